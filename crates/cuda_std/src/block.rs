@@ -1,0 +1,33 @@
+//! Reductions over the threads of a block.
+
+use crate::shared::SharedArray;
+use crate::{thread, warp};
+
+/// Folds `value` over all threads of the block in a fixed order; every thread gets the result. `scratch`: 32 floats,
+/// free for reuse when the call returns. The block must be whole warps.
+#[inline(always)]
+#[track_caller]
+pub fn reduce(value: f32, identity: f32, scratch: SharedArray<f32>, op: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
+    let (lane, index) = (warp::lane(), warp::index());
+    let value = warp::reduce(value, op);
+    thread::sync_threads();
+    if lane == 0 {
+        scratch.set(index as usize, value);
+    }
+    thread::sync_threads();
+    let warps = thread::block_dim_x() / warp::LANES;
+    let partial = if lane < warps { scratch.at(lane as usize) } else { identity };
+    warp::reduce(partial, op)
+}
+
+#[inline(always)]
+#[track_caller]
+pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
+    reduce(value, 0.0, scratch, |a, b| a + b)
+}
+
+#[inline(always)]
+#[track_caller]
+pub fn max(value: f32, scratch: SharedArray<f32>) -> f32 {
+    reduce(value, f32::NEG_INFINITY, scratch, crate::math::max)
+}

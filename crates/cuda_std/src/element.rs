@@ -1,0 +1,145 @@
+//! The two storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them.
+
+use crate::backend;
+use core::marker::PhantomData;
+
+/// bfloat16: the upper 16 bits of an f32. Storage only; arithmetic is done in f32.
+#[allow(non_camel_case_types)]
+#[repr(transparent)]
+#[derive(Clone, Copy, Default, PartialEq, Debug)]
+pub struct bf16(u16);
+
+impl bf16 {
+    #[inline(always)]
+    pub const fn from_bits(bits: u16) -> Self {
+        Self(bits)
+    }
+
+    #[inline(always)]
+    pub const fn to_bits(self) -> u16 {
+        self.0
+    }
+}
+
+// SAFETY: bf16 is a transparent u16; every bit pattern is a value.
+#[cfg(not(target_arch = "nvptx64"))]
+unsafe impl bytemuck::Zeroable for bf16 {}
+// SAFETY: as above.
+#[cfg(not(target_arch = "nvptx64"))]
+unsafe impl bytemuck::Pod for bf16 {}
+
+/// A tensor's storage type. Kernels are generic over it and compute in f32.
+pub trait Element: Copy + Default + Send + Sync + 'static {
+    /// Elements in a 16-byte packet: 8 for bf16, 4 for f32.
+    const PACKET: usize = 16 / size_of::<Self>();
+
+    fn to_f32(self) -> f32;
+
+    /// Rounds to nearest even.
+    fn from_f32(value: f32) -> Self;
+
+    /// Rounds a value that already lies on this type's grid or must be pushed to one of its two neighbours with
+    /// probability proportional to nearness. `noise`: 16 uniform random bits in the low half. Exact for f32.
+    fn from_f32_stochastic(value: f32, noise: u32) -> Self;
+
+    #[doc(hidden)]
+    fn unpack(words: &[u32; 4], i: usize) -> f32;
+    #[doc(hidden)]
+    fn pack(f: impl FnMut(usize) -> f32) -> [u32; 4];
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+
+    #[inline(always)]
+    fn from_f32_stochastic(value: f32, _noise: u32) -> Self {
+        value
+    }
+
+    #[inline(always)]
+    fn unpack(words: &[u32; 4], i: usize) -> f32 {
+        f32::from_bits(words[i])
+    }
+
+    #[inline(always)]
+    fn pack(mut f: impl FnMut(usize) -> f32) -> [u32; 4] {
+        [f(0).to_bits(), f(1).to_bits(), f(2).to_bits(), f(3).to_bits()]
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits((self.0 as u32) << 16)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        Self(backend::bf16x2(value, 0.0) as u16)
+    }
+
+    #[inline(always)]
+    fn from_f32_stochastic(value: f32, noise: u32) -> Self {
+        let bits = value.to_bits();
+        let up = (bits & 0xffff) > (noise & 0xffff);
+        // All ones below the cut rounds up to the next bf16, all zeros is already one.
+        let bits = if up { bits | 0xffff } else { bits & 0xffff_0000 };
+        Self::from_f32(f32::from_bits(bits))
+    }
+
+    #[inline(always)]
+    fn unpack(words: &[u32; 4], i: usize) -> f32 {
+        let word = words[i / 2];
+        f32::from_bits(if i % 2 == 0 { word << 16 } else { word & 0xffff_0000 })
+    }
+
+    #[inline(always)]
+    fn pack(mut f: impl FnMut(usize) -> f32) -> [u32; 4] {
+        let mut pair = |i: usize| {
+            let low = f(2 * i);
+            let high = f(2 * i + 1);
+            backend::bf16x2(low, high)
+        };
+        [pair(0), pair(1), pair(2), pair(3)]
+    }
+}
+
+/// 16 bytes of `T`, the unit of a vector load or store; `T::PACKET` elements.
+#[repr(C, align(16))]
+#[derive(Clone, Copy)]
+pub struct Packet<T> {
+    pub(crate) words: [u32; 4],
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Packet<T> {
+    /// Packet of `f(0) .. f(T::PACKET)`, rounded to nearest even.
+    #[inline(always)]
+    pub fn from_fn(f: impl FnMut(usize) -> f32) -> Self {
+        Self::from_words(T::pack(f))
+    }
+
+    #[inline(always)]
+    pub fn zero() -> Self {
+        Self::from_words([0; 4])
+    }
+
+    #[inline(always)]
+    pub(crate) fn from_words(words: [u32; 4]) -> Self {
+        Self { words, element: PhantomData }
+    }
+
+    /// Element `i`, `i < T::PACKET`, widened.
+    #[inline(always)]
+    pub fn get(&self, i: usize) -> f32 {
+        T::unpack(&self.words, i)
+    }
+}

@@ -1,0 +1,1 @@
+//! sm_90a only: TMA, wgmma, mbarriers, clusters.

@@ -1,0 +1,84 @@
+//! A kernel launch, as `#[kernel]` makes it on the host: which entry point, with which arguments.
+
+use std::any::{TypeId, type_name};
+use std::fmt;
+
+/// One kernel with its arguments, ready for a GPU ([`Launch::name`], [`Launch::with_arguments`]) or for
+/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed.
+pub struct Launch {
+    name: &'static str,
+    threads: u32,
+    arguments: Vec<Argument>,
+    body: Box<dyn Fn() + Send + Sync>,
+}
+
+/// A kernel argument's bytes, aligned for any scalar.
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+pub struct Argument([u8; 16]);
+
+impl Argument {
+    /// `value` must be a pointer view or a scalar: at most 16 bytes without padding.
+    #[doc(hidden)]
+    pub fn new<T: Copy + 'static>(value: T) -> Self {
+        const { assert!(size_of::<T>() <= 16 && align_of::<T>() <= 16) };
+        let mut bytes = [0; 16];
+        // SAFETY: `value` fits, as asserted, and is plain data.
+        unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes.as_mut_ptr(), size_of::<T>()) };
+        Self(bytes)
+    }
+}
+
+/// The entry point of the instance whose generic arguments are those of `K`.
+#[doc(hidden)]
+pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
+    match entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) {
+        Some((_, entry)) => entry,
+        None => {
+            let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
+            panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
+        }
+    }
+}
+
+impl Launch {
+    #[doc(hidden)]
+    pub fn new(
+        name: &'static str,
+        threads: u32,
+        arguments: Vec<Argument>,
+        body: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
+        Self { name, threads, arguments, body: Box::new(body) }
+    }
+
+    /// The entry point's name in the PTX.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Threads of a block, fixed by `#[kernel(threads = …)]`.
+    pub fn threads(&self) -> u32 {
+        self.threads
+    }
+
+    /// Calls `f` with the addresses of the arguments, as `cuLaunchKernel` wants them.
+    pub fn with_arguments<R>(&self, f: impl FnOnce(&mut [*mut std::ffi::c_void]) -> R) -> R {
+        let mut addresses: Vec<_> = self.arguments.iter().map(|a| (&raw const a.0).cast_mut().cast()).collect();
+        f(&mut addresses)
+    }
+
+    /// Runs the kernel on the CPU over `grid` blocks with `shared_bytes` of dynamic shared memory each.
+    ///
+    /// # Safety
+    /// The pointer arguments must be host memory that covers every index the kernel forms, 16-byte aligned.
+    pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) {
+        crate::backend::run(&*self.body, grid, self.threads, shared_bytes);
+    }
+}
+
+impl fmt::Debug for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}({} arguments, {} threads)", self.name, self.arguments.len(), self.threads)
+    }
+}

@@ -1,0 +1,354 @@
+//! The PTX back end: every primitive as the instruction it is.
+//!
+//! Asm that synchronises (barriers, shuffles, votes, ldmatrix, mma) is never `pure`: the compiler must not move it into a
+//! branch. `cuda_builder` also marks every asm call convergent, without which it could be duplicated into both arms.
+
+use core::arch::{asm, global_asm, nvptx};
+
+pub mod hopper;
+
+// The one symbol through which dynamic shared memory is reached; 1024 bytes is what TMA's 128-byte swizzle wants.
+global_asm!(".extern .shared .align 1024 .b8 dynamic_shared[];");
+
+unsafe extern "C" {
+    #[link_name = "llvm.nvvm.isspacep.shared"]
+    fn is_shared(pointer: *const u8) -> bool;
+    #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
+    fn shfl_idx(mask: u32, value: u32, lane: u32, clamp: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+    fn shfl_bfly(mask: u32, value: u32, lanes: u32, clamp: u32) -> u32;
+    #[link_name = "llvm.nvvm.shfl.sync.down.i32"]
+    fn shfl_down(mask: u32, value: u32, delta: u32, clamp: u32) -> u32;
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
+    fn barrier_all(id: u32);
+}
+
+const FULL_WARP: u32 = u32::MAX;
+
+macro_rules! special_register {
+    ($($name:ident = $intrinsic:ident)*) => {$(
+        #[inline(always)]
+        pub fn $name() -> u32 {
+            // SAFETY: reads a special register.
+            unsafe { nvptx::$intrinsic() }
+        }
+    )*};
+}
+
+special_register! {
+    thread_idx_x = _thread_idx_x
+    block_idx_x = _block_idx_x
+    block_idx_y = _block_idx_y
+    block_idx_z = _block_idx_z
+    block_dim_x = _block_dim_x
+    grid_dim_x = _grid_dim_x
+    grid_dim_y = _grid_dim_y
+    grid_dim_z = _grid_dim_z
+}
+
+/// f32 -> f32 in one instruction without side effects.
+macro_rules! unary {
+    ($($name:ident = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name(x: f32) -> f32 {
+            let y;
+            // SAFETY: arithmetic on registers.
+            unsafe {
+                asm!(concat!($instruction, " {}, {};"), out(reg32) y, in(reg32) x,
+                    options(pure, nomem, nostack, preserves_flags));
+            }
+            y
+        }
+    )*};
+}
+
+unary! {
+    exp2 = "ex2.approx.ftz.f32"
+    log2 = "lg2.approx.ftz.f32"
+    recip = "rcp.approx.ftz.f32"
+    rsqrt = "rsqrt.approx.ftz.f32"
+    sqrt = "sqrt.approx.ftz.f32"
+    tanh = "tanh.approx.f32"
+    tf32 = "cvt.rna.tf32.f32"
+}
+
+#[inline(always)]
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    core::intrinsics::fmaf32(a, b, c)
+}
+
+/// `low` and `high` rounded to bf16, `high` in the upper half.
+#[inline(always)]
+pub fn bf16x2(low: f32, high: f32) -> u32 {
+    let packed;
+    // SAFETY: arithmetic on registers.
+    unsafe {
+        asm!("cvt.rn.bf16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) high, in(reg32) low,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    packed
+}
+
+#[inline(always)]
+pub fn sync_threads() {
+    // SAFETY: a barrier of the whole block.
+    unsafe { barrier_all(0) }
+}
+
+#[inline(always)]
+pub fn sync_named(id: u32, threads: u32) {
+    // SAFETY: a barrier; nothing but waiting happens.
+    unsafe { asm!("bar.sync {}, {};", in(reg32) id, in(reg32) threads, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn arrive_named(id: u32, threads: u32) {
+    // SAFETY: as in `sync_named`.
+    unsafe { asm!("bar.arrive {}, {};", in(reg32) id, in(reg32) threads, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn sync_warp() {
+    // SAFETY: as in `sync_named`.
+    unsafe { asm!("bar.warp.sync -1;", options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn shuffle_idx(value: u32, from: u32) -> u32 {
+    // SAFETY: exchanges registers among the full warp.
+    unsafe { shfl_idx(FULL_WARP, value, from, 31) }
+}
+
+#[inline(always)]
+pub fn shuffle_xor(value: u32, mask: u32) -> u32 {
+    // SAFETY: as in `shuffle_idx`.
+    unsafe { shfl_bfly(FULL_WARP, value, mask, 31) }
+}
+
+#[inline(always)]
+pub fn shuffle_down(value: u32, delta: u32) -> u32 {
+    // SAFETY: as in `shuffle_idx`.
+    unsafe { shfl_down(FULL_WARP, value, delta, 31) }
+}
+
+#[inline(always)]
+pub fn ballot(predicate: bool) -> u32 {
+    let bits;
+    // SAFETY: as in `shuffle_idx`.
+    unsafe {
+        asm!("{{ .reg .pred p; setp.ne.b32 p, {}, 0; vote.sync.ballot.b32 {}, p, -1; }}",
+            in(reg32) predicate as u32, out(reg32) bits, options(nomem, nostack, preserves_flags));
+    }
+    bits
+}
+
+/// Generic address of dynamic shared memory. The assumption lets LLVM turn accesses through it into `ld.shared`.
+#[inline(always)]
+pub fn shared_base() -> *mut u8 {
+    let base: *mut u8;
+    // SAFETY: converts an address; the assumption states what cvta.shared yields.
+    unsafe {
+        asm!("{{ .reg .b64 t; mov.u64 t, dynamic_shared; cvta.shared.u64 {}, t; }}", out(reg64) base,
+            options(pure, nomem, nostack, preserves_flags));
+        core::intrinsics::assume(is_shared(base));
+    }
+    base
+}
+
+/// The 32-bit shared-window address of a generic pointer into shared memory.
+#[inline(always)]
+pub fn shared_address<T>(pointer: *const T) -> u32 {
+    let address: u64;
+    // SAFETY: converts an address.
+    unsafe {
+        asm!("cvta.to.shared.u64 {}, {};", out(reg64) address, in(reg64) pointer,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    address as u32
+}
+
+#[inline(always)]
+pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
+    // SAFETY: the caller's.
+    unsafe { *pointer }
+}
+
+#[inline(always)]
+pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
+    // SAFETY: the caller's.
+    unsafe { *pointer = value }
+}
+
+/// Only a SIMD type is sure to become one 128-bit access; an aligned struct may be split.
+#[repr(simd)]
+#[derive(Clone, Copy)]
+struct Words([u32; 4]);
+
+#[inline(always)]
+fn words(w: Words) -> [u32; 4] {
+    // SAFETY: same size, plain data.
+    unsafe { core::mem::transmute(w) }
+}
+
+#[inline(always)]
+pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
+    // SAFETY: the caller's: 16 readable bytes, 16-byte aligned.
+    words(unsafe { *pointer.cast::<Words>() })
+}
+
+#[inline(always)]
+pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
+    // SAFETY: the caller's: 16 writable bytes, 16-byte aligned.
+    unsafe { *pointer.cast::<Words>() = Words(value) }
+}
+
+#[inline(always)]
+pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's: 16 readable bytes of global memory, 16-byte aligned, written by nobody during the kernel.
+    unsafe {
+        asm!("ld.global.nc.L1::no_allocate.v4.b32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer,
+            options(pure, readonly, nostack, preserves_flags));
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub unsafe fn store128_streaming(pointer: *mut u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the caller's: 16 writable bytes of global memory, 16-byte aligned.
+    unsafe {
+        asm!("st.global.cs.v4.b32 [{}], {{{}, {}, {}, {}}};",
+            in(reg64) pointer, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
+    let old;
+    // SAFETY: the caller's: a word of global memory.
+    unsafe {
+        asm!("atom.add.relaxed.gpu.global.u32 {}, [{}], {};", out(reg32) old, in(reg64) pointer, in(reg32) value,
+            options(nostack, preserves_flags));
+    }
+    old
+}
+
+#[inline(always)]
+pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
+    // SAFETY: the caller's: a word of global memory.
+    unsafe {
+        asm!("red.add.relaxed.gpu.global.f32 [{}], {};", in(reg64) pointer, in(reg32) value,
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub fn fence_device() {
+    // SAFETY: a fence.
+    unsafe { asm!("fence.acq_rel.gpu;", options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
+    let bytes = if valid { 16u32 } else { 0 };
+    // SAFETY: the caller's: 16 bytes of shared memory, and where `valid` 16 of global memory, both 16-byte aligned.
+    unsafe {
+        asm!("cp.async.cg.shared.global [{}], [{}], 16, {};",
+            in(reg32) shared_address(to), in(reg64) from, in(reg32) bytes, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub fn async_copy_commit() {
+    // SAFETY: closes a group; no memory of its own.
+    unsafe { asm!("cp.async.commit_group;", options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn async_copy_wait<const PENDING: u32>() {
+    // SAFETY: waits.
+    unsafe { asm!("cp.async.wait_group {};", const PENDING, options(nostack, preserves_flags)) }
+}
+
+/// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`: lane l gives the row l % 8 of matrix l / 8 and gets from each matrix the
+/// pair (l / 4, 2 (l % 4)), (l / 4, 2 (l % 4) + 1).
+#[inline(always)]
+pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    unsafe {
+        asm!("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) shared_address(row),
+            options(nostack, preserves_flags, readonly));
+    }
+    [a, b, c, d]
+}
+
+/// As [`ldmatrix_x4`] with each 8 x 8 matrix transposed.
+#[inline(always)]
+pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    unsafe {
+        asm!("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) shared_address(row),
+            options(nostack, preserves_flags, readonly));
+    }
+    [a, b, c, d]
+}
+
+/// `mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32`
+#[inline(always)]
+pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    // SAFETY: arithmetic on the warp's registers.
+    unsafe {
+        asm!(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};",
+            inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
+            in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
+            options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// `mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32`
+#[inline(always)]
+fn mma_tf32(d: &mut [f32; 4], a: [f32; 4], b: [f32; 2]) {
+    // SAFETY: arithmetic on the warp's registers.
+    unsafe {
+        asm!(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};",
+            inout(reg32) d[0], inout(reg32) d[1], inout(reg32) d[2], inout(reg32) d[3],
+            in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3], in(reg32) b[0], in(reg32) b[1],
+            options(nomem, nostack, preserves_flags));
+    }
+}
+
+/// 16 x 8 x 16 in f32: two k halves, each the three largest products of operands split into two tf32 parts, small
+/// products first.
+#[inline(always)]
+pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
+    let a_big = a.map(tf32);
+    let b_big = b.map(tf32);
+    let mut a_small = a;
+    let mut b_small = b;
+    for i in 0..8 {
+        a_small[i] = tf32(a[i] - a_big[i]);
+    }
+    for i in 0..4 {
+        b_small[i] = tf32(b[i] - b_big[i]);
+    }
+    let (low_a, high_a) = (|x: [f32; 8]| [x[0], x[2], x[1], x[3]], |x: [f32; 8]| [x[4], x[6], x[5], x[7]]);
+    let (low_b, high_b) = (|x: [f32; 4]| [x[0], x[1]], |x: [f32; 4]| [x[2], x[3]]);
+    mma_tf32(d, low_a(a_small), low_b(b_big));
+    mma_tf32(d, high_a(a_small), high_b(b_big));
+    mma_tf32(d, low_a(a_big), low_b(b_small));
+    mma_tf32(d, high_a(a_big), high_b(b_small));
+    mma_tf32(d, low_a(a_big), low_b(b_big));
+    mma_tf32(d, high_a(a_big), high_b(b_big));
+}
+
+pub fn trap() -> ! {
+    // SAFETY: stops the kernel.
+    unsafe { nvptx::trap() }
+}

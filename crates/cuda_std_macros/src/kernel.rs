@@ -1,0 +1,236 @@
+//! Expansion of `#[kernel]`.
+
+use proc_macro2::{Group, TokenStream, TokenTree};
+use quote::{ToTokens, format_ident, quote};
+use syn::parse::{Parse, ParseStream};
+use syn::punctuated::Punctuated;
+use syn::{AngleBracketedGenericArguments, Error, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Pat, Token};
+
+/// What stands in `#[kernel(…)]`.
+#[derive(Default)]
+struct Options {
+    threads: Option<u32>,
+    blocks_per_sm: Option<u32>,
+    cluster: Option<u32>,
+    arch: Option<String>,
+    instances: Vec<Instance>,
+}
+
+/// `name = <arguments>` in `instances(…)`.
+struct Instance {
+    suffix: Ident,
+    arguments: AngleBracketedGenericArguments,
+}
+
+impl Parse for Instance {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        let suffix = input.parse()?;
+        input.parse::<Token![=]>()?;
+        Ok(Self { suffix, arguments: input.parse()? })
+    }
+}
+
+impl Parse for Options {
+    fn parse(input: ParseStream) -> syn::Result<Self> {
+        let mut options = Self::default();
+        while !input.is_empty() {
+            let key: Ident = input.parse()?;
+            if key == "instances" {
+                let content;
+                syn::parenthesized!(content in input);
+                options.instances =
+                    Punctuated::<Instance, Token![,]>::parse_terminated(&content)?.into_iter().collect();
+            } else {
+                input.parse::<Token![=]>()?;
+                if key == "arch" {
+                    options.arch = Some(input.parse::<LitStr>()?.value());
+                } else {
+                    let value = Some(input.parse::<LitInt>()?.base10_parse()?);
+                    match key.to_string().as_str() {
+                        "threads" => options.threads = value,
+                        "blocks_per_sm" => options.blocks_per_sm = value,
+                        "cluster" => options.cluster = value,
+                        _ => {
+                            let known = "threads, blocks_per_sm, cluster, arch or instances";
+                            return Err(Error::new(key.span(), format!("expected {known}, found `{key}`")));
+                        }
+                    }
+                }
+            }
+            if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        Ok(options)
+    }
+}
+
+pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
+    let options: Options = syn::parse2(attribute)?;
+    let function: ItemFn = syn::parse2(item)?;
+    let signature = &function.sig;
+    let name = &signature.ident;
+    let threads =
+        options.threads.ok_or_else(|| Error::new(name.span(), "a kernel states its block size: threads = N"))?;
+    if !matches!(signature.output, syn::ReturnType::Default) {
+        return Err(Error::new_spanned(&signature.output, "a kernel returns nothing"));
+    }
+    let generic = !signature.generics.params.is_empty();
+    if generic == options.instances.is_empty() {
+        let message = if generic { "a generic kernel lists its instances(…)" } else { "instances need generics" };
+        return Err(Error::new(name.span(), message));
+    }
+    let arguments = argument_names(&function)?;
+    let arch = options.arch.as_ref().map(|arch| quote!(#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = #arch))]));
+
+    let entries = if generic {
+        let entry = |i: &Instance| {
+            device_entry(
+                &function,
+                &options,
+                arch.as_ref(),
+                threads,
+                &format_ident!("{name}_{}", i.suffix),
+                Some(&i.arguments),
+            )
+        };
+        options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
+    } else {
+        vec![device_entry(&function, &options, arch.as_ref(), threads, name, None)?]
+    };
+    let generic_body = generic.then(|| {
+        let (vis, block) = (&function.vis, &function.block);
+        quote! {
+            #[cfg(target_arch = "nvptx64")]
+            #[inline(always)]
+            #vis #signature #block
+        }
+    });
+    let host = host_launch(&function, &options, threads, &arguments);
+    Ok(quote! {
+        #arch #generic_body
+        #(#entries)*
+        #arch #host
+    })
+}
+
+/// The PTX entry of one instance, and the line that carries its launch bounds to `cuda_builder`.
+fn device_entry(
+    function: &ItemFn,
+    options: &Options,
+    arch: Option<&TokenStream>,
+    threads: u32,
+    entry: &Ident,
+    arguments: Option<&AngleBracketedGenericArguments>,
+) -> syn::Result<TokenStream> {
+    let signature = &function.sig;
+    let names = argument_names(function)?;
+    let parameters = match arguments {
+        Some(arguments) => substitute(signature.inputs.to_token_stream(), &bindings(function, arguments)?),
+        None => signature.inputs.to_token_stream(),
+    };
+    let body = match arguments {
+        Some(arguments) => {
+            let name = &signature.ident;
+            quote!(#name::#arguments(#(#names),*))
+        }
+        None => function.block.to_token_stream(),
+    };
+    let mut bounds = format!("// @launch {entry} maxntid={threads}");
+    for (key, value) in [("minctasm", options.blocks_per_sm), ("cluster", options.cluster)] {
+        if let Some(value) = value {
+            bounds += &format!(" {key}={value}");
+        }
+    }
+    Ok(quote! {
+        #arch
+        #[cfg(target_arch = "nvptx64")]
+        ::core::arch::global_asm!(#bounds);
+        #arch
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        // The views are transparent pointers, which the lint does not look through.
+        #[allow(improper_gpu_kernel_arg)]
+        pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
+            #body
+        }
+    })
+}
+
+/// The function the host calls: same name, generics and parameters, returns a `Launch`.
+fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[Ident]) -> TokenStream {
+    let (attributes, vis, signature, block) = (&function.attrs, &function.vis, &function.sig, &function.block);
+    let (name, inputs) = (&signature.ident, &signature.inputs);
+    let (generics, turbofish, predicate) = {
+        let (generics, types, predicate) = signature.generics.split_for_impl();
+        (generics, types.as_turbofish().to_token_stream(), predicate)
+    };
+    let entry = if options.instances.is_empty() {
+        name.to_string().to_token_stream()
+    } else {
+        let types = signature.generics.type_params().map(|p| &p.ident);
+        let entries = options.instances.iter().map(|i| format!("{name}_{}", i.suffix));
+        let instances = options.instances.iter().map(|i| &i.arguments);
+        quote! {{
+            struct Key #generics (::core::marker::PhantomData<(#(#types,)*)>) #predicate;
+            ::cuda_std::launch::entry_of::<Key #turbofish>(
+                stringify!(#name),
+                &[#((::core::any::TypeId::of::<Key #instances>(), #entries)),*],
+            )
+        }}
+    };
+    quote! {
+        #[cfg(not(target_arch = "nvptx64"))]
+        #(#attributes)*
+        #vis fn #name #generics (#inputs) -> ::cuda_std::launch::Launch #predicate {
+            fn body #generics (#inputs) #predicate #block
+            ::cuda_std::launch::Launch::new(
+                #entry,
+                #threads,
+                vec![#(::cuda_std::launch::Argument::new(#arguments)),*],
+                move || body #turbofish (#(#arguments),*),
+            )
+        }
+    }
+}
+
+fn argument_names(function: &ItemFn) -> syn::Result<Vec<Ident>> {
+    let name = |argument: &FnArg| match argument {
+        FnArg::Typed(typed) => match &*typed.pat {
+            Pat::Ident(pattern) => Ok(pattern.ident.clone()),
+            other => Err(Error::new_spanned(other, "a kernel's parameters are plain names")),
+        },
+        FnArg::Receiver(receiver) => Err(Error::new_spanned(receiver, "a kernel is a free function")),
+    };
+    function.sig.inputs.iter().map(name).collect()
+}
+
+/// Which tokens stand for which generic parameter in one instance.
+fn bindings(function: &ItemFn, arguments: &AngleBracketedGenericArguments) -> syn::Result<Vec<(Ident, TokenStream)>> {
+    let parameters = function.sig.generics.params.iter().map(|p| match p {
+        GenericParam::Type(t) => Ok(t.ident.clone()),
+        GenericParam::Const(c) => Ok(c.ident.clone()),
+        GenericParam::Lifetime(l) => Err(Error::new_spanned(l, "a kernel has no lifetimes")),
+    });
+    let parameters = parameters.collect::<syn::Result<Vec<_>>>()?;
+    if parameters.len() != arguments.args.len() {
+        return Err(Error::new_spanned(arguments, format!("expected {} generic arguments", parameters.len())));
+    }
+    Ok(parameters.into_iter().zip(arguments.args.iter().map(ToTokens::to_token_stream)).collect())
+}
+
+fn substitute(tokens: TokenStream, bindings: &[(Ident, TokenStream)]) -> TokenStream {
+    tokens
+        .into_iter()
+        .flat_map(|token| match token {
+            TokenTree::Ident(ident) => match bindings.iter().find(|(name, _)| *name == ident) {
+                Some((_, replacement)) => replacement.clone(),
+                None => ident.into_token_stream(),
+            },
+            TokenTree::Group(group) => {
+                Group::new(group.delimiter(), substitute(group.stream(), bindings)).into_token_stream()
+            }
+            other => other.into_token_stream(),
+        })
+        .collect()
+}
