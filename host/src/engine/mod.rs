@@ -1,0 +1,323 @@
+//! The operations of training, and the two engines that carry them out.
+//!
+//! Operations take [`Tensor`] handles into the engine's one arena, which [`Engine::allocate`] makes from a [`Plan`].
+//! "float" below is the engine's storage type: f32, or bf16 on CUDA. Statistics, losses and optimizer state are f32.
+//! Weights are (OC, C) row-major as in llm.c. Parameter gradients accumulate (+=); activation gradients are overwritten,
+//! except the residual stream's, to which `layernorm_backward` adds.
+//!
+//! An engine may run ahead of the caller: an operation returns once it is queued, and only [`Engine::read`] and
+//! [`Engine::wait`] wait for results.
+
+pub mod cpu;
+
+use crate::plan::Plan;
+use crate::tensor::{DType, Tensor};
+use std::ops::DerefMut;
+
+pub type Result<T, E = anyhow::Error> = std::result::Result<T, E>;
+
+/// Host memory that batches are put together in; page-locked where the engine copies from it while the host goes on.
+pub type HostBuffer = Box<dyn DerefMut<Target = [i32]> + Send>;
+
+/// Where the parts of a batch of `b` x `t` tokens lie, as i32 words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchLayout {
+    pub b: usize,
+    pub t: usize,
+}
+
+impl BatchLayout {
+    const fn tokens(self) -> usize {
+        self.b * self.t
+    }
+
+    /// Words of a whole batch.
+    pub const fn len(self) -> usize {
+        4 * self.tokens() + 2
+    }
+
+    /// (B, T): what the model reads.
+    pub fn inputs(self) -> std::ops::Range<usize> {
+        0..self.tokens()
+    }
+
+    /// (B, T): what it should say next.
+    pub fn targets(self) -> std::ops::Range<usize> {
+        self.tokens()..2 * self.tokens()
+    }
+
+    /// (B*T): positions of `inputs`, stably sorted by token: equal tokens form a run.
+    pub fn order(self) -> std::ops::Range<usize> {
+        2 * self.tokens()..3 * self.tokens()
+    }
+
+    /// (B*T + 1): where each run begins in `order`, then B*T; `runs + 1` of them are used.
+    pub fn starts(self) -> std::ops::Range<usize> {
+        3 * self.tokens()..4 * self.tokens() + 1
+    }
+
+    /// (1): the number of runs.
+    pub fn runs(self) -> std::ops::Range<usize> {
+        4 * self.tokens() + 1..self.len()
+    }
+
+    /// Fills in `order`, `starts` and `runs` from `inputs`.
+    pub fn sort(self, words: &mut [i32]) {
+        let (inputs, rest) = words.split_at_mut(self.tokens());
+        let (order, starts) = rest[self.tokens()..].split_at_mut(self.tokens());
+        for (i, position) in order.iter_mut().enumerate() {
+            *position = i as i32;
+        }
+        order.sort_by_key(|&i| inputs[i as usize]);
+        let mut runs = 0;
+        for (i, &position) in order.iter().enumerate() {
+            if i == 0 || inputs[position as usize] != inputs[order[i - 1] as usize] {
+                starts[runs] = i as i32;
+                runs += 1;
+            }
+        }
+        starts[runs] = self.tokens() as i32;
+        starts[self.tokens() + 1] = runs as i32;
+    }
+
+    /// A part of the batch in the arena.
+    pub fn tensor(self, batch: Tensor, part: std::ops::Range<usize>) -> Tensor {
+        batch.slice(part.start, part.len())
+    }
+}
+
+/// What the GPU could do at best, for the model FLOPs utilisation.
+#[derive(Clone, Debug)]
+pub struct Peak {
+    /// TFLOP/s in the engine's storage type on its matrix units.
+    pub tflops: f64,
+    /// Not from a table but from the number of multiprocessors and the clock.
+    pub estimated: bool,
+}
+
+/// What an engine needs to know of a run to plan memory of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Scope {
+    pub b: usize,
+    pub t: usize,
+    pub channels: usize,
+    pub heads: usize,
+    pub padded_vocab: usize,
+    /// Elements of the parameter block.
+    pub parameters: usize,
+    pub training: bool,
+}
+
+/// Rows and columns of a linear layer: out (rows, oc) = inp (rows, c) · weight (oc, c)^T.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Linear {
+    pub rows: usize,
+    pub c: usize,
+    pub oc: usize,
+}
+
+/// Shape of the attention: qkv (b, t, 3, heads, head_size).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Heads {
+    pub b: usize,
+    pub t: usize,
+    pub heads: usize,
+    pub head_size: usize,
+}
+
+/// Settings of one AdamW update.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    pub learning_rate: f32,
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+    /// 1 for the first update.
+    pub step: u32,
+    /// Gradients are scaled by `clip / norm` where their norm exceeds `clip`.
+    pub clip: f32,
+    /// Drives stochastic rounding to bf16.
+    pub seed: u32,
+}
+
+/// The optimizer's view of a range of parameters; all of one length.
+#[derive(Clone, Copy, Debug)]
+pub struct Optimized {
+    /// float
+    pub params: Tensor,
+    /// float
+    pub grads: Tensor,
+    /// f32, first moment
+    pub m: Tensor,
+    /// f32, second moment
+    pub v: Tensor,
+    /// f32 copy of the parameters the update is applied to; none where `params` is f32 already.
+    pub master: Option<Tensor>,
+}
+
+/// A read under way, see [`Engine::read_later`].
+#[derive(Debug)]
+pub struct Ticket(pub u64);
+
+pub trait Engine {
+    /// For the banner: `CPU, 2 threads` or `NVIDIA H200, sm_90a`.
+    fn describe(&self) -> String;
+
+    /// Storage type of parameters, gradients and activations.
+    fn float(&self) -> DType;
+
+    /// Memory that [`allocate`](Self::allocate) could take, in bytes.
+    fn memory_free(&self) -> Result<usize>;
+
+    /// `None` where MFU makes no sense (a CPU).
+    fn peak(&self) -> Option<Peak>;
+
+    /// Adds the engine's own scratch buffers to the plan.
+    fn plan(&mut self, plan: &mut Plan, scope: &Scope);
+
+    /// Allocates the arena, zeroed. An earlier arena is dropped.
+    fn allocate(&mut self, plan: &Plan) -> Result<()>;
+
+    /// Copies values in, rounding to the tensor's type. `values.len() == to.len`.
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
+
+    /// Copies values out, widened, once everything queued before has run.
+    fn read(&mut self, from: Tensor) -> Result<Vec<f32>>;
+
+    /// Copies raw 32-bit integers in.
+    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()>;
+
+    /// Starts copying out an f32 tensor; the engine goes on.
+    fn read_later(&mut self, from: Tensor) -> Result<Ticket>;
+
+    /// Waits for a read and returns its values.
+    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>>;
+
+    /// A buffer of `len` words for [`load_batch`](Self::load_batch).
+    fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
+
+    /// Starts copying a batch into `to` and keeps the buffer until it is done; gives back one that is, to be refilled.
+    fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>>;
+
+    fn zero(&mut self, tensor: Tensor) -> Result<()>;
+
+    /// out (b, t, c) = wte[token] + wpe[position]; `batch` as [`BatchLayout`] has it.
+    fn encoder_forward(
+        &mut self,
+        out: Tensor,
+        batch: Tensor,
+        layout: BatchLayout,
+        wte: Tensor,
+        wpe: Tensor,
+        c: usize,
+    ) -> Result<()>;
+
+    /// dwte[token] += sum of dout over that token's positions, dwpe[position] += sum over b. Both summed in f32 in a fixed
+    /// order and rounded stochastically by `seed` where float is bf16.
+    fn encoder_backward(
+        &mut self,
+        dwte: Tensor,
+        dwpe: Tensor,
+        dout: Tensor,
+        batch: Tensor,
+        layout: BatchLayout,
+        c: usize,
+        seed: u32,
+    ) -> Result<()>;
+
+    /// out (rows, c) = (inp - mean) rstd weight + bias; mean, rstd (rows).
+    fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()>;
+
+    /// residual (rows, c) = a + b, then as `layernorm_forward` of the rounded sum.
+    fn residual_layernorm_forward(&mut self, op: LayerNorm, residual: Tensor, a: Tensor, b: Tensor) -> Result<()>;
+
+    /// dinp (rows, c) += gradient through the norm; dweight, dbias (c) +=.
+    fn layernorm_backward(
+        &mut self,
+        dinp: Tensor,
+        dweight: Tensor,
+        dbias: Tensor,
+        dout: Tensor,
+        inp: Tensor,
+        op: LayerNorm,
+    ) -> Result<()>;
+
+    /// residual (n) = a + b.
+    fn residual_forward(&mut self, residual: Tensor, a: Tensor, b: Tensor) -> Result<()>;
+
+    /// out (rows, oc) = inp (rows, c) · weight (oc, c)^T + bias (oc). With `pre_gelu` (rows, oc), that gets the product and
+    /// out its GELU.
+    fn matmul_forward(
+        &mut self,
+        out: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        pre_gelu: Option<Tensor>,
+        shape: Linear,
+    ) -> Result<()>;
+
+    /// dinp (rows, c) = dout · weight, times gelu'(pre_gelu (rows, c)) if given; dweight (oc, c) += dout^T · inp;
+    /// dbias (oc) += column sums of dout.
+    fn matmul_backward(
+        &mut self,
+        dinp: Tensor,
+        dweight: Tensor,
+        dbias: Option<Tensor>,
+        dout: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        pre_gelu: Option<Tensor>,
+        shape: Linear,
+    ) -> Result<()>;
+
+    /// Causal attention: out (b, t, heads, head_size), lse (b, heads, t) for the backward.
+    fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()>;
+
+    /// dqkv (b, t, 3, heads, head_size) overwritten.
+    fn attention_backward(
+        &mut self,
+        dqkv: Tensor,
+        dout: Tensor,
+        qkv: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Heads,
+    ) -> Result<()>;
+
+    /// losses (rows) += cross-entropy of softmax(logits[.., ..v]) and targets; with `dloss`, logits (rows, vp) become
+    /// their gradient times dloss (0 in the padding columns v..vp).
+    fn classifier(
+        &mut self,
+        logits: Tensor,
+        losses: Tensor,
+        targets: Tensor,
+        v: usize,
+        vp: usize,
+        dloss: Option<f32>,
+    ) -> Result<()>;
+
+    /// out (1) = sum of f32 values, in a fixed order.
+    fn sum(&mut self, out: Tensor, values: Tensor) -> Result<()>;
+
+    /// norm (1) = L2 norm of grads, in a fixed order.
+    fn global_norm(&mut self, norm: Tensor, grads: Tensor) -> Result<()>;
+
+    /// One AdamW step; nothing changes if `norm` (1) is not finite.
+    fn adamw(&mut self, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()>;
+
+    /// Copies values of one tensor to another, converting between float and f32.
+    fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()>;
+}
+
+/// The tensors of a LayerNorm: out (rows, c), mean and rstd (rows) f32, weight and bias (c).
+#[derive(Clone, Copy, Debug)]
+pub struct LayerNorm {
+    pub out: Tensor,
+    pub mean: Tensor,
+    pub rstd: Tensor,
+    pub weight: Tensor,
+    pub bias: Tensor,
+    pub c: usize,
+}

@@ -1,0 +1,154 @@
+//! The shape of a model, and the names it goes by.
+
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// Everything that fixes a model's parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Descriptor {
+    pub layers: usize,
+    pub heads: usize,
+    pub channels: usize,
+    /// Longest sequence there are position embeddings for.
+    pub max_seq_len: usize,
+    /// Tokens there are, before padding.
+    pub vocab: usize,
+}
+
+/// Tokens of the GPT-2 encoding.
+pub const GPT2_VOCAB: usize = 50257;
+
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum DescriptorError {
+    #[error(
+        "model '{0}' is not known: expected dN (d6, d12, d24, d36, d48, d60, d72, d84), gpt2:dN or gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288)"
+    )]
+    Unknown(String),
+    #[error("{heads} heads do not divide {channels} channels")]
+    HeadsDoNotDivide { heads: usize, channels: usize },
+    #[error("{0} must be at least 1")]
+    Zero(&'static str),
+}
+
+impl Descriptor {
+    /// A free shape.
+    pub fn new(
+        layers: usize,
+        heads: usize,
+        channels: usize,
+        max_seq_len: usize,
+        vocab: usize,
+    ) -> Result<Self, DescriptorError> {
+        let sizes =
+            [(layers, "layers"), (heads, "heads"), (channels, "channels"), (max_seq_len, "seq"), (vocab, "vocab")];
+        if let Some((_, name)) = sizes.iter().find(|(size, _)| *size == 0) {
+            return Err(DescriptorError::Zero(name));
+        }
+        if !channels.is_multiple_of(heads) {
+            return Err(DescriptorError::HeadsDoNotDivide { heads, channels });
+        }
+        Ok(Self { layers, heads, channels, max_seq_len, vocab })
+    }
+
+    /// Vocabulary rounded up to 128, as wte and the logits store it.
+    pub const fn padded_vocab(&self) -> usize {
+        self.vocab.next_multiple_of(128)
+    }
+
+    pub const fn head_size(&self) -> usize {
+        self.channels / self.heads
+    }
+
+    /// Parameters, padded vocabulary counted (llm.c's N).
+    pub const fn parameters(&self) -> usize {
+        let c = self.channels;
+        self.padded_vocab() * c + self.max_seq_len * c + self.layers * (12 * c * c + 13 * c) + 2 * c
+    }
+
+    /// llm.c's estimate of a training step's FLOPs per token: 6N + 6LCT.
+    pub const fn flops_per_token(&self, t: usize) -> usize {
+        6 * self.parameters() + 6 * self.layers * self.channels * t
+    }
+}
+
+impl FromStr for Descriptor {
+    type Err = DescriptorError;
+
+    fn from_str(text: &str) -> Result<Self, DescriptorError> {
+        let unknown = || DescriptorError::Unknown(text.to_owned());
+        let (family, size) = text.split_once(':').unwrap_or(("gpt2", text));
+        let number = |prefix| size.strip_prefix(prefix).and_then(|n: &str| n.parse::<usize>().ok());
+        let (layers, heads, channels, max_seq_len) = match family {
+            "gpt2" => {
+                let layers = number('d').ok_or_else(unknown)?;
+                let (channels, heads) = match layers {
+                    6 => (384, 6),
+                    12 => (768, 12),
+                    24 => (1024, 16),
+                    36 => (1280, 20),
+                    48 => (1600, 25),
+                    60 => (1920, 30),
+                    72 => (2880, 30),
+                    84 => (3456, 36),
+                    _ => return Err(unknown()),
+                };
+                (layers, heads, channels, 1024)
+            }
+            "gpt3" => {
+                let channels = number('c').ok_or_else(unknown)?;
+                let (layers, head_size) = match channels {
+                    384 => (6, 64),
+                    768 => (12, 64),
+                    1024 => (24, 64),
+                    1536 => (24, 96),
+                    2048 => (24, 128),
+                    2560 => (32, 80),
+                    4096 => (32, 128),
+                    12288 => (96, 128),
+                    _ => return Err(unknown()),
+                };
+                (layers, channels / head_size, channels, 2048)
+            }
+            _ => return Err(unknown()),
+        };
+        Self::new(layers, heads, channels, max_seq_len, GPT2_VOCAB)
+    }
+}
+
+impl fmt::Display for Descriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { layers, heads, channels, max_seq_len, vocab } = self;
+        write!(f, "{layers} layers, {heads} heads, {channels} channels, up to {max_seq_len} tokens, vocabulary {vocab}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameter_counts_are_llm_cs() {
+        let counts = [
+            ("d6", 30_357_504),
+            ("d12", 124_475_904),
+            ("gpt2:d24", 354_871_296),
+            ("d48", 1_557_686_400),
+            ("gpt3:c768", 125_262_336),
+            ("gpt3:c1536", 760_372_224),
+            ("gpt3:c2560", 2_651_673_600),
+            ("gpt3:c12288", 174_604_836_864),
+        ];
+        for (name, parameters) in counts {
+            assert_eq!(name.parse::<Descriptor>().unwrap().parameters(), parameters, "{name}");
+        }
+        assert_eq!("d12".parse::<Descriptor>().unwrap().flops_per_token(1024), 803_478_528);
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x"] {
+            assert_eq!(name.parse::<Descriptor>(), Err(DescriptorError::Unknown(name.into())), "{name}");
+        }
+    }
+}

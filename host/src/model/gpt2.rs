@@ -1,0 +1,330 @@
+//! GPT-2's forward and backward pass.
+//!
+//! Data flow of a layer (B, T, C):
+//! ```text
+//! residual ─┬─ ln1 ─ qkv ─ attention ─ attproj ─┐
+//!           └───────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ gelu ─ fcproj ─┐
+//!                                                             └────────────────────────────┴─ residual3
+//! ```
+//! Each residual sum is fused with the LayerNorm that reads it, so layer `l` ends with layer `l + 1`'s ln1.
+
+use super::{Descriptor, Param, Params};
+use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
+use crate::plan::{Group, Plan};
+use crate::tensor::{DType, Tensor};
+
+/// A model laid out for batches of up to (B, T) tokens: handles into an engine's arena, no memory of its own.
+#[derive(Clone, Debug)]
+pub struct Gpt2 {
+    pub descriptor: Descriptor,
+    pub layout: Params,
+    /// float, laid out by `layout`
+    pub params: Tensor,
+    /// i32, as [`BatchLayout`] has it
+    pub batch: Tensor,
+    /// (B, T) f32, one loss per token, summed over micro-steps
+    pub losses: Tensor,
+    /// (B, T, Vp); gradient after the classifier
+    pub logits: Tensor,
+    pub training: Option<Training>,
+    encoded: Tensor,
+    layers: Vec<Layer>,
+    last_norm: Norm,
+    /// (B, T, C): what a projection writes before it joins the residual stream.
+    projected: Tensor,
+}
+
+/// What training needs besides the forward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct Training {
+    pub grads: Tensor,
+    pub m: Tensor,
+    pub v: Tensor,
+    pub master: Option<Tensor>,
+    /// (2): mean loss of the step and gradient norm, read together.
+    pub stats: Tensor,
+    /// (B, T, C): gradient of the residual stream, which every layer adds to.
+    dresidual: Tensor,
+    /// (B, T, C)
+    dchannels: Tensor,
+    /// (B, T, 4C)
+    dwide: Tensor,
+}
+
+/// Output and statistics of a LayerNorm.
+#[derive(Clone, Copy, Debug)]
+struct Norm {
+    out: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+}
+
+/// Activations of one layer that the backward pass reads again.
+#[derive(Clone, Copy, Debug)]
+struct Layer {
+    ln1: Norm,
+    qkv: Tensor,
+    attention: Tensor,
+    lse: Tensor,
+    residual2: Tensor,
+    ln2: Norm,
+    fc: Tensor,
+    fc_gelu: Tensor,
+    residual3: Tensor,
+}
+
+/// What the plan is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct Capacity {
+    pub b: usize,
+    pub t: usize,
+    /// Gradients, optimizer state and activations of every layer; without it, a forward pass only.
+    pub training: bool,
+    /// Keep f32 master weights where the engine stores bf16.
+    pub master_weights: bool,
+}
+
+impl Gpt2 {
+    /// Plans every buffer a run needs and returns the handles; nothing is allocated.
+    pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> (Self, Plan) {
+        let Capacity { b, t, training, master_weights } = capacity;
+        let Descriptor { layers: l, heads, channels: c, .. } = descriptor;
+        let vp = descriptor.padded_vocab();
+        let layout = Params::new(descriptor);
+        let float = engine.float();
+        let mut plan = Plan::new();
+        let params = plan.add(Group::Parameters, "params", &[layout.elements()], float);
+        let grads = training.then(|| plan.add(Group::Gradients, "grads", &[layout.elements()], float));
+
+        let mut act = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
+        // A forward pass alone reuses one layer's activations for all.
+        let kept = if training { l } else { 1 };
+        let (bt, f32) = (b * t, DType::F32);
+        let encoded = act("encoded", &[b, t, c], float);
+        let mut norm = |name: &str, n: usize| {
+            let out = act(name, &[n, b, t, c], float);
+            let mean = act(&format!("{name} mean"), &[n, b, t], f32);
+            let rstd = act(&format!("{name} rstd"), &[n, b, t], f32);
+            move |i: usize| Norm { out: out.part(i, n), mean: mean.part(i, n), rstd: rstd.part(i, n) }
+        };
+        let (ln1, ln2, lnf) = (norm("ln1", kept), norm("ln2", kept), norm("lnf", 1));
+        let qkv = act("qkv", &[kept, b, t, 3 * c], float);
+        let attention = act("attention", &[kept, b, t, c], float);
+        let lse = act("attention lse", &[kept, b, heads, t], f32);
+        let residual2 = act("residual2", &[kept, b, t, c], float);
+        let fc = act("fc", &[kept, b, t, 4 * c], float);
+        let fc_gelu = act("fc gelu", &[kept, b, t, 4 * c], float);
+        // The stream passes from layer to layer, so a forward pass alone needs two to alternate between.
+        let streams = if training { l } else { l.min(2) };
+        let residual3 = act("residual3", &[streams, b, t, c], float);
+        let projected = act("projected", &[b, t, c], float);
+        let logits = act("logits", &[b, t, vp], float);
+        let losses = act("losses", &[b, t], f32);
+        let gradient = training.then(|| {
+            (
+                act("d residual", &[b, t, c], float),
+                act("d channels", &[b, t, c], float),
+                act("d wide", &[b, t, 4 * c], float),
+            )
+        });
+        let layers = (0..l)
+            .map(|i| {
+                let k = i % kept;
+                Layer {
+                    ln1: ln1(k),
+                    qkv: qkv.part(k, kept),
+                    attention: attention.part(k, kept),
+                    lse: lse.part(k, kept),
+                    residual2: residual2.part(k, kept),
+                    ln2: ln2(k),
+                    fc: fc.part(k, kept),
+                    fc_gelu: fc_gelu.part(k, kept),
+                    residual3: residual3.part(i % streams, streams),
+                }
+            })
+            .collect();
+
+        let training = grads.zip(gradient).map(|(grads, (dresidual, dchannels, dwide))| {
+            let mut state = |name| plan.add(Group::Optimizer, name, &[layout.elements()], f32);
+            let (m, v) = (state("m"), state("v"));
+            let master = (float != f32 && master_weights).then(|| state("master"));
+            let stats = plan.add(Group::Workspace, "stats", &[2], f32);
+            Training { grads, m, v, master, stats, dresidual, dchannels, dwide }
+        });
+        let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.len()], DType::I32);
+        let training_scope = training.is_some();
+        engine.plan(
+            &mut plan,
+            &Scope {
+                b,
+                t,
+                channels: c,
+                heads,
+                padded_vocab: vp,
+                parameters: layout.elements(),
+                training: training_scope,
+            },
+        );
+        debug_assert_eq!(losses.len, bt);
+        let last_norm = lnf(0);
+        let model =
+            Self { descriptor, layout, params, batch, losses, logits, training, encoded, layers, last_norm, projected };
+        (model, plan)
+    }
+
+    fn param(&self, param: Param, layer: usize) -> Tensor {
+        self.layout.of(self.params, param, layer)
+    }
+
+    fn norm_op(&self, norm: Norm, weight: Param, bias: Param, layer: usize, rows: usize) -> LayerNorm {
+        let c = self.descriptor.channels;
+        LayerNorm {
+            out: norm.out.slice(0, rows * c),
+            mean: norm.mean.slice(0, rows),
+            rstd: norm.rstd.slice(0, rows),
+            weight: self.param(weight, layer),
+            bias: self.param(bias, layer),
+            c,
+        }
+    }
+
+    /// Logits (b, t, Vp) of the batch that was loaded with `layout`, which must fit the plan.
+    pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<()> {
+        let Descriptor { channels: c, heads, .. } = self.descriptor;
+        let rows = layout.b * layout.t;
+        let shape = Heads { b: layout.b, t: layout.t, heads, head_size: self.descriptor.head_size() };
+        let linear = |c, oc| Linear { rows, c, oc };
+        let rows_of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
+
+        let encoded = rows_of(self.encoded, c);
+        engine.encoder_forward(encoded, self.batch, layout, self.param(Param::Wte, 0), self.param(Param::Wpe, 0), c)?;
+        engine.layernorm_forward(self.norm_op(self.layers[0].ln1, Param::Ln1w, Param::Ln1b, 0, rows), encoded)?;
+        let mut residual = encoded;
+        let projected = rows_of(self.projected, c);
+        for (l, layer) in self.layers.iter().enumerate() {
+            let p = |param| self.param(param, l);
+            let (ln1, qkv, attention) =
+                (rows_of(layer.ln1.out, c), rows_of(layer.qkv, 3 * c), rows_of(layer.attention, c));
+            engine.matmul_forward(qkv, ln1, p(Param::Qkvw), Some(p(Param::Qkvb)), None, linear(c, 3 * c))?;
+            engine.attention_forward(attention, layer.lse.slice(0, heads * rows), qkv, shape)?;
+            engine.matmul_forward(
+                projected,
+                attention,
+                p(Param::Attprojw),
+                Some(p(Param::Attprojb)),
+                None,
+                linear(c, c),
+            )?;
+            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
+            let residual2 = rows_of(layer.residual2, c);
+            engine.residual_layernorm_forward(ln2, residual2, residual, projected)?;
+            let (fc, fc_gelu) = (rows_of(layer.fc, 4 * c), rows_of(layer.fc_gelu, 4 * c));
+            engine.matmul_forward(fc_gelu, ln2.out, p(Param::Fcw), Some(p(Param::Fcb)), Some(fc), linear(c, 4 * c))?;
+            engine.matmul_forward(
+                projected,
+                fc_gelu,
+                p(Param::Fcprojw),
+                Some(p(Param::Fcprojb)),
+                None,
+                linear(4 * c, c),
+            )?;
+            let next = match self.layers.get(l + 1) {
+                Some(next) => self.norm_op(next.ln1, Param::Ln1w, Param::Ln1b, l + 1, rows),
+                None => self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows),
+            };
+            let residual3 = rows_of(layer.residual3, c);
+            engine.residual_layernorm_forward(next, residual3, residual2, projected)?;
+            residual = residual3;
+        }
+        let vp = self.descriptor.padded_vocab();
+        let logits = rows_of(self.logits, vp);
+        engine.matmul_forward(
+            logits,
+            rows_of(self.last_norm.out, c),
+            self.param(Param::Wte, 0),
+            None,
+            None,
+            linear(c, vp),
+        )
+    }
+
+    /// Adds each token's loss to `losses`; with `dloss`, logits become their gradient.
+    pub fn loss(&self, engine: &mut dyn Engine, layout: BatchLayout, dloss: Option<f32>) -> Result<()> {
+        let rows = layout.b * layout.t;
+        let (v, vp) = (self.descriptor.vocab, self.descriptor.padded_vocab());
+        let targets = layout.tensor(self.batch, layout.targets());
+        engine.classifier(self.logits.slice(0, rows * vp), self.losses.slice(0, rows), targets, v, vp, dloss)
+    }
+
+    /// Adds the gradients of all parameters, from the logits' gradient that [`loss`](Self::loss) left.
+    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
+        let Some(training) = &self.training else { anyhow::bail!("this model was planned for inference only") };
+        let Descriptor { channels: c, heads, .. } = self.descriptor;
+        let rows = layout.b * layout.t;
+        let shape = Heads { b: layout.b, t: layout.t, heads, head_size: self.descriptor.head_size() };
+        let linear = |c, oc| Linear { rows, c, oc };
+        let rows_of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
+        let grad = |param, layer| self.layout.of(training.grads, param, layer);
+        let dresidual = rows_of(training.dresidual, c);
+        let dchannels = rows_of(training.dchannels, c);
+
+        let vp = self.descriptor.padded_vocab();
+        let dlogits = rows_of(self.logits, vp);
+        let lnf = self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows);
+        let (wte, dwte) = (self.param(Param::Wte, 0), grad(Param::Wte, 0));
+        engine.matmul_backward(dchannels, dwte, None, dlogits, lnf.out, wte, None, linear(c, vp))?;
+        engine.zero(dresidual)?;
+        let last = rows_of(self.layers[self.layers.len() - 1].residual3, c);
+        engine.layernorm_backward(dresidual, grad(Param::Lnfw, 0), grad(Param::Lnfb, 0), dchannels, last, lnf)?;
+
+        for (l, layer) in self.layers.iter().enumerate().rev() {
+            let (p, g) = (|param| self.param(param, l), |param| grad(param, l));
+            let residual = rows_of(if l == 0 { self.encoded } else { self.layers[l - 1].residual3 }, c);
+            let dwide = rows_of(training.dwide, 4 * c);
+            let (fc, fc_gelu) = (rows_of(layer.fc, 4 * c), rows_of(layer.fc_gelu, 4 * c));
+            let (dw, db) = (g(Param::Fcprojw), Some(g(Param::Fcprojb)));
+            engine.matmul_backward(dwide, dw, db, dresidual, fc_gelu, p(Param::Fcprojw), Some(fc), linear(4 * c, c))?;
+            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
+            let (dw, db) = (g(Param::Fcw), Some(g(Param::Fcb)));
+            engine.matmul_backward(dchannels, dw, db, dwide, ln2.out, p(Param::Fcw), None, linear(c, 4 * c))?;
+            let residual2 = rows_of(layer.residual2, c);
+            engine.layernorm_backward(dresidual, g(Param::Ln2w), g(Param::Ln2b), dchannels, residual2, ln2)?;
+
+            let attention = rows_of(layer.attention, c);
+            let (dw, db) = (g(Param::Attprojw), Some(g(Param::Attprojb)));
+            engine.matmul_backward(dchannels, dw, db, dresidual, attention, p(Param::Attprojw), None, linear(c, c))?;
+            let (qkv, dqkv) = (rows_of(layer.qkv, 3 * c), rows_of(training.dwide, 3 * c));
+            let lse = layer.lse.slice(0, heads * rows);
+            engine.attention_backward(dqkv, dchannels, qkv, attention, lse, shape)?;
+            let ln1 = self.norm_op(layer.ln1, Param::Ln1w, Param::Ln1b, l, rows);
+            let (dw, db) = (g(Param::Qkvw), Some(g(Param::Qkvb)));
+            engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
+            engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;
+        }
+        engine.encoder_backward(dwte, grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)
+    }
+
+    /// Clips the gradients' global norm and applies AdamW; `settings.weight_decay` to matrices and embeddings only.
+    /// Leaves the sum of `losses` in stats[0] and the norm in stats[1].
+    pub fn update(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
+        let Some(training) = &self.training else { anyhow::bail!("this model was planned for inference only") };
+        let norm = training.stats.slice(1, 1);
+        engine.sum(training.stats.slice(0, 1), self.losses)?;
+        engine.global_norm(norm, training.grads)?;
+        for range in self.layout.decay_ranges() {
+            let of = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
+            let optimized = Optimized {
+                params: of(self.params),
+                grads: of(training.grads),
+                m: of(training.m),
+                v: of(training.v),
+                master: training.master.map(of),
+            };
+            let weight_decay = if range.decayed { settings.weight_decay } else { 0.0 };
+            // Each range has a seed of its own, or elements of equal index would be rounded alike.
+            let seed = settings.seed.wrapping_add(range.elements.start as u32);
+            engine.adamw(optimized, norm, &AdamW { weight_decay, seed, ..*settings })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,9 @@
+//! GPT-2: its shape, its parameters, and its forward and backward pass as a sequence of engine operations.
+
+pub mod descriptor;
+mod gpt2;
+pub mod params;
+
+pub use descriptor::Descriptor;
+pub use gpt2::{Capacity, Gpt2, Training};
+pub use params::{Param, Params};
