@@ -6,3 +6,6 @@
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
 pub mod gelu;
+#[cfg(target_arch = "nvptx64")]
+#[cfg(cuda_arch = "sm_90a")]
+pub mod matmul;

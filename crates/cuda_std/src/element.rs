@@ -112,6 +112,12 @@ impl Element for bf16 {
     }
 }
 
+/// `low` and `high` rounded to bf16 in one word, `high` in the upper half (`cvt.rn.bf16x2.f32`).
+#[inline(always)]
+pub fn pack_pair(low: f32, high: f32) -> u32 {
+    backend::bf16x2(low, high)
+}
+
 /// 16 bytes of `T`, the unit of a vector load or store; `T::PACKET` elements.
 #[repr(C, align(16))]
 #[derive(Clone, Copy)]

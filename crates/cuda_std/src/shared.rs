@@ -33,7 +33,7 @@ impl Layout {
     }
 
     #[inline(always)]
-    fn take(&mut self, bytes: usize, align: usize) -> *mut u8 {
+    pub(crate) fn take(&mut self, bytes: usize, align: usize) -> *mut u8 {
         let start = self.offset.next_multiple_of(align);
         self.offset = start + bytes;
         backend::shared_base().wrapping_add(start)

@@ -155,16 +155,14 @@ pub fn shared_base() -> *mut u8 {
     base
 }
 
-/// The 32-bit shared-window address of a generic pointer into shared memory.
+/// The 32-bit shared-window address of a generic pointer into dynamic shared memory. As a distance from the base, which
+/// the compiler can fold: `cvta.to.shared` would hide each address from it.
 #[inline(always)]
 pub fn shared_address<T>(pointer: *const T) -> u32 {
-    let address: u64;
-    // SAFETY: converts an address.
-    unsafe {
-        asm!("cvta.to.shared.u64 {}, {};", out(reg64) address, in(reg64) pointer,
-            options(pure, nomem, nostack, preserves_flags));
-    }
-    address as u32
+    let base: u32;
+    // SAFETY: reads an address.
+    unsafe { asm!("mov.u32 {}, dynamic_shared;", out(reg32) base, options(pure, nomem, nostack, preserves_flags)) }
+    base.wrapping_add((pointer.addr() - shared_base().addr()) as u32)
 }
 
 #[inline(always)]

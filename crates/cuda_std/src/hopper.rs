@@ -1,1 +1,0 @@
-//! sm_90a only: TMA, wgmma, mbarriers, clusters.

@@ -1,0 +1,115 @@
+//! Warpgroup matrix products: 128 threads (four warps from a multiple of four) compute D (64 x N) += A (64 x 16) · B (16 x N),
+//! bf16 operands read straight from shared memory, f32 accumulators in registers, asynchronously.
+//!
+//! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
+//! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
+//!
+//! The order is [`fence`], products, [`commit`], [`wait`]; no accumulator may be touched in between.
+
+use crate::backend;
+use crate::element::bf16;
+use crate::shared::Layout;
+
+/// `R` rows of 64 bf16 (128 bytes) in shared memory in TMA's 128-byte swizzle: the 16-byte piece p of row r lies at piece
+/// p ^ (r % 8). 1024-byte aligned. As an operand its rows are m (or n) and its columns k.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct SwizzledTile<const R: usize>(*mut bf16);
+
+impl<const R: usize> SwizzledTile<R> {
+    #[inline(always)]
+    pub(super) fn pointer(self) -> *mut bf16 {
+        self.0
+    }
+
+    /// The tile of `S` rows that begins at `row`, a multiple of 8.
+    #[inline(always)]
+    pub fn rows<const S: usize>(self, row: u32) -> SwizzledTile<S> {
+        SwizzledTile(self.0.wrapping_add(row as usize * 64))
+    }
+
+    /// What wgmma needs to know of an operand that is columns 16 `k` .. 16 `k` + 16 of this tile: its address, 1024 bytes
+    /// from one group of eight rows to the next, 128-byte swizzle.
+    #[inline(always)]
+    pub fn operand(self, k: u32) -> Operand {
+        // The descriptor counts in 16 bytes, and a tile's row spans 8 of those: no carry leaves the address field.
+        Operand(backend::hopper::operand(self.0) + 2 * k as u64)
+    }
+
+    /// Writes four 8 x 8 matrices of packed pairs, as the accumulators' ownership above has them, in one instruction
+    /// (`stmatrix.sync.aligned.m8n8.x4.shared.b16`): lane l of the warp points at `row`, 16-byte piece `piece`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_matrices(self, row: u32, piece: u32, words: [u32; 4]) {
+        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
+        unsafe { backend::hopper::stmatrix_x4(at.cast(), words) }
+    }
+}
+
+impl Layout {
+    /// A swizzled tile of `R` rows.
+    #[inline(always)]
+    pub fn swizzled<const R: usize>(&mut self) -> SwizzledTile<R> {
+        SwizzledTile(self.take(R * 128, 1024).cast())
+    }
+}
+
+/// A matrix descriptor.
+#[derive(Clone, Copy)]
+pub struct Operand(u64);
+
+/// Orders accumulators and ordinary shared-memory accesses before the products that follow (`wgmma.fence.sync.aligned`).
+#[inline(always)]
+pub fn fence() {
+    backend::hopper::wgmma_fence();
+}
+
+/// Closes a group of products (`wgmma.commit_group.sync.aligned`).
+#[inline(always)]
+pub fn commit() {
+    backend::hopper::wgmma_commit();
+}
+
+/// Waits until at most `PENDING` of the newest groups are under way (`wgmma.wait_group.sync.aligned PENDING`).
+#[inline(always)]
+pub fn wait<const PENDING: u32>() {
+    backend::hopper::wgmma_wait::<PENDING>();
+}
+
+/// Accumulators of a 64 x N product: N/2 floats per thread.
+pub trait Accumulators: Copy {
+    const ZERO: Self;
+
+    /// Starts D = A · B + (D if `accumulate`) (`wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`).
+    #[track_caller]
+    fn product(&mut self, a: Operand, b: Operand, accumulate: bool);
+
+    /// Keeps the compiler from moving reads of the accumulators before the wait that precedes this call.
+    fn settle(&mut self);
+}
+
+macro_rules! accumulators {
+    ($($floats:literal $product:ident $settle:ident)*) => {$(
+        impl Accumulators for [f32; $floats] {
+            const ZERO: Self = [0.0; $floats];
+
+            #[inline(always)]
+            #[track_caller]
+            fn product(&mut self, a: Operand, b: Operand, accumulate: bool) {
+                backend::hopper::$product(self, a.0, b.0, accumulate);
+            }
+
+            #[inline(always)]
+            fn settle(&mut self) {
+                backend::hopper::$settle(self);
+            }
+        }
+    )*};
+}
+
+accumulators! {
+    32 wgmma_n64 settle_n64
+    64 wgmma_n128 settle_n128
+    128 wgmma_n256 settle_n256
+}

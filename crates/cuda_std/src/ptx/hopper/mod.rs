@@ -1,0 +1,154 @@
+//! sm_90a instructions.
+
+use super::shared_address;
+use core::arch::asm;
+
+mod wgmma;
+
+pub use wgmma::*;
+
+macro_rules! plain {
+    ($($name:ident = $instruction:literal)*) => {$(
+        #[inline(always)]
+        pub fn $name() {
+            // SAFETY: a fence, a barrier or a wait: no memory or register of its own.
+            unsafe { asm!($instruction, options(nostack, preserves_flags)) }
+        }
+    )*};
+}
+
+plain! {
+    fence_async_proxy = "fence.proxy.async.shared::cta;"
+    fence_mbarrier_init = "fence.mbarrier_init.release.cluster;"
+    cluster_sync = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+    tma_commit = "cp.async.bulk.commit_group;"
+    tma_wait_read = "cp.async.bulk.wait_group.read 0;"
+    tma_wait = "cp.async.bulk.wait_group 0;"
+    wgmma_fence = "wgmma.fence.sync.aligned;"
+    wgmma_commit = "wgmma.commit_group.sync.aligned;"
+}
+
+#[inline(always)]
+pub fn wgmma_wait<const PENDING: u32>() {
+    // SAFETY: waits.
+    unsafe { asm!("wgmma.wait_group.sync.aligned {};", const PENDING, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn take_registers<const N: u32>() {
+    // SAFETY: moves registers between the pool and the warpgroup; contents of those kept are unchanged.
+    unsafe { asm!("setmaxnreg.inc.sync.aligned.u32 {};", const N, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn give_registers<const N: u32>() {
+    // SAFETY: as in `take_registers`; ptxas allocates within N after this point.
+    unsafe { asm!("setmaxnreg.dec.sync.aligned.u32 {};", const N, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn cluster_rank() -> u32 {
+    let rank;
+    // SAFETY: reads a special register.
+    unsafe { asm!("mov.u32 {}, %cluster_ctarank;", out(reg32) rank, options(pure, nomem, nostack, preserves_flags)) }
+    rank
+}
+
+#[inline(always)]
+pub unsafe fn mbarrier_init(barrier: *mut u64, arrivals: u32) {
+    // SAFETY: the caller's: a barrier in shared memory.
+    unsafe {
+        asm!("mbarrier.init.shared::cta.b64 [{}], {};", in(reg32) shared_address(barrier), in(reg32) arrivals,
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn mbarrier_arrive_expect(barrier: *mut u64, bytes: u32) {
+    // SAFETY: the caller's: an initialised barrier.
+    unsafe {
+        asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{}], {};", in(reg32) shared_address(barrier),
+            in(reg32) bytes, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn mbarrier_arrive(barrier: *mut u64) {
+    // SAFETY: the caller's: an initialised barrier.
+    unsafe {
+        asm!("mbarrier.arrive.shared::cta.b64 _, [{}];", in(reg32) shared_address(barrier),
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn mbarrier_arrive_cluster(barrier: *mut u64, rank: u32) {
+    // SAFETY: the caller's: an initialised barrier, at the same place in every block of the cluster.
+    unsafe {
+        asm!("{{ .reg .b32 remote; mapa.shared::cluster.u32 remote, {}, {}; mbarrier.arrive.shared::cluster.b64 _, [remote]; }}",
+            in(reg32) shared_address(barrier), in(reg32) rank, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn mbarrier_try_wait(barrier: *mut u64, parity: u32) -> bool {
+    let done: u32;
+    // SAFETY: the caller's: an initialised barrier.
+    unsafe {
+        asm!("{{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [{}], {}; selp.u32 {}, 1, 0, p; }}",
+            in(reg32) shared_address(barrier), in(reg32) parity, out(reg32) done, options(nostack, preserves_flags));
+    }
+    done != 0
+}
+
+#[inline(always)]
+pub unsafe fn tma_prefetch(map: *const u8) {
+    // SAFETY: the caller's: a tensor map in global memory.
+    unsafe { asm!("prefetch.tensormap [{}];", in(reg64) map, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64) {
+    // SAFETY: the caller's: a tile the size of the map's box in shared memory, an initialised barrier.
+    unsafe {
+        asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}, {{{}, {}}}], [{}];",
+            in(reg32) shared_address(to), in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) shared_address(barrier),
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn tma_load_2d_multicast(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, blocks: u16) {
+    // SAFETY: the caller's: as in `tma_load_2d` for every block named.
+    unsafe {
+        asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [{}], [{}, {{{}, {}}}], [{}], {};",
+            in(reg32) shared_address(to), in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) shared_address(barrier),
+            in(reg16) blocks, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
+    // SAFETY: the caller's: a tile the size of the map's box in shared memory.
+    unsafe {
+        asm!("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [{}, {{{}, {}}}], [{}];",
+            in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) shared_address(from), options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn stmatrix_x4(row: *mut u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    unsafe {
+        asm!("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{}], {{{}, {}, {}, {}}};", in(reg32) shared_address(row),
+            in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack, preserves_flags));
+    }
+}
+
+/// Descriptor of a K-major operand in 128-byte swizzle: address / 16 in bits 0..14, stride between groups of eight rows
+/// (1024 bytes) / 16 in bits 32..46, swizzle mode 1 in bits 62..64; the leading offset is not used and conventionally 1.
+#[inline(always)]
+pub fn operand<T>(pointer: *const T) -> u64 {
+    let address = (shared_address(pointer) & 0x3_ffff) as u64;
+    (address >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
+}
