@@ -4,7 +4,9 @@
 //! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
 
+pub mod commands;
 pub mod engine;
 pub mod model;
 pub mod plan;
+pub mod selftest;
 pub mod tensor;

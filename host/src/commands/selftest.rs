@@ -1,0 +1,88 @@
+//! `selftest`: every operation of the engine at hand against the CPU engine, and how fast it is.
+
+use crate::engine::{Engine, Result};
+use crate::selftest::{Case, bench, edge, model};
+
+/// What to run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Selftest {
+    /// Only operations whose name contains this
+    pub filter: Option<String>,
+    /// Only the small, awkward shapes (for compute-sanitizer, which slows a kernel down a hundredfold)
+    #[arg(long)]
+    pub small: bool,
+    /// Only time the shapes of GPT-2 124M at B=64, T=1024; compare nothing
+    #[arg(long, conflicts_with = "small")]
+    pub bench: bool,
+}
+
+/// Returns an error that counts the failures, if there are any.
+pub fn run(options: &Selftest, engine: &mut dyn Engine, reference: &mut dyn Engine) -> Result<()> {
+    println!("{}, {}, against {}", engine.describe(), engine.float().name(), reference.describe());
+    let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
+    if !options.bench {
+        let mut cases = edge();
+        if !options.small {
+            cases.extend(model());
+        }
+        check(cases.iter().filter(|c| wanted(c)), engine, reference)?;
+    }
+    if !options.small {
+        time(bench().iter().filter(|c| wanted(c)), engine)?;
+    }
+    Ok(())
+}
+
+fn check<'a>(cases: impl Iterator<Item = &'a Case>, engine: &mut dyn Engine, reference: &mut dyn Engine) -> Result<()> {
+    println!("\n{:<28} {:<30} {:<10} {:>10} {:>10}", "operation", "shape", "worst in", "error", "allowed");
+    let (mut passed, mut failed) = (0, 0);
+    for case in cases {
+        let outcome = case.check(engine, reference)?;
+        for (tensor, error) in &outcome.errors {
+            if error.ok() {
+                continue;
+            }
+            println!(
+                "{:<28} {:<30} {tensor}[{}] is {}, the reference has {}",
+                case.operation, case.shape, error.at, error.got, error.want
+            );
+        }
+        let share = |e: &crate::selftest::Error| e.relative / e.allowed;
+        let worst = outcome.errors.iter().max_by(|a, b| share(&a.1).total_cmp(&share(&b.1)));
+        if let Some((tensor, error)) = worst {
+            let verdict = if error.ok() { "ok" } else { "FAILED" };
+            println!(
+                "{:<28} {:<30} {tensor:<10} {:>10.1e} {:>10.1e} {verdict}",
+                case.operation, case.shape, error.relative, error.allowed
+            );
+        }
+        if outcome.errors.iter().all(|(_, error)| error.ok()) {
+            passed += 1;
+        } else {
+            failed += 1;
+        }
+    }
+    println!("{passed} cases passed, {failed} failed");
+    anyhow::ensure!(failed == 0, "{failed} cases differ from the CPU reference by more than allowed");
+    Ok(())
+}
+
+fn time<'a>(cases: impl Iterator<Item = &'a Case>, engine: &mut dyn Engine) -> Result<()> {
+    println!("\n{:<28} {:<30} {:>10} {:>10} {:>10}", "operation", "shape", "us", "GB/s", "TFLOP/s");
+    for case in cases {
+        let speed = case.time(engine)?;
+        let rate = |amount: usize, unit: f64| match amount {
+            0 => "-".to_owned(),
+            amount => format!("{:.0}", amount as f64 / speed.seconds / unit),
+        };
+        println!(
+            "{:<28} {:<30} {:>10.1} {:>10} {:>10}",
+            case.operation,
+            case.shape,
+            speed.seconds * 1e6,
+            rate(speed.bytes, 1e9),
+            rate(speed.flops, 1e12)
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,403 @@
+//! The table of cases: what each operation is given, what of its result is compared, and what it must move and compute.
+
+use super::case::{Case, Init, Operand};
+use super::compare::Tolerance;
+use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
+use crate::tensor::{DType, Tensor};
+
+/// Shapes that are multiples of as little as the operations allow.
+pub fn edge() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (b, t, c) in [(1, 1, 64), (3, 7, 80), (2, 33, 200)] {
+        cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
+        cases.extend([layernorm_forward(b * t, c), residual_layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+    }
+    for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
+        let shape = Linear { rows, c, oc };
+        cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
+        cases.extend([matmul_forward(shape, false, false), matmul_backward(shape, true, true)]);
+        cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
+    }
+    for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1)] {
+        for head_size in [64, 80, 96, 128] {
+            let shape = Heads { b, t, heads, head_size };
+            cases.extend([attention_forward(shape), attention_backward(shape)]);
+        }
+    }
+    for (rows, v, vp) in [(1, 5, 128), (19, 257, 384), (3, 1000, 1024)] {
+        cases.extend([classifier(rows, v, vp, true), classifier(rows, v, vp, false)]);
+    }
+    for n in [8, 1000, 12_344] {
+        cases.extend([residual_forward(n), global_norm(n), sum(n), adamw(n), cast_to_float(n), cast_from_float(n)]);
+    }
+    cases
+}
+
+/// Shapes of real models, small enough in batch for the reference.
+pub fn model() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (b, t, c) in [(4, 1024, 768), (2, 512, 1600), (1, 256, 4096)] {
+        cases.extend([encoder_forward(b, t, c, 50257), encoder_backward(b, t, c, 50257)]);
+        cases.extend([layernorm_forward(b * t, c), residual_layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+    }
+    for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
+        let shape = Linear { rows, c, oc };
+        cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
+        cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
+    }
+    for (b, t, heads, head_size) in [(1, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128)] {
+        let shape = Heads { b, t, heads, head_size };
+        cases.extend([attention_forward(shape), attention_backward(shape)]);
+    }
+    cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
+    for n in [1 << 20, 7_087_872] {
+        cases.extend([residual_forward(n), global_norm(n), adamw(n), cast_to_float(n), cast_from_float(n)]);
+    }
+    cases.push(sum(65_536));
+    cases
+}
+
+/// Shapes of d12 at B = 64, T = 1024, to be timed.
+pub fn bench() -> Vec<Case> {
+    let (b, t, c) = (64, 1024, 768);
+    let rows = b * t;
+    let mut cases = vec![
+        encoder_forward(b, t, c, 50257),
+        encoder_backward(b, t, c, 50257),
+        layernorm_forward(rows, c),
+        residual_layernorm_forward(rows, c),
+        layernorm_backward(rows, c),
+        residual_forward(rows * c),
+        classifier(rows / 4, 50257, 50304, true),
+        global_norm(124_475_904),
+        adamw(124_475_904),
+        sum(rows),
+    ];
+    for (c, oc, gelu) in [(768, 2304, false), (768, 768, false), (768, 3072, true), (3072, 768, false)] {
+        cases.push(matmul_forward(Linear { rows, c, oc }, true, gelu));
+    }
+    for (c, oc, gelu) in [(768, 2304, false), (768, 768, false), (768, 3072, false), (3072, 768, true)] {
+        cases.push(matmul_backward(Linear { rows, c, oc }, true, gelu));
+    }
+    let head = Linear { rows: rows / 4, c, oc: 50304 };
+    cases.extend([matmul_forward(head, false, false), matmul_backward(head, false, false)]);
+    for (b, t, heads, head_size) in [(64, 1024, 12, 64), (16, 4096, 12, 64), (16, 4096, 16, 128)] {
+        let shape = Heads { b, t, heads, head_size };
+        cases.extend([attention_forward(shape), attention_backward(shape)]);
+    }
+    cases
+}
+
+const UNIT: Init = Init::Uniform { mean: 0.0, spread: 1.0 };
+
+fn input(name: &'static str, len: usize, init: Init) -> Operand {
+    Operand { name, len, dtype: None, init, checked: None }
+}
+
+/// Written whole by the operation.
+fn output(name: &'static str, len: usize, tolerance: Tolerance) -> Operand {
+    Operand { name, len, dtype: None, init: Init::Poison, checked: Some(tolerance) }
+}
+
+/// Added to by the operation.
+fn accumulated(name: &'static str, len: usize, tolerance: Tolerance) -> Operand {
+    Operand { name, len, dtype: None, init: UNIT, checked: Some(tolerance) }
+}
+
+/// Stored as f32 by every engine.
+fn f32(operand: Operand) -> Operand {
+    Operand { dtype: Some(DType::F32), ..operand }
+}
+
+fn i32(operand: Operand) -> Operand {
+    Operand { dtype: Some(DType::I32), ..operand }
+}
+
+fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Scope {
+    Scope { b, t, channels, heads, padded_vocab, parameters, training: true }
+}
+
+struct Work {
+    floats_moved: usize,
+    bytes_moved: usize,
+    flops: usize,
+}
+
+fn case(
+    operation: &'static str,
+    shape: String,
+    scope: Scope,
+    operands: Vec<Operand>,
+    work: Work,
+    run: impl Fn(&mut dyn Engine, &[Tensor]) -> Result<()> + 'static,
+) -> Case {
+    let Work { floats_moved, bytes_moved, flops } = work;
+    Case { operation, shape, operands, scope, batch: None, run: Box::new(run), floats_moved, bytes_moved, flops }
+}
+
+fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
+    let layout = BatchLayout { b, t };
+    let operands = vec![
+        i32(input("batch", layout.len(), Init::Tokens { below: 1 })),
+        input("wte", vocab * c, UNIT),
+        input("wpe", t * c, UNIT),
+        output("out", b * t * c, Tolerance::ELEMENTWISE),
+    ];
+    let work = Work { floats_moved: 2 * b * t * c + t * c, bytes_moved: 4 * b * t, flops: 0 };
+    let shape = format!("B{b} T{t} C{c} V{vocab}");
+    let case = case("encoder_forward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
+        e.encoder_forward(x[3], x[0], layout, x[1], x[2], c)
+    });
+    Case { batch: Some((layout, vocab as i32)), ..case }
+}
+
+fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
+    let layout = BatchLayout { b, t };
+    let operands = vec![
+        i32(input("batch", layout.len(), Init::Tokens { below: 1 })),
+        input("dout", b * t * c, UNIT),
+        accumulated("dwte", vocab * c, Tolerance::STOCHASTIC),
+        accumulated("dwpe", t * c, Tolerance::STOCHASTIC),
+    ];
+    // dout is read twice; each token's row of dwte is read and written once.
+    let work = Work { floats_moved: 2 * b * t * c + 2 * t * c, bytes_moved: 4 * b * t, flops: 0 };
+    let shape = format!("B{b} T{t} C{c} V{vocab}");
+    let case = case("encoder_backward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
+        e.encoder_backward(x[2], x[3], x[1], x[0], layout, c, 1234)
+    });
+    Case { batch: Some((layout, vocab as i32)), ..case }
+}
+
+/// out, mean, rstd, weight, bias, at `x[at..]`.
+fn norm_operands(rows: usize, c: usize) -> [Operand; 5] {
+    [
+        output("out", rows * c, Tolerance::CHAIN),
+        f32(output("mean", rows, Tolerance::CHAIN)),
+        f32(output("rstd", rows, Tolerance::CHAIN)),
+        input("weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("bias", c, UNIT),
+    ]
+}
+
+fn norm_at(x: &[Tensor], c: usize) -> LayerNorm {
+    LayerNorm { out: x[0], mean: x[1], rstd: x[2], weight: x[3], bias: x[4], c }
+}
+
+fn layernorm_forward(rows: usize, c: usize) -> Case {
+    let mut operands = norm_operands(rows, c).to_vec();
+    operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
+    let work = Work { floats_moved: 2 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    case("layernorm_forward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+        e.layernorm_forward(norm_at(x, c), x[5])
+    })
+}
+
+fn residual_layernorm_forward(rows: usize, c: usize) -> Case {
+    let mut operands = norm_operands(rows, c).to_vec();
+    operands.push(output("residual", rows * c, Tolerance::ELEMENTWISE));
+    operands.push(input("a", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
+    operands.push(input("b", rows * c, UNIT));
+    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    let shape = format!("{rows}x{c}");
+    case("residual_layernorm_forward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+        e.residual_layernorm_forward(norm_at(x, c), x[5], x[6], x[7])
+    })
+}
+
+fn layernorm_backward(rows: usize, c: usize) -> Case {
+    let mut operands = norm_operands(rows, c).to_vec();
+    for operand in &mut operands[..3] {
+        operand.checked = None;
+    }
+    operands[1].init = Init::Uniform { mean: 0.0, spread: 0.1 };
+    operands[2].init = Init::Uniform { mean: 1.0, spread: 0.1 };
+    operands.push(accumulated("dinp", rows * c, Tolerance::REDUCTION));
+    operands.push(accumulated("dweight", c, Tolerance::REDUCTION));
+    operands.push(accumulated("dbias", c, Tolerance::REDUCTION));
+    operands.push(input("dout", rows * c, UNIT));
+    operands.push(input("inp", rows * c, UNIT));
+    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    case("layernorm_backward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+        e.layernorm_backward(x[5], x[6], x[7], x[8], x[9], norm_at(x, c))
+    })
+}
+
+fn residual_forward(n: usize) -> Case {
+    let operands = vec![output("residual", n, Tolerance::ELEMENTWISE), input("a", n, UNIT), input("b", n, UNIT)];
+    let work = Work { floats_moved: 3 * n, bytes_moved: 0, flops: 0 };
+    case("residual_forward", format!("{n}"), scope(1, 1, 8, 1, 128, 0), operands, work, move |e, x| {
+        e.residual_forward(x[0], x[1], x[2])
+    })
+}
+
+fn linear_scope(shape: Linear) -> Scope {
+    scope(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
+}
+
+fn linear_name(shape: Linear, bias: bool, gelu: bool) -> String {
+    let Linear { rows, c, oc } = shape;
+    format!("{rows}x{oc}x{c}{}{}", if bias { " bias" } else { "" }, if gelu { " gelu" } else { "" })
+}
+
+fn matmul_forward(shape: Linear, bias: bool, gelu: bool) -> Case {
+    let Linear { rows, c, oc } = shape;
+    let mut operands = vec![
+        output("out", rows * oc, Tolerance::CHAIN),
+        input("inp", rows * c, UNIT),
+        input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+        input("bias", oc, UNIT),
+    ];
+    if gelu {
+        operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
+    }
+    let floats_moved = rows * c + oc * c + rows * oc * if gelu { 2 } else { 1 };
+    let work = Work { floats_moved, bytes_moved: 0, flops: 2 * rows * c * oc };
+    let name = linear_name(shape, bias, gelu);
+    case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
+        e.matmul_forward(x[0], x[1], x[2], bias.then_some(x[3]), gelu.then(|| x[4]), shape)
+    })
+}
+
+fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
+    let Linear { rows, c, oc } = shape;
+    let mut operands = vec![
+        output("dinp", rows * c, Tolerance::CHAIN),
+        accumulated("dweight", oc * c, Tolerance::REDUCTION),
+        accumulated("dbias", oc, Tolerance::REDUCTION),
+        input("dout", rows * oc, UNIT),
+        input("inp", rows * c, UNIT),
+        input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+    ];
+    if gelu {
+        operands.push(input("pre_gelu", rows * c, UNIT));
+    }
+    let floats_moved = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
+    let work = Work { floats_moved, bytes_moved: 0, flops: 4 * rows * c * oc };
+    let name = linear_name(shape, bias, gelu);
+    case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
+        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu.then(|| x[6]), shape)
+    })
+}
+
+fn heads_scope(shape: Heads) -> Scope {
+    scope(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0)
+}
+
+fn heads_name(shape: Heads) -> String {
+    let Heads { b, t, heads, head_size } = shape;
+    format!("B{b} T{t} NH{heads} HS{head_size}")
+}
+
+fn attention_forward(shape: Heads) -> Case {
+    let rows = shape.b * shape.t;
+    let c = shape.heads * shape.head_size;
+    let operands = vec![
+        output("out", rows * c, Tolerance::CHAIN),
+        f32(output("lse", rows * shape.heads, Tolerance::CHAIN)),
+        input("qkv", rows * 3 * c, UNIT),
+    ];
+    // Half of T x T is masked; a multiplication and an addition for each of scores and values.
+    let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
+    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 4 * rows * shape.heads, flops };
+    case("attention_forward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
+        e.attention_forward(x[0], x[1], x[2], shape)
+    })
+}
+
+fn attention_backward(shape: Heads) -> Case {
+    let rows = shape.b * shape.t;
+    let c = shape.heads * shape.head_size;
+    let operands = vec![
+        output("dqkv", rows * 3 * c, Tolerance::CHAIN),
+        input("dout", rows * c, UNIT),
+        input("qkv", rows * 3 * c, UNIT),
+        input("out", rows * c, Init::Zero),
+        f32(input("lse", rows * shape.heads, Init::Zero)),
+    ];
+    let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
+    let work = Work { floats_moved: 8 * rows * c, bytes_moved: 4 * rows * shape.heads, flops };
+    case("attention_backward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
+        // The backward takes what the engine's own forward left.
+        e.attention_forward(x[3], x[4], x[2], shape)?;
+        e.attention_backward(x[0], x[1], x[2], x[3], x[4], shape)
+    })
+}
+
+fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
+    let logits = Operand {
+        checked: Some(Tolerance::CHAIN),
+        ..input("logits", rows * vp, Init::Uniform { mean: 0.0, spread: 4.0 })
+    };
+    let operands = vec![
+        logits,
+        f32(accumulated("losses", rows, Tolerance::REDUCTION)),
+        i32(input("targets", rows, Init::Tokens { below: v as i32 })),
+    ];
+    let dloss = gradient.then_some(0.25);
+    let work = Work { floats_moved: rows * vp * if gradient { 2 } else { 1 }, bytes_moved: 12 * rows, flops: 0 };
+    let name = format!("{rows}x{v}/{vp}{}", if gradient { " gradient" } else { "" });
+    case("classifier", name, scope(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
+        e.classifier(x[0], x[1], x[2], v, vp, dloss)
+    })
+}
+
+fn sum(n: usize) -> Case {
+    let operands = vec![
+        f32(output("out", 1, Tolerance::REDUCTION)),
+        f32(input("values", n, Init::Uniform { mean: 1.0, spread: 1.0 })),
+    ];
+    let work = Work { floats_moved: 0, bytes_moved: 4 * n, flops: 0 };
+    case("sum", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.sum(x[0], x[1]))
+}
+
+fn global_norm(n: usize) -> Case {
+    let operands = vec![f32(output("norm", 1, Tolerance::REDUCTION)), input("grads", n, UNIT)];
+    let work = Work { floats_moved: n, bytes_moved: 0, flops: 0 };
+    case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.global_norm(x[0], x[1]))
+}
+
+fn adamw(n: usize) -> Case {
+    let operands = vec![
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
+        input("grads", n, UNIT),
+        f32(accumulated("m", n, Tolerance::REDUCTION)),
+        f32(Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..accumulated("v", n, Tolerance::REDUCTION) }),
+        f32(accumulated("master", n, Tolerance::REDUCTION)),
+        f32(input("norm", 1, Init::Values(vec![2.5]))),
+    ];
+    let settings = AdamW {
+        learning_rate: 0.05,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        step: 3,
+        clip: 1.0,
+        seed: 77,
+    };
+    let work = Work { floats_moved: 2 * n, bytes_moved: 24 * n, flops: 0 };
+    case("adamw", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
+        // Where parameters are f32 there are no masters; both engines start from the same values then.
+        if e.float() == DType::F32 {
+            e.cast(x[0], x[4])?;
+        }
+        let master = (e.float() != DType::F32).then_some(x[4]);
+        e.adamw(Optimized { params: x[0], grads: x[1], m: x[2], v: x[3], master }, x[5], &settings)?;
+        if e.float() == DType::F32 {
+            e.cast(x[4], x[0])?;
+        }
+        Ok(())
+    })
+}
+
+fn cast_to_float(n: usize) -> Case {
+    let operands = vec![output("to", n, Tolerance::ELEMENTWISE), f32(input("from", n, UNIT))];
+    let work = Work { floats_moved: n, bytes_moved: 4 * n, flops: 0 };
+    case("cast", format!("{n} from f32"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1]))
+}
+
+fn cast_from_float(n: usize) -> Case {
+    let operands = vec![f32(output("to", n, Tolerance::ELEMENTWISE)), input("from", n, UNIT)];
+    let work = Work { floats_moved: n, bytes_moved: 4 * n, flops: 0 };
+    case("cast", format!("{n} to f32"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1]))
+}

@@ -1,0 +1,59 @@
+//! How far two results may lie apart.
+
+use crate::tensor::DType;
+
+/// Largest allowed [`Error::relative`], by the type the result is stored in.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    pub f32: f32,
+    pub bf16: f32,
+}
+
+impl Tolerance {
+    /// One operation on each element: rounding only. bf16 keeps 8 bits, so half a unit is 2^-9.
+    pub const ELEMENTWISE: Self = Self { f32: 2e-6, bf16: 2.5e-3 };
+    /// Sums over at most a few thousand terms, computed in f32 from inputs of the storage type.
+    pub const REDUCTION: Self = Self { f32: 2e-5, bf16: 4e-3 };
+    /// Several roundings to the storage type on the way (a rounded sum, then its norm; probabilities, then their product).
+    pub const CHAIN: Self = Self { f32: 5e-5, bf16: 2e-2 };
+    /// Rounded stochastically: a whole unit either way.
+    pub const STOCHASTIC: Self = Self { f32: 2e-5, bf16: 1e-2 };
+}
+
+/// How far a result lies from its reference.
+#[derive(Clone, Copy, Debug)]
+pub struct Error {
+    /// Largest |got - want| / (|want| + rms(want)); infinite where one is NaN and the other not.
+    pub relative: f32,
+    /// Where that is.
+    pub at: usize,
+    pub got: f32,
+    pub want: f32,
+    pub allowed: f32,
+}
+
+impl Error {
+    pub fn between(got: &[f32], want: &[f32], tolerance: Tolerance, dtype: DType) -> Self {
+        let square = want.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>();
+        let rms = (square / want.len().max(1) as f64).sqrt() as f32;
+        let allowed = if dtype == DType::Bf16 { tolerance.bf16 } else { tolerance.f32 };
+        let mut worst = Self { relative: 0.0, at: 0, got: 0.0, want: 0.0, allowed };
+        for (at, (&got, &want)) in got.iter().zip(want).enumerate() {
+            let relative = match (got.is_nan(), want.is_nan()) {
+                (true, true) => 0.0,
+                (false, false) if got == want => 0.0,
+                (false, false) => (got - want).abs() / (want.abs() + rms),
+                _ => f32::INFINITY,
+            };
+            if relative > worst.relative || !(relative >= 0.0) {
+                worst =
+                    Self { relative: if relative.is_nan() { f32::INFINITY } else { relative }, at, got, want, allowed };
+            }
+        }
+        worst
+    }
+
+    pub fn ok(&self) -> bool {
+        self.relative <= self.allowed
+    }
+}

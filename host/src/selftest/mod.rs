@@ -1,0 +1,10 @@
+//! Every operation of an engine against the CPU engine, on the same inputs: one table of cases, run on a GPU by the
+//! `selftest` command and through the emulator by `cargo test`.
+
+mod case;
+mod cases;
+mod compare;
+
+pub use case::{Case, Outcome};
+pub use cases::{bench, edge, model};
+pub use compare::Error;
