@@ -143,6 +143,16 @@ impl<T: Element> GlobalMut<T> {
     }
 }
 
+impl GlobalMut<crate::bf16> {
+    /// Writes elements `i` (low half of `pair`) and `i` + 1, `i` even (`st.global.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_pair(self, i: usize, pair: u32) {
+        // SAFETY: as in `at`; an even index is 4-byte aligned.
+        unsafe { backend::store(self.0.wrapping_add(i).cast::<u32>(), pair) }
+    }
+}
+
 impl GlobalMut<u32> {
     /// Adds to element `i` and returns its old value, relaxed, device scope (`atom.add.relaxed.gpu.global.u32`).
     #[inline(always)]

@@ -28,12 +28,37 @@ impl<const R: usize> SwizzledTile<R> {
         SwizzledTile(self.0.wrapping_add(row as usize * 64))
     }
 
+    /// The tile of this size that lies `count` such tiles further on.
+    #[inline(always)]
+    pub fn same_shape_after(self, count: u32) -> Self {
+        Self(self.0.wrapping_add(count as usize * R * 64))
+    }
+
     /// What wgmma needs to know of an operand that is columns 16 `k` .. 16 `k` + 16 of this tile: its address, 1024 bytes
     /// from one group of eight rows to the next, 128-byte swizzle.
     #[inline(always)]
     pub fn operand(self, k: u32) -> Operand {
         // The descriptor counts in 16 bytes, and a tile's row spans 8 of those: no carry leaves the address field.
         Operand(backend::hopper::operand(self.0) + 2 * k as u64)
+    }
+
+    /// As [`operand`](Self::operand), of a tile whose rows are k and whose columns are n: rows 16 `k` .. 16 `k` + 16.
+    #[inline(always)]
+    pub fn operand_by_rows(self, k: u32) -> OperandByRows {
+        // 16 rows are 2048 bytes; the stride between groups of eight rows stays the same.
+        OperandByRows(backend::hopper::operand(self.0) + 128 * k as u64)
+    }
+
+    /// Rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's part of a left operand in registers
+    /// (`ldmatrix.sync.aligned.m8n8.x4.shared.b16`). `row` a multiple of 16.
+    #[inline(always)]
+    #[track_caller]
+    pub fn left(self, row: u32, k: u32) -> [u32; 4] {
+        let lane = crate::warp::lane();
+        let (row, piece) = (row + lane % 16, 2 * k + lane / 16);
+        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
+        unsafe { backend::ldmatrix_x4(at.cast()) }
     }
 
     /// Writes four 8 x 8 matrices of packed pairs, as the accumulators' ownership above has them, in one instruction
@@ -55,9 +80,13 @@ impl Layout {
     }
 }
 
-/// A matrix descriptor.
+/// Descriptor of an operand whose rows are m or n: k runs along memory.
 #[derive(Clone, Copy)]
 pub struct Operand(u64);
+
+/// Descriptor of a right operand whose rows are k: n runs along memory.
+#[derive(Clone, Copy)]
+pub struct OperandByRows(u64);
 
 /// Orders accumulators and ordinary shared-memory accesses before the products that follow (`wgmma.fence.sync.aligned`).
 #[inline(always)]
@@ -85,12 +114,21 @@ pub trait Accumulators: Copy {
     #[track_caller]
     fn product(&mut self, a: Operand, b: Operand, accumulate: bool);
 
+    /// As [`product`](Self::product) with A (64 x 16) in registers, 16 rows per warp, as `mma.sync` has it. `a` may not be
+    /// overwritten before the wait.
+    #[track_caller]
+    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool);
+
+    /// As [`product_with`](Self::product_with), for B in rows of k (`imm-trans-b` = 1).
+    #[track_caller]
+    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool);
+
     /// Keeps the compiler from moving reads of the accumulators before the wait that precedes this call.
     fn settle(&mut self);
 }
 
 macro_rules! accumulators {
-    ($($floats:literal $product:ident $settle:ident)*) => {$(
+    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
         impl Accumulators for [f32; $floats] {
             const ZERO: Self = [0.0; $floats];
 
@@ -98,6 +136,18 @@ macro_rules! accumulators {
             #[track_caller]
             fn product(&mut self, a: Operand, b: Operand, accumulate: bool) {
                 backend::hopper::$product(self, a.0, b.0, accumulate);
+            }
+
+            #[inline(always)]
+            #[track_caller]
+            fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
+                backend::hopper::$product_with::<0>(self, a, b.0, accumulate);
+            }
+
+            #[inline(always)]
+            #[track_caller]
+            fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
+                backend::hopper::$product_with::<1>(self, a, b.0, accumulate);
             }
 
             #[inline(always)]
@@ -109,7 +159,7 @@ macro_rules! accumulators {
 }
 
 accumulators! {
-    32 wgmma_n64 settle_n64
-    64 wgmma_n128 settle_n128
-    128 wgmma_n256 settle_n256
+    32 wgmma_n64 wgmma_with_n64 settle_n64
+    64 wgmma_n128 wgmma_with_n128 settle_n128
+    128 wgmma_n256 wgmma_with_n256 settle_n256
 }
