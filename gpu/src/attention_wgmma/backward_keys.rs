@@ -191,7 +191,7 @@ impl Consumer {
         self.shared.kv_slots.full.at(0).wait(self.kv.parity);
         let k = left(self.shared.kv.rows(self.index * HALF));
         let v = left(self.shared.kv.same_shape_after(1).rows(self.index * HALF));
-        self.shared.kv_slots.release(self.kv.advance());
+        self.shared.kv_slots.release_read(self.kv.advance(), self.index);
         if self.index == 1 {
             // All of the first tile's queries come before these keys.
             self.shared.slots.full.at(self.ring.slot).wait(self.ring.parity);

@@ -151,7 +151,7 @@ impl Consumer {
         self.shared.own_slots.full.at(0).wait(self.own.parity);
         let q = left(self.shared.own.rows(self.index * HALF));
         let dout = left(self.shared.own.same_shape_after(1).rows(self.index * HALF));
-        self.shared.own_slots.release(self.own.advance());
+        self.shared.own_slots.release_read(self.own.advance(), self.index);
 
         let mut dq = Square::ZERO;
         let (mut s, mut dp) = (Square::ZERO, Square::ZERO);

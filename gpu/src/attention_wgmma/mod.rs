@@ -153,7 +153,14 @@ impl Slots {
         }
     }
 
-    /// A consumer warpgroup is done with a slot.
+    /// A consumer warpgroup has read a slot with ordinary loads: each warp must be done before one thread says so.
+    #[inline(always)]
+    fn release_read(self, slot: u32, consumer: u32) {
+        thread::sync_named(1 + consumer, WARPGROUP);
+        self.release(slot);
+    }
+
+    /// A consumer warpgroup has waited for the products that read a slot, which end for all its warps together.
     #[inline(always)]
     fn release(self, slot: u32) {
         if thread::thread_idx_x() % WARPGROUP == 0 {
