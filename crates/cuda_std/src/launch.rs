@@ -1,5 +1,6 @@
 //! A kernel launch, as `#[kernel]` makes it on the host: which entry point, with which arguments.
 
+use crate::backend::Report;
 use std::any::{TypeId, type_name};
 use std::fmt;
 
@@ -72,8 +73,12 @@ impl Launch {
     ///
     /// # Safety
     /// The pointer arguments must be host memory that covers every index the kernel forms, 16-byte aligned.
-    pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) {
-        crate::backend::run(&*self.body, grid, self.threads, shared_bytes);
+    ///
+    /// # Errors
+    /// When the kernel cannot run to its end: a deadlock, lanes that diverge, a panic. The text names the kernel, block,
+    /// threads and source lines.
+    pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
+        crate::backend::run(self.name, &*self.body, grid, self.threads, shared_bytes)
     }
 }
 

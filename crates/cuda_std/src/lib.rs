@@ -28,6 +28,12 @@ mod backend;
 pub mod async_copy;
 pub mod block;
 pub mod element;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod emulate {
+    //! What [`crate::launch::Launch::emulate`] reports.
+
+    pub use crate::backend::{Fault, Report};
+}
 pub mod fence;
 pub mod global;
 #[cfg(target_arch = "nvptx64")]

@@ -1,0 +1,54 @@
+//! The special-function unit and conversions. The device's functions are approximations with errors of a few units in
+//! the last place; these are the correctly rounded neighbours, with the same flushing of subnormals.
+
+/// Subnormals as zero of the same sign.
+fn flush(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
+}
+
+pub fn exp2(x: f32) -> f32 {
+    flush(flush(x).exp2())
+}
+
+pub fn log2(x: f32) -> f32 {
+    flush(x).log2()
+}
+
+pub fn recip(x: f32) -> f32 {
+    flush(flush(x).recip())
+}
+
+pub fn rsqrt(x: f32) -> f32 {
+    flush(x).sqrt().recip()
+}
+
+pub fn sqrt(x: f32) -> f32 {
+    flush(x).sqrt()
+}
+
+pub fn tanh(x: f32) -> f32 {
+    x.tanh()
+}
+
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    a.mul_add(b, c)
+}
+
+/// Upper half of `x` rounded to nearest even; every NaN becomes 0x7fff, as `cvt.rn.bf16x2.f32` makes it.
+#[inline]
+fn bf16_bits(x: f32) -> u32 {
+    let bits = x.to_bits();
+    if x.is_nan() { 0x7fff } else { (bits + 0x7fff + (bits >> 16 & 1)) >> 16 }
+}
+
+/// `low` and `high` rounded to bf16, `high` in the upper half.
+#[inline]
+pub fn bf16x2(low: f32, high: f32) -> u32 {
+    bf16_bits(low) | bf16_bits(high) << 16
+}
+
+/// Rounded to tf32's ten mantissa bits, ties away from zero (`cvt.rna.tf32.f32`).
+#[inline]
+pub fn tf32(x: f32) -> f32 {
+    if x.is_finite() { f32::from_bits((x.to_bits() + 0x1000) & !0x1fff) } else { x }
+}

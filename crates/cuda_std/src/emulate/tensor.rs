@@ -1,0 +1,175 @@
+//! `ldmatrix` and `mma`: the last lane to come computes for the whole warp. Ownership of fragments is that of
+//! [`crate::mma`].
+
+use super::LANES;
+use super::access::load128;
+use super::arithmetic::tf32;
+use super::collective::{Operation, Slot, Slots, Wait, collective};
+use std::array;
+use std::panic::Location;
+
+/// Gathers the rows that the lanes point at, then deals them out: `pick(matrix rows, lane)`.
+///
+/// # Safety
+/// `row` must be valid for reads of 16 bytes and 16-byte aligned.
+#[inline]
+unsafe fn ldmatrix(row: *const u32, wait: Wait, pick: impl Fn(&[[u32; 4]], usize) -> u32) -> [u32; 4] {
+    let deposit = |slot: &mut Slot| {
+        let address = row.expose_provenance() as u64;
+        (slot.0[0], slot.0[1]) = (address as u32, (address >> 32) as u32);
+    };
+    let complete = |slots: &mut Slots| {
+        let rows: [[u32; 4]; LANES] = array::from_fn(|lane| {
+            let address = u64::from(slots[lane].0[0]) | u64::from(slots[lane].0[1]) << 32;
+            // SAFETY: the lane's caller's.
+            unsafe { load128(std::ptr::with_exposed_provenance(address as usize)) }
+        });
+        for (lane, slot) in slots.iter_mut().enumerate() {
+            for matrix in 0..4 {
+                slot.0[matrix] = pick(&rows[matrix * 8..][..8], lane);
+            }
+        }
+    };
+    collective(wait, deposit, complete, |slots, lane| array::from_fn(|i| slots[lane].0[i]))
+}
+
+/// Lane l gives row l % 8 of matrix l / 8 and gets from each matrix the pair (l / 4, 2 (l % 4)), (l / 4, 2 (l % 4) + 1).
+///
+/// # Safety
+/// `row` must be valid for reads of 16 bytes and 16-byte aligned.
+#[track_caller]
+pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
+    let wait = Wait { operation: Operation::LdMatrix, at: Location::caller() };
+    // SAFETY: the caller's.
+    unsafe { ldmatrix(row, wait, |rows, lane| rows[lane / 4][lane % 4]) }
+}
+
+/// As [`ldmatrix_x4`] with each 8 x 8 matrix transposed.
+///
+/// # Safety
+/// As [`ldmatrix_x4`].
+#[track_caller]
+pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
+    let wait = Wait { operation: Operation::LdMatrix, at: Location::caller() };
+    let pick = |rows: &[[u32; 4]], lane: usize| {
+        let (row, col) = (lane % 4 * 2, lane / 4);
+        let half = |row: usize| rows[row][col / 2] >> (col % 2 * 16) & 0xffff;
+        half(row) | half(row + 1) << 16
+    };
+    // SAFETY: the caller's.
+    unsafe { ldmatrix(row, wait, pick) }
+}
+
+/// (row, column) in A of a lane's element `i`.
+#[inline(always)]
+fn a_place(lane: usize, i: usize) -> (usize, usize) {
+    (lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8)
+}
+
+/// (row, column) in B of a lane's element `i`.
+#[inline(always)]
+fn b_place(lane: usize, i: usize) -> (usize, usize) {
+    (lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4)
+}
+
+/// (row, column) in D of a lane's element `i`.
+#[inline(always)]
+fn d_place(lane: usize, i: usize) -> (usize, usize) {
+    (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2)
+}
+
+type A = [[f32; 16]; 16];
+type B = [[f32; 8]; 16];
+type D = [[f32; 8]; 16];
+
+#[inline(always)]
+fn multiply(d: &mut D, a: &A, b: &B) {
+    for (d, a) in d.iter_mut().zip(a) {
+        for (a, b) in a.iter().zip(b) {
+            for (d, b) in d.iter_mut().zip(b) {
+                *d += a * b;
+            }
+        }
+    }
+}
+
+/// Lays the lanes' fragments out as matrices, calls `f`, and hands D back in words 0..4.
+#[inline(always)]
+fn over_matrices(
+    slots: &mut Slots,
+    a_of: impl Fn(&[u32; 16], usize) -> f32,
+    b_of: impl Fn(&[u32; 16], usize) -> f32,
+    f: impl FnOnce(&mut D, A, B),
+) {
+    let (mut a, mut b, mut d) = ([[0.0; 16]; 16], [[0.0; 8]; 16], [[0.0; 8]; 16]);
+    for (lane, slot) in slots.iter().enumerate() {
+        for i in 0..8 {
+            let (row, col) = a_place(lane, i);
+            a[row][col] = a_of(&slot.0, i);
+        }
+        for i in 0..4 {
+            let (row, col) = b_place(lane, i);
+            b[row][col] = b_of(&slot.0, i);
+            let (row, col) = d_place(lane, i);
+            d[row][col] = f32::from_bits(slot.0[i]);
+        }
+    }
+    f(&mut d, a, b);
+    for (lane, slot) in slots.iter_mut().enumerate() {
+        for i in 0..4 {
+            let (row, col) = d_place(lane, i);
+            slot.0[i] = d[row][col].to_bits();
+        }
+    }
+}
+
+#[inline(always)]
+fn take_d(slots: &Slots, lane: usize) -> [f32; 4] {
+    array::from_fn(|i| f32::from_bits(slots[lane].0[i]))
+}
+
+fn mma_bf16_warp(slots: &mut Slots) {
+    let half = |word: u32, i: usize| f32::from_bits(if i.is_multiple_of(2) { word << 16 } else { word & 0xffff_0000 });
+    over_matrices(slots, |w, i| half(w[4 + i / 2], i), |w, i| half(w[8 + i / 2], i), |d, a, b| multiply(d, &a, &b));
+}
+
+/// The device's three products of operands split in two tf32 parts, small ones first.
+fn mma_f32_warp(slots: &mut Slots) {
+    let word = |w: &[u32; 16], i: usize| f32::from_bits(w[i]);
+    over_matrices(
+        slots,
+        |w, i| word(w, 4 + i),
+        |w, i| word(w, 12 + i),
+        |d, a, b| {
+            let a_big = a.map(|row| row.map(tf32));
+            let b_big = b.map(|row| row.map(tf32));
+            let a_small = array::from_fn(|r| array::from_fn(|c| tf32(a[r][c] - a_big[r][c])));
+            let b_small = array::from_fn(|r| array::from_fn(|c| tf32(b[r][c] - b_big[r][c])));
+            multiply(d, &a_small, &b_big);
+            multiply(d, &a_big, &b_small);
+            multiply(d, &a_big, &b_big);
+        },
+    );
+}
+
+#[track_caller]
+pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
+    let wait = Wait { operation: Operation::Mma, at: Location::caller() };
+    let deposit = |slot: &mut Slot| {
+        slot.0[..4].copy_from_slice(&d.map(f32::to_bits));
+        slot.0[4..8].copy_from_slice(&a);
+        slot.0[8..10].copy_from_slice(&b);
+    };
+    *d = collective(wait, deposit, mma_bf16_warp, take_d);
+}
+
+#[track_caller]
+pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
+    let wait = Wait { operation: Operation::Mma, at: Location::caller() };
+    let deposit = |slot: &mut Slot| {
+        slot.0[..4].copy_from_slice(&d.map(f32::to_bits));
+        slot.0[4..12].copy_from_slice(&a.map(f32::to_bits));
+        slot.0[12..].copy_from_slice(&b.map(f32::to_bits));
+    };
+    *d = collective(wait, deposit, mma_f32_warp, take_d);
+}

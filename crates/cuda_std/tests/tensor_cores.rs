@@ -1,0 +1,91 @@
+//! Fragments and `mma` against a plain matrix product, from every corner a tile can be read.
+
+use cuda_std::mma::TensorCore;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, SharedTile, bf16, kernel, thread, warp};
+
+const M: usize = 32;
+const N: usize = 48;
+const K: usize = 64;
+
+/// out (M, N) = a (M, K) · b (K, N) by one warp, through shared tiles that hold either operand as it is or transposed.
+#[kernel(threads = 32, instances(
+    bf16_nn = <bf16, false, false>, bf16_nt = <bf16, false, true>, bf16_tn = <bf16, true, false>,
+    bf16_tt = <bf16, true, true>, f32_nn = <f32, false, false>, f32_nt = <f32, false, true>,
+    f32_tn = <f32, true, false>, f32_tt = <f32, true, true>))]
+fn product<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(
+    out: GlobalMut<T>,
+    a: Global<T>,
+    b: Global<T>,
+) {
+    let mut layout = Layout::new();
+    let tile_a: SharedTile<T, M, K> = layout.tile();
+    let tile_a_transposed: SharedTile<T, K, M> = layout.tile();
+    let tile_b: SharedTile<T, K, N> = layout.tile();
+    let tile_b_transposed: SharedTile<T, N, K> = layout.tile();
+    let tile_out: SharedTile<T, M, N> = layout.tile();
+    let lane = thread::thread_idx_x() as usize;
+    for i in (lane..M * K).step_by(32) {
+        tile_a.set(i / K, i % K, a.at(i));
+        tile_a_transposed.set(i % K, i / K, a.at(i));
+    }
+    for i in (lane..K * N).step_by(32) {
+        tile_b.set(i / N, i % N, b.at(i));
+        tile_b_transposed.set(i % N, i / N, b.at(i));
+    }
+    warp::sync();
+    for m in (0..M).step_by(16) {
+        for n in (0..N).step_by(16) {
+            let mut d = [[0.0; 4]; 2];
+            for k in (0..K).step_by(16) {
+                let a = if A_TRANSPOSED { tile_a_transposed.a_transposed(k, m) } else { tile_a.a(m, k) };
+                let b = if B_TRANSPOSED { tile_b_transposed.b_transposed(n, k) } else { tile_b.b(k, n) };
+                T::mma(&mut d[0], a, b[0]);
+                T::mma(&mut d[1], a, b[1]);
+            }
+            tile_out.set_accumulators(m, n, d[0]);
+            tile_out.set_accumulators(m, n + 8, d[1]);
+        }
+    }
+    warp::sync();
+    for i in (lane..M * N).step_by(32) {
+        out.set(i, tile_out.at(i / N, i % N));
+    }
+}
+
+fn values<T: Element>(count: usize, salt: u32) -> Vec<T> {
+    let value = |i: u32| ((i.wrapping_mul(2_654_435_761).wrapping_add(salt) >> 16) % 2001) as f32 / 1000.0 - 1.0;
+    (0..count as u32).map(|i| T::from_f32(value(i))).collect()
+}
+
+fn check<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(tolerance: f64) {
+    let (a, b) = (values::<T>(M * K, 7), values::<T>(K * N, 99));
+    let mut out = vec![T::default(); M * N];
+    let views = (GlobalMut::new(out.as_mut_ptr()), Global::new(a.as_ptr()), Global::new(b.as_ptr()));
+    // SAFETY: the kernel's indices are those of the three matrices; its tiles take less than 100 KiB.
+    unsafe { product::<T, A_TRANSPOSED, B_TRANSPOSED>(views.0, views.1, views.2).emulate([1, 1, 1], 100 << 10) }
+        .unwrap();
+    for m in 0..M {
+        for n in 0..N {
+            let want: f64 = (0..K).map(|k| f64::from(a[m * K + k].to_f32()) * f64::from(b[k * N + n].to_f32())).sum();
+            let got = f64::from(out[m * N + n].to_f32());
+            assert!((got - want).abs() <= tolerance * (1.0 + want.abs()), "({m}, {n}): {got}, expected {want}");
+        }
+    }
+}
+
+#[test]
+fn bf16_fragments_multiply() {
+    check::<bf16, false, false>(1.0 / 256.0);
+    check::<bf16, false, true>(1.0 / 256.0);
+    check::<bf16, true, false>(1.0 / 256.0);
+    check::<bf16, true, true>(1.0 / 256.0);
+}
+
+#[test]
+fn f32_fragments_multiply() {
+    check::<f32, false, false>(4e-6);
+    check::<f32, false, true>(4e-6);
+    check::<f32, true, false>(4e-6);
+    check::<f32, true, true>(4e-6);
+}
