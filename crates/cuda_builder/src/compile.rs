@@ -1,0 +1,386 @@
+//! One device crate for one architecture: cargo, link, mark, optimise, lower, assemble.
+
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+use crate::BuiltModule;
+use crate::error::{Error, at};
+use crate::module::{Kernel, arch_number};
+use crate::toolchain::Toolchain;
+use crate::{ir, ptx, resources};
+
+const TARGET: &str = "nvptx64-nvidia-cuda";
+
+/// MIR jump threading copies barriers into divergent branches; without rustc's own passes the IR comes unoptimised, to be
+/// marked first.
+const RUSTFLAGS: [&str; 5] = [
+    "-Zunstable-options",
+    "-Cpanic=immediate-abort",
+    "-Zmir-enable-passes=-JumpThreading",
+    "-Cno-prepopulate-passes",
+    "--emit=llvm-bc",
+];
+
+const PROFILE: [(&str, &str); 7] = [
+    ("OPT_LEVEL", "3"),
+    ("CODEGEN_UNITS", "1"),
+    ("DEBUG", "0"),
+    ("DEBUG_ASSERTIONS", "false"),
+    ("OVERFLOW_CHECKS", "false"),
+    ("INCREMENTAL", "false"),
+    ("LTO", "off"),
+];
+
+/// Accumulators stay in registers only if the loops over them unroll whole.
+const OPT_FLAGS: [&str; 3] =
+    ["-passes=internalize,globaldce,default<O3>", "-unroll-threshold=4000", "-unroll-partial-threshold=75"];
+
+/// Contraction to fma as nvcc's default; approximate division and square root as its --use_fast_math.
+const LLC_FLAGS: [&str; 4] = ["-O3", "-nvptx-fma-level=2", "-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];
+
+/// The PTX files and cubins left by an earlier run serve again only if the steps that made them are these.
+const STEPS: [&str; 3] = [include_str!("compile.rs"), include_str!("ir.rs"), include_str!("ptx.rs")];
+
+pub struct Job<'a> {
+    pub toolchain: &'a Toolchain,
+    pub ptxas: Option<&'a Path>,
+    pub krate: &'a Path,
+    pub arch: &'a str,
+    /// Compiled crates stay here from build to build.
+    pub target: &'a Path,
+    pub out_dir: &'a Path,
+}
+
+pub struct JobOutput {
+    pub module: BuiltModule,
+    pub warnings: Vec<String>,
+    pub watched: Vec<PathBuf>,
+}
+
+/// What cargo made.
+#[derive(Default)]
+struct Crates {
+    bitcode: Vec<PathBuf>,
+    /// Manifests and source directories of the path dependencies, the device crate among them.
+    sources: Vec<PathBuf>,
+    warnings: Vec<String>,
+    errors: String,
+}
+
+impl Job<'_> {
+    pub fn run(&self) -> Result<JobOutput, Error> {
+        if arch_number(self.arch).is_none() {
+            return Err(Error::BadArch { arch: self.arch.to_owned() });
+        }
+        let target = self.target.join(self.arch);
+        create_directory(&target)?;
+        let lock_path = target.join(".builder-lock");
+        let lock = at(&lock_path, fs::File::create(&lock_path))?;
+        at(&lock_path, lock.lock())?;
+
+        let crates = self.compile(&target)?;
+        let name = self.krate.file_name().unwrap_or(self.krate.as_os_str());
+        let work = target.join("linked").join(name);
+        create_directory(&work)?;
+        let files = Files::below(&work);
+        let fingerprint = self.fingerprint(&crates.bitcode)?;
+        if fs::read_to_string(&files.stamp).ok().as_ref() != Some(&fingerprint) {
+            if files.stamp.exists() {
+                at(&files.stamp, fs::remove_file(&files.stamp))?;
+            }
+            self.lower(&crates.bitcode, &files)?;
+            at(&files.stamp, fs::write(&files.stamp, &fingerprint))?;
+        }
+        self.deliver(&files, crates)
+    }
+
+    /// Compiles the device crate and all it uses to bitcode.
+    fn compile(&self, target: &Path) -> Result<Crates, Error> {
+        let mut flags =
+            vec![format!("-Ctarget-cpu={}", self.arch), "--cfg".into(), format!("cuda_arch=\"{}\"", self.arch)];
+        flags.extend(RUSTFLAGS.map(str::to_owned));
+        let mut command = Command::new(&self.toolchain.cargo);
+        clean(&mut command)
+            .current_dir(self.krate)
+            .args(["build", "--release", "-Zbuild-std=core", "--message-format=json", "--target", TARGET])
+            .arg("--target-dir")
+            .arg(target)
+            .env("RUSTC", &self.toolchain.rustc)
+            .env("RUSTC_WRAPPER", "")
+            .env("RUSTC_WORKSPACE_WRAPPER", "")
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
+            .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)));
+        let step = "compiling the device crate";
+        let output = self.start(&mut command, step)?;
+        let crates = self.read_messages(&String::from_utf8_lossy(&output.stdout))?;
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let (text, advice) = if crates.errors.is_empty() {
+                (tail(&stderr), "see cargo's message below")
+            } else {
+                (crates.errors, "mend the errors below; they are of device code")
+            };
+            return Err(self.failed(step, &command, &output, text, advice));
+        }
+        Ok(crates)
+    }
+
+    fn read_messages(&self, messages: &str) -> Result<Crates, Error> {
+        let mut crates = Crates::default();
+        for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+            let is_ours = message["package_id"].as_str().is_some_and(|id| id.starts_with("path+"))
+                && !message["manifest_path"].as_str().is_some_and(|path| path.contains("/lib/rustlib/src/"));
+            match message["reason"].as_str() {
+                Some("compiler-artifact") => {
+                    crates.bitcode.extend(self.bitcode(&message)?);
+                    let manifest = message["manifest_path"].as_str().map(PathBuf::from);
+                    let source = message["target"]["src_path"].as_str().map(Path::new).and_then(Path::parent);
+                    if is_ours {
+                        crates.sources.extend(manifest);
+                        crates.sources.extend(source.map(Path::to_owned));
+                    }
+                }
+                Some("compiler-message") => {
+                    let diagnostic = &message["message"];
+                    match diagnostic["level"].as_str() {
+                        Some("error") => crates.errors += diagnostic["rendered"].as_str().unwrap_or_default(),
+                        Some("warning") if is_ours => crates.warnings.extend(one_line(diagnostic)),
+                        _ => {}
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(crates)
+    }
+
+    /// The bitcode of a library built for the GPU: it lies beside the .rmeta and has its name.
+    fn bitcode(&self, artifact: &Value) -> Result<Option<PathBuf>, Error> {
+        let files = artifact["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        let Some(metadata) = files.map(Path::new).find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
+            return Ok(None);
+        };
+        if !metadata.components().any(|component| component.as_os_str() == TARGET) {
+            return Ok(None);
+        }
+        let name = metadata.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let expected = metadata.with_file_name(name.trim_start_matches("lib")).with_extension("bc");
+        if expected.is_file() {
+            Ok(Some(expected))
+        } else {
+            Err(Error::NoBitcode { arch: self.arch.to_owned(), artifact: metadata.to_owned(), expected })
+        }
+    }
+
+    /// Changes when anything that the PTX or the cubin depends on does.
+    fn fingerprint(&self, bitcode: &[PathBuf]) -> Result<String, Error> {
+        let mut hasher = DefaultHasher::new();
+        (STEPS, self.arch).hash(&mut hasher);
+        for path in bitcode {
+            at(path, fs::read(path))?.hash(&mut hasher);
+        }
+        let tools = ["llvm-link", "llvm-dis", "opt", "llc"].map(|tool| self.toolchain.llvm_tool(tool));
+        for tool in tools.iter().map(PathBuf::as_path).chain(self.ptxas) {
+            let modified = at(tool, fs::metadata(tool).and_then(|metadata| metadata.modified()))?;
+            (tool, modified).hash(&mut hasher);
+        }
+        self.ptxas.is_some().hash(&mut hasher);
+        Ok(format!("{:016x}", hasher.finish()))
+    }
+
+    /// Bitcode to PTX, and to a cubin where ptxas was found.
+    fn lower(&self, bitcode: &[PathBuf], files: &Files) -> Result<(), Error> {
+        let advice = "the device toolchain may be broken; scripts/setup installs it";
+        let tool = |name| Command::new(self.toolchain.llvm_tool(name));
+        self.run_tool(tool("llvm-link").args(bitcode).arg("-o").arg(&files.linked), "linking bitcode", advice)?;
+        self.run_tool(tool("llvm-dis").arg(&files.linked).arg("-o").arg(&files.raw), "disassembling bitcode", advice)?;
+
+        let marked = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?)?;
+        if marked.kernels.is_empty() {
+            return Err(Error::NoKernels { krate: self.krate.to_owned(), arch: self.arch.to_owned() });
+        }
+        at(&files.marked, fs::write(&files.marked, &marked.ir))?;
+        let names: Vec<&str> = marked.kernels.keys().map(String::as_str).collect();
+        let mut opt = tool("opt");
+        opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
+        self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimised), "optimising", advice)?;
+
+        let mut llc = tool("llc");
+        llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch));
+        // Up to sm_90a, PTX 8.0: it has all of Hopper's instructions, and every driver from CUDA 12.0 on takes it.
+        if arch_number(self.arch).is_some_and(|number| number <= 90) {
+            llc.arg("-mattr=+ptx80");
+        }
+        let advice =
+            "an operation that no GPU instruction does, or PTX that this LLVM cannot write; see the message below";
+        self.run_tool(llc.arg(&files.optimised).arg("-o").arg(&files.ptx), "lowering to PTX", advice)?;
+        let text = ptx::align_tensor_maps(&at(&files.ptx, fs::read_to_string(&files.ptx))?);
+        at(&files.ptx, fs::write(&files.ptx, &text))?;
+
+        let functions = ptx::unresolved(&text);
+        if !functions.is_empty() {
+            return Err(Error::Unresolved { arch: self.arch.to_owned(), functions });
+        }
+        if let Some(ptxas) = self.ptxas {
+            let mut command = Command::new(ptxas);
+            command.arg("-v").arg(format!("-arch={}", self.arch)).arg(&files.ptx).arg("-o").arg(&files.cubin);
+            let advice = "see ptxas' message below; its line numbers are of the PTX file in the command";
+            let output = self.run_tool(&mut command, "assembling", advice)?;
+            at(&files.log, fs::write(&files.log, &output.stderr))?;
+        }
+        Ok(())
+    }
+
+    /// Copies the module to the output directory and collects what is known of it.
+    fn deliver(&self, files: &Files, crates: Crates) -> Result<JobOutput, Error> {
+        let name = |extension| self.out_dir.join(format!("{}.{extension}", self.arch));
+        create_directory(self.out_dir)?;
+        let copy = |from: &Path, to: PathBuf| at(from, fs::copy(from, &to)).map(|_| to);
+        let ptx_path = copy(&files.ptx, name("ptx"))?;
+        let cubin = self.ptxas.map(|_| copy(&files.cubin, name("cubin"))).transpose()?;
+
+        let bounds = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?)?.kernels;
+        let arch = self.arch;
+        let mut warnings = crates.warnings;
+        let report = match self.ptxas {
+            Some(_) => Some(resources::parse(&at(&files.log, fs::read_to_string(&files.log))?)),
+            None => None,
+        };
+        if let Some(report) = &report {
+            for (name, resources) in &report.functions {
+                let kind = if bounds.contains_key(name) { "kernel" } else { "function" };
+                warnings.extend(resources.complaint().map(|complaint| format!("{arch}: {kind} {name} {complaint}")));
+            }
+            warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
+        } else {
+            let text = at(&files.ptx, fs::read_to_string(&files.ptx))?;
+            let local = ptx::local_memory(&text).into_iter();
+            warnings.extend(local.map(|name| format!("{arch}: {name} uses local memory")));
+        }
+        let kernel = |(name, bounds): (String, _)| {
+            let resources = report.as_ref().and_then(|report| report.functions.get(&name).copied());
+            Kernel { name: name.into(), bounds, resources }
+        };
+        let kernels = bounds.into_iter().map(kernel).collect();
+        let module = BuiltModule { arch: arch.to_owned(), ptx: ptx_path, cubin, kernels };
+        Ok(JobOutput { module, warnings, watched: crates.sources })
+    }
+
+    fn run_tool(&self, command: &mut Command, step: &'static str, advice: &'static str) -> Result<Output, Error> {
+        let output = self.start(clean(command), step)?;
+        if output.status.success() {
+            return Ok(output);
+        }
+        let text = tail(&String::from_utf8_lossy(&output.stderr));
+        Err(self.failed(step, command, &output, text, advice))
+    }
+
+    fn start(&self, command: &mut Command, step: &'static str) -> Result<Output, Error> {
+        command.output().map_err(|source| {
+            let program = command.get_program().into();
+            Error::Start { step, arch: self.arch.to_owned(), program, source }
+        })
+    }
+
+    fn failed(
+        &self,
+        step: &'static str,
+        command: &Command,
+        output: &Output,
+        tail: String,
+        advice: &'static str,
+    ) -> Error {
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        let command = words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
+        Error::Command { step, arch: self.arch.to_owned(), status: output.status.to_string(), command, tail, advice }
+    }
+}
+
+/// The files of one module in the making.
+struct Files {
+    linked: PathBuf,
+    raw: PathBuf,
+    marked: PathBuf,
+    optimised: PathBuf,
+    ptx: PathBuf,
+    cubin: PathBuf,
+    log: PathBuf,
+    stamp: PathBuf,
+}
+
+impl Files {
+    fn below(directory: &Path) -> Self {
+        let file = |name| directory.join(name);
+        Self {
+            linked: file("linked.bc"),
+            raw: file("raw.ll"),
+            marked: file("marked.ll"),
+            optimised: file("optimised.ll"),
+            ptx: file("module.ptx"),
+            cubin: file("module.cubin"),
+            log: file("ptxas.log"),
+            stamp: file("stamp"),
+        }
+    }
+}
+
+fn create_directory(path: &Path) -> Result<(), Error> {
+    at(path, fs::create_dir_all(path))
+}
+
+/// `message (file:line)`
+fn one_line(diagnostic: &Value) -> Option<String> {
+    let span = &diagnostic["spans"][0];
+    let (message, file, line) =
+        (diagnostic["message"].as_str()?, span["file_name"].as_str()?, span["line_start"].as_u64()?);
+    Some(format!("device build: {} ({file}:{line})", message.lines().next().unwrap_or_default()))
+}
+
+fn tail(text: &str) -> String {
+    const LINES: usize = 30;
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(LINES)..].join("\n")
+}
+
+/// Takes from a command what the surrounding cargo, rustup and user set for the host's build: the device toolchain is
+/// another one. Where cargo keeps and gets packages stays.
+pub(crate) fn clean(command: &mut Command) -> &mut Command {
+    for (name, _) in std::env::vars_os() {
+        if name.to_str().is_some_and(is_of_the_host_build) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+fn is_of_the_host_build(name: &str) -> bool {
+    const KEPT: [&str; 5] = ["CARGO_HOME", "CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTR", "CARGO_SOURCE_"];
+    const DROPPED: [&str; 4] = ["CARGO", "RUST", "DEP_", "LD_LIBRARY_PATH"];
+    const BUILD_SCRIPT: [&str; 8] =
+        ["OUT_DIR", "TARGET", "HOST", "NUM_JOBS", "OPT_LEVEL", "PROFILE", "DEBUG", "MAKEFLAGS"];
+    let starts_with = |prefixes: &[&str]| prefixes.iter().any(|prefix| name.starts_with(prefix));
+    !starts_with(&KEPT) && (starts_with(&DROPPED) || BUILD_SCRIPT.contains(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_place_of_packages_is_inherited() {
+        for name in ["RUSTFLAGS", "RUSTC", "RUSTC_WRAPPER", "RUSTUP_TOOLCHAIN", "RUST_RECURSION_COUNT", "CARGO"] {
+            assert!(is_of_the_host_build(name), "{name} reaches the device build");
+        }
+        for name in ["CARGO_ENCODED_RUSTFLAGS", "CARGO_TARGET_DIR", "CARGO_PROFILE_RELEASE_LTO", "LD_LIBRARY_PATH"] {
+            assert!(is_of_the_host_build(name), "{name} reaches the device build");
+        }
+        for name in ["PATH", "HOME", "CARGO_HOME", "CARGO_NET_OFFLINE", "HTTPS_PROXY", "TMPDIR"] {
+            assert!(!is_of_the_host_build(name), "{name} does not reach the device build");
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! The steps on LLVM's textual IR that rustc leaves to us.
+//!
+//! rustc marks functions convergent, but not inline-asm calls; LLVM then copies a barrier into both arms of a branch, or
+//! sinks a shuffle into one, and a warp that diverges there hangs or shuffles with itself. So every asm call and every
+//! function is marked (a repeated attribute is harmless); LLVM takes the mark away again where it follows that none of
+//! it is needed. Launch bounds come as `// @launch KERNEL KEY=VALUE…` lines of module asm, which `#[kernel]` writes.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use crate::error::Error;
+use crate::module::LaunchBounds;
+
+const LAUNCH: &str = "module asm \"// @launch ";
+
+/// A module ready for the optimiser.
+#[derive(Debug)]
+pub struct Marked {
+    pub ir: String,
+    /// By name.
+    pub kernels: BTreeMap<String, LaunchBounds>,
+}
+
+/// Marks asm calls and functions convergent and gives kernels their launch bounds.
+pub fn mark(ir: &str) -> Result<Marked, Error> {
+    let mut launches = BTreeMap::new();
+    for line in ir.lines().filter_map(|line| line.strip_prefix(LAUNCH)) {
+        let (name, bounds) = parse_launch(line.trim_end_matches('"'))?;
+        launches.insert(name, bounds);
+    }
+    let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), kernels: BTreeMap::new() };
+    for line in ir.lines() {
+        if line.starts_with(LAUNCH) {
+            continue;
+        }
+        let insertion = match function(line) {
+            Some(Function { name, end, is_kernel }) => {
+                let mut attributes = " convergent".to_owned();
+                if is_kernel {
+                    let bounds = launches.remove(name).unwrap_or_default();
+                    attributes += &bounds.attributes();
+                    marked.kernels.insert(name.to_owned(), bounds);
+                }
+                Some((end, attributes))
+            }
+            None => asm_call(line).map(|end| (end, " convergent".to_owned())),
+        };
+        match insertion {
+            Some((at, attributes)) => {
+                let (before, after) = line.split_at(at);
+                marked.ir.extend([before, &attributes, after]);
+            }
+            None => marked.ir.push_str(line),
+        }
+        marked.ir.push('\n');
+    }
+    match launches.into_keys().next() {
+        Some(kernel) => Err(Error::NoSuchKernel { kernel }),
+        None => Ok(marked),
+    }
+}
+
+/// `NAME KEY=VALUE…`
+fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
+    let mut words = line.split_whitespace();
+    let kernel = words.next().unwrap_or_default().to_owned();
+    let mut bounds = LaunchBounds::default();
+    for word in words {
+        let bad = || Error::BadBounds { kernel: kernel.clone(), found: word.to_owned() };
+        let (key, value) = word.split_once('=').ok_or_else(bad)?;
+        let [x, y, z] = extent(value).ok_or_else(bad)?;
+        match key {
+            "maxntid" => bounds.threads = Some([x, y, z]),
+            "cluster" => bounds.cluster = Some([x, y, z]),
+            "minctasm" if (y, z) == (1, 1) => bounds.blocks_per_sm = Some(x),
+            "maxnreg" if (y, z) == (1, 1) => bounds.registers = Some(x),
+            _ => return Err(bad()),
+        }
+    }
+    Ok((kernel, bounds))
+}
+
+/// Up to three positive numbers; those left out are 1.
+fn extent(value: &str) -> Option<[u32; 3]> {
+    let mut extent = [1; 3];
+    for (i, number) in value.split(',').enumerate() {
+        *extent.get_mut(i)? = number.parse().ok().filter(|&n| n > 0)?;
+    }
+    Some(extent)
+}
+
+impl LaunchBounds {
+    /// As function attributes of LLVM's NVPTX back end.
+    fn attributes(&self) -> String {
+        let mut attributes = String::new();
+        let single = |n: u32| n.to_string();
+        let triple = |[x, y, z]: [u32; 3]| format!("{x},{y},{z}");
+        let values = [
+            ("nvvm.maxntid", self.threads.map(triple)),
+            ("nvvm.minctasm", self.blocks_per_sm.map(single)),
+            ("nvvm.maxnreg", self.registers.map(single)),
+            ("nvvm.cluster_dim", self.cluster.map(triple)),
+        ];
+        for (name, value) in values {
+            if let Some(value) = value {
+                let _ = write!(attributes, " \"{name}\"=\"{value}\"");
+            }
+        }
+        attributes
+    }
+}
+
+struct Function<'a> {
+    name: &'a str,
+    /// Where function attributes may stand.
+    end: usize,
+    is_kernel: bool,
+}
+
+/// The function that a `define` or `declare` line introduces. LLVM knows its intrinsics' attributes itself.
+fn function(line: &str) -> Option<Function<'_>> {
+    if !line.starts_with("define ") && !line.starts_with("declare ") {
+        return None;
+    }
+    let name_start = line.find('@')? + 1;
+    let (name, open) = match line[name_start..].strip_prefix('"') {
+        Some(quoted) => {
+            let length = quoted.find('"')?;
+            (&quoted[..length], name_start + length + 2)
+        }
+        None => {
+            let length = line[name_start..].find('(')?;
+            (&line[name_start..name_start + length], name_start + length)
+        }
+    };
+    if name.starts_with("llvm.") {
+        return None;
+    }
+    let mut end = after_parentheses(line, open)?;
+    for keyword in [" unnamed_addr", " local_unnamed_addr"] {
+        if line[end..].starts_with(keyword) {
+            end += keyword.len();
+        }
+    }
+    Some(Function { name, end, is_kernel: line[..name_start].contains(" ptx_kernel ") })
+}
+
+/// Where the attributes of the asm call on this line may stand: `call T asm FLAGS "TEMPLATE", "CONSTRAINTS"(ARGUMENTS)`.
+fn asm_call(line: &str) -> Option<usize> {
+    let instruction = line.trim_start();
+    let instruction = match instruction.strip_prefix('%') {
+        Some(assignment) => assignment.split_once(" = ")?.1,
+        None => instruction,
+    };
+    if !["call ", "tail call ", "notail call ", "callbr "].iter().any(|opcode| instruction.starts_with(opcode)) {
+        return None;
+    }
+    let asm = line.find(" asm ")?;
+    let template = asm + line[asm..].find('"')?;
+    let template_end = after_quotes(line, template)?;
+    let constraints = template_end + line[template_end..].find('"')?;
+    let open = after_quotes(line, constraints)?;
+    after_parentheses(line, open)
+}
+
+/// Past the string that starts at `open`. A quote inside is written `\22`, so the next quote ends it.
+fn after_quotes(line: &str, open: usize) -> Option<usize> {
+    Some(open + 1 + line[open + 1..].find('"')? + 1)
+}
+
+/// Past the parenthesis that matches the one at `open`.
+fn after_parentheses(line: &str, open: usize) -> Option<usize> {
+    let mut depth = 0;
+    let mut quoted = false;
+    for (i, byte) in line.bytes().enumerate().skip(open) {
+        match byte {
+            b'"' => quoted = !quoted,
+            b'(' if !quoted => depth += 1,
+            b')' if !quoted => {
+                depth -= 1;
+                if depth == 0 {
+                    return Some(i + 1);
+                }
+            }
+            _ if depth == 0 => return None,
+            _ => {}
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn marked(line: &str) -> String {
+        mark(line).unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
+    }
+
+    #[test]
+    fn asm_calls_become_convergent_whatever_their_shape() {
+        let cases = [
+            (
+                r#"  call void asm sideeffect "bar.sync 0;", ""(), !srcloc !3"#,
+                r#"  call void asm sideeffect "bar.sync 0;", ""() convergent, !srcloc !3"#,
+            ),
+            (
+                r#"  %o = tail call i32 asm sideeffect "shfl (\22)", "=r,r"(i32 noundef %x) #4, !srcloc !5"#,
+                r#"  %o = tail call i32 asm sideeffect "shfl (\22)", "=r,r"(i32 noundef %x) convergent #4, !srcloc !5"#,
+            ),
+            (
+                r#"  %1 = call { float, float } asm "a", "=r,=r,r"(ptr byval([4 x i8]) %p) #1"#,
+                r#"  %1 = call { float, float } asm "a", "=r,=r,r"(ptr byval([4 x i8]) %p) convergent #1"#,
+            ),
+        ];
+        for (line, expected) in cases {
+            assert_eq!(marked(line), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_asm_call_stays() {
+        for line in [
+            r#"  %1 = call float @llvm.fmuladd.f32(float %a, float %b, float %c)"#,
+            r#"@text = constant [9 x i8] c"call asm ""#,
+            r#"module asm ".extern .shared .align 1024 .b8 dynamic_shared[];""#,
+            "declare i32 @llvm.nvvm.read.ptx.sreg.tid.x() #2",
+        ] {
+            assert_eq!(marked(line), line);
+        }
+    }
+
+    #[test]
+    fn functions_become_convergent() {
+        assert_eq!(
+            marked("define internal void @\"a(b\"(ptr align 4 dereferenceable(16) %p) unnamed_addr #1 {"),
+            "define internal void @\"a(b\"(ptr align 4 dereferenceable(16) %p) unnamed_addr convergent #1 {"
+        );
+        assert_eq!(marked("declare i32 @other(i32)"), "declare i32 @other(i32) convergent");
+    }
+
+    #[test]
+    fn bounds_go_to_their_kernel_and_the_line_goes() -> Result<(), Error> {
+        let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64 cluster=2\"\n\
+                  define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
+                  define ptx_kernel void @plain() {\n";
+        let marked = mark(ir)?;
+        assert_eq!(
+            marked.ir,
+            "define ptx_kernel void @k(ptr %p) unnamed_addr convergent \"nvvm.maxntid\"=\"512,1,1\" \
+             \"nvvm.minctasm\"=\"2\" \"nvvm.maxnreg\"=\"64\" \"nvvm.cluster_dim\"=\"2,1,1\" #0 {\n\
+             define ptx_kernel void @plain() convergent {\n"
+        );
+        let bounds = LaunchBounds {
+            threads: Some([512, 1, 1]),
+            blocks_per_sm: Some(2),
+            registers: Some(64),
+            cluster: Some([2, 1, 1]),
+        };
+        let expected = [("k".to_owned(), bounds), ("plain".to_owned(), LaunchBounds::default())];
+        assert_eq!(marked.kernels, expected.into());
+        Ok(())
+    }
+
+    #[test]
+    fn bounds_that_cannot_be_read_are_errors_that_name_the_kernel() {
+        for wrong in ["maxntid=0", "maxntid=1,2,3,4", "minctasm=1,2", "maxntid", "threads=3", "maxnreg=many"] {
+            let ir = format!("module asm \"// @launch my_kernel {wrong}\"\ndefine ptx_kernel void @my_kernel() {{\n");
+            let error = mark(&ir).expect_err(wrong).to_string();
+            assert!(error.contains("my_kernel") && error.contains(wrong), "{error}");
+        }
+        let error = mark("module asm \"// @launch nobody maxntid=1\"").expect_err("no such kernel").to_string();
+        assert!(error.contains("nobody"), "{error}");
+    }
+}

@@ -1,0 +1,158 @@
+//! What is read from, and mended in, the PTX that llc writes.
+
+use crate::error::Unresolved;
+
+/// A by-value parameter of this many bytes is a tensor map.
+const TENSOR_MAP_BYTES: &str = "[128]";
+const TENSOR_MAP_ALIGN: u32 = 64;
+
+/// Device functions that the driver brings.
+const BY_THE_DRIVER: [&str; 4] = ["vprintf", "malloc", "free", "__assertfail"];
+
+/// Raises 128-byte parameters of entries to the 64-byte alignment that tensor maps need; rustc cannot express it.
+pub fn align_tensor_maps(ptx: &str) -> String {
+    let mut in_header = false;
+    let mut aligned = String::with_capacity(ptx.len());
+    for line in ptx.lines() {
+        in_header |= line.contains(".entry ");
+        match tensor_map_align(line) {
+            Some((before, after)) if in_header => {
+                aligned.extend([before, &TENSOR_MAP_ALIGN.to_string(), after]);
+            }
+            _ => aligned.push_str(line),
+        }
+        aligned.push('\n');
+        in_header &= !line.contains(')');
+    }
+    aligned
+}
+
+/// `.param .align 8 .b8 name[128]` split around a number below 64.
+fn tensor_map_align(line: &str) -> Option<(&str, &str)> {
+    const ALIGN: &str = ".param .align ";
+    let number = line.find(ALIGN)? + ALIGN.len();
+    let length = line[number..].find(' ')?;
+    let (digits, after) = line[number..].split_at(length);
+    let is_map = after.starts_with(" .b8 ") && after.trim_end_matches([',', ')']).ends_with(TENSOR_MAP_BYTES);
+    (is_map && digits.parse::<u32>().ok()? < TENSOR_MAP_ALIGN).then(|| (&line[..number], after))
+}
+
+/// A function or entry with its body.
+struct Function<'a> {
+    name: &'a str,
+    body: Vec<&'a str>,
+}
+
+/// Functions declared `.extern .func`, called, and brought by nobody, with who calls them.
+pub fn unresolved(ptx: &str) -> Vec<Unresolved> {
+    let declared = ptx.lines().filter_map(|line| function_name(line.trim_start().strip_prefix(".extern .func")?));
+    let missing: Vec<&str> = declared.filter(|name| !BY_THE_DRIVER.contains(name)).collect();
+    if missing.is_empty() {
+        return Vec::new();
+    }
+    let functions = functions(ptx);
+    let unresolved = |name: &str| {
+        let calls = |function: &&Function| function.body.iter().any(|line| words(line).any(|word| word == name));
+        let callers = functions.iter().filter(calls).map(|function| function.name.to_owned()).collect();
+        Unresolved { name: name.to_owned(), callers }
+    };
+    missing.into_iter().map(unresolved).collect()
+}
+
+/// Functions and entries that declare local memory.
+pub fn local_memory(ptx: &str) -> Vec<String> {
+    let uses = |function: &Function| function.body.iter().any(|line| line.trim_start().starts_with(".local "));
+    functions(ptx).into_iter().filter(uses).map(|function| function.name.to_owned()).collect()
+}
+
+fn functions(ptx: &str) -> Vec<Function<'_>> {
+    let mut functions: Vec<Function> = Vec::new();
+    let mut in_body = false;
+    for line in ptx.lines() {
+        match line {
+            "{" => in_body = true,
+            "}" => in_body = false,
+            _ if in_body => functions.iter_mut().last().into_iter().for_each(|function| function.body.push(line)),
+            _ => {
+                let declaration = line.split_once(".entry ").or_else(|| line.split_once(".func "));
+                if let Some(name) = declaration.and_then(|(_, declaration)| function_name(declaration)) {
+                    functions.push(Function { name, body: Vec::new() });
+                }
+            }
+        }
+    }
+    functions
+}
+
+/// The name in `  (.param .b32 result) name(` or `name(`.
+fn function_name(declaration: &str) -> Option<&str> {
+    let declaration = declaration.trim_start();
+    let name = match declaration.strip_prefix('(') {
+        Some(result) => result.split_once(')')?.1,
+        None => declaration,
+    };
+    words(name).next()
+}
+
+/// Runs of the characters of PTX names.
+fn words(line: &str) -> impl Iterator<Item = &str> {
+    line.split(|c: char| !c.is_ascii_alphanumeric() && !matches!(c, '_' | '$' | '%')).filter(|word| !word.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_128_byte_parameters_of_entries_are_raised() {
+        let ptx = "\
+.visible .entry copy(
+\t.param .align 8 .b8 copy_param_0[128],
+\t.param .align 128 .b8 copy_param_1[128],
+\t.param .align 8 .b8 copy_param_2[64],
+\t.param .align 4 .b8 copy_param_3[128]
+)
+.func helper(
+\t.param .align 8 .b8 helper_param_0[128]
+)
+";
+        let expected = ptx
+            .replace(".align 8 .b8 copy_param_0", ".align 64 .b8 copy_param_0")
+            .replace(".align 4 .b8 copy_param_3", ".align 64 .b8 copy_param_3");
+        assert_eq!(align_tensor_maps(ptx), expected);
+    }
+
+    #[test]
+    fn a_missing_function_is_named_with_its_callers() {
+        let ptx = "\
+.extern .func  (.param .b32 func_retval0) expf
+(
+\t.param .b32 expf_param_0
+)
+;
+.extern .func  (.param .b32 func_retval0) vprintf
+(
+\t.param .b64 vprintf_param_0
+)
+;
+.visible .entry softmax(
+\t.param .u64 softmax_param_0
+)
+{
+\tcall.uni (retval0), expf, (param0);
+}
+.visible .entry copy()
+{
+\tcall.uni (retval0), expf_fast, (param0);
+}
+";
+        let expected = Unresolved { name: "expf".to_owned(), callers: vec!["softmax".to_owned()] };
+        assert_eq!(unresolved(ptx), [expected]);
+    }
+
+    #[test]
+    fn local_memory_is_found_by_function() {
+        let ptx = ".visible .entry a()\n{\n\t.local .align 4 .b8 \t__local_depot0[40];\n}\n.visible .entry b()\n{\n}\n";
+        assert_eq!(local_memory(ptx), ["a"]);
+    }
+}

@@ -1,0 +1,278 @@
+//! Finds the compiler, the LLVM tools and the CUDA tools.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::compile::clean;
+
+/// The rustup toolchain that is looked for first.
+pub const NIGHTLY: &str = "nightly-2026-05-20";
+
+/// The first rustc whose NVPTX back end takes the flags that are used here.
+const OLDEST: (u32, u32) = (1, 96);
+
+const LLVM_TOOLS: [&str; 4] = ["llvm-link", "llvm-dis", "opt", "llc"];
+
+/// A whole device toolchain: a rustc with its cargo and core's sources, and the LLVM tools of the version it names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Toolchain {
+    pub rustc: PathBuf,
+    pub cargo: PathBuf,
+    /// Holds llvm-link, llvm-dis, opt and llc.
+    pub llvm_bin: PathBuf,
+    /// rustc's release, as `1.96.0`.
+    pub release: String,
+    /// The LLVM that rustc was built with, as `22.1.8`.
+    pub llvm_version: String,
+}
+
+/// No device toolchain is whole.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct NoToolchain {
+    /// Each that was looked at, and what it lacks.
+    pub looked_at: Vec<(String, String)>,
+}
+
+impl fmt::Display for NoToolchain {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "no device toolchain (")?;
+        for (i, (name, lacks)) in self.looked_at.iter().enumerate() {
+            write!(f, "{}{name}: {lacks}", if i == 0 { "" } else { "; " })?;
+        }
+        write!(f, "); run scripts/setup, then build again")
+    }
+}
+
+impl fmt::Display for Toolchain {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { rustc, release, llvm_bin, llvm_version, .. } = self;
+        write!(f, "rustc {release} ({}), LLVM {llvm_version} ({})", rustc.display(), llvm_bin.display())
+    }
+}
+
+/// Where toolchains are looked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Search {
+    pub rustup_home: Option<PathBuf>,
+    /// `/usr`: holds Debian's `bin/rustc`, `bin/cargo` and `lib/llvm-N`.
+    pub system: PathBuf,
+}
+
+impl Default for Search {
+    fn default() -> Self {
+        let home = || std::env::home_dir().map(|home| home.join(".rustup"));
+        Self { rustup_home: std::env::var_os("RUSTUP_HOME").map(PathBuf::from).or_else(home), system: "/usr".into() }
+    }
+}
+
+impl Toolchain {
+    /// The first whole one of: rustup's [`NIGHTLY`]; Debian's rustc-web, cargo-web, rust-web-src and llvm-N.
+    ///
+    /// # Errors
+    /// None is whole: says what was looked at, what each lacks and the command that mends it.
+    pub fn find() -> Result<Self, NoToolchain> {
+        Self::find_in(&Search::default())
+    }
+
+    pub(crate) fn find_in(search: &Search) -> Result<Self, NoToolchain> {
+        let rustup = search.rustup_home.as_ref().map(|home| {
+            let name = format!("{NIGHTLY}-{}-unknown-linux-gnu", std::env::consts::ARCH);
+            (format!("rustup's {NIGHTLY}"), home.join("toolchains").join(name))
+        });
+        let debian = ("Debian's rustc-web".to_owned(), search.system.clone());
+        let mut looked_at = Vec::new();
+        for (name, prefix) in rustup.into_iter().chain([debian]) {
+            match Self::at(&prefix) {
+                Ok(toolchain) => return Ok(toolchain),
+                Err(lacks) => looked_at.push((name, lacks)),
+            }
+        }
+        Err(NoToolchain { looked_at })
+    }
+
+    /// The toolchain under `prefix`, or what it lacks.
+    fn at(prefix: &Path) -> Result<Self, String> {
+        let (rustc, cargo) = (prefix.join("bin/rustc"), prefix.join("bin/cargo"));
+        for program in [&rustc, &cargo] {
+            if !program.is_file() {
+                return Err(format!("{} is not there", program.display()));
+            }
+        }
+        let about = ask(&rustc, "-vV")?;
+        let field = |name: &str| {
+            let value = about.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+            value.map(str::to_owned).ok_or_else(|| format!("{} -vV names no {name}", rustc.display()))
+        };
+        let (release, llvm_version, host) = (field("release")?, field("LLVM version")?, field("host")?);
+        if version(&release) < Some(OLDEST) {
+            let (major, minor) = OLDEST;
+            return Err(format!("{} is {release}, expected {major}.{minor} or later", rustc.display()));
+        }
+        let rustlib = PathBuf::from(ask(&rustc, "--print=sysroot")?.trim()).join("lib/rustlib");
+        let core = rustlib.join("src/rust/library/core/src/lib.rs");
+        if !core.is_file() {
+            return Err(format!("{} is not there (rust-src, rust-web-src)", core.display()));
+        }
+        let llvm = llvm_version.split('.').next().unwrap_or_default();
+        let directories = [rustlib.join(host).join("bin"), prefix.join(format!("lib/llvm-{llvm}/bin"))];
+        let whole = |directory: &&PathBuf| LLVM_TOOLS.iter().all(|tool| directory.join(tool).is_file());
+        let Some(llvm_bin) = directories.iter().find(whole).cloned() else {
+            let [rustup, debian] = directories.map(|directory| directory.display().to_string());
+            return Err(format!("{} are neither in {rustup} nor in {debian}", LLVM_TOOLS.join(", ")));
+        };
+        Ok(Self { rustc, cargo, llvm_bin, release, llvm_version })
+    }
+
+    pub(crate) fn llvm_tool(&self, name: &str) -> PathBuf {
+        self.llvm_bin.join(name)
+    }
+}
+
+/// (1, 96) of `1.96.0-nightly`.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(['.', '-']).map(|part| part.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
+fn ask(rustc: &Path, question: &str) -> Result<String, String> {
+    let output = clean(Command::new(rustc).arg(question))
+        .output()
+        .map_err(|error| format!("{} does not start: {error}", rustc.display()))?;
+    if !output.status.success() {
+        return Err(format!(
+            "{} {question} failed: {}",
+            rustc.display(),
+            String::from_utf8_lossy(&output.stderr).trim()
+        ));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// `ptxas`, `cuobjdump` or `nvdisasm`: in `PATH`, in the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, /usr/local/cuda), where
+/// `scripts/setup` puts it (`.tools` in the workspace), or in a Python site-packages directory.
+pub fn find_cuda_tool(name: &str, workspace: Option<&Path>) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("bin"));
+    let direct = std::env::split_paths(&path).chain(toolkits).map(|directory| directory.join(name));
+    let packages = site_packages().into_iter().map(|packages| packages.join("nvidia"));
+    let mut wheels = workspace.map(|root| root.join(".tools")).into_iter().chain(packages);
+    direct.into_iter().find(|tool| tool.is_file()).or_else(|| wheels.find_map(|wheels| find_below(&wheels, name, 4)))
+}
+
+/// `**/bin/name` at most `depth` directories below `directory`.
+fn find_below(directory: &Path, name: &str, depth: usize) -> Option<PathBuf> {
+    let tool = directory.join("bin").join(name);
+    if tool.is_file() {
+        return Some(tool);
+    }
+    subdirectories(directory).into_iter().filter(|_| depth > 0).find_map(|below| find_below(&below, name, depth - 1))
+}
+
+fn site_packages() -> Vec<PathBuf> {
+    let homes = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from).into_iter();
+    let homes = homes.chain(std::env::home_dir().map(|home| home.join(".local")));
+    let homes = homes.chain(["/usr/local".into(), "/usr".into()]);
+    let pythons = homes.flat_map(|home| subdirectories(&home.join("lib")));
+    let pythons = pythons.filter(|p| p.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"python3")));
+    pythons.flat_map(|python| [python.join("site-packages"), python.join("dist-packages")]).collect()
+}
+
+/// Sorted.
+fn subdirectories(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut directories: Vec<_> = entries.filter(|path| path.is_dir()).collect();
+    directories.sort();
+    directories
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+    /// A system prefix whose rustc says it is `release` with LLVM 22, whole but for what the test takes away.
+    fn fake_system(prefix: &Path, release: &str) -> Outcome {
+        for directory in ["bin", "lib/llvm-22/bin", "lib/rustlib/src/rust/library/core/src"] {
+            fs::create_dir_all(prefix.join(directory))?;
+        }
+        let rustc = prefix.join("bin/rustc");
+        let about = format!("release: {release}\\nhost: x86_64-unknown-linux-gnu\\nLLVM version: 22.1.8");
+        let answer = format!("#!/bin/sh\nif [ $1 = -vV ]; then echo '{about}'; else echo {}; fi\n", prefix.display());
+        fs::write(&rustc, answer.replace("\\n", "\n"))?;
+        fs::set_permissions(&rustc, fs::Permissions::from_mode(0o755))?;
+        for tool in LLVM_TOOLS {
+            fs::write(prefix.join("lib/llvm-22/bin").join(tool), "")?;
+        }
+        fs::write(prefix.join("bin/cargo"), "")?;
+        fs::write(prefix.join("lib/rustlib/src/rust/library/core/src/lib.rs"), "")?;
+        Ok(())
+    }
+
+    fn find(prefix: &Path) -> Result<Toolchain, NoToolchain> {
+        Toolchain::find_in(&Search { rustup_home: Some(prefix.join("rustup")), system: prefix.to_owned() })
+    }
+
+    #[test]
+    fn takes_a_whole_system_toolchain_and_the_llvm_its_rustc_names() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        fake_system(scratch.path(), "1.97.0")?;
+        let found = find(scratch.path())?;
+        assert_eq!(found.release, "1.97.0");
+        assert_eq!(found.llvm_bin, scratch.path().join("lib/llvm-22/bin"));
+        Ok(())
+    }
+
+    #[test]
+    fn says_what_a_toolchain_lacks() -> Outcome {
+        for lacking in ["bin/cargo", "lib/llvm-22/bin/llc", "lib/rustlib/src/rust/library/core/src/lib.rs"] {
+            let scratch = tempfile::tempdir()?;
+            fake_system(scratch.path(), "1.96.0")?;
+            fs::remove_file(scratch.path().join(lacking))?;
+            let error = find(scratch.path()).expect_err(lacking).to_string();
+            let file = Path::new(lacking).file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            assert!(error.contains(file) && error.contains("scripts/setup"), "{lacking}: {error}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn refuses_an_old_rustc_by_its_release() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        fake_system(scratch.path(), "1.63.0")?;
+        let error = find(scratch.path()).expect_err("1.63 is too old").to_string();
+        assert!(error.contains("is 1.63.0, expected 1.96 or later"), "{error}");
+        Ok(())
+    }
+
+    #[test]
+    fn prefers_the_pinned_nightly() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        fake_system(scratch.path(), "1.96.0")?;
+        let name = format!("{NIGHTLY}-{}-unknown-linux-gnu", std::env::consts::ARCH);
+        let nightly = scratch.path().join("rustup/toolchains").join(name);
+        fake_system(&nightly, "1.97.0-nightly")?;
+        let tools = nightly.join("lib/rustlib/x86_64-unknown-linux-gnu");
+        fs::create_dir_all(&tools)?;
+        fs::rename(nightly.join("lib/llvm-22/bin"), tools.join("bin"))?;
+        let found = find(scratch.path())?;
+        assert_eq!((found.release.as_str(), found.llvm_bin), ("1.97.0-nightly", tools.join("bin")));
+        Ok(())
+    }
+
+    #[test]
+    fn finds_a_cuda_tool_where_setup_installs_it() -> Outcome {
+        let scratch = tempfile::tempdir()?;
+        let bin = scratch.path().join(".tools/cuda/nvidia/cu13/bin");
+        fs::create_dir_all(&bin)?;
+        fs::write(bin.join("no-such-cuda-tool"), "")?;
+        assert_eq!(find_cuda_tool("no-such-cuda-tool", Some(scratch.path())), Some(bin.join("no-such-cuda-tool")));
+        assert_eq!(find_cuda_tool("no-such-cuda-tool", None), None);
+        Ok(())
+    }
+}
