@@ -50,7 +50,7 @@ pub fn encoder_forward<T: Element>(
     let channels = channels as usize;
     let out = out.skip(position * channels);
     let token = wte.skip(tokens.at(position) as usize * channels);
-    let place = wpe.skip((position as u32 % sequence) as usize * channels);
+    let place = wpe.skip((position as u32 % sequence.max(1)) as usize * channels);
     let mut column = warp::lane() as usize * T::PACKET;
     while column < channels {
         let (a, b) = (token.packet(column), place.packet(column));
@@ -117,7 +117,7 @@ pub fn encoder_backward_wte<T: Element>(
     seed: u32,
 ) {
     let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
-    let groups = groups::<T>(channels) as u32;
+    let groups = (groups::<T>(channels) as u32).max(1);
     let unit = thread::block_idx_x() * WARPS as u32 + warp::index();
     let (chunk, group) = ((unit / groups) as usize, (unit % groups) as usize);
     let begin = chunk * CHUNK;

@@ -3,7 +3,8 @@
 //! Shapes: x, normed and gradients (rows, C); mean and rstd (rows) f32; weight and bias (C). C is a multiple of the packet.
 //!
 //! A row is held in registers from its one read to its last use: PACKETS packets in each lane of WARPS warps, so
-//! C <= PACKETS * WARPS * 32 * `T::PACKET`; the kernels are instantiated for the pairs of [`Shape`], up to 16384 channels
+//! C <= PACKETS * WARPS * 32 * `T::PACKET` (backward, which also carries the sums of its gradients, in shared memory, where the
+//! next row arrives while this one is worked on); the kernels are instantiated for the pairs of [`Shape`], up to 16384 channels
 //! in bf16 and 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one row per block). All loads of a row are
 //! issued before its first store, since stores may alias them.
 //!
@@ -12,7 +13,7 @@
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, block, kernel, math, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread, warp};
 
 const THREADS: u32 = 256;
 const BLOCK_WARPS: usize = (THREADS / warp::LANES) as usize;
@@ -66,11 +67,25 @@ impl Shape {
     /// Blocks of [`layernorm_backward`], each of which takes many rows: as many as stay resident on `multiprocessors`.
     pub const fn backward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
         let resident = match self {
-            Self::Warp3 => 2 * multiprocessors,
-            _ => multiprocessors,
+            Self::Warp3 | Self::Warp4 => 2 * multiprocessors,
+            Self::Block1 => 4 * multiprocessors,
+            Self::Block4 | Self::Block8 => multiprocessors,
         };
         let useful = rows.div_ceil(self.rows_per_block());
         if resident < useful { resident as u32 } else { useful as u32 }
+    }
+
+    /// Bytes of shared memory of [`layernorm_backward`].
+    pub fn backward_shared_bytes<T: Element>(self) -> usize {
+        let packets = match self {
+            Self::Block1 => 1,
+            Self::Warp3 => 3,
+            Self::Warp4 | Self::Block4 => 4,
+            Self::Block8 => 8,
+        };
+        let mut layout = Layout::new();
+        backward_shared::<T>(&mut layout, packets);
+        layout.bytes()
     }
 
     /// f32 elements of `partials` for [`layernorm_backward`].
@@ -99,9 +114,22 @@ pub fn forward_shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(LANES)
 }
 
-/// Shared memory of [`layernorm_backward`]: scratch of the row sums, and the block's sums of dweight and dbias (2, C).
-pub fn backward_shared(layout: &mut Layout, channels: usize) -> (SharedArray<f32>, SharedArray<f32>) {
-    (layout.array(LANES), layout.array(2 * channels))
+/// Rows that [`layernorm_backward`] has in shared memory per group of warps: the current one and the next, if they fit.
+const fn stages(packets: usize) -> usize {
+    if packets > 4 { 1 } else { 2 }
+}
+
+/// Shared memory of [`layernorm_backward`]: scratch of the row sums, and per stage each thread's packets of dout, inp and
+/// dinp, (stages, 3, PACKETS, threads) packets. The latter is used again for the block's sums.
+fn backward_shared<T: Element>(layout: &mut Layout, packets: usize) -> (SharedArray<f32>, SharedArray<T>) {
+    (layout.array(LANES), layout.array(stages(packets) * 3 * packets * THREADS as usize * T::PACKET))
+}
+
+/// The block's sums of dweight and dbias, (2, C), over the memory of the stages: with one warp per row, C is at most
+/// PACKETS * 32 packets and they fit.
+fn block_sums(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
+    layout.array::<f32>(LANES);
+    layout.array(2 * channels)
 }
 
 /// A thread's place in its row.
@@ -157,7 +185,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
     #[inline(always)]
     fn normalize(
         &self,
-        mut x: [Packet<T>; PACKETS],
+        x: &[Packet<T>; PACKETS],
         row: usize,
         normed: GlobalMut<T>,
         mean: GlobalMut<f32>,
@@ -167,7 +195,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
     ) {
         let scale = math::recip(self.channels as f32);
         let mut sum = 0.0;
-        for packet in &x {
+        for packet in x {
             for i in 0..T::PACKET {
                 sum += packet.get(i);
             }
@@ -176,7 +204,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
         let mut squares = 0.0;
         for k in 0..PACKETS {
             if self.column(k).is_some() {
-                x[k] = x[k].forget_widened();
                 for i in 0..T::PACKET {
                     let d = x[k].get(i) - m;
                     squares = math::fma(d, d, squares);
@@ -191,8 +218,8 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
         let out = normed.skip(row * self.channels);
         for k in 0..PACKETS {
             if let Some(column) = self.column(k) {
-                let (x, w, b) = (x[k].forget_widened(), weight.packet(column), bias.packet(column));
-                let y = Packet::from_fn(|i| math::fma((x.get(i) - m) * r, w.get(i), b.get(i)));
+                let (w, b) = (weight.packet(column), bias.packet(column));
+                let y = Packet::from_fn(|i| math::fma((x[k].get(i) - m) * r, w.get(i), b.get(i)));
                 out.set_packet(column, y);
             }
         }
@@ -221,7 +248,7 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize>(
         return;
     }
     let x = place.load(inp.skip(row * place.channels));
-    place.normalize(x, row, normed, mean, rstd, weight, bias);
+    place.normalize(&x, row, normed, mean, rstd, weight, bias);
 }
 
 /// residual = a + b, rounded to T; normed, mean, rstd = layernorm of the rounded residual. Grid [`Shape::forward_grid`],
@@ -258,12 +285,12 @@ pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS:
             out.set_packet(column, x[k]);
         }
     }
-    place.normalize(x, row, normed, mean, rstd, weight, bias);
+    place.normalize(&x, row, normed, mean, rstd, weight, bias);
 }
 
 /// dinp += the gradient of inp, where dout is that of normed; partials = the block's sums of dweight and dbias, any
-/// content before ([`Shape::backward_partials`] elements). Grid [`Shape::backward_grid`], shared memory
-/// [`backward_shared`]; then [`layernorm_backward_reduce`].
+/// content before ([`Shape::backward_partials`] elements). Grid [`Shape::backward_grid`],
+/// shared memory [`Shape::backward_shared_bytes`]; then [`layernorm_backward_reduce`].
 #[kernel(threads = 256, instances(
     bf16_3 = <cuda_std::bf16, 3, 1>, bf16_4 = <cuda_std::bf16, 4, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8>,
     bf16_4x8 = <cuda_std::bf16, 4, 8>, bf16_8x8 = <cuda_std::bf16, 8, 8>,
@@ -280,56 +307,98 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
     rows: u32,
     channels: u32,
 ) {
-    let (scratch, sums) = backward_shared(&mut Layout::new(), channels as usize);
+    let (scratch, stage) = backward_shared::<T>(&mut Layout::new(), PACKETS);
     let place = Place::<T, PACKETS, WARPS>::new(channels, scratch);
-    let channels = place.channels;
+    let (rows, channels) = (rows as usize, place.channels);
     let scale = math::recip(channels as f32);
+    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS>::ROWS;
+    // A thread reads back only what it copied itself, so no barrier is needed.
+    let slot = |buffer: usize, array: usize, k: usize| {
+        (((buffer * 3 + array) * PACKETS + k) * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET
+    };
+    let fetch = |buffer: usize, row: usize| {
+        if row < rows {
+            for k in 0..PACKETS {
+                if let Some(column) = place.column(k) {
+                    let i = row * channels + column;
+                    stage.copy_packet_async(slot(buffer, 0, k), dout, i, true);
+                    stage.copy_packet_async(slot(buffer, 1, k), inp, i, true);
+                    stage.copy_packet_async(slot(buffer, 2, k), dinp.reader(), i, true);
+                }
+            }
+        }
+        async_copy::commit();
+    };
     let mut dweight = [[0.0; 8]; PACKETS];
     let mut dbias = [[0.0; 8]; PACKETS];
 
     let mut row = thread::block_idx_x() as usize * Place::<T, PACKETS, WARPS>::ROWS + place.row;
-    while row < rows as usize {
-        let start = row * channels;
-        let dy = place.load(dout.skip(start));
-        let x = place.load(inp.skip(start));
-        let stream = dinp.skip(start);
-        let mut dx = [Packet::zero(); PACKETS];
-        for k in 0..PACKETS {
-            if let Some(column) = place.column(k) {
-                dx[k] = stream.packet(column);
-            }
-        }
+    let mut buffer = 0;
+    fetch(buffer, row);
+    while row < rows {
         let (m, r) = (mean.at(row), rstd.at(row));
+        if stages(PACKETS) == 2 {
+            fetch(1 - buffer, row + step);
+            async_copy::wait::<1>();
+        } else {
+            async_copy::wait::<0>();
+        }
 
         let (mut sum, mut projection) = (0.0, 0.0);
         for k in 0..PACKETS {
-            let w = place.column(k).map_or(Packet::zero(), |column| weight.packet(column));
-            for i in 0..T::PACKET {
-                let (g, normed) = (dy[k].get(i), (x[k].get(i) - m) * r);
-                let dnormed = g * w.get(i);
-                sum += dnormed;
-                projection = math::fma(dnormed, normed, projection);
-                dbias[k][i] += g;
-                dweight[k][i] = math::fma(g, normed, dweight[k][i]);
+            if let Some(column) = place.column(k) {
+                let (dy, x) = (stage.packet(slot(buffer, 0, k)), stage.packet(slot(buffer, 1, k)));
+                let w = weight.packet(column);
+                for i in 0..T::PACKET {
+                    let (g, normed) = (dy.get(i), (x.get(i) - m) * r);
+                    let dnormed = g * w.get(i);
+                    sum += dnormed;
+                    projection = math::fma(dnormed, normed, projection);
+                    dbias[k][i] += g;
+                    dweight[k][i] = math::fma(g, normed, dweight[k][i]);
+                }
             }
         }
         let (sum, projection) = (place.sum(sum) * scale, place.sum(projection) * scale);
+        // Orders memory, so the compiler reads the row again rather than keep it in registers it does not have.
+        warp::sync();
         for k in 0..PACKETS {
             if let Some(column) = place.column(k) {
-                let (dy, x, w) = (dy[k].forget_widened(), x[k].forget_widened(), weight.packet(column).forget_widened());
+                let (dy, x) = (stage.packet(slot(buffer, 0, k)), stage.packet(slot(buffer, 1, k)));
+                let (dx, w) = (stage.packet(slot(buffer, 2, k)), weight.packet(column));
                 let new = Packet::from_fn(|i| {
                     let normed = (x.get(i) - m) * r;
                     let dnormed = dy.get(i) * w.get(i);
-                    math::fma(dnormed - sum - normed * projection, r, dx[k].get(i))
+                    math::fma(dnormed - sum - normed * projection, r, dx.get(i))
                 });
-                stream.set_packet(column, new);
+                dinp.set_packet(row * channels + column, new);
             }
         }
-        row += thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS>::ROWS;
+        row += step;
+        if stages(PACKETS) == 2 {
+            buffer = 1 - buffer;
+        } else {
+            fetch(buffer, row);
+        }
     }
 
-    // The warps add their sums to the block's one after the other; with one row per block every column has one owner.
-    for turn in 0..Place::<T, PACKETS, WARPS>::ROWS {
+    let partials = partials.skip(thread::block_idx_x() as usize * 2 * channels);
+    if WARPS > 1 {
+        for k in 0..PACKETS {
+            if let Some(column) = place.column(k) {
+                for part in 0..T::PACKET / f32::PACKET {
+                    let offset = part * f32::PACKET;
+                    partials.set_packet(column + offset, Packet::from_fn(|i| dweight[k][offset + i]));
+                    partials.set_packet(channels + column + offset, Packet::from_fn(|i| dbias[k][offset + i]));
+                }
+            }
+        }
+        return;
+    }
+    // The warps add their sums to the block's one after the other.
+    let sums = block_sums(&mut Layout::new(), channels);
+    thread::sync_threads();
+    for turn in 0..BLOCK_WARPS {
         if turn == place.row {
             for k in 0..PACKETS {
                 if let Some(column) = place.column(k) {
@@ -340,7 +409,6 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
         }
         thread::sync_threads();
     }
-    let partials = partials.skip(thread::block_idx_x() as usize * 2 * channels);
     let mut i = thread::thread_idx_x() as usize * f32::PACKET;
     while i < 2 * channels {
         partials.set_packet(i, sums.packet(i));

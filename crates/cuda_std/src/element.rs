@@ -143,14 +143,6 @@ impl<T: Element> Packet<T> {
         Self { words, element: PhantomData }
     }
 
-    /// The same packet, which the compiler takes for another: what was widened from it before is widened again instead of
-    /// being kept in registers, at twice their number for bf16.
-    #[inline(always)]
-    #[must_use]
-    pub fn forget_widened(self) -> Self {
-        Self::from_words(backend::opaque(self.words))
-    }
-
     /// Element `i`, `i < T::PACKET`, widened.
     #[inline(always)]
     pub fn get(&self, i: usize) -> f32 {

@@ -11,9 +11,6 @@ later! {
     fn ballot(predicate: bool) -> u32; fn fence_device(); fn async_copy_commit();
     fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]); fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]);
 }
-pub fn opaque(words: [u32; 4]) -> [u32; 4] {
-    words
-}
 pub fn shared_base() -> *mut u8 {
     std::ptr::null_mut()
 }

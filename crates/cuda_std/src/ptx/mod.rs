@@ -89,17 +89,6 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
     packed
 }
 
-/// `words`, of which the optimiser knows nothing.
-#[inline(always)]
-pub fn opaque([mut a, mut b, mut c, mut d]: [u32; 4]) -> [u32; 4] {
-    // SAFETY: no instruction.
-    unsafe {
-        asm!("/* {0} {1} {2} {3} */", inout(reg32) a, inout(reg32) b, inout(reg32) c, inout(reg32) d,
-            options(pure, nomem, nostack, preserves_flags));
-    }
-    [a, b, c, d]
-}
-
 #[inline(always)]
 pub fn sync_threads() {
     // SAFETY: a barrier of the whole block.
