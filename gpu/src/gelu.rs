@@ -7,6 +7,13 @@ use cuda_std::{Element, Global, GlobalMut, Packet, kernel, math, thread};
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
 
+const THREADS: usize = 512;
+
+/// Blocks of both kernels.
+pub const fn grid<T: Element>(n: usize) -> u32 {
+    n.div_ceil(THREADS * T::PACKET) as u32
+}
+
 /// out (n) = gelu(inp (n)). One packet per thread.
 #[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn gelu_forward<T: Element>(out: GlobalMut<T>, inp: Global<T>, n: u64) {

@@ -5,10 +5,21 @@
 //! padded vocabulary. Every kernel is generic over the storage type (f32 or bf16) and computes in f32.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
+pub mod adamw;
+pub mod attention;
 #[cfg(target_arch = "nvptx64")]
 #[cfg(cuda_arch = "sm_90a")]
 pub mod attention_wgmma;
+pub mod bias;
+pub mod cast;
+pub mod classifier;
+pub mod column_sum;
+pub mod encoder;
 pub mod gelu;
+pub mod global_norm;
+pub mod layernorm;
 #[cfg(target_arch = "nvptx64")]
 #[cfg(cuda_arch = "sm_90a")]
 pub mod matmul;
+pub mod noise;
+pub mod residual;

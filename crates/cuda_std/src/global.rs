@@ -99,6 +99,15 @@ impl<T> GlobalMut<T> {
     }
 }
 
+impl<T> GlobalMut<T> {
+    /// A view for reading only, for what this kernel writes no sooner than it has read it through the view for the last
+    /// time. Not for [`Global::packet_streaming`], which asks for memory that is never written.
+    #[inline(always)]
+    pub const fn reader(self) -> Global<T> {
+        Global(self.0)
+    }
+}
+
 impl<T: Copy> GlobalMut<T> {
     /// Element `i`.
     #[inline(always)]

@@ -1,0 +1,87 @@
+//! The gradient of a bias: dbias (OC) += sum over rows of dout (rows, OC).
+//!
+//! Two stages without atomics. Stage one reads dout once: block (g, s) sums slice s of the rows for 32 packets of
+//! columns into partials (slices, OC) f32; stage two adds the slices to dbias, rounded to nearest. The result depends on
+//! rows, OC and the number of slices alone. OC is a multiple of the packet.
+
+use crate::column_sum;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+
+const THREADS: u32 = 256;
+const WARPS: usize = (THREADS / warp::LANES) as usize;
+const LANES: usize = warp::LANES as usize;
+/// Rows a warp has under way.
+const BATCH: usize = 8;
+
+/// Slices that fill a GPU of `multiprocessors` multiprocessors.
+pub const fn bias_backward_slices<T: Element>(rows: usize, columns: usize, multiprocessors: usize) -> usize {
+    let fill = (multiprocessors * 4).div_ceil(columns.div_ceil(LANES * T::PACKET));
+    let useful = rows.div_ceil(WARPS * BATCH);
+    if fill < useful { fill } else { useful }
+}
+
+/// Blocks of [`bias_backward`].
+pub const fn bias_backward_grid<T: Element>(columns: usize, slices: usize) -> [u32; 3] {
+    [columns.div_ceil(LANES * T::PACKET) as u32, slices as u32, 1]
+}
+
+/// Shared memory of [`bias_backward`]: each warp's sums.
+pub fn bias_backward_shared<T: Element>(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(THREADS as usize * T::PACKET)
+}
+
+/// partials (slices, OC) = sums over each slice of the rows of dout (rows, OC).
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn bias_backward<T: Element>(partials: GlobalMut<f32>, dout: Global<T>, rows: u32, columns: u32) {
+    let scratch = bias_backward_shared::<T>(&mut Layout::new());
+    let (rows, columns) = (rows as usize, columns as usize);
+    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
+    let slice = thread::block_idx_y() as usize;
+    let length = rows.div_ceil(thread::grid_dim_y() as usize);
+    let end = rows.min((slice + 1) * length);
+    let first_column = thread::block_idx_x() as usize * LANES * T::PACKET;
+    let column = first_column + lane * T::PACKET;
+
+    let mut sum = [0.0; 8];
+    if column < columns {
+        let mut row = slice * length + warp;
+        while row < end {
+            let mut batch = [Packet::zero(); BATCH];
+            for k in 0..BATCH {
+                if row + k * WARPS < end {
+                    batch[k] = dout.packet_streaming((row + k * WARPS) * columns + column);
+                }
+            }
+            for packet in &batch {
+                for i in 0..T::PACKET {
+                    sum[i] += packet.get(i);
+                }
+            }
+            row += BATCH * WARPS;
+        }
+    }
+
+    for i in 0..T::PACKET {
+        scratch.set((warp * T::PACKET + i) * LANES + lane, sum[i]);
+    }
+    thread::sync_threads();
+    let thread = thread::thread_idx_x() as usize;
+    if thread < LANES * T::PACKET && first_column + thread < columns {
+        let (owner, i) = (thread / T::PACKET, thread % T::PACKET);
+        let mut total = 0.0;
+        for w in 0..WARPS {
+            total += scratch.at((w * T::PACKET + i) * LANES + owner);
+        }
+        partials.set(slice * columns + first_column + thread, total);
+    }
+}
+
+/// dbias (OC) += sum over slices of partials (slices, OC). Grid [`column_sum::grid`] of OC, shared memory
+/// [`column_sum::shared`].
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn bias_backward_reduce<T: Element>(dbias: GlobalMut<T>, partials: Global<f32>, slices: u32, columns: u32) {
+    if let Some((column, sum)) = column_sum::column_sum(partials, slices as usize, columns as usize) {
+        dbias.set(column, T::from_f32(dbias.at(column).to_f32() + sum));
+    }
+}

@@ -1,0 +1,106 @@
+//! Fused classifier: softmax, cross-entropy and the gradient of the logits, in place.
+//!
+//! Shapes: logits (rows, Vp), of which columns 0..V count; targets (rows) i32 in 0..V; losses (rows) f32. Vp is a multiple
+//! of the packet, V need not be. One block per row, so rows is below 2^31; offsets are 64 bits wide.
+//!
+//! A row is read once from memory. Its first `staged` columns pass through shared memory, where they stay for the second
+//! pass; what does not fit there ([`staged`]) is read again, from L2. Exponentials of both passes have the same argument,
+//! exp2(x log2(e) - max log2(e)) rounded once, so probabilities sum to 1 to rounding.
+
+use core::f32::consts::{LN_2, LOG2_E};
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread};
+
+const THREADS: usize = 1024;
+
+/// How many columns of a row to keep in shared memory: all of it if a block may have `shared_bytes`. Without gradients
+/// nothing is read twice and nothing is kept.
+pub const fn staged<T: Element>(padded: usize, shared_bytes: usize, gradients: bool) -> usize {
+    if !gradients {
+        return 0;
+    }
+    let room = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET;
+    if padded < room { padded } else { room }
+}
+
+const SCRATCH: usize = 32;
+
+/// Shared memory of [`classifier`]: scratch of the block's reductions, and the staged columns.
+pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f32>, SharedArray<T>) {
+    (layout.array(SCRATCH), layout.array(staged))
+}
+
+/// losses (rows) += -log softmax(logits)[target]. If `gradients` is not 0 also logits (rows, Vp) =
+/// (softmax(logits) - onehot(target)) * dloss, and 0 in the columns V..Vp. Grid: rows. `vocabulary` is V, `padded` Vp,
+/// `staged` as computed by [`staged`], shared memory [`shared`].
+#[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn classifier<T: Element>(
+    logits: GlobalMut<T>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    dloss: f32,
+    vocabulary: u32,
+    padded: u32,
+    staged: u32,
+    gradients: u32,
+) {
+    let (vocabulary, padded, staged) = (vocabulary as usize, padded as usize, staged as usize);
+    let (scratch, stage) = shared::<T>(&mut Layout::new(), staged);
+    let row = thread::block_idx_x() as usize;
+    let logits = logits.skip(row * padded);
+    let target = targets.at(row) as usize;
+    let target_logit = logits.at(target).to_f32();
+    let first = thread::thread_idx_x() as usize * T::PACKET;
+
+    // A thread reads back only what it copied itself, so no barrier is needed.
+    let mut i = first;
+    while i < staged {
+        stage.copy_packet_async(i, logits.reader(), i, true);
+        i += THREADS * T::PACKET;
+    }
+    async_copy::commit();
+    async_copy::wait::<0>();
+    let load = |i: usize| if i < staged { stage.packet(i) } else { logits.packet(i) };
+
+    // f32::MIN is finite: a row may hold -inf.
+    let (mut max, mut sum) = (f32::MIN, 0.0);
+    let mut i = first;
+    while i < vocabulary {
+        let x = load(i);
+        let logit = |k: usize| if i + k < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
+        let mut new = max;
+        for k in 0..T::PACKET {
+            new = math::max(new, logit(k));
+        }
+        sum *= math::exp2((max - new) * LOG2_E);
+        max = new;
+        let shift = max * LOG2_E;
+        for k in 0..T::PACKET {
+            sum += math::exp2(math::fma(logit(k), LOG2_E, -shift));
+        }
+        i += THREADS * T::PACKET;
+    }
+    let row_max = block::max(max, scratch);
+    let sum = block::sum(sum * math::exp2((max - row_max) * LOG2_E), scratch);
+    let shift = row_max * LOG2_E;
+    if first == 0 {
+        let loss = math::ln(sum) - math::fma(target_logit, LOG2_E, -shift) * LN_2;
+        losses.set(row, losses.at(row) + loss);
+    }
+    if gradients == 0 {
+        return;
+    }
+
+    let scale = dloss * math::recip(sum);
+    let mut i = first;
+    while i < padded {
+        let x = load(i);
+        let gradient = Packet::from_fn(|k| {
+            let p = math::exp2(math::fma(x.get(k), LOG2_E, -shift)) * scale;
+            let p = if i + k == target { p - dloss } else { p };
+            if i + k < vocabulary { p } else { 0.0 }
+        });
+        logits.set_packet_streaming(i, gradient);
+        i += THREADS * T::PACKET;
+    }
+}

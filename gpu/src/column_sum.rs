@@ -1,0 +1,45 @@
+//! The second stage of the gradients that are sums over rows: f32 partial sums (rows, columns) to one sum per column,
+//! in an order fixed by the shape alone.
+
+use cuda_std::shared::Layout;
+use cuda_std::{Global, SharedArray, thread, warp};
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+const WARPS: usize = (THREADS / warp::LANES) as usize;
+const LANES: usize = warp::LANES as usize;
+
+/// Blocks: 32 columns each.
+pub const fn grid(columns: usize) -> u32 {
+    columns.div_ceil(LANES) as u32
+}
+
+/// Shared memory: one sum per thread.
+pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(THREADS as usize)
+}
+
+/// One of the block's columns and its sum, in the first warp's lanes; `None` in other threads.
+#[inline(always)]
+pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<(usize, f32)> {
+    let scratch = shared(&mut Layout::new());
+    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
+    let column = thread::block_idx_x() as usize * LANES + lane;
+    let mut sum = 0.0;
+    if column < columns {
+        let mut row = warp;
+        while row < rows {
+            sum += partials.at(row * columns + column);
+            row += WARPS;
+        }
+    }
+    scratch.set(warp * LANES + lane, sum);
+    thread::sync_threads();
+    if warp > 0 || column >= columns {
+        return None;
+    }
+    for w in 1..WARPS {
+        sum += scratch.at(w * LANES + lane);
+    }
+    Some((column, sum))
+}

@@ -1,0 +1,306 @@
+//! Token and position embedding: out[b, t] = wte[token[b, t]] + wpe[t].
+//!
+//! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C); C a multiple of the packet,
+//! B * T below 2^31.
+//!
+//! The gradient of wte sums rows of dout whose token is the same. It needs no float atomics and is the same on every run:
+//! the host gives `order`, the positions 0..B*T stably sorted by token, which is cut into chunks of [`CHUNK`] positions
+//! whatever the tokens are, so a token that fills half of the batch costs no more than any other. A run (the positions
+//! of one token) inside a chunk is added to dwte at once; the parts of a run that crosses chunks go to `partials` and a
+//! second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the chunk's leading part of a run begun earlier,
+//! row 1 its trailing part of a run that goes on; other rows are neither written nor read.
+//!
+//! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]): small
+//! gradients of rare tokens would vanish against a rounded sum otherwise.
+
+use crate::noise;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+
+const THREADS: u32 = 256;
+const WARPS: usize = (THREADS / warp::LANES) as usize;
+const LANES: usize = warp::LANES as usize;
+
+/// Positions of `order` that one warp sums.
+const CHUNK: usize = LANES;
+
+/// Rows of a batch of loads.
+const BATCH: usize = 4;
+
+/// Blocks of [`encoder_forward`].
+pub const fn encoder_forward_grid(positions: usize) -> u32 {
+    positions.div_ceil(WARPS) as u32
+}
+
+/// out (B, T, C) = wte[tokens] + wpe. One warp per position; `positions` is B * T.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn encoder_forward<T: Element>(
+    out: GlobalMut<T>,
+    tokens: Global<i32>,
+    wte: Global<T>,
+    wpe: Global<T>,
+    positions: u32,
+    sequence: u32,
+    channels: u32,
+) {
+    let position = thread::block_idx_x() as usize * WARPS + warp::index() as usize;
+    if position >= positions as usize {
+        return;
+    }
+    let channels = channels as usize;
+    let out = out.skip(position * channels);
+    let token = wte.skip(tokens.at(position) as usize * channels);
+    let place = wpe.skip((position as u32 % sequence.max(1)) as usize * channels);
+    let mut column = warp::lane() as usize * T::PACKET;
+    while column < channels {
+        let (a, b) = (token.packet(column), place.packet(column));
+        out.set_packet(column, Packet::from_fn(|k| a.get(k) + b.get(k)));
+        column += LANES * T::PACKET;
+    }
+}
+
+/// Blocks of [`encoder_backward_wpe`].
+pub const fn encoder_backward_wpe_grid<T: Element>(sequence: usize, channels: usize) -> u32 {
+    (sequence * channels / T::PACKET).div_ceil(THREADS as usize) as u32
+}
+
+/// dwpe (T, C) += sum over b of dout (B, T, C). One packet per thread.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn encoder_backward_wpe<T: Element>(
+    dwpe: GlobalMut<T>,
+    dout: Global<T>,
+    batch: u32,
+    sequence: u32,
+    channels: u32,
+    seed: u32,
+) {
+    let size = sequence as usize * channels as usize;
+    let i = thread::index_1d() * T::PACKET;
+    if i >= size {
+        return;
+    }
+    let mut sum = Sum::<T>::zero();
+    let mut b = 0;
+    while b < batch as usize {
+        sum.add_batch(|k| (b + k < batch as usize).then_some((b + k) * size + i), dout);
+        b += BATCH;
+    }
+    sum.add_to(dwpe, i, seed);
+}
+
+/// f32 elements of `partials` for [`encoder_backward_wte`].
+pub const fn encoder_backward_partials(positions: usize, channels: usize) -> usize {
+    positions.div_ceil(CHUNK) * 2 * channels
+}
+
+const fn groups<T: Element>(channels: usize) -> usize {
+    channels.div_ceil(LANES * T::PACKET)
+}
+
+/// Blocks of [`encoder_backward_wte`].
+pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: usize) -> u32 {
+    (positions.div_ceil(CHUNK) * groups::<T>(channels)).div_ceil(WARPS) as u32
+}
+
+/// dwte (V, C) += rows of dout (B, T, C), for runs inside one chunk; the others' parts go to `partials`
+/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_wte_runs`]. One warp per chunk and
+/// 32 packets of channels; `positions` is B * T.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn encoder_backward_wte<T: Element>(
+    dwte: GlobalMut<T>,
+    partials: GlobalMut<f32>,
+    dout: Global<T>,
+    tokens: Global<i32>,
+    order: Global<i32>,
+    positions: u32,
+    channels: u32,
+    seed: u32,
+) {
+    let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
+    let groups = (groups::<T>(channels) as u32).max(1);
+    let unit = thread::block_idx_x() * WARPS as u32 + warp::index();
+    let (chunk, group) = ((unit / groups) as usize, (unit % groups) as usize);
+    let begin = chunk * CHUNK;
+    if begin >= positions {
+        return;
+    }
+    let count = (positions - begin).min(CHUNK);
+    let token_at = |i: usize| tokens.at(order.at(i) as usize) as u32;
+    let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
+    let after = if begin + count < positions { token_at(begin + count) } else { u32::MAX };
+    let (mut position, mut token) = (0, 0);
+    if lane < count {
+        position = order.at(begin + lane) as u32;
+        token = tokens.at(position as usize) as u32;
+    }
+
+    let column = (group * LANES + lane) * T::PACKET;
+    let active = column < channels;
+    let mut sum = Sum::<T>::zero();
+    let mut first = 0;
+    while first < count {
+        let mut rows = [Packet::zero(); BATCH];
+        for k in 0..BATCH {
+            let row = warp::shuffle(position, (first + k) as u32) as usize;
+            if active && first + k < count {
+                rows[k] = dout.packet_streaming(row * channels + column);
+            }
+        }
+        for k in 0..BATCH {
+            let i = first + k;
+            let this = warp::shuffle(token, i as u32);
+            let next = warp::shuffle(token, (i + 1) as u32 % warp::LANES);
+            sum.add(&rows[k]);
+            let last = i + 1 == count;
+            if i < count && (last || next != this) {
+                if active {
+                    if this == before {
+                        sum.store(partials, chunk * 2 * channels + column);
+                    } else if last && this == after {
+                        sum.store(partials, (chunk * 2 + 1) * channels + column);
+                    } else {
+                        sum.add_to(dwte, this as usize * channels + column, seed);
+                    }
+                }
+                sum = Sum::zero();
+            }
+        }
+        first += BATCH;
+    }
+}
+
+/// Blocks of [`encoder_backward_wte_runs`].
+pub const fn encoder_backward_wte_runs_grid<T: Element>(positions: usize, channels: usize) -> [u32; 3] {
+    [groups::<T>(channels) as u32, positions.div_ceil(CHUNK) as u32, 1]
+}
+
+/// Shared memory of [`encoder_backward_wte_runs`]: each warp's sums.
+pub fn encoder_backward_wte_runs_shared<T: Element>(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(THREADS as usize * T::PACKET)
+}
+
+/// dwte (V, C) += the parts of the runs that cross chunks, which [`encoder_backward_wte`] left in `partials`. Block
+/// (g, c) takes the run that begins in chunk c and leaves it, if there is one; its warps split the chunks.
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn encoder_backward_wte_runs<T: Element>(
+    dwte: GlobalMut<T>,
+    partials: Global<f32>,
+    tokens: Global<i32>,
+    order: Global<i32>,
+    positions: u32,
+    channels: u32,
+    seed: u32,
+) {
+    let scratch = encoder_backward_wte_runs_shared::<T>(&mut Layout::new());
+    let (positions, channels) = (positions as usize, channels as usize);
+    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
+    let chunk = thread::block_idx_y() as usize;
+    let next = (chunk + 1) * CHUNK;
+    let token_at = |i: usize| tokens.at(order.at(i) as usize);
+    if next >= positions {
+        return;
+    }
+    let token = token_at(next);
+    let leaves = token_at(next - 1) == token;
+    let began_earlier = chunk > 0 && token_at(chunk * CHUNK - 1) == token;
+    if !leaves || began_earlier {
+        return;
+    }
+
+    let mut heads = 0;
+    loop {
+        let begin = next + (heads + lane) * CHUNK;
+        let more = warp::ballot(begin < positions && token_at(begin.min(positions - 1)) == token).trailing_ones();
+        heads += more as usize;
+        if more < warp::LANES {
+            break;
+        }
+    }
+
+    let column = (thread::block_idx_x() as usize * LANES + lane) * T::PACKET;
+    let active = column < channels;
+    let mut sum = Sum::<T>::zero();
+    if active {
+        if warp == 0 {
+            sum.add_stored(partials, (chunk * 2 + 1) * channels + column);
+        }
+        let mut head = warp;
+        while head < heads {
+            sum.add_stored(partials, (chunk + 1 + head) * 2 * channels + column);
+            head += WARPS;
+        }
+    }
+    for k in 0..T::PACKET {
+        scratch.set((warp * T::PACKET + k) * LANES + lane, sum.values[k]);
+    }
+    thread::sync_threads();
+    if warp == 0 && active {
+        for w in 1..WARPS {
+            for k in 0..T::PACKET {
+                sum.values[k] += scratch.at((w * T::PACKET + k) * LANES + lane);
+            }
+        }
+        sum.add_to(dwte, token as usize * channels + column, seed);
+    }
+}
+
+/// The f32 sums of one packet of channels.
+struct Sum<T> {
+    values: [f32; 8],
+    element: core::marker::PhantomData<T>,
+}
+
+impl<T: Element> Sum<T> {
+    #[inline(always)]
+    fn zero() -> Self {
+        Self { values: [0.0; 8], element: core::marker::PhantomData }
+    }
+
+    #[inline(always)]
+    fn add(&mut self, packet: &Packet<T>) {
+        for k in 0..T::PACKET {
+            self.values[k] += packet.get(k);
+        }
+    }
+
+    /// Adds the packets of `from` at `index(0) .. index(BATCH)`, in this order, where there are such; all loads are
+    /// under way before the first sum.
+    #[inline(always)]
+    fn add_batch(&mut self, index: impl Fn(usize) -> Option<usize>, from: Global<T>) {
+        let mut rows = [Packet::zero(); BATCH];
+        for k in 0..BATCH {
+            if let Some(i) = index(k) {
+                rows[k] = from.packet_streaming(i);
+            }
+        }
+        for row in &rows {
+            self.add(row);
+        }
+    }
+
+    #[inline(always)]
+    fn store(&self, to: GlobalMut<f32>, index: usize) {
+        for part in 0..T::PACKET / f32::PACKET {
+            let offset = part * f32::PACKET;
+            to.set_packet(index + offset, Packet::from_fn(|k| self.values[offset + k]));
+        }
+    }
+
+    #[inline(always)]
+    fn add_stored(&mut self, from: Global<f32>, index: usize) {
+        for part in 0..T::PACKET / f32::PACKET {
+            let offset = part * f32::PACKET;
+            let packet = from.packet(index + offset);
+            for k in 0..f32::PACKET {
+                self.values[offset + k] += packet.get(k);
+            }
+        }
+    }
+
+    /// to[index ..] += the sums, rounded stochastically.
+    #[inline(always)]
+    fn add_to(&self, to: GlobalMut<T>, index: usize, seed: u32) {
+        let old = to.packet(index);
+        to.set_packet(index, noise::round_packet(index, seed, |k| old.get(k) + self.values[k]));
+    }
+}

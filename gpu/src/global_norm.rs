@@ -1,0 +1,76 @@
+//! Deterministic sums over whole arrays: the norm of the gradients, and the sum of the losses.
+//!
+//! Two stages without atomics; the result depends on n and the grid alone.
+
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
+
+const THREADS: usize = 512;
+const SUM_THREADS: usize = 1024;
+
+/// Blocks of [`squared_sum`], and elements of its `partials`.
+pub const fn squared_sum_grid<T: Element>(n: usize, multiprocessors: usize) -> u32 {
+    let useful = n.div_ceil(THREADS * T::PACKET);
+    let fill = multiprocessors * 4;
+    if fill < useful { fill as u32 } else { useful as u32 }
+}
+
+/// Shared memory of all three kernels.
+pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(32)
+}
+
+/// partials (grid) = each block's sum of squares of values (n), any n. `values` is 16-byte aligned. Ranges that lie
+/// apart have partials side by side, for one [`norm`].
+#[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u64) {
+    let scratch = shared(&mut Layout::new());
+    let (n, thread) = (n as usize, thread::index_1d());
+    let mut sum = 0.0;
+    let mut i = thread * T::PACKET;
+    while i + T::PACKET <= n {
+        let packet = values.packet_streaming(i);
+        for k in 0..T::PACKET {
+            sum = math::fma(packet.get(k), packet.get(k), sum);
+        }
+        i += thread::count_1d() * T::PACKET;
+    }
+    let tail = n / T::PACKET * T::PACKET + thread;
+    if tail < n {
+        let value = values.at(tail).to_f32();
+        sum = math::fma(value, value, sum);
+    }
+    let sum = block::sum(sum, scratch);
+    if thread::thread_idx_x() == 0 {
+        partials.set(thread::block_idx_x() as usize, sum);
+    }
+}
+
+/// out (1) = sum of values (n). One block.
+#[kernel(threads = 1024)]
+pub fn sum(out: GlobalMut<f32>, values: Global<f32>, n: u64) {
+    let sum = block_sum(values, n as usize);
+    if thread::thread_idx_x() == 0 {
+        out.set(0, sum);
+    }
+}
+
+/// norm (1) = square root of the sum of partials (n), what [`squared_sum`] left. One block.
+#[kernel(threads = 1024)]
+pub fn norm(norm: GlobalMut<f32>, partials: Global<f32>, n: u64) {
+    let sum = block_sum(partials, n as usize);
+    if thread::thread_idx_x() == 0 {
+        norm.set(0, math::sqrt(sum));
+    }
+}
+
+#[inline(always)]
+fn block_sum(values: Global<f32>, n: usize) -> f32 {
+    let mut sum = 0.0;
+    let mut i = thread::thread_idx_x() as usize;
+    while i < n {
+        sum += values.at(i);
+        i += SUM_THREADS;
+    }
+    block::sum(sum, shared(&mut Layout::new()))
+}

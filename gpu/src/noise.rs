@@ -1,0 +1,53 @@
+//! Squirrel's noise function, version 5 (Squirrel Eiserloh): a stateless hash of (index, seed), and stochastic rounding
+//! with it. Rounding depends on the element's index and the launch's seed alone, never on the grid.
+
+use cuda_std::{Element, Packet};
+
+const NEXT_ROW: u32 = 198_491_317;
+
+/// 32 random bits for `x` under `seed`.
+#[inline(always)]
+pub const fn squirrel5(x: u32, seed: u32) -> u32 {
+    let mut bits = x.wrapping_mul(0xd2a8_0a3f).wrapping_add(seed);
+    bits ^= bits >> 9;
+    bits = bits.wrapping_add(0xa884_f197);
+    bits ^= bits >> 11;
+    bits = bits.wrapping_mul(0x6c73_6f4b);
+    bits ^= bits >> 13;
+    bits = bits.wrapping_add(0xb79f_3abb);
+    bits ^= bits >> 15;
+    bits = bits.wrapping_mul(0x1b56_c4f5);
+    bits ^ (bits >> 17)
+}
+
+/// 32 random bits for the point (`x`, `y`) under `seed`.
+#[inline(always)]
+pub const fn squirrel5_2d(x: u32, y: u32, seed: u32) -> u32 {
+    squirrel5(x.wrapping_add(NEXT_ROW.wrapping_mul(y)), seed)
+}
+
+/// `value`, the new content of element `index` of a tensor, rounded stochastically.
+#[inline(always)]
+pub fn round<T: Element>(value: f32, index: usize, seed: u32) -> T {
+    T::from_f32_stochastic(value, squirrel5_2d(index as u32, (index >> 32) as u32, seed))
+}
+
+/// The packet of values `f(0) .. f(T::PACKET)`, the new content of the tensor from element `index` on, each rounded as
+/// by [`round`].
+#[inline(always)]
+pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize) -> f32) -> Packet<T> {
+    Packet::from_fn(|k| round::<T>(f(k), index + k, seed).to_f32())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{squirrel5, squirrel5_2d};
+
+    #[test]
+    fn published_values() {
+        assert_eq!(squirrel5(0, 0), 377_036_288);
+        assert_eq!(squirrel5(1, 0), 3_365_260_061);
+        assert_eq!(squirrel5(123_456, 42), 4_018_351_843);
+        assert_eq!(squirrel5_2d(3, 5, 7), 784_107_297);
+    }
+}
