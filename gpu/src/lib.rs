@@ -5,6 +5,7 @@
 //! padded vocabulary. Every kernel is generic over the storage type (f32 or bf16) and computes in f32.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
+pub mod attention;
 #[cfg(target_arch = "nvptx64")]
 #[cfg(cuda_arch = "sm_90a")]
 pub mod attention_wgmma;
