@@ -16,17 +16,30 @@ struct Options {
     instances: Vec<Instance>,
 }
 
-/// `name = <arguments>` in `instances(…)`.
+/// `name = <arguments>` or `name = <arguments>(blocks_per_sm = N)` in `instances(…)`.
 struct Instance {
     suffix: Ident,
     arguments: AngleBracketedGenericArguments,
+    blocks_per_sm: Option<u32>,
 }
 
 impl Parse for Instance {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let suffix = input.parse()?;
         input.parse::<Token![=]>()?;
-        Ok(Self { suffix, arguments: input.parse()? })
+        let arguments = input.parse()?;
+        let mut blocks_per_sm = None;
+        if input.peek(syn::token::Paren) {
+            let content;
+            syn::parenthesized!(content in input);
+            let key: Ident = content.parse()?;
+            if key != "blocks_per_sm" {
+                return Err(Error::new(key.span(), format!("an instance may have blocks_per_sm, found `{key}`")));
+            }
+            content.parse::<Token![=]>()?;
+            blocks_per_sm = Some(content.parse::<LitInt>()?.base10_parse()?);
+        }
+        Ok(Self { suffix, arguments, blocks_per_sm })
     }
 }
 
@@ -91,7 +104,7 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
                 arch.as_ref(),
                 threads,
                 &format_ident!("{name}_{}", i.suffix),
-                Some(&i.arguments),
+                Some(i),
             )
         };
         options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
@@ -121,8 +134,10 @@ fn device_entry(
     arch: Option<&TokenStream>,
     threads: u32,
     entry: &Ident,
-    arguments: Option<&AngleBracketedGenericArguments>,
+    instance: Option<&Instance>,
 ) -> syn::Result<TokenStream> {
+    let arguments = instance.map(|i| &i.arguments);
+    let blocks_per_sm = instance.and_then(|i| i.blocks_per_sm).or(options.blocks_per_sm);
     let signature = &function.sig;
     let names = argument_names(function)?;
     let parameters = match arguments {
@@ -137,7 +152,7 @@ fn device_entry(
         None => function.block.to_token_stream(),
     };
     let mut bounds = format!("// @launch {entry} maxntid={threads}");
-    for (key, value) in [("minctasm", options.blocks_per_sm), ("cluster", options.cluster)] {
+    for (key, value) in [("minctasm", blocks_per_sm), ("cluster", options.cluster)] {
         if let Some(value) = value {
             bounds += &format!(" {key}={value}");
         }

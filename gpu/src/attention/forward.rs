@@ -1,0 +1,125 @@
+//! Forward: a block owns ROWS queries of one head and walks the keys tile by tile up to the diagonal.
+
+use super::mask::{crosses_diagonal, mask_scores};
+use super::softmax::{OnlineSoftmax, exponent_scale, scale};
+use super::tiles::{Accumulators, Left, lane_column, lane_row, load_async, stage, warp_row};
+use super::{Head, KEY, QUERY, VALUE};
+use cuda_std::mma::TensorCore;
+use cuda_std::shared::Layout;
+use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, thread};
+
+/// A tile of keys and their values.
+#[derive(Clone, Copy)]
+struct Pair<T, const KEYS: usize, const HS: usize> {
+    k: SharedTile<T, KEYS, HS>,
+    v: SharedTile<T, KEYS, HS>,
+}
+
+/// The queries, and two stages of keys and values.
+struct Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize> {
+    q: SharedTile<T, ROWS, HS>,
+    stages: [Pair<T, KEYS, HS>; 2],
+}
+
+impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Shared<T, HS, ROWS, KEYS> {
+    #[inline(always)]
+    fn new(layout: &mut Layout) -> Self {
+        let q = layout.tile();
+        let mut pair = || Pair { k: layout.tile(), v: layout.tile() };
+        Self { q, stages: [pair(), pair()] }
+    }
+
+    #[inline(always)]
+    fn stage(&self, tile: usize) -> Pair<T, KEYS, HS> {
+        let [even, odd] = self.stages;
+        Pair { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
+    }
+}
+
+/// Dynamic shared memory of [`attention_forward`] with these arguments, in bytes.
+pub fn shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
+    let mut layout = Layout::new();
+    let _ = Shared::<T, HS, ROWS, KEYS>::new(&mut layout);
+    layout.bytes()
+}
+
+/// out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS), causal) V and lse (B,NH,T), the natural log-sum-exp of the scaled scores,
+/// from qkv (B,T,3,NH,HS). Grid: (tiles of ROWS queries, NH, B).
+#[kernel(threads = 128, instances(
+    bf16_64 = <bf16, 64, 128, 64>(blocks_per_sm = 2),
+    bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 3),
+    bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 3),
+    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 3),
+    f32_64 = <f32, 64, 64, 32>(blocks_per_sm = 2),
+    f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
+    f32_96 = <f32, 96, 64, 32>(blocks_per_sm = 2),
+    f32_128 = <f32, 128, 64, 32>(blocks_per_sm = 2),
+))]
+pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+    out: GlobalMut<T>,
+    lse: GlobalMut<f32>,
+    qkv: Global<T>,
+    t: u32,
+    nh: u32,
+) {
+    let head = Head::of_block(t, nh, HS);
+    // Blocks start in the order of x: the longest rows first, so that the last ones to start are short. Tiles of one
+    // head run together and find its keys in L2.
+    let tiles = head.t.div_ceil(ROWS);
+    let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
+    let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
+
+    let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
+    let load = |tile: usize| {
+        let pair = shared.stage(tile);
+        load_async(pair.k, qkv, head.packed(KEY), tile * KEYS);
+        load_async(pair.v, qkv, head.packed(VALUE), tile * KEYS);
+        async_copy::commit();
+    };
+    load_async(shared.q, qkv, head.packed(QUERY), first_query);
+    async_copy::commit();
+    load(0);
+    async_copy::wait::<1>();
+    thread::sync_threads();
+    let q = Left::new(shared.q, size_of::<T>() == 2);
+
+    let exponent_scale = exponent_scale::<HS>();
+    let warp_query = first_query + warp_row::<ROWS>();
+    let last_query = warp_query + ROWS / 4 - 1;
+    let mut softmax = [OnlineSoftmax::new(); 2];
+    let mut o = Accumulators::<ROWS, HS>::zero();
+    for tile in 0..key_tiles {
+        // One barrier a tile: it publishes this tile and tells that all have done with the stage the next one goes to.
+        async_copy::wait::<0>();
+        thread::sync_threads();
+        if tile + 1 < key_tiles {
+            load(tile + 1);
+        }
+        let first_key = tile * KEYS;
+        if first_key <= last_query {
+            let pair = shared.stage(tile);
+            let mut s = Accumulators::<ROWS, KEYS>::zero();
+            s.add_product_transposed::<T, HS>(|strip, k| q.fragment(strip, k), pair.k);
+            if crosses_diagonal(warp_query, first_key, KEYS) {
+                mask_scores(&mut s, first_query, first_key);
+            }
+            for strip in 0..Accumulators::<ROWS, HS>::STRIPS {
+                let factor = softmax[strip].update(&mut s, strip, exponent_scale);
+                o.for_each_in(strip, |row, o| *o *= factor[row]);
+            }
+            o.add_product::<T, KEYS>(|strip, k| s.fragment::<T>(strip, k), pair.v);
+        }
+    }
+
+    for strip in 0..Accumulators::<ROWS, HS>::STRIPS {
+        let (factor, row_lse) = softmax[strip].finish(scale::<HS>());
+        o.for_each_in(strip, |row, o| *o *= factor[row]);
+        for row in 0..2 {
+            let query = warp_query + 16 * strip + lane_row() + 8 * row;
+            if lane_column() == 0 && query < head.t {
+                lse.set(head.statistics() + query, row_lse[row]);
+            }
+        }
+    }
+    o.store(out, head.plain(), first_query, shared.q);
+}
