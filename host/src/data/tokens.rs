@@ -159,7 +159,7 @@ mod tests {
         write(&path, &[50256, 1, 258]).unwrap();
         let bytes = fs::read(&path).unwrap();
         assert_eq!(bytes.len(), 1024 + 6);
-        assert_eq!(bytes[..12], [0x38, 0xd8, 0x34, 1, 1, 0, 0, 0, 3, 0, 0, 0]);
+        assert_eq!(bytes[..12], [0x88, 0xd8, 0x34, 1, 1, 0, 0, 0, 3, 0, 0, 0]);
         assert!(bytes[12..1024].iter().all(|b| *b == 0));
         assert_eq!(bytes[1024..], [0x50, 0xc4, 1, 0, 2, 1]);
         let tokens = Tokens::open(&path).unwrap();
