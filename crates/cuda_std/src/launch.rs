@@ -1,6 +1,6 @@
 //! A kernel launch, as `#[kernel]` makes it on the host: which entry point, with which arguments.
 
-use crate::backend::Report;
+use crate::backend::{Grid, Memory, Report};
 use std::any::{TypeId, type_name};
 use std::fmt;
 
@@ -78,7 +78,22 @@ impl Launch {
     /// When the kernel cannot run to its end: a deadlock, lanes that diverge, a panic. The text names the kernel, block,
     /// threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run(self.name, &*self.body, grid, self.threads, shared_bytes)
+        crate::backend::run(&self.grid(grid, shared_bytes))
+    }
+
+    /// As [`emulate`](Self::emulate) over buffers of `memory` and nothing else, watching every access: one outside the
+    /// buffers, or misaligned; a read of what was never written, in the buffers or in shared memory; two threads at one
+    /// place without a barrier in between, or two blocks without fences; an asynchronous copy used before its wait. Blocks
+    /// run one after the other, so the same fault is found on every run.
+    ///
+    /// # Errors
+    /// At the first fault, with kernel, block, thread, buffer and both source lines.
+    pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
+        crate::backend::run_checked(&self.grid(grid, shared_bytes), memory)
+    }
+
+    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
+        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes }
     }
 }
 

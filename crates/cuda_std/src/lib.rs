@@ -32,7 +32,7 @@ pub mod element;
 pub mod emulate {
     //! What [`crate::launch::Launch::emulate`] reports.
 
-    pub use crate::backend::{Fault, Report};
+    pub use crate::backend::{Fault, Memory, Report};
 }
 pub mod fence;
 pub mod global;
