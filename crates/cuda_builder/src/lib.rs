@@ -179,9 +179,10 @@ fn dedup<T: Ord>(list: &mut Vec<T>) {
     list.dedup();
 }
 
-/// The nearest directory at or above the device crate that holds a Cargo.lock, else the crate itself.
+/// The nearest directory at or above the device crate that holds `.tools`, else Cargo.lock, else the crate itself.
 fn workspace_root(krate: &Path) -> PathBuf {
-    krate.ancestors().find(|directory| directory.join("Cargo.lock").is_file()).unwrap_or(krate).to_owned()
+    let holding = |name| krate.ancestors().find(move |directory| directory.join(name).exists());
+    holding(".tools").or_else(|| holding("Cargo.lock")).unwrap_or(krate).to_owned()
 }
 
 /// Where device code is compiled: one directory for every profile and every device crate of the enclosing target
