@@ -60,13 +60,10 @@ pub fn classifier<T: Element>(
     }
     async_copy::commit();
     async_copy::wait::<0>();
-    let load = |i: usize| if i < staged { stage.packet(i) } else { logits.packet(i) };
 
     // f32::MIN is finite: a row may hold -inf.
     let (mut max, mut sum) = (f32::MIN, 0.0);
-    let mut i = first;
-    while i < vocabulary {
-        let x = load(i);
+    let mut fold = |i: usize, x: Packet<T>| {
         let logit = |k: usize| if i + k < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
         let mut new = max;
         for k in 0..T::PACKET {
@@ -78,6 +75,14 @@ pub fn classifier<T: Element>(
         for k in 0..T::PACKET {
             sum += math::exp2(math::fma(logit(k), LOG2_E, -shift));
         }
+    };
+    let mut i = first;
+    while i < staged.min(vocabulary) {
+        fold(i, stage.packet(i));
+        i += THREADS * T::PACKET;
+    }
+    while i < vocabulary {
+        fold(i, logits.packet(i));
         i += THREADS * T::PACKET;
     }
     let row_max = block::max(max, scratch);
@@ -92,15 +97,21 @@ pub fn classifier<T: Element>(
     }
 
     let scale = dloss * math::recip(sum);
-    let mut i = first;
-    while i < padded {
-        let x = load(i);
+    let gradient = |i: usize, x: Packet<T>| {
         let gradient = Packet::from_fn(|k| {
             let p = math::exp2(math::fma(x.get(k), LOG2_E, -shift)) * scale;
             let p = if i + k == target { p - dloss } else { p };
             if i + k < vocabulary { p } else { 0.0 }
         });
         logits.set_packet_streaming(i, gradient);
+    };
+    let mut i = first;
+    while i < staged {
+        gradient(i, stage.packet(i));
+        i += THREADS * T::PACKET;
+    }
+    while i < padded {
+        gradient(i, logits.packet(i));
         i += THREADS * T::PACKET;
     }
 }
