@@ -37,8 +37,8 @@ pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<
                     batch[k] = partials.at((row + k * WARPS) * columns + column);
                 }
             }
-            for value in batch {
-                sum += value;
+            for k in 0..BATCH {
+                sum += batch[k];
             }
             row += BATCH * WARPS;
         }

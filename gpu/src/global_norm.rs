@@ -77,8 +77,8 @@ fn block_sum(values: Global<f32>, n: usize) -> f32 {
                 batch[k] = values.at(i + k * SUM_THREADS);
             }
         }
-        for value in batch {
-            sum += value;
+        for k in 0..BATCH {
+            sum += batch[k];
         }
         i += BATCH * SUM_THREADS;
     }
