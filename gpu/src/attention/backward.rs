@@ -100,6 +100,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Ke
 }
 
 /// Dynamic shared memory of [`attention_backward_keys`] with these arguments, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn keys_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>() -> usize {
     let mut layout = Layout::new();
     let _ = KeysShared::<T, HS, ROWS, QUERIES>::new(&mut layout);
@@ -245,6 +246,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Queri
 }
 
 /// Dynamic shared memory of [`attention_backward_queries`] with these arguments, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn queries_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
     let mut layout = Layout::new();
     let _ = QueriesShared::<T, HS, ROWS, KEYS>::new(&mut layout);
