@@ -86,6 +86,17 @@ impl<T: Copy> SharedArray<T> {
     }
 }
 
+impl SharedArray<f32> {
+    /// Elements `i` and `i + 1`, `i` even (`ld.shared.b64`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair(self, i: usize) -> [f32; 2] {
+        // SAFETY: as in `at`; pieces are 16-byte aligned and the index is even.
+        let bits = unsafe { backend::load(self.0.wrapping_add(i).cast::<u64>()) };
+        [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)]
+    }
+}
+
 impl<T: Element> SharedArray<T> {
     /// The 16 bytes that begin at element `i`, a multiple of `T::PACKET` (`ld.shared.v4.b32`).
     #[inline(always)]

@@ -98,14 +98,7 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
 
     let entries = if generic {
         let entry = |i: &Instance| {
-            device_entry(
-                &function,
-                &options,
-                arch.as_ref(),
-                threads,
-                &format_ident!("{name}_{}", i.suffix),
-                Some(i),
-            )
+            device_entry(&function, &options, arch.as_ref(), threads, &format_ident!("{name}_{}", i.suffix), Some(i))
         };
         options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
     } else {
