@@ -1,0 +1,96 @@
+use super::arena::{ABSENT, Arena};
+use super::gelu::{derivative, gelu};
+use super::gemm::{Into, Matrix, Parallelism, multiply};
+use crate::engine::{Linear, Result};
+use crate::tensor::Tensor;
+use rayon::prelude::*;
+
+/// Columns of `dout` that one task sums into `dbias`.
+const COLUMNS: usize = 32;
+
+/// Threads of the current pool.
+const ALL: Parallelism = Parallelism::Rayon(0);
+
+pub(super) fn forward(
+    arena: &mut Arena,
+    out: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    pre_gelu: Option<Tensor>,
+    shape: Linear,
+) -> Result<()> {
+    let Linear { rows, c, oc } = shape;
+    let operands = [
+        ("out", out, rows * oc),
+        ("inp", inp, rows * c),
+        ("weight", weight, oc * c),
+        ("bias", bias.unwrap_or(ABSENT), bias.map_or(0, |_| oc)),
+        ("pre_gelu", pre_gelu.unwrap_or(ABSENT), pre_gelu.map_or(0, |_| rows * oc)),
+    ];
+    let [out, inp, weight, bias, pre_gelu] = arena.split("matmul_forward", operands)?;
+    let product = if pre_gelu.is_empty() { &mut *out } else { &mut *pre_gelu };
+    let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
+    multiply(product, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
+    if !bias.is_empty() {
+        product.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
+            for (value, bias) in row.iter_mut().zip(&*bias) {
+                *value += bias;
+            }
+        });
+    }
+    if !pre_gelu.is_empty() {
+        out.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(out, x)| {
+            for (out, &x) in out.iter_mut().zip(x) {
+                *out = gelu(x);
+            }
+        });
+    }
+    Ok(())
+}
+
+pub(super) fn backward(
+    arena: &mut Arena,
+    dinp: Tensor,
+    dweight: Tensor,
+    dbias: Option<Tensor>,
+    dout: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    pre_gelu: Option<Tensor>,
+    shape: Linear,
+) -> Result<()> {
+    let Linear { rows, c, oc } = shape;
+    let operands = [
+        ("dinp", dinp, rows * c),
+        ("dweight", dweight, oc * c),
+        ("dbias", dbias.unwrap_or(ABSENT), dbias.map_or(0, |_| oc)),
+        ("dout", dout, rows * oc),
+        ("inp", inp, rows * c),
+        ("weight", weight, oc * c),
+        ("pre_gelu", pre_gelu.unwrap_or(ABSENT), pre_gelu.map_or(0, |_| rows * c)),
+    ];
+    let [dinp, dweight, dbias, dout, inp, weight, pre_gelu] = arena.split("matmul_backward", operands)?;
+    let dout_matrix = Matrix::row_major(dout, rows, oc);
+    multiply(dinp, Into::Overwrite, 1.0, dout_matrix, Matrix::row_major(weight, oc, c), ALL);
+    multiply(dweight, Into::Add, 1.0, dout_matrix.transposed(), Matrix::row_major(inp, rows, c), ALL);
+    dbias.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, dbias)| {
+        let mut sums = [0.0f64; COLUMNS];
+        for row in dout.chunks(oc) {
+            for (sum, d) in sums.iter_mut().zip(&row[i * COLUMNS..][..dbias.len()]) {
+                *sum += f64::from(*d);
+            }
+        }
+        for (dbias, sum) in dbias.iter_mut().zip(sums) {
+            *dbias += sum as f32;
+        }
+    });
+    if !pre_gelu.is_empty() {
+        dinp.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(dinp, x)| {
+            for (dinp, &x) in dinp.iter_mut().zip(x) {
+                *dinp *= derivative(x);
+            }
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,42 @@
+//! How much memory there is.
+
+use crate::engine::Result;
+use std::fs;
+
+/// Bytes that can be allocated without swapping: what the kernel calls available, and what the control group still
+/// allows. Where the system does not say (it is not Linux), no limit is known.
+pub(super) fn free() -> Result<usize> {
+    let available = fs::read_to_string("/proc/meminfo").ok().and_then(|text| available(&text));
+    let group = fs::read_to_string("/sys/fs/cgroup/memory.max")
+        .ok()
+        .zip(fs::read_to_string("/sys/fs/cgroup/memory.current").ok())
+        .and_then(|(max, current)| allowed(&max, &current));
+    Ok(available.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX)))
+}
+
+/// `MemAvailable:   12345 kB` of /proc/meminfo, in bytes.
+fn available(meminfo: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.split_whitespace().next()?.parse::<usize>().ok()?.checked_mul(1024)
+}
+
+/// Bytes left of a control group's limit; `max` for none.
+fn allowed(max: &str, current: &str) -> Option<usize> {
+    let max = max.trim().parse::<usize>().ok()?;
+    Some(max.saturating_sub(current.trim().parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_linux_says() {
+        let meminfo = "MemTotal:       24683964 kB\nMemFree:        1 kB\nMemAvailable:   23000000 kB\n";
+        assert_eq!(available(meminfo), Some(23_000_000 * 1024));
+        assert_eq!(available("MemTotal: 5 kB"), None);
+        assert_eq!(allowed("1000\n", "400\n"), Some(600));
+        assert_eq!(allowed("1000\n", "4000\n"), Some(0));
+        assert_eq!(allowed("max\n", "400\n"), None);
+    }
+}
