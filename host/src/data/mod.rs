@@ -1,0 +1,12 @@
+//! Text to tokens, tokens to files, files to batches.
+
+pub mod corpus;
+pub mod loader;
+pub mod prefetch;
+pub mod text;
+pub mod tinyshakespeare;
+pub mod tokens;
+
+pub use loader::{Geometry, Loader};
+pub use prefetch::Prefetch;
+pub use tokens::Tokens;
