@@ -8,7 +8,7 @@ const BLOCKS: u32 = 8;
 const ROUNDS: u32 = 1000;
 
 #[kernel(threads = 256)]
-fn barriers(_out: GlobalMut<f32>) {
+fn barriers() {
     for _ in 0..ROUNDS {
         thread::sync_threads();
     }
@@ -50,7 +50,7 @@ fn main() {
     let mut out = vec![0.0f32; 256 * BLOCKS as usize];
     let out = GlobalMut::new(out.as_mut_ptr());
     for _ in 0..2 {
-        time("sync_threads of 256", "thread", 1, &barriers(out));
+        time("sync_threads of 256", "thread", 1, &barriers());
         time("shuffle", "thread", 1, &shuffles(out));
         time("mma bf16", "warp", 32, &products::<bf16>(out));
         time("mma f32", "warp", 32, &products::<f32>(out));
