@@ -5,7 +5,14 @@ use std::any::{TypeId, type_name};
 use std::fmt;
 
 /// One kernel with its arguments, ready for a GPU ([`Launch::name`], [`Launch::with_arguments`]) or for
-/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed.
+/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed:
+/// ```compile_fail,E0308
+/// # use cuda_std::{GlobalMut, kernel};
+/// #[kernel(threads = 32)]
+/// fn fill(out: GlobalMut<f32>, n: u64) {}
+///
+/// fill(GlobalMut::new(std::ptr::null_mut::<u32>()), 1);
+/// ```
 pub struct Launch {
     name: &'static str,
     threads: u32,
@@ -33,13 +40,11 @@ impl Argument {
 /// The entry point of the instance whose generic arguments are those of `K`.
 #[doc(hidden)]
 pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
-    match entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) {
-        Some((_, entry)) => entry,
-        None => {
-            let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
-            panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
-        }
-    }
+    let Some((_, entry)) = entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) else {
+        let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
+        panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
+    };
+    entry
 }
 
 impl Launch {

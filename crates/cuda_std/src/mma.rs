@@ -1,4 +1,4 @@
-//! Tensor cores through `mma.sync` (sm_80): D (16 x 8) += A (16 x 16) · B (16 x 8), f32 accumulators.
+//! Tensor cores through `mma.sync` (`sm_80`): D (16 x 8) += A (16 x 16) · B (16 x 8), f32 accumulators.
 //!
 //! Lane `l` of the warp, with g = l / 4 and t = l % 4, owns
 //! * of D: (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1), in this order;

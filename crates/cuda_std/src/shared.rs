@@ -80,6 +80,7 @@ impl<T: Copy> SharedArray<T> {
     }
 
     /// The piece that starts `count` elements further on.
+    #[must_use]
     #[inline(always)]
     pub fn skip(self, count: usize) -> Self {
         Self(self.0.wrapping_add(count))

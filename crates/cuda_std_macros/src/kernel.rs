@@ -147,7 +147,7 @@ fn device_entry(
     let mut bounds = format!("// @launch {entry} maxntid={threads}");
     for (key, value) in [("minctasm", blocks_per_sm), ("cluster", options.cluster)] {
         if let Some(value) = value {
-            bounds += &format!(" {key}={value}");
+            bounds = format!("{bounds} {key}={value}");
         }
     }
     Ok(quote! {

@@ -47,13 +47,41 @@ pub struct Checker {
     shared_start: usize,
     shared_bytes: usize,
     shared: Shadow,
+    order: Order,
+    sites: Sites,
+}
+
+/// What has happened before what.
+struct Order {
     /// What each warp knows of each warp's clock; its own is the tick it is in.
     clocks: [Clocks; LANES],
     /// What the warps that arrived at each barrier knew.
     barriers: [Clocks; 16],
     block: u32,
     fenced: HashSet<u32>,
-    sites: Sites,
+}
+
+impl Order {
+    /// Whether `before` and what `thread` does now can be told apart in time.
+    #[inline(always)]
+    fn holds(&self, before: Access, thread: usize) -> bool {
+        if before.is_none() {
+            return true;
+        }
+        if before.block != self.block {
+            return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
+        }
+        let warp = thread / LANES;
+        before.thread() == thread
+            || before.is(Access::WARP) && before.warp() == warp
+            || self.clocks[warp][before.warp()] > before.clock
+    }
+
+    #[inline]
+    fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
+        let warp = thread / LANES;
+        Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
+    }
 }
 
 /// Source lines seen, by number.
@@ -97,10 +125,7 @@ impl Checker {
             shared_start,
             shared_bytes,
             shared: Shadow::new(shared_bytes),
-            clocks: [[0; LANES]; LANES],
-            barriers: [[0; LANES]; 16],
-            block: 0,
-            fenced: HashSet::new(),
+            order: Order { clocks: [[0; LANES]; LANES], barriers: [[0; LANES]; 16], block: 0, fenced: HashSet::new() },
             sites: Sites { all: Vec::new(), recent: [None; 256] },
         }
     }
@@ -110,47 +135,32 @@ impl Checker {
     }
 
     pub fn start_block(&mut self, block: u32) {
-        self.block = block;
-        self.clocks = [[0; LANES]; LANES];
-        self.barriers = [[0; LANES]; 16];
+        self.order.block = block;
+        self.order.clocks = [[0; LANES]; LANES];
+        self.order.barriers = [[0; LANES]; 16];
         self.shared.forget_accesses();
         self.shared.forget_contents();
     }
 
     pub fn warp_synced(&mut self, warp: usize) {
-        self.clocks[warp][warp] += 1;
+        self.order.clocks[warp][warp] += 1;
     }
 
     pub fn arrived(&mut self, warp: usize, barrier: usize) {
-        self.clocks[warp][warp] += 1;
-        learn(&mut self.barriers[barrier], &self.clocks[warp]);
+        self.order.clocks[warp][warp] += 1;
+        learn(&mut self.order.barriers[barrier], &self.order.clocks[warp]);
     }
 
     /// Barrier `barrier` lets the warps whose bits are set in `waiting` go.
     pub fn released(&mut self, barrier: usize, waiting: u32) {
-        let known = std::mem::take(&mut self.barriers[barrier]);
+        let known = std::mem::take(&mut self.order.barriers[barrier]);
         for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
-            learn(&mut self.clocks[warp], &known);
+            learn(&mut self.order.clocks[warp], &known);
         }
     }
 
     pub fn fenced(&mut self) {
-        self.fenced.insert(self.block);
-    }
-
-    /// Whether `before` and what `thread` does now can be told apart in time.
-    #[inline]
-    fn ordered(&self, before: Access, thread: usize) -> bool {
-        if before.is_none() {
-            return true;
-        }
-        if before.block != self.block {
-            return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
-        }
-        let warp = thread / LANES;
-        before.thread() == thread
-            || before.is(Access::WARP) && before.warp() == warp
-            || self.clocks[warp][before.warp()] > before.clock
+        self.order.fenced.insert(self.order.block);
     }
 
     fn locate(&self, address: usize) -> Option<Place> {
@@ -244,30 +254,31 @@ impl Checker {
             Kind::Atomic => Access::ATOMIC,
             Kind::AsyncWrite => Access::PENDING,
         };
-        let reads = matches!(kind, Kind::Read | Kind::WarpRead);
-        let (block, clock) = (self.block, self.clocks[thread / LANES][thread / LANES]);
-        let access = Access::new(block, clock, thread, flags, self.sites.number(request.at));
+        let order = &self.order;
+        let access = order.access(thread, flags, self.sites.number(request.at));
+        let shadow = match *place {
+            Place::Shared(_) => &mut self.shared,
+            Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
+        };
         for i in offset / CELL..(offset + request.bytes) / CELL {
-            let cell = *self.shadow(place).cell(i);
+            let cell = shadow.cell(i);
             if cell.write.is(Access::PENDING) {
-                return Err(self.clash(request, place, i * CELL, cell.write, "starts copying to"));
+                let with = cell.write;
+                return Err(self.clash(request, place, i * CELL, with, "starts copying to"));
             }
-            let both_atomic = cell.write.is(Access::ATOMIC) && kind == Kind::Atomic;
-            if !both_atomic && !self.ordered(cell.write, thread) {
-                return Err(self.clash(request, place, i * CELL, cell.write, "wrote"));
+            let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
+            if !both_atomic && !order.holds(cell.write, thread) {
+                let with = cell.write;
+                return Err(self.clash(request, place, i * CELL, with, "wrote"));
             }
-            if !reads {
-                for read in cell.reads {
-                    if !self.ordered(read, thread) {
-                        return Err(self.clash(request, place, i * CELL, read, "read"));
-                    }
-                }
-            }
-            if reads {
-                let past = cell.reads.map(|read| self.ordered(read, thread));
-                self.shadow(place).cell(i).read(access, past);
+            let past = cell.reads.map(|read| order.holds(read, thread));
+            if matches!(kind, Kind::Read | Kind::WarpRead) {
+                cell.read(access, past);
+            } else if let Some(read) = past.iter().position(|past| !past) {
+                let with = cell.reads[read];
+                return Err(self.clash(request, place, i * CELL, with, "read"));
             } else {
-                self.shadow(place).cell(i).wrote(access);
+                cell.wrote(access);
             }
         }
         Ok(())
@@ -277,7 +288,7 @@ impl Checker {
     fn clash(&self, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
         let (fault, why) = if with.is(Access::PENDING) {
             (Fault::AsyncCopy, "and has not waited for")
-        } else if with.block == self.block {
+        } else if with.block == self.order.block {
             (Fault::Race, "with no barrier in between")
         } else {
             (Fault::Race, "with no fence in between")
@@ -287,7 +298,7 @@ impl Checker {
             Place::Shared(_) => Place::Shared(offset),
             Place::Buffer(buffer, _) => Place::Buffer(*buffer, offset),
         };
-        let who = if with.block == self.block {
+        let who = if with.block == self.order.block {
             format!("thread {}", with.thread())
         } else {
             format!("thread {} of block number {}", with.thread(), with.block)
@@ -306,12 +317,14 @@ impl Checker {
     /// The 16 bytes of `thread`'s asynchronous copy to `address` have landed.
     pub fn landed(&mut self, thread: usize, address: usize) {
         let Some(place) = self.locate(address) else { return };
-        let (block, clock) = (self.block, self.clocks[thread / LANES][thread / LANES]);
         let (Place::Shared(offset) | Place::Buffer(_, offset)) = place;
+        let access = self.order.access(thread, 0, 0);
         let shadow = self.shadow(&place);
         for i in offset / CELL..(offset + 16) / CELL {
             let cell = shadow.cell(i);
-            cell.write = Access::new(block, clock, thread, 0, cell.write.site);
+            let site = cell.write.site;
+            cell.write = access;
+            cell.write.site = site;
         }
         shadow.set_written(offset, 16);
     }

@@ -6,33 +6,8 @@ use bytemuck::Pod;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::slice;
 
-/// Device memory of a checked launch: named buffers, of which every byte knows whether it was ever written.
-///
-/// ```
-/// use cuda_std::emulate::Memory;
-/// use cuda_std::{Global, GlobalMut, kernel, thread};
-///
-/// #[kernel(threads = 64)]
-/// fn double(out: GlobalMut<f32>, inp: Global<f32>, n: u64) {
-///     let i = thread::index_1d();
-///     if i < n as usize {
-///         out.set(i, 2.0 * inp.at(i));
-///     }
-/// }
-///
-/// let mut memory = Memory::new();
-/// let inp = memory.input("inp", &[1.0f32; 100]);
-/// let out = memory.output::<f32>("out", 100);
-/// double(out, inp, 100).emulate_checked(&mut memory, [2, 1, 1], 0)?;
-/// assert_eq!(memory.read(out), [2.0; 100]);
-///
-/// // One too many: the report names kernel, block, thread, buffer and line.
-/// let report = double(out, inp, 101).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
-/// assert!(report.to_string().starts_with(
-///     "kernel double, block (1, 0, 0), thread 36: out of bounds: read of 4 bytes at inp + 400, which has 400 bytes"
-/// ));
-/// # Ok::<(), cuda_std::emulate::Report>(())
-/// ```
+/// Device memory of [`emulate_checked`](crate::launch::Launch::emulate_checked): named buffers, of which every byte knows
+/// whether it was ever written. Buffers stay where they are, and their views valid, as long as the memory lives.
 #[derive(Default)]
 pub struct Memory {
     pub(super) buffers: Vec<Buffer>,
