@@ -103,7 +103,9 @@ fn residual_forward<T: Tolerance>() {
 fn backward<T: Tolerance>() {
     // Two multiprocessors: the grid is smaller than the rows ask for, and blocks take several rows.
     let multiprocessors = 2;
-    for (n, channels) in SHAPES.into_iter().chain([(77, 80), (69, 768), (11, 1600), (7, 4096)]) {
+    for (n, channels) in
+        SHAPES.into_iter().chain([(77, 80), (69, 768), (11, 1600), (7, 4096), (5, 33 * 32 * T::PACKET)])
+    {
         let shape = Shape::of::<T>(channels).unwrap();
         let (x, dout) = (rows::<T>(n, channels, 1), Buffer::<T>::of(&noise(n * channels, 5)));
         let weight = Buffer::<T>::of(&noise(channels, 2));
