@@ -25,6 +25,9 @@ pub const fn staged<T: Element>(padded: usize, shared_bytes: usize, gradients: b
 
 const SCRATCH: usize = 32;
 
+/// Where a maximum starts: a row may hold -inf, and this times log2(e) is still finite.
+const LOWEST: f32 = -1e38;
+
 /// Shared memory of [`classifier`]: scratch of the block's reductions, and the staged columns.
 pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f32>, SharedArray<T>) {
     (layout.array(SCRATCH), layout.array(staged))
@@ -63,8 +66,7 @@ pub fn classifier<T: Element>(
     async_copy::commit();
     async_copy::wait::<0>();
 
-    // f32::MIN is finite: a row may hold -inf.
-    let (mut max, mut sum) = (f32::MIN, 0.0);
+    let (mut max, mut sum) = (LOWEST, 0.0);
     let mut fold = |i: u32, x: Packet<T>| {
         let logit = |k: usize| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
         let mut new = max;
