@@ -72,11 +72,11 @@ fn store<T: Element, const R: usize, const HS: usize>(
     let rows_per_pass = LANES / packets;
     let lane = warp::lane() as usize;
     let (row, col) = (lane / packets, lane % packets * T::PACKET);
-    let owned = R / WARPS;
+    let (owned, warp_row) = (R / WARPS, warp_row::<R>());
     if row < rows_per_pass {
         for pass in 0..owned.div_ceil(rows_per_pass) {
             let row = row + pass * rows_per_pass;
-            let in_tile = warp_row::<R>() + row;
+            let in_tile = warp_row + row;
             if row < owned && first + in_tile < rows.count {
                 to.set_packet(rows.element(first + in_tile) + col, tile.packet(in_tile, col));
             }
