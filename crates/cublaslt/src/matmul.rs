@@ -100,7 +100,7 @@ impl Operands {
     }
 
     /// Catches what the library would refuse without a reason, or read wild.
-    pub(crate) fn validate(&self, problem: &Problem) -> Result<()> {
+    pub fn validate(&self, problem: &Problem) -> Result<()> {
         let fail = |what: String| Err(Error::Operand { problem: problem.to_string(), what });
         let named =
             [("A", Some(self.a)), ("B", Some(self.b)), ("D", Some(self.d)), ("bias", self.bias), ("aux", self.aux)];
