@@ -8,6 +8,7 @@ pub mod atomic;
 pub mod commands;
 pub mod data;
 pub mod engine;
+pub mod kernels;
 pub mod log;
 pub mod mfu;
 pub mod model;

@@ -9,6 +9,7 @@
 //! [`Engine::wait`] wait for results.
 
 pub mod cpu;
+pub mod cuda;
 
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
