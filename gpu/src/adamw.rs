@@ -81,8 +81,7 @@ pub fn adamw<T: Element>(
 ) {
     let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
     let Some(grad_scale) = grad_scale(norm.at(0), clip) else { return };
-    let update =
-        Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
+    let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
     let mastered = !masters.is_null();
 
     if first + T::PACKET <= n {

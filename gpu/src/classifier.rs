@@ -11,7 +11,7 @@ use core::f32::consts::{LN_2, LOG2_E};
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread};
 
-const THREADS: usize = 1024;
+const THREADS: u32 = 1024;
 
 /// How many columns of a row to keep in shared memory: all of it if a block may have `shared_bytes`. Without gradients
 /// nothing is read twice and nothing is kept.
@@ -24,6 +24,9 @@ pub const fn staged<T: Element>(padded: usize, shared_bytes: usize, gradients: b
 }
 
 const SCRATCH: usize = 32;
+
+/// Where a maximum starts: a row may hold -inf, and this times log2(e) is still finite.
+const LOWEST: f32 = -1e38;
 
 /// Shared memory of [`classifier`]: scratch of the block's reductions, and the staged columns.
 pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f32>, SharedArray<T>) {
@@ -44,30 +47,28 @@ pub fn classifier<T: Element>(
     staged: u32,
     gradients: u32,
 ) {
-    let (vocabulary, padded, staged) = (vocabulary as usize, padded as usize, staged as usize);
-    let (scratch, stage) = shared::<T>(&mut Layout::new(), staged);
+    let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
-    let logits = logits.skip(row * padded);
-    let target = targets.at(row) as usize;
-    let target_logit = logits.at(target).to_f32();
-    let first = thread::thread_idx_x() as usize * T::PACKET;
+    let logits = logits.skip(row * padded as usize);
+    let target = targets.at(row) as u32;
+    let target_logit = logits.at(target as usize).to_f32();
+    // Columns of a row fit in 32 bits, which halves their registers.
+    let packet = T::PACKET as u32;
+    let first = thread::thread_idx_x() * packet;
+    let step = THREADS * packet;
 
     // A thread reads back only what it copied itself, so no barrier is needed.
     let mut i = first;
     while i < staged {
-        stage.copy_packet_async(i, logits.reader(), i, true);
-        i += THREADS * T::PACKET;
+        stage.copy_packet_async(i as usize, logits.reader(), i as usize, true);
+        i += step;
     }
     async_copy::commit();
     async_copy::wait::<0>();
-    let load = |i: usize| if i < staged { stage.packet(i) } else { logits.packet(i) };
 
-    // f32::MIN is finite: a row may hold -inf.
-    let (mut max, mut sum) = (f32::MIN, 0.0);
-    let mut i = first;
-    while i < vocabulary {
-        let x = load(i);
-        let logit = |k: usize| if i + k < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
+    let (mut max, mut sum) = (LOWEST, 0.0);
+    let mut fold = |i: u32, x: Packet<T>| {
+        let logit = |k: usize| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
         let mut new = max;
         for k in 0..T::PACKET {
             new = math::max(new, logit(k));
@@ -78,7 +79,15 @@ pub fn classifier<T: Element>(
         for k in 0..T::PACKET {
             sum += math::exp2(math::fma(logit(k), LOG2_E, -shift));
         }
-        i += THREADS * T::PACKET;
+    };
+    let mut i = first;
+    while i < staged.min(vocabulary) {
+        fold(i, stage.packet(i as usize));
+        i += step;
+    }
+    while i < vocabulary {
+        fold(i, logits.packet(i as usize));
+        i += step;
     }
     let row_max = block::max(max, scratch);
     let sum = block::sum(sum * math::exp2((max - row_max) * LOG2_E), scratch);
@@ -92,15 +101,21 @@ pub fn classifier<T: Element>(
     }
 
     let scale = dloss * math::recip(sum);
-    let mut i = first;
-    while i < padded {
-        let x = load(i);
+    let gradient = |i: u32, x: Packet<T>| {
         let gradient = Packet::from_fn(|k| {
             let p = math::exp2(math::fma(x.get(k), LOG2_E, -shift)) * scale;
-            let p = if i + k == target { p - dloss } else { p };
-            if i + k < vocabulary { p } else { 0.0 }
+            let p = if i + k as u32 == target { p - dloss } else { p };
+            if i + (k as u32) < vocabulary { p } else { 0.0 }
         });
-        logits.set_packet_streaming(i, gradient);
-        i += THREADS * T::PACKET;
+        logits.set_packet_streaming(i as usize, gradient);
+    };
+    let mut i = first;
+    while i < staged {
+        gradient(i, stage.packet(i as usize));
+        i += step;
+    }
+    while i < padded {
+        gradient(i, logits.packet(i as usize));
+        i += step;
     }
 }

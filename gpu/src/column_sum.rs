@@ -8,6 +8,8 @@ use cuda_std::{Global, SharedArray, thread, warp};
 pub const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
+/// Loads a thread has under way.
+const BATCH: usize = 8;
 
 /// Blocks: 32 columns each.
 pub const fn grid(columns: usize) -> u32 {
@@ -29,8 +31,16 @@ pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<
     if column < columns {
         let mut row = warp;
         while row < rows {
-            sum += partials.at(row * columns + column);
-            row += WARPS;
+            let mut batch = [0.0; BATCH];
+            for k in 0..BATCH {
+                if row + k * WARPS < rows {
+                    batch[k] = partials.at((row + k * WARPS) * columns + column);
+                }
+            }
+            for k in 0..BATCH {
+                sum += batch[k];
+            }
+            row += BATCH * WARPS;
         }
     }
     scratch.set(warp * LANES + lane, sum);

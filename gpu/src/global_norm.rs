@@ -7,6 +7,8 @@ use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thr
 
 const THREADS: usize = 512;
 const SUM_THREADS: usize = 1024;
+/// Loads a thread of the second stage has under way.
+const BATCH: usize = 8;
 
 /// Blocks of [`squared_sum`], and elements of its `partials`.
 pub const fn squared_sum_grid<T: Element>(n: usize, multiprocessors: usize) -> u32 {
@@ -69,8 +71,16 @@ fn block_sum(values: Global<f32>, n: usize) -> f32 {
     let mut sum = 0.0;
     let mut i = thread::thread_idx_x() as usize;
     while i < n {
-        sum += values.at(i);
-        i += SUM_THREADS;
+        let mut batch = [0.0; BATCH];
+        for k in 0..BATCH {
+            if i + k * SUM_THREADS < n {
+                batch[k] = values.at(i + k * SUM_THREADS);
+            }
+        }
+        for k in 0..BATCH {
+            sum += batch[k];
+        }
+        i += BATCH * SUM_THREADS;
     }
     block::sum(sum, shared(&mut Layout::new()))
 }

@@ -2,11 +2,11 @@
 //!
 //! Shapes: x, normed and gradients (rows, C); mean and rstd (rows) f32; weight and bias (C). C is a multiple of the packet.
 //!
-//! A row is held in registers from its one read to its last use: PACKETS packets in each lane of WARPS warps, so
-//! C <= PACKETS * WARPS * 32 * `T::PACKET` (backward, which also carries the sums of its gradients, in shared memory, where the
-//! next row arrives while this one is worked on); the kernels are instantiated for the pairs of [`Shape`], up to 16384 channels
-//! in bf16 and 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one row per block). All loads of a row are
-//! issued before its first store, since stores may alias them.
+//! A row is read once and held until its last use: PACKETS packets in each lane of WARPS warps, so
+//! C <= PACKETS * WARPS * 32 * `T::PACKET`. The pairs there are instances of are [`Shape`]: up to 16384 channels in bf16 and
+//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one row per block). Forward holds a row in registers
+//! and issues all its loads before its first store, since stores may alias them. Backward needs its registers for the
+//! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
 //! The gradients of weight and bias are per-block sums in `partials` (blocks, 2, C) f32, weight first, which a second
 //! kernel adds up: no atomics, the same on every run with the same grid.

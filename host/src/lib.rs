@@ -18,6 +18,7 @@ pub mod data;
 pub mod engine;
 pub mod evaluate;
 pub mod fit;
+pub mod kernels;
 pub mod log;
 pub mod mfu;
 pub mod model;

@@ -39,7 +39,7 @@ const PROFILE: [(&str, &str); 7] = [
 const OPT_FLAGS: [&str; 3] =
     ["-passes=internalize,globaldce,default<O3>", "-unroll-threshold=4000", "-unroll-partial-threshold=75"];
 
-/// Contraction to fma as nvcc's default; approximate division and square root as its --use_fast_math.
+/// Contraction to fma as nvcc's default; approximate division and square root as its `--use_fast_math`.
 const LLC_FLAGS: [&str; 4] = ["-O3", "-nvptx-fma-level=2", "-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];
 
 /// The PTX files and cubins left by an earlier run serve again only if the steps that made them are these.
@@ -297,7 +297,7 @@ impl Job<'_> {
     ) -> Error {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         let command = words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
-        Error::Command { step, arch: self.arch.to_owned(), status: output.status.to_string(), command, tail, advice }
+        Error::Command { step, arch: self.arch.to_owned(), status: output.status, command, tail, advice }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -24,7 +25,14 @@ pub enum Error {
     Start { step: &'static str, arch: String, program: PathBuf, source: io::Error },
 
     #[error("{step} for {arch} failed ({status}): {advice}\ncommand: {command}\n{tail}")]
-    Command { step: &'static str, arch: String, status: String, command: String, tail: String, advice: &'static str },
+    Command {
+        step: &'static str,
+        arch: String,
+        status: ExitStatus,
+        command: String,
+        tail: String,
+        advice: &'static str,
+    },
 
     #[error("the device crate built for {arch}, but left no LLVM bitcode beside {artifact:?}: expected {expected:?}")]
     NoBitcode { arch: String, artifact: PathBuf, expected: PathBuf },

@@ -21,7 +21,7 @@ pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
 
 fn module_literal(out_dir: &Path, module: &BuiltModule) -> String {
     // Relative to kernels.rs, so that the file holds no absolute path.
-    let include = |path: &Path| path.strip_prefix(out_dir).unwrap_or(path).to_owned();
+    let include = |path: &Path| path.strip_prefix(out_dir).unwrap_or(path).display().to_string();
     let cubin = module.cubin.as_deref().map(|path| format!("include_bytes!({:?})", include(path)));
     let cubin = cubin.map_or("None".to_owned(), |cubin| format!("Some({cubin})"));
     let kernels = module.kernels.iter().fold(String::new(), |mut text, kernel| {

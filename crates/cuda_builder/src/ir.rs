@@ -123,15 +123,13 @@ fn function(line: &str) -> Option<Function<'_>> {
         return None;
     }
     let name_start = line.find('@')? + 1;
-    let (name, open) = match line[name_start..].strip_prefix('"') {
-        Some(quoted) => {
-            let length = quoted.find('"')?;
-            (&quoted[..length], name_start + length + 2)
-        }
-        None => {
-            let length = line[name_start..].find('(')?;
-            (&line[name_start..name_start + length], name_start + length)
-        }
+    let rest = &line[name_start..];
+    let (name, open) = if let Some(quoted) = rest.strip_prefix('"') {
+        let length = quoted.find('"')?;
+        (&quoted[..length], name_start + length + 2)
+    } else {
+        let length = rest.find('(')?;
+        (&rest[..length], name_start + length)
     };
     if name.starts_with("llvm.") {
         return None;
@@ -221,7 +219,7 @@ mod tests {
     #[test]
     fn what_is_no_asm_call_stays() {
         for line in [
-            r#"  %1 = call float @llvm.fmuladd.f32(float %a, float %b, float %c)"#,
+            "  %1 = call float @llvm.fmuladd.f32(float %a, float %b, float %c)",
             r#"@text = constant [9 x i8] c"call asm ""#,
             r#"module asm ".extern .shared .align 1024 .b8 dynamic_shared[];""#,
             "declare i32 @llvm.nvvm.read.ptx.sreg.tid.x() #2",

@@ -21,7 +21,9 @@ mod ptx;
 mod resources;
 mod toolchain;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 pub use error::Error;
 pub use module::{Kernel, LaunchBounds, Module, Resources};
@@ -116,14 +118,11 @@ impl CudaBuilder {
             Ok(toolchain) => self.build_with(&toolchain, &krate, &root, &out_dir)?,
             Err(missing) => {
                 let missing = format!("built without GPU kernels: {missing}");
-                // Cargo takes a watched path that does not exist for changed, for ever: so the directory is made here.
-                let tools = root.join(".tools");
-                error::at(&tools, std::fs::create_dir_all(&tools))?;
                 Built {
                     modules: Vec::new(),
                     warnings: vec![missing.clone()],
                     missing: Some(missing),
-                    watched: vec![tools],
+                    watched: vec![watched_tools(&root)?],
                 }
             }
         };
@@ -152,11 +151,7 @@ impl CudaBuilder {
         built.watched.extend([toolchain.rustc.clone(), toolchain.llvm_tool("llc")]);
         match ptxas {
             Some(ptxas) => built.watched.push(ptxas),
-            None => {
-                let tools = root.join(".tools");
-                error::at(&tools, std::fs::create_dir_all(&tools))?;
-                built.watched.push(tools);
-            }
+            None => built.watched.push(watched_tools(root)?),
         }
         dedup(&mut built.warnings);
         dedup(&mut built.watched);
@@ -179,9 +174,23 @@ fn dedup<T: Ord>(list: &mut Vec<T>) {
     list.dedup();
 }
 
-/// The nearest directory at or above the device crate that holds a Cargo.lock, else the crate itself.
+/// The nearest directory at or above the device crate that holds `.tools`, else Cargo.lock, else the crate itself.
 fn workspace_root(krate: &Path) -> PathBuf {
-    krate.ancestors().find(|directory| directory.join("Cargo.lock").is_file()).unwrap_or(krate).to_owned()
+    let holding = |name| krate.ancestors().find(move |directory| directory.join(name).exists());
+    holding(".tools").or_else(|| holding("Cargo.lock")).unwrap_or(krate).to_owned()
+}
+
+/// `.tools`, where `scripts/setup` leaves a mark whenever it installs something.
+///
+/// Cargo runs the build script again, each time, for a watched path that does not exist, and once more for one younger
+/// than the script's start: so the directory is made here, and made old.
+fn watched_tools(root: &Path) -> Result<PathBuf, Error> {
+    let tools = root.join(".tools");
+    if !tools.is_dir() {
+        error::at(&tools, std::fs::create_dir_all(&tools))?;
+        error::at(&tools, File::open(&tools).and_then(|directory| directory.set_modified(SystemTime::UNIX_EPOCH)))?;
+    }
+    Ok(tools)
 }
 
 /// Where device code is compiled: one directory for every profile and every device crate of the enclosing target

@@ -34,7 +34,7 @@ pub struct LaunchBounds {
     pub blocks_per_sm: Option<u32>,
     /// Most registers of a thread (`.maxnreg`).
     pub registers: Option<u32>,
-    /// Blocks of a cluster, in x, y, z (`.reqnctapercluster`, from sm_90 on).
+    /// Blocks of a cluster, in x, y, z (`.reqnctapercluster`, from `sm_90` on).
     pub cluster: Option<[u32; 3]>,
 }
 

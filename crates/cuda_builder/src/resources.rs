@@ -53,7 +53,7 @@ impl Resources {
         let Self { stack, spill_stores, spill_loads, registers, .. } = *self;
         if spill_stores + spill_loads > 0 {
             Some(format!(
-                "spills {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread; \
+                "spills at {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread; \
                  give it more registers (fewer threads or blocks_per_sm) or less to keep"
             ))
         } else if stack > 0 {
@@ -104,7 +104,7 @@ ptxas info    : Function properties for helper
     fn complains_of_spills_and_of_local_memory() {
         let report = parse(LOG);
         let complaint = |name: &str| report.functions[name].complaint();
-        assert!(complaint("matmul").is_some_and(|text| text.contains("spills 168 registers")));
+        assert!(complaint("matmul").is_some_and(|text| text.contains("spills at 168 registers")));
         assert!(complaint("helper").is_some_and(|text| text.contains("40 bytes of local memory")));
         assert_eq!(complaint("copy"), None);
     }

@@ -1,4 +1,4 @@
-//! Copies from global to shared memory that do not pass through registers (`cp.async`, sm_80).
+//! Copies from global to shared memory that do not pass through registers (`cp.async`, `sm_80`).
 //! Started by [`crate::SharedTile::copy_packet_async`] and [`crate::SharedArray::copy_packet_async`].
 
 use crate::backend;

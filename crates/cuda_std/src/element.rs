@@ -98,7 +98,7 @@ impl Element for bf16 {
     #[inline(always)]
     fn unpack(words: &[u32; 4], i: usize) -> f32 {
         let word = words[i / 2];
-        f32::from_bits(if i % 2 == 0 { word << 16 } else { word & 0xffff_0000 })
+        f32::from_bits(if i.is_multiple_of(2) { word << 16 } else { word & 0xffff_0000 })
     }
 
     #[inline(always)]

@@ -42,6 +42,7 @@ impl<T> Global<T> {
     }
 
     /// The view that starts `count` elements further on.
+    #[must_use]
     #[inline(always)]
     pub fn skip(self, count: usize) -> Self {
         Self(self.0.wrapping_add(count))
@@ -88,6 +89,7 @@ impl<T> GlobalMut<T> {
     }
 
     /// The view that starts `count` elements further on.
+    #[must_use]
     #[inline(always)]
     pub fn skip(self, count: usize) -> Self {
         Self(self.0.wrapping_add(count))

@@ -1,11 +1,18 @@
 //! A kernel launch, as `#[kernel]` makes it on the host: which entry point, with which arguments.
 
-use crate::backend::Report;
+use crate::backend::{Grid, Memory, Report};
 use std::any::{TypeId, type_name};
 use std::fmt;
 
 /// One kernel with its arguments, ready for a GPU ([`Launch::name`], [`Launch::with_arguments`]) or for
-/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed.
+/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed:
+/// ```compile_fail,E0308
+/// # use cuda_std::{GlobalMut, kernel};
+/// #[kernel(threads = 32)]
+/// fn fill(out: GlobalMut<f32>, n: u64) {}
+///
+/// fill(GlobalMut::new(std::ptr::null_mut::<u32>()), 1);
+/// ```
 pub struct Launch {
     name: &'static str,
     threads: u32,
@@ -33,13 +40,11 @@ impl Argument {
 /// The entry point of the instance whose generic arguments are those of `K`.
 #[doc(hidden)]
 pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
-    match entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) {
-        Some((_, entry)) => entry,
-        None => {
-            let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
-            panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
-        }
-    }
+    let Some((_, entry)) = entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) else {
+        let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
+        panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
+    };
+    entry
 }
 
 impl Launch {
@@ -78,7 +83,22 @@ impl Launch {
     /// When the kernel cannot run to its end: a deadlock, lanes that diverge, a panic. The text names the kernel, block,
     /// threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run(self.name, &*self.body, grid, self.threads, shared_bytes)
+        crate::backend::run(&self.grid(grid, shared_bytes))
+    }
+
+    /// As [`emulate`](Self::emulate) over buffers of `memory` and nothing else, watching every access: one outside the
+    /// buffers, or misaligned; a read of what was never written, in the buffers or in shared memory; two threads at one
+    /// place without a barrier in between, or two blocks without fences; an asynchronous copy used before its wait. Blocks
+    /// run one after the other, so the same fault is found on every run.
+    ///
+    /// # Errors
+    /// At the first fault, with kernel, block, thread, buffer and both source lines.
+    pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
+        crate::backend::run_checked(&self.grid(grid, shared_bytes), memory)
+    }
+
+    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
+        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes }
     }
 }
 

@@ -11,6 +11,36 @@
 //! pointer when a kernel is launched; whoever launches (an `unsafe` call) promises that every index that kernel forms is
 //! inside the allocation. Under that promise the accessors are safe to call, so kernel bodies need no `unsafe`. The
 //! emulator checks the promise.
+//!
+//! # Testing a kernel without a GPU
+//!
+//! On the host a kernel is a function that returns a `Launch`, which runs emulated. `emulate_checked` runs it over named
+//! buffers and stops it at the first fault: out of bounds, misaligned, uninitialised, a race, a deadlock.
+//! ```
+//! use cuda_std::emulate::Memory;
+//! use cuda_std::{Global, GlobalMut, kernel, thread};
+//!
+//! #[kernel(threads = 64)]
+//! fn double(out: GlobalMut<f32>, inp: Global<f32>, n: u64) {
+//!     let i = thread::index_1d();
+//!     if i < n as usize {
+//!         out.set(i, 2.0 * inp.at(i));
+//!     }
+//! }
+//!
+//! let mut memory = Memory::new();
+//! let inp = memory.input("inp", &[1.0; 100]);
+//! let out = memory.output("out", 100);
+//! double(out, inp, 100).emulate_checked(&mut memory, [2, 1, 1], 0)?;
+//! assert_eq!(memory.read(out), [2.0; 100]);
+//!
+//! // One too many:
+//! let report = double(out, inp, 101).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
+//! assert!(report.to_string().starts_with(
+//!     "kernel double, block (1, 0, 0), thread 36: out of bounds: read of 4 bytes at inp + 400, which has 400 bytes"
+//! ));
+//! # Ok::<(), cuda_std::emulate::Report>(())
+//! ```
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
@@ -30,9 +60,16 @@ pub mod block;
 pub mod element;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulate {
-    //! What [`crate::launch::Launch::emulate`] reports.
+    //! Kernels on the CPU: what [`Launch::emulate`](crate::launch::Launch::emulate) and
+    //! [`Launch::emulate_checked`](crate::launch::Launch::emulate_checked) take and report.
+    //!
+    //! A block's threads run as fibers of one OS thread. Warp-wide operations need every lane of the warp at the same source
+    //! line, and barriers whole warps: threads that finished do not count as having arrived. A kernel must not wait for
+    //! another thread by polling memory, for nobody else runs meanwhile. Shared memory starts out as NaN; copies by
+    //! `cp.async` happen at their wait. Special functions are correctly rounded or nearly so, where the device's
+    //! approximate; tensor-core products accumulate in f32 in ascending k.
 
-    pub use crate::backend::{Fault, Report};
+    pub use crate::backend::{Fault, Memory, Report};
 }
 pub mod fence;
 pub mod global;

@@ -1,4 +1,4 @@
-//! Tensor cores through `mma.sync` (sm_80): D (16 x 8) += A (16 x 16) · B (16 x 8), f32 accumulators.
+//! Tensor cores through `mma.sync` (`sm_80`): D (16 x 8) += A (16 x 16) · B (16 x 8), f32 accumulators.
 //!
 //! Lane `l` of the warp, with g = l / 4 and t = l % 4, owns
 //! * of D: (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1), in this order;
@@ -108,18 +108,35 @@ impl TensorCore for bf16 {
     }
 }
 
-/// Offsets (m or n, k) of a lane's elements of A, in fragment order.
+/// This lane's part of A, where A[m][k] lies at m `by_m` + k `by_k`.
 #[inline(always)]
-fn owned_a(i: usize) -> (usize, usize) {
+#[track_caller]
+unsafe fn owned_a(tile: *const f32, by_m: usize, by_k: usize) -> [f32; 8] {
     let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
-    (g + i / 2 % 2 * 8, 2 * t + i % 2 + i / 4 * 8)
+    let at = |m: usize, k: usize| tile.wrapping_add((g + m) * by_m + (2 * t + k) * by_k);
+    // SAFETY: the caller owns the 16 x 16 elements at `tile`.
+    unsafe {
+        [
+            backend::load(at(0, 0)),
+            backend::load(at(0, 1)),
+            backend::load(at(8, 0)),
+            backend::load(at(8, 1)),
+            backend::load(at(0, 8)),
+            backend::load(at(0, 9)),
+            backend::load(at(8, 8)),
+            backend::load(at(8, 9)),
+        ]
+    }
 }
 
-/// Offsets (k, n) of a lane's elements of B, in fragment order.
+/// This lane's part of B, where B[k][n] lies at k `by_k` + n `by_n`.
 #[inline(always)]
-fn owned_b(i: usize) -> (usize, usize) {
+#[track_caller]
+unsafe fn owned_b(tile: *const f32, by_k: usize, by_n: usize) -> [f32; 4] {
     let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
-    (2 * t + i % 2 + i / 2 * 8, g)
+    let at = |k: usize| tile.wrapping_add((2 * t + k) * by_k + g * by_n);
+    // SAFETY: the caller owns the 16 x 8 elements at `tile`.
+    unsafe { [backend::load(at(0)), backend::load(at(1)), backend::load(at(8)), backend::load(at(9))] }
 }
 
 impl TensorCore for f32 {
@@ -140,45 +157,29 @@ impl TensorCore for f32 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A {
-        let at = |i| {
-            let (m, k) = owned_a(i);
-            // SAFETY: the caller owns the 16 x 16 elements at `tile`.
-            unsafe { backend::load(tile.wrapping_add(m * stride + k)) }
-        };
-        [at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)]
+        // SAFETY: the caller owns the 16 x 16 elements at `tile`.
+        unsafe { owned_a(tile, stride, 1) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A {
-        let at = |i| {
-            let (m, k) = owned_a(i);
-            // SAFETY: as in `load_a`.
-            unsafe { backend::load(tile.wrapping_add(k * stride + m)) }
-        };
-        [at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)]
+        // SAFETY: as in `load_a`.
+        unsafe { owned_a(tile, 1, stride) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        let at = |half: usize, i| {
-            let (k, n) = owned_b(i);
-            // SAFETY: as in `load_a`.
-            unsafe { backend::load(tile.wrapping_add(k * stride + half * 8 + n)) }
-        };
-        [[at(0, 0), at(0, 1), at(0, 2), at(0, 3)], [at(1, 0), at(1, 1), at(1, 2), at(1, 3)]]
+        // SAFETY: as in `load_a`.
+        unsafe { [owned_b(tile, stride, 1), owned_b(tile.wrapping_add(8), stride, 1)] }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b_transposed(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        let at = |half: usize, i| {
-            let (k, n) = owned_b(i);
-            // SAFETY: as in `load_a`.
-            unsafe { backend::load(tile.wrapping_add((half * 8 + n) * stride + k)) }
-        };
-        [[at(0, 0), at(0, 1), at(0, 2), at(0, 3)], [at(1, 0), at(1, 1), at(1, 2), at(1, 3)]]
+        // SAFETY: as in `load_a`.
+        unsafe { [owned_b(tile, 1, stride), owned_b(tile.wrapping_add(8 * stride), 1, stride)] }
     }
 
     #[inline(always)]

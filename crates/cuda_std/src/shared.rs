@@ -80,9 +80,21 @@ impl<T: Copy> SharedArray<T> {
     }
 
     /// The piece that starts `count` elements further on.
+    #[must_use]
     #[inline(always)]
     pub fn skip(self, count: usize) -> Self {
         Self(self.0.wrapping_add(count))
+    }
+}
+
+impl SharedArray<f32> {
+    /// Elements `i` and `i + 1`, `i` even (`ld.shared.b64`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair(self, i: usize) -> [f32; 2] {
+        // SAFETY: as in `at`; pieces are 16-byte aligned and the index is even.
+        let bits = unsafe { backend::load(self.0.wrapping_add(i).cast::<u64>()) };
+        [f32::from_bits(bits as u32), f32::from_bits((bits >> 32) as u32)]
     }
 }
 

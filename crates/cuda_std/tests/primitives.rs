@@ -1,7 +1,11 @@
 //! Every primitive of the CPU back end, in kernels as one writes them.
 
+use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, SharedArray, block, fence, kernel, thread, warp};
+use cuda_std::{
+    Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, block, fence, kernel, math, thread,
+    warp,
+};
 
 fn emulate(launch: &cuda_std::launch::Launch, grid: [u32; 3], shared: usize) {
     // SAFETY: the tests below size their buffers by the grid.
@@ -78,4 +82,255 @@ fn atomics_across_blocks() {
     let [t, p] = [total.as_mut_ptr(), partial.as_mut_ptr()].map(GlobalMut::new);
     emulate(&last_block(t, p, GlobalMut::new(counter.as_mut_ptr())), [500, 1, 1], 0);
     assert_eq!((total, counter), ([499.0 * 250.0, 64.0 * 500.0], [500]));
+}
+
+#[kernel(threads = 64)]
+fn lanes(out: GlobalMut<u32>) {
+    let (t, lane) = (thread::thread_idx_x(), warp::lane());
+    let results = [
+        warp::shuffle(t, 5),
+        warp::shuffle(t, lane + 33),
+        warp::shuffle_xor(t, 9),
+        warp::shuffle_down(t, 3),
+        warp::ballot(t.is_multiple_of(3)),
+        u32::from(warp::any(t == 40)) + 2 * u32::from(warp::all(t < 32)),
+        warp::index(),
+        warp::max(-(t as f32)) as i32 as u32,
+        warp::sum(t as f32) as u32,
+    ];
+    for (i, result) in results.into_iter().enumerate() {
+        out.set(t as usize * 9 + i, result);
+    }
+}
+
+#[test]
+fn warps_exchange() {
+    let mut out = vec![0u32; 64 * 9];
+    emulate(&lanes(GlobalMut::new(out.as_mut_ptr())), [1, 1, 1], 0);
+    for (t, got) in out.chunks(9).enumerate() {
+        let (t, lane, first) = (t as u32, t as u32 % 32, t as u32 / 32 * 32);
+        let ballot = (0..32).fold(0, |bits, l| bits | u32::from((first + l) % 3 == 0) << l);
+        let want = [
+            first + 5,
+            first + (lane + 1) % 32,
+            first + (lane ^ 9),
+            if lane + 3 < 32 { t + 3 } else { t },
+            ballot,
+            if first == 0 { 2 } else { 1 },
+            first / 32,
+            -(first as i32) as u32,
+            (first..first + 32).sum(),
+        ];
+        assert_eq!(got, want, "thread {t}");
+    }
+}
+
+/// Warps 1.. add up what warp 0 produces, handed over through one pair of named barriers for each of two buffers.
+#[kernel(threads = 128)]
+fn pipeline(out: GlobalMut<u32>) {
+    let buffers: SharedArray<u32> = Layout::new().array(64);
+    let (warp, lane) = (warp::index(), warp::lane() as usize);
+    let mut sum = 0;
+    for round in 0..20u32 {
+        let (full, empty) = (1 + round % 2, 3 + round % 2);
+        let at = round as usize % 2 * 32 + lane;
+        if warp == 0 {
+            if round >= 2 {
+                thread::sync_named(empty, 128);
+            }
+            buffers.set(at, round * 1000 + lane as u32);
+            thread::arrive_named(full, 128);
+        } else {
+            thread::sync_named(full, 128);
+            sum += buffers.at(at) * warp;
+            if round < 18 {
+                thread::arrive_named(empty, 128);
+            }
+        }
+    }
+    out.set(thread::thread_idx_x() as usize, sum);
+}
+
+#[test]
+fn named_barriers_hand_over() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 128);
+    pipeline(out).emulate_checked(&mut memory, [1, 1, 1], 256).unwrap();
+    for (t, got) in memory.read(out).into_iter().enumerate() {
+        let (warp, lane) = (t as u32 / 32, t as u32 % 32);
+        assert_eq!(got, warp * (190 * 1000 + 20 * lane), "thread {t}");
+    }
+}
+
+/// Before its wait a copy has not happened, whatever the hardware may do; after it, it has, and no other has.
+#[kernel(threads = 32)]
+fn copies(out: GlobalMut<f32>, inp: Global<f32>) {
+    let pieces: SharedArray<f32> = Layout::new().array(12);
+    let t = thread::thread_idx_x() as usize;
+    if t > 0 {
+        return;
+    }
+    for i in 0..12 {
+        pieces.set(i, -1.0);
+    }
+    pieces.copy_packet_async(0, inp, 4, true);
+    pieces.copy_packet_async(4, inp, 1 << 40, false);
+    async_copy::commit();
+    pieces.copy_packet_async(8, inp, 8, true);
+    async_copy::commit();
+    let report = |row: usize| {
+        for i in 0..12 {
+            out.set(row * 12 + i, pieces.at(i));
+        }
+    };
+    async_copy::wait::<2>();
+    report(0);
+    async_copy::wait::<1>();
+    report(1);
+    async_copy::wait::<0>();
+    report(2);
+}
+
+#[test]
+fn async_copies_land_at_their_wait() {
+    let inp: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    let mut out = [0.0f32; 36];
+    emulate(&copies(GlobalMut::new(out.as_mut_ptr()), Global::new(inp.as_ptr())), [1, 1, 1], 48);
+    let no = [-1.0; 4];
+    assert_eq!(out[..12], [no, no, no].concat());
+    assert_eq!(out[12..24], [[4.0, 5.0, 6.0, 7.0], [0.0; 4], no].concat());
+    assert_eq!(out[24..], [[4.0, 5.0, 6.0, 7.0], [0.0; 4], [8.0, 9.0, 10.0, 11.0]].concat());
+}
+
+#[kernel(threads = 32, instances(bf16 = <bf16>, f32 = <f32>))]
+fn packets<T: Element>(out: GlobalMut<T>, inp: Global<T>) {
+    let scratch: SharedArray<T> = Layout::new().array(32 * 8);
+    let i = thread::index_1d() * T::PACKET;
+    scratch.set_packet(i, inp.packet_streaming(i));
+    let (x, y) = (scratch.packet(i), inp.skip(1).skip(T::PACKET - 1).packet(i));
+    out.set_packet_streaming(i, Packet::from_fn(|k| x.get(k) * 3.0 - y.get(k)));
+}
+
+fn packets_move<T: Element + bytemuck::Pod + PartialEq + std::fmt::Debug>() {
+    let inp: Vec<T> = (0..33 * T::PACKET).map(|i| T::from_f32(i as f32 * 0.37)).collect();
+    let mut memory = Memory::new();
+    let (out, view) = (memory.output("out", 32 * T::PACKET), memory.input("inp", &inp));
+    packets(out, view).emulate_checked(&mut memory, [1, 1, 1], 32 * 16).unwrap();
+    for (i, got) in memory.read(out).into_iter().enumerate() {
+        assert_eq!(got, T::from_f32(inp[i].to_f32() * 3.0 - inp[i + T::PACKET].to_f32()));
+    }
+}
+
+#[test]
+fn packets_of_both_types() {
+    packets_move::<bf16>();
+    packets_move::<f32>();
+}
+
+#[test]
+fn bf16_rounds_to_nearest_even() {
+    for (x, want) in [
+        (1.0, 1.0),
+        (1.0 + 1.0 / 256.0, 1.0),               // halfway, down to even
+        (1.0 + 3.0 / 256.0, 1.0 + 4.0 / 256.0), // halfway, up to even
+        (1.0 + 1.01 / 256.0, 1.0 + 2.0 / 256.0),
+        (-1.0 - 1.01 / 256.0, -1.0 - 2.0 / 256.0),
+        (f32::MAX, f32::INFINITY),
+        (f32::NEG_INFINITY, f32::NEG_INFINITY),
+        (-0.0, -0.0),
+        (1e-40, f32::from_bits(0x1_0000)), // the smallest subnormal
+    ] {
+        assert_eq!(bf16::from_f32(x).to_f32().to_bits(), want.to_bits(), "{x}");
+    }
+    for x in [f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)] {
+        assert_eq!(bf16::from_f32(x).to_bits(), 0x7fff);
+    }
+    for bits in (0..=u16::MAX).filter(|&bits| !bf16::from_bits(bits).to_f32().is_nan()) {
+        assert_eq!(bf16::from_f32(bf16::from_bits(bits).to_f32()).to_bits(), bits);
+    }
+}
+
+#[test]
+fn stochastic_rounding_is_unbiased() {
+    for x in [1.0f32 + 0.3 / 128.0, -2.7 - 1e-5, 3.0, 1e-3] {
+        let (low, high) = (f32::from_bits(x.to_bits() & 0xffff_0000), bf16::from_f32(x).to_f32());
+        let step = (f32::from_bits((x.to_bits() & 0xffff_0000) + 0x1_0000) - low).abs();
+        let mut mean = 0.0;
+        for noise in 0..=0xffff {
+            let got = bf16::from_f32_stochastic(x, noise | 0xabcd_0000).to_f32();
+            assert!((got - x).abs() < step, "{x} went to {got}, nearest {high}");
+            mean += f64::from(got) / 65536.0;
+        }
+        assert!((mean - f64::from(x)).abs() <= f64::from(step) * 1e-4, "{x}: mean {mean}");
+    }
+    assert_eq!(f32::from_f32_stochastic(0.1, 0xffff).to_bits(), 0.1f32.to_bits());
+}
+
+#[test]
+fn special_functions() {
+    for i in -400..=400 {
+        let x = i as f32 / 40.0;
+        let close =
+            |got: f32, want: f64| assert!((f64::from(got) - want).abs() <= 2e-6 * want.abs().max(1.0), "{x}: {got}");
+        close(math::exp(x), f64::from(x).exp());
+        close(math::exp2(x), f64::from(x).exp2());
+        close(math::tanh(x), f64::from(x).tanh());
+        close(math::tanh_fast(x), f64::from(x).tanh());
+        if x > 0.0 {
+            close(math::ln(x), f64::from(x).ln());
+            close(math::sqrt(x), f64::from(x).sqrt());
+            close(math::rsqrt(x), f64::from(x).sqrt().recip());
+            close(math::recip(x), f64::from(x).recip());
+        }
+    }
+    assert_eq!((math::exp2(-127.0), math::exp2(200.0), math::exp2(f32::NEG_INFINITY)), (0.0, f32::INFINITY, 0.0));
+    assert_eq!(
+        (math::recip(0.0), math::rsqrt(1e-40), math::ln(0.0)),
+        (f32::INFINITY, f32::INFINITY, f32::NEG_INFINITY)
+    );
+    assert!(math::rsqrt(-1.0).is_nan() && math::ln(-1.0).is_nan());
+    assert_eq!((math::max(f32::NAN, 1.0), math::fma(3.0, 4.0, 5.0), math::tanh(100.0)), (1.0, 17.0, 1.0));
+}
+
+#[test]
+fn layouts_are_measured_on_the_host() {
+    let mut layout = Layout::new();
+    let _: SharedArray<u32> = layout.array(3);
+    let _: SharedTile<bf16, 16, 32> = layout.tile();
+    let _: SharedArray<f32> = layout.array(1);
+    assert_eq!(layout.bytes(), 128 + 16 * (32 + 8) * 2 + 4);
+}
+
+#[test]
+fn a_missing_instance_names_those_there_are() {
+    #[kernel(threads = 32, instances(small = <f32, 4>, large = <f32, 8>))]
+    fn sized<T: Element, const N: usize>(out: GlobalMut<T>) {
+        out.set(N, T::default());
+    }
+    let out = GlobalMut::new(std::ptr::null_mut::<f32>());
+    assert_eq!((sized::<f32, 8>(out).name(), sized::<f32, 8>(out).threads()), ("sized_large", 32));
+    let panic = std::panic::catch_unwind(|| sized::<f32, 16>(out)).unwrap_err();
+    let text = panic.downcast_ref::<String>().expect("a formatted message");
+    assert!(
+        text.contains("kernel sized has no instance") && text.ends_with("there are: sized_small, sized_large"),
+        "{text}"
+    );
+}
+
+#[test]
+fn arguments_are_handed_over_as_bytes() {
+    #[kernel(threads = 32)]
+    fn mixed(out: GlobalMut<f32>, n: u32, scale: f32, count: u64) {
+        out.set(n as usize, scale + count as f32);
+    }
+    let pointer = std::ptr::without_provenance_mut::<f32>(0x1234_5678_9abc);
+    mixed(GlobalMut::new(pointer), 7, 1.5, 1 << 40).with_arguments(|arguments| {
+        assert_eq!(arguments.len(), 4);
+        // SAFETY: the addresses of four arguments of these types.
+        unsafe {
+            assert_eq!(*arguments[0].cast::<usize>(), 0x1234_5678_9abc);
+            assert_eq!((*arguments[1].cast::<u32>(), *arguments[2].cast::<f32>()), (7, 1.5));
+            assert_eq!(*arguments[3].cast::<u64>(), 1 << 40);
+        }
+    });
 }

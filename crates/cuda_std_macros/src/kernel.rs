@@ -98,14 +98,7 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
 
     let entries = if generic {
         let entry = |i: &Instance| {
-            device_entry(
-                &function,
-                &options,
-                arch.as_ref(),
-                threads,
-                &format_ident!("{name}_{}", i.suffix),
-                Some(i),
-            )
+            device_entry(&function, &options, arch.as_ref(), threads, &format_ident!("{name}_{}", i.suffix), Some(i))
         };
         options.instances.iter().map(entry).collect::<syn::Result<Vec<_>>>()?
     } else {
@@ -154,7 +147,7 @@ fn device_entry(
     let mut bounds = format!("// @launch {entry} maxntid={threads}");
     for (key, value) in [("minctasm", blocks_per_sm), ("cluster", options.cluster)] {
         if let Some(value) = value {
-            bounds += &format!(" {key}={value}");
+            bounds = format!("{bounds} {key}={value}");
         }
     }
     Ok(quote! {

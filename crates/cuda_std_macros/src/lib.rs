@@ -19,7 +19,7 @@ use proc_macro::TokenStream;
 /// * `threads = N`: block size, one-dimensional; becomes the entry's `.maxntid`.
 /// * `blocks_per_sm = N`: how many blocks must fit on a multiprocessor (`.minnctapersm`); caps registers.
 ///   An instance may have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
-/// * `cluster = N`: blocks per cluster in x (`.reqnctapercluster`), sm_90.
+/// * `cluster = N`: blocks per cluster in x (`.reqnctapercluster`), `sm_90`.
 /// * `arch = "sm_90a"`: the entry exists only in builds for this target.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {

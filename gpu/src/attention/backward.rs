@@ -7,7 +7,7 @@
 
 use super::mask::{crosses_diagonal, mask_scores, mask_scores_transposed};
 use super::softmax::{exponent_scale, scale};
-use super::tiles::{Accumulators, Left, lane_column, lane_row, load_async, stage, warp_row};
+use super::tiles::{Accumulators, Columns, Left, lane_row, load_async, stage, warp_row};
 use super::{Head, KEY, QUERY, VALUE};
 use core::f32::consts::LOG2_E;
 use cuda_std::mma::TensorCore;
@@ -100,6 +100,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Ke
 }
 
 /// Dynamic shared memory of [`attention_backward_keys`] with these arguments, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn keys_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize>() -> usize {
     let mut layout = Layout::new();
     let _ = KeysShared::<T, HS, ROWS, QUERIES>::new(&mut layout);
@@ -185,18 +186,19 @@ pub fn attention_backward_keys<T: TensorCore, const HS: usize, const ROWS: usize
         }
         let queries = shared.stage(tile);
         let first_query = tile * QUERIES;
-        let (shift, d) = (queries.shift.skip(lane_column()), queries.d.skip(lane_column()));
 
         let mut p = Accumulators::<ROWS, QUERIES>::zero();
         p.add_product_transposed::<T, HS>(|strip, i| k.fragment(strip, i), queries.q);
         if last_key > first_query {
             mask_scores_transposed(&mut p, first_key, first_query);
         }
+        let shift = Columns::load::<QUERIES>(queries.shift);
         p.map(|_, _, col, s| math::exp2(math::fma(s, exponent_scale, shift.at(col))));
         dv.add_product::<T, QUERIES>(|strip, i| p.fragment::<T>(strip, i), queries.dout);
 
         let mut ds = Accumulators::<ROWS, QUERIES>::zero();
         ds.add_product_transposed::<T, HS>(|strip, i| v.fragment(strip, i), queries.dout);
+        let d = Columns::load::<QUERIES>(queries.d);
         ds.zip(&p, |_, _, col, dp, p| p * (dp - d.at(col)));
         dk.add_product::<T, QUERIES>(|strip, i| ds.fragment::<T>(strip, i), queries.q);
 
@@ -244,6 +246,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Queri
 }
 
 /// Dynamic shared memory of [`attention_backward_queries`] with these arguments, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn queries_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
     let mut layout = Layout::new();
     let _ = QueriesShared::<T, HS, ROWS, KEYS>::new(&mut layout);

@@ -37,7 +37,8 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Share
 }
 
 /// Dynamic shared memory of [`attention_forward`] with these arguments, in bytes.
-pub fn shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
     let mut layout = Layout::new();
     let _ = Shared::<T, HS, ROWS, KEYS>::new(&mut layout);
     layout.bytes()

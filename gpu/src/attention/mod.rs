@@ -2,6 +2,8 @@
 
 mod backward;
 mod forward;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod launch;
 mod mask;
 mod softmax;
 mod tiles;

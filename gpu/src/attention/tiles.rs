@@ -5,7 +5,7 @@
 //! per warp for all its strips.
 
 use cuda_std::mma::TensorCore;
-use cuda_std::{Element, Global, GlobalMut, SharedTile, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, SharedArray, SharedTile, thread, warp};
 
 pub const THREADS: usize = 128;
 const WARPS: usize = THREADS / warp::LANES as usize;
@@ -47,12 +47,15 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     if THREADS % packets != 0 && row >= rows_per_pass {
         return;
     }
+    // Running position and a 32-bit count: little address arithmetic between the products.
+    let left = rows.count.saturating_sub(first + row) as u32;
+    let mut at = rows.element(first + row) + col;
     for pass in 0..R.div_ceil(rows_per_pass) {
-        let row = row + pass * rows_per_pass;
-        if R % rows_per_pass == 0 || row < R {
-            let valid = first + row < rows.count;
-            tile.copy_packet_async(row, col, from, rows.element(first + row) + col, valid);
+        let further = pass * rows_per_pass;
+        if R % rows_per_pass == 0 || row + further < R {
+            tile.copy_packet_async(row + further, col, from, at, (further as u32) < left);
         }
+        at += rows_per_pass * rows.stride;
     }
 }
 
@@ -69,11 +72,11 @@ fn store<T: Element, const R: usize, const HS: usize>(
     let rows_per_pass = LANES / packets;
     let lane = warp::lane() as usize;
     let (row, col) = (lane / packets, lane % packets * T::PACKET);
-    let owned = R / WARPS;
+    let (owned, warp_row) = (R / WARPS, warp_row::<R>());
     if row < rows_per_pass {
         for pass in 0..owned.div_ceil(rows_per_pass) {
             let row = row + pass * rows_per_pass;
-            let in_tile = warp_row::<R>() + row;
+            let in_tile = warp_row + row;
             if row < owned && first + in_tile < rows.count {
                 to.set_packet(rows.element(first + in_tile) + col, tile.packet(in_tile, col));
             }
@@ -247,6 +250,28 @@ pub fn lane_row() -> usize {
 #[inline(always)]
 pub fn lane_column() -> usize {
     warp::lane() as usize % 4 * 2
+}
+
+/// A value for each of a lane's columns of a C-column matrix.
+#[derive(Clone, Copy)]
+pub struct Columns([[f32; 2]; COLUMNS / 8]);
+
+impl Columns {
+    #[inline(always)]
+    #[track_caller]
+    pub fn load<const C: usize>(values: SharedArray<f32>) -> Self {
+        let mut columns = [[0.0; 2]; COLUMNS / 8];
+        for n in 0..C / 8 {
+            columns[n] = values.pair(8 * n + lane_column());
+        }
+        Self(columns)
+    }
+
+    /// That of a column less [`lane_column`].
+    #[inline(always)]
+    pub fn at(&self, col: usize) -> f32 {
+        self.0[col / 8][col % 8]
+    }
 }
 
 /// One of two stages of a pipeline, by the parity of the tile it holds. Takes views one by one, as values: of a struct of

@@ -9,6 +9,7 @@
 //! [`Engine::wait`] wait for results.
 
 pub mod cpu;
+pub mod cuda;
 pub mod open;
 
 use crate::plan::Plan;

@@ -1,6 +1,8 @@
 //! From `--device` and `--precision` to an engine.
 
 use super::cpu::Cpu;
+pub use super::cuda::Precision;
+use super::cuda::Options;
 use super::{Engine, Result};
 use anyhow::{Context, bail};
 
@@ -11,12 +13,6 @@ pub enum Device {
     Auto,
     Cpu,
     Cuda,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Precision {
-    Bf16,
-    Fp32,
 }
 
 /// An engine, and why it is not the one that `auto` would rather have taken.
@@ -44,6 +40,6 @@ pub fn open(device: Device, precision: Option<Precision>) -> Result<Opened> {
     }
 }
 
-fn cuda(_precision: Option<Precision>) -> Result<Box<dyn Engine>> {
-    bail!("this program was built without the CUDA engine")
+fn cuda(precision: Option<Precision>) -> Result<Box<dyn Engine>> {
+    super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32: true })
 }

@@ -1,6 +1,9 @@
 //! Loads, stores, atomics and asynchronous copies.
 
-use super::block::{is_running, with};
+use super::block::{fail, is_checked, is_running, with};
+use super::checker::{Finding, Kind, Request};
+use super::report::Site;
+use std::panic::Location;
 use std::ptr;
 use std::sync::atomic::{self, AtomicU32, Ordering};
 
@@ -10,10 +13,31 @@ pub fn shared_base() -> *mut u8 {
     if is_running() { with(super::block::Block::shared_base) } else { ptr::null_mut() }
 }
 
+/// In a checked launch, stops the kernel if this access must not be.
+#[inline(always)]
+pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
+    if is_checked() {
+        check_slowly(Request { kind, address, bytes, align, at });
+    }
+}
+
+#[inline(never)]
+fn check_slowly(request: Request) {
+    let found = with(|block| {
+        let thread = block.current;
+        block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request))
+    });
+    if let Err(Finding { fault, other, message }) = found {
+        fail(fault, request.at, other, message);
+    }
+}
+
 /// # Safety
 /// `pointer` must be valid for reads of a `T`.
 #[inline]
+#[track_caller]
 pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
+    check(Kind::Read, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
     // SAFETY: the caller's.
     unsafe { *pointer }
 }
@@ -21,30 +45,47 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 /// # Safety
 /// `pointer` must be valid for writes of a `T`.
 #[inline]
+#[track_caller]
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
+    check(Kind::Write, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
     // SAFETY: the caller's.
     unsafe { *pointer = value }
+}
+
+/// 16 bytes without asking the checker.
+///
+/// # Safety
+/// `pointer` must be valid for reads of 16 bytes.
+#[inline]
+pub unsafe fn words(pointer: *const u32) -> [u32; 4] {
+    // SAFETY: the caller's.
+    unsafe { pointer.cast::<[u32; 4]>().read_unaligned() }
 }
 
 /// # Safety
 /// `pointer` must be valid for reads of 16 bytes and 16-byte aligned.
 #[inline]
+#[track_caller]
 pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
+    check(Kind::Read, pointer.addr(), 16, 16, Location::caller());
     // SAFETY: the caller's.
-    unsafe { load::<[u32; 4]>(pointer.cast()) }
+    unsafe { words(pointer) }
 }
 
 /// # Safety
 /// `pointer` must be valid for writes of 16 bytes and 16-byte aligned.
 #[inline]
+#[track_caller]
 pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
+    check(Kind::Write, pointer.addr(), 16, 16, Location::caller());
     // SAFETY: the caller's.
-    unsafe { store::<[u32; 4]>(pointer.cast(), value) }
+    unsafe { pointer.cast::<[u32; 4]>().write_unaligned(value) }
 }
 
 /// # Safety
 /// As [`load128`].
 #[inline]
+#[track_caller]
 pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
     // SAFETY: the caller's.
     unsafe { load128(pointer) }
@@ -53,6 +94,7 @@ pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
 /// # Safety
 /// As [`store128`].
 #[inline]
+#[track_caller]
 pub unsafe fn store128_streaming(pointer: *mut u32, value: [u32; 4]) {
     // SAFETY: the caller's.
     unsafe { store128(pointer, value) }
@@ -61,7 +103,9 @@ pub unsafe fn store128_streaming(pointer: *mut u32, value: [u32; 4]) {
 /// # Safety
 /// `pointer` must be valid for reads and writes, and accessed only atomically meanwhile.
 #[inline]
+#[track_caller]
 pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
+    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
     // SAFETY: the caller's.
     unsafe { AtomicU32::from_ptr(pointer) }.fetch_add(value, Ordering::Relaxed)
 }
@@ -69,16 +113,22 @@ pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
 /// # Safety
 /// As [`atomic_add_u32`].
 #[inline]
+#[track_caller]
 pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
+    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
     // SAFETY: the caller's; f32 and u32 have one layout.
     let word = unsafe { AtomicU32::from_ptr(pointer.cast()) };
     let add = |bits| Some((f32::from_bits(bits) + value).to_bits());
     let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
 }
 
-#[inline]
 pub fn fence_device() {
     atomic::fence(Ordering::AcqRel);
+    with(|block| {
+        if let Some(checker) = &mut block.checker {
+            checker.fenced();
+        }
+    });
 }
 
 /// A thread's `cp.async`s under way. Their bytes move when the thread waits for them, the latest moment there is.
@@ -109,7 +159,13 @@ impl AsyncCopies {
 /// `to` must stay valid for writes of 16 bytes, and if `valid` `from` for reads, until the copy is waited for; both
 /// 16-byte aligned.
 #[inline]
+#[track_caller]
 pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
+    let at = Location::caller();
+    if valid {
+        check(Kind::Read, from.addr(), 16, 16, at);
+    }
+    check(Kind::AsyncWrite, to.addr(), 16, 16, at);
     with(|block| {
         let mine = &mut block.copies[block.current];
         mine.copies.push(AsyncCopy { to, from: valid.then_some(from), group: mine.groups });
@@ -128,7 +184,13 @@ pub fn async_copy_wait<const PENDING: u32>() {
         let done = mine.copies.partition_point(|copy| copy.group + PENDING < mine.groups);
         for copy in mine.copies.drain(..done) {
             // SAFETY: the contract of `async_copy_16`.
-            unsafe { store128(copy.to, copy.from.map_or([0; 4], |from| load128(from))) };
+            unsafe {
+                let bytes = copy.from.map_or([0; 4], |from| words(from));
+                copy.to.cast::<[u32; 4]>().write_unaligned(bytes);
+            }
+            if let Some(checker) = &mut block.checker {
+                checker.landed(block.current, copy.to.addr());
+            }
         }
     });
 }

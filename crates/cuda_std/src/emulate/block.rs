@@ -6,7 +6,9 @@
 
 use super::LANES;
 use super::access::AsyncCopies;
+use super::checker::Checker;
 use super::collective::{Barrier, Wait, Warp};
+use super::memory::Memory;
 use super::report::{Fault, Line, Report, Site, ranges};
 use super::stack::{self, FiberStack};
 use corosensei::{Coroutine, Yielder};
@@ -40,6 +42,8 @@ pub struct Block {
     /// Dynamic shared memory, 1024-byte aligned as on the device.
     shared: Vec<Kilobyte>,
     report: Option<Report>,
+    suspicion: Option<Report>,
+    pub checker: Option<Box<Checker>>,
 }
 
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
@@ -51,6 +55,13 @@ const POISON: Kilobyte = Kilobyte([0xff; 1024]);
 
 thread_local! {
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
+    /// Whether that block is watched.
+    static CHECKED: Cell<bool> = const { Cell::new(false) };
+}
+
+#[inline]
+pub fn is_checked() -> bool {
+    CHECKED.get()
 }
 
 /// Whether a kernel is being emulated here.
@@ -76,12 +87,15 @@ pub fn suspend() {
     unsafe { (*yielder).suspend(()) }
 }
 
-/// Stops the kernel with this finding.
+/// Stops the kernel with this finding. A read of what was never written stops only its thread at first: if another thread
+/// goes on to write there, the two race, and that says more.
 #[cold]
 pub fn fail(fault: Fault, at: Site, other: Option<Site>, message: String) -> ! {
     with(|block| {
         let report = block.report_of(fault, Some(at), other, message);
-        block.report.get_or_insert(Report { thread: Some(block.current as u32), ..report });
+        let report = Report { thread: Some(block.current as u32), ..report };
+        let slot = if fault == Fault::Uninitialised { &mut block.suspicion } else { &mut block.report };
+        slot.get_or_insert(report);
     });
     loop {
         // The scheduler sees the report and unwinds the fiber from here.
@@ -90,12 +104,12 @@ pub fn fail(fault: Fault, at: Site, other: Option<Site>, message: String) -> ! {
 }
 
 impl Block {
-    fn new(kernel: &'static str, size: [u32; 3], threads: u32, shared_bytes: usize) -> Self {
-        let threads = threads as usize;
+    fn new(grid: &Grid<'_>) -> Self {
+        let threads = grid.threads as usize;
         Self {
-            kernel,
-            size,
-            threads: threads as u32,
+            kernel: grid.kernel,
+            size: grid.size,
+            threads: grid.threads,
             index: [0; 3],
             current: 0,
             warps: (0..threads.div_ceil(LANES)).map(|w| Warp::new((threads - w * LANES).min(LANES))).collect(),
@@ -103,8 +117,10 @@ impl Block {
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),
             waits: vec![None; threads],
             yielders: vec![ptr::null(); threads],
-            shared: vec![POISON; shared_bytes.div_ceil(1024)],
+            shared: vec![POISON; grid.shared_bytes.div_ceil(1024)],
             report: None,
+            suspicion: None,
+            checker: None,
         }
     }
 
@@ -114,6 +130,7 @@ impl Block {
         self.barriers = Default::default();
         self.copies.iter_mut().for_each(AsyncCopies::clear);
         self.waits.fill(None);
+        (self.report, self.suspicion) = (None, None);
         self.shared.fill(POISON);
     }
 
@@ -165,44 +182,69 @@ impl Block {
     }
 }
 
-/// Runs `body` in every thread of `grid` blocks, or says why it could not be run to its end.
-pub fn run(
-    kernel: &'static str,
-    body: &(dyn Fn() + Sync),
-    grid: [u32; 3],
-    threads: u32,
-    shared_bytes: usize,
-) -> Result<(), Report> {
-    let refuse =
-        |message| Report { kernel, block: [0; 3], thread: None, fault: Fault::Launch, at: None, other: None, message };
-    if grid.contains(&0) || grid[1] > 65535 || grid[2] > 65535 || grid[0] > i32::MAX as u32 {
-        return Err(refuse(format!("the grid {grid:?} is not 1 to 2^31-1 x 1 to 65535 x 1 to 65535 blocks")));
+/// A launch, before it is known to be possible.
+pub struct Grid<'a> {
+    pub kernel: &'static str,
+    pub body: &'a (dyn Fn() + Sync),
+    pub size: [u32; 3],
+    pub threads: u32,
+    pub shared_bytes: usize,
+}
+
+impl Grid<'_> {
+    fn refuse(&self, message: String) -> Report {
+        let (kernel, block, fault) = (self.kernel, [0; 3], Fault::Launch);
+        Report { kernel, block, thread: None, fault, at: None, other: None, message }
     }
-    if !(1..=MAX_THREADS).contains(&threads) {
-        return Err(refuse(format!("a block of {threads} threads, expected 1 to {MAX_THREADS}")));
+
+    /// The number of blocks, if a device would take this launch.
+    fn blocks(&self) -> Result<u64, Report> {
+        let Self { size, threads, shared_bytes, .. } = *self;
+        if size.iter().zip([i32::MAX as u32, 65535, 65535]).any(|(n, most)| !(1..=most).contains(n)) {
+            let message = format!("a grid of {size:?} blocks, expected 1 to 2^31-1 by 1 to 65535 by 1 to 65535");
+            return Err(self.refuse(message));
+        }
+        if !(1..=MAX_THREADS).contains(&threads) {
+            return Err(self.refuse(format!("a block of {threads} threads, expected 1 to {MAX_THREADS}")));
+        }
+        if shared_bytes > MAX_SHARED {
+            let message = format!("{shared_bytes} bytes of shared memory for a block, expected {MAX_SHARED} at most");
+            return Err(self.refuse(message));
+        }
+        Ok(size.iter().map(|&n| u64::from(n)).product())
     }
-    if shared_bytes > MAX_SHARED {
-        return Err(refuse(format!("{shared_bytes} bytes of shared memory, a multiprocessor has {MAX_SHARED}")));
+
+    fn index(&self, number: u64) -> [u32; 3] {
+        let [x, y] = [0, 1].map(|axis| u64::from(self.size[axis]));
+        [number % x, number / x % y, number / (x * y)].map(|i| i as u32)
     }
-    let blocks = grid.iter().map(|&n| u64::from(n)).product::<u64>();
-    let workers = rayon::current_num_threads().min(MAX_FIBERS / threads as usize);
+
+    fn stacks(&self) -> Result<Vec<FiberStack>, Report> {
+        stack::take(self.threads as usize)
+            .map_err(|error| self.refuse(format!("no memory for the stacks of {} fibers: {error}", self.threads)))
+    }
+}
+
+/// Runs the body in every thread of every block, blocks in parallel, or says why that came to no end.
+pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
+    let blocks = grid.blocks()?;
+    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
     let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let work = |_| {
-        let mut stacks = match stack::take(threads as usize) {
+        let mut stacks = match grid.stacks() {
             Ok(stacks) => stacks,
-            Err(error) => return Some((0, refuse(format!("no memory for the stacks of {threads} fibers: {error}")))),
+            Err(report) => return Some((0, report)),
         };
-        let mut block = Block::new(kernel, grid, threads, shared_bytes);
+        let mut block = Block::new(grid);
         let mut found = None;
         while found.is_none() {
             let number = next.fetch_add(1, Ordering::Relaxed);
             if number >= blocks {
                 break;
             }
-            let [x, y] = [0, 1].map(|axis| u64::from(grid[axis]));
-            block.start([number % x, number / x % y, number / (x * y)].map(|i| i as u32));
-            found = run_block(&mut block, body, &mut stacks).map(|report| (number, report));
+            block.start(grid.index(number));
+            found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
         }
         if found.is_some() {
             next.store(blocks, Ordering::Relaxed);
@@ -214,18 +256,40 @@ pub fn run(
     first.map_or(Ok(()), |(_, report)| Err(report))
 }
 
+/// As [`run`], one block after the other, watching every access.
+pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
+    let blocks = grid.blocks()?;
+    let mut stacks = grid.stacks()?;
+    let mut block = Block::new(grid);
+    let shared_start = block.shared_base().addr();
+    block.checker = Some(Box::new(Checker::new(memory, shared_start, grid.shared_bytes)));
+    let found = (0..blocks).find_map(|number| {
+        block.start(grid.index(number));
+        if let Some(checker) = &mut block.checker {
+            checker.start_block(number as u32);
+        }
+        run_block(&mut block, grid.body, &mut stacks)
+    });
+    stack::give_back(stacks);
+    if let Some(checker) = block.checker.take() {
+        checker.give_back(memory);
+    }
+    found.map_or(Ok(()), Err)
+}
+
 /// Points BLOCK at a block, and back at what it was when dropped.
-struct Running(*mut Block);
+struct Running(*mut Block, bool);
 
 impl Running {
-    fn new(block: *mut Block) -> Self {
-        Self(BLOCK.replace(block))
+    fn new(block: *mut Block, checked: bool) -> Self {
+        Self(BLOCK.replace(block), CHECKED.replace(checked))
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         BLOCK.set(self.0);
+        CHECKED.set(self.1);
     }
 }
 
@@ -255,8 +319,9 @@ fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<Fiber
         })
         .collect();
 
+    let checked = block.checker.is_some();
     let block: *mut Block = block;
-    let running = Running::new(block);
+    let running = Running::new(block, checked);
     let mut progress = true;
     'run: while progress {
         progress = false;
@@ -277,15 +342,16 @@ fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<Fiber
         if stuck && block.report.is_none() {
             block.report = Some(block.deadlock());
         }
-        block.report.clone()
+        match (block.report.clone(), block.suspicion.clone()) {
+            (Some(race), Some(read)) if race.fault == Fault::Race && race.other == read.at => Some(race),
+            (report, suspicion) => suspicion.or(report),
+        }
     });
     stacks.extend(fibers.into_iter().map(|mut fiber| {
         fiber.force_unwind();
         fiber.into_stack()
     }));
     drop(running);
-    // SAFETY: no fiber is left, so nothing else refers to the block.
-    unsafe { (*block).report = None };
     report
 }
 

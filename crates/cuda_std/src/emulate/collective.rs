@@ -132,8 +132,8 @@ pub fn collective<R>(
     result: impl FnOnce(&Slots, usize) -> R,
 ) -> R {
     let arrival = with(|block| {
-        let (warp, lane) = block.place();
-        let warp = &mut block.warps[warp];
+        let (index, lane) = block.place();
+        let warp = &mut block.warps[index];
         let turn = warp.turn;
         deposit(&mut warp.slots[turn][lane]);
         let last = warp.arrive(lane, wait)?;
@@ -141,6 +141,9 @@ pub fn collective<R>(
             complete(&mut warp.slots[turn]);
             warp.turn ^= 1;
             warp.ready |= warp.lanes & !(1 << lane);
+            if let (Operation::SyncWarp, Some(checker)) = (wait.operation, &mut block.checker) {
+                checker.warp_synced(index);
+            }
         } else {
             block.wait(wait);
         }
@@ -212,7 +215,8 @@ pub fn ballot(predicate: bool) -> u32 {
 
 #[track_caller]
 pub fn sync_warp() {
-    collective(Wait { operation: Operation::SyncWarp, at: Location::caller() }, |_| (), |_| (), |_, _| ());
+    let wait = Wait { operation: Operation::SyncWarp, at: Location::caller() };
+    collective(wait, |_| (), |_| (), |_, _| ());
 }
 
 /// A hardware barrier of the block.
@@ -288,6 +292,9 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
         return Outcome::Disagrees(expects, first);
     }
     barrier.arrived += LANES as u32;
+    if let Some(checker) = &mut block.checker {
+        checker.arrived(warp, id as usize);
+    }
     if blocking {
         barrier.waiting |= 1 << warp;
     } else {
@@ -298,6 +305,9 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
         return if blocking { Outcome::Waits } else { Outcome::Goes };
     }
     let waiting = std::mem::take(barrier).waiting;
+    if let Some(checker) = &mut block.checker {
+        checker.released(id as usize, waiting);
+    }
     for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
         let warp = &mut block.warps[w];
         warp.ready |= warp.lanes;

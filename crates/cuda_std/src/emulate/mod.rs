@@ -1,13 +1,17 @@
 //! The CPU back end: a block is one fiber per GPU thread, and whatever threads do together is a rendezvous of fibers.
 //!
 //! `block` runs the fibers and holds what a block is; `collective` is the rendezvous of a warp's lanes and of warps at
-//! barriers; `tensor` computes `ldmatrix` and `mma`; `access` is memory; `arithmetic` the special-function unit.
+//! barriers; `tensor` computes `ldmatrix` and `mma`; `access` is memory,
+//! `checker` what watches it (`shadow` what it remembers, `memory` the buffers it knows); `arithmetic` the special-function unit.
 
 mod access;
 mod arithmetic;
 mod block;
+mod checker;
 mod collective;
+mod memory;
 mod report;
+mod shadow;
 mod stack;
 mod tensor;
 
@@ -17,11 +21,13 @@ pub use access::{
 };
 pub use arithmetic::{bf16x2, exp2, fma, log2, recip, rsqrt, sqrt, tanh};
 pub use block::{
-    block_dim_x, block_idx_x, block_idx_y, block_idx_z, grid_dim_x, grid_dim_y, grid_dim_z, run, thread_idx_x,
+    Grid, block_dim_x, block_idx_x, block_idx_y, block_idx_z, grid_dim_x, grid_dim_y, grid_dim_z, run, run_checked,
+    thread_idx_x,
 };
 pub use collective::{
     arrive_named, ballot, shuffle_down, shuffle_idx, shuffle_xor, sync_named, sync_threads, sync_warp,
 };
+pub use memory::Memory;
 pub use report::{Fault, Report};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 

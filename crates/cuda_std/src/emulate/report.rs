@@ -20,6 +20,18 @@ pub enum Fault {
     Operand,
     /// The kernel panicked.
     Panic,
+    /// An access outside every buffer and the block's shared memory.
+    OutOfBounds,
+    /// An access whose address is no multiple of its alignment.
+    Misaligned,
+    /// A write to an input.
+    ReadOnly,
+    /// A read of memory that was never written.
+    Uninitialised,
+    /// Two threads' accesses to one place, one of them a write, and nothing that orders them.
+    Race,
+    /// An access to the target of an asynchronous copy before its wait.
+    AsyncCopy,
 }
 
 /// Why a kernel was stopped: kernel, block, threads and source lines.

@@ -2,8 +2,9 @@
 //! [`crate::mma`].
 
 use super::LANES;
-use super::access::load128;
+use super::access::{check, words};
 use super::arithmetic::tf32;
+use super::checker::Kind;
 use super::collective::{Operation, Slot, Slots, Wait, collective};
 use std::array;
 use std::panic::Location;
@@ -14,6 +15,7 @@ use std::panic::Location;
 /// `row` must be valid for reads of 16 bytes and 16-byte aligned.
 #[inline]
 unsafe fn ldmatrix(row: *const u32, wait: Wait, pick: impl Fn(&[[u32; 4]], usize) -> u32) -> [u32; 4] {
+    check(Kind::WarpRead, row.addr(), 16, 16, wait.at);
     let deposit = |slot: &mut Slot| {
         let address = row.expose_provenance() as u64;
         (slot.0[0], slot.0[1]) = (address as u32, (address >> 32) as u32);
@@ -22,7 +24,7 @@ unsafe fn ldmatrix(row: *const u32, wait: Wait, pick: impl Fn(&[[u32; 4]], usize
         let rows: [[u32; 4]; LANES] = array::from_fn(|lane| {
             let address = u64::from(slots[lane].0[0]) | u64::from(slots[lane].0[1]) << 32;
             // SAFETY: the lane's caller's.
-            unsafe { load128(std::ptr::with_exposed_provenance(address as usize)) }
+            unsafe { words(std::ptr::with_exposed_provenance(address as usize)) }
         });
         for (lane, slot) in slots.iter_mut().enumerate() {
             for matrix in 0..4 {

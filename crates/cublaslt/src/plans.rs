@@ -1,0 +1,270 @@
+//! Products prepared once and run many times.
+
+use crate::handle::{Handle, Workspace};
+use crate::matmul::{Operands, Problem};
+use crate::result::{Error, Owned, Result, check};
+use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
+use cuda_driver::Stream;
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+/// The products of one stream: descriptors and algorithm of each are made when it is first seen, and kept.
+pub struct Matmuls {
+    plans: HashMap<(Problem, [u32; 5]), Plan>,
+    workspace: Workspace,
+    handle: Handle,
+}
+
+/// What a product needs beyond its addresses.
+struct Plan {
+    product: Owned,
+    a: Owned,
+    b: Owned,
+    d: Owned,
+    algo: MatmulAlgo,
+}
+
+impl Matmuls {
+    pub fn new(handle: Handle) -> Result<Self> {
+        Ok(Self { plans: HashMap::new(), workspace: Workspace::new(handle.gpu())?, handle })
+    }
+
+    /// How many products are prepared.
+    pub fn len(&self) -> usize {
+        self.plans.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.plans.is_empty()
+    }
+
+    /// Queues a product. All of an object's products go to one `stream`, because they share a workspace.
+    ///
+    /// # Safety
+    /// The addresses are device memory of the sizes that `problem` implies, D and what the epilogue writes overlap
+    /// nothing else, and nothing else uses them until the stream has passed the product.
+    pub unsafe fn run(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<()> {
+        operands.validate(problem)?;
+        let key = (*problem, operands.alignments());
+        if !self.plans.contains_key(&key) {
+            let plan = Plan::new(&self.handle, problem, operands)?;
+            self.plans.insert(key, plan);
+        }
+        let plan = self.plans.get_mut(&key).expect("inserted above");
+        plan.product.point_at(operands)?;
+        let (one, beta) = (1_f32, f32::from(u8::from(problem.accumulate)));
+        // SAFETY: descriptors are live and describe the operands, which are the caller's promise; the workspace is as
+        // large as the algorithm was told it may be; alpha and beta are read on the host before the call returns.
+        let status = unsafe {
+            (self.handle.lt.matmul)(
+                self.handle.raw,
+                plan.product.raw(),
+                (&raw const one).cast(),
+                device(operands.a),
+                plan.a.raw(),
+                device(operands.b),
+                plan.b.raw(),
+                (&raw const beta).cast(),
+                device(operands.d),
+                plan.d.raw(),
+                device(operands.d),
+                plan.d.raw(),
+                &raw const plan.algo,
+                device(self.workspace.address()),
+                Workspace::BYTES,
+                stream.as_raw(),
+            )
+        };
+        check(status, "cublasLtMatmul").map_err(|error| error.of(problem))
+    }
+}
+
+fn device(address: u64) -> *mut c_void {
+    std::ptr::without_provenance_mut(address as usize)
+}
+
+impl Error {
+    /// Names the product in a failed call.
+    fn of(self, problem: &Problem) -> Self {
+        match self {
+            Self::Call { call, status } => Self::Call { call: format!("{call} of {problem}"), status },
+            other => other,
+        }
+    }
+}
+
+impl Owned {
+    fn point_at(&mut self, operands: &Operands) -> Result<()> {
+        if let Some(bias) = operands.bias {
+            self.set(sys::DESC_BIAS_POINTER, bias)?;
+        }
+        if let Some(aux) = operands.aux {
+            self.set(sys::DESC_EPILOGUE_AUX_POINTER, aux)?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn new(handle: &Handle, problem: &Problem, operands: &Operands) -> Result<Self> {
+        let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
+        let preference = prefer(handle.lt, operands)?;
+        // SAFETY: all zeros are a value of this plain structure.
+        let mut best: HeuristicResult = unsafe { std::mem::zeroed() };
+        let mut count = 0;
+        // SAFETY: descriptors are live; there is room for the one result asked for.
+        let status = unsafe {
+            (handle.lt.heuristic)(
+                handle.raw,
+                product.raw(),
+                a.raw(),
+                b.raw(),
+                d.raw(),
+                d.raw(),
+                preference.raw(),
+                1,
+                &raw mut best,
+                &raw mut count,
+            )
+        };
+        // 15, not supported, is how the library says that it found none.
+        if status == 15 || (status == 0 && (count == 0 || best.state != 0)) {
+            return Err(Error::NoAlgorithm { problem: problem.to_string() });
+        }
+        check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;
+        Ok(Self { product, a, b, d, algo: best.algo })
+    }
+}
+
+/// Descriptors of the product and of A, B and D.
+fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(Owned, [Owned; 3])> {
+    let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, batch, .. } = *problem;
+    let mut product = Owned::product(lt, element == crate::Element::Tf32)?;
+    let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
+    product.set(sys::DESC_TRANSA, op(transpose_a))?;
+    product.set(sys::DESC_TRANSB, op(transpose_b))?;
+    product.set(sys::DESC_EPILOGUE, epilogue.raw())?;
+    if epilogue.uses_bias() {
+        product.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
+    }
+    if epilogue.uses_aux() {
+        product.set(sys::DESC_EPILOGUE_AUX_DATA_TYPE, element.raw())?;
+        product.set(sys::DESC_EPILOGUE_AUX_LD, m as i64)?;
+    }
+    // The heuristic reads the pointers' alignment.
+    product.point_at(operands)?;
+
+    let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
+    let layout = |(rows, columns)| -> Result<Owned> {
+        let mut layout = Owned::layout(lt, element.raw(), rows, columns)?;
+        if batch != 1 {
+            layout.set(sys::LAYOUT_BATCH_COUNT, batch as i32)?;
+            layout.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, (rows * columns) as i64)?;
+        }
+        Ok(layout)
+    };
+    let layouts = [layout(swap_if(transpose_a, (m, k)))?, layout(swap_if(transpose_b, (k, n)))?, layout((m, n))?];
+    Ok((product, layouts))
+}
+
+/// The workspace at hand, the alignment at hand, and no split-K: partial sums that meet in an order of their own would
+/// make results differ between plans.
+fn prefer(lt: &Functions, operands: &Operands) -> Result<Owned> {
+    let mut preference = Owned::preference(lt)?;
+    preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
+    preference.set(sys::PREF_REDUCTION_SCHEME_MASK, sys::REDUCTION_SCHEME_NONE)?;
+    let [a, b, d, ..] = operands.alignments();
+    for (attribute, bytes) in [
+        (sys::PREF_MIN_ALIGNMENT_A_BYTES, a),
+        (sys::PREF_MIN_ALIGNMENT_B_BYTES, b),
+        (sys::PREF_MIN_ALIGNMENT_C_BYTES, d),
+        (sys::PREF_MIN_ALIGNMENT_D_BYTES, d),
+    ] {
+        preference.set(attribute, bytes)?;
+    }
+    Ok(preference)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Epilogue::{Bias, BiasGradA, BiasGradB, DGelu, DGeluBiasGrad, GeluAuxBias, None as Plain};
+    use crate::{Element, Epilogue, handle};
+
+    /// Descriptors are host memory, so they can be made without a GPU wherever the library is. Where it is not, the
+    /// error is what a user would see.
+    #[test]
+    fn the_library_accepts_every_descriptor_or_its_absence_is_explained() {
+        let lt = match handle::library() {
+            Ok(lt) => lt,
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("libcublasLt.so.1") && text.contains("pip install nvidia-cublas"), "{text}");
+                assert!(text.contains("looked in the dynamic linker's path, /"), "{text}");
+                return;
+            }
+        };
+        for element in [Element::Bf16, Element::F32, Element::Tf32] {
+            for epilogue in [Plain, Bias, GeluAuxBias, DGelu, DGeluBiasGrad, BiasGradA, BiasGradB] {
+                for (transpose_a, transpose_b, batch) in [(true, false, 1), (false, true, 12)] {
+                    let problem = Problem {
+                        m: 3072,
+                        n: 256,
+                        k: 768,
+                        transpose_a,
+                        transpose_b,
+                        element,
+                        epilogue,
+                        accumulate: false,
+                        batch,
+                    };
+                    let at = |used: bool| used.then_some(0x1000);
+                    let operands = Operands {
+                        a: 0x100,
+                        b: 0x210,
+                        d: 0x320,
+                        bias: at(epilogue.uses_bias()),
+                        aux: at(epilogue.uses_aux()),
+                    };
+                    operands.validate(&problem).unwrap();
+                    describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));
+                    prefer(lt, &operands).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plans_differ_by_every_part_of_the_key() {
+        let problem = Problem {
+            m: 64,
+            n: 32,
+            k: 16,
+            transpose_a: true,
+            transpose_b: false,
+            element: Element::Bf16,
+            epilogue: Epilogue::None,
+            accumulate: false,
+            batch: 1,
+        };
+        let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
+        let keys = [
+            (problem, at),
+            (Problem { m: 128, ..problem }, at),
+            (Problem { n: 64, ..problem }, at),
+            (Problem { k: 32, ..problem }, at),
+            (Problem { transpose_a: false, ..problem }, at),
+            (Problem { transpose_b: true, ..problem }, at),
+            (Problem { element: Element::F32, ..problem }, at),
+            (Problem { element: Element::Tf32, ..problem }, at),
+            (Problem { epilogue: Epilogue::Bias, ..problem }, at),
+            (Problem { accumulate: true, ..problem }, at),
+            (Problem { batch: 2, ..problem }, at),
+            (problem, Operands { b: 0x210, ..at }),
+        ];
+        let distinct: std::collections::HashSet<_> = keys.iter().map(|(p, o)| (*p, o.alignments())).collect();
+        assert_eq!(distinct.len(), keys.len());
+        // Other addresses of the same alignment share a plan.
+        assert!(distinct.contains(&(problem, Operands { a: 0x1100, ..at }.alignments())));
+    }
+}

@@ -1,0 +1,120 @@
+//! Status codes as errors, descriptors as owned values.
+
+use crate::sys::{self, Functions, Status};
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Error {
+    #[error(
+        "{0}; matrix products on a GPU need cuBLASLt: `pip install nvidia-cublas` (CUDA 13, driver 580 or later) or \
+         `pip install nvidia-cublas-cu12`, or install the CUDA toolkit, or set LD_LIBRARY_PATH to where it is"
+    )]
+    Missing(#[from] cuda_driver::library::NotFound),
+
+    #[error("{} has no {function}: it is not cuBLASLt 12 or later; install a newer one", path.display())]
+    TooOld { path: PathBuf, function: &'static str },
+
+    #[error("{call}: {} ({status}){}", name(*status), advice(*status))]
+    Call { call: String, status: Status },
+
+    #[error("cuBLASLt has no way to compute {problem} without split-K; {}", advice(15))]
+    NoAlgorithm { problem: String },
+
+    #[error("{problem}: {what}")]
+    Operand { problem: String, what: String },
+
+    #[error(transparent)]
+    Driver(#[from] cuda_driver::Error),
+}
+
+fn name(status: Status) -> &'static str {
+    match status {
+        1 => "CUBLAS_STATUS_NOT_INITIALIZED",
+        3 => "CUBLAS_STATUS_ALLOC_FAILED",
+        7 => "CUBLAS_STATUS_INVALID_VALUE",
+        8 => "CUBLAS_STATUS_ARCH_MISMATCH",
+        11 => "CUBLAS_STATUS_MAPPING_ERROR",
+        13 => "CUBLAS_STATUS_EXECUTION_FAILED",
+        14 => "CUBLAS_STATUS_INTERNAL_ERROR",
+        15 => "CUBLAS_STATUS_NOT_SUPPORTED",
+        16 => "CUBLAS_STATUS_LICENSE_ERROR",
+        _ => "unknown cuBLAS status",
+    }
+}
+
+fn advice(status: Status) -> &'static str {
+    match status {
+        1 => "; the driver may be too old for this cuBLASLt: version 13 needs R580, version 12 R525",
+        3 => "; the GPU or the host is out of memory, take a smaller batch",
+        13 => "; a kernel failed at or before this product, and the GPU context may be lost: run again",
+        15 => "; channels and rows that are multiples of 8 are always supported",
+        _ => "",
+    }
+}
+
+pub(crate) fn check(status: Status, call: &str) -> Result<()> {
+    if status == 0 { Ok(()) } else { Err(Error::Call { call: call.into(), status }) }
+}
+
+/// A descriptor of the library, destroyed when dropped.
+pub(crate) struct Owned {
+    raw: *mut c_void,
+    set: unsafe extern "C" fn(*mut c_void, c_int, *const c_void, usize) -> Status,
+    destroy: unsafe extern "C" fn(*mut c_void) -> Status,
+}
+
+// SAFETY: a descriptor is plain host memory; changing it takes `&mut self`.
+unsafe impl Send for Owned {}
+
+impl Owned {
+    /// Of a product computed in f32, on TF32 tensor cores if `tf32`.
+    pub fn product(lt: &Functions, tf32: bool) -> Result<Self> {
+        let compute = if tf32 { sys::COMPUTE_32F_FAST_TF32 } else { sys::COMPUTE_32F };
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        check(unsafe { (lt.desc_create)(&raw mut raw, compute, sys::R_32F) }, "cublasLtMatmulDescCreate")?;
+        Ok(Self { raw, set: lt.desc_set, destroy: lt.desc_destroy })
+    }
+
+    /// Of a column-major matrix without gaps.
+    pub fn layout(lt: &Functions, element: c_int, rows: usize, columns: usize) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        let status =
+            unsafe { (lt.layout_create)(&raw mut raw, element, rows as u64, columns as u64, rows.max(1) as i64) };
+        check(status, "cublasLtMatrixLayoutCreate")?;
+        Ok(Self { raw, set: lt.layout_set, destroy: lt.layout_destroy })
+    }
+
+    /// Of what is wanted from an algorithm.
+    pub fn preference(lt: &Functions) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        check(unsafe { (lt.preference_create)(&raw mut raw) }, "cublasLtMatmulPreferenceCreate")?;
+        Ok(Self { raw, set: lt.preference_set, destroy: lt.preference_destroy })
+    }
+
+    pub fn raw(&self) -> *mut c_void {
+        self.raw
+    }
+
+    /// Sets an attribute whose type in cublasLt.h has the size of `T`; the library refuses another size.
+    pub fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<()> {
+        // SAFETY: the handle is live; the library reads as many bytes as it is told, or refuses.
+        let status = unsafe { (self.set)(self.raw, attribute, (&raw const value).cast(), size_of::<T>()) };
+        if status == 0 {
+            return Ok(());
+        }
+        Err(Error::Call { call: format!("setting attribute {attribute} of a cuBLASLt descriptor"), status })
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: the handle is live and not used again.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}

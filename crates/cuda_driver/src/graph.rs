@@ -1,0 +1,106 @@
+//! Work recorded once, launched many times.
+
+use crate::error::{Result, check};
+use crate::{Gpu, Stream, sys};
+
+/// Recorded work: what [`Stream::capture`] returns.
+pub struct Graph {
+    raw: sys::CUgraph,
+    gpu: Gpu,
+}
+
+// SAFETY: a graph has no thread affinity, and no method changes it.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    pub(crate) fn from_raw(raw: sys::CUgraph, gpu: &Gpu) -> Self {
+        Self { raw, gpu: gpu.clone() }
+    }
+
+    /// How many kernels, copies and the like it holds.
+    pub fn len(&self) -> Result<usize> {
+        let mut count = 0;
+        // SAFETY: without a place for nodes the call only counts them.
+        let code = unsafe { sys::cuGraphGetNodes(self.raw, std::ptr::null_mut(), &raw mut count) };
+        check(code, "cuGraphGetNodes").map(|()| count)
+    }
+
+    pub fn is_empty(&self) -> Result<bool> {
+        self.len().map(|count| count == 0)
+    }
+
+    /// Makes it launchable.
+    pub fn instantiate(&self) -> Result<GraphExec> {
+        Ok(GraphExec { raw: instantiate(self)?, gpu: self.gpu.clone() })
+    }
+}
+
+fn instantiate(graph: &Graph) -> Result<sys::CUgraphExec> {
+    graph.gpu.make_current()?;
+    let mut raw = std::ptr::null_mut();
+    // SAFETY: the graph is live; writes one handle.
+    check(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, graph.raw, 0) }, "cuGraphInstantiate")?;
+    Ok(raw)
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: the handle is live and not used again.
+            unsafe { sys::cuGraphDestroy(self.raw) };
+        }
+    }
+}
+
+/// A graph ready to launch.
+pub struct GraphExec {
+    raw: sys::CUgraphExec,
+    gpu: Gpu,
+}
+
+// SAFETY: a launchable graph has no thread affinity; methods that are not thread-safe take `&mut self`.
+unsafe impl Send for GraphExec {}
+
+impl GraphExec {
+    /// Queues all of the graph on `stream`.
+    ///
+    /// # Safety
+    /// The memory that the recorded work names is still allocated and used as it was when recorded.
+    pub unsafe fn launch(&mut self, stream: &Stream) -> Result<()> {
+        // SAFETY: the handles are live; memory is the caller's promise.
+        check(unsafe { sys::cuGraphLaunch(self.raw, stream.as_raw()) }, "cuGraphLaunch")
+    }
+
+    /// Moves the graph to the device, so that the first launch costs no more than the rest.
+    pub fn upload(&mut self, stream: &Stream) -> Result<()> {
+        // SAFETY: both handles are live.
+        check(unsafe { sys::cuGraphUpload(self.raw, stream.as_raw()) }, "cuGraphUpload")
+    }
+
+    /// Takes over the arguments and launch shapes of `graph`. Where the driver cannot do so in place (the graphs differ
+    /// in structure, or it is too old), the graph is instantiated anew.
+    pub fn update(&mut self, graph: &Graph) -> Result<()> {
+        let mut info = sys::CUgraphExecUpdateResultInfo {
+            result: 0,
+            error_node: std::ptr::null_mut(),
+            error_from_node: std::ptr::null_mut(),
+        };
+        // SAFETY: both handles are live; writes one struct.
+        if unsafe { sys::cuGraphExecUpdate_v2(self.raw, graph.raw, &raw mut info) } != 0 {
+            let new = instantiate(graph)?;
+            let old = std::mem::replace(&mut self.raw, new);
+            // SAFETY: the old handle is live and not used again; the driver keeps launched work until it is done.
+            check(unsafe { sys::cuGraphExecDestroy(old) }, "cuGraphExecDestroy")?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for GraphExec {
+    fn drop(&mut self) {
+        if self.gpu.make_current().is_ok() {
+            // SAFETY: the handle is live and not used again.
+            unsafe { sys::cuGraphExecDestroy(self.raw) };
+        }
+    }
+}

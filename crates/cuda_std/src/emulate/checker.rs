@@ -1,0 +1,348 @@
+//! Watches every access of a checked launch.
+//!
+//! What orders two accesses is tracked with vector clocks whose components are warps: each synchronisation of a warp
+//! (`warp::sync`, a barrier, an arrival) ends a tick of its clock, and a barrier hands every warp that waits at it the
+//! clocks of all that arrived. Two accesses to one place, one of them a write, are a race unless they are one thread's, or
+//! the later one's warp has been handed a tick beyond the earlier one's. Between blocks nothing orders but
+//! `fence::device`: both blocks must have fenced. Blocks of a checked launch run one after the other, so that a report is
+//! the same on every run.
+
+use super::LANES;
+use super::memory::{Buffer, Memory};
+use super::report::{Fault, Line, Site};
+use super::shadow::{Access, CELL, Shadow};
+use std::collections::HashSet;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Read,
+    /// A read by `ldmatrix`.
+    WarpRead,
+    Write,
+    Atomic,
+    /// A write that happens at some time before its wait.
+    AsyncWrite,
+}
+
+/// An access about to be made.
+#[derive(Clone, Copy)]
+pub struct Request {
+    pub kind: Kind,
+    pub address: usize,
+    pub bytes: usize,
+    pub align: usize,
+    pub at: Site,
+}
+
+pub struct Finding {
+    pub fault: Fault,
+    pub other: Option<Site>,
+    pub message: String,
+}
+
+type Clocks = [u32; LANES];
+
+pub struct Checker {
+    buffers: Vec<Buffer>,
+    shared_start: usize,
+    shared_bytes: usize,
+    shared: Shadow,
+    order: Order,
+    sites: Sites,
+}
+
+/// What has happened before what.
+struct Order {
+    /// What each warp knows of each warp's clock; its own is the tick it is in.
+    clocks: [Clocks; LANES],
+    /// What the warps that arrived at each barrier knew.
+    barriers: [Clocks; 16],
+    block: u32,
+    fenced: HashSet<u32>,
+}
+
+impl Order {
+    /// Whether `before` and what `thread` does now can be told apart in time.
+    #[inline(always)]
+    fn holds(&self, before: Access, thread: usize) -> bool {
+        if before.is_none() {
+            return true;
+        }
+        if before.block != self.block {
+            return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
+        }
+        let warp = thread / LANES;
+        before.thread() == thread
+            || before.is(Access::WARP) && before.warp() == warp
+            || self.clocks[warp][before.warp()] > before.clock
+    }
+
+    #[inline]
+    fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
+        let warp = thread / LANES;
+        Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
+    }
+}
+
+/// Source lines seen, by number.
+struct Sites {
+    all: Vec<Site>,
+    recent: [Option<(Site, u16)>; 256],
+}
+
+impl Sites {
+    #[inline]
+    fn number(&mut self, site: Site) -> u16 {
+        let recent = &mut self.recent[std::ptr::from_ref(site).addr() / 8 % 256];
+        match *recent {
+            Some((known, number)) if std::ptr::eq(known, site) => number,
+            _ => {
+                let number = self.all.iter().position(|known| std::ptr::eq(*known, site)).unwrap_or_else(|| {
+                    self.all.push(site);
+                    self.all.len() - 1
+                });
+                let number = u16::try_from(number).expect("fewer than 65,536 accesses in a kernel's source");
+                *recent = Some((site, number));
+                number
+            }
+        }
+    }
+}
+
+enum Place {
+    Shared(usize),
+    Buffer(usize, usize),
+}
+
+impl Checker {
+    pub fn new(memory: &mut Memory, shared_start: usize, shared_bytes: usize) -> Self {
+        let mut buffers = std::mem::take(&mut memory.buffers);
+        for buffer in &mut buffers {
+            buffer.shadow.forget_accesses();
+        }
+        Self {
+            buffers,
+            shared_start,
+            shared_bytes,
+            shared: Shadow::new(shared_bytes),
+            order: Order { clocks: [[0; LANES]; LANES], barriers: [[0; LANES]; 16], block: 0, fenced: HashSet::new() },
+            sites: Sites { all: Vec::new(), recent: [None; 256] },
+        }
+    }
+
+    pub fn give_back(self, memory: &mut Memory) {
+        memory.buffers = self.buffers;
+    }
+
+    pub fn start_block(&mut self, block: u32) {
+        self.order.block = block;
+        self.order.clocks = [[0; LANES]; LANES];
+        self.order.barriers = [[0; LANES]; 16];
+        self.shared.forget_accesses();
+        self.shared.forget_contents();
+    }
+
+    pub fn warp_synced(&mut self, warp: usize) {
+        self.order.clocks[warp][warp] += 1;
+    }
+
+    pub fn arrived(&mut self, warp: usize, barrier: usize) {
+        self.order.clocks[warp][warp] += 1;
+        learn(&mut self.order.barriers[barrier], &self.order.clocks[warp]);
+    }
+
+    /// Barrier `barrier` lets the warps whose bits are set in `waiting` go.
+    pub fn released(&mut self, barrier: usize, waiting: u32) {
+        let known = std::mem::take(&mut self.order.barriers[barrier]);
+        for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
+            learn(&mut self.order.clocks[warp], &known);
+        }
+    }
+
+    pub fn fenced(&mut self) {
+        self.order.fenced.insert(self.order.block);
+    }
+
+    fn locate(&self, address: usize) -> Option<Place> {
+        let shared = address.wrapping_sub(self.shared_start);
+        if shared < self.shared_bytes {
+            return Some(Place::Shared(shared));
+        }
+        let next = self.buffers.partition_point(|buffer| buffer.start() <= address);
+        let buffer = next.checked_sub(1)?;
+        let offset = address - self.buffers[buffer].start();
+        (offset < self.buffers[buffer].bytes).then_some(Place::Buffer(buffer, offset))
+    }
+
+    #[cold]
+    fn out_of_bounds(&self, request: Request) -> Finding {
+        let far = |from: usize, to: usize| {
+            if to >= from { format!("+ {}", to - from) } else { format!("- {}", from - to) }
+        };
+        let address = request.address;
+        let place = if let Some(buffer) = self.buffers.iter().find(|buffer| buffer.near(address)) {
+            format!("{} {}, which has {} bytes", buffer.name, far(buffer.start(), address), buffer.bytes)
+        } else if address.abs_diff(self.shared_start) < 1 << 20 {
+            let bytes = self.shared_bytes;
+            format!("shared memory {}, of which the launch gave {bytes} bytes", far(self.shared_start, address))
+        } else {
+            format!("address {address:#x}, in no buffer of this launch")
+        };
+        let message = format!("out of bounds: {} at {place}, at {}", describe(request), Line(request.at));
+        Finding { fault: Fault::OutOfBounds, other: None, message }
+    }
+
+    fn name(&self, place: &Place) -> String {
+        match place {
+            Place::Shared(offset) => format!("shared memory + {offset}"),
+            Place::Buffer(buffer, offset) => format!("{} + {offset}", self.buffers[*buffer].name),
+        }
+    }
+
+    fn shadow(&mut self, place: &Place) -> &mut Shadow {
+        match *place {
+            Place::Shared(_) => &mut self.shared,
+            Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
+        }
+    }
+
+    /// Says what is wrong with an access of `thread`, or remembers it.
+    pub fn access(&mut self, thread: usize, request: Request) -> Result<(), Finding> {
+        let Request { kind, address, bytes, align, at } = request;
+        let Some(place) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
+        let (offset, size) = match place {
+            Place::Shared(offset) => (offset, self.shared_bytes),
+            Place::Buffer(buffer, offset) => (offset, self.buffers[buffer].bytes),
+        };
+        if offset + bytes > size {
+            return Err(self.out_of_bounds(request));
+        }
+        let simple = |checker: &Self, fault, what: &str| {
+            let message = format!("{what}: {} at {}, at {}", describe(request), checker.name(&place), Line(at));
+            Err(Finding { fault, other: None, message })
+        };
+        if !address.is_multiple_of(align) {
+            return simple(self, Fault::Misaligned, &format!("not aligned to {align} bytes"));
+        }
+        if let Place::Buffer(buffer, _) = place
+            && !matches!(kind, Kind::Read | Kind::WarpRead)
+            && !self.buffers[buffer].writable
+        {
+            return simple(self, Fault::ReadOnly, "this buffer is an input");
+        }
+        if offset.is_multiple_of(CELL) && bytes.is_multiple_of(CELL) {
+            self.races(thread, request, &place, offset)?;
+        }
+        match kind {
+            Kind::Write => self.shadow(&place).set_written(offset, bytes),
+            Kind::AsyncWrite => (),
+            Kind::Read | Kind::WarpRead | Kind::Atomic => {
+                if self.shadow(&place).first_unwritten(offset, bytes).is_some() {
+                    return simple(self, Fault::Uninitialised, "read of what was never written");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn races(&mut self, thread: usize, request: Request, place: &Place, offset: usize) -> Result<(), Finding> {
+        let kind = request.kind;
+        let flags = match kind {
+            Kind::Read | Kind::Write => 0,
+            Kind::WarpRead => Access::WARP,
+            Kind::Atomic => Access::ATOMIC,
+            Kind::AsyncWrite => Access::PENDING,
+        };
+        let order = &self.order;
+        let access = order.access(thread, flags, self.sites.number(request.at));
+        let shadow = match *place {
+            Place::Shared(_) => &mut self.shared,
+            Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
+        };
+        for i in offset / CELL..(offset + request.bytes) / CELL {
+            let cell = shadow.cell(i);
+            if cell.write.is(Access::PENDING) {
+                let with = cell.write;
+                return Err(self.clash(request, place, i * CELL, with, "starts copying to"));
+            }
+            let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
+            if !both_atomic && !order.holds(cell.write, thread) {
+                let with = cell.write;
+                return Err(self.clash(request, place, i * CELL, with, "wrote"));
+            }
+            let past = cell.reads.map(|read| order.holds(read, thread));
+            if matches!(kind, Kind::Read | Kind::WarpRead) {
+                cell.read(access, past);
+            } else if let Some(read) = past.iter().position(|past| !past) {
+                let with = cell.reads[read];
+                return Err(self.clash(request, place, i * CELL, with, "read"));
+            } else {
+                cell.wrote(access);
+            }
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn clash(&self, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
+        let (fault, why) = if with.is(Access::PENDING) {
+            (Fault::AsyncCopy, "and has not waited for")
+        } else if with.block == self.order.block {
+            (Fault::Race, "with no barrier in between")
+        } else {
+            (Fault::Race, "with no fence in between")
+        };
+        let other = self.sites.all[usize::from(with.site)];
+        let word = match place {
+            Place::Shared(_) => Place::Shared(offset),
+            Place::Buffer(buffer, _) => Place::Buffer(*buffer, offset),
+        };
+        let who = if with.block == self.order.block {
+            format!("thread {}", with.thread())
+        } else {
+            format!("thread {} of block number {}", with.thread(), with.block)
+        };
+        let message = format!(
+            "{}: {} at {}, at {}; {who} {did} it at {} {why}",
+            if fault == Fault::Race { "race" } else { "asynchronous copy under way" },
+            describe(request),
+            self.name(&word),
+            Line(request.at),
+            Line(other)
+        );
+        Finding { fault, other: Some(other), message }
+    }
+
+    /// The 16 bytes of `thread`'s asynchronous copy to `address` have landed.
+    pub fn landed(&mut self, thread: usize, address: usize) {
+        let Some(place) = self.locate(address) else { return };
+        let (Place::Shared(offset) | Place::Buffer(_, offset)) = place;
+        let access = self.order.access(thread, 0, 0);
+        let shadow = self.shadow(&place);
+        for i in offset / CELL..(offset + 16) / CELL {
+            let cell = shadow.cell(i);
+            let site = cell.write.site;
+            cell.write = access;
+            cell.write.site = site;
+        }
+        shadow.set_written(offset, 16);
+    }
+}
+
+fn learn(mine: &mut Clocks, other: &Clocks) {
+    for (mine, other) in mine.iter_mut().zip(other) {
+        *mine = (*mine).max(*other);
+    }
+}
+
+fn describe(request: Request) -> String {
+    let what = match request.kind {
+        Kind::Read => "read",
+        Kind::WarpRead => "ldmatrix",
+        Kind::Write => "write",
+        Kind::Atomic => "atomic update",
+        Kind::AsyncWrite => "asynchronous copy",
+    };
+    format!("{what} of {} bytes", request.bytes)
+}

@@ -1,0 +1,496 @@
+//! Planted faults, each reported as what it is and at the lines where it is.
+
+use cuda_std::emulate::{Fault, Memory, Report};
+use cuda_std::launch::Launch;
+use cuda_std::shared::Layout;
+use cuda_std::{
+    Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, fence, kernel, thread, warp,
+};
+
+/// The line of this file that ends with `// <mark>`.
+fn line(mark: &str) -> u32 {
+    let end = format!("// {mark}");
+    let found: Vec<_> = include_str!("checker.rs").lines().enumerate().filter(|(_, l)| l.ends_with(&end)).collect();
+    assert_eq!(found.len(), 1, "{mark} marks one line");
+    found[0].0 as u32 + 1
+}
+
+#[track_caller]
+fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
+    println!("{report}\n");
+    assert_eq!(report.fault, fault, "{report}");
+    assert_eq!(report.at.map(std::panic::Location::line), Some(line(at)), "{report}");
+    assert_eq!(report.other.map(std::panic::Location::line), other.map(line), "{report}");
+    for site in [report.at, report.other].into_iter().flatten() {
+        let text = format!("{}:{}", site.file(), site.line());
+        assert!(site.file().ends_with("checker.rs") && report.to_string().contains(&text), "{report}");
+    }
+}
+
+/// What a kernel over an output of 1024 words and an input of 1024 floats is stopped for.
+fn fault_of(kernel: impl Fn(GlobalMut<u32>, Global<f32>) -> Launch) -> Report {
+    let mut memory = Memory::new();
+    let (out, inp) = (memory.output("out", 1024), memory.input("inp", &[1.0; 1024]));
+    kernel(out, inp).emulate_checked(&mut memory, [2, 1, 1], 4096).unwrap_err()
+}
+
+fn shared() -> SharedArray<f32> {
+    Layout::new().array(1024)
+}
+
+#[kernel(threads = 64)]
+fn missing_barrier(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    shared().set(t, inp.at(t)); // missing_barrier.write
+    shared().at(63 - t); // missing_barrier.read
+}
+
+#[test]
+fn read_after_write_without_barrier() {
+    // The first warp reads what nobody wrote yet, then the second one writes there.
+    expect(
+        &fault_of(|_, inp| missing_barrier(inp)),
+        Fault::Race,
+        "missing_barrier.write",
+        Some("missing_barrier.read"),
+    );
+}
+
+#[kernel(threads = 64)]
+fn read_then_write(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    shared().set(t, inp.at(t));
+    thread::sync_threads();
+    let x = shared().at(t ^ 32); // read_then_write.read
+    shared().set(t, x); // read_then_write.write
+}
+
+#[test]
+fn write_after_read_without_barrier() {
+    let report = fault_of(|_, inp| read_then_write(inp));
+    expect(&report, Fault::Race, "read_then_write.read", Some("read_then_write.write"));
+    assert_eq!((report.block, report.thread), ([0, 0, 0], Some(0)));
+    assert!(report.to_string().contains("shared memory + 128"), "{report}");
+}
+
+#[kernel(threads = 64)]
+fn two_writers() {
+    shared().set(thread::thread_idx_x() as usize / 2, 0.0); // two_writers
+}
+
+#[test]
+fn writes_to_one_word() {
+    expect(&fault_of(|_, _| two_writers()), Fault::Race, "two_writers", Some("two_writers"));
+}
+
+#[kernel(threads = 32)]
+fn missing_warp_sync(inp: Global<f32>) {
+    let lane = warp::lane() as usize;
+    shared().set(lane, inp.at(lane));
+    warp::sync();
+    let sum = shared().at(0) + shared().at(lane ^ 1); // missing_warp_sync.read
+    shared().set(lane, warp::sum(sum)); // missing_warp_sync.write
+}
+
+#[test]
+fn shuffles_do_not_order_memory() {
+    expect(
+        &fault_of(|_, inp| missing_warp_sync(inp)),
+        Fault::Race,
+        "missing_warp_sync.write",
+        Some("missing_warp_sync.read"),
+    );
+}
+
+#[kernel(threads = 64)]
+fn out_of_bounds_read(inp: Global<f32>) {
+    inp.at(thread::index_1d() * 10); // out_of_bounds_read
+}
+
+#[test]
+fn out_of_bounds_reads() {
+    let report = fault_of(|_, inp| out_of_bounds_read(inp));
+    expect(&report, Fault::OutOfBounds, "out_of_bounds_read", None);
+    assert_eq!((report.kernel, report.block, report.thread), ("out_of_bounds_read", [1, 0, 0], Some(39)));
+    assert!(report.to_string().contains("inp + 4120, which has 4096 bytes"), "{report}");
+}
+
+#[kernel(threads = 64)]
+fn before_the_start(out: GlobalMut<u32>) {
+    out.set(0usize.wrapping_sub(1), 0); // before_the_start
+}
+
+#[test]
+fn out_of_bounds_writes() {
+    let report = fault_of(|out, _| before_the_start(out));
+    expect(&report, Fault::OutOfBounds, "before_the_start", None);
+    assert!(report.to_string().contains("out - 4, which"), "{report}");
+}
+
+#[kernel(threads = 64)]
+fn straddles_the_end(inp: Global<f32>) {
+    inp.packet(1022); // straddles_the_end
+}
+
+#[test]
+fn a_packet_over_the_end() {
+    expect(&fault_of(|_, inp| straddles_the_end(inp)), Fault::OutOfBounds, "straddles_the_end", None);
+}
+
+#[kernel(threads = 64)]
+fn outside_shared() {
+    shared().set_packet(1024, Packet::zero()); // outside_shared
+}
+
+#[test]
+fn out_of_bounds_in_shared_memory() {
+    let report = fault_of(|_, _| outside_shared());
+    expect(&report, Fault::OutOfBounds, "outside_shared", None);
+    assert!(report.to_string().contains("shared memory + 4096"), "{report}");
+}
+
+#[kernel(threads = 64)]
+fn misaligned_packet(inp: Global<f32>) {
+    inp.packet_streaming(2); // misaligned_packet
+}
+
+#[test]
+fn misaligned_packets() {
+    expect(&fault_of(|_, inp| misaligned_packet(inp)), Fault::Misaligned, "misaligned_packet", None);
+}
+
+#[kernel(threads = 32)]
+fn uninitialised_fragment() {
+    let tile: SharedTile<bf16, 16, 16> = Layout::new().tile();
+    let lane = warp::lane() as usize;
+    if lane < 31 {
+        tile.set_packet(lane / 2, lane % 2 * 8, Packet::zero());
+    }
+    warp::sync();
+    tile.a(0, 0); // uninitialised_fragment
+}
+
+#[kernel(threads = 32)]
+fn uninitialised_f32_fragment() {
+    let tile: SharedTile<f32, 16, 16> = Layout::new().tile();
+    let lane = warp::lane() as usize;
+    for i in (lane..255).step_by(32) {
+        tile.set(i / 16, i % 16, 0.0);
+    }
+    warp::sync();
+    tile.b_transposed(0, 0); // uninitialised_f32_fragment
+}
+
+#[kernel(threads = 64)]
+fn uninitialised_global(out: GlobalMut<u32>) {
+    out.atomic_add(5, 1); // uninitialised_global
+}
+
+#[test]
+fn reads_of_what_was_never_written() {
+    expect(&fault_of(|_, _| uninitialised_fragment()), Fault::Uninitialised, "uninitialised_fragment", None);
+    expect(&fault_of(|_, _| uninitialised_f32_fragment()), Fault::Uninitialised, "uninitialised_f32_fragment", None);
+    expect(&fault_of(|out, _| uninitialised_global(out)), Fault::Uninitialised, "uninitialised_global", None);
+}
+
+#[kernel(threads = 64)]
+fn write_to_input(inp: Global<f32>) {
+    // SAFETY: a view is an address; that this one may not be written is the planted fault.
+    let view: GlobalMut<f32> = unsafe { std::mem::transmute(inp) };
+    view.set(0, 0.0); // write_to_input
+}
+
+#[test]
+fn inputs_are_not_written() {
+    expect(&fault_of(|_, inp| write_to_input(inp)), Fault::ReadOnly, "write_to_input", None);
+}
+
+#[kernel(threads = 32)]
+fn early_async_read(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    shared().copy_packet_async(4 * t, inp, 4 * t, true); // early_async_read.copy
+    async_copy::commit();
+    shared().copy_packet_async(4 * t + 128, inp, 4 * t, true);
+    async_copy::commit();
+    async_copy::wait::<2>();
+    warp::sync();
+    shared().at(4 * t); // early_async_read.read
+}
+
+#[test]
+fn an_async_copy_is_waited_for() {
+    expect(
+        &fault_of(|_, inp| early_async_read(inp)),
+        Fault::AsyncCopy,
+        "early_async_read.read",
+        Some("early_async_read.copy"),
+    );
+}
+
+#[kernel(threads = 32)]
+fn async_without_barrier(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    shared().copy_packet_async(4 * t, inp, 4 * t, true); // async_without_barrier.copy
+    async_copy::commit();
+    async_copy::wait::<0>();
+    if t != 31 {
+        shared().at(4 * t);
+    }
+    warp::ballot(true);
+    shared().at(4 * (t ^ 1)); // async_without_barrier.read
+}
+
+#[test]
+fn an_async_copy_is_shared_after_a_barrier() {
+    let report = fault_of(|_, inp| async_without_barrier(inp));
+    expect(&report, Fault::Race, "async_without_barrier.read", Some("async_without_barrier.copy"));
+}
+
+#[kernel(threads = 32)]
+fn async_over_reads(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    shared().set(t, 1.0);
+    warp::sync();
+    shared().at(t ^ 4); // async_over_reads.read
+    warp::ballot(true);
+    shared().copy_packet_async(t / 8 * 4, inp, 0, t.is_multiple_of(8)); // async_over_reads.copy
+}
+
+#[test]
+fn an_async_copy_waits_for_readers() {
+    let report = fault_of(|_, inp| async_over_reads(inp));
+    expect(&report, Fault::Race, "async_over_reads.copy", Some("async_over_reads.read"));
+}
+
+#[kernel(threads = 32)]
+fn blocks_write_one_word(out: GlobalMut<u32>) {
+    if warp::lane() == 0 {
+        out.set(7, thread::block_idx_x()); // blocks_write_one_word
+    }
+}
+
+#[kernel(threads = 32)]
+fn blocks_without_fence(out: GlobalMut<u32>) {
+    let (b, lane) = (thread::block_idx_x() as usize, warp::lane());
+    if lane == 0 {
+        out.set(b, 1); // blocks_without_fence.write
+        if b == 1 {
+            out.at(0); // blocks_without_fence.read
+        }
+    }
+}
+
+#[kernel(threads = 32)]
+fn plain_write_among_atomics(out: GlobalMut<u32>) {
+    if warp::lane() == 0 {
+        out.set(0, 0); // plain_write_among_atomics.write
+    }
+    warp::ballot(true);
+    out.atomic_add(0, 1); // plain_write_among_atomics.add
+}
+
+#[test]
+fn blocks_race() {
+    expect(
+        &fault_of(|out, _| blocks_write_one_word(out)),
+        Fault::Race,
+        "blocks_write_one_word",
+        Some("blocks_write_one_word"),
+    );
+    let report = fault_of(|out, _| blocks_without_fence(out));
+    expect(&report, Fault::Race, "blocks_without_fence.read", Some("blocks_without_fence.write"));
+    let report = fault_of(|out, _| plain_write_among_atomics(out));
+    expect(&report, Fault::Race, "plain_write_among_atomics.add", Some("plain_write_among_atomics.write"));
+}
+
+#[kernel(threads = 64)]
+fn consumer_too_early(inp: Global<f32>) {
+    let t = thread::thread_idx_x() as usize;
+    if t < 32 {
+        shared().set(t, inp.at(t));
+        thread::arrive_named(1, 64);
+        shared().set(t, 2.0); // named.write_after_arrival
+    } else {
+        thread::sync_named(1, 64);
+        shared().at(t - 32); // named.read
+    }
+}
+
+#[test]
+fn an_arrival_orders_only_what_was_before_it() {
+    expect(&fault_of(|_, inp| consumer_too_early(inp)), Fault::Race, "named.read", Some("named.write_after_arrival"));
+}
+
+#[kernel(threads = 128)]
+fn divergent_barrier() {
+    let t = thread::thread_idx_x();
+    if t < 64 {
+        thread::sync_threads(); // divergent_barrier
+    } else if t < 96 {
+        thread::sync_named(3, 64); // divergent_barrier.named
+    }
+}
+
+#[test]
+fn a_barrier_some_threads_never_reach() {
+    let report = fault_of(|_, _| divergent_barrier());
+    expect(&report, Fault::Deadlock, "divergent_barrier", Some("divergent_barrier.named"));
+    let text = report.to_string();
+    for part in ["threads 0-63", "sync_named(3, 64)", "threads 64-95", "finished: threads 96-127", "block (0, 0, 0)"] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[kernel(threads = 64)]
+fn missing_lane() {
+    if thread::thread_idx_x() != 40 {
+        warp::sum(1.0); // missing_lane
+    }
+}
+
+#[kernel(threads = 64)]
+fn lanes_apart() {
+    if warp::lane() < 16 {
+        warp::any(true); // lanes_apart.vote
+    } else {
+        warp::sync(); // lanes_apart.sync
+    }
+}
+
+#[test]
+fn a_warp_is_whole() {
+    let report = fault_of(|_, _| missing_lane());
+    expect(&report, Fault::Deadlock, "missing_lane", None);
+    assert!(report.to_string().contains("threads 32-39, 41-63"), "{report}");
+    expect(&fault_of(|_, _| lanes_apart()), Fault::Divergence, "lanes_apart.sync", Some("lanes_apart.vote"));
+}
+
+#[kernel(threads = 64)]
+fn barrier_of_two_sizes() {
+    if thread::thread_idx_x() < 32 {
+        thread::sync_named(2, 64); // barrier_of_two_sizes.64
+    } else {
+        thread::sync_named(2, 96); // barrier_of_two_sizes.96
+    }
+}
+
+#[kernel(threads = 64)]
+fn no_such_barrier() {
+    thread::sync_named(16, 64); // no_such_barrier
+}
+
+#[kernel(threads = 48)]
+fn no_such_lane() {
+    warp::shuffle_xor(0u32, 16); // no_such_lane
+}
+
+#[test]
+fn operands_out_of_range() {
+    let report = fault_of(|_, _| barrier_of_two_sizes());
+    expect(&report, Fault::Operand, "barrier_of_two_sizes.96", Some("barrier_of_two_sizes.64"));
+    expect(&fault_of(|_, _| no_such_barrier()), Fault::Operand, "no_such_barrier", None);
+    expect(&fault_of(|_, _| no_such_lane()), Fault::Operand, "no_such_lane", None);
+}
+
+#[kernel(threads = 64)]
+fn panics() {
+    let t = thread::thread_idx_x();
+    assert!(t < 50, "no thread {t}");
+    thread::sync_threads();
+}
+
+#[test]
+fn a_kernel_that_panics() {
+    let report = fault_of(|_, _| panics());
+    assert_eq!((report.fault, report.thread), (Fault::Panic, Some(50)));
+    assert!(report.to_string().ends_with("thread 50: panicked: no thread 50"), "{report}");
+}
+
+/// Sums rows of 128 floats: async copies in two stages, warps that hand over through named barriers, a last block that
+/// adds up what the others left, fragments reused within a warp. Nothing in it is a fault.
+#[kernel(threads = 64)]
+fn faultless(out: GlobalMut<f32>, counter: GlobalMut<u32>, inp: Global<f32>) {
+    let mut layout = Layout::new();
+    let stages: SharedArray<f32> = layout.array(256);
+    let last: SharedArray<u32> = layout.array(1);
+    let tile: SharedTile<bf16, 16, 16> = layout.tile();
+    let (t, b) = (thread::thread_idx_x() as usize, thread::block_idx_x() as usize);
+    let mut sum = 0.0;
+    if t < 32 {
+        let copy = |stage: usize| {
+            stages.copy_packet_async(stage % 2 * 128 + 4 * t, inp, (b * 4 + stage) * 128 + 4 * t, stage < 3);
+            async_copy::commit();
+        };
+        copy(0);
+        for stage in 0..4 {
+            copy(stage + 1);
+            async_copy::wait::<1>();
+            thread::arrive_named(1 + stage as u32 % 2, 64);
+            thread::sync_named(3, 64);
+        }
+        async_copy::wait::<0>();
+        for i in 0..4 {
+            tile.set(t / 2, t % 2 * 8 + 2 * i, bf16::from_f32(1.0));
+            tile.set(t / 2, t % 2 * 8 + 2 * i + 1, bf16::from_f32(1.0));
+        }
+        warp::sync();
+        tile.a(0, 0);
+        tile.set_packet(t / 2, t % 2 * 8, Packet::zero());
+    } else {
+        for stage in 0..4 {
+            thread::sync_named(1 + stage % 2, 64);
+            for i in 0..4 {
+                sum += stages.at(stage as usize % 2 * 128 + (t - 32) * 4 + i);
+            }
+            thread::sync_named(3, 64);
+        }
+        sum = warp::sum(sum);
+    }
+    if t == 32 {
+        out.set(b, sum);
+        fence::device();
+        last.set(0, counter.atomic_add(0, 1));
+    }
+    thread::sync_threads();
+    if last.at(0) == thread::grid_dim_x() - 1 {
+        fence::device();
+        if t == 0 {
+            let total = (0..thread::grid_dim_x() as usize).fold(0.0, |sum, i| sum + out.at(i));
+            out.set(thread::grid_dim_x() as usize, total);
+        }
+    }
+}
+
+#[test]
+fn a_faultless_kernel_passes() {
+    let mut memory = Memory::new();
+    let inp: Vec<f32> = (0..3 * 512).map(|i| (i % 7) as f32).collect();
+    let (out, counter, view) = (memory.output("out", 4), memory.buffer("counter", &[0]), memory.input("inp", &inp));
+    faultless(out, counter, view).emulate_checked(&mut memory, [3, 1, 1], 4096).unwrap();
+    let sums: Vec<f32> = inp.chunks(512).map(|row| row[..384].iter().sum()).collect();
+    assert_eq!(memory.read(out), [sums[0], sums[1], sums[2], sums.iter().sum()]);
+}
+
+#[test]
+#[should_panic(expected = "element 3 of out was never written")]
+fn unwritten_outputs_are_not_read() {
+    let mut memory = Memory::new();
+    let out = memory.output::<u32>("out", 4);
+    #[kernel(threads = 32)]
+    fn writes_three(out: GlobalMut<u32>) {
+        if warp::lane() < 3 {
+            out.set(warp::lane() as usize, 0);
+        }
+    }
+    writes_three(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    memory.read(out);
+}
+
+#[test]
+fn impossible_launches_are_refused() {
+    let launch = no_such_barrier();
+    for (grid, shared, text) in [([1, 0, 1], 0, "grid"), ([1, 1, 65536], 0, "65535"), ([1; 3], 300 << 10, "307200")] {
+        let report = launch.emulate_checked(&mut Memory::new(), grid, shared).unwrap_err();
+        assert!(report.fault == Fault::Launch && report.to_string().contains(text), "{report}");
+    }
+}

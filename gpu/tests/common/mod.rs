@@ -1,0 +1,119 @@
+//! What the kernel tests share: aligned device-like buffers, reproducible data, comparison with f64 references.
+#![allow(dead_code, reason = "each test crate uses its own part")]
+
+use cuda_std::launch::Launch;
+use cuda_std::{Element, Global, GlobalMut, bf16};
+
+/// 16-byte aligned memory of exactly `len` elements, which the kernels see as device memory.
+pub struct Buffer<T> {
+    words: Vec<u128>,
+    len: usize,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T: Copy> Buffer<T> {
+    pub fn from_fn(len: usize, mut f: impl FnMut(usize) -> T) -> Self {
+        let words = vec![0; (len * size_of::<T>()).div_ceil(16)];
+        let mut buffer = Self { words, len, element: std::marker::PhantomData };
+        for i in 0..len {
+            buffer.view_mut().set(i, f(i));
+        }
+        buffer
+    }
+
+    pub fn view(&self) -> Global<T> {
+        Global::new(self.words.as_ptr().cast())
+    }
+
+    pub fn view_mut(&mut self) -> GlobalMut<T> {
+        GlobalMut::new(self.words.as_mut_ptr().cast())
+    }
+
+    pub fn to_vec(&self) -> Vec<T> {
+        (0..self.len).map(|i| self.view().at(i)).collect()
+    }
+}
+
+impl<T: Element> Buffer<T> {
+    /// `values`, rounded to T.
+    pub fn of(values: &[f64]) -> Self {
+        Self::from_fn(values.len(), |i| T::from_f32(values[i] as f32))
+    }
+
+    pub fn filled(len: usize, value: f32) -> Self {
+        Self::from_fn(len, |_| T::from_f32(value))
+    }
+
+    pub fn to_f64(&self) -> Vec<f64> {
+        self.to_vec().iter().map(|x| f64::from(x.to_f32())).collect()
+    }
+}
+
+/// Relative error of one rounding to T, with some room for f32 arithmetic.
+pub trait Tolerance: Element {
+    const ROUNDING: f64;
+    /// What a stochastic rounding may be off.
+    const STEP: f64 = 2.0 * Self::ROUNDING;
+}
+
+impl Tolerance for f32 {
+    const ROUNDING: f64 = 4e-6;
+}
+
+impl Tolerance for bf16 {
+    const ROUNDING: f64 = 1.0 / 250.0;
+}
+
+/// Values in -1..1 without pattern.
+pub fn noise(len: usize, seed: u32) -> Vec<f64> {
+    (0..len).map(|i| f64::from(gpu::noise::squirrel5(i as u32, seed)) / f64::from(u32::MAX) * 2.0 - 1.0).collect()
+}
+
+pub fn emulate(launch: &Launch, grid: impl Into<Grid>, shared: usize) {
+    // SAFETY: the tests size their buffers by the shapes they pass.
+    unsafe { launch.emulate(grid.into().0, shared) }.unwrap();
+}
+
+pub struct Grid([u32; 3]);
+
+impl From<u32> for Grid {
+    fn from(x: u32) -> Self {
+        Self([x, 1, 1])
+    }
+}
+
+impl From<[u32; 3]> for Grid {
+    fn from(grid: [u32; 3]) -> Self {
+        Self(grid)
+    }
+}
+
+/// Fails where `got` and `want` differ by more than `relative` of the wanted value or, near zero, of `scale`.
+#[track_caller]
+pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        let bound = relative * w.abs().max(scale);
+        assert!((g - w).abs() <= bound, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
+    }
+}
+
+/// Shared memory of a layout function.
+pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) -> usize {
+    let mut total = cuda_std::shared::Layout::new();
+    layout(&mut total);
+    total.bytes()
+}
+
+/// A module of `#[test]`s for both storage types.
+#[macro_export]
+macro_rules! for_both_types {
+    ($($name:ident),* $(,)?) => {
+        mod bf16 {
+            $(#[test] fn $name() { super::$name::<cuda_std::bf16>(); })*
+        }
+        mod f32 {
+            $(#[test] fn $name() { super::$name::<f32>(); })*
+        }
+    };
+}

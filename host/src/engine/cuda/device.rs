@@ -1,0 +1,198 @@
+//! The executor that is a GPU.
+
+use super::executor::Executor;
+use super::{Options, Precision, modules, peak};
+use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::tensor::DType;
+use anyhow::Context;
+use cublaslt::{Handle, Matmuls, Operands, Problem};
+use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream};
+use cuda_std::launch::Launch;
+use std::collections::{HashMap, VecDeque};
+
+/// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
+const BATCHES_UNDER_WAY: usize = 2;
+
+pub struct Device {
+    // Dropped in this order: what is queued first, the context (in each of them) last.
+    stream: Stream,
+    uploads: VecDeque<(HostBuffer, Event)>,
+    downloads: HashMap<u64, Download>,
+    idle_downloads: Vec<Download>,
+    next_ticket: u64,
+    matmuls: Matmuls,
+    functions: HashMap<&'static str, Function>,
+    module: Module,
+    memory: Option<DeviceMemory>,
+    /// `sm_90a cubin`
+    code: String,
+    tf32: bool,
+    gpu: Gpu,
+}
+
+/// A read under way, or a place for one.
+struct Download {
+    buffer: PinnedBuffer<f32>,
+    len: usize,
+    done: Event,
+}
+
+impl Device {
+    pub fn open(options: &Options) -> Result<Self> {
+        let gpu = Gpu::open(options.gpu)?;
+        let choice = modules::select(modules::embedded()?, gpu.info())?;
+        let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
+        let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
+        Ok(Self {
+            stream: Stream::new(&gpu)?,
+            uploads: VecDeque::new(),
+            downloads: HashMap::new(),
+            idle_downloads: Vec::new(),
+            next_ticket: 0,
+            matmuls,
+            functions: HashMap::new(),
+            module,
+            memory: None,
+            code: choice.to_string(),
+            tf32: options.tf32 && options.precision == Precision::Fp32,
+            gpu,
+        })
+    }
+}
+
+/// A device address as the driver has it.
+fn address<T>(pointer: *const T) -> u64 {
+    pointer.addr() as u64
+}
+
+impl Executor for Device {
+    fn describe(&self) -> String {
+        format!("{}, {}", self.gpu.info().name, self.code)
+    }
+
+    fn memory_free(&self) -> Result<usize> {
+        Ok(self.gpu.memory()?.free)
+    }
+
+    fn peak(&self, float: DType) -> Option<Peak> {
+        peak::peak(self.gpu.info(), float)
+    }
+
+    fn multiprocessors(&self) -> usize {
+        self.gpu.info().multiprocessors as usize
+    }
+
+    fn shared_memory(&self, blocks: usize) -> usize {
+        let info = self.gpu.info();
+        // Each resident block costs the multiprocessor 1 KiB more than it asks for.
+        let share = (info.shared_per_multiprocessor as usize / blocks).saturating_sub(1024);
+        share.min(info.shared_per_block as usize)
+    }
+
+    fn fuses_gelu(&self, float: DType) -> bool {
+        // Before Hopper the fused epilogues are slower than the product and a pass of its own.
+        float == DType::Bf16 && self.gpu.info().compute_capability >= (9, 0)
+    }
+
+    fn tf32(&self) -> bool {
+        self.tf32
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
+        self.stream.synchronize()?;
+        self.memory = None;
+        let memory = DeviceMemory::new(&self.gpu, bytes)?;
+        // SAFETY: the allocation has that many bytes.
+        unsafe { self.stream.fill(memory.address(), 0, bytes)? };
+        let base = std::ptr::without_provenance_mut(memory.address() as usize);
+        self.memory = Some(memory);
+        Ok(base)
+    }
+
+    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        let function = match self.functions.entry(launch.name()) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
+        };
+        let config = LaunchConfig {
+            grid,
+            block: [launch.threads(), 1, 1],
+            shared_bytes: u32::try_from(shared_bytes)?,
+            cluster: 1,
+        };
+        // SAFETY: a `Launch` has the kernel's arguments by construction; the rest is the caller's promise.
+        launch.with_arguments(|arguments| unsafe { function.launch(&self.stream, &config, arguments) })?;
+        Ok(())
+    }
+
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+        // SAFETY: the caller's promise; all products go to the one stream.
+        Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?)
+    }
+
+    unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the caller's promise. Memory that is not page-locked is read before the call returns.
+        Ok(unsafe { self.stream.upload(address(to), bytes) }?)
+    }
+
+    unsafe fn download(&mut self, bytes: &mut [u8], from: *const u8) -> Result<()> {
+        // SAFETY: the caller's promise; `bytes` is borrowed until the stream has passed the copy.
+        unsafe { self.stream.download(bytes, address(from)) }?;
+        Ok(self.stream.synchronize()?)
+    }
+
+    unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.stream.fill(address(to), 0, bytes) }?)
+    }
+
+    fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
+        Ok(Box::new(PinnedBuffer::<i32>::new(&self.gpu, len)?))
+    }
+
+    unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
+        let done = Event::new(&self.gpu)?;
+        // SAFETY: the caller's promise for `to`; the buffer is kept below until its event has passed.
+        unsafe { self.stream.upload(address(to), &buffer[..len]) }?;
+        done.record(&self.stream)?;
+        self.uploads.push_back((buffer, done));
+        let Some((_, oldest)) = self.uploads.front() else { return Ok(None) };
+        if self.uploads.len() > BATCHES_UNDER_WAY {
+            oldest.synchronize()?;
+        } else if !oldest.is_done()? {
+            return Ok(None);
+        }
+        Ok(self.uploads.pop_front().map(|(buffer, _)| buffer))
+    }
+
+    unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
+        let mut download = match self.idle_downloads.iter().position(|idle| idle.buffer.len() >= len) {
+            Some(i) => self.idle_downloads.swap_remove(i),
+            None => Download { buffer: PinnedBuffer::new(&self.gpu, len)?, len, done: Event::new(&self.gpu)? },
+        };
+        download.len = len;
+        // SAFETY: the caller's promise for `from`; the buffer is kept until `wait` has seen its event.
+        unsafe { self.stream.download(&mut download.buffer[..len], address(from)) }?;
+        download.done.record(&self.stream)?;
+        self.next_ticket += 1;
+        self.downloads.insert(self.next_ticket, download);
+        Ok(Ticket(self.next_ticket))
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+        let download = self.downloads.remove(&ticket.0);
+        let download = download.with_context(|| format!("read {} is not under way", ticket.0))?;
+        download.done.synchronize()?;
+        let values = download.buffer[..download.len].to_vec();
+        self.idle_downloads.push(download);
+        Ok(values)
+    }
+}
+
+impl Drop for Device {
+    /// Buffers of copies under way must outlive them.
+    fn drop(&mut self) {
+        // A failure has been, or will be, reported by the call that meets it first; nothing is left to copy then.
+        let _ = self.stream.synchronize();
+    }
+}

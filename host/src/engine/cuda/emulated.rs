@@ -1,0 +1,118 @@
+//! The executor that is the CPU: kernels through the emulator, matrix products through a CPU GEMM.
+
+use super::executor::Executor;
+use super::gemm;
+use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::tensor::DType;
+use anyhow::Context;
+use cublaslt::{Operands, Problem};
+use cuda_std::launch::Launch;
+use std::collections::HashMap;
+
+/// A unit of memory as aligned as a device allocation.
+#[derive(Clone, Copy)]
+#[repr(C, align(1024))]
+struct Page([u8; 1024]);
+
+/// A GPU with few multiprocessors, so that small tests fill more than one wave.
+const MULTIPROCESSORS: usize = 4;
+
+#[derive(Default)]
+pub struct Emulated {
+    memory: Vec<Page>,
+    reads: HashMap<u64, Vec<f32>>,
+    next_ticket: u64,
+}
+
+impl Executor for Emulated {
+    fn describe(&self) -> String {
+        "emulated GPU".into()
+    }
+
+    fn memory_free(&self) -> Result<usize> {
+        // The emulator serves tests; what the host cannot hold is the host's error.
+        Ok(isize::MAX as usize / 2)
+    }
+
+    fn peak(&self, _: DType) -> Option<Peak> {
+        None
+    }
+
+    fn multiprocessors(&self) -> usize {
+        MULTIPROCESSORS
+    }
+
+    fn shared_memory(&self, blocks: usize) -> usize {
+        // Hopper's 228 KiB, of which a block may have 227.
+        (228 << 10) / blocks - 1024
+    }
+
+    fn fuses_gelu(&self, float: DType) -> bool {
+        // As on Hopper: so both ways are tested.
+        float == DType::Bf16
+    }
+
+    fn tf32(&self) -> bool {
+        false
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
+        self.memory = Vec::new();
+        self.memory = vec![Page([0; 1024]); bytes.div_ceil(size_of::<Page>())];
+        Ok(self.memory.as_mut_ptr().cast())
+    }
+
+    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise; the arena is host memory here.
+        unsafe { launch.emulate(grid, shared_bytes) }?;
+        Ok(())
+    }
+
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+        // The library would refuse the same operands.
+        operands.validate(problem)?;
+        // SAFETY: the caller's promise; the arena is host memory here.
+        unsafe { gemm::run(problem, operands, self.memory.as_mut_ptr().cast()) };
+        Ok(())
+    }
+
+    unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {
+        // SAFETY: the caller's promise; the source is the host's own.
+        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    unsafe fn download(&mut self, bytes: &mut [u8], from: *const u8) -> Result<()> {
+        // SAFETY: the caller's promise; the destination is the host's own.
+        unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { to.write_bytes(0, bytes) };
+        Ok(())
+    }
+
+    fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
+        Ok(Box::new(vec![0; len]))
+    }
+
+    unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
+        // SAFETY: the caller's promise.
+        unsafe { to.copy_from_nonoverlapping(buffer.as_ptr(), len) };
+        Ok(Some(buffer))
+    }
+
+    unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
+        // SAFETY: the caller's promise.
+        let values = unsafe { std::slice::from_raw_parts(from, len) }.to_vec();
+        self.next_ticket += 1;
+        self.reads.insert(self.next_ticket, values);
+        Ok(Ticket(self.next_ticket))
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+        self.reads.remove(&ticket.0).with_context(|| format!("read {} is not under way", ticket.0))
+    }
+}

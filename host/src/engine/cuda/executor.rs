@@ -1,0 +1,68 @@
+//! What the engine's operations are queued on.
+
+use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::tensor::DType;
+use cublaslt::{Operands, Problem};
+use cuda_std::launch::Launch;
+
+/// A GPU or the emulator. Work is done in the order of the calls.
+pub trait Executor {
+    fn describe(&self) -> String;
+
+    /// Bytes that [`allocate`](Self::allocate) could take besides what it has.
+    fn memory_free(&self) -> Result<usize>;
+
+    /// Peak rate in products of this storage type.
+    fn peak(&self, float: DType) -> Option<Peak>;
+
+    fn multiprocessors(&self) -> usize;
+
+    /// Bytes of shared memory for each block where `blocks` share a multiprocessor.
+    fn shared_memory(&self, blocks: usize) -> usize;
+
+    /// Whether matrix products with a GELU epilogue are worth having for this storage type.
+    fn fuses_gelu(&self, float: DType) -> bool;
+
+    /// Multiplies f32 with 10-bit mantissas.
+    fn tf32(&self) -> bool;
+
+    /// Zeroed memory, in place of what was allocated before.
+    fn allocate(&mut self, bytes: usize) -> Result<*mut u8>;
+
+    /// # Safety
+    /// The memory that the pointer arguments cover holds every index that the kernel forms in this grid, and
+    /// `shared_bytes` is what its layout takes.
+    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
+
+    /// # Safety
+    /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing.
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()>;
+
+    /// # Safety
+    /// `to` covers the bytes in the allocated memory.
+    unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()>;
+
+    /// Copies once everything before has run.
+    ///
+    /// # Safety
+    /// `from` covers the bytes in the allocated memory.
+    unsafe fn download(&mut self, bytes: &mut [u8], from: *const u8) -> Result<()>;
+
+    /// # Safety
+    /// `to` covers the bytes in the allocated memory.
+    unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()>;
+
+    fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
+
+    /// Copies the first `len` words and keeps the buffer until that is done; gives back one that is.
+    ///
+    /// # Safety
+    /// `to` covers `len` words of the allocated memory; `buffer` holds as many.
+    unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>>;
+
+    /// # Safety
+    /// `from` covers `len` values of the allocated memory.
+    unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket>;
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>>;
+}

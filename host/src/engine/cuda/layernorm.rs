@@ -1,0 +1,108 @@
+//! LayerNorm, alone and after a residual sum.
+
+use super::{Cuda, Float, shared_bytes};
+use crate::engine::{LayerNorm, Result, Scope};
+use crate::tensor::Tensor;
+use anyhow::Context;
+use gpu::column_sum;
+use gpu::layernorm::{self, Shape};
+
+/// f32 elements of scratch; 0 for channels that no kernel takes, which the first operation says.
+pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
+    let partials = |shape: Shape| shape.backward_partials(scope.b * scope.t, scope.channels, multiprocessors);
+    Shape::of::<T>(scope.channels).map_or(0, partials)
+}
+
+fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
+    Shape::of::<T>(channels).with_context(|| {
+        format!(
+            "LayerNorm over {channels} channels in {}: the kernels take multiples of {} up to {}",
+            T::DTYPE.name(),
+            T::PACKET,
+            T::PACKET * 32 * 64
+        )
+    })
+}
+
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) -> Result<()> {
+    let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
+    let launch = layernorm::dispatch!(
+        shape,
+        layernorm_forward::<T>(
+            cuda.output("out", op.out, n)?,
+            cuda.output("mean", op.mean, rows)?,
+            cuda.output("rstd", op.rstd, rows)?,
+            cuda.input("inp", inp, n)?,
+            cuda.input("weight", op.weight, op.c)?,
+            cuda.input("bias", op.bias, op.c)?,
+            rows as u32,
+            op.c as u32,
+        )
+    );
+    cuda.launch(&launch, [shape.forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
+}
+
+pub(super) fn residual_forward<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: LayerNorm,
+    residual: Tensor,
+    a: Tensor,
+    b: Tensor,
+) -> Result<()> {
+    let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
+    let launch = layernorm::dispatch!(
+        shape,
+        residual_layernorm_forward::<T>(
+            cuda.output("residual", residual, n)?,
+            cuda.output("out", op.out, n)?,
+            cuda.output("mean", op.mean, rows)?,
+            cuda.output("rstd", op.rstd, rows)?,
+            cuda.input("a", a, n)?,
+            cuda.input("b", b, n)?,
+            cuda.input("weight", op.weight, op.c)?,
+            cuda.input("bias", op.bias, op.c)?,
+            rows as u32,
+            op.c as u32,
+        )
+    );
+    cuda.launch(&launch, [shape.forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
+}
+
+pub(super) fn backward<T: Float>(
+    cuda: &mut Cuda<T>,
+    dinp: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    op: LayerNorm,
+) -> Result<()> {
+    let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
+    let multiprocessors = cuda.executor.multiprocessors();
+    let blocks = shape.backward_grid(rows, multiprocessors);
+    let len = shape.backward_partials(rows, op.c, multiprocessors);
+    let scratch = cuda.scratch(len)?;
+    let launch = layernorm::dispatch!(
+        shape,
+        layernorm_backward::<T>(
+            cuda.output("dinp", dinp, n)?,
+            cuda.output("scratch", scratch, len)?,
+            cuda.input("dout", dout, n)?,
+            cuda.input("inp", inp, n)?,
+            cuda.input("weight", op.weight, op.c)?,
+            cuda.input("mean", op.mean, rows)?,
+            cuda.input("rstd", op.rstd, rows)?,
+            rows as u32,
+            op.c as u32,
+        )
+    );
+    cuda.launch(&launch, [blocks, 1, 1], shape.backward_shared_bytes::<T>())?;
+    let launch = layernorm::layernorm_backward_reduce::<T>(
+        cuda.output("dweight", dweight, op.c)?,
+        cuda.output("dbias", dbias, op.c)?,
+        cuda.input("scratch", scratch, len)?,
+        blocks,
+        op.c as u32,
+    );
+    cuda.launch(&launch, [column_sum::grid(2 * op.c), 1, 1], shared_bytes(column_sum::shared))
+}

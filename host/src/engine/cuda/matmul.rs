@@ -1,0 +1,133 @@
+//! Linear layers. A row-major matrix is its column-major transpose to cuBLASLt, see the `cublaslt` crate.
+
+use super::{Cuda, Float, gelu};
+use crate::engine::{Linear, Result};
+use crate::tensor::{DType, Tensor};
+use cublaslt::{Element, Epilogue, Operands, Problem};
+
+impl<T: Float> Cuda<T> {
+    /// An operand: `tensor`, which must hold at least `len` floats.
+    fn operand(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
+        Ok(self.arena.address::<T>(name, tensor, len)?.addr() as u64)
+    }
+
+    fn element(&self) -> Element {
+        match T::DTYPE {
+            DType::Bf16 => Element::Bf16,
+            _ if self.executor.tf32() => Element::Tf32,
+            _ => Element::F32,
+        }
+    }
+
+    fn product(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+        if problem.m == 0 || problem.n == 0 {
+            return Ok(());
+        }
+        // SAFETY: `operand` has held each tensor to the length its shape implies; outputs are tensors of their own.
+        unsafe { self.executor.matmul(problem, operands) }
+    }
+}
+
+/// A GELU epilogue's auxiliary matrix has a leading dimension that is a multiple of this.
+const FUSED_GELU_WIDTH: usize = 8;
+
+pub(super) fn forward<T: Float>(
+    cuda: &mut Cuda<T>,
+    out: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    pre_gelu: Option<Tensor>,
+    shape: Linear,
+) -> Result<()> {
+    let Linear { rows, c, oc } = shape;
+    let fused = pre_gelu
+        .filter(|_| bias.is_some() && oc.is_multiple_of(FUSED_GELU_WIDTH) && cuda.executor.fuses_gelu(T::DTYPE));
+    let product = if fused.is_some() { out } else { pre_gelu.unwrap_or(out) };
+    let problem = Problem {
+        m: oc,
+        n: rows,
+        k: c,
+        transpose_a: true,
+        transpose_b: false,
+        element: cuda.element(),
+        epilogue: match (bias, fused) {
+            (Some(_), Some(_)) => Epilogue::GeluAuxBias,
+            (Some(_), None) => Epilogue::Bias,
+            _ => Epilogue::None,
+        },
+        accumulate: false,
+        batch: 1,
+    };
+    let operands = Operands {
+        a: cuda.operand("weight", weight, oc * c)?,
+        b: cuda.operand("inp", inp, rows * c)?,
+        d: cuda.operand("out", product, rows * oc)?,
+        bias: bias.map(|bias| cuda.operand("bias", bias, oc)).transpose()?,
+        aux: fused.map(|aux| cuda.operand("pre_gelu", aux, rows * oc)).transpose()?,
+    };
+    cuda.product(&problem, &operands)?;
+    match pre_gelu {
+        Some(pre_gelu) if fused.is_none() => gelu::forward(cuda, out, pre_gelu, rows * oc),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn backward<T: Float>(
+    cuda: &mut Cuda<T>,
+    dinp: Tensor,
+    dweight: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    pre_gelu: Option<Tensor>,
+    shape: Linear,
+) -> Result<()> {
+    let Linear { rows, c, oc } = shape;
+    let fused = pre_gelu.filter(|_| c.is_multiple_of(FUSED_GELU_WIDTH) && cuda.executor.fuses_gelu(T::DTYPE));
+    let element = cuda.element();
+    let dout = cuda.operand("dout", dout, rows * oc)?;
+
+    let problem = Problem {
+        m: c,
+        n: rows,
+        k: oc,
+        transpose_a: false,
+        transpose_b: false,
+        element,
+        epilogue: if fused.is_some() { Epilogue::DGelu } else { Epilogue::None },
+        accumulate: false,
+        batch: 1,
+    };
+    let operands = Operands {
+        a: cuda.operand("weight", weight, oc * c)?,
+        b: dout,
+        d: cuda.operand("dinp", dinp, rows * c)?,
+        bias: None,
+        aux: fused.map(|aux| cuda.operand("pre_gelu", aux, rows * c)).transpose()?,
+    };
+    cuda.product(&problem, &operands)?;
+    if let (Some(pre_gelu), None) = (pre_gelu, fused) {
+        gelu::backward(cuda, dinp, pre_gelu, rows * c)?;
+    }
+
+    let problem = Problem {
+        m: c,
+        n: oc,
+        k: rows,
+        transpose_a: false,
+        transpose_b: true,
+        element,
+        epilogue: Epilogue::None,
+        accumulate: true,
+        batch: 1,
+    };
+    let operands = Operands {
+        a: cuda.operand("inp", inp, rows * c)?,
+        b: dout,
+        d: cuda.operand("dweight", dweight, oc * c)?,
+        bias: None,
+        aux: None,
+    };
+    cuda.product(&problem, &operands)
+}

@@ -1,0 +1,423 @@
+//! The CUDA engine: which kernel, which grid, which matrix product; one file per operation, as in `gpu/`.
+//!
+//! Operations check their tensors against the shape they are given, and queue kernels on an [`executor::Executor`]: a
+//! GPU, or the emulator, which runs the same kernels with the same launch geometry on the CPU.
+
+mod adamw;
+mod attention;
+mod bias;
+mod cast;
+mod classifier;
+mod device;
+mod emulated;
+mod encoder;
+mod executor;
+mod gelu;
+mod gemm;
+mod global_norm;
+mod layernorm;
+mod matmul;
+mod modules;
+mod peak;
+mod residual;
+
+pub use modules::embedded;
+
+use super::{
+    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket,
+};
+use crate::plan::{Group, Plan};
+use crate::tensor::{DType, Tensor};
+use anyhow::{bail, ensure};
+use cuda_std::launch::Launch;
+use cuda_std::mma::TensorCore;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, bf16};
+use executor::Executor;
+use std::marker::PhantomData;
+
+/// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Precision {
+    Bf16,
+    Fp32,
+}
+
+/// How to run on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// The driver's number of the GPU, from 0.
+    pub gpu: usize,
+    pub precision: Precision,
+    /// With `Fp32`: multiply with 10-bit mantissas, on tensor cores.
+    pub tf32: bool,
+}
+
+/// The engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
+pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
+    let executor = Box::new(device::Device::open(options)?);
+    Ok(over(executor, options.precision))
+}
+
+/// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside.
+pub fn emulated(precision: Precision) -> Box<dyn Engine> {
+    over(Box::new(emulated::Emulated::default()), precision)
+}
+
+fn over(executor: Box<dyn Executor>, precision: Precision) -> Box<dyn Engine> {
+    match precision {
+        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor)),
+        Precision::Fp32 => Box::new(Cuda::<f32>::new(executor)),
+    }
+}
+
+/// What an arena can hold.
+trait Stored: bytemuck::Pod + Send {
+    const DTYPE: DType;
+}
+
+impl Stored for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Stored for bf16 {
+    const DTYPE: DType = DType::Bf16;
+}
+impl Stored for i32 {
+    const DTYPE: DType = DType::I32;
+}
+
+/// An engine's float.
+trait Float: Stored + TensorCore {}
+impl Float for f32 {}
+impl Float for bf16 {}
+
+struct Cuda<T> {
+    executor: Box<dyn Executor>,
+    arena: Arena,
+    /// f32: partial sums of one operation at a time.
+    scratch: Option<Tensor>,
+    element: PhantomData<T>,
+}
+
+/// Where the arena lies, on the device or (emulated) on the host.
+#[derive(Clone, Copy)]
+struct Arena {
+    base: *mut u8,
+    bytes: usize,
+}
+
+impl Arena {
+    /// Checks that `tensor` is of type `E`, has at least `len` elements and lies in the arena.
+    fn address<E: Stored>(self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
+        ensure!(
+            tensor.dtype == E::DTYPE,
+            "{name} is {}, this operation takes {}",
+            tensor.dtype.name(),
+            E::DTYPE.name()
+        );
+        ensure!(tensor.len >= len, "{name} has {} elements, this operation needs {len}", tensor.len);
+        ensure!(
+            tensor.offset + tensor.bytes() <= self.bytes && tensor.offset % E::DTYPE.bytes() == 0,
+            "{name} at {} (+{} bytes) does not lie in the engine's memory of {} bytes",
+            tensor.offset,
+            tensor.bytes(),
+            self.bytes
+        );
+        Ok(self.base.wrapping_add(tensor.offset).cast())
+    }
+}
+
+/// Bytes of dynamic shared memory that a kernel's layout takes.
+fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
+    let mut measure = Layout::new();
+    layout(&mut measure);
+    measure.bytes()
+}
+
+impl<T: Float> Cuda<T> {
+    fn new(executor: Box<dyn Executor>) -> Self {
+        let arena = Arena { base: std::ptr::null_mut(), bytes: 0 };
+        Self { executor, arena, scratch: None, element: PhantomData }
+    }
+
+    /// What a kernel may read: `tensor`, which must hold at least `len` elements of `E`.
+    fn input<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<Global<E>> {
+        Ok(Global::new(self.arena.address::<E>(name, tensor, len)?))
+    }
+
+    /// What a kernel may write: `tensor`, which must hold at least `len` elements of `E`.
+    fn output<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<GlobalMut<E>> {
+        Ok(GlobalMut::new(self.arena.address(name, tensor, len)?))
+    }
+
+    /// The scratch buffer, of at least `len` f32.
+    fn scratch(&self, len: usize) -> Result<Tensor> {
+        match self.scratch {
+            Some(tensor) if tensor.len >= len => Ok(tensor),
+            found => bail!(
+                "an operation needs {len} f32 of scratch, {} were planned: the plan was made for other shapes",
+                found.map_or(0, |tensor| tensor.len)
+            ),
+        }
+    }
+
+    fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        // SAFETY: pointer arguments come from `input` and `output`, which hold them to the lengths that the operation's
+        // shape implies, and each operation passes the grid and the shared memory that the kernel's own functions state.
+        unsafe { self.executor.launch(launch, grid, shared_bytes) }
+    }
+}
+
+impl<T: Float> Engine for Cuda<T> {
+    fn describe(&self) -> String {
+        self.executor.describe()
+    }
+
+    fn float(&self) -> DType {
+        T::DTYPE
+    }
+
+    fn memory_free(&self) -> Result<usize> {
+        Ok(self.executor.memory_free()? + self.arena.bytes)
+    }
+
+    fn peak(&self) -> Option<Peak> {
+        self.executor.peak(T::DTYPE)
+    }
+
+    fn plan(&mut self, plan: &mut Plan, scope: &Scope) {
+        let needs = [
+            encoder::scratch(scope),
+            layernorm::scratch::<T>(scope, self.executor.multiprocessors()),
+            bias::scratch::<T>(scope, self.executor.multiprocessors()),
+            attention::scratch(scope),
+            global_norm::scratch::<T>(scope, self.executor.multiprocessors()),
+        ];
+        let len = if scope.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
+        self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
+    }
+
+    fn allocate(&mut self, plan: &Plan) -> Result<()> {
+        let (needed, free) = (plan.bytes(), self.memory_free()?);
+        if needed > free {
+            let gib = |bytes: usize| bytes as f64 / (1 << 30) as f64;
+            bail!(
+                "the model needs {:.2} GiB, {} has {:.2} GiB free: {:.2} GiB too little; take a smaller batch or model",
+                gib(needed),
+                self.describe(),
+                gib(free),
+                gib(needed - free)
+            );
+        }
+        self.arena = Arena { base: std::ptr::null_mut(), bytes: 0 };
+        self.arena = Arena { base: self.executor.allocate(needed)?, bytes: needed };
+        Ok(())
+    }
+
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        fn send<E: Stored>(
+            executor: &mut dyn Executor,
+            arena: Arena,
+            to: Tensor,
+            values: &[f32],
+            convert: impl Fn(f32) -> E,
+        ) -> Result<()> {
+            ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
+            let address = arena.address::<E>("the tensor written to", to, values.len())?;
+            let converted: Vec<E> = values.iter().map(|&value| convert(value)).collect();
+            // SAFETY: `address` covers that many elements of the arena.
+            unsafe { executor.upload(address.cast(), bytemuck::cast_slice(&converted)) }
+        }
+        let (executor, arena) = (&mut *self.executor, self.arena);
+        match to.dtype {
+            DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
+            DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
+            DType::I32 => bail!("write takes floats, the tensor is i32"),
+        }
+    }
+
+    fn read(&mut self, from: Tensor) -> Result<Vec<f32>> {
+        fn fetch<E: Stored>(
+            executor: &mut dyn Executor,
+            arena: Arena,
+            from: Tensor,
+            convert: impl Fn(E) -> f32,
+        ) -> Result<Vec<f32>> {
+            let address = arena.address::<E>("the tensor read", from, from.len)?;
+            let mut values = vec![E::zeroed(); from.len];
+            // SAFETY: `address` covers that many elements of the arena.
+            unsafe { executor.download(bytemuck::cast_slice_mut(&mut values), address.cast())? };
+            Ok(values.into_iter().map(convert).collect())
+        }
+        let (executor, arena) = (&mut *self.executor, self.arena);
+        match from.dtype {
+            DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
+            DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
+            DType::I32 => bail!("read gives floats, the tensor is i32"),
+        }
+    }
+
+    fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
+        ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
+        let address = self.arena.address::<i32>("the tensor written to", to, values.len())?;
+        // SAFETY: `address` covers that many elements of the arena.
+        unsafe { self.executor.upload(address.cast(), bytemuck::cast_slice(values)) }
+    }
+
+    fn read_later(&mut self, from: Tensor) -> Result<Ticket> {
+        let address = self.arena.address::<f32>("the tensor read", from, from.len)?;
+        // SAFETY: `address` covers that many elements of the arena.
+        unsafe { self.executor.download_later(address, from.len) }
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+        self.executor.wait(ticket)
+    }
+
+    fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
+        self.executor.host_buffer(len)
+    }
+
+    fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {
+        let len = layout.len();
+        ensure!(words.len() >= len, "a batch of {} words where {layout:?} has {len}", words.len());
+        let address = self.arena.address::<i32>("the batch", to, len)?;
+        // SAFETY: `address` covers the words of the arena.
+        unsafe { self.executor.upload_later(address, words, len) }
+    }
+
+    fn zero(&mut self, tensor: Tensor) -> Result<()> {
+        let address = match tensor.dtype {
+            DType::F32 => self.arena.address::<f32>("the tensor zeroed", tensor, tensor.len)?.cast(),
+            DType::Bf16 => self.arena.address::<bf16>("the tensor zeroed", tensor, tensor.len)?.cast(),
+            DType::I32 => self.arena.address::<i32>("the tensor zeroed", tensor, tensor.len)?.cast(),
+        };
+        // SAFETY: `address` covers the tensor's bytes of the arena.
+        unsafe { self.executor.zero(address, tensor.bytes()) }
+    }
+
+    fn encoder_forward(
+        &mut self,
+        out: Tensor,
+        batch: Tensor,
+        layout: BatchLayout,
+        wte: Tensor,
+        wpe: Tensor,
+        c: usize,
+    ) -> Result<()> {
+        encoder::forward(self, out, batch, layout, wte, wpe, c)
+    }
+
+    fn encoder_backward(
+        &mut self,
+        dwte: Tensor,
+        dwpe: Tensor,
+        dout: Tensor,
+        batch: Tensor,
+        layout: BatchLayout,
+        c: usize,
+        seed: u32,
+    ) -> Result<()> {
+        encoder::backward(self, dwte, dwpe, dout, batch, layout, c, seed)
+    }
+
+    fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()> {
+        layernorm::forward(self, op, inp)
+    }
+
+    fn residual_layernorm_forward(&mut self, op: LayerNorm, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
+        layernorm::residual_forward(self, op, residual, a, b)
+    }
+
+    fn layernorm_backward(
+        &mut self,
+        dinp: Tensor,
+        dweight: Tensor,
+        dbias: Tensor,
+        dout: Tensor,
+        inp: Tensor,
+        op: LayerNorm,
+    ) -> Result<()> {
+        layernorm::backward(self, dinp, dweight, dbias, dout, inp, op)
+    }
+
+    fn residual_forward(&mut self, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
+        residual::forward(self, residual, a, b)
+    }
+
+    fn matmul_forward(
+        &mut self,
+        out: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        pre_gelu: Option<Tensor>,
+        shape: Linear,
+    ) -> Result<()> {
+        matmul::forward(self, out, inp, weight, bias, pre_gelu, shape)
+    }
+
+    fn matmul_backward(
+        &mut self,
+        dinp: Tensor,
+        dweight: Tensor,
+        dbias: Option<Tensor>,
+        dout: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        pre_gelu: Option<Tensor>,
+        shape: Linear,
+    ) -> Result<()> {
+        if let Some(dbias) = dbias {
+            bias::backward(self, dbias, dout, shape.rows, shape.oc)?;
+        }
+        matmul::backward(self, dinp, dweight, dout, inp, weight, pre_gelu, shape)
+    }
+
+    fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()> {
+        attention::forward(self, out, lse, qkv, shape)
+    }
+
+    fn attention_backward(
+        &mut self,
+        dqkv: Tensor,
+        dout: Tensor,
+        qkv: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shape: Heads,
+    ) -> Result<()> {
+        attention::backward(self, dqkv, dout, qkv, out, lse, shape)
+    }
+
+    fn classifier(
+        &mut self,
+        logits: Tensor,
+        losses: Tensor,
+        targets: Tensor,
+        v: usize,
+        vp: usize,
+        dloss: Option<f32>,
+    ) -> Result<()> {
+        classifier::classifier(self, logits, losses, targets, v, vp, dloss)
+    }
+
+    fn sum(&mut self, out: Tensor, values: Tensor) -> Result<()> {
+        global_norm::sum(self, out, values)
+    }
+
+    fn global_norm(&mut self, norm: Tensor, grads: Tensor) -> Result<()> {
+        global_norm::global_norm(self, norm, grads)
+    }
+
+    fn adamw(&mut self, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()> {
+        adamw::adamw(self, range, norm, settings)
+    }
+
+    fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {
+        cast::cast(self, to, from)
+    }
+}

@@ -1,0 +1,139 @@
+//! Which of the program's modules a GPU gets.
+
+use crate::engine::Result;
+use crate::kernels::{MODULES, MODULES_MISSING};
+use anyhow::{Context, ensure};
+use cuda_builder::Module;
+use cuda_driver::DeviceInfo;
+use std::fmt;
+
+/// What a GPU is given to run.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice<'a> {
+    /// Machine code.
+    Cubin(&'a Module, &'a [u8]),
+    /// What the driver compiles.
+    Ptx(&'a Module),
+}
+
+impl Choice<'_> {
+    pub fn image(&self) -> &[u8] {
+        match self {
+            Self::Cubin(_, cubin) => cubin,
+            Self::Ptx(module) => module.ptx.as_bytes(),
+        }
+    }
+}
+
+impl fmt::Display for Choice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cubin(module, _) => write!(f, "{} cubin", module.arch),
+            Self::Ptx(module) => write!(f, "{} PTX", module.arch),
+        }
+    }
+}
+
+/// The modules in this program; none is an error that says why.
+pub fn embedded() -> Result<&'static [Module]> {
+    ensure!(
+        !MODULES.is_empty(),
+        "{}; or run with --device cpu",
+        MODULES_MISSING.unwrap_or("this program was built without GPU kernels")
+    );
+    Ok(MODULES)
+}
+
+/// The newest architecture that the GPU can run. A cubin runs on its own major version from its minor version on, PTX on
+/// everything newer, and what is built for an "a" architecture on exactly that one.
+pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo) -> Result<Choice<'a>> {
+    let (major, minor) = info.compute_capability;
+    ensure!(
+        major >= 8,
+        "{} has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later: run with --device cpu",
+        info.name
+    );
+    let runs = |module: &&Module| {
+        Architecture::of(module).is_some_and(|arch| {
+            if arch.exact { (arch.major, arch.minor) == (major, minor) } else { (arch.major, arch.minor) <= (major, minor) }
+        })
+    };
+    let best = modules.iter().filter(runs).max_by_key(|module| Architecture::of(module));
+    let module = best.with_context(|| {
+        let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
+        format!("{} has compute capability {major}.{minor}; this program has kernels for {}", info.name, have.join(", "))
+    })?;
+    Ok(match module.cubin {
+        Some(cubin) if Architecture::of(module).is_some_and(|arch| arch.major == major) => Choice::Cubin(module, cubin),
+        _ => Choice::Ptx(module),
+    })
+}
+
+/// `sm_90a`: 9, 0, exact.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Architecture {
+    major: u32,
+    minor: u32,
+    exact: bool,
+}
+
+impl Architecture {
+    fn of(module: &Module) -> Option<Self> {
+        let digits = module.arch.strip_prefix("sm_")?;
+        let (digits, exact) = digits.strip_suffix('a').map_or((digits, false), |digits| (digits, true));
+        let number: u32 = digits.parse().ok()?;
+        Some(Self { major: number / 10, minor: number % 10, exact })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(arch: &'static str, cubin: Option<&'static [u8]>) -> Module {
+        Module { arch, ptx: "", cubin, kernels: &[], shared_limit: None }
+    }
+
+    fn gpu(compute_capability: (u32, u32)) -> DeviceInfo {
+        DeviceInfo {
+            index: 0,
+            name: "NVIDIA Test".into(),
+            compute_capability,
+            multiprocessors: 1,
+            clock_khz: 1,
+            memory_clock_khz: 1,
+            memory_bus_bits: 1,
+            memory_bytes: 1,
+            l2_bytes: 1,
+            shared_per_block: 1,
+            shared_per_multiprocessor: 1,
+            registers_per_multiprocessor: 1,
+            threads_per_multiprocessor: 1,
+        }
+    }
+
+    #[test]
+    fn each_gpu_gets_the_newest_code_that_it_can_run() {
+        let both = [module("sm_80", Some(b"80")), module("sm_90a", Some(b"90"))];
+        for (capability, expected) in [
+            ((8, 0), "sm_80 cubin"),
+            ((8, 9), "sm_80 cubin"),
+            ((9, 0), "sm_90a cubin"),
+            // Code for sm_90a runs on nothing else, and a cubin does not cross a major version.
+            ((10, 0), "sm_80 PTX"),
+            ((12, 0), "sm_80 PTX"),
+        ] {
+            assert_eq!(select(&both, &gpu(capability)).unwrap().to_string(), expected, "{capability:?}");
+        }
+        let without_cubins = [module("sm_80", None), module("sm_90a", None)];
+        assert_eq!(select(&without_cubins, &gpu((9, 0))).unwrap().to_string(), "sm_90a PTX");
+    }
+
+    #[test]
+    fn an_old_gpu_is_named_and_sent_to_the_cpu() {
+        let text = select(&[module("sm_80", None)], &gpu((7, 5))).unwrap_err().to_string();
+        assert!(text.contains("NVIDIA Test has compute capability 7.5") && text.contains("--device cpu"), "{text}");
+        let text = select(&[module("sm_90a", None)], &gpu((8, 6))).unwrap_err().to_string();
+        assert!(text.contains("8.6; this program has kernels for sm_90a"), "{text}");
+    }
+}

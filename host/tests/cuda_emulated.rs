@@ -1,0 +1,94 @@
+//! The CUDA engine on the emulator, held to the CPU engine: every kernel with the launch geometry a GPU would get.
+
+use host::engine::cpu::Cpu;
+use host::engine::cuda::{Precision, emulated};
+use host::engine::{BatchLayout, Engine};
+use host::plan::{Group, Plan};
+use host::selftest::edge;
+use host::tensor::DType;
+
+fn agrees(precision: Precision) {
+    let (mut engine, mut reference) = (emulated(precision), Cpu::new());
+    let mut failures = Vec::new();
+    for case in edge() {
+        let name = format!("{} {}", case.operation, case.shape);
+        match case.check(&mut *engine, &mut reference) {
+            Ok(outcome) => failures.extend(
+                outcome.errors.iter().filter(|(_, error)| !error.ok()).map(|error| format!("{name}: {error:?}")),
+            ),
+            Err(error) => failures.push(format!("{name}: {error:#}")),
+        }
+    }
+    assert!(failures.is_empty(), "{} of {} cases:\n{}", failures.len(), edge().len(), failures.join("\n"));
+}
+
+#[test]
+fn every_operation_agrees_in_bf16() {
+    agrees(Precision::Bf16);
+}
+
+#[test]
+fn every_operation_agrees_in_f32() {
+    agrees(Precision::Fp32);
+}
+
+/// An engine with one tensor of `len` elements.
+fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, host::tensor::Tensor) {
+    let mut engine = emulated(precision);
+    let mut plan = Plan::new();
+    let tensor = plan.add(Group::Activations, "x", &[len], dtype);
+    engine.allocate(&plan).unwrap();
+    (engine, tensor)
+}
+
+#[test]
+fn memory_begins_zeroed_and_bf16_rounds_to_nearest_even() {
+    let (mut engine, tensor) = with_tensor(Precision::Bf16, 4, DType::Bf16);
+    assert_eq!(engine.read(tensor).unwrap(), [0.0; 4]);
+    // 1 + 2^-8 is half way between two bf16 values, 1 + 3 * 2^-8 too.
+    engine.write(tensor, &[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -2.5, 1e-3]).unwrap();
+    assert_eq!(engine.read(tensor).unwrap(), [1.0, 1.015625, -2.5, half::bf16::from_f32(1e-3).to_f32()]);
+    engine.zero(tensor.slice(1, 2)).unwrap();
+    assert_eq!(engine.read(tensor).unwrap()[1..3], [0.0, 0.0]);
+}
+
+#[test]
+fn a_later_read_holds_the_values_of_its_time() {
+    let (mut engine, tensor) = with_tensor(Precision::Fp32, 2, DType::F32);
+    engine.write(tensor, &[1.0, 2.0]).unwrap();
+    let first = engine.read_later(tensor).unwrap();
+    engine.write(tensor, &[3.0, 4.0]).unwrap();
+    let second = engine.read_later(tensor).unwrap();
+    let again = host::engine::Ticket(second.0);
+    assert_eq!(engine.wait(second).unwrap(), [3.0, 4.0]);
+    assert_eq!(engine.wait(first).unwrap(), [1.0, 2.0]);
+    assert!(engine.wait(again).unwrap_err().to_string().contains("not under way"));
+}
+
+#[test]
+fn tensors_that_do_not_fit_an_operation_are_refused() {
+    let (mut engine, tensor) = with_tensor(Precision::Bf16, 64, DType::Bf16);
+    let text = engine.residual_forward(tensor, tensor.slice(0, 32), tensor).unwrap_err().to_string();
+    assert_eq!(text, "a has 32 elements, this operation needs 64");
+    let text = engine.read_later(tensor).unwrap_err().to_string();
+    assert_eq!(text, "the tensor read is bf16, this operation takes f32");
+    let text = engine.cast(tensor, tensor).unwrap_err().to_string();
+    assert!(text.contains("cast of bf16 to bf16"), "{text}");
+
+    let mut elsewhere = tensor;
+    elsewhere.offset = 1 << 20;
+    let text = engine.zero(elsewhere).unwrap_err().to_string();
+    assert!(text.contains("does not lie in the engine's memory of 1024 bytes"), "{text}");
+
+    let layout = BatchLayout { b: 1, t: 8 };
+    let words = engine.host_buffer(3).unwrap();
+    assert!(engine.load_batch(tensor, layout, words).is_err_and(|e| e.to_string().contains("a batch of 3 words")));
+}
+
+#[test]
+fn a_plan_beyond_memory_says_by_how_much() {
+    let mut plan = Plan::new();
+    plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
+    let text = emulated(Precision::Fp32).allocate(&plan).unwrap_err().to_string();
+    assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
+}
