@@ -1,6 +1,8 @@
 //! The command line.
 
-use crate::commands::{data, eval, sample, train};
+use crate::commands::resources::Hardware;
+use crate::commands::{data, eval, sample, selftest, train};
+use crate::engine::cpu::Cpu;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -20,6 +22,17 @@ enum Command {
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),
+    Selftest(Selftest),
+}
+
+/// Checks every operation of the engine against the CPU's, and how fast it is
+#[derive(Debug, clap::Args)]
+struct Selftest {
+    #[command(flatten)]
+    options: selftest::Selftest,
+
+    #[command(flatten)]
+    hardware: Hardware,
 }
 
 impl Cli {
@@ -29,6 +42,9 @@ impl Cli {
             Command::Eval(args) => eval::run(args),
             Command::Sample(args) => sample::run(args),
             Command::Data(args) => data::run(args),
+            Command::Selftest(Selftest { options, hardware }) => {
+                selftest::run(options, &mut *hardware.open_quietly()?, &mut Cpu::new())
+            }
         }
     }
 }

@@ -195,7 +195,7 @@ fn bad_models_and_settings_are_named() {
 fn wrong_flags_are_refused_by_name() {
     for (args, part) in [
         (&["train", "--batch", "0"][..], "--batch"),
-        (&["train", "--lr", "-1"], "--lr"),
+        (&["train", "--lr=-1"], "--lr"),
         (&["train", "--layers", "2"], "--heads"),
         (&["train", "--checkpoint-every", "2"], "--out"),
         (&["train", "--val", "x.bin"], "--train"),

@@ -3,7 +3,7 @@
 pub mod data;
 pub mod eval;
 mod report;
-mod resources;
+pub mod resources;
 pub mod sample;
 pub mod selftest;
 pub mod train;
