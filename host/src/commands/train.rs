@@ -24,7 +24,7 @@ use std::time::Instant;
 ///
 /// With no argument: a small model on a text that comes with the program, in less than a minute.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Train {
+pub struct Options {
     /// Token files (.bin) to train on; quote the pattern [default: a text that comes with the program, as bytes]
     #[arg(short = 'i', long, value_name = "GLOB", help_heading = "Data")]
     train: Option<String>,
@@ -176,7 +176,7 @@ const FOR_CORPUS: Defaults = Defaults {
 /// (layers, heads, channels), with heads of a size that GPUs take.
 const SMALL: (usize, usize, usize) = (3, 2, 128);
 
-pub fn run(args: &Train) -> Result<()> {
+pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();
     let defaults = if args.train.is_some() { FOR_FILES } else { FOR_CORPUS };
     let b = args.batch.unwrap_or(defaults.b);
@@ -271,7 +271,7 @@ pub fn run(args: &Train) -> Result<()> {
     run.console.line(&format!("\nnext: {}", args.next_command(&outcome)))
 }
 
-impl Train {
+impl Options {
     /// The model's shape, and the file its weights come from.
     fn model(&self, defaults: &Defaults) -> Result<(Descriptor, Option<ModelFile>)> {
         let seq = self.seq.unwrap_or(defaults.t);
