@@ -3,6 +3,7 @@
 //! * [`tensor`], [`plan`]: named regions of one memory arena, planned and printed before the first step.
 //! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
+//! * [`rng`]: PyTorch's and llm.c's random numbers.
 
 pub mod atomic;
 pub mod commands;

@@ -2,6 +2,7 @@
 
 pub mod descriptor;
 mod gpt2;
+pub mod init;
 pub mod params;
 
 pub use descriptor::Descriptor;

@@ -1,0 +1,95 @@
+//! Initial weights, the same bits as llm.c's and PyTorch's from the same seed.
+
+use super::{Descriptor, Param};
+use crate::rng::Mt19937;
+use anyhow::Result;
+
+/// Seed of every run's initial weights.
+pub const SEED: u32 = 42;
+
+/// Deviation of the weights, before residual projections are scaled down.
+const STD: f32 = 0.02;
+
+/// Makes the initial value of every parameter, a tensor (of one layer) at a time, and hands each to `write`, whose errors
+/// end it. `values` holds the whole tensor, padded vocabulary rows (zeros) included.
+///
+/// Matrices and embeddings are normal; projections onto the residual stream are scaled by 1 / sqrt(2 L), as each of the
+/// 2 L of them adds to its variance. LayerNorm weights are 1, biases 0.
+pub fn initialise(
+    descriptor: &Descriptor,
+    seed: u32,
+    mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>,
+) -> Result<()> {
+    let mut rng = Mt19937::new(seed);
+    let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
+    let mut buffer = Vec::new();
+    let mut normal = |param: Param, layer, drawn: usize, std| {
+        buffer.clear();
+        buffer.resize(param.len(descriptor), 0.0);
+        rng.normal(&mut buffer[..drawn], std);
+        write(param, layer, &buffer)
+    };
+    normal(Param::Wte, 0, descriptor.vocab * descriptor.channels, STD)?;
+    normal(Param::Wpe, 0, Param::Wpe.len(descriptor), STD)?;
+    for layer in 0..descriptor.layers {
+        let matrices = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];
+        for (param, std) in matrices {
+            normal(param, layer, param.len(descriptor), std)?;
+        }
+    }
+    let vectors = Param::ALL.into_iter().filter(|param| param.shape(descriptor).0 == 1);
+    for param in vectors {
+        let value = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 0.0 };
+        for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
+            write(param, layer, &vec![value; param.len(descriptor)])?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_tensor_is_written_once_with_its_distribution() {
+        let descriptor = Descriptor::new(3, 2, 64, 40, 200).unwrap();
+        let mut seen = BTreeSet::new();
+        initialise(&descriptor, SEED, |param, layer, values| {
+            assert!(seen.insert((param.name(), layer)), "{} of layer {layer} twice", param.name());
+            assert_eq!(values.len(), param.len(&descriptor));
+            let drawn = if param == Param::Wte { &values[..200 * 64] } else { values };
+            assert!(values[drawn.len()..].iter().all(|x| *x == 0.0), "padding");
+            let n = drawn.len() as f64;
+            let mean = drawn.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+            let std = (drawn.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / n).sqrt();
+            let (expected_mean, expected_std) = match param {
+                Param::Wte | Param::Wpe | Param::Qkvw | Param::Fcw => (0.0, 0.02),
+                Param::Attprojw | Param::Fcprojw => (0.0, 0.02 / 6f64.sqrt()),
+                Param::Ln1w | Param::Ln2w | Param::Lnfw => (1.0, 0.0),
+                _ => (0.0, 0.0),
+            };
+            let name = param.name();
+            assert!((mean - expected_mean).abs() <= 4.0 * expected_std / n.sqrt(), "{name}: mean {mean}");
+            assert!((std - expected_std).abs() <= 4.0 * expected_std / (2.0 * n).sqrt(), "{name}: deviation {std}");
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(seen.len(), 4 + 3 * 12);
+    }
+
+    #[test]
+    fn the_first_weights_are_seed_42s() {
+        let descriptor: Descriptor = "d6".parse().unwrap();
+        let mut wte = Vec::new();
+        let stop = initialise(&descriptor, SEED, |param, _, values| {
+            assert_eq!(param, Param::Wte);
+            wte.extend_from_slice(&values[..4]);
+            anyhow::bail!("enough")
+        });
+        assert_eq!(stop.unwrap_err().to_string(), "enough");
+        let bits: Vec<u32> = wte.iter().map(|x| x.to_bits()).collect();
+        assert_eq!(bits, [1025366614, 1022602552, 1016304337, 3173809148]);
+    }
+}

@@ -1,0 +1,253 @@
+//! Random numbers, bit for bit as PyTorch's CPU generator and llm.c draw them.
+
+use rayon::prelude::*;
+
+const N: usize = 624;
+const M: usize = 397;
+
+/// The Mersenne Twister `mt19937`, with the state that checkpoints keep.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mt19937 {
+    /// Draws left of the current block, plus one.
+    pub left: u32,
+    /// Index of the next word of `state`.
+    pub next: u32,
+    pub state: [u32; N],
+}
+
+impl Mt19937 {
+    pub fn new(seed: u32) -> Self {
+        let mut state = [seed; N];
+        for i in 1..N {
+            let last = state[i - 1];
+            state[i] = 1_812_433_253u32.wrapping_mul(last ^ (last >> 30)).wrapping_add(i as u32);
+        }
+        Self { left: 1, next: 0, state }
+    }
+
+    fn advance(&mut self) {
+        let twist = |high: u32, low: u32, far: u32| {
+            let mixed = (high & 0x8000_0000) | (low & 0x7fff_ffff);
+            far ^ (mixed >> 1) ^ if low & 1 == 1 { 0x9908_b0df } else { 0 }
+        };
+        let state = &mut self.state;
+        for i in 0..N - M {
+            state[i] = twist(state[i], state[i + 1], state[i + M]);
+        }
+        for i in N - M..N - 1 {
+            state[i] = twist(state[i], state[i + 1], state[i + M - N]);
+        }
+        state[N - 1] = twist(state[N - 1], state[0], state[M - 1]);
+        (self.left, self.next) = (N as u32, 0);
+    }
+
+    pub fn next_u32(&mut self) -> u32 {
+        self.left -= 1;
+        if self.left == 0 {
+            self.advance();
+        }
+        let word = self.state[self.next as usize];
+        self.next += 1;
+        temper(word)
+    }
+
+    /// High half first.
+    pub fn next_u64(&mut self) -> u64 {
+        let high = u64::from(self.next_u32());
+        high << 32 | u64::from(self.next_u32())
+    }
+
+    /// Uniform in [0, 1), 24 bits.
+    pub fn next_f32(&mut self) -> f32 {
+        unit_f32(self.next_u32())
+    }
+
+    /// Uniform in [0, 1), 53 bits.
+    pub fn next_f64(&mut self) -> f64 {
+        (self.next_u64() & ((1 << 53) - 1)) as f64 * 2f64.powi(-53)
+    }
+
+    /// Uniform below `n`, as `torch.randint(0, n)`: a remainder, so slightly uneven.
+    ///
+    /// # Panics
+    /// If `n` is 0.
+    pub fn below(&mut self, n: u32) -> u32 {
+        self.next_u32() % n
+    }
+
+    /// Fills `values` with a normal distribution of the given standard deviation around 0, as `Tensor.normal_` does on a
+    /// CPU without vector instructions. Draws are made in sequence, the transform on all threads.
+    pub fn normal(&mut self, values: &mut [f32], std: f32) {
+        const PAIRED: usize = 16;
+        if values.len() < PAIRED {
+            return self.normal_few(values, std);
+        }
+        self.fill(values);
+        let whole = values.len() / PAIRED * PAIRED;
+        values[..whole].par_chunks_mut(1024 * PAIRED).for_each(|chunk| {
+            for block in chunk.as_chunks_mut::<PAIRED>().0 {
+                normal_block(block, std);
+            }
+        });
+        if whole < values.len() {
+            if let Some(last) = values.last_chunk_mut::<PAIRED>() {
+                self.fill(last);
+                normal_block(last, std);
+            }
+        }
+    }
+
+    fn fill(&mut self, mut values: &mut [f32]) {
+        while !values.is_empty() {
+            if self.left == 1 {
+                self.advance();
+                self.left += 1;
+            }
+            let n = values.len().min(self.left as usize - 1);
+            let (now, later) = values.split_at_mut(n);
+            let at = self.next as usize;
+            for (value, word) in now.iter_mut().zip(&self.state[at..at + n]) {
+                *value = unit_f32(temper(*word));
+            }
+            self.left -= n as u32;
+            self.next += n as u32;
+            values = later;
+        }
+    }
+
+    /// In double precision, one pair of draws for two values; an odd last value drops its pair's second.
+    fn normal_few(&mut self, values: &mut [f32], std: f32) {
+        for pair in values.chunks_mut(2) {
+            let theta = 2.0 * std::f64::consts::PI * self.next_f64();
+            let radius = (-2.0 * (-self.next_f64()).ln_1p()).sqrt();
+            let parts = [theta.cos(), theta.sin()];
+            for (value, part) in pair.iter_mut().zip(parts) {
+                *value = (radius * part * f64::from(std)) as f32;
+            }
+        }
+    }
+
+    /// Shuffles in place (Fisher-Yates, from the end).
+    pub fn shuffle<T>(&mut self, values: &mut [T]) {
+        for i in (1..values.len()).rev() {
+            let j = self.below(i as u32 + 1);
+            values.swap(i, j as usize);
+        }
+    }
+}
+
+fn temper(mut word: u32) -> u32 {
+    word ^= word >> 11;
+    word ^= (word << 7) & 0x9d2c_5680;
+    word ^= (word << 15) & 0xefc6_0000;
+    word ^ (word >> 18)
+}
+
+fn unit_f32(word: u32) -> f32 {
+    (word & 0x00ff_ffff) as f32 * 2f32.powi(-24)
+}
+
+/// Box and Muller's radius and angle.
+fn polar(u1: f32, u2: f32) -> (f32, f32) {
+    let radius = (-2.0 * (u1 + 1e-12).ln()).sqrt();
+    (radius, (2.0 * std::f64::consts::PI * f64::from(u2)) as f32)
+}
+
+fn normal_block(block: &mut [f32; 16], std: f32) {
+    let (first, second) = block.split_at_mut(8);
+    for (first, second) in first.iter_mut().zip(second) {
+        let (radius, theta) = polar(1.0 - *first, *second);
+        *first = radius * theta.cos() * std;
+        *second = radius * theta.sin() * std;
+    }
+}
+
+/// xorshift*, 64 bits of state: seeds for stochastic rounding and coins for sampling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct XorShift {
+    pub state: u64,
+}
+
+impl XorShift {
+    pub fn next_u32(&mut self) -> u32 {
+        self.state ^= self.state >> 12;
+        self.state ^= self.state << 25;
+        self.state ^= self.state >> 27;
+        (self.state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as u32
+    }
+
+    /// Uniform in [0, 1), 24 bits.
+    pub fn next_f32(&mut self) -> f32 {
+        (self.next_u32() >> 8) as f32 * 2f32.powi(-24)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn draws_the_published_numbers() {
+        let first = |seed, n: usize| {
+            let mut rng = Mt19937::new(seed);
+            (0..n).map(|_| rng.next_u32()).collect::<Vec<_>>()
+        };
+        assert_eq!(first(137, 5), [4053805790, 2173880614, 380293709, 1237255315, 2986595568]);
+        assert_eq!(first(42, 3), [1608637542, 3421126067, 4083286876]);
+        // C++ fixes the 10,000th draw of the default seed.
+        assert_eq!(first(5489, 10_000)[9_999], 4123659995);
+        let outputs = |state| {
+            let mut rng = XorShift { state };
+            [rng.next_u32(), rng.next_u32(), rng.next_u32()]
+        };
+        assert_eq!(outputs(13371337), [740755583, 337499614, 90980514]);
+        assert_eq!(outputs(1337), [989205090, 818269915, 1335155955]);
+    }
+
+    #[test]
+    fn shuffles_as_llm_c_does() {
+        let mut values: Vec<u32> = (0..10).collect();
+        Mt19937::new(42).shuffle(&mut values);
+        assert_eq!(values, [1, 3, 9, 7, 6, 0, 8, 4, 5, 2]);
+    }
+
+    /// From `torch.empty(n).normal_(0, std, generator)`, seed 42, `ATEN_CPU_CAPABILITY=default`: n, std, the CRC-32 of the
+    /// bytes (`scripts/pytorch_reference.py --normal` prints them).
+    #[test]
+    fn normal_values_are_pytorchs_bit_for_bit() {
+        let residual = (0.02 / 24f64.sqrt()) as f32;
+        for (n, std, expected) in [
+            (16, 1.0, 0xb57c6a94),
+            (37, 0.02, 0xe729f0e7),
+            (5, 1.0, 0xffc88a70),
+            (4096 * 24, 0.02, 0xa8fb6d8c),
+            (50257 * 16 + 3, residual, 0x3fbbaa64),
+        ] {
+            let mut values = vec![0.0; n];
+            Mt19937::new(42).normal(&mut values, std);
+            let crc = crc32(bytemuck::cast_slice(&values));
+            assert_eq!(crc, expected, "{n} values of deviation {std}: {crc:08x}, {:x?}", values[0].to_bits());
+        }
+    }
+
+    fn crc32(bytes: &[u8]) -> u32 {
+        let step = |crc: u32| (crc >> 1) ^ if crc & 1 == 1 { 0xedb8_8320 } else { 0 };
+        !bytes.iter().fold(!0, |crc, &byte| (0..8).fold(crc ^ u32::from(byte), |crc, _| step(crc)))
+    }
+
+    proptest! {
+        #[test]
+        fn blocks_and_single_draws_are_one_stream(lengths in prop::collection::vec(0usize..1500, 1..6), seed: u32) {
+            let (mut blocks, mut single) = (Mt19937::new(seed), Mt19937::new(seed));
+            for n in lengths {
+                let mut values = vec![0.0; n];
+                blocks.fill(&mut values);
+                let expected: Vec<f32> = (0..n).map(|_| single.next_f32()).collect();
+                prop_assert_eq!(values, expected);
+                prop_assert_eq!(blocks.next_u32(), single.next_u32());
+                prop_assert_eq!(&blocks, &single);
+            }
+        }
+    }
+}
