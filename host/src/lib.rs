@@ -1,21 +1,32 @@
 //! GPT-2/GPT-3 pretraining.
 //!
-//! * [`tensor`], [`plan`]: named regions of one memory arena, planned and printed before the first step.
+//! * [`tensor`], [`plan`], [`fit`]: named regions of one memory arena, planned and printed before the first step.
 //! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
+//! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
+//! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
+//! * [`log`], [`console`], [`mfu`]: what is told of a run.
+//! * [`cli`], [`commands`]: the program.
 //! * [`rng`]: PyTorch's and llm.c's random numbers.
 
 pub mod atomic;
+pub mod checkpoint;
+pub mod cli;
 pub mod commands;
+pub mod console;
 pub mod data;
 pub mod engine;
+pub mod evaluate;
+pub mod fit;
 pub mod kernels;
 pub mod log;
 pub mod mfu;
 pub mod model;
 pub mod plan;
 pub mod rng;
+pub mod sample;
 pub mod schedule;
 pub mod selftest;
 pub mod tensor;
 pub mod tokenizer;
+pub mod train;

@@ -1,1 +1,25 @@
-fn main() {}
+use clap::Parser;
+use std::io::{self, Write, stderr};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match host::cli::Cli::parse().run() {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read the output wants no more of it, as `head` does.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Nobody is left to hear of a standard error that is closed.
+            let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+        || error.root_cause().downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,3 +1,12 @@
 //! The program's commands, one file each.
 
+pub mod data;
+pub mod eval;
+mod report;
+mod resources;
+pub mod sample;
 pub mod selftest;
+pub mod train;
+
+/// How this program is started from its sources, for commands that are suggested.
+pub const PROGRAM: &str = "cargo run --release -p host --";

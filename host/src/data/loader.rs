@@ -216,7 +216,7 @@ impl Loader {
         self.position.shard = 0;
         if let Some(shuffle) = &mut self.position.shuffle {
             let Shuffle { rng, shards, .. } = Arc::make_mut(shuffle);
-            permute(shards, rng);
+            rng.shuffle(shards);
         }
         self.begin_shard();
     }
@@ -227,15 +227,8 @@ impl Loader {
         if let Some(shuffle) = &mut self.position.shuffle {
             let shuffle = Arc::make_mut(shuffle);
             shuffle.samples = (0..samples as u32).collect();
-            permute(&mut shuffle.samples, &mut shuffle.rng);
+            shuffle.rng.shuffle(&mut shuffle.samples);
         }
-    }
-}
-
-/// Fisher-Yates, from the end.
-fn permute(order: &mut [u32], rng: &mut Mt19937) {
-    for i in (1..order.len()).rev() {
-        order.swap(i, rng.next_u32() as usize % (i + 1));
     }
 }
 
@@ -319,14 +312,11 @@ mod tests {
 
     #[test]
     fn permutations_are_llm_cs() {
-        let mut order: Vec<u32> = (0..10).collect();
-        permute(&mut order, &mut Mt19937::new(42));
-        assert_eq!(order, [1, 3, 9, 7, 6, 0, 8, 4, 5, 2]);
         // Shards first, then the first shard's samples, from one generator.
         let mut rng = Mt19937::new(42);
         let (mut shards, mut samples): (Vec<u32>, Vec<u32>) = ((0..4).collect(), (0..4).collect());
-        permute(&mut shards, &mut rng);
-        permute(&mut samples, &mut rng);
+        rng.shuffle(&mut shards);
+        rng.shuffle(&mut samples);
         let expected = shards[0] as usize * SHARD_TOKENS + samples[0] as usize * B * T;
         assert_eq!(batch(&mut loaders(1, Some(42))[0])[0], expected as i32);
     }

@@ -10,6 +10,7 @@
 
 pub mod cpu;
 pub mod cuda;
+pub mod open;
 
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};

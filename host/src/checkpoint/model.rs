@@ -1,0 +1,285 @@
+//! Model files (`.bin`).
+//!
+//! A header of 256 little-endian i32 (magic 20240326, version, maxT, V, L, NH, C, Vp, zeros), then the 16 parameter tensors in
+//! [`Param::ALL`] order without gaps, all layers of one together: f32 in version 3, bf16 in version 5.
+
+use crate::atomic;
+use crate::engine::Engine;
+use crate::model::{Descriptor, Gpt2, Param};
+use crate::tensor::{DType, Tensor};
+use anyhow::{Context, Result, bail, ensure};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use std::fs::{self, File};
+use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+const MAGIC: i32 = 20240326;
+const HEADER_BYTES: usize = 1024;
+
+/// Elements that pass through host memory at once.
+const CHUNK: usize = 1 << 20;
+
+const fn version_of(dtype: DType) -> i32 {
+    match dtype {
+        DType::Bf16 => 5,
+        DType::F32 | DType::I32 => 3,
+    }
+}
+
+/// A model file whose header agrees with its size.
+#[derive(Debug)]
+pub struct ModelFile {
+    path: PathBuf,
+    file: BufReader<File>,
+    descriptor: Descriptor,
+    padded_vocab: usize,
+    dtype: DType,
+}
+
+impl ModelFile {
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.display();
+        let mut file = File::open(path).with_context(|| format!("cannot open model file {name}"))?;
+        let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+        ensure!(
+            size >= HEADER_BYTES as u64,
+            "{name} is no model file: expected a header of {HEADER_BYTES} bytes, found {size} bytes"
+        );
+        let mut header = [0; HEADER_BYTES];
+        file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
+        let word = |i: usize| i32::from_le_bytes(header[4 * i..4 * i + 4].try_into().expect("four bytes"));
+        ensure!(word(0) == MAGIC, "{name} is no model file: expected magic {MAGIC}, found {}", word(0));
+        let dtype = match word(1) {
+            3 => DType::F32,
+            5 => DType::Bf16,
+            other => bail!("{name}: expected model file version 3 (fp32) or 5 (bf16), found {other}"),
+        };
+        let [max_seq_len, vocab, layers, heads, channels, padded_vocab] = [2, 3, 4, 5, 6, 7].map(|i| word(i).max(0) as usize);
+        let descriptor = Descriptor::new(layers, heads, channels, max_seq_len, vocab)
+            .with_context(|| format!("{name}: its header describes no model"))?;
+        ensure!(
+            padded_vocab >= vocab,
+            "{name}: expected a padded vocabulary of at least {vocab}, found {padded_vocab}"
+        );
+        let [t, l, c, vp] = [max_seq_len, layers, channels, padded_vocab].map(|n| n as u128);
+        let elements = vp * c + t * c + l * (12 * c * c + 13 * c) + 2 * c;
+        let expected = HEADER_BYTES as u128 + elements * dtype.bytes() as u128;
+        ensure!(
+            u128::from(size) == expected,
+            "{name} is {}: its header describes {descriptor}, expected {expected} bytes, found {size}",
+            if u128::from(size) < expected { "truncated" } else { "too long" }
+        );
+        Ok(Self { path: path.to_owned(), file: BufReader::new(file), descriptor, padded_vocab, dtype })
+    }
+
+    pub fn descriptor(&self) -> Descriptor {
+        self.descriptor
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Reads the parameters into `model`, which was planned for [`descriptor`](Self::descriptor), and into its master weights
+    /// if it has them.
+    pub fn load(mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+        assert_eq!(model.descriptor, self.descriptor, "the model was planned for another file");
+        let master = model.training.and_then(|t| t.master);
+        for (param, layer) in model.layout.file_order() {
+            let range = model.layout.range(param, layer);
+            // Rows of padding mean nothing, and a file may have another number of them.
+            let unpadded = match param {
+                Param::Wte => self.descriptor.vocab * self.descriptor.channels,
+                _ => range.len(),
+            };
+            for start in (0..unpadded).step_by(CHUNK) {
+                let values = self
+                    .read(CHUNK.min(unpadded - start))
+                    .with_context(|| format!("cannot read {} of {}", param.name(), self.path.display()))?;
+                for block in [Some(model.params), master].into_iter().flatten() {
+                    engine.write(block.slice(range.start + start, values.len()), &values)?;
+                }
+            }
+            if param == Param::Wte {
+                let padding = (self.padded_vocab - self.descriptor.vocab) * self.descriptor.channels * self.dtype.bytes();
+                self.file.seek_relative(padding as i64).with_context(|| format!("cannot read {}", self.path.display()))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, len: usize) -> Result<Vec<f32>> {
+        let mut bytes = vec![0; len * self.dtype.bytes()];
+        self.file.read_exact(&mut bytes)?;
+        Ok(match self.dtype {
+            DType::Bf16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
+            DType::F32 | DType::I32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        })
+    }
+}
+
+/// Writes the parameters as `dtype` (f32 or bf16, rounded to nearest), whole or not at all.
+pub fn save(path: &Path, model: &Gpt2, engine: &mut dyn Engine, dtype: DType) -> Result<()> {
+    let Descriptor { layers, heads, channels, max_seq_len, vocab } = model.descriptor;
+    let words = [max_seq_len, vocab, layers, heads, channels, model.descriptor.padded_vocab()];
+    atomic::write(path, |out| {
+        let mut header = [0; HEADER_BYTES];
+        let words = [MAGIC, version_of(dtype)].into_iter().chain(words.map(|w| w as i32));
+        for (slot, word) in header.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+            *slot = word.to_le_bytes();
+        }
+        out.write_all(&header)?;
+        for (param, layer) in model.layout.file_order() {
+            let tensor = model.layout.of(model.params, param, layer);
+            for chunk in chunks(tensor) {
+                let values = engine.read(chunk)?;
+                match dtype {
+                    DType::Bf16 => {
+                        let mut rounded = vec![bf16::ZERO; values.len()];
+                        rounded.convert_from_f32_slice(&values);
+                        out.write_all(&rounded.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())?;
+                    }
+                    DType::F32 | DType::I32 => {
+                        out.write_all(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
+fn chunks(tensor: Tensor) -> impl Iterator<Item = Tensor> {
+    (0..tensor.len).step_by(CHUNK).map(move |start| tensor.slice(start, CHUNK.min(tensor.len - start)))
+}
+
+/// Writes `model_SSSSSSSS.bin` into a run's directory, then `DONE_SSSSSSSS`, which says that all files of the step are whole.
+/// Returns the model file's path.
+pub fn save_step(directory: &Path, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<PathBuf> {
+    let path = directory.join(format!("model_{step:08}.bin"));
+    let float = engine.float();
+    save(&path, model, engine, float)?;
+    atomic::write(&directory.join(format!("DONE_{step:08}")), |_| Ok(()))?;
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::cpu::Cpu;
+    use crate::model::{Capacity, init};
+
+    fn planned(descriptor: Descriptor) -> (Gpt2, Cpu) {
+        let mut engine = Cpu::new();
+        let capacity = Capacity { b: 1, t: 8, training: false, master_weights: false };
+        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
+        engine.allocate(&plan).unwrap();
+        (model, engine)
+    }
+
+    fn initialised() -> (Gpt2, Cpu) {
+        let (model, mut engine) = planned(Descriptor::new(2, 2, 8, 16, 200).unwrap());
+        // Values of every magnitude, none of them alike.
+        let mut next = 0.0f32;
+        init::initialise(&model.descriptor, 1, |param, layer, values| {
+            let values: Vec<f32> = values
+                .iter()
+                .map(|v| {
+                    next += 1.0;
+                    if param == Param::Wte && *v == 0.0 { 0.0 } else { v + next * 1e-3 }
+                })
+                .collect();
+            engine.write(model.layout.of(model.params, param, layer), &values)
+        })
+        .unwrap();
+        (model, engine)
+    }
+
+    fn loaded(path: &Path) -> Vec<f32> {
+        let file = ModelFile::open(path).unwrap();
+        let (model, mut engine) = planned(file.descriptor());
+        file.load(&model, &mut engine).unwrap();
+        engine.read(model.params).unwrap()
+    }
+
+    #[test]
+    fn both_versions_come_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, mut engine) = initialised();
+        let params = engine.read(model.params).unwrap();
+        let path = dir.path().join("v3.bin");
+        save(&path, &model, &mut engine, DType::F32).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 1024 + 4 * model.descriptor.parameters() as u64);
+        assert_eq!(loaded(&path), params);
+        let path = dir.path().join("v5.bin");
+        save(&path, &model, &mut engine, DType::Bf16).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 1024 + 2 * model.descriptor.parameters() as u64);
+        let rounded: Vec<f32> = params.iter().map(|&p| bf16::from_f32(p).to_f32()).collect();
+        assert_eq!(loaded(&path), rounded);
+    }
+
+    #[test]
+    fn the_bytes_are_llm_cs() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, mut engine) = initialised();
+        let path = dir.path().join("model.bin");
+        save(&path, &model, &mut engine, DType::F32).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        let words: Vec<i32> = bytes[..1024].as_chunks().0.iter().map(|&b| i32::from_le_bytes(b)).collect();
+        assert_eq!(words[..9], [20240326, 3, 16, 200, 2, 2, 8, 256, 0]);
+        let mut at = 1024;
+        for param in Param::ALL {
+            for layer in 0..if param.layered() { 2 } else { 1 } {
+                let values = engine.read(model.layout.of(model.params, param, layer)).unwrap();
+                for value in values {
+                    assert_eq!(bytes[at..at + 4], value.to_le_bytes(), "{} of layer {layer}", param.name());
+                    at += 4;
+                }
+            }
+        }
+        assert_eq!(at, bytes.len());
+    }
+
+    #[test]
+    fn another_padding_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, mut engine) = initialised();
+        let path = dir.path().join("model.bin");
+        save(&path, &model, &mut engine, DType::F32).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[28..32].copy_from_slice(&200i32.to_le_bytes());
+        bytes.drain(1024 + 4 * 200 * 8..1024 + 4 * 256 * 8);
+        fs::write(&path, bytes).unwrap();
+        assert_eq!(loaded(&path), engine.read(model.params).unwrap());
+    }
+
+    #[test]
+    fn bad_files_are_refused_before_anything_is_allocated() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, mut engine) = initialised();
+        let path = dir.path().join("model.bin");
+        save(&path, &model, &mut engine, DType::F32).unwrap();
+        let good = fs::read(&path).unwrap();
+        let error_of = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            let message = format!("{:#}", ModelFile::open(&path).unwrap_err());
+            assert!(message.contains("model.bin"), "{message}");
+            message
+        };
+        let with = |word: usize, value: i32| {
+            let mut bytes = good.clone();
+            bytes[4 * word..4 * word + 4].copy_from_slice(&value.to_le_bytes());
+            error_of(&bytes)
+        };
+        assert!(error_of(&good[..10]).contains("found 10 bytes"));
+        assert!(error_of(&good[..good.len() - 4]).contains("truncated"));
+        assert!(error_of(&[&good[..], &[0; 4]].concat()).contains("too long"));
+        assert!(with(0, 20240520).contains("expected magic 20240326, found 20240520"));
+        assert!(with(1, 4).contains("version 3 (fp32) or 5 (bf16), found 4"));
+        assert!(with(4, -1).contains("layers must be at least 1"));
+        assert!(with(5, 3).contains("3 heads do not divide 8 channels"));
+        assert!(with(6, i32::MAX - 1).contains("truncated"));
+        assert!(with(7, 199).contains("at least 200, found 199"));
+    }
+}

@@ -1,0 +1,61 @@
+//! The command line.
+
+use crate::commands::{data, eval, sample, train};
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// Pretrains GPT-2 and GPT-3 models: every line of it, GPU kernels included, is Rust.
+///
+/// `train` with no argument needs no file and no GPU, and takes less than a minute.
+#[derive(Debug, Parser)]
+#[command(version, propagate_version = true, max_term_width = 110)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(Box<train::Train>),
+    Eval(eval::Eval),
+    Sample(sample::Sample),
+    Data(data::Data),
+}
+
+impl Cli {
+    pub fn run(&self) -> Result<()> {
+        match &self.command {
+            Command::Train(args) => train::run(args),
+            Command::Eval(args) => eval::run(args),
+            Command::Sample(args) => sample::run(args),
+            Command::Data(args) => data::run(args),
+        }
+    }
+}
+
+/// Parses a whole number of at least 1.
+pub fn count(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n >= 1 => Ok(n),
+        _ => Err("expected a whole number of at least 1".to_owned()),
+    }
+}
+
+/// Parses a number that is finite and at least 0.
+pub fn non_negative(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(x) if x.is_finite() && x >= 0.0 => Ok(x),
+        _ => Err("expected a number of at least 0".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

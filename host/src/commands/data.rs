@@ -1,0 +1,105 @@
+//! `data`: text to token files.
+
+use super::PROGRAM;
+use crate::cli::count;
+use crate::data::{text, tinyshakespeare};
+use anyhow::Result;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fs;
+use std::io::{IsTerminal, Write, stderr, stdout};
+use std::path::PathBuf;
+
+/// Makes token files (.bin) from text, with GPT-2's encoding
+#[derive(Debug, clap::Args)]
+pub struct Data {
+    #[command(subcommand)]
+    source: Source,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Source {
+    Text(Text),
+    Tinyshakespeare(Tinyshakespeare),
+}
+
+/// From any text files; each is a document
+#[derive(Debug, clap::Args)]
+struct Text {
+    /// Text files, or directories to search for them
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+
+    /// Directory for train_NNNNNN.bin and val_NNNNNN.bin
+    #[arg(short, long)]
+    out: PathBuf,
+
+    /// Share of the documents kept for validation; of each document's end, where there are few
+    #[arg(long, default_value = "0")]
+    val_fraction: f64,
+
+    /// In directories, take files with these endings only, such as rs,md
+    #[arg(long, value_delimiter = ',')]
+    extensions: Vec<String>,
+
+    /// Tokens in a shard
+    #[arg(long, default_value = "100000000", value_parser = count)]
+    shard_tokens: usize,
+
+    /// Replace the shards that lie in the directory
+    #[arg(long)]
+    overwrite: bool,
+}
+
+/// The works of Shakespeare, 338,025 tokens, split as llm.c splits them
+#[derive(Debug, clap::Args)]
+struct Tinyshakespeare {
+    /// The text, if it is not to be downloaded
+    #[arg(long, value_name = "FILE")]
+    from: Option<PathBuf>,
+
+    /// Directory for tiny_shakespeare_train.bin and tiny_shakespeare_val.bin
+    #[arg(short, long, default_value = "data/tinyshakespeare")]
+    out: PathBuf,
+}
+
+pub fn run(args: &Data) -> Result<()> {
+    match &args.source {
+        Source::Text(args) => from_text(args),
+        Source::Tinyshakespeare(args) => from_tinyshakespeare(args),
+    }
+}
+
+fn from_text(args: &Text) -> Result<()> {
+    let files = text::find(&args.files, &args.extensions)?;
+    let bytes = files.iter().filter_map(|file| fs::metadata(file).ok()).map(|m| m.len()).sum();
+    let progress = if stderr().is_terminal() { ProgressBar::new(bytes) } else { ProgressBar::hidden() };
+    progress.set_style(ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left")?);
+    let options =
+        text::Options { val_fraction: args.val_fraction, shard_tokens: args.shard_tokens, overwrite: args.overwrite };
+    let written = text::write(&files, &args.out, &options, &progress)?;
+    progress.finish_and_clear();
+    let mut out = stdout();
+    writeln!(out, "read {} documents, {} bytes", written.documents, written.bytes)?;
+    let directory = args.out.display();
+    let mut next = format!("{PROGRAM} train --model d12");
+    for (name, part) in [("train", &written.train), ("val", &written.val)] {
+        if part.shards > 0 {
+            let shards = if part.shards == 1 { "shard" } else { "shards" };
+            writeln!(out, "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin", part.tokens, part.shards)?;
+            next += &format!(" --{name} '{directory}/{name}_*.bin'");
+        }
+    }
+    writeln!(out, "\nnext: {next}")?;
+    Ok(())
+}
+
+fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
+    let written = tinyshakespeare::write(args.from.as_deref(), &args.out)?;
+    let mut out = stdout();
+    for (path, tokens) in [&written.val, &written.train] {
+        writeln!(out, "wrote {tokens} tokens to {}", path.display())?;
+    }
+    let (train, val) = (written.train.0.display(), written.val.0.display());
+    writeln!(out, "\nnext: {PROGRAM} train --train {train} --val {val} --model d6 --batch 4 --seq 64 --steps 100")?;
+    Ok(())
+}

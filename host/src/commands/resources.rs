@@ -1,0 +1,45 @@
+//! Options that several commands share.
+
+use crate::checkpoint::model::ModelFile;
+use crate::engine::Engine;
+use crate::engine::open::{self, Device, Opened, Precision};
+use crate::fit;
+use crate::model::{Capacity, Gpt2};
+use anyhow::Result;
+use std::io::{Write, stderr};
+
+/// Where to compute, and how precisely.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Hardware {
+    #[arg(long, value_enum, default_value_t)]
+    pub device: Device,
+
+    /// Number format of weights and activations [default: bf16 on a GPU, fp32 on the CPU]
+    #[arg(long, value_enum)]
+    pub precision: Option<Precision>,
+}
+
+impl Hardware {
+    pub fn open(self) -> Result<Opened> {
+        open::open(self.device, self.precision)
+    }
+
+    /// As [`open`](Self::open), for commands whose standard output is their result.
+    pub fn open_quietly(self) -> Result<Box<dyn Engine>> {
+        let Opened { engine, note } = self.open()?;
+        if let Some(note) = note {
+            writeln!(stderr(), "{note}")?;
+        }
+        writeln!(stderr(), "running on {}, {}", engine.describe(), engine.float().name())?;
+        Ok(engine)
+    }
+}
+
+/// Loads a model for its forward pass on batches of up to b x t tokens.
+pub fn load(file: ModelFile, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
+    let capacity = Capacity { b, t, training: false, master_weights: false };
+    let (model, plan) = fit::plan(file.descriptor(), capacity, engine)?;
+    engine.allocate(&plan)?;
+    file.load(&model, engine)?;
+    Ok(model)
+}

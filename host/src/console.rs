@@ -1,0 +1,84 @@
+//! What a person sees of a run: lines on standard output, and on a terminal a progress bar below them.
+
+use crate::log::Step;
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::{IsTerminal, Write, stderr, stdout};
+
+#[derive(Debug)]
+pub struct Console {
+    steps: usize,
+    /// None where a terminal is missing; each step is a line then.
+    bar: Option<ProgressBar>,
+}
+
+impl Console {
+    pub fn new(steps: usize) -> Self {
+        let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
+            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
+                .expect("the template is well formed")
+                .progress_chars("=> ");
+            ProgressBar::new(steps as u64).with_style(style)
+        });
+        Self { steps, bar }
+    }
+
+    pub fn line(&self, text: &str) -> Result<()> {
+        let write = || writeln!(stdout(), "{text}").context("cannot write to standard output");
+        match &self.bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
+    /// `rate` is the smoothed number of tokens per second.
+    pub fn step(&self, step: &Step, rate: f64) -> Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.set_position(step.step as u64 + 1);
+            bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
+            return Ok(());
+        }
+        self.line(&step_line(step, self.steps, rate))
+    }
+
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// In llm.c's columns.
+fn step_line(step: &Step, steps: usize, rate: f64) -> String {
+    let mfu = step.mfu.map_or(String::new(), |mfu| format!(" {:.1}% MFU |", 100.0 * mfu));
+    format!(
+        "step {:4}/{steps} | loss {:7.6} | norm {:6.4} | lr {:.2e} | {:.2} ms |{mfu} {rate:.0} tok/s",
+        step.step + 1,
+        step.loss,
+        step.norm,
+        step.lr,
+        step.ms
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loss_is_where_llm_cs_checker_reads_it() {
+        let step = Step {
+            step: 0,
+            loss: 5.270_007,
+            lr: 1e-4,
+            norm: 2.5,
+            ms: 10.0,
+            tokens_per_second: 25_600.0,
+            mfu: Some(0.5),
+            tokens: 256,
+        };
+        let line = step_line(&step, 10, 25_600.0);
+        assert_eq!(line, "step    1/10 | loss 5.270007 | norm 2.5000 | lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s");
+        assert_eq!(&line[20..28], "5.270007");
+    }
+}

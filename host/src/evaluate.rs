@@ -1,0 +1,20 @@
+//! The loss on data that is not trained on.
+
+use crate::data::Prefetch;
+use crate::engine::Engine;
+use crate::model::Gpt2;
+use anyhow::Result;
+
+/// Mean loss per token over the next `batches` batches.
+pub fn loss(model: &Gpt2, engine: &mut dyn Engine, data: &mut Prefetch, batches: usize) -> Result<f64> {
+    let layout = data.layout();
+    engine.zero(model.losses)?;
+    for _ in 0..batches {
+        data.load_next(engine, model.batch)?;
+        model.forward(engine, layout)?;
+        model.loss(engine, layout, None)?;
+    }
+    let tokens = layout.b * layout.t;
+    let sum: f64 = engine.read(model.losses.slice(0, tokens))?.into_iter().map(f64::from).sum();
+    Ok(sum / (batches * tokens) as f64)
+}
