@@ -195,13 +195,13 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
 fn residual_layernorm_forward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     operands.push(output("residual", rows * c, Tolerance::ELEMENTWISE));
-    // Multiples of 1/16 below 4, and of 1/32 below 1: their sums are bf16 values, so statistics of the rounded sum are
-    // those of the exact one that the reference keeps.
-    let grid = |step: f32, of: usize, stride: usize| {
-        Init::Values((0..rows * c).map(|i| ((i * stride) % (2 * of)) as f32 * step - of as f32 * step).collect())
+    // Multiples of 1/32 below 4 in magnitude: their sums are bf16 values, so the statistics of the rounded sum are those of
+    // the exact one that the reference keeps.
+    let grid = |steps: usize, stride: usize, first: f32| {
+        Init::Values((0..rows * c).map(|i| first + (i * stride % steps) as f32 / 32.0).collect())
     };
-    operands.push(input("a", rows * c, grid(1.0 / 16.0, 40, 37)));
-    operands.push(input("b", rows * c, grid(1.0 / 32.0, 24, 29)));
+    operands.push(input("a", rows * c, grid(160, 37, -2.0)));
+    operands.push(input("b", rows * c, grid(48, 29, -0.75)));
     let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}");
     case("residual_layernorm_forward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
