@@ -1,9 +1,8 @@
 //! The executor that is a GPU.
 
 use super::executor::Executor;
-use super::{Options, Precision, modules};
+use super::{Options, Precision, modules, peak};
 use crate::engine::{HostBuffer, Peak, Result, Ticket};
-use crate::mfu;
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Handle, Matmuls, Operands, Problem};
@@ -76,14 +75,7 @@ impl Executor for Device {
     }
 
     fn peak(&self, float: DType) -> Option<Peak> {
-        let info = self.gpu.info();
-        let gpu = mfu::Gpu {
-            name: &info.name,
-            capability: info.compute_capability,
-            multiprocessors: info.multiprocessors,
-            mhz: info.clock_khz / 1000,
-        };
-        mfu::peak(gpu, float)
+        peak::peak(self.gpu.info(), float)
     }
 
     fn multiprocessors(&self) -> usize {

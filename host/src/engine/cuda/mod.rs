@@ -18,6 +18,7 @@ mod global_norm;
 mod layernorm;
 mod matmul;
 mod modules;
+mod peak;
 mod residual;
 
 pub use modules::embedded;
