@@ -1,3 +1,5 @@
 //! The program's commands, one file each.
 
+pub mod doctor;
+pub mod inspect;
 pub mod selftest;

@@ -313,7 +313,7 @@ fn attention_backward(shape: Heads) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
-        output("dqkv", rows * 3 * c, Tolerance::CHAIN),
+        output("dqkv", rows * 3 * c, Tolerance::LONG_CHAIN),
         input("dout", rows * c, UNIT),
         input("qkv", rows * 3 * c, UNIT),
         input("out", rows * c, Init::Zero),
