@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::commands::{data, eval, sample, train};
+use crate::commands::{data, doctor, eval, inspect, sample, selftest, train};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -20,6 +20,9 @@ enum Command {
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),
+    Doctor(doctor::Doctor),
+    Inspect(inspect::Inspect),
+    Selftest(selftest::Selftest),
 }
 
 impl Cli {
@@ -29,6 +32,9 @@ impl Cli {
             Command::Eval(args) => eval::run(args),
             Command::Sample(args) => sample::run(args),
             Command::Data(args) => data::run(args),
+            Command::Doctor(args) => doctor::run(args),
+            Command::Inspect(args) => inspect::run(args),
+            Command::Selftest(args) => selftest::run(args),
         }
     }
 }

@@ -41,5 +41,5 @@ pub fn open(device: Device, precision: Option<Precision>) -> Result<Opened> {
 }
 
 fn cuda(precision: Option<Precision>) -> Result<Box<dyn Engine>> {
-    super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32: true })
+    super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32: false })
 }
