@@ -110,7 +110,7 @@ pub(super) fn keys_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usiz
 /// The K and V parts of dqkv (B,T,3,NH,HS) from dout (B,T,NH,HS), qkv (B,T,3,NH,HS), lse and d (B,NH,T).
 /// Grid: (tiles of ROWS keys, NH, B).
 #[kernel(threads = 128, instances(
-    bf16_64 = <bf16, 64, 64, 64>(blocks_per_sm = 2),
+    bf16_64 = <bf16, 64, 64, 32>(blocks_per_sm = 3),
     bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
     bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
     bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
