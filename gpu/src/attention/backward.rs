@@ -44,7 +44,7 @@ pub fn attention_backward_dot<T: Element>(
     for mask in [1, 2, 4] {
         sum += warp::shuffle_xor(sum, mask);
     }
-    if row < head.t && thread % DOT_LANES == 0 {
+    if row < head.t && thread.is_multiple_of(DOT_LANES) {
         d.set(head.statistics() + row, sum);
     }
 }
@@ -314,7 +314,7 @@ pub fn attention_backward_queries<T: TensorCore, const HS: usize, const ROWS: us
             load(tile + 1);
         }
         let first_key = tile * KEYS;
-        if first_key <= warp_query + ROWS / 4 - 1 {
+        if first_key < warp_query + ROWS / 4 {
             let keys = shared.stage(tile);
             let mut p = Accumulators::<ROWS, KEYS>::zero();
             p.add_product_transposed::<T, HS>(|strip, i| q.fragment(strip, i), keys.k);
