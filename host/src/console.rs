@@ -78,7 +78,10 @@ mod tests {
             tokens: 256,
         };
         let line = step_line(&step, 10, 25_600.0);
-        assert_eq!(line, "step    1/10 | loss 5.270007 | norm 2.5000 | lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s");
+        assert_eq!(
+            line,
+            "step    1/10 | loss 5.270007 | norm 2.5000 | lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s"
+        );
         assert_eq!(&line[20..28], "5.270007");
     }
 }

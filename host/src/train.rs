@@ -156,7 +156,9 @@ impl Run<'_> {
         let asked = Instant::now();
         let values = self.engine.wait(stats)?;
         let now = Instant::now();
-        let [loss_sum, norm] = values[..] else { anyhow::bail!("expected loss and norm, read {} values", values.len()) };
+        let [loss_sum, norm] = values[..] else {
+            anyhow::bail!("expected loss and norm, read {} values", values.len())
+        };
         // An engine that runs ahead keeps the caller waiting until the step ends, which is now. Any other ended it while it was
         // being queued; the time since has gone into the next one.
         let elapsed = clock.step_ended(if now - asked > NOTICEABLE { now } else { at });

@@ -55,7 +55,8 @@ impl ModelFile {
             5 => DType::Bf16,
             other => bail!("{name}: expected model file version 3 (fp32) or 5 (bf16), found {other}"),
         };
-        let [max_seq_len, vocab, layers, heads, channels, padded_vocab] = [2, 3, 4, 5, 6, 7].map(|i| word(i).max(0) as usize);
+        let [max_seq_len, vocab, layers, heads, channels, padded_vocab] =
+            [2, 3, 4, 5, 6, 7].map(|i| word(i).max(0) as usize);
         let descriptor = Descriptor::new(layers, heads, channels, max_seq_len, vocab)
             .with_context(|| format!("{name}: its header describes no model"))?;
         ensure!(
@@ -102,8 +103,11 @@ impl ModelFile {
                 }
             }
             if param == Param::Wte {
-                let padding = (self.padded_vocab - self.descriptor.vocab) * self.descriptor.channels * self.dtype.bytes();
-                self.file.seek_relative(padding as i64).with_context(|| format!("cannot read {}", self.path.display()))?;
+                let padding =
+                    (self.padded_vocab - self.descriptor.vocab) * self.descriptor.channels * self.dtype.bytes();
+                self.file
+                    .seek_relative(padding as i64)
+                    .with_context(|| format!("cannot read {}", self.path.display()))?;
             }
         }
         Ok(())

@@ -85,7 +85,11 @@ fn from_text(args: &Text) -> Result<()> {
     for (name, part) in [("train", &written.train), ("val", &written.val)] {
         if part.shards > 0 {
             let shards = if part.shards == 1 { "shard" } else { "shards" };
-            writeln!(out, "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin", part.tokens, part.shards)?;
+            writeln!(
+                out,
+                "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin",
+                part.tokens, part.shards
+            )?;
             next += &format!(" --{name} '{directory}/{name}_*.bin'");
         }
     }

@@ -71,7 +71,9 @@ fn driver() -> Finding {
     let name = "CUDA driver";
     match cuda_driver::driver_version() {
         // A driver of CUDA 12 has every call that the kernels' launches need.
-        Ok((major, minor)) if major < 12 => missing(name, format!("supports CUDA {major}.{minor} only"), INSTALL_DRIVER),
+        Ok((major, minor)) if major < 12 => {
+            missing(name, format!("supports CUDA {major}.{minor} only"), INSTALL_DRIVER)
+        }
         Ok((major, minor)) => found(name, format!("supports CUDA {major}.{minor}")),
         Err(cuda_driver::Error::NoDriver { reason }) => missing(name, reason, INSTALL_DRIVER),
         Err(error) => missing(name, error.to_string(), INSTALL_DRIVER),
@@ -122,9 +124,10 @@ fn kernels() -> Finding {
 
 fn cublaslt() -> Finding {
     match cublaslt::find() {
-        Ok((path, version)) => {
-            found("libcublasLt", format!("{}.{}.{}, {}", version / 10000, version / 100 % 100, version % 100, path.display()))
-        }
+        Ok((path, version)) => found(
+            "libcublasLt",
+            format!("{}.{}.{}, {}", version / 10000, version / 100 % 100, version % 100, path.display()),
+        ),
         Err(error) => missing("libcublasLt", error.to_string(), "pip install nvidia-cublas"),
     }
 }
@@ -137,7 +140,10 @@ fn nccl() -> Finding {
             let mut version = 0;
             // SAFETY: the signature is that of nccl.h; the call writes one integer.
             let status = unsafe {
-                opened.library.get::<unsafe extern "C" fn(*mut i32) -> i32>("ncclGetVersion").map(|get| get(&raw mut version))
+                opened
+                    .library
+                    .get::<unsafe extern "C" fn(*mut i32) -> i32>("ncclGetVersion")
+                    .map(|get| get(&raw mut version))
             };
             match status {
                 Ok(0) => {
@@ -214,7 +220,9 @@ mod tests {
     #[test]
     fn this_machine_is_examined_whatever_it_has() {
         let names: Vec<_> = examine().into_iter().map(|finding| finding.name).collect();
-        for name in ["CUDA driver", "GPU kernels in this program", "libcublasLt", "libnccl", "device toolchain", "ptxas"] {
+        for name in
+            ["CUDA driver", "GPU kernels in this program", "libcublasLt", "libnccl", "device toolchain", "ptxas"]
+        {
             assert!(names.iter().any(|n| n == name), "{name} is not in {names:?}");
         }
     }

@@ -189,7 +189,8 @@ mod tests {
             bounds: LaunchBounds { threads: Some([256, 1, 1]), blocks_per_sm: Some(2), ..LaunchBounds::default() },
             resources,
         };
-        let used = Resources { registers: 40, stack: 16, spill_stores: 24, spill_loads: 8, static_shared: 128, barriers: 1 };
+        let used =
+            Resources { registers: 40, stack: 16, spill_stores: 24, spill_loads: 8, static_shared: 128, barriers: 1 };
         let kernels = Box::leak(Box::new([kernel("scale", None), kernel("scale_f32", Some(used))]));
         let module = |arch| Module { arch, ptx: PTX, cubin: None, kernels, shared_limit: None };
         vec![module("sm_80"), module("sm_90a")]

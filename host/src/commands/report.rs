@@ -30,7 +30,13 @@ impl Setup<'_> {
         let data = |loader: &Loader| match loader.shards() {
             [only] => format!("{}, {} tokens", only.name(), loader.tokens()),
             [first, .., last] => {
-                format!("{} … {}, {} shards, {} tokens", first.name(), last.name(), loader.shards().len(), loader.tokens())
+                format!(
+                    "{} … {}, {} shards, {} tokens",
+                    first.name(),
+                    last.name(),
+                    loader.shards().len(),
+                    loader.tokens()
+                )
             }
             [] => String::new(),
         };

@@ -1,8 +1,8 @@
 //! From `--device` and `--precision` to an engine.
 
 use super::cpu::Cpu;
-pub use super::cuda::Precision;
 use super::cuda::Options;
+pub use super::cuda::Precision;
 use super::{Engine, Result};
 use anyhow::{Context, bail};
 

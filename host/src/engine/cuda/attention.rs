@@ -24,13 +24,7 @@ fn no_instance(heads: Heads, dtype: DType) -> String {
     )
 }
 
-pub(super) fn forward<T: Float>(
-    cuda: &mut Cuda<T>,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    heads: Heads,
-) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, lse: Tensor, qkv: Tensor, heads: Heads) -> Result<()> {
     let rows = heads.b * heads.t * heads.heads;
     let prepared = launch::forward::<T>(
         cuda.output("out", out, rows * heads.head_size)?,

@@ -8,8 +8,7 @@ use gpu::{bias, column_sum};
 
 /// f32 elements of scratch: enough for the biases of a transformer layer, which are C, 3C and 4C wide.
 pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
-    let partials =
-        |oc| bias::bias_backward_slices::<T>(scope.b * scope.t, oc, multiprocessors) * oc;
+    let partials = |oc| bias::bias_backward_slices::<T>(scope.b * scope.t, oc, multiprocessors) * oc;
     [1, 3, 4].into_iter().map(|widths| partials(widths * scope.channels)).max().unwrap_or(0)
 }
 

@@ -23,9 +23,7 @@ mod residual;
 
 pub use modules::embedded;
 
-use super::{
-    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket,
-};
+use super::{AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};

@@ -55,13 +55,21 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo) -> Result<Choice<'a>
     );
     let runs = |module: &&Module| {
         Architecture::of(module).is_some_and(|arch| {
-            if arch.exact { (arch.major, arch.minor) == (major, minor) } else { (arch.major, arch.minor) <= (major, minor) }
+            if arch.exact {
+                (arch.major, arch.minor) == (major, minor)
+            } else {
+                (arch.major, arch.minor) <= (major, minor)
+            }
         })
     };
     let best = modules.iter().filter(runs).max_by_key(|module| Architecture::of(module));
     let module = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
-        format!("{} has compute capability {major}.{minor}; this program has kernels for {}", info.name, have.join(", "))
+        format!(
+            "{} has compute capability {major}.{minor}; this program has kernels for {}",
+            info.name,
+            have.join(", ")
+        )
     })?;
     Ok(match module.cubin {
         Some(cubin) if Architecture::of(module).is_some_and(|arch| arch.major == major) => Choice::Cubin(module, cubin),
