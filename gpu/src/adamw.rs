@@ -1,4 +1,4 @@
-//! AdamW over a contiguous range of n parameters that share one weight decay, any n; arrays are 16-byte aligned.
+//! `AdamW` over a contiguous range of n parameters that share one weight decay, any n; arrays are 16-byte aligned.
 //!
 //! m and v are f32. With fp32 masters these are the parameters, and `params` is their image, rounded stochastically if
 //! it is bf16 ([`crate::noise`], by index in the range and seed): an update far below a bf16 step still moves it on

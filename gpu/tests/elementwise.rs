@@ -1,4 +1,4 @@
-//! Conversions, GELU, residual addition, sums and AdamW against f64, for lengths that are a multiple of nothing where a
+//! Conversions, GELU, residual addition, sums and `AdamW` against f64, for lengths that are a multiple of nothing where a
 //! kernel takes any.
 
 mod common;

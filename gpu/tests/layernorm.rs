@@ -1,4 +1,4 @@
-//! LayerNorm, forward, with the residual, and backward, against f64.
+//! Layer normalisation, forward, with the residual, and backward, against f64.
 
 mod common;
 

@@ -1,8 +1,6 @@
 //! The command line.
 
-use crate::commands::resources::Hardware;
-use crate::commands::{data, eval, sample, selftest, train};
-use crate::engine::cpu::Cpu;
+use crate::commands::{data, doctor, eval, inspect, sample, selftest, train};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -22,17 +20,9 @@ enum Command {
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),
-    Selftest(Selftest),
-}
-
-/// Checks every operation of the engine against the CPU's, and how fast it is
-#[derive(Debug, clap::Args)]
-struct Selftest {
-    #[command(flatten)]
-    options: selftest::Selftest,
-
-    #[command(flatten)]
-    hardware: Hardware,
+    Doctor(doctor::Doctor),
+    Inspect(inspect::Inspect),
+    Selftest(selftest::Selftest),
 }
 
 impl Cli {
@@ -42,9 +32,9 @@ impl Cli {
             Command::Eval(args) => eval::run(args),
             Command::Sample(args) => sample::run(args),
             Command::Data(args) => data::run(args),
-            Command::Selftest(Selftest { options, hardware }) => {
-                selftest::run(options, &mut *hardware.open_quietly()?, &mut Cpu::new())
-            }
+            Command::Doctor(args) => doctor::run(args),
+            Command::Inspect(args) => inspect::run(args),
+            Command::Selftest(args) => selftest::run(args),
         }
     }
 }

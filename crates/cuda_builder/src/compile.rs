@@ -35,9 +35,14 @@ const PROFILE: [(&str, &str); 7] = [
     ("LTO", "off"),
 ];
 
-/// Accumulators stay in registers only if the loops over them unroll whole.
-const OPT_FLAGS: [&str; 3] =
-    ["-passes=internalize,globaldce,default<O3>", "-unroll-threshold=4000", "-unroll-partial-threshold=75"];
+/// Accumulators stay in registers only if the loops over them unroll whole. Accesses become `ld.shared` and `st.shared`
+/// only if address spaces are inferred before the O3 pipeline drops the assumptions about them.
+const OPT_FLAGS: [&str; 4] = [
+    "-passes=internalize,globaldce,default<O3>",
+    "-passes-ep-scalar-optimizer-late=infer-address-spaces",
+    "-unroll-threshold=4000",
+    "-unroll-partial-threshold=75",
+];
 
 /// Contraction to fma as nvcc's default; approximate division and square root as its `--use_fast_math`.
 const LLC_FLAGS: [&str; 4] = ["-O3", "-nvptx-fma-level=2", "-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];

@@ -1,9 +1,14 @@
 //! The steps on LLVM's textual IR that rustc leaves to us.
 //!
 //! rustc marks functions convergent, but not inline-asm calls; LLVM then copies a barrier into both arms of a branch, or
-//! sinks a shuffle into one, and a warp that diverges there hangs or shuffles with itself. So every asm call and every
-//! function is marked (a repeated attribute is harmless); LLVM takes the mark away again where it follows that none of
-//! it is needed. Launch bounds come as `// @launch KERNEL KEY=VALUE…` lines of module asm, which `#[kernel]` writes.
+//! sinks a shuffle into one, and a warp that diverges there hangs or shuffles with itself. So every asm call with side
+//! effects and every function is marked (a repeated attribute is harmless); LLVM takes the mark away again where it
+//! follows that none of it is needed.
+//!
+//! Dynamic shared memory is a global of address space 3, which Rust cannot name: calls of `dynamic_shared_memory` and
+//! `dynamic_shared_address` become its generic pointer and its address. LLVM then knows which accesses are shared.
+//!
+//! Launch bounds come as `// @launch KERNEL KEY=VALUE…` lines of module asm, which `#[kernel]` writes.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -33,6 +38,11 @@ pub fn mark(ir: &str) -> Result<Marked, Error> {
         if line.starts_with(LAUNCH) {
             continue;
         }
+        if let Some(replacement) = shared_memory(line) {
+            marked.ir.push_str(&replacement);
+            marked.ir.push('\n');
+            continue;
+        }
         let insertion = match function(line) {
             Some(Function { name, end, is_kernel }) => {
                 let mut attributes = " convergent".to_owned();
@@ -58,6 +68,26 @@ pub fn mark(ir: &str) -> Result<Marked, Error> {
         Some(kernel) => Err(Error::NoSuchKernel { kernel }),
         None => Ok(marked),
     }
+}
+
+/// What stands for a line that declares or calls one of the two functions for dynamic shared memory. 1024 bytes is the
+/// alignment that TMA's 128-byte swizzle wants.
+fn shared_memory(line: &str) -> Option<String> {
+    let of = |name| line.contains(name);
+    let (pointer, address) = (of("@dynamic_shared_memory()"), of("@dynamic_shared_address()"));
+    if !pointer && !address {
+        return None;
+    }
+    if line.starts_with("declare ") {
+        let global = "@dynamic_shared = external addrspace(3) global [0 x i8], align 1024";
+        return Some(if pointer { global.to_owned() } else { String::new() });
+    }
+    let (result, _) = line.split_once(" = ")?;
+    Some(if pointer {
+        format!("{result} = addrspacecast ptr addrspace(3) @dynamic_shared to ptr")
+    } else {
+        format!("{result} = ptrtoint ptr addrspace(3) @dynamic_shared to i32")
+    })
 }
 
 /// `NAME KEY=VALUE…`
@@ -153,7 +183,7 @@ fn asm_call(line: &str) -> Option<usize> {
     if !["call ", "tail call ", "notail call ", "callbr "].iter().any(|opcode| instruction.starts_with(opcode)) {
         return None;
     }
-    let asm = line.find(" asm ")?;
+    let asm = line.find(" asm sideeffect ")?;
     let template = asm + line[asm..].find('"')?;
     let template_end = after_quotes(line, template)?;
     let constraints = template_end + line[template_end..].find('"')?;
@@ -207,8 +237,8 @@ mod tests {
                 r#"  %o = tail call i32 asm sideeffect "shfl (\22)", "=r,r"(i32 noundef %x) convergent #4, !srcloc !5"#,
             ),
             (
-                r#"  %1 = call { float, float } asm "a", "=r,=r,r"(ptr byval([4 x i8]) %p) #1"#,
-                r#"  %1 = call { float, float } asm "a", "=r,=r,r"(ptr byval([4 x i8]) %p) convergent #1"#,
+                r#"  %1 = call { float, float } asm sideeffect "a", "=r,=r,r"(ptr byval([4 x i8]) %p) #1"#,
+                r#"  %1 = call { float, float } asm sideeffect "a", "=r,=r,r"(ptr byval([4 x i8]) %p) convergent #1"#,
             ),
         ];
         for (line, expected) in cases {
@@ -221,10 +251,32 @@ mod tests {
         for line in [
             "  %1 = call float @llvm.fmuladd.f32(float %a, float %b, float %c)",
             r#"@text = constant [9 x i8] c"call asm ""#,
-            r#"module asm ".extern .shared .align 1024 .b8 dynamic_shared[];""#,
+            r#"module asm ".extern .shared .align 1024 .b8 buffer[];""#,
+            r#"  %1 = call float asm "ex2.approx.ftz.f32 $0, $1;", "=r,r"(float %x) #4"#,
             "declare i32 @llvm.nvvm.read.ptx.sreg.tid.x() #2",
         ] {
             assert_eq!(marked(line), line);
+        }
+    }
+
+    #[test]
+    fn dynamic_shared_memory_is_a_global_of_its_address_space() {
+        let cases = [
+            (
+                "  %base = tail call noundef ptr @dynamic_shared_memory() #7, !noalias !3",
+                "  %base = addrspacecast ptr addrspace(3) @dynamic_shared to ptr",
+            ),
+            (
+                "  %4 = call noundef i32 @dynamic_shared_address() #7",
+                "  %4 = ptrtoint ptr addrspace(3) @dynamic_shared to i32",
+            ),
+            (
+                "declare noundef ptr @dynamic_shared_memory() unnamed_addr #1",
+                "@dynamic_shared = external addrspace(3) global [0 x i8], align 1024",
+            ),
+        ];
+        for (line, expected) in cases {
+            assert_eq!(marked(line), expected);
         }
     }
 

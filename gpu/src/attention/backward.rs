@@ -44,7 +44,7 @@ pub fn attention_backward_dot<T: Element>(
     for mask in [1, 2, 4] {
         sum += warp::shuffle_xor(sum, mask);
     }
-    if row < head.t && thread % DOT_LANES == 0 {
+    if row < head.t && thread.is_multiple_of(DOT_LANES) {
         d.set(head.statistics() + row, sum);
     }
 }
@@ -110,7 +110,7 @@ pub(super) fn keys_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usiz
 /// The K and V parts of dqkv (B,T,3,NH,HS) from dout (B,T,NH,HS), qkv (B,T,3,NH,HS), lse and d (B,NH,T).
 /// Grid: (tiles of ROWS keys, NH, B).
 #[kernel(threads = 128, instances(
-    bf16_64 = <bf16, 64, 64, 64>(blocks_per_sm = 2),
+    bf16_64 = <bf16, 64, 64, 32>(blocks_per_sm = 3),
     bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
     bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
     bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
@@ -314,7 +314,7 @@ pub fn attention_backward_queries<T: TensorCore, const HS: usize, const ROWS: us
             load(tile + 1);
         }
         let first_key = tile * KEYS;
-        if first_key <= warp_query + ROWS / 4 - 1 {
+        if first_key < warp_query + ROWS / 4 {
             let keys = shared.stage(tile);
             let mut p = Accumulators::<ROWS, KEYS>::zero();
             p.add_product_transposed::<T, HS>(|strip, i| q.fragment(strip, i), keys.k);

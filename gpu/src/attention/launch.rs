@@ -68,7 +68,7 @@ pub fn forward<T: TensorCore>(
     instance! {
         attention_forward(out, lse, qkv, t, nh), forward_shared_bytes, shape;
         64 => (128, 64), (64, 32);
-        80 => (64, 64), (64, 32);
+        80 => (64, 32), (64, 32);
         96 => (64, 64), (64, 32);
         128 => (64, 32), (64, 32);
     }
@@ -94,7 +94,7 @@ pub fn backward<T: TensorCore>(
     let d = d.reader();
     let keys = instance! {
         attention_backward_keys(dqkv, dout, qkv, lse, d, t, nh), keys_shared_bytes, shape;
-        64 => (64, 64), (64, 32);
+        64 => (64, 32), (64, 32);
         80 => (64, 64), (64, 32);
         96 => (64, 64), (64, 16);
         128 => (64, 32), (64, 16);

@@ -1,4 +1,19 @@
 //! Causal self-attention that never stores T x T, on the tensor cores (`mma.sync`), forward and backward.
+//!
+//! From qkv (B,T,3,NH,HS), read in place, to out (B,T,NH,HS) and back; head sizes 64, 80, 96, 128, any T. `lse` (B,NH,T)
+//! is the natural log-sum-exp of a query's scaled scores. Rows past the end of a sequence are read as zeros: as keys they
+//! lie above the diagonal, as queries they are not stored, or their probabilities are made zero.
+//!
+//! With P = B NH T^2 / 2 pairs of a query and a key it sees:
+//! * forward: 4 HS P FLOP (two products), P exponentials; memory 4 B T C elements if K and V stay in L2, which gives
+//!   them again to each tile of queries: P HS / ROWS elements for K and as many for V.
+//! * backward: 14 HS P FLOP (four products by keys, three by queries; 10 HS P are counted as useful, the rest makes the
+//!   scores a second time instead of adding to memory in an order that varies), 2 P exponentials.
+//! * shared memory: a warp reads each right operand once for its R / 4 rows, 2 HS bytes a key (bf16) and product: with 16
+//!   rows 1 byte for 8 multiply-adds, so that 128 bytes a clock feed 1024 of them; with 32 rows twice that.
+//!
+//! Roles: `tiles` moves tiles and multiplies them, `mask` and `softmax` treat scores, `forward` and `backward` are the
+//! kernels, `launch` (host) says which instance takes which shape.
 
 mod backward;
 mod forward;

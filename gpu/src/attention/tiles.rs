@@ -44,7 +44,7 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     let rows_per_pass = THREADS / packets;
     let thread = thread::thread_idx_x() as usize;
     let (row, col) = (thread / packets, thread % packets * T::PACKET);
-    if THREADS % packets != 0 && row >= rows_per_pass {
+    if !THREADS.is_multiple_of(packets) && row >= rows_per_pass {
         return;
     }
     // Running position and a 32-bit count: little address arithmetic between the products.
@@ -52,7 +52,7 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     let mut at = rows.element(first + row) + col;
     for pass in 0..R.div_ceil(rows_per_pass) {
         let further = pass * rows_per_pass;
-        if R % rows_per_pass == 0 || row + further < R {
+        if R.is_multiple_of(rows_per_pass) || row + further < R {
             tile.copy_packet_async(row + further, col, from, at, (further as u32) < left);
         }
         at += rows_per_pass * rows.stride;
@@ -134,7 +134,7 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
 
     #[inline(always)]
     pub fn zero() -> Self {
-        const { assert!(R % (16 * WARPS) == 0 && Self::STRIPS <= STRIPS && C % 16 == 0 && C <= COLUMNS) };
+        const { assert!(R.is_multiple_of(16 * WARPS) && Self::STRIPS <= STRIPS && C.is_multiple_of(16) && C <= COLUMNS) };
         Self([[[0.0; 4]; COLUMNS / 8]; STRIPS])
     }
 
@@ -278,5 +278,5 @@ impl Columns {
 /// them the compiler would select the address, and so keep the struct in local memory.
 #[inline(always)]
 pub fn stage<S>(even: S, odd: S, tile: usize) -> S {
-    core::hint::select_unpredictable(tile % 2 == 0, even, odd)
+    core::hint::select_unpredictable(tile.is_multiple_of(2), even, odd)
 }

@@ -1,7 +1,9 @@
 //! The program's commands, one file each.
 
 pub mod data;
+pub mod doctor;
 pub mod eval;
+pub mod inspect;
 mod report;
 pub mod resources;
 pub mod sample;

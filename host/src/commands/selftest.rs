@@ -1,9 +1,11 @@
 //! `selftest`: every operation of the engine at hand against the CPU engine, and how fast it is.
 
+use super::resources::Hardware;
+use crate::engine::cpu::Cpu;
 use crate::engine::{Engine, Result};
 use crate::selftest::{Case, bench, edge, model};
 
-/// What to run.
+/// Checks every operation of a GPU against the CPU, and times it
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
     /// Only operations whose name contains this
@@ -14,10 +16,14 @@ pub struct Selftest {
     /// Only time the shapes of GPT-2 124M at B=64, T=1024; compare nothing
     #[arg(long, conflicts_with = "small")]
     pub bench: bool,
+
+    #[command(flatten)]
+    pub hardware: Hardware,
 }
 
-/// Returns an error that counts the failures, if there are any.
-pub fn run(options: &Selftest, engine: &mut dyn Engine, reference: &mut dyn Engine) -> Result<()> {
+/// Fails if an operation differs from the reference by more than allowed.
+pub fn run(options: &Selftest) -> Result<()> {
+    let (engine, reference) = (&mut *options.hardware.open_quietly()?, &mut Cpu::new());
     println!("{}, {}, against {}", engine.describe(), engine.float().name(), reference.describe());
     let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
     if !options.bench {

@@ -161,20 +161,20 @@ const FOR_FILES: Defaults = Defaults {
 
 /// For the small model on the text that comes with the program: under a minute on two CPU cores.
 const FOR_CORPUS: Defaults = Defaults {
-    b: 16,
-    t: 128,
-    steps: Some(300),
-    lr: 2e-3,
-    warmup: 20,
+    b: 8,
+    t: 64,
+    steps: Some(1500),
+    lr: 4e-3,
+    warmup: 100,
     final_fraction: 0.1,
     weight_decay: 0.1,
-    val_every: 100,
+    val_every: 500,
     sample_every: None,
     sample_length: 400,
 };
 
 /// (layers, heads, channels), with heads of a size that GPUs take.
-const SMALL: (usize, usize, usize) = (3, 2, 128);
+const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();

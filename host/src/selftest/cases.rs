@@ -195,8 +195,13 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
 fn residual_layernorm_forward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     operands.push(output("residual", rows * c, Tolerance::ELEMENTWISE));
-    operands.push(input("a", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
-    operands.push(input("b", rows * c, UNIT));
+    // Multiples of 1/32 below 4 in magnitude: their sums are bf16 values, so the statistics of the rounded sum are those of
+    // the exact one that the reference keeps.
+    let grid = |steps: usize, stride: usize, first: f32| {
+        Init::Values((0..rows * c).map(|i| first + (i * stride % steps) as f32 / 32.0).collect())
+    };
+    operands.push(input("a", rows * c, grid(160, 37, -2.0)));
+    operands.push(input("b", rows * c, grid(48, 29, -0.75)));
     let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}");
     case("residual_layernorm_forward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
@@ -308,7 +313,7 @@ fn attention_backward(shape: Heads) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
-        output("dqkv", rows * 3 * c, Tolerance::CHAIN),
+        output("dqkv", rows * 3 * c, Tolerance::LONG_CHAIN),
         input("dout", rows * c, UNIT),
         input("qkv", rows * 3 * c, UNIT),
         input("out", rows * c, Init::Zero),

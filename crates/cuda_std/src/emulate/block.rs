@@ -343,7 +343,9 @@ fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<Fiber
             block.report = Some(block.deadlock());
         }
         match (block.report.clone(), block.suspicion.clone()) {
-            (Some(race), Some(read)) if race.fault == Fault::Race && race.other == read.at => Some(race),
+            (Some(race), Some(read)) if race.fault == Fault::Race && [race.at, race.other].contains(&read.at) => {
+                Some(race)
+            }
             (report, suspicion) => suspicion.or(report),
         }
     });

@@ -3,16 +3,15 @@
 //! Asm that synchronises (barriers, shuffles, votes, ldmatrix, mma) is never `pure`: the compiler must not move it into a
 //! branch. `cuda_builder` also marks every asm call convergent, without which it could be duplicated into both arms.
 
-use core::arch::{asm, global_asm, nvptx};
+use core::arch::{asm, nvptx};
 
 pub mod hopper;
 
-// The one symbol through which dynamic shared memory is reached; 1024 bytes is what TMA's 128-byte swizzle wants.
-global_asm!(".extern .shared .align 1024 .b8 dynamic_shared[];");
-
 unsafe extern "C" {
-    #[link_name = "llvm.nvvm.isspacep.shared"]
-    fn is_shared(pointer: *const u8) -> bool;
+    /// Rust has no address spaces, so `cuda_builder` puts the address of dynamic shared memory in place of calls of these
+    /// two: as a generic pointer that LLVM knows to be shared, and as an address in the shared window.
+    fn dynamic_shared_memory() -> *mut u8;
+    fn dynamic_shared_address() -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
     fn shfl_idx(mask: u32, value: u32, lane: u32, clamp: u32) -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
@@ -142,26 +141,19 @@ pub fn ballot(predicate: bool) -> u32 {
     bits
 }
 
-/// Generic address of dynamic shared memory. The assumption lets LLVM turn accesses through it into `ld.shared`.
+/// Generic address of dynamic shared memory.
 #[inline(always)]
 pub fn shared_base() -> *mut u8 {
-    let base: *mut u8;
-    // SAFETY: converts an address; the assumption states what cvta.shared yields.
-    unsafe {
-        asm!("{{ .reg .b64 t; mov.u64 t, dynamic_shared; cvta.shared.u64 {}, t; }}", out(reg64) base,
-            options(pure, nomem, nostack, preserves_flags));
-        core::intrinsics::assume(is_shared(base));
-    }
-    base
+    // SAFETY: an address.
+    unsafe { dynamic_shared_memory() }
 }
 
 /// The 32-bit shared-window address of a generic pointer into dynamic shared memory. As a distance from the base, which
 /// the compiler can fold: `cvta.to.shared` would hide each address from it.
 #[inline(always)]
 pub fn shared_address<T>(pointer: *const T) -> u32 {
-    let base: u32;
-    // SAFETY: reads an address.
-    unsafe { asm!("mov.u32 {}, dynamic_shared;", out(reg32) base, options(pure, nomem, nostack, preserves_flags)) }
+    // SAFETY: an address.
+    let base = unsafe { dynamic_shared_address() };
     base.wrapping_add((pointer.addr() - shared_base().addr()) as u32)
 }
 
