@@ -7,7 +7,7 @@
 //! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
 //! * [`log`], [`console`], [`mfu`]: what is told of a run.
 //! * [`cli`], [`commands`]: the program.
-//! * [`rng`]: PyTorch's and llm.c's random numbers.
+//! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
 
 pub mod atomic;
 pub mod checkpoint;

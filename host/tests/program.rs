@@ -69,7 +69,7 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
     let run =
         ["train", "--device", "cpu", "--steps", "6", "--out", text(&out), "--checkpoint-every", "4", "--lr", "0.01"];
     let from = |data: &[&str]| succeed(&with(&with(&run, TINY), data));
-    let printed = from(&["--val-every", "3", "--total-batch", "64"]);
+    let printed = from(&["--val-every", "3", "--total-batch", "64", "--warmup", "0"]);
     assert!(printed.contains("step    6/6 | loss ") && printed.contains("next: "), "{printed}");
     assert_eq!(
         entries(&out),

@@ -214,7 +214,7 @@ pub fn run(args: &Options) -> Result<()> {
         schedule: Schedule {
             kind: args.schedule,
             peak: args.lr.unwrap_or(defaults.lr),
-            warmup: args.warmup.unwrap_or(defaults.warmup),
+            warmup: args.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
             steps,
             final_fraction: args.final_fraction.unwrap_or(defaults.final_fraction),
         },
