@@ -1,4 +1,4 @@
-//! Initial weights, the same bits as llm.c's and PyTorch's from the same seed.
+//! Initial weights, the same bits as PyTorch's from the same seed.
 
 use super::{Descriptor, Param};
 use crate::rng::Mt19937;
