@@ -16,7 +16,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Train(Box<train::Train>),
+    Train(Box<train::Options>),
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),

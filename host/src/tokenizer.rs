@@ -42,10 +42,15 @@ impl Tokenizer {
         }
     }
 
-    /// Ids of plain text: `<|endoftext|>` written out is text like any other.
+    /// Ids of plain text: `<|endoftext|>` written out is text like any other. A run of thousands of letters, digits, signs or
+    /// spaces is encoded in parts.
     pub fn encode(self, text: &str) -> Vec<u16> {
         match self {
-            Self::Gpt2 => r50k_base_singleton().encode_ordinary(text).into_iter().map(|id| id as u16).collect(),
+            Self::Gpt2 => {
+                let bpe = r50k_base_singleton();
+                let encode = |span| bpe.encode_ordinary(span).into_iter().map(|id| id as u16);
+                without_long_runs(text).flat_map(encode).collect()
+            }
             Self::Bytes => text.bytes().map(u16::from).collect(),
         }
     }
@@ -68,6 +73,50 @@ impl Tokenizer {
     }
 }
 
+/// Bytes of one kind of character in a row. The encoding takes time with the square of it, and its regular expression's
+/// stack is finite.
+const LONGEST_RUN: usize = 4096;
+
+#[derive(PartialEq)]
+enum Kind {
+    Letter,
+    Digit,
+    Space,
+    Sign,
+}
+
+impl Kind {
+    fn of(c: char) -> Self {
+        match c {
+            _ if c.is_whitespace() => Self::Space,
+            _ if c.is_alphabetic() => Self::Letter,
+            _ if c.is_numeric() => Self::Digit,
+            _ => Self::Sign,
+        }
+    }
+}
+
+/// Cuts text inside runs that are longer than [`LONGEST_RUN`], and nowhere else.
+fn without_long_runs(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let (mut run, mut kind) = (0, Kind::Sign);
+        let cut = rest.char_indices().find(|&(at, c)| {
+            let next = Kind::of(c);
+            if next != kind {
+                (run, kind) = (at, next);
+            }
+            at - run >= LONGEST_RUN
+        });
+        let (span, after) = rest.split_at(cut.map_or(rest.len(), |(at, _)| at));
+        rest = after;
+        Some(span)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,6 +133,19 @@ mod tests {
         assert_eq!(Tokenizer::Bytes.text(&[0xc3]), "\u{fffd}");
         assert_eq!(Tokenizer::Gpt2.text(&[60000]), "");
         assert!(Tokenizer::of_vocab(300).unwrap_err().to_string().contains("vocabulary of 300"));
+    }
+
+    #[test]
+    fn endless_runs_are_encoded_in_parts() {
+        let long = 3 * LONGEST_RUN + 5;
+        for c in [" ", "\n", "a", "é", "7", "!", "\u{3000}"] {
+            let text = format!("before {} after", c.repeat(long));
+            let spans: Vec<&str> = without_long_runs(&text).collect();
+            assert!(spans.len() > 3 && spans.concat() == text, "{c}");
+            assert_eq!(Tokenizer::Gpt2.text(&Tokenizer::Gpt2.encode(&text)), text);
+        }
+        let mixed = "word, 7! ".repeat(2000);
+        assert_eq!(without_long_runs(&mixed).collect::<Vec<_>>(), [mixed.as_str()]);
     }
 
     proptest! {

@@ -73,7 +73,7 @@ pub fn initialise(model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()
     }
 }
 
-/// AdamW's constants, llm.c's.
+/// llm.c's, of `AdamW`.
 const BETAS: (f32, f32) = (0.9, 0.95);
 const EPS: f32 = 1e-8;
 /// First state of the generator that seeds stochastic rounding.

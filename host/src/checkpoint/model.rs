@@ -10,8 +10,8 @@ use crate::tensor::{DType, Tensor};
 use anyhow::{Context, Result, bail, ensure};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use std::fs::{self, File};
-use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::fs::File;
+use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 const MAGIC: i32 = 20240326;
@@ -173,6 +173,7 @@ mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
     use crate::model::{Capacity, init};
+    use std::fs;
 
     fn planned(descriptor: Descriptor) -> (Gpt2, Cpu) {
         let mut engine = Cpu::new();

@@ -5,6 +5,7 @@ use crate::cli::count;
 use crate::data::{text, tinyshakespeare};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use std::fmt::Write as _;
 use std::fs;
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
@@ -29,7 +30,7 @@ struct Text {
     #[arg(required = true)]
     files: Vec<PathBuf>,
 
-    /// Directory for train_NNNNNN.bin and val_NNNNNN.bin
+    /// Directory for the shards, `train_NNNNNN.bin` and `val_NNNNNN.bin`
     #[arg(short, long)]
     out: PathBuf,
 
@@ -57,7 +58,7 @@ struct Tinyshakespeare {
     #[arg(long, value_name = "FILE")]
     from: Option<PathBuf>,
 
-    /// Directory for tiny_shakespeare_train.bin and tiny_shakespeare_val.bin
+    /// Directory for `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`
     #[arg(short, long, default_value = "data/tinyshakespeare")]
     out: PathBuf,
 }
@@ -90,7 +91,7 @@ fn from_text(args: &Text) -> Result<()> {
                 "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin",
                 part.tokens, part.shards
             )?;
-            next += &format!(" --{name} '{directory}/{name}_*.bin'");
+            write!(next, " --{name} '{directory}/{name}_*.bin'")?;
         }
     }
     writeln!(out, "\nnext: {next}")?;

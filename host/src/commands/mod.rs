@@ -5,7 +5,7 @@ pub mod doctor;
 pub mod eval;
 pub mod inspect;
 mod report;
-mod resources;
+pub mod resources;
 pub mod sample;
 pub mod selftest;
 pub mod train;

@@ -57,8 +57,8 @@ impl Setup<'_> {
             (
                 "learning rate",
                 format!(
-                    "{:?}, peak {}, warmup {} steps, final {}",
-                    schedule.kind,
+                    "{}, peak {:.2e}, warmup {} steps, final {:.2e}",
+                    format!("{:?}", schedule.kind).to_lowercase(),
                     schedule.peak,
                     schedule.warmup,
                     schedule.peak * schedule.final_fraction

@@ -17,11 +17,15 @@ pub struct Hardware {
     /// Number format of weights and activations [default: bf16 on a GPU, fp32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
+
+    /// With --precision fp32 on a GPU: multiply on tensor cores, with 10 bits of mantissa
+    #[arg(long)]
+    pub tf32: bool,
 }
 
 impl Hardware {
     pub fn open(self) -> Result<Opened> {
-        open::open(self.device, self.precision)
+        open::open(self.device, self.precision, self.tf32)
     }
 
     /// As [`open`](Self::open), for commands whose standard output is their result.

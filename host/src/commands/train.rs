@@ -24,7 +24,7 @@ use std::time::Instant;
 ///
 /// With no argument: a small model on a text that comes with the program, in less than a minute.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Train {
+pub struct Options {
     /// Token files (.bin) to train on; quote the pattern [default: a text that comes with the program, as bytes]
     #[arg(short = 'i', long, value_name = "GLOB", help_heading = "Data")]
     train: Option<String>,
@@ -161,22 +161,22 @@ const FOR_FILES: Defaults = Defaults {
 
 /// For the small model on the text that comes with the program: under a minute on two CPU cores.
 const FOR_CORPUS: Defaults = Defaults {
-    b: 16,
-    t: 128,
-    steps: Some(300),
-    lr: 2e-3,
-    warmup: 20,
+    b: 8,
+    t: 64,
+    steps: Some(1500),
+    lr: 4e-3,
+    warmup: 100,
     final_fraction: 0.1,
     weight_decay: 0.1,
-    val_every: 100,
+    val_every: 500,
     sample_every: None,
     sample_length: 400,
 };
 
 /// (layers, heads, channels), with heads of a size that GPUs take.
-const SMALL: (usize, usize, usize) = (3, 2, 128);
+const SMALL: (usize, usize, usize) = (2, 2, 128);
 
-pub fn run(args: &Train) -> Result<()> {
+pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();
     let defaults = if args.train.is_some() { FOR_FILES } else { FOR_CORPUS };
     let b = args.batch.unwrap_or(defaults.b);
@@ -271,7 +271,7 @@ pub fn run(args: &Train) -> Result<()> {
     run.console.line(&format!("\nnext: {}", args.next_command(&outcome)))
 }
 
-impl Train {
+impl Options {
     /// The model's shape, and the file its weights come from.
     fn model(&self, defaults: &Defaults) -> Result<(Descriptor, Option<ModelFile>)> {
         let seq = self.seq.unwrap_or(defaults.t);

@@ -94,6 +94,7 @@ impl Loader {
     }
 
     /// Begins again after every `batches` batches, so that each evaluation sees the same ones.
+    #[must_use]
     pub fn rewinding_after(mut self, batches: usize) -> Self {
         self.rewind_after = Some(batches);
         self
@@ -296,7 +297,9 @@ mod tests {
                     for loader in &mut loaders {
                         let tokens = batch(loader);
                         order.push(tokens[0]);
-                        tokens.iter().for_each(|&t| seen[t as usize] += 1);
+                        for token in tokens {
+                            seen[token as usize] += 1;
+                        }
                     }
                 }
                 let used = (SHARD_TOKENS - 1) / (ranks * B * T) * ranks * B * T;

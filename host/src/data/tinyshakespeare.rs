@@ -43,19 +43,17 @@ pub fn write(from: Option<&Path>, out: &Path) -> Result<Written> {
 fn encode(text: &str) -> Vec<u16> {
     let mut ids = Vec::new();
     let mut rest = text;
-    loop {
+    let mut document = |text: &str| {
         ids.push(Tokenizer::Gpt2.document());
-        match rest.split_once("\n\n") {
-            Some((section, after)) => {
-                ids.extend(Tokenizer::Gpt2.encode(&rest[..section.len() + 2]));
-                rest = after;
-            }
-            None => {
-                ids.extend(Tokenizer::Gpt2.encode(rest));
-                return ids;
-            }
-        }
+        ids.extend(Tokenizer::Gpt2.encode(text));
+    };
+    while let Some(end) = rest.find("\n\n") {
+        let (section, after) = rest.split_at(end + 2);
+        document(section);
+        rest = after;
     }
+    document(rest);
+    ids
 }
 
 fn download() -> Result<String> {

@@ -21,16 +21,17 @@ pub struct Opened {
     pub note: Option<String>,
 }
 
-/// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only.
-pub fn open(device: Device, precision: Option<Precision>) -> Result<Opened> {
+/// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only. `tf32` is a GPU's, see [`Options`].
+pub fn open(device: Device, precision: Option<Precision>, tf32: bool) -> Result<Opened> {
+    let cuda = || super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32 });
     let cpu = || -> Box<dyn Engine> { Box::new(Cpu::new()) };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {
             bail!("--precision bf16: the CPU engine computes in fp32; expected --precision fp32 or --device cuda")
         }
         Device::Cpu => Ok(Opened { engine: cpu(), note: None }),
-        Device::Cuda => Ok(Opened { engine: cuda(precision).context("--device cuda")?, note: None }),
-        Device::Auto => match cuda(precision) {
+        Device::Cuda => Ok(Opened { engine: cuda().context("--device cuda")?, note: None }),
+        Device::Auto => match cuda() {
             Ok(engine) => Ok(Opened { engine, note: None }),
             Err(why) if precision == Some(Precision::Bf16) => {
                 Err(why.context("--precision bf16 needs a GPU; use fp32 on the CPU"))
@@ -38,8 +39,4 @@ pub fn open(device: Device, precision: Option<Precision>) -> Result<Opened> {
             Err(why) => Ok(Opened { engine: cpu(), note: Some(format!("no GPU: {why:#}")) }),
         },
     }
-}
-
-fn cuda(precision: Option<Precision>) -> Result<Box<dyn Engine>> {
-    super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32: false })
 }

@@ -1,0 +1,72 @@
+//! A step of several micro-batches is the step of one large batch.
+
+use host::console::Console;
+use host::data::{Geometry, Loader, Prefetch, Tokens};
+use host::engine::Engine;
+use host::engine::cpu::Cpu;
+use host::log::Log;
+use host::model::{Capacity, Descriptor, Gpt2};
+use host::rng::Mt19937;
+use host::schedule::{Kind, Schedule};
+use host::train::{Run, Settings, initialise};
+use std::fs;
+
+/// Training losses and norms of 6 steps of 8 x 16 tokens.
+fn trained(b: usize) -> Vec<(f64, f64)> {
+    let dir = tempfile::tempdir().unwrap();
+    let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
+    let mut engine = Cpu::new();
+    let capacity = Capacity { b, t: 16, training: true, master_weights: true };
+    let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
+    engine.allocate(&plan).unwrap();
+    initialise(&model, &mut engine, 42).unwrap();
+    let mut rng = Mt19937::new(1);
+    let tokens: Vec<u16> = (0..4000).map(|_| rng.below(60).min(rng.below(60)) as u16).collect();
+    let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(b, 16), 60, None).unwrap();
+    let settings = Settings {
+        steps: 6,
+        grad_accum: 8 / b,
+        schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0 },
+        weight_decay: 0.1,
+        clip: 1.0,
+        val_every: 1,
+        val_batches: 1,
+        sample_every: None,
+        sample_tokens: 0,
+        checkpoint_every: None,
+        out: None,
+    };
+    let train = Prefetch::start(loader, &engine).unwrap();
+    let mut run = Run {
+        settings: &settings,
+        engine: &mut engine,
+        model: &model,
+        tokenizer: None,
+        train,
+        val: None,
+        console: Console::new(6),
+        log: Log::create(Some(dir.path())).unwrap(),
+    };
+    let outcome = run.train().unwrap();
+    assert_eq!(outcome.tokens, 6 * 8 * 16);
+    let jsonl = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();
+    let number = |record: &serde_json::Value, key: &str| record[key].as_f64().unwrap();
+    jsonl
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .map(|record| (number(&record, "loss"), number(&record, "norm")))
+        .collect()
+}
+
+#[test]
+fn micro_batches_add_up() {
+    let whole = trained(8);
+    assert_eq!(whole.len(), 6);
+    for b in [1, 4] {
+        for (step, (got, expected)) in trained(b).iter().zip(&whole).enumerate() {
+            let near = |a: f64, b: f64| (a - b).abs() < 2e-4 * b.abs();
+            assert!(near(got.0, expected.0) && near(got.1, expected.1), "step {step}, B={b}: {got:?}, {expected:?}");
+        }
+    }
+    assert!(whole[5].0 < whole[0].0);
+}
