@@ -12,7 +12,7 @@ use std::process::Command;
 pub struct Inspect {
     /// Only kernels whose name contains this
     pub kernel: Option<String>,
-    /// Only this architecture, such as sm_90a [default: all for --resources, else the newest]
+    /// Only this architecture, such as `sm_90a` (default: all of them for a table, else the newest)
     #[arg(long)]
     pub arch: Option<String>,
     /// The PTX
@@ -53,11 +53,16 @@ pub fn inspect(options: &Inspect, modules: &[Module], out: &mut impl Write) -> R
         list(modules.iter().map(|module| module.arch).collect())
     );
     let wanted = |kernel: &&Kernel| options.kernel.as_ref().is_none_or(|part| kernel.name.contains(part.as_str()));
+    if let Some(part) = &options.kernel
+        && !chosen.iter().any(|module| module.kernels.iter().any(|kernel| wanted(&kernel)))
+    {
+        let archs = list(chosen.iter().map(|module| module.arch).collect());
+        bail!("no kernel of {archs} has {part} in its name; `inspect` without a name lists them");
+    }
     for module in &chosen {
         let kernels: Vec<&Kernel> = module.kernels.iter().filter(wanted).collect();
-        if let (Some(part), true) = (&options.kernel, kernels.is_empty()) {
-            let all = list(module.kernels.iter().map(|kernel| &*kernel.name).collect());
-            bail!("no kernel of {} has {part} in its name; there are {all}", module.arch);
+        if kernels.is_empty() {
+            continue;
         }
         if options.ptx {
             ptx(module, &kernels, options.kernel.is_some(), out)?;
@@ -229,7 +234,7 @@ mod tests {
     fn what_is_not_there_is_named() {
         let error = |options| shown(&options).unwrap_err().to_string();
         let text = error(Inspect { kernel: Some("gelu".into()), ..Inspect::default() });
-        assert_eq!(text, "no kernel of sm_80 has gelu in its name; there are scale, scale_f32");
+        assert_eq!(text, "no kernel of sm_80, sm_90a has gelu in its name; `inspect` without a name lists them");
         let text = error(Inspect { arch: Some("sm_75".into()), ..Inspect::default() });
         assert_eq!(text, "--arch sm_75: this program has kernels for sm_80, sm_90a");
         let text = error(Inspect { sass: true, ..Inspect::default() });

@@ -84,7 +84,8 @@ impl Case {
     pub fn time(&self, engine: &mut dyn Engine) -> Result<Speed> {
         let float = engine.float();
         let tensors = self.prepare(engine, float)?;
-        let probe = tensors[tensors.len() - 1];
+        let floats = tensors.iter().find(|t| t.dtype != DType::I32);
+        let Some(&probe) = floats else { anyhow::bail!("{} has no tensor of floats", self.operation) };
         let probe = probe.slice(0, 1.min(probe.len));
         let repeat = |engine: &mut dyn Engine, times: u32| -> Result<f64> {
             engine.read(probe)?;

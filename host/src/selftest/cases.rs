@@ -267,7 +267,7 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     let Linear { rows, c, oc } = shape;
     let mut operands = vec![
         output("dinp", rows * c, Tolerance::CHAIN),
-        accumulated("dweight", oc * c, Tolerance::REDUCTION),
+        accumulated("dweight", oc * c, Tolerance::ACCUMULATED),
         accumulated("dbias", oc, Tolerance::REDUCTION),
         input("dout", rows * oc, UNIT),
         input("inp", rows * c, UNIT),
@@ -297,7 +297,7 @@ fn attention_forward(shape: Heads) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
-        output("out", rows * c, Tolerance::CHAIN),
+        output("out", rows * c, Tolerance::ATTENTION),
         f32(output("lse", rows * shape.heads, Tolerance::CHAIN)),
         input("qkv", rows * 3 * c, UNIT),
     ];
@@ -313,7 +313,7 @@ fn attention_backward(shape: Heads) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
-        output("dqkv", rows * 3 * c, Tolerance::LONG_CHAIN),
+        output("dqkv", rows * 3 * c, Tolerance::ATTENTION_BACKWARD),
         input("dout", rows * c, UNIT),
         input("qkv", rows * 3 * c, UNIT),
         input("out", rows * c, Init::Zero),

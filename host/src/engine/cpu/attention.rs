@@ -48,6 +48,9 @@ pub(super) fn forward(
 ) -> Result<()> {
     let Heads { b, t, heads, head_size } = shape;
     let n = b * t * heads * head_size;
+    if n == 0 {
+        return Ok(());
+    }
     let operands: [Operand; 4] =
         [("scratch", scratch, n), ("out", out, n), ("lse", lse, b * heads * t), ("qkv", qkv, 3 * n)];
     let [scratch, out, lse, qkv] = arena.split("attention_forward", operands)?;
@@ -118,6 +121,9 @@ pub(super) fn backward(
     let Heads { b, t, heads, head_size } = shape;
     let c = heads * head_size;
     let n = b * t * c;
+    if n == 0 {
+        return Ok(());
+    }
     let operands: [Operand; 6] = [
         ("scratch", scratch, 3 * n),
         ("dqkv", dqkv, 3 * n),

@@ -61,11 +61,7 @@ pub(super) fn forward(
 }
 
 /// The rows of `table` whose numbers are `ascending`, each borrowed on its own.
-fn rows_mut<'a>(
-    mut table: &'a mut [f32],
-    c: usize,
-    ascending: impl Iterator<Item = usize>,
-) -> Result<Vec<&'a mut [f32]>> {
+fn rows_mut(mut table: &mut [f32], c: usize, ascending: impl Iterator<Item = usize>) -> Result<Vec<&mut [f32]>> {
     let mut passed = 0;
     let mut rows = Vec::new();
     for row in ascending {

@@ -1,6 +1,7 @@
 use super::arena::Arena;
 use crate::engine::{LayerNorm, Result};
 use crate::tensor::Tensor;
+use anyhow::ensure;
 use rayon::prelude::*;
 
 const EPS: f64 = 1e-5;
@@ -25,6 +26,7 @@ fn normalise(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32
 
 pub(super) fn forward(arena: &mut Arena, op: LayerNorm, inp: Tensor) -> Result<()> {
     let (c, rows) = (op.c, op.mean.len);
+    ensure!(c > 0, "a LayerNorm over no channels");
     let operands = [
         ("out", op.out, rows * c),
         ("mean", op.mean, rows),
@@ -63,6 +65,7 @@ pub(super) fn residual_layernorm_forward(
     b: Tensor,
 ) -> Result<()> {
     let (c, rows) = (op.c, op.mean.len);
+    ensure!(c > 0, "a LayerNorm over no channels");
     let operands = [
         ("out", op.out, rows * c),
         ("mean", op.mean, rows),
@@ -93,6 +96,7 @@ pub(super) fn backward(
     op: LayerNorm,
 ) -> Result<()> {
     let (c, rows) = (op.c, op.mean.len);
+    ensure!(c > 0, "a LayerNorm over no channels");
     let operands = [
         ("dinp", dinp, rows * c),
         ("dweight", dweight, c),

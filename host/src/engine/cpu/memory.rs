@@ -1,17 +1,16 @@
 //! How much memory there is.
 
-use crate::engine::Result;
 use std::fs;
 
 /// Bytes that can be allocated without swapping: what the kernel calls available, and what the control group still
 /// allows. Where the system does not say (it is not Linux), no limit is known.
-pub(super) fn free() -> Result<usize> {
+pub(super) fn free() -> usize {
     let available = fs::read_to_string("/proc/meminfo").ok().and_then(|text| available(&text));
     let group = fs::read_to_string("/sys/fs/cgroup/memory.max")
         .ok()
         .zip(fs::read_to_string("/sys/fs/cgroup/memory.current").ok())
         .and_then(|(max, current)| allowed(&max, &current));
-    Ok(available.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX)))
+    available.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
 }
 
 /// `MemAvailable:   12345 kB` of /proc/meminfo, in bytes.

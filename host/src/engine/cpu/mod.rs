@@ -13,6 +13,8 @@ mod global_norm;
 mod layernorm;
 mod matmul;
 mod memory;
+#[cfg(test)]
+mod tests;
 
 use super::{AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket};
 use crate::plan::{Group, Plan};
@@ -51,7 +53,7 @@ impl Cpu {
     }
 }
 
-fn bytes_of<T: bytemuck::Pod>(to: &mut [f32], values: &[T]) -> Result<()> {
+fn copy_words<T: bytemuck::Pod>(to: &mut [f32], values: &[T]) -> Result<()> {
     ensure!(to.len() == values.len(), "{} values for a tensor of {}", values.len(), to.len());
     bytemuck::cast_slice_mut(to).copy_from_slice(values);
     Ok(())
@@ -70,7 +72,7 @@ impl Engine for Cpu {
     }
 
     fn memory_free(&self) -> Result<usize> {
-        memory::free()
+        Ok(memory::free())
     }
 
     fn peak(&self) -> Option<Peak> {
@@ -86,7 +88,7 @@ impl Engine for Cpu {
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
         self.arena = Arena::default();
-        let free = self.memory_free()?;
+        let free = memory::free();
         ensure!(
             plan.bytes() <= free,
             "the plan needs {} MiB of memory, {} MiB are free: take a smaller model, batch or sequence",
@@ -100,7 +102,7 @@ impl Engine for Cpu {
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         ensure!(to.dtype == DType::F32, "write: the tensor is {}, expected f32", to.dtype.name());
         let [to] = self.arena.split("write", [("to", to, to.len)])?;
-        bytes_of(to, values)
+        copy_words(to, values)
     }
 
     fn read(&mut self, from: Tensor) -> Result<Vec<f32>> {
@@ -111,7 +113,7 @@ impl Engine for Cpu {
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
         ensure!(to.dtype == DType::I32, "write_i32: the tensor is {}, expected i32", to.dtype.name());
         let [to] = self.arena.split("write_i32", [("to", to, to.len)])?;
-        bytes_of(to, values)
+        copy_words(to, values)
     }
 
     fn read_later(&mut self, from: Tensor) -> Result<Ticket> {

@@ -20,7 +20,7 @@ pub(super) fn backward<T: Float>(
     rows: usize,
     oc: usize,
 ) -> Result<()> {
-    ensure!(oc % T::PACKET == 0, "bias: {oc} columns are not a multiple of {}", T::PACKET);
+    ensure!(oc.is_multiple_of(T::PACKET), "bias: {oc} columns are not a multiple of {}", T::PACKET);
     let slices = bias::bias_backward_slices::<T>(rows, oc, cuda.executor.multiprocessors());
     let scratch = cuda.scratch(slices * oc)?;
     let launch = bias::bias_backward::<T>(

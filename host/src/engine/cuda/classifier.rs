@@ -19,7 +19,11 @@ pub(super) fn classifier<T: Float>(
     dloss: Option<f32>,
 ) -> Result<()> {
     let rows = losses.len;
-    ensure!(v <= vp && vp % T::PACKET == 0, "classifier: {vp} columns for {v} tokens, multiples of {}", T::PACKET);
+    ensure!(
+        v <= vp && vp.is_multiple_of(T::PACKET),
+        "classifier: {vp} columns for {v} tokens, multiples of {}",
+        T::PACKET
+    );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS), dloss.is_some());
     let launch = classifier::classifier::<T>(
         cuda.output("logits", logits, rows * vp)?,

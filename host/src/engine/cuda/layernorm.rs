@@ -1,4 +1,4 @@
-//! LayerNorm, alone and after a residual sum.
+//! Layer normalisation, alone and after a residual sum.
 
 use super::{Cuda, Float, shared_bytes};
 use crate::engine::{LayerNorm, Result, Scope};

@@ -115,7 +115,7 @@ impl Arena {
         );
         ensure!(tensor.len >= len, "{name} has {} elements, this operation needs {len}", tensor.len);
         ensure!(
-            tensor.offset + tensor.bytes() <= self.bytes && tensor.offset % E::DTYPE.bytes() == 0,
+            tensor.offset + tensor.bytes() <= self.bytes && tensor.offset.is_multiple_of(E::DTYPE.bytes()),
             "{name} at {} (+{} bytes) does not lie in the engine's memory of {} bytes",
             tensor.offset,
             tensor.bytes(),

@@ -53,7 +53,7 @@ const CORES_PER_MULTIPROCESSOR: u32 = 4;
 fn flops_per_cycle(compute_capability: (u32, u32)) -> Option<u32> {
     match compute_capability {
         (8, 0) => Some(512),
-        (8, _) | (12, _) => Some(128),
+        (8 | 12, _) => Some(128),
         (9, _) => Some(1024),
         (10, _) => Some(2048),
         _ => None,

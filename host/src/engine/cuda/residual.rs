@@ -8,7 +8,7 @@ use gpu::residual;
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, a: Tensor, b: Tensor) -> Result<()> {
     let n = out.len;
-    ensure!(n % T::PACKET == 0, "residual: {n} elements are not a multiple of {}", T::PACKET);
+    ensure!(n.is_multiple_of(T::PACKET), "residual: {n} elements are not a multiple of {}", T::PACKET);
     let launch = residual::residual_forward::<T>(
         cuda.output("residual", out, n)?,
         cuda.input("a", a, n)?,
