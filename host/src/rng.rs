@@ -89,11 +89,11 @@ impl Mt19937 {
                 normal_block(block, std);
             }
         });
-        if whole < values.len() {
-            if let Some(last) = values.last_chunk_mut::<PAIRED>() {
-                self.fill(last);
-                normal_block(last, std);
-            }
+        if whole < values.len()
+            && let Some(last) = values.last_chunk_mut::<PAIRED>()
+        {
+            self.fill(last);
+            normal_block(last, std);
         }
     }
 

@@ -293,6 +293,32 @@ proptest! {
     }
 }
 
+/// Large enough for every thread to get a part of each product.
+#[test]
+fn products_and_norms_do_not_depend_on_the_number_of_threads() {
+    let (rows, c, oc) = (190, 2100, 530);
+    let shape = Linear { rows, c, oc };
+    let bits = |threads| {
+        let mut bench = Bench::new();
+        let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
+        let (dinp, dweight) = (bench.normal(rows * c), bench.normal(oc * c));
+        let (out, dout) = (bench.normal(rows * oc), bench.normal(rows * oc));
+        let norm = bench.with(vec![0.0]);
+        bench.ready();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            bench.engine.matmul_forward(out, inp, weight, None, None, shape).unwrap();
+            bench.engine.matmul_backward(dinp, dweight, None, dout, inp, weight, None, shape).unwrap();
+            bench.engine.global_norm(norm, dweight).unwrap();
+        });
+        [out, dinp, dweight, norm].map(|tensor| bench.after(tensor))
+    };
+    let one = bits(1);
+    for threads in [2, 3, 7] {
+        assert!(bits(threads) == one, "{threads} threads give other bits than one");
+    }
+}
+
 #[test]
 fn sums_and_norms() {
     for n in [1, 15, 16, 17, CHUNK - 1, 3 * CHUNK + 5] {
