@@ -34,6 +34,11 @@ impl Access {
         self.thread & flag != 0 && !self.is_none()
     }
 
+    /// The asynchronous copy is over.
+    pub fn land(&mut self) {
+        self.thread &= !Self::PENDING;
+    }
+
     pub fn thread(self) -> usize {
         usize::from(self.thread & (Self::WARP - 1))
     }
