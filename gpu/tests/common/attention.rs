@@ -10,7 +10,7 @@ const GUARD: usize = 64;
 
 /// A tensor in memory aligned as a GPU's would be.
 pub struct Buffer<T> {
-    words: Vec<u128>,
+    pub words: Vec<u128>,
     len: usize,
     element: std::marker::PhantomData<T>,
 }

@@ -256,6 +256,10 @@ impl Block {
         report
     }
 
+    pub fn has_ended(&self) -> bool {
+        (0..self.threads as usize).all(|thread| self.finished(thread))
+    }
+
     fn finished(&self, thread: usize) -> bool {
         self.warps[thread / LANES].finished >> (thread % LANES) & 1 != 0
     }

@@ -22,6 +22,14 @@ pub enum Kind {
     Atomic,
     /// A write that happens at some time before its wait.
     AsyncWrite,
+    /// A read of shared memory by TMA or wgmma.
+    AsyncRead,
+}
+
+impl Kind {
+    fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::WarpRead | Self::AsyncRead)
+    }
 }
 
 /// An access about to be made.
@@ -57,6 +65,10 @@ pub struct Checker {
 struct Order {
     /// What each warp knows of each warp's clock; its own is the tick it is in.
     clocks: [Clocks; LANES],
+    /// The tick that began when the lanes of each warp last met, or one learnt from another.
+    met: Clocks,
+    /// The tick that began when each thread last fenced the asynchronous proxy.
+    proxy_fences: Vec<u32>,
     /// What the warps that arrived at each barrier knew.
     barriers: Vec<[Clocks; 16]>,
     /// The cluster, the block of it that runs, and the warps of a block.
@@ -79,7 +91,13 @@ impl Order {
         let (thread, warp) = (self.thread(thread), self.warp(thread / LANES));
         before.thread() == thread
             || before.is(Access::WARP) && before.warp() == warp
-            || self.clocks[warp][before.warp()] > before.clock
+            || self.known(warp, before.warp()) > before.clock
+    }
+
+    /// How far `warp` knows `of` to have come. A warp's own ticks count once its lanes have met.
+    #[inline(always)]
+    fn known(&self, warp: usize, of: usize) -> u32 {
+        if of == warp { self.met[warp] } else { self.clocks[warp][of] }
     }
 
     /// Number in the cluster of a thread of the block that runs.
@@ -91,6 +109,15 @@ impl Order {
     #[inline(always)]
     fn warp(&self, warp: usize) -> usize {
         self.rank * self.warps + warp
+    }
+
+    /// Whether a write is TMA's, or its thread has fenced since.
+    #[inline]
+    fn fenced_proxy(&self, write: Access) -> bool {
+        write.is_none()
+            || write.block != self.block
+            || write.is(Access::BULK)
+            || self.proxy_fences[write.thread()] > write.clock
     }
 
     #[inline]
@@ -145,6 +172,8 @@ impl Checker {
             shared: (0..blocks).map(|_| Shadow::new(shared_bytes)).collect(),
             order: Order {
                 clocks: [[0; LANES]; LANES],
+                met: [0; LANES],
+                proxy_fences: vec![0; LANES * LANES],
                 barriers: vec![[[0; LANES]; 16]; blocks],
                 block: 0,
                 rank: 0,
@@ -162,6 +191,8 @@ impl Checker {
     pub fn start_block(&mut self, block: u32) {
         self.order.block = block;
         self.order.clocks = [[0; LANES]; LANES];
+        self.order.met = [0; LANES];
+        self.order.proxy_fences.fill(0);
         self.order.barriers.fill([[0; LANES]; 16]);
         for shared in &mut self.shared {
             shared.forget_accesses();
@@ -184,6 +215,14 @@ impl Checker {
     pub fn acquire(&mut self, warp: usize, known: &Clocks) {
         let warp = self.order.warp(warp);
         learn(&mut self.order.clocks[warp], known);
+        self.order.met[warp] = self.order.met[warp].max(known[warp]);
+    }
+
+    /// `thread` orders its accesses before later ones by TMA and wgmma.
+    pub fn proxy_fenced(&mut self, thread: usize) {
+        let (thread, warp) = (self.order.thread(thread), self.order.warp(thread / LANES));
+        self.order.clocks[warp][warp] += 1;
+        self.order.proxy_fences[thread] = self.order.clocks[warp][warp];
     }
 
     /// All threads of the cluster have met.
@@ -194,15 +233,17 @@ impl Checker {
             learn(&mut all, &self.order.clocks[warp]);
         }
         self.order.clocks.fill(all);
+        self.order.met = all;
     }
 
     pub fn warp_synced(&mut self, warp: usize) {
-        let warp = self.order.warp(warp);
-        self.order.clocks[warp][warp] += 1;
+        let known = self.publish(warp);
+        self.acquire(warp, &known);
     }
 
     pub fn arrived(&mut self, warp: usize, barrier: usize) {
         let known = self.publish(warp);
+        self.acquire(warp, &known);
         learn(&mut self.order.barriers[self.order.rank][barrier], &known);
     }
 
@@ -282,7 +323,7 @@ impl Checker {
             return simple(self, Fault::Misaligned, &format!("not aligned to {align} bytes"));
         }
         if let Place::Buffer(buffer, _) = place
-            && !matches!(kind, Kind::Read | Kind::WarpRead)
+            && !kind.reads()
             && !self.buffers[buffer].writable
         {
             return simple(self, Fault::ReadOnly, "this buffer is an input");
@@ -293,7 +334,7 @@ impl Checker {
         match kind {
             Kind::Write => self.shadow(&place).set_written(offset, bytes),
             Kind::AsyncWrite => (),
-            Kind::Read | Kind::WarpRead | Kind::Atomic => {
+            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic => {
                 if self.shadow(&place).first_unwritten(offset, bytes).is_some() {
                     return simple(self, Fault::Uninitialised, "read of what was never written");
                 }
@@ -307,7 +348,7 @@ impl Checker {
         let kind = request.kind;
         let flags = match kind {
             Kind::Read | Kind::Write => 0,
-            Kind::WarpRead => Access::WARP,
+            Kind::WarpRead | Kind::AsyncRead => Access::WARP,
             Kind::Atomic => Access::ATOMIC,
             Kind::AsyncWrite => Access::PENDING,
         };
@@ -321,19 +362,23 @@ impl Checker {
             let cell = shadow.cell(i);
             if cell.write.is(Access::PENDING) {
                 let with = cell.write;
-                return Err(self.clash(request, place, i * CELL, with, "starts copying to"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "starts copying to"));
             }
             let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.holds(cell.write, thread) {
                 let with = cell.write;
-                return Err(self.clash(request, place, i * CELL, with, "wrote"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
             }
             let past = cell.reads.map(|read| order.holds(read, thread));
-            if matches!(kind, Kind::Read | Kind::WarpRead) {
+            if kind.reads() {
+                if kind == Kind::AsyncRead && !order.fenced_proxy(cell.write) {
+                    let with = cell.write;
+                    return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
+                }
                 cell.read(access, past);
             } else if let Some(read) = past.iter().position(|past| !past) {
                 let with = cell.reads[read];
-                return Err(self.clash(request, place, i * CELL, with, "read"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "read"));
             } else {
                 cell.wrote(access);
             }
@@ -342,9 +387,11 @@ impl Checker {
     }
 
     #[cold]
-    fn clash(&self, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
+    fn clash(&self, thread: usize, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
         let (fault, why) = if with.is(Access::PENDING) {
             (Fault::AsyncCopy, "and has not waited for")
+        } else if request.kind == Kind::AsyncRead && self.order.holds(with, thread) {
+            (Fault::Race, "with no fence_async_proxy after it")
         } else if with.block == self.order.block {
             (Fault::Race, "with no barrier in between")
         } else {
@@ -356,11 +403,11 @@ impl Checker {
             Place::Buffer(buffer, _) => Place::Buffer(*buffer, offset),
         };
         let rank = with.warp() / self.order.warps;
-        let thread = with.thread() - rank * self.order.warps * LANES;
+        let other_thread = with.thread() - rank * self.order.warps * LANES;
         let who = if with.block == self.order.block && rank == self.order.rank {
-            format!("thread {thread}")
+            format!("thread {other_thread}")
         } else {
-            format!("thread {thread} of block number {}", with.block as usize * self.shared.len() + rank)
+            format!("thread {other_thread} of block number {}", with.block as usize * self.shared.len() + rank)
         };
         let message = format!(
             "{}: {} at {}, at {}; {who} {did} it at {} {why}",
@@ -409,6 +456,7 @@ fn describe(request: Request) -> String {
     let what = match request.kind {
         Kind::Read => "read",
         Kind::WarpRead => "ldmatrix",
+        Kind::AsyncRead => "read by TMA or wgmma",
         Kind::Write => "write",
         Kind::Atomic => "atomic update",
         Kind::AsyncWrite => "asynchronous copy",

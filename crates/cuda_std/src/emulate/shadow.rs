@@ -22,6 +22,9 @@ impl Access {
     /// By an instruction of the whole warp, which is over for all of its lanes at once.
     pub const WARP: u16 = 1 << 13;
 
+    /// By TMA.
+    pub const BULK: u16 = 1 << 12;
+
     pub fn new(block: u32, clock: u32, thread: usize, flags: u16, site: u16) -> Self {
         Self { block, clock, thread: thread as u16 | flags, site }
     }
@@ -36,11 +39,11 @@ impl Access {
 
     /// The asynchronous copy is over.
     pub fn land(&mut self) {
-        self.thread &= !Self::PENDING;
+        self.thread = self.thread & !Self::PENDING | Self::BULK;
     }
 
     pub fn thread(self) -> usize {
-        usize::from(self.thread & (Self::WARP - 1))
+        usize::from(self.thread & (Self::BULK - 1))
     }
 
     pub fn warp(self) -> usize {

@@ -68,6 +68,8 @@ pub fn locate(pointer: *const u64, rank: usize, at: Site) -> usize {
         let message = format!("the memory barrier at shared memory + {offset} was never initialised, at {}", Line(at));
         fail(Fault::Uninitialised, at, None, message);
     }
+    let address = with_peer(rank, |block| block.shared_base().addr() + offset).unwrap_or_default();
+    check(Kind::Atomic, address, 8, 8, at);
     offset
 }
 

@@ -94,7 +94,13 @@ fn swizzle(address: usize) -> usize {
     address ^ (address >> 7 & 7) << 4
 }
 
-pub fn fence_async_proxy() {}
+pub fn fence_async_proxy() {
+    with(|block| {
+        if let Some(checker) = &mut block.checker {
+            checker.proxy_fenced(block.current);
+        }
+    });
+}
 
 pub fn fence_mbarrier_init() {}
 
@@ -169,6 +175,11 @@ fn check_rank(rank: u32, at: Site) -> usize {
     let blocks = with(|block| block.cluster.len());
     if rank as usize >= blocks {
         let message = format!("names block {rank} of a cluster of {blocks}, at {}", super::report::Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
+    if with_peer(rank as usize, |block| block.has_ended()) == Some(true) {
+        let message =
+            format!("reaches into block {rank} of its cluster, which has ended, at {}", super::report::Line(at));
         fail(Fault::Operand, at, None, message);
     }
     rank as usize

@@ -201,7 +201,7 @@ pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
     let at = Location::caller();
     // SAFETY: the caller's.
     let map = unsafe { Map::read(map, at) };
-    check(Kind::Read, from.addr(), map.bytes(), 16, at);
+    check(Kind::AsyncRead, from.addr(), map.bytes(), 16, at);
     let from = shared_offset(from, map.bytes(), 1024, at, "TMA store");
     with(|block| {
         let tile = block.shared()[from..from + map.bytes()].to_vec();

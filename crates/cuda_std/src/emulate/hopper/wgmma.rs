@@ -155,7 +155,7 @@ impl Tile {
     fn check(self, rows: usize, length: usize, base: usize, at: Site) {
         for row in 0..rows {
             for piece in (0..length).step_by(8) {
-                check(Kind::WarpRead, base + self.place(row, piece), 16, 16, at);
+                check(Kind::AsyncRead, base + self.place(row, piece), 16, 16, at);
             }
         }
     }
