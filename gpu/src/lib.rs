@@ -7,8 +7,7 @@
 
 pub mod adamw;
 pub mod attention;
-#[cfg(target_arch = "nvptx64")]
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod attention_wgmma;
 pub mod bias;
 pub mod cast;
@@ -18,8 +17,7 @@ pub mod encoder;
 pub mod gelu;
 pub mod global_norm;
 pub mod layernorm;
-#[cfg(target_arch = "nvptx64")]
-#[cfg(cuda_arch = "sm_90a")]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod matmul;
 pub mod noise;
 pub mod residual;

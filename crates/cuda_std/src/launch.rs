@@ -83,7 +83,7 @@ impl Launch {
     /// When the kernel cannot run to its end: a deadlock, lanes that diverge, a panic. The text names the kernel, block,
     /// threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run(&self.grid(grid, shared_bytes))
+        crate::backend::run(&self.grid(grid, shared_bytes, 1))
     }
 
     /// As [`emulate`](Self::emulate) over buffers of `memory` and nothing else, watching every access: one outside the
@@ -94,11 +94,36 @@ impl Launch {
     /// # Errors
     /// At the first fault, with kernel, block, thread, buffer and both source lines.
     pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run_checked(&self.grid(grid, shared_bytes), memory)
+        crate::backend::run_checked(&self.grid(grid, shared_bytes, 1), memory)
     }
 
-    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
-        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes }
+    /// As [`emulate`](Self::emulate) with clusters of `cluster` blocks along x.
+    ///
+    /// # Safety
+    /// As [`emulate`](Self::emulate).
+    ///
+    /// # Errors
+    /// As [`emulate`](Self::emulate).
+    pub unsafe fn emulate_cluster(&self, grid: [u32; 3], shared_bytes: usize, cluster: u32) -> Result<(), Report> {
+        crate::backend::run(&self.grid(grid, shared_bytes, cluster))
+    }
+
+    /// As [`emulate_checked`](Self::emulate_checked) with clusters of `cluster` blocks along x, of 1024 threads at most.
+    ///
+    /// # Errors
+    /// As [`emulate_checked`](Self::emulate_checked).
+    pub fn emulate_cluster_checked(
+        &self,
+        memory: &mut Memory,
+        grid: [u32; 3],
+        shared_bytes: usize,
+        cluster: u32,
+    ) -> Result<(), Report> {
+        crate::backend::run_checked(&self.grid(grid, shared_bytes, cluster), memory)
+    }
+
+    fn grid(&self, size: [u32; 3], shared_bytes: usize, cluster: u32) -> Grid<'_> {
+        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes, cluster }
     }
 }
 

@@ -1,6 +1,8 @@
 //! What the kernel tests share: aligned device-like buffers, reproducible data, comparison with f64 references.
 #![allow(dead_code, reason = "each test crate uses its own part")]
 
+pub mod attention;
+
 use cuda_std::launch::Launch;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 

@@ -6,8 +6,9 @@
 
 use super::LANES;
 use super::access::AsyncCopies;
-use super::checker::Checker;
-use super::collective::{Barrier, Wait, Warp};
+use super::checker::{Checker, Clocks};
+use super::collective::{Barrier, Operation, Wait, Warp};
+use super::hopper;
 use super::memory::Memory;
 use super::report::{Fault, Line, Report, Site, ranges};
 use super::stack::{self, FiberStack};
@@ -24,25 +25,34 @@ type Fiber = Coroutine<(), (), (), FiberStack>;
 /// Fibers alive at once, all blocks together: each costs two of the 65,530 mappings Linux gives a process.
 const MAX_FIBERS: usize = 16 << 10;
 const MAX_THREADS: u32 = 1024;
+/// The portable size.
+const MAX_CLUSTER: u32 = 8;
+/// Threads of a cluster that the checker tells apart.
+const MAX_CHECKED: usize = LANES * LANES;
 /// What every launch can be sure of is far less; this is what an H200's multiprocessor has.
 const MAX_SHARED: usize = 227 << 10;
 
 pub struct Block {
     kernel: &'static str,
     size: [u32; 3],
-    threads: u32,
+    pub threads: u32,
     index: [u32; 3],
+    /// Number of this block in its cluster, and the cluster's blocks.
+    pub rank: usize,
+    pub cluster: Vec<*mut Block>,
     /// The thread whose fiber runs.
     pub current: usize,
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],
     pub copies: Vec<AsyncCopies>,
+    pub hopper: hopper::State,
     waits: Vec<Option<Wait>>,
     yielders: Vec<*const Yielder<(), ()>>,
     /// Dynamic shared memory, 1024-byte aligned as on the device.
     shared: Vec<Kilobyte>,
     report: Option<Report>,
     suspicion: Option<Report>,
+    /// In a cluster the block that runs has it.
     pub checker: Option<Box<Checker>>,
 }
 
@@ -74,9 +84,16 @@ pub fn is_running() -> bool {
 pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     let block = BLOCK.get();
     assert!(!block.is_null(), "a device function of cuda_std was called outside a kernel: launch one and emulate it");
-    // SAFETY: `run_block` keeps the block alive while BLOCK points at it; only one fiber of it runs at a time, and none
+    // SAFETY: `run_cluster` keeps the block alive while BLOCK points at it; only one fiber of it runs at a time, and none
     // holds a reference across a suspension, so this is the only one.
     f(unsafe { &mut *block })
+}
+
+/// Calls `f` with block `rank` of the cluster that runs here, if there is one. As [`with`].
+pub fn with_peer<R>(rank: usize, f: impl FnOnce(&mut Block) -> R) -> Option<R> {
+    let peer = with(|block| block.cluster.get(rank).copied())?;
+    // SAFETY: as in `with`: `run_cluster` keeps the whole cluster alive, and nobody has a reference to any of its blocks.
+    Some(f(unsafe { &mut *peer }))
 }
 
 /// Stops this fiber until the scheduler finds it ready again.
@@ -111,10 +128,13 @@ impl Block {
             size: grid.size,
             threads: grid.threads,
             index: [0; 3],
+            rank: 0,
+            cluster: Vec::new(),
             current: 0,
             warps: (0..threads.div_ceil(LANES)).map(|w| Warp::new((threads - w * LANES).min(LANES))).collect(),
             barriers: Default::default(),
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),
+            hopper: hopper::State::default(),
             waits: vec![None; threads],
             yielders: vec![ptr::null(); threads],
             shared: vec![POISON; grid.shared_bytes.div_ceil(1024)],
@@ -129,13 +149,50 @@ impl Block {
         self.warps.iter_mut().for_each(Warp::start);
         self.barriers = Default::default();
         self.copies.iter_mut().for_each(AsyncCopies::clear);
+        self.hopper = hopper::State::default();
         self.waits.fill(None);
         (self.report, self.suspicion) = (None, None);
         self.shared.fill(POISON);
     }
 
     pub fn shared_base(&mut self) -> *mut u8 {
-        bytemuck::cast_slice_mut::<_, u8>(&mut self.shared).as_mut_ptr()
+        self.shared().as_mut_ptr()
+    }
+
+    /// Dynamic shared memory, rounded up to whole kilobytes.
+    pub fn shared(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.shared)
+    }
+
+    pub fn wake(&mut self, thread: usize) {
+        self.warps[thread / LANES].wake(thread % LANES);
+    }
+
+    /// What the running thread's warp knows, for whoever the thread tells that it came here.
+    pub fn publish(&mut self) -> Clocks {
+        let warp = self.current / LANES;
+        self.checker.as_mut().map_or_else(Clocks::default, |checker| checker.publish(warp))
+    }
+
+    /// Warp `warp` learns what others published.
+    pub fn acquire(&mut self, warp: usize, known: &Clocks) {
+        if let Some(checker) = &mut self.checker {
+            checker.acquire(warp, known);
+        }
+    }
+
+    /// All threads of the cluster have met.
+    pub fn cluster_synced(&mut self) {
+        if let Some(checker) = &mut self.checker {
+            checker.cluster_synced();
+        }
+    }
+
+    /// An asynchronous copy to this stretch of shared memory has landed.
+    pub fn landed(&mut self, address: usize, bytes: usize) {
+        if let Some(checker) = &mut self.checker {
+            checker.bulk_landed(address, bytes);
+        }
     }
 
     /// The running thread's warp and lane.
@@ -150,7 +207,7 @@ impl Block {
         self.waits[self.current] = Some(wait);
     }
 
-    fn report_of(&self, fault: Fault, at: Option<Site>, other: Option<Site>, message: String) -> Report {
+    pub fn report_of(&self, fault: Fault, at: Option<Site>, other: Option<Site>, message: String) -> Report {
         Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
     }
 
@@ -167,14 +224,40 @@ impl Block {
         }
         let mut message = String::from("deadlock");
         for (wait, threads) in &groups {
-            let _ =
-                write!(message, "\n  waiting in {} at {}: threads {}", wait.operation, Line(wait.at), ranges(threads));
+            let missing = match wait.operation {
+                Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
+                _ => String::new(),
+            };
+            let at = Line(wait.at);
+            let _ = write!(message, "\n  waiting in {}{missing} at {at}: threads {}", wait.operation, ranges(threads));
         }
         if !finished.is_empty() {
             let _ = write!(message, "\n  finished: threads {}", ranges(&finished));
         }
         let sites: Vec<Site> = groups.iter().map(|(wait, _)| wait.at).collect();
         self.report_of(Fault::Deadlock, sites.first().copied(), sites.get(1).copied(), message)
+    }
+
+    /// What a thread was stopped for.
+    fn verdict(&mut self) -> Option<Report> {
+        match (self.report.clone(), self.suspicion.clone()) {
+            (Some(race), Some(read)) if race.fault == Fault::Race && [race.at, race.other].contains(&read.at) => {
+                Some(race)
+            }
+            (report, suspicion) => suspicion.or(report),
+        }
+    }
+
+    /// Nobody is ready: whether somebody waits, or left something behind.
+    fn stuck(&mut self) -> Option<Report> {
+        let stuck = (0..self.threads as usize).any(|thread| !self.finished(thread));
+        let report = if stuck { Some(self.deadlock()) } else { self.left_over() };
+        self.report.clone_from(&report);
+        report
+    }
+
+    pub fn has_ended(&self) -> bool {
+        (0..self.threads as usize).all(|thread| self.finished(thread))
     }
 
     fn finished(&self, thread: usize) -> bool {
@@ -189,6 +272,8 @@ pub struct Grid<'a> {
     pub size: [u32; 3],
     pub threads: u32,
     pub shared_bytes: usize,
+    /// Blocks of a cluster, along x.
+    pub cluster: u32,
 }
 
 impl Grid<'_> {
@@ -197,9 +282,9 @@ impl Grid<'_> {
         Report { kernel, block, thread: None, fault, at: None, other: None, message }
     }
 
-    /// The number of blocks, if a device would take this launch.
-    fn blocks(&self) -> Result<u64, Report> {
-        let Self { size, threads, shared_bytes, .. } = *self;
+    /// The number of clusters, if a device would take this launch.
+    fn clusters(&self) -> Result<u64, Report> {
+        let Self { size, threads, shared_bytes, cluster, .. } = *self;
         if size.iter().zip([i32::MAX as u32, 65535, 65535]).any(|(n, most)| !(1..=most).contains(n)) {
             let message = format!("a grid of {size:?} blocks, expected 1 to 2^31-1 by 1 to 65535 by 1 to 65535");
             return Err(self.refuse(message));
@@ -211,7 +296,12 @@ impl Grid<'_> {
             let message = format!("{shared_bytes} bytes of shared memory for a block, expected {MAX_SHARED} at most");
             return Err(self.refuse(message));
         }
-        Ok(size.iter().map(|&n| u64::from(n)).product())
+        if !(1..=MAX_CLUSTER).contains(&cluster) || !size[0].is_multiple_of(cluster) {
+            let message =
+                format!("clusters of {cluster} of {} blocks, expected a divisor up to {MAX_CLUSTER}", size[0]);
+            return Err(self.refuse(message));
+        }
+        Ok(size.iter().map(|&n| u64::from(n)).product::<u64>() / u64::from(cluster))
     }
 
     fn index(&self, number: u64) -> [u32; 3] {
@@ -220,34 +310,53 @@ impl Grid<'_> {
     }
 
     fn stacks(&self) -> Result<Vec<FiberStack>, Report> {
-        stack::take(self.threads as usize)
-            .map_err(|error| self.refuse(format!("no memory for the stacks of {} fibers: {error}", self.threads)))
+        let fibers = self.fibers();
+        stack::take(fibers)
+            .map_err(|error| self.refuse(format!("no memory for the stacks of {fibers} fibers: {error}")))
+    }
+
+    /// Of a cluster.
+    fn fibers(&self) -> usize {
+        (self.threads * self.cluster) as usize
+    }
+
+    fn new_cluster(&self) -> Vec<Block> {
+        (0..self.cluster).map(|_| Block::new(self)).collect()
+    }
+
+    /// Makes the blocks ready to run as cluster `number`.
+    fn start(&self, blocks: &mut [Block], number: u64) {
+        let first = number * u64::from(self.cluster);
+        for (rank, block) in blocks.iter_mut().enumerate() {
+            block.start(self.index(first + rank as u64));
+            block.rank = rank;
+        }
     }
 }
 
 /// Runs the body in every thread of every block, blocks in parallel, or says why that came to no end.
 pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
-    let blocks = grid.blocks()?;
-    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
-    let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
+    let clusters = grid.clusters()?;
+    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.fibers());
+    let workers = workers.min(usize::try_from(clusters).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let work = |_| {
         let mut stacks = match grid.stacks() {
             Ok(stacks) => stacks,
             Err(report) => return Some((0, report)),
         };
-        let mut block = Block::new(grid);
+        let mut blocks = grid.new_cluster();
         let mut found = None;
         while found.is_none() {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= blocks {
+            if number >= clusters {
                 break;
             }
-            block.start(grid.index(number));
-            found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
+            grid.start(&mut blocks, number);
+            found = run_cluster(&mut blocks, grid.body, &mut stacks).map(|report| (number, report));
         }
         if found.is_some() {
-            next.store(blocks, Ordering::Relaxed);
+            next.store(clusters, Ordering::Relaxed);
         }
         stack::give_back(stacks);
         found
@@ -256,22 +365,27 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
     first.map_or(Ok(()), |(_, report)| Err(report))
 }
 
-/// As [`run`], one block after the other, watching every access.
+/// As [`run`], one cluster after the other, watching every access.
 pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
-    let blocks = grid.blocks()?;
+    let clusters = grid.clusters()?;
+    if grid.fibers() > MAX_CHECKED {
+        let message = format!("a cluster of {} threads, of which at most {MAX_CHECKED} can be checked", grid.fibers());
+        return Err(grid.refuse(message));
+    }
     let mut stacks = grid.stacks()?;
-    let mut block = Block::new(grid);
-    let shared_start = block.shared_base().addr();
-    block.checker = Some(Box::new(Checker::new(memory, shared_start, grid.shared_bytes)));
-    let found = (0..blocks).find_map(|number| {
-        block.start(grid.index(number));
-        if let Some(checker) = &mut block.checker {
+    let mut blocks = grid.new_cluster();
+    let shared = blocks.iter_mut().map(|block| block.shared_base().addr()).collect();
+    let warps = grid.threads.div_ceil(LANES as u32) as usize;
+    blocks[0].checker = Some(Box::new(Checker::new(memory, shared, grid.shared_bytes, warps)));
+    let found = (0..clusters).find_map(|number| {
+        grid.start(&mut blocks, number);
+        if let Some(checker) = &mut blocks[0].checker {
             checker.start_block(number as u32);
         }
-        run_block(&mut block, grid.body, &mut stacks)
+        run_cluster(&mut blocks, grid.body, &mut stacks)
     });
     stack::give_back(stacks);
-    if let Some(checker) = block.checker.take() {
+    if let Some(checker) = blocks[0].checker.take() {
         checker.give_back(memory);
     }
     found.map_or(Ok(()), Err)
@@ -284,6 +398,21 @@ impl Running {
     fn new(block: *mut Block, checked: bool) -> Self {
         Self(BLOCK.replace(block), CHECKED.replace(checked))
     }
+
+    /// Goes over to another block of the cluster.
+    fn switch(&self, to: *mut Block) {
+        let from = BLOCK.replace(to);
+        if from != to && CHECKED.get() {
+            // SAFETY: `run_cluster` keeps both blocks alive, and nobody else has a reference to either.
+            let checker = unsafe { (*from).checker.take() };
+            with(|block| {
+                block.checker = checker;
+                if let Some(checker) = &mut block.checker {
+                    checker.enter(block.rank);
+                }
+            });
+        }
+    }
 }
 
 impl Drop for Running {
@@ -293,68 +422,88 @@ impl Drop for Running {
     }
 }
 
-/// Runs one block to its end; `stacks` are the same on return.
-fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let mut fibers: Vec<Fiber> = stacks
-        .drain(..)
-        .enumerate()
-        .map(|(thread, stack)| {
-            let run = move |yielder: &Yielder<(), ()>, ()| {
-                with(|block| block.yielders[thread] = yielder);
-                let outcome = catch_unwind(AssertUnwindSafe(body));
-                with(|block| {
-                    let (warp, lane) = (thread / LANES, thread % LANES);
-                    block.warps[warp].finished |= 1 << lane;
-                    // A fiber that is being unwound comes here too, after the report it was stopped for.
-                    if let (Err(payload), None) = (outcome, &block.report) {
-                        let text = payload.downcast_ref::<String>().map(String::as_str);
-                        let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
-                        let report = block.report_of(Fault::Panic, None, None, format!("panicked: {text}"));
-                        block.report = Some(Report { thread: Some(thread as u32), ..report });
-                    }
-                });
-            };
-            // SAFETY: `body` outlives the fibers, all of which are finished before this function returns.
-            unsafe { Fiber::with_stack_unchecked(stack, run) }
-        })
-        .collect();
+/// A thread of the block that runs when it is first resumed.
+fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
+    let run = move |yielder: &Yielder<(), ()>, ()| {
+        with(|block| block.yielders[thread] = yielder);
+        let outcome = catch_unwind(AssertUnwindSafe(body));
+        with(|block| {
+            let (warp, lane) = (thread / LANES, thread % LANES);
+            block.warps[warp].finished |= 1 << lane;
+            // A fiber that is being unwound comes here too, after the report it was stopped for.
+            if let (Err(payload), None) = (outcome, &block.report) {
+                let text = payload.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
+                let report = block.report_of(Fault::Panic, None, None, format!("panicked: {text}"));
+                block.report = Some(Report { thread: Some(thread as u32), ..report });
+            }
+        });
+    };
+    // SAFETY: `body` outlives the fibers, all of which `run_cluster` finishes before it returns.
+    unsafe { Fiber::with_stack_unchecked(stack, run) }
+}
 
-    let checked = block.checker.is_some();
-    let block: *mut Block = block;
-    let running = Running::new(block, checked);
+/// Runs the blocks of one cluster to their end; `stacks` are the same on return.
+fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
+    let threads = blocks[0].threads as usize;
+    let mut fibers: Vec<Fiber> =
+        stacks.drain(..).enumerate().map(|(i, stack)| fiber(i % threads, body, stack)).collect();
+    let checked = blocks[0].checker.is_some();
+    let count = blocks.len();
+    let first: *mut Block = blocks.as_mut_ptr();
+    let cluster: Vec<*mut Block> = (0..count).map(|rank| first.wrapping_add(rank)).collect();
+    let running = Running::new(first, checked);
+    for &block in &cluster {
+        running.switch(block);
+        with(|block| block.cluster.clone_from(&cluster));
+    }
     let mut progress = true;
     'run: while progress {
         progress = false;
-        for warp in 0..fibers.len().div_ceil(LANES) {
-            while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
-                progress = true;
-                let thread = warp * LANES + lane;
-                with(|block| block.current = thread);
-                fibers[thread].resume(());
-                if with(|block| block.report.is_some()) {
-                    break 'run;
+        for (&block, fibers) in cluster.iter().zip(fibers.chunks_mut(threads)) {
+            running.switch(block);
+            for warp in 0..threads.div_ceil(LANES) {
+                while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
+                    progress = true;
+                    let thread = warp * LANES + lane;
+                    with(|block| block.current = thread);
+                    fibers[thread].resume(());
+                    if with(|block| block.report.is_some()) {
+                        break 'run;
+                    }
                 }
             }
         }
-    }
-    let report = with(|block| {
-        let stuck = (0..fibers.len()).any(|thread| !block.finished(thread));
-        if stuck && block.report.is_none() {
-            block.report = Some(block.deadlock());
-        }
-        match (block.report.clone(), block.suspicion.clone()) {
-            (Some(race), Some(read)) if race.fault == Fault::Race && [race.at, race.other].contains(&read.at) => {
-                Some(race)
+        // Copies land as late as they can.
+        if !progress {
+            for &block in &cluster {
+                running.switch(block);
+                progress |= with(hopper::land_one);
             }
-            (report, suspicion) => suspicion.or(report),
         }
+    }
+    let mut found = None;
+    for &block in &cluster {
+        running.switch(block);
+        found = found.or_else(|| with(Block::verdict));
+    }
+    let found = found.or_else(|| {
+        cluster.iter().find_map(|&block| {
+            running.switch(block);
+            with(Block::stuck)
+        })
     });
-    stacks.extend(fibers.into_iter().map(|mut fiber| {
-        fiber.force_unwind();
-        fiber.into_stack()
-    }));
+    let mut rest = fibers.into_iter();
+    for &block in &cluster {
+        running.switch(block);
+        stacks.extend(rest.by_ref().take(threads).map(|mut fiber| {
+            fiber.force_unwind();
+            fiber.into_stack()
+        }));
+    }
+    running.switch(first);
     drop(running);
-    report
+    found
 }
 
 macro_rules! index {

@@ -22,6 +22,14 @@ pub enum Kind {
     Atomic,
     /// A write that happens at some time before its wait.
     AsyncWrite,
+    /// A read of shared memory by TMA or wgmma.
+    AsyncRead,
+}
+
+impl Kind {
+    fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::WarpRead | Self::AsyncRead)
+    }
 }
 
 /// An access about to be made.
@@ -40,13 +48,15 @@ pub struct Finding {
     pub message: String,
 }
 
-type Clocks = [u32; LANES];
+/// For every warp of the cluster how far it is known to have come.
+pub type Clocks = [u32; LANES];
 
 pub struct Checker {
     buffers: Vec<Buffer>,
-    shared_start: usize,
+    /// Where the shared memory of each block of the cluster begins, and what is known of it.
+    shared_starts: Vec<usize>,
     shared_bytes: usize,
-    shared: Shadow,
+    shared: Vec<Shadow>,
     order: Order,
     sites: Sites,
 }
@@ -55,9 +65,16 @@ pub struct Checker {
 struct Order {
     /// What each warp knows of each warp's clock; its own is the tick it is in.
     clocks: [Clocks; LANES],
+    /// The tick that began when the lanes of each warp last met, or one learnt from another.
+    met: Clocks,
+    /// The tick that began when each thread last fenced the asynchronous proxy.
+    proxy_fences: Vec<u32>,
     /// What the warps that arrived at each barrier knew.
-    barriers: [Clocks; 16],
+    barriers: Vec<[Clocks; 16]>,
+    /// The cluster, the block of it that runs, and the warps of a block.
     block: u32,
+    rank: usize,
+    warps: usize,
     fenced: HashSet<u32>,
 }
 
@@ -71,15 +88,41 @@ impl Order {
         if before.block != self.block {
             return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
         }
-        let warp = thread / LANES;
+        let (thread, warp) = (self.thread(thread), self.warp(thread / LANES));
         before.thread() == thread
             || before.is(Access::WARP) && before.warp() == warp
-            || self.clocks[warp][before.warp()] > before.clock
+            || self.known(warp, before.warp()) > before.clock
+    }
+
+    /// How far `warp` knows `of` to have come. A warp's own ticks count once its lanes have met.
+    #[inline(always)]
+    fn known(&self, warp: usize, of: usize) -> u32 {
+        if of == warp { self.met[warp] } else { self.clocks[warp][of] }
+    }
+
+    /// Number in the cluster of a thread of the block that runs.
+    #[inline(always)]
+    fn thread(&self, thread: usize) -> usize {
+        self.rank * self.warps * LANES + thread
+    }
+
+    #[inline(always)]
+    fn warp(&self, warp: usize) -> usize {
+        self.rank * self.warps + warp
+    }
+
+    /// Whether a write is TMA's, or its thread has fenced since.
+    #[inline]
+    fn fenced_proxy(&self, write: Access) -> bool {
+        write.is_none()
+            || write.block != self.block
+            || write.is(Access::BULK)
+            || self.proxy_fences[write.thread()] > write.clock
     }
 
     #[inline]
     fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
-        let warp = thread / LANES;
+        let (thread, warp) = (self.thread(thread), self.warp(thread / LANES));
         Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
     }
 }
@@ -110,22 +153,33 @@ impl Sites {
 }
 
 enum Place {
-    Shared(usize),
+    Shared(usize, usize),
     Buffer(usize, usize),
 }
 
 impl Checker {
-    pub fn new(memory: &mut Memory, shared_start: usize, shared_bytes: usize) -> Self {
+    /// For clusters of blocks of `warps` warps, whose shared memory begins at `shared_starts`.
+    pub fn new(memory: &mut Memory, shared_starts: Vec<usize>, shared_bytes: usize, warps: usize) -> Self {
+        let blocks = shared_starts.len();
         let mut buffers = std::mem::take(&mut memory.buffers);
         for buffer in &mut buffers {
             buffer.shadow.forget_accesses();
         }
         Self {
             buffers,
-            shared_start,
+            shared_starts,
             shared_bytes,
-            shared: Shadow::new(shared_bytes),
-            order: Order { clocks: [[0; LANES]; LANES], barriers: [[0; LANES]; 16], block: 0, fenced: HashSet::new() },
+            shared: (0..blocks).map(|_| Shadow::new(shared_bytes)).collect(),
+            order: Order {
+                clocks: [[0; LANES]; LANES],
+                met: [0; LANES],
+                proxy_fences: vec![0; LANES * LANES],
+                barriers: vec![[[0; LANES]; 16]; blocks],
+                block: 0,
+                rank: 0,
+                warps,
+                fenced: HashSet::new(),
+            },
             sites: Sites { all: Vec::new(), recent: [None; 256] },
         }
     }
@@ -137,25 +191,67 @@ impl Checker {
     pub fn start_block(&mut self, block: u32) {
         self.order.block = block;
         self.order.clocks = [[0; LANES]; LANES];
-        self.order.barriers = [[0; LANES]; 16];
-        self.shared.forget_accesses();
-        self.shared.forget_contents();
+        self.order.met = [0; LANES];
+        self.order.proxy_fences.fill(0);
+        self.order.barriers.fill([[0; LANES]; 16]);
+        for shared in &mut self.shared {
+            shared.forget_accesses();
+            shared.forget_contents();
+        }
+    }
+
+    /// Block `rank` of the cluster is the one that runs.
+    pub fn enter(&mut self, rank: usize) {
+        self.order.rank = rank;
+    }
+
+    /// A thread of `warp` tells others what it knows: what is to be learnt from it.
+    pub fn publish(&mut self, warp: usize) -> Clocks {
+        let warp = self.order.warp(warp);
+        self.order.clocks[warp][warp] += 1;
+        self.order.clocks[warp]
+    }
+
+    pub fn acquire(&mut self, warp: usize, known: &Clocks) {
+        let warp = self.order.warp(warp);
+        learn(&mut self.order.clocks[warp], known);
+        self.order.met[warp] = self.order.met[warp].max(known[warp]);
+    }
+
+    /// `thread` orders its accesses before later ones by TMA and wgmma.
+    pub fn proxy_fenced(&mut self, thread: usize) {
+        let (thread, warp) = (self.order.thread(thread), self.order.warp(thread / LANES));
+        self.order.clocks[warp][warp] += 1;
+        self.order.proxy_fences[thread] = self.order.clocks[warp][warp];
+    }
+
+    /// All threads of the cluster have met.
+    pub fn cluster_synced(&mut self) {
+        let mut all = [0; LANES];
+        for warp in 0..LANES {
+            self.order.clocks[warp][warp] += 1;
+            learn(&mut all, &self.order.clocks[warp]);
+        }
+        self.order.clocks.fill(all);
+        self.order.met = all;
     }
 
     pub fn warp_synced(&mut self, warp: usize) {
-        self.order.clocks[warp][warp] += 1;
+        let known = self.publish(warp);
+        self.acquire(warp, &known);
     }
 
     pub fn arrived(&mut self, warp: usize, barrier: usize) {
-        self.order.clocks[warp][warp] += 1;
-        learn(&mut self.order.barriers[barrier], &self.order.clocks[warp]);
+        let known = self.publish(warp);
+        self.acquire(warp, &known);
+        learn(&mut self.order.barriers[self.order.rank][barrier], &known);
     }
 
     /// Barrier `barrier` lets the warps whose bits are set in `waiting` go.
     pub fn released(&mut self, barrier: usize, waiting: u32) {
-        let known = std::mem::take(&mut self.order.barriers[barrier]);
+        let known = std::mem::take(&mut self.order.barriers[self.order.rank][barrier]);
         for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
-            learn(&mut self.order.clocks[warp], &known);
+            self.acquire(warp, &known);
         }
     }
 
@@ -164,9 +260,11 @@ impl Checker {
     }
 
     fn locate(&self, address: usize) -> Option<Place> {
-        let shared = address.wrapping_sub(self.shared_start);
-        if shared < self.shared_bytes {
-            return Some(Place::Shared(shared));
+        for (rank, start) in self.shared_starts.iter().enumerate() {
+            let shared = address.wrapping_sub(*start);
+            if shared < self.shared_bytes {
+                return Some(Place::Shared(rank, shared));
+            }
         }
         let next = self.buffers.partition_point(|buffer| buffer.start() <= address);
         let buffer = next.checked_sub(1)?;
@@ -182,9 +280,9 @@ impl Checker {
         let address = request.address;
         let place = if let Some(buffer) = self.buffers.iter().find(|buffer| buffer.near(address)) {
             format!("{} {}, which has {} bytes", buffer.name, far(buffer.start(), address), buffer.bytes)
-        } else if address.abs_diff(self.shared_start) < 1 << 20 {
-            let bytes = self.shared_bytes;
-            format!("shared memory {}, of which the launch gave {bytes} bytes", far(self.shared_start, address))
+        } else if address.abs_diff(self.shared_starts[self.order.rank]) < 1 << 20 {
+            let (start, bytes) = (self.shared_starts[self.order.rank], self.shared_bytes);
+            format!("shared memory {}, of which the launch gave {bytes} bytes", far(start, address))
         } else {
             format!("address {address:#x}, in no buffer of this launch")
         };
@@ -194,14 +292,14 @@ impl Checker {
 
     fn name(&self, place: &Place) -> String {
         match place {
-            Place::Shared(offset) => format!("shared memory + {offset}"),
+            Place::Shared(_, offset) => format!("shared memory + {offset}"),
             Place::Buffer(buffer, offset) => format!("{} + {offset}", self.buffers[*buffer].name),
         }
     }
 
     fn shadow(&mut self, place: &Place) -> &mut Shadow {
         match *place {
-            Place::Shared(_) => &mut self.shared,
+            Place::Shared(rank, _) => &mut self.shared[rank],
             Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         }
     }
@@ -211,7 +309,7 @@ impl Checker {
         let Request { kind, address, bytes, align, at } = request;
         let Some(place) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
         let (offset, size) = match place {
-            Place::Shared(offset) => (offset, self.shared_bytes),
+            Place::Shared(_, offset) => (offset, self.shared_bytes),
             Place::Buffer(buffer, offset) => (offset, self.buffers[buffer].bytes),
         };
         if offset + bytes > size {
@@ -225,7 +323,7 @@ impl Checker {
             return simple(self, Fault::Misaligned, &format!("not aligned to {align} bytes"));
         }
         if let Place::Buffer(buffer, _) = place
-            && !matches!(kind, Kind::Read | Kind::WarpRead)
+            && !kind.reads()
             && !self.buffers[buffer].writable
         {
             return simple(self, Fault::ReadOnly, "this buffer is an input");
@@ -236,7 +334,7 @@ impl Checker {
         match kind {
             Kind::Write => self.shadow(&place).set_written(offset, bytes),
             Kind::AsyncWrite => (),
-            Kind::Read | Kind::WarpRead | Kind::Atomic => {
+            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic => {
                 if self.shadow(&place).first_unwritten(offset, bytes).is_some() {
                     return simple(self, Fault::Uninitialised, "read of what was never written");
                 }
@@ -250,33 +348,37 @@ impl Checker {
         let kind = request.kind;
         let flags = match kind {
             Kind::Read | Kind::Write => 0,
-            Kind::WarpRead => Access::WARP,
+            Kind::WarpRead | Kind::AsyncRead => Access::WARP,
             Kind::Atomic => Access::ATOMIC,
             Kind::AsyncWrite => Access::PENDING,
         };
         let order = &self.order;
         let access = order.access(thread, flags, self.sites.number(request.at));
         let shadow = match *place {
-            Place::Shared(_) => &mut self.shared,
+            Place::Shared(rank, _) => &mut self.shared[rank],
             Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         };
         for i in offset / CELL..(offset + request.bytes) / CELL {
             let cell = shadow.cell(i);
             if cell.write.is(Access::PENDING) {
                 let with = cell.write;
-                return Err(self.clash(request, place, i * CELL, with, "starts copying to"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "starts copying to"));
             }
             let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.holds(cell.write, thread) {
                 let with = cell.write;
-                return Err(self.clash(request, place, i * CELL, with, "wrote"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
             }
             let past = cell.reads.map(|read| order.holds(read, thread));
-            if matches!(kind, Kind::Read | Kind::WarpRead) {
+            if kind.reads() {
+                if kind == Kind::AsyncRead && !order.fenced_proxy(cell.write) {
+                    let with = cell.write;
+                    return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
+                }
                 cell.read(access, past);
             } else if let Some(read) = past.iter().position(|past| !past) {
                 let with = cell.reads[read];
-                return Err(self.clash(request, place, i * CELL, with, "read"));
+                return Err(self.clash(thread, request, place, i * CELL, with, "read"));
             } else {
                 cell.wrote(access);
             }
@@ -285,9 +387,11 @@ impl Checker {
     }
 
     #[cold]
-    fn clash(&self, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
+    fn clash(&self, thread: usize, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
         let (fault, why) = if with.is(Access::PENDING) {
             (Fault::AsyncCopy, "and has not waited for")
+        } else if request.kind == Kind::AsyncRead && self.order.holds(with, thread) {
+            (Fault::Race, "with no fence_async_proxy after it")
         } else if with.block == self.order.block {
             (Fault::Race, "with no barrier in between")
         } else {
@@ -295,13 +399,15 @@ impl Checker {
         };
         let other = self.sites.all[usize::from(with.site)];
         let word = match place {
-            Place::Shared(_) => Place::Shared(offset),
+            Place::Shared(rank, _) => Place::Shared(*rank, offset),
             Place::Buffer(buffer, _) => Place::Buffer(*buffer, offset),
         };
-        let who = if with.block == self.order.block {
-            format!("thread {}", with.thread())
+        let rank = with.warp() / self.order.warps;
+        let other_thread = with.thread() - rank * self.order.warps * LANES;
+        let who = if with.block == self.order.block && rank == self.order.rank {
+            format!("thread {other_thread}")
         } else {
-            format!("thread {} of block number {}", with.thread(), with.block)
+            format!("thread {other_thread} of block number {}", with.block as usize * self.shared.len() + rank)
         };
         let message = format!(
             "{}: {} at {}, at {}; {who} {did} it at {} {why}",
@@ -317,7 +423,7 @@ impl Checker {
     /// The 16 bytes of `thread`'s asynchronous copy to `address` have landed.
     pub fn landed(&mut self, thread: usize, address: usize) {
         let Some(place) = self.locate(address) else { return };
-        let (Place::Shared(offset) | Place::Buffer(_, offset)) = place;
+        let (Place::Shared(_, offset) | Place::Buffer(_, offset)) = place;
         let access = self.order.access(thread, 0, 0);
         let shadow = self.shadow(&place);
         for i in offset / CELL..(offset + 16) / CELL {
@@ -328,9 +434,19 @@ impl Checker {
         }
         shadow.set_written(offset, 16);
     }
+
+    /// A copy by TMA to these bytes of shared memory has landed, as of the time when it was issued.
+    pub fn bulk_landed(&mut self, address: usize, bytes: usize) {
+        let Some(Place::Shared(rank, offset)) = self.locate(address) else { return };
+        let shadow = &mut self.shared[rank];
+        for i in offset / CELL..(offset + bytes) / CELL {
+            shadow.cell(i).write.land();
+        }
+        shadow.set_written(offset, bytes);
+    }
 }
 
-fn learn(mine: &mut Clocks, other: &Clocks) {
+pub fn learn(mine: &mut Clocks, other: &Clocks) {
     for (mine, other) in mine.iter_mut().zip(other) {
         *mine = (*mine).max(*other);
     }
@@ -340,6 +456,7 @@ fn describe(request: Request) -> String {
     let what = match request.kind {
         Kind::Read => "read",
         Kind::WarpRead => "ldmatrix",
+        Kind::AsyncRead => "read by TMA or wgmma",
         Kind::Write => "write",
         Kind::Atomic => "atomic update",
         Kind::AsyncWrite => "asynchronous copy",

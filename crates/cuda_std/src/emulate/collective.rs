@@ -22,10 +22,14 @@ pub enum Operation {
     Ballot,
     SyncWarp,
     LdMatrix,
+    StMatrix,
     Mma,
     SyncThreads,
     SyncNamed { id: u32, threads: u32 },
     ArriveNamed { id: u32, threads: u32 },
+    MBarrier { offset: u32, parity: u32 },
+    WgmmaWait,
+    ClusterSync,
 }
 
 impl fmt::Display for Operation {
@@ -35,10 +39,16 @@ impl fmt::Display for Operation {
             Self::Ballot => f.write_str("a warp vote"),
             Self::SyncWarp => f.write_str("warp::sync"),
             Self::LdMatrix => f.write_str("a fragment load (ldmatrix)"),
+            Self::StMatrix => f.write_str("a fragment store (stmatrix)"),
             Self::Mma => f.write_str("mma"),
             Self::SyncThreads => f.write_str("sync_threads"),
             Self::SyncNamed { id, threads } => write!(f, "sync_named({id}, {threads})"),
             Self::ArriveNamed { id, threads } => write!(f, "arrive_named({id}, {threads})"),
+            Self::MBarrier { offset, parity } => {
+                write!(f, "wait({parity}) of the memory barrier at shared memory + {offset}")
+            }
+            Self::WgmmaWait => f.write_str("wgmma::wait"),
+            Self::ClusterSync => f.write_str("cluster::sync"),
         }
     }
 }
@@ -87,6 +97,11 @@ impl Warp {
         let lane = self.ready.trailing_zeros();
         self.ready &= self.ready.wrapping_sub(1);
         (lane < LANES as u32).then_some(lane as usize)
+    }
+
+    #[inline]
+    pub fn wake(&mut self, lane: usize) {
+        self.ready |= 1 << lane;
     }
 
     /// Notes that `lane` came; whether it was the last one.

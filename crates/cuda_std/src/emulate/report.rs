@@ -30,8 +30,10 @@ pub enum Fault {
     Uninitialised,
     /// Two threads' accesses to one place, one of them a write, and nothing that orders them.
     Race,
-    /// An access to the target of an asynchronous copy before its wait.
+    /// An access to the target of an asynchronous copy before its wait, or a copy that nobody waits for.
     AsyncCopy,
+    /// Accumulators of a warpgroup product touched before its wait.
+    Accumulators,
 }
 
 /// Why a kernel was stopped: kernel, block, threads and source lines.

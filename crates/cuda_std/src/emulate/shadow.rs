@@ -22,6 +22,9 @@ impl Access {
     /// By an instruction of the whole warp, which is over for all of its lanes at once.
     pub const WARP: u16 = 1 << 13;
 
+    /// By TMA.
+    pub const BULK: u16 = 1 << 12;
+
     pub fn new(block: u32, clock: u32, thread: usize, flags: u16, site: u16) -> Self {
         Self { block, clock, thread: thread as u16 | flags, site }
     }
@@ -34,8 +37,13 @@ impl Access {
         self.thread & flag != 0 && !self.is_none()
     }
 
+    /// The asynchronous copy is over.
+    pub fn land(&mut self) {
+        self.thread = self.thread & !Self::PENDING | Self::BULK;
+    }
+
     pub fn thread(self) -> usize {
-        usize::from(self.thread & (Self::WARP - 1))
+        usize::from(self.thread & (Self::BULK - 1))
     }
 
     pub fn warp(self) -> usize {

@@ -64,7 +64,7 @@ pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
 
 /// (row, column) in A of a lane's element `i`.
 #[inline(always)]
-fn a_place(lane: usize, i: usize) -> (usize, usize) {
+pub fn a_place(lane: usize, i: usize) -> (usize, usize) {
     (lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8)
 }
 

@@ -12,6 +12,7 @@ impl MBarrier {
     /// Makes the barrier ready: a phase completes after `arrivals`. One thread does it, then
     /// [`fence_init`](Self::fence_init), then a barrier of the block (or cluster).
     #[inline(always)]
+    #[track_caller]
     pub fn init(self, arrivals: u32) {
         // SAFETY: `Layout` gave this barrier 8 aligned bytes of shared memory of its own.
         unsafe { backend::hopper::mbarrier_init(self.0, arrivals) }

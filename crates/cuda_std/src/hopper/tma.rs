@@ -10,11 +10,40 @@ use crate::global::Global;
 /// `cuTensorMapEncodeTiled` and kept in global memory: 128 opaque bytes, 64-byte aligned.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "nvptx64"), derive(bytemuck::Zeroable, bytemuck::Pod))]
 pub struct TensorMap(pub [u64; 16]);
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl TensorMap {
+    /// A map for emulated kernels: `rows` x `columns` of bf16 at `base`, rows `row_bytes` apart, boxes of `box_rows` x
+    /// `box_columns`, 128-byte swizzle. What TMA cannot do is refused as the driver refuses it.
+    ///
+    /// # Panics
+    /// If the base or `row_bytes` is no multiple of 16 bytes, rows overlap, or the box has more than 256 rows or other
+    /// than 64 columns.
+    pub fn emulated(
+        base: Global<bf16>,
+        rows: usize,
+        columns: usize,
+        row_bytes: usize,
+        box_rows: u32,
+        box_columns: u32,
+    ) -> Self {
+        Self(backend::hopper::tensor_map(
+            base.0.cast(),
+            rows as u64,
+            columns as u64,
+            row_bytes as u64,
+            box_rows,
+            box_columns,
+        ))
+    }
+}
 
 impl Global<TensorMap> {
     /// Fetches the descriptor ahead of its first use (`prefetch.tensormap`).
     #[inline(always)]
+    #[track_caller]
     pub fn prefetch(self) {
         // SAFETY: the launch contract: a tensor map lies there.
         unsafe { backend::hopper::tma_prefetch(self.0.cast()) }
@@ -71,12 +100,14 @@ pub fn commit_stores() {
 /// Waits until all of this thread's stores have read their tiles, which may then be overwritten
 /// (`cp.async.bulk.wait_group.read 0`).
 #[inline(always)]
+#[track_caller]
 pub fn wait_stores_read() {
     backend::hopper::tma_wait_read();
 }
 
 /// Waits until all of this thread's stores are complete (`cp.async.bulk.wait_group 0`).
 #[inline(always)]
+#[track_caller]
 pub fn wait_stores() {
     backend::hopper::tma_wait();
 }

@@ -102,6 +102,7 @@ pub fn commit() {
 
 /// Waits until at most `PENDING` of the newest groups are under way (`wgmma.wait_group.sync.aligned PENDING`).
 #[inline(always)]
+#[track_caller]
 pub fn wait<const PENDING: u32>() {
     backend::hopper::wgmma_wait::<PENDING>();
 }
@@ -124,6 +125,7 @@ pub trait Accumulators: Copy {
     fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool);
 
     /// Keeps the compiler from moving reads of the accumulators before the wait that precedes this call.
+    #[track_caller]
     fn settle(&mut self);
 }
 
@@ -151,6 +153,7 @@ macro_rules! accumulators {
             }
 
             #[inline(always)]
+            #[track_caller]
             fn settle(&mut self) {
                 backend::hopper::$settle(self);
             }

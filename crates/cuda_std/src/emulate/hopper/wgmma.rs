@@ -1,0 +1,441 @@
+//! `wgmma.mma_async`: the threads of a warpgroup issue the same products; a group of them is computed once all 128 have
+//! closed it and one waits for it. Ownership of accumulators is that of [`crate::hopper::wgmma`].
+//!
+//! From its first product to the `settle` that follows the wait, an accumulator lives here, and what the thread has in
+//! its place is a NaN that arithmetic does not make: whether a thread wrote there meanwhile can be told.
+
+use super::super::LANES;
+use super::super::access::check;
+use super::super::block::{Block, fail, suspend, with};
+use super::super::checker::{Clocks, Kind, learn};
+use super::super::collective::{Operation, Wait};
+use super::super::report::{Fault, Line, Site};
+use super::super::tensor::a_place;
+use super::swizzle;
+use std::collections::VecDeque;
+use std::panic::Location;
+
+const THREADS: usize = 128;
+/// Rows of A and D.
+const M: usize = 64;
+const K: usize = 16;
+/// What a thread has in place of accumulators that live here.
+const UNDER_WAY: u32 = 0x7fed_cba9;
+
+pub struct Warpgroup {
+    /// Number of the oldest group that is not computed.
+    first: usize,
+    /// From that one on.
+    groups: VecDeque<Group>,
+    accumulators: VecDeque<Accumulators>,
+    /// Number of the first of these.
+    first_accumulators: usize,
+    threads: Vec<Thread>,
+    waiting: Vec<usize>,
+    /// What was known when groups were computed.
+    known: Clocks,
+}
+
+#[derive(Clone, Default)]
+struct Thread {
+    /// Groups closed.
+    groups: usize,
+    /// Products in the open group.
+    products: usize,
+    /// Groups waited for.
+    done: usize,
+    /// Sets of accumulators that live here: address and number.
+    under_way: Vec<(usize, usize)>,
+    /// Number of the next set.
+    next: usize,
+}
+
+#[derive(Default)]
+struct Group {
+    products: Vec<Product>,
+    closed: usize,
+    known: Clocks,
+}
+
+struct Product {
+    kind: Kinds,
+    /// Left operands in registers.
+    left: Vec<[u32; 4]>,
+    accumulators: usize,
+    at: Site,
+}
+
+/// What all threads must agree on.
+#[derive(Clone, Copy, PartialEq)]
+struct Kinds {
+    n: usize,
+    /// None: in registers.
+    a: Option<u64>,
+    b: u64,
+    by_rows: bool,
+    accumulate: bool,
+}
+
+struct Accumulators {
+    n: usize,
+    /// M x n.
+    values: Vec<f32>,
+    /// Newest group with a product that adds to these.
+    group: usize,
+    settled: usize,
+    at: Site,
+}
+
+impl Default for Warpgroup {
+    fn default() -> Self {
+        Self {
+            first: 0,
+            groups: VecDeque::new(),
+            accumulators: VecDeque::new(),
+            first_accumulators: 0,
+            threads: vec![Thread::default(); THREADS],
+            waiting: Vec::new(),
+            known: Clocks::default(),
+        }
+    }
+}
+
+impl Block {
+    /// The running thread's warpgroup, and its number there.
+    fn warpgroup(&mut self) -> (&mut Warpgroup, usize) {
+        let (group, thread) = (self.current / THREADS, self.current % THREADS);
+        (self.hopper.warpgroups.entry(group).or_default(), thread)
+    }
+}
+
+/// Row and column of a thread's accumulator `i`.
+#[inline(always)]
+fn place(thread: usize, i: usize) -> (usize, usize) {
+    let lane = thread % LANES;
+    (thread / LANES * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2)
+}
+
+/// Descriptor of an operand in 128-byte swizzle, as on the device.
+pub fn operand<T>(pointer: *const T) -> u64 {
+    let start = with(Block::shared_base).addr();
+    let address = (pointer.addr().wrapping_sub(start) & 0x3_ffff) as u64;
+    (address >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
+}
+
+/// An operand in shared memory: 32 bytes in each row where k runs along memory, else 16 whole rows.
+#[derive(Clone, Copy)]
+struct Tile {
+    start: usize,
+    stride: usize,
+}
+
+impl Tile {
+    fn of(descriptor: u64) -> Self {
+        Self { start: (descriptor as usize & 0x3fff) << 4, stride: (descriptor as usize >> 32 & 0x3fff) << 4 }
+    }
+
+    /// Where element `i` of `row` lies.
+    #[inline(always)]
+    fn place(self, row: usize, i: usize) -> usize {
+        swizzle(self.start + row / 8 * self.stride + row % 8 * 128 + 2 * i)
+    }
+
+    fn rows(self, shared: &[u8], rows: usize, length: usize) -> Vec<f32> {
+        let mut values = Vec::with_capacity(rows * length);
+        for row in 0..rows {
+            for piece in (0..length).step_by(8) {
+                let bytes = &shared[self.place(row, piece)..][..16];
+                let value = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
+                values.extend(bytes.chunks_exact(2).map(value));
+            }
+        }
+        values
+    }
+
+    fn check(self, rows: usize, length: usize, base: usize, at: Site) {
+        for row in 0..rows {
+            for piece in (0..length).step_by(8) {
+                check(Kind::AsyncRead, base + self.place(row, piece), 16, 16, at);
+            }
+        }
+    }
+}
+
+impl Kinds {
+    /// Rows and their lengths of the right operand in shared memory.
+    fn b_shape(self) -> (usize, usize) {
+        if self.by_rows { (K, self.n) } else { (self.n, K) }
+    }
+}
+
+fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
+    let fits = |descriptor: u64, rows: usize, shared: usize| {
+        let tile = Tile::of(descriptor);
+        (tile.start & !1023) + (rows - 1) / 8 * tile.stride + 1024 <= shared
+    };
+    let (threads, shared) = with(|block| (block.threads as usize, block.shared().len()));
+    if threads < (with(|block| block.current) / THREADS + 1) * THREADS {
+        let message = format!("a warpgroup product in a warpgroup of fewer than {THREADS} threads, at {}", Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
+    if kind.by_rows && kind.n > 64 {
+        let message = format!("a right operand by rows has 64 columns, the product {}, at {}", kind.n, Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
+    if kind.a.is_some_and(|a| !fits(a, M, shared)) || !fits(kind.b, kind.b_shape().0, shared) {
+        fail(Fault::OutOfBounds, at, None, format!("out of bounds: operand outside shared memory, at {}", Line(at)));
+    }
+    let address = d.as_ptr().addr();
+    let issued = with(|block| {
+        let (warpgroup, index) = block.warpgroup();
+        let thread = &mut warpgroup.threads[index];
+        let known = thread.under_way.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
+        let number = known.unwrap_or_else(|| {
+            thread.under_way.push((address, thread.next));
+            thread.next += 1;
+            thread.next - 1
+        });
+        let (group, product) = (thread.groups - warpgroup.first, thread.products);
+        thread.products += 1;
+        let i = number - warpgroup.first_accumulators;
+        if warpgroup.accumulators.len() == i {
+            let values = vec![0.0; M * kind.n];
+            warpgroup.accumulators.push_back(Accumulators { n: kind.n, values, group: 0, settled: 0, at });
+        }
+        let accumulators = &mut warpgroup.accumulators[i];
+        if accumulators.n != kind.n {
+            return Err((accumulators.at, Wrong::Differs));
+        }
+        if known.is_some() != is_under_way(d) {
+            return Err((accumulators.at, Wrong::Touched));
+        }
+        if known.is_none() {
+            for (i, d) in d.iter_mut().enumerate() {
+                let (row, column) = place(index, i);
+                accumulators.values[row * kind.n + column] = *d;
+                *d = f32::from_bits(UNDER_WAY);
+            }
+        }
+        accumulators.group = warpgroup.first + group;
+        if warpgroup.groups.len() == group {
+            warpgroup.groups.push_back(Group::default());
+        }
+        let products = &mut warpgroup.groups[group].products;
+        if products.len() == product {
+            let left = vec![[0; 4]; if kind.a.is_none() { THREADS } else { 0 }];
+            products.push(Product { kind, left, accumulators: number, at });
+        }
+        let product = &mut products[product];
+        if product.kind != kind || product.accumulators != number || product.at != at {
+            return Err((product.at, Wrong::Differs));
+        }
+        if kind.a.is_none() {
+            product.left[index] = left;
+        }
+        Ok(())
+    });
+    match issued {
+        Ok(()) => (),
+        Err((other, Wrong::Differs)) => {
+            let message = format!(
+                "its product at {} is not the one that its warpgroup's other threads issued at {}, with the same operands",
+                Line(at),
+                Line(other)
+            );
+            fail(Fault::Divergence, at, Some(other), message);
+        }
+        Err((other, Wrong::Touched)) => touched(at, other),
+    }
+}
+
+enum Wrong {
+    Differs,
+    Touched,
+}
+
+/// Whether these accumulators live in the warpgroup.
+fn is_under_way(d: &[f32]) -> bool {
+    d.iter().all(|d| d.to_bits() == UNDER_WAY)
+}
+
+fn touched(at: Site, other: Site) -> ! {
+    let message =
+        format!("accumulators touched between the product at {} and its wait, as found at {}", Line(other), Line(at));
+    fail(Fault::Accumulators, at, Some(other), message)
+}
+
+pub fn wgmma_commit() {
+    with(|block| {
+        let known = block.publish();
+        let (warpgroup, index) = block.warpgroup();
+        let thread = &mut warpgroup.threads[index];
+        let group = thread.groups - warpgroup.first;
+        (thread.groups, thread.products) = (thread.groups + 1, 0);
+        if warpgroup.groups.len() == group {
+            warpgroup.groups.push_back(Group::default());
+        }
+        let group = &mut warpgroup.groups[group];
+        group.closed += 1;
+        learn(&mut group.known, &known);
+        if group.closed == THREADS {
+            for thread in std::mem::take(&mut warpgroup.waiting) {
+                block.wake(thread);
+            }
+        }
+    });
+}
+
+#[track_caller]
+pub fn wgmma_wait<const PENDING: u32>() {
+    let wait = Wait { operation: Operation::WgmmaWait, at: Location::caller() };
+    let target = with(|block| {
+        let (warpgroup, index) = block.warpgroup();
+        warpgroup.threads[index].groups.saturating_sub(PENDING as usize)
+    });
+    loop {
+        let group = with(|block| {
+            let current = block.current;
+            let (warpgroup, _) = block.warpgroup();
+            if warpgroup.first >= target {
+                return None;
+            }
+            if warpgroup.groups[0].closed == THREADS {
+                warpgroup.first += 1;
+                return Some(warpgroup.groups.pop_front());
+            }
+            warpgroup.waiting.push(current);
+            block.wait(wait);
+            Some(None)
+        });
+        match group {
+            None => break,
+            Some(None) => suspend(),
+            Some(Some(group)) => compute(&group),
+        }
+    }
+    with(|block| {
+        let warp = block.place().0;
+        let (warpgroup, index) = block.warpgroup();
+        warpgroup.threads[index].done = target;
+        let known = warpgroup.known;
+        block.acquire(warp, &known);
+    });
+}
+
+fn compute(group: &Group) {
+    let base = with(Block::shared_base).addr();
+    for product in &group.products {
+        let (rows, length) = product.kind.b_shape();
+        if super::super::block::is_checked() {
+            Tile::of(product.kind.b).check(rows, length, base, product.at);
+            if let Some(a) = product.kind.a {
+                Tile::of(a).check(M, K, base, product.at);
+            }
+        }
+        with(|block| {
+            let a = left_of(product, block.shared());
+            let b = Tile::of(product.kind.b).rows(block.shared(), rows, length);
+            let (warpgroup, _) = block.warpgroup();
+            let i = product.accumulators - warpgroup.first_accumulators;
+            multiply(&mut warpgroup.accumulators[i].values, &a, &b, product.kind);
+        });
+    }
+    with(|block| {
+        let known = block.publish();
+        let (warpgroup, _) = block.warpgroup();
+        learn(&mut warpgroup.known, &group.known);
+        learn(&mut warpgroup.known, &known);
+    });
+}
+
+/// A, M x K.
+fn left_of(product: &Product, shared: &[u8]) -> Vec<f32> {
+    if let Some(a) = product.kind.a {
+        return Tile::of(a).rows(shared, M, K);
+    }
+    let mut a = vec![0.0; M * K];
+    for (thread, words) in product.left.iter().enumerate() {
+        for i in 0..8 {
+            let (row, k) = a_place(thread % LANES, i);
+            let half = words[i / 2] >> (i % 2 * 16) << 16;
+            a[(thread / LANES * 16 + row) * K + k] = f32::from_bits(half);
+        }
+    }
+    a
+}
+
+fn multiply(d: &mut [f32], a: &[f32], b: &[f32], kind: Kinds) {
+    let n = kind.n;
+    let mut transposed = Vec::new();
+    let b = if kind.by_rows {
+        b
+    } else {
+        transposed.extend((0..K).flat_map(|k| (0..n).map(move |n| b[n * K + k])));
+        &transposed
+    };
+    for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(K)) {
+        if !kind.accumulate {
+            d.fill(0.0);
+        }
+        for (a, b) in a.iter().zip(b.chunks_exact(n)) {
+            for (d, b) in d.iter_mut().zip(b) {
+                *d += a * b;
+            }
+        }
+    }
+}
+
+fn settle(d: &mut [f32], at: Site) {
+    let address = d.as_ptr().addr();
+    let other = with(|block| {
+        let (warpgroup, index) = block.warpgroup();
+        let thread = &mut warpgroup.threads[index];
+        let i = thread.under_way.iter().position(|(known, _)| *known == address)?;
+        let (_, number) = thread.under_way[i];
+        let accumulators = &mut warpgroup.accumulators[number - warpgroup.first_accumulators];
+        if accumulators.group >= thread.done || !is_under_way(d) {
+            return Some(accumulators.at);
+        }
+        thread.under_way.swap_remove(i);
+        for (i, d) in d.iter_mut().enumerate() {
+            let (row, column) = place(index, i);
+            *d = accumulators.values[row * accumulators.n + column];
+        }
+        accumulators.settled += 1;
+        while warpgroup.accumulators.front().is_some_and(|first| first.settled == THREADS) {
+            warpgroup.accumulators.pop_front();
+            warpgroup.first_accumulators += 1;
+        }
+        None
+    });
+    if let Some(other) = other {
+        touched(at, other);
+    }
+}
+
+macro_rules! wgmma {
+    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
+        #[track_caller]
+        pub fn $product(d: &mut [f32; $floats], a: u64, b: u64, accumulate: bool) {
+            let kind = Kinds { n: 2 * $floats, a: Some(a), b, by_rows: false, accumulate };
+            issue(d, [0; 4], kind, Location::caller());
+        }
+
+        #[track_caller]
+        pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
+            let kind = Kinds { n: 2 * $floats, a: None, b, by_rows: TRANSPOSE_B == 1, accumulate };
+            issue(d, a, kind, Location::caller());
+        }
+
+        #[track_caller]
+        pub fn $settle(d: &mut [f32; $floats]) {
+            settle(d, Location::caller());
+        }
+    )*};
+}
+
+wgmma! {
+    32 wgmma_n64 wgmma_with_n64 settle_n64
+    64 wgmma_n128 wgmma_with_n128 settle_n128
+    128 wgmma_n256 wgmma_with_n256 settle_n256
+}
