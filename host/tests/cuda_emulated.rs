@@ -7,8 +7,8 @@ use host::plan::{Group, Plan};
 use host::selftest::edge;
 use host::tensor::DType;
 
-fn agrees(precision: Precision) {
-    let (mut engine, mut reference) = (emulated(precision), Cpu::new());
+fn agrees(precision: Precision, hopper: bool) {
+    let (mut engine, mut reference) = (emulated(precision, hopper), Cpu::new());
     let mut failures = Vec::new();
     for case in edge() {
         let name = format!("{} {}", case.operation, case.shape);
@@ -24,17 +24,22 @@ fn agrees(precision: Precision) {
 
 #[test]
 fn every_operation_agrees_in_bf16() {
-    agrees(Precision::Bf16);
+    agrees(Precision::Bf16, false);
+}
+
+#[test]
+fn every_operation_agrees_with_the_kernels_for_sm_90a() {
+    agrees(Precision::Bf16, true);
 }
 
 #[test]
 fn every_operation_agrees_in_f32() {
-    agrees(Precision::Fp32);
+    agrees(Precision::Fp32, false);
 }
 
 /// An engine with one tensor of `len` elements.
 fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, host::tensor::Tensor) {
-    let mut engine = emulated(precision);
+    let mut engine = emulated(precision, false);
     let mut plan = Plan::new();
     let tensor = plan.add(Group::Activations, "x", &[len], dtype);
     engine.allocate(&plan).unwrap();
@@ -89,6 +94,6 @@ fn tensors_that_do_not_fit_an_operation_are_refused() {
 fn a_plan_beyond_memory_says_by_how_much() {
     let mut plan = Plan::new();
     plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
-    let text = emulated(Precision::Fp32).allocate(&plan).unwrap_err().to_string();
+    let text = emulated(Precision::Fp32, false).allocate(&plan).unwrap_err().to_string();
     assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
 }

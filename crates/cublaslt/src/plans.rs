@@ -167,12 +167,12 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     Ok((product, layouts))
 }
 
-/// The workspace at hand, the alignment at hand, and no split-K: partial sums that meet in an order of their own would
-/// make results differ between plans.
+/// The workspace at hand, the alignment at hand, and K split only where partial sums stay f32 and are added in a fixed order:
+/// a weight gradient has few tiles and a long K, and would leave most of the GPU idle otherwise.
 fn prefer(lt: &Functions, operands: &Operands) -> Result<Owned> {
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
-    preference.set(sys::PREF_REDUCTION_SCHEME_MASK, sys::REDUCTION_SCHEME_NONE)?;
+    preference.set(sys::PREF_REDUCTION_SCHEME_MASK, sys::REDUCTION_SCHEME_COMPUTE_TYPE)?;
     let [a, b, d, ..] = operands.alignments();
     for (attribute, bytes) in [
         (sys::PREF_MIN_ALIGNMENT_A_BYTES, a),

@@ -50,7 +50,7 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
     bf16_64 = <bf16, 64, 128, 64>(blocks_per_sm = 2),
     bf16_80 = <bf16, 80, 64, 32>(blocks_per_sm = 3),
     bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 3),
-    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 3),
+    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
     f32_64 = <f32, 64, 64, 32>(blocks_per_sm = 2),
     f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
     f32_96 = <f32, 96, 64, 32>(blocks_per_sm = 2),

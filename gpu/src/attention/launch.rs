@@ -74,6 +74,15 @@ pub fn forward<T: TensorCore>(
     }
 }
 
+/// d (B,NH,T) = rowsum(dout ∘ out), of (B,T,NH,HS).
+pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> Prepared {
+    Prepared {
+        launch: attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32),
+        grid: shape.grid(DOT_ROWS),
+        shared_bytes: 0,
+    }
+}
+
 /// dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv (B,T,3,NH,HS) and lse (B,NH,T); `d` (B,NH,T) is scratch.
 /// Three kernels, to run in this order. `None` if the head size is not one of [`HEAD_SIZES`].
 pub fn backward<T: TensorCore>(
@@ -86,11 +95,7 @@ pub fn backward<T: TensorCore>(
     shape: Shape,
 ) -> Option<[Prepared; 3]> {
     let (t, nh) = (shape.t as u32, shape.nh as u32);
-    let dot = Prepared {
-        launch: attention_backward_dot::<T>(d, dout, out, t, nh, shape.hs as u32),
-        grid: shape.grid(DOT_ROWS),
-        shared_bytes: 0,
-    };
+    let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
     let keys = instance! {
         attention_backward_keys(dqkv, dout, qkv, lse, d, t, nh), keys_shared_bytes, shape;

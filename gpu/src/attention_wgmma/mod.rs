@@ -12,6 +12,8 @@
 mod backward_keys;
 mod backward_queries;
 mod forward;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod launch;
 
 pub use backward_keys::*;
 pub use backward_queries::*;

@@ -5,6 +5,7 @@
 
 use core::arch::{asm, nvptx};
 
+#[cfg(cuda_arch = "sm_90a")]
 pub mod hopper;
 
 unsafe extern "C" {

@@ -1,13 +1,16 @@
 //! The executor that is a GPU.
 
 use super::executor::Executor;
+use super::tensor_maps::{Key, TensorMaps};
 use super::{Options, Precision, modules, peak};
 use crate::engine::{HostBuffer, Peak, Result, Ticket};
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Handle, Matmuls, Operands, Problem};
 use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream};
+use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
+use cuda_std::{Global, bf16};
 use std::collections::{HashMap, VecDeque};
 
 /// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
@@ -23,6 +26,8 @@ pub struct Device {
     matmuls: Matmuls,
     functions: HashMap<&'static str, Function>,
     module: Module,
+    /// Where the module has kernels that use TMA.
+    tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
     /// `sm_90a cubin`
     code: String,
@@ -42,6 +47,7 @@ impl Device {
         let gpu = Gpu::open(options.gpu)?;
         let choice = modules::select(modules::embedded()?, gpu.info())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
+        let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
         Ok(Self {
             stream: Stream::new(&gpu)?,
@@ -52,6 +58,7 @@ impl Device {
             matmuls,
             functions: HashMap::new(),
             module,
+            tensor_maps,
             memory: None,
             code: choice.to_string(),
             tf32: options.tf32 && options.precision == Precision::Fp32,
@@ -94,12 +101,30 @@ impl Executor for Device {
         float == DType::Bf16 && self.gpu.info().compute_capability >= (9, 0)
     }
 
+    fn tensor_map(
+        &mut self,
+        tensor: Global<bf16>,
+        rows: usize,
+        columns: usize,
+        tile: (u32, u32),
+    ) -> Result<Option<Global<TensorMap>>> {
+        match &mut self.tensor_maps {
+            Some(maps) => {
+                Ok(Some(maps.of(&self.stream, Key { tensor: address(tensor.pointer()), rows, columns, tile })?))
+            }
+            None => Ok(None),
+        }
+    }
+
     fn tf32(&self) -> bool {
         self.tf32
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
         self.stream.synchronize()?;
+        if let Some(maps) = &mut self.tensor_maps {
+            maps.clear();
+        }
         self.memory = None;
         let memory = DeviceMemory::new(&self.gpu, bytes)?;
         // SAFETY: the allocation has that many bytes.

@@ -6,7 +6,9 @@ use crate::engine::{HostBuffer, Peak, Result, Ticket};
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Operands, Problem};
+use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
+use cuda_std::{Global, bf16};
 use std::collections::HashMap;
 
 /// A unit of memory as aligned as a device allocation.
@@ -22,6 +24,16 @@ pub struct Emulated {
     memory: Vec<Page>,
     reads: HashMap<u64, Vec<f32>>,
     next_ticket: u64,
+    /// Runs the kernels for sm_90a where there are some.
+    hopper: bool,
+    tensor_maps: Vec<Box<TensorMap>>,
+}
+
+impl Emulated {
+    /// With `hopper`, the kernels for sm_90a run where there are some.
+    pub fn new(hopper: bool) -> Self {
+        Self { hopper, ..Self::default() }
+    }
 }
 
 impl Executor for Emulated {
@@ -52,11 +64,29 @@ impl Executor for Emulated {
         float == DType::Bf16
     }
 
+    fn tensor_map(
+        &mut self,
+        tensor: Global<bf16>,
+        rows: usize,
+        columns: usize,
+        (box_rows, box_columns): (u32, u32),
+    ) -> Result<Option<Global<TensorMap>>> {
+        if !self.hopper {
+            return Ok(None);
+        }
+        let row_bytes = columns * size_of::<bf16>();
+        let map = Box::new(TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns));
+        let address = Global::new(&raw const *map);
+        self.tensor_maps.push(map);
+        Ok(Some(address))
+    }
+
     fn tf32(&self) -> bool {
         false
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
+        self.tensor_maps.clear();
         self.memory = Vec::new();
         self.memory = vec![Page([0; 1024]); bytes.div_ceil(size_of::<Page>())];
         Ok(self.memory.as_mut_ptr().cast())

@@ -3,7 +3,9 @@
 use crate::engine::{HostBuffer, Peak, Result, Ticket};
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
+use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
+use cuda_std::{Global, bf16};
 
 /// A GPU or the emulator. Work is done in the order of the calls.
 pub trait Executor {
@@ -22,6 +24,16 @@ pub trait Executor {
 
     /// Whether matrix products with a GELU epilogue are worth having for this storage type.
     fn fuses_gelu(&self, float: DType) -> bool;
+
+    /// A map of a tensor (rows, columns) of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where the
+    /// kernels that use TMA do not run. Valid until the next allocation.
+    fn tensor_map(
+        &mut self,
+        tensor: Global<bf16>,
+        rows: usize,
+        columns: usize,
+        tile: (u32, u32),
+    ) -> Result<Option<Global<TensorMap>>>;
 
     /// Multiplies f32 with 10-bit mantissas.
     fn tf32(&self) -> bool;

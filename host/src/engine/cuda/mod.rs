@@ -20,6 +20,7 @@ mod matmul;
 mod modules;
 mod peak;
 mod residual;
+mod tensor_maps;
 
 pub use modules::embedded;
 
@@ -57,9 +58,10 @@ pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
     Ok(over(executor, options.precision))
 }
 
-/// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside.
-pub fn emulated(precision: Precision) -> Box<dyn Engine> {
-    over(Box::new(emulated::Emulated::default()), precision)
+/// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside. With `hopper`, the kernels for
+/// sm_90a where there are some.
+pub fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
+    over(Box::new(emulated::Emulated::new(hopper)), precision)
 }
 
 fn over(executor: Box<dyn Executor>, precision: Precision) -> Box<dyn Engine> {

@@ -17,6 +17,12 @@ pub enum Choice<'a> {
 }
 
 impl Choice<'_> {
+    /// Whether this has Hopper's own instructions: TMA, wgmma.
+    pub fn is_hopper(&self) -> bool {
+        let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
+        module.arch == "sm_90a"
+    }
+
     pub fn image(&self) -> &[u8] {
         match self {
             Self::Cubin(_, cubin) => cubin,
