@@ -108,7 +108,7 @@ impl Owned {
 impl Plan {
     fn new(handle: &Handle, problem: &Problem, operands: &Operands) -> Result<Self> {
         let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
-        let preference = prefer(handle.lt, operands)?;
+        let preference = prefer(handle.lt, problem, operands)?;
         // SAFETY: all zeros are a value of this plain structure.
         let mut best: HeuristicResult = unsafe { std::mem::zeroed() };
         let mut count = 0;
@@ -167,12 +167,14 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     Ok((product, layouts))
 }
 
-/// The workspace at hand, the alignment at hand, and K split only where partial sums stay f32 and are added in a fixed order:
-/// a weight gradient has few tiles and a long K, and would leave most of the GPU idle otherwise.
-fn prefer(lt: &Functions, operands: &Operands) -> Result<Owned> {
+/// The workspace at hand, the alignment at hand, and K split only in sums that accumulate, with partial sums in f32 and added
+/// in a fixed order: a weight gradient has few tiles and a long K, and would leave most of the GPU idle otherwise. Other
+/// products are not split: with a DGELU epilogue, cuBLASLt 13.1 then reads an output it is told to ignore (NaN stays NaN).
+fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owned> {
+    let schemes = if problem.accumulate { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
-    preference.set(sys::PREF_REDUCTION_SCHEME_MASK, sys::REDUCTION_SCHEME_COMPUTE_TYPE)?;
+    preference.set(sys::PREF_REDUCTION_SCHEME_MASK, schemes)?;
     let [a, b, d, ..] = operands.alignments();
     for (attribute, bytes) in [
         (sys::PREF_MIN_ALIGNMENT_A_BYTES, a),
@@ -228,7 +230,7 @@ mod tests {
                     };
                     operands.validate(&problem).unwrap();
                     describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));
-                    prefer(lt, &operands).unwrap();
+                    prefer(lt, &problem, &operands).unwrap();
                 }
             }
         }

@@ -41,7 +41,8 @@ pub const PREF_MIN_ALIGNMENT_B_BYTES: c_int = 6;
 pub const PREF_MIN_ALIGNMENT_C_BYTES: c_int = 7;
 pub const PREF_MIN_ALIGNMENT_D_BYTES: c_int = 8;
 
-/// Partial sums of a split K kept in the compute type and added up in a fixed order; a mask of 0 forbids splitting.
+pub const REDUCTION_SCHEME_NONE: u32 = 0;
+/// Partial sums of a split K are kept in the compute type and added up in a fixed order.
 pub const REDUCTION_SCHEME_COMPUTE_TYPE: u32 = 2;
 
 pub const EPILOGUE_DEFAULT: u32 = 1;
