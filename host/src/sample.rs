@@ -35,12 +35,12 @@ pub fn generate(
     for _ in 0..tokens {
         let seen = &text[text.len().saturating_sub(window)..];
         let layout = BatchLayout { b: 1, t: seen.len().next_multiple_of(PADDING).min(window) };
-        let mut words = engine.host_buffer(layout.len())?;
+        let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         // What follows a position does not change it, so the padding can be any token.
         words[..seen.len()].iter_mut().zip(seen).for_each(|(word, &token)| *word = i32::from(token));
         layout.sort(&mut words);
-        engine.load_batch(model.batch.slice(0, layout.len()), layout, words)?;
+        engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
         model.forward(engine, layout)?;
         let logits = engine.read(model.logits.slice((seen.len() - 1) * vp, v))?;
         let token = pick(&logits, sampling, rng.next_f32()) as u16;

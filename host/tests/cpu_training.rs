@@ -60,7 +60,7 @@ impl Run {
         for (param, layer) in model.layout.file_order() {
             engine.write(model.layout.of(model.params, param, layer), &parameter(param, layer)).unwrap();
         }
-        let mut words = engine.host_buffer(layout.len()).unwrap();
+        let mut words = engine.host_buffer(layout.words()).unwrap();
         words[layout.inputs()].copy_from_slice(&batch.inputs);
         words[layout.targets()].copy_from_slice(&batch.targets);
         layout.sort(&mut words);
@@ -328,7 +328,7 @@ fn a_forward_pass_alone_gives_the_same_logits() {
     for ((param, layer), values) in &reference.parameters {
         engine.write(model.layout.of(model.params, *param, *layer), values).unwrap();
     }
-    let mut words = engine.host_buffer(layout.len()).unwrap();
+    let mut words = engine.host_buffer(layout.words()).unwrap();
     words[layout.inputs()].copy_from_slice(&reference.batch.inputs);
     engine.load_batch(model.batch, layout, words).unwrap();
     model.forward(&mut engine, layout).unwrap();
@@ -344,7 +344,7 @@ fn tokens_out_of_range_are_errors() {
     let mut run = reference.run();
     let layout = run.layout;
     for (bad, part) in [(-1, layout.inputs()), (128, layout.inputs()), (97, layout.targets()), (-1, layout.targets())] {
-        let mut words = run.engine.host_buffer(layout.len()).unwrap();
+        let mut words = run.engine.host_buffer(layout.words()).unwrap();
         words[part.start + 5] = bad;
         layout.sort(&mut words);
         run.engine.load_batch(run.model.batch, layout, words).unwrap();

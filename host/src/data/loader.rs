@@ -258,7 +258,7 @@ mod tests {
     }
 
     fn batch(loader: &mut Loader) -> Vec<i32> {
-        let mut words = vec![0; loader.layout().len()];
+        let mut words = vec![0; loader.layout().words()];
         loader.next(&mut words).unwrap();
         for (input, target) in words[loader.layout().inputs()].iter().zip(&words[loader.layout().targets()]) {
             assert_eq!(input + 1, *target);
@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn tokens_beyond_the_vocabulary_and_short_shards_are_named() {
         let mut loader = Loader::new(shards(), Geometry::single(B, T), 40, None).unwrap();
-        let mut words = vec![0; loader.layout().len()];
+        let mut words = vec![0; loader.layout().words()];
         loader.next(&mut words).unwrap();
         let message = loader.next(&mut words).unwrap_err().to_string();
         assert!(message.contains("shard 0: token 40 at position 40") && message.contains("below 40"), "{message}");

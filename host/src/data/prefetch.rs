@@ -32,7 +32,7 @@ impl Prefetch {
         let (to_trainer, ready) = channel();
         let (spare, empty) = channel::<HostBuffer>();
         for _ in 0..DEPTH {
-            spare.send(engine.host_buffer(layout.len())?).expect("the receiver is right here");
+            spare.send(engine.host_buffer(layout.words())?).expect("the receiver is right here");
         }
         let read_ahead = move || {
             for mut words in empty {
@@ -61,11 +61,11 @@ impl Prefetch {
     pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor) -> Result<Position> {
         let ready = self.ready.as_ref().expect("open until dropped");
         let Batch { words, after } = ready.recv().context("the data loader has stopped")??;
-        let to = to.slice(0, self.layout.len());
+        let to = to.slice(0, self.layout.words());
         // An engine that keeps several buffers gets more of them, or reading ahead would stop, and with it the training.
         let empty = match engine.load_batch(to, self.layout, words)? {
             Some(buffer) => buffer,
-            None => engine.host_buffer(self.layout.len())?,
+            None => engine.host_buffer(self.layout.words())?,
         };
         // A send fails only once the thread has met an error, which the next call reports.
         let _ = self.spare.as_ref().expect("open until dropped").send(empty);

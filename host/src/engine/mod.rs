@@ -34,7 +34,7 @@ impl BatchLayout {
     }
 
     /// Words of a whole batch.
-    pub const fn len(self) -> usize {
+    pub const fn words(self) -> usize {
         4 * self.tokens() + 2
     }
 
@@ -60,7 +60,7 @@ impl BatchLayout {
 
     /// (1): the number of runs.
     pub fn runs(self) -> std::ops::Range<usize> {
-        4 * self.tokens() + 1..self.len()
+        4 * self.tokens() + 1..self.words()
     }
 
     /// Fills in `order`, `starts` and `runs` from `inputs`.

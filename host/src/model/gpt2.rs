@@ -151,7 +151,7 @@ impl Gpt2 {
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             Training { grads, m, v, master, stats, dresidual, dchannels, dwide }
         });
-        let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.len()], DType::I32);
+        let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
         let training_scope = training.is_some();
         engine.plan(
             &mut plan,

@@ -143,7 +143,7 @@ impl Case {
             }
         }
         if let Some((layout, vocab)) = self.batch {
-            let mut words = engine.host_buffer(layout.len())?;
+            let mut words = engine.host_buffer(layout.words())?;
             // A skewed distribution, as text has: half of all tokens are one of 16.
             for word in &mut words[..layout.targets().end] {
                 let bound = if random.below(2) == 0 { vocab } else { vocab.min(16) };

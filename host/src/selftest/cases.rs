@@ -117,6 +117,7 @@ fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize,
     Scope { b, t, channels, heads, padded_vocab, parameters, training: true }
 }
 
+#[derive(Clone, Copy)]
 struct Work {
     floats_moved: usize,
     bytes_moved: usize,
@@ -138,7 +139,7 @@ fn case(
 fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let layout = BatchLayout { b, t };
     let operands = vec![
-        i32(input("batch", layout.len(), Init::Tokens { below: 1 })),
+        i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
         input("wte", vocab * c, UNIT),
         input("wpe", t * c, UNIT),
         output("out", b * t * c, Tolerance::ELEMENTWISE),
@@ -154,7 +155,7 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
 fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let layout = BatchLayout { b, t };
     let operands = vec![
-        i32(input("batch", layout.len(), Init::Tokens { below: 1 })),
+        i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
         input("dout", b * t * c, UNIT),
         accumulated("dwte", vocab * c, Tolerance::STOCHASTIC),
         accumulated("dwpe", t * c, Tolerance::STOCHASTIC),

@@ -45,15 +45,15 @@ impl Error {
         let allowed = if dtype == DType::Bf16 { tolerance.bf16 } else { tolerance.f32 };
         let mut worst = Self { relative: 0.0, at: 0, got: 0.0, want: 0.0, allowed };
         for (at, (&got, &want)) in got.iter().zip(want).enumerate() {
-            let relative = match (got.is_nan(), want.is_nan()) {
-                (true, true) => 0.0,
-                (false, false) if got == want => 0.0,
-                (false, false) => (got - want).abs() / (want.abs() + rms),
-                _ => f32::INFINITY,
+            // Equal bits first: infinities that agree have no distance.
+            let relative = if got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) {
+                0.0
+            } else {
+                (got - want).abs() / (want.abs() + rms)
             };
-            if relative > worst.relative || !(relative >= 0.0) {
-                worst =
-                    Self { relative: if relative.is_nan() { f32::INFINITY } else { relative }, at, got, want, allowed };
+            let relative = if relative.is_nan() { f32::INFINITY } else { relative };
+            if relative > worst.relative {
+                worst = Self { relative, at, got, want, allowed };
             }
         }
         worst

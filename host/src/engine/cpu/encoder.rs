@@ -100,12 +100,12 @@ pub(super) fn backward(
 ) -> Result<()> {
     let (vocab, positions) = (embedding_rows("dwte", dwte, c)?, embedding_rows("dwpe", dwpe, c)?);
     check_positions(layout, positions)?;
-    let words = batch.slice(0, layout.len());
+    let words = batch.slice(0, layout.words());
     let operands: [Operand; 4] = [
         ("dwte", dwte, vocab * c),
         ("dwpe", dwpe, positions * c),
         ("dout", dout, layout.b * layout.t * c),
-        ("batch", words, layout.len()),
+        ("batch", words, layout.words()),
     ];
     let [dwte, dwpe, dout, words] = arena.split("encoder_backward", operands)?;
     let words: &[i32] = bytemuck::cast_slice(words);

@@ -136,15 +136,15 @@ impl Engine for Cpu {
 
     fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {
         ensure!(
-            words.len() >= layout.len() && to.len >= layout.len(),
+            words.len() >= layout.words() && to.len >= layout.words(),
             "a batch of {} x {} tokens takes {} words: the buffer has {}, the tensor {}",
             layout.b,
             layout.t,
-            layout.len(),
+            layout.words(),
             words.len(),
             to.len
         );
-        self.write_i32(to.slice(0, layout.len()), &words[..layout.len()])?;
+        self.write_i32(to.slice(0, layout.words()), &words[..layout.words()])?;
         Ok(Some(words))
     }
 

@@ -267,9 +267,9 @@ proptest! {
         let mut bench = Bench::new();
         let (wte, wpe, out) = (bench.normal(v * c), bench.normal((t + spare) * c), bench.normal(b * t * c));
         let (dwte, dwpe, dout) = (bench.normal(v * c), bench.normal((t + spare) * c), bench.normal(b * t * c));
-        let batch = bench.ints(layout.len());
+        let batch = bench.ints(layout.words());
         bench.ready();
-        let mut words = bench.engine.host_buffer(layout.len()).unwrap();
+        let mut words = bench.engine.host_buffer(layout.words()).unwrap();
         let tokens: Vec<usize> = (0..b * t).map(|_| bench.rng.below(v as u32) as usize).collect();
         for (word, token) in words.iter_mut().zip(&tokens) {
             *word = *token as i32;
@@ -421,21 +421,21 @@ fn a_batch_that_was_not_sorted_is_refused() {
     let layout = BatchLayout { b: 2, t: 3 };
     let mut bench = Bench::new();
     let [dwte, dwpe, dout] = [20, 6, 12].map(|n| bench.normal(n));
-    let batch = bench.ints(layout.len());
+    let batch = bench.ints(layout.words());
     bench.ready();
     let backward = |bench: &mut Bench, words: &[i32]| {
-        let mut buffer = bench.engine.host_buffer(layout.len()).unwrap();
+        let mut buffer = bench.engine.host_buffer(layout.words()).unwrap();
         buffer.copy_from_slice(words);
         bench.engine.load_batch(batch, layout, buffer).unwrap();
         bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, 2, 0)
     };
-    let mut words = vec![0; layout.len()];
+    let mut words = vec![0; layout.words()];
     words[layout.inputs()].copy_from_slice(&[4, 1, 4, 0, 9, 1]);
     assert!(backward(&mut bench, &words).is_err());
     layout.sort(&mut words);
     backward(&mut bench, &words).unwrap();
     // What no loader makes, but memory may hold: each single word replaced.
-    for at in layout.order().start..layout.len() {
+    for at in layout.order().start..layout.words() {
         for wrong in [-1, 3, 7, i32::MAX, i32::MIN] {
             let mut words = words.clone();
             words[at] = wrong;

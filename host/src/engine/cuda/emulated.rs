@@ -2,6 +2,7 @@
 
 use super::executor::Executor;
 use super::gemm;
+use super::tensor_maps::Key;
 use crate::engine::{HostBuffer, Peak, Result, Ticket};
 use crate::tensor::DType;
 use anyhow::Context;
@@ -26,7 +27,8 @@ pub struct Emulated {
     next_ticket: u64,
     /// Runs the kernels for sm_90a where there are some.
     hopper: bool,
-    tensor_maps: Vec<Box<TensorMap>>,
+    /// Boxed: kernels have their addresses.
+    tensor_maps: HashMap<Key, Box<TensorMap>>,
 }
 
 impl Emulated {
@@ -75,10 +77,12 @@ impl Executor for Emulated {
             return Ok(None);
         }
         let row_bytes = columns * size_of::<bf16>();
-        let map = Box::new(TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns));
-        let address = Global::new(&raw const *map);
-        self.tensor_maps.push(map);
-        Ok(Some(address))
+        let key = Key { tensor: tensor.pointer().addr() as u64, rows, columns, tile: (box_rows, box_columns) };
+        let map = self
+            .tensor_maps
+            .entry(key)
+            .or_insert_with(|| Box::new(TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns)));
+        Ok(Some(Global::new(&raw const **map)))
     }
 
     fn tf32(&self) -> bool {

@@ -282,7 +282,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {
-        let len = layout.len();
+        let len = layout.words();
         ensure!(words.len() >= len, "a batch of {} words where {layout:?} has {len}", words.len());
         let address = self.arena.address::<i32>("the batch", to, len)?;
         // SAFETY: `address` covers the words of the arena.
