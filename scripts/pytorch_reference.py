@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the reference files of host/tests/data with PyTorch: a small GPT-2 in llm.c's formats.
+"""Makes the reference files of tests/data with PyTorch: a small GPT-2 in llm.c's formats.
 
-    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py host/tests/data
+    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py tests/data
     ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py --normal
 
 The first writes
