@@ -96,7 +96,7 @@ impl Run {
         self.gradients();
         self.model.update(&mut self.engine, settings).unwrap();
         let ticket = self.engine.read_later(self.model.training.unwrap().stats).unwrap();
-        let stats = self.engine.wait(ticket).unwrap();
+        let stats = self.engine.wait(ticket).unwrap().values;
         [f64::from(stats[0] / self.tokens()), f64::from(stats[1])]
     }
 

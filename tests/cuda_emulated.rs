@@ -65,8 +65,8 @@ fn a_later_read_holds_the_values_of_its_time() {
     engine.write(tensor, &[3.0, 4.0]).unwrap();
     let second = engine.read_later(tensor).unwrap();
     let again = host::engine::Ticket(second.0);
-    assert_eq!(engine.wait(second).unwrap(), [3.0, 4.0]);
-    assert_eq!(engine.wait(first).unwrap(), [1.0, 2.0]);
+    assert_eq!(engine.wait(second).unwrap().values, [3.0, 4.0]);
+    assert_eq!(engine.wait(first).unwrap().values, [1.0, 2.0]);
     assert!(engine.wait(again).unwrap_err().to_string().contains("not under way"));
 }
 

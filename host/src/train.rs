@@ -3,7 +3,7 @@
 use crate::checkpoint::model::save_step;
 use crate::console::Console;
 use crate::data::Prefetch;
-use crate::engine::{AdamW, Engine, Ticket};
+use crate::engine::{AdamW, Engine, Reading, Ticket};
 use crate::evaluate;
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
@@ -14,7 +14,7 @@ use crate::schedule::Schedule;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Context, Result};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Settings that the loop reads. "Every" counts steps; `None` is never.
 #[derive(Clone, Debug)]
@@ -85,7 +85,7 @@ impl Run<'_> {
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
         let mut rounding = XorShift { state: ROUNDING_SEED };
         let mut outcome = Outcome::default();
-        let mut clock = Clock::start();
+        let mut clock = Clock::start(self.engine_time(training)?);
         // A step's loss is read while the engine works on the next, so that it never waits for the host.
         let mut queued: Option<Queued> = None;
 
@@ -108,7 +108,7 @@ impl Run<'_> {
                     self.console.line(&format!("wrote {}", path.display()))?;
                     outcome.model_file = Some(path);
                 }
-                clock.resume();
+                clock.resume(self.engine_time(training)?);
             }
             if last {
                 break;
@@ -147,21 +147,23 @@ impl Run<'_> {
         };
         model.update(*engine, &adamw)?;
         let stats = engine.read_later(training.stats)?;
-        Ok(Queued { step, learning_rate, stats, at: Instant::now() })
+        Ok(Queued { step, learning_rate, stats })
+    }
+
+    /// The engine's time once it has done everything queued so far.
+    fn engine_time(&mut self, training: Training) -> Result<Duration> {
+        let ticket = self.engine.read_later(training.stats)?;
+        Ok(self.engine.wait(ticket)?.at)
     }
 
     /// Waits for a step's loss and tells of it.
     fn report(&mut self, queued: Option<Queued>, clock: &mut Clock, outcome: &mut Outcome) -> Result<()> {
-        let Some(Queued { step, learning_rate, stats, at }) = queued else { return Ok(()) };
-        let asked = Instant::now();
-        let values = self.engine.wait(stats)?;
-        let now = Instant::now();
+        let Some(Queued { step, learning_rate, stats }) = queued else { return Ok(()) };
+        let Reading { values, at } = self.engine.wait(stats)?;
         let [loss_sum, norm] = values[..] else {
             anyhow::bail!("expected loss and norm, read {} values", values.len())
         };
-        // An engine that runs ahead keeps the caller waiting until the step ends, which is now. Any other ended it while it was
-        // being queued; the time since has gone into the next one.
-        let elapsed = clock.step_ended(if now - asked > NOTICEABLE { now } else { at });
+        let elapsed = clock.step_ended(at);
         let layout = self.train.layout();
         let tokens = layout.b * layout.t * self.settings.grad_accum;
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64();
@@ -203,20 +205,16 @@ impl Run<'_> {
     }
 }
 
-const NOTICEABLE: Duration = Duration::from_micros(100);
-
 /// A step the engine has been given.
 struct Queued {
     step: usize,
     learning_rate: f32,
     stats: Ticket,
-    /// When the engine had been given all of it.
-    at: Instant,
 }
 
-/// Times steps from the end of one to the end of the next.
+/// Times steps from the end of one to the end of the next, on the engine's clock.
 struct Clock {
-    last: Instant,
+    last: Duration,
     steps: u32,
     /// Of all but the first step, which is often slower.
     total: Duration,
@@ -228,17 +226,17 @@ struct Clock {
 impl Clock {
     const SMOOTHING: f64 = 0.95;
 
-    fn start() -> Self {
-        Self { last: Instant::now(), steps: 0, total: Duration::ZERO, average: 0.0, latest: Duration::ZERO }
+    fn start(now: Duration) -> Self {
+        Self { last: now, steps: 0, total: Duration::ZERO, average: 0.0, latest: Duration::ZERO }
     }
 
     /// Forgets the time since the last step: it went into something else.
-    fn resume(&mut self) {
-        self.last = Instant::now();
+    fn resume(&mut self, now: Duration) {
+        self.last = now;
     }
 
-    fn step_ended(&mut self, at: Instant) -> Duration {
-        self.latest = at.saturating_duration_since(self.last).max(Duration::from_nanos(1));
+    fn step_ended(&mut self, at: Duration) -> Duration {
+        self.latest = at.saturating_sub(self.last).max(Duration::from_nanos(1));
         self.last = at;
         if self.steps > 0 {
             self.total += self.latest;
@@ -268,15 +266,15 @@ mod tests {
 
     #[test]
     fn the_first_step_and_pauses_do_not_count() {
-        let mut clock = Clock::start();
-        let start = clock.last;
+        let start = Duration::from_secs(3);
+        let mut clock = Clock::start(start);
         let ms = Duration::from_millis;
         assert_eq!(clock.step_ended(start + ms(900)), ms(900));
         assert!((clock.smoothed() - 0.9).abs() < 1e-9);
         assert_eq!(clock.mean(), None);
         assert_eq!(clock.step_ended(start + ms(1000)), ms(100));
         assert!((clock.smoothed() - 0.1).abs() < 1e-9);
-        clock.last = start + ms(5000);
+        clock.resume(start + ms(5000));
         assert_eq!(clock.step_ended(start + ms(5200)), ms(200));
         assert!((clock.smoothed() - (0.95 * 0.05 * 0.1 + 0.05 * 0.2) / (1.0 - 0.95f64.powi(2))).abs() < 1e-9);
         assert_eq!(clock.mean(), Some(ms(150)));

@@ -15,6 +15,7 @@ pub mod open;
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
 use std::ops::DerefMut;
+use std::time::Duration;
 
 pub type Result<T, E = anyhow::Error> = std::result::Result<T, E>;
 
@@ -162,6 +163,14 @@ pub struct Optimized {
 #[derive(Debug)]
 pub struct Ticket(pub u64);
 
+/// What a read gave.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    pub values: Vec<f32>,
+    /// When the engine had done everything queued before the read, on a clock of its own.
+    pub at: Duration,
+}
+
 pub trait Engine {
     /// For the banner: `CPU, 2 threads` or `NVIDIA H200, sm_90a`.
     fn describe(&self) -> String;
@@ -193,8 +202,8 @@ pub trait Engine {
     /// Starts copying out an f32 tensor; the engine goes on.
     fn read_later(&mut self, from: Tensor) -> Result<Ticket>;
 
-    /// Waits for a read and returns its values.
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>>;
+    /// Waits for a read.
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading>;
 
     /// A buffer of `len` words for [`load_batch`](Self::load_batch).
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;

@@ -16,30 +16,40 @@ mod memory;
 #[cfg(test)]
 mod tests;
 
-use super::{AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket};
+use super::{
+    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result, Scope, Ticket,
+};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
 use arena::Arena;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// Elements that one task takes where every element is treated alike.
 const CHUNK: usize = 1 << 15;
 
 /// Runs each operation to its end before it returns.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Cpu {
     arena: Arena,
     /// (3, b, t, c): attention's per-head gradients, and in its first third its per-head outputs.
     scratch: Option<Tensor>,
-    reads: BTreeMap<u64, Vec<f32>>,
+    reads: BTreeMap<u64, Reading>,
+    start: Instant,
     tickets: u64,
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Cpu {
     pub fn new() -> Self {
-        Self::default()
+        Self { arena: Arena::default(), scratch: None, reads: BTreeMap::new(), start: Instant::now(), tickets: 0 }
     }
 
     fn scratch(&self, len: usize) -> Result<Tensor> {
@@ -119,13 +129,13 @@ impl Engine for Cpu {
     fn read_later(&mut self, from: Tensor) -> Result<Ticket> {
         let values = self.read(from)?;
         self.tickets += 1;
-        self.reads.insert(self.tickets, values);
+        self.reads.insert(self.tickets, Reading { values, at: self.start.elapsed() });
         Ok(Ticket(self.tickets))
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
         match self.reads.remove(&ticket.0) {
-            Some(values) => Ok(values),
+            Some(reading) => Ok(reading),
             None => bail!("read {} is not under way in this engine", ticket.0),
         }
     }

@@ -389,8 +389,8 @@ fn values_come_back_and_reads_wait() {
     assert_eq!(bench.after(b), bench.before(a));
     let (first, second) = (bench.engine.read_later(a.slice(3, 2)).unwrap(), bench.engine.read_later(b).unwrap());
     bench.engine.zero(a.slice(1, 68)).unwrap();
-    assert_eq!(bench.engine.wait(second).unwrap(), bench.values[0].1);
-    assert_eq!(bench.engine.wait(first).unwrap(), bench.values[0].1[3..5]);
+    assert_eq!(bench.engine.wait(second).unwrap().values, bench.values[0].1);
+    assert_eq!(bench.engine.wait(first).unwrap().values, bench.values[0].1[3..5]);
     let left = bench.after(a);
     assert!(left[1..69].iter().all(|x| *x == 0.0) && left[0] != 0.0 && left[69] != 0.0);
     assert!(bench.engine.wait(Ticket(1)).unwrap_err().to_string().contains("read 1 is not under way"));

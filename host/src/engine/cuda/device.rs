@@ -3,15 +3,16 @@
 use super::executor::Executor;
 use super::tensor_maps::{Key, TensorMaps};
 use super::{Options, Precision, modules, peak};
-use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Handle, Matmuls, Operands, Problem};
-use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream};
+use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream, TimedEvent};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
 
 /// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
 const BATCHES_UNDER_WAY: usize = 2;
@@ -22,6 +23,7 @@ pub struct Device {
     uploads: VecDeque<(HostBuffer, Event)>,
     downloads: HashMap<u64, Download>,
     idle_downloads: Vec<Download>,
+    clock: Clock,
     next_ticket: u64,
     matmuls: Matmuls,
     functions: HashMap<&'static str, Function>,
@@ -39,7 +41,27 @@ pub struct Device {
 struct Download {
     buffer: PinnedBuffer<f32>,
     len: usize,
-    done: Event,
+    done: TimedEvent,
+}
+
+/// GPU time, told from mark to mark: over long times a difference of two events would lose digits.
+struct Clock {
+    mark: TimedEvent,
+    at: f64,
+}
+
+impl Clock {
+    fn start(gpu: &Gpu, stream: &Stream) -> Result<Self> {
+        let mark = TimedEvent::new(gpu)?;
+        mark.record(stream)?;
+        Ok(Self { mark, at: 0.0 })
+    }
+
+    /// When `event`, which has passed, did.
+    fn tell(&mut self, event: &TimedEvent) -> Result<Duration> {
+        self.at += f64::from(event.milliseconds_since(&self.mark)?) / 1e3;
+        Ok(Duration::from_secs_f64(self.at.max(0.0)))
+    }
 }
 
 impl Device {
@@ -49,11 +71,14 @@ impl Device {
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
+        let stream = Stream::new(&gpu)?;
+        let clock = Clock::start(&gpu, &stream)?;
         Ok(Self {
-            stream: Stream::new(&gpu)?,
+            stream,
             uploads: VecDeque::new(),
             downloads: HashMap::new(),
             idle_downloads: Vec::new(),
+            clock,
             next_ticket: 0,
             matmuls,
             functions: HashMap::new(),
@@ -193,7 +218,7 @@ impl Executor for Device {
     unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
         let mut download = match self.idle_downloads.iter().position(|idle| idle.buffer.len() >= len) {
             Some(i) => self.idle_downloads.swap_remove(i),
-            None => Download { buffer: PinnedBuffer::new(&self.gpu, len)?, len, done: Event::new(&self.gpu)? },
+            None => Download { buffer: PinnedBuffer::new(&self.gpu, len)?, len, done: TimedEvent::new(&self.gpu)? },
         };
         download.len = len;
         // SAFETY: the caller's promise for `from`; the buffer is kept until `wait` has seen its event.
@@ -204,13 +229,16 @@ impl Executor for Device {
         Ok(Ticket(self.next_ticket))
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
         let download = self.downloads.remove(&ticket.0);
-        let download = download.with_context(|| format!("read {} is not under way", ticket.0))?;
+        let mut download = download.with_context(|| format!("read {} is not under way", ticket.0))?;
         download.done.synchronize()?;
         let values = download.buffer[..download.len].to_vec();
+        let at = self.clock.tell(&download.done)?;
+        // The clock counts from this mark on, so the mark it counted from is free.
+        std::mem::swap(&mut self.clock.mark, &mut download.done);
         self.idle_downloads.push(download);
-        Ok(values)
+        Ok(Reading { values, at })
     }
 }
 

@@ -3,7 +3,7 @@
 use super::executor::Executor;
 use super::gemm;
 use super::tensor_maps::Key;
-use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Operands, Problem};
@@ -11,6 +11,7 @@ use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 use std::collections::HashMap;
+use std::time::Instant;
 
 /// A unit of memory as aligned as a device allocation.
 #[derive(Clone, Copy)]
@@ -23,7 +24,8 @@ const MULTIPROCESSORS: usize = 4;
 #[derive(Default)]
 pub struct Emulated {
     memory: Vec<Page>,
-    reads: HashMap<u64, Vec<f32>>,
+    reads: HashMap<u64, Reading>,
+    start: Option<Instant>,
     next_ticket: u64,
     /// Runs the kernels for sm_90a where there are some.
     hopper: bool,
@@ -142,11 +144,12 @@ impl Executor for Emulated {
         // SAFETY: the caller's promise.
         let values = unsafe { std::slice::from_raw_parts(from, len) }.to_vec();
         self.next_ticket += 1;
-        self.reads.insert(self.next_ticket, values);
+        let at = self.start.get_or_insert_with(Instant::now).elapsed();
+        self.reads.insert(self.next_ticket, Reading { values, at });
         Ok(Ticket(self.next_ticket))
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
         self.reads.remove(&ticket.0).with_context(|| format!("read {} is not under way", ticket.0))
     }
 }

@@ -1,6 +1,6 @@
 //! What the engine's operations are queued on.
 
-use crate::engine::{HostBuffer, Peak, Result, Ticket};
+use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
 use cuda_std::hopper::TensorMap;
@@ -76,5 +76,5 @@ pub trait Executor {
     /// `from` covers `len` values of the allocated memory.
     unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket>;
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>>;
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading>;
 }

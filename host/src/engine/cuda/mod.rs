@@ -24,7 +24,9 @@ mod tensor_maps;
 
 pub use modules::embedded;
 
-use super::{AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Result, Scope, Ticket};
+use super::{
+    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result, Scope, Ticket,
+};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
@@ -273,7 +275,7 @@ impl<T: Float> Engine for Cuda<T> {
         unsafe { self.executor.download_later(address, from.len) }
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Vec<f32>> {
+    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
         self.executor.wait(ticket)
     }
 
