@@ -1,5 +1,6 @@
 //! The CUDA engine on the emulator, held to the CPU engine: every kernel with the launch geometry a GPU would get.
 
+use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated};
 use host::engine::{BatchLayout, Engine};
@@ -96,4 +97,25 @@ fn a_plan_beyond_memory_says_by_how_much() {
     plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
     let text = emulated(Precision::Fp32, false).allocate(&plan).unwrap_err().to_string();
     assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
+}
+
+/// Between two training steps a sample is written, whose batches are smaller; their buffers come back to the loader.
+#[test]
+fn a_loader_goes_on_after_smaller_batches() {
+    let tokens: Vec<u16> = (0..200).map(|i| i % 50).collect();
+    let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(2, 16), 50, None).unwrap();
+    let layout = loader.layout();
+    let (mut engine, batch) = with_tensor(Precision::Fp32, layout.words(), DType::I32);
+    let mut data = Prefetch::start(loader, &*engine).unwrap();
+    for _ in 0..3 {
+        data.load_next(&mut *engine, batch).unwrap();
+        for t in [1, 5, 9] {
+            let small = BatchLayout { b: 1, t };
+            let words = engine.host_buffer(small.words()).unwrap();
+            engine.load_batch(batch.slice(0, small.words()), small, words).unwrap();
+        }
+    }
+    for _ in 0..8 {
+        data.load_next(&mut *engine, batch).unwrap();
+    }
 }

@@ -64,8 +64,9 @@ impl Prefetch {
         let to = to.slice(0, self.layout.words());
         // An engine that keeps several buffers gets more of them, or reading ahead would stop, and with it the training.
         let empty = match engine.load_batch(to, self.layout, words)? {
-            Some(buffer) => buffer,
-            None => engine.host_buffer(self.layout.words())?,
+            // It may be one of somebody else's smaller batches.
+            Some(buffer) if buffer.len() >= self.layout.words() => buffer,
+            _ => engine.host_buffer(self.layout.words())?,
         };
         // A send fails only once the thread has met an error, which the next call reports.
         let _ = self.spare.as_ref().expect("open until dropped").send(empty);

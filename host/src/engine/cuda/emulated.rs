@@ -29,6 +29,7 @@ pub struct Emulated {
     next_ticket: u64,
     /// Runs the kernels for sm_90a where there are some.
     hopper: bool,
+    uploading: Option<HostBuffer>,
     /// Boxed: kernels have their addresses.
     tensor_maps: HashMap<Key, Box<TensorMap>>,
 }
@@ -137,7 +138,8 @@ impl Executor for Emulated {
     unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
         // SAFETY: the caller's promise.
         unsafe { to.copy_from_nonoverlapping(buffer.as_ptr(), len) };
-        Ok(Some(buffer))
+        // A GPU is still copying the last one when the next one comes.
+        Ok(self.uploading.replace(buffer))
     }
 
     unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
