@@ -1,4 +1,4 @@
-//! Matrix product for sm_90a: out (M, N) = a (M, K) · b (N, K)^T, bf16 with f32 accumulation.
+//! Matrix product for `sm_90a`: out (M, N) = a (M, K) · b (N, K)^T, bf16 with f32 accumulation.
 //!
 //! A persistent block per multiprocessor walks over 128 x 256 tiles of the output. One warpgroup only issues TMA loads
 //! (the producer); two multiply, each 64 rows of the tile (the consumers). Their 64 x 256 accumulators are 128 registers a
@@ -27,7 +27,7 @@ const STAGE_BYTES: u32 = SwizzledTile::<STAGE_ROWS>::BYTES;
 const GROUP: u32 = 16;
 const WARPGROUP: u32 = 128;
 
-/// Box of the tensor map of `a`, and of the output: (rows, columns). `b`'s is (TILE_N / CLUSTER, 64).
+/// Box of the tensor map of `a`, and of the output: (rows, columns). `b`'s is (`TILE_N` / CLUSTER, 64).
 pub const A_BOX: (u32, u32) = (TILE_M, TILE_K);
 pub const OUT_BOX: (u32, u32) = (64, 64);
 
@@ -152,7 +152,7 @@ pub fn matmul_wgmma<const CLUSTER: u32>(
             write_out(shared, consumer, &mut d, out, x, y);
             t += stride;
         }
-        if thread::thread_idx_x() % WARPGROUP == 0 {
+        if thread::thread_idx_x().is_multiple_of(WARPGROUP) {
             tma::wait_stores();
         }
     }

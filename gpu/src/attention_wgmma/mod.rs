@@ -1,4 +1,4 @@
-//! Causal self-attention for sm_90a and head size 64, forward and backward: TMA, wgmma, and warpgroups with roles.
+//! Causal self-attention for `sm_90a` and head size 64, forward and backward: TMA, wgmma, and warpgroups with roles.
 //!
 //! Every kernel here is persistent, one block of 384 threads per multiprocessor. Warpgroup 0 is the producer: it loads
 //! tiles by TMA into a ring of stages and keeps few registers. Warpgroups 1 and 2 are consumers of 64 rows (queries or
@@ -165,7 +165,7 @@ impl Slots {
     /// A consumer warpgroup has waited for the products that read a slot, which end for all its warps together.
     #[inline(always)]
     fn release(self, slot: u32) {
-        if thread::thread_idx_x() % WARPGROUP == 0 {
+        if thread::thread_idx_x().is_multiple_of(WARPGROUP) {
             self.empty.at(slot).arrive();
         }
     }

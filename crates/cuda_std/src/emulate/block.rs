@@ -250,14 +250,21 @@ impl Block {
 
     /// Nobody is ready: whether somebody waits, or left something behind.
     fn stuck(&mut self) -> Option<Report> {
-        let stuck = (0..self.threads as usize).any(|thread| !self.finished(thread));
-        let report = if stuck { Some(self.deadlock()) } else { self.left_over() };
+        let report = if self.waits() { Some(self.deadlock()) } else { self.left_over().or_else(|| self.ended_early()) };
         self.report.clone_from(&report);
         report
     }
 
-    pub fn has_ended(&self) -> bool {
-        (0..self.threads as usize).all(|thread| self.finished(thread))
+    /// Whether this block of a cluster may have ended while another reached into it.
+    fn ended_early(&self) -> Option<Report> {
+        let (block, thread, at) = self.checker.as_ref()?.ended_early()?;
+        let message = format!("may end before thread {thread} of block number {block} reaches into it at {}", Line(at));
+        Some(self.report_of(Fault::Race, Some(at), None, message))
+    }
+
+    /// Whether a thread has yet to end.
+    fn waits(&self) -> bool {
+        (0..self.threads as usize).any(|thread| !self.finished(thread))
     }
 
     fn finished(&self, thread: usize) -> bool {
@@ -398,27 +405,27 @@ impl Running {
     fn new(block: *mut Block, checked: bool) -> Self {
         Self(BLOCK.replace(block), CHECKED.replace(checked))
     }
-
-    /// Goes over to another block of the cluster.
-    fn switch(&self, to: *mut Block) {
-        let from = BLOCK.replace(to);
-        if from != to && CHECKED.get() {
-            // SAFETY: `run_cluster` keeps both blocks alive, and nobody else has a reference to either.
-            let checker = unsafe { (*from).checker.take() };
-            with(|block| {
-                block.checker = checker;
-                if let Some(checker) = &mut block.checker {
-                    checker.enter(block.rank);
-                }
-            });
-        }
-    }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         BLOCK.set(self.0);
         CHECKED.set(self.1);
+    }
+}
+
+/// Goes over to another block of the cluster.
+fn switch(to: *mut Block) {
+    let from = BLOCK.replace(to);
+    if from != to && CHECKED.get() {
+        // SAFETY: `run_cluster` keeps both blocks alive, and nobody else has a reference to either.
+        let checker = unsafe { (*from).checker.take() };
+        with(|block| {
+            block.checker = checker;
+            if let Some(checker) = &mut block.checker {
+                checker.enter(block.rank);
+            }
+        });
     }
 }
 
@@ -454,14 +461,14 @@ fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<
     let cluster: Vec<*mut Block> = (0..count).map(|rank| first.wrapping_add(rank)).collect();
     let running = Running::new(first, checked);
     for &block in &cluster {
-        running.switch(block);
+        switch(block);
         with(|block| block.cluster.clone_from(&cluster));
     }
     let mut progress = true;
     'run: while progress {
         progress = false;
         for (&block, fibers) in cluster.iter().zip(fibers.chunks_mut(threads)) {
-            running.switch(block);
+            switch(block);
             for warp in 0..threads.div_ceil(LANES) {
                 while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
                     progress = true;
@@ -474,34 +481,35 @@ fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<
                 }
             }
         }
-        // Copies land as late as they can.
-        if !progress {
+        // Copies land as late as they can, and only for somebody who waits.
+        // SAFETY: as in `with`; nobody has a reference to any of the blocks here.
+        if !progress && cluster.iter().any(|&block| unsafe { &*block }.waits()) {
             for &block in &cluster {
-                running.switch(block);
+                switch(block);
                 progress |= with(hopper::land_one);
             }
         }
     }
     let mut found = None;
     for &block in &cluster {
-        running.switch(block);
+        switch(block);
         found = found.or_else(|| with(Block::verdict));
     }
     let found = found.or_else(|| {
         cluster.iter().find_map(|&block| {
-            running.switch(block);
+            switch(block);
             with(Block::stuck)
         })
     });
     let mut rest = fibers.into_iter();
     for &block in &cluster {
-        running.switch(block);
+        switch(block);
         stacks.extend(rest.by_ref().take(threads).map(|mut fiber| {
             fiber.force_unwind();
             fiber.into_stack()
         }));
     }
-    running.switch(first);
+    switch(first);
     drop(running);
     found
 }

@@ -57,6 +57,8 @@ pub struct Checker {
     shared_starts: Vec<usize>,
     shared_bytes: usize,
     shared: Vec<Shadow>,
+    /// For each block of the cluster and warp of another: the thread that reached into the block last, at what tick, where.
+    reached: Vec<[Option<(usize, u32, Site)>; LANES]>,
     order: Order,
     sites: Sites,
 }
@@ -170,6 +172,7 @@ impl Checker {
             shared_starts,
             shared_bytes,
             shared: (0..blocks).map(|_| Shadow::new(shared_bytes)).collect(),
+            reached: vec![[None; LANES]; blocks],
             order: Order {
                 clocks: [[0; LANES]; LANES],
                 met: [0; LANES],
@@ -193,6 +196,7 @@ impl Checker {
         self.order.clocks = [[0; LANES]; LANES];
         self.order.met = [0; LANES];
         self.order.proxy_fences.fill(0);
+        self.reached.fill([None; LANES]);
         self.order.barriers.fill([[0; LANES]; 16]);
         for shared in &mut self.shared {
             shared.forget_accesses();
@@ -216,6 +220,23 @@ impl Checker {
         let warp = self.order.warp(warp);
         learn(&mut self.order.clocks[warp], known);
         self.order.met[warp] = self.order.met[warp].max(known[warp]);
+    }
+
+    /// `thread` arrives at a barrier of block `rank`, or writes to its shared memory.
+    pub fn reaches_into(&mut self, rank: usize, thread: usize, at: Site) {
+        let warp = self.order.warp(thread / LANES);
+        self.reached[rank][warp] = Some((self.order.thread(thread), self.order.clocks[warp][warp], at));
+    }
+
+    /// Block number, thread and line of what may reach into the block that runs when its last thread has ended.
+    pub fn ended_early(&self) -> Option<(usize, usize, Site)> {
+        let Order { rank, warps, clocks, block, .. } = &self.order;
+        let known = |other: usize| clocks[rank * warps..][..*warps].iter().map(|own| own[other]).max();
+        let mut reached = self.reached[*rank].iter().enumerate();
+        let late = reached.find_map(|(warp, reached)| reached.filter(|(_, tick, _)| known(warp) <= Some(*tick)));
+        let (thread, _, at) = late?;
+        let threads = warps * LANES;
+        Some((*block as usize * self.shared.len() + thread / threads, thread % threads, at))
     }
 
     /// `thread` orders its accesses before later ones by TMA and wgmma.

@@ -1,7 +1,7 @@
 //! The CPU back end: a block is one fiber per GPU thread, and whatever threads do together is a rendezvous of fibers.
 //!
 //! `block` runs the fibers and holds what a block is; `collective` is the rendezvous of a warp's lanes and of warps at
-//! barriers; `tensor` computes `ldmatrix` and `mma`; `hopper` is what only sm_90a has; `access` is memory,
+//! barriers; `tensor` computes `ldmatrix` and `mma`; `hopper` is what only `sm_90a` has; `access` is memory,
 //! `checker` what watches it (`shadow` what it remembers, `memory` the buffers it knows); `arithmetic` the special-function unit.
 
 mod access;

@@ -1,4 +1,4 @@
-//! sm_90a only: memory barriers, the tensor memory accelerator, warpgroup matrix products, clusters, register budgets.
+//! `sm_90a` only: memory barriers, the tensor memory accelerator, warpgroup matrix products, clusters, register budgets.
 //!
 //! The proxy rule: shared memory written by ordinary stores and read next by TMA or wgmma needs
 //! [`fence_async_proxy`] in each writing thread, then a barrier.

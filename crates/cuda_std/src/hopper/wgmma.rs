@@ -29,6 +29,7 @@ impl<const R: usize> SwizzledTile<R> {
     }
 
     /// The tile of this size that lies `count` such tiles further on.
+    #[must_use]
     #[inline(always)]
     pub fn same_shape_after(self, count: u32) -> Self {
         Self(self.0.wrapping_add(count as usize * R * 64))

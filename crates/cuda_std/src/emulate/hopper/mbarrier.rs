@@ -5,7 +5,7 @@ use super::super::block::{Block, fail, suspend, with, with_peer};
 use super::super::checker::{Clocks, Kind, learn};
 use super::super::collective::{Operation, Wait};
 use super::super::report::{Fault, Line, Site};
-use super::{check_rank, shared_offset};
+use super::{reach, shared_offset};
 use std::fmt::Write;
 use std::panic::Location;
 
@@ -135,7 +135,7 @@ pub unsafe fn mbarrier_arrive(barrier: *mut u64) {
 #[track_caller]
 pub unsafe fn mbarrier_arrive_cluster(barrier: *mut u64, rank: u32) {
     let at = Location::caller();
-    arrive(barrier, check_rank(rank, at), 0, at);
+    arrive(barrier, reach(rank, at), 0, at);
 }
 
 /// Comes back when the phase of this parity has ended, always true.

@@ -1,4 +1,4 @@
-//! sm_90a: memory barriers, TMA, warpgroup products, clusters.
+//! `sm_90a`: memory barriers, TMA, warpgroup products, clusters.
 //!
 //! What is asynchronous on the device happens here as late as it can: a load lands when no thread of its cluster can go
 //! on, a product is computed and a store is made when a thread waits for it. Until then the target of a load and the
@@ -170,18 +170,18 @@ pub unsafe fn stmatrix_x4(row: *mut u32, words: [u32; 4]) {
     unsafe { row.cast::<[u32; 4]>().write_unaligned(row_words) };
 }
 
-/// Stops the kernel if `block`, the number of a block of the cluster, is none.
-fn check_rank(rank: u32, at: Site) -> usize {
+/// Stops the kernel if the cluster has no block `rank`; notes that the running thread reaches into it.
+fn reach(rank: u32, at: Site) -> usize {
     let blocks = with(|block| block.cluster.len());
     if rank as usize >= blocks {
         let message = format!("names block {rank} of a cluster of {blocks}, at {}", super::report::Line(at));
         fail(Fault::Operand, at, None, message);
     }
-    if with_peer(rank as usize, |block| block.has_ended()) == Some(true) {
-        let message =
-            format!("reaches into block {rank} of its cluster, which has ended, at {}", super::report::Line(at));
-        fail(Fault::Operand, at, None, message);
-    }
+    with(|block| {
+        if let (true, Some(checker)) = (rank as usize != block.rank, &mut block.checker) {
+            checker.reaches_into(rank as usize, block.current, at);
+        }
+    });
     rank as usize
 }
 

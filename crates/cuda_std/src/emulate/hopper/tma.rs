@@ -5,7 +5,7 @@ use super::super::block::{Block, fail, with, with_peer};
 use super::super::checker::{Clocks, Kind};
 use super::super::report::{Fault, Line, Site};
 use super::mbarrier::{complete_bytes, locate};
-use super::{check_rank, shared_offset, swizzle};
+use super::{reach, shared_offset, swizzle};
 use std::ops::Range;
 use std::panic::Location;
 use std::{mem, ptr};
@@ -159,7 +159,7 @@ unsafe fn load(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, b
     for (_, columns, from) in map.inside(x, y) {
         check(Kind::Read, from, columns.len() * 2, 2, at);
     }
-    let ranks = (0..16).filter(|rank| blocks >> rank & 1 != 0).map(|rank| check_rank(rank, at));
+    let ranks = (0..16).filter(|rank| blocks >> rank & 1 != 0).map(|rank| reach(rank, at));
     for rank in ranks {
         let barrier = locate(barrier, rank, at);
         let tile = with_peer(rank, |block| block.shared_base().addr() + to).unwrap_or_default();
@@ -213,7 +213,9 @@ pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
 pub fn tma_commit() {
     with(|block| {
         let stores = block.hopper.stores.entry(block.current).or_default();
-        stores.iter_mut().for_each(|store| store.committed = true);
+        for store in stores {
+            store.committed = true;
+        }
     });
 }
 

@@ -2,7 +2,7 @@
 //! closed it and one waits for it. Ownership of accumulators is that of [`crate::hopper::wgmma`].
 //!
 //! From its first product to the `settle` that follows the wait, an accumulator lives here, and what the thread has in
-//! its place is a NaN that arithmetic does not make: whether a thread wrote there meanwhile can be told.
+//! its place is a signalling NaN, which arithmetic makes a quiet one: whether a thread wrote there meanwhile can be told.
 
 use super::super::LANES;
 use super::super::access::check;
@@ -20,7 +20,7 @@ const THREADS: usize = 128;
 const M: usize = 64;
 const K: usize = 16;
 /// What a thread has in place of accumulators that live here.
-const UNDER_WAY: u32 = 0x7fed_cba9;
+const UNDER_WAY: u32 = 0x7fad_cba9;
 
 pub struct Warpgroup {
     /// Number of the oldest group that is not computed.

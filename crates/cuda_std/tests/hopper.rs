@@ -1,0 +1,406 @@
+//! The sm_90a primitives against plain loops, and planted faults.
+
+use cuda_std::emulate::{Fault, Memory, Report};
+use cuda_std::hopper::mbarrier::MBarriers;
+use cuda_std::hopper::wgmma::Accumulators;
+use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, cluster, tma, wgmma};
+use cuda_std::launch::Launch;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, element, kernel, thread, warp};
+
+const SHARED: usize = 48 << 10;
+
+/// A tile, the same memory as plain elements, and a barrier behind it.
+fn shared<const R: usize>() -> (SwizzledTile<R>, SharedArray<bf16>, MBarriers) {
+    let mut layout = Layout::new();
+    (layout.swizzled(), Layout::new().array(R * 64), layout.mbarriers(2))
+}
+
+fn begin(barriers: MBarriers, arrivals: u32) {
+    if thread::thread_idx_x() == 0 {
+        barriers.at(0).init(arrivals);
+        barriers.at(1).init(arrivals);
+        MBarrier::fence_init();
+    }
+    thread::sync_threads();
+}
+
+fn values(count: usize) -> Vec<bf16> {
+    let value = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 16) % 2001) as f32 / 1000.0 - 1.0;
+    (0..count as u32).map(|i| bf16::from_f32(value(i))).collect()
+}
+
+fn wide(values: &[bf16]) -> Vec<f32> {
+    values.iter().map(|x| x.to_f32()).collect()
+}
+
+/// A map over 20 x 72 at `values`, boxes of 16 rows.
+fn map_of(memory: &mut Memory, base: Global<bf16>) -> Global<TensorMap> {
+    memory.input("map", &[TensorMap::emulated(base, 20, 72, 160, 16, 64)])
+}
+
+#[kernel(threads = 32)]
+fn load_box(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32) {
+    let (tile, plain, barriers) = shared::<16>();
+    begin(barriers, 1);
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        tile.load(map, x, y, barriers.at(0));
+    }
+    barriers.at(0).wait(0);
+    for i in (warp::lane() as usize..16 * 64).step_by(32) {
+        out.set(i, plain.at(i));
+    }
+}
+
+#[test]
+fn load_swizzles_and_fills_with_zeros() {
+    let tensor = values(20 * 80);
+    for (x, y) in [(0, 0), (64, 8), (5, 19), (-3i32, -2i32), (72, 0), (0, 20)] {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &tensor);
+        let (map, out) = (map_of(&mut memory, base), memory.output("out", 16 * 64));
+        load_box(out, map, x as u32, y as u32).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        let got = wide(&memory.read(out));
+        for (i, got) in got.into_iter().enumerate() {
+            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y + row as i32, x + ((piece ^ (row % 8)) * 8 + element) as i32);
+            let inside = (0..20).contains(&r) && (0..72).contains(&c);
+            let want = if inside { tensor[(r * 80 + c) as usize].to_f32() } else { 0.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, piece {piece}, element {element}");
+        }
+    }
+}
+
+#[kernel(threads = 32)]
+fn store_box(out: Global<TensorMap>, inp: Global<bf16>, x: u32, y: u32) {
+    let (tile, plain, _) = shared::<16>();
+    for i in (warp::lane() as usize..16 * 64).step_by(32) {
+        plain.set(i, inp.at(i));
+    }
+    hopper::fence_async_proxy();
+    warp::sync();
+    if warp::lane() == 0 {
+        tile.store(out, x, y);
+        tma::commit_stores();
+        tma::wait_stores();
+    }
+}
+
+#[test]
+fn store_clips() {
+    let tile = values(16 * 64);
+    for (x, y) in [(0, 0), (64, 8), (5, 19)] {
+        let mut memory = Memory::new();
+        let out = memory.buffer("out", &[bf16::from_f32(77.0); 20 * 80]);
+        let map = map_of(&mut memory, out.reader());
+        let inp = memory.input("inp", &tile);
+        store_box(map, inp, x, y).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
+            let (row, column) = ((i / 80).wrapping_sub(y as usize), (i % 80).wrapping_sub(x as usize));
+            let written = row < 16 && column < 64 && i % 80 < 72;
+            let at =
+                row.wrapping_mul(64).wrapping_add(((column / 8) ^ (row % 8)).wrapping_mul(8)).wrapping_add(column % 8);
+            let want = if written { tile[at].to_f32() } else { 77.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): {row}, {column}");
+        }
+    }
+}
+
+/// How the operands of a product lie.
+const BOTH_SHARED: u32 = 0;
+const LEFT_IN_REGISTERS: u32 = 1;
+const RIGHT_BY_ROWS: u32 = 2;
+
+/// out (64, N) = 2 · a (64, 64) · b (N, 64)^T, or b (64, N) by rows; N twice the floats of `A`.
+#[kernel(threads = 128, instances(
+    n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n256 = <[f32; 128], 256, 0>,
+    left64 = <[f32; 32], 64, 1>, left128 = <[f32; 64], 128, 1>, left256 = <[f32; 128], 256, 1>,
+    rows64 = <[f32; 32], 64, 2>))]
+fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
+    out: GlobalMut<f32>,
+    a: Global<bf16>,
+    b: Global<bf16>,
+) {
+    let mut layout = Layout::new();
+    let (tile_a, tile_b) = (layout.swizzled::<64>(), layout.swizzled::<N>());
+    let elements: SharedArray<bf16> = Layout::new().array((64 + N) * 64);
+    let place = |row: usize, column: usize| row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+    let thread = thread::thread_idx_x() as usize;
+    for i in (thread..(64 + N) * 64).step_by(128) {
+        let value = if i < 64 * 64 { a.at(i) } else { b.at(i - 64 * 64) };
+        elements.set(place(i / 64, i % 64), value);
+    }
+    hopper::fence_async_proxy();
+    thread::sync_threads();
+    let mut d = A::ZERO;
+    wgmma::fence();
+    for round in 0..2 {
+        for k in 0..4 {
+            let accumulate = round + k > 0;
+            let left = || tile_a.left(thread as u32 / 32 * 16, k);
+            match KIND {
+                BOTH_SHARED => d.product(tile_a.operand(k), tile_b.operand(k), accumulate),
+                LEFT_IN_REGISTERS => d.product_with(left(), tile_b.operand(k), accumulate),
+                RIGHT_BY_ROWS => d.product_with_rows(left(), tile_b.operand_by_rows(k), accumulate),
+                _ => unreachable!("KIND is one of three"),
+            }
+        }
+        wgmma::commit();
+    }
+    wgmma::wait::<0>();
+    d.settle();
+    let (warp, g, c) = (thread / 32, thread % 32 / 4, thread % 4);
+    for (i, value) in d.as_mut().iter().enumerate() {
+        let (row, column) = (16 * warp + g + i / 2 % 2 * 8, i / 4 * 8 + 2 * c + i % 2);
+        out.set(row * N + column, *value);
+    }
+}
+
+fn check_product(n: usize, by_rows: bool, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
+    let (a, b) = (values(64 * 64), values(64 * (64 + n)).split_off(64 * 64));
+    let mut memory = Memory::new();
+    let (out, a_, b_) = (memory.output("out", 64 * n), memory.input("a", &a), memory.input("b", &b));
+    launch(out, a_, b_).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+    for (i, got) in memory.read(out).into_iter().enumerate() {
+        let (row, column) = (i / n, i % n);
+        let b = |k: usize| b[if by_rows { k * 64 + column } else { column * 64 + k }].to_f64();
+        let want: f64 = (0..64).map(|k| 2.0 * a[row * 64 + k].to_f64() * b(k)).sum();
+        assert!((f64::from(got) - want).abs() < 1e-4, "N = {n}, {row}, {column}: got {got}, want {want}");
+    }
+}
+
+trait Wide {
+    fn to_f64(self) -> f64;
+}
+
+impl Wide for bf16 {
+    fn to_f64(self) -> f64 {
+        f64::from(self.to_f32())
+    }
+}
+
+#[test]
+fn products() {
+    check_product(64, false, product::<[f32; 32], 64, 0>);
+    check_product(128, false, product::<[f32; 64], 128, 0>);
+    check_product(256, false, product::<[f32; 128], 256, 0>);
+    check_product(64, false, product::<[f32; 32], 64, 1>);
+    check_product(128, false, product::<[f32; 64], 128, 1>);
+    check_product(256, false, product::<[f32; 128], 256, 1>);
+    check_product(64, true, product::<[f32; 32], 64, 2>);
+}
+
+/// Accumulators through `stmatrix` into a tile, whose rows are as the products' ownership has them.
+#[kernel(threads = 32)]
+fn store_fragments(out: GlobalMut<bf16>) {
+    let (tile, plain, _) = shared::<16>();
+    let (g, c) = (warp::lane() / 4, warp::lane() % 4);
+    let pair = |row: u32, column: u32| element::pack_pair((row * 16 + column) as f32, (row * 16 + column + 1) as f32);
+    let words = [pair(g, 2 * c), pair(g + 8, 2 * c), pair(g, 2 * c + 8), pair(g + 8, 2 * c + 8)];
+    tile.store_matrices(warp::lane() % 16, 2 + warp::lane() / 16, words);
+    warp::sync();
+    for i in (warp::lane() as usize..256).step_by(32) {
+        let (row, column) = (i / 16, 16 + i % 16);
+        out.set(i, plain.at(row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8));
+    }
+}
+
+#[test]
+fn stmatrix() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 256);
+    store_fragments(out).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+    let want: Vec<f32> = (0..256u16).map(f32::from).collect();
+    assert_eq!(wide(&memory.read(out)), want);
+}
+
+/// Block 0 loads for both blocks; each then tells the other that it has read.
+#[kernel(threads = 32, cluster = 2)]
+fn multicast(out: GlobalMut<bf16>, map: Global<TensorMap>) {
+    let (tile, plain, barriers) = shared::<16>();
+    begin(barriers, 1);
+    cluster::sync();
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        if cluster::block_rank() == 0 {
+            tile.load_multicast(map, 0, 0, barriers.at(0), 0b11);
+        }
+    }
+    barriers.at(0).wait(0);
+    out.set(thread::index_1d(), plain.at(warp::lane() as usize));
+    warp::sync();
+    if warp::lane() == 0 {
+        barriers.at(1).arrive_at(1 - cluster::block_rank());
+    }
+    barriers.at(1).wait(0);
+    cluster::sync();
+}
+
+#[test]
+fn clusters_share_loads_and_barriers() {
+    let tensor = values(20 * 80);
+    let mut memory = Memory::new();
+    let base = memory.input("tensor", &tensor);
+    let (map, out) = (map_of(&mut memory, base), memory.output("out", 4 * 32));
+    let launch = multicast(out, map);
+    launch.emulate_cluster_checked(&mut memory, [4, 1, 1], SHARED, 2).unwrap();
+    for block in wide(&memory.read(out)).chunks(32) {
+        assert_eq!(block, wide(&tensor[..32]));
+    }
+    let error = launch.emulate_cluster_checked(&mut memory, [3, 1, 1], SHARED, 2).unwrap_err();
+    assert_eq!(error.fault, Fault::Launch, "{error}");
+}
+
+/// The line of this file that ends with `// <mark>`.
+fn line(mark: &str) -> u32 {
+    let end = format!("// {mark}");
+    let mut found = include_str!("hopper.rs").lines().enumerate().filter(|(_, l)| l.ends_with(&end));
+    found.next().unwrap_or_else(|| panic!("no line is marked {mark}")).0 as u32 + 1
+}
+
+#[track_caller]
+fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
+    println!("{report}\n");
+    assert_eq!(report.fault, fault, "{report}");
+    assert_eq!(report.at.map(std::panic::Location::line), Some(line(at)), "{report}");
+    assert_eq!(report.other.map(std::panic::Location::line), other.map(line), "{report}");
+}
+
+/// One planted fault.
+#[derive(Clone, Copy, PartialEq)]
+#[repr(u32)]
+enum Planted {
+    TooFewBytes,
+    NotInitialised,
+    ArrivesTwice,
+    ReadBeforeWait,
+    NobodyWaits,
+    NoProxyFence,
+    StoreNotWaited,
+    StoreOverwritten,
+    OverwrittenTooEarly,
+}
+
+#[kernel(threads = 64)]
+fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
+    let is = |planted: Planted| fault == planted as u32;
+    let (tile, plain, barriers) = shared::<16>();
+    if !is(Planted::NotInitialised) {
+        begin(barriers, 1);
+    }
+    let thread = thread::thread_idx_x();
+    if thread == 0 {
+        let bytes = SwizzledTile::<16>::BYTES + if is(Planted::TooFewBytes) { 16 } else { 0 };
+        barriers.at(0).arrive_expecting(bytes); // first_arrival
+        if is(Planted::ArrivesTwice) {
+            barriers.at(0).arrive(); // second_arrival
+        }
+        tile.load(map, 0, 0, barriers.at(0)); // load
+    }
+    if is(Planted::ReadBeforeWait) {
+        thread::sync_threads();
+        plain.at(0); // read_before_wait
+    }
+    if is(Planted::NobodyWaits) {
+        return;
+    }
+    barriers.at(0).wait(0); // wait
+    let _ = plain.at(thread as usize); // read
+    if is(Planted::OverwrittenTooEarly) {
+        if thread == 0 {
+            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            tile.load(map, 0, 0, barriers.at(0)); // load_again
+        }
+        barriers.at(0).wait(1);
+    }
+    thread::sync_threads();
+    plain.set(thread as usize, bf16::from_f32(1.0)); // write
+    if !is(Planted::NoProxyFence) {
+        hopper::fence_async_proxy();
+    }
+    thread::sync_threads();
+    if thread == 0 {
+        tile.store(out, 0, 0); // store
+        tma::commit_stores();
+        if is(Planted::StoreOverwritten) {
+            plain.set(0, bf16::from_f32(2.0));
+        }
+        if !is(Planted::StoreNotWaited) {
+            tma::wait_stores(); // wait_stores
+        }
+    }
+}
+
+#[test]
+fn planted_faults() {
+    let run = |fault: u32| {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &values(20 * 80));
+        let map = map_of(&mut memory, base);
+        let out = memory.buffer("out", &values(20 * 80));
+        let out = memory.input("map of out", &[TensorMap::emulated(out.reader(), 20, 72, 160, 16, 64)]);
+        planted(map, out, fault).emulate_checked(&mut memory, [1, 1, 1], SHARED)
+    };
+    run(u32::MAX).unwrap();
+    let found = |fault: Planted| run(fault as u32).unwrap_err();
+    let bytes = found(Planted::TooFewBytes);
+    expect(&bytes, Fault::Deadlock, "wait", None);
+    assert!(bytes.to_string().contains("lacks 16 bytes"), "{bytes}");
+    expect(&found(Planted::NotInitialised), Fault::Uninitialised, "first_arrival", None);
+    expect(&found(Planted::ArrivesTwice), Fault::Operand, "second_arrival", None);
+    expect(&found(Planted::ReadBeforeWait), Fault::AsyncCopy, "read_before_wait", Some("load"));
+    expect(&found(Planted::NobodyWaits), Fault::AsyncCopy, "load", None);
+    expect(&found(Planted::NoProxyFence), Fault::Race, "store", Some("write"));
+    expect(&found(Planted::StoreNotWaited), Fault::AsyncCopy, "store", None);
+    expect(&found(Planted::StoreOverwritten), Fault::AsyncCopy, "store", Some("wait_stores"));
+    expect(&found(Planted::OverwrittenTooEarly), Fault::AsyncCopy, "read", Some("load_again"));
+}
+
+#[kernel(threads = 128)]
+fn impatient(settles: u32) {
+    let tile = Layout::new().swizzled::<64>();
+    let plain: SharedArray<bf16> = Layout::new().array(64 * 64);
+    for i in (thread::thread_idx_x() as usize..64 * 64).step_by(128) {
+        plain.set(i, bf16::from_f32(1.0));
+    }
+    hopper::fence_async_proxy();
+    thread::sync_threads();
+    let mut d = <[f32; 32]>::ZERO;
+    wgmma::fence();
+    d.product(tile.operand(0), tile.operand(0), false); // product
+    wgmma::commit();
+    if settles == 0 {
+        d[3] += 1.0;
+        wgmma::wait::<0>();
+        d.settle(); // settle
+    } else {
+        d.settle(); // settle_early
+        wgmma::wait::<0>();
+    }
+}
+
+#[test]
+fn accumulators_touched_before_their_wait() {
+    let run = |settles| impatient(settles).emulate_checked(&mut Memory::new(), [1, 1, 1], SHARED).unwrap_err();
+    expect(&run(0), Fault::Accumulators, "settle", Some("product"));
+    expect(&run(1), Fault::Accumulators, "settle_early", Some("product"));
+}
+
+/// Block 1 arrives at a barrier of block 0, which does not stay for it.
+#[kernel(threads = 32, cluster = 2)]
+fn hasty() {
+    let (_, _, barriers) = shared::<16>();
+    begin(barriers, 1);
+    cluster::sync();
+    if cluster::block_rank() == 1 {
+        barriers.at(0).arrive_at(0); // arrive_at
+    }
+}
+
+#[test]
+fn block_of_a_cluster_that_may_have_ended() {
+    let report = hasty().emulate_cluster_checked(&mut Memory::new(), [2, 1, 1], SHARED, 2).unwrap_err();
+    expect(&report, Fault::Race, "arrive_at", None);
+    assert_eq!(report.block, [0, 0, 0]);
+}
