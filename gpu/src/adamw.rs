@@ -6,6 +6,8 @@
 //!
 //! The gradients are scaled by what brings their norm down to `clip`, found on the device, so that no host round trip
 //! stands between the norm and the update; a norm that is not finite leaves everything as it was.
+//!
+//! Every operation is correctly rounded, so that any device gives the same bits: the kernel waits for memory, not for them.
 
 use crate::noise;
 use cuda_std::{Element, Global, GlobalMut, Packet, kernel, math, thread};
@@ -37,8 +39,8 @@ impl Update {
         let grad = grad * self.grad_scale;
         let m = lerp(grad, m, self.beta1);
         let v = lerp(grad * grad, v, self.beta2);
-        let step = (m / self.correction1) / (math::sqrt(v / self.correction2) + self.epsilon);
-        [m, v, old - self.learning_rate * math::fma(self.weight_decay, old, step)]
+        let step = math::div_rn(m * self.correction1, math::sqrt_rn(v * self.correction2) + self.epsilon);
+        [m, v, math::fma(-self.learning_rate, math::fma(self.weight_decay, old, step), old)]
     }
 }
 
@@ -54,12 +56,12 @@ fn grad_scale(norm: f32, clip: f32) -> Option<f32> {
     if !norm.is_finite() {
         return None;
     }
-    Some(if norm > clip { clip / norm } else { 1.0 })
+    Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
 }
 
 /// One step on params (n), m (n), v (n) and masters (n, or null for none) with grads (n). `norm` (1) is that of all
-/// gradients, not of this range alone; `clip` may be infinite. `correction1` is 1 - beta1^t,
-/// `correction2` 1 - beta2^t, t from 1. `seed` is for this launch only. One packet of T per thread.
+/// gradients, not of this range alone; `clip` may be infinite. `correction1` is 1 / (1 - beta1^t),
+/// `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. One packet of T per thread.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,

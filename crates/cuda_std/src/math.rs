@@ -1,5 +1,8 @@
-//! f32 functions at the speed of the special-function unit, with errors of a few units in the last place.
-//! Products and sums are contracted to fused multiply-adds by the device compiler; results differ from the CPU's there.
+//! f32 functions. Unless their names end in `_rn` (rounded to nearest) they have the speed of the special-function unit, and
+//! errors of a few units in the last place.
+//!
+//! The device compiler contracts products and sums to fused multiply-adds and approximates `/`, so results differ from the
+//! CPU's there. A kernel of [`fma`], [`div_rn`], [`sqrt_rn`] and lone products or sums gives the same bits on both.
 
 use crate::backend;
 
@@ -49,6 +52,18 @@ pub fn rsqrt(x: f32) -> f32 {
 #[inline(always)]
 pub fn sqrt(x: f32) -> f32 {
     backend::sqrt(x)
+}
+
+/// a / b, correctly rounded (`div.rn.f32`).
+#[inline(always)]
+pub fn div_rn(a: f32, b: f32) -> f32 {
+    backend::div_rn(a, b)
+}
+
+/// Square root, correctly rounded (`sqrt.rn.f32`).
+#[inline(always)]
+pub fn sqrt_rn(x: f32) -> f32 {
+    backend::sqrt_rn(x)
 }
 
 /// tanh x = 1 - 2 / (e^2x + 1): absolute error under 1e-6. Saturates to ±1.

@@ -9,7 +9,7 @@ use anyhow::Result;
 use std::io::{Write, stderr};
 
 /// Where to compute, and how precisely.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct Hardware {
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
@@ -21,15 +21,19 @@ pub struct Hardware {
     /// With --precision fp32 on a GPU: multiply on tensor cores, with 10 bits of mantissa
     #[arg(long)]
     pub tf32: bool,
+
+    /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
+    #[arg(long, value_name = "ARCH")]
+    pub kernels: Option<String>,
 }
 
 impl Hardware {
-    pub fn open(self) -> Result<Opened> {
-        open::open(self.device, self.precision, self.tf32)
+    pub fn open(&self) -> Result<Opened> {
+        open::open(self.device, self.precision, self.tf32, self.kernels.as_deref())
     }
 
     /// As [`open`](Self::open), for commands whose standard output is their result.
-    pub fn open_quietly(self) -> Result<Box<dyn Engine>> {
+    pub fn open_quietly(&self) -> Result<Box<dyn Engine>> {
         let Opened { engine, note } = self.open()?;
         if let Some(note) = note {
             writeln!(stderr(), "{note}")?;

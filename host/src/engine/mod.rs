@@ -184,6 +184,11 @@ pub trait Engine {
     /// `None` where MFU makes no sense (a CPU).
     fn peak(&self) -> Option<Peak>;
 
+    /// An engine that runs this one's kernels, with the same grids, in the emulator; `None` where there are no kernels.
+    fn emulated(&self) -> Option<Box<dyn Engine>> {
+        None
+    }
+
     /// Adds the engine's own scratch buffers to the plan.
     fn plan(&mut self, plan: &mut Plan, scope: &Scope);
 

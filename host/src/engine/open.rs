@@ -21,9 +21,11 @@ pub struct Opened {
     pub note: Option<String>,
 }
 
-/// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only. `tf32` is a GPU's, see [`Options`].
-pub fn open(device: Device, precision: Option<Precision>, tf32: bool) -> Result<Opened> {
-    let cuda = || super::cuda::open(&Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32 });
+/// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only. `tf32` and `kernels` are a GPU's, see [`Options`].
+pub fn open(device: Device, precision: Option<Precision>, tf32: bool, kernels: Option<&str>) -> Result<Opened> {
+    let options =
+        Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32, kernels: kernels.map(str::to_owned) };
+    let cuda = || super::cuda::open(&options);
     let cpu = || -> Box<dyn Engine> { Box::new(Cpu::new()) };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {

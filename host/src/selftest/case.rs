@@ -45,6 +45,8 @@ pub struct Case {
     pub(super) scope: Scope,
     /// A batch of tokens below the vocabulary's size, loaded into the first operand.
     pub(super) batch: Option<(BatchLayout, i32)>,
+    /// Gives the same bits wherever its kernel runs: integers, single rounded operations, sums of two or in a fixed order.
+    pub(super) exact: bool,
     pub(super) run: Operation,
     /// Floats (of the engine's type) and other bytes that must cross device memory at least once.
     pub(super) floats_moved: usize,
@@ -78,6 +80,15 @@ impl Case {
             (operand.name, Error::between(&got, &want, tolerance, operand.dtype.unwrap_or(float)))
         });
         Ok(Outcome { errors: errors.collect() })
+    }
+
+    /// As [`check`](Self::check) against the same kernels in the emulator, where an exact case may differ in no bit.
+    pub fn check_emulated(&self, engine: &mut dyn Engine, emulated: &mut dyn Engine) -> Result<Outcome> {
+        let mut outcome = self.check(engine, emulated)?;
+        if self.exact {
+            outcome.errors.iter_mut().for_each(|(_, error)| error.allowed = 0.0);
+        }
+        Ok(outcome)
     }
 
     /// Times the case on random inputs, without comparing.

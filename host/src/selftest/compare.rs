@@ -36,6 +36,9 @@ pub struct Error {
     pub got: f32,
     pub want: f32,
     pub allowed: f32,
+    /// Values compared, and how many differ in some bit (two NaNs do not).
+    pub values: usize,
+    pub differing: usize,
 }
 
 impl Error {
@@ -43,23 +46,23 @@ impl Error {
         let square = want.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>();
         let rms = (square / want.len().max(1) as f64).sqrt() as f32;
         let allowed = if dtype == DType::Bf16 { tolerance.bf16 } else { tolerance.f32 };
-        let mut worst = Self { relative: 0.0, at: 0, got: 0.0, want: 0.0, allowed };
+        let mut worst = Self { relative: 0.0, at: 0, got: 0.0, want: 0.0, allowed, values: want.len(), differing: 0 };
         for (at, (&got, &want)) in got.iter().zip(want).enumerate() {
             // Equal bits first: infinities that agree have no distance.
-            let relative = if got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) {
-                0.0
-            } else {
-                (got - want).abs() / (want.abs() + rms)
-            };
+            if got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) {
+                continue;
+            }
+            worst.differing += 1;
+            let relative = (got - want).abs() / (want.abs() + rms);
             let relative = if relative.is_nan() { f32::INFINITY } else { relative };
             if relative > worst.relative {
-                worst = Self { relative, at, got, want, allowed };
+                worst = Self { relative, at, got, want, ..worst };
             }
         }
         worst
     }
 
     pub fn ok(&self) -> bool {
-        self.relative <= self.allowed
+        self.relative <= self.allowed && (self.allowed > 0.0 || self.differing == 0)
     }
 }

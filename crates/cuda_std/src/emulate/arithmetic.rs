@@ -1,5 +1,6 @@
 //! The special-function unit and conversions. The device's functions are approximations with errors of a few units in
-//! the last place; these are the correctly rounded neighbours, with the same flushing of subnormals.
+//! the last place; these are the correctly rounded neighbours, with the same flushing of subnormals. `fma` and the `_rn`
+//! functions are the device's bit for bit.
 
 /// Subnormals as zero of the same sign.
 fn flush(x: f32) -> f32 {
@@ -28,6 +29,14 @@ pub fn sqrt(x: f32) -> f32 {
 
 pub fn tanh(x: f32) -> f32 {
     x.tanh()
+}
+
+pub fn sqrt_rn(x: f32) -> f32 {
+    x.sqrt()
+}
+
+pub fn div_rn(a: f32, b: f32) -> f32 {
+    a / b
 }
 
 pub fn fma(a: f32, b: f32, c: f32) -> f32 {

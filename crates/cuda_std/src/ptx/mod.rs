@@ -68,6 +68,7 @@ unary! {
     recip = "rcp.approx.ftz.f32"
     rsqrt = "rsqrt.approx.ftz.f32"
     sqrt = "sqrt.approx.ftz.f32"
+    sqrt_rn = "sqrt.rn.f32"
     tanh = "tanh.approx.f32"
     tf32 = "cvt.rna.tf32.f32"
 }
@@ -75,6 +76,17 @@ unary! {
 #[inline(always)]
 pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     core::intrinsics::fmaf32(a, b, c)
+}
+
+#[inline(always)]
+pub fn div_rn(a: f32, b: f32) -> f32 {
+    let quotient;
+    // SAFETY: arithmetic on registers.
+    unsafe {
+        asm!("div.rn.f32 {}, {}, {};", out(reg32) quotient, in(reg32) a, in(reg32) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    quotient
 }
 
 /// `low` and `high` rounded to bf16, `high` in the upper half.

@@ -14,7 +14,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, range: Optimized, norm: Tensor
         Some(master) => cuda.output("master", master, n)?,
         None => GlobalMut::new(std::ptr::null_mut()),
     };
-    let correction = |beta: f32| (1.0 - f64::from(beta).powi(settings.step as i32)) as f32;
+    let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powi(settings.step as i32))) as f32;
     let launch = adamw::adamw::<T>(
         cuda.output("params", range.params, n)?,
         masters,

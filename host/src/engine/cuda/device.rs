@@ -1,6 +1,6 @@
 //! The executor that is a GPU.
 
-use super::executor::Executor;
+use super::executor::{Emulation, Executor};
 use super::tensor_maps::{Key, TensorMaps};
 use super::{Options, Precision, modules, peak};
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
@@ -67,7 +67,7 @@ impl Clock {
 impl Device {
     pub fn open(options: &Options) -> Result<Self> {
         let gpu = Gpu::open(options.gpu)?;
-        let choice = modules::select(modules::embedded()?, gpu.info())?;
+        let choice = modules::select(modules::embedded()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
@@ -110,8 +110,8 @@ impl Executor for Device {
         peak::peak(self.gpu.info(), float)
     }
 
-    fn multiprocessors(&self) -> usize {
-        self.gpu.info().multiprocessors as usize
+    fn emulation(&self) -> Emulation {
+        Emulation { multiprocessors: self.gpu.info().multiprocessors as usize, hopper: self.tensor_maps.is_some() }
     }
 
     fn shared_memory(&self, blocks: usize) -> usize {

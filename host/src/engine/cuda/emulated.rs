@@ -1,6 +1,6 @@
 //! The executor that is the CPU: kernels through the emulator, matrix products through a CPU GEMM.
 
-use super::executor::Executor;
+use super::executor::{Emulation, Executor};
 use super::gemm;
 use super::tensor_maps::Key;
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
@@ -18,26 +18,21 @@ use std::time::Instant;
 #[repr(C, align(1024))]
 struct Page([u8; 1024]);
 
-/// A GPU with few multiprocessors, so that small tests fill more than one wave.
-const MULTIPROCESSORS: usize = 4;
-
 #[derive(Default)]
 pub struct Emulated {
     memory: Vec<Page>,
     reads: HashMap<u64, Reading>,
     start: Option<Instant>,
     next_ticket: u64,
-    /// Runs the kernels for sm_90a where there are some.
-    hopper: bool,
+    emulation: Emulation,
     uploading: Option<HostBuffer>,
     /// Boxed: kernels have their addresses.
     tensor_maps: HashMap<Key, Box<TensorMap>>,
 }
 
 impl Emulated {
-    /// With `hopper`, the kernels for sm_90a run where there are some.
-    pub fn new(hopper: bool) -> Self {
-        Self { hopper, ..Self::default() }
+    pub fn new(emulation: Emulation) -> Self {
+        Self { emulation, ..Self::default() }
     }
 }
 
@@ -55,8 +50,8 @@ impl Executor for Emulated {
         None
     }
 
-    fn multiprocessors(&self) -> usize {
-        MULTIPROCESSORS
+    fn emulation(&self) -> Emulation {
+        self.emulation
     }
 
     fn shared_memory(&self, blocks: usize) -> usize {
@@ -76,7 +71,7 @@ impl Executor for Emulated {
         columns: usize,
         (box_rows, box_columns): (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
-        if !self.hopper {
+        if !self.emulation.hopper {
             return Ok(None);
         }
         let row_bytes = columns * size_of::<bf16>();

@@ -7,6 +7,21 @@ use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 
+/// The GPU that an emulator stands for.
+#[derive(Clone, Copy, Debug)]
+pub struct Emulation {
+    pub multiprocessors: usize,
+    /// Runs the kernels for sm_90a where there are some.
+    pub hopper: bool,
+}
+
+impl Default for Emulation {
+    /// A small one: so few multiprocessors that small tests fill more than one wave.
+    fn default() -> Self {
+        Self { multiprocessors: 4, hopper: false }
+    }
+}
+
 /// A GPU or the emulator. Work is done in the order of the calls.
 pub trait Executor {
     fn describe(&self) -> String;
@@ -17,7 +32,12 @@ pub trait Executor {
     /// Peak rate in products of this storage type.
     fn peak(&self, float: DType) -> Option<Peak>;
 
-    fn multiprocessors(&self) -> usize;
+    /// What the emulator must know to launch the same kernels with the same geometry.
+    fn emulation(&self) -> Emulation;
+
+    fn multiprocessors(&self) -> usize {
+        self.emulation().multiprocessors
+    }
 
     /// Bytes of shared memory for each block where `blocks` share a multiprocessor.
     fn shared_memory(&self, blocks: usize) -> usize;

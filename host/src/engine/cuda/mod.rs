@@ -34,7 +34,7 @@ use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use executor::Executor;
+use executor::{Emulation, Executor};
 use std::marker::PhantomData;
 
 /// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
@@ -45,13 +45,15 @@ pub enum Precision {
 }
 
 /// How to run on a GPU.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// The driver's number of the GPU, from 0.
     pub gpu: usize,
     pub precision: Precision,
     /// With `Fp32`: multiply with 10-bit mantissas, on tensor cores.
     pub tf32: bool,
+    /// Architecture whose kernels run, `sm_80`, instead of the newest that the GPU can run.
+    pub kernels: Option<String>,
 }
 
 /// The engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
@@ -63,7 +65,8 @@ pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
 /// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside. With `hopper`, the kernels for
 /// sm_90a where there are some.
 pub fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    over(Box::new(emulated::Emulated::new(hopper)), precision)
+    let emulation = Emulation { hopper, ..Emulation::default() };
+    over(Box::new(emulated::Emulated::new(emulation)), precision)
 }
 
 fn over(executor: Box<dyn Executor>, precision: Precision) -> Box<dyn Engine> {
@@ -180,6 +183,10 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn float(&self) -> DType {
         T::DTYPE
+    }
+
+    fn emulated(&self) -> Option<Box<dyn Engine>> {
+        Some(Box::new(Self::new(Box::new(emulated::Emulated::new(self.executor.emulation())))))
     }
 
     fn memory_free(&self) -> Result<usize> {

@@ -50,9 +50,9 @@ pub fn embedded() -> Result<&'static [Module]> {
     Ok(MODULES)
 }
 
-/// The newest architecture that the GPU can run. A cubin runs on its own major version from its minor version on, PTX on
+/// The newest architecture that the GPU can run, or the `wanted` one. A cubin runs on its own major version from its minor version on, PTX on
 /// everything newer, and what is built for an "a" architecture on exactly that one.
-pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo) -> Result<Choice<'a>> {
+pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
         major >= 8,
@@ -68,11 +68,13 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo) -> Result<Choice<'a>
             }
         })
     };
-    let best = modules.iter().filter(runs).max_by_key(|module| Architecture::of(module));
+    let chosen = |module: &&Module| wanted.is_none_or(|arch| module.arch == arch);
+    let best = modules.iter().filter(runs).filter(chosen).max_by_key(|module| Architecture::of(module));
     let module = best.with_context(|| {
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
+        let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
         format!(
-            "{} has compute capability {major}.{minor}; this program has kernels for {}",
+            "{} has compute capability {major}.{minor}{asked}; this program has kernels for {}",
             info.name,
             have.join(", ")
         )
@@ -137,17 +139,23 @@ mod tests {
             ((10, 0), "sm_80 PTX"),
             ((12, 0), "sm_80 PTX"),
         ] {
-            assert_eq!(select(&both, &gpu(capability)).unwrap().to_string(), expected, "{capability:?}");
+            assert_eq!(select(&both, &gpu(capability), None).unwrap().to_string(), expected, "{capability:?}");
         }
         let without_cubins = [module("sm_80", None), module("sm_90a", None)];
-        assert_eq!(select(&without_cubins, &gpu((9, 0))).unwrap().to_string(), "sm_90a PTX");
+        assert_eq!(select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string(), "sm_90a PTX");
+        assert_eq!(select(&both, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
+        let text = select(&both, &gpu((8, 0)), Some("sm_90a")).unwrap_err().to_string();
+        assert!(
+            text.contains("8.0, --kernels sm_90a was asked for; this program has kernels for sm_80, sm_90a"),
+            "{text}"
+        );
     }
 
     #[test]
     fn an_old_gpu_is_named_and_sent_to_the_cpu() {
-        let text = select(&[module("sm_80", None)], &gpu((7, 5))).unwrap_err().to_string();
+        let text = select(&[module("sm_80", None)], &gpu((7, 5)), None).unwrap_err().to_string();
         assert!(text.contains("NVIDIA Test has compute capability 7.5") && text.contains("--device cpu"), "{text}");
-        let text = select(&[module("sm_90a", None)], &gpu((8, 6))).unwrap_err().to_string();
+        let text = select(&[module("sm_90a", None)], &gpu((8, 6)), None).unwrap_err().to_string();
         assert!(text.contains("8.6; this program has kernels for sm_90a"), "{text}");
     }
 }
