@@ -2,27 +2,63 @@
 
 mod common;
 
-use common::{Buffer, Tolerance, assert_close, emulate, noise, shared_bytes};
+use common::{Tolerance, assert_close, for_all, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
 use gpu::bias::{bias_backward, bias_backward_grid, bias_backward_reduce, bias_backward_shared, bias_backward_slices};
 use gpu::column_sum;
 
-for_both_types!(column_sums);
+tests! {
+    kernels of "bias.rs";
+    for both types: column_sums, any_shape_and_slices, nan_and_infinity_stay_in_their_column;
+}
+
+/// dbias + sums over the rows of dout, in `slices` slices.
+fn bias_gradient<T: Tolerance>(dbias: &[T], dout: &[T], slices: usize) -> Vec<f64> {
+    let (rows, columns) = (dout.len() / dbias.len(), dbias.len());
+    let mut memory = Memory::new();
+    let dout = memory.input("dout", dout);
+    let dbias = memory.buffer("dbias", dbias);
+    let partials = memory.output::<f32>("partials", slices * columns);
+    let sum = bias_backward(partials, dout, rows as u32, columns as u32);
+    run(&mut memory, &sum, bias_backward_grid::<T>(columns, slices), shared_bytes(bias_backward_shared::<T>));
+    let reduce = bias_backward_reduce(dbias, partials.reader(), slices as u32, columns as u32);
+    run(&mut memory, &reduce, column_sum::grid(columns), shared_bytes(column_sum::shared));
+    read(&memory, dbias)
+}
+
+fn check<T: Tolerance>(rows: usize, columns: usize, slices: usize) {
+    let (dbias, dout) = (rounded::<T>(&noise(columns, 2)), rounded::<T>(&noise(rows * columns, 1)));
+    let mut want = wide(&dbias);
+    for (i, d) in wide(&dout).iter().enumerate() {
+        want[i % columns] += d;
+    }
+    // Sums of up to 1000 values near 1: their f32 rounding counts where they cancel.
+    assert_close("dbias", &bias_gradient(&dbias, &dout, slices), &want, T::ROUNDING, 4.0);
+}
 
 fn column_sums<T: Tolerance>() {
-    for (rows, columns) in [(1, 8), (7, 80), (301, 240), (130, 520), (1000, 72)] {
-        let slices = bias_backward_slices::<T>(rows, columns, 3);
-        let dout = Buffer::<T>::of(&noise(rows * columns, 1));
-        let mut dbias = Buffer::<T>::of(&noise(columns, 2));
-        let mut want = dbias.to_f64();
-        for (i, d) in dout.to_f64().iter().enumerate() {
-            want[i % columns] += d;
-        }
-        let mut partials = Buffer::<f32>::filled(slices * columns, f32::NAN);
-        let first = bias_backward(partials.view_mut(), dout.view(), rows as u32, columns as u32);
-        emulate(&first, bias_backward_grid::<T>(columns, slices), shared_bytes(bias_backward_shared::<T>));
-        let second = bias_backward_reduce(dbias.view_mut(), partials.view(), slices as u32, columns as u32);
-        emulate(&second, column_sum::grid(columns), shared_bytes(column_sum::shared));
-        // Sums of up to 1000 values near 1: their f32 rounding counts where they cancel.
-        assert_close("dbias", &dbias.to_f64(), &want, T::ROUNDING, 4.0);
+    for (rows, columns) in [(1, 8), (7, 80), (63, 160), (301, 240), (130, 520), (1000, 72)] {
+        check::<T>(rows, columns, bias_backward_slices::<T>(rows, columns, 3));
     }
+}
+
+/// Also more slices than rows, of which some are empty, and more than the second stage has warps.
+fn any_shape_and_slices<T: Tolerance>() {
+    for_all(24, (1..200usize, 1..50usize, 1..20usize), |(rows, packets, slices)| {
+        check::<T>(rows, packets * T::PACKET, slices);
+    });
+}
+
+fn nan_and_infinity_stay_in_their_column<T: Tolerance>() {
+    let (rows, columns) = (63, 80);
+    let mut dout = noise(rows * columns, 1);
+    let clean = bias_gradient(&rounded::<T>(&vec![0.0; columns]), &rounded::<T>(&dout), 2);
+    for (row, column, x) in [(0, 3, f64::NAN), (62, 79, f64::INFINITY), (5, 8, f64::INFINITY), (40, 8, -f64::INFINITY)]
+    {
+        dout[row * columns + column] = x;
+    }
+    let mut want = clean;
+    (want[3], want[79], want[8]) = (f64::NAN, f64::INFINITY, f64::NAN);
+    let got = bias_gradient(&rounded::<T>(&vec![0.0; columns]), &rounded::<T>(&dout), 2);
+    assert_close("dbias", &got, &want, 0.0, 0.0);
 }

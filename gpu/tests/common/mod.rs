@@ -1,10 +1,15 @@
-//! What the kernel tests share: aligned device-like buffers, reproducible data, comparison with f64 references.
+//! What the kernel tests share: watched launches, reproducible data, comparison with f64 references.
 #![allow(dead_code, reason = "each test crate uses its own part")]
 
 pub mod attention;
+pub mod entries;
 
+use bytemuck::Pod;
+use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
 use cuda_std::{Element, Global, GlobalMut, bf16};
+use proptest::strategy::Strategy;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 /// 16-byte aligned memory of exactly `len` elements, which the kernels see as device memory.
 pub struct Buffer<T> {
@@ -51,8 +56,44 @@ impl<T: Element> Buffer<T> {
     }
 }
 
+/// `values`, rounded to T.
+pub fn rounded<T: Element>(values: &[f64]) -> Vec<T> {
+    values.iter().map(|&x| T::from_f32(x as f32)).collect()
+}
+
+pub fn wide<T: Element>(values: &[T]) -> Vec<f64> {
+    values.iter().map(|x| f64::from(x.to_f32())).collect()
+}
+
+/// What `view` holds, all of it written.
+pub fn read<T: Element + Pod>(memory: &Memory, view: GlobalMut<T>) -> Vec<f64> {
+    wide(&memory.read(view))
+}
+
+/// Runs a kernel over buffers of `memory`, every access watched.
+#[track_caller]
+pub fn run(memory: &mut Memory, launch: &Launch, grid: impl Into<Grid>, shared_bytes: usize) {
+    entries::launched(launch);
+    if let Err(report) = launch.emulate_checked(memory, grid.into().0, shared_bytes) {
+        panic!("{report}");
+    }
+}
+
+/// Runs `test` on `cases` values of `strategy`, the same on every run, and shrinks the first that fails.
+pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let result = runner.run(&strategy, |value| {
+        test(value);
+        Ok(())
+    });
+    if let Err(failure) = result {
+        panic!("{failure}");
+    }
+}
+
 /// Relative error of one rounding to T, with some room for f32 arithmetic.
-pub trait Tolerance: Element {
+pub trait Tolerance: Element + Pod {
     const ROUNDING: f64;
     /// What a stochastic rounding may be off.
     const STEP: f64 = 2.0 * Self::ROUNDING;
@@ -90,13 +131,16 @@ impl From<[u32; 3]> for Grid {
     }
 }
 
-/// Fails where `got` and `want` differ by more than `relative` of the wanted value or, near zero, of `scale`.
+/// Fails where `got` and `want` differ by more than `relative` of the wanted value or, near zero, of `scale`; NaN equals
+/// NaN, and an infinity itself.
 #[track_caller]
 pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        let same = g == w || g.is_nan() && w.is_nan();
         let bound = relative * w.abs().max(scale);
-        assert!((g - w).abs() <= bound, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
+        let near = w.is_finite() && (g - w).abs() <= bound;
+        assert!(same || near, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
     }
 }
 
@@ -105,6 +149,46 @@ pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) 
     let mut total = cuda_std::shared::Layout::new();
     layout(&mut total);
     total.bytes()
+}
+
+/// The tests of a file, and one more: that together they launch every entry point of the kernels they are for.
+///
+/// `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; once: other;`: files or folders in `gpu/src`;
+/// tests generic over the storage type; tests that are not.
+#[macro_export]
+macro_rules! tests {
+    (
+        kernels of $($file:literal),*;
+        $(for both types: $($both:ident),* $(,)?;)?
+        $(once: $($single:ident),* $(,)?;)?
+    ) => {
+        // Each runs once, whether libtest asks for it or the test of the entry points.
+        mod bf16 {
+            $($(#[test] pub fn $both() {
+                static DONE: std::sync::Once = std::sync::Once::new();
+                DONE.call_once(super::$both::<cuda_std::bf16>);
+            })*)?
+        }
+        mod f32 {
+            $($(#[test] pub fn $both() {
+                static DONE: std::sync::Once = std::sync::Once::new();
+                DONE.call_once(super::$both::<f32>);
+            })*)?
+        }
+        mod once {
+            $($(#[test] pub fn $single() {
+                static DONE: std::sync::Once = std::sync::Once::new();
+                DONE.call_once(super::$single);
+            })*)?
+        }
+
+        #[test]
+        fn every_entry_point_is_launched() {
+            $($(bf16::$both(); f32::$both();)*)?
+            $($(once::$single();)*)?
+            $crate::common::entries::assert_launched(&[$($file),*]);
+        }
+    };
 }
 
 /// A module of `#[test]`s for both storage types.
