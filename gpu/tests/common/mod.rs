@@ -137,7 +137,7 @@ impl From<[u32; 3]> for Grid {
 pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
-        let same = g == w || g.is_nan() && w.is_nan();
+        let same = g.total_cmp(&w).is_eq() || g.is_nan() && w.is_nan();
         let bound = relative * w.abs().max(scale);
         let near = w.is_finite() && (g - w).abs() <= bound;
         assert!(same || near, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
