@@ -29,7 +29,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0 },
         weight_decay: 0.1,
         clip: 1.0,
-        val_every: 1,
+        val_every: Some(1),
         val_batches: 1,
         sample_every: None,
         sample_tokens: 0,

@@ -73,7 +73,15 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
     assert!(printed.contains("step    6/6 | loss ") && printed.contains("next: "), "{printed}");
     assert_eq!(
         entries(&out),
-        ["DONE_00000004", "DONE_00000006", "main.jsonl", "main.log", "model_00000004.bin", "model_00000006.bin"]
+        [
+            "DONE_00000004",
+            "DONE_00000006",
+            "config.toml",
+            "main.jsonl",
+            "main.log",
+            "model_00000004.bin",
+            "model_00000006.bin"
+        ]
     );
     let log = fs::read_to_string(out.join("main.log")).unwrap();
     let heads: Vec<&str> = log.lines().map(|line| line.rsplit_once(':').unwrap().0).collect();

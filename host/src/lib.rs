@@ -4,6 +4,7 @@
 //! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
 //! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
+//! * [`config`]: a run's settings, as they are kept with it.
 //! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
 //! * [`log`], [`console`], [`mfu`]: what is told of a run.
 //! * [`cli`], [`commands`]: the program.
@@ -13,6 +14,7 @@ pub mod atomic;
 pub mod checkpoint;
 pub mod cli;
 pub mod commands;
+pub mod config;
 pub mod console;
 pub mod data;
 pub mod engine;

@@ -1,8 +1,10 @@
 //! Learning rates over a run.
 
+use serde::{Deserialize, Serialize};
 use std::f32::consts::PI;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Kind {
     /// Half a cosine, from the peak to the end
     Cosine,

@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Settings that the loop reads. "Every" counts steps; `None` is never.
+/// Settings that the loop reads. "Every" counts steps, and the end comes on top; `None` is never.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub steps: usize,
@@ -25,11 +25,11 @@ pub struct Settings {
     pub schedule: Schedule,
     pub weight_decay: f32,
     pub clip: f32,
-    pub val_every: usize,
+    /// Before the first step too.
+    pub val_every: Option<usize>,
     pub val_batches: usize,
     pub sample_every: Option<usize>,
     pub sample_tokens: usize,
-    /// The last step is kept too.
     pub checkpoint_every: Option<usize>,
     pub out: Option<PathBuf>,
 }
@@ -91,10 +91,10 @@ impl Run<'_> {
 
         for step in 0..=steps {
             let last = step == steps;
-            let due = |every: Option<usize>| last || (step > 0 && every.is_some_and(|n| step % n == 0));
-            let validate = self.val.is_some() && (step == 0 || due(Some(val_every)));
-            let sample = self.tokenizer.filter(|_| self.settings.sample_tokens > 0 && due(sample_every));
-            let save = checkpoint_every.is_some() && due(checkpoint_every);
+            let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
+            let validate = self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
+            let sample = self.tokenizer.filter(|_| due(sample_every));
+            let save = due(checkpoint_every);
             if validate || sample.is_some() || save || last {
                 self.report(queued.take(), &mut clock, &mut outcome)?;
                 if validate {

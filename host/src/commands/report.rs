@@ -1,90 +1,81 @@
 //! What `train` prints before its first step and after its last.
 
-use crate::data::{Geometry, Loader};
+use crate::config::Config;
+use crate::data::Loader;
 use crate::engine::Engine;
 use crate::model::Descriptor;
-use crate::train::{Outcome, Settings};
+use crate::train::Outcome;
 use std::path::Path;
 use std::time::Duration;
 
 /// Everything that was settled about a run.
 pub struct Setup<'a> {
-    pub settings: &'a Settings,
-    pub model: String,
+    pub config: &'a Config,
     pub descriptor: Descriptor,
-    pub geometry: Geometry,
     pub train: &'a Loader,
     pub val: Option<&'a Loader>,
     pub engine: &'a dyn Engine,
     /// Why it is not another engine.
     pub note: Option<&'a str>,
-    pub seed: u32,
 }
 
 impl Setup<'_> {
     /// A table of two columns.
     pub fn table(&self) -> String {
-        let Self { settings, descriptor, geometry: Geometry { b, t, .. }, engine, .. } = self;
-        let schedule = &settings.schedule;
-        let float = engine.float().name();
-        let data = |loader: &Loader| match loader.shards() {
-            [only] => format!("{}, {} tokens", only.name(), loader.tokens()),
-            [first, .., last] => {
-                format!(
-                    "{} … {}, {} shards, {} tokens",
-                    first.name(),
-                    last.name(),
-                    loader.shards().len(),
-                    loader.tokens()
-                )
-            }
-            [] => String::new(),
+        let Self { config, descriptor, engine, .. } = self;
+        let Config { batch, seq, total_batch, steps, .. } = config;
+        let trained = self.train.tokens();
+        let epochs = (*steps * total_batch) as f64 / trained as f64;
+        let epoch = format!(
+            "{} batches, {} steps",
+            self.train.batches_per_epoch(),
+            self.train.batches_per_epoch() / config.grad_accum()
+        );
+        let learning_rate = format!(
+            "{}, peak {:.2e}, warmup {} steps, final {:.2e}",
+            format!("{:?}", config.schedule).to_lowercase(),
+            config.lr,
+            config.warmup,
+            config.lr * config.final_fraction
+        );
+        let every = |n: usize| match n {
+            0 => "never".to_owned(),
+            n if n >= *steps => "at the end".to_owned(),
+            n => format!("every {n} steps"),
         };
-        let every = |n: Option<usize>| match n {
-            None => "at the end".to_owned(),
-            Some(n) => format!("every {n} steps"),
-        };
-        let total_batch = b * t * settings.grad_accum;
-        let epochs = (settings.steps * total_batch) as f64 / self.train.tokens() as f64;
-        let mut rows = vec![
-            ("device", engine.describe()),
-            ("model", format!("{}: {descriptor}", self.model)),
-            ("parameters", format!("{}, {float}", descriptor.parameters())),
+        let mut rows = vec![("device", engine.describe())];
+        rows.extend(self.note.map(|note| ("", note.to_owned())));
+        rows.extend([
+            ("model", format!("{}: {descriptor}", config.model.as_deref().unwrap_or("a free shape"))),
+            ("parameters", format!("{}, {}", descriptor.parameters(), engine.float().name())),
             ("training data", data(self.train)),
+            ("an epoch", epoch),
             ("validation data", self.val.map_or("none".to_owned(), data)),
-            ("batch", format!("{b} x {t} tokens x {} = {total_batch} a step", settings.grad_accum)),
-            ("steps", format!("{}, {epochs:.2} times through the data", settings.steps)),
-            (
-                "learning rate",
-                format!(
-                    "{}, peak {:.2e}, warmup {} steps, final {:.2e}",
-                    format!("{:?}", schedule.kind).to_lowercase(),
-                    schedule.peak,
-                    schedule.warmup,
-                    schedule.peak * schedule.final_fraction
-                ),
-            ),
-            ("weight decay, clip", format!("{}, {}", settings.weight_decay, settings.clip)),
-            ("seed", self.seed.to_string()),
-        ];
-        if let Some(note) = self.note {
-            rows.insert(1, ("", note.to_owned()));
-        }
+            ("batch", format!("{batch} x {seq} tokens x {} = {total_batch} a step", config.grad_accum())),
+            ("steps", format!("{steps}, {epochs:.2} times through the data")),
+            ("learning rate", learning_rate),
+            ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
+            ("seed", config.seed.to_string()),
+        ]);
         if self.val.is_some() {
-            rows.push(("validation", format!("every {} steps, {} batches", settings.val_every, settings.val_batches)));
+            rows.push(("validation", format!("{}, {} batches", every(config.val_every), config.val_batches)));
         }
-        if settings.sample_tokens > 0 {
-            rows.push(("samples", format!("{}, {} tokens", every(settings.sample_every), settings.sample_tokens)));
-        }
-        if let Some(out) = &settings.out {
-            let kept = match settings.checkpoint_every {
-                None => "none".to_owned(),
-                Some(n) if n >= settings.steps => "at the end".to_owned(),
-                Some(n) => format!("every {n} steps"),
-            };
-            rows.push(("output", format!("{}, model files {kept}", out.display())));
+        rows.push(("samples", format!("{}, {} tokens", every(config.sample_every), config.sample_length)));
+        if let Some(out) = &config.out {
+            rows.push(("output", format!("{}, model files {}", out.display(), every(config.checkpoint_every))));
         }
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn data(loader: &Loader) -> String {
+    let tokens = loader.tokens();
+    match loader.shards() {
+        [only] => format!("{}, {tokens} tokens", only.name()),
+        [first, .., last] => {
+            format!("{} … {}, {} shards, {tokens} tokens", first.name(), last.name(), loader.shards().len())
+        }
+        [] => String::new(),
     }
 }
 

@@ -34,7 +34,7 @@ impl Hardware {
 
     /// As [`open`](Self::open), for commands whose standard output is their result.
     pub fn open_quietly(&self) -> Result<Box<dyn Engine>> {
-        let Opened { engine, note } = self.open()?;
+        let Opened { engine, note, .. } = self.open()?;
         if let Some(note) = note {
             writeln!(stderr(), "{note}")?;
         }

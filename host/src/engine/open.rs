@@ -4,9 +4,12 @@ use super::cpu::Cpu;
 use super::cuda::Options;
 pub use super::cuda::Precision;
 use super::{Engine, Result};
+use crate::tensor::DType;
 use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Device {
     /// A GPU if there is one this program can use, else the CPU
     #[default]
@@ -18,27 +21,40 @@ pub enum Device {
 /// An engine, and why it is not the one that `auto` would rather have taken.
 pub struct Opened {
     pub engine: Box<dyn Engine>,
+    /// Not `Auto`.
+    pub device: Device,
+    /// Whether f32 is multiplied with 10 bits of mantissa.
+    pub tf32: bool,
     pub note: Option<String>,
+}
+
+impl Opened {
+    pub fn precision(&self) -> Precision {
+        match self.engine.float() {
+            DType::Bf16 => Precision::Bf16,
+            _ => Precision::Fp32,
+        }
+    }
 }
 
 /// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only. `tf32` and `kernels` are a GPU's, see [`Options`].
 pub fn open(device: Device, precision: Option<Precision>, tf32: bool, kernels: Option<&str>) -> Result<Opened> {
-    let options =
-        Options { gpu: 0, precision: precision.unwrap_or(Precision::Bf16), tf32, kernels: kernels.map(str::to_owned) };
-    let cuda = || super::cuda::open(&options);
-    let cpu = || -> Box<dyn Engine> { Box::new(Cpu::new()) };
+    let on_gpu = precision.unwrap_or(Precision::Bf16);
+    let options = Options { gpu: 0, precision: on_gpu, tf32, kernels: kernels.map(str::to_owned) };
+    let cuda = || -> Result<Opened> {
+        let engine = super::cuda::open(&options)?;
+        Ok(Opened { engine, device: Device::Cuda, tf32: tf32 && on_gpu == Precision::Fp32, note: None })
+    };
+    let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, note };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {
             bail!("--precision bf16: the CPU engine computes in fp32; expected --precision fp32 or --device cuda")
         }
-        Device::Cpu => Ok(Opened { engine: cpu(), note: None }),
-        Device::Cuda => Ok(Opened { engine: cuda().context("--device cuda")?, note: None }),
-        Device::Auto => match cuda() {
-            Ok(engine) => Ok(Opened { engine, note: None }),
-            Err(why) if precision == Some(Precision::Bf16) => {
-                Err(why.context("--precision bf16 needs a GPU; use fp32 on the CPU"))
-            }
-            Err(why) => Ok(Opened { engine: cpu(), note: Some(format!("no GPU: {why:#}")) }),
-        },
+        Device::Cpu => Ok(cpu(None)),
+        Device::Cuda => cuda().context("--device cuda"),
+        Device::Auto => cuda().or_else(|why| match precision {
+            Some(Precision::Bf16) => Err(why.context("--precision bf16 needs a GPU; use fp32 on the CPU")),
+            _ => Ok(cpu(Some(format!("no GPU: {why:#}")))),
+        }),
     }
 }

@@ -35,10 +35,12 @@ use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use executor::{Emulation, Executor};
+use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
 /// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Precision {
     Bf16,
     Fp32,

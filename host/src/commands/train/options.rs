@@ -1,0 +1,118 @@
+//! The flags of `train`.
+
+use crate::cli::{count, non_negative};
+use crate::commands::resources::Hardware;
+use crate::schedule::Kind;
+use std::path::PathBuf;
+
+/// Trains a model
+///
+/// With no argument: a small model on a text that comes with the program, in less than a minute.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Token files (.bin) to train on; quote the pattern [default: a text that comes with the program, as bytes]
+    #[arg(short = 'i', long, value_name = "GLOB", help_heading = "Data")]
+    pub train: Option<String>,
+
+    /// Token files (.bin) to measure progress on
+    #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = "Data")]
+    pub val: Option<String>,
+
+    /// Directory for main.log, main.jsonl, config.toml and model files [default: nothing is kept]
+    #[arg(short, long, value_name = "DIR", help_heading = "Data")]
+    pub out: Option<PathBuf>,
+
+    /// d6, d12 (GPT-2 124M), d24, d36, d48, gpt3:c768 …, or a model file (.bin) to begin from [default: d12; a small model
+    /// for the text that comes with the program]
+    #[arg(short = 'e', long, value_name = "NAME|FILE", help_heading = "Model")]
+    pub model: Option<String>,
+
+    /// In place of --model, with --heads and --channels: a free shape
+    #[arg(long, value_name = "N", value_parser = count, requires = "heads", requires = "channels", conflicts_with = "model", help_heading = "Model")]
+    pub layers: Option<usize>,
+
+    /// Attention heads
+    #[arg(long, value_name = "N", value_parser = count, requires = "layers", conflicts_with = "model", help_heading = "Model")]
+    pub heads: Option<usize>,
+
+    /// Width; a multiple of --heads (GPUs take heads of 64, 80, 96 or 128 channels)
+    #[arg(long, value_name = "N", value_parser = count, requires = "layers", conflicts_with = "model", help_heading = "Model")]
+    pub channels: Option<usize>,
+
+    /// Seed of the initial weights and of the order of the data
+    #[arg(long, default_value = "42", help_heading = "Model")]
+    pub seed: u32,
+
+    /// Sequences that are computed at once [default: 4]
+    #[arg(short, long, value_name = "B", value_parser = count, help_heading = "Batch")]
+    pub batch: Option<usize>,
+
+    /// Tokens in a sequence [default: 1024, or fewer if the model takes fewer]
+    #[arg(short = 't', long, value_name = "T", value_parser = count, help_heading = "Batch")]
+    pub seq: Option<usize>,
+
+    /// Tokens of an optimizer step, a multiple of batch x seq: gradients are accumulated [default: batch x seq]
+    #[arg(short = 'd', long, value_name = "N", value_parser = count, help_heading = "Batch")]
+    pub total_batch: Option<usize>,
+
+    /// Optimizer steps; -1: as many as go once through the data [default: -1]
+    #[arg(short = 'x', long, value_name = "N", value_parser = count_or_all, allow_hyphen_values = true, help_heading = "Optimizer")]
+    pub steps: Option<Count>,
+
+    /// How the learning rate changes
+    #[arg(short = 'k', long, value_enum, default_value = "cosine", help_heading = "Optimizer")]
+    pub schedule: Kind,
+
+    /// Highest learning rate [default: 3e-4]
+    #[arg(short, long, value_parser = non_negative, help_heading = "Optimizer")]
+    pub lr: Option<f32>,
+
+    /// Steps over which the learning rate rises [default: 0]
+    #[arg(short = 'u', long, value_name = "N", help_heading = "Optimizer")]
+    pub warmup: Option<usize>,
+
+    /// Last learning rate, as a fraction of the highest [default: 1]
+    #[arg(short = 'q', long, value_parser = non_negative, help_heading = "Optimizer")]
+    pub final_fraction: Option<f32>,
+
+    /// Weight decay of matrices and embeddings [default: 0]
+    #[arg(short = 'c', long, value_parser = non_negative, help_heading = "Optimizer")]
+    pub weight_decay: Option<f32>,
+
+    /// Measure the validation loss every N steps, before the first and at the end; 0: never [default: 20]
+    #[arg(short, long, value_name = "N", help_heading = "While it runs")]
+    pub val_every: Option<usize>,
+
+    /// Batches of a validation; -1: all there are [default: 20]
+    #[arg(short = 'm', long, value_name = "N", value_parser = count_or_all, allow_hyphen_values = true, help_heading = "While it runs")]
+    pub val_batches: Option<Count>,
+
+    /// Write some text every N steps and at the end; 0: never [default: 20]
+    #[arg(short, long, value_name = "N", help_heading = "While it runs")]
+    pub sample_every: Option<usize>,
+
+    /// Tokens of such a text [default: 64]
+    #[arg(short = 'g', long, value_name = "N", value_parser = count, help_heading = "While it runs")]
+    pub sample_length: Option<usize>,
+
+    /// With --out: write a model file every N steps and at the end; 0: never [default: at the end]
+    #[arg(short = 'n', long, value_name = "N", requires = "out", help_heading = "While it runs")]
+    pub checkpoint_every: Option<usize>,
+
+    #[command(flatten)]
+    pub hardware: Hardware,
+}
+
+/// A number, or all there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Count {
+    All,
+    Some(usize),
+}
+
+fn count_or_all(text: &str) -> Result<Count, String> {
+    if text == "-1" {
+        return Ok(Count::All);
+    }
+    count(text).map(Count::Some).map_err(|e| e + ", or -1 for all")
+}

@@ -1,0 +1,180 @@
+//! From flags to settings: opens the model's description and the data, and fills in what was not given.
+
+use super::options::{Count, Options};
+use crate::checkpoint::model::ModelFile;
+use crate::config::Config;
+use crate::data::{Geometry, Loader, Tokens, corpus};
+use crate::engine::open::Opened;
+use crate::model::Descriptor;
+use crate::model::descriptor::GPT2_VOCAB;
+use crate::tokenizer::{BYTE_VOCAB, Tokenizer};
+use anyhow::{Context, Result, ensure};
+use std::path::Path;
+
+/// A run that is settled; nothing has been computed or written yet.
+pub struct Resolved {
+    pub config: Config,
+    pub descriptor: Descriptor,
+    pub geometry: Geometry,
+    /// Where the weights come from, if not from the seed.
+    pub weights: Option<ModelFile>,
+    pub train: Loader,
+    pub val: Option<Loader>,
+}
+
+/// What flags default to.
+struct Defaults {
+    b: usize,
+    t: usize,
+    steps: Count,
+    lr: f32,
+    warmup: usize,
+    final_fraction: f32,
+    weight_decay: f32,
+    val_every: usize,
+    /// `None`: at the end.
+    sample_every: Option<usize>,
+    sample_length: usize,
+}
+
+/// llm.c's.
+const FOR_FILES: Defaults = Defaults {
+    b: 4,
+    t: 1024,
+    steps: Count::All,
+    lr: 3e-4,
+    warmup: 0,
+    final_fraction: 1.0,
+    weight_decay: 0.0,
+    val_every: 20,
+    sample_every: Some(20),
+    sample_length: 64,
+};
+
+/// For the small model on the text that comes with the program: under a minute on two CPU cores.
+const FOR_CORPUS: Defaults = Defaults {
+    b: 8,
+    t: 64,
+    steps: Count::Some(1500),
+    lr: 4e-3,
+    warmup: 100,
+    final_fraction: 0.1,
+    weight_decay: 0.1,
+    val_every: 500,
+    sample_every: None,
+    sample_length: 400,
+};
+
+const VAL_BATCHES: usize = 20;
+
+/// (layers, heads, channels), with heads of a size that GPUs take.
+const SMALL: (usize, usize, usize) = (2, 2, 128);
+
+impl Resolved {
+    pub fn new(options: &Options, opened: &Opened) -> Result<Self> {
+        let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
+        let (shape, descriptor, weights) = shape(options, &defaults)?;
+        let b = options.batch.unwrap_or(defaults.b);
+        let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
+        ensure!(
+            t <= descriptor.max_seq_len,
+            "--seq {t}: expected at most {}, the longest sequence the model has position embeddings for",
+            descriptor.max_seq_len
+        );
+        let total_batch = options.total_batch.unwrap_or(b * t);
+        ensure!(
+            total_batch.is_multiple_of(b * t),
+            "--total-batch {total_batch}: expected a multiple of batch x seq = {b} x {t} = {}",
+            b * t
+        );
+        let geometry = Geometry::single(b, t);
+        let (train, val) = tokens(options, descriptor)?;
+        let train = Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?;
+        let val = val.map(|shards| Loader::new(shards, geometry, descriptor.vocab, None)).transpose()?;
+        let steps = match options.steps.unwrap_or(defaults.steps) {
+            Count::Some(steps) => steps,
+            Count::All => train.tokens() / total_batch,
+        };
+        ensure!(
+            steps > 0,
+            "{} tokens to train on are less than one --total-batch of {total_batch}: use a smaller one, or give --steps",
+            train.tokens()
+        );
+        let config = Config {
+            train: options.train.clone(),
+            val: options.val.clone(),
+            out: options.out.clone(),
+            model: shape.model,
+            layers: shape.free.map(|(layers, _, _)| layers),
+            heads: shape.free.map(|(_, heads, _)| heads),
+            channels: shape.free.map(|(_, _, channels)| channels),
+            seed: options.seed,
+            batch: b,
+            seq: t,
+            total_batch,
+            steps,
+            schedule: options.schedule,
+            lr: options.lr.unwrap_or(defaults.lr),
+            warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
+            final_fraction: options.final_fraction.unwrap_or(defaults.final_fraction),
+            weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
+            val_every: options.val_every.unwrap_or(defaults.val_every),
+            val_batches: match (options.val_batches, &val) {
+                (Some(Count::All), Some(val)) => val.batches_per_epoch(),
+                (Some(Count::Some(n)), _) => n,
+                _ => VAL_BATCHES,
+            },
+            sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
+            sample_length: options.sample_length.unwrap_or(defaults.sample_length),
+            checkpoint_every: options.checkpoint_every.unwrap_or(steps),
+            device: opened.device,
+            precision: opened.precision(),
+            tf32: opened.tf32,
+            kernels: options.hardware.kernels.clone(),
+        };
+        Ok(Self { config, descriptor, geometry, weights, train, val })
+    }
+}
+
+/// How the shape was given: by a name or a file, or as (layers, heads, channels).
+struct Shape {
+    model: Option<String>,
+    free: Option<(usize, usize, usize)>,
+}
+
+fn shape(options: &Options, defaults: &Defaults) -> Result<(Shape, Descriptor, Option<ModelFile>)> {
+    let from_files = options.train.is_some();
+    let vocab = if from_files { GPT2_VOCAB } else { BYTE_VOCAB };
+    let given = options.layers.zip(options.heads).zip(options.channels).map(|((l, h), c)| (l, h, c));
+    let model = options.model.clone().or_else(|| (from_files && given.is_none()).then(|| "d12".to_owned()));
+    match model {
+        Some(name) if Path::new(&name).extension().is_some_and(|e| e == "bin") => {
+            let file = ModelFile::open(Path::new(&name))?;
+            Ok((Shape { model: Some(name), free: None }, file.descriptor(), Some(file)))
+        }
+        Some(name) => {
+            let known: Descriptor = name.parse().context("--model")?;
+            Ok((Shape { model: Some(name), free: None }, Descriptor { vocab, ..known }, None))
+        }
+        None => {
+            let free = given.unwrap_or(SMALL);
+            let (layers, heads, channels) = free;
+            let seq = options.seq.unwrap_or(defaults.t);
+            let descriptor =
+                Descriptor::new(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
+            Ok((Shape { model: None, free: Some(free) }, descriptor, None))
+        }
+    }
+}
+
+/// Shards to train on and to validate on.
+fn tokens(options: &Options, descriptor: Descriptor) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
+    let Some(train) = &options.train else {
+        let tokenizer = Tokenizer::of_vocab(descriptor.vocab).context("the built-in corpus")?;
+        let (train, val) = corpus::tokens(tokenizer);
+        return Ok((vec![train], Some(vec![val])));
+    };
+    let train = Tokens::open_all(train).context("--train")?;
+    let val = options.val.as_deref().map(Tokens::open_all).transpose().context("--val")?;
+    Ok((train, val))
+}

@@ -1,0 +1,149 @@
+//! A run's settings as they were settled: flags over defaults. Each key is a flag of `train`.
+
+use crate::atomic;
+use crate::engine::open::{Device, Precision};
+use crate::schedule::Kind;
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize, Serializer};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// "Every" counts steps, 0 is never. What a run does not have is `None`, and absent from the file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Config {
+    /// Patterns of token files; without the first, the text that comes with the program.
+    pub train: Option<String>,
+    pub val: Option<String>,
+    pub out: Option<PathBuf>,
+
+    /// A name or a file; without one, the shape in the next three.
+    pub model: Option<String>,
+    pub layers: Option<usize>,
+    pub heads: Option<usize>,
+    pub channels: Option<usize>,
+    pub seed: u32,
+
+    /// Sequences of a micro-batch.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Tokens of an optimizer step.
+    pub total_batch: usize,
+
+    pub steps: usize,
+    pub schedule: Kind,
+    #[serde(serialize_with = "shortest")]
+    pub lr: f32,
+    pub warmup: usize,
+    #[serde(serialize_with = "shortest")]
+    pub final_fraction: f32,
+    #[serde(serialize_with = "shortest")]
+    pub weight_decay: f32,
+
+    pub val_every: usize,
+    pub val_batches: usize,
+    pub sample_every: usize,
+    pub sample_length: usize,
+    pub checkpoint_every: usize,
+
+    /// The one that was opened, not `auto`.
+    pub device: Device,
+    pub precision: Precision,
+    pub tf32: bool,
+    /// Architecture, if one was asked for.
+    pub kernels: Option<String>,
+}
+
+/// In the digits a person would write, which read back as the same f32.
+fn shortest<S: Serializer>(value: &impl ToString, serializer: S) -> Result<S::Ok, S::Error> {
+    let digits = value.to_string();
+    serializer.serialize_f64(digits.parse().map_err(serde::ser::Error::custom)?)
+}
+
+impl Config {
+    /// Norm that gradients are clipped to; llm.c's.
+    pub const CLIP: f32 = 1.0;
+
+    /// The file's name in a run's directory.
+    pub const FILE: &str = "config.toml";
+
+    /// Micro-batches of an optimizer step.
+    pub fn grad_accum(&self) -> usize {
+        self.total_batch / (self.batch * self.seq)
+    }
+
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).context("the configuration cannot be written as TOML")
+    }
+
+    /// Writes `config.toml` into a run's directory.
+    pub fn save(&self, directory: &Path) -> Result<()> {
+        let text = self.to_toml()?;
+        atomic::write(&directory.join(Self::FILE), |file| {
+            writeln!(file, "# The settings of this run: the flags of `train`.")?;
+            Ok(file.write_all(text.as_bytes())?)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Cli;
+    use clap::CommandFactory;
+    use std::collections::BTreeSet;
+
+    /// What is done with a run, as opposed to what the run is.
+    const ACTIONS: [&str; 2] = ["help", "version"];
+
+    fn whole() -> Config {
+        Config {
+            train: Some("data/train_*.bin".into()),
+            val: Some("data/val_*.bin".into()),
+            out: Some("run".into()),
+            model: Some("d12".into()),
+            layers: Some(2),
+            heads: Some(4),
+            channels: Some(64),
+            seed: 42,
+            batch: 4,
+            seq: 64,
+            total_batch: 524_288,
+            steps: 18_865,
+            schedule: Kind::Wsd,
+            lr: 6e-4,
+            warmup: 700,
+            final_fraction: 0.1,
+            weight_decay: 0.1,
+            val_every: 250,
+            val_batches: 20,
+            sample_every: 0,
+            sample_length: 64,
+            checkpoint_every: 5000,
+            device: Device::Cuda,
+            precision: Precision::Bf16,
+            tf32: false,
+            kernels: Some("sm_80".into()),
+        }
+    }
+
+    #[test]
+    fn keys_are_the_flags_of_train() {
+        let command = Cli::command();
+        let train = command.find_subcommand("train").unwrap();
+        let flags: BTreeSet<_> = train.get_arguments().filter_map(|a| a.get_long().map(str::to_owned)).collect();
+        let keys: BTreeSet<_> =
+            whole().to_toml().unwrap().parse::<toml::Table>().unwrap().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, flags.into_iter().filter(|flag| !ACTIONS.contains(&&**flag)).collect());
+    }
+
+    #[test]
+    fn a_written_file_reads_back_the_same_and_in_short_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        whole().save(dir.path()).unwrap();
+        let text = std::fs::read_to_string(dir.path().join(Config::FILE)).unwrap();
+        assert_eq!(toml::from_str::<Config>(&text).unwrap(), whole());
+        assert!(text.contains("\nlr = 0.0006\n") && text.contains("\nschedule = \"wsd\"\n"), "{text}");
+    }
+}
