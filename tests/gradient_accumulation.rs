@@ -44,6 +44,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         tokenizer: None,
         train,
         val: None,
+        hellaswag: None,
         console: Console::new(6),
         log: Log::create(Some(dir.path())).unwrap(),
     };

@@ -134,6 +134,45 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
 }
 
 #[test]
+fn hellaswag_is_scored_while_a_model_trains_and_afterwards() {
+    let dir = data();
+    let out = dir.path().join("run");
+    let (train, set) = (dir.path().join("train.bin"), dir.path().join("sets/hellaswag.bin"));
+    let jsonl = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.jsonl");
+    let printed = succeed(&["data", "hellaswag", "--from", text(&jsonl), "--out", text(&set)]);
+    assert!(printed.contains("wrote 4 examples") && printed.contains("next: "), "{printed}");
+    assert!(fs::read(&set).unwrap() == include_bytes!("data/hellaswag.bin"));
+
+    let shape = ["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "1", "--seq", "48"];
+    let run = ["train", "--device", "cpu", "--train", text(&train), "--out", text(&out), "--hellaswag", text(&set)];
+    let printed =
+        succeed(&with(&with(&run, &shape), &["--steps", "5", "--val-every", "2", "--hellaswag-examples", "3"]));
+    let scores: Vec<&str> = printed.lines().filter_map(|line| line.strip_prefix("HellaSwag: ")).collect();
+    assert!(scores.len() == 3 && scores.iter().all(|s| s.contains("/3 = 0.") || s.contains("3/3 = 1.")), "{printed}");
+    let log = fs::read_to_string(out.join("main.log")).unwrap();
+    let logged: Vec<(&str, &str)> = log.lines().filter_map(|line| line.split_once(" eval:")).collect();
+    assert_eq!(logged.iter().map(|(step, _)| *step).collect::<Vec<_>>(), ["s:2", "s:4", "s:5"]);
+    for (score, (_, accuracy)) in scores.iter().zip(&logged) {
+        let expected: f64 = score.split_once(" = ").unwrap().1.parse().unwrap();
+        assert_eq!(*accuracy, format!("{expected:.4}"));
+    }
+
+    let model = out.join("model_00000005.bin");
+    let eval = ["eval", "--model", text(&model), "--device", "cpu", "--hellaswag", text(&set)];
+    for batch in ["1", "3", "8"] {
+        let printed = succeed(&with(&eval, &["--hellaswag-examples", "3", "--batch", batch, "--seq", "48"]));
+        assert_eq!(printed, format!("HellaSwag: {}\n", scores[2]));
+    }
+    let printed = succeed(&with(&eval, &["--val", text(&train)]));
+    assert!(printed.contains("val loss ") && printed.contains("HellaSwag: ") && printed.contains("/4 = "), "{printed}");
+    fail(&with(&eval, &["--seq", "16"]), &["hellaswag.bin, example 0", "--seq of at least 48"]);
+    fail(&with(&run, TINY), &["hellaswag.bin, example 0", "--seq of at least 48"]);
+    fail(&["train", "--device", "cpu", "--hellaswag", text(&set)], &["hellaswag.bin, example 0", "below 256"]);
+    fail(&["eval", "--model", text(&model), "--hellaswag", text(&train)], &["train.bin", "magic 20240522"]);
+    fail(&["data", "hellaswag", "--from", text(&train), "--out", text(&set)], &["train.bin"]);
+}
+
+#[test]
 fn text_becomes_shards_that_train() {
     let dir = tempfile::tempdir().unwrap();
     let play = dir.path().join("play.txt");
@@ -207,6 +246,8 @@ fn wrong_flags_are_refused_by_name() {
         (&["train", "--layers", "2"], "--heads"),
         (&["train", "--checkpoint-every", "2"], "--out"),
         (&["train", "--val", "x.bin"], "--train"),
+        (&["eval", "--model", "x.bin"], "--val"),
+        (&["train", "--hellaswag-examples", "5"], "--hellaswag"),
         (&["nothing"], "nothing"),
     ] {
         let output = host(args);

@@ -43,6 +43,8 @@ pub struct Config {
 
     pub val_every: usize,
     pub val_batches: usize,
+    pub hellaswag: Option<PathBuf>,
+    pub hellaswag_examples: Option<usize>,
     pub sample_every: usize,
     pub sample_length: usize,
     pub checkpoint_every: usize,
@@ -118,6 +120,8 @@ mod tests {
             weight_decay: 0.1,
             val_every: 250,
             val_batches: 20,
+            hellaswag: Some("hellaswag_val.bin".into()),
+            hellaswag_examples: Some(1000),
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,

@@ -5,6 +5,8 @@ use crate::engine::Engine;
 use crate::model::Gpt2;
 use anyhow::Result;
 
+pub mod multiple_choice;
+
 /// Mean loss per token over the next `batches` batches.
 pub fn loss(model: &Gpt2, engine: &mut dyn Engine, data: &mut Prefetch, batches: usize) -> Result<f64> {
     let layout = data.layout();

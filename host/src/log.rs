@@ -1,5 +1,6 @@
 //! What a run leaves in its directory: `main.log` in llm.c's format, and `main.jsonl` with everything known of each step.
 
+use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::fs::File;
@@ -29,6 +30,15 @@ pub struct Step {
 struct Validation {
     step: usize,
     val_loss: f64,
+}
+
+#[derive(Serialize)]
+struct Choices {
+    step: usize,
+    /// Share of the examples, in 0..=1.
+    hellaswag: f64,
+    correct: usize,
+    examples: usize,
 }
 
 /// Both files, or none where a run has no directory. Every line is in the file when the call returns.
@@ -72,6 +82,11 @@ impl Log {
         self.write(format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss })
     }
 
+    pub fn hellaswag(&mut self, step: usize, score: Score) -> Result<()> {
+        let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
+        self.write(format!("s:{step} eval:{hellaswag:.4}"), &Choices { step, hellaswag, correct, examples })
+    }
+
     fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {
         let Some((main, jsonl)) = &mut self.files else { return Ok(()) };
         main.line(line)?;
@@ -100,12 +115,14 @@ mod tests {
             tokens: 256,
         };
         log.step(&step).unwrap();
+        log.hellaswag(20, Score { correct: 2955, examples: 10042 }).unwrap();
         let main = fs::read_to_string(dir.path().join("main.log")).unwrap();
-        assert_eq!(main, "s:0 tel:10.9877\ns:0 trl:5.2700 lr:0.000300 norm:12.35\n");
+        assert_eq!(main, "s:0 tel:10.9877\ns:0 trl:5.2700 lr:0.000300 norm:12.35\ns:20 eval:0.2943\n");
         let jsonl = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();
         let records: Vec<serde_json::Value> = jsonl.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
         assert_eq!(records[0]["val_loss"], 10.98765);
         assert_eq!((&records[1]["tokens"], records[1].get("mfu")), (&256.into(), None));
+        assert_eq!((&records[2]["step"], &records[2]["correct"]), (&20.into(), &2955.into()));
         Log::default().step(&step).unwrap();
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::checkpoint::model::save_step;
 use crate::console::Console;
-use crate::data::Prefetch;
+use crate::data::{MultipleChoice, Prefetch};
 use crate::engine::{AdamW, Engine, Reading, Ticket};
-use crate::evaluate;
+use crate::evaluate::{self, multiple_choice};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
 use crate::model::{Gpt2, Training, init};
@@ -43,6 +43,8 @@ pub struct Run<'a> {
     pub tokenizer: Option<Tokenizer>,
     pub train: Prefetch,
     pub val: Option<Prefetch>,
+    /// Scored when it is validated, but not before the first step.
+    pub hellaswag: Option<MultipleChoice>,
     pub console: Console,
     pub log: Log,
 }
@@ -93,12 +95,16 @@ impl Run<'_> {
             let last = step == steps;
             let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
             let validate = self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
+            let score = self.hellaswag.is_some() && due(val_every);
             let sample = self.tokenizer.filter(|_| due(sample_every));
             let save = due(checkpoint_every);
-            if validate || sample.is_some() || save || last {
+            if validate || score || sample.is_some() || save || last {
                 self.report(queued.take(), &mut clock, &mut outcome)?;
                 if validate {
                     self.validate(step, &mut outcome)?;
+                }
+                if score {
+                    self.score(step)?;
                 }
                 if let Some(tokenizer) = sample {
                     self.sample(tokenizer)?;
@@ -190,6 +196,14 @@ impl Run<'_> {
         outcome.val = Some((outcome.val.map_or(loss, |(before, _)| before), loss));
         self.log.validation(step, loss)?;
         self.console.line(&format!("val loss {loss:.6}"))
+    }
+
+    fn score(&mut self, step: usize) -> Result<()> {
+        let Some(set) = &self.hellaswag else { return Ok(()) };
+        let planned = self.train.layout();
+        let score = multiple_choice::score(self.model, self.engine, planned, set, set.share(0, 1))?;
+        self.log.hellaswag(step, score)?;
+        self.console.line(&format!("HellaSwag: {score}"))
     }
 
     fn sample(&mut self, tokenizer: Tokenizer) -> Result<()> {

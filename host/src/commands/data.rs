@@ -1,8 +1,9 @@
-//! `data`: text to token files.
+//! `data`: text to token files, and questions to evaluation files.
 
 use super::PROGRAM;
+use crate::atomic;
 use crate::cli::count;
-use crate::data::{text, tinyshakespeare};
+use crate::data::{hellaswag, multiple_choice, text, tinyshakespeare};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Write as _;
@@ -10,7 +11,7 @@ use std::fs;
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
-/// Makes token files (.bin) from text, with GPT-2's encoding
+/// Makes token files (.bin) from text, and evaluation files, with GPT-2's encoding
 #[derive(Debug, clap::Args)]
 pub struct Data {
     #[command(subcommand)]
@@ -21,6 +22,7 @@ pub struct Data {
 enum Source {
     Text(Text),
     Tinyshakespeare(Tinyshakespeare),
+    Hellaswag(Hellaswag),
 }
 
 /// From any text files; each is a document
@@ -63,10 +65,23 @@ struct Tinyshakespeare {
     out: PathBuf,
 }
 
+/// The HellaSwag set, for `--hellaswag`: four endings of a text, of which a model should find one likeliest
+#[derive(Debug, clap::Args)]
+struct Hellaswag {
+    /// The set as JSON lines with ctx, endings and label: hellaswag_val.jsonl of <https://github.com/rowanz/hellaswag>
+    #[arg(long, value_name = "FILE")]
+    from: PathBuf,
+
+    /// Evaluation file to write
+    #[arg(short, long, value_name = "FILE", default_value = "data/hellaswag/hellaswag_val.bin")]
+    out: PathBuf,
+}
+
 pub fn run(args: &Data) -> Result<()> {
     match &args.source {
         Source::Text(args) => from_text(args),
         Source::Tinyshakespeare(args) => from_tinyshakespeare(args),
+        Source::Hellaswag(args) => from_hellaswag(args),
     }
 }
 
@@ -106,5 +121,20 @@ fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
     }
     let (train, val) = (written.train.0.display(), written.val.0.display());
     writeln!(out, "\nnext: {PROGRAM} train --train {train} --val {val} --model d6 --batch 4 --seq 64 --steps 100")?;
+    Ok(())
+}
+
+fn from_hellaswag(args: &Hellaswag) -> Result<()> {
+    let examples = hellaswag::read(&args.from)?;
+    if let Some(directory) = args.out.parent() {
+        atomic::create_directory(directory)?;
+    }
+    multiple_choice::write(&args.out, &examples)?;
+    let file = args.out.display();
+    writeln!(
+        stdout(),
+        "wrote {} examples to {file}\n\nnext: {PROGRAM} eval --model FILE --hellaswag {file}",
+        examples.len()
+    )?;
     Ok(())
 }

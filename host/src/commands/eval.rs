@@ -1,15 +1,16 @@
-//! `eval`: the loss of a model file on token files.
+//! `eval`: the loss of a model file on token files, and its score on HellaSwag.
 
 use super::resources::{Hardware, load};
 use crate::checkpoint::model::ModelFile;
 use crate::cli::count;
-use crate::data::{Geometry, Loader, Prefetch, Tokens};
-use crate::evaluate;
+use crate::data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
+use crate::engine::BatchLayout;
+use crate::evaluate::{self, multiple_choice};
 use anyhow::{Result, ensure};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-/// Measures a model's loss on token files
+/// Measures a model's loss on token files, and how often it finds the right ending of a text
 #[derive(Debug, clap::Args)]
 pub struct Eval {
     /// Model file (.bin), as training writes it
@@ -17,8 +18,16 @@ pub struct Eval {
     model: PathBuf,
 
     /// Token files (.bin) to measure on; quote the pattern
-    #[arg(short = 'j', long, value_name = "GLOB")]
-    val: String,
+    #[arg(short = 'j', long, value_name = "GLOB", required_unless_present = "hellaswag")]
+    val: Option<String>,
+
+    /// Evaluation file (.bin), as `data hellaswag` makes it
+    #[arg(long, value_name = "FILE")]
+    hellaswag: Option<PathBuf>,
+
+    /// Examples of --hellaswag to take, the first ones [default: all there are]
+    #[arg(long, value_name = "N", value_parser = count, requires = "hellaswag")]
+    hellaswag_examples: Option<usize>,
 
     /// Sequences in a batch
     #[arg(short, long, default_value = "4", value_parser = count)]
@@ -39,20 +48,32 @@ pub struct Eval {
 pub fn run(args: &Eval) -> Result<()> {
     let file = ModelFile::open(&args.model)?;
     let descriptor = file.descriptor();
-    let t = args.seq.unwrap_or(descriptor.max_seq_len.min(1024));
+    let (b, t) = (args.batch, args.seq.unwrap_or(descriptor.max_seq_len.min(1024)));
     ensure!(
         t <= descriptor.max_seq_len,
         "--seq {t}: {} takes sequences of up to {} tokens",
         args.model.display(),
         descriptor.max_seq_len
     );
-    let loader = Loader::new(Tokens::open_all(&args.val)?, Geometry::single(args.batch, t), descriptor.vocab, None)?;
-    let batches = args.val_batches.unwrap_or(loader.batches_per_epoch());
+    let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
+    let loader = args.val.as_ref().map(loader).transpose()?;
+    let hellaswag = args.hellaswag.as_deref();
+    let hellaswag = hellaswag.map(|path| MultipleChoice::open_first(path, args.hellaswag_examples)).transpose()?;
+    if let Some(set) = &hellaswag {
+        set.check(descriptor.vocab, t)?;
+    }
     let mut engine = args.hardware.open_quietly()?;
-    let model = load(file, args.batch, t, &mut *engine)?;
-    let mut data = Prefetch::start(loader, &*engine)?;
-    let loss = evaluate::loss(&model, &mut *engine, &mut data, batches)?;
-    let tokens = batches * args.batch * t;
-    writeln!(stdout(), "val loss {loss:.6} | perplexity {:.2} | {tokens} tokens", loss.exp())?;
+    let model = load(file, b, t, &mut *engine)?;
+    if let Some(loader) = loader {
+        let batches = args.val_batches.unwrap_or(loader.batches_per_epoch());
+        let mut data = Prefetch::start(loader, &*engine)?;
+        let loss = evaluate::loss(&model, &mut *engine, &mut data, batches)?;
+        let tokens = batches * b * t;
+        writeln!(stdout(), "val loss {loss:.6} | perplexity {:.2} | {tokens} tokens", loss.exp())?;
+    }
+    if let Some(set) = hellaswag {
+        let score = multiple_choice::score(&model, &mut *engine, BatchLayout { b, t }, &set, set.share(0, 1))?;
+        writeln!(stdout(), "HellaSwag: {score}")?;
+    }
     Ok(())
 }

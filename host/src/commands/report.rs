@@ -1,7 +1,7 @@
 //! What `train` prints before its first step and after its last.
 
 use crate::config::Config;
-use crate::data::Loader;
+use crate::data::{Loader, MultipleChoice};
 use crate::engine::Engine;
 use crate::model::Descriptor;
 use crate::train::Outcome;
@@ -14,6 +14,7 @@ pub struct Setup<'a> {
     pub descriptor: Descriptor,
     pub train: &'a Loader,
     pub val: Option<&'a Loader>,
+    pub hellaswag: Option<&'a MultipleChoice>,
     pub engine: &'a dyn Engine,
     /// Why it is not another engine.
     pub note: Option<&'a str>,
@@ -59,6 +60,10 @@ impl Setup<'_> {
         ]);
         if self.val.is_some() {
             rows.push(("validation", format!("{}, {} batches", every(config.val_every), config.val_batches)));
+        }
+        if let Some(set) = self.hellaswag {
+            let examples = format!("{}, {} examples", set.name(), set.examples().len());
+            rows.push(("HellaSwag", format!("{examples}, {}", every(config.val_every))));
         }
         rows.push(("samples", format!("{}, {} tokens", every(config.sample_every), config.sample_length)));
         if let Some(out) = &config.out {

@@ -24,7 +24,7 @@ use std::time::Instant;
 pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();
     let mut opened = args.hardware.open()?;
-    let Resolved { config, descriptor, geometry, weights, train, val } = Resolved::new(args, &opened)?;
+    let Resolved { config, descriptor, geometry, weights, train, val, hellaswag } = Resolved::new(args, &opened)?;
     let settings = settings(&config);
     let console = Console::new(config.steps);
     let setup = Setup {
@@ -32,6 +32,7 @@ pub fn run(args: &Options) -> Result<()> {
         descriptor,
         train: &train,
         val: val.as_ref(),
+        hellaswag: hellaswag.as_ref(),
         engine: &*opened.engine,
         note: opened.note.as_deref(),
     };
@@ -55,6 +56,7 @@ pub fn run(args: &Options) -> Result<()> {
         tokenizer: Tokenizer::of_vocab(descriptor.vocab).ok(),
         train: Prefetch::start(train, engine)?,
         val: val.map(|val| Prefetch::start(val.rewinding_after(config.val_batches), engine)).transpose()?,
+        hellaswag,
         engine,
         console,
         log: Log::create(config.out.as_deref())?,

@@ -87,6 +87,15 @@ pub struct Options {
     #[arg(short = 'm', long, value_name = "N", value_parser = count_or_all, allow_hyphen_values = true, help_heading = "While it runs")]
     pub val_batches: Option<Count>,
 
+    /// Evaluation file (.bin), as `data hellaswag` makes it: how often the model finds the right ending, measured every
+    /// --val-every steps and at the end
+    #[arg(long, value_name = "FILE", help_heading = "While it runs")]
+    pub hellaswag: Option<PathBuf>,
+
+    /// Examples of --hellaswag to take, the first ones [default: all there are]
+    #[arg(long, value_name = "N", value_parser = count, requires = "hellaswag", help_heading = "While it runs")]
+    pub hellaswag_examples: Option<usize>,
+
     /// Write some text every N steps and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", help_heading = "While it runs")]
     pub sample_every: Option<usize>,

@@ -3,7 +3,7 @@
 use super::options::{Count, Options};
 use crate::checkpoint::model::ModelFile;
 use crate::config::Config;
-use crate::data::{Geometry, Loader, Tokens, corpus};
+use crate::data::{Geometry, Loader, MultipleChoice, Tokens, corpus};
 use crate::engine::open::Opened;
 use crate::model::Descriptor;
 use crate::model::descriptor::GPT2_VOCAB;
@@ -20,6 +20,7 @@ pub struct Resolved {
     pub weights: Option<ModelFile>,
     pub train: Loader,
     pub val: Option<Loader>,
+    pub hellaswag: Option<MultipleChoice>,
 }
 
 /// What flags default to.
@@ -91,6 +92,12 @@ impl Resolved {
         let (train, val) = tokens(options, descriptor)?;
         let train = Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?;
         let val = val.map(|shards| Loader::new(shards, geometry, descriptor.vocab, None)).transpose()?;
+        let hellaswag = options.hellaswag.as_deref();
+        let hellaswag =
+            hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
+        if let Some(set) = &hellaswag {
+            set.check(descriptor.vocab, t)?;
+        }
         let steps = match options.steps.unwrap_or(defaults.steps) {
             Count::Some(steps) => steps,
             Count::All => train.tokens() / total_batch,
@@ -124,6 +131,8 @@ impl Resolved {
                 (Some(Count::Some(n)), _) => n,
                 _ => VAL_BATCHES,
             },
+            hellaswag: options.hellaswag.clone(),
+            hellaswag_examples: options.hellaswag_examples,
             sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
             sample_length: options.sample_length.unwrap_or(defaults.sample_length),
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
@@ -132,7 +141,7 @@ impl Resolved {
             tf32: opened.tf32,
             kernels: options.hardware.kernels.clone(),
         };
-        Ok(Self { config, descriptor, geometry, weights, train, val })
+        Ok(Self { config, descriptor, geometry, weights, train, val, hellaswag })
     }
 }
 

@@ -1,8 +1,6 @@
 //! What the engine's operations are queued on.
 
-use super::arena::Arena;
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
-use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
 use cuda_std::hopper::TensorMap;
@@ -60,8 +58,8 @@ pub trait Executor {
     /// Multiplies f32 with 10-bit mantissas.
     fn tf32(&self) -> bool;
 
-    /// Zeroed memory for the plan's buffers, in place of what was allocated before.
-    fn allocate(&mut self, plan: &Plan) -> Result<Arena>;
+    /// Zeroed memory, in place of what was allocated before.
+    fn allocate(&mut self, bytes: usize) -> Result<*mut u8>;
 
     /// # Safety
     /// The memory that the pointer arguments cover holds every index that the kernel forms in this grid, and

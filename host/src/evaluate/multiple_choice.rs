@@ -1,0 +1,127 @@
+//! Which completion a model finds likeliest.
+
+use crate::data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
+use crate::engine::{BatchLayout, Engine, HostBuffer, Ticket};
+use crate::model::Gpt2;
+use anyhow::Result;
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Range;
+
+/// Sequences are padded to a multiple of this, so that an engine sees shapes it is good at.
+const PADDING: usize = 64;
+
+/// Batches that are queued before the losses of the first are waited for.
+const AHEAD: usize = 2;
+
+/// How many examples a model got right.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Score {
+    pub correct: usize,
+    pub examples: usize,
+}
+
+impl Score {
+    pub fn accuracy(self) -> f64 {
+        self.correct as f64 / self.examples as f64
+    }
+}
+
+/// As llm.c tells of it: `2955/10042 = 0.294264`.
+impl fmt::Display for Score {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{} = {:.6}", self.correct, self.examples, self.accuracy())
+    }
+}
+
+/// Counts the examples of `range` whose right completion has the lowest mean loss per token, the first one where several
+/// have. `planned` is what the model was planned for. Batches hold as many tokens as that, in rows no longer than the set
+/// needs: each row is a context with one completion.
+pub fn score(
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    planned: BatchLayout,
+    set: &MultipleChoice,
+    range: Range<usize>,
+) -> Result<Score> {
+    set.check(model.descriptor.vocab, planned.t)?;
+    let examples = &set.examples()[range];
+    let rows = COMPLETIONS * examples.len();
+    let t = examples.iter().map(Example::longest).max().unwrap_or(1).next_multiple_of(PADDING).min(planned.t);
+    let layout = BatchLayout { b: (planned.b * planned.t / t).min(rows).max(1), t };
+    let mut losses = Losses { examples, t, rows: Vec::with_capacity(rows) };
+    let mut queued: VecDeque<Ticket> = VecDeque::new();
+    let mut spare: Vec<HostBuffer> = Vec::new();
+    for first in (0..rows).step_by(layout.b) {
+        let mut words = match spare.pop() {
+            Some(words) => words,
+            None => engine.host_buffer(layout.words())?,
+        };
+        fill(&mut words, layout, examples, first..rows.min(first + layout.b));
+        let returned = engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
+        // It may be one of somebody else's smaller batches.
+        spare.extend(returned.filter(|buffer| buffer.len() >= layout.words()));
+        let batch_losses = model.losses.slice(0, layout.b * t);
+        engine.zero(batch_losses)?;
+        model.forward(engine, layout)?;
+        model.loss(engine, layout, None)?;
+        queued.push_back(engine.read_later(batch_losses)?);
+        if queued.len() > AHEAD
+            && let Some(oldest) = queued.pop_front()
+        {
+            losses.take(&engine.wait(oldest)?.values);
+        }
+    }
+    for ticket in queued {
+        losses.take(&engine.wait(ticket)?.values);
+    }
+    Ok(losses.score())
+}
+
+/// The example and completion of a row.
+const fn of_row(row: usize) -> (usize, usize) {
+    (row / COMPLETIONS, row % COMPLETIONS)
+}
+
+/// Puts rows into a batch: each position's target is the token after it. What is left of the batch is token 0, whose losses
+/// nobody reads. The forward pass needs no sorted tokens.
+fn fill(words: &mut [i32], layout: BatchLayout, examples: &[Example], rows: Range<usize>) {
+    words[..layout.words()].fill(0);
+    let (inputs, targets) = words.split_at_mut(layout.targets().start);
+    for (i, row) in rows.enumerate() {
+        let (example, completion) = of_row(row);
+        let Example { context, completions, .. } = &examples[example];
+        let tokens = || context.iter().chain(&completions[completion]).map(|&token| i32::from(token));
+        inputs[i * layout.t..][..layout.t].iter_mut().zip(tokens()).for_each(|(to, token)| *to = token);
+        targets[i * layout.t..][..layout.t].iter_mut().zip(tokens().skip(1)).for_each(|(to, token)| *to = token);
+    }
+}
+
+/// Mean losses of the rows so far.
+struct Losses<'a> {
+    examples: &'a [Example],
+    t: usize,
+    rows: Vec<f64>,
+}
+
+impl Losses<'_> {
+    /// Takes the losses (b, t) of the next batch.
+    fn take(&mut self, values: &[f32]) {
+        for row in values.chunks_exact(self.t) {
+            let (example, completion) = of_row(self.rows.len());
+            let Some(Example { context, completions, .. }) = self.examples.get(example) else { return };
+            // A completion's first token is predicted at the context's last.
+            let predicting = &row[context.len() - 1..][..completions[completion].len()];
+            let sum: f64 = predicting.iter().map(|&loss| f64::from(loss)).sum();
+            self.rows.push(sum / predicting.len() as f64);
+        }
+    }
+
+    fn score(&self) -> Score {
+        let chosen =
+            |losses: &[f64]| (1..COMPLETIONS).fold(0, |best, i| if losses[i] < losses[best] { i } else { best });
+        let right = self.rows.chunks_exact(COMPLETIONS).zip(self.examples);
+        let correct = right.filter(|(losses, example)| chosen(losses) == example.label).count();
+        Score { correct, examples: self.examples.len() }
+    }
+}
