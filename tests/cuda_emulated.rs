@@ -2,14 +2,16 @@
 
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::engine::{BatchLayout, Engine};
+use host::engine::cuda::{Precision, emulated, emulated_checked};
+use host::engine::{AdamW, BatchLayout, Engine, Linear};
+use host::model::{Capacity, Descriptor, Gpt2};
 use host::plan::{Group, Plan};
 use host::selftest::edge;
-use host::tensor::DType;
+use host::tensor::{DType, Tensor};
+use host::train::initialise;
 
 fn agrees(precision: Precision, hopper: bool) {
-    let (mut engine, mut reference) = (emulated(precision, hopper), Cpu::new());
+    let (mut engine, mut reference) = (emulated_checked(precision, hopper), Cpu::new());
     let mut failures = Vec::new();
     for case in edge() {
         let name = format!("{} {}", case.operation, case.shape);
@@ -38,8 +40,89 @@ fn every_operation_agrees_in_f32() {
     agrees(Precision::Fp32, false);
 }
 
+/// Losses and gradient norms of two steps of a small model, from the same parameters and tokens.
+fn trained(engine: &mut dyn Engine) -> Vec<f32> {
+    let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
+    let layout = BatchLayout { b: 3, t: 17 };
+    let capacity = Capacity { b: layout.b, t: 24, training: true, master_weights: true };
+    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    engine.allocate(&plan).unwrap();
+    initialise(&model, engine, 42).unwrap();
+    let training = model.training.unwrap();
+    let mut stats = Vec::new();
+    for step in 1..3 {
+        let mut words = engine.host_buffer(layout.words()).unwrap();
+        for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
+            *word = (i * i % 50) as i32;
+        }
+        layout.sort(&mut words);
+        engine.load_batch(model.batch, layout, words).unwrap();
+        engine.zero(training.grads).unwrap();
+        engine.zero(model.losses).unwrap();
+        model.forward(engine, layout).unwrap();
+        model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
+        model.backward(engine, layout, step).unwrap();
+        let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
+        let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
+        model.update(engine, &adamw).unwrap();
+        stats.extend(engine.read(training.stats).unwrap());
+    }
+    stats
+}
+
+#[test]
+fn training_steps_are_free_of_faults() {
+    let expected = trained(&mut Cpu::new());
+    for (precision, hopper, tolerance) in
+        [(Precision::Fp32, false, 1e-4), (Precision::Bf16, false, 2e-2), (Precision::Bf16, true, 2e-2)]
+    {
+        let got = trained(&mut *emulated_checked(precision, hopper));
+        for (got, expected) in got.iter().zip(&expected) {
+            assert!((got - expected).abs() < tolerance * expected.abs(), "{precision:?}: {got}, expected {expected}");
+        }
+    }
+}
+
+/// An engine that checks, and tensors of these names and lengths, to each of which 8 values have been written.
+fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
+    let mut engine = emulated_checked(Precision::Fp32, false);
+    let mut plan = Plan::new();
+    let mut add = |&(name, len, dtype)| plan.add(Group::Activations, name, &[len], dtype);
+    let tensors: Vec<_> = tensors.iter().map(&mut add).collect();
+    engine.allocate(&plan).unwrap();
+    for tensor in &tensors {
+        match tensor.dtype {
+            DType::I32 => engine.write_i32(tensor.slice(0, 8), &[37; 8]).unwrap(),
+            _ => engine.write(tensor.slice(0, 8), &[1.0; 8]).unwrap(),
+        }
+    }
+    (engine, tensors)
+}
+
+#[test]
+fn faults_name_the_tensor() {
+    let f32 = DType::F32;
+    let (mut engine, x) = checked(&[("out", 16, f32), ("a", 16, f32), ("b", 8, f32)]);
+    let text = engine.residual_forward(x[0], x[1], x[0]).unwrap_err().to_string();
+    assert!(text.contains("read of what was never written: read of 16 bytes at a + 32"), "{text}");
+    let text = engine.read(x[0]).unwrap_err().to_string();
+    assert_eq!(text, "out + 32 was never written");
+
+    // Tokens beyond the vocabulary: a buffer's bounds are its own, whatever lies behind it.
+    let layout = BatchLayout { b: 1, t: 8 };
+    let (mut engine, x) = checked(&[("batch", layout.words(), DType::I32), ("wte", 8, f32), ("wpe", 64, f32)]);
+    engine.write(x[2], &[0.0; 64]).unwrap();
+    let text = engine.encoder_forward(x[2], x[0], layout, x[1], x[2], 8).unwrap_err().to_string();
+    assert!(text.contains("out of bounds") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
+
+    let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
+    let shape = Linear { rows: 4, c: 4, oc: 4 };
+    let text = format!("{:#}", engine.matmul_forward(x[0], x[1], x[2], None, None, shape).unwrap_err());
+    assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
+}
+
 /// An engine with one tensor of `len` elements.
-fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, host::tensor::Tensor) {
+fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, Tensor) {
     let mut engine = emulated(precision, false);
     let mut plan = Plan::new();
     let tensor = plan.add(Group::Activations, "x", &[len], dtype);
@@ -84,7 +167,7 @@ fn tensors_that_do_not_fit_an_operation_are_refused() {
     let mut elsewhere = tensor;
     elsewhere.offset = 1 << 20;
     let text = engine.zero(elsewhere).unwrap_err().to_string();
-    assert!(text.contains("does not lie in the engine's memory of 1024 bytes"), "{text}");
+    assert!(text.contains("does not lie in the engine's memory of 128 bytes"), "{text}");
 
     let layout = BatchLayout { b: 1, t: 8 };
     let words = engine.host_buffer(3).unwrap();

@@ -94,6 +94,12 @@ impl<T> GlobalMut<T> {
         Self(pointer)
     }
 
+    /// Where it begins: a device address, or (emulated) one of the host's.
+    #[inline(always)]
+    pub const fn pointer(self) -> *mut T {
+        self.0
+    }
+
     /// The view that starts `count` elements further on.
     #[must_use]
     #[inline(always)]

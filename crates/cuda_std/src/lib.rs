@@ -69,7 +69,7 @@ pub mod emulate {
     //! `cp.async` happen at their wait. Special functions are correctly rounded or nearly so, where the device's
     //! approximate; tensor-core products accumulate in f32 in ascending k.
 
-    pub use crate::backend::{Fault, Memory, Report};
+    pub use crate::backend::{Fault, HostAccess, Memory, Report};
 }
 pub mod fence;
 pub mod global;

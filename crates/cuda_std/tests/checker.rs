@@ -472,7 +472,7 @@ fn a_faultless_kernel_passes() {
 }
 
 #[test]
-#[should_panic(expected = "element 3 of out was never written")]
+#[should_panic(expected = "out + 12 was never written")]
 fn unwritten_outputs_are_not_read() {
     let mut memory = Memory::new();
     let out = memory.output::<u32>("out", 4);
@@ -484,6 +484,27 @@ fn unwritten_outputs_are_not_read() {
     }
     writes_three(out).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
     memory.read(out);
+}
+
+#[test]
+fn the_host_keeps_to_the_buffers_too() {
+    let mut memory = Memory::new();
+    let (out, inp) = (memory.output::<u32>("out", 4), memory.input("inp", &[1u32, 2, 3]));
+    memory.write(out.skip(1), &[7, 8]).unwrap();
+    assert_eq!(memory.slice(out.skip(1).reader(), 2).unwrap(), [7, 8]);
+    assert_eq!(memory.slice(inp.skip(1), 2).unwrap(), [2, 3]);
+    let refusals = [
+        (memory.slice(out.reader(), 2).unwrap_err(), "out + 0 was never written"),
+        (memory.slice(out.skip(1).reader(), 3).unwrap_err(), "out + 12 was never written"),
+        (memory.slice(inp, 4).unwrap_err(), "16 bytes at inp + 0, which has 12 bytes"),
+        (memory.write(out.skip(3), &[7, 8]).unwrap_err(), "8 bytes at out + 12, which has 16 bytes"),
+        (memory.slice(inp.skip(4), 1).unwrap_err(), "which is in no buffer"),
+    ];
+    for (error, text) in refusals {
+        assert!(error.to_string().ends_with(text), "{error}");
+    }
+    let zeroed = memory.zeroed::<f32>("zeroed", 3);
+    assert_eq!(memory.read(zeroed), [0.0; 3]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::shadow::Shadow;
 use crate::global::{Global, GlobalMut};
 use bytemuck::Pod;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::slice;
+use std::{fmt, slice};
 
 /// Device memory of [`emulate_checked`](crate::launch::Launch::emulate_checked): named buffers, of which every byte knows
 /// whether it was ever written. Buffers stay where they are, and their views valid, as long as the memory lives.
@@ -33,20 +33,66 @@ impl Memory {
         GlobalMut::new(self.add(name, len * size_of::<T>(), None, true).cast())
     }
 
+    /// A buffer of zeros.
+    pub fn zeroed<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
+        let bytes = len * size_of::<T>();
+        GlobalMut::new(self.add(name, bytes, Some(&vec![0; bytes]), true).cast())
+    }
+
+    /// Writes `values` from where `view` begins, as a host's copy does: to inputs, too.
+    ///
+    /// # Errors
+    /// If they do not lie in one of these buffers.
+    pub fn write<T: Pod>(&mut self, view: GlobalMut<T>, values: &[T]) -> Result<(), HostAccess> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        let (buffer, offset) = self.inside(view.0.addr(), bytes.len())?;
+        let buffer = &mut self.buffers[buffer];
+        buffer.contents_mut()[offset..][..bytes.len()].copy_from_slice(bytes);
+        buffer.shadow.set_written(offset, bytes.len());
+        Ok(())
+    }
+
+    /// The `len` elements from where `view` begins.
+    ///
+    /// # Errors
+    /// If they do not lie in one of these buffers, or one was never written.
+    pub fn slice<T: Pod>(&self, view: Global<T>, len: usize) -> Result<&[T], HostAccess> {
+        let bytes = len * size_of::<T>();
+        let (buffer, offset) = self.inside(view.0.addr(), bytes)?;
+        let buffer = &self.buffers[buffer];
+        if let Some(byte) = buffer.shadow.first_unwritten(offset, bytes) {
+            return Err(HostAccess(format!("{} + {byte} was never written", buffer.name)));
+        }
+        Ok(bytemuck::cast_slice(&buffer.contents()[offset..][..bytes]))
+    }
+
     /// What the buffer holds from where `view` begins to its end.
     ///
     /// # Panics
     /// If the view is of none of these buffers, or an element was never written.
     pub fn read<T: Pod>(&self, view: GlobalMut<T>) -> Vec<T> {
-        let address = view.0.addr();
-        let buffer = self.buffers.iter().find(|b| (b.start()..=b.start() + b.bytes).contains(&address));
-        let buffer = buffer.expect("a view of one of this memory's buffers");
-        let offset = address - buffer.start();
-        if let Some(byte) = buffer.shadow.first_unwritten(offset, buffer.bytes - offset) {
-            let (name, element) = (&buffer.name, (byte - offset) / size_of::<T>());
-            panic!("element {element} of {name} was never written");
+        let (buffer, offset) = self.place(view.0.addr()).expect("a view of one of this memory's buffers");
+        let len = (self.buffers[buffer].bytes - offset) / size_of::<T>();
+        self.slice(view.reader(), len).unwrap_or_else(|error| panic!("{error}")).to_vec()
+    }
+
+    /// The buffer that an address lies in, or is the end of, and its offset there.
+    fn place(&self, address: usize) -> Option<(usize, usize)> {
+        let buffer = self.buffers.partition_point(|b| b.start() <= address).checked_sub(1)?;
+        let offset = address - self.buffers[buffer].start();
+        (offset <= self.buffers[buffer].bytes).then_some((buffer, offset))
+    }
+
+    /// As [`place`](Self::place) of so many bytes.
+    fn inside(&self, address: usize, bytes: usize) -> Result<(usize, usize), HostAccess> {
+        let Some((buffer, offset)) = self.place(address) else {
+            return Err(HostAccess(format!("{bytes} bytes at {address:#x}, which is in no buffer")));
+        };
+        let Buffer { bytes: size, name, .. } = &self.buffers[buffer];
+        if offset + bytes > *size {
+            return Err(HostAccess(format!("{bytes} bytes at {name} + {offset}, which has {size} bytes")));
         }
-        bytemuck::cast_slice(&buffer.contents()[offset..]).to_vec()
+        Ok((buffer, offset))
     }
 
     fn add(&mut self, name: &str, bytes: usize, values: Option<&[u8]>, writable: bool) -> *mut u8 {
@@ -57,6 +103,18 @@ impl Memory {
         pointer
     }
 }
+
+/// Why the host cannot read or write there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostAccess(String);
+
+impl fmt::Display for HostAccess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for HostAccess {}
 
 /// A buffer between two zones of its own size, at least 64 KiB: an access that misses the buffer lands there, and is known
 /// by its name, rather than in another one. The zones are never touched and so take no memory.
@@ -112,6 +170,11 @@ impl Buffer {
     /// Whether an access at `address` was meant for this buffer.
     pub fn near(&self, address: usize) -> bool {
         (self.allocation.addr()..self.allocation.addr() + self.layout.size()).contains(&address)
+    }
+
+    fn contents_mut(&mut self) -> &mut [u8] {
+        // SAFETY: initialised in `new`; kernels write it only while the memory is borrowed mutably.
+        unsafe { slice::from_raw_parts_mut(self.pointer(), self.bytes) }
     }
 
     fn contents(&self) -> &[u8] {

@@ -28,7 +28,7 @@ pub use block::{
 pub use collective::{
     arrive_named, ballot, shuffle_down, shuffle_idx, shuffle_xor, sync_named, sync_threads, sync_warp,
 };
-pub use memory::Memory;
+pub use memory::{HostAccess, Memory};
 pub use report::{Fault, Report};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 

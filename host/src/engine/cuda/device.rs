@@ -1,9 +1,11 @@
 //! The executor that is a GPU.
 
+use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::tensor_maps::{Key, TensorMaps};
 use super::{Options, Precision, modules, peak};
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Handle, Matmuls, Operands, Problem};
@@ -145,18 +147,20 @@ impl Executor for Device {
         self.tf32
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
+    fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.stream.synchronize()?;
         if let Some(maps) = &mut self.tensor_maps {
             maps.clear();
         }
         self.memory = None;
+        let bytes = plan.bytes();
         let memory = DeviceMemory::new(&self.gpu, bytes)?;
         // SAFETY: the allocation has that many bytes.
         unsafe { self.stream.fill(memory.address(), 0, bytes)? };
-        let base = std::ptr::without_provenance_mut(memory.address() as usize);
+        let mut arena = Arena::default();
+        arena.add(0, bytes, std::ptr::without_provenance_mut(memory.address() as usize));
         self.memory = Some(memory);
-        Ok(base)
+        Ok(arena)
     }
 
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {

@@ -1,38 +1,43 @@
 //! The executor that is the CPU: kernels through the emulator, matrix products through a CPU GEMM.
 
+use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::gemm;
 use super::tensor_maps::Key;
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::plan::{Group, Plan};
 use crate::tensor::DType;
 use anyhow::Context;
 use cublaslt::{Operands, Problem};
+use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, bf16};
+use cuda_std::{Global, GlobalMut, bf16};
 use std::collections::HashMap;
 use std::time::Instant;
 
-/// A unit of memory as aligned as a device allocation.
-#[derive(Clone, Copy)]
-#[repr(C, align(1024))]
-struct Page([u8; 1024]);
-
 #[derive(Default)]
 pub struct Emulated {
-    memory: Vec<Page>,
+    /// The buffers of the plan, each by itself, and the tensor maps.
+    memory: Memory,
+    /// Watches every access of the kernels. Activations, gradients and workspaces must be written before they are read, as
+    /// if device memory did not begin zeroed.
+    checked: bool,
     reads: HashMap<u64, Reading>,
     start: Option<Instant>,
     next_ticket: u64,
     emulation: Emulation,
     uploading: Option<HostBuffer>,
-    /// Boxed: kernels have their addresses.
-    tensor_maps: HashMap<Key, Box<TensorMap>>,
+    tensor_maps: HashMap<Key, Global<TensorMap>>,
 }
 
 impl Emulated {
     pub fn new(emulation: Emulation) -> Self {
         Self { emulation, ..Self::default() }
+    }
+
+    pub fn checked(emulation: Emulation) -> Self {
+        Self { emulation, checked: true, ..Self::default() }
     }
 }
 
@@ -74,56 +79,60 @@ impl Executor for Emulated {
         if !self.emulation.hopper {
             return Ok(None);
         }
-        let row_bytes = columns * size_of::<bf16>();
         let key = Key { tensor: tensor.pointer().addr() as u64, rows, columns, tile: (box_rows, box_columns) };
-        let map = self
-            .tensor_maps
-            .entry(key)
-            .or_insert_with(|| Box::new(TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns)));
-        Ok(Some(Global::new(&raw const **map)))
+        let map = self.tensor_maps.entry(key).or_insert_with(|| {
+            let row_bytes = columns * size_of::<bf16>();
+            let map = TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns);
+            self.memory.input(&format!("tensor map of {rows} x {columns}"), &[map])
+        });
+        Ok(Some(*map))
     }
 
     fn tf32(&self) -> bool {
         false
     }
 
-    fn allocate(&mut self, bytes: usize) -> Result<*mut u8> {
+    fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.tensor_maps.clear();
-        self.memory = Vec::new();
-        self.memory = vec![Page([0; 1024]); bytes.div_ceil(size_of::<Page>())];
-        Ok(self.memory.as_mut_ptr().cast())
+        self.memory = Memory::new();
+        let mut arena = Arena::default();
+        for entry in plan.entries() {
+            let bytes = entry.tensor.bytes();
+            let zeroed = !self.checked || matches!(entry.group, Group::Parameters | Group::Optimizer);
+            let view: GlobalMut<u8> =
+                if zeroed { self.memory.zeroed(&entry.name, bytes) } else { self.memory.output(&entry.name, bytes) };
+            arena.add(entry.tensor.offset, bytes, view.pointer());
+        }
+        Ok(arena)
     }
 
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise; the arena is host memory here.
-        unsafe { launch.emulate(grid, shared_bytes) }?;
+        if self.checked {
+            launch.emulate_checked(&mut self.memory, grid, shared_bytes)?;
+        } else {
+            // SAFETY: the caller's promise; device memory is host memory here.
+            unsafe { launch.emulate(grid, shared_bytes) }?;
+        }
         Ok(())
     }
 
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
         // The library would refuse the same operands.
         operands.validate(problem)?;
-        // SAFETY: the caller's promise; the arena is host memory here.
-        unsafe { gemm::run(problem, operands, self.memory.as_mut_ptr().cast()) };
-        Ok(())
+        gemm::run(problem, operands, &mut self.memory)
     }
 
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {
-        // SAFETY: the caller's promise; the source is the host's own.
-        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        Ok(())
+        Ok(self.memory.write(GlobalMut::new(to), bytes)?)
     }
 
     unsafe fn download(&mut self, bytes: &mut [u8], from: *const u8) -> Result<()> {
-        // SAFETY: the caller's promise; the destination is the host's own.
-        unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        bytes.copy_from_slice(self.memory.slice(Global::new(from), bytes.len())?);
         Ok(())
     }
 
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { to.write_bytes(0, bytes) };
-        Ok(())
+        Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?)
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
@@ -131,15 +140,13 @@ impl Executor for Emulated {
     }
 
     unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
-        // SAFETY: the caller's promise.
-        unsafe { to.copy_from_nonoverlapping(buffer.as_ptr(), len) };
+        self.memory.write(GlobalMut::new(to), &buffer[..len])?;
         // A GPU is still copying the last one when the next one comes.
         Ok(self.uploading.replace(buffer))
     }
 
     unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
-        // SAFETY: the caller's promise.
-        let values = unsafe { std::slice::from_raw_parts(from, len) }.to_vec();
+        let values = self.memory.slice(Global::new(from), len)?.to_vec();
         self.next_ticket += 1;
         let at = self.start.get_or_insert_with(Instant::now).elapsed();
         self.reads.insert(self.next_ticket, Reading { values, at });

@@ -1,6 +1,8 @@
 //! What the engine's operations are queued on.
 
+use super::arena::Arena;
 use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
 use cuda_std::hopper::TensorMap;
@@ -58,8 +60,8 @@ pub trait Executor {
     /// Multiplies f32 with 10-bit mantissas.
     fn tf32(&self) -> bool;
 
-    /// Zeroed memory, in place of what was allocated before.
-    fn allocate(&mut self, bytes: usize) -> Result<*mut u8>;
+    /// Zeroed memory for the plan's buffers, in place of what was allocated before.
+    fn allocate(&mut self, plan: &Plan) -> Result<Arena>;
 
     /// # Safety
     /// The memory that the pointer arguments cover holds every index that the kernel forms in this grid, and

@@ -1,73 +1,119 @@
-//! What cuBLASLt computes, on host memory: the emulator's matrix products. Inputs are widened to f32, sums and epilogues
-//! are in f32, and what is stored is rounded to nearest.
+//! What cuBLASLt computes, on the emulator's memory. Inputs are widened to f32, sums and epilogues are in f32, and what is
+//! stored is rounded to nearest.
 
+use crate::engine::Result;
+use anyhow::Context;
+use bytemuck::Pod;
 use cublaslt::{Element, Epilogue, Operands, Problem};
-use cuda_std::bf16;
+use cuda_std::emulate::Memory;
+use cuda_std::{GlobalMut, bf16};
+use std::marker::PhantomData;
 
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
 
-/// Runs a product on the memory that the operands' addresses name. `memory` is the allocation they lie in.
-///
-/// # Safety
-/// They lie there, with the sizes that `problem` implies, and nothing else uses them meanwhile.
-pub unsafe fn run(problem: &Problem, operands: &Operands, memory: *mut u8) {
-    let at = |address: u64| memory.with_addr(address as usize);
-    let (bias, aux) = (operands.bias.map(at), operands.aux.map(at));
-    // SAFETY: the caller's promise.
-    unsafe {
-        match problem.element {
-            Element::Bf16 => typed::<bf16>(problem, at(operands.a), at(operands.b), at(operands.d), bias, aux),
-            Element::F32 | Element::Tf32 => {
-                typed::<f32>(problem, at(operands.a), at(operands.b), at(operands.d), bias, aux);
+/// Runs a product on the buffers that the operands' addresses name. Fails where an operand does not lie in one buffer, or
+/// what it reads was never written.
+pub fn run(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
+    match problem.element {
+        Element::Bf16 => typed::<bf16>(problem, operands, memory),
+        Element::F32 | Element::Tf32 => typed::<f32>(problem, operands, memory),
+    }
+    .with_context(|| format!("matrix product {problem}"))
+}
+
+/// Matrices of `T` by device address.
+struct Matrices<'a, T> {
+    memory: &'a mut Memory,
+    element: PhantomData<T>,
+}
+
+impl<T: cuda_std::Element + Pod> Matrices<'_, T> {
+    fn view(address: u64, start: usize) -> GlobalMut<T> {
+        GlobalMut::new(std::ptr::without_provenance_mut(address as usize)).skip(start)
+    }
+
+    /// Elements `start .. start + len`, widened.
+    fn fetch(&self, name: &'static str, address: u64, start: usize, len: usize) -> Result<Vec<f32>> {
+        let values = self.memory.slice(Self::view(address, start).reader(), len).context(name)?;
+        Ok(values.iter().map(|value| value.to_f32()).collect())
+    }
+
+    fn store(&mut self, name: &'static str, address: u64, start: usize, values: &[f32]) -> Result<()> {
+        let rounded: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
+        self.memory.write(Self::view(address, start), &rounded).context(name)
+    }
+}
+
+fn typed<T: cuda_std::Element + Pod>(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
+    let Problem { m, n, k, batch, epilogue, .. } = *problem;
+    let mut matrices = Matrices::<T> { memory, element: PhantomData };
+    let (bias, aux) = (operands.bias.unwrap_or_default(), operands.aux.unwrap_or_default());
+    // The matrices of a batch follow one another.
+    for i in 0..batch {
+        let a = matrices.fetch("A", operands.a, i * m * k, m * k)?;
+        let b = matrices.fetch("B", operands.b, i * k * n, k * n)?;
+        let mut d = vec![0.0; m * n];
+        if problem.accumulate {
+            d = matrices.fetch("D", operands.d, i * m * n, m * n)?;
+        }
+        multiply(problem, &a, &b, &mut d);
+        let (a_column, a_row, b_column, b_row) = strides(problem);
+        match epilogue {
+            Epilogue::None => {}
+            Epilogue::Bias => add_bias(&mut d, &matrices.fetch("bias", bias, 0, m)?),
+            Epilogue::GeluAuxBias => {
+                add_bias(&mut d, &matrices.fetch("bias", bias, 0, m)?);
+                matrices.store("auxiliary matrix", aux, i * m * n, &d)?;
+                for x in &mut d {
+                    *x = gelu(*x);
+                }
+            }
+            Epilogue::DGelu | Epilogue::DGeluBiasGrad => {
+                let aux = matrices.fetch("auxiliary matrix", aux, i * m * n, m * n)?;
+                d.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux));
+                if epilogue == Epilogue::DGeluBiasGrad {
+                    let sum = |row: usize| (0..n).map(|column| d[column * m + row]).sum();
+                    matrices.store("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
+                }
+            }
+            Epilogue::BiasGradA => {
+                let sum = |row: usize| (0..k).map(|i| a[i * a_column + row * a_row]).sum();
+                matrices.store("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
+            }
+            Epilogue::BiasGradB => {
+                let sum = |column: usize| (0..k).map(|i| b[column * b_column + i * b_row]).sum();
+                matrices.store("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
             }
         }
+        matrices.store("D", operands.d, i * m * n, &d)?;
     }
+    Ok(())
 }
 
-/// # Safety
-/// As [`run`], for elements of `T`.
-unsafe fn typed<T: cuda_std::Element>(
-    problem: &Problem,
-    a: *mut u8,
-    b: *mut u8,
-    d: *mut u8,
-    bias: Option<*mut u8>,
-    aux: Option<*mut u8>,
-) {
-    let Problem { m, n, k, batch, .. } = *problem;
-    for i in 0..batch {
-        // SAFETY: the caller's promise; the matrices of a batch follow one another.
-        unsafe {
-            let a = std::slice::from_raw_parts(a.cast::<T>().add(i * m * k), m * k);
-            let b = std::slice::from_raw_parts(b.cast::<T>().add(i * k * n), k * n);
-            let d = std::slice::from_raw_parts_mut(d.cast::<T>().add(i * m * n), m * n);
-            let bias_len = if problem.epilogue == Epilogue::BiasGradB { n } else { m };
-            let bias = bias.map(|bias| std::slice::from_raw_parts_mut(bias.cast::<T>(), bias_len));
-            let aux = aux.map(|aux| std::slice::from_raw_parts_mut(aux.cast::<T>().add(i * m * n), m * n));
-            product(problem, a, b, d, bias.unwrap_or_default(), aux.unwrap_or_default());
-        }
-    }
-}
-
-fn product<T: cuda_std::Element>(problem: &Problem, a: &[T], b: &[T], d: &mut [T], bias: &mut [T], aux: &mut [T]) {
+/// Distances between columns and rows of op(A) (m, k), then of op(B) (k, n).
+fn strides(problem: &Problem) -> (usize, usize, usize, usize) {
     let Problem { m, n, k, .. } = *problem;
-    let wide = |values: &[T]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
-    let (a, b) = (wide(a), wide(b));
-    let mut sums = if problem.accumulate { wide(d) } else { vec![0.0; m * n] };
-    // Distances between columns and rows of op(A) (m, k) and op(B) (k, n).
     let (a_column, a_row) = if problem.transpose_a { (1, k) } else { (m, 1) };
     let (b_column, b_row) = if problem.transpose_b { (1, n) } else { (k, 1) };
-    // SAFETY: the three vectors have the sizes that m, n, k and the distances imply.
+    (a_column, a_row, b_column, b_row)
+}
+
+/// d += op(A) · op(B).
+fn multiply(problem: &Problem, a: &[f32], b: &[f32], d: &mut [f32]) {
+    let Problem { m, n, k, .. } = *problem;
+    let (a_column, a_row, b_column, b_row) = strides(problem);
+    assert!(a.len() == m * k && b.len() == k * n && d.len() == m * n);
+    // SAFETY: the three slices have the sizes that m, n, k and the distances imply.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            sums.as_mut_ptr(),
+            d.as_mut_ptr(),
             m as isize,
             1,
-            problem.accumulate,
+            true,
             a.as_ptr(),
             a_column as isize,
             a_row as isize,
@@ -82,37 +128,10 @@ fn product<T: cuda_std::Element>(problem: &Problem, a: &[T], b: &[T], d: &mut [T
             gemm::Parallelism::Rayon(0),
         );
     }
-    match problem.epilogue {
-        Epilogue::None => {}
-        Epilogue::Bias => sums.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % m].to_f32()),
-        Epilogue::GeluAuxBias => {
-            for (i, x) in sums.iter_mut().enumerate() {
-                *x += bias[i % m].to_f32();
-                aux[i] = T::from_f32(*x);
-                *x = gelu(*x);
-            }
-        }
-        Epilogue::DGelu => sums.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux.to_f32())),
-        Epilogue::DGeluBiasGrad => {
-            sums.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux.to_f32()));
-            for (row, bias) in bias.iter_mut().enumerate() {
-                *bias = T::from_f32((0..n).map(|column| sums[column * m + row]).sum());
-            }
-        }
-        Epilogue::BiasGradA => {
-            for (row, bias) in bias.iter_mut().enumerate() {
-                *bias = T::from_f32((0..k).map(|i| a[i * a_column + row * a_row]).sum());
-            }
-        }
-        Epilogue::BiasGradB => {
-            for (column, bias) in bias.iter_mut().enumerate() {
-                *bias = T::from_f32((0..k).map(|i| b[column * b_column + i * b_row]).sum());
-            }
-        }
-    }
-    for (d, sum) in d.iter_mut().zip(sums) {
-        *d = T::from_f32(sum);
-    }
+}
+
+fn add_bias(d: &mut [f32], bias: &[f32]) {
+    d.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % bias.len()]);
 }
 
 fn gelu(x: f32) -> f32 {

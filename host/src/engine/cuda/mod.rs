@@ -4,6 +4,7 @@
 //! GPU, or the emulator, which runs the same kernels with the same launch geometry on the CPU.
 
 mod adamw;
+mod arena;
 mod attention;
 mod bias;
 mod cast;
@@ -30,6 +31,7 @@ use super::{
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
+use arena::Arena;
 use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
@@ -71,6 +73,13 @@ pub fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
     over(Box::new(emulated::Emulated::new(emulation)), precision)
 }
 
+/// As [`emulated`], over memory in which each buffer of the plan has its own bounds, with every access of every kernel
+/// watched: an operation fails at the first fault, see [`cuda_std::emulate`]. Several times slower.
+pub fn emulated_checked(precision: Precision, hopper: bool) -> Box<dyn Engine> {
+    let emulation = Emulation { hopper, ..Emulation::default() };
+    over(Box::new(emulated::Emulated::checked(emulation)), precision)
+}
+
 fn over(executor: Box<dyn Executor>, precision: Precision) -> Box<dyn Engine> {
     match precision {
         Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor)),
@@ -106,34 +115,6 @@ struct Cuda<T> {
     element: PhantomData<T>,
 }
 
-/// Where the arena lies, on the device or (emulated) on the host.
-#[derive(Clone, Copy)]
-struct Arena {
-    base: *mut u8,
-    bytes: usize,
-}
-
-impl Arena {
-    /// Checks that `tensor` is of type `E`, has at least `len` elements and lies in the arena.
-    fn address<E: Stored>(self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
-        ensure!(
-            tensor.dtype == E::DTYPE,
-            "{name} is {}, this operation takes {}",
-            tensor.dtype.name(),
-            E::DTYPE.name()
-        );
-        ensure!(tensor.len >= len, "{name} has {} elements, this operation needs {len}", tensor.len);
-        ensure!(
-            tensor.offset + tensor.bytes() <= self.bytes && tensor.offset.is_multiple_of(E::DTYPE.bytes()),
-            "{name} at {} (+{} bytes) does not lie in the engine's memory of {} bytes",
-            tensor.offset,
-            tensor.bytes(),
-            self.bytes
-        );
-        Ok(self.base.wrapping_add(tensor.offset).cast())
-    }
-}
-
 /// Bytes of dynamic shared memory that a kernel's layout takes.
 fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
     let mut measure = Layout::new();
@@ -143,8 +124,7 @@ fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
 
 impl<T: Float> Cuda<T> {
     fn new(executor: Box<dyn Executor>) -> Self {
-        let arena = Arena { base: std::ptr::null_mut(), bytes: 0 };
-        Self { executor, arena, scratch: None, element: PhantomData }
+        Self { executor, arena: Arena::default(), scratch: None, element: PhantomData }
     }
 
     /// What a kernel may read: `tensor`, which must hold at least `len` elements of `E`.
@@ -192,7 +172,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn memory_free(&self) -> Result<usize> {
-        Ok(self.executor.memory_free()? + self.arena.bytes)
+        Ok(self.executor.memory_free()? + self.arena.bytes())
     }
 
     fn peak(&self) -> Option<Peak> {
@@ -223,15 +203,15 @@ impl<T: Float> Engine for Cuda<T> {
                 gib(needed - free)
             );
         }
-        self.arena = Arena { base: std::ptr::null_mut(), bytes: 0 };
-        self.arena = Arena { base: self.executor.allocate(needed)?, bytes: needed };
+        self.arena = Arena::default();
+        self.arena = self.executor.allocate(plan)?;
         Ok(())
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         fn send<E: Stored>(
             executor: &mut dyn Executor,
-            arena: Arena,
+            arena: &Arena,
             to: Tensor,
             values: &[f32],
             convert: impl Fn(f32) -> E,
@@ -242,7 +222,7 @@ impl<T: Float> Engine for Cuda<T> {
             // SAFETY: `address` covers that many elements of the arena.
             unsafe { executor.upload(address.cast(), bytemuck::cast_slice(&converted)) }
         }
-        let (executor, arena) = (&mut *self.executor, self.arena);
+        let (executor, arena) = (&mut *self.executor, &self.arena);
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
@@ -253,7 +233,7 @@ impl<T: Float> Engine for Cuda<T> {
     fn read(&mut self, from: Tensor) -> Result<Vec<f32>> {
         fn fetch<E: Stored>(
             executor: &mut dyn Executor,
-            arena: Arena,
+            arena: &Arena,
             from: Tensor,
             convert: impl Fn(E) -> f32,
         ) -> Result<Vec<f32>> {
@@ -263,7 +243,7 @@ impl<T: Float> Engine for Cuda<T> {
             unsafe { executor.download(bytemuck::cast_slice_mut(&mut values), address.cast())? };
             Ok(values.into_iter().map(convert).collect())
         }
-        let (executor, arena) = (&mut *self.executor, self.arena);
+        let (executor, arena) = (&mut *self.executor, &self.arena);
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
