@@ -5,9 +5,10 @@
 //!
 //! A row is read once from memory. Its first `staged` columns pass through shared memory, where they stay for the second
 //! pass; what does not fit there ([`staged`]) is read again, from L2. Exponentials of both passes have the same argument,
-//! exp2(x log2(e) - max log2(e)) rounded once, so probabilities sum to 1 to rounding.
+//! (x - max) log2(e), so probabilities sum to 1 to rounding. The difference comes first: max log2(e) would have a rounding
+//! error of its own, which from logits near 2^31 on is larger than all exponents there are.
 
-use core::f32::consts::{LN_2, LOG2_E};
+use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread};
 
@@ -25,8 +26,14 @@ pub const fn staged<T: Element>(padded: usize, shared_bytes: usize, gradients: b
 
 const SCRATCH: usize = 32;
 
-/// Where a maximum starts: a row may hold -inf, and this times log2(e) is still finite.
-const LOWEST: f32 = -1e38;
+/// Where a maximum starts: a row may hold -inf, which less itself would be NaN.
+const LOWEST: f32 = f32::MIN;
+
+/// e^(`logit` - `max`)
+#[inline(always)]
+fn exp_below(logit: f32, max: f32) -> f32 {
+    math::exp2((logit - max) * LOG2_E)
+}
 
 /// Shared memory of [`classifier`]: scratch of the block's reductions, and the staged columns.
 pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f32>, SharedArray<T>) {
@@ -73,11 +80,10 @@ pub fn classifier<T: Element>(
         for k in 0..T::PACKET {
             new = math::max(new, logit(k));
         }
-        sum *= math::exp2((max - new) * LOG2_E);
+        sum *= exp_below(max, new);
         max = new;
-        let shift = max * LOG2_E;
         for k in 0..T::PACKET {
-            sum += math::exp2(math::fma(logit(k), LOG2_E, -shift));
+            sum += exp_below(logit(k), max);
         }
     };
     let mut i = first;
@@ -90,10 +96,9 @@ pub fn classifier<T: Element>(
         i += step;
     }
     let row_max = block::max(max, scratch);
-    let sum = block::sum(sum * math::exp2((max - row_max) * LOG2_E), scratch);
-    let shift = row_max * LOG2_E;
+    let sum = block::sum(sum * exp_below(max, row_max), scratch);
     if first == 0 {
-        let loss = math::ln(sum) - math::fma(target_logit, LOG2_E, -shift) * LN_2;
+        let loss = math::ln(sum) - (target_logit - row_max);
         losses.set(row, losses.at(row) + loss);
     }
     if gradients == 0 {
@@ -103,7 +108,7 @@ pub fn classifier<T: Element>(
     let scale = dloss * math::recip(sum);
     let gradient = |i: u32, x: Packet<T>| {
         let gradient = Packet::from_fn(|k| {
-            let p = math::exp2(math::fma(x.get(k), LOG2_E, -shift)) * scale;
+            let p = exp_below(x.get(k), row_max) * scale;
             let p = if i + k as u32 == target { p - dloss } else { p };
             if i + (k as u32) < vocabulary { p } else { 0.0 }
         });

@@ -40,7 +40,8 @@ pub fn gelu_backward<T: Element>(grad: GlobalMut<T>, inp: Global<T>, n: u64) {
     let dx = Packet::from_fn(|k| {
         let x = x.get(k);
         let tanh = math::tanh(SCALE * (x + CUBIC * x * x * x));
-        let inner = SCALE * (1.0 + 3.0 * CUBIC * x * x);
+        // Bounded, since infinity times the 0 that 1 - tanh^2 is by then would be NaN.
+        let inner = SCALE * (1.0 + 3.0 * CUBIC * (x * x).min(1e6));
         dy.get(k) * 0.5 * ((1.0 + tanh) + x * (1.0 - tanh * tanh) * inner)
     });
     grad.set_packet(i, dx);

@@ -2,114 +2,225 @@
 
 mod common;
 
-use common::{Buffer, Tolerance, assert_close, emulate, noise, shared_bytes};
+use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
 use gpu::classifier::{classifier, shared, staged};
+use proptest::prelude::any;
+use std::slice;
 
-for_both_types!(losses_and_gradients, losses_alone, infinite_logits);
+tests! {
+    kernels of "classifier.rs";
+    for both types: losses_and_gradients, losses_alone, any_shape, staging_does_not_matter, shifts_do_not_matter,
+        large_logits, infinite_logits, nan_stays_in_its_row;
+}
 
 const DLOSS: f64 = 0.125;
 
+/// One launch: logits (rows, Vp), of which V columns count.
 struct Case<T> {
-    logits: Buffer<T>,
-    losses: Buffer<f32>,
+    logits: Vec<T>,
     targets: Vec<i32>,
+    vocabulary: usize,
+    padded: usize,
+}
+
+struct Got {
+    losses: Vec<f64>,
+    /// The logits, if no gradients were asked for.
+    gradients: Vec<f64>,
 }
 
 impl<T: Tolerance> Case<T> {
-    /// Padding columns hold values that would change every result if they counted.
-    fn new(rows: usize, vocabulary: usize, padded: usize) -> Self {
-        let logits = noise(rows * padded, 1)
-            .iter()
-            .enumerate()
-            .map(|(i, x)| if i % padded < vocabulary { x * 20.0 } else { 40.0 })
-            .collect::<Vec<_>>();
-        let targets = (0..rows).map(|row| (row * 7919 % vocabulary) as i32).collect();
-        Self { logits: Buffer::of(&logits), losses: Buffer::filled(rows, 0.5), targets }
+    /// Logits are those of `logits`, row by row of V; padding columns hold NaN, which would show if they counted.
+    fn new(logits: &[f64], targets: Vec<i32>, padded: usize) -> Self {
+        let vocabulary = logits.len() / targets.len();
+        let padding = vec![f64::NAN; padded - vocabulary];
+        let logits: Vec<_> = logits.chunks(vocabulary).flat_map(|row| [row, &padding].concat()).collect();
+        Self { logits: rounded(&logits), targets, vocabulary, padded }
     }
 
-    fn run(&mut self, vocabulary: usize, padded: usize, staged: usize, gradients: bool) {
-        let targets = Buffer::from_fn(self.targets.len(), |i| self.targets[i]);
+    fn random(rows: usize, vocabulary: usize, padded: usize, scale: f64, seed: u32) -> Self {
+        let logits: Vec<_> = noise(rows * vocabulary, seed).iter().map(|x| x * scale).collect();
+        let target = |row: usize| ((row * 7919 + seed as usize) % vocabulary) as i32;
+        Self::new(&logits, (0..rows).map(target).collect(), padded)
+    }
+
+    /// Keeps as many columns as fit in `room` bytes. Losses start at 0.5.
+    fn run(&self, room: usize, gradients: bool) -> Got {
+        let keep = staged::<T>(self.padded, room, gradients);
+        let mut memory = Memory::new();
+        let logits = memory.buffer("logits", &self.logits);
+        let losses = memory.buffer("losses", &vec![0.5f32; self.targets.len()]);
         let launch = classifier(
-            self.logits.view_mut(),
-            self.losses.view_mut(),
-            targets.view(),
+            logits,
+            losses,
+            memory.input("targets", &self.targets),
             DLOSS as f32,
-            vocabulary as u32,
-            padded as u32,
-            staged as u32,
+            self.vocabulary as u32,
+            self.padded as u32,
+            keep as u32,
             u32::from(gradients),
         );
-        emulate(&launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, staged)));
-    }
-
-    /// The target's gradient is a difference to 1 and as exact as that; all others are as exact as they are small.
-    fn assert_gradients(&self, mut want: Vec<f64>, padded: usize) {
-        let mut got = self.logits.to_f64();
-        for (row, &target) in self.targets.iter().enumerate() {
-            let i = row * padded + target as usize;
-            assert_close("target's gradient", &got[i..=i], &want[i..=i], T::ROUNDING, DLOSS);
-            (got[i], want[i]) = (0.0, 0.0);
-        }
-        assert_close("gradients", &got, &want, T::ROUNDING.max(2e-5), 1e-6 * DLOSS);
+        run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, keep)));
+        Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
     }
 
     /// Wanted losses and gradients.
-    fn reference(&self, vocabulary: usize, padded: usize) -> (Vec<f64>, Vec<f64>) {
-        let (mut losses, mut gradients) = (vec![], vec![]);
-        for (row, &target) in self.logits.to_f64().chunks(padded).zip(&self.targets) {
-            let max = row[..vocabulary].iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = row[..vocabulary].iter().map(|x| (x - max).exp()).sum();
-            losses.push(0.5 + sum.ln() + max - row[target as usize]);
-            gradients.extend((0..padded).map(|c| {
-                let p = (row[c] - max).exp() / sum - if c == target as usize { 1.0 } else { 0.0 };
-                if c < vocabulary { p * DLOSS } else { 0.0 }
-            }));
+    fn reference(&self) -> Got {
+        let mut want = Got { losses: vec![], gradients: vec![] };
+        for (row, &target) in wide(&self.logits).chunks(self.padded).zip(&self.targets) {
+            let row = &row[..self.vocabulary];
+            let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
+            want.losses.push(0.5 + sum.ln() + (max - row[target as usize]));
+            let gradient = |c: usize| ((row[c] - max).exp() / sum - f64::from(c == target as usize)) * DLOSS;
+            want.gradients.extend((0..self.padded).map(|c| if c < row.len() { gradient(c) } else { 0.0 }));
         }
-        (losses, gradients)
+        want
+    }
+
+    /// The target's gradient is a difference to 1 and as exact as that; all others are as exact as they are small, except
+    /// below f32's normal numbers.
+    fn assert_near(&self, mut got: Got, mut want: Got) {
+        assert_close("losses", &got.losses, &want.losses, 2e-6, 1.0);
+        for (row, &target) in self.targets.iter().enumerate() {
+            let i = row * self.padded + target as usize;
+            let (of_target, wanted) = (&mut got.gradients[i], &mut want.gradients[i]);
+            assert_close("target's gradient", slice::from_ref(of_target), slice::from_ref(wanted), T::ROUNDING, DLOSS);
+            (*of_target, *wanted) = (0.0, 0.0);
+        }
+        // 2^-126 and the relative error of exp2 whose argument has eight bits before the point.
+        assert_close("gradients", &got.gradients, &want.gradients, T::ROUNDING.max(2e-5), 1e-33);
+    }
+
+    fn check(&self, room: usize) {
+        self.assert_near(self.run(room, true), self.reference());
+        let alone = self.run(room, false);
+        assert_close("losses alone", &alone.losses, &self.reference().losses, 2e-6, 1.0);
+        assert_close("logits", &alone.gradients, &wide(&self.logits), 0.0, 0.0);
     }
 }
 
 fn losses_and_gradients<T: Tolerance>() {
-    // V padded and not, shorter than a packet, rows longer than the block, rows that only partly fit in shared memory.
-    for (vocabulary, padded, room) in [
-        (3, 8, 1 << 20),
-        (64, 64, 1 << 20),
-        (517, 520, 1 << 20),
-        (9001, 9088, 1 << 20),
-        (9001, 9088, 9000),
-        (517, 520, 0),
+    // One row; V padded and not, shorter than a packet; rows longer than the block, or that only partly fit in memory.
+    for (rows, vocabulary, padded, room) in [
+        (1, 1, 8, 1 << 20),
+        (63, 3, 8, 1 << 20),
+        (5, 64, 64, 1 << 20),
+        (3, 517, 520, 1 << 20),
+        (3, 8191, 8192, 1 << 20),
+        (3, 9001, 9088, 1 << 20),
+        (3, 9001, 9088, 9000),
+        (3, 9001, 9088, 36_000),
+        (3, 517, 520, 0),
     ] {
-        let keep = staged::<T>(padded, room, true);
-        let mut case = Case::<T>::new(3, vocabulary, padded);
-        let (losses, gradients) = case.reference(vocabulary, padded);
-        case.run(vocabulary, padded, keep, true);
-        assert_close("losses", &case.losses.to_f64(), &losses, 2e-5, 1.0);
-        case.assert_gradients(gradients, padded);
-        let padding =
-            case.logits.to_f64().chunks(padded).flat_map(|row| row[vocabulary..].to_vec()).collect::<Vec<_>>();
-        assert!(padding.iter().all(|&x| x == 0.0));
+        Case::<T>::random(rows, vocabulary, padded, 20.0, 1).check(room);
     }
 }
 
 fn losses_alone<T: Tolerance>() {
-    let (vocabulary, padded) = (9001, 9088);
-    let mut case = Case::<T>::new(2, vocabulary, padded);
-    let (losses, _) = case.reference(vocabulary, padded);
-    let before = case.logits.to_f64();
-    case.run(vocabulary, padded, staged::<T>(padded, 1 << 20, false), false);
-    assert_close("losses", &case.losses.to_f64(), &losses, 2e-5, 1.0);
-    assert_eq!(case.logits.to_f64(), before);
+    // One thread's columns more or fewer than the block's.
+    for vocabulary in [1024 * T::PACKET - 1, 1024 * T::PACKET, 1024 * T::PACKET + 1] {
+        Case::<T>::random(2, vocabulary, vocabulary.next_multiple_of(T::PACKET), 20.0, 2).check(0);
+    }
 }
 
-/// Logits of -inf, even all of a thread's, have probability 0.
-fn infinite_logits<T: Tolerance>() {
-    let (vocabulary, padded) = (517, 520);
-    let mut case = Case::<T>::new(1, vocabulary, padded);
-    for c in 0..100 {
-        case.logits.view_mut().set(100 + c, T::from_f32(f32::NEG_INFINITY));
+/// Losses are at least 0 and gradients sum to 0 over a row.
+fn any_shape<T: Tolerance>() {
+    for_all(
+        64,
+        (1..4usize, 1..400usize, any::<usize>(), 0..8000usize, 0.0..60f64),
+        |(rows, packets, v, room, scale)| {
+            let padded = packets * T::PACKET;
+            let case = Case::<T>::random(rows, 1 + v % padded, padded, scale, packets as u32);
+            case.check(room);
+            let got = case.run(room, true);
+            assert!(got.losses.iter().all(|&loss| loss >= 0.5 - 1e-6), "a loss below 0: {:?}", got.losses);
+            for row in got.gradients.chunks(padded) {
+                let size = row.iter().map(|x| x.abs()).sum::<f64>();
+                assert!(
+                    row.iter().sum::<f64>().abs() <= (T::ROUNDING * size).max(1e-6 * DLOSS),
+                    "a row sums to {}",
+                    row.iter().sum::<f64>()
+                );
+            }
+        },
+    );
+}
+
+/// How much of a row is kept changes no bit.
+fn staging_does_not_matter<T: Tolerance>() {
+    let case = Case::<T>::random(2, 9001, 9088, 20.0, 3);
+    let all = case.run(1 << 20, true);
+    for room in [0, 144, 4096, 16_384, 16_512, 20_000] {
+        let got = case.run(room, true);
+        assert_eq!((&got.losses, &got.gradients), (&all.losses, &all.gradients), "{room} bytes");
     }
-    let (losses, gradients) = case.reference(vocabulary, padded);
-    case.run(vocabulary, padded, padded, true);
-    assert_close("losses", &case.losses.to_f64(), &losses, 2e-5, 1.0);
-    case.assert_gradients(gradients, padded);
+}
+
+fn shifts_do_not_matter<T: Tolerance>() {
+    for_all(32, (1..300usize, -100..100i32, 0..99u32), |(vocabulary, shift, seed)| {
+        let padded = vocabulary.next_multiple_of(T::PACKET);
+        let logits = integers(vocabulary, seed);
+        let shifted: Vec<_> = logits.iter().map(|x| x + f64::from(shift)).collect();
+        let targets = vec![(seed as usize % vocabulary) as i32];
+        let plain = Case::<T>::new(&logits, targets.clone(), padded).run(1 << 20, true);
+        let shifted = Case::<T>::new(&shifted, targets, padded).run(1 << 20, true);
+        assert_close("losses", &shifted.losses, &plain.losses, 1e-6, 1.0);
+        assert_close("gradients", &shifted.gradients, &plain.gradients, T::ROUNDING, 1e-9);
+    });
+}
+
+/// Up to the largest there are: equal ones share the probability, a larger one takes it all.
+fn large_logits<T: Tolerance>() {
+    let largest = f64::from(T::nearest(3.38e38));
+    for scale in [1e4, 1e10, 1e30, largest] {
+        let v = 517;
+        let random: Vec<_> = noise(v, 1).iter().map(|x| x * scale).collect();
+        let two_of = |others: f64| (0..v).map(|c| if c == 3 || c == 400 { scale } else { others }).collect::<Vec<_>>();
+        for row in [random, two_of(-scale), two_of(0.0), vec![scale; v], vec![-scale; v]] {
+            // The likeliest, whose loss is a small number, and another.
+            for target in [3, 516] {
+                let logits = [vec![0.0; v], row.clone(), vec![1.0; v]].concat();
+                let case = Case::<T>::new(&logits, vec![5, target, 6], 520);
+                let mut want = case.reference();
+                // More than f32 has.
+                want.losses.iter_mut().for_each(|loss| *loss = f64::from(*loss as f32));
+                case.assert_near(case.run(1 << 20, true), want);
+            }
+        }
+    }
+}
+
+/// Logits of -inf, even all of a thread's, have probability 0; a target of -inf an infinite loss.
+fn infinite_logits<T: Tolerance>() {
+    let mut logits = noise(2 * 517, 1);
+    logits[100..200].fill(f64::NEG_INFINITY);
+    for target in [7, 150] {
+        Case::<T>::new(&logits, vec![target, 8], 520).check(1 << 20);
+    }
+    logits[..517].fill(f64::NEG_INFINITY);
+    logits[33] = -3.0;
+    Case::<T>::new(&logits, vec![33, 8], 520).check(1 << 20);
+}
+
+/// As do rows that leave nothing to normalise: all of -inf, one of +inf.
+fn nan_stays_in_its_row<T: Tolerance>() {
+    let (v, padded) = (517, 520);
+    let clean = noise(3 * v, 1);
+    let want = Case::<T>::new(&clean, vec![1, 2, 3], padded).run(1 << 20, true);
+    let bad_rows = [
+        (0..v).map(|c| if c == 516 { f64::NAN } else { clean[v + c] }).collect::<Vec<_>>(),
+        (0..v).map(|c| if c == 0 { f64::INFINITY } else { clean[v + c] }).collect(),
+        vec![f64::NEG_INFINITY; v],
+    ];
+    for bad in bad_rows {
+        let logits = [&clean[..v], &bad, &clean[2 * v..]].concat();
+        let got = Case::<T>::new(&logits, vec![1, 2, 3], padded).run(1 << 20, true);
+        let mut want = Got { losses: want.losses.clone(), gradients: want.gradients.clone() };
+        want.losses[1] = f64::NAN;
+        want.gradients[padded..padded + v].fill(f64::NAN);
+        assert_close("losses", &got.losses, &want.losses, 0.0, 0.0);
+        assert_close("gradients", &got.gradients, &want.gradients, 0.0, 0.0);
+    }
 }

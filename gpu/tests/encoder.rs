@@ -2,119 +2,207 @@
 
 mod common;
 
-use common::{Buffer, Tolerance, assert_close, emulate, noise, shared_bytes};
+use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
 use gpu::encoder::{
     encoder_backward_partials, encoder_backward_wpe, encoder_backward_wpe_grid, encoder_backward_wte,
     encoder_backward_wte_grid, encoder_backward_wte_runs, encoder_backward_wte_runs_grid,
     encoder_backward_wte_runs_shared, encoder_forward, encoder_forward_grid,
 };
+use proptest::collection::vec;
 
 const VOCABULARY: usize = 11;
 
-for_both_types!(forward, gradient_of_positions, gradient_of_tokens, gradient_of_tokens_is_unbiased);
+tests! {
+    kernels of "encoder.rs";
+    for both types: forward, any_tokens_forward, gradient_of_positions, gradient_of_any_positions, gradient_of_tokens,
+        gradient_of_any_tokens, gradients_are_unbiased, nan_stays_in_its_place;
+}
+
+/// Integers, so that sums are exact and results known up to their rounding.
+fn integer_tensor<T: Tolerance>(len: usize, seed: u32) -> Vec<T> {
+    rounded(&integers(len, seed))
+}
+
+/// wpe may have more rows than T.
+fn check_forward<T: Tolerance>(tokens: &[i32], sequence: usize, channels: usize, more: usize) {
+    let n = tokens.len();
+    let wte = rounded::<T>(&noise(VOCABULARY * channels, 1));
+    let wpe = rounded::<T>(&noise((sequence + more) * channels, 2));
+    let mut memory = Memory::new();
+    let out = memory.output::<T>("out", n * channels);
+    let launch = encoder_forward(
+        out,
+        memory.input("tokens", tokens),
+        memory.input("wte", &wte),
+        memory.input("wpe", &wpe),
+        n as u32,
+        sequence as u32,
+        channels as u32,
+    );
+    run(&mut memory, &launch, encoder_forward_grid(n), 0);
+    let want = |i: usize| {
+        let (position, c) = (i / channels, i % channels);
+        let sum =
+            wte[tokens[position] as usize * channels + c].to_f32() + wpe[position % sequence * channels + c].to_f32();
+        f64::from(T::nearest(sum))
+    };
+    assert_eq!(read(&memory, out), (0..n * channels).map(want).collect::<Vec<_>>());
+}
 
 fn forward<T: Tolerance>() {
-    for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (2, 7, 264)] {
-        let n = batch * sequence;
-        let tokens = Buffer::from_fn(n, |i| (i * 5 % VOCABULARY) as i32);
-        let wte = Buffer::<T>::of(&noise(VOCABULARY * channels, 1));
-        let wpe = Buffer::<T>::of(&noise(sequence * channels, 2));
-        let mut out = Buffer::<T>::filled(n * channels, f32::NAN);
-        let launch = encoder_forward(
-            out.view_mut(),
-            tokens.view(),
-            wte.view(),
-            wpe.view(),
-            n as u32,
-            sequence as u32,
-            channels as u32,
-        );
-        emulate(&launch, encoder_forward_grid(n), 0);
-        let (te, pe) = (wte.to_f64(), wpe.to_f64());
-        let want: Vec<_> = (0..n * channels)
-            .map(|i| {
-                let (position, c) = (i / channels, i % channels);
-                te[(position * 5 % VOCABULARY) * channels + c] + pe[position % sequence * channels + c]
-            })
-            .collect();
-        assert_close("out", &out.to_f64(), &want, T::ROUNDING, 1e-3);
+    for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (1, 63, 160), (3, 21, 264), (2, 7, 1040)] {
+        let tokens: Vec<_> = (0..batch * sequence).map(|i| (i * 5 % VOCABULARY) as i32).collect();
+        check_forward::<T>(&tokens, sequence, channels, batch % 2);
     }
+}
+
+fn any_tokens_forward<T: Tolerance>() {
+    let tokens = vec(0..VOCABULARY as i32, 1..100);
+    for_all(32, (tokens, 1..5usize, 1..80usize, 0..3usize), |(mut tokens, batch, packets, more)| {
+        let sequence = tokens.len().div_ceil(batch);
+        tokens.resize(batch * sequence, 7);
+        check_forward::<T>(&tokens, sequence, packets * T::PACKET, more);
+    });
+}
+
+/// dwpe + sums over b of dout, for (T, C) of dwpe's size.
+fn gradient_wpe<T: Tolerance>(dwpe: &[T], dout: &[T], sequence: usize, seed: u32) -> Vec<f64> {
+    let (batch, channels) = (dout.len() / dwpe.len(), dwpe.len() / sequence);
+    let mut memory = Memory::new();
+    let (dwpe, dout) = (memory.buffer("dwpe", dwpe), memory.input("dout", dout));
+    let launch = encoder_backward_wpe(dwpe, dout, batch as u32, sequence as u32, channels as u32, seed);
+    run(&mut memory, &launch, encoder_backward_wpe_grid::<T>(sequence, channels), 0);
+    read(&memory, dwpe)
+}
+
+/// dwte after the two kernels.
+fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], seed: u32) -> Vec<f64> {
+    let (n, channels) = (tokens.len(), dwte.len() / VOCABULARY);
+    let mut order: Vec<_> = (0..n as i32).collect();
+    order.sort_by_key(|&i| tokens[i as usize]);
+    let mut memory = Memory::new();
+    let (dwte, dout) = (memory.buffer("dwte", dwte), memory.input("dout", dout));
+    let (tokens, order) = (memory.input("tokens", tokens), memory.input("order", &order));
+    let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels));
+    let (n32, c32) = (n as u32, channels as u32);
+    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n32, c32, seed);
+    run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels), 0);
+    let launch = encoder_backward_wte_runs(dwte, partials.reader(), tokens, order, n32, c32, seed);
+    let shared = shared_bytes(encoder_backward_wte_runs_shared::<T>);
+    run(&mut memory, &launch, encoder_backward_wte_runs_grid::<T>(n, channels), shared);
+    read(&memory, dwte)
+}
+
+/// `old` + rows of `dout`, each to the row of `old` that `to` says.
+fn sums<T: Tolerance>(old: &[T], dout: &[T], channels: usize, to: impl Fn(usize) -> usize) -> Vec<f64> {
+    let mut sums = wide(old);
+    for (i, d) in wide(dout).iter().enumerate() {
+        sums[to(i / channels) * channels + i % channels] += d;
+    }
+    sums
+}
+
+/// One of the two values around each exact sum; to both sides if there are enough of them.
+#[track_caller]
+fn assert_rounded<T: Tolerance>(what: &str, got: &[f64], exact: &[f64]) {
+    let (mut down, mut up) = (0, 0);
+    for (i, (&g, &w)) in got.iter().zip(exact).enumerate() {
+        let [low, high] = T::neighbours(w as f32).map(f64::from);
+        let is = |x: f64| x.total_cmp(&g).is_eq();
+        assert!(is(low) || is(high) || g.abs() + w.abs() <= 0.0, "{what}[{i}]: got {g}, want {w}");
+        down += usize::from(low.abs() < high.abs() && is(low));
+        up += usize::from(low.abs() < high.abs() && is(high));
+    }
+    assert!(down + up < 40 || down > 0 && up > 0, "{what}: {up} of {} rounded up", down + up);
+}
+
+fn check_positions<T: Tolerance>(batch: usize, sequence: usize, channels: usize, seed: u32) {
+    let size = sequence * channels;
+    let (dwpe, dout) = (integer_tensor::<T>(size, seed), integer_tensor::<T>(batch * size, seed + 1));
+    let got = gradient_wpe(&dwpe, &dout, sequence, seed);
+    assert_rounded::<T>("dwpe", &got, &sums(&dwpe, &dout, channels, |row| row % sequence));
 }
 
 fn gradient_of_positions<T: Tolerance>() {
-    for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (9, 2, 264)] {
+    for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (9, 2, 264), (1, 63, 160), (301, 1, 240)] {
+        check_positions::<T>(batch, sequence, channels, 3);
         let size = sequence * channels;
-        let dout = Buffer::<T>::of(&noise(batch * size, 3));
-        let mut dwpe = Buffer::<T>::of(&noise(size, 4));
-        let mut want = dwpe.to_f64();
-        for (i, d) in dout.to_f64().iter().enumerate() {
-            want[i % size] += d;
-        }
-        let launch =
-            encoder_backward_wpe(dwpe.view_mut(), dout.view(), batch as u32, sequence as u32, channels as u32, 42);
-        emulate(&launch, encoder_backward_wpe_grid::<T>(sequence, channels), 0);
-        assert_close("dwpe", &dwpe.to_f64(), &want, T::STEP, 1e-2);
+        let (dwpe, dout) = (rounded::<T>(&noise(size, 4)), rounded::<T>(&noise(batch * size, 3)));
+        let want = sums(&dwpe, &dout, channels, |row| row % sequence);
+        assert_close("dwpe", &gradient_wpe(&dwpe, &dout, sequence, 42), &want, T::STEP, 1.0);
     }
 }
 
-/// dwte after the two kernels, from zero gradients or those given.
-fn run_wte<T: Tolerance>(tokens: &[i32], dout: &Buffer<T>, old: &[f64], channels: usize, seed: u32) -> Vec<f64> {
-    let n = tokens.len();
-    let mut order: Vec<_> = (0..n as i32).collect();
-    order.sort_by_key(|&i| tokens[i as usize]);
-    let tokens = Buffer::from_fn(n, |i| tokens[i]);
-    let order = Buffer::from_fn(n, |i| order[i]);
-    let mut dwte = Buffer::<T>::of(old);
-    let mut partials = Buffer::<f32>::filled(encoder_backward_partials(n, channels), f32::NAN);
-    let (n32, c32) = (n as u32, channels as u32);
-    let first = encoder_backward_wte(
-        dwte.view_mut(),
-        partials.view_mut(),
-        dout.view(),
-        tokens.view(),
-        order.view(),
-        n32,
-        c32,
-        seed,
-    );
-    emulate(&first, encoder_backward_wte_grid::<T>(n, channels), 0);
-    let second =
-        encoder_backward_wte_runs(dwte.view_mut(), partials.view(), tokens.view(), order.view(), n32, c32, seed);
-    let shared = shared_bytes(encoder_backward_wte_runs_shared::<T>);
-    emulate(&second, encoder_backward_wte_runs_grid::<T>(n, channels), shared);
-    dwte.to_f64()
+fn gradient_of_any_positions<T: Tolerance>() {
+    for_all(48, (1..40usize, 1..70usize, 1..50usize, 0..99u32), |(batch, sequence, packets, seed)| {
+        check_positions::<T>(batch, sequence, packets * T::PACKET, seed);
+    });
+}
+
+fn check_tokens<T: Tolerance>(name: &str, tokens: &[i32], channels: usize, seed: u32) {
+    let (dwte, dout) = (integer_tensor(VOCABULARY * channels, seed), integer_tensor(tokens.len() * channels, seed + 1));
+    let got = gradient_wte::<T>(&dwte, &dout, tokens, seed);
+    assert_rounded::<T>(name, &got, &sums(&dwte, &dout, channels, |row| tokens[row] as usize));
 }
 
 fn gradient_of_tokens<T: Tolerance>() {
     // Runs within a chunk, to its very end, across one boundary, across many; one token alone; more than 32 chunks.
-    let cases: [(&str, Vec<i32>, usize); 7] = [
+    let cases: [(&str, Vec<i32>, usize); 9] = [
         ("one position", vec![3], 8),
+        ("63 positions", (0..63).map(|i| i * i % VOCABULARY as i32).collect(), 160),
         ("short runs", (0..45).map(|i| i * 7 % VOCABULARY as i32).collect(), 80),
         ("runs of 32", (0..96).map(|i| i % 3).collect(), 264),
         ("runs of 31 and 33", (0..64).map(|i| i32::from(i < 33)).collect(), 80),
         ("all the same", vec![10; 333], 80),
         ("two long", (0..300).map(|i| i32::from(i % 4 == 0) * 9).collect(), 264),
         ("many chunks", (0..1400).map(|i| i32::from(i == 77) + i32::from(i % 100 == 0)).collect(), 16),
+        ("as many as a warp looks for at once", vec![1; 33 * 32], 16),
     ];
     for (name, tokens, channels) in cases {
-        let dout = Buffer::<T>::of(&noise(tokens.len() * channels, 5));
-        let old = Buffer::<T>::of(&noise(VOCABULARY * channels, 6)).to_f64();
-        let mut want = old.clone();
-        for (i, d) in dout.to_f64().iter().enumerate() {
-            want[tokens[i / channels] as usize * channels + i % channels] += d;
-        }
-        let got = run_wte(&tokens, &dout, &old, channels, 7);
+        check_tokens::<T>(name, &tokens, channels, 6);
+        let dwte = rounded::<T>(&noise(VOCABULARY * channels, 6));
+        let dout = rounded::<T>(&noise(tokens.len() * channels, 5));
+        let got = gradient_wte(&dwte, &dout, &tokens, 7);
+        let want = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
         assert_close(name, &got, &want, T::STEP, 2.0);
-        assert_eq!(got, run_wte(&tokens, &dout, &old, channels, 7), "{name}: not the same again");
+        assert_eq!(got, gradient_wte(&dwte, &dout, &tokens, 7), "{name}: not the same again");
     }
 }
 
+/// Any tokens, most of them one or two as in real text.
+fn gradient_of_any_tokens<T: Tolerance>() {
+    let tokens = vec((0..VOCABULARY as i32, 0..4i32), 1..400);
+    for_all(64, (tokens, 1..70usize, 0..99u32), |(tokens, packets, seed)| {
+        let tokens: Vec<_> = tokens.into_iter().map(|(rare, often)| if often > 1 { often } else { rare }).collect();
+        check_tokens::<T>("dwte", &tokens, packets * T::PACKET, seed);
+    });
+}
+
 /// A gradient far below the rounding step of what it is added to arrives on average.
-fn gradient_of_tokens_is_unbiased<T: Tolerance>() {
+fn gradients_are_unbiased<T: Tolerance>() {
     let (channels, small) = (1024, 1.0 / 1024.0);
-    let dout = Buffer::<T>::filled(channels, small as f32);
-    let old = vec![1.0; VOCABULARY * channels];
-    let got = run_wte(&[2], &dout, &old, channels, 99);
-    let moved: f64 = got[2 * channels..3 * channels].iter().map(|x| x - 1.0).sum::<f64>() / channels as f64;
-    assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, not {small}");
+    let dout = vec![T::from_f32(small as f32); channels];
+    let ones = |rows: usize| vec![T::from_f32(1.0); rows * channels];
+    let of_token = gradient_wte(&ones(VOCABULARY), &dout, &[2], 99);
+    for got in [&of_token[2 * channels..3 * channels], &gradient_wpe(&ones(1), &dout, 1, 99)] {
+        let moved: f64 = got.iter().map(|x| x - 1.0).sum::<f64>() / channels as f64;
+        assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, not {small}");
+    }
+}
+
+fn nan_stays_in_its_place<T: Tolerance>() {
+    let (sequence, channels) = (21, 80);
+    let tokens: Vec<_> = (0..3 * sequence).map(|i| (i * i % VOCABULARY) as i32).collect();
+    let (dwpe, dwte) = (integer_tensor(sequence * channels, 1), integer_tensor(VOCABULARY * channels, 2));
+    let mut dout = integer_tensor::<T>(tokens.len() * channels, 3);
+    let mut of_places = gradient_wpe(&dwpe, &dout, sequence, 4);
+    let mut of_tokens = gradient_wte(&dwte, &dout, &tokens, 4);
+    for (row, column, bad) in [(0, 0, f64::NAN), (40, 79, f64::INFINITY)] {
+        dout[row * channels + column] = T::from_f32(bad as f32);
+        of_places[row % sequence * channels + column] = bad;
+        of_tokens[tokens[row] as usize * channels + column] = bad;
+    }
+    assert_close("dwpe", &gradient_wpe(&dwpe, &dout, sequence, 4), &of_places, 0.0, 0.0);
+    assert_close("dwte", &gradient_wte(&dwte, &dout, &tokens, 4), &of_tokens, 0.0, 0.0);
 }

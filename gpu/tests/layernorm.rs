@@ -2,25 +2,49 @@
 
 mod common;
 
-use common::{Buffer, Tolerance, assert_close, emulate, noise, shared_bytes};
+use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
 use gpu::column_sum;
 use gpu::layernorm::{Shape, dispatch, forward_shared, layernorm_backward_reduce};
 
-for_both_types!(forward, residual_forward, backward, every_width_has_a_shape);
+tests! {
+    kernels of "layernorm.rs";
+    for both types: forward, residual_forward, backward, normed_has_mean_0_and_variance_1, shifts_do_not_matter,
+        constant_rows, large_rows, nan_stays_in_its_row, gradients_of_inp_are_orthogonal, gradients_of_bias_are_exact,
+        nan_gradients_stay_in_their_place, every_width_has_a_shape;
+}
 
-/// (rows, C): one row; C = 80 leaves lanes idle; each shape of both types; rows that fill no block.
-const SHAPES: [(usize, usize); 8] =
-    [(1, 8), (13, 80), (9, 384), (17, 768), (10, 1024), (3, 1600), (2, 4096), (2, 8192)];
+/// (rows, C): one row; C = 80 k leaves lanes idle; each shape of both types, the widest row too; rows that fill no block.
+const SHAPES: [(usize, usize); 11] = [
+    (1, 8),
+    (63, 80),
+    (13, 240),
+    (9, 384),
+    (5, 480),
+    (17, 768),
+    (10, 1024),
+    (3, 1600),
+    (2, 4096),
+    (1, 4200),
+    (2, 8192),
+];
 
-struct Reference {
+/// Those of `SHAPES`, and the widest rows there may be.
+fn shapes<T: Tolerance>() -> impl Iterator<Item = (usize, usize)> {
+    SHAPES.into_iter().chain([(1, 64 * 32 * T::PACKET)])
+}
+
+struct Forward {
+    /// Of a + b, if that was asked for.
+    residual: Vec<f64>,
     normed: Vec<f64>,
     mean: Vec<f64>,
     rstd: Vec<f64>,
 }
 
-fn reference(x: &[f64], weight: &[f64], bias: &[f64]) -> Reference {
+fn reference(x: &[f64], weight: &[f64], bias: &[f64]) -> Forward {
     let channels = weight.len();
-    let mut want = Reference { normed: vec![], mean: vec![], rstd: vec![] };
+    let mut want = Forward { residual: x.to_vec(), normed: vec![], mean: vec![], rstd: vec![] };
     for row in x.chunks(channels) {
         let mean = row.iter().sum::<f64>() / channels as f64;
         let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / channels as f64;
@@ -32,132 +56,286 @@ fn reference(x: &[f64], weight: &[f64], bias: &[f64]) -> Reference {
     want
 }
 
+/// The layernorm of `a`, or of `a` + `b`.
+fn normalize<T: Tolerance>(a: &[T], b: Option<&[T]>, weight: &[T], bias: &[T]) -> Forward {
+    let (rows, channels) = (a.len() / weight.len(), weight.len());
+    let shape = Shape::of::<T>(channels).unwrap();
+    let mut memory = Memory::new();
+    let (weight, bias) = (memory.input("weight", weight), memory.input("bias", bias));
+    let inp = memory.input("a", a);
+    let normed = memory.output::<T>("normed", a.len());
+    let (mean, rstd) = (memory.output::<f32>("mean", rows), memory.output::<f32>("rstd", rows));
+    let (n, c) = (rows as u32, channels as u32);
+    let (launch, residual) = match b {
+        None => (dispatch!(shape, layernorm_forward::<T>(normed, mean, rstd, inp, weight, bias, n, c)), None),
+        Some(b) => {
+            let (residual, b) = (memory.output::<T>("residual", a.len()), memory.input("b", b));
+            let launch = dispatch!(
+                shape,
+                residual_layernorm_forward::<T>(residual, normed, mean, rstd, inp, b, weight, bias, n, c)
+            );
+            (launch, Some(residual))
+        }
+    };
+    run(&mut memory, &launch, shape.forward_grid(rows), shared_bytes(forward_shared));
+    let read_all = |view| read(&memory, view);
+    Forward {
+        residual: residual.map_or_else(|| wide(a), read_all),
+        normed: read(&memory, normed),
+        mean: read(&memory, mean),
+        rstd: read(&memory, rstd),
+    }
+}
+
+/// Without weight and bias.
+fn plain<T: Tolerance>(x: &[T], channels: usize) -> Forward {
+    normalize(x, None, &vec![T::from_f32(1.0); channels], &vec![T::from_f32(0.0); channels])
+}
+
 /// Rows with an offset, so that a variance computed as a difference of squares would show.
-fn rows<T: Tolerance>(rows: usize, channels: usize, seed: u32) -> Buffer<T> {
-    Buffer::of(&noise(rows * channels, seed).iter().map(|x| x + 3.0).collect::<Vec<_>>())
+fn rows<T: Tolerance>(rows: usize, channels: usize, seed: u32) -> Vec<T> {
+    rounded(&noise(rows * channels, seed).iter().map(|x| x + 3.0).collect::<Vec<_>>())
+}
+
+fn check_normed<T: Tolerance>(got: &Forward, want: &Forward) {
+    assert_close("normed", &got.normed, &want.normed, T::ROUNDING, 1.0);
+    assert_close("mean", &got.mean, &want.mean, 1e-6, 1e-3);
+    assert_close("rstd", &got.rstd, &want.rstd, 2e-6, 1e-3);
 }
 
 fn forward<T: Tolerance>() {
-    for (n, channels) in SHAPES {
-        let shape = Shape::of::<T>(channels).unwrap();
+    for (n, channels) in shapes::<T>() {
         let x = rows::<T>(n, channels, 1);
-        let (weight, bias) = (Buffer::<T>::of(&noise(channels, 2)), Buffer::<T>::of(&noise(channels, 3)));
-        let mut normed = Buffer::<T>::filled(n * channels, f32::NAN);
-        let (mut mean, mut rstd) = (Buffer::<f32>::filled(n, f32::NAN), Buffer::<f32>::filled(n, f32::NAN));
-        let launch = dispatch!(
-            shape,
-            layernorm_forward::<T>(
-                normed.view_mut(),
-                mean.view_mut(),
-                rstd.view_mut(),
-                x.view(),
-                weight.view(),
-                bias.view(),
-                n as u32,
-                channels as u32
-            )
-        );
-        emulate(&launch, shape.forward_grid(n), shared_bytes(forward_shared));
-        let want = reference(&x.to_f64(), &weight.to_f64(), &bias.to_f64());
-        assert_close("normed", &normed.to_f64(), &want.normed, T::ROUNDING, 1.0);
-        assert_close("mean", &mean.to_f64(), &want.mean, 1e-5, 1e-3);
-        assert_close("rstd", &rstd.to_f64(), &want.rstd, 1e-5, 1e-3);
+        let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
+        let want = reference(&wide(&x), &wide(&weight), &wide(&bias));
+        check_normed::<T>(&normalize(&x, None, &weight, &bias), &want);
     }
 }
 
 fn residual_forward<T: Tolerance>() {
-    for (n, channels) in SHAPES {
-        let shape = Shape::of::<T>(channels).unwrap();
+    for (n, channels) in shapes::<T>() {
         let (a, b) = (rows::<T>(n, channels, 1), rows::<T>(n, channels, 4));
-        let (weight, bias) = (Buffer::<T>::of(&noise(channels, 2)), Buffer::<T>::of(&noise(channels, 3)));
-        let mut residual = Buffer::<T>::filled(n * channels, f32::NAN);
-        let mut normed = Buffer::<T>::filled(n * channels, f32::NAN);
-        let (mut mean, mut rstd) = (Buffer::<f32>::filled(n, f32::NAN), Buffer::<f32>::filled(n, f32::NAN));
-        let launch = dispatch!(
-            shape,
-            residual_layernorm_forward::<T>(
-                residual.view_mut(),
-                normed.view_mut(),
-                mean.view_mut(),
-                rstd.view_mut(),
-                a.view(),
-                b.view(),
-                weight.view(),
-                bias.view(),
-                n as u32,
-                channels as u32
-            )
-        );
-        emulate(&launch, shape.forward_grid(n), shared_bytes(forward_shared));
-        let sum: Vec<_> = a.to_f64().iter().zip(b.to_f64()).map(|(a, b)| a + b).collect();
-        // Rounded to T as the kernel must: exactly.
-        let sum = Buffer::<T>::of(&sum).to_f64();
-        assert_eq!(residual.to_f64(), sum);
-        let want = reference(&sum, &weight.to_f64(), &bias.to_f64());
-        assert_close("normed", &normed.to_f64(), &want.normed, T::ROUNDING, 1.0);
-        assert_close("mean", &mean.to_f64(), &want.mean, 1e-5, 1e-3);
-        assert_close("rstd", &rstd.to_f64(), &want.rstd, 1e-5, 1e-3);
+        let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
+        let got = normalize(&a, Some(&b), &weight, &bias);
+        let sum = |(a, b): (&T, &T)| f64::from(T::nearest(a.to_f32() + b.to_f32()));
+        let sum: Vec<_> = a.iter().zip(&b).map(sum).collect();
+        assert_eq!(got.residual, sum);
+        check_normed::<T>(&got, &reference(&sum, &wide(&weight), &wide(&bias)));
     }
 }
 
-fn backward<T: Tolerance>() {
-    // Two multiprocessors: the grid is smaller than the rows ask for, and blocks take several rows.
-    let multiprocessors = 2;
-    for (n, channels) in
-        SHAPES.into_iter().chain([(77, 80), (69, 768), (11, 1600), (7, 4096), (5, 33 * 32 * T::PACKET)])
-    {
-        let shape = Shape::of::<T>(channels).unwrap();
-        let (x, dout) = (rows::<T>(n, channels, 1), Buffer::<T>::of(&noise(n * channels, 5)));
-        let weight = Buffer::<T>::of(&noise(channels, 2));
-        let stats = reference(&x.to_f64(), &weight.to_f64(), &weight.to_f64());
-        let (mean, rstd) = (Buffer::<f32>::of(&stats.mean), Buffer::<f32>::of(&stats.rstd));
-        let mut dinp = Buffer::<T>::of(&noise(n * channels, 6));
-        let (mut dweight, mut dbias) = (Buffer::<T>::of(&noise(channels, 7)), Buffer::<T>::of(&noise(channels, 8)));
+fn normed_has_mean_0_and_variance_1<T: Tolerance>() {
+    for_all(48, (1..20usize, 2..200usize, -8..8i32, 0..99u32), |(n, packets, exponent, seed)| {
+        let (channels, scale) = (packets * T::PACKET, f64::from(exponent).exp2());
+        let x: Vec<_> = noise(n * channels, seed).iter().map(|x| (x + 0.5) * scale).collect();
+        let got = plain(&rounded::<T>(&x), channels);
+        for (row, rstd) in got.normed.chunks(channels).zip(&got.rstd) {
+            let mean = row.iter().sum::<f64>() / channels as f64;
+            let variance = row.iter().map(|x| x * x).sum::<f64>() / channels as f64;
+            // What epsilon takes away: variance / (variance + 1e-5).
+            assert_close("mean and variance", &[mean, variance], &[0.0, 1.0 - 1e-5 * rstd * rstd], T::ROUNDING, 1.0);
+        }
+    });
+}
 
-        let mut want = [dinp.to_f64(), dweight.to_f64(), dbias.to_f64()];
-        let (xs, dys, ws) = (x.to_f64(), dout.to_f64(), weight.to_f64());
-        for row in 0..n {
+fn shifts_do_not_matter<T: Tolerance>() {
+    for_all(32, (1..10usize, 2..100usize, -64..64i32, 0..99u32), |(n, packets, shift, seed)| {
+        let x = integers(n * packets * T::PACKET, seed);
+        let shifted: Vec<_> = x.iter().map(|x| x + f64::from(shift)).collect();
+        let (x, shifted) = (rounded::<T>(&x), rounded::<T>(&shifted));
+        let (plain, shifted) = (plain(&x, packets * T::PACKET), plain(&shifted, packets * T::PACKET));
+        assert_close("normed", &shifted.normed, &plain.normed, T::ROUNDING.max(2e-5), 1.0);
+        assert_close("rstd", &shifted.rstd, &plain.rstd, 1e-5, 0.0);
+        let means: Vec<_> = plain.mean.iter().map(|mean| mean + f64::from(shift)).collect();
+        assert_close("mean", &shifted.mean, &means, 1e-6, 8.0);
+    });
+}
+
+/// Their variance is 0 and their normed values the bias, exactly, as far as their sum is exact.
+fn constant_rows<T: Tolerance>() {
+    for (n, channels) in shapes::<T>() {
+        for value in [0.0, 1.0, -3.0, 1000.0, 1e-3, 1e30] {
+            let x = vec![T::from_f32(T::nearest(value)); n * channels];
+            let value = f64::from(x[0].to_f32());
+            let bias = rounded::<T>(&noise(channels, 3));
+            let got = normalize(&x, None, &rounded::<T>(&noise(channels, 2)), &bias);
+            let exact = value.abs() < 1e4 && (value * channels as f64).fract() == 0.0;
+            if exact {
+                assert_eq!(got.mean, vec![value; n]);
+                assert_eq!(got.normed, wide(&bias).repeat(n), "{value} in {channels} channels");
+                assert_close("rstd", &got.rstd, &vec![1e-5f64.sqrt().recip(); n], 1e-6, 0.0);
+            } else {
+                assert_close("mean", &got.mean, &vec![value; n], 1e-6, 0.0);
+                assert!(got.normed.iter().all(|x| x.abs() < 4.0), "{value} in {channels} channels");
+            }
+        }
+    }
+}
+
+/// Whose sum of squares overflows, while variance and normed values are ordinary numbers.
+fn large_rows<T: Tolerance>() {
+    for (n, channels) in shapes::<T>() {
+        let x: Vec<_> = noise(n * channels, 1).iter().map(|x| x * 2e18).collect();
+        let x = rounded::<T>(&x);
+        let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
+        let want = reference(&wide(&x), &wide(&weight), &wide(&bias));
+        let got = normalize(&x, None, &weight, &bias);
+        assert_close("normed", &got.normed, &want.normed, T::ROUNDING, 1.0);
+        assert_close("mean", &got.mean, &want.mean, 1e-6, 1e18);
+        assert_close("rstd", &got.rstd, &want.rstd, 2e-6, 0.0);
+    }
+}
+
+/// All of it is NaN then, and no other.
+fn nan_stays_in_its_row<T: Tolerance>() {
+    for (n, channels) in [(10, 80), (10, 1024), (3, 1600), (3, 4096), (2, 8192)] {
+        let mut x = noise(n * channels, 1);
+        let mut want = plain(&rounded::<T>(&x), channels);
+        let at = channels + channels / 3;
+        for bad in [f64::NAN, f64::INFINITY] {
+            x[at] = bad;
+            want.normed[channels..2 * channels].fill(f64::NAN);
+            want.rstd[1] = f64::NAN;
+            let got = plain(&rounded::<T>(&x), channels);
+            assert!(!got.mean[1].is_finite());
+            assert_close("normed", &got.normed, &want.normed, 0.0, 0.0);
+            assert_close("rstd", &got.rstd, &want.rstd, 0.0, 0.0);
+        }
+    }
+}
+
+/// What backward starts from, of the widths and the rows it tells.
+struct Backward<T> {
+    dinp: Vec<T>,
+    dweight: Vec<T>,
+    dbias: Vec<T>,
+    dout: Vec<T>,
+    inp: Vec<T>,
+    weight: Vec<T>,
+}
+
+impl<T: Tolerance> Backward<T> {
+    fn new(rows: usize, channels: usize, seed: u32) -> Self {
+        let size = rows * channels;
+        Self {
+            dinp: rounded(&noise(size, seed + 6)),
+            dweight: rounded(&noise(channels, seed + 7)),
+            dbias: rounded(&noise(channels, seed + 8)),
+            dout: rounded(&noise(size, seed + 5)),
+            inp: self::rows(rows, channels, seed + 1),
+            weight: rounded(&noise(channels, seed + 2)),
+        }
+    }
+
+    /// New dinp, dweight, dbias.
+    fn run(&self, multiprocessors: usize) -> [Vec<f64>; 3] {
+        let channels = self.weight.len();
+        let rows = self.inp.len() / channels;
+        let shape = Shape::of::<T>(channels).unwrap();
+        let stats = reference(&wide(&self.inp), &wide(&self.weight), &wide(&self.weight));
+        let mut memory = Memory::new();
+        let (dout, inp) = (memory.input("dout", &self.dout), memory.input("inp", &self.inp));
+        let weight = memory.input("weight", &self.weight);
+        let mean = memory.input("mean", &rounded::<f32>(&stats.mean));
+        let rstd = memory.input("rstd", &rounded::<f32>(&stats.rstd));
+        let dinp = memory.buffer("dinp", &self.dinp);
+        let (dweight, dbias) = (memory.buffer("dweight", &self.dweight), memory.buffer("dbias", &self.dbias));
+        let grid = shape.backward_grid(rows, multiprocessors);
+        let partials = memory.output::<f32>("partials", shape.backward_partials(rows, channels, multiprocessors));
+        let (n, c) = (rows as u32, channels as u32);
+        let launch = dispatch!(shape, layernorm_backward::<T>(dinp, partials, dout, inp, weight, mean, rstd, n, c));
+        run(&mut memory, &launch, grid, shape.backward_shared_bytes::<T>());
+        let launch = layernorm_backward_reduce(dweight, dbias, partials.reader(), grid, c);
+        run(&mut memory, &launch, column_sum::grid(2 * channels), shared_bytes(column_sum::shared));
+        [dinp, dweight, dbias].map(|view| read(&memory, view))
+    }
+
+    fn reference(&self) -> [Vec<f64>; 3] {
+        let channels = self.weight.len();
+        let mut want = [&self.dinp, &self.dweight, &self.dbias].map(|values| wide(values));
+        let (xs, dys, ws) = (wide(&self.inp), wide(&self.dout), wide(&self.weight));
+        let stats = reference(&xs, &ws, &ws);
+        for (row, (mean, rstd)) in stats.mean.iter().zip(&stats.rstd).enumerate() {
             let at = |c: usize| row * channels + c;
-            let normed = |c: usize| (xs[at(c)] - stats.mean[row]) * stats.rstd[row];
+            let normed = |c: usize| (xs[at(c)] - mean) * rstd;
             let dnormed = |c: usize| dys[at(c)] * ws[c];
             let mean = (0..channels).map(dnormed).sum::<f64>() / channels as f64;
             let projection = (0..channels).map(|c| dnormed(c) * normed(c)).sum::<f64>() / channels as f64;
             for c in 0..channels {
-                want[0][at(c)] += (dnormed(c) - mean - normed(c) * projection) * stats.rstd[row];
+                want[0][at(c)] += (dnormed(c) - mean - normed(c) * projection) * rstd;
                 want[1][c] += dys[at(c)] * normed(c);
                 want[2][c] += dys[at(c)];
             }
         }
+        want
+    }
+}
 
-        let grid = shape.backward_grid(n, multiprocessors);
-        let size = shape.backward_partials(n, channels, multiprocessors);
-        let mut partials = Buffer::<f32>::filled(size, f32::NAN);
-        let launch = dispatch!(
-            shape,
-            layernorm_backward::<T>(
-                dinp.view_mut(),
-                partials.view_mut(),
-                dout.view(),
-                x.view(),
-                weight.view(),
-                mean.view(),
-                rstd.view(),
-                n as u32,
-                channels as u32
-            )
-        );
-        emulate(&launch, grid, shape.backward_shared_bytes::<T>());
-        let launch =
-            layernorm_backward_reduce(dweight.view_mut(), dbias.view_mut(), partials.view(), grid, channels as u32);
-        emulate(&launch, column_sum::grid(2 * channels), shared_bytes(column_sum::shared));
-        assert_close("dinp", &dinp.to_f64(), &want[0], T::ROUNDING, 1.0);
-        assert_close("dweight", &dweight.to_f64(), &want[1], T::ROUNDING, 1.0);
-        assert_close("dbias", &dbias.to_f64(), &want[2], T::ROUNDING, 1.0);
+fn backward<T: Tolerance>() {
+    // One or two multiprocessors: the grid is smaller than the rows ask for, and blocks take several rows.
+    let wide = [(77, 80), (69, 768), (11, 1600), (7, 4096), (5, 33 * 32 * T::PACKET)];
+    for (n, channels) in shapes::<T>().chain(wide) {
+        let case = Backward::<T>::new(n, channels, 0);
+        let (got, want) = (case.run(1 + n % 2), case.reference());
+        for (i, what) in ["dinp", "dweight", "dbias"].into_iter().enumerate() {
+            assert_close(what, &got[i], &want[i], T::ROUNDING, 1.0);
+        }
+    }
+}
+
+/// To rows of ones and to normed: a shift or a stretch of a row changes nothing.
+fn gradients_of_inp_are_orthogonal<T: Tolerance>() {
+    for_all(32, (1..20usize, 1..160usize, 0..99u32), |(n, packets, seed)| {
+        let channels = packets * T::PACKET;
+        let mut case = Backward::<T>::new(n, channels, seed);
+        case.dinp.fill(T::from_f32(0.0));
+        let stats = reference(&wide(&case.inp), &vec![1.0; channels], &vec![0.0; channels]);
+        let [dinp, ..] = case.run(1);
+        for (dinp, normed) in dinp.chunks(channels).zip(stats.normed.chunks(channels)) {
+            let size = dinp.iter().map(|x| x.abs()).sum::<f64>().max(1e-3);
+            let stretch: f64 = dinp.iter().zip(normed).map(|(d, x)| d * x).sum();
+            // Epsilon leaves a little of the stretch.
+            let found = [dinp.iter().sum::<f64>() / size, stretch / size];
+            assert_close("shift and stretch", &found, &[0.0, 0.0], T::ROUNDING.max(1e-3), 1.0);
+        }
+    });
+}
+
+/// Of integers, whichever blocks take the rows.
+fn gradients_of_bias_are_exact<T: Tolerance>() {
+    for_all(32, (1..120usize, 1..60usize, 1..4usize, 0..9u32), |(n, packets, multiprocessors, seed)| {
+        let channels = packets * T::PACKET;
+        let (dout, dbias) = (integers(n * channels, seed), integers(channels, seed + 1));
+        let mut case = Backward::<T>::new(n, channels, seed);
+        (case.dout, case.dbias) = (rounded(&dout), rounded(&dbias));
+        let sum = |c: usize| dbias[c] + dout.iter().skip(c).step_by(channels).sum::<f64>();
+        let want: Vec<_> = (0..channels).map(|c| f64::from(T::nearest(sum(c) as f32))).collect();
+        assert_eq!(case.run(multiprocessors)[2], want);
+    });
+}
+
+/// dout in its row and column, inp in its row and everywhere in dweight.
+fn nan_gradients_stay_in_their_place<T: Tolerance>() {
+    for channels in [80, 1024, 1600, 4096] {
+        let mut case = Backward::<T>::new(5, channels, 0);
+        let mut want = case.run(1);
+        case.dout[2 * channels + 9] = T::from_f32(f32::NAN);
+        want[0][2 * channels..3 * channels].fill(f64::NAN);
+        (want[1][9], want[2][9]) = (f64::NAN, f64::NAN);
+        for (got, want) in case.run(1).iter().zip(&want) {
+            assert_close("gradient", got, want, 0.0, 0.0);
+        }
+        case.inp[4 * channels + 70] = T::from_f32(f32::NAN);
+        want[0][4 * channels..].fill(f64::NAN);
+        want[1].fill(f64::NAN);
+        for (got, want) in case.run(1).iter().zip(&want) {
+            assert_close("gradient", got, want, 0.0, 0.0);
+        }
     }
 }
 
 fn every_width_has_a_shape<T: Tolerance>() {
-    assert!((T::PACKET..=8192).step_by(T::PACKET).all(|channels| Shape::of::<T>(channels).is_some()));
+    assert!((T::PACKET..=64 * 32 * T::PACKET).step_by(T::PACKET).all(|channels| Shape::of::<T>(channels).is_some()));
     assert_eq!(Shape::of::<T>(T::PACKET + 1), None);
     assert_eq!(Shape::of::<T>(64 * 32 * T::PACKET + T::PACKET), None);
 }

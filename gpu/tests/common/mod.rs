@@ -7,54 +7,11 @@ pub mod entries;
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
-use cuda_std::{Element, Global, GlobalMut, bf16};
+use cuda_std::{Element, GlobalMut, bf16};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-
-/// 16-byte aligned memory of exactly `len` elements, which the kernels see as device memory.
-pub struct Buffer<T> {
-    words: Vec<u128>,
-    len: usize,
-    element: std::marker::PhantomData<T>,
-}
-
-impl<T: Copy> Buffer<T> {
-    pub fn from_fn(len: usize, mut f: impl FnMut(usize) -> T) -> Self {
-        let words = vec![0; (len * size_of::<T>()).div_ceil(16)];
-        let mut buffer = Self { words, len, element: std::marker::PhantomData };
-        for i in 0..len {
-            buffer.view_mut().set(i, f(i));
-        }
-        buffer
-    }
-
-    pub fn view(&self) -> Global<T> {
-        Global::new(self.words.as_ptr().cast())
-    }
-
-    pub fn view_mut(&mut self) -> GlobalMut<T> {
-        GlobalMut::new(self.words.as_mut_ptr().cast())
-    }
-
-    pub fn to_vec(&self) -> Vec<T> {
-        (0..self.len).map(|i| self.view().at(i)).collect()
-    }
-}
-
-impl<T: Element> Buffer<T> {
-    /// `values`, rounded to T.
-    pub fn of(values: &[f64]) -> Self {
-        Self::from_fn(values.len(), |i| T::from_f32(values[i] as f32))
-    }
-
-    pub fn filled(len: usize, value: f32) -> Self {
-        Self::from_fn(len, |_| T::from_f32(value))
-    }
-
-    pub fn to_f64(&self) -> Vec<f64> {
-        self.to_vec().iter().map(|x| f64::from(x.to_f32())).collect()
-    }
-}
+use std::cmp::Ordering;
+use std::fmt::Debug;
 
 /// `values`, rounded to T.
 pub fn rounded<T: Element>(values: &[f64]) -> Vec<T> {
@@ -93,28 +50,61 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
 }
 
 /// Relative error of one rounding to T, with some room for f32 arithmetic.
-pub trait Tolerance: Element + Pod {
+pub trait Tolerance: Element + Pod + PartialEq + Debug {
     const ROUNDING: f64;
     /// What a stochastic rounding may be off.
     const STEP: f64 = 2.0 * Self::ROUNDING;
+
+    /// The values of this type that `value` lies between, the smaller magnitude first; `value` twice if it is one.
+    fn neighbours(value: f32) -> [f32; 2];
+
+    /// The nearer neighbour, of two as near the one whose last bit is 0.
+    fn nearest(value: f32) -> f32;
 }
 
 impl Tolerance for f32 {
     const ROUNDING: f64 = 4e-6;
+
+    fn neighbours(value: f32) -> [f32; 2] {
+        [value; 2]
+    }
+
+    fn nearest(value: f32) -> f32 {
+        value
+    }
 }
 
 impl Tolerance for bf16 {
     const ROUNDING: f64 = 1.0 / 250.0;
+
+    fn neighbours(value: f32) -> [f32; 2] {
+        let (bits, cut) = (value.to_bits(), value.to_bits() & 0xffff_0000);
+        let away = if bits == cut || value.is_nan() { bits } else { cut + 0x1_0000 };
+        [f32::from_bits(cut), f32::from_bits(away)]
+    }
+
+    fn nearest(value: f32) -> f32 {
+        let [low, high] = Self::neighbours(value);
+        // What comes after the largest bf16 counts as 2^128, as IEEE 754 has it.
+        let size = |x: f32| if x.is_infinite() { 128f64.exp2() } else { f64::from(x).abs() };
+        let even = low.to_bits() & 0x1_0000 == 0;
+        match (f64::from(value).abs() - size(low)).total_cmp(&(size(high) - f64::from(value).abs())) {
+            _ if value.is_infinite() => low,
+            Ordering::Less => low,
+            Ordering::Equal if even => low,
+            _ => high,
+        }
+    }
+}
+
+/// Integers from -8 to 8 without pattern, whose sums are exact in f32.
+pub fn integers(len: usize, seed: u32) -> Vec<f64> {
+    (0..len).map(|i| f64::from(gpu::noise::squirrel5(i as u32, seed) % 17) - 8.0).collect()
 }
 
 /// Values in -1..1 without pattern.
 pub fn noise(len: usize, seed: u32) -> Vec<f64> {
     (0..len).map(|i| f64::from(gpu::noise::squirrel5(i as u32, seed)) / f64::from(u32::MAX) * 2.0 - 1.0).collect()
-}
-
-pub fn emulate(launch: &Launch, grid: impl Into<Grid>, shared: usize) {
-    // SAFETY: the tests size their buffers by the shapes they pass.
-    unsafe { launch.emulate(grid.into().0, shared) }.unwrap();
 }
 
 pub struct Grid([u32; 3]);
@@ -163,13 +153,13 @@ macro_rules! tests {
         $(once: $($single:ident),* $(,)?;)?
     ) => {
         // Each runs once, whether libtest asks for it or the test of the entry points.
-        mod bf16 {
+        mod in_bf16 {
             $($(#[test] pub fn $both() {
                 static DONE: std::sync::Once = std::sync::Once::new();
                 DONE.call_once(super::$both::<cuda_std::bf16>);
             })*)?
         }
-        mod f32 {
+        mod in_f32 {
             $($(#[test] pub fn $both() {
                 static DONE: std::sync::Once = std::sync::Once::new();
                 DONE.call_once(super::$both::<f32>);
@@ -184,22 +174,9 @@ macro_rules! tests {
 
         #[test]
         fn every_entry_point_is_launched() {
-            $($(bf16::$both(); f32::$both();)*)?
+            $($(in_bf16::$both(); in_f32::$both();)*)?
             $($(once::$single();)*)?
             $crate::common::entries::assert_launched(&[$($file),*]);
-        }
-    };
-}
-
-/// A module of `#[test]`s for both storage types.
-#[macro_export]
-macro_rules! for_both_types {
-    ($($name:ident),* $(,)?) => {
-        mod bf16 {
-            $(#[test] fn $name() { super::$name::<cuda_std::bf16>(); })*
-        }
-        mod f32 {
-            $(#[test] fn $name() { super::$name::<f32>(); })*
         }
     };
 }

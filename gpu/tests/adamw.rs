@@ -1,0 +1,304 @@
+//! `AdamW` and stochastic rounding, for lengths that are a multiple of nothing.
+
+mod common;
+
+use common::{Tolerance, assert_close, for_all, noise, rounded, run, wide};
+use cuda_std::emulate::Memory;
+use cuda_std::{Element, GlobalMut, bf16};
+use gpu::adamw;
+use gpu::noise::round;
+
+tests! {
+    kernels of "adamw.rs";
+    for both types: steps, any_step, bad_norms_leave_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
+        clipping_takes_the_norm_out, nan_stays_in_its_element, length_does_not_matter, masters_come_back,
+        parameters_are_neighbours_of_masters;
+    once: rounding_is_unbiased, rounding_depends_on_all_of_the_index_and_the_seed;
+}
+
+/// All lengths up to two packets, all remainders around what one block takes, several blocks.
+fn lengths() -> impl Iterator<Item = usize> {
+    (1..=17).chain(1017..=1025).chain(2041..=2049).chain([5003])
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Settings {
+    norm: f32,
+    clip: f32,
+    rate: f64,
+    beta1: f64,
+    beta2: f64,
+    step: i32,
+    decay: f64,
+    seed: u32,
+}
+
+const EPSILON: f64 = 1e-8;
+const SETTINGS: Settings =
+    Settings { norm: 0.5, clip: 1.0, rate: 0.01, beta1: 0.9, beta2: 0.95, step: 3, decay: 0.1, seed: 5 };
+
+#[derive(Clone, PartialEq, Debug)]
+struct State<T> {
+    params: Vec<T>,
+    masters: Option<Vec<f32>>,
+    m: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl<T: Tolerance> State<T> {
+    fn new(n: usize, mastered: bool) -> Self {
+        let values = noise(n, 1);
+        Self {
+            params: rounded(&values),
+            masters: mastered.then(|| rounded(&values)),
+            m: rounded(&noise(n, 2)),
+            v: rounded(&noise(n, 3).iter().map(|x| x.abs()).collect::<Vec<_>>()),
+        }
+    }
+
+    fn fresh(n: usize, mastered: bool) -> Self {
+        Self { m: vec![0.0; n], v: vec![0.0; n], ..Self::new(n, mastered) }
+    }
+
+    /// The parameters, as exact as there are.
+    fn exact(&self) -> Vec<f64> {
+        self.masters.as_ref().map_or_else(|| wide(&self.params), |masters| wide(masters))
+    }
+
+    fn updated(&self, grads: &[T], Settings { norm, clip, rate, beta1, beta2, step, decay, seed }: Settings) -> Self {
+        let n = grads.len();
+        let mut memory = Memory::new();
+        let params = memory.buffer("params", &self.params);
+        let masters = self.masters.as_ref().map(|masters| memory.buffer("masters", masters));
+        let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
+        let launch = adamw::adamw(
+            params,
+            masters.unwrap_or(GlobalMut::new(std::ptr::null_mut())),
+            m,
+            v,
+            memory.input("grads", grads),
+            memory.input("norm", &[norm]),
+            n as u64,
+            clip,
+            rate as f32,
+            beta1 as f32,
+            beta2 as f32,
+            (1.0 / (1.0 - beta1.powi(step))) as f32,
+            (1.0 / (1.0 - beta2.powi(step))) as f32,
+            EPSILON as f32,
+            decay as f32,
+            seed,
+        );
+        run(&mut memory, &launch, adamw::grid::<T>(n), 0);
+        Self {
+            params: memory.read(params),
+            masters: masters.map(|view| memory.read(view)),
+            m: memory.read(m),
+            v: memory.read(v),
+        }
+    }
+
+    fn prefix(&self, n: usize) -> Self {
+        Self {
+            params: self.params[..n].to_vec(),
+            masters: self.masters.as_ref().map(|masters| masters[..n].to_vec()),
+            m: self.m[..n].to_vec(),
+            v: self.v[..n].to_vec(),
+        }
+    }
+}
+
+fn check<T: Tolerance>(n: usize, mastered: bool, settings: Settings) {
+    let Settings { norm, clip, rate, beta1, beta2, step, decay, .. } = settings;
+    let (before, grads) = (State::<T>::new(n, mastered), rounded::<T>(&noise(n, 4)));
+    let after = before.updated(&grads, settings);
+
+    let scale = f64::from(if norm > clip { clip / norm } else { 1.0 });
+    let grads: Vec<_> = wide(&grads).iter().map(|g| g * scale).collect();
+    let m: Vec<_> = wide(&before.m).iter().zip(&grads).map(|(m, g)| beta1 * m + (1.0 - beta1) * g).collect();
+    let v: Vec<_> = wide(&before.v).iter().zip(&grads).map(|(v, g)| beta2 * v + (1.0 - beta2) * g * g).collect();
+    let new = before.exact().into_iter().enumerate().map(|(i, old)| {
+        let (m, v) = (m[i] / (1.0 - beta1.powi(step)), v[i] / (1.0 - beta2.powi(step)));
+        old - rate * (m / (v.sqrt() + EPSILON) + decay * old)
+    });
+    let new: Vec<_> = new.collect();
+    assert_close("m", &wide(&after.m), &m, 2e-6, 1e-1);
+    assert_close("v", &wide(&after.v), &v, 2e-6, 1e-1);
+    assert_close("params", &wide(&after.params), &new, T::STEP, 1e-2);
+    if mastered {
+        assert_close("masters", &after.exact(), &new, 4e-6, 1e-1);
+    }
+}
+
+fn steps<T: Tolerance>() {
+    for (i, n) in lengths().enumerate() {
+        check::<T>(n, i % 2 == 0, SETTINGS);
+        check::<T>(
+            n,
+            i % 2 == 1,
+            Settings { norm: 4.0, clip: if i % 4 == 0 { f32::INFINITY } else { 1.0 }, ..SETTINGS },
+        );
+    }
+}
+
+fn any_step<T: Tolerance>() {
+    let betas = (0.0..0.95f64, 0.5..0.99f64, 0.0..0.3f64, 0.0..0.1f64);
+    for_all(64, (1..3000usize, proptest::bool::ANY, 0.0..3f32, betas, 1..50i32), |(n, mastered, norm, betas, step)| {
+        let (beta1, beta2, decay, rate) = betas;
+        check::<T>(n, mastered, Settings { norm, rate, beta1, beta2, step, decay, ..SETTINGS });
+    });
+}
+
+fn bad_norms_leave_all_as_it_was<T: Tolerance>() {
+    for norm in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for mastered in [false, true] {
+            let before = State::<T>::new(101, mastered);
+            let grads = rounded::<T>(&[f64::NAN; 101]);
+            assert_eq!(before.updated(&grads, Settings { norm, ..SETTINGS }), before);
+        }
+    }
+}
+
+fn zero_gradients_only_decay<T: Tolerance>() {
+    for_all(32, (1..300usize, proptest::bool::ANY, 0.0..0.5f64, 0..99u32), |(n, mastered, decay, seed)| {
+        let before = State::<T> { m: vec![0.0; n], ..State::new(n, mastered) };
+        let after = before.updated(&vec![T::from_f32(0.0); n], Settings { norm: 0.0, decay, seed, ..SETTINGS });
+        assert_eq!(after.m, before.m);
+        let v: Vec<_> = wide(&before.v).iter().map(|v| v * SETTINGS.beta2).collect();
+        assert_close("v", &wide(&after.v), &v, 1e-6, 0.0);
+        let decayed: Vec<_> = before.exact().iter().map(|x| x * (1.0 - SETTINGS.rate * decay)).collect();
+        let tolerance = if mastered { 1e-6 } else { T::STEP };
+        assert_close("params", &after.exact(), &decayed, tolerance, 0.0);
+        if decay == 0.0 {
+            assert_eq!(after.params, before.params);
+        }
+    });
+    let before = State::<T>::fresh(77, false);
+    assert_eq!(before.updated(&[T::from_f32(0.0); 77], Settings { decay: 0.0, ..SETTINGS }), before);
+}
+
+/// Against the gradient's sign, whatever its size.
+fn first_step_is_the_rate<T: Tolerance>() {
+    for_all(32, (1..300usize, -3..16i32, 0..99u32), |(n, exponent, seed)| {
+        let before = State::<T>::fresh(n, true);
+        let scale = 10f64.powi(exponent);
+        let grads = rounded::<T>(&noise(n, seed).iter().map(|x| (x + 0.1f64.copysign(*x)) * scale).collect::<Vec<_>>());
+        let settings = Settings { norm: 1e3, clip: f32::INFINITY, step: 1, decay: 0.0, seed, ..SETTINGS };
+        let after = before.updated(&grads, settings);
+        let moved: Vec<_> = after.exact().iter().zip(before.exact()).map(|(new, old)| new - old).collect();
+        let want: Vec<_> = wide(&grads).iter().map(|g| -SETTINGS.rate * g.signum()).collect();
+        // The difference of two parameters near 1, and epsilon beside the gradient.
+        assert_close("step", &moved, &want, 2e-4, 0.0);
+    });
+}
+
+/// Gradients and norm twice as large are, both above what is allowed, the same gradients.
+fn clipping_takes_the_norm_out<T: Tolerance>() {
+    for_all(32, (1..300usize, 0..30i32, proptest::bool::ANY), |(n, exponent, mastered)| {
+        let (before, grads) = (State::<T>::new(n, mastered), noise(n, 4));
+        let scale = f64::from(exponent).exp2();
+        let scaled: Vec<_> = grads.iter().map(|g| g * scale).collect();
+        let (plain, large) = (Settings { norm: 2.0, ..SETTINGS }, Settings { norm: 2.0 * scale as f32, ..SETTINGS });
+        assert_eq!(before.updated(&rounded(&scaled), large), before.updated(&rounded(&grads), plain));
+    });
+}
+
+fn nan_stays_in_its_element<T: Tolerance>() {
+    for (n, at) in [(1, 0), (17, 16), (2049, 1031)] {
+        let (before, mut grads) = (State::<T>::new(n, true), noise(n, 4));
+        let clean = before.updated(&rounded(&grads), SETTINGS);
+        grads[at] = f64::NAN;
+        let got = before.updated(&rounded(&grads), SETTINGS);
+        let mut want = clean;
+        let masters = want.masters.as_mut().unwrap();
+        (want.params[at], masters[at], want.m[at], want.v[at]) = (T::from_f32(f32::NAN), f32::NAN, f32::NAN, f32::NAN);
+        assert_close("params", &wide(&got.params), &wide(&want.params), 0.0, 0.0);
+        assert_close("masters", &got.exact(), &want.exact(), 0.0, 0.0);
+        assert_close("m", &wide(&got.m), &wide(&want.m), 0.0, 0.0);
+        assert_close("v", &wide(&got.v), &wide(&want.v), 0.0, 0.0);
+    }
+}
+
+/// What becomes of an element depends on its index, not on how many follow: whole packets and the rest agree bit for bit.
+fn length_does_not_matter<T: Tolerance>() {
+    for mastered in [false, true] {
+        let (before, grads) = (State::<T>::new(5003, mastered), rounded::<T>(&noise(5003, 4)));
+        let after = before.updated(&grads, SETTINGS);
+        for n in lengths() {
+            assert_eq!(before.prefix(n).updated(&grads[..n], SETTINGS), after.prefix(n), "{n} of 5003");
+        }
+    }
+}
+
+fn params_from_masters<T: Tolerance>(masters: &[f32], seed: u32) -> Vec<T> {
+    let mut memory = Memory::new();
+    let (n, params) = (masters.len(), memory.output::<T>("params", masters.len()));
+    let launch = adamw::params_from_masters(params, memory.input("masters", masters), n as u64, seed);
+    run(&mut memory, &launch, adamw::grid::<T>(n), 0);
+    memory.read(params)
+}
+
+/// Parameters made anew from masters are, bit for bit, those the update left.
+fn masters_come_back<T: Tolerance>() {
+    for (seed, n) in lengths().enumerate() {
+        let settings = Settings { seed: seed as u32, ..SETTINGS };
+        let after = State::<T>::new(n, true).updated(&rounded(&noise(n, 4)), settings);
+        assert_eq!(params_from_masters::<T>(after.masters.as_ref().unwrap(), settings.seed), after.params);
+    }
+}
+
+/// Of any master, infinite and subnormal too; one that is a value of the type stays.
+fn parameters_are_neighbours_of_masters<T: Tolerance>() {
+    let check = |masters: &[f32], seed: u32| {
+        for (param, &master) in params_from_masters::<T>(masters, seed).iter().zip(masters) {
+            let (param, [low, high]) = (param.to_f32(), T::neighbours(master));
+            let is = |x: f32| param.to_bits() == x.to_bits() || param.is_nan() && x.is_nan();
+            assert!(is(low) || is(high), "{master:e} became {param:e}, not {low:e} or {high:e}");
+        }
+    };
+    let special = [0.0, 1e-40, f32::MAX, f32::INFINITY, f32::NAN];
+    (0..32).for_each(|seed| check(&special.map(|x| [x, -x]).concat(), seed));
+    for_all(100, (proptest::collection::vec(proptest::num::f32::ANY, 1..80), 0..99u32), |(masters, seed)| {
+        // A signalling NaN, which no operation makes, is no master.
+        let quiet: Vec<_> = masters.iter().map(|x| if x.is_nan() { f32::NAN } else { *x }).collect();
+        check(&quiet, seed);
+    });
+}
+
+/// As often up as the value is near the upper neighbour, whatever the position in a packet.
+fn rounding_is_unbiased() {
+    let (n, below) = (32_768usize, 1.0f32);
+    let step = bf16::neighbours(1.001)[1] - below;
+    for sixteenths in 0..=16 {
+        let masters = vec![below + step * sixteenths as f32 / 16.0; n];
+        for sign in [1.0, -1.0] {
+            let masters: Vec<_> = masters.iter().map(|x| x * sign).collect();
+            let params = params_from_masters::<bf16>(&masters, 7 + sixteenths);
+            let ups = |of: &mut dyn Iterator<Item = &bf16>| {
+                of.filter(|x| f64::from(x.to_f32().abs()) > f64::from(below)).count() as f64
+            };
+            let p = f64::from(sixteenths) / 16.0;
+            // Five standard deviations, and the 65,536th that the comparison cuts off.
+            let allowed = |n: usize| 5.0 * (n as f64 * p * (1.0 - p)).sqrt() + n as f64 / 65536.0;
+            for k in 0..8 {
+                let count = ups(&mut params.iter().skip(k).step_by(8));
+                let off = (count - p * (n / 8) as f64).abs();
+                assert!(off <= allowed(n / 8), "{sixteenths}/16 at place {k}: {count} of {} up", n / 8);
+            }
+        }
+    }
+}
+
+/// Elements 2^32 apart, and steps with neighbouring seeds, have nothing to do with each other.
+fn rounding_depends_on_all_of_the_index_and_the_seed() {
+    let n = 4096;
+    let value = 1.0 + 1.0 / 256.0;
+    let rounded = |first: usize, seed: u32| (first..first + n).map(move |i| round::<bf16>(value, i, seed).to_f32());
+    let agree = |a: &mut dyn Iterator<Item = f32>, b: &mut dyn Iterator<Item = f32>| {
+        a.zip(b).filter(|(a, b)| a.to_bits() == b.to_bits()).count()
+    };
+    for (first, seed) in [(1, 5), (0, 6), (1 << 32, 5), (1 << 33, 5)] {
+        let same = agree(&mut rounded(0, 5), &mut rounded(first, seed));
+        assert!(same.abs_diff(n / 2) < 5 * 32, "from {first}, seed {seed}: {same} of {n} are the same");
+    }
+}
