@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::commands::{data, doctor, eval, inspect, sample, selftest, train};
+use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -23,6 +23,8 @@ enum Command {
     Doctor(doctor::Doctor),
     Inspect(inspect::Inspect),
     Selftest(selftest::Selftest),
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 impl Cli {
@@ -35,6 +37,7 @@ impl Cli {
             Command::Doctor(args) => doctor::run(args),
             Command::Inspect(args) => inspect::run(args),
             Command::Selftest(args) => selftest::run(args),
+            Command::Bench(args) => bench::run(args),
         }
     }
 }

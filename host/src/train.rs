@@ -3,7 +3,7 @@
 use crate::checkpoint::model::save_step;
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
-use crate::engine::{AdamW, Engine, Reading, Ticket};
+use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
 use crate::evaluate::{self, multiple_choice};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
@@ -73,6 +73,21 @@ pub fn initialise(model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()
         Some(master) => engine.cast(master, model.params),
         None => Ok(()),
     }
+}
+
+/// Has the engine find out how to compute the model's matrix products, and says if that took time.
+pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
+    let tuning = engine.tune(false, &mut |engine| {
+        model.forward(engine, layout)?;
+        model.loss(engine, layout, Some(1.0))?;
+        model.backward(engine, layout, 0)
+    })?;
+    if tuning.timings.is_empty() {
+        return Ok(None);
+    }
+    let (products, seconds) = (tuning.timings.len(), tuning.seconds);
+    let kept = tuning.not_kept.map_or(String::new(), |why| format!("; the next run must do it again: {why}"));
+    Ok(Some(format!("{products} matrix products timed in {seconds:.2} s to find the fastest algorithms{kept}\n")))
 }
 
 /// llm.c's, of `AdamW`.

@@ -66,8 +66,7 @@ impl Drop for Handle {
     }
 }
 
-/// Scratch memory of matrix products. Products that share one must follow one another on one stream: that, and no
-/// split-K, is what makes their results the same from run to run.
+/// Scratch memory of matrix products. Products that share one must follow one another on one stream.
 pub struct Workspace(DeviceMemory);
 
 impl Workspace {

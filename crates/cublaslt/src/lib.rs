@@ -12,8 +12,10 @@ mod matmul;
 mod plans;
 pub mod result;
 pub mod sys;
+mod tuning;
 
 pub use handle::{Handle, Workspace, find};
 pub use matmul::{Element, Epilogue, Operands, Problem};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
+pub use tuning::{Choice, Timing};

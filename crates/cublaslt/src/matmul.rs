@@ -2,10 +2,11 @@
 
 use crate::result::{Error, Result};
 use crate::sys;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Storage type of all matrices of a product; sums are in f32.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Element {
     Bf16,
     F32,
@@ -23,7 +24,7 @@ impl Element {
 }
 
 /// What happens to a product on its way to memory. GELU is the tanh form.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Epilogue {
     /// D = A · B (+ D)
     None,
@@ -64,7 +65,7 @@ impl Epilogue {
 }
 
 /// D (m, n) = op(A) (m, k) · op(B) (k, n), column-major without gaps, `batch` times at fixed distances.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Problem {
     pub m: usize,
     pub n: usize,
@@ -94,7 +95,7 @@ pub struct Operands {
 
 impl Operands {
     /// The largest power of two up to 256 that each address is a multiple of: what an algorithm may count on.
-    pub(crate) fn alignments(&self) -> [u32; 5] {
+    pub fn alignments(&self) -> [u32; 5] {
         let of = |address: u64| 1 << address.trailing_zeros().min(8);
         [of(self.a), of(self.b), of(self.d), self.bias.map_or(0, of), self.aux.map_or(0, of)]
     }

@@ -8,25 +8,31 @@ use cuda_driver::Stream;
 use std::collections::HashMap;
 use std::ffi::c_void;
 
+/// What decides on an algorithm: the product, and what its operands' addresses are multiples of.
+pub(crate) type Key = (Problem, [u32; 5]);
+
 /// The products of one stream: descriptors and algorithm of each are made when it is first seen, and kept.
 pub struct Matmuls {
-    plans: HashMap<(Problem, [u32; 5]), Plan>,
+    pub(crate) plans: HashMap<Key, Plan>,
+    /// Algorithms for products that have no plan yet.
+    pub(crate) chosen: HashMap<Key, MatmulAlgo>,
     workspace: Workspace,
-    handle: Handle,
+    pub(crate) handle: Handle,
 }
 
 /// What a product needs beyond its addresses.
-struct Plan {
+pub(crate) struct Plan {
     product: Owned,
     a: Owned,
     b: Owned,
     d: Owned,
-    algo: MatmulAlgo,
+    pub(crate) algo: MatmulAlgo,
 }
 
 impl Matmuls {
     pub fn new(handle: Handle) -> Result<Self> {
-        Ok(Self { plans: HashMap::new(), workspace: Workspace::new(handle.gpu())?, handle })
+        let workspace = Workspace::new(handle.gpu())?;
+        Ok(Self { plans: HashMap::new(), chosen: HashMap::new(), workspace, handle })
     }
 
     /// How many products are prepared.
@@ -47,35 +53,27 @@ impl Matmuls {
         operands.validate(problem)?;
         let key = (*problem, operands.alignments());
         if !self.plans.contains_key(&key) {
-            let plan = Plan::new(&self.handle, problem, operands)?;
+            let plan = Plan::new(&self.handle, problem, operands, self.chosen.get(&key))?;
             self.plans.insert(key, plan);
         }
         let plan = self.plans.get_mut(&key).expect("inserted above");
-        plan.product.point_at(operands)?;
-        let (one, beta) = (1_f32, f32::from(u8::from(problem.accumulate)));
-        // SAFETY: descriptors are live and describe the operands, which are the caller's promise; the workspace is as
-        // large as the algorithm was told it may be; alpha and beta are read on the host before the call returns.
-        let status = unsafe {
-            (self.handle.lt.matmul)(
-                self.handle.raw,
-                plan.product.raw(),
-                (&raw const one).cast(),
-                device(operands.a),
-                plan.a.raw(),
-                device(operands.b),
-                plan.b.raw(),
-                (&raw const beta).cast(),
-                device(operands.d),
-                plan.d.raw(),
-                device(operands.d),
-                plan.d.raw(),
-                &raw const plan.algo,
-                device(self.workspace.address()),
-                Workspace::BYTES,
-                stream.as_raw(),
-            )
-        };
-        check(status, "cublasLtMatmul").map_err(|error| error.of(problem))
+        // SAFETY: the caller's promise.
+        unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
+    }
+
+    /// Runs `plan`, which is none of those kept.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn run_plan(
+        &self,
+        plan: &mut Plan,
+        stream: &Stream,
+        problem: &Problem,
+        operands: &Operands,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
     }
 }
 
@@ -106,34 +104,116 @@ impl Owned {
 }
 
 impl Plan {
-    fn new(handle: &Handle, problem: &Problem, operands: &Operands) -> Result<Self> {
+    /// With the `chosen` algorithm if the library takes it, else with the one that it thinks best.
+    fn new(handle: &Handle, problem: &Problem, operands: &Operands, chosen: Option<&MatmulAlgo>) -> Result<Self> {
+        if let Some(algo) = chosen {
+            let plan = Self::with(handle, problem, operands, *algo)?;
+            if plan.is_possible(handle) {
+                return Ok(plan);
+            }
+        }
+        let best = candidates(handle, problem, operands, 1)?;
+        Self::with(handle, problem, operands, best[0])
+    }
+
+    pub(crate) fn with(handle: &Handle, problem: &Problem, operands: &Operands, algo: MatmulAlgo) -> Result<Self> {
         let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
-        let preference = prefer(handle.lt, problem, operands)?;
+        Ok(Self { product, a, b, d, algo })
+    }
+
+    /// Whether this version of the library has the algorithm, for this product, with the workspace at hand.
+    fn is_possible(&self, handle: &Handle) -> bool {
         // SAFETY: all zeros are a value of this plain structure.
-        let mut best: HeuristicResult = unsafe { std::mem::zeroed() };
-        let mut count = 0;
-        // SAFETY: descriptors are live; there is room for the one result asked for.
+        let mut result: HeuristicResult = unsafe { std::mem::zeroed() };
+        // SAFETY: descriptors are live; the library reads the algorithm and writes one result.
         let status = unsafe {
-            (handle.lt.heuristic)(
+            (handle.lt.check)(
                 handle.raw,
-                product.raw(),
-                a.raw(),
-                b.raw(),
-                d.raw(),
-                d.raw(),
-                preference.raw(),
-                1,
-                &raw mut best,
-                &raw mut count,
+                self.product.raw(),
+                self.a.raw(),
+                self.b.raw(),
+                self.d.raw(),
+                self.d.raw(),
+                &raw const self.algo,
+                &raw mut result,
             )
         };
-        // 15, not supported, is how the library says that it found none.
-        if status == 15 || (status == 0 && (count == 0 || best.state != 0)) {
-            return Err(Error::NoAlgorithm { problem: problem.to_string() });
-        }
-        check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;
-        Ok(Self { product, a, b, d, algo: best.algo })
+        status == 0 && result.state == 0 && result.workspace_bytes <= Workspace::BYTES
     }
+
+    /// # Safety
+    /// As [`Matmuls::run`]; `problem` is what the plan was made for.
+    unsafe fn run(
+        &mut self,
+        handle: &Handle,
+        workspace: &Workspace,
+        stream: &Stream,
+        problem: &Problem,
+        operands: &Operands,
+    ) -> Result<()> {
+        self.product.point_at(operands)?;
+        let (one, beta) = (1_f32, f32::from(u8::from(problem.accumulate)));
+        // SAFETY: descriptors are live and describe the operands, which are the caller's promise; the workspace is as
+        // large as the algorithm was told it may be; alpha and beta are read on the host before the call returns.
+        let status = unsafe {
+            (handle.lt.matmul)(
+                handle.raw,
+                self.product.raw(),
+                (&raw const one).cast(),
+                device(operands.a),
+                self.a.raw(),
+                device(operands.b),
+                self.b.raw(),
+                (&raw const beta).cast(),
+                device(operands.d),
+                self.d.raw(),
+                device(operands.d),
+                self.d.raw(),
+                &raw const self.algo,
+                device(workspace.address()),
+                Workspace::BYTES,
+                stream.as_raw(),
+            )
+        };
+        check(status, "cublasLtMatmul").map_err(|error| error.of(problem))
+    }
+}
+
+/// Up to `most` algorithms, the one that the library thinks best first.
+pub(crate) fn candidates(
+    handle: &Handle,
+    problem: &Problem,
+    operands: &Operands,
+    most: usize,
+) -> Result<Vec<MatmulAlgo>> {
+    let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
+    let preference = prefer(handle.lt, problem, operands)?;
+    // SAFETY: all zeros are a value of this plain structure.
+    let mut results = vec![unsafe { std::mem::zeroed::<HeuristicResult>() }; most];
+    let mut count = 0;
+    // SAFETY: descriptors are live; there is room for the results asked for.
+    let status = unsafe {
+        (handle.lt.heuristic)(
+            handle.raw,
+            product.raw(),
+            a.raw(),
+            b.raw(),
+            d.raw(),
+            d.raw(),
+            preference.raw(),
+            most as i32,
+            results.as_mut_ptr(),
+            &raw mut count,
+        )
+    };
+    results.truncate(count as usize);
+    results.retain(|result| result.state == 0);
+    // 15, not supported, is how the library says that it found none.
+    if status == 15 || (status == 0 && results.is_empty()) {
+        return Err(Error::NoAlgorithm { problem: problem.to_string() });
+    }
+    check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;
+    Ok(results.iter().map(|result| result.algo).collect())
 }
 
 /// Descriptors of the product and of A, B and D.

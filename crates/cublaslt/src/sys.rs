@@ -55,7 +55,8 @@ pub const EPILOGUE_BGRADB: u32 = 512;
 
 /// How a product is computed; semi-opaque, valid for one version of the library.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
 pub struct MatmulAlgo(pub [u64; 8]);
 
 /// One answer of the heuristic.
@@ -111,6 +112,9 @@ functions! {
     heuristic = "cublasLtMatmulAlgoGetHeuristic":
         fn(LtHandle, MatmulDesc, MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout, MatmulPreference, c_int,
             *mut HeuristicResult, *mut c_int) -> Status;
+    check = "cublasLtMatmulAlgoCheck":
+        fn(LtHandle, MatmulDesc, MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout, *const MatmulAlgo,
+            *mut HeuristicResult) -> Status;
     matmul = "cublasLtMatmul":
         fn(LtHandle, MatmulDesc, *const c_void, *const c_void, MatrixLayout, *const c_void, MatrixLayout,
             *const c_void, *const c_void, MatrixLayout, *mut c_void, MatrixLayout, *const MatmulAlgo, *mut c_void,

@@ -1,5 +1,6 @@
 //! The program's commands, one file each.
 
+pub mod bench;
 pub mod data;
 pub mod doctor;
 pub mod eval;

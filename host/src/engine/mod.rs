@@ -159,6 +159,16 @@ pub struct Optimized {
     pub master: Option<Tensor>,
 }
 
+/// What [`Engine::tune`] found.
+#[derive(Clone, Debug, Default)]
+pub struct Tuning {
+    /// Of each product that was timed.
+    pub timings: Vec<cublaslt::Timing>,
+    pub seconds: f64,
+    /// Why the next run will time them again.
+    pub not_kept: Option<String>,
+}
+
 /// A read under way, see [`Engine::read_later`].
 #[derive(Debug)]
 pub struct Ticket(pub u64);
@@ -187,6 +197,13 @@ pub trait Engine {
     /// An engine that runs this one's kernels, with the same grids, in the emulator; `None` where there are no kernels.
     fn emulated(&self) -> Option<Box<dyn Engine>> {
         None
+    }
+
+    /// Decides, by timing, how to compute the matrix products that `pass` queues, where the engine has a choice. What is
+    /// known of earlier runs on this machine is timed again only if `anew`. During the pass nothing is computed; afterwards
+    /// the arena is zeroed.
+    fn tune(&mut self, _anew: bool, _pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
+        Ok(Tuning::default())
     }
 
     /// Adds the engine's own scratch buffers to the plan.

@@ -16,7 +16,7 @@ use crate::log::Log;
 use crate::model::Capacity;
 use crate::schedule::Schedule;
 use crate::tokenizer::Tokenizer;
-use crate::train::{Outcome, Run, Settings, initialise};
+use crate::train::{Outcome, Run, Settings, initialise, tune};
 use anyhow::Result;
 use resolve::Resolved;
 use std::time::Instant;
@@ -42,6 +42,9 @@ pub fn run(args: &Options) -> Result<()> {
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     console.line(&format!("\n{plan}\n"))?;
     engine.allocate(&plan)?;
+    if let Some(text) = tune(&model, engine, train.layout())? {
+        console.line(&text)?;
+    }
     match weights {
         Some(file) => file.load(&model, engine)?,
         None => initialise(&model, engine, config.seed)?,

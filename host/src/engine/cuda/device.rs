@@ -3,18 +3,22 @@
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::tensor_maps::{Key, TensorMaps};
+use super::tuning::{Algorithms, noise};
 use super::{Options, Precision, modules, peak};
-use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::Context;
-use cublaslt::{Handle, Matmuls, Operands, Problem};
+use cublaslt::{Element, Handle, Matmuls, Operands, Problem};
 use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream, TimedEvent};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 use std::collections::{HashMap, VecDeque};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Of noise made on the host; the rest is copies of it.
+const NOISE_BYTES: usize = 8 << 20;
 
 /// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
 const BATCHES_UNDER_WAY: usize = 2;
@@ -33,6 +37,9 @@ pub struct Device {
     /// Where the module has kernels that use TMA.
     tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
+    /// Products noted in a tuning pass, in which nothing else is done.
+    noted: Option<Vec<(Problem, Operands)>>,
+    algorithms: Algorithms,
     /// `sm_90a cubin`
     code: String,
     tf32: bool,
@@ -72,7 +79,9 @@ impl Device {
         let choice = modules::select(modules::embedded()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
-        let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
+        let algorithms = Algorithms::of(&gpu)?;
+        let mut matmuls = Matmuls::new(Handle::new(&gpu)?)?;
+        matmuls.adopt(&algorithms.load());
         let stream = Stream::new(&gpu)?;
         let clock = Clock::start(&gpu, &stream)?;
         Ok(Self {
@@ -87,11 +96,28 @@ impl Device {
             module,
             tensor_maps,
             memory: None,
+            noted: None,
+            algorithms,
             code: choice.to_string(),
             tf32: options.tf32 && options.precision == Precision::Fp32,
             gpu,
         })
     }
+}
+
+/// Fills memory with numbers in ±1: a GPU multiplies zeros faster than real data, because it draws less power.
+fn fill_with_noise(stream: &Stream, memory: &DeviceMemory, element: Element) -> Result<()> {
+    let noise = noise(element, memory.bytes().min(NOISE_BYTES));
+    // SAFETY: within the allocation, and not page-locked: it is read before the call returns.
+    unsafe { stream.upload(memory.address(), &noise) }?;
+    let mut filled = noise.len();
+    while filled < memory.bytes() {
+        let bytes = filled.min(memory.bytes() - filled);
+        // SAFETY: within the allocation; source and target do not overlap, because `bytes` is at most what is filled.
+        unsafe { stream.copy(memory.address() + filled as u64, memory.address(), bytes) }?;
+        filled += bytes;
+    }
+    Ok(())
 }
 
 /// A device address as the driver has it.
@@ -164,6 +190,9 @@ impl Executor for Device {
     }
 
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        if self.noted.is_some() {
+            return Ok(());
+        }
         let function = match self.functions.entry(launch.name()) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
@@ -180,8 +209,41 @@ impl Executor for Device {
     }
 
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+        if let Some(noted) = &mut self.noted {
+            noted.push((*problem, *operands));
+            return Ok(());
+        }
         // SAFETY: the caller's promise; all products go to the one stream.
         Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?)
+    }
+
+    fn note_products(&mut self) {
+        self.noted = Some(Vec::new());
+    }
+
+    fn tune(&mut self, anew: bool) -> Result<Tuning> {
+        let start = Instant::now();
+        let mut undecided: Vec<(Problem, Operands)> = Vec::new();
+        for (problem, operands) in self.noted.take().unwrap_or_default() {
+            let listed = undecided.iter().any(|(p, o)| *p == problem && o.alignments() == operands.alignments());
+            if !listed && (anew || !self.matmuls.is_decided(&problem, &operands)) {
+                undecided.push((problem, operands));
+            }
+        }
+        let Some(memory) = &self.memory else { return Ok(Tuning::default()) };
+        if undecided.is_empty() {
+            return Ok(Tuning::default());
+        }
+        fill_with_noise(&self.stream, memory, undecided[0].0.element)?;
+        let mut timings = Vec::new();
+        for (problem, operands) in &undecided {
+            // SAFETY: the operations have held the operands to the arena; nothing else is queued.
+            timings.push(unsafe { self.matmuls.tune(&self.stream, problem, operands) }?);
+        }
+        // SAFETY: the allocation has that many bytes.
+        unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?;
+        let not_kept = self.algorithms.save(&self.matmuls.choices()).err().map(|error| format!("{error:#}"));
+        Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), not_kept })
     }
 
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {
@@ -196,6 +258,9 @@ impl Executor for Device {
     }
 
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
+        if self.noted.is_some() {
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         Ok(unsafe { self.stream.fill(address(to), 0, bytes) }?)
     }

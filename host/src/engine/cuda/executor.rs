@@ -1,7 +1,7 @@
 //! What the engine's operations are queued on.
 
 use super::arena::Arena;
-use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
@@ -71,6 +71,15 @@ pub trait Executor {
     /// # Safety
     /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing.
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()>;
+
+    /// Until [`tune`](Self::tune), work is not done; products are noted.
+    fn note_products(&mut self) {}
+
+    /// Times the algorithms for the products noted, or those of them that nothing is known of, on the allocated memory,
+    /// which is zeroed then.
+    fn tune(&mut self, _anew: bool) -> Result<Tuning> {
+        Ok(Tuning::default())
+    }
 
     /// # Safety
     /// `to` covers the bytes in the allocated memory.

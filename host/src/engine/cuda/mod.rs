@@ -22,11 +22,13 @@ mod modules;
 mod peak;
 mod residual;
 mod tensor_maps;
+mod tuning;
 
 pub use modules::embedded;
 
 use super::{
     AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result, Scope, Ticket,
+    Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -165,6 +167,13 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn float(&self) -> DType {
         T::DTYPE
+    }
+
+    fn tune(&mut self, anew: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
+        self.executor.note_products();
+        let passed = pass(self);
+        let tuning = self.executor.tune(anew)?;
+        passed.map(|()| tuning)
     }
 
     fn emulated(&self) -> Option<Box<dyn Engine>> {
