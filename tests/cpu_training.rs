@@ -3,7 +3,7 @@
 
 use host::engine::cpu::Cpu;
 use host::engine::{AdamW, BatchLayout, Engine};
-use host::model::{Capacity, Descriptor, Gpt2, Param, Params, init};
+use host::model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, init};
 use host::rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
@@ -54,7 +54,8 @@ impl Run {
     fn new(descriptor: Descriptor, batch: &Batch, parameter: impl Fn(Param, usize) -> Vec<f32>) -> Self {
         let layout = batch.layout;
         let mut engine = Cpu::new();
-        let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true };
+        let capacity =
+            Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute: Recompute::Nothing };
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
         engine.allocate(&plan).unwrap();
         for (param, layer) in model.layout.file_order() {
@@ -322,7 +323,13 @@ fn a_forward_pass_alone_gives_the_same_logits() {
     let reference = Reference::load();
     let layout = reference.batch.layout;
     let mut engine = Cpu::new();
-    let capacity = Capacity { b: layout.b + 1, t: layout.t + 2, training: false, master_weights: false };
+    let capacity = Capacity {
+        b: layout.b + 1,
+        t: layout.t + 2,
+        training: false,
+        master_weights: false,
+        recompute: Recompute::Nothing,
+    };
     let (model, plan) = Gpt2::plan(reference.descriptor, capacity, &mut engine);
     engine.allocate(&plan).unwrap();
     for ((param, layer), values) in &reference.parameters {

@@ -4,7 +4,7 @@ use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated, emulated_checked};
 use host::engine::{AdamW, BatchLayout, Engine, Linear};
-use host::model::{Capacity, Descriptor, Gpt2};
+use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::plan::{Group, Plan};
 use host::selftest::edge;
 use host::tensor::{DType, Tensor};
@@ -41,10 +41,10 @@ fn every_operation_agrees_in_f32() {
 }
 
 /// Losses and gradient norms of two steps of a small model, from the same parameters and tokens.
-fn trained(engine: &mut dyn Engine) -> Vec<f32> {
+fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout { b: 3, t: 17 };
-    let capacity = Capacity { b: layout.b, t: 24, training: true, master_weights: true };
+    let capacity = Capacity { b: layout.b, t: 24, training: true, master_weights: true, recompute };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
     initialise(&model, engine, 42).unwrap();
@@ -72,11 +72,14 @@ fn trained(engine: &mut dyn Engine) -> Vec<f32> {
 
 #[test]
 fn training_steps_are_free_of_faults() {
-    let expected = trained(&mut Cpu::new());
-    for (precision, hopper, tolerance) in
-        [(Precision::Fp32, false, 1e-4), (Precision::Bf16, false, 2e-2), (Precision::Bf16, true, 2e-2)]
-    {
-        let got = trained(&mut *emulated_checked(precision, hopper));
+    let (kept, recomputed) = (Recompute::Nothing, Recompute::GeluAndNorms);
+    let expected = trained(&mut Cpu::new(), kept);
+    for (precision, hopper, recompute, tolerance) in [
+        (Precision::Fp32, false, recomputed, 1e-4),
+        (Precision::Bf16, false, recomputed, 2e-2),
+        (Precision::Bf16, true, kept, 2e-2),
+    ] {
+        let got = trained(&mut *emulated_checked(precision, hopper), recompute);
         for (got, expected) in got.iter().zip(&expected) {
             assert!((got - expected).abs() < tolerance * expected.abs(), "{precision:?}: {got}, expected {expected}");
         }

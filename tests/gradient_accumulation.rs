@@ -5,7 +5,7 @@ use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2};
+use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::rng::Mt19937;
 use host::schedule::{Kind, Schedule};
 use host::train::{Run, Settings, initialise};
@@ -16,7 +16,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let dir = tempfile::tempdir().unwrap();
     let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
     let mut engine = Cpu::new();
-    let capacity = Capacity { b, t: 16, training: true, master_weights: true };
+    let capacity = Capacity { b, t: 16, training: true, master_weights: true, recompute: Recompute::Nothing };
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
     engine.allocate(&plan).unwrap();
     initialise(&model, &mut engine, 42).unwrap();

@@ -7,7 +7,7 @@ use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated};
 use host::engine::{BatchLayout, Engine};
 use host::evaluate::multiple_choice::{Score, score};
-use host::model::{Capacity, Descriptor, Gpt2, Param, init};
+use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute, init};
 use host::rng::Mt19937;
 use std::path::Path;
 
@@ -73,7 +73,7 @@ fn random_examples(n: usize) -> Vec<Example> {
 }
 
 fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
-    let capacity = Capacity { b, t, training: false, master_weights: false };
+    let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
     let (model, plan) = Gpt2::plan(descriptor(), capacity, engine);
     engine.allocate(&plan).unwrap();
     (model, BatchLayout { b, t })

@@ -58,6 +58,21 @@ pub fn non_negative(text: &str) -> Result<f32, String> {
     }
 }
 
+/// Parses 0 or 1, or their names.
+pub fn switch(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "true" | "on" => Ok(true),
+        "0" | "false" | "off" => Ok(false),
+        _ => Err("expected 1 (true, on) or 0 (false, off)".to_owned()),
+    }
+}
+
+/// Parses a level that has a number.
+pub fn level<L: TryFrom<u8, Error = &'static str>>(text: &str) -> Result<L, &'static str> {
+    // No level has so high a number, so that one message serves for what is no number, too.
+    L::try_from(text.parse().unwrap_or(u8::MAX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,9 @@
 //! A run's settings as they were settled: flags over defaults. Each key is a flag of `train`.
 
 use crate::atomic;
+use crate::engine::GeluFusion;
 use crate::engine::open::{Device, Precision};
+use crate::model::Recompute;
 use crate::schedule::Kind;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize, Serializer};
@@ -49,10 +51,14 @@ pub struct Config {
     pub sample_length: usize,
     pub checkpoint_every: usize,
 
+    pub recompute: Recompute,
+    pub master_weights: bool,
+
     /// The one that was opened, not `auto`.
     pub device: Device,
     pub precision: Precision,
     pub tf32: bool,
+    pub gelu_fusion: GeluFusion,
     /// Architecture, if one was asked for.
     pub kernels: Option<String>,
 }
@@ -125,9 +131,12 @@ mod tests {
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,
+            recompute: Recompute::Gelu,
+            master_weights: true,
             device: Device::Cuda,
             precision: Precision::Bf16,
             tf32: false,
+            gelu_fusion: GeluFusion::Both,
             kernels: Some("sm_80".into()),
         }
     }

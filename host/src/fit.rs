@@ -1,11 +1,11 @@
 //! Whether a run fits into memory, said before any of it is allocated.
 
 use crate::engine::Engine;
-use crate::model::{Capacity, Descriptor, Gpt2};
+use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
 use crate::plan::Plan;
 use anyhow::{Result, ensure};
 
-/// Plans a model; if its memory does not fit the engine's, the error says by how much, and which batch would.
+/// Plans a model; if its memory does not fit the engine's, the error says by how much, and what would fit.
 pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
     let free = engine.memory_free()?;
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
@@ -19,10 +19,7 @@ pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine)
         gib(needed - free),
         gib(free),
         engine.describe(),
-        match largest_batch(descriptor, capacity, engine, free) {
-            0 => "not even --batch 1 fits: use a smaller --model or --seq".to_owned(),
-            b => format!("the largest that fits is --batch {b}"),
-        }
+        advice(descriptor, capacity, engine, free)
     );
     Ok((model, plan))
 }
@@ -31,12 +28,38 @@ fn gib(bytes: usize) -> String {
     format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
 }
 
+/// What to change where `capacity` does not fit: the least recomputation that makes room, a smaller batch, or both.
+fn advice(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine, free: usize) -> String {
+    let more: Vec<Recompute> =
+        Recompute::ALL.into_iter().filter(|&level| capacity.training && level > capacity.recompute).collect();
+    let mut fits = |recompute| bytes(descriptor, Capacity { recompute, ..capacity }, engine) <= free;
+    let enough = more.iter().copied().find(|&level| fits(level));
+    let mut largest = |recompute| largest_batch(descriptor, Capacity { recompute, ..capacity }, engine, free);
+    let batch = largest(capacity.recompute);
+    let smaller = format!("the largest that fits is --batch {batch}");
+    if let Some(level) = enough.map(u8::from) {
+        let without = if batch > 0 { format!("; without, {smaller}") } else { String::new() };
+        return format!("--recompute {level} makes it fit{without}");
+    }
+    let most = more.last().map(|&level| (u8::from(level), largest(level)));
+    match (batch, most) {
+        (0, Some((level, b @ 1..))) => format!("--batch {b} with --recompute {level} fits"),
+        (0, _) => "not even --batch 1 fits: use a smaller --model or --seq".to_owned(),
+        (_, Some((level, b))) if b > batch => format!("{smaller}, or --batch {b} with --recompute {level}"),
+        _ => smaller,
+    }
+}
+
+fn bytes(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> usize {
+    Gpt2::plan(descriptor, capacity, engine).1.bytes()
+}
+
 /// Below `capacity.b`, which does not fit; 0 if none does.
 fn largest_batch(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine, free: usize) -> usize {
     let (mut fits, mut too_large) = (0, capacity.b);
     while fits + 1 < too_large {
         let b = fits.midpoint(too_large);
-        if Gpt2::plan(descriptor, Capacity { b, ..capacity }, engine).1.bytes() <= free {
+        if bytes(descriptor, Capacity { b, ..capacity }, engine) <= free {
             fits = b;
         } else {
             too_large = b;
@@ -50,26 +73,55 @@ mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
 
+    fn d12() -> Descriptor {
+        "d12".parse().unwrap()
+    }
+
+    fn capacity(b: usize, recompute: Recompute) -> Capacity {
+        Capacity { b, t: 1024, training: true, master_weights: true, recompute }
+    }
+
     #[test]
     fn the_largest_batch_fits_and_one_more_does_not() {
-        let descriptor: Descriptor = "d12".parse().unwrap();
         let mut engine = Cpu::new();
-        let capacity = Capacity { b: 1000, t: 1024, training: true, master_weights: true };
-        let mut bytes = |b| Gpt2::plan(descriptor, Capacity { b, ..capacity }, &mut engine).1.bytes();
+        let capacity = capacity(1000, Recompute::Nothing);
+        let mut bytes = |b| bytes(d12(), Capacity { b, ..capacity }, &mut engine);
         for expected in [1, 2, 37, 999] {
             let (free, more) = (bytes(expected), bytes(expected + 1));
             for free in [free, more - 1] {
-                assert_eq!(largest_batch(descriptor, capacity, &mut Cpu::new(), free), expected);
+                assert_eq!(largest_batch(d12(), capacity, &mut Cpu::new(), free), expected);
             }
         }
         let free = bytes(1) - 1;
-        assert_eq!(largest_batch(descriptor, capacity, &mut engine, free), 0);
+        assert_eq!(largest_batch(d12(), capacity, &mut engine, free), 0);
+    }
+
+    #[test]
+    fn the_least_that_makes_room_is_advised() {
+        let bytes = |b, recompute| bytes(d12(), capacity(b, recompute), &mut Cpu::new());
+        let advice = |b, recompute, free| advice(d12(), capacity(b, recompute), &mut Cpu::new(), free);
+        let [nothing, gelu, norms] = Recompute::ALL;
+        assert!(bytes(8, norms) < bytes(8, gelu) && bytes(8, gelu) < bytes(8, nothing));
+        let text = advice(8, nothing, bytes(8, gelu));
+        assert!(text.starts_with("--recompute 1 makes it fit; without, the largest that fits is --batch "), "{text}");
+        let text = advice(8, nothing, bytes(8, gelu) - 1);
+        assert!(text.starts_with("--recompute 2 makes it fit"), "{text}");
+        assert_eq!(advice(1, nothing, bytes(1, norms)), "--recompute 2 makes it fit");
+        // As many as 20 fit without recomputation, more with it, but not as many as asked for.
+        let text = advice(64, nothing, bytes(20, nothing));
+        assert!(text.starts_with("the largest that fits is --batch 20, or --batch 2"), "{text}");
+        assert!(text.ends_with(" with --recompute 2"), "{text}");
+        assert_eq!(advice(64, norms, bytes(20, norms)), "the largest that fits is --batch 20");
+        assert_eq!(advice(64, nothing, bytes(1, norms)), "--batch 1 with --recompute 2 fits");
+        let inference = Capacity { training: false, ..capacity(64, nothing) };
+        let free = super::bytes(d12(), Capacity { b: 5, ..inference }, &mut Cpu::new());
+        assert_eq!(super::advice(d12(), inference, &mut Cpu::new(), free), "the largest that fits is --batch 5");
     }
 
     #[test]
     fn a_model_too_large_is_refused_with_figures() {
         let descriptor: Descriptor = "gpt3:c12288".parse().unwrap();
-        let capacity = Capacity { b: 64, t: 2048, training: true, master_weights: true };
+        let capacity = Capacity { t: 2048, ..capacity(64, Recompute::Nothing) };
         let message = plan(descriptor, capacity, &mut Cpu::new()).unwrap_err().to_string();
         assert!(message.contains("GiB more than") && message.contains("not even --batch 1"), "{message}");
     }

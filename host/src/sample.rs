@@ -84,7 +84,7 @@ fn pick(logits: &[f32], sampling: Sampling, coin: f32) -> usize {
 mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
-    use crate::model::{Capacity, Descriptor, init};
+    use crate::model::{Capacity, Descriptor, Recompute, init};
 
     fn shares(logits: &[f32], top_k: usize, temperature: f32) -> Vec<f64> {
         let n = 20_000;
@@ -121,7 +121,7 @@ mod tests {
         let descriptor = Descriptor::new(2, 2, 16, 160, 50).unwrap();
         let text = |b, t, n| {
             let mut engine = Cpu::new();
-            let capacity = Capacity { b, t, training: false, master_weights: false };
+            let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
             let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
             engine.allocate(&plan).unwrap();
             init::initialise(&descriptor, 42, |p, l, values| {

@@ -172,12 +172,12 @@ pub fn save_step(directory: &Path, step: usize, model: &Gpt2, engine: &mut dyn E
 mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
-    use crate::model::{Capacity, init};
+    use crate::model::{Capacity, Recompute, init};
     use std::fs;
 
     fn planned(descriptor: Descriptor) -> (Gpt2, Cpu) {
         let mut engine = Cpu::new();
-        let capacity = Capacity { b: 1, t: 8, training: false, master_weights: false };
+        let capacity = Capacity { b: 1, t: 8, training: false, master_weights: false, recompute: Recompute::Nothing };
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
         engine.allocate(&plan).unwrap();
         (model, engine)

@@ -2,8 +2,9 @@
 
 use crate::config::Config;
 use crate::data::{Loader, MultipleChoice};
-use crate::engine::Engine;
-use crate::model::Descriptor;
+use crate::engine::open::Precision;
+use crate::engine::{Engine, GeluFusion};
+use crate::model::{Descriptor, Recompute};
 use crate::train::Outcome;
 use std::path::Path;
 use std::time::Duration;
@@ -48,7 +49,9 @@ impl Setup<'_> {
         rows.extend(self.note.map(|note| ("", note.to_owned())));
         rows.extend([
             ("model", format!("{}: {descriptor}", config.model.as_deref().unwrap_or("a free shape"))),
-            ("parameters", format!("{}, {}", descriptor.parameters(), engine.float().name())),
+            ("parameters", format!("{}, {}", descriptor.parameters(), stored(config))),
+            ("products", products(config)),
+            ("recomputed", recomputed(config.recompute).to_owned()),
             ("training data", data(self.train)),
             ("an epoch", epoch),
             ("validation data", self.val.map_or("none".to_owned(), data)),
@@ -70,6 +73,35 @@ impl Setup<'_> {
             rows.push(("output", format!("{}, model files {}", out.display(), every(config.checkpoint_every))));
         }
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn stored(config: &Config) -> &'static str {
+    match (config.precision, config.master_weights) {
+        (Precision::Fp32, _) => "f32",
+        (Precision::Bf16, true) => "bf16, master weights in f32",
+        (Precision::Bf16, false) => "bf16, updated with stochastic rounding",
+    }
+}
+
+fn products(config: &Config) -> String {
+    let factors = match config.precision {
+        Precision::Bf16 => "bf16",
+        Precision::Fp32 if config.tf32 => "tf32",
+        Precision::Fp32 => "f32",
+    };
+    match config.gelu_fusion {
+        GeluFusion::None => format!("{factors}, GELU on its own"),
+        GeluFusion::Forward => format!("{factors}, with the forward's GELU"),
+        GeluFusion::Both => format!("{factors}, with GELU"),
+    }
+}
+
+fn recomputed(recompute: Recompute) -> &'static str {
+    match recompute {
+        Recompute::Nothing => "nothing",
+        Recompute::Gelu => "GELU",
+        Recompute::GeluAndNorms => "GELU and LayerNorms",
     }
 }
 

@@ -1,11 +1,14 @@
 //! Options that several commands share.
 
 use crate::checkpoint::model::ModelFile;
-use crate::engine::Engine;
+use crate::cli::{level, switch};
+use crate::engine::cuda::Options;
 use crate::engine::open::{self, Device, Opened, Precision};
+use crate::engine::{Engine, GeluFusion};
 use crate::fit;
-use crate::model::{Capacity, Gpt2};
+use crate::model::{Capacity, Gpt2, Recompute};
 use anyhow::Result;
+use clap::ArgAction;
 use std::io::{Write, stderr};
 
 /// Where to compute, and how precisely.
@@ -19,8 +22,13 @@ pub struct Hardware {
     pub precision: Option<Precision>,
 
     /// With --precision fp32 on a GPU: multiply on tensor cores, with 10 bits of mantissa
-    #[arg(long)]
+    #[arg(short = 'f', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set)]
     pub tf32: bool,
+
+    /// GELUs that are part of a matrix product on a GPU: 0 none, 1 the forward's, 2 the backward's too [default: what is
+    /// fastest there]
+    #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>)]
+    pub gelu_fusion: Option<GeluFusion>,
 
     /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
     #[arg(long, value_name = "ARCH")]
@@ -29,7 +37,14 @@ pub struct Hardware {
 
 impl Hardware {
     pub fn open(&self) -> Result<Opened> {
-        open::open(self.device, self.precision, self.tf32, self.kernels.as_deref())
+        let gpu = Options {
+            gpu: 0,
+            precision: self.precision.unwrap_or(Precision::Bf16),
+            tf32: self.tf32,
+            kernels: self.kernels.clone(),
+            gelu_fusion: self.gelu_fusion,
+        };
+        open::open(self.device, self.precision, &gpu)
     }
 
     /// As [`open`](Self::open), for commands whose standard output is their result.
@@ -45,7 +60,7 @@ impl Hardware {
 
 /// Loads a model for its forward pass on batches of up to b x t tokens.
 pub fn load(file: ModelFile, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
-    let capacity = Capacity { b, t, training: false, master_weights: false };
+    let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
     let (model, plan) = fit::plan(file.descriptor(), capacity, engine)?;
     engine.allocate(&plan)?;
     file.load(&model, engine)?;

@@ -14,6 +14,7 @@ pub mod open;
 
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
 use std::ops::DerefMut;
 use std::time::Duration;
 
@@ -96,6 +97,35 @@ pub struct Peak {
     pub tflops: f64,
     /// Not from a table but from the number of multiprocessors and the clock.
     pub estimated: bool,
+}
+
+/// Which GELUs are part of a matrix product instead of passes of their own. As numbers, llm.c's.
+///
+/// A product applies GELU before it rounds, a pass after: in bf16 the results differ by a rounding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "u8", try_from = "u8")]
+pub enum GeluFusion {
+    None,
+    Forward,
+    Both,
+}
+
+impl GeluFusion {
+    pub const ALL: [Self; 3] = [Self::None, Self::Forward, Self::Both];
+}
+
+impl From<GeluFusion> for u8 {
+    fn from(fusion: GeluFusion) -> Self {
+        fusion as Self
+    }
+}
+
+impl TryFrom<u8> for GeluFusion {
+    type Error = &'static str;
+
+    fn try_from(number: u8) -> Result<Self, Self::Error> {
+        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1 or 2")
+    }
 }
 
 /// What an engine needs to know of a run to plan memory of its own.
@@ -194,6 +224,10 @@ pub trait Engine {
     /// `None` where MFU makes no sense (a CPU).
     fn peak(&self) -> Option<Peak>;
 
+    fn gelu_fusion(&self) -> GeluFusion {
+        GeluFusion::None
+    }
+
     /// An engine that runs this one's kernels, with the same grids, in the emulator; `None` where there are no kernels.
     fn emulated(&self) -> Option<Box<dyn Engine>> {
         None
@@ -288,6 +322,18 @@ pub trait Engine {
         weight: Tensor,
         bias: Option<Tensor>,
         pre_gelu: Option<Tensor>,
+        shape: Linear,
+    ) -> Result<()>;
+
+    /// out (rows, oc) = what [`matmul_forward`](Self::matmul_forward) of the same operands left there, bit for bit; it left
+    /// `pre_gelu` as well.
+    fn gelu_recompute(
+        &mut self,
+        out: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        pre_gelu: Tensor,
         shape: Linear,
     ) -> Result<()>;
 

@@ -37,13 +37,11 @@ impl Opened {
     }
 }
 
-/// `precision` defaults to bf16 on a GPU; the CPU computes in fp32 only. `tf32` and `kernels` are a GPU's, see [`Options`].
-pub fn open(device: Device, precision: Option<Precision>, tf32: bool, kernels: Option<&str>) -> Result<Opened> {
-    let on_gpu = precision.unwrap_or(Precision::Bf16);
-    let options = Options { gpu: 0, precision: on_gpu, tf32, kernels: kernels.map(str::to_owned) };
+/// `precision` is what was asked for: by default a GPU computes as `gpu` says, the CPU in fp32, which is all it can.
+pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
     let cuda = || -> Result<Opened> {
-        let engine = super::cuda::open(&options)?;
-        Ok(Opened { engine, device: Device::Cuda, tf32: tf32 && on_gpu == Precision::Fp32, note: None })
+        let engine = super::cuda::open(gpu)?;
+        Ok(Opened { engine, device: Device::Cuda, tf32: gpu.tf32 && gpu.precision == Precision::Fp32, note: None })
     };
     let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, note };
     match device {

@@ -7,11 +7,15 @@
 //!                                                             └────────────────────────────┴─ residual3
 //! ```
 //! Each residual sum is fused with the LayerNorm that reads it, so layer `l` ends with layer `l + 1`'s ln1.
+//!
+//! The backward pass reads a layer's activations again. What [`Recompute`] names is not kept for it but lies in one buffer
+//! for all layers, and is computed again by the operation that made it: the gradients are the same to the last bit.
 
 use super::{Descriptor, Param, Params};
 use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
 
 /// A model laid out for batches of up to (B, T) tokens: handles into an engine's arena, no memory of its own.
 #[derive(Clone, Debug)]
@@ -49,6 +53,7 @@ pub struct Training {
     dchannels: Tensor,
     /// (B, T, 4C)
     dwide: Tensor,
+    recompute: Recompute,
 }
 
 /// Output and statistics of a LayerNorm.
@@ -73,6 +78,34 @@ struct Layer {
     residual3: Tensor,
 }
 
+/// What the backward pass computes again, so that it need not be kept for every layer. As numbers, llm.c's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "u8", try_from = "u8")]
+pub enum Recompute {
+    #[default]
+    Nothing,
+    Gelu,
+    GeluAndNorms,
+}
+
+impl Recompute {
+    pub const ALL: [Self; 3] = [Self::Nothing, Self::Gelu, Self::GeluAndNorms];
+}
+
+impl From<Recompute> for u8 {
+    fn from(recompute: Recompute) -> Self {
+        recompute as Self
+    }
+}
+
+impl TryFrom<u8> for Recompute {
+    type Error = &'static str;
+
+    fn try_from(number: u8) -> Result<Self, Self::Error> {
+        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1 or 2")
+    }
+}
+
 /// What the plan is made for.
 #[derive(Clone, Copy, Debug)]
 pub struct Capacity {
@@ -82,12 +115,14 @@ pub struct Capacity {
     pub training: bool,
     /// Keep f32 master weights where the engine stores bf16.
     pub master_weights: bool,
+    /// With `training`.
+    pub recompute: Recompute,
 }
 
 impl Gpt2 {
     /// Plans every buffer a run needs and returns the handles; nothing is allocated.
     pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> (Self, Plan) {
-        let Capacity { b, t, training, master_weights } = capacity;
+        let Capacity { b, t, training, master_weights, recompute } = capacity;
         let Descriptor { layers: l, heads, channels: c, .. } = descriptor;
         let vp = descriptor.padded_vocab();
         let layout = Params::new(descriptor);
@@ -101,19 +136,27 @@ impl Gpt2 {
         let kept = if training { l } else { 1 };
         let (bt, f32) = (b * t, DType::F32);
         let encoded = act("encoded", &[b, t, c], float);
-        let mut norm = |name: &str, n: usize| {
-            let out = act(name, &[n, b, t, c], float);
+        let kept_norms = if training && recompute < Recompute::GeluAndNorms { l } else { 0 };
+        let normed = act("normed", &[b, t, c], float);
+        let mut norm = |name: &str, n: usize, outs: usize| {
+            let out = (outs > 0).then(|| act(name, &[outs, b, t, c], float));
             let mean = act(&format!("{name} mean"), &[n, b, t], f32);
             let rstd = act(&format!("{name} rstd"), &[n, b, t], f32);
-            move |i: usize| Norm { out: out.part(i, n), mean: mean.part(i, n), rstd: rstd.part(i, n) }
+            move |i: usize| Norm {
+                out: out.map_or(normed, |out| out.part(i, outs)),
+                mean: mean.part(i, n),
+                rstd: rstd.part(i, n),
+            }
         };
-        let (ln1, ln2, lnf) = (norm("ln1", kept), norm("ln2", kept), norm("lnf", 1));
+        let (ln1, ln2) = (norm("ln1", kept, kept_norms), norm("ln2", kept, kept_norms));
+        let lnf = norm("lnf", 1, 0);
         let qkv = act("qkv", &[kept, b, t, 3 * c], float);
         let attention = act("attention", &[kept, b, t, c], float);
         let lse = act("attention lse", &[kept, b, heads, t], f32);
         let residual2 = act("residual2", &[kept, b, t, c], float);
         let fc = act("fc", &[kept, b, t, 4 * c], float);
-        let fc_gelu = act("fc gelu", &[kept, b, t, 4 * c], float);
+        let kept_gelus = if recompute < Recompute::Gelu { kept } else { 1 };
+        let fc_gelu = act("fc gelu", &[kept_gelus, b, t, 4 * c], float);
         // The stream passes from layer to layer, so a forward pass alone needs two to alternate between.
         let streams = if training { l } else { l.min(2) };
         let residual3 = act("residual3", &[streams, b, t, c], float);
@@ -138,7 +181,7 @@ impl Gpt2 {
                     residual2: residual2.part(k, kept),
                     ln2: ln2(k),
                     fc: fc.part(k, kept),
-                    fc_gelu: fc_gelu.part(k, kept),
+                    fc_gelu: fc_gelu.part(k % kept_gelus, kept_gelus),
                     residual3: residual3.part(i % streams, streams),
                 }
             })
@@ -149,7 +192,7 @@ impl Gpt2 {
             let (m, v) = (state("m"), state("v"));
             let master = (float != f32 && master_weights).then(|| state("master"));
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
-            Training { grads, m, v, master, stats, dresidual, dchannels, dwide }
+            Training { grads, m, v, master, stats, dresidual, dchannels, dwide, recompute }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
         let training_scope = training.is_some();
@@ -282,12 +325,19 @@ impl Gpt2 {
             let residual = rows_of(if l == 0 { self.encoded } else { self.layers[l - 1].residual3 }, c);
             let dwide = rows_of(training.dwide, 4 * c);
             let (fc, fc_gelu) = (rows_of(layer.fc, 4 * c), rows_of(layer.fc_gelu, 4 * c));
+            let residual2 = rows_of(layer.residual2, c);
+            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
+            if training.recompute >= Recompute::GeluAndNorms {
+                engine.layernorm_forward(ln2, residual2)?;
+            }
+            if training.recompute >= Recompute::Gelu {
+                let (weight, bias) = (p(Param::Fcw), Some(p(Param::Fcb)));
+                engine.gelu_recompute(fc_gelu, ln2.out, weight, bias, fc, linear(c, 4 * c))?;
+            }
             let (dw, db) = (g(Param::Fcprojw), Some(g(Param::Fcprojb)));
             engine.matmul_backward(dwide, dw, db, dresidual, fc_gelu, p(Param::Fcprojw), Some(fc), linear(4 * c, c))?;
-            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
             let (dw, db) = (g(Param::Fcw), Some(g(Param::Fcb)));
             engine.matmul_backward(dchannels, dw, db, dwide, ln2.out, p(Param::Fcw), None, linear(c, 4 * c))?;
-            let residual2 = rows_of(layer.residual2, c);
             engine.layernorm_backward(dresidual, g(Param::Ln2w), g(Param::Ln2b), dchannels, residual2, ln2)?;
 
             let attention = rows_of(layer.attention, c);
@@ -297,6 +347,9 @@ impl Gpt2 {
             let lse = layer.lse.slice(0, heads * rows);
             engine.attention_backward(dqkv, dchannels, qkv, attention, lse, shape)?;
             let ln1 = self.norm_op(layer.ln1, Param::Ln1w, Param::Ln1b, l, rows);
+            if training.recompute >= Recompute::GeluAndNorms {
+                engine.layernorm_forward(ln1, residual)?;
+            }
             let (dw, db) = (g(Param::Qkvw), Some(g(Param::Qkvb)));
             engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
             engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;

@@ -38,7 +38,13 @@ pub fn run(args: &Options) -> Result<()> {
     };
     console.line(&setup.table())?;
     let engine = &mut *opened.engine;
-    let capacity = Capacity { b: geometry.b, t: geometry.t, training: true, master_weights: true };
+    let capacity = Capacity {
+        b: geometry.b,
+        t: geometry.t,
+        training: true,
+        master_weights: config.master_weights,
+        recompute: config.recompute,
+    };
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     console.line(&format!("\n{plan}\n"))?;
     engine.allocate(&plan)?;

@@ -1,8 +1,10 @@
 //! The flags of `train`.
 
-use crate::cli::{count, non_negative};
+use crate::cli::{count, level, non_negative, switch};
 use crate::commands::resources::Hardware;
+use crate::model::Recompute;
 use crate::schedule::Kind;
+use clap::ArgAction;
 use std::path::PathBuf;
 
 /// Trains a model
@@ -107,6 +109,14 @@ pub struct Options {
     /// With --out: write a model file every N steps and at the end; 0: never [default: at the end]
     #[arg(short = 'n', long, value_name = "N", requires = "out", help_heading = "While it runs")]
     pub checkpoint_every: Option<usize>,
+
+    /// Activations that the backward pass computes again, so that larger batches fit: 0 none, 1 the GELUs, 2 the LayerNorms too
+    #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>, help_heading = "Memory")]
+    pub recompute: Recompute,
+
+    /// In bf16: keep the weights in f32 besides; without, updates are rounded stochastically into bf16
+    #[arg(short = 'w', long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set, help_heading = "Memory")]
+    pub master_weights: bool,
 
     #[command(flatten)]
     pub hardware: Hardware,

@@ -136,9 +136,12 @@ impl Resolved {
             sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
             sample_length: options.sample_length.unwrap_or(defaults.sample_length),
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
+            recompute: options.recompute,
+            master_weights: options.master_weights,
             device: opened.device,
             precision: opened.precision(),
             tf32: opened.tf32,
+            gelu_fusion: opened.engine.gelu_fusion(),
             kernels: options.hardware.kernels.clone(),
         };
         Ok(Self { config, descriptor, geometry, weights, train, val, hellaswag })

@@ -40,13 +40,24 @@ pub(super) fn forward(
         });
     }
     if !pre_gelu.is_empty() {
-        out.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(out, x)| {
-            for (out, &x) in out.iter_mut().zip(x) {
-                *out = gelu(x);
-            }
-        });
+        gelu_of(out, pre_gelu);
     }
     Ok(())
+}
+
+/// out (n) = gelu(pre_gelu (n))
+pub(super) fn gelu_forward(arena: &mut Arena, out: Tensor, pre_gelu: Tensor, n: usize) -> Result<()> {
+    let [out, pre_gelu] = arena.split("gelu_forward", [("out", out, n), ("pre_gelu", pre_gelu, n)])?;
+    gelu_of(out, pre_gelu);
+    Ok(())
+}
+
+fn gelu_of(out: &mut [f32], pre_gelu: &[f32]) {
+    out.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(out, x)| {
+        for (out, &x) in out.iter_mut().zip(x) {
+            *out = gelu(x);
+        }
+    });
 }
 
 pub(super) fn backward(

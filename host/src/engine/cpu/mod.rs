@@ -226,6 +226,19 @@ impl Engine for Cpu {
         matmul::forward(&mut self.arena, out, inp, weight, bias, pre_gelu, shape)
     }
 
+    /// Neither `inp` nor `weight` is read: the product is in `pre_gelu`, unrounded.
+    fn gelu_recompute(
+        &mut self,
+        out: Tensor,
+        _inp: Tensor,
+        _weight: Tensor,
+        _bias: Option<Tensor>,
+        pre_gelu: Tensor,
+        shape: Linear,
+    ) -> Result<()> {
+        matmul::gelu_forward(&mut self.arena, out, pre_gelu, shape.rows * shape.oc)
+    }
+
     fn matmul_backward(
         &mut self,
         dinp: Tensor,

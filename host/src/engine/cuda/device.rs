@@ -5,7 +5,7 @@ use super::executor::{Emulation, Executor};
 use super::tensor_maps::{Key, TensorMaps};
 use super::tuning::{Algorithms, noise};
 use super::{Options, Precision, modules, peak};
-use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::Context;
@@ -139,7 +139,11 @@ impl Executor for Device {
     }
 
     fn emulation(&self) -> Emulation {
-        Emulation { multiprocessors: self.gpu.info().multiprocessors as usize, hopper: self.tensor_maps.is_some() }
+        Emulation {
+            multiprocessors: self.gpu.info().multiprocessors as usize,
+            hopper: self.tensor_maps.is_some(),
+            tf32: self.tf32,
+        }
     }
 
     fn shared_memory(&self, blocks: usize) -> usize {
@@ -149,9 +153,10 @@ impl Executor for Device {
         share.min(info.shared_per_block as usize)
     }
 
-    fn fuses_gelu(&self, float: DType) -> bool {
+    fn best_gelu_fusion(&self, float: DType) -> GeluFusion {
         // Before Hopper the fused epilogues are slower than the product and a pass of its own.
-        float == DType::Bf16 && self.gpu.info().compute_capability >= (9, 0)
+        let fuses = float == DType::Bf16 && self.gpu.info().compute_capability >= (9, 0);
+        if fuses { GeluFusion::Both } else { GeluFusion::None }
     }
 
     fn tensor_map(
@@ -167,10 +172,6 @@ impl Executor for Device {
             }
             None => Ok(None),
         }
-    }
-
-    fn tf32(&self) -> bool {
-        self.tf32
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {

@@ -4,7 +4,7 @@ use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::gemm;
 use super::tensor_maps::Key;
-use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket};
+use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket};
 use crate::plan::{Group, Plan};
 use crate::tensor::DType;
 use anyhow::Context;
@@ -64,9 +64,9 @@ impl Executor for Emulated {
         (228 << 10) / blocks - 1024
     }
 
-    fn fuses_gelu(&self, float: DType) -> bool {
-        // As on Hopper: so both ways are tested.
-        float == DType::Bf16
+    fn best_gelu_fusion(&self, float: DType) -> GeluFusion {
+        // As on Hopper.
+        if float == DType::Bf16 { GeluFusion::Both } else { GeluFusion::None }
     }
 
     fn tensor_map(
@@ -86,10 +86,6 @@ impl Executor for Emulated {
             self.memory.input(&format!("tensor map of {rows} x {columns}"), &[map])
         });
         Ok(Some(*map))
-    }
-
-    fn tf32(&self) -> bool {
-        false
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {

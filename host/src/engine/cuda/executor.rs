@@ -1,7 +1,7 @@
 //! What the engine's operations are queued on.
 
 use super::arena::Arena;
-use crate::engine::{HostBuffer, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
@@ -15,12 +15,14 @@ pub struct Emulation {
     pub multiprocessors: usize,
     /// Runs the kernels for sm_90a where there are some.
     pub hopper: bool,
+    /// Multiplies f32 with 10-bit mantissas.
+    pub tf32: bool,
 }
 
 impl Default for Emulation {
     /// A small one: so few multiprocessors that small tests fill more than one wave.
     fn default() -> Self {
-        Self { multiprocessors: 4, hopper: false }
+        Self { multiprocessors: 4, hopper: false, tf32: false }
     }
 }
 
@@ -44,8 +46,8 @@ pub trait Executor {
     /// Bytes of shared memory for each block where `blocks` share a multiprocessor.
     fn shared_memory(&self, blocks: usize) -> usize;
 
-    /// Whether matrix products with a GELU epilogue are worth having for this storage type.
-    fn fuses_gelu(&self, float: DType) -> bool;
+    /// Which GELUs are faster as part of a matrix product, for this storage type.
+    fn best_gelu_fusion(&self, float: DType) -> GeluFusion;
 
     /// A map of a tensor (rows, columns) of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where the
     /// kernels that use TMA do not run. Valid until the next allocation.
@@ -57,8 +59,9 @@ pub trait Executor {
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;
 
-    /// Multiplies f32 with 10-bit mantissas.
-    fn tf32(&self) -> bool;
+    fn tf32(&self) -> bool {
+        self.emulation().tf32
+    }
 
     /// Zeroed memory for the plan's buffers, in place of what was allocated before.
     fn allocate(&mut self, plan: &Plan) -> Result<Arena>;

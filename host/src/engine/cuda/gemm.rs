@@ -1,5 +1,5 @@
-//! What cuBLASLt computes, on the emulator's memory. Inputs are widened to f32, sums and epilogues are in f32, and what is
-//! stored is rounded to nearest.
+//! What cuBLASLt computes, on the emulator's memory. Inputs are widened to f32 (and rounded to 10 bits of mantissa for
+//! TF32), sums and epilogues are in f32, and what is stored is rounded to nearest.
 
 use crate::engine::Result;
 use anyhow::Context;
@@ -57,7 +57,12 @@ fn typed<T: cuda_std::Element + Pod>(problem: &Problem, operands: &Operands, mem
         if problem.accumulate {
             d = matrices.fetch("D", operands.d, i * m * n, m * n)?;
         }
-        multiply(problem, &a, &b, &mut d);
+        if problem.element == Element::Tf32 {
+            let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();
+            multiply(problem, &round(&a), &round(&b), &mut d);
+        } else {
+            multiply(problem, &a, &b, &mut d);
+        }
         let (a_column, a_row, b_column, b_row) = strides(problem);
         match epilogue {
             Epilogue::None => {}
@@ -132,6 +137,12 @@ fn multiply(problem: &Problem, a: &[f32], b: &[f32], d: &mut [f32]) {
 
 fn add_bias(d: &mut [f32], bias: &[f32]) {
     d.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % bias.len()]);
+}
+
+/// Rounds to 10 bits of mantissa, ties away from zero.
+fn tf32(x: f32) -> f32 {
+    const DROPPED: u32 = 13;
+    if x.is_finite() { f32::from_bits((x.to_bits() + (1 << (DROPPED - 1))) & !((1 << DROPPED) - 1)) } else { x }
 }
 
 fn gelu(x: f32) -> f32 {

@@ -1,7 +1,7 @@
 //! Linear layers. A row-major matrix is its column-major transpose to cuBLASLt, see the `cublaslt` crate.
 
 use super::{Cuda, Float, gelu};
-use crate::engine::{Linear, Result};
+use crate::engine::{GeluFusion, Linear, Result};
 use crate::tensor::{DType, Tensor};
 use cublaslt::{Element, Epilogue, Operands, Problem};
 
@@ -31,6 +31,13 @@ impl<T: Float> Cuda<T> {
 /// A GELU epilogue's auxiliary matrix has a leading dimension that is a multiple of this.
 const FUSED_GELU_WIDTH: usize = 8;
 
+impl<T: Float> Cuda<T> {
+    /// Whether the product that gives `oc` columns, with a bias, applies GELU itself.
+    fn fuses_gelu_forward(&self, bias: Option<Tensor>, oc: usize) -> bool {
+        self.gelu_fusion >= GeluFusion::Forward && bias.is_some() && oc.is_multiple_of(FUSED_GELU_WIDTH)
+    }
+}
+
 pub(super) fn forward<T: Float>(
     cuda: &mut Cuda<T>,
     out: Tensor,
@@ -41,8 +48,7 @@ pub(super) fn forward<T: Float>(
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
-    let fused = pre_gelu
-        .filter(|_| bias.is_some() && oc.is_multiple_of(FUSED_GELU_WIDTH) && cuda.executor.fuses_gelu(T::DTYPE));
+    let fused = pre_gelu.filter(|_| cuda.fuses_gelu_forward(bias, oc));
     let product = if fused.is_some() { out } else { pre_gelu.unwrap_or(out) };
     let problem = Problem {
         m: oc,
@@ -73,6 +79,23 @@ pub(super) fn forward<T: Float>(
     }
 }
 
+/// A fused GELU saw the product before it was rounded to `pre_gelu`, so the product is what has to be repeated.
+pub(super) fn gelu_recompute<T: Float>(
+    cuda: &mut Cuda<T>,
+    out: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    pre_gelu: Tensor,
+    shape: Linear,
+) -> Result<()> {
+    if cuda.fuses_gelu_forward(bias, shape.oc) {
+        forward(cuda, out, inp, weight, bias, Some(pre_gelu), shape)
+    } else {
+        gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc)
+    }
+}
+
 pub(super) fn backward<T: Float>(
     cuda: &mut Cuda<T>,
     dinp: Tensor,
@@ -84,7 +107,7 @@ pub(super) fn backward<T: Float>(
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
-    let fused = pre_gelu.filter(|_| c.is_multiple_of(FUSED_GELU_WIDTH) && cuda.executor.fuses_gelu(T::DTYPE));
+    let fused = pre_gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(FUSED_GELU_WIDTH));
     let element = cuda.element();
     let dout = cuda.operand("dout", dout, rows * oc)?;
 

@@ -27,8 +27,8 @@ mod tuning;
 pub use modules::embedded;
 
 use super::{
-    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result, Scope, Ticket,
-    Tuning,
+    AdamW, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result,
+    Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -38,7 +38,8 @@ use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use executor::{Emulation, Executor};
+pub use executor::Emulation;
+use executor::Executor;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
@@ -60,32 +61,38 @@ pub struct Options {
     pub tf32: bool,
     /// Architecture whose kernels run, `sm_80`, instead of the newest that the GPU can run.
     pub kernels: Option<String>,
+    /// Instead of what is fastest on the GPU.
+    pub gelu_fusion: Option<GeluFusion>,
 }
 
 /// The engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
 pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
     let executor = Box::new(device::Device::open(options)?);
-    Ok(over(executor, options.precision))
+    Ok(over(executor, options.precision, options.gelu_fusion))
 }
 
 /// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside. With `hopper`, the kernels for
 /// sm_90a where there are some.
 pub fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    let emulation = Emulation { hopper, ..Emulation::default() };
-    over(Box::new(emulated::Emulated::new(emulation)), precision)
+    emulated_as(Emulation { hopper, ..Emulation::default() }, precision, None)
+}
+
+/// As [`emulated`], for the GPU that `emulation` says.
+pub fn emulated_as(emulation: Emulation, precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
+    over(Box::new(emulated::Emulated::new(emulation)), precision, gelu_fusion)
 }
 
 /// As [`emulated`], over memory in which each buffer of the plan has its own bounds, with every access of every kernel
 /// watched: an operation fails at the first fault, see [`cuda_std::emulate`]. Several times slower.
 pub fn emulated_checked(precision: Precision, hopper: bool) -> Box<dyn Engine> {
     let emulation = Emulation { hopper, ..Emulation::default() };
-    over(Box::new(emulated::Emulated::checked(emulation)), precision)
+    over(Box::new(emulated::Emulated::checked(emulation)), precision, None)
 }
 
-fn over(executor: Box<dyn Executor>, precision: Precision) -> Box<dyn Engine> {
+fn over(executor: Box<dyn Executor>, precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
     match precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor)),
-        Precision::Fp32 => Box::new(Cuda::<f32>::new(executor)),
+        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor, gelu_fusion)),
+        Precision::Fp32 => Box::new(Cuda::<f32>::new(executor, gelu_fusion)),
     }
 }
 
@@ -114,6 +121,7 @@ struct Cuda<T> {
     arena: Arena,
     /// f32: partial sums of one operation at a time.
     scratch: Option<Tensor>,
+    gelu_fusion: GeluFusion,
     element: PhantomData<T>,
 }
 
@@ -125,8 +133,9 @@ fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
 }
 
 impl<T: Float> Cuda<T> {
-    fn new(executor: Box<dyn Executor>) -> Self {
-        Self { executor, arena: Arena::default(), scratch: None, element: PhantomData }
+    fn new(executor: Box<dyn Executor>, gelu_fusion: Option<GeluFusion>) -> Self {
+        let gelu_fusion = gelu_fusion.unwrap_or_else(|| executor.best_gelu_fusion(T::DTYPE));
+        Self { executor, arena: Arena::default(), scratch: None, gelu_fusion, element: PhantomData }
     }
 
     /// What a kernel may read: `tensor`, which must hold at least `len` elements of `E`.
@@ -169,6 +178,10 @@ impl<T: Float> Engine for Cuda<T> {
         T::DTYPE
     }
 
+    fn gelu_fusion(&self) -> GeluFusion {
+        self.gelu_fusion
+    }
+
     fn tune(&mut self, anew: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
         self.executor.note_products();
         let passed = pass(self);
@@ -177,7 +190,8 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn emulated(&self) -> Option<Box<dyn Engine>> {
-        Some(Box::new(Self::new(Box::new(emulated::Emulated::new(self.executor.emulation())))))
+        let executor = emulated::Emulated::new(self.executor.emulation());
+        Some(Box::new(Self::new(Box::new(executor), Some(self.gelu_fusion))))
     }
 
     fn memory_free(&self) -> Result<usize> {
@@ -358,6 +372,18 @@ impl<T: Float> Engine for Cuda<T> {
         shape: Linear,
     ) -> Result<()> {
         matmul::forward(self, out, inp, weight, bias, pre_gelu, shape)
+    }
+
+    fn gelu_recompute(
+        &mut self,
+        out: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Option<Tensor>,
+        pre_gelu: Tensor,
+        shape: Linear,
+    ) -> Result<()> {
+        matmul::gelu_recompute(self, out, inp, weight, bias, pre_gelu, shape)
     }
 
     fn matmul_backward(
