@@ -5,7 +5,7 @@ use proc_macro2::{TokenStream, TokenTree};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 use syn::{Item, Meta};
 
 static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
@@ -13,6 +13,14 @@ static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 /// Remembers a launch.
 pub fn launched(launch: &Launch) {
     LAUNCHED.lock().unwrap().insert(launch.name());
+}
+
+/// Runs `test` unless it ran before: whether libtest asks for it, or the test that wants all of them to have run.
+pub fn once(done: &Once, test: impl FnOnce()) {
+    done.call_once_force(|state| {
+        assert!(!state.is_poisoned(), "a test that this one waits for has failed");
+        test();
+    });
 }
 
 /// Fails unless every entry point of the kernels in these files or folders of `gpu/src` was launched.

@@ -152,31 +152,30 @@ macro_rules! tests {
         $(for both types: $($both:ident),* $(,)?;)?
         $(once: $($single:ident),* $(,)?;)?
     ) => {
-        // Each runs once, whether libtest asks for it or the test of the entry points.
         mod in_bf16 {
             $($(#[test] pub fn $both() {
                 static DONE: std::sync::Once = std::sync::Once::new();
-                DONE.call_once(super::$both::<cuda_std::bf16>);
+                $crate::common::entries::once(&DONE, super::$both::<cuda_std::bf16>);
             })*)?
         }
         mod in_f32 {
             $($(#[test] pub fn $both() {
                 static DONE: std::sync::Once = std::sync::Once::new();
-                DONE.call_once(super::$both::<f32>);
+                $crate::common::entries::once(&DONE, super::$both::<f32>);
             })*)?
         }
         mod once {
             $($(#[test] pub fn $single() {
                 static DONE: std::sync::Once = std::sync::Once::new();
-                DONE.call_once(super::$single);
+                $crate::common::entries::once(&DONE, super::$single);
             })*)?
         }
-
-        #[test]
-        fn every_entry_point_is_launched() {
-            $($(in_bf16::$both(); in_f32::$both();)*)?
-            $($(once::$single();)*)?
-            $crate::common::entries::assert_launched(&[$($file),*]);
+        mod together {
+            #[test] fn every_entry_point_is_launched() {
+                $($(super::in_bf16::$both(); super::in_f32::$both();)*)?
+                $($(super::once::$single();)*)?
+                $crate::common::entries::assert_launched(&[$($file),*]);
+            }
         }
     };
 }
