@@ -1,110 +1,150 @@
-//! Attention, emulated, against softmax(Q Kᵀ / sqrt(HS), causal) V and its derivatives written out in f64.
+//! Attention against softmax(Q Kᵀ / sqrt(HS), causal) V and its derivatives written out in f64.
 
 mod common;
 
-use bytemuck::Pod;
-use common::attention::{BF16, Buffer, F32, Tolerance, compare, part, reference};
+use common::attention::{
+    Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
+    check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_sums, check_zeros,
+};
+use common::{for_all, read, rounded, run};
 use cuda_std::bf16;
-use cuda_std::mma::TensorCore;
+use cuda_std::emulate::Memory;
 use gpu::attention::launch::{self, HEAD_SIZES, Prepared, Shape};
+use proptest::sample::select;
+use proptest::strategy::Strategy;
 
-fn emulate(kernel: &Prepared) {
-    // SAFETY: every buffer is allocated for the shape that the kernel was prepared for.
-    unsafe { kernel.launch.emulate(kernel.grid, kernel.shared_bytes) }.unwrap();
+tests! {
+    kernels of "attention";
+    for both types: head_size_64, head_size_80, head_size_96, head_size_128, convex, causal, heads_are_apart, sums,
+        zeros, equal_scores, dominant_key, large_scores, spoilt_head, spoilt_position;
+    once: other_head_sizes_are_refused;
 }
 
-struct Run<T> {
-    out: Buffer<T>,
-    lse: Buffer<f32>,
-    dqkv: Buffer<T>,
-}
-
-fn run<T: TensorCore + Pod>(qkv: &Buffer<T>, dout: &Buffer<T>, shape: Shape) -> Run<T> {
+fn attend<T: Precision>(inputs: &Inputs) -> Results {
+    let shape = inputs.shape;
     let rows = shape.b * shape.t * shape.nh;
-    let mut out = Buffer::poisoned(rows * shape.hs);
-    let mut lse = Buffer::poisoned(rows);
-    let mut dqkv = Buffer::poisoned(3 * rows * shape.hs);
-    let mut d = Buffer::poisoned(rows);
-    emulate(&launch::forward::<T>(out.output(), lse.output(), qkv.input(), shape).unwrap());
-    let kernels =
-        launch::backward::<T>(dqkv.output(), d.output(), dout.input(), qkv.input(), out.input(), lse.input(), shape);
-    kernels.unwrap().iter().for_each(emulate);
-    d.values();
-    Run { out, lse, dqkv }
+    let mut memory = Memory::new();
+    let qkv = memory.input("qkv", &rounded::<T>(&inputs.qkv));
+    let dout = memory.input("dout", &rounded::<T>(&inputs.dout));
+    let out = memory.output::<T>("out", rows * shape.hs);
+    let lse = memory.output("lse", rows);
+    let dqkv = memory.output::<T>("dqkv", 3 * rows * shape.hs);
+    let d = memory.output("d", rows);
+    let mut run = |kernel: &Prepared| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+    run(&launch::forward(out, lse, qkv, shape).unwrap());
+    launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), shape).unwrap().iter().for_each(&mut run);
+    memory.read(d);
+    Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
 }
 
-fn check<T: TensorCore + Pod>(hs: usize, tolerance: &Tolerance) {
-    // Below, at and above a warp's rows, a tile, and two tiles; odd batches and heads.
-    for (b, t, nh) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (2, 64, 1), (1, 65, 3), (2, 130, 3), (1, 257, 1)] {
-        let shape = Shape { b, t, nh, hs };
-        let qkv = Buffer::<T>::random(b * t * 3 * nh * hs, 2.0, 1 + t as u64);
-        let dout = Buffer::<T>::random(b * t * nh * hs, 1.0, 1000 + t as u64);
-        let expected = reference(&qkv.values(), &dout.values(), shape);
-        let got = run(&qkv, &dout, shape);
-        let name = |what: &str| format!("{what} of B={b} T={t} NH={nh} HS={hs}");
-        compare(&name("out"), &got.out.values(), &expected.out, tolerance);
-        compare(&name("lse"), &got.lse.values(), &expected.lse, &Tolerance { mean: 2e-6, worst: 2e-5 });
-        let dqkv = got.dqkv.values();
-        for (i, what) in ["dQ", "dK", "dV"].into_iter().enumerate() {
-            compare(&name(what), &part(&dqkv, i, shape), &part(&expected.dqkv, i, shape), tolerance);
-        }
+/// Below, at and above a warp's rows, a tile, and two tiles; odd batches and heads.
+const SHAPES: [(usize, usize, usize); 10] = [
+    (1, 1, 1),
+    (3, 1, 3),
+    (1, 15, 3),
+    (3, 17, 1),
+    (1, 63, 3),
+    (3, 65, 3),
+    (1, 127, 1),
+    (1, 128, 1),
+    (1, 129, 3),
+    (1, 257, 1),
+];
+
+fn head_size<T: Precision>(hs: usize) {
+    for (b, t, nh) in SHAPES {
+        let inputs = Inputs::random::<T>(Shape { b, t, nh, hs }, 2.0, 1 + t as u32);
+        assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
     }
 }
 
-macro_rules! cases {
-    ($($name:ident: $element:ty, $hs:literal, $tolerance:ident;)*) => {$(
-        #[test]
-        fn $name() {
-            check::<$element>($hs, &$tolerance);
-        }
-    )*};
+fn head_size_64<T: Precision>() {
+    head_size::<T>(64);
 }
 
-cases! {
-    bf16_64: bf16, 64, BF16;
-    bf16_80: bf16, 80, BF16;
-    bf16_96: bf16, 96, BF16;
-    bf16_128: bf16, 128, BF16;
-    f32_64: f32, 64, F32;
-    f32_80: f32, 80, F32;
-    f32_96: f32, 96, F32;
-    f32_128: f32, 128, F32;
+fn head_size_80<T: Precision>() {
+    head_size::<T>(80);
 }
 
-#[test]
-fn two_runs_agree_bit_for_bit() {
-    let shape = Shape { b: 2, t: 150, nh: 2, hs: 64 };
-    let qkv = Buffer::<f32>::random(shape.b * shape.t * 3 * shape.nh * shape.hs, 2.0, 7);
-    let dout = Buffer::<f32>::random(shape.b * shape.t * shape.nh * shape.hs, 1.0, 8);
-    let (first, second) = (run(&qkv, &dout, shape), run(&qkv, &dout, shape));
-    assert!(first.out.words == second.out.words);
-    assert!(first.lse.words == second.lse.words);
-    assert!(first.dqkv.words == second.dqkv.words);
+fn head_size_96<T: Precision>() {
+    head_size::<T>(96);
 }
 
-/// Scores far apart, where a softmax without its maximum would overflow.
-#[test]
-fn large_scores_do_not_overflow() {
-    let shape = Shape { b: 1, t: 70, nh: 1, hs: 64 };
-    let qkv = Buffer::<f32>::random(shape.t * 3 * shape.hs, 40.0, 9);
-    let dout = Buffer::<f32>::random(shape.t * shape.hs, 1.0, 10);
-    let expected = reference(&qkv.values(), &dout.values(), shape);
-    assert!(expected.lse.iter().any(|&lse| lse > 600.0));
-    let got = run(&qkv, &dout, shape);
-    let tolerance = Tolerance { mean: 1e-3, worst: 1e-2 };
-    compare("out", &got.out.values(), &expected.out, &tolerance);
-    compare("lse", &got.lse.values(), &expected.lse, &tolerance);
-    compare("dqkv", &got.dqkv.values(), &expected.dqkv, &tolerance);
+fn head_size_128<T: Precision>() {
+    head_size::<T>(128);
 }
 
-#[test]
+fn shapes() -> impl Strategy<Value = Shape> {
+    (1..4usize, 1..140usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, nh, hs)| Shape { b, t, nh, hs })
+}
+
+fn convex<T: Precision>() {
+    for_all(6, (shapes(), 0.1..6.0, 0..u32::MAX), |(shape, range, seed)| {
+        check_convex(attend::<T>, &Inputs::random::<T>(shape, range, seed), T::ROUNDING);
+    });
+}
+
+fn causal<T: Precision>() {
+    for_all(6, (shapes(), 0.0..1.0, 0..u32::MAX), |(shape, part, seed)| {
+        let inputs = |seed| Inputs::random::<T>(shape, 3.0, seed);
+        check_causal(attend::<T>, &inputs(seed), &inputs(!seed), (shape.t as f64 * part) as usize);
+    });
+}
+
+fn heads_are_apart<T: Precision>() {
+    for_all(6, (shapes(), 1..9usize, 0..u32::MAX), |(shape, turn, seed)| {
+        check_heads(attend::<T>, &Inputs::random::<T>(shape, 3.0, seed), turn);
+    });
+}
+
+fn sums<T: Precision>() {
+    for_all(6, (shapes(), 0.1..3.0, 0..u32::MAX), |(shape, range, seed)| {
+        check_sums(attend::<T>, &Inputs::random::<T>(shape, range, seed), 4.0 * T::ROUNDING);
+    });
+}
+
+fn zeros<T: Precision>() {
+    for hs in HEAD_SIZES {
+        check_zeros(attend::<T>, Shape { b: 1, t: 65, nh: 1, hs }, T::ERRORS);
+    }
+}
+
+fn equal_scores<T: Precision>() {
+    for hs in HEAD_SIZES {
+        check_equal_scores::<T>(attend::<T>, Shape { b: 1, t: 90, nh: 1, hs });
+    }
+}
+
+fn dominant_key<T: Precision>() {
+    for (hs, key) in HEAD_SIZES.into_iter().zip([0, 20, 67, 129]) {
+        check_dominant_key::<T>(attend::<T>, Shape { b: 1, t: 130, nh: 1, hs }, key);
+    }
+}
+
+fn large_scores<T: Precision>() {
+    for hs in HEAD_SIZES {
+        check_large_scores::<T>(attend::<T>, Shape { b: 1, t: 70, nh: 3, hs });
+    }
+}
+
+/// Lengths that are not whole tiles: what fills up the last one must not come from the next sequence.
+fn spoilt_head<T: Precision>() {
+    for (hs, t) in HEAD_SIZES.into_iter().zip([65, 33, 70, 17]) {
+        check_spoilt_head::<T>(attend::<T>, Shape { b: 3, t, nh: 3, hs }, [1, 1]);
+    }
+}
+
+fn spoilt_position<T: Precision>() {
+    for (hs, position) in HEAD_SIZES.into_iter().zip([80, 130, 5, 70]) {
+        check_spoilt_position::<T>(attend::<T>, Shape { b: 1, t: 140, nh: 1, hs }, position, 128);
+    }
+}
+
 fn other_head_sizes_are_refused() {
-    let mut empty = Buffer::<bf16>::poisoned(0);
-    let mut lse = Buffer::<f32>::poisoned(0);
+    let mut memory = Memory::new();
+    let (input, out, lse) = (memory.input("qkv", &[]), memory.output::<bf16>("out", 0), memory.output("lse", 0));
     for hs in [0, 16, 72, 112, 160] {
         assert!(!HEAD_SIZES.contains(&hs));
-        let shape = Shape { b: 1, t: 1, nh: 1, hs };
-        let input = empty.input();
-        assert!(launch::forward::<bf16>(empty.output(), lse.output(), input, shape).is_none());
+        assert!(launch::forward::<bf16>(out, lse, input, Shape { b: 1, t: 1, nh: 1, hs }).is_none());
     }
 }

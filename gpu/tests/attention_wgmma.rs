@@ -1,104 +1,160 @@
-//! Attention for sm_90a, emulated and watched, against its derivatives written out in f64.
+//! Attention for sm_90a against its derivatives written out in f64.
 
 mod common;
 
-use common::attention::{BF16, Buffer, Tolerance, compare, part, reference};
-use cuda_std::emulate::{Memory, Report};
+use common::attention::{
+    Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
+    check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_sums, check_zeros,
+};
+use common::{Tolerance, for_all, read, rounded, run};
+use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
-use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::attention::launch::Shape;
-use gpu::attention_wgmma as attention;
+use cuda_std::{Global, bf16};
+use gpu::attention::launch::{HEAD_SIZES, Prepared, Shape};
+use gpu::attention_wgmma::launch::{self, Maps};
+use gpu::attention_wgmma::{BOX, TILE};
+use proptest::strategy::Strategy;
+
+tests! {
+    kernels of "attention_wgmma";
+    once: one_position, part_of_a_tile, a_tile, several_tiles, idle_blocks, one_block, other_head_sizes_are_refused,
+        convex, causal, heads_are_apart, sums, zeros, equal_scores, dominant_key, large_scores, spoilt_head,
+        spoilt_position;
+}
 
 /// Fewer than pieces of work, for most shapes, so that a block does several.
-const BLOCKS: [u32; 3] = [3, 1, 1];
-
-struct Run {
-    out: Vec<f64>,
-    lse: Vec<f64>,
-    dqkv: Vec<f64>,
-}
-
-fn wide<T: Element + bytemuck::Pod>(memory: &Memory, view: GlobalMut<T>) -> Vec<f64> {
-    memory.read(view).iter().map(|x| f64::from(x.to_f32())).collect()
-}
-
-fn rounded(values: &[f64]) -> Vec<bf16> {
-    values.iter().map(|&x| bf16::from_f32(x as f32)).collect()
-}
+const BLOCKS: usize = 3;
 
 /// A map over `rows` rows of `columns`, in `memory`.
 fn map(memory: &mut Memory, name: &str, base: Global<bf16>, rows: usize, columns: usize) -> Global<TensorMap> {
-    let (box_rows, box_columns) = attention::BOX;
+    let (box_rows, box_columns) = BOX;
     let map = TensorMap::emulated(base, rows, columns, 2 * columns, box_rows, box_columns);
     memory.input(name, &[map])
 }
 
-fn run(qkv: &[f64], dout: &[f64], Shape { b, t, nh, hs }: Shape) -> Result<Run, Report> {
-    let mut memory = Memory::new();
-    let rows = b * t * nh;
-    let qkv = memory.input("qkv", &rounded(qkv));
-    let qkv = map(&mut memory, "map of qkv", qkv, b * t, 3 * nh * hs);
-    let dout_values = memory.input("dout", &rounded(dout));
-    let dout_map = map(&mut memory, "map of dout", dout_values, b * t, nh * hs);
-    let out = memory.output::<bf16>("out", rows * hs);
-    let lse = memory.output::<f32>("lse", rows);
-    let dqkv = memory.output::<bf16>("dqkv", 3 * rows * hs);
-    let (b_, t_, nh_) = (b as u32, t as u32, nh as u32);
-
-    let forward = attention::attention_forward_wgmma(out, lse, qkv, b_, t_, nh_);
-    forward.emulate_checked(&mut memory, BLOCKS, attention::forward_shared_bytes())?;
-    let out = wide(&memory, out);
-
-    // rowsum(dout ∘ out), (B,NH,T).
-    let d = |i: usize| {
-        let (sequence, head, row) = (i / t / nh, i / t % nh, i % t);
-        let at = ((sequence * t + row) * nh + head) * hs;
-        (0..hs).map(|c| dout[at + c] * out[at + c]).sum::<f64>() as f32
-    };
-    let d = memory.input("d", &(0..rows).map(d).collect::<Vec<_>>());
-    let keys = attention::attention_backward_keys_wgmma(dqkv, qkv, dout_map, lse.reader(), d, b_, t_, nh_);
-    keys.emulate_checked(&mut memory, BLOCKS, attention::backward_keys_shared_bytes())?;
-    let queries = attention::attention_backward_queries_wgmma(dqkv, qkv, dout_map, lse.reader(), d, b_, t_, nh_);
-    queries.emulate_checked(&mut memory, BLOCKS, attention::backward_queries_shared_bytes())?;
-    Ok(Run { out, lse: wide(&memory, lse), dqkv: wide(&memory, dqkv) })
-}
-
-fn check(b: usize, t: usize, nh: usize) {
-    let shape = Shape { b, t, nh, hs: 64 };
-    let qkv = Buffer::<bf16>::random(b * t * 3 * nh * shape.hs, 2.0, 1 + t as u64).values();
-    let dout = Buffer::<bf16>::random(b * t * nh * shape.hs, 1.0, 1000 + t as u64).values();
-    let expected = reference(&qkv, &dout, shape);
-    let got = run(&qkv, &dout, shape).unwrap();
-    let name = |what: &str| format!("{what} of B={b} T={t} NH={nh}");
-    compare(&name("out"), &got.out, &expected.out, &BF16);
-    compare(&name("lse"), &got.lse, &expected.lse, &Tolerance { mean: 2e-6, worst: 2e-5 });
-    for (i, what) in ["dQ", "dK", "dV"].into_iter().enumerate() {
-        compare(&name(what), &part(&got.dqkv, i, shape), &part(&expected.dqkv, i, shape), &BF16);
+fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
+    move |inputs| {
+        let shape = inputs.shape;
+        let Shape { b, t, nh, hs } = shape;
+        let rows = b * t * nh;
+        let mut memory = Memory::new();
+        let qkv = memory.input("qkv", &rounded(&inputs.qkv));
+        let dout = memory.input("dout", &rounded(&inputs.dout));
+        let maps = Maps {
+            qkv: map(&mut memory, "map of qkv", qkv, b * t, 3 * nh * hs),
+            dout: map(&mut memory, "map of dout", dout, b * t, nh * hs),
+        };
+        let out = memory.output::<bf16>("out", rows * hs);
+        let lse = memory.output("lse", rows);
+        let dqkv = memory.output::<bf16>("dqkv", 3 * rows * hs);
+        let d = memory.output("d", rows);
+        let mut run = |kernel: &Prepared| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        run(&launch::forward(out, lse, maps.qkv, shape, blocks));
+        launch::backward(dqkv, d, dout, out.reader(), lse.reader(), maps, shape, blocks).iter().for_each(&mut run);
+        Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
     }
 }
 
-#[test]
+fn shape(b: usize, t: usize, nh: usize) -> Shape {
+    Shape { b, t, nh, hs: 64 }
+}
+
+fn check(shape: Shape, blocks: usize) {
+    let inputs = Inputs::random::<bf16>(shape, 2.0, 1 + shape.t as u32);
+    assert_agrees(&inputs, &attend(blocks)(&inputs), bf16::ERRORS);
+}
+
 fn one_position() {
-    check(2, 1, 3);
+    check(shape(1, 1, 1), BLOCKS);
+    check(shape(3, 1, 3), BLOCKS);
 }
 
-#[test]
-fn just_over_half_a_tile() {
-    check(2, 65, 3);
+fn part_of_a_tile() {
+    for t in [17, 63, 64, 65, 127] {
+        check(shape(1, t, 3), 1);
+        check(shape(3, t, 1), BLOCKS);
+    }
 }
 
-#[test]
-fn just_over_a_tile() {
-    check(2, 130, 3);
+fn a_tile() {
+    for t in [128, 129, 191, 193] {
+        check(shape(1, t, 3), BLOCKS);
+    }
 }
 
-#[test]
 fn several_tiles() {
-    check(2, 300, 3);
+    check(shape(1, 300, 3), 5);
+    check(shape(2, 640, 1), 4);
 }
 
 /// Fewer pieces of work than blocks.
-#[test]
 fn idle_blocks() {
-    check(1, 128, 1);
+    check(shape(1, 128, 1), BLOCKS);
+    check(shape(1, 200, 1), 5);
+}
+
+/// All rings go round many times, and every barrier changes its parity.
+fn one_block() {
+    check(shape(3, 260, 3), 1);
+}
+
+fn other_head_sizes_are_refused() {
+    assert!(HEAD_SIZES.iter().all(|&hs| launch::takes(hs) == (hs == 64)));
+}
+
+fn shapes() -> impl Strategy<Value = Shape> {
+    (1..4usize, 1..300usize, 1..4usize).prop_map(|(b, t, nh)| shape(b, t, nh))
+}
+
+fn convex() {
+    for_all(6, (shapes(), 1..8usize, 0.1..6.0, 0..u32::MAX), |(shape, blocks, range, seed)| {
+        check_convex(attend(blocks), &Inputs::random::<bf16>(shape, range, seed), bf16::ROUNDING);
+    });
+}
+
+fn causal() {
+    for_all(6, (shapes(), 1..8usize, 0.0..1.0, 0..u32::MAX), |(shape, blocks, part, seed)| {
+        let inputs = |seed| Inputs::random::<bf16>(shape, 3.0, seed);
+        check_causal(attend(blocks), &inputs(seed), &inputs(!seed), (shape.t as f64 * part) as usize);
+    });
+}
+
+fn heads_are_apart() {
+    for_all(6, (shapes(), 1..8usize, 1..9usize, 0..u32::MAX), |(shape, blocks, turn, seed)| {
+        check_heads(attend(blocks), &Inputs::random::<bf16>(shape, 3.0, seed), turn);
+    });
+}
+
+fn sums() {
+    for_all(6, (shapes(), 1..8usize, 0.1..3.0, 0..u32::MAX), |(shape, blocks, range, seed)| {
+        check_sums(attend(blocks), &Inputs::random::<bf16>(shape, range, seed), 4.0 * bf16::ROUNDING);
+    });
+}
+
+fn zeros() {
+    check_zeros(attend(BLOCKS), shape(1, 65, 1), bf16::ERRORS);
+}
+
+fn equal_scores() {
+    check_equal_scores::<bf16>(attend(BLOCKS), shape(1, 190, 1));
+}
+
+fn dominant_key() {
+    for key in [0, 20, 67, 129] {
+        check_dominant_key::<bf16>(attend(BLOCKS), shape(1, 200, 1), key);
+    }
+}
+
+fn large_scores() {
+    check_large_scores::<bf16>(attend(BLOCKS), shape(1, 190, 3));
+}
+
+fn spoilt_head() {
+    check_spoilt_head::<bf16>(attend(BLOCKS), shape(3, 128, 3), [1, 1]);
+}
+
+fn spoilt_position() {
+    for position in [5, 100, 130, 280] {
+        check_spoilt_position::<bf16>(attend(BLOCKS), shape(1, 300, 1), position, TILE as usize);
+    }
 }

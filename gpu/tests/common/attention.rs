@@ -1,143 +1,453 @@
-//! Attention in f64, and what its tests share.
+//! Attention in f64, and what is true of it whatever computes it.
 
-use bytemuck::Pod;
+use super::{noise, rounded, wide};
+use cuda_std::Element;
 use cuda_std::mma::TensorCore;
-use cuda_std::{Global, GlobalMut};
 use gpu::attention::launch::Shape;
 
-/// Elements after the end of each buffer. NaN, so that what is read there shows, and checked to stay so.
-const GUARD: usize = 64;
+/// Parts of qkv, and the gradient of the output.
+pub const Q: usize = 0;
+pub const K: usize = 1;
+pub const V: usize = 2;
+pub const DOUT: usize = 3;
 
-/// A tensor in memory aligned as a GPU's would be.
-pub struct Buffer<T> {
-    pub words: Vec<u128>,
-    len: usize,
-    element: std::marker::PhantomData<T>,
+/// A row of a head: sequence, position, head.
+pub type Place = [usize; 3];
+
+pub fn places(Shape { b, t, nh, .. }: Shape) -> impl Iterator<Item = Place> {
+    (0..b).flat_map(move |b| (0..t).flat_map(move |t| (0..nh).map(move |h| [b, t, h])))
 }
 
-impl<T: TensorCore + Pod> Buffer<T> {
-    /// All NaN.
-    pub fn poisoned(len: usize) -> Self {
-        let words = vec![0; ((len + GUARD) * size_of::<T>()).div_ceil(16)];
-        let mut buffer = Self { words, len, element: std::marker::PhantomData };
-        bytemuck::cast_slice_mut::<_, T>(&mut buffer.words).fill(T::from_f32(f32::NAN));
-        buffer
+/// qkv (B,T,3,NH,HS) and dout (B,T,NH,HS).
+#[derive(Clone)]
+pub struct Inputs {
+    pub shape: Shape,
+    pub qkv: Vec<f64>,
+    pub dout: Vec<f64>,
+}
+
+impl Inputs {
+    /// Q, K and V in ±`range`, dout in ±1, all of them values that `T` has.
+    pub fn random<T: Element>(shape: Shape, range: f64, seed: u32) -> Self {
+        let rows = shape.b * shape.t * shape.nh * shape.hs;
+        let qkv: Vec<_> = noise(3 * rows, seed).iter().map(|x| range * x).collect();
+        let exact = |values: &[f64]| wide(&rounded::<T>(values));
+        Self { shape, qkv: exact(&qkv), dout: exact(&noise(rows, seed ^ 0xd0)) }
     }
 
-    /// Uniform in ±`range`, rounded to `T`.
-    pub fn random(len: usize, range: f32, seed: u64) -> Self {
-        let mut buffer = Self::poisoned(len);
-        let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        for element in &mut bytemuck::cast_slice_mut::<_, T>(&mut buffer.words)[..len] {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            *element = T::from_f32(((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * range);
-        }
-        buffer
+    pub fn zeros(shape: Shape) -> Self {
+        let rows = shape.b * shape.t * shape.nh * shape.hs;
+        Self { shape, qkv: vec![0.0; 3 * rows], dout: vec![0.0; rows] }
     }
 
-    pub fn all(&self) -> &[T] {
-        bytemuck::cast_slice(&self.words)
+    pub fn row(&self, part: usize, place: Place) -> &[f64] {
+        let at = element(self.shape, part, place);
+        let values = if part == DOUT { &self.dout } else { &self.qkv };
+        &values[at..][..self.shape.hs]
     }
 
-    /// The elements, after a look at the guard.
-    pub fn values(&self) -> Vec<f64> {
-        let (values, guard) = self.all().split_at(self.len);
-        assert!(guard.iter().all(|x| x.to_f32().is_nan()), "written past the end");
-        values.iter().map(|x| x.to_f32() as f64).collect()
-    }
-
-    pub fn input(&self) -> Global<T> {
-        Global::new(self.all().as_ptr())
-    }
-
-    pub fn output(&mut self) -> GlobalMut<T> {
-        GlobalMut::new(bytemuck::cast_slice_mut::<_, T>(&mut self.words).as_mut_ptr())
+    pub fn row_mut(&mut self, part: usize, place: Place) -> &mut [f64] {
+        let at = element(self.shape, part, place);
+        let values = if part == DOUT { &mut self.dout } else { &mut self.qkv };
+        &mut values[at..][..self.shape.hs]
     }
 }
 
-/// What the kernels compute, in f64.
-pub struct Reference {
+/// Where a row begins in qkv or dout.
+fn element(Shape { t: length, nh, hs, .. }: Shape, part: usize, [b, t, h]: Place) -> usize {
+    match part {
+        DOUT => ((b * length + t) * nh + h) * hs,
+        _ => (((b * length + t) * 3 + part) * nh + h) * hs,
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Tensor {
+    Out,
+    Lse,
+    DQ,
+    DK,
+    DV,
+}
+
+pub const ALL: [Tensor; 5] = [Tensor::Out, Tensor::Lse, Tensor::DQ, Tensor::DK, Tensor::DV];
+
+/// out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,3,NH,HS).
+pub struct Results {
+    pub shape: Shape,
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
     pub dqkv: Vec<f64>,
 }
 
-pub fn reference(qkv: &[f64], dout: &[f64], Shape { b, t, nh, hs }: Shape) -> Reference {
-    let mut out = vec![0.0; b * t * nh * hs];
-    let mut lse = vec![0.0; b * nh * t];
-    let mut dqkv = vec![0.0; b * t * 3 * nh * hs];
+impl Results {
+    pub fn row(&self, tensor: Tensor, place: Place) -> &[f64] {
+        let (shape, [b, t, h]) = (self.shape, place);
+        let packed = |part| &self.dqkv[element(shape, part, place)..][..shape.hs];
+        match tensor {
+            Tensor::Out => &self.out[element(shape, DOUT, place)..][..shape.hs],
+            Tensor::Lse => &self.lse[(b * shape.nh + h) * shape.t + t..][..1],
+            Tensor::DQ => packed(Q),
+            Tensor::DK => packed(K),
+            Tensor::DV => packed(V),
+        }
+    }
+
+    /// All rows of a tensor.
+    pub fn all(&self, tensor: Tensor) -> Vec<f64> {
+        places(self.shape).flat_map(|place| self.row(tensor, place)).copied().collect()
+    }
+}
+
+/// softmax(Q Kᵀ / sqrt(HS), causal) V and its derivatives.
+pub fn reference(inputs: &Inputs) -> Results {
+    let shape = inputs.shape;
+    let Shape { b, t, nh, hs } = shape;
+    let mut results = Results {
+        shape,
+        out: vec![0.0; b * t * nh * hs],
+        lse: vec![0.0; b * nh * t],
+        dqkv: vec![0.0; b * t * 3 * nh * hs],
+    };
     let scale = 1.0 / (hs as f64).sqrt();
-    for (b, h) in (0..b).flat_map(|b| (0..nh).map(move |h| (b, h))) {
-        let packed = |t_: usize, part: usize| (((b * t + t_) * 3 + part) * nh + h) * hs;
-        let plain = |t_: usize| ((b * t + t_) * nh + h) * hs;
-        let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
-        let row = |t_: usize, part: usize| &qkv[packed(t_, part)..][..hs];
-        for query in 0..t {
-            let scores: Vec<_> = (0..=query).map(|key| dot(row(query, 0), row(key, 1)) * scale).collect();
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-            lse[(b * nh + h) * t + query] = max + sum.ln();
-            let p: Vec<_> = scores.iter().map(|s| (s - max).exp() / sum).collect();
-            let dout = &dout[plain(query)..][..hs];
-            let dp: Vec<_> = (0..=query).map(|key| dot(dout, row(key, 2))).collect();
-            let mean = dot(&p, &dp);
-            for key in 0..=query {
-                let ds = p[key] * (dp[key] - mean) * scale;
-                for i in 0..hs {
-                    out[plain(query) + i] += p[key] * qkv[packed(key, 2) + i];
-                    dqkv[packed(query, 0) + i] += ds * qkv[packed(key, 1) + i];
-                    dqkv[packed(key, 1) + i] += ds * qkv[packed(query, 0) + i];
-                    dqkv[packed(key, 2) + i] += p[key] * dout[i];
-                }
+    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
+    for place in places(shape) {
+        let [b, query, h] = place;
+        let row = |part, t| inputs.row(part, [b, t, h]);
+        let scores: Vec<_> = (0..=query).map(|key| dot(row(Q, query), row(K, key)) * scale).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        results.lse[(b * nh + h) * t + query] = max + sum.ln();
+        let p: Vec<_> = scores.iter().map(|s| (s - max).exp() / sum).collect();
+        let dp: Vec<_> = (0..=query).map(|key| dot(row(DOUT, query), row(V, key))).collect();
+        let mean = dot(&p, &dp);
+        for key in 0..=query {
+            let ds = p[key] * (dp[key] - mean) * scale;
+            let at = |part, t| element(shape, part, [b, t, h]);
+            for i in 0..hs {
+                results.out[at(DOUT, query) + i] += p[key] * row(V, key)[i];
+                results.dqkv[at(Q, query) + i] += ds * row(K, key)[i];
+                results.dqkv[at(K, key) + i] += ds * row(Q, query)[i];
+                results.dqkv[at(V, key) + i] += p[key] * row(DOUT, query)[i];
             }
         }
     }
-    Reference { out, lse, dqkv }
+    results
 }
 
-/// Errors allowed, relative to the root mean square of what is expected: in the mean, and of one element.
-pub struct Tolerance {
+/// Errors allowed, relative to the root mean square of what is expected: in the mean, and of one element, if that is
+/// expected to be larger relative to it.
+#[derive(Clone, Copy)]
+pub struct Errors {
     pub mean: f64,
     pub worst: f64,
 }
 
-pub fn compare(what: &str, got: &[f64], expected: &[f64], tolerance: &Tolerance) {
-    let rms = |values: &mut dyn Iterator<Item = f64>| {
-        let (mut sum, mut count) = (0.0, 0);
-        for x in values {
-            sum += x * x;
-            count += 1;
-        }
-        (sum / f64::from(count)).sqrt()
-    };
-    // Where all is zero (gradients of scores at T = 1), errors count as they are.
-    let scale = match rms(&mut expected.iter().copied()) {
-        scale if scale < 1e-9 => 1.0,
-        scale => scale,
-    };
-    let error = || got.iter().zip(expected).map(|(x, y)| x - y);
-    let mean = rms(&mut error()) / scale;
+/// A storage type's kernels, and what they may be off.
+pub trait Precision: super::Tolerance + TensorCore {
+    const ERRORS: Errors;
+}
+
+impl Precision for f32 {
+    const ERRORS: Errors = Errors { mean: 2e-6, worst: 2e-5 };
+}
+
+impl Precision for cuda_std::bf16 {
+    const ERRORS: Errors = Errors { mean: 5e-3, worst: 5e-2 };
+}
+
+/// lse is f32 whatever the storage type.
+const LSE: Errors = Errors { mean: 2e-6, worst: 2e-5 };
+
+fn root_mean_square(values: impl Iterator<Item = f64>) -> f64 {
+    let (mut sum, mut count) = (0.0, 0);
+    for x in values {
+        sum += x * x;
+        count += 1;
+    }
+    (sum / f64::from(count)).sqrt()
+}
+
+/// As [`Errors`] has it; where less than `least` is expected, of that.
+#[track_caller]
+pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Errors) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let scale = root_mean_square(want.iter().copied()).max(least);
+    let error = || got.iter().zip(want).map(|(x, y)| x - y);
+    let mean = root_mean_square(error()) / scale;
     let (at, worst) = error()
-        .map(|e| if e.is_nan() { f64::INFINITY } else { e.abs() / scale })
+        .zip(want)
+        .map(|(e, want)| if e.is_nan() { f64::INFINITY } else { e.abs() / scale.max(want.abs()) })
         .enumerate()
         .fold((0, 0.0), |worst, (i, e)| if e > worst.1 { (i, e) } else { worst });
-    println!("{what}: mean error {mean:.1e}, worst {worst:.1e}");
     assert!(
-        mean <= tolerance.mean && worst <= tolerance.worst,
+        mean <= errors.mean && worst <= errors.worst,
         "{what}: mean error {mean:.2e} (allowed {:.0e}), worst {worst:.2e} (allowed {:.0e}): element {at} is {}, not {}",
-        tolerance.mean,
-        tolerance.worst,
+        errors.mean,
+        errors.worst,
         got[at],
-        expected[at],
+        want[at],
     );
 }
 
-/// One part of (B,T,3,NH,HS).
-pub fn part(packed: &[f64], part: usize, Shape { nh, hs, .. }: Shape) -> Vec<f64> {
-    packed.chunks(3 * nh * hs).flat_map(|row| &row[part * nh * hs..][..nh * hs]).copied().collect()
+/// Against the reference. Where a gradient vanishes (scores' at T = 1), errors count as if it were near 1.
+#[track_caller]
+pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
+    let want = reference(inputs);
+    for tensor in ALL {
+        let (errors, got, want) = match tensor {
+            Tensor::Lse => (LSE, got.all(tensor), want.all(tensor)),
+            _ => (errors, got.all(tensor), want.all(tensor)),
+        };
+        let least = if root_mean_square(want.iter().copied()) < 1e-9 { 1.0 } else { 0.0 };
+        assert_near(&format!("{tensor:?} of {:?}", inputs.shape), &got, &want, least, errors);
+    }
 }
 
-pub const BF16: Tolerance = Tolerance { mean: 5e-3, worst: 5e-2 };
-pub const F32: Tolerance = Tolerance { mean: 2e-6, worst: 2e-5 };
+/// Fails unless each row of these tensors is, bit for bit, the one of `want` at the place that `from` gives, if any. A NaN
+/// is as good as another.
+#[track_caller]
+pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from: impl Fn(Place) -> Option<Place>) {
+    for &tensor in tensors {
+        for place in places(got.shape) {
+            let Some(origin) = from(place) else { continue };
+            let (got_row, want_row) = (got.row(tensor, place), want.row(tensor, origin));
+            let same = |(x, y): (&f64, &f64)| x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan();
+            let differs = got_row.iter().zip(want_row).position(|pair| !same(pair));
+            assert!(
+                differs.is_none(),
+                "{tensor:?} of {:?} at (sequence, position, head) {place:?} is {:?}, not {:?} as at {origin:?}",
+                got.shape,
+                differs.map(|i| got_row[i]),
+                differs.map(|i| want_row[i]),
+            );
+        }
+    }
+}
+
+/// Whoever computes attention: inputs to results.
+pub trait Attend: Fn(&Inputs) -> Results {}
+
+impl<F: Fn(&Inputs) -> Results> Attend for F {}
+
+/// Each output lies between the smallest and the largest value its query sees, give or take `slack` of the largest of all.
+pub fn check_convex(attend: impl Attend, inputs: &Inputs, slack: f64) {
+    let got = attend(inputs);
+    for place in places(inputs.shape) {
+        let [b, query, h] = place;
+        for (i, &out) in got.row(Tensor::Out, place).iter().enumerate() {
+            let seen = || (0..=query).map(|key| inputs.row(V, [b, key, h])[i]);
+            let (low, high) = (seen().fold(f64::INFINITY, f64::min), seen().fold(f64::NEG_INFINITY, f64::max));
+            let slack = slack * low.abs().max(high.abs());
+            assert!(
+                (low - slack..=high + slack).contains(&out),
+                "output {i} of {:?} at {place:?} is {out}, of values in {low}..{high}",
+                inputs.shape
+            );
+        }
+    }
+}
+
+/// What comes later in a sequence has no influence: on out, lse and dQ of earlier positions. Nor have earlier queries and
+/// their dout on dK and dV of later positions.
+pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, position: usize) {
+    let got = attend(inputs);
+    let mix = |parts: &[usize], swap: &dyn Fn(usize) -> bool| {
+        let mut mixed = inputs.clone();
+        for place in places(inputs.shape).filter(|place| swap(place[1])) {
+            for &part in parts {
+                mixed.row_mut(part, place).copy_from_slice(other.row(part, place));
+            }
+        }
+        attend(&mixed)
+    };
+    let later = mix(&[Q, K, V, DOUT], &|t| t > position);
+    assert_rows_same(&later, &got, &[Tensor::Out, Tensor::Lse, Tensor::DQ], |place| {
+        (place[1] <= position).then_some(place)
+    });
+    let earlier = mix(&[Q, DOUT], &|t| t < position);
+    assert_rows_same(&earlier, &got, &[Tensor::DK, Tensor::DV], |place| (place[1] >= position).then_some(place));
+}
+
+/// Heads, of one sequence or several, are independent of each other and of where they lie.
+pub fn check_heads(attend: impl Attend, inputs: &Inputs, turn: usize) {
+    let Shape { b, nh, .. } = inputs.shape;
+    let origin = |[sequence, t, h]: Place| {
+        let head = (sequence * nh + h + turn) % (b * nh);
+        [head / nh, t, head % nh]
+    };
+    let mut turned = inputs.clone();
+    for place in places(inputs.shape) {
+        for part in [Q, K, V, DOUT] {
+            turned.row_mut(part, place).copy_from_slice(inputs.row(part, origin(place)));
+        }
+    }
+    assert_rows_same(&attend(&turned), &attend(inputs), &ALL, |place| Some(origin(place)));
+}
+
+/// Probabilities of a query add up to 1, and the gradients of its scores to 0: so dV adds up over keys to the sum of dout
+/// over queries, and dK to 0. Errors are allowed as a part of the summands' root mean square, times that of their number.
+pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
+    let Shape { b, t, nh, hs } = inputs.shape;
+    let got = attend(inputs);
+    for (b, h, i) in (0..b).flat_map(|b| (0..nh).flat_map(move |h| (0..hs).map(move |i| (b, h, i)))) {
+        let column = |tensor| (0..t).map(|t| got.row(tensor, [b, t, h])[i]).collect::<Vec<_>>();
+        let dout = (0..t).map(|t| inputs.row(DOUT, [b, t, h])[i]).sum::<f64>();
+        for (tensor, want) in [(Tensor::DV, dout), (Tensor::DK, 0.0)] {
+            let all = root_mean_square(got.all(tensor).into_iter());
+            let bound = part * all.max(1e-3) * (t as f64).sqrt();
+            let sum = column(tensor).iter().sum::<f64>();
+            assert!(
+                (sum - want).abs() <= bound,
+                "{tensor:?} of {:?}, sequence {b}, head {h}, channel {i} adds up to {sum}, not {want}; allowed {bound:.2e}",
+                inputs.shape
+            );
+        }
+    }
+}
+
+/// All scores 0: outputs are running means, and no query or key has a gradient.
+pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
+    let mut inputs = Inputs::zeros(shape);
+    let got = attend(&inputs);
+    assert_agrees(&inputs, &got, errors);
+    assert!(got.out.iter().chain(&got.dqkv).all(|&x| x == 0.0));
+    inputs.dout.fill(1.0);
+    let got = attend(&inputs);
+    assert_agrees(&inputs, &got, errors);
+    assert!([Tensor::DQ, Tensor::DK].iter().all(|&tensor| got.all(tensor).iter().all(|&x| x == 0.0)));
+}
+
+/// Scores that are the same for all keys of a query, though large: outputs are running means.
+pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
+    let mut inputs = Inputs::random::<T>(shape, 4.0, 11);
+    let key = inputs.row(K, [0, 0, 0]).to_vec();
+    for place in places(shape) {
+        inputs.row_mut(K, place).copy_from_slice(&key);
+    }
+    let got = attend(&inputs);
+    // dQ is the sum of the scores' gradients times the one key there is, and that sum is 0.
+    let dq = root_mean_square(got.all(Tensor::DQ).into_iter());
+    assert!(dq < 10.0 * T::ROUNDING, "dQ of equal keys is {dq}");
+    let want = reference(&inputs);
+    for tensor in [Tensor::Out, Tensor::DK, Tensor::DV] {
+        assert_near(&format!("{tensor:?} of equal keys"), &got.all(tensor), &want.all(tensor), 0.0, T::ERRORS);
+    }
+}
+
+/// One key that takes all the attention of the queries after it, with scores near ±10^4, which 2^x overflows for: their
+/// outputs are its value, its dV is the sum of their dout, and the gradients of all scores vanish.
+pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: usize) {
+    let mut inputs = Inputs::random::<T>(shape, 2.0, 12);
+    let strong = 48.0;
+    for place in places(shape) {
+        inputs.row_mut(Q, place).fill(strong);
+        inputs.row_mut(K, place).fill(-strong / 2.0);
+        if place[1] == key {
+            inputs.row_mut(K, place).fill(strong / 2.0);
+        }
+    }
+    let got = attend(&inputs);
+    let lse = strong * strong / 2.0 * (shape.hs as f64).sqrt();
+    assert!((8e3..2e4).contains(&lse));
+    for place in places(shape).filter(|place| place[1] >= key) {
+        let value = inputs.row(V, [place[0], key, place[2]]);
+        super::assert_close("output", got.row(Tensor::Out, place), value, T::ROUNDING, 0.0);
+        let found = got.row(Tensor::Lse, place)[0];
+        assert!((found / lse - 1.0).abs() < 1e-6, "lse at {place:?} of {shape:?} is {found}, not {lse}");
+    }
+    let want = reference(&inputs);
+    // Of scores of 10^4 an f32 keeps three decimals, so that much are probabilities off; times keys and queries.
+    let errors = Errors { mean: 5e-3, worst: 5e-2 };
+    assert_near("dV of a dominant key", &got.all(Tensor::DV), &want.all(Tensor::DV), 0.0, errors);
+    for tensor in [Tensor::DQ, Tensor::DK] {
+        let what = format!("{tensor:?} of a dominant key");
+        assert_near(&what, &got.all(tensor), &want.all(tensor), strong, errors);
+    }
+}
+
+/// Scores near ±10^4, any of which may be the largest.
+pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
+    let inputs = Inputs::random::<T>(shape, 170.0, 9);
+    let (got, want) = (attend(&inputs), reference(&inputs));
+    assert!(want.lse.iter().any(|&lse| lse > 8e3) && want.lse.iter().any(|&lse| lse < -2e3));
+    let errors = Errors { mean: 1e-2, worst: 5e-2 };
+    for tensor in [Tensor::Out, Tensor::Lse, Tensor::DV] {
+        assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 0.0, errors);
+    }
+    // Gradients of scores nearly vanish: what is left of P ∘ (dP - D) is rounding, times keys near 170.
+    let errors = Errors { mean: 1e-2, worst: 0.2 };
+    for tensor in [Tensor::DQ, Tensor::DK] {
+        assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 170.0, errors);
+    }
+}
+
+/// NaN and infinity in one head of one sequence leave all others as they were.
+pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]: [usize; 2]) {
+    let clean = Inputs::random::<T>(shape, 2.0, 13);
+    let want = attend(&clean);
+    for x in [f64::NAN, f64::INFINITY] {
+        let mut spoilt = clean.clone();
+        for place in (0..shape.t).map(|t| [b, t, h]) {
+            for part in [Q, K, V, DOUT] {
+                spoilt.row_mut(part, place).fill(x);
+            }
+        }
+        let got = attend(&spoilt);
+        assert_rows_same(&got, &want, &ALL, |place| ([place[0], place[2]] != [b, h]).then_some(place));
+        for tensor in ALL {
+            assert!(got.row(tensor, [b, 0, h]).iter().all(|x| x.is_nan()), "{tensor:?}");
+        }
+    }
+}
+
+/// NaN and infinity at one position, in one part at a time. What the causal mask hides must have no influence, except that
+/// V (in out and dQ), K (in dQ), and Q and dout (in dK and dV) are multiplied by probabilities of 0, which makes NaN of
+/// them, for positions of the same `tile`.
+pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: Shape, position: usize, tile: usize) {
+    let clean = Inputs::random::<T>(shape, 2.0, 14);
+    let want = attend(&clean);
+    let (tile_begin, tile_end) = (position / tile * tile, position / tile * tile + tile);
+    for (part, x) in [Q, K, V, DOUT].into_iter().flat_map(|part| [(part, f64::NAN), (part, f64::INFINITY)]) {
+        let mut spoilt = clean.clone();
+        for place in places(shape).filter(|place| place[1] == position) {
+            spoilt.row_mut(part, place).fill(x);
+        }
+        let got = attend(&spoilt);
+        let same = |tensors: &[Tensor], clean: &dyn Fn(usize) -> bool| {
+            assert_rows_same(&got, &want, tensors, |place| clean(place[1]).then_some(place));
+        };
+        let nowhere_else = |t| t != position;
+        let before = |t| t < position;
+        let before_tile = |t| t < tile_begin;
+        let after_tile = |t| t >= tile_end;
+        match part {
+            Q => {
+                same(&[Tensor::Out, Tensor::Lse, Tensor::DQ], &nowhere_else);
+                same(&[Tensor::DK, Tensor::DV], &after_tile);
+            }
+            K => {
+                same(&[Tensor::Out, Tensor::Lse], &before);
+                same(&[Tensor::DQ], &before_tile);
+            }
+            V => {
+                same(&[Tensor::Lse], &|_| true);
+                same(&[Tensor::Out, Tensor::DQ], &before_tile);
+            }
+            _ => {
+                same(&[Tensor::Out, Tensor::Lse], &|_| true);
+                same(&[Tensor::DQ], &nowhere_else);
+                same(&[Tensor::DK, Tensor::DV], &after_tile);
+            }
+        }
+        let spoilt: &[Tensor] = match part {
+            Q | K => &[Tensor::Out, Tensor::Lse, Tensor::DQ, Tensor::DK, Tensor::DV],
+            V => &[Tensor::Out, Tensor::DQ, Tensor::DK],
+            _ => &[Tensor::DQ, Tensor::DK, Tensor::DV],
+        };
+        for &tensor in spoilt {
+            let row = got.row(tensor, [0, position, 0]);
+            assert!(row.iter().all(|x| !x.is_finite()), "{tensor:?} at {position} with {x} in part {part}: {row:?}");
+        }
+    }
+}
