@@ -199,6 +199,14 @@ pub struct Tuning {
     pub not_kept: Option<String>,
 }
 
+/// A kernel or product in a profile. Seconds from the profile's start.
+#[derive(Clone, Debug)]
+pub struct Interval {
+    pub name: String,
+    pub begin: f64,
+    pub end: f64,
+}
+
 /// A read under way, see [`Engine::read_later`].
 #[derive(Debug)]
 pub struct Ticket(pub u64);
@@ -238,6 +246,16 @@ pub trait Engine {
     /// the arena is zeroed.
     fn tune(&mut self, _anew: bool, _pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
         Ok(Tuning::default())
+    }
+
+    /// From here on notes when each kernel and product begins and ends.
+    fn start_profile(&mut self) -> Result<()> {
+        anyhow::bail!("{} does not tell kernels apart: use --device cuda", self.describe())
+    }
+
+    /// What has been noted since; nothing is noted any more.
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        Ok(Vec::new())
     }
 
     /// Adds the engine's own scratch buffers to the plan.

@@ -2,10 +2,11 @@
 
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
+use super::profile::Profile;
 use super::tensor_maps::{Key, TensorMaps};
 use super::tuning::{Algorithms, noise};
 use super::{Options, Precision, modules, peak};
-use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::Context;
@@ -40,6 +41,7 @@ pub struct Device {
     /// Products noted in a tuning pass, in which nothing else is done.
     noted: Option<Vec<(Problem, Operands)>>,
     algorithms: Algorithms,
+    profile: Option<Profile>,
     /// `sm_90a cubin`
     code: String,
     tf32: bool,
@@ -98,11 +100,25 @@ impl Device {
             memory: None,
             noted: None,
             algorithms,
+            profile: None,
             code: choice.to_string(),
             tf32: options.tf32 && options.precision == Precision::Fp32,
             gpu,
         })
     }
+}
+
+/// Queues work, between two marks if there is a profile.
+fn profiled(
+    profile: &mut Option<Profile>,
+    stream: &Stream,
+    name: impl FnOnce() -> String,
+    queue: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let Some(profile) = profile else { return queue() };
+    let begin = profile.begin(stream)?;
+    queue()?;
+    profile.end(name(), begin, stream)
 }
 
 /// Fills memory with numbers in ±1: a GPU multiplies zeros faster than real data, because it draws less power.
@@ -205,8 +221,8 @@ impl Executor for Device {
             cluster: 1,
         };
         // SAFETY: a `Launch` has the kernel's arguments by construction; the rest is the caller's promise.
-        launch.with_arguments(|arguments| unsafe { function.launch(&self.stream, &config, arguments) })?;
-        Ok(())
+        let queue = || launch.with_arguments(|arguments| unsafe { function.launch(&self.stream, &config, arguments) });
+        profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), || Ok(queue()?))
     }
 
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
@@ -215,7 +231,17 @@ impl Executor for Device {
             return Ok(());
         }
         // SAFETY: the caller's promise; all products go to the one stream.
-        Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?)
+        let queue = || Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?);
+        profiled(&mut self.profile, &self.stream, || problem.to_string(), queue)
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.profile = Some(Profile::start(&self.gpu, &self.stream)?);
+        Ok(())
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        self.profile.take().map_or(Ok(Vec::new()), |profile| profile.finish(&self.stream))
     }
 
     fn note_products(&mut self) {
@@ -263,7 +289,8 @@ impl Executor for Device {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.stream.fill(address(to), 0, bytes) }?)
+        let queue = || Ok(unsafe { self.stream.fill(address(to), 0, bytes) }?);
+        profiled(&mut self.profile, &self.stream, || "zero".to_owned(), queue)
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {

@@ -1,7 +1,7 @@
 //! What the engine's operations are queued on.
 
 use super::arena::Arena;
-use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
@@ -82,6 +82,16 @@ pub trait Executor {
     /// which is zeroed then.
     fn tune(&mut self, _anew: bool) -> Result<Tuning> {
         Ok(Tuning::default())
+    }
+
+    /// As [`Engine::start_profile`](crate::engine::Engine::start_profile).
+    fn start_profile(&mut self) -> Result<()> {
+        anyhow::bail!("{} has no clock of its own: use --device cuda", self.describe())
+    }
+
+    /// As [`Engine::profile`](crate::engine::Engine::profile).
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        Ok(Vec::new())
     }
 
     /// # Safety

@@ -20,6 +20,7 @@ mod layernorm;
 mod matmul;
 mod modules;
 mod peak;
+mod profile;
 mod residual;
 mod tensor_maps;
 mod tuning;
@@ -27,8 +28,8 @@ mod tuning;
 pub use modules::embedded;
 
 use super::{
-    AdamW, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result,
-    Scope, Ticket, Tuning,
+    AdamW, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, Optimized, Peak, Reading,
+    Result, Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -187,6 +188,14 @@ impl<T: Float> Engine for Cuda<T> {
         let passed = pass(self);
         let tuning = self.executor.tune(anew)?;
         passed.map(|()| tuning)
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.executor.start_profile()
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        self.executor.profile()
     }
 
     fn emulated(&self) -> Option<Box<dyn Engine>> {

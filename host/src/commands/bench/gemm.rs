@@ -1,18 +1,12 @@
-//! `bench`: how fast the parts are.
+//! `bench gemm`: the matrix products of a model.
 
-use super::resources::Hardware;
+use crate::commands::resources::Hardware;
 use crate::engine::{Engine, Linear, Result};
 use crate::model::Descriptor;
 use crate::plan::{Group, Plan};
 use crate::tensor::Tensor;
 
-/// Times the parts of a training step
-#[derive(Clone, Debug, clap::Subcommand)]
-pub enum Bench {
-    /// The matrix products of a model: cuBLASLt's first choice and the fastest of its candidates
-    Gemm(Gemm),
-}
-
+/// The matrix products of a model: cuBLASLt's first choice and the fastest of its candidates
 #[derive(Clone, Debug, clap::Args)]
 pub struct Gemm {
     /// d12, d24, gpt3:c768 …
@@ -27,13 +21,7 @@ pub struct Gemm {
     hardware: Hardware,
 }
 
-pub fn run(bench: &Bench) -> Result<()> {
-    match bench {
-        Bench::Gemm(options) => gemm(options),
-    }
-}
-
-fn gemm(options: &Gemm) -> Result<()> {
+pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
     let mut engine = options.hardware.open_quietly()?;
     let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);

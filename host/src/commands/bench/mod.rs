@@ -1,0 +1,20 @@
+//! `bench`: how fast the parts of training are.
+
+mod gemm;
+mod step;
+
+use crate::engine::Result;
+
+/// Times the parts of a training step
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum Bench {
+    Gemm(gemm::Gemm),
+    Step(step::Step),
+}
+
+pub fn run(bench: &Bench) -> Result<()> {
+    match bench {
+        Bench::Gemm(options) => gemm::run(options),
+        Bench::Step(options) => step::run(options),
+    }
+}
