@@ -1,10 +1,10 @@
 //! `bench step`: where the time of a training step goes.
 
-use crate::cli::count;
+use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::engine::{AdamW, BatchLayout, Engine, Interval, Result};
 use crate::fit;
-use crate::model::{Capacity, Descriptor, Gpt2};
+use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
 use crate::train::{initialise, tune};
 use anyhow::Context;
 use std::collections::HashMap;
@@ -23,6 +23,9 @@ pub struct Step {
     /// Micro-batches of a step
     #[arg(short = 'a', long, default_value = "8", value_parser = count)]
     grad_accum: usize,
+    /// As of `train`
+    #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>)]
+    recompute: Recompute,
     /// Steps that are timed, after three that are not
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
@@ -36,7 +39,8 @@ pub fn run(options: &Step) -> Result<()> {
     let engine = &mut *engine;
     let descriptor: Descriptor = options.model.parse()?;
     let layout = BatchLayout { b: options.batch, t: options.seq };
-    let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true };
+    let recompute = options.recompute;
+    let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute };
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     engine.allocate(&plan)?;
     if let Some(text) = tune(&model, engine, layout)? {
