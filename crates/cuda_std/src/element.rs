@@ -55,11 +55,13 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    #[track_caller]
     fn from_f32(value: f32) -> Self {
         value
     }
 
     #[inline(always)]
+    #[track_caller]
     fn from_f32_stochastic(value: f32, _noise: u32) -> Self {
         value
     }
@@ -70,6 +72,7 @@ impl Element for f32 {
     }
 
     #[inline(always)]
+    #[track_caller]
     fn pack(mut f: impl FnMut(usize) -> f32) -> [u32; 4] {
         [f(0).to_bits(), f(1).to_bits(), f(2).to_bits(), f(3).to_bits()]
     }
@@ -82,11 +85,13 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    #[track_caller]
     fn from_f32(value: f32) -> Self {
         Self(backend::bf16x2(value, 0.0) as u16)
     }
 
     #[inline(always)]
+    #[track_caller]
     fn from_f32_stochastic(value: f32, noise: u32) -> Self {
         let bits = value.to_bits();
         let up = (bits & 0xffff) > (noise & 0xffff);
@@ -102,18 +107,20 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    #[track_caller]
     fn pack(mut f: impl FnMut(usize) -> f32) -> [u32; 4] {
-        let mut pair = |i: usize| {
-            let low = f(2 * i);
-            let high = f(2 * i + 1);
-            backend::bf16x2(low, high)
-        };
-        [pair(0), pair(1), pair(2), pair(3)]
+        [
+            backend::bf16x2(f(0), f(1)),
+            backend::bf16x2(f(2), f(3)),
+            backend::bf16x2(f(4), f(5)),
+            backend::bf16x2(f(6), f(7)),
+        ]
     }
 }
 
 /// `low` and `high` rounded to bf16 in one word, `high` in the upper half (`cvt.rn.bf16x2.f32`).
 #[inline(always)]
+#[track_caller]
 pub fn pack_pair(low: f32, high: f32) -> u32 {
     backend::bf16x2(low, high)
 }
@@ -129,6 +136,7 @@ pub struct Packet<T> {
 impl<T: Element> Packet<T> {
     /// Packet of `f(0) .. f(T::PACKET)`, rounded to nearest even.
     #[inline(always)]
+    #[track_caller]
     pub fn from_fn(f: impl FnMut(usize) -> f32) -> Self {
         Self::from_words(T::pack(f))
     }

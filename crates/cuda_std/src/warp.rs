@@ -115,5 +115,5 @@ pub fn sum(value: f32) -> f32 {
 #[inline(always)]
 #[track_caller]
 pub fn max(value: f32) -> f32 {
-    reduce(value, crate::math::max)
+    reduce(value, |a, b| crate::math::max(a, b))
 }

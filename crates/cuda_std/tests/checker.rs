@@ -263,6 +263,70 @@ fn an_async_copy_waits_for_readers() {
 }
 
 #[kernel(threads = 32)]
+fn async_never_waited(inp: Global<f32>) {
+    shared().copy_packet_async(4 * thread::thread_idx_x() as usize, inp, 0, true); // async_never_waited
+    async_copy::commit();
+    async_copy::wait::<1>();
+}
+
+#[test]
+fn an_async_copy_is_not_left_behind() {
+    let report = fault_of(|_, inp| async_never_waited(inp));
+    expect(&report, Fault::AsyncCopy, "async_never_waited", None);
+    assert_eq!(report.thread, Some(0));
+}
+
+/// The first warp multiplies what the second one refills, and says too early that it may.
+#[kernel(threads = 64)]
+fn released_early() {
+    let tile: SharedTile<bf16, 16, 16> = Layout::new().tile();
+    let lane = warp::lane() as usize;
+    if thread::thread_idx_x() < 32 {
+        thread::sync_named(1, 64);
+        thread::arrive_named(2, 64);
+        tile.a(0, 0); // released_early.ldmatrix
+    } else {
+        tile.set_packet(lane / 2, lane % 2 * 8, Packet::zero());
+        thread::arrive_named(1, 64);
+        thread::sync_named(2, 64);
+        tile.set_packet(lane / 2, lane % 2 * 8, Packet::zero()); // released_early.refill
+    }
+}
+
+#[test]
+fn a_slot_released_before_its_fragments_are_loaded() {
+    let report = fault_of(|_, _| released_early());
+    expect(&report, Fault::Race, "released_early.refill", Some("released_early.ldmatrix"));
+    assert!(report.to_string().contains("thread 32: race: write of 16 bytes at shared memory + 0"), "{report}");
+}
+
+/// Three warps read a word that the last one then writes, having met only two of them.
+#[kernel(threads = 128)]
+fn one_reader_too_many() {
+    let t = thread::thread_idx_x();
+    if t == 0 {
+        shared().set(0, 1.0);
+    }
+    thread::sync_threads();
+    if t < 96 {
+        shared().at(0); // one_reader_too_many.read
+    }
+    if t >= 32 {
+        thread::sync_named(1, 96);
+    }
+    if t == 96 {
+        shared().set(0, 2.0); // one_reader_too_many.write
+    }
+}
+
+#[test]
+fn every_reader_must_be_met() {
+    let report = fault_of(|_, _| one_reader_too_many());
+    expect(&report, Fault::Race, "one_reader_too_many.write", Some("one_reader_too_many.read"));
+    assert!(report.to_string().contains("; thread 31 read it"), "{report}");
+}
+
+#[kernel(threads = 32)]
 fn blocks_write_one_word(out: GlobalMut<u32>) {
     if warp::lane() == 0 {
         out.set(7, thread::block_idx_x()); // blocks_write_one_word
@@ -342,6 +406,52 @@ fn a_barrier_some_threads_never_reach() {
 }
 
 #[kernel(threads = 64)]
+fn too_few_arrivals() {
+    if thread::thread_idx_x() < 32 {
+        thread::arrive_named(5, 96);
+    } else {
+        thread::sync_named(5, 96); // too_few_arrivals
+    }
+}
+
+#[test]
+fn a_barrier_with_too_few_arrivals() {
+    let report = fault_of(|_, _| too_few_arrivals());
+    expect(&report, Fault::Deadlock, "too_few_arrivals", None);
+    let text = report.to_string();
+    for part in ["sync_named(5, 96)", "which lacks 32 of 96 threads", "threads 32-63", "finished: threads 0-31"] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[kernel(threads = 64)]
+fn polls() {
+    shared().set(0, 0.0);
+    while shared().at(0) == 0.0 {} // polls
+}
+
+#[kernel(threads = 64)]
+fn polls_between_barriers() {
+    if thread::thread_idx_x() == 0 {
+        shared().set(0, 0.0);
+    }
+    loop {
+        thread::sync_threads(); // polls_between_barriers
+        if shared().at(0) != 0.0 {
+            return;
+        }
+    }
+}
+
+#[test]
+fn waiting_by_polling() {
+    let report = fault_of(|_, _| polls());
+    expect(&report, Fault::Livelock, "polls", None);
+    assert!(report.to_string().contains("thread 0: livelock: polls shared memory + 0"), "{report}");
+    expect(&fault_of(|_, _| polls_between_barriers()), Fault::Livelock, "polls_between_barriers", None);
+}
+
+#[kernel(threads = 64)]
 fn missing_lane() {
     if thread::thread_idx_x() != 40 {
         warp::sum(1.0); // missing_lane
@@ -395,7 +505,7 @@ fn operands_out_of_range() {
 #[kernel(threads = 64)]
 fn panics() {
     let t = thread::thread_idx_x();
-    assert!(t < 50, "no thread {t}");
+    assert!(t < 50, "no thread {t}"); // panics
     thread::sync_threads();
 }
 
@@ -403,7 +513,8 @@ fn panics() {
 fn a_kernel_that_panics() {
     let report = fault_of(|_, _| panics());
     assert_eq!((report.fault, report.thread), (Fault::Panic, Some(50)));
-    assert!(report.to_string().ends_with("thread 50: panicked: no thread 50"), "{report}");
+    let end = format!("thread 50: panicked at {}:{}: no thread 50", file!(), line("panics"));
+    assert!(report.to_string().ends_with(&end), "{report}");
 }
 
 /// Sums rows of 128 floats: async copies in two stages, warps that hand over through named barriers, a last block that

@@ -6,7 +6,7 @@ use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, cluster, tma, wgmma};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, SharedArray, bf16, element, kernel, thread, warp};
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp};
 
 const SHARED: usize = 48 << 10;
 
@@ -134,15 +134,15 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     hopper::fence_async_proxy();
     thread::sync_threads();
     let mut d = A::ZERO;
+    let left = [0, 1, 2, 3].map(|k| tile_a.left(thread as u32 / 32 * 16, k));
     wgmma::fence();
     for round in 0..2 {
         for k in 0..4 {
-            let accumulate = round + k > 0;
-            let left = || tile_a.left(thread as u32 / 32 * 16, k);
+            let (accumulate, left) = (round + k > 0, left[k as usize]);
             match KIND {
                 BOTH_SHARED => d.product(tile_a.operand(k), tile_b.operand(k), accumulate),
-                LEFT_IN_REGISTERS => d.product_with(left(), tile_b.operand(k), accumulate),
-                RIGHT_BY_ROWS => d.product_with_rows(left(), tile_b.operand_by_rows(k), accumulate),
+                LEFT_IN_REGISTERS => d.product_with(left, tile_b.operand(k), accumulate),
+                RIGHT_BY_ROWS => d.product_with_rows(left, tile_b.operand_by_rows(k), accumulate),
                 _ => unreachable!("KIND is one of three"),
             }
         }
@@ -280,6 +280,10 @@ enum Planted {
     StoreNotWaited,
     StoreOverwritten,
     OverwrittenTooEarly,
+    LoadedWhileRead,
+    NobodyArrives,
+    NoInitFence,
+    WrittenWithoutProxyFence,
 }
 
 #[kernel(threads = 64)]
@@ -290,6 +294,28 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
         begin(barriers, 1);
     }
     let thread = thread::thread_idx_x();
+    if is(Planted::NoInitFence) {
+        if thread == 0 {
+            barriers.at(1).init(1); // init
+            barriers.at(1).arrive_expecting(SwizzledTile::<16>::BYTES);
+            tile.load(map, 0, 0, barriers.at(1)); // unfenced_load
+        }
+        return;
+    }
+    if is(Planted::WrittenWithoutProxyFence) {
+        if thread == 0 {
+            plain.set(5, bf16::from_f32(1.0)); // plain_write
+            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            tile.load(map, 0, 0, barriers.at(0)); // load_over_write
+        }
+        return;
+    }
+    if is(Planted::NobodyArrives) {
+        if thread == 0 {
+            tile.load(map, 0, 0, barriers.at(0));
+        }
+        barriers.at(0).wait(0); // wait_for_nobody
+    }
     if thread == 0 {
         let bytes = SwizzledTile::<16>::BYTES + if is(Planted::TooFewBytes) { 16 } else { 0 };
         barriers.at(0).arrive_expecting(bytes); // first_arrival
@@ -313,6 +339,10 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
             tile.load(map, 0, 0, barriers.at(0)); // load_again
         }
         barriers.at(0).wait(1);
+    }
+    if is(Planted::LoadedWhileRead) && thread == 63 {
+        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        tile.load(map, 0, 0, barriers.at(0)); // load_while_read
     }
     thread::sync_threads();
     plain.set(thread as usize, bf16::from_f32(1.0)); // write
@@ -355,36 +385,226 @@ fn planted_faults() {
     expect(&found(Planted::StoreNotWaited), Fault::AsyncCopy, "store", None);
     expect(&found(Planted::StoreOverwritten), Fault::AsyncCopy, "store", Some("wait_stores"));
     expect(&found(Planted::OverwrittenTooEarly), Fault::AsyncCopy, "read", Some("load_again"));
+    expect(&found(Planted::LoadedWhileRead), Fault::Race, "load_while_read", Some("read"));
+    expect(&found(Planted::NoInitFence), Fault::Race, "unfenced_load", Some("init"));
+    expect(&found(Planted::WrittenWithoutProxyFence), Fault::Race, "load_over_write", Some("plain_write"));
+    let nobody = found(Planted::NobodyArrives);
+    expect(&nobody, Fault::Deadlock, "wait_for_nobody", None);
+    let lacks = "lacks 1 of 1 arrivals and has 2048 bytes that no arrival announced";
+    assert!(nobody.to_string().contains(lacks) && nobody.to_string().contains("threads 0-63"), "{nobody}");
+}
+
+/// What is wrong with a product.
+#[derive(Clone, Copy, PartialEq)]
+#[repr(u32)]
+enum Impatient {
+    Written,
+    SettledEarly,
+    Stored,
+    Shuffled,
+    Packed,
+    Exponentiated,
+    Compared,
+    NotFenced,
+    NotFencedAgain,
+    LeftLoadedAfterFence,
+    NeverWaited,
+    NeverCommitted,
 }
 
 #[kernel(threads = 128)]
-fn impatient(settles: u32) {
+fn impatient(out: GlobalMut<f32>, fault: u32) {
+    let is = |planted: Impatient| fault == planted as u32;
     let tile = Layout::new().swizzled::<64>();
     let plain: SharedArray<bf16> = Layout::new().array(64 * 64);
-    for i in (thread::thread_idx_x() as usize..64 * 64).step_by(128) {
+    let thread = thread::thread_idx_x() as usize;
+    for i in (thread..64 * 64).step_by(128) {
         plain.set(i, bf16::from_f32(1.0));
     }
     hopper::fence_async_proxy();
     thread::sync_threads();
     let mut d = <[f32; 32]>::ZERO;
-    wgmma::fence();
+    if !is(Impatient::NotFenced) {
+        wgmma::fence();
+    }
+    if is(Impatient::LeftLoadedAfterFence) {
+        let left = tile.left(thread as u32 / 32 * 16, 0); // left
+        d.product_with(left, tile.operand(0), false); // product_with
+    }
     d.product(tile.operand(0), tile.operand(0), false); // product
+    if is(Impatient::NeverCommitted) {
+        wgmma::wait::<0>();
+        d.settle(); // settle_uncommitted
+    }
     wgmma::commit();
-    if settles == 0 {
+    if is(Impatient::Written) {
         d[3] += 1.0;
-        wgmma::wait::<0>();
-        d.settle(); // settle
-    } else {
+    }
+    if is(Impatient::SettledEarly) {
         d.settle(); // settle_early
+    }
+    if is(Impatient::Stored) {
+        out.set(thread, d[3] * 2.0); // store_early
+    }
+    if is(Impatient::Shuffled) {
+        warp::sum(d[3]); // shuffle_early
+    }
+    if is(Impatient::Packed) {
+        let _ = Packet::<bf16>::from_fn(|i| d[i]); // pack_early
+    }
+    if is(Impatient::Exponentiated) {
+        math::exp2(d[0] - 1.0); // exp2_early
+    }
+    if is(Impatient::Compared) {
+        math::max(0.0, d[0]); // max_early
+    }
+    if is(Impatient::NeverWaited) {
+        return;
+    }
+    wgmma::wait::<0>();
+    d.settle(); // settle
+    out.set(thread, d[0]);
+    if is(Impatient::NotFencedAgain) {
+        d.product(tile.operand(0), tile.operand(0), true); // product_again
+        wgmma::commit();
         wgmma::wait::<0>();
+        d.settle();
     }
 }
 
 #[test]
 fn accumulators_touched_before_their_wait() {
-    let run = |settles| impatient(settles).emulate_checked(&mut Memory::new(), [1, 1, 1], SHARED).unwrap_err();
-    expect(&run(0), Fault::Accumulators, "settle", Some("product"));
-    expect(&run(1), Fault::Accumulators, "settle_early", Some("product"));
+    let run = |fault: u32| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 128);
+        impatient(out, fault).emulate_checked(&mut memory, [1, 1, 1], SHARED)
+    };
+    run(u32::MAX).unwrap();
+    let cases = [
+        (Impatient::Written, "settle", Some("product")),
+        (Impatient::SettledEarly, "settle_early", Some("product")),
+        (Impatient::Stored, "store_early", Some("product")),
+        (Impatient::Shuffled, "shuffle_early", Some("product")),
+        (Impatient::Packed, "pack_early", Some("product")),
+        (Impatient::Exponentiated, "exp2_early", Some("product")),
+        (Impatient::Compared, "max_early", Some("product")),
+        (Impatient::NotFenced, "product", None),
+        (Impatient::NotFencedAgain, "product_again", Some("settle")),
+        (Impatient::LeftLoadedAfterFence, "product_with", Some("left")),
+        (Impatient::NeverWaited, "product", None),
+        (Impatient::NeverCommitted, "settle_uncommitted", Some("product")),
+    ];
+    for (fault, at, other) in cases {
+        expect(&run(fault as u32).unwrap_err(), Fault::Accumulators, at, other);
+    }
+}
+
+/// A warpgroup multiplies tiles that a fifth warp loads into one slot; released after the wait, or (`early`) before it.
+#[kernel(threads = 160)]
+fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
+    let mut layout = Layout::new();
+    let (tile, barriers) = (layout.swizzled::<64>(), layout.mbarriers(2));
+    let (full, empty) = (barriers.at(0), barriers.at(1));
+    let thread = thread::thread_idx_x();
+    if thread == 0 {
+        full.init(1);
+        empty.init(4);
+        MBarrier::fence_init();
+    }
+    thread::sync_threads();
+    if thread == 128 {
+        for round in 0..3 {
+            empty.wait((round + 1) % 2);
+            full.arrive_expecting(SwizzledTile::<64>::BYTES);
+            tile.load(map, 0, 64 * round, full); // refill
+        }
+    }
+    if thread >= 128 {
+        return;
+    }
+    let mut d = <[f32; 32]>::ZERO;
+    for round in 0..3 {
+        full.wait(round % 2);
+        wgmma::fence();
+        d.product(tile.operand(0), tile.operand(1), round > 0); // multiply
+        wgmma::commit();
+        if early == 1 && thread.is_multiple_of(32) {
+            empty.arrive();
+        }
+        wgmma::wait::<0>();
+        if early == 0 && thread.is_multiple_of(32) {
+            empty.arrive();
+        }
+        d.settle();
+    }
+    out.set(thread as usize, d[0]);
+}
+
+#[test]
+fn a_slot_released_before_its_product_is_done() {
+    let tensor = values(192 * 64);
+    let run = |early: u32| {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &tensor);
+        let map = memory.input("map", &[TensorMap::emulated(base, 192, 64, 128, 64, 64)]);
+        let out = memory.output("out", 128);
+        pipeline(out, map, early).emulate_checked(&mut memory, [1, 1, 1], SHARED)?;
+        Ok::<_, Report>(memory.read(out)[0])
+    };
+    let term = |i: usize| tensor[i / 16 * 4096 + i % 16].to_f64() * tensor[i / 16 * 4096 + 16 + i % 16].to_f64();
+    let want: f64 = (0..3 * 16).map(term).sum();
+    assert!((f64::from(run(0).unwrap()) - want).abs() < 1e-4);
+    expect(&run(1).unwrap_err(), Fault::Race, "refill", Some("multiply"));
+}
+
+/// One block of the cluster leaves early.
+#[kernel(threads = 64, cluster = 2)]
+fn absent() {
+    if cluster::block_rank() == 1 {
+        return;
+    }
+    if thread::thread_idx_x() < 32 {
+        thread::sync_threads(); // sync_threads
+    }
+    cluster::sync(); // cluster_sync
+}
+
+/// Each block waits for an arrival that the other one owes it.
+#[kernel(threads = 32, cluster = 2)]
+fn nobody_begins() {
+    let (_, _, barriers) = shared::<16>();
+    begin(barriers, 2);
+    cluster::sync();
+    if warp::lane() == 0 {
+        barriers.at(0).arrive();
+    }
+    barriers.at(0).wait(0); // wait_for_the_other
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_at(1 - cluster::block_rank());
+    }
+    cluster::sync();
+}
+
+#[test]
+fn clusters_that_come_to_no_end() {
+    let run = |launch: Launch| launch.emulate_cluster_checked(&mut Memory::new(), [4, 1, 1], SHARED, 2).unwrap_err();
+    let report = run(absent());
+    expect(&report, Fault::Deadlock, "sync_threads", Some("cluster_sync"));
+    let text = report.to_string();
+    for part in [
+        "block (0, 0, 0): waiting in sync_threads, which lacks 32 of 64 threads",
+        "block (0, 0, 0): waiting in cluster::sync",
+        "block (1, 0, 0): finished: threads 0-63",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    let report = run(nobody_begins());
+    expect(&report, Fault::Deadlock, "wait_for_the_other", Some("wait_for_the_other"));
+    let text = report.to_string();
+    for part in ["block (0, 0, 0): waiting in wait(0)", "block (1, 0, 0): waiting in wait(0)", "lacks 1 of 2 arrivals"]
+    {
+        assert!(text.contains(part), "{text}");
+    }
 }
 
 /// Block 1 arrives at a barrier of block 0, which does not stay for it.

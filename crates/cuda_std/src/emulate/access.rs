@@ -1,11 +1,12 @@
 //! Loads, stores, atomics and asynchronous copies.
 
-use super::block::{fail, is_checked, is_running, with};
+use super::block::{Polling, fail, is_checked, is_running, with};
 use super::checker::{Finding, Kind, Request};
-use super::report::Site;
+use super::hopper::catch_early;
+use super::report::{Fault, Line, Site};
 use std::panic::Location;
-use std::ptr;
 use std::sync::atomic::{self, AtomicU32, Ordering};
+use std::{mem, ptr};
 
 /// Generic address of the block's dynamic shared memory; null on the host, where layouts are only measured.
 #[inline]
@@ -23,12 +24,28 @@ pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
 
 #[inline(never)]
 fn check_slowly(request: Request) {
-    let found = with(|block| {
+    let Request { kind, address, at, .. } = request;
+    let (found, polls) = with(|block| {
+        let polls = match kind {
+            Kind::Read | Kind::Atomic => block.polling.reads(address, at),
+            _ => {
+                block.polling = Polling::default();
+                false
+            }
+        };
         let thread = block.current;
-        block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request))
+        (block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request)), polls)
     });
     if let Err(Finding { fault, other, message }) = found {
-        fail(fault, request.at, other, message);
+        fail(fault, at, other, message);
+    }
+    if polls {
+        let place = with(|block| block.checker.as_ref().map_or_else(String::new, |checker| checker.place(address)));
+        let message = format!(
+            "livelock: polls {place} at {}; an emulated thread runs until it waits, so nobody can write there meanwhile",
+            Line(at)
+        );
+        fail(Fault::Livelock, at, None, message);
     }
 }
 
@@ -47,6 +64,10 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 #[inline]
 #[track_caller]
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
+    if size_of::<T>() == 4 {
+        // SAFETY: as many bytes, of a type that has no padding in this size.
+        catch_early(unsafe { mem::transmute_copy(&value) }, Location::caller());
+    }
     check(Kind::Write, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
     // SAFETY: the caller's.
     unsafe { *pointer = value }
@@ -77,7 +98,11 @@ pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
 #[inline]
 #[track_caller]
 pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
-    check(Kind::Write, pointer.addr(), 16, 16, Location::caller());
+    let at = Location::caller();
+    for word in value {
+        catch_early(word, at);
+    }
+    check(Kind::Write, pointer.addr(), 16, 16, at);
     // SAFETY: the caller's.
     unsafe { pointer.cast::<[u32; 4]>().write_unaligned(value) }
 }
@@ -146,12 +171,18 @@ struct AsyncCopy {
     /// None: zeros.
     from: Option<*const u32>,
     group: u32,
+    at: Site,
 }
 
 impl AsyncCopies {
     pub fn clear(&mut self) {
         self.copies.clear();
         self.groups = 0;
+    }
+
+    /// Line of the oldest copy under way.
+    pub fn oldest(&self) -> Option<Site> {
+        Some(self.copies.first()?.at)
     }
 }
 
@@ -168,7 +199,7 @@ pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
     check(Kind::AsyncWrite, to.addr(), 16, 16, at);
     with(|block| {
         let mine = &mut block.copies[block.current];
-        mine.copies.push(AsyncCopy { to, from: valid.then_some(from), group: mine.groups });
+        mine.copies.push(AsyncCopy { to, from: valid.then_some(from), group: mine.groups, at });
     });
 }
 

@@ -14,10 +14,11 @@ use super::report::{Fault, Line, Report, Site, ranges};
 use super::stack::{self, FiberStack};
 use corosensei::{Coroutine, Yielder};
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt::Write;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::ptr;
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 type Fiber = Coroutine<(), (), (), FiberStack>;
@@ -54,6 +55,33 @@ pub struct Block {
     suspicion: Option<Report>,
     /// In a cluster the block that runs has it.
     pub checker: Option<Box<Checker>>,
+    pub polling: Polling,
+}
+
+/// Whether the thread that runs reads the same places over and over: nobody else runs meanwhile, so it would go on for ever.
+#[derive(Default)]
+pub struct Polling {
+    place: Option<(usize, Site)>,
+    accesses: u64,
+    /// How often that place has been read since.
+    reads: u32,
+}
+
+impl Polling {
+    /// So many reads of one place by one line, with no write in between, are for ever.
+    const LIMIT: u32 = 1 << 22;
+
+    /// Notes a read or an atomic update; whether it is the one too many.
+    #[inline]
+    pub fn reads(&mut self, address: usize, at: Site) -> bool {
+        self.accesses += 1;
+        if self.place.is_some_and(|(place, line)| place == address && std::ptr::eq(line, at)) {
+            self.reads += 1;
+        } else if self.accesses.is_power_of_two() {
+            (self.place, self.reads) = (Some((address, at)), 0);
+        }
+        self.reads >= Self::LIMIT
+    }
 }
 
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
@@ -64,6 +92,8 @@ struct Kilobyte([u8; 1024]);
 const POISON: Kilobyte = Kilobyte([0xff; 1024]);
 
 thread_local! {
+    /// Where the last panic of a kernel was.
+    static PANICKED_AT: RefCell<String> = const { RefCell::new(String::new()) };
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
     /// Whether that block is watched.
     static CHECKED: Cell<bool> = const { Cell::new(false) };
@@ -141,6 +171,7 @@ impl Block {
             report: None,
             suspicion: None,
             checker: None,
+            polling: Polling::default(),
         }
     }
 
@@ -211,31 +242,19 @@ impl Block {
         Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
     }
 
-    /// Nobody is ready and somebody waits.
-    fn deadlock(&self) -> Report {
-        let finished: Vec<usize> = (0..self.threads as usize).filter(|&t| self.finished(t)).collect();
+    /// Who waits where, the same waits together, and who has ended.
+    fn waiting(&self) -> (Vec<(Wait, Vec<usize>)>, Vec<usize>) {
+        let (finished, waiting): (Vec<usize>, Vec<usize>) =
+            (0..self.threads as usize).partition(|&thread| self.finished(thread));
         let mut groups: Vec<(Wait, Vec<usize>)> = Vec::new();
-        for thread in (0..self.threads as usize).filter(|&t| !self.finished(t)) {
+        for thread in waiting {
             let Some(wait) = self.waits[thread] else { continue };
             match groups.iter_mut().find(|(w, _)| *w == wait) {
                 Some((_, threads)) => threads.push(thread),
                 None => groups.push((wait, vec![thread])),
             }
         }
-        let mut message = String::from("deadlock");
-        for (wait, threads) in &groups {
-            let missing = match wait.operation {
-                Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
-                _ => String::new(),
-            };
-            let at = Line(wait.at);
-            let _ = write!(message, "\n  waiting in {}{missing} at {at}: threads {}", wait.operation, ranges(threads));
-        }
-        if !finished.is_empty() {
-            let _ = write!(message, "\n  finished: threads {}", ranges(&finished));
-        }
-        let sites: Vec<Site> = groups.iter().map(|(wait, _)| wait.at).collect();
-        self.report_of(Fault::Deadlock, sites.first().copied(), sites.get(1).copied(), message)
+        (groups, finished)
     }
 
     /// What a thread was stopped for.
@@ -248,11 +267,9 @@ impl Block {
         }
     }
 
-    /// Nobody is ready: whether somebody waits, or left something behind.
-    fn stuck(&mut self) -> Option<Report> {
-        let report = if self.waits() { Some(self.deadlock()) } else { self.left_over().or_else(|| self.ended_early()) };
-        self.report.clone_from(&report);
-        report
+    /// What is wrong with how this block ended.
+    fn ended_badly(&self) -> Option<Report> {
+        self.left_over().or_else(|| self.ended_early())
     }
 
     /// Whether this block of a cluster may have ended while another reached into it.
@@ -270,6 +287,36 @@ impl Block {
     fn finished(&self, thread: usize) -> bool {
         self.warps[thread / LANES].finished >> (thread % LANES) & 1 != 0
     }
+}
+
+/// Nobody goes on, and somebody waits: where everybody in the cluster is.
+fn stuck(cluster: &[*mut Block], fault: Fault, mut message: String) -> Report {
+    let (mut sites, mut first) = (Vec::new(), None);
+    for &block in cluster {
+        // SAFETY: as in `with`; nobody has a reference to any of the blocks.
+        let block = unsafe { &*block };
+        let (groups, finished) = block.waiting();
+        let [x, y, z] = block.index;
+        let of_block = if cluster.len() > 1 { format!("block ({x}, {y}, {z}): ") } else { String::new() };
+        for (wait, threads) in groups {
+            first.get_or_insert(block);
+            sites.push(wait.at);
+            let missing = match wait.operation {
+                Operation::MBarrier { offset, .. } => block.hopper.missing(offset as usize),
+                Operation::SyncThreads => block.barriers[0].missing(),
+                Operation::SyncNamed { id, .. } => block.barriers[id as usize].missing(),
+                _ => String::new(),
+            };
+            let (at, threads) = (Line(wait.at), ranges(&threads));
+            let _ = write!(message, "\n  {of_block}waiting in {}{missing} at {at}: threads {threads}", wait.operation);
+        }
+        if !finished.is_empty() {
+            let _ = write!(message, "\n  {of_block}finished: threads {}", ranges(&finished));
+        }
+    }
+    // SAFETY: as above.
+    let block = first.unwrap_or_else(|| unsafe { &*cluster[0] });
+    block.report_of(fault, sites.first().copied(), sites.get(1).copied(), message)
 }
 
 /// A launch, before it is known to be possible.
@@ -398,6 +445,18 @@ pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
     found.map_or(Ok(()), Err)
 }
 
+/// Lets panics of kernels go into their reports, with their lines, instead of to standard error.
+fn catch_panics() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| match info.location() {
+            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}", at.file(), at.line())),
+            _ => before(info),
+        }));
+    });
+}
+
 /// Points BLOCK at a block, and back at what it was when dropped.
 struct Running(*mut Block, bool);
 
@@ -441,7 +500,8 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
             if let (Err(payload), None) = (outcome, &block.report) {
                 let text = payload.downcast_ref::<String>().map(String::as_str);
                 let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
-                let report = block.report_of(Fault::Panic, None, None, format!("panicked: {text}"));
+                let report =
+                    block.report_of(Fault::Panic, None, None, format!("panicked at {}: {text}", PANICKED_AT.take()));
                 block.report = Some(Report { thread: Some(thread as u32), ..report });
             }
         });
@@ -459,12 +519,14 @@ fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<
     let count = blocks.len();
     let first: *mut Block = blocks.as_mut_ptr();
     let cluster: Vec<*mut Block> = (0..count).map(|rank| first.wrapping_add(rank)).collect();
+    catch_panics();
     let running = Running::new(first, checked);
     for &block in &cluster {
         switch(block);
         with(|block| block.cluster.clone_from(&cluster));
     }
     let mut progress = true;
+    let mut livelock = None;
     'run: while progress {
         progress = false;
         for (&block, fibers) in cluster.iter().zip(fibers.chunks_mut(threads)) {
@@ -473,9 +535,20 @@ fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<
                 while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
                     progress = true;
                     let thread = warp * LANES + lane;
-                    with(|block| block.current = thread);
+                    with(|block| {
+                        block.current = thread;
+                        block.polling = Polling::default();
+                    });
                     fibers[thread].resume(());
-                    if with(|block| block.report.is_some()) {
+                    let (reported, idle) = with(|block| {
+                        (block.report.is_some(), block.checker.as_mut().is_some_and(|checker| checker.step()))
+                    });
+                    if idle {
+                        let message =
+                            "livelock: threads go on and on, and none has written anything for long".to_owned();
+                        livelock = Some(stuck(&cluster, Fault::Livelock, message));
+                    }
+                    if reported || idle {
                         break 'run;
                     }
                 }
@@ -490,15 +563,19 @@ fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<
             }
         }
     }
-    let mut found = None;
+    let mut found = livelock;
     for &block in &cluster {
         switch(block);
         found = found.or_else(|| with(Block::verdict));
     }
     let found = found.or_else(|| {
+        // SAFETY: as above.
+        if cluster.iter().any(|&block| unsafe { &*block }.waits()) {
+            return Some(stuck(&cluster, Fault::Deadlock, "deadlock".to_owned()));
+        }
         cluster.iter().find_map(|&block| {
             switch(block);
-            with(Block::stuck)
+            with(|block| block.ended_badly())
         })
     });
     let mut rest = fibers.into_iter();

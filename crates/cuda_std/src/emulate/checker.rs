@@ -22,6 +22,8 @@ pub enum Kind {
     Atomic,
     /// A write that happens at some time before its wait.
     AsyncWrite,
+    /// Such a write by TMA.
+    BulkWrite,
     /// A read of shared memory by TMA or wgmma.
     AsyncRead,
 }
@@ -48,6 +50,9 @@ pub struct Finding {
     pub message: String,
 }
 
+/// So many steps of every thread in which none writes anything are for ever.
+const MAX_IDLE_STEPS: usize = 1 << 16;
+
 /// For every warp of the cluster how far it is known to have come.
 pub type Clocks = [u32; LANES];
 
@@ -61,6 +66,8 @@ pub struct Checker {
     reached: Vec<[Option<(usize, u32, Site)>; LANES]>,
     order: Order,
     sites: Sites,
+    /// How often fibers were resumed since anything was written.
+    idle_steps: usize,
 }
 
 /// What has happened before what.
@@ -184,6 +191,7 @@ impl Checker {
                 fenced: HashSet::new(),
             },
             sites: Sites { all: Vec::new(), recent: [None; 256] },
+            idle_steps: 0,
         }
     }
 
@@ -193,6 +201,7 @@ impl Checker {
 
     pub fn start_block(&mut self, block: u32) {
         self.order.block = block;
+        self.idle_steps = 0;
         self.order.clocks = [[0; LANES]; LANES];
         self.order.met = [0; LANES];
         self.order.proxy_fences.fill(0);
@@ -202,6 +211,12 @@ impl Checker {
             shared.forget_accesses();
             shared.forget_contents();
         }
+    }
+
+    /// A fiber was resumed; whether that has happened for long without a write.
+    pub fn step(&mut self) -> bool {
+        self.idle_steps += 1;
+        self.idle_steps >= MAX_IDLE_STEPS * LANES * self.order.warps * self.shared.len()
     }
 
     /// Block `rank` of the cluster is the one that runs.
@@ -311,6 +326,11 @@ impl Checker {
         Finding { fault: Fault::OutOfBounds, other: None, message }
     }
 
+    /// Where an address lies.
+    pub fn place(&self, address: usize) -> String {
+        self.locate(address).map_or_else(|| format!("address {address:#x}"), |place| self.name(&place))
+    }
+
     fn name(&self, place: &Place) -> String {
         match place {
             Place::Shared(_, offset) => format!("shared memory + {offset}"),
@@ -328,6 +348,9 @@ impl Checker {
     /// Says what is wrong with an access of `thread`, or remembers it.
     pub fn access(&mut self, thread: usize, request: Request) -> Result<(), Finding> {
         let Request { kind, address, bytes, align, at } = request;
+        if !kind.reads() {
+            self.idle_steps = 0;
+        }
         let Some(place) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
         let (offset, size) = match place {
             Place::Shared(_, offset) => (offset, self.shared_bytes),
@@ -354,7 +377,7 @@ impl Checker {
         }
         match kind {
             Kind::Write => self.shadow(&place).set_written(offset, bytes),
-            Kind::AsyncWrite => (),
+            Kind::AsyncWrite | Kind::BulkWrite => (),
             Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic => {
                 if self.shadow(&place).first_unwritten(offset, bytes).is_some() {
                     return simple(self, Fault::Uninitialised, "read of what was never written");
@@ -371,7 +394,7 @@ impl Checker {
             Kind::Read | Kind::Write => 0,
             Kind::WarpRead | Kind::AsyncRead => Access::WARP,
             Kind::Atomic => Access::ATOMIC,
-            Kind::AsyncWrite => Access::PENDING,
+            Kind::AsyncWrite | Kind::BulkWrite => Access::PENDING,
         };
         let order = &self.order;
         let access = order.access(thread, flags, self.sites.number(request.at));
@@ -380,29 +403,28 @@ impl Checker {
             Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         };
         for i in offset / CELL..(offset + request.bytes) / CELL {
-            let cell = shadow.cell(i);
+            let cell = *shadow.cell(i);
             if cell.write.is(Access::PENDING) {
-                let with = cell.write;
-                return Err(self.clash(thread, request, place, i * CELL, with, "starts copying to"));
+                return Err(self.clash(thread, request, place, i * CELL, cell.write, "began to copy to"));
             }
             let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
             if !both_atomic && !order.holds(cell.write, thread) {
-                let with = cell.write;
-                return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
+                return Err(self.clash(thread, request, place, i * CELL, cell.write, "wrote"));
+            }
+            if matches!(kind, Kind::AsyncRead | Kind::BulkWrite) && !order.fenced_proxy(cell.write) {
+                return Err(self.clash(thread, request, place, i * CELL, cell.write, "wrote"));
             }
             let past = cell.reads.map(|read| order.holds(read, thread));
             if kind.reads() {
-                if kind == Kind::AsyncRead && !order.fenced_proxy(cell.write) {
-                    let with = cell.write;
-                    return Err(self.clash(thread, request, place, i * CELL, with, "wrote"));
-                }
-                cell.read(access, past);
-            } else if let Some(read) = past.iter().position(|past| !past) {
-                let with = cell.reads[read];
-                return Err(self.clash(thread, request, place, i * CELL, with, "read"));
-            } else {
-                cell.wrote(access);
+                shadow.read(i, access, past);
+                continue;
             }
+            let read = past.iter().position(|past| !past).map(|read| cell.reads[read]);
+            let in_crowd = || shadow.crowd(i, cell).iter().find(|read| !order.holds(**read, thread)).copied();
+            if let Some(read) = read.or_else(in_crowd) {
+                return Err(self.clash(thread, request, place, i * CELL, read, "read"));
+            }
+            shadow.wrote(i, access);
         }
         Ok(())
     }
@@ -410,8 +432,11 @@ impl Checker {
     #[cold]
     fn clash(&self, thread: usize, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
         let (fault, why) = if with.is(Access::PENDING) {
-            (Fault::AsyncCopy, "and has not waited for")
-        } else if request.kind == Kind::AsyncRead && self.order.holds(with, thread) {
+            (Fault::AsyncCopy, "and nobody has waited for that")
+        } else if matches!(request.kind, Kind::AsyncRead | Kind::BulkWrite)
+            && did == "wrote"
+            && self.order.holds(with, thread)
+        {
             (Fault::Race, "with no fence_async_proxy after it")
         } else if with.block == self.order.block {
             (Fault::Race, "with no barrier in between")
@@ -481,6 +506,7 @@ fn describe(request: Request) -> String {
         Kind::Write => "write",
         Kind::Atomic => "atomic update",
         Kind::AsyncWrite => "asynchronous copy",
+        Kind::BulkWrite => "TMA load",
     };
     format!("{what} of {} bytes", request.bytes)
 }

@@ -5,6 +5,7 @@
 
 use super::LANES;
 use super::block::{Block, fail, suspend, with};
+use super::hopper::catch_early;
 use super::report::{Fault, Line, Site, ranges};
 use std::fmt;
 use std::panic::Location;
@@ -190,6 +191,7 @@ fn shuffle(value: u32, source: impl FnOnce(usize) -> usize) -> u32 {
     let at = Location::caller();
     let lane = with(|block| block.place().1);
     let source = source(lane);
+    catch_early(value, at);
     let lanes = with(|block| block.warps[block.current / LANES].lanes);
     if lanes >> source & 1 == 0 {
         fail(Fault::Operand, at, None, format!("shuffles from lane {source}, which its warp lacks, at {}", Line(at)));
@@ -242,6 +244,15 @@ pub struct Barrier {
     arrived: u32,
     /// Warps to wake, one bit each.
     waiting: u32,
+}
+
+impl Barrier {
+    /// What a deadlock report says of it.
+    pub fn missing(&self) -> String {
+        self.expects.map_or_else(String::new, |(expects, _)| {
+            format!(", which lacks {} of {expects} threads", expects - self.arrived)
+        })
+    }
 }
 
 #[track_caller]

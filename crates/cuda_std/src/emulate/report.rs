@@ -14,6 +14,8 @@ pub enum Fault {
     Launch,
     /// Threads wait for others that never come.
     Deadlock,
+    /// Threads go on and on without anything changing: polling memory that nobody will write.
+    Livelock,
     /// Lanes of one warp are at different warp-wide operations.
     Divergence,
     /// An operation's operand is outside what it takes: a barrier number, a lane that is not there.
@@ -32,7 +34,7 @@ pub enum Fault {
     Race,
     /// An access to the target of an asynchronous copy before its wait, or a copy that nobody waits for.
     AsyncCopy,
-    /// Accumulators of a warpgroup product touched before its wait.
+    /// Accumulators of a warpgroup product touched before its wait, or a product of registers with no fence after they were.
     Accumulators,
 }
 
@@ -46,7 +48,8 @@ pub struct Report {
     /// Thread that was stopped, where it was one.
     pub thread: Option<u32>,
     pub fault: Fault,
-    /// Line at which the kernel was stopped; in a deadlock the line where the first waiting thread waits.
+    /// Line at which the kernel was stopped; in a deadlock the line where the first waiting thread waits; none in a panic,
+    /// whose line is in the text.
     pub at: Option<Site>,
     /// The line it clashes with.
     pub other: Option<Site>,

@@ -2,6 +2,8 @@
 //! was ever written.
 
 use super::LANES;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// One access to one cell. `thread` carries the flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -21,9 +23,11 @@ impl Access {
     pub const PENDING: u16 = 1 << 14;
     /// By an instruction of the whole warp, which is over for all of its lanes at once.
     pub const WARP: u16 = 1 << 13;
-
     /// By TMA.
     pub const BULK: u16 = 1 << 12;
+    /// On a cell's second read: the cell has had more readers than it holds.
+    const CROWDED: u16 = 1 << 11;
+    const THREAD: u16 = (LANES * LANES) as u16 - 1;
 
     pub fn new(block: u32, clock: u32, thread: usize, flags: u16, site: u16) -> Self {
         Self { block, clock, thread: thread as u16 | flags, site }
@@ -43,7 +47,7 @@ impl Access {
     }
 
     pub fn thread(self) -> usize {
-        usize::from(self.thread & (Self::BULK - 1))
+        usize::from(self.thread & Self::THREAD)
     }
 
     pub fn warp(self) -> usize {
@@ -61,21 +65,24 @@ pub struct Cell {
 impl Cell {
     const EMPTY: Self = Self { write: Access::NONE, reads: [Access::NONE; 2] };
 
-    pub fn wrote(&mut self, access: Access) {
-        *self = Self { write: access, reads: [Access::NONE; 2] };
-    }
-
-    /// `past`: for each of the two reads, whether it is ordered before this one.
-    pub fn read(&mut self, access: Access, past: [bool; 2]) {
+    /// `past`: for each of the two reads, whether it is ordered before this one. Gives back a read that another warp's
+    /// writer may yet race with, where there is no room for it any more.
+    fn read(&mut self, access: Access, past: [bool; 2]) -> Option<Access> {
         let [last, other] = &mut self.reads;
         let same_block = last.block == access.block;
         let keep_other = last.is_none()
             || same_block && last.thread() == access.thread()
             || !other.is_none() && !past[1] && (past[0] || same_block && last.warp() == access.warp());
+        let mut lost = None;
         if !keep_other {
+            let lives = !other.is_none() && !past[1] && other.block == access.block;
+            lost = (lives && other.warp() != last.warp() && other.warp() != access.warp()).then_some(*other);
+            let crowded = if other.is_none() { 0 } else { other.thread & Access::CROWDED };
             *other = *last;
+            other.thread |= crowded;
         }
         *last = access;
+        lost
     }
 }
 
@@ -83,24 +90,58 @@ impl Cell {
 pub const CELL: usize = 2;
 const PAGE: usize = 512;
 
+/// Cells of a stretch of memory; none until the first is touched.
+#[derive(Default)]
+struct Page {
+    cells: Box<[Cell]>,
+    touched: bool,
+}
+
 /// Shadow of a stretch of memory. Cells are made when first touched.
 pub struct Shadow {
-    pages: Vec<Option<Box<[Cell]>>>,
+    pages: Vec<Page>,
+    /// Numbers of the pages with cells that are not empty.
+    touched: Vec<usize>,
     /// One bit per byte.
     written: Vec<u64>,
+    /// Of cells with more readers than they hold, further reads since the last write: one of each warp.
+    crowds: HashMap<usize, Vec<Access>, BuildHasherDefault<Multiply>>,
+}
+
+/// Hashes the number of a cell.
+#[derive(Default)]
+struct Multiply(u64);
+
+impl Hasher for Multiply {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_usize(usize::from(*byte));
+        }
+    }
+
+    fn write_usize(&mut self, i: usize) {
+        self.0 = (self.0 ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0.rotate_left(32)
+    }
 }
 
 impl Shadow {
     pub fn new(bytes: usize) -> Self {
-        let pages = (0..bytes.div_ceil(CELL * PAGE)).map(|_| None).collect();
-        Self { pages, written: vec![0; bytes.div_ceil(64)] }
+        let pages = (0..bytes.div_ceil(CELL * PAGE)).map(|_| Page::default()).collect();
+        Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], crowds: HashMap::default() }
     }
 
     /// Forgets all accesses; what is written stays so.
     pub fn forget_accesses(&mut self) {
-        for page in self.pages.iter_mut().flatten() {
-            page.fill(Cell::EMPTY);
+        for page in self.touched.drain(..) {
+            let Page { cells, touched } = &mut self.pages[page];
+            cells.fill(Cell::EMPTY);
+            *touched = false;
         }
+        self.crowds.clear();
     }
 
     pub fn forget_contents(&mut self) {
@@ -110,7 +151,44 @@ impl Shadow {
     /// Cell `i`, the bytes from `CELL * i`.
     #[inline]
     pub fn cell(&mut self, i: usize) -> &mut Cell {
-        &mut self.pages[i / PAGE].get_or_insert_with(|| vec![Cell::EMPTY; PAGE].into_boxed_slice())[i % PAGE]
+        let page = &mut self.pages[i / PAGE];
+        if !page.touched {
+            page.touched = true;
+            self.touched.push(i / PAGE);
+            if page.cells.is_empty() {
+                page.cells = vec![Cell::EMPTY; PAGE].into_boxed_slice();
+            }
+        }
+        &mut page.cells[i % PAGE]
+    }
+
+    /// Remembers a write to cell `i`, and no read before it.
+    #[inline]
+    pub fn wrote(&mut self, i: usize, access: Access) {
+        let cell = self.cell(i);
+        let crowded = cell.reads[1].is(Access::CROWDED);
+        *cell = Cell { write: access, reads: [Access::NONE; 2] };
+        if crowded {
+            self.crowds.remove(&i);
+        }
+    }
+
+    /// Remembers a read of cell `i`; `past`: for each of the reads it holds, whether it is ordered before this one.
+    #[inline]
+    pub fn read(&mut self, i: usize, access: Access, past: [bool; 2]) {
+        let cell = self.cell(i);
+        if let Some(lost) = cell.read(access, past) {
+            cell.reads[1].thread |= Access::CROWDED;
+            let crowd = self.crowds.entry(i).or_default();
+            crowd.retain(|read| read.block == lost.block && read.warp() != lost.warp());
+            crowd.push(lost);
+        }
+    }
+
+    /// Further reads of this cell `i` of the shadow.
+    #[inline]
+    pub fn crowd(&self, i: usize, cell: Cell) -> &[Access] {
+        if cell.reads[1].is(Access::CROWDED) { self.crowds.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
     }
 
     #[inline]

@@ -59,7 +59,7 @@ impl<const R: usize> SwizzledTile<R> {
         let (row, piece) = (row + lane % 16, 2 * k + lane / 16);
         let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
         // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
-        unsafe { backend::ldmatrix_x4(at.cast()) }
+        unsafe { backend::hopper::left_x4(at.cast()) }
     }
 
     /// Writes four 8 x 8 matrices of packed pairs, as the accumulators' ownership above has them, in one instruction

@@ -74,6 +74,11 @@ unary! {
 }
 
 #[inline(always)]
+pub fn max(a: f32, b: f32) -> f32 {
+    a.max(b)
+}
+
+#[inline(always)]
 pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     core::intrinsics::fmaf32(a, b, c)
 }

@@ -6,7 +6,6 @@ use super::super::checker::{Clocks, Kind, learn};
 use super::super::collective::{Operation, Wait};
 use super::super::report::{Fault, Line, Site};
 use super::{reach, shared_offset};
-use std::fmt::Write;
 use std::panic::Location;
 
 pub struct MBarrier {
@@ -22,19 +21,28 @@ pub struct MBarrier {
     /// What those who have arrived in this phase knew, and those who arrived in earlier ones.
     arriving: Clocks,
     completed: Clocks,
+    initialised: Init,
+}
+
+/// Who made the barrier ready, and whether that has been fenced, so that TMA and other blocks may use it.
+struct Init {
+    thread: usize,
+    at: Site,
+    fenced: bool,
 }
 
 impl MBarrier {
     pub fn missing(&self) -> String {
-        let mut text = String::from(", which lacks");
+        let mut missing = Vec::new();
         if self.pending > 0 {
-            let _ = write!(text, " {} of {} arrivals", self.pending, self.expected);
+            missing.push(format!("lacks {} of {} arrivals", self.pending, self.expected));
         }
-        if self.bytes != 0 {
-            let and = if self.pending > 0 { " and" } else { "" };
-            let _ = write!(text, "{and} {} bytes", self.bytes);
+        match self.bytes {
+            0 => (),
+            bytes @ 1.. => missing.push(format!("lacks {bytes} bytes")),
+            bytes => missing.push(format!("has {} bytes that no arrival announced", -bytes)),
         }
-        text
+        format!(", which {}", missing.join(" and "))
     }
 }
 
@@ -92,12 +100,42 @@ pub unsafe fn mbarrier_init(barrier: *mut u64, arrivals: u32) {
         waiting: Vec::new(),
         arriving: Clocks::default(),
         completed: Clocks::default(),
+        initialised: Init { thread: with(|block| block.current), at, fenced: false },
     };
     with(|block| block.hopper.barriers.insert(offset, fresh));
 }
 
+pub fn fence_mbarrier_init() {
+    with(|block| {
+        let current = block.current;
+        for barrier in block.hopper.barriers.values_mut().filter(|barrier| barrier.initialised.thread == current) {
+            barrier.initialised.fenced = true;
+        }
+    });
+}
+
+/// As [`locate`], for use by TMA or from another block.
+pub fn locate_fenced(pointer: *const u64, rank: usize, at: Site) -> usize {
+    let offset = locate(pointer, rank, at);
+    let unfenced = with_peer(rank, |block| {
+        let init = &block.hopper.barriers.get(&offset)?.initialised;
+        (!init.fenced).then_some(init.at)
+    });
+    if let Some(init) = unfenced.flatten() {
+        let message = format!(
+            "race: the memory barrier at shared memory + {offset}, initialised at {} with no fence_init after it, is used by \
+             TMA or another block at {}",
+            Line(init),
+            Line(at)
+        );
+        fail(Fault::Race, at, Some(init), message);
+    }
+    offset
+}
+
 fn arrive(barrier: *const u64, rank: usize, bytes: u32, at: Site) {
-    let offset = locate(barrier, rank, at);
+    let own = with(|block| block.rank) == rank;
+    let offset = if own { locate(barrier, rank, at) } else { locate_fenced(barrier, rank, at) };
     let known = with(Block::publish);
     let arrived = with_peer(rank, |block| {
         let barrier = block.hopper.barriers.get_mut(&offset)?;

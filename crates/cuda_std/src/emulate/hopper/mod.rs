@@ -22,14 +22,15 @@ use tma::{Load, Store};
 use wgmma::Warpgroup;
 
 pub use mbarrier::{
-    mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_expect, mbarrier_init, mbarrier_try_wait,
+    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_expect, mbarrier_init,
+    mbarrier_try_wait,
 };
 pub use tma::{
     tensor_map, tma_commit, tma_load_2d, tma_load_2d_multicast, tma_prefetch, tma_store_2d, tma_wait, tma_wait_read,
 };
 pub use wgmma::{
-    operand, settle_n64, settle_n128, settle_n256, wgmma_commit, wgmma_n64, wgmma_n128, wgmma_n256, wgmma_wait,
-    wgmma_with_n64, wgmma_with_n128, wgmma_with_n256,
+    catch_early, left_x4, operand, settle_n64, settle_n128, settle_n256, wgmma_commit, wgmma_fence, wgmma_n64,
+    wgmma_n128, wgmma_n256, wgmma_wait, wgmma_with_n64, wgmma_with_n128, wgmma_with_n256,
 };
 
 /// What a block has of all this.
@@ -48,17 +49,22 @@ pub struct State {
 
 impl State {
     /// What is wrong with a block that ends in this state.
-    pub fn left_over(&self) -> Option<(Option<usize>, Site, String)> {
+    fn left_over(&self) -> Option<(Fault, Option<usize>, Site, String)> {
         let load = self.loads.front().map(|load| {
             let text = format!("ends before the TMA load issued at {} has landed", super::report::Line(load.at()));
-            (None, load.at(), text)
+            (Fault::AsyncCopy, None, load.at(), text)
         });
         let store = || {
             let (thread, store) = self.stores.iter().find_map(|(thread, stores)| Some((*thread, stores.first()?)))?;
             let text = format!("ends without waiting for its TMA store at {}", super::report::Line(store.at()));
-            Some((Some(thread), store.at(), text))
+            Some((Fault::AsyncCopy, Some(thread), store.at(), text))
         };
-        load.or_else(store)
+        let product = || {
+            let (thread, at) = self.warpgroups.iter().find_map(|(group, state)| state.under_way(*group))?;
+            let text = format!("ends without waiting for its product at {}", super::report::Line(at));
+            Some((Fault::Accumulators, Some(thread), at, text))
+        };
+        load.or_else(store).or_else(product)
     }
 
     /// What the barrier at this place in shared memory still needs to end its phase.
@@ -101,10 +107,6 @@ pub fn fence_async_proxy() {
         }
     });
 }
-
-pub fn fence_mbarrier_init() {}
-
-pub fn wgmma_fence() {}
 
 /// N within what `setmaxnreg` takes.
 const fn registers<const N: u32>() {
@@ -188,8 +190,14 @@ fn reach(rank: u32, at: Site) -> usize {
 impl Block {
     /// The report of a block that ended with something under way.
     pub fn left_over(&self) -> Option<Report> {
-        let (thread, at, message) = self.hopper.left_over()?;
-        let report = self.report_of(Fault::AsyncCopy, Some(at), None, message);
+        let copy = || {
+            let (thread, at) =
+                self.copies.iter().enumerate().find_map(|(thread, copies)| Some((thread, copies.oldest()?)))?;
+            let text = format!("ends without waiting for its asynchronous copy at {}", super::report::Line(at));
+            Some((Fault::AsyncCopy, Some(thread), at, text))
+        };
+        let (fault, thread, at, message) = self.hopper.left_over().or_else(copy)?;
+        let report = self.report_of(fault, Some(at), None, message);
         Some(Report { thread: thread.map(|thread| thread as u32), ..report })
     }
 }

@@ -4,7 +4,7 @@ use super::super::access::check;
 use super::super::block::{Block, fail, with, with_peer};
 use super::super::checker::{Clocks, Kind};
 use super::super::report::{Fault, Line, Site};
-use super::mbarrier::{complete_bytes, locate};
+use super::mbarrier::{complete_bytes, locate_fenced};
 use super::{reach, shared_offset, swizzle};
 use std::ops::Range;
 use std::panic::Location;
@@ -161,9 +161,9 @@ unsafe fn load(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, b
     }
     let ranks = (0..16).filter(|rank| blocks >> rank & 1 != 0).map(|rank| reach(rank, at));
     for rank in ranks {
-        let barrier = locate(barrier, rank, at);
+        let barrier = locate_fenced(barrier, rank, at);
         let tile = with_peer(rank, |block| block.shared_base().addr() + to).unwrap_or_default();
-        check(Kind::AsyncWrite, tile, map.bytes(), 16, at);
+        check(Kind::BulkWrite, tile, map.bytes(), 16, at);
         let known = with(Block::publish);
         with_peer(rank, |block| {
             block.shared()[to..to + map.bytes()].fill(0xff);

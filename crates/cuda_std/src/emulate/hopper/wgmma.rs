@@ -2,7 +2,8 @@
 //! closed it and one waits for it. Ownership of accumulators is that of [`crate::hopper::wgmma`].
 //!
 //! From its first product to the `settle` that follows the wait, an accumulator lives here, and what the thread has in
-//! its place is a signalling NaN, which arithmetic makes a quiet one: whether a thread wrote there meanwhile can be told.
+//! its place is a signalling NaN that tells which product: whether a thread wrote there meanwhile can be told, and where a
+//! value that came of reading it goes ([`catch_early`]), for arithmetic keeps all but the NaN's signalling bit.
 
 use super::super::LANES;
 use super::super::access::check;
@@ -10,17 +11,20 @@ use super::super::block::{Block, fail, suspend, with};
 use super::super::checker::{Clocks, Kind, learn};
 use super::super::collective::{Operation, Wait};
 use super::super::report::{Fault, Line, Site};
-use super::super::tensor::a_place;
+use super::super::tensor::{a_place, ldmatrix_x4};
 use super::swizzle;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
 
 const THREADS: usize = 128;
 /// Rows of A and D.
 const M: usize = 64;
 const K: usize = 16;
-/// What a thread has in place of accumulators that live here.
-const UNDER_WAY: u32 = 0x7fad_cba9;
+/// What a thread has in place of accumulators that live here, and the number of their first product's line.
+const UNDER_WAY: u32 = 0x7fad_c000;
+const LINES: u32 = 1 << 12;
+/// Set by arithmetic.
+const QUIET: u32 = 1 << 22;
 
 pub struct Warpgroup {
     /// Number of the oldest group that is not computed.
@@ -34,6 +38,8 @@ pub struct Warpgroup {
     waiting: Vec<usize>,
     /// What was known when groups were computed.
     known: Clocks,
+    /// Lines of products.
+    lines: Vec<Site>,
 }
 
 #[derive(Clone, Default)]
@@ -48,6 +54,12 @@ struct Thread {
     under_way: Vec<(usize, usize)>,
     /// Number of the next set.
     next: usize,
+    /// `wgmma::fence`s so far.
+    fences: usize,
+    /// By address of accumulators: fences and line when they were last settled.
+    settled: BTreeMap<usize, (usize, Site)>,
+    /// Left operands loaded since the last fence.
+    loaded: Vec<([u32; 4], Site)>,
 }
 
 #[derive(Default)]
@@ -96,7 +108,55 @@ impl Default for Warpgroup {
             threads: vec![Thread::default(); THREADS],
             waiting: Vec::new(),
             known: Clocks::default(),
+            lines: Vec::new(),
         }
+    }
+}
+
+impl Warpgroup {
+    /// What a thread gets in place of accumulators whose first product is on this line.
+    fn placeholder(&mut self, at: Site) -> f32 {
+        let known = self.lines.iter().position(|line| *line == at);
+        let number = known.unwrap_or_else(|| {
+            self.lines.push(at);
+            self.lines.len() - 1
+        });
+        f32::from_bits(UNDER_WAY | (number as u32).min(LINES - 1))
+    }
+
+    /// The first thread with a product under way, and its line. `group`: number of this warpgroup in its block.
+    pub fn under_way(&self, group: usize) -> Option<(usize, Site)> {
+        let (thread, number) = self
+            .threads
+            .iter()
+            .enumerate()
+            .find_map(|(thread, state)| state.under_way.first().map(|&(_, number)| (thread, number)))?;
+        Some((group * THREADS + thread, self.accumulators.get(number - self.first_accumulators)?.at))
+    }
+}
+
+/// Stops the kernel if this value came of accumulators that were read before their wait.
+#[inline]
+pub fn catch_early(bits: u32, at: Site) {
+    if bits & !(QUIET | (LINES - 1)) == UNDER_WAY & !QUIET {
+        read_early(bits, at);
+    }
+}
+
+#[cold]
+fn read_early(bits: u32, at: Site) {
+    let line = with(|block| {
+        let (group, number) = (block.current / THREADS, bits & (LINES - 1));
+        block.hopper.warpgroups.get(&group)?.lines.get(number as usize).copied()
+    });
+    // Otherwise a NaN of the kernel's own.
+    if let Some(product) = line {
+        let message = format!(
+            "a value at {} was computed from accumulators read between their product at {} and its wait and settle",
+            Line(at),
+            Line(product)
+        );
+        fail(Fault::Accumulators, at, Some(product), message);
     }
 }
 
@@ -183,13 +243,27 @@ fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
         fail(Fault::Operand, at, None, message);
     }
     if kind.a.is_some_and(|a| !fits(a, M, shared)) || !fits(kind.b, kind.b_shape().0, shared) {
-        fail(Fault::OutOfBounds, at, None, format!("out of bounds: operand outside shared memory, at {}", Line(at)));
+        let start = |descriptor: u64| Tile::of(descriptor).start;
+        let a = kind.a.map_or_else(String::new, |a| format!("shared memory + {} or ", start(a)));
+        let message = format!(
+            "out of bounds: operand of a product at {a}shared memory + {}, of which the launch gave {shared} bytes, at {}",
+            start(kind.b),
+            Line(at)
+        );
+        fail(Fault::OutOfBounds, at, None, message);
     }
     let address = d.as_ptr().addr();
     let issued = with(|block| {
         let (warpgroup, index) = block.warpgroup();
         let thread = &mut warpgroup.threads[index];
         let known = thread.under_way.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
+        let settled = thread.settled.get(&address).copied();
+        if known.is_none() && settled.map_or(0, |(fences, _)| fences) == thread.fences {
+            return Err(Wrong::Unfenced(settled.map(|(_, at)| at)));
+        }
+        if let Some(&(_, loaded)) = thread.loaded.iter().find(|(words, _)| kind.a.is_none() && *words == left) {
+            return Err(Wrong::Unfenced(Some(loaded)));
+        }
         let number = known.unwrap_or_else(|| {
             thread.under_way.push((address, thread.next));
             thread.next += 1;
@@ -204,19 +278,21 @@ fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
         }
         let accumulators = &mut warpgroup.accumulators[i];
         if accumulators.n != kind.n {
-            return Err((accumulators.at, Wrong::Differs));
+            return Err(Wrong::Differs(accumulators.at));
         }
         if known.is_some() != is_under_way(d) {
-            return Err((accumulators.at, Wrong::Touched));
+            return Err(Wrong::Touched(accumulators.at));
         }
         if known.is_none() {
-            for (i, d) in d.iter_mut().enumerate() {
+            for (i, d) in d.iter().enumerate() {
                 let (row, column) = place(index, i);
                 accumulators.values[row * kind.n + column] = *d;
-                *d = f32::from_bits(UNDER_WAY);
             }
         }
         accumulators.group = warpgroup.first + group;
+        if known.is_none() {
+            d.fill(warpgroup.placeholder(at));
+        }
         if warpgroup.groups.len() == group {
             warpgroup.groups.push_back(Group::default());
         }
@@ -227,7 +303,7 @@ fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
         }
         let product = &mut products[product];
         if product.kind != kind || product.accumulators != number || product.at != at {
-            return Err((product.at, Wrong::Differs));
+            return Err(Wrong::Differs(product.at));
         }
         if kind.a.is_none() {
             product.left[index] = left;
@@ -236,7 +312,7 @@ fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
     });
     match issued {
         Ok(()) => (),
-        Err((other, Wrong::Differs)) => {
+        Err(Wrong::Differs(other)) => {
             let message = format!(
                 "its product at {} is not the one that its warpgroup's other threads issued at {}, with the same operands",
                 Line(at),
@@ -244,24 +320,56 @@ fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
             );
             fail(Fault::Divergence, at, Some(other), message);
         }
-        Err((other, Wrong::Touched)) => touched(at, other),
+        Err(Wrong::Touched(other)) => touched(at, other),
+        Err(Wrong::Unfenced(other)) => {
+            let since =
+                other.map_or_else(String::new, |other| format!(" since {}, where they were the thread's", Line(other)));
+            let message = format!("the product at {} takes registers with no wgmma::fence{since}", Line(at));
+            fail(Fault::Accumulators, at, other, message);
+        }
     }
 }
 
 enum Wrong {
-    Differs,
-    Touched,
+    Differs(Site),
+    Touched(Site),
+    Unfenced(Option<Site>),
 }
 
 /// Whether these accumulators live in the warpgroup.
 fn is_under_way(d: &[f32]) -> bool {
-    d.iter().all(|d| d.to_bits() == UNDER_WAY)
+    d.iter().all(|d| d.to_bits() & !(LINES - 1) == UNDER_WAY)
 }
 
 fn touched(at: Site, other: Site) -> ! {
     let message =
         format!("accumulators touched between the product at {} and its wait, as found at {}", Line(other), Line(at));
     fail(Fault::Accumulators, at, Some(other), message)
+}
+
+pub fn wgmma_fence() {
+    with(|block| {
+        let (warpgroup, index) = block.warpgroup();
+        let thread = &mut warpgroup.threads[index];
+        thread.fences += 1;
+        thread.loaded.clear();
+    });
+}
+
+/// `ldmatrix_x4` for a left operand.
+///
+/// # Safety
+/// As `ldmatrix_x4`.
+#[track_caller]
+pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
+    // SAFETY: the caller's.
+    let words = unsafe { ldmatrix_x4(row) };
+    let at = Location::caller();
+    with(|block| {
+        let (warpgroup, index) = block.warpgroup();
+        warpgroup.threads[index].loaded.push((words, at));
+    });
+    words
 }
 
 pub fn wgmma_commit() {
@@ -397,6 +505,7 @@ fn settle(d: &mut [f32], at: Site) {
             return Some(accumulators.at);
         }
         thread.under_way.swap_remove(i);
+        thread.settled.insert(address, (thread.fences, at));
         for (i, d) in d.iter_mut().enumerate() {
             let (row, column) = place(index, i);
             *d = accumulators.values[row * accumulators.n + column];

@@ -5,6 +5,7 @@ use core::arch::asm;
 
 mod wgmma;
 
+pub use super::ldmatrix_x4 as left_x4;
 pub use wgmma::*;
 
 macro_rules! plain {
