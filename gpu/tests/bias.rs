@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::bias::{bias_backward, bias_backward_grid, bias_backward_reduce, bias_backward_shared, bias_backward_slices};
 use gpu::column_sum;
@@ -49,7 +49,7 @@ fn any_shape_and_slices<T: Tolerance>() {
         let columns = packets * T::PACKET;
         let (dbias, dout) = (integers(columns, seed), integers(rows * columns, seed + 1));
         let want = rounded::<T>(&sums(&dbias, &dout));
-        assert_eq!(bias_gradient(&rounded::<T>(&dbias), &rounded(&dout), slices), wide(&want));
+        assert_same("dbias", &bias_gradient(&rounded::<T>(&dbias), &rounded(&dout), slices), &wide(&want));
     });
 }
 

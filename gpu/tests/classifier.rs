@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::classifier::{classifier, shared, staged};
 use proptest::prelude::any;
@@ -154,7 +154,8 @@ fn staging_does_not_matter<T: Tolerance>() {
     let all = case.run(1 << 20, true);
     for room in [0, 144, 4096, 16_384, 16_512, 20_000] {
         let got = case.run(room, true);
-        assert_eq!((&got.losses, &got.gradients), (&all.losses, &all.gradients), "{room} bytes");
+        assert_same(&format!("losses with {room} bytes"), &got.losses, &all.losses);
+        assert_same(&format!("gradients with {room} bytes"), &got.gradients, &all.gradients);
     }
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, for_all, noise, read, rounded, run, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, noise, read, rounded, run, wide};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use gpu::{cast, gelu, residual};
@@ -39,15 +39,6 @@ fn to_f32<T: Tolerance>(values: &[T]) -> Vec<f32> {
     let (n, out, inp) = (values.len(), memory.output::<f32>("out", values.len()), memory.input("inp", values));
     run(&mut memory, &cast::cast_to_f32(out, inp, n as u64), cast::grid::<T>(n), 0);
     memory.read(out)
-}
-
-/// The same numbers, zeros with their signs; a NaN may change its payload.
-#[track_caller]
-fn assert_same(what: &str, got: &[f64], want: &[f64]) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        assert!(g.total_cmp(w).is_eq() || g.is_nan() && w.is_nan(), "{what}[{i}]: got {g:e}, want {w:e}");
-    }
 }
 
 fn check_casts<T: Tolerance>(values: &[f32]) {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::encoder::{
     encoder_backward_partials, encoder_backward_wpe, encoder_backward_wpe_grid, encoder_backward_wte,
@@ -47,7 +47,7 @@ fn check_forward<T: Tolerance>(tokens: &[i32], sequence: usize, channels: usize,
             wte[tokens[position] as usize * channels + c].to_f32() + wpe[position % sequence * channels + c].to_f32();
         f64::from(T::nearest(sum))
     };
-    assert_eq!(read(&memory, out), (0..n * channels).map(want).collect::<Vec<_>>());
+    assert_same("out", &read(&memory, out), &(0..n * channels).map(want).collect::<Vec<_>>());
 }
 
 fn forward<T: Tolerance>() {
@@ -166,7 +166,7 @@ fn gradient_of_tokens<T: Tolerance>() {
         let got = gradient_wte(&dwte, &dout, &tokens, 7);
         let want = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
         assert_close(name, &got, &want, T::STEP, 2.0);
-        assert_eq!(got, gradient_wte(&dwte, &dout, &tokens, 7), "{name}: not the same again");
+        assert_same(&format!("{name} again"), &gradient_wte(&dwte, &dout, &tokens, 7), &got);
     }
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
 use gpu::layernorm::{Shape, dispatch, forward_shared, layernorm_backward_reduce};
@@ -119,7 +119,7 @@ fn residual_forward<T: Tolerance>() {
         let got = normalize(&a, Some(&b), &weight, &bias);
         let sum = |(a, b): (&T, &T)| f64::from(T::nearest(a.to_f32() + b.to_f32()));
         let sum: Vec<_> = a.iter().zip(&b).map(sum).collect();
-        assert_eq!(got.residual, sum);
+        assert_same("residual", &got.residual, &sum);
         check_normed::<T>(&got, &reference(&sum, &wide(&weight), &wide(&bias)));
     }
 }
@@ -161,8 +161,8 @@ fn constant_rows<T: Tolerance>() {
             let got = normalize(&x, None, &rounded::<T>(&noise(channels, 2)), &bias);
             let exact = value.abs() < 1e4 && (value * channels as f64).fract() == 0.0;
             if exact {
-                assert_eq!(got.mean, vec![value; n]);
-                assert_eq!(got.normed, wide(&bias).repeat(n), "{value} in {channels} channels");
+                assert_same("mean", &got.mean, &vec![value; n]);
+                assert_same(&format!("{value} in {channels} channels"), &got.normed, &wide(&bias).repeat(n));
                 assert_close("rstd", &got.rstd, &vec![1e-5f64.sqrt().recip(); n], 1e-6, 0.0);
             } else {
                 assert_close("mean", &got.mean, &vec![value; n], 1e-6, 0.0);
@@ -310,7 +310,7 @@ fn gradients_of_bias_are_exact<T: Tolerance>() {
         (case.dout, case.dbias) = (rounded(&dout), rounded(&dbias));
         let sum = |c: usize| dbias[c] + dout.iter().skip(c).step_by(channels).sum::<f64>();
         let want: Vec<_> = (0..channels).map(|c| f64::from(T::nearest(sum(c) as f32))).collect();
-        assert_eq!(case.run(multiprocessors)[2], want);
+        assert_same("dbias", &case.run(multiprocessors)[2], &want);
     });
 }
 

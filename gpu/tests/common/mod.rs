@@ -11,7 +11,6 @@ use cuda_std::{Element, GlobalMut, bf16};
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::cmp::Ordering;
-use std::fmt::Debug;
 
 /// `values`, rounded to T.
 pub fn rounded<T: Element>(values: &[f64]) -> Vec<T> {
@@ -50,7 +49,7 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
 }
 
 /// Relative error of one rounding to T, with some room for f32 arithmetic.
-pub trait Tolerance: Element + Pod + PartialEq + Debug {
+pub trait Tolerance: Element + Pod {
     const ROUNDING: f64;
     /// What a stochastic rounding may be off.
     const STEP: f64 = 2.0 * Self::ROUNDING;
@@ -131,6 +130,15 @@ pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale:
         let bound = relative * w.abs().max(scale);
         let near = w.is_finite() && (g - w).abs() <= bound;
         assert!(same || near, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
+    }
+}
+
+/// The same numbers, zeros with their signs; a NaN may change its payload.
+#[track_caller]
+pub fn assert_same(what: &str, got: &[f64], want: &[f64]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        assert!(g.total_cmp(w).is_eq() || g.is_nan() && w.is_nan(), "{what}[{i}]: got {g:e}, want {w:e}");
     }
 }
 
