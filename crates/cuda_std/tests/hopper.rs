@@ -73,6 +73,50 @@ fn load_swizzles_and_fills_with_zeros() {
 }
 
 #[kernel(threads = 32)]
+fn load_box_of(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32, z: u32) {
+    let (tile, plain, barriers) = shared::<16>();
+    begin(barriers, 1);
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        tile.load_of(map, x, y, z, barriers.at(0));
+    }
+    barriers.at(0).wait(0);
+    for i in (warp::lane() as usize..16 * 64).step_by(32) {
+        out.set(i, plain.at(i));
+    }
+}
+
+/// Rows past the end of a matrix are zeros, not the next matrix's.
+#[test]
+fn load_of_a_matrix_ends_with_it() {
+    let tensor = values(3 * 20 * 72);
+    for (x, y, z) in [(0, 0, 0), (0, 8, 1), (64, 19, 2), (0, 20, 1), (0, 0, 3)] {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &tensor);
+        let map = memory.input("map", &[TensorMap::emulated_3d(base, [3, 20, 72], (16, 64))]);
+        let out = memory.output("out", 16 * 64);
+        load_box_of(out, map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
+            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y as usize + row, x as usize + (piece ^ (row % 8)) * 8 + element);
+            let inside = z < 3 && r < 20 && c < 72;
+            let want = if inside { tensor[(z as usize * 20 + r) * 72 + c].to_f32() } else { 0.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, piece {piece}, element {element}");
+        }
+    }
+}
+
+#[test]
+fn a_map_of_other_dimensions_is_refused() {
+    let mut memory = Memory::new();
+    let base = memory.input("tensor", &values(20 * 80));
+    let (map, out) = (map_of(&mut memory, base), memory.output("out", 16 * 64));
+    let report = load_box_of(out, map, 0, 0, 0).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap_err();
+    assert_eq!(report.fault, Fault::Operand, "{report}");
+    assert!(report.to_string().contains("2 dimensions for a copy that takes 3"), "{report}");
+}
+
+#[kernel(threads = 32)]
 fn store_box(out: Global<TensorMap>, inp: Global<bf16>, x: u32, y: u32) {
     let (tile, plain, _) = shared::<16>();
     for i in (warp::lane() as usize..16 * 64).step_by(32) {

@@ -49,7 +49,7 @@ pub fn backward_keys_shared_bytes() -> usize {
     layout.bytes()
 }
 
-/// The K and V parts of dqkv (B,T,3,NH,64). `qkv` maps (B T, 3 NH 64), `dout` maps (B T, NH 64), both with [`super::BOX`]; lse
+/// The K and V parts of dqkv (B,T,3,NH,64). `qkv` maps (B, T, 3 NH 64), `dout` maps (B, T, NH 64), both with [`super::BOX`]; lse
 /// and d = rowsum(dout ∘ out) are (B,NH,T). A 1-D grid of as many blocks as there are multiprocessors.
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
 pub fn attention_backward_keys_wgmma(
@@ -125,20 +125,14 @@ struct Producer {
 impl Producer {
     #[inline(always)]
     fn load(&mut self, shape: Shape, work: Work) {
-        let row = work.b * shape.t;
         self.shared.kv_slots.empty.at(0).wait(self.kv.parity);
         self.kv.advance();
         if warp::lane() == 0 {
             let full = self.shared.kv_slots.full.at(0);
             full.arrive_expecting(2 * SwizzledTile::<128>::BYTES);
-            load_tile(self.shared.kv, self.qkv, shape.column(work, 1), row + work.tile * TILE, full);
-            load_tile(
-                self.shared.kv.same_shape_after(1),
-                self.qkv,
-                shape.column(work, 2),
-                row + work.tile * TILE,
-                full,
-            );
+            let (y, v) = (work.tile * TILE, self.shared.kv.same_shape_after(1));
+            load_tile(self.shared.kv, self.qkv, shape.column(work, 1), y, work.b, full);
+            load_tile(v, self.qkv, shape.column(work, 2), y, work.b, full);
         }
         let mut tile = 0;
         while tile < queries_of(shape, work) {
@@ -167,9 +161,8 @@ impl Producer {
         }
         if lane == 0 {
             full.arrive_expecting(2 * SwizzledTile::<64>::BYTES);
-            let y = work.b * shape.t + first;
-            self.shared.q.same_shape_after(slot).load(self.qkv, shape.column(work, 0), y, full);
-            self.shared.dout.same_shape_after(slot).load(self.dout, work.h * HS, y, full);
+            self.shared.q.same_shape_after(slot).load_of(self.qkv, shape.column(work, 0), first, work.b, full);
+            self.shared.dout.same_shape_after(slot).load_of(self.dout, work.h * HS, first, work.b, full);
         } else {
             full.arrive();
         }

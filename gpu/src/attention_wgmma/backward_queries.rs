@@ -43,7 +43,7 @@ pub fn backward_queries_shared_bytes() -> usize {
     layout.bytes()
 }
 
-/// The Q part of dqkv (B,T,3,NH,64). `qkv` maps (B T, 3 NH 64), `dout` maps (B T, NH 64), both with [`super::BOX`]; lse and
+/// The Q part of dqkv (B,T,3,NH,64). `qkv` maps (B, T, 3 NH 64), `dout` maps (B, T, NH 64), both with [`super::BOX`]; lse and
 /// d = rowsum(dout ∘ out) are (B,NH,T). A 1-D grid of as many blocks as there are multiprocessors.
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
 pub fn attention_backward_queries_wgmma(
@@ -114,13 +114,12 @@ impl Producer {
     /// Q and dout, then K and V from key 0 to the diagonal.
     #[inline(always)]
     fn load(&mut self, shape: Shape, work: Work) {
-        let row = work.b * shape.t;
         self.shared.own_slots.empty.at(0).wait(self.own.parity);
         self.own.advance();
         let full = self.shared.own_slots.full.at(0);
         full.arrive_expecting(2 * SwizzledTile::<128>::BYTES);
-        load_tile(self.shared.own, self.qkv, shape.column(work, 0), row + work.tile * TILE, full);
-        load_tile(self.shared.own.same_shape_after(1), self.dout, work.h * HS, row + work.tile * TILE, full);
+        load_tile(self.shared.own, self.qkv, shape.column(work, 0), work.tile * TILE, work.b, full);
+        load_tile(self.shared.own.same_shape_after(1), self.dout, work.h * HS, work.tile * TILE, work.b, full);
 
         let mut tile = 0;
         while tile < 2 * work.tile + 2 {
@@ -128,9 +127,9 @@ impl Producer {
             let full = self.shared.slots.full.at(self.ring.slot);
             let slot = self.ring.advance();
             full.arrive_expecting(2 * SwizzledTile::<64>::BYTES);
-            let y = row + tile * HALF;
-            self.shared.k.same_shape_after(slot).load(self.qkv, shape.column(work, 1), y, full);
-            self.shared.v.same_shape_after(slot).load(self.qkv, shape.column(work, 2), y, full);
+            let y = tile * HALF;
+            self.shared.k.same_shape_after(slot).load_of(self.qkv, shape.column(work, 1), y, work.b, full);
+            self.shared.v.same_shape_after(slot).load_of(self.qkv, shape.column(work, 2), y, work.b, full);
             tile += 1;
         }
     }

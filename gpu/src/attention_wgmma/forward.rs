@@ -38,7 +38,7 @@ pub fn forward_shared_bytes() -> usize {
     layout.bytes()
 }
 
-/// out (B,T,NH,64) and lse (B,NH,T), the natural log-sum-exp of the scaled scores; `qkv` maps (B T, 3 NH 64) with [`super::BOX`].
+/// out (B,T,NH,64) and lse (B,NH,T), the natural log-sum-exp of the scaled scores; `qkv` maps (B, T, 3 NH 64) with [`super::BOX`].
 /// A 1-D grid of as many blocks as there are multiprocessors.
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
 pub fn attention_forward_wgmma(
@@ -94,30 +94,29 @@ impl Producer {
     /// Q, then K of the diagonal tile, then K and V of one tile less each, V one step behind K.
     #[inline(always)]
     fn load(&mut self, shape: Shape, work: Work) {
-        let row = work.b * shape.t;
         self.shared.q_slots.empty.at(self.q.slot).wait(self.q.parity);
         let full = self.shared.q_slots.full.at(self.q.slot);
         full.arrive_expecting(TILE_BYTES);
         let q = self.shared.q.same_shape_after(self.q.advance());
-        load_tile(q, self.qkv, shape.column(work, 0), row + work.tile * TILE, full);
+        load_tile(q, self.qkv, shape.column(work, 0), work.tile * TILE, work.b, full);
 
         let (keys, values) = (shape.column(work, 1), shape.column(work, 2));
-        self.load_next(keys, row + work.tile * TILE);
+        self.load_next(keys, work.tile * TILE, work.b);
         let mut tile = work.tile;
         while tile > 0 {
-            self.load_next(keys, row + (tile - 1) * TILE);
-            self.load_next(values, row + tile * TILE);
+            self.load_next(keys, (tile - 1) * TILE, work.b);
+            self.load_next(values, tile * TILE, work.b);
             tile -= 1;
         }
-        self.load_next(values, row);
+        self.load_next(values, 0, work.b);
     }
 
     #[inline(always)]
-    fn load_next(&mut self, x: u32, y: u32) {
+    fn load_next(&mut self, x: u32, y: u32, b: u32) {
         self.shared.slots.empty.at(self.ring.slot).wait(self.ring.parity);
         let full = self.shared.slots.full.at(self.ring.slot);
         full.arrive_expecting(TILE_BYTES);
-        load_tile(self.shared.ring.same_shape_after(self.ring.advance()), self.qkv, x, y, full);
+        load_tile(self.shared.ring.same_shape_after(self.ring.advance()), self.qkv, x, y, b, full);
     }
 }
 

@@ -19,7 +19,7 @@ fn persistent(launch: Launch, shared_bytes: usize, multiprocessors: usize) -> Pr
     Prepared { launch, grid: [multiprocessors as u32, 1, 1], shared_bytes }
 }
 
-/// out (B,T,NH,64) and lse (B,NH,T) from the map over qkv (B T, 3 NH 64).
+/// out (B,T,NH,64) and lse (B,NH,T) from the map over qkv (B, T, 3 NH 64).
 pub fn forward(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
@@ -31,7 +31,7 @@ pub fn forward(
     persistent(attention_forward_wgmma(out, lse, qkv, b, t, nh), forward_shared_bytes(), multiprocessors)
 }
 
-/// The maps over qkv (B T, 3 NH 64) and dout (B T, NH 64).
+/// The maps over qkv (B, T, 3 NH 64) and dout (B, T, NH 64).
 #[derive(Clone, Copy)]
 pub struct Maps {
     pub qkv: Global<TensorMap>,

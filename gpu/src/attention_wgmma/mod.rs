@@ -5,9 +5,8 @@
 //! keys) each; what they own stays in registers, as left operands and accumulators, and what streams by is the right
 //! operand in shared memory. So no probability is ever written to shared memory.
 //!
-//! qkv (B,T,3,NH,HS) is read in place through a 2-D map over (B T, 3 NH HS). Rows past the end of a sequence belong to the
-//! next one (or read as zero after the last): as keys they lie above the diagonal, as queries they are not stored or their
-//! probabilities are made zero.
+//! qkv (B,T,3,NH,HS) is read in place through a map over (B, T, 3 NH HS). Rows past the end of a sequence are read as
+//! zeros: as keys they lie above the diagonal, as queries they are not stored or their probabilities are made zero.
 
 mod backward_keys;
 mod backward_queries;
@@ -30,7 +29,7 @@ const HS: u32 = 64;
 pub const TILE: u32 = 128;
 /// Rows of a consumer, of a box, and of a streaming tile in the backward.
 const HALF: u32 = 64;
-/// Box (rows, columns) of the tensor maps over qkv (B T, 3 NH HS) and dout (B T, NH HS).
+/// Box (rows, columns) of the tensor maps over qkv (B, T, 3 NH HS) and dout (B, T, NH HS).
 pub const BOX: (u32, u32) = (HALF, HS);
 const WARPGROUP: u32 = 128;
 const CONSUMERS: u32 = 2;
@@ -171,11 +170,11 @@ impl Slots {
     }
 }
 
-/// Loads 128 rows of 64 columns: two boxes.
+/// Loads 128 rows of 64 columns of sequence `b`: two boxes.
 #[inline(always)]
-fn load_tile(tile: SwizzledTile<128>, map: Global<TensorMap>, x: u32, y: u32, full: MBarrier) {
-    tile.rows::<64>(0).load(map, x, y, full);
-    tile.rows::<64>(HALF).load(map, x, y + HALF, full);
+fn load_tile(tile: SwizzledTile<128>, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
+    tile.rows::<64>(0).load_of(map, x, y, b, full);
+    tile.rows::<64>(HALF).load_of(map, x, y + HALF, b, full);
 }
 
 /// This warp's 16 rows of a consumer's 64 x 64 as a left operand.

@@ -31,9 +31,31 @@ impl TensorMap {
     ) -> Self {
         Self(backend::hopper::tensor_map(
             base.0.cast(),
+            None,
             rows as u64,
             columns as u64,
             row_bytes as u64,
+            box_rows,
+            box_columns,
+        ))
+    }
+
+    /// As [`emulated`](Self::emulated), of a tensor (`matrices`, `rows`, `columns`) without gaps, for
+    /// [`SwizzledTile::load_of`].
+    ///
+    /// # Panics
+    /// As [`emulated`](Self::emulated).
+    pub fn emulated_3d(
+        base: Global<bf16>,
+        [matrices, rows, columns]: [usize; 3],
+        (box_rows, box_columns): (u32, u32),
+    ) -> Self {
+        Self(backend::hopper::tensor_map(
+            base.0.cast(),
+            Some(matrices as u64),
+            rows as u64,
+            columns as u64,
+            (columns * size_of::<bf16>()) as u64,
             box_rows,
             box_columns,
         ))
@@ -58,6 +80,15 @@ impl<const R: usize> SwizzledTile<R> {
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, barrier: MBarrier) {
         // SAFETY: the launch contract for the map, whose box is R x 64 of bf16 with 128-byte swizzle.
         unsafe { backend::hopper::tma_load_2d(self.pointer().cast(), map.0.cast(), x, y, barrier.pointer()) }
+    }
+
+    /// As [`load`](Self::load), of the box at (column `x`, row `y`) of matrix `z` of a map of three dimensions: rows past
+    /// the end of that matrix are zeros (`cp.async.bulk.tensor.3d`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_of(self, map: Global<TensorMap>, x: u32, y: u32, z: u32, barrier: MBarrier) {
+        // SAFETY: as in `load`.
+        unsafe { backend::hopper::tma_load_3d(self.pointer().cast(), map.0.cast(), x, y, z, barrier.pointer()) }
     }
 
     /// As [`load`](Self::load), into the tile and barrier at the same place in every block of the cluster whose bit is set

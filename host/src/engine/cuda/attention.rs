@@ -28,7 +28,7 @@ fn no_instance(heads: Heads, dtype: DType) -> String {
     )
 }
 
-/// The TMA map over a tensor (B T, parts NH HS), where the kernels for sm_90a take this shape and run here.
+/// The TMA map over a tensor (B, T, parts NH HS), where the kernels for sm_90a take this shape and run here.
 fn map_of<T: Float>(
     cuda: &mut Cuda<T>,
     name: &str,
@@ -39,9 +39,9 @@ fn map_of<T: Float>(
     if T::DTYPE != DType::Bf16 || !attention_wgmma::launch::takes(heads.head_size) {
         return Ok(None);
     }
-    let (rows, columns) = (heads.b * heads.t, parts * heads.heads * heads.head_size);
-    let tensor = cuda.input::<bf16>(name, tensor, rows * columns)?;
-    cuda.executor.tensor_map(tensor, rows, columns, attention_wgmma::BOX)
+    let extents = [heads.b, heads.t, parts * heads.heads * heads.head_size];
+    let tensor = cuda.input::<bf16>(name, tensor, extents.iter().product())?;
+    cuda.executor.tensor_map(tensor, extents, attention_wgmma::BOX)
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, lse: Tensor, qkv: Tensor, heads: Heads) -> Result<()> {

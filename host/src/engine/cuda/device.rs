@@ -178,14 +178,11 @@ impl Executor for Device {
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        rows: usize,
-        columns: usize,
+        extents: [usize; 3],
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         match &mut self.tensor_maps {
-            Some(maps) => {
-                Ok(Some(maps.of(&self.stream, Key { tensor: address(tensor.pointer()), rows, columns, tile })?))
-            }
+            Some(maps) => Ok(Some(maps.of(&self.stream, Key { tensor: address(tensor.pointer()), extents, tile })?)),
             None => Ok(None),
         }
     }

@@ -72,18 +72,16 @@ impl Executor for Emulated {
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        rows: usize,
-        columns: usize,
-        (box_rows, box_columns): (u32, u32),
+        extents: [usize; 3],
+        tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         if !self.emulation.hopper {
             return Ok(None);
         }
-        let key = Key { tensor: tensor.pointer().addr() as u64, rows, columns, tile: (box_rows, box_columns) };
+        let key = Key { tensor: tensor.pointer().addr() as u64, extents, tile };
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
-            let row_bytes = columns * size_of::<bf16>();
-            let map = TensorMap::emulated(tensor, rows, columns, row_bytes, box_rows, box_columns);
-            self.memory.input(&format!("tensor map of {rows} x {columns}"), &[map])
+            let map = TensorMap::emulated_3d(tensor, extents, tile);
+            self.memory.input(&format!("tensor map of {extents:?}"), &[map])
         });
         Ok(Some(*map))
     }

@@ -49,13 +49,12 @@ pub trait Executor {
     /// Which GELUs are faster as part of a matrix product, for this storage type.
     fn best_gelu_fusion(&self, float: DType) -> GeluFusion;
 
-    /// A map of a tensor (rows, columns) of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where the
-    /// kernels that use TMA do not run. Valid until the next allocation.
+    /// A map of a tensor (matrices, rows, columns) of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where
+    /// the kernels that use TMA do not run. Valid until the next allocation.
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        rows: usize,
-        columns: usize,
+        extents: [usize; 3],
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;
 

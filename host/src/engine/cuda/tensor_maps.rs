@@ -10,12 +10,11 @@ use std::collections::HashMap;
 /// Maps at a time. A run has two for each layer and shape of a batch.
 const CAPACITY: usize = 4096;
 
-/// A map of (rows, columns) of bf16 at a device address, for boxes of `tile`.
+/// A map of (matrices, rows, columns) of bf16 at a device address, for boxes of `tile` rows and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub tensor: u64,
-    pub rows: usize,
-    pub columns: usize,
+    pub extents: [usize; 3],
     pub tile: (u32, u32),
 }
 
@@ -48,14 +47,14 @@ impl TensorMaps {
             stream.synchronize()?;
             self.clear();
         }
-        let Key { tensor, rows, columns, tile: (tile_rows, tile_columns) } = key;
+        let Key { tensor, extents: [matrices, rows, columns], tile: (tile_rows, tile_columns) } = key;
         ensure!(columns.is_multiple_of(8), "rows of {columns} bf16 are no multiple of 16 bytes, which TMA copies");
         let map = cuda_driver::TensorMap::tiled(
             ElementType::Bf16,
             tensor,
-            [columns as u64, rows as u64],
-            &[2 * columns as u64],
-            [tile_columns, tile_rows],
+            [columns, rows, matrices].map(|extent| extent as u64),
+            &[2 * columns as u64, 2 * (rows * columns) as u64],
+            [tile_columns, tile_rows, 1],
             Swizzle::B128,
             L2Promotion::B256,
         )?;

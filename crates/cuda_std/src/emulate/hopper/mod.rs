@@ -26,7 +26,8 @@ pub use mbarrier::{
     mbarrier_try_wait,
 };
 pub use tma::{
-    tensor_map, tma_commit, tma_load_2d, tma_load_2d_multicast, tma_prefetch, tma_store_2d, tma_wait, tma_wait_read,
+    tensor_map, tma_commit, tma_load_2d, tma_load_2d_multicast, tma_load_3d, tma_prefetch, tma_store_2d, tma_wait,
+    tma_wait_read,
 };
 pub use wgmma::{
     catch_early, left_x4, operand, settle_n64, settle_n128, settle_n256, wgmma_commit, wgmma_fence, wgmma_n64,

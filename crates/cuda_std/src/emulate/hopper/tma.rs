@@ -23,11 +23,14 @@ struct Map {
     columns: u64,
     row_bytes: u64,
     box_rows: u64,
+    /// Of a map of three dimensions: how many matrices follow each other.
+    matrices: Option<u64>,
 }
 
-/// The 128 bytes that stand for the map in emulated memory.
+/// The 128 bytes that stand for the map in emulated memory, of one matrix or of `matrices`.
 pub fn tensor_map(
     base: *const u8,
+    matrices: Option<u64>,
     rows: u64,
     columns: u64,
     row_bytes: u64,
@@ -45,14 +48,19 @@ pub fn tensor_map(
     );
     assert!((1..=256).contains(&box_rows), "a box has 1 to 256 rows, found {box_rows}");
     assert!(box_columns == COLUMNS, "a box of 128-byte swizzle has 64 columns of bf16, found {box_columns}");
+    assert!(
+        matrices.is_none_or(|matrices| (1..1 << 32).contains(&matrices) && rows * row_bytes < 1 << 40),
+        "a tensor map is of 1 to 2^32-1 matrices less than 2^40 bytes apart, found {matrices:?}, {rows} x {row_bytes} bytes"
+    );
     let mut words = [0; 16];
-    words[..6].copy_from_slice(&[
+    words[..7].copy_from_slice(&[
         MAGIC,
         base.expose_provenance() as u64,
         rows,
         columns,
         row_bytes,
         u64::from(box_rows),
+        matrices.unwrap_or(0),
     ]);
     words
 }
@@ -64,12 +72,30 @@ impl Map {
         check(Kind::Read, map.addr(), 128, 64, at);
         // SAFETY: the caller's.
         let words = unsafe { map.cast::<[u64; 16]>().read_unaligned() };
-        let [magic, base, rows, columns, row_bytes, box_rows, ..] = words;
+        let [magic, base, rows, columns, row_bytes, box_rows, matrices, ..] = words;
         if magic != MAGIC {
             let message = format!("no tensor map of the emulator's lies there, at {}", Line(at));
             fail(Fault::Operand, at, None, message);
         }
-        Self { base, rows, columns, row_bytes, box_rows }
+        let matrices = (matrices > 0).then_some(matrices);
+        Self { base, rows, columns, row_bytes, box_rows, matrices }
+    }
+
+    /// Matrix `z` of a map of three dimensions, or the one of a map of two.
+    fn matrix(self, z: Option<u32>, at: Site) -> Self {
+        match (self.matrices, z) {
+            (None, None) => self,
+            (Some(matrices), Some(z)) if u64::from(z) < matrices => {
+                Self { base: self.base + u64::from(z) * self.rows * self.row_bytes, ..self }
+            }
+            (Some(_), Some(_)) => Self { rows: 0, ..self },
+            (matrices, _) => {
+                let (has, takes) = if matrices.is_some() { (3, 2) } else { (2, 3) };
+                let message =
+                    format!("a tensor map of {has} dimensions for a copy that takes {takes}, at {}", Line(at));
+                fail(Fault::Operand, at, None, message)
+            }
+        }
     }
 
     fn bytes(&self) -> usize {
@@ -139,7 +165,15 @@ pub unsafe fn tma_prefetch(map: *const u8) {
 #[track_caller]
 pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64) {
     // SAFETY: the caller's.
-    unsafe { load(to, map, x, y, barrier, 1 << with(|block| block.rank), Location::caller()) }
+    unsafe { load(to, map, [x, y], None, barrier, 1 << with(|block| block.rank), Location::caller()) }
+}
+
+/// # Safety
+/// As [`tma_load_2d`], with a map of three dimensions.
+#[track_caller]
+pub unsafe fn tma_load_3d(to: *mut u8, map: *const u8, x: u32, y: u32, z: u32, barrier: *mut u64) {
+    // SAFETY: the caller's.
+    unsafe { load(to, map, [x, y], Some(z), barrier, 1 << with(|block| block.rank), Location::caller()) }
 }
 
 /// # Safety
@@ -148,12 +182,20 @@ pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: 
 #[track_caller]
 pub unsafe fn tma_load_2d_multicast(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, blocks: u16) {
     // SAFETY: the caller's.
-    unsafe { load(to, map, x, y, barrier, blocks, Location::caller()) }
+    unsafe { load(to, map, [x, y], None, barrier, blocks, Location::caller()) }
 }
 
-unsafe fn load(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, blocks: u16, at: Site) {
+unsafe fn load(
+    to: *mut u8,
+    map: *const u8,
+    [x, y]: [u32; 2],
+    z: Option<u32>,
+    barrier: *mut u64,
+    blocks: u16,
+    at: Site,
+) {
     // SAFETY: the caller's.
-    let map = unsafe { Map::read(map, at) };
+    let map = unsafe { Map::read(map, at) }.matrix(z, at);
     let to = shared_offset(to, map.bytes(), 1024, at, "TMA load");
     let (x, y) = (x as i32, y as i32);
     for (_, columns, from) in map.inside(x, y) {
@@ -200,7 +242,7 @@ pub fn land_one(block: &mut Block) -> bool {
 pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
     let at = Location::caller();
     // SAFETY: the caller's.
-    let map = unsafe { Map::read(map, at) };
+    let map = unsafe { Map::read(map, at) }.matrix(None, at);
     check(Kind::AsyncRead, from.addr(), map.bytes(), 16, at);
     let from = shared_offset(from, map.bytes(), 1024, at, "TMA store");
     with(|block| {

@@ -119,6 +119,16 @@ pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: 
 }
 
 #[inline(always)]
+pub unsafe fn tma_load_3d(to: *mut u8, map: *const u8, x: u32, y: u32, z: u32, barrier: *mut u64) {
+    // SAFETY: the caller's: as in `tma_load_2d`, with a map of three dimensions.
+    unsafe {
+        asm!("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}, {{{}, {}, {}}}], [{}];",
+            in(reg32) shared_address(to), in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) z,
+            in(reg32) shared_address(barrier), options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn tma_load_2d_multicast(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64, blocks: u16) {
     // SAFETY: the caller's: as in `tma_load_2d` for every block named.
     unsafe {
