@@ -4,6 +4,10 @@
 //! is the natural log-sum-exp of a query's scaled scores. Rows past the end of a sequence are read as zeros: as keys they
 //! lie above the diagonal, as queries they are not stored, or their probabilities are made zero.
 //!
+//! NaN and infinity stay in their head and sequence, and what the mask hides has no influence, with one exception: as 0
+//! times NaN is NaN, such a V (for dQ also K; for dK and dV, Q and dout) spoils positions that it is hidden from if they
+//! are in its tile, of 128 positions at most. A position that sees it is spoilt in any case.
+//!
 //! With P = B NH T^2 / 2 pairs of a query and a key it sees:
 //! * forward: 4 HS P FLOP (two products), P exponentials; memory 4 B T C elements if K and V stay in L2, which gives
 //!   them again to each tile of queries: P HS / ROWS elements for K and as many for V.

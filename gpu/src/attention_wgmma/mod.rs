@@ -6,7 +6,8 @@
 //! operand in shared memory. So no probability is ever written to shared memory.
 //!
 //! qkv (B,T,3,NH,HS) is read in place through a map over (B, T, 3 NH HS). Rows past the end of a sequence are read as
-//! zeros: as keys they lie above the diagonal, as queries they are not stored or their probabilities are made zero.
+//! zeros: as keys they lie above the diagonal, as queries they are not stored or their probabilities are made zero. NaN
+//! and infinity go as far as [`crate::attention`] says.
 
 mod backward_keys;
 mod backward_queries;
