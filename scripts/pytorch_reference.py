@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Makes the reference files of tests/data with PyTorch: a small GPT-2 in llm.c's formats.
 
-    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py tests/data
+    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py NAME FOLDER
     ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py --normal
 
-The first writes
+The first writes, for NAME = tiny (or one of the other SHAPES below)
     tiny.bin              model, fp32 (version 3)
     tiny_debug_state.bin  inputs, targets, logits, loss and the gradient of every parameter
     tiny_losses.json      losses and gradient norms of ten AdamW steps on that batch, for several settings
@@ -22,8 +22,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-L, NH, C, V, VP, MAX_T = 2, 3, 48, 97, 128, 20
-B, T = 2, 16
+# L, NH, C, V, Vp, maxT, B, T; and what the normal weights are multiplied by
+SHAPES = {
+    "tiny": ((2, 3, 48, 97, 128, 20, 2, 16), 4),
+    # Heads of 64 channels, as a GPU's kernels take them; no row of padding.
+    "wide": ((1, 1, 64, 61, 61, 9, 2, 9), 4),
+    "d12": ((12, 12, 768, 50257, 50304, 1024, 4, 64), 1),
+}
 
 ORDER = [
     "wte", "wpe", "ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb",
@@ -38,8 +43,8 @@ SETTINGS = [
 
 
 def make_parameters(generator):
-    """As a run begins, but the normal ones four times as large (exactly), so that attention is far from uniform, and
-    biases and norms off their initial constants."""
+    """As a run begins, but in small models the normal ones larger by a power of two, so that attention is far from uniform,
+    and biases and norms off their initial constants."""
 
     def normal(*shape, std):
         return torch.empty(shape).normal_(0, std, generator=generator)
@@ -53,7 +58,7 @@ def make_parameters(generator):
     for name in layers:
         p[name] = torch.stack([layer[name] for layer in drawn])
     for name in p:
-        p[name] = p[name] * 4
+        p[name] = p[name] * SCALE
     biases = {"ln1b": C, "qkvb": 3 * C, "attprojb": C, "ln2b": C, "fcb": 4 * C, "fcprojb": C}
     for name, width in biases.items():
         p[name] = normal(L, width, std=0.1)
@@ -116,13 +121,13 @@ def single(tensor):
     return tensor.detach().to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
 
 
-def write_reference(folder):
+def write_reference(name, folder):
     generator = torch.Generator().manual_seed(42)
     parameters = make_parameters(generator)
     tokens = torch.randint(0, V, (B * T + 1,), generator=generator)
     x, y = tokens[:-1].view(B, T), tokens[1:].view(B, T)
     body = b"".join(single(parameters[name]) for name in ORDER)
-    (folder / "tiny.bin").write_bytes(header(20240326, 3, MAX_T, V, L, NH, C, VP) + body)
+    (folder / f"{name}.bin").write_bytes(header(20240326, 3, MAX_T, V, L, NH, C, VP) + body)
 
     p = {name: value.double().requires_grad_() for name, value in parameters.items()}
     logits = forward(p, x)
@@ -131,10 +136,10 @@ def write_reference(folder):
     ints = lambda t: t.numpy().astype("<i4").tobytes()
     state = [header(20240327, 2, B, T), ints(x), ints(y), single(logits), single(loss)]
     state += [single(p[name].grad) for name in ORDER]
-    (folder / "tiny_debug_state.bin").write_bytes(b"".join(state))
+    (folder / f"{name}_debug_state.bin").write_bytes(b"".join(state))
 
     runs = [train(parameters, x, y, settings) for settings in SETTINGS]
-    (folder / "tiny_losses.json").write_text(json.dumps(runs, indent=1) + "\n")
+    (folder / f"{name}_losses.json").write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def print_normal():
@@ -145,9 +150,10 @@ def print_normal():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    if sys.argv[1] == "--normal":
+    if sys.argv[1:] == ["--normal"]:
         print_normal()
+    elif len(sys.argv) == 3 and sys.argv[1] in SHAPES:
+        (L, NH, C, V, VP, MAX_T, B, T), SCALE = SHAPES[sys.argv[1]]
+        write_reference(sys.argv[1], Path(sys.argv[2]))
     else:
-        write_reference(Path(sys.argv[1]))
+        sys.exit(__doc__)

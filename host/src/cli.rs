@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train};
+use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train, verify};
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -22,6 +22,7 @@ enum Command {
     Data(data::Data),
     Doctor(doctor::Doctor),
     Inspect(inspect::Inspect),
+    Verify(verify::Verify),
     Selftest(selftest::Selftest),
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -36,6 +37,7 @@ impl Cli {
             Command::Data(args) => data::run(args),
             Command::Doctor(args) => doctor::run(args),
             Command::Inspect(args) => inspect::run(args),
+            Command::Verify(args) => verify::run(args),
             Command::Selftest(args) => selftest::run(args),
             Command::Bench(args) => bench::run(args),
         }

@@ -6,6 +6,7 @@
 //! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
 //! * [`config`]: a run's settings, as they are kept with it.
 //! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
+//! * [`selftest`], [`verify`]: whether an engine computes what another one, or another program, does.
 //! * [`log`], [`console`], [`mfu`]: what is told of a run.
 //! * [`cli`], [`commands`]: the program.
 //! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
@@ -32,3 +33,4 @@ pub mod selftest;
 pub mod tensor;
 pub mod tokenizer;
 pub mod train;
+pub mod verify;

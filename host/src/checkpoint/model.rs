@@ -78,6 +78,11 @@ impl ModelFile {
         self.descriptor
     }
 
+    /// Rows of wte in the file.
+    pub fn padded_vocab(&self) -> usize {
+        self.padded_vocab
+    }
+
     pub fn dtype(&self) -> DType {
         self.dtype
     }

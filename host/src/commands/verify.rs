@@ -1,0 +1,86 @@
+//! `verify`: whether this program computes what llm.c's or PyTorch's debug state says.
+
+use super::resources::Hardware;
+use crate::verify::{Allowed, Comparison, Verification};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
+
+/// Steps of the test.
+const STEPS: usize = 10;
+
+/// Compares logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test program does
+#[derive(Clone, Debug, clap::Args)]
+pub struct Verify {
+    /// Model file (.bin)
+    model: PathBuf,
+
+    /// What another program computed with it (…_debug_state.bin)
+    state: PathBuf,
+
+    /// The losses that ten AdamW steps should have, one a line
+    #[arg(long, value_name = "FILE")]
+    losses: Option<PathBuf>,
+
+    #[command(flatten)]
+    hardware: Hardware,
+}
+
+/// Fails unless all comparisons hold; the last line on standard output says so.
+pub fn run(args: &Verify) -> Result<()> {
+    let expected = args.losses.as_deref().map(read_losses).transpose()?;
+    let mut engine = args.hardware.open_quietly()?;
+    let mut verification = Verification::open(&args.model, &args.state, &mut *engine)?;
+    let mut comparisons = verification.gradients()?;
+    print(&comparisons)?;
+    let losses = verification.steps(STEPS)?;
+    let steps = expected.map_or(Vec::new(), |expected| verification.compare_losses(&losses, &expected));
+    let mut out = stdout().lock();
+    writeln!(out)?;
+    for (i, loss) in losses.iter().enumerate() {
+        let verdict = steps.get(i).map_or(String::new(), |c| format!("  off by {:.1e}  {}", c.absolute, word(c)));
+        writeln!(out, "step {:>2}: loss {loss:.6}{verdict}", i + 1)?;
+    }
+    comparisons.extend(steps);
+    let failed = comparisons.iter().filter(|c| !c.ok()).count();
+    writeln!(out, "overall okay: {}", u8::from(failed == 0))?;
+    if failed > 0 {
+        bail!("{failed} of {} comparisons are beyond their tolerance", comparisons.len());
+    }
+    Ok(())
+}
+
+fn print(comparisons: &[Comparison]) -> Result<()> {
+    let mut out = stdout().lock();
+    writeln!(out, "{:<12} {:>12} {:>12} {:>22}", "tensor", "absolute", "relative", "allowed")?;
+    for c in comparisons {
+        let allowed = match c.allowed {
+            Allowed::Absolute(bound) => format!("{bound:.0e} absolute"),
+            Allowed::Relative(bound) => format!("{bound:.0e} relative"),
+        };
+        writeln!(out, "{:<12} {:>12.2e} {:>12.2e} {allowed:>22}  {}", c.name, c.absolute, c.relative, word(c))?;
+    }
+    Ok(())
+}
+
+fn word(comparison: &Comparison) -> &'static str {
+    if comparison.ok() { "ok" } else { "FAILED" }
+}
+
+fn read_losses(path: &Path) -> Result<Vec<f32>> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read losses {}", path.display()))?;
+    let number = |(i, line): (usize, &str)| {
+        let number = line.trim().parse::<f32>().ok().filter(|loss| loss.is_finite());
+        number.with_context(|| format!("{}, line {}: expected a loss, found '{line}'", path.display(), i + 1))
+    };
+    let losses = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(number);
+    let losses = losses.collect::<Result<Vec<_>>>()?;
+    ensure!(
+        losses.len() == STEPS,
+        "{}: expected the losses of {STEPS} steps, one a line, found {}",
+        path.display(),
+        losses.len()
+    );
+    Ok(losses)
+}

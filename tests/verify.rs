@@ -1,0 +1,181 @@
+//! `verify` on a small model that PyTorch computed (`scripts/pytorch_reference.py`): it holds on every engine, and notices
+//! what is wrong.
+
+use host::engine::Engine;
+use host::engine::cpu::Cpu;
+use host::engine::cuda::{Precision, emulated};
+use host::verify::Verification;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/tiny.bin");
+const STATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/tiny_debug_state.bin");
+const HEADER: usize = 1024;
+
+fn data(name: &str) -> String {
+    format!("{}/../tests/data/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// PyTorch's losses with llm.c's settings.
+fn expected_losses(model: &str) -> Vec<f32> {
+    let text = fs::read_to_string(data(&format!("{model}_losses.json"))).unwrap();
+    let runs: serde_json::Value = serde_json::from_str(&text).unwrap();
+    runs[0]["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap() as f32).collect()
+}
+
+/// A directory with copies of the three files.
+struct Files {
+    directory: tempfile::TempDir,
+}
+
+impl Files {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        fs::copy(MODEL, directory.path().join("model.bin")).unwrap();
+        fs::copy(STATE, directory.path().join("state.bin")).unwrap();
+        let losses: String = expected_losses("tiny").iter().map(|loss| format!("{loss}\n")).collect();
+        fs::write(directory.path().join("losses.txt"), losses).unwrap();
+        Self { directory }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Whether `verify` succeeds, and all that it prints.
+    fn verify(&self) -> (bool, String) {
+        let output = Command::new(env!("CARGO_BIN_EXE_host"))
+            .args(["verify", "--device", "cpu", "--losses"])
+            .args(["losses.txt", "model.bin", "state.bin"].map(|name| self.path(name)))
+            .output()
+            .unwrap();
+        (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+    }
+
+    fn change(&self, name: &str, at: usize, bytes: &[u8]) {
+        let mut all = fs::read(self.path(name)).unwrap();
+        all[at..at + bytes.len()].copy_from_slice(bytes);
+        fs::write(self.path(name), all).unwrap();
+    }
+
+    /// Adds to a number of a file.
+    fn add(&self, name: &str, at: usize, amount: f32) {
+        let all = fs::read(self.path(name)).unwrap();
+        let old = f32::from_le_bytes(all[at..at + 4].try_into().unwrap());
+        self.change(name, at, &(old + amount).to_le_bytes());
+    }
+}
+
+#[test]
+fn the_program_agrees_with_pytorch() {
+    let (ok, text) = Files::new().verify();
+    assert!(ok, "{text}");
+    for tensor in ["logits", "loss", "dwte", "dwpe", "dqkvw", "dlnfb", "step 10: loss"] {
+        assert!(text.contains(tensor), "{tensor}: {text}");
+    }
+    assert!(text.contains("\noverall okay: 1\n") && !text.contains("FAILED"), "{text}");
+}
+
+/// Of an engine and a model with heads that a GPU's kernels take.
+fn agrees(engine: &mut dyn Engine) {
+    let (model, state) = (data("wide.bin"), data("wide_debug_state.bin"));
+    let mut verification = Verification::open(Path::new(&model), Path::new(&state), engine).unwrap();
+    let mut comparisons = verification.gradients().unwrap();
+    let losses = verification.steps(10).unwrap();
+    comparisons.extend(verification.compare_losses(&losses, &expected_losses("wide")));
+    assert_eq!(comparisons.len(), 2 + 16 + 10);
+    let failed: Vec<_> = comparisons.iter().filter(|c| !c.ok()).collect();
+    assert!(failed.is_empty(), "{failed:#?} of {comparisons:#?}");
+}
+
+#[test]
+fn the_cpu_agrees() {
+    agrees(&mut Cpu::new());
+}
+
+#[test]
+fn the_kernels_agree_in_f32() {
+    agrees(&mut *emulated(Precision::Fp32, false));
+}
+
+#[test]
+fn the_kernels_agree_in_bf16() {
+    agrees(&mut *emulated(Precision::Bf16, false));
+    agrees(&mut *emulated(Precision::Bf16, true));
+}
+
+/// Numbers of the model: V = 97, Vp = 128, C = 48, L = 2, maxT = 20; of the batch: B = 2, T = 16.
+#[test]
+fn one_wrong_number_is_noticed() {
+    let fails = |change: &dyn Fn(&Files), tensors: &[&str]| {
+        let files = Files::new();
+        change(&files);
+        let (ok, text) = files.verify();
+        assert!(!ok && text.contains("\noverall okay: 0\n"), "{text}");
+        for tensor in tensors {
+            let line = text.lines().find(|line| line.starts_with(tensor)).unwrap_or_else(|| panic!("{tensor}: {text}"));
+            assert!(line.contains("FAILED"), "{tensor}: {text}");
+        }
+    };
+    // The first weight of the last layernorm's bias, which all logits see.
+    let lnfb = fs::metadata(MODEL).unwrap().len() as usize - 4 * 48;
+    fails(&|files| files.add("model.bin", lnfb, 0.1), &["logits", "loss", "dlnfw", "step  1"]);
+    let logits = HEADER + 4 * (2 * 2 * 16);
+    fails(&|files| files.add("state.bin", logits + 4 * 1000, 0.05), &["logits"]);
+    let loss = logits + 4 * 2 * 16 * 97;
+    fails(&|files| files.add("state.bin", loss, 1e-4), &["loss"]);
+    let dwpe = loss + 4 + 4 * 128 * 48;
+    fails(&|files| files.add("state.bin", dwpe + 4 * 48, 0.01), &["dwpe"]);
+    fails(&|files| files.change("state.bin", dwpe, &f32::NAN.to_le_bytes()), &["dwpe"]);
+    // A row of padding has no gradient.
+    fails(&|files| files.add("state.bin", dwpe - 4, 0.5), &["dwte"]);
+    let ninth = |files: &Files| {
+        let mut losses = expected_losses("tiny");
+        losses[8] += 0.01;
+        let text: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
+        fs::write(files.path("losses.txt"), text).unwrap();
+    };
+    fails(&ninth, &["step  9"]);
+}
+
+#[test]
+fn files_that_are_none_are_refused() {
+    let refusal = |change: &dyn Fn(&Files)| {
+        let files = Files::new();
+        change(&files);
+        let (ok, text) = files.verify();
+        assert!(!ok, "{text}");
+        text
+    };
+    let word = |i: usize, value: i32| refusal(&|files| files.change("state.bin", 4 * i, &value.to_le_bytes()));
+    let text = word(0, 20240326);
+    assert!(text.contains("state.bin is no debug state: expected magic 20240327, found 20240326"), "{text}");
+    let text = word(1, 1);
+    assert!(text.contains("expected debug state version 2, found 1"), "{text}");
+    let text = word(2, -1);
+    assert!(text.contains("found B = -1, T = 16"), "{text}");
+    let text = word(3, 21);
+    assert!(text.contains("T = 21 tokens; the model takes up to 20"), "{text}");
+    let text = word(2, i32::MAX);
+    assert!(text.contains("truncated") && text.contains("expected"), "{text}");
+    let text = word(256 + 3, 97);
+    assert!(text.contains("inputs[3] is 97, expected a token below 97"), "{text}");
+
+    let length = fs::metadata(STATE).unwrap().len();
+    let cut = |length: u64| {
+        refusal(&|files| {
+            let file = fs::File::options().write(true).open(files.path("state.bin")).unwrap();
+            file.set_len(length).unwrap();
+        })
+    };
+    assert!(cut(100).contains("expected a header of 1024 bytes, found 100 bytes"));
+    assert!(cut(length - 1).contains("truncated"));
+    assert!(cut(length + 1).contains("too long"));
+
+    let losses = |text: &str| refusal(&|files| fs::write(files.path("losses.txt"), text).unwrap());
+    assert!(losses("1.0\n2.0\n").contains("expected the losses of 10 steps, one a line, found 2"));
+    assert!(losses("1.0\nabout 2\n").contains("line 2: expected a loss, found 'about 2'"));
+    let text = refusal(&|files| fs::remove_file(files.path("state.bin")).unwrap());
+    assert!(text.contains("cannot open debug state"), "{text}");
+}
