@@ -34,13 +34,18 @@ impl Files {
         let directory = tempfile::tempdir().unwrap();
         fs::copy(MODEL, directory.path().join("model.bin")).unwrap();
         fs::copy(STATE, directory.path().join("state.bin")).unwrap();
-        let losses: String = expected_losses("tiny").iter().map(|loss| format!("{loss}\n")).collect();
-        fs::write(directory.path().join("losses.txt"), losses).unwrap();
-        Self { directory }
+        let files = Self { directory };
+        files.write_losses(&expected_losses("tiny"));
+        files
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
+    }
+
+    fn write_losses(&self, losses: &[f32]) {
+        let lines: Vec<_> = losses.iter().map(f32::to_string).collect();
+        fs::write(self.path("losses.txt"), lines.join("\n")).unwrap();
     }
 
     /// Whether `verify` succeeds, and all that it prints.
@@ -133,8 +138,7 @@ fn one_wrong_number_is_noticed() {
     let ninth = |files: &Files| {
         let mut losses = expected_losses("tiny");
         losses[8] += 0.01;
-        let text: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
-        fs::write(files.path("losses.txt"), text).unwrap();
+        files.write_losses(&losses);
     };
     fails(&ninth, &["step  9"]);
 }
