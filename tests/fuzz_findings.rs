@@ -1,0 +1,51 @@
+//! What the fuzz targets (fuzz/) once choked on, tried again; that they begin from files which are good; and the damage that
+//! is tried first, so that a reader which trusts its header fails here already.
+
+#[path = "../fuzz/src/memory.rs"]
+mod memory;
+#[path = "../fuzz/src/targets.rs"]
+mod targets;
+
+use memory::{BUDGET, Limited, within};
+use std::path::Path;
+use targets::{EVALUATION, HELLASWAG, MODEL, TOKENIZER, TOKENS, Target};
+
+#[global_allocator]
+static ALLOCATOR: Limited = Limited;
+
+static TARGETS: [&Target; 5] = [&TOKENS, &MODEL, &EVALUATION, &HELLASWAG, &TOKENIZER];
+
+/// The file with one of its first numbers replaced, cut short, and with bytes added.
+fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+    let words = (0..good.len().min(160) / 4).flat_map(move |word| {
+        [0, 1, -1, 1 << 16, 1 << 30, i32::MAX, i32::MIN].map(|value: i32| {
+            let mut bytes = good.to_vec();
+            bytes[4 * word..4 * word + 4].copy_from_slice(&value.to_le_bytes());
+            bytes
+        })
+    });
+    let cuts = (0..good.len()).step_by(good.len().div_ceil(100)).map(move |len| good[..len].to_vec());
+    words.chain(cuts).chain([[good, &[0]].concat(), [good, good].concat()])
+}
+
+/// In one test: the limit on memory is the whole program's.
+#[test]
+fn no_reader_panics_or_takes_more_memory_than_its_file_justifies() {
+    for target in TARGETS {
+        for (i, seed) in target.seeds().iter().enumerate() {
+            assert!(target.accepts(seed), "{} refuses its seed {i}", target.name);
+            damaged(seed).for_each(|bytes| {
+                within(BUDGET, || target.accepts(&bytes));
+            });
+        }
+    }
+    let findings = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/fuzz/*/*");
+    for path in glob::glob(findings.to_str().unwrap()).unwrap() {
+        let path = path.unwrap();
+        let name = path.parent().unwrap().file_name().unwrap();
+        let target = TARGETS.iter().find(|target| target.name == name).expect("a directory is named after its target");
+        println!("{}", path.display());
+        let data = std::fs::read(&path).unwrap();
+        within(BUDGET, || target.accepts(&data));
+    }
+}
