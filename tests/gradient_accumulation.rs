@@ -1,5 +1,6 @@
 //! A step of several micro-batches is the step of one large batch.
 
+use host::checkpoint::RunState;
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::Engine;
@@ -8,6 +9,7 @@ use host::log::Log;
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::rng::Mt19937;
 use host::schedule::{Kind, Schedule};
+use host::signals::Stop;
 use host::train::{Run, Settings, initialise};
 use std::fs;
 
@@ -34,8 +36,8 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
-        out: None,
     };
+    let state = RunState::fresh(loader.position());
     let train = Prefetch::start(loader, &engine).unwrap();
     let mut run = Run {
         settings: &settings,
@@ -47,6 +49,9 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         hellaswag: None,
         console: Console::new(6),
         log: Log::create(Some(dir.path())).unwrap(),
+        state,
+        checkpoints: None,
+        stop: Stop::default(),
     };
     let outcome = run.train().unwrap();
     assert_eq!(outcome.tokens, 6 * 8 * 16);

@@ -80,7 +80,11 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
             "main.jsonl",
             "main.log",
             "model_00000004.bin",
-            "model_00000006.bin"
+            "model_00000006.bin",
+            "run_00000004.json",
+            "run_00000006.json",
+            "state_00000004_00000.bin",
+            "state_00000006_00000.bin"
         ]
     );
     let log = fs::read_to_string(out.join("main.log")).unwrap();
@@ -144,9 +148,9 @@ fn hellaswag_is_scored_while_a_model_trains_and_afterwards() {
     assert!(fs::read(&set).unwrap() == include_bytes!("data/hellaswag.bin"));
 
     let shape = ["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "1", "--seq", "48"];
-    let run = ["train", "--device", "cpu", "--train", text(&train), "--out", text(&out), "--hellaswag", text(&set)];
-    let printed =
-        succeed(&with(&with(&run, &shape), &["--steps", "5", "--val-every", "2", "--hellaswag-examples", "3"]));
+    let run = ["train", "--device", "cpu", "--train", text(&train), "--hellaswag", text(&set)];
+    let settings = ["--out", text(&out), "--steps", "5", "--val-every", "2", "--hellaswag-examples", "3"];
+    let printed = succeed(&with(&with(&run, &shape), &settings));
     let scores: Vec<&str> = printed.lines().filter_map(|line| line.strip_prefix("HellaSwag: ")).collect();
     assert!(scores.len() == 3 && scores.iter().all(|s| s.contains("/3 = 0.") || s.contains("3/3 = 1.")), "{printed}");
     let log = fs::read_to_string(out.join("main.log")).unwrap();

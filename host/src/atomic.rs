@@ -5,6 +5,9 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
+/// How names begin of files and directories that are not whole yet.
+pub const UNFINISHED: &str = ".unfinished-";
+
 /// Writes a file under a temporary name beside `path`, makes it durable, and only then gives it its name. On error nothing
 /// of it is left.
 pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
@@ -17,16 +20,22 @@ pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T
         // As `File::create` has it; the process' umask still applies.
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
-    let temporary = builder.prefix(".unfinished-").tempfile_in(directory).with_context(cannot)?;
+    let temporary = builder.prefix(UNFINISHED).tempfile_in(directory).with_context(cannot)?;
     let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file().try_clone().with_context(cannot)?);
     let result = fill(&mut writer).with_context(cannot)?;
     writer.flush().with_context(cannot)?;
     drop(writer);
     temporary.as_file().sync_all().with_context(cannot)?;
     temporary.persist(path).with_context(cannot)?;
-    // The name itself is durable only once its directory is.
-    File::open(directory).and_then(|d| d.sync_all()).with_context(cannot)?;
+    sync_directory(directory)?;
     Ok(result)
+}
+
+/// Makes the names in a directory durable: files alone are not found again after a power cut.
+pub fn sync_directory(path: &Path) -> Result<()> {
+    File::open(path)
+        .and_then(|directory| directory.sync_all())
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Makes a directory and its parents.

@@ -50,6 +50,9 @@ pub struct Config {
     pub sample_every: usize,
     pub sample_length: usize,
     pub checkpoint_every: usize,
+    /// Of the newest checkpoints; 0: all.
+    pub keep: usize,
+    pub major_every: usize,
 
     pub recompute: Recompute,
     pub master_weights: bool,
@@ -103,7 +106,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// What is done with a run, as opposed to what the run is.
-    const ACTIONS: [&str; 2] = ["help", "version"];
+    const ACTIONS: [&str; 4] = ["help", "version", "resume", "force-resume"];
 
     fn whole() -> Config {
         Config {
@@ -133,6 +136,8 @@ mod tests {
             checkpoint_every: 5000,
             recompute: Recompute::Gelu,
             master_weights: true,
+            keep: 3,
+            major_every: 50_000,
             device: Device::Cuda,
             precision: Precision::Bf16,
             tf32: false,

@@ -7,6 +7,7 @@
 //! * [`config`]: a run's settings, as they are kept with it.
 //! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
 //! * [`selftest`], [`verify`]: whether an engine computes what another one, or another program, does.
+//! * [`signals`]: how it is asked to stop.
 //! * [`log`], [`console`], [`mfu`]: what is told of a run.
 //! * [`cli`], [`commands`]: the program.
 //! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
@@ -30,6 +31,7 @@ pub mod rng;
 pub mod sample;
 pub mod schedule;
 pub mod selftest;
+pub mod signals;
 pub mod tensor;
 pub mod tokenizer;
 pub mod train;

@@ -1,10 +1,11 @@
 //! What a run leaves in its directory: `main.log` in llm.c's format, and `main.jsonl` with everything known of each step.
 
+use crate::atomic;
 use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
-use serde::Serialize;
-use std::fs::File;
-use std::io::Write;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// One training step.
@@ -41,27 +42,53 @@ struct Choices {
     examples: usize,
 }
 
-/// Both files, or none where a run has no directory. Every line is in the file when the call returns.
+/// Both files, or none where a run has no directory. Every line is in its file when the call returns; if it cannot be, as on
+/// a full disk, it waits for the next call.
 #[derive(Debug, Default)]
 pub struct Log {
-    files: Option<(Output, Output)>,
+    files: Option<[Output; 2]>,
+    trouble: Option<String>,
 }
+
+const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 
 #[derive(Debug)]
 struct Output {
     path: PathBuf,
     file: File,
+    /// Bytes in the file.
+    written: u64,
+    /// Lines that could not be written yet.
+    waiting: String,
 }
 
 impl Output {
-    fn create(path: PathBuf) -> Result<Self> {
-        let file = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { path, file })
+    /// Goes on at the end of a file.
+    fn open(path: PathBuf) -> Result<Self> {
+        let open = || {
+            let file = File::options().append(true).create(true).open(&path)?;
+            let written = file.metadata()?.len();
+            Ok::<_, io::Error>((file, written))
+        };
+        let (file, written) = open().with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Self { path, file, written, waiting: String::new() })
     }
 
-    fn line(&mut self, mut line: String) -> Result<()> {
-        line.push('\n');
-        self.file.write_all(line.as_bytes()).with_context(|| format!("cannot write {}", self.path.display()))
+    fn line(&mut self, line: &str) -> Result<()> {
+        self.waiting.push_str(line);
+        self.waiting.push('\n');
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if let Err(error) = self.file.write_all(self.waiting.as_bytes()) {
+            // Half a line would be joined by the next one.
+            let _ = self.file.set_len(self.written);
+            return Err(error).with_context(|| format!("cannot write {}", self.path.display()));
+        }
+        self.written += self.waiting.len() as u64;
+        self.waiting.clear();
+        Ok(())
     }
 }
 
@@ -69,8 +96,45 @@ impl Log {
     /// Starts both files afresh.
     pub fn create(directory: Option<&Path>) -> Result<Self> {
         let Some(directory) = directory else { return Ok(Self::default()) };
-        let file = |name| Output::create(directory.join(name));
-        Ok(Self { files: Some((file("main.log")?, file("main.jsonl")?)) })
+        for name in NAMES {
+            let path = directory.join(name);
+            File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Self::open(directory)
+    }
+
+    /// Goes on with the files of a run that is taken up again before `step`'s update: what was logged after that is cut off.
+    /// Validations at `step` stay if they are `evaluated`.
+    pub fn resume(directory: &Path, step: usize, evaluated: bool) -> Result<Self> {
+        let stays = |line: Option<Line>| match line {
+            Some(Line { step: s, training: true }) => s < step,
+            Some(Line { step: s, training: false }) => s < step || (s == step && evaluated),
+            None => true,
+        };
+        let [main, jsonl] = NAMES.map(|name| directory.join(name));
+        cut(&main, |line| stays(Line::of_main(line)))?;
+        cut(&jsonl, |line| stays(Line::of_jsonl(line)))?;
+        Self::open(directory)
+    }
+
+    fn open(directory: &Path) -> Result<Self> {
+        let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
+        Ok(Self { files: Some([main?, jsonl?]), trouble: None })
+    }
+
+    /// Handles of the files.
+    pub fn files(&self) -> Result<Vec<File>> {
+        self.files.iter().flatten().map(|output| output.file.try_clone().context("cannot share the log")).collect()
+    }
+
+    /// Why lines wait; told once each time it begins.
+    pub fn take_trouble(&mut self) -> Option<String> {
+        self.trouble.take()
+    }
+
+    /// Writes the lines that wait; that some cannot be written is an error now.
+    pub fn finish(&mut self) -> Result<()> {
+        self.files.iter_mut().flatten().try_for_each(Output::flush)
     }
 
     pub fn step(&mut self, step: &Step) -> Result<()> {
@@ -88,16 +152,57 @@ impl Log {
     }
 
     fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {
-        let Some((main, jsonl)) = &mut self.files else { return Ok(()) };
-        main.line(line)?;
-        jsonl.line(serde_json::to_string(record)?)
+        let Some(files) = &mut self.files else { return Ok(()) };
+        for (output, line) in files.iter_mut().zip([line, serde_json::to_string(record)?]) {
+            let waited = !output.waiting.is_empty();
+            if let Err(error) = output.line(&line)
+                && !waited
+            {
+                self.trouble = Some(format!("{error:#}"));
+            }
+        }
+        Ok(())
     }
+}
+
+/// What a line of a log is about.
+struct Line {
+    step: usize,
+    /// Of a step's update, as opposed to a validation before it.
+    training: bool,
+}
+
+impl Line {
+    fn of_main(line: &str) -> Option<Self> {
+        let (step, rest) = line.strip_prefix("s:")?.split_once(' ')?;
+        Some(Self { step: step.parse().ok()?, training: rest.starts_with("trl:") })
+    }
+
+    fn of_jsonl(line: &str) -> Option<Self> {
+        #[derive(Deserialize)]
+        struct Record {
+            step: usize,
+            loss: Option<serde_json::Value>,
+        }
+        let record: Record = serde_json::from_str(line).ok()?;
+        Some(Self { step: record.step, training: record.loss.is_some() })
+    }
+}
+
+/// Keeps the whole lines of a file that `stay`, if there is such a file.
+fn cut(path: &Path, stays: impl Fn(&str) -> bool) -> Result<()> {
+    let text = match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        read => read.with_context(|| format!("cannot read {}", path.display()))?,
+    };
+    let text = String::from_utf8_lossy(&text);
+    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && stays(line.trim_end()));
+    atomic::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     #[test]
     fn lines_are_llm_cs_and_records_json() {

@@ -1,6 +1,7 @@
 //! The training loop.
 
-use crate::checkpoint::model::save_step;
+use crate::checkpoint::writer::{Checkpoints, Report, Written, size};
+use crate::checkpoint::{Pace, RunState};
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
 use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
@@ -8,11 +9,11 @@ use crate::evaluate::{self, multiple_choice};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
 use crate::model::{Gpt2, Training, init};
-use crate::rng::XorShift;
 use crate::sample::{self, Sampling};
 use crate::schedule::Schedule;
+use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -31,7 +32,6 @@ pub struct Settings {
     pub sample_every: Option<usize>,
     pub sample_tokens: usize,
     pub checkpoint_every: Option<usize>,
-    pub out: Option<PathBuf>,
 }
 
 /// Everything a run consists of.
@@ -47,6 +47,11 @@ pub struct Run<'a> {
     pub hellaswag: Option<MultipleChoice>,
     pub console: Console,
     pub log: Log,
+    /// Where the run begins, and then where it stands: what `train` loads next is in it.
+    pub state: RunState,
+    /// Without them nothing is kept.
+    pub checkpoints: Option<Checkpoints>,
+    pub stop: Stop,
 }
 
 /// How it went.
@@ -61,6 +66,8 @@ pub struct Outcome {
     pub step: Option<Duration>,
     /// The last model file.
     pub model_file: Option<PathBuf>,
+    /// The step before which it was asked to stop.
+    pub stopped: Option<usize>,
 }
 
 /// Gives a fresh model its initial weights.
@@ -93,30 +100,33 @@ pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Resul
 /// llm.c's, of `AdamW`.
 const BETAS: (f32, f32) = (0.9, 0.95);
 const EPS: f32 = 1e-8;
-/// First state of the generator that seeds stochastic rounding.
-const ROUNDING_SEED: u64 = 13_371_337;
-
 impl Run<'_> {
     pub fn train(&mut self) -> Result<Outcome> {
         let training = self.model.training.context("this model was planned for inference only")?;
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
-        let mut rounding = XorShift { state: ROUNDING_SEED };
-        let mut outcome = Outcome::default();
-        let mut clock = Clock::start(self.engine_time(training)?);
+        let first = self.state.step;
+        let mut session = Session {
+            clock: Clock::start(self.engine_time(training)?),
+            model_file: self.checkpoints.as_ref().and_then(Checkpoints::model_file),
+            ..Session::default()
+        };
         // A step's loss is read while the engine works on the next, so that it never waits for the host.
         let mut queued: Option<Queued> = None;
 
-        for step in 0..=steps {
+        for step in first..=steps {
             let last = step == steps;
+            let stop = self.stop.requested();
             let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
-            let validate = self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
-            let score = self.hellaswag.is_some() && due(val_every);
-            let sample = self.tokenizer.filter(|_| due(sample_every));
-            let save = due(checkpoint_every);
-            if validate || score || sample.is_some() || save || last {
-                self.report(queued.take(), &mut clock, &mut outcome)?;
+            // Who asks for a stop wants it now; the run that goes on from here does what is due.
+            let evaluate = !stop && !self.state.progress.evaluated;
+            let validate = evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
+            let score = evaluate && self.hellaswag.is_some() && due(val_every);
+            let sample = self.tokenizer.filter(|_| evaluate && due(sample_every));
+            let save = step > first && (due(checkpoint_every) || stop);
+            if validate || score || sample.is_some() || save || stop || last {
+                self.report(queued.take(), &mut session)?;
                 if validate {
-                    self.validate(step, &mut outcome)?;
+                    self.validate(step, &mut session)?;
                 }
                 if score {
                     self.score(step)?;
@@ -124,38 +134,104 @@ impl Run<'_> {
                 if let Some(tokenizer) = sample {
                     self.sample(tokenizer)?;
                 }
-                if save && let Some(out) = &self.settings.out {
-                    let path = save_step(out, step, self.model, self.engine)?;
-                    self.console.line(&format!("wrote {}", path.display()))?;
-                    outcome.model_file = Some(path);
+                self.state.progress.evaluated |= evaluate;
+                if save {
+                    self.save(&mut session)?;
                 }
-                clock.resume(self.engine_time(training)?);
+                session.clock.resume(self.engine_time(training)?);
             }
-            if last {
+            if stop {
+                session.stopped = Some(step);
+            }
+            if last || stop {
                 break;
             }
-            let now = self.queue(step, training, &mut rounding)?;
-            self.report(queued.replace(now), &mut clock, &mut outcome)?;
+            let written = self.checkpoints.as_mut().and_then(Checkpoints::poll);
+            self.tell(written, &mut session)?;
+            let now = self.queue(step, training)?;
+            self.report(queued.replace(now), &mut session)?;
         }
+        self.finish(session)
+    }
+
+    /// Waits for the last checkpoint.
+    fn finish(&mut self, mut session: Session) -> Result<Outcome> {
+        let written = self.checkpoints.as_mut().and_then(Checkpoints::wait);
+        self.tell(written, &mut session)?;
         self.console.finish();
-        outcome.step = clock.mean();
-        Ok(outcome)
+        if let Some((step, error)) = session.unsaved {
+            return Err(error.context(format!("the last checkpoint, of step {step}, is not written")));
+        }
+        self.log.finish()?;
+        let progress = &self.state.progress;
+        Ok(Outcome {
+            val: progress.first_val_loss.zip(session.last_val_loss),
+            tokens: progress.tokens,
+            training: Duration::from_secs_f64(progress.training_seconds),
+            step: progress.pace.mean().map(Duration::from_secs_f64),
+            model_file: session.model_file,
+            stopped: session.stopped,
+        })
+    }
+
+    /// Begins to write a checkpoint; the one before is finished first. What goes wrong is told, and the run goes on.
+    fn save(&mut self, session: &mut Session) -> Result<()> {
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
+        let before = checkpoints.wait();
+        let begun =
+            self.log.files().and_then(|logs| checkpoints.begin(self.model, self.engine, self.state.clone(), logs));
+        self.tell(before, session)?;
+        match begun {
+            Ok(()) => Ok(()),
+            Err(error) => self.tell(Some(Written { step: self.state.step, result: Err(error) }), session),
+        }
+    }
+
+    /// Says what has become of a checkpoint.
+    fn tell(&mut self, written: Option<Written>, session: &mut Session) -> Result<()> {
+        let (Some(Written { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
+        match result {
+            Ok(Report { model_file, bytes, time, pause, warning }) => {
+                self.console.line(&format!(
+                    "checkpoint of step {step}: {}, {} in {:.2} s after a pause of {:.3} s",
+                    model_file.display(),
+                    size(bytes),
+                    time.as_secs_f64(),
+                    pause.as_secs_f64()
+                ))?;
+                if let Some(warning) = warning {
+                    self.console.line(&format!("warning: {warning}"))?;
+                }
+                session.model_file = Some(model_file);
+                session.unsaved = None;
+            }
+            Err(error) => {
+                let newest = match checkpoints.newest() {
+                    Some(step) => format!("the newest is of step {step}"),
+                    None => "there is none yet".to_owned(),
+                };
+                self.console.line(&format!("warning: no checkpoint of step {step}, {newest}: {error:#}"))?;
+                session.unsaved = Some((step, error));
+            }
+        }
+        Ok(())
     }
 
     /// Queues one optimizer step.
-    fn queue(&mut self, step: usize, training: Training, rounding: &mut XorShift) -> Result<Queued> {
-        let Self { settings, engine, model, .. } = self;
+    fn queue(&mut self, step: usize, training: Training) -> Result<Queued> {
+        let Self { settings, engine, model, state, .. } = self;
         let layout = self.train.layout();
         let dloss = 1.0 / (layout.b * layout.t * settings.grad_accum) as f32;
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
         for _ in 0..settings.grad_accum {
-            self.train.load_next(*engine, model.batch)?;
+            state.data = self.train.load_next(*engine, model.batch)?;
             model.forward(*engine, layout)?;
             model.loss(*engine, layout, Some(dloss))?;
-            model.backward(*engine, layout, rounding.next_u32())?;
+            model.backward(*engine, layout, state.rounding.next_u32())?;
         }
         let learning_rate = settings.schedule.at(step);
+        state.rounding_before_update = state.rounding;
         let adamw = AdamW {
             learning_rate,
             beta1: BETAS.0,
@@ -164,10 +240,12 @@ impl Run<'_> {
             weight_decay: settings.weight_decay,
             step: step as u32 + 1,
             clip: settings.clip,
-            seed: rounding.next_u32(),
+            seed: state.rounding.next_u32(),
         };
         model.update(*engine, &adamw)?;
         let stats = engine.read_later(training.stats)?;
+        state.step = step + 1;
+        state.progress.evaluated = false;
         Ok(Queued { step, learning_rate, stats })
     }
 
@@ -178,18 +256,20 @@ impl Run<'_> {
     }
 
     /// Waits for a step's loss and tells of it.
-    fn report(&mut self, queued: Option<Queued>, clock: &mut Clock, outcome: &mut Outcome) -> Result<()> {
+    fn report(&mut self, queued: Option<Queued>, session: &mut Session) -> Result<()> {
         let Some(Queued { step, learning_rate, stats }) = queued else { return Ok(()) };
         let Reading { values, at } = self.engine.wait(stats)?;
         let [loss_sum, norm] = values[..] else {
             anyhow::bail!("expected loss and norm, read {} values", values.len())
         };
-        let elapsed = clock.step_ended(at);
+        let progress = &mut self.state.progress;
+        let elapsed = session.clock.step_ended(at, &mut progress.pace);
         let layout = self.train.layout();
         let tokens = layout.b * layout.t * self.settings.grad_accum;
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64();
-        outcome.tokens += tokens as u64;
-        outcome.training += elapsed;
+        progress.tokens += tokens as u64;
+        progress.training_seconds += elapsed.as_secs_f64();
+        let lately = progress.pace.smoothed().unwrap_or(elapsed.as_secs_f64());
         let flops = self.model.descriptor.flops_per_token(layout.t);
         let step = Step {
             step,
@@ -199,16 +279,20 @@ impl Run<'_> {
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
             mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second, &peak)),
-            tokens: outcome.tokens,
+            tokens: progress.tokens,
         };
         self.log.step(&step)?;
-        self.console.step(&step, tokens as f64 / clock.smoothed())
+        if let Some(trouble) = self.log.take_trouble() {
+            self.console.line(&format!("warning: log lines wait in memory: {trouble}"))?;
+        }
+        self.console.step(&step, tokens as f64 / lately)
     }
 
-    fn validate(&mut self, step: usize, outcome: &mut Outcome) -> Result<()> {
+    fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(val) = &mut self.val else { return Ok(()) };
         let loss = evaluate::loss(self.model, self.engine, val, self.settings.val_batches)?;
-        outcome.val = Some((outcome.val.map_or(loss, |(before, _)| before), loss));
+        self.state.progress.first_val_loss.get_or_insert(loss);
+        session.last_val_loss = Some(loss);
         self.log.validation(step, loss)?;
         self.console.line(&format!("val loss {loss:.6}"))
     }
@@ -241,22 +325,28 @@ struct Queued {
     stats: Ticket,
 }
 
+/// What a run gathers from its start, or from where it was taken up, to its end.
+#[derive(Default)]
+struct Session {
+    clock: Clock,
+    last_val_loss: Option<f64>,
+    model_file: Option<PathBuf>,
+    /// The latest checkpoint, if it could not be written.
+    unsaved: Option<(usize, Error)>,
+    stopped: Option<usize>,
+}
+
 /// Times steps from the end of one to the end of the next, on the engine's clock.
+#[derive(Default)]
 struct Clock {
     last: Duration,
-    steps: u32,
-    /// Of all but the first step, which is often slower.
-    total: Duration,
-    /// Exponential average of the same, in seconds, before bias correction.
-    average: f64,
-    latest: Duration,
+    /// Whether a step has ended: the first is often slower, and does not count.
+    warm: bool,
 }
 
 impl Clock {
-    const SMOOTHING: f64 = 0.95;
-
     fn start(now: Duration) -> Self {
-        Self { last: now, steps: 0, total: Duration::ZERO, average: 0.0, latest: Duration::ZERO }
+        Self { last: now, warm: false }
     }
 
     /// Forgets the time since the last step: it went into something else.
@@ -264,28 +354,14 @@ impl Clock {
         self.last = now;
     }
 
-    fn step_ended(&mut self, at: Duration) -> Duration {
-        self.latest = at.saturating_sub(self.last).max(Duration::from_nanos(1));
+    fn step_ended(&mut self, at: Duration, pace: &mut Pace) -> Duration {
+        let elapsed = at.saturating_sub(self.last).max(Duration::from_nanos(1));
         self.last = at;
-        if self.steps > 0 {
-            self.total += self.latest;
-            self.average += (1.0 - Self::SMOOTHING) * (self.latest.as_secs_f64() - self.average);
+        if self.warm {
+            pace.add(elapsed.as_secs_f64());
         }
-        self.steps += 1;
-        self.latest
-    }
-
-    /// Seconds per step, smoothed.
-    fn smoothed(&self) -> f64 {
-        match self.steps {
-            0 | 1 => self.latest.as_secs_f64(),
-            n => self.average / (1.0 - Self::SMOOTHING.powi(n as i32 - 1)),
-        }
-    }
-
-    /// Mean time of a step, the first not counted.
-    fn mean(&self) -> Option<Duration> {
-        (self.steps > 1).then(|| self.total / (self.steps - 1))
+        self.warm = true;
+        elapsed
     }
 }
 
@@ -296,16 +372,22 @@ mod tests {
     #[test]
     fn the_first_step_and_pauses_do_not_count() {
         let start = Duration::from_secs(3);
-        let mut clock = Clock::start(start);
         let ms = Duration::from_millis;
-        assert_eq!(clock.step_ended(start + ms(900)), ms(900));
-        assert!((clock.smoothed() - 0.9).abs() < 1e-9);
-        assert_eq!(clock.mean(), None);
-        assert_eq!(clock.step_ended(start + ms(1000)), ms(100));
-        assert!((clock.smoothed() - 0.1).abs() < 1e-9);
+        let (mut clock, mut pace) = (Clock::start(start), Pace::default());
+        assert_eq!(clock.step_ended(start + ms(900), &mut pace), ms(900));
+        assert_eq!((pace.smoothed(), pace.mean()), (None, None));
+        assert_eq!(clock.step_ended(start + ms(1000), &mut pace), ms(100));
+        assert!((pace.smoothed().unwrap() - 0.1).abs() < 1e-9);
         clock.resume(start + ms(5000));
-        assert_eq!(clock.step_ended(start + ms(5200)), ms(200));
-        assert!((clock.smoothed() - (0.95 * 0.05 * 0.1 + 0.05 * 0.2) / (1.0 - 0.95f64.powi(2))).abs() < 1e-9);
-        assert_eq!(clock.mean(), Some(ms(150)));
+        assert_eq!(clock.step_ended(start + ms(5200), &mut pace), ms(200));
+        let smoothed = (0.95 * 0.05 * 0.1 + 0.05 * 0.2) / (1.0 - 0.95f64.powi(2));
+        assert!((pace.smoothed().unwrap() - smoothed).abs() < 1e-9);
+        assert!((pace.mean().unwrap() - 0.15).abs() < 1e-9);
+        // Taken up again: the average goes on.
+        let mut clock = Clock::start(ms(0));
+        clock.step_ended(ms(700), &mut pace);
+        clock.step_ended(ms(850), &mut pace);
+        assert!((pace.mean().unwrap() - 0.15).abs() < 1e-9);
+        assert_eq!(pace.steps, 3);
     }
 }

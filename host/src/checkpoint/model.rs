@@ -3,22 +3,17 @@
 //! A header of 256 little-endian i32 (magic 20240326, version, maxT, V, L, NH, C, Vp, zeros), then the 16 parameter tensors in
 //! [`Param::ALL`] order without gaps, all layers of one together: f32 in version 3, bf16 in version 5.
 
-use crate::atomic;
+use super::tensors::{self, Shape};
 use crate::engine::Engine;
-use crate::model::{Descriptor, Gpt2, Param};
-use crate::tensor::{DType, Tensor};
+use crate::model::{Descriptor, Gpt2, Params};
+use crate::tensor::DType;
 use anyhow::{Context, Result, bail, ensure};
-use half::bf16;
-use half::slice::HalfFloatSliceExt;
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 const MAGIC: i32 = 20240326;
 const HEADER_BYTES: usize = 1024;
-
-/// Elements that pass through host memory at once.
-const CHUNK: usize = 1 << 20;
 
 const fn version_of(dtype: DType) -> i32 {
     match dtype {
@@ -32,8 +27,7 @@ const fn version_of(dtype: DType) -> i32 {
 pub struct ModelFile {
     path: PathBuf,
     file: BufReader<File>,
-    descriptor: Descriptor,
-    padded_vocab: usize,
+    shape: Shape,
     dtype: DType,
 }
 
@@ -63,122 +57,84 @@ impl ModelFile {
             padded_vocab >= vocab,
             "{name}: expected a padded vocabulary of at least {vocab}, found {padded_vocab}"
         );
-        let [t, l, c, vp] = [max_seq_len, layers, channels, padded_vocab].map(|n| n as u128);
-        let elements = vp * c + t * c + l * (12 * c * c + 13 * c) + 2 * c;
-        let expected = HEADER_BYTES as u128 + elements * dtype.bytes() as u128;
+        let shape = Shape { descriptor, padded_vocab };
+        let expected = HEADER_BYTES as u128 + shape.elements() * dtype.bytes() as u128;
         ensure!(
             u128::from(size) == expected,
             "{name} is {}: its header describes {descriptor}, expected {expected} bytes, found {size}",
             if u128::from(size) < expected { "truncated" } else { "too long" }
         );
-        Ok(Self { path: path.to_owned(), file: BufReader::new(file), descriptor, padded_vocab, dtype })
+        Ok(Self { path: path.to_owned(), file: BufReader::new(file), shape, dtype })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     pub fn descriptor(&self) -> Descriptor {
-        self.descriptor
+        self.shape.descriptor
     }
 
     /// Rows of wte in the file.
     pub fn padded_vocab(&self) -> usize {
-        self.padded_vocab
+        self.shape.padded_vocab
     }
 
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
     /// Reads the parameters into `model`, which was planned for [`descriptor`](Self::descriptor), and into its master weights
-    /// if it has them.
+    /// if it has them. Where a type differs, values are widened or rounded to nearest.
     pub fn load(mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
-        assert_eq!(model.descriptor, self.descriptor, "the model was planned for another file");
+        assert_eq!(model.descriptor, self.shape.descriptor, "the model was planned for another file");
         let master = model.training.and_then(|t| t.master);
-        for (param, layer) in model.layout.file_order() {
-            let range = model.layout.range(param, layer);
-            // Rows of padding mean nothing, and a file may have another number of them.
-            let unpadded = match param {
-                Param::Wte => self.descriptor.vocab * self.descriptor.channels,
-                _ => range.len(),
-            };
-            for start in (0..unpadded).step_by(CHUNK) {
-                let values = self
-                    .read(CHUNK.min(unpadded - start))
-                    .with_context(|| format!("cannot read {} of {}", param.name(), self.path.display()))?;
-                for block in [Some(model.params), master].into_iter().flatten() {
-                    engine.write(block.slice(range.start + start, values.len()), &values)?;
-                }
-            }
-            if param == Param::Wte {
-                let padding =
-                    (self.padded_vocab - self.descriptor.vocab) * self.descriptor.channels * self.dtype.bytes();
-                self.file
-                    .seek_relative(padding as i64)
-                    .with_context(|| format!("cannot read {}", self.path.display()))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn read(&mut self, len: usize) -> Result<Vec<f32>> {
-        let mut bytes = vec![0; len * self.dtype.bytes()];
-        self.file.read_exact(&mut bytes)?;
-        Ok(match self.dtype {
-            DType::Bf16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
-            DType::F32 | DType::I32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
-        })
+        let blocks: Vec<_> = [Some(model.params), master].into_iter().flatten().collect();
+        tensors::read(&mut self.file, self.shape, self.dtype, &model.layout, &blocks, engine)
+            .with_context(|| format!("cannot load {}", self.path.display()))
     }
 }
 
-/// Writes the parameters as `dtype` (f32 or bf16, rounded to nearest), whole or not at all.
-pub fn save(path: &Path, model: &Gpt2, engine: &mut dyn Engine, dtype: DType) -> Result<()> {
-    let Descriptor { layers, heads, channels, max_seq_len, vocab } = model.descriptor;
-    let words = [max_seq_len, vocab, layers, heads, channels, model.descriptor.padded_vocab()];
-    atomic::write(path, |out| {
-        let mut header = [0; HEADER_BYTES];
-        let words = [MAGIC, version_of(dtype)].into_iter().chain(words.map(|w| w as i32));
-        for (slot, word) in header.as_chunks_mut::<4>().0.iter_mut().zip(words) {
-            *slot = word.to_le_bytes();
-        }
-        out.write_all(&header)?;
-        for (param, layer) in model.layout.file_order() {
-            let tensor = model.layout.of(model.params, param, layer);
-            for chunk in chunks(tensor) {
-                let values = engine.read(chunk)?;
-                match dtype {
-                    DType::Bf16 => {
-                        let mut rounded = vec![bf16::ZERO; values.len()];
-                        rounded.convert_from_f32_slice(&values);
-                        out.write_all(&rounded.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())?;
-                    }
-                    DType::F32 | DType::I32 => {
-                        out.write_all(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    })
+/// Writes a model file of parameters given as the bytes of a block of `dtype` (f32 or bf16) laid out by `layout`.
+pub fn write(out: &mut impl Write, descriptor: Descriptor, layout: &Params, params: &[u8], dtype: DType) -> Result<()> {
+    let Descriptor { layers, heads, channels, max_seq_len, vocab } = descriptor;
+    let words = [max_seq_len, vocab, layers, heads, channels, descriptor.padded_vocab()].map(|word| word as i32);
+    let mut header = [0; HEADER_BYTES];
+    for (slot, word) in
+        header.as_chunks_mut::<4>().0.iter_mut().zip([MAGIC, version_of(dtype)].into_iter().chain(words))
+    {
+        *slot = word.to_le_bytes();
+    }
+    out.write_all(&header)?;
+    tensors::write(out, layout, params, dtype.bytes())
 }
 
-fn chunks(tensor: Tensor) -> impl Iterator<Item = Tensor> {
-    (0..tensor.len).step_by(CHUNK).map(move |start| tensor.slice(start, CHUNK.min(tensor.len - start)))
-}
-
-/// Writes `model_SSSSSSSS.bin` into a run's directory, then `DONE_SSSSSSSS`, which says that all files of the step are whole.
-/// Returns the model file's path.
-pub fn save_step(directory: &Path, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<PathBuf> {
-    let path = directory.join(format!("model_{step:08}.bin"));
-    let float = engine.float();
-    save(&path, model, engine, float)?;
-    atomic::write(&directory.join(format!("DONE_{step:08}")), |_| Ok(()))?;
-    Ok(path)
+/// Bytes of a model file.
+pub fn bytes(descriptor: Descriptor, dtype: DType) -> u64 {
+    HEADER_BYTES as u64 + descriptor.parameters() as u64 * dtype.bytes() as u64
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engine::cpu::Cpu;
-    use crate::model::{Capacity, Recompute, init};
+    use crate::model::{Capacity, Param, Recompute, init};
+    use half::bf16;
     use std::fs;
+
+    fn save(path: &Path, model: &Gpt2, engine: &mut dyn Engine, dtype: DType) -> Result<()> {
+        let values = engine.read(model.params)?;
+        let bytes: Vec<u8> = match dtype {
+            DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+            DType::F32 | DType::I32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        };
+        let mut out = File::create(path)?;
+        write(&mut out, model.descriptor, &model.layout, &bytes, dtype)
+    }
 
     fn planned(descriptor: Descriptor) -> (Gpt2, Cpu) {
         let mut engine = Cpu::new();

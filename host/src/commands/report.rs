@@ -70,7 +70,7 @@ impl Setup<'_> {
         }
         rows.push(("samples", format!("{}, {} tokens", every(config.sample_every), config.sample_length)));
         if let Some(out) = &config.out {
-            rows.push(("output", format!("{}, model files {}", out.display(), every(config.checkpoint_every))));
+            rows.push(("output", format!("{}, checkpoints {}", out.display(), every(config.checkpoint_every))));
         }
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
     }

@@ -207,6 +207,14 @@ pub struct Interval {
     pub end: f64,
 }
 
+/// How an engine computes matrix products, as [`Engine::tune`] decided.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Algorithms {
+    /// GPU and versions that this is valid for.
+    pub machine: String,
+    pub choices: Vec<cublaslt::Choice>,
+}
+
 /// A read under way, see [`Engine::read_later`].
 #[derive(Debug)]
 pub struct Ticket(pub u64);
@@ -258,6 +266,17 @@ pub trait Engine {
         Ok(Vec::new())
     }
 
+    /// What was decided; `None` where there is no choice.
+    fn algorithms(&self) -> Option<Algorithms> {
+        None
+    }
+
+    /// Computes matrix products by these algorithms from now on, so that they give the same bits. False if they are of another
+    /// machine; nothing changes then.
+    fn adopt(&mut self, _algorithms: &Algorithms) -> bool {
+        false
+    }
+
     /// Adds the engine's own scratch buffers to the plan.
     fn plan(&mut self, plan: &mut Plan, scope: &Scope);
 
@@ -269,6 +288,12 @@ pub trait Engine {
 
     /// Copies values out, widened, once everything queued before has run.
     fn read(&mut self, from: Tensor) -> Result<Vec<f32>>;
+
+    /// Copies a tensor out as it is stored, once everything queued before has run. `to` is of its size.
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
+
+    /// Copies a tensor in as it is stored. `bytes` are of its size, and not page-locked: those would still be read afterwards.
+    fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()>;
 
     /// Copies raw 32-bit integers in.
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()>;

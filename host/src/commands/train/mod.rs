@@ -1,5 +1,6 @@
 //! `train`: from flags to a run.
 
+mod directory;
 mod options;
 mod resolve;
 
@@ -7,24 +8,31 @@ pub use options::Options;
 
 use super::PROGRAM;
 use super::report::{Setup, summary};
-use crate::atomic;
+use crate::checkpoint::resume::{Checkpoint, Found};
+use crate::checkpoint::sidecar::Identity;
+use crate::checkpoint::{RunState, fingerprint};
 use crate::config::Config;
 use crate::console::Console;
 use crate::data::Prefetch;
 use crate::fit;
-use crate::log::Log;
 use crate::model::Capacity;
 use crate::schedule::Schedule;
+use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
 use crate::train::{Outcome, Run, Settings, initialise, tune};
 use anyhow::Result;
+use directory::OutDirectory;
 use resolve::Resolved;
 use std::time::Instant;
 
 pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();
     let mut opened = args.hardware.open()?;
-    let Resolved { config, descriptor, geometry, weights, train, val, hellaswag } = Resolved::new(args, &opened)?;
+    let mut out = args.out.as_deref().map(|path| OutDirectory::look(path, args)).transpose()?;
+    let Found { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
+    let resumed = checkpoint.as_ref().map(Checkpoint::descriptor);
+    let Resolved { config, descriptor, geometry, weights, mut train, val, hellaswag } =
+        Resolved::new(args, &opened, resumed)?;
     let settings = settings(&config);
     let console = Console::new(config.steps);
     let setup = Setup {
@@ -38,6 +46,15 @@ pub fn run(args: &Options) -> Result<()> {
     };
     console.line(&setup.table())?;
     let engine = &mut *opened.engine;
+    let identity = Identity::new(
+        &config,
+        engine.describe(),
+        fingerprint::of(&train)?,
+        val.as_ref().map(fingerprint::of).transpose()?,
+    )?;
+    if let Some(checkpoint) = &checkpoint {
+        notes.extend(checkpoint.compare(&identity, descriptor, args.force_resume)?);
+    }
     let capacity = Capacity {
         b: geometry.b,
         t: geometry.t,
@@ -48,16 +65,33 @@ pub fn run(args: &Options) -> Result<()> {
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     console.line(&format!("\n{plan}\n"))?;
     engine.allocate(&plan)?;
+    if checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
+        notes
+            .push("matrix products were computed by algorithms of another GPU or library: last bits may differ".into());
+    }
     if let Some(text) = tune(&model, engine, train.layout())? {
         console.line(&text)?;
     }
-    match weights {
-        Some(file) => file.load(&model, engine)?,
-        None => initialise(&model, engine, config.seed)?,
+    let newest = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
+    let state = if let Some(checkpoint) = checkpoint {
+        checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
+    } else {
+        match weights {
+            Some(file) => file.load(&model, engine)?,
+            None => initialise(&model, engine, config.seed)?,
+        }
+        RunState::fresh(train.position())
+    };
+    for note in notes {
+        console.line(&format!("note: {note}"))?;
     }
-    if let Some(out) = &config.out {
-        atomic::create_directory(out)?;
-        config.save(out)?;
+    let evaluated = state.progress.evaluated;
+    let (log, mut checkpoints) = out.map(|out| out.open(&config, identity, newest, evaluated)).transpose()?.unzip();
+    if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
+        checkpoints.prepare(&model, engine, &state)?;
+    }
+    if let Some(step) = newest {
+        console.line(&format!("going on after {step} of {} steps\n", config.steps))?;
     }
     let mut run = Run {
         settings: &settings,
@@ -68,11 +102,26 @@ pub fn run(args: &Options) -> Result<()> {
         hellaswag,
         engine,
         console,
-        log: Log::create(config.out.as_deref())?,
+        log: log.unwrap_or_default(),
+        state,
+        checkpoints,
+        stop: Stop::on_signals(config.out.clone())?,
     };
     let outcome = run.train()?;
     run.console.line(&summary(&outcome, config.total_batch, started.elapsed(), config.out.as_deref()))?;
+    if let Some(step) = outcome.stopped {
+        return run.console.line(&format!("\n{}", stopped(step, &config)));
+    }
     run.console.line(&format!("\nnext: {}", next_command(&config, &outcome)))
+}
+
+/// How a run that was asked to stop can go on.
+fn stopped(step: usize, config: &Config) -> String {
+    let how = match config.out {
+        Some(_) => "go on with the same command and --resume",
+        None => "nothing is kept without --out",
+    };
+    format!("stopped after {step} of {} steps; {how}", config.steps)
 }
 
 /// What the loop reads of the configuration.
@@ -94,8 +143,7 @@ fn settings(config: &Config) -> Settings {
         val_batches: config.val_batches,
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
-        checkpoint_every: config.out.as_ref().and(every(config.checkpoint_every)),
-        out: config.out.clone(),
+        checkpoint_every: every(config.checkpoint_every),
     }
 }
 

@@ -20,7 +20,7 @@ pub struct Options {
     #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = "Data")]
     pub val: Option<String>,
 
-    /// Directory for main.log, main.jsonl, config.toml and model files [default: nothing is kept]
+    /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is kept]
     #[arg(short, long, value_name = "DIR", help_heading = "Data")]
     pub out: Option<PathBuf>,
 
@@ -106,9 +106,25 @@ pub struct Options {
     #[arg(short = 'g', long, value_name = "N", value_parser = count, help_heading = "While it runs")]
     pub sample_length: Option<usize>,
 
-    /// With --out: write a model file every N steps and at the end; 0: never [default: at the end]
-    #[arg(short = 'n', long, value_name = "N", requires = "out", help_heading = "While it runs")]
+    /// With --out: write a checkpoint every N steps and at the end; 0: only when asked to stop [default: at the end]
+    #[arg(short = 'n', long, value_name = "N", requires = "out", help_heading = "Checkpoints")]
     pub checkpoint_every: Option<usize>,
+
+    /// Keep the newest N checkpoints; 0: all
+    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "Checkpoints")]
+    pub keep: usize,
+
+    /// With --keep: keep those of every N-th step besides; 0: none
+    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "Checkpoints")]
+    pub major_every: usize,
+
+    /// Go on from the newest whole checkpoint in --out, if there is one; other settings are as before
+    #[arg(short = 'y', long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_value = "0", default_missing_value = "1", requires = "out", help_heading = "Checkpoints")]
+    pub resume: bool,
+
+    /// Go on although settings or data are not those of the checkpoint
+    #[arg(long, requires = "resume", help_heading = "Checkpoints")]
+    pub force_resume: bool,
 
     /// Activations that the backward pass computes again, so that larger batches fit: 0 none, 1 the GELUs, 2 the LayerNorms too
     #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>, help_heading = "Memory")]

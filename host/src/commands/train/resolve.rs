@@ -72,9 +72,10 @@ const VAL_BATCHES: usize = 20;
 const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 impl Resolved {
-    pub fn new(options: &Options, opened: &Opened) -> Result<Self> {
+    /// A run that goes on has the model `resumed`; the file that it began from need not be there any more.
+    pub fn new(options: &Options, opened: &Opened, resumed: Option<Descriptor>) -> Result<Self> {
         let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
-        let (shape, descriptor, weights) = shape(options, &defaults)?;
+        let (shape, descriptor, weights) = shape(options, &defaults, resumed)?;
         let b = options.batch.unwrap_or(defaults.b);
         let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
         ensure!(
@@ -138,6 +139,8 @@ impl Resolved {
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
             recompute: options.recompute,
             master_weights: options.master_weights,
+            keep: options.keep,
+            major_every: options.major_every,
             device: opened.device,
             precision: opened.precision(),
             tf32: opened.tf32,
@@ -154,13 +157,20 @@ struct Shape {
     free: Option<(usize, usize, usize)>,
 }
 
-fn shape(options: &Options, defaults: &Defaults) -> Result<(Shape, Descriptor, Option<ModelFile>)> {
+fn shape(
+    options: &Options,
+    defaults: &Defaults,
+    resumed: Option<Descriptor>,
+) -> Result<(Shape, Descriptor, Option<ModelFile>)> {
     let from_files = options.train.is_some();
     let vocab = if from_files { GPT2_VOCAB } else { BYTE_VOCAB };
     let given = options.layers.zip(options.heads).zip(options.channels).map(|((l, h), c)| (l, h, c));
     let model = options.model.clone().or_else(|| (from_files && given.is_none()).then(|| "d12".to_owned()));
     match model {
         Some(name) if Path::new(&name).extension().is_some_and(|e| e == "bin") => {
+            if let Some(descriptor) = resumed {
+                return Ok((Shape { model: Some(name), free: None }, descriptor, None));
+            }
             let file = ModelFile::open(Path::new(&name))?;
             Ok((Shape { model: Some(name), free: None }, file.descriptor(), Some(file)))
         }

@@ -120,6 +120,19 @@ impl Engine for Cpu {
         Ok(self.arena.get(from)?.to_vec())
     }
 
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        ensure!(to.len() == from.bytes(), "reading {} bytes of a tensor of {}", to.len(), from.bytes());
+        to.copy_from_slice(bytemuck::cast_slice(self.arena.get(from)?));
+        Ok(())
+    }
+
+    fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()> {
+        ensure!(bytes.len() == to.bytes(), "writing {} bytes to a tensor of {}", bytes.len(), to.bytes());
+        let [to] = self.arena.split("write_bytes", [("to", to, to.len)])?;
+        bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
+        Ok(())
+    }
+
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
         ensure!(to.dtype == DType::I32, "write_i32: the tensor is {}, expected i32", to.dtype.name());
         let [to] = self.arena.split("write_i32", [("to", to, to.len)])?;

@@ -2,8 +2,9 @@
 
 use super::Stored;
 use crate::engine::Result;
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
+use cuda_std::bf16;
 
 /// From offsets in the plan to addresses on the device or (emulated) on the host: one part on a GPU, one for each buffer of
 /// the plan in the emulator.
@@ -46,6 +47,15 @@ impl Arena {
                 tensor.bytes(),
                 self.bytes()
             ),
+        }
+    }
+
+    /// Where a tensor of whichever type begins; all of it lies in one part.
+    pub fn bytes_of(&self, name: &str, tensor: Tensor) -> Result<*mut u8> {
+        match tensor.dtype {
+            DType::F32 => Ok(self.address::<f32>(name, tensor, tensor.len)?.cast()),
+            DType::Bf16 => Ok(self.address::<bf16>(name, tensor, tensor.len)?.cast()),
+            DType::I32 => Ok(self.address::<i32>(name, tensor, tensor.len)?.cast()),
         }
     }
 }

@@ -4,9 +4,9 @@ use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::profile::Profile;
 use super::tensor_maps::{Key, TensorMaps};
-use super::tuning::{Algorithms, noise};
+use super::tuning::{Cache, noise};
 use super::{Options, Precision, modules, peak};
-use crate::engine::{GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::Context;
@@ -40,7 +40,7 @@ pub struct Device {
     memory: Option<DeviceMemory>,
     /// Products noted in a tuning pass, in which nothing else is done.
     noted: Option<Vec<(Problem, Operands)>>,
-    algorithms: Algorithms,
+    algorithms: Cache,
     profile: Option<Profile>,
     /// `sm_90a cubin`
     code: String,
@@ -81,7 +81,7 @@ impl Device {
         let choice = modules::select(modules::embedded()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
-        let algorithms = Algorithms::of(&gpu)?;
+        let algorithms = Cache::of(&gpu)?;
         let mut matmuls = Matmuls::new(Handle::new(&gpu)?)?;
         matmuls.adopt(&algorithms.load());
         let stream = Stream::new(&gpu)?;
@@ -268,6 +268,18 @@ impl Executor for Device {
         unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?;
         let not_kept = self.algorithms.save(&self.matmuls.choices()).err().map(|error| format!("{error:#}"));
         Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), not_kept })
+    }
+
+    fn algorithms(&self) -> Option<Algorithms> {
+        Some(Algorithms { machine: self.algorithms.machine().to_owned(), choices: self.matmuls.choices() })
+    }
+
+    fn adopt(&mut self, algorithms: &Algorithms) -> bool {
+        let valid = algorithms.machine == self.algorithms.machine();
+        if valid {
+            self.matmuls.adopt(&algorithms.choices);
+        }
+        valid
     }
 
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {

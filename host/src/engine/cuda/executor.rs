@@ -1,7 +1,7 @@
 //! What the engine's operations are queued on.
 
 use super::arena::Arena;
-use crate::engine::{GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
@@ -91,6 +91,16 @@ pub trait Executor {
     /// As [`Engine::profile`](crate::engine::Engine::profile).
     fn profile(&mut self) -> Result<Vec<Interval>> {
         Ok(Vec::new())
+    }
+
+    /// See [`Engine::algorithms`](crate::engine::Engine::algorithms).
+    fn algorithms(&self) -> Option<Algorithms> {
+        None
+    }
+
+    /// See [`Engine::adopt`](crate::engine::Engine::adopt).
+    fn adopt(&mut self, _algorithms: &Algorithms) -> bool {
+        false
     }
 
     /// # Safety

@@ -28,8 +28,8 @@ mod tuning;
 pub use modules::embedded;
 
 use super::{
-    AdamW, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, Optimized, Peak, Reading,
-    Result, Scope, Ticket, Tuning,
+    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, Optimized,
+    Peak, Reading, Result, Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -198,6 +198,14 @@ impl<T: Float> Engine for Cuda<T> {
         self.executor.profile()
     }
 
+    fn algorithms(&self) -> Option<Algorithms> {
+        self.executor.algorithms()
+    }
+
+    fn adopt(&mut self, algorithms: &Algorithms) -> bool {
+        self.executor.adopt(algorithms)
+    }
+
     fn emulated(&self) -> Option<Box<dyn Engine>> {
         let executor = emulated::Emulated::new(self.executor.emulation());
         Some(Box::new(Self::new(Box::new(executor), Some(self.gelu_fusion))))
@@ -283,6 +291,20 @@ impl<T: Float> Engine for Cuda<T> {
         }
     }
 
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        ensure!(to.len() == from.bytes(), "reading {} bytes of a tensor of {}", to.len(), from.bytes());
+        let address = self.arena.bytes_of("the tensor read", from)?;
+        // SAFETY: `address` covers the tensor's bytes of the arena.
+        unsafe { self.executor.download(to, address) }
+    }
+
+    fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()> {
+        ensure!(bytes.len() == to.bytes(), "writing {} bytes to a tensor of {}", bytes.len(), to.bytes());
+        let address = self.arena.bytes_of("the tensor written to", to)?;
+        // SAFETY: `address` covers the tensor's bytes of the arena.
+        unsafe { self.executor.upload(address, bytes) }
+    }
+
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
         ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
         let address = self.arena.address::<i32>("the tensor written to", to, values.len())?;
@@ -313,11 +335,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn zero(&mut self, tensor: Tensor) -> Result<()> {
-        let address = match tensor.dtype {
-            DType::F32 => self.arena.address::<f32>("the tensor zeroed", tensor, tensor.len)?.cast(),
-            DType::Bf16 => self.arena.address::<bf16>("the tensor zeroed", tensor, tensor.len)?.cast(),
-            DType::I32 => self.arena.address::<i32>("the tensor zeroed", tensor, tensor.len)?.cast(),
-        };
+        let address = self.arena.bytes_of("the tensor zeroed", tensor)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.zero(address, tensor.bytes()) }
     }

@@ -12,18 +12,25 @@ use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
 
-pub struct Algorithms {
+pub struct Cache {
+    /// GPU model and versions that what is known is valid for.
+    machine: String,
     /// `None` where the user has no cache directory.
     path: Option<PathBuf>,
 }
 
-impl Algorithms {
+impl Cache {
     pub fn of(gpu: &Gpu) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
         let (major, minor) = cuda_driver::driver_version()?;
         let name = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-        let file = format!("{name}-driver-{major}.{minor}-cublaslt-{library}.json");
-        Ok(Self { path: dirs::cache_dir().map(|cache| cache.join("llm-rs/matmul").join(file)) })
+        let machine = format!("{name}-driver-{major}.{minor}-cublaslt-{library}");
+        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/matmul").join(format!("{machine}.json")));
+        Ok(Self { machine, path })
+    }
+
+    pub fn machine(&self) -> &str {
+        &self.machine
     }
 
     /// What is known. A file that is not there or not whole is as good as none: it can be made again.
@@ -80,7 +87,7 @@ mod tests {
     #[test]
     fn choices_are_kept_and_the_first_one_stays() {
         let dir = tempfile::tempdir().unwrap();
-        let algorithms = Algorithms { path: Some(dir.path().join("deep/er/gpu.json")) };
+        let algorithms = Cache { machine: String::new(), path: Some(dir.path().join("deep/er/gpu.json")) };
         assert_eq!(algorithms.load(), []);
         algorithms.save(&[choice(64, 1)]).unwrap();
         // Two runs that tune the same product must compute alike afterwards.
