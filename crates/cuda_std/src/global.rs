@@ -41,6 +41,12 @@ impl<T> Global<T> {
         Self(pointer)
     }
 
+    /// What lies at a device address, as the driver has it.
+    #[inline(always)]
+    pub const fn from_address(address: u64) -> Self {
+        Self(core::ptr::without_provenance(address as usize))
+    }
+
     /// Where it begins: a device address, or (emulated) one of the host's.
     #[inline(always)]
     pub const fn pointer(self) -> *const T {
@@ -92,6 +98,12 @@ impl<T> GlobalMut<T> {
     #[inline(always)]
     pub const fn new(pointer: *mut T) -> Self {
         Self(pointer)
+    }
+
+    /// What lies at a device address, as the driver has it.
+    #[inline(always)]
+    pub const fn from_address(address: u64) -> Self {
+        Self(core::ptr::without_provenance_mut(address as usize))
     }
 
     /// Where it begins: a device address, or (emulated) one of the host's.

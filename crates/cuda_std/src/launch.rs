@@ -88,8 +88,8 @@ impl Launch {
 
     /// As [`emulate`](Self::emulate) over buffers of `memory` and nothing else, watching every access: one outside the
     /// buffers, or misaligned; a read of what was never written, in the buffers or in shared memory; two threads at one
-    /// place without a barrier in between, or two blocks without fences; an asynchronous copy used before its wait. Blocks
-    /// run one after the other, so the same fault is found on every run.
+    /// place without a barrier in between, or two blocks without fences; an asynchronous copy or a product used before its
+    /// wait; polling. Blocks run one after the other, so the same fault is found on every run.
     ///
     /// # Errors
     /// At the first fault, with kernel, block, thread, buffer and both source lines.

@@ -15,7 +15,8 @@
 //! # Testing a kernel without a GPU
 //!
 //! On the host a kernel is a function that returns a `Launch`, which runs emulated. `emulate_checked` runs it over named
-//! buffers and stops it at the first fault: out of bounds, misaligned, uninitialised, a race, a deadlock.
+//! buffers and stops it at the first fault: out of bounds, misaligned, uninitialised, a race, a deadlock. `docs/testing.md`
+//! in the repository lists the faults and the limits, and `examples/vecadd` is a program with such tests.
 //! ```
 //! use cuda_std::emulate::Memory;
 //! use cuda_std::{Global, GlobalMut, kernel, thread};
@@ -63,11 +64,16 @@ pub mod emulate {
     //! Kernels on the CPU: what [`Launch::emulate`](crate::launch::Launch::emulate) and
     //! [`Launch::emulate_checked`](crate::launch::Launch::emulate_checked) take and report.
     //!
-    //! A block's threads run as fibers of one OS thread. Warp-wide operations need every lane of the warp at the same source
-    //! line, and barriers whole warps: threads that finished do not count as having arrived. A kernel must not wait for
-    //! another thread by polling memory, for nobody else runs meanwhile. Shared memory starts out as NaN; copies by
-    //! `cp.async` happen at their wait. Special functions are correctly rounded or nearly so, where the device's
-    //! approximate; tensor-core products accumulate in f32 in ascending k.
+    //! A block's threads run as fibers of one OS thread, each until it must wait. Warp-wide operations need every lane of
+    //! the warp at the same source line, and barriers whole warps: threads that finished do not count as having arrived. A
+    //! kernel must not wait for another thread by polling memory, for nobody else runs meanwhile: a checked launch reports
+    //! that, an unchecked one hangs. Unchecked, blocks run in parallel; checked, one after the other.
+    //!
+    //! Shared memory starts out as NaN. What is asynchronous happens as late as it may: copies by `cp.async`, stores by TMA
+    //! and warpgroup products at their wait, loads by TMA when no thread can go on.
+    //!
+    //! Special functions are correctly rounded or nearly so, where the device's are approximate; tensor-core products
+    //! accumulate in f32 in ascending k.
 
     pub use crate::backend::{Fault, HostAccess, Memory, Report};
 }

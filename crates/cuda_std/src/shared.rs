@@ -189,7 +189,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
 
 /// Fragments for [`TensorCore::mma`]; every lane of the warp must take part.
 impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
-    /// A[m][k] = tile[row + m][col + k], 16 x 16.
+    /// `A[m][k] = tile[row + m][col + k]`, 16 x 16.
     #[inline(always)]
     #[track_caller]
     pub fn a(self, row: usize, col: usize) -> T::A {
@@ -197,7 +197,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
         unsafe { T::load_a(self.pointer(row, col), Self::STRIDE) }
     }
 
-    /// A[m][k] = tile[row + k][col + m], 16 x 16.
+    /// `A[m][k] = tile[row + k][col + m]`, 16 x 16.
     #[inline(always)]
     #[track_caller]
     pub fn a_transposed(self, row: usize, col: usize) -> T::A {
@@ -205,7 +205,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
         unsafe { T::load_a_transposed(self.pointer(row, col), Self::STRIDE) }
     }
 
-    /// Two fragments side by side in n: B[k][n] = tile[row + n][col + k], k 0..16, n 0..16.
+    /// Two fragments side by side in n: `B[k][n] = tile[row + n][col + k]`, k 0..16, n 0..16.
     #[inline(always)]
     #[track_caller]
     pub fn b_transposed(self, row: usize, col: usize) -> [T::B; 2] {
@@ -213,7 +213,7 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
         unsafe { T::load_b_transposed(self.pointer(row, col), Self::STRIDE) }
     }
 
-    /// Two fragments side by side in n: B[k][n] = tile[row + k][col + n], k 0..16, n 0..16.
+    /// Two fragments side by side in n: `B[k][n] = tile[row + k][col + n]`, k 0..16, n 0..16.
     #[inline(always)]
     #[track_caller]
     pub fn b(self, row: usize, col: usize) -> [T::B; 2] {

@@ -307,8 +307,7 @@ fn line(mark: &str) -> u32 {
 fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
     println!("{report}\n");
     assert_eq!(report.fault, fault, "{report}");
-    assert_eq!(report.at.map(std::panic::Location::line), Some(line(at)), "{report}");
-    assert_eq!(report.other.map(std::panic::Location::line), other.map(line), "{report}");
+    assert_eq!(report.lines(), [Some(line(at)), other.map(line)], "{report}");
 }
 
 /// One planted fault.

@@ -39,7 +39,7 @@ pub enum Fault {
 }
 
 /// Why a kernel was stopped: kernel, block, threads and source lines.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Report {
     /// Entry point's name.
     pub kernel: &'static str,
@@ -56,6 +56,13 @@ pub struct Report {
     pub(super) message: String,
 }
 
+impl Report {
+    /// The source lines of [`at`](Self::at) and [`other`](Self::other).
+    pub fn lines(&self) -> [Option<u32>; 2] {
+        [self.at, self.other].map(|site| site.map(Location::line))
+    }
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y, z] = self.block;
@@ -64,6 +71,13 @@ impl fmt::Display for Report {
             write!(f, ", thread {thread}")?;
         }
         write!(f, ": {}", self.message)
+    }
+}
+
+/// As `Display`: it is what a test that unwraps shows.
+impl fmt::Debug for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

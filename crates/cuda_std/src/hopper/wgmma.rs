@@ -4,7 +4,8 @@
 //! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
 //! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
 //!
-//! The order is [`fence`], products, [`commit`], [`wait`]; no accumulator may be touched in between.
+//! The order is [`fence`], products, [`commit`], [`wait`], [`Accumulators::settle`]; no accumulator may be touched in
+//! between. Registers (accumulators, left operands) that were touched since need another fence before their next product.
 
 use crate::backend;
 use crate::element::bf16;

@@ -30,7 +30,7 @@ struct Matrices<'a, T> {
 
 impl<T: cuda_std::Element + Pod> Matrices<'_, T> {
     fn view(address: u64, start: usize) -> GlobalMut<T> {
-        GlobalMut::new(std::ptr::without_provenance_mut(address as usize)).skip(start)
+        GlobalMut::from_address(address).skip(start)
     }
 
     /// Elements `start .. start + len`, widened.

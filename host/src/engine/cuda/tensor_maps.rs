@@ -38,8 +38,7 @@ impl TensorMaps {
             Some(&place) => place,
             None => self.add(stream, key)?,
         };
-        let address = self.memory.address() as usize + place * size_of::<TensorMap>();
-        Ok(Global::new(std::ptr::without_provenance(address)))
+        Ok(Global::from_address(self.memory.address() + (place * size_of::<TensorMap>()) as u64))
     }
 
     fn add(&mut self, stream: &Stream, key: Key) -> Result<usize> {

@@ -1,0 +1,6 @@
+//! Compiles `kernel/` to PTX, which ends up in the program.
+
+fn main() -> Result<(), cuda_builder::Error> {
+    cuda_builder::CudaBuilder::new("kernel").arch("sm_80").build()?;
+    Ok(())
+}
