@@ -3,20 +3,28 @@
 //! A target goes as far as the program would: what a reader accepts is used. Its only ways to fail are a panic, an overflow,
 //! an endless loop and too much memory.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use host::checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use host::checkpoint::model::{self, ModelFile};
+use host::checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
+use host::checkpoint::state::{self, Moments, Rank};
+use host::checkpoint::{Progress, RunState, fingerprint, resume};
 use host::data::multiple_choice::{self, Example, MultipleChoice};
 use host::data::{Geometry, Loader, Tokens, hellaswag, tokens};
-use host::engine::Engine;
 use host::engine::cpu::Cpu;
+use host::engine::{Algorithms, Engine};
+use host::log::Log;
 use host::model::{Capacity, Descriptor, Gpt2, Params, Recompute};
 use host::sample::{self, Sampling};
 use host::tensor::DType;
 use host::tokenizer::Tokenizer;
+use host::verify::Verification;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
+use std::sync::LazyLock;
 use tempfile::NamedTempFile;
+use xxhash_rust::xxh3::xxh3_64;
 
 pub struct Target {
     pub name: &'static str,
@@ -27,6 +35,10 @@ pub struct Target {
 
 pub static TOKENS: Target = Target { name: "tokens", read: read_tokens, seeds: token_files };
 pub static MODEL: Target = Target { name: "model", read: read_model, seeds: model_files };
+pub static STATE: Target = Target { name: "state", read: read_state, seeds: state_files };
+pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
+pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
+pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
@@ -97,17 +109,159 @@ fn read_model(data: &[u8]) -> Result<()> {
     })
 }
 
+fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
+    let layout = Params::new(descriptor);
+    let params = vec![0x3d; layout.elements() * dtype.bytes()];
+    let mut file = Vec::new();
+    model::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
+    file
+}
+
 fn model_files() -> Vec<Vec<u8>> {
-    let file = |descriptor, dtype: DType| {
-        let layout = Params::new(descriptor);
-        let params = vec![0; layout.elements() * dtype.bytes()];
-        let mut file = Vec::new();
-        model::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
-        file
-    };
     let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is one");
-    let small = Descriptor::new(2, 2, 2, 3, 5).expect("the shape is one");
-    vec![file(smallest, DType::F32), file(small, DType::Bf16), file(small, DType::F32)]
+    vec![model_file(smallest, DType::F32), model_file(small(), DType::Bf16), model_file(small(), DType::F32)]
+}
+
+fn small() -> Descriptor {
+    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is one")
+}
+
+/// What the checkpoints below are of.
+static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DType::F32));
+const STEP: usize = 7;
+
+fn small_loader() -> Result<Loader> {
+    Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
+}
+
+/// Goes on from a checkpoint of these files, `compare`d with `identity` if there is a sidecar.
+fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let write = |name: String, bytes: &[u8]| fs::write(directory.path().join(name), bytes);
+    write(model_name(STEP), &SMALL_MODEL)?;
+    write(state_name(STEP, 0), state)?;
+    write(done_name(STEP), &[])?;
+    if let Some((sidecar, _)) = sidecar {
+        write(sidecar_name(STEP), sidecar)?;
+    }
+    let found = resume::newest(directory.path(), Rank::ONLY)?;
+    let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
+    if let Some((_, identity)) = sidecar {
+        checkpoint.compare(identity, small(), false)?;
+    }
+    let mut engine = Cpu::new();
+    let capacity = Capacity { b: 1, t: 3, training: true, master_weights: true, recompute: Recompute::Nothing };
+    let (model, plan) = Gpt2::plan(small(), capacity, &mut engine);
+    engine.allocate(&plan)?;
+    let mut loader = small_loader()?;
+    checkpoint.adopt_algorithms(&mut engine);
+    checkpoint.load(&model, &mut engine, &mut loader, 3, false, &mut Vec::new())?;
+    let mut words = vec![0; loader.layout().words()];
+    for _ in 0..8 {
+        loader.next(&mut words)?;
+    }
+    Ok(())
+}
+
+fn state_file(masters: bool) -> Result<Vec<u8>> {
+    let layout = Params::new(small());
+    let block = vec![0x3d; 4 * layout.elements()];
+    let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
+    let moments = Moments { m: &block, v: &block, master: masters.then_some(&block) };
+    let mut file = Vec::new();
+    state::write(&mut file, Rank::ONLY, &state, &layout, moments)?;
+    Ok(file)
+}
+
+fn read_state(data: &[u8]) -> Result<()> {
+    resume(data, None)
+}
+
+fn state_files() -> Vec<Vec<u8>> {
+    [false, true].map(|masters| state_file(masters).expect("memory takes it")).into()
+}
+
+static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("memory takes it"));
+
+fn good_sidecar() -> Sidecar {
+    let sum = |name, bytes: &[u8]| FileSum { name, bytes: bytes.len() as u64, xxh3: hex(xxh3_64(bytes)) };
+    let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "train": "data/*.bin"}"#;
+    let identity = Identity {
+        program: "host 0.1.0".to_owned(),
+        engine: "CPU, 1 thread".to_owned(),
+        config: serde_json::from_str(settings).expect("the settings are JSON"),
+        train: fingerprint::of(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
+        val: None,
+    };
+    let product = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
+        "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],
+        "algo": [1, 2, 3, 4, 5, 6, 7, 18446744073709551615]}"#;
+    let product = serde_json::from_str(product).expect("the choice is one");
+    Sidecar {
+        step: STEP,
+        identity,
+        progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
+        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![product] }),
+        files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
+    }
+}
+
+/// Takes a file as it is, or what stands in one under a checksum, which no fuzzer would guess.
+fn read_sidecar(data: &[u8]) -> Result<()> {
+    static NOW: LazyLock<Identity> = LazyLock::new(|| good_sidecar().identity);
+    let sealed;
+    let file = if Sidecar::parse(data).is_ok() {
+        data
+    } else {
+        let run = data.trim_ascii();
+        let head = format!(r#"{{"version": 1, "xxh3": "{}", "run": "#, hex(xxh3_64(run)));
+        sealed = [head.as_bytes(), run, b"}"].concat();
+        &sealed
+    };
+    resume(&STATE_FILE, Some((file, &NOW)))
+}
+
+fn sidecars() -> Vec<Vec<u8>> {
+    let mut file = Vec::new();
+    good_sidecar().write(&mut file).expect("memory takes it");
+    vec![file, serde_json::to_vec(&good_sidecar()).expect("memory takes it")]
+}
+
+/// Both logs of a run that goes on at a step in their midst.
+fn read_log(data: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    for name in ["main.log", "main.jsonl"] {
+        fs::write(directory.path().join(name), data)?;
+    }
+    Log::resume(directory.path(), 5, true).map(drop)
+}
+
+fn logs() -> Vec<Vec<u8>> {
+    let main = "s:4 trl:5.2700 lr:0.000300 norm:12.35\ns:5 tel:5.2\ns:5 trl:5.1 lr:0.0003 norm:1.5\ns:6";
+    let jsonl =
+        "{\"step\":4,\"loss\":5.27,\"lr\":0.0003}\n{\"step\":5,\"val_loss\":5.2}\n{\"step\":5,\"loss\":null}\n{";
+    vec![main.into(), jsonl.into()]
+}
+
+/// The states are of a model that is all alike.
+fn read_debug_state(data: &[u8]) -> Result<()> {
+    as_file(&SMALL_MODEL, |model| {
+        as_file(data, |state| {
+            let mut engine = Cpu::new();
+            Verification::open(model, state, &mut engine)?.gradients().map(drop)
+        })
+    })
+}
+
+/// Of any content: the program has no writer of them.
+fn debug_states() -> Vec<Vec<u8>> {
+    let state = |b: usize, t: usize| {
+        let header = [20_240_327, 2, b as i32, t as i32].into_iter().chain([0; 252]);
+        let tokens = (0..2 * b * t).map(|i| i as i32 % 5);
+        let floats = vec![0; b * t * 5 + 1 + small().parameters()];
+        header.chain(tokens).chain(floats).flat_map(i32::to_le_bytes).collect()
+    };
+    vec![state(1, 1), state(2, 3)]
 }
 
 fn read_evaluation(data: &[u8]) -> Result<()> {

@@ -47,7 +47,8 @@ pub fn of(loader: &Loader) -> Result<Vec<Shard>> {
 
 /// How `now` differs from `was`, if it does. Names do not count.
 pub fn difference(was: &[Shard], now: &[Shard]) -> Option<String> {
-    let total = |shards: &[Shard]| shards.iter().map(|shard| shard.tokens).sum::<usize>();
+    // Wider than a count, which a checkpoint may state at will.
+    let total = |shards: &[Shard]| shards.iter().map(|shard| shard.tokens as u128).sum::<u128>();
     if was.len() != now.len() {
         let tell = |shards: &[Shard]| format!("{} files with {} tokens", shards.len(), total(shards));
         return Some(format!("was {}, is {}", tell(was), tell(now)));
@@ -85,5 +86,11 @@ mod tests {
             difference(&[("a", a.clone()), ("b", b)])
         };
         assert!([0, 4500, 8999].map(changed).iter().all(Option::is_some));
+    }
+    #[test]
+    fn totals_do_not_overflow() {
+        let shard = Shard { name: "x".to_owned(), tokens: usize::MAX, xxh3: String::new() };
+        let found = difference(&[shard.clone(), shard], &[]).unwrap();
+        assert_eq!(found, "was 2 files with 36893488147419103230 tokens, is 0 files with 0 tokens");
     }
 }
