@@ -310,6 +310,59 @@ fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
     assert_eq!(report.lines(), [Some(line(at)), other.map(line)], "{report}");
 }
 
+#[kernel(threads = 64)]
+fn waits_for_one_of_two(out: GlobalMut<bf16>, map: Global<TensorMap>, waits: u32) {
+    let mut layout = Layout::new();
+    let tiles: [SwizzledTile<16>; 2] = [layout.swizzled(), layout.swizzled()];
+    let elements: SharedArray<bf16> = Layout::new().array(2 * 16 * 64);
+    let barriers = layout.mbarriers(2);
+    begin(barriers, 1);
+    if thread::thread_idx_x() == 0 {
+        for i in 0..2 {
+            barriers.at(i as u32).arrive_expecting(SwizzledTile::<16>::BYTES);
+            tiles[i].load(map, 0, 0, barriers.at(i as u32)); // one_of_two.load
+        }
+    }
+    barriers.at(waits).wait(0);
+    let other = elements.at((1 - waits as usize) * 16 * 64); // one_of_two.read
+    if thread::thread_idx_x() == 0 {
+        out.set(thread::block_idx_x() as usize, other);
+    }
+    barriers.at(1 - waits).wait(0);
+}
+
+/// Whichever load lands first in reality.
+#[test]
+fn who_waits_for_one_load_may_not_read_another() {
+    for waits in 0..2 {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &values(20 * 80));
+        let (map, out) = (map_of(&mut memory, base), memory.output("out", 2));
+        let report = waits_for_one_of_two(out, map, waits).emulate_checked(&mut memory, [2, 1, 1], SHARED).unwrap_err();
+        expect(&report, Fault::AsyncCopy, "one_of_two.read", Some("one_of_two.load"));
+    }
+}
+
+#[kernel(threads = 64)]
+fn used_while_initialised() {
+    let (_, _, barriers) = shared::<16>();
+    if thread::thread_idx_x() == 0 {
+        barriers.at(0).init(1); // init_unseen
+        MBarrier::fence_init();
+        barriers.at(0).arrive();
+    }
+    if thread::thread_idx_x() == 32 {
+        barriers.at(0).wait(0); // wait_too_early
+    }
+}
+
+/// Also where the one that initialised it has used it since.
+#[test]
+fn a_barrier_is_used_after_the_block_has_met() {
+    let report = used_while_initialised().emulate_checked(&mut Memory::new(), [1, 1, 1], SHARED).unwrap_err();
+    expect(&report, Fault::Race, "wait_too_early", Some("init_unseen"));
+}
+
 /// One planted fault.
 #[derive(Clone, Copy, PartialEq)]
 #[repr(u32)]

@@ -37,7 +37,7 @@ pub struct Block {
     kernel: &'static str,
     size: [u32; 3],
     pub threads: u32,
-    index: [u32; 3],
+    pub index: [u32; 3],
     /// Number of this block in its cluster, and the cluster's blocks.
     pub rank: usize,
     pub cluster: Vec<*mut Block>,

@@ -254,6 +254,16 @@ impl Checker {
         Some((*block as usize * self.shared.len() + thread / threads, thread % threads, at))
     }
 
+    /// An access that `thread` makes now.
+    pub fn access_now(&self, thread: usize) -> Access {
+        self.order.access(thread, 0, 0)
+    }
+
+    /// Whether what `thread` does now comes after this access.
+    pub fn comes_after(&self, access: Access, thread: usize) -> bool {
+        self.order.holds(access, thread)
+    }
+
     /// `thread` orders its accesses before later ones by TMA and wgmma.
     pub fn proxy_fenced(&mut self, thread: usize) {
         let (thread, warp) = (self.order.thread(thread), self.order.warp(thread / LANES));

@@ -5,6 +5,7 @@ use super::super::block::{Block, fail, suspend, with, with_peer};
 use super::super::checker::{Clocks, Kind, learn};
 use super::super::collective::{Operation, Wait};
 use super::super::report::{Fault, Line, Site};
+use super::super::shadow::Access;
 use super::{reach, shared_offset};
 use std::panic::Location;
 
@@ -29,6 +30,8 @@ struct Init {
     thread: usize,
     at: Site,
     fenced: bool,
+    /// As the checker knows it.
+    access: Access,
 }
 
 impl MBarrier {
@@ -78,6 +81,19 @@ pub fn locate(pointer: *const u64, rank: usize, at: Site) -> usize {
     }
     let address = with_peer(rank, |block| block.shared_base().addr() + offset).unwrap_or_default();
     check(Kind::Atomic, address, 8, 8, at);
+    // The access just checked only clashes with the latest one, which may be an atomic by who initialised the barrier.
+    let init =
+        with_peer(rank, |block| block.hopper.barriers.get(&offset).map(|b| (b.initialised.access, b.initialised.at)));
+    if let Some((access, init)) = init.flatten()
+        && !with(|block| block.checker.as_ref().is_none_or(|checker| checker.comes_after(access, block.current)))
+    {
+        let message = format!(
+            "race: the memory barrier at shared memory + {offset} is used at {}, with no barrier after its initialisation at {}",
+            Line(at),
+            Line(init)
+        );
+        fail(Fault::Race, at, Some(init), message);
+    }
     offset
 }
 
@@ -92,6 +108,7 @@ pub unsafe fn mbarrier_init(barrier: *mut u64, arrivals: u32) {
         let message = format!("a memory barrier of {arrivals} arrivals, expected 1 to 2^20-1, at {}", Line(at));
         fail(Fault::Operand, at, None, message);
     }
+    let access = with(|block| block.checker.as_ref().map_or(Access::NONE, |checker| checker.access_now(block.current)));
     let fresh = MBarrier {
         expected: arrivals,
         pending: arrivals,
@@ -100,7 +117,7 @@ pub unsafe fn mbarrier_init(barrier: *mut u64, arrivals: u32) {
         waiting: Vec::new(),
         arriving: Clocks::default(),
         completed: Clocks::default(),
-        initialised: Init { thread: with(|block| block.current), at, fenced: false },
+        initialised: Init { thread: with(|block| block.current), at, fenced: false, access },
     };
     with(|block| block.hopper.barriers.insert(offset, fresh));
 }

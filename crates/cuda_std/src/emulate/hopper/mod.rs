@@ -74,7 +74,7 @@ impl State {
     }
 }
 
-/// Lets the oldest load under way into `block`'s shared memory land; false if there is none.
+/// Lets one load under way into `block`'s shared memory land; false if there is none.
 pub fn land_one(block: &mut Block) -> bool {
     tma::land_one(block)
 }

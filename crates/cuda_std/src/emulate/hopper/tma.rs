@@ -214,8 +214,12 @@ unsafe fn load(
     }
 }
 
+/// Loads land in any order: here the oldest first in one block, the newest first in the next, so that who waits for one load
+/// only and reads another is found in one of them.
 pub fn land_one(block: &mut Block) -> bool {
-    let Some(Load { map, x, y, to, barrier, known, .. }) = block.hopper.loads.pop_front() else { return false };
+    let loads = &mut block.hopper.loads;
+    let load = if block.index.iter().sum::<u32>().is_multiple_of(2) { loads.pop_front() } else { loads.pop_back() };
+    let Some(Load { map, x, y, to, barrier, known, .. }) = load else { return false };
     let tile = &mut block.shared()[to..to + map.bytes()];
     tile.fill(0);
     for (row, columns, from) in map.inside(x, y) {
