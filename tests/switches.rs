@@ -1,5 +1,6 @@
 //! What each switch of `train` does to a run: by its effect, on the CPU and on the emulated GPU.
 
+use host::data::tokens;
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, emulated_as};
 use host::engine::{AdamW, BatchLayout, Engine, GeluFusion};
@@ -7,6 +8,10 @@ use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::plan::Plan;
 use host::tensor::DType;
 use host::train::initialise;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use tempfile::TempDir;
 
 const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 16 };
 const LAYERS: usize = 3;
@@ -174,4 +179,362 @@ fn without_master_weights_updates_are_rounded_stochastically() {
     let (model, _) = planned(&mut *gpu(Precision::Fp32, None), Recompute::Nothing, true);
     assert!(model.training.unwrap().master.is_none());
     assert_eq!(model.params.dtype, DType::F32);
+}
+
+/// A run of the program on the CPU, on a model so small that it takes no time.
+struct Ran {
+    printed: String,
+    dir: TempDir,
+}
+
+const TINY: &[&str] = &["--device", "cpu", "--layers", "2", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"];
+
+fn host(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_host")).args(args).output().unwrap()
+}
+
+/// Trains with `args`, on the text that comes with the program if they name no data.
+fn train(args: &[&str]) -> Ran {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let all = [&["train", "--out", out.to_str().unwrap()], TINY, args].concat();
+    let output = host(&all);
+    let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {printed}{err}");
+    Ran { printed: printed.into_owned(), dir }
+}
+
+/// Checks that the program fails with one line that holds all of `parts`.
+fn refuse(args: &[&str], parts: &[&str]) {
+    let output = host(args);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), err.lines().count()), (Some(1), 1), "{args:?}: {err}");
+    for part in parts {
+        assert!(err.contains(part), "{args:?}: expected '{part}' in: {err}");
+    }
+}
+
+impl Ran {
+    fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join("out").join(name)
+    }
+
+    fn text(&self, name: &str) -> String {
+        fs::read_to_string(self.file(name)).unwrap()
+    }
+
+    /// What follows `key:` in the lines of main.log that have it.
+    fn logged(&self, key: &str) -> Vec<String> {
+        let log = self.text("main.log");
+        log.lines().filter_map(|line| line.split_once(&format!("{key}:"))).map(|(_, v)| first_word(v)).collect()
+    }
+
+    /// Steps whose lines have `key:`.
+    fn steps_with(&self, key: &str) -> Vec<usize> {
+        let log = self.text("main.log");
+        let with = log.lines().filter(|line| line.contains(&format!(" {key}:")));
+        with.map(|line| first_word(line.strip_prefix("s:").unwrap()).parse().unwrap()).collect()
+    }
+
+    fn losses(&self) -> Vec<f64> {
+        let lines = self.text("main.jsonl");
+        let records = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        records.filter_map(|record| record["loss"].as_f64()).collect()
+    }
+
+    /// A row of the table.
+    fn row(&self, name: &str) -> Option<&str> {
+        self.printed.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start()))
+    }
+
+    fn weights(&self, step: usize) -> Vec<f32> {
+        let bytes = fs::read(self.file(&format!("model_{step:08}.bin"))).unwrap();
+        bytes[1024..].as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    }
+
+    fn config(&self) -> toml::Table {
+        self.text("config.toml").parse().unwrap()
+    }
+}
+
+fn first_word(text: &str) -> String {
+    text.split(' ').next().unwrap().to_owned()
+}
+
+/// Names of train.bin and val.bin in a directory, with so many tokens each.
+fn token_files(train: usize, val: usize) -> (TempDir, String, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, n: usize| {
+        let path = dir.path().join(name);
+        let ids: Vec<u16> = (0..n).map(|i| ((i * i + n) % 211) as u16).collect();
+        tokens::write(&path, &ids).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (train, val) = (write("train.bin", train), write("val.bin", val));
+    (dir, train, val)
+}
+
+#[test]
+fn schedules_warmup_and_final_fraction() {
+    let rates = |schedule: &str| {
+        train(&["-x", "10", "-k", schedule, "-u", "2", "-q", "0.1", "-l", "0.01", "-v", "0", "-s", "0"]).logged("lr")
+    };
+    let expected = |values: [&str; 10]| values.map(str::to_owned).to_vec();
+    // Two steps of warmup; 0.001 + 0.0045 (1 + cos(pi (s - 2) / 8)) from there on.
+    let cosine = [
+        "0.005000", "0.010000", "0.010000", "0.009657", "0.008682", "0.007222", "0.005500", "0.003778", "0.002318",
+        "0.001343",
+    ];
+    assert_eq!(rates("cosine"), expected(cosine));
+    let linear = [
+        "0.005000", "0.010000", "0.010000", "0.008875", "0.007750", "0.006625", "0.005500", "0.004375", "0.003250",
+        "0.002125",
+    ];
+    assert_eq!(rates("linear"), expected(linear));
+    assert_eq!(rates("constant"), expected(["0.010000"; 10]));
+    // Down from step 8 on: 0.001 + 0.009 (1 - sqrt(1/2)) at 9.
+    let wsd = [
+        "0.005000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000",
+        "0.003636",
+    ];
+    assert_eq!(rates("wsd"), expected(wsd));
+}
+
+#[test]
+fn validation_sampling_and_model_files_come_when_they_should() {
+    let ran = train(&["-x", "5", "-v", "2", "-s", "3", "-g", "5", "-n", "2", "-m", "1"]);
+    assert_eq!(ran.steps_with("tel"), [0, 2, 4, 5]);
+    assert_eq!(ran.steps_with("trl"), [0, 1, 2, 3, 4]);
+    assert_eq!(ran.printed.matches("generating:").count(), 2);
+    let step = |line: &str| ran.printed.find(line).unwrap();
+    assert!(step("step    3/5") < step("generating:") && step("generating:") < step("step    4/5"));
+    let kept = |ran: &Ran| (0..=5).filter(|n| ran.file(&format!("model_{n:08}.bin")).exists()).collect::<Vec<_>>();
+    assert_eq!(kept(&ran), [2, 4, 5]);
+
+    for never in ["0", "-1"] {
+        let ran = train(&["-x", "5", "-v", never, "-s", never, "-n", never]);
+        assert_eq!(ran.steps_with("tel"), [0; 0]);
+        assert_eq!(ran.printed.matches("generating:").count(), 0);
+        assert_eq!(kept(&ran), [0; 0]);
+    }
+    // A text may be longer than the model's sequences.
+    let long = train(&["-x", "1", "-v", "0", "-s", "1", "-g", "100"]);
+    let text = |ran: &Ran| ran.printed.split("---").nth(1).unwrap().chars().count();
+    assert!(text(&long) > 60 && text(&ran) <= 5 + 2, "{} {}", text(&long), text(&ran));
+}
+
+#[test]
+fn steps_are_an_epoch_and_validations_all_there_is() {
+    let (_dir, data, val) = token_files(400, 170);
+    let base = ["-i", &data, "-j", &val, "-s", "0", "-l", "0"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    // 400 tokens are 6 steps of 64, and a rest.
+    let whole = run(&["-x", "-1", "-d", "64", "-m", "-1", "-n", "0"]);
+    assert_eq!(whole.steps_with("trl"), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(run(&["-d", "64"]).steps_with("trl"), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(whole.row("an epoch"), Some("384 tokens in 12 batches, 6 steps"));
+    assert_eq!(whole.row("batch"), Some("2 x 16 tokens x 2 = 64 a step"));
+    // 170 tokens are 5 batches of 32; more than there are begin again.
+    assert_eq!(whole.config()["val-batches"].as_integer(), Some(5));
+    let mean = |m: &str| run(&["-x", "1", "-m", m]).logged("tel")[0].clone();
+    assert_eq!(mean("5"), whole.logged("tel")[0]);
+    assert_eq!(mean("10"), whole.logged("tel")[0]);
+    assert_ne!(mean("1"), whole.logged("tel")[0]);
+    // Every token counts.
+    let last = |ran: &Ran| serde_json::from_str::<serde_json::Value>(ran.text("main.jsonl").lines().nth(1).unwrap());
+    assert_eq!(last(&run(&["-x", "1", "-d", "96"])).unwrap()["tokens"], 96);
+}
+
+#[test]
+fn weight_decay_pulls_matrices_and_spares_the_rest() {
+    let run = |decay| train(&["-x", "3", "-c", decay, "-l", "0.01", "-k", "constant", "-v", "0", "-s", "0"]);
+    let (plain, decayed) = (run("0").weights(3), run("5").weights(3));
+    let square = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
+    // wte (256, 16) is decayed by 0.95 each step; lnfw, the last 16 but 16 of the file, is not.
+    let share = square(&decayed[..256 * 16]) / square(&plain[..256 * 16]);
+    assert!(share < 0.95, "{share}");
+    let lnfw = plain.len() - 32..plain.len() - 16;
+    let share = square(&decayed[lnfw.clone()]) / square(&plain[lnfw]);
+    assert!((share - 1.0).abs() < 0.05, "{share}");
+}
+
+/// llm.c takes as many batches as a step has micro-steps.
+#[test]
+fn one_batch_is_overfitted_however_many_micro_steps_there_are() {
+    let base = ["-a", "1", "-x", "40", "-l", "0.03", "-k", "constant", "-s", "0", "-m", "1", "-n", "0"];
+    let run = |d: &str| train(&[&base, &["-d", d][..]].concat());
+    let one = run("32");
+    let losses = one.losses();
+    assert!(losses[39] < 0.3 * losses[0], "{losses:?}");
+    // The same gradient, summed in another order.
+    for d in ["64", "128"] {
+        for (step, (got, expected)) in run(d).losses().iter().zip(&losses).take(10).enumerate() {
+            assert!((got / expected - 1.0).abs() < 1e-5, "step {step}, -d {d}: {got}, expected {expected}");
+        }
+    }
+    // It is the first batch of the validation data.
+    assert_eq!(one.logged("tel")[0], one.logged("trl")[0]);
+    assert!(one.row("training data").unwrap().contains("one batch, over and over"));
+    let other = train(&["-x", "2", "-s", "0", "-m", "1"]);
+    assert_ne!(other.logged("tel")[0], other.logged("trl")[0]);
+
+    let (_dir, data, val) = token_files(400, 170);
+    let first = |more: &[&str]| train(&[&["-x", "1", "-s", "0", "-m", "1", "-a"], more].concat()).losses()[0];
+    let of_val = first(&["-i", &data, "-j", &val]).to_bits();
+    assert_eq!(of_val, first(&["-i", &val]).to_bits());
+    assert_ne!(of_val, first(&["-i", &data]).to_bits());
+}
+
+#[test]
+fn one_batch_stays_the_same_over_a_resume() {
+    let args = ["-a", "1", "-x", "4", "-n", "2", "-s", "0", "-d", "64", "-l", "0.01"];
+    let ran = train(&args);
+    let losses = ran.logged("trl");
+    // As if it had been killed before the last checkpoint was whole.
+    for name in ["DONE_00000004", "model_00000004.bin", "state_00000004_00000.bin", "run_00000004.json"] {
+        fs::remove_file(ran.file(name)).unwrap();
+    }
+    let config = ran.file("config.toml");
+    let output = host(&["train", "--config", config.to_str().unwrap(), "--resume"]);
+    let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && printed.contains("going on after 2 of 4 steps"), "{printed}{err}");
+    assert_eq!(ran.logged("trl"), losses);
+}
+
+#[test]
+fn memory_switches_change_the_plan_and_not_the_losses() {
+    let run = |more: &[&str]| train(&[&["-x", "3", "-v", "0", "-s", "0", "-n", "0"], more].concat());
+    let plain = run(&[]);
+    for more in [&["-r", "1"], &["-r", "2"], &["-w", "0"], &["-f", "1"], &["-ge", "2"]] {
+        assert_eq!(run(more).losses(), plain.losses(), "{more:?}");
+    }
+    let of = |level: &str| {
+        let ran = run(&["-r", level]);
+        let named = |name: &str| ran.printed.lines().find(|line| line.starts_with(&format!("  {name}  "))).is_some();
+        let shape = ran.printed.lines().find(|line| line.starts_with("  fc gelu")).unwrap().to_owned();
+        (shape.contains("(2, 2, 16, 64)"), named("ln1"), ran.row("recomputed").unwrap().to_owned())
+    };
+    assert_eq!(of("0"), (true, true, "nothing".into()));
+    assert_eq!(of("1"), (false, true, "GELU".into()));
+    assert_eq!(of("2"), (false, false, "GELU and LayerNorms".into()));
+    // The CPU has no fused products, and no tf32.
+    let config = run(&["-ge", "2", "--tf32"]).config();
+    assert_eq!((config["gelu-fusion"].as_integer(), config["tf32"].as_bool()), (Some(0), Some(false)));
+}
+
+#[test]
+fn gpu_information_that_cannot_be_had_is_no_reason_to_stop() {
+    let ran = train(&["-x", "1", "-lg", "1", "-s", "0", "-v", "0"]);
+    assert_eq!(ran.row("GPU information"), Some("none: the run is on the CPU"));
+    assert_eq!(train(&["-x", "1", "-lg", "-1", "-s", "0", "-v", "0"]).row("GPU information"), None);
+}
+
+#[test]
+fn flags_win_over_the_file_and_the_file_over_defaults() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run.toml");
+    let file = path.to_str().unwrap();
+    fs::write(
+        &path,
+        "# numbers of every kind\nsteps = 3\nlr = 2e-2\nschedule = 'linear'\nrecompute = 1\ntf32 = true\n\
+                      val-every = 0\nsample-every = -1\nweight-decay = 1\noverfit-one-batch = false\nmodel = \"d6\"\n",
+    )
+    .unwrap();
+    // TINY's shape excludes the file's model.
+    let ran = train(&["--config", file, "-l", "0.01", "-r2"]);
+    let config = ran.config();
+    let number = |key: &str| config[key].as_integer().unwrap();
+    assert_eq!((number("steps"), number("recompute"), number("val-every"), number("seed")), (3, 2, 0, 42));
+    assert_eq!((config["lr"].as_float(), config["weight-decay"].as_float()), (Some(0.01), Some(1.0)));
+    assert_eq!((config["schedule"].as_str(), config.contains_key("model")), (Some("linear"), false));
+    assert_eq!(ran.logged("lr"), ["0.010000", "0.007000", "0.004000"]);
+    // What a flag needs may be in the file.
+    let (_dir, data, val) = token_files(400, 170);
+    fs::write(&path, format!("train = '{data}'\nsteps = 1\n")).unwrap();
+    assert_eq!(train(&["--config", file, "-j", &val]).steps_with("tel"), [0, 1]);
+}
+
+#[test]
+fn what_a_run_leaves_starts_it_again() {
+    let first = train(&["-x", "4", "-l", "0.0123", "-k", "wsd", "-q", "0.3", "-d", "64", "-a", "-r", "2", "-g", "7"]);
+    let dir = tempfile::tempdir().unwrap();
+    let again = dir.path().join("again");
+    let config = first.file("config.toml");
+    let output = host(&["train", "--config", config.to_str().unwrap(), "--out", again.to_str().unwrap()]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fs::read_to_string(again.join("main.log")).unwrap(), first.text("main.log"));
+    let without_out =
+        |text: &str| text.lines().filter(|line| !line.starts_with("out = ")).collect::<Vec<_>>().join("\n");
+    let copy = fs::read_to_string(again.join("config.toml")).unwrap();
+    assert_eq!(without_out(&copy), without_out(&first.text("config.toml")));
+}
+
+#[test]
+fn mistakes_in_a_file_are_named_with_their_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("run.toml");
+    let refused = |text: &str, parts: &[&str]| {
+        fs::write(&path, text).unwrap();
+        refuse(&["train", "--config", path.to_str().unwrap(), "--dry-run"], &[&["run.toml"], parts].concat());
+    };
+    refused("steps = 2\nbatch_size = 3", &["line 2: batch_size: unknown key", "did you mean 'batch'?"]);
+    refused("\n\nlearning-rate = 1", &["line 3", "did you mean "]);
+    refused("Warmup = 1", &["line 1", "did you mean 'warmup'?"]);
+    refused("config = 'x.toml'", &["line 1: config: unknown key"]);
+    refused("steps = 2\nlr = -1", &["line 2: lr = -1", "at least 0"]);
+    refused("lr = nan", &["lr = nan", "at least 0"]);
+    refused("schedule = 'cosin'", &["line 1: schedule", "cosine, linear, constant, wsd"]);
+    refused("steps = 2.0", &["steps = 2.0", "a whole number"]);
+    refused("batch = true", &["batch = true", "a whole number"]);
+    refused("recompute = 3", &["recompute = 3", "expected 0, 1 or 2"]);
+    refused("master-weights = 2", &["master-weights = 2", "1 (true, on) or 0"]);
+    refused("dry-run = 1", &["dry-run = 1", "true or false"]);
+    refused("steps = [1]", &["line 1: steps", "found array"]);
+    refused("[batch]\nsize = 1", &["line 1: batch", "found table"]);
+    refused("steps = 1\nsteps = 2", &["line 2", "duplicate key"]);
+    refused("seed = 1\nsteps = \n", &["line 2"]);
+    refused("model = 'd6'\nlayers = 1\nheads = 1\nchannels = 16", &["--model"]);
+    refuse(&["train", "--config", "/nowhere.toml"], &["--config /nowhere.toml", "No such file"]);
+    fs::write(&path, [b'a', 0xff]).unwrap();
+    refuse(&["train", "--config", path.to_str().unwrap()], &["run.toml", "UTF-8"]);
+    // A mistake on the command line is not the file's.
+    fs::write(&path, "lr = 1").unwrap();
+    let output = host(&["train", "--lr", "much", "--config", path.to_str().unwrap()]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && err.contains("'much' for '--lr <LR>'"), "{err}");
+}
+
+#[test]
+fn a_dry_run_plans_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let (_dir, data, val) = token_files(400, 170);
+    let plan = |more: &[&str]| {
+        let base = ["train", "--dry-run", "-i", &data, "-j", &val, "-o", out.to_str().unwrap(), "-b", "2", "-t", "16"];
+        let output = host(&[&base, more].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let shown = plan(&["--model", "d6", "--device", "cpu", "-d", "64"]);
+    for part in [
+        "train.bin, 400 tokens",
+        "val.bin, 170 tokens",
+        "384 tokens in 12 batches, 6 steps",
+        "2 x 16 tokens x 2 = 64 a step",
+        "6, 1.00 epochs",
+        "Total",
+        "planned: 0.",
+        " is free); nothing was computed or written",
+    ] {
+        assert!(shown.contains(part), "expected '{part}' in: {shown}");
+    }
+    // A GPU's plan, in bf16, with or without a GPU.
+    let shown = plan(&["--model", "d6", "--device", "cuda", "-w", "0"]);
+    assert!(shown.contains("bf16, updated with stochastic rounding") && !shown.contains("  master "), "{shown}");
+    assert!(plan(&["--model", "d6", "--device", "cuda"]).contains("  master "));
+    assert!(!out.exists());
+    // What would fail is said now.
+    refuse(&["train", "--dry-run", "-i", "/nowhere.bin"], &["/nowhere.bin"]);
+    let huge = ["train", "--dry-run", "--device", "cpu", "--model", "gpt3:c12288"];
+    refuse(&huge, &["does not fit", "not even --batch 1 fits"]);
 }

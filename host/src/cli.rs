@@ -1,8 +1,11 @@
 //! The command line.
 
 use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train, verify};
-use anyhow::Result;
-use clap::{Parser, Subcommand};
+use crate::config_file::ConfigFile;
+use anyhow::{Context, Result};
+use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
+use std::ffi::OsString;
+use std::path::PathBuf;
 
 /// Pretrains GPT-2 and GPT-3 models: every line of it, GPU kernels included, is Rust.
 ///
@@ -28,7 +31,39 @@ enum Command {
     Bench(bench::Bench),
 }
 
+/// llm.c's flags of two letters, which would be read as one letter and its value.
+const TWO_LETTERS: [(&str, &str); 6] = [
+    ("-ge", "--gelu-fusion"),
+    ("-lg", "--gpu-info-every"),
+    ("-nk", "--keep"),
+    ("-nm", "--major-every"),
+    ("-sg", "--skip-norm-z"),
+    ("-sl", "--skip-loss-z"),
+];
+
 impl Cli {
+    /// From the command line, and from the file that `train --config` names. A command line that is wrong by itself ends
+    /// the program, as `--help` does.
+    pub fn of(arguments: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let mut arguments: Vec<OsString> = arguments.into_iter().map(in_full).collect();
+        let command = Self::command();
+        let partial = command.clone().ignore_errors(true).try_get_matches_from(&arguments).unwrap_or_default();
+        let train = partial.subcommand().filter(|(name, _)| *name == "train");
+        let path = |given: &ArgMatches| given.get_one::<PathBuf>("config").cloned();
+        let Some((name, given, path)) = train.and_then(|(name, given)| Some((name, given, path(given)?))) else {
+            return Ok(Self::parse_from(arguments));
+        };
+        let file = ConfigFile::read(&path)?;
+        let subcommand = command.find_subcommand(name).context("train is a command")?;
+        let flags = file.arguments(subcommand, given)?;
+        let after = arguments.iter().position(|argument| argument == name).map_or(arguments.len(), |at| at + 1);
+        arguments.splice(after..after, flags);
+        match Self::try_parse_from(arguments) {
+            Ok(cli) => Ok(cli),
+            Err(error) => Err(file.explain(error).unwrap_or_else(|error| error.exit())),
+        }
+    }
+
     pub fn run(&self) -> Result<()> {
         match &self.command {
             Command::Train(args) => train::run(args),
@@ -42,6 +77,10 @@ impl Cli {
             Command::Bench(args) => bench::run(args),
         }
     }
+}
+
+fn in_full(argument: OsString) -> OsString {
+    TWO_LETTERS.iter().find(|(short, _)| argument == *short).map_or(argument, |(_, long)| OsString::from(long))
 }
 
 /// Parses a whole number of at least 1.
@@ -78,7 +117,6 @@ pub fn level<L: TryFrom<u8, Error = &'static str>>(text: &str) -> Result<L, &'st
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_well_formed() {

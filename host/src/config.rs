@@ -1,4 +1,5 @@
-//! A run's settings as they were settled: flags over defaults. Each key is a flag of `train`.
+//! A run's settings as they were settled: flags over the `--config` file over defaults. Each key is a flag of `train`, so
+//! that the file a run leaves, `config.toml`, is one for `--config`.
 
 use crate::atomic;
 use crate::engine::GeluFusion;
@@ -17,6 +18,7 @@ pub struct Config {
     /// Patterns of token files; without the first, the text that comes with the program.
     pub train: Option<String>,
     pub val: Option<String>,
+    pub overfit_one_batch: bool,
     pub out: Option<PathBuf>,
 
     /// A name or a file; without one, the shape in the next three.
@@ -53,6 +55,8 @@ pub struct Config {
     /// Of the newest checkpoints; 0: all.
     pub keep: usize,
     pub major_every: usize,
+
+    pub gpu_info_every: usize,
 
     pub recompute: Recompute,
     pub master_weights: bool,
@@ -92,7 +96,7 @@ impl Config {
     pub fn save(&self, directory: &Path) -> Result<()> {
         let text = self.to_toml()?;
         atomic::write(&directory.join(Self::FILE), |file| {
-            writeln!(file, "# The settings of this run: the flags of `train`.")?;
+            writeln!(file, "# The settings of this run. `train --config` takes them again; its flags win over them.")?;
             Ok(file.write_all(text.as_bytes())?)
         })
     }
@@ -106,12 +110,13 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// What is done with a run, as opposed to what the run is.
-    const ACTIONS: [&str; 4] = ["help", "version", "resume", "force-resume"];
+    const ACTIONS: [&str; 6] = ["config", "dry-run", "help", "version", "resume", "force-resume"];
 
     fn whole() -> Config {
         Config {
             train: Some("data/train_*.bin".into()),
             val: Some("data/val_*.bin".into()),
+            overfit_one_batch: false,
             out: Some("run".into()),
             model: Some("d12".into()),
             layers: Some(2),
@@ -134,6 +139,7 @@ mod tests {
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,
+            gpu_info_every: 0,
             recompute: Recompute::Gelu,
             master_weights: true,
             keep: 3,

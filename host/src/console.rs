@@ -1,13 +1,15 @@
 //! What a person sees of a run: lines on standard output, and on a terminal a progress bar below them.
 
+use crate::gpu_info::GpuInfo;
 use crate::log::Step;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write, stderr, stdout};
 
-#[derive(Debug)]
 pub struct Console {
     steps: usize,
+    /// Told of every so many steps.
+    gpu: Option<(GpuInfo, usize)>,
     /// None where a terminal is missing; each step is a line then.
     bar: Option<ProgressBar>,
 }
@@ -20,7 +22,12 @@ impl Console {
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { steps, bar }
+        Self { steps, gpu: None, bar }
+    }
+
+    /// Tells what the GPU is doing after every `every` steps.
+    pub fn tell_of(&mut self, gpu: GpuInfo, every: usize) {
+        self.gpu = Some((gpu, every));
     }
 
     pub fn line(&self, text: &str) -> Result<()> {
@@ -36,9 +43,16 @@ impl Console {
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
-            return Ok(());
+        } else {
+            self.line(&step_line(step, self.steps, rate))?;
         }
-        self.line(&step_line(step, self.steps, rate))
+        match &self.gpu {
+            // A reading that fails is told of; it is no reason to end a run.
+            Some((gpu, every)) if (step.step + 1).is_multiple_of(*every) => {
+                self.line(&gpu.line().unwrap_or_else(|error| format!("GPU: {error:#}")))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub fn finish(&self) {

@@ -4,11 +4,11 @@
 //! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
 //! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
-//! * [`config`]: a run's settings, as they are kept with it.
+//! * [`config`], [`config_file`]: a run's settings, as they are kept with it and read again.
 //! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
 //! * [`selftest`], [`verify`]: whether an engine computes what another one, or another program, does.
 //! * [`signals`]: how it is asked to stop.
-//! * [`log`], [`console`], [`mfu`]: what is told of a run.
+//! * [`log`], [`console`], [`gpu_info`], [`mfu`]: what is told of a run.
 //! * [`cli`], [`commands`]: the program.
 //! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
 
@@ -17,11 +17,13 @@ pub mod checkpoint;
 pub mod cli;
 pub mod commands;
 pub mod config;
+pub mod config_file;
 pub mod console;
 pub mod data;
 pub mod engine;
 pub mod evaluate;
 pub mod fit;
+pub mod gpu_info;
 pub mod kernels;
 pub mod log;
 pub mod mfu;

@@ -1,9 +1,9 @@
-use clap::Parser;
+use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match host::cli::Cli::parse().run() {
+    match host::cli::Cli::of(env::args_os()).and_then(|cli| cli.run()) {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever read the output wants no more of it, as `head` does.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,

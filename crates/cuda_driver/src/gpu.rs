@@ -14,6 +14,8 @@ pub struct DeviceInfo {
     /// The driver's number of the device, from 0.
     pub index: usize,
     pub name: String,
+    /// Where it is, as NVML and nvidia-smi have it: `00000000:1B:00.0`.
+    pub pci_bus_id: String,
     /// Major and minor compute capability: (9, 0) is Hopper.
     pub compute_capability: (u32, u32),
     pub multiprocessors: u32,
@@ -90,6 +92,7 @@ pub fn device_info(index: usize) -> Result<DeviceInfo> {
     Ok(DeviceInfo {
         index,
         name,
+        pci_bus_id: format!("{:08X}:{:02X}:{:02X}.0", attribute(50)?, attribute(33)?, attribute(34)?),
         compute_capability: (attribute(75)?, attribute(76)?),
         multiprocessors: attribute(16)?,
         clock_khz: attribute(13)?,

@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
 /// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 16] = [
+const FREE: [&str; 17] = [
     "device",
     "precision",
     "tf32",
@@ -33,6 +33,7 @@ const FREE: [&str; 16] = [
     "checkpoint-every",
     "keep",
     "major-every",
+    "gpu-info-every",
 ];
 
 /// Settings that name the model or the data.

@@ -4,8 +4,11 @@ use crate::config::Config;
 use crate::data::{Loader, MultipleChoice};
 use crate::engine::open::Precision;
 use crate::engine::{Engine, GeluFusion};
+use crate::gpu_info::GpuInfo;
 use crate::model::{Descriptor, Recompute};
+use crate::plan::Plan;
 use crate::train::Outcome;
+use anyhow::Result;
 use std::path::Path;
 use std::time::Duration;
 
@@ -19,6 +22,8 @@ pub struct Setup<'a> {
     pub engine: &'a dyn Engine,
     /// Why it is not another engine.
     pub note: Option<&'a str>,
+    /// If it was asked for; why it cannot be had, if so.
+    pub gpu_info: Option<&'a Result<GpuInfo>>,
 }
 
 impl Setup<'_> {
@@ -26,13 +31,6 @@ impl Setup<'_> {
     pub fn table(&self) -> String {
         let Self { config, descriptor, engine, .. } = self;
         let Config { batch, seq, total_batch, steps, .. } = config;
-        let trained = self.train.tokens();
-        let epochs = (*steps * total_batch) as f64 / trained as f64;
-        let epoch = format!(
-            "{} batches, {} steps",
-            self.train.batches_per_epoch(),
-            self.train.batches_per_epoch() / config.grad_accum()
-        );
         let learning_rate = format!(
             "{}, peak {:.2e}, warmup {} steps, final {:.2e}",
             format!("{:?}", config.schedule).to_lowercase(),
@@ -45,6 +43,7 @@ impl Setup<'_> {
             n if n >= *steps => "at the end".to_owned(),
             n => format!("every {n} steps"),
         };
+        let with = |n: usize, what: String| if n == 0 { every(n) } else { format!("{}, {what}", every(n)) };
         let mut rows = vec![("device", engine.describe())];
         rows.extend(self.note.map(|note| ("", note.to_owned())));
         rows.extend([
@@ -52,28 +51,62 @@ impl Setup<'_> {
             ("parameters", format!("{}, {}", descriptor.parameters(), stored(config))),
             ("products", products(config)),
             ("recomputed", recomputed(config.recompute).to_owned()),
-            ("training data", data(self.train)),
-            ("an epoch", epoch),
+        ]);
+        rows.extend(self.training_data());
+        rows.extend([
             ("validation data", self.val.map_or("none".to_owned(), data)),
             ("batch", format!("{batch} x {seq} tokens x {} = {total_batch} a step", config.grad_accum())),
-            ("steps", format!("{steps}, {epochs:.2} times through the data")),
             ("learning rate", learning_rate),
             ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
             ("seed", config.seed.to_string()),
         ]);
         if self.val.is_some() {
-            rows.push(("validation", format!("{}, {} batches", every(config.val_every), config.val_batches)));
+            rows.push(("validation", with(config.val_every, format!("{} batches", config.val_batches))));
         }
         if let Some(set) = self.hellaswag {
             let examples = format!("{}, {} examples", set.name(), set.examples().len());
-            rows.push(("HellaSwag", format!("{examples}, {}", every(config.val_every))));
+            rows.push(("HellaSwag", with(config.val_every, examples)));
         }
-        rows.push(("samples", format!("{}, {} tokens", every(config.sample_every), config.sample_length)));
+        rows.push(("samples", with(config.sample_every, format!("{} tokens", config.sample_length))));
+        if let Some(info) = self.gpu_info {
+            let info = match info {
+                Ok(_) => format!("every {} steps", config.gpu_info_every),
+                Err(why) => format!("none: {why:#}"),
+            };
+            rows.push(("GPU information", info));
+        }
         if let Some(out) = &config.out {
             rows.push(("output", format!("{}, checkpoints {}", out.display(), every(config.checkpoint_every))));
         }
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
     }
+
+    /// Rows on what is read, and how often.
+    fn training_data(&self) -> Vec<(&'static str, String)> {
+        let Config { batch, seq, total_batch, steps, overfit_one_batch, .. } = *self.config;
+        if overfit_one_batch {
+            let one = format!("one batch, over and over, of {}", data(self.train));
+            return vec![("training data", one), ("steps", steps.to_string())];
+        }
+        let batches = self.train.batches_per_epoch();
+        let tokens = batches * batch * seq;
+        let epochs = (steps * total_batch) as f64 / tokens as f64;
+        vec![
+            ("training data", data(self.train)),
+            ("an epoch", format!("{tokens} tokens in {batches} batches, {} steps", batches / self.config.grad_accum())),
+            ("steps", format!("{steps}, {epochs:.2} epochs")),
+        ]
+    }
+}
+
+/// What a run would take, for one that is only planned; `free` where that is known.
+pub fn planned(plan: &Plan, free: Option<usize>) -> String {
+    let gib = |bytes: usize| format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let of = free.map_or("what is free is not known".to_owned(), |free| format!("{} is free", gib(free)));
+    format!(
+        "planned: {} ({of}); nothing was computed or written\n\nnext: the same without --dry-run",
+        gib(plan.bytes())
+    )
 }
 
 fn stored(config: &Config) -> &'static str {

@@ -25,8 +25,8 @@ pub struct Hardware {
     #[arg(short = 'f', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set)]
     pub tf32: bool,
 
-    /// GELUs that are part of a matrix product on a GPU: 0 none, 1 the forward's, 2 the backward's too [default: what is
-    /// fastest there]
+    /// GELUs that are part of a matrix product on a GPU: 0 none, 1 the forward's, 2 the backward's too; also -ge [default:
+    /// what is fastest there]
     #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>)]
     pub gelu_fusion: Option<GeluFusion>,
 
@@ -37,14 +37,22 @@ pub struct Hardware {
 
 impl Hardware {
     pub fn open(&self) -> Result<Opened> {
-        let gpu = Options {
-            gpu: 0,
+        open::open(self.device, self.precision, &self.gpu())
+    }
+
+    /// As [`open`](Self::open), to plan a run, not to compute it.
+    pub fn open_to_plan(&self) -> Result<Opened> {
+        open::open_to_plan(self.device, self.precision, &self.gpu())
+    }
+
+    fn gpu(&self) -> Options {
+        Options {
+            gpu: open::GPU,
             precision: self.precision.unwrap_or(Precision::Bf16),
             tf32: self.tf32,
             kernels: self.kernels.clone(),
             gelu_fusion: self.gelu_fusion,
-        };
-        open::open(self.device, self.precision, &gpu)
+        }
     }
 
     /// As [`open`](Self::open), for commands whose standard output is their result.

@@ -154,6 +154,10 @@ impl Loader {
         }
         let samples = self.samples_of(&self.shards[Self::shard_at(&position)]);
         ensure!(*sample <= samples, "the data position names sample {sample} of a shard of {samples}");
+        if self.rewind_after.is_some() {
+            // Rewinding loaders go through their shards in order.
+            self.batches = self.shards[..*shard].iter().map(|shard| self.samples_of(shard)).sum::<usize>() + sample;
+        }
         self.position = position;
         Ok(())
     }
@@ -374,6 +378,14 @@ mod tests {
         let again: Vec<_> = (0..3).map(|_| batch(&mut loader)).collect();
         assert_eq!(first, again);
         assert_ne!(first[0], first[1]);
+        batch(&mut loader);
+        let position = loader.position();
+        let mut resumed = loaders(1, None).remove(0).rewinding_after(3);
+        resumed.seek(position).unwrap();
+        assert_eq!(
+            [batch(&mut resumed), batch(&mut resumed), batch(&mut resumed)],
+            [1, 2, 0].map(|i| first[i].clone())
+        );
     }
 
     #[test]

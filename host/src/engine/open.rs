@@ -1,8 +1,8 @@
 //! From `--device` and `--precision` to an engine.
 
 use super::cpu::Cpu;
-use super::cuda::Options;
 pub use super::cuda::Precision;
+use super::cuda::{Emulation, Options};
 use super::{Engine, Result};
 use crate::tensor::DType;
 use anyhow::{Context, bail};
@@ -25,6 +25,8 @@ pub struct Opened {
     pub device: Device,
     /// Whether f32 is multiplied with 10 bits of mantissa.
     pub tf32: bool,
+    /// A stand-in that can plan a run but not compute it: its free memory is not known.
+    pub plans_only: bool,
     pub note: Option<String>,
 }
 
@@ -37,13 +39,16 @@ impl Opened {
     }
 }
 
+/// The driver's number of the GPU that is used.
+pub const GPU: usize = 0;
+
+/// An H100 or H200.
+const PLANNED_FOR: Emulation = Emulation { multiprocessors: 132, hopper: true, tf32: false };
+
 /// `precision` is what was asked for: by default a GPU computes as `gpu` says, the CPU in fp32, which is all it can.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
-    let cuda = || -> Result<Opened> {
-        let engine = super::cuda::open(gpu)?;
-        Ok(Opened { engine, device: Device::Cuda, tf32: gpu.tf32 && gpu.precision == Precision::Fp32, note: None })
-    };
-    let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, note };
+    let cuda = || -> Result<Opened> { Ok(on_cuda(super::cuda::open(gpu)?, gpu)) };
+    let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, plans_only: false, note };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {
             bail!("--precision bf16: the CPU engine computes in fp32; expected --precision fp32 or --device cuda")
@@ -55,4 +60,24 @@ pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Resu
             _ => Ok(cpu(Some(format!("no GPU: {why:#}")))),
         }),
     }
+}
+
+fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {
+    let tf32 = gpu.tf32 && gpu.precision == Precision::Fp32;
+    Opened { engine, device: Device::Cuda, tf32, plans_only: false, note: None }
+}
+
+/// As [`open`], to plan a run: `--device cuda` is to be had without a GPU, too.
+pub fn open_to_plan(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
+    open(device, precision, gpu).or_else(|why| {
+        if device != Device::Cuda {
+            return Err(why);
+        }
+        let engine = super::cuda::emulated_as(PLANNED_FOR, gpu.precision, gpu.gelu_fusion);
+        let note = format!(
+            "{why:#}; planned for a GPU of {} multiprocessors, whose memory is not known",
+            PLANNED_FOR.multiprocessors
+        );
+        Ok(Opened { plans_only: true, note: Some(note), ..on_cuda(engine, gpu) })
+    })
 }

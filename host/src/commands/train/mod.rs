@@ -7,34 +7,37 @@ mod resolve;
 pub use options::Options;
 
 use super::PROGRAM;
-use super::report::{Setup, summary};
+use super::report::{Setup, planned, summary};
 use crate::checkpoint::resume::{Checkpoint, Found};
 use crate::checkpoint::sidecar::Identity;
 use crate::checkpoint::{RunState, fingerprint};
 use crate::config::Config;
 use crate::console::Console;
 use crate::data::Prefetch;
+use crate::engine::open::{Device, GPU};
 use crate::fit;
+use crate::gpu_info::GpuInfo;
 use crate::model::Capacity;
 use crate::schedule::Schedule;
 use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
 use crate::train::{Outcome, Run, Settings, initialise, tune};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use directory::OutDirectory;
 use resolve::Resolved;
 use std::time::Instant;
 
 pub fn run(args: &Options) -> Result<()> {
     let started = Instant::now();
-    let mut opened = args.hardware.open()?;
+    let mut opened = if args.dry_run { args.hardware.open_to_plan() } else { args.hardware.open() }?;
     let mut out = args.out.as_deref().map(|path| OutDirectory::look(path, args)).transpose()?;
     let Found { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     let resumed = checkpoint.as_ref().map(Checkpoint::descriptor);
     let Resolved { config, descriptor, geometry, weights, mut train, val, hellaswag } =
         Resolved::new(args, &opened, resumed)?;
     let settings = settings(&config);
-    let console = Console::new(config.steps);
+    let mut console = Console::new(config.steps);
+    let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device));
     let setup = Setup {
         config: &config,
         descriptor,
@@ -43,6 +46,7 @@ pub fn run(args: &Options) -> Result<()> {
         hellaswag: hellaswag.as_ref(),
         engine: &*opened.engine,
         note: opened.note.as_deref(),
+        gpu_info: gpu_info.as_ref(),
     };
     console.line(&setup.table())?;
     let engine = &mut *opened.engine;
@@ -64,6 +68,13 @@ pub fn run(args: &Options) -> Result<()> {
     };
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     console.line(&format!("\n{plan}\n"))?;
+    if args.dry_run {
+        let free = if opened.plans_only { None } else { Some(engine.memory_free()?) };
+        return console.line(&planned(&plan, free));
+    }
+    if let Some(Ok(info)) = gpu_info {
+        console.tell_of(info, config.gpu_info_every);
+    }
     engine.allocate(&plan)?;
     if checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
         notes
@@ -122,6 +133,11 @@ fn stopped(step: usize, config: &Config) -> String {
         None => "nothing is kept without --out",
     };
     format!("stopped after {step} of {} steps; {how}", config.steps)
+}
+
+fn gpu_info(device: Device) -> Result<GpuInfo> {
+    ensure!(device == Device::Cuda, "the run is on the CPU");
+    GpuInfo::open(GPU)
 }
 
 /// What the loop reads of the configuration.

@@ -11,7 +11,12 @@ use std::path::PathBuf;
 ///
 /// With no argument: a small model on a text that comes with the program, in less than a minute.
 #[derive(Clone, Debug, clap::Args)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct Options {
+    /// Settings that the flags do not give: TOML, flag = value a line. A run leaves its own in OUT/config.toml
+    #[arg(long, value_name = "FILE", help_heading = "Data")]
+    pub config: Option<PathBuf>,
+
     /// Token files (.bin) to train on; quote the pattern [default: a text that comes with the program, as bytes]
     #[arg(short = 'i', long, value_name = "GLOB", help_heading = "Data")]
     pub train: Option<String>,
@@ -19,6 +24,10 @@ pub struct Options {
     /// Token files (.bin) to measure progress on
     #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = "Data")]
     pub val: Option<String>,
+
+    /// Train on one batch over and over, the first of --val, or of --train without --val: the loss must go to nearly 0
+    #[arg(short = 'a', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = "Data")]
+    pub overfit_one_batch: bool,
 
     /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is kept]
     #[arg(short, long, value_name = "DIR", help_heading = "Data")]
@@ -82,7 +91,7 @@ pub struct Options {
     pub weight_decay: Option<f32>,
 
     /// Measure the validation loss every N steps, before the first and at the end; 0: never [default: 20]
-    #[arg(short, long, value_name = "N", help_heading = "While it runs")]
+    #[arg(short, long, value_name = "N", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
     pub val_every: Option<usize>,
 
     /// Batches of a validation; -1: all there are [default: 20]
@@ -99,7 +108,7 @@ pub struct Options {
     pub hellaswag_examples: Option<usize>,
 
     /// Write some text every N steps and at the end; 0: never [default: 20]
-    #[arg(short, long, value_name = "N", help_heading = "While it runs")]
+    #[arg(short, long, value_name = "N", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
     pub sample_every: Option<usize>,
 
     /// Tokens of such a text [default: 64]
@@ -107,7 +116,7 @@ pub struct Options {
     pub sample_length: Option<usize>,
 
     /// With --out: write a checkpoint every N steps and at the end; 0: only when asked to stop [default: at the end]
-    #[arg(short = 'n', long, value_name = "N", requires = "out", help_heading = "Checkpoints")]
+    #[arg(short = 'n', long, value_name = "N", value_parser = every, allow_hyphen_values = true, requires = "out", help_heading = "Checkpoints")]
     pub checkpoint_every: Option<usize>,
 
     /// Keep the newest N checkpoints; 0: all
@@ -134,6 +143,14 @@ pub struct Options {
     #[arg(short = 'w', long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set, help_heading = "Memory")]
     pub master_weights: bool,
 
+    /// Tell of the GPU's load, clock, power and temperature every N steps, through NVML; 0 or -1: never; also -lg
+    #[arg(long, value_name = "N", default_value = "0", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
+    pub gpu_info_every: usize,
+
+    /// Plan the memory and open the data, tell of both, and stop. With --device cuda this needs no GPU
+    #[arg(long)]
+    pub dry_run: bool,
+
     #[command(flatten)]
     pub hardware: Hardware,
 }
@@ -150,4 +167,12 @@ fn count_or_all(text: &str) -> Result<Count, String> {
         return Ok(Count::All);
     }
     count(text).map(Count::Some).map_err(|e| e + ", or -1 for all")
+}
+
+/// How often, in steps; 0 is never, and so is -1, llm.c's way to say it.
+fn every(text: &str) -> Result<usize, String> {
+    if text == "-1" {
+        return Ok(0);
+    }
+    text.parse().map_err(|_| "expected a whole number, 0 for never".to_owned())
 }

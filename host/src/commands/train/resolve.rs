@@ -91,8 +91,14 @@ impl Resolved {
         );
         let geometry = Geometry::single(b, t);
         let (train, val) = tokens(options, descriptor)?;
-        let train = Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?;
-        let val = val.map(|shards| Loader::new(shards, geometry, descriptor.vocab, None)).transpose()?;
+        let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
+        let train = if options.overfit_one_batch {
+            // The same for every micro-batch of a step, too.
+            in_order(val.clone().unwrap_or(train))?.rewinding_after(1)
+        } else {
+            Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
+        };
+        let val = val.map(in_order).transpose()?;
         let hellaswag = options.hellaswag.as_deref();
         let hellaswag =
             hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
@@ -111,6 +117,7 @@ impl Resolved {
         let config = Config {
             train: options.train.clone(),
             val: options.val.clone(),
+            overfit_one_batch: options.overfit_one_batch,
             out: options.out.clone(),
             model: shape.model,
             layers: shape.free.map(|(layers, _, _)| layers),
@@ -137,6 +144,7 @@ impl Resolved {
             sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
             sample_length: options.sample_length.unwrap_or(defaults.sample_length),
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
+            gpu_info_every: options.gpu_info_every,
             recompute: options.recompute,
             master_weights: options.master_weights,
             keep: options.keep,

@@ -114,6 +114,7 @@ mod tests {
         DeviceInfo {
             index: 0,
             name: "NVIDIA Test".into(),
+            pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
             multiprocessors: 1,
             clock_khz: 1,

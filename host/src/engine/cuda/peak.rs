@@ -81,6 +81,7 @@ mod tests {
         DeviceInfo {
             index: 0,
             name: name.into(),
+            pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
             multiprocessors,
             clock_khz,

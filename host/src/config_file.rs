@@ -1,0 +1,126 @@
+//! `--config`: a TOML file whose keys are a command's flags. It becomes arguments of that command, so that flags and file
+//! are read and checked by the same rules.
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Command};
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::ffi::OsString;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use toml::{Spanned, Value};
+
+/// Flags that a file cannot give.
+const NOT_KEYS: [&str; 3] = ["config", "help", "version"];
+
+pub struct ConfigFile {
+    path: PathBuf,
+    entries: BTreeMap<String, Entry>,
+}
+
+struct Entry {
+    /// From 1.
+    line: usize,
+    value: Value,
+}
+
+impl ConfigFile {
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).with_context(|| format!("--config {}", path.display()))?;
+        let line = |span: Range<usize>| 1 + text[..span.start].matches('\n').count();
+        let parsed = toml::from_str::<BTreeMap<Spanned<String>, Value>>(&text).map_err(|error| {
+            let place = error.span().map(|span| format!(", line {}", line(span))).unwrap_or_default();
+            anyhow!("{}{place}: {}", path.display(), error.message())
+        })?;
+        let entry = |(key, value): (Spanned<String>, Value)| {
+            let line = line(key.span());
+            (key.into_inner(), Entry { line, value })
+        };
+        Ok(Self { path: path.to_owned(), entries: parsed.into_iter().map(entry).collect() })
+    }
+
+    /// The file as arguments of `command`: what the command line has `given`, or excludes, is left out.
+    pub fn arguments(&self, command: &Command, given: &ArgMatches) -> Result<Vec<OsString>> {
+        let is_given = |arg: &Arg| given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+        let excludes = |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id());
+        let mut arguments = Vec::new();
+        for (key, Entry { value, .. }) in &self.entries {
+            let arg = self.flag(command, key)?;
+            let argument = self.argument(key, value, arg)?;
+            let excluded = command.get_arguments().any(|other| {
+                other.get_id() != arg.get_id() && is_given(other) && (excludes(arg, other) || excludes(other, arg))
+            });
+            if !is_given(arg) && !excluded {
+                arguments.extend(argument);
+            }
+        }
+        Ok(arguments)
+    }
+
+    fn flag<'a>(&self, command: &'a Command, key: &str) -> Result<&'a Arg> {
+        let flags = || command.get_arguments().filter_map(|arg| Some((arg.get_long()?, arg)));
+        let keys = || flags().filter(|(long, _)| !NOT_KEYS.contains(long));
+        if let Some((_, arg)) = keys().find(|(long, _)| *long == key) {
+            return Ok(arg);
+        }
+        let alike = |long: &str| strsim::jaro_winkler(long, &key.replace('_', "-").to_lowercase());
+        let nearest = keys().map(|(long, _)| long).max_by(|a, b| alike(a).total_cmp(&alike(b))).unwrap_or_default();
+        bail!("{}: unknown key: did you mean '{nearest}'? Keys are the flags of '{}'", self.at(key), command.get_name())
+    }
+
+    fn argument(&self, key: &str, value: &Value, arg: &Arg) -> Result<Option<OsString>> {
+        let Some(text) = text(value) else {
+            bail!("{}: expected text, a number, true or false, found {}", self.at(key), value.type_str())
+        };
+        if arg.get_action().takes_values() {
+            return Ok(Some(format!("--{key}={text}").into()));
+        }
+        ensure!(value.is_bool(), "{} = {value}: expected true or false", self.at(key));
+        Ok((value.as_bool() == Some(true)).then(|| format!("--{key}").into()))
+    }
+
+    /// What is wrong with a value of the file; an error of anything else comes back as it is.
+    pub fn explain(&self, error: clap::Error) -> Result<anyhow::Error, clap::Error> {
+        let key = match error.get(ContextKind::InvalidArg) {
+            Some(ContextValue::String(arg)) => {
+                arg.trim_start_matches('-').split([' ', '=', '[']).next().unwrap_or_default()
+            }
+            _ => return Err(error),
+        };
+        let Some(Entry { value, .. }) = self.entries.get(key) else { return Err(error) };
+        // The command line may give the same flag, and wins.
+        if let Some(ContextValue::String(wrong)) = error.get(ContextKind::InvalidValue)
+            && *wrong != text(value).unwrap_or_default()
+        {
+            return Err(error);
+        }
+        let reason = match (error.kind(), error.source(), error.get(ContextKind::ValidValue)) {
+            (ErrorKind::InvalidValue, _, Some(ContextValue::Strings(valid))) => {
+                format!("expected one of {}", valid.join(", "))
+            }
+            (_, Some(source), _) => source.to_string(),
+            _ => error.to_string().lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned(),
+        };
+        Ok(anyhow!("{} = {value}: {reason}", self.at(key)))
+    }
+
+    fn at(&self, key: &str) -> String {
+        let line = self.entries.get(key).map_or(0, |entry| entry.line);
+        format!("{}, line {line}: {key}", self.path.display())
+    }
+}
+
+/// As it would stand on a command line.
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Integer(number) => Some(number.to_string()),
+        // With a point or an exponent, so that it is not taken for a whole number.
+        Value::Float(number) => Some(format!("{number:?}")),
+        Value::Boolean(on) => Some(on.to_string()),
+        _ => None,
+    }
+}
