@@ -52,9 +52,15 @@ impl Bench {
 
     #[track_caller]
     fn assert(&mut self, name: &str, tensor: Tensor, expected: &[f64]) {
+        self.assert_of(1e-3, name, tensor, expected);
+    }
+
+    /// The tolerance is relative to the largest value expected, or to `least`.
+    #[track_caller]
+    fn assert_of(&mut self, least: f64, name: &str, tensor: Tensor, expected: &[f64]) {
         let found = self.after(tensor);
         assert_eq!(found.len(), expected.len(), "{name}");
-        let scale = expected.iter().fold(1e-3f64, |max, x| max.max(x.abs()));
+        let scale = expected.iter().fold(least, |max: f64, x| max.max(x.abs()));
         for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
             assert!((found - expected).abs() <= 2e-6 * scale, "{name}[{i}]: {found}, expected {expected} (of {scale})");
         }
@@ -148,7 +154,8 @@ proptest! {
         let expected: Vec<f64> = normed.iter().enumerate().map(|(i, n)| n * w[i % c] + beta[i % c]).collect();
         // Two columns of almost one value have a reciprocal deviation that amplifies the rounding of the sum.
         prop_assume!(rstds.iter().all(|rstd| *rstd < 4.0));
-        bench.assert("mean", mean, &means);
+        // A sum of values of size 1 that happens to be next to 0 has their rounding.
+        bench.assert_of(0.1, "mean", mean, &means);
         bench.assert("rstd", rstd, &rstds);
         bench.assert("out", out, &expected);
         bench.engine.layernorm_forward(LayerNorm { out: plain, ..op }, residual).unwrap();
