@@ -8,13 +8,13 @@ mod targets;
 
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
-use targets::{DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MODEL, SIDECAR, STATE, TOKENIZER, TOKENS, Target};
+use targets::{CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MODEL, SIDECAR, STATE, TOKENIZER, TOKENS, Target};
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-static TARGETS: [&Target; 9] =
-    [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &TOKENIZER];
+static TARGETS: [&Target; 10] =
+    [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &CONFIG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &TOKENIZER];
 
 /// The file with one of its first numbers replaced, cut short, and with bytes added.
 fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {

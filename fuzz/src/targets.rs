@@ -9,6 +9,7 @@ use host::checkpoint::model::{self, ModelFile};
 use host::checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
 use host::checkpoint::state::{self, Moments, Rank};
 use host::checkpoint::{Progress, RunState, fingerprint, resume};
+use host::cli::Cli;
 use host::data::multiple_choice::{self, Example, MultipleChoice};
 use host::data::{Geometry, Loader, Tokens, hellaswag, tokens};
 use host::engine::cpu::Cpu;
@@ -19,6 +20,7 @@ use host::sample::{self, Sampling};
 use host::tensor::DType;
 use host::tokenizer::Tokenizer;
 use host::verify::Verification;
+use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -39,6 +41,7 @@ pub static STATE: Target = Target { name: "state", read: read_state, seeds: stat
 pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
 pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
 pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
+pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: configs };
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
@@ -241,6 +244,19 @@ fn logs() -> Vec<Vec<u8>> {
     let jsonl =
         "{\"step\":4,\"loss\":5.27,\"lr\":0.0003}\n{\"step\":5,\"val_loss\":5.2}\n{\"step\":5,\"loss\":null}\n{";
     vec![main.into(), jsonl.into()]
+}
+
+fn read_config(data: &[u8]) -> Result<()> {
+    as_file(data, |path| {
+        let command_line = ["host", "train", "--steps", "3", "--config"].map(OsString::from);
+        Cli::of(command_line.into_iter().chain([path.into()])).map(drop)
+    })
+}
+
+fn configs() -> Vec<Vec<u8>> {
+    let every_kind =
+        "# of every kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
+    vec![every_kind.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
 }
 
 /// The states are of a model that is all alike.

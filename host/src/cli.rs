@@ -42,8 +42,8 @@ const TWO_LETTERS: [(&str, &str); 6] = [
 ];
 
 impl Cli {
-    /// From the command line, and from the file that `train --config` names. A command line that is wrong by itself ends
-    /// the program, as `--help` does.
+    /// From the command line, and from the file that `train --config` names. What is wrong with the command line itself is a
+    /// [`clap::Error`], and so is `--help`.
     pub fn of(arguments: impl IntoIterator<Item = OsString>) -> Result<Self> {
         let mut arguments: Vec<OsString> = arguments.into_iter().map(in_full).collect();
         let command = Self::command();
@@ -51,17 +51,14 @@ impl Cli {
         let train = partial.subcommand().filter(|(name, _)| *name == "train");
         let path = |given: &ArgMatches| given.get_one::<PathBuf>("config").cloned();
         let Some((name, given, path)) = train.and_then(|(name, given)| Some((name, given, path(given)?))) else {
-            return Ok(Self::parse_from(arguments));
+            return Ok(Self::try_parse_from(arguments)?);
         };
         let file = ConfigFile::read(&path)?;
         let subcommand = command.find_subcommand(name).context("train is a command")?;
         let flags = file.arguments(subcommand, given)?;
         let after = arguments.iter().position(|argument| argument == name).map_or(arguments.len(), |at| at + 1);
         arguments.splice(after..after, flags);
-        match Self::try_parse_from(arguments) {
-            Ok(cli) => Ok(cli),
-            Err(error) => Err(file.explain(error).unwrap_or_else(|error| error.exit())),
-        }
+        Self::try_parse_from(arguments).map_err(|error| file.explain(error).unwrap_or_else(anyhow::Error::from))
     }
 
     pub fn run(&self) -> Result<()> {

@@ -7,11 +7,15 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         // Whoever read the output wants no more of it, as `head` does.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Nobody is left to hear of a standard error that is closed.
-            let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
-            ExitCode::FAILURE
-        }
+        Err(error) => match error.downcast::<clap::Error>() {
+            // `--help`, too.
+            Ok(wrong_flags) => wrong_flags.exit(),
+            Err(error) => {
+                // Nobody is left to hear of a standard error that is closed.
+                let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
+                ExitCode::FAILURE
+            }
+        },
     }
 }
 
