@@ -80,11 +80,14 @@ fn in_full(argument: OsString) -> OsString {
     TWO_LETTERS.iter().find(|(short, _)| argument == *short).map_or(argument, |(_, long)| OsString::from(long))
 }
 
+/// Most of anything: files count steps and tokens in 31 bits, and products of two such numbers do not overflow.
+const MOST: usize = i32::MAX as usize;
+
 /// Parses a whole number of at least 1.
 pub fn count(text: &str) -> Result<usize, String> {
     match text.parse() {
-        Ok(n) if n >= 1 => Ok(n),
-        _ => Err("expected a whole number of at least 1".to_owned()),
+        Ok(n) if (1..=MOST).contains(&n) => Ok(n),
+        _ => Err(format!("expected a whole number of 1 to {MOST}")),
     }
 }
 

@@ -5,8 +5,16 @@ use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
 use crate::plan::Plan;
 use anyhow::{Result, ensure};
 
+/// Positions in a batch are numbered in an i32.
+const MOST_TOKENS: usize = i32::MAX as usize;
+
 /// Plans a model; if its memory does not fit the engine's, the error says by how much, and what would fit.
 pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
+    let Capacity { b, t, .. } = capacity;
+    ensure!(
+        b.checked_mul(t).is_some_and(|tokens| tokens <= MOST_TOKENS),
+        "--batch {b} x --seq {t}: expected at most {MOST_TOKENS} tokens at once"
+    );
     let free = engine.memory_free()?;
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     let needed = plan.bytes();

@@ -245,7 +245,9 @@ mod tests {
         assert!(with(1, 4).contains("version 3 (fp32) or 5 (bf16), found 4"));
         assert!(with(4, -1).contains("layers must be at least 1"));
         assert!(with(5, 3).contains("3 heads do not divide 8 channels"));
-        assert!(with(6, i32::MAX - 1).contains("truncated"));
+        assert!(with(6, 10_000).contains("truncated"));
+        assert!(with(6, i32::MAX - 1).contains("beyond what any memory holds"));
+        assert!(with(4, i32::MAX).contains("layers must be at most 8192"));
         assert!(with(7, 199).contains("at least 200, found 199"));
     }
 }

@@ -29,7 +29,17 @@ pub enum DescriptorError {
     HeadsDoNotDivide { heads: usize, channels: usize },
     #[error("{0} must be at least 1")]
     Zero(&'static str),
+    #[error("{name} must be at most {most}, found {found}")]
+    TooMany { name: &'static str, most: usize, found: usize },
+    #[error("{0} parameters are beyond what any memory holds")]
+    TooLarge(u128),
 }
+
+/// Sizes up to these, with batches of less than 2^31 tokens, are planned without an overflow.
+const MOST_LAYERS: usize = 8192;
+const MOST_PARAMETERS: u128 = 1 << 41;
+/// Tokens are 16 bits wide.
+const MOST_VOCAB: usize = 1 << 16;
 
 impl Descriptor {
     /// A free shape.
@@ -47,6 +57,19 @@ impl Descriptor {
         }
         if !channels.is_multiple_of(heads) {
             return Err(DescriptorError::HeadsDoNotDivide { heads, channels });
+        }
+        for (name, found, most) in [("layers", layers, MOST_LAYERS), ("vocab", vocab, MOST_VOCAB)] {
+            if found > most {
+                return Err(DescriptorError::TooMany { name, most, found });
+            }
+        }
+        let [c, l, t, vp] = [channels, layers, max_seq_len, vocab.next_multiple_of(128)].map(|n| n as u128);
+        // None: beyond even 128 bits.
+        let of_a_layer = c.checked_mul(c).and_then(|square| square.checked_mul(12 * l));
+        let elsewhere = (t + vp).checked_mul(c);
+        let parameters = of_a_layer.zip(elsewhere).and_then(|(a, b)| a.checked_add(b)).unwrap_or(u128::MAX);
+        if parameters > MOST_PARAMETERS {
+            return Err(DescriptorError::TooLarge(parameters));
         }
         Ok(Self { layers, heads, channels, max_seq_len, vocab })
     }
@@ -143,6 +166,20 @@ mod tests {
             assert_eq!(name.parse::<Descriptor>().unwrap().parameters(), parameters, "{name}");
         }
         assert_eq!("d12".parse::<Descriptor>().unwrap().flops_per_token(1024), 803_478_528);
+    }
+
+    #[test]
+    fn shapes_that_no_machine_holds_are_refused() {
+        let error = |l, h, c, t, v| Descriptor::new(l, h, c, t, v).unwrap_err().to_string();
+        assert_eq!(error(8193, 1, 64, 8, 256), "layers must be at most 8192, found 8193");
+        assert_eq!(error(1, 1, 64, 8, 65_537), "vocab must be at most 65536, found 65537");
+        let many = usize::MAX;
+        for (c, t) in [(1 << 20, 8), (64, 1 << 40), (many, 8), (64, many), (many, many)] {
+            assert!(error(1, 1, c, t, 256).ends_with("parameters are beyond what any memory holds"), "{c} {t}");
+        }
+        assert_eq!(error(1, 1, 1 << 20, 8, 256), "13194416357376 parameters are beyond what any memory holds");
+        let largest = Descriptor::new(8192, 1, 4096, 1 << 20, 1 << 16).unwrap();
+        assert!(largest.parameters() > 1 << 40);
     }
 
     #[test]
