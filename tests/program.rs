@@ -243,9 +243,34 @@ fn bad_models_and_settings_are_named() {
 }
 
 #[test]
+fn numbers_beyond_any_machine_are_refused() {
+    let most = "2147483647";
+    let plan = ["train", "--device", "cpu", "--dry-run"];
+    let shape = |l, c| ["--layers", l, "--heads", "1", "--channels", c];
+    let refuse = |rest: &[&str], parts: &[&str]| fail(&with(&plan, rest), parts);
+    refuse(&shape(most, "64"), &["--layers", "at most 8192, found 2147483647"]);
+    refuse(&shape("1", most), &["--channels", "beyond what any memory holds"]);
+    refuse(&with(&shape("8192", "2048"), &["--batch", "16", "--seq", "64"]), &["does not fit"]);
+    refuse(&["--batch", most, "--seq", "64"], &["built-in corpus", "--batch"]);
+    refuse(&with(&shape("1", "64"), &["--batch", most, "--seq", most]), &["built-in corpus", "--batch"]);
+    refuse(&["--total-batch", most], &["--total-batch 2147483647", "multiple of batch x seq = 8 x 64"]);
+    let all =
+        ["--total-batch", "2147483136", "--steps", most, "-m", most, "-g", most, "--warmup", "18446744073709551615"];
+    succeed(&with(&plan, &all));
+
+    let dir = data();
+    let (out, train) = (dir.path().join("run"), dir.path().join("train.bin"));
+    succeed(&with(&["train", "--device", "cpu", "--train", text(&train), "--steps", "1", "--out", text(&out)], TINY));
+    let model = out.join("model_00000001.bin");
+    let eval = ["eval", "--model", text(&model), "--val", text(&train), "--device", "cpu"];
+    fail(&with(&eval, &["--batch", most, "--seq", "16"]), &["train.bin holds 2000 tokens", "--batch"]);
+}
+
+#[test]
 fn wrong_flags_are_refused_by_name() {
     for (args, part) in [
         (&["train", "--batch", "0"][..], "--batch"),
+        (&["train", "--batch", "2147483648"], "--batch"),
         (&["train", "--lr=-1"], "--lr"),
         (&["train", "--layers", "2"], "--heads"),
         (&["train", "--checkpoint-every", "2"], "--out"),

@@ -133,4 +133,17 @@ mod tests {
         let message = plan(descriptor, capacity, &mut Cpu::new()).unwrap_err().to_string();
         assert!(message.contains("GiB more than") && message.contains("not even --batch 1"), "{message}");
     }
+    #[test]
+    fn batches_whose_positions_have_no_number_are_refused() {
+        let descriptor = Descriptor::new(1, 1, 1, MOST_TOKENS, 50_257).unwrap();
+        let error = |b, t| {
+            plan(descriptor, Capacity { t, ..capacity(b, Recompute::Nothing) }, &mut Cpu::new())
+                .unwrap_err()
+                .to_string()
+        };
+        for (b, t) in [(2, 1 << 30), (MOST_TOKENS, MOST_TOKENS), (usize::MAX, usize::MAX)] {
+            assert_eq!(error(b, t), format!("--batch {b} x --seq {t}: expected at most 2147483647 tokens at once"));
+        }
+        assert!(error(1, MOST_TOKENS).contains("GiB more than"));
+    }
 }
