@@ -71,7 +71,7 @@ fn multiply(a: &[f64], b: &[f64], case: Case) -> Vec<f64> {
     entries::launched(&launch);
     let grid = [clusters * cluster, 1, 1];
     if let Err(report) = launch.emulate_cluster_checked(&mut memory, grid, matmul::shared_bytes(), cluster) {
-        panic!("{case:?}: {report}");
+        panic!("{report}, in {case:?}");
     }
     let out = wide(&memory.read(out));
     assert!(out.chunks(stride(n)).all(|row| row[n..].iter().all(|x| x.is_nan())), "{case:?} writes between rows");

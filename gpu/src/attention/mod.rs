@@ -6,7 +6,8 @@
 //!
 //! NaN and infinity stay in their head and sequence, and what the mask hides has no influence, with one exception: as 0
 //! times NaN is NaN, such a V (for dQ also K; for dK and dV, Q and dout) spoils positions that it is hidden from if they
-//! are in its tile, of 128 positions at most. A position that sees it is spoilt in any case.
+//! are in its tile, of 128 positions at most. A position that sees it is spoilt in any case. An infinite score may make its
+//! row NaN even where other keys would leave it finite.
 //!
 //! With P = B NH T^2 / 2 pairs of a query and a key it sees:
 //! * forward: 4 HS P FLOP (two products), P exponentials; memory 4 B T C elements if K and V stay in L2, which gives
