@@ -2,7 +2,7 @@
 
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated, emulated_checked};
+use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
 use host::engine::{AdamW, BatchLayout, Engine, Linear};
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::plan::{Group, Plan};
@@ -122,6 +122,30 @@ fn faults_name_the_tensor() {
     let shape = Linear { rows: 4, c: 4, oc: 4 };
     let text = format!("{:#}", engine.matmul_forward(x[0], x[1], x[2], None, None, shape).unwrap_err());
     assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
+}
+
+/// What computes a product is the one to notice that an operand was never written.
+#[test]
+fn products_go_where_they_are_sent() {
+    let who = |products, hopper, shape: Linear| {
+        let mut engine = emulated_checked_as(Emulation { hopper, products, ..Emulation::default() }, Precision::Bf16);
+        let mut plan = Plan::new();
+        let mut add = |name: &str, len| plan.add(Group::Activations, name, &[len], DType::Bf16);
+        let Linear { rows, c, oc } = shape;
+        let (out, inp, weight) = (add("out", rows * oc), add("inp", rows * c), add("weight", oc * c));
+        engine.allocate(&plan).unwrap();
+        let text = format!("{:#}", engine.matmul_forward(out, inp, weight, None, None, shape).unwrap_err());
+        assert!(text.contains("never written"), "{text}");
+        text.contains("kernel matmul_pingpong")
+    };
+    let shape = Linear { rows: 5, c: 16, oc: 24 };
+    assert!(who(Products::Rust, true, shape) && who(Products::Auto, true, shape));
+    assert!(!who(Products::Cublaslt, true, shape));
+    assert!(!who(Products::Rust, false, shape));
+    // TMA wants rows of whole 16 bytes.
+    assert!(
+        !who(Products::Rust, true, Linear { c: 12, ..shape }) && !who(Products::Rust, true, Linear { oc: 12, ..shape })
+    );
 }
 
 /// An engine with one tensor of `len` elements.

@@ -11,7 +11,7 @@ use proptest::sample::select;
 use proptest::strategy::Strategy;
 
 tests! {
-    kernels of "matmul.rs";
+    kernels of "matmul/cooperative.rs";
     once: one_element, around_a_tile, fewer_and_more_blocks_than_tiles, more_rows_than_a_group, many_steps, fractions,
         linear, rows_of_a_and_b_are_apart, spoilt_rows, overflow;
 }

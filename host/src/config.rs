@@ -3,7 +3,7 @@
 
 use crate::atomic;
 use crate::engine::GeluFusion;
-use crate::engine::open::{Device, Precision};
+use crate::engine::open::{Device, Precision, Products};
 use crate::model::Recompute;
 use crate::schedule::Kind;
 use anyhow::{Context, Result};
@@ -66,6 +66,7 @@ pub struct Config {
     pub precision: Precision,
     pub tf32: bool,
     pub gelu_fusion: GeluFusion,
+    pub matmul: Products,
     /// Architecture, if one was asked for.
     pub kernels: Option<String>,
 }
@@ -148,6 +149,7 @@ mod tests {
             precision: Precision::Bf16,
             tf32: false,
             gelu_fusion: GeluFusion::Both,
+            matmul: Products::Rust,
             kernels: Some("sm_80".into()),
         }
     }

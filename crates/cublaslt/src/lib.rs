@@ -18,4 +18,4 @@ pub use handle::{Handle, Workspace, find};
 pub use matmul::{Element, Epilogue, Operands, Problem};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
-pub use tuning::{Choice, Timing};
+pub use tuning::{Choice, FINAL_RUNS, MARGIN, Timing};

@@ -2,19 +2,19 @@
 
 use crate::matmul::{Operands, Problem};
 use crate::plans::{Key, Matmuls, Plan, candidates};
-use crate::result::{Error, Result};
+use crate::result::Result;
 use crate::sys::MatmulAlgo;
-use cuda_driver::{Stream, TimedEvent};
+use cuda_driver::{Stopwatch, Stream};
 use serde::{Deserialize, Serialize};
 
 /// Algorithms to try. The library orders them by what it expects of them.
 const CANDIDATES: usize = 24;
 /// Runs of the first round, which finds the finalists, and of the second.
 const FIRST_RUNS: u32 = 2;
-const FINAL_RUNS: u32 = 8;
+pub const FINAL_RUNS: u32 = 8;
 const FINALISTS: usize = 4;
 /// Another algorithm must be this much faster than the library's first choice: less is noise.
-const MARGIN: f32 = 0.99;
+pub const MARGIN: f32 = 0.99;
 
 /// The algorithm decided on for a product. Valid for one GPU model and version of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,29 +90,5 @@ impl Matmuls {
     fn decide(&mut self, key: Key, algo: MatmulAlgo) {
         self.chosen.insert(key, algo);
         self.plans.remove(&key);
-    }
-}
-
-/// Times work on a stream.
-struct Stopwatch {
-    start: TimedEvent,
-    end: TimedEvent,
-}
-
-impl Stopwatch {
-    fn new(stream: &Stream) -> Result<Self> {
-        Ok(Self { start: TimedEvent::new(stream.gpu())?, end: TimedEvent::new(stream.gpu())? })
-    }
-
-    /// Mean milliseconds of a run.
-    fn time(&self, stream: &Stream, runs: u32, mut run: impl FnMut() -> Result<()>) -> Result<f32> {
-        self.start.record(stream)?;
-        for _ in 0..runs {
-            run()?;
-        }
-        self.end.record(stream)?;
-        self.end.synchronize()?;
-        let milliseconds = self.end.milliseconds_since(&self.start).map_err(Error::from)?;
-        Ok(milliseconds / runs as f32)
     }
 }

@@ -86,3 +86,31 @@ impl std::ops::Deref for TimedEvent {
         &self.0
     }
 }
+
+/// Times work on a stream.
+pub struct Stopwatch {
+    start: TimedEvent,
+    end: TimedEvent,
+}
+
+impl Stopwatch {
+    pub fn new(stream: &Stream) -> Result<Self> {
+        Ok(Self { start: TimedEvent::new(stream.gpu())?, end: TimedEvent::new(stream.gpu())? })
+    }
+
+    /// Mean milliseconds of a run. Waits for the stream.
+    pub fn time<E: From<crate::Error>>(
+        &self,
+        stream: &Stream,
+        runs: u32,
+        mut run: impl FnMut() -> Result<(), E>,
+    ) -> Result<f32, E> {
+        self.start.record(stream)?;
+        for _ in 0..runs {
+            run()?;
+        }
+        self.end.record(stream)?;
+        self.end.synchronize()?;
+        Ok(self.end.milliseconds_since(&self.start)? / runs as f32)
+    }
+}

@@ -27,7 +27,7 @@ mod tensor_map;
 pub use cust;
 pub use device_memory::DeviceMemory;
 pub use error::{Error, Result};
-pub use event::{Event, TimedEvent};
+pub use event::{Event, Stopwatch, TimedEvent};
 pub use function::{Function, LaunchConfig, Resources};
 pub use gpu::{DeviceInfo, Gpu, MemoryInfo, device_count, device_info, driver_version};
 pub use graph::{Graph, GraphExec};

@@ -125,6 +125,12 @@ pub fn pack_pair(low: f32, high: f32) -> u32 {
     backend::bf16x2(low, high)
 }
 
+/// The two bf16 of a word, the lower half first, widened.
+#[inline(always)]
+pub fn unpack_pair(word: u32) -> [f32; 2] {
+    [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
+}
+
 /// 16 bytes of `T`, the unit of a vector load or store; `T::PACKET` elements.
 #[repr(C, align(16))]
 #[derive(Clone, Copy)]

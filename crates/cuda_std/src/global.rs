@@ -178,6 +178,16 @@ impl<T: Element> GlobalMut<T> {
     }
 }
 
+impl Global<crate::bf16> {
+    /// Elements `i` and `i` + 1, `i` even, widened (`ld.global.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair(self, i: usize) -> [f32; 2] {
+        // SAFETY: as in `at`; an even index is 4-byte aligned.
+        crate::element::unpack_pair(unsafe { backend::load(self.0.wrapping_add(i).cast::<u32>()) })
+    }
+}
+
 impl GlobalMut<crate::bf16> {
     /// Writes elements `i` (low half of `pair`) and `i` + 1, `i` even (`st.global.b32`).
     #[inline(always)]

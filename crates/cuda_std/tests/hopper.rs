@@ -155,12 +155,17 @@ fn store_clips() {
 const BOTH_SHARED: u32 = 0;
 const LEFT_IN_REGISTERS: u32 = 1;
 const RIGHT_BY_ROWS: u32 = 2;
+const SHARED_RIGHT_BY_ROWS: u32 = 3;
+const SHARED_BOTH_BY_ROWS: u32 = 4;
 
-/// out (64, N) = 2 · a (64, 64) · b (N, 64)^T, or b (64, N) by rows; N twice the floats of `A`.
+/// out (64, N) = 2 · a (64, 64) · b (N, 64)^T; by rows, b is N / 64 tiles (64, 64) side by side, and a is transposed.
+/// N twice the floats of `A`.
 #[kernel(threads = 128, instances(
-    n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n256 = <[f32; 128], 256, 0>,
+    n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n192 = <[f32; 96], 192, 0>, n256 = <[f32; 128], 256, 0>,
     left64 = <[f32; 32], 64, 1>, left128 = <[f32; 64], 128, 1>, left256 = <[f32; 128], 256, 1>,
-    rows64 = <[f32; 32], 64, 2>))]
+    rows64 = <[f32; 32], 64, 2>, rows192 = <[f32; 96], 192, 2>,
+    shared_rows128 = <[f32; 64], 128, 3>, shared_rows256 = <[f32; 128], 256, 3>,
+    both_rows64 = <[f32; 32], 64, 4>, both_rows192 = <[f32; 96], 192, 4>))]
 fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
     out: GlobalMut<f32>,
     a: Global<bf16>,
@@ -180,14 +185,17 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     let mut d = A::ZERO;
     let left = [0, 1, 2, 3].map(|k| tile_a.left(thread as u32 / 32 * 16, k));
     wgmma::fence();
+    let rows = tile_b.rows::<64>(0);
     for round in 0..2 {
         for k in 0..4 {
             let (accumulate, left) = (round + k > 0, left[k as usize]);
             match KIND {
                 BOTH_SHARED => d.product(tile_a.operand(k), tile_b.operand(k), accumulate),
                 LEFT_IN_REGISTERS => d.product_with(left, tile_b.operand(k), accumulate),
-                RIGHT_BY_ROWS => d.product_with_rows(left, tile_b.operand_by_rows(k), accumulate),
-                _ => unreachable!("KIND is one of three"),
+                RIGHT_BY_ROWS => d.product_with_rows(left, rows.operand_by_rows(k), accumulate),
+                SHARED_RIGHT_BY_ROWS => d.product(tile_a.operand(k), rows.operand_by_rows(k), accumulate),
+                SHARED_BOTH_BY_ROWS => d.product(tile_a.operand_by_rows(k), rows.operand_by_rows(k), accumulate),
+                _ => unreachable!("KIND is one of five"),
             }
         }
         wgmma::commit();
@@ -201,15 +209,17 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     }
 }
 
-fn check_product(n: usize, by_rows: bool, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
+fn check_product(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
     let (a, b) = (values(64 * 64), values(64 * (64 + n)).split_off(64 * 64));
     let mut memory = Memory::new();
     let (out, a_, b_) = (memory.output("out", 64 * n), memory.input("a", &a), memory.input("b", &b));
     launch(out, a_, b_).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
     for (i, got) in memory.read(out).into_iter().enumerate() {
         let (row, column) = (i / n, i % n);
-        let b = |k: usize| b[if by_rows { k * 64 + column } else { column * 64 + k }].to_f64();
-        let want: f64 = (0..64).map(|k| 2.0 * a[row * 64 + k].to_f64() * b(k)).sum();
+        let by_rows = |k: usize, i: usize| i / 64 * 64 * 64 + k * 64 + i % 64;
+        let a = |k: usize| a[if kind == SHARED_BOTH_BY_ROWS { by_rows(k, row) } else { row * 64 + k }].to_f64();
+        let b = |k: usize| b[if kind >= RIGHT_BY_ROWS { by_rows(k, column) } else { column * 64 + k }].to_f64();
+        let want: f64 = (0..64).map(|k| 2.0 * a(k) * b(k)).sum();
         assert!((f64::from(got) - want).abs() < 1e-4, "N = {n}, {row}, {column}: got {got}, want {want}");
     }
 }
@@ -226,13 +236,19 @@ impl Wide for bf16 {
 
 #[test]
 fn products() {
-    check_product(64, false, product::<[f32; 32], 64, 0>);
-    check_product(128, false, product::<[f32; 64], 128, 0>);
-    check_product(256, false, product::<[f32; 128], 256, 0>);
-    check_product(64, false, product::<[f32; 32], 64, 1>);
-    check_product(128, false, product::<[f32; 64], 128, 1>);
-    check_product(256, false, product::<[f32; 128], 256, 1>);
-    check_product(64, true, product::<[f32; 32], 64, 2>);
+    check_product(64, 0, product::<[f32; 32], 64, 0>);
+    check_product(128, 0, product::<[f32; 64], 128, 0>);
+    check_product(192, 0, product::<[f32; 96], 192, 0>);
+    check_product(256, 0, product::<[f32; 128], 256, 0>);
+    check_product(64, 1, product::<[f32; 32], 64, 1>);
+    check_product(128, 1, product::<[f32; 64], 128, 1>);
+    check_product(256, 1, product::<[f32; 128], 256, 1>);
+    check_product(64, 2, product::<[f32; 32], 64, 2>);
+    check_product(192, 2, product::<[f32; 96], 192, 2>);
+    check_product(128, 3, product::<[f32; 64], 128, 3>);
+    check_product(256, 3, product::<[f32; 128], 256, 3>);
+    check_product(64, 4, product::<[f32; 32], 64, 4>);
+    check_product(192, 4, product::<[f32; 96], 192, 4>);
 }
 
 /// Accumulators through `stmatrix` into a tile, whose rows are as the products' ownership has them.

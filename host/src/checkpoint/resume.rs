@@ -16,11 +16,12 @@ use std::path::Path;
 
 /// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
 /// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 17] = [
+const FREE: [&str; 18] = [
     "device",
     "precision",
     "tf32",
     "gelu-fusion",
+    "matmul",
     "kernels",
     "recompute",
     "out",

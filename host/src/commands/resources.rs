@@ -3,7 +3,7 @@
 use crate::checkpoint::model::ModelFile;
 use crate::cli::{level, switch};
 use crate::engine::cuda::Options;
-use crate::engine::open::{self, Device, Opened, Precision};
+use crate::engine::open::{self, Device, Opened, Precision, Products};
 use crate::engine::{Engine, GeluFusion};
 use crate::fit;
 use crate::model::{Capacity, Gpt2, Recompute};
@@ -30,6 +30,10 @@ pub struct Hardware {
     #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>)]
     pub gelu_fusion: Option<GeluFusion>,
 
+    /// What computes matrix products on a GPU
+    #[arg(long, value_enum, default_value_t)]
+    pub matmul: Products,
+
     /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
     #[arg(long, value_name = "ARCH")]
     pub kernels: Option<String>,
@@ -52,6 +56,7 @@ impl Hardware {
             tf32: self.tf32,
             kernels: self.kernels.clone(),
             gelu_fusion: self.gelu_fusion,
+            products: self.matmul,
         }
     }
 

@@ -193,10 +193,25 @@ pub struct Optimized {
 #[derive(Clone, Debug, Default)]
 pub struct Tuning {
     /// Of each product that was timed.
-    pub timings: Vec<cublaslt::Timing>,
+    pub timings: Vec<Timing>,
     pub seconds: f64,
     /// Why the next run will time them again.
     pub not_kept: Option<String>,
+}
+
+/// What was found for a product.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    pub library: cublaslt::Timing,
+    /// Of the fastest Rust kernel, where there is one: columns of its tiles, milliseconds.
+    pub kernel: Option<(u32, f32)>,
+}
+
+impl Timing {
+    /// The Rust kernel is faster, by more than noise.
+    pub fn kernel_wins(&self) -> bool {
+        self.kernel.is_some_and(|(_, milliseconds)| milliseconds < self.library.best * cublaslt::MARGIN)
+    }
 }
 
 /// A kernel or product in a profile. Seconds from the profile's start.
@@ -212,7 +227,20 @@ pub struct Interval {
 pub struct Algorithms {
     /// GPU and versions that this is valid for.
     pub machine: String,
-    pub choices: Vec<cublaslt::Choice>,
+    pub choices: Vec<Choice>,
+}
+
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Choice {
+    #[serde(flatten)]
+    pub library: cublaslt::Choice,
+    /// Of the fastest Rust kernel, where there is one: columns of its tiles.
+    #[serde(default)]
+    pub kernel: Option<u32>,
+    /// Whether that is faster than the library.
+    #[serde(default)]
+    pub kernel_wins: bool,
 }
 
 /// A read under way, see [`Engine::read_later`].

@@ -1,8 +1,8 @@
 //! From `--device` and `--precision` to an engine.
 
 use super::cpu::Cpu;
-pub use super::cuda::Precision;
 use super::cuda::{Emulation, Options};
+pub use super::cuda::{Precision, Products};
 use super::{Engine, Result};
 use crate::tensor::DType;
 use anyhow::{Context, bail};
@@ -43,7 +43,7 @@ impl Opened {
 pub const GPU: usize = 0;
 
 /// An H100 or H200.
-const PLANNED_FOR: Emulation = Emulation { multiprocessors: 132, hopper: true, tf32: false };
+const PLANNED_FOR: Emulation = Emulation { multiprocessors: 132, hopper: true, tf32: false, products: Products::Auto };
 
 /// `precision` is what was asked for: by default a GPU computes as `gpu` says, the CPU in fp32, which is all it can.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {

@@ -133,7 +133,14 @@ pub fn commit_stores() {
 #[inline(always)]
 #[track_caller]
 pub fn wait_stores_read() {
-    backend::hopper::tma_wait_read();
+    backend::hopper::tma_wait_read::<0>();
+}
+
+/// As [`wait_stores_read`], of all but the `PENDING` newest groups (`cp.async.bulk.wait_group.read PENDING`).
+#[inline(always)]
+#[track_caller]
+pub fn wait_stores_read_but<const PENDING: u32>() {
+    backend::hopper::tma_wait_read::<PENDING>();
 }
 
 /// Waits until all of this thread's stores are complete (`cp.async.bulk.wait_group 0`).

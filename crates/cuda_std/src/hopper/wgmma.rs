@@ -10,6 +10,7 @@
 use crate::backend;
 use crate::element::bf16;
 use crate::shared::Layout;
+use core::ops::IndexMut;
 
 /// `R` rows of 64 bf16 (128 bytes) in shared memory in TMA's 128-byte swizzle: the 16-byte piece p of row r lies at piece
 /// p ^ (r % 8). 1024-byte aligned. As an operand its rows are m (or n) and its columns k.
@@ -44,11 +45,12 @@ impl<const R: usize> SwizzledTile<R> {
         Operand(backend::hopper::operand(self.0) + 2 * k as u64)
     }
 
-    /// As [`operand`](Self::operand), of a tile whose rows are k and whose columns are n: rows 16 `k` .. 16 `k` + 16.
+    /// As [`operand`](Self::operand), of a tile whose rows are k and whose columns are m (or n): rows 16 `k` .. 16 `k` + 16.
+    /// An operand of more than 64 columns goes on in the tiles of this size that follow.
     #[inline(always)]
     pub fn operand_by_rows(self, k: u32) -> OperandByRows {
         // 16 rows are 2048 bytes; the stride between groups of eight rows stays the same.
-        OperandByRows(backend::hopper::operand(self.0) + 128 * k as u64)
+        OperandByRows(backend::hopper::operand_by_rows(self.0, R as u32 * 128) + 128 * k as u64)
     }
 
     /// Rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's part of a left operand in registers
@@ -86,9 +88,36 @@ impl Layout {
 #[derive(Clone, Copy)]
 pub struct Operand(u64);
 
-/// Descriptor of a right operand whose rows are k: n runs along memory.
+/// Descriptor of an operand whose rows are k: m or n runs along memory.
 #[derive(Clone, Copy)]
 pub struct OperandByRows(u64);
+
+/// Either kind of descriptor.
+pub trait SharedOperand: Copy {
+    /// Whether the rows are k (`imm-trans-a`, `imm-trans-b`).
+    const BY_ROWS: bool;
+
+    #[doc(hidden)]
+    fn descriptor(self) -> u64;
+}
+
+impl SharedOperand for Operand {
+    const BY_ROWS: bool = false;
+
+    #[inline(always)]
+    fn descriptor(self) -> u64 {
+        self.0
+    }
+}
+
+impl SharedOperand for OperandByRows {
+    const BY_ROWS: bool = true;
+
+    #[inline(always)]
+    fn descriptor(self) -> u64 {
+        self.0
+    }
+}
 
 /// Orders accumulators and ordinary shared-memory accesses before the products that follow (`wgmma.fence.sync.aligned`).
 #[inline(always)]
@@ -110,12 +139,14 @@ pub fn wait<const PENDING: u32>() {
 }
 
 /// Accumulators of a 64 x N product: N/2 floats per thread.
-pub trait Accumulators: Copy {
+pub trait Accumulators: Copy + IndexMut<usize, Output = f32> {
     const ZERO: Self;
+    /// N
+    const COLUMNS: u32;
 
     /// Starts D = A · B + (D if `accumulate`) (`wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`).
     #[track_caller]
-    fn product(&mut self, a: Operand, b: Operand, accumulate: bool);
+    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool);
 
     /// As [`product`](Self::product) with A (64 x 16) in registers, 16 rows per warp, as `mma.sync` has it. `a` may not be
     /// overwritten before the wait.
@@ -135,11 +166,18 @@ macro_rules! accumulators {
     ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
         impl Accumulators for [f32; $floats] {
             const ZERO: Self = [0.0; $floats];
+            const COLUMNS: u32 = 2 * $floats;
 
             #[inline(always)]
             #[track_caller]
-            fn product(&mut self, a: Operand, b: Operand, accumulate: bool) {
-                backend::hopper::$product(self, a.0, b.0, accumulate);
+            fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+                let (a, b) = (a.descriptor(), b.descriptor());
+                match (A::BY_ROWS, B::BY_ROWS) {
+                    (false, false) => backend::hopper::$product::<0, 0>(self, a, b, accumulate),
+                    (false, true) => backend::hopper::$product::<0, 1>(self, a, b, accumulate),
+                    (true, false) => backend::hopper::$product::<1, 0>(self, a, b, accumulate),
+                    (true, true) => backend::hopper::$product::<1, 1>(self, a, b, accumulate),
+                }
             }
 
             #[inline(always)]
@@ -166,5 +204,6 @@ macro_rules! accumulators {
 accumulators! {
     32 wgmma_n64 wgmma_with_n64 settle_n64
     64 wgmma_n128 wgmma_with_n128 settle_n128
+    96 wgmma_n192 wgmma_with_n192 settle_n192
     128 wgmma_n256 wgmma_with_n256 settle_n256
 }

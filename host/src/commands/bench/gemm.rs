@@ -1,12 +1,12 @@
 //! `bench gemm`: the matrix products of a model.
 
 use crate::commands::resources::Hardware;
-use crate::engine::{Engine, Linear, Result};
+use crate::engine::{Engine, Linear, Result, Timing};
 use crate::model::Descriptor;
 use crate::plan::{Group, Plan};
 use crate::tensor::Tensor;
 
-/// The matrix products of a model: cuBLASLt's first choice and the fastest of its candidates
+/// The matrix products of a model: cuBLASLt's first choice, the fastest of its candidates, and the fastest Rust kernel
 #[derive(Clone, Debug, clap::Args)]
 pub struct Gemm {
     /// d12, d24, gpt3:c768 …
@@ -25,31 +25,41 @@ pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
     let mut engine = options.hardware.open_quietly()?;
     let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
-    println!("{:<90} {:>10} {:>9} {:>9} {:>9}", "product", "candidates", "first us", "best us", "TFLOP/s");
-    let (mut first, mut best) = (0.0, 0.0);
+    println!(
+        "{:<90} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "product", "candidates", "first us", "best us", "TFLOP/s", "Rust us", "TFLOP/s"
+    );
+    let (mut first, mut best, mut taken) = (0.0, 0.0, 0.0);
     for (c, oc, gelu) in [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)] {
         let shape = Linear { rows, c, oc };
         for timing in layer(&mut *engine, shape, oc != vp, gelu)? {
-            let p = timing.problem;
-            let flops = 2.0 * (p.m * p.n * p.k) as f64;
-            println!(
+            let library = timing.library;
+            let p = library.problem;
+            let rate = |milliseconds: f32| 2.0 * (p.m * p.n * p.k) as f64 / f64::from(milliseconds) / 1e9;
+            print!(
                 "{:<90} {:>10} {:>9.1} {:>9.1} {:>9.0}",
                 p.to_string(),
-                timing.candidates,
-                1e3 * timing.first,
-                1e3 * timing.best,
-                flops / f64::from(timing.best) / 1e9
+                library.candidates,
+                1e3 * library.first,
+                1e3 * library.best,
+                rate(library.best)
             );
-            first += timing.first;
-            best += timing.best;
+            match timing.kernel {
+                Some((columns, time)) => println!(" {:>9.1} {:>9.0}  {columns} columns", 1e3 * time, rate(time)),
+                None => println!(),
+            }
+            first += library.first;
+            best += library.best;
+            taken += if timing.kernel_wins() { timing.kernel.unwrap_or_default().1 } else { library.best };
         }
     }
     println!("{:<90} {:>10} {:>9.1} {:>9.1}", "all", "", 1e3 * first, 1e3 * best);
+    println!("{:<90} {:>10} {:>9} {:>9.1}", "all, each by the faster of the two", "", "", 1e3 * taken);
     Ok(())
 }
 
 /// Tunes one linear layer, forward and backward. `gelu`: behind it if it widens, before it if it narrows.
-fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Result<Vec<cublaslt::Timing>> {
+fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Result<Vec<Timing>> {
     let Linear { rows, c, oc } = shape;
     let mut plan = Plan::new();
     let float = engine.float();

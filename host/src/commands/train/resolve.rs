@@ -153,6 +153,7 @@ impl Resolved {
             precision: opened.precision(),
             tf32: opened.tf32,
             gelu_fusion: opened.engine.gelu_fusion(),
+            matmul: options.hardware.matmul,
             kernels: options.hardware.kernels.clone(),
         };
         Ok(Self { config, descriptor, geometry, weights, train, val, hellaswag })

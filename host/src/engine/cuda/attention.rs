@@ -1,5 +1,6 @@
 //! Causal attention.
 
+use super::tensor_maps::Extents;
 use super::{Cuda, Float};
 use crate::engine::{Heads, Result, Scope};
 use crate::tensor::{DType, Tensor};
@@ -41,7 +42,7 @@ fn map_of<T: Float>(
     }
     let extents = [heads.b, heads.t, parts * heads.heads * heads.head_size];
     let tensor = cuda.input::<bf16>(name, tensor, extents.iter().product())?;
-    cuda.executor.tensor_map(tensor, extents, attention_wgmma::BOX)
+    cuda.executor.tensor_map(tensor, Extents::Matrices(extents), attention_wgmma::BOX)
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, lse: Tensor, qkv: Tensor, heads: Heads) -> Result<()> {

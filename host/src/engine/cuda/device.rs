@@ -2,19 +2,24 @@
 
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
+use super::functions::Functions;
+use super::kernel_products::{KernelProduct, Width};
 use super::profile::Profile;
-use super::tensor_maps::{Key, TensorMaps};
+use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::tuning::{Cache, noise};
-use super::{Options, Precision, modules, peak};
-use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
+use super::{Options, Precision, Products, modules, peak};
+use crate::engine::{
+    Algorithms, Choice, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Timing, Tuning,
+};
 use crate::plan::Plan;
 use crate::tensor::DType;
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use cublaslt::{Element, Handle, Matmuls, Operands, Problem};
-use cuda_driver::{DeviceMemory, Event, Function, Gpu, LaunchConfig, Module, PinnedBuffer, Stream, TimedEvent};
+use cuda_driver::{DeviceMemory, Event, Gpu, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
+use gpu::attention::launch::Prepared;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -33,14 +38,16 @@ pub struct Device {
     clock: Clock,
     next_ticket: u64,
     matmuls: Matmuls,
-    functions: HashMap<&'static str, Function>,
-    module: Module,
+    functions: Functions,
     /// Where the module has kernels that use TMA.
     tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
     /// Products noted in a tuning pass, in which nothing else is done.
     noted: Option<Vec<(Problem, Operands)>>,
     algorithms: Cache,
+    products: Products,
+    /// Of products that a kernel takes, by problem and alignments: columns of its tiles, and whether it wins.
+    kernels: HashMap<(Problem, [u32; 5]), (u32, bool)>,
     profile: Option<Profile>,
     /// `sm_90a cubin`
     code: String,
@@ -80,13 +87,18 @@ impl Device {
         let gpu = Gpu::open(options.gpu)?;
         let choice = modules::select(modules::embedded()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
+        ensure!(
+            options.products != Products::Rust || (choice.is_hopper() && options.precision == Precision::Bf16),
+            "--matmul rust: the kernels are for bf16 on compute capability 9.0, found {choice} in {}; expected --matmul auto",
+            if options.precision == Precision::Bf16 { "bf16" } else { "fp32" }
+        );
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let algorithms = Cache::of(&gpu)?;
-        let mut matmuls = Matmuls::new(Handle::new(&gpu)?)?;
-        matmuls.adopt(&algorithms.load());
+        let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
         let stream = Stream::new(&gpu)?;
         let clock = Clock::start(&gpu, &stream)?;
-        Ok(Self {
+        let known = algorithms.load();
+        let mut device = Self {
             stream,
             uploads: VecDeque::new(),
             downloads: HashMap::new(),
@@ -94,17 +106,78 @@ impl Device {
             clock,
             next_ticket: 0,
             matmuls,
-            functions: HashMap::new(),
-            module,
+            functions: Functions::new(module),
             tensor_maps,
             memory: None,
             noted: None,
             algorithms,
+            products: options.products,
+            kernels: HashMap::new(),
             profile: None,
             code: choice.to_string(),
             tf32: options.tf32 && options.precision == Precision::Fp32,
             gpu,
-        })
+        };
+        device.take(&known);
+        Ok(device)
+    }
+
+    /// Decides as was decided before.
+    fn take(&mut self, choices: &[Choice]) {
+        for choice in choices {
+            self.matmuls.adopt(&[choice.library]);
+            if let Some(columns) = choice.kernel {
+                self.kernels.insert((choice.library.problem, choice.library.alignments), (columns, choice.kernel_wins));
+            }
+        }
+    }
+
+    fn choices(&self) -> Vec<Choice> {
+        let choice = |library: cublaslt::Choice| {
+            let kernel = self.kernels.get(&(library.problem, library.alignments)).copied();
+            Choice {
+                library,
+                kernel: kernel.map(|(columns, _)| columns),
+                kernel_wins: kernel.is_some_and(|(_, wins)| wins),
+            }
+        };
+        self.matmuls.choices().into_iter().map(choice).collect()
+    }
+
+    /// The kernel that computes a product, and columns of its tiles; `None` where the library does.
+    fn kernel_for(&mut self, problem: &Problem, operands: &Operands) -> Result<Option<(Prepared, u32)>> {
+        let known = self.kernels.get(&(*problem, operands.alignments())).copied();
+        if self.products == Products::Cublaslt
+            || (self.products == Products::Auto && !known.is_some_and(|(_, wins)| wins))
+        {
+            return Ok(None);
+        }
+        let Some(product) = KernelProduct::of(problem, operands) else { return Ok(None) };
+        let width = known.and_then(|(columns, _)| Width::of(columns)).unwrap_or_else(|| product.default_width());
+        let kernel = product.prepare(width, self)?;
+        Ok(kernel.map(|kernel| (kernel, width.columns())))
+    }
+
+    /// Milliseconds of the fastest kernel for a product, and columns of its tiles.
+    ///
+    /// # Safety
+    /// As [`Executor::matmul`].
+    unsafe fn time_kernels(&mut self, problem: &Problem, operands: &Operands) -> Result<Option<(u32, f32)>> {
+        let Some(product) = KernelProduct::of(problem, operands) else { return Ok(None) };
+        let mut best: Option<(u32, f32)> = None;
+        for width in Width::ALL {
+            let Some(kernel) = product.prepare(width, self)? else { return Ok(None) };
+            let Prepared { launch, grid, shared_bytes } = kernel;
+            let (functions, stream) = (&mut self.functions, &self.stream);
+            // SAFETY: the caller's promise.
+            let mut run = || unsafe { functions.launch(stream, &launch, grid, shared_bytes) };
+            run()?;
+            let milliseconds = Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)?;
+            if best.is_none_or(|(_, least)| milliseconds < least) {
+                best = Some((width.columns(), milliseconds));
+            }
+        }
+        Ok(best)
     }
 }
 
@@ -159,6 +232,7 @@ impl Executor for Device {
             multiprocessors: self.gpu.info().multiprocessors as usize,
             hopper: self.tensor_maps.is_some(),
             tf32: self.tf32,
+            products: self.products,
         }
     }
 
@@ -178,7 +252,7 @@ impl Executor for Device {
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        extents: [usize; 3],
+        extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         match &mut self.tensor_maps {
@@ -207,25 +281,20 @@ impl Executor for Device {
         if self.noted.is_some() {
             return Ok(());
         }
-        let function = match self.functions.entry(launch.name()) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
-        };
-        let config = LaunchConfig {
-            grid,
-            block: [launch.threads(), 1, 1],
-            shared_bytes: u32::try_from(shared_bytes)?,
-            cluster: 1,
-        };
-        // SAFETY: a `Launch` has the kernel's arguments by construction; the rest is the caller's promise.
-        let queue = || launch.with_arguments(|arguments| unsafe { function.launch(&self.stream, &config, arguments) });
-        profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), || Ok(queue()?))
+        // SAFETY: the caller's promise.
+        let queue = || unsafe { self.functions.launch(&self.stream, launch, grid, shared_bytes) };
+        profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), queue)
     }
 
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
         if let Some(noted) = &mut self.noted {
             noted.push((*problem, *operands));
             return Ok(());
+        }
+        if let Some((Prepared { launch, grid, shared_bytes }, columns)) = self.kernel_for(problem, operands)? {
+            // SAFETY: the caller's promise.
+            let queue = || unsafe { self.functions.launch(&self.stream, &launch, grid, shared_bytes) };
+            return profiled(&mut self.profile, &self.stream, || format!("{problem}, Rust, {columns} columns"), queue);
         }
         // SAFETY: the caller's promise; all products go to the one stream.
         let queue = || Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?);
@@ -254,30 +323,36 @@ impl Executor for Device {
                 undecided.push((problem, operands));
             }
         }
-        let Some(memory) = &self.memory else { return Ok(Tuning::default()) };
-        if undecided.is_empty() {
-            return Ok(Tuning::default());
-        }
+        let (Some(memory), false) = (&self.memory, undecided.is_empty()) else { return Ok(Tuning::default()) };
         fill_with_noise(&self.stream, memory, undecided[0].0.element)?;
         let mut timings = Vec::new();
         for (problem, operands) in &undecided {
             // SAFETY: the operations have held the operands to the arena; nothing else is queued.
-            timings.push(unsafe { self.matmuls.tune(&self.stream, problem, operands) }?);
+            let library = unsafe { self.matmuls.tune(&self.stream, problem, operands) }?;
+            // SAFETY: as above.
+            let kernel = unsafe { self.time_kernels(problem, operands) }?;
+            let timing = Timing { library, kernel };
+            if let Some((columns, _)) = kernel {
+                self.kernels.insert((*problem, operands.alignments()), (columns, timing.kernel_wins()));
+            }
+            timings.push(timing);
         }
-        // SAFETY: the allocation has that many bytes.
-        unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?;
-        let not_kept = self.algorithms.save(&self.matmuls.choices()).err().map(|error| format!("{error:#}"));
+        if let Some(memory) = &self.memory {
+            // SAFETY: the allocation has that many bytes.
+            unsafe { self.stream.fill(memory.address(), 0, memory.bytes()) }?;
+        }
+        let not_kept = self.algorithms.save(&self.choices()).err().map(|error| format!("{error:#}"));
         Ok(Tuning { timings, seconds: start.elapsed().as_secs_f64(), not_kept })
     }
 
     fn algorithms(&self) -> Option<Algorithms> {
-        Some(Algorithms { machine: self.algorithms.machine().to_owned(), choices: self.matmuls.choices() })
+        Some(Algorithms { machine: self.algorithms.machine().to_owned(), choices: self.choices() })
     }
 
     fn adopt(&mut self, algorithms: &Algorithms) -> bool {
         let valid = algorithms.machine == self.algorithms.machine();
         if valid {
-            self.matmuls.adopt(&algorithms.choices);
+            self.take(&algorithms.choices);
         }
         valid
     }

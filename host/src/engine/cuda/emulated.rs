@@ -1,9 +1,11 @@
 //! The executor that is the CPU: kernels through the emulator, matrix products through a CPU GEMM.
 
+use super::Products;
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::gemm;
-use super::tensor_maps::Key;
+use super::kernel_products::KernelProduct;
+use super::tensor_maps::{Extents, Key};
 use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket};
 use crate::plan::{Group, Plan};
 use crate::tensor::DType;
@@ -72,7 +74,7 @@ impl Executor for Emulated {
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        extents: [usize; 3],
+        extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         if !self.emulation.hopper {
@@ -80,7 +82,12 @@ impl Executor for Emulated {
         }
         let key = Key { tensor: tensor.pointer().addr() as u64, extents, tile };
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
-            let map = TensorMap::emulated_3d(tensor, extents, tile);
+            let map = match extents {
+                Extents::Matrix([rows, columns]) => {
+                    TensorMap::emulated(tensor, rows, columns, 2 * columns, tile.0, tile.1)
+                }
+                Extents::Matrices(extents) => TensorMap::emulated_3d(tensor, extents, tile),
+            };
             self.memory.input(&format!("tensor map of {extents:?}"), &[map])
         });
         Ok(Some(*map))
@@ -113,6 +120,16 @@ impl Executor for Emulated {
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
         // The library would refuse the same operands.
         operands.validate(problem)?;
+        // Nothing is timed here: kernels run wherever they can.
+        if self.emulation.products != Products::Cublaslt
+            && let Some(product) = KernelProduct::of(problem, operands)
+        {
+            let kernel = product.prepare(product.default_width(), self)?;
+            if let Some(kernel) = kernel {
+                // SAFETY: the caller's promise.
+                return unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) };
+            }
+        }
         gemm::run(problem, operands, &mut self.memory)
     }
 

@@ -1,6 +1,8 @@
 //! What the engine's operations are queued on.
 
+use super::Products;
 use super::arena::Arena;
+use super::tensor_maps::Extents;
 use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
@@ -17,12 +19,13 @@ pub struct Emulation {
     pub hopper: bool,
     /// Multiplies f32 with 10-bit mantissas.
     pub tf32: bool,
+    pub products: Products,
 }
 
 impl Default for Emulation {
     /// A small one: so few multiprocessors that small tests fill more than one wave.
     fn default() -> Self {
-        Self { multiprocessors: 4, hopper: false, tf32: false }
+        Self { multiprocessors: 4, hopper: false, tf32: false, products: Products::Auto }
     }
 }
 
@@ -49,12 +52,12 @@ pub trait Executor {
     /// Which GELUs are faster as part of a matrix product, for this storage type.
     fn best_gelu_fusion(&self, float: DType) -> GeluFusion;
 
-    /// A map of a tensor (matrices, rows, columns) of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where
-    /// the kernels that use TMA do not run. Valid until the next allocation.
+    /// A map of a tensor of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where the kernels that use TMA
+    /// do not run. Valid until the next allocation.
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
-        extents: [usize; 3],
+        extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;
 

@@ -13,9 +13,11 @@ mod device;
 mod emulated;
 mod encoder;
 mod executor;
+mod functions;
 mod gelu;
 mod gemm;
 mod global_norm;
+mod kernel_products;
 mod layernorm;
 mod matmul;
 mod modules;
@@ -64,6 +66,19 @@ pub struct Options {
     pub kernels: Option<String>,
     /// Instead of what is fastest on the GPU.
     pub gelu_fusion: Option<GeluFusion>,
+    pub products: Products,
+}
+
+/// What computes matrix products.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Products {
+    /// For each shape the faster of the two
+    #[default]
+    Auto,
+    Cublaslt,
+    /// This program's kernels, where there is one: bf16 on Hopper, forward and for the gradients of inputs
+    Rust,
 }
 
 /// The engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
@@ -86,7 +101,11 @@ pub fn emulated_as(emulation: Emulation, precision: Precision, gelu_fusion: Opti
 /// As [`emulated`], over memory in which each buffer of the plan has its own bounds, with every access of every kernel
 /// watched: an operation fails at the first fault, see [`cuda_std::emulate`]. Several times slower.
 pub fn emulated_checked(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    let emulation = Emulation { hopper, ..Emulation::default() };
+    emulated_checked_as(Emulation { hopper, ..Emulation::default() }, precision)
+}
+
+/// As [`emulated_checked`], for the GPU that `emulation` says.
+pub fn emulated_checked_as(emulation: Emulation, precision: Precision) -> Box<dyn Engine> {
     over(Box::new(emulated::Emulated::checked(emulation)), precision, None)
 }
 

@@ -7,15 +7,22 @@ use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use std::collections::HashMap;
 
-/// Maps at a time. A run has two for each layer and shape of a batch.
-const CAPACITY: usize = 4096;
+/// Maps at a time. A run has some fifty for each layer and shape of a batch.
+const CAPACITY: usize = 16384;
 
-/// A map of (matrices, rows, columns) of bf16 at a device address, for boxes of `tile` rows and columns.
+/// A map of bf16 at a device address, for boxes of `tile` rows and columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub tensor: u64,
-    pub extents: [usize; 3],
+    pub extents: Extents,
     pub tile: (u32, u32),
+}
+
+/// A matrix (rows, columns) is mapped in two dimensions, a row of them (matrices, rows, columns) in three.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Extents {
+    Matrix([usize; 2]),
+    Matrices([usize; 3]),
 }
 
 pub struct TensorMaps {
@@ -46,17 +53,7 @@ impl TensorMaps {
             stream.synchronize()?;
             self.clear();
         }
-        let Key { tensor, extents: [matrices, rows, columns], tile: (tile_rows, tile_columns) } = key;
-        ensure!(columns.is_multiple_of(8), "rows of {columns} bf16 are no multiple of 16 bytes, which TMA copies");
-        let map = cuda_driver::TensorMap::tiled(
-            ElementType::Bf16,
-            tensor,
-            [columns, rows, matrices].map(|extent| extent as u64),
-            &[2 * columns as u64, 2 * (rows * columns) as u64],
-            [tile_columns, tile_rows, 1],
-            Swizzle::B128,
-            L2Promotion::B256,
-        )?;
+        let map = encode(key)?;
         let place = self.places.len();
         let at = self.memory.address() + (place * size_of::<TensorMap>()) as u64;
         // SAFETY: place < CAPACITY, so the map's bytes lie in `memory`, which no kernel queued before reads there.
@@ -64,4 +61,23 @@ impl TensorMaps {
         self.places.insert(key, place);
         Ok(place)
     }
+}
+
+fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
+    let (Extents::Matrix([rows, columns]) | Extents::Matrices([_, rows, columns])) = extents;
+    ensure!(columns.is_multiple_of(8), "rows of {columns} bf16 are no multiple of 16 bytes, which TMA copies");
+    let (element, swizzle, l2) = (ElementType::Bf16, Swizzle::B128, L2Promotion::B256);
+    let wide = |extent: usize| extent as u64;
+    let (row, matrix) = (2 * wide(columns), 2 * wide(rows * columns));
+    let map = match extents {
+        Extents::Matrix(_) => {
+            let (extents, tile) = ([columns, rows].map(wide), [tile_columns, tile_rows]);
+            cuda_driver::TensorMap::tiled(element, tensor, extents, &[row], tile, swizzle, l2)
+        }
+        Extents::Matrices([matrices, ..]) => {
+            let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
+            cuda_driver::TensorMap::tiled(element, tensor, extents, &[row, matrix], tile, swizzle, l2)
+        }
+    };
+    Ok(map?)
 }

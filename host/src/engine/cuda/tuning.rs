@@ -2,9 +2,9 @@
 //! version of cuBLASLt in the user's cache directory.
 
 use crate::atomic;
-use crate::engine::Result;
+use crate::engine::{Choice, Result};
 use anyhow::Context;
-use cublaslt::{Choice, Element};
+use cublaslt::Element;
 use cuda_driver::Gpu;
 use half::bf16;
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ impl Cache {
         let (major, minor) = cuda_driver::driver_version()?;
         let name = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         let machine = format!("{name}-driver-{major}.{minor}-cublaslt-{library}");
-        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/matmul").join(format!("{machine}.json")));
+        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(format!("{machine}.json")));
         Ok(Self { machine, path })
     }
 
@@ -42,7 +42,7 @@ impl Cache {
     /// Adds to the file what it lacks; what another run has written meanwhile stays.
     pub fn save(&self, choices: &[Choice]) -> Result<()> {
         let path = self.path.as_ref().context("there is no cache directory: neither XDG_CACHE_HOME nor HOME is set")?;
-        let key = |choice: &Choice| (choice.problem, choice.alignments);
+        let key = |choice: &Choice| (choice.library.problem, choice.library.alignments);
         let mut all: HashMap<_, _> = choices.iter().map(|choice| (key(choice), *choice)).collect();
         all.extend(self.load().iter().map(|choice| (key(choice), *choice)));
         let all: Vec<_> = all.into_values().collect();
@@ -81,7 +81,8 @@ mod tests {
             accumulate: false,
             batch: 1,
         };
-        Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) }
+        let library = cublaslt::Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) };
+        Choice { library, kernel: (algo == 1).then_some(192), kernel_wins: algo == 1 }
     }
 
     #[test]
@@ -93,7 +94,7 @@ mod tests {
         // Two runs that tune the same product must compute alike afterwards.
         algorithms.save(&[choice(64, 2), choice(128, u64::MAX)]).unwrap();
         let mut known = algorithms.load();
-        known.sort_by_key(|choice| choice.problem.m);
+        known.sort_by_key(|choice| choice.library.problem.m);
         assert_eq!(known, [choice(64, 1), choice(128, u64::MAX)]);
         fs::write(algorithms.path.as_ref().unwrap(), "[{\"problem\":").unwrap();
         assert_eq!(algorithms.load(), []);

@@ -30,8 +30,9 @@ pub use tma::{
     tma_wait_read,
 };
 pub use wgmma::{
-    catch_early, left_x4, operand, settle_n64, settle_n128, settle_n256, wgmma_commit, wgmma_fence, wgmma_n64,
-    wgmma_n128, wgmma_n256, wgmma_wait, wgmma_with_n64, wgmma_with_n128, wgmma_with_n256,
+    catch_early, left_x4, operand, operand_by_rows, settle_n64, settle_n128, settle_n192, settle_n256, wgmma_commit,
+    wgmma_fence, wgmma_n64, wgmma_n128, wgmma_n192, wgmma_n256, wgmma_wait, wgmma_with_n64, wgmma_with_n128,
+    wgmma_with_n192, wgmma_with_n256,
 };
 
 /// What a block has of all this.
@@ -43,6 +44,8 @@ pub struct State {
     loads: VecDeque<Load>,
     /// By thread, oldest first.
     stores: BTreeMap<usize, Vec<Store>>,
+    /// Groups of stores closed so far, by thread.
+    store_groups: BTreeMap<usize, usize>,
     warpgroups: BTreeMap<usize, Warpgroup>,
     /// Threads of this block that wait at the cluster's barrier.
     at_cluster_barrier: Vec<usize>,

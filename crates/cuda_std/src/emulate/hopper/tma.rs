@@ -142,7 +142,8 @@ pub struct Store {
     from: usize,
     /// The tile when the store was issued, which it must still be when the store is made.
     tile: Vec<u8>,
-    committed: bool,
+    /// Number of its group once that is closed.
+    group: Option<usize>,
     at: Site,
 }
 
@@ -251,27 +252,31 @@ pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
     let from = shared_offset(from, map.bytes(), 1024, at, "TMA store");
     with(|block| {
         let tile = block.shared()[from..from + map.bytes()].to_vec();
-        let store = Store { map, x: x as i32, y: y as i32, from, tile, committed: false, at };
+        let store = Store { map, x: x as i32, y: y as i32, from, tile, group: None, at };
         block.hopper.stores.entry(block.current).or_default().push(store);
     });
 }
 
 pub fn tma_commit() {
     with(|block| {
+        let groups = block.hopper.store_groups.entry(block.current).or_default();
         let stores = block.hopper.stores.entry(block.current).or_default();
         for store in stores {
-            store.committed = true;
+            store.group.get_or_insert(*groups);
         }
+        *groups += 1;
     });
 }
 
-/// Makes this thread's committed stores.
+/// Makes this thread's committed stores but those of the newest `PENDING` groups.
 #[track_caller]
-pub fn tma_wait_read() {
+pub fn tma_wait_read<const PENDING: u32>() {
     let stores = with(|block| {
+        let groups = block.hopper.store_groups.get(&block.current).copied().unwrap_or_default();
+        let done = groups.saturating_sub(PENDING as usize);
         let mine = block.hopper.stores.entry(block.current).or_default();
-        let committed = mine.partition_point(|store| store.committed);
-        mine.drain(..committed).collect::<Vec<_>>()
+        let made = mine.partition_point(|store| store.group.is_some_and(|group| group < done));
+        mine.drain(..made).collect::<Vec<_>>()
     });
     for Store { map, x, y, from, tile, at, .. } in stores {
         if !with(|block| block.shared()[from..from + tile.len()] == tile) {
@@ -295,8 +300,8 @@ pub fn tma_wait_read() {
     }
 }
 
-/// As [`tma_wait_read`]: a store is made all at once.
+/// As [`tma_wait_read`] of all: a store is made all at once.
 #[track_caller]
 pub fn tma_wait() {
-    tma_wait_read();
+    tma_wait_read::<0>();
 }

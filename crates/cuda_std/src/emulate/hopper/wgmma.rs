@@ -84,7 +84,8 @@ struct Kinds {
     /// None: in registers.
     a: Option<u64>,
     b: u64,
-    by_rows: bool,
+    a_by_rows: bool,
+    b_by_rows: bool,
     accumulate: bool,
 }
 
@@ -182,22 +183,42 @@ pub fn operand<T>(pointer: *const T) -> u64 {
     (address >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
 }
 
-/// An operand in shared memory: 32 bytes in each row where k runs along memory, else 16 whole rows.
+/// Descriptor of an operand by rows, as on the device.
+pub fn operand_by_rows<T>(pointer: *const T, leading: u32) -> u64 {
+    operand(pointer) - (1 << 16) + (u64::from(leading) >> 4 << 16)
+}
+
+/// Columns of a tile.
+const COLUMNS: usize = 64;
+
+/// An operand in shared memory: 32 bytes in each row where k runs along memory, else 16 whole rows of as many tiles as it
+/// has 64 columns.
 #[derive(Clone, Copy)]
 struct Tile {
     start: usize,
+    /// From a group of eight rows to the next.
     stride: usize,
+    /// From 64 columns to the next, by rows.
+    leading: usize,
 }
 
 impl Tile {
     fn of(descriptor: u64) -> Self {
-        Self { start: (descriptor as usize & 0x3fff) << 4, stride: (descriptor as usize >> 32 & 0x3fff) << 4 }
+        let bytes = |bit: u32| (descriptor as usize >> bit & 0x3fff) << 4;
+        Self { start: bytes(0), stride: bytes(32), leading: bytes(16) }
+    }
+
+    /// Past the last byte of `rows` rows of `length` elements.
+    fn end(self, rows: usize, length: usize) -> usize {
+        let tiles = length.div_ceil(COLUMNS);
+        (self.start & !1023) + (tiles - 1) * self.leading + (rows - 1) / 8 * self.stride + 1024
     }
 
     /// Where element `i` of `row` lies.
     #[inline(always)]
     fn place(self, row: usize, i: usize) -> usize {
-        swizzle(self.start + row / 8 * self.stride + row % 8 * 128 + 2 * i)
+        let tile = self.start + i / COLUMNS * self.leading;
+        swizzle(tile + row / 8 * self.stride + row % 8 * 128 + 2 * (i % COLUMNS))
     }
 
     fn rows(self, shared: &[u8], rows: usize, length: usize) -> Vec<f32> {
@@ -224,25 +245,25 @@ impl Tile {
 impl Kinds {
     /// Rows and their lengths of the right operand in shared memory.
     fn b_shape(self) -> (usize, usize) {
-        if self.by_rows { (K, self.n) } else { (self.n, K) }
+        if self.b_by_rows { (K, self.n) } else { (self.n, K) }
+    }
+
+    /// As [`b_shape`](Self::b_shape), of the left operand.
+    fn a_shape(self) -> (usize, usize) {
+        if self.a_by_rows { (K, M) } else { (M, K) }
     }
 }
 
 fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
-    let fits = |descriptor: u64, rows: usize, shared: usize| {
-        let tile = Tile::of(descriptor);
-        (tile.start & !1023) + (rows - 1) / 8 * tile.stride + 1024 <= shared
+    let fits = |descriptor: u64, (rows, length): (usize, usize), shared: usize| {
+        Tile::of(descriptor).end(rows, length) <= shared
     };
     let (threads, shared) = with(|block| (block.threads as usize, block.shared().len()));
     if threads < (with(|block| block.current) / THREADS + 1) * THREADS {
         let message = format!("a warpgroup product in a warpgroup of fewer than {THREADS} threads, at {}", Line(at));
         fail(Fault::Operand, at, None, message);
     }
-    if kind.by_rows && kind.n > 64 {
-        let message = format!("a right operand by rows has 64 columns, the product {}, at {}", kind.n, Line(at));
-        fail(Fault::Operand, at, None, message);
-    }
-    if kind.a.is_some_and(|a| !fits(a, M, shared)) || !fits(kind.b, kind.b_shape().0, shared) {
+    if kind.a.is_some_and(|a| !fits(a, kind.a_shape(), shared)) || !fits(kind.b, kind.b_shape(), shared) {
         let start = |descriptor: u64| Tile::of(descriptor).start;
         let a = kind.a.map_or_else(String::new, |a| format!("shared memory + {} or ", start(a)));
         let message = format!(
@@ -437,7 +458,8 @@ fn compute(group: &Group) {
         if super::super::block::is_checked() {
             Tile::of(product.kind.b).check(rows, length, base, product.at);
             if let Some(a) = product.kind.a {
-                Tile::of(a).check(M, K, base, product.at);
+                let (rows, length) = product.kind.a_shape();
+                Tile::of(a).check(rows, length, base, product.at);
             }
         }
         with(|block| {
@@ -459,7 +481,9 @@ fn compute(group: &Group) {
 /// A, M x K.
 fn left_of(product: &Product, shared: &[u8]) -> Vec<f32> {
     if let Some(a) = product.kind.a {
-        return Tile::of(a).rows(shared, M, K);
+        let (rows, length) = product.kind.a_shape();
+        let values = Tile::of(a).rows(shared, rows, length);
+        return if product.kind.a_by_rows { transposed(&values, length) } else { values };
     }
     let mut a = vec![0.0; M * K];
     for (thread, words) in product.left.iter().enumerate() {
@@ -472,14 +496,19 @@ fn left_of(product: &Product, shared: &[u8]) -> Vec<f32> {
     a
 }
 
+/// Rows of `length`, as columns.
+fn transposed(values: &[f32], length: usize) -> Vec<f32> {
+    (0..length).flat_map(|i| values.iter().skip(i).step_by(length).copied()).collect()
+}
+
 fn multiply(d: &mut [f32], a: &[f32], b: &[f32], kind: Kinds) {
     let n = kind.n;
-    let mut transposed = Vec::new();
-    let b = if kind.by_rows {
+    let by_rows;
+    let b = if kind.b_by_rows {
         b
     } else {
-        transposed.extend((0..K).flat_map(|k| (0..n).map(move |n| b[n * K + k])));
-        &transposed
+        by_rows = transposed(b, K);
+        &by_rows
     };
     for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(K)) {
         if !kind.accumulate {
@@ -525,14 +554,21 @@ fn settle(d: &mut [f32], at: Site) {
 macro_rules! wgmma {
     ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
         #[track_caller]
-        pub fn $product(d: &mut [f32; $floats], a: u64, b: u64, accumulate: bool) {
-            let kind = Kinds { n: 2 * $floats, a: Some(a), b, by_rows: false, accumulate };
+        pub fn $product<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
+            d: &mut [f32; $floats],
+            a: u64,
+            b: u64,
+            accumulate: bool,
+        ) {
+            let (a_by_rows, b_by_rows) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
+            let kind = Kinds { n: 2 * $floats, a: Some(a), b, a_by_rows, b_by_rows, accumulate };
             issue(d, [0; 4], kind, Location::caller());
         }
 
         #[track_caller]
         pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
-            let kind = Kinds { n: 2 * $floats, a: None, b, by_rows: TRANSPOSE_B == 1, accumulate };
+            let b_by_rows = TRANSPOSE_B == 1;
+            let kind = Kinds { n: 2 * $floats, a: None, b, a_by_rows: false, b_by_rows, accumulate };
             issue(d, a, kind, Location::caller());
         }
 
@@ -546,5 +582,6 @@ macro_rules! wgmma {
 wgmma! {
     32 wgmma_n64 wgmma_with_n64 settle_n64
     64 wgmma_n128 wgmma_with_n128 settle_n128
+    96 wgmma_n192 wgmma_with_n192 settle_n192
     128 wgmma_n256 wgmma_with_n256 settle_n256
 }

@@ -23,7 +23,6 @@ plain! {
     fence_mbarrier_init = "fence.mbarrier_init.release.cluster;"
     cluster_sync = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
     tma_commit = "cp.async.bulk.commit_group;"
-    tma_wait_read = "cp.async.bulk.wait_group.read 0;"
     tma_wait = "cp.async.bulk.wait_group 0;"
     wgmma_fence = "wgmma.fence.sync.aligned;"
     wgmma_commit = "wgmma.commit_group.sync.aligned;"
@@ -33,6 +32,12 @@ plain! {
 pub fn wgmma_wait<const PENDING: u32>() {
     // SAFETY: waits.
     unsafe { asm!("wgmma.wait_group.sync.aligned {};", const PENDING, options(nostack, preserves_flags)) }
+}
+
+#[inline(always)]
+pub fn tma_wait_read<const PENDING: u32>() {
+    // SAFETY: waits.
+    unsafe { asm!("cp.async.bulk.wait_group.read {};", const PENDING, options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
@@ -162,4 +167,10 @@ pub unsafe fn stmatrix_x4(row: *mut u32, [a, b, c, d]: [u32; 4]) {
 pub fn operand<T>(pointer: *const T) -> u64 {
     let address = (shared_address(pointer) & 0x3_ffff) as u64;
     (address >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
+}
+
+/// Descriptor of an operand by rows in 128-byte swizzle: as [`operand`], and `leading` bytes from 64 columns to the next.
+#[inline(always)]
+pub fn operand_by_rows<T>(pointer: *const T, leading: u32) -> u64 {
+    operand(pointer) - (1 << 16) + ((leading as u64 >> 4) << 16)
 }

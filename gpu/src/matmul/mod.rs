@@ -1,0 +1,14 @@
+//! Matrix products for `sm_90a`, bf16 with f32 sums: TMA, wgmma, and warpgroups with roles.
+//!
+//! `pingpong` is the kernel that training runs: tiles of 128 x 128 or 128 x 192, an epilogue that is hidden behind the
+//! next tile's products. `cooperative` has tiles of 128 x 256 that both consumers share, for long K and no epilogue.
+
+mod cooperative;
+mod epilogue;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod launch;
+mod mainloop;
+mod pingpong;
+
+pub use cooperative::{A_BOX, OUT_BOX, TILE_N, matmul_wgmma, shared_bytes};
+pub use pingpong::{matmul_pingpong, pingpong_shared_bytes};
