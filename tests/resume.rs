@@ -1,12 +1,15 @@
 //! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
 
+use host::checkpoint::resume::newest;
+use host::checkpoint::state::Rank;
 use host::data::tokens;
 use host::rng::XorShift;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tempfile::TempDir;
 
 /// A data set of three shards, through which a run of 40 steps goes several times, and a small model to begin from.
@@ -214,4 +217,345 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
     fs::remove_file(world.path("train_00.bin")).unwrap();
     let printed = world.succeed("run", &["--resume", "--force-resume", "--steps", "12", "--lr", "0.001"]);
     assert!(printed.contains("the training data begins anew") && printed.contains("step   12/12"), "{printed}");
+}
+
+/// A run's directory with whole checkpoints of steps 39 and 40, the files of the latter, and the step it would go on from.
+struct Damaged {
+    world: World,
+    out: PathBuf,
+    files: [PathBuf; 3],
+}
+
+impl Damaged {
+    fn new() -> Self {
+        let world = World::new();
+        world.succeed("run", &[]);
+        let out = world.path("run");
+        let files = ["model_00000040.bin", "state_00000040_00000.bin", "run_00000040.json"].map(|name| out.join(name));
+        Self { world, out, files }
+    }
+
+    /// With other bytes in one of the files, for as long as it takes to look for a checkpoint.
+    fn found(&self, file: &Path, bytes: &[u8]) -> (Option<usize>, Vec<String>) {
+        let good = fs::read(file).unwrap();
+        fs::write(file, bytes).unwrap();
+        let found = newest(&self.out, Rank::ONLY).unwrap();
+        fs::write(file, good).unwrap();
+        (found.checkpoint.map(|checkpoint| checkpoint.step), found.notes)
+    }
+
+    fn assert_noticed(&self, file: &Path, bytes: &[u8], what: &str) {
+        let name = file.file_name().unwrap().to_str().unwrap();
+        let (step, notes) = self.found(file, bytes);
+        assert_eq!(step, Some(39), "{what} of {name}: {notes:?}");
+        assert!(notes.len() == 1 && notes[0].contains("step 40") && notes[0].contains(name), "{what}: {notes:?}");
+    }
+}
+
+#[test]
+fn every_flipped_bit_and_every_cut_is_noticed_and_the_checkpoint_before_is_taken() {
+    let damaged = Damaged::new();
+    assert_eq!(newest(&damaged.out, Rank::ONLY).unwrap().checkpoint.unwrap().step, 40);
+    let mut tried = 0;
+    for file in &damaged.files {
+        let good = fs::read(file).unwrap();
+        let near = 64.min(good.len());
+        let spread = (0..200).map(|i| good.len() * i / 200);
+        for at in (0..near).chain(spread).chain(good.len() - near..good.len()) {
+            let mut bytes = good.clone();
+            bytes[at] ^= 1 << (at % 8);
+            damaged.assert_noticed(file, &bytes, &format!("a bit flipped at {at}"));
+            tried += 1;
+        }
+        for len in (0..40).map(|i| good.len() * i / 40).chain([1, 1023, 1024, 1025, good.len() - 2]) {
+            damaged.assert_noticed(file, &good[..len.min(good.len() - 2)], &format!("all but the first {len} bytes"));
+            tried += 1;
+        }
+        damaged.assert_noticed(file, &[&good[..], b"x"].concat(), "a byte after the end");
+    }
+    println!("{tried} damages");
+}
+
+#[test]
+fn a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_end() {
+    let Damaged { world, out, files: [model, state, sidecar] } = Damaged::new();
+    let whole = Kept::of(&out, 40);
+    let mut bytes = fs::read(&state).unwrap();
+    bytes[5000] ^= 4;
+    fs::write(&state, bytes).unwrap();
+    let printed = world.succeed("run", &["--resume"]);
+    for part in [
+        "checkpoint of step 40 is not whole",
+        "state_00000040_00000.bin is damaged: expected checksum",
+        "after 39 of 40",
+    ] {
+        assert!(printed.contains(part), "{part}: {printed}");
+    }
+    Kept::of(&out, 40).assert_equals(&whole, "after a damage");
+
+    // Without its sidecar a checkpoint is like one of llm.c's.
+    fs::remove_file(&sidecar).unwrap();
+    let printed = world.succeed("run", &["--resume"]);
+    assert!(printed.contains("has no run_00000040.json, as llm.c leaves none"), "{printed}");
+    fs::remove_file(&model).unwrap();
+    let printed = world.succeed("run", &["--resume"]);
+    assert!(printed.contains("cannot open model file run/model_00000040.bin"), "{printed}");
+    Kept::of(&out, 40).assert_equals(&whole, "after a loss");
+
+    // Where nothing is whole, nothing begins anew over it.
+    let before = entries(&out);
+    for step in [39, 40] {
+        fs::write(out.join(format!("model_{step:08}.bin")), "").unwrap();
+    }
+    world.fail(
+        "run",
+        &["--resume"],
+        &["there is no whole checkpoint in run", "model_00000039.bin", "model_00000040.bin"],
+    );
+    assert_eq!(entries(&out), before);
+}
+
+/// Waits until it holds, which it must soon.
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < Duration::from_mins(1), "waited too long until {what}");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+fn lines(path: &Path) -> usize {
+    fs::read_to_string(path).unwrap_or_default().lines().count()
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_happened() {
+    let world = World::new();
+    let long = ["--steps", "400", "--checkpoint-every", "400", "--keep", "1", "--val-every", "1"];
+    world.succeed("whole", &long);
+    let resume = [&long[..], &["-y", "1"]].concat();
+    let log = world.path("run").join("main.log");
+    for name in ["TERM", "INT"] {
+        let mut child = world.command("run", &resume);
+        let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let before = lines(&log);
+        wait_until("it has logged some steps", || lines(&log) > before + 50);
+        signal(&child, name);
+        let output = child.wait_with_output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(0), "{out}{err}");
+        assert!(err.contains(&format!("SIG{name}: stopping after this step")), "{err}");
+        let (_, stopped) = out.rsplit_once("\nstopped after ").unwrap();
+        let step: usize = stopped.split(' ').next().unwrap().parse().unwrap();
+        assert!((20..400).contains(&step) && stopped.contains("--resume"), "{stopped}");
+        assert!(out.contains(&format!("checkpoint of step {step}: run/model_{step:08}.bin")), "{out}");
+        let trained = fs::read_to_string(&log).unwrap().lines().filter(|line| line.contains("trl:")).count();
+        assert_eq!(trained, step);
+    }
+    world.succeed("run", &resume);
+    Kept::of(&world.path("run"), 400).assert_equals(&Kept::of(&world.path("whole"), 400), "after two stops");
+}
+
+#[test]
+fn a_second_signal_ends_the_run_at_once_and_leaves_nothing_half_written() {
+    let world = World::new();
+    for (first, second, code) in [("INT", "INT", 130), ("INT", "TERM", 143)] {
+        // One step takes minutes.
+        let mut child = world.start(second, &["--total-batch", "32000000"]);
+        let log = world.path(second).join("main.log");
+        wait_until("it has begun", || lines(&log) == 1);
+        signal(&child, first);
+        sleep(Duration::from_millis(300));
+        assert_eq!(child.try_wait().unwrap(), None, "one signal must not end it within a step");
+        // What the writer of a checkpoint would have been at.
+        fs::create_dir(world.path(second).join(".unfinished-checkpoint")).unwrap();
+        let began = Instant::now();
+        signal(&child, second);
+        assert_eq!(child.wait().unwrap().code(), Some(code));
+        assert!(began.elapsed() < Duration::from_secs(5));
+        assert_eq!(entries(&world.path(second)), ["config.toml", "main.jsonl", "main.log"]);
+    }
+}
+
+#[test]
+fn a_stop_without_a_directory_says_that_nothing_is_kept() {
+    let world = World::new();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.current_dir(world.dir.path()).args([
+        "train",
+        "--device",
+        "cpu",
+        "--train",
+        "train_*.bin",
+        "--steps",
+        "100000",
+    ]);
+    command.args(["--model", "tiny.bin", "--batch", "2", "--seq", "16", "--sample-every", "0"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut printed = BufReader::new(child.stdout.take().unwrap()).lines();
+    printed.find(|line| line.as_ref().unwrap().starts_with("step    1/")).unwrap().unwrap();
+    signal(&child, "INT");
+    let last = printed.map(Result::unwrap).last().unwrap();
+    assert!(last.contains("stopped after") && last.contains("nothing is kept without --out"), "{last}");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn two_runs_cannot_use_one_directory() {
+    let world = World::new();
+    let mut child = world.start("run", &["--total-batch", "32000000"]);
+    wait_until("it has begun", || lines(&world.path("run").join("main.log")) == 1);
+    world.fail("run", &["--resume"], &["run is in use by a run that has not ended", "--out"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    world.succeed("run", &["--resume", "--steps", "2"]);
+}
+
+/// `train` by way of a shell, with `setup` done first.
+fn in_shell(command: &Command, setup: &str) -> Command {
+    let mut shell = Command::new("sh");
+    shell.current_dir(command.get_current_dir().unwrap());
+    shell.args(["-c", &format!("{setup}\nexec \"$@\""), "sh"]).arg(command.get_program()).args(command.get_args());
+    shell
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_is_told_and_costs_neither_the_run_nor_the_ones_before() {
+    let world = World::new();
+    world.succeed("whole", &["--checkpoint-every", "10"]);
+    let whole = Kept::of(&world.path("whole"), 40);
+    // Files of at most 200 KB (the unit is 512 bytes, in some shells twice that): logs fit, checkpoints do not.
+    let limited = |more: &[&str]| {
+        let command = world.command("run", &[&["--checkpoint-every", "10"], more].concat());
+        let output = in_shell(&command, "trap '' XFSZ; ulimit -f 200").output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(1), "{out}{err}");
+        assert!(err.contains("error: the last checkpoint, of step 40, is not written: "), "{err}");
+        assert!(err.contains("model_00000040.bin: File too large"), "{err}");
+        assert_eq!(fs::read_to_string(world.path("run").join("main.log")).unwrap(), whole.main_log);
+        out.into_owned()
+    };
+    let printed = limited(&[]);
+    for step in [10, 20, 30, 40] {
+        assert!(
+            printed.contains(&format!("warning: no checkpoint of step {step}, there is none yet: cannot write run/"))
+        );
+    }
+    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log"]);
+
+    let mut child = world.start("run", &["--checkpoint-every", "10"]);
+    wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let newest = newest(&world.path("run"), Rank::ONLY).unwrap().checkpoint.unwrap().step;
+    if newest < 40 {
+        let printed = limited(&["--resume"]);
+        assert!(printed.contains(&format!("no checkpoint of step 40, the newest is of step {newest}:")), "{printed}");
+    }
+    world.succeed("run", &["--checkpoint-every", "10", "--resume"]);
+    Kept::of(&world.path("run"), 40).assert_equals(&whole, "after failed checkpoints");
+}
+
+#[test]
+fn a_directory_that_goes_away_for_a_while_costs_no_more_than_the_checkpoints_of_that_time() {
+    let world = World::new();
+    let long = ["--steps", "1500", "--checkpoint-every", "10", "--keep", "1"];
+    world.succeed("whole", &long);
+    let mut child = world.command("run", &long);
+    let child = child.stdout(Stdio::piped()).spawn().unwrap();
+    let (run, away) = (world.path("run"), world.path("away"));
+    wait_until("there is a checkpoint", || run.join("DONE_00000010").exists());
+    fs::rename(&run, &away).unwrap();
+    sleep(Duration::from_millis(400));
+    fs::rename(&away, &run).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}");
+    let warning = printed.lines().find(|line| line.starts_with("warning: no checkpoint of step")).unwrap();
+    assert!(warning.contains("No such file or directory") && warning.contains("run"), "{warning}");
+    world.succeed("run", &[&long[..], &["--resume"]].concat());
+    Kept::of(&run, 1500).assert_equals(&Kept::of(&world.path("whole"), 1500), "after it came back");
+}
+
+/// Runs a script in which `full` is a file system of 2.8 MB, and `train` the program with its settings; `None` where this user
+/// may not mount one.
+fn with_a_small_disk(world: &World, settings: &[&str], script: &str) -> Option<String> {
+    let unshared = |script: &str| {
+        let mut command = Command::new("unshare");
+        command.current_dir(world.dir.path()).args(["-rm", "sh", "-c", script]);
+        command.output().ok()
+    };
+    fs::create_dir(world.path("full")).unwrap();
+    let mount = "mount -t tmpfs -o size=2800k tmpfs full";
+    if !unshared(mount)?.status.success() {
+        return None;
+    }
+    let command = world.command("full/run", settings);
+    let words: Vec<_> = command.get_args().map(|arg| format!("'{}'", arg.to_str().unwrap())).collect();
+    let train = format!("train() {{ '{}' {} \"$@\"; }}", env!("CARGO_BIN_EXE_host"), words.join(" "));
+    let output = unshared(&format!("set -e\n{mount}\n{train}\n{script}")).unwrap();
+    let printed = [output.stdout, output.stderr].concat();
+    let printed = String::from_utf8_lossy(&printed).into_owned();
+    assert!(output.status.success(), "{printed}");
+    Some(printed)
+}
+
+#[test]
+fn a_full_disk_is_told_beforehand_and_a_run_goes_on_once_there_is_room() {
+    let world = World::new();
+    world.succeed("whole", &["--checkpoint-every", "10"]);
+    let script = "
+        train && exit 9
+        ls full/run
+        # Not even the settings can be written.
+        head -c 9m /dev/zero >full/filler || true
+        train --resume && exit 9
+        rm full/filler
+        train --resume && exit 9
+        mount -o remount,size=9m full
+        train --resume
+        cp -r full/run result";
+    let Some(printed) = with_a_small_disk(&world, &["--checkpoint-every", "10"], script) else {
+        println!("skipped: no user namespaces here");
+        return;
+    };
+    let line = |start: &str| printed.lines().find(|line| line.starts_with(start)).unwrap_or_default();
+    assert!(printed.contains("checkpoint of step 10: full/run/model_00000010.bin"), "{printed}");
+    let warning = line("warning: no checkpoint of step 20, the newest is of step 10: full/run has ");
+    assert!(warning.contains(" free, a checkpoint takes 2.1 MB: make room, or take another --out"), "{printed}");
+    assert!(printed.contains("DONE_00000010\nconfig.toml\nmain.jsonl\nmain.log\nmodel_00000010.bin\n"), "{printed}");
+    assert!(printed.contains("cannot write full/run/config.toml: No space left on device"), "{printed}");
+    assert!(printed.contains("error: full/run has "), "{printed}");
+    Kept::of(&world.path("result"), 40).assert_equals(&Kept::of(&world.path("whole"), 40), "on a full disk");
+}
+
+#[test]
+fn log_lines_wait_for_room() {
+    let world = World::new();
+    let more = ["--steps", "1500", "--checkpoint-every", "1500"];
+    world.succeed("whole", &more);
+    // The checkpoint needs room, too: it comes after the filler has gone.
+    let script = "
+        mount -o remount,size=9m full
+        train >printed & pid=$!
+        until [ -s full/run/main.log ]; do sleep 0.01; done
+        head -c 20m /dev/zero >full/filler 2>/dev/null || true
+        sleep 0.5
+        wc -c <full/run/main.log
+        sleep 0.5
+        wc -c <full/run/main.log
+        rm full/filler
+        wait $pid
+        cat printed
+        cp -r full/run result";
+    let Some(printed) = with_a_small_disk(&world, &more, script) else {
+        println!("skipped: no user namespaces here");
+        return;
+    };
+    assert!(printed.contains("warning: log lines wait in memory: cannot write full/run/main."), "{printed}");
+    Kept::of(&world.path("result"), 1500).assert_equals(&Kept::of(&world.path("whole"), 1500), "on a full disk");
 }

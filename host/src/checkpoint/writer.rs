@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Bytes of a checkpoint besides its tensors, at most: settings, checksums, the log that goes on meanwhile.
-const SLACK: u64 = 4 << 20;
+const SLACK: u64 = 1 << 20;
 
 /// The checkpoints of a run.
 #[derive(Debug)]

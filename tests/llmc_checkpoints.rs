@@ -1,0 +1,189 @@
+//! Checkpoints of llm.c's, from a writer of its own (`scripts/llmc_checkpoint.py`), are read; and written again they are the
+//! same bytes.
+
+use host::checkpoint::directory::{Locked, Retention};
+use host::checkpoint::resume::{Found, newest};
+use host::checkpoint::sidecar::Identity;
+use host::checkpoint::state::Rank;
+use host::checkpoint::writer::Checkpoints;
+use host::checkpoint::{Progress, RunState};
+use host::data::{Geometry, Loader, Tokens};
+use host::engine::Engine;
+use host::engine::cpu::Cpu;
+use host::engine::cuda::{Precision, emulated};
+use host::model::{Capacity, Gpt2, Recompute};
+use host::tensor::Tensor;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const STEP: usize = 9;
+const VOCAB: usize = 60;
+const TOTAL_BATCH: usize = 8;
+
+/// Which values a tensor was given.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Values {
+    Params,
+    M,
+    V,
+    Masters,
+}
+
+fn directory(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/llmc").join(name)
+}
+
+/// As the script has it.
+fn value(values: Values, i: usize) -> f32 {
+    let wrapped = (i as u64 * 2_654_435_761 + values as u64 * 97) % (1 << 32);
+    (wrapped as f64 / 2f64.powi(32) - 0.5) as f32
+}
+
+fn truncated(value: f32) -> f32 {
+    f32::from_bits(value.to_bits() & 0xffff_0000)
+}
+
+fn loader(shuffles: bool) -> Loader {
+    let shard = |(i, n): (usize, usize)| Tokens::in_memory(format!("shard {i}"), vec![1; n]);
+    let shards = [41, 70, 55].into_iter().enumerate().map(shard).collect();
+    Loader::new(shards, Geometry::single(2, 4), VOCAB, shuffles.then_some(42)).unwrap()
+}
+
+struct Loaded {
+    engine: Box<dyn Engine>,
+    model: Gpt2,
+    state: RunState,
+    notes: Vec<String>,
+}
+
+impl Loaded {
+    fn new(name: &str, mut engine: Box<dyn Engine>, master_weights: bool) -> Self {
+        let Found { checkpoint, mut notes } = newest(&directory(name), Rank::ONLY).unwrap();
+        let checkpoint = checkpoint.unwrap();
+        assert_eq!(checkpoint.step, STEP);
+        assert!(notes[0].contains("has no run_00000009.json, as llm.c leaves none"), "{notes:?}");
+        let capacity = Capacity { b: 1, t: 8, training: true, master_weights, recompute: Recompute::Nothing };
+        let (model, plan) = Gpt2::plan(checkpoint.descriptor(), capacity, &mut *engine);
+        engine.allocate(&plan).unwrap();
+        let mut loader = loader(name != "fp32");
+        let state = checkpoint.load(&model, &mut *engine, &mut loader, TOTAL_BATCH, false, &mut notes).unwrap();
+        Self { engine, model, state, notes }
+    }
+
+    /// Checks a block against what the script gave `values`.
+    fn assert_holds(&mut self, block: Tensor, expected: impl Fn(usize) -> f32) {
+        let descriptor = self.model.descriptor;
+        let padding = VOCAB * descriptor.channels..descriptor.padded_vocab() * descriptor.channels;
+        let mut i = 0;
+        for (param, layer) in self.model.layout.file_order() {
+            for got in self.engine.read(self.model.layout.of(block, param, layer)).unwrap() {
+                let expected = if padding.contains(&i) { 0.0 } else { expected(i) };
+                assert_eq!(got.to_bits(), expected.to_bits(), "{} of layer {layer}, element {i} of all", param.name());
+                i += 1;
+            }
+        }
+        assert_eq!(i, descriptor.parameters());
+    }
+}
+
+#[test]
+fn every_value_is_where_llm_c_puts_it() {
+    for (name, precision, masters) in [
+        ("bf16", Precision::Bf16, true),
+        ("bf16_without_masters", Precision::Bf16, false),
+        ("fp32", Precision::Fp32, true),
+    ] {
+        let mut loaded = Loaded::new(name, emulated(precision, false), masters);
+        let (model, bf16) = (loaded.model.clone(), precision == Precision::Bf16);
+        let training = model.training.unwrap();
+        loaded.assert_holds(model.params, |i| {
+            let value = value(Values::Params, i);
+            if bf16 { truncated(value) } else { value }
+        });
+        loaded.assert_holds(training.m, |i| value(Values::M, i));
+        loaded.assert_holds(training.v, |i| value(Values::V, i));
+        assert_eq!(training.master.is_some(), bf16 && masters);
+        if let Some(master) = training.master {
+            loaded.assert_holds(master, |i| value(Values::Masters, i));
+        }
+        let RunState { step, rounding, rounding_before_update, progress, .. } = &loaded.state;
+        assert_eq!((*step, rounding.state, rounding_before_update.state), (9, 0x0123456789abcdef, 0xfedcba9876543210));
+        let expected = Progress { evaluated: true, tokens: 9 * TOTAL_BATCH as u64, ..Progress::default() };
+        assert_eq!(*progress, expected);
+        assert_eq!(loaded.notes.len(), 1, "{:?}", loaded.notes);
+    }
+}
+
+#[test]
+fn precision_may_change_on_the_way() {
+    // From master weights, which are more exact than the bf16 ones.
+    let mut loaded = Loaded::new("bf16", Box::new(Cpu::new()), true);
+    let params = loaded.model.params;
+    loaded.assert_holds(params, |i| value(Values::Masters, i));
+    // Where there are none, the weights are widened.
+    let mut loaded = Loaded::new("bf16_without_masters", Box::new(Cpu::new()), true);
+    let params = loaded.model.params;
+    loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
+    // To bf16: rounded to nearest, with the exact ones as master weights.
+    let mut loaded = Loaded::new("fp32", emulated(Precision::Bf16, false), true);
+    let (params, master) = (loaded.model.params, loaded.model.training.unwrap().master.unwrap());
+    loaded.assert_holds(params, |i| half::bf16::from_f32(value(Values::Params, i)).to_f32());
+    loaded.assert_holds(master, |i| value(Values::Params, i));
+}
+
+#[test]
+fn master_weights_may_be_switched_on_and_off() {
+    let mut loaded = Loaded::new("bf16_without_masters", emulated(Precision::Bf16, false), true);
+    let master = loaded.model.training.unwrap().master.unwrap();
+    loaded.assert_holds(master, |i| truncated(value(Values::Params, i)));
+    assert!(loaded.notes[1].contains("no master weights"), "{:?}", loaded.notes);
+    let mut loaded = Loaded::new("bf16", emulated(Precision::Bf16, false), false);
+    let params = loaded.model.params;
+    loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
+}
+
+#[test]
+fn what_is_read_is_written_again_byte_for_byte() {
+    for (name, precision, masters) in [
+        ("bf16", Precision::Bf16, true),
+        ("bf16_without_masters", Precision::Bf16, false),
+        ("fp32", Precision::Fp32, true),
+    ] {
+        let engine: Box<dyn Engine> = match precision {
+            Precision::Bf16 => emulated(precision, false),
+            Precision::Fp32 => Box::new(Cpu::new()),
+        };
+        let Loaded { mut engine, model, mut state, .. } = Loaded::new(name, engine, masters);
+        let shuffles = name != "fp32";
+        if shuffles {
+            // Not from the file, but where a loader comes to that reads nine batches.
+            let mut loader = loader(true);
+            let mut words = vec![0; loader.layout().words()];
+            (0..9).for_each(|_| loader.next(&mut words).unwrap());
+            state.data = loader.position();
+        }
+        let out = tempfile::tempdir().unwrap();
+        let none = Identity {
+            program: String::new(),
+            engine: String::new(),
+            config: serde_json::Map::new(),
+            train: Vec::new(),
+            val: None,
+        };
+        let locked = Locked::open(out.path()).unwrap();
+        let mut checkpoints = Checkpoints::new(locked, Retention::default(), none, None);
+        checkpoints.begin(&model, &mut *engine, state, Vec::new()).unwrap();
+        checkpoints.wait().unwrap().result.unwrap();
+        for file in ["model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"] {
+            let mut expected = fs::read(directory(name).join(file)).unwrap();
+            let got = fs::read(out.path().join(file)).unwrap();
+            if file.starts_with("state") && shuffles {
+                // llm.c never sets the generator's seed.
+                let seed = expected.len() - 2520..expected.len() - 2512;
+                expected[seed].fill(0);
+            }
+            let first = got.iter().zip(&expected).position(|(a, b)| a != b);
+            assert_eq!((first, got.len()), (None, expected.len()), "{name}/{file}");
+        }
+    }
+}
