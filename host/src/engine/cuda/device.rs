@@ -126,9 +126,11 @@ impl Device {
     fn take(&mut self, choices: &[Choice]) {
         for choice in choices {
             self.matmuls.adopt(&[choice.library]);
-            if let Some(columns) = choice.kernel {
-                self.kernels.insert((choice.library.problem, choice.library.alignments), (columns, choice.kernel_wins));
-            }
+            let key = (choice.library.problem, choice.library.alignments);
+            match choice.kernel {
+                Some(columns) => self.kernels.insert(key, (columns, choice.kernel_wins)),
+                None => self.kernels.remove(&key),
+            };
         }
     }
 

@@ -1,0 +1,153 @@
+//! Resumed runs on the CUDA engine, emulated: bit for bit in bf16, where updates are rounded stochastically.
+
+use host::checkpoint::directory::{Locked, Retention, done_name, model_name, sidecar_name, state_name};
+use host::checkpoint::resume::newest;
+use host::checkpoint::sidecar::Identity;
+use host::checkpoint::state::Rank;
+use host::checkpoint::writer::Checkpoints;
+use host::checkpoint::{RunState, fingerprint};
+use host::console::Console;
+use host::data::{Geometry, Loader, Prefetch, Tokens};
+use host::engine::cuda::{Precision, emulated};
+use host::log::Log;
+use host::model::{Capacity, Descriptor, Gpt2, Recompute};
+use host::rng::Mt19937;
+use host::schedule::{Kind, Schedule};
+use host::signals::Stop;
+use host::train::{Run, Settings, initialise};
+use std::fs;
+use std::path::Path;
+
+const STEPS: usize = 6;
+const EVERY: usize = 3;
+const VOCAB: usize = 60;
+
+/// Trains to the end in `out`, from the newest checkpoint there.
+fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
+    let mut engine = emulated(precision, false);
+    let descriptor = Descriptor::new(1, 1, 64, 16, VOCAB).unwrap();
+    let capacity = Capacity { b: 1, t: 16, training: true, master_weights, recompute };
+    let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+    engine.allocate(&plan).unwrap();
+    let mut rng = Mt19937::new(3);
+    let mut shard =
+        |i| Tokens::in_memory(format!("shard {i}"), (0..85).map(|_| rng.below(60) as u16).collect::<Vec<_>>());
+    let shards = (0..3).map(&mut shard).collect();
+    let mut loader = Loader::new(shards, Geometry::single(1, 16), VOCAB, Some(42)).unwrap();
+    let identity = Identity {
+        program: "test".to_owned(),
+        engine: engine.describe(),
+        config: serde_json::Map::new(),
+        train: fingerprint::of(&loader).unwrap(),
+        val: None,
+    };
+    let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
+    let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
+    let state = match checkpoint {
+        Some(checkpoint) => {
+            let mut notes = Vec::new();
+            let state = checkpoint.load(&model, &mut *engine, &mut loader, 32, false, &mut notes).unwrap();
+            assert!(notes.is_empty(), "{notes:?}");
+            state
+        }
+        None => {
+            initialise(&model, &mut *engine, 42).unwrap();
+            RunState::fresh(loader.position())
+        }
+    };
+    let log = match resumed {
+        Some(step) => Log::resume(out, step, true).unwrap(),
+        None => Log::create(Some(out)).unwrap(),
+    };
+    let settings = Settings {
+        steps: STEPS,
+        grad_accum: 2,
+        schedule: Schedule { kind: Kind::Constant, peak: 1e-2, warmup: 0, steps: STEPS, final_fraction: 1.0 },
+        weight_decay: 0.1,
+        clip: 1.0,
+        val_every: None,
+        val_batches: 0,
+        sample_every: None,
+        sample_tokens: 0,
+        checkpoint_every: Some(EVERY),
+    };
+    let mut run = Run {
+        settings: &settings,
+        model: &model,
+        tokenizer: None,
+        train: Prefetch::start(loader, &*engine).unwrap(),
+        val: None,
+        hellaswag: None,
+        engine: &mut *engine,
+        console: Console::new(STEPS),
+        log,
+        state,
+        checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
+        stop: Stop::default(),
+    };
+    run.train().unwrap();
+}
+
+/// The files of a checkpoint.
+fn names(step: usize) -> [String; 4] {
+    [model_name(step), state_name(step, 0), sidecar_name(step), done_name(step)]
+}
+
+/// A directory with what `from` had after the first checkpoint, and the lines that were logged until the process ended.
+fn as_left_by_a_kill(from: &Path) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in names(EVERY).iter().map(String::as_str).chain(["main.log", "main.jsonl"]) {
+        fs::copy(from.join(name), dir.path().join(name)).unwrap();
+    }
+    dir
+}
+
+fn is_the_same_after_a_kill(precision: Precision, master_weights: bool) {
+    let whole = tempfile::tempdir().unwrap();
+    train(whole.path(), precision, master_weights, Recompute::Nothing);
+    let killed = as_left_by_a_kill(whole.path());
+    train(killed.path(), precision, master_weights, Recompute::Nothing);
+    for name in [model_name(STEPS), state_name(STEPS, 0), "main.log".to_owned()] {
+        let read = |dir: &Path| fs::read(dir.join(&name)).unwrap();
+        assert!(read(whole.path()) == read(killed.path()), "{name} differs");
+    }
+}
+
+#[test]
+fn bf16_with_master_weights() {
+    is_the_same_after_a_kill(Precision::Bf16, true);
+}
+
+#[test]
+fn bf16_without_master_weights() {
+    is_the_same_after_a_kill(Precision::Bf16, false);
+}
+
+#[test]
+fn fp32() {
+    is_the_same_after_a_kill(Precision::Fp32, true);
+}
+
+/// The losses after the first checkpoint.
+fn losses(dir: &Path) -> Vec<f64> {
+    let records = fs::read_to_string(dir.join("main.jsonl")).unwrap();
+    let records = records.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    records.skip(EVERY).map(|record| record["loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn precision_and_recompute_may_change_on_the_way() {
+    for (was, is) in [(Precision::Bf16, Precision::Fp32), (Precision::Fp32, Precision::Bf16)] {
+        let whole = tempfile::tempdir().unwrap();
+        train(whole.path(), was, true, Recompute::Nothing);
+        let expected = losses(whole.path());
+        let changed = as_left_by_a_kill(whole.path());
+        train(changed.path(), is, true, Recompute::GeluAndNorms);
+        let got = losses(changed.path());
+        assert_eq!((got.len(), expected.len()), (STEPS - EVERY, STEPS - EVERY));
+        assert!(got != expected, "nothing has changed");
+        for (got, expected) in got.iter().zip(expected) {
+            assert!((got - expected).abs() < 0.02, "{was:?} to {is:?}: {got}, {expected}");
+        }
+    }
+}
