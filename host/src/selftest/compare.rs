@@ -19,9 +19,10 @@ impl Tolerance {
     /// Added to what is there: cuBLASLt rounds a product to bf16 before it adds, so two roundings.
     pub const ACCUMULATED: Self = Self { f32: 2e-5, bf16: 8e-3 };
     /// Attention: averages over more and more keys, so most values are small beside the first ones, whose probabilities
-    /// (rounded to bf16) are large. The backward has one link more: output, probabilities and their gradients are rounded.
+    /// (rounded to bf16) are large. The backward has one link more: output, probabilities and their gradients are rounded;
+    /// in f32 its products are three of tf32, which loses 2^-22 of each term (5.1e-5 seen over 2048 keys).
     pub const ATTENTION: Self = Self { f32: 5e-5, bf16: 4e-2 };
-    pub const ATTENTION_BACKWARD: Self = Self { f32: 5e-5, bf16: 8e-2 };
+    pub const ATTENTION_BACKWARD: Self = Self { f32: 1e-4, bf16: 8e-2 };
     /// Rounded stochastically: a whole unit either way.
     pub const STOCHASTIC: Self = Self { f32: 2e-5, bf16: 1e-2 };
 }
