@@ -1,0 +1,201 @@
+//! Every call, against a library that stands in for the driver and for NCCL: ranks are threads, device memory is host memory.
+
+mod stand_in;
+
+use cuda_driver::{Gpu, Stream};
+use half::bf16;
+use nccl_rs::{Buffer, Communicator, Element, Error, Reduction, Result, UniqueId, group};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn library() -> &'static PathBuf {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        // Loaded until the process ends.
+        let path = stand_in::build(&tempfile::tempdir().unwrap().keep(), &[]);
+        cuda_driver::load_from(&path).unwrap();
+        assert_eq!(nccl_rs::load_from(&path).unwrap().1.to_string(), "2.18.5");
+        path
+    })
+}
+
+/// Runs `rank` on a thread for each of `ranks`, with a communicator and a stream.
+fn ranks<R: Send>(ranks: usize, rank: impl Fn(Communicator, &Stream) -> R + Sync) -> Vec<R> {
+    library();
+    let id = UniqueId::of_bytes(UniqueId::new().unwrap().to_bytes());
+    let rank = &rank;
+    thread::scope(|scope| {
+        let run = move |i: usize| {
+            let gpu = Gpu::open(0).unwrap();
+            let stream = Stream::new(&gpu).unwrap();
+            rank(Communicator::new(&gpu, id, i, ranks, PATIENCE).unwrap(), &stream)
+        };
+        let threads: Vec<_> = (0..ranks).map(|i| scope.spawn(move || run(i))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn of<T: Element>(values: &mut [T]) -> Buffer<T> {
+    Buffer::new(values.as_mut_ptr().addr() as u64, values.len())
+}
+
+#[test]
+fn reductions_of_both_types() {
+    for n in [1, 2, 3] {
+        let results = ranks(n, |comm, stream| {
+            assert_eq!(comm.ranks(), n);
+            let mut sum: Vec<f32> = (0..5).map(|i| (i + 10 * comm.rank()) as f32).collect();
+            let mut mean: Vec<bf16> = (0..4).map(|i| bf16::from_f32((i + 8 * comm.rank()) as f32)).collect();
+            let from = mean.clone();
+            // SAFETY: the stand-in is done when the calls return.
+            unsafe {
+                let buffer = of(&mut sum);
+                comm.all_reduce(buffer, buffer, Reduction::Sum, stream).unwrap();
+                comm.all_reduce(of(&mut mean), of(&mut from.clone()), Reduction::Mean, stream).unwrap();
+            }
+            comm.check().unwrap();
+            comm.close().unwrap();
+            (sum, mean)
+        });
+        for (sum, mean) in results {
+            let ranks = 0..n;
+            let expected: Vec<f32> = (0..5).map(|i| ranks.clone().map(|r| (i + 10 * r) as f32).sum()).collect();
+            assert_eq!(sum, expected);
+            let expected: Vec<f32> =
+                (0..4).map(|i| ranks.clone().map(|r| (i + 8 * r) as f32).sum::<f32>() / n as f32).collect();
+            assert_eq!(
+                mean,
+                expected.into_iter().map(|x| bf16::from_bits((x.to_bits() >> 16) as u16)).collect::<Vec<_>>()
+            );
+        }
+    }
+}
+
+#[test]
+fn parts_are_scattered_gathered_and_broadcast_in_place() {
+    let results = ranks(3, |comm, stream| {
+        let rank = comm.rank();
+        let mut values: Vec<f32> = (0..6).map(|i| (100 * rank + i) as f32).collect();
+        let mut gathered = [rank as f32; 3];
+        let mut root = [rank as f32; 2];
+        let whole = of(&mut values);
+        // SAFETY: the stand-in is done when the calls return.
+        unsafe {
+            comm.reduce_scatter(whole.part(rank, 3), whole, Reduction::Sum, stream).unwrap();
+            let all = of(&mut gathered);
+            comm.all_gather(all, all.part(rank, 3), stream).unwrap();
+            comm.broadcast(of(&mut root), 2, stream).unwrap();
+        }
+        comm.close().unwrap();
+        (values[2 * rank..2 * rank + 2].to_vec(), gathered, root)
+    });
+    for (rank, (part, gathered, root)) in results.into_iter().enumerate() {
+        let i = 2 * rank;
+        assert_eq!(part, [(300 + 3 * i) as f32, (303 + 3 * i) as f32]);
+        assert_eq!((gathered, root), ([0.0, 1.0, 2.0], [2.0, 2.0]));
+    }
+}
+
+#[test]
+fn a_group_is_queued_as_one_and_its_error_closes_it() {
+    let results = ranks(2, |comm, stream| {
+        let (mut a, mut b) = ([1.0f32; 3], [comm.rank() as f32; 4]);
+        let (a_at, b_at) = (of(&mut a), of(&mut b));
+        let two = || -> Result<()> {
+            // SAFETY: the stand-in is done when the group is.
+            unsafe {
+                comm.all_reduce(a_at, a_at, Reduction::Sum, stream)?;
+                comm.all_reduce(b_at, b_at, Reduction::Mean, stream)
+            }
+        };
+        group(&comm, two).unwrap();
+        let nested = group(&comm, || group(&comm, || Ok::<(), Error>(()))).unwrap_err().to_string();
+        // A failed group leaves none open.
+        group(&comm, || Ok::<(), Error>(())).unwrap();
+        comm.close().unwrap();
+        (a, b, nested)
+    });
+    for (a, b, nested) in results {
+        assert_eq!((a, b), ([2.0; 3], [0.5; 4]));
+        assert_eq!(nested, "ncclGroupStart: a group is open already");
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_a_timeout() {
+    library();
+    let gpu = Gpu::open(0).unwrap();
+    let begun = Instant::now();
+    let patience = Duration::from_millis(100);
+    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 0, 2, patience).err().unwrap();
+    assert!(matches!(error, Error::Timeout { .. }) && begun.elapsed() >= patience, "{error}");
+    assert!(error.to_string().starts_with("ncclCommInitRankConfig has not ended after 0.1 s: another rank"), "{error}");
+    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 2, 2, patience).err().unwrap();
+    assert_eq!(error.to_string(), "ncclCommInitRankConfig: rank 2 of 2: ranks count from 0");
+}
+
+#[test]
+fn failures_are_told_with_nccls_words() {
+    ranks(2, |comm, stream| {
+        let mut values = [0.0f32; 13];
+        let buffer = of(&mut values);
+        // SAFETY: nothing is written.
+        let error = unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap_err().to_string();
+        assert!(error.starts_with("ncclAllReduce: ncclRemoteError (6): the stand-in fails at 13; another"), "{error}");
+        assert!(comm.check().is_err());
+        comm.abort();
+    });
+}
+
+#[test]
+fn lengths_that_do_not_fit_are_refused() {
+    ranks(2, |comm, stream| {
+        let (mut five, mut three) = ([0.0f32; 5], [0.0f32; 3]);
+        let (five, three) = (of(&mut five), of(&mut three));
+        // SAFETY: nothing is written.
+        let texts = unsafe {
+            [
+                comm.all_reduce(five, three, Reduction::Sum, stream),
+                comm.reduce_scatter(three, five, Reduction::Sum, stream),
+                comm.all_gather(five, three, stream),
+                comm.broadcast(five, 2, stream),
+            ]
+        }
+        .map(|result| result.unwrap_err().to_string());
+        assert_eq!(
+            texts,
+            [
+                "ncclAllReduce: 3 elements to 5, over 2 ranks",
+                "ncclReduceScatter: 5 elements to 6, over 2 ranks",
+                "ncclAllGather: 6 elements to 5, over 2 ranks",
+                "ncclBroadcast: root 2 of 2 ranks"
+            ]
+        );
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn what_is_closed_is_destroyed_and_what_is_dropped_is_aborted() {
+    // Alone in a process of its own, or other tests' would count.
+    if std::env::var_os("COUNT_ENDS").is_none() {
+        let name = "what_is_closed_is_destroyed_and_what_is_dropped_is_aborted";
+        let this = std::env::current_exe().unwrap();
+        let run = std::process::Command::new(this).args(["--exact", name]).env("COUNT_ENDS", "1").status();
+        assert!(run.unwrap().success());
+        return;
+    }
+    ranks(2, |comm, _| comm.close().unwrap());
+    ranks(3, |comm, _| drop(comm));
+    // SAFETY: the library is loaded already; the function has this signature.
+    let ended = unsafe {
+        let library = libloading::Library::new(library()).unwrap();
+        let ended = *library.get::<unsafe extern "C" fn(usize) -> i32>("standInEnded").unwrap();
+        [ended(0), ended(1)]
+    };
+    assert_eq!(ended, [2, 3]);
+}

@@ -1,0 +1,169 @@
+// A CUDA driver and an NCCL in one library. Device memory is host memory, ranks are threads of one process, and what a call
+// does it does on a thread, later: until then the communicator is in progress.
+#![allow(non_snake_case)]
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::{c_char, c_void};
+use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+macro_rules! succeed { ($($name:ident)*) => { $(#[unsafe(no_mangle)] pub extern "C" fn $name() -> u32 { 0 })* } }
+succeed! { cuInit cuDeviceGet cuCtxSetCurrent cuDevicePrimaryCtxRelease_v2 cuStreamDestroy_v2 cuStreamSynchronize }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetCount(n: *mut i32) -> u32 { unsafe { *n = 1 }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetName(n: *mut u8, _: i32, _: i32) -> u32 { unsafe { *n = b'x' }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(n: *mut usize, _: i32) -> u32 { unsafe { *n = 1 << 30 }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(n: *mut i32, _: i32, _: i32) -> u32 { unsafe { *n = 1 }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(c: *mut usize, _: i32) -> u32 { unsafe { *c = 1 }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreate(s: *mut usize, _: u32) -> u32 { unsafe { *s = STREAM }; 0 }
+const STREAM: usize = 0x57;
+
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGetVersion(n: *mut i32) -> i32 { unsafe { *n = if cfg!(old) { 21706 } else { 21805 } }; 0 }
+
+#[repr(C)] #[derive(Clone, Copy)] pub struct Id([u8; 128]);
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGetUniqueId(id: *mut Id) -> i32 {
+    static NEXT: AtomicI32 = AtomicI32::new(1);
+    let mut bytes = [7; 128];
+    bytes[124..].copy_from_slice(&NEXT.fetch_add(1, SeqCst).to_le_bytes());
+    unsafe { *id = Id(bytes) };
+    0
+}
+
+#[repr(C)] pub struct Config { size: usize, magic: u32, version: u32, blocking: i32, cga: i32, min: i32, max: i32, net: *const u8, split: i32, rest: i32 }
+
+/// What the ranks of one id share.
+#[derive(Default)] struct Meeting { state: Mutex<State>, changed: Condvar }
+#[derive(Default)] struct State { given: HashMap<usize, Call>, done: u64, results: Vec<Vec<f32>> }
+#[derive(Clone)] struct Call { name: &'static str, send: usize, recv: usize, count: usize, dtype: i32, op: i32 }
+
+pub struct Comm { rank: usize, ranks: usize, meeting: Arc<Meeting>, pending: Arc<AtomicI32>, status: Arc<AtomicI32>, last: Arc<Mutex<()>> }
+
+fn meetings() -> &'static Mutex<HashMap<[u8; 128], Arc<Meeting>>> {
+    static ALL: std::sync::OnceLock<Mutex<HashMap<[u8; 128], Arc<Meeting>>>> = std::sync::OnceLock::new();
+    ALL.get_or_init(Mutex::default)
+}
+
+unsafe fn get(address: usize, i: usize, dtype: i32) -> f32 {
+    match dtype {
+        7 => unsafe { *(address as *const f32).add(i) },
+        9 => f32::from_bits(u32::from(unsafe { *(address as *const u16).add(i) }) << 16),
+        _ => panic!("type {dtype}"),
+    }
+}
+unsafe fn put(address: usize, i: usize, dtype: i32, value: f32) {
+    match dtype {
+        7 => unsafe { *(address as *mut f32).add(i) = value },
+        _ => unsafe { *(address as *mut u16).add(i) = (value.to_bits() >> 16) as u16 },
+    }
+}
+
+impl Meeting {
+    /// Returns once all ranks have come; the last computes for all.
+    fn meet(&self, rank: usize, ranks: usize, call: Call) {
+        let mut state = self.state.lock().unwrap();
+        let turn = state.done;
+        state.given.insert(rank, call);
+        if state.given.len() == ranks {
+            let calls: Vec<Call> = (0..ranks).map(|r| state.given[&r].clone()).collect();
+            state.given.clear();
+            unsafe { compute(&calls) };
+            state.done += 1;
+            self.changed.notify_all();
+            return;
+        }
+        drop(self.changed.wait_while(state, |state| state.done == turn).unwrap());
+    }
+}
+
+unsafe fn compute(calls: &[Call]) {
+    let Call { name, count, dtype, op, .. } = calls[0];
+    let ranks = calls.len();
+    let read = |rank: usize, i: usize| unsafe { get(calls[rank].send, i, dtype) };
+    let reduced = |i: usize| {
+        let sum: f32 = (0..ranks).map(|r| read(r, i)).sum();
+        if op == 4 { sum / ranks as f32 } else { sum }
+    };
+    let results: Vec<Vec<f32>> = (0..ranks).map(|rank| match name {
+        "all_reduce" => (0..count).map(reduced).collect(),
+        "reduce_scatter" => (rank * count..(rank + 1) * count).map(reduced).collect(),
+        "all_gather" => (0..ranks).flat_map(|r| (0..count).map(move |i| (r, i))).map(|(r, i)| read(r, i)).collect(),
+        "broadcast" => (0..count).map(|i| read(op as usize, i)).collect(),
+        _ => Vec::new(),
+    }).collect();
+    for (call, values) in calls.iter().zip(results) {
+        for (i, value) in values.into_iter().enumerate() {
+            unsafe { put(call.recv, i, dtype, value) };
+        }
+    }
+}
+
+thread_local! { static GROUP: RefCell<Option<Vec<(usize, Call)>>> = const { RefCell::new(None) }; }
+
+/// Does the calls, one after another, on a thread.
+unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
+    let comm = unsafe { &*(comm as *const Comm) };
+    let Comm { rank, ranks, .. } = *comm;
+    let (meeting, pending, status, last) = (comm.meeting.clone(), comm.pending.clone(), comm.status.clone(), comm.last.clone());
+    pending.fetch_add(1, SeqCst);
+    thread::spawn(move || {
+        let order = last.lock().unwrap();
+        thread::sleep(Duration::from_millis(2));
+        for call in calls {
+            if call.count == 13 { status.store(6, SeqCst) } else { meeting.meet(rank, ranks, call) }
+        }
+        drop(order);
+        pending.fetch_sub(1, SeqCst);
+    });
+    7
+}
+unsafe fn collective(comm: usize, call: Call, stream: usize) -> i32 {
+    if stream != STREAM { return 4 }
+    let noted = GROUP.with_borrow_mut(|group| group.as_mut().map(|calls| calls.push((comm, call.clone()))).is_some());
+    if noted { 0 } else { unsafe { later(comm, vec![call]) } }
+}
+
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommInitRankConfig(comm: *mut *mut c_void, ranks: i32, id: Id, rank: i32, config: *mut Config) -> i32 {
+    let Config { size, magic, version, blocking, cga, min, max, net, split, rest } = unsafe { config.read() };
+    let open = [cga, min, max, split, rest];
+    if (size, magic, version, blocking) != (48, 0xcafebeef, 21800, 0) || !net.is_null() || open != [i32::MIN; 5] { return 4 }
+    let meeting = meetings().lock().unwrap().entry(id.0).or_default().clone();
+    let new = Comm { rank: rank as usize, ranks: ranks as usize, meeting, pending: Arc::default(), status: Arc::default(), last: Arc::default() };
+    let raw = Box::into_raw(Box::new(new));
+    unsafe { *comm = raw.cast() };
+    unsafe { later(raw as usize, vec![Call { name: "init", send: 0, recv: 0, count: 0, dtype: 7, op: 0 }]) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommGetAsyncError(comm: usize, state: *mut i32) -> i32 {
+    let comm = unsafe { &*(comm as *const Comm) };
+    let failed = comm.status.load(SeqCst);
+    unsafe { *state = if failed != 0 { failed } else if comm.pending.load(SeqCst) > 0 { 7 } else { 0 } };
+    0
+}
+#[unsafe(no_mangle)] pub extern "C" fn ncclGetLastError(_: usize) -> *const c_char { c"the stand-in fails at 13\n".as_ptr() }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommFinalize(comm: usize) -> i32 {
+    unsafe { later(comm, vec![Call { name: "finalize", send: 0, recv: 0, count: 0, dtype: 7, op: 0 }]) }
+}
+static ENDED: [AtomicI32; 2] = [AtomicI32::new(0), AtomicI32::new(0)];
+#[unsafe(no_mangle)] pub extern "C" fn ncclCommDestroy(_: usize) -> i32 { ENDED[0].fetch_add(1, SeqCst); 0 }
+#[unsafe(no_mangle)] pub extern "C" fn ncclCommAbort(_: usize) -> i32 { ENDED[1].fetch_add(1, SeqCst); 0 }
+/// How many communicators were destroyed, and how many aborted.
+#[unsafe(no_mangle)] pub extern "C" fn standInEnded(i: usize) -> i32 { ENDED[i].load(SeqCst) }
+
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclAllReduce(send: usize, recv: usize, count: usize, dtype: i32, op: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "all_reduce", send, recv, count, dtype, op }, stream) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclReduceScatter(send: usize, recv: usize, count: usize, dtype: i32, op: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "reduce_scatter", send, recv, count, dtype, op }, stream) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclAllGather(send: usize, recv: usize, count: usize, dtype: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "all_gather", send, recv, count, dtype, op: 0 }, stream) }
+}
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclBroadcast(send: usize, recv: usize, count: usize, dtype: i32, root: i32, comm: usize, stream: usize) -> i32 {
+    unsafe { collective(comm, Call { name: "broadcast", send, recv, count, dtype, op: root }, stream) }
+}
+#[unsafe(no_mangle)] pub extern "C" fn ncclGroupStart() -> i32 { GROUP.set(Some(Vec::new())); 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGroupEnd() -> i32 {
+    let calls = GROUP.take().unwrap();
+    let Some((comm, _)) = calls.first().cloned() else { return 0 };
+    unsafe { later(comm, calls.into_iter().map(|(_, call)| call).collect()) }
+}

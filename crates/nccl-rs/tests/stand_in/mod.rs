@@ -1,0 +1,19 @@
+//! Builds the library that stands in for the CUDA driver and for NCCL.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub fn build(directory: &Path, flags: &[&str]) -> PathBuf {
+    let library = directory.join("libstandin.so");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stand_in/library.rs");
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let status = Command::new(rustc)
+        .args(["--edition=2024", "--crate-type=cdylib", "--check-cfg=cfg(old)", "-Awarnings"])
+        .args(flags)
+        .arg("-o")
+        .args([&library, &source])
+        .status()
+        .unwrap();
+    assert!(status.success());
+    library
+}
