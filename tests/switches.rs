@@ -20,7 +20,8 @@ const CHANNELS: usize = 64;
 fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
     let capacity = Capacity { b: LAYOUT.b, t: LAYOUT.t, training: true, master_weights, recompute };
-    Gpt2::plan(descriptor, capacity, engine)
+    // Three chunks of logits.
+    Gpt2::plan_in_chunks(descriptor, capacity, 13, engine)
 }
 
 /// What two steps leave.

@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(advice(1, nothing, bytes(1, norms)), "--recompute 2 makes it fit");
         // As many as 20 fit without recomputation, more with it, but not as many as asked for.
         let text = advice(64, nothing, bytes(20, nothing));
-        assert!(text.starts_with("the largest that fits is --batch 20, or --batch 2"), "{text}");
+        assert!(text.starts_with("the largest that fits is --batch 20, or --batch 3"), "{text}");
         assert!(text.ends_with(" with --recompute 2"), "{text}");
         assert_eq!(advice(64, norms, bytes(20, norms)), "the largest that fits is --batch 20");
         assert_eq!(advice(64, nothing, bytes(1, norms)), "--batch 1 with --recompute 2 fits");

@@ -22,16 +22,36 @@ impl Group {
 /// One named buffer of the arena.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    pub group: Group,
     pub name: String,
     pub shape: Vec<usize>,
     pub tensor: Tensor,
 }
 
+/// What a buffer is to be: name, shape and storage type.
+pub type Wanted<'a> = (&'a str, &'a [usize], DType);
+
+/// Memory for one buffer, or for several that take turns.
+#[derive(Clone, Debug)]
+pub struct Block {
+    pub group: Group,
+    pub offset: usize,
+    pub bytes: usize,
+    pub entries: Vec<Entry>,
+    /// Entries lie over one another: at no time are all of them in use.
+    pub shared: bool,
+}
+
+impl Block {
+    /// Of its entries.
+    pub fn name(&self) -> String {
+        self.entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(" | ")
+    }
+}
+
 /// Every buffer of a run, laid out one after another in one arena.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
-    entries: Vec<Entry>,
+    blocks: Vec<Block>,
     bytes: usize,
 }
 
@@ -46,9 +66,33 @@ impl Plan {
     /// Adds a buffer of the given shape and returns its handle.
     pub fn add(&mut self, group: Group, name: impl Into<String>, shape: &[usize], dtype: DType) -> Tensor {
         let tensor = Tensor { offset: self.bytes, len: shape.iter().product(), dtype };
-        self.bytes += tensor.bytes().next_multiple_of(ALIGNMENT);
-        self.entries.push(Entry { group, name: name.into(), shape: shape.to_vec(), tensor });
+        let entry = Entry { name: name.into(), shape: shape.to_vec(), tensor };
+        self.push(Block { group, offset: self.bytes, bytes: tensor.bytes(), entries: vec![entry], shared: false });
         tensor
+    }
+
+    /// Adds memory that the phases of a step use in turn, as large as the largest needs it. The buffers of a phase lie side
+    /// by side; what they hold is lost when the next phase writes its own.
+    pub fn share<const N: usize>(&mut self, group: Group, phases: [&[Wanted]; N]) -> [Vec<Tensor>; N] {
+        let (start, mut end, mut entries) = (self.bytes, self.bytes, Vec::new());
+        let tensors = phases.map(|buffers| {
+            let mut offset = start;
+            let mut place = |&(name, shape, dtype): &Wanted| {
+                let tensor = Tensor { offset, len: shape.iter().product(), dtype };
+                end = end.max(offset + tensor.bytes());
+                offset += tensor.bytes().next_multiple_of(ALIGNMENT);
+                entries.push(Entry { name: name.to_owned(), shape: shape.to_vec(), tensor });
+                tensor
+            };
+            buffers.iter().map(&mut place).collect()
+        });
+        self.push(Block { group, offset: start, bytes: end - start, entries, shared: true });
+        tensors
+    }
+
+    fn push(&mut self, block: Block) {
+        self.bytes += block.bytes.next_multiple_of(ALIGNMENT);
+        self.blocks.push(block);
     }
 
     /// Size of the arena.
@@ -56,36 +100,78 @@ impl Plan {
         self.bytes
     }
 
-    pub fn entries(&self) -> &[Entry] {
-        &self.entries
+    /// In ascending order.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
     }
 
     /// Bytes of the buffers of one group.
     pub fn group_bytes(&self, group: Group) -> usize {
-        self.entries.iter().filter(|e| e.group == group).map(|e| e.tensor.bytes()).sum()
+        self.blocks.iter().filter(|block| block.group == group).map(|block| block.bytes).sum()
+    }
+}
+
+fn mib(bytes: usize) -> f64 {
+    bytes as f64 / (1 << 20) as f64
+}
+
+impl Entry {
+    fn row(&self, indent: usize) -> String {
+        let Self { name, shape, tensor } = self;
+        let shape = shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let name = format!("{:indent$}{name}", "");
+        let (shape, dtype) = (format!("({shape})"), tensor.dtype.name());
+        format!("{name:<22} {shape:<28} {dtype:<4} {:>9.1} MiB", mib(tensor.bytes()))
     }
 }
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
         for group in Group::ALL {
-            let of_group = self.entries.iter().filter(|e| e.group == group);
-            for (i, e) in of_group.enumerate() {
+            let of_group = self.blocks.iter().filter(|block| block.group == group);
+            for (i, block) in of_group.enumerate() {
                 if i == 0 {
                     writeln!(f, "{:<44} {:>21.1} MiB", format!("{group:?}"), mib(self.group_bytes(group)))?;
                 }
-                let shape = e.shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-                writeln!(
-                    f,
-                    "  {:<20} {:<28} {:<4} {:>9.1} MiB",
-                    e.name,
-                    format!("({shape})"),
-                    e.tensor.dtype.name(),
-                    mib(e.tensor.bytes())
-                )?;
+                if block.shared {
+                    writeln!(f, "  {:<54} {:>9.1} MiB", "in turn, in the same memory", mib(block.bytes))?;
+                }
+                for entry in &block.entries {
+                    writeln!(f, "{}", entry.row(if block.shared { 4 } else { 2 }))?;
+                }
             }
         }
         write!(f, "{:<44} {:>21.1} MiB", "Total", mib(self.bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phases_share_memory_and_their_buffers_do_not() {
+        let mut plan = Plan::new();
+        let before = plan.add(Group::Activations, "before", &[3], DType::F32);
+        let [one, two] = plan.share(
+            Group::Activations,
+            [
+                &[("a", &[2, 300], DType::F32), ("b", &[7], DType::Bf16)],
+                &[("c", &[5], DType::I32), ("d", &[100], DType::F32)],
+            ],
+        );
+        let after = plan.add(Group::Activations, "after", &[1], DType::F32);
+        assert_eq!((before.offset, one[0].offset, two[0].offset), (0, 1024, 1024));
+        // 2400 bytes of a, then b; 20 bytes of c, then d.
+        assert_eq!((one[1].offset, two[1].offset), (1024 + 3072, 1024 + 1024));
+        assert_eq!((after.offset, plan.bytes()), (1024 + 4096, 1024 + 4096 + 1024));
+        let block = &plan.blocks()[1];
+        assert_eq!((block.offset, block.bytes, block.shared), (1024, 3072 + 14, true));
+        assert_eq!(block.name(), "a | b | c | d");
+        assert_eq!(plan.group_bytes(Group::Activations), 12 + 3072 + 14 + 4);
+        let text = plan.to_string();
+        assert!(text.contains("\n  in turn, in the same memory ") && text.contains("\n    a       "), "{text}");
+        let width = |line: &str| line.len();
+        assert!(text.lines().all(|line| width(line) == width(text.lines().next().unwrap())), "{text}");
     }
 }

@@ -79,6 +79,16 @@ pub struct Problem {
     pub accumulate: bool,
     /// How many products; matrices of one operand follow one another without gaps.
     pub batch: usize,
+    /// Storage type of D where it is not `element`; [`Element::F32`] is the only other one.
+    #[serde(default)]
+    pub output: Option<Element>,
+}
+
+impl Problem {
+    /// Storage type of D.
+    pub(crate) fn stored(&self) -> Element {
+        self.output.unwrap_or(self.element)
+    }
 }
 
 /// Device addresses, all multiples of 16.
@@ -136,6 +146,9 @@ impl fmt::Display for Problem {
         if self.accumulate {
             write!(f, ", accumulated")?;
         }
+        if let Some(output) = self.output {
+            write!(f, " in {output:?}")?;
+        }
         if self.batch != 1 {
             write!(f, ", {} times", self.batch)?;
         }
@@ -157,6 +170,7 @@ mod tests {
         epilogue: Epilogue::Bias,
         accumulate: false,
         batch: 1,
+        output: None,
     };
     const AT: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), aux: None };
 
@@ -187,5 +201,7 @@ mod tests {
     fn a_problem_reads_as_a_product() {
         let text = Problem { accumulate: true, batch: 2, ..FORWARD }.to_string();
         assert_eq!(text, "2304x256 = 2304x768 A^T · 768x256 B, Bf16, epilogue Bias, accumulated, 2 times");
+        let text = Problem { accumulate: true, output: Some(Element::F32), ..FORWARD }.to_string();
+        assert!(text.ends_with("epilogue Bias, accumulated in F32"), "{text}");
     }
 }

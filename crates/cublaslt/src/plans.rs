@@ -1,7 +1,7 @@
 //! Products prepared once and run many times.
 
 use crate::handle::{Handle, Workspace};
-use crate::matmul::{Operands, Problem};
+use crate::matmul::{Element, Operands, Problem};
 use crate::result::{Error, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
@@ -219,7 +219,7 @@ pub(crate) fn candidates(
 /// Descriptors of the product and of A, B and D.
 fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(Owned, [Owned; 3])> {
     let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, batch, .. } = *problem;
-    let mut product = Owned::product(lt, element == crate::Element::Tf32)?;
+    let mut product = Owned::product(lt, element == Element::Tf32)?;
     let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
     product.set(sys::DESC_TRANSA, op(transpose_a))?;
     product.set(sys::DESC_TRANSB, op(transpose_b))?;
@@ -235,7 +235,7 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     product.point_at(operands)?;
 
     let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
-    let layout = |(rows, columns)| -> Result<Owned> {
+    let layout = |element: Element, (rows, columns)| -> Result<Owned> {
         let mut layout = Owned::layout(lt, element.raw(), rows, columns)?;
         if batch != 1 {
             layout.set(sys::LAYOUT_BATCH_COUNT, batch as i32)?;
@@ -243,7 +243,8 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
         }
         Ok(layout)
     };
-    let layouts = [layout(swap_if(transpose_a, (m, k)))?, layout(swap_if(transpose_b, (k, n)))?, layout((m, n))?];
+    let (a, b) = (swap_if(transpose_a, (m, k)), swap_if(transpose_b, (k, n)));
+    let layouts = [layout(element, a)?, layout(element, b)?, layout(problem.stored(), (m, n))?];
     Ok((product, layouts))
 }
 
@@ -271,7 +272,7 @@ fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owne
 mod tests {
     use super::*;
     use crate::Epilogue::{Bias, BiasGradA, BiasGradB, DGelu, DGeluBiasGrad, GeluAuxBias, None as Plain};
-    use crate::{Element, Epilogue, handle};
+    use crate::{Epilogue, handle};
 
     /// Descriptors are host memory, so they can be made without a GPU wherever the library is. Where it is not, the
     /// error is what a user would see.
@@ -299,6 +300,7 @@ mod tests {
                         epilogue,
                         accumulate: false,
                         batch,
+                        output: (transpose_b && epilogue == Plain).then_some(Element::F32),
                     };
                     let at = |used: bool| used.then_some(0x1000);
                     let operands = Operands {
@@ -328,6 +330,7 @@ mod tests {
             epilogue: Epilogue::None,
             accumulate: false,
             batch: 1,
+            output: None,
         };
         let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
         let keys = [
@@ -342,6 +345,7 @@ mod tests {
             (Problem { epilogue: Epilogue::Bias, ..problem }, at),
             (Problem { accumulate: true, ..problem }, at),
             (Problem { batch: 2, ..problem }, at),
+            (Problem { output: Some(Element::F32), ..problem }, at),
             (problem, Operands { b: 0x210, ..at }),
         ];
         let distinct: std::collections::HashSet<_> = keys.iter().map(|(p, o)| (*p, o.alignments())).collect();

@@ -408,8 +408,8 @@ pub trait Engine {
         shape: Linear,
     ) -> Result<()>;
 
-    /// dinp (rows, c) = dout · weight, times gelu'(pre_gelu (rows, c)) if given; dweight (oc, c) += dout^T · inp;
-    /// dbias (oc) += column sums of dout.
+    /// dinp (rows, c) = dout · weight, times gelu'(pre_gelu (rows, c)) if given; dweight (oc, c), float or f32, +=
+    /// dout^T · inp; dbias (oc) += column sums of dout.
     fn matmul_backward(
         &mut self,
         dinp: Tensor,

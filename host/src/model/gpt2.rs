@@ -10,12 +10,17 @@
 //!
 //! The backward pass reads a layer's activations again. What [`Recompute`] names is not kept for it but lies in one buffer
 //! for all layers, and is computed again by the operation that made it: the gradients are the same to the last bit.
+//!
+//! Logits, of which there are V for every token, never exist all at once: [`Gpt2::loss`] takes them in chunks of rows through
+//! one buffer, from the last norm's output to the gradients of that and of wte.
 
 use super::{Descriptor, Param, Params};
 use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
+use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// A model laid out for batches of up to (B, T) tokens: handles into an engine's arena, no memory of its own.
 #[derive(Clone, Debug)]
@@ -28,8 +33,8 @@ pub struct Gpt2 {
     pub batch: Tensor,
     /// (B, T) f32, one loss per token, summed over micro-steps
     pub losses: Tensor,
-    /// (B, T, Vp); gradient after the classifier
-    pub logits: Tensor,
+    /// (chunk rows, Vp); shares memory with what the backward pass of the layers needs.
+    logits: Tensor,
     pub training: Option<Training>,
     encoded: Tensor,
     layers: Vec<Layer>,
@@ -47,6 +52,8 @@ pub struct Training {
     pub master: Option<Tensor>,
     /// (2): mean loss of the step and gradient norm, read together.
     pub stats: Tensor,
+    /// (Vp, C) f32: the gradient of wte while the chunks of a batch add to it, where gradients are not f32.
+    dwte: Option<Tensor>,
     /// (B, T, C): gradient of the residual stream, which every layer adds to.
     dresidual: Tensor,
     /// (B, T, C)
@@ -119,9 +126,32 @@ pub struct Capacity {
     pub recompute: Recompute,
 }
 
+/// Rows of logits at a time: enough that the products of a chunk fill a GPU, and at V = 50,304 in bf16 0.8 GB.
+const CHUNK: usize = 8192;
+
+/// What chunks are rounded up to where they can be: tiles of products are whole then, and addresses aligned.
+const CHUNK_MULTIPLE: usize = 128;
+
+/// `rows` in as few chunks of at most `most` as there can be, all about as large: the rows of the first.
+fn chunk_of(rows: usize, most: usize) -> usize {
+    let chunks = rows.div_ceil(most).max(1);
+    rows.div_ceil(chunks).next_multiple_of(CHUNK_MULTIPLE).min(most)
+}
+
 impl Gpt2 {
     /// Plans every buffer a run needs and returns the handles; nothing is allocated.
     pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> (Self, Plan) {
+        Self::plan_in_chunks(descriptor, capacity, CHUNK, engine)
+    }
+
+    /// As [`plan`](Self::plan), with at most `chunk` rows of logits at a time, or as many as there is memory for anyway if
+    /// those are more.
+    pub fn plan_in_chunks(
+        descriptor: Descriptor,
+        capacity: Capacity,
+        chunk: usize,
+        engine: &mut dyn Engine,
+    ) -> (Self, Plan) {
         let Capacity { b, t, training, master_weights, recompute } = capacity;
         let Descriptor { layers: l, heads, channels: c, .. } = descriptor;
         let vp = descriptor.padded_vocab();
@@ -160,16 +190,22 @@ impl Gpt2 {
         // The stream passes from layer to layer, so a forward pass alone needs two to alternate between.
         let streams = if training { l } else { l.min(2) };
         let residual3 = act("residual3", &[streams, b, t, c], float);
-        let projected = act("projected", &[b, t, c], float);
-        let logits = act("logits", &[b, t, vp], float);
         let losses = act("losses", &[b, t], f32);
-        let gradient = training.then(|| {
-            (
-                act("d residual", &[b, t, c], float),
-                act("d channels", &[b, t, c], float),
-                act("d wide", &[b, t, 4 * c], float),
-            )
-        });
+        let dchannels = training.then(|| act("d channels", &[b, t, c], float));
+        let (stream, wide, dwte) = ([b, t, c], [b, t, 4 * c], [vp, c]);
+        let backward = [("d residual", &stream[..], float), ("d wide", &wide[..], float)];
+        let backward = if training { &backward[..] } else { &[] };
+        let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
+        let backward_bytes = backward_bytes * float.bytes();
+        // In bf16 a sum over chunks would be rounded after each of them.
+        let dwte = (training && float != f32).then_some(("d wte", &dwte[..], f32));
+        let beside = dwte.map_or(0, |_| 4 * vp * c);
+        let free = backward_bytes.saturating_sub(beside) / (vp * float.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
+        let logits = [bt.min(chunk.max(free)), vp];
+        let head: Vec<_> = [("logits", &logits[..], float)].into_iter().chain(dwte).collect();
+        let forward = [("projected", &stream[..], float)];
+        let [forward, head, backward] = plan.share(Group::Activations, [&forward, &head, backward]);
+        let (projected, logits, dwte) = (forward[0], head[0], head.get(1).copied());
         let layers = (0..l)
             .map(|i| {
                 let k = i % kept;
@@ -187,12 +223,13 @@ impl Gpt2 {
             })
             .collect();
 
-        let training = grads.zip(gradient).map(|(grads, (dresidual, dchannels, dwide))| {
+        let training = grads.zip(dchannels).map(|(grads, dchannels)| {
+            let (dresidual, dwide) = (backward[0], backward[1]);
             let mut state = |name| plan.add(Group::Optimizer, name, &[layout.elements()], f32);
             let (m, v) = (state("m"), state("v"));
             let master = (float != f32 && master_weights).then(|| state("master"));
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
-            Training { grads, m, v, master, stats, dresidual, dchannels, dwide, recompute }
+            Training { grads, m, v, master, stats, dwte, dresidual, dchannels, dwide, recompute }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
         let training_scope = training.is_some();
@@ -231,7 +268,7 @@ impl Gpt2 {
         }
     }
 
-    /// Logits (b, t, Vp) of the batch that was loaded with `layout`, which must fit the plan.
+    /// The batch that was loaded with `layout`, which must fit the plan, up to the last norm.
     pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<()> {
         let Descriptor { channels: c, heads, .. } = self.descriptor;
         let rows = layout.b * layout.t;
@@ -279,29 +316,66 @@ impl Gpt2 {
             engine.residual_layernorm_forward(next, residual3, residual2, projected)?;
             residual = residual3;
         }
-        let vp = self.descriptor.padded_vocab();
-        let logits = rows_of(self.logits, vp);
-        engine.matmul_forward(
-            logits,
-            rows_of(self.last_norm.out, c),
-            self.param(Param::Wte, 0),
-            None,
-            None,
-            linear(c, vp),
-        )
+        Ok(())
     }
 
-    /// Adds each token's loss to `losses`; with `dloss`, logits become their gradient.
+    /// Rows of logits that there is room for.
+    pub fn chunk(&self) -> usize {
+        self.logits.len / self.descriptor.padded_vocab()
+    }
+
+    /// Logits (rows, Vp) of some rows of the batch, as many as [`chunk`](Self::chunk) at most, after a forward pass. They last
+    /// until the next operation of the model.
+    ///
+    /// # Panics
+    /// If there are more.
+    pub fn logits(&self, engine: &mut dyn Engine, rows: Range<usize>) -> Result<Tensor> {
+        let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
+        let (first, rows) = (rows.start, rows.len());
+        let logits = self.logits.slice(0, rows * vp);
+        let normed = self.last_norm.out.slice(first * c, rows * c);
+        engine.matmul_forward(logits, normed, self.param(Param::Wte, 0), None, None, Linear { rows, c, oc: vp })?;
+        Ok(logits)
+    }
+
+    /// Adds each token's loss to `losses`, after a forward pass. With `dloss`, its factor in what is differentiated, begins the
+    /// backward pass as well: adds the gradient of wte as the head, and leaves that of the last norm's output.
     pub fn loss(&self, engine: &mut dyn Engine, layout: BatchLayout, dloss: Option<f32>) -> Result<()> {
-        let rows = layout.b * layout.t;
-        let (v, vp) = (self.descriptor.vocab, self.descriptor.padded_vocab());
-        let targets = layout.tensor(self.batch, layout.targets());
-        engine.classifier(self.logits.slice(0, rows * vp), self.losses.slice(0, rows), targets, v, vp, dloss)
+        let Descriptor { channels: c, vocab: v, .. } = self.descriptor;
+        let vp = self.descriptor.padded_vocab();
+        let (rows, targets) = (layout.b * layout.t, layout.tensor(self.batch, layout.targets()));
+        let training = dloss.map(|_| self.training()).transpose()?;
+        let dwte = |training: &Training| self.layout.of(training.grads, Param::Wte, 0);
+        if let Some(training) = training
+            && let Some(sum) = training.dwte
+        {
+            engine.cast(sum, dwte(training))?;
+        }
+        let chunk = chunk_of(rows, self.chunk());
+        for first in (0..rows).step_by(chunk) {
+            let rows = chunk.min(rows - first);
+            let logits = self.logits(engine, first..first + rows)?;
+            engine.classifier(logits, self.losses.slice(first, rows), targets.slice(first, rows), v, vp, dloss)?;
+            if let Some(training) = training {
+                let of = |tensor: Tensor| tensor.slice(first * c, rows * c);
+                let (dnormed, normed) = (of(training.dchannels), of(self.last_norm.out));
+                let (sum, wte) = (training.dwte.unwrap_or_else(|| dwte(training)), self.param(Param::Wte, 0));
+                engine.matmul_backward(dnormed, sum, None, logits, normed, wte, None, Linear { rows, c, oc: vp })?;
+            }
+        }
+        match training {
+            Some(training) => training.dwte.map_or(Ok(()), |sum| engine.cast(dwte(training), sum)),
+            None => Ok(()),
+        }
     }
 
-    /// Adds the gradients of all parameters, from the logits' gradient that [`loss`](Self::loss) left.
+    fn training(&self) -> Result<&Training> {
+        self.training.as_ref().context("this model was planned for inference only")
+    }
+
+    /// Adds the gradients of all parameters, from what [`loss`](Self::loss) left.
     pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
-        let Some(training) = &self.training else { anyhow::bail!("this model was planned for inference only") };
+        let training = self.training()?;
         let Descriptor { channels: c, heads, .. } = self.descriptor;
         let rows = layout.b * layout.t;
         let shape = Heads { b: layout.b, t: layout.t, heads, head_size: self.descriptor.head_size() };
@@ -311,11 +385,7 @@ impl Gpt2 {
         let dresidual = rows_of(training.dresidual, c);
         let dchannels = rows_of(training.dchannels, c);
 
-        let vp = self.descriptor.padded_vocab();
-        let dlogits = rows_of(self.logits, vp);
         let lnf = self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows);
-        let (wte, dwte) = (self.param(Param::Wte, 0), grad(Param::Wte, 0));
-        engine.matmul_backward(dchannels, dwte, None, dlogits, lnf.out, wte, None, linear(c, vp))?;
         engine.zero(dresidual)?;
         let last = rows_of(self.layers[self.layers.len() - 1].residual3, c);
         engine.layernorm_backward(dresidual, grad(Param::Lnfw, 0), grad(Param::Lnfb, 0), dchannels, last, lnf)?;
@@ -354,13 +424,13 @@ impl Gpt2 {
             engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
             engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;
         }
-        engine.encoder_backward(dwte, grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)
+        engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)
     }
 
     /// Clips the gradients' global norm and applies AdamW; `settings.weight_decay` to matrices and embeddings only.
     /// Leaves the sum of `losses` in stats[0] and the norm in stats[1].
     pub fn update(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
-        let Some(training) = &self.training else { anyhow::bail!("this model was planned for inference only") };
+        let training = self.training()?;
         let norm = training.stats.slice(1, 1);
         engine.sum(training.stats.slice(0, 1), self.losses)?;
         engine.global_norm(norm, training.grads)?;
@@ -379,5 +449,29 @@ impl Gpt2 {
             engine.adamw(optimized, norm, &AdamW { weight_decay, seed, ..*settings })?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_few_and_about_equal() {
+        let chunks = |rows, most| {
+            let chunk = chunk_of(rows, most);
+            (chunk, rows.div_ceil(chunk))
+        };
+        assert_eq!(chunks(65_536, 8192), (8192, 8));
+        assert_eq!(chunks(9 * 1024, 8192), (4608, 2));
+        assert_eq!(chunks(17 * 1024, 8192), (5888, 3));
+        assert_eq!(chunks(100, 8192), (128, 1));
+        assert_eq!(chunks(51, 10), (10, 6));
+        for rows in 1..300 {
+            for most in 1..150 {
+                let (chunk, n) = chunks(rows, most);
+                assert!(chunk <= most && n == rows.div_ceil(most), "{rows} in {n} chunks of {chunk}");
+            }
+        }
     }
 }

@@ -17,6 +17,7 @@ pub fn edge() -> Vec<Case> {
         cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
         cases.extend([matmul_forward(shape, false, false), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
+        cases.push(head_backward(shape));
     }
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1)] {
         for head_size in [64, 80, 96, 128] {
@@ -44,6 +45,7 @@ pub fn model() -> Vec<Case> {
         let shape = Linear { rows, c, oc };
         cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
+        cases.push(head_backward(shape));
     }
     for (b, t, heads, head_size) in [(1, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128)] {
         let shape = Heads { b, t, heads, head_size };
@@ -68,7 +70,7 @@ pub fn bench() -> Vec<Case> {
         residual_layernorm_forward(rows, c),
         layernorm_backward(rows, c),
         residual_forward(rows * c),
-        classifier(rows / 4, 50257, 50304, true),
+        classifier(rows / 8, 50257, 50304, true),
         global_norm(124_475_904),
         adamw(124_475_904),
         sum(rows),
@@ -79,8 +81,8 @@ pub fn bench() -> Vec<Case> {
     for (c, oc, gelu) in [(768, 2304, false), (768, 768, false), (768, 3072, false), (3072, 768, true)] {
         cases.push(matmul_backward(Linear { rows, c, oc }, true, gelu));
     }
-    let head = Linear { rows: rows / 4, c, oc: 50304 };
-    cases.extend([matmul_forward(head, false, false), matmul_backward(head, false, false)]);
+    let head = Linear { rows: rows / 8, c, oc: 50304 };
+    cases.extend([matmul_forward(head, false, false), head_backward(head)]);
     for (b, t, heads, head_size) in [(64, 1024, 12, 64), (16, 4096, 12, 64), (16, 4096, 16, 128)] {
         let shape = Heads { b, t, heads, head_size };
         cases.extend([attention_forward(shape), attention_backward(shape)]);
@@ -288,6 +290,14 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
         e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu.then(|| x[6]), shape)
     })
+}
+
+/// As the model's head has it: no bias, and a weight gradient in f32 whatever the engine's type.
+fn head_backward(shape: Linear) -> Case {
+    let mut case = matmul_backward(shape, false, false);
+    case.operands[1].dtype = Some(DType::F32);
+    case.shape += " to f32";
+    case
 }
 
 fn heads_scope(shape: Heads) -> Scope {

@@ -153,9 +153,11 @@ impl<'a> Verification<'a> {
         let (v, vp) = (self.model.descriptor.vocab, self.model.descriptor.padded_vocab());
         let rows = self.layout.b * self.layout.t;
         let mut difference = Difference::default();
-        for row in (0..rows).step_by(ROWS) {
-            let rows = ROWS.min(rows - row);
-            let got = self.engine.read(self.model.logits.slice(row * vp, rows * vp))?;
+        let chunk = ROWS.min(self.model.chunk());
+        for row in (0..rows).step_by(chunk) {
+            let rows = chunk.min(rows - row);
+            let logits = self.model.logits(self.engine, row..row + rows)?;
+            let got = self.engine.read(logits)?;
             let want = self.state.floats(rows * v)?;
             for (got, want) in got.chunks(vp).zip(want.chunks(v)) {
                 difference.add(&got[..v], want);

@@ -97,12 +97,12 @@ impl Executor for Emulated {
         self.tensor_maps.clear();
         self.memory = Memory::new();
         let mut arena = Arena::default();
-        for entry in plan.entries() {
-            let bytes = entry.tensor.bytes();
-            let zeroed = !self.checked || matches!(entry.group, Group::Parameters | Group::Optimizer);
+        for block in plan.blocks() {
+            let (name, bytes) = (block.name(), block.bytes);
+            let zeroed = !self.checked || matches!(block.group, Group::Parameters | Group::Optimizer);
             let view: GlobalMut<u8> =
-                if zeroed { self.memory.zeroed(&entry.name, bytes) } else { self.memory.output(&entry.name, bytes) };
-            arena.add(entry.tensor.offset, bytes, view.pointer());
+                if zeroed { self.memory.zeroed(&name, bytes) } else { self.memory.output(&name, bytes) };
+            arena.add(block.offset, bytes, view.pointer());
         }
         Ok(arena)
     }

@@ -7,7 +7,6 @@ use bytemuck::Pod;
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use cuda_std::emulate::Memory;
 use cuda_std::{GlobalMut, bf16};
-use std::marker::PhantomData;
 
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
@@ -16,46 +15,52 @@ const CUBIC: f32 = 0.044_715;
 /// what it reads was never written.
 pub fn run(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
     match problem.element {
-        Element::Bf16 => typed::<bf16>(problem, operands, memory),
-        Element::F32 | Element::Tf32 => typed::<f32>(problem, operands, memory),
+        Element::Bf16 if problem.output.is_some() => typed::<bf16, f32>(problem, operands, memory),
+        Element::Bf16 => typed::<bf16, bf16>(problem, operands, memory),
+        Element::F32 | Element::Tf32 => typed::<f32, f32>(problem, operands, memory),
     }
     .with_context(|| format!("matrix product {problem}"))
 }
 
-/// Matrices of `T` by device address.
-struct Matrices<'a, T> {
+/// Matrices by device address.
+struct Matrices<'a> {
     memory: &'a mut Memory,
-    element: PhantomData<T>,
 }
 
-impl<T: cuda_std::Element + Pod> Matrices<'_, T> {
-    fn view(address: u64, start: usize) -> GlobalMut<T> {
+/// What a matrix is stored as.
+trait Stored: cuda_std::Element + Pod {}
+impl Stored for f32 {}
+impl Stored for bf16 {}
+
+impl Matrices<'_> {
+    fn view<T: Stored>(address: u64, start: usize) -> GlobalMut<T> {
         GlobalMut::from_address(address).skip(start)
     }
 
     /// Elements `start .. start + len`, widened.
-    fn fetch(&self, name: &'static str, address: u64, start: usize, len: usize) -> Result<Vec<f32>> {
-        let values = self.memory.slice(Self::view(address, start).reader(), len).context(name)?;
+    fn fetch<T: Stored>(&self, name: &'static str, address: u64, start: usize, len: usize) -> Result<Vec<f32>> {
+        let values = self.memory.slice(Self::view::<T>(address, start).reader(), len).context(name)?;
         Ok(values.iter().map(|value| value.to_f32()).collect())
     }
 
-    fn store(&mut self, name: &'static str, address: u64, start: usize, values: &[f32]) -> Result<()> {
+    fn store<T: Stored>(&mut self, name: &'static str, address: u64, start: usize, values: &[f32]) -> Result<()> {
         let rounded: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
         self.memory.write(Self::view(address, start), &rounded).context(name)
     }
 }
 
-fn typed<T: cuda_std::Element + Pod>(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
+/// A, B and what the epilogue reads and writes are of `T`, D is of `Out`.
+fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
     let Problem { m, n, k, batch, epilogue, .. } = *problem;
-    let mut matrices = Matrices::<T> { memory, element: PhantomData };
+    let mut matrices = Matrices { memory };
     let (bias, aux) = (operands.bias.unwrap_or_default(), operands.aux.unwrap_or_default());
     // The matrices of a batch follow one another.
     for i in 0..batch {
-        let a = matrices.fetch("A", operands.a, i * m * k, m * k)?;
-        let b = matrices.fetch("B", operands.b, i * k * n, k * n)?;
+        let a = matrices.fetch::<T>("A", operands.a, i * m * k, m * k)?;
+        let b = matrices.fetch::<T>("B", operands.b, i * k * n, k * n)?;
         let mut d = vec![0.0; m * n];
         if problem.accumulate {
-            d = matrices.fetch("D", operands.d, i * m * n, m * n)?;
+            d = matrices.fetch::<Out>("D", operands.d, i * m * n, m * n)?;
         }
         if problem.element == Element::Tf32 {
             let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();
@@ -66,32 +71,32 @@ fn typed<T: cuda_std::Element + Pod>(problem: &Problem, operands: &Operands, mem
         let (a_column, a_row, b_column, b_row) = strides(problem);
         match epilogue {
             Epilogue::None => {}
-            Epilogue::Bias => add_bias(&mut d, &matrices.fetch("bias", bias, 0, m)?),
+            Epilogue::Bias => add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?),
             Epilogue::GeluAuxBias => {
-                add_bias(&mut d, &matrices.fetch("bias", bias, 0, m)?);
-                matrices.store("auxiliary matrix", aux, i * m * n, &d)?;
+                add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?);
+                matrices.store::<T>("auxiliary matrix", aux, i * m * n, &d)?;
                 for x in &mut d {
                     *x = gelu(*x);
                 }
             }
             Epilogue::DGelu | Epilogue::DGeluBiasGrad => {
-                let aux = matrices.fetch("auxiliary matrix", aux, i * m * n, m * n)?;
+                let aux = matrices.fetch::<T>("auxiliary matrix", aux, i * m * n, m * n)?;
                 d.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux));
                 if epilogue == Epilogue::DGeluBiasGrad {
                     let sum = |row: usize| (0..n).map(|column| d[column * m + row]).sum();
-                    matrices.store("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
+                    matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
                 }
             }
             Epilogue::BiasGradA => {
                 let sum = |row: usize| (0..k).map(|i| a[i * a_column + row * a_row]).sum();
-                matrices.store("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
+                matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
             }
             Epilogue::BiasGradB => {
                 let sum = |column: usize| (0..k).map(|i| b[column * b_column + i * b_row]).sum();
-                matrices.store("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
+                matrices.store::<T>("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
             }
         }
-        matrices.store("D", operands.d, i * m * n, &d)?;
+        matrices.store::<Out>("D", operands.d, i * m * n, &d)?;
     }
     Ok(())
 }

@@ -30,7 +30,7 @@ impl KernelProduct {
             _ => return None,
         };
         let shape = Shape { m: problem.n, n: problem.m, k: problem.k };
-        let plain = problem.element == Element::Bf16 && problem.batch == 1;
+        let plain = problem.element == Element::Bf16 && problem.batch == 1 && problem.output.is_none();
         let overwrites = !problem.transpose_b && !problem.accumulate;
         (plain && overwrites && shape.is_possible()).then_some(Self { product, shape, operands: *operands })
     }

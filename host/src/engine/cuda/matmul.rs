@@ -64,6 +64,7 @@ pub(super) fn forward<T: Float>(
         },
         accumulate: false,
         batch: 1,
+        output: None,
     };
     let operands = Operands {
         a: cuda.operand("weight", weight, oc * c)?,
@@ -121,6 +122,7 @@ pub(super) fn backward<T: Float>(
         epilogue: if fused.is_some() { Epilogue::DGelu } else { Epilogue::None },
         accumulate: false,
         batch: 1,
+        output: None,
     };
     let operands = Operands {
         a: cuda.operand("weight", weight, oc * c)?,
@@ -144,11 +146,16 @@ pub(super) fn backward<T: Float>(
         epilogue: Epilogue::None,
         accumulate: true,
         batch: 1,
+        output: (dweight.dtype != T::DTYPE).then_some(Element::F32),
     };
     let operands = Operands {
         a: cuda.operand("inp", inp, rows * c)?,
         b: dout,
-        d: cuda.operand("dweight", dweight, oc * c)?,
+        d: if problem.output.is_some() {
+            cuda.arena.address::<f32>("dweight", dweight, oc * c)?.addr() as u64
+        } else {
+            cuda.operand("dweight", dweight, oc * c)?
+        },
         bias: None,
         aux: None,
     };

@@ -80,6 +80,7 @@ mod tests {
             epilogue: Epilogue::Bias,
             accumulate: false,
             batch: 1,
+            output: None,
         };
         let library = cublaslt::Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) };
         Choice { library, kernel: (algo == 1).then_some(192), kernel_wins: algo == 1 }

@@ -1,0 +1,168 @@
+//! Logits exist a chunk of rows at a time: losses and gradients are those of one large chunk.
+
+use host::engine::cpu::Cpu;
+use host::engine::cuda::{Precision, emulated, emulated_checked};
+use host::engine::{BatchLayout, Engine};
+use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use host::plan::Plan;
+use host::train::initialise;
+
+const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
+const ROWS: usize = LAYOUT.b * LAYOUT.t;
+const VOCAB: usize = 300;
+
+fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Gpt2, Plan) {
+    let descriptor = Descriptor::new(2, 1, 64, 24, VOCAB).unwrap();
+    let capacity =
+        Capacity { b: LAYOUT.b, t: LAYOUT.t, training, master_weights: true, recompute: Recompute::GeluAndNorms };
+    Gpt2::plan_in_chunks(descriptor, capacity, chunk, engine)
+}
+
+fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
+    let (model, plan) = planned(engine, chunk, training);
+    assert_eq!(model.chunk(), chunk);
+    engine.allocate(&plan).unwrap();
+    initialise(&model, engine, 42).unwrap();
+    let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+    for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
+        *word = (i * i % VOCAB) as i32;
+    }
+    LAYOUT.sort(&mut words);
+    engine.load_batch(model.batch, LAYOUT, words).unwrap();
+    engine.zero(model.losses).unwrap();
+    model
+}
+
+/// What two micro-steps leave.
+struct Trained {
+    losses: Vec<f32>,
+    grads: Vec<f32>,
+    /// Of wte, by the head alone, of the first of them.
+    dwte: Vec<f32>,
+}
+
+fn trained(engine: &mut dyn Engine, chunk: usize) -> Trained {
+    let model = loaded(engine, chunk, true);
+    let grads = model.training.unwrap().grads;
+    engine.zero(grads).unwrap();
+    let mut dwte = Vec::new();
+    for step in 0..2 {
+        model.forward(engine, LAYOUT).unwrap();
+        model.loss(engine, LAYOUT, Some(1.0 / ROWS as f32)).unwrap();
+        if step == 0 {
+            dwte = engine.read(model.layout.of(grads, Param::Wte, 0)).unwrap();
+        }
+        model.backward(engine, LAYOUT, step).unwrap();
+    }
+    Trained { losses: engine.read(model.losses).unwrap(), grads: engine.read(grads).unwrap(), dwte }
+}
+
+/// Distance in units of the length of `b`.
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+    let length = squares(&mut b.iter().map(|&b| f64::from(b)));
+    assert!(length > 0.0);
+    (squares(&mut a.iter().zip(b).map(|(&a, &b)| f64::from(a) - f64::from(b))) / length).sqrt()
+}
+
+fn same_share(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).filter(|(a, b)| a.to_bits() == b.to_bits()).count() as f64 / a.len() as f64
+}
+
+/// Chunks that divide the rows, that leave a rest, of one row.
+const CHUNKS: [usize; 3] = [17, 20, 1];
+
+#[test]
+fn losses_and_gradients_are_those_of_one_chunk_in_f32() {
+    for engine in [|| Box::new(Cpu::new()) as Box<dyn Engine>, || emulated(Precision::Fp32, false)] {
+        let whole = trained(&mut *engine(), ROWS);
+        for chunk in CHUNKS {
+            let parts = trained(&mut *engine(), chunk);
+            // The sums over rows are in another order, and products of other shapes may be.
+            for (parts, whole) in [(&parts.losses, &whole.losses), (&parts.grads, &whole.grads)] {
+                assert!(distance(parts, whole) < 1e-6, "chunks of {chunk}: {:e}", distance(parts, whole));
+            }
+        }
+    }
+}
+
+/// The sum over chunks is rounded to bf16 once: after 51 roundings hardly an element would be the same.
+#[test]
+fn chunks_cost_no_roundings_in_bf16() {
+    let exact = trained(&mut Cpu::new(), ROWS);
+    for hopper in [false, true] {
+        let whole = trained(&mut *emulated(Precision::Bf16, hopper), ROWS);
+        for chunk in CHUNKS {
+            let parts = trained(&mut *emulated(Precision::Bf16, hopper), chunk);
+            let what = format!("chunks of {chunk}, hopper {hopper}");
+            assert!(same_share(&parts.losses, &whole.losses) > 0.9, "{what}");
+            assert!(distance(&parts.losses, &whole.losses) < 1e-5, "{what}");
+            let (same, error) = (same_share(&parts.dwte, &whole.dwte), distance(&parts.dwte, &exact.dwte));
+            assert!(same > 0.98, "{what}: {same} of dwte is the same");
+            assert!(error < 1.02 * distance(&whole.dwte, &exact.dwte), "{what}: {error}");
+            assert!(distance(&parts.grads, &whole.grads) < 4e-3, "{what}: {}", distance(&parts.grads, &whole.grads));
+        }
+    }
+}
+
+/// Every access of every kernel watched, in memory that phases share.
+#[test]
+fn chunks_are_free_of_faults() {
+    let expected = trained(&mut Cpu::new(), ROWS);
+    let got = trained(&mut *emulated_checked(Precision::Bf16, true), 20);
+    assert!(distance(&got.grads, &expected.grads) < 2e-2, "{}", distance(&got.grads, &expected.grads));
+}
+
+#[test]
+fn a_forward_pass_alone_has_the_same_losses_and_logits() {
+    let run = |training, chunk| {
+        let engine = &mut Cpu::new();
+        let model = loaded(engine, chunk, training);
+        model.forward(engine, LAYOUT).unwrap();
+        let (mut logits, vp) = (Vec::new(), model.descriptor.padded_vocab());
+        for first in (0..ROWS).step_by(chunk) {
+            let rows = model.logits(engine, first..ROWS.min(first + chunk)).unwrap();
+            logits.extend(engine.read(rows).unwrap());
+        }
+        model.loss(engine, LAYOUT, None).unwrap();
+        let losses = engine.read(model.losses).unwrap();
+        for (row, &loss) in losses.iter().enumerate() {
+            let logits = &logits[row * vp..][..VOCAB];
+            let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
+            let target = (row + ROWS).pow(2) % VOCAB;
+            assert!((sum.ln() - f64::from(logits[target]) - f64::from(loss)).abs() < 1e-4, "row {row}");
+        }
+        losses
+    };
+    let whole = run(true, ROWS);
+    assert!(distance(&run(false, ROWS), &whole) < 1e-6);
+    for chunk in CHUNKS {
+        assert!(distance(&run(false, chunk), &whole) < 1e-6);
+    }
+    let engine = &mut Cpu::new();
+    let model = loaded(engine, 20, false);
+    model.forward(engine, LAYOUT).unwrap();
+    let text = model.loss(engine, LAYOUT, Some(1.0)).unwrap_err().to_string();
+    assert_eq!(text, "this model was planned for inference only");
+}
+
+/// GPT-2 124M at B = 64, T = 1024 on a GPU: all logits would take 6.1 GiB alone.
+#[test]
+fn memory_holds_one_chunk() {
+    let mut engine = emulated(Precision::Bf16, true);
+    let descriptor: Descriptor = "d12".parse().unwrap();
+    let mut plan = |b, training| {
+        let capacity = Capacity { b, t: 1024, training, master_weights: true, recompute: Recompute::Nothing };
+        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+        (model.chunk(), plan.bytes())
+    };
+    let (chunk, bytes) = plan(64, true);
+    assert_eq!(chunk, 8192);
+    assert!(bytes < 24_000_000_000, "{bytes}");
+    assert_eq!([3, 8, 9].map(|b| plan(b, true).0), [3072, 8192, 8192]);
+    let without = plan(64, false);
+    assert_eq!(without.0, 8192);
+    // Twice the batch is not twice the logits.
+    assert!(2 * without.1 - plan(128, false).1 > 8192 * 50304 * 2);
+}
