@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Makes the reference files of tests/data with PyTorch: a small GPT-2 in llm.c's formats.
 
-    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py NAME FOLDER
+    ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py NAME FOLDER [DEVICE]
     ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py --normal
 
 The first writes, for NAME = tiny (or one of the other SHAPES below)
     tiny.bin              model, fp32 (version 3)
     tiny_debug_state.bin  inputs, targets, logits, loss and the gradient of every parameter
     tiny_losses.json      losses and gradient norms of ten AdamW steps on that batch, for several settings
-All is computed in double precision and stored in single. The second prints CRC-32s of normally distributed tensors.
+All is computed in double precision, on DEVICE (cpu, or cuda for large ones), and stored in single. The second prints
+CRC-32s of normally distributed tensors.
 Without ATEN_CPU_CAPABILITY=default PyTorch draws normal values with vector instructions, which round otherwise.
 """
 
@@ -73,7 +74,7 @@ def forward(p, x):
     norm = lambda h, w, b: F.layer_norm(h, (C,), w, b, 1e-5)
     heads = lambda a: a.view(*x.shape, NH, C // NH).transpose(1, 2)
     steps = x.shape[1]
-    future = torch.ones(steps, steps, dtype=torch.bool).triu(1)
+    future = torch.ones(steps, steps, dtype=torch.bool, device=x.device).triu(1)
     h = p["wte"][x] + p["wpe"][:steps]
     for l in range(L):
         w = lambda name: p[name][l]
@@ -91,7 +92,7 @@ def loss_of(logits, y):
 
 
 def train(parameters, x, y, settings):
-    p = {name: value.double().clone().requires_grad_() for name, value in parameters.items()}
+    p = {name: value.double().to(x.device, copy=True).requires_grad_() for name, value in parameters.items()}
     groups = [
         {"params": [p[n] for n in ORDER if n in DECAYED], "weight_decay": settings["weight_decay"]},
         {"params": [p[n] for n in ORDER if n not in DECAYED], "weight_decay": 0.0},
@@ -118,10 +119,10 @@ def header(*values):
 
 
 def single(tensor):
-    return tensor.detach().to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
+    return tensor.detach().cpu().to(torch.float32).contiguous().numpy().astype("<f4").tobytes()
 
 
-def write_reference(name, folder):
+def write_reference(name, folder, device):
     generator = torch.Generator().manual_seed(42)
     parameters = make_parameters(generator)
     tokens = torch.randint(0, V, (B * T + 1,), generator=generator)
@@ -129,11 +130,12 @@ def write_reference(name, folder):
     body = b"".join(single(parameters[name]) for name in ORDER)
     (folder / f"{name}.bin").write_bytes(header(20240326, 3, MAX_T, V, L, NH, C, VP) + body)
 
-    p = {name: value.double().requires_grad_() for name, value in parameters.items()}
+    x, y = x.to(device), y.to(device)
+    p = {name: value.double().to(device).requires_grad_() for name, value in parameters.items()}
     logits = forward(p, x)
     loss = loss_of(logits, y)
     loss.backward()
-    ints = lambda t: t.numpy().astype("<i4").tobytes()
+    ints = lambda t: t.cpu().numpy().astype("<i4").tobytes()
     state = [header(20240327, 2, B, T), ints(x), ints(y), single(logits), single(loss)]
     state += [single(p[name].grad) for name in ORDER]
     (folder / f"{name}_debug_state.bin").write_bytes(b"".join(state))
@@ -152,8 +154,8 @@ def print_normal():
 if __name__ == "__main__":
     if sys.argv[1:] == ["--normal"]:
         print_normal()
-    elif len(sys.argv) == 3 and sys.argv[1] in SHAPES:
+    elif len(sys.argv) in (3, 4) and sys.argv[1] in SHAPES:
         (L, NH, C, V, VP, MAX_T, B, T), SCALE = SHAPES[sys.argv[1]]
-        write_reference(sys.argv[1], Path(sys.argv[2]))
+        write_reference(sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["cpu"])[0])
     else:
         sys.exit(__doc__)

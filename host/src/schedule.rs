@@ -1,7 +1,7 @@
 //! Learning rates over a run.
 
 use serde::{Deserialize, Serialize};
-use std::f32::consts::PI;
+use std::f64::consts::PI;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -35,16 +35,21 @@ impl Schedule {
         if kind == Kind::Constant {
             return peak;
         }
+        // The order of operations is llm.c's, to the last bit.
         if step < warmup {
-            return peak * (step + 1) as f32 / warmup as f32;
+            let (done, all) = ((step + 1) as f32, warmup as f32);
+            return if kind == Kind::Wsd { peak * (done / all) } else { peak * done / all };
         }
         let last = peak * final_fraction;
         let share = |from: usize| ((step - from) as f32 / steps.saturating_sub(from).max(1) as f32).min(1.0);
         match kind {
-            Kind::Cosine => last + 0.5 * (1.0 + (PI * share(warmup)).cos()) * (peak - last),
+            Kind::Cosine => {
+                let angle = (PI * f64::from(share(warmup))) as f32;
+                last + 0.5 * (1.0 + angle.cos()) * (peak - last)
+            }
             Kind::Linear => peak - share(warmup) * (peak - last),
             Kind::Wsd => {
-                let decay = (0.8 * steps as f64) as usize;
+                let decay = (0.8 * steps as f32) as usize;
                 if step < decay { peak } else { last + (1.0 - share(decay).sqrt()) * (peak - last) }
             }
             Kind::Constant => peak,
@@ -78,6 +83,30 @@ mod tests {
             &rates(Kind::Wsd, &[0, 10, 87, 88, 99, 110]),
             &[0.1, 1.0, 1.0, 1.0, 0.1 + 0.9 * (1.0 - 0.5f32.sqrt()), 0.1],
         );
+    }
+
+    /// Computed by llm.c's own code, at these steps of 100.
+    #[test]
+    fn the_bits_are_llm_cs() {
+        let steps = [0, 1, 6, 7, 8, 40, 79, 80, 81, 99, 100];
+        let peak = 0x3a1d4952;
+        let rates = |kind| {
+            let schedule = Schedule { kind, peak: 6e-4, warmup: 7, steps: 100, final_fraction: 0.1 };
+            steps.map(|step| schedule.at(step).to_bits())
+        };
+        let cosine = [
+            0x38b3c182, 0x3933c182, peak, peak, 0x3a1d3efc, 0x39eb5b34, 0x390336c2, 0x38fa374c, 0x38ee8229, 0x387c4dea,
+            0x387ba883,
+        ];
+        assert_eq!(rates(Kind::Cosine), cosine);
+        let linear = [
+            0x38b3c182, 0x3933c182, peak, peak, 0x3a1bc3a8, 0x39d61cca, 0x393ec5f0, 0x3938af46, 0x3932989e, 0x388a0190,
+            0x387ba880,
+        ];
+        assert_eq!(rates(Kind::Linear), linear);
+        assert_eq!(rates(Kind::Constant), [peak; 11]);
+        let wsd = [0x38b3c183, 0x3933c183, peak, peak, peak, peak, peak, peak, 0x39fb4429, 0x389a80f5, 0x387ba883];
+        assert_eq!(rates(Kind::Wsd), wsd);
     }
 
     #[test]

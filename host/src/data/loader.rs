@@ -318,17 +318,6 @@ mod tests {
     }
 
     #[test]
-    fn permutations_are_llm_cs() {
-        // Shards first, then the first shard's samples, from one generator.
-        let mut rng = Mt19937::new(42);
-        let (mut shards, mut samples): (Vec<u32>, Vec<u32>) = ((0..4).collect(), (0..4).collect());
-        rng.shuffle(&mut shards);
-        rng.shuffle(&mut samples);
-        let expected = shards[0] as usize * SHARD_TOKENS + samples[0] as usize * B * T;
-        assert_eq!(batch(&mut loaders(1, Some(42))[0])[0], expected as i32);
-    }
-
-    #[test]
     fn a_position_brings_back_the_batches_that_followed_it() {
         for shuffle in [None, Some(7)] {
             let mut loader = loaders(1, shuffle).remove(0);
