@@ -5,6 +5,7 @@ use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
+use host::guards::Limits;
 use host::log::Log;
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::rng::Mt19937;
@@ -31,6 +32,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0 },
         weight_decay: 0.1,
         clip: 1.0,
+        limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: Some(1),
         val_batches: 1,
         sample_every: None,

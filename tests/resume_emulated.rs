@@ -9,6 +9,7 @@ use host::checkpoint::{RunState, fingerprint};
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cuda::{Precision, emulated};
+use host::guards::Limits;
 use host::log::Log;
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::rng::Mt19937;
@@ -43,17 +44,14 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
     };
     let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
     let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
-    let state = match checkpoint {
-        Some(checkpoint) => {
-            let mut notes = Vec::new();
-            let state = checkpoint.load(&model, &mut *engine, &mut loader, 32, false, &mut notes).unwrap();
-            assert!(notes.is_empty(), "{notes:?}");
-            state
-        }
-        None => {
-            initialise(&model, &mut *engine, 42).unwrap();
-            RunState::fresh(loader.position())
-        }
+    let state = if let Some(checkpoint) = checkpoint {
+        let mut notes = Vec::new();
+        let state = checkpoint.load(&model, &mut *engine, &mut loader, 32, false, &mut notes).unwrap();
+        assert!(notes.is_empty(), "{notes:?}");
+        state
+    } else {
+        initialise(&model, &mut *engine, 42).unwrap();
+        RunState::fresh(loader.position())
     };
     let log = match resumed {
         Some(step) => Log::resume(out, step, true).unwrap(),
@@ -65,6 +63,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         schedule: Schedule { kind: Kind::Constant, peak: 1e-2, warmup: 0, steps: STEPS, final_fraction: 1.0 },
         weight_decay: 0.1,
         clip: 1.0,
+        limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: None,
         val_batches: 0,
         sample_every: None,

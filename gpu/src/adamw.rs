@@ -5,7 +5,9 @@
 //! average. Without masters the rounded parameters are all there is.
 //!
 //! The gradients are scaled by what brings their norm down to `clip`, found on the device, so that no host round trip
-//! stands between the norm and the update; a norm that is not finite leaves everything as it was.
+//! stands between the norm and the update. For the same reason it is decided here that a step changes nothing: a scale of 0
+//! would not do, since 0 times NaN is NaN and m, v and weight decay would go on. The norm alone does not tell, either: the
+//! loss of a token whose logit is -inf is infinite, its gradient is not.
 //!
 //! Every operation is correctly rounded, so that any device gives the same bits: the kernel waits for memory, not for them.
 
@@ -50,18 +52,19 @@ fn lerp(new: f32, old: f32, beta: f32) -> f32 {
     math::fma(beta, old, math::fma(-beta, new, new))
 }
 
-/// What the gradients are multiplied by, or `None` if their norm is not finite.
+/// What the gradients are multiplied by, or `None` for a step that must change nothing.
 #[inline(always)]
-fn grad_scale(norm: f32, clip: f32) -> Option<f32> {
-    if !norm.is_finite() {
+fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
+    if !(loss.is_finite() && norm.is_finite()) {
         return None;
     }
     Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
 }
 
-/// One step on params (n), m (n), v (n) and masters (n, or null for none) with grads (n). `norm` (1) is that of all
-/// gradients, not of this range alone; `clip` may be infinite. `correction1` is 1 / (1 - beta1^t),
-/// `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. One packet of T per thread.
+/// One step on params (n), m (n), v (n) and masters (n, or null for none) with grads (n); none at all unless both `stats` (2)
+/// are finite: the sum of the losses, and the norm of all gradients, not of this range alone. `clip` may be infinite.
+/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. One packet
+/// of T per thread.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,
@@ -69,7 +72,7 @@ pub fn adamw<T: Element>(
     m: GlobalMut<f32>,
     v: GlobalMut<f32>,
     grads: Global<T>,
-    norm: Global<f32>,
+    stats: Global<f32>,
     n: u64,
     clip: f32,
     learning_rate: f32,
@@ -82,7 +85,7 @@ pub fn adamw<T: Element>(
     seed: u32,
 ) {
     let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
-    let Some(grad_scale) = grad_scale(norm.at(0), clip) else { return };
+    let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
     let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
     let mastered = !masters.is_null();
 

@@ -10,7 +10,7 @@ use gpu::noise::round;
 
 tests! {
     kernels of "adamw.rs";
-    for both types: steps, any_step, bad_norms_leave_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
+    for both types: steps, any_step, what_is_not_finite_leaves_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
         clipping_takes_the_norm_out, nan_stays_in_its_element, length_does_not_matter, masters_come_back,
         parameters_are_neighbours_of_masters;
     once: rounding_is_unbiased, rounding_depends_on_all_of_the_index_and_the_seed;
@@ -23,6 +23,7 @@ fn lengths() -> impl Iterator<Item = usize> {
 
 #[derive(Clone, Copy, Debug)]
 struct Settings {
+    loss: f32,
     norm: f32,
     clip: f32,
     rate: f64,
@@ -35,7 +36,7 @@ struct Settings {
 
 const EPSILON: f64 = 1e-8;
 const SETTINGS: Settings =
-    Settings { norm: 0.5, clip: 1.0, rate: 0.01, beta1: 0.9, beta2: 0.95, step: 3, decay: 0.1, seed: 5 };
+    Settings { loss: 7.0, norm: 0.5, clip: 1.0, rate: 0.01, beta1: 0.9, beta2: 0.95, step: 3, decay: 0.1, seed: 5 };
 
 #[derive(Clone)]
 struct State<T> {
@@ -65,7 +66,8 @@ impl<T: Tolerance> State<T> {
         self.masters.as_ref().map_or_else(|| wide(&self.params), |masters| wide(masters))
     }
 
-    fn updated(&self, grads: &[T], Settings { norm, clip, rate, beta1, beta2, step, decay, seed }: Settings) -> Self {
+    fn updated(&self, grads: &[T], settings: Settings) -> Self {
+        let Settings { loss, norm, clip, rate, beta1, beta2, step, decay, seed } = settings;
         let n = grads.len();
         let mut memory = Memory::new();
         let params = memory.buffer("params", &self.params);
@@ -77,7 +79,7 @@ impl<T: Tolerance> State<T> {
             m,
             v,
             memory.input("grads", grads),
-            memory.input("norm", &[norm]),
+            memory.input("stats", &[loss, norm]),
             n as u64,
             clip,
             rate as f32,
@@ -157,14 +159,19 @@ fn any_step<T: Tolerance>() {
     });
 }
 
-fn bad_norms_leave_all_as_it_was<T: Tolerance>() {
-    for norm in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+/// Loss or norm, each on its own; whole packets and the rest.
+fn what_is_not_finite_leaves_all_as_it_was<T: Tolerance>() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for mastered in [false, true] {
             let before = State::<T>::new(101, mastered);
-            let grads = rounded::<T>(&[f64::NAN; 101]);
-            before.updated(&grads, Settings { norm, ..SETTINGS }).assert_same("skipped", &before);
+            let skipped = |grads: &[T], settings| before.updated(grads, settings).assert_same("skipped", &before);
+            skipped(&rounded(&[f64::NAN; 101]), Settings { norm: bad, ..SETTINGS });
+            skipped(&rounded(&noise(101, 4)), Settings { loss: bad, ..SETTINGS });
         }
     }
+    let before = State::<T>::new(101, true);
+    let after = before.updated(&rounded(&noise(101, 4)), Settings { loss: f32::MAX, norm: f32::MAX, ..SETTINGS });
+    assert_ne!(after.m, before.m, "the largest numbers are finite");
 }
 
 fn zero_gradients_only_decay<T: Tolerance>() {

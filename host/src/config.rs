@@ -4,6 +4,7 @@
 use crate::atomic;
 use crate::engine::GeluFusion;
 use crate::engine::open::{Device, Precision, Products};
+use crate::guards::Limits;
 use crate::model::Recompute;
 use crate::schedule::Kind;
 use anyhow::{Context, Result};
@@ -44,6 +45,13 @@ pub struct Config {
     pub final_fraction: f32,
     #[serde(serialize_with = "shortest")]
     pub weight_decay: f32,
+    /// z-scores above which an update is skipped; 0: none.
+    #[serde(serialize_with = "shortest")]
+    pub skip_loss_z: f32,
+    #[serde(serialize_with = "shortest")]
+    pub skip_norm_z: f32,
+    /// Steps in a row, not finite, that end the run.
+    pub max_bad_steps: usize,
 
     pub val_every: usize,
     pub val_batches: usize,
@@ -87,6 +95,15 @@ impl Config {
     /// Micro-batches of an optimizer step.
     pub fn grad_accum(&self) -> usize {
         self.total_batch / (self.batch * self.seq)
+    }
+
+    pub fn limits(&self) -> Limits {
+        let above_zero = |z: f32| (z > 0.0).then(|| f64::from(z));
+        Limits {
+            loss_z: above_zero(self.skip_loss_z),
+            norm_z: above_zero(self.skip_norm_z),
+            bad_steps: self.max_bad_steps,
+        }
     }
 
     pub fn to_toml(&self) -> Result<String> {
@@ -133,6 +150,9 @@ mod tests {
             warmup: 700,
             final_fraction: 0.1,
             weight_decay: 0.1,
+            skip_loss_z: 7.5,
+            skip_norm_z: 0.0,
+            max_bad_steps: 10,
             val_every: 250,
             val_batches: 20,
             hellaswag: Some("hellaswag_val.bin".into()),

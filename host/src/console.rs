@@ -62,14 +62,17 @@ impl Console {
     }
 }
 
-/// In llm.c's columns.
+/// llm.c's, z-scores too.
 fn step_line(step: &Step, steps: usize, rate: f64) -> String {
+    let z = |z: Option<f64>| z.map_or("+nan".to_owned(), |z| format!("{z:+.2}"));
     let mfu = step.mfu.map_or(String::new(), |mfu| format!(" {:.1}% MFU |", 100.0 * mfu));
     format!(
-        "step {:4}/{steps} | loss {:7.6} | norm {:6.4} | lr {:.2e} | {:.2} ms |{mfu} {rate:.0} tok/s",
+        "step {:4}/{steps} | loss {:7.6} ({}z)| norm {:6.4} ({}z)| lr {:.2e} | {:.2} ms |{mfu} {rate:.0} tok/s",
         step.step + 1,
         step.loss,
+        z(step.verdict.loss_z),
         step.norm,
+        z(step.verdict.norm_z),
         step.lr,
         step.ms
     )
@@ -78,6 +81,7 @@ fn step_line(step: &Step, steps: usize, rate: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guards::Verdict;
 
     #[test]
     fn the_loss_is_where_llm_cs_checker_reads_it() {
@@ -90,12 +94,16 @@ mod tests {
             tokens_per_second: 25_600.0,
             mfu: Some(0.5),
             tokens: 256,
+            verdict: Verdict::default(),
         };
         let line = step_line(&step, 10, 25_600.0);
         assert_eq!(
             line,
-            "step    1/10 | loss 5.270007 | norm 2.5000 | lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s"
+            "step    1/10 | loss 5.270007 (+nanz)| norm 2.5000 (+nanz)| lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s"
         );
         assert_eq!(&line[20..28], "5.270007");
+        let verdict = Verdict { loss_z: Some(1.234), norm_z: Some(-0.5), skipped: None };
+        let line = step_line(&Step { verdict, ..step }, 10, 25_600.0);
+        assert!(line.contains("| loss 5.270007 (+1.23z)| norm 2.5000 (-0.50z)| lr"), "{line}");
     }
 }

@@ -5,7 +5,8 @@
 //! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
 //! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
 //! * [`config`], [`config_file`]: a run's settings, as they are kept with it and read again.
-//! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`checkpoint`]: what is kept of it.
+//! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`guards`]: which steps may change it;
+//!   [`checkpoint`]: what is kept of it.
 //! * [`selftest`], [`verify`]: whether an engine computes what another one, or another program, does.
 //! * [`signals`]: how it is asked to stop.
 //! * [`log`], [`console`], [`gpu_info`], [`mfu`]: what is told of a run.
@@ -15,6 +16,7 @@
 pub mod atomic;
 pub mod checkpoint;
 pub mod cli;
+pub mod clock;
 pub mod commands;
 pub mod config;
 pub mod config_file;
@@ -24,6 +26,7 @@ pub mod engine;
 pub mod evaluate;
 pub mod fit;
 pub mod gpu_info;
+pub mod guards;
 pub mod kernels;
 pub mod log;
 pub mod mfu;

@@ -2,6 +2,7 @@
 
 use crate::atomic;
 use crate::evaluate::multiple_choice::Score;
+use crate::guards::Verdict;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
@@ -25,6 +26,8 @@ pub struct Step {
     pub mfu: Option<f64>,
     /// Tokens trained on, this step included.
     pub tokens: u64,
+    #[serde(flatten)]
+    pub verdict: Verdict,
 }
 
 #[derive(Serialize)]
@@ -182,10 +185,11 @@ impl Line {
         #[derive(Deserialize)]
         struct Record {
             step: usize,
-            loss: Option<serde_json::Value>,
+            /// Steps have one; their loss is null if it is not finite.
+            lr: Option<serde_json::Value>,
         }
         let record: Record = serde_json::from_str(line).ok()?;
-        Some(Self { step: record.step, training: record.loss.is_some() })
+        Some(Self { step: record.step, training: record.lr.is_some() })
     }
 }
 
@@ -203,6 +207,7 @@ fn cut(path: &Path, stays: impl Fn(&str) -> bool) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::guards::Skipped;
 
     #[test]
     fn lines_are_llm_cs_and_records_json() {
@@ -218,6 +223,7 @@ mod tests {
             tokens_per_second: 2560.0,
             mfu: None,
             tokens: 256,
+            verdict: Verdict::default(),
         };
         log.step(&step).unwrap();
         log.hellaswag(20, Score { correct: 2955, examples: 10042 }).unwrap();
@@ -228,6 +234,21 @@ mod tests {
         assert_eq!(records[0]["val_loss"], 10.98765);
         assert_eq!((&records[1]["tokens"], records[1].get("mfu")), (&256.into(), None));
         assert_eq!((&records[2]["step"], &records[2]["correct"]), (&20.into(), &2955.into()));
+        assert!(["loss_z", "norm_z", "skipped"].iter().all(|key| records[1].get(key).is_none()), "{}", records[1]);
         Log::default().step(&step).unwrap();
+
+        // JSON has no NaN, and a step is one all the same.
+        let verdict = Verdict { loss_z: None, norm_z: Some(-0.5), skipped: Some(Skipped::NotFinite) };
+        log.step(&Step { step: 21, loss: f32::NAN, norm: f32::INFINITY, verdict, ..step }).unwrap();
+        let read = |name| fs::read_to_string(dir.path().join(name)).unwrap();
+        let (main, jsonl) = (read("main.log"), read("main.jsonl"));
+        assert_eq!(main.lines().last().unwrap(), "s:21 trl:NaN lr:0.000300 norm:inf");
+        let record: serde_json::Value = serde_json::from_str(jsonl.lines().last().unwrap()).unwrap();
+        assert_eq!((&record["loss"], &record["norm_z"]), (&serde_json::Value::Null, &(-0.5).into()));
+        assert_eq!((&record["skipped"], record.get("loss_z")), (&"not-finite".into(), None));
+        drop(Log::resume(dir.path(), 22, true).unwrap());
+        assert_eq!((read("main.log"), read("main.jsonl")), (main, jsonl.clone()));
+        drop(Log::resume(dir.path(), 21, true).unwrap());
+        assert_eq!(read("main.jsonl").lines().count() + 1, jsonl.lines().count());
     }
 }

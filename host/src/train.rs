@@ -1,11 +1,14 @@
 //! The training loop.
 
+use crate::checkpoint::RunState;
+use crate::checkpoint::before::way_on;
 use crate::checkpoint::writer::{Checkpoints, Report, Written, size};
-use crate::checkpoint::{Pace, RunState};
+use crate::clock::Clock;
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
 use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
 use crate::evaluate::{self, multiple_choice};
+use crate::guards::{Limits, Skipped, Skips, Verdict};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
 use crate::model::{Gpt2, Training, init};
@@ -13,7 +16,7 @@ use crate::sample::{self, Sampling};
 use crate::schedule::Schedule;
 use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
-use anyhow::{Context, Error, Result};
+use anyhow::{Context, Error, Result, bail};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -26,6 +29,7 @@ pub struct Settings {
     pub schedule: Schedule,
     pub weight_decay: f32,
     pub clip: f32,
+    pub limits: Limits,
     /// Before the first step too.
     pub val_every: Option<usize>,
     pub val_batches: usize,
@@ -60,6 +64,7 @@ pub struct Outcome {
     /// Validation loss before the first step and after the last.
     pub val: Option<(f64, f64)>,
     pub tokens: u64,
+    pub skips: Skips,
     /// Time of the training steps alone.
     pub training: Duration,
     /// Mean time of a step, the first not counted.
@@ -135,7 +140,7 @@ impl Run<'_> {
                     self.sample(tokenizer)?;
                 }
                 self.state.progress.evaluated |= evaluate;
-                if save {
+                if save && (last || stop || self.worth_keeping()?) {
                     self.save(&mut session)?;
                 }
                 session.clock.resume(self.engine_time(training)?);
@@ -167,11 +172,24 @@ impl Run<'_> {
         Ok(Outcome {
             val: progress.first_val_loss.zip(session.last_val_loss),
             tokens: progress.tokens,
+            skips: progress.guards.skips,
             training: Duration::from_secs_f64(progress.training_seconds),
             step: progress.pace.mean().map(Duration::from_secs_f64),
             model_file: session.model_file,
             stopped: session.stopped,
         })
+    }
+
+    /// Whether the last step was finite. While none is, weights stay what they were, and checkpoints with them would push out
+    /// those of better times.
+    fn worth_keeping(&self) -> Result<bool> {
+        let bad = self.state.progress.guards.bad_in_a_row;
+        if bad > 0 {
+            let step = self.state.step;
+            let since = step.saturating_sub(bad);
+            self.console.line(&format!("no checkpoint of step {step}: nothing has changed since step {since}"))?;
+        }
+        Ok(bad == 0)
     }
 
     /// Begins to write a checkpoint; the one before is finished first. What goes wrong is told, and the run goes on.
@@ -242,11 +260,21 @@ impl Run<'_> {
             clip: settings.clip,
             seed: state.rounding.next_u32(),
         };
-        model.update(*engine, &adamw)?;
+        model.measure(*engine)?;
+        let verdict = if settings.limits.decide_before_update() {
+            let measured = engine.read_later(training.stats)?;
+            let [loss, norm] = stats_of(&engine.wait(measured)?, layout.b * layout.t * settings.grad_accum)?;
+            Some(state.progress.guards.judge(loss, norm, &settings.limits))
+        } else {
+            None
+        };
+        if verdict.is_none_or(|verdict| verdict.skipped.is_none()) {
+            model.apply(*engine, &adamw)?;
+        }
         let stats = engine.read_later(training.stats)?;
         state.step = step + 1;
         state.progress.evaluated = false;
-        Ok(Queued { step, learning_rate, stats })
+        Ok(Queued { step, learning_rate, stats, verdict })
     }
 
     /// The engine's time once it has done everything queued so far.
@@ -257,15 +285,14 @@ impl Run<'_> {
 
     /// Waits for a step's loss and tells of it.
     fn report(&mut self, queued: Option<Queued>, session: &mut Session) -> Result<()> {
-        let Some(Queued { step, learning_rate, stats }) = queued else { return Ok(()) };
-        let Reading { values, at } = self.engine.wait(stats)?;
-        let [loss_sum, norm] = values[..] else {
-            anyhow::bail!("expected loss and norm, read {} values", values.len())
-        };
-        let progress = &mut self.state.progress;
-        let elapsed = session.clock.step_ended(at, &mut progress.pace);
+        let Some(Queued { step, learning_rate, stats, verdict }) = queued else { return Ok(()) };
+        let reading = self.engine.wait(stats)?;
         let layout = self.train.layout();
         let tokens = layout.b * layout.t * self.settings.grad_accum;
+        let [loss, norm] = stats_of(&reading, tokens)?;
+        let progress = &mut self.state.progress;
+        let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
+        let elapsed = session.clock.step_ended(reading.at, &mut progress.pace);
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64();
         progress.tokens += tokens as u64;
         progress.training_seconds += elapsed.as_secs_f64();
@@ -273,19 +300,55 @@ impl Run<'_> {
         let flops = self.model.descriptor.flops_per_token(layout.t);
         let step = Step {
             step,
-            loss: loss_sum / tokens as f32,
+            loss,
             lr: learning_rate,
             norm,
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
             mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second, &peak)),
             tokens: progress.tokens,
+            verdict,
         };
         self.log.step(&step)?;
         if let Some(trouble) = self.log.take_trouble() {
             self.console.line(&format!("warning: log lines wait in memory: {trouble}"))?;
         }
-        self.console.step(&step, tokens as f64 / lately)
+        self.console.step(&step, tokens as f64 / lately)?;
+        self.guard(&step, session)
+    }
+
+    /// Tells of a skipped update, and ends the run if there were too many in a row.
+    fn guard(&mut self, step: &Step, session: &mut Session) -> Result<()> {
+        let Limits { loss_z, norm_z, bad_steps } = self.settings.limits;
+        let Step { step: number, loss, norm, verdict, .. } = *step;
+        let Some(skipped) = verdict.skipped else { return Ok(()) };
+        let bad = self.state.progress.guards.bad_in_a_row;
+        let outlier = |what, z: Option<f64>, limit: Option<f64>| {
+            let (z, limit) = (z.unwrap_or_default(), limit.unwrap_or_default());
+            format!("the z-score of the {what} is {z:.2}, above {limit}")
+        };
+        let why = match skipped {
+            Skipped::NotFinite => format!("loss {loss}, norm {norm}; {bad} in a row, {bad_steps} end the run"),
+            Skipped::Loss => outlier("loss", verdict.loss_z, loss_z),
+            Skipped::Norm => outlier("gradient norm", verdict.norm_z, norm_z),
+        };
+        self.console.line(&format!("step {}: update skipped: {why}", number + 1))?;
+        if bad < bad_steps {
+            return Ok(());
+        }
+        let written = self.checkpoints.as_mut().and_then(Checkpoints::wait);
+        self.tell(written, session)?;
+        self.console.finish();
+        self.log.finish()?;
+        let first = (number + 1).saturating_sub(bad);
+        let kept = self.checkpoints.as_ref().map(|checkpoints| checkpoints.before(first)).transpose()?;
+        bail!(
+            "the last {bad} steps, {} to {}, had no finite loss and gradient norm (loss {loss}, norm {norm}) and changed \
+             nothing: {}",
+            first + 1,
+            number + 1,
+            way_on(kept.as_ref())
+        )
     }
 
     fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
@@ -323,6 +386,16 @@ struct Queued {
     step: usize,
     learning_rate: f32,
     stats: Ticket,
+    /// If it had to be known before the update.
+    verdict: Option<Verdict>,
+}
+
+/// Mean loss and gradient norm of a step of so many tokens.
+fn stats_of(reading: &Reading, tokens: usize) -> Result<[f32; 2]> {
+    let [loss_sum, norm] = reading.values[..] else {
+        bail!("expected loss and norm, read {} values", reading.values.len())
+    };
+    Ok([loss_sum / tokens as f32, norm])
 }
 
 /// What a run gathers from its start, or from where it was taken up, to its end.
@@ -334,60 +407,4 @@ struct Session {
     /// The latest checkpoint, if it could not be written.
     unsaved: Option<(usize, Error)>,
     stopped: Option<usize>,
-}
-
-/// Times steps from the end of one to the end of the next, on the engine's clock.
-#[derive(Default)]
-struct Clock {
-    last: Duration,
-    /// Whether a step has ended: the first is often slower, and does not count.
-    warm: bool,
-}
-
-impl Clock {
-    fn start(now: Duration) -> Self {
-        Self { last: now, warm: false }
-    }
-
-    /// Forgets the time since the last step: it went into something else.
-    fn resume(&mut self, now: Duration) {
-        self.last = now;
-    }
-
-    fn step_ended(&mut self, at: Duration, pace: &mut Pace) -> Duration {
-        let elapsed = at.saturating_sub(self.last).max(Duration::from_nanos(1));
-        self.last = at;
-        if self.warm {
-            pace.add(elapsed.as_secs_f64());
-        }
-        self.warm = true;
-        elapsed
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_step_and_pauses_do_not_count() {
-        let start = Duration::from_secs(3);
-        let ms = Duration::from_millis;
-        let (mut clock, mut pace) = (Clock::start(start), Pace::default());
-        assert_eq!(clock.step_ended(start + ms(900), &mut pace), ms(900));
-        assert_eq!((pace.smoothed(), pace.mean()), (None, None));
-        assert_eq!(clock.step_ended(start + ms(1000), &mut pace), ms(100));
-        assert!((pace.smoothed().unwrap() - 0.1).abs() < 1e-9);
-        clock.resume(start + ms(5000));
-        assert_eq!(clock.step_ended(start + ms(5200), &mut pace), ms(200));
-        let smoothed = (0.95 * 0.05 * 0.1 + 0.05 * 0.2) / (1.0 - 0.95f64.powi(2));
-        assert!((pace.smoothed().unwrap() - smoothed).abs() < 1e-9);
-        assert!((pace.mean().unwrap() - 0.15).abs() < 1e-9);
-        // Taken up again: the average goes on.
-        let mut clock = Clock::start(ms(0));
-        clock.step_ended(ms(700), &mut pace);
-        clock.step_ended(ms(850), &mut pace);
-        assert!((pace.mean().unwrap() - 0.15).abs() < 1e-9);
-        assert_eq!(pace.steps, 3);
-    }
 }

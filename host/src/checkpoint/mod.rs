@@ -10,6 +10,7 @@
 //! `writer.rs` writes them while the run goes on, `resume.rs` finds the newest that is whole, `directory.rs` knows the names
 //! and deletes the old.
 
+pub mod before;
 pub mod directory;
 pub mod fingerprint;
 pub mod model;
@@ -20,6 +21,7 @@ mod tensors;
 pub mod writer;
 
 use crate::data::loader::Position;
+use crate::guards::Guards;
 use crate::rng::XorShift;
 use serde::{Deserialize, Serialize};
 
@@ -60,6 +62,8 @@ pub struct Progress {
     /// Validation loss before the first step.
     pub first_val_loss: Option<f64>,
     pub pace: Pace,
+    #[serde(default)]
+    pub guards: Guards,
 }
 
 /// Time of a step, over steps so far; the first after each start is often slower and does not count.

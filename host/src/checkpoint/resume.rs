@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
 /// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 18] = [
+const FREE: [&str; 19] = [
     "device",
     "precision",
     "tf32",
@@ -35,6 +35,7 @@ const FREE: [&str; 18] = [
     "keep",
     "major-every",
     "gpu-info-every",
+    "max-bad-steps",
 ];
 
 /// Settings that name the model or the data.

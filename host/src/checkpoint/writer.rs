@@ -1,7 +1,8 @@
 //! Writes checkpoints while the run goes on: it waits only until the tensors are copied to host memory.
 
 use super::RunState;
-use super::directory::{Locked, Retention, done_name, model_name, remove_file, sidecar_name, state_name};
+use super::before::Before;
+use super::directory::{Locked, Retention, done_name, done_steps, model_name, remove_file, sidecar_name, state_name};
 use super::model;
 use super::sidecar::{FileSum, Identity, Sidecar, hex};
 use super::state::{self, Moments, Rank};
@@ -72,6 +73,17 @@ impl Checkpoints {
     /// `newest` is the step of the checkpoint that the run goes on from.
     pub fn new(directory: Locked, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
         Self { directory, retention, identity, rank: Rank::ONLY, copy: None, writing: None, newest }
+    }
+
+    /// What there is to go back to if all has gone wrong from `step`'s update on.
+    pub fn before(&self, step: usize) -> Result<Before> {
+        let path = self.directory.path();
+        let good = done_steps(path)?.into_iter().rfind(|&done| done < step);
+        let suspect = self.newest.filter(|&newest| newest >= step);
+        Ok(Before {
+            good: good.map(|good| (good, path.join(model_name(good)))),
+            suspect: suspect.map(|suspect| path.join(done_name(suspect))),
+        })
     }
 
     /// Model file of the newest checkpoint that is whole.

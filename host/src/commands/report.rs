@@ -5,6 +5,7 @@ use crate::data::{Loader, MultipleChoice};
 use crate::engine::open::Precision;
 use crate::engine::{Engine, GeluFusion};
 use crate::gpu_info::GpuInfo;
+use crate::guards::{Limits, Skips};
 use crate::model::{Descriptor, Recompute};
 use crate::plan::Plan;
 use crate::train::Outcome;
@@ -58,6 +59,7 @@ impl Setup<'_> {
             ("batch", format!("{batch} x {seq} tokens x {} = {total_batch} a step", config.grad_accum())),
             ("learning rate", learning_rate),
             ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
+            ("skipped updates", skipped(config)),
             ("seed", config.seed.to_string()),
         ]);
         if self.val.is_some() {
@@ -109,6 +111,13 @@ pub fn planned(plan: &Plan, free: Option<usize>) -> String {
     )
 }
 
+fn skipped(config: &Config) -> String {
+    let Limits { loss_z, norm_z, bad_steps } = config.limits();
+    let above =
+        |what, limit: Option<f64>| limit.map_or(String::new(), |z| format!(", z-score of the {what} above {z}"));
+    format!("not finite ({bad_steps} in a row end the run){}{}", above("loss", loss_z), above("gradient norm", norm_z))
+}
+
 fn stored(config: &Config) -> &'static str {
     match (config.precision, config.master_weights) {
         (Precision::Fp32, _) => "f32",
@@ -158,6 +167,9 @@ pub fn summary(outcome: &Outcome, total_batch: usize, wall: Duration, out: Optio
     if let Some(step) = outcome.step {
         let rate = total_batch as f64 / step.as_secs_f64();
         rows.push(format!("{:.2} ms a step, {rate:.0} tok/s", 1e3 * step.as_secs_f64()));
+    }
+    if outcome.skips != Skips::default() {
+        rows.push(format!("updates skipped: {}", outcome.skips));
     }
     rows.push(format!(
         "{} tokens in {:.1} s of training, {:.1} s in all",

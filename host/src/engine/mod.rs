@@ -454,8 +454,8 @@ pub trait Engine {
     /// norm (1) = L2 norm of grads, in a fixed order.
     fn global_norm(&mut self, norm: Tensor, grads: Tensor) -> Result<()>;
 
-    /// One AdamW step; nothing changes if `norm` (1) is not finite.
-    fn adamw(&mut self, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()>;
+    /// One AdamW step. `stats` (2): sum of the losses, norm of all gradients; nothing changes unless both are finite.
+    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()>;
 
     /// Copies values of one tensor to another, converting between float and f32.
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()>;

@@ -50,7 +50,7 @@ pub struct Training {
     pub m: Tensor,
     pub v: Tensor,
     pub master: Option<Tensor>,
-    /// (2): mean loss of the step and gradient norm, read together.
+    /// (2): sum of the step's losses and gradient norm, read together.
     pub stats: Tensor,
     /// (Vp, C) f32: the gradient of wte while the chunks of a batch add to it, where gradients are not f32.
     dwte: Option<Tensor>,
@@ -427,13 +427,23 @@ impl Gpt2 {
         engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)
     }
 
-    /// Clips the gradients' global norm and applies AdamW; `settings.weight_decay` to matrices and embeddings only.
-    /// Leaves the sum of `losses` in stats[0] and the norm in stats[1].
+    /// [`measure`](Self::measure)s and [`apply`](Self::apply)s.
     pub fn update(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
+        self.measure(engine)?;
+        self.apply(engine, settings)
+    }
+
+    /// Leaves the sum of `losses` in stats[0] and the gradients' norm in stats[1].
+    pub fn measure(&self, engine: &mut dyn Engine) -> Result<()> {
         let training = self.training()?;
-        let norm = training.stats.slice(1, 1);
         engine.sum(training.stats.slice(0, 1), self.losses)?;
-        engine.global_norm(norm, training.grads)?;
+        engine.global_norm(training.stats.slice(1, 1), training.grads)
+    }
+
+    /// Clips the measured norm and applies AdamW; `settings.weight_decay` to matrices and embeddings only. Nothing changes
+    /// unless what was measured is finite.
+    pub fn apply(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
+        let training = self.training()?;
         for range in self.layout.decay_ranges() {
             let of = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
             let optimized = Optimized {
@@ -446,7 +456,7 @@ impl Gpt2 {
             let weight_decay = if range.decayed { settings.weight_decay } else { 0.0 };
             // Each range has a seed of its own, or elements of equal index would be rounded alike.
             let seed = settings.seed.wrapping_add(range.elements.start as u32);
-            engine.adamw(optimized, norm, &AdamW { weight_decay, seed, ..*settings })?;
+            engine.adamw(optimized, training.stats, &AdamW { weight_decay, seed, ..*settings })?;
         }
         Ok(())
     }

@@ -384,7 +384,7 @@ fn adamw(n: usize) -> Case {
         f32(accumulated("m", n, Tolerance::REDUCTION)),
         f32(Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..accumulated("v", n, Tolerance::REDUCTION) }),
         f32(accumulated("master", n, Tolerance::REDUCTION)),
-        f32(input("norm", 1, Init::Values(vec![2.5]))),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
     ];
     let settings = AdamW {
         learning_rate: 0.05,

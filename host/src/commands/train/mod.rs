@@ -155,6 +155,7 @@ fn settings(config: &Config) -> Settings {
         },
         weight_decay: config.weight_decay,
         clip: Config::CLIP,
+        limits: config.limits(),
         val_every: every(config.val_every),
         val_batches: config.val_batches,
         sample_every: every(config.sample_every),

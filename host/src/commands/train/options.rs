@@ -90,6 +90,18 @@ pub struct Options {
     #[arg(short = 'c', long, value_parser = non_negative, help_heading = "Optimizer")]
     pub weight_decay: Option<f32>,
 
+    /// Skip the update of a step whose loss has a z-score above Z among the last 128; 0: never; also -sl
+    #[arg(long, value_name = "Z", default_value = "0", value_parser = non_negative, help_heading = "Optimizer")]
+    pub skip_loss_z: f32,
+
+    /// The same for the norm of its gradients; also -sg. What is not finite is always skipped
+    #[arg(long, value_name = "Z", default_value = "0", value_parser = non_negative, help_heading = "Optimizer")]
+    pub skip_norm_z: f32,
+
+    /// End the run after N steps in a row whose loss or gradients were not finite
+    #[arg(long, value_name = "N", default_value = "10", value_parser = count, help_heading = "Optimizer")]
+    pub max_bad_steps: usize,
+
     /// Measure the validation loss every N steps, before the first and at the end; 0: never [default: 20]
     #[arg(short, long, value_name = "N", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
     pub val_every: Option<usize>,

@@ -133,6 +133,9 @@ impl Resolved {
             warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
             final_fraction: options.final_fraction.unwrap_or(defaults.final_fraction),
             weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
+            skip_loss_z: options.skip_loss_z,
+            skip_norm_z: options.skip_norm_z,
+            max_bad_steps: options.max_bad_steps,
             val_every: options.val_every.unwrap_or(defaults.val_every),
             val_batches: match (options.val_batches, &val) {
                 (Some(Count::All), Some(val)) => val.batches_per_epoch(),

@@ -5,7 +5,7 @@ use crate::tensor::Tensor;
 use anyhow::ensure;
 use rayon::prelude::*;
 
-pub(super) fn adamw(arena: &mut Arena, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()> {
+pub(super) fn adamw(arena: &mut Arena, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
     let AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip, .. } = *settings;
     ensure!(step > 0, "adamw: steps count from 1");
     ensure!(range.master.is_none(), "adamw: the CPU engine's parameters are f32 and take no master weights");
@@ -15,11 +15,11 @@ pub(super) fn adamw(arena: &mut Arena, range: Optimized, norm: Tensor, settings:
         ("grads", range.grads, n),
         ("m", range.m, n),
         ("v", range.v, n),
-        ("norm", norm, 1),
+        ("stats", stats, 2),
     ];
-    let [params, grads, m, v, norm] = arena.split("adamw", operands)?;
-    let norm = norm[0];
-    if !norm.is_finite() {
+    let [params, grads, m, v, stats] = arena.split("adamw", operands)?;
+    let (loss, norm) = (stats[0], stats[1]);
+    if !(loss.is_finite() && norm.is_finite()) {
         return Ok(());
     }
     let grad_scale = if norm > clip { clip / norm } else { 1.0 };

@@ -304,8 +304,8 @@ impl Engine for Cpu {
         global_norm::global_norm(&mut self.arena, norm, grads)
     }
 
-    fn adamw(&mut self, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()> {
-        adamw::adamw(&mut self.arena, range, norm, settings)
+    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
+        adamw::adamw(&mut self.arena, range, stats, settings)
     }
 
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {

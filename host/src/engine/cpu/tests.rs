@@ -350,14 +350,14 @@ fn adamw_is_its_formula() {
         let mut bench = Bench::new();
         let (params, grads) = (bench.normal(n), bench.normal(n));
         let (m, v) = (bench.with(vec![0.0; n]), bench.with(vec![0.0; n]));
-        let norm = bench.with(vec![norm_value]);
+        let stats = bench.with(vec![7.0, norm_value]);
         bench.ready();
         let range = Optimized { params, grads, m, v, master: None };
         let (mut p, g) = (bench.before(params), bench.before(grads));
         let scale = if norm_value > 1.0 { 1.0 / f64::from(norm_value) } else { 1.0 };
         let (mut m1, mut m2) = (vec![0.0; n], vec![0.0; n]);
         for step in 1..=3 {
-            bench.engine.adamw(range, norm, &adamw_settings(step)).unwrap();
+            bench.engine.adamw(range, stats, &adamw_settings(step)).unwrap();
             for i in 0..n {
                 let g = scale * g[i];
                 m1[i] = 0.9 * m1[i] + 0.1 * g;
@@ -374,13 +374,14 @@ fn adamw_is_its_formula() {
 }
 
 #[test]
-fn adamw_changes_nothing_for_a_norm_that_is_not_finite() {
-    for bad in [f32::NAN, f32::INFINITY] {
+fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
+    let (nan, infinite) = (f32::NAN, f32::INFINITY);
+    for stats in [[7.0, nan], [7.0, infinite], [nan, 2.0], [infinite, 2.0], [-infinite, 2.0]] {
         let mut bench = Bench::new();
         let [params, grads, m, v] = [(); 4].map(|()| bench.normal(40));
-        let norm = bench.with(vec![bad]);
+        let stats = bench.with(stats.to_vec());
         bench.ready();
-        bench.engine.adamw(Optimized { params, grads, m, v, master: None }, norm, &adamw_settings(1)).unwrap();
+        bench.engine.adamw(Optimized { params, grads, m, v, master: None }, stats, &adamw_settings(1)).unwrap();
         for tensor in [params, m, v] {
             assert_eq!(bench.after(tensor), bench.before(tensor));
         }

@@ -7,7 +7,7 @@ use anyhow::ensure;
 use cuda_std::GlobalMut;
 use gpu::adamw;
 
-pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()> {
+pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
     let n = range.params.len;
     ensure!(settings.step > 0, "adamw: steps count from 1");
     let masters = match range.master {
@@ -21,7 +21,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, range: Optimized, norm: Tensor
         cuda.output("m", range.m, n)?,
         cuda.output("v", range.v, n)?,
         cuda.input("grads", range.grads, n)?,
-        cuda.input("norm", norm, 1)?,
+        cuda.input("stats", stats, 2)?,
         n as u64,
         settings.clip,
         settings.learning_rate,

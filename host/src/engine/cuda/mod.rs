@@ -485,8 +485,8 @@ impl<T: Float> Engine for Cuda<T> {
         global_norm::global_norm(self, norm, grads)
     }
 
-    fn adamw(&mut self, range: Optimized, norm: Tensor, settings: &AdamW) -> Result<()> {
-        adamw::adamw(self, range, norm, settings)
+    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
+        adamw::adamw(self, range, stats, settings)
     }
 
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {
