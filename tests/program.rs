@@ -300,3 +300,31 @@ fn a_closed_pipe_is_no_error() {
     let output = child.wait_with_output().unwrap();
     assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stderr)), (Some(0), ""));
 }
+
+#[test]
+fn kernels_are_timed_against_ceilings() {
+    let dir = tempfile::tempdir().unwrap();
+    let json = dir.path().join("kernels.json");
+    let args = "bench kernels layernorm --device cpu -e d12,d24 -b 1 -t 32 --copy 100000 --product 64 --json";
+    let output = Command::new(env!("CARGO_BIN_EXE_host")).args(args.split(' ')).arg(&json).output().unwrap();
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+    let rows = json["rows"].as_array().unwrap();
+    let names: Vec<_> = rows.iter().map(|row| row["operation"].as_str().unwrap()).collect();
+    let norms = ["layernorm_forward", "residual_layernorm_forward", "layernorm_backward"];
+    assert_eq!(names, [&["copy", "product"][..], &norms, &norms].concat());
+    for (row, line) in rows.iter().zip(printed.lines().skip(1)) {
+        let number = |key: &str| row[key].as_f64().unwrap();
+        assert!(number("us") > 0.0 && number("us_least") <= number("us") && number("us") <= number("us_most"), "{row}");
+        assert!(line.contains(&format!("{:.1}", number("us"))), "{row} is not in {line}");
+        let (rate, share) =
+            if row["operation"] == "product" { ("tflops", "percent_of_product") } else { ("gbs", "percent_of_copy") };
+        assert!(number(rate) > 0.0 && number(share) > 0.0, "{row}");
+    }
+    assert_eq!((&rows[2]["model"], &rows[7]["model"]), (&"d12".into(), &"d24".into()));
+    // What moves 4 bytes for each of 2 x 32 x 768 floats, and 8 for each row.
+    let row = &rows[2];
+    let bytes = row["gbs"].as_f64().unwrap() * row["us"].as_f64().unwrap() * 1e3;
+    assert!((bytes - f64::from(2 * 32 * 768 * 4 + 32 * 8)).abs() < 1.0, "{bytes}");
+}

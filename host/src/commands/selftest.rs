@@ -1,12 +1,12 @@
-//! `selftest`: every operation of the engine at hand against the CPU engine or the emulator, and how fast it is.
+//! `selftest`: every operation of the engine at hand against the CPU engine or the emulator.
 
 use super::resources::Hardware;
 use crate::engine::cpu::Cpu;
 use crate::engine::{Engine, Result};
-use crate::selftest::{Case, Error, bench, edge, model};
+use crate::selftest::{Case, Error, edge, model};
 use anyhow::Context;
 
-/// Checks every operation of a GPU against the CPU, and times it
+/// Checks every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
     /// Only operations whose name contains this
@@ -14,12 +14,9 @@ pub struct Selftest {
     /// Only the small, awkward shapes (for compute-sanitizer, which slows a kernel down a hundredfold)
     #[arg(long)]
     pub small: bool,
-    /// Only time the shapes of GPT-2 124M at B=64, T=1024; compare nothing
-    #[arg(long, conflicts_with = "small")]
-    pub bench: bool,
     /// Compare with the same kernels in the emulator instead: the same bits where a kernel's operations are exact, the same
     /// values within rounding where sums run in another order
-    #[arg(long, conflicts_with = "bench")]
+    #[arg(long)]
     pub emulator: bool,
 
     #[command(flatten)]
@@ -36,17 +33,11 @@ pub fn run(options: &Selftest) -> Result<()> {
     };
     println!("{}, {}, against {}", engine.describe(), engine.float().name(), reference.describe());
     let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
-    if !options.bench {
-        let mut cases = edge();
-        if !options.small {
-            cases.extend(model());
-        }
-        check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)?;
+    let mut cases = edge();
+    if !options.small {
+        cases.extend(model());
     }
-    if !options.small && !options.emulator {
-        time(bench().iter().filter(|c| wanted(c)), engine)?;
-    }
-    Ok(())
+    check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
 }
 
 fn check<'a>(
@@ -92,25 +83,5 @@ fn check<'a>(
     }
     println!("{passed} cases passed, {failed} failed");
     anyhow::ensure!(failed == 0, "{failed} cases differ from the reference by more than allowed");
-    Ok(())
-}
-
-fn time<'a>(cases: impl Iterator<Item = &'a Case>, engine: &mut dyn Engine) -> Result<()> {
-    println!("\n{:<28} {:<30} {:>10} {:>10} {:>10}", "operation", "shape", "us", "GB/s", "TFLOP/s");
-    for case in cases {
-        let speed = case.time(engine)?;
-        let rate = |amount: usize, unit: f64| match amount {
-            0 => "-".to_owned(),
-            amount => format!("{:.0}", amount as f64 / speed.seconds / unit),
-        };
-        println!(
-            "{:<28} {:<30} {:>10.1} {:>10} {:>10}",
-            case.operation,
-            case.shape,
-            speed.seconds * 1e6,
-            rate(speed.bytes, 1e9),
-            rate(speed.flops, 1e12)
-        );
-    }
     Ok(())
 }

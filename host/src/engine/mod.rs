@@ -457,6 +457,9 @@ pub trait Engine {
     /// One AdamW step. `stats` (2): sum of the losses, norm of all gradients; nothing changes unless both are finite.
     fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()>;
 
+    /// Copies a tensor to another of the same type and length, which it does not overlap.
+    fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()>;
+
     /// Copies values of one tensor to another, converting between float and f32.
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()>;
 }

@@ -127,7 +127,7 @@ pub struct Capacity {
 }
 
 /// Rows of logits at a time: enough that the products of a chunk fill a GPU, and at V = 50,304 in bf16 0.8 GB.
-const CHUNK: usize = 8192;
+pub const CHUNK: usize = 8192;
 
 /// What chunks are rounded up to where they can be: tiles of products are whole then, and addresses aligned.
 const CHUNK_MULTIPLE: usize = 128;

@@ -6,5 +6,5 @@ pub mod init;
 pub mod params;
 
 pub use descriptor::Descriptor;
-pub use gpt2::{Capacity, Gpt2, Recompute, Training};
+pub use gpt2::{CHUNK, Capacity, Gpt2, Recompute, Training};
 pub use params::{Param, Params};

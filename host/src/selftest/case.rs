@@ -4,7 +4,6 @@ use super::compare::{Error, Tolerance};
 use crate::engine::{BatchLayout, Engine, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
-use std::time::Instant;
 
 /// What a tensor holds before the operation.
 #[derive(Clone, Debug)]
@@ -18,6 +17,12 @@ pub enum Init {
     Poison,
     Zero,
     Values(Vec<f32>),
+    /// first + (i stride mod steps) / 32 at element i.
+    Steps {
+        steps: usize,
+        stride: usize,
+        first: f32,
+    },
     /// i32 values below the bound.
     Tokens {
         below: i32,
@@ -38,20 +43,55 @@ pub struct Operand {
 
 type Operation = Box<dyn Fn(&mut dyn Engine, &[Tensor]) -> Result<()>>;
 
+/// What must cross device memory at least once, and what must be computed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Work {
+    /// Of the engine's type.
+    pub floats: usize,
+    pub bytes: usize,
+    pub flops: usize,
+}
+
+impl Work {
+    pub fn bytes(self, float: DType) -> usize {
+        self.floats * float.bytes() + self.bytes
+    }
+}
+
+/// A kernel of an operation, or each of its matrix products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Kernel(&'static str),
+    Product,
+}
+
+impl Part {
+    /// Whether this is the one that a profile has by `name`: a kernel's instance (`sum_bf16`), or a product's shape.
+    pub fn is(self, name: &str) -> bool {
+        match self {
+            Self::Product => name.contains(" = "),
+            Self::Kernel(kernel) => name
+                .strip_prefix(kernel)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with("_bf16") || rest.starts_with("_f32")),
+        }
+    }
+}
+
 pub struct Case {
     pub operation: &'static str,
     pub shape: String,
+    pub work: Work,
+    /// Of kernels among the operation's.
+    pub parts: Vec<(Part, Work)>,
     pub(super) operands: Vec<Operand>,
     pub(super) scope: Scope,
     /// A batch of tokens below the vocabulary's size, loaded into the first operand.
     pub(super) batch: Option<(BatchLayout, i32)>,
     /// Gives the same bits wherever its kernel runs: integers, single rounded operations, sums of two or in a fixed order.
     pub(super) exact: bool,
+    /// Makes operands that only the engine can.
+    pub(super) before: Option<Operation>,
     pub(super) run: Operation,
-    /// Floats (of the engine's type) and other bytes that must cross device memory at least once.
-    pub(super) floats_moved: usize,
-    pub(super) bytes_moved: usize,
-    pub(super) flops: usize,
 }
 
 /// What a case came to on an engine.
@@ -61,13 +101,22 @@ pub struct Outcome {
     pub errors: Vec<(&'static str, Error)>,
 }
 
-/// How fast a case ran.
-#[derive(Clone, Copy, Debug)]
+/// How long a case takes.
+#[derive(Clone, Debug)]
 pub struct Speed {
-    pub seconds: f64,
-    pub bytes: usize,
-    pub flops: usize,
+    /// Seconds on the engine's clock, of an operation among many in a row.
+    pub samples: Vec<f64>,
+    /// Of each of its kernels, between two marks, where the engine tells them apart.
+    pub kernels: Vec<(String, Vec<f64>)>,
 }
+
+/// Times that are taken of an operation, and of each of its kernels.
+const SAMPLES: usize = 11;
+/// Seconds that the operations of one sample fill together, so that what surrounds them weighs little.
+const SAMPLE: f64 = 3e-3;
+
+/// Elements that are made on the host to be timed with; the rest are copies of them.
+const MADE: usize = 1 << 21;
 
 impl Case {
     /// Runs the case on `engine` and on `reference`, and compares.
@@ -93,66 +142,101 @@ impl Case {
         Ok(outcome)
     }
 
-    /// Times the case on random inputs, without comparing.
+    /// Times the case, without comparing, once its matrix products are tuned.
     pub fn time(&self, engine: &mut dyn Engine) -> Result<Speed> {
+        let mut plan = Plan::new();
+        let tensors = self.plan(&mut plan, engine);
+        let clock = plan.add(Group::Workspace, "clock", &[1], DType::F32);
+        engine.allocate(&plan)?;
+        engine.tune(false, &mut |engine| {
+            self.before(engine, &tensors)?;
+            (self.run)(engine, &tensors)
+        })?;
         let float = engine.float();
-        let tensors = self.prepare(engine, float)?;
-        let floats = tensors.iter().find(|t| t.dtype != DType::I32);
-        let Some(&probe) = floats else { anyhow::bail!("{} has no tensor of floats", self.operation) };
-        let probe = probe.slice(0, 1.min(probe.len));
+        self.fill(engine, &tensors, float, MADE)?;
+        self.before(engine, &tensors)?;
         let repeat = |engine: &mut dyn Engine, times: u32| -> Result<f64> {
-            engine.read(probe)?;
-            let start = Instant::now();
+            let start = engine.read_later(clock)?;
             for _ in 0..times {
                 (self.run)(engine, &tensors)?;
             }
-            engine.read(probe)?;
-            Ok(start.elapsed().as_secs_f64())
+            let end = engine.read_later(clock)?;
+            let start = engine.wait(start)?.at;
+            Ok((engine.wait(end)?.at.saturating_sub(start)).as_secs_f64() / f64::from(times))
         };
-        // Warm up, then as many as fill 30 ms, so that the one synchronisation weighs little; the best of three.
         repeat(engine, 2)?;
-        let once = repeat(engine, 3)? / 3.0;
-        let times = (0.03 / once).clamp(3.0, 300.0) as u32;
-        let mut best = f64::INFINITY;
-        for _ in 0..3 {
-            best = best.min(repeat(engine, times)? / f64::from(times));
+        let once = repeat(engine, 3)?.max(1e-9);
+        let times = (SAMPLE / once).clamp(1.0, 300.0) as u32;
+        let samples = (0..SAMPLES).map(|_| repeat(engine, times)).collect::<Result<Vec<_>>>()?;
+
+        let mut kernels: Vec<(String, Vec<f64>)> = Vec::new();
+        if engine.start_profile().is_ok() {
+            for _ in 0..SAMPLES {
+                (self.run)(engine, &tensors)?;
+            }
+            for interval in engine.profile()? {
+                let seconds = interval.end - interval.begin;
+                match kernels.iter_mut().find(|(name, _)| *name == interval.name) {
+                    Some((_, samples)) => samples.push(seconds),
+                    None => kernels.push((interval.name, vec![seconds])),
+                }
+            }
         }
-        Ok(Speed { seconds: best, bytes: self.floats_moved * float.bytes() + self.bytes_moved, flops: self.flops })
+        Ok(Speed { samples, kernels })
     }
 
     fn outputs(&self, engine: &mut dyn Engine, float: DType) -> Result<Vec<(&Operand, Vec<f32>)>> {
-        let tensors = self.prepare(engine, float)?;
+        let mut plan = Plan::new();
+        let tensors = self.plan(&mut plan, engine);
+        engine.allocate(&plan)?;
+        self.fill(engine, &tensors, float, usize::MAX)?;
+        self.before(engine, &tensors)?;
         (self.run)(engine, &tensors)?;
         let checked = self.operands.iter().zip(&tensors).filter(|(operand, _)| operand.checked.is_some());
         checked.map(|(operand, tensor)| Ok((operand, engine.read(*tensor)?))).collect()
     }
 
-    /// Allocates and fills the operands; both engines get values that `float` can hold.
-    fn prepare(&self, engine: &mut dyn Engine, float: DType) -> Result<Vec<Tensor>> {
-        let mut plan = Plan::new();
+    fn before(&self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
+        self.before.as_ref().map_or(Ok(()), |before| before(engine, tensors))
+    }
+
+    fn plan(&self, plan: &mut Plan, engine: &mut dyn Engine) -> Vec<Tensor> {
         let own = engine.float();
         let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], o.dtype.unwrap_or(own));
-        let tensors: Vec<Tensor> = self.operands.iter().map(&mut add).collect();
-        engine.plan(&mut plan, &self.scope);
-        engine.allocate(&plan)?;
+        let tensors = self.operands.iter().map(&mut add).collect();
+        engine.plan(plan, &self.scope);
+        tensors
+    }
+
+    /// Fills the operands with values that `float` can hold. Of each, so many are made; the rest are copies of them.
+    fn fill(&self, engine: &mut dyn Engine, tensors: &[Tensor], float: DType, most: usize) -> Result<()> {
         let mut random = Random(0x5eed);
-        for (operand, &tensor) in self.operands.iter().zip(&tensors) {
+        for (operand, &tensor) in self.operands.iter().zip(tensors) {
             let rounded = |x: f32| match operand.dtype.unwrap_or(float) {
                 DType::Bf16 => half::bf16::from_f32(x).to_f32(),
                 _ => x,
             };
-            match &operand.init {
-                Init::Uniform { mean, spread } => {
-                    let values: Vec<f32> = (0..operand.len).map(|_| rounded(mean + spread * random.signed())).collect();
-                    engine.write(tensor, &values)?;
+            let n = operand.len.min(most);
+            let values: Vec<f32> = match &operand.init {
+                Init::Uniform { mean, spread } => (0..n).map(|_| rounded(mean + spread * random.signed())).collect(),
+                Init::Poison => vec![f32::NAN; n],
+                Init::Zero => vec![0.0; n],
+                Init::Values(values) => values.clone(),
+                &Init::Steps { steps, stride, first } => {
+                    (0..n).map(|i| first + (i * stride % steps) as f32 / 32.0).collect()
                 }
-                Init::Poison => engine.write(tensor, &vec![f32::NAN; operand.len])?,
-                Init::Zero => engine.zero(tensor)?,
-                Init::Values(values) => engine.write(tensor, values)?,
                 Init::Tokens { below } => {
                     let tokens: Vec<i32> = (0..operand.len).map(|_| random.below(*below)).collect();
                     engine.write_i32(tensor, &tokens)?;
+                    continue;
                 }
+            };
+            engine.write(tensor.slice(0, values.len()), &values)?;
+            let mut filled = values.len();
+            while filled < operand.len {
+                let more = filled.min(operand.len - filled);
+                engine.copy(tensor.slice(filled, more), tensor.slice(0, more))?;
+                filled += more;
             }
         }
         if let Some((layout, vocab)) = self.batch {
@@ -165,7 +249,7 @@ impl Case {
             layout.sort(&mut words);
             engine.load_batch(tensors[0], layout, words)?;
         }
-        Ok(tensors)
+        Ok(())
     }
 }
 
@@ -188,5 +272,18 @@ impl Random {
 
     fn below(&mut self, bound: i32) -> i32 {
         ((self.next() >> 33) % bound as u64) as i32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_told_by_name() {
+        let sums = Part::Kernel("bias_backward");
+        assert!(sums.is("bias_backward_bf16") && sums.is("bias_backward_f32_4x8") && sums.is("bias_backward"));
+        assert!(!sums.is("bias_backward_reduce_bf16") && !sums.is("8x8 = 8x8 A · 8x8 B"));
+        assert!(Part::Product.is("8x8 = 8x8 A · 8x8 B") && !Part::Product.is("bias_backward_bf16"));
     }
 }

@@ -1,8 +1,10 @@
 //! The table of cases: what each operation is given, what of its result is compared, and what it must move and compute.
 
-use super::case::{Case, Init, Operand};
+use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
+
+use crate::model::{CHUNK, Descriptor, Params};
 use crate::tensor::{DType, Tensor};
 
 /// Shapes that are multiples of as little as the operations allow.
@@ -19,6 +21,7 @@ pub fn edge() -> Vec<Case> {
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
         cases.push(head_backward(shape));
     }
+    cases.extend([copy(8), copy(1001)]);
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1)] {
         for head_size in [64, 80, 96, 128] {
             let shape = Heads { b, t, heads, head_size };
@@ -59,35 +62,53 @@ pub fn model() -> Vec<Case> {
     cases
 }
 
-/// Shapes of d12 at B = 64, T = 1024, to be timed.
-pub fn bench() -> Vec<Case> {
-    let (b, t, c) = (64, 1024, 768);
-    let rows = b * t;
-    let mut cases = vec![
-        encoder_forward(b, t, c, 50257),
-        encoder_backward(b, t, c, 50257),
+/// Every operation of a training step of a model on batches of b x t tokens, to be timed.
+pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
+    let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
+    let (rows, vp, n) = (b * t, descriptor.padded_vocab(), Params::new(*descriptor).elements());
+    let chunk = rows.min(CHUNK);
+    let shape = Heads { b, t, heads, head_size: descriptor.head_size() };
+    let linear = |c, oc| Linear { rows, c, oc };
+    let head = Linear { rows: chunk, c, oc: vp };
+    vec![
+        encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
+        matmul_forward(linear(c, 3 * c), true, false),
+        attention_forward(shape),
+        matmul_forward(linear(c, c), true, false),
         residual_layernorm_forward(rows, c),
+        matmul_forward(linear(c, 4 * c), true, true),
+        matmul_forward(linear(4 * c, c), true, false),
+        gelu_recompute(linear(c, 4 * c)),
+        matmul_forward(head, false, false),
+        classifier(chunk, v, vp, false),
+        classifier(chunk, v, vp, true),
+        head_backward(head),
+        cast_from_float(vp * c),
+        cast_to_float(vp * c),
         layernorm_backward(rows, c),
-        residual_forward(rows * c),
-        classifier(rows / 8, 50257, 50304, true),
-        global_norm(124_475_904),
-        adamw(124_475_904),
+        matmul_backward(linear(4 * c, c), true, true),
+        matmul_backward(linear(c, 4 * c), true, false),
+        matmul_backward(linear(c, c), true, false),
+        attention_backward(shape),
+        matmul_backward(linear(c, 3 * c), true, false),
+        encoder_backward(b, t, c, v),
         sum(rows),
-    ];
-    for (c, oc, gelu) in [(768, 2304, false), (768, 768, false), (768, 3072, true), (3072, 768, false)] {
-        cases.push(matmul_forward(Linear { rows, c, oc }, true, gelu));
-    }
-    for (c, oc, gelu) in [(768, 2304, false), (768, 768, false), (768, 3072, false), (3072, 768, true)] {
-        cases.push(matmul_backward(Linear { rows, c, oc }, true, gelu));
-    }
-    let head = Linear { rows: rows / 8, c, oc: 50304 };
-    cases.extend([matmul_forward(head, false, false), head_backward(head)]);
-    for (b, t, heads, head_size) in [(64, 1024, 12, 64), (16, 4096, 12, 64), (16, 4096, 16, 128)] {
-        let shape = Heads { b, t, heads, head_size };
-        cases.extend([attention_forward(shape), attention_backward(shape)]);
-    }
-    cases
+        global_norm(n),
+        adamw(n),
+    ]
+}
+
+/// A copy of so many floats.
+pub fn copy(n: usize) -> Case {
+    let operands = vec![output("to", n, Tolerance::ELEMENTWISE), input("from", n, UNIT)];
+    let work = Work { floats: 2 * n, bytes: 0, flops: 0 };
+    exact(case("copy", format!("{n}"), scope(1, 1, 8, 1, 128, 0), operands, work, |e, x| e.copy(x[0], x[1])))
+}
+
+/// A product of square matrices.
+pub fn square_product(n: usize) -> Case {
+    matmul_forward(Linear { rows: n, c: n, oc: n }, false, false)
 }
 
 const UNIT: Init = Init::Uniform { mean: 0.0, spread: 1.0 };
@@ -119,13 +140,6 @@ fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize,
     Scope { b, t, channels, heads, padded_vocab, parameters, training: true }
 }
 
-#[derive(Clone, Copy)]
-struct Work {
-    floats_moved: usize,
-    bytes_moved: usize,
-    flops: usize,
-}
-
 fn case(
     operation: &'static str,
     shape: String,
@@ -134,9 +148,8 @@ fn case(
     work: Work,
     run: impl Fn(&mut dyn Engine, &[Tensor]) -> Result<()> + 'static,
 ) -> Case {
-    let Work { floats_moved, bytes_moved, flops } = work;
     let run = Box::new(run);
-    Case { operation, shape, operands, scope, batch: None, exact: false, run, floats_moved, bytes_moved, flops }
+    Case { operation, shape, work, parts: Vec::new(), operands, scope, batch: None, exact: false, before: None, run }
 }
 
 fn exact(case: Case) -> Case {
@@ -151,7 +164,7 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
         input("wpe", t * c, UNIT),
         output("out", b * t * c, Tolerance::ELEMENTWISE),
     ];
-    let work = Work { floats_moved: 2 * b * t * c + t * c, bytes_moved: 4 * b * t, flops: 0 };
+    let work = Work { floats: 2 * b * t * c + t * c, bytes: 4 * b * t, flops: 0 };
     let shape = format!("B{b} T{t} C{c} V{vocab}");
     let case = case("encoder_forward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
         e.encoder_forward(x[3], x[0], layout, x[1], x[2], c)
@@ -167,13 +180,20 @@ fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
         accumulated("dwte", vocab * c, Tolerance::STOCHASTIC),
         accumulated("dwpe", t * c, Tolerance::STOCHASTIC),
     ];
-    // dout is read twice; each token's row of dwte is read and written once.
-    let work = Work { floats_moved: 2 * b * t * c + 2 * t * c, bytes_moved: 4 * b * t, flops: 0 };
+    // dout is read for each of the two; what is added to is read and written. Half of the tokens are any, see `fill`.
+    let (rows, any) = (b * t, b * t / 2);
+    let tokens = (vocab as f64 * -(-(any as f64) / vocab as f64).exp_m1()) as usize;
+    let of = |rows: usize, added: usize| Work { floats: (rows + 2 * added) * c, bytes: 0, flops: 0 };
+    let parts = vec![
+        (Part::Kernel("encoder_backward_wte"), of(rows, tokens)),
+        (Part::Kernel("encoder_backward_wpe"), of(rows, t)),
+    ];
+    let work = of(2 * rows, tokens + t);
     let shape = format!("B{b} T{t} C{c} V{vocab}");
     let case = case("encoder_backward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
         e.encoder_backward(x[2], x[3], x[1], x[0], layout, c, 1234)
     });
-    Case { batch: Some((layout, vocab as i32)), exact: true, ..case }
+    Case { parts, batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
 
 /// out, mean, rstd, weight, bias, at `x[at..]`.
@@ -194,7 +214,7 @@ fn norm_at(x: &[Tensor], c: usize) -> LayerNorm {
 fn layernorm_forward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
-    let work = Work { floats_moved: 2 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    let work = Work { floats: 2 * rows * c, bytes: 8 * rows, flops: 0 };
     case("layernorm_forward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.layernorm_forward(norm_at(x, c), x[5])
     })
@@ -205,12 +225,9 @@ fn residual_layernorm_forward(rows: usize, c: usize) -> Case {
     operands.push(output("residual", rows * c, Tolerance::ELEMENTWISE));
     // Multiples of 1/32 below 4 in magnitude: their sums are bf16 values, so the statistics of the rounded sum are those of
     // the exact one that the reference keeps.
-    let grid = |steps: usize, stride: usize, first: f32| {
-        Init::Values((0..rows * c).map(|i| first + (i * stride % steps) as f32 / 32.0).collect())
-    };
-    operands.push(input("a", rows * c, grid(160, 37, -2.0)));
-    operands.push(input("b", rows * c, grid(48, 29, -0.75)));
-    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    operands.push(input("a", rows * c, Init::Steps { steps: 160, stride: 37, first: -2.0 }));
+    operands.push(input("b", rows * c, Init::Steps { steps: 48, stride: 29, first: -0.75 }));
+    let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}");
     case("residual_layernorm_forward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.residual_layernorm_forward(norm_at(x, c), x[5], x[6], x[7])
@@ -229,7 +246,7 @@ fn layernorm_backward(rows: usize, c: usize) -> Case {
     operands.push(accumulated("dbias", c, Tolerance::REDUCTION));
     operands.push(input("dout", rows * c, UNIT));
     operands.push(input("inp", rows * c, UNIT));
-    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 8 * rows, flops: 0 };
+    let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     case("layernorm_backward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.layernorm_backward(x[5], x[6], x[7], x[8], x[9], norm_at(x, c))
     })
@@ -237,7 +254,7 @@ fn layernorm_backward(rows: usize, c: usize) -> Case {
 
 fn residual_forward(n: usize) -> Case {
     let operands = vec![output("residual", n, Tolerance::ELEMENTWISE), input("a", n, UNIT), input("b", n, UNIT)];
-    let work = Work { floats_moved: 3 * n, bytes_moved: 0, flops: 0 };
+    let work = Work { floats: 3 * n, bytes: 0, flops: 0 };
     exact(case("residual_forward", format!("{n}"), scope(1, 1, 8, 1, 128, 0), operands, work, move |e, x| {
         e.residual_forward(x[0], x[1], x[2])
     }))
@@ -263,12 +280,14 @@ fn matmul_forward(shape: Linear, bias: bool, gelu: bool) -> Case {
     if gelu {
         operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
     }
-    let floats_moved = rows * c + oc * c + rows * oc * if gelu { 2 } else { 1 };
-    let work = Work { floats_moved, bytes_moved: 0, flops: 2 * rows * c * oc };
+    let floats = rows * c + oc * c + rows * oc * if gelu { 2 } else { 1 };
+    let work = Work { floats, bytes: 0, flops: 2 * rows * c * oc };
     let name = linear_name(shape, bias, gelu);
-    case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
+    let case = case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
         e.matmul_forward(x[0], x[1], x[2], bias.then_some(x[3]), gelu.then(|| x[4]), shape)
-    })
+    });
+    let pass = Work { floats: 2 * rows * oc, ..Work::default() };
+    Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Product, Work { floats: 0, ..work })], ..case }
 }
 
 fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
@@ -284,12 +303,27 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     if gelu {
         operands.push(input("pre_gelu", rows * c, UNIT));
     }
-    let floats_moved = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
-    let work = Work { floats_moved, bytes_moved: 0, flops: 4 * rows * c * oc };
+    let floats = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
+    let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
     let name = linear_name(shape, bias, gelu);
-    case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
+    let case = case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
         e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu.then(|| x[6]), shape)
-    })
+    });
+    let sums = Work { floats: rows * oc, ..Work::default() };
+    let slope = Work { floats: 3 * rows * c, ..Work::default() };
+    let product = Work { flops: 2 * rows * c * oc, ..Work::default() };
+    let parts =
+        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), slope), (Part::Product, product)];
+    Case { parts, ..case }
+}
+
+/// What matmul_forward of the same operands leaves, from what it left in pre_gelu.
+fn gelu_recompute(shape: Linear) -> Case {
+    let forward = matmul_forward(shape, true, true);
+    let before = Some(forward.run);
+    let run =
+        Box::new(move |e: &mut dyn Engine, x: &[Tensor]| e.gelu_recompute(x[0], x[1], x[2], Some(x[3]), x[4], shape));
+    Case { operation: "gelu_recompute", before, run, ..forward }
 }
 
 /// As the model's head has it: no bias, and a weight gradient in f32 whatever the engine's type.
@@ -319,7 +353,7 @@ fn attention_forward(shape: Heads) -> Case {
     ];
     // Half of T x T is masked; a multiplication and an addition for each of scores and values.
     let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats_moved: 4 * rows * c, bytes_moved: 4 * rows * shape.heads, flops };
+    let work = Work { floats: 4 * rows * c, bytes: 4 * rows * shape.heads, flops };
     case("attention_forward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
         e.attention_forward(x[0], x[1], x[2], shape)
     })
@@ -336,12 +370,12 @@ fn attention_backward(shape: Heads) -> Case {
         f32(input("lse", rows * shape.heads, Init::Zero)),
     ];
     let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats_moved: 8 * rows * c, bytes_moved: 4 * rows * shape.heads, flops };
-    case("attention_backward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
-        // The backward takes what the engine's own forward left.
-        e.attention_forward(x[3], x[4], x[2], shape)?;
+    let work = Work { floats: 8 * rows * c, bytes: 4 * rows * shape.heads, flops };
+    let case = case("attention_backward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
         e.attention_backward(x[0], x[1], x[2], x[3], x[4], shape)
-    })
+    });
+    // The backward takes what the engine's own forward left.
+    Case { before: Some(Box::new(move |e, x| e.attention_forward(x[3], x[4], x[2], shape))), ..case }
 }
 
 fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
@@ -355,7 +389,7 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
         i32(input("targets", rows, Init::Tokens { below: v as i32 })),
     ];
     let dloss = gradient.then_some(0.25);
-    let work = Work { floats_moved: rows * vp * if gradient { 2 } else { 1 }, bytes_moved: 12 * rows, flops: 0 };
+    let work = Work { floats: rows * vp * if gradient { 2 } else { 1 }, bytes: 12 * rows, flops: 0 };
     let name = format!("{rows}x{v}/{vp}{}", if gradient { " gradient" } else { "" });
     case("classifier", name, scope(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
         e.classifier(x[0], x[1], x[2], v, vp, dloss)
@@ -367,13 +401,13 @@ fn sum(n: usize) -> Case {
         f32(output("out", 1, Tolerance::REDUCTION)),
         f32(input("values", n, Init::Uniform { mean: 1.0, spread: 1.0 })),
     ];
-    let work = Work { floats_moved: 0, bytes_moved: 4 * n, flops: 0 };
+    let work = Work { floats: 0, bytes: 4 * n, flops: 0 };
     case("sum", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.sum(x[0], x[1]))
 }
 
 fn global_norm(n: usize) -> Case {
     let operands = vec![f32(output("norm", 1, Tolerance::REDUCTION)), input("grads", n, UNIT)];
-    let work = Work { floats_moved: n, bytes_moved: 0, flops: 0 };
+    let work = Work { floats: n, bytes: 0, flops: 0 };
     case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.global_norm(x[0], x[1]))
 }
 
@@ -396,7 +430,7 @@ fn adamw(n: usize) -> Case {
         clip: 1.0,
         seed: 77,
     };
-    let work = Work { floats_moved: 2 * n, bytes_moved: 24 * n, flops: 0 };
+    let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
     exact(case("adamw", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
         // Where parameters are f32 there are no masters; both engines start from the same values then.
         if e.float() == DType::F32 {
@@ -413,14 +447,14 @@ fn adamw(n: usize) -> Case {
 
 fn cast_to_float(n: usize) -> Case {
     let operands = vec![output("to", n, Tolerance::ELEMENTWISE), f32(input("from", n, UNIT))];
-    let work = Work { floats_moved: n, bytes_moved: 4 * n, flops: 0 };
+    let work = Work { floats: n, bytes: 4 * n, flops: 0 };
     let name = format!("{n} from f32");
     exact(case("cast", name, scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
 }
 
 fn cast_from_float(n: usize) -> Case {
     let operands = vec![f32(output("to", n, Tolerance::ELEMENTWISE)), input("from", n, UNIT)];
-    let work = Work { floats_moved: n, bytes_moved: 4 * n, flops: 0 };
+    let work = Work { floats: n, bytes: 4 * n, flops: 0 };
     let name = format!("{n} to f32");
     exact(case("cast", name, scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
 }

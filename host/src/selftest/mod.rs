@@ -5,6 +5,6 @@ mod case;
 mod cases;
 mod compare;
 
-pub use case::{Case, Outcome};
-pub use cases::{bench, edge, model};
+pub use case::{Case, Outcome, Speed, Work};
+pub use cases::{copy, edge, model, of_model, square_product};
 pub use compare::Error;

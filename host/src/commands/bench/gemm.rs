@@ -1,5 +1,6 @@
 //! `bench gemm`: the matrix products of a model.
 
+use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
 use crate::engine::{Engine, Linear, Result, Timing};
 use crate::model::Descriptor;
@@ -19,43 +20,58 @@ pub struct Gemm {
 
     #[command(flatten)]
     hardware: Hardware,
+
+    #[command(flatten)]
+    json: Json,
 }
+
+const COLUMNS: &[Column] = &[
+    Column::text("product", "product", 90),
+    Column::number("candidates", "candidates", 10, 0),
+    Column::number("first_us", "first us", 9, 1),
+    Column::number("best_us", "best us", 9, 1),
+    Column::number("best_tflops", "TFLOP/s", 9, 0),
+    Column::number("rust_us", "Rust us", 9, 1),
+    Column::number("rust_tflops", "TFLOP/s", 9, 0),
+    Column::number("rust_columns", "columns", 8, 0),
+];
 
 pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
     let mut engine = options.hardware.open_quietly()?;
     let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
-    println!(
-        "{:<90} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9}",
-        "product", "candidates", "first us", "best us", "TFLOP/s", "Rust us", "TFLOP/s"
-    );
+    let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
+    table.print_heading()?;
     let (mut first, mut best, mut taken) = (0.0, 0.0, 0.0);
     for (c, oc, gelu) in [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)] {
         let shape = Linear { rows, c, oc };
         for timing in layer(&mut *engine, shape, oc != vp, gelu)? {
             let library = timing.library;
             let p = library.problem;
-            let rate = |milliseconds: f32| 2.0 * (p.m * p.n * p.k) as f64 / f64::from(milliseconds) / 1e9;
-            print!(
-                "{:<90} {:>10} {:>9.1} {:>9.1} {:>9.0}",
-                p.to_string(),
-                library.candidates,
-                1e3 * library.first,
-                1e3 * library.best,
-                rate(library.best)
-            );
-            match timing.kernel {
-                Some((columns, time)) => println!(" {:>9.1} {:>9.0}  {columns} columns", 1e3 * time, rate(time)),
-                None => println!(),
-            }
-            first += library.first;
-            best += library.best;
-            taken += if timing.kernel_wins() { timing.kernel.unwrap_or_default().1 } else { library.best };
+            let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
+            let rate = |milliseconds: f32| 2.0 * (p.m * p.n * p.k) as f64 / us(milliseconds) / 1e6;
+            table.row(&[
+                p.to_string().into(),
+                library.candidates.into(),
+                us(library.first).into(),
+                us(library.best).into(),
+                rate(library.best).into(),
+                timing.kernel.map(|(_, time)| us(time)).into(),
+                timing.kernel.map(|(_, time)| rate(time)).into(),
+                timing.kernel.map(|(columns, _)| columns as usize).into(),
+            ])?;
+            first += us(library.first);
+            best += us(library.best);
+            taken += us(if timing.kernel_wins() { timing.kernel.unwrap_or_default().1 } else { library.best });
         }
     }
-    println!("{:<90} {:>10} {:>9.1} {:>9.1}", "all", "", 1e3 * first, 1e3 * best);
-    println!("{:<90} {:>10} {:>9} {:>9.1}", "all, each by the faster of the two", "", "", 1e3 * taken);
-    Ok(())
+    let mut sum = |name: &str, [first, best, taken]: [Option<f64>; 3]| {
+        let [first, best, taken] = [first, best, taken].map(Cell::from);
+        table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, taken, Cell::Empty, Cell::Empty])
+    };
+    sum("all", [Some(first), Some(best), None])?;
+    sum("all, each by the faster of the two", [None, None, Some(taken)])?;
+    table.finish()
 }
 
 /// Tunes one linear layer, forward and backward. `gelu`: behind it if it widens, before it if it narrows.

@@ -1,7 +1,9 @@
 //! `bench`: how fast the parts of training are.
 
 mod gemm;
+mod kernels;
 mod step;
+mod table;
 
 use crate::engine::Result;
 
@@ -9,12 +11,14 @@ use crate::engine::Result;
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Bench {
     Gemm(gemm::Gemm),
+    Kernels(kernels::Kernels),
     Step(step::Step),
 }
 
 pub fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Gemm(options) => gemm::run(options),
+        Bench::Kernels(options) => kernels::run(options),
         Bench::Step(options) => step::run(options),
     }
 }

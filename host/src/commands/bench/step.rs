@@ -1,5 +1,6 @@
 //! `bench step`: where the time of a training step goes.
 
+use super::table::{Column, Json, Spread, Table};
 use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::engine::{AdamW, BatchLayout, Engine, Interval, Result};
@@ -32,7 +33,18 @@ pub struct Step {
 
     #[command(flatten)]
     hardware: Hardware,
+
+    #[command(flatten)]
+    json: Json,
 }
+
+const COLUMNS: &[Column] = &[
+    Column::text("name", "kernel or product", 92),
+    Column::number("times", "times", 6, 0),
+    Column::number("us_each", "us each", 9, 1),
+    Column::number("ms", "ms", 9, 2),
+    Column::number("percent", "%", 6, 2),
+];
 
 pub fn run(options: &Step) -> Result<()> {
     let mut engine = options.hardware.open_quietly()?;
@@ -58,22 +70,29 @@ pub fn run(options: &Step) -> Result<()> {
     for _ in 0..3 {
         bench.step()?;
     }
-    let mut times = (0..options.steps).map(|_| bench.timed_step()).collect::<Result<Vec<_>>>()?;
-    times.sort();
+    let times = (0..options.steps).map(|_| bench.timed_step()).collect::<Result<Vec<_>>>()?;
     bench.engine.start_profile()?;
     bench.step()?;
     let profile = bench.engine.profile()?;
 
     let tokens = (layout.b * layout.t * options.grad_accum) as f64;
-    let (median, shortest, longest) = (times[times.len() / 2], times[0], times[times.len() - 1]);
-    print_profile(&profile, median);
+    let step = Spread::of(times.iter().map(Duration::as_secs_f64).collect());
+    let mut table = Table::new("step", COLUMNS, engine, &options.json);
+    table.note("model", &options.model);
+    table.note("batch", [layout.b, layout.t, options.grad_accum]);
+    table.note("recompute", recompute);
+    table.note("memory_bytes", plan.bytes());
+    table.note("step_ms", [step.median, step.least, step.most].map(|seconds| 1e3 * seconds));
+    table.note("tokens_per_second", tokens / step.median);
+    print_profile(&profile, step.median, &mut table)?;
+    table.finish()?;
     println!(
         "a step: {:.2} ms in the median of {} ({:.2} to {:.2}), {:.0} tokens/s",
-        1e3 * median.as_secs_f64(),
+        1e3 * step.median,
         times.len(),
-        1e3 * shortest.as_secs_f64(),
-        1e3 * longest.as_secs_f64(),
-        tokens / median.as_secs_f64()
+        1e3 * step.least,
+        1e3 * step.most,
+        tokens / step.median
     );
     Ok(())
 }
@@ -133,7 +152,8 @@ struct Row {
     seconds: f64,
 }
 
-fn print_profile(profile: &[Interval], step: Duration) {
+/// `step` in seconds.
+fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<()> {
     let mut rows: HashMap<&str, Row> = HashMap::new();
     let mut gaps = Row::default();
     for (i, interval) in profile.iter().enumerate() {
@@ -147,20 +167,16 @@ fn print_profile(profile: &[Interval], step: Duration) {
     }
     let mut rows: Vec<_> = rows.into_iter().collect();
     rows.sort_by(|a, b| b.1.seconds.total_cmp(&a.1.seconds));
-    println!("{:<92} {:>6} {:>9} {:>9} {:>6}", "kernel or product", "times", "us each", "ms", "%");
-    let print = |name: &str, row: &Row| {
-        println!(
-            "{name:<92} {:>6} {:>9.1} {:>9.2} {:>6.2}",
-            row.times,
-            1e6 * row.seconds / row.times.max(1) as f64,
-            1e3 * row.seconds,
-            100.0 * row.seconds / step.as_secs_f64()
-        );
+    table.print_heading()?;
+    let mut print = |name: &str, row: &Row| {
+        let each = 1e6 * row.seconds / row.times.max(1) as f64;
+        let (ms, percent) = (1e3 * row.seconds, 100.0 * row.seconds / step);
+        table.row(&[name.into(), row.times.into(), each.into(), ms.into(), percent.into()])
     };
     for (name, row) in &rows {
-        print(name, row);
+        print(name, row)?;
     }
-    print("between them, two marks included", &gaps);
+    print("between them, two marks included", &gaps)?;
     let sum = Row {
         times: profile.len(),
         seconds: match profile {
@@ -168,5 +184,5 @@ fn print_profile(profile: &[Interval], step: Duration) {
             _ => 0.0,
         },
     };
-    print("all", &sum);
+    print("all", &sum)
 }

@@ -308,6 +308,11 @@ impl Engine for Cpu {
         adamw::adamw(&mut self.arena, range, stats, settings)
     }
 
+    fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
+        ensure!(to.dtype == from.dtype, "copy of {} to {}", from.dtype.name(), to.dtype.name());
+        self.arena.copy(to, from)
+    }
+
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {
         cast::cast(&mut self.arena, to, from)
     }

@@ -379,6 +379,15 @@ impl Executor for Device {
         profiled(&mut self.profile, &self.stream, || "zero".to_owned(), queue)
     }
 
+    unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        if self.noted.is_some() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let queue = || Ok(unsafe { self.stream.copy(address(to), address(from), bytes) }?);
+        profiled(&mut self.profile, &self.stream, || "copy".to_owned(), queue)
+    }
+
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
         Ok(Box::new(PinnedBuffer::<i32>::new(&self.gpu, len)?))
     }

@@ -146,6 +146,11 @@ impl Executor for Emulated {
         Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?)
     }
 
+    unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
+        let values = self.memory.slice(Global::new(from), bytes)?.to_vec();
+        Ok(self.memory.write(GlobalMut::new(to), &values)?)
+    }
+
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
         Ok(Box::new(vec![0; len]))
     }

@@ -120,6 +120,10 @@ pub trait Executor {
     /// `to` covers the bytes in the allocated memory.
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()>;
 
+    /// # Safety
+    /// `to` and `from` cover the bytes in the allocated memory and do not overlap.
+    unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()>;
+
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
 
     /// Copies the first `len` words and keeps the buffer until that is done; gives back one that is.

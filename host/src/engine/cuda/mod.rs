@@ -489,6 +489,20 @@ impl<T: Float> Engine for Cuda<T> {
         adamw::adamw(self, range, stats, settings)
     }
 
+    fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
+        ensure!(
+            (to.dtype, to.len) == (from.dtype, from.len),
+            "copy of {} {} to {} {}",
+            from.len,
+            from.dtype.name(),
+            to.len,
+            to.dtype.name()
+        );
+        let (to, source) = (self.arena.bytes_of("to", to)?, self.arena.bytes_of("from", from)?);
+        // SAFETY: both cover the tensors' bytes of the arena.
+        unsafe { self.executor.copy(to, source, from.bytes()) }
+    }
+
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {
         cast::cast(self, to, from)
     }

@@ -1,0 +1,151 @@
+//! `bench kernels`: how fast each operation is, and how near to what the machine could do.
+
+use super::table::{Cell, Column, Json, Spread, Table};
+use crate::cli::count;
+use crate::commands::resources::Hardware;
+use crate::engine::Result;
+use crate::model::Descriptor;
+use crate::selftest::{Case, Work, copy, of_model, square_product};
+use crate::tensor::DType;
+
+/// Every operation of a training step at the shapes of models: time, rate, and share of the ceilings measured in the same run
+#[derive(Clone, Debug, clap::Args)]
+pub struct Kernels {
+    /// Only operations whose name contains this
+    filter: Option<String>,
+    /// d12, d24, gpt3:c768 …; several with commas [default: d12 with 64, d24 with 32, d48 with 16 sequences at once]
+    #[arg(short = 'e', long, value_delimiter = ',')]
+    model: Vec<String>,
+    /// Sequences at once, for every model
+    #[arg(short, long, value_parser = count)]
+    batch: Option<usize>,
+    #[arg(short = 't', long, default_value = "1024", value_parser = count)]
+    seq: usize,
+    /// Floats of the copy that is the ceiling for operations that wait for memory
+    #[arg(long, default_value = "536870912", value_parser = count)]
+    copy: usize,
+    /// Rows and columns of the matrix product that is the ceiling for the others
+    #[arg(long, default_value = "8192", value_parser = count)]
+    product: usize,
+
+    #[command(flatten)]
+    hardware: Hardware,
+
+    #[command(flatten)]
+    json: Json,
+}
+
+/// Models and batches that are timed where none are named.
+const DEFAULT: [(&str, usize); 3] = [("d12", 64), ("d24", 32), ("d48", 16)];
+
+const COLUMNS: &[Column] = &[
+    Column::text("model", "model", 9),
+    Column::text("operation", "operation, its kernels below", 76),
+    Column::text("shape", "shape", 26),
+    Column::number("us", "us", 9, 1),
+    Column::number("us_least", "least", 9, 1),
+    Column::number("us_most", "most", 9, 1),
+    Column::number("gbs", "GB/s", 6, 0),
+    Column::number("percent_of_copy", "% copy", 7, 1),
+    Column::number("tflops", "TFLOP/s", 8, 0),
+    Column::number("percent_of_product", "% prod.", 7, 1),
+];
+
+/// Bytes and operations a second at best.
+#[derive(Clone, Copy)]
+struct Ceilings {
+    bytes: f64,
+    flops: f64,
+}
+
+pub fn run(options: &Kernels) -> Result<()> {
+    let default = DEFAULT.map(|(model, batch)| (model.to_owned(), batch));
+    let named = options.model.iter().map(|model| (model.clone(), options.batch.unwrap_or(DEFAULT[0].1)));
+    let mut models: Vec<_> = if options.model.is_empty() { default.into() } else { named.collect() };
+    for (_, batch) in &mut models {
+        *batch = options.batch.unwrap_or(*batch);
+    }
+    let models = models.iter().map(|(model, batch)| Ok((model, model.parse()?, *batch)));
+    let models: Vec<(&String, Descriptor, usize)> = models.collect::<Result<_>>()?;
+
+    let engine = &mut *options.hardware.open_quietly()?;
+    let float = engine.float();
+    let mut table = Table::new("kernels", COLUMNS, engine, &options.json);
+    table.print_heading()?;
+    let mut ceilings = Ceilings { bytes: f64::NAN, flops: f64::NAN };
+    let case = copy(options.copy);
+    let time = Spread::of(case.time(engine)?.samples);
+    ceilings.bytes = case.work.bytes(float) as f64 / time.median;
+    table.row(&cells("", case.operation, &case.shape, time, Work { flops: 0, ..case.work }, float, ceilings))?;
+    let case = square_product(options.product);
+    let time = Spread::of(case.time(engine)?.samples);
+    ceilings.flops = case.work.flops as f64 / time.median;
+    table.row(&cells("", "product", &case.shape, time, case.work, float, ceilings))?;
+    table.note("copy_gbs", ceilings.bytes / 1e9);
+    table.note("product_tflops", ceilings.flops / 1e12);
+
+    for (model, descriptor, batch) in models {
+        let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
+        for case in of_model(&descriptor, batch, options.seq).iter().filter(|case| wanted(case)) {
+            let speed = case.time(engine)?;
+            let time = Spread::of(speed.samples);
+            table.row(&cells(model, case.operation, &case.shape, time, case.work, float, ceilings))?;
+            if speed.kernels.len() > 1 {
+                for (name, samples) in speed.kernels {
+                    let part = case.parts.iter().find(|(part, _)| part.is(&name));
+                    let work = part.map_or(Work::default(), |(_, work)| *work);
+                    table.row(&cells(model, &format!("  {name}"), "", Spread::of(samples), work, float, ceilings))?;
+                }
+            }
+        }
+    }
+    table.finish()
+}
+
+/// What computes is held to the product, everything else to the copy.
+fn cells(
+    model: &str,
+    operation: &str,
+    shape: &str,
+    seconds: Spread,
+    work: Work,
+    float: DType,
+    ceilings: Ceilings,
+) -> [Cell; 10] {
+    let rate = |amount: usize| (amount > 0).then(|| amount as f64 / seconds.median);
+    let (bytes, flops) = (rate(if work.flops > 0 { 0 } else { work.bytes(float) }), rate(work.flops));
+    let us = |seconds: f64| Cell::from(1e6 * seconds);
+    [
+        model.into(),
+        operation.into(),
+        shape.into(),
+        us(seconds.median),
+        us(seconds.least),
+        us(seconds.most),
+        bytes.map(|rate| rate / 1e9).into(),
+        bytes.map(|rate| 100.0 * rate / ceilings.bytes).into(),
+        flops.map(|rate| rate / 1e12).into(),
+        flops.map(|rate| 100.0 * rate / ceilings.flops).into(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_of_the_median_and_shares_of_the_ceilings() {
+        let seconds = Spread { median: 1e-3, least: 5e-4, most: 2e-3 };
+        let ceilings = Ceilings { bytes: 4e12, flops: 8e14 };
+        let row = |work| cells("d12", "sum", "8", seconds, work, DType::Bf16, ceilings);
+        let moved = row(Work { floats: 1_000_000_000, bytes: 1_000_000, flops: 0 });
+        let number = |x: f64| Cell::Number(x);
+        assert_eq!(moved[3..6], [number(1000.0), number(500.0), number(2000.0)]);
+        let close = |cell: &Cell, want: f64| matches!(cell, Cell::Number(x) if (x / want - 1.0).abs() < 1e-9);
+        assert!(close(&moved[6], 2001.0) && close(&moved[7], 50.025), "{moved:?}");
+        assert_eq!(moved[8..], [Cell::Empty, Cell::Empty]);
+        let computed = row(Work { floats: 5, bytes: 5, flops: 400_000_000_000 });
+        assert!(close(&computed[8], 400.0) && close(&computed[9], 50.0), "{computed:?}");
+        assert_eq!(computed[6..8], [Cell::Empty, Cell::Empty]);
+    }
+}

@@ -1,0 +1,229 @@
+//! A table that is printed row by row as it comes about, and kept as JSON with `--json`.
+
+use crate::atomic;
+use crate::engine::{Engine, Result};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+
+/// Where to keep what is printed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Json {
+    /// Write the figures to this file as well
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// A column; its unit is part of the heading.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
+    /// In JSON.
+    pub key: &'static str,
+    pub heading: &'static str,
+    pub width: usize,
+    /// Decimals of its numbers when they are printed. Text is aligned left, numbers right.
+    pub format: Format,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Text,
+    Number(usize),
+}
+
+impl Column {
+    pub const fn text(key: &'static str, heading: &'static str, width: usize) -> Self {
+        Self { key, heading, width, format: Format::Text }
+    }
+
+    pub const fn number(key: &'static str, heading: &'static str, width: usize, decimals: usize) -> Self {
+        Self { key, heading, width, format: Format::Number(decimals) }
+    }
+}
+
+/// What a row has in a column.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Cell {
+    Text(String),
+    Number(f64),
+    Empty,
+}
+
+impl From<String> for Cell {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<&str> for Cell {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<f64> for Cell {
+    fn from(number: f64) -> Self {
+        Self::Number(number)
+    }
+}
+
+impl From<usize> for Cell {
+    fn from(number: usize) -> Self {
+        Self::Number(number as f64)
+    }
+}
+
+impl<T: Into<Self>> From<Option<T>> for Cell {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::Empty, Into::into)
+    }
+}
+
+pub struct Table {
+    json: Json,
+    columns: &'static [Column],
+    /// What holds for the whole table: the machine, ceilings, sums.
+    about: Map<String, Value>,
+    rows: Vec<Value>,
+}
+
+impl Table {
+    /// Says which program and machine the figures are of.
+    pub fn new(bench: &str, columns: &'static [Column], engine: &dyn Engine, json: &Json) -> Self {
+        let mut table = Self { json: json.clone(), columns, about: Map::new(), rows: Vec::new() };
+        table.note("bench", bench);
+        table.note("version", env!("CARGO_PKG_VERSION"));
+        table.note("machine", engine.describe());
+        table.note("precision", engine.float().name());
+        table
+    }
+
+    /// Adds to what holds for the whole table, in JSON only.
+    pub fn note(&mut self, key: &str, value: impl Serialize) {
+        self.about.insert(key.to_owned(), json!(value));
+    }
+
+    pub fn print_heading(&self) -> Result<()> {
+        let headings = self.columns.iter().map(|column| Cell::from(column.heading)).collect::<Vec<_>>();
+        self.print(&headings)
+    }
+
+    /// Prints a row, one cell for each column, and keeps it.
+    pub fn row(&mut self, cells: &[Cell]) -> Result<()> {
+        self.keep(cells);
+        self.print(cells)
+    }
+
+    fn keep(&mut self, cells: &[Cell]) {
+        debug_assert_eq!(cells.len(), self.columns.len());
+        let values = self.columns.iter().zip(cells).filter_map(|(column, cell)| {
+            let value = match cell {
+                Cell::Text(text) => json!(text),
+                Cell::Number(number) => json!(number),
+                Cell::Empty => return None,
+            };
+            Some((column.key.to_owned(), value))
+        });
+        self.rows.push(Value::Object(values.collect()));
+    }
+
+    fn print(&self, cells: &[Cell]) -> Result<()> {
+        let mut out = stdout().lock();
+        writeln!(out, "{}", line(self.columns, cells))?;
+        Ok(out.flush()?)
+    }
+
+    /// Writes the JSON if it was asked for.
+    pub fn finish(self) -> Result<()> {
+        let Some(path) = &self.json.json else { return Ok(()) };
+        let mut all = self.about;
+        all.insert("rows".to_owned(), Value::Array(self.rows));
+        atomic::write(path, |file| {
+            serde_json::to_writer_pretty(&mut *file, &all)?;
+            Ok(writeln!(file)?)
+        })
+    }
+}
+
+fn line(columns: &[Column], cells: &[Cell]) -> String {
+    let cells = columns.iter().zip(cells).map(|(&Column { width, format, .. }, cell)| match (cell, format) {
+        (Cell::Number(number), Format::Number(decimals)) => format!("{number:>width$.decimals$}"),
+        (Cell::Number(number), Format::Text) => format!("{number:<width$}"),
+        (Cell::Text(text), Format::Text) => format!("{text:<width$}"),
+        (Cell::Text(text), Format::Number(_)) => format!("{text:>width$}"),
+        (Cell::Empty, Format::Text) => " ".repeat(width),
+        (Cell::Empty, Format::Number(_)) => format!("{:>width$}", "-"),
+    });
+    cells.collect::<Vec<_>>().join(" ").trim_end().to_owned()
+}
+
+/// Median, least and most of some measurements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    pub median: f64,
+    pub least: f64,
+    pub most: f64,
+}
+
+impl Spread {
+    /// # Panics
+    /// If there are none.
+    pub fn of(mut samples: Vec<f64>) -> Self {
+        samples.sort_by(f64::total_cmp);
+        let (middle, n) = (samples.len() / 2, samples.len());
+        let median = if n.is_multiple_of(2) { samples[middle - 1].midpoint(samples[middle]) } else { samples[middle] };
+        Self { median, least: samples[0], most: samples[n - 1] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::cpu::Cpu;
+
+    const COLUMNS: &[Column] = &[
+        Column::text("name", "operation", 10),
+        Column::number("us", "us", 8, 1),
+        Column::number("gbs", "GB/s", 6, 0),
+        Column::text("note", "", 4),
+    ];
+
+    #[test]
+    fn numbers_stand_right_and_text_left() {
+        let row = |cells: &[Cell]| line(COLUMNS, cells);
+        assert_eq!(row(&["operation".into(), "us".into(), "GB/s".into(), "".into()]), "operation        us   GB/s");
+        assert_eq!(row(&["sum".into(), 12.345.into(), 3999.6.into(), "x".into()]), "sum            12.3   4000 x");
+        assert_eq!(row(&["sum".into(), Cell::Empty, None::<f64>.into(), Cell::Empty]), "sum               -      -");
+    }
+
+    #[test]
+    fn json_has_what_was_printed_in_full() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.json");
+        let mut table = Table::new("kernels", COLUMNS, &Cpu::new(), &Json { json: Some(path.clone()) });
+        table.note("copy", 4.25);
+        table.row(&["a".into(), 12.345.into(), Cell::Empty, "n".into()]).unwrap();
+        table.row(&["b".into(), 1.0.into(), 7usize.into(), Cell::Empty]).unwrap();
+        table.finish().unwrap();
+        let json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(
+            (&json["bench"], &json["precision"], &json["copy"]),
+            (&json!("kernels"), &json!("f32"), &json!(4.25))
+        );
+        assert_eq!(
+            json["rows"],
+            json!([{"name": "a", "us": 12.345, "note": "n"}, {"name": "b", "us": 1.0, "gbs": 7.0}])
+        );
+        assert!(json["machine"].as_str().unwrap().starts_with("CPU"));
+        let nowhere = Json { json: Some(dir.path().join("no/out.json")) };
+        let text = Table::new("x", COLUMNS, &Cpu::new(), &nowhere).finish().unwrap_err().to_string();
+        assert!(text.contains("cannot write") && text.contains("no/out.json"), "{text}");
+    }
+
+    #[test]
+    fn a_spread_is_of_the_sorted_samples() {
+        assert_eq!(Spread::of(vec![3.0, 1.0, 2.0]), Spread { median: 2.0, least: 1.0, most: 3.0 });
+        assert_eq!(Spread::of(vec![4.0, 1.0, 2.0, 3.0]), Spread { median: 2.5, least: 1.0, most: 4.0 });
+    }
+}
