@@ -8,6 +8,7 @@ use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::{BatchLayout, Engine};
+use host::guards::Limits;
 use host::log::Log;
 use host::model::init::{SEED, initialise};
 use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
@@ -187,6 +188,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         schedule: Schedule { kind: Kind::Linear, peak: 0.02, warmup: 2, steps: 10, final_fraction: 0.1 },
         weight_decay: DECAY,
         clip: Config::CLIP,
+        limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
         val_every: None,
         val_batches: 1,
         sample_every: None,
