@@ -62,6 +62,18 @@ fn entries(dir: &Path) -> Vec<String> {
 }
 
 #[test]
+fn two_runs_of_the_selftest_are_identical() {
+    let printed = succeed(&["selftest", "--determinism", "--steps", "1", "--device", "cpu"]);
+    for group in ["losses", "gradients", "gradient norm", "m", "v", "weights"] {
+        let row = printed.lines().find(|line| line.starts_with(&format!("{group:<16} ")));
+        assert!(row.is_some_and(|row| row.ends_with("  identical")), "{group}: {printed}");
+    }
+    assert!(printed.contains("CPU, ") && printed.contains("\nidentical\n"), "{printed}");
+    let output = host(&["selftest", "--determinism", "--small"]);
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
 fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on() {
     let dir = data();
     let out = dir.path().join("run");

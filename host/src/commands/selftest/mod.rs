@@ -1,6 +1,9 @@
-//! `selftest`: every operation of the engine at hand against the CPU engine or the emulator.
+//! `selftest`: every operation of the engine at hand against the CPU engine or the emulator; whether two runs agree.
+
+mod determinism;
 
 use super::resources::Hardware;
+use crate::cli::count;
 use crate::engine::cpu::Cpu;
 use crate::engine::{Engine, Result};
 use crate::selftest::{Case, Error, edge, model};
@@ -18,6 +21,13 @@ pub struct Selftest {
     /// values within rounding where sums run in another order
     #[arg(long)]
     pub emulator: bool,
+    /// Train a small model twice from one seed instead, in bf16 and in fp32 where there are both: weights, m, v, gradients and
+    /// losses must be the same in every bit after every step
+    #[arg(long, conflicts_with_all = ["filter", "small", "emulator"])]
+    pub determinism: bool,
+    /// Steps of each of these runs
+    #[arg(long, value_name = "N", value_parser = count, default_value = "100", requires = "determinism")]
+    pub steps: usize,
 
     #[command(flatten)]
     pub hardware: Hardware,
@@ -25,6 +35,9 @@ pub struct Selftest {
 
 /// Fails if an operation differs from the reference by more than allowed.
 pub fn run(options: &Selftest) -> Result<()> {
+    if options.determinism {
+        return determinism::run(&options.hardware, options.steps);
+    }
     let engine = &mut *options.hardware.open_quietly()?;
     let reference: &mut dyn Engine = if options.emulator {
         &mut *engine.emulated().context("--emulator: the CPU engine has no kernels; use --device cuda")?
