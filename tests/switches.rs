@@ -119,6 +119,18 @@ fn recomputation_frees_what_it_says() {
     }
 }
 
+/// Attention keeps nothing of T x T elements.
+#[test]
+fn memory_grows_with_the_tokens_not_with_their_squares() {
+    let bytes = |b, t| {
+        let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
+        let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
+        Gpt2::plan(descriptor, capacity, &mut *gpu(Precision::Bf16, None)).1.bytes()
+    };
+    let (short, long) = (bytes(64, 64), bytes(1, 4096));
+    assert!(long.abs_diff(short) < short / 100, "{long} bytes, expected {short}");
+}
+
 #[test]
 fn each_fused_gelu_spares_a_rounding() {
     let of = |fusion| trained(&mut *gpu(Precision::Bf16, Some(fusion)), Recompute::Nothing, true, 0.0).grads;

@@ -111,6 +111,11 @@ mod tests {
         close(&shares(&logits, 0, 0.5), &[1.0 / 50.0, 9.0 / 50.0, 4.0 / 50.0, 36.0 / 50.0]);
         close(&shares(&logits, 0, 0.0), &[0.0, 0.0, 0.0, 1.0]);
         close(&shares(&logits, 1, 1.0), &[0.0, 0.0, 0.0, 1.0]);
+        // Only differences count: powers of e this large, or small, are beyond any number format.
+        for shift in [2000.0, -2000.0] {
+            let shifted = logits.map(|logit| logit + shift);
+            close(&shares(&shifted, 0, 1.0), &[1.0 / 12.0, 3.0 / 12.0, 2.0 / 12.0, 6.0 / 12.0]);
+        }
     }
 
     #[test]

@@ -317,17 +317,23 @@ mod tests {
         }
     }
 
+    /// In shards of different lengths, too: samples are counted in the shard that is open.
     #[test]
     fn a_position_brings_back_the_batches_that_followed_it() {
-        for shuffle in [None, Some(7)] {
-            let mut loader = loaders(1, shuffle).remove(0);
+        let uneven = || {
+            let of = |n: u16| Tokens::in_memory(format!("shard of {n}"), (0..n).collect::<Vec<_>>());
+            vec![of(140), of(300), of(70), of(33)]
+        };
+        for (shuffle, shards) in [None, Some(7)].into_iter().flat_map(|s| [(s, shards()), (s, uneven())]) {
+            let fresh = || Loader::new(shards.clone(), Geometry::single(B, T), 1000, shuffle).unwrap();
+            let mut loader = fresh();
             let mut kept = Vec::new();
             for _ in 0..40 {
                 let position = loader.position();
                 kept.push((position, batch(&mut loader)));
             }
             for (i, (position, _)) in kept.iter().enumerate() {
-                let mut resumed = loaders(1, shuffle).remove(0);
+                let mut resumed = fresh();
                 resumed.seek(position.clone()).unwrap();
                 for (_, expected) in &kept[i..] {
                     assert_eq!(&batch(&mut resumed), expected);

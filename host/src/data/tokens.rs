@@ -168,6 +168,23 @@ mod tests {
         assert_eq!((tokens.len(), two), (3, [1, 258]));
     }
 
+    /// The file has a hole, and takes no room.
+    #[test]
+    fn the_end_of_the_largest_shard_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("shard.bin");
+        write(&path, &[1]).unwrap();
+        let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&i32::MAX.to_le_bytes(), 8).unwrap();
+        let bytes = (HEADER_BYTES + 2 * MAX_SHARD_TOKENS) as u64;
+        file.set_len(bytes).unwrap();
+        file.write_all_at(&[3, 0, 4, 0], bytes - 4).unwrap();
+        let tokens = Tokens::open(&path).unwrap();
+        let mut three = [9; 3];
+        tokens.read(MAX_SHARD_TOKENS - 3, &mut three).unwrap();
+        assert_eq!((tokens.len(), three), (2_147_483_647, [0, 3, 4]));
+    }
+
     #[test]
     fn bad_files_are_named_with_what_was_expected_and_found() {
         let dir = tempfile::tempdir().unwrap();
