@@ -3,6 +3,7 @@
 use host::checkpoint::RunState;
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
+use host::distributed::Ranks;
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
 use host::guards::Limits;
@@ -38,6 +39,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        check_ranks_every: None,
     };
     let state = RunState::fresh(loader.position());
     let train = Prefetch::start(loader, &engine).unwrap();
@@ -54,6 +56,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         state,
         checkpoints: None,
         stop: Stop::default(),
+        ranks: &mut Ranks::default(),
     };
     let outcome = run.train().unwrap();
     assert_eq!(outcome.tokens, 6 * 8 * 16);

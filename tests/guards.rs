@@ -8,6 +8,7 @@ use host::checkpoint::writer::Checkpoints;
 use host::checkpoint::{RunState, fingerprint};
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens, tokens};
+use host::distributed::Ranks;
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated};
@@ -85,6 +86,7 @@ impl Trial {
             config: serde_json::Map::new(),
             train: fingerprint::of(&loader).unwrap(),
             val: None,
+            ranks: 1,
         };
         let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
         let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
@@ -112,6 +114,7 @@ impl Trial {
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: Some(self.checkpoint_every),
+            check_ranks_every: None,
         };
         let mut run = Run {
             settings: &settings,
@@ -126,6 +129,7 @@ impl Trial {
             state,
             checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
             stop: Stop::default(),
+            ranks: &mut Ranks::default(),
         };
         run.train()
     }

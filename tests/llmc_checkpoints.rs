@@ -169,6 +169,7 @@ fn what_is_read_is_written_again_byte_for_byte() {
             config: serde_json::Map::new(),
             train: Vec::new(),
             val: None,
+            ranks: 1,
         };
         let locked = Locked::open(out.path()).unwrap();
         let mut checkpoints = Checkpoints::new(locked, Retention::default(), none, None);

@@ -6,6 +6,7 @@ use host::checkpoint::RunState;
 use host::config::Config;
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
+use host::distributed::Ranks;
 use host::engine::cpu::Cpu;
 use host::engine::{BatchLayout, Engine};
 use host::guards::Limits;
@@ -194,6 +195,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        check_ranks_every: None,
     };
     let loader = loader(tokens);
     let mut run = Run {
@@ -209,6 +211,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         log: Log::create(Some(dir.path())).unwrap(),
         checkpoints: None,
         stop: Stop::default(),
+        ranks: &mut Ranks::default(),
     };
     run.train().unwrap();
     let records = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();

@@ -8,6 +8,7 @@ use host::checkpoint::writer::Checkpoints;
 use host::checkpoint::{RunState, fingerprint};
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
+use host::distributed::Ranks;
 use host::engine::cuda::{Precision, emulated};
 use host::guards::Limits;
 use host::log::Log;
@@ -41,6 +42,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         config: serde_json::Map::new(),
         train: fingerprint::of(&loader).unwrap(),
         val: None,
+        ranks: 1,
     };
     let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
     let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
@@ -69,6 +71,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: Some(EVERY),
+        check_ranks_every: None,
     };
     let mut run = Run {
         settings: &settings,
@@ -83,6 +86,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         state,
         checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
         stop: Stop::default(),
+        ranks: &mut Ranks::default(),
     };
     run.train().unwrap();
 }

@@ -195,6 +195,7 @@ fn good_sidecar() -> Sidecar {
         config: serde_json::from_str(settings).expect("the settings are JSON"),
         train: fingerprint::of(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
         val: None,
+        ranks: 1,
     };
     let product = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
         "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],

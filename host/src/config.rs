@@ -65,6 +65,7 @@ pub struct Config {
     pub major_every: usize,
 
     pub gpu_info_every: usize,
+    pub check_ranks: usize,
 
     pub recompute: Recompute,
     pub master_weights: bool,
@@ -92,9 +93,9 @@ impl Config {
     /// The file's name in a run's directory.
     pub const FILE: &str = "config.toml";
 
-    /// Micro-batches of an optimizer step.
-    pub fn grad_accum(&self) -> usize {
-        self.total_batch / (self.batch * self.seq)
+    /// Micro-batches of an optimizer step, on each of `ranks`.
+    pub fn grad_accum(&self, ranks: usize) -> usize {
+        self.total_batch / (self.batch * self.seq * ranks)
     }
 
     pub fn limits(&self) -> Limits {
@@ -128,7 +129,19 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// What is done with a run, as opposed to what the run is.
-    const ACTIONS: [&str; 6] = ["config", "dry-run", "help", "version", "resume", "force-resume"];
+    const ACTIONS: [&str; 11] = [
+        "config",
+        "dry-run",
+        "help",
+        "version",
+        "resume",
+        "force-resume",
+        "rank",
+        "world-size",
+        "local-rank",
+        "rendezvous",
+        "rendezvous-timeout",
+    ];
 
     fn whole() -> Config {
         Config {
@@ -161,6 +174,7 @@ mod tests {
             sample_length: 64,
             checkpoint_every: 5000,
             gpu_info_every: 0,
+            check_ranks: 100,
             recompute: Recompute::Gelu,
             master_weights: true,
             keep: 3,

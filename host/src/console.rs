@@ -4,7 +4,9 @@ use crate::gpu_info::GpuInfo;
 use crate::log::Step;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use std::fs::File;
 use std::io::{IsTerminal, Write, stderr, stdout};
+use std::path::PathBuf;
 
 pub struct Console {
     steps: usize,
@@ -12,6 +14,14 @@ pub struct Console {
     gpu: Option<(GpuInfo, usize)>,
     /// None where a terminal is missing; each step is a line then.
     bar: Option<ProgressBar>,
+    to: To,
+}
+
+/// Where lines go.
+enum To {
+    Output,
+    File(File, PathBuf),
+    Nowhere,
 }
 
 impl Console {
@@ -22,7 +32,15 @@ impl Console {
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { steps, gpu: None, bar }
+        Self { steps, gpu: None, bar, to: To::Output }
+    }
+
+    /// For a process beside the one that a person watches: into a file, or nowhere. With `append`, the file goes on.
+    pub fn aside(steps: usize, path: Option<PathBuf>, append: bool) -> Result<Self> {
+        let Some(path) = path else { return Ok(Self { steps, gpu: None, bar: None, to: To::Nowhere }) };
+        let file = File::options().create(true).write(true).append(append).truncate(!append).open(&path);
+        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Self { steps, gpu: None, bar: None, to: To::File(file, path) })
     }
 
     /// Tells what the GPU is doing after every `every` steps.
@@ -31,7 +49,13 @@ impl Console {
     }
 
     pub fn line(&self, text: &str) -> Result<()> {
-        let write = || writeln!(stdout(), "{text}").context("cannot write to standard output");
+        let write = || match &self.to {
+            To::Output => writeln!(stdout(), "{text}").context("cannot write to standard output"),
+            To::File(file, path) => {
+                writeln!(&mut &*file, "{text}").with_context(|| format!("cannot write {}", path.display()))
+            }
+            To::Nowhere => Ok(()),
+        };
         match &self.bar {
             Some(bar) => bar.suspend(write),
             None => write(),

@@ -22,6 +22,7 @@ pub mod config;
 pub mod config_file;
 pub mod console;
 pub mod data;
+pub mod distributed;
 pub mod engine;
 pub mod evaluate;
 pub mod fit;

@@ -1,3 +1,4 @@
+use host::distributed::fault::{self, Fault};
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
@@ -11,9 +12,14 @@ fn main() -> ExitCode {
             // `--help`, too.
             Ok(wrong_flags) => wrong_flags.exit(),
             Err(error) => {
+                let fault = error.downcast_ref::<Fault>();
+                if let Some(Fault::Told(_)) = fault {
+                    return ExitCode::from(fault::EXIT_CODE);
+                }
+                let code = fault.map_or(ExitCode::FAILURE, |_| ExitCode::from(fault::EXIT_CODE));
                 // Nobody is left to hear of a standard error that is closed.
                 let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
-                ExitCode::FAILURE
+                code
             }
         },
     }

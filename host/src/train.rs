@@ -6,8 +6,10 @@ use crate::checkpoint::writer::{Checkpoints, Report, Written, size};
 use crate::clock::Clock;
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
+use crate::distributed::Ranks;
 use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
-use crate::evaluate::{self, multiple_choice};
+use crate::evaluate;
+use crate::evaluate::multiple_choice::{self, Score};
 use crate::guards::{Limits, Skipped, Skips, Verdict};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
@@ -24,7 +26,7 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub steps: usize,
-    /// Micro-batches whose gradients make one step.
+    /// Micro-batches of each rank whose gradients make one step.
     pub grad_accum: usize,
     pub schedule: Schedule,
     pub weight_decay: f32,
@@ -36,11 +38,15 @@ pub struct Settings {
     pub sample_every: Option<usize>,
     pub sample_tokens: usize,
     pub checkpoint_every: Option<usize>,
+    /// How often ranks compare what must be the same on all of them.
+    pub check_ranks_every: Option<usize>,
 }
 
 /// Everything a run consists of.
 pub struct Run<'a> {
     pub settings: &'a Settings,
+    /// The other processes that train the same model, each on its own part of the data.
+    pub ranks: &'a mut Ranks,
     pub engine: &'a mut dyn Engine,
     pub model: &'a Gpt2,
     /// Without one no text is written.
@@ -105,6 +111,10 @@ pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Resul
 /// llm.c's, of `AdamW`.
 const BETAS: (f32, f32) = (0.9, 0.95);
 const EPS: f32 = 1e-8;
+
+/// What tells a rank's seeds from the next one's.
+const RANK_SEED: u32 = 0x9e37_79b9;
+
 impl Run<'_> {
     pub fn train(&mut self) -> Result<Outcome> {
         let training = self.model.training.context("this model was planned for inference only")?;
@@ -120,13 +130,14 @@ impl Run<'_> {
 
         for step in first..=steps {
             let last = step == steps;
-            let stop = self.stop.requested();
+            self.ranks.note(|| format!("step {} of {steps}", step + 1));
+            let stop = self.ranks.any(self.stop.requested())?;
             let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
             // Who asks for a stop wants it now; the run that goes on from here does what is due.
             let evaluate = !stop && !self.state.progress.evaluated;
             let validate = evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
             let score = evaluate && self.hellaswag.is_some() && due(val_every);
-            let sample = self.tokenizer.filter(|_| evaluate && due(sample_every));
+            let sample = self.tokenizer.filter(|_| evaluate && due(sample_every) && self.ranks.is_first());
             let save = step > first && (due(checkpoint_every) || stop);
             if validate || score || sample.is_some() || save || stop || last {
                 self.report(queued.take(), &mut session)?;
@@ -155,6 +166,10 @@ impl Run<'_> {
             self.tell(written, &mut session)?;
             let now = self.queue(step, training)?;
             self.report(queued.replace(now), &mut session)?;
+            if self.settings.check_ranks_every.is_some_and(|n| (step + 1) % n == 0) {
+                self.check_ranks(training)?;
+                session.clock.resume(self.engine_time(training)?);
+            }
         }
         self.finish(session)
     }
@@ -237,17 +252,25 @@ impl Run<'_> {
 
     /// Queues one optimizer step.
     fn queue(&mut self, step: usize, training: Training) -> Result<Queued> {
-        let Self { settings, engine, model, state, .. } = self;
+        let Self { settings, engine, model, state, ranks, .. } = self;
         let layout = self.train.layout();
         let dloss = 1.0 / (layout.b * layout.t * settings.grad_accum) as f32;
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
-        for _ in 0..settings.grad_accum {
+        for micro_step in 1..=settings.grad_accum {
             state.data = self.train.load_next(*engine, model.batch)?;
             model.forward(*engine, layout)?;
             model.loss(*engine, layout, Some(dloss))?;
-            model.backward(*engine, layout, state.rounding.next_u32())?;
+            // The update's draws must be the same on all ranks, these need not.
+            let seed = state.rounding.next_u32().wrapping_add((ranks.rank() as u32).wrapping_mul(RANK_SEED));
+            if micro_step < settings.grad_accum {
+                model.backward(*engine, layout, seed)?;
+            } else {
+                // While the parts below are computed.
+                model.backward_by_parts(*engine, layout, seed, &mut |engine, part| ranks.average(engine, part))?;
+            }
         }
+        ranks.settle(*engine)?;
         let learning_rate = settings.schedule.at(step);
         state.rounding_before_update = state.rounding;
         let adamw = AdamW {
@@ -261,9 +284,12 @@ impl Run<'_> {
             seed: state.rounding.next_u32(),
         };
         model.measure(*engine)?;
+        ranks.total(*engine, training.stats.slice(0, 1))?;
+        ranks.settle(*engine)?;
+        let tokens = layout.b * layout.t * settings.grad_accum * ranks.count();
         let verdict = if settings.limits.decide_before_update() {
             let measured = engine.read_later(training.stats)?;
-            let [loss, norm] = stats_of(&engine.wait(measured)?, layout.b * layout.t * settings.grad_accum)?;
+            let [loss, norm] = stats_of(&engine.wait(measured)?, tokens)?;
             Some(state.progress.guards.judge(loss, norm, &settings.limits))
         } else {
             None
@@ -288,7 +314,7 @@ impl Run<'_> {
         let Some(Queued { step, learning_rate, stats, verdict }) = queued else { return Ok(()) };
         let reading = self.engine.wait(stats)?;
         let layout = self.train.layout();
-        let tokens = layout.b * layout.t * self.settings.grad_accum;
+        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.count();
         let [loss, norm] = stats_of(&reading, tokens)?;
         let progress = &mut self.state.progress;
         let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
@@ -305,7 +331,7 @@ impl Run<'_> {
             norm,
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
-            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second, &peak)),
+            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.count() as f64, &peak)),
             tokens: progress.tokens,
             verdict,
         };
@@ -353,7 +379,9 @@ impl Run<'_> {
 
     fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(val) = &mut self.val else { return Ok(()) };
-        let loss = evaluate::loss(self.model, self.engine, val, self.settings.val_batches)?;
+        let mut loss = [evaluate::loss(self.model, self.engine, val, self.settings.val_batches)?];
+        self.ranks.sum(&mut loss)?;
+        let loss = loss[0] / self.ranks.count() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
         self.log.validation(step, loss)?;
@@ -363,9 +391,21 @@ impl Run<'_> {
     fn score(&mut self, step: usize) -> Result<()> {
         let Some(set) = &self.hellaswag else { return Ok(()) };
         let planned = self.train.layout();
-        let score = multiple_choice::score(self.model, self.engine, planned, set, set.share(0, 1))?;
+        let share = set.share(self.ranks.rank(), self.ranks.count());
+        let score = multiple_choice::score(self.model, self.engine, planned, set, share)?;
+        let mut counts = [score.correct as f64, score.examples as f64];
+        self.ranks.sum(&mut counts)?;
+        let [correct, examples] = counts.map(|count| count as usize);
+        let score = Score { correct, examples };
         self.log.hellaswag(step, score)?;
         self.console.line(&format!("HellaSwag: {score}"))
+    }
+
+    /// Compares model and optimizer on all ranks.
+    fn check_ranks(&mut self, training: Training) -> Result<()> {
+        let mut tensors = vec![("params", self.model.params), ("m", training.m), ("v", training.v)];
+        tensors.extend(training.master.map(|master| ("master", master)));
+        self.ranks.check_same(self.engine, &tensors)
     }
 
     fn sample(&mut self, tokenizer: Tokenizer) -> Result<()> {

@@ -107,6 +107,19 @@ pub fn device_info(index: usize) -> Result<DeviceInfo> {
     })
 }
 
+/// What tells GPU `index` from every other in the world, as nvidia-smi has it: `GPU-5b6c…`.
+pub fn device_uuid(index: usize) -> Result<String> {
+    let DeviceInfo { index, .. } = device_info(index)?;
+    let (mut device, mut uuid) = (0, [0; 16]);
+    // SAFETY: writes one handle.
+    check_with(unsafe { sys::cuDeviceGet(&raw mut device, index as c_int) }, || format!("cuDeviceGet({index})"))?;
+    // SAFETY: writes 16 bytes.
+    check(unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) }, "cuDeviceGetUuid")?;
+    let [a, b, c, d] = [96, 80, 64, 48].map(|shift| u128::from_be_bytes(uuid) >> shift);
+    let e = u128::from_be_bytes(uuid) & ((1 << 48) - 1);
+    Ok(format!("GPU-{a:08x}-{:04x}-{:04x}-{:04x}-{e:012x}", b & 0xffff, c & 0xffff, d & 0xffff))
+}
+
 /// A GPU in use: its primary context. Clones share it; it is released when the last of them and of everything made
 /// through it is gone.
 #[derive(Clone)]

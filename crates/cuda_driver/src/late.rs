@@ -99,7 +99,7 @@ late_bound! {
     cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc cuTexObjectCreate cuTexObjectDestroy
     cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
 
-    cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphExecUpdate_v2 cuGraphInstantiateWithFlags cuGraphLaunch
+    cuDeviceGetUuid_v2 cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphExecUpdate_v2 cuGraphInstantiateWithFlags cuGraphLaunch
     cuGraphUpload cuLaunchKernelEx cuMemHostAlloc cuStreamBeginCapture_v2 cuStreamCreate cuStreamEndCapture
     cuStreamQuery cuTensorMapEncodeTiled
 }

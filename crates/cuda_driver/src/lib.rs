@@ -29,7 +29,7 @@ pub use device_memory::DeviceMemory;
 pub use error::{Error, Result};
 pub use event::{Event, Stopwatch, TimedEvent};
 pub use function::{Function, LaunchConfig, Resources};
-pub use gpu::{DeviceInfo, Gpu, MemoryInfo, device_count, device_info, driver_version};
+pub use gpu::{DeviceInfo, Gpu, MemoryInfo, device_count, device_info, device_uuid, driver_version};
 pub use graph::{Graph, GraphExec};
 pub use late::{load, load_from, missing};
 pub use module::Module;

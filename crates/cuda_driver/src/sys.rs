@@ -68,6 +68,7 @@ unsafe extern "C" {
     pub fn cuDeviceGetCount(count: *mut c_int) -> u32;
     pub fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> u32;
     pub fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice) -> u32;
+    pub fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: CUdevice) -> u32;
     pub fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) -> u32;
     pub fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice) -> u32;
     pub fn cuCtxSetCurrent(context: CUcontext) -> u32;

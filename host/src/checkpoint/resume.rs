@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
 /// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 19] = [
+const FREE: [&str; 20] = [
     "device",
     "precision",
     "tf32",
@@ -35,6 +35,7 @@ const FREE: [&str; 19] = [
     "keep",
     "major-every",
     "gpu-info-every",
+    "check-ranks",
     "max-bad-steps",
 ];
 
@@ -158,7 +159,8 @@ impl Checkpoint {
     }
 
     /// Fills a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the
-    /// run's next batch is. With `force`, a loader that has no such place stays where it is, with a note.
+    /// run's next batch is. With `force`, a loader that has no such place stays where it is, with a note. The file has the
+    /// place of a run of one rank; of several, each finds its own by the tokens that all have trained on.
     ///
     /// Parameters come from the model file bit for bit if it has the engine's precision. If not, they are the master weights
     /// or, without those, what the model file has, rounded to nearest where that is needed.
@@ -181,14 +183,25 @@ impl Checkpoint {
             notes.push("the checkpoint has no master weights: they begin as the model file's weights".to_owned());
         }
         self.state.load(model, masters.as_slice(), engine)?;
-        if let Err(error) = loader.seek(self.state.data.clone()) {
+        let ranks_before = self.sidecar.as_ref().map_or(1, |sidecar| sidecar.identity.ranks);
+        let tokens = (self.step * total_batch) as u64;
+        let progress = self.sidecar.map(|sidecar| sidecar.progress);
+        let trained = progress.as_ref().map_or(tokens, |progress| progress.tokens);
+        let ranks = loader.ranks();
+        if ranks != ranks_before {
+            notes.push(format!(
+                "the run was shared out to {ranks_before}, is to {ranks}: the data goes on after as many tokens as have been \
+                 trained on, in the order of {ranks}"
+            ));
+        }
+        if (ranks, ranks_before) != (1, 1) {
+            loader.skip_tokens(trained);
+        } else if let Err(error) = loader.seek(self.state.data.clone()) {
             if !force {
                 return Err(error);
             }
             notes.push(format!("the training data begins anew: {error:#}"));
         }
-        let tokens = (self.step * total_batch) as u64;
-        let progress = self.sidecar.map(|sidecar| sidecar.progress);
         Ok(RunState {
             step: self.step,
             rounding: self.state.rounding,

@@ -35,16 +35,29 @@ pub struct Identity {
     pub config: Map<String, Value>,
     pub train: Vec<Shard>,
     pub val: Option<Vec<Shard>>,
+    /// Processes that the data is shared out to.
+    #[serde(default = "one")]
+    pub ranks: usize,
+}
+
+const fn one() -> usize {
+    1
 }
 
 impl Identity {
-    pub fn new(config: &Config, engine: String, train: Vec<Shard>, val: Option<Vec<Shard>>) -> Result<Self> {
+    pub fn new(
+        config: &Config,
+        engine: String,
+        train: Vec<Shard>,
+        val: Option<Vec<Shard>>,
+        ranks: usize,
+    ) -> Result<Self> {
         let program = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION")).to_owned();
         let Value::Object(mut config) = serde_json::to_value(config)? else {
             anyhow::bail!("the configuration is no table");
         };
         config.retain(|_, value| !value.is_null());
-        Ok(Self { program, engine, config, train, val })
+        Ok(Self { program, engine, config, train, val, ranks })
     }
 }
 

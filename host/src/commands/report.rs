@@ -16,6 +16,8 @@ use std::time::Duration;
 /// Everything that was settled about a run.
 pub struct Setup<'a> {
     pub config: &'a Config,
+    /// Processes that train together.
+    pub ranks: usize,
     pub descriptor: Descriptor,
     pub train: &'a Loader,
     pub val: Option<&'a Loader>,
@@ -45,7 +47,7 @@ impl Setup<'_> {
             n => format!("every {n} steps"),
         };
         let with = |n: usize, what: String| if n == 0 { every(n) } else { format!("{}, {what}", every(n)) };
-        let mut rows = vec![("device", engine.describe())];
+        let mut rows = vec![("device", engine.describe() + &self.by_ranks())];
         rows.extend(self.note.map(|note| ("", note.to_owned())));
         rows.extend([
             ("model", format!("{}: {descriptor}", config.model.as_deref().unwrap_or("a free shape"))),
@@ -56,7 +58,14 @@ impl Setup<'_> {
         rows.extend(self.training_data());
         rows.extend([
             ("validation data", self.val.map_or("none".to_owned(), data)),
-            ("batch", format!("{batch} x {seq} tokens x {} = {total_batch} a step", config.grad_accum())),
+            (
+                "batch",
+                format!(
+                    "{batch} x {seq} tokens x {}{} = {total_batch} a step",
+                    config.grad_accum(self.ranks),
+                    self.by_ranks()
+                ),
+            ),
             ("learning rate", learning_rate),
             ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
             ("skipped updates", skipped(config)),
@@ -83,6 +92,10 @@ impl Setup<'_> {
         rows.iter().map(|(name, value)| format!("{name:<20} {value}")).collect::<Vec<_>>().join("\n")
     }
 
+    fn by_ranks(&self) -> String {
+        if self.ranks > 1 { format!(" x {} ranks", self.ranks) } else { String::new() }
+    }
+
     /// Rows on what is read, and how often.
     fn training_data(&self) -> Vec<(&'static str, String)> {
         let Config { batch, seq, total_batch, steps, overfit_one_batch, .. } = *self.config;
@@ -91,11 +104,14 @@ impl Setup<'_> {
             return vec![("training data", one), ("steps", steps.to_string())];
         }
         let batches = self.train.batches_per_epoch();
-        let tokens = batches * batch * seq;
+        let tokens = batches * batch * seq * self.ranks;
         let epochs = (steps * total_batch) as f64 / tokens as f64;
         vec![
             ("training data", data(self.train)),
-            ("an epoch", format!("{tokens} tokens in {batches} batches, {} steps", batches / self.config.grad_accum())),
+            (
+                "an epoch",
+                format!("{tokens} tokens in {batches} batches, {} steps", batches / self.config.grad_accum(self.ranks)),
+            ),
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]
     }

@@ -41,17 +41,22 @@ pub struct Hardware {
 
 impl Hardware {
     pub fn open(&self) -> Result<Opened> {
-        open::open(self.device, self.precision, &self.gpu())
+        self.open_on(open::GPU)
     }
 
-    /// As [`open`](Self::open), to plan a run, not to compute it.
-    pub fn open_to_plan(&self) -> Result<Opened> {
-        open::open_to_plan(self.device, self.precision, &self.gpu())
+    /// As [`open`](Self::open), the GPU `gpu` if it is one.
+    pub fn open_on(&self, gpu: usize) -> Result<Opened> {
+        open::open(self.device, self.precision, &self.gpu(gpu))
     }
 
-    fn gpu(&self) -> Options {
+    /// As [`open_on`](Self::open_on), to plan a run, not to compute it.
+    pub fn open_to_plan(&self, gpu: usize) -> Result<Opened> {
+        open::open_to_plan(self.device, self.precision, &self.gpu(gpu))
+    }
+
+    fn gpu(&self, gpu: usize) -> Options {
         Options {
-            gpu: open::GPU,
+            gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),
             tf32: self.tf32,
             kernels: self.kernels.clone(),

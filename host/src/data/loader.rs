@@ -110,6 +110,11 @@ impl Loader {
         self.shards.iter().map(|shard| self.samples_of(shard)).sum()
     }
 
+    /// How many share each sample.
+    pub fn ranks(&self) -> usize {
+        self.geometry.ranks
+    }
+
     pub fn shards(&self) -> &[Tokens] {
         &self.shards
     }
@@ -162,15 +167,17 @@ impl Loader {
         Ok(())
     }
 
-    /// Fills `words`, laid out by [`layout`](Self::layout), with the next batch; all but the sort.
-    pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
-        if self.rewind_after == Some(self.batches) {
-            self.batches = 0;
-            self.begin_epoch();
-        }
-        if self.position.sample >= self.samples_of(self.open_shard()) {
+    /// Goes on as if so many tokens had been read by all ranks together.
+    pub fn skip_tokens(&mut self, tokens: u64) {
+        for _ in 0..tokens / self.geometry.sample_tokens() as u64 {
+            self.make_ready();
             self.advance();
         }
+    }
+
+    /// Fills `words`, laid out by [`layout`](Self::layout), with the next batch; all but the sort.
+    pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
+        self.make_ready();
         let Position { sample, shuffle, .. } = &self.position;
         let sample = shuffle.as_ref().map_or(*sample, |s| s.samples[*sample] as usize);
         let Geometry { b, t, rank, .. } = self.geometry;
@@ -190,9 +197,24 @@ impl Loader {
         let widen = |(to, from): (&mut i32, &u16)| *to = i32::from(*from);
         words[layout.inputs()].iter_mut().zip(&self.scratch).for_each(widen);
         words[layout.targets()].iter_mut().zip(&self.scratch[1..]).for_each(widen);
+        self.advance();
+        Ok(())
+    }
+
+    /// Opens the next shard, or begins again, where the position is at an end.
+    fn make_ready(&mut self) {
+        if self.rewind_after == Some(self.batches) {
+            self.batches = 0;
+            self.begin_epoch();
+        }
+        if self.position.sample >= self.samples_of(self.open_shard()) {
+            self.next_shard();
+        }
+    }
+
+    fn advance(&mut self) {
         self.position.sample += 1;
         self.batches += 1;
-        Ok(())
     }
 
     fn samples_of(&self, shard: &Tokens) -> usize {
@@ -207,7 +229,7 @@ impl Loader {
         &self.shards[Self::shard_at(&self.position)]
     }
 
-    fn advance(&mut self) {
+    fn next_shard(&mut self) {
         if self.position.shard + 1 == self.shards.len() {
             self.begin_epoch();
         } else {

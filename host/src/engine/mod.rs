@@ -255,6 +255,13 @@ pub struct Reading {
     pub at: Duration,
 }
 
+/// A tensor in the memory of a GPU.
+pub struct OnDevice<'a> {
+    /// What the engine queues its work on.
+    pub stream: &'a cuda_driver::Stream,
+    pub address: u64,
+}
+
 pub trait Engine {
     /// For the banner: `CPU, 2 threads` or `NVIDIA H200, sm_90a`.
     fn describe(&self) -> String;
@@ -270,6 +277,16 @@ pub trait Engine {
 
     fn gelu_fusion(&self) -> GeluFusion {
         GeluFusion::None
+    }
+
+    /// Where a tensor is, for who works on it beside the engine; `None` where that is no GPU.
+    fn on_device(&self, _tensor: Tensor) -> Result<Option<OnDevice<'_>>> {
+        Ok(None)
+    }
+
+    /// What is queued from here on comes after `event`, a mark in another stream of the same GPU.
+    fn wait_for(&mut self, _event: &cuda_driver::Event) -> Result<()> {
+        anyhow::bail!("{} has no stream that could wait for another", self.describe())
     }
 
     /// An engine that runs this one's kernels, with the same grids, in the emulator; `None` where there are no kernels.

@@ -375,6 +375,18 @@ impl Gpt2 {
 
     /// Adds the gradients of all parameters, from what [`loss`](Self::loss) left.
     pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
+        self.backward_by_parts(engine, layout, seed, &mut |_, _| Ok(()))
+    }
+
+    /// As [`backward`](Self::backward); `done` is given each part of the gradients once the pass will not touch it again: the
+    /// layers from the last to the first, then the embeddings.
+    pub fn backward_by_parts(
+        &self,
+        engine: &mut dyn Engine,
+        layout: BatchLayout,
+        seed: u32,
+        done: &mut dyn FnMut(&mut dyn Engine, Tensor) -> Result<()>,
+    ) -> Result<()> {
         let training = self.training()?;
         let Descriptor { channels: c, heads, .. } = self.descriptor;
         let rows = layout.b * layout.t;
@@ -382,6 +394,7 @@ impl Gpt2 {
         let linear = |c, oc| Linear { rows, c, oc };
         let rows_of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         let grad = |param, layer| self.layout.of(training.grads, param, layer);
+        let part = |elements: Range<usize>| training.grads.slice(elements.start, elements.len());
         let dresidual = rows_of(training.dresidual, c);
         let dchannels = rows_of(training.dchannels, c);
 
@@ -423,8 +436,10 @@ impl Gpt2 {
             let (dw, db) = (g(Param::Qkvw), Some(g(Param::Qkvb)));
             engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
             engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;
+            done(engine, part(self.layout.layer(l)))?;
         }
-        engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)
+        engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)?;
+        done(engine, part(self.layout.embeddings()))
     }
 
     /// [`measure`](Self::measure)s and [`apply`](Self::apply)s.

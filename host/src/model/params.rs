@@ -142,6 +142,17 @@ impl Params {
         start..start + param.len(&self.descriptor)
     }
 
+    /// All tensors of a layer; the last one's end with what follows it.
+    pub fn layer(&self, layer: usize) -> Range<usize> {
+        let start = self.layers_at + layer * self.layer_elements;
+        if layer + 1 == self.descriptor.layers { start..self.elements } else { start..start + self.layer_elements }
+    }
+
+    /// wte and wpe.
+    pub fn embeddings(&self) -> Range<usize> {
+        0..self.layers_at
+    }
+
     /// `param` of `layer` in a tensor laid out like the parameters.
     pub fn of(&self, block: Tensor, param: Param, layer: usize) -> Tensor {
         let range = self.range(param, layer);

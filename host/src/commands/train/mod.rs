@@ -3,43 +3,57 @@
 mod directory;
 mod options;
 mod resolve;
+mod together;
 
 pub use options::Options;
 
 use super::PROGRAM;
 use super::report::{Setup, planned, summary};
+use crate::checkpoint::model::ModelFile;
 use crate::checkpoint::resume::{Checkpoint, Found};
 use crate::checkpoint::sidecar::Identity;
 use crate::checkpoint::{RunState, fingerprint};
 use crate::config::Config;
 use crate::console::Console;
 use crate::data::Prefetch;
-use crate::engine::open::{Device, GPU};
+use crate::distributed::Ranks;
+use crate::engine::Engine;
+use crate::engine::open::Device;
 use crate::fit;
 use crate::gpu_info::GpuInfo;
-use crate::model::Capacity;
+use crate::model::{Capacity, Gpt2};
 use crate::schedule::Schedule;
 use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
-use crate::train::{Outcome, Run, Settings, initialise, tune};
+use crate::train::{Outcome, Run, Settings, initialise};
 use anyhow::{Result, ensure};
 use directory::OutDirectory;
 use resolve::Resolved;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub fn run(args: &Options) -> Result<()> {
+    let (mut ranks, local_rank) = together::meet(&args.launch)?;
+    // An error here ends the run everywhere.
+    train(args, &mut ranks, local_rank).map_err(|error| ranks.give_up(error))
+}
+
+fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let started = Instant::now();
-    let mut opened = if args.dry_run { args.hardware.open_to_plan() } else { args.hardware.open() }?;
-    let mut out = args.out.as_deref().map(|path| OutDirectory::look(path, args)).transpose()?;
+    let gpu = together::gpu_of(local_rank, args.hardware.device)?;
+    let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
+    // Rank 0 keeps what is kept, and goes on from it.
+    let out = args.out.as_deref().filter(|_| ranks.is_first());
+    let mut out = out.map(|path| OutDirectory::look(path, args)).transpose()?;
     let Found { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
-    let resumed = checkpoint.as_ref().map(Checkpoint::descriptor);
-    let Resolved { config, descriptor, geometry, weights, mut train, val, hellaswag } =
-        Resolved::new(args, &opened, resumed)?;
-    let settings = settings(&config);
-    let mut console = Console::new(config.steps);
-    let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device));
+    let resumed = ranks.tell(checkpoint.as_ref().map(Checkpoint::descriptor))?;
+    let Resolved { config, descriptor, weights, mut train, val, hellaswag } =
+        Resolved::new(args, &opened, resumed, ranks.rank(), ranks.count())?;
+    let settings = settings(&config, ranks.count());
+    let mut console = together::console(ranks, args, config.steps)?;
+    let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
+        ranks: ranks.count(),
         descriptor,
         train: &train,
         val: val.as_ref(),
@@ -55,18 +69,14 @@ pub fn run(args: &Options) -> Result<()> {
         engine.describe(),
         fingerprint::of(&train)?,
         val.as_ref().map(fingerprint::of).transpose()?,
+        ranks.count(),
     )?;
+    let on_gpu = opened.device == Device::Cuda && !opened.plans_only;
+    together::agree(ranks, &identity, on_gpu.then_some(gpu))?;
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.compare(&identity, descriptor, args.force_resume)?);
     }
-    let capacity = Capacity {
-        b: geometry.b,
-        t: geometry.t,
-        training: true,
-        master_weights: config.master_weights,
-        recompute: config.recompute,
-    };
-    let (model, plan) = fit::plan(descriptor, capacity, engine)?;
+    let (model, plan) = fit::plan(descriptor, capacity(&config), engine)?;
     console.line(&format!("\n{plan}\n"))?;
     if args.dry_run {
         let free = if opened.plans_only { None } else { Some(engine.memory_free()?) };
@@ -76,23 +86,28 @@ pub fn run(args: &Options) -> Result<()> {
         console.tell_of(info, config.gpu_info_every);
     }
     engine.allocate(&plan)?;
+    ranks.join(engine, model.params)?;
+    if let Some(text) = ranks.describe() {
+        console.line(&format!("{} ranks, connected by {text}\n", ranks.count()))?;
+    }
     if checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
         notes
             .push("matrix products were computed by algorithms of another GPU or library: last bits may differ".into());
     }
-    if let Some(text) = tune(&model, engine, train.layout())? {
+    if let Some(text) = together::tune_together(ranks, &model, engine, train.layout())? {
         console.line(&text)?;
     }
     let newest = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
-    let state = if let Some(checkpoint) = checkpoint {
-        checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
-    } else {
-        match weights {
-            Some(file) => file.load(&model, engine)?,
-            None => initialise(&model, engine, config.seed)?,
+    let state = match checkpoint {
+        Some(checkpoint) => {
+            checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
         }
-        RunState::fresh(train.position())
+        None => RunState::fresh(train.position()),
     };
+    if newest.is_none() && ranks.is_first() {
+        first_weights(weights, &model, engine, config.seed)?;
+    }
+    let state = together::share(ranks, &model, engine, state, &mut train)?;
     for note in notes {
         console.line(&format!("note: {note}"))?;
     }
@@ -101,11 +116,14 @@ pub fn run(args: &Options) -> Result<()> {
     if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
         checkpoints.prepare(&model, engine, &state)?;
     }
-    if let Some(step) = newest {
+    if state.step > 0 {
+        let step = state.step;
         console.line(&format!("going on after {step} of {} steps\n", config.steps))?;
     }
+    let kept_by_this = config.out.clone().filter(|_| ranks.is_first());
     let mut run = Run {
         settings: &settings,
+        ranks,
         model: &model,
         tokenizer: Tokenizer::of_vocab(descriptor.vocab).ok(),
         train: Prefetch::start(train, engine)?,
@@ -116,14 +134,19 @@ pub fn run(args: &Options) -> Result<()> {
         log: log.unwrap_or_default(),
         state,
         checkpoints,
-        stop: Stop::on_signals(config.out.clone())?,
+        stop: Stop::on_signals(kept_by_this)?,
     };
     let outcome = run.train()?;
-    run.console.line(&summary(&outcome, config.total_batch, started.elapsed(), config.out.as_deref()))?;
+    run.ranks.close()?;
+    tell_how_it_went(&run.console, &outcome, &config, started.elapsed())
+}
+
+fn tell_how_it_went(console: &Console, outcome: &Outcome, config: &Config, wall: Duration) -> Result<()> {
+    console.line(&summary(outcome, config.total_batch, wall, config.out.as_deref()))?;
     if let Some(step) = outcome.stopped {
-        return run.console.line(&format!("\n{}", stopped(step, &config)));
+        return console.line(&format!("\n{}", stopped(step, config)));
     }
-    run.console.line(&format!("\nnext: {}", next_command(&config, &outcome)))
+    console.line(&format!("\nnext: {}", next_command(config, outcome)))
 }
 
 /// How a run that was asked to stop can go on.
@@ -135,17 +158,30 @@ fn stopped(step: usize, config: &Config) -> String {
     format!("stopped after {step} of {} steps; {how}", config.steps)
 }
 
-fn gpu_info(device: Device) -> Result<GpuInfo> {
+fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
     ensure!(device == Device::Cuda, "the run is on the CPU");
-    GpuInfo::open(GPU)
+    GpuInfo::open(gpu)
+}
+
+/// From a file, or from the seed.
+fn first_weights(file: Option<ModelFile>, model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()> {
+    match file {
+        Some(file) => file.load(model, engine),
+        None => initialise(model, engine, seed),
+    }
+}
+
+fn capacity(config: &Config) -> Capacity {
+    let Config { batch: b, seq: t, master_weights, recompute, .. } = *config;
+    Capacity { b, t, training: true, master_weights, recompute }
 }
 
 /// What the loop reads of the configuration.
-fn settings(config: &Config) -> Settings {
+fn settings(config: &Config, ranks: usize) -> Settings {
     let every = |n: usize| (n > 0).then_some(n);
     Settings {
         steps: config.steps,
-        grad_accum: config.grad_accum(),
+        grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
             kind: config.schedule,
             peak: config.lr,
@@ -161,6 +197,7 @@ fn settings(config: &Config) -> Settings {
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
+        check_ranks_every: every(config.check_ranks),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::cli::{count, level, non_negative, switch};
 use crate::commands::resources::Hardware;
+use crate::distributed::rendezvous::Place;
 use crate::model::Recompute;
 use crate::schedule::Kind;
 use clap::ArgAction;
@@ -159,12 +160,45 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
     pub gpu_info_every: usize,
 
+    /// Compare parameters and optimizer over the ranks every N steps; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = every, allow_hyphen_values = true, help_heading = "Several processes")]
+    pub check_ranks: usize,
+
+    #[command(flatten)]
+    pub launch: Launch,
+
     /// Plan the memory and open the data, tell of both, and stop. With --device cuda this needs no GPU
     #[arg(long)]
     pub dry_run: bool,
 
     #[command(flatten)]
     pub hardware: Hardware,
+}
+
+/// Which process of a run this one is, where there are several: one for each GPU. What mpirun, srun and torchrun set in the
+/// environment is understood.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Launch {
+    /// Number of this process among those of the run, from 0 [default: as the launcher says]
+    #[arg(long, value_name = "N", requires = "world_size", help_heading = "Several processes")]
+    pub rank: Option<usize>,
+
+    /// Processes of the run [default: as the launcher says, or 1]
+    #[arg(long, value_name = "N", value_parser = count, requires = "rank", help_heading = "Several processes")]
+    pub world_size: Option<usize>,
+
+    /// Number of this process on its host, and of its GPU [default: as the launcher says, or by rank]
+    #[arg(long, value_name = "N", help_heading = "Several processes")]
+    pub local_rank: Option<usize>,
+
+    /// Where the processes meet: tcp://HOST:PORT of rank 0, or file:///DIR of a directory that all see [default: a port of
+    /// this host]
+    #[arg(long, value_name = "PLACE", help_heading = "Several processes")]
+    pub rendezvous: Option<Place>,
+
+    /// Seconds that they may take to meet
+    #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = "Several processes")]
+    pub rendezvous_timeout: usize,
 }
 
 /// A number, or all there is.

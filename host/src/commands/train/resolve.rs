@@ -15,7 +15,6 @@ use std::path::Path;
 pub struct Resolved {
     pub config: Config,
     pub descriptor: Descriptor,
-    pub geometry: Geometry,
     /// Where the weights come from, if not from the seed.
     pub weights: Option<ModelFile>,
     pub train: Loader,
@@ -73,7 +72,14 @@ const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 impl Resolved {
     /// A run that goes on has the model `resumed`; the file that it began from need not be there any more.
-    pub fn new(options: &Options, opened: &Opened, resumed: Option<Descriptor>) -> Result<Self> {
+    /// `rank` of `ranks` reads its own part of the data.
+    pub fn new(
+        options: &Options,
+        opened: &Opened,
+        resumed: Option<Descriptor>,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<Self> {
         let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
         let (shape, descriptor, weights) = shape(options, &defaults, resumed)?;
         let b = options.batch.unwrap_or(defaults.b);
@@ -83,13 +89,15 @@ impl Resolved {
             "--seq {t}: expected at most {}, the longest sequence the model has position embeddings for",
             descriptor.max_seq_len
         );
-        let total_batch = options.total_batch.unwrap_or(b * t);
+        let at_once = b * t * ranks;
+        let total_batch = options.total_batch.unwrap_or(at_once);
         ensure!(
-            total_batch.is_multiple_of(b * t),
-            "--total-batch {total_batch}: expected a multiple of batch x seq = {b} x {t} = {}",
-            b * t
+            total_batch.is_multiple_of(at_once),
+            "--total-batch {total_batch}: expected a multiple of batch x seq{} = {b} x {t}{} = {at_once}",
+            if ranks > 1 { " x ranks" } else { "" },
+            if ranks > 1 { format!(" x {ranks}") } else { String::new() }
         );
-        let geometry = Geometry::single(b, t);
+        let geometry = Geometry { b, t, ranks, rank };
         let (train, val) = tokens(options, descriptor)?;
         let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
         let train = if options.overfit_one_batch {
@@ -148,6 +156,7 @@ impl Resolved {
             sample_length: options.sample_length.unwrap_or(defaults.sample_length),
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
             gpu_info_every: options.gpu_info_every,
+            check_ranks: options.check_ranks,
             recompute: options.recompute,
             master_weights: options.master_weights,
             keep: options.keep,
@@ -159,7 +168,7 @@ impl Resolved {
             matmul: options.hardware.matmul,
             kernels: options.hardware.kernels.clone(),
         };
-        Ok(Self { config, descriptor, geometry, weights, train, val, hellaswag })
+        Ok(Self { config, descriptor, weights, train, val, hellaswag })
     }
 }
 

@@ -263,6 +263,10 @@ impl Executor for Device {
         }
     }
 
+    fn stream(&self) -> Option<&Stream> {
+        Some(&self.stream)
+    }
+
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.stream.synchronize()?;
         if let Some(maps) = &mut self.tensor_maps {

@@ -65,6 +65,11 @@ pub trait Executor {
         self.emulation().tf32
     }
 
+    /// The stream that work is queued on, where there is one.
+    fn stream(&self) -> Option<&cuda_driver::Stream> {
+        None
+    }
+
     /// Zeroed memory for the plan's buffers, in place of what was allocated before.
     fn allocate(&mut self, plan: &Plan) -> Result<Arena>;
 

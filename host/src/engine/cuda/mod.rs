@@ -30,8 +30,8 @@ mod tuning;
 pub use modules::embedded;
 
 use super::{
-    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, Optimized,
-    Peak, Reading, Result, Scope, Ticket, Tuning,
+    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, OnDevice,
+    Optimized, Peak, Reading, Result, Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -223,6 +223,19 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn adopt(&mut self, algorithms: &Algorithms) -> bool {
         self.executor.adopt(algorithms)
+    }
+
+    fn on_device(&self, tensor: Tensor) -> Result<Option<OnDevice<'_>>> {
+        let Some(stream) = self.executor.stream() else { return Ok(None) };
+        let address = self.arena.bytes_of("the tensor", tensor)?.addr() as u64;
+        Ok(Some(OnDevice { stream, address }))
+    }
+
+    fn wait_for(&mut self, event: &cuda_driver::Event) -> Result<()> {
+        match self.executor.stream() {
+            Some(stream) => Ok(stream.wait(event)?),
+            None => bail!("{} has no stream that could wait for another", self.describe()),
+        }
     }
 
     fn emulated(&self) -> Option<Box<dyn Engine>> {

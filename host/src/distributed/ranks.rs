@@ -1,0 +1,179 @@
+//! The other processes of a run, as the training loop sees them.
+
+use super::communicator::{self, Communicator};
+use super::fault::Fault;
+use super::star::{Reduction, Star};
+use crate::engine::{Engine, Result};
+use crate::tensor::Tensor;
+use anyhow::bail;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use xxhash_rust::xxh3::Xxh3;
+
+/// All of them; or none, and then every call does nothing at once.
+#[derive(Default)]
+pub enum Ranks {
+    #[default]
+    Alone,
+    /// Before there are tensors.
+    Met(Star),
+    /// Ready for collective operations.
+    Joined(Box<dyn Communicator>),
+}
+
+/// Bytes that are read at a time to be compared.
+const PIECE: usize = 64 << 20;
+
+impl Ranks {
+    /// 0 is the one that prints, logs and keeps.
+    pub fn rank(&self) -> usize {
+        self.who().0
+    }
+
+    pub fn count(&self) -> usize {
+        self.who().1
+    }
+
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    fn who(&self) -> (usize, usize) {
+        match self {
+            Self::Alone => (0, 1),
+            Self::Met(star) => (star.rank, star.ranks),
+            Self::Joined(communicator) => communicator.who(),
+        }
+    }
+
+    pub fn star(&mut self) -> Option<&mut Star> {
+        match self {
+            Self::Alone => None,
+            Self::Met(star) => Some(star),
+            Self::Joined(communicator) => Some(communicator.star()),
+        }
+    }
+
+    /// Gets ready for collective operations on the engine's tensors, of which `on` is one.
+    pub fn join(&mut self, engine: &dyn Engine, on: Tensor) -> Result<()> {
+        match std::mem::take(self) {
+            Self::Met(star) => *self = Self::Joined(communicator::for_engine(star, engine, on)?),
+            other => *self = other,
+        }
+        Ok(())
+    }
+
+    fn joined(&mut self) -> Option<&mut dyn Communicator> {
+        match self {
+            Self::Joined(communicator) => Some(&mut **communicator),
+            _ => None,
+        }
+    }
+
+    /// By what ranks are connected.
+    pub fn describe(&self) -> Option<String> {
+        match self {
+            Self::Joined(communicator) => Some(communicator.describe()),
+            _ => None,
+        }
+    }
+
+    /// Says what the run is doing, for messages.
+    pub fn note(&mut self, during: impl FnOnce() -> String) {
+        if let Some(star) = self.star() {
+            star.note(during());
+        }
+    }
+
+    /// Whether it is so on any rank.
+    pub fn any(&mut self, here: bool) -> Result<bool> {
+        if let Self::Joined(communicator) = self {
+            communicator.check()?;
+        }
+        self.star().map_or(Ok(here), |star| star.any(here))
+    }
+
+    /// Sums over the ranks.
+    pub fn sum(&mut self, values: &mut [f64]) -> Result<()> {
+        self.star().map_or(Ok(()), |star| star.sum(values))
+    }
+
+    /// What rank 0 says, on all.
+    pub fn tell<T: Serialize + DeserializeOwned>(&mut self, what: T) -> Result<T> {
+        let Some(star) = self.star() else { return Ok(what) };
+        let bytes = if star.rank == 0 { serde_json::to_vec(&what)? } else { Vec::new() };
+        let bytes = star.tell(bytes)?;
+        if star.rank == 0 { Ok(what) } else { Ok(serde_json::from_slice(&bytes)?) }
+    }
+
+    /// `tensor` = its mean over the ranks, after [`settle`](Self::settle).
+    pub fn average(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Mean))
+    }
+
+    /// `tensor` = its sum over the ranks, after [`settle`](Self::settle).
+    pub fn total(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
+    }
+
+    /// Each of the tensors = rank 0's.
+    pub fn share(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
+        let Some(ranks) = self.joined() else { return Ok(()) };
+        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor))?;
+        ranks.settle(engine)
+    }
+
+    /// What the engine is given from here on comes after what the ranks did together so far.
+    pub fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.joined().map_or(Ok(()), |ranks| ranks.settle(engine))
+    }
+
+    /// Compares tensors that must have the same bits on all ranks.
+    pub fn check_same(&mut self, engine: &mut dyn Engine, tensors: &[(&str, Tensor)]) -> Result<()> {
+        let Some(star) = self.star() else { return Ok(()) };
+        let mut sums = Vec::new();
+        for (_, tensor) in tensors {
+            sums.push(checksum(engine, *tensor)?);
+        }
+        let all = star.gather(bytemuck::cast_slice(&sums))?;
+        for (rank, theirs) in all.iter().enumerate() {
+            let here = sums.iter().flat_map(|sum| sum.to_ne_bytes());
+            if let Some(byte) = here.zip(theirs).position(|(ours, theirs)| ours != *theirs) {
+                let (name, who) = (tensors[byte / size_of::<u64>()].0, star.who(rank));
+                let during = star.during();
+                bail!(Fault::Apart { who, what: format!("{name} of {during}") });
+            }
+        }
+        // Nobody goes on before all are found the same.
+        star.any(false).map(|_| ())
+    }
+
+    /// Ends it in good order, once all ranks have come to this.
+    pub fn close(&mut self) -> Result<()> {
+        self.any(false)?;
+        match std::mem::take(self) {
+            Self::Joined(communicator) => communicator.close(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the run on all ranks because of an error on this one; what is left to say here.
+    pub fn give_up(&mut self, error: anyhow::Error) -> anyhow::Error {
+        match self.star() {
+            Some(star) => star.give_up(error),
+            None => error,
+        }
+    }
+}
+
+fn checksum(engine: &mut dyn Engine, tensor: Tensor) -> Result<u64> {
+    let (mut hash, mut bytes) = (Xxh3::new(), Vec::new());
+    let piece = PIECE / tensor.dtype.bytes();
+    for first in (0..tensor.len).step_by(piece) {
+        let part = tensor.slice(first, piece.min(tensor.len - first));
+        bytes.resize(part.bytes(), 0);
+        engine.read_bytes(part, &mut bytes)?;
+        hash.update(&bytes);
+    }
+    Ok(hash.digest())
+}

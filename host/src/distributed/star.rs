@@ -1,0 +1,510 @@
+//! Connections between the processes of a run, with rank 0 in the middle.
+//!
+//! All ranks make the same calls in the same order. A message is: u32 how many came before it, u8 what it belongs to, u64 bytes,
+//! then these; a rank that is at another call than the others is found by the first two. Values are reduced on rank 0, in
+//! the order of the ranks, so that a result does not depend on which message came first.
+//!
+//! An error on any rank ends the run on all: rank 0 tells the others, and says so.
+
+use super::fault::Fault;
+use crate::engine::Result;
+use crate::tensor::DType;
+use anyhow::bail;
+use cuda_std::{Element, bf16};
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::ops::AddAssign;
+use std::time::{Duration, Instant};
+
+/// How values of several ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduction {
+    Sum,
+    /// Sum over ranks divided by their number.
+    Mean,
+}
+
+/// What a message belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    Gather,
+    Tell,
+    Reduce,
+    Failed,
+}
+
+impl Call {
+    const ALL: [Self; 4] = [Self::Gather, Self::Tell, Self::Reduce, Self::Failed];
+
+    fn of(number: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(number)).copied()
+    }
+}
+
+const HEADER_BYTES: usize = 13;
+
+/// Of a blob or of a text.
+const MOST_BYTES: usize = 64 << 20;
+
+/// Values are reduced in pieces, so that rank 0 need not hold every rank's at once.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// How long a rank that has failed waits for rank 0 to say so, and rank 0 for the others to have heard it.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// One rank's end.
+#[derive(Debug)]
+pub struct Star {
+    pub rank: usize,
+    pub ranks: usize,
+    /// On rank 0 one to each other rank, in order; else the one to rank 0.
+    links: Vec<Link>,
+    calls: u32,
+    /// What the run is doing, for messages.
+    during: String,
+    /// Rank 0 has said why it ends.
+    told: bool,
+}
+
+/// A connection to another rank.
+#[derive(Debug)]
+pub struct Link {
+    /// `rank 2 (node7, process 4711)`
+    pub who: String,
+    pub stream: TcpStream,
+}
+
+impl Star {
+    /// From connections that are made: rank 0's to ranks 1, 2, …, or another rank's to rank 0. A rank from which nothing comes
+    /// for as long as `patience` is given up.
+    pub fn new(rank: usize, ranks: usize, links: Vec<Link>, patience: Duration) -> Result<Self> {
+        assert_eq!(links.len(), if rank == 0 { ranks - 1 } else { 1 }, "rank 0 in the middle");
+        for Link { stream, .. } in &links {
+            stream.set_nodelay(true)?;
+            stream.set_read_timeout(Some(patience))?;
+            stream.set_write_timeout(Some(patience))?;
+        }
+        Ok(Self { rank, ranks, links, calls: 0, during: "the run has not begun".to_owned(), told: false })
+    }
+
+    /// The ends of `ranks` ranks that are threads of this process.
+    pub fn in_process(ranks: usize, patience: Duration) -> Result<Vec<Self>> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let (mut middle, mut ends) = (Vec::new(), Vec::new());
+        for rank in 1..ranks {
+            let stream = TcpStream::connect(listener.local_addr()?)?;
+            ends.push(Self::new(rank, ranks, vec![Link { who: "rank 0".to_owned(), stream }], patience)?);
+            middle.push(Link { who: format!("rank {rank}"), stream: listener.accept()?.0 });
+        }
+        ends.insert(0, Self::new(0, ranks, middle, patience)?);
+        Ok(ends)
+    }
+
+    /// Says what the run is doing, for messages: `step 17`.
+    pub fn note(&mut self, during: impl Into<String>) {
+        self.during = during.into();
+    }
+
+    pub fn during(&self) -> &str {
+        &self.during
+    }
+
+    /// What a rank is called.
+    pub fn who(&self, rank: usize) -> String {
+        let link = if self.rank == 0 { rank.checked_sub(1) } else { (rank == 0).then_some(0) };
+        link.and_then(|link| self.links.get(link)).map_or_else(|| format!("rank {rank}"), |link| link.who.clone())
+    }
+
+    /// Every rank's bytes, in order, on rank 0; nothing on the others.
+    pub fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.together(|star| {
+            if star.rank > 0 {
+                star.send(0, Call::Gather, bytes)?;
+                return Ok(Vec::new());
+            }
+            let mut all = vec![bytes.to_vec()];
+            for link in 0..star.links.len() {
+                all.push(star.receive(link, Call::Gather, None)?);
+            }
+            Ok(all)
+        })
+    }
+
+    /// Rank 0's bytes, on all ranks.
+    pub fn tell(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.together(|star| {
+            if star.rank > 0 {
+                return star.receive(0, Call::Tell, None);
+            }
+            for link in 0..star.links.len() {
+                star.send(link, Call::Tell, &bytes)?;
+            }
+            Ok(bytes)
+        })
+    }
+
+    /// Whether it is so on any rank.
+    pub fn any(&mut self, here: bool) -> Result<bool> {
+        let mut values = [f64::from(u8::from(here))];
+        self.sum(&mut values)?;
+        Ok(values[0] > 0.0)
+    }
+
+    /// Sums over the ranks, on all ranks.
+    pub fn sum(&mut self, values: &mut [f64]) -> Result<()> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+        let widen = |bytes: &[u8]| Ok(words::<f64>(bytes));
+        self.together(|star| star.reduce(bytes, widen, |total| bytemuck::cast_slice(total).to_vec()))
+    }
+
+    /// `bytes` = reduction of every rank's, values of type `dtype`, summed in f32. All ranks get the same bits.
+    pub fn reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
+        let scale = match reduction {
+            Reduction::Sum => 1.0,
+            Reduction::Mean => 1.0 / self.ranks as f32,
+        };
+        let narrow = |total: &mut [f32]| {
+            for value in total.iter_mut() {
+                *value *= scale;
+            }
+            narrowed(total, dtype)
+        };
+        self.together(|star| {
+            let widen = |bytes: &[u8]| widened(bytes, dtype);
+            bytes.chunks_mut(PIECE_BYTES).try_for_each(|piece| star.reduce(piece, widen, narrow))
+        })
+    }
+
+    /// Adds up values of type `T` on rank 0 and sends what `narrow` makes of them to all.
+    fn reduce<T: AddAssign>(
+        &mut self,
+        bytes: &mut [u8],
+        widen: impl Fn(&[u8]) -> Result<Vec<T>>,
+        narrow: impl Fn(&mut [T]) -> Vec<u8>,
+    ) -> Result<()> {
+        if self.rank > 0 {
+            self.send(0, Call::Reduce, bytes)?;
+            bytes.copy_from_slice(&self.receive(0, Call::Reduce, Some(bytes.len()))?);
+            return Ok(());
+        }
+        let mut total = widen(bytes)?;
+        for link in 0..self.links.len() {
+            let more = widen(&self.receive(link, Call::Reduce, Some(bytes.len()))?)?;
+            total.iter_mut().zip(more).for_each(|(total, more)| *total += more);
+        }
+        bytes.copy_from_slice(&narrow(&mut total));
+        (0..self.links.len()).try_for_each(|link| self.send(link, Call::Reduce, bytes))
+    }
+
+    /// `bytes` = rank 0's.
+    pub fn broadcast_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
+        self.together(|star| {
+            for piece in bytes.chunks_mut(PIECE_BYTES) {
+                if star.rank == 0 {
+                    (0..star.links.len()).try_for_each(|link| star.send(link, Call::Tell, piece))?;
+                } else {
+                    piece.copy_from_slice(&star.receive(0, Call::Tell, Some(piece.len()))?);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// A call of all ranks. What fails in it, rank 0 tells the others.
+    fn together<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        let outcome = call(self);
+        self.calls = self.calls.wrapping_add(1);
+        if let Err(error) = &outcome
+            && self.rank == 0
+        {
+            self.tell_of(&format!("{error:#}"));
+        }
+        outcome
+    }
+
+    /// Ends the run on all ranks because of an error on this one. Where rank 0 has taken it on to tell of it, what comes back
+    /// is [`Fault::Told`].
+    pub fn give_up(&mut self, error: anyhow::Error) -> anyhow::Error {
+        let text = format!("{error:#}");
+        if self.rank == 0 {
+            self.tell_of(&text);
+            return error;
+        }
+        let known = matches!(error.downcast_ref(), Some(Fault::Told(_) | Fault::Gone { .. }));
+        if known || self.send(0, Call::Failed, text.as_bytes()).is_err() {
+            return error;
+        }
+        let Some(link) = self.links.first_mut() else { return error };
+        if link.stream.set_read_timeout(Some(LAST_WORDS)).is_err() {
+            return error;
+        }
+        // Rank 0 may have answered something else before it read this.
+        while let Ok((_, call, told)) = read(&mut link.stream) {
+            if call == Some(Call::Failed) {
+                return Fault::Told(String::from_utf8_lossy(&told).into_owned()).into();
+            }
+        }
+        error
+    }
+
+    /// Rank 0 says, once, why it ends; those who do not hear it any more find out in another way.
+    fn tell_of(&mut self, text: &str) {
+        if !std::mem::replace(&mut self.told, true) {
+            for link in 0..self.links.len() {
+                let _ = self.send(link, Call::Failed, text.as_bytes());
+            }
+            // A connection that is closed before the other end has read it may take the message with it.
+            let deadline = Instant::now() + LAST_WORDS;
+            for Link { stream, .. } in &mut self.links {
+                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+                let _ = stream.shutdown(Shutdown::Write);
+                let _ = stream.set_read_timeout(Some(left));
+                let _ = io::copy(stream, &mut io::sink());
+            }
+        }
+    }
+
+    fn send(&mut self, link: usize, call: Call, bytes: &[u8]) -> Result<()> {
+        let mut header = [0; HEADER_BYTES];
+        header[..4].copy_from_slice(&self.calls.to_le_bytes());
+        header[4] = call as u8;
+        header[5..].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+        let Self { links, during, .. } = self;
+        let Link { who, stream } = &mut links[link];
+        let sent = stream.write_all(&header).and_then(|()| stream.write_all(bytes));
+        match sent {
+            Ok(()) => Ok(()),
+            // It may have said why, before it closed the connection.
+            Err(error) => match read(stream) {
+                Ok((_, Some(Call::Failed), text)) => Err(self.failed(link, &text)),
+                _ => Err(lost(who, stream, during, &error)),
+            },
+        }
+    }
+
+    /// A message of `call`, of `bytes` bytes if that is known.
+    fn receive(&mut self, link: usize, call: Call, bytes: Option<usize>) -> Result<Vec<u8>> {
+        let Self { links, during, calls, .. } = self;
+        let Link { who, stream } = &mut links[link];
+        let (number, found, message) = read(stream).map_err(|error| lost(who, stream, during, &error))?;
+        if found == Some(Call::Failed) {
+            return Err(self.failed(link, &message));
+        }
+        if (number, found) != (*calls, Some(call)) || bytes.is_some_and(|bytes| bytes != message.len()) {
+            let tell = |number: u32, call: &dyn fmt::Debug, bytes: usize| format!("{call:?} {number} of {bytes} bytes");
+            let expected = tell(*calls, &call, bytes.unwrap_or(message.len()));
+            let found = found.map_or("no message of this program".into(), |found| tell(number, &found, message.len()));
+            bail!(Fault::OutOfStep { who: who.clone(), expected, found });
+        }
+        Ok(message)
+    }
+
+    fn failed(&self, link: usize, text: &[u8]) -> anyhow::Error {
+        let text = String::from_utf8_lossy(text).into_owned();
+        match self.rank {
+            0 => Fault::Failed { who: self.links[link].who.clone(), text }.into(),
+            _ => Fault::Told(text).into(),
+        }
+    }
+}
+
+fn lost(who: &str, stream: &TcpStream, during: &str, error: &io::Error) -> anyhow::Error {
+    let (who, during) = (who.to_owned(), during.to_owned());
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            let waited = stream.read_timeout().ok().flatten().unwrap_or_default();
+            Fault::Silent { who, waited, during }.into()
+        }
+        _ => Fault::Gone { who, during }.into(),
+    }
+}
+
+fn read(stream: &mut TcpStream) -> io::Result<(u32, Option<Call>, Vec<u8>)> {
+    let mut header = [0; HEADER_BYTES];
+    stream.read_exact(&mut header)?;
+    let [a, b, c, d, call, bytes @ ..] = header;
+    let len = usize::try_from(u64::from_le_bytes(bytes)).ok().filter(|&len| len <= MOST_BYTES);
+    let len = len.ok_or_else(|| io::Error::other("a message longer than any"))?;
+    let mut message = vec![0; len];
+    stream.read_exact(&mut message)?;
+    Ok((u32::from_le_bytes([a, b, c, d]), Call::of(call), message))
+}
+
+/// Values whose bytes lie anywhere.
+fn words<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn widened(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
+    match dtype {
+        DType::F32 => Ok(words(bytes)),
+        DType::Bf16 => Ok(words::<bf16>(bytes).into_iter().map(bf16::to_f32).collect()),
+        DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
+    }
+}
+
+fn narrowed(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::Bf16 => {
+            let values: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+            bytemuck::cast_slice(&values).to_vec()
+        }
+        _ => bytemuck::cast_slice(values).to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Runs `rank` on a thread for each of `ranks`.
+    fn on_ranks<R: Send>(ranks: usize, patience: Duration, rank: impl Fn(&mut Star) -> R + Sync) -> Vec<R> {
+        let rank = &rank;
+        thread::scope(|scope| {
+            let stars = Star::in_process(ranks, patience).unwrap();
+            let threads: Vec<_> = stars.into_iter().map(|mut star| scope.spawn(move || rank(&mut star))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn reductions_are_the_same_bits_everywhere_and_in_the_order_of_the_ranks() {
+        // Longer than a piece, and values whose sum depends on the order.
+        let value = |rank: usize, i: usize| [1e8f32, 3.0, -1e8, 0.1][rank] + i as f32 * 1e-3;
+        let n = PIECE_BYTES / 4 + 100;
+        let sums = on_ranks(4, PATIENCE, |star| {
+            let mut values: Vec<f32> = (0..n).map(|i| value(star.rank, i)).collect();
+            star.reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Sum).unwrap();
+            values
+        });
+        let expected: Vec<f32> = (0..n).map(|i| (0..4).map(|rank| value(rank, i)).fold(0.0, |a, b| a + b)).collect();
+        assert!(sums.iter().all(|sum| *sum == expected));
+        let means = on_ranks(3, PATIENCE, |star| {
+            let mut values = [1.0, 2.5, 256.0].map(|x| bf16::from_f32(x + star.rank as f32));
+            star.reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::Bf16, Reduction::Mean).unwrap();
+            values.map(bf16::to_f32)
+        });
+        // 257 lies between two bf16 and rounds to the even one, but only once.
+        assert_eq!(means, [[2.0, 3.5, 256.0]; 3]);
+        let ints = on_ranks(2, PATIENCE, |star| star.reduce_bytes(&mut [0; 4], DType::I32, Reduction::Sum).is_err());
+        assert_eq!(ints, [true, true]);
+    }
+
+    #[test]
+    fn blobs_numbers_and_flags_travel() {
+        for (rank, got) in on_ranks(3, PATIENCE, |star| {
+            let all = star.gather(&[star.rank as u8; 2]).unwrap();
+            let told = star.tell(vec![9; star.rank + 1]).unwrap();
+            let mut sums = [0.1 * star.rank as f64, 1.0];
+            star.sum(&mut sums).unwrap();
+            let mut root = vec![star.rank as u8; PIECE_BYTES + 3];
+            star.broadcast_bytes(&mut root).unwrap();
+            (
+                all,
+                told,
+                sums,
+                root.iter().all(|&byte| byte == 0),
+                star.any(star.rank == 1).unwrap(),
+                star.any(false).unwrap(),
+            )
+        })
+        .into_iter()
+        .enumerate()
+        {
+            let all = if rank == 0 { vec![vec![0, 0], vec![1, 1], vec![2, 2]] } else { vec![] };
+            assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], true, true, false));
+        }
+    }
+
+    #[test]
+    fn a_rank_alone_needs_nobody() {
+        let got = on_ranks(1, PATIENCE, |star| {
+            let mut values = [2.0f32];
+            star.reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Mean).unwrap();
+            (values, star.any(false).unwrap(), star.gather(b"x").unwrap(), star.tell(vec![1]).unwrap())
+        });
+        assert_eq!(got, [([2.0], false, vec![b"x".to_vec()], vec![1])]);
+    }
+
+    #[test]
+    fn a_rank_that_ends_is_named_on_all() {
+        let texts = on_ranks(4, PATIENCE, |star| {
+            star.note("step 17");
+            star.any(false).unwrap();
+            if star.rank == 2 {
+                return String::new();
+            }
+            star.any(false).unwrap_err().to_string()
+        });
+        let text = "rank 2 has ended, or the connection to it; step 17";
+        assert_eq!(texts, [text, text, "", text]);
+    }
+
+    #[test]
+    fn the_end_of_rank_0_is_noticed() {
+        let texts = on_ranks(3, PATIENCE, |star| match star.rank {
+            0 => String::new(),
+            _ => star.tell(vec![]).unwrap_err().to_string(),
+        });
+        assert_eq!(texts[1..], ["rank 0 has ended, or the connection to it; the run has not begun"; 2]);
+    }
+
+    #[test]
+    fn a_rank_that_stands_still_is_given_up() {
+        let patience = Duration::from_millis(200);
+        let begun = Instant::now();
+        let texts = on_ranks(3, patience, |star| {
+            if star.rank == 1 {
+                thread::sleep(4 * patience);
+                return String::new();
+            }
+            star.any(false).unwrap_err().to_string()
+        });
+        assert!(begun.elapsed() < 10 * patience);
+        assert!(texts[0].starts_with("nothing came from rank 1 in 0 s;"), "{texts:?}");
+        // Rank 2 may have waited for rank 0 no longer than rank 0 for rank 1.
+        assert!(texts[2] == texts[0] || texts[2].starts_with("nothing came from rank 0"), "{texts:?}");
+    }
+
+    #[test]
+    fn what_fails_on_a_rank_is_told_by_rank_0() {
+        let ends = on_ranks(3, PATIENCE, |star| {
+            star.any(false).unwrap();
+            let error = if star.rank == 1 {
+                anyhow::anyhow!("train_3.bin: no such file").context("--train")
+            } else {
+                star.any(false).unwrap_err()
+            };
+            let error = star.give_up(error);
+            (error.to_string(), matches!(error.downcast_ref(), Some(Fault::Told(_))))
+        });
+        let text = "rank 1 failed: --train: train_3.bin: no such file".to_owned();
+        assert_eq!(ends, [(text.clone(), false), (text.clone(), true), (text, true)]);
+    }
+
+    #[test]
+    fn what_fails_on_rank_0_reaches_the_others() {
+        let ends = on_ranks(2, PATIENCE, |star| match star.rank {
+            0 => star.give_up(anyhow::anyhow!("disk on fire")).to_string(),
+            _ => star.any(false).unwrap_err().to_string(),
+        });
+        assert_eq!(ends, ["disk on fire", "disk on fire"]);
+    }
+
+    #[test]
+    fn ranks_that_go_different_ways_are_found() {
+        let texts = on_ranks(2, PATIENCE, |star| match star.rank {
+            0 => star.any(false).unwrap_err().to_string(),
+            _ => star.gather(&[]).and_then(|_| star.any(true)).unwrap_err().to_string(),
+        });
+        let text = "rank 1 is at another point of the run: expected Reduce 0 of 8 bytes, found Gather 0 of 0 bytes; the \
+                    ranks have gone different ways";
+        assert_eq!(texts, [text, text]);
+        let texts = on_ranks(2, PATIENCE, |star| star.sum(&mut vec![0.0; 1 + star.rank]).unwrap_err().to_string());
+        assert!(texts[1].contains("expected Reduce 0 of 8 bytes, found Reduce 0 of 16 bytes"), "{texts:?}");
+    }
+}

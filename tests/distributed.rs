@@ -1,0 +1,495 @@
+//! Several ranks train as one does: threads over both engines, and processes as a launcher starts them.
+
+use host::checkpoint::RunState;
+use host::console::Console;
+use host::data::{Geometry, Loader, Prefetch, Tokens, tokens};
+use host::distributed::Ranks;
+use host::distributed::star::Star;
+use host::engine::Engine;
+use host::engine::cpu::Cpu;
+use host::engine::cuda::{Precision, emulated};
+use host::guards::Limits;
+use host::log::Log;
+use host::model::{Capacity, Descriptor, Gpt2, Recompute};
+use host::rng::Mt19937;
+use host::schedule::{Kind, Schedule};
+use host::signals::Stop;
+use host::train::{Run, Settings, initialise};
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const PATIENCE: Duration = Duration::from_mins(1);
+const VOCAB: usize = 60;
+
+/// A run of threads.
+#[derive(Clone, Copy)]
+struct Threads {
+    ranks: usize,
+    /// On the emulated GPU in bf16, without master weights; else on the CPU in f32.
+    emulated: bool,
+    descriptor: (usize, usize, usize),
+    b: usize,
+    accum: usize,
+    steps: usize,
+    shuffle: Option<u32>,
+    /// Changes a weight of rank 1 before the run begins.
+    spoilt: bool,
+}
+
+/// What a rank ends with.
+#[derive(Debug, PartialEq)]
+struct End {
+    params: Vec<f32>,
+    m: Vec<f32>,
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    vals: Vec<f64>,
+    error: Option<String>,
+}
+
+const T: usize = 16;
+
+impl Threads {
+    fn run(self) -> Vec<End> {
+        let stars = Star::in_process(self.ranks, PATIENCE).unwrap();
+        thread::scope(|scope| {
+            let threads: Vec<_> = stars.into_iter().map(|star| scope.spawn(move || self.rank(star))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn rank(self, star: Star) -> End {
+        let Self { ranks: n, emulated: on_gpu, descriptor: (layers, heads, channels), b, accum, steps, .. } = self;
+        let rank = star.rank;
+        let mut engine: Box<dyn Engine> = if on_gpu { emulated(Precision::Bf16, false) } else { Box::new(Cpu::new()) };
+        let descriptor = Descriptor::new(layers, heads, channels, T, VOCAB).unwrap();
+        let capacity = Capacity { b, t: T, training: true, master_weights: false, recompute: Recompute::Nothing };
+        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+        engine.allocate(&plan).unwrap();
+        // Only rank 0 knows how the model begins.
+        if rank == 0 {
+            initialise(&model, &mut *engine, 42).unwrap();
+        }
+        let mut ranks = if n == 1 { Ranks::Alone } else { Ranks::Met(star) };
+        ranks.join(&*engine, model.params).unwrap();
+        ranks.share(&mut *engine, &[model.params]).unwrap();
+        if self.spoilt && rank == 1 {
+            engine.write(model.params.slice(5, 1), &[0.25]).unwrap();
+        }
+        let mut rng = Mt19937::new(1);
+        let mut ids = |n| (0..n).map(|_| rng.below(60).min(rng.below(60)) as u16).collect::<Vec<_>>();
+        let geometry = Geometry { b, t: T, ranks: n, rank };
+        let loader = |name: &str, ids, shuffle| {
+            Loader::new(vec![Tokens::in_memory(name.to_owned(), ids)], geometry, VOCAB, shuffle).unwrap()
+        };
+        let train = loader("train", ids(6000), self.shuffle);
+        let val = loader("val", ids(600), None).rewinding_after(2);
+        let settings = Settings {
+            steps,
+            grad_accum: accum,
+            schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps, final_fraction: 0.0 },
+            weight_decay: 0.1,
+            clip: 1.0,
+            limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
+            val_every: Some(2),
+            val_batches: 2,
+            sample_every: None,
+            sample_tokens: 0,
+            checkpoint_every: None,
+            check_ranks_every: Some(1),
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let state = RunState::fresh(train.position());
+        let mut run = Run {
+            settings: &settings,
+            ranks: &mut ranks,
+            model: &model,
+            tokenizer: None,
+            train: Prefetch::start(train, &*engine).unwrap(),
+            val: Some(Prefetch::start(val, &*engine).unwrap()),
+            hellaswag: None,
+            engine: &mut *engine,
+            console: Console::aside(steps, None, false).unwrap(),
+            log: Log::create(Some(dir.path())).unwrap(),
+            state,
+            checkpoints: None,
+            stop: Stop::default(),
+        };
+        let outcome = run.train();
+        let error = match outcome {
+            Ok(_) => ranks.close().err(),
+            Err(error) => Some(ranks.give_up(error)),
+        };
+        let training = model.training.unwrap();
+        let numbers = |key| numbers(dir.path(), key);
+        End {
+            params: engine.read(model.params).unwrap(),
+            m: engine.read(training.m).unwrap(),
+            losses: numbers("loss"),
+            norms: numbers("norm"),
+            vals: numbers("val_loss"),
+            error: error.map(|error| error.to_string()),
+        }
+    }
+}
+
+/// What a run's log says of each step.
+fn numbers(directory: &Path, key: &str) -> Vec<f64> {
+    let text = fs::read_to_string(directory.join("main.jsonl")).unwrap();
+    text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()[key].as_f64()).collect()
+}
+
+const ON_CPU: Threads = Threads {
+    ranks: 1,
+    emulated: false,
+    descriptor: (2, 2, 32),
+    b: 4,
+    accum: 2,
+    steps: 6,
+    shuffle: None,
+    spoilt: false,
+};
+
+#[test]
+fn several_ranks_train_as_one_and_alike() {
+    let alone = ON_CPU.run().remove(0);
+    assert_eq!((alone.losses.len(), alone.vals.len()), (6, 4));
+    assert!(alone.losses[5] < alone.losses[0]);
+    for (ranks, b, accum) in [(2, 2, 2), (4, 1, 2), (2, 4, 1)] {
+        // In order, a sample of all ranks is that of the one.
+        let ends = Threads { ranks, b, accum, ..ON_CPU }.run();
+        for (rank, end) in ends.iter().enumerate() {
+            assert_eq!(end, &ends[0], "rank {rank}");
+            assert_eq!(end.error, None);
+        }
+        for (got, expected) in [(&ends[0].losses, &alone.losses), (&ends[0].norms, &alone.norms)] {
+            for (got, expected) in got.iter().zip(expected) {
+                assert!((got - expected).abs() < 2e-4 * expected, "{ranks} ranks: {got}, {expected}");
+            }
+        }
+    }
+    // As large a batch at once: validation reads the same tokens, too.
+    let ends = Threads { ranks: 4, b: 1, ..ON_CPU }.run();
+    for (got, expected) in ends[0].vals.iter().zip(&alone.vals) {
+        assert!((got - expected).abs() < 2e-4 * expected, "{got}, {expected}");
+    }
+}
+
+#[test]
+fn each_rank_reads_its_own_part_and_two_runs_are_the_same() {
+    let two = Threads { ranks: 2, shuffle: Some(42), ..ON_CPU };
+    let first = two.run();
+    assert_eq!(first, two.run());
+    assert_eq!(first[0], first[1]);
+    let alone = Threads { ranks: 1, ..two }.run();
+    assert!(first[0].losses != alone[0].losses, "rank 1's part changes the gradients");
+}
+
+#[test]
+fn stochastic_rounding_is_the_same_on_all_ranks() {
+    let ends = Threads { ranks: 2, emulated: true, descriptor: (1, 1, 64), b: 1, steps: 3, ..ON_CPU }.run();
+    assert_eq!(ends[0], ends[1]);
+    assert_eq!((ends[0].losses.len(), ends[0].error.as_ref()), (3, None));
+}
+
+#[test]
+fn ranks_that_drift_apart_are_found() {
+    let ends = Threads { ranks: 3, spoilt: true, ..ON_CPU }.run();
+    for end in ends {
+        let text = end.error.unwrap();
+        assert!(text.starts_with("params of step 1 of 6 is not the same on rank 1 as on rank 0"), "{text}");
+    }
+}
+
+/// A directory with data and a model, and runs of processes in it.
+struct World {
+    dir: TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut rng = Mt19937::new(7);
+        let mut ids = |n: usize| (0..n).map(|_| rng.below(97).min(rng.below(97)) as u16).collect::<Vec<u16>>();
+        for (i, n) in [3000, 4005].into_iter().enumerate() {
+            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(n)).unwrap();
+        }
+        tokens::write(&dir.path().join("val_0.bin"), &ids(600)).unwrap();
+        fs::write(dir.path().join("tiny.bin"), include_bytes!("data/tiny.bin")).unwrap();
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn arguments(out: &str, more: &[&str]) -> Vec<String> {
+        let settings = [
+            ("--device", "cpu"),
+            ("--train", "train_*.bin"),
+            ("--val", "val_*.bin"),
+            ("--model", "tiny.bin"),
+            ("--batch", "2"),
+            ("--seq", "16"),
+            ("--total-batch", "128"),
+            ("--steps", "8"),
+            ("--lr", "0.003"),
+            ("--val-every", "4"),
+            ("--val-batches", "2"),
+            ("--sample-every", "0"),
+            ("--check-ranks", "1"),
+            ("--checkpoint-every", "4"),
+            ("--out", out),
+        ];
+        let mut arguments = vec!["train".to_owned()];
+        for (flag, value) in settings.into_iter().filter(|(flag, _)| !more.contains(flag)) {
+            arguments.extend([flag.to_owned(), value.to_owned()]);
+        }
+        arguments.extend(more.iter().map(|&flag| flag.to_owned()));
+        arguments
+    }
+
+    /// A process, with nothing of a launcher in its environment.
+    fn command(&self, program: &Path, out: &str, more: &[&str]) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(self.dir.path()).args(Self::arguments(out, more));
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        for (name, _) in std::env::vars() {
+            let launchers = ["OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_"];
+            if launchers.iter().any(|launcher| name.starts_with(launcher)) {
+                command.env_remove(name);
+            }
+        }
+        command
+    }
+
+    /// Rank `rank` of `ranks`, as torchrun starts it.
+    fn rank(&self, rank: usize, ranks: usize, job: &str, out: &str, more: &[&str]) -> Child {
+        let mut command = self.command(program(), out, more);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
+        command.env("TORCHELASTIC_RUN_ID", format!("{job} {}", std::process::id()));
+        command.spawn().unwrap()
+    }
+
+    fn ranks(&self, ranks: usize, job: &str, out: &str, more: &[&str]) -> Vec<Output> {
+        let children: Vec<_> = (0..ranks).map(|rank| self.rank(rank, ranks, job, out, more)).collect();
+        children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+    }
+}
+
+fn program() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_host"))
+}
+
+fn said(output: &Output) -> (String, String) {
+    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// The message of rank 0, and that all others end in silence with the same code.
+fn one_message(outputs: &[Output]) -> String {
+    let (_, message) = said(&outputs[0]);
+    assert_eq!(message.lines().count(), 1, "{message}");
+    for (rank, output) in outputs.iter().enumerate() {
+        assert_eq!(output.status.code(), Some(3), "rank {rank}: {:?}", said(output));
+        assert!(rank == 0 || said(output).1.is_empty(), "rank {rank}: {:?}", said(output));
+    }
+    message
+}
+
+#[test]
+fn processes_train_together_and_go_on_from_a_checkpoint() {
+    let world = World::new();
+    for (ranks, out) in [(2, "two"), (4, "four")] {
+        for (rank, output) in world.ranks(ranks, out, out, &[]).iter().enumerate() {
+            let (printed, errors) = said(output);
+            assert!(output.status.success() && errors.is_empty(), "rank {rank}: {printed}{errors}");
+            assert_eq!(printed.is_empty(), rank > 0, "only rank 0 prints: {printed}");
+            let log = fs::read_to_string(world.path(out).join(format!("rank-{rank}.log")));
+            assert_eq!(log.is_ok(), rank > 0);
+            let told = if rank == 0 { printed } else { log.unwrap() };
+            assert!(told.contains(&format!("{ranks} ranks, connected by TCP")), "{told}");
+            assert!(told.contains("step    8/8 | loss"), "{told}");
+        }
+    }
+    // A run that is taken up again: from the first checkpoint on, all is as it was.
+    let whole = world.path("two");
+    let resumed = world.path("resumed");
+    fs::create_dir(&resumed).unwrap();
+    for name in [
+        "model_00000004.bin",
+        "state_00000004_00000.bin",
+        "run_00000004.json",
+        "DONE_00000004",
+        "main.log",
+        "main.jsonl",
+    ] {
+        fs::copy(whole.join(name), resumed.join(name)).unwrap();
+    }
+    for output in world.ranks(2, "resumed", "resumed", &["--resume"]) {
+        assert!(output.status.success(), "{:?}", said(&output));
+    }
+    for name in ["model_00000008.bin", "state_00000008_00000.bin", "main.log"] {
+        assert!(fs::read(whole.join(name)).unwrap() == fs::read(resumed.join(name)).unwrap(), "{name} differs");
+    }
+    // On another number of ranks it goes on, too.
+    for (ranks, steps) in [(4, "10"), (1, "12")] {
+        for output in world.ranks(ranks, "more", "two", &["--resume", "--steps", steps, "--force-resume"]) {
+            assert!(output.status.success(), "{:?}", said(&output));
+        }
+        assert_eq!(numbers(&whole, "loss").len().to_string(), steps);
+    }
+    let losses = numbers(&whole, "loss");
+    assert!(losses[11] < losses[0], "{losses:?}");
+}
+
+#[test]
+fn other_flags_are_named_by_rank_0() {
+    let world = World::new();
+    let place = free_place();
+    let with = ["--rendezvous", &place];
+    let children = vec![
+        world.rank(0, 2, "flags", "out", &with),
+        world.rank(1, 2, "flags", "out", &[&with[..], &["--lr", "0.1"]].concat()),
+    ];
+    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let message = one_message(&outputs);
+    assert!(
+        message.contains("rank 1 (") && message.contains("has --lr 0.1, rank 0 has 0.003: start all ranks"),
+        "{message}"
+    );
+}
+
+#[test]
+fn another_build_is_named_by_rank_0() {
+    let world = World::new();
+    let other = world.path("other");
+    let mut bytes = fs::read(program()).unwrap();
+    bytes.extend(b"another build");
+    fs::write(&other, bytes).unwrap();
+    Command::new("chmod").arg("+x").arg(&other).status().unwrap();
+    let place = free_place();
+    let start = |program: &Path, rank: &str| {
+        world.command(program, "out", &["--rank", rank, "--world-size", "2", "--rendezvous", &place]).spawn().unwrap()
+    };
+    let children = [start(program(), "0"), start(&other, "1")];
+    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()));
+    assert!(message.contains("rank 1 (") && message.contains("runs another build of the program"), "{message}");
+}
+
+fn free_place() -> String {
+    format!("tcp://{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+}
+
+#[test]
+fn what_a_rank_cannot_do_rank_0_tells() {
+    let world = World::new();
+    // Rank 1 works elsewhere, where there is no model.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let place = free_place();
+    let start = |rank: &str| {
+        let more = ["--rank", rank, "--world-size", "3", "--rendezvous", &place, "--total-batch", "96"];
+        let mut command = world.command(program(), "out", &more);
+        if rank == "1" {
+            command.current_dir(elsewhere.path());
+        }
+        command.spawn().unwrap()
+    };
+    let children = ["0", "1", "2"].map(start);
+    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()));
+    assert!(message.contains("rank 1 (") && message.contains("failed: cannot open model file tiny.bin"), "{message}");
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_in_time() {
+    let world = World::new();
+    let begun = Instant::now();
+    let more = ["--rendezvous-timeout", "1"];
+    let children: Vec<_> = [0, 2].map(|rank| world.rank(rank, 3, "never", "out", &more)).into_iter().collect();
+    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let message = one_message(&outputs);
+    assert!(message.contains("rank 1 of 3 never came: after 1 s only 2 are here (ranks 0, 2)"), "{message}");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_run_on_all() {
+    let world = World::new();
+    let more = ["--steps", "100000", "--checkpoint-every", "0", "--total-batch", "96"];
+    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed", "out", &more)).collect();
+    let log = world.path("out/main.log");
+    let deadline = Instant::now() + PATIENCE;
+    while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(20));
+    }
+    children[2].kill().unwrap();
+    let killed = Instant::now();
+    let mut outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    assert!(killed.elapsed() < Duration::from_secs(30));
+    outputs.pop();
+    let message = one_message(&outputs);
+    assert!(message.contains("rank 2 (") && message.contains("has ended, or the connection to it; step "), "{message}");
+}
+
+#[test]
+fn one_rank_asked_to_stop_stops_all_at_one_step() {
+    let world = World::new();
+    let more = ["--steps", "100000", "--checkpoint-every", "0"];
+    let children: Vec<_> = (0..2).map(|rank| world.rank(rank, 2, "stop", "out", &more)).collect();
+    let log = world.path("out/main.log");
+    let deadline = Instant::now() + PATIENCE;
+    while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(20));
+    }
+    Command::new("kill").args(["-TERM", &children[1].id().to_string()]).status().unwrap();
+    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
+    assert!(said(&outputs[0]).0.contains("stopped after "), "{outputs:?}");
+    let names: Vec<_> = fs::read_dir(world.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(names.iter().any(|name| name.to_string_lossy().starts_with("DONE_")), "{names:?}");
+}
+
+/// Where Open MPI is installed, as scripts/setup does it: the launcher itself.
+#[test]
+fn mpirun_starts_ranks() {
+    let version = Command::new("mpirun").arg("--version").output();
+    let Ok(version) = version else {
+        println!("no mpirun: run scripts/setup");
+        return;
+    };
+    assert!(String::from_utf8_lossy(&version.stdout).contains("Open MPI"), "{version:?}");
+    let world = World::new();
+    let mut command = Command::new("mpirun");
+    command.args(["-np", "2", "--oversubscribe"]).arg(program()).args(World::arguments("out", &[]));
+    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let output = command.current_dir(world.dir.path()).output().unwrap();
+    let (printed, errors) = said(&output);
+    assert!(output.status.success(), "{printed}{errors}");
+    assert!(printed.contains("2 ranks, connected by TCP") && printed.contains("step    8/8 | loss"), "{printed}");
+    assert!(world.path("out/rank-1.log").exists() && world.path("out/DONE_00000008").exists());
+}
+
+#[test]
+fn the_script_starts_ranks_and_hands_on_their_exit_code() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/several_gpus");
+    let world = World::new();
+    let place = free_place();
+    let run = |out: &str, more: &[&str]| {
+        let more = [&["--rendezvous", &place][..], more].concat();
+        let mut command = Command::new(&script);
+        command.current_dir(world.dir.path()).arg("2").arg(program()).args(World::arguments(out, &more));
+        command.output().unwrap()
+    };
+    let output = run("out", &[]);
+    assert!(output.status.success(), "{:?}", said(&output));
+    assert!(said(&output).0.contains("2 ranks, connected by TCP") && world.path("out/DONE_00000008").exists());
+    let output = run("none", &["--lr", "-1"]);
+    assert_eq!(output.status.code(), Some(2), "{:?}", said(&output));
+}
