@@ -3,21 +3,30 @@
 mod common;
 
 use common::{Tolerance, assert_close, entries, for_all, integers, noise, rounded, wide};
+use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, bf16};
-use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Width};
-use proptest::sample::select;
+use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Tiling, Width, tilings};
+use proptest::arbitrary::any;
+use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
 
 tests! {
-    kernels of "matmul/pingpong.rs";
+    kernels of "matmul/pingpong.rs", "matmul/split.rs";
     once: one_packet, around_a_tile, fewer_and_more_blocks_than_tiles, more_rows_than_a_group, many_steps, any_shape,
-        rows_of_a_stay_apart, spoilt_elements, gelu_far_out, shapes_refused;
+        rows_of_a_stay_apart, spoilt_elements, gelu_far_out, shapes_refused, parts_of_k,
+        tilings_offered;
 }
 
-const PRODUCTS: [Product; 5] =
-    [Product::ABt, Product::ABtBias, Product::ABtBiasGelu, Product::AB, Product::ABGeluBackward];
+const PRODUCTS: [Product; 6] = [
+    Product::ABt,
+    Product::ABtBias,
+    Product::ABtBiasGelu,
+    Product::AB,
+    Product::ABGeluBackward,
+    Product::AtBAccumulate,
+];
 
 /// Blocks of the grid, and what to compute.
 #[derive(Clone, Copy, Debug)]
@@ -26,13 +35,26 @@ struct Case {
     m: usize,
     n: usize,
     k: usize,
-    width: Width,
+    tiling: Tiling,
     blocks: usize,
 }
 
 impl Case {
     fn shape(self) -> Shape {
         Shape { m: self.m, n: self.n, k: self.k }
+    }
+
+    /// Where element (`i`, `l`) of a (M, K) lies.
+    fn place_in_a(self, i: usize, l: usize) -> usize {
+        if self.product == Product::AtBAccumulate { l * self.m + i } else { i * self.k + l }
+    }
+
+    /// Where element (`l`, `j`) of b (K, N) lies.
+    fn place_in_b(self, l: usize, j: usize) -> usize {
+        match self.product {
+            Product::AB | Product::ABGeluBackward | Product::AtBAccumulate => l * self.n + j,
+            _ => j * self.k + l,
+        }
     }
 
     fn has_bias(self) -> bool {
@@ -75,12 +97,20 @@ fn run(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     let mut memory = Memory::new();
     let mut input = |name: &str, values: &[f64]| memory.input(name, &rounded::<bf16>(values));
     let (a, b, bias) = (input("a", &inputs.a), input("b", &inputs.b), input("bias", &inputs.bias));
-    let aux = match case.product {
-        Product::ABtBiasGelu => memory.output("aux", case.m * case.n),
-        _ => memory.buffer("aux", &rounded::<bf16>(&inputs.aux)),
+    let len = case.m * case.n;
+    let initial = rounded::<bf16>(&inputs.aux);
+    let (out, aux) = match case.product {
+        Product::ABtBiasGelu => (memory.output("out", len), memory.output("aux", len)),
+        // What is added to is the output.
+        Product::AtBAccumulate => {
+            let out = memory.buffer("out", &initial);
+            (out, out)
+        }
+        _ => (memory.output("out", len), memory.buffer("aux", &initial)),
     };
-    let out = memory.output("out", case.m * case.n);
-    let [a_map, b_map, out_map] = launch::maps(case.product, case.shape(), case.width);
+    let room = case.tiling.room(case.shape());
+    let parts = if room > 0 { memory.output("parts", room) } else { GlobalMut::from_address(0) };
+    let [a_map, b_map, out_map] = launch::maps(case.product, case.shape(), case.tiling.width);
     let mut map = |name: &str, base: Global<bf16>, Map { extents: [rows, columns], tile }: Map| {
         memory.input(name, &[TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1)])
     };
@@ -90,11 +120,15 @@ fn run(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
         out: map("map of out", out.reader(), out_map),
         aux: map("map of aux", aux.reader(), out_map),
         bias,
+        sums: out,
+        parts,
+        room,
     };
-    let kernel = launch::prepare(case.product, case.shape(), case.width, operands, case.blocks);
-    entries::launched(&kernel.launch);
-    if let Err(report) = kernel.launch.emulate_checked(&mut memory, kernel.grid, kernel.shared_bytes) {
-        panic!("{case:?}: {report}");
+    for kernel in launch::prepare(case.product, case.shape(), case.tiling, operands, case.blocks) {
+        entries::launched(&kernel.launch);
+        if let Err(report) = kernel.launch.emulate_checked(&mut memory, kernel.grid, kernel.shared_bytes) {
+            panic!("{case:?}: {report}");
+        }
     }
     (wide(&memory.read(out)), wide(&memory.read(aux)))
 }
@@ -117,23 +151,23 @@ fn gelu_slope(x: f64) -> f64 {
     s + 2.0 * x * s * (1.0 - s) * scale() * (1.0 + 3.0 * 0.044715 * x * x)
 }
 
-/// out and aux, unrounded.
-fn reference(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
-    let Case { n, k, .. } = case;
-    let b = |l: usize, j: usize| match case.product {
-        Product::AB | Product::ABGeluBackward => inputs.b[l * n + j],
-        _ => inputs.b[j * k + l],
-    };
-    let sum = |row: &[f64], j: usize| {
+/// out and aux, unrounded; out of a product that ends in GELU is [`gelu`] of aux as it was stored.
+fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let Case { m, n, k, .. } = case;
+    let sum = |i: usize, j: usize| {
         let bias = if case.has_bias() { inputs.bias[j] } else { 0.0 };
-        row.iter().enumerate().map(|(l, a)| a * b(l, j)).sum::<f64>() + bias
+        (0..k).map(|l| inputs.a[case.place_in_a(i, l)] * inputs.b[case.place_in_b(l, j)]).sum::<f64>() + bias
     };
-    let sums: Vec<f64> = inputs.a.chunks(k).flat_map(|row| (0..n).map(move |j| sum(row, j))).collect();
+    let sums: Vec<f64> = (0..m * n).map(|i| sum(i / n, i % n)).collect();
     match case.product {
-        Product::ABtBiasGelu => (sums.iter().map(|&x| gelu(x)).collect(), sums),
+        Product::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
         Product::ABGeluBackward => {
             let slopes = inputs.aux.iter().map(|&x| gelu_slope(x));
             (sums.iter().zip(slopes).map(|(sum, slope)| sum * slope).collect(), inputs.aux.clone())
+        }
+        Product::AtBAccumulate => {
+            let added: Vec<f64> = sums.iter().zip(&inputs.aux).map(|(sum, old)| sum + old).collect();
+            (added.clone(), added)
         }
         _ => (sums, inputs.aux.clone()),
     }
@@ -142,7 +176,8 @@ fn reference(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 /// Of integers, whose sums f32 has: without a GELU every bit of the result is known.
 fn check(case: Case) {
     let inputs = Inputs::integers(case);
-    let ((out, aux), (want, want_aux)) = (run(case, &inputs), reference(case, &inputs));
+    let (out, aux) = run(case, &inputs);
+    let (want, want_aux) = reference(case, &inputs, &aux);
     let nearest = |values: &[f64]| values.iter().map(|&x| f64::from(bf16::nearest(x as f32))).collect::<Vec<_>>();
     assert_close(&format!("{case:?}, aux"), &aux, &nearest(&want_aux), 0.0, 0.0);
     match case.product {
@@ -153,10 +188,19 @@ fn check(case: Case) {
     }
 }
 
+/// Every way to divide K into up to three parts.
+fn divisions(product: Product, shape: Shape) -> Vec<Tiling> {
+    let most = if product == Product::AtBAccumulate { 3 } else { 1 };
+    let tilings = Width::ALL.into_iter().flat_map(|width| (1..=most).map(move |splits| Tiling { width, splits }));
+    tilings.filter(|tiling| tiling.is_possible(shape)).collect()
+}
+
 fn check_all(m: usize, n: usize, k: usize, blocks: usize) {
     for product in PRODUCTS {
-        for width in Width::ALL {
-            check(Case { product, m, n, k, width, blocks });
+        // Rows of a (K, M) are multiples of 16 bytes.
+        let m = if product == Product::AtBAccumulate { m.next_multiple_of(8) } else { m };
+        for tiling in divisions(product, Shape { m, n, k }) {
+            check(Case { product, m, n, k, tiling, blocks });
         }
     }
 }
@@ -180,10 +224,10 @@ fn fewer_and_more_blocks_than_tiles() {
     }
 }
 
-/// Groups of 16 tiles, then one of fewer, and of two columns.
+/// Groups of 16 tiles, then one of fewer or none, and of two columns.
 fn more_rows_than_a_group() {
-    for product in [Product::ABtBias, Product::AB] {
-        check(Case { product, m: 2200, n: 264, k: 8, width: Width::Narrow, blocks: 5 });
+    for (product, m) in [(Product::ABtBias, 2200), (Product::AB, 2048), (Product::AtBAccumulate, 2200)] {
+        check(Case { product, m, n: 264, k: 8, tiling: Tiling { width: Width::Narrow, splits: 1 }, blocks: 5 });
     }
 }
 
@@ -196,16 +240,21 @@ fn cases() -> impl Strategy<Value = Case> {
     let rows = (1..=400usize, select(vec![1, 63, 64, 65, 127, 128, 129]), 0..2);
     let rows = rows.prop_map(|(any, edge, which)| if which == 0 { any } else { edge });
     let columns = |most: usize| (1..=most / 8).prop_map(|packets| 8 * packets);
-    let kinds = (select(PRODUCTS.to_vec()), select(Width::ALL.to_vec()));
-    let sizes = (rows, columns(600), columns(300), kinds, 1..5usize);
-    sizes.prop_map(|(m, n, k, (product, width), blocks)| Case { product, m, n, k, width, blocks })
+    let kinds = select(PRODUCTS.to_vec());
+    let sizes = (rows, columns(600), columns(300), kinds, 1..9usize, any::<Index>());
+    sizes.prop_map(|(m, n, k, product, blocks, which)| {
+        let m = if product == Product::AtBAccumulate { m.next_multiple_of(8) } else { m };
+        let tiling = *which.get(&divisions(product, Shape { m, n, k }));
+        Case { product, m, n, k, tiling, blocks }
+    })
 }
 
 /// f32 sums of K fractions, then an epilogue, then a rounding to bf16.
 fn any_shape() {
     for_all(24, (cases(), 0..u32::MAX), |(case, seed)| {
         let inputs = Inputs::fractions(case, seed);
-        let ((out, aux), (want, want_aux)) = (run(case, &inputs), reference(case, &inputs));
+        let (out, aux) = run(case, &inputs);
+        let (want, want_aux) = reference(case, &inputs, &aux);
         let scale = 1e-3;
         assert_close(&format!("{case:?}"), &out, &want, bf16::ROUNDING, scale);
         assert_close(&format!("{case:?}, aux"), &aux, &want_aux, bf16::ROUNDING, scale);
@@ -218,7 +267,9 @@ fn rows_of_a_stay_apart() {
         let Case { m, n, k, .. } = case;
         let straight = Inputs { aux: vec![0.5; m * n], ..Inputs::fractions(case, seed) };
         let turned = |values: &[f64], columns: usize| values.rchunks(columns).flatten().copied().collect::<Vec<_>>();
-        let reversed = Inputs { a: turned(&straight.a, k), ..straight.clone() };
+        let turned_a = (0..m * k).map(|i| straight.a[case.place_in_a(m - 1 - i / k, i % k)]);
+        let mut reversed = straight.clone();
+        turned_a.enumerate().for_each(|(i, a)| reversed.a[case.place_in_a(i / k, i % k)] = a);
         let want = turned(&run(case, &straight).0, n);
         assert_close(&format!("{case:?}"), &run(case, &reversed).0, &want, 0.0, 0.0);
     });
@@ -227,25 +278,24 @@ fn rows_of_a_stay_apart() {
 /// NaN and infinity in a row of a stay in that row, in a column of b, of bias or in aux there.
 fn spoilt_elements() {
     for product in PRODUCTS {
-        for width in Width::ALL {
-            let case = Case { product, m: 140, n: 272, k: 72, width, blocks: 1 };
-            let Case { n, k, .. } = case;
+        let shape = Shape { m: 144, n: 272, k: 72 };
+        for tiling in divisions(product, shape) {
+            let case = Case { product, m: shape.m, n: shape.n, k: shape.k, tiling, blocks: 3 };
+            let Case { n, .. } = case;
             let mut inputs = Inputs::integers(case);
-            let by_rows = matches!(product, Product::AB | Product::ABGeluBackward);
-            let b = |l: usize, j: usize| if by_rows { l * n + j } else { j * k + l };
-            let (first, last) = (b(1, 63), b(64, 271));
-            inputs.a[5 * k + 71] = f64::NAN;
-            inputs.a[130 * k] = f64::INFINITY;
-            inputs.b[first] = f64::NEG_INFINITY;
-            inputs.b[last] = f64::NAN;
+            inputs.a[case.place_in_a(5, 71)] = f64::NAN;
+            inputs.a[case.place_in_a(130, 0)] = f64::INFINITY;
+            inputs.b[case.place_in_b(1, 63)] = f64::NEG_INFINITY;
+            inputs.b[case.place_in_b(64, 271)] = f64::NAN;
             inputs.bias[100] = f64::NAN;
             inputs.aux[7 * n + 9] = f64::NAN;
-            let (out, _) = run(case, &inputs);
-            let (want, _) = reference(case, &inputs);
+            let (out, aux) = run(case, &inputs);
+            let (want, _) = reference(case, &inputs, &aux);
             for (i, (got, want)) in out.iter().zip(&want).enumerate() {
                 let (row, column) = (i / n, i % n);
                 let of_bias = case.has_bias() && column == 100;
-                let of_aux = product == Product::ABGeluBackward && (row, column) == (7, 9);
+                let of_aux =
+                    matches!(product, Product::ABGeluBackward | Product::AtBAccumulate) && (row, column) == (7, 9);
                 let spoilt = [5, 130].contains(&row) || [63, 271].contains(&column) || of_bias || of_aux;
                 assert_eq!(got.is_finite(), !spoilt, "{case:?}, {row}, {column}: {got}, want {want}");
                 if [5].contains(&row) || column == 271 || of_bias || of_aux {
@@ -267,7 +317,8 @@ fn gelu_far_out() {
     let points = wide(&rounded::<bf16>(&(0..n).map(value).collect::<Vec<_>>()));
     for width in Width::ALL {
         // The sum is the bias.
-        let case = Case { product: Product::ABtBiasGelu, m: 1, n, k: 8, width, blocks: 1 };
+        let tiling = Tiling { width, splits: 1 };
+        let case = Case { product: Product::ABtBiasGelu, m: 1, n, k: 8, tiling, blocks: 1 };
         let inputs = Inputs { a: vec![0.0; 8], b: vec![0.0; n * 8], bias: points.clone(), aux: vec![0.0; n] };
         let (out, aux) = run(case, &inputs);
         assert_close("aux", &aux, &points, 0.0, 0.0);
@@ -286,10 +337,42 @@ fn gelu_far_out() {
 
 fn shapes_refused() {
     let shape = Shape { m: 3, n: 16, k: 8 };
-    assert!(shape.is_possible());
+    assert!(shape.is_possible(Product::ABt) && !shape.is_possible(Product::AtBAccumulate));
+    assert!(Shape { m: 16, n: 8, k: 3 }.is_possible(Product::AtBAccumulate));
     for refused in
         [Shape { n: 20, ..shape }, Shape { k: 4, ..shape }, Shape { m: 0, ..shape }, Shape { m: 1 << 31, ..shape }]
     {
-        assert!(!refused.is_possible(), "{refused:?}");
+        assert!(!refused.is_possible(Product::AB), "{refused:?}");
+    }
+}
+
+/// Parts of K, of which the last is shorter, into more items than blocks and fewer.
+fn parts_of_k() {
+    for width in Width::ALL {
+        for (m, n, k, splits, blocks) in [(136, 200, 8000, 7, 7), (64, 64, 4104, 22, 8), (264, 8, 520, 5, 3)] {
+            let case = Case { product: Product::AtBAccumulate, m, n, k, tiling: Tiling { width, splits }, blocks };
+            assert!(case.tiling.is_possible(case.shape()), "{case:?}");
+            check(case);
+        }
+    }
+}
+
+/// Of a transformer's products: every way is possible and fits, and the first leaves no multiprocessor idle for long.
+fn tilings_offered() {
+    for (m, n) in [(2304, 768), (768, 768), (3072, 768), (768, 3072), (1600, 1600), (50304, 768)] {
+        for k in [1, 64, 65, 1024, 16384, 65536] {
+            let shape = Shape { m, n, k };
+            for room in [0, 1 << 22, 1 << 24] {
+                let offered = tilings(Product::AtBAccumulate, shape, 132, room);
+                assert!(offered.iter().all(|tiling| tiling.is_possible(shape) && tiling.room(shape) <= room));
+                assert!(Width::ALL.iter().all(|width| offered.iter().any(|tiling| tiling.width == *width)));
+            }
+            let best = tilings(Product::AtBAccumulate, shape, 132, 1 << 24)[0];
+            let items = m.div_ceil(128) * n.div_ceil(best.width.columns() as usize) * best.splits;
+            let busy = items as f64 / (items.next_multiple_of(132)) as f64;
+            assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
+            let whole = tilings(Product::AB, shape, 132, 1 << 24);
+            assert!(whole.len() == Width::ALL.len() && whole.iter().all(|tiling| tiling.splits == 1));
+        }
     }
 }

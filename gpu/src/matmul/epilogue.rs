@@ -1,11 +1,14 @@
 //! What happens to sums on their way to memory, 64 x 64 at a time: through shared memory, in and out by TMA.
 
 use super::mainloop::Sums;
-use super::pingpong::{Shared, TILE_M, WARPGROUP, is_first};
+use super::pingpong::{Shared, TILE_M, WARPGROUP, Write, is_first};
+use super::tiles::Item;
+use crate::gelu;
+use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
-use cuda_std::{Global, bf16, math, thread, warp};
+use cuda_std::{Global, bf16, thread, warp};
 
 /// out = f(sums + bias (N), aux (M, N))
 pub trait Epilogue: 'static {
@@ -16,43 +19,28 @@ pub trait Epilogue: 'static {
     /// Loads aux.
     const READS_AUX: bool = false;
 
-    fn apply(sum: f32, aux: f32) -> f32;
+    /// Of a sum and aux, which the sum rounded is where aux is written.
+    #[inline(always)]
+    fn apply(sum: f32, _aux: f32) -> f32 {
+        sum
+    }
 }
 
 /// out = a · b
 pub struct Plain;
 /// out = a · b + bias
 pub struct Bias;
-/// aux = a · b + bias; out = gelu(aux), of the sum before it is rounded.
+/// aux = a · b + bias; out = gelu(aux), of the sum as it was rounded: out can be had again from aux.
 pub struct BiasGelu;
 /// out = a · b ⊙ gelu'(aux)
 pub struct GeluBackward;
+/// out = aux + a · b; aux may be out.
+pub struct Accumulate;
 
-impl Epilogue for Plain {
-    #[inline(always)]
-    fn apply(sum: f32, _: f32) -> f32 {
-        sum
-    }
-}
+impl Epilogue for Plain {}
 
 impl Epilogue for Bias {
     const BIAS: bool = true;
-
-    #[inline(always)]
-    fn apply(sum: f32, _: f32) -> f32 {
-        sum
-    }
-}
-
-const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
-const CUBIC: f32 = 0.044_715;
-
-/// (1 + tanh(SCALE (x + CUBIC x³))) / 2 as 1 / (1 + e^(-2 SCALE (x + CUBIC x³))), x² given: exact to a few units in the
-/// last place also where it is tiny, which 1 + tanh is not.
-#[inline(always)]
-fn half_one_plus_tanh(x: f32, square: f32) -> f32 {
-    const LINEAR: f32 = -2.0 * SCALE * core::f32::consts::LOG2_E;
-    math::recip(1.0 + math::exp2(x * math::fma(square, LINEAR * CUBIC, LINEAR)))
 }
 
 impl Epilogue for BiasGelu {
@@ -60,8 +48,17 @@ impl Epilogue for BiasGelu {
     const WRITES_AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sum: f32, _: f32) -> f32 {
-        sum * half_one_plus_tanh(sum, sum * sum)
+    fn apply(_: f32, aux: f32) -> f32 {
+        gelu::gelu(aux)
+    }
+}
+
+impl Epilogue for Accumulate {
+    const READS_AUX: bool = true;
+
+    #[inline(always)]
+    fn apply(sum: f32, aux: f32) -> f32 {
+        aux + sum
     }
 }
 
@@ -69,12 +66,8 @@ impl Epilogue for GeluBackward {
     const READS_AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sum: f32, x: f32) -> f32 {
-        // Bounded, since infinity times the 0 that the sigmoid's slope is by then would be NaN.
-        let square = (x * x).min(1e6);
-        let s = half_one_plus_tanh(x, square);
-        let slope = x * math::fma(-s, s, s);
-        sum * math::fma(slope, math::fma(square, 6.0 * SCALE * CUBIC, 2.0 * SCALE), s)
+    fn apply(sum: f32, aux: f32) -> f32 {
+        sum * gelu::slope(aux)
     }
 }
 
@@ -108,57 +101,70 @@ pub struct Target {
 }
 
 /// A consumer's way of writing its tiles.
-pub struct Writer {
-    pub shared: Shared,
-    pub target: Target,
-    pub consumer: u32,
+pub struct Writer<E> {
+    shared: Shared,
+    target: Target,
+    consumer: u32,
     /// Tiles written.
-    pub round: u32,
+    round: u32,
+    epilogue: PhantomData<E>,
 }
 
-impl Writer {
+impl<A: Accumulators, E: Epilogue> Write<A> for Writer<E> {
+    #[inline(always)]
+    fn prepare(&self, Item { row, column, .. }: Item) {
+        if E::READS_AUX && is_first() {
+            tma::wait_stores_read();
+            for piece in 0..slots::<A, E>() {
+                self.load_aux::<A>(piece, row, column);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn write(&mut self, d: &Sums<A>, Item { row, column, .. }: Item) {
+        self.write_columns::<A, 0>(d, row, column);
+        self.write_columns::<A, 1>(d, row, column);
+        if A::COLUMNS > 128 {
+            self.write_columns::<A, 2>(d, row, column);
+        }
+        self.round += 1;
+    }
+
+    #[inline(always)]
+    fn finish(&self) {
+        if is_first() {
+            tma::wait_stores();
+        }
+    }
+}
+
+impl<E: Epilogue> Writer<E> {
+    #[inline(always)]
+    pub fn new(shared: Shared, target: Target, consumer: u32) -> Self {
+        Self { shared, target, consumer, round: 0, epilogue: PhantomData }
+    }
+
     #[inline(always)]
     fn sync(&self) {
         thread::sync_named(1 + self.consumer, WARPGROUP);
     }
 
     #[inline(always)]
-    fn slot<E: Epilogue>(&self, slot: u32) -> SwizzledTile<64> {
+    fn slot(&self, slot: u32) -> SwizzledTile<64> {
         self.shared.boxes.rows::<64>((self.consumer * BOXES + slot * boxes::<E>()) * BOX)
     }
 
-    /// Starts loading what the first pieces of the tile at (`row`, `column`) need.
     #[inline(always)]
-    pub fn prepare<A: Accumulators, E: Epilogue>(&self, row: u32, column: u32) {
-        if E::READS_AUX && is_first() {
-            tma::wait_stores_read();
-            for piece in 0..slots::<A, E>() {
-                self.load_aux::<A, E>(piece, row, column);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn load_aux<A: Accumulators, E: Epilogue>(&self, piece: u32, row: u32, column: u32) {
+    fn load_aux<A: Accumulators>(&self, piece: u32, row: u32, column: u32) {
         let slot = piece % slots::<A, E>();
         let full = self.shared.aux_full.at(self.consumer * BOXES + slot);
         full.arrive_expecting(SwizzledTile::<64>::BYTES);
-        self.slot::<E>(slot).load(self.target.aux, column + piece / 2 * BOX, row + piece % 2 * BOX, full);
-    }
-
-    /// Writes the tile at (`row`, `column`).
-    #[inline(always)]
-    pub fn write<A: Accumulators, E: Epilogue>(&mut self, d: &Sums<A>, row: u32, column: u32) {
-        self.write_columns::<A, E, 0>(d, row, column);
-        self.write_columns::<A, E, 1>(d, row, column);
-        if A::COLUMNS > 128 {
-            self.write_columns::<A, E, 2>(d, row, column);
-        }
-        self.round += 1;
+        self.slot(slot).load(self.target.aux, column + piece / 2 * BOX, row + piece % 2 * BOX, full);
     }
 
     #[inline(always)]
-    fn write_columns<A: Accumulators, E: Epilogue, const BLOCK: u32>(&self, d: &Sums<A>, row: u32, column: u32) {
+    fn write_columns<A: Accumulators, const BLOCK: u32>(&self, d: &Sums<A>, row: u32, column: u32) {
         let mut bias = [[0.0; 2]; 8];
         if E::BIAS {
             let first = column + BLOCK * BOX + warp::lane() % 4 * 2;
@@ -169,12 +175,12 @@ impl Writer {
                 }
             }
         }
-        self.write_piece::<A, E, BLOCK, 0>(&d.upper, &bias, row, column);
-        self.write_piece::<A, E, BLOCK, 1>(&d.lower, &bias, row, column);
+        self.write_piece::<A, BLOCK, 0>(&d.upper, &bias, row, column);
+        self.write_piece::<A, BLOCK, 1>(&d.lower, &bias, row, column);
     }
 
     #[inline(always)]
-    fn write_piece<A: Accumulators, E: Epilogue, const BLOCK: u32, const HALF: u32>(
+    fn write_piece<A: Accumulators, const BLOCK: u32, const HALF: u32>(
         &self,
         d: &A,
         bias: &[[f32; 2]; 8],
@@ -183,7 +189,7 @@ impl Writer {
     ) {
         let (piece, slots) = (BLOCK * 2 + HALF, slots::<A, E>());
         let slot = piece % slots;
-        let aux = self.slot::<E>(slot);
+        let aux = self.slot(slot);
         let out = if E::WRITES_AUX { aux.same_shape_after(1) } else { aux };
         if E::READS_AUX {
             let times = self.round * (pieces::<A>() / slots) + piece / slots;
@@ -200,21 +206,22 @@ impl Writer {
         for quarter in 0..4 {
             let mut x = [0.0; 8];
             for i in 0..8 {
-                x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i] + bias[quarter * 2 + i / 4][i % 2];
-            }
-            let mut other = [0.0; 8];
-            if E::READS_AUX {
-                let words = aux.left(first_row, quarter as u32);
-                for i in 0..4 {
-                    [other[2 * i], other[2 * i + 1]] = unpack_pair(words[i]);
+                x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i];
+                if E::BIAS {
+                    x[i] += bias[quarter * 2 + i / 4][i % 2];
                 }
             }
             let at = quarter as u32 * 2 + lane_piece;
-            if E::WRITES_AUX {
-                aux.store_matrices(lane_row, at, packed(&x));
-            }
-            for i in 0..8 {
-                x[i] = E::apply(x[i], other[i]);
+            if E::READS_AUX || E::WRITES_AUX {
+                let words = if E::READS_AUX { aux.left(first_row, quarter as u32) } else { packed(&x) };
+                if E::WRITES_AUX {
+                    aux.store_matrices(lane_row, at, words);
+                }
+                for i in 0..4 {
+                    let [even, odd] = unpack_pair(words[i]);
+                    x[2 * i] = E::apply(x[2 * i], even);
+                    x[2 * i + 1] = E::apply(x[2 * i + 1], odd);
+                }
             }
             out.store_matrices(lane_row, at, packed(&x));
         }
@@ -229,7 +236,7 @@ impl Writer {
             tma::commit_stores();
             if E::READS_AUX && piece > 0 && piece - 1 + slots < pieces::<A>() {
                 tma::wait_stores_read_but::<1>();
-                self.load_aux::<A, E>(piece - 1 + slots, row, column);
+                self.load_aux::<A>(piece - 1 + slots, row, column);
             }
         }
     }

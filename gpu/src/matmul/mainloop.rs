@@ -1,6 +1,7 @@
 //! Operands through a ring of stages in shared memory: the producer's loads, a consumer's products.
 
 use super::pingpong::{Shared, TILE_M, is_first};
+use super::tiles::Item;
 use cuda_std::Global;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{MBarrier, TensorMap, wgmma};
@@ -10,6 +11,8 @@ pub const TILE_K: u32 = 64;
 
 /// How the operands lie, row-major.
 pub trait Operands: 'static {
+    /// Whether a is stored (K, M).
+    const A_BY_ROWS: bool;
     /// Whether b is stored (K, N).
     const B_BY_ROWS: bool;
 }
@@ -18,11 +21,21 @@ pub trait Operands: 'static {
 pub struct AB;
 /// a (M, K) · b (N, K)ᵀ
 pub struct ABt;
+/// a (K, M)ᵀ · b (K, N)
+pub struct AtB;
+
+impl Operands for AtB {
+    const A_BY_ROWS: bool = true;
+    const B_BY_ROWS: bool = true;
+}
+
 impl Operands for AB {
+    const A_BY_ROWS: bool = false;
     const B_BY_ROWS: bool = true;
 }
 
 impl Operands for ABt {
+    const A_BY_ROWS: bool = false;
     const B_BY_ROWS: bool = false;
 }
 
@@ -64,21 +77,26 @@ impl Place {
     }
 }
 
-/// Fills one stage with `k` .. `k` + 64 of rows `row` .. of a and columns `column` .. of b.
+/// Fills one stage with step `step` of K.
 #[inline(always)]
 pub fn load_stage<L: Operands, A: Accumulators>(
     shared: Shared,
     stage: u32,
     a: Global<TensorMap>,
     b: Global<TensorMap>,
-    k: u32,
-    row: u32,
-    column: u32,
+    step: u32,
+    Item { row, column, .. }: Item,
 ) {
+    let k = step * TILE_K;
     let full = shared.full.at(stage);
     let at = stage * stage_rows::<A>();
     full.arrive_expecting(stage_rows::<A>() * 128);
-    shared.ring.rows::<128>(at).load(a, k, row, full);
+    if L::A_BY_ROWS {
+        shared.ring.rows::<64>(at).load(a, row, k, full);
+        shared.ring.rows::<64>(at + 64).load(a, row + 64, k, full);
+    } else {
+        shared.ring.rows::<128>(at).load(a, k, row, full);
+    }
     let b_tile = shared.ring.rows::<64>(at + TILE_M);
     if L::B_BY_ROWS {
         for i in 0..A::COLUMNS / 64 {
@@ -145,7 +163,11 @@ pub fn multiply<L: Operands, A: Accumulators>(
 fn products<L: Operands, A: Accumulators>(d: &mut Sums<A>, shared: Shared, at: u32, k: u32, accumulate: bool) {
     let (upper, lower) = (shared.ring.rows::<64>(at), shared.ring.rows::<64>(at + 64));
     let b = shared.ring.rows::<64>(at + TILE_M);
-    if L::B_BY_ROWS {
+    if L::A_BY_ROWS {
+        let b = b.operand_by_rows(k);
+        d.upper.product(upper.operand_by_rows(k), b, accumulate);
+        d.lower.product(lower.operand_by_rows(k), b, accumulate);
+    } else if L::B_BY_ROWS {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand(k), b, accumulate);
         d.lower.product(lower.operand(k), b, accumulate);

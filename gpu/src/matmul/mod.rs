@@ -9,6 +9,9 @@ mod epilogue;
 pub mod launch;
 mod mainloop;
 mod pingpong;
+mod split;
+mod tiles;
 
 pub use cooperative::{A_BOX, OUT_BOX, TILE_N, matmul_wgmma, shared_bytes};
-pub use pingpong::{matmul_pingpong, pingpong_shared_bytes};
+pub use pingpong::{matmul_parts, matmul_pingpong, pingpong_shared_bytes};
+pub use split::{add_parts_grid, matmul_add_parts};

@@ -15,6 +15,7 @@ pub mod open;
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::ops::DerefMut;
 use std::time::Duration;
 
@@ -203,8 +204,8 @@ pub struct Tuning {
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
     pub library: cublaslt::Timing,
-    /// Of the fastest Rust kernel, where there is one: columns of its tiles, milliseconds.
-    pub kernel: Option<(u32, f32)>,
+    /// The fastest Rust kernel, where there is one, and its milliseconds.
+    pub kernel: Option<(KernelTiling, f32)>,
 }
 
 impl Timing {
@@ -235,12 +236,34 @@ pub struct Algorithms {
 pub struct Choice {
     #[serde(flatten)]
     pub library: cublaslt::Choice,
-    /// Of the fastest Rust kernel, where there is one: columns of its tiles.
-    #[serde(default)]
-    pub kernel: Option<u32>,
+    /// The fastest Rust kernel, where there is one.
+    #[serde(flatten)]
+    pub kernel: Option<KernelTiling>,
     /// Whether that is faster than the library.
     #[serde(default)]
     pub kernel_wins: bool,
+}
+
+/// How a Rust kernel divides a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelTiling {
+    /// Of a tile.
+    #[serde(rename = "kernel")]
+    pub columns: u32,
+    /// Parts of K, whose sums are added in their order.
+    #[serde(default = "one")]
+    pub splits: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+impl fmt::Display for KernelTiling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} columns", self.columns)?;
+        if self.splits > 1 { write!(f, ", {} parts", self.splits) } else { Ok(()) }
+    }
 }
 
 /// A read under way, see [`Engine::read_later`].

@@ -2,7 +2,7 @@
 
 use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
-use crate::engine::{Engine, Linear, Result, Timing};
+use crate::engine::{Engine, Linear, Result, Scope, Timing};
 use crate::model::Descriptor;
 use crate::plan::{Group, Plan};
 use crate::tensor::Tensor;
@@ -33,7 +33,7 @@ const COLUMNS: &[Column] = &[
     Column::number("best_tflops", "TFLOP/s", 9, 0),
     Column::number("rust_us", "Rust us", 9, 1),
     Column::number("rust_tflops", "TFLOP/s", 9, 0),
-    Column::number("rust_columns", "columns", 8, 0),
+    Column::text("rust_tiling", "tiles", 22),
 ];
 
 pub fn run(options: &Gemm) -> Result<()> {
@@ -58,11 +58,11 @@ pub fn run(options: &Gemm) -> Result<()> {
                 rate(library.best).into(),
                 timing.kernel.map(|(_, time)| us(time)).into(),
                 timing.kernel.map(|(_, time)| rate(time)).into(),
-                timing.kernel.map(|(columns, _)| columns as usize).into(),
+                timing.kernel.map(|(tiling, _)| tiling.to_string()).into(),
             ])?;
             first += us(library.first);
             best += us(library.best);
-            taken += us(if timing.kernel_wins() { timing.kernel.unwrap_or_default().1 } else { library.best });
+            taken += us(if timing.kernel_wins() { timing.kernel.map_or(0.0, |(_, time)| time) } else { library.best });
         }
     }
     let mut sum = |name: &str, [first, best, taken]: [Option<f64>; 3]| {
@@ -83,6 +83,9 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     let (inp, dinp, pre_inp) = (add("inp", rows * c), add("dinp", rows * c), add("pre_inp", rows * c));
     let (out, dout, pre_gelu) = (add("out", rows * oc), add("dout", rows * oc), add("pre_gelu", rows * oc));
     let (weight, dweight, biases) = (add("weight", oc * c), add("dweight", oc * c), add("bias", oc));
+    let (channels, padded_vocab) = (c.min(oc), c.max(oc));
+    let scope = Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, training: true };
+    engine.plan(&mut plan, &scope);
     engine.allocate(&plan)?;
     let tuning = engine.tune(true, &mut |engine| {
         let pre = |used: bool, tensor: Tensor| (gelu && used).then_some(tensor);

@@ -3,13 +3,13 @@
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::functions::Functions;
-use super::kernel_products::{KernelProduct, Width};
+use super::kernel_products::{KernelProduct, Scratch};
 use super::profile::Profile;
 use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::tuning::{Cache, noise};
 use super::{Options, Precision, Products, modules, peak};
 use crate::engine::{
-    Algorithms, Choice, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Timing, Tuning,
+    Algorithms, Choice, GeluFusion, HostBuffer, Interval, KernelTiling, Peak, Reading, Result, Ticket, Timing, Tuning,
 };
 use crate::plan::Plan;
 use crate::tensor::DType;
@@ -19,7 +19,6 @@ use cuda_driver::{DeviceMemory, Event, Gpu, Module, PinnedBuffer, Stopwatch, Str
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
-use gpu::attention::launch::Prepared;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -46,8 +45,9 @@ pub struct Device {
     noted: Option<Vec<(Problem, Operands)>>,
     algorithms: Cache,
     products: Products,
-    /// Of products that a kernel takes, by problem and alignments: columns of its tiles, and whether it wins.
-    kernels: HashMap<(Problem, [u32; 5]), (u32, bool)>,
+    scratch: Scratch,
+    /// Of products that a kernel takes, by problem and alignments: the fastest, and whether it is faster than the library.
+    kernels: HashMap<(Problem, [u32; 5]), (KernelTiling, bool)>,
     profile: Option<Profile>,
     /// `sm_90a cubin`
     code: String,
@@ -112,6 +112,7 @@ impl Device {
             noted: None,
             algorithms,
             products: options.products,
+            scratch: Scratch::NONE,
             kernels: HashMap::new(),
             profile: None,
             code: choice.to_string(),
@@ -128,7 +129,7 @@ impl Device {
             self.matmuls.adopt(&[choice.library]);
             let key = (choice.library.problem, choice.library.alignments);
             match choice.kernel {
-                Some(columns) => self.kernels.insert(key, (columns, choice.kernel_wins)),
+                Some(tiling) => self.kernels.insert(key, (tiling, choice.kernel_wins)),
                 None => self.kernels.remove(&key),
             };
         }
@@ -139,44 +140,44 @@ impl Device {
             let kernel = self.kernels.get(&(library.problem, library.alignments)).copied();
             Choice {
                 library,
-                kernel: kernel.map(|(columns, _)| columns),
+                kernel: kernel.map(|(tiling, _)| tiling),
                 kernel_wins: kernel.is_some_and(|(_, wins)| wins),
             }
         };
         self.matmuls.choices().into_iter().map(choice).collect()
     }
 
-    /// The kernel that computes a product, and columns of its tiles; `None` where the library does.
-    fn kernel_for(&mut self, problem: &Problem, operands: &Operands) -> Result<Option<(Prepared, u32)>> {
+    /// The kernel that computes a product; `None` where the library does.
+    fn kernel_for(&self, problem: &Problem, operands: &Operands) -> Result<Option<(KernelProduct, KernelTiling)>> {
         let known = self.kernels.get(&(*problem, operands.alignments())).copied();
         if self.products == Products::Cublaslt
             || (self.products == Products::Auto && !known.is_some_and(|(_, wins)| wins))
         {
             return Ok(None);
         }
-        let Some(product) = KernelProduct::of(problem, operands) else { return Ok(None) };
-        let width = known.and_then(|(columns, _)| Width::of(columns)).unwrap_or_else(|| product.default_width());
-        let kernel = product.prepare(width, self)?;
-        Ok(kernel.map(|kernel| (kernel, width.columns())))
+        let product = KernelProduct::required(problem, operands)?;
+        Ok(Some((product, known.map_or_else(|| product.tilings(self)[0], |(tiling, _)| tiling))))
     }
 
-    /// Milliseconds of the fastest kernel for a product, and columns of its tiles.
+    /// The fastest kernel for a product, and its milliseconds.
     ///
     /// # Safety
     /// As [`Executor::matmul`].
-    unsafe fn time_kernels(&mut self, problem: &Problem, operands: &Operands) -> Result<Option<(u32, f32)>> {
+    unsafe fn time_kernels(&mut self, problem: &Problem, operands: &Operands) -> Result<Option<(KernelTiling, f32)>> {
         let Some(product) = KernelProduct::of(problem, operands) else { return Ok(None) };
-        let mut best: Option<(u32, f32)> = None;
-        for width in Width::ALL {
-            let Some(kernel) = product.prepare(width, self)? else { return Ok(None) };
-            let Prepared { launch, grid, shared_bytes } = kernel;
+        let mut best: Option<(KernelTiling, f32)> = None;
+        for tiling in product.tilings(self) {
+            let kernels = product.prepare(tiling, self)?;
+            if kernels.is_empty() {
+                return Ok(None);
+            }
             let (functions, stream) = (&mut self.functions, &self.stream);
             // SAFETY: the caller's promise.
-            let mut run = || unsafe { functions.launch(stream, &launch, grid, shared_bytes) };
+            let mut run = || kernels.iter().try_for_each(|kernel| unsafe { functions.launch(stream, kernel) });
             run()?;
             let milliseconds = Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)?;
             if best.is_none_or(|(_, least)| milliseconds < least) {
-                best = Some((width.columns(), milliseconds));
+                best = Some((tiling, milliseconds));
             }
         }
         Ok(best)
@@ -267,6 +268,14 @@ impl Executor for Device {
         Some(&self.stream)
     }
 
+    fn use_scratch(&mut self, scratch: Scratch) {
+        self.scratch = scratch;
+    }
+
+    fn scratch(&self) -> Scratch {
+        self.scratch
+    }
+
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.stream.synchronize()?;
         if let Some(maps) = &mut self.tensor_maps {
@@ -288,7 +297,7 @@ impl Executor for Device {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        let queue = || unsafe { self.functions.launch(&self.stream, launch, grid, shared_bytes) };
+        let queue = || unsafe { self.functions.launch_as(&self.stream, launch, grid, shared_bytes) };
         profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), queue)
     }
 
@@ -297,14 +306,20 @@ impl Executor for Device {
             noted.push((*problem, *operands));
             return Ok(());
         }
-        if let Some((Prepared { launch, grid, shared_bytes }, columns)) = self.kernel_for(problem, operands)? {
+        if let Some((product, tiling)) = self.kernel_for(problem, operands)? {
+            let kernels = product.prepare(tiling, self)?;
+            let (functions, stream) = (&mut self.functions, &self.stream);
             // SAFETY: the caller's promise.
-            let queue = || unsafe { self.functions.launch(&self.stream, &launch, grid, shared_bytes) };
-            return profiled(&mut self.profile, &self.stream, || format!("{problem}, Rust, {columns} columns"), queue);
+            let queue = || kernels.iter().try_for_each(|kernel| unsafe { functions.launch(stream, kernel) });
+            return profiled(&mut self.profile, stream, || format!("{problem}, Rust, {tiling}"), queue);
         }
         // SAFETY: the caller's promise; all products go to the one stream.
         let queue = || Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?);
         profiled(&mut self.profile, &self.stream, || problem.to_string(), queue)
+    }
+
+    fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool> {
+        Ok(self.kernel_for(problem, operands)?.is_some())
     }
 
     fn start_profile(&mut self) -> Result<()> {
@@ -338,8 +353,8 @@ impl Executor for Device {
             // SAFETY: as above.
             let kernel = unsafe { self.time_kernels(problem, operands) }?;
             let timing = Timing { library, kernel };
-            if let Some((columns, _)) = kernel {
-                self.kernels.insert((*problem, operands.alignments()), (columns, timing.kernel_wins()));
+            if let Some((tiling, _)) = kernel {
+                self.kernels.insert((*problem, operands.alignments()), (tiling, timing.kernel_wins()));
             }
             timings.push(timing);
         }

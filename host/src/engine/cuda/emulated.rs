@@ -4,7 +4,7 @@ use super::Products;
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::gemm;
-use super::kernel_products::KernelProduct;
+use super::kernel_products::{KernelProduct, Scratch};
 use super::tensor_maps::{Extents, Key};
 use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket};
 use crate::plan::{Group, Plan};
@@ -31,6 +31,7 @@ pub struct Emulated {
     emulation: Emulation,
     uploading: Option<HostBuffer>,
     tensor_maps: HashMap<Key, Global<TensorMap>>,
+    scratch: Option<Scratch>,
 }
 
 impl Emulated {
@@ -40,6 +41,16 @@ impl Emulated {
 
     pub fn checked(emulation: Emulation) -> Self {
         Self { emulation, checked: true, ..Self::default() }
+    }
+
+    /// Kernels compute what they can.
+    fn kernel_for(&self, problem: &Problem, operands: &Operands) -> Result<Option<KernelProduct>> {
+        match self.emulation.products {
+            Products::Cublaslt => Ok(None),
+            _ if !self.emulation.hopper => Ok(None),
+            Products::Auto => Ok(KernelProduct::of(problem, operands)),
+            Products::Rust => KernelProduct::required(problem, operands).map(Some),
+        }
     }
 }
 
@@ -93,6 +104,14 @@ impl Executor for Emulated {
         Ok(Some(*map))
     }
 
+    fn use_scratch(&mut self, scratch: Scratch) {
+        self.scratch = Some(scratch);
+    }
+
+    fn scratch(&self) -> Scratch {
+        self.scratch.unwrap_or(Scratch::NONE)
+    }
+
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.tensor_maps.clear();
         self.memory = Memory::new();
@@ -120,17 +139,20 @@ impl Executor for Emulated {
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
         // The library would refuse the same operands.
         operands.validate(problem)?;
-        // Nothing is timed here: kernels run wherever they can.
-        if self.emulation.products != Products::Cublaslt
-            && let Some(product) = KernelProduct::of(problem, operands)
-        {
-            let kernel = product.prepare(product.default_width(), self)?;
-            if let Some(kernel) = kernel {
+        if let Some(product) = self.kernel_for(problem, operands)? {
+            // Nothing is timed here.
+            let tiling = product.tilings(self)[0];
+            for kernel in product.prepare(tiling, self)? {
                 // SAFETY: the caller's promise.
-                return unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) };
+                unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
             }
+            return Ok(());
         }
         gemm::run(problem, operands, &mut self.memory)
+    }
+
+    fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool> {
+        Ok(self.kernel_for(problem, operands)?.is_some())
     }
 
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {

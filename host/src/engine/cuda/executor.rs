@@ -2,6 +2,7 @@
 
 use super::Products;
 use super::arena::Arena;
+use super::kernel_products::Scratch;
 use super::tensor_maps::Extents;
 use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
 use crate::plan::Plan;
@@ -61,6 +62,12 @@ pub trait Executor {
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;
 
+    /// Where kernels that multiply in parts may keep them, in the allocated memory.
+    fn use_scratch(&mut self, scratch: Scratch);
+
+    /// What [`use_scratch`](Self::use_scratch) said.
+    fn scratch(&self) -> Scratch;
+
     fn tf32(&self) -> bool {
         self.emulation().tf32
     }
@@ -81,6 +88,9 @@ pub trait Executor {
     /// # Safety
     /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing.
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()>;
+
+    /// Whether a kernel of this program computes a product, not the library.
+    fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool>;
 
     /// Until [`tune`](Self::tune), work is not done; products are noted.
     fn note_products(&mut self) {}

@@ -3,6 +3,7 @@
 use crate::engine::Result;
 use cuda_driver::{Function, LaunchConfig, Module, Stream};
 use cuda_std::launch::Launch;
+use gpu::attention::launch::Prepared;
 use std::collections::HashMap;
 
 pub struct Functions {
@@ -19,7 +20,16 @@ impl Functions {
     ///
     /// # Safety
     /// As [`Executor::launch`](super::executor::Executor::launch).
-    pub unsafe fn launch(
+    pub unsafe fn launch(&mut self, stream: &Stream, kernel: &Prepared) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_as(stream, &kernel.launch, kernel.grid, kernel.shared_bytes) }
+    }
+
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`Executor::launch`](super::executor::Executor::launch).
+    pub unsafe fn launch_as(
         &mut self,
         stream: &Stream,
         launch: &Launch,

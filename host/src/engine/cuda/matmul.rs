@@ -1,9 +1,16 @@
 //! Linear layers. A row-major matrix is its column-major transpose to cuBLASLt, see the `cublaslt` crate.
 
-use super::{Cuda, Float, gelu};
-use crate::engine::{GeluFusion, Linear, Result};
+use super::kernel_products::Scratch;
+use super::{Cuda, Emulation, Float, Products, gelu};
+use crate::engine::{GeluFusion, Linear, Result, Scope};
 use crate::tensor::{DType, Tensor};
 use cublaslt::{Element, Epilogue, Operands, Problem};
+
+/// f32 elements of scratch: partial sums of weights' gradients, where kernels compute them.
+pub(super) fn scratch<T: Float>(scope: &Scope, machine: Emulation) -> usize {
+    let kernels = T::DTYPE == DType::Bf16 && machine.hopper && machine.products != Products::Cublaslt;
+    if kernels { Scratch::needed(scope, machine.multiprocessors) } else { 0 }
+}
 
 impl<T: Float> Cuda<T> {
     /// An operand: `tensor`, which must hold at least `len` floats.
@@ -38,18 +45,17 @@ impl<T: Float> Cuda<T> {
     }
 }
 
-pub(super) fn forward<T: Float>(
-    cuda: &mut Cuda<T>,
+/// `aux`: where a product that ends in GELU leaves what went into it.
+fn forward_product<T: Float>(
+    cuda: &Cuda<T>,
     out: Tensor,
     inp: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
-    pre_gelu: Option<Tensor>,
+    aux: Option<Tensor>,
     shape: Linear,
-) -> Result<()> {
+) -> Result<(Problem, Operands)> {
     let Linear { rows, c, oc } = shape;
-    let fused = pre_gelu.filter(|_| cuda.fuses_gelu_forward(bias, oc));
-    let product = if fused.is_some() { out } else { pre_gelu.unwrap_or(out) };
     let problem = Problem {
         m: oc,
         n: rows,
@@ -57,7 +63,7 @@ pub(super) fn forward<T: Float>(
         transpose_a: true,
         transpose_b: false,
         element: cuda.element(),
-        epilogue: match (bias, fused) {
+        epilogue: match (bias, aux) {
             (Some(_), Some(_)) => Epilogue::GeluAuxBias,
             (Some(_), None) => Epilogue::Bias,
             _ => Epilogue::None,
@@ -69,18 +75,34 @@ pub(super) fn forward<T: Float>(
     let operands = Operands {
         a: cuda.operand("weight", weight, oc * c)?,
         b: cuda.operand("inp", inp, rows * c)?,
-        d: cuda.operand("out", product, rows * oc)?,
+        d: cuda.operand("out", out, rows * oc)?,
         bias: bias.map(|bias| cuda.operand("bias", bias, oc)).transpose()?,
-        aux: fused.map(|aux| cuda.operand("pre_gelu", aux, rows * oc)).transpose()?,
+        aux: aux.map(|aux| cuda.operand("pre_gelu", aux, rows * oc)).transpose()?,
     };
+    Ok((problem, operands))
+}
+
+pub(super) fn forward<T: Float>(
+    cuda: &mut Cuda<T>,
+    out: Tensor,
+    inp: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    pre_gelu: Option<Tensor>,
+    shape: Linear,
+) -> Result<()> {
+    let fused = pre_gelu.filter(|_| cuda.fuses_gelu_forward(bias, shape.oc));
+    let product = if fused.is_some() { out } else { pre_gelu.unwrap_or(out) };
+    let (problem, operands) = forward_product(cuda, product, inp, weight, bias, fused, shape)?;
     cuda.product(&problem, &operands)?;
     match pre_gelu {
-        Some(pre_gelu) if fused.is_none() => gelu::forward(cuda, out, pre_gelu, rows * oc),
+        Some(pre_gelu) if fused.is_none() => gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc),
         _ => Ok(()),
     }
 }
 
-/// A fused GELU saw the product before it was rounded to `pre_gelu`, so the product is what has to be repeated.
+/// The library's GELU saw the product before it was rounded to `pre_gelu`, so the product is what has to be repeated; the
+/// kernels' sees what is in `pre_gelu`.
 pub(super) fn gelu_recompute<T: Float>(
     cuda: &mut Cuda<T>,
     out: Tensor,
@@ -91,10 +113,12 @@ pub(super) fn gelu_recompute<T: Float>(
     shape: Linear,
 ) -> Result<()> {
     if cuda.fuses_gelu_forward(bias, shape.oc) {
-        forward(cuda, out, inp, weight, bias, Some(pre_gelu), shape)
-    } else {
-        gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc)
+        let (problem, operands) = forward_product(cuda, out, inp, weight, bias, Some(pre_gelu), shape)?;
+        if !cuda.executor.is_by_kernel(&problem, &operands)? {
+            return cuda.product(&problem, &operands);
+        }
     }
+    gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc)
 }
 
 pub(super) fn backward<T: Float>(

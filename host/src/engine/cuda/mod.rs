@@ -43,6 +43,7 @@ use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 pub use executor::Emulation;
 use executor::Executor;
+use kernel_products::Scratch;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
@@ -77,7 +78,7 @@ pub enum Products {
     #[default]
     Auto,
     Cublaslt,
-    /// This program's kernels, where there is one: bf16 on Hopper, forward and for the gradients of inputs
+    /// This program's kernels alone, for bf16 on Hopper; rows must be multiples of 8 wide, as training's are
     Rust,
 }
 
@@ -258,6 +259,7 @@ impl<T: Float> Engine for Cuda<T> {
             bias::scratch::<T>(scope, self.executor.multiprocessors()),
             attention::scratch(scope),
             global_norm::scratch::<T>(scope, self.executor.multiprocessors()),
+            matmul::scratch::<T>(scope, self.executor.emulation()),
         ];
         let len = if scope.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
         self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
@@ -277,6 +279,11 @@ impl<T: Float> Engine for Cuda<T> {
         }
         self.arena = Arena::default();
         self.arena = self.executor.allocate(plan)?;
+        let scratch = match self.scratch {
+            Some(scratch) => Scratch { parts: self.output("scratch", scratch, scratch.len)?, room: scratch.len },
+            None => Scratch::NONE,
+        };
+        self.executor.use_scratch(scratch);
         Ok(())
     }
 

@@ -66,6 +66,7 @@ pub fn noise(element: Element, bytes: usize) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::KernelTiling;
     use cublaslt::sys::MatmulAlgo;
     use cublaslt::{Epilogue, Problem};
 
@@ -83,7 +84,11 @@ mod tests {
             output: None,
         };
         let library = cublaslt::Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) };
-        Choice { library, kernel: (algo == 1).then_some(192), kernel_wins: algo == 1 }
+        Choice {
+            library,
+            kernel: (algo == 1).then_some(KernelTiling { columns: 192, splits: 5 }),
+            kernel_wins: algo == 1,
+        }
     }
 
     #[test]
