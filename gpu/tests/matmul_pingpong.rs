@@ -7,7 +7,7 @@ use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, bf16};
-use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Tiling, Width, tilings};
+use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Size, Tiling, tilings};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
@@ -19,14 +19,21 @@ tests! {
         tilings_offered;
 }
 
-const PRODUCTS: [Product; 6] = [
+const PRODUCTS: [Product; 8] = [
     Product::ABt,
     Product::ABtBias,
     Product::ABtBiasGelu,
     Product::AB,
     Product::ABGeluBackward,
     Product::AtBAccumulate,
+    Product::AtBAccumulateSums,
+    Product::AtBAccumulateF32,
 ];
+
+/// Whether it is a weight's gradient.
+fn accumulates(product: Product) -> bool {
+    matches!(product, Product::AtBAccumulate | Product::AtBAccumulateSums | Product::AtBAccumulateF32)
+}
 
 /// Blocks of the grid, and what to compute.
 #[derive(Clone, Copy, Debug)]
@@ -46,19 +53,38 @@ impl Case {
 
     /// Where element (`i`, `l`) of a (M, K) lies.
     fn place_in_a(self, i: usize, l: usize) -> usize {
-        if self.product == Product::AtBAccumulate { l * self.m + i } else { i * self.k + l }
+        if accumulates(self.product) { l * self.m + i } else { i * self.k + l }
     }
 
     /// Where element (`l`, `j`) of b (K, N) lies.
     fn place_in_b(self, l: usize, j: usize) -> usize {
         match self.product {
-            Product::AB | Product::ABGeluBackward | Product::AtBAccumulate => l * self.n + j,
+            product if accumulates(product) => l * self.n + j,
+            Product::AB | Product::ABGeluBackward => l * self.n + j,
             _ => j * self.k + l,
         }
     }
 
     fn has_bias(self) -> bool {
         matches!(self.product, Product::ABtBias | Product::ABtBiasGelu)
+    }
+
+    /// Of a bias, or of the gradient of one.
+    fn bias_len(self) -> usize {
+        if self.product == Product::AtBAccumulateSums { self.m } else { self.n }
+    }
+
+    /// A value of out, rounded.
+    fn nearest(self, value: f64) -> f64 {
+        if self.product == Product::AtBAccumulateF32 {
+            f64::from(value as f32)
+        } else {
+            f64::from(bf16::nearest(value as f32))
+        }
+    }
+
+    fn rounding(self) -> f64 {
+        if self.product == Product::AtBAccumulateF32 { f32::ROUNDING } else { bf16::ROUNDING }
     }
 }
 
@@ -75,7 +101,7 @@ impl Inputs {
     fn integers(case: Case) -> Self {
         let Case { m, n, k, .. } = case;
         let aux = noise(m * n, 4).iter().map(|x| 4.0 * x).collect();
-        Self { a: integers(m * k, 1), b: integers(n * k, 2), bias: integers(n, 3), aux }.rounded()
+        Self { a: integers(m * k, 1), b: integers(n * k, 2), bias: integers(case.bias_len(), 3), aux }.rounded()
     }
 
     fn fractions(case: Case, seed: u32) -> Self {
@@ -83,7 +109,7 @@ impl Inputs {
         // Sums near 1, where GELU bends.
         let b = noise(n * k, seed ^ 1).iter().map(|x| x * 3.0 / (k as f64).sqrt()).collect();
         let aux = noise(m * n, seed ^ 3).iter().map(|x| 4.0 * x).collect();
-        Self { a: noise(m * k, seed), b, bias: noise(n, seed ^ 2), aux }.rounded()
+        Self { a: noise(m * k, seed), b, bias: noise(case.bias_len(), seed ^ 2), aux }.rounded()
     }
 
     fn rounded(self) -> Self {
@@ -92,35 +118,49 @@ impl Inputs {
     }
 }
 
-/// out, and aux as it is afterwards.
-fn run(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
+/// The three as they are afterwards, or should be.
+struct Outcome {
+    out: Vec<f64>,
+    aux: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+fn run(case: Case, inputs: &Inputs) -> Outcome {
+    if case.product == Product::AtBAccumulateF32 { run_to::<f32>(case, inputs) } else { run_to::<bf16>(case, inputs) }
+}
+
+/// With an output of `O`.
+fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outcome {
     let mut memory = Memory::new();
     let mut input = |name: &str, values: &[f64]| memory.input(name, &rounded::<bf16>(values));
-    let (a, b, bias) = (input("a", &inputs.a), input("b", &inputs.b), input("bias", &inputs.bias));
+    let (a, b) = (input("a", &inputs.a), input("b", &inputs.b));
+    let bias = memory.buffer("bias", &rounded::<bf16>(&inputs.bias));
     let len = case.m * case.n;
-    let initial = rounded::<bf16>(&inputs.aux);
-    let (out, aux) = match case.product {
-        Product::ABtBiasGelu => (memory.output("out", len), memory.output("aux", len)),
-        // What is added to is the output.
-        Product::AtBAccumulate => {
-            let out = memory.buffer("out", &initial);
-            (out, out)
-        }
-        _ => (memory.output("out", len), memory.buffer("aux", &initial)),
+    // What is added to is the output.
+    let out = if accumulates(case.product) {
+        memory.buffer("out", &rounded::<O>(&inputs.aux))
+    } else {
+        memory.output("out", len)
     };
-    let room = case.tiling.room(case.shape());
+    let as_bf16 = GlobalMut::<bf16>::new(out.pointer().cast());
+    let aux = match case.product {
+        Product::ABtBiasGelu => memory.output("aux", len),
+        product if accumulates(product) => as_bf16,
+        _ => memory.buffer("aux", &rounded::<bf16>(&inputs.aux)),
+    };
+    let room = case.tiling.room(case.product, case.shape());
     let parts = if room > 0 { memory.output("parts", room) } else { GlobalMut::from_address(0) };
-    let [a_map, b_map, out_map] = launch::maps(case.product, case.shape(), case.tiling.width);
+    let [a_map, b_map, out_map] = launch::maps(case.product, case.shape(), case.tiling.size);
     let mut map = |name: &str, base: Global<bf16>, Map { extents: [rows, columns], tile }: Map| {
         memory.input(name, &[TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1)])
     };
     let operands = Operand {
         a: map("map of a", a, a_map),
         b: map("map of b", b, b_map),
-        out: map("map of out", out.reader(), out_map),
+        out: map("map of out", as_bf16.reader(), out_map),
         aux: map("map of aux", aux.reader(), out_map),
         bias,
-        sums: out,
+        sums: out.pointer().addr() as u64,
         parts,
         room,
     };
@@ -130,7 +170,9 @@ fn run(case: Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             panic!("{case:?}: {report}");
         }
     }
-    (wide(&memory.read(out)), wide(&memory.read(aux)))
+    let out = wide(&memory.read(out));
+    let aux = if accumulates(case.product) { out.clone() } else { wide(&memory.read(aux)) };
+    Outcome { out, aux, bias: wide(&memory.read(bias)) }
 }
 
 /// x / (1 + e^(-2 …)), which has digits where x (1 + tanh …) / 2 has none.
@@ -151,54 +193,60 @@ fn gelu_slope(x: f64) -> f64 {
     s + 2.0 * x * s * (1.0 - s) * scale() * (1.0 + 3.0 * 0.044715 * x * x)
 }
 
-/// out and aux, unrounded; out of a product that ends in GELU is [`gelu`] of aux as it was stored.
-fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> (Vec<f64>, Vec<f64>) {
+/// Unrounded; out of a product that ends in GELU is [`gelu`] of aux as it was stored.
+fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outcome {
     let Case { m, n, k, .. } = case;
     let sum = |i: usize, j: usize| {
         let bias = if case.has_bias() { inputs.bias[j] } else { 0.0 };
         (0..k).map(|l| inputs.a[case.place_in_a(i, l)] * inputs.b[case.place_in_b(l, j)]).sum::<f64>() + bias
     };
     let sums: Vec<f64> = (0..m * n).map(|i| sum(i / n, i % n)).collect();
-    match case.product {
+    let mut bias = inputs.bias.clone();
+    if case.product == Product::AtBAccumulateSums {
+        let column_sum = |i: usize| (0..k).map(|l| inputs.a[case.place_in_a(i, l)]).sum::<f64>();
+        bias.iter_mut().enumerate().for_each(|(i, bias)| *bias += column_sum(i));
+    }
+    let (out, aux) = match case.product {
         Product::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
         Product::ABGeluBackward => {
             let slopes = inputs.aux.iter().map(|&x| gelu_slope(x));
             (sums.iter().zip(slopes).map(|(sum, slope)| sum * slope).collect(), inputs.aux.clone())
         }
-        Product::AtBAccumulate => {
+        product if accumulates(product) => {
             let added: Vec<f64> = sums.iter().zip(&inputs.aux).map(|(sum, old)| sum + old).collect();
             (added.clone(), added)
         }
         _ => (sums, inputs.aux.clone()),
-    }
+    };
+    Outcome { out, aux, bias }
 }
 
 /// Of integers, whose sums f32 has: without a GELU every bit of the result is known.
 fn check(case: Case) {
     let inputs = Inputs::integers(case);
-    let (out, aux) = run(case, &inputs);
-    let (want, want_aux) = reference(case, &inputs, &aux);
-    let nearest = |values: &[f64]| values.iter().map(|&x| f64::from(bf16::nearest(x as f32))).collect::<Vec<_>>();
-    assert_close(&format!("{case:?}, aux"), &aux, &nearest(&want_aux), 0.0, 0.0);
+    let got = run(case, &inputs);
+    let want = reference(case, &inputs, &got.aux);
+    let nearest = |values: &[f64]| values.iter().map(|&x| case.nearest(x)).collect::<Vec<_>>();
+    assert_close(&format!("{case:?}, aux"), &got.aux, &nearest(&want.aux), 0.0, 0.0);
+    assert_close(&format!("{case:?}, bias"), &got.bias, &wide(&rounded::<bf16>(&want.bias)), 0.0, 0.0);
     match case.product {
         Product::ABtBiasGelu | Product::ABGeluBackward => {
-            assert_close(&format!("{case:?}"), &out, &want, bf16::ROUNDING, 1e-30);
+            assert_close(&format!("{case:?}"), &got.out, &want.out, bf16::ROUNDING, 1e-30);
         }
-        _ => assert_close(&format!("{case:?}"), &out, &nearest(&want), 0.0, 0.0),
+        _ => assert_close(&format!("{case:?}"), &got.out, &nearest(&want.out), 0.0, 0.0),
     }
 }
 
 /// Every way to divide K into up to three parts.
 fn divisions(product: Product, shape: Shape) -> Vec<Tiling> {
-    let most = if product == Product::AtBAccumulate { 3 } else { 1 };
-    let tilings = Width::ALL.into_iter().flat_map(|width| (1..=most).map(move |splits| Tiling { width, splits }));
-    tilings.filter(|tiling| tiling.is_possible(shape)).collect()
+    let tilings = Size::ALL.into_iter().flat_map(|size| (1..=3).map(move |splits| Tiling { size, splits }));
+    tilings.filter(|tiling| tiling.is_possible(product, shape)).collect()
 }
 
 fn check_all(m: usize, n: usize, k: usize, blocks: usize) {
     for product in PRODUCTS {
         // Rows of a (K, M) are multiples of 16 bytes.
-        let m = if product == Product::AtBAccumulate { m.next_multiple_of(8) } else { m };
+        let m = if accumulates(product) { m.next_multiple_of(8) } else { m };
         for tiling in divisions(product, Shape { m, n, k }) {
             check(Case { product, m, n, k, tiling, blocks });
         }
@@ -227,7 +275,7 @@ fn fewer_and_more_blocks_than_tiles() {
 /// Groups of 16 tiles, then one of fewer or none, and of two columns.
 fn more_rows_than_a_group() {
     for (product, m) in [(Product::ABtBias, 2200), (Product::AB, 2048), (Product::AtBAccumulate, 2200)] {
-        check(Case { product, m, n: 264, k: 8, tiling: Tiling { width: Width::Narrow, splits: 1 }, blocks: 5 });
+        check(Case { product, m, n: 264, k: 8, tiling: Tiling { size: Size::T128x128, splits: 1 }, blocks: 5 });
     }
 }
 
@@ -243,7 +291,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let kinds = select(PRODUCTS.to_vec());
     let sizes = (rows, columns(600), columns(300), kinds, 1..9usize, any::<Index>());
     sizes.prop_map(|(m, n, k, product, blocks, which)| {
-        let m = if product == Product::AtBAccumulate { m.next_multiple_of(8) } else { m };
+        let m = if accumulates(product) { m.next_multiple_of(8) } else { m };
         let tiling = *which.get(&divisions(product, Shape { m, n, k }));
         Case { product, m, n, k, tiling, blocks }
     })
@@ -253,11 +301,12 @@ fn cases() -> impl Strategy<Value = Case> {
 fn any_shape() {
     for_all(24, (cases(), 0..u32::MAX), |(case, seed)| {
         let inputs = Inputs::fractions(case, seed);
-        let (out, aux) = run(case, &inputs);
-        let (want, want_aux) = reference(case, &inputs, &aux);
-        let scale = 1e-3;
-        assert_close(&format!("{case:?}"), &out, &want, bf16::ROUNDING, scale);
-        assert_close(&format!("{case:?}, aux"), &aux, &want_aux, bf16::ROUNDING, scale);
+        let got = run(case, &inputs);
+        let want = reference(case, &inputs, &got.aux);
+        let scale = if case.rounding() == bf16::ROUNDING { 1e-3 } else { 1.0 };
+        assert_close(&format!("{case:?}"), &got.out, &want.out, case.rounding(), scale);
+        assert_close(&format!("{case:?}, aux"), &got.aux, &want.aux, case.rounding(), scale);
+        assert_close(&format!("{case:?}, bias"), &got.bias, &want.bias, bf16::ROUNDING, 1e-2);
     });
 }
 
@@ -270,8 +319,8 @@ fn rows_of_a_stay_apart() {
         let turned_a = (0..m * k).map(|i| straight.a[case.place_in_a(m - 1 - i / k, i % k)]);
         let mut reversed = straight.clone();
         turned_a.enumerate().for_each(|(i, a)| reversed.a[case.place_in_a(i / k, i % k)] = a);
-        let want = turned(&run(case, &straight).0, n);
-        assert_close(&format!("{case:?}"), &run(case, &reversed).0, &want, 0.0, 0.0);
+        let want = turned(&run(case, &straight).out, n);
+        assert_close(&format!("{case:?}"), &run(case, &reversed).out, &want, 0.0, 0.0);
     });
 }
 
@@ -289,16 +338,16 @@ fn spoilt_elements() {
             inputs.b[case.place_in_b(64, 271)] = f64::NAN;
             inputs.bias[100] = f64::NAN;
             inputs.aux[7 * n + 9] = f64::NAN;
-            let (out, aux) = run(case, &inputs);
-            let (want, _) = reference(case, &inputs, &aux);
-            for (i, (got, want)) in out.iter().zip(&want).enumerate() {
+            let got = run(case, &inputs);
+            let want = reference(case, &inputs, &got.aux);
+            for (i, (got, want)) in got.out.iter().zip(&want.out).enumerate() {
                 let (row, column) = (i / n, i % n);
                 let of_bias = case.has_bias() && column == 100;
-                let of_aux =
-                    matches!(product, Product::ABGeluBackward | Product::AtBAccumulate) && (row, column) == (7, 9);
+                let reads_aux = product == Product::ABGeluBackward || accumulates(product);
+                let of_aux = reads_aux && (row, column) == (7, 9);
                 let spoilt = [5, 130].contains(&row) || [63, 271].contains(&column) || of_bias || of_aux;
                 assert_eq!(got.is_finite(), !spoilt, "{case:?}, {row}, {column}: {got}, want {want}");
-                if [5].contains(&row) || column == 271 || of_bias || of_aux {
+                if row == 5 || column == 271 || of_bias || of_aux {
                     assert!(got.is_nan(), "{case:?}, {row}, {column}: {got}");
                 }
             }
@@ -315,12 +364,11 @@ fn gelu_far_out() {
         if i == 0 || i == n - 1 { x.signum() * 3e38 } else { x }
     };
     let points = wide(&rounded::<bf16>(&(0..n).map(value).collect::<Vec<_>>()));
-    for width in Width::ALL {
+    for tiling in divisions(Product::ABtBiasGelu, Shape { m: 1, n, k: 8 }) {
         // The sum is the bias.
-        let tiling = Tiling { width, splits: 1 };
         let case = Case { product: Product::ABtBiasGelu, m: 1, n, k: 8, tiling, blocks: 1 };
         let inputs = Inputs { a: vec![0.0; 8], b: vec![0.0; n * 8], bias: points.clone(), aux: vec![0.0; n] };
-        let (out, aux) = run(case, &inputs);
+        let Outcome { out, aux, .. } = run(case, &inputs);
         assert_close("aux", &aux, &points, 0.0, 0.0);
         let want: Vec<_> = points.iter().map(|&x| gelu(x)).collect();
         assert_close("gelu", &out, &want, bf16::ROUNDING, 1e-30);
@@ -328,7 +376,7 @@ fn gelu_far_out() {
         // The sum is 1.
         let case = Case { product: Product::ABGeluBackward, ..case };
         let inputs = Inputs { a: vec![0.125; 8], b: vec![1.0; n * 8], bias: vec![0.0; n], aux: points.clone() };
-        let (out, _) = run(case, &inputs);
+        let Outcome { out, .. } = run(case, &inputs);
         let want: Vec<_> =
             points.iter().map(|&x| if x.abs() > 1e9 { f64::from(x > 0.0) } else { gelu_slope(x) }).collect();
         assert_close("slope", &out, &want, bf16::ROUNDING, 1e-3);
@@ -348,10 +396,10 @@ fn shapes_refused() {
 
 /// Parts of K, of which the last is shorter, into more items than blocks and fewer.
 fn parts_of_k() {
-    for width in Width::ALL {
-        for (m, n, k, splits, blocks) in [(136, 200, 8000, 7, 7), (64, 64, 4104, 22, 8), (264, 8, 520, 5, 3)] {
-            let case = Case { product: Product::AtBAccumulate, m, n, k, tiling: Tiling { width, splits }, blocks };
-            assert!(case.tiling.is_possible(case.shape()), "{case:?}");
+    for size in Size::ALL {
+        for (m, n, k, splits, blocks) in [(136, 200, 8000, 7, 7), (64, 456, 4104, 22, 8), (264, 200, 520, 5, 3)] {
+            let case = Case { product: Product::AtBAccumulateSums, m, n, k, tiling: Tiling { size, splits }, blocks };
+            assert!(case.tiling.is_possible(case.product, case.shape()), "{case:?}");
             check(case);
         }
     }
@@ -362,17 +410,21 @@ fn tilings_offered() {
     for (m, n) in [(2304, 768), (768, 768), (3072, 768), (768, 3072), (1600, 1600), (50304, 768)] {
         for k in [1, 64, 65, 1024, 16384, 65536] {
             let shape = Shape { m, n, k };
-            for room in [0, 1 << 22, 1 << 24] {
-                let offered = tilings(Product::AtBAccumulate, shape, 132, room);
-                assert!(offered.iter().all(|tiling| tiling.is_possible(shape) && tiling.room(shape) <= room));
-                assert!(Width::ALL.iter().all(|width| offered.iter().any(|tiling| tiling.width == *width)));
+            for product in [Product::AtBAccumulate, Product::AtBAccumulateSums] {
+                for room in [0, 1 << 22, 1 << 24] {
+                    let offered = tilings(product, shape, 132, room);
+                    let fits = |tiling: &Tiling| tiling.splits == 1 || tiling.room(product, shape) <= room;
+                    assert!(offered.iter().all(|tiling| tiling.is_possible(product, shape) && fits(tiling)));
+                    assert!(Size::ALL.iter().all(|size| offered.iter().any(|tiling| tiling.size == *size)));
+                }
             }
             let best = tilings(Product::AtBAccumulate, shape, 132, 1 << 24)[0];
-            let items = m.div_ceil(128) * n.div_ceil(best.width.columns() as usize) * best.splits;
+            let tiles = m.div_ceil(best.size.rows() as usize) * n.div_ceil(best.size.columns() as usize);
+            let items = tiles * best.splits;
             let busy = items as f64 / (items.next_multiple_of(132)) as f64;
             assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
-            let whole = tilings(Product::AB, shape, 132, 1 << 24);
-            assert!(whole.len() == Width::ALL.len() && whole.iter().all(|tiling| tiling.splits == 1));
+            let whole = tilings(Product::ABGeluBackward, shape, 132, 1 << 24);
+            assert!(whole.iter().all(|tiling| tiling.splits == 1 && tiling.size.rows() == 128), "{whole:?}");
         }
     }
 }

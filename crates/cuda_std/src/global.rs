@@ -198,6 +198,28 @@ impl GlobalMut<crate::bf16> {
     }
 }
 
+impl Global<f32> {
+    /// Elements `i` and `i` + 1, `i` even (`ld.global.b64`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn pair(self, i: usize) -> [f32; 2] {
+        // SAFETY: as in `at`; the base is 16-byte aligned by the launch contract, so an even index is 8-byte aligned.
+        let pair: u64 = unsafe { backend::load(self.0.wrapping_add(i).cast()) };
+        [f32::from_bits(pair as u32), f32::from_bits((pair >> 32) as u32)]
+    }
+}
+
+impl GlobalMut<f32> {
+    /// Writes elements `i` and `i` + 1, `i` even (`st.global.b64`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_pair(self, i: usize, [low, high]: [f32; 2]) {
+        let pair = u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32;
+        // SAFETY: as in `Global::pair`.
+        unsafe { backend::store(self.0.wrapping_add(i).cast(), pair) }
+    }
+}
+
 impl GlobalMut<u32> {
     /// Adds to element `i` and returns its old value, relaxed, device scope (`atom.add.relaxed.gpu.global.u32`).
     #[inline(always)]

@@ -1,12 +1,11 @@
 //! What happens to sums on their way to memory, 64 x 64 at a time: through shared memory, in and out by TMA.
 
 use super::mainloop::Sums;
-use super::pingpong::{Shared, TILE_M, WARPGROUP, Write, is_first};
-use super::tiles::Item;
+use super::pingpong::{Shared, WARPGROUP, Write, is_first};
+use super::tiles::{CONSUMER_ROWS, Item, Tile};
 use crate::gelu;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, bf16, thread, warp};
 
@@ -71,23 +70,21 @@ impl Epilogue for GeluBackward {
     }
 }
 
-/// Boxes of 64 x 64 in shared memory for each consumer.
-pub const BOXES: u32 = 4;
 pub const BOX: u32 = 64;
 /// Boxes that a piece of 64 x 64 takes.
 const fn boxes<E: Epilogue>() -> u32 {
     1 + E::WRITES_AUX as u32
 }
 
-/// Pieces of a tile.
-const fn pieces<A: Accumulators>() -> u32 {
-    TILE_M / BOX * (A::COLUMNS / BOX)
+/// Pieces of a consumer's rows of a tile.
+const fn pieces<T: Tile>() -> u32 {
+    CONSUMER_ROWS / BOX * (T::COLUMNS / BOX)
 }
 
 /// Pieces that have room at a time: as many that their number divides that of a tile's pieces.
-pub const fn slots<A: Accumulators, E: Epilogue>() -> u32 {
-    let most = BOXES / boxes::<E>();
-    if pieces::<A>().is_multiple_of(most) { most } else { most - 1 }
+const fn slots<E: Epilogue, T: Tile>() -> u32 {
+    let most = T::BOXES / boxes::<E>();
+    if pieces::<T>().is_multiple_of(most) { most } else { most - 1 }
 }
 
 /// Where a tile goes.
@@ -101,32 +98,32 @@ pub struct Target {
 }
 
 /// A consumer's way of writing its tiles.
-pub struct Writer<E> {
+pub struct Writer<E, T> {
     shared: Shared,
     target: Target,
     consumer: u32,
     /// Tiles written.
     round: u32,
-    epilogue: PhantomData<E>,
+    kind: PhantomData<(E, T)>,
 }
 
-impl<A: Accumulators, E: Epilogue> Write<A> for Writer<E> {
+impl<E: Epilogue, T: Tile> Write<T> for Writer<E, T> {
     #[inline(always)]
     fn prepare(&self, Item { row, column, .. }: Item) {
         if E::READS_AUX && is_first() {
             tma::wait_stores_read();
-            for piece in 0..slots::<A, E>() {
-                self.load_aux::<A>(piece, row, column);
+            for piece in 0..slots::<E, T>() {
+                self.load_aux(piece, row, column);
             }
         }
     }
 
     #[inline(always)]
-    fn write(&mut self, d: &Sums<A>, Item { row, column, .. }: Item) {
-        self.write_columns::<A, 0>(d, row, column);
-        self.write_columns::<A, 1>(d, row, column);
-        if A::COLUMNS > 128 {
-            self.write_columns::<A, 2>(d, row, column);
+    fn write(&mut self, d: &Sums<T::Sums>, Item { row, column, .. }: Item) {
+        self.write_columns::<0>(d, row, column);
+        self.write_columns::<1>(d, row, column);
+        if T::COLUMNS > 128 {
+            self.write_columns::<2>(d, row, column);
         }
         self.round += 1;
     }
@@ -139,10 +136,10 @@ impl<A: Accumulators, E: Epilogue> Write<A> for Writer<E> {
     }
 }
 
-impl<E: Epilogue> Writer<E> {
+impl<E: Epilogue, T: Tile> Writer<E, T> {
     #[inline(always)]
     pub fn new(shared: Shared, target: Target, consumer: u32) -> Self {
-        Self { shared, target, consumer, round: 0, epilogue: PhantomData }
+        Self { shared, target, consumer, round: 0, kind: PhantomData }
     }
 
     #[inline(always)]
@@ -152,19 +149,19 @@ impl<E: Epilogue> Writer<E> {
 
     #[inline(always)]
     fn slot(&self, slot: u32) -> SwizzledTile<64> {
-        self.shared.boxes.rows::<64>((self.consumer * BOXES + slot * boxes::<E>()) * BOX)
+        self.shared.pool.rows::<64>(T::RING_ROWS + (self.consumer * T::BOXES + slot * boxes::<E>()) * BOX)
     }
 
     #[inline(always)]
-    fn load_aux<A: Accumulators>(&self, piece: u32, row: u32, column: u32) {
-        let slot = piece % slots::<A, E>();
-        let full = self.shared.aux_full.at(self.consumer * BOXES + slot);
+    fn load_aux(&self, piece: u32, row: u32, column: u32) {
+        let slot = piece % slots::<E, T>();
+        let full = self.shared.aux_full.at(self.consumer * T::BOXES + slot);
         full.arrive_expecting(SwizzledTile::<64>::BYTES);
         self.slot(slot).load(self.target.aux, column + piece / 2 * BOX, row + piece % 2 * BOX, full);
     }
 
     #[inline(always)]
-    fn write_columns<A: Accumulators, const BLOCK: u32>(&self, d: &Sums<A>, row: u32, column: u32) {
+    fn write_columns<const BLOCK: u32>(&self, d: &Sums<T::Sums>, row: u32, column: u32) {
         let mut bias = [[0.0; 2]; 8];
         if E::BIAS {
             let first = column + BLOCK * BOX + warp::lane() % 4 * 2;
@@ -175,28 +172,22 @@ impl<E: Epilogue> Writer<E> {
                 }
             }
         }
-        self.write_piece::<A, BLOCK, 0>(&d.upper, &bias, row, column);
-        self.write_piece::<A, BLOCK, 1>(&d.lower, &bias, row, column);
+        self.write_piece::<BLOCK, 0>(&d.upper, &bias, row, column);
+        self.write_piece::<BLOCK, 1>(&d.lower, &bias, row, column);
     }
 
     #[inline(always)]
-    fn write_piece<A: Accumulators, const BLOCK: u32, const HALF: u32>(
-        &self,
-        d: &A,
-        bias: &[[f32; 2]; 8],
-        row: u32,
-        column: u32,
-    ) {
-        let (piece, slots) = (BLOCK * 2 + HALF, slots::<A, E>());
+    fn write_piece<const BLOCK: u32, const HALF: u32>(&self, d: &T::Sums, bias: &[[f32; 2]; 8], row: u32, column: u32) {
+        let (piece, slots) = (BLOCK * 2 + HALF, slots::<E, T>());
         let slot = piece % slots;
         let aux = self.slot(slot);
         let out = if E::WRITES_AUX { aux.same_shape_after(1) } else { aux };
         if E::READS_AUX {
-            let times = self.round * (pieces::<A>() / slots) + piece / slots;
-            self.shared.aux_full.at(self.consumer * BOXES + slot).wait(times % 2);
+            let times = self.round * (pieces::<T>() / slots) + piece / slots;
+            self.shared.aux_full.at(self.consumer * T::BOXES + slot).wait(times % 2);
         } else {
             if is_first() {
-                wait_for_slot::<A, E>();
+                wait_for_slot::<E, T>();
             }
             self.sync();
         }
@@ -234,9 +225,9 @@ impl<E: Epilogue> Writer<E> {
             }
             out.store(self.target.out, x, y);
             tma::commit_stores();
-            if E::READS_AUX && piece > 0 && piece - 1 + slots < pieces::<A>() {
+            if E::READS_AUX && piece > 0 && piece - 1 + slots < pieces::<T>() {
                 tma::wait_stores_read_but::<1>();
-                self.load_aux::<A>(piece - 1 + slots, row, column);
+                self.load_aux(piece - 1 + slots, row, column);
             }
         }
     }
@@ -244,8 +235,8 @@ impl<E: Epilogue> Writer<E> {
 
 /// Waits until the stores of the piece that had the next slot have read it.
 #[inline(always)]
-fn wait_for_slot<A: Accumulators, E: Epilogue>() {
-    match slots::<A, E>() {
+fn wait_for_slot<E: Epilogue, T: Tile>() {
+    match slots::<E, T>() {
         2 => tma::wait_stores_read_but::<1>(),
         3 => tma::wait_stores_read_but::<2>(),
         _ => tma::wait_stores_read_but::<3>(),

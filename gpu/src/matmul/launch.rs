@@ -1,13 +1,17 @@
 //! Host side: which kernel, which boxes, which grid.
 
+use super::column_sums::slices;
 use super::epilogue::{Accumulate, BOX, Bias, BiasGelu, Epilogue, GeluBackward, Plain};
 use super::mainloop::{AB, ABt, AtB, Operands, TILE_K};
-use super::pingpong::{Columns128, Columns192, TILE_M, matmul_parts, matmul_pingpong, pingpong_shared_bytes};
+use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
+use super::tiles::{CONSUMER_ROWS, Tile, Together128, Together192, Turns128, Turns192};
 use crate::attention::launch::Prepared;
+use crate::bias::bias_backward_reduce;
+use crate::column_sum;
 use cuda_std::hopper::TensorMap;
-use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::launch::Launch;
+use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16};
 
 /// What is computed, row-major.
@@ -25,39 +29,80 @@ pub enum Product {
     ABGeluBackward,
     /// out (M, N) += a (K, M)ᵀ · b (K, N)
     AtBAccumulate,
+    /// The same; bias (M) += column sums of a
+    AtBAccumulateSums,
+    /// out (M, N) f32 += a (K, M)ᵀ · b (K, N)
+    AtBAccumulateF32,
 }
 
 impl Product {
+    /// Whether it is a weight's gradient: a is stored (K, M), K may be split.
+    fn accumulates(self) -> bool {
+        matches!(self, Self::AtBAccumulate | Self::AtBAccumulateSums | Self::AtBAccumulateF32)
+    }
+
     /// Whether b is stored (K, N).
     fn b_by_rows(self) -> bool {
-        matches!(self, Self::AB | Self::ABGeluBackward | Self::AtBAccumulate)
+        self.accumulates() || matches!(self, Self::AB | Self::ABGeluBackward)
+    }
+
+    /// Whether there is much to write: consumers take turns then.
+    fn writes_much(self) -> bool {
+        matches!(self, Self::ABtBiasGelu | Self::ABGeluBackward)
     }
 }
 
-/// Columns of a tile. Wide tiles read less for each product, narrow ones leave less of the last tiles unused.
+/// Rows and columns of a tile. Large ones read less for each product, small ones leave less of the last tiles unused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Width {
-    Narrow,
-    Wide,
+pub enum Size {
+    T128x128,
+    T128x192,
+    T256x128,
+    T256x192,
 }
 
-impl Width {
-    pub const ALL: [Self; 2] = [Self::Narrow, Self::Wide];
+/// `$call` with `$tile` as the kernels' tile of a size.
+macro_rules! for_size {
+    ($size:expr, $tile:ident => $call:expr) => {
+        match $size {
+            Size::T128x128 => {
+                type $tile = Turns128;
+                $call
+            }
+            Size::T128x192 => {
+                type $tile = Turns192;
+                $call
+            }
+            Size::T256x128 => {
+                type $tile = Together128;
+                $call
+            }
+            Size::T256x192 => {
+                type $tile = Together192;
+                $call
+            }
+        }
+    };
+}
 
-    /// Of tiles of so many columns.
-    pub fn of(columns: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|width| width.columns() == columns)
+impl Size {
+    pub const ALL: [Self; 4] = [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192];
+
+    /// Of so many rows and columns.
+    pub fn of(rows: u32, columns: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|size| (size.rows(), size.columns()) == (rows, columns))
     }
 
-    fn tiles(self, shape: Shape) -> usize {
-        shape.m.div_ceil(TILE_M as usize) * shape.n.div_ceil(self.columns() as usize)
+    pub fn rows(self) -> u32 {
+        for_size!(self, T => T::ROWS)
     }
 
     pub fn columns(self) -> u32 {
-        match self {
-            Self::Narrow => Columns128::COLUMNS,
-            Self::Wide => Columns192::COLUMNS,
-        }
+        for_size!(self, T => T::COLUMNS)
+    }
+
+    fn tiles(self, shape: Shape) -> usize {
+        shape.m.div_ceil(self.rows() as usize) * shape.n.div_ceil(self.columns() as usize)
     }
 }
 
@@ -72,10 +117,9 @@ impl Shape {
     /// Whether the kernels take it: TMA wants rows that are multiples of 16 bytes, extents and tiles are 32-bit.
     pub fn is_possible(self, product: Product) -> bool {
         let fits = |extent: usize| (1..1 << 31).contains(&extent);
-        let row_of_a = if product == Product::AtBAccumulate { self.m } else { self.k };
+        let row_of_a = if product.accumulates() { self.m } else { self.k };
         let aligned = self.n.is_multiple_of(8) && row_of_a.is_multiple_of(8);
-        let tiles = self.m.div_ceil(TILE_M as usize) * self.n.div_ceil(Columns128::COLUMNS as usize);
-        aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(tiles)
+        aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(Size::T128x128.tiles(self))
     }
 }
 
@@ -87,84 +131,101 @@ pub struct Map {
 }
 
 /// The maps of a, of b, of out and aux.
-pub fn maps(product: Product, shape: Shape, width: Width) -> [Map; 3] {
+pub fn maps(product: Product, shape: Shape, size: Size) -> [Map; 3] {
     let Shape { m, n, k } = shape;
     let map = |rows, columns, tile_rows| Map { extents: [rows, columns], tile: (tile_rows, TILE_K) };
-    let a = if product == Product::AtBAccumulate { map(k, m, TILE_K) } else { map(m, k, TILE_M) };
-    let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, width.columns()) };
+    let a = if product.accumulates() { map(k, m, TILE_K) } else { map(m, k, CONSUMER_ROWS) };
+    let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, size.columns()) };
     [a, b, Map { extents: [m, n], tile: (BOX, BOX) }]
 }
 
-/// Tensor maps as [`maps`] says, the bias, the output itself, and room for parts of the sums; those that the product does
-/// not use may be any.
+/// Tensor maps as [`maps`] says, the bias, where the output itself lies, and room for parts of the sums; those that the
+/// product does not use may be any.
 #[derive(Clone, Copy)]
 pub struct Operand {
     pub a: Global<TensorMap>,
     pub b: Global<TensorMap>,
     pub out: Global<TensorMap>,
     pub aux: Global<TensorMap>,
-    pub bias: Global<bf16>,
-    pub sums: GlobalMut<bf16>,
+    pub bias: GlobalMut<bf16>,
+    /// Its address.
+    pub sums: u64,
     pub parts: GlobalMut<f32>,
     /// Elements of `parts`.
     pub room: usize,
 }
 
-/// How a product is divided: into tiles of so many columns, over so many parts of K.
+/// How a product is divided: into tiles, over so many parts of K.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiling {
-    pub width: Width,
-    /// More than 1 for [`Product::AtBAccumulate`] only.
+    pub size: Size,
+    /// More than 1 for weights' gradients only.
     pub splits: usize,
 }
 
 impl Tiling {
-    /// f32 elements that the sums of parts of K take.
-    pub fn room(self, shape: Shape) -> usize {
-        let Self { width, splits } = self;
-        if splits > 1 { splits * width.tiles(shape) * (TILE_M * width.columns()) as usize } else { 0 }
+    /// f32 elements that sums take which are added up later: of parts of K, and of columns.
+    pub fn room(self, product: Product, shape: Shape) -> usize {
+        self.parts(shape) + self.slices(product, shape) * shape.m
     }
 
-    /// Whether every part of K has a step.
-    pub fn is_possible(self, shape: Shape) -> bool {
+    fn parts(self, shape: Shape) -> usize {
+        let Self { size, splits } = self;
+        if splits > 1 { splits * size.tiles(shape) * (size.rows() * size.columns()) as usize } else { 0 }
+    }
+
+    /// Rows of column sums.
+    fn slices(self, product: Product, shape: Shape) -> usize {
+        let slices = for_size!(self.size, T => slices::<T>(shape.n as u32)) as usize;
+        if product == Product::AtBAccumulateSums { self.splits * slices } else { 0 }
+    }
+
+    /// Whether there are kernels for it, and every part of K has a step.
+    pub fn is_possible(self, product: Product, shape: Shape) -> bool {
+        let Self { size, splits } = self;
         let steps = shape.k.div_ceil(TILE_K as usize);
-        (self.splits - 1) * steps.div_ceil(self.splits) < steps
+        let together = size.rows() > CONSUMER_ROWS;
+        // Of tiles that are not beside others, none would sum the lower half of the columns.
+        let alone = product == Product::AtBAccumulateSums && shape.n <= size.columns() as usize;
+        (splits == 1 || product.accumulates())
+            && (splits - 1) * steps.div_ceil(splits) < steps
+            && !(together && (product.writes_much() || alone))
     }
 
-    /// In tenths of the time that a multiprocessor takes for a step of a tile of 64 columns: an epilogue costs four steps, a
-    /// part of a tile to write and to read a tenth, spread over the GPU, and another kernel's launch ten.
+    /// In tenths of the time that a multiprocessor takes for a step of 128 x 64: an epilogue costs four steps, a part of a tile
+    /// to write and to read a tenth, spread over the GPU, and another kernel's launch ten.
     fn cost(self, shape: Shape, multiprocessors: usize) -> usize {
-        let Self { width, splits } = self;
-        let items = width.tiles(shape) * splits;
+        let Self { size, splits } = self;
+        let items = size.tiles(shape) * splits;
         let steps = shape.k.div_ceil(TILE_K as usize).div_ceil(splits);
         let added = if splits == 1 { 0 } else { items + 100 };
-        (items.div_ceil(multiprocessors) * (steps + 4) * 10 + added) * (width.columns() / BOX) as usize
+        let of_step = (size.rows() * size.columns() / (CONSUMER_ROWS * BOX)) as usize;
+        (items.div_ceil(multiprocessors) * (steps + 4) * 10 + added) * of_step
     }
 }
 
 const MOST_SPLITS: usize = 32;
-/// Numbers of parts that are worth timing, for each width.
+/// Numbers of parts that are worth timing, for each size.
 const BEST_SPLITS: usize = 2;
 
-/// The ways that may be the fastest, most promising first, of those whose sums of parts fit in `room` elements. Never empty.
+/// The ways that may be the fastest, most promising first, of those that do with `room` elements. Never empty.
 pub fn tilings(product: Product, shape: Shape, multiprocessors: usize, room: usize) -> Vec<Tiling> {
     let cost = |tiling: &Tiling| tiling.cost(shape, multiprocessors);
-    let most = if product == Product::AtBAccumulate { MOST_SPLITS } else { 1 };
-    let of_width = |width| {
-        let tilings = (1..=most).map(move |splits| Tiling { width, splits });
-        let mut tilings: Vec<_> =
-            tilings.filter(|tiling| tiling.is_possible(shape) && tiling.room(shape) <= room).collect();
+    let of_size = |size| {
+        let tilings = (1..=MOST_SPLITS).map(move |splits| Tiling { size, splits });
+        let fits = |tiling: &Tiling| tiling.splits == 1 || tiling.room(product, shape) <= room;
+        let mut tilings: Vec<_> = tilings.filter(|tiling| tiling.is_possible(product, shape) && fits(tiling)).collect();
         tilings.sort_by_key(cost);
         tilings.truncate(BEST_SPLITS);
         tilings
     };
-    let mut tilings: Vec<_> = Width::ALL.into_iter().flat_map(of_width).collect();
+    let mut tilings: Vec<_> = Size::ALL.into_iter().flat_map(of_size).collect();
     tilings.sort_by_key(cost);
     tilings
 }
 
-/// The kernels for a shape that [is possible](Shape::is_possible), in their order. Sums of parts must fit in the operands'
-/// room.
+/// The kernels for a shape that [is possible](Shape::is_possible), in their order. What they add up later must fit in the
+/// operands' room.
 pub fn prepare(
     product: Product,
     shape: Shape,
@@ -172,44 +233,79 @@ pub fn prepare(
     operands: Operand,
     multiprocessors: usize,
 ) -> Vec<Prepared> {
-    let grid = [multiprocessors as u32, 1, 1];
-    let shared_bytes = pingpong_shared_bytes();
-    let Tiling { width, splits } = tiling;
-    assert!(tiling.room(shape) <= operands.room, "{tiling:?} of {shape:?} in room for {}", operands.room);
-    if splits > 1 {
-        let (parts, sum, sum_grid) = match width {
-            Width::Narrow => in_parts::<Columns128>(shape, operands, splits),
-            Width::Wide => in_parts::<Columns192>(shape, operands, splits),
-        };
-        let sum = Prepared { launch: sum, grid: sum_grid, shared_bytes: 0 };
-        return vec![Prepared { launch: parts, grid, shared_bytes }, sum];
-    }
-    let launch = match product {
-        Product::ABt => of_width::<ABt, Plain>(shape, width, operands),
-        Product::ABtBias => of_width::<ABt, Bias>(shape, width, operands),
-        Product::ABtBiasGelu => of_width::<ABt, BiasGelu>(shape, width, operands),
-        Product::AB => of_width::<AB, Plain>(shape, width, operands),
-        Product::ABGeluBackward => of_width::<AB, GeluBackward>(shape, width, operands),
-        Product::AtBAccumulate => of_width::<AtB, Accumulate>(shape, width, operands),
+    let room = tiling.room(product, shape);
+    assert!(
+        room <= operands.room,
+        "{product:?} of {shape:?}, {tiling:?}, needs room for {room}, not {}",
+        operands.room
+    );
+    let Tiling { size, splits } = tiling;
+    let Operand { a, b, out, bias, sums, parts, .. } = operands;
+    let (m, n, k) = (shape.m as u32, shape.n as u32, shape.k as u32);
+    let column_sums = parts.skip(tiling.parts(shape));
+    let in_parts = splits > 1;
+    let multiply = match product {
+        Product::ABt => in_turns_or_together::<ABt, Plain>(shape, size, operands),
+        Product::ABtBias => in_turns_or_together::<ABt, Bias>(shape, size, operands),
+        Product::ABtBiasGelu => in_turns::<ABt, BiasGelu>(shape, size, operands),
+        Product::AB => in_turns_or_together::<AB, Plain>(shape, size, operands),
+        Product::ABGeluBackward => in_turns::<AB, GeluBackward>(shape, size, operands),
+        Product::AtBAccumulateSums if in_parts => {
+            for_size!(size, T => matmul_parts::<T, true>(a, b, parts, column_sums, m, n, k, splits as u32))
+        }
+        _ if in_parts => {
+            for_size!(size, T => matmul_parts::<T, false>(a, b, parts, column_sums, m, n, k, splits as u32))
+        }
+        Product::AtBAccumulate => in_turns_or_together::<AtB, Accumulate>(shape, size, operands),
+        Product::AtBAccumulateSums => {
+            for_size!(size, T => matmul_with_column_sums::<T>(a, b, out, column_sums, m, n, k))
+        }
+        Product::AtBAccumulateF32 => {
+            for_size!(size, T => matmul_add_f32::<T>(a, b, GlobalMut::from_address(sums), m, n, k))
+        }
     };
-    vec![Prepared { launch, grid, shared_bytes }]
+    let grid = [multiprocessors as u32, 1, 1];
+    let mut kernels = vec![Prepared { launch: multiply, grid, shared_bytes: pingpong_shared_bytes() }];
+    if in_parts {
+        let (rows, columns, splits) = (size.rows(), size.columns(), splits as u32);
+        let launch = if product == Product::AtBAccumulateF32 {
+            matmul_add_parts::<f32>(GlobalMut::from_address(sums), parts.reader(), rows, columns, m, n, splits)
+        } else {
+            matmul_add_parts::<bf16>(GlobalMut::from_address(sums), parts.reader(), rows, columns, m, n, splits)
+        };
+        let grid = add_parts_grid([rows, columns], size.tiles(shape));
+        kernels.push(Prepared { launch, grid, shared_bytes: 0 });
+    }
+    if product == Product::AtBAccumulateSums {
+        let slices = tiling.slices(product, shape) as u32;
+        let mut layout = Layout::new();
+        column_sum::shared(&mut layout);
+        kernels.push(Prepared {
+            launch: bias_backward_reduce::<bf16>(bias, column_sums.reader(), slices, m),
+            grid: [column_sum::grid(shape.m), 1, 1],
+            shared_bytes: layout.bytes(),
+        });
+    }
+    kernels
 }
 
-fn in_parts<A: Accumulators + 'static>(shape: Shape, operands: Operand, splits: usize) -> (Launch, Launch, [u32; 3]) {
-    let Operand { a, b, sums, parts, .. } = operands;
-    let (m, n, k, splits) = (shape.m as u32, shape.n as u32, shape.k as u32, splits as u32);
-    let multiply = matmul_parts::<A>(a, b, parts, m, n, k, splits);
-    (multiply, matmul_add_parts::<A>(sums, parts.reader(), m, n, splits), add_parts_grid::<A>(shape.m, shape.n))
-}
-
-fn of_width<L: Operands, E: Epilogue>(shape: Shape, width: Width, operands: Operand) -> Launch {
-    match width {
-        Width::Narrow => of::<L, E, Columns128>(shape, operands),
-        Width::Wide => of::<L, E, Columns192>(shape, operands),
+fn in_turns_or_together<L: Operands, E: Epilogue>(shape: Shape, size: Size, operands: Operand) -> Launch {
+    match size {
+        Size::T256x128 => of::<L, E, Together128>(shape, operands),
+        Size::T256x192 => of::<L, E, Together192>(shape, operands),
+        _ => in_turns::<L, E>(shape, size, operands),
     }
 }
 
-fn of<L: Operands, E: Epilogue, A: Accumulators + 'static>(shape: Shape, operands: Operand) -> Launch {
+fn in_turns<L: Operands, E: Epilogue>(shape: Shape, size: Size, operands: Operand) -> Launch {
+    if size.columns() == Turns128::COLUMNS {
+        of::<L, E, Turns128>(shape, operands)
+    } else {
+        of::<L, E, Turns192>(shape, operands)
+    }
+}
+
+fn of<L: Operands, E: Epilogue, T: Tile>(shape: Shape, operands: Operand) -> Launch {
     let Operand { a, b, out, aux, bias, .. } = operands;
-    matmul_pingpong::<L, E, A>(a, b, out, aux, bias, shape.m as u32, shape.n as u32, shape.k as u32)
+    matmul_pingpong::<L, E, T>(a, b, out, aux, bias.reader(), shape.m as u32, shape.n as u32, shape.k as u32)
 }

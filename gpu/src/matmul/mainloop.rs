@@ -1,7 +1,7 @@
 //! Operands through a ring of stages in shared memory: the producer's loads, a consumer's products.
 
-use super::pingpong::{Shared, TILE_M, is_first};
-use super::tiles::Item;
+use super::pingpong::{Shared, is_first};
+use super::tiles::{CONSUMER_ROWS, Item, Tile};
 use cuda_std::Global;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{MBarrier, TensorMap, wgmma};
@@ -39,18 +39,6 @@ impl Operands for ABt {
     const B_BY_ROWS: bool = false;
 }
 
-/// Rows of 128 bytes in the ring.
-pub const RING_ROWS: usize = 1280;
-
-/// Rows of a stage: TILE_M of a, then as many of b as the tile has columns.
-pub const fn stage_rows<A: Accumulators>() -> u32 {
-    TILE_M + A::COLUMNS
-}
-
-pub const fn stages<A: Accumulators>() -> u32 {
-    RING_ROWS as u32 / stage_rows::<A>()
-}
-
 /// A place in the ring; the parity flips each time round. A consumer starts with parity 0, the producer with 1, for fresh
 /// stages count as released.
 #[derive(Clone, Copy)]
@@ -61,25 +49,25 @@ pub struct Place {
 
 impl Place {
     #[inline(always)]
-    pub fn advance<A: Accumulators>(&mut self) {
+    pub fn advance<T: Tile>(&mut self) {
         self.stage += 1;
-        if self.stage == stages::<A>() {
+        if self.stage == T::STAGES {
             self.stage = 0;
             self.parity ^= 1;
         }
     }
 
     #[inline(always)]
-    pub fn skip<A: Accumulators>(&mut self, count: u32) {
+    pub fn skip<T: Tile>(&mut self, count: u32) {
         let stage = self.stage + count;
-        self.stage = stage % stages::<A>();
-        self.parity ^= stage / stages::<A>() % 2;
+        self.stage = stage % T::STAGES;
+        self.parity ^= stage / T::STAGES % 2;
     }
 }
 
 /// Fills one stage with step `step` of K.
 #[inline(always)]
-pub fn load_stage<L: Operands, A: Accumulators>(
+pub fn load_stage<L: Operands, T: Tile>(
     shared: Shared,
     stage: u32,
     a: Global<TensorMap>,
@@ -89,17 +77,20 @@ pub fn load_stage<L: Operands, A: Accumulators>(
 ) {
     let k = step * TILE_K;
     let full = shared.full.at(stage);
-    let at = stage * stage_rows::<A>();
-    full.arrive_expecting(stage_rows::<A>() * 128);
+    let at = stage * T::STAGE_ROWS;
+    full.arrive_expecting(T::STAGE_ROWS * 128);
     if L::A_BY_ROWS {
-        shared.ring.rows::<64>(at).load(a, row, k, full);
-        shared.ring.rows::<64>(at + 64).load(a, row + 64, k, full);
+        for i in 0..T::ROWS / 64 {
+            shared.pool.rows::<64>(at + i * 64).load(a, row + i * 64, k, full);
+        }
     } else {
-        shared.ring.rows::<128>(at).load(a, k, row, full);
+        for i in 0..T::ROWS / CONSUMER_ROWS {
+            shared.pool.rows::<128>(at + i * CONSUMER_ROWS).load(a, k, row + i * CONSUMER_ROWS, full);
+        }
     }
-    let b_tile = shared.ring.rows::<64>(at + TILE_M);
+    let b_tile = shared.pool.rows::<64>(at + T::ROWS);
     if L::B_BY_ROWS {
-        for i in 0..A::COLUMNS / 64 {
+        for i in 0..T::COLUMNS / 64 {
             b_tile.same_shape_after(i).load(b, column + i * 64, k, full);
         }
     } else {
@@ -114,27 +105,29 @@ pub struct Sums<A> {
     pub lower: A,
 }
 
-/// A tile, over all of K (`steps` >= 1). When the last stage has been seen full, `then` may go on in the ring.
+/// A consumer's rows of a tile, over all of K (`steps` >= 1). When the last stage has been seen full, `then` may go on in
+/// the ring, if the consumers take turns.
 #[inline(always)]
-pub fn multiply<L: Operands, A: Accumulators>(
+pub fn multiply<L: Operands, T: Tile>(
     shared: Shared,
+    consumer: u32,
     steps: u32,
     place: &mut Place,
     then: MBarrier,
-) -> Sums<A> {
-    let mut d = Sums { upper: A::ZERO, lower: A::ZERO };
+) -> Sums<T::Sums> {
+    let mut d = Sums { upper: T::Sums::ZERO, lower: T::Sums::ZERO };
     let mut previous = place.stage;
     let mut step = 0;
     // Tested at the end: a path around the products would define accumulators outside them, and ptxas would then
     // serialise every product.
     loop {
         shared.full.at(place.stage).wait(place.parity);
-        let at = place.stage * stage_rows::<A>();
+        let at = place.stage * T::STAGE_ROWS;
         wgmma::fence();
-        products::<L, A>(&mut d, shared, at, 0, step != 0);
-        products::<L, A>(&mut d, shared, at, 1, true);
-        products::<L, A>(&mut d, shared, at, 2, true);
-        products::<L, A>(&mut d, shared, at, 3, true);
+        products::<L, T>(&mut d, shared, consumer, at, 0, step != 0);
+        products::<L, T>(&mut d, shared, consumer, at, 1, true);
+        products::<L, T>(&mut d, shared, consumer, at, 2, true);
+        products::<L, T>(&mut d, shared, consumer, at, 3, true);
         wgmma::commit();
         // With the newest group still running, the one before it is done with its stage.
         wgmma::wait::<1>();
@@ -142,13 +135,13 @@ pub fn multiply<L: Operands, A: Accumulators>(
             release(shared.empty.at(previous));
         }
         previous = place.stage;
-        place.advance::<A>();
+        place.advance::<T>();
         step += 1;
         if step == steps {
             break;
         }
     }
-    if is_first() {
+    if !T::TOGETHER && is_first() {
         then.arrive();
     }
     wgmma::wait::<0>();
@@ -160,9 +153,17 @@ pub fn multiply<L: Operands, A: Accumulators>(
 
 /// Starts the products of 16 k of the stage that begins at row `at`.
 #[inline(always)]
-fn products<L: Operands, A: Accumulators>(d: &mut Sums<A>, shared: Shared, at: u32, k: u32, accumulate: bool) {
-    let (upper, lower) = (shared.ring.rows::<64>(at), shared.ring.rows::<64>(at + 64));
-    let b = shared.ring.rows::<64>(at + TILE_M);
+fn products<L: Operands, T: Tile>(
+    d: &mut Sums<T::Sums>,
+    shared: Shared,
+    consumer: u32,
+    at: u32,
+    k: u32,
+    accumulate: bool,
+) {
+    let a = if T::TOGETHER { at + consumer * CONSUMER_ROWS } else { at };
+    let (upper, lower) = (shared.pool.rows::<64>(a), shared.pool.rows::<64>(a + 64));
+    let b = shared.pool.rows::<64>(at + T::ROWS);
     if L::A_BY_ROWS {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand_by_rows(k), b, accumulate);

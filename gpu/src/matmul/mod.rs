@@ -3,6 +3,7 @@
 //! `pingpong` is the kernel that training runs: tiles of 128 x 128 or 128 x 192, an epilogue that is hidden behind the
 //! next tile's products. `cooperative` has tiles of 128 x 256 that both consumers share, for long K and no epilogue.
 
+mod column_sums;
 mod cooperative;
 mod epilogue;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -13,5 +14,5 @@ mod split;
 mod tiles;
 
 pub use cooperative::{A_BOX, OUT_BOX, TILE_N, matmul_wgmma, shared_bytes};
-pub use pingpong::{matmul_parts, matmul_pingpong, pingpong_shared_bytes};
-pub use split::{add_parts_grid, matmul_add_parts};
+pub use pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
+pub use split::matmul_add_parts;

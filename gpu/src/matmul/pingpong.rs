@@ -1,27 +1,27 @@
-//! Two consumers on tiles of their own, in turns: while one multiplies, the other writes what it has multiplied.
+//! A producer, a warpgroup that only issues TMA loads, and two consumers, which multiply and write.
 //!
-//! One warpgroup only issues TMA loads (the producer). The stages of a block's tiles follow one another in the ring; a
-//! consumer passes over those of the other's tiles, and may wait for its own only once the other has seen its last one
-//! full: earlier, the parity it waits for could be that of an older round. Edges need no code: TMA reads zeros and drops
-//! writes past the end of a tensor.
+//! In turns, each consumer has tiles of its own: while one multiplies, the other writes what it has multiplied. Together, each has
+//! half of a tile's rows: operands are loaded once for both, a third less of them for each product, but nothing hides what is written.
+//!
+//! The stages of a block's tiles follow one another in the ring. In turns, a consumer passes over those of the other's
+//! tiles, and may wait for its own only once the other has seen its last one full: earlier, the parity it waits for could
+//! be that of an older round. Edges need no code: TMA reads zeros and drops writes past the end of a tensor.
 
-use super::epilogue::{Accumulate, BOXES, Bias, BiasGelu, Epilogue, GeluBackward, Plain, Target, Writer};
-use super::mainloop::{AB, ABt, AtB, Operands, Place, RING_ROWS, Sums, load_stage, multiply, stages};
-use super::split::PartialWriter;
-use super::tiles::{Item, Items};
+use super::column_sums::{SUMMING_WARPS, sum_columns};
+use super::epilogue::{Accumulate, Bias, BiasGelu, Epilogue, GeluBackward, Plain, Target, Writer};
+use super::mainloop::{AB, ABt, AtB, Operands, Place, Sums, load_stage, multiply};
+use super::split::{AddingWriter, PartialWriter};
+use super::tiles::{
+    CONSUMER_ROWS, CONSUMERS, Item, Items, MOST_STAGES, POOL_ROWS, Tile, Together128, Together192, Turns128, Turns192,
+};
 use cuda_std::hopper::mbarrier::MBarriers;
-use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
 
-/// Rows of a tile.
-pub const TILE_M: u32 = 128;
 pub const WARPGROUP: u32 = 128;
-const CONSUMERS: u32 = 2;
-/// Sums of a thread for 64 rows of tiles of so many columns.
-pub type Columns128 = [f32; 64];
-pub type Columns192 = [f32; 96];
+/// Most boxes of a consumer that an epilogue reads.
+const BOXES: u32 = 4;
 
 /// Whether this is the first thread of its warpgroup.
 #[inline(always)]
@@ -31,8 +31,8 @@ pub fn is_first() -> bool {
 
 #[derive(Clone, Copy)]
 pub struct Shared {
-    pub ring: SwizzledTile<RING_ROWS>,
-    pub boxes: SwizzledTile<{ (CONSUMERS * BOXES * 64) as usize }>,
+    /// The ring of stages, then boxes.
+    pub pool: SwizzledTile<POOL_ROWS>,
     /// Stage i holds operands.
     pub full: MBarriers,
     /// Stage i may be overwritten.
@@ -43,15 +43,11 @@ pub struct Shared {
     pub aux_full: MBarriers,
 }
 
-/// Most stages of a ring.
-const STAGES: usize = 5;
-
 fn shared(layout: &mut Layout) -> Shared {
     Shared {
-        ring: layout.swizzled(),
-        boxes: layout.swizzled(),
-        full: layout.mbarriers(STAGES),
-        empty: layout.mbarriers(STAGES),
+        pool: layout.swizzled(),
+        full: layout.mbarriers(MOST_STAGES),
+        empty: layout.mbarriers(MOST_STAGES),
         turn: layout.mbarriers(CONSUMERS as usize),
         aux_full: layout.mbarriers((CONSUMERS * BOXES) as usize),
     }
@@ -69,19 +65,27 @@ pub fn pingpong_shared_bytes() -> usize {
 ///
 /// A 1-D grid of as many blocks as there are multiprocessors.
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
-    abt_128 = <ABt, Plain, Columns128>,
-    abt_192 = <ABt, Plain, Columns192>,
-    abt_bias_128 = <ABt, Bias, Columns128>,
-    abt_bias_192 = <ABt, Bias, Columns192>,
-    abt_bias_gelu_128 = <ABt, BiasGelu, Columns128>,
-    abt_bias_gelu_192 = <ABt, BiasGelu, Columns192>,
-    ab_128 = <AB, Plain, Columns128>,
-    ab_192 = <AB, Plain, Columns192>,
-    ab_gelu_backward_128 = <AB, GeluBackward, Columns128>,
-    ab_gelu_backward_192 = <AB, GeluBackward, Columns192>,
-    atb_accumulate_128 = <AtB, Accumulate, Columns128>,
-    atb_accumulate_192 = <AtB, Accumulate, Columns192>))]
-pub fn matmul_pingpong<L: Operands, E: Epilogue, A: Accumulators + 'static>(
+    abt_128 = <ABt, Plain, Turns128>,
+    abt_192 = <ABt, Plain, Turns192>,
+    abt_256x128 = <ABt, Plain, Together128>,
+    abt_256x192 = <ABt, Plain, Together192>,
+    abt_bias_128 = <ABt, Bias, Turns128>,
+    abt_bias_192 = <ABt, Bias, Turns192>,
+    abt_bias_256x128 = <ABt, Bias, Together128>,
+    abt_bias_256x192 = <ABt, Bias, Together192>,
+    abt_bias_gelu_128 = <ABt, BiasGelu, Turns128>,
+    abt_bias_gelu_192 = <ABt, BiasGelu, Turns192>,
+    ab_128 = <AB, Plain, Turns128>,
+    ab_192 = <AB, Plain, Turns192>,
+    ab_256x128 = <AB, Plain, Together128>,
+    ab_256x192 = <AB, Plain, Together192>,
+    ab_gelu_backward_128 = <AB, GeluBackward, Turns128>,
+    ab_gelu_backward_192 = <AB, GeluBackward, Turns192>,
+    atb_accumulate_128 = <AtB, Accumulate, Turns128>,
+    atb_accumulate_192 = <AtB, Accumulate, Turns192>,
+    atb_accumulate_256x128 = <AtB, Accumulate, Together128>,
+    atb_accumulate_256x192 = <AtB, Accumulate, Together192>))]
+pub fn matmul_pingpong<L: Operands, E: Epilogue, T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     out: Global<TensorMap>,
@@ -97,49 +101,121 @@ pub fn matmul_pingpong<L: Operands, E: Epilogue, A: Accumulators + 'static>(
             aux.prefetch();
         }
     }
-    let (items, target) = (Items::new::<A>(m, n, k, 1), Target { out, aux, bias, n });
-    multiply_tiles::<L, A, _>(a, b, items, |shared, consumer| Writer::<E>::new(shared, target, consumer));
+    let (items, target) = (Items::new([T::ROWS, T::COLUMNS], m, n, k, 1), Target { out, aux, bias, n });
+    let writer = |shared, consumer| Writer::<E, T>::new(shared, target, consumer);
+    multiply_tiles::<L, T, _, false>(a, b, items, NO_SUMS, writer);
+}
+
+const NO_SUMS: ColumnSums = ColumnSums { sums: GlobalMut::new(core::ptr::null_mut()), m: 0, n: 0 };
+
+/// out (M, N) f32 += a (K, M)ᵀ · b (K, N); `n` and `m` multiples of 8.
+///
+/// A 1-D grid of as many blocks as there are multiprocessors.
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+    w128 = <Turns128>,
+    w192 = <Turns192>,
+    w256x128 = <Together128>,
+    w256x192 = <Together192>))]
+pub fn matmul_add_f32<T: Tile>(
+    a: Global<TensorMap>,
+    b: Global<TensorMap>,
+    out: GlobalMut<f32>,
+    m: u32,
+    n: u32,
+    k: u32,
+) {
+    let items = Items::new([T::ROWS, T::COLUMNS], m, n, k, 1);
+    multiply_tiles::<AtB, T, _, false>(a, b, items, NO_SUMS, |_, _| AddingWriter::<T>::new(out, m, n));
+}
+
+/// out (M, N) += a (K, M)ᵀ · b (K, N), and `sums` ([`slices`](super::column_sums::slices), M) = column sums of a, which are to
+/// be added up. `n` and `m` multiples of 8.
+///
+/// A 1-D grid of as many blocks as there are multiprocessors.
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+    w128 = <Turns128>,
+    w192 = <Turns192>,
+    w256x128 = <Together128>,
+    w256x192 = <Together192>))]
+pub fn matmul_with_column_sums<T: Tile>(
+    a: Global<TensorMap>,
+    b: Global<TensorMap>,
+    out: Global<TensorMap>,
+    sums: GlobalMut<f32>,
+    m: u32,
+    n: u32,
+    k: u32,
+) {
+    if thread::thread_idx_x() == 0 {
+        out.prefetch();
+    }
+    let items = Items::new([T::ROWS, T::COLUMNS], m, n, k, 1);
+    let target = Target { out, aux: out, bias: Global::new(core::ptr::null()), n };
+    let writer = |shared, consumer| Writer::<Accumulate, T>::new(shared, target, consumer);
+    multiply_tiles::<AtB, T, _, true>(a, b, items, ColumnSums { sums, m, n }, writer);
 }
 
 /// Sums of a (K, M)ᵀ · b (K, N) over each of `splits` parts of K, for [`super::matmul_add_parts`]; `n` and `m` multiples of 8.
-/// `parts` has room for `splits` times the tiles' sums.
+/// `parts` has room for `splits` times the tiles' sums. With SUMS, `sums` (`splits` · [`slices`](super::column_sums::slices), M)
+/// = column sums of a, which are to be added up.
 ///
 /// A 1-D grid of as many blocks as there are multiprocessors.
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(w128 = <Columns128>, w192 = <Columns192>))]
-pub fn matmul_parts<A: Accumulators + 'static>(
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+    w128 = <Turns128, false>,
+    w192 = <Turns192, false>,
+    w256x128 = <Together128, false>,
+    w256x192 = <Together192, false>,
+    sums_128 = <Turns128, true>,
+    sums_192 = <Turns192, true>,
+    sums_256x128 = <Together128, true>,
+    sums_256x192 = <Together192, true>))]
+pub fn matmul_parts<T: Tile, const SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     parts: GlobalMut<f32>,
+    sums: GlobalMut<f32>,
     m: u32,
     n: u32,
     k: u32,
     splits: u32,
 ) {
-    multiply_tiles::<AtB, A, _>(a, b, Items::new::<A>(m, n, k, splits), |_, _| PartialWriter { parts });
+    let items = Items::new([T::ROWS, T::COLUMNS], m, n, k, splits);
+    let writer = |_, consumer| PartialWriter::<T>::new(parts, consumer);
+    multiply_tiles::<AtB, T, _, SUMS>(a, b, items, ColumnSums { sums, m, n }, writer);
+}
+
+/// Where column sums of a go, and the output's extents.
+#[derive(Clone, Copy)]
+struct ColumnSums {
+    sums: GlobalMut<f32>,
+    m: u32,
+    n: u32,
 }
 
 /// What becomes of a consumer's sums.
-pub trait Write<A> {
+pub trait Write<T: Tile> {
     /// Starts loading what the item's sums will be put together with.
     fn prepare(&self, item: Item);
-    fn write(&mut self, d: &Sums<A>, item: Item);
+    fn write(&mut self, d: &Sums<T::Sums>, item: Item);
     fn finish(&self);
 }
 
 #[inline(always)]
-fn multiply_tiles<L: Operands, A: Accumulators, W: Write<A>>(
+fn multiply_tiles<L: Operands, T: Tile, W: Write<T>, const SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     items: Items,
+    ColumnSums { sums, m, n }: ColumnSums,
     writer_of: impl FnOnce(Shared, u32) -> W,
 ) {
     let shared = shared(&mut Layout::new());
     if thread::thread_idx_x() == 0 {
         a.prefetch();
         b.prefetch();
-        for stage in 0..stages::<A>() {
+        for stage in 0..T::STAGES {
             shared.full.at(stage).init(1);
-            shared.empty.at(stage).init(1);
+            let consumers = if T::TOGETHER { CONSUMERS } else { 1 };
+            shared.empty.at(stage).init(consumers + if SUMS { SUMMING_WARPS } else { 0 });
         }
         for consumer in 0..CONSUMERS {
             shared.turn.at(consumer).init(1);
@@ -155,7 +231,13 @@ fn multiply_tiles<L: Operands, A: Accumulators, W: Write<A>>(
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
     if role == 0 {
         // 128 times these and 256 times the consumers' are what the block has.
-        hopper::give_registers::<40>();
+        if SUMS {
+            hopper::give_registers::<56>();
+        } else if L::A_BY_ROWS {
+            hopper::give_registers::<40>();
+        } else {
+            hopper::give_registers::<24>();
+        }
         if thread::thread_idx_x() == 0 {
             let mut place = Place { stage: 0, parity: 1 };
             let mut i = 0;
@@ -164,33 +246,55 @@ fn multiply_tiles<L: Operands, A: Accumulators, W: Write<A>>(
                 let mut step = item.first_step;
                 while step < item.first_step + item.steps {
                     shared.empty.at(place.stage).wait(place.parity);
-                    load_stage::<L, A>(shared, place.stage, a, b, step, item);
-                    place.advance::<A>();
+                    load_stage::<L, T>(shared, place.stage, a, b, step, item);
+                    place.advance::<T>();
                     step += 1;
                 }
                 i += 1;
             }
         }
+        let warp = warp::shuffle(warp::index(), 0);
+        if SUMS && (1..=SUMMING_WARPS).contains(&warp) {
+            sum_columns::<T>(shared, items, sums, m, n, warp - 1);
+        }
     } else {
-        hopper::take_registers::<232>();
+        if SUMS {
+            hopper::take_registers::<224>();
+        } else if L::A_BY_ROWS {
+            hopper::take_registers::<232>();
+        } else {
+            hopper::take_registers::<240>();
+        }
         let consumer = role - 1;
         let mut writer = writer_of(shared, consumer);
         let mut place = Place { stage: 0, parity: 0 };
-        if consumer > 0 {
-            place.skip::<A>(items.steps(0));
-        }
-        // The first consumer begins; a fresh barrier lets it pass.
-        let mut turn = 1 - consumer;
-        let mut i = consumer;
-        while items.has(i) {
-            let item = items.at(i);
-            writer.prepare(item);
-            shared.turn.at(consumer).wait(turn);
-            let d = multiply::<L, A>(shared, item.steps, &mut place, shared.turn.at(1 - consumer));
-            writer.write(&d, item);
-            place.skip::<A>(items.steps(i + 1));
-            turn ^= 1;
-            i += CONSUMERS;
+        if T::TOGETHER {
+            let mut i = 0;
+            while items.has(i) {
+                let item = items.at(i);
+                let item = Item { row: item.row + consumer * CONSUMER_ROWS, ..item };
+                writer.prepare(item);
+                let d = multiply::<L, T>(shared, consumer, item.steps, &mut place, shared.turn.at(0));
+                writer.write(&d, item);
+                i += 1;
+            }
+        } else {
+            if consumer > 0 {
+                place.skip::<T>(items.steps(0));
+            }
+            // The first consumer begins; a fresh barrier lets it pass.
+            let mut turn = 1 - consumer;
+            let mut i = consumer;
+            while items.has(i) {
+                let item = items.at(i);
+                writer.prepare(item);
+                shared.turn.at(consumer).wait(turn);
+                let d = multiply::<L, T>(shared, consumer, item.steps, &mut place, shared.turn.at(1 - consumer));
+                writer.write(&d, item);
+                place.skip::<T>(items.steps(i + 1));
+                turn ^= 1;
+                i += CONSUMERS;
+            }
         }
         writer.finish();
     }

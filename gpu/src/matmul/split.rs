@@ -1,40 +1,122 @@
-//! Products over parts of K: sums of parts to memory, and their sum, in the parts' order, to the output.
+//! Sums to memory without TMA: added to an f32 output, or of parts of K, which are added up in the parts' order.
 //!
-//! Parts lie in memory as threads have them, tile after tile: 16 bytes of thread 0, of thread 1, ….
+//! Parts lie in memory as threads have them, 128 rows of a tile after another: 16 bytes of thread 0, of thread 1, ….
 
 use super::mainloop::{Sums, TILE_K};
-use super::pingpong::{Columns128, Columns192, TILE_M, WARPGROUP, Write};
-use super::tiles::{Item, Items};
-use cuda_std::hopper::wgmma::Accumulators;
+use super::pingpong::{WARPGROUP, Write};
+use super::tiles::{CONSUMER_ROWS, Item, Items, Tile};
+use core::marker::PhantomData;
 use cuda_std::{Global, GlobalMut, Packet, bf16, element, kernel, thread};
 
-/// Stores sums of parts.
-pub struct PartialWriter {
-    pub parts: GlobalMut<f32>,
+/// What a weight's gradient is added to.
+pub trait Sum: Copy + 'static {
+    /// Adds to elements `i` and `i` + 1 of `out`, `i` even.
+    fn add(out: GlobalMut<Self>, i: usize, pair: [f32; 2]);
 }
 
-/// Packets of four sums of a thread for 64 rows of a tile.
-const fn packets<A: Accumulators>() -> u32 {
-    A::COLUMNS / 8
+impl Sum for bf16 {
+    #[inline(always)]
+    fn add(out: GlobalMut<Self>, i: usize, [low, high]: [f32; 2]) {
+        let [old_low, old_high] = out.reader().pair(i);
+        out.set_pair(i, element::pack_pair(old_low + low, old_high + high));
+    }
 }
 
-/// Where packet `packet` of a thread's for tile `index` lies; those of the lower 64 rows follow those of the upper.
-#[inline(always)]
-fn place<A: Accumulators>(index: u32, packet: u32) -> usize {
-    let thread = thread::thread_idx_x() % WARPGROUP;
-    ((index as usize * 2 * packets::<A>() as usize + packet as usize) * WARPGROUP as usize + thread as usize) * 4
+impl Sum for f32 {
+    #[inline(always)]
+    fn add(out: GlobalMut<Self>, i: usize, [low, high]: [f32; 2]) {
+        let [old_low, old_high] = out.reader().pair(i);
+        out.set_pair(i, [old_low + low, old_high + high]);
+    }
 }
 
-impl<A: Accumulators> Write<A> for PartialWriter {
+/// Adds sums to an f32 output (M, N).
+pub struct AddingWriter<T> {
+    out: GlobalMut<f32>,
+    m: u32,
+    n: u32,
+    tile: PhantomData<T>,
+}
+
+impl<T> AddingWriter<T> {
+    #[inline(always)]
+    pub fn new(out: GlobalMut<f32>, m: u32, n: u32) -> Self {
+        Self { out, m, n, tile: PhantomData }
+    }
+}
+
+impl<T: Tile> AddingWriter<T> {
+    /// 64 rows from `row`.
+    #[inline(always)]
+    fn add(&self, d: &T::Sums, row: u32, column: u32) {
+        let thread = thread::thread_idx_x() % WARPGROUP;
+        let (row, column) = (row + thread / 32 * 16 + thread % 32 / 4, column + thread % 4 * 2);
+        for half in 0..2 {
+            let row = row + half * 8;
+            if row < self.m {
+                for j in 0..T::COLUMNS / 8 {
+                    let (column, i) = (column + j * 8, (j * 4 + half * 2) as usize);
+                    if column < self.n {
+                        f32::add(self.out, row as usize * self.n as usize + column as usize, [d[i], d[i + 1]]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T: Tile> Write<T> for AddingWriter<T> {
     #[inline(always)]
     fn prepare(&self, _: Item) {}
 
     #[inline(always)]
-    fn write(&mut self, d: &Sums<A>, item: Item) {
-        for packet in 0..packets::<A>() {
-            let at = |d: &A| Packet::from_fn(|i| d[packet as usize * 4 + i]);
-            self.parts.set_packet(place::<A>(item.index, packet), at(&d.upper));
-            self.parts.set_packet(place::<A>(item.index, packets::<A>() + packet), at(&d.lower));
+    fn write(&mut self, d: &Sums<T::Sums>, Item { row, column, .. }: Item) {
+        self.add(&d.upper, row, column);
+        self.add(&d.lower, row + 64, column);
+    }
+
+    #[inline(always)]
+    fn finish(&self) {}
+}
+
+/// Stores sums of parts.
+pub struct PartialWriter<T> {
+    parts: GlobalMut<f32>,
+    consumer: u32,
+    tile: PhantomData<T>,
+}
+
+impl<T> PartialWriter<T> {
+    #[inline(always)]
+    pub fn new(parts: GlobalMut<f32>, consumer: u32) -> Self {
+        Self { parts, consumer, tile: PhantomData }
+    }
+}
+
+/// Packets of four sums of a thread for 64 rows of so many columns.
+const fn packets(columns: u32) -> u32 {
+    columns / 8
+}
+
+/// Where packet `packet` of a thread's lies; those of the lower 64 rows follow those of the upper. `index`: which 128 rows.
+#[inline(always)]
+fn place(columns: u32, index: u32, packet: u32) -> usize {
+    let thread = thread::thread_idx_x() % WARPGROUP;
+    ((index as usize * 2 * packets(columns) as usize + packet as usize) * WARPGROUP as usize + thread as usize) * 4
+}
+
+impl<T: Tile> Write<T> for PartialWriter<T> {
+    #[inline(always)]
+    fn prepare(&self, _: Item) {}
+
+    #[inline(always)]
+    fn write(&mut self, d: &Sums<T::Sums>, item: Item) {
+        let index = if T::TOGETHER { item.index * 2 + self.consumer } else { item.index };
+        let half = packets(T::COLUMNS);
+        for packet in 0..half {
+            let at = |d: &T::Sums| Packet::from_fn(|i| d[packet as usize * 4 + i]);
+            self.parts.set_packet(place(T::COLUMNS, index, packet), at(&d.upper));
+            self.parts.set_packet(place(T::COLUMNS, index, half + packet), at(&d.lower));
         }
     }
 
@@ -42,27 +124,31 @@ impl<A: Accumulators> Write<A> for PartialWriter {
     fn finish(&self) {}
 }
 
-/// Packets of a tile that a block adds up.
+/// Packets of 128 rows of a tile that a block adds up.
 const BATCH: u32 = 4;
 
-/// Blocks of [`matmul_add_parts`]: of each tile, and tiles.
-pub fn add_parts_grid<A: Accumulators>(m: usize, n: usize) -> [u32; 3] {
-    let tiles = m.div_ceil(TILE_M as usize) * n.div_ceil(A::COLUMNS as usize);
-    [2 * packets::<A>() / BATCH, tiles as u32, 1]
+/// Blocks of [`matmul_add_parts`]: for 128 rows of a tile, and of those.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn add_parts_grid([tile_rows, tile_columns]: [u32; 2], tiles: usize) -> [u32; 3] {
+    [2 * packets(tile_columns) / BATCH, tiles as u32 * (tile_rows / CONSUMER_ROWS), 1]
 }
 
-/// out (M, N) += the sum of `splits` parts. Grid: [`add_parts_grid`].
-#[kernel(threads = 128, blocks_per_sm = 8, arch = "sm_90a", instances(w128 = <Columns128>, w192 = <Columns192>))]
-pub fn matmul_add_parts<A: Accumulators + 'static>(
-    out: GlobalMut<bf16>,
+/// out (M, N) += the sum of `splits` parts, of tiles of `tile_rows` x `tile_columns`. Grid: [`add_parts_grid`].
+#[kernel(threads = 128, blocks_per_sm = 8, arch = "sm_90a", instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn matmul_add_parts<O: Sum>(
+    out: GlobalMut<O>,
     parts: Global<f32>,
+    tile_rows: u32,
+    tile_columns: u32,
     m: u32,
     n: u32,
     splits: u32,
 ) {
-    let items = Items::new::<A>(m, n, TILE_K, 1);
-    let (tiles, tile) = (items.count(), thread::block_idx_y());
-    let (row, column) = items.tile(tile);
+    let items = Items::new([tile_rows, tile_columns], m, n, TILE_K, 1);
+    let pieces = tile_rows / CONSUMER_ROWS;
+    let (count, index) = (items.count() * pieces, thread::block_idx_y());
+    let (row, column) = items.tile(index / pieces);
+    let row = row + index % pieces * CONSUMER_ROWS;
     let thread = thread::thread_idx_x();
     let (warp, g, c) = (thread / 32, thread % 32 / 4, thread % 4);
     for i in 0..BATCH {
@@ -70,19 +156,17 @@ pub fn matmul_add_parts<A: Accumulators + 'static>(
         let mut sums = [0.0; 4];
         let mut part = 0;
         while part < splits {
-            let more = parts.packet(place::<A>(part * tiles + tile, packet));
+            let more = parts.packet(place(tile_columns, part * count + index, packet));
             for j in 0..4 {
                 sums[j] += more.get(j);
             }
             part += 1;
         }
-        let row = row + packet / packets::<A>() * 64 + warp * 16 + g;
-        let column = column + packet % packets::<A>() * 8 + c * 2;
+        let row = row + packet / packets(tile_columns) * 64 + warp * 16 + g;
+        let column = column + packet % packets(tile_columns) * 8 + c * 2;
         for (row, low, high) in [(row, sums[0], sums[1]), (row + 8, sums[2], sums[3])] {
             if row < m && column < n {
-                let at = row as usize * n as usize + column as usize;
-                let [old_low, old_high] = out.reader().pair(at);
-                out.set_pair(at, element::pack_pair(old_low + low, old_high + high));
+                O::add(out, row as usize * n as usize + column as usize, [low, high]);
             }
         }
     }

@@ -1,21 +1,79 @@
-//! Which block multiplies which tile, over which part of K.
+//! Tiles of the output: how a block's consumers share them, and which block multiplies which, over which part of K.
 
 use super::mainloop::TILE_K;
-use super::pingpong::TILE_M;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::thread;
 
-/// Tiles above each other that are worked on before moving to the next columns, so that operands stay in L2.
-const GROUP: u32 = 16;
+/// Rows of a tile that a consumer multiplies.
+pub const CONSUMER_ROWS: u32 = 128;
+pub const CONSUMERS: u32 = 2;
+/// Rows of 128 bytes of shared memory, for operands and for what is written.
+pub const POOL_ROWS: usize = 1792;
+/// Most stages of a ring.
+pub const MOST_STAGES: usize = 5;
+
+/// A tile of the output, and who multiplies it.
+pub trait Tile: 'static {
+    /// Of a thread, for 64 rows.
+    type Sums: Accumulators + 'static;
+    /// Whether a tile is of both consumers, a half of its rows each, and not theirs in turns.
+    const TOGETHER: bool;
+
+    const ROWS: u32 = if Self::TOGETHER { CONSUMERS * CONSUMER_ROWS } else { CONSUMER_ROWS };
+    const COLUMNS: u32 = Self::Sums::COLUMNS;
+    /// Rows of a stage: the tile's of a, then as many of b as the tile has columns.
+    const STAGE_ROWS: u32 = Self::ROWS + Self::COLUMNS;
+    /// Boxes of 64 x 64 in shared memory for each consumer's epilogue.
+    const BOXES: u32 = match (Self::TOGETHER, Self::COLUMNS) {
+        (false, _) => 4,
+        (true, 192) => 3,
+        (true, _) => 2,
+    };
+    /// The boxes follow the ring.
+    const STAGES: u32 = (POOL_ROWS as u32 - CONSUMERS * Self::BOXES * 64) / Self::STAGE_ROWS;
+    const RING_ROWS: u32 = Self::STAGES * Self::STAGE_ROWS;
+}
+
+/// 128 x 128, in turns
+pub struct Turns128;
+/// 128 x 192, in turns
+pub struct Turns192;
+/// 256 x 128, together
+pub struct Together128;
+/// 256 x 192, together
+pub struct Together192;
+
+impl Tile for Turns128 {
+    type Sums = [f32; 64];
+    const TOGETHER: bool = false;
+}
+
+impl Tile for Turns192 {
+    type Sums = [f32; 96];
+    const TOGETHER: bool = false;
+}
+
+impl Tile for Together128 {
+    type Sums = [f32; 64];
+    const TOGETHER: bool = true;
+}
+
+impl Tile for Together192 {
+    type Sums = [f32; 96];
+    const TOGETHER: bool = true;
+}
+
+/// Rows that are worked on before moving to the next columns, so that operands stay in L2.
+const GROUP_ROWS: u32 = 2048;
 
 /// The tiles of the output, for each part of K: part after part, so that blocks that run side by side read the same k.
 #[derive(Clone, Copy)]
 pub struct Items {
+    tile_rows: u32,
+    tile_columns: u32,
     /// Tiles above each other, and beside each other.
     rows: u32,
     columns: u32,
-    /// Columns of a tile.
-    width: u32,
     splits: u32,
     /// Of all of K, and of a part but the last.
     steps: u32,
@@ -42,12 +100,12 @@ fn index(i: u32) -> u32 {
 }
 
 impl Items {
-    /// `splits` parts of K, each of which must have a step.
+    /// Tiles of `tile_rows` x `tile_columns`; `splits` parts of K, each of which must have a step.
     #[inline(always)]
-    pub fn new<A: Accumulators>(m: u32, n: u32, k: u32, splits: u32) -> Self {
+    pub fn new([tile_rows, tile_columns]: [u32; 2], m: u32, n: u32, k: u32, splits: u32) -> Self {
+        let (rows, columns) = (m.div_ceil(tile_rows), n.div_ceil(tile_columns));
         let steps = k.div_ceil(TILE_K);
-        let (rows, columns) = (m.div_ceil(TILE_M), n.div_ceil(A::COLUMNS));
-        Self { rows, columns, width: A::COLUMNS, splits, steps, part_steps: steps.div_ceil(splits) }
+        Self { tile_rows, tile_columns, rows, columns, splits, steps, part_steps: steps.div_ceil(splits) }
     }
 
     /// Tiles of a part.
@@ -59,14 +117,16 @@ impl Items {
     /// First row and column of a tile: down a group of tiles, then to the next column.
     #[inline(always)]
     pub fn tile(self, t: u32) -> (u32, u32) {
-        let group = t / (GROUP * self.columns);
-        let within = t - group * GROUP * self.columns;
-        let height = (self.rows - group * GROUP).min(GROUP);
-        ((group * GROUP + within % height) * TILE_M, within / height * self.width)
+        let most = GROUP_ROWS / self.tile_rows;
+        let group = t / (most * self.columns);
+        let within = t - group * most * self.columns;
+        let height = (self.rows - group * most).min(most);
+        ((group * most + within % height) * self.tile_rows, within / height * self.tile_columns)
     }
 
+    /// Which part of K the item of this number is of.
     #[inline(always)]
-    fn part(self, index: u32) -> u32 {
+    pub fn part(self, index: u32) -> u32 {
         if self.splits == 1 { 0 } else { index / self.count() }
     }
 

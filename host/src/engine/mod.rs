@@ -248,20 +248,29 @@ pub struct Choice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelTiling {
     /// Of a tile.
+    #[serde(default = "KernelTiling::first_rows")]
+    pub rows: u32,
     #[serde(rename = "kernel")]
     pub columns: u32,
     /// Parts of K, whose sums are added in their order.
-    #[serde(default = "one")]
+    #[serde(default = "KernelTiling::whole")]
     pub splits: u32,
 }
 
-fn one() -> u32 {
-    1
+impl KernelTiling {
+    /// Where only columns were kept.
+    fn first_rows() -> u32 {
+        128
+    }
+
+    fn whole() -> u32 {
+        1
+    }
 }
 
 impl fmt::Display for KernelTiling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} columns", self.columns)?;
+        write!(f, "{} x {}", self.rows, self.columns)?;
         if self.splits > 1 { write!(f, ", {} parts", self.splits) } else { Ok(()) }
     }
 }

@@ -82,7 +82,8 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], float);
     let (inp, dinp, pre_inp) = (add("inp", rows * c), add("dinp", rows * c), add("pre_inp", rows * c));
     let (out, dout, pre_gelu) = (add("out", rows * oc), add("dout", rows * oc), add("pre_gelu", rows * oc));
-    let (weight, dweight, biases) = (add("weight", oc * c), add("dweight", oc * c), add("bias", oc));
+    let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
+    let (biases, dbias) = (add("bias", oc), add("dbias", oc));
     let (channels, padded_vocab) = (c.min(oc), c.max(oc));
     let scope = Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, training: true };
     engine.plan(&mut plan, &scope);
@@ -90,7 +91,7 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     let tuning = engine.tune(true, &mut |engine| {
         let pre = |used: bool, tensor: Tensor| (gelu && used).then_some(tensor);
         engine.matmul_forward(out, inp, weight, bias.then_some(biases), pre(oc > c, pre_gelu), shape)?;
-        engine.matmul_backward(dinp, dweight, None, dout, inp, weight, pre(oc < c, pre_inp), shape)
+        engine.matmul_backward(dinp, dweight, bias.then_some(dbias), dout, inp, weight, pre(oc < c, pre_inp), shape)
     })?;
     Ok(tuning.timings)
 }

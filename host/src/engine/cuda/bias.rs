@@ -4,6 +4,7 @@ use super::{Cuda, Float, shared_bytes};
 use crate::engine::{Result, Scope};
 use crate::tensor::Tensor;
 use anyhow::ensure;
+use gpu::attention::launch::Prepared;
 use gpu::{bias, column_sum};
 
 /// f32 elements of scratch: enough for the biases of a transformer layer, which are C, 3C and 4C wide.
@@ -14,27 +15,32 @@ pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize 
 
 /// dbias (oc) += column sums of dout (rows, oc)
 pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
+    cuda: &Cuda<T>,
     dbias: Tensor,
     dout: Tensor,
     rows: usize,
     oc: usize,
-) -> Result<()> {
+) -> Result<Vec<Prepared>> {
     ensure!(oc.is_multiple_of(T::PACKET), "bias: {oc} columns are not a multiple of {}", T::PACKET);
     let slices = bias::bias_backward_slices::<T>(rows, oc, cuda.executor.multiprocessors());
     let scratch = cuda.scratch(slices * oc)?;
-    let launch = bias::bias_backward::<T>(
-        cuda.output("scratch", scratch, slices * oc)?,
-        cuda.input("dout", dout, rows * oc)?,
-        rows as u32,
-        oc as u32,
-    );
-    cuda.launch(&launch, bias::bias_backward_grid::<T>(oc, slices), shared_bytes(bias::bias_backward_shared::<T>))?;
-    let launch = bias::bias_backward_reduce::<T>(
-        cuda.output("dbias", dbias, oc)?,
-        cuda.input("scratch", scratch, slices * oc)?,
-        slices as u32,
-        oc as u32,
-    );
-    cuda.launch(&launch, [column_sum::grid(oc), 1, 1], shared_bytes(column_sum::shared))
+    let partials = cuda.output("scratch", scratch, slices * oc)?;
+    let dout = cuda.input("dout", dout, rows * oc)?;
+    Ok(vec![
+        Prepared {
+            launch: bias::bias_backward::<T>(partials, dout, rows as u32, oc as u32),
+            grid: bias::bias_backward_grid::<T>(oc, slices),
+            shared_bytes: shared_bytes(bias::bias_backward_shared::<T>),
+        },
+        Prepared {
+            launch: bias::bias_backward_reduce::<T>(
+                cuda.output("dbias", dbias, oc)?,
+                partials.reader(),
+                slices as u32,
+                oc as u32,
+            ),
+            grid: [column_sum::grid(oc), 1, 1],
+            shared_bytes: shared_bytes(column_sum::shared),
+        },
+    ])
 }

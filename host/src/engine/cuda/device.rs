@@ -3,7 +3,7 @@
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::functions::Functions;
-use super::kernel_products::{KernelProduct, Scratch};
+use super::kernel_products::{KernelProduct, Scratch, by_library};
 use super::profile::Profile;
 use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::tuning::{Cache, noise};
@@ -19,6 +19,7 @@ use cuda_driver::{DeviceMemory, Event, Gpu, Module, PinnedBuffer, Stopwatch, Str
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
+use gpu::attention::launch::Prepared;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -42,7 +43,7 @@ pub struct Device {
     tensor_maps: Option<TensorMaps>,
     memory: Option<DeviceMemory>,
     /// Products noted in a tuning pass, in which nothing else is done.
-    noted: Option<Vec<(Problem, Operands)>>,
+    noted: Option<Vec<Noted>>,
     algorithms: Cache,
     products: Products,
     scratch: Scratch,
@@ -53,6 +54,13 @@ pub struct Device {
     code: String,
     tf32: bool,
     gpu: Gpu,
+}
+
+/// As [`Executor::matmul`] got it.
+struct Noted {
+    problem: Problem,
+    operands: Operands,
+    otherwise: Vec<Prepared>,
 }
 
 /// A read under way, or a place for one.
@@ -126,13 +134,24 @@ impl Device {
     /// Decides as was decided before.
     fn take(&mut self, choices: &[Choice]) {
         for choice in choices {
-            self.matmuls.adopt(&[choice.library]);
+            self.decide(choice.library);
             let key = (choice.library.problem, choice.library.alignments);
             match choice.kernel {
                 Some(tiling) => self.kernels.insert(key, (tiling, choice.kernel_wins)),
                 None => self.kernels.remove(&key),
             };
         }
+    }
+
+    /// Of a product and of what the library computes of it.
+    fn decide(&mut self, choice: cublaslt::Choice) {
+        let (problem, _) = by_library(&choice.problem, &Operands::default());
+        let mut alignments = choice.alignments;
+        if problem != choice.problem {
+            // Without the bias.
+            alignments[3] = 0;
+        }
+        self.matmuls.adopt(&[choice, cublaslt::Choice { problem, alignments, ..choice }]);
     }
 
     fn choices(&self) -> Vec<Choice> {
@@ -150,13 +169,49 @@ impl Device {
     /// The kernel that computes a product; `None` where the library does.
     fn kernel_for(&self, problem: &Problem, operands: &Operands) -> Result<Option<(KernelProduct, KernelTiling)>> {
         let known = self.kernels.get(&(*problem, operands.alignments())).copied();
-        if self.products == Products::Cublaslt
-            || (self.products == Products::Auto && !known.is_some_and(|(_, wins)| wins))
-        {
+        let wanted = match self.products {
+            Products::Auto => known.is_some_and(|(_, wins)| wins),
+            Products::Cublaslt => false,
+            Products::Rust => true,
+        };
+        if !wanted {
             return Ok(None);
         }
         let product = KernelProduct::required(problem, operands)?;
-        Ok(Some((product, known.map_or_else(|| product.tilings(self)[0], |(tiling, _)| tiling))))
+        let kept = known.map(|(tiling, _)| tiling).filter(|tiling| product.can_be(*tiling, self));
+        Ok(match (kept, self.products) {
+            (Some(tiling), _) => Some((product, tiling)),
+            (None, Products::Rust) => Some((product, product.tilings(self)[0])),
+            (None, _) => None,
+        })
+    }
+
+    /// Times the library's algorithms for a product, what else is to be done where it computes it added, and decides.
+    ///
+    /// # Safety
+    /// As [`Executor::matmul`].
+    unsafe fn time_library(
+        &mut self,
+        problem: &Problem,
+        operands: &Operands,
+        otherwise: &[Prepared],
+    ) -> Result<cublaslt::Timing> {
+        let (its_problem, its_operands) = by_library(problem, operands);
+        // SAFETY: the caller's promise.
+        let timing = unsafe { self.matmuls.tune(&self.stream, &its_problem, &its_operands) }?;
+        let key = (its_problem, its_operands.alignments());
+        let found = self.matmuls.choices().into_iter().find(|choice| (choice.problem, choice.alignments) == key);
+        let found = found.with_context(|| format!("no algorithm was decided on for {its_problem}"))?;
+        self.decide(cublaslt::Choice { problem: *problem, alignments: operands.alignments(), ..found });
+        let mut added = 0.0;
+        if !otherwise.is_empty() {
+            let (functions, stream) = (&mut self.functions, &self.stream);
+            // SAFETY: the caller's promise.
+            let mut run = || otherwise.iter().try_for_each(|kernel| unsafe { functions.launch(stream, kernel) });
+            run()?;
+            added = Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)?;
+        }
+        Ok(cublaslt::Timing { problem: *problem, first: timing.first + added, best: timing.best + added, ..timing })
     }
 
     /// The fastest kernel for a product, and its milliseconds.
@@ -301,9 +356,9 @@ impl Executor for Device {
         profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), queue)
     }
 
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
         if let Some(noted) = &mut self.noted {
-            noted.push((*problem, *operands));
+            noted.push(Noted { problem: *problem, operands: *operands, otherwise });
             return Ok(());
         }
         if let Some((product, tiling)) = self.kernel_for(problem, operands)? {
@@ -313,8 +368,13 @@ impl Executor for Device {
             let queue = || kernels.iter().try_for_each(|kernel| unsafe { functions.launch(stream, kernel) });
             return profiled(&mut self.profile, stream, || format!("{problem}, Rust, {tiling}"), queue);
         }
+        for kernel in &otherwise {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
+        }
+        let (problem, operands) = by_library(problem, operands);
         // SAFETY: the caller's promise; all products go to the one stream.
-        let queue = || Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?);
+        let queue = || Ok(unsafe { self.matmuls.run(&self.stream, &problem, &operands) }?);
         profiled(&mut self.profile, &self.stream, || problem.to_string(), queue)
     }
 
@@ -337,19 +397,21 @@ impl Executor for Device {
 
     fn tune(&mut self, anew: bool) -> Result<Tuning> {
         let start = Instant::now();
-        let mut undecided: Vec<(Problem, Operands)> = Vec::new();
-        for (problem, operands) in self.noted.take().unwrap_or_default() {
-            let listed = undecided.iter().any(|(p, o)| *p == problem && o.alignments() == operands.alignments());
-            if !listed && (anew || !self.matmuls.is_decided(&problem, &operands)) {
-                undecided.push((problem, operands));
+        let mut undecided: Vec<Noted> = Vec::new();
+        for noted in self.noted.take().unwrap_or_default() {
+            let Noted { problem, operands, .. } = &noted;
+            let key = (problem, operands.alignments());
+            let listed = undecided.iter().any(|other| (&other.problem, other.operands.alignments()) == key);
+            if !listed && (anew || !self.matmuls.is_decided(problem, operands)) {
+                undecided.push(noted);
             }
         }
         let (Some(memory), false) = (&self.memory, undecided.is_empty()) else { return Ok(Tuning::default()) };
-        fill_with_noise(&self.stream, memory, undecided[0].0.element)?;
+        fill_with_noise(&self.stream, memory, undecided[0].problem.element)?;
         let mut timings = Vec::new();
-        for (problem, operands) in &undecided {
+        for Noted { problem, operands, otherwise } in &undecided {
             // SAFETY: the operations have held the operands to the arena; nothing else is queued.
-            let library = unsafe { self.matmuls.tune(&self.stream, problem, operands) }?;
+            let library = unsafe { self.time_library(problem, operands, otherwise) }?;
             // SAFETY: as above.
             let kernel = unsafe { self.time_kernels(problem, operands) }?;
             let timing = Timing { library, kernel };

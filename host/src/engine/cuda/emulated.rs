@@ -4,7 +4,7 @@ use super::Products;
 use super::arena::Arena;
 use super::executor::{Emulation, Executor};
 use super::gemm;
-use super::kernel_products::{KernelProduct, Scratch};
+use super::kernel_products::{KernelProduct, Scratch, by_library};
 use super::tensor_maps::{Extents, Key};
 use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket};
 use crate::plan::{Group, Plan};
@@ -15,6 +15,7 @@ use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
+use gpu::attention::launch::Prepared;
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -136,7 +137,7 @@ impl Executor for Emulated {
         Ok(())
     }
 
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
         // The library would refuse the same operands.
         operands.validate(problem)?;
         if let Some(product) = self.kernel_for(problem, operands)? {
@@ -148,7 +149,12 @@ impl Executor for Emulated {
             }
             return Ok(());
         }
-        gemm::run(problem, operands, &mut self.memory)
+        for kernel in otherwise {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
+        }
+        let (problem, operands) = by_library(problem, operands);
+        gemm::run(&problem, &operands, &mut self.memory)
     }
 
     fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool> {

@@ -11,6 +11,7 @@ use cublaslt::{Operands, Problem};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
+use gpu::attention::launch::Prepared;
 
 /// The GPU that an emulator stands for.
 #[derive(Clone, Copy, Debug)]
@@ -85,9 +86,14 @@ pub trait Executor {
     /// `shared_bytes` is what its layout takes.
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
 
+    /// A product. One that accumulates with [`Epilogue::BiasGradB`](cublaslt::Epilogue::BiasGradB) adds to the bias too, which
+    /// the library cannot do: where no kernel computes both, `otherwise` is launched, and adds to the bias, before a product
+    /// without.
+    ///
     /// # Safety
-    /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing.
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands) -> Result<()>;
+    /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing. For
+    /// `otherwise` as in [`launch`](Self::launch).
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()>;
 
     /// Whether a kernel of this program computes a product, not the library.
     fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool>;

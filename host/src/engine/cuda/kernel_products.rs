@@ -7,7 +7,7 @@ use anyhow::{Context, ensure};
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use cuda_std::{Global, GlobalMut};
 use gpu::attention::launch::Prepared;
-use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Tiling, Width};
+use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Size, Tiling};
 
 /// Room for the partial sums of weights' gradients.
 #[derive(Clone, Copy)]
@@ -28,11 +28,20 @@ impl Scratch {
         let c = scope.channels;
         let weights = [(3 * c, c), (c, c), (4 * c, c), (c, 4 * c), (scope.padded_vocab, c)];
         let rooms = weights.into_iter().flat_map(|(m, n)| {
-            let shape = Shape { m, n, k: scope.b * scope.t };
-            let tilings = launch::tilings(Product::AtBAccumulate, shape, multiprocessors, Self::MOST);
-            tilings.into_iter().map(move |tiling| tiling.room(shape))
+            let (product, shape) = (Product::AtBAccumulateSums, Shape { m, n, k: scope.b * scope.t });
+            let tilings = launch::tilings(product, shape, multiprocessors, Self::MOST);
+            tilings.into_iter().map(move |tiling| tiling.room(product, shape))
         });
         rooms.max().unwrap_or(0)
+    }
+}
+
+/// What the library computes of a product: all but a bias's gradient that is added to the bias.
+pub fn by_library(problem: &Problem, operands: &Operands) -> (Problem, Operands) {
+    if problem.accumulate && problem.epilogue == Epilogue::BiasGradB {
+        (Problem { epilogue: Epilogue::None, ..*problem }, Operands { bias: None, ..*operands })
+    } else {
+        (*problem, *operands)
     }
 }
 
@@ -48,17 +57,20 @@ impl KernelProduct {
     /// `None` where there is no kernel for it. The library's column-major D = op(A) · op(B) is the row-major
     /// Dᵀ = op(B)ᵀ · op(A)ᵀ.
     pub fn of(problem: &Problem, operands: &Operands) -> Option<Self> {
-        let product = match (problem.transpose_a, problem.transpose_b, problem.epilogue, problem.accumulate) {
-            (true, false, Epilogue::None, false) => Product::ABt,
-            (true, false, Epilogue::Bias, false) => Product::ABtBias,
-            (true, false, Epilogue::GeluAuxBias, false) => Product::ABtBiasGelu,
-            (false, false, Epilogue::None, false) => Product::AB,
-            (false, false, Epilogue::DGelu, false) => Product::ABGeluBackward,
-            (false, true, Epilogue::None, true) => Product::AtBAccumulate,
+        let Problem { transpose_a, transpose_b, accumulate, output, .. } = *problem;
+        let product = match (transpose_a, transpose_b, accumulate, problem.epilogue, output) {
+            (true, false, false, Epilogue::None, None) => Product::ABt,
+            (true, false, false, Epilogue::Bias, None) => Product::ABtBias,
+            (true, false, false, Epilogue::GeluAuxBias, None) => Product::ABtBiasGelu,
+            (false, false, false, Epilogue::None, None) => Product::AB,
+            (false, false, false, Epilogue::DGelu, None) => Product::ABGeluBackward,
+            (false, true, true, Epilogue::None, None) => Product::AtBAccumulate,
+            (false, true, true, Epilogue::BiasGradB, None) => Product::AtBAccumulateSums,
+            (false, true, true, Epilogue::None, Some(Element::F32)) => Product::AtBAccumulateF32,
             _ => return None,
         };
         let shape = Shape { m: problem.n, n: problem.m, k: problem.k };
-        let plain = problem.element == Element::Bf16 && problem.batch == 1 && problem.output.is_none();
+        let plain = problem.element == Element::Bf16 && problem.batch == 1;
         (plain && shape.is_possible(product)).then_some(Self { product, shape, operands: *operands })
     }
 
@@ -72,31 +84,39 @@ impl KernelProduct {
     pub fn tilings(&self, executor: &dyn Executor) -> Vec<KernelTiling> {
         let (multiprocessors, room) = (executor.multiprocessors(), executor.scratch().room);
         let tilings = launch::tilings(self.product, self.shape, multiprocessors, room);
-        let kept = |Tiling { width, splits }| KernelTiling { columns: width.columns(), splits: splits as u32 };
+        let kept = |Tiling { size, splits }| KernelTiling {
+            rows: size.rows(),
+            columns: size.columns(),
+            splits: splits as u32,
+        };
         tilings.into_iter().map(kept).collect()
+    }
+
+    /// Whether `tiling`, which may have been kept by a run with more memory, is possible in this one.
+    pub fn can_be(&self, tiling: KernelTiling, executor: &dyn Executor) -> bool {
+        self.tiling(tiling).is_some_and(|tiling| tiling.room(self.product, self.shape) <= executor.scratch().room)
+    }
+
+    fn tiling(&self, KernelTiling { rows, columns, splits }: KernelTiling) -> Option<Tiling> {
+        let tiling = Tiling { size: Size::of(rows, columns)?, splits: splits as usize };
+        (splits > 0 && tiling.is_possible(self.product, self.shape)).then_some(tiling)
     }
 
     /// The launches, in their order; none where kernels for sm_90a do not run.
     pub fn prepare(&self, tiling: KernelTiling, executor: &mut dyn Executor) -> Result<Vec<Prepared>> {
-        let KernelTiling { columns, splits } = tiling;
-        let width = Width::of(columns).with_context(|| format!("no kernel has tiles of {columns} columns"))?;
-        let tiling = Tiling { width, splits: splits as usize };
+        let tiling = self.tiling(tiling).with_context(|| format!("no kernel divides {self:?} into {tiling}"))?;
         let Scratch { parts, room } = executor.scratch();
-        ensure!(
-            splits > 0 && tiling.room(self.shape) <= room,
-            "{:?} in {splits} parts of K needs {} f32 of scratch, {room} were planned",
-            self.shape,
-            tiling.room(self.shape)
-        );
+        let needed = tiling.room(self.product, self.shape);
+        ensure!(needed <= room, "{self:?} by {tiling:?} needs {needed} f32 of scratch, {room} were planned");
         let Operands { a, b, d, bias, aux } = self.operands;
         let mut map = |address: u64, Map { extents, tile }: Map| {
             executor.tensor_map(Global::from_address(address), Extents::Matrix(extents), tile)
         };
-        let [a_map, b_map, out_map] = launch::maps(self.product, self.shape, width);
+        let [a_map, b_map, out_map] = launch::maps(self.product, self.shape, tiling.size);
         let maps = (map(b, a_map)?, map(a, b_map)?, map(d, out_map)?, map(aux.unwrap_or(d), out_map)?);
         let (Some(a), Some(b), Some(out), Some(aux)) = maps else { return Ok(Vec::new()) };
-        let bias = Global::from_address(bias.unwrap_or_default());
-        let operands = Operand { a, b, out, aux, bias, sums: GlobalMut::from_address(d), parts, room };
+        let bias = GlobalMut::from_address(bias.unwrap_or_default());
+        let operands = Operand { a, b, out, aux, bias, sums: d, parts, room };
         Ok(launch::prepare(self.product, self.shape, tiling, operands, executor.multiprocessors()))
     }
 }

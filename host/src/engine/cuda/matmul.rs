@@ -1,10 +1,11 @@
 //! Linear layers. A row-major matrix is its column-major transpose to cuBLASLt, see the `cublaslt` crate.
 
 use super::kernel_products::Scratch;
-use super::{Cuda, Emulation, Float, Products, gelu};
+use super::{Cuda, Emulation, Float, Products, bias, gelu};
 use crate::engine::{GeluFusion, Linear, Result, Scope};
 use crate::tensor::{DType, Tensor};
 use cublaslt::{Element, Epilogue, Operands, Problem};
+use gpu::attention::launch::Prepared;
 
 /// f32 elements of scratch: partial sums of weights' gradients, where kernels compute them.
 pub(super) fn scratch<T: Float>(scope: &Scope, machine: Emulation) -> usize {
@@ -27,11 +28,16 @@ impl<T: Float> Cuda<T> {
     }
 
     fn product(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
+        self.product_or(problem, operands, Vec::new())
+    }
+
+    /// As [`Executor::matmul`](super::executor::Executor::matmul).
+    fn product_or(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
         if problem.m == 0 || problem.n == 0 {
             return Ok(());
         }
         // SAFETY: `operand` has held each tensor to the length its shape implies; outputs are tensors of their own.
-        unsafe { self.executor.matmul(problem, operands) }
+        unsafe { self.executor.matmul(problem, operands, otherwise) }
     }
 }
 
@@ -125,6 +131,7 @@ pub(super) fn backward<T: Float>(
     cuda: &mut Cuda<T>,
     dinp: Tensor,
     dweight: Tensor,
+    dbias: Option<Tensor>,
     dout: Tensor,
     inp: Tensor,
     weight: Tensor,
@@ -132,6 +139,7 @@ pub(super) fn backward<T: Float>(
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
+    let sums = dbias.map_or(Ok(Vec::new()), |dbias| bias::backward(cuda, dbias, dout, rows, oc))?;
     let fused = pre_gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(FUSED_GELU_WIDTH));
     let element = cuda.element();
     let dout = cuda.operand("dout", dout, rows * oc)?;
@@ -167,7 +175,7 @@ pub(super) fn backward<T: Float>(
         transpose_a: false,
         transpose_b: true,
         element,
-        epilogue: Epilogue::None,
+        epilogue: if dbias.is_some() { Epilogue::BiasGradB } else { Epilogue::None },
         accumulate: true,
         batch: 1,
         output: (dweight.dtype != T::DTYPE).then_some(Element::F32),
@@ -180,8 +188,8 @@ pub(super) fn backward<T: Float>(
         } else {
             cuda.operand("dweight", dweight, oc * c)?
         },
-        bias: None,
+        bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
         aux: None,
     };
-    cuda.product(&problem, &operands)
+    cuda.product_or(&problem, &operands, sums)
 }

@@ -463,10 +463,7 @@ impl<T: Float> Engine for Cuda<T> {
         pre_gelu: Option<Tensor>,
         shape: Linear,
     ) -> Result<()> {
-        if let Some(dbias) = dbias {
-            bias::backward(self, dbias, dout, shape.rows, shape.oc)?;
-        }
-        matmul::backward(self, dinp, dweight, dout, inp, weight, pre_gelu, shape)
+        matmul::backward(self, dinp, dweight, dbias, dout, inp, weight, pre_gelu, shape)
     }
 
     fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()> {

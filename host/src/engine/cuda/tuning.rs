@@ -86,7 +86,7 @@ mod tests {
         let library = cublaslt::Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) };
         Choice {
             library,
-            kernel: (algo == 1).then_some(KernelTiling { columns: 192, splits: 5 }),
+            kernel: (algo == 1).then_some(KernelTiling { rows: 256, columns: 192, splits: 5 }),
             kernel_wins: algo == 1,
         }
     }
