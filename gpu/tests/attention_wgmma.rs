@@ -11,8 +11,8 @@ use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use gpu::attention::launch::{HEAD_SIZES, Prepared, Shape};
+use gpu::attention_wgmma::BOX;
 use gpu::attention_wgmma::launch::{self, Maps};
-use gpu::attention_wgmma::{BOX, TILE};
 use proptest::strategy::Strategy;
 
 tests! {
@@ -48,9 +48,14 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
     }
 }
 
-fn shape(b: usize, t: usize, nh: usize) -> Shape {
-    Shape { b, t, nh, hs: 64 }
+fn shape(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
+    Shape { b, t, nh, hs }
 }
+
+/// Head sizes that have kernels.
+const SIZES: [usize; 2] = [64, 128];
+/// Rows of a piece of work.
+const TILE: usize = 128;
 
 fn check(shape: Shape, blocks: usize) {
     let inputs = Inputs::random::<bf16>(shape, 2.0, 1 + shape.t as u32);
@@ -58,45 +63,51 @@ fn check(shape: Shape, blocks: usize) {
 }
 
 fn one_position() {
-    check(shape(1, 1, 1), BLOCKS);
-    check(shape(3, 1, 3), BLOCKS);
+    for hs in SIZES {
+        check(shape(1, 1, 1, hs), BLOCKS);
+        check(shape(3, 1, 3, hs), BLOCKS);
+    }
 }
 
 fn part_of_a_tile() {
-    for t in [17, 63, 64, 65, 127] {
-        check(shape(1, t, 3), 1);
-        check(shape(3, t, 1), BLOCKS);
+    for (t, hs) in [(17, 64), (63, 64), (63, 128), (64, 128), (65, 64), (65, 128), (127, 64)] {
+        check(shape(1, t, 3, hs), 1);
+        check(shape(3, t, 1, hs), BLOCKS);
     }
 }
 
 fn a_tile() {
-    for t in [128, 129, 191, 193] {
-        check(shape(1, t, 3), BLOCKS);
+    for (t, hs) in [(128, 64), (128, 128), (129, 64), (191, 128), (193, 64)] {
+        check(shape(1, t, 3, hs), BLOCKS);
     }
 }
 
 fn several_tiles() {
-    check(shape(1, 300, 3), 5);
-    check(shape(2, 640, 1), 4);
+    check(shape(1, 300, 3, 64), 5);
+    check(shape(1, 300, 2, 128), 5);
+    check(shape(2, 640, 1, 64), 4);
+    check(shape(1, 640, 1, 128), 2);
 }
 
 /// Fewer pieces of work than blocks.
 fn idle_blocks() {
-    check(shape(1, 128, 1), BLOCKS);
-    check(shape(1, 200, 1), 5);
+    check(shape(1, 128, 1, 64), BLOCKS);
+    check(shape(1, 200, 1, 128), 5);
 }
 
 /// All rings go round many times, and every barrier changes its parity.
 fn one_block() {
-    check(shape(3, 260, 3), 1);
+    for hs in SIZES {
+        check(shape(3, 260, 2, hs), 1);
+    }
 }
 
 fn other_head_sizes_are_refused() {
-    assert!(HEAD_SIZES.iter().all(|&hs| launch::takes(hs) == (hs == 64)));
+    assert!(HEAD_SIZES.iter().all(|&hs| launch::takes(hs) == SIZES.contains(&hs)));
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    (1..4usize, 1..300usize, 1..4usize).prop_map(|(b, t, nh)| shape(b, t, nh))
+    (1..4usize, 1..300usize, 1..4usize, 0..2usize).prop_map(|(b, t, nh, size)| shape(b, t, nh, SIZES[size]))
 }
 
 fn convex() {
@@ -125,32 +136,38 @@ fn sums() {
 }
 
 fn zeros() {
-    check_zeros(attend(BLOCKS), shape(1, 65, 1), bf16::ERRORS);
+    for hs in SIZES {
+        check_zeros(attend(BLOCKS), shape(1, 65, 1, hs), bf16::ERRORS);
+    }
 }
 
 fn equal_scores() {
-    check_equal_scores::<bf16>(attend(BLOCKS), shape(1, 190, 1));
+    for hs in SIZES {
+        check_equal_scores::<bf16>(attend(BLOCKS), shape(1, 190, 1, hs));
+    }
 }
 
 fn dominant_key() {
-    for key in [0, 20, 67, 129] {
-        check_dominant_key::<bf16>(attend(BLOCKS), shape(1, 200, 1), key);
+    for (key, hs) in [(0, 64), (0, 128), (20, 64), (67, 64), (67, 128), (129, 64)] {
+        check_dominant_key::<bf16>(attend(BLOCKS), shape(1, 200, 1, hs), key);
     }
 }
 
 fn large_scores() {
-    check_large_scores::<bf16>(attend(BLOCKS), shape(1, 190, 3));
+    for hs in SIZES {
+        check_large_scores::<bf16>(attend(BLOCKS), shape(1, 190, 3, hs));
+    }
 }
 
 /// Lengths that are not whole tiles: what fills up the last one must not come from the next sequence.
 fn spoilt_head() {
-    for t in [17, 65, 200] {
-        check_spoilt_head::<bf16>(attend(BLOCKS), shape(3, t, 3), [1, 1]);
+    for (t, hs) in [(17, 64), (65, 128), (200, 64)] {
+        check_spoilt_head::<bf16>(attend(BLOCKS), shape(3, t, 3, hs), [1, 1]);
     }
 }
 
 fn spoilt_position() {
-    for position in [5, 100, 130, 280] {
-        check_spoilt_position::<bf16>(attend(BLOCKS), shape(1, 300, 1), position, TILE as usize);
+    for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (280, 64)] {
+        check_spoilt_position::<bf16>(attend(BLOCKS), shape(1, 300, 1, hs), position, TILE);
     }
 }

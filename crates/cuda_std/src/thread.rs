@@ -43,6 +43,13 @@ pub fn count_1d() -> usize {
     grid_dim_x() as usize * block_dim_x() as usize
 }
 
+/// `value`, of which the compiler knows nothing more: what depends on it is computed after this point each time, not kept
+/// in registers from before a loop.
+#[inline(always)]
+pub fn opaque(value: u32) -> u32 {
+    backend::opaque(value)
+}
+
 /// Barrier of all threads of the block (`bar.sync 0`); orders their shared and global accesses.
 #[inline(always)]
 #[track_caller]

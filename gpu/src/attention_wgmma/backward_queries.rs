@@ -1,52 +1,71 @@
-//! Backward of queries: 128 queries per block, keys streamed in tiles of 64.
+//! Backward of queries: 64 queries per consumer, keys and values streamed in panels of 64.
 //! ```text
 //! S = Q Kᵀ      P = 2^(scale S - lse)      dP = dout Vᵀ      dS = P ∘ (dP - D)      dQ += dS K, times scale at the end
 //! ```
 //! Making S and dP a second time costs two of seven products, and spares adding up dQ from the blocks of all keys, which
 //! would need atomics (an order that varies) or a turn for each block.
 
-use super::{
-    CONSUMER_REGISTERS, HALF, HS, PRODUCER_REGISTERS, Place, SCALE, Shape, Slots, Square, TILE, WARPGROUP, Work,
-    as_left, left, load_tile, place_of, probability, shift_of, thread_row, write_row,
-};
+use super::epilogue::write_row;
+use super::mask::mask_diagonal;
+use super::panel::{Panel, Square, as_left, thread_row};
+use super::ring::{Place, Slots};
+use super::scheduler::{Shape, Work, piece};
+use super::softmax::{probability, shift_of};
+use super::{Head, Head64, Head128, ROWS, WARPGROUP};
+use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, wgmma};
+use cuda_std::hopper::{self, MBarrier, TensorMap, wgmma};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
 
+const CONSUMERS: u32 = 2;
+/// Queries of a piece of work.
+const TILE: u32 = CONSUMERS * ROWS;
+/// Registers a thread keeps: 128 * 40 + 256 * 232 are what a multiprocessor has.
+const PRODUCER_REGISTERS: u32 = 40;
+const CONSUMER_REGISTERS: u32 = 232;
 const STAGES: u32 = 4;
 
-#[derive(Clone, Copy)]
-struct Shared {
-    /// Q, then dout of the block's queries.
-    own: SwizzledTile<128>,
-    k: SwizzledTile<64>,
-    v: SwizzledTile<64>,
+struct Shared<H> {
+    /// Of each consumer.
+    q: Panel<H>,
+    dout: Panel<H>,
+    k: Panel<H>,
+    v: Panel<H>,
     own_slots: Slots,
     slots: Slots,
 }
 
-fn shared(layout: &mut Layout) -> Shared {
+impl<H> Clone for Shared<H> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<H> Copy for Shared<H> {}
+
+fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
     Shared {
-        own: layout.swizzled::<256>().rows(0),
-        k: layout.swizzled::<{ 64 * STAGES as usize }>().rows(0),
-        v: layout.swizzled::<{ 64 * STAGES as usize }>().rows(0),
+        q: Panel::take(layout, CONSUMERS),
+        dout: Panel::take(layout, CONSUMERS),
+        k: Panel::take(layout, STAGES),
+        v: Panel::take(layout, STAGES),
         own_slots: Slots::new(layout, 1),
         slots: Slots::new(layout, STAGES),
     }
 }
 
 /// Dynamic shared memory of a block.
-pub fn backward_queries_shared_bytes() -> usize {
+pub fn backward_queries_shared_bytes<H: Head>() -> usize {
     let mut layout = Layout::new();
-    shared(&mut layout);
+    shared::<H>(&mut layout);
     layout.bytes()
 }
 
-/// The Q part of dqkv (B,T,3,NH,64). `qkv` maps (B, T, 3 NH 64), `dout` maps (B, T, NH 64), both with [`super::BOX`]; lse and
+/// The Q part of dqkv (B,T,3,NH,HS). `qkv` maps (B, T, 3 NH HS), `dout` maps (B, T, NH HS), both with [`super::BOX`]; lse and
 /// d = rowsum(dout ∘ out) are (B,NH,T). A 1-D grid of as many blocks as there are multiprocessors.
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
-pub fn attention_backward_queries_wgmma(
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+pub fn attention_backward_queries_wgmma<H: Head>(
     dqkv: GlobalMut<bf16>,
     qkv: Global<TensorMap>,
     dout: Global<TensorMap>,
@@ -56,132 +75,151 @@ pub fn attention_backward_queries_wgmma(
     t: u32,
     nh: u32,
 ) {
-    let shared = shared(&mut Layout::new());
-    let shape = Shape { b, t, nh };
+    let shared = shared::<H>(&mut Layout::new());
+    let shape = Shape::<H, TILE> { b, t, nh, head: PhantomData };
     if thread::thread_idx_x() == 0 {
         qkv.prefetch();
         dout.prefetch();
-        shared.own_slots.init(1, 1);
-        shared.slots.init(STAGES, 1);
+        shared.own_slots.init(1, 1, CONSUMERS);
+        shared.slots.init(STAGES, 1, CONSUMERS);
         MBarrier::fence_init();
         hopper::fence_async_proxy();
     }
     thread::sync_threads();
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
-    let mut i = thread::block_idx_x();
     if role == 0 {
         hopper::give_registers::<PRODUCER_REGISTERS>();
+        let mut round = 0;
         if thread::thread_idx_x() == 0 {
-            let mut producer = Producer { shared, qkv, dout, own: Place::new(1), ring: Place::new(1) };
-            while i < shape.works() {
-                producer.load(shape, shape.work(i));
-                i += thread::grid_dim_x();
+            let mut producer = Producer { shared, shape, qkv, dout, own: Place::new(1), ring: Place::new(1) };
+            while piece(round) < shape.works() {
+                producer.load(shape.work::<false>(piece(round)));
+                round += 1;
             }
         }
     } else {
         hopper::take_registers::<CONSUMER_REGISTERS>();
-        let mut consumer = Consumer { shared, index: role - 1, own: Place::new(0), ring: Place::new(0) };
-        while i < shape.works() {
-            let work = shape.work(i);
-            let first = work.tile * TILE + consumer.index * HALF + thread_row();
-            let row = |query: u32| {
-                let at = shape.statistics(work) + query as usize;
-                let inside = query < t;
-                (shift_of(lse, at, inside), if inside { d.at(at) } else { 0.0 })
-            };
-            let dq = consumer.differentiate(work.tile, [row(first), row(first + 8)]);
-            if first < t {
-                write_row::<0>(dqkv, shape.packed_row(work, 0, first), &dq, SCALE);
-            }
-            if first + 8 < t {
-                write_row::<1>(dqkv, shape.packed_row(work, 0, first + 8), &dq, SCALE);
-            }
-            i += thread::grid_dim_x();
+        // A constant, as in the forward: ptxas then knows what is the same for a warp.
+        if role == 1 {
+            Consumer::<H, 0>::new(shared).run(shape, dqkv, lse, d);
+        } else {
+            Consumer::<H, 1>::new(shared).run(shape, dqkv, lse, d);
         }
     }
 }
 
-struct Producer {
-    shared: Shared,
+struct Producer<H> {
+    shared: Shared<H>,
+    shape: Shape<H, TILE>,
     qkv: Global<TensorMap>,
     dout: Global<TensorMap>,
     own: Place<1>,
     ring: Place<STAGES>,
 }
 
-impl Producer {
-    /// Q and dout, then K and V from key 0 to the diagonal.
+impl<H: Head> Producer<H> {
+    /// Q and dout, then K and V from key 0 to the last consumer's diagonal.
     #[inline(always)]
-    fn load(&mut self, shape: Shape, work: Work) {
+    fn load(&mut self, work: Work) {
         self.shared.own_slots.empty.at(0).wait(self.own.parity);
         self.own.advance();
         let full = self.shared.own_slots.full.at(0);
-        full.arrive_expecting(2 * SwizzledTile::<128>::BYTES);
-        load_tile(self.shared.own, self.qkv, shape.column(work, 0), work.tile * TILE, work.b, full);
-        load_tile(self.shared.own.same_shape_after(1), self.dout, work.h * HS, work.tile * TILE, work.b, full);
+        full.arrive_expecting(2 * CONSUMERS * Panel::<H>::BYTES);
+        for i in 0..CONSUMERS {
+            let y = work.tile * TILE + i * ROWS;
+            self.shared.q.after(i).load(self.qkv, self.shape.column(work, 0), y, work.b, full);
+            self.shared.dout.after(i).load(self.dout, work.h * H::HS, y, work.b, full);
+        }
 
-        let mut tile = 0;
-        while tile < 2 * work.tile + 2 {
+        let mut panel = 0;
+        while panel < CONSUMERS * (work.tile + 1) {
             self.shared.slots.empty.at(self.ring.slot).wait(self.ring.parity);
             let full = self.shared.slots.full.at(self.ring.slot);
             let slot = self.ring.advance();
-            full.arrive_expecting(2 * SwizzledTile::<64>::BYTES);
-            let y = tile * HALF;
-            self.shared.k.same_shape_after(slot).load_of(self.qkv, shape.column(work, 1), y, work.b, full);
-            self.shared.v.same_shape_after(slot).load_of(self.qkv, shape.column(work, 2), y, work.b, full);
-            tile += 1;
+            full.arrive_expecting(2 * Panel::<H>::BYTES);
+            let y = panel * ROWS;
+            self.shared.k.after(slot).load(self.qkv, self.shape.column(work, 1), y, work.b, full);
+            self.shared.v.after(slot).load(self.qkv, self.shape.column(work, 2), y, work.b, full);
+            panel += 1;
         }
     }
 }
 
-struct Consumer {
-    shared: Shared,
-    /// Which 64 queries of the tile.
-    index: u32,
+/// The consumer of the 64 queries `INDEX` of a tile.
+struct Consumer<H, const INDEX: u32> {
+    shared: Shared<H>,
     own: Place<1>,
     ring: Place<STAGES>,
 }
 
-impl Consumer {
+impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
+    #[inline(always)]
+    fn new(shared: Shared<H>) -> Self {
+        Self { shared, own: Place::new(0), ring: Place::new(0) }
+    }
+
+    #[inline(always)]
+    fn run(&mut self, shape: Shape<H, TILE>, dqkv: GlobalMut<bf16>, lse: Global<f32>, d: Global<f32>) {
+        let mut round = 0;
+        while piece(round) < shape.works() {
+            let work = shape.work::<false>(piece(round));
+            let first = work.tile * TILE + INDEX * ROWS + thread_row();
+            let row = |query: u32| {
+                let at = shape.statistics(work) + query as usize;
+                let inside = query < shape.t;
+                (shift_of(lse, at, inside), if inside { d.at(at) } else { 0.0 })
+            };
+            let dq = self.differentiate(work.tile, [row(first), row(first + 8)]);
+            if first < shape.t {
+                write_row::<H, 0>(dqkv, shape.packed_row(work, 0, first), &dq, H::SCALE);
+            }
+            if first + 8 < shape.t {
+                write_row::<H, 1>(dqkv, shape.packed_row(work, 0, first + 8), &dq, H::SCALE);
+            }
+            round += 1;
+        }
+    }
+
     /// dQ (to be scaled) of this consumer's queries, whose two rows have (shift, D) `rows`.
     #[inline(always)]
-    fn differentiate(&mut self, tile: u32, rows: [(f32, f32); 2]) -> Square {
+    fn differentiate(&mut self, tile: u32, rows: [(f32, f32); 2]) -> H::Sums {
         self.shared.own_slots.full.at(0).wait(self.own.parity);
-        let q = left(self.shared.own.rows(self.index * HALF));
-        let dout = left(self.shared.own.same_shape_after(1).rows(self.index * HALF));
-        self.shared.own_slots.release_read(self.own.advance(), self.index);
+        let q = self.shared.q.after(INDEX).own();
+        let dout = self.shared.dout.after(INDEX).own();
+        self.shared.own_slots.release_read(self.own.advance(), INDEX);
 
-        let mut dq = Square::ZERO;
+        let mut dq = H::Sums::ZERO;
         let (mut s, mut dp) = (Square::ZERO, Square::ZERO);
-        let diagonal = 2 * tile + self.index;
+        let diagonal = CONSUMERS * tile + INDEX;
         let mut previous = self.ring.slot;
-        let mut keys = 0;
+        let mut panel = 0;
         loop {
             let slot = self.ring.slot;
             self.shared.slots.full.at(slot).wait(self.ring.parity);
             self.ring.advance();
-            let (k, v) = (self.shared.k.same_shape_after(slot), self.shared.v.same_shape_after(slot));
+            let (k, v) = (self.shared.k.after(slot), self.shared.v.after(slot));
             wgmma::fence();
-            for step in 0..4 {
-                s.product_with(q[step], k.operand(step as u32), step > 0);
-            }
+            k.start_scores(&mut s, &q, false);
             wgmma::commit();
-            for step in 0..4 {
-                dp.product_with(dout[step], v.operand(step as u32), step > 0);
+            if H::HS == 128 {
+                // The previous panel's product is done: its left operand leaves room for dP.
+                wgmma::wait::<1>();
+                wgmma::fence();
             }
+            v.start_scores(&mut dp, &dout, false);
             wgmma::commit();
-            // Done: the previous tile's product and S.
+            // Done: the previous panel's product and S.
             wgmma::wait::<1>();
             s.settle();
-            if keys > 0 {
+            if panel > 0 {
                 self.shared.slots.release(previous);
             }
             for i in 0..32 {
-                s[i] = probability(s[i], rows[i / 2 % 2].0);
+                s[i] = probability::<H>(s[i], rows[i / 2 % 2].0);
             }
-            if keys == diagonal {
-                mask_diagonal(&mut s);
+            if panel == diagonal {
+                mask_diagonal(&mut s, 0, 0.0);
             }
             wgmma::wait::<0>();
             dp.settle();
@@ -190,36 +228,21 @@ impl Consumer {
             }
             let ds = as_left(&dp);
             wgmma::fence();
-            for step in 0..4 {
-                dq.product_with_rows(ds[step], k.operand_by_rows(step as u32), true);
-            }
+            k.add_products(&mut dq, &ds, 1);
             wgmma::commit();
             previous = slot;
-            keys += 1;
-            if keys > diagonal {
+            panel += 1;
+            if panel > diagonal {
                 break;
             }
         }
         wgmma::wait::<0>();
         dq.settle();
         self.shared.slots.release(previous);
-        if self.index == 0 {
-            // All of the last tile's keys come after these queries.
-            self.shared.slots.full.at(self.ring.slot).wait(self.ring.parity);
-            self.shared.slots.release(self.ring.advance());
+        for _ in INDEX + 1..CONSUMERS {
+            // All of these keys come after these queries.
+            self.shared.slots.skip(&mut self.ring);
         }
         dq
-    }
-}
-
-/// Probability 0 where the key comes after the query, in the tile where both begin at the same position.
-#[inline(always)]
-fn mask_diagonal(p: &mut Square) {
-    let query = thread_row();
-    for i in 0..32 {
-        let (row, key) = place_of(i);
-        if key > query + 8 * row as u32 {
-            p[i] = 0.0;
-        }
     }
 }

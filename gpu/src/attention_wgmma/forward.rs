@@ -1,47 +1,84 @@
-//! Forward: 128 queries per block, keys and values streamed in tiles of 128.
+//! Forward: 64 queries per consumer, keys and values streamed in panels of 64, from the diagonal down to 0.
 //!
-//! While the tensor cores work on P V of one tile and Q Kᵀ of the next, the softmax of the former is done: for HS = 64 a
-//! tile takes as long in the exponential unit as in the tensor cores, so that overlap is what there is to win. Keys go from
-//! the diagonal down to 0; only the diagonal tile is masked. Q is double buffered, so that the next piece of work can begin
-//! while this one ends.
+//! While a consumer makes probabilities of one panel's scores, the tensor cores work on the next panel's scores and on the
+//! product of the panel before with its values: for HS = 64 a panel takes as long in the exponential unit as in the tensor
+//! cores, so that overlap is what there is to win. It runs across pieces of work: the last panel of one overlaps with the
+//! first scores of the next.
 
-use super::{
-    CONSUMER_REGISTERS, HALF, Left, PRODUCER_REGISTERS, Place, SCALE, SCALE_LOG2, Shape, Slots, Square, TILE,
-    WARPGROUP, Work, load_tile, place_of, thread_row, write_row,
-};
+use super::epilogue::write_row;
+use super::mask::mask_diagonal;
+use super::panel::{Panel, left_step, thread_row};
+use super::ring::{Place, Slots};
+use super::scheduler::{Shape, Work, piece};
+use super::softmax::Softmax;
+use super::{Head, Head64, Head128, ROWS, WARPGROUP};
+use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, wgmma};
+use cuda_std::hopper::{self, MBarrier, TensorMap, wgmma};
 use cuda_std::shared::Layout;
-use cuda_std::{Global, GlobalMut, bf16, element, kernel, math, thread, warp};
+use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-const STAGES: u32 = 4;
-const TILE_BYTES: u32 = SwizzledTile::<128>::BYTES;
+const CONSUMERS: u32 = 2;
+/// Queries of a piece of work.
+const TILE: u32 = CONSUMERS * ROWS;
+/// Registers a thread keeps: 128 * 40 + 256 * 232 are what a multiprocessor has.
+const PRODUCER_REGISTERS: u32 = 40;
+const CONSUMER_REGISTERS: u32 = 232;
+/// Slots of each ring.
+const STAGES: u32 = 5;
+/// Slots for queries: those of the next piece of work arrive while this one's are in use.
+const Q_STAGES: u32 = 2;
 
-#[derive(Clone, Copy)]
-struct Shared {
-    q: SwizzledTile<128>,
-    ring: SwizzledTile<128>,
-    q_slots: Slots,
-    slots: Slots,
+/// Panels of a slot.
+const fn panels<H: Head>() -> u32 {
+    H::Scores::COLUMNS / ROWS
 }
 
-fn shared(layout: &mut Layout) -> Shared {
-    let q = layout.swizzled::<256>().rows(0);
-    let ring = layout.swizzled::<{ 128 * STAGES as usize }>().rows(0);
-    Shared { q, ring, q_slots: Slots::new(layout, 2), slots: Slots::new(layout, STAGES) }
+/// Slots that hold nothing for consumer `index`, because all of their keys come after its queries.
+const fn slots_after<H: Head>(index: u32) -> u32 {
+    (CONSUMERS - 1 - index) / panels::<H>()
+}
+
+struct Shared<H> {
+    /// In each slot one panel for each consumer.
+    q: Panel<H>,
+    k: Panel<H>,
+    v: Panel<H>,
+    q_slots: Slots,
+    k_slots: Slots,
+    v_slots: Slots,
+}
+
+impl<H> Clone for Shared<H> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<H> Copy for Shared<H> {}
+
+fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
+    Shared {
+        q: Panel::take(layout, Q_STAGES * CONSUMERS),
+        k: Panel::take(layout, STAGES * panels::<H>()),
+        v: Panel::take(layout, STAGES * panels::<H>()),
+        q_slots: Slots::new(layout, Q_STAGES),
+        k_slots: Slots::new(layout, STAGES),
+        v_slots: Slots::new(layout, STAGES),
+    }
 }
 
 /// Dynamic shared memory of a block.
-pub fn forward_shared_bytes() -> usize {
+pub fn forward_shared_bytes<H: Head>() -> usize {
     let mut layout = Layout::new();
-    shared(&mut layout);
+    shared::<H>(&mut layout);
     layout.bytes()
 }
 
-/// out (B,T,NH,64) and lse (B,NH,T), the natural log-sum-exp of the scaled scores; `qkv` maps (B, T, 3 NH 64) with [`super::BOX`].
+/// out (B,T,NH,HS) and lse (B,NH,T), the natural log-sum-exp of the scaled scores; `qkv` maps (B, T, 3 NH HS) with [`super::BOX`].
 /// A 1-D grid of as many blocks as there are multiprocessors.
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
-pub fn attention_forward_wgmma(
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+pub fn attention_forward_wgmma<H: Head>(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
@@ -49,248 +86,306 @@ pub fn attention_forward_wgmma(
     t: u32,
     nh: u32,
 ) {
-    let shared = shared(&mut Layout::new());
-    let shape = Shape { b, t, nh };
+    let shared = shared::<H>(&mut Layout::new());
+    let shape = Shape::<H, TILE> { b, t, nh, head: PhantomData };
     if thread::thread_idx_x() == 0 {
         qkv.prefetch();
-        shared.q_slots.init(2, 1);
-        shared.slots.init(STAGES, 1);
+        shared.q_slots.init(Q_STAGES, 1, CONSUMERS);
+        shared.k_slots.init(STAGES, 1, CONSUMERS);
+        shared.v_slots.init(STAGES, 1, CONSUMERS);
         MBarrier::fence_init();
         hopper::fence_async_proxy();
     }
     thread::sync_threads();
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
-    let mut i = thread::block_idx_x();
     if role == 0 {
         hopper::give_registers::<PRODUCER_REGISTERS>();
-        if thread::thread_idx_x() == 0 {
-            let mut producer = Producer { shared, qkv, q: Place::new(1), ring: Place::new(1) };
-            while i < shape.works() {
-                producer.load(shape, shape.work(i));
-                i += thread::grid_dim_x();
+        let (mut round, works) = (0, shape.works());
+        if thread::thread_idx_x() == 0 && piece(round) < works {
+            let mut producer = Producer { shared, shape, qkv, q: Place::new(1), k: Place::new(1), v: Place::new(1) };
+            let mut work = shape.work::<false>(piece(round));
+            while piece(round) < works {
+                work = shape.work::<false>(piece(round));
+                producer.load_queries(work);
+                producer.load_panels(work);
+                round += 1;
             }
+            // Consumers start the scores of the piece after their last one, too, which nobody uses: were that product
+            // conditional, ptxas would serialise all.
+            producer.load_queries(work);
+            producer.load_diagonal_keys(work);
         }
     } else {
         hopper::take_registers::<CONSUMER_REGISTERS>();
-        let mut consumer = Consumer { shared, index: role - 1, q: Place::new(0), ring: Place::new(0) };
-        while i < shape.works() {
-            let work = shape.work(i);
-            let (o, rows) = consumer.attend(work.tile);
-            consumer.write(&o, rows, shape, work, out, lse);
-            i += thread::grid_dim_x();
+        // Which consumer this is decides how many panels it takes. As a constant it leaves ptxas sure that a warp's threads
+        // take the same ones, so that addresses are computed once for a warp.
+        if role == 1 {
+            Consumer::<H, 0>::new(shared).run(shape, out, lse);
+        } else {
+            Consumer::<H, 1>::new(shared).run(shape, out, lse);
         }
     }
 }
 
-struct Producer {
-    shared: Shared,
+struct Producer<H> {
+    shared: Shared<H>,
+    shape: Shape<H, TILE>,
     qkv: Global<TensorMap>,
-    q: Place<2>,
-    ring: Place<STAGES>,
+    q: Place<Q_STAGES>,
+    k: Place<STAGES>,
+    v: Place<STAGES>,
 }
 
-impl Producer {
-    /// Q, then K of the diagonal tile, then K and V of one tile less each, V one step behind K.
+impl<H: Head> Producer<H> {
     #[inline(always)]
-    fn load(&mut self, shape: Shape, work: Work) {
+    fn load_queries(&mut self, work: Work) {
         self.shared.q_slots.empty.at(self.q.slot).wait(self.q.parity);
         let full = self.shared.q_slots.full.at(self.q.slot);
-        full.arrive_expecting(TILE_BYTES);
-        let q = self.shared.q.same_shape_after(self.q.advance());
-        load_tile(q, self.qkv, shape.column(work, 0), work.tile * TILE, work.b, full);
-
-        let (keys, values) = (shape.column(work, 1), shape.column(work, 2));
-        self.load_next(keys, work.tile * TILE, work.b);
-        let mut tile = work.tile;
-        while tile > 0 {
-            self.load_next(keys, (tile - 1) * TILE, work.b);
-            self.load_next(values, tile * TILE, work.b);
-            tile -= 1;
+        let to = self.shared.q.after(self.q.advance() * CONSUMERS);
+        full.arrive_expecting(CONSUMERS * Panel::<H>::BYTES);
+        for i in 0..CONSUMERS {
+            let y = work.tile * TILE + i * ROWS;
+            to.after(i).load(self.qkv, self.shape.column(work, 0), y, work.b, full);
         }
-        self.load_next(values, 0, work.b);
+    }
+
+    /// Keys and values from the last consumer's diagonal down to 0.
+    #[inline(always)]
+    fn load_panels(&mut self, work: Work) {
+        let mut slot = Self::slots(work);
+        while slot > 0 {
+            slot -= 1;
+            self.load_keys(work, slot);
+            self.shared.v_slots.empty.at(self.v.slot).wait(self.v.parity);
+            let full = self.shared.v_slots.full.at(self.v.slot);
+            let to = self.shared.v.after(self.v.advance() * panels::<H>());
+            self.load(to, 2, work, slot, full);
+        }
+    }
+
+    /// The keys of every consumer's diagonal.
+    #[inline(always)]
+    fn load_diagonal_keys(&mut self, work: Work) {
+        for i in 0..=slots_after::<H>(0) {
+            self.load_keys(work, Self::slots(work) - 1 - i);
+        }
     }
 
     #[inline(always)]
-    fn load_next(&mut self, x: u32, y: u32, b: u32) {
-        self.shared.slots.empty.at(self.ring.slot).wait(self.ring.parity);
-        let full = self.shared.slots.full.at(self.ring.slot);
-        full.arrive_expecting(TILE_BYTES);
-        load_tile(self.shared.ring.same_shape_after(self.ring.advance()), self.qkv, x, y, b, full);
+    fn load_keys(&mut self, work: Work, slot: u32) {
+        self.shared.k_slots.empty.at(self.k.slot).wait(self.k.parity);
+        let full = self.shared.k_slots.full.at(self.k.slot);
+        let to = self.shared.k.after(self.k.advance() * panels::<H>());
+        self.load(to, 1, work, slot, full);
+    }
+
+    /// Slots of keys up to the last consumer's diagonal.
+    #[inline(always)]
+    fn slots(work: Work) -> u32 {
+        (work.tile + 1) * CONSUMERS / panels::<H>()
+    }
+
+    #[inline(always)]
+    fn load(&self, to: Panel<H>, part: u32, work: Work, slot: u32, full: MBarrier) {
+        full.arrive_expecting(panels::<H>() * Panel::<H>::BYTES);
+        for i in 0..panels::<H>() {
+            let y = (slot * panels::<H>() + i) * ROWS;
+            to.after(i).load(self.qkv, self.shape.column(work, part), y, work.b, full);
+        }
     }
 }
 
-struct Consumer {
-    shared: Shared,
-    /// Which 64 queries of the tile.
-    index: u32,
-    q: Place<2>,
-    ring: Place<STAGES>,
+/// The consumer of the 64 queries `INDEX` of a tile.
+struct Consumer<H, const INDEX: u32> {
+    shared: Shared<H>,
+    q: Place<Q_STAGES>,
+    k: Place<STAGES>,
+    v: Place<STAGES>,
 }
 
-/// Scores of 64 queries and 128 keys.
-type Scores = [f32; 64];
+impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
+    /// For HS = 64 scores leave no registers for queries; for HS = 128 products of 64 columns would read as much of a left
+    /// operand in shared memory as of the right one, and wait for both.
+    const IN_REGISTERS: bool = H::HS == 128;
 
-/// Softmax state of the two rows a thread shares with three others: running maximum (of raw scores), and its own part of
-/// the running sum.
-#[derive(Clone, Copy)]
-struct Rows {
-    max: [f32; 2],
-    sum: [f32; 2],
-}
-
-impl Consumer {
-    /// Unnormalised output of this consumer's queries of a tile.
     #[inline(always)]
-    fn attend(&mut self, tile: u32) -> (Square, Rows) {
-        self.shared.q_slots.full.at(self.q.slot).wait(self.q.parity);
-        let q = self.shared.q.same_shape_after(self.q.slot).rows::<64>(self.index * HALF);
-        let mut rows = Rows { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2] };
-        let mut o = Square::ZERO;
-        let mut s = Scores::ZERO;
-        wgmma::fence();
-        let keys = self.start_scores(&mut s, q);
-        wgmma::commit();
-        wgmma::wait::<0>();
-        s.settle();
-        self.shared.slots.release(keys);
-        mask_diagonal(&mut s, self.index);
-        rows.soften(&mut s);
-        let mut p = probabilities(&s);
+    fn new(shared: Shared<H>) -> Self {
+        Self { shared, q: Place::new(0), k: Place::new(0), v: Place::new(0) }
+    }
 
-        let mut left = tile;
-        while left > 0 {
-            wgmma::fence();
-            let keys = self.start_scores(&mut s, q);
-            wgmma::commit();
-            let values = self.start_values(&mut o, &p);
-            wgmma::commit();
-            wgmma::wait::<1>();
-            s.settle();
-            self.shared.slots.release(keys);
-            let factors = rows.soften(&mut s);
-            wgmma::wait::<0>();
-            o.settle();
-            self.shared.slots.release(values);
-            for i in 0..32 {
-                o[i] *= factors[i / 2 % 2];
+    #[inline(always)]
+    fn run(&mut self, shape: Shape<H, TILE>, out: GlobalMut<bf16>, lse: GlobalMut<f32>) {
+        let (mut round, works) = (0, shape.works());
+        if piece(round) >= works {
+            return;
+        }
+        let mut own = H::NO_ROWS;
+        let mut scores = H::Scores::ZERO;
+        self.take_first_scores(&mut scores, &mut own);
+        loop {
+            let work = shape.work::<false>(piece(round));
+            let (o, softmax) = self.attend(&mut scores, &mut own, (work.tile * CONSUMERS + INDEX) / panels::<H>());
+            Self::write(&o, &softmax, shape, work, out, lse);
+            round += 1;
+            if piece(round) >= works {
+                break;
             }
-            p = probabilities(&s);
-            left -= 1;
         }
+    }
+
+    /// The queries of the first piece of work and their first scores.
+    #[inline(always)]
+    fn take_first_scores(&mut self, scores: &mut H::Scores, own: &mut H::Own) {
+        self.take_queries(own);
+        let keys = self.start_scores(scores, own);
+        wgmma::wait::<0>();
+        scores.settle();
+        self.shared.k_slots.release(keys);
+    }
+
+    /// Goes on to queries that have arrived in the slot `self.q`, whose first keys are the next in the ring.
+    #[inline(always)]
+    fn take_queries(&mut self, own: &mut H::Own) {
+        self.shared.q_slots.full.at(self.q.slot).wait(self.q.parity);
+        if Self::IN_REGISTERS {
+            *own = self.queries().own();
+            self.shared.q_slots.release_read(self.q.slot, INDEX);
+        }
+        for _ in 0..slots_after::<H>(INDEX) {
+            self.shared.k_slots.skip(&mut self.k);
+        }
+    }
+
+    #[inline(always)]
+    fn leave_queries(&mut self) {
+        let slot = self.q.advance();
+        if !Self::IN_REGISTERS {
+            self.shared.q_slots.release(slot);
+        }
+    }
+
+    #[inline(always)]
+    fn queries(&self) -> Panel<H> {
+        self.shared.q.after(self.q.slot * CONSUMERS + INDEX)
+    }
+
+    /// s = Q Kᵀ of the next keys, whose slot is returned.
+    #[inline(always)]
+    fn start_scores(&mut self, s: &mut H::Scores, own: &H::Own) -> u32 {
+        self.shared.k_slots.full.at(self.k.slot).wait(self.k.parity);
         wgmma::fence();
-        let values = self.start_values(&mut o, &p);
+        let k = self.shared.k.after(self.k.slot * panels::<H>());
+        if Self::IN_REGISTERS {
+            k.start_scores(s, own, false);
+        } else {
+            k.start_scores_of(s, self.queries(), false);
+        }
         wgmma::commit();
+        self.k.advance()
+    }
+
+    /// Unnormalised output of the queries `own`, whose first scores (of the diagonal) are `scores`; they come after `slots`
+    /// slots of keys. Leaves the queries and the first scores of the next piece of work in their place.
+    #[inline(always)]
+    fn attend(&mut self, scores: &mut H::Scores, own: &mut H::Own, slots: u32) -> (H::Sums, Softmax<H>) {
+        for _ in 0..slots_after::<H>(INDEX) {
+            self.shared.v_slots.skip(&mut self.v);
+        }
+        mask_diagonal(scores, INDEX % panels::<H>() * ROWS, f32::NEG_INFINITY);
+        let mut softmax = Softmax::new(scores);
+        let mut o = H::Sums::ZERO;
+        let mut others = H::Scores::ZERO;
+        let mut left = slots;
+        loop {
+            let max = self.step(scores, &mut others, &mut o, &mut softmax, own, left, left < slots);
+            if left == 0 {
+                *scores = others;
+                break;
+            }
+            left -= 1;
+            softmax.raise(max);
+            let max = self.step(&mut others, scores, &mut o, &mut softmax, own, left, true);
+            if left == 0 {
+                break;
+            }
+            left -= 1;
+            softmax.raise(max);
+        }
         wgmma::wait::<0>();
         o.settle();
-        self.shared.slots.release(values);
-        self.shared.q_slots.release(self.q.advance());
-        (o, rows)
+        self.shared.v_slots.release(self.v.advance());
+        (o, softmax)
     }
 
-    /// s = Q Kᵀ of the next tile of keys, whose slot is returned.
+    /// Adds the product of this slot's probabilities and values to `o`, which is left under way, and makes the next scores.
+    /// Returns the maxima with those. `left` slots follow; of none, the next scores are those of the next piece of work.
     #[inline(always)]
-    fn start_scores(&mut self, s: &mut Scores, q: SwizzledTile<64>) -> u32 {
-        let k = self.next_tile();
-        for step in 0..4 {
-            s.product(q.operand(step), k.operand(step), step > 0);
+    fn step(
+        &mut self,
+        scores: &mut H::Scores,
+        next: &mut H::Scores,
+        o: &mut H::Sums,
+        softmax: &mut Softmax<H>,
+        own: &mut H::Own,
+        left: u32,
+        under_way: bool,
+    ) -> [f32; 2] {
+        if left == 0 {
+            self.leave_queries();
+            self.take_queries(own);
         }
-        self.ring.advance()
-    }
-
-    /// o += P V with the next tile of values, whose slot is returned.
-    #[inline(always)]
-    fn start_values(&mut self, o: &mut Square, p: &[Left; 2]) -> u32 {
-        let v = self.next_tile();
-        for step in 0..8 {
-            o.product_with_rows(p[step / 4][step % 4], v.operand_by_rows(step as u32), true);
+        let keys = self.start_scores(next, own);
+        softmax.exponentiate::<0>(scores);
+        softmax.exponentiate::<1>(scores);
+        softmax.exponentiate::<2>(scores);
+        wgmma::wait::<0>();
+        next.settle();
+        o.settle();
+        self.shared.k_slots.release(keys);
+        if under_way {
+            self.shared.v_slots.release(self.v.advance());
         }
-        self.ring.advance()
+        let max = softmax.maximum_with(next);
+        softmax.exponentiate::<3>(scores);
+        for i in 0..H::HS as usize / 2 {
+            o[i] *= softmax.factor(i / 2 % 2);
+        }
+        let mut p = H::NO_PROBABILITIES;
+        for k in 0..4 * panels::<H>() as usize {
+            p[k] = left_step(scores, k);
+        }
+        self.shared.v_slots.full.at(self.v.slot).wait(self.v.parity);
+        wgmma::fence();
+        let values = self.shared.v.after(self.v.slot * panels::<H>());
+        values.add_products(o, &p, panels::<H>());
+        wgmma::commit();
+        max
     }
 
     #[inline(always)]
-    fn next_tile(&self) -> SwizzledTile<128> {
-        self.shared.slots.full.at(self.ring.slot).wait(self.ring.parity);
-        self.shared.ring.same_shape_after(self.ring.slot)
-    }
-
-    #[inline(always)]
-    fn write(&self, o: &Square, rows: Rows, shape: Shape, work: Work, out: GlobalMut<bf16>, lse: GlobalMut<f32>) {
-        let first = work.tile * TILE + self.index * HALF + thread_row();
-        let sums = [rows.total(0), rows.total(1)];
+    fn write(
+        o: &H::Sums,
+        softmax: &Softmax<H>,
+        shape: Shape<H, TILE>,
+        work: Work,
+        out: GlobalMut<bf16>,
+        lse: GlobalMut<f32>,
+    ) {
+        let first = work.tile * TILE + INDEX * ROWS + thread_row();
+        let sums = [softmax.total(0), softmax.total(1)];
         if first < shape.t {
-            write_row::<0>(out, shape.row(work, first), o, math::recip(sums[0]));
+            write_row::<H, 0>(out, shape.row(work, first), o, math::recip(sums[0]));
         }
         if first + 8 < shape.t {
-            write_row::<1>(out, shape.row(work, first + 8), o, math::recip(sums[1]));
+            write_row::<H, 1>(out, shape.row(work, first + 8), o, math::recip(sums[1]));
         }
         // The four lanes of a row have the same statistics; the first two write those of the two rows.
         let lane = (warp::lane() % 4) as usize;
         let query = first + 8 * lane as u32;
         if lane < 2 && query < shape.t {
-            let (max, sum) = if lane == 0 { (rows.max[0], sums[0]) } else { (rows.max[1], sums[1]) };
-            lse.set(shape.statistics(work) + query as usize, max * SCALE + math::ln(sum));
+            let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
+            lse.set(shape.statistics(work) + query as usize, value);
         }
     }
-}
-
-impl Rows {
-    /// s = exp(scale (s - max)) with the new maximum; returns what earlier sums and outputs must be multiplied by.
-    #[inline(always)]
-    fn soften(&mut self, s: &mut Scores) -> [f32; 2] {
-        [self.soften_row::<0>(s), self.soften_row::<1>(s)]
-    }
-
-    #[inline(always)]
-    fn soften_row<const ROW: usize>(&mut self, s: &mut Scores) -> f32 {
-        let old = self.max[ROW];
-        let mut max = old;
-        for j in 0..16 {
-            max = math::max(max, math::max(s[4 * j + 2 * ROW], s[4 * j + 2 * ROW + 1]));
-        }
-        max = math::max(max, warp::shuffle_xor(max, 1));
-        max = math::max(max, warp::shuffle_xor(max, 2));
-        let shift = max * SCALE_LOG2;
-        let mut sum = 0.0;
-        for j in 0..16 {
-            let i = 4 * j + 2 * ROW;
-            s[i] = math::exp2(math::fma(s[i], SCALE_LOG2, -shift));
-            s[i + 1] = math::exp2(math::fma(s[i + 1], SCALE_LOG2, -shift));
-            sum += s[i] + s[i + 1];
-        }
-        let factor = math::exp2(math::fma(old, SCALE_LOG2, -shift));
-        self.max[ROW] = max;
-        self.sum[ROW] = self.sum[ROW] * factor + sum;
-        factor
-    }
-
-    /// Sum over the whole row.
-    #[inline(always)]
-    fn total(&self, row: usize) -> f32 {
-        let sum = self.sum[row];
-        let sum = sum + warp::shuffle_xor(sum, 1);
-        sum + warp::shuffle_xor(sum, 2)
-    }
-}
-
-/// Scores of the diagonal tile whose key comes after the query.
-#[inline(always)]
-fn mask_diagonal(s: &mut Scores, index: u32) {
-    let query = index * HALF + thread_row();
-    for i in 0..64 {
-        let (row, key) = place_of(i);
-        if key > query + 8 * row as u32 {
-            s[i] = f32::NEG_INFINITY;
-        }
-    }
-}
-
-/// S rounded, as the left operand of eight products over 16 keys each.
-#[inline(always)]
-fn probabilities(s: &Scores) -> [Left; 2] {
-    let step = |k: usize| {
-        let pair = |i: usize| element::pack_pair(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-        [pair(0), pair(1), pair(2), pair(3)]
-    };
-    [[step(0), step(1), step(2), step(3)], [step(4), step(5), step(6), step(7)]]
 }

@@ -1,7 +1,7 @@
 //! Host side: the kernels with their grid and shared memory.
 
 use super::{
-    HS, attention_backward_keys_wgmma, attention_backward_queries_wgmma, attention_forward_wgmma,
+    Head, Head64, Head128, attention_backward_keys_wgmma, attention_backward_queries_wgmma, attention_forward_wgmma,
     backward_keys_shared_bytes, backward_queries_shared_bytes, forward_shared_bytes,
 };
 use crate::attention::launch::{Prepared, Shape, backward_dot};
@@ -11,7 +11,7 @@ use cuda_std::{Global, GlobalMut, bf16};
 
 /// Whether these kernels take heads of this many channels.
 pub fn takes(head_size: usize) -> bool {
-    head_size == HS as usize
+    matches!(head_size, 64 | 128)
 }
 
 /// A block for every multiprocessor.
@@ -19,7 +19,10 @@ fn persistent(launch: Launch, shared_bytes: usize, multiprocessors: usize) -> Pr
     Prepared { launch, grid: [multiprocessors as u32, 1, 1], shared_bytes }
 }
 
-/// out (B,T,NH,64) and lse (B,NH,T) from the map over qkv (B, T, 3 NH 64).
+/// out (B,T,NH,HS) and lse (B,NH,T) from the map over qkv (B, T, 3 NH HS).
+///
+/// # Panics
+/// If these kernels do not [take](takes) the head size, as in [`backward`].
 pub fn forward(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
@@ -27,18 +30,33 @@ pub fn forward(
     shape: Shape,
     multiprocessors: usize,
 ) -> Prepared {
-    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
-    persistent(attention_forward_wgmma(out, lse, qkv, b, t, nh), forward_shared_bytes(), multiprocessors)
+    let of = match shape.hs {
+        64 => forward_of::<Head64>,
+        128 => forward_of::<Head128>,
+        hs => panic!("attention_wgmma takes heads of 64 or 128 channels, found {hs}"),
+    };
+    of(out, lse, qkv, shape, multiprocessors)
 }
 
-/// The maps over qkv (B, T, 3 NH 64) and dout (B, T, NH 64).
+fn forward_of<H: Head>(
+    out: GlobalMut<bf16>,
+    lse: GlobalMut<f32>,
+    qkv: Global<TensorMap>,
+    shape: Shape,
+    multiprocessors: usize,
+) -> Prepared {
+    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
+    persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, nh), forward_shared_bytes::<H>(), multiprocessors)
+}
+
+/// The maps over qkv (B, T, 3 NH HS) and dout (B, T, NH HS).
 #[derive(Clone, Copy)]
 pub struct Maps {
     pub qkv: Global<TensorMap>,
     pub dout: Global<TensorMap>,
 }
 
-/// dqkv (B,T,3,NH,64) from dout and out (B,T,NH,64), qkv and lse (B,NH,T); `d` (B,NH,T) is scratch. Three kernels, to run
+/// dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv and lse (B,NH,T); `d` (B,NH,T) is scratch. Three kernels, to run
 /// in this order.
 pub fn backward(
     dqkv: GlobalMut<bf16>,
@@ -50,15 +68,29 @@ pub fn backward(
     shape: Shape,
     multiprocessors: usize,
 ) -> [Prepared; 3] {
-    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
-    let Maps { qkv, dout: dout_map } = maps;
     let dot = backward_dot(d, dout, out, shape);
-    let d = d.reader();
-    let keys = attention_backward_keys_wgmma(dqkv, qkv, dout_map, lse, d, b, t, nh);
-    let queries = attention_backward_queries_wgmma(dqkv, qkv, dout_map, lse, d, b, t, nh);
+    let of = match shape.hs {
+        64 => backward_of::<Head64>,
+        128 => backward_of::<Head128>,
+        hs => panic!("attention_wgmma takes heads of 64 or 128 channels, found {hs}"),
+    };
+    let [keys, queries] = of(dqkv, d.reader(), lse, maps, shape, multiprocessors);
+    [dot, keys, queries]
+}
+
+fn backward_of<H: Head>(
+    dqkv: GlobalMut<bf16>,
+    d: Global<f32>,
+    lse: Global<f32>,
+    Maps { qkv, dout }: Maps,
+    shape: Shape,
+    multiprocessors: usize,
+) -> [Prepared; 2] {
+    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
+    let keys = attention_backward_keys_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);
+    let queries = attention_backward_queries_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);
     [
-        dot,
-        persistent(keys, backward_keys_shared_bytes(), multiprocessors),
-        persistent(queries, backward_queries_shared_bytes(), multiprocessors),
+        persistent(keys, backward_keys_shared_bytes::<H>(), multiprocessors),
+        persistent(queries, backward_queries_shared_bytes::<H>(), multiprocessors),
     ]
 }

@@ -22,7 +22,7 @@ pub fn edge() -> Vec<Case> {
         cases.push(head_backward(shape));
     }
     cases.extend([copy(8), copy(1001)]);
-    for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1)] {
+    for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
         for head_size in [64, 80, 96, 128] {
             let shape = Heads { b, t, heads, head_size };
             cases.extend([attention_forward(shape), attention_backward(shape)]);
@@ -50,7 +50,9 @@ pub fn model() -> Vec<Case> {
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
         cases.push(head_backward(shape));
     }
-    for (b, t, heads, head_size) in [(1, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128)] {
+    for (b, t, heads, head_size) in
+        [(1, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
+    {
         let shape = Heads { b, t, heads, head_size };
         cases.extend([attention_forward(shape), attention_backward(shape)]);
     }

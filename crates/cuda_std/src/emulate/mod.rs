@@ -20,7 +20,7 @@ pub use access::{
     async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, fence_device, load, load128,
     load128_streaming, shared_base, store, store128, store128_streaming,
 };
-pub use arithmetic::{bf16x2, div_rn, exp2, fma, log2, max, recip, rsqrt, sqrt, sqrt_rn, tanh};
+pub use arithmetic::{bf16x2, div_rn, exp2, fma, log2, max, opaque, recip, rsqrt, sqrt, sqrt_rn, tanh};
 pub use block::{
     Grid, block_dim_x, block_idx_x, block_idx_y, block_idx_z, grid_dim_x, grid_dim_y, grid_dim_z, run, run_checked,
     thread_idx_x,

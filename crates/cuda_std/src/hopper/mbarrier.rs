@@ -80,6 +80,6 @@ impl Layout {
     /// `count` memory barriers.
     #[inline(always)]
     pub fn mbarriers(&mut self, count: usize) -> MBarriers {
-        MBarriers(self.take(8 * count, 8).cast())
+        MBarriers(backend::hopper::window(self.take(8 * count, 8)).cast())
     }
 }

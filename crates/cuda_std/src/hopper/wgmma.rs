@@ -42,7 +42,7 @@ impl<const R: usize> SwizzledTile<R> {
     #[inline(always)]
     pub fn operand(self, k: u32) -> Operand {
         // The descriptor counts in 16 bytes, and a tile's row spans 8 of those: no carry leaves the address field.
-        Operand(backend::hopper::operand(self.0) + 2 * k as u64)
+        Operand(backend::hopper::operand(self.0, 2 * k))
     }
 
     /// As [`operand`](Self::operand), of a tile whose rows are k and whose columns are m (or n): rows 16 `k` .. 16 `k` + 16.
@@ -50,7 +50,7 @@ impl<const R: usize> SwizzledTile<R> {
     #[inline(always)]
     pub fn operand_by_rows(self, k: u32) -> OperandByRows {
         // 16 rows are 2048 bytes; the stride between groups of eight rows stays the same.
-        OperandByRows(backend::hopper::operand_by_rows(self.0, R as u32 * 128) + 128 * k as u64)
+        OperandByRows(backend::hopper::operand_by_rows(self.0, R as u32 * 128, 128 * k))
     }
 
     /// Rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's part of a left operand in registers
@@ -80,7 +80,7 @@ impl Layout {
     /// A swizzled tile of `R` rows.
     #[inline(always)]
     pub fn swizzled<const R: usize>(&mut self) -> SwizzledTile<R> {
-        SwizzledTile(self.take(R * 128, 1024).cast())
+        SwizzledTile(backend::hopper::window(self.take(R * 128, 1024)).cast())
     }
 }
 

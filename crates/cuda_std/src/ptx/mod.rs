@@ -46,6 +46,13 @@ special_register! {
     grid_dim_z = _grid_dim_z
 }
 
+#[inline(always)]
+pub fn opaque(mut value: u32) -> u32 {
+    // SAFETY: no instruction; the operand ties what depends on it to this point.
+    unsafe { asm!("// {0}", inout(reg32) value, options(nostack, preserves_flags)) }
+    value
+}
+
 /// f32 -> f32 in one instruction without side effects.
 macro_rules! unary {
     ($($name:ident = $instruction:literal)*) => {$(

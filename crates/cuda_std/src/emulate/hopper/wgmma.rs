@@ -177,15 +177,19 @@ fn place(thread: usize, i: usize) -> (usize, usize) {
 }
 
 /// Descriptor of an operand in 128-byte swizzle, as on the device.
-pub fn operand<T>(pointer: *const T) -> u64 {
-    let start = with(Block::shared_base).addr();
-    let address = (pointer.addr().wrapping_sub(start) & 0x3_ffff) as u64;
-    (address >> 4) | (1 << 16) | (64 << 32) | (1 << 62)
+pub fn operand<T>(tile: *const T, offset: u32) -> u64 {
+    descriptor(tile, 1, offset)
 }
 
 /// Descriptor of an operand by rows, as on the device.
-pub fn operand_by_rows<T>(pointer: *const T, leading: u32) -> u64 {
-    operand(pointer) - (1 << 16) + (u64::from(leading) >> 4 << 16)
+pub fn operand_by_rows<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
+    descriptor(tile, leading >> 4, offset)
+}
+
+fn descriptor<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
+    let start = with(Block::shared_base).addr();
+    let address = (tile.addr().wrapping_sub(start) & 0x3_ffff) as u64;
+    ((address >> 4) | u64::from(leading) << 16 | (64 << 32) | (1 << 62)) + u64::from(offset)
 }
 
 /// Columns of a tile.
