@@ -264,11 +264,11 @@ fn around_a_tile() {
     }
 }
 
-/// 3 x 3 or 3 x 5 tiles; an odd and an even number of them for a block; a consumer without any; a ring that goes on from
-/// tile to tile.
+/// 2 x 2 to 3 x 4 tiles; an odd and an even number of them for a block; a consumer without any; a ring that goes on from tile
+/// to tile.
 fn fewer_and_more_blocks_than_tiles() {
-    for blocks in [1, 2, 4, 8, 17] {
-        check_all(300, 520, 200, blocks);
+    for blocks in [1, 4, 17] {
+        check_all(264, 392, 200, blocks);
     }
 }
 
@@ -424,7 +424,8 @@ fn tilings_offered() {
             let busy = items as f64 / (items.next_multiple_of(132)) as f64;
             assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
             let whole = tilings(Product::ABGeluBackward, shape, 132, 1 << 24);
-            assert!(whole.iter().all(|tiling| tiling.splits == 1 && tiling.size.rows() == 128), "{whole:?}");
+            let in_turns = [Size::T128x128, Size::T128x192];
+            assert!(whole.iter().all(|tiling| tiling.splits == 1 && in_turns.contains(&tiling.size)), "{whole:?}");
         }
     }
 }

@@ -6,17 +6,20 @@
 
 use super::mainloop::Place;
 use super::pingpong::Shared;
-use super::tiles::{CONSUMER_ROWS, Items, Tile};
+use super::tiles::{Items, Tile};
 use cuda_std::element::unpack_pair;
 use cuda_std::{GlobalMut, warp};
 
 /// Warps that sum, 64 columns each.
 pub const SUMMING_WARPS: u32 = 2;
 
+/// Columns of a that the two sum.
+const SUMMED: u32 = SUMMING_WARPS * 64;
+
 /// Rows of sums for each part of K.
 pub const fn slices<T: Tile>(n: u32) -> u32 {
     let tiles = n.div_ceil(T::COLUMNS);
-    if T::TOGETHER { tiles.div_ceil(2) } else { tiles }
+    if T::ROWS > SUMMED { tiles.div_ceil(2) } else { tiles }
 }
 
 /// Sums over all of a block's items, to `sums` (parts of K · [`slices`], M).
@@ -30,8 +33,8 @@ pub fn sum_columns<T: Tile>(shared: Shared, items: Items, sums: GlobalMut<f32>, 
         let tile = item.column / T::COLUMNS;
         // Which half of the rows this tile sums, how many tiles share them, and which of those this is.
         let (half, sharers, share) =
-            if T::TOGETHER { (tile % 2, (tiles + 1 - tile % 2) / 2, tile / 2) } else { (0, tiles, tile) };
-        let first = half * CONSUMER_ROWS + which * 64;
+            if T::ROWS > SUMMED { (tile % 2, (tiles + 1 - tile % 2) / 2, tile / 2) } else { (0, tiles, tile) };
+        let first = half * SUMMED + which * 64;
         let mut sum = [[0.0; 4]; 4];
         // In units of 16 rows of k: the next to sum, and the first of the stage.
         let (mut next, mut at) = (share, 0);
@@ -71,8 +74,8 @@ pub fn sum_columns<T: Tile>(shared: Shared, items: Items, sums: GlobalMut<f32>, 
             }
         }
         // Where tiles are odd in number, one slice has no tile for the lower half.
-        if T::TOGETHER && tiles % 2 == 1 && tile == tiles - 1 {
-            let column = item.row + CONSUMER_ROWS + which * 64 + warp::lane() * 2;
+        if T::ROWS > SUMMED && tiles % 2 == 1 && tile == tiles - 1 {
+            let column = item.row + SUMMED + which * 64 + warp::lane() * 2;
             // m is a multiple of 8.
             if column < m {
                 sums.set_pair(slice as usize * m as usize + column as usize, [0.0; 2]);

@@ -2,7 +2,7 @@
 
 use super::mainloop::Sums;
 use super::pingpong::{Shared, WARPGROUP, Write, is_first};
-use super::tiles::{CONSUMER_ROWS, Item, Tile};
+use super::tiles::{Item, Tile};
 use crate::gelu;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
@@ -78,7 +78,7 @@ const fn boxes<E: Epilogue>() -> u32 {
 
 /// Pieces of a consumer's rows of a tile.
 const fn pieces<T: Tile>() -> u32 {
-    CONSUMER_ROWS / BOX * (T::COLUMNS / BOX)
+    T::CONSUMER_ROWS / BOX * (T::COLUMNS / BOX)
 }
 
 /// Pieces that have room at a time: as many that their number divides that of a tile's pieces.
@@ -125,6 +125,9 @@ impl<E: Epilogue, T: Tile> Write<T> for Writer<E, T> {
         if T::COLUMNS > 128 {
             self.write_columns::<2>(d, row, column);
         }
+        if T::COLUMNS > 192 {
+            self.write_columns::<3>(d, row, column);
+        }
         self.round += 1;
     }
 
@@ -154,10 +157,10 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
 
     #[inline(always)]
     fn load_aux(&self, piece: u32, row: u32, column: u32) {
-        let slot = piece % slots::<E, T>();
+        let (slot, halves) = (piece % slots::<E, T>(), T::CONSUMER_ROWS / BOX);
         let full = self.shared.aux_full.at(self.consumer * T::BOXES + slot);
         full.arrive_expecting(SwizzledTile::<64>::BYTES);
-        self.slot(slot).load(self.target.aux, column + piece / 2 * BOX, row + piece % 2 * BOX, full);
+        self.slot(slot).load(self.target.aux, column + piece / halves * BOX, row + piece % halves * BOX, full);
     }
 
     #[inline(always)]
@@ -173,12 +176,14 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
             }
         }
         self.write_piece::<BLOCK, 0>(&d.upper, &bias, row, column);
-        self.write_piece::<BLOCK, 1>(&d.lower, &bias, row, column);
+        if T::CONSUMER_ROWS > BOX {
+            self.write_piece::<BLOCK, 1>(&d.lower, &bias, row, column);
+        }
     }
 
     #[inline(always)]
     fn write_piece<const BLOCK: u32, const HALF: u32>(&self, d: &T::Sums, bias: &[[f32; 2]; 8], row: u32, column: u32) {
-        let (piece, slots) = (BLOCK * 2 + HALF, slots::<E, T>());
+        let (piece, slots) = (BLOCK * (T::CONSUMER_ROWS / BOX) + HALF, slots::<E, T>());
         let slot = piece % slots;
         let aux = self.slot(slot);
         let out = if E::WRITES_AUX { aux.same_shape_after(1) } else { aux };

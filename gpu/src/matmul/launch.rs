@@ -2,10 +2,10 @@
 
 use super::column_sums::slices;
 use super::epilogue::{Accumulate, BOX, Bias, BiasGelu, Epilogue, GeluBackward, Plain};
-use super::mainloop::{AB, ABt, AtB, Operands, TILE_K};
+use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
 use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
-use super::tiles::{CONSUMER_ROWS, Tile, Together128, Together192, Turns128, Turns192};
+use super::tiles::{Tile, Together128, Together192, Together256, Turns128, Turns192};
 use crate::attention::launch::Prepared;
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
@@ -59,6 +59,7 @@ pub enum Size {
     T128x192,
     T256x128,
     T256x192,
+    T128x256,
 }
 
 /// `$call` with `$tile` as the kernels' tile of a size.
@@ -81,12 +82,16 @@ macro_rules! for_size {
                 type $tile = Together192;
                 $call
             }
+            Size::T128x256 => {
+                type $tile = Together256;
+                $call
+            }
         }
     };
 }
 
 impl Size {
-    pub const ALL: [Self; 4] = [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192];
+    pub const ALL: [Self; 5] = [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192, Self::T128x256];
 
     /// Of so many rows and columns.
     pub fn of(rows: u32, columns: u32) -> Option<Self> {
@@ -134,7 +139,7 @@ pub struct Map {
 pub fn maps(product: Product, shape: Shape, size: Size) -> [Map; 3] {
     let Shape { m, n, k } = shape;
     let map = |rows, columns, tile_rows| Map { extents: [rows, columns], tile: (tile_rows, TILE_K) };
-    let a = if product.accumulates() { map(k, m, TILE_K) } else { map(m, k, CONSUMER_ROWS) };
+    let a = if product.accumulates() { map(k, m, TILE_K) } else { map(m, k, A_BOX) };
     let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, size.columns()) };
     [a, b, Map { extents: [m, n], tile: (BOX, BOX) }]
 }
@@ -184,12 +189,14 @@ impl Tiling {
     pub fn is_possible(self, product: Product, shape: Shape) -> bool {
         let Self { size, splits } = self;
         let steps = shape.k.div_ceil(TILE_K as usize);
-        let together = size.rows() > CONSUMER_ROWS;
+        let together = for_size!(size, T => T::TOGETHER);
         // Of tiles that are not beside others, none would sum the lower half of the columns.
-        let alone = product == Product::AtBAccumulateSums && shape.n <= size.columns() as usize;
+        let large = size == Size::T256x128 || size == Size::T256x192;
+        let alone = product == Product::AtBAccumulateSums && large && shape.n <= size.columns() as usize;
         (splits == 1 || product.accumulates())
             && (splits - 1) * steps.div_ceil(splits) < steps
-            && !(together && (product.writes_much() || alone))
+            && !alone
+            && !(together && product.writes_much())
     }
 
     /// In tenths of the time that a multiprocessor takes for a step of 128 x 64: an epilogue costs four steps, a part of a tile
@@ -199,7 +206,7 @@ impl Tiling {
         let items = size.tiles(shape) * splits;
         let steps = shape.k.div_ceil(TILE_K as usize).div_ceil(splits);
         let added = if splits == 1 { 0 } else { items + 100 };
-        let of_step = (size.rows() * size.columns() / (CONSUMER_ROWS * BOX)) as usize;
+        let of_step = (size.rows() * size.columns() / (A_BOX * BOX)) as usize;
         (items.div_ceil(multiprocessors) * (steps + 4) * 10 + added) * of_step
     }
 }
@@ -293,6 +300,7 @@ fn in_turns_or_together<L: Operands, E: Epilogue>(shape: Shape, size: Size, oper
     match size {
         Size::T256x128 => of::<L, E, Together128>(shape, operands),
         Size::T256x192 => of::<L, E, Together192>(shape, operands),
+        Size::T128x256 => of::<L, E, Together256>(shape, operands),
         _ => in_turns::<L, E>(shape, size, operands),
     }
 }

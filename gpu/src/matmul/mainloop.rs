@@ -1,13 +1,16 @@
 //! Operands through a ring of stages in shared memory: the producer's loads, a consumer's products.
 
 use super::pingpong::{Shared, is_first};
-use super::tiles::{CONSUMER_ROWS, Item, Tile};
+use super::tiles::{Item, Tile};
 use cuda_std::Global;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{MBarrier, TensorMap, wgmma};
 
 /// Columns of k in a stage.
 pub const TILE_K: u32 = 64;
+
+/// Rows of a (M, K) that a load takes.
+pub const A_BOX: u32 = 128;
 
 /// How the operands lie, row-major.
 pub trait Operands: 'static {
@@ -84,8 +87,8 @@ pub fn load_stage<L: Operands, T: Tile>(
             shared.pool.rows::<64>(at + i * 64).load(a, row + i * 64, k, full);
         }
     } else {
-        for i in 0..T::ROWS / CONSUMER_ROWS {
-            shared.pool.rows::<128>(at + i * CONSUMER_ROWS).load(a, k, row + i * CONSUMER_ROWS, full);
+        for i in 0..T::ROWS / A_BOX {
+            shared.pool.rows::<128>(at + i * A_BOX).load(a, k, row + i * A_BOX, full);
         }
     }
     let b_tile = shared.pool.rows::<64>(at + T::ROWS);
@@ -98,7 +101,7 @@ pub fn load_stage<L: Operands, T: Tile>(
     }
 }
 
-/// Sums of a tile of 128 rows: of its upper and of its lower 64.
+/// Sums of a consumer's rows of a tile: of the upper 64, and of the lower if there are more.
 #[derive(Clone, Copy)]
 pub struct Sums<A> {
     pub upper: A,
@@ -146,7 +149,9 @@ pub fn multiply<L: Operands, T: Tile>(
     }
     wgmma::wait::<0>();
     d.upper.settle();
-    d.lower.settle();
+    if T::CONSUMER_ROWS > 64 {
+        d.lower.settle();
+    }
     release(shared.empty.at(previous));
     d
 }
@@ -161,21 +166,28 @@ fn products<L: Operands, T: Tile>(
     k: u32,
     accumulate: bool,
 ) {
-    let a = if T::TOGETHER { at + consumer * CONSUMER_ROWS } else { at };
+    let a = if T::TOGETHER { at + consumer * T::CONSUMER_ROWS } else { at };
     let (upper, lower) = (shared.pool.rows::<64>(a), shared.pool.rows::<64>(a + 64));
     let b = shared.pool.rows::<64>(at + T::ROWS);
+    let both = T::CONSUMER_ROWS > 64;
     if L::A_BY_ROWS {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand_by_rows(k), b, accumulate);
-        d.lower.product(lower.operand_by_rows(k), b, accumulate);
+        if both {
+            d.lower.product(lower.operand_by_rows(k), b, accumulate);
+        }
     } else if L::B_BY_ROWS {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand(k), b, accumulate);
-        d.lower.product(lower.operand(k), b, accumulate);
+        if both {
+            d.lower.product(lower.operand(k), b, accumulate);
+        }
     } else {
         let b = b.operand(k);
         d.upper.product(upper.operand(k), b, accumulate);
-        d.lower.product(lower.operand(k), b, accumulate);
+        if both {
+            d.lower.product(lower.operand(k), b, accumulate);
+        }
     }
 }
 

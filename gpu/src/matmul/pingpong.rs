@@ -12,7 +12,7 @@ use super::epilogue::{Accumulate, Bias, BiasGelu, Epilogue, GeluBackward, Plain,
 use super::mainloop::{AB, ABt, AtB, Operands, Place, Sums, load_stage, multiply};
 use super::split::{AddingWriter, PartialWriter};
 use super::tiles::{
-    CONSUMER_ROWS, CONSUMERS, Item, Items, MOST_STAGES, POOL_ROWS, Tile, Together128, Together192, Turns128, Turns192,
+    CONSUMERS, Item, Items, MOST_STAGES, POOL_ROWS, Tile, Together128, Together192, Together256, Turns128, Turns192,
 };
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap};
@@ -69,22 +69,26 @@ pub fn pingpong_shared_bytes() -> usize {
     abt_192 = <ABt, Plain, Turns192>,
     abt_256x128 = <ABt, Plain, Together128>,
     abt_256x192 = <ABt, Plain, Together192>,
+    abt_128x256 = <ABt, Plain, Together256>,
     abt_bias_128 = <ABt, Bias, Turns128>,
     abt_bias_192 = <ABt, Bias, Turns192>,
     abt_bias_256x128 = <ABt, Bias, Together128>,
     abt_bias_256x192 = <ABt, Bias, Together192>,
+    abt_bias_128x256 = <ABt, Bias, Together256>,
     abt_bias_gelu_128 = <ABt, BiasGelu, Turns128>,
     abt_bias_gelu_192 = <ABt, BiasGelu, Turns192>,
     ab_128 = <AB, Plain, Turns128>,
     ab_192 = <AB, Plain, Turns192>,
     ab_256x128 = <AB, Plain, Together128>,
     ab_256x192 = <AB, Plain, Together192>,
+    ab_128x256 = <AB, Plain, Together256>,
     ab_gelu_backward_128 = <AB, GeluBackward, Turns128>,
     ab_gelu_backward_192 = <AB, GeluBackward, Turns192>,
     atb_accumulate_128 = <AtB, Accumulate, Turns128>,
     atb_accumulate_192 = <AtB, Accumulate, Turns192>,
     atb_accumulate_256x128 = <AtB, Accumulate, Together128>,
-    atb_accumulate_256x192 = <AtB, Accumulate, Together192>))]
+    atb_accumulate_256x192 = <AtB, Accumulate, Together192>,
+    atb_accumulate_128x256 = <AtB, Accumulate, Together256>))]
 pub fn matmul_pingpong<L: Operands, E: Epilogue, T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -115,7 +119,8 @@ const NO_SUMS: ColumnSums = ColumnSums { sums: GlobalMut::new(core::ptr::null_mu
     w128 = <Turns128>,
     w192 = <Turns192>,
     w256x128 = <Together128>,
-    w256x192 = <Together192>))]
+    w256x192 = <Together192>,
+    w128x256 = <Together256>))]
 pub fn matmul_add_f32<T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -136,7 +141,8 @@ pub fn matmul_add_f32<T: Tile>(
     w128 = <Turns128>,
     w192 = <Turns192>,
     w256x128 = <Together128>,
-    w256x192 = <Together192>))]
+    w256x192 = <Together192>,
+    w128x256 = <Together256>))]
 pub fn matmul_with_column_sums<T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -165,10 +171,12 @@ pub fn matmul_with_column_sums<T: Tile>(
     w192 = <Turns192, false>,
     w256x128 = <Together128, false>,
     w256x192 = <Together192, false>,
+    w128x256 = <Together256, false>,
     sums_128 = <Turns128, true>,
     sums_192 = <Turns192, true>,
     sums_256x128 = <Together128, true>,
-    sums_256x192 = <Together192, true>))]
+    sums_256x192 = <Together192, true>,
+    sums_128x256 = <Together256, true>))]
 pub fn matmul_parts<T: Tile, const SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -272,7 +280,7 @@ fn multiply_tiles<L: Operands, T: Tile, W: Write<T>, const SUMS: bool>(
             let mut i = 0;
             while items.has(i) {
                 let item = items.at(i);
-                let item = Item { row: item.row + consumer * CONSUMER_ROWS, ..item };
+                let item = Item { row: item.row + consumer * T::CONSUMER_ROWS, ..item };
                 writer.prepare(item);
                 let d = multiply::<L, T>(shared, consumer, item.steps, &mut place, shared.turn.at(0));
                 writer.write(&d, item);

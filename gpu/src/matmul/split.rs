@@ -1,10 +1,10 @@
 //! Sums to memory without TMA: added to an f32 output, or of parts of K, which are added up in the parts' order.
 //!
-//! Parts lie in memory as threads have them, 128 rows of a tile after another: 16 bytes of thread 0, of thread 1, ….
+//! Parts lie in memory as threads have them, 64 rows of a tile after another: 16 bytes of thread 0, of thread 1, ….
 
 use super::mainloop::{Sums, TILE_K};
 use super::pingpong::{WARPGROUP, Write};
-use super::tiles::{CONSUMER_ROWS, Item, Items, Tile};
+use super::tiles::{CONSUMERS, Item, Items, Tile};
 use core::marker::PhantomData;
 use cuda_std::{Global, GlobalMut, Packet, bf16, element, kernel, thread};
 
@@ -72,7 +72,9 @@ impl<T: Tile> Write<T> for AddingWriter<T> {
     #[inline(always)]
     fn write(&mut self, d: &Sums<T::Sums>, Item { row, column, .. }: Item) {
         self.add(&d.upper, row, column);
-        self.add(&d.lower, row + 64, column);
+        if T::CONSUMER_ROWS > 64 {
+            self.add(&d.lower, row + 64, column);
+        }
     }
 
     #[inline(always)]
@@ -98,11 +100,11 @@ const fn packets(columns: u32) -> u32 {
     columns / 8
 }
 
-/// Where packet `packet` of a thread's lies; those of the lower 64 rows follow those of the upper. `index`: which 128 rows.
+/// Where packet `packet` of a thread's lies. `index`: of which 64 rows.
 #[inline(always)]
 fn place(columns: u32, index: u32, packet: u32) -> usize {
     let thread = thread::thread_idx_x() % WARPGROUP;
-    ((index as usize * 2 * packets(columns) as usize + packet as usize) * WARPGROUP as usize + thread as usize) * 4
+    ((index as usize * packets(columns) as usize + packet as usize) * WARPGROUP as usize + thread as usize) * 4
 }
 
 impl<T: Tile> Write<T> for PartialWriter<T> {
@@ -111,12 +113,14 @@ impl<T: Tile> Write<T> for PartialWriter<T> {
 
     #[inline(always)]
     fn write(&mut self, d: &Sums<T::Sums>, item: Item) {
-        let index = if T::TOGETHER { item.index * 2 + self.consumer } else { item.index };
-        let half = packets(T::COLUMNS);
-        for packet in 0..half {
+        let halves = T::CONSUMER_ROWS / 64;
+        let index = if T::TOGETHER { item.index * CONSUMERS + self.consumer } else { item.index } * halves;
+        for packet in 0..packets(T::COLUMNS) {
             let at = |d: &T::Sums| Packet::from_fn(|i| d[packet as usize * 4 + i]);
             self.parts.set_packet(place(T::COLUMNS, index, packet), at(&d.upper));
-            self.parts.set_packet(place(T::COLUMNS, index, half + packet), at(&d.lower));
+            if halves > 1 {
+                self.parts.set_packet(place(T::COLUMNS, index + 1, packet), at(&d.lower));
+            }
         }
     }
 
@@ -124,13 +128,13 @@ impl<T: Tile> Write<T> for PartialWriter<T> {
     fn finish(&self) {}
 }
 
-/// Packets of 128 rows of a tile that a block adds up.
+/// Packets of 64 rows of a tile that a block adds up.
 const BATCH: u32 = 4;
 
-/// Blocks of [`matmul_add_parts`]: for 128 rows of a tile, and of those.
+/// Blocks of [`matmul_add_parts`]: for 64 rows of a tile, and of those.
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn add_parts_grid([tile_rows, tile_columns]: [u32; 2], tiles: usize) -> [u32; 3] {
-    [2 * packets(tile_columns) / BATCH, tiles as u32 * (tile_rows / CONSUMER_ROWS), 1]
+    [packets(tile_columns) / BATCH, tiles as u32 * (tile_rows / 64), 1]
 }
 
 /// out (M, N) += the sum of `splits` parts, of tiles of `tile_rows` x `tile_columns`. Grid: [`add_parts_grid`].
@@ -145,10 +149,10 @@ pub fn matmul_add_parts<O: Sum>(
     splits: u32,
 ) {
     let items = Items::new([tile_rows, tile_columns], m, n, TILE_K, 1);
-    let pieces = tile_rows / CONSUMER_ROWS;
+    let pieces = tile_rows / 64;
     let (count, index) = (items.count() * pieces, thread::block_idx_y());
     let (row, column) = items.tile(index / pieces);
-    let row = row + index % pieces * CONSUMER_ROWS;
+    let row = row + index % pieces * 64;
     let thread = thread::thread_idx_x();
     let (warp, g, c) = (thread / 32, thread % 32 / 4, thread % 4);
     for i in 0..BATCH {
@@ -162,8 +166,8 @@ pub fn matmul_add_parts<O: Sum>(
             }
             part += 1;
         }
-        let row = row + packet / packets(tile_columns) * 64 + warp * 16 + g;
-        let column = column + packet % packets(tile_columns) * 8 + c * 2;
+        let row = row + warp * 16 + g;
+        let column = column + packet * 8 + c * 2;
         for (row, low, high) in [(row, sums[0], sums[1]), (row + 8, sums[2], sums[3])] {
             if row < m && column < n {
                 O::add(out, row as usize * n as usize + column as usize, [low, high]);

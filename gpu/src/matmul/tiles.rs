@@ -4,8 +4,6 @@ use super::mainloop::TILE_K;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::thread;
 
-/// Rows of a tile that a consumer multiplies.
-pub const CONSUMER_ROWS: u32 = 128;
 pub const CONSUMERS: u32 = 2;
 /// Rows of 128 bytes of shared memory, for operands and for what is written.
 pub const POOL_ROWS: usize = 1792;
@@ -18,8 +16,11 @@ pub trait Tile: 'static {
     type Sums: Accumulators + 'static;
     /// Whether a tile is of both consumers, a half of its rows each, and not theirs in turns.
     const TOGETHER: bool;
+    /// Of a tile.
+    const ROWS: u32;
 
-    const ROWS: u32 = if Self::TOGETHER { CONSUMERS * CONSUMER_ROWS } else { CONSUMER_ROWS };
+    /// Rows that a consumer multiplies: 64 or 128.
+    const CONSUMER_ROWS: u32 = if Self::TOGETHER { Self::ROWS / CONSUMERS } else { Self::ROWS };
     const COLUMNS: u32 = Self::Sums::COLUMNS;
     /// Rows of a stage: the tile's of a, then as many of b as the tile has columns.
     const STAGE_ROWS: u32 = Self::ROWS + Self::COLUMNS;
@@ -42,25 +43,37 @@ pub struct Turns192;
 pub struct Together128;
 /// 256 x 192, together
 pub struct Together192;
+/// 128 x 256, together
+pub struct Together256;
 
 impl Tile for Turns128 {
     type Sums = [f32; 64];
     const TOGETHER: bool = false;
+    const ROWS: u32 = 128;
 }
 
 impl Tile for Turns192 {
     type Sums = [f32; 96];
     const TOGETHER: bool = false;
+    const ROWS: u32 = 128;
 }
 
 impl Tile for Together128 {
     type Sums = [f32; 64];
     const TOGETHER: bool = true;
+    const ROWS: u32 = 256;
+}
+
+impl Tile for Together256 {
+    type Sums = [f32; 128];
+    const TOGETHER: bool = true;
+    const ROWS: u32 = 128;
 }
 
 impl Tile for Together192 {
     type Sums = [f32; 96];
     const TOGETHER: bool = true;
+    const ROWS: u32 = 256;
 }
 
 /// Rows that are worked on before moving to the next columns, so that operands stay in L2.

@@ -1,6 +1,7 @@
 //! `bench gemm`: the matrix products of a model.
 
 use super::table::{Cell, Column, Json, Table};
+use crate::cli::count;
 use crate::commands::resources::Hardware;
 use crate::engine::{Engine, Linear, Result, Scope, Timing};
 use crate::model::Descriptor;
@@ -17,6 +18,10 @@ pub struct Gemm {
     batch: usize,
     #[arg(short = 't', long, default_value = "1024")]
     seq: usize,
+
+    /// Square matrices of this size instead of a model's
+    #[arg(long, value_name = "N", value_parser = count)]
+    square: Option<usize>,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -43,9 +48,13 @@ pub fn run(options: &Gemm) -> Result<()> {
     let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
     table.print_heading()?;
     let (mut first, mut best, mut taken) = (0.0, 0.0, 0.0);
-    for (c, oc, gelu) in [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)] {
-        let shape = Linear { rows, c, oc };
-        for timing in layer(&mut *engine, shape, oc != vp, gelu)? {
+    let layers = [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)];
+    let layers = match options.square {
+        Some(n) => vec![(Linear { rows: n, c: n, oc: n }, false, false)],
+        None => layers.map(|(c, oc, gelu)| (Linear { rows, c, oc }, oc != vp, gelu)).to_vec(),
+    };
+    for (shape, bias, gelu) in layers {
+        for timing in layer(&mut *engine, shape, bias, gelu)? {
             let library = timing.library;
             let p = library.problem;
             let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
