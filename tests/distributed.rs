@@ -121,10 +121,7 @@ impl Threads {
             stop: Stop::default(),
         };
         let outcome = run.train();
-        let error = match outcome {
-            Ok(_) => ranks.close().err(),
-            Err(error) => Some(ranks.give_up(error)),
-        };
+        let error = outcome.err().map(|error| ranks.give_up(error));
         let training = model.training.unwrap();
         let numbers = |key| numbers(dir.path(), key);
         End {
@@ -344,6 +341,8 @@ fn processes_train_together_and_go_on_from_a_checkpoint() {
         }
         assert_eq!(numbers(&whole, "loss").len().to_string(), steps);
     }
+    // Ranks are compared after each step; that is no time of the step.
+    assert!(numbers(&whole, "ms").iter().all(|&ms| ms > 0.01), "{:?}", numbers(&whole, "ms"));
     let losses = numbers(&whole, "loss");
     assert!(losses[11] < losses[0], "{losses:?}");
 }
@@ -435,6 +434,47 @@ fn a_rank_that_is_killed_ends_the_run_on_all() {
     outputs.pop();
     let message = one_message(&outputs);
     assert!(message.contains("rank 2 (") && message.contains("has ended, or the connection to it; step "), "{message}");
+}
+
+/// A rank that is stopped says nothing and closes nothing.
+#[test]
+fn a_rank_that_stands_still_ends_the_run_on_all() {
+    let worlds = [0, 2].map(|stopped| (stopped, World::new()));
+    thread::scope(|scope| {
+        for (stopped, world) in &worlds {
+            scope.spawn(move || stands_still(world, *stopped));
+        }
+    });
+}
+
+fn stands_still(world: &World, stopped: usize) {
+    let more = ["--steps", "100000", "--checkpoint-every", "0", "--total-batch", "96"];
+    let job = format!("stopped {stopped}");
+    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, &job, "out", &more)).collect();
+    let log = world.path("out/main.log");
+    let deadline = Instant::now() + PATIENCE;
+    while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(20));
+    }
+    let pid = children[stopped].id().to_string();
+    Command::new("kill").args(["-STOP", &pid]).status().unwrap();
+    let begun = Instant::now();
+    let mut still = children.remove(stopped);
+    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+    still.kill().unwrap();
+    still.wait().unwrap();
+    if stopped > 0 {
+        let message = one_message(&outputs);
+        assert!(message.contains("nothing came from rank 2 (") && message.contains(" s; step "), "{message}");
+        return;
+    }
+    // Nobody is left who could tell the others.
+    for output in outputs {
+        let message = said(&output).1;
+        assert!(output.status.code() == Some(3) && message.contains("nothing came from rank 0 in 2"), "{message}");
+    }
 }
 
 #[test]

@@ -129,7 +129,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// What is done with a run, as opposed to what the run is.
-    const ACTIONS: [&str; 11] = [
+    const ACTIONS: [&str; 12] = [
         "config",
         "dry-run",
         "help",
@@ -141,6 +141,7 @@ mod tests {
         "local-rank",
         "rendezvous",
         "rendezvous-timeout",
+        "step-timeout",
     ];
 
     fn whole() -> Config {

@@ -117,6 +117,15 @@ const RANK_SEED: u32 = 0x9e37_79b9;
 
 impl Run<'_> {
     pub fn train(&mut self) -> Result<Outcome> {
+        let outcome = self.all_steps();
+        match &outcome {
+            Ok(_) => self.ranks.close()?,
+            Err(_) => self.ranks.abandon(),
+        }
+        outcome
+    }
+
+    fn all_steps(&mut self) -> Result<Outcome> {
         let training = self.model.training.context("this model was planned for inference only")?;
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
         let first = self.state.step;
@@ -167,6 +176,7 @@ impl Run<'_> {
             let now = self.queue(step, training)?;
             self.report(queued.replace(now), &mut session)?;
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1) % n == 0) {
+                self.report(queued.take(), &mut session)?;
                 self.check_ranks(training)?;
                 session.clock.resume(self.engine_time(training)?);
             }

@@ -31,6 +31,9 @@ pub trait Communicator {
     /// Ends it in good order: once all ranks do.
     fn close(self: Box<Self>) -> Result<()>;
 
+    /// Ends it at once, whatever is under way.
+    fn abandon(self: Box<Self>) -> Star;
+
     /// `NCCL 2.28.3`
     fn describe(&self) -> String;
 }
@@ -71,6 +74,10 @@ impl Communicator for Star {
 
     fn close(self: Box<Self>) -> Result<()> {
         Ok(())
+    }
+
+    fn abandon(self: Box<Self>) -> Star {
+        *self
     }
 
     fn describe(&self) -> String {

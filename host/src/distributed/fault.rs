@@ -24,6 +24,9 @@ pub enum Fault {
     #[error("nothing came from {who} in {:.0} s; {during}", waited.as_secs_f64())]
     Silent { who: String, waited: Duration, during: String },
 
+    #[error("{who} stands still for {:.0} s; {during}", waited.as_secs_f64())]
+    Hangs { who: String, waited: Duration, during: String },
+
     #[error("{what} is not the same on {who} as on rank 0: memory or a GPU there may be faulty, or this program is")]
     Apart { who: String, what: String },
 

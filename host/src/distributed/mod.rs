@@ -1,7 +1,8 @@
 //! A run of several processes, one for each GPU.
 //!
 //! * [`launcher`]: which of them this one is; [`rendezvous`]: how they meet; [`preflight`]: whether they belong together.
-//! * [`star`]: what they say to each other, over TCP with rank 0 in the middle.
+//! * [`star`]: what they say to each other, over TCP with rank 0 in the middle; [`watchdog`]: what becomes of a run that has
+//!   lost one of them.
 //! * [`communicator`]: what they do together to tensors: over [`star`] in host memory, or by [`nccl`] between GPUs.
 //! * [`ranks`]: all of that as the training loop has it, or nothing, in a run of one process.
 
@@ -13,5 +14,6 @@ pub mod preflight;
 pub mod ranks;
 pub mod rendezvous;
 pub mod star;
+pub mod watchdog;
 
 pub use ranks::Ranks;

@@ -105,6 +105,11 @@ impl Communicator for Nccl {
         Ok(self.communicator.close()?)
     }
 
+    fn abandon(self: Box<Self>) -> Star {
+        self.communicator.abort();
+        self.star
+    }
+
     fn describe(&self) -> String {
         nccl_rs::find().map_or_else(|error| error.to_string(), |(_, version)| format!("NCCL {version}"))
     }

@@ -151,9 +151,20 @@ impl Ranks {
     /// Ends it in good order, once all ranks have come to this.
     pub fn close(&mut self) -> Result<()> {
         self.any(false)?;
+        if let Some(star) = self.star() {
+            star.end();
+        }
         match std::mem::take(self) {
             Self::Joined(communicator) => communicator.close(),
             _ => Ok(()),
+        }
+    }
+
+    /// Ends collective operations that may be under way, because the run has failed: the engine may wait for them.
+    pub fn abandon(&mut self) {
+        match std::mem::take(self) {
+            Self::Joined(communicator) => *self = Self::Met(communicator.abandon()),
+            other => *self = other,
         }
     }
 

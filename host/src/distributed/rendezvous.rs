@@ -298,7 +298,7 @@ fn wait_for_all(
             .map_err(|_| Fault::Gone { who: who.clone(), during: "the ranks were meeting".to_owned() })?;
         links.push(Link { who, stream: guest.stream.try_clone()? });
     }
-    Ok(Met { star: Star::new(0, world.ranks, links, patience)?, local_rank: world.local_rank.unwrap_or(0) })
+    Ok(Met { star: Star::new(0, world.ranks, links, patience)?.watch()?, local_rank: world.local_rank.unwrap_or(0) })
 }
 
 fn introduced(stream: TcpStream) -> Option<Guest> {
@@ -356,7 +356,7 @@ fn join(
             match ask(world, &address, run, timeout) {
                 Ok((stream, Answer::Welcome { local_rank })) => {
                     let links = vec![Link { who: "rank 0".to_owned(), stream }];
-                    let star = Star::new(world.rank, world.ranks, links, patience)?;
+                    let star = Star::new(world.rank, world.ranks, links, patience)?.watch()?;
                     return Ok(Met { star, local_rank: world.local_rank.unwrap_or(local_rank) });
                 }
                 Ok((_, Answer::Refused(text))) => bail!(Fault::Told(text)),
@@ -451,6 +451,7 @@ mod tests {
             let mut met = meet(&world, place, timeout, TIMEOUT).map_err(|error| format!("{error:#}"))?;
             let mut sum = [1.0 + world.rank as f64];
             met.star.sum(&mut sum).map_err(|error| error.to_string())?;
+            met.star.end();
             Ok((met.local_rank, sum[0]))
         };
         thread::scope(|scope| {

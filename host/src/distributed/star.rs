@@ -4,9 +4,11 @@
 //! then these; a rank that is at another call than the others is found by the first two. Values are reduced on rank 0, in
 //! the order of the ranks, so that a result does not depend on which message came first.
 //!
-//! An error on any rank ends the run on all: rank 0 tells the others, and says so.
+//! An error on any rank ends the run on all: rank 0 tells the others, and says so. A thread for each connection reads what comes,
+//! so that a rank that is lost is noticed while the loop does something else; see [`watchdog`](super::watchdog).
 
 use super::fault::Fault;
+use super::watchdog::{Progress, Watch, lock};
 use crate::engine::Result;
 use crate::tensor::DType;
 use anyhow::bail;
@@ -15,6 +17,9 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::ops::AddAssign;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// How values of several ranks become one.
@@ -32,10 +37,14 @@ enum Call {
     Tell,
     Reduce,
     Failed,
+    /// The rank lives; what it brings is no part of a call.
+    Beat,
+    /// The rank goes, because the run has ended for it.
+    Farewell,
 }
 
 impl Call {
-    const ALL: [Self; 4] = [Self::Gather, Self::Tell, Self::Reduce, Self::Failed];
+    const ALL: [Self; 6] = [Self::Gather, Self::Tell, Self::Reduce, Self::Failed, Self::Beat, Self::Farewell];
 
     fn of(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
@@ -50,6 +59,9 @@ const MOST_BYTES: usize = 64 << 20;
 /// Values are reduced in pieces, so that rank 0 need not hold every rank's at once.
 const PIECE_BYTES: usize = 4 << 20;
 
+/// How often one that waits looks whether the run has ended.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// How long a rank that has failed waits for rank 0 to say so, and rank 0 for the others to have heard it.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
@@ -59,15 +71,15 @@ pub struct Star {
     pub rank: usize,
     pub ranks: usize,
     /// On rank 0 one to each other rank, in order; else the one to rank 0.
-    links: Vec<Link>,
+    links: Vec<Open>,
     calls: u32,
-    /// What the run is doing, for messages.
-    during: String,
     /// Rank 0 has said why it ends.
     told: bool,
+    patience: Duration,
+    watch: Arc<Watch>,
 }
 
-/// A connection to another rank.
+/// A connection to another rank, made.
 #[derive(Debug)]
 pub struct Link {
     /// `rank 2 (node7, process 4711)`
@@ -75,17 +87,52 @@ pub struct Link {
     pub stream: TcpStream,
 }
 
+/// A connection in use: a thread reads from it.
+#[derive(Debug)]
+struct Open {
+    who: String,
+    /// For the loop, and for the watchdog.
+    out: Arc<Mutex<TcpStream>>,
+    inbox: Receiver<io::Result<Message>>,
+}
+
+/// How many calls came before, what it belongs to, if it is of this program, and its bytes.
+type Message = (u32, Option<Call>, Vec<u8>);
+
 impl Star {
     /// From connections that are made: rank 0's to ranks 1, 2, …, or another rank's to rank 0. A rank from which nothing comes
-    /// for as long as `patience` is given up.
+    /// in a call for as long as `patience`, or which makes no call for so long, is given up.
     pub fn new(rank: usize, ranks: usize, links: Vec<Link>, patience: Duration) -> Result<Self> {
         assert_eq!(links.len(), if rank == 0 { ranks - 1 } else { 1 }, "rank 0 in the middle");
-        for Link { stream, .. } in &links {
-            stream.set_nodelay(true)?;
-            stream.set_read_timeout(Some(patience))?;
-            stream.set_write_timeout(Some(patience))?;
-        }
-        Ok(Self { rank, ranks, links, calls: 0, during: "the run has not begun".to_owned(), told: false })
+        let watch = Arc::new(Watch::new(links.iter().map(|link| &*link.who), patience));
+        let open = |(i, link)| Open::new(link, rank == 0, i + 1, &watch, patience);
+        let links = links.into_iter().enumerate().map(open).collect::<Result<_>>()?;
+        Ok(Self { rank, ranks, links, calls: 0, told: false, patience, watch })
+    }
+
+    /// From here on this process ends, whatever it waits for, when a rank is lost.
+    pub fn watch(self) -> Result<Self> {
+        let outs: Vec<_> = self.links.iter().map(|link| Arc::clone(&link.out)).collect();
+        let others = outs.clone();
+        let beat = move |progress: &Progress| {
+            for out in &outs {
+                // Who is sending something else is heard anyway.
+                if let Ok(mut out) = out.try_lock() {
+                    let _ = write(&mut out, 0, Call::Beat, &progress.to_bytes());
+                }
+            }
+        };
+        let middle = self.rank == 0;
+        let tell = move |fault: &Fault| {
+            for out in others.iter().filter(|_| middle) {
+                // One that is lost may hold what is sent to it for ever.
+                if let Ok(mut out) = out.try_lock() {
+                    let _ = write(&mut out, 0, Call::Failed, fault.to_string().as_bytes());
+                }
+            }
+        };
+        self.watch.start(beat, tell)?;
+        Ok(self)
     }
 
     /// The ends of `ranks` ranks that are threads of this process.
@@ -103,11 +150,19 @@ impl Star {
 
     /// Says what the run is doing, for messages: `step 17`.
     pub fn note(&mut self, during: impl Into<String>) {
-        self.during = during.into();
+        self.watch.note(Progress { calls: self.calls.into(), during: during.into() });
     }
 
-    pub fn during(&self) -> &str {
-        &self.during
+    pub fn during(&self) -> String {
+        self.watch.progress().during
+    }
+
+    /// The run has ended in order: this rank goes, and the others may. No calls come after this.
+    pub fn end(&self) {
+        self.watch.is_over();
+        for Open { out, .. } in &self.links {
+            let _ = write(&mut lock(out), self.calls, Call::Farewell, &[]);
+        }
     }
 
     /// What a rank is called.
@@ -215,6 +270,7 @@ impl Star {
     fn together<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         let outcome = call(self);
         self.calls = self.calls.wrapping_add(1);
+        self.note(self.during());
         if let Err(error) = &outcome
             && self.rank == 0
         {
@@ -235,12 +291,9 @@ impl Star {
         if known || self.send(0, Call::Failed, text.as_bytes()).is_err() {
             return error;
         }
-        let Some(link) = self.links.first_mut() else { return error };
-        if link.stream.set_read_timeout(Some(LAST_WORDS)).is_err() {
-            return error;
-        }
+        let Some(link) = self.links.first() else { return error };
         // Rank 0 may have answered something else before it read this.
-        while let Ok((_, call, told)) = read(&mut link.stream) {
+        while let Ok(Ok((_, call, told))) = link.inbox.recv_timeout(LAST_WORDS) {
             if call == Some(Call::Failed) {
                 return Fault::Told(String::from_utf8_lossy(&told).into_owned()).into();
             }
@@ -256,71 +309,136 @@ impl Star {
             }
             // A connection that is closed before the other end has read it may take the message with it.
             let deadline = Instant::now() + LAST_WORDS;
-            for Link { stream, .. } in &mut self.links {
-                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-                let _ = stream.shutdown(Shutdown::Write);
-                let _ = stream.set_read_timeout(Some(left));
-                let _ = io::copy(stream, &mut io::sink());
+            for Open { out, inbox, .. } in &self.links {
+                let _ = lock(out).shutdown(Shutdown::Write);
+                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {}
             }
         }
     }
 
     fn send(&mut self, link: usize, call: Call, bytes: &[u8]) -> Result<()> {
-        let mut header = [0; HEADER_BYTES];
-        header[..4].copy_from_slice(&self.calls.to_le_bytes());
-        header[4] = call as u8;
-        header[5..].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
-        let Self { links, during, .. } = self;
-        let Link { who, stream } = &mut links[link];
-        let sent = stream.write_all(&header).and_then(|()| stream.write_all(bytes));
+        let Open { who, out, inbox } = &self.links[link];
+        let sent = write(&mut lock(out), self.calls, call, bytes);
         match sent {
             Ok(()) => Ok(()),
             // It may have said why, before it closed the connection.
-            Err(error) => match read(stream) {
-                Ok((_, Some(Call::Failed), text)) => Err(self.failed(link, &text)),
-                _ => Err(lost(who, stream, during, &error)),
+            Err(error) => match inbox.recv_timeout(LAST_WORDS) {
+                Ok(Ok((_, Some(Call::Failed), text))) => Err(self.failed(link, &text)),
+                _ => Err(self.lost(who.clone(), &error)),
             },
         }
     }
 
     /// A message of `call`, of `bytes` bytes if that is known.
     fn receive(&mut self, link: usize, call: Call, bytes: Option<usize>) -> Result<Vec<u8>> {
-        let Self { links, during, calls, .. } = self;
-        let Link { who, stream } = &mut links[link];
-        let (number, found, message) = read(stream).map_err(|error| lost(who, stream, during, &error))?;
+        let Open { who, inbox, .. } = &self.links[link];
+        let begun = Instant::now();
+        let message = loop {
+            match inbox.recv_timeout(LOOK) {
+                Ok(message) => break message,
+                Err(RecvTimeoutError::Disconnected) => break Err(io::ErrorKind::ConnectionAborted.into()),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if let Some(fault) = self.watch.verdict() {
+                return Err(fault.into());
+            }
+            if begun.elapsed() >= self.patience {
+                break Err(io::ErrorKind::TimedOut.into());
+            }
+        };
+        let (number, found, message) = message.map_err(|error| self.lost(who.clone(), &error))?;
         if found == Some(Call::Failed) {
             return Err(self.failed(link, &message));
         }
-        if (number, found) != (*calls, Some(call)) || bytes.is_some_and(|bytes| bytes != message.len()) {
+        if (number, found) != (self.calls, Some(call)) || bytes.is_some_and(|bytes| bytes != message.len()) {
             let tell = |number: u32, call: &dyn fmt::Debug, bytes: usize| format!("{call:?} {number} of {bytes} bytes");
-            let expected = tell(*calls, &call, bytes.unwrap_or(message.len()));
+            let expected = tell(self.calls, &call, bytes.unwrap_or(message.len()));
             let found = found.map_or("no message of this program".into(), |found| tell(number, &found, message.len()));
             bail!(Fault::OutOfStep { who: who.clone(), expected, found });
         }
         Ok(message)
     }
 
+    fn lost(&self, who: String, error: &io::Error) -> anyhow::Error {
+        let during = self.during();
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                Fault::Silent { who, waited: self.patience, during }.into()
+            }
+            _ => Fault::Gone { who, during }.into(),
+        }
+    }
+
     fn failed(&self, link: usize, text: &[u8]) -> anyhow::Error {
-        let text = String::from_utf8_lossy(text).into_owned();
-        match self.rank {
-            0 => Fault::Failed { who: self.links[link].who.clone(), text }.into(),
-            _ => Fault::Told(text).into(),
+        failure(&self.links[link].who, self.rank == 0, text).into()
+    }
+}
+
+impl Drop for Star {
+    fn drop(&mut self) {
+        self.watch.is_over();
+        for Open { out, .. } in &self.links {
+            // The thread that reads has the connection, too: it would stay open.
+            let _ = lock(out).shutdown(Shutdown::Both);
         }
     }
 }
 
-fn lost(who: &str, stream: &TcpStream, during: &str, error: &io::Error) -> anyhow::Error {
-    let (who, during) = (who.to_owned(), during.to_owned());
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            let waited = stream.read_timeout().ok().flatten().unwrap_or_default();
-            Fault::Silent { who, waited, during }.into()
-        }
-        _ => Fault::Gone { who, during }.into(),
+impl Open {
+    /// `i` is the rank's number for the watchdog; `middle`, whether this is rank 0.
+    fn new(link: Link, middle: bool, i: usize, watch: &Arc<Watch>, patience: Duration) -> Result<Self> {
+        let Link { who, stream } = link;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(Some(patience))?;
+        let (to_loop, inbox) = channel();
+        let mut reading = stream.try_clone()?;
+        let watch = Arc::downgrade(watch);
+        let from = who.clone();
+        let run = move || {
+            loop {
+                let message = read(&mut reading);
+                let Some(watch) = watch.upgrade() else { return };
+                match &message {
+                    Ok((_, Some(Call::Beat), progress)) => {
+                        watch.heard(i, Progress::of_bytes(progress));
+                        continue;
+                    }
+                    Ok((_, Some(Call::Farewell), _)) => {
+                        watch.leaves(i);
+                        continue;
+                    }
+                    Ok((_, Some(Call::Failed), text)) => watch.decide(failure(&from, middle, text)),
+                    Ok(_) => watch.heard(i, None),
+                    Err(_) => watch.gone(i),
+                }
+                let ended = message.is_err();
+                if to_loop.send(message).is_err() || ended {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name(format!("from {who}")).spawn(run)?;
+        Ok(Self { who, out: Arc::new(Mutex::new(stream)), inbox })
     }
 }
 
-fn read(stream: &mut TcpStream) -> io::Result<(u32, Option<Call>, Vec<u8>)> {
+/// What a rank's last words mean here.
+fn failure(who: &str, middle: bool, text: &[u8]) -> Fault {
+    let text = String::from_utf8_lossy(text).into_owned();
+    if middle { Fault::Failed { who: who.to_owned(), text } } else { Fault::Told(text) }
+}
+
+fn write(stream: &mut TcpStream, number: u32, call: Call, bytes: &[u8]) -> io::Result<()> {
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(&number.to_le_bytes());
+    header[4] = call as u8;
+    header[5..].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
+    stream.write_all(&header)?;
+    stream.write_all(bytes)
+}
+
+fn read(stream: &mut TcpStream) -> io::Result<Message> {
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header)?;
     let [a, b, c, d, call, bytes @ ..] = header;
@@ -357,7 +475,6 @@ fn narrowed(values: &[f32], dtype: DType) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::thread;
 
     const PATIENCE: Duration = Duration::from_secs(20);
 

@@ -79,6 +79,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let (model, plan) = fit::plan(descriptor, capacity(&config), engine)?;
     console.line(&format!("\n{plan}\n"))?;
     if args.dry_run {
+        ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.memory_free()?) };
         return console.line(&planned(&plan, free));
     }
@@ -137,7 +138,6 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         stop: Stop::on_signals(kept_by_this)?,
     };
     let outcome = run.train()?;
-    run.ranks.close()?;
     tell_how_it_went(&run.console, &outcome, &config, started.elapsed())
 }
 

@@ -199,6 +199,10 @@ pub struct Launch {
     /// Seconds that they may take to meet
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = "Several processes")]
     pub rendezvous_timeout: usize,
+
+    /// Seconds without progress after which a rank is given up. Rank 0 alone writes checkpoints and texts while others wait
+    #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "1800", help_heading = "Several processes")]
+    pub step_timeout: usize,
 }
 
 /// A number, or all there is.

@@ -18,10 +18,6 @@ use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// How long a rank waits for another that does something else: rank 0 writes checkpoints and texts, and decides how to compute
-/// products, while the others wait.
-const PATIENCE: Duration = Duration::from_mins(30);
-
 /// All processes of the run, and which GPU is this one's.
 pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
     let flags = Flags { rank: launch.rank, ranks: launch.world_size, local_rank: launch.local_rank };
@@ -30,7 +26,8 @@ pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
         return Ok((Ranks::Alone, launch.local_rank.unwrap_or(GPU)));
     }
     let timeout = Duration::from_secs(launch.rendezvous_timeout as u64);
-    let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, PATIENCE)?;
+    let patience = Duration::from_secs(launch.step_timeout as u64);
+    let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, patience)?;
     Ok((Ranks::Met(met.star), met.local_rank))
 }
 
