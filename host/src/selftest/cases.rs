@@ -345,6 +345,11 @@ fn heads_name(shape: Heads) -> String {
     format!("B{b} T{t} NH{heads} HS{head_size}")
 }
 
+/// Forward and backward of one shape.
+pub fn attention(shape: Heads) -> [Case; 2] {
+    [attention_forward(shape), attention_backward(shape)]
+}
+
 fn attention_forward(shape: Heads) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;

@@ -7,5 +7,5 @@ mod compare;
 pub mod determinism;
 
 pub use case::{Case, Outcome, Speed, Work};
-pub use cases::{copy, edge, model, of_model, square_product};
+pub use cases::{attention, copy, edge, model, of_model, square_product};
 pub use compare::Error;

@@ -1,5 +1,6 @@
 //! `bench`: how fast the parts of training are.
 
+mod attention;
 mod gemm;
 mod kernels;
 mod step;
@@ -10,6 +11,7 @@ use crate::engine::Result;
 /// Times the parts of a training step
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Bench {
+    Attention(attention::Attention),
     Gemm(gemm::Gemm),
     Kernels(kernels::Kernels),
     Step(step::Step),
@@ -17,6 +19,7 @@ pub enum Bench {
 
 pub fn run(bench: &Bench) -> Result<()> {
     match bench {
+        Bench::Attention(options) => attention::run(options),
         Bench::Gemm(options) => gemm::run(options),
         Bench::Kernels(options) => kernels::run(options),
         Bench::Step(options) => step::run(options),

@@ -1,0 +1,109 @@
+//! `bench attention`: causal attention, forward and backward.
+
+use super::table::{Cell, Column, Json, Spread, Table};
+use crate::commands::resources::Hardware;
+use crate::engine::{Heads, Result};
+use crate::selftest::{Case, attention};
+use anyhow::{Context, ensure};
+use std::str::FromStr;
+
+/// Causal attention, forward and backward: time and rate, with the FLOPs that the mask hides left out
+#[derive(Clone, Debug, clap::Args)]
+pub struct Attention {
+    /// B,NH,T,HS; may be given several times
+    #[arg(short, long = "shape", value_name = "B,NH,T,HS", default_values = DEFAULT)]
+    shapes: Vec<Shape>,
+
+    #[command(flatten)]
+    hardware: Hardware,
+
+    #[command(flatten)]
+    json: Json,
+}
+
+/// d12 with 64 sequences; longer ones; and larger heads.
+const DEFAULT: [&str; 3] = ["64,12,1024,64", "16,12,4096,64", "16,16,4096,128"];
+
+const COLUMNS: &[Column] = &[
+    Column::text("shape", "shape", 24),
+    Column::text("operation", "operation, its kernels below", 44),
+    Column::number("us", "us", 9, 1),
+    Column::number("us_least", "least", 9, 1),
+    Column::number("us_most", "most", 9, 1),
+    Column::number("tflops", "TFLOP/s", 8, 0),
+    Column::number("tflops_least", "least", 8, 0),
+    Column::number("tflops_most", "most", 8, 0),
+];
+
+#[derive(Clone, Copy, Debug)]
+struct Shape(Heads);
+
+impl FromStr for Shape {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let expected = || format!("{text:?} is no shape: expected B,NH,T,HS, as {}", DEFAULT[0]);
+        let numbers = text.split(',').map(|number| number.trim().parse::<usize>());
+        let numbers = numbers.collect::<Result<Vec<_>, _>>().with_context(expected)?;
+        let [b, heads, t, head_size] = <[usize; 4]>::try_from(numbers).ok().with_context(expected)?;
+        ensure!([b, heads, t, head_size].iter().all(|&extent| extent > 0), expected());
+        Ok(Self(Heads { b, t, heads, head_size }))
+    }
+}
+
+pub fn run(options: &Attention) -> Result<()> {
+    let engine = &mut *options.hardware.open_quietly()?;
+    let mut table = Table::new("attention", COLUMNS, engine, &options.json);
+    table.print_heading()?;
+    for Shape(heads) in &options.shapes {
+        for case in attention(*heads) {
+            let speed = case.time(engine)?;
+            table.row(&cells(&case, case.operation, Spread::of(speed.samples), case.work.flops))?;
+            if speed.kernels.len() > 1 {
+                for (name, samples) in speed.kernels {
+                    table.row(&cells(&case, &format!("  {name}"), Spread::of(samples), 0))?;
+                }
+            }
+        }
+    }
+    table.finish()
+}
+
+/// `flops` 0: of a part, whose rate means nothing.
+fn cells(case: &Case, operation: &str, seconds: Spread, flops: usize) -> [Cell; 8] {
+    let rate = |seconds: f64| Cell::from((flops > 0).then(|| flops as f64 / seconds / 1e12));
+    let us = |seconds: f64| Cell::from(1e6 * seconds);
+    [
+        case.shape.as_str().into(),
+        operation.into(),
+        us(seconds.median),
+        us(seconds.least),
+        us(seconds.most),
+        rate(seconds.median),
+        rate(seconds.most),
+        rate(seconds.least),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_four_positive_numbers() {
+        let Shape(heads) = "2, 3,100,64".parse().unwrap();
+        assert_eq!((heads.b, heads.heads, heads.t, heads.head_size), (2, 3, 100, 64));
+        for text in ["", "1,2,3", "1,2,3,4,5", "1,2,0,64", "1,2,x,64", "-1,2,3,64"] {
+            let error = text.parse::<Shape>().unwrap_err();
+            assert!(format!("{error:#}").contains("expected B,NH,T,HS"), "{text:?}: {error:#}");
+        }
+    }
+
+    #[test]
+    fn half_of_all_pairs_of_positions_count() {
+        let [forward, backward] = attention(Heads { b: 2, t: 100, heads: 3, head_size: 64 });
+        // Two products of 2 FLOPs for each pair and channel, and five.
+        assert_eq!(forward.work.flops, 2 * 2 * 2 * 3 * 100 * 100 / 2 * 64);
+        assert_eq!(backward.work.flops, 5 * forward.work.flops / 2);
+    }
+}
