@@ -7,9 +7,9 @@
 //! ```
 //! A query's lse and D run along columns here; the producer's first warp copies them into the stage beside the panels.
 
-use super::epilogue::write_row;
+use super::epilogue::{Target, write_rows};
 use super::mask::mask_diagonal_transposed;
-use super::panel::{Panel, Square, as_left, place_of, thread_row};
+use super::panel::{Panel, Square, as_left, place_of};
 use super::ring::{Place, Slots};
 use super::scheduler::{Shape, Work, piece};
 use super::softmax::{probability, shift_of};
@@ -36,6 +36,8 @@ struct Shared<H> {
     v: Panel<H>,
     q: Panel<H>,
     dout: Panel<H>,
+    /// Of each consumer, on the way out.
+    out: Panel<H>,
     statistics: SharedArray<f32>,
     kv_slots: Slots,
     slots: Slots,
@@ -55,6 +57,7 @@ fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
         v: Panel::take(layout, CONSUMERS),
         q: Panel::take(layout, STAGES),
         dout: Panel::take(layout, STAGES),
+        out: Panel::take(layout, CONSUMERS),
         statistics: layout.array(STATISTICS * STAGES as usize),
         kv_slots: Slots::new(layout, 1),
         slots: Slots::new(layout, STAGES),
@@ -98,7 +101,8 @@ pub fn attention_backward_keys_wgmma<H: Head>(
         hopper::give_registers::<PRODUCER_REGISTERS>();
         let mut round = 0;
         if thread::thread_idx_x() < warp::LANES {
-            let mut producer = Producer { shared, shape, qkv, dout, lse, d, kv: Place::new(1), ring: Place::new(1) };
+            let mut producer =
+                Producer { shared, shape, qkv, dout, lse, d, kv: Place::new(1, 1), ring: Place::new(1, STAGES) };
             while piece(round) < shape.works() {
                 producer.load(shape.work::<true>(piece(round)));
                 round += 1;
@@ -129,8 +133,8 @@ struct Producer<H> {
     dout: Global<TensorMap>,
     lse: Global<f32>,
     d: Global<f32>,
-    kv: Place<1>,
-    ring: Place<STAGES>,
+    kv: Place,
+    ring: Place,
 }
 
 impl<H: Head> Producer<H> {
@@ -185,8 +189,8 @@ impl<H: Head> Producer<H> {
 /// The consumer of the 64 keys `INDEX` of a tile.
 struct Consumer<H, const INDEX: u32> {
     shared: Shared<H>,
-    kv: Place<1>,
-    ring: Place<STAGES>,
+    kv: Place,
+    ring: Place,
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
@@ -195,7 +199,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     #[inline(always)]
     fn new(shared: Shared<H>) -> Self {
-        Self { shared, kv: Place::new(0), ring: Place::new(0) }
+        Self { shared, kv: Place::new(0, 1), ring: Place::new(0, STAGES) }
     }
 
     #[inline(always)]
@@ -203,16 +207,17 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut round = 0;
         while piece(round) < shape.works() {
             let work = shape.work::<true>(piece(round));
-            let (dk, dv) = self.differentiate(queries_of(shape, work));
-            let first = work.tile * TILE + INDEX * ROWS + thread_row();
-            if first < shape.t {
-                write_row::<H, 0>(dqkv, shape.packed_row(work, 1, first), &dk, H::SCALE);
-                write_row::<H, 0>(dqkv, shape.packed_row(work, 2, first), &dv, 1.0);
-            }
-            if first + 8 < shape.t {
-                write_row::<H, 1>(dqkv, shape.packed_row(work, 1, first + 8), &dk, H::SCALE);
-                write_row::<H, 1>(dqkv, shape.packed_row(work, 2, first + 8), &dv, 1.0);
-            }
+            let (mut dk, mut dv) = self.differentiate(queries_of(shape, work));
+            let row = work.tile * TILE + INDEX * ROWS;
+            let through = self.shared.out.after(INDEX);
+            let target = |part| Target {
+                out: dqkv,
+                first: shape.packed_row(work, part, row),
+                stride: (3 * shape.nh * H::HS) as usize,
+                rows: shape.t.saturating_sub(row),
+            };
+            write_rows::<H>(target(1), &mut dk, [H::SCALE; 2], through);
+            write_rows::<H>(target(2), &mut dv, [1.0; 2], through);
             round += 1;
         }
     }

@@ -5,7 +5,7 @@
 //! Making S and dP a second time costs two of seven products, and spares adding up dQ from the blocks of all keys, which
 //! would need atomics (an order that varies) or a turn for each block.
 
-use super::epilogue::write_row;
+use super::epilogue::{Target, write_rows};
 use super::mask::mask_diagonal;
 use super::panel::{Panel, Square, as_left, thread_row};
 use super::ring::{Place, Slots};
@@ -32,6 +32,8 @@ struct Shared<H> {
     dout: Panel<H>,
     k: Panel<H>,
     v: Panel<H>,
+    /// Of each consumer, on the way out.
+    out: Panel<H>,
     own_slots: Slots,
     slots: Slots,
 }
@@ -50,6 +52,7 @@ fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
         dout: Panel::take(layout, CONSUMERS),
         k: Panel::take(layout, STAGES),
         v: Panel::take(layout, STAGES),
+        out: Panel::take(layout, CONSUMERS),
         own_slots: Slots::new(layout, 1),
         slots: Slots::new(layout, STAGES),
     }
@@ -92,7 +95,8 @@ pub fn attention_backward_queries_wgmma<H: Head>(
         hopper::give_registers::<PRODUCER_REGISTERS>();
         let mut round = 0;
         if thread::thread_idx_x() == 0 {
-            let mut producer = Producer { shared, shape, qkv, dout, own: Place::new(1), ring: Place::new(1) };
+            let mut producer =
+                Producer { shared, shape, qkv, dout, own: Place::new(1, 1), ring: Place::new(1, STAGES) };
             while piece(round) < shape.works() {
                 producer.load(shape.work::<false>(piece(round)));
                 round += 1;
@@ -114,8 +118,8 @@ struct Producer<H> {
     shape: Shape<H, TILE>,
     qkv: Global<TensorMap>,
     dout: Global<TensorMap>,
-    own: Place<1>,
-    ring: Place<STAGES>,
+    own: Place,
+    ring: Place,
 }
 
 impl<H: Head> Producer<H> {
@@ -149,14 +153,14 @@ impl<H: Head> Producer<H> {
 /// The consumer of the 64 queries `INDEX` of a tile.
 struct Consumer<H, const INDEX: u32> {
     shared: Shared<H>,
-    own: Place<1>,
-    ring: Place<STAGES>,
+    own: Place,
+    ring: Place,
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn new(shared: Shared<H>) -> Self {
-        Self { shared, own: Place::new(0), ring: Place::new(0) }
+        Self { shared, own: Place::new(0, 1), ring: Place::new(0, STAGES) }
     }
 
     #[inline(always)]
@@ -170,13 +174,15 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
                 let inside = query < shape.t;
                 (shift_of(lse, at, inside), if inside { d.at(at) } else { 0.0 })
             };
-            let dq = self.differentiate(work.tile, [row(first), row(first + 8)]);
-            if first < shape.t {
-                write_row::<H, 0>(dqkv, shape.packed_row(work, 0, first), &dq, H::SCALE);
-            }
-            if first + 8 < shape.t {
-                write_row::<H, 1>(dqkv, shape.packed_row(work, 0, first + 8), &dq, H::SCALE);
-            }
+            let mut dq = self.differentiate(work.tile, [row(first), row(first + 8)]);
+            let row = work.tile * TILE + INDEX * ROWS;
+            let target = Target {
+                out: dqkv,
+                first: shape.packed_row(work, 0, row),
+                stride: (3 * shape.nh * H::HS) as usize,
+                rows: shape.t.saturating_sub(row),
+            };
+            write_rows::<H>(target, &mut dq, [H::SCALE; 2], self.shared.out.after(INDEX));
             round += 1;
         }
     }

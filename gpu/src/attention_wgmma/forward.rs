@@ -5,7 +5,7 @@
 //! cores, so that overlap is what there is to win. It runs across pieces of work: the last panel of one overlaps with the
 //! first scores of the next.
 
-use super::epilogue::write_row;
+use super::epilogue::{Target, write_rows};
 use super::mask::mask_diagonal;
 use super::panel::{Panel, left_step, thread_row};
 use super::ring::{Place, Slots};
@@ -26,8 +26,11 @@ const PRODUCER_REGISTERS: u32 = 40;
 const CONSUMER_REGISTERS: u32 = 232;
 /// Slots of each ring.
 const STAGES: u32 = 5;
-/// Slots for queries: those of the next piece of work arrive while this one's are in use.
-const Q_STAGES: u32 = 2;
+
+/// Slots for queries: those of the next piece of work arrive while this one's are in use, in registers for HS = 128.
+const fn q_stages<H: Head>() -> u32 {
+    if H::HS == 128 { 1 } else { 2 }
+}
 
 /// Panels of a slot.
 const fn panels<H: Head>() -> u32 {
@@ -44,6 +47,8 @@ struct Shared<H> {
     q: Panel<H>,
     k: Panel<H>,
     v: Panel<H>,
+    /// Of each consumer, on the way out.
+    out: Panel<H>,
     q_slots: Slots,
     k_slots: Slots,
     v_slots: Slots,
@@ -59,10 +64,11 @@ impl<H> Copy for Shared<H> {}
 
 fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
     Shared {
-        q: Panel::take(layout, Q_STAGES * CONSUMERS),
+        q: Panel::take(layout, q_stages::<H>() * CONSUMERS),
         k: Panel::take(layout, STAGES * panels::<H>()),
         v: Panel::take(layout, STAGES * panels::<H>()),
-        q_slots: Slots::new(layout, Q_STAGES),
+        out: Panel::take(layout, CONSUMERS),
+        q_slots: Slots::new(layout, q_stages::<H>()),
         k_slots: Slots::new(layout, STAGES),
         v_slots: Slots::new(layout, STAGES),
     }
@@ -90,7 +96,7 @@ pub fn attention_forward_wgmma<H: Head>(
     let shape = Shape::<H, TILE> { b, t, nh, head: PhantomData };
     if thread::thread_idx_x() == 0 {
         qkv.prefetch();
-        shared.q_slots.init(Q_STAGES, 1, CONSUMERS);
+        shared.q_slots.init(q_stages::<H>(), 1, CONSUMERS);
         shared.k_slots.init(STAGES, 1, CONSUMERS);
         shared.v_slots.init(STAGES, 1, CONSUMERS);
         MBarrier::fence_init();
@@ -103,7 +109,14 @@ pub fn attention_forward_wgmma<H: Head>(
         hopper::give_registers::<PRODUCER_REGISTERS>();
         let (mut round, works) = (0, shape.works());
         if thread::thread_idx_x() == 0 && piece(round) < works {
-            let mut producer = Producer { shared, shape, qkv, q: Place::new(1), k: Place::new(1), v: Place::new(1) };
+            let mut producer = Producer {
+                shared,
+                shape,
+                qkv,
+                q: Place::new(1, q_stages::<H>()),
+                k: Place::new(1, STAGES),
+                v: Place::new(1, STAGES),
+            };
             let mut work = shape.work::<false>(piece(round));
             while piece(round) < works {
                 work = shape.work::<false>(piece(round));
@@ -132,9 +145,9 @@ struct Producer<H> {
     shared: Shared<H>,
     shape: Shape<H, TILE>,
     qkv: Global<TensorMap>,
-    q: Place<Q_STAGES>,
-    k: Place<STAGES>,
-    v: Place<STAGES>,
+    q: Place,
+    k: Place,
+    v: Place,
 }
 
 impl<H: Head> Producer<H> {
@@ -199,9 +212,9 @@ impl<H: Head> Producer<H> {
 /// The consumer of the 64 queries `INDEX` of a tile.
 struct Consumer<H, const INDEX: u32> {
     shared: Shared<H>,
-    q: Place<Q_STAGES>,
-    k: Place<STAGES>,
-    v: Place<STAGES>,
+    q: Place,
+    k: Place,
+    v: Place,
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
@@ -211,7 +224,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     #[inline(always)]
     fn new(shared: Shared<H>) -> Self {
-        Self { shared, q: Place::new(0), k: Place::new(0), v: Place::new(0) }
+        Self { shared, q: Place::new(0, q_stages::<H>()), k: Place::new(0, STAGES), v: Place::new(0, STAGES) }
     }
 
     #[inline(always)]
@@ -225,8 +238,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.take_first_scores(&mut scores, &mut own);
         loop {
             let work = shape.work::<false>(piece(round));
-            let (o, softmax) = self.attend(&mut scores, &mut own, (work.tile * CONSUMERS + INDEX) / panels::<H>());
-            Self::write(&o, &softmax, shape, work, out, lse);
+            let (mut o, softmax) = self.attend(&mut scores, &mut own, (work.tile * CONSUMERS + INDEX) / panels::<H>());
+            self.write(&mut o, &softmax, shape, work, out, lse);
             round += 1;
             if piece(round) >= works {
                 break;
@@ -293,6 +306,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             self.shared.v_slots.skip(&mut self.v);
         }
         mask_diagonal(scores, INDEX % panels::<H>() * ROWS, f32::NEG_INFINITY);
+        // All in registers of their own: with some still where the product left them, ptxas would serialise.
+        scores.settle();
         let mut softmax = Softmax::new(scores);
         let mut o = H::Sums::ZERO;
         let mut others = H::Scores::ZERO;
@@ -365,24 +380,22 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     #[inline(always)]
     fn write(
-        o: &H::Sums,
+        &self,
+        o: &mut H::Sums,
         softmax: &Softmax<H>,
         shape: Shape<H, TILE>,
         work: Work,
         out: GlobalMut<bf16>,
         lse: GlobalMut<f32>,
     ) {
-        let first = work.tile * TILE + INDEX * ROWS + thread_row();
+        let row = work.tile * TILE + INDEX * ROWS;
+        let (first, stride) = (shape.row(work, row), (shape.nh * H::HS) as usize);
         let sums = [softmax.total(0), softmax.total(1)];
-        if first < shape.t {
-            write_row::<H, 0>(out, shape.row(work, first), o, math::recip(sums[0]));
-        }
-        if first + 8 < shape.t {
-            write_row::<H, 1>(out, shape.row(work, first + 8), o, math::recip(sums[1]));
-        }
+        let target = Target { out, first, stride, rows: shape.t.saturating_sub(row) };
+        write_rows::<H>(target, o, [math::recip(sums[0]), math::recip(sums[1])], self.shared.out.after(INDEX));
         // The four lanes of a row have the same statistics; the first two write those of the two rows.
-        let lane = (warp::lane() % 4) as usize;
-        let query = first + 8 * lane as u32;
+        let lane = warp::lane() % 4;
+        let query = row + thread_row() + 8 * lane;
         if lane < 2 && query < shape.t {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
             lse.set(shape.statistics(work) + query as usize, value);

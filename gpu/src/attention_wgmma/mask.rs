@@ -10,10 +10,11 @@ use cuda_std::{thread, warp};
 /// Replaces what belongs to a key after its query. Rows are queries, the first `ahead` places after the first key.
 #[inline(always)]
 pub fn mask_diagonal<S: Accumulators>(s: &mut S, ahead: u32, hidden: f32) {
-    let behind = behind() + ahead as i32;
+    let (behind, ahead) = (behind(), ahead as i32);
     for i in 0..S::COLUMNS as usize / 2 {
         let (row, column) = offset_of(i);
-        if column > behind + row {
+        // Keys before the first query are seen by all.
+        if column >= ahead && column - ahead > behind + row {
             s[i] = hidden;
         }
     }

@@ -45,18 +45,24 @@ impl<H: Head> Panel<H> {
         Self { first: self.first.same_shape_after(count * Self::TILES), ..self }
     }
 
+    /// Its columns from 64 `i` on.
+    #[inline(always)]
+    pub fn tile(self, i: u32) -> SwizzledTile<64> {
+        self.first.same_shape_after(i)
+    }
+
     /// Starts loading columns `x` .., rows `y` .. of sequence `b`.
     #[inline(always)]
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
         for i in 0..Self::TILES {
-            self.first.same_shape_after(i).load_of(map, x + 64 * i, y, b, full);
+            self.tile(i).load_of(map, x + 64 * i, y, b, full);
         }
     }
 
     /// Columns 16 `step` .. as k of an operand whose m (or n) are the rows.
     #[inline(always)]
     pub fn operand(self, step: u32) -> Operand {
-        self.first.same_shape_after(step / 4).operand(step % 4)
+        self.tile(step / 4).operand(step % 4)
     }
 
     /// Rows 16 `step` .. as k of an operand whose n are the HS columns.
@@ -68,10 +74,9 @@ impl<H: Head> Panel<H> {
     /// This warp's 16 rows as a left operand.
     #[inline(always)]
     pub fn own(self) -> H::Own {
-        let row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
         let mut own = H::NO_ROWS;
         for step in 0..H::HS / 16 {
-            own[step as usize] = self.first.same_shape_after(step / 4).left(row, step % 4);
+            own[step as usize] = self.tile(step / 4).left(warp_row(), step % 4);
         }
         own
     }
@@ -115,10 +120,16 @@ pub fn as_left(d: &Square) -> Left {
     [left_step(d, 0), left_step(d, 1), left_step(d, 2), left_step(d, 3)]
 }
 
+/// This warp's first row of 16 in its warpgroup's 64.
+#[inline(always)]
+pub fn warp_row() -> u32 {
+    thread::thread_idx_x() % WARPGROUP / 32 * 16
+}
+
 /// This thread's first row in its warpgroup's 64; the other one is 8 below.
 #[inline(always)]
 pub fn thread_row() -> u32 {
-    thread::thread_idx_x() % WARPGROUP / 32 * 16 + warp::lane() / 4
+    warp_row() + warp::lane() / 4
 }
 
 /// Row (0 or 1: 8 below) and column of accumulator `i`.

@@ -5,18 +5,19 @@ use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::shared::Layout;
 use cuda_std::thread;
 
-/// A place in a ring of `N` slots; the parity flips each time round. A consumer starts with parity 0, a producer with 1,
-/// for fresh slots count as released.
+/// A place in a ring of `count` slots; the parity flips each time round. A consumer starts with parity 0, a producer with
+/// 1, for fresh slots count as released.
 #[derive(Clone, Copy)]
-pub struct Place<const N: u32> {
+pub struct Place {
     pub slot: u32,
     pub parity: u32,
+    count: u32,
 }
 
-impl<const N: u32> Place<N> {
+impl Place {
     #[inline(always)]
-    pub fn new(parity: u32) -> Self {
-        Self { slot: 0, parity }
+    pub fn new(parity: u32, count: u32) -> Self {
+        Self { slot: 0, parity, count }
     }
 
     /// Moves on and returns the slot left behind.
@@ -24,7 +25,7 @@ impl<const N: u32> Place<N> {
     pub fn advance(&mut self) -> u32 {
         let slot = self.slot;
         self.slot += 1;
-        if self.slot == N {
+        if self.slot == self.count {
             self.slot = 0;
             self.parity ^= 1;
         }
@@ -70,7 +71,7 @@ impl Slots {
 
     /// A consumer lets the next slot pass, which holds nothing for it.
     #[inline(always)]
-    pub fn skip<const N: u32>(self, place: &mut Place<N>) {
+    pub fn skip(self, place: &mut Place) {
         self.full.at(place.slot).wait(place.parity);
         self.release(place.advance());
     }

@@ -8,7 +8,7 @@
 //! between. Registers (accumulators, left operands) that were touched since need another fence before their next product.
 
 use crate::backend;
-use crate::element::bf16;
+use crate::element::{Packet, bf16};
 use crate::shared::Layout;
 use core::ops::IndexMut;
 
@@ -63,6 +63,15 @@ impl<const R: usize> SwizzledTile<R> {
         let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
         // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
         unsafe { backend::hopper::left_x4(at.cast()) }
+    }
+
+    /// 16-byte piece `piece` of `row` (`ld.shared.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn packet(self, row: u32, piece: u32) -> Packet<bf16> {
+        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
+        Packet::from_words(unsafe { backend::hopper::load_x4(at.cast()) })
     }
 
     /// Writes four 8 x 8 matrices of packed pairs, as the accumulators' ownership above has them, in one instruction

@@ -21,6 +21,7 @@ use std::panic::Location;
 use tma::{Load, Store};
 use wgmma::Warpgroup;
 
+pub use super::access::load128 as load_x4;
 pub use mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_expect, mbarrier_init,
     mbarrier_try_wait,

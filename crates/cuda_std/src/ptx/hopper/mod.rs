@@ -187,6 +187,18 @@ pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
+#[inline(always)]
+pub unsafe fn load_x4(piece: *const u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    unsafe {
+        asm!("ld.shared.v4.b32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address(piece),
+            options(nostack, preserves_flags, readonly));
+    }
+    [a, b, c, d]
+}
+
 /// Descriptor of a K-major operand in 128-byte swizzle, `offset` pieces of 16 bytes into the tile's first row: address / 16
 /// in bits 0..14, stride between groups of eight rows (1024 bytes) / 16 in bits 32..46, swizzle mode 1 in bits 62..64; the
 /// leading offset is not used and conventionally 1.
