@@ -11,15 +11,10 @@
 //!
 //! Every operation is correctly rounded, so that any device gives the same bits: the kernel waits for memory, not for them.
 
+use crate::fours::Fours;
+pub use crate::fours::grid;
 use crate::noise;
-use cuda_std::{Element, Global, GlobalMut, Packet, kernel, math, thread};
-
-const THREADS: usize = 256;
-
-/// Blocks of both kernels.
-pub const fn grid<T: Element>(n: usize) -> u32 {
-    n.div_ceil(THREADS * T::PACKET) as u32
-}
+use cuda_std::{Element, Global, GlobalMut, kernel, math};
 
 /// The numbers of an update that all elements share.
 #[derive(Clone, Copy)]
@@ -63,8 +58,8 @@ fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
 
 /// One step on params (n), m (n), v (n) and masters (n, or null for none) with grads (n); none at all unless both `stats` (2)
 /// are finite: the sum of the losses, and the norm of all gradients, not of this range alone. `clip` may be infinite.
-/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. One packet
-/// of T per thread.
+/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. Grid
+/// [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,
@@ -84,49 +79,35 @@ pub fn adamw<T: Element>(
     weight_decay: f32,
     seed: u32,
 ) {
-    let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
+    let (block, n) = (Fours::<T>::of_thread(), n as usize);
     let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
     let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
     let mastered = !masters.is_null();
 
-    if first + T::PACKET <= n {
-        let grad = grads.packet_streaming(first);
-        let mut old_m = [Packet::zero(); 2];
-        let mut old_v = [Packet::zero(); 2];
-        let mut old = [0.0; 8];
-        for part in 0..T::PACKET / f32::PACKET {
-            old_m[part] = m.packet(first + part * f32::PACKET);
-            old_v[part] = v.packet(first + part * f32::PACKET);
+    if block.is_whole(n) {
+        let mut old = [[[0.0; 4]; 4]; 2];
+        for part in 0..Fours::<T>::PARTS {
+            let i = block.first(part);
+            let params = if mastered { masters.four(i) } else { params.four(i) };
+            old[part] = [grads.four(i), m.four(i), v.four(i), params];
         }
-        if mastered {
-            for part in 0..T::PACKET / f32::PACKET {
-                let packet = masters.packet(first + part * f32::PACKET);
-                for k in 0..f32::PACKET {
-                    old[part * f32::PACKET + k] = packet.get(k);
-                }
+        for part in 0..Fours::<T>::PARTS {
+            let [grad, old_m, old_v, old] = old[part];
+            let mut new = [[0.0; 4]; 3];
+            for k in 0..4 {
+                let [m, v, param] = update.apply(grad[k], old_m[k], old_v[k], old[k]);
+                (new[0][k], new[1][k], new[2][k]) = (m, v, param);
             }
-        } else {
-            let packet = params.packet(first);
-            for k in 0..T::PACKET {
-                old[k] = packet.get(k);
-            }
-        }
-        let mut new = [[0.0; 3]; 8];
-        for k in 0..T::PACKET {
-            let (part, i) = (k / f32::PACKET, k % f32::PACKET);
-            new[k] = update.apply(grad.get(k), old_m[part].get(i), old_v[part].get(i), old[k]);
-        }
-        for part in 0..T::PACKET / f32::PACKET {
-            let offset = part * f32::PACKET;
-            m.set_packet(first + offset, Packet::from_fn(|k| new[offset + k][0]));
-            v.set_packet(first + offset, Packet::from_fn(|k| new[offset + k][1]));
+            let i = block.first(part);
+            m.set_four(i, new[0]);
+            v.set_four(i, new[1]);
             if mastered {
-                masters.set_packet(first + offset, Packet::from_fn(|k| new[offset + k][2]));
+                masters.set_four(i, new[2]);
             }
+            params.set_four(i, noise::round_four::<T>(new[2], i, seed));
         }
-        params.set_packet(first, noise::round_packet(first, seed, |k| new[k][2]));
     } else {
-        for i in first..n {
+        for i in block.rest(n) {
             let old = if mastered { masters.at(i) } else { params.at(i).to_f32() };
             let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i), v.at(i), old);
             m.set(i, new_m);
@@ -140,18 +121,21 @@ pub fn adamw<T: Element>(
 }
 
 /// params (n) = masters (n), rounded as [`adamw`] rounded them if it was given the same `seed` for the same range: a
-/// resumed run gets its parameters back bit for bit. One packet of T per thread.
+/// resumed run gets its parameters back bit for bit. Grid [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn params_from_masters<T: Element>(params: GlobalMut<T>, masters: Global<f32>, n: u64, seed: u32) {
-    let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
-    if first + T::PACKET <= n {
-        let mut x = [Packet::zero(); 2];
-        for part in 0..T::PACKET / f32::PACKET {
-            x[part] = masters.packet_streaming(first + part * f32::PACKET);
+    let (block, n) = (Fours::<T>::of_thread(), n as usize);
+    if block.is_whole(n) {
+        let mut x = [[0.0; 4]; 2];
+        for part in 0..Fours::<T>::PARTS {
+            x[part] = masters.four(block.first(part));
         }
-        params.set_packet(first, noise::round_packet(first, seed, |k| x[k / f32::PACKET].get(k % f32::PACKET)));
+        for part in 0..Fours::<T>::PARTS {
+            let i = block.first(part);
+            params.set_four(i, noise::round_four::<T>(x[part], i, seed));
+        }
     } else {
-        for i in first..n {
+        for i in block.rest(n) {
             params.set(i, noise::round(masters.at(i), i, seed));
         }
     }

@@ -47,10 +47,17 @@ pub fn bias_backward<T: Element>(partials: GlobalMut<f32>, dout: Global<T>, rows
     if column < columns {
         let mut row = slice * length + warp;
         while row < end {
+            // All loads are under way before the first sum; conditions would make ptxas spread them.
             let mut batch = [Packet::zero(); BATCH];
-            for k in 0..BATCH {
-                if row + k * WARPS < end {
+            if row + (BATCH - 1) * WARPS < end {
+                for k in 0..BATCH {
                     batch[k] = dout.packet_streaming((row + k * WARPS) * columns + column);
+                }
+            } else {
+                for k in 0..BATCH {
+                    if row + k * WARPS < end {
+                        batch[k] = dout.packet_streaming((row + k * WARPS) * columns + column);
+                    }
                 }
             }
             for packet in &batch {

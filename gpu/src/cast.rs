@@ -1,43 +1,42 @@
 //! Conversions between f32 and the storage type, n elements, any n. Both arrays are 16-byte aligned.
 
-use cuda_std::{Element, Global, GlobalMut, Packet, kernel, thread};
+use crate::fours::Fours;
+pub use crate::fours::grid;
+use cuda_std::{Element, Global, GlobalMut, kernel};
 
-const THREADS: usize = 256;
-
-/// Blocks of both kernels.
-pub const fn grid<T: Element>(n: usize) -> u32 {
-    n.div_ceil(THREADS * T::PACKET) as u32
-}
-
-/// out (n) = inp (n), exactly. One packet of T per thread.
+/// out (n) = inp (n), exactly. Grid [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn cast_to_f32<T: Element>(out: GlobalMut<f32>, inp: Global<T>, n: u64) {
-    let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
-    if first + T::PACKET <= n {
-        let x = inp.packet_streaming(first);
-        for part in 0..T::PACKET / f32::PACKET {
-            let offset = part * f32::PACKET;
-            out.set_packet(first + offset, Packet::from_fn(|k| x.get(offset + k)));
+    let (block, n) = (Fours::<T>::of_thread(), n as usize);
+    if block.is_whole(n) {
+        let mut x = [[0.0; 4]; 2];
+        for part in 0..Fours::<T>::PARTS {
+            x[part] = inp.four(block.first(part));
+        }
+        for part in 0..Fours::<T>::PARTS {
+            out.set_four(block.first(part), x[part]);
         }
     } else {
-        for i in first..n {
+        for i in block.rest(n) {
             out.set(i, inp.at(i).to_f32());
         }
     }
 }
 
-/// out (n) = inp (n), rounded to nearest. One packet of T per thread.
+/// out (n) = inp (n), rounded to nearest. Grid [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn cast_from_f32<T: Element>(out: GlobalMut<T>, inp: Global<f32>, n: u64) {
-    let (first, n) = (thread::index_1d() * T::PACKET, n as usize);
-    if first + T::PACKET <= n {
-        let mut x = [Packet::zero(); 2];
-        for part in 0..T::PACKET / f32::PACKET {
-            x[part] = inp.packet_streaming(first + part * f32::PACKET);
+    let (block, n) = (Fours::<T>::of_thread(), n as usize);
+    if block.is_whole(n) {
+        let mut x = [[0.0; 4]; 2];
+        for part in 0..Fours::<T>::PARTS {
+            x[part] = inp.four(block.first(part));
         }
-        out.set_packet(first, Packet::from_fn(|k| x[k / f32::PACKET].get(k % f32::PACKET)));
+        for part in 0..Fours::<T>::PARTS {
+            out.set_four(block.first(part), x[part]);
+        }
     } else {
-        for i in first..n {
+        for i in block.rest(n) {
             out.set(i, T::from_f32(inp.at(i)));
         }
     }

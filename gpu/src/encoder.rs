@@ -21,11 +21,14 @@ const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
 
-/// Positions of `order` that one warp sums.
-const CHUNK: usize = LANES;
+/// Positions of `order` that one warp sums: at most one for each lane. So few that there are several warps for each place on
+/// a GPU, and the last ones have little to do alone.
+const CHUNK: usize = LANES / 2;
 
 /// Rows of a batch of loads.
 const BATCH: usize = 4;
+/// Of those that are added element by element at the same place.
+const WPE_BATCH: usize = 8;
 
 /// Blocks of [`encoder_forward`].
 pub const fn encoder_forward_grid(positions: usize) -> u32 {
@@ -82,10 +85,25 @@ pub fn encoder_backward_wpe<T: Element>(
     let mut sum = Sum::<T>::zero();
     let mut b = 0;
     while b < batch as usize {
-        sum.add_batch(|k| (b + k < batch as usize).then_some((b + k) * size + i), dout);
-        b += BATCH;
+        // All loads are under way before the first sum; conditions would make ptxas spread them.
+        let mut rows = [Packet::zero(); WPE_BATCH];
+        if b + WPE_BATCH <= batch as usize {
+            for k in 0..WPE_BATCH {
+                rows[k] = dout.packet_streaming((b + k) * size + i);
+            }
+        } else {
+            for k in 0..WPE_BATCH {
+                if b + k < batch as usize {
+                    rows[k] = dout.packet_streaming((b + k) * size + i);
+                }
+            }
+        }
+        for row in &rows {
+            sum.add(row);
+        }
+        b += WPE_BATCH;
     }
-    sum.add_to(dwpe, i, seed);
+    sum.add_to(&dwpe.packet(i), dwpe, i, seed);
 }
 
 /// f32 elements of `partials` for [`encoder_backward_wte`].
@@ -105,7 +123,7 @@ pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: u
 /// dwte (V, C) += rows of dout (B, T, C), for runs inside one chunk; the others' parts go to `partials`
 /// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_wte_runs`]. One warp per chunk and
 /// 32 packets of channels; `positions` is B * T.
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+#[kernel(threads = 256, blocks_per_sm = 4, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_wte<T: Element>(
     dwte: GlobalMut<T>,
     partials: GlobalMut<f32>,
@@ -139,31 +157,41 @@ pub fn encoder_backward_wte<T: Element>(
     let mut sum = Sum::<T>::zero();
     let mut first = 0;
     while first < count {
+        // What a sum will be added to is loaded with the rows, not when they have been summed.
         let mut rows = [Packet::zero(); BATCH];
+        let mut old = [Packet::zero(); BATCH];
+        let mut ends = [End::NotHere; BATCH];
         for k in 0..BATCH {
-            let row = warp::shuffle(position, (first + k) as u32) as usize;
-            if active && first + k < count {
+            let i = first + k;
+            let row = warp::shuffle(position, i as u32) as usize;
+            let this = warp::shuffle(token, i as u32);
+            let next = warp::shuffle(token, (i + 1) as u32 % warp::LANES);
+            let last = i + 1 == count;
+            if i < count && (last || next != this) {
+                ends[k] = if this == before {
+                    End::Partial(chunk as u32 * 2)
+                } else if last && this == after {
+                    End::Partial(chunk as u32 * 2 + 1)
+                } else {
+                    End::Token(this)
+                };
+            }
+            if active && i < count {
                 rows[k] = dout.packet_streaming(row * channels + column);
+                if let End::Token(token) = ends[k] {
+                    old[k] = dwte.packet(token as usize * channels + column);
+                }
             }
         }
         for k in 0..BATCH {
-            let i = first + k;
-            let this = warp::shuffle(token, i as u32);
-            let next = warp::shuffle(token, (i + 1) as u32 % warp::LANES);
             sum.add(&rows[k]);
-            let last = i + 1 == count;
-            if i < count && (last || next != this) {
-                if active {
-                    if this == before {
-                        sum.store(partials, chunk * 2 * channels + column);
-                    } else if last && this == after {
-                        sum.store(partials, (chunk * 2 + 1) * channels + column);
-                    } else {
-                        sum.add_to(dwte, this as usize * channels + column, seed);
-                    }
-                }
-                sum = Sum::zero();
+            match ends[k] {
+                End::NotHere => continue,
+                End::Partial(row) if active => sum.store(partials, row as usize * channels + column),
+                End::Token(token) if active => sum.add_to(&old[k], dwte, token as usize * channels + column, seed),
+                _ => {}
             }
+            sum = Sum::zero();
         }
         first += BATCH;
     }
@@ -171,16 +199,17 @@ pub fn encoder_backward_wte<T: Element>(
 
 /// Blocks of [`encoder_backward_wte_runs`].
 pub const fn encoder_backward_wte_runs_grid<T: Element>(positions: usize, channels: usize) -> [u32; 3] {
-    [groups::<T>(channels) as u32, positions.div_ceil(CHUNK) as u32, 1]
+    [groups::<T>(channels) as u32, positions.div_ceil(CHUNK).div_ceil(WARPS) as u32, 1]
 }
 
-/// Shared memory of [`encoder_backward_wte_runs`]: each warp's sums.
-pub fn encoder_backward_wte_runs_shared<T: Element>(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(THREADS as usize * T::PACKET)
+/// Shared memory of [`encoder_backward_wte_runs`]: each warp's sums, and what each has found.
+pub fn encoder_backward_wte_runs_shared<T: Element>(layout: &mut Layout) -> (SharedArray<f32>, SharedArray<u32>) {
+    (layout.array(THREADS as usize * T::PACKET), layout.array(WARPS))
 }
 
 /// dwte (V, C) += the parts of the runs that cross chunks, which [`encoder_backward_wte`] left in `partials`. Block
-/// (g, c) takes the run that begins in chunk c and leaves it, if there is one; its warps split the chunks.
+/// (g, y) takes the runs that begin in one of `WARPS` chunks and leave it: each warp looks at one chunk, adds its run if that
+/// is short, and of a long one they split the chunks.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_wte_runs<T: Element>(
     dwte: GlobalMut<T>,
@@ -191,42 +220,52 @@ pub fn encoder_backward_wte_runs<T: Element>(
     channels: u32,
     seed: u32,
 ) {
-    let scratch = encoder_backward_wte_runs_shared::<T>(&mut Layout::new());
+    let (scratch, found) = encoder_backward_wte_runs_shared::<T>(&mut Layout::new());
     let (positions, channels) = (positions as usize, channels as usize);
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let chunk = thread::block_idx_y() as usize;
-    let next = (chunk + 1) * CHUNK;
+    let first_chunk = thread::block_idx_y() as usize * WARPS;
     let token_at = |i: usize| tokens.at(order.at(i) as usize);
-    if next >= positions {
-        return;
-    }
-    let token = token_at(next);
-    let leaves = token_at(next - 1) == token;
-    let began_earlier = chunk > 0 && token_at(chunk * CHUNK - 1) == token;
-    if !leaves || began_earlier {
-        return;
-    }
-
-    let mut heads = 0;
-    loop {
-        let begin = next + (heads + lane) * CHUNK;
-        let more = warp::ballot(begin < positions && token_at(begin.min(positions - 1)) == token).trailing_ones();
-        heads += more as usize;
-        if more < warp::LANES {
-            break;
-        }
-    }
-
     let column = (thread::block_idx_x() as usize * LANES + lane) * T::PACKET;
     let active = column < channels;
+
+    // Most runs are short: a warp adds its own. The long ones are for all of them.
+    let chunk = first_chunk + warp;
+    let heads = heads_of_run(chunk, positions, token_at);
+    let is_long = heads > WARPS;
+    if heads > 0 && !is_long && active {
+        let at = token_at((chunk + 1) * CHUNK) as usize * channels + column;
+        let old = dwte.packet(at);
+        let mut sum = Sum::<T>::zero();
+        sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
+        for head in 0..heads {
+            sum.add_stored(&Stored::load::<T>(partials, (chunk + 1 + head) * 2 * channels + column));
+        }
+        sum.add_to(&old, dwte, at, seed);
+    }
+    if lane == 0 {
+        found.set(warp, if is_long { heads as u32 } else { 0 });
+    }
+    thread::sync_threads();
+
+    // One at most: it goes on for more chunks than a block looks at.
+    let Some(w) = (0..WARPS).find(|&w| found.at(w) > 0) else { return };
+    let (chunk, heads) = (first_chunk + w, found.at(w) as usize);
     let mut sum = Sum::<T>::zero();
     if active {
         if warp == 0 {
-            sum.add_stored(partials, (chunk * 2 + 1) * channels + column);
+            sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
         }
+        let at = |head: usize| (chunk + 1 + head) * 2 * channels + column;
         let mut head = warp;
+        while head + (BATCH - 1) * WARPS < heads {
+            let batch: [_; BATCH] = core::array::from_fn(|k| Stored::load::<T>(partials, at(head + k * WARPS)));
+            for stored in &batch {
+                sum.add_stored(stored);
+            }
+            head += BATCH * WARPS;
+        }
         while head < heads {
-            sum.add_stored(partials, (chunk + 1 + head) * 2 * channels + column);
+            sum.add_stored(&Stored::load::<T>(partials, at(head)));
             head += WARPS;
         }
     }
@@ -240,8 +279,45 @@ pub fn encoder_backward_wte_runs<T: Element>(
                 sum.values[k] += scratch.at((w * T::PACKET + k) * LANES + lane);
             }
         }
-        sum.add_to(dwte, token as usize * channels + column, seed);
+        let at = token_at((chunk + 1) * CHUNK) as usize * channels + column;
+        sum.add_to(&dwte.packet(at), dwte, at, seed);
     }
+}
+
+/// How many chunks begin with a later part of the run that begins in `chunk`; 0 if none begins there and leaves it. The
+/// same in all lanes.
+#[inline(always)]
+fn heads_of_run(chunk: usize, positions: usize, token_at: impl Fn(usize) -> i32) -> usize {
+    let next = (chunk + 1) * CHUNK;
+    if next >= positions {
+        return 0;
+    }
+    let token = token_at(next);
+    let leaves = token_at(next - 1) == token;
+    let began_earlier = chunk > 0 && token_at(chunk * CHUNK - 1) == token;
+    if !leaves || began_earlier {
+        return 0;
+    }
+    let mut heads = 0;
+    loop {
+        let begin = next + (heads + warp::lane() as usize) * CHUNK;
+        let more = warp::ballot(begin < positions && token_at(begin.min(positions - 1)) == token).trailing_ones();
+        heads += more as usize;
+        if more < warp::LANES {
+            return heads;
+        }
+    }
+}
+
+/// Where the sum of a run's part in a chunk goes when the part ends.
+#[derive(Clone, Copy)]
+enum End {
+    /// The part goes on.
+    NotHere,
+    /// A row of `partials`.
+    Partial(u32),
+    /// The token's row of dwte.
+    Token(u32),
 }
 
 /// The f32 sums of one packet of channels.
@@ -263,21 +339,6 @@ impl<T: Element> Sum<T> {
         }
     }
 
-    /// Adds the packets of `from` at `index(0) .. index(BATCH)`, in this order, where there are such; all loads are
-    /// under way before the first sum.
-    #[inline(always)]
-    fn add_batch(&mut self, index: impl Fn(usize) -> Option<usize>, from: Global<T>) {
-        let mut rows = [Packet::zero(); BATCH];
-        for k in 0..BATCH {
-            if let Some(i) = index(k) {
-                rows[k] = from.packet_streaming(i);
-            }
-        }
-        for row in &rows {
-            self.add(row);
-        }
-    }
-
     #[inline(always)]
     fn store(&self, to: GlobalMut<f32>, index: usize) {
         for part in 0..T::PACKET / f32::PACKET {
@@ -287,20 +348,29 @@ impl<T: Element> Sum<T> {
     }
 
     #[inline(always)]
-    fn add_stored(&mut self, from: Global<f32>, index: usize) {
-        for part in 0..T::PACKET / f32::PACKET {
-            let offset = part * f32::PACKET;
-            let packet = from.packet(index + offset);
-            for k in 0..f32::PACKET {
-                self.values[offset + k] += packet.get(k);
-            }
+    fn add_stored(&mut self, stored: &Stored) {
+        for k in 0..T::PACKET {
+            self.values[k] += stored.0[k / f32::PACKET].get(k % f32::PACKET);
         }
     }
 
-    /// to[index ..] += the sums, rounded stochastically.
+    /// to[index ..] = `old` + the sums, rounded stochastically.
     #[inline(always)]
-    fn add_to(&self, to: GlobalMut<T>, index: usize, seed: u32) {
-        let old = to.packet(index);
+    fn add_to(&self, old: &Packet<T>, to: GlobalMut<T>, index: usize, seed: u32) {
         to.set_packet(index, noise::round_packet(index, seed, |k| old.get(k) + self.values[k]));
+    }
+}
+
+/// A packet's sums, as they were stored.
+struct Stored([Packet<f32>; 2]);
+
+impl Stored {
+    #[inline(always)]
+    fn load<T: Element>(from: Global<f32>, index: usize) -> Self {
+        let mut packets = [Packet::zero(); 2];
+        for part in 0..T::PACKET / f32::PACKET {
+            packets[part] = from.packet(index + part * f32::PACKET);
+        }
+        Self(packets)
     }
 }

@@ -122,13 +122,13 @@ const fn stages(packets: usize) -> usize {
 /// Shared memory of [`layernorm_backward`]: scratch of the row sums, and per stage each thread's packets of dout, inp and
 /// dinp, (stages, 3, PACKETS, threads) packets. The latter is used again for the block's sums.
 fn backward_shared<T: Element>(layout: &mut Layout, packets: usize) -> (SharedArray<f32>, SharedArray<T>) {
-    (layout.array(LANES), layout.array(stages(packets) * 3 * packets * THREADS as usize * T::PACKET))
+    (layout.array(2 * LANES), layout.array(stages(packets) * 3 * packets * THREADS as usize * T::PACKET))
 }
 
 /// The block's sums of dweight and dbias, (2, C), over the memory of the stages: with one warp per row, C is at most
 /// PACKETS * 32 packets and they fit.
 fn block_sums(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
-    layout.array::<f32>(LANES);
+    layout.array::<f32>(2 * LANES);
     layout.array(2 * channels)
 }
 
@@ -179,6 +179,12 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
     #[inline(always)]
     fn sum(&self, value: f32) -> f32 {
         if WARPS == 1 { warp::sum(value) } else { block::sum(value, self.scratch) }
+    }
+
+    /// As [`sum`](Self::sum) of each, at the price of one.
+    #[inline(always)]
+    fn sums(&self, values: [f32; 2]) -> [f32; 2] {
+        if WARPS == 1 { values.map(warp::sum) } else { block::sums(values, self.scratch) }
     }
 
     /// Normalises the row held in `x`.
@@ -363,7 +369,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
                 }
             }
         }
-        let (sum, projection) = (place.sum(sum) * scale, place.sum(projection) * scale);
+        let [sum, projection] = place.sums([sum, projection]).map(|sum| sum * scale);
         // Orders memory, so the compiler reads the row again rather than keep it in registers it does not have.
         warp::sync();
         for k in 0..PACKETS {

@@ -14,6 +14,7 @@ pub mod cast;
 pub mod classifier;
 pub mod column_sum;
 pub mod encoder;
+mod fours;
 pub mod gelu;
 pub mod global_norm;
 pub mod layernorm;

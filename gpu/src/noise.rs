@@ -39,6 +39,16 @@ pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize
     Packet::from_fn(|k| round::<T>(f(k), index + k, seed).to_f32())
 }
 
+/// Four values, the new content of the tensor from element `index` on, each rounded as by [`round`].
+#[inline(always)]
+pub fn round_four<T: Element>(values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
+    let mut rounded = [0.0; 4];
+    for k in 0..4 {
+        rounded[k] = round::<T>(values[k], index + k, seed).to_f32();
+    }
+    rounded
+}
+
 #[cfg(test)]
 mod tests {
     use super::{squirrel5, squirrel5_2d};

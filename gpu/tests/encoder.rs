@@ -148,7 +148,7 @@ fn check_tokens<T: Tolerance>(name: &str, tokens: &[i32], channels: usize, seed:
 
 fn gradient_of_tokens<T: Tolerance>() {
     // Runs within a chunk, to its very end, across one boundary, across many; one token alone; more than 32 chunks.
-    let cases: [(&str, Vec<i32>, usize); 9] = [
+    let cases: [(&str, Vec<i32>, usize); 10] = [
         ("one position", vec![3], 8),
         ("63 positions", (0..63).map(|i| i * i % VOCABULARY as i32).collect(), 160),
         ("short runs", (0..45).map(|i| i * 7 % VOCABULARY as i32).collect(), 80),
@@ -156,6 +156,7 @@ fn gradient_of_tokens<T: Tolerance>() {
         ("runs of 31 and 33", (0..64).map(|i| i32::from(i < 33)).collect(), 80),
         ("all the same", vec![10; 333], 80),
         ("two long", (0..300).map(|i| i32::from(i % 4 == 0) * 9).collect(), 264),
+        ("a long one after short ones", (0..400).map(|i| if i < 70 { i % 9 } else { 10 }).collect(), 80),
         ("many chunks", (0..1400).map(|i| i32::from(i == 77) + i32::from(i % 100 == 0)).collect(), 16),
         ("as many as a warp looks for at once", vec![1; 33 * 32], 16),
     ];

@@ -79,16 +79,26 @@ impl Mt19937 {
     /// CPU without vector instructions. Draws are made in sequence, the transform on all threads.
     pub fn normal(&mut self, values: &mut [f32], std: f32) {
         const PAIRED: usize = 16;
+        const STRIP: usize = (1 << 16) * PAIRED;
         if values.len() < PAIRED {
             return self.normal_few(values, std);
         }
-        self.fill(values);
+        let transform = |strip: &mut [f32]| {
+            strip.par_chunks_mut(1024 * PAIRED).for_each(|chunk| {
+                for block in chunk.as_chunks_mut::<PAIRED>().0 {
+                    normal_block(block, std);
+                }
+            });
+        };
         let whole = values.len() / PAIRED * PAIRED;
-        values[..whole].par_chunks_mut(1024 * PAIRED).for_each(|chunk| {
-            for block in chunk.as_chunks_mut::<PAIRED>().0 {
-                normal_block(block, std);
-            }
-        });
+        // While one strip is drawn, the one before is transformed.
+        let mut drawn: &mut [f32] = &mut [];
+        for strip in values.chunks_mut(STRIP) {
+            let next = &mut *strip;
+            rayon::join(|| self.fill(next), || transform(drawn));
+            drawn = strip;
+        }
+        transform(drawn);
         if whole < values.len()
             && let Some(last) = values.last_chunk_mut::<PAIRED>()
         {

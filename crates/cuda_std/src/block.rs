@@ -26,6 +26,29 @@ pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
     reduce(value, 0.0, scratch, |a, b| a + b)
 }
 
+/// As [`sum`] of each value, with the barriers of one. `scratch`: 32 floats for each.
+#[inline(always)]
+#[track_caller]
+pub fn sums<const N: usize>(values: [f32; N], scratch: SharedArray<f32>) -> [f32; N] {
+    let (lane, index) = (warp::lane() as usize, warp::index() as usize);
+    let values = values.map(warp::sum);
+    thread::sync_threads();
+    if lane == 0 {
+        for i in 0..N {
+            scratch.set(i * warp::LANES as usize + index, values[i]);
+        }
+    }
+    thread::sync_threads();
+    let warps = (thread::block_dim_x() / warp::LANES) as usize;
+    let mut partial = [0.0; N];
+    for i in 0..N {
+        if lane < warps {
+            partial[i] = scratch.at(i * warp::LANES as usize + lane);
+        }
+    }
+    partial.map(warp::sum)
+}
+
 #[inline(always)]
 #[track_caller]
 pub fn max(value: f32, scratch: SharedArray<f32>) -> f32 {

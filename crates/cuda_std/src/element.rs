@@ -42,6 +42,14 @@ pub trait Element: Copy + Default + Send + Sync + 'static {
     /// probability proportional to nearness. `noise`: 16 uniform random bits in the low half. Exact for f32.
     fn from_f32_stochastic(value: f32, noise: u32) -> Self;
 
+    /// # Safety
+    /// `pointer` is valid for reads of four elements and aligned to their size.
+    #[doc(hidden)]
+    unsafe fn load_four(pointer: *const Self) -> [f32; 4];
+    /// # Safety
+    /// `pointer` is valid for writes of four elements and aligned to their size.
+    #[doc(hidden)]
+    unsafe fn store_four(pointer: *mut Self, values: [f32; 4]);
     #[doc(hidden)]
     fn unpack(words: &[u32; 4], i: usize) -> f32;
     #[doc(hidden)]
@@ -64,6 +72,20 @@ impl Element for f32 {
     #[track_caller]
     fn from_f32_stochastic(value: f32, _noise: u32) -> Self {
         value
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load_four(pointer: *const Self) -> [f32; 4] {
+        // SAFETY: the caller's.
+        unsafe { backend::load128(pointer.cast()) }.map(f32::from_bits)
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_four(pointer: *mut Self, values: [f32; 4]) {
+        // SAFETY: the caller's.
+        unsafe { backend::store128(pointer.cast(), values.map(f32::to_bits)) }
     }
 
     #[inline(always)]
@@ -98,6 +120,22 @@ impl Element for bf16 {
         // All ones below the cut rounds up to the next bf16, all zeros is already one.
         let bits = if up { bits | 0xffff } else { bits & 0xffff_0000 };
         Self::from_f32(f32::from_bits(bits))
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn load_four(pointer: *const Self) -> [f32; 4] {
+        // SAFETY: the caller's.
+        let [low, high] = unsafe { backend::load64(pointer.cast()) };
+        let ([a, b], [c, d]) = (unpack_pair(low), unpack_pair(high));
+        [a, b, c, d]
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn store_four(pointer: *mut Self, [a, b, c, d]: [f32; 4]) {
+        // SAFETY: the caller's.
+        unsafe { backend::store64(pointer.cast(), [backend::bf16x2(a, b), backend::bf16x2(c, d)]) }
     }
 
     #[inline(always)]

@@ -94,6 +94,33 @@ impl<T: Element> Global<T> {
     }
 }
 
+impl<T: Element> Global<T> {
+    /// Elements `i` to `i` + 3, `i` a multiple of 4, widened: 8 bytes of bf16, 16 of f32.
+    #[inline(always)]
+    #[track_caller]
+    pub fn four(self, i: usize) -> [f32; 4] {
+        // SAFETY: as in `packet`, for four elements.
+        unsafe { T::load_four(self.0.wrapping_add(i)) }
+    }
+}
+
+impl<T: Element> GlobalMut<T> {
+    /// As [`Global::four`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn four(self, i: usize) -> [f32; 4] {
+        self.reader().four(i)
+    }
+
+    /// Writes elements `i` to `i` + 3, `i` a multiple of 4, rounded to nearest even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_four(self, i: usize, values: [f32; 4]) {
+        // SAFETY: as in `packet`, for four elements.
+        unsafe { T::store_four(self.0.wrapping_add(i), values) }
+    }
+}
+
 impl<T> GlobalMut<T> {
     #[inline(always)]
     pub const fn new(pointer: *mut T) -> Self {

@@ -3,6 +3,8 @@
 use super::{Descriptor, Param};
 use crate::rng::Mt19937;
 use anyhow::Result;
+use std::sync::mpsc::{channel, sync_channel};
+use std::thread;
 
 /// Seed of every run's initial weights.
 pub const SEED: u32 = 42;
@@ -20,23 +22,31 @@ pub fn initialise(
     seed: u32,
     mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>,
 ) -> Result<()> {
-    let mut rng = Mt19937::new(seed);
-    let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
-    let mut buffer = Vec::new();
-    let mut normal = |param: Param, layer, drawn: usize, std| {
-        buffer.clear();
-        buffer.resize(param.len(descriptor), 0.0);
-        rng.normal(&mut buffer[..drawn], std);
-        write(param, layer, &buffer)
-    };
-    normal(Param::Wte, 0, descriptor.vocab * descriptor.channels, STD)?;
-    normal(Param::Wpe, 0, Param::Wpe.len(descriptor), STD)?;
-    for layer in 0..descriptor.layers {
-        let matrices = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];
-        for (param, std) in matrices {
-            normal(param, layer, param.len(descriptor), std)?;
+    thread::scope(|scope| {
+        // While one tensor is written, the next is drawn; their two buffers go to and fro.
+        let (drawn, tensors) = sync_channel(1);
+        let (used, buffers) = channel();
+        scope.spawn(move || {
+            let mut rng = Mt19937::new(seed);
+            for (i, (param, layer, values, std)) in matrices(descriptor).enumerate() {
+                let buffer = if i < 2 { Some(Vec::new()) } else { buffers.recv().ok() };
+                // Nobody takes what is drawn any more once writing has failed.
+                let Some(mut buffer) = buffer else { return };
+                buffer.clear();
+                buffer.resize(param.len(descriptor), 0.0);
+                rng.normal(&mut buffer[..values], std);
+                if drawn.send((param, layer, buffer)).is_err() {
+                    return;
+                }
+            }
+        });
+        for (param, layer, buffer) in tensors {
+            write(param, layer, &buffer)?;
+            // The last two are not wanted back.
+            let _ = used.send(buffer);
         }
-    }
+        Ok::<_, anyhow::Error>(())
+    })?;
     let vectors = Param::ALL.into_iter().filter(|param| param.shape(descriptor).0 == 1);
     for param in vectors {
         let value = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 0.0 };
@@ -45,6 +55,18 @@ pub fn initialise(
         }
     }
     Ok(())
+}
+
+/// The tensors that are drawn, in their order: tensor, layer, how many of its values, their deviation.
+fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usize, f32)> {
+    let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
+    let layered = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];
+    let embeddings = [
+        (Param::Wte, 0, descriptor.vocab * descriptor.channels, STD),
+        (Param::Wpe, 0, Param::Wpe.len(descriptor), STD),
+    ];
+    let of_layer = move |layer| layered.map(|(param, std)| (param, layer, param.len(descriptor), std));
+    embeddings.into_iter().chain((0..descriptor.layers).flat_map(of_layer))
 }
 
 #[cfg(test)]

@@ -108,6 +108,30 @@ pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
 }
 
 /// # Safety
+/// `pointer` must be valid for reads of 8 bytes and 8-byte aligned.
+#[inline]
+#[track_caller]
+pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
+    check(Kind::Read, pointer.addr(), 8, 8, Location::caller());
+    // SAFETY: the caller's.
+    unsafe { pointer.cast::<[u32; 2]>().read_unaligned() }
+}
+
+/// # Safety
+/// `pointer` must be valid for writes of 8 bytes and 8-byte aligned.
+#[inline]
+#[track_caller]
+pub unsafe fn store64(pointer: *mut u32, value: [u32; 2]) {
+    let at = Location::caller();
+    for word in value {
+        catch_early(word, at);
+    }
+    check(Kind::Write, pointer.addr(), 8, 8, at);
+    // SAFETY: the caller's.
+    unsafe { pointer.cast::<[u32; 2]>().write_unaligned(value) }
+}
+
+/// # Safety
 /// As [`load128`].
 #[inline]
 #[track_caller]

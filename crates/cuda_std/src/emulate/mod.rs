@@ -17,8 +17,8 @@ mod stack;
 mod tensor;
 
 pub use access::{
-    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, fence_device, load, load128,
-    load128_streaming, shared_base, store, store128, store128_streaming,
+    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, fence_device, load, load64,
+    load128, load128_streaming, shared_base, store, store64, store128, store128_streaming,
 };
 pub use arithmetic::{bf16x2, div_rn, exp2, fma, log2, max, opaque, recip, rsqrt, sqrt, sqrt_rn, tanh};
 pub use block::{

@@ -217,6 +217,23 @@ pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
     unsafe { *pointer.cast::<Words>() = Words(value) }
 }
 
+/// As [`Words`], for 64 bits.
+#[repr(simd)]
+#[derive(Clone, Copy)]
+struct HalfWords([u32; 2]);
+
+#[inline(always)]
+pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
+    // SAFETY: the caller's: 8 readable bytes, 8-byte aligned; same size, plain data.
+    unsafe { core::mem::transmute(*pointer.cast::<HalfWords>()) }
+}
+
+#[inline(always)]
+pub unsafe fn store64(pointer: *mut u32, value: [u32; 2]) {
+    // SAFETY: the caller's: 8 writable bytes, 8-byte aligned.
+    unsafe { *pointer.cast::<HalfWords>() = HalfWords(value) }
+}
+
 #[inline(always)]
 pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
     let (a, b, c, d);

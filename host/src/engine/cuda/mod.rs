@@ -44,6 +44,7 @@ use cuda_std::{Element, Global, GlobalMut, bf16};
 pub use executor::Emulation;
 use executor::Executor;
 use kernel_products::Scratch;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 
@@ -136,6 +137,9 @@ impl Stored for i32 {
 trait Float: Stored + TensorCore {}
 impl Float for f32 {}
 impl Float for bf16 {}
+
+/// Values that are converted before they go to the device: so many that threads have work, and few enough for a cache.
+const WRITTEN_AT_ONCE: usize = 1 << 21;
 
 struct Cuda<T> {
     executor: Box<dyn Executor>,
@@ -293,13 +297,19 @@ impl<T: Float> Engine for Cuda<T> {
             arena: &Arena,
             to: Tensor,
             values: &[f32],
-            convert: impl Fn(f32) -> E,
+            convert: impl Fn(f32) -> E + Sync,
         ) -> Result<()> {
             ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
             let address = arena.address::<E>("the tensor written to", to, values.len())?;
-            let converted: Vec<E> = values.iter().map(|&value| convert(value)).collect();
-            // SAFETY: `address` covers that many elements of the arena.
-            unsafe { executor.upload(address.cast(), bytemuck::cast_slice(&converted)) }
+            let mut converted = Vec::new();
+            for (i, piece) in values.chunks(WRITTEN_AT_ONCE).enumerate() {
+                piece.par_iter().with_min_len(1 << 14).map(|&value| convert(value)).collect_into_vec(&mut converted);
+                let at = address.wrapping_add(i * WRITTEN_AT_ONCE);
+                // SAFETY: `address` covers all elements in the arena; the memory is not page-locked, so read before the call
+                // returns.
+                unsafe { executor.upload(at.cast(), bytemuck::cast_slice(&converted)) }?;
+            }
+            Ok(())
         }
         let (executor, arena) = (&mut *self.executor, &self.arena);
         match to.dtype {
