@@ -1,5 +1,6 @@
 //! The CUDA engine on the emulator, held to the CPU engine: every kernel with the launch geometry a GPU would get.
 
+use gpu::matmul::launch::MOST_TILINGS;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
@@ -11,9 +12,14 @@ use host::tensor::{DType, Tensor};
 use host::train::initialise;
 
 fn agrees(precision: Precision, hopper: bool) {
-    let (mut engine, mut reference) = (emulated_checked(precision, hopper), Cpu::new());
-    let mut failures = Vec::new();
-    for case in edge() {
+    agrees_in("", emulated_checked(precision, hopper));
+}
+
+/// `operation`: in which operations, by a part of their names.
+fn agrees_in(operation: &str, mut engine: Box<dyn Engine>) {
+    let (mut failures, mut reference) = (Vec::new(), Cpu::new());
+    let cases: Vec<_> = edge().into_iter().filter(|case| case.operation.contains(operation)).collect();
+    for case in &cases {
         let name = format!("{} {}", case.operation, case.shape);
         match case.check(&mut *engine, &mut reference) {
             Ok(outcome) => failures.extend(
@@ -22,7 +28,7 @@ fn agrees(precision: Precision, hopper: bool) {
             Err(error) => failures.push(format!("{name}: {error:#}")),
         }
     }
-    assert!(failures.is_empty(), "{} of {} cases:\n{}", failures.len(), edge().len(), failures.join("\n"));
+    assert!(failures.is_empty(), "{} of {} cases:\n{}", failures.len(), cases.len(), failures.join("\n"));
 }
 
 #[test]
@@ -33,6 +39,15 @@ fn every_operation_agrees_in_bf16() {
 #[test]
 fn every_operation_agrees_with_the_kernels_for_sm_90a() {
     agrees(Precision::Bf16, true);
+}
+
+#[test]
+fn products_agree_in_every_tiling() {
+    for tiling in 0..MOST_TILINGS {
+        let products = Products::Rust;
+        let emulation = Emulation { hopper: true, products, tiling: Some(tiling), ..Emulation::default() };
+        agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16));
+    }
 }
 
 #[test]

@@ -214,6 +214,8 @@ impl Tiling {
 const MOST_SPLITS: usize = 32;
 /// Numbers of parts that are worth timing, for each size.
 const BEST_SPLITS: usize = 2;
+/// No product has more [`tilings`].
+pub const MOST_TILINGS: usize = Size::ALL.len() * BEST_SPLITS;
 
 /// The ways that may be the fastest, most promising first, of those that do with `room` elements. Never empty.
 pub fn tilings(product: Product, shape: Shape, multiprocessors: usize, room: usize) -> Vec<Tiling> {

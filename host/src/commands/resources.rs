@@ -37,6 +37,9 @@ pub struct Hardware {
     /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
     #[arg(long, value_name = "ARCH")]
     pub kernels: Option<String>,
+
+    #[arg(skip)]
+    pub tiling: Option<usize>,
 }
 
 impl Hardware {
@@ -62,6 +65,7 @@ impl Hardware {
             kernels: self.kernels.clone(),
             gelu_fusion: self.gelu_fusion,
             products: self.matmul,
+            tiling: self.tiling,
         }
     }
 

@@ -43,7 +43,8 @@ impl Opened {
 pub const GPU: usize = 0;
 
 /// An H100 or H200.
-const PLANNED_FOR: Emulation = Emulation { multiprocessors: 132, hopper: true, tf32: false, products: Products::Auto };
+const PLANNED_FOR: Emulation =
+    Emulation { multiprocessors: 132, hopper: true, tf32: false, products: Products::Auto, tiling: None };
 
 /// `precision` is what was asked for: by default a GPU computes as `gpu` says, the CPU in fp32, which is all it can.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {

@@ -5,9 +5,10 @@ mod determinism;
 use super::resources::Hardware;
 use crate::cli::count;
 use crate::engine::cpu::Cpu;
+use crate::engine::open::Products;
 use crate::engine::{Engine, Result};
 use crate::selftest::{Case, Error, edge, model};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 
 /// Checks every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
@@ -21,6 +22,10 @@ pub struct Selftest {
     /// values within rounding where sums run in another order
     #[arg(long)]
     pub emulator: bool,
+    /// With --matmul rust: the N-th of the tilings of each product that may be the fastest on this GPU, counted round, instead of
+    /// the one that was found to be
+    #[arg(long, value_name = "N", requires = "matmul")]
+    pub tiling: Option<usize>,
     /// Train a small model twice from one seed instead, in bf16 and in fp32 where there are both: weights, m, v, gradients and
     /// losses must be the same in every bit after every step
     #[arg(long, conflicts_with_all = ["filter", "small", "emulator"])]
@@ -38,7 +43,11 @@ pub fn run(options: &Selftest) -> Result<()> {
     if options.determinism {
         return determinism::run(&options.hardware, options.steps);
     }
-    let engine = &mut *options.hardware.open_quietly()?;
+    ensure!(
+        options.tiling.is_none() || options.hardware.matmul == Products::Rust,
+        "--tiling is of this program's own products; expected --matmul rust with it"
+    );
+    let engine = &mut *Hardware { tiling: options.tiling, ..options.hardware.clone() }.open_quietly()?;
     let reference: &mut dyn Engine = if options.emulator {
         &mut *engine.emulated().context("--emulator: the CPU engine has no kernels; use --device cuda")?
     } else {
@@ -95,6 +104,6 @@ fn check<'a>(
         }
     }
     println!("{passed} cases passed, {failed} failed");
-    anyhow::ensure!(failed == 0, "{failed} cases differ from the reference by more than allowed");
+    ensure!(failed == 0, "{failed} cases differ from the reference by more than allowed");
     Ok(())
 }

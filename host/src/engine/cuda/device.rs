@@ -46,6 +46,7 @@ pub struct Device {
     noted: Option<Vec<Noted>>,
     algorithms: Cache,
     products: Products,
+    tiling: Option<usize>,
     scratch: Scratch,
     /// Of products that a kernel takes, by problem and alignments: the fastest, and whether it is faster than the library.
     kernels: HashMap<(Problem, [u32; 5]), (KernelTiling, bool)>,
@@ -120,6 +121,7 @@ impl Device {
             noted: None,
             algorithms,
             products: options.products,
+            tiling: options.tiling,
             scratch: Scratch::NONE,
             kernels: HashMap::new(),
             profile: None,
@@ -168,7 +170,7 @@ impl Device {
 
     /// The kernel that computes a product; `None` where the library does.
     fn kernel_for(&self, problem: &Problem, operands: &Operands) -> Result<Option<(KernelProduct, KernelTiling)>> {
-        let known = self.kernels.get(&(*problem, operands.alignments())).copied();
+        let known = self.kernels.get(&(*problem, operands.alignments())).copied().filter(|_| self.tiling.is_none());
         let wanted = match self.products {
             Products::Auto => known.is_some_and(|(_, wins)| wins),
             Products::Cublaslt => false,
@@ -181,7 +183,7 @@ impl Device {
         let kept = known.map(|(tiling, _)| tiling).filter(|tiling| product.can_be(*tiling, self));
         Ok(match (kept, self.products) {
             (Some(tiling), _) => Some((product, tiling)),
-            (None, Products::Rust) => Some((product, product.tilings(self)[0])),
+            (None, Products::Rust) => Some((product, product.nth_tiling(self.tiling.unwrap_or(0), self))),
             (None, _) => None,
         })
     }
@@ -291,6 +293,7 @@ impl Executor for Device {
             hopper: self.tensor_maps.is_some(),
             tf32: self.tf32,
             products: self.products,
+            tiling: self.tiling,
         }
     }
 

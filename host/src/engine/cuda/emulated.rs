@@ -142,7 +142,7 @@ impl Executor for Emulated {
         operands.validate(problem)?;
         if let Some(product) = self.kernel_for(problem, operands)? {
             // Nothing is timed here.
-            let tiling = product.tilings(self)[0];
+            let tiling = product.nth_tiling(self.emulation.tiling.unwrap_or(0), self);
             for kernel in product.prepare(tiling, self)? {
                 // SAFETY: the caller's promise.
                 unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;

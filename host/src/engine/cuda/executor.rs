@@ -22,12 +22,14 @@ pub struct Emulation {
     /// Multiplies f32 with 10-bit mantissas.
     pub tf32: bool,
     pub products: Products,
+    /// As [`Options::tiling`](super::Options::tiling).
+    pub tiling: Option<usize>,
 }
 
 impl Default for Emulation {
     /// A small one: so few multiprocessors that small tests fill more than one wave.
     fn default() -> Self {
-        Self { multiprocessors: 4, hopper: false, tf32: false, products: Products::Auto }
+        Self { multiprocessors: 4, hopper: false, tf32: false, products: Products::Auto, tiling: None }
     }
 }
 

@@ -92,6 +92,12 @@ impl KernelProduct {
         tilings.into_iter().map(kept).collect()
     }
 
+    /// Of the [tilings](Self::tilings), counted round.
+    pub fn nth_tiling(&self, n: usize, executor: &dyn Executor) -> KernelTiling {
+        let tilings = self.tilings(executor);
+        tilings[n % tilings.len()]
+    }
+
     /// Whether `tiling`, which may have been kept by a run with more memory, is possible in this one.
     pub fn can_be(&self, tiling: KernelTiling, executor: &dyn Executor) -> bool {
         self.tiling(tiling).is_some_and(|tiling| tiling.room(self.product, self.shape) <= executor.scratch().room)

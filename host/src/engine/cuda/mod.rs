@@ -69,6 +69,9 @@ pub struct Options {
     /// Instead of what is fastest on the GPU.
     pub gelu_fusion: Option<GeluFusion>,
     pub products: Products,
+    /// Which of each product's tilings this program's kernels take, counted round, instead of the one that was found fastest:
+    /// to check them all.
+    pub tiling: Option<usize>,
 }
 
 /// What computes matrix products.
