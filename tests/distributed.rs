@@ -17,6 +17,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings, initialise};
 use std::fs;
 use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
@@ -251,10 +252,16 @@ impl World {
         arguments
     }
 
-    /// A process, with nothing of a launcher in its environment.
     fn command(&self, program: &Path, out: &str, more: &[&str]) -> Command {
+        let mut command = self.bare(program);
+        command.args(Self::arguments(out, more));
+        command
+    }
+
+    /// A process, with nothing of a launcher in its environment.
+    fn bare(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
-        command.current_dir(self.dir.path()).args(Self::arguments(out, more));
+        command.current_dir(self.dir.path());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         for (name, _) in std::env::vars() {
             let launchers = ["OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_"];
@@ -288,12 +295,16 @@ fn said(output: &Output) -> (String, String) {
     (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
+/// Exit codes of ranks that do not fit together, and of those that have lost one.
+const UNFIT: i32 = 3;
+const LOST: i32 = 4;
+
 /// The message of rank 0, and that all others end in silence with the same code.
-fn one_message(outputs: &[Output]) -> String {
+fn one_message(outputs: &[Output], code: i32) -> String {
     let (_, message) = said(&outputs[0]);
     assert_eq!(message.lines().count(), 1, "{message}");
     for (rank, output) in outputs.iter().enumerate() {
-        assert_eq!(output.status.code(), Some(3), "rank {rank}: {:?}", said(output));
+        assert_eq!(output.status.code(), Some(code), "rank {rank}: {:?}", said(output));
         assert!(rank == 0 || said(output).1.is_empty(), "rank {rank}: {:?}", said(output));
     }
     message
@@ -357,7 +368,7 @@ fn other_flags_are_named_by_rank_0() {
         world.rank(1, 2, "flags", "out", &[&with[..], &["--lr", "0.1"]].concat()),
     ];
     let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
-    let message = one_message(&outputs);
+    let message = one_message(&outputs, UNFIT);
     assert!(
         message.contains("rank 1 (") && message.contains("has --lr 0.1, rank 0 has 0.003: start all ranks"),
         "{message}"
@@ -377,7 +388,7 @@ fn another_build_is_named_by_rank_0() {
         world.command(program, "out", &["--rank", rank, "--world-size", "2", "--rendezvous", &place]).spawn().unwrap()
     };
     let children = [start(program(), "0"), start(&other, "1")];
-    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()));
+    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()), UNFIT);
     assert!(message.contains("rank 1 (") && message.contains("runs another build of the program"), "{message}");
 }
 
@@ -400,7 +411,7 @@ fn what_a_rank_cannot_do_rank_0_tells() {
         command.spawn().unwrap()
     };
     let children = ["0", "1", "2"].map(start);
-    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()));
+    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()), UNFIT);
     assert!(message.contains("rank 1 (") && message.contains("failed: cannot open model file tiny.bin"), "{message}");
 }
 
@@ -411,7 +422,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     let more = ["--rendezvous-timeout", "1"];
     let children: Vec<_> = [0, 2].map(|rank| world.rank(rank, 3, "never", "out", &more)).into_iter().collect();
     let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
-    let message = one_message(&outputs);
+    let message = one_message(&outputs, UNFIT);
     assert!(message.contains("rank 1 of 3 never came: after 1 s only 2 are here (ranks 0, 2)"), "{message}");
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
@@ -432,8 +443,10 @@ fn a_rank_that_is_killed_ends_the_run_on_all() {
     let mut outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(killed.elapsed() < Duration::from_secs(30));
     outputs.pop();
-    let message = one_message(&outputs);
+    let message = one_message(&outputs, LOST);
     assert!(message.contains("rank 2 (") && message.contains("has ended, or the connection to it; step "), "{message}");
+    // The step, how many there are, and the operation.
+    assert!(message.contains(" of 100000, "), "{message}");
 }
 
 /// A rank that is stopped says nothing and closes nothing.
@@ -466,14 +479,14 @@ fn stands_still(world: &World, stopped: usize) {
     still.kill().unwrap();
     still.wait().unwrap();
     if stopped > 0 {
-        let message = one_message(&outputs);
+        let message = one_message(&outputs, LOST);
         assert!(message.contains("nothing came from rank 2 (") && message.contains(" s; step "), "{message}");
         return;
     }
     // Nobody is left who could tell the others.
     for output in outputs {
         let message = said(&output).1;
-        assert!(output.status.code() == Some(3) && message.contains("nothing came from rank 0 in 2"), "{message}");
+        assert!(output.status.code() == Some(LOST) && message.contains("nothing came from rank 0 in 2"), "{message}");
     }
 }
 
@@ -516,14 +529,17 @@ fn mpirun_starts_ranks() {
     assert!(world.path("out/rank-1.log").exists() && world.path("out/DONE_00000008").exists());
 }
 
+fn script(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts").join(name)
+}
+
 #[test]
 fn the_script_starts_ranks_and_hands_on_their_exit_code() {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/several_gpus");
     let world = World::new();
     let place = free_place();
     let run = |out: &str, more: &[&str]| {
         let more = [&["--rendezvous", &place][..], more].concat();
-        let mut command = Command::new(&script);
+        let mut command = Command::new(script("several_gpus"));
         command.current_dir(world.dir.path()).arg("2").arg(program()).args(World::arguments(out, &more));
         command.output().unwrap()
     };
@@ -532,4 +548,173 @@ fn the_script_starts_ranks_and_hands_on_their_exit_code() {
     assert!(said(&output).0.contains("2 ranks, connected by TCP") && world.path("out/DONE_00000008").exists());
     let output = run("none", &["--lr", "-1"]);
     assert_eq!(output.status.code(), Some(2), "{:?}", said(&output));
+    assert!(said(&output).1.contains("rank 1 (process "), "{:?}", said(&output));
+}
+
+/// A run long enough to be disturbed.
+const LONG: [&str; 8] = ["--steps", "400", "--checkpoint-every", "50", "--val-every", "200", "--check-ranks", "50"];
+
+impl World {
+    /// A launcher's script with arguments of its own, then the program with its.
+    fn script(&self, name: &str, first: &[&str], out: &str, more: &[&str]) -> Command {
+        let mut command = self.bare(&script(name));
+        command.args(first).arg(program()).args(Self::arguments(out, more));
+        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        command
+    }
+
+    /// Waits for a checkpoint.
+    fn wait_for(&self, out: &str, step: usize) {
+        let (done, deadline) = (self.path(&format!("{out}/DONE_{step:08}")), Instant::now() + PATIENCE);
+        while !done.exists() {
+            assert!(Instant::now() < deadline, "there is no checkpoint of step {step} in {out}");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The process that is rank `rank` of the run in `out`.
+    fn process(&self, out: &str, rank: usize) -> String {
+        let read = |path: PathBuf| fs::read(path).unwrap_or_default();
+        let has = |bytes: &[u8], what: &str| bytes.windows(what.len()).any(|window| window == what.as_bytes());
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let process = entry.path();
+            let (exe, here) = (fs::read_link(process.join("exe")), fs::read_link(process.join("cwd")));
+            if exe.ok().as_deref() != Some(program()) || here.ok().as_deref() != Some(self.dir.path()) {
+                continue;
+            }
+            let (line, variables) = (read(process.join("cmdline")), read(process.join("environ")));
+            let by_flag = has(&line, &format!("--rank\0{rank}\0"));
+            let by_variable = has(&variables, &format!("\0OMPI_COMM_WORLD_RANK={rank}\0"))
+                || has(&variables, &format!("\0SLURM_PROCID={rank}\0"));
+            if has(&line, &format!("--out\0{out}\0")) && (by_flag || by_variable) {
+                return entry.file_name().into_string().unwrap();
+            }
+        }
+        panic!("no process is rank {rank} of {out}");
+    }
+
+    fn signal(&self, out: &str, rank: usize, signal: &str) {
+        Command::new("kill").args(["-s", signal, &self.process(out, rank)]).status().unwrap();
+    }
+
+    fn assert_same_end(&self, one: &str, other: &str) {
+        for name in ["model_00000400.bin", "state_00000400_00000.bin", "main.log"] {
+            let read = |out: &str| fs::read(self.path(out).join(name)).unwrap();
+            assert!(read(one) == read(other), "{name} of {one} and {other} differ");
+        }
+    }
+}
+
+/// A rank is killed, and one is stopped; the end is that of a run that was left alone.
+#[test]
+fn a_run_goes_on_after_it_has_lost_ranks() {
+    let world = World::new();
+    let run = |first: &[&str], out| world.script("several_gpus", first, out, &LONG).env("GRACE", "2").spawn().unwrap();
+    let whole = run(&["2"], "whole").wait_with_output().unwrap();
+    assert!(whole.status.success(), "{:?}", said(&whole));
+    let hurt = run(&["--restarts", "2", "2"], "hurt");
+    world.wait_for("hurt", 50);
+    world.signal("hurt", 1, "KILL");
+    world.wait_for("hurt", 200);
+    world.signal("hurt", 1, "STOP");
+    let output = hurt.wait_with_output().unwrap();
+    let (printed, errors) = said(&output);
+    assert!(output.status.success(), "{printed}{errors}");
+    world.assert_same_end("whole", "hurt");
+    for expected in [
+        "has ended, or the connection to it; step ",
+        ") was ended by SIGKILL\n",
+        ": restart 1 of 2, from the checkpoint of step ",
+        "nothing came from rank 1 (",
+        ") does not end: killed\n",
+        "exit code 4: restart 2 of 2, from the checkpoint of step ",
+    ] {
+        assert!(errors.contains(expected), "{expected:?} is not in {errors}");
+    }
+}
+
+#[test]
+fn a_run_of_mpirun_goes_on_after_it_has_lost_a_rank() {
+    if Command::new("mpirun").arg("--version").output().is_err() {
+        println!("no mpirun: run scripts/setup");
+        return;
+    }
+    let world = World::new();
+    let mpirun = ["mpirun", "-np", "2", "--oversubscribe"];
+    let run =
+        |restarts, out| world.script("restarts", &[&[restarts], &mpirun[..]].concat(), out, &LONG).spawn().unwrap();
+    let whole = run("0", "whole").wait_with_output().unwrap();
+    assert!(whole.status.success(), "{:?}", said(&whole));
+    let hurt = run("1", "hurt");
+    world.wait_for("hurt", 50);
+    world.signal("hurt", 0, "KILL");
+    let output = hurt.wait_with_output().unwrap();
+    assert!(output.status.success(), "{:?}", said(&output));
+    world.assert_same_end("whole", "hurt");
+    assert!(said(&output).1.contains(": restart 1 of 1, from the checkpoint of step "), "{:?}", said(&output));
+}
+
+#[test]
+fn what_would_fail_again_and_what_was_asked_to_stop_is_not_started_again() {
+    let world = World::new();
+    let run = |out, more: &[&str]| {
+        world.script("several_gpus", &["--restarts", "3", "2"], out, more).process_group(0).spawn().unwrap()
+    };
+    let wrong: [(&[&str], i32, &str); 3] = [
+        (&["--lr=-1"], 2, "--lr"),
+        (&["--train", "nothing_*.bin"], UNFIT, "nothing_*.bin"),
+        (&["--total-batch", "100"], UNFIT, "--total-batch"),
+    ];
+    for (more, code, cause) in wrong {
+        let output = run("none", more).wait_with_output().unwrap();
+        let errors = said(&output).1;
+        // Whichever rank ends first: the one that failed, or one that was told.
+        assert!([1, code].contains(&output.status.code().unwrap()), "{errors}");
+        assert!(errors.contains("the run would fail again") && !errors.contains(": restart "), "{errors}");
+        assert!(errors.contains(cause), "{errors}");
+    }
+    let asked = run("asked", &["--steps", "100000", "--checkpoint-every", "0"]);
+    let (log, deadline) = (world.path("asked/main.log"), Instant::now() + PATIENCE);
+    while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(20));
+    }
+    // As a terminal does it: to all that have not left the group.
+    Command::new("kill").args(["-INT", "--", &format!("-{}", asked.id())]).status().unwrap();
+    let output = asked.wait_with_output().unwrap();
+    let (printed, errors) = said(&output);
+    assert!(output.status.success() && printed.contains("stopped after "), "{printed}{errors}");
+    assert!(!errors.contains(": restart "), "{errors}");
+    // Each rank has heard it once: the second time ends it.
+    assert_eq!(errors.matches("SIGINT: stopping after this step").count(), 2, "{errors}");
+}
+
+#[test]
+fn restarts_end_where_a_run_gets_no_further() {
+    let world = World::new();
+    let out = world.path("out");
+    fs::create_dir(&out).unwrap();
+    let run = |restarts: &str, command: &str| {
+        let mut run = Command::new(script("restarts"));
+        run.current_dir(world.dir.path()).args([restarts, "bash", "-c", command, "run", "--out", "out"]);
+        run.output().unwrap()
+    };
+    let begun = |name: &str| fs::read_to_string(world.path(name)).unwrap().lines().count();
+    let output = run("9", "echo >>stands; kill -KILL $$");
+    let text =
+        "restarts: exit code 137: 3 times the run has not got further than the beginning: there is no checkpoint\n";
+    assert!(said(&output).1.ends_with(text), "{:?}", said(&output));
+    assert_eq!((output.status.code(), begun("stands")), (Some(137), 3));
+    // Each time it gets further, and each time it is lost; from the second start on, it is asked to resume.
+    let further = "n=$(cat DONE 2>/dev/null || echo 0); echo \"$@\" >>goes; echo $((n + 9)) >DONE; \
+                   touch out/DONE_0000$(printf %04d $n); exit 4";
+    let output = run("4", further);
+    let text = "exit code 4 after 4 restarts; the same command with --resume goes on from the checkpoint of step 36\n";
+    assert!(said(&output).1.ends_with(text), "{:?}", said(&output));
+    let arguments = fs::read_to_string(world.path("goes")).unwrap();
+    assert_eq!(arguments, format!("--out out\n{}", "--out out --resume\n".repeat(4)));
+    assert_eq!(output.status.code(), Some(LOST));
+    // Without a place for checkpoints there is nothing to go on from.
+    let output = Command::new(script("restarts")).args(["1", "true"]).output().unwrap();
+    assert!(output.status.code() == Some(2) && said(&output).1.contains("no --out DIR"), "{:?}", said(&output));
 }

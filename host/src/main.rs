@@ -1,4 +1,4 @@
-use host::distributed::fault::{self, Fault};
+use host::distributed::fault::Fault;
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
@@ -13,10 +13,10 @@ fn main() -> ExitCode {
             Ok(wrong_flags) => wrong_flags.exit(),
             Err(error) => {
                 let fault = error.downcast_ref::<Fault>();
-                if let Some(Fault::Told(_)) = fault {
-                    return ExitCode::from(fault::EXIT_CODE);
+                let code = fault.map_or(ExitCode::FAILURE, |fault| ExitCode::from(fault.exit_code()));
+                if let Some(Fault::Told { .. }) = fault {
+                    return code;
                 }
-                let code = fault.map_or(ExitCode::FAILURE, |_| ExitCode::from(fault::EXIT_CODE));
                 // Nobody is left to hear of a standard error that is closed.
                 let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
                 code

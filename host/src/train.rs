@@ -117,12 +117,16 @@ const RANK_SEED: u32 = 0x9e37_79b9;
 
 impl Run<'_> {
     pub fn train(&mut self) -> Result<Outcome> {
-        let outcome = self.all_steps();
-        match &outcome {
-            Ok(_) => self.ranks.close()?,
-            Err(_) => self.ranks.abandon(),
+        self.ranks.begin();
+        match self.all_steps() {
+            Ok(outcome) => self.ranks.close().map(|()| outcome),
+            Err(error) => {
+                let stage = format!("step {} of {}", self.state.step + 1, self.settings.steps);
+                let cause = self.ranks.cause(error, &stage);
+                self.ranks.abandon();
+                Err(cause)
+            }
         }
-        outcome
     }
 
     fn all_steps(&mut self) -> Result<Outcome> {
@@ -322,7 +326,10 @@ impl Run<'_> {
     /// Waits for a step's loss and tells of it.
     fn report(&mut self, queued: Option<Queued>, session: &mut Session) -> Result<()> {
         let Some(Queued { step, learning_rate, stats, verdict }) = queued else { return Ok(()) };
+        self.ranks.doing("waiting for the GPU");
         let reading = self.engine.wait(stats)?;
+        // What collectives that were aborted have left is no loss to be told of.
+        self.ranks.check()?;
         let layout = self.train.layout();
         let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.count();
         let [loss, norm] = stats_of(&reading, tokens)?;

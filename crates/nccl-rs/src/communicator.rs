@@ -3,11 +3,13 @@
 use crate::buffer::{Buffer, Element};
 use crate::group;
 use crate::library::library;
-use crate::result::{Error, Owned, Result, check};
+use crate::result::{Error, Owned, PAUSE, Result, check};
 use crate::sys::{self, Status};
 use cuda_driver::{Gpu, Stream};
 use std::ffi::c_void;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 /// How ranks that have never met find each other: one rank makes it and gives its bytes to all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,13 +58,74 @@ impl Reduction {
 /// A call returns once its kernel is queued on the stream; results are there once the stream has passed it. Values are added
 /// in an order that depends on the machine only: the same run gives the same bits, and all ranks get the same.
 pub struct Communicator {
-    /// `None` once it is closed.
-    comm: Option<Owned>,
+    shared: Arc<Shared>,
     rank: usize,
     ranks: usize,
     /// Waited for at most where a call goes on after it has returned.
     patience: Duration,
     gpu: Gpu,
+}
+
+/// The library's communicator, and whoever looks after it; `None` once it is closed or aborted. It is locked for single calls,
+/// none of which waits for another rank.
+struct Shared(Mutex<Option<Owned>>);
+
+impl Shared {
+    /// A thread that panicked held it: what it guards is whole all the same.
+    fn lock(&self) -> MutexGuard<'_, Option<Owned>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<R>(&self, call: &str, f: impl FnOnce(&Owned) -> Result<R>) -> Result<R> {
+        self.lock().as_ref().map_or_else(|| Err(Error::Closed { call: call.into() }), f)
+    }
+
+    /// Waits until `call`, which may go on, has done its work on the host.
+    fn wait(&self, call: &str, at_most: Duration) -> Result<()> {
+        let begun = Instant::now();
+        while !self.with(call, |comm| comm.is_settled(call))? {
+            let waited = begun.elapsed();
+            if waited >= at_most {
+                return Err(Error::Timeout { call: call.into(), waited });
+            }
+            sleep(PAUSE);
+        }
+        Ok(())
+    }
+}
+
+/// Looks after a communicator from another thread than the one that uses it.
+#[derive(Clone)]
+pub struct Monitor {
+    shared: Arc<Shared>,
+    gpu: Gpu,
+}
+
+impl Monitor {
+    /// As [`Communicator::check`]; `Ok` once the communicator is closed. Never waits.
+    pub fn check(&self) -> Result<()> {
+        let comm = match self.shared.0.try_lock() {
+            Ok(comm) => comm,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // A call is being made: it will tell.
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        comm.as_ref().map_or(Ok(()), |comm| comm.is_settled("NCCL").map(|_| ()))
+    }
+
+    /// Ends whatever is under way, also kernels on the device, and frees the communicator: whoever waits for these need wait no
+    /// more, and later calls are [`Error::Closed`]. What collectives that were under way have written is not defined.
+    pub fn abort(&self) {
+        // Without the context there is no kernel to end either.
+        let _ = self.gpu.make_current();
+        drop(self.shared.lock().take());
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        drop(self.shared.lock().take());
+    }
 }
 
 impl Communicator {
@@ -76,8 +139,14 @@ impl Communicator {
         let library = library()?;
         gpu.make_current()?;
         let comm = Owned::begin(library, ranks as i32, id.0, rank as i32)?;
-        comm.wait("ncclCommInitRankConfig", patience)?;
-        Ok(Self { comm: Some(comm), rank, ranks, patience, gpu: gpu.clone() })
+        let shared = Arc::new(Shared(Mutex::new(Some(comm))));
+        shared.wait("ncclCommInitRankConfig", patience)?;
+        Ok(Self { shared, rank, ranks, patience, gpu: gpu.clone() })
+    }
+
+    /// For another thread, to look after this.
+    pub fn monitor(&self) -> Monitor {
+        Monitor { shared: Arc::clone(&self.shared), gpu: self.gpu.clone() }
     }
 
     pub fn rank(&self) -> usize {
@@ -86,10 +155,6 @@ impl Communicator {
 
     pub fn ranks(&self) -> usize {
         self.ranks
-    }
-
-    fn comm(&self) -> Result<&Owned> {
-        self.comm.as_ref().ok_or_else(|| Error::Operand { call: "NCCL", what: "the communicator is closed".into() })
     }
 
     /// Queues `to` = reduction of every rank's `from`; both of one length, the same memory or apart.
@@ -105,11 +170,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.same_length("ncclAllReduce", to.len, from.len)?;
-        let comm = self.comm()?;
-        let (f, op) = (comm.nccl().all_reduce, reduction.op());
-        // SAFETY: the caller's promise; both buffers have `from.len` elements.
-        let status = unsafe { f(at(from), at(to), from.len, T::DATA_TYPE, op, comm.raw(), stream.as_raw()) };
-        self.queued(status, "ncclAllReduce")
+        self.queue("ncclAllReduce", |comm| {
+            let (f, op) = (comm.nccl().all_reduce, reduction.op());
+            // SAFETY: the caller's promise; both buffers have `from.len` elements.
+            unsafe { f(at(from), at(to), from.len, T::DATA_TYPE, op, comm.raw(), stream.as_raw()) }
+        })
     }
 
     /// Queues `to` = part `rank` of the reduction of every rank's `from`, which is `ranks` times as long. `to` may be that
@@ -125,11 +190,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.same_length("ncclReduceScatter", to.len * self.ranks, from.len)?;
-        let comm = self.comm()?;
-        let (f, op) = (comm.nccl().reduce_scatter, reduction.op());
-        // SAFETY: the caller's promise; `from` has `to.len` elements for each rank.
-        let status = unsafe { f(at(from), at(to), to.len, T::DATA_TYPE, op, comm.raw(), stream.as_raw()) };
-        self.queued(status, "ncclReduceScatter")
+        self.queue("ncclReduceScatter", |comm| {
+            let (f, op) = (comm.nccl().reduce_scatter, reduction.op());
+            // SAFETY: the caller's promise; `from` has `to.len` elements for each rank.
+            unsafe { f(at(from), at(to), to.len, T::DATA_TYPE, op, comm.raw(), stream.as_raw()) }
+        })
     }
 
     /// Queues `to` = every rank's `from`, one after another; `to` is `ranks` times as long. `from` may be part `rank` of `to`.
@@ -138,11 +203,11 @@ impl Communicator {
     /// As [`all_reduce`](Self::all_reduce).
     pub unsafe fn all_gather<T: Element>(&self, to: Buffer<T>, from: Buffer<T>, stream: &Stream) -> Result<()> {
         self.same_length("ncclAllGather", to.len, from.len * self.ranks)?;
-        let comm = self.comm()?;
-        let f = comm.nccl().all_gather;
-        // SAFETY: the caller's promise; `to` has `from.len` elements for each rank.
-        let status = unsafe { f(at(from), at(to), from.len, T::DATA_TYPE, comm.raw(), stream.as_raw()) };
-        self.queued(status, "ncclAllGather")
+        self.queue("ncclAllGather", |comm| {
+            let f = comm.nccl().all_gather;
+            // SAFETY: the caller's promise; `to` has `from.len` elements for each rank.
+            unsafe { f(at(from), at(to), from.len, T::DATA_TYPE, comm.raw(), stream.as_raw()) }
+        })
     }
 
     /// Queues `buffer` = rank `root`'s.
@@ -154,29 +219,30 @@ impl Communicator {
             let what = format!("root {root} of {} ranks", self.ranks);
             return Err(Error::Operand { call: "ncclBroadcast", what });
         }
-        let comm = self.comm()?;
-        let f = comm.nccl().broadcast;
-        let (len, root) = (buffer.len, root as i32);
-        // SAFETY: the caller's promise.
-        let status = unsafe { f(at(buffer), at(buffer), len, T::DATA_TYPE, root, comm.raw(), stream.as_raw()) };
-        self.queued(status, "ncclBroadcast")
+        self.queue("ncclBroadcast", |comm| {
+            let f = comm.nccl().broadcast;
+            let (len, root) = (buffer.len, root as i32);
+            // SAFETY: the caller's promise.
+            unsafe { f(at(buffer), at(buffer), len, T::DATA_TYPE, root, comm.raw(), stream.as_raw()) }
+        })
     }
 
     /// What has failed since: on another rank, in the network, on the device. `Ok` says nothing about work that is queued.
     pub fn check(&self) -> Result<()> {
-        self.comm()?.is_settled("NCCL").map(|_| ())
+        self.shared.with("NCCL", |comm| comm.is_settled("NCCL")).map(|_| ())
     }
 
     /// Waits until the other ranks are done with this one, and frees the communicator. Whatever was queued has been passed by
     /// its stream. If others do not close theirs within the patience, it is aborted.
-    pub fn close(mut self) -> Result<()> {
+    pub fn close(self) -> Result<()> {
         self.gpu.make_current()?;
-        self.comm.take().map_or(Ok(()), |comm| comm.close(self.patience))
+        let comm = self.shared.lock().take();
+        comm.map_or(Ok(()), |comm| comm.close(self.patience))
     }
 
     /// Ends whatever is under way at once, also kernels on the device, and frees the communicator. Other ranks are not asked.
-    pub fn abort(mut self) {
-        self.comm = None;
+    pub fn abort(self) {
+        drop(self);
     }
 
     fn same_length(&self, call: &'static str, to: usize, from: usize) -> Result<()> {
@@ -188,17 +254,17 @@ impl Communicator {
     }
 
     /// In a group the call only takes note; else it is waited for until its kernel is in the stream.
-    fn queued(&self, status: Status, call: &str) -> Result<()> {
-        let comm = self.comm()?;
-        if comm.accepted(status, call)? || group::is_open() {
+    fn queue(&self, call: &str, make: impl FnOnce(&Owned) -> Status) -> Result<()> {
+        let done = self.shared.with(call, |comm| comm.accepted(make(comm), call))?;
+        if done || group::is_open() {
             return Ok(());
         }
-        comm.wait(call, self.patience)
+        self.shared.wait(call, self.patience)
     }
 
     /// Waits until what a group noted is in its streams.
     pub(crate) fn settle(&self, call: &str) -> Result<()> {
-        self.comm()?.wait(call, self.patience)
+        self.shared.wait(call, self.patience)
     }
 }
 

@@ -5,7 +5,7 @@
 //!
 //! Communicators are non-blocking: a rank that never comes, or that dies while others connect to it, is an error after a
 //! deadline, not a call that does not return. Collectives are queued on a stream like kernels; what fails on the device
-//! later is told by [`Communicator::check`].
+//! later is told by [`Communicator::check`], and by a [`Monitor`] on any other thread, which can also abort what is under way.
 
 mod buffer;
 mod communicator;
@@ -15,7 +15,7 @@ pub mod result;
 pub mod sys;
 
 pub use buffer::{Buffer, Element};
-pub use communicator::{Communicator, Reduction, UniqueId};
+pub use communicator::{Communicator, Monitor, Reduction, UniqueId};
 pub use group::group;
 pub use library::{Version, find, load_from};
 pub use result::{Error, Result};

@@ -37,6 +37,9 @@ pub enum Error {
     #[error("{call}: {what}")]
     Operand { call: &'static str, what: String },
 
+    #[error("{call}: the communicator has been closed, or aborted because the run has lost a rank")]
+    Closed { call: String },
+
     #[error(transparent)]
     Driver(#[from] cuda_driver::Error),
 }
@@ -78,7 +81,7 @@ pub(crate) fn check(status: Status, call: &str, detail: &str) -> Result<()> {
 }
 
 /// How long to leave the processor to others between two looks at a call that is under way.
-const PAUSE: Duration = Duration::from_micros(50);
+pub(crate) const PAUSE: Duration = Duration::from_micros(50);
 
 /// A communicator of the library, from its first call to its last.
 pub(crate) struct Owned {

@@ -152,6 +152,60 @@ fn failures_are_told_with_nccls_words() {
 }
 
 #[test]
+fn another_thread_finds_what_fails_after_the_call() {
+    ranks(2, |comm, stream| {
+        let mut values = [1.0f32; 17];
+        let buffer = of(&mut values);
+        let monitor = comm.monitor();
+        assert!(monitor.check().is_ok());
+        // SAFETY: the stand-in is done when the call returns.
+        unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap();
+        assert_eq!(values.map(f32::to_bits), [2.0f32.to_bits(); 17]);
+        let deadline = Instant::now() + PATIENCE;
+        let found = thread::spawn(move || {
+            while Instant::now() < deadline {
+                if let Err(error) = monitor.check() {
+                    return error.to_string();
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+            String::new()
+        });
+        assert!(found.join().unwrap().starts_with("NCCL: ncclRemoteError (6)"));
+        comm.abort();
+    });
+}
+
+/// Rank 1 makes no call; rank 0, which waits for it, is freed from outside.
+#[test]
+fn what_another_thread_aborts_waits_no_more() {
+    let errors = ranks(2, |comm, stream| {
+        if comm.rank() == 1 {
+            // The other's thread of the library waits for this for ever.
+            std::mem::forget(comm);
+            return String::new();
+        }
+        let values = Box::leak(Box::new([1.0f32; 3]));
+        let (buffer, monitor, begun) = (of(values), comm.monitor(), Instant::now());
+        let abort = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(100));
+            monitor.abort();
+            monitor.check().unwrap();
+        });
+        // SAFETY: the memory lasts as long as the process.
+        let error = unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap_err();
+        assert!(begun.elapsed() < PATIENCE / 4);
+        abort.join().unwrap();
+        assert!(matches!(error, Error::Closed { .. }) && comm.check().is_err(), "{error}");
+        error.to_string()
+    });
+    assert_eq!(
+        errors[0],
+        "ncclAllReduce: the communicator has been closed, or aborted because the run has lost a rank"
+    );
+}
+
+#[test]
 fn lengths_that_do_not_fit_are_refused() {
     ranks(2, |comm, stream| {
         let (mut five, mut three) = ([0.0f32; 5], [0.0f32; 3]);
@@ -191,11 +245,13 @@ fn what_is_closed_is_destroyed_and_what_is_dropped_is_aborted() {
     }
     ranks(2, |comm, _| comm.close().unwrap());
     ranks(3, |comm, _| drop(comm));
+    // Once, though it is also dropped.
+    ranks(2, |comm, _| comm.monitor().abort());
     // SAFETY: the library is loaded already; the function has this signature.
     let ended = unsafe {
         let library = libloading::Library::new(library()).unwrap();
         let ended = *library.get::<unsafe extern "C" fn(usize) -> i32>("standInEnded").unwrap();
         [ended(0), ended(1)]
     };
-    assert_eq!(ended, [2, 3]);
+    assert_eq!(ended, [2, 5]);
 }

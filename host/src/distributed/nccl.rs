@@ -2,12 +2,14 @@
 
 use super::communicator::Communicator;
 use super::star::{Reduction, Star};
+use super::watchdog::Device;
 use crate::engine::{Engine, OnDevice, Result};
 use crate::tensor::{DType, Tensor};
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
 use half::bf16;
-use nccl_rs::{Buffer, Element, UniqueId};
+use nccl_rs::{Buffer, Element, Monitor, UniqueId};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long ranks that have met may take to connect their GPUs, or to queue an operation.
@@ -30,6 +32,7 @@ impl Nccl {
         let id = if star.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
         let id = star.tell(id)?.try_into().ok().context("rank 0 told no NCCL id")?;
         let communicator = nccl_rs::Communicator::new(gpu, UniqueId::of_bytes(id), star.rank, star.ranks, PATIENCE)?;
+        star.watch_device(Arc::new(communicator.monitor()));
         let (engine, operations) = (Event::new(gpu)?, Event::new(gpu)?);
         Ok(Self { star, communicator, stream: Stream::new(gpu)?, engine, operations, under_way: false })
     }
@@ -59,6 +62,16 @@ impl Nccl {
     fn send<T: Element>(&self, address: u64, len: usize) -> Result<()> {
         // SAFETY: as above.
         Ok(unsafe { self.communicator.broadcast(Buffer::<T>::new(address, len), 0, &self.stream) }?)
+    }
+}
+
+impl Device for Monitor {
+    fn check(&self) -> Result<()> {
+        Ok(Self::check(self)?)
+    }
+
+    fn abort(&self) {
+        Self::abort(self);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The other processes of a run, as the training loop sees them.
 
 use super::communicator::{self, Communicator};
-use super::fault::Fault;
+use super::fault::{self, Fault};
 use super::star::{Reduction, Star};
 use crate::engine::{Engine, Result};
 use crate::tensor::Tensor;
@@ -85,6 +85,33 @@ impl Ranks {
         }
     }
 
+    /// Says which operation of that comes now.
+    pub fn doing(&mut self, operation: &str) {
+        if let Some(star) = self.star() {
+            star.doing(operation);
+        }
+    }
+
+    /// The first step begins.
+    pub fn begin(&mut self) {
+        if let Some(star) = self.star() {
+            star.begin();
+        }
+    }
+
+    /// What has been found to be wrong with the run beside the loop.
+    pub fn check(&mut self) -> Result<()> {
+        self.star().map_or(Ok(()), |star| star.check())
+    }
+
+    /// Why the run ends: what the watchdog has found, or else `error`, which came in `stage`.
+    pub fn cause(&mut self, error: anyhow::Error, stage: &str) -> anyhow::Error {
+        match self.check() {
+            Err(fault) => fault,
+            Ok(()) => fault::of_device(error, &self.star().map_or_else(|| stage.to_owned(), |star| star.during())),
+        }
+    }
+
     /// Whether it is so on any rank.
     pub fn any(&mut self, here: bool) -> Result<bool> {
         if let Self::Joined(communicator) = self {
@@ -95,6 +122,7 @@ impl Ranks {
 
     /// Sums over the ranks.
     pub fn sum(&mut self, values: &mut [f64]) -> Result<()> {
+        self.doing("adding up losses");
         self.star().map_or(Ok(()), |star| star.sum(values))
     }
 
@@ -108,16 +136,19 @@ impl Ranks {
 
     /// `tensor` = its mean over the ranks, after [`settle`](Self::settle).
     pub fn average(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.doing("averaging gradients");
         self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Mean))
     }
 
     /// `tensor` = its sum over the ranks, after [`settle`](Self::settle).
     pub fn total(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.doing("adding up losses");
         self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
     }
 
     /// Each of the tensors = rank 0's.
     pub fn share(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
+        self.doing("sharing the model");
         let Some(ranks) = self.joined() else { return Ok(()) };
         tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor))?;
         ranks.settle(engine)
@@ -130,6 +161,7 @@ impl Ranks {
 
     /// Compares tensors that must have the same bits on all ranks.
     pub fn check_same(&mut self, engine: &mut dyn Engine, tensors: &[(&str, Tensor)]) -> Result<()> {
+        self.doing("comparing ranks");
         let Some(star) = self.star() else { return Ok(()) };
         let mut sums = Vec::new();
         for (_, tensor) in tensors {
@@ -140,8 +172,7 @@ impl Ranks {
             let here = sums.iter().flat_map(|sum| sum.to_ne_bytes());
             if let Some(byte) = here.zip(theirs).position(|(ours, theirs)| ours != *theirs) {
                 let (name, who) = (tensors[byte / size_of::<u64>()].0, star.who(rank));
-                let during = star.during();
-                bail!(Fault::Apart { who, what: format!("{name} of {during}") });
+                bail!(Fault::Apart { who, what: format!("{name} of {}", star.stage()) });
             }
         }
         // Nobody goes on before all are found the same.

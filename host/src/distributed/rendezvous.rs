@@ -60,7 +60,7 @@ const INTRODUCTION: Duration = Duration::from_secs(3);
 const MARGIN: Duration = Duration::from_secs(5);
 
 /// Version of what is said; a process of another program does not know it.
-const GREETING: &str = "llm.rs ranks 1";
+const GREETING: &str = "llm.rs ranks 2";
 
 /// Of an introduction or an answer.
 const MOST_BYTES: usize = 64 << 10;
@@ -359,7 +359,7 @@ fn join(
                     let star = Star::new(world.rank, world.ranks, links, patience)?.watch()?;
                     return Ok(Met { star, local_rank: world.local_rank.unwrap_or(local_rank) });
                 }
-                Ok((_, Answer::Refused(text))) => bail!(Fault::Told(text)),
+                Ok((_, Answer::Refused(text))) => bail!(Fault::Told { text, lost: false }),
                 Ok((_, Answer::OtherRun)) => (last, other_run) = (format!("{address} is rank 0 of another run"), true),
                 Ok((_, Answer::Wait)) => last = format!("{address} answers twice in the same way"),
                 // That somebody else is there says more.

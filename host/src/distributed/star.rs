@@ -7,8 +7,8 @@
 //! An error on any rank ends the run on all: rank 0 tells the others, and says so. A thread for each connection reads what comes,
 //! so that a rank that is lost is noticed while the loop does something else; see [`watchdog`](super::watchdog).
 
-use super::fault::Fault;
-use super::watchdog::{Progress, Watch, lock};
+use super::fault::{self, Fault};
+use super::watchdog::{Device, Progress, Watch, lock};
 use crate::engine::Result;
 use crate::tensor::DType;
 use anyhow::bail;
@@ -36,7 +36,10 @@ enum Call {
     Gather,
     Tell,
     Reduce,
+    /// The run ends, and would end so again.
     Failed,
+    /// The run ends; it could go on from its last checkpoint.
+    Lost,
     /// The rank lives; what it brings is no part of a call.
     Beat,
     /// The rank goes, because the run has ended for it.
@@ -44,10 +47,24 @@ enum Call {
 }
 
 impl Call {
-    const ALL: [Self; 6] = [Self::Gather, Self::Tell, Self::Reduce, Self::Failed, Self::Beat, Self::Farewell];
+    const ALL: [Self; 7] =
+        [Self::Gather, Self::Tell, Self::Reduce, Self::Failed, Self::Lost, Self::Beat, Self::Farewell];
 
     fn of(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
+    }
+
+    fn of_end(lost: bool) -> Self {
+        if lost { Self::Lost } else { Self::Failed }
+    }
+
+    /// Whether the run is lost, if this says that it ends.
+    fn end(self) -> Option<bool> {
+        match self {
+            Self::Failed => Some(false),
+            Self::Lost => Some(true),
+            _ => None,
+        }
     }
 }
 
@@ -76,6 +93,8 @@ pub struct Star {
     /// Rank 0 has said why it ends.
     told: bool,
     patience: Duration,
+    /// What the run is doing: `step 17`.
+    stage: String,
     watch: Arc<Watch>,
 }
 
@@ -107,7 +126,23 @@ impl Star {
         let watch = Arc::new(Watch::new(links.iter().map(|link| &*link.who), patience));
         let open = |(i, link)| Open::new(link, rank == 0, i + 1, &watch, patience);
         let links = links.into_iter().enumerate().map(open).collect::<Result<_>>()?;
-        Ok(Self { rank, ranks, links, calls: 0, told: false, patience, watch })
+        let stage = watch.progress().during;
+        Ok(Self { rank, ranks, links, calls: 0, told: false, patience, stage, watch })
+    }
+
+    /// Until [`begin`](Self::begin), a rank that makes no call for as long as `patience` is given up.
+    pub fn begins_within(&self, patience: Duration) {
+        self.watch.set_patience(patience);
+    }
+
+    /// The first step begins.
+    pub fn begin(&self) {
+        self.watch.set_patience(self.patience);
+    }
+
+    /// Has the watchdog look after these collectives.
+    pub fn watch_device(&self, device: Arc<dyn Device>) {
+        self.watch.set_device(device);
     }
 
     /// From here on this process ends, whatever it waits for, when a rank is lost.
@@ -124,10 +159,12 @@ impl Star {
         };
         let middle = self.rank == 0;
         let tell = move |fault: &Fault| {
-            for out in others.iter().filter(|_| middle) {
+            // What has failed on this rank's device only this rank knows.
+            for out in others.iter().filter(|_| middle || matches!(fault, Fault::Device { .. })) {
                 // One that is lost may hold what is sent to it for ever.
                 if let Ok(mut out) = out.try_lock() {
-                    let _ = write(&mut out, 0, Call::Failed, fault.to_string().as_bytes());
+                    let call = Call::of_end(fault.is_loss());
+                    let _ = write(&mut out, 0, call, fault.to_string().as_bytes());
                 }
             }
         };
@@ -150,9 +187,22 @@ impl Star {
 
     /// Says what the run is doing, for messages: `step 17`.
     pub fn note(&mut self, during: impl Into<String>) {
-        self.watch.note(Progress { calls: self.calls.into(), during: during.into() });
+        self.stage = during.into();
+        self.watch.note(Progress { calls: self.calls.into(), during: self.stage.clone() });
     }
 
+    /// Says which operation of that comes now.
+    pub fn doing(&mut self, operation: &str) {
+        let during = format!("{}, {operation}", self.stage);
+        self.watch.note(Progress { calls: self.calls.into(), during });
+    }
+
+    /// What the run is doing.
+    pub fn stage(&self) -> &str {
+        &self.stage
+    }
+
+    /// That and the operation.
     pub fn during(&self) -> String {
         self.watch.progress().during
     }
@@ -268,44 +318,49 @@ impl Star {
 
     /// A call of all ranks. What fails in it, rank 0 tells the others.
     fn together<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
-        let outcome = call(self);
+        let outcome = self.check().and_then(|()| call(self));
         self.calls = self.calls.wrapping_add(1);
-        self.note(self.during());
+        self.watch.note(Progress { calls: self.calls.into(), during: self.during() });
         if let Err(error) = &outcome
             && self.rank == 0
         {
-            self.tell_of(&format!("{error:#}"));
+            self.tell_of(&format!("{error:#}"), fault::is_loss(error));
         }
         outcome
+    }
+
+    /// What the watchdog has found.
+    pub fn check(&self) -> Result<()> {
+        self.watch.verdict().map_or(Ok(()), |fault| Err(fault.into()))
     }
 
     /// Ends the run on all ranks because of an error on this one. Where rank 0 has taken it on to tell of it, what comes back
     /// is [`Fault::Told`].
     pub fn give_up(&mut self, error: anyhow::Error) -> anyhow::Error {
-        let text = format!("{error:#}");
+        let (text, lost) = (format!("{error:#}"), fault::is_loss(&error));
         if self.rank == 0 {
-            self.tell_of(&text);
+            self.tell_of(&text, lost);
             return error;
         }
-        let known = matches!(error.downcast_ref(), Some(Fault::Told(_) | Fault::Gone { .. }));
-        if known || self.send(0, Call::Failed, text.as_bytes()).is_err() {
+        let known = matches!(error.downcast_ref(), Some(Fault::Told { .. } | Fault::Gone { .. }));
+        if known || self.send(0, Call::of_end(lost), text.as_bytes()).is_err() {
             return error;
         }
         let Some(link) = self.links.first() else { return error };
         // Rank 0 may have answered something else before it read this.
         while let Ok(Ok((_, call, told))) = link.inbox.recv_timeout(LAST_WORDS) {
-            if call == Some(Call::Failed) {
-                return Fault::Told(String::from_utf8_lossy(&told).into_owned()).into();
+            if let Some(lost) = call.and_then(Call::end) {
+                return failure("", false, &told, lost).into();
             }
         }
         error
     }
 
     /// Rank 0 says, once, why it ends; those who do not hear it any more find out in another way.
-    fn tell_of(&mut self, text: &str) {
+    fn tell_of(&mut self, text: &str, lost: bool) {
         if !std::mem::replace(&mut self.told, true) {
             for link in 0..self.links.len() {
-                let _ = self.send(link, Call::Failed, text.as_bytes());
+                let _ = self.send(link, Call::of_end(lost), text.as_bytes());
             }
             // A connection that is closed before the other end has read it may take the message with it.
             let deadline = Instant::now() + LAST_WORDS;
@@ -323,7 +378,9 @@ impl Star {
             Ok(()) => Ok(()),
             // It may have said why, before it closed the connection.
             Err(error) => match inbox.recv_timeout(LAST_WORDS) {
-                Ok(Ok((_, Some(Call::Failed), text))) => Err(self.failed(link, &text)),
+                Ok(Ok((_, Some(call @ (Call::Failed | Call::Lost)), text))) => {
+                    Err(failure(who, self.rank == 0, &text, call == Call::Lost).into())
+                }
                 _ => Err(self.lost(who.clone(), &error)),
             },
         }
@@ -347,8 +404,8 @@ impl Star {
             }
         };
         let (number, found, message) = message.map_err(|error| self.lost(who.clone(), &error))?;
-        if found == Some(Call::Failed) {
-            return Err(self.failed(link, &message));
+        if let Some(lost) = found.and_then(Call::end) {
+            return Err(failure(who, self.rank == 0, &message, lost).into());
         }
         if (number, found) != (self.calls, Some(call)) || bytes.is_some_and(|bytes| bytes != message.len()) {
             let tell = |number: u32, call: &dyn fmt::Debug, bytes: usize| format!("{call:?} {number} of {bytes} bytes");
@@ -367,10 +424,6 @@ impl Star {
             }
             _ => Fault::Gone { who, during }.into(),
         }
-    }
-
-    fn failed(&self, link: usize, text: &[u8]) -> anyhow::Error {
-        failure(&self.links[link].who, self.rank == 0, text).into()
     }
 }
 
@@ -408,7 +461,9 @@ impl Open {
                         watch.leaves(i);
                         continue;
                     }
-                    Ok((_, Some(Call::Failed), text)) => watch.decide(failure(&from, middle, text)),
+                    Ok((_, Some(call @ (Call::Failed | Call::Lost)), text)) => {
+                        watch.decide(failure(&from, middle, text, *call == Call::Lost));
+                    }
                     Ok(_) => watch.heard(i, None),
                     Err(_) => watch.gone(i),
                 }
@@ -424,9 +479,9 @@ impl Open {
 }
 
 /// What a rank's last words mean here.
-fn failure(who: &str, middle: bool, text: &[u8]) -> Fault {
+fn failure(who: &str, middle: bool, text: &[u8], lost: bool) -> Fault {
     let text = String::from_utf8_lossy(text).into_owned();
-    if middle { Fault::Failed { who: who.to_owned(), text } } else { Fault::Told(text) }
+    if middle { Fault::Failed { who: who.to_owned(), text, lost } } else { Fault::Told { text, lost } }
 }
 
 fn write(stream: &mut TcpStream, number: u32, call: Call, bytes: &[u8]) -> io::Result<()> {
@@ -597,7 +652,7 @@ mod tests {
                 star.any(false).unwrap_err()
             };
             let error = star.give_up(error);
-            (error.to_string(), matches!(error.downcast_ref(), Some(Fault::Told(_))))
+            (error.to_string(), matches!(error.downcast_ref(), Some(Fault::Told { lost: false, .. })))
         });
         let text = "rank 1 failed: --train: train_3.bin: no such file".to_owned();
         assert_eq!(ends, [(text.clone(), false), (text.clone(), true), (text, true)]);

@@ -4,7 +4,9 @@
 //! falls silent, one that hangs stays where it is. What is found the loop learns at its next call between ranks. If it does
 //! not come to one, because it waits for a GPU that waits for the lost rank, the process ends here.
 
-use super::fault::{EXIT_CODE, Fault};
+use super::fault::Fault;
+use crate::engine::Result;
+use std::fmt;
 use std::io::{Write, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,6 +21,15 @@ const SILENCE: Duration = Duration::from_secs(20);
 
 /// How long the loop may take to end the run in order, once a rank is lost.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// Collectives that go on beside the loop.
+pub trait Device: Send + Sync {
+    /// What has failed in them, on any rank.
+    fn check(&self) -> Result<()>;
+
+    /// Ends them, so that nobody waits for them.
+    fn abort(&self);
+}
 
 /// How far a rank is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,14 +66,20 @@ struct Seen {
 }
 
 /// Shared by the loop, the threads that read, and the one that watches.
-#[derive(Debug)]
 pub struct Watch {
     /// This rank, then those that it is connected with.
     seen: Mutex<Vec<Seen>>,
     verdict: Mutex<Option<(Fault, Instant)>>,
     /// A rank that stays where it is for so long hangs.
-    patience: Duration,
+    patience: Mutex<Duration>,
+    device: Mutex<Option<Arc<dyn Device>>>,
     over: AtomicBool,
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watch").field("seen", &self.seen).field("verdict", &self.verdict).finish_non_exhaustive()
+    }
 }
 
 /// A thread that panicked held it: what it guards is whole all the same.
@@ -83,7 +100,26 @@ impl Watch {
             leaves: false,
         };
         let seen = std::iter::once("this rank").chain(others).map(seen).collect();
-        Self { seen: Mutex::new(seen), verdict: Mutex::new(None), patience, over: AtomicBool::new(false) }
+        Self {
+            seen: Mutex::new(seen),
+            verdict: Mutex::new(None),
+            patience: Mutex::new(patience),
+            device: Mutex::new(None),
+            over: AtomicBool::new(false),
+        }
+    }
+
+    /// From now on a rank that stays where it is hangs after `patience`.
+    pub fn set_patience(&self, patience: Duration) {
+        let now = Instant::now();
+        // What was allowed so far is no fault.
+        lock(&self.seen).iter_mut().for_each(|seen| seen.since = now);
+        *lock(&self.patience) = patience;
+    }
+
+    /// Looks after these collectives, too.
+    pub fn set_device(&self, device: Arc<dyn Device>) {
+        *lock(&self.device) = Some(device);
     }
 
     /// This rank is here now.
@@ -131,6 +167,8 @@ impl Watch {
 
     /// What is wrong with the ranks at `now`.
     fn trouble(&self, now: Instant) -> Option<Fault> {
+        let (device, patience) = (lock(&self.device).clone(), *lock(&self.patience));
+        let failed = device.and_then(|device| device.check().err());
         let seen = lock(&self.seen);
         for Seen { who, heard, gone, .. } in seen[1..].iter().filter(|seen| !seen.leaves) {
             // All do the same at one time; what this one does is known best.
@@ -142,8 +180,12 @@ impl Watch {
                 return Some(Fault::Silent { who, waited: now - *heard, during });
             }
         }
+        if let Some(error) = failed {
+            let during = seen[0].progress.during.clone();
+            return Some(Fault::Device { text: format!("{error:#}"), during });
+        }
         // All wait for the one that is least far.
-        let hangs = seen.iter().any(|seen| now - seen.since > self.patience);
+        let hangs = seen.iter().any(|seen| now - seen.since > patience);
         let last = seen.iter().filter(|_| hangs).min_by_key(|seen| seen.progress.calls)?;
         let (who, during) = (last.who.clone(), last.progress.during.clone());
         Some(Fault::Hangs { who, waited: now - last.since, during })
@@ -173,6 +215,10 @@ impl Watch {
             let Some((fault, since)) = verdict else { return true };
             if !std::mem::replace(&mut told, true) {
                 tell(&fault);
+                // It may itself wait for what has failed.
+                if let Some(device) = lock(&watch.device).take() {
+                    let _ = thread::Builder::new().name("abort".into()).spawn(move || device.abort());
+                }
             }
             if since.elapsed() > GRACE {
                 end(&fault);
@@ -190,10 +236,10 @@ impl Watch {
 
 /// Without the ends of threads and libraries, any of which may be waiting.
 fn end(fault: &Fault) {
-    if !matches!(fault, Fault::Told(_)) {
+    if !matches!(fault, Fault::Told { .. }) {
         let _ = writeln!(stderr(), "error: {fault}");
     }
-    signal_hook::low_level::exit(EXIT_CODE.into());
+    signal_hook::low_level::exit(fault.exit_code().into());
 }
 
 #[cfg(test)]
@@ -247,6 +293,77 @@ mod tests {
             lock(&hangs.seen)[i].since = now + Duration::from_mins(1);
         }
         assert_eq!(text(&hangs, 70), None);
+    }
+
+    #[test]
+    fn the_start_has_a_deadline_of_its_own() {
+        let watch = watch();
+        let later = |seconds| {
+            let then = Instant::now() + Duration::from_secs(seconds);
+            lock(&watch.seen).iter_mut().for_each(|seen| seen.heard = then);
+            watch.trouble(then).is_some()
+        };
+        assert!(!later(50) && later(70));
+        watch.set_patience(Duration::from_secs(90));
+        assert!(!later(70) && later(100));
+        // Time that has passed does not count against a shorter one.
+        lock(&watch.seen)[1].since = Instant::now().checked_sub(Duration::from_secs(30)).unwrap();
+        watch.set_patience(Duration::from_secs(20));
+        assert!(!later(10) && later(25));
+    }
+
+    /// Fails once it is told to.
+    #[derive(Default)]
+    struct Collectives {
+        broken: AtomicBool,
+        aborted: AtomicBool,
+    }
+
+    impl Device for Collectives {
+        fn check(&self) -> Result<()> {
+            anyhow::ensure!(!self.broken.load(Ordering::Relaxed), "ncclRemoteError");
+            Ok(())
+        }
+
+        fn abort(&self) {
+            self.aborted.store(true, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn what_fails_on_the_device_is_told_and_aborted() {
+        let (watch, device) = (Arc::new(watch()), Arc::new(Collectives::default()));
+        watch.set_device(device.clone());
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let telling = told.clone();
+        watch.start(|_| {}, move |fault| lock(&telling).push(fault.to_string())).unwrap();
+        thread::sleep(BEAT * 3 / 2);
+        assert!(watch.verdict().is_none() && !device.aborted.load(Ordering::Relaxed));
+        device.broken.store(true, Ordering::Relaxed);
+        let deadline = Instant::now() + 3 * BEAT;
+        while !device.aborted.load(Ordering::Relaxed) {
+            assert!(Instant::now() < deadline, "nothing is aborted");
+            thread::sleep(BEAT / 20);
+        }
+        watch.is_over();
+        let fault = watch.verdict().unwrap();
+        assert_eq!((fault.to_string(), fault.is_loss()), ("ncclRemoteError; step 7".to_owned(), true));
+        assert_eq!(*lock(&told), ["ncclRemoteError; step 7"]);
+    }
+
+    #[test]
+    fn collectives_are_aborted_when_a_rank_is_lost() {
+        let (watch, device) = (Arc::new(watch()), Arc::new(Collectives::default()));
+        watch.set_device(device.clone());
+        watch.gone(2);
+        watch.start(|_| {}, |_| {}).unwrap();
+        let deadline = Instant::now() + 3 * BEAT;
+        while !device.aborted.load(Ordering::Relaxed) {
+            assert!(Instant::now() < deadline, "nothing is aborted");
+            thread::sleep(BEAT / 20);
+        }
+        watch.is_over();
+        assert!(watch.verdict().unwrap().to_string().starts_with("rank 2 has ended"));
     }
 
     #[test]

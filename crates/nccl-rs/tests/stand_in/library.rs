@@ -106,6 +106,7 @@ unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
     let Comm { rank, ranks, .. } = *comm;
     let (meeting, pending, status, last) = (comm.meeting.clone(), comm.pending.clone(), comm.status.clone(), comm.last.clone());
     pending.fetch_add(1, SeqCst);
+    let fails_later = calls.iter().any(|call| call.count == 17);
     thread::spawn(move || {
         let order = last.lock().unwrap();
         thread::sleep(Duration::from_millis(2));
@@ -114,6 +115,8 @@ unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
         }
         drop(order);
         pending.fetch_sub(1, SeqCst);
+        // In the network, long after the call has returned.
+        if fails_later { thread::sleep(Duration::from_millis(50)); status.store(6, SeqCst) }
     });
     7
 }

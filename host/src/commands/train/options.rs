@@ -200,7 +200,11 @@ pub struct Launch {
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = "Several processes")]
     pub rendezvous_timeout: usize,
 
-    /// Seconds without progress after which a rank is given up. Rank 0 alone writes checkpoints and texts while others wait
+    /// Seconds without progress, between meeting and the first step, after which a rank is given up
+    #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "600", help_heading = "Several processes")]
+    pub start_timeout: usize,
+
+    /// Seconds without progress, from the first step on, after which a rank is given up. Rank 0 alone writes checkpoints and texts while others wait
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "1800", help_heading = "Several processes")]
     pub step_timeout: usize,
 }

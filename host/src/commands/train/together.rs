@@ -28,6 +28,7 @@ pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
     let timeout = Duration::from_secs(launch.rendezvous_timeout as u64);
     let patience = Duration::from_secs(launch.step_timeout as u64);
     let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, patience)?;
+    met.star.begins_within(Duration::from_secs(launch.start_timeout as u64));
     Ok((Ranks::Met(met.star), met.local_rank))
 }
 
