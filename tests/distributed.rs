@@ -718,3 +718,42 @@ fn restarts_end_where_a_run_gets_no_further() {
     let output = Command::new(script("restarts")).args(["1", "true"]).output().unwrap();
     assert!(output.status.code() == Some(2) && said(&output).1.contains("no --out DIR"), "{:?}", said(&output));
 }
+
+#[test]
+fn what_ranks_cost_each_other_is_measured() {
+    let world = World::new();
+    let json = world.path("step.json");
+    let steps = |ranks: &str| {
+        let mut bench = world.bare(&script("several_gpus"));
+        bench.arg(ranks).arg(program()).args("bench step --device cpu -e d6 -b 1 -t 16 -a 2 -x 3 --json".split(' '));
+        let output = bench.arg(&json).output().unwrap();
+        let (printed, errors) = said(&output);
+        assert!(output.status.success(), "{printed}{errors}");
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+        (printed, json)
+    };
+    let (printed, alone) = steps("1");
+    assert!(printed.starts_with("a step: ") && printed.lines().count() == 1, "{printed}");
+    assert!(alone["waiting_ms"].is_null());
+    let (printed, two) = steps("2");
+    // Six layers, the embeddings and the loss, each of which the CPU waits for at once; and twice for all so far.
+    assert_eq!((&two["ranks"], &two["waits"]), (&2.into(), &10.into()));
+    let step = two["step_ms"][0].as_f64().unwrap();
+    let waiting = two["waiting_ms"].as_array().unwrap();
+    assert_eq!(waiting.len(), 2);
+    assert!(waiting.iter().all(|ms| ms.as_f64().unwrap() > 0.05 * step), "{two}");
+    assert!(printed.contains("2 ranks, connected by TCP") && printed.contains("in 10 places"), "{printed}");
+    let tokens = two["tokens_per_second"].as_f64().unwrap() * step / 1e3;
+    assert!((tokens - 64.0).abs() < 1e-6, "{tokens}");
+    assert!(two["alone_step_ms"].as_f64().unwrap() > 0.0);
+    // What is measured is compared.
+    let place = free_place();
+    let rank = |rank: &str, t: &str| {
+        let mut bench = world.bare(program());
+        bench.args("bench step --device cpu -e d6 -b 1 --world-size 2".split(' '));
+        bench.args(["-t", t, "--rank", rank, "--rendezvous", &place]).spawn().unwrap()
+    };
+    let outputs = [rank("0", "16"), rank("1", "32")].map(|child| child.wait_with_output().unwrap());
+    let errors = said(&outputs[0]).1;
+    assert!(errors.contains("has --seq 32, rank 0 has 16") && outputs[1].status.code() == Some(UNFIT), "{errors}");
+}

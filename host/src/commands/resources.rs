@@ -71,7 +71,12 @@ impl Hardware {
 
     /// As [`open`](Self::open), for commands whose standard output is their result.
     pub fn open_quietly(&self) -> Result<Box<dyn Engine>> {
-        let Opened { engine, note, .. } = self.open()?;
+        self.open_quietly_on(open::GPU)
+    }
+
+    /// As [`open_quietly`](Self::open_quietly), the GPU `gpu` if it is one.
+    pub fn open_quietly_on(&self, gpu: usize) -> Result<Box<dyn Engine>> {
+        let Opened { engine, note, .. } = self.open_on(gpu)?;
         if let Some(note) = note {
             writeln!(stderr(), "{note}")?;
         }

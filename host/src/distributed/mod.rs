@@ -4,6 +4,7 @@
 //! * [`star`]: what they say to each other, over TCP with rank 0 in the middle; [`watchdog`]: what becomes of a run that has
 //!   lost one of them.
 //! * [`communicator`]: what they do together to tensors: over [`star`] in host memory, or by [`nccl`] between GPUs.
+//! * [`timed`]: how long an engine waits for that.
 //! * [`ranks`]: all of that as the training loop has it, or nothing, in a run of one process.
 
 pub mod communicator;
@@ -14,6 +15,7 @@ pub mod preflight;
 pub mod ranks;
 pub mod rendezvous;
 pub mod star;
+pub mod timed;
 pub mod watchdog;
 
 pub use ranks::Ranks;

@@ -30,6 +30,11 @@ impl Facts {
         Ok(Self { build: build()?, config, train, val, gpu })
     }
 
+    /// Of ranks that read no data.
+    pub fn of_settings(config: Map<String, Value>, gpu: Option<String>) -> Result<Self> {
+        Ok(Self { build: build()?, config, train: Vec::new(), val: None, gpu })
+    }
+
     /// What of `other` is not as here.
     fn difference(&self, other: &Self) -> Option<String> {
         if self.build != other.build {

@@ -3,6 +3,7 @@
 use super::communicator::{self, Communicator};
 use super::fault::{self, Fault};
 use super::star::{Reduction, Star};
+use super::timed::{Timed, Waits};
 use crate::engine::{Engine, Result};
 use crate::tensor::Tensor;
 use anyhow::bail;
@@ -61,6 +62,16 @@ impl Ranks {
             other => *self = other,
         }
         Ok(())
+    }
+
+    /// Measures from now on where the engine waits for the others. `mark` is a small f32 tensor of it.
+    pub fn time(&mut self, mark: Tensor) -> Waits {
+        let waits = Waits::default();
+        match std::mem::take(self) {
+            Self::Joined(inner) => *self = Self::Joined(Box::new(Timed::new(inner, mark, waits.clone()))),
+            other => *self = other,
+        }
+        waits
     }
 
     fn joined(&mut self) -> Option<&mut dyn Communicator> {

@@ -3,15 +3,20 @@
 use super::table::{Column, Json, Spread, Table};
 use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
+use crate::commands::train::{Launch, together};
+use crate::distributed::Ranks;
+use crate::distributed::preflight::{self, Facts};
 use crate::engine::{AdamW, BatchLayout, Engine, Interval, Result};
 use crate::fit;
 use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
-use crate::train::{initialise, tune};
+use crate::train::initialise;
 use anyhow::Context;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Where the time of a training step goes: every kernel and matrix product, and the gaps between them
+/// Where the time of a training step goes: on a GPU every kernel and matrix product, and the gaps between them; with several
+/// processes, started as `train` is, what they cost each other
 #[derive(Clone, Debug, clap::Args)]
 pub struct Step {
     /// d12, d24, gpt3:c768 …
@@ -32,6 +37,9 @@ pub struct Step {
     steps: usize,
 
     #[command(flatten)]
+    launch: Launch,
+
+    #[command(flatten)]
     hardware: Hardware,
 
     #[command(flatten)]
@@ -47,7 +55,18 @@ const COLUMNS: &[Column] = &[
 ];
 
 pub fn run(options: &Step) -> Result<()> {
-    let mut engine = options.hardware.open_quietly()?;
+    let (mut ranks, local_rank) = together::meet(&options.launch)?;
+    // An error here ends the others, too.
+    bench(options, &mut ranks, local_rank).map_err(|error| {
+        let cause = ranks.cause(error, "bench step");
+        ranks.abandon();
+        ranks.give_up(cause)
+    })
+}
+
+fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
+    let gpu = together::gpu_of(local_rank, options.hardware.device)?;
+    let mut engine = options.hardware.open_quietly_on(gpu)?;
     let engine = &mut *engine;
     let descriptor: Descriptor = options.model.parse()?;
     let layout = BatchLayout { b: options.batch, t: options.seq };
@@ -55,7 +74,10 @@ pub fn run(options: &Step) -> Result<()> {
     let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute };
     let (model, plan) = fit::plan(descriptor, capacity, engine)?;
     engine.allocate(&plan)?;
-    if let Some(text) = tune(&model, engine, layout)? {
+    options.agree(ranks, engine.on_device(model.params)?.is_some().then_some(gpu))?;
+    ranks.join(engine, model.params)?;
+    let tuned = together::tune_together(ranks, &model, engine, layout)?;
+    if let Some(text) = tuned.filter(|_| ranks.is_first()) {
         println!("{text}");
     }
     initialise(&model, engine, 42)?;
@@ -65,18 +87,24 @@ pub fn run(options: &Step) -> Result<()> {
     }
     layout.sort(&mut words);
     engine.load_batch(model.batch, layout, words)?;
+    ranks.begin();
 
     let mut bench = StepBench { engine, model: &model, layout, grad_accum: options.grad_accum, step: 0 };
     for _ in 0..3 {
-        bench.step()?;
+        bench.timed_step(ranks)?;
     }
-    let times = (0..options.steps).map(|_| bench.timed_step()).collect::<Result<Vec<_>>>()?;
-    bench.engine.start_profile()?;
-    bench.step()?;
-    let profile = bench.engine.profile()?;
+    let times = bench.timed_steps(ranks, options.steps)?;
+    let waiting = bench.waiting(ranks, options.steps)?;
+    let profile = bench.profile(ranks)?;
+    let by = ranks.describe();
+    let (first, count) = (ranks.is_first(), ranks.count());
+    ranks.close()?;
+    if !first {
+        return Ok(());
+    }
 
-    let tokens = (layout.b * layout.t * options.grad_accum) as f64;
-    let step = Spread::of(times.iter().map(Duration::as_secs_f64).collect());
+    let tokens = (layout.b * layout.t * options.grad_accum * count) as f64;
+    let step = Spread::of(times);
     let mut table = Table::new("step", COLUMNS, engine, &options.json);
     table.note("model", &options.model);
     table.note("batch", [layout.b, layout.t, options.grad_accum]);
@@ -84,17 +112,77 @@ pub fn run(options: &Step) -> Result<()> {
     table.note("memory_bytes", plan.bytes());
     table.note("step_ms", [step.median, step.least, step.most].map(|seconds| 1e3 * seconds));
     table.note("tokens_per_second", tokens / step.median);
-    print_profile(&profile, step.median, &mut table)?;
+    table.note("ranks", count);
+    if let Some(waiting) = &waiting {
+        table.note("waiting_ms", waiting.each.iter().map(|seconds| 1e3 * seconds).collect::<Vec<_>>());
+        table.note("waits", waiting.places);
+        table.note("alone_step_ms", 1e3 * waiting.alone.median);
+    }
+    if let Some(profile) = profile {
+        print_profile(&profile, step.median, &mut table)?;
+    }
     table.finish()?;
     println!(
         "a step: {:.2} ms in the median of {} ({:.2} to {:.2}), {:.0} tokens/s",
         1e3 * step.median,
-        times.len(),
+        options.steps,
         1e3 * step.least,
         1e3 * step.most,
         tokens / step.median
     );
+    if let Some((waiting, by)) = waiting.zip(by) {
+        println!("{}", waiting.told(count, &by, step.median));
+    }
     Ok(())
+}
+
+impl Step {
+    /// Whether the ranks measure the same thing, each on a GPU of its own.
+    fn agree(&self, ranks: &mut Ranks, gpu: Option<usize>) -> Result<()> {
+        let Some(star) = ranks.star() else { return Ok(()) };
+        let settings = json!({
+            "model": self.model,
+            "batch": self.batch,
+            "seq": self.seq,
+            "grad-accum": self.grad_accum,
+            "recompute": self.recompute,
+            "steps": self.steps,
+        });
+        let Value::Object(settings) = settings else { unreachable!("written as an object above") };
+        let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
+        preflight::agree(star, &Facts::of_settings(settings, gpu)?)
+    }
+}
+
+/// What the other ranks cost a step. Seconds.
+struct Waiting {
+    /// That each rank's engine waits in the median of the steps.
+    each: Vec<f64>,
+    /// How often in a step.
+    places: usize,
+    /// A step of a rank that exchanges nothing.
+    alone: Spread,
+}
+
+impl Waiting {
+    fn told(&self, ranks: usize, by: &str, step: f64) -> String {
+        let percent = |seconds: f64| 100.0 * seconds / step;
+        let most = self.each.iter().copied().fold(0.0, f64::max);
+        let more = step - self.alone.median;
+        format!(
+            "{ranks} ranks, connected by {by}: in a step, rank 0 waits {:.2} ms for the others ({:.2} %), in {} places; the \
+             rank that waits most, {:.2} ms ({:.2} %). Without exchange a step takes {:.2} ms: all of it costs {:.2} ms \
+             ({:.2} %)",
+            1e3 * self.each[0],
+            percent(self.each[0]),
+            self.places,
+            1e3 * most,
+            percent(most),
+            1e3 * self.alone.median,
+            1e3 * more,
+            percent(more)
+        )
+    }
 }
 
 struct StepBench<'a> {
@@ -106,18 +194,24 @@ struct StepBench<'a> {
 }
 
 impl StepBench<'_> {
-    /// One optimizer step, queued; every micro-batch is the one that was loaded.
-    fn step(&mut self) -> Result<()> {
+    /// One optimizer step as `train` does it, queued; every micro-batch is the one that was loaded.
+    fn step(&mut self, ranks: &mut Ranks) -> Result<()> {
         let Self { engine, model, layout, grad_accum, .. } = self;
         let training = model.training.context("planned for training")?;
         self.step += 1;
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
-        for _ in 0..*grad_accum {
+        for micro_step in 1..=*grad_accum {
             model.forward(*engine, *layout)?;
             model.loss(*engine, *layout, Some(1.0 / (layout.b * layout.t * *grad_accum) as f32))?;
-            model.backward(*engine, *layout, self.step)?;
+            if micro_step < *grad_accum {
+                model.backward(*engine, *layout, self.step)?;
+            } else {
+                let average = &mut |engine: &mut dyn Engine, part| ranks.average(engine, part);
+                model.backward_by_parts(*engine, *layout, self.step, average)?;
+            }
         }
+        ranks.settle(*engine)?;
         let adamw = AdamW {
             learning_rate: 1e-4,
             beta1: 0.9,
@@ -128,14 +222,56 @@ impl StepBench<'_> {
             clip: 1.0,
             seed: self.step,
         };
-        model.update(*engine, &adamw)
+        model.measure(*engine)?;
+        ranks.total(*engine, training.stats.slice(0, 1))?;
+        ranks.settle(*engine)?;
+        model.apply(*engine, &adamw)
     }
 
-    /// Its time on the engine's clock.
-    fn timed_step(&mut self) -> Result<Duration> {
+    /// Its seconds on the engine's clock. All ranks begin together.
+    fn timed_step(&mut self, ranks: &mut Ranks) -> Result<f64> {
+        self.now()?;
+        ranks.any(false)?;
         let start = self.now()?;
-        self.step()?;
-        Ok(self.now()?.saturating_sub(start))
+        self.step(ranks)?;
+        Ok(self.now()?.saturating_sub(start).as_secs_f64())
+    }
+
+    fn timed_steps(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Vec<f64>> {
+        (0..steps).map(|_| self.timed_step(ranks)).collect()
+    }
+
+    /// What the other ranks cost, if there are some; of all ranks on rank 0.
+    fn waiting(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Option<Waiting>> {
+        if ranks.count() == 1 {
+            return Ok(None);
+        }
+        let alone = Spread::of(self.timed_steps(&mut Ranks::Alone, steps)?);
+        let waits = ranks.time(self.model.training.context("planned for training")?.stats);
+        let (mut sums, mut places) = (Vec::new(), 0);
+        for _ in 0..steps {
+            self.timed_step(ranks)?;
+            let waits = waits.take(self.engine)?;
+            places = waits.len();
+            sums.push(waits.iter().map(Duration::as_secs_f64).sum());
+        }
+        let own = Spread::of(sums).median;
+        let star = ranks.star().context("there are other ranks")?;
+        let each = star
+            .gather(&own.to_le_bytes())?
+            .into_iter()
+            .map(|bytes| Ok(f64::from_le_bytes(bytes.as_slice().try_into()?)));
+        Ok(Some(Waiting { each: each.collect::<Result<_>>()?, places, alone }))
+    }
+
+    /// Every kernel of one step, where there are kernels.
+    fn profile(&mut self, ranks: &mut Ranks) -> Result<Option<Vec<Interval>>> {
+        if self.engine.on_device(self.model.params)?.is_none() {
+            return Ok(None);
+        }
+        self.engine.start_profile()?;
+        self.step(ranks)?;
+        Ok(Some(self.engine.profile()?))
     }
 
     fn now(&mut self) -> Result<Duration> {

@@ -3,9 +3,9 @@
 mod directory;
 mod options;
 mod resolve;
-mod together;
+pub mod together;
 
-pub use options::Options;
+pub use options::{Launch, Options};
 
 use super::PROGRAM;
 use super::report::{Setup, planned, summary};
