@@ -757,3 +757,50 @@ fn what_ranks_cost_each_other_is_measured() {
     let errors = said(&outputs[0]).1;
     assert!(errors.contains("has --seq 32, rank 0 has 16") && outputs[1].status.code() == Some(UNFIT), "{errors}");
 }
+
+/// `scripts/scaling`, on the CPU.
+#[test]
+fn scaling_is_told_in_one_table_within_its_time() {
+    if Command::new("python3").arg("--version").output().is_err() {
+        println!("no python3");
+        return;
+    }
+    let world = World::new();
+    let words = |i: usize| ["the quick brown fox ", "jumps over ", "a lazy dog.\n"][i * i % 7 % 3];
+    fs::write(world.path("text.txt"), (0..2000).map(words).collect::<String>()).unwrap();
+    let scaling = |more: &str| {
+        let mut scaling = world.bare(&script("scaling"));
+        scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
+        scaling.args("--tokens 32 --agree-steps 3 --copies 2 --json scaling.json".split(' ')).args(more.split(' '));
+        let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
+        let json = fs::read(world.path("scaling.json")).unwrap();
+        (output.status.code(), said(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
+    };
+    let (code, printed, json) = scaling("--steps 2 weak agree");
+    assert_eq!(code, Some(0), "{printed}");
+    let [one, two] = [&json["runs"][0], &json["runs"][1]];
+    let number = |run: &serde_json::Value, key: &str| run[key].as_f64().unwrap();
+    assert_eq!(
+        (&one["gpus"], &one["tokens"], &two["gpus"], &two["tokens"]),
+        (&1.into(), &32.into(), &2.into(), &64.into())
+    );
+    let share = number(two, "tokens_per_second") / number(one, "tokens_per_second") / 2.0 * 100.0;
+    assert!((number(two, "percent") - share).abs() < 1e-6 && number(two, "start_seconds") > 0.0, "{json}");
+    assert!(printed.contains("\n| weak | d6 | 2 | 2 | 64 | "), "{printed}");
+    let agree = &json["agree"];
+    assert!(
+        agree["losses"]["2"].as_array().unwrap().len() == 3 && number(agree, "largest_difference") < 1e-4,
+        "{json}"
+    );
+    // What may not differ at all does.
+    let (code, printed, _) = scaling("--agree-within -1 agree");
+    assert!(code == Some(1) && printed.contains("WRONG: losses of different world sizes differ by 0.0"), "{printed}");
+    let begun = Instant::now();
+    let (code, printed, _) = scaling("--steps 100000 --limit 8 strong");
+    assert!(code == Some(1) && printed.contains("WRONG: strong did not fit into 8 s"), "{printed}");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    // Nobody is left.
+    let here =
+        |process: fs::DirEntry| fs::read_link(process.path().join("cwd")).is_ok_and(|cwd| cwd == world.dir.path());
+    assert!(!fs::read_dir("/proc").unwrap().flatten().any(here));
+}
