@@ -3,8 +3,8 @@
 //! Shapes: logits (rows, Vp), of which columns 0..V count; targets (rows) i32 in 0..V; losses (rows) f32. Vp is a multiple
 //! of the packet, V need not be. One block per row, so rows is below 2^31; offsets are 64 bits wide.
 //!
-//! A row is read once from memory. Its first `staged` columns pass through shared memory, where they stay for the second
-//! pass; what does not fit there ([`staged`]) is read again, from L2. Exponentials of both passes have the same argument,
+//! A row is read once from memory. Its first `staged` columns pass through shared memory, all under way at once, and stay there
+//! for the second pass; what does not fit there ([`staged`]) is read again, from L2. Exponentials of both passes have the same argument,
 //! (x - max) log2(e), so probabilities sum to 1 to rounding. The difference comes first: max log2(e) would have a rounding
 //! error of its own, which from logits near 2^31 on is larger than all exponents there are.
 
@@ -14,12 +14,8 @@ use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bloc
 
 const THREADS: u32 = 1024;
 
-/// How many columns of a row to keep in shared memory: all of it if a block may have `shared_bytes`. Without gradients
-/// nothing is read twice and nothing is kept.
-pub const fn staged<T: Element>(padded: usize, shared_bytes: usize, gradients: bool) -> usize {
-    if !gradients {
-        return 0;
-    }
+/// How many columns of a row to keep in shared memory: all of it if a block may have `shared_bytes`.
+pub const fn staged<T: Element>(padded: usize, shared_bytes: usize) -> usize {
     let room = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET;
     if padded < room { padded } else { room }
 }
@@ -74,16 +70,18 @@ pub fn classifier<T: Element>(
     async_copy::wait::<0>();
 
     let (mut max, mut sum) = (LOWEST, 0.0);
-    let mut fold = |i: u32, x: Packet<T>| {
-        let logit = |k: usize| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY };
+    let mut fold = |i: u32, mut x: Packet<T>| {
+        if i + packet > vocabulary {
+            x = Packet::from_fn(|k| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY });
+        }
         let mut new = max;
         for k in 0..T::PACKET {
-            new = math::max(new, logit(k));
+            new = math::max(new, x.get(k));
         }
         sum *= exp_below(max, new);
         max = new;
         for k in 0..T::PACKET {
-            sum += exp_below(logit(k), max);
+            sum += exp_below(x.get(k), max);
         }
     };
     let mut i = first;

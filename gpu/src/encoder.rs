@@ -62,50 +62,6 @@ pub fn encoder_forward<T: Element>(
     }
 }
 
-/// Blocks of [`encoder_backward_wpe`].
-pub const fn encoder_backward_wpe_grid<T: Element>(sequence: usize, channels: usize) -> u32 {
-    (sequence * channels / T::PACKET).div_ceil(THREADS as usize) as u32
-}
-
-/// dwpe (T, C) += sum over b of dout (B, T, C). One packet per thread.
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn encoder_backward_wpe<T: Element>(
-    dwpe: GlobalMut<T>,
-    dout: Global<T>,
-    batch: u32,
-    sequence: u32,
-    channels: u32,
-    seed: u32,
-) {
-    let size = sequence as usize * channels as usize;
-    let i = thread::index_1d() * T::PACKET;
-    if i >= size {
-        return;
-    }
-    let mut sum = Sum::<T>::zero();
-    let mut b = 0;
-    while b < batch as usize {
-        // All loads are under way before the first sum; conditions would make ptxas spread them.
-        let mut rows = [Packet::zero(); WPE_BATCH];
-        if b + WPE_BATCH <= batch as usize {
-            for k in 0..WPE_BATCH {
-                rows[k] = dout.packet_streaming((b + k) * size + i);
-            }
-        } else {
-            for k in 0..WPE_BATCH {
-                if b + k < batch as usize {
-                    rows[k] = dout.packet_streaming((b + k) * size + i);
-                }
-            }
-        }
-        for row in &rows {
-            sum.add(row);
-        }
-        b += WPE_BATCH;
-    }
-    sum.add_to(&dwpe.packet(i), dwpe, i, seed);
-}
-
 /// f32 elements of `partials` for [`encoder_backward_wte`].
 pub const fn encoder_backward_partials(positions: usize, channels: usize) -> usize {
     positions.div_ceil(CHUNK) * 2 * channels
@@ -121,7 +77,7 @@ pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: u
 }
 
 /// dwte (V, C) += rows of dout (B, T, C), for runs inside one chunk; the others' parts go to `partials`
-/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_wte_runs`]. One warp per chunk and
+/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_rest`]. One warp per chunk and
 /// 32 packets of channels; `positions` is B * T.
 #[kernel(threads = 256, blocks_per_sm = 4, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_wte<T: Element>(
@@ -197,35 +153,68 @@ pub fn encoder_backward_wte<T: Element>(
     }
 }
 
-/// Blocks of [`encoder_backward_wte_runs`].
-pub const fn encoder_backward_wte_runs_grid<T: Element>(positions: usize, channels: usize) -> [u32; 3] {
-    [groups::<T>(channels) as u32, positions.div_ceil(CHUNK).div_ceil(WARPS) as u32, 1]
+/// Blocks of [`encoder_backward_rest`].
+pub const fn encoder_backward_rest_grid<T: Element>(batch: usize, sequence: usize, channels: usize) -> u32 {
+    let of_wpe = (sequence * channels / T::PACKET).div_ceil(THREADS as usize);
+    (runs_blocks::<T>(batch * sequence, channels) + of_wpe) as u32
 }
 
-/// Shared memory of [`encoder_backward_wte_runs`]: each warp's sums, and what each has found.
-pub fn encoder_backward_wte_runs_shared<T: Element>(layout: &mut Layout) -> (SharedArray<f32>, SharedArray<u32>) {
+/// Blocks that follow runs: one for `WARPS` chunks and 32 packets of channels.
+const fn runs_blocks<T: Element>(positions: usize, channels: usize) -> usize {
+    groups::<T>(channels) * positions.div_ceil(CHUNK).div_ceil(WARPS)
+}
+
+/// Shared memory of [`encoder_backward_rest`]: each warp's sums, and what each has found.
+pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> (SharedArray<f32>, SharedArray<u32>) {
     (layout.array(THREADS as usize * T::PACKET), layout.array(WARPS))
 }
 
-/// dwte (V, C) += the parts of the runs that cross chunks, which [`encoder_backward_wte`] left in `partials`. Block
-/// (g, y) takes the runs that begin in one of `WARPS` chunks and leave it: each warp looks at one chunk, adds its run if that
-/// is short, and of a long one they split the chunks.
+/// What [`encoder_backward_wte`] leaves: dwte (V, C) += the parts of the runs that cross chunks, which are in `partials`; and
+/// dwpe (T, C) += sum over b of dout (B, T, C). The runs come first: there is little to do for them, but one load after the
+/// other, which the rest hides.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn encoder_backward_wte_runs<T: Element>(
+pub fn encoder_backward_rest<T: Element>(
+    dwte: GlobalMut<T>,
+    dwpe: GlobalMut<T>,
+    partials: Global<f32>,
+    dout: Global<T>,
+    tokens: Global<i32>,
+    order: Global<i32>,
+    batch: u32,
+    sequence: u32,
+    channels: u32,
+    seed: u32,
+) {
+    let (batch, sequence, channels) = (batch as usize, sequence as usize, channels as usize);
+    let (block, of_runs) = (thread::block_idx_x() as usize, runs_blocks::<T>(batch * sequence, channels));
+    if block < of_runs {
+        add_runs::<T>(block, dwte, partials, tokens, order, batch * sequence, channels, seed);
+    } else {
+        // Elements of equal index in the two tables must not be rounded alike.
+        add_positions::<T>(block - of_runs, dwpe, dout, batch, sequence, channels, !seed);
+    }
+}
+
+/// The runs that begin in one of `WARPS` chunks and leave it: each warp looks at one chunk, adds its run if that is short, and of a
+/// long one they split the chunks.
+#[inline(always)]
+fn add_runs<T: Element>(
+    block: usize,
     dwte: GlobalMut<T>,
     partials: Global<f32>,
     tokens: Global<i32>,
     order: Global<i32>,
-    positions: u32,
-    channels: u32,
+    positions: usize,
+    channels: usize,
     seed: u32,
 ) {
-    let (scratch, found) = encoder_backward_wte_runs_shared::<T>(&mut Layout::new());
-    let (positions, channels) = (positions as usize, channels as usize);
+    let (scratch, found) = encoder_backward_rest_shared::<T>(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
-    let first_chunk = thread::block_idx_y() as usize * WARPS;
+    let groups = (groups::<T>(channels) as u32).max(1);
+    let (set, group) = ((block as u32 / groups) as usize, (block as u32 % groups) as usize);
+    let first_chunk = set * WARPS;
     let token_at = |i: usize| tokens.at(order.at(i) as usize);
-    let column = (thread::block_idx_x() as usize * LANES + lane) * T::PACKET;
+    let column = (group * LANES + lane) * T::PACKET;
     let active = column < channels;
 
     // Most runs are short: a warp adds its own. The long ones are for all of them.
@@ -282,6 +271,47 @@ pub fn encoder_backward_wte_runs<T: Element>(
         let at = token_at((chunk + 1) * CHUNK) as usize * channels + column;
         sum.add_to(&dwte.packet(at), dwte, at, seed);
     }
+}
+
+/// One packet per thread.
+#[inline(always)]
+fn add_positions<T: Element>(
+    block: usize,
+    dwpe: GlobalMut<T>,
+    dout: Global<T>,
+    batch: usize,
+    sequence: usize,
+    channels: usize,
+    seed: u32,
+) {
+    let size = sequence * channels;
+    let i = (block * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET;
+    if i >= size {
+        return;
+    }
+    let old = dwpe.packet(i);
+    let mut sum = Sum::<T>::zero();
+    let mut b = 0;
+    while b < batch {
+        // All loads are under way before the first sum; conditions would make ptxas spread them.
+        let mut rows = [Packet::zero(); WPE_BATCH];
+        if b + WPE_BATCH <= batch {
+            for k in 0..WPE_BATCH {
+                rows[k] = dout.packet_streaming((b + k) * size + i);
+            }
+        } else {
+            for k in 0..WPE_BATCH {
+                if b + k < batch {
+                    rows[k] = dout.packet_streaming((b + k) * size + i);
+                }
+            }
+        }
+        for row in &rows {
+            sum.add(row);
+        }
+        b += WPE_BATCH;
+    }
+    sum.add_to(&old, dwpe, i, seed);
 }
 
 /// How many chunks begin with a later part of the run that begins in `chunk`; 0 if none begins there and leaves it. The

@@ -3,8 +3,9 @@
 //! Shapes: x, normed and gradients (rows, C); mean and rstd (rows) f32; weight and bias (C). C is a multiple of the packet.
 //!
 //! A row is read once and held until its last use: PACKETS packets in each lane of WARPS warps, so
-//! C <= PACKETS * WARPS * 32 * `T::PACKET`. The pairs there are instances of are [`Shape`]: up to 16384 channels in bf16 and
-//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one row per block). Forward holds a row in registers
+//! C <= PACKETS * WARPS * 32 * `T::PACKET`. The triples there are instances of are [`Shape`]: up to 16384 channels in bf16 and
+//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one group of ROWS rows per block). ROWS is 2 where a row is
+//! one packet for each thread: the barriers of two sums cost as much as those of one. Forward holds a row in registers
 //! and issues all its loads before its first store, since stores may alias them. Backward needs its registers for the
 //! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
@@ -23,15 +24,15 @@ const EPSILON: f32 = 1e-5;
 /// How the kernels hold a row; the generic arguments of their instances.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Shape {
-    /// PACKETS = 3, WARPS = 1
+    /// PACKETS = 3, WARPS = 1, ROWS = 1
     Warp3,
-    /// PACKETS = 4, WARPS = 1
+    /// PACKETS = 4, WARPS = 1, ROWS = 1
     Warp4,
-    /// PACKETS = 1, WARPS = 8
+    /// PACKETS = 1, WARPS = 8, ROWS = 2
     Block1,
-    /// PACKETS = 4, WARPS = 8
+    /// PACKETS = 4, WARPS = 8, ROWS = 1
     Block4,
-    /// PACKETS = 8, WARPS = 8
+    /// PACKETS = 8, WARPS = 8, ROWS = 1
     Block8,
 }
 
@@ -55,20 +56,29 @@ impl Shape {
     const fn rows_per_block(self) -> usize {
         match self {
             Self::Warp3 | Self::Warp4 => BLOCK_WARPS,
-            Self::Block1 | Self::Block4 | Self::Block8 => 1,
+            Self::Block1 => 2,
+            Self::Block4 | Self::Block8 => 1,
         }
     }
 
-    /// Blocks of the forward kernels.
-    pub const fn forward_grid(self, rows: usize) -> u32 {
+    /// Blocks of [`layernorm_forward`]: with PACKETS = 1 as many as stay resident on `multiprocessors`, which take many rows each
+    /// and load the next ones while they work.
+    pub const fn forward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
+        let (useful, resident) = (self.residual_forward_grid(rows), (4 * multiprocessors) as u32);
+        if matches!(self, Self::Block1) && resident < useful { resident } else { useful }
+    }
+
+    /// Blocks of [`residual_layernorm_forward`], whose two operands are enough to load.
+    pub const fn residual_forward_grid(self, rows: usize) -> u32 {
         rows.div_ceil(self.rows_per_block()) as u32
     }
 
     /// Blocks of [`layernorm_backward`], each of which takes many rows: as many as stay resident on `multiprocessors`.
     pub const fn backward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
         let resident = match self {
-            Self::Warp3 | Self::Warp4 => 2 * multiprocessors,
-            Self::Block1 => 4 * multiprocessors,
+            Self::Warp3 | Self::Block1 => 3 * multiprocessors,
+            Self::Warp4 => 2 * multiprocessors,
+
             Self::Block4 | Self::Block8 => multiprocessors,
         };
         let useful = rows.div_ceil(self.rows_per_block());
@@ -77,14 +87,14 @@ impl Shape {
 
     /// Bytes of shared memory of [`layernorm_backward`].
     pub fn backward_shared_bytes<T: Element>(self) -> usize {
-        let packets = match self {
-            Self::Block1 => 1,
-            Self::Warp3 => 3,
-            Self::Warp4 | Self::Block4 => 4,
-            Self::Block8 => 8,
+        let (packets, rows) = match self {
+            Self::Block1 => (1, 2),
+            Self::Warp3 => (3, 1),
+            Self::Warp4 | Self::Block4 => (4, 1),
+            Self::Block8 => (8, 1),
         };
         let mut layout = Layout::new();
-        backward_shared::<T>(&mut layout, packets);
+        backward_shared::<T>(&mut layout, packets, rows);
         layout.bytes()
     }
 
@@ -99,11 +109,11 @@ impl Shape {
 macro_rules! layernorm_dispatch {
     ($shape:expr, $kernel:ident::<$element:ty>($($argument:expr),* $(,)?)) => {
         match $shape {
-            $crate::layernorm::Shape::Warp3 => $crate::layernorm::$kernel::<$element, 3, 1>($($argument),*),
-            $crate::layernorm::Shape::Warp4 => $crate::layernorm::$kernel::<$element, 4, 1>($($argument),*),
-            $crate::layernorm::Shape::Block1 => $crate::layernorm::$kernel::<$element, 1, 8>($($argument),*),
-            $crate::layernorm::Shape::Block4 => $crate::layernorm::$kernel::<$element, 4, 8>($($argument),*),
-            $crate::layernorm::Shape::Block8 => $crate::layernorm::$kernel::<$element, 8, 8>($($argument),*),
+            $crate::layernorm::Shape::Warp3 => $crate::layernorm::$kernel::<$element, 3, 1, 1>($($argument),*),
+            $crate::layernorm::Shape::Warp4 => $crate::layernorm::$kernel::<$element, 4, 1, 1>($($argument),*),
+            $crate::layernorm::Shape::Block1 => $crate::layernorm::$kernel::<$element, 1, 8, 2>($($argument),*),
+            $crate::layernorm::Shape::Block4 => $crate::layernorm::$kernel::<$element, 4, 8, 1>($($argument),*),
+            $crate::layernorm::Shape::Block8 => $crate::layernorm::$kernel::<$element, 8, 8, 1>($($argument),*),
         }
     };
 }
@@ -111,49 +121,61 @@ pub use layernorm_dispatch as dispatch;
 
 /// Shared memory of the forward kernels.
 pub fn forward_shared(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(LANES)
+    layout.array(2 * LANES)
 }
 
-/// Rows that [`layernorm_backward`] has in shared memory per group of warps: the current one and the next, if they fit.
+/// Rows that [`layernorm_backward`] has in shared memory for each that is worked on: that one and the next, if they fit.
 const fn stages(packets: usize) -> usize {
     if packets > 4 { 1 } else { 2 }
 }
 
-/// Shared memory of [`layernorm_backward`]: scratch of the row sums, and per stage each thread's packets of dout, inp and
-/// dinp, (stages, 3, PACKETS, threads) packets. The latter is used again for the block's sums.
-fn backward_shared<T: Element>(layout: &mut Layout, packets: usize) -> (SharedArray<f32>, SharedArray<T>) {
-    (layout.array(2 * LANES), layout.array(stages(packets) * 3 * packets * THREADS as usize * T::PACKET))
+/// Shared memory of [`layernorm_backward`]: scratch of the rows' sums, and per stage each thread's packets of dout, inp and
+/// dinp, (stages, 3, ROWS, PACKETS, threads) packets. The latter is used again for the warps' sums.
+fn backward_shared<T: Element>(layout: &mut Layout, packets: usize, rows: usize) -> (SharedArray<f32>, SharedArray<T>) {
+    (layout.array(2 * rows * LANES), layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET))
 }
 
-/// The block's sums of dweight and dbias, (2, C), over the memory of the stages: with one warp per row, C is at most
+/// Each warp's sums of dweight and dbias, (warps, 2, C), over the memory of the stages: with one warp per row, C is at most
 /// PACKETS * 32 packets and they fit.
-fn block_sums(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
+fn sums_of_warps(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
     layout.array::<f32>(2 * LANES);
-    layout.array(2 * channels)
+    layout.array(BLOCK_WARPS * 2 * channels)
 }
 
-/// A thread's place in its row.
+/// A thread's place in its rows.
 #[derive(Clone, Copy)]
-struct Place<T, const PACKETS: usize, const WARPS: usize> {
-    /// Row of the block.
-    row: usize,
+struct Place<T, const PACKETS: usize, const WARPS: usize, const ROWS: usize> {
+    /// Of the block's groups of warps.
+    group: usize,
     first: usize,
     channels: usize,
     scratch: SharedArray<f32>,
     element: core::marker::PhantomData<T>,
 }
 
-impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WARPS> {
-    const ROWS: usize = BLOCK_WARPS / WARPS;
+impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Place<T, PACKETS, WARPS, ROWS> {
+    const PER_BLOCK: usize = BLOCK_WARPS / WARPS * ROWS;
 
     #[inline(always)]
     fn new(channels: u32, scratch: SharedArray<f32>) -> Self {
-        let (row, first) = if WARPS == 1 {
+        let (group, first) = if WARPS == 1 {
             (warp::index() as usize, warp::lane() as usize)
         } else {
             (0, thread::thread_idx_x() as usize)
         };
-        Self { row, first: first * T::PACKET, channels: channels as usize, scratch, element: core::marker::PhantomData }
+        Self {
+            group,
+            first: first * T::PACKET,
+            channels: channels as usize,
+            scratch,
+            element: core::marker::PhantomData,
+        }
+    }
+
+    /// The first of the ROWS rows that the thread's group begins with.
+    #[inline(always)]
+    fn row(&self) -> usize {
+        thread::block_idx_x() as usize * Self::PER_BLOCK + self.group * ROWS
     }
 
     /// First channel of the thread's packet `k`, if the row has one.
@@ -163,74 +185,90 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
         (column < self.channels).then_some(column)
     }
 
-    /// The thread's packets of the row that starts at `row`, zeros past its end.
+    /// The thread's packets of the rows from `row` on, zeros past their ends and past the last of `rows`.
     #[inline(always)]
-    fn load(&self, row: Global<T>) -> [Packet<T>; PACKETS] {
-        let mut packets = [Packet::zero(); PACKETS];
-        for k in 0..PACKETS {
-            if let Some(column) = self.column(k) {
-                packets[k] = row.packet_streaming(column);
+    fn load(&self, from: Global<T>, row: usize, rows: usize) -> [[Packet<T>; PACKETS]; ROWS] {
+        let mut packets = [[Packet::zero(); PACKETS]; ROWS];
+        for r in 0..ROWS {
+            for k in 0..PACKETS {
+                if let Some(column) = self.column(k)
+                    && (ROWS == 1 || row + r < rows)
+                {
+                    packets[r][k] = from.packet_streaming((row + r) * self.channels + column);
+                }
             }
         }
         packets
     }
 
-    /// Sum over the threads of the row.
+    /// The thread's packets of a parameter: held where they are few, else loaded when they are used.
     #[inline(always)]
-    fn sum(&self, value: f32) -> f32 {
-        if WARPS == 1 { warp::sum(value) } else { block::sum(value, self.scratch) }
+    fn parameter(&self, of: Global<T>) -> impl Fn(usize) -> Packet<T> {
+        let held = if PACKETS == 1 { self.column(0).map(|column| of.packet(column)) } else { None };
+        move |column| held.unwrap_or_else(|| of.packet(column))
     }
 
-    /// As [`sum`](Self::sum) of each, at the price of one.
+    /// Sums over the threads of a group, all at the price of one.
     #[inline(always)]
-    fn sums(&self, values: [f32; 2]) -> [f32; 2] {
-        if WARPS == 1 { values.map(warp::sum) } else { block::sums(values, self.scratch) }
+    fn sums<const N: usize>(&self, values: [[f32; N]; ROWS]) -> [[f32; N]; ROWS] {
+        if WARPS == 1 { values.map(|of_row| of_row.map(warp::sum)) } else { block::sums(values, self.scratch) }
     }
 
-    /// Normalises the row held in `x`.
+    /// Normalises the rows from `row` on, held in `x`.
     #[inline(always)]
     fn normalize(
         &self,
-        x: &[Packet<T>; PACKETS],
+        x: &[[Packet<T>; PACKETS]; ROWS],
         row: usize,
+        rows: usize,
         normed: GlobalMut<T>,
         mean: GlobalMut<f32>,
         rstd: GlobalMut<f32>,
-        weight: Global<T>,
-        bias: Global<T>,
+        weight: impl Fn(usize) -> Packet<T>,
+        bias: impl Fn(usize) -> Packet<T>,
     ) {
         let scale = math::recip(self.channels as f32);
-        let mut sum = 0.0;
-        for packet in x {
-            for i in 0..T::PACKET {
-                sum += packet.get(i);
+        let mut sums = [[0.0]; ROWS];
+        for r in 0..ROWS {
+            for packet in &x[r] {
+                for i in 0..T::PACKET {
+                    sums[r][0] += packet.get(i);
+                }
             }
         }
-        let sum = self.sum(sum);
         // The quotient to its last bit: a constant row, whose variance is 0, shows the least error 316-fold.
-        let m = sum * scale;
-        let m = math::fma(math::fma(-m, self.channels as f32, sum), scale, m);
-        let mut squares = 0.0;
-        for k in 0..PACKETS {
-            if self.column(k).is_some() {
-                for i in 0..T::PACKET {
-                    let d = x[k].get(i) - m;
-                    squares = math::fma(d, d, squares);
+        let means = self.sums(sums).map(|[sum]| {
+            let m = sum * scale;
+            math::fma(math::fma(-m, self.channels as f32, sum), scale, m)
+        });
+        let mut squares = [[0.0]; ROWS];
+        for r in 0..ROWS {
+            for k in 0..PACKETS {
+                if self.column(k).is_some() {
+                    for i in 0..T::PACKET {
+                        let d = x[r][k].get(i) - means[r];
+                        squares[r][0] = math::fma(d, d, squares[r][0]);
+                    }
                 }
             }
         }
         // Scaled before the sum over threads, which may overflow where the variance does not.
-        let r = math::rsqrt(self.sum(squares * scale) + EPSILON);
-        if self.first == 0 {
-            mean.set(row, m);
-            rstd.set(row, r);
-        }
-        let out = normed.skip(row * self.channels);
-        for k in 0..PACKETS {
-            if let Some(column) = self.column(k) {
-                let (w, b) = (weight.packet(column), bias.packet(column));
-                let y = Packet::from_fn(|i| math::fma((x[k].get(i) - m) * r, w.get(i), b.get(i)));
-                out.set_packet(column, y);
+        let rstds = self.sums(squares.map(|[sum]| [sum * scale])).map(|[variance]| math::rsqrt(variance + EPSILON));
+        for r in 0..ROWS {
+            let row = row + r;
+            if ROWS > 1 && row >= rows {
+                return;
+            }
+            if self.first == 0 {
+                mean.set(row, means[r]);
+                rstd.set(row, rstds[r]);
+            }
+            for k in 0..PACKETS {
+                if let Some(column) = self.column(k) {
+                    let (w, b) = (weight(column), bias(column));
+                    let y = Packet::from_fn(|i| math::fma((x[r][k].get(i) - means[r]) * rstds[r], w.get(i), b.get(i)));
+                    normed.set_packet(row * self.channels + column, y);
+                }
             }
         }
     }
@@ -238,11 +276,11 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize> Place<T, PACKETS, WAR
 
 /// normed, mean, rstd = layernorm of inp. Grid [`Shape::forward_grid`], shared memory [`forward_shared`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1>, bf16_4 = <cuda_std::bf16, 4, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8>, bf16_8x8 = <cuda_std::bf16, 8, 8>,
-    f32_3 = <f32, 3, 1>, f32_4 = <f32, 4, 1>, f32_1x8 = <f32, 1, 8>, f32_4x8 = <f32, 4, 8>, f32_8x8 = <f32, 8, 8>,
+    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
+    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
+    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
 ))]
-pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize>(
+pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     normed: GlobalMut<T>,
     mean: GlobalMut<f32>,
     rstd: GlobalMut<f32>,
@@ -252,23 +290,34 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize>(
     rows: u32,
     channels: u32,
 ) {
-    let place = Place::<T, PACKETS, WARPS>::new(channels, forward_shared(&mut Layout::new()));
-    let row = thread::block_idx_x() as usize * Place::<T, PACKETS, WARPS>::ROWS + place.row;
-    if row >= rows as usize {
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_shared(&mut Layout::new()));
+    let (mut row, rows) = (place.row(), rows as usize);
+    if row >= rows {
         return;
     }
-    let x = place.load(inp.skip(row * place.channels));
-    place.normalize(&x, row, normed, mean, rstd, weight, bias);
+    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS, ROWS>::PER_BLOCK;
+    let mut x = place.load(inp, row, rows);
+    let (weight, bias) = (place.parameter(weight), place.parameter(bias));
+    loop {
+        let next = row + step;
+        let more = PACKETS == 1 && next < rows;
+        let ahead = if more { place.load(inp, next, rows) } else { [[Packet::zero(); PACKETS]; ROWS] };
+        place.normalize(&x, row, rows, normed, mean, rstd, &weight, &bias);
+        if !more {
+            return;
+        }
+        (x, row) = (ahead, next);
+    }
 }
 
-/// residual = a + b, rounded to T; normed, mean, rstd = layernorm of the rounded residual. Grid [`Shape::forward_grid`],
-/// shared memory [`forward_shared`].
+/// residual = a + b, rounded to T; normed, mean, rstd = layernorm of the rounded residual. Grid
+/// [`Shape::residual_forward_grid`], shared memory [`forward_shared`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1>, bf16_4 = <cuda_std::bf16, 4, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8>, bf16_8x8 = <cuda_std::bf16, 8, 8>,
-    f32_3 = <f32, 3, 1>, f32_4 = <f32, 4, 1>, f32_1x8 = <f32, 1, 8>, f32_4x8 = <f32, 4, 8>, f32_8x8 = <f32, 8, 8>,
+    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
+    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
+    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
 ))]
-pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize>(
+pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     residual: GlobalMut<T>,
     normed: GlobalMut<T>,
     mean: GlobalMut<f32>,
@@ -280,33 +329,36 @@ pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS:
     rows: u32,
     channels: u32,
 ) {
-    let place = Place::<T, PACKETS, WARPS>::new(channels, forward_shared(&mut Layout::new()));
-    let row = thread::block_idx_x() as usize * Place::<T, PACKETS, WARPS>::ROWS + place.row;
-    if row >= rows as usize {
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_shared(&mut Layout::new()));
+    let (row, rows) = (place.row(), rows as usize);
+    if row >= rows {
         return;
     }
-    let start = row * place.channels;
-    let mut x = place.load(a.skip(start));
-    let y = place.load(b.skip(start));
-    let out = residual.skip(start);
-    for k in 0..PACKETS {
-        x[k] = Packet::from_fn(|i| x[k].get(i) + y[k].get(i));
-        if let Some(column) = place.column(k) {
-            out.set_packet(column, x[k]);
+    let mut x = place.load(a, row, rows);
+    let y = place.load(b, row, rows);
+    let (weight, bias) = (place.parameter(weight), place.parameter(bias));
+    for r in 0..ROWS {
+        for k in 0..PACKETS {
+            x[r][k] = Packet::from_fn(|i| x[r][k].get(i) + y[r][k].get(i));
+            if let Some(column) = place.column(k)
+                && (ROWS == 1 || row + r < rows)
+            {
+                residual.set_packet((row + r) * place.channels + column, x[r][k]);
+            }
         }
     }
-    place.normalize(&x, row, normed, mean, rstd, weight, bias);
+    place.normalize(&x, row, rows, normed, mean, rstd, weight, bias);
 }
 
 /// dinp += the gradient of inp, where dout is that of normed; partials = the block's sums of dweight and dbias, any
 /// content before ([`Shape::backward_partials`] elements). Grid [`Shape::backward_grid`],
 /// shared memory [`Shape::backward_shared_bytes`]; then [`layernorm_backward_reduce`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1>, bf16_4 = <cuda_std::bf16, 4, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8>, bf16_8x8 = <cuda_std::bf16, 8, 8>,
-    f32_3 = <f32, 3, 1>, f32_4 = <f32, 4, 1>, f32_1x8 = <f32, 1, 8>, f32_4x8 = <f32, 4, 8>, f32_8x8 = <f32, 8, 8>,
+    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
+    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
+    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
 ))]
-pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
+pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     dinp: GlobalMut<T>,
     partials: GlobalMut<f32>,
     dout: Global<T>,
@@ -317,36 +369,50 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
     rows: u32,
     channels: u32,
 ) {
-    let (scratch, stage) = backward_shared::<T>(&mut Layout::new(), PACKETS);
-    let place = Place::<T, PACKETS, WARPS>::new(channels, scratch);
+    let (scratch, stage) = backward_shared::<T>(&mut Layout::new(), PACKETS, ROWS);
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch);
     let (rows, channels) = (rows as usize, place.channels);
     let scale = math::recip(channels as f32);
-    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS>::ROWS;
+    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS, ROWS>::PER_BLOCK;
     // A thread reads back only what it copied itself, so no barrier is needed.
-    let slot = |buffer: usize, array: usize, k: usize| {
-        (((buffer * 3 + array) * PACKETS + k) * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET
+    let slot = |buffer: usize, array: usize, r: usize, k: usize| {
+        let packet = ((buffer * 3 + array) * ROWS + r) * PACKETS + k;
+        (packet * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET
     };
     let fetch = |buffer: usize, row: usize| {
-        if row < rows {
-            for k in 0..PACKETS {
-                if let Some(column) = place.column(k) {
-                    let i = row * channels + column;
-                    stage.copy_packet_async(slot(buffer, 0, k), dout, i, true);
-                    stage.copy_packet_async(slot(buffer, 1, k), inp, i, true);
-                    stage.copy_packet_async(slot(buffer, 2, k), dinp.reader(), i, true);
+        for r in 0..ROWS {
+            if row + r < rows {
+                for k in 0..PACKETS {
+                    if let Some(column) = place.column(k) {
+                        let i = (row + r) * channels + column;
+                        stage.copy_packet_async(slot(buffer, 0, r, k), dout, i, true);
+                        stage.copy_packet_async(slot(buffer, 1, r, k), inp, i, true);
+                        stage.copy_packet_async(slot(buffer, 2, r, k), dinp.reader(), i, true);
+                    }
                 }
             }
         }
         async_copy::commit();
     };
+    let statistics = |row: usize| {
+        let mut of_rows = [(0.0, 0.0); ROWS];
+        for r in 0..ROWS {
+            if row + r < rows {
+                of_rows[r] = (mean.at(row + r), rstd.at(row + r));
+            }
+        }
+        of_rows
+    };
+    let weight = place.parameter(weight);
     let mut dweight = [[0.0; 8]; PACKETS];
     let mut dbias = [[0.0; 8]; PACKETS];
 
-    let mut row = thread::block_idx_x() as usize * Place::<T, PACKETS, WARPS>::ROWS + place.row;
+    let mut row = place.row();
     let mut buffer = 0;
     fetch(buffer, row);
+    let mut of_rows = statistics(row);
     while row < rows {
-        let (m, r) = (mean.at(row), rstd.at(row));
+        let next = statistics(row + step);
         if stages(PACKETS) == 2 {
             fetch(1 - buffer, row + step);
             async_copy::wait::<1>();
@@ -354,36 +420,47 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
             async_copy::wait::<0>();
         }
 
-        let (mut sum, mut projection) = (0.0, 0.0);
-        for k in 0..PACKETS {
-            if let Some(column) = place.column(k) {
-                let (dy, x) = (stage.packet(slot(buffer, 0, k)), stage.packet(slot(buffer, 1, k)));
-                let w = weight.packet(column);
-                for i in 0..T::PACKET {
-                    let (g, normed) = (dy.get(i), (x.get(i) - m) * r);
-                    let dnormed = g * w.get(i);
-                    sum += dnormed;
-                    projection = math::fma(dnormed, normed, projection);
-                    dbias[k][i] += g;
-                    dweight[k][i] = math::fma(g, normed, dweight[k][i]);
+        let mut sums = [[0.0; 2]; ROWS];
+        for r in 0..ROWS {
+            let (m, rstd) = of_rows[r];
+            for k in 0..PACKETS {
+                if let Some(column) = place.column(k)
+                    && (ROWS == 1 || row + r < rows)
+                {
+                    let (dy, x) = (stage.packet(slot(buffer, 0, r, k)), stage.packet(slot(buffer, 1, r, k)));
+                    let w = weight(column);
+                    for i in 0..T::PACKET {
+                        let (g, normed) = (dy.get(i), (x.get(i) - m) * rstd);
+                        let dnormed = g * w.get(i);
+                        sums[r][0] += dnormed;
+                        sums[r][1] = math::fma(dnormed, normed, sums[r][1]);
+                        dbias[k][i] += g;
+                        dweight[k][i] = math::fma(g, normed, dweight[k][i]);
+                    }
                 }
             }
         }
-        let [sum, projection] = place.sums([sum, projection]).map(|sum| sum * scale);
+        let sums = place.sums(sums).map(|of_row| of_row.map(|sum| sum * scale));
         // Orders memory, so the compiler reads the row again rather than keep it in registers it does not have.
         warp::sync();
-        for k in 0..PACKETS {
-            if let Some(column) = place.column(k) {
-                let (dy, x) = (stage.packet(slot(buffer, 0, k)), stage.packet(slot(buffer, 1, k)));
-                let (dx, w) = (stage.packet(slot(buffer, 2, k)), weight.packet(column));
-                let new = Packet::from_fn(|i| {
-                    let normed = (x.get(i) - m) * r;
-                    let dnormed = dy.get(i) * w.get(i);
-                    math::fma(dnormed - sum - normed * projection, r, dx.get(i))
-                });
-                dinp.set_packet(row * channels + column, new);
+        for r in 0..ROWS {
+            let ((m, rstd), [sum, projection]) = (of_rows[r], sums[r]);
+            for k in 0..PACKETS {
+                if let Some(column) = place.column(k)
+                    && (ROWS == 1 || row + r < rows)
+                {
+                    let (dy, x) = (stage.packet(slot(buffer, 0, r, k)), stage.packet(slot(buffer, 1, r, k)));
+                    let (dx, w) = (stage.packet(slot(buffer, 2, r, k)), weight(column));
+                    let new = Packet::from_fn(|i| {
+                        let normed = (x.get(i) - m) * rstd;
+                        let dnormed = dy.get(i) * w.get(i);
+                        math::fma(dnormed - sum - normed * projection, rstd, dx.get(i))
+                    });
+                    dinp.set_packet((row + r) * channels + column, new);
+                }
             }
         }
+        of_rows = next;
         row += step;
         if stages(PACKETS) == 2 {
             buffer = 1 - buffer;
@@ -396,43 +473,42 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize>(
     if WARPS > 1 {
         for k in 0..PACKETS {
             if let Some(column) = place.column(k) {
-                for part in 0..T::PACKET / f32::PACKET {
-                    let offset = part * f32::PACKET;
-                    partials.set_packet(column + offset, Packet::from_fn(|i| dweight[k][offset + i]));
-                    partials.set_packet(channels + column + offset, Packet::from_fn(|i| dbias[k][offset + i]));
-                }
+                set(|i, x| partials.set_packet(column + i, x), &dweight[k], T::PACKET);
+                set(|i, x| partials.set_packet(channels + column + i, x), &dbias[k], T::PACKET);
             }
         }
         return;
     }
-    // The warps add their sums to the block's one after the other.
-    let sums = block_sums(&mut Layout::new(), channels);
+    let sums = sums_of_warps(&mut Layout::new(), channels);
     thread::sync_threads();
-    for turn in 0..BLOCK_WARPS {
-        if turn == place.row {
-            for k in 0..PACKETS {
-                if let Some(column) = place.column(k) {
-                    add(sums, column, &dweight[k], T::PACKET, turn == 0);
-                    add(sums, channels + column, &dbias[k], T::PACKET, turn == 0);
-                }
-            }
+    for k in 0..PACKETS {
+        if let Some(column) = place.column(k) {
+            let of_warp = place.group * 2 * channels + column;
+            set(|i, x| sums.set_packet(of_warp + i, x), &dweight[k], T::PACKET);
+            set(|i, x| sums.set_packet(of_warp + channels + i, x), &dbias[k], T::PACKET);
         }
-        thread::sync_threads();
     }
+    thread::sync_threads();
     let mut i = thread::thread_idx_x() as usize * f32::PACKET;
     while i < 2 * channels {
-        partials.set_packet(i, sums.packet(i));
+        let mut sum = [0.0; 4];
+        for w in 0..BLOCK_WARPS {
+            let of_warp = sums.packet(w * 2 * channels + i);
+            for k in 0..4 {
+                sum[k] += of_warp.get(k);
+            }
+        }
+        partials.set_packet(i, Packet::from_fn(|k| sum[k]));
         i += THREADS as usize * f32::PACKET;
     }
 }
 
-/// sums[at ..] = (`first`) or += the first `count` of `values`, in packets.
+/// Hands the first `count` of `values` to `set`, a packet at a time, with the packet's place among them.
 #[inline(always)]
-fn add(sums: SharedArray<f32>, at: usize, values: &[f32; 8], count: usize, first: bool) {
+fn set(set: impl Fn(usize, Packet<f32>), values: &[f32; 8], count: usize) {
     for part in 0..count / f32::PACKET {
         let offset = part * f32::PACKET;
-        let old = if first { Packet::zero() } else { sums.packet(at + offset) };
-        sums.set_packet(at + offset, Packet::from_fn(|i| old.get(i) + values[offset + i]));
+        set(offset, Packet::from_fn(|i| values[offset + i]));
     }
 }
 

@@ -32,11 +32,15 @@ pub fn round<T: Element>(value: f32, index: usize, seed: u32) -> T {
     T::from_f32_stochastic(value, squirrel5_2d(index as u32, (index >> 32) as u32, seed))
 }
 
-/// The packet of values `f(0) .. f(T::PACKET)`, the new content of the tensor from element `index` on, each rounded as
-/// by [`round`].
+/// The packet of values `f(0) .. f(T::PACKET)`, the new content of the tensor from element `index` on, rounded stochastically:
+/// a pair shares the 32 bits of its first, of which each needs 16.
 #[inline(always)]
 pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize) -> f32) -> Packet<T> {
-    Packet::from_fn(|k| round::<T>(f(k), index + k, seed).to_f32())
+    Packet::from_fn(|k| {
+        let pair = index + k / 2 * 2;
+        let bits = squirrel5_2d(pair as u32, (pair >> 32) as u32, seed);
+        T::from_f32_stochastic(f(k), bits >> (k % 2 * 16)).to_f32()
+    })
 }
 
 /// Four values, the new content of the tensor from element `index` on, each rounded as by [`round`].

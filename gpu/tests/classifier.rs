@@ -47,7 +47,7 @@ impl<T: Tolerance> Case<T> {
 
     /// Keeps as many columns as fit in `room` bytes. Losses start at 0.5.
     fn run(&self, room: usize, gradients: bool) -> Got {
-        let keep = staged::<T>(self.padded, room, gradients);
+        let keep = staged::<T>(self.padded, room);
         let mut memory = Memory::new();
         let logits = memory.buffer("logits", &self.logits);
         let losses = memory.buffer("losses", &vec![0.5f32; self.targets.len()]);

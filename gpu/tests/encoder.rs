@@ -5,9 +5,8 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::encoder::{
-    encoder_backward_partials, encoder_backward_wpe, encoder_backward_wpe_grid, encoder_backward_wte,
-    encoder_backward_wte_grid, encoder_backward_wte_runs, encoder_backward_wte_runs_grid,
-    encoder_backward_wte_runs_shared, encoder_forward, encoder_forward_grid,
+    encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid, encoder_backward_rest_shared,
+    encoder_backward_wte, encoder_backward_wte_grid, encoder_forward, encoder_forward_grid,
 };
 use proptest::collection::vec;
 
@@ -68,30 +67,33 @@ fn any_tokens_forward<T: Tolerance>() {
 
 /// dwpe + sums over b of dout, for (T, C) of dwpe's size.
 fn gradient_wpe<T: Tolerance>(dwpe: &[T], dout: &[T], sequence: usize, seed: u32) -> Vec<f64> {
-    let (batch, channels) = (dout.len() / dwpe.len(), dwpe.len() / sequence);
-    let mut memory = Memory::new();
-    let (dwpe, dout) = (memory.buffer("dwpe", dwpe), memory.input("dout", dout));
-    let launch = encoder_backward_wpe(dwpe, dout, batch as u32, sequence as u32, channels as u32, seed);
-    run(&mut memory, &launch, encoder_backward_wpe_grid::<T>(sequence, channels), 0);
-    read(&memory, dwpe)
+    let channels = dwpe.len() / sequence;
+    let tokens: Vec<_> = (0..dout.len() / channels).map(|i| (i % VOCABULARY) as i32).collect();
+    gradients(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, seed).1
 }
 
 /// dwte after the two kernels.
 fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], seed: u32) -> Vec<f64> {
+    gradients(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, seed).0
+}
+
+/// dwte and dwpe after the two kernels, for (T, C) of dwpe's size.
+fn gradients<T: Tolerance>(dwte: &[T], dwpe: &[T], dout: &[T], tokens: &[i32], seed: u32) -> (Vec<f64>, Vec<f64>) {
     let (n, channels) = (tokens.len(), dwte.len() / VOCABULARY);
+    let (batch, sequence) = (dout.len() / dwpe.len(), dwpe.len() / channels);
     let mut order: Vec<_> = (0..n as i32).collect();
     order.sort_by_key(|&i| tokens[i as usize]);
     let mut memory = Memory::new();
-    let (dwte, dout) = (memory.buffer("dwte", dwte), memory.input("dout", dout));
+    let (dwte, dwpe, dout) = (memory.buffer("dwte", dwte), memory.buffer("dwpe", dwpe), memory.input("dout", dout));
     let (tokens, order) = (memory.input("tokens", tokens), memory.input("order", &order));
     let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels));
-    let (n32, c32) = (n as u32, channels as u32);
-    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n32, c32, seed);
+    let (b, t, c) = (batch as u32, sequence as u32, channels as u32);
+    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n as u32, c, seed);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels), 0);
-    let launch = encoder_backward_wte_runs(dwte, partials.reader(), tokens, order, n32, c32, seed);
-    let shared = shared_bytes(encoder_backward_wte_runs_shared::<T>);
-    run(&mut memory, &launch, encoder_backward_wte_runs_grid::<T>(n, channels), shared);
-    read(&memory, dwte)
+    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, b, t, c, seed);
+    let shared = shared_bytes(encoder_backward_rest_shared::<T>);
+    run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels), shared);
+    (read(&memory, dwte), read(&memory, dwpe))
 }
 
 /// `old` + rows of `dout`, each to the row of `old` that `to` says.

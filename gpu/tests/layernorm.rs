@@ -23,7 +23,7 @@ const SHAPES: [(usize, usize); 11] = [
     (5, 480),
     (17, 768),
     (10, 1024),
-    (3, 1600),
+    (20, 1600),
     (2, 4096),
     (1, 4200),
     (2, 8192),
@@ -77,7 +77,10 @@ fn normalize<T: Tolerance>(a: &[T], b: Option<&[T]>, weight: &[T], bias: &[T]) -
             (launch, Some(residual))
         }
     };
-    run(&mut memory, &launch, shape.forward_grid(rows), shared_bytes(forward_shared));
+
+    // One multiprocessor, so that blocks take several rows.
+    let grid = if b.is_some() { shape.residual_forward_grid(rows) } else { shape.forward_grid(rows, 1) };
+    run(&mut memory, &launch, grid, shared_bytes(forward_shared));
     let read_all = |view| read(&memory, view);
     Forward {
         residual: residual.map_or_else(|| wide(a), read_all),

@@ -29,24 +29,29 @@ pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
 /// As [`sum`] of each value, with the barriers of one. `scratch`: 32 floats for each.
 #[inline(always)]
 #[track_caller]
-pub fn sums<const N: usize>(values: [f32; N], scratch: SharedArray<f32>) -> [f32; N] {
+pub fn sums<const N: usize, const M: usize>(values: [[f32; N]; M], scratch: SharedArray<f32>) -> [[f32; N]; M] {
     let (lane, index) = (warp::lane() as usize, warp::index() as usize);
-    let values = values.map(warp::sum);
+    let place = |i: usize, j: usize, of_warp: usize| (i * N + j) * warp::LANES as usize + of_warp;
+    let values = values.map(|values| values.map(warp::sum));
     thread::sync_threads();
     if lane == 0 {
-        for i in 0..N {
-            scratch.set(i * warp::LANES as usize + index, values[i]);
+        for i in 0..M {
+            for j in 0..N {
+                scratch.set(place(i, j, index), values[i][j]);
+            }
         }
     }
     thread::sync_threads();
     let warps = (thread::block_dim_x() / warp::LANES) as usize;
-    let mut partial = [0.0; N];
-    for i in 0..N {
-        if lane < warps {
-            partial[i] = scratch.at(i * warp::LANES as usize + lane);
+    let mut partial = [[0.0; N]; M];
+    for i in 0..M {
+        for j in 0..N {
+            if lane < warps {
+                partial[i][j] = scratch.at(place(i, j, lane));
+            }
         }
     }
-    partial.map(warp::sum)
+    partial.map(|values| values.map(warp::sum))
 }
 
 #[inline(always)]

@@ -24,7 +24,7 @@ pub(super) fn classifier<T: Float>(
         "classifier: {vp} columns for {v} tokens, multiples of {}",
         T::PACKET
     );
-    let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS), dloss.is_some());
+    let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
     let launch = classifier::classifier::<T>(
         cuda.output("logits", logits, rows * vp)?,
         cuda.output("losses", losses, rows)?,

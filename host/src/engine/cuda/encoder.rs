@@ -45,18 +45,6 @@ pub(super) fn backward<T: Float>(
     let BatchLayout { b, t } = layout;
     let positions = b * t;
     let dout = cuda.input("dout", dout, positions * c)?;
-    // Elements of equal index in the two tables must not be rounded alike.
-    let (wte_seed, wpe_seed) = (seed, !seed);
-    let launch = encoder::encoder_backward_wpe::<T>(
-        cuda.output("dwpe", dwpe, t * c)?,
-        dout,
-        b as u32,
-        t as u32,
-        c as u32,
-        wpe_seed,
-    );
-    cuda.launch(&launch, [encoder::encoder_backward_wpe_grid::<T>(t, c), 1, 1], 0)?;
-
     let len = encoder::encoder_backward_partials(positions, c);
     let scratch = cuda.scratch(len)?;
     let dwte = cuda.output("dwte", dwte, dwte.len)?;
@@ -70,18 +58,21 @@ pub(super) fn backward<T: Float>(
         order,
         positions as u32,
         c as u32,
-        wte_seed,
+        seed,
     );
     cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c), 1, 1], 0)?;
-    let launch = encoder::encoder_backward_wte_runs::<T>(
+    let launch = encoder::encoder_backward_rest::<T>(
         dwte,
+        cuda.output("dwpe", dwpe, t * c)?,
         cuda.input("scratch", scratch, len)?,
+        dout,
         tokens,
         order,
-        positions as u32,
+        b as u32,
+        t as u32,
         c as u32,
-        wte_seed,
+        seed,
     );
-    let grid = encoder::encoder_backward_wte_runs_grid::<T>(positions, c);
-    cuda.launch(&launch, grid, shared_bytes(encoder::encoder_backward_wte_runs_shared::<T>))
+    let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c);
+    cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
 }

@@ -39,7 +39,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) 
             op.c as u32,
         )
     );
-    cuda.launch(&launch, [shape.forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
+    let grid = shape.forward_grid(rows, cuda.executor.multiprocessors());
+    cuda.launch(&launch, [grid, 1, 1], shared_bytes(layernorm::forward_shared))
 }
 
 pub(super) fn residual_forward<T: Float>(
@@ -65,7 +66,7 @@ pub(super) fn residual_forward<T: Float>(
             op.c as u32,
         )
     );
-    cuda.launch(&launch, [shape.forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
+    cuda.launch(&launch, [shape.residual_forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
 }
 
 pub(super) fn backward<T: Float>(
