@@ -654,6 +654,45 @@ fn a_run_of_mpirun_goes_on_after_it_has_lost_a_rank() {
     assert!(said(&output).1.contains(": restart 1 of 1, from the checkpoint of step "), "{:?}", said(&output));
 }
 
+/// Two hosts of two ranks, which meet by a file, and by a host's name and a port.
+#[test]
+fn a_slurm_job_on_two_hosts_goes_on_after_it_has_lost_a_rank() {
+    let world = World::new();
+    let here = world.dir.path();
+    std::os::unix::fs::symlink(script(""), here.join("scripts")).unwrap();
+    let stand_in = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/stand_in");
+    let path = format!("{}:{}", stand_in.display(), std::env::var("PATH").unwrap());
+    let job = |mut command: Command, id: &str| {
+        command.env("PATH", &path).env("TMPDIR", here).env("SLURM_JOB_ID", id).env("SLURM_SUBMIT_DIR", here);
+        command.spawn().unwrap()
+    };
+    let quick = [&LONG[..], &["--total-batch", "128"]].concat();
+    let by_file = |out, id| job(world.script("slurm.sbatch", &[], out, &quick), id);
+    let whole = by_file("whole", "7").wait_with_output().unwrap();
+    assert!(whole.status.success() && said(&whole).0.contains("4 ranks, connected by TCP"), "{:?}", said(&whole));
+    let hurt = by_file("hurt", "8");
+    world.wait_for("hurt", 50);
+    world.signal("hurt", 3, "KILL");
+    let output = hurt.wait_with_output().unwrap();
+    let (printed, errors) = said(&output);
+    assert!(output.status.success(), "{printed}{errors}");
+    world.assert_same_end("whole", "hurt");
+    assert!(errors.contains("restarts: exit code 137: restart 1 of 3, from the checkpoint of step "), "{errors}");
+    if Command::new("unshare").args(["--user", "--map-root-user", "--net", "true"]).status().is_ok_and(|s| s.success())
+    {
+        assert!(errors.contains("rank 3 (node1, process "), "{errors}");
+    } else {
+        println!("no namespaces: all ranks were on one host");
+    }
+    assert!(!fs::read_dir(here).unwrap().any(|e| e.unwrap().file_name().to_string_lossy().starts_with("rendezvous-")));
+    let mut by_name = world.bare(&stand_in.join("srun"));
+    by_name.arg("--wait=60").arg(program());
+    let place = if apart { "tcp://node0:29417" } else { "tcp://127.0.0.1:29417" };
+    by_name.args(World::arguments("name", &["--rendezvous", place]));
+    let output = job(by_name, "9").wait_with_output().unwrap();
+    assert!(output.status.success() && said(&output).0.contains("step    8/8 | loss"), "{:?}", said(&output));
+}
+
 #[test]
 fn what_would_fail_again_and_what_was_asked_to_stop_is_not_started_again() {
     let world = World::new();
