@@ -678,8 +678,9 @@ fn a_slurm_job_on_two_hosts_goes_on_after_it_has_lost_a_rank() {
     assert!(output.status.success(), "{printed}{errors}");
     world.assert_same_end("whole", "hurt");
     assert!(errors.contains("restarts: exit code 137: restart 1 of 3, from the checkpoint of step "), "{errors}");
-    if Command::new("unshare").args(["--user", "--map-root-user", "--net", "true"]).status().is_ok_and(|s| s.success())
-    {
+    let apart = Command::new("unshare").args("--user --map-root-user --net --uts --mount true".split(' ')).status();
+    let apart = apart.is_ok_and(|status| status.success());
+    if apart {
         assert!(errors.contains("rank 3 (node1, process "), "{errors}");
     } else {
         println!("no namespaces: all ranks were on one host");

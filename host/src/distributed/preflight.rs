@@ -22,17 +22,21 @@ pub struct Facts {
     val: Option<Vec<Shard>>,
     /// The GPU's own number, unlike any other's in the world.
     gpu: Option<String>,
+    /// What connects GPUs, or why it cannot; nothing where there are none.
+    nccl: Option<String>,
 }
 
 impl Facts {
     pub fn new(identity: &Identity, gpu: Option<String>) -> Result<Self> {
         let Identity { config, train, val, .. } = identity.clone();
-        Ok(Self { build: build()?, config, train, val, gpu })
+        Ok(Self { train, val, ..Self::of_settings(config, gpu)? })
     }
 
     /// Of ranks that read no data.
     pub fn of_settings(config: Map<String, Value>, gpu: Option<String>) -> Result<Self> {
-        Ok(Self { build: build()?, config, train: Vec::new(), val: None, gpu })
+        let version = || nccl_rs::find().map_or_else(|error| error.to_string(), |(_, version)| version.to_string());
+        let nccl = gpu.is_some().then(version);
+        Ok(Self { build: build()?, config, train: Vec::new(), val: None, gpu, nccl })
     }
 
     /// What of `other` is not as here.
@@ -51,6 +55,12 @@ impl Facts {
             };
             let (a, b) = (tell(&self.config), tell(&other.config));
             return Some(format!("has --{key} {b}, rank 0 has {a}: start all ranks with the same flags"));
+        }
+        if self.nccl != other.nccl {
+            let [a, b] = [self, other].map(|facts| facts.nccl.as_deref().unwrap_or("none"));
+            return Some(format!(
+                "has NCCL {b}, rank 0 has {a}: install one on all hosts, or set LD_LIBRARY_PATH to it"
+            ));
         }
         let data = |what, a: &[Shard], b: &[Shard]| {
             fingerprint::difference(a, b).map(|difference| {
@@ -119,7 +129,7 @@ mod tests {
     fn facts() -> Facts {
         let Value::Object(config) = json!({"lr": 0.001, "out": "run"}) else { unreachable!() };
         let shard = Shard { name: "train_0.bin".into(), tokens: 900, xxh3: "ab".into() };
-        Facts { build: build().unwrap(), config, train: vec![shard], val: None, gpu: None }
+        Facts { build: build().unwrap(), config, train: vec![shard], val: None, gpu: None, nccl: None }
     }
 
     /// What each of three ranks hears.
@@ -147,7 +157,8 @@ mod tests {
 
     #[test]
     fn what_differs_is_named_with_its_rank_on_all() {
-        let changes: [(Change, &str); 5] = [
+        let changes: [(Change, &str); 6] = [
+            (|f| f.nccl = Some("2.18.5".into()), "rank 2 has NCCL 2.18.5, rank 0 has none: install one on all hosts"),
             (|f| f.build = "0".into(), "rank 2 runs another build of the program, 0, than rank 0"),
             (|f| drop(f.config.insert("lr".into(), json!(0.1))), "rank 2 has --lr 0.1, rank 0 has 0.001: start all"),
             (|f| drop(f.config.remove("out")), "rank 2 has --out none, rank 0 has run: start all ranks"),

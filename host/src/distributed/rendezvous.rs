@@ -59,8 +59,9 @@ const INTRODUCTION: Duration = Duration::from_secs(3);
 /// How much longer than rank 0 the others wait, so that they hear its reason.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// Version of what is said; a process of another program does not know it.
-const GREETING: &str = "llm.rs ranks 2";
+/// A process of another program does not know this; its end is the version of what is said.
+const GREETING: &str = "llm.rs ranks 3";
+const ANY_VERSION: &str = "llm.rs ranks ";
 
 /// Of an introduction or an answer.
 const MOST_BYTES: usize = 64 << 10;
@@ -81,10 +82,9 @@ enum Answer {
     /// To be followed by another, once all have come.
     Wait,
     /// Which rank of its host it is.
-    Welcome {
-        local_rank: usize,
-    },
-    Refused(String),
+    Welcome { local_rank: usize },
+    /// The run ends, and whether another try may help.
+    Refused { text: String, lost: bool },
     /// Try elsewhere: this is another run.
     OtherRun,
 }
@@ -236,6 +236,19 @@ impl Guest {
         let Hello { rank, host, process, .. } = &self.hello;
         format!("rank {rank} ({}, process {process})", host.name)
     }
+
+    /// Whether the process has ended, or the connection to it. Nothing is to come from it now.
+    fn is_gone(&self) -> bool {
+        if self.stream.set_nonblocking(true).is_err() {
+            return true;
+        }
+        let peeked = self.stream.peek(&mut [0]);
+        let gone = match peeked {
+            Ok(bytes) => bytes == 0,
+            Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+        };
+        self.stream.set_nonblocking(false).is_err() || gone
+    }
 }
 
 /// Rank 0: waits until all others have come.
@@ -250,11 +263,15 @@ fn wait_for_all(
     listener.set_nonblocking(true)?;
     let mut guests: Vec<Guest> = Vec::new();
     let refusal = loop {
+        // Who has come waits, and says nothing.
+        if let Some(guest) = guests.iter().find(|guest| guest.is_gone()) {
+            break Some(Fault::Gone { who: guest.who(), during: "the ranks were meeting".to_owned() });
+        }
         if guests.len() + 1 == world.ranks {
             break None;
         }
         if Instant::now() >= deadline {
-            break Some(never_came(world.ranks, &guests, timeout));
+            break Some(Fault::Start(never_came(world.ranks, &guests, timeout)));
         }
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
@@ -276,15 +293,15 @@ fn wait_for_all(
             continue;
         }
         guests.push(guest);
-        if trouble.is_some() {
-            break trouble;
+        if let Some(text) = trouble {
+            break Some(Fault::Start(text));
         }
     };
-    if let Some(text) = refusal {
+    if let Some(fault) = refusal {
         for guest in &guests {
-            let _ = say(&guest.stream, &Answer::Refused(text.clone()));
+            let _ = say(&guest.stream, &Answer::Refused { text: fault.to_string(), lost: fault.is_loss() });
         }
-        bail!(Fault::Start(text));
+        bail!(fault);
     }
     guests.sort_by_key(|guest| guest.hello.rank);
     let here = Host::here();
@@ -305,7 +322,7 @@ fn introduced(stream: TcpStream) -> Option<Guest> {
     stream.set_nonblocking(false).ok()?;
     stream.set_read_timeout(Some(INTRODUCTION)).ok()?;
     let hello: Hello = hear(&stream).ok()?;
-    (hello.greeting == GREETING).then_some(Guest { hello, stream })
+    hello.greeting.starts_with(ANY_VERSION).then_some(Guest { hello, stream })
 }
 
 fn never_came(ranks: usize, guests: &[Guest], timeout: Duration) -> String {
@@ -329,6 +346,9 @@ fn never_came(ranks: usize, guests: &[Guest], timeout: Duration) -> String {
 fn trouble_with(world: &World, guests: &[Guest], guest: &Guest) -> Option<String> {
     let Hello { rank, ranks, .. } = guest.hello;
     let who = guest.who();
+    if guest.hello.greeting != GREETING {
+        return Some(format!("{who} runs another version of the program than rank 0: install one on all hosts"));
+    }
     if ranks != world.ranks {
         return Some(format!(
             "{who} says there are {ranks} ranks, rank 0 says {}: start all with one world size",
@@ -359,7 +379,7 @@ fn join(
                     let star = Star::new(world.rank, world.ranks, links, patience)?.watch()?;
                     return Ok(Met { star, local_rank: world.local_rank.unwrap_or(local_rank) });
                 }
-                Ok((_, Answer::Refused(text))) => bail!(Fault::Told { text, lost: false }),
+                Ok((_, Answer::Refused { text, lost })) => bail!(Fault::Told { text, lost }),
                 Ok((_, Answer::OtherRun)) => (last, other_run) = (format!("{address} is rank 0 of another run"), true),
                 Ok((_, Answer::Wait)) => last = format!("{address} answers twice in the same way"),
                 // That somebody else is there says more.
@@ -506,6 +526,36 @@ mod tests {
             alone.starts_with("rank 1 of 2 never came: after 0 s only 1 is here (rank 0); look for what it said"),
             "{alone}"
         );
+    }
+
+    /// What ranks 0 and 2 of 4 hear when rank 1 greets so, and ends while rank 3 is waited for.
+    fn after_a_guest(greeting: &str) -> Vec<Result<(usize, f64), String>> {
+        let place = tcp();
+        let Place::Tcp(address) = &place else { unreachable!() };
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| met(vec![world(0, 4, "ends"), world(2, 4, "ends")], Some(&place), TIMEOUT));
+            thread::sleep(SHORT);
+            let stream = TcpStream::connect(address).unwrap();
+            let host = Host { name: "node7".to_owned(), boot: String::new() };
+            let (greeting, run) = (greeting.to_owned(), "ends".to_owned());
+            say(&stream, &Hello { greeting, run, rank: 1, ranks: 4, host, process: 5 }).unwrap();
+            assert!(matches!(hear(&stream).unwrap(), Answer::Wait));
+            drop(stream);
+            waiting.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_rank_that_ends_while_others_are_waited_for_is_named_on_all() {
+        let text = "rank 1 (node7, process 5) has ended, or the connection to it; the ranks were meeting";
+        assert_eq!(after_a_guest(GREETING), [Err(text.to_owned()), Err(text.to_owned())]);
+    }
+
+    #[test]
+    fn a_rank_of_another_version_is_named_on_all() {
+        let text =
+            "rank 1 (node7, process 5) runs another version of the program than rank 0: install one on all hosts";
+        assert_eq!(after_a_guest("llm.rs ranks 1"), [Err(text.to_owned()), Err(text.to_owned())]);
     }
 
     #[test]
