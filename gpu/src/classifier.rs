@@ -61,13 +61,19 @@ pub fn classifier<T: Element>(
     let step = THREADS * packet;
 
     // A thread reads back only what it copied itself, so no barrier is needed.
+    // The first half is worked on while the second is on its way.
+    let half = (staged / 2).next_multiple_of(step).min(staged);
     let mut i = first;
+    while i < half {
+        stage.copy_packet_async(i as usize, logits.reader(), i as usize, true);
+        i += step;
+    }
+    async_copy::commit();
     while i < staged {
         stage.copy_packet_async(i as usize, logits.reader(), i as usize, true);
         i += step;
     }
     async_copy::commit();
-    async_copy::wait::<0>();
 
     let (mut max, mut sum) = (LOWEST, 0.0);
     let mut fold = |i: u32, mut x: Packet<T>| {
@@ -85,6 +91,12 @@ pub fn classifier<T: Element>(
         }
     };
     let mut i = first;
+    async_copy::wait::<1>();
+    while i < half.min(vocabulary) {
+        fold(i, stage.packet(i as usize));
+        i += step;
+    }
+    async_copy::wait::<0>();
     while i < staged.min(vocabulary) {
         fold(i, stage.packet(i as usize));
         i += step;
@@ -105,12 +117,17 @@ pub fn classifier<T: Element>(
 
     let scale = dloss * math::recip(sum);
     let gradient = |i: u32, x: Packet<T>| {
-        let gradient = Packet::from_fn(|k| {
-            let p = exp_below(x.get(k), row_max) * scale;
-            let p = if i + k as u32 == target { p - dloss } else { p };
-            if i + (k as u32) < vocabulary { p } else { 0.0 }
-        });
-        logits.set_packet_streaming(i as usize, gradient);
+        let mut p = [0.0; 8];
+        for k in 0..T::PACKET {
+            p[k] = exp_below(x.get(k), row_max) * scale;
+        }
+        if target.wrapping_sub(i) < packet || i + packet > vocabulary {
+            for k in 0..T::PACKET {
+                let with_target = if i + k as u32 == target { p[k] - dloss } else { p[k] };
+                p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
+            }
+        }
+        logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
     };
     let mut i = first;
     while i < staged {
