@@ -4,16 +4,18 @@ use host::checkpoint::RunState;
 use host::console::Console;
 use host::data::{Geometry, Loader, Prefetch, Tokens, tokens};
 use host::distributed::Ranks;
-use host::distributed::star::Star;
+use host::distributed::communicator::Communicator;
+use host::distributed::star::{Reduction, Star};
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated};
 use host::guards::Limits;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Recompute};
+use host::model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, Share, Store, Zero};
 use host::rng::Mt19937;
 use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
+use host::tensor::Tensor;
 use host::train::{Run, Settings, initialise};
 use std::fs;
 use std::net::TcpListener;
@@ -27,30 +29,80 @@ use tempfile::TempDir;
 const PATIENCE: Duration = Duration::from_mins(1);
 const VOCAB: usize = 60;
 
+/// What a run is computed on.
+#[derive(Clone, Copy, PartialEq)]
+enum On {
+    /// In f32.
+    Cpu,
+    /// In bf16, without master weights.
+    Emulated,
+    EmulatedWithMasters,
+}
+
 /// A run of threads.
 #[derive(Clone, Copy)]
 struct Threads {
     ranks: usize,
-    /// On the emulated GPU in bf16, without master weights; else on the CPU in f32.
-    emulated: bool,
+    /// What they divide among them.
+    stage: u8,
+    on: On,
     descriptor: (usize, usize, usize),
     b: usize,
     accum: usize,
     steps: usize,
+    clip: f32,
     shuffle: Option<u32>,
     /// Changes a weight of rank 1 before the run begins.
     spoilt: bool,
+    /// What ranks do together is done as late as it may be.
+    late: bool,
 }
 
 /// What a rank ends with.
 #[derive(Debug, PartialEq)]
 struct End {
-    params: Vec<f32>,
-    m: Vec<f32>,
+    params: Vec<Held>,
+    m: Vec<Held>,
+    masters: Vec<Held>,
     losses: Vec<f64>,
     norms: Vec<f64>,
     vals: Vec<f64>,
     error: Option<String>,
+}
+
+/// What a rank keeps of a tensor: its first element, and the values from there on.
+#[derive(Debug, PartialEq)]
+struct Held {
+    param: Param,
+    layer: usize,
+    first: usize,
+    values: Vec<f32>,
+}
+
+fn held(engine: &mut dyn Engine, layout: &Params, store: Store) -> Vec<Held> {
+    let mut all = Vec::new();
+    for (param, layer) in layout.file_order() {
+        if let Some((range, tensor)) = store.held(param, layer) {
+            all.push(Held { param, layer, first: range.start, values: engine.read(tensor).unwrap() });
+        }
+    }
+    all
+}
+
+/// The whole of what ranks keep parts of, and those that have the same must agree.
+fn whole(ends: &[End], of: impl Fn(&End) -> &Vec<Held>, descriptor: Descriptor) -> Vec<f32> {
+    let mut all = Vec::new();
+    for (param, layer) in Params::new(descriptor).file_order() {
+        let mut values = vec![None; param.len(&descriptor)];
+        for held in ends.iter().flat_map(&of).filter(|held| (held.param, held.layer) == (param, layer)) {
+            for (slot, value) in values[held.first..].iter_mut().zip(&held.values) {
+                assert!(slot.is_none_or(|slot: f32| slot.to_bits() == value.to_bits()), "{}", param.name());
+                *slot = Some(*value);
+            }
+        }
+        all.extend(values.into_iter().map(|value| value.expect("some rank keeps it")));
+    }
+    all
 }
 
 const T: usize = 16;
@@ -65,20 +117,33 @@ impl Threads {
     }
 
     fn rank(self, star: Star) -> End {
-        let Self { ranks: n, emulated: on_gpu, descriptor: (layers, heads, channels), b, accum, steps, .. } = self;
+        let Self { ranks: n, descriptor: (layers, heads, channels), b, accum, steps, .. } = self;
         let rank = star.rank;
-        let mut engine: Box<dyn Engine> = if on_gpu { emulated(Precision::Bf16, false) } else { Box::new(Cpu::new()) };
+        let mut engine: Box<dyn Engine> = match self.on {
+            On::Cpu => Box::new(Cpu::new()),
+            _ => emulated(Precision::Bf16, false),
+        };
         let descriptor = Descriptor::new(layers, heads, channels, T, VOCAB).unwrap();
-        let capacity = Capacity { b, t: T, training: true, master_weights: false, recompute: Recompute::Nothing };
-        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+        let master_weights = self.on == On::EmulatedWithMasters;
+        let capacity = Capacity { b, t: T, training: true, master_weights, recompute: Recompute::Nothing };
+        let zero = Zero::new(self.stage, Share { rank, ranks: n });
+        let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, &mut *engine);
         engine.allocate(&plan).unwrap();
-        // Only rank 0 knows how the model begins.
-        if rank == 0 {
+        // Where all have all, only rank 0 knows how the model begins.
+        if rank == 0 || zero.divides_optimizer() {
             initialise(&model, &mut *engine, 42).unwrap();
         }
         let mut ranks = if n == 1 { Ranks::Alone } else { Ranks::Met(star) };
         ranks.join(&*engine, model.params).unwrap();
-        ranks.share(&mut *engine, &[model.params]).unwrap();
+        if self.late
+            && let Ranks::Joined(now) = ranks
+        {
+            ranks = Ranks::Joined(Box::new(Late { now, waiting: Vec::new() }));
+        }
+        if !zero.divides_optimizer() {
+            let tensors = [Some(model.params), model.training.unwrap().master];
+            ranks.share(&mut *engine, &tensors.into_iter().flatten().collect::<Vec<_>>()).unwrap();
+        }
         if self.spoilt && rank == 1 {
             engine.write(model.params.slice(5, 1), &[0.25]).unwrap();
         }
@@ -95,7 +160,7 @@ impl Threads {
             grad_accum: accum,
             schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps, final_fraction: 0.0 },
             weight_decay: 0.1,
-            clip: 1.0,
+            clip: self.clip,
             limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
             val_every: Some(2),
             val_batches: 2,
@@ -126,8 +191,11 @@ impl Threads {
         let training = model.training.unwrap();
         let numbers = |key| numbers(dir.path(), key);
         End {
-            params: engine.read(model.params).unwrap(),
-            m: engine.read(training.m).unwrap(),
+            params: held(&mut *engine, &model.layout, model.param_store()),
+            m: held(&mut *engine, &model.layout, model.state_store(training.m)),
+            masters: training
+                .master
+                .map_or_else(Vec::new, |master| held(&mut *engine, &model.layout, model.state_store(master))),
             losses: numbers("loss"),
             norms: numbers("norm"),
             vals: numbers("val_loss"),
@@ -142,15 +210,104 @@ fn numbers(directory: &Path, key: &str) -> Vec<f64> {
     text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()[key].as_f64()).collect()
 }
 
+/// Does nothing before the engine waits for it, as a GPU may.
+struct Late {
+    now: Box<dyn Communicator>,
+    waiting: Vec<Operation>,
+}
+
+enum Operation {
+    Reduce(Tensor, Reduction),
+    Broadcast(Tensor),
+    Scatter(Tensor, Tensor, Reduction),
+    Gather(Tensor, Tensor),
+}
+
+impl Late {
+    fn later(&mut self, operation: Operation) {
+        self.waiting.push(operation);
+    }
+}
+
+impl Communicator for Late {
+    fn who(&self) -> (usize, usize) {
+        self.now.who()
+    }
+
+    fn star(&mut self) -> &mut Star {
+        self.now.star()
+    }
+
+    fn all_reduce(&mut self, _: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> anyhow::Result<()> {
+        self.later(Operation::Reduce(tensor, reduction));
+        Ok(())
+    }
+
+    fn broadcast(&mut self, _: &mut dyn Engine, tensor: Tensor) -> anyhow::Result<()> {
+        self.later(Operation::Broadcast(tensor));
+        Ok(())
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        _: &mut dyn Engine,
+        whole: Tensor,
+        part: Tensor,
+        reduction: Reduction,
+    ) -> anyhow::Result<()> {
+        self.later(Operation::Scatter(whole, part, reduction));
+        Ok(())
+    }
+
+    fn all_gather(&mut self, _: &mut dyn Engine, whole: Tensor, part: Tensor) -> anyhow::Result<()> {
+        self.later(Operation::Gather(whole, part));
+        Ok(())
+    }
+
+    fn settle(&mut self, engine: &mut dyn Engine) -> anyhow::Result<()> {
+        for operation in self.waiting.drain(..) {
+            match operation {
+                Operation::Reduce(tensor, reduction) => self.now.all_reduce(engine, tensor, reduction)?,
+                Operation::Broadcast(tensor) => self.now.broadcast(engine, tensor)?,
+                Operation::Scatter(whole, part, reduction) => {
+                    self.now.reduce_scatter(engine, whole, part, reduction)?;
+                }
+                Operation::Gather(whole, part) => self.now.all_gather(engine, whole, part)?,
+            }
+        }
+        self.now.settle(engine)
+    }
+
+    fn check(&self) -> anyhow::Result<()> {
+        self.now.check()
+    }
+
+    fn close(self: Box<Self>) -> anyhow::Result<()> {
+        assert!(self.waiting.is_empty(), "nothing is left behind");
+        self.now.close()
+    }
+
+    fn abandon(self: Box<Self>) -> Star {
+        self.now.abandon()
+    }
+
+    fn describe(&self) -> String {
+        self.now.describe()
+    }
+}
+
 const ON_CPU: Threads = Threads {
     ranks: 1,
-    emulated: false,
+    stage: 0,
+    on: On::Cpu,
     descriptor: (2, 2, 32),
     b: 4,
     accum: 2,
     steps: 6,
+    clip: 1.0,
     shuffle: None,
     spoilt: false,
+    late: false,
 };
 
 #[test]
@@ -190,7 +347,7 @@ fn each_rank_reads_its_own_part_and_two_runs_are_the_same() {
 
 #[test]
 fn stochastic_rounding_is_the_same_on_all_ranks() {
-    let ends = Threads { ranks: 2, emulated: true, descriptor: (1, 1, 64), b: 1, steps: 3, ..ON_CPU }.run();
+    let ends = Threads { ranks: 2, on: On::Emulated, descriptor: (1, 1, 64), b: 1, steps: 3, ..ON_CPU }.run();
     assert_eq!(ends[0], ends[1]);
     assert_eq!((ends[0].losses.len(), ends[0].error.as_ref()), (3, None));
 }
@@ -201,6 +358,111 @@ fn ranks_that_drift_apart_are_found() {
     for end in ends {
         let text = end.error.unwrap();
         assert!(text.starts_with("params of step 1 of 6 is not the same on rank 1 as on rank 0"), "{text}");
+    }
+}
+
+/// Three layers, so that the two buffers of a pass have to be used again; of sizes that 3 and 4 ranks do not divide evenly
+/// into the 64 elements that parts begin at.
+const DIVIDED: Threads = Threads { descriptor: (3, 2, 24), ..ON_CPU };
+
+fn shape(threads: Threads) -> Descriptor {
+    let (layers, heads, channels) = threads.descriptor;
+    Descriptor::new(layers, heads, channels, T, VOCAB).unwrap()
+}
+
+fn close(got: &[f64], expected: &[f64], what: &str) {
+    assert!(!got.is_empty() && got.len() == expected.len(), "{what}: {got:?}, {expected:?}");
+    for (got, expected) in got.iter().zip(expected) {
+        assert!((got - expected).abs() < 2e-4 * expected, "{what}: {got}, {expected}");
+    }
+}
+
+fn distance(got: &[f32], expected: &[f32]) -> f64 {
+    let of = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = of(&mut got.iter().zip(expected).map(|(a, b)| f64::from(a - b)));
+    difference / of(&mut expected.iter().map(|&x| f64::from(x)))
+}
+
+#[test]
+fn every_stage_trains_as_one_rank_does() {
+    let alone = Threads { b: 12, accum: 2, ..DIVIDED }.run();
+    let weights = whole(&alone, |end| &end.params, shape(DIVIDED));
+    for ranks in [2, 3, 4] {
+        for stage in 0..=3 {
+            let what = format!("{ranks} ranks, stage {stage}");
+            let ends = Threads { ranks, stage, b: 12 / ranks, ..DIVIDED }.run();
+            for end in &ends {
+                assert_eq!(end.error, None, "{what}");
+                assert_eq!((&end.losses, &end.norms), (&ends[0].losses, &ends[0].norms), "{what}");
+            }
+            close(&ends[0].losses, &alone[0].losses, &what);
+            close(&ends[0].norms, &alone[0].norms, &what);
+            close(&ends[0].vals, &alone[0].vals, &what);
+            let apart = distance(&whole(&ends, |end| &end.params, shape(DIVIDED)), &weights);
+            assert!(apart < 1e-3, "{what}: weights are {apart} apart");
+        }
+    }
+}
+
+#[test]
+fn stages_differ_in_no_bit_where_sums_have_one_order() {
+    // One micro-step, and by a power of two a sum of halves is half a sum. Norms are summed in other orders: nothing is clipped.
+    for base in [
+        Threads { ranks: 2, accum: 1, clip: f32::INFINITY, ..DIVIDED },
+        Threads { ranks: 4, b: 2, accum: 1, clip: f32::INFINITY, descriptor: (2, 1, 40), ..ON_CPU },
+    ] {
+        let expected = base.run();
+        for stage in 1..=3 {
+            let ends = Threads { stage, ..base }.run();
+            assert_eq!(ends[0].losses, expected[0].losses, "stage {stage}");
+            let of = |ends: &[End]| {
+                let params = whole(ends, |end| &end.params, shape(base));
+                (params, whole(ends, |end| &end.m, shape(base)))
+            };
+            assert!(of(&ends) == of(&expected), "stage {stage}");
+            close(&ends[0].norms, &expected[0].norms, "norms");
+        }
+    }
+    // With more micro-steps, that is so for as long as they add to one gradient.
+    let base = Threads { ranks: 2, accum: 3, clip: f32::INFINITY, ..DIVIDED };
+    assert_eq!(Threads { stage: 1, ..base }.run()[0].losses, base.run()[0].losses);
+}
+
+#[test]
+fn what_is_exchanged_is_touched_by_nobody_before_it_has_settled() {
+    for stage in 0..=3 {
+        for layers in [1, 2, 5] {
+            let now = Threads { ranks: 2, stage, descriptor: (layers, 1, 16), steps: 3, ..ON_CPU };
+            assert_eq!(Threads { late: true, ..now }.run(), now.run(), "stage {stage}, {layers} layers");
+        }
+    }
+}
+
+#[test]
+fn a_divided_run_gives_the_same_bits_again() {
+    for (ranks, stage) in [(2, 1), (3, 2), (3, 3)] {
+        let run = Threads { ranks, stage, shuffle: Some(42), ..DIVIDED };
+        assert_eq!(run.run(), run.run(), "{ranks} ranks, stage {stage}");
+    }
+}
+
+#[test]
+fn kernels_round_a_part_as_the_whole() {
+    for on in [On::Emulated, On::EmulatedWithMasters] {
+        let base =
+            Threads { ranks: 2, on, descriptor: (2, 1, 64), b: 1, accum: 1, steps: 2, clip: f32::INFINITY, ..ON_CPU };
+        let expected = base.run();
+        let of = |ends: &[End]| whole(ends, |end| &end.params, shape(base));
+        for stage in 1..=3 {
+            let ends = Threads { stage, ..base }.run();
+            assert_eq!((ends[0].losses.len(), ends[0].error.as_ref()), (2, None));
+            assert_eq!(ends[0].losses, expected[0].losses, "stage {stage}");
+            assert!(of(&ends) == of(&expected), "stage {stage}");
+            if on == On::EmulatedWithMasters {
+                let of = |ends: &[End]| whole(ends, |end| &end.masters, shape(base));
+                assert!(of(&ends) == of(&expected), "stage {stage}");
+            }
+        }
     }
 }
 
@@ -356,6 +618,259 @@ fn processes_train_together_and_go_on_from_a_checkpoint() {
     assert!(numbers(&whole, "ms").iter().all(|&ms| ms > 0.01), "{:?}", numbers(&whole, "ms"));
     let losses = numbers(&whole, "loss");
     assert!(losses[11] < losses[0], "{losses:?}");
+}
+
+/// llm.c's state file of a rank, read by nothing of the program: (ranks, rank, masters, step), and its f32 after the header.
+fn state_file(path: &Path) -> ([i32; 4], Vec<f32>) {
+    let bytes = fs::read(path).unwrap();
+    let word = |i: usize| i32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().unwrap());
+    assert_eq!((word(0), word(1)), (20240527, 1));
+    let floats = bytes[1024..].chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    ([word(2), word(3), word(4), word(10)], floats)
+}
+
+/// Lengths of llm.c's tensors of a layer in the order of its files, and how many layers have one.
+fn llmc_tensors(vp: usize, t: usize, c: usize, l: usize) -> [(usize, usize); 16] {
+    let layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c].map(|n| (n, l));
+    let mut all = [(vp * c, 1); 16];
+    all[1] = (t * c, 1);
+    all[2..14].copy_from_slice(&layer);
+    all[14..].fill((c, 1));
+    all
+}
+
+/// m, v and masters of all ranks, put together as llm.c's ranks divide them: each tensor of each layer into parts one after
+/// another, the last ones shorter where they do not divide (which llm.c refuses).
+fn joined(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
+    let names = (0..ranks).map(|rank| out.join(format!("state_{step:08}_{rank:05}.bin")));
+    let files: Vec<_> = names.map(|name| state_file(&name)).collect();
+    for (rank, (header, _)) in files.iter().enumerate() {
+        assert_eq!(*header, [ranks as i32, rank as i32, 1, step as i32]);
+    }
+    let (mut at, mut all) = (vec![0; ranks], Vec::new());
+    for _ in ["m", "v", "masters"] {
+        for (n, layers) in tensors {
+            for _ in 0..*layers {
+                let part = n.div_ceil(ranks);
+                for (rank, (_, values)) in files.iter().enumerate() {
+                    let len = (*n).min((rank + 1) * part) - (*n).min(rank * part);
+                    all.extend(&values[at[rank]..at[rank] + len]);
+                    at[rank] += len;
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Of tests/data/tiny.bin.
+fn tiny_tensors() -> Vec<(usize, usize)> {
+    let word = |i: usize| i32::from_le_bytes(include_bytes!("data/tiny.bin")[4 * i..4 * i + 4].try_into().unwrap());
+    let [t, l, c, vp] = [2, 4, 6, 7].map(|i| word(i) as usize);
+    llmc_tensors(vp, t, c, l).to_vec()
+}
+
+fn succeed(outputs: &[Output], what: &str) -> String {
+    for (rank, output) in outputs.iter().enumerate() {
+        assert!(output.status.success(), "{what}, rank {rank}: {:?}", said(output));
+    }
+    said(&outputs[0]).0
+}
+
+#[test]
+fn state_files_of_ranks_that_divide_are_llm_cs() {
+    let world = World::new();
+    // 5 do not divide the tensors.
+    for (ranks, total) in [(2, "128"), (3, "96"), (5, "160")] {
+        let total = ["--total-batch", total];
+        let names: Vec<String> = (0..=3).map(|stage| format!("{ranks}_{stage}")).collect();
+        for (stage, out) in names.iter().enumerate() {
+            let stage = stage.to_string();
+            let more = [&total[..], &["--zero-stage", &stage]].concat();
+            let printed = succeed(&world.ranks(ranks, out, out, &more), out);
+            // What each stage takes and saves.
+            let row = |stage| {
+                let row = printed.lines().find(|line| line.starts_with(&format!("  stage {stage}"))).unwrap();
+                row.split_whitespace().rev().take(5).map(|cell| cell.parse::<f64>().unwrap()).collect::<Vec<_>>()
+            };
+            assert!(printed.contains(&format!("  stage {stage}, this run ")), "{printed}");
+            assert!(row(1)[2] <= row(0)[2] / ranks as f64 + 0.1 && row(1)[0] > 0.0 && row(0)[0] == 0.0, "{printed}");
+        }
+        let undivided = joined(&world.path(&names[0]), 8, 1, &tiny_tensors());
+        for out in &names[1..] {
+            let divided = joined(&world.path(out), 8, ranks, &tiny_tensors());
+            assert!(divided.len() == undivided.len() && distance(&divided, &undivided) < 1e-4, "{out}");
+            let model = |out: &str| fs::read(world.path(out).join("model_00000008.bin")).unwrap();
+            let [got, expected] = [model(out), model(&names[0])].map(|bytes| {
+                bytes[1024..].chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>()
+            });
+            assert!(distance(&got, &expected) < 1e-4, "{out}");
+            // Weights of f32 are their own masters: those of the state files are the model file's.
+            assert!(divided[2 * got.len()..][..got.len()] == got, "{out}");
+        }
+    }
+}
+
+/// Copies what there is of the checkpoint of a step into a new directory, from which a run can go on.
+fn only_step(world: &World, from: &str, step: usize, to: &str) {
+    fs::create_dir(world.path(to)).unwrap();
+    for entry in fs::read_dir(world.path(from)).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.contains(&format!("_{step:08}")) || name.starts_with("main") {
+            fs::copy(world.path(from).join(&name), world.path(to).join(&name)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
+    let world = World::new();
+    // A total batch that 1, 2, 3 and 4 ranks divide.
+    let run = |ranks: usize, stage: &str, out: &str, more: &[&str]| {
+        let more = [&["--total-batch", "384", "--zero-stage", stage][..], more].concat();
+        succeed(&world.ranks(ranks, out, out, &more), out)
+    };
+    let start = |ranks: usize, stage: &str| {
+        let out = format!("from_{ranks}_{stage}");
+        run(ranks, stage, &out, &[]);
+        out
+    };
+    for (from, from_stage, to, to_stage) in
+        [(4, "1", 2, "1"), (2, "2", 3, "2"), (1, "0", 4, "1"), (2, "1", 2, "3"), (3, "3", 2, "0"), (3, "3", 1, "0")]
+    {
+        let what = format!("{from} ranks, stage {from_stage} to {to}, stage {to_stage}");
+        let first = format!("from_{from}_{from_stage}");
+        if !world.path(&first).exists() {
+            start(from, from_stage);
+        }
+        // On to the end, and for comparison as ranks that divide nothing.
+        let [end, plain] = [to_stage, "0"].map(|stage| {
+            let out = format!("{first}_to_{to}_{stage}");
+            if !world.path(&out).exists() {
+                only_step(&world, &first, 4, &out);
+                let printed = run(to, stage, &out, &["--resume"]);
+                assert!(printed.contains("going on after 4 of 8 steps"), "{printed}");
+            }
+            out
+        });
+        let ranks_of = |stage: &str| if stage == "0" { 1 } else { to };
+        let got = joined(&world.path(&end), 8, ranks_of(to_stage), &tiny_tensors());
+        let expected = joined(&world.path(&plain), 8, 1, &tiny_tensors());
+        assert!(distance(&got, &expected) < 1e-4, "{what}");
+        let losses = [&end, &plain].map(|out| numbers(&world.path(out), "loss"));
+        assert_eq!(losses[0].len(), 8, "{what}");
+        close(&losses[0], &losses[1], &what);
+    }
+}
+
+#[test]
+fn divided_runs_go_on_bit_for_bit() {
+    let world = World::new();
+    for (ranks, stage) in [(2, "1"), (3, "3")] {
+        let out = format!("whole_{stage}");
+        let more = ["--total-batch", if ranks == 2 { "128" } else { "96" }, "--zero-stage", stage];
+        succeed(&world.ranks(ranks, &out, &out, &more), &out);
+        let resumed = format!("resumed_{stage}");
+        only_step(&world, &out, 4, &resumed);
+        succeed(&world.ranks(ranks, &resumed, &resumed, &[&more[..], &["--resume"]].concat()), &resumed);
+        let states = (0..ranks).map(|rank| format!("state_00000008_{rank:05}.bin"));
+        for name in states.chain(["model_00000008.bin".to_owned(), "main.log".to_owned()]) {
+            let [whole, again] = [&out, &resumed].map(|out| fs::read(world.path(out).join(&name)).unwrap());
+            assert!(whole == again, "{name} of stage {stage} differs");
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_leaves_whole_checkpoints_only() {
+    let world = World::new();
+    let more = ["--total-batch", "96", "--zero-stage", "2", "--checkpoint-every", "1", "--steps", "12"];
+    succeed(&world.ranks(3, "whole", "whole", &more), "whole");
+    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed in part", "killed", &more)).collect();
+    let deadline = Instant::now() + PATIENCE;
+    while !world.path("killed/DONE_00000003").exists() {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(1));
+    }
+    children[1].kill().unwrap();
+    for child in children {
+        assert!(!child.wait_with_output().unwrap().status.success(), "a run of which a rank is gone");
+    }
+    succeed(&world.ranks(3, "again", "killed", &[&more[..], &["--resume"]].concat()), "again");
+    for name in ["model_00000012.bin", "state_00000012_00000.bin", "state_00000012_00002.bin", "main.log"] {
+        let [whole, again] = ["whole", "killed"].map(|out| fs::read(world.path(out).join(name)).unwrap());
+        assert!(whole == again, "{name} differs");
+    }
+    // A part of another rank that is damaged makes a checkpoint one that is not whole.
+    let part = world.path("killed/state_00000012_00002.bin");
+    let mut bytes = fs::read(&part).unwrap();
+    bytes[2000] ^= 1;
+    fs::write(&part, bytes).unwrap();
+    let printed = succeed(&world.ranks(3, "damaged", "killed", &[&more[..], &["--resume"]].concat()), "damaged");
+    assert!(printed.contains("state_00000012_00002.bin is damaged") && printed.contains("after 11 of 12"), "{printed}");
+}
+
+#[test]
+fn a_rank_that_cannot_write_its_part_is_named_and_the_run_goes_on() {
+    let world = World::new();
+    let elsewhere = tempfile::tempdir().unwrap();
+    for name in ["train_0.bin", "train_1.bin", "val_0.bin", "tiny.bin"] {
+        fs::copy(world.path(name), elsewhere.path().join(name)).unwrap();
+    }
+    let place = free_place();
+    let start = |rank: &str| {
+        let more = ["--rank", rank, "--world-size", "2", "--rendezvous", &place, "--zero-stage", "1"];
+        let mut command = world.command(program(), "out", &more);
+        if rank == "1" {
+            command.current_dir(elsewhere.path());
+        }
+        command.spawn().unwrap()
+    };
+    let outputs = ["0", "1"].map(start).map(|child| child.wait_with_output().unwrap());
+    let (printed, message) = said(&outputs[0]);
+    let why = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
+    assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {why}")), "{printed}");
+    assert!(
+        printed.contains("step    8/8 | loss") && message.contains("the last checkpoint, of step 8, is not"),
+        "{message}"
+    );
+}
+
+#[test]
+fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
+    let world = World::new();
+    let set = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.bin");
+    let small = ["train", "--device", "cpu", "--layers", "3", "--heads", "1", "--channels", "32", "--batch", "1"];
+    // Bytes are tokens in the text that comes with the program, so that texts can be written.
+    let texts = ["--seq", "32", "--steps", "2", "--sample-every", "1", "--sample-length", "12", "--val-batches", "2"];
+    // Ranks have 3, 2 and 2 of the examples.
+    let scores = ["--seq", "64", "--steps", "2", "--train", "train_*.bin", "--val", "val_*.bin", "--val-every", "1"];
+    let scores = [&scores[..], &["--hellaswag", set.to_str().unwrap(), "--hellaswag-examples", "7"]].concat();
+    let run = |ranks: usize, stage: &str, more: &[&str]| {
+        let place = free_place();
+        let start = |rank: usize| {
+            let mut command = Command::new(program());
+            command.current_dir(world.dir.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            command.args(small).args(more).args(["--zero-stage", stage, "--rendezvous", &place]);
+            command.args(["--rank", &rank.to_string(), "--world-size", &ranks.to_string()]).spawn().unwrap()
+        };
+        let children: Vec<_> = (0..ranks).map(start).collect();
+        let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        succeed(&outputs, stage)
+    };
+    let [undivided, divided] = ["0", "3"].map(|stage| {
+        let printed = run(2, stage, &texts);
+        let texts =
+            printed.split("generating:\n---\n").skip(1).map(|text| text.split("\n---").next().unwrap().to_owned());
+        let texts: Vec<_> = texts.collect();
+        assert_eq!(texts.len(), 2, "{printed}");
+        let printed = run(3, stage, &scores);
+        let scores: Vec<_> =
+            printed.lines().filter(|line| line.starts_with("HellaSwag: ")).map(str::to_owned).collect();
+        assert_eq!(scores.len(), 2, "{printed}");
+        (texts, scores)
+    });
+    assert_eq!(undivided, divided);
 }
 
 #[test]

@@ -3,7 +3,6 @@
 use host::checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
 use host::checkpoint::resume::newest;
 use host::checkpoint::sidecar::Identity;
-use host::checkpoint::state::Rank;
 use host::checkpoint::writer::Checkpoints;
 use host::checkpoint::{RunState, fingerprint};
 use host::console::Console;
@@ -88,7 +87,7 @@ impl Trial {
             val: None,
             ranks: 1,
         };
-        let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
+        let checkpoint = newest(out).unwrap().checkpoint;
         let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
         let state = if let Some(checkpoint) = checkpoint {
             checkpoint.load(&model, engine, &mut loader, 32, false, &mut Vec::new()).unwrap()

@@ -4,10 +4,10 @@
 use host::checkpoint::directory::{Locked, Retention};
 use host::checkpoint::resume::{Found, newest};
 use host::checkpoint::sidecar::Identity;
-use host::checkpoint::state::Rank;
 use host::checkpoint::writer::Checkpoints;
 use host::checkpoint::{Progress, RunState};
 use host::data::{Geometry, Loader, Tokens};
+use host::distributed::Ranks;
 use host::engine::Engine;
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated};
@@ -58,7 +58,7 @@ struct Loaded {
 
 impl Loaded {
     fn new(name: &str, mut engine: Box<dyn Engine>, master_weights: bool) -> Self {
-        let Found { checkpoint, mut notes } = newest(&directory(name), Rank::ONLY).unwrap();
+        let Found { checkpoint, mut notes } = newest(&directory(name)).unwrap();
         let checkpoint = checkpoint.unwrap();
         assert_eq!(checkpoint.step, STEP);
         assert!(notes[0].contains("has no run_00000009.json, as llm.c leaves none"), "{notes:?}");
@@ -173,8 +173,9 @@ fn what_is_read_is_written_again_byte_for_byte() {
         };
         let locked = Locked::open(out.path()).unwrap();
         let mut checkpoints = Checkpoints::new(locked, Retention::default(), none, None);
-        checkpoints.begin(&model, &mut *engine, state, Vec::new()).unwrap();
-        checkpoints.wait().unwrap().result.unwrap();
+        let ranks = &mut Ranks::Alone;
+        checkpoints.begin(&model, &mut *engine, ranks, state, Ok(Vec::new())).unwrap();
+        checkpoints.wait(ranks).unwrap().unwrap().result.unwrap();
         for file in ["model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"] {
             let mut expected = fs::read(directory(name).join(file)).unwrap();
             let got = fs::read(out.path().join(file)).unwrap();

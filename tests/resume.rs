@@ -1,7 +1,6 @@
 //! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
 
 use host::checkpoint::resume::newest;
-use host::checkpoint::state::Rank;
 use host::data::tokens;
 use host::rng::XorShift;
 use std::fs;
@@ -239,7 +238,7 @@ impl Damaged {
     fn found(&self, file: &Path, bytes: &[u8]) -> (Option<usize>, Vec<String>) {
         let good = fs::read(file).unwrap();
         fs::write(file, bytes).unwrap();
-        let found = newest(&self.out, Rank::ONLY).unwrap();
+        let found = newest(&self.out).unwrap();
         fs::write(file, good).unwrap();
         (found.checkpoint.map(|checkpoint| checkpoint.step), found.notes)
     }
@@ -255,7 +254,7 @@ impl Damaged {
 #[test]
 fn every_flipped_bit_and_every_cut_is_noticed_and_the_checkpoint_before_is_taken() {
     let damaged = Damaged::new();
-    assert_eq!(newest(&damaged.out, Rank::ONLY).unwrap().checkpoint.unwrap().step, 40);
+    assert_eq!(newest(&damaged.out).unwrap().checkpoint.unwrap().step, 40);
     let mut tried = 0;
     for file in &damaged.files {
         let good = fs::read(file).unwrap();
@@ -451,7 +450,7 @@ fn a_checkpoint_that_cannot_be_written_is_told_and_costs_neither_the_run_nor_the
     wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());
     child.kill().unwrap();
     child.wait().unwrap();
-    let newest = newest(&world.path("run"), Rank::ONLY).unwrap().checkpoint.unwrap().step;
+    let newest = newest(&world.path("run")).unwrap().checkpoint.unwrap().step;
     if newest < 40 {
         let printed = limited(&["--resume"]);
         assert!(printed.contains(&format!("no checkpoint of step 40, the newest is of step {newest}:")), "{printed}");

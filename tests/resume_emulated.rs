@@ -3,7 +3,6 @@
 use host::checkpoint::directory::{Locked, Retention, done_name, model_name, sidecar_name, state_name};
 use host::checkpoint::resume::newest;
 use host::checkpoint::sidecar::Identity;
-use host::checkpoint::state::Rank;
 use host::checkpoint::writer::Checkpoints;
 use host::checkpoint::{RunState, fingerprint};
 use host::console::Console;
@@ -44,7 +43,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         val: None,
         ranks: 1,
     };
-    let checkpoint = newest(out, Rank::ONLY).unwrap().checkpoint;
+    let checkpoint = newest(out).unwrap().checkpoint;
     let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     let state = if let Some(checkpoint) = checkpoint {
         let mut notes = Vec::new();

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use host::checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use host::checkpoint::model::{self, ModelFile};
 use host::checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
-use host::checkpoint::state::{self, Moments, Rank};
+use host::checkpoint::state::{self, Moments};
 use host::checkpoint::{Progress, RunState, fingerprint, resume};
 use host::cli::Cli;
 use host::data::multiple_choice::{self, Example, MultipleChoice};
@@ -15,7 +15,7 @@ use host::data::{Geometry, Loader, Tokens, hellaswag, tokens};
 use host::engine::cpu::Cpu;
 use host::engine::{Algorithms, Engine};
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Params, Recompute};
+use host::model::{Capacity, Descriptor, Gpt2, Params, Recompute, Share};
 use host::sample::{self, Sampling};
 use host::tensor::DType;
 use host::tokenizer::Tokenizer;
@@ -147,7 +147,7 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     if let Some((sidecar, _)) = sidecar {
         write(sidecar_name(STEP), sidecar)?;
     }
-    let found = resume::newest(directory.path(), Rank::ONLY)?;
+    let found = resume::newest(directory.path())?;
     let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
     if let Some((_, identity)) = sidecar {
         checkpoint.compare(identity, small(), false)?;
@@ -172,7 +172,7 @@ fn state_file(masters: bool) -> Result<Vec<u8>> {
     let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
     let moments = Moments { m: &block, v: &block, master: masters.then_some(&block) };
     let mut file = Vec::new();
-    state::write(&mut file, Rank::ONLY, &state, &layout, moments)?;
+    state::write(&mut file, Share::WHOLE, &state, &layout, moments)?;
     Ok(file)
 }
 

@@ -4,11 +4,13 @@
 use cuda_std::{Element, Packet};
 
 const NEXT_ROW: u32 = 198_491_317;
+/// What one more index adds to the seed.
+const STEP: u32 = 0xd2a8_0a3f;
 
 /// 32 random bits for `x` under `seed`.
 #[inline(always)]
 pub const fn squirrel5(x: u32, seed: u32) -> u32 {
-    let mut bits = x.wrapping_mul(0xd2a8_0a3f).wrapping_add(seed);
+    let mut bits = x.wrapping_mul(STEP).wrapping_add(seed);
     bits ^= bits >> 9;
     bits = bits.wrapping_add(0xa884_f197);
     bits ^= bits >> 11;
@@ -18,6 +20,12 @@ pub const fn squirrel5(x: u32, seed: u32) -> u32 {
     bits ^= bits >> 15;
     bits = bits.wrapping_mul(0x1b56_c4f5);
     bits ^ (bits >> 17)
+}
+
+/// The seed under which element `i` of a stretch is rounded as element `first + i` of the whole under `seed`, for a whole of
+/// less than 2^32 elements.
+pub const fn seed_from(seed: u32, first: usize) -> u32 {
+    seed.wrapping_add((first as u32).wrapping_mul(STEP))
 }
 
 /// 32 random bits for the point (`x`, `y`) under `seed`.
@@ -55,7 +63,7 @@ pub fn round_four<T: Element>(values: [f32; 4], index: usize, seed: u32) -> [f32
 
 #[cfg(test)]
 mod tests {
-    use super::{squirrel5, squirrel5_2d};
+    use super::{seed_from, squirrel5, squirrel5_2d};
 
     #[test]
     fn published_values() {
@@ -63,5 +71,12 @@ mod tests {
         assert_eq!(squirrel5(1, 0), 3_365_260_061);
         assert_eq!(squirrel5(123_456, 42), 4_018_351_843);
         assert_eq!(squirrel5_2d(3, 5, 7), 784_107_297);
+    }
+
+    #[test]
+    fn a_stretch_draws_as_the_whole() {
+        for (first, i) in [(0, 5), (64, 0), (1_000_000_007, 12), (4_294_967_040, 63)] {
+            assert_eq!(squirrel5_2d(i, 0, seed_from(42, first)), squirrel5_2d(first as u32 + i, 0, 42));
+        }
     }
 }

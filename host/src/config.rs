@@ -66,6 +66,8 @@ pub struct Config {
 
     pub gpu_info_every: usize,
     pub check_ranks: usize,
+    /// What ranks divide among them.
+    pub zero_stage: u8,
 
     pub recompute: Recompute,
     pub master_weights: bool,
@@ -129,7 +131,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// What is done with a run, as opposed to what the run is.
-    const ACTIONS: [&str; 12] = [
+    const ACTIONS: [&str; 13] = [
         "config",
         "dry-run",
         "help",
@@ -141,6 +143,7 @@ mod tests {
         "local-rank",
         "rendezvous",
         "rendezvous-timeout",
+        "start-timeout",
         "step-timeout",
     ];
 
@@ -175,6 +178,7 @@ mod tests {
             sample_length: 64,
             checkpoint_every: 5000,
             gpu_info_every: 0,
+            zero_stage: 2,
             check_ranks: 100,
             recompute: Recompute::Gelu,
             master_weights: true,

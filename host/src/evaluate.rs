@@ -2,18 +2,24 @@
 
 use crate::data::Prefetch;
 use crate::engine::Engine;
-use crate::model::Gpt2;
+use crate::model::{Gpt2, Layers};
 use anyhow::Result;
 
 pub mod multiple_choice;
 
-/// Mean loss per token over the next `batches` batches.
-pub fn loss(model: &Gpt2, engine: &mut dyn Engine, data: &mut Prefetch, batches: usize) -> Result<f64> {
+/// Mean loss per token over the next `batches` batches of a model whose parameters `layers` has.
+pub fn loss(
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    layers: &mut dyn Layers,
+    data: &mut Prefetch,
+    batches: usize,
+) -> Result<f64> {
     let layout = data.layout();
     engine.zero(model.losses)?;
     for _ in 0..batches {
         data.load_next(engine, model.batch)?;
-        model.forward(engine, layout)?;
+        model.forward_with(engine, layout, layers)?;
         model.loss(engine, layout, None)?;
     }
     let tokens = layout.b * layout.t;

@@ -1,7 +1,7 @@
 //! Whether a run fits into memory, said before any of it is allocated.
 
 use crate::engine::Engine;
-use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
+use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Zero};
 use crate::plan::Plan;
 use anyhow::{Result, ensure};
 
@@ -10,13 +10,23 @@ const MOST_TOKENS: usize = i32::MAX as usize;
 
 /// Plans a model; if its memory does not fit the engine's, the error says by how much, and what would fit.
 pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
+    plan_divided(descriptor, capacity, Zero::NONE, engine)
+}
+
+/// As [`plan`], for ranks that divide things among them.
+pub fn plan_divided(
+    descriptor: Descriptor,
+    capacity: Capacity,
+    zero: Zero,
+    engine: &mut dyn Engine,
+) -> Result<(Gpt2, Plan)> {
     let Capacity { b, t, .. } = capacity;
     ensure!(
         b.checked_mul(t).is_some_and(|tokens| tokens <= MOST_TOKENS),
         "--batch {b} x --seq {t}: expected at most {MOST_TOKENS} tokens at once"
     );
     let free = engine.memory_free()?;
-    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
     let needed = plan.bytes();
     ensure!(
         needed <= free,
@@ -27,7 +37,7 @@ pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine)
         gib(needed - free),
         gib(free),
         engine.describe(),
-        advice(descriptor, capacity, engine, free)
+        advice(capacity, free, &mut |capacity| bytes(descriptor, capacity, zero, engine))
     );
     Ok((model, plan))
 }
@@ -37,12 +47,11 @@ fn gib(bytes: usize) -> String {
 }
 
 /// What to change where `capacity` does not fit: the least recomputation that makes room, a smaller batch, or both.
-fn advice(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine, free: usize) -> String {
+fn advice(capacity: Capacity, free: usize, bytes: &mut dyn FnMut(Capacity) -> usize) -> String {
     let more: Vec<Recompute> =
         Recompute::ALL.into_iter().filter(|&level| capacity.training && level > capacity.recompute).collect();
-    let mut fits = |recompute| bytes(descriptor, Capacity { recompute, ..capacity }, engine) <= free;
-    let enough = more.iter().copied().find(|&level| fits(level));
-    let mut largest = |recompute| largest_batch(descriptor, Capacity { recompute, ..capacity }, engine, free);
+    let enough = more.iter().copied().find(|&recompute| bytes(Capacity { recompute, ..capacity }) <= free);
+    let mut largest = |recompute| largest_batch(Capacity { recompute, ..capacity }, free, bytes);
     let batch = largest(capacity.recompute);
     let smaller = format!("the largest that fits is --batch {batch}");
     if let Some(level) = enough.map(u8::from) {
@@ -58,16 +67,16 @@ fn advice(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine, f
     }
 }
 
-fn bytes(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> usize {
-    Gpt2::plan(descriptor, capacity, engine).1.bytes()
+fn bytes(descriptor: Descriptor, capacity: Capacity, zero: Zero, engine: &mut dyn Engine) -> usize {
+    Gpt2::plan_divided(descriptor, capacity, zero, engine).1.bytes()
 }
 
 /// Below `capacity.b`, which does not fit; 0 if none does.
-fn largest_batch(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine, free: usize) -> usize {
+fn largest_batch(capacity: Capacity, free: usize, bytes: &mut dyn FnMut(Capacity) -> usize) -> usize {
     let (mut fits, mut too_large) = (0, capacity.b);
     while fits + 1 < too_large {
         let b = fits.midpoint(too_large);
-        if bytes(descriptor, Capacity { b, ..capacity }, engine) <= free {
+        if bytes(Capacity { b, ..capacity }) <= free {
             fits = b;
         } else {
             too_large = b;
@@ -89,25 +98,28 @@ mod tests {
         Capacity { b, t: 1024, training: true, master_weights: true, recompute }
     }
 
+    fn of_d12(capacity: Capacity) -> usize {
+        bytes(d12(), capacity, Zero::NONE, &mut Cpu::new())
+    }
+
     #[test]
     fn the_largest_batch_fits_and_one_more_does_not() {
-        let mut engine = Cpu::new();
         let capacity = capacity(1000, Recompute::Nothing);
-        let mut bytes = |b| bytes(d12(), Capacity { b, ..capacity }, &mut engine);
+        let bytes = |b| of_d12(Capacity { b, ..capacity });
         for expected in [1, 2, 37, 999] {
             let (free, more) = (bytes(expected), bytes(expected + 1));
             for free in [free, more - 1] {
-                assert_eq!(largest_batch(d12(), capacity, &mut Cpu::new(), free), expected);
+                assert_eq!(largest_batch(capacity, free, &mut of_d12), expected);
             }
         }
         let free = bytes(1) - 1;
-        assert_eq!(largest_batch(d12(), capacity, &mut engine, free), 0);
+        assert_eq!(largest_batch(capacity, free, &mut of_d12), 0);
     }
 
     #[test]
     fn the_least_that_makes_room_is_advised() {
-        let bytes = |b, recompute| bytes(d12(), capacity(b, recompute), &mut Cpu::new());
-        let advice = |b, recompute, free| advice(d12(), capacity(b, recompute), &mut Cpu::new(), free);
+        let bytes = |b, recompute| of_d12(capacity(b, recompute));
+        let advice = |b, recompute, free| advice(capacity(b, recompute), free, &mut of_d12);
         let [nothing, gelu, norms] = Recompute::ALL;
         assert!(bytes(8, norms) < bytes(8, gelu) && bytes(8, gelu) < bytes(8, nothing));
         let text = advice(8, nothing, bytes(8, gelu));
@@ -122,8 +134,8 @@ mod tests {
         assert_eq!(advice(64, norms, bytes(20, norms)), "the largest that fits is --batch 20");
         assert_eq!(advice(64, nothing, bytes(1, norms)), "--batch 1 with --recompute 2 fits");
         let inference = Capacity { training: false, ..capacity(64, nothing) };
-        let free = super::bytes(d12(), Capacity { b: 5, ..inference }, &mut Cpu::new());
-        assert_eq!(super::advice(d12(), inference, &mut Cpu::new(), free), "the largest that fits is --batch 5");
+        let free = of_d12(Capacity { b: 5, ..inference });
+        assert_eq!(super::advice(inference, free, &mut of_d12), "the largest that fits is --batch 5");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Text from a model, a token at a time.
 
 use crate::engine::{BatchLayout, Engine};
-use crate::model::Gpt2;
+use crate::model::{Gpt2, Layers, Undivided};
 use crate::rng::Mt19937;
 use anyhow::{Result, ensure};
 
@@ -25,6 +25,19 @@ pub fn generate(
     prompt: &[u16],
     tokens: usize,
     sampling: Sampling,
+    each: impl FnMut(u16) -> Result<()>,
+) -> Result<()> {
+    generate_with(model, engine, &mut Undivided, prompt, tokens, sampling, each)
+}
+
+/// As [`generate`], with a model whose parameters `layers` has.
+pub fn generate_with(
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    layers: &mut dyn Layers,
+    prompt: &[u16],
+    tokens: usize,
+    sampling: Sampling,
     mut each: impl FnMut(u16) -> Result<()>,
 ) -> Result<()> {
     ensure!(!prompt.is_empty(), "sampling needs a token to begin with");
@@ -41,7 +54,7 @@ pub fn generate(
         words[..seen.len()].iter_mut().zip(seen).for_each(|(word, &token)| *word = i32::from(token));
         layout.sort(&mut words);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
-        model.forward(engine, layout)?;
+        model.forward_with(engine, layout, layers)?;
         // The last position's, in rows of which an engine has seen as many before.
         let (last, rows) = (seen.len() - 1, PADDING.min(model.chunk()));
         let first = last / rows * rows;

@@ -6,14 +6,14 @@ use crate::checkpoint::writer::{Checkpoints, Report, Written, size};
 use crate::clock::Clock;
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
-use crate::distributed::Ranks;
+use crate::distributed::{Exchange, Ranks, Turns};
 use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::guards::{Limits, Skipped, Skips, Verdict};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
-use crate::model::{Gpt2, Training, init};
+use crate::model::{Gpt2, Training, Undivided, Unit, init};
 use crate::sample::{self, Sampling};
 use crate::schedule::Schedule;
 use crate::signals::Stop;
@@ -81,24 +81,26 @@ pub struct Outcome {
     pub stopped: Option<usize>,
 }
 
-/// Gives a fresh model its initial weights.
+/// Gives a fresh model its initial weights: what this rank keeps of them.
 pub fn initialise(model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()> {
-    init::initialise(&model.descriptor, seed, |param, layer, values| {
-        engine.write(model.layout.of(model.params, param, layer), values)
-    })?;
-    match model.training.and_then(|t| t.master) {
-        // From the rounded weights, as llm.c does.
-        Some(master) => engine.cast(master, model.params),
-        None => Ok(()),
+    let params = model.param_store();
+    init::initialise(&model.descriptor, seed, |param, layer, values| params.write(engine, param, layer, values))?;
+    let Some(master) = model.training.and_then(|t| t.master) else { return Ok(()) };
+    let masters = model.state_store(master);
+    // From the rounded weights, as llm.c does.
+    if !model.zero.divides_optimizer() {
+        return engine.cast(master, model.params);
     }
+    model.layout.units().try_for_each(|unit| engine.cast(masters.own(unit), params.own(unit)))
 }
 
 /// Has the engine find out how to compute the model's matrix products, and says if that took time.
 pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
     let tuning = engine.tune(false, &mut |engine| {
-        model.forward(engine, layout)?;
+        // Only which products there are is looked at.
+        model.forward_with(engine, layout, &mut Undivided)?;
         model.loss(engine, layout, Some(1.0))?;
-        model.backward(engine, layout, 0)
+        model.backward_with(engine, layout, 0, &mut Undivided)
     })?;
     if tuning.timings.is_empty() {
         return Ok(None);
@@ -134,7 +136,7 @@ impl Run<'_> {
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
         let first = self.state.step;
         let mut session = Session {
-            clock: Clock::start(self.engine_time(training)?),
+            clock: Clock::start(self.engine_time(&training)?),
             model_file: self.checkpoints.as_ref().and_then(Checkpoints::model_file),
             ..Session::default()
         };
@@ -150,7 +152,9 @@ impl Run<'_> {
             let evaluate = !stop && !self.state.progress.evaluated;
             let validate = evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some()));
             let score = evaluate && self.hellaswag.is_some() && due(val_every);
-            let sample = self.tokenizer.filter(|_| evaluate && due(sample_every) && self.ranks.is_first());
+            // Where ranks divide the parameters, a text takes all of them.
+            let together = self.ranks.is_first() || self.model.zero.divides_parameters();
+            let sample = self.tokenizer.filter(|_| evaluate && due(sample_every) && together);
             let save = step > first && (due(checkpoint_every) || stop);
             if validate || score || sample.is_some() || save || stop || last {
                 self.report(queued.take(), &mut session)?;
@@ -158,16 +162,16 @@ impl Run<'_> {
                     self.validate(step, &mut session)?;
                 }
                 if score {
-                    self.score(step)?;
+                    self.score(step, &mut session)?;
                 }
                 if let Some(tokenizer) = sample {
-                    self.sample(tokenizer)?;
+                    self.sample(tokenizer, &mut session)?;
                 }
                 self.state.progress.evaluated |= evaluate;
                 if save && (last || stop || self.worth_keeping()?) {
                     self.save(&mut session)?;
                 }
-                session.clock.resume(self.engine_time(training)?);
+                session.clock.resume(self.engine_time(&training)?);
             }
             if stop {
                 session.stopped = Some(step);
@@ -175,14 +179,15 @@ impl Run<'_> {
             if last || stop {
                 break;
             }
-            let written = self.checkpoints.as_mut().and_then(Checkpoints::poll);
+            let Self { checkpoints, ranks, .. } = self;
+            let written = checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.poll(ranks))?;
             self.tell(written, &mut session)?;
-            let now = self.queue(step, training)?;
+            let now = self.queue(step, &training, &mut session.turns)?;
             self.report(queued.replace(now), &mut session)?;
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1) % n == 0) {
                 self.report(queued.take(), &mut session)?;
-                self.check_ranks(training)?;
-                session.clock.resume(self.engine_time(training)?);
+                self.check_ranks(&training)?;
+                session.clock.resume(self.engine_time(&training)?);
             }
         }
         self.finish(session)
@@ -190,7 +195,7 @@ impl Run<'_> {
 
     /// Waits for the last checkpoint.
     fn finish(&mut self, mut session: Session) -> Result<Outcome> {
-        let written = self.checkpoints.as_mut().and_then(Checkpoints::wait);
+        let written = self.wait_for_checkpoint()?;
         self.tell(written, &mut session)?;
         self.console.finish();
         if let Some((step, error)) = session.unsaved {
@@ -209,6 +214,11 @@ impl Run<'_> {
         })
     }
 
+    fn wait_for_checkpoint(&mut self) -> Result<Option<Written>> {
+        let Self { checkpoints, ranks, .. } = self;
+        checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.wait(ranks))
+    }
+
     /// Whether the last step was finite. While none is, weights stay what they were, and checkpoints with them would push out
     /// those of better times.
     fn worth_keeping(&self) -> Result<bool> {
@@ -223,10 +233,10 @@ impl Run<'_> {
 
     /// Begins to write a checkpoint; the one before is finished first. What goes wrong is told, and the run goes on.
     fn save(&mut self, session: &mut Session) -> Result<()> {
-        let Some(checkpoints) = &mut self.checkpoints else { return Ok(()) };
-        let before = checkpoints.wait();
-        let begun =
-            self.log.files().and_then(|logs| checkpoints.begin(self.model, self.engine, self.state.clone(), logs));
+        let before = self.wait_for_checkpoint()?;
+        let Self { checkpoints, ranks, engine, model, log, state, .. } = self;
+        let Some(checkpoints) = checkpoints else { return Ok(()) };
+        let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files());
         self.tell(before, session)?;
         match begun {
             Ok(()) => Ok(()),
@@ -265,26 +275,24 @@ impl Run<'_> {
     }
 
     /// Queues one optimizer step.
-    fn queue(&mut self, step: usize, training: Training) -> Result<Queued> {
+    fn queue(&mut self, step: usize, training: &Training, turns: &mut Turns) -> Result<Queued> {
         let Self { settings, engine, model, state, ranks, .. } = self;
         let layout = self.train.layout();
-        let dloss = 1.0 / (layout.b * layout.t * settings.grad_accum) as f32;
+        let dloss = model.zero.dloss(layout.b * layout.t * settings.grad_accum);
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
         for micro_step in 1..=settings.grad_accum {
             state.data = self.train.load_next(*engine, model.batch)?;
-            model.forward(*engine, layout)?;
-            model.loss(*engine, layout, Some(dloss))?;
             // The update's draws must be the same on all ranks, these need not.
             let seed = state.rounding.next_u32().wrapping_add((ranks.rank() as u32).wrapping_mul(RANK_SEED));
-            if micro_step < settings.grad_accum {
-                model.backward(*engine, layout, seed)?;
-            } else {
-                // While the parts below are computed.
-                model.backward_by_parts(*engine, layout, seed, &mut |engine, part| ranks.average(engine, part))?;
-            }
+            let last = micro_step == settings.grad_accum;
+            let exchange = &mut Exchange { model, ranks, turns, last };
+            model.forward_with(*engine, layout, exchange)?;
+            model.loss(*engine, layout, Some(dloss))?;
+            model.backward_with(*engine, layout, seed, exchange)?;
         }
-        ranks.settle(*engine)?;
+        let mut exchange = Exchange { model, ranks, turns, last: true };
+        exchange.settle(*engine)?;
         let learning_rate = settings.schedule.at(step);
         state.rounding_before_update = state.rounding;
         let adamw = AdamW {
@@ -297,10 +305,8 @@ impl Run<'_> {
             clip: settings.clip,
             seed: state.rounding.next_u32(),
         };
-        model.measure(*engine)?;
-        ranks.total(*engine, training.stats.slice(0, 1))?;
-        ranks.settle(*engine)?;
-        let tokens = layout.b * layout.t * settings.grad_accum * ranks.count();
+        exchange.measure(*engine)?;
+        let tokens = layout.b * layout.t * settings.grad_accum * exchange.ranks.count();
         let verdict = if settings.limits.decide_before_update() {
             let measured = engine.read_later(training.stats)?;
             let [loss, norm] = stats_of(&engine.wait(measured)?, tokens)?;
@@ -309,7 +315,7 @@ impl Run<'_> {
             None
         };
         if verdict.is_none_or(|verdict| verdict.skipped.is_none()) {
-            model.apply(*engine, &adamw)?;
+            exchange.apply(*engine, &adamw)?;
         }
         let stats = engine.read_later(training.stats)?;
         state.step = step + 1;
@@ -318,7 +324,7 @@ impl Run<'_> {
     }
 
     /// The engine's time once it has done everything queued so far.
-    fn engine_time(&mut self, training: Training) -> Result<Duration> {
+    fn engine_time(&mut self, training: &Training) -> Result<Duration> {
         let ticket = self.engine.read_later(training.stats)?;
         Ok(self.engine.wait(ticket)?.at)
     }
@@ -379,7 +385,7 @@ impl Run<'_> {
         if bad < bad_steps {
             return Ok(());
         }
-        let written = self.checkpoints.as_mut().and_then(Checkpoints::wait);
+        let written = self.wait_for_checkpoint()?;
         self.tell(written, session)?;
         self.console.finish();
         self.log.finish()?;
@@ -396,7 +402,8 @@ impl Run<'_> {
 
     fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(val) = &mut self.val else { return Ok(()) };
-        let mut loss = [evaluate::loss(self.model, self.engine, val, self.settings.val_batches)?];
+        let layers = &mut Exchange { model: self.model, ranks: self.ranks, turns: &mut session.turns, last: false };
+        let mut loss = [evaluate::loss(self.model, self.engine, layers, val, self.settings.val_batches)?];
         self.ranks.sum(&mut loss)?;
         let loss = loss[0] / self.ranks.count() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
@@ -405,11 +412,16 @@ impl Run<'_> {
         self.console.line(&format!("val loss {loss:.6}"))
     }
 
-    fn score(&mut self, step: usize) -> Result<()> {
+    fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(set) = &self.hellaswag else { return Ok(()) };
         let planned = self.train.layout();
-        let share = set.share(self.ranks.rank(), self.ranks.count());
-        let score = multiple_choice::score(self.model, self.engine, planned, set, share)?;
+        let n = self.ranks.count();
+        let share = set.share(self.ranks.rank(), n);
+        // Where ranks divide the parameters, all take as many batches.
+        let of_all = (0..n).filter(|_| self.model.zero.divides_parameters()).map(|rank| set.share(rank, n));
+        let batches = of_all.map(|share| multiple_choice::batches(set, share, planned)).max().unwrap_or(0);
+        let layers = &mut Exchange { model: self.model, ranks: self.ranks, turns: &mut session.turns, last: false };
+        let score = multiple_choice::score_with(self.model, self.engine, layers, planned, set, share, batches)?;
         let mut counts = [score.correct as f64, score.examples as f64];
         self.ranks.sum(&mut counts)?;
         let [correct, examples] = counts.map(|count| count as usize);
@@ -418,19 +430,29 @@ impl Run<'_> {
         self.console.line(&format!("HellaSwag: {score}"))
     }
 
-    /// Compares model and optimizer on all ranks.
-    fn check_ranks(&mut self, training: Training) -> Result<()> {
-        let mut tensors = vec![("params", self.model.params), ("m", training.m), ("v", training.v)];
-        tensors.extend(training.master.map(|master| ("master", master)));
+    /// Compares what all ranks have of model and optimizer.
+    fn check_ranks(&mut self, training: &Training) -> Result<()> {
+        let (zero, params) = (self.model.zero, self.model.params);
+        let mut tensors = vec![if zero.divides_parameters() {
+            ("wte and wpe", self.model.param_store().unit(Unit::Embeddings))
+        } else {
+            ("params", params)
+        }];
+        if !zero.divides_optimizer() {
+            tensors.extend([("m", training.m), ("v", training.v)]);
+            tensors.extend(training.master.map(|master| ("master", master)));
+        }
         self.ranks.check_same(self.engine, &tensors)
     }
 
-    fn sample(&mut self, tokenizer: Tokenizer) -> Result<()> {
+    fn sample(&mut self, tokenizer: Tokenizer, session: &mut Session) -> Result<()> {
         // The same draws every time, so that samples differ by what the model has learnt.
         let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 1337 };
         let mut tokens = Vec::new();
         let prompt = [tokenizer.document()];
-        sample::generate(self.model, self.engine, &prompt, self.settings.sample_tokens, sampling, |token| {
+        let layers = &mut Exchange { model: self.model, ranks: self.ranks, turns: &mut session.turns, last: false };
+        let length = self.settings.sample_tokens;
+        sample::generate_with(self.model, self.engine, layers, &prompt, length, sampling, |token| {
             tokens.push(token);
             Ok(())
         })?;
@@ -459,6 +481,7 @@ fn stats_of(reading: &Reading, tokens: usize) -> Result<[f32; 2]> {
 #[derive(Default)]
 struct Session {
     clock: Clock,
+    turns: Turns,
     last_val_loss: Option<f64>,
     model_file: Option<PathBuf>,
     /// The latest checkpoint, if it could not be written.

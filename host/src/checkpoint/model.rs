@@ -88,13 +88,17 @@ impl ModelFile {
         self.shape
     }
 
-    /// Reads the parameters into `model`, which was planned for [`descriptor`](Self::descriptor), and into its master weights
+    /// Reads what this rank keeps of the parameters into `model`, which was planned for [`descriptor`](Self::descriptor), and into its master weights
     /// if it has them. Where a type differs, values are widened or rounded to nearest.
     pub fn load(mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+        self.load_tensors(model, engine)
+    }
+
+    pub(super) fn load_tensors(&mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
         assert_eq!(model.descriptor, self.shape.descriptor, "the model was planned for another file");
-        let master = model.training.and_then(|t| t.master);
-        let blocks: Vec<_> = [Some(model.params), master].into_iter().flatten().collect();
-        tensors::read(&mut self.file, self.shape, self.dtype, &model.layout, &blocks, engine)
+        let master = model.training.and_then(|t| t.master).map(|master| model.state_store(master));
+        let stores: Vec<_> = [Some(model.param_store()), master].into_iter().flatten().collect();
+        tensors::read(std::slice::from_mut(&mut self.file), self.shape, self.dtype, &stores, engine)
             .with_context(|| format!("cannot load {}", self.path.display()))
     }
 }

@@ -4,7 +4,7 @@ use super::directory::{done_steps, model_name, sidecar_name, state_name};
 use super::fingerprint;
 use super::model::ModelFile;
 use super::sidecar::{Identity, Sidecar};
-use super::state::{Rank, StateFile};
+use super::state::StateFiles;
 use super::{Progress, RunState};
 use crate::data::Loader;
 use crate::engine::Engine;
@@ -16,7 +16,7 @@ use std::path::Path;
 
 /// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
 /// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 20] = [
+const FREE: [&str; 21] = [
     "device",
     "precision",
     "tf32",
@@ -24,6 +24,7 @@ const FREE: [&str; 20] = [
     "matmul",
     "kernels",
     "recompute",
+    "zero-stage",
     "out",
     "val-every",
     "val-batches",
@@ -47,7 +48,7 @@ const NAMES: [&str; 6] = ["model", "layers", "heads", "channels", "train", "val"
 pub struct Checkpoint {
     pub step: usize,
     model: ModelFile,
-    state: StateFile,
+    state: StateFiles,
     /// llm.c writes none.
     sidecar: Option<Sidecar>,
 }
@@ -62,10 +63,10 @@ pub struct Found {
 
 /// The newest whole checkpoint in a directory; none if there never was one. That all there are are damaged is an error: a run
 /// that began anew would write over them.
-pub fn newest(directory: &Path, rank: Rank) -> Result<Found> {
+pub fn newest(directory: &Path) -> Result<Found> {
     let mut notes = Vec::new();
     for step in done_steps(directory)?.into_iter().rev() {
-        match Checkpoint::open(directory, step, rank) {
+        match Checkpoint::open(directory, step) {
             Ok(checkpoint) => {
                 if checkpoint.sidecar.is_none() {
                     notes.push(format!(
@@ -85,19 +86,33 @@ pub fn newest(directory: &Path, rank: Rank) -> Result<Found> {
 
 impl Checkpoint {
     /// Reads all of its files, and checks them against their checksums where there are some.
-    fn open(directory: &Path, step: usize, rank: Rank) -> Result<Self> {
-        let (model, state) = (model_name(step), state_name(step, rank.rank));
+    fn open(directory: &Path, step: usize) -> Result<Self> {
         let path = directory.join(sidecar_name(step));
         let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
+        let check = |name: &str| match &sidecar {
+            Some(sidecar) => {
+                let sum = sidecar.files.iter().find(|file| file.name == name);
+                sum.with_context(|| format!("{} does not know {name}", path.display()))?.check(directory)
+            }
+            None => Ok(()),
+        };
         if let Some(sidecar) = &sidecar {
             ensure!(sidecar.step == step, "{} is of step {}", path.display(), sidecar.step);
-            for name in [&model, &state] {
-                let sum = sidecar.files.iter().find(|file| file.name == *name);
-                sum.with_context(|| format!("{} does not know {name}", path.display()))?.check(directory)?;
-            }
         }
-        let model = ModelFile::open(&directory.join(model))?;
-        let state = StateFile::open(&directory.join(state), step, rank, model.shape())?;
+        check(&model_name(step))?;
+        check(&state_name(step, 0))?;
+        let model = ModelFile::open(&directory.join(model_name(step)))?;
+        let state = StateFiles::open(directory, step, model.shape())?;
+        (1..state.count()).try_for_each(|rank| check(&state_name(step, rank)))?;
+        Ok(Self { step, model, state, sidecar })
+    }
+
+    /// One that another rank has checked.
+    pub fn open_checked(directory: &Path, step: usize) -> Result<Self> {
+        let path = directory.join(sidecar_name(step));
+        let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
+        let model = ModelFile::open(&directory.join(model_name(step)))?;
+        let state = StateFiles::open(directory, step, model.shape())?;
         Ok(Self { step, model, state, sidecar })
     }
 
@@ -158,7 +173,7 @@ impl Checkpoint {
         algorithms.is_none_or(|algorithms| engine.adopt(algorithms))
     }
 
-    /// Fills a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the
+    /// Fills what this rank keeps of a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the
     /// run's next batch is. With `force`, a loader that has no such place stays where it is, with a note. The file has the
     /// place of a run of one rank; of several, each finds its own by the tokens that all have trained on.
     ///
@@ -173,17 +188,8 @@ impl Checkpoint {
         force: bool,
         notes: &mut Vec<String>,
     ) -> Result<RunState> {
-        let training = model.training.context("this model was planned for inference only")?;
-        self.model.load(model, engine)?;
-        let masters = match training.master {
-            Some(master) => Some(master),
-            None => (model.params.dtype == DType::F32).then_some(model.params),
-        };
-        if training.master.is_some() && !self.state.masters() {
-            notes.push("the checkpoint has no master weights: they begin as the model file's weights".to_owned());
-        }
-        self.state.load(model, masters.as_slice(), engine)?;
-        let ranks_before = self.sidecar.as_ref().map_or(1, |sidecar| sidecar.identity.ranks);
+        self.load_tensors(model, engine, notes)?;
+        let ranks_before = self.sidecar.as_ref().map_or(self.state.ranks, |sidecar| sidecar.identity.ranks);
         let tokens = (self.step * total_batch) as u64;
         let progress = self.sidecar.map(|sidecar| sidecar.progress);
         let trained = progress.as_ref().map_or(tokens, |progress| progress.tokens);
@@ -209,6 +215,20 @@ impl Checkpoint {
             data: loader.position(),
             progress: progress.unwrap_or(Progress { evaluated: true, tokens, ..Progress::default() }),
         })
+    }
+
+    /// Fills what this rank keeps of the tensors, as [`load`](Self::load).
+    pub fn load_tensors(&mut self, model: &Gpt2, engine: &mut dyn Engine, notes: &mut Vec<String>) -> Result<()> {
+        let training = model.training.context("this model was planned for inference only")?;
+        self.model.load_tensors(model, engine)?;
+        let masters = match training.master {
+            Some(master) => Some(model.state_store(master)),
+            None => (model.params.dtype == DType::F32).then(|| model.param_store()),
+        };
+        if training.master.is_some() && !self.state.masters() {
+            notes.push("the checkpoint has no master weights: they begin as the model file's weights".to_owned());
+        }
+        self.state.load(model, masters, engine)
     }
 }
 

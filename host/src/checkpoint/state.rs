@@ -5,18 +5,22 @@
 //! before the last update, [30] the loader's shard, [32] its sample. Then m, v and perhaps master weights, f32, as
 //! [`tensors`](super::tensors) lays them out. Then, if it shuffles: u64 n, i32 (n) shards, u64 n, i32 (n) samples, and the
 //! generator: u64 seed (llm.c leaves it uninitialised), i32 left, u32 next, u32 (624) state, u32 (2) constants.
+//!
+//! Where ranks divide the optimizer's state there is a file of each, with its share of every tensor of every layer: of n elements
+//! those from rank * ceil(n / ranks) on, as many, or as there are left. Whether it is so follows from a file's size.
 
 use super::RunState;
+use super::directory::state_name;
 use super::tensors::{self, Shape};
 use crate::data::loader::{Position, Shuffle};
 use crate::engine::Engine;
-use crate::model::{Gpt2, Params};
+use crate::model::{Gpt2, Params, Share, Store};
 use crate::rng::{Mt19937, XorShift};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::DType;
 use anyhow::{Context, Result, ensure};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 const MAGIC: i32 = 20240527;
@@ -39,19 +43,8 @@ mod word {
     pub const SAMPLE: usize = 32;
 }
 
-/// One process of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rank {
-    pub rank: usize,
-    pub ranks: usize,
-}
-
-impl Rank {
-    /// A run of one process.
-    pub const ONLY: Self = Self { rank: 0, ranks: 1 };
-}
-
-/// Optimizer state as the bytes of f32 blocks laid out like the parameters.
+/// Optimizer state as the bytes of f32 blocks: laid out like the parameters, or this rank's share of each tensor, in the order
+/// of the file.
 #[derive(Clone, Copy)]
 pub struct Moments<'a> {
     pub m: &'a [u8],
@@ -59,15 +52,15 @@ pub struct Moments<'a> {
     pub master: Option<&'a [u8]>,
 }
 
-pub fn write(out: &mut impl Write, rank: Rank, state: &RunState, layout: &Params, moments: Moments) -> Result<()> {
+pub fn write(out: &mut impl Write, share: Share, state: &RunState, layout: &Params, moments: Moments) -> Result<()> {
     let shuffle = state.data.shuffle.as_deref();
     let mut header = [0; HEADER_BYTES];
     let mut set = |word: usize, bytes: &[u8]| header[4 * word..4 * word + bytes.len()].copy_from_slice(bytes);
     let words = [
         (0, MAGIC),
         (1, VERSION),
-        (word::RANKS, rank.ranks as i32),
-        (word::RANK, rank.rank as i32),
+        (word::RANKS, share.ranks as i32),
+        (word::RANK, share.rank as i32),
         (word::MASTERS, moments.master.is_some().into()),
         (word::SHUFFLE, shuffle.is_some().into()),
         (word::STEP, state.step as i32),
@@ -86,7 +79,11 @@ pub fn write(out: &mut impl Write, rank: Rank, state: &RunState, layout: &Params
     }
     out.write_all(&header)?;
     for block in [Some(moments.m), Some(moments.v), moments.master].into_iter().flatten() {
-        tensors::write(out, layout, block, size_of::<f32>())?;
+        if share == Share::WHOLE {
+            tensors::write(out, layout, block, size_of::<f32>())?;
+        } else {
+            out.write_all(block)?;
+        }
     }
     let Some(Shuffle { rng, shards, samples }) = shuffle else { return Ok(()) };
     for order in [shards, samples] {
@@ -100,36 +97,94 @@ pub fn write(out: &mut impl Write, rank: Rank, state: &RunState, layout: &Params
     Ok(())
 }
 
-/// Bytes of a state file.
+/// Bytes of a state file of so many parameters.
 pub fn bytes(parameters: usize, masters: bool, data: &Position) -> u64 {
     let blocks = if masters { 3 } else { 2 };
     let loader = data.shuffle.as_ref().map_or(0, |s| 16 + 4 * (s.shards.len() + s.samples.len()) + RNG_BYTES);
     (HEADER_BYTES + blocks * parameters * size_of::<f32>() + loader) as u64
 }
 
-/// A state file whose header, size and loader part have been found right.
+/// The state files of a step, whose headers, sizes and loader parts have been found right.
 #[derive(Debug)]
-pub struct StateFile {
-    path: PathBuf,
-    file: BufReader<File>,
+pub struct StateFiles {
+    paths: String,
+    /// One of each rank, if they divide the tensors; else rank 0's, which has all.
+    files: Vec<BufReader<File>>,
     shape: Shape,
     masters: bool,
+    /// Of the run that has written them, as llm.c has it: one that divides nothing may say that it was alone.
+    pub ranks: usize,
     pub step: usize,
     pub rounding: XorShift,
     pub rounding_before_update: XorShift,
+    /// Rank 0's.
     pub data: Position,
 }
 
-impl StateFile {
+impl StateFiles {
     /// `shape` is that of the model file of the same step.
-    pub fn open(path: &Path, step: usize, rank: Rank, shape: Shape) -> Result<Self> {
+    pub fn open(directory: &Path, step: usize, shape: Shape) -> Result<Self> {
+        let open = |rank| StateFile::open(&directory.join(state_name(step, rank)), step, rank, shape);
+        let StateFile { file, masters, share, divided, rounding, rounding_before_update, data } = open(0)?;
+        let mut files = vec![file];
+        let ranks = share.ranks;
+        for rank in (1..ranks).filter(|_| divided) {
+            let next = open(rank)?;
+            ensure!(
+                (next.share.ranks, next.masters, next.divided) == (ranks, masters, true),
+                "{} is of another run than that of rank 0",
+                state_name(step, rank)
+            );
+            files.push(next.file);
+        }
+        let paths = directory.join(state_name(step, 0)).display().to_string();
+        Ok(Self { paths, files, shape, masters, ranks, step, rounding, rounding_before_update, data })
+    }
+
+    /// Whether they hold master weights.
+    pub fn masters(&self) -> bool {
+        self.masters
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Reads what a model in training keeps of m and v, and of the master weights, if there are some, into `masters`.
+    pub fn load(&mut self, model: &Gpt2, masters: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
+        let training = model.training.context("this model was planned for inference only")?;
+        let (m, v) = (model.state_store(training.m), model.state_store(training.v));
+        let blocks = [Some(vec![m]), Some(vec![v]), self.masters.then(|| masters.into_iter().collect())];
+        for stores in blocks.into_iter().flatten() {
+            tensors::read(&mut self.files, self.shape, DType::F32, &stores, engine)
+                .with_context(|| format!("cannot load {}", self.paths))?;
+        }
+        Ok(())
+    }
+}
+
+/// One of them, at the beginning of its tensors.
+struct StateFile {
+    file: BufReader<File>,
+    masters: bool,
+    share: Share,
+    /// Whether it has that share of every tensor only.
+    divided: bool,
+    rounding: XorShift,
+    rounding_before_update: XorShift,
+    data: Position,
+}
+
+impl StateFile {
+    fn open(path: &Path, step: usize, rank: usize, shape: Shape) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot open state file {}", path.display()))?;
-        Self::parse(path.to_owned(), BufReader::new(file), step, rank, shape)
+        Self::parse(BufReader::new(file), step, rank, shape)
             .with_context(|| format!("{} cannot be used", path.display()))
     }
 
     /// Reads all but the tensors, and stops at their beginning.
-    fn parse(path: PathBuf, mut file: BufReader<File>, step: usize, rank: Rank, shape: Shape) -> Result<Self> {
+    fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: Shape) -> Result<Self> {
         let size = file.get_ref().metadata()?.len();
         ensure!(
             size >= HEADER_BYTES as u64,
@@ -146,57 +201,49 @@ impl StateFile {
         };
         ensure!(int(0) == MAGIC, "it is no state file: expected magic {MAGIC}, found {}", int(0));
         ensure!(int(1) == VERSION, "expected state file version {VERSION}, found {}", int(1));
-        ensure!(
-            (int(word::RANKS), int(word::RANK)) == (rank.ranks as i32, rank.rank as i32),
-            "it is of rank {} of {}, expected rank {} of {}: a run goes on with as many GPUs as it began with",
-            int(word::RANK),
-            int(word::RANKS),
-            rank.rank,
-            rank.ranks
-        );
+        let ranks = usize::try_from(int(word::RANKS)).ok().filter(|&ranks| ranks > rank);
+        let ranks =
+            ranks.with_context(|| format!("it is of {} ranks, expected {} at least", int(word::RANKS), rank + 1))?;
+        ensure!(int(word::RANK) as i64 == rank as i64, "it is of rank {}, expected {rank}", int(word::RANK));
         ensure!(int(word::STEP) as i64 == step as i64, "it is of step {}, expected {step}", int(word::STEP));
         let (masters, shuffles) = (flag("master weights", word::MASTERS)?, flag("shuffle", word::SHUFFLE)?);
         let blocks = if masters { 3 } else { 2 };
-        let loader_at = HEADER_BYTES as u128 + blocks * shape.elements() * size_of::<f32>() as u128;
-        let fixed = if shuffles { 16 + RNG_BYTES } else { 0 };
-        let left = u128::from(size).checked_sub(loader_at + fixed as u128);
-        let left = left.with_context(|| {
-            format!("it is truncated: expected at least {} bytes, found {size}", loader_at + fixed as u128)
-        })?;
-        let mut orders = 0;
-        let shuffle = if shuffles {
-            file.seek(SeekFrom::Start(loader_at as u64))?;
-            let shards = order(&mut file, "shards", left as usize / 4)?;
-            let samples = order(&mut file, "samples", left as usize / 4 - shards.len())?;
-            orders = 4 * (shards.len() + samples.len()) as u128;
-            Some(Arc::new(Shuffle { rng: generator(&mut file)?, shards, samples }))
-        } else {
-            None
+        let mut loader = |share| {
+            let at = HEADER_BYTES as u128 + blocks * shape.elements_of(share) * size_of::<f32>() as u128;
+            shuffle(&mut file, at, size, shuffles)
         };
-        ensure!(left == orders, "it is too long: {} bytes follow its end", left - orders);
+        let share = Share { rank, ranks };
+        let (divided, shuffle) = match loader(Share::WHOLE) {
+            Err(_) if ranks > 1 => (true, loader(share)?),
+            whole => (false, whole?),
+        };
         file.seek(SeekFrom::Start(HEADER_BYTES as u64))?;
         let place = |name, word| usize::try_from(wide(word)).with_context(|| format!("its {name} is {}", wide(word)));
         let data = Position { shard: place("shard", word::SHARD)?, sample: place("sample", word::SAMPLE)?, shuffle };
         let rounding = XorShift { state: wide(word::ROUNDING) };
         let rounding_before_update = XorShift { state: wide(word::ROUNDING_BEFORE_UPDATE) };
-        Ok(Self { path, file, shape, masters, step, rounding, rounding_before_update, data })
+        Ok(Self { file, masters, share, divided, rounding, rounding_before_update, data })
     }
+}
 
-    /// Whether it holds master weights.
-    pub fn masters(&self) -> bool {
-        self.masters
-    }
-
-    /// Reads m and v into a model in training, and the master weights, if it holds any, into `masters`.
-    pub fn load(&mut self, model: &Gpt2, masters: &[Tensor], engine: &mut dyn Engine) -> Result<()> {
-        let training = model.training.context("this model was planned for inference only")?;
-        let masters = if self.masters { Some(masters) } else { None };
-        for blocks in [Some(&[training.m][..]), Some(&[training.v]), masters].into_iter().flatten() {
-            tensors::read(&mut self.file, self.shape, DType::F32, &model.layout, blocks, engine)
-                .with_context(|| format!("cannot load {}", self.path.display()))?;
-        }
-        Ok(())
-    }
+/// The loader's part of a file of `size` bytes, from `at` to the end, if it `shuffles`.
+fn shuffle(file: &mut BufReader<File>, at: u128, size: u64, shuffles: bool) -> Result<Option<Arc<Shuffle>>> {
+    let fixed = if shuffles { 16 + RNG_BYTES } else { 0 };
+    let left = u128::from(size).checked_sub(at + fixed as u128);
+    let left =
+        left.with_context(|| format!("it is truncated: expected at least {} bytes, found {size}", at + fixed as u128))?;
+    let mut orders = 0;
+    let shuffle = if shuffles {
+        file.seek(SeekFrom::Start(at as u64))?;
+        let shards = order(file, "shards", left as usize / 4)?;
+        let samples = order(file, "samples", left as usize / 4 - shards.len())?;
+        orders = 4 * (shards.len() + samples.len()) as u128;
+        Some(Arc::new(Shuffle { rng: generator(file)?, shards, samples }))
+    } else {
+        None
+    };
+    ensure!(left == orders, "it is too long: {} bytes follow its end", left - orders);
+    Ok(shuffle)
 }
 
 /// A permutation with its length before it, of at most `most` numbers.

@@ -2,11 +2,12 @@
 //! order, all layers of one together, no gaps.
 
 use crate::engine::Engine;
-use crate::model::{Descriptor, Param, Params};
+use crate::model::{Descriptor, Param, Params, Share, Store};
 use crate::tensor::{DType, Tensor};
 use anyhow::{Context, Result};
 use half::bf16;
 use std::io::{BufReader, Read, Seek, Write};
+use std::ops::Range;
 
 /// Elements that pass through host memory at once.
 const CHUNK: usize = 1 << 20;
@@ -26,9 +27,30 @@ impl Shape {
 
     /// Elements of all tensors; a file's header may describe more than fits a `usize`.
     pub fn elements(&self) -> u128 {
-        let Descriptor { layers, channels, max_seq_len, .. } = self.descriptor;
-        let [t, l, c, vp] = [max_seq_len, layers, channels, self.padded_vocab].map(|n| n as u128);
-        vp * c + t * c + l * (12 * c * c + 13 * c) + 2 * c
+        self.elements_of(Share::WHOLE)
+    }
+
+    /// Elements of a share of each tensor of each layer.
+    pub fn elements_of(&self, share: Share) -> u128 {
+        let of = |param: Param| {
+            let (rows, columns) = match param {
+                Param::Wte => (self.padded_vocab, self.descriptor.channels),
+                _ => param.shape(&self.descriptor),
+            };
+            let n = rows as u128 * columns as u128;
+            let part = n.div_ceil(share.ranks as u128);
+            let own = n.min((share.rank as u128 + 1) * part) - n.min(share.rank as u128 * part);
+            own * if param.layered() { self.descriptor.layers as u128 } else { 1 }
+        };
+        Param::ALL.into_iter().map(of).sum()
+    }
+
+    /// Elements of a tensor of one layer in the file.
+    fn elements_in(&self, param: Param) -> usize {
+        match param {
+            Param::Wte => self.padded_vocab * self.descriptor.channels,
+            _ => param.len(&self.descriptor),
+        }
     }
 }
 
@@ -41,30 +63,42 @@ pub fn write(out: &mut impl Write, layout: &Params, block: &[u8], size: usize) -
     Ok(())
 }
 
-/// Reads tensors of type `dtype` into each of `blocks`, which are laid out by `layout`.
+/// Reads tensors of type `dtype` into each of `stores`, what is kept of them there. Each of the files has its share of every
+/// tensor of every layer.
 pub fn read<R: Read + Seek>(
-    from: &mut BufReader<R>,
+    files: &mut [BufReader<R>],
     shape: Shape,
     dtype: DType,
-    layout: &Params,
-    blocks: &[Tensor],
+    stores: &[Store],
     engine: &mut dyn Engine,
 ) -> Result<()> {
-    let Shape { descriptor: Descriptor { vocab, channels, .. }, padded_vocab } = shape;
+    let Descriptor { vocab, channels, .. } = shape.descriptor;
+    let ranks = files.len();
     let mut bytes = Vec::new();
-    for (param, layer) in layout.file_order() {
-        let range = layout.range(param, layer);
-        let unpadded = if param == Param::Wte { vocab * channels } else { range.len() };
-        for start in (0..unpadded).step_by(CHUNK) {
-            let len = CHUNK.min(unpadded - start);
-            bytes.resize(len * dtype.bytes(), 0);
-            from.read_exact(&mut bytes).with_context(|| format!("cannot read {}", param.name()))?;
-            for block in blocks {
-                store(block.slice(range.start + start, len), dtype, &bytes, engine)?;
+    for (param, layer) in Params::new(shape.descriptor).file_order() {
+        let len = shape.elements_in(param);
+        let meant = if param == Param::Wte { vocab * channels } else { len };
+        let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
+        for (rank, file) in files.iter_mut().enumerate() {
+            let share = Share { rank, ranks }.of(len);
+            for start in share.clone().step_by(CHUNK) {
+                let chunk = start..share.end.min(start + CHUNK);
+                let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(meant);
+                if held.iter().all(|(kept, _)| wanted(kept).is_empty()) {
+                    file.seek_relative((chunk.len() * dtype.bytes()) as i64)?;
+                    continue;
+                }
+                bytes.resize(chunk.len() * dtype.bytes(), 0);
+                file.read_exact(&mut bytes).with_context(|| format!("cannot read {}", param.name()))?;
+                for (kept, tensor) in &held {
+                    let wanted = wanted(kept);
+                    if !wanted.is_empty() {
+                        let at = |element: usize| (element - chunk.start) * dtype.bytes();
+                        let to = tensor.slice(wanted.start - kept.start, wanted.len());
+                        store(to, dtype, &bytes[at(wanted.start)..at(wanted.end)], engine)?;
+                    }
+                }
             }
-        }
-        if param == Param::Wte {
-            from.seek_relative(((padded_vocab - vocab) * channels * dtype.bytes()) as i64)?;
         }
     }
     Ok(())

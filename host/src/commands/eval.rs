@@ -6,6 +6,7 @@ use crate::cli::count;
 use crate::data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use crate::engine::BatchLayout;
 use crate::evaluate::{self, multiple_choice};
+use crate::model::Undivided;
 use anyhow::{Result, ensure};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -67,7 +68,7 @@ pub fn run(args: &Eval) -> Result<()> {
     if let Some(loader) = loader {
         let batches = args.val_batches.unwrap_or(loader.batches_per_epoch());
         let mut data = Prefetch::start(loader, &*engine)?;
-        let loss = evaluate::loss(&model, &mut *engine, &mut data, batches)?;
+        let loss = evaluate::loss(&model, &mut *engine, &mut Undivided, &mut data, batches)?;
         let tokens = batches * b * t;
         writeln!(stdout(), "val loss {loss:.6} | perplexity {:.2} | {tokens} tokens", loss.exp())?;
     }

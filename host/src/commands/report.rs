@@ -6,8 +6,8 @@ use crate::engine::open::Precision;
 use crate::engine::{Engine, GeluFusion};
 use crate::gpu_info::GpuInfo;
 use crate::guards::{Limits, Skips};
-use crate::model::{Descriptor, Recompute};
-use crate::plan::Plan;
+use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
+use crate::plan::{Group, Plan};
 use crate::train::Outcome;
 use anyhow::Result;
 use std::path::Path;
@@ -115,6 +115,35 @@ impl Setup<'_> {
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]
     }
+}
+
+/// What each ZeRO stage takes of a GPU's memory, and how much less that is than stage 0: of the buffers that stages change.
+pub fn stages(descriptor: Descriptor, capacity: Capacity, chosen: u8, ranks: usize, engine: &mut dyn Engine) -> String {
+    let mut planned = |stage| {
+        let zero = Zero::new(stage, Share { rank: 0, ranks });
+        let (_, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
+        let groups = [Group::Parameters, Group::Gradients, Group::Optimizer].map(|group| plan.group_bytes(group));
+        (groups, plan.bytes())
+    };
+    let (_, undivided) = planned(0);
+    let mib = |bytes: i128| bytes as f64 / f64::from(1 << 20);
+    let head = format!(
+        "{:<22} {:>10} {:>10} {:>10} {:>10} {:>10}\n",
+        format!("ZeRO, {ranks} ranks"),
+        "parameters",
+        "gradients",
+        "optimizer",
+        "a GPU, MiB",
+        "saved"
+    );
+    let rows = (0..=3).map(|stage| {
+        let (groups, all) = planned(stage);
+        let [params, grads, state] = groups.map(|bytes| mib(bytes as i128));
+        let name = format!("  stage {stage}{}", if stage == chosen { ", this run" } else { "" });
+        let (total, saved) = (mib(all as i128), mib(undivided as i128 - all as i128));
+        format!("{name:<22} {params:>10.1} {grads:>10.1} {state:>10.1} {total:>10.1} {saved:>10.1}\n")
+    });
+    head + &rows.collect::<String>()
 }
 
 /// What a run would take, for one that is only planned; `free` where that is known.

@@ -5,9 +5,11 @@
 //!   lost one of them.
 //! * [`communicator`]: what they do together to tensors: over [`star`] in host memory, or by [`nccl`] between GPUs.
 //! * [`timed`]: how long an engine waits for that.
+//! * [`exchange`]: which tensors those are, and when, in a pass; [`crate::model::store`] says what of them each rank keeps.
 //! * [`ranks`]: all of that as the training loop has it, or nothing, in a run of one process.
 
 pub mod communicator;
+pub mod exchange;
 pub mod fault;
 pub mod launcher;
 mod nccl;
@@ -18,4 +20,5 @@ pub mod star;
 pub mod timed;
 pub mod watchdog;
 
+pub use exchange::{Exchange, Turns};
 pub use ranks::Ranks;

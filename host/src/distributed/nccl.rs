@@ -5,7 +5,7 @@ use super::star::{Reduction, Star};
 use super::watchdog::Device;
 use crate::engine::{Engine, OnDevice, Result};
 use crate::tensor::{DType, Tensor};
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use cuda_driver::{Event, Gpu, Stream};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
@@ -50,13 +50,38 @@ impl Nccl {
 
     fn reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
         let buffer = Buffer::<T>::new(address, len);
-        let reduction = match reduction {
-            Reduction::Sum => nccl_rs::Reduction::Sum,
-            Reduction::Mean => nccl_rs::Reduction::Mean,
-        };
         // SAFETY: the engine has checked that the tensor lies in its memory, which lasts until its stream has passed what it
         // was given; by the trait's contract nothing uses the tensor before `settle` has the engine's stream wait.
-        Ok(unsafe { self.communicator.all_reduce(buffer, buffer, reduction, &self.stream) }?)
+        Ok(unsafe { self.communicator.all_reduce(buffer, buffer, of(reduction), &self.stream) }?)
+    }
+
+    fn scatter<T: Element>(&self, whole: u64, part: u64, len: usize, reduction: Reduction) -> Result<()> {
+        let (whole, part) = (Buffer::<T>::new(whole, self.star.ranks * len), Buffer::new(part, len));
+        // SAFETY: as above.
+        Ok(unsafe { self.communicator.reduce_scatter(part, whole, of(reduction), &self.stream) }?)
+    }
+
+    fn gather<T: Element>(&self, whole: u64, part: u64, len: usize) -> Result<()> {
+        let (whole, part) = (Buffer::<T>::new(whole, self.star.ranks * len), Buffer::new(part, len));
+        // SAFETY: as above.
+        Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
+    }
+
+    /// Addresses of a whole and of a part, of which it has one for each rank.
+    fn begin_parts(&mut self, engine: &dyn Engine, whole: Tensor, part: Tensor) -> Result<(u64, u64)> {
+        let ranks = self.star.ranks;
+        ensure!(
+            whole.len == ranks * part.len && whole.dtype == part.dtype,
+            "{} {} in parts of {} {}, over {ranks} ranks",
+            whole.len,
+            whole.dtype.name(),
+            part.len,
+            part.dtype.name()
+        );
+        let Some(OnDevice { address, .. }) = engine.on_device(part)? else {
+            bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
+        };
+        Ok((self.begin(engine, whole)?, address))
     }
 
     fn send<T: Element>(&self, address: u64, len: usize) -> Result<()> {
@@ -72,6 +97,13 @@ impl Device for Monitor {
 
     fn abort(&self) {
         Self::abort(self);
+    }
+}
+
+const fn of(reduction: Reduction) -> nccl_rs::Reduction {
+    match reduction {
+        Reduction::Sum => nccl_rs::Reduction::Sum,
+        Reduction::Mean => nccl_rs::Reduction::Mean,
     }
 }
 
@@ -98,6 +130,29 @@ impl Communicator for Nccl {
         match tensor.dtype {
             DType::F32 | DType::I32 => self.send::<f32>(address, tensor.len),
             DType::Bf16 => self.send::<bf16>(address, tensor.len),
+        }
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        engine: &mut dyn Engine,
+        whole: Tensor,
+        part: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
+        let (from, to) = self.begin_parts(engine, whole, part)?;
+        match part.dtype {
+            DType::F32 => self.scatter::<f32>(from, to, part.len, reduction),
+            DType::Bf16 => self.scatter::<bf16>(from, to, part.len, reduction),
+            DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
+        }
+    }
+
+    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
+        let (to, from) = self.begin_parts(engine, whole, part)?;
+        match part.dtype {
+            DType::F32 | DType::I32 => self.gather::<f32>(to, from, part.len),
+            DType::Bf16 => self.gather::<bf16>(to, from, part.len),
         }
     }
 

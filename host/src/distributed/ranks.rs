@@ -137,6 +137,14 @@ impl Ranks {
         self.star().map_or(Ok(()), |star| star.sum(values))
     }
 
+    /// Every rank's bytes, in order, on rank 0; nothing on the others.
+    pub fn gather(&mut self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        match self.star() {
+            Some(star) => star.gather(&bytes),
+            None => Ok(vec![bytes]),
+        }
+    }
+
     /// What rank 0 says, on all.
     pub fn tell<T: Serialize + DeserializeOwned>(&mut self, what: T) -> Result<T> {
         let Some(star) = self.star() else { return Ok(what) };
@@ -155,6 +163,22 @@ impl Ranks {
     pub fn total(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
         self.doing("adding up losses");
         self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
+    }
+
+    /// `part` = this rank's part of the reduction of every rank's `whole`, after [`settle`](Self::settle).
+    pub fn reduce_scatter(
+        &mut self,
+        engine: &mut dyn Engine,
+        whole: Tensor,
+        part: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
+        self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, whole, part, reduction))
+    }
+
+    /// `whole` = every rank's `part`, one after another, after [`settle`](Self::settle).
+    pub fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
+        self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, whole, part))
     }
 
     /// Each of the tensors = rank 0's.

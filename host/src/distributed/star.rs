@@ -316,6 +316,35 @@ impl Star {
         })
     }
 
+    /// Every rank's bytes, of which each has as many, one after another.
+    pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
+        let mut all = vec![0; self.ranks * bytes.len()];
+        self.together(|star| {
+            let most = (PIECE_BYTES / star.ranks).max(1);
+            for (i, piece) in bytes.chunks(most).enumerate() {
+                let pieces = star.all_gather_piece(piece)?;
+                for (rank, piece) in pieces.chunks_exact(piece.len()).enumerate() {
+                    all[rank * bytes.len() + i * most..][..piece.len()].copy_from_slice(piece);
+                }
+            }
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    fn all_gather_piece(&mut self, piece: &[u8]) -> Result<Vec<u8>> {
+        if self.rank > 0 {
+            self.send(0, Call::Gather, piece)?;
+            return self.receive(0, Call::Gather, Some(self.ranks * piece.len()));
+        }
+        let mut pieces = piece.to_vec();
+        for link in 0..self.links.len() {
+            pieces.extend(self.receive(link, Call::Gather, Some(piece.len()))?);
+        }
+        (0..self.links.len()).try_for_each(|link| self.send(link, Call::Gather, &pieces))?;
+        Ok(pieces)
+    }
+
     /// A call of all ranks. What fails in it, rank 0 tells the others.
     fn together<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         let outcome = self.check().and_then(|()| call(self));
@@ -589,6 +618,20 @@ mod tests {
         {
             let all = if rank == 0 { vec![vec![0, 0], vec![1, 1], vec![2, 2]] } else { vec![] };
             assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], true, true, false));
+        }
+    }
+
+    #[test]
+    fn parts_of_all_ranks_make_the_whole_on_each() {
+        // Of more than a piece, and of none.
+        for n in [PIECE_BYTES / 3 + 5, 0] {
+            let byte = |rank: usize, i: usize| (7 * rank + i % 251) as u8;
+            let wholes = on_ranks(3, PATIENCE, |star| {
+                let part: Vec<u8> = (0..n).map(|i| byte(star.rank, i)).collect();
+                star.all_gather_bytes(&part).unwrap()
+            });
+            let expected: Vec<u8> = (0..3).flat_map(|rank| (0..n).map(move |i| byte(rank, i))).collect();
+            assert!(wholes.iter().all(|whole| *whole == expected), "{n}");
         }
     }
 

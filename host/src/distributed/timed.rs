@@ -79,6 +79,20 @@ impl Communicator for Timed {
         self.operation(engine, |inner, engine| inner.broadcast(engine, tensor))
     }
 
+    fn reduce_scatter(
+        &mut self,
+        engine: &mut dyn Engine,
+        whole: Tensor,
+        part: Tensor,
+        reduction: Reduction,
+    ) -> Result<()> {
+        self.operation(engine, |inner, engine| inner.reduce_scatter(engine, whole, part, reduction))
+    }
+
+    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
+        self.operation(engine, |inner, engine| inner.all_gather(engine, whole, part))
+    }
+
     fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.between_marks(engine, |inner, engine| inner.settle(engine))
     }

@@ -139,6 +139,8 @@ pub struct Scope {
     pub padded_vocab: usize,
     /// Elements of the parameter block.
     pub parameters: usize,
+    /// Tensors at most that a norm is taken over.
+    pub parts: usize,
     pub training: bool,
 }
 
@@ -502,6 +504,12 @@ pub trait Engine {
 
     /// norm (1) = L2 norm of grads, in a fixed order.
     fn global_norm(&mut self, norm: Tensor, grads: Tensor) -> Result<()>;
+
+    /// out (1) f32 = sum of the squares of all values, float, in a fixed order.
+    fn squared_sum(&mut self, out: Tensor, values: &[Tensor]) -> Result<()>;
+
+    /// out (1) = square root of value (1), f32.
+    fn square_root(&mut self, out: Tensor, value: Tensor) -> Result<()>;
 
     /// One AdamW step. `stats` (2): sum of the losses, norm of all gradients; nothing changes unless both are finite.
     fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()>;

@@ -2,7 +2,7 @@
 
 use crate::data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
 use crate::engine::{BatchLayout, Engine, HostBuffer, Ticket};
-use crate::model::Gpt2;
+use crate::model::{Gpt2, Layers, Undivided};
 use anyhow::Result;
 use std::collections::VecDeque;
 use std::fmt;
@@ -44,11 +44,25 @@ pub fn score(
     set: &MultipleChoice,
     range: Range<usize>,
 ) -> Result<Score> {
+    score_with(model, engine, &mut Undivided, planned, set, range, 0)
+}
+
+/// As [`score`], with a model whose parameters `layers` has, in as many as `at_least` forward passes.
+pub fn score_with(
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    layers: &mut dyn Layers,
+    planned: BatchLayout,
+    set: &MultipleChoice,
+    range: Range<usize>,
+    at_least: usize,
+) -> Result<Score> {
     set.check(model.descriptor.vocab, planned.t)?;
+    let more = at_least.saturating_sub(batches(set, range.clone(), planned));
     let examples = &set.examples()[range];
     let rows = COMPLETIONS * examples.len();
-    let t = examples.iter().map(Example::longest).max().unwrap_or(1).next_multiple_of(PADDING).min(planned.t);
-    let layout = BatchLayout { b: (planned.b * planned.t / t).min(rows).max(1), t };
+    let layout = layout_of(examples, planned);
+    let t = layout.t;
     let mut losses = Losses { examples, t, rows: Vec::with_capacity(rows) };
     let mut queued: VecDeque<Ticket> = VecDeque::new();
     let mut spare: Vec<HostBuffer> = Vec::new();
@@ -63,7 +77,7 @@ pub fn score(
         spare.extend(returned.filter(|buffer| buffer.len() >= layout.words()));
         let batch_losses = model.losses.slice(0, layout.b * t);
         engine.zero(batch_losses)?;
-        model.forward(engine, layout)?;
+        model.forward_with(engine, layout, layers)?;
         model.loss(engine, layout, None)?;
         queued.push_back(engine.read_later(batch_losses)?);
         if queued.len() > AHEAD
@@ -75,7 +89,24 @@ pub fn score(
     for ticket in queued {
         losses.take(&engine.wait(ticket)?.values);
     }
+    for _ in 0..more {
+        let mut words = engine.host_buffer(layout.words())?;
+        words.fill(0);
+        engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
+        model.forward_with(engine, layout, layers)?;
+    }
     Ok(losses.score())
+}
+
+/// Forward passes that [`score`] takes.
+pub fn batches(set: &MultipleChoice, range: Range<usize>, planned: BatchLayout) -> usize {
+    let examples = &set.examples()[range];
+    (COMPLETIONS * examples.len()).div_ceil(layout_of(examples, planned).b)
+}
+
+fn layout_of(examples: &[Example], planned: BatchLayout) -> BatchLayout {
+    let t = examples.iter().map(Example::longest).max().unwrap_or(1).next_multiple_of(PADDING).min(planned.t);
+    BatchLayout { b: (planned.b * planned.t / t).min(COMPLETIONS * examples.len()).max(1), t }
 }
 
 /// The example and completion of a row.

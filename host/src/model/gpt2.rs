@@ -14,11 +14,14 @@
 //! Logits, of which there are V for every token, never exist all at once: [`Gpt2::loss`] takes them in chunks of rows through
 //! one buffer, from the last norm's output to the gradients of that and of wte.
 
-use super::{Descriptor, Param, Params};
+use super::Descriptor;
+use super::params::{DecayRange, Param, Params, Unit};
+use super::store::{Layers, Store, Undivided, Zero};
 use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use gpu::noise;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -27,8 +30,11 @@ use std::ops::Range;
 pub struct Gpt2 {
     pub descriptor: Descriptor,
     pub layout: Params,
-    /// float, laid out by `layout`
+    /// What ranks divide among them.
+    pub zero: Zero,
+    /// float, laid out by `layout`; of what ranks divide as [`Store`] has it, as are gradients and optimizer state.
     pub params: Tensor,
+    pub(super) param_turns: Option<Tensor>,
     /// i32, as [`BatchLayout`] has it
     pub batch: Tensor,
     /// (B, T) f32, one loss per token, summed over micro-steps
@@ -47,11 +53,16 @@ pub struct Gpt2 {
 #[derive(Clone, Copy, Debug)]
 pub struct Training {
     pub grads: Tensor,
+    grad_turns: Option<Tensor>,
     pub m: Tensor,
     pub v: Tensor,
     pub master: Option<Tensor>,
     /// (2): sum of the step's losses and gradient norm, read together.
     pub stats: Tensor,
+    /// (1) f32: the squared norm of this rank's part of the gradients, where they are divided in the end.
+    pub squares: Option<Tensor>,
+    /// (largest layer or embeddings) f32: optimizer state of one unit while it is gathered.
+    pub gathered: Option<Tensor>,
     /// (Vp, C) f32: the gradient of wte while the chunks of a batch add to it, where gradients are not f32.
     dwte: Option<Tensor>,
     /// (B, T, C): gradient of the residual stream, which every layer adds to.
@@ -138,10 +149,99 @@ fn chunk_of(rows: usize, most: usize) -> usize {
     rows.div_ceil(chunks).next_multiple_of(CHUNK_MULTIPLE).min(most)
 }
 
+/// What a step's phases have in the same memory, one after another.
+struct Phases {
+    projected: Tensor,
+    logits: Tensor,
+    dwte: Option<Tensor>,
+    /// d residual and d wide.
+    backward: Option<[Tensor; 2]>,
+    gathered: Option<Tensor>,
+}
+
+impl Phases {
+    fn plan(plan: &mut Plan, capacity: Capacity, zero: Zero, layout: &Params, chunk: usize, float: DType) -> Self {
+        let Capacity { b, t, training, .. } = capacity;
+        let (vp, c) = Param::Wte.shape(layout.descriptor());
+        let f32 = DType::F32;
+        let (stream, wide, dwte) = ([b, t, c], [b, t, 4 * c], [vp, c]);
+        let backward = [("d residual", &stream[..], float), ("d wide", &wide[..], float)];
+        let backward = if training { &backward[..] } else { &[] };
+        let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
+        let backward_bytes = backward_bytes * float.bytes();
+        // In bf16 a sum over chunks would be rounded after each of them.
+        let dwte = (training && float != f32).then_some(("d wte", &dwte[..], f32));
+        let beside = dwte.map_or(0, |_| 4 * vp * c);
+        let free = backward_bytes.saturating_sub(beside) / (vp * float.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
+        let logits = [(b * t).min(chunk.max(free)), vp];
+        let head: Vec<_> = [("logits", &logits[..], float)].into_iter().chain(dwte).collect();
+        let forward = [("projected", &stream[..], float)];
+        // Between two steps, when nothing else is in that memory.
+        let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
+        let unit = [("one unit's optimizer state", &unit[..], f32)];
+        let unit = if training && zero.divides_optimizer() { &unit[..] } else { &[] };
+        let [forward, head, backward, unit] = plan.share(Group::Activations, [&forward, &head, backward, unit]);
+        Self {
+            projected: forward[0],
+            logits: head[0],
+            dwte: head.get(1).copied(),
+            backward: backward.try_into().ok(),
+            gathered: unit.first().copied(),
+        }
+    }
+}
+
+impl Training {
+    fn plan(
+        plan: &mut Plan,
+        zero: Zero,
+        layout: &Params,
+        (grads, grad_turns): (Tensor, Option<Tensor>),
+        dchannels: Tensor,
+        phases: &Phases,
+        master_weights: bool,
+        recompute: Recompute,
+    ) -> Option<Self> {
+        let [dresidual, dwide] = phases.backward?;
+        let f32 = DType::F32;
+        let mut state = |name| plan.add(Group::Optimizer, name, &[Store::elements_of_parts(layout)], f32);
+        let (m, v) = (state("m"), state("v"));
+        let master = master_weights.then(|| state("master"));
+        let stats = plan.add(Group::Workspace, "stats", &[2], f32);
+        let squares = zero.divides_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
+        let Phases { dwte, gathered, .. } = *phases;
+        Some(Self {
+            grads,
+            grad_turns,
+            m,
+            v,
+            master,
+            stats,
+            squares,
+            gathered,
+            dwte,
+            dresidual,
+            dchannels,
+            dwide,
+            recompute,
+        })
+    }
+}
+
 impl Gpt2 {
     /// Plans every buffer a run needs and returns the handles; nothing is allocated.
     pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> (Self, Plan) {
         Self::plan_in_chunks(descriptor, capacity, CHUNK, engine)
+    }
+
+    /// As [`plan`](Self::plan), for ranks that divide things among them.
+    pub fn plan_divided(
+        descriptor: Descriptor,
+        capacity: Capacity,
+        zero: Zero,
+        engine: &mut dyn Engine,
+    ) -> (Self, Plan) {
+        Self::plan_all(descriptor, capacity, zero, CHUNK, engine)
     }
 
     /// As [`plan`](Self::plan), with at most `chunk` rows of logits at a time, or as many as there is memory for anyway if
@@ -152,14 +252,26 @@ impl Gpt2 {
         chunk: usize,
         engine: &mut dyn Engine,
     ) -> (Self, Plan) {
-        let Capacity { b, t, training, master_weights, recompute } = capacity;
+        Self::plan_all(descriptor, capacity, Zero::NONE, chunk, engine)
+    }
+
+    fn plan_all(
+        descriptor: Descriptor,
+        capacity: Capacity,
+        zero: Zero,
+        chunk: usize,
+        engine: &mut dyn Engine,
+    ) -> (Self, Plan) {
+        let Capacity { b, t, training, recompute, .. } = capacity;
         let Descriptor { layers: l, heads, channels: c, .. } = descriptor;
         let vp = descriptor.padded_vocab();
-        let layout = Params::new(descriptor);
+        let layout = zero.layout(descriptor);
         let float = engine.float();
         let mut plan = Plan::new();
-        let params = plan.add(Group::Parameters, "params", &[layout.elements()], float);
-        let grads = training.then(|| plan.add(Group::Gradients, "grads", &[layout.elements()], float));
+        let (params, param_turns) =
+            Store::plan(&mut plan, Group::Parameters, "params", &layout, float, zero.divides_parameters());
+        let grads = training
+            .then(|| Store::plan(&mut plan, Group::Gradients, "grads", &layout, float, zero.divides_gradients()));
 
         let mut act = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
         // A forward pass alone reuses one layer's activations for all.
@@ -192,20 +304,7 @@ impl Gpt2 {
         let residual3 = act("residual3", &[streams, b, t, c], float);
         let losses = act("losses", &[b, t], f32);
         let dchannels = training.then(|| act("d channels", &[b, t, c], float));
-        let (stream, wide, dwte) = ([b, t, c], [b, t, 4 * c], [vp, c]);
-        let backward = [("d residual", &stream[..], float), ("d wide", &wide[..], float)];
-        let backward = if training { &backward[..] } else { &[] };
-        let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
-        let backward_bytes = backward_bytes * float.bytes();
-        // In bf16 a sum over chunks would be rounded after each of them.
-        let dwte = (training && float != f32).then_some(("d wte", &dwte[..], f32));
-        let beside = dwte.map_or(0, |_| 4 * vp * c);
-        let free = backward_bytes.saturating_sub(beside) / (vp * float.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
-        let logits = [bt.min(chunk.max(free)), vp];
-        let head: Vec<_> = [("logits", &logits[..], float)].into_iter().chain(dwte).collect();
-        let forward = [("projected", &stream[..], float)];
-        let [forward, head, backward] = plan.share(Group::Activations, [&forward, &head, backward]);
-        let (projected, logits, dwte) = (forward[0], head[0], head.get(1).copied());
+        let phases = Phases::plan(&mut plan, capacity, zero, &layout, chunk, float);
         let layers = (0..l)
             .map(|i| {
                 let k = i % kept;
@@ -223,37 +322,44 @@ impl Gpt2 {
             })
             .collect();
 
-        let training = grads.zip(dchannels).map(|(grads, dchannels)| {
-            let (dresidual, dwide) = (backward[0], backward[1]);
-            let mut state = |name| plan.add(Group::Optimizer, name, &[layout.elements()], f32);
-            let (m, v) = (state("m"), state("v"));
-            let master = (float != f32 && master_weights).then(|| state("master"));
-            let stats = plan.add(Group::Workspace, "stats", &[2], f32);
-            Training { grads, m, v, master, stats, dwte, dresidual, dchannels, dwide, recompute }
+        let training = grads.zip(dchannels).and_then(|(grads, dchannels)| {
+            let master_weights = float != f32 && capacity.master_weights;
+            Training::plan(&mut plan, zero, &layout, grads, dchannels, &phases, master_weights, recompute)
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
-        let training_scope = training.is_some();
-        engine.plan(
-            &mut plan,
-            &Scope {
-                b,
-                t,
-                channels: c,
-                heads,
-                padded_vocab: vp,
-                parameters: layout.elements(),
-                training: training_scope,
-            },
-        );
+        let scope = Scope {
+            b,
+            t,
+            channels: c,
+            heads,
+            padded_vocab: vp,
+            parameters: layout.elements(),
+            parts: if zero.divides_optimizer() { l + 1 } else { 1 },
+            training: training.is_some(),
+        };
+        engine.plan(&mut plan, &scope);
         debug_assert_eq!(losses.len, bt);
         let last_norm = lnf(0);
-        let model =
-            Self { descriptor, layout, params, batch, losses, logits, training, encoded, layers, last_norm, projected };
+        let model = Self {
+            descriptor,
+            layout,
+            zero,
+            params,
+            param_turns,
+            batch,
+            losses,
+            logits: phases.logits,
+            training,
+            encoded,
+            layers,
+            last_norm,
+            projected: phases.projected,
+        };
         (model, plan)
     }
 
     fn param(&self, param: Param, layer: usize) -> Tensor {
-        self.layout.of(self.params, param, layer)
+        self.param_store().tensor(param, layer)
     }
 
     fn norm_op(&self, norm: Norm, weight: Param, bias: Param, layer: usize, rows: usize) -> LayerNorm {
@@ -270,6 +376,12 @@ impl Gpt2 {
 
     /// The batch that was loaded with `layout`, which must fit the plan, up to the last norm.
     pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<()> {
+        ensure!(self.param_turns.is_none(), "ranks divide the parameters of this model: they must gather them");
+        self.forward_with(engine, layout, &mut Undivided)
+    }
+
+    /// As [`forward`](Self::forward), where `layers` has the parameters.
+    pub fn forward_with(&self, engine: &mut dyn Engine, layout: BatchLayout, layers: &mut dyn Layers) -> Result<()> {
         let Descriptor { channels: c, heads, .. } = self.descriptor;
         let rows = layout.b * layout.t;
         let shape = Heads { b: layout.b, t: layout.t, heads, head_size: self.descriptor.head_size() };
@@ -278,6 +390,8 @@ impl Gpt2 {
 
         let encoded = rows_of(self.encoded, c);
         engine.encoder_forward(encoded, self.batch, layout, self.param(Param::Wte, 0), self.param(Param::Wpe, 0), c)?;
+        let after = |layer: usize| (layer + 1 < self.layers.len()).then_some(layer + 1);
+        layers.parameters(engine, 0, after(0))?;
         engine.layernorm_forward(self.norm_op(self.layers[0].ln1, Param::Ln1w, Param::Ln1b, 0, rows), encoded)?;
         let mut residual = encoded;
         let projected = rows_of(self.projected, c);
@@ -309,11 +423,17 @@ impl Gpt2 {
                 linear(4 * c, c),
             )?;
             let next = match self.layers.get(l + 1) {
-                Some(next) => self.norm_op(next.ln1, Param::Ln1w, Param::Ln1b, l + 1, rows),
+                Some(next) => {
+                    layers.parameters(engine, l + 1, None)?;
+                    self.norm_op(next.ln1, Param::Ln1w, Param::Ln1b, l + 1, rows)
+                }
                 None => self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows),
             };
             let residual3 = rows_of(layer.residual3, c);
             engine.residual_layernorm_forward(next, residual3, residual2, projected)?;
+            if let Some(next) = after(l) {
+                layers.parameters(engine, next, after(next))?;
+            }
             residual = residual3;
         }
         Ok(())
@@ -345,7 +465,7 @@ impl Gpt2 {
         let vp = self.descriptor.padded_vocab();
         let (rows, targets) = (layout.b * layout.t, layout.tensor(self.batch, layout.targets()));
         let training = dloss.map(|_| self.training()).transpose()?;
-        let dwte = |training: &Training| self.layout.of(training.grads, Param::Wte, 0);
+        let dwte = |training: &Training| self.grad_store(training).tensor(Param::Wte, 0);
         if let Some(training) = training
             && let Some(sum) = training.dwte
         {
@@ -373,19 +493,25 @@ impl Gpt2 {
         self.training.as_ref().context("this model was planned for inference only")
     }
 
-    /// Adds the gradients of all parameters, from what [`loss`](Self::loss) left.
-    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
-        self.backward_by_parts(engine, layout, seed, &mut |_, _| Ok(()))
+    /// Where the gradients are.
+    pub fn grad_store<'a>(&'a self, training: &Training) -> Store<'a> {
+        Store::whole_or_turns(&self.layout, training.grads, training.grad_turns)
     }
 
-    /// As [`backward`](Self::backward); `done` is given each part of the gradients once the pass will not touch it again: the
-    /// layers from the last to the first, then the embeddings.
-    pub fn backward_by_parts(
+    /// Adds the gradients of all parameters, from what [`loss`](Self::loss) left.
+    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
+        ensure!(self.zero == Zero::NONE, "ranks divide what belongs to this model: they must reduce its gradients");
+        self.backward_with(engine, layout, seed, &mut Undivided)
+    }
+
+    /// As [`backward`](Self::backward), where `layers` has the parameters and is given the gradients: those of the layers from
+    /// the last to the first, then the embeddings'.
+    pub fn backward_with(
         &self,
         engine: &mut dyn Engine,
         layout: BatchLayout,
         seed: u32,
-        done: &mut dyn FnMut(&mut dyn Engine, Tensor) -> Result<()>,
+        layers: &mut dyn Layers,
     ) -> Result<()> {
         let training = self.training()?;
         let Descriptor { channels: c, heads, .. } = self.descriptor;
@@ -393,11 +519,16 @@ impl Gpt2 {
         let shape = Heads { b: layout.b, t: layout.t, heads, head_size: self.descriptor.head_size() };
         let linear = |c, oc| Linear { rows, c, oc };
         let rows_of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
-        let grad = |param, layer| self.layout.of(training.grads, param, layer);
-        let part = |elements: Range<usize>| training.grads.slice(elements.start, elements.len());
+        let grads = self.grad_store(training);
+        let grad = |param, layer| grads.tensor(param, layer);
+        let enter = |engine: &mut dyn Engine, layers: &mut dyn Layers, layer: usize| {
+            layers.parameters(engine, layer, layer.checked_sub(1))?;
+            layers.gradients(engine, layer)
+        };
         let dresidual = rows_of(training.dresidual, c);
         let dchannels = rows_of(training.dchannels, c);
 
+        enter(engine, layers, self.layers.len() - 1)?;
         let lnf = self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows);
         engine.zero(dresidual)?;
         let last = rows_of(self.layers[self.layers.len() - 1].residual3, c);
@@ -436,42 +567,67 @@ impl Gpt2 {
             let (dw, db) = (g(Param::Qkvw), Some(g(Param::Qkvb)));
             engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
             engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;
-            done(engine, part(self.layout.layer(l)))?;
+            layers.differentiated(engine, Unit::Layer(l))?;
+            if let Some(below) = l.checked_sub(1) {
+                enter(engine, layers, below)?;
+            }
         }
         engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)?;
-        done(engine, part(self.layout.embeddings()))
+        layers.differentiated(engine, Unit::Embeddings)
     }
 
     /// [`measure`](Self::measure)s and [`apply`](Self::apply)s.
     pub fn update(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
         self.measure(engine)?;
-        self.apply(engine, settings)
+        self.apply(engine, settings, &mut Undivided)
     }
 
-    /// Leaves the sum of `losses` in stats[0] and the gradients' norm in stats[1].
+    /// Leaves the sum of `losses` in stats[0] and the gradients' norm in stats[1]; where ranks divide them, the square of their
+    /// norm, of this rank's part, in `squares`: once it is summed over the ranks, [`take_root`](Self::take_root) goes on.
     pub fn measure(&self, engine: &mut dyn Engine) -> Result<()> {
         let training = self.training()?;
         engine.sum(training.stats.slice(0, 1), self.losses)?;
-        engine.global_norm(training.stats.slice(1, 1), training.grads)
+        match training.squares {
+            Some(squares) => engine.squared_sum(squares, &self.grad_store(training).all_own()),
+            None => engine.global_norm(training.stats.slice(1, 1), training.grads),
+        }
     }
 
-    /// Clips the measured norm and applies AdamW; `settings.weight_decay` to matrices and embeddings only. Nothing changes
-    /// unless what was measured is finite.
-    pub fn apply(&self, engine: &mut dyn Engine, settings: &AdamW) -> Result<()> {
+    /// Leaves the root of `squares`, if there are some, in stats[1].
+    pub fn take_root(&self, engine: &mut dyn Engine) -> Result<()> {
         let training = self.training()?;
-        for range in self.layout.decay_ranges() {
-            let of = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
-            let optimized = Optimized {
-                params: of(self.params),
-                grads: of(training.grads),
-                m: of(training.m),
-                v: of(training.v),
-                master: training.master.map(of),
-            };
-            let weight_decay = if range.decayed { settings.weight_decay } else { 0.0 };
-            // Each range has a seed of its own, or elements of equal index would be rounded alike.
-            let seed = settings.seed.wrapping_add(range.elements.start as u32);
-            engine.adamw(optimized, training.stats, &AdamW { weight_decay, seed, ..*settings })?;
+        training.squares.map_or(Ok(()), |squares| engine.square_root(training.stats.slice(1, 1), squares))
+    }
+
+    /// Clips the measured norm and applies AdamW to this rank's part, a unit at a time, of which `layers` is told;
+    /// `settings.weight_decay` to matrices and embeddings only. Nothing changes unless what was measured is finite.
+    pub fn apply(&self, engine: &mut dyn Engine, settings: &AdamW, layers: &mut dyn Layers) -> Result<()> {
+        let training = self.training()?;
+        let (params, grads) = (self.param_store(), self.grad_store(training));
+        let state = |tensor| self.state_store(tensor);
+        let ranges = self.layout.decay_ranges();
+        for (i, range) in ranges.iter().enumerate() {
+            let DecayRange { unit, number, decayed, .. } = *range;
+            let (own, all) = (self.layout.own(unit), &range.elements);
+            let elements = all.start.max(own.start)..all.end.min(own.end);
+            if !elements.is_empty() {
+                let of = |store: Store| store.at(unit, elements.clone());
+                let optimized = Optimized {
+                    params: of(params),
+                    grads: of(grads),
+                    m: of(state(training.m)),
+                    v: of(state(training.v)),
+                    master: training.master.map(|master| of(state(master))),
+                };
+                let weight_decay = if decayed { settings.weight_decay } else { 0.0 };
+                // Each range has a seed of its own, or elements of equal index would be rounded alike.
+                let seed = settings.seed.wrapping_add(number as u32);
+                let seed = noise::seed_from(seed, elements.start - all.start);
+                engine.adamw(optimized, training.stats, &AdamW { weight_decay, seed, ..*settings })?;
+            }
+            if ranges.get(i + 1).is_none_or(|next| next.unit != unit) {
+                layers.updated(engine, unit)?;
+            }
         }
         Ok(())
     }

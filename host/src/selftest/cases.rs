@@ -139,7 +139,7 @@ fn i32(operand: Operand) -> Operand {
 }
 
 fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Scope {
-    Scope { b, t, channels, heads, padded_vocab, parameters, training: true }
+    Scope { b, t, channels, heads, padded_vocab, parameters, parts: 1, training: true }
 }
 
 fn case(

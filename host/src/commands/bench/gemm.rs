@@ -94,7 +94,7 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
     let (biases, dbias) = (add("bias", oc), add("dbias", oc));
     let (channels, padded_vocab) = (c.min(oc), c.max(oc));
-    let scope = Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, training: true };
+    let scope = Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, parts: 1, training: true };
     engine.plan(&mut plan, &scope);
     engine.allocate(&plan)?;
     let tuning = engine.tune(true, &mut |engine| {

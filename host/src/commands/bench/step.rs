@@ -4,11 +4,11 @@ use super::table::{Column, Json, Spread, Table};
 use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::commands::train::{Launch, together};
-use crate::distributed::Ranks;
 use crate::distributed::preflight::{self, Facts};
+use crate::distributed::{Exchange, Ranks, Turns};
 use crate::engine::{AdamW, BatchLayout, Engine, Interval, Result};
 use crate::fit;
-use crate::model::{Capacity, Descriptor, Gpt2, Recompute};
+use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
 use crate::train::initialise;
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -32,6 +32,9 @@ pub struct Step {
     /// As of `train`
     #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>)]
     recompute: Recompute,
+    /// As of `train`
+    #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: u8,
     /// Steps that are timed, after three that are not
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
@@ -72,7 +75,8 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let layout = BatchLayout { b: options.batch, t: options.seq };
     let recompute = options.recompute;
     let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute };
-    let (model, plan) = fit::plan(descriptor, capacity, engine)?;
+    let zero = Zero::new(options.zero_stage, Share { rank: ranks.rank(), ranks: ranks.count() });
+    let (model, plan) = fit::plan_divided(descriptor, capacity, zero, engine)?;
     engine.allocate(&plan)?;
     options.agree(ranks, engine.on_device(model.params)?.is_some().then_some(gpu))?;
     ranks.join(engine, model.params)?;
@@ -89,7 +93,8 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     engine.load_batch(model.batch, layout, words)?;
     ranks.begin();
 
-    let mut bench = StepBench { engine, model: &model, layout, grad_accum: options.grad_accum, step: 0 };
+    let mut bench =
+        StepBench { engine, model: &model, layout, grad_accum: options.grad_accum, step: 0, turns: Turns::default() };
     for _ in 0..3 {
         bench.timed_step(ranks)?;
     }
@@ -113,6 +118,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     table.note("step_ms", [step.median, step.least, step.most].map(|seconds| 1e3 * seconds));
     table.note("tokens_per_second", tokens / step.median);
     table.note("ranks", count);
+    table.note("zero_stage", zero.stage());
     if let Some(waiting) = &waiting {
         table.note("waiting_ms", waiting.each.iter().map(|seconds| 1e3 * seconds).collect::<Vec<_>>());
         table.note("waits", waiting.places);
@@ -146,6 +152,7 @@ impl Step {
             "seq": self.seq,
             "grad-accum": self.grad_accum,
             "recompute": self.recompute,
+            "zero-stage": self.zero_stage,
             "steps": self.steps,
         });
         let Value::Object(settings) = settings else { unreachable!("written as an object above") };
@@ -191,27 +198,26 @@ struct StepBench<'a> {
     layout: BatchLayout,
     grad_accum: usize,
     step: u32,
+    turns: Turns,
 }
 
 impl StepBench<'_> {
     /// One optimizer step as `train` does it, queued; every micro-batch is the one that was loaded.
     fn step(&mut self, ranks: &mut Ranks) -> Result<()> {
-        let Self { engine, model, layout, grad_accum, .. } = self;
+        let Self { engine, model, layout, grad_accum, turns, .. } = self;
         let training = model.training.context("planned for training")?;
         self.step += 1;
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
+        let dloss = model.zero.dloss(layout.b * layout.t * *grad_accum);
         for micro_step in 1..=*grad_accum {
-            model.forward(*engine, *layout)?;
-            model.loss(*engine, *layout, Some(1.0 / (layout.b * layout.t * *grad_accum) as f32))?;
-            if micro_step < *grad_accum {
-                model.backward(*engine, *layout, self.step)?;
-            } else {
-                let average = &mut |engine: &mut dyn Engine, part| ranks.average(engine, part);
-                model.backward_by_parts(*engine, *layout, self.step, average)?;
-            }
+            let exchange = &mut Exchange { model, ranks, turns, last: micro_step == *grad_accum };
+            model.forward_with(*engine, *layout, exchange)?;
+            model.loss(*engine, *layout, Some(dloss))?;
+            model.backward_with(*engine, *layout, self.step, exchange)?;
         }
-        ranks.settle(*engine)?;
+        let mut exchange = Exchange { model, ranks, turns, last: true };
+        exchange.settle(*engine)?;
         let adamw = AdamW {
             learning_rate: 1e-4,
             beta1: 0.9,
@@ -222,10 +228,8 @@ impl StepBench<'_> {
             clip: 1.0,
             seed: self.step,
         };
-        model.measure(*engine)?;
-        ranks.total(*engine, training.stats.slice(0, 1))?;
-        ranks.settle(*engine)?;
-        model.apply(*engine, &adamw)
+        exchange.measure(*engine)?;
+        exchange.apply(*engine, &adamw)
     }
 
     /// Its seconds on the engine's clock. All ranks begin together.

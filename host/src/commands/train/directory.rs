@@ -4,7 +4,6 @@ use super::Options;
 use crate::checkpoint::directory::{Locked, Retention, done_steps, remove_unfinished};
 use crate::checkpoint::resume::{self, Found};
 use crate::checkpoint::sidecar::Identity;
-use crate::checkpoint::state::Rank;
 use crate::checkpoint::writer::Checkpoints;
 use crate::config::Config;
 use crate::log::Log;
@@ -22,7 +21,7 @@ impl OutDirectory {
     /// Finds the checkpoint to go on from, if `--resume` asks for it. Nothing is made or changed.
     pub fn look(path: &Path, options: &Options) -> Result<Self> {
         let locked = path.exists().then(|| Locked::open(path)).transpose()?;
-        let found = if options.resume { resume::newest(path, Rank::ONLY)? } else { Found::default() };
+        let found = if options.resume { resume::newest(path)? } else { Found::default() };
         if !options.resume {
             let newest = done_steps(path)?.pop();
             ensure!(

@@ -8,10 +8,11 @@ pub mod together;
 pub use options::{Launch, Options};
 
 use super::PROGRAM;
-use super::report::{Setup, planned, summary};
+use super::report::{Setup, planned, stages, summary};
 use crate::checkpoint::model::ModelFile;
 use crate::checkpoint::resume::{Checkpoint, Found};
 use crate::checkpoint::sidecar::Identity;
+use crate::checkpoint::writer::Checkpoints;
 use crate::checkpoint::{RunState, fingerprint};
 use crate::config::Config;
 use crate::console::Console;
@@ -21,7 +22,8 @@ use crate::engine::Engine;
 use crate::engine::open::Device;
 use crate::fit;
 use crate::gpu_info::GpuInfo;
-use crate::model::{Capacity, Gpt2};
+use crate::model::{Capacity, Descriptor, Gpt2, Share, Zero};
+use crate::plan::Plan;
 use crate::schedule::Schedule;
 use crate::signals::Stop;
 use crate::tokenizer::Tokenizer;
@@ -76,8 +78,8 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.compare(&identity, descriptor, args.force_resume)?);
     }
-    let (model, plan) = fit::plan(descriptor, capacity(&config), engine)?;
-    console.line(&format!("\n{plan}\n"))?;
+    let zero = Zero::new(config.zero_stage, Share { rank: ranks.rank(), ranks: ranks.count() });
+    let (model, plan) = plan(&config, descriptor, zero, ranks.count(), engine, &console)?;
     if args.dry_run {
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.memory_free()?) };
@@ -98,28 +100,26 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(text) = together::tune_together(ranks, &model, engine, train.layout())? {
         console.line(&text)?;
     }
-    let newest = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
+    let newest = ranks.tell(checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
     let state = match checkpoint {
         Some(checkpoint) => {
             checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
         }
         None => RunState::fresh(train.position()),
     };
-    if newest.is_none() && ranks.is_first() {
-        first_weights(weights, &model, engine, config.seed)?;
-    }
+    fill(newest, weights, &model, engine, ranks, &config)?;
     let state = together::share(ranks, &model, engine, state, &mut train)?;
-    for note in notes {
-        console.line(&format!("note: {note}"))?;
-    }
+    tell_of_start(&console, &notes, state.step, config.steps)?;
     let evaluated = state.progress.evaluated;
-    let (log, mut checkpoints) = out.map(|out| out.open(&config, identity, newest, evaluated)).transpose()?.unzip();
+    let (log, mut checkpoints) = match (out, &config.out) {
+        (Some(out), _) => Some(out.open(&config, identity, newest, evaluated)?).unzip(),
+        (None, Some(out)) if zero.divides_optimizer() => {
+            (None, Some(Checkpoints::of_another_rank(out.clone(), identity, newest)))
+        }
+        _ => (None, None),
+    };
     if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
         checkpoints.prepare(&model, engine, &state)?;
-    }
-    if state.step > 0 {
-        let step = state.step;
-        console.line(&format!("going on after {step} of {} steps\n", config.steps))?;
     }
     let kept_by_this = config.out.clone().filter(|_| ranks.is_first());
     let mut run = Run {
@@ -139,6 +139,27 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     };
     let outcome = run.train()?;
     tell_how_it_went(&run.console, &outcome, &config, started.elapsed())
+}
+
+/// Plans the memory and tells of it.
+fn plan(
+    config: &Config,
+    descriptor: Descriptor,
+    zero: Zero,
+    ranks: usize,
+    engine: &mut dyn Engine,
+    console: &Console,
+) -> Result<(Gpt2, Plan)> {
+    let of_stages = |engine: &mut dyn Engine| stages(descriptor, capacity(config), zero.stage(), ranks, engine);
+    let stages = if ranks > 1 { of_stages(engine) } else { String::new() };
+    let (model, plan) = fit::plan_divided(descriptor, capacity(config), zero, engine)?;
+    console.line(&format!("\n{plan}\n{stages}"))?;
+    Ok((model, plan))
+}
+
+fn tell_of_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {
+    notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
+    if step > 0 { console.line(&format!("going on after {step} of {steps} steps\n")) } else { Ok(()) }
 }
 
 fn tell_how_it_went(console: &Console, outcome: &Outcome, config: &Config, wall: Duration) -> Result<()> {
@@ -163,11 +184,22 @@ fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
     GpuInfo::open(gpu)
 }
 
-/// From a file, or from the seed.
-fn first_weights(file: Option<ModelFile>, model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()> {
-    match file {
-        Some(file) => file.load(model, engine),
-        None => initialise(model, engine, seed),
+/// Gives the model its first weights, from a file or from the seed, or on ranks other than the first, their part of the
+/// checkpoint of step `newest`: what each rank does not get from the first.
+fn fill(
+    newest: Option<usize>,
+    file: Option<ModelFile>,
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    ranks: &Ranks,
+    config: &Config,
+) -> Result<()> {
+    let divided = model.zero.divides_optimizer();
+    match (newest, file) {
+        (Some(step), _) if divided && !ranks.is_first() => together::load_part(config, step, model, engine),
+        (None, Some(file)) if divided || ranks.is_first() => file.load(model, engine),
+        (None, None) if divided || ranks.is_first() => initialise(model, engine, config.seed),
+        _ => Ok(()),
     }
 }
 

@@ -160,6 +160,10 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = every, allow_hyphen_values = true, help_heading = "While it runs")]
     pub gpu_info_every: usize,
 
+    /// What ranks divide among them: 0 nothing, 1 the optimizer's state, 2 the layers' gradients too, 3 the layers' parameters too
+    #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3), help_heading = "Several processes")]
+    pub zero_stage: u8,
+
     /// Compare parameters and optimizer over the ranks every N steps; 0: never
     #[arg(long, value_name = "N", default_value = "0", value_parser = every, allow_hyphen_values = true, help_heading = "Several processes")]
     pub check_ranks: usize,

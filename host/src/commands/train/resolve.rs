@@ -157,6 +157,7 @@ impl Resolved {
             checkpoint_every: options.checkpoint_every.unwrap_or(steps),
             gpu_info_every: options.gpu_info_every,
             check_ranks: options.check_ranks,
+            zero_stage: options.zero_stage,
             recompute: options.recompute,
             master_weights: options.master_weights,
             keep: options.keep,

@@ -2,8 +2,10 @@
 
 use super::options::{Launch, Options};
 use crate::atomic::create_directory;
+use crate::checkpoint::resume::Checkpoint;
 use crate::checkpoint::sidecar::Identity;
 use crate::checkpoint::{Progress, RunState};
+use crate::config::Config;
 use crate::console::Console;
 use crate::data::Loader;
 use crate::distributed::launcher::{self, Flags};
@@ -14,7 +16,7 @@ use crate::engine::{BatchLayout, Engine};
 use crate::model::Gpt2;
 use crate::rng::XorShift;
 use crate::train::tune;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -93,7 +95,8 @@ struct Standing {
     progress: Progress,
 }
 
-/// Where the run stands, on all ranks: rank 0 knows it as `state`; the tensors of the model and the optimizer are its.
+/// Where the run stands, on all ranks: rank 0 knows it as `state`; the tensors of the model and the optimizer are its, unless
+/// each has its own part.
 pub fn share(
     ranks: &mut Ranks,
     model: &Gpt2,
@@ -104,7 +107,9 @@ pub fn share(
     let tensors = [Some(model.params), model.training.map(|t| t.m), model.training.map(|t| t.v)];
     let master = model.training.and_then(|training| training.master);
     let tensors: Vec<_> = tensors.into_iter().chain([master]).flatten().collect();
-    ranks.share(engine, &tensors)?;
+    if !model.zero.divides_optimizer() {
+        ranks.share(engine, &tensors)?;
+    }
     let RunState { step, rounding, rounding_before_update, progress, .. } = state;
     let standing =
         Standing { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
@@ -119,4 +124,12 @@ pub fn share(
         data: loader.position(),
         progress,
     })
+}
+
+/// Fills what a rank other than the first keeps of the checkpoint of `step`, which the first has checked.
+pub fn load_part(config: &Config, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+    let out = config.out.as_deref().context("there is no --out to go on from")?;
+    let every = "each rank reads its part of the checkpoint: --out must be a directory that all hosts share";
+    let mut checkpoint = Checkpoint::open_checked(out, step).context(every)?;
+    checkpoint.load_tensors(model, engine, &mut Vec::new())
 }

@@ -32,3 +32,17 @@ pub(super) fn global_norm(arena: &mut Arena, norm: Tensor, grads: Tensor) -> Res
     norm[0] = total(grads, |x| x * x).sqrt() as f32;
     Ok(())
 }
+
+pub(super) fn squared_sum(arena: &mut Arena, out: Tensor, values: &[Tensor]) -> Result<()> {
+    let totals = values.iter().map(|tensor| Ok(total(arena.get(*tensor)?, |x| x * x)));
+    let sum: f64 = totals.sum::<Result<f64>>()?;
+    let [out] = arena.split("squared_sum", [("out", out, 1)])?;
+    out[0] = sum as f32;
+    Ok(())
+}
+
+pub(super) fn square_root(arena: &mut Arena, out: Tensor, value: Tensor) -> Result<()> {
+    let [out, value] = arena.split("square_root", [("out", out, 1), ("value", value, 1)])?;
+    out[0] = value[0].sqrt();
+    Ok(())
+}

@@ -304,6 +304,14 @@ impl Engine for Cpu {
         global_norm::global_norm(&mut self.arena, norm, grads)
     }
 
+    fn squared_sum(&mut self, out: Tensor, values: &[Tensor]) -> Result<()> {
+        global_norm::squared_sum(&mut self.arena, out, values)
+    }
+
+    fn square_root(&mut self, out: Tensor, value: Tensor) -> Result<()> {
+        global_norm::square_root(&mut self.arena, out, value)
+    }
+
     fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
         adamw::adamw(&mut self.arena, range, stats, settings)
     }

@@ -192,7 +192,7 @@ proptest! {
         let qkv = bench.normal(b * t * 3 * c);
         let (out, dout, lse) = (bench.normal(b * t * c), bench.normal(b * t * c), bench.normal(b * heads * t));
         let dqkv = bench.normal(b * t * 3 * c);
-        let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, training: true };
+        let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, parts: 1, training: true };
         bench.engine.plan(&mut bench.plan, &scope);
         bench.ready();
         let shape = Heads { b, t, heads, head_size };

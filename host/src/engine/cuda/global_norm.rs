@@ -7,7 +7,7 @@ use gpu::global_norm;
 
 /// f32 elements of scratch.
 pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
-    global_norm::squared_sum_grid::<T>(scope.parameters, multiprocessors) as usize
+    scope.parts * global_norm::squared_sum_grid::<T>(scope.parameters, multiprocessors) as usize
 }
 
 pub(super) fn sum<T: Float>(cuda: &mut Cuda<T>, out: Tensor, values: Tensor) -> Result<()> {
@@ -17,13 +17,35 @@ pub(super) fn sum<T: Float>(cuda: &mut Cuda<T>, out: Tensor, values: Tensor) -> 
 }
 
 pub(super) fn global_norm<T: Float>(cuda: &mut Cuda<T>, norm: Tensor, grads: Tensor) -> Result<()> {
-    let n = grads.len;
-    let blocks = global_norm::squared_sum_grid::<T>(n, cuda.executor.multiprocessors());
-    let scratch = cuda.scratch(blocks as usize)?;
-    let partials = cuda.output("scratch", scratch, blocks as usize)?;
-    let launch = global_norm::squared_sum::<T>(partials, cuda.input("grads", grads, n)?, n as u64);
-    cuda.launch(&launch, [blocks, 1, 1], shared_bytes(global_norm::shared))?;
-    let partials = cuda.input("scratch", scratch, blocks as usize)?;
-    let launch = global_norm::norm(cuda.output("norm", norm, 1)?, partials, u64::from(blocks));
+    let partials = partials(cuda, &[grads])?;
+    root(cuda, norm, partials)
+}
+
+pub(super) fn squared_sum<T: Float>(cuda: &mut Cuda<T>, out: Tensor, values: &[Tensor]) -> Result<()> {
+    let partials = partials(cuda, values)?;
+    sum(cuda, out, partials)
+}
+
+/// out (1) = square root of the sum of `values`.
+pub(super) fn root<T: Float>(cuda: &mut Cuda<T>, out: Tensor, values: Tensor) -> Result<()> {
+    let n = values.len;
+    let launch = global_norm::norm(cuda.output("norm", out, 1)?, cuda.input("partials", values, n)?, n as u64);
     cuda.launch(&launch, [1, 1, 1], shared_bytes(global_norm::shared))
+}
+
+/// Each block's sum of squares of each of the tensors, in scratch.
+fn partials<T: Float>(cuda: &mut Cuda<T>, values: &[Tensor]) -> Result<Tensor> {
+    let grid = |n| global_norm::squared_sum_grid::<T>(n, cuda.executor.multiprocessors());
+    let grids: Vec<u32> = values.iter().map(|tensor| grid(tensor.len)).collect();
+    let all = grids.iter().sum::<u32>() as usize;
+    let scratch = cuda.scratch(all)?.slice(0, all);
+    let mut first = 0;
+    for (values, blocks) in values.iter().zip(grids) {
+        let n = values.len;
+        let partials = cuda.output("scratch", scratch.slice(first, blocks as usize), blocks as usize)?;
+        let launch = global_norm::squared_sum::<T>(partials, cuda.input("grads", *values, n)?, n as u64);
+        cuda.launch(&launch, [blocks, 1, 1], shared_bytes(global_norm::shared))?;
+        first += blocks as usize;
+    }
+    Ok(scratch)
 }

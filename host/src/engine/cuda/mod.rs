@@ -515,6 +515,14 @@ impl<T: Float> Engine for Cuda<T> {
         global_norm::global_norm(self, norm, grads)
     }
 
+    fn squared_sum(&mut self, out: Tensor, values: &[Tensor]) -> Result<()> {
+        global_norm::squared_sum(self, out, values)
+    }
+
+    fn square_root(&mut self, out: Tensor, value: Tensor) -> Result<()> {
+        global_norm::root(self, out, value)
+    }
+
     fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
         adamw::adamw(self, range, stats, settings)
     }
