@@ -3,8 +3,8 @@
 
     llmc_checkpoint.py DIRECTORY
 
-Three runs of a model with L=2, NH=2, C=8, maxT=8, V=60: DIRECTORY/bf16 and DIRECTORY/fp32 with master weights, and
-DIRECTORY/bf16_without_masters. The loader of the bf16 runs shuffles three shards of 41, 70 and 55 tokens (B=2, T=4,
+Four runs of a model with L=2, NH=2, C=8, maxT=8, V=60: DIRECTORY/bf16 and DIRECTORY/fp32 with master weights,
+DIRECTORY/bf16_without_masters, and DIRECTORY/two_ranks, which is DIRECTORY/bf16 of two GPUs with ZeRO-1. The loader of the bf16 runs shuffles three shards of 41, 70 and 55 tokens (B=2, T=4,
 seed 42) and has read nine batches. Values are `value(tensor, i)`, i counted over all tensors in the order of the file.
 """
 
@@ -33,6 +33,19 @@ def floats(tensor, truncate=False):
     if truncate:  # bf16 is the upper half of a float
         return b"".join(struct.pack("<f", x)[2:] for x in values)
     return struct.pack(f"<{n}f", *values)
+
+
+def part(tensor, rank, ranks):
+    """Of each tensor of each layer one of equal parts."""
+    c, l = CHANNELS, LAYERS
+    layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c]
+    sizes = [PADDED * c, MAX_T * c] + [n for n in layer for _ in range(l)] + [c, c]
+    values, parts, at = floats(tensor), [], 0
+    for n in sizes:
+        first = at + rank * n // ranks
+        parts.append(values[4 * first : 4 * (first + n // ranks)])
+        at += n
+    return b"".join(parts)
 
 
 def header(words):
@@ -89,7 +102,7 @@ class Loader:
         return order(self.shards) + order(self.samples) + self.rng.pack()
 
 
-def write(directory, bf16, masters, shuffle):
+def write(directory, bf16, masters, shuffle, ranks=1):
     directory.mkdir(parents=True, exist_ok=True)
     model = header({0: 20240326, 1: 5 if bf16 else 3, 2: MAX_T, 3: VOCAB, 4: LAYERS, 5: HEADS, 6: CHANNELS, 7: PADDED})
     body = floats(PARAMS, truncate=bf16)
@@ -102,13 +115,14 @@ def write(directory, bf16, masters, shuffle):
     halves = {}
     for at, wide in {20: ROUNDING, 22: ROUNDING_BEFORE_UPDATE, 30: shard, 32: sample}.items():
         halves[at], halves[at + 1] = struct.unpack("<2i", struct.pack("<Q", wide))
-    flags = {0: 20240527, 1: 1, 2: 1, 3: 0, 4: int(masters), 5: int(shuffle), 10: STEP}
-    state = header(flags | halves) + floats(M) + floats(V)
-    if masters:  # an fp32 run's are its weights
-        state += floats(MASTERS if bf16 else PARAMS)
-    if shuffle:
-        state += loader.pack()
-    (directory / f"state_{STEP:08}_00000.bin").write_bytes(state)
+    for rank in range(ranks):
+        flags = {0: 20240527, 1: 1, 2: ranks, 3: rank, 4: int(masters), 5: int(shuffle), 10: STEP}
+        state = header(flags | halves) + part(M, rank, ranks) + part(V, rank, ranks)
+        if masters:  # an fp32 run's are its weights
+            state += part(MASTERS if bf16 else PARAMS, rank, ranks)
+        if shuffle:
+            state += loader.pack()
+        (directory / f"state_{STEP:08}_{rank:05}.bin").write_bytes(state)
     (directory / f"DONE_{STEP:08}").write_bytes(b"")
 
 
@@ -117,3 +131,4 @@ if __name__ == "__main__":
     write(out / "bf16", bf16=True, masters=True, shuffle=True)
     write(out / "bf16_without_masters", bf16=True, masters=False, shuffle=True)
     write(out / "fp32", bf16=False, masters=True, shuffle=False)
+    write(out / "two_ranks", bf16=True, masters=True, shuffle=True, ranks=2)

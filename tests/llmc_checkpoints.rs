@@ -115,6 +115,22 @@ fn every_value_is_where_llm_c_puts_it() {
 }
 
 #[test]
+fn the_parts_of_two_gpus_are_put_together() {
+    let mut loaded = Loaded::new("two_ranks", emulated(Precision::Bf16, false), true);
+    let (model, training) = (loaded.model.clone(), loaded.model.training.unwrap());
+    loaded.assert_holds(model.params, |i| truncated(value(Values::Params, i)));
+    loaded.assert_holds(training.m, |i| value(Values::M, i));
+    loaded.assert_holds(training.v, |i| value(Values::V, i));
+    loaded.assert_holds(training.master.unwrap(), |i| value(Values::Masters, i));
+    assert_eq!(loaded.state.step, STEP);
+    assert!(loaded.notes[1].starts_with("the run was shared out to 2, is to 1"), "{:?}", loaded.notes);
+    // Each has half of what one alone has.
+    let size =
+        |name: &str, rank| fs::metadata(directory(name).join(format!("state_00000009_0000{rank}.bin"))).unwrap().len();
+    assert!(size("two_ranks", 0) == size("two_ranks", 1) && size("two_ranks", 0) < size("bf16", 0) * 3 / 5);
+}
+
+#[test]
 fn precision_may_change_on_the_way() {
     // From master weights, which are more exact than the bf16 ones.
     let mut loaded = Loaded::new("bf16", Box::new(Cpu::new()), true);
