@@ -245,6 +245,7 @@ impl Checkpoints {
                 }
             }),
         };
+        ranks.doing("writing a checkpoint");
         let all = ranks.gather(serde_json::to_vec(&own)?)?;
         if let Some(tell) = self.first.as_mut().and_then(|first| first.others.take()) {
             let told = all.iter().skip(1).enumerate().map(|(i, bytes)| {

@@ -173,11 +173,13 @@ impl Ranks {
         part: Tensor,
         reduction: Reduction,
     ) -> Result<()> {
+        self.doing("adding up gradients");
         self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, whole, part, reduction))
     }
 
     /// `whole` = every rank's `part`, one after another, after [`settle`](Self::settle).
     pub fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
+        self.doing("gathering what ranks divide");
         self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, whole, part))
     }
 
