@@ -51,7 +51,7 @@ pub fn model() -> Vec<Case> {
         cases.push(head_backward(shape));
     }
     for (b, t, heads, head_size) in
-        [(1, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
+        [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
     {
         let shape = Heads { b, t, heads, head_size };
         cases.extend([attention_forward(shape), attention_backward(shape)]);

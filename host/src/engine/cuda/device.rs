@@ -102,7 +102,7 @@ impl Device {
             if options.precision == Precision::Bf16 { "bf16" } else { "fp32" }
         );
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
-        let algorithms = Cache::of(&gpu)?;
+        let algorithms = Cache::of(&gpu, choice.architecture())?;
         let matmuls = Matmuls::new(Handle::new(&gpu)?)?;
         let stream = Stream::new(&gpu)?;
         let clock = Clock::start(&gpu, &stream)?;
@@ -176,7 +176,8 @@ impl Device {
             Products::Cublaslt => false,
             Products::Rust => true,
         };
-        if !wanted {
+        // What was decided on with the kernels for sm_90a is known to a run with those for sm_80 as well.
+        if !wanted || self.tensor_maps.is_none() {
             return Ok(None);
         }
         let product = KernelProduct::required(problem, operands)?;

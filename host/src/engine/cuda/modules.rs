@@ -17,10 +17,14 @@ pub enum Choice<'a> {
 }
 
 impl Choice<'_> {
+    pub fn architecture(&self) -> &'static str {
+        let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
+        module.arch
+    }
+
     /// Whether this has Hopper's own instructions: TMA, wgmma.
     pub fn is_hopper(&self) -> bool {
-        let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
-        module.arch == "sm_90a"
+        self.architecture() == "sm_90a"
     }
 
     pub fn image(&self) -> &[u8] {
@@ -51,7 +55,8 @@ pub fn embedded() -> Result<&'static [Module]> {
 }
 
 /// The newest architecture that the GPU can run, or the `wanted` one. A cubin runs on its own major version from its minor version on, PTX on
-/// everything newer, and what is built for an "a" architecture on exactly that one.
+/// everything newer, and what is built for an "a" architecture on exactly that one, as a cubin only: the compiler of driver 580
+/// makes gradients of attention out of its PTX that are wrong (docs/performance.md, What was tried).
 pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
@@ -62,7 +67,7 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
     let runs = |module: &&Module| {
         Architecture::of(module).is_some_and(|arch| {
             if arch.exact {
-                (arch.major, arch.minor) == (major, minor)
+                (arch.major, arch.minor) == (major, minor) && module.cubin.is_some()
             } else {
                 (arch.major, arch.minor) <= (major, minor)
             }
@@ -74,9 +79,14 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
         let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
         let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
         format!(
-            "{} has compute capability {major}.{minor}{asked}; this program has kernels for {}",
+            "{} has compute capability {major}.{minor}{asked}; this program has kernels for {}{}",
             info.name,
-            have.join(", ")
+            have.join(", "),
+            if modules.iter().any(|module| module.cubin.is_none()) {
+                ", not all of them as machine code, which those for sm_90a must be: scripts/setup installs ptxas, then build again"
+            } else {
+                ""
+            }
         )
     })?;
     Ok(match module.cubin {
@@ -143,7 +153,9 @@ mod tests {
             assert_eq!(select(&both, &gpu(capability), None).unwrap().to_string(), expected, "{capability:?}");
         }
         let without_cubins = [module("sm_80", None), module("sm_90a", None)];
-        assert_eq!(select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string(), "sm_90a PTX");
+        assert_eq!(select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string(), "sm_80 PTX");
+        let text = select(&without_cubins, &gpu((9, 0)), Some("sm_90a")).unwrap_err().to_string();
+        assert!(text.contains("--kernels sm_90a was asked for") && text.contains("scripts/setup"), "{text}");
         assert_eq!(select(&both, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
         let text = select(&both, &gpu((8, 0)), Some("sm_90a")).unwrap_err().to_string();
         assert!(

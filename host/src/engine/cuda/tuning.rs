@@ -1,5 +1,5 @@
-//! The matrix products' algorithms that were found fastest, kept between runs: one file for each GPU model, driver and
-//! version of cuBLASLt in the user's cache directory.
+//! The matrix products' algorithms that were found fastest, kept between runs: one file for each GPU model, architecture
+//! of the kernels, driver and version of cuBLASLt in the user's cache directory.
 
 use crate::atomic;
 use crate::engine::{Choice, Result};
@@ -13,18 +13,18 @@ use std::io::Write;
 use std::path::PathBuf;
 
 pub struct Cache {
-    /// GPU model and versions that what is known is valid for.
+    /// GPU model, the kernels' architecture and versions that what is known is valid for.
     machine: String,
     /// `None` where the user has no cache directory.
     path: Option<PathBuf>,
 }
 
 impl Cache {
-    pub fn of(gpu: &Gpu) -> Result<Self> {
+    pub fn of(gpu: &Gpu, architecture: &str) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
         let (major, minor) = cuda_driver::driver_version()?;
         let name = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-        let machine = format!("{name}-driver-{major}.{minor}-cublaslt-{library}");
+        let machine = format!("{name}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
         let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(format!("{machine}.json")));
         Ok(Self { machine, path })
     }
