@@ -22,7 +22,6 @@ extern "C" fn not_found() -> u32 {
 
 /// The one function that is more than a jump: cust's `CudaError::to_string` panics where it fails, so it never does.
 #[unsafe(no_mangle)]
-#[allow(non_snake_case)]
 unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32 {
     type ErrorString = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
     // SAFETY: the slot holds the driver's cuGetErrorString or a stand-in that reads no argument.
@@ -39,14 +38,13 @@ unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u3
 
 macro_rules! late_bound {
     ($($name:ident)*) => {
-        #[allow(non_upper_case_globals)]
+        #[expect(non_upper_case_globals, reason = "the driver's names")]
         mod slot {
             use super::{Slot, not_initialized};
             pub static ERROR_STRING: Slot = Slot::new(not_initialized as *mut _);
             $(pub static $name: Slot = Slot::new(not_initialized as *mut _);)*
         }
 
-        #[allow(non_snake_case)]
         mod jump {
             $(
                 #[unsafe(no_mangle)]

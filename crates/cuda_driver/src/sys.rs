@@ -1,6 +1,5 @@
 //! The driver calls this crate makes itself. They return the bare code: `cust`'s `CUresult` is an enum of CUDA 11.4's
 //! codes, and a newer driver's code would not be a value of it.
-#![allow(non_snake_case, clippy::missing_safety_doc)]
 
 use std::ffi::{c_char, c_int, c_void};
 

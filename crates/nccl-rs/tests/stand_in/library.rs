@@ -1,6 +1,6 @@
 // A CUDA driver and an NCCL in one library. Device memory is host memory, ranks are threads of one process, and what a call
 // does it does on a thread, later: until then the communicator is in progress.
-#![allow(non_snake_case)]
+#![expect(non_snake_case, reason = "NCCL's names")]
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};

@@ -1,0 +1,310 @@
+//! Processes that train together, and what they leave: checkpoints of any ranks and stage.
+
+use crate::threads::{PATIENCE, close, distance, numbers};
+use crate::world::{World, free_place, program, said};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+#[test]
+fn processes_train_together_and_go_on_from_a_checkpoint() {
+    let world = World::new();
+    for (ranks, out) in [(2, "two"), (4, "four")] {
+        for (rank, output) in world.ranks(ranks, out, out, &[]).iter().enumerate() {
+            let (printed, errors) = said(output);
+            assert!(output.status.success() && errors.is_empty(), "rank {rank}: {printed}{errors}");
+            assert_eq!(printed.is_empty(), rank > 0, "only rank 0 prints: {printed}");
+            let log = fs::read_to_string(world.path(out).join(format!("rank-{rank}.log")));
+            assert_eq!(log.is_ok(), rank > 0);
+            let told = if rank == 0 { printed } else { log.unwrap() };
+            assert!(told.contains(&format!("{ranks} ranks, connected by TCP")), "{told}");
+            assert!(told.contains("step    8/8 | loss"), "{told}");
+        }
+    }
+    // A run that is taken up again: from the first checkpoint on, all is as it was.
+    let whole = world.path("two");
+    let resumed = world.path("resumed");
+    fs::create_dir(&resumed).unwrap();
+    for name in [
+        "model_00000004.bin",
+        "state_00000004_00000.bin",
+        "run_00000004.json",
+        "DONE_00000004",
+        "main.log",
+        "main.jsonl",
+    ] {
+        fs::copy(whole.join(name), resumed.join(name)).unwrap();
+    }
+    for output in world.ranks(2, "resumed", "resumed", &["--resume"]) {
+        assert!(output.status.success(), "{:?}", said(&output));
+    }
+    for name in ["model_00000008.bin", "state_00000008_00000.bin", "main.log"] {
+        assert!(fs::read(whole.join(name)).unwrap() == fs::read(resumed.join(name)).unwrap(), "{name} differs");
+    }
+    // On another number of ranks it goes on, too.
+    for (ranks, steps) in [(4, "10"), (1, "12")] {
+        for output in world.ranks(ranks, "more", "two", &["--resume", "--steps", steps, "--force-resume"]) {
+            assert!(output.status.success(), "{:?}", said(&output));
+        }
+        assert_eq!(numbers(&whole, "loss").len().to_string(), steps);
+    }
+    // Ranks are compared after each step; that is no time of the step.
+    assert!(numbers(&whole, "ms").iter().all(|&ms| ms > 0.01), "{:?}", numbers(&whole, "ms"));
+    let losses = numbers(&whole, "loss");
+    assert!(losses[11] < losses[0], "{losses:?}");
+}
+
+/// llm.c's state file of a rank, read by nothing of the program: (ranks, rank, masters, step), and its f32 after the header.
+fn state_file(path: &Path) -> ([i32; 4], Vec<f32>) {
+    let bytes = fs::read(path).unwrap();
+    let word = |i: usize| i32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().unwrap());
+    assert_eq!((word(0), word(1)), (20240527, 1));
+    let floats = bytes[1024..].chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    ([word(2), word(3), word(4), word(10)], floats)
+}
+
+/// Lengths of llm.c's tensors of a layer in the order of its files, and how many layers have one.
+fn llmc_tensors(vp: usize, t: usize, c: usize, l: usize) -> [(usize, usize); 16] {
+    let layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c].map(|n| (n, l));
+    let mut all = [(vp * c, 1); 16];
+    all[1] = (t * c, 1);
+    all[2..14].copy_from_slice(&layer);
+    all[14..].fill((c, 1));
+    all
+}
+
+/// m, v and masters of all ranks, put together as llm.c's ranks divide them: each tensor of each layer into parts one after
+/// another, the last ones shorter where they do not divide (which llm.c refuses).
+fn joined(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
+    let names = (0..ranks).map(|rank| out.join(format!("state_{step:08}_{rank:05}.bin")));
+    let files: Vec<_> = names.map(|name| state_file(&name)).collect();
+    for (rank, (header, _)) in files.iter().enumerate() {
+        assert_eq!(*header, [ranks as i32, rank as i32, 1, step as i32]);
+    }
+    let (mut at, mut all) = (vec![0; ranks], Vec::new());
+    for _ in ["m", "v", "masters"] {
+        for (n, layers) in tensors {
+            for _ in 0..*layers {
+                let part = n.div_ceil(ranks);
+                for (rank, (_, values)) in files.iter().enumerate() {
+                    let len = (*n).min((rank + 1) * part) - (*n).min(rank * part);
+                    all.extend(&values[at[rank]..at[rank] + len]);
+                    at[rank] += len;
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Of tests/data/tiny.bin.
+fn tiny_tensors() -> Vec<(usize, usize)> {
+    let word = |i: usize| i32::from_le_bytes(include_bytes!("../data/tiny.bin")[4 * i..4 * i + 4].try_into().unwrap());
+    let [t, l, c, vp] = [2, 4, 6, 7].map(|i| word(i) as usize);
+    llmc_tensors(vp, t, c, l).to_vec()
+}
+
+fn succeed(outputs: &[Output], what: &str) -> String {
+    for (rank, output) in outputs.iter().enumerate() {
+        assert!(output.status.success(), "{what}, rank {rank}: {:?}", said(output));
+    }
+    said(&outputs[0]).0
+}
+
+#[test]
+fn state_files_of_ranks_that_divide_are_llm_cs() {
+    let world = World::new();
+    // 5 do not divide the tensors.
+    for (ranks, total) in [(2, "128"), (3, "96"), (5, "160")] {
+        let total = ["--total-batch", total];
+        let names: Vec<String> = (0..=3).map(|stage| format!("{ranks}_{stage}")).collect();
+        for (stage, out) in names.iter().enumerate() {
+            let stage = stage.to_string();
+            let more = [&total[..], &["--zero-stage", &stage]].concat();
+            let printed = succeed(&world.ranks(ranks, out, out, &more), out);
+            // What each stage takes and saves.
+            let row = |stage| {
+                let row = printed.lines().find(|line| line.starts_with(&format!("  stage {stage}"))).unwrap();
+                row.split_whitespace().rev().take(5).map(|cell| cell.parse::<f64>().unwrap()).collect::<Vec<_>>()
+            };
+            assert!(printed.contains(&format!("  stage {stage}, this run ")), "{printed}");
+            assert!(row(1)[2] <= row(0)[2] / ranks as f64 + 0.1 && row(1)[0] > 0.0 && row(0)[0] == 0.0, "{printed}");
+        }
+        let undivided = joined(&world.path(&names[0]), 8, 1, &tiny_tensors());
+        for out in &names[1..] {
+            let divided = joined(&world.path(out), 8, ranks, &tiny_tensors());
+            assert!(divided.len() == undivided.len() && distance(&divided, &undivided) < 1e-4, "{out}");
+            let model = |out: &str| fs::read(world.path(out).join("model_00000008.bin")).unwrap();
+            let [got, expected] = [model(out), model(&names[0])].map(|bytes| {
+                bytes[1024..].chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>()
+            });
+            assert!(distance(&got, &expected) < 1e-4, "{out}");
+            // Weights of f32 are their own masters: those of the state files are the model file's.
+            assert!(divided[2 * got.len()..][..got.len()] == got, "{out}");
+        }
+    }
+}
+
+/// Copies what there is of the checkpoint of a step into a new directory, from which a run can go on.
+fn only_step(world: &World, from: &str, step: usize, to: &str) {
+    fs::create_dir(world.path(to)).unwrap();
+    for entry in fs::read_dir(world.path(from)).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.contains(&format!("_{step:08}")) || name.starts_with("main") {
+            fs::copy(world.path(from).join(&name), world.path(to).join(&name)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
+    let world = World::new();
+    // A total batch that 1, 2, 3 and 4 ranks divide.
+    let run = |ranks: usize, stage: &str, out: &str, more: &[&str]| {
+        let more = [&["--total-batch", "384", "--zero-stage", stage][..], more].concat();
+        succeed(&world.ranks(ranks, out, out, &more), out)
+    };
+    let start = |ranks: usize, stage: &str| {
+        let out = format!("from_{ranks}_{stage}");
+        run(ranks, stage, &out, &[]);
+        out
+    };
+    for (from, from_stage, to, to_stage) in
+        [(4, "1", 2, "1"), (2, "2", 3, "2"), (1, "0", 4, "1"), (2, "1", 2, "3"), (3, "3", 2, "0"), (3, "3", 1, "0")]
+    {
+        let what = format!("{from} ranks, stage {from_stage} to {to}, stage {to_stage}");
+        let first = format!("from_{from}_{from_stage}");
+        if !world.path(&first).exists() {
+            start(from, from_stage);
+        }
+        // On to the end, and for comparison as ranks that divide nothing.
+        let [end, plain] = [to_stage, "0"].map(|stage| {
+            let out = format!("{first}_to_{to}_{stage}");
+            if !world.path(&out).exists() {
+                only_step(&world, &first, 4, &out);
+                let printed = run(to, stage, &out, &["--resume"]);
+                assert!(printed.contains("going on after 4 of 8 steps"), "{printed}");
+            }
+            out
+        });
+        let ranks_of = |stage: &str| if stage == "0" { 1 } else { to };
+        let got = joined(&world.path(&end), 8, ranks_of(to_stage), &tiny_tensors());
+        let expected = joined(&world.path(&plain), 8, 1, &tiny_tensors());
+        assert!(distance(&got, &expected) < 1e-4, "{what}");
+        let losses = [&end, &plain].map(|out| numbers(&world.path(out), "loss"));
+        assert_eq!(losses[0].len(), 8, "{what}");
+        close(&losses[0], &losses[1], &what);
+    }
+}
+
+#[test]
+fn divided_runs_go_on_bit_for_bit() {
+    let world = World::new();
+    for (ranks, stage) in [(2, "1"), (3, "3")] {
+        let out = format!("whole_{stage}");
+        let more = ["--total-batch", if ranks == 2 { "128" } else { "96" }, "--zero-stage", stage];
+        succeed(&world.ranks(ranks, &out, &out, &more), &out);
+        let resumed = format!("resumed_{stage}");
+        only_step(&world, &out, 4, &resumed);
+        succeed(&world.ranks(ranks, &resumed, &resumed, &[&more[..], &["--resume"]].concat()), &resumed);
+        let states = (0..ranks).map(|rank| format!("state_00000008_{rank:05}.bin"));
+        for name in states.chain(["model_00000008.bin".to_owned(), "main.log".to_owned()]) {
+            let [whole, again] = [&out, &resumed].map(|out| fs::read(world.path(out).join(&name)).unwrap());
+            assert!(whole == again, "{name} of stage {stage} differs");
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_leaves_whole_checkpoints_only() {
+    let world = World::new();
+    let more = ["--total-batch", "96", "--zero-stage", "2", "--checkpoint-every", "1", "--steps", "12"];
+    succeed(&world.ranks(3, "whole", "whole", &more), "whole");
+    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed in part", "killed", &more)).collect();
+    let deadline = Instant::now() + PATIENCE;
+    while !world.path("killed/DONE_00000003").exists() {
+        assert!(Instant::now() < deadline, "the run does not begin");
+        thread::sleep(Duration::from_millis(1));
+    }
+    children[1].kill().unwrap();
+    for child in children {
+        assert!(!child.wait_with_output().unwrap().status.success(), "a run of which a rank is gone");
+    }
+    succeed(&world.ranks(3, "again", "killed", &[&more[..], &["--resume"]].concat()), "again");
+    for name in ["model_00000012.bin", "state_00000012_00000.bin", "state_00000012_00002.bin", "main.log"] {
+        let [whole, again] = ["whole", "killed"].map(|out| fs::read(world.path(out).join(name)).unwrap());
+        assert!(whole == again, "{name} differs");
+    }
+    // A part of another rank that is damaged makes a checkpoint one that is not whole.
+    let part = world.path("killed/state_00000012_00002.bin");
+    let mut bytes = fs::read(&part).unwrap();
+    bytes[2000] ^= 1;
+    fs::write(&part, bytes).unwrap();
+    let printed = succeed(&world.ranks(3, "damaged", "killed", &[&more[..], &["--resume"]].concat()), "damaged");
+    assert!(printed.contains("state_00000012_00002.bin is damaged") && printed.contains("after 11 of 12"), "{printed}");
+}
+
+#[test]
+fn a_rank_that_cannot_write_its_part_is_named_and_the_run_goes_on() {
+    let world = World::new();
+    let elsewhere = tempfile::tempdir().unwrap();
+    for name in ["train_0.bin", "train_1.bin", "val_0.bin", "tiny.bin"] {
+        fs::copy(world.path(name), elsewhere.path().join(name)).unwrap();
+    }
+    let place = free_place();
+    let start = |rank: &str| {
+        let more = ["--rank", rank, "--world-size", "2", "--rendezvous", &place, "--zero-stage", "1"];
+        let mut command = world.command(program(), "out", &more);
+        if rank == "1" {
+            command.current_dir(elsewhere.path());
+        }
+        command.spawn().unwrap()
+    };
+    let outputs = ["0", "1"].map(start).map(|child| child.wait_with_output().unwrap());
+    let (printed, message) = said(&outputs[0]);
+    let why = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
+    assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {why}")), "{printed}");
+    assert!(
+        printed.contains("step    8/8 | loss") && message.contains("the last checkpoint, of step 8, is not"),
+        "{message}"
+    );
+}
+
+#[test]
+fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
+    let world = World::new();
+    let set = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.bin");
+    let small = ["train", "--device", "cpu", "--layers", "3", "--heads", "1", "--channels", "32", "--batch", "1"];
+    // Bytes are tokens in the text that comes with the program, so that texts can be written.
+    let texts = ["--seq", "32", "--steps", "2", "--sample-every", "1", "--sample-length", "12", "--val-batches", "2"];
+    // Ranks have 3, 2 and 2 of the examples.
+    let scores = ["--seq", "64", "--steps", "2", "--train", "train_*.bin", "--val", "val_*.bin", "--val-every", "1"];
+    let scores = [&scores[..], &["--hellaswag", set.to_str().unwrap(), "--hellaswag-examples", "7"]].concat();
+    let run = |ranks: usize, stage: &str, more: &[&str]| {
+        let place = free_place();
+        let start = |rank: usize| {
+            let mut command = Command::new(program());
+            command.current_dir(world.dir.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            command.args(small).args(more).args(["--zero-stage", stage, "--rendezvous", &place]);
+            command.args(["--rank", &rank.to_string(), "--world-size", &ranks.to_string()]).spawn().unwrap()
+        };
+        let children: Vec<_> = (0..ranks).map(start).collect();
+        let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        succeed(&outputs, stage)
+    };
+    let [undivided, divided] = ["0", "3"].map(|stage| {
+        let printed = run(2, stage, &texts);
+        let texts =
+            printed.split("generating:\n---\n").skip(1).map(|text| text.split("\n---").next().unwrap().to_owned());
+        let texts: Vec<_> = texts.collect();
+        assert_eq!(texts.len(), 2, "{printed}");
+        let printed = run(3, stage, &scores);
+        let scores: Vec<_> =
+            printed.lines().filter(|line| line.starts_with("HellaSwag: ")).map(str::to_owned).collect();
+        assert_eq!(scores.len(), 2, "{printed}");
+        (texts, scores)
+    });
+    assert_eq!(undivided, divided);
+}

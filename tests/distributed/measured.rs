@@ -1,0 +1,92 @@
+//! What ranks cost each other.
+
+use crate::world::{UNFIT, World, free_place, program, said, script};
+use std::fs;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+#[test]
+fn what_ranks_cost_each_other_is_measured() {
+    let world = World::new();
+    let json = world.path("step.json");
+    let steps = |ranks: &str| {
+        let mut bench = world.bare(&script("several_gpus"));
+        bench.arg(ranks).arg(program()).args("bench step --device cpu -e d6 -b 1 -t 16 -a 2 -x 3 --json".split(' '));
+        let output = bench.arg(&json).output().unwrap();
+        let (printed, errors) = said(&output);
+        assert!(output.status.success(), "{printed}{errors}");
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+        (printed, json)
+    };
+    let (printed, alone) = steps("1");
+    assert!(printed.starts_with("a step: ") && printed.lines().count() == 1, "{printed}");
+    assert!(alone["waiting_ms"].is_null());
+    let (printed, two) = steps("2");
+    // Six layers, the embeddings and the loss, each of which the CPU waits for at once; and twice for all so far.
+    assert_eq!((&two["ranks"], &two["waits"]), (&2.into(), &10.into()));
+    let step = two["step_ms"][0].as_f64().unwrap();
+    let waiting = two["waiting_ms"].as_array().unwrap();
+    assert_eq!(waiting.len(), 2);
+    assert!(waiting.iter().all(|ms| ms.as_f64().unwrap() > 0.05 * step), "{two}");
+    assert!(printed.contains("2 ranks, connected by TCP") && printed.contains("in 10 places"), "{printed}");
+    let tokens = two["tokens_per_second"].as_f64().unwrap() * step / 1e3;
+    assert!((tokens - 64.0).abs() < 1e-6, "{tokens}");
+    assert!(two["alone_step_ms"].as_f64().unwrap() > 0.0);
+    // What is measured is compared.
+    let place = free_place();
+    let rank = |rank: &str, t: &str| {
+        let mut bench = world.bare(program());
+        bench.args("bench step --device cpu -e d6 -b 1 --world-size 2".split(' '));
+        bench.args(["-t", t, "--rank", rank, "--rendezvous", &place]).spawn().unwrap()
+    };
+    let outputs = [rank("0", "16"), rank("1", "32")].map(|child| child.wait_with_output().unwrap());
+    let errors = said(&outputs[0]).1;
+    assert!(errors.contains("has --seq 32, rank 0 has 16") && outputs[1].status.code() == Some(UNFIT), "{errors}");
+}
+
+/// `scripts/scaling`, on the CPU.
+#[test]
+fn scaling_is_told_in_one_table_within_its_time() {
+    if Command::new("python3").arg("--version").output().is_err() {
+        println!("no python3");
+        return;
+    }
+    let world = World::new();
+    let words = |i: usize| ["the quick brown fox ", "jumps over ", "a lazy dog.\n"][i * i % 7 % 3];
+    fs::write(world.path("text.txt"), (0..2000).map(words).collect::<String>()).unwrap();
+    let scaling = |more: &str| {
+        let mut scaling = world.bare(&script("scaling"));
+        scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
+        scaling.args("--tokens 32 --agree-steps 3 --copies 2 --json scaling.json".split(' ')).args(more.split(' '));
+        let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
+        let json = fs::read(world.path("scaling.json")).unwrap();
+        (output.status.code(), said(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
+    };
+    let (code, printed, json) = scaling("--steps 2 weak agree");
+    assert_eq!(code, Some(0), "{printed}");
+    let [one, two] = [&json["runs"][0], &json["runs"][1]];
+    let number = |run: &serde_json::Value, key: &str| run[key].as_f64().unwrap();
+    assert_eq!(
+        (&one["gpus"], &one["tokens"], &two["gpus"], &two["tokens"]),
+        (&1.into(), &32.into(), &2.into(), &64.into())
+    );
+    let share = number(two, "tokens_per_second") / number(one, "tokens_per_second") / 2.0 * 100.0;
+    assert!((number(two, "percent") - share).abs() < 1e-6 && number(two, "start_seconds") > 0.0, "{json}");
+    assert!(printed.contains("\n| weak | d6 | 2 | 2 | 64 | "), "{printed}");
+    let agree = &json["agree"];
+    assert!(
+        agree["losses"]["2"].as_array().unwrap().len() == 3 && number(agree, "largest_difference") < 1e-4,
+        "{json}"
+    );
+    // What may not differ at all does.
+    let (code, printed, _) = scaling("--agree-within -1 agree");
+    assert!(code == Some(1) && printed.contains("WRONG: losses of different world sizes differ by 0.0"), "{printed}");
+    let begun = Instant::now();
+    let (code, printed, _) = scaling("--steps 100000 --limit 8 strong");
+    assert!(code == Some(1) && printed.contains("WRONG: strong did not fit into 8 s"), "{printed}");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+    // Nobody is left.
+    let here =
+        |process: fs::DirEntry| fs::read_link(process.path().join("cwd")).is_ok_and(|cwd| cwd == world.dir.path());
+    assert!(!fs::read_dir("/proc").unwrap().flatten().any(here));
+}
