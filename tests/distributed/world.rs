@@ -131,7 +131,9 @@ pub const LONG: [&str; 8] = ["--steps", "400", "--checkpoint-every", "50", "--va
 impl World {
     /// A launcher's script with arguments of its own, then the program with its.
     pub fn script(&self, name: &str, first: &[&str], out: &str, more: &[&str]) -> Command {
-        let mut command = self.bare(&script(name));
+        // A shell cannot take back that SIGINT was ignored when it began, as by whoever started these tests in the background.
+        let mut command = self.bare(Path::new("env"));
+        command.arg("--default-signal=INT").arg(script(name));
         command.args(first).arg(program()).args(Self::arguments(out, more));
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
         command
