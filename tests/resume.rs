@@ -1,6 +1,7 @@
 //! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
 
 use host::checkpoint::resume::newest;
+use host::checkpoint::sidecar::Sidecar;
 use host::data::tokens;
 use host::rng::XorShift;
 use std::fs;
@@ -196,6 +197,7 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
         &["--weight-decay was 0.1, is 0.0", "--seed was 42, is 1", "--schedule was cosine, is wsd"],
     );
     world.fail("run", &["--resume", "--steps", "7"], &["--steps was 6, is 7"]);
+    refuse(&["--shuffle", "0"], &["--shuffle was true, is false"]);
     refuse(&["--train", "train_[01].bin"], &["training data was 3 files with", "is 2 files with"]);
     refuse(&["--val", "train_1.bin"], &["validation data was val_0.bin", "is train_1.bin"]);
     world.fail("run", &resume(&["--model", "d6"]), &["2 layers", "6 layers", "step 6"]);
@@ -216,6 +218,69 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
     fs::remove_file(world.path("train_00.bin")).unwrap();
     let printed = world.succeed("run", &["--resume", "--force-resume", "--steps", "12", "--lr", "0.001"]);
     assert!(printed.contains("the training data begins anew") && printed.contains("step   12/12"), "{printed}");
+}
+
+/// An epoch is 14 steps, 4, 7 and 3 of its shards, which have odd ends.
+#[test]
+fn a_run_in_order_goes_on_in_order() {
+    let world = World::new();
+    let in_order = ["--shuffle", "0", "--keep", "0"];
+    world.succeed("run", &in_order);
+    let out = world.path("run");
+    let whole = Kept::of(&out, 40);
+    let resume = |more: &[&'static str]| [&in_order[..], &["--resume"], more].concat();
+    let forget_from = |step: usize| {
+        for name in entries(&out) {
+            let of = name.split(['_', '.']).find_map(|part| part.parse::<usize>().ok());
+            if of.is_some_and(|of| of >= step) {
+                fs::remove_file(out.join(name)).unwrap();
+            }
+        }
+    };
+    for step in [39, 30, 18, 12, 3] {
+        forget_from(step + 1);
+        let printed = world.succeed("run", &resume(&[]));
+        assert!(printed.contains(&format!("going on after {step} of 40 steps")), "{printed}");
+        Kept::of(&out, 40).assert_equals(&whole, &format!("after step {step}"));
+    }
+    // With other batches it reads the same, if not to the last bit.
+    forget_from(31);
+    world.succeed("run", &resume(&["--batch", "4", "--force-resume"]));
+    let losses = |kept: &Kept| kept.records.iter().filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>();
+    let (got, expected) = (losses(&Kept::of(&out, 40)), losses(&whole));
+    assert!(got.len() == 40 && got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4), "{got:?} {expected:?}");
+}
+
+#[test]
+fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
+    let world = World::new();
+    world.succeed("run", &["--steps", "3"]);
+    let path = world.path("run/run_00000003.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let run: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut sidecar: Sidecar = serde_json::from_value(run["run"].clone()).unwrap();
+    assert_eq!(sidecar.identity.config.remove("shuffle"), Some(true.into()));
+    let mut bytes = Vec::new();
+    sidecar.write(&mut bytes).unwrap();
+    fs::write(&path, bytes).unwrap();
+    let printed = world.succeed("run", &["--resume", "--steps", "3"]);
+    assert!(printed.contains("going on after 3 of 3 steps") && !printed.contains("--shuffle"), "{printed}");
+    let in_order = ["--resume", "--steps", "3", "--shuffle", "0"];
+    world.fail("run", &in_order, &["--shuffle was true, is false", "--force-resume"]);
+    // llm.c leaves no sidecar.
+    fs::remove_file(&path).unwrap();
+    world.fail("run", &in_order, &["the data position is of data shuffled, this is to be data in order (--shuffle)"]);
+    let forced = ["--resume", "--steps", "6", "--shuffle", "0", "--force-resume", "--lr", "0"];
+    world.succeed("run", &forced);
+    // After as many tokens as have been trained on.
+    let losses = |out: &str| {
+        let text = fs::read_to_string(world.path(out).join("main.jsonl")).unwrap();
+        let records = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        records.filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>()
+    };
+    fs::rename(world.path("run/model_00000003.bin"), world.path("three.bin")).unwrap();
+    world.succeed("order", &["--model", "three.bin", "--shuffle", "0", "--steps", "6", "--lr", "0"]);
+    assert_eq!(losses("run")[3..], losses("order")[3..]);
 }
 
 /// A run's directory with whole checkpoints of steps 39 and 40, the files of the latter, and the step it would go on from.

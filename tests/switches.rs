@@ -345,7 +345,7 @@ fn steps_are_an_epoch_and_validations_all_there_is() {
     let whole = run(&["-x", "-1", "-d", "64", "-m", "-1", "-n", "0"]);
     assert_eq!(whole.steps_with("trl"), [0, 1, 2, 3, 4, 5]);
     assert_eq!(run(&["-d", "64"]).steps_with("trl"), [0, 1, 2, 3, 4, 5]);
-    assert_eq!(whole.row("an epoch"), Some("384 tokens in 12 batches, 6 steps"));
+    assert_eq!(whole.row("an epoch"), Some("384 tokens in 12 batches, 6 steps, shuffled"));
     assert_eq!(whole.row("batch"), Some("2 x 16 tokens x 2 = 64 a step"));
     // 170 tokens are 5 batches of 32; more than there are begin again.
     assert_eq!(whole.config()["val-batches"].as_integer(), Some(5));
@@ -356,6 +356,43 @@ fn steps_are_an_epoch_and_validations_all_there_is() {
     // Every token counts.
     let last = |ran: &Ran| serde_json::from_str::<serde_json::Value>(ran.text("main.jsonl").lines().nth(1).unwrap());
     assert_eq!(last(&run(&["-x", "1", "-d", "96"])).unwrap()["tokens"], 96);
+}
+
+#[test]
+fn data_in_order_are_those_of_a_validation_and_shuffled_are_not() {
+    let (_dir, data, _) = token_files(384, 170);
+    // The model stays as it is: the first step's loss is that of its tokens alone.
+    let base = ["-i", &data, "-j", &data, "-s", "0", "-l", "0", "-d", "96", "-m", "3", "-n", "0"];
+    let run = |more: &[&str]| train(&[&base, more].concat());
+    // How far the first step's loss is from that of the first three batches of the data.
+    let distance = |ran: &Ran| {
+        let line: serde_json::Value = serde_json::from_str(ran.text("main.jsonl").lines().next().unwrap()).unwrap();
+        (line["val_loss"].as_f64().unwrap() - ran.losses()[0]).abs()
+    };
+    let ordered = run(&["--shuffle", "0"]);
+    assert!(distance(&ordered) < 2e-6, "{}", distance(&ordered));
+    assert_eq!(ordered.row("an epoch"), Some("288 tokens in 9 batches, 3 steps, in order"));
+    assert_eq!(ordered.steps_with("trl"), [0, 1, 2]);
+    // Three steps, not 384 / 96 of them, since a target follows the last token; and then the same again.
+    let (once, twice) = (ordered.losses(), run(&["--shuffle", "0", "-x", "6"]).losses());
+    assert_eq!((&twice[..3], &twice[3..]), (&once[..], &once[..]));
+    // With the tokens between.
+    let of_32 = train(&["-i", &data, "-s", "0", "-l", "0", "-n", "0", "--shuffle", "0", "-d", "32"]).losses();
+    for (loss, parts) in once.iter().zip(of_32.chunks(3)) {
+        assert!((loss - parts.iter().sum::<f64>() / 3.0).abs() < 1e-5, "{once:?} {of_32:?}");
+    }
+    for shuffled in [run(&[]), run(&["--shuffle", "1"])] {
+        assert!(distance(&shuffled) > 2e-5, "{}", distance(&shuffled));
+        assert_eq!(shuffled.config()["shuffle"].as_bool(), Some(true));
+        assert_eq!(shuffled.row("an epoch"), Some("352 tokens in 11 batches, 3 steps, shuffled"));
+    }
+    // By a file, over which the flag wins.
+    let file = ordered.file("config.toml");
+    let file = ["--config", file.to_str().unwrap()];
+    assert_eq!(train(&file).losses(), once);
+    assert_ne!(train(&[&file[..], &["--shuffle", "1"]].concat()).losses(), once);
+    let args = [&["train"], TINY, &["-i", &data, "--shuffle", "0", "-d", "416"]].concat();
+    refuse(&args, &["holds 384 tokens, expected at least 417", "--total-batch", "--shuffle 1"]);
 }
 
 #[test]

@@ -15,10 +15,13 @@ use std::path::{Path, PathBuf};
 /// "Every" counts steps, 0 is never. What a run does not have is `None`, and absent from the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
 pub struct Config {
     /// Patterns of token files; without the first, the text that comes with the program.
     pub train: Option<String>,
     pub val: Option<String>,
+    /// Whether `train` is read in an order that is drawn, or in its own.
+    pub shuffle: bool,
     pub overfit_one_batch: bool,
     pub out: Option<PathBuf>,
 
@@ -151,6 +154,7 @@ mod tests {
         Config {
             train: Some("data/train_*.bin".into()),
             val: Some("data/val_*.bin".into()),
+            shuffle: false,
             overfit_one_batch: false,
             out: Some("run".into()),
             model: Some("d12".into()),

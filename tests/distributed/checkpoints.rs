@@ -1,7 +1,7 @@
 //! Processes that train together, and what they leave: checkpoints of any ranks and stage.
 
 use crate::threads::{PATIENCE, close, distance, numbers};
-use crate::world::{World, free_place, program, said};
+use crate::world::{World, free_place, only_step, program, said};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -143,17 +143,6 @@ fn state_files_of_ranks_that_divide_are_llm_cs() {
             assert!(distance(&got, &expected) < 1e-4, "{out}");
             // Weights of f32 are their own masters: those of the state files are the model file's.
             assert!(divided[2 * got.len()..][..got.len()] == got, "{out}");
-        }
-    }
-}
-
-/// Copies what there is of the checkpoint of a step into a new directory, from which a run can go on.
-fn only_step(world: &World, from: &str, step: usize, to: &str) {
-    fs::create_dir(world.path(to)).unwrap();
-    for entry in fs::read_dir(world.path(from)).unwrap() {
-        let name = entry.unwrap().file_name().into_string().unwrap();
-        if name.contains(&format!("_{step:08}")) || name.starts_with("main") {
-            fs::copy(world.path(from).join(&name), world.path(to).join(&name)).unwrap();
         }
     }
 }

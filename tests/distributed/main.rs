@@ -4,5 +4,6 @@ mod checkpoints;
 mod failures;
 mod launchers;
 mod measured;
+mod order;
 mod threads;
 mod world;

@@ -102,6 +102,17 @@ pub fn said(output: &Output) -> (String, String) {
     (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
+/// Copies what there is of the checkpoint of a step into a new directory, from which a run can go on.
+pub fn only_step(world: &World, from: &str, step: usize, to: &str) {
+    fs::create_dir(world.path(to)).unwrap();
+    for entry in fs::read_dir(world.path(from)).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.contains(&format!("_{step:08}")) || name.starts_with("main") {
+            fs::copy(world.path(from).join(&name), world.path(to).join(&name)).unwrap();
+        }
+    }
+}
+
 /// Exit codes of ranks that do not fit together, and of those that have lost one.
 pub const UNFIT: i32 = 3;
 pub const LOST: i32 = 4;

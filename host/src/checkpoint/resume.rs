@@ -175,7 +175,8 @@ impl Checkpoint {
 
     /// Fills what this rank keeps of a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the
     /// run's next batch is. With `force`, a loader that has no such place stays where it is, with a note. The file has the
-    /// place of a run of one rank; of several, each finds its own by the tokens that all have trained on.
+    /// place of a run of one rank; of several, each finds its own by the tokens that all have trained on, and so does a loader
+    /// that does not shuffle, or has begun or ceased to.
     ///
     /// Parameters come from the model file bit for bit if it has the engine's precision. If not, they are the master weights
     /// or, without those, what the model file has, rounded to nearest where that is needed.
@@ -200,7 +201,13 @@ impl Checkpoint {
                  trained on, in the order of {ranks}"
             ));
         }
-        if (ranks, ranks_before) != (1, 1) {
+        let other_order = match loader.has_order_of(&self.state.data) {
+            Err(error) if !force => return Err(error),
+            order => order.is_err(),
+        };
+        // In data in order a number of tokens is a place, whatever the batch; without a sidecar that number is a guess.
+        let in_order = progress.is_some() && !loader.shuffles();
+        if (ranks, ranks_before) != (1, 1) || other_order || in_order {
             loader.skip_tokens(trained);
         } else if let Err(error) = loader.seek(self.state.data.clone()) {
             if !force {

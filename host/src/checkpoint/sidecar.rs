@@ -100,7 +100,10 @@ impl Sidecar {
         ensure!(version == VERSION, "expected version {VERSION}, found {version}");
         let found = hex(xxh3_64(run.get().as_bytes()));
         ensure!(found == xxh3, "expected checksum {xxh3}, found {found}");
-        Ok(serde_json::from_str(run.get())?)
+        let mut run: Self = serde_json::from_str(run.get())?;
+        // Before there was such a setting, data were shuffled.
+        run.identity.config.entry("shuffle").or_insert(true.into());
+        Ok(run)
     }
 }
 

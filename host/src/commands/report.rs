@@ -104,13 +104,17 @@ impl Setup<'_> {
             return vec![("training data", one), ("steps", steps.to_string())];
         }
         let batches = self.train.batches_per_epoch();
+        let order = if self.train.shuffles() { "shuffled" } else { "in order" };
         let tokens = batches * batch * seq * self.ranks;
         let epochs = (steps * total_batch) as f64 / tokens as f64;
         vec![
             ("training data", data(self.train)),
             (
                 "an epoch",
-                format!("{tokens} tokens in {batches} batches, {} steps", batches / self.config.grad_accum(self.ranks)),
+                format!(
+                    "{tokens} tokens in {batches} batches, {} steps, {order}",
+                    batches / self.config.grad_accum(self.ranks)
+                ),
             ),
             ("steps", format!("{steps}, {epochs:.2} epochs")),
         ]

@@ -2,6 +2,8 @@
 //!
 //! A shard is cut into samples of `ranks * B * T` tokens; a tail that fills none is dropped. Each rank reads its own slice
 //! of a sample. Every rank draws its own permutations, yet a slice belongs to one rank only, so an epoch covers each slice once.
+//!
+//! Without a shuffle, a loader of [whole steps](Loader::in_steps_of) gives each step the same tokens however many ranks share them.
 
 use super::Tokens;
 use crate::engine::BatchLayout;
@@ -57,6 +59,8 @@ pub struct Loader {
     geometry: Geometry,
     vocab: usize,
     position: Position,
+    /// Of each shard a multiple of this is read.
+    samples_of_step: usize,
     /// Begin again after this many batches.
     rewind_after: Option<usize>,
     batches: usize,
@@ -88,9 +92,28 @@ impl Loader {
         });
         let position = Position { shard: 0, sample: 0, shuffle };
         let scratch = vec![0; geometry.b * geometry.t + 1];
-        let mut loader = Self { shards, geometry, vocab, position, rewind_after: None, batches: 0, scratch };
+        let mut loader =
+            Self { shards, geometry, vocab, position, samples_of_step: 1, rewind_after: None, batches: 0, scratch };
         loader.begin_epoch();
         Ok(loader)
+    }
+
+    /// Cuts shards into steps of `samples` samples, in order, and drops a tail that fills none. So which tokens a step has follows
+    /// from their number alone, not from how many ranks and micro-batches share them.
+    pub fn in_steps_of(mut self, samples: usize) -> Result<Self> {
+        assert!(!self.shuffles(), "only samples in order make up the same steps");
+        self.samples_of_step = samples;
+        let tokens = samples * self.geometry.sample_tokens();
+        for shard in &self.shards {
+            ensure!(
+                shard.len() > tokens,
+                "{shard} holds {} tokens, expected at least {} (--total-batch {tokens} + 1): without --shuffle no step goes \
+                 over the end of a shard; use a smaller --total-batch, larger shards, or --shuffle 1",
+                shard.len(),
+                tokens + 1
+            );
+        }
+        Ok(self)
     }
 
     /// Begins again after every `batches` batches, so that each evaluation sees the same ones.
@@ -108,6 +131,10 @@ impl Loader {
     /// Whole batches of an epoch.
     pub fn batches_per_epoch(&self) -> usize {
         self.shards.iter().map(|shard| self.samples_of(shard)).sum()
+    }
+
+    pub const fn shuffles(&self) -> bool {
+        self.position.shuffle.is_some()
     }
 
     /// How many share each sample.
@@ -136,11 +163,7 @@ impl Loader {
             "the data position names shard {shard}, but there are {}: not the data set of the checkpoint",
             self.shards.len()
         );
-        ensure!(
-            shuffle.is_some() == self.position.shuffle.is_some(),
-            "the data position is of a loader that {} its data, this one does not agree",
-            if shuffle.is_some() { "shuffles" } else { "does not shuffle" }
-        );
+        self.has_order_of(&position)?;
         if let Some(shuffle) = shuffle {
             let in_range = |order: &[u32], n: usize| order.len() == n && order.iter().all(|&i| (i as usize) < n);
             ensure!(
@@ -164,6 +187,14 @@ impl Loader {
             self.batches = self.shards[..*shard].iter().map(|shard| self.samples_of(shard)).sum::<usize>() + sample;
         }
         self.position = position;
+        Ok(())
+    }
+
+    /// Whether both shuffle, or neither.
+    pub fn has_order_of(&self, position: &Position) -> Result<()> {
+        let tell = |shuffles| if shuffles { "shuffled" } else { "in order" };
+        let (was, is) = (position.shuffle.is_some(), self.shuffles());
+        ensure!(was == is, "the data position is of data {}, this is to be data {} (--shuffle)", tell(was), tell(is));
         Ok(())
     }
 
@@ -218,7 +249,8 @@ impl Loader {
     }
 
     fn samples_of(&self, shard: &Tokens) -> usize {
-        (shard.len() - 1) / self.geometry.sample_tokens()
+        let samples = (shard.len() - 1) / self.geometry.sample_tokens();
+        samples - samples % self.samples_of_step
     }
 
     fn shard_at(position: &Position) -> usize {
@@ -308,6 +340,72 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// Shards of lengths that no step of 128 tokens divides.
+    fn uneven() -> Vec<Tokens> {
+        let shard =
+            |(first, n): (u16, u16)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect::<Vec<_>>());
+        [(0, 140), (140, 129), (269, 350), (619, 256)].into_iter().map(shard).collect()
+    }
+
+    /// Loaders of `ranks` ranks with batches of `b` sequences, in order, for steps of 128 tokens.
+    fn in_steps(ranks: usize, b: usize) -> Vec<Loader> {
+        let of_rank = |rank| {
+            let loader = Loader::new(uneven(), Geometry { b, t: T, ranks, rank }, 1000, None).unwrap();
+            loader.in_steps_of(128 / (ranks * b * T)).unwrap()
+        };
+        (0..ranks).map(of_rank).collect()
+    }
+
+    /// The tokens of a step, of all micro-batches and ranks.
+    fn step(loaders: &mut [Loader]) -> Vec<i32> {
+        let ranks = loaders.len();
+        let micro_batches = 128 / (ranks * loaders[0].layout().inputs().len());
+        let mut tokens = Vec::new();
+        for _ in 0..micro_batches {
+            tokens.extend(loaders.iter_mut().flat_map(batch));
+        }
+        tokens
+    }
+
+    #[test]
+    fn in_whole_steps_any_ranks_and_batches_read_the_same_tokens_in_a_step() {
+        // A target follows the last token, so 256 tokens are one step.
+        let epoch = [0, 140, 269, 397, 619];
+        for (ranks, b) in [(1, 4), (2, 4), (4, 4), (1, 16), (2, 8), (4, 1), (8, 2)] {
+            let mut loaders = in_steps(ranks, b);
+            assert_eq!(loaders[0].batches_per_epoch() * ranks * b * T, epoch.len() * 128);
+            for (i, start) in epoch.iter().cycle().enumerate().take(3 * epoch.len()) {
+                let expected: Vec<_> = (*start..start + 128).collect();
+                assert_eq!(step(&mut loaders), expected, "step {i} of {ranks} ranks with {b}");
+            }
+        }
+        let refused = Loader::new(uneven(), Geometry::single(4, T), 1000, None).unwrap().in_steps_of(5).unwrap_err();
+        assert!(refused.to_string().starts_with("from 0 holds 140 tokens, expected at least 161"), "{refused}");
+    }
+
+    #[test]
+    fn in_whole_steps_a_number_of_tokens_is_the_same_place_for_any_ranks_and_batches() {
+        for done in 0..10 {
+            let mut whole = in_steps(1, 4);
+            for _ in 0..done {
+                step(&mut whole);
+            }
+            let position = whole[0].position();
+            let expected: Vec<_> = (done..10).map(|_| step(&mut whole)).collect();
+            for (ranks, b) in [(1, 4), (1, 16), (2, 4), (4, 2)] {
+                let mut resumed = in_steps(ranks, b);
+                for loader in &mut resumed {
+                    loader.skip_tokens(128 * done);
+                }
+                let got: Vec<_> = (done..10).map(|_| step(&mut resumed)).collect();
+                assert_eq!(got, expected, "{ranks} ranks with {b} after {done} steps");
+            }
+            let mut resumed = in_steps(1, 4);
+            resumed[0].seek(position).unwrap();
+            assert_eq!((done..10).map(|_| step(&mut resumed)).collect::<Vec<_>>(), expected);
         }
     }
 

@@ -26,6 +26,12 @@ pub struct Options {
     #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = "Data")]
     pub val: Option<String>,
 
+    /// 1: shards, and the samples in each, in an order that is drawn anew each epoch, by each rank its own; 0: in their order, and
+    /// each step has the same tokens for any number of ranks and any --batch (the tokens at the end of a shard that fill no
+    /// whole --total-batch are left out)
+    #[arg(long, value_name = "0|1", value_parser = switch, default_value = "1", action = ArgAction::Set, help_heading = "Data")]
+    pub shuffle: bool,
+
     /// Train on one batch over and over, the first of --val, or of --train without --val: the loss must go to nearly 0
     #[arg(short = 'a', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = "Data")]
     pub overfit_one_batch: bool,

@@ -103,8 +103,10 @@ impl Resolved {
         let train = if options.overfit_one_batch {
             // The same for every micro-batch of a step, too.
             in_order(val.clone().unwrap_or(train))?.rewinding_after(1)
-        } else {
+        } else if options.shuffle {
             Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
+        } else {
+            in_order(train)?.in_steps_of(total_batch / at_once)?
         };
         let val = val.map(in_order).transpose()?;
         let hellaswag = options.hellaswag.as_deref();
@@ -115,6 +117,8 @@ impl Resolved {
         }
         let steps = match options.steps.unwrap_or(defaults.steps) {
             Count::Some(steps) => steps,
+            // Without a shuffle each shard has a tail that fills no step.
+            Count::All if !train.shuffles() => train.batches_per_epoch() * at_once / total_batch,
             Count::All => train.tokens() / total_batch,
         };
         ensure!(
@@ -125,6 +129,7 @@ impl Resolved {
         let config = Config {
             train: options.train.clone(),
             val: options.val.clone(),
+            shuffle: options.shuffle,
             overfit_one_batch: options.overfit_one_batch,
             out: options.out.clone(),
             model: shape.model,
