@@ -57,7 +57,8 @@ fn scaling_is_told_in_one_table_within_its_time() {
     let scaling = |more: &str| {
         let mut scaling = world.bare(&script("scaling"));
         scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
-        scaling.args("--tokens 32 --agree-steps 3 --copies 2 --json scaling.json".split(' ')).args(more.split(' '));
+        scaling.args("--tokens 32 --agree-tokens 32 --agree-steps 6 --copies 2 --json scaling.json".split(' '));
+        scaling.args(more.split(' '));
         let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
         let json = fs::read(world.path("scaling.json")).unwrap();
         (output.status.code(), said(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
@@ -73,14 +74,51 @@ fn scaling_is_told_in_one_table_within_its_time() {
     let share = number(two, "tokens_per_second") / number(one, "tokens_per_second") / 2.0 * 100.0;
     assert!((number(two, "percent") - share).abs() < 1e-6 && number(two, "start_seconds") > 0.0, "{json}");
     assert!(printed.contains("\n| weak | d6 | 2 | 2 | 64 | "), "{printed}");
-    let agree = &json["agree"];
+    for (key, runs) in
+        [("gpus", &["1 GPU", "2 GPUs"][..]), ("stages", &["stage 0", "stage 1", "stage 2", "stage 3"][..])]
+    {
+        let of = &json["agree"][key];
+        assert!(number(of, "first_difference") < 1e-6 && number(of, "largest_difference") < 1e-4, "{json}");
+        let losses = |run| {
+            let losses = of["losses"][run].as_array().unwrap();
+            losses.iter().map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
+        };
+        let table: Vec<_> = runs.iter().map(|run| losses(run)).collect();
+        assert!(table.iter().all(|losses| losses.len() == 6 && losses[5] < losses[0] - 0.1), "{json}");
+        let difference = |step: usize| {
+            let of_step = || table.iter().map(|losses| losses[step]);
+            (of_step().fold(f64::MIN, f64::max) - of_step().fold(f64::MAX, f64::min)) / table[0][step]
+        };
+        let worst = (0..6).map(difference).fold(0.0, f64::max);
+        assert_eq!((number(of, "largest_difference"), number(of, "first_difference")), (worst, difference(0)));
+        let at = usize::try_from(of["at_step"].as_u64().unwrap()).unwrap();
+        assert_eq!(difference(at - 1), worst);
+        // A row every five steps, and the last.
+        for step in [1, 5, 6] {
+            let row: String = table.iter().map(|losses| format!("{:13.6}", losses[step - 1])).collect();
+            assert!(printed.contains(&format!("        {step:4} {row}   ")), "{step}: {printed}");
+        }
+        assert!(!printed.contains(&format!("        {:4} {:13.6}", 2, table[0][1])), "{printed}");
+    }
+    // What may not differ at all does; and a text that is too short is taken more often.
+    fs::write(world.path("short.txt"), "the quick brown fox jumps over a lazy dog, and another one\n".repeat(4))
+        .unwrap();
+    let (code, printed, json) = scaling("--agree-within -1 --text short.txt --gpus 1 agree");
     assert!(
-        agree["losses"]["2"].as_array().unwrap().len() == 3 && number(agree, "largest_difference") < 1e-4,
-        "{json}"
+        code == Some(1) && printed.contains("WRONG: B 2, 32 tokens a step, 1 GPU: losses differ by 0.0"),
+        "{printed}"
     );
-    // What may not differ at all does.
-    let (code, printed, _) = scaling("--agree-within -1 agree");
-    assert!(code == Some(1) && printed.contains("WRONG: losses of different world sizes differ by 0.0"), "{printed}");
+    assert!(json["agree"]["stages"].is_null() && json["agree"]["gpus"]["losses"]["2 GPUs"].is_null(), "{json}");
+    let (tokens, times) = printed
+        .lines()
+        .find_map(|line| line.split_once("parts: agree; "))
+        .unwrap()
+        .1
+        .split_once(" tokens, the text ")
+        .unwrap();
+    let (tokens, times) =
+        (tokens.parse::<usize>().unwrap(), times.split_once(' ').unwrap().0.parse::<usize>().unwrap());
+    assert!(times > 2 && tokens > 6 * 32 && tokens / times * (times - 1) <= 6 * 32, "{printed}");
     let begun = Instant::now();
     let (code, printed, _) = scaling("--steps 100000 --limit 8 strong");
     assert!(code == Some(1) && printed.contains("WRONG: strong did not fit into 8 s"), "{printed}");
