@@ -146,7 +146,9 @@ impl Run<'_> {
         for step in first..=steps {
             let last = step == steps;
             self.ranks.note(|| format!("step {} of {steps}", step + 1));
+            self.ranks.doing("waiting for the others");
             let stop = self.ranks.any(self.stop.requested())?;
+            self.ranks.doing("computing");
             let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
             // Who asks for a stop wants it now; the run that goes on from here does what is due.
             let evaluate = !stop && !self.state.progress.evaluated;

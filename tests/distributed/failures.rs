@@ -3,6 +3,8 @@
 use crate::threads::PATIENCE;
 use crate::world::{LOST, UNFIT, World, free_place, one_message, program, said};
 use std::fs;
+use std::io::Write;
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
@@ -71,6 +73,34 @@ fn a_rank_that_never_comes_is_named_in_time() {
     let message = one_message(&outputs, UNFIT);
     assert!(message.contains("rank 1 of 3 never came: after 1 s only 2 are here (ranks 0, 2)"), "{message}");
     assert!(begun.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_port_that_another_program_has_is_told_by_all_ranks_soon() {
+    let world = World::new();
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap();
+    thread::spawn(move || {
+        other
+            .incoming()
+            .flatten()
+            .for_each(|mut stream| stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap_or(()));
+    });
+    let begun = Instant::now();
+    let place = format!("tcp://{address}");
+    let children = [0, 1].map(|rank| world.rank(rank, 2, "port", "out", &["--rendezvous", &place]));
+    let outputs = children.map(|child| child.wait_with_output().unwrap());
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    let expected = [
+        format!("error: rank 0 cannot listen at {address}: Address already in use"),
+        format!("error: rank 1 of 2 did not find rank 0 at {place} within 5 s (another program listens at {address}"),
+    ];
+    for (output, expected) in outputs.iter().zip(expected) {
+        let (_, message) = said(output);
+        assert!(message.starts_with(&expected) && message.contains("--rendezvous tcp://HOST:PORT"), "{message}");
+        assert_eq!((output.status.code(), message.lines().count()), (Some(UNFIT), 1), "{message}");
+    }
+    assert!(!world.path("out").exists());
 }
 
 #[test]
