@@ -4,7 +4,7 @@
 //! B * T below 2^31.
 //!
 //! The gradient of wte sums rows of dout whose token is the same. It needs no float atomics and is the same on every run:
-//! the host gives `order`, the positions 0..B*T stably sorted by token, which is cut into chunks of [`CHUNK`] positions
+//! the host gives `order`, the positions 0..B*T stably sorted by token, which is cut into chunks of [`encoder_backward_chunk`] positions
 //! whatever the tokens are, so a token that fills half of the batch costs no more than any other. A run (the positions
 //! of one token) inside a chunk is added to dwte at once; the parts of a run that crosses chunks go to `partials` and a
 //! second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the chunk's leading part of a run begun earlier,
@@ -21,14 +21,11 @@ const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
 
-/// Positions of `order` that one warp sums: at most one for each lane. So few that there are several warps for each place on
-/// a GPU, and the last ones have little to do alone.
-const CHUNK: usize = LANES / 2;
+/// Of [`encoder_backward_wte`] on a multiprocessor.
+const BLOCKS_PER_SM: usize = 4;
 
 /// Rows of a batch of loads.
 const BATCH: usize = 4;
-/// Of those that are added element by element at the same place.
-const WPE_BATCH: usize = 8;
 
 /// Blocks of [`encoder_forward`].
 pub const fn encoder_forward_grid(positions: usize) -> u32 {
@@ -62,9 +59,27 @@ pub fn encoder_forward<T: Element>(
     }
 }
 
-/// f32 elements of `partials` for [`encoder_backward_wte`].
-pub const fn encoder_backward_partials(positions: usize, channels: usize) -> usize {
-    positions.div_ceil(CHUNK) * 2 * channels
+/// Positions of `order` that one warp sums: as many as leave the fewest multiprocessors idle at the end of
+/// [`encoder_backward_wte`], fewer than a lane's place each.
+pub fn encoder_backward_chunk<T: Element>(positions: usize, channels: usize, multiprocessors: usize) -> usize {
+    let at_once = (multiprocessors * BLOCKS_PER_SM) as u32;
+    let use_of = |chunk: usize| {
+        let blocks = encoder_backward_wte_grid::<T>(positions, channels, chunk);
+        blocks as f32 / blocks.next_multiple_of(at_once) as f32
+    };
+    let mut best = 2 * BATCH;
+    for chunk in (3 * BATCH..LANES).step_by(BATCH) {
+        // Long ones have fewer runs that cross them, and less to find out before they load.
+        if use_of(chunk) > use_of(best) - 0.02 {
+            best = chunk;
+        }
+    }
+    best
+}
+
+/// f32 elements of `partials` for chunks of `chunk` positions.
+pub const fn encoder_backward_partials(positions: usize, channels: usize, chunk: usize) -> usize {
+    positions.div_ceil(chunk) * 2 * channels
 }
 
 const fn groups<T: Element>(channels: usize) -> usize {
@@ -72,13 +87,13 @@ const fn groups<T: Element>(channels: usize) -> usize {
 }
 
 /// Blocks of [`encoder_backward_wte`].
-pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: usize) -> u32 {
-    (positions.div_ceil(CHUNK) * groups::<T>(channels)).div_ceil(WARPS) as u32
+pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: usize, chunk: usize) -> u32 {
+    (positions.div_ceil(chunk) * groups::<T>(channels)).div_ceil(WARPS) as u32
 }
 
 /// dwte (V, C) += rows of dout (B, T, C), for runs inside one chunk; the others' parts go to `partials`
-/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_rest`]. One warp per chunk and
-/// 32 packets of channels; `positions` is B * T.
+/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_rest`]. One warp per chunk of `length` positions, up to
+/// 32, and 32 packets of channels; `positions` is B * T.
 #[kernel(threads = 256, blocks_per_sm = 4, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_wte<T: Element>(
     dwte: GlobalMut<T>,
@@ -88,17 +103,18 @@ pub fn encoder_backward_wte<T: Element>(
     order: Global<i32>,
     positions: u32,
     channels: u32,
+    length: u32,
     seed: u32,
 ) {
     let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
     let unit = thread::block_idx_x() * WARPS as u32 + warp::index();
     let (chunk, group) = ((unit / groups) as usize, (unit % groups) as usize);
-    let begin = chunk * CHUNK;
+    let begin = chunk * length as usize;
     if begin >= positions {
         return;
     }
-    let count = (positions - begin).min(CHUNK);
+    let count = (positions - begin).min(length as usize);
     let token_at = |i: usize| tokens.at(order.at(i) as usize) as u32;
     let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
     let after = if begin + count < positions { token_at(begin + count) } else { u32::MAX };
@@ -115,11 +131,16 @@ pub fn encoder_backward_wte<T: Element>(
     while first < count {
         // What a sum will be added to is loaded with the rows, not when they have been summed.
         let mut rows = [Packet::zero(); BATCH];
+        for k in 0..BATCH {
+            let row = warp::shuffle(position, (first + k) as u32) as usize;
+            if active && first + k < count {
+                rows[k] = dout.packet_streaming(row * channels + column);
+            }
+        }
         let mut old = [Packet::zero(); BATCH];
         let mut ends = [End::NotHere; BATCH];
         for k in 0..BATCH {
             let i = first + k;
-            let row = warp::shuffle(position, i as u32) as usize;
             let this = warp::shuffle(token, i as u32);
             let next = warp::shuffle(token, (i + 1) as u32 % warp::LANES);
             let last = i + 1 == count;
@@ -132,11 +153,10 @@ pub fn encoder_backward_wte<T: Element>(
                     End::Token(this)
                 };
             }
-            if active && i < count {
-                rows[k] = dout.packet_streaming(row * channels + column);
-                if let End::Token(token) = ends[k] {
-                    old[k] = dwte.packet(token as usize * channels + column);
-                }
+            if let End::Token(token) = ends[k]
+                && active
+            {
+                old[k] = dwte.packet(token as usize * channels + column);
             }
         }
         for k in 0..BATCH {
@@ -153,25 +173,59 @@ pub fn encoder_backward_wte<T: Element>(
     }
 }
 
+/// Chunks that a block of [`encoder_backward_rest`] follows the runs of.
+const SET: usize = LANES;
+
 /// Blocks of [`encoder_backward_rest`].
-pub const fn encoder_backward_rest_grid<T: Element>(batch: usize, sequence: usize, channels: usize) -> u32 {
-    let of_wpe = (sequence * channels / T::PACKET).div_ceil(THREADS as usize);
-    (runs_blocks::<T>(batch * sequence, channels) + of_wpe) as u32
+pub const fn encoder_backward_rest_grid<T: Element>(
+    batch: usize,
+    sequence: usize,
+    channels: usize,
+    chunk: usize,
+) -> u32 {
+    (runs_blocks::<T>(batch * sequence, channels, chunk) + places_blocks::<T>(sequence, channels)) as u32
 }
 
-/// Blocks that follow runs: one for `WARPS` chunks and 32 packets of channels.
-const fn runs_blocks<T: Element>(positions: usize, channels: usize) -> usize {
-    groups::<T>(channels) * positions.div_ceil(CHUNK).div_ceil(WARPS)
+/// Blocks that follow runs: one for [`SET`] chunks and 32 packets of channels.
+const fn runs_blocks<T: Element>(positions: usize, channels: usize, chunk: usize) -> usize {
+    groups::<T>(channels) * positions.div_ceil(chunk).div_ceil(SET)
 }
 
-/// Shared memory of [`encoder_backward_rest`]: each warp's sums, and what each has found.
-pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> (SharedArray<f32>, SharedArray<u32>) {
-    (layout.array(THREADS as usize * T::PACKET), layout.array(WARPS))
+/// Blocks that add up dwpe: a thread for each packet.
+const fn places_blocks<T: Element>(sequence: usize, channels: usize) -> usize {
+    (sequence * channels / T::PACKET).div_ceil(THREADS as usize)
+}
+
+/// Shared memory of [`encoder_backward_rest`].
+#[derive(Clone, Copy)]
+pub struct Shared {
+    /// Each warp's sums.
+    sums: SharedArray<f32>,
+    /// The tokens that [`LOOKED_AT`] chunks begin with.
+    firsts: SharedArray<u32>,
+    /// The token before each of these.
+    befores: SharedArray<u32>,
+    /// Of each chunk of a set: the chunks that a run that begins in it goes on for, if they are more than [`WARPS`], else 0.
+    long: SharedArray<u32>,
+}
+
+/// Chunks of a set, and those after it that a short run may reach.
+const LOOKED_AT: usize = SET + WARPS + 1;
+/// In place of a token: there is none.
+const NONE: u32 = u32::MAX;
+
+pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> Shared {
+    Shared {
+        sums: layout.array(THREADS as usize * T::PACKET),
+        firsts: layout.array(LOOKED_AT),
+        befores: layout.array(LOOKED_AT),
+        long: layout.array(SET),
+    }
 }
 
 /// What [`encoder_backward_wte`] leaves: dwte (V, C) += the parts of the runs that cross chunks, which are in `partials`; and
-/// dwpe (T, C) += sum over b of dout (B, T, C). The runs come first: there is little to do for them, but one load after the
-/// other, which the rest hides.
+/// dwpe (T, C) += sum over b of dout (B, T, C). There is little to load for the runs, but one load after the other, and much for
+/// dwpe: blocks of the two kinds follow by turns, so that each hides the other.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_rest<T: Element>(
     dwte: GlobalMut<T>,
@@ -183,20 +237,25 @@ pub fn encoder_backward_rest<T: Element>(
     batch: u32,
     sequence: u32,
     channels: u32,
+    length: u32,
     seed: u32,
 ) {
-    let (batch, sequence, channels) = (batch as usize, sequence as usize, channels as usize);
-    let (block, of_runs) = (thread::block_idx_x() as usize, runs_blocks::<T>(batch * sequence, channels));
-    if block < of_runs {
-        add_runs::<T>(block, dwte, partials, tokens, order, batch * sequence, channels, seed);
+    let (batch, sequence, channels, length) = (batch as usize, sequence as usize, channels as usize, length as usize);
+    let runs = runs_blocks::<T>(batch * sequence, channels, length.max(1));
+    let places = places_blocks::<T>(sequence, channels);
+    let (block, of_each) = (thread::block_idx_x() as usize, runs.min(places));
+    let (is_of_runs, index) =
+        if block < 2 * of_each { (block.is_multiple_of(2), block / 2) } else { (runs > places, block - of_each) };
+    if is_of_runs {
+        add_runs::<T>(index, dwte, partials, tokens, order, batch * sequence, channels, length, seed);
     } else {
         // Elements of equal index in the two tables must not be rounded alike.
-        add_positions::<T>(block - of_runs, dwpe, dout, batch, sequence, channels, !seed);
+        add_positions::<T>(index, dwpe, dout, batch, sequence, channels, !seed);
     }
 }
 
-/// The runs that begin in one of `WARPS` chunks and leave it: each warp looks at one chunk, adds its run if that is short, and of a
-/// long one they split the chunks.
+/// The runs that begin in one of [`SET`] chunks and leave it: each warp adds some of the short ones, and of a long one they split the
+/// chunks.
 #[inline(always)]
 fn add_runs<T: Element>(
     block: usize,
@@ -206,71 +265,122 @@ fn add_runs<T: Element>(
     order: Global<i32>,
     positions: usize,
     channels: usize,
+    length: usize,
     seed: u32,
 ) {
-    let (scratch, found) = encoder_backward_rest_shared::<T>(&mut Layout::new());
+    let shared = encoder_backward_rest_shared::<T>(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
     let (set, group) = ((block as u32 / groups) as usize, (block as u32 % groups) as usize);
-    let first_chunk = set * WARPS;
+    let first_chunk = set * SET;
     let token_at = |i: usize| tokens.at(order.at(i) as usize);
     let column = (group * LANES + lane) * T::PACKET;
     let active = column < channels;
 
-    // Most runs are short: a warp adds its own. The long ones are for all of them.
-    let chunk = first_chunk + warp;
-    let heads = heads_of_run(chunk, positions, token_at);
-    let is_long = heads > WARPS;
-    if heads > 0 && !is_long && active {
-        let at = token_at((chunk + 1) * CHUNK) as usize * channels + column;
-        let old = dwte.packet(at);
-        let mut sum = Sum::<T>::zero();
-        sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
-        for head in 0..heads {
-            sum.add_stored(&Stored::load::<T>(partials, (chunk + 1 + head) * 2 * channels + column));
-        }
-        sum.add_to(&old, dwte, at, seed);
+    let thread = thread::thread_idx_x() as usize;
+    if thread < LOOKED_AT {
+        let begin = (first_chunk + thread) * length;
+        let there = begin < positions;
+        shared.firsts.set(thread, if there { token_at(begin) as u32 } else { NONE });
+        shared.befores.set(thread, if there && begin > 0 { token_at(begin - 1) as u32 } else { NONE });
     }
-    if lane == 0 {
-        found.set(warp, if is_long { heads as u32 } else { 0 });
+    if thread < SET {
+        shared.long.set(thread, 0);
     }
     thread::sync_threads();
 
-    // One at most: it goes on for more chunks than a block looks at.
-    let Some(w) = (0..WARPS).find(|&w| found.at(w) > 0) else { return };
-    let (chunk, heads) = (first_chunk + w, found.at(w) as usize);
+    // Most runs are short: a warp adds every eighth.
+    let token = shared.firsts.at(lane + 1);
+    let leaves = token != NONE && shared.befores.at(lane + 1) == token && shared.befores.at(lane) != token;
+    let mut left = warp::ballot(leaves);
+    let mut seen = 0;
+    while left != 0 {
+        let of_set = left.trailing_zeros() as usize;
+        left &= left - 1;
+        seen += 1;
+        if seen % WARPS != warp {
+            continue;
+        }
+        let (chunk, token) = (first_chunk + of_set, shared.firsts.at(of_set + 1));
+        let mut heads = 1;
+        while heads <= WARPS && shared.firsts.at(of_set + 1 + heads) == token {
+            heads += 1;
+        }
+        if heads > WARPS {
+            let heads = heads_of_run(chunk + 1, token as i32, positions, length, token_at);
+            if lane == 0 {
+                shared.long.set(of_set, heads as u32);
+            }
+        } else if active {
+            let at = token as usize * channels + column;
+            let old = dwte.packet(at);
+            let mut sum = Sum::<T>::zero();
+            sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
+            for head in 0..heads {
+                sum.add_stored(&Stored::load::<T>(partials, (chunk + 1 + head) * 2 * channels + column));
+            }
+            sum.add_to(&old, dwte, at, seed);
+        }
+    }
+    thread::sync_threads();
+
+    let mut left = warp::ballot(shared.long.at(lane) != 0);
+    while left != 0 {
+        let of_set = left.trailing_zeros() as usize;
+        left &= left - 1;
+        let (chunk, heads) = (first_chunk + of_set, shared.long.at(of_set) as usize);
+        let at = shared.firsts.at(of_set + 1) as usize * channels + column;
+        add_long_run::<T>(chunk, heads, dwte, partials, at, active, channels, column, shared.sums, seed);
+    }
+}
+
+/// dwte[`at`..] += the parts of the run that begins in `chunk` and goes on for `heads`, of all warps together.
+#[inline(always)]
+fn add_long_run<T: Element>(
+    chunk: usize,
+    heads: usize,
+    dwte: GlobalMut<T>,
+    partials: Global<f32>,
+    at: usize,
+    active: bool,
+    channels: usize,
+    column: usize,
+    sums: SharedArray<f32>,
+    seed: u32,
+) {
+    let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let mut sum = Sum::<T>::zero();
     if active {
         if warp == 0 {
             sum.add_stored(&Stored::load::<T>(partials, (chunk * 2 + 1) * channels + column));
         }
-        let at = |head: usize| (chunk + 1 + head) * 2 * channels + column;
+        let part = |head: usize| (chunk + 1 + head) * 2 * channels + column;
         let mut head = warp;
         while head + (BATCH - 1) * WARPS < heads {
-            let batch: [_; BATCH] = core::array::from_fn(|k| Stored::load::<T>(partials, at(head + k * WARPS)));
+            let batch: [_; BATCH] = core::array::from_fn(|k| Stored::load::<T>(partials, part(head + k * WARPS)));
             for stored in &batch {
                 sum.add_stored(stored);
             }
             head += BATCH * WARPS;
         }
         while head < heads {
-            sum.add_stored(&Stored::load::<T>(partials, at(head)));
+            sum.add_stored(&Stored::load::<T>(partials, part(head)));
             head += WARPS;
         }
     }
     for k in 0..T::PACKET {
-        scratch.set((warp * T::PACKET + k) * LANES + lane, sum.values[k]);
+        sums.set((warp * T::PACKET + k) * LANES + lane, sum.values[k]);
     }
     thread::sync_threads();
     if warp == 0 && active {
         for w in 1..WARPS {
             for k in 0..T::PACKET {
-                sum.values[k] += scratch.at((w * T::PACKET + k) * LANES + lane);
+                sum.values[k] += sums.at((w * T::PACKET + k) * LANES + lane);
             }
         }
-        let at = token_at((chunk + 1) * CHUNK) as usize * channels + column;
         sum.add_to(&dwte.packet(at), dwte, at, seed);
     }
+    thread::sync_threads();
 }
 
 /// One packet per thread.
@@ -292,45 +402,34 @@ fn add_positions<T: Element>(
     let old = dwpe.packet(i);
     let mut sum = Sum::<T>::zero();
     let mut b = 0;
+    // Four rows are loaded while the four before them are added.
+    let four = |b: usize| -> [Packet<T>; BATCH] { core::array::from_fn(|k| dout.packet_streaming((b + k) * size + i)) };
+    if batch >= 2 * BATCH {
+        let (mut these, mut next) = (four(0), four(BATCH));
+        b = 2 * BATCH;
+        while b + 2 * BATCH <= batch {
+            these.iter().for_each(|row| sum.add(row));
+            these = four(b);
+            next.iter().for_each(|row| sum.add(row));
+            next = four(b + BATCH);
+            b += 2 * BATCH;
+        }
+        these.iter().for_each(|row| sum.add(row));
+        next.iter().for_each(|row| sum.add(row));
+    }
     while b < batch {
-        // All loads are under way before the first sum; conditions would make ptxas spread them.
-        let mut rows = [Packet::zero(); WPE_BATCH];
-        if b + WPE_BATCH <= batch {
-            for k in 0..WPE_BATCH {
-                rows[k] = dout.packet_streaming((b + k) * size + i);
-            }
-        } else {
-            for k in 0..WPE_BATCH {
-                if b + k < batch {
-                    rows[k] = dout.packet_streaming((b + k) * size + i);
-                }
-            }
-        }
-        for row in &rows {
-            sum.add(row);
-        }
-        b += WPE_BATCH;
+        sum.add(&dout.packet_streaming(b * size + i));
+        b += 1;
     }
     sum.add_to(&old, dwpe, i, seed);
 }
 
-/// How many chunks begin with a later part of the run that begins in `chunk`; 0 if none begins there and leaves it. The
-/// same in all lanes.
+/// How many chunks from `first` on begin with the run of `token`. The same in all lanes.
 #[inline(always)]
-fn heads_of_run(chunk: usize, positions: usize, token_at: impl Fn(usize) -> i32) -> usize {
-    let next = (chunk + 1) * CHUNK;
-    if next >= positions {
-        return 0;
-    }
-    let token = token_at(next);
-    let leaves = token_at(next - 1) == token;
-    let began_earlier = chunk > 0 && token_at(chunk * CHUNK - 1) == token;
-    if !leaves || began_earlier {
-        return 0;
-    }
+fn heads_of_run(first: usize, token: i32, positions: usize, length: usize, token_at: impl Fn(usize) -> i32) -> usize {
     let mut heads = 0;
     loop {
-        let begin = next + (heads + warp::lane() as usize) * CHUNK;
+        let begin = (first + heads + warp::lane() as usize) * length;
         let more = warp::ballot(begin < positions && token_at(begin.min(positions - 1)) == token).trailing_ones();
         heads += more as usize;
         if more < warp::LANES {

@@ -6,7 +6,8 @@
 //! C <= PACKETS * WARPS * 32 * `T::PACKET`. The triples there are instances of are [`Shape`]: up to 16384 channels in bf16 and
 //! 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one group of ROWS rows per block). ROWS is 2 where a row is
 //! one packet for each thread: the barriers of two sums cost as much as those of one. Forward holds a row in registers
-//! and issues all its loads before its first store, since stores may alias them. Backward needs its registers for the
+//! and issues all its loads before its first store, since stores may alias them; where a row is one packet for each thread, too
+//! little would be under way, and the next rows arrive in shared memory. Backward needs its registers for the
 //! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
 //! The gradients of weight and bias are per-block sums in `partials` (blocks, 2, C) f32, weight first, which a second
@@ -68,6 +69,23 @@ impl Shape {
         if matches!(self, Self::Block1) && resident < useful { resident } else { useful }
     }
 
+    /// Bytes of shared memory of [`layernorm_forward`].
+    pub fn forward_shared_bytes<T: Element>(self) -> usize {
+        let mut layout = Layout::new();
+        forward_scratch(&mut layout);
+        if matches!(self, Self::Block1) {
+            forward_ring::<T>(&mut layout, self.rows_per_block());
+        }
+        layout.bytes()
+    }
+
+    /// Bytes of shared memory of [`residual_layernorm_forward`].
+    pub fn residual_forward_shared_bytes() -> usize {
+        let mut layout = Layout::new();
+        forward_scratch(&mut layout);
+        layout.bytes()
+    }
+
     /// Blocks of [`residual_layernorm_forward`], whose two operands are enough to load.
     pub const fn residual_forward_grid(self, rows: usize) -> u32 {
         rows.div_ceil(self.rows_per_block()) as u32
@@ -78,7 +96,6 @@ impl Shape {
         let resident = match self {
             Self::Warp3 | Self::Block1 => 3 * multiprocessors,
             Self::Warp4 => 2 * multiprocessors,
-
             Self::Block4 | Self::Block8 => multiprocessors,
         };
         let useful = rows.div_ceil(self.rows_per_block());
@@ -119,9 +136,15 @@ macro_rules! layernorm_dispatch {
 }
 pub use layernorm_dispatch as dispatch;
 
-/// Shared memory of the forward kernels.
-pub fn forward_shared(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(2 * LANES)
+/// Scratch of the forward kernels' sums.
+fn forward_scratch(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(2 * 2 * BLOCK_WARPS)
+}
+
+/// Each thread's packets of the rows that [`layernorm_forward`] works on and of the next with PACKETS = 1, (2, ROWS, threads)
+/// packets.
+fn forward_ring<T: Element>(layout: &mut Layout, rows: usize) -> SharedArray<T> {
+    layout.array(2 * rows * THREADS as usize * T::PACKET)
 }
 
 /// Rows that [`layernorm_backward`] has in shared memory for each that is worked on: that one and the next, if they fit.
@@ -132,13 +155,16 @@ const fn stages(packets: usize) -> usize {
 /// Shared memory of [`layernorm_backward`]: scratch of the rows' sums, and per stage each thread's packets of dout, inp and
 /// dinp, (stages, 3, ROWS, PACKETS, threads) packets. The latter is used again for the warps' sums.
 fn backward_shared<T: Element>(layout: &mut Layout, packets: usize, rows: usize) -> (SharedArray<f32>, SharedArray<T>) {
-    (layout.array(2 * rows * LANES), layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET))
+    (
+        layout.array(2 * 2 * rows * BLOCK_WARPS),
+        layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET),
+    )
 }
 
 /// Each warp's sums of dweight and dbias, (warps, 2, C), over the memory of the stages: with one warp per row, C is at most
 /// PACKETS * 32 packets and they fit.
 fn sums_of_warps(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
-    layout.array::<f32>(2 * LANES);
+    layout.array::<f32>(2 * 2 * BLOCK_WARPS);
     layout.array(BLOCK_WARPS * 2 * channels)
 }
 
@@ -201,17 +227,21 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
         packets
     }
 
-    /// The thread's packets of a parameter: held where they are few, else loaded when they are used.
+    /// The thread's packets of a parameter: held where they are few, as they are and not widened; else loaded when they are used.
     #[inline(always)]
     fn parameter(&self, of: Global<T>) -> impl Fn(usize) -> Packet<T> {
         let held = if PACKETS == 1 { self.column(0).map(|column| of.packet(column)) } else { None };
-        move |column| held.unwrap_or_else(|| of.packet(column))
+        move |column| held.map_or_else(|| of.packet(column), Packet::opaque)
     }
 
-    /// Sums over the threads of a group, all at the price of one.
+    /// Sums over the threads of a group, all at the price of one. `turn`: 0 and 1 by turns.
     #[inline(always)]
-    fn sums<const N: usize>(&self, values: [[f32; N]; ROWS]) -> [[f32; N]; ROWS] {
-        if WARPS == 1 { values.map(|of_row| of_row.map(warp::sum)) } else { block::sums(values, self.scratch) }
+    fn sums<const N: usize>(&self, values: [[f32; N]; ROWS], turn: usize) -> [[f32; N]; ROWS] {
+        if WARPS == 1 {
+            values.map(|of_row| of_row.map(warp::sum))
+        } else {
+            block::sums::<BLOCK_WARPS, _, _>(values, self.scratch.skip(turn * N * ROWS * BLOCK_WARPS))
+        }
     }
 
     /// Normalises the rows from `row` on, held in `x`.
@@ -237,7 +267,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
             }
         }
         // The quotient to its last bit: a constant row, whose variance is 0, shows the least error 316-fold.
-        let means = self.sums(sums).map(|[sum]| {
+        let means = self.sums(sums, 0).map(|[sum]| {
             let m = sum * scale;
             math::fma(math::fma(-m, self.channels as f32, sum), scale, m)
         });
@@ -253,7 +283,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
             }
         }
         // Scaled before the sum over threads, which may overflow where the variance does not.
-        let rstds = self.sums(squares.map(|[sum]| [sum * scale])).map(|[variance]| math::rsqrt(variance + EPSILON));
+        let rstds = self.sums(squares.map(|[sum]| [sum * scale]), 1).map(|[variance]| math::rsqrt(variance + EPSILON));
         for r in 0..ROWS {
             let row = row + r;
             if ROWS > 1 && row >= rows {
@@ -274,7 +304,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
     }
 }
 
-/// normed, mean, rstd = layernorm of inp. Grid [`Shape::forward_grid`], shared memory [`forward_shared`].
+/// normed, mean, rstd = layernorm of inp. Grid [`Shape::forward_grid`], shared memory [`Shape::forward_shared_bytes`].
 #[kernel(threads = 256, instances(
     bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
     bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
@@ -290,28 +320,50 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
     rows: u32,
     channels: u32,
 ) {
-    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_shared(&mut Layout::new()));
+    let mut layout = Layout::new();
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_scratch(&mut layout));
     let (mut row, rows) = (place.row(), rows as usize);
-    if row >= rows {
+    let (weight, bias) = (place.parameter(weight), place.parameter(bias));
+    if PACKETS > 1 {
+        if row < rows {
+            place.normalize(&place.load(inp, row, rows), row, rows, normed, mean, rstd, weight, bias);
+        }
         return;
     }
-    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS, ROWS>::PER_BLOCK;
-    let mut x = place.load(inp, row, rows);
-    let (weight, bias) = (place.parameter(weight), place.parameter(bias));
-    loop {
-        let next = row + step;
-        let more = PACKETS == 1 && next < rows;
-        let ahead = if more { place.load(inp, next, rows) } else { [[Packet::zero(); PACKETS]; ROWS] };
-        place.normalize(&x, row, rows, normed, mean, rstd, &weight, &bias);
-        if !more {
-            return;
+    // A thread reads back only what it copied itself, so no barrier is needed.
+    let ring = forward_ring::<T>(&mut layout, ROWS);
+    let slot =
+        |stage: usize, r: usize| ((stage * ROWS + r) * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET;
+    let fetch = |stage: usize, row: usize| {
+        for r in 0..ROWS {
+            if row + r < rows
+                && let Some(column) = place.column(0)
+            {
+                ring.copy_packet_async(slot(stage, r), inp, (row + r) * place.channels + column, true);
+            }
         }
-        (x, row) = (ahead, next);
+        async_copy::commit();
+    };
+    let step = thread::grid_dim_x() as usize * Place::<T, PACKETS, WARPS, ROWS>::PER_BLOCK;
+    let mut stage = 0;
+    fetch(stage, row);
+    while row < rows {
+        fetch(1 - stage, row + step);
+        async_copy::wait::<1>();
+        let mut x = [[Packet::zero(); PACKETS]; ROWS];
+        for r in 0..ROWS {
+            if row + r < rows && place.column(0).is_some() {
+                x[r][0] = ring.packet(slot(stage, r));
+            }
+        }
+        place.normalize(&x, row, rows, normed, mean, rstd, &weight, &bias);
+        row += step;
+        stage = 1 - stage;
     }
 }
 
 /// residual = a + b, rounded to T; normed, mean, rstd = layernorm of the rounded residual. Grid
-/// [`Shape::residual_forward_grid`], shared memory [`forward_shared`].
+/// [`Shape::residual_forward_grid`], shared memory [`Shape::residual_forward_shared_bytes`].
 #[kernel(threads = 256, instances(
     bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
     bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
@@ -329,7 +381,7 @@ pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS:
     rows: u32,
     channels: u32,
 ) {
-    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_shared(&mut Layout::new()));
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_scratch(&mut Layout::new()));
     let (row, rows) = (place.row(), rows as usize);
     if row >= rows {
         return;
@@ -408,7 +460,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
     let mut dbias = [[0.0; 8]; PACKETS];
 
     let mut row = place.row();
-    let mut buffer = 0;
+    let (mut buffer, mut turn) = (0, 0);
     fetch(buffer, row);
     let mut of_rows = statistics(row);
     while row < rows {
@@ -440,7 +492,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
                 }
             }
         }
-        let sums = place.sums(sums).map(|of_row| of_row.map(|sum| sum * scale));
+        let sums = place.sums(sums, turn).map(|of_row| of_row.map(|sum| sum * scale));
         // Orders memory, so the compiler reads the row again rather than keep it in registers it does not have.
         warp::sync();
         for r in 0..ROWS {
@@ -462,6 +514,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
         }
         of_rows = next;
         row += step;
+        turn = 1 - turn;
         if stages(PACKETS) == 2 {
             buffer = 1 - buffer;
         } else {

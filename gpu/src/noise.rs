@@ -28,26 +28,32 @@ pub const fn seed_from(seed: u32, first: usize) -> u32 {
     seed.wrapping_add((first as u32).wrapping_mul(STEP))
 }
 
+/// The number of the point (`x`, `y`).
+#[inline(always)]
+const fn point(x: u32, y: u32) -> u32 {
+    x.wrapping_add(NEXT_ROW.wrapping_mul(y))
+}
+
 /// 32 random bits for the point (`x`, `y`) under `seed`.
 #[inline(always)]
 pub const fn squirrel5_2d(x: u32, y: u32, seed: u32) -> u32 {
-    squirrel5(x.wrapping_add(NEXT_ROW.wrapping_mul(y)), seed)
+    squirrel5(point(x, y), seed)
 }
 
 /// `value`, the new content of element `index` of a tensor, rounded stochastically.
 #[inline(always)]
 pub fn round<T: Element>(value: f32, index: usize, seed: u32) -> T {
-    T::from_f32_stochastic(value, squirrel5_2d(index as u32, (index >> 32) as u32, seed))
+    T::from_f32(T::round_stochastic(value, squirrel5_2d(index as u32, (index >> 32) as u32, seed)))
 }
 
-/// The packet of values `f(0) .. f(T::PACKET)`, the new content of the tensor from element `index` on, rounded stochastically:
-/// a pair shares the 32 bits of its first, of which each needs 16.
+/// The packet of values `f(0) .. f(T::PACKET)`, the new content of the tensor from element `index` on, a multiple of `T::PACKET`,
+/// rounded stochastically: a pair shares the 32 bits of its first, of which each needs 16.
 #[inline(always)]
 pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize) -> f32) -> Packet<T> {
+    let first = point(index as u32, (index >> 32) as u32);
     Packet::from_fn(|k| {
-        let pair = index + k / 2 * 2;
-        let bits = squirrel5_2d(pair as u32, (pair >> 32) as u32, seed);
-        T::from_f32_stochastic(f(k), bits >> (k % 2 * 16)).to_f32()
+        let bits = squirrel5(first.wrapping_add(k as u32 / 2 * 2), seed);
+        T::round_stochastic(f(k), bits >> (k % 2 * 16))
     })
 }
 

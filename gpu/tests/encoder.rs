@@ -5,8 +5,9 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::encoder::{
-    encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid, encoder_backward_rest_shared,
-    encoder_backward_wte, encoder_backward_wte_grid, encoder_forward, encoder_forward_grid,
+    encoder_backward_chunk, encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid,
+    encoder_backward_rest_shared, encoder_backward_wte, encoder_backward_wte_grid, encoder_forward,
+    encoder_forward_grid,
 };
 use proptest::collection::vec;
 
@@ -15,7 +16,7 @@ const VOCABULARY: usize = 11;
 tests! {
     kernels of "encoder.rs";
     for both types: forward, any_tokens_forward, gradient_of_positions, gradient_of_any_positions, gradient_of_tokens,
-        gradient_of_any_tokens, gradients_are_unbiased, nan_stays_in_its_place;
+        gradient_of_any_tokens, chunks_fill_the_multiprocessors, gradients_are_unbiased, nan_stays_in_its_place;
 }
 
 /// Integers, so that sums are exact and results known up to their rounding.
@@ -69,16 +70,23 @@ fn any_tokens_forward<T: Tolerance>() {
 fn gradient_wpe<T: Tolerance>(dwpe: &[T], dout: &[T], sequence: usize, seed: u32) -> Vec<f64> {
     let channels = dwpe.len() / sequence;
     let tokens: Vec<_> = (0..dout.len() / channels).map(|i| (i % VOCABULARY) as i32).collect();
-    gradients(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, seed).1
+    gradients(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, 16, seed).1
 }
 
 /// dwte after the two kernels.
-fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], seed: u32) -> Vec<f64> {
-    gradients(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, seed).0
+fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], chunk: usize, seed: u32) -> Vec<f64> {
+    gradients(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, chunk, seed).0
 }
 
 /// dwte and dwpe after the two kernels, for (T, C) of dwpe's size.
-fn gradients<T: Tolerance>(dwte: &[T], dwpe: &[T], dout: &[T], tokens: &[i32], seed: u32) -> (Vec<f64>, Vec<f64>) {
+fn gradients<T: Tolerance>(
+    dwte: &[T],
+    dwpe: &[T],
+    dout: &[T],
+    tokens: &[i32],
+    chunk: usize,
+    seed: u32,
+) -> (Vec<f64>, Vec<f64>) {
     let (n, channels) = (tokens.len(), dwte.len() / VOCABULARY);
     let (batch, sequence) = (dout.len() / dwpe.len(), dwpe.len() / channels);
     let mut order: Vec<_> = (0..n as i32).collect();
@@ -86,13 +94,13 @@ fn gradients<T: Tolerance>(dwte: &[T], dwpe: &[T], dout: &[T], tokens: &[i32], s
     let mut memory = Memory::new();
     let (dwte, dwpe, dout) = (memory.buffer("dwte", dwte), memory.buffer("dwpe", dwpe), memory.input("dout", dout));
     let (tokens, order) = (memory.input("tokens", tokens), memory.input("order", &order));
-    let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels));
-    let (b, t, c) = (batch as u32, sequence as u32, channels as u32);
-    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n as u32, c, seed);
-    run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels), 0);
-    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, b, t, c, seed);
+    let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels, chunk));
+    let (b, t, c, length) = (batch as u32, sequence as u32, channels as u32, chunk as u32);
+    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n as u32, c, length, seed);
+    run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
+    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, b, t, c, length, seed);
     let shared = shared_bytes(encoder_backward_rest_shared::<T>);
-    run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels), shared);
+    run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels, chunk), shared);
     (read(&memory, dwte), read(&memory, dwpe))
 }
 
@@ -142,9 +150,9 @@ fn gradient_of_any_positions<T: Tolerance>() {
     });
 }
 
-fn check_tokens<T: Tolerance>(name: &str, tokens: &[i32], channels: usize, seed: u32) {
+fn check_tokens<T: Tolerance>(name: &str, tokens: &[i32], channels: usize, chunk: usize, seed: u32) {
     let (dwte, dout) = (integer_tensor(VOCABULARY * channels, seed), integer_tensor(tokens.len() * channels, seed + 1));
-    let got = gradient_wte::<T>(&dwte, &dout, tokens, seed);
+    let got = gradient_wte::<T>(&dwte, &dout, tokens, chunk, seed);
     assert_rounded::<T>(name, &got, &sums(&dwte, &dout, channels, |row| tokens[row] as usize));
 }
 
@@ -163,22 +171,34 @@ fn gradient_of_tokens<T: Tolerance>() {
         ("as many as a warp looks for at once", vec![1; 33 * 32], 16),
     ];
     for (name, tokens, channels) in cases {
-        check_tokens::<T>(name, &tokens, channels, 6);
+        for chunk in [8, 16, 28, 32] {
+            check_tokens::<T>(name, &tokens, channels, chunk, 6);
+        }
         let dwte = rounded::<T>(&noise(VOCABULARY * channels, 6));
         let dout = rounded::<T>(&noise(tokens.len() * channels, 5));
-        let got = gradient_wte(&dwte, &dout, &tokens, 7);
+        let got = gradient_wte(&dwte, &dout, &tokens, 16, 7);
         let want = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
         assert_close(name, &got, &want, T::STEP, 2.0);
-        assert_same(&format!("{name} again"), &gradient_wte(&dwte, &dout, &tokens, 7), &got);
+        assert_same(&format!("{name} again"), &gradient_wte(&dwte, &dout, &tokens, 16, 7), &got);
+    }
+}
+
+/// At most a lane's place each, and the warps of all chunks fill the multiprocessors a whole number of times, or nearly.
+fn chunks_fill_the_multiprocessors<T: Tolerance>() {
+    for (positions, channels) in [(65536, 768), (32768, 1024), (16384, 1600), (64, 768), (1, 8)] {
+        let chunk = encoder_backward_chunk::<T>(positions, channels, 132);
+        assert!((8..=32).contains(&chunk), "{chunk}");
+        let rounds = f64::from(encoder_backward_wte_grid::<T>(positions, channels, chunk)) / f64::from(4 * 132);
+        assert!(positions < 100 || rounds / rounds.ceil() > 0.9, "{positions} x {channels}: {rounds} rounds");
     }
 }
 
 /// Any tokens, most of them one or two as in real text.
 fn gradient_of_any_tokens<T: Tolerance>() {
     let tokens = vec((0..VOCABULARY as i32, 0..4i32), 1..400);
-    for_all(64, (tokens, 1..70usize, 0..99u32), |(tokens, packets, seed)| {
+    for_all(64, (tokens, 1..70usize, 1..33usize, 0..99u32), |(tokens, packets, chunk, seed)| {
         let tokens: Vec<_> = tokens.into_iter().map(|(rare, often)| if often > 1 { often } else { rare }).collect();
-        check_tokens::<T>("dwte", &tokens, packets * T::PACKET, seed);
+        check_tokens::<T>("dwte", &tokens, packets * T::PACKET, chunk, seed);
     });
 }
 
@@ -187,7 +207,7 @@ fn gradients_are_unbiased<T: Tolerance>() {
     let (channels, small) = (1024, 1.0 / 1024.0);
     let dout = vec![T::from_f32(small as f32); channels];
     let ones = |rows: usize| vec![T::from_f32(1.0); rows * channels];
-    let of_token = gradient_wte(&ones(VOCABULARY), &dout, &[2], 99);
+    let of_token = gradient_wte(&ones(VOCABULARY), &dout, &[2], 32, 99);
     for got in [&of_token[2 * channels..3 * channels], &gradient_wpe(&ones(1), &dout, 1, 99)] {
         let moved: f64 = got.iter().map(|x| x - 1.0).sum::<f64>() / channels as f64;
         assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, not {small}");
@@ -200,12 +220,12 @@ fn nan_stays_in_its_place<T: Tolerance>() {
     let (dwpe, dwte) = (integer_tensor(sequence * channels, 1), integer_tensor(VOCABULARY * channels, 2));
     let mut dout = integer_tensor::<T>(tokens.len() * channels, 3);
     let mut of_places = gradient_wpe(&dwpe, &dout, sequence, 4);
-    let mut of_tokens = gradient_wte(&dwte, &dout, &tokens, 4);
+    let mut of_tokens = gradient_wte(&dwte, &dout, &tokens, 16, 4);
     for (row, column, bad) in [(0, 0, f64::NAN), (40, 79, f64::INFINITY)] {
         dout[row * channels + column] = T::from_f32(bad as f32);
         of_places[row % sequence * channels + column] = bad;
         of_tokens[tokens[row] as usize * channels + column] = bad;
     }
     assert_close("dwpe", &gradient_wpe(&dwpe, &dout, sequence, 4), &of_places, 0.0, 0.0);
-    assert_close("dwte", &gradient_wte(&dwte, &dout, &tokens, 4), &of_tokens, 0.0, 0.0);
+    assert_close("dwte", &gradient_wte(&dwte, &dout, &tokens, 16, 4), &of_tokens, 0.0, 0.0);
 }

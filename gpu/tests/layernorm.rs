@@ -5,7 +5,7 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
-use gpu::layernorm::{Shape, dispatch, forward_shared, layernorm_backward_reduce};
+use gpu::layernorm::{Shape, dispatch, layernorm_backward_reduce};
 
 tests! {
     kernels of "layernorm.rs";
@@ -14,8 +14,10 @@ tests! {
         nan_gradients_stay_in_their_place, every_width_has_a_shape;
 }
 
-/// (rows, C): one row; C = 80 k leaves lanes idle; each shape of both types, the widest row too; rows that fill no block.
-const SHAPES: [(usize, usize); 11] = [
+/// (rows, C): one row; C = 80 k leaves lanes idle; each shape of both types, the widest row too; rows that fill no block, and so many
+/// that a multiprocessor's blocks take several each.
+const SHAPES: [(usize, usize); 12] = [
+    (45, 1280),
     (1, 8),
     (63, 80),
     (13, 240),
@@ -79,8 +81,11 @@ fn normalize<T: Tolerance>(a: &[T], b: Option<&[T]>, weight: &[T], bias: &[T]) -
     };
 
     // One multiprocessor, so that blocks take several rows.
-    let grid = if b.is_some() { shape.residual_forward_grid(rows) } else { shape.forward_grid(rows, 1) };
-    run(&mut memory, &launch, grid, shared_bytes(forward_shared));
+    let (grid, shared) = match b {
+        Some(_) => (shape.residual_forward_grid(rows), Shape::residual_forward_shared_bytes()),
+        None => (shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>()),
+    };
+    run(&mut memory, &launch, grid, shared);
     let read_all = |view| read(&memory, view);
     Forward {
         residual: residual.map_or_else(|| wide(a), read_all),

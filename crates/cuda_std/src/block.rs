@@ -26,32 +26,67 @@ pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
     reduce(value, 0.0, scratch, |a, b| a + b)
 }
 
-/// As [`sum`] of each value, with the barriers of one. `scratch`: 32 floats for each.
+/// Sums of each value over all threads of a block of `WARPS` warps, for little more than the price of one: 1, 2 or 4 values, 4, 8 or
+/// 16 warps. `scratch`: so many floats times `WARPS`, which no thread may still be reading. There is one barrier, so of two pieces of
+/// scratch used by turns the other is free when the call returns.
 #[inline(always)]
 #[track_caller]
-pub fn sums<const N: usize, const M: usize>(values: [[f32; N]; M], scratch: SharedArray<f32>) -> [[f32; N]; M] {
-    let (lane, index) = (warp::lane() as usize, warp::index() as usize);
-    let place = |i: usize, j: usize, of_warp: usize| (i * N + j) * warp::LANES as usize + of_warp;
-    let values = values.map(|values| values.map(warp::sum));
-    thread::sync_threads();
-    if lane == 0 {
-        for i in 0..M {
-            for j in 0..N {
-                scratch.set(place(i, j, index), values[i][j]);
-            }
-        }
-    }
-    thread::sync_threads();
-    let warps = (thread::block_dim_x() / warp::LANES) as usize;
-    let mut partial = [[0.0; N]; M];
+pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
+    values: [[f32; N]; M],
+    scratch: SharedArray<f32>,
+) -> [[f32; N]; M] {
+    let (count, packets) = (const { N * M }, const { WARPS / 4 });
+    const { assert!(matches!(N * M, 1 | 2 | 4) && matches!(WARPS, 4 | 8 | 16)) }
+    let lane = warp::lane();
+    let mut kept = [0.0; 4];
     for i in 0..M {
         for j in 0..N {
-            if lane < warps {
-                partial[i][j] = scratch.at(place(i, j, lane));
+            kept[i * N + j] = values[i][j];
+        }
+    }
+    // A lane keeps half of its values, and adds the neighbour's of these for its own of the others.
+    let halve = |kept: &mut [f32; 4], left: usize, offset: u32| {
+        let upper = lane & offset != 0;
+        for i in 0..left {
+            let (own, given) = if upper { (kept[left + i], kept[i]) } else { (kept[i], kept[left + i]) };
+            kept[i] = own + warp::shuffle_xor(given, offset);
+        }
+    };
+    if count == 4 {
+        halve(&mut kept, 2, 16);
+        halve(&mut kept, 1, 8);
+    } else if count == 2 {
+        halve(&mut kept, 1, 16);
+    }
+    let lanes = warp::LANES / count as u32;
+    let mut sum = kept[0];
+    let mut offset = lanes / 2;
+    while offset > 0 {
+        sum += warp::shuffle_xor(sum, offset);
+        offset /= 2;
+    }
+    if lane.is_multiple_of(lanes) {
+        scratch.set((lane / lanes) as usize * WARPS + (thread::thread_idx_x() / warp::LANES) as usize, sum);
+    }
+    thread::sync_threads();
+
+    let four = scratch.packet(lane as usize % (count * packets) * 4);
+    let mut sum = (four.get(0) + four.get(1)) + (four.get(2) + four.get(3));
+    if packets > 1 {
+        sum += warp::shuffle_xor(sum, 1);
+    }
+    if packets > 2 {
+        sum += warp::shuffle_xor(sum, 2);
+    }
+    let mut all = [[sum; N]; M];
+    if count > 1 {
+        for i in 0..M {
+            for j in 0..N {
+                all[i][j] = warp::shuffle(sum, ((i * N + j) * packets) as u32);
             }
         }
     }
-    partial.map(|values| values.map(warp::sum))
+    all
 }
 
 #[inline(always)]

@@ -38,9 +38,9 @@ pub trait Element: Copy + Default + Send + Sync + 'static {
     /// Rounds to nearest even.
     fn from_f32(value: f32) -> Self;
 
-    /// Rounds a value that already lies on this type's grid or must be pushed to one of its two neighbours with
-    /// probability proportional to nearness. `noise`: 16 uniform random bits in the low half. Exact for f32.
-    fn from_f32_stochastic(value: f32, noise: u32) -> Self;
+    /// `value` if this type has it, else one of its two neighbours that this type has, with probability proportional to
+    /// nearness. `noise`: 16 uniform random bits in the low half.
+    fn round_stochastic(value: f32, noise: u32) -> f32;
 
     /// # Safety
     /// `pointer` is valid for reads of four elements and aligned to their size.
@@ -69,8 +69,7 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    #[track_caller]
-    fn from_f32_stochastic(value: f32, _noise: u32) -> Self {
+    fn round_stochastic(value: f32, _noise: u32) -> f32 {
         value
     }
 
@@ -113,13 +112,10 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
-    #[track_caller]
-    fn from_f32_stochastic(value: f32, noise: u32) -> Self {
-        let bits = value.to_bits();
-        let up = (bits & 0xffff) > (noise & 0xffff);
-        // All ones below the cut rounds up to the next bf16, all zeros is already one.
-        let bits = if up { bits | 0xffff } else { bits & 0xffff_0000 };
-        Self::from_f32(f32::from_bits(bits))
+    fn round_stochastic(value: f32, noise: u32) -> f32 {
+        // Carries into the bits that are kept if those that are cut off exceed the noise. Of a NaN it could make a zero.
+        let bits = value.to_bits().wrapping_add(!noise & 0xffff) & 0xffff_0000;
+        if value.is_nan() { value } else { f32::from_bits(bits) }
     }
 
     #[inline(always)]
@@ -193,6 +189,15 @@ impl<T: Element> Packet<T> {
     #[inline(always)]
     pub(crate) fn from_words(words: [u32; 4]) -> Self {
         Self { words, element: PhantomData }
+    }
+
+    /// The same, of which the compiler knows nothing more: elements are widened after this point each time, not kept in registers
+    /// from before a loop.
+    #[must_use]
+    #[inline(always)]
+    pub fn opaque(self) -> Self {
+        let [a, b, c, d] = self.words;
+        Self::from_words([backend::opaque(a), backend::opaque(b), backend::opaque(c), backend::opaque(d)])
     }
 
     /// Element `i`, `i < T::PACKET`, widened.

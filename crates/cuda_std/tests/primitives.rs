@@ -257,13 +257,24 @@ fn stochastic_rounding_is_unbiased() {
         let step = (f32::from_bits((x.to_bits() & 0xffff_0000) + 0x1_0000) - low).abs();
         let mut mean = 0.0;
         for noise in 0..=0xffff {
-            let got = bf16::from_f32_stochastic(x, noise | 0xabcd_0000).to_f32();
+            let got = bf16::round_stochastic(x, noise | 0xabcd_0000);
+            assert_eq!(bf16::from_f32(got).to_f32().to_bits(), got.to_bits(), "{got} is no bf16");
             assert!((got - x).abs() < step, "{x} went to {got}, nearest {high}");
             mean += f64::from(got) / 65536.0;
         }
         assert!((mean - f64::from(x)).abs() <= f64::from(step) * 1e-4, "{x}: mean {mean}");
     }
-    assert_eq!(f32::from_f32_stochastic(0.1, 0xffff).to_bits(), 0.1f32.to_bits());
+    for noise in [0, 1, 0xffff] {
+        assert_eq!(f32::round_stochastic(0.1, noise).to_bits(), 0.1f32.to_bits());
+        for x in [f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1.5, f32::from_bits(0x0001_0000)] {
+            assert_eq!(bf16::round_stochastic(x, noise).to_bits(), x.to_bits(), "{x}");
+        }
+        for bits in [0x7fff_ffff, 0xffff_ffff, 0x7f80_0001, 0xff80_ffff] {
+            let x = bf16::round_stochastic(f32::from_bits(bits), noise);
+            assert!(x.is_nan() && bf16::from_f32(x).to_f32().is_nan(), "{bits:x}: {x}");
+        }
+    }
+    assert_eq!(bf16::round_stochastic(f32::MAX, 0), f32::INFINITY);
 }
 
 #[test]

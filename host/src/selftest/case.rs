@@ -4,6 +4,8 @@ use super::compare::{Error, Tolerance};
 use crate::engine::{BatchLayout, Engine, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
+use std::thread::sleep;
+use std::time::Duration;
 
 /// What a tensor holds before the operation.
 #[derive(Clone, Debug)]
@@ -115,6 +117,9 @@ const SAMPLES: usize = 11;
 /// Seconds that the operations of one sample fill together, so that what surrounds them weighs little.
 const SAMPLE: f64 = 3e-3;
 
+/// Before an operation is timed: none inherits the clock that the one before it has left.
+const REST: Duration = Duration::from_millis(100);
+
 /// Elements that are made on the host to be timed with; the rest are copies of them.
 const MADE: usize = 1 << 21;
 
@@ -155,6 +160,7 @@ impl Case {
         let float = engine.float();
         self.fill(engine, &tensors, float, MADE)?;
         self.before(engine, &tensors)?;
+        sleep(REST);
         let repeat = |engine: &mut dyn Engine, times: u32| -> Result<f64> {
             let start = engine.read_later(clock)?;
             for _ in 0..times {

@@ -8,7 +8,8 @@ use crate::model::Descriptor;
 use crate::selftest::{Case, Work, copy, of_model, square_product};
 use crate::tensor::DType;
 
-/// Every operation of a training step at the shapes of models: time, rate, and share of the ceilings measured in the same run
+/// Every operation of a training step at the shapes of models, each after a short rest: time, rate, and share of the ceilings
+/// measured in the same run
 #[derive(Clone, Debug, clap::Args)]
 pub struct Kernels {
     /// Only operations whose name contains this

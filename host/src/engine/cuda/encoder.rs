@@ -6,8 +6,10 @@ use crate::tensor::Tensor;
 use gpu::encoder;
 
 /// f32 elements of scratch.
-pub(super) fn scratch(scope: &Scope) -> usize {
-    encoder::encoder_backward_partials(scope.b * scope.t, scope.channels)
+pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
+    let (positions, c) = (scope.b * scope.t, scope.channels);
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, multiprocessors);
+    encoder::encoder_backward_partials(positions, c, chunk)
 }
 
 pub(super) fn forward<T: Float>(
@@ -45,7 +47,8 @@ pub(super) fn backward<T: Float>(
     let BatchLayout { b, t } = layout;
     let positions = b * t;
     let dout = cuda.input("dout", dout, positions * c)?;
-    let len = encoder::encoder_backward_partials(positions, c);
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, cuda.executor.multiprocessors());
+    let len = encoder::encoder_backward_partials(positions, c, chunk);
     let scratch = cuda.scratch(len)?;
     let dwte = cuda.output("dwte", dwte, dwte.len)?;
     let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), positions)?;
@@ -58,9 +61,10 @@ pub(super) fn backward<T: Float>(
         order,
         positions as u32,
         c as u32,
+        chunk as u32,
         seed,
     );
-    cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c), 1, 1], 0)?;
+    cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
     let launch = encoder::encoder_backward_rest::<T>(
         dwte,
         cuda.output("dwpe", dwpe, t * c)?,
@@ -71,8 +75,9 @@ pub(super) fn backward<T: Float>(
         b as u32,
         t as u32,
         c as u32,
+        chunk as u32,
         seed,
     );
-    let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c);
+    let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c, chunk);
     cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
 }

@@ -40,7 +40,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) 
         )
     );
     let grid = shape.forward_grid(rows, cuda.executor.multiprocessors());
-    cuda.launch(&launch, [grid, 1, 1], shared_bytes(layernorm::forward_shared))
+    cuda.launch(&launch, [grid, 1, 1], shape.forward_shared_bytes::<T>())
 }
 
 pub(super) fn residual_forward<T: Float>(
@@ -66,7 +66,7 @@ pub(super) fn residual_forward<T: Float>(
             op.c as u32,
         )
     );
-    cuda.launch(&launch, [shape.residual_forward_grid(rows), 1, 1], shared_bytes(layernorm::forward_shared))
+    cuda.launch(&launch, [shape.residual_forward_grid(rows), 1, 1], Shape::residual_forward_shared_bytes())
 }
 
 pub(super) fn backward<T: Float>(

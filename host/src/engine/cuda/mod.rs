@@ -261,7 +261,7 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn plan(&mut self, plan: &mut Plan, scope: &Scope) {
         let needs = [
-            encoder::scratch(scope),
+            encoder::scratch::<T>(scope, self.executor.multiprocessors()),
             layernorm::scratch::<T>(scope, self.executor.multiprocessors()),
             bias::scratch::<T>(scope, self.executor.multiprocessors()),
             attention::scratch(scope),
