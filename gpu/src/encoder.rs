@@ -408,14 +408,14 @@ fn add_positions<T: Element>(
         let (mut these, mut next) = (four(0), four(BATCH));
         b = 2 * BATCH;
         while b + 2 * BATCH <= batch {
-            these.iter().for_each(|row| sum.add(row));
+            sum.add_all(&these);
             these = four(b);
-            next.iter().for_each(|row| sum.add(row));
+            sum.add_all(&next);
             next = four(b + BATCH);
             b += 2 * BATCH;
         }
-        these.iter().for_each(|row| sum.add(row));
-        next.iter().for_each(|row| sum.add(row));
+        sum.add_all(&these);
+        sum.add_all(&next);
     }
     while b < batch {
         sum.add(&dout.packet_streaming(b * size + i));
@@ -465,6 +465,13 @@ impl<T: Element> Sum<T> {
     fn add(&mut self, packet: &Packet<T>) {
         for k in 0..T::PACKET {
             self.values[k] += packet.get(k);
+        }
+    }
+
+    #[inline(always)]
+    fn add_all(&mut self, packets: &[Packet<T>; BATCH]) {
+        for packet in packets {
+            self.add(packet);
         }
     }
 

@@ -21,6 +21,7 @@ use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 use gpu::attention::launch::Prepared;
 use std::collections::{HashMap, VecDeque};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Of noise made on the host; the rest is copies of it.
@@ -28,6 +29,8 @@ const NOISE_BYTES: usize = 8 << 20;
 
 /// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
 const BATCHES_UNDER_WAY: usize = 2;
+/// Before the products of one kind are timed anew.
+const REST: Duration = Duration::from_millis(100);
 
 pub struct Device {
     // Dropped in this order: what is queued first, the context (in each of them) last.
@@ -414,8 +417,12 @@ impl Executor for Device {
         fill_with_noise(&self.stream, memory, undecided[0].problem.element)?;
         let mut timings = Vec::new();
         for Noted { problem, operands, otherwise } in &undecided {
+            // What is to be compared must begin with the same clock; where it is only to be chosen, time is dearer.
+            let rest = || anew.then(|| sleep(REST));
+            rest();
             // SAFETY: the operations have held the operands to the arena; nothing else is queued.
             let library = unsafe { self.time_library(problem, operands, otherwise) }?;
+            rest();
             // SAFETY: as above.
             let kernel = unsafe { self.time_kernels(problem, operands) }?;
             let timing = Timing { library, kernel };
