@@ -211,6 +211,10 @@ fn gradients_are_unbiased<T: Tolerance>() {
     for got in [&of_token[2 * channels..3 * channels], &gradient_wpe(&ones(1), &dout, 1, 99)] {
         let moved: f64 = got.iter().map(|x| x - 1.0).sum::<f64>() / channels as f64;
         assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, not {small}");
+        // Each pair of a packet by a noise of its own, where anything is rounded.
+        let pairs_differ = |packet: &[f64]| packet.iter().step_by(2).any(|x| x.total_cmp(&packet[0]).is_ne());
+        let is_rounded = got.iter().any(|x| x.total_cmp(&got[0]).is_ne());
+        assert_eq!(got.chunks(8).any(pairs_differ), is_rounded);
     }
 }
 

@@ -57,7 +57,10 @@ fn scaling_is_told_in_one_table_within_its_time() {
     let scaling = |more: &str| {
         let mut scaling = world.bare(&script("scaling"));
         scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
-        scaling.args("--tokens 32 --agree-tokens 32 --agree-steps 6 --copies 2 --json scaling.json".split(' '));
+        scaling.args(
+            "--tokens 32 --agree-tokens 32 --agree-steps 6 --lr 1e-4 --warmup 5 --copies 2 --json scaling.json"
+                .split(' '),
+        );
         scaling.args(more.split(' '));
         let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
         let json = fs::read(world.path("scaling.json")).unwrap();
@@ -74,9 +77,11 @@ fn scaling_is_told_in_one_table_within_its_time() {
     let share = number(two, "tokens_per_second") / number(one, "tokens_per_second") / 2.0 * 100.0;
     assert!((number(two, "percent") - share).abs() < 1e-6 && number(two, "start_seconds") > 0.0, "{json}");
     assert!(printed.contains("\n| weak | d6 | 2 | 2 | 64 | "), "{printed}");
-    for (key, runs) in
-        [("gpus", &["1 GPU", "2 GPUs"][..]), ("stages", &["stage 0", "stage 1", "stage 2", "stage 3"][..])]
-    {
+    for (key, runs) in [
+        ("gpus", &["1 GPU", "2 GPUs"][..]),
+        ("rounding", &["at once", "2 batches"][..]),
+        ("stages", &["stage 0", "stage 1", "stage 2", "stage 3"][..]),
+    ] {
         let of = &json["agree"][key];
         assert!(number(of, "first_difference") < 1e-6 && number(of, "largest_difference") < 1e-4, "{json}");
         let losses = |run: &&str| {
@@ -104,10 +109,7 @@ fn scaling_is_told_in_one_table_within_its_time() {
     fs::write(world.path("short.txt"), "the quick brown fox jumps over a lazy dog, and another one\n".repeat(4))
         .unwrap();
     let (code, printed, json) = scaling("--agree-within -1 --text short.txt --gpus 1 agree");
-    assert!(
-        code == Some(1) && printed.contains("WRONG: B 2, 32 tokens a step, 1 GPU: losses differ by 0.0"),
-        "{printed}"
-    );
+    assert!(code == Some(1) && printed.contains("WRONG: 32 tokens a step, 1 GPU: losses differ by 0.0"), "{printed}");
     assert!(json["agree"]["stages"].is_null() && json["agree"]["gpus"]["losses"]["2 GPUs"].is_null(), "{json}");
     let (tokens, times) = printed
         .lines()
