@@ -3,7 +3,6 @@
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
-
 use crate::model::{CHUNK, Descriptor, Params};
 use crate::tensor::{DType, Tensor};
 
@@ -14,6 +13,11 @@ pub fn edge() -> Vec<Case> {
         cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
         cases.extend([layernorm_forward(b * t, c), residual_layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
     }
+    // Rows that a whole block takes, and tokens so frequent that many warps add up the gradient of each.
+    for (rows, c) in [(9, 1600), (3, 4200)] {
+        cases.extend([layernorm_forward(rows, c), residual_layernorm_forward(rows, c), layernorm_backward(rows, c)]);
+    }
+    cases.push(encoder_backward(4, 300, 80, 3));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
         let shape = Linear { rows, c, oc };
         cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
