@@ -57,6 +57,51 @@ fn block_reductions() {
     }
 }
 
+/// Three times the sums over the block of M x N multiples of `inp`, with two pieces of scratch by turns.
+fn several_sums<const WARPS: usize, const N: usize, const M: usize>(out: GlobalMut<f32>, inp: Global<f32>) {
+    let scratch: SharedArray<f32> = Layout::new().array(2 * N * M * WARPS);
+    let i = thread::index_1d();
+    for turn in 0..3 {
+        let values = core::array::from_fn(|m| core::array::from_fn(|n| inp.at(i) * (1 + m * N + n + 10 * turn) as f32));
+        let sums: [[f32; N]; M] = block::sums::<WARPS, N, M>(values, scratch.skip(turn % 2 * N * M * WARPS));
+        for (k, sum) in sums.as_flattened().iter().enumerate() {
+            out.set((i * 3 + turn) * N * M + k, *sum);
+        }
+    }
+}
+
+#[kernel(threads = 128)]
+fn four_sums(out: GlobalMut<f32>, inp: Global<f32>) {
+    several_sums::<4, 2, 2>(out, inp);
+}
+
+#[kernel(threads = 256)]
+fn two_sums(out: GlobalMut<f32>, inp: Global<f32>) {
+    several_sums::<8, 1, 2>(out, inp);
+}
+
+#[kernel(threads = 512)]
+fn one_sum(out: GlobalMut<f32>, inp: Global<f32>) {
+    several_sums::<16, 1, 1>(out, inp);
+}
+
+#[test]
+fn sums_of_a_block() {
+    let inp: Vec<f32> = (0..1024).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
+    let from = Global::new(inp.as_ptr());
+    for (launch, threads, count) in
+        [(four_sums as fn(_, _) -> _, 128, 4), (two_sums as fn(_, _) -> _, 256, 2), (one_sum as fn(_, _) -> _, 512, 1)]
+    {
+        let mut out = vec![0.0f32; 1024 * 3 * count];
+        emulate(&launch(GlobalMut::new(out.as_mut_ptr()), from), [1024 / threads as u32, 1, 1], 2 * 4 * 4 * 16);
+        for (i, got) in out.chunks(3 * count).enumerate() {
+            let sum = inp[i / threads * threads..][..threads].iter().sum::<f32>();
+            let want: Vec<_> = (0..3 * count).map(|k| sum * (1 + k % count + 10 * (k / count)) as f32).collect();
+            assert_eq!(got, want, "thread {i} of blocks of {threads}");
+        }
+    }
+}
+
 #[kernel(threads = 64)]
 fn last_block(total: GlobalMut<f32>, partial: GlobalMut<f32>, counter: GlobalMut<u32>) {
     let (t, b) = (thread::thread_idx_x(), thread::block_idx_x());
