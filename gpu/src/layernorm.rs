@@ -72,7 +72,7 @@ impl Shape {
     /// Bytes of shared memory of [`layernorm_forward`].
     pub fn forward_shared_bytes<T: Element>(self) -> usize {
         let mut layout = Layout::new();
-        forward_scratch(&mut layout);
+        scratch(&mut layout, MOST_ROWS);
         if matches!(self, Self::Block1) {
             forward_ring::<T>(&mut layout, self.rows_per_block());
         }
@@ -82,7 +82,7 @@ impl Shape {
     /// Bytes of shared memory of [`residual_layernorm_forward`].
     pub fn residual_forward_shared_bytes() -> usize {
         let mut layout = Layout::new();
-        forward_scratch(&mut layout);
+        scratch(&mut layout, MOST_ROWS);
         layout.bytes()
     }
 
@@ -136,10 +136,13 @@ macro_rules! layernorm_dispatch {
 }
 pub use layernorm_dispatch as dispatch;
 
-/// Scratch of the forward kernels' sums.
-fn forward_scratch(layout: &mut Layout) -> SharedArray<f32> {
-    layout.array(2 * 2 * BLOCK_WARPS)
+/// Scratch of [`Place::sums`] of so many values at a time.
+fn scratch(layout: &mut Layout, values: usize) -> SharedArray<f32> {
+    layout.array(2 * values * BLOCK_WARPS)
 }
+
+/// Most rows that a group of warps takes at a time, each with a sum in the forward kernels.
+const MOST_ROWS: usize = 2;
 
 /// Each thread's packets of the rows that [`layernorm_forward`] works on and of the next with PACKETS = 1, (2, ROWS, threads)
 /// packets.
@@ -155,16 +158,13 @@ const fn stages(packets: usize) -> usize {
 /// Shared memory of [`layernorm_backward`]: scratch of the rows' sums, and per stage each thread's packets of dout, inp and
 /// dinp, (stages, 3, ROWS, PACKETS, threads) packets. The latter is used again for the warps' sums.
 fn backward_shared<T: Element>(layout: &mut Layout, packets: usize, rows: usize) -> (SharedArray<f32>, SharedArray<T>) {
-    (
-        layout.array(2 * 2 * rows * BLOCK_WARPS),
-        layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET),
-    )
+    (scratch(layout, 2 * rows), layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET))
 }
 
 /// Each warp's sums of dweight and dbias, (warps, 2, C), over the memory of the stages: with one warp per row, C is at most
 /// PACKETS * 32 packets and they fit.
 fn sums_of_warps(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
-    layout.array::<f32>(2 * 2 * BLOCK_WARPS);
+    scratch(layout, 2);
     layout.array(BLOCK_WARPS * 2 * channels)
 }
 
@@ -321,7 +321,7 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
     channels: u32,
 ) {
     let mut layout = Layout::new();
-    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_scratch(&mut layout));
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(&mut layout, MOST_ROWS));
     let (mut row, rows) = (place.row(), rows as usize);
     let (weight, bias) = (place.parameter(weight), place.parameter(bias));
     if PACKETS > 1 {
@@ -381,7 +381,7 @@ pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS:
     rows: u32,
     channels: u32,
 ) {
-    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, forward_scratch(&mut Layout::new()));
+    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(&mut Layout::new(), MOST_ROWS));
     let (row, rows) = (place.row(), rows as usize);
     if row >= rows {
         return;

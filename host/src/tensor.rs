@@ -1,5 +1,7 @@
 //! Handles to regions of an engine's memory.
 
+use anyhow::{Result, ensure};
+
 /// Storage type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
@@ -51,5 +53,28 @@ impl Tensor {
     /// Part `i` of `n` equal parts, for tensors kept for every layer.
     pub fn part(self, i: usize, n: usize) -> Self {
         self.slice(i * (self.len / n), self.len / n)
+    }
+}
+
+/// A tensor that ranks divide evenly, and what holds this rank's part: that part of `whole` itself, or a tensor of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Divided {
+    pub whole: Tensor,
+    pub part: Tensor,
+}
+
+impl Divided {
+    /// Itself, if there is a part for each of so many ranks.
+    pub fn over(self, ranks: usize) -> Result<Self> {
+        let Self { whole, part } = self;
+        ensure!(
+            whole.len == ranks * part.len && whole.dtype == part.dtype,
+            "{} {} in parts of {} {}, over {ranks} ranks",
+            whole.len,
+            whole.dtype.name(),
+            part.len,
+            part.dtype.name()
+        );
+        Ok(self)
     }
 }

@@ -1,7 +1,7 @@
 //! Processes that train together, and what they leave: checkpoints of any ranks and stage.
 
 use crate::threads::{PATIENCE, close, distance, numbers};
-use crate::world::{World, free_place, only_step, program, said};
+use crate::world::{World, ended, free_place, only_step, program, said};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -251,7 +251,7 @@ fn a_rank_that_cannot_write_its_part_is_named_and_the_run_goes_on() {
         }
         command.spawn().unwrap()
     };
-    let outputs = ["0", "1"].map(start).map(|child| child.wait_with_output().unwrap());
+    let outputs = ended(["0", "1"].map(start));
     let (printed, message) = said(&outputs[0]);
     let why = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
     assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {why}")), "{printed}");
@@ -280,7 +280,7 @@ fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
             command.args(["--rank", &rank.to_string(), "--world-size", &ranks.to_string()]).spawn().unwrap()
         };
         let children: Vec<_> = (0..ranks).map(start).collect();
-        let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        let outputs = ended(children);
         succeed(&outputs, stage)
     };
     let [undivided, divided] = ["0", "3"].map(|stage| {

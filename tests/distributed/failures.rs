@@ -1,7 +1,7 @@
 //! Ranks that do not fit together, fail, hang, are killed or asked to stop.
 
 use crate::threads::PATIENCE;
-use crate::world::{LOST, UNFIT, World, free_place, one_message, program, said};
+use crate::world::{LOST, UNFIT, World, ended, free_place, one_message, program, said};
 use std::fs;
 use std::io::Write;
 use std::net::TcpListener;
@@ -19,7 +19,7 @@ fn other_flags_are_named_by_rank_0() {
         world.rank(0, 2, "flags", "out", &with),
         world.rank(1, 2, "flags", "out", &[&with[..], &["--lr", "0.1"]].concat()),
     ];
-    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let outputs = ended(children);
     let message = one_message(&outputs, UNFIT);
     assert!(
         message.contains("rank 1 (") && message.contains("has --lr 0.1, rank 0 has 0.003: start all ranks"),
@@ -40,7 +40,7 @@ fn another_build_is_named_by_rank_0() {
         world.command(program, "out", &["--rank", rank, "--world-size", "2", "--rendezvous", &place]).spawn().unwrap()
     };
     let children = [start(program(), "0"), start(&other, "1")];
-    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()), UNFIT);
+    let message = one_message(&ended(children), UNFIT);
     assert!(message.contains("rank 1 (") && message.contains("runs another build of the program"), "{message}");
 }
 
@@ -59,7 +59,7 @@ fn what_a_rank_cannot_do_rank_0_tells() {
         command.spawn().unwrap()
     };
     let children = ["0", "1", "2"].map(start);
-    let message = one_message(&children.map(|child| child.wait_with_output().unwrap()), UNFIT);
+    let message = one_message(&ended(children), UNFIT);
     assert!(message.contains("rank 1 (") && message.contains("failed: cannot open model file tiny.bin"), "{message}");
 }
 
@@ -69,7 +69,7 @@ fn a_rank_that_never_comes_is_named_in_time() {
     let begun = Instant::now();
     let more = ["--rendezvous-timeout", "1"];
     let children: Vec<_> = [0, 2].map(|rank| world.rank(rank, 3, "never", "out", &more)).into_iter().collect();
-    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let outputs = ended(children);
     let message = one_message(&outputs, UNFIT);
     assert!(message.contains("rank 1 of 3 never came: after 1 s only 2 are here (ranks 0, 2)"), "{message}");
     assert!(begun.elapsed() < Duration::from_secs(20));
@@ -89,7 +89,7 @@ fn a_port_that_another_program_has_is_told_by_all_ranks_soon() {
     let begun = Instant::now();
     let place = format!("tcp://{address}");
     let children = [0, 1].map(|rank| world.rank(rank, 2, "port", "out", &["--rendezvous", &place]));
-    let outputs = children.map(|child| child.wait_with_output().unwrap());
+    let outputs = ended(children);
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     let expected = [
         format!("error: rank 0 cannot listen at {address}: Address already in use"),
@@ -116,7 +116,7 @@ fn a_rank_that_is_killed_ends_the_run_on_all() {
     }
     children[2].kill().unwrap();
     let killed = Instant::now();
-    let mut outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let mut outputs = ended(children);
     assert!(killed.elapsed() < Duration::from_secs(30));
     outputs.pop();
     let message = one_message(&outputs, LOST);
@@ -150,7 +150,7 @@ fn stands_still(world: &World, stopped: usize) {
     Command::new("kill").args(["-STOP", &pid]).status().unwrap();
     let begun = Instant::now();
     let mut still = children.remove(stopped);
-    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let outputs = ended(children);
     assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
     still.kill().unwrap();
     still.wait().unwrap();
@@ -178,7 +178,7 @@ fn one_rank_asked_to_stop_stops_all_at_one_step() {
         thread::sleep(Duration::from_millis(20));
     }
     Command::new("kill").args(["-TERM", &children[1].id().to_string()]).status().unwrap();
-    let outputs: Vec<_> = children.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    let outputs = ended(children);
     assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
     assert!(said(&outputs[0]).0.contains("stopped after "), "{outputs:?}");
     let names: Vec<_> = fs::read_dir(world.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();

@@ -1,6 +1,6 @@
 //! What ranks cost each other.
 
-use crate::world::{UNFIT, World, free_place, program, said, script};
+use crate::world::{UNFIT, World, ended, free_place, program, said, script};
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ fn what_ranks_cost_each_other_is_measured() {
         bench.args("bench step --device cpu -e d6 -b 1 --world-size 2".split(' '));
         bench.args(["-t", t, "--rank", rank, "--rendezvous", &place]).spawn().unwrap()
     };
-    let outputs = [rank("0", "16"), rank("1", "32")].map(|child| child.wait_with_output().unwrap());
+    let outputs = ended([rank("0", "16"), rank("1", "32")]);
     let errors = said(&outputs[0]).1;
     assert!(errors.contains("has --seq 32, rank 0 has 16") && outputs[1].status.code() == Some(UNFIT), "{errors}");
 }

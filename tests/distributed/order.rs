@@ -1,7 +1,7 @@
 //! Data in order: every number of ranks reads the same tokens in the same step.
 
 use crate::threads::numbers;
-use crate::world::{World, only_step, said};
+use crate::world::{World, ended, only_step, said};
 use std::fs;
 
 /// An epoch is 23 steps of the first shard and 31 of the second; neither is a whole number of steps.
@@ -68,7 +68,7 @@ fn ranks_that_differ_in_the_order_of_their_data_are_refused() {
     let world = World::new();
     let children = [("0", "1"), ("1", "0")]
         .map(|(rank, shuffle)| world.rank(rank.parse().unwrap(), 2, "order", "out", &["--shuffle", shuffle]));
-    let outputs = children.map(|child| child.wait_with_output().unwrap());
+    let outputs = ended(children);
     let message = crate::world::one_message(&outputs, crate::world::UNFIT);
     assert!(message.contains("has --shuffle false, rank 0 has true: start all ranks"), "{message}");
 }

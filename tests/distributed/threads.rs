@@ -15,7 +15,7 @@ use host::model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, Share, S
 use host::rng::Mt19937;
 use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
-use host::tensor::Tensor;
+use host::tensor::{Divided, Tensor};
 use host::train::{Run, Settings, initialise};
 use std::fs;
 use std::path::Path;
@@ -215,8 +215,8 @@ struct Late {
 enum Operation {
     Reduce(Tensor, Reduction),
     Broadcast(Tensor),
-    Scatter(Tensor, Tensor, Reduction),
-    Gather(Tensor, Tensor),
+    Scatter(Divided, Reduction),
+    Gather(Divided),
 }
 
 impl Late {
@@ -244,19 +244,13 @@ impl Communicator for Late {
         Ok(())
     }
 
-    fn reduce_scatter(
-        &mut self,
-        _: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> anyhow::Result<()> {
-        self.later(Operation::Scatter(whole, part, reduction));
+    fn reduce_scatter(&mut self, _: &mut dyn Engine, of: Divided, reduction: Reduction) -> anyhow::Result<()> {
+        self.later(Operation::Scatter(of, reduction));
         Ok(())
     }
 
-    fn all_gather(&mut self, _: &mut dyn Engine, whole: Tensor, part: Tensor) -> anyhow::Result<()> {
-        self.later(Operation::Gather(whole, part));
+    fn all_gather(&mut self, _: &mut dyn Engine, of: Divided) -> anyhow::Result<()> {
+        self.later(Operation::Gather(of));
         Ok(())
     }
 
@@ -265,10 +259,8 @@ impl Communicator for Late {
             match operation {
                 Operation::Reduce(tensor, reduction) => self.now.all_reduce(engine, tensor, reduction)?,
                 Operation::Broadcast(tensor) => self.now.broadcast(engine, tensor)?,
-                Operation::Scatter(whole, part, reduction) => {
-                    self.now.reduce_scatter(engine, whole, part, reduction)?;
-                }
-                Operation::Gather(whole, part) => self.now.all_gather(engine, whole, part)?,
+                Operation::Scatter(of, reduction) => self.now.reduce_scatter(engine, of, reduction)?,
+                Operation::Gather(of) => self.now.all_gather(engine, of)?,
             }
         }
         self.now.settle(engine)

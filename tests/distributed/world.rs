@@ -90,8 +90,13 @@ impl World {
 
     pub fn ranks(&self, ranks: usize, job: &str, out: &str, more: &[&str]) -> Vec<Output> {
         let children: Vec<_> = (0..ranks).map(|rank| self.rank(rank, ranks, job, out, more)).collect();
-        children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
+        ended(children)
     }
+}
+
+/// What each of them has said, once it has ended.
+pub fn ended(children: impl IntoIterator<Item = Child>) -> Vec<Output> {
+    children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
 pub fn program() -> &'static Path {

@@ -4,7 +4,7 @@ use crate::backend;
 use core::marker::PhantomData;
 
 /// bfloat16: the upper 16 bits of an f32. Storage only; arithmetic is done in f32.
-#[allow(non_camel_case_types)]
+#[expect(non_camel_case_types, reason = "as the types that the language has")]
 #[repr(transparent)]
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct bf16(u16);

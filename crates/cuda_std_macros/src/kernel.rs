@@ -157,8 +157,7 @@ fn device_entry(
         #arch
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
-        // The views are transparent pointers, which the lint does not look through.
-        #[allow(improper_gpu_kernel_arg)]
+        #[allow(improper_gpu_kernel_arg, reason = "views are transparent pointers, which the lint does not look through")]
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
             #body
         }

@@ -11,7 +11,7 @@ use crate::atomic;
 use crate::distributed::Ranks;
 use crate::engine::{Algorithms, Engine, HostBuffer};
 use crate::model::{Descriptor, Gpt2, Params, Share, Unit};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Divided, Tensor};
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -413,7 +413,7 @@ impl Blocks {
                 }
             } else {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
-                ranks.all_gather(engine, whole, params.own(unit))?;
+                ranks.all_gather(engine, Divided { whole, part: params.own(unit) })?;
                 ranks.settle(engine)?;
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
@@ -423,7 +423,7 @@ impl Blocks {
             for (block, tensor) in &blocks {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };
                 let whole = gathered.slice(0, range.len());
-                ranks.all_gather(engine, whole, store.own(unit))?;
+                ranks.all_gather(engine, Divided { whole, part: store.own(unit) })?;
                 ranks.settle(engine)?;
                 read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
             }

@@ -3,8 +3,7 @@
 use super::nccl::Nccl;
 use super::star::{Reduction, Star};
 use crate::engine::{Engine, Result};
-use crate::tensor::Tensor;
-use anyhow::ensure;
+use crate::tensor::{Divided, Tensor};
 
 /// One rank's end. All ranks make the same calls in the same order, with tensors of the same size and type.
 ///
@@ -23,18 +22,12 @@ pub trait Communicator {
     /// `tensor` = rank 0's.
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()>;
 
-    /// `part` = this rank's part of the reduction of every rank's `whole`, which is as many times as long as there are ranks.
-    /// `part` may be that part of `whole`, whose other parts mean nothing afterwards.
-    fn reduce_scatter(
-        &mut self,
-        engine: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> Result<()>;
+    /// The part = this rank's part of the reduction of every rank's whole, of which nothing but that part means anything
+    /// afterwards.
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()>;
 
-    /// `whole` = every rank's `part`, one after another. `part` may be this rank's part of `whole`.
-    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()>;
+    /// The whole = every rank's part, one after another.
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()>;
 
     /// What the engine is given from here on comes after all operations so far.
     fn settle(&mut self, engine: &mut dyn Engine) -> Result<()>;
@@ -78,22 +71,16 @@ impl Communicator for Star {
         if self.rank == 0 { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
     }
 
-    fn reduce_scatter(
-        &mut self,
-        engine: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> Result<()> {
-        parts_of(self, whole, part)?;
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+        let Divided { whole, part } = of.over(self.ranks)?;
         let mut bytes = vec![0; whole.bytes()];
         engine.read_bytes(whole, &mut bytes)?;
         self.reduce_bytes(&mut bytes, whole.dtype, reduction)?;
         engine.write_bytes(part, &bytes[self.rank * part.bytes()..][..part.bytes()])
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
-        parts_of(self, whole, part)?;
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+        let Divided { whole, part } = of.over(self.ranks)?;
         let mut bytes = vec![0; part.bytes()];
         engine.read_bytes(part, &mut bytes)?;
         engine.write_bytes(whole, &self.all_gather_bytes(&bytes)?)
@@ -118,19 +105,6 @@ impl Communicator for Star {
     fn describe(&self) -> String {
         "TCP, through the hosts' memory".to_owned()
     }
-}
-
-fn parts_of(star: &Star, whole: Tensor, part: Tensor) -> Result<()> {
-    ensure!(
-        whole.len == star.ranks * part.len && whole.dtype == part.dtype,
-        "{} {} in parts of {} {}, over {} ranks",
-        whole.len,
-        whole.dtype.name(),
-        part.len,
-        part.dtype.name(),
-        star.ranks
-    );
-    Ok(())
 }
 
 /// What suits the engine: NCCL where it computes on a GPU. `on` is a tensor of it.

@@ -66,7 +66,7 @@ impl Exchange<'_> {
             return Ok(());
         }
         let (store, unit) = (self.model.param_store(), Unit::Layer(layer));
-        self.ranks.all_gather(engine, store.unit(unit), store.own(unit))?;
+        self.ranks.all_gather(engine, store.divided(unit))?;
         self.turns.parameters[turn] = Some(layer);
         self.turns.coming[turn] = true;
         Ok(())
@@ -106,18 +106,16 @@ impl Layers for Exchange<'_> {
         let store = self.model.grad_store(&training);
         match (self.model.zero.stage(), unit) {
             (0, _) if self.last => self.ranks.average(engine, store.unit(unit)),
-            (1, _) if self.last => {
-                self.ranks.reduce_scatter(engine, store.unit(unit), store.own(unit), Reduction::Mean)
-            }
+            (1, _) if self.last => self.ranks.reduce_scatter(engine, store.divided(unit), Reduction::Mean),
             (2.., Unit::Layer(layer)) => {
                 // Waits for what went while this layer was computed; what goes now, for nothing yet.
                 self.settle(engine)?;
-                self.ranks.reduce_scatter(engine, store.unit(unit), store.own(unit), Reduction::Sum)?;
+                self.ranks.reduce_scatter(engine, store.divided(unit), Reduction::Sum)?;
                 self.turns.going[layer % 2] = true;
                 Ok(())
             }
             (2.., Unit::Embeddings) if self.last => {
-                self.ranks.reduce_scatter(engine, store.unit(unit), store.own(unit), Reduction::Sum)
+                self.ranks.reduce_scatter(engine, store.divided(unit), Reduction::Sum)
             }
             _ => Ok(()),
         }
@@ -134,6 +132,6 @@ impl Layers for Exchange<'_> {
             return Ok(());
         }
         let store = self.model.param_store();
-        self.ranks.all_gather(engine, store.unit(unit), store.own(unit))
+        self.ranks.all_gather(engine, store.divided(unit))
     }
 }

@@ -4,8 +4,8 @@ use super::communicator::Communicator;
 use super::star::{Reduction, Star};
 use super::watchdog::Device;
 use crate::engine::{Engine, OnDevice, Result};
-use crate::tensor::{DType, Tensor};
-use anyhow::{Context, bail, ensure};
+use crate::tensor::{DType, Divided, Tensor};
+use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
@@ -67,17 +67,8 @@ impl Nccl {
         Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
     }
 
-    /// Addresses of a whole and of a part, of which it has one for each rank.
-    fn begin_parts(&mut self, engine: &dyn Engine, whole: Tensor, part: Tensor) -> Result<(u64, u64)> {
-        let ranks = self.star.ranks;
-        ensure!(
-            whole.len == ranks * part.len && whole.dtype == part.dtype,
-            "{} {} in parts of {} {}, over {ranks} ranks",
-            whole.len,
-            whole.dtype.name(),
-            part.len,
-            part.dtype.name()
-        );
+    /// Addresses of the whole and of the part.
+    fn begin_divided(&mut self, engine: &dyn Engine, Divided { whole, part }: Divided) -> Result<(u64, u64)> {
         let Some(OnDevice { address, .. }) = engine.on_device(part)? else {
             bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
         };
@@ -133,26 +124,22 @@ impl Communicator for Nccl {
         }
     }
 
-    fn reduce_scatter(
-        &mut self,
-        engine: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> Result<()> {
-        let (from, to) = self.begin_parts(engine, whole, part)?;
-        match part.dtype {
-            DType::F32 => self.scatter::<f32>(from, to, part.len, reduction),
-            DType::Bf16 => self.scatter::<bf16>(from, to, part.len, reduction),
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+        let of = of.over(self.star.ranks)?;
+        let (from, to) = self.begin_divided(engine, of)?;
+        match of.part.dtype {
+            DType::F32 => self.scatter::<f32>(from, to, of.part.len, reduction),
+            DType::Bf16 => self.scatter::<bf16>(from, to, of.part.len, reduction),
             DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
         }
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
-        let (to, from) = self.begin_parts(engine, whole, part)?;
-        match part.dtype {
-            DType::F32 | DType::I32 => self.gather::<f32>(to, from, part.len),
-            DType::Bf16 => self.gather::<bf16>(to, from, part.len),
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+        let of = of.over(self.star.ranks)?;
+        let (to, from) = self.begin_divided(engine, of)?;
+        match of.part.dtype {
+            DType::F32 | DType::I32 => self.gather::<f32>(to, from, of.part.len),
+            DType::Bf16 => self.gather::<bf16>(to, from, of.part.len),
         }
     }
 

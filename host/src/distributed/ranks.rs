@@ -5,7 +5,7 @@ use super::fault::{self, Fault};
 use super::star::{Reduction, Star};
 use super::timed::{Timed, Waits};
 use crate::engine::{Engine, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Divided, Tensor};
 use anyhow::bail;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -165,22 +165,16 @@ impl Ranks {
         self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
     }
 
-    /// `part` = this rank's part of the reduction of every rank's `whole`, after [`settle`](Self::settle).
-    pub fn reduce_scatter(
-        &mut self,
-        engine: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> Result<()> {
+    /// The part = this rank's part of the reduction of every rank's whole, after [`settle`](Self::settle).
+    pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
         self.doing("adding up gradients");
-        self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, whole, part, reduction))
+        self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
     }
 
-    /// `whole` = every rank's `part`, one after another, after [`settle`](Self::settle).
-    pub fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
+    /// The whole = every rank's part, one after another, after [`settle`](Self::settle).
+    pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
         self.doing("gathering what ranks divide");
-        self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, whole, part))
+        self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
     }
 
     /// Each of the tensors = rank 0's.

@@ -3,7 +3,7 @@
 use super::communicator::Communicator;
 use super::star::{Reduction, Star};
 use crate::engine::{Engine, Result, Ticket};
-use crate::tensor::Tensor;
+use crate::tensor::{Divided, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
@@ -79,18 +79,12 @@ impl Communicator for Timed {
         self.operation(engine, |inner, engine| inner.broadcast(engine, tensor))
     }
 
-    fn reduce_scatter(
-        &mut self,
-        engine: &mut dyn Engine,
-        whole: Tensor,
-        part: Tensor,
-        reduction: Reduction,
-    ) -> Result<()> {
-        self.operation(engine, |inner, engine| inner.reduce_scatter(engine, whole, part, reduction))
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+        self.operation(engine, |inner, engine| inner.reduce_scatter(engine, of, reduction))
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, whole: Tensor, part: Tensor) -> Result<()> {
-        self.operation(engine, |inner, engine| inner.all_gather(engine, whole, part))
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+        self.operation(engine, |inner, engine| inner.all_gather(engine, of))
     }
 
     fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {

@@ -19,6 +19,9 @@ use std::fmt;
 use std::ops::DerefMut;
 use std::time::Duration;
 
+/// Before what is compared with others is timed: none inherits the clock that the one before it has left.
+pub const REST: Duration = Duration::from_millis(100);
+
 pub type Result<T, E = anyhow::Error> = std::result::Result<T, E>;
 
 /// Host memory that batches are put together in; page-locked where the engine copies from it while the host goes on.

@@ -8,7 +8,7 @@ use super::params::{Param, Params, Share, Unit};
 use super::{Descriptor, Gpt2};
 use crate::engine::{Engine, Result};
 use crate::plan::{Group, Plan};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Divided, Tensor};
 use std::ops::Range;
 
 /// What ranks divide among them.
@@ -131,6 +131,10 @@ impl<'a> Store<'a> {
     pub fn tensor(&self, param: Param, layer: usize) -> Tensor {
         let (range, unit) = (self.layout.range(param, layer), self.layout.unit_of(param, layer));
         self.unit(unit).slice(range.start - self.layout.unit(unit).start, range.len())
+    }
+
+    pub fn divided(&self, unit: Unit) -> Divided {
+        Divided { whole: self.unit(unit), part: self.own(unit) }
     }
 
     /// This rank's part of a unit, the gap's part of it included.

@@ -1,11 +1,10 @@
 //! One operation on named tensors, and how to run it.
 
 use super::compare::{Error, Tolerance};
-use crate::engine::{BatchLayout, Engine, Result, Scope};
+use crate::engine::{BatchLayout, Engine, REST, Result, Scope};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use std::thread::sleep;
-use std::time::Duration;
 
 /// What a tensor holds before the operation.
 #[derive(Clone, Debug)]
@@ -116,9 +115,6 @@ pub struct Speed {
 const SAMPLES: usize = 11;
 /// Seconds that the operations of one sample fill together, so that what surrounds them weighs little.
 const SAMPLE: f64 = 3e-3;
-
-/// Before an operation is timed: none inherits the clock that the one before it has left.
-const REST: Duration = Duration::from_millis(100);
 
 /// Elements that are made on the host to be timed with; the rest are copies of them.
 const MADE: usize = 1 << 21;

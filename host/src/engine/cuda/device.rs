@@ -9,7 +9,8 @@ use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::tuning::{Cache, noise};
 use super::{Options, Precision, Products, modules, peak};
 use crate::engine::{
-    Algorithms, Choice, GeluFusion, HostBuffer, Interval, KernelTiling, Peak, Reading, Result, Ticket, Timing, Tuning,
+    Algorithms, Choice, GeluFusion, HostBuffer, Interval, KernelTiling, Peak, REST, Reading, Result, Ticket, Timing,
+    Tuning,
 };
 use crate::plan::Plan;
 use crate::tensor::DType;
@@ -29,8 +30,6 @@ const NOISE_BYTES: usize = 8 << 20;
 
 /// Batches on their way to the GPU; one more waits for the first. Two let the host fill one while the other is copied.
 const BATCHES_UNDER_WAY: usize = 2;
-/// Before the products of one kind are timed anew.
-const REST: Duration = Duration::from_millis(100);
 
 pub struct Device {
     // Dropped in this order: what is queued first, the context (in each of them) last.
