@@ -52,7 +52,7 @@ fn trained(engine: &mut dyn Engine, chunk: usize) -> Trained {
         if step == 0 {
             dwte = engine.read(model.layout.of(grads, Param::Wte, 0)).unwrap();
         }
-        model.backward(engine, LAYOUT, step).unwrap();
+        model.backward(engine, LAYOUT).unwrap();
     }
     Trained { losses: engine.read(model.losses).unwrap(), grads: engine.read(grads).unwrap(), dwte }
 }

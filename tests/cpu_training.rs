@@ -89,7 +89,7 @@ impl Run {
         engine.zero(model.losses).unwrap();
         model.forward(engine, *layout).unwrap();
         model.loss(engine, *layout, Some(dloss)).unwrap();
-        model.backward(engine, *layout, 0).unwrap();
+        model.backward(engine, *layout).unwrap();
     }
 
     /// One step; its mean loss and gradient norm.
@@ -187,7 +187,7 @@ fn gradients_of_micro_steps_add_up() {
     let dloss = 1.0 / run.tokens();
     run.model.forward(&mut run.engine, run.layout).unwrap();
     run.model.loss(&mut run.engine, run.layout, Some(dloss)).unwrap();
-    run.model.backward(&mut run.engine, run.layout, 0).unwrap();
+    run.model.backward(&mut run.engine, run.layout).unwrap();
     for ((param, layer), expected) in &reference.gradients {
         let twice: Vec<f32> = expected.iter().map(|x| 2.0 * x).collect();
         assert_close(&format!("d{} of layer {layer}, twice", param.name()), &run.gradient(*param, *layer), &twice);

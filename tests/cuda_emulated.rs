@@ -4,7 +4,7 @@ use gpu::matmul::launch::MOST_TILINGS;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
-use host::engine::{AdamW, BatchLayout, Engine, Linear};
+use host::engine::{AdamW, BatchLayout, Engine, Linear, Recurring};
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::plan::{Group, Plan};
 use host::selftest::edge;
@@ -71,12 +71,13 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
             *word = (i * i % 50) as i32;
         }
         layout.sort(&mut words);
+        layout.set_seed(&mut words, step);
         engine.load_batch(model.batch, layout, words).unwrap();
         engine.zero(training.grads).unwrap();
         engine.zero(model.losses).unwrap();
         model.forward(engine, layout).unwrap();
         model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
-        model.backward(engine, layout, step).unwrap();
+        model.backward(engine, layout).unwrap();
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
         model.update(engine, &adamw).unwrap();
@@ -242,7 +243,7 @@ fn a_loader_goes_on_after_smaller_batches() {
     let (mut engine, batch) = with_tensor(Precision::Fp32, layout.words(), DType::I32);
     let mut data = Prefetch::start(loader, &*engine).unwrap();
     for _ in 0..3 {
-        data.load_next(&mut *engine, batch).unwrap();
+        data.load_next(&mut *engine, batch, 0).unwrap();
         for t in [1, 5, 9] {
             let small = BatchLayout { b: 1, t };
             let words = engine.host_buffer(small.words()).unwrap();
@@ -250,6 +251,135 @@ fn a_loader_goes_on_after_smaller_batches() {
         }
     }
     for _ in 0..8 {
-        data.load_next(&mut *engine, batch).unwrap();
+        data.load_next(&mut *engine, batch, 0).unwrap();
+    }
+}
+
+/// An engine with the kernels for sm_90a, and work for it that takes a zeroing, a copy, a kernel and a product.
+struct Repeating {
+    engine: Box<dyn Engine>,
+    plan: Plan,
+    tensors: [Tensor; 5],
+}
+
+const SIDE: usize = 16;
+
+impl Repeating {
+    fn new() -> Self {
+        let mut plan = Plan::new();
+        let tensors = ["a", "b", "sum", "copy", "product"]
+            .map(|name| plan.add(Group::Parameters, name, &[SIDE, SIDE], DType::Bf16));
+        let mut engine = emulated_checked(Precision::Bf16, true);
+        engine.allocate(&plan).unwrap();
+        Self { engine, plan, tensors }
+    }
+
+    /// product = (a + b) · copy of a, where copy holds no more than its first half.
+    fn work(&self) -> impl Fn(&mut dyn Engine) -> anyhow::Result<()> + use<> {
+        let [a, b, sum, copy, product] = self.tensors;
+        let half = SIDE * SIDE / 2;
+        move |engine| {
+            engine.residual_forward(sum, a, b)?;
+            engine.copy(copy, a)?;
+            engine.zero(copy.slice(half, half))?;
+            engine.matmul_forward(product, sum, copy, None, None, Linear { rows: SIDE, c: SIDE, oc: SIDE })
+        }
+    }
+
+    /// Other operands for round `i`, and what the work makes of them.
+    fn fill(&mut self, i: usize) -> Vec<f32> {
+        let values = |shift| (0..SIDE * SIDE).map(move |k| ((k * 7 + i * shift) % 5) as f32 - 2.0).collect::<Vec<_>>();
+        let (a, b) = (values(1), values(3));
+        self.engine.write(self.tensors[0], &a).unwrap();
+        self.engine.write(self.tensors[1], &b).unwrap();
+        self.engine.write(self.tensors[4], &[9.0; SIDE * SIDE]).unwrap();
+        let at = |row: usize, column: usize| {
+            let part = |k| if column < SIDE / 2 { a[column * SIDE + k] } else { 0.0 };
+            (0..SIDE).map(|k| (a[row * SIDE + k] + b[row * SIDE + k]) * part(k)).sum()
+        };
+        (0..SIDE * SIDE).map(|i| at(i / SIDE, i % SIDE)).collect()
+    }
+
+    fn made(&mut self) -> Vec<f32> {
+        self.engine.read(self.tensors[4]).unwrap()
+    }
+}
+
+#[test]
+fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
+    let mut repeating = Repeating::new();
+    let (work, recurring, mut calls) = (repeating.work(), Recurring::new(), Vec::new());
+    for i in 0..8 {
+        if i == 5 {
+            repeating.engine.allocate(&repeating.plan).unwrap();
+        }
+        let expected = repeating.fill(i);
+        let mut called = 0;
+        let told = repeating.engine.repeat(&recurring, &mut |engine| {
+            called += 1;
+            work(engine)
+        });
+        assert_eq!(told.unwrap(), None);
+        assert_eq!(repeating.made(), expected, "round {i}");
+        calls.push(called);
+    }
+    // Done, recorded, replayed; and anew in other memory.
+    assert_eq!(calls, [1, 1, 0, 0, 0, 1, 1, 0]);
+
+    // Another name is other work.
+    let expected = repeating.fill(8);
+    let product = repeating.tensors[4];
+    repeating.engine.repeat(&Recurring::new(), &mut |engine| engine.zero(product)).unwrap();
+    assert_eq!(repeating.made(), [0.0; SIDE * SIDE]);
+    repeating.engine.repeat(&recurring, &mut |_| panic!("it has been recorded")).unwrap();
+    assert_eq!(repeating.made(), expected);
+}
+
+#[test]
+fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
+    type Work = Box<dyn Fn(&mut dyn Engine, usize) -> anyhow::Result<()>>;
+    let mut repeating = Repeating::new();
+    let [a, b, _, _, product] = repeating.tensors;
+    let shape = |rows| Linear { rows, c: SIDE, oc: SIDE };
+    let reads: Work = Box::new(move |engine, _| engine.read(a).map(drop));
+    let writes: Work = Box::new(move |engine, _| engine.write(a.slice(0, 0), &[]));
+    let loads: Work = Box::new(move |engine, _| engine.write_bytes(a.slice(0, 0), &[]));
+    let others: Work = Box::new(move |engine, _| engine.on_device(a).map(drop));
+    // Other tensors of other shapes each time, which have no tensor maps yet.
+    let varies: Work = Box::new(move |engine, i| {
+        engine.matmul_forward(product.slice(0, (8 + i) * SIDE), b, a, None, None, shape(8 + i))
+    });
+    for (before, reason) in [
+        (reads, "a copy to the host cannot be recorded"),
+        (writes, "a copy from the host cannot be recorded"),
+        (loads, "a copy from the host cannot be recorded"),
+        (others, "what others queue cannot be recorded"),
+        (varies, "cannot be made in a recording"),
+    ] {
+        let (work, recurring) = (repeating.work(), Recurring::new());
+        let mut told = Vec::new();
+        for i in 0..4 {
+            let expected = repeating.fill(i);
+            let why = repeating.engine.repeat(&recurring, &mut |engine| {
+                before(engine, i)?;
+                work(engine)
+            });
+            assert_eq!(repeating.made(), expected, "{reason}, round {i}");
+            told.push(why.unwrap());
+        }
+        assert!(told[1].as_ref().is_some_and(|why| why.contains(reason)), "{told:?}");
+        assert!([0, 2, 3].iter().all(|&i| told[i].is_none()), "{told:?}");
+    }
+}
+
+#[test]
+fn an_error_in_recurring_work_is_that_error() {
+    let mut repeating = Repeating::new();
+    let [a, _, sum, ..] = repeating.tensors;
+    let recurring = Recurring::new();
+    for _ in 0..3 {
+        let mut work = |engine: &mut dyn Engine| engine.residual_forward(sum, a.slice(0, 8), a);
+        let text = repeating.engine.repeat(&recurring, &mut work).unwrap_err().to_string();
+        assert_eq!(text, "a has 8 elements, this operation needs 256");
     }
 }

@@ -245,7 +245,7 @@ fn steps_are_adamw_by_hand(tokens: &Tokens) -> Vec<f64> {
             engine.load_batch(model.batch, LAYOUT, words).unwrap();
             model.forward(&mut engine, LAYOUT).unwrap();
             model.loss(&mut engine, LAYOUT, Some(1.0 / (2.0 * 8.0 * ACCUM as f32))).unwrap();
-            model.backward(&mut engine, LAYOUT, 0).unwrap();
+            model.backward(&mut engine, LAYOUT).unwrap();
         }
         let losses = engine.read(model.losses).unwrap();
         let loss = losses.iter().map(|x| f64::from(*x)).sum::<f64>() / (16 * ACCUM) as f64;

@@ -37,19 +37,20 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
     let (model, plan) = planned(engine, recompute, master_weights);
     engine.allocate(&plan).unwrap();
     initialise(&model, engine, 42).unwrap();
-    let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
-    for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
-        *word = (i * i % 97) as i32;
-    }
-    LAYOUT.sort(&mut words);
-    engine.load_batch(model.batch, LAYOUT, words).unwrap();
     let training = model.training.unwrap();
     for step in 1..=2 {
+        let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+        for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
+            *word = (i * i % 97) as i32;
+        }
+        LAYOUT.sort(&mut words);
+        LAYOUT.set_seed(&mut words, step);
+        engine.load_batch(model.batch, LAYOUT, words).unwrap();
         engine.zero(model.losses).unwrap();
         engine.zero(training.grads).unwrap();
         model.forward(engine, LAYOUT).unwrap();
         model.loss(engine, LAYOUT, Some(1.0 / 32.0)).unwrap();
-        model.backward(engine, LAYOUT, step).unwrap();
+        model.backward(engine, LAYOUT).unwrap();
         let settings = AdamW {
             learning_rate,
             beta1: 0.9,

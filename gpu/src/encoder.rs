@@ -11,7 +11,8 @@
 //! row 1 its trailing part of a run that goes on; other rows are neither written nor read.
 //!
 //! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]): small
-//! gradients of rare tokens would vanish against a rounded sum otherwise.
+//! gradients of rare tokens would vanish against a rounded sum otherwise. Its seed (1) is read from memory, so that the same
+//! launches, recorded, round by another seed each time.
 
 use crate::noise;
 use cuda_std::shared::Layout;
@@ -101,10 +102,10 @@ pub fn encoder_backward_wte<T: Element>(
     dout: Global<T>,
     tokens: Global<i32>,
     order: Global<i32>,
+    seed: Global<i32>,
     positions: u32,
     channels: u32,
     length: u32,
-    seed: u32,
 ) {
     let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
@@ -114,6 +115,7 @@ pub fn encoder_backward_wte<T: Element>(
     if begin >= positions {
         return;
     }
+    let seed = seed.at(0) as u32;
     let count = (positions - begin).min(length as usize);
     let token_at = |i: usize| tokens.at(order.at(i) as usize) as u32;
     let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
@@ -234,12 +236,13 @@ pub fn encoder_backward_rest<T: Element>(
     dout: Global<T>,
     tokens: Global<i32>,
     order: Global<i32>,
+    seed: Global<i32>,
     batch: u32,
     sequence: u32,
     channels: u32,
     length: u32,
-    seed: u32,
 ) {
+    let seed = seed.at(0) as u32;
     let (batch, sequence, channels, length) = (batch as usize, sequence as usize, channels as usize, length as usize);
     let runs = runs_blocks::<T>(batch * sequence, channels, length.max(1));
     let places = places_blocks::<T>(sequence, channels);

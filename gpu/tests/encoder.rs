@@ -9,6 +9,7 @@ use gpu::encoder::{
     encoder_backward_rest_shared, encoder_backward_wte, encoder_backward_wte_grid, encoder_forward,
     encoder_forward_grid,
 };
+use gpu::noise::round_packet;
 use proptest::collection::vec;
 
 const VOCABULARY: usize = 11;
@@ -16,7 +17,7 @@ const VOCABULARY: usize = 11;
 tests! {
     kernels of "encoder.rs";
     for both types: forward, any_tokens_forward, gradient_of_positions, gradient_of_any_positions, gradient_of_tokens,
-        gradient_of_any_tokens, chunks_fill_the_multiprocessors, gradients_are_unbiased, nan_stays_in_its_place;
+        gradient_of_any_tokens, chunks_fill_the_multiprocessors, the_seed_decides, gradients_are_unbiased, nan_stays_in_its_place;
 }
 
 /// Integers, so that sums are exact and results known up to their rounding.
@@ -95,10 +96,11 @@ fn gradients<T: Tolerance>(
     let (dwte, dwpe, dout) = (memory.buffer("dwte", dwte), memory.buffer("dwpe", dwpe), memory.input("dout", dout));
     let (tokens, order) = (memory.input("tokens", tokens), memory.input("order", &order));
     let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels, chunk));
+    let seed = memory.input("seed", &[seed.cast_signed()]);
     let (b, t, c, length) = (batch as u32, sequence as u32, channels as u32, chunk as u32);
-    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, n as u32, c, length, seed);
+    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, seed, n as u32, c, length);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
-    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, b, t, c, length, seed);
+    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, seed, b, t, c, length);
     let shared = shared_bytes(encoder_backward_rest_shared::<T>);
     run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels, chunk), shared);
     (read(&memory, dwte), read(&memory, dwpe))
@@ -200,6 +202,27 @@ fn gradient_of_any_tokens<T: Tolerance>() {
         let tokens: Vec<_> = tokens.into_iter().map(|(rare, often)| if often > 1 { often } else { rare }).collect();
         check_tokens::<T>("dwte", &tokens, packets * T::PACKET, chunk, seed);
     });
+}
+
+/// Sums of a run inside a chunk, of one that crosses chunks and of positions are rounded by the seed's noise, to the bit.
+fn the_seed_decides<T: Tolerance>() {
+    let (batch, sequence, channels) = (2, 20, 16);
+    let tokens: Vec<_> = (0..batch * sequence).map(|i| if i % 2 == 0 { 1 } else { (i % VOCABULARY) as i32 }).collect();
+    // Sums are exact in f32, and have more digits than bf16.
+    let parts = |len, seed| rounded::<T>(&integers(len, seed).iter().map(|x| x / 64.0).collect::<Vec<_>>());
+    let (dwte, dwpe) = (parts(VOCABULARY * channels, 1), parts(sequence * channels, 2));
+    let dout = integer_tensor::<T>(tokens.len() * channels, 3);
+    let rounded = |exact: &[f64], seed: u32| -> Vec<f64> {
+        let packet = |i: usize| round_packet::<T>(i, seed, |k| exact[i + k] as f32);
+        (0..exact.len()).map(|i| f64::from(packet(i / T::PACKET * T::PACKET).get(i % T::PACKET))).collect()
+    };
+    let of_tokens = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
+    let of_places = sums(&dwpe, &dout, channels, |row| row % sequence);
+    for seed in [0, 7, 1 << 31, u32::MAX] {
+        let (got_tokens, got_places) = gradients(&dwte, &dwpe, &dout, &tokens, 8, seed);
+        assert_same("dwte", &got_tokens, &rounded(&of_tokens, seed));
+        assert_same("dwpe", &got_places, &rounded(&of_places, !seed));
+    }
 }
 
 /// A gradient far below the rounding step of what it is added to arrives on average.

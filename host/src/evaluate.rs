@@ -18,7 +18,7 @@ pub fn loss(
     let layout = data.layout();
     engine.zero(model.losses)?;
     for _ in 0..batches {
-        data.load_next(engine, model.batch)?;
+        data.load_next(engine, model.batch, 0)?;
         model.forward_with(engine, layout, layers)?;
         model.loss(engine, layout, None)?;
     }

@@ -7,7 +7,7 @@ use crate::clock::Clock;
 use crate::console::Console;
 use crate::data::{MultipleChoice, Prefetch};
 use crate::distributed::{Exchange, Ranks, Turns};
-use crate::engine::{AdamW, BatchLayout, Engine, Reading, Ticket};
+use crate::engine::{AdamW, BatchLayout, Engine, Reading, Recurring, Ticket};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::guards::{Limits, Skipped, Skips, Verdict};
@@ -100,7 +100,7 @@ pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Resul
         // Only which products there are is looked at.
         model.forward_with(engine, layout, &mut Undivided)?;
         model.loss(engine, layout, Some(1.0))?;
-        model.backward_with(engine, layout, 0, &mut Undivided)
+        model.backward_with(engine, layout, &mut Undivided)
     })?;
     if tuning.timings.is_empty() {
         return Ok(None);
@@ -184,7 +184,7 @@ impl Run<'_> {
             let Self { checkpoints, ranks, .. } = self;
             let written = checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.poll(ranks))?;
             self.tell(written, &mut session)?;
-            let now = self.queue(step, &training, &mut session.turns)?;
+            let now = self.queue(step, &training, &mut session)?;
             self.report(queued.replace(now), &mut session)?;
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1) % n == 0) {
                 self.report(queued.take(), &mut session)?;
@@ -277,21 +277,23 @@ impl Run<'_> {
     }
 
     /// Queues one optimizer step.
-    fn queue(&mut self, step: usize, training: &Training, turns: &mut Turns) -> Result<Queued> {
-        let Self { settings, engine, model, state, ranks, .. } = self;
+    fn queue(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<Queued> {
+        let Self { settings, engine, model, state, ranks, console, .. } = self;
+        let Session { turns, micro_step: recurring, .. } = session;
         let layout = self.train.layout();
         let dloss = model.zero.dloss(layout.b * layout.t * settings.grad_accum);
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
         for micro_step in 1..=settings.grad_accum {
-            state.data = self.train.load_next(*engine, model.batch)?;
             // The update's draws must be the same on all ranks, these need not.
             let seed = state.rounding.next_u32().wrapping_add((ranks.rank() as u32).wrapping_mul(RANK_SEED));
+            state.data = self.train.load_next(*engine, model.batch, seed)?;
             let last = micro_step == settings.grad_accum;
             let exchange = &mut Exchange { model, ranks, turns, last };
-            model.forward_with(*engine, layout, exchange)?;
-            model.loss(*engine, layout, Some(dloss))?;
-            model.backward_with(*engine, layout, seed, exchange)?;
+            if let Some(why) = exchange.micro_step(*engine, layout, dloss, Some(recurring))? {
+                console
+                    .line(&format!("warning: micro-steps are queued piece by piece, they cannot be recorded: {why}"))?;
+            }
         }
         let mut exchange = Exchange { model, ranks, turns, last: true };
         exchange.settle(*engine)?;
@@ -484,6 +486,7 @@ fn stats_of(reading: &Reading, tokens: usize) -> Result<[f32; 2]> {
 struct Session {
     clock: Clock,
     turns: Turns,
+    micro_step: Recurring,
     last_val_loss: Option<f64>,
     model_file: Option<PathBuf>,
     /// The latest checkpoint, if it could not be written.

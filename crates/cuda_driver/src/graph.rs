@@ -3,7 +3,7 @@
 use crate::error::{Result, check};
 use crate::{Gpu, Stream, sys};
 
-/// Recorded work: what [`Stream::capture`] returns.
+/// Recorded work: what [`Stream::end_capture`] returns.
 pub struct Graph {
     raw: sys::CUgraph,
     gpu: Gpu,

@@ -105,26 +105,28 @@ impl Stream {
         check_with(code, || format!("setting {bytes} bytes on the GPU"))
     }
 
-    /// Records what `work` queues on this stream, instead of running it. Other threads are not affected; calls that
-    /// capture cannot hold (synchronising, allocating) fail inside `work`.
-    pub fn capture<E: From<crate::Error>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+    /// Begins to record what is queued on this stream instead of running it. Other threads are not affected; calls of this
+    /// thread that a recording cannot hold (synchronising, allocating) fail.
+    pub fn begin_capture(&self) -> Result<()> {
         // SAFETY: the handle is live.
         let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, sys::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) };
-        check(code, "cuStreamBeginCapture")?;
-        let outcome = work();
+        check(code, "cuStreamBeginCapture")
+    }
+
+    /// What was queued since [`begin_capture`](Self::begin_capture), on the same thread; from here on work runs again, even
+    /// after an error.
+    pub fn end_capture(&self) -> Result<Graph> {
         let mut graph = std::ptr::null_mut();
-        // SAFETY: capture began above; it must end whether or not the work was queued in full.
+        // SAFETY: the handle is live; writes one handle, or null where what was queued cannot be recorded.
         let code = unsafe { sys::cuStreamEndCapture(self.raw, &raw mut graph) };
-        let ended = check(code, "cuStreamEndCapture");
         let graph = (!graph.is_null()).then(|| Graph::from_raw(graph, &self.gpu));
-        outcome?;
-        ended?;
-        Ok(graph.ok_or_else(|| crate::Error::Call {
+        check(code, "cuStreamEndCapture")?;
+        graph.ok_or_else(|| crate::Error::Call {
             call: "cuStreamEndCapture".into(),
             code: 901,
             name: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED".into(),
             text: "the capture holds no graph".into(),
-        })?)
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::backend::{Grid, Memory, Report};
 use std::any::{TypeId, type_name};
 use std::fmt;
+use std::sync::Arc;
 
 /// One kernel with its arguments, ready for a GPU ([`Launch::name`], [`Launch::with_arguments`]) or for
 /// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed:
@@ -13,11 +14,12 @@ use std::fmt;
 ///
 /// fill(GlobalMut::new(std::ptr::null_mut::<u32>()), 1);
 /// ```
+#[derive(Clone)]
 pub struct Launch {
     name: &'static str,
     threads: u32,
     arguments: Vec<Argument>,
-    body: Box<dyn Fn() + Send + Sync>,
+    body: Arc<dyn Fn() + Send + Sync>,
 }
 
 /// A kernel argument's bytes, aligned for any scalar.
@@ -55,7 +57,7 @@ impl Launch {
         arguments: Vec<Argument>,
         body: impl Fn() + Send + Sync + 'static,
     ) -> Self {
-        Self { name, threads, arguments, body: Box::new(body) }
+        Self { name, threads, arguments, body: Arc::new(body) }
     }
 
     /// The entry point's name in the PTX.

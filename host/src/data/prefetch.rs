@@ -57,10 +57,11 @@ impl Prefetch {
         self.layout
     }
 
-    /// Hands the next batch to the engine. Returns where the one after it comes from.
-    pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor) -> Result<Position> {
+    /// Hands the next batch, with this seed, to the engine. Returns where the one after it comes from.
+    pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor, seed: u32) -> Result<Position> {
         let ready = self.ready.as_ref().expect("open until dropped");
-        let Batch { words, after } = ready.recv().context("the data loader has stopped")??;
+        let Batch { mut words, after } = ready.recv().context("the data loader has stopped")??;
+        self.layout.set_seed(&mut words, seed);
         let to = to.slice(0, self.layout.words());
         // An engine that keeps several buffers gets more of them, or reading ahead would stop, and with it the training.
         let empty = match engine.load_batch(to, self.layout, words)? {

@@ -6,7 +6,7 @@
 
 use super::Ranks;
 use super::star::Reduction;
-use crate::engine::{AdamW, Engine, Result};
+use crate::engine::{AdamW, BatchLayout, Engine, Recurring, Result};
 use crate::model::{Gpt2, Layers, Training, Unit};
 use anyhow::Context;
 
@@ -30,6 +30,33 @@ pub struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
+    /// Forward pass, loss and backward pass of the batch that is loaded, with its seed; `dloss` as [`Gpt2::loss`] has it. A pass
+    /// in which this rank exchanges nothing is repeated as `recurring`, if that is given: `layout` and `dloss` must be the same
+    /// each time. Gives what [`Engine::repeat`] does.
+    pub fn micro_step(
+        &mut self,
+        engine: &mut dyn Engine,
+        layout: BatchLayout,
+        dloss: f32,
+        recurring: Option<&Recurring>,
+    ) -> Result<Option<String>> {
+        let (model, silent) = (self.model, self.is_silent());
+        let mut passes = |engine: &mut dyn Engine| {
+            model.forward_with(engine, layout, self)?;
+            model.loss(engine, layout, Some(dloss))?;
+            model.backward_with(engine, layout, self)
+        };
+        match recurring.filter(|_| silent) {
+            Some(recurring) => engine.repeat(recurring, &mut passes),
+            None => passes(engine).map(|()| None),
+        }
+    }
+
+    /// Whether nothing is exchanged during this pass.
+    fn is_silent(&self) -> bool {
+        !self.model.zero.divides_gradients() && (!self.last || matches!(self.ranks, Ranks::Alone))
+    }
+
     /// What the engine is given from here on comes after all that was exchanged so far.
     pub fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.turns.coming = [false; 2];

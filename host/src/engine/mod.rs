@@ -17,6 +17,7 @@ use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::DerefMut;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Before what is compared with others is timed: none inherits the clock that the one before it has left.
@@ -41,7 +42,7 @@ impl BatchLayout {
 
     /// Words of a whole batch.
     pub const fn words(self) -> usize {
-        4 * self.tokens() + 2
+        4 * self.tokens() + 3
     }
 
     /// (B, T): what the model reads.
@@ -66,7 +67,17 @@ impl BatchLayout {
 
     /// (1): the number of runs.
     pub fn runs(self) -> std::ops::Range<usize> {
-        4 * self.tokens() + 1..self.words()
+        4 * self.tokens() + 1..4 * self.tokens() + 2
+    }
+
+    /// (1): what drives stochastic rounding in the backward pass, a u32.
+    pub fn seed(self) -> std::ops::Range<usize> {
+        4 * self.tokens() + 2..self.words()
+    }
+
+    /// Fills in `seed`.
+    pub fn set_seed(self, words: &mut [i32], seed: u32) {
+        words[self.seed()][0] = seed.cast_signed();
     }
 
     /// Fills in `order`, `starts` and `runs` from `inputs`.
@@ -292,6 +303,23 @@ pub struct Reading {
     pub at: Duration,
 }
 
+/// Names work that comes again and again, for [`Engine::repeat`]; each is another.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Recurring(u64);
+
+impl Recurring {
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl Default for Recurring {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 /// A tensor in the memory of a GPU.
 pub struct OnDevice<'a> {
     /// What the engine queues its work on.
@@ -347,6 +375,17 @@ pub trait Engine {
     fn profile(&mut self) -> Result<Vec<Interval>> {
         Ok(Vec::new())
     }
+
+    /// Does `work`, which must be the same operations with the same tensors, shapes and numbers whenever it comes as
+    /// `recurring`, and neither copy from or to the host nor wait. So an engine may record what it queues, and queue that
+    /// in one piece later, without calling `work`. Recordings last until memory is allocated or products are tuned anew.
+    ///
+    /// Gives the reason, once, where the engine records but cannot record this: then it is queued like any other work.
+    fn repeat(
+        &mut self,
+        recurring: &Recurring,
+        work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
+    ) -> Result<Option<String>>;
 
     /// What was decided; `None` where there is no choice.
     fn algorithms(&self) -> Option<Algorithms> {
@@ -406,7 +445,7 @@ pub trait Engine {
     ) -> Result<()>;
 
     /// dwte[token] += sum of dout over that token's positions, dwpe[position] += sum over b. Both summed in f32 in a fixed
-    /// order and rounded stochastically by `seed` where float is bf16.
+    /// order and rounded stochastically by the batch's seed where float is bf16.
     fn encoder_backward(
         &mut self,
         dwte: Tensor,
@@ -415,7 +454,6 @@ pub trait Engine {
         batch: Tensor,
         layout: BatchLayout,
         c: usize,
-        seed: u32,
     ) -> Result<()>;
 
     /// out (rows, c) = (inp - mean) rstd weight + bias; mean, rstd (rows).

@@ -499,20 +499,14 @@ impl Gpt2 {
     }
 
     /// Adds the gradients of all parameters, from what [`loss`](Self::loss) left.
-    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> Result<()> {
+    pub fn backward(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<()> {
         ensure!(self.zero == Zero::NONE, "ranks divide what belongs to this model: they must reduce its gradients");
-        self.backward_with(engine, layout, seed, &mut Undivided)
+        self.backward_with(engine, layout, &mut Undivided)
     }
 
     /// As [`backward`](Self::backward), where `layers` has the parameters and is given the gradients: those of the layers from
     /// the last to the first, then the embeddings'.
-    pub fn backward_with(
-        &self,
-        engine: &mut dyn Engine,
-        layout: BatchLayout,
-        seed: u32,
-        layers: &mut dyn Layers,
-    ) -> Result<()> {
+    pub fn backward_with(&self, engine: &mut dyn Engine, layout: BatchLayout, layers: &mut dyn Layers) -> Result<()> {
         let training = self.training()?;
         let Descriptor { channels: c, heads, .. } = self.descriptor;
         let rows = layout.b * layout.t;
@@ -572,7 +566,7 @@ impl Gpt2 {
                 enter(engine, layers, below)?;
             }
         }
-        engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c, seed)?;
+        engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c)?;
         layers.differentiated(engine, Unit::Embeddings)
     }
 

@@ -197,7 +197,7 @@ fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let work = of(2 * rows, tokens + t);
     let shape = format!("B{b} T{t} C{c} V{vocab}");
     let case = case("encoder_backward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
-        e.encoder_backward(x[2], x[3], x[1], x[0], layout, c, 1234)
+        e.encoder_backward(x[2], x[3], x[1], x[0], layout, c)
     });
     Case { parts, batch: Some((layout, vocab as i32)), exact: true, ..case }
 }

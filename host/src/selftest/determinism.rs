@@ -1,14 +1,14 @@
 //! Training is a function of the seed: two runs on one machine agree in every bit.
 
 use crate::data::{Geometry, Loader, Prefetch, Tokens};
-use crate::engine::{AdamW, Algorithms, Engine, Result};
+use crate::engine::{AdamW, Algorithms, Engine, Recurring, Result};
 use crate::fit;
 use crate::model::descriptor::GPT2_VOCAB;
 use crate::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
 use crate::rng::{Mt19937, XorShift};
 use crate::tensor::Tensor;
 use crate::train::{initialise, tune};
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use std::fmt;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -120,6 +120,8 @@ pub struct Trial<'a> {
     rounding: XorShift,
     trace: Trace,
     bytes: Vec<u8>,
+    /// Micro-steps are repeated as this, so that the engine may record them.
+    micro_step: Option<Recurring>,
 }
 
 impl<'a> Trial<'a> {
@@ -152,22 +154,36 @@ impl<'a> Trial<'a> {
         let parts = groups(&model)?.into_iter().flat_map(parts_of).collect();
         let trace = Trace { parts, steps: Vec::new(), last_loss: f32::NAN };
         let rounding = XorShift { state: u64::from(SEED) };
-        Ok(Self { engine, model, train, rounding, trace, bytes: Vec::new() })
+        Ok(Self { engine, model, train, rounding, trace, bytes: Vec::new(), micro_step: None })
+    }
+
+    /// Has the engine record micro-steps, if it can record anything.
+    pub fn recorded(self) -> Self {
+        Self { micro_step: Some(Recurring::new()), ..self }
     }
 
     /// One optimizer step.
     pub fn step(&mut self) -> Result<()> {
-        let Self { engine, model, train, rounding, .. } = self;
+        let Self { engine, model, train, rounding, micro_step, .. } = self;
         let training = model.training.context("the model was planned for training")?;
         let layout = train.layout();
         let tokens = (layout.b * layout.t * GRAD_ACCUM) as f32;
         engine.zero(model.losses)?;
         engine.zero(training.grads)?;
         for _ in 0..GRAD_ACCUM {
-            train.load_next(*engine, model.batch)?;
-            model.forward(*engine, layout)?;
-            model.loss(*engine, layout, Some(1.0 / tokens))?;
-            model.backward(*engine, layout, rounding.next_u32())?;
+            train.load_next(*engine, model.batch, rounding.next_u32())?;
+            let mut passes = |engine: &mut dyn Engine| {
+                model.forward(engine, layout)?;
+                model.loss(engine, layout, Some(1.0 / tokens))?;
+                model.backward(engine, layout)
+            };
+            let refused = match micro_step {
+                Some(recurring) => engine.repeat(recurring, &mut passes)?,
+                None => passes(*engine).map(|()| None)?,
+            };
+            if let Some(why) = refused {
+                bail!("a micro-step cannot be recorded: {why}");
+            }
         }
         let adamw = AdamW {
             learning_rate: 1e-3,
@@ -232,8 +248,11 @@ mod tests {
     const STEPS: usize = 3;
 
     /// A run in which something is done to the engine before each step, counted from 1.
-    fn disturbed(mut engine: Box<dyn Engine>, mut disturb: impl FnMut(usize, &mut Trial)) -> Trace {
-        let mut trial = Trial::new(&mut *engine, SMALL, None).unwrap();
+    fn disturbed(mut engine: Box<dyn Engine>, disturb: impl FnMut(usize, &mut Trial)) -> Trace {
+        run(Trial::new(&mut *engine, SMALL, None).unwrap(), disturb)
+    }
+
+    fn run(mut trial: Trial, mut disturb: impl FnMut(usize, &mut Trial)) -> Trace {
         for step in 1..=STEPS {
             disturb(step, &mut trial);
             trial.step().unwrap();
@@ -241,16 +260,20 @@ mod tests {
         trial.into_trace()
     }
 
-    fn engines() -> [Box<dyn Engine>; 3] {
-        [Box::new(Cpu::new()), emulated(Precision::Bf16, false), emulated(Precision::Fp32, false)]
+    fn engines() -> [Box<dyn Engine>; 4] {
+        let emulated = |(precision, hopper)| emulated(precision, hopper);
+        let [a, b, c] = [(Precision::Bf16, false), (Precision::Bf16, true), (Precision::Fp32, false)].map(emulated);
+        [Box::new(Cpu::new()), a, b, c]
     }
 
     #[test]
     fn two_runs_are_identical() {
-        for (a, b) in engines().into_iter().zip(engines()) {
+        for ((a, b), mut c) in engines().into_iter().zip(engines()).zip(engines()) {
             let masters = a.float() != crate::tensor::DType::F32;
             let [a, b] = [a, b].map(|engine| disturbed(engine, |_, _| ()));
             assert_eq!(a.first_difference(&b), None);
+            let recorded = run(Trial::new(&mut *c, SMALL, None).unwrap().recorded(), |_, _| ());
+            assert_eq!(a.first_difference(&recorded), None);
             for group in Group::ALL {
                 assert_eq!(a.hash(group), b.hash(group));
                 assert_eq!(a.hash(group).is_some(), group != Group::Masters || masters);
@@ -301,7 +324,7 @@ mod tests {
         assert_eq!(whole.first_difference(&rounded).unwrap().0, 3);
         let moved = disturbed(bf16(), |step, trial| {
             if step == 2 {
-                trial.train.load_next(trial.engine, trial.model.batch).unwrap();
+                trial.train.load_next(trial.engine, trial.model.batch, 0).unwrap();
             }
         });
         assert_eq!(whole.first_difference(&moved), Some((2, Part { group: Group::Losses, param: None })));

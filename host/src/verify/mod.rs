@@ -172,7 +172,7 @@ impl<'a> Verification<'a> {
         self.engine.zero(self.model.losses)?;
         self.model.loss(self.engine, self.layout, Some(1.0 / rows as f32))?;
         let losses = self.engine.read(self.model.losses.slice(0, rows))?;
-        self.model.backward(self.engine, self.layout, 0)?;
+        self.model.backward(self.engine, self.layout)?;
         Ok((losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / rows as f64) as f32)
     }
 

@@ -6,7 +6,7 @@ use crate::commands::resources::Hardware;
 use crate::commands::train::{Launch, together};
 use crate::distributed::preflight::{self, Facts};
 use crate::distributed::{Exchange, Ranks, Turns};
-use crate::engine::{AdamW, BatchLayout, Engine, Interval, Result};
+use crate::engine::{AdamW, BatchLayout, Engine, Interval, Recurring, Result};
 use crate::fit;
 use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
 use crate::train::initialise;
@@ -93,12 +93,27 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     engine.load_batch(model.batch, layout, words)?;
     ranks.begin();
 
-    let mut bench =
-        StepBench { engine, model: &model, layout, grad_accum: options.grad_accum, step: 0, turns: Turns::default() };
+    let on_gpu = engine.on_device(model.params)?.is_some();
+    let mut bench = StepBench {
+        engine,
+        model: &model,
+        layout,
+        grad_accum: options.grad_accum,
+        step: 0,
+        turns: Turns::default(),
+        micro_step: Recurring::new(),
+    };
     for _ in 0..3 {
-        bench.timed_step(ranks)?;
+        bench.timed_step(ranks, Queueing::AsTrain)?;
     }
-    let times = bench.timed_steps(ranks, options.steps)?;
+    let (mut times, mut by_piece) = (Vec::new(), Vec::new());
+    for _ in 0..options.steps {
+        // By turns, so that both find the GPU as warm.
+        times.push(bench.timed_step(ranks, Queueing::AsTrain)?);
+        if on_gpu {
+            by_piece.push(bench.timed_step(ranks, Queueing::ByPiece)?);
+        }
+    }
     let waiting = bench.waiting(ranks, options.steps)?;
     let profile = bench.profile(ranks)?;
     let by = ranks.describe();
@@ -109,7 +124,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     }
 
     let tokens = (layout.b * layout.t * options.grad_accum * count) as f64;
-    let step = Spread::of(times);
+    let (step, by_piece) = (Spread::of(times), on_gpu.then(|| Spread::of(by_piece)));
     let mut table = Table::new("step", COLUMNS, engine, &options.json);
     table.note("model", &options.model);
     table.note("batch", [layout.b, layout.t, options.grad_accum]);
@@ -117,6 +132,9 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     table.note("memory_bytes", plan.bytes());
     table.note("step_ms", [step.median, step.least, step.most].map(|seconds| 1e3 * seconds));
     table.note("tokens_per_second", tokens / step.median);
+    if let Some(by_piece) = &by_piece {
+        table.note("step_by_piece_ms", [by_piece.median, by_piece.least, by_piece.most].map(|seconds| 1e3 * seconds));
+    }
     table.note("ranks", count);
     table.note("zero_stage", zero.stage());
     if let Some(waiting) = &waiting {
@@ -136,6 +154,14 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         1e3 * step.most,
         tokens / step.median
     );
+    if let Some(by_piece) = by_piece {
+        println!(
+            "with its work queued piece by piece: {:.2} ms ({:.2} to {:.2})",
+            1e3 * by_piece.median,
+            1e3 * by_piece.least,
+            1e3 * by_piece.most
+        );
+    }
     if let Some((waiting, by)) = waiting.zip(by) {
         println!("{}", waiting.told(count, &by, step.median));
     }
@@ -192,6 +218,15 @@ impl Waiting {
     }
 }
 
+/// How a step is given to the engine.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Queueing {
+    /// Micro-steps recorded where they can be.
+    AsTrain,
+    /// Each kernel and product by itself.
+    ByPiece,
+}
+
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
     model: &'a Gpt2,
@@ -199,12 +234,14 @@ struct StepBench<'a> {
     grad_accum: usize,
     step: u32,
     turns: Turns,
+    micro_step: Recurring,
 }
 
 impl StepBench<'_> {
     /// One optimizer step as `train` does it, queued; every micro-batch is the one that was loaded.
-    fn step(&mut self, ranks: &mut Ranks) -> Result<()> {
-        let Self { engine, model, layout, grad_accum, turns, .. } = self;
+    fn step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<()> {
+        let Self { engine, model, layout, grad_accum, turns, micro_step: recurring, .. } = self;
+        let recurring = (queueing == Queueing::AsTrain).then_some(&*recurring);
         let training = model.training.context("planned for training")?;
         self.step += 1;
         engine.zero(model.losses)?;
@@ -212,9 +249,9 @@ impl StepBench<'_> {
         let dloss = model.zero.dloss(layout.b * layout.t * *grad_accum);
         for micro_step in 1..=*grad_accum {
             let exchange = &mut Exchange { model, ranks, turns, last: micro_step == *grad_accum };
-            model.forward_with(*engine, *layout, exchange)?;
-            model.loss(*engine, *layout, Some(dloss))?;
-            model.backward_with(*engine, *layout, self.step, exchange)?;
+            if let Some(why) = exchange.micro_step(*engine, *layout, dloss, recurring)? {
+                println!("micro-steps cannot be recorded: {why}");
+            }
         }
         let mut exchange = Exchange { model, ranks, turns, last: true };
         exchange.settle(*engine)?;
@@ -233,16 +270,12 @@ impl StepBench<'_> {
     }
 
     /// Its seconds on the engine's clock. All ranks begin together.
-    fn timed_step(&mut self, ranks: &mut Ranks) -> Result<f64> {
+    fn timed_step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<f64> {
         self.now()?;
         ranks.any(false)?;
         let start = self.now()?;
-        self.step(ranks)?;
+        self.step(ranks, queueing)?;
         Ok(self.now()?.saturating_sub(start).as_secs_f64())
-    }
-
-    fn timed_steps(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Vec<f64>> {
-        (0..steps).map(|_| self.timed_step(ranks)).collect()
     }
 
     /// What the other ranks cost, if there are some; of all ranks on rank 0.
@@ -250,11 +283,12 @@ impl StepBench<'_> {
         if ranks.count() == 1 {
             return Ok(None);
         }
-        let alone = Spread::of(self.timed_steps(&mut Ranks::Alone, steps)?);
+        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Alone, Queueing::AsTrain));
+        let alone = Spread::of(alone.collect::<Result<_>>()?);
         let waits = ranks.time(self.model.training.context("planned for training")?.stats);
         let (mut sums, mut places) = (Vec::new(), 0);
         for _ in 0..steps {
-            self.timed_step(ranks)?;
+            self.timed_step(ranks, Queueing::AsTrain)?;
             let waits = waits.take(self.engine)?;
             places = waits.len();
             sums.push(waits.iter().map(Duration::as_secs_f64).sum());
@@ -274,7 +308,7 @@ impl StepBench<'_> {
             return Ok(None);
         }
         self.engine.start_profile()?;
-        self.step(ranks)?;
+        self.step(ranks, Queueing::ByPiece)?;
         Ok(Some(self.engine.profile()?))
     }
 

@@ -27,7 +27,7 @@ pub struct Selftest {
     #[arg(long, value_name = "N", requires = "matmul")]
     pub tiling: Option<usize>,
     /// Train a small model twice from one seed instead, in bf16 and in fp32 where there are both: weights, m, v, gradients and
-    /// losses must be the same in every bit after every step
+    /// losses must be the same in every bit after every step; the second records its micro-steps, as `train` does
     #[arg(long, conflicts_with_all = ["filter", "small", "emulator"])]
     pub determinism: bool,
     /// Steps of each of these runs

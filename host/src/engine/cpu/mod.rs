@@ -17,7 +17,8 @@ mod memory;
 mod tests;
 
 use super::{
-    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Result, Scope, Ticket,
+    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Recurring, Result,
+    Scope, Ticket,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -83,6 +84,10 @@ impl Engine for Cpu {
 
     fn memory_free(&self) -> Result<usize> {
         Ok(memory::free())
+    }
+
+    fn repeat(&mut self, _: &Recurring, work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Option<String>> {
+        work(self).map(|()| None)
     }
 
     fn peak(&self) -> Option<Peak> {
@@ -189,7 +194,7 @@ impl Engine for Cpu {
         encoder::forward(&mut self.arena, out, batch, layout, wte, wpe, c)
     }
 
-    /// `seed` is not used: f32 is not rounded.
+    /// The seed is not used: f32 is not rounded.
     fn encoder_backward(
         &mut self,
         dwte: Tensor,
@@ -198,7 +203,6 @@ impl Engine for Cpu {
         batch: Tensor,
         layout: BatchLayout,
         c: usize,
-        _seed: u32,
     ) -> Result<()> {
         encoder::backward(&mut self.arena, dwte, dwpe, dout, batch, layout, c)
     }

@@ -284,7 +284,7 @@ proptest! {
         layout.sort(&mut words);
         prop_assert!(bench.engine.load_batch(batch, layout, words).unwrap().is_some());
         bench.engine.encoder_forward(out, batch, layout, wte, wpe, c).unwrap();
-        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, c, 0).unwrap();
+        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, c).unwrap();
         let (te, pe, d) = (bench.before(wte), bench.before(wpe), bench.before(dout));
         let (mut y, mut dte, mut dpe) = (vec![0.0; b * t * c], bench.before(dwte), bench.before(dwpe));
         for (at, token) in tokens.iter().enumerate() {
@@ -435,7 +435,7 @@ fn a_batch_that_was_not_sorted_is_refused() {
         let mut buffer = bench.engine.host_buffer(layout.words()).unwrap();
         buffer.copy_from_slice(words);
         bench.engine.load_batch(batch, layout, buffer).unwrap();
-        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, 2, 0)
+        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, 2)
     };
     let mut words = vec![0; layout.words()];
     words[layout.inputs()].copy_from_slice(&[4, 1, 4, 0, 9, 1]);

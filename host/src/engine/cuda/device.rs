@@ -1,22 +1,23 @@
 //! The executor that is a GPU.
 
 use super::arena::Arena;
-use super::executor::{Emulation, Executor};
+use super::executor::{Emulation, Executor, Turn};
 use super::functions::Functions;
 use super::kernel_products::{KernelProduct, Scratch, by_library};
 use super::profile::Profile;
+use super::recordings::Recordings;
 use super::tensor_maps::{Extents, Key, TensorMaps};
 use super::tuning::{Cache, noise};
 use super::{Options, Precision, Products, modules, peak};
 use crate::engine::{
-    Algorithms, Choice, GeluFusion, HostBuffer, Interval, KernelTiling, Peak, REST, Reading, Result, Ticket, Timing,
-    Tuning,
+    Algorithms, Choice, GeluFusion, HostBuffer, Interval, KernelTiling, Peak, REST, Reading, Recurring, Result, Ticket,
+    Timing, Tuning,
 };
 use crate::plan::Plan;
 use crate::tensor::DType;
 use anyhow::{Context, ensure};
 use cublaslt::{Element, Handle, Matmuls, Operands, Problem};
-use cuda_driver::{DeviceMemory, Event, Gpu, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
+use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
@@ -34,6 +35,8 @@ const BATCHES_UNDER_WAY: usize = 2;
 pub struct Device {
     // Dropped in this order: what is queued first, the context (in each of them) last.
     stream: Stream,
+    /// They name the memory, the tensor maps, the workspace of products and the kernels below.
+    recordings: Recordings<GraphExec>,
     uploads: VecDeque<(HostBuffer, Event)>,
     downloads: HashMap<u64, Download>,
     idle_downloads: Vec<Download>,
@@ -111,6 +114,7 @@ impl Device {
         let known = algorithms.load();
         let mut device = Self {
             stream,
+            recordings: Recordings::default(),
             uploads: VecDeque::new(),
             downloads: HashMap::new(),
             idle_downloads: Vec::new(),
@@ -137,6 +141,7 @@ impl Device {
 
     /// Decides as was decided before.
     fn take(&mut self, choices: &[Choice]) {
+        self.recordings.forget();
         for choice in choices {
             self.decide(choice.library);
             let key = (choice.library.problem, choice.library.alignments);
@@ -319,10 +324,19 @@ impl Executor for Device {
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
-        match &mut self.tensor_maps {
-            Some(maps) => Ok(Some(maps.of(&self.stream, Key { tensor: address(tensor.pointer()), extents, tile })?)),
-            None => Ok(None),
+        let Some(maps) = &mut self.tensor_maps else { return Ok(None) };
+        let key = Key { tensor: address(tensor.pointer()), extents, tile };
+        if let Some(map) = maps.get(&key) {
+            return Ok(Some(map));
         }
+        // A recording would copy the map again each time, from where it is no more.
+        ensure!(!self.recordings.is_under_way(), "{key:?} has no tensor map yet, and none can be made in a recording");
+        if maps.is_full() {
+            self.stream.synchronize()?;
+            maps.clear();
+            self.recordings.forget();
+        }
+        maps.add(&self.stream, key).map(Some)
     }
 
     fn stream(&self) -> Option<&Stream> {
@@ -339,6 +353,7 @@ impl Executor for Device {
 
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
         self.stream.synchronize()?;
+        self.recordings.forget();
         if let Some(maps) = &mut self.tensor_maps {
             maps.clear();
         }
@@ -351,6 +366,36 @@ impl Executor for Device {
         arena.add(0, bytes, std::ptr::without_provenance_mut(memory.address() as usize));
         self.memory = Some(memory);
         Ok(arena)
+    }
+
+    fn turn(&mut self, work: &Recurring) -> Turn {
+        // Marks belong between single pieces of work, and products are only noted when they are queued.
+        if self.profile.is_some() || self.noted.is_some() { Turn::Queue } else { self.recordings.turn(work) }
+    }
+
+    fn start_recording(&mut self, work: &Recurring) -> Result<()> {
+        self.recordings.start(work);
+        Ok(self.stream.begin_capture()?)
+    }
+
+    fn finish_recording(&mut self, whole: bool) -> Result<()> {
+        let record = || -> Result<GraphExec> {
+            let graph = self.stream.end_capture()?;
+            ensure!(whole, "not all of it was queued");
+            let mut recording = graph.instantiate()?;
+            recording.upload(&self.stream)?;
+            Ok(recording)
+        };
+        self.recordings.finish(record())
+    }
+
+    fn replay(&mut self, work: &Recurring) -> Result<()> {
+        let recording = self.recordings.get(work)?;
+        // SAFETY: when it was recorded, each operation held its tensors to the memory at hand, for launches of the same
+        // arguments. What recordings name still is what it was: they are forgotten before memory or tensor maps are given up,
+        // kernels and the workspace of products last as long as this object, and nothing was copied from or to the host.
+        // All work is on the one stream, so between the same neighbours as if it were queued piece by piece.
+        Ok(unsafe { recording.launch(&self.stream) }?)
     }
 
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
@@ -403,6 +448,7 @@ impl Executor for Device {
 
     fn tune(&mut self, anew: bool) -> Result<Tuning> {
         let start = Instant::now();
+        self.recordings.forget();
         let mut undecided: Vec<Noted> = Vec::new();
         for noted in self.noted.take().unwrap_or_default() {
             let Noted { problem, operands, .. } = &noted;

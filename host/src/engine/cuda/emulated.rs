@@ -2,14 +2,15 @@
 
 use super::Products;
 use super::arena::Arena;
-use super::executor::{Emulation, Executor};
+use super::executor::{Emulation, Executor, Turn};
 use super::gemm;
 use super::kernel_products::{KernelProduct, Scratch, by_library};
+use super::recordings::Recordings;
 use super::tensor_maps::{Extents, Key};
-use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Result, Ticket};
+use crate::engine::{GeluFusion, HostBuffer, Peak, Reading, Recurring, Result, Ticket};
 use crate::plan::{Group, Plan};
 use crate::tensor::DType;
-use anyhow::Context;
+use anyhow::{Context, anyhow, ensure};
 use cublaslt::{Operands, Problem};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
@@ -17,6 +18,7 @@ use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
 use gpu::attention::launch::Prepared;
 use std::collections::HashMap;
+use std::rc::Rc;
 use std::time::Instant;
 
 #[derive(Default)]
@@ -33,6 +35,17 @@ pub struct Emulated {
     uploading: Option<HostBuffer>,
     tensor_maps: HashMap<Key, Global<TensorMap>>,
     scratch: Option<Scratch>,
+    recordings: Recordings<Rc<[Piece]>>,
+    /// Of the recording under way.
+    recorded: Vec<Piece>,
+}
+
+/// A piece of work.
+enum Piece {
+    Launch { launch: Launch, grid: [u32; 3], shared_bytes: usize },
+    Product { problem: Problem, operands: Operands },
+    Zero { to: *mut u8, bytes: usize },
+    Copy { to: *mut u8, from: *const u8, bytes: usize },
 }
 
 impl Emulated {
@@ -51,6 +64,37 @@ impl Emulated {
             _ if !self.emulation.hopper => Ok(None),
             Products::Auto => Ok(KernelProduct::of(problem, operands)),
             Products::Rust => KernelProduct::required(problem, operands).map(Some),
+        }
+    }
+
+    /// Records a piece or does it.
+    ///
+    /// # Safety
+    /// As the operation of [`Executor`] that it is of.
+    unsafe fn queue(&mut self, piece: Piece) -> Result<()> {
+        if self.recordings.is_under_way() {
+            self.recorded.push(piece);
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.run(&piece) }
+    }
+
+    /// # Safety
+    /// As [`queue`](Self::queue).
+    unsafe fn run(&mut self, piece: &Piece) -> Result<()> {
+        match *piece {
+            Piece::Launch { ref launch, grid, shared_bytes } if self.checked => {
+                Ok(launch.emulate_checked(&mut self.memory, grid, shared_bytes)?)
+            }
+            // SAFETY: the caller's promise; device memory is host memory here.
+            Piece::Launch { ref launch, grid, shared_bytes } => Ok(unsafe { launch.emulate(grid, shared_bytes) }?),
+            Piece::Product { ref problem, ref operands } => gemm::run(problem, operands, &mut self.memory),
+            Piece::Zero { to, bytes } => Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?),
+            Piece::Copy { to, from, bytes } => {
+                let values = self.memory.slice(Global::new(from), bytes)?.to_vec();
+                Ok(self.memory.write(GlobalMut::new(to), &values)?)
+            }
         }
     }
 }
@@ -93,6 +137,9 @@ impl Executor for Emulated {
             return Ok(None);
         }
         let key = Key { tensor: tensor.pointer().addr() as u64, extents, tile };
+        // As on a GPU.
+        let under_way = self.recordings.is_under_way();
+        ensure!(!under_way || self.tensor_maps.contains_key(&key), "{key:?} cannot be made in a recording");
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
             let map = match extents {
                 Extents::Matrix([rows, columns]) => {
@@ -114,6 +161,7 @@ impl Executor for Emulated {
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
+        self.recordings.forget();
         self.tensor_maps.clear();
         self.memory = Memory::new();
         let mut arena = Arena::default();
@@ -127,14 +175,31 @@ impl Executor for Emulated {
         Ok(arena)
     }
 
-    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
-        if self.checked {
-            launch.emulate_checked(&mut self.memory, grid, shared_bytes)?;
-        } else {
-            // SAFETY: the caller's promise; device memory is host memory here.
-            unsafe { launch.emulate(grid, shared_bytes) }?;
-        }
+    fn turn(&mut self, work: &Recurring) -> Turn {
+        self.recordings.turn(work)
+    }
+
+    fn start_recording(&mut self, work: &Recurring) -> Result<()> {
+        self.recordings.start(work);
         Ok(())
+    }
+
+    fn finish_recording(&mut self, whole: bool) -> Result<()> {
+        let recorded = std::mem::take(&mut self.recorded);
+        let recording = if whole { Ok(recorded.into()) } else { Err(anyhow!("not all of it was queued")) };
+        self.recordings.finish(recording)
+    }
+
+    fn replay(&mut self, work: &Recurring) -> Result<()> {
+        let recording = Rc::clone(self.recordings.get(work)?);
+        // SAFETY: when it was recorded, each operation held its tensors to the memory at hand, and recordings are forgotten
+        // before that is given up.
+        recording.iter().try_for_each(|piece| unsafe { self.run(piece) })
+    }
+
+    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.queue(Piece::Launch { launch: launch.clone(), grid, shared_bytes }) }
     }
 
     unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
@@ -154,7 +219,8 @@ impl Executor for Emulated {
             unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
         }
         let (problem, operands) = by_library(problem, operands);
-        gemm::run(&problem, &operands, &mut self.memory)
+        // SAFETY: the caller's promise.
+        unsafe { self.queue(Piece::Product { problem, operands }) }
     }
 
     fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool> {
@@ -171,12 +237,13 @@ impl Executor for Emulated {
     }
 
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
-        Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?)
+        // SAFETY: the caller's promise.
+        unsafe { self.queue(Piece::Zero { to, bytes }) }
     }
 
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
-        let values = self.memory.slice(Global::new(from), bytes)?.to_vec();
-        Ok(self.memory.write(GlobalMut::new(to), &values)?)
+        // SAFETY: the caller's promise.
+        unsafe { self.queue(Piece::Copy { to, from, bytes }) }
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {

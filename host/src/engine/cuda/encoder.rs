@@ -42,7 +42,6 @@ pub(super) fn backward<T: Float>(
     batch: Tensor,
     layout: BatchLayout,
     c: usize,
-    seed: u32,
 ) -> Result<()> {
     let BatchLayout { b, t } = layout;
     let positions = b * t;
@@ -53,16 +52,17 @@ pub(super) fn backward<T: Float>(
     let dwte = cuda.output("dwte", dwte, dwte.len)?;
     let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), positions)?;
     let order = cuda.input("order", layout.tensor(batch, layout.order()), positions)?;
+    let seed = cuda.input("seed", layout.tensor(batch, layout.seed()), 1)?;
     let launch = encoder::encoder_backward_wte::<T>(
         dwte,
         cuda.output("scratch", scratch, len)?,
         dout,
         tokens,
         order,
+        seed,
         positions as u32,
         c as u32,
         chunk as u32,
-        seed,
     );
     cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
     let launch = encoder::encoder_backward_rest::<T>(
@@ -72,11 +72,11 @@ pub(super) fn backward<T: Float>(
         dout,
         tokens,
         order,
+        seed,
         b as u32,
         t as u32,
         c as u32,
         chunk as u32,
-        seed,
     );
     let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c, chunk);
     cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))

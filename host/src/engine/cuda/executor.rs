@@ -4,7 +4,7 @@ use super::Products;
 use super::arena::Arena;
 use super::kernel_products::Scratch;
 use super::tensor_maps::Extents;
-use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Result, Ticket, Tuning};
+use crate::engine::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Recurring, Result, Ticket, Tuning};
 use crate::plan::Plan;
 use crate::tensor::DType;
 use cublaslt::{Operands, Problem};
@@ -31,6 +31,17 @@ impl Default for Emulation {
     fn default() -> Self {
         Self { multiprocessors: 4, hopper: false, tf32: false, products: Products::Auto, tiling: None }
     }
+}
+
+/// What an executor wants of work that comes again and again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// To be given it.
+    Queue,
+    /// To record it, and to replay it then.
+    Record,
+    /// To replay it.
+    Replay,
 }
 
 /// A GPU or the emulator. Work is done in the order of the calls.
@@ -82,6 +93,19 @@ pub trait Executor {
 
     /// Zeroed memory for the plan's buffers, in place of what was allocated before.
     fn allocate(&mut self, plan: &Plan) -> Result<Arena>;
+
+    /// What to do about work that comes again and again.
+    fn turn(&mut self, work: &Recurring) -> Turn;
+
+    /// From here on work is recorded and not done. Until [`finish_recording`](Self::finish_recording), which follows in any
+    /// case, nothing is copied from or to the host.
+    fn start_recording(&mut self, work: &Recurring) -> Result<()>;
+
+    /// Ends the recording and keeps it if it is `whole`; else, or after an error, that work is never to be recorded again.
+    fn finish_recording(&mut self, whole: bool) -> Result<()>;
+
+    /// Does what was recorded.
+    fn replay(&mut self, work: &Recurring) -> Result<()>;
 
     /// # Safety
     /// The memory that the pointer arguments cover holds every index that the kernel forms in this grid, and

@@ -23,6 +23,7 @@ mod matmul;
 mod modules;
 mod peak;
 mod profile;
+mod recordings;
 mod residual;
 mod tensor_maps;
 mod tuning;
@@ -31,7 +32,7 @@ pub use modules::embedded;
 
 use super::{
     AdamW, Algorithms, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, OnDevice,
-    Optimized, Peak, Reading, Result, Scope, Ticket, Tuning,
+    Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -42,7 +43,7 @@ use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 pub use executor::Emulation;
-use executor::Executor;
+use executor::{Executor, Turn};
 use kernel_products::Scratch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -150,6 +151,8 @@ struct Cuda<T> {
     /// f32: partial sums of one operation at a time.
     scratch: Option<Tensor>,
     gelu_fusion: GeluFusion,
+    /// What is queued is recorded, and runs later.
+    recording: bool,
     element: PhantomData<T>,
 }
 
@@ -163,7 +166,23 @@ fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
 impl<T: Float> Cuda<T> {
     fn new(executor: Box<dyn Executor>, gelu_fusion: Option<GeluFusion>) -> Self {
         let gelu_fusion = gelu_fusion.unwrap_or_else(|| executor.best_gelu_fusion(T::DTYPE));
-        Self { executor, arena: Arena::default(), scratch: None, gelu_fusion, element: PhantomData }
+        Self { executor, arena: Arena::default(), scratch: None, gelu_fusion, recording: false, element: PhantomData }
+    }
+
+    /// Records what `work` queues.
+    fn record(&mut self, recurring: &Recurring, work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<()> {
+        let started = self.executor.start_recording(recurring);
+        self.recording = true;
+        let queued = started.and_then(|()| work(self));
+        self.recording = false;
+        let finished = self.executor.finish_recording(queued.is_ok());
+        queued.and(finished)
+    }
+
+    /// For what a recording cannot hold: it would be done now, not in its turn, or again from memory that is gone.
+    fn not_recorded(&self, what: &str) -> Result<()> {
+        ensure!(!self.recording, "{what} cannot be recorded: only operations on tensors can");
+        Ok(())
     }
 
     /// What a kernel may read: `tensor`, which must hold at least `len` elements of `E`.
@@ -210,7 +229,28 @@ impl<T: Float> Engine for Cuda<T> {
         self.gelu_fusion
     }
 
+    /// Work that cannot be recorded has done nothing yet, so it can be queued all the same; what is wrong with the work itself
+    /// goes wrong again then.
+    fn repeat(
+        &mut self,
+        recurring: &Recurring,
+        work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
+    ) -> Result<Option<String>> {
+        // Within a recording it is part of that.
+        let turn = if self.recording { Turn::Queue } else { self.executor.turn(recurring) };
+        let recorded = match turn {
+            Turn::Queue => return work(self).map(|()| None),
+            Turn::Record => self.record(recurring, work),
+            Turn::Replay => Ok(()),
+        };
+        match recorded {
+            Ok(()) => self.executor.replay(recurring).map(|()| None),
+            Err(error) => work(self).map(|()| Some(format!("{error:#}"))),
+        }
+    }
+
     fn tune(&mut self, anew: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
+        self.not_recorded("tuning")?;
         self.executor.note_products();
         let passed = pass(self);
         let tuning = self.executor.tune(anew)?;
@@ -218,6 +258,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn start_profile(&mut self) -> Result<()> {
+        self.not_recorded("a profile")?;
         self.executor.start_profile()
     }
 
@@ -234,12 +275,14 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn on_device(&self, tensor: Tensor) -> Result<Option<OnDevice<'_>>> {
+        self.not_recorded("what others queue")?;
         let Some(stream) = self.executor.stream() else { return Ok(None) };
         let address = self.arena.bytes_of("the tensor", tensor)?.addr() as u64;
         Ok(Some(OnDevice { stream, address }))
     }
 
     fn wait_for(&mut self, event: &cuda_driver::Event) -> Result<()> {
+        self.not_recorded("a wait for others")?;
         match self.executor.stream() {
             Some(stream) => Ok(stream.wait(event)?),
             None => bail!("{} has no stream that could wait for another", self.describe()),
@@ -273,6 +316,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
+        self.not_recorded("an allocation")?;
         let (needed, free) = (plan.bytes(), self.memory_free()?);
         if needed > free {
             let gib = |bytes: usize| bytes as f64 / (1 << 30) as f64;
@@ -314,6 +358,7 @@ impl<T: Float> Engine for Cuda<T> {
             }
             Ok(())
         }
+        self.not_recorded("a copy from the host")?;
         let (executor, arena) = (&mut *self.executor, &self.arena);
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
@@ -335,6 +380,7 @@ impl<T: Float> Engine for Cuda<T> {
             unsafe { executor.download(bytemuck::cast_slice_mut(&mut values), address.cast())? };
             Ok(values.into_iter().map(convert).collect())
         }
+        self.not_recorded("a copy to the host")?;
         let (executor, arena) = (&mut *self.executor, &self.arena);
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
@@ -344,6 +390,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.not_recorded("a copy to the host")?;
         ensure!(to.len() == from.bytes(), "reading {} bytes of a tensor of {}", to.len(), from.bytes());
         let address = self.arena.bytes_of("the tensor read", from)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
@@ -351,6 +398,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()> {
+        self.not_recorded("a copy from the host")?;
         ensure!(bytes.len() == to.bytes(), "writing {} bytes to a tensor of {}", bytes.len(), to.bytes());
         let address = self.arena.bytes_of("the tensor written to", to)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
@@ -358,6 +406,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
+        self.not_recorded("a copy from the host")?;
         ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
         let address = self.arena.address::<i32>("the tensor written to", to, values.len())?;
         // SAFETY: `address` covers that many elements of the arena.
@@ -365,12 +414,14 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn read_later(&mut self, from: Tensor) -> Result<Ticket> {
+        self.not_recorded("a copy to the host")?;
         let address = self.arena.address::<f32>("the tensor read", from, from.len)?;
         // SAFETY: `address` covers that many elements of the arena.
         unsafe { self.executor.download_later(address, from.len) }
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
+        self.not_recorded("a wait for a copy")?;
         self.executor.wait(ticket)
     }
 
@@ -379,6 +430,7 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {
+        self.not_recorded("a copy from the host")?;
         let len = layout.words();
         ensure!(words.len() >= len, "a batch of {} words where {layout:?} has {len}", words.len());
         let address = self.arena.address::<i32>("the batch", to, len)?;
@@ -412,9 +464,8 @@ impl<T: Float> Engine for Cuda<T> {
         batch: Tensor,
         layout: BatchLayout,
         c: usize,
-        seed: u32,
     ) -> Result<()> {
-        encoder::backward(self, dwte, dwpe, dout, batch, layout, c, seed)
+        encoder::backward(self, dwte, dwpe, dout, batch, layout, c)
     }
 
     fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()> {

@@ -35,31 +35,33 @@ impl TensorMaps {
         Ok(Self { memory: DeviceMemory::new(gpu, CAPACITY * size_of::<TensorMap>())?, places: HashMap::new() })
     }
 
-    /// Forgets all maps; nothing queued may still use them.
+    pub fn is_full(&self) -> bool {
+        self.places.len() == CAPACITY
+    }
+
+    /// Forgets all maps; nothing queued or recorded may still use them.
     pub fn clear(&mut self) {
         self.places.clear();
     }
 
-    pub fn of(&mut self, stream: &Stream, key: Key) -> Result<Global<TensorMap>> {
-        let place = match self.places.get(&key) {
-            Some(&place) => place,
-            None => self.add(stream, key)?,
-        };
-        Ok(Global::from_address(self.memory.address() + (place * size_of::<TensorMap>()) as u64))
+    fn address(&self, place: usize) -> u64 {
+        self.memory.address() + (place * size_of::<TensorMap>()) as u64
     }
 
-    fn add(&mut self, stream: &Stream, key: Key) -> Result<usize> {
-        if self.places.len() == CAPACITY {
-            stream.synchronize()?;
-            self.clear();
-        }
+    pub fn get(&self, key: &Key) -> Option<Global<TensorMap>> {
+        self.places.get(key).map(|&place| Global::from_address(self.address(place)))
+    }
+
+    /// Makes a map that is not there yet.
+    pub fn add(&mut self, stream: &Stream, key: Key) -> Result<Global<TensorMap>> {
+        ensure!(!self.is_full(), "there are {CAPACITY} tensor maps already");
         let map = encode(key)?;
-        let place = self.places.len();
-        let at = self.memory.address() + (place * size_of::<TensorMap>()) as u64;
-        // SAFETY: place < CAPACITY, so the map's bytes lie in `memory`, which no kernel queued before reads there.
+        let at = self.address(self.places.len());
+        // SAFETY: fewer than CAPACITY places are taken, so the map's bytes lie in `memory`, which no kernel queued before
+        // reads there; the bytes are not page-locked, so read before the call returns.
         unsafe { stream.upload(at, bytemuck::bytes_of(map.as_words())) }?;
-        self.places.insert(key, place);
-        Ok(place)
+        self.places.insert(key, self.places.len());
+        Ok(Global::from_address(at))
     }
 }
 
