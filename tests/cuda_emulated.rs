@@ -250,8 +250,11 @@ fn a_loader_goes_on_after_smaller_batches() {
             engine.load_batch(batch.slice(0, small.words()), small, words).unwrap();
         }
     }
-    for _ in 0..8 {
-        data.load_next(&mut *engine, batch, 0).unwrap();
+    for seed in [0, 1, 7, u32::MAX, 1 << 31, 5, 6, 7] {
+        data.load_next(&mut *engine, batch, seed).unwrap();
+        let mut bytes = [0; 4];
+        engine.read_bytes(layout.tensor(batch, layout.seed()), &mut bytes).unwrap();
+        assert_eq!(u32::from_le_bytes(bytes), seed);
     }
 }
 

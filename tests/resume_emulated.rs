@@ -21,6 +21,7 @@ use std::path::Path;
 
 const STEPS: usize = 6;
 const EVERY: usize = 3;
+const GRAD_ACCUM: usize = 2;
 const VOCAB: usize = 60;
 
 /// Trains to the end in `out`, from the newest checkpoint there.
@@ -60,7 +61,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
     };
     let settings = Settings {
         steps: STEPS,
-        grad_accum: 2,
+        grad_accum: GRAD_ACCUM,
         schedule: Schedule { kind: Kind::Constant, peak: 1e-2, warmup: 0, steps: STEPS, final_fraction: 1.0 },
         weight_decay: 0.1,
         clip: 1.0,
@@ -87,7 +88,15 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         stop: Stop::default(),
         ranks: &mut Ranks::default(),
     };
+    let batch = run.train.layout();
     run.train().unwrap();
+
+    // Each micro-step draws a seed, then the update does; the last batch is still there.
+    let mut rounding = RunState::fresh(run.state.data).rounding;
+    let draws = (0..STEPS * (GRAD_ACCUM + 1) - 1).map(|_| rounding.next_u32());
+    let mut bytes = [0; 4];
+    run.engine.read_bytes(batch.tensor(run.model.batch, batch.seed()), &mut bytes).unwrap();
+    assert_eq!(Some(u32::from_le_bytes(bytes)), draws.last());
 }
 
 /// The files of a checkpoint.
