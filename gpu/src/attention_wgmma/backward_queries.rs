@@ -225,7 +225,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
                 s[i] = probability::<H>(s[i], rows[i / 2 % 2].0);
             }
             if panel == diagonal {
-                mask_diagonal(&mut s, 0, 0.0);
+                mask_diagonal(&mut s, 0, ROWS, 0.0);
             }
             wgmma::wait::<0>();
             dp.settle();

@@ -15,7 +15,7 @@ use super::{Head, Head64, Head128, ROWS, WARPGROUP};
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, MBarrier, TensorMap, wgmma};
-use cuda_std::shared::Layout;
+use cuda_std::shared::{Layout, SharedArray};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 const CONSUMERS: u32 = 2;
@@ -26,6 +26,9 @@ const PRODUCER_REGISTERS: u32 = 40;
 const CONSUMER_REGISTERS: u32 = 232;
 /// Slots of each ring.
 const STAGES: u32 = 5;
+/// Pieces of work that are told of at a time: one whose results are being written, up to two whose queries are there, one more
+/// that the producer goes on to.
+const WORKS: u32 = 4;
 
 /// Slots for queries: those of the next piece of work arrive while this one's are in use, in registers for HS = 128.
 const fn q_stages<H: Head>() -> u32 {
@@ -49,6 +52,8 @@ struct Shared<H> {
     v: Panel<H>,
     /// Of each consumer, on the way out.
     out: Panel<H>,
+    /// The piece of work of round i at i % [`WORKS`], from when its queries have arrived: consumers need not divide for it.
+    works: SharedArray<Work>,
     q_slots: Slots,
     k_slots: Slots,
     v_slots: Slots,
@@ -68,6 +73,7 @@ fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
         k: Panel::take(layout, STAGES * panels::<H>()),
         v: Panel::take(layout, STAGES * panels::<H>()),
         out: Panel::take(layout, CONSUMERS),
+        works: layout.array(WORKS as usize),
         q_slots: Slots::new(layout, q_stages::<H>()),
         k_slots: Slots::new(layout, STAGES),
         v_slots: Slots::new(layout, STAGES),
@@ -120,13 +126,13 @@ pub fn attention_forward_wgmma<H: Head>(
             let mut work = shape.work::<false>(piece(round));
             while piece(round) < works {
                 work = shape.work::<false>(piece(round));
-                producer.load_queries(work);
+                producer.load_queries(work, round);
                 producer.load_panels(work);
                 round += 1;
             }
             // Consumers start the scores of the piece after their last one, too, which nobody uses: were that product
             // conditional, ptxas would serialise all.
-            producer.load_queries(work);
+            producer.load_queries(work, round);
             producer.load_diagonal_keys(work);
         }
     } else {
@@ -152,8 +158,9 @@ struct Producer<H> {
 
 impl<H: Head> Producer<H> {
     #[inline(always)]
-    fn load_queries(&mut self, work: Work) {
+    fn load_queries(&mut self, work: Work, round: u32) {
         self.shared.q_slots.empty.at(self.q.slot).wait(self.q.parity);
+        self.shared.works.set((round % WORKS) as usize, work);
         let full = self.shared.q_slots.full.at(self.q.slot);
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
         full.arrive_expecting(CONSUMERS * Panel::<H>::BYTES);
@@ -221,6 +228,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// For HS = 64 scores leave no registers for queries; for HS = 128 products of 64 columns would read as much of a left
     /// operand in shared memory as of the right one, and wait for both.
     const IN_REGISTERS: bool = H::HS == 128;
+    /// Of two panels in a slot the second holds, on the diagonal of the first consumer, nothing but keys after its queries.
+    const HALF_FIRST: bool = panels::<H>() == 2 && INDEX == 0;
+    /// Columns of the first scores that are of any use.
+    const FIRST_COLUMNS: u32 = if Self::HALF_FIRST { ROWS } else { H::Scores::COLUMNS };
 
     #[inline(always)]
     fn new(shared: Shared<H>) -> Self {
@@ -237,14 +248,19 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         let mut scores = H::Scores::ZERO;
         self.take_first_scores(&mut scores, &mut own);
         loop {
-            let work = shape.work::<false>(piece(round));
-            let (mut o, softmax) = self.attend(&mut scores, &mut own, (work.tile * CONSUMERS + INDEX) / panels::<H>());
-            self.write(&mut o, &softmax, shape, work, out, lse);
+            let slots = (self.work(round).tile * CONSUMERS + INDEX) / panels::<H>();
+            let (mut o, softmax) = self.attend(&mut scores, &mut own, slots);
+            self.write(&mut o, &softmax, shape, self.work(round), out, lse);
             round += 1;
             if piece(round) >= works {
                 break;
             }
         }
+    }
+
+    #[inline(always)]
+    fn work(&self, round: u32) -> Work {
+        self.shared.works.at((round % WORKS) as usize)
     }
 
     /// The queries of the first piece of work and their first scores.
@@ -305,10 +321,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         for _ in 0..slots_after::<H>(INDEX) {
             self.shared.v_slots.skip(&mut self.v);
         }
-        mask_diagonal(scores, INDEX % panels::<H>() * ROWS, f32::NEG_INFINITY);
+        mask_diagonal(scores, INDEX % panels::<H>() * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         // All in registers of their own: with some still where the product left them, ptxas would serialise.
         scores.settle();
-        let mut softmax = Softmax::new(scores);
+        let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         let mut o = H::Sums::ZERO;
         let mut others = H::Scores::ZERO;
         let mut left = slots;
@@ -352,8 +368,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         }
         let keys = self.start_scores(next, own);
         softmax.exponentiate::<0>(scores);
-        softmax.exponentiate::<1>(scores);
-        softmax.exponentiate::<2>(scores);
+        let half = Self::HALF_FIRST && !under_way;
+        if half {
+            softmax.hide::<1>(scores);
+        }
         wgmma::wait::<0>();
         next.settle();
         o.settle();
@@ -362,7 +380,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             self.shared.v_slots.release(self.v.advance());
         }
         let max = softmax.maximum_with(next);
-        softmax.exponentiate::<3>(scores);
+        if !half {
+            softmax.exponentiate::<1>(scores);
+        }
         for i in 0..H::HS as usize / 2 {
             o[i] *= softmax.factor(i / 2 % 2);
         }

@@ -7,11 +7,12 @@ use super::panel::{Square, thread_row};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::{thread, warp};
 
-/// Replaces what belongs to a key after its query. Rows are queries, the first `ahead` places after the first key.
+/// Replaces what belongs to a key after its query, in the first `columns`. Rows are queries, the first `ahead` places after
+/// the first key.
 #[inline(always)]
-pub fn mask_diagonal<S: Accumulators>(s: &mut S, ahead: u32, hidden: f32) {
+pub fn mask_diagonal<S: Accumulators>(s: &mut S, ahead: u32, columns: u32, hidden: f32) {
     let (behind, ahead) = (behind(), ahead as i32);
-    for i in 0..S::COLUMNS as usize / 2 {
+    for i in 0..columns as usize / 2 {
         let (row, column) = offset_of(i);
         // Keys before the first query are seen by all.
         if column >= ahead && column - ahead > behind + row {

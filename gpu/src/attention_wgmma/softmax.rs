@@ -11,6 +11,13 @@ fn scale_log2<H: Head>() -> f32 {
     H::SCALE * core::f32::consts::LOG2_E
 }
 
+/// The accumulators of a half of the columns.
+#[inline(always)]
+fn half_of<H: Head, const HALF: usize>() -> core::ops::Range<usize> {
+    let half = H::Scores::COLUMNS as usize / 4;
+    HALF * half..(HALF + 1) * half
+}
+
 /// State of the two rows a thread shares with three others.
 pub struct Softmax<H> {
     /// Running maximum of raw scores.
@@ -23,23 +30,28 @@ pub struct Softmax<H> {
 }
 
 impl<H: Head> Softmax<H> {
-    /// Of rows whose first scores are `s`.
+    /// Of rows whose first scores are the first `columns` of `s`.
     #[inline(always)]
-    pub fn new(s: &H::Scores) -> Self {
+    pub fn new(s: &H::Scores, columns: u32) -> Self {
         let none = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], factor: [1.0; 2], head: PhantomData };
-        Self { max: none.maximum_with(s), ..none }
+        Self { max: none.maximum_over(s, columns), ..none }
     }
 
     /// The running maximum after the scores `s`.
     #[inline(always)]
     pub fn maximum_with(&self, s: &H::Scores) -> [f32; 2] {
-        [self.row_maximum_with::<0>(s), self.row_maximum_with::<1>(s)]
+        self.maximum_over(s, H::Scores::COLUMNS)
     }
 
     #[inline(always)]
-    fn row_maximum_with<const ROW: usize>(&self, s: &H::Scores) -> f32 {
+    fn maximum_over(&self, s: &H::Scores, columns: u32) -> [f32; 2] {
+        [self.row_maximum_over::<0>(s, columns), self.row_maximum_over::<1>(s, columns)]
+    }
+
+    #[inline(always)]
+    fn row_maximum_over<const ROW: usize>(&self, s: &H::Scores, columns: u32) -> f32 {
         let mut max = self.max[ROW];
-        for j in 0..H::Scores::COLUMNS as usize / 8 {
+        for j in 0..columns as usize / 8 {
             max = math::max(max, math::max(s[4 * j + 2 * ROW], s[4 * j + 2 * ROW + 1]));
         }
         max = math::max(max, warp::shuffle_xor(max, 1));
@@ -57,15 +69,22 @@ impl<H: Head> Softmax<H> {
         }
     }
 
-    /// s = exp(scale (s - max)) for part `PART` of four of the columns, which are added to the sums.
+    /// s = exp(scale (s - max)) for half `HALF` of the columns, which are added to the sums.
     #[inline(always)]
-    pub fn exponentiate<const PART: usize>(&mut self, s: &mut H::Scores) {
+    pub fn exponentiate<const HALF: usize>(&mut self, s: &mut H::Scores) {
         let shift = [self.max[0] * scale_log2::<H>(), self.max[1] * scale_log2::<H>()];
-        let part = H::Scores::COLUMNS as usize / 8;
-        for i in PART * part..(PART + 1) * part {
+        for i in half_of::<H, HALF>() {
             let row = i / 2 % 2;
             s[i] = math::exp2(math::fma(s[i], scale_log2::<H>(), -shift[row]));
             self.sum[row] += s[i];
+        }
+    }
+
+    /// As [`exponentiate`](Self::exponentiate) of scores that are all minus infinity.
+    #[inline(always)]
+    pub fn hide<const HALF: usize>(&self, s: &mut H::Scores) {
+        for i in half_of::<H, HALF>() {
+            s[i] = 0.0;
         }
     }
 
