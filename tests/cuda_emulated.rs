@@ -4,7 +4,7 @@ use gpu::matmul::launch::MOST_TILINGS;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
-use host::engine::{AdamW, BatchLayout, Engine, Linear, Recurring};
+use host::engine::{AdamW, BatchLayout, Engine, GeluForward, GeluFusion, GeluInput, Linear, Recurring};
 use host::model::{Capacity, Descriptor, Gpt2, Recompute};
 use host::plan::{Group, Plan};
 use host::selftest::edge;
@@ -46,7 +46,7 @@ fn products_agree_in_every_tiling() {
     for tiling in 0..MOST_TILINGS {
         let products = Products::Rust;
         let emulation = Emulation { hopper: true, products, tiling: Some(tiling), ..Emulation::default() };
-        agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16));
+        agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16, None));
     }
 }
 
@@ -151,7 +151,8 @@ fn faults_name_the_tensor() {
 #[test]
 fn products_go_where_they_are_sent() {
     let who = |products, hopper, shape: Linear| {
-        let mut engine = emulated_checked_as(Emulation { hopper, products, ..Emulation::default() }, Precision::Bf16);
+        let mut engine =
+            emulated_checked_as(Emulation { hopper, products, ..Emulation::default() }, Precision::Bf16, None);
         let mut plan = Plan::new();
         let mut add = |name: &str, len| plan.add(Group::Activations, name, &[len], DType::Bf16);
         let Linear { rows, c, oc } = shape;
@@ -170,6 +171,44 @@ fn products_go_where_they_are_sent() {
     for shape in [Linear { c: 12, ..shape }, Linear { oc: 12, ..shape }] {
         assert_eq!(who(Products::Auto, true, shape), library);
         assert_eq!(who(Products::Rust, true, shape), nobody);
+    }
+}
+
+/// Where inp is not kept: what makes it again is the first to notice that what it is made of was never written.
+#[test]
+fn a_gelu_is_made_again_by_what_made_it() {
+    let who = |products, hopper, precision, gelu_fusion| {
+        let emulation = Emulation { hopper, products, ..Emulation::default() };
+        let mut engine = emulated_checked_as(emulation, precision, Some(gelu_fusion));
+        let shape = Linear { rows: 5, c: 32, oc: 8 };
+        let Linear { rows, c, oc } = shape;
+        let (mut plan, float) = (Plan::new(), engine.float());
+        let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], float);
+        let (dinp, inp, pre_gelu) = (add("dinp", rows * c), add("inp", rows * c), add("pre_gelu", rows * c));
+        let (weight, dweight, dout) = (add("weight", oc * c), add("dweight", oc * c), add("dout", rows * oc));
+        let (inp_before, weight_before) = (add("inp before", rows * oc), add("weight before", oc * c));
+        let bias = add("bias before", c);
+        engine.allocate(&plan).unwrap();
+        engine.write(weight, &vec![1.0; oc * c]).unwrap();
+        engine.write(dout, &vec![1.0; rows * oc]).unwrap();
+        let forward = Linear { rows, c: oc, oc: c };
+        let again = GeluForward { inp: inp_before, weight: weight_before, bias: Some(bias), shape: forward };
+        let gelu = Some(GeluInput { pre_gelu, again: Some(again) });
+        format!("{:#}", engine.matmul_backward(dinp, dweight, None, dout, inp, weight, gelu, shape).unwrap_err())
+    };
+    let (auto, rust, cublaslt) = (Products::Auto, Products::Rust, Products::Cublaslt);
+    for (products, hopper, precision, fusion, expected) in [
+        (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
+        (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
+        (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel gelu_forward_bf16"),
+        (rust, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
+        (cublaslt, true, Precision::Bf16, GeluFusion::Both, "matrix product 32x5 = 32x8 A^T"),
+        (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
+        (auto, false, Precision::Bf16, GeluFusion::Both, "matrix product 32x5 = 32x8 A^T"),
+        (auto, false, Precision::Fp32, GeluFusion::None, "kernel gelu_forward_f32"),
+    ] {
+        let found = who(products, hopper, precision, fusion);
+        assert!(found.starts_with(expected), "{products:?} {hopper} {fusion:?}: {found}, not {expected}");
     }
 }
 

@@ -107,6 +107,16 @@ fn recomputed_gradients_are_the_kept_ones_in_bf16() {
     }
 }
 
+/// Products by the kernels for sm_90a, whose GELU backward writes the GELU again.
+#[test]
+fn recomputed_gradients_are_the_kept_ones_by_kernels() {
+    let emulation = Emulation { hopper: true, ..Emulation::default() };
+    for fusion in GeluFusion::ALL {
+        let gpu = || emulated_as(emulation, Precision::Bf16, Some(fusion));
+        recomputes_to_the_same_bits(gpu, &format!("kernels, {fusion:?}"));
+    }
+}
+
 #[test]
 fn recomputation_frees_what_it_says() {
     for mut engine in [Box::new(Cpu::new()) as Box<dyn Engine>, gpu(Precision::Bf16, None)] {

@@ -27,11 +27,17 @@ pub fn gelu(x: f32) -> f32 {
 /// gelu'(x)
 #[inline(always)]
 pub fn slope(x: f32) -> f32 {
-    // Bounded, since infinity times the 0 that the gate's slope is by then would be NaN.
+    gelu_and_slope(x)[1]
+}
+
+/// gelu(x) and gelu'(x), with the bits of [`gelu`] and of [`slope`], at the cost of one gate.
+#[inline(always)]
+pub fn gelu_and_slope(x: f32) -> [f32; 2] {
+    // Bounded, since infinity times the 0 that the gate's slope is by then would be NaN. The gate is 0 or 1 there either way.
     let square = (x * x).min(1e6);
     let s = gate(x, square);
     let bend = x * math::fma(-s, s, s);
-    math::fma(bend, math::fma(square, 6.0 * SCALE * CUBIC, 2.0 * SCALE), s)
+    [x * s, math::fma(bend, math::fma(square, 6.0 * SCALE * CUBIC, 2.0 * SCALE), s)]
 }
 
 /// Blocks of both kernels.

@@ -3,10 +3,11 @@
 mod common;
 
 use common::{Tolerance, assert_close, entries, for_all, integers, noise, rounded, wide};
-use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
+use cuda_std::{Element, GlobalMut};
 use cuda_std::{Global, bf16};
+use gpu::gelu::{self, gelu_forward};
 use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Size, Tiling, tilings};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
@@ -15,16 +16,17 @@ use proptest::strategy::Strategy;
 tests! {
     kernels of "matmul/pingpong.rs", "matmul/split.rs";
     once: one_packet, around_a_tile, fewer_and_more_blocks_than_tiles, more_rows_than_a_group, many_steps, any_shape,
-        rows_of_a_stay_apart, spoilt_elements, gelu_far_out, shapes_refused, parts_of_k,
+        rows_of_a_stay_apart, spoilt_elements, gelu_far_out, gelu_beside_its_backward, shapes_refused, parts_of_k,
         tilings_offered;
 }
 
-const PRODUCTS: [Product; 8] = [
+const PRODUCTS: [Product; 9] = [
     Product::ABt,
     Product::ABtBias,
     Product::ABtBiasGelu,
     Product::AB,
     Product::ABGeluBackward,
+    Product::ABGeluBackwardAndGelu,
     Product::AtBAccumulate,
     Product::AtBAccumulateSums,
     Product::AtBAccumulateF32,
@@ -60,9 +62,17 @@ impl Case {
     fn place_in_b(self, l: usize, j: usize) -> usize {
         match self.product {
             product if accumulates(product) => l * self.n + j,
-            Product::AB | Product::ABGeluBackward => l * self.n + j,
+            Product::AB | Product::ABGeluBackward | Product::ABGeluBackwardAndGelu => l * self.n + j,
             _ => j * self.k + l,
         }
+    }
+
+    fn reads_aux(self) -> bool {
+        matches!(self.product, Product::ABGeluBackward | Product::ABGeluBackwardAndGelu)
+    }
+
+    fn has_second(self) -> bool {
+        matches!(self.product, Product::ABtBiasGelu | Product::ABGeluBackwardAndGelu)
     }
 
     fn has_bias(self) -> bool {
@@ -118,10 +128,10 @@ impl Inputs {
     }
 }
 
-/// The three as they are afterwards, or should be.
+/// The three as they are afterwards, or should be. `second` is empty where there is none.
 struct Outcome {
     out: Vec<f64>,
-    aux: Vec<f64>,
+    second: Vec<f64>,
     bias: Vec<f64>,
 }
 
@@ -143,11 +153,8 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outcome {
         memory.output("out", len)
     };
     let as_bf16 = GlobalMut::<bf16>::new(out.pointer().cast());
-    let aux = match case.product {
-        Product::ABtBiasGelu => memory.output("aux", len),
-        product if accumulates(product) => as_bf16,
-        _ => memory.buffer("aux", &rounded::<bf16>(&inputs.aux)),
-    };
+    let aux = if case.reads_aux() { memory.input("aux", &rounded::<bf16>(&inputs.aux)) } else { as_bf16.reader() };
+    let second = if case.has_second() { memory.output("second", len) } else { as_bf16 };
     let room = case.tiling.room(case.product, case.shape());
     let parts = if room > 0 { memory.output("parts", room) } else { GlobalMut::from_address(0) };
     let [a_map, b_map, out_map] = launch::maps(case.product, case.shape(), case.tiling.size);
@@ -158,7 +165,8 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outcome {
         a: map("map of a", a, a_map),
         b: map("map of b", b, b_map),
         out: map("map of out", as_bf16.reader(), out_map),
-        aux: map("map of aux", aux.reader(), out_map),
+        aux: map("map of aux", aux, out_map),
+        second: map("map of second", second.reader(), out_map),
         bias,
         sums: out.pointer().addr() as u64,
         parts,
@@ -171,8 +179,8 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outcome {
         }
     }
     let out = wide(&memory.read(out));
-    let aux = if accumulates(case.product) { out.clone() } else { wide(&memory.read(aux)) };
-    Outcome { out, aux, bias: wide(&memory.read(bias)) }
+    let second = if case.has_second() { wide(&memory.read(second)) } else { Vec::new() };
+    Outcome { out, second, bias: wide(&memory.read(bias)) }
 }
 
 /// x / (1 + e^(-2 …)), which has digits where x (1 + tanh …) / 2 has none.
@@ -193,7 +201,7 @@ fn gelu_slope(x: f64) -> f64 {
     s + 2.0 * x * s * (1.0 - s) * scale() * (1.0 + 3.0 * 0.044715 * x * x)
 }
 
-/// Unrounded; out of a product that ends in GELU is [`gelu`] of aux as it was stored.
+/// Unrounded; out of a product that ends in GELU is [`gelu`] of its second output as it was stored.
 fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outcome {
     let Case { m, n, k, .. } = case;
     let sum = |i: usize, j: usize| {
@@ -206,34 +214,41 @@ fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outcome {
         let column_sum = |i: usize| (0..k).map(|l| inputs.a[case.place_in_a(i, l)]).sum::<f64>();
         bias.iter_mut().enumerate().for_each(|(i, bias)| *bias += column_sum(i));
     }
-    let (out, aux) = match case.product {
+    let with_aux = |f: fn(f64, f64) -> f64| sums.iter().zip(&inputs.aux).map(|(&sum, &aux)| f(sum, aux)).collect();
+    let backward = |sum, aux| sum * gelu_slope(aux);
+    let (out, second) = match case.product {
         Product::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
-        Product::ABGeluBackward => {
-            let slopes = inputs.aux.iter().map(|&x| gelu_slope(x));
-            (sums.iter().zip(slopes).map(|(sum, slope)| sum * slope).collect(), inputs.aux.clone())
-        }
-        product if accumulates(product) => {
-            let added: Vec<f64> = sums.iter().zip(&inputs.aux).map(|(sum, old)| sum + old).collect();
-            (added.clone(), added)
-        }
-        _ => (sums, inputs.aux.clone()),
+        Product::ABGeluBackward => (with_aux(backward), Vec::new()),
+        Product::ABGeluBackwardAndGelu => (with_aux(backward), with_aux(|_, aux| gelu(aux))),
+        product if accumulates(product) => (with_aux(|sum, aux| sum + aux), Vec::new()),
+        _ => (sums, Vec::new()),
     };
-    Outcome { out, aux, bias }
+    Outcome { out, second, bias }
 }
 
 /// Of integers, whose sums f32 has: without a GELU every bit of the result is known.
 fn check(case: Case) {
     let inputs = Inputs::integers(case);
     let got = run(case, &inputs);
-    let want = reference(case, &inputs, &got.aux);
-    let nearest = |values: &[f64]| values.iter().map(|&x| case.nearest(x)).collect::<Vec<_>>();
-    assert_close(&format!("{case:?}, aux"), &got.aux, &nearest(&want.aux), 0.0, 0.0);
+    let want = reference(case, &inputs, &got.second);
+    let exactly = |name: &str, got: &[f64], want: &[f64]| {
+        let nearest: Vec<_> = want.iter().map(|&x| case.nearest(x)).collect();
+        assert_close(&format!("{case:?}, {name}"), got, &nearest, 0.0, 0.0);
+    };
+    let closely = |name: &str, got: &[f64], want: &[f64]| {
+        assert_close(&format!("{case:?}, {name}"), got, want, bf16::ROUNDING, 1e-30);
+    };
     assert_close(&format!("{case:?}, bias"), &got.bias, &wide(&rounded::<bf16>(&want.bias)), 0.0, 0.0);
     match case.product {
-        Product::ABtBiasGelu | Product::ABGeluBackward => {
-            assert_close(&format!("{case:?}"), &got.out, &want.out, bf16::ROUNDING, 1e-30);
+        Product::ABtBiasGelu => {
+            closely("out", &got.out, &want.out);
+            exactly("second", &got.second, &want.second);
         }
-        _ => assert_close(&format!("{case:?}"), &got.out, &nearest(&want.out), 0.0, 0.0),
+        Product::ABGeluBackward | Product::ABGeluBackwardAndGelu => {
+            closely("out", &got.out, &want.out);
+            closely("second", &got.second, &want.second);
+        }
+        _ => exactly("out", &got.out, &want.out),
     }
 }
 
@@ -268,7 +283,9 @@ fn around_a_tile() {
 /// to tile.
 fn fewer_and_more_blocks_than_tiles() {
     for blocks in [1, 4, 17] {
-        check_all(&[Product::ABtBias, Product::ABGeluBackward, Product::AtBAccumulateSums], 264, 392, 200, blocks);
+        let products =
+            [Product::ABtBias, Product::ABGeluBackward, Product::ABGeluBackwardAndGelu, Product::AtBAccumulateSums];
+        check_all(&products, 264, 392, 200, blocks);
     }
 }
 
@@ -302,10 +319,10 @@ fn any_shape() {
     for_all(24, (cases(), 0..u32::MAX), |(case, seed)| {
         let inputs = Inputs::fractions(case, seed);
         let got = run(case, &inputs);
-        let want = reference(case, &inputs, &got.aux);
+        let want = reference(case, &inputs, &got.second);
         let scale = if case.rounding() == bf16::ROUNDING { 1e-3 } else { 1.0 };
         assert_close(&format!("{case:?}"), &got.out, &want.out, case.rounding(), scale);
-        assert_close(&format!("{case:?}, aux"), &got.aux, &want.aux, case.rounding(), scale);
+        assert_close(&format!("{case:?}, second"), &got.second, &want.second, case.rounding(), scale);
         assert_close(&format!("{case:?}, bias"), &got.bias, &want.bias, bf16::ROUNDING, 1e-2);
     });
 }
@@ -339,12 +356,11 @@ fn spoilt_elements() {
             inputs.bias[100] = f64::NAN;
             inputs.aux[7 * n + 9] = f64::NAN;
             let got = run(case, &inputs);
-            let want = reference(case, &inputs, &got.aux);
+            let want = reference(case, &inputs, &got.second);
             for (i, (got, want)) in got.out.iter().zip(&want.out).enumerate() {
                 let (row, column) = (i / n, i % n);
                 let of_bias = case.has_bias() && column == 100;
-                let reads_aux = product == Product::ABGeluBackward || accumulates(product);
-                let of_aux = reads_aux && (row, column) == (7, 9);
+                let of_aux = (case.reads_aux() || accumulates(product)) && (row, column) == (7, 9);
                 let spoilt = [5, 130].contains(&row) || [63, 271].contains(&column) || of_bias || of_aux;
                 assert_eq!(got.is_finite(), !spoilt, "{case:?}, {row}, {column}: {got}, want {want}");
                 if row == 5 || column == 271 || of_bias || of_aux {
@@ -368,8 +384,8 @@ fn gelu_far_out() {
         // The sum is the bias.
         let case = Case { product: Product::ABtBiasGelu, m: 1, n, k: 8, tiling, blocks: 1 };
         let inputs = Inputs { a: vec![0.0; 8], b: vec![0.0; n * 8], bias: points.clone(), aux: vec![0.0; n] };
-        let Outcome { out, aux, .. } = run(case, &inputs);
-        assert_close("aux", &aux, &points, 0.0, 0.0);
+        let Outcome { out, second, .. } = run(case, &inputs);
+        assert_close("second", &second, &points, 0.0, 0.0);
         let want: Vec<_> = points.iter().map(|&x| gelu(x)).collect();
         assert_close("gelu", &out, &want, bf16::ROUNDING, 1e-30);
 
@@ -380,6 +396,24 @@ fn gelu_far_out() {
         let want: Vec<_> =
             points.iter().map(|&x| if x.abs() > 1e9 { f64::from(x > 0.0) } else { gelu_slope(x) }).collect();
         assert_close("slope", &out, &want, bf16::ROUNDING, 1e-3);
+    }
+}
+
+/// Of every number of bf16: out has the bits of the product that does not write GELU, GELU those of a pass of its own.
+fn gelu_beside_its_backward() {
+    let (m, n, k) = (128, 512, 72);
+    let every: Vec<f64> = (0..m * n).map(|i| f64::from(bf16::from_bits(i as u16).to_f32())).collect();
+    let mut memory = Memory::new();
+    let x = memory.input("x", &rounded::<bf16>(&every));
+    let y = memory.output("y", m * n);
+    gelu_forward(y, x, every.len() as u64).emulate_checked(&mut memory, [gelu::grid::<bf16>(m * n), 1, 1], 0).unwrap();
+    let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for tiling in divisions(Product::ABGeluBackward, Shape { m, n, k }) {
+        let alone = Case { product: Product::ABGeluBackward, m, n, k, tiling, blocks: 2 };
+        let inputs = Inputs { aux: every.clone(), ..Inputs::fractions(alone, 7) };
+        let both = run(Case { product: Product::ABGeluBackwardAndGelu, ..alone }, &inputs);
+        assert_eq!(bits(&both.out), bits(&run(alone, &inputs).out), "{tiling:?}");
+        assert_eq!(bits(&both.second), bits(&wide(&memory.read(y))), "{tiling:?}");
     }
 }
 
@@ -423,9 +457,11 @@ fn tilings_offered() {
             let items = tiles * best.splits;
             let busy = items as f64 / (items.next_multiple_of(132)) as f64;
             assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
-            let whole = tilings(Product::ABGeluBackward, shape, 132, 1 << 24);
-            let in_turns = [Size::T128x128, Size::T128x192];
-            assert!(whole.iter().all(|tiling| tiling.splits == 1 && in_turns.contains(&tiling.size)), "{whole:?}");
+            for product in [Product::ABGeluBackward, Product::ABGeluBackwardAndGelu] {
+                let whole = tilings(product, shape, 132, 1 << 24);
+                let in_turns = [Size::T128x128, Size::T128x192];
+                assert!(whole.iter().all(|tiling| tiling.splits == 1 && in_turns.contains(&tiling.size)), "{whole:?}");
+            }
         }
     }
 }

@@ -34,6 +34,8 @@ pub enum Epilogue {
     GeluAuxBias,
     /// D = A · B ⊙ gelu'(aux (m, n))
     DGelu,
+    /// As `DGelu`, and gelu (m, n) = gelu(aux). The library has none of it; for products that others compute as well.
+    DGeluAndGelu,
     /// As `DGelu`, and bias (m) = row sums of D: the gradient of the bias before that GELU.
     DGeluBiasGrad,
     /// bias (m) = sums of op(A) over k; overwritten.
@@ -43,8 +45,10 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    pub(crate) fn raw(self) -> u32 {
-        match self {
+    /// `None` where the library has none of it.
+    pub(crate) fn raw(self) -> Option<u32> {
+        Some(match self {
+            Self::DGeluAndGelu => return None,
             Self::None => sys::EPILOGUE_DEFAULT,
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,
@@ -52,15 +56,19 @@ impl Epilogue {
             Self::DGeluBiasGrad => sys::EPILOGUE_DGELU_BGRAD,
             Self::BiasGradA => sys::EPILOGUE_BGRADA,
             Self::BiasGradB => sys::EPILOGUE_BGRADB,
-        }
+        })
     }
 
     pub(crate) fn uses_bias(self) -> bool {
-        !matches!(self, Self::None | Self::DGelu)
+        !matches!(self, Self::None | Self::DGelu | Self::DGeluAndGelu)
     }
 
     pub(crate) fn uses_aux(self) -> bool {
-        matches!(self, Self::GeluAuxBias | Self::DGelu | Self::DGeluBiasGrad)
+        matches!(self, Self::GeluAuxBias | Self::DGelu | Self::DGeluAndGelu | Self::DGeluBiasGrad)
+    }
+
+    fn writes_gelu(self) -> bool {
+        self == Self::DGeluAndGelu
     }
 }
 
@@ -101,10 +109,13 @@ pub struct Operands {
     pub bias: Option<u64>,
     /// For GELU epilogues: (m, n), leading dimension m.
     pub aux: Option<u64>,
+    /// For [`Epilogue::DGeluAndGelu`]: (m, n), leading dimension m.
+    pub gelu: Option<u64>,
 }
 
 impl Operands {
-    /// The largest power of two up to 256 that each address is a multiple of: what an algorithm may count on.
+    /// The largest power of two up to 256 that each address the library is given is a multiple of: what an algorithm may
+    /// count on.
     pub fn alignments(&self) -> [u32; 5] {
         let of = |address: u64| 1 << address.trailing_zeros().min(8);
         [of(self.a), of(self.b), of(self.d), self.bias.map_or(0, of), self.aux.map_or(0, of)]
@@ -113,8 +124,14 @@ impl Operands {
     /// Catches what the library would refuse without a reason, or read wild.
     pub fn validate(&self, problem: &Problem) -> Result<()> {
         let fail = |what: String| Err(Error::Operand { problem: problem.to_string(), what });
-        let named =
-            [("A", Some(self.a)), ("B", Some(self.b)), ("D", Some(self.d)), ("bias", self.bias), ("aux", self.aux)];
+        let named = [
+            ("A", Some(self.a)),
+            ("B", Some(self.b)),
+            ("D", Some(self.d)),
+            ("bias", self.bias),
+            ("aux", self.aux),
+            ("gelu", self.gelu),
+        ];
         for (name, address) in named {
             if let Some(address) = address
                 && (address == 0 || !address.is_multiple_of(16))
@@ -125,6 +142,7 @@ impl Operands {
         for (what, uses, given) in [
             ("bias", problem.epilogue.uses_bias(), self.bias.is_some()),
             ("auxiliary matrix", problem.epilogue.uses_aux(), self.aux.is_some()),
+            ("matrix for GELU", problem.epilogue.writes_gelu(), self.gelu.is_some()),
         ] {
             if uses != given {
                 return fail(format!("{what}: this epilogue takes {}", if uses { "one" } else { "none" }));
@@ -172,7 +190,8 @@ mod tests {
         batch: 1,
         output: None,
     };
-    const AT: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), aux: None };
+    const AT: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NOWHERE };
+    const NOWHERE: Operands = Operands { a: 0, b: 0, d: 0, bias: None, aux: None, gelu: None };
 
     fn refusal(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
@@ -193,6 +212,12 @@ mod tests {
         let aux = Operands { bias: None, aux: Some(0x5000), ..AT };
         aux.validate(&gelu).unwrap();
         assert!(refusal(Problem { m: 2300, ..gelu }, aux).contains("multiple of 8"));
+        let both = Problem { epilogue: Epilogue::DGeluAndGelu, ..FORWARD };
+        assert!(refusal(both, aux).ends_with("matrix for GELU: this epilogue takes one"));
+        let at = Operands { gelu: Some(0x6000), ..aux };
+        at.validate(&both).unwrap();
+        assert!(refusal(gelu, at).ends_with("matrix for GELU: this epilogue takes none"));
+        assert!(refusal(both, Operands { gelu: Some(0x6008), ..aux }).contains("gelu at 0x6008"));
         assert!(refusal(FORWARD, Operands { b: 0x2008, ..AT }).contains("B at 0x2008"));
         assert!(refusal(FORWARD, Operands { d: 0, ..AT }).contains("D at 0x0"));
     }

@@ -223,7 +223,8 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
     product.set(sys::DESC_TRANSA, op(transpose_a))?;
     product.set(sys::DESC_TRANSB, op(transpose_b))?;
-    product.set(sys::DESC_EPILOGUE, epilogue.raw())?;
+    let raw = epilogue.raw().ok_or_else(|| Error::NoAlgorithm { problem: problem.to_string() })?;
+    product.set(sys::DESC_EPILOGUE, raw)?;
     if epilogue.uses_bias() {
         product.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
     }
@@ -309,6 +310,7 @@ mod tests {
                         d: 0x320,
                         bias: at(epilogue.uses_bias()),
                         aux: at(epilogue.uses_aux()),
+                        gelu: None,
                     };
                     operands.validate(&problem).unwrap();
                     describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));

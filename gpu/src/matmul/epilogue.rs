@@ -9,19 +9,20 @@ use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, bf16, thread, warp};
 
-/// out = f(sums + bias (N), aux (M, N))
+/// out and second (M, N) = f(sums + bias (N), aux (M, N))
 pub trait Epilogue: 'static {
     /// Adds a bias.
     const BIAS: bool = false;
-    /// Stores the sums with their bias to aux.
-    const WRITES_AUX: bool = false;
     /// Loads aux.
-    const READS_AUX: bool = false;
+    const AUX: bool = false;
+    /// Stores a second output.
+    const SECOND: bool = false;
 
-    /// Of a sum and aux, which the sum rounded is where aux is written.
+    /// Of two sums beside each other, and of aux there if it is loaded: the pair of out, and that of the second output if there
+    /// is one.
     #[inline(always)]
-    fn apply(sum: f32, _aux: f32) -> f32 {
-        sum
+    fn apply([even, odd]: [f32; 2], _aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(even, odd), 0]
     }
 }
 
@@ -29,10 +30,12 @@ pub trait Epilogue: 'static {
 pub struct Plain;
 /// out = a · b + bias
 pub struct Bias;
-/// aux = a · b + bias; out = gelu(aux), of the sum as it was rounded: out can be had again from aux.
+/// second = a · b + bias; out = gelu(second), of the sum as it was rounded: out can be had again from second.
 pub struct BiasGelu;
 /// out = a · b ⊙ gelu'(aux)
 pub struct GeluBackward;
+/// The same; second = gelu(aux)
+pub struct GeluBackwardAndGelu;
 /// out = aux + a · b; aux may be out.
 pub struct Accumulate;
 
@@ -44,36 +47,50 @@ impl Epilogue for Bias {
 
 impl Epilogue for BiasGelu {
     const BIAS: bool = true;
-    const WRITES_AUX: bool = true;
+    const SECOND: bool = true;
 
     #[inline(always)]
-    fn apply(_: f32, aux: f32) -> f32 {
-        gelu::gelu(aux)
+    fn apply([even, odd]: [f32; 2], _: [f32; 2]) -> [u32; 2] {
+        let rounded = pack_pair(even, odd);
+        let [even, odd] = unpack_pair(rounded);
+        [pack_pair(gelu::gelu(even), gelu::gelu(odd)), rounded]
     }
 }
 
 impl Epilogue for Accumulate {
-    const READS_AUX: bool = true;
+    const AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sum: f32, aux: f32) -> f32 {
-        aux + sum
+    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(aux[0] + sums[0], aux[1] + sums[1]), 0]
     }
 }
 
 impl Epilogue for GeluBackward {
-    const READS_AUX: bool = true;
+    const AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sum: f32, aux: f32) -> f32 {
-        sum * gelu::slope(aux)
+    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(sums[0] * gelu::slope(aux[0]), sums[1] * gelu::slope(aux[1])), 0]
+    }
+}
+
+impl Epilogue for GeluBackwardAndGelu {
+    const AUX: bool = true;
+    const SECOND: bool = true;
+
+    #[inline(always)]
+    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        let [even, even_slope] = gelu::gelu_and_slope(aux[0]);
+        let [odd, odd_slope] = gelu::gelu_and_slope(aux[1]);
+        [pack_pair(sums[0] * even_slope, sums[1] * odd_slope), pack_pair(even, odd)]
     }
 }
 
 pub const BOX: u32 = 64;
 /// Boxes that a piece of 64 x 64 takes.
 const fn boxes<E: Epilogue>() -> u32 {
-    1 + E::WRITES_AUX as u32
+    1 + E::SECOND as u32
 }
 
 /// Pieces of a consumer's rows of a tile.
@@ -92,6 +109,7 @@ const fn slots<E: Epilogue, T: Tile>() -> u32 {
 pub struct Target {
     pub out: Global<TensorMap>,
     pub aux: Global<TensorMap>,
+    pub second: Global<TensorMap>,
     pub bias: Global<bf16>,
     /// Columns of the output.
     pub n: u32,
@@ -110,7 +128,7 @@ pub struct Writer<E, T> {
 impl<E: Epilogue, T: Tile> Write<T> for Writer<E, T> {
     #[inline(always)]
     fn prepare(&self, Item { row, column, .. }: Item) {
-        if E::READS_AUX && is_first() {
+        if E::AUX && is_first() {
             tma::wait_stores_read();
             for piece in 0..slots::<E, T>() {
                 self.load_aux(piece, row, column);
@@ -185,9 +203,10 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
     fn write_piece<const BLOCK: u32, const HALF: u32>(&self, d: &T::Sums, bias: &[[f32; 2]; 8], row: u32, column: u32) {
         let (piece, slots) = (BLOCK * (T::CONSUMER_ROWS / BOX) + HALF, slots::<E, T>());
         let slot = piece % slots;
-        let aux = self.slot(slot);
-        let out = if E::WRITES_AUX { aux.same_shape_after(1) } else { aux };
-        if E::READS_AUX {
+        // out takes the place of aux, a warp what it has read itself.
+        let out = self.slot(slot);
+        let second = if E::SECOND { out.same_shape_after(1) } else { out };
+        if E::AUX {
             let times = self.round * (pieces::<T>() / slots) + piece / slots;
             self.shared.aux_full.at(self.consumer * T::BOXES + slot).wait(times % 2);
         } else {
@@ -200,6 +219,10 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
         // The lane's row for stmatrix: matrices 0 and 1 are rows 0..8 and 8..16 of the left piece, 2 and 3 of the right.
         let (lane_row, lane_piece) = (first_row + warp::lane() % 16, warp::lane() / 16);
         for quarter in 0..4 {
+            // Pieces of two boxes have but two slots: what is loaded only once this piece is written is waited for.
+            if E::SECOND && quarter == 2 {
+                self.load_next_aux::<0>(piece, row, column);
+            }
             let mut x = [0.0; 8];
             for i in 0..8 {
                 x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i];
@@ -207,33 +230,38 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
                     x[i] += bias[quarter * 2 + i / 4][i % 2];
                 }
             }
-            let at = quarter as u32 * 2 + lane_piece;
-            if E::READS_AUX || E::WRITES_AUX {
-                let words = if E::READS_AUX { aux.left(first_row, quarter as u32) } else { packed(&x) };
-                if E::WRITES_AUX {
-                    aux.store_matrices(lane_row, at, words);
-                }
-                for i in 0..4 {
-                    let [even, odd] = unpack_pair(words[i]);
-                    x[2 * i] = E::apply(x[2 * i], even);
-                    x[2 * i + 1] = E::apply(x[2 * i + 1], odd);
-                }
+            let aux = if E::AUX { out.left(first_row, quarter as u32) } else { [0; 4] };
+            let (mut words, mut second_words) = ([0; 4], [0; 4]);
+            for i in 0..4 {
+                [words[i], second_words[i]] = E::apply([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
             }
-            out.store_matrices(lane_row, at, packed(&x));
+            let at = quarter as u32 * 2 + lane_piece;
+            out.store_matrices(lane_row, at, words);
+            if E::SECOND {
+                second.store_matrices(lane_row, at, second_words);
+            }
         }
         hopper::fence_async_proxy();
         self.sync();
         if is_first() {
             let (x, y) = (column + BLOCK * BOX, row + HALF * BOX);
-            if E::WRITES_AUX {
-                aux.store(self.target.aux, x, y);
-            }
             out.store(self.target.out, x, y);
-            tma::commit_stores();
-            if E::READS_AUX && piece > 0 && piece - 1 + slots < pieces::<T>() {
-                tma::wait_stores_read_but::<1>();
-                self.load_aux(piece - 1 + slots, row, column);
+            if E::SECOND {
+                second.store(self.target.second, x, y);
             }
+            tma::commit_stores();
+        }
+        if !E::SECOND {
+            self.load_next_aux::<1>(piece, row, column);
+        }
+    }
+
+    /// Beside `piece`, loads aux into the slot of the one before, which all but the `PENDING` newest stores have read.
+    #[inline(always)]
+    fn load_next_aux<const PENDING: u32>(&self, piece: u32, row: u32, column: u32) {
+        if E::AUX && piece > 0 && piece - 1 + slots::<E, T>() < pieces::<T>() && is_first() {
+            tma::wait_stores_read_but::<PENDING>();
+            self.load_aux(piece - 1 + slots::<E, T>(), row, column);
         }
     }
 }
@@ -246,9 +274,4 @@ fn wait_for_slot<E: Epilogue, T: Tile>() {
         3 => tma::wait_stores_read_but::<2>(),
         _ => tma::wait_stores_read_but::<3>(),
     }
-}
-
-#[inline(always)]
-fn packed(x: &[f32; 8]) -> [u32; 4] {
-    [pack_pair(x[0], x[1]), pack_pair(x[2], x[3]), pack_pair(x[4], x[5]), pack_pair(x[6], x[7])]
 }

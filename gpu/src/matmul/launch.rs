@@ -1,7 +1,7 @@
 //! Host side: which kernel, which boxes, which grid.
 
 use super::column_sums::slices;
-use super::epilogue::{Accumulate, BOX, Bias, BiasGelu, Epilogue, GeluBackward, Plain};
+use super::epilogue::{Accumulate, BOX, Bias, BiasGelu, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain};
 use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
 use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
@@ -21,12 +21,14 @@ pub enum Product {
     ABt,
     /// out = a · bᵀ + bias (N)
     ABtBias,
-    /// aux (M, N) = a · bᵀ + bias; out = gelu(aux)
+    /// second (M, N) = a · bᵀ + bias; out = gelu(second)
     ABtBiasGelu,
     /// out (M, N) = a (M, K) · b (K, N)
     AB,
     /// out = a · b ⊙ gelu'(aux (M, N))
     ABGeluBackward,
+    /// The same; second (M, N) = gelu(aux)
+    ABGeluBackwardAndGelu,
     /// out (M, N) += a (K, M)ᵀ · b (K, N)
     AtBAccumulate,
     /// The same; bias (M) += column sums of a
@@ -43,12 +45,12 @@ impl Product {
 
     /// Whether b is stored (K, N).
     fn b_by_rows(self) -> bool {
-        self.accumulates() || matches!(self, Self::AB | Self::ABGeluBackward)
+        self.accumulates() || matches!(self, Self::AB | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
     }
 
     /// Whether there is much to write: consumers take turns then.
     fn writes_much(self) -> bool {
-        matches!(self, Self::ABtBiasGelu | Self::ABGeluBackward)
+        matches!(self, Self::ABtBiasGelu | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
     }
 }
 
@@ -135,7 +137,7 @@ pub struct Map {
     pub tile: (u32, u32),
 }
 
-/// The maps of a, of b, of out and aux.
+/// The maps of a, of b, and of out, aux and second.
 pub fn maps(product: Product, shape: Shape, size: Size) -> [Map; 3] {
     let Shape { m, n, k } = shape;
     let map = |rows, columns, tile_rows| Map { extents: [rows, columns], tile: (tile_rows, TILE_K) };
@@ -152,6 +154,7 @@ pub struct Operand {
     pub b: Global<TensorMap>,
     pub out: Global<TensorMap>,
     pub aux: Global<TensorMap>,
+    pub second: Global<TensorMap>,
     pub bias: GlobalMut<bf16>,
     /// Its address.
     pub sums: u64,
@@ -259,6 +262,7 @@ pub fn prepare(
         Product::ABtBiasGelu => in_turns::<ABt, BiasGelu>(shape, size, operands),
         Product::AB => in_turns_or_together::<AB, Plain>(shape, size, operands),
         Product::ABGeluBackward => in_turns::<AB, GeluBackward>(shape, size, operands),
+        Product::ABGeluBackwardAndGelu => in_turns::<AB, GeluBackwardAndGelu>(shape, size, operands),
         Product::AtBAccumulateSums if in_parts => {
             for_size!(size, T => matmul_parts::<T, true>(a, b, parts, column_sums, m, n, k, splits as u32))
         }
@@ -316,6 +320,6 @@ fn in_turns<L: Operands, E: Epilogue>(shape: Shape, size: Size, operands: Operan
 }
 
 fn of<L: Operands, E: Epilogue, T: Tile>(shape: Shape, operands: Operand) -> Launch {
-    let Operand { a, b, out, aux, bias, .. } = operands;
-    matmul_pingpong::<L, E, T>(a, b, out, aux, bias.reader(), shape.m as u32, shape.n as u32, shape.k as u32)
+    let Operand { a, b, out, aux, second, bias, .. } = operands;
+    matmul_pingpong::<L, E, T>(a, b, out, aux, second, bias.reader(), shape.m as u32, shape.n as u32, shape.k as u32)
 }

@@ -8,7 +8,7 @@
 //! be that of an older round. Edges need no code: TMA reads zeros and drops writes past the end of a tensor.
 
 use super::column_sums::{SUMMING_WARPS, sum_columns};
-use super::epilogue::{Accumulate, Bias, BiasGelu, Epilogue, GeluBackward, Plain, Target, Writer};
+use super::epilogue::{Accumulate, Bias, BiasGelu, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain, Target, Writer};
 use super::mainloop::{AB, ABt, AtB, Operands, Place, Sums, load_stage, multiply};
 use super::split::{AddingWriter, PartialWriter};
 use super::tiles::{
@@ -60,8 +60,8 @@ pub fn pingpong_shared_bytes() -> usize {
     layout.bytes()
 }
 
-/// out (M, N) = epilogue(a · b), all bf16, rows of every matrix multiples of 8. `aux` (M, N) and `bias` (N) are read or written as
-/// the epilogue says, else not used. The maps' boxes are those of [`super::launch`].
+/// out (M, N) = epilogue(a · b), all bf16, rows of every matrix multiples of 8. `aux` (M, N) and `bias` (N) are read and `second`
+/// (M, N) is written as the epilogue says, else they are not used. The maps' boxes are those of [`super::launch`].
 ///
 /// A 1-D grid of as many blocks as there are multiprocessors.
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
@@ -84,6 +84,8 @@ pub fn pingpong_shared_bytes() -> usize {
     ab_128x256 = <AB, Plain, Together256>,
     ab_gelu_backward_128 = <AB, GeluBackward, Turns128>,
     ab_gelu_backward_192 = <AB, GeluBackward, Turns192>,
+    ab_gelu_backward_and_gelu_128 = <AB, GeluBackwardAndGelu, Turns128>,
+    ab_gelu_backward_and_gelu_192 = <AB, GeluBackwardAndGelu, Turns192>,
     atb_accumulate_128 = <AtB, Accumulate, Turns128>,
     atb_accumulate_192 = <AtB, Accumulate, Turns192>,
     atb_accumulate_256x128 = <AtB, Accumulate, Together128>,
@@ -94,6 +96,7 @@ pub fn matmul_pingpong<L: Operands, E: Epilogue, T: Tile>(
     b: Global<TensorMap>,
     out: Global<TensorMap>,
     aux: Global<TensorMap>,
+    second: Global<TensorMap>,
     bias: Global<bf16>,
     m: u32,
     n: u32,
@@ -101,11 +104,14 @@ pub fn matmul_pingpong<L: Operands, E: Epilogue, T: Tile>(
 ) {
     if thread::thread_idx_x() == 0 {
         out.prefetch();
-        if E::READS_AUX || E::WRITES_AUX {
+        if E::AUX {
             aux.prefetch();
         }
+        if E::SECOND {
+            second.prefetch();
+        }
     }
-    let (items, target) = (Items::new([T::ROWS, T::COLUMNS], m, n, k, 1), Target { out, aux, bias, n });
+    let (items, target) = (Items::new([T::ROWS, T::COLUMNS], m, n, k, 1), Target { out, aux, second, bias, n });
     let writer = |shared, consumer| Writer::<E, T>::new(shared, target, consumer);
     multiply_tiles::<L, T, _, false>(a, b, items, NO_SUMS, writer);
 }
@@ -156,7 +162,7 @@ pub fn matmul_with_column_sums<T: Tile>(
         out.prefetch();
     }
     let items = Items::new([T::ROWS, T::COLUMNS], m, n, k, 1);
-    let target = Target { out, aux: out, bias: Global::new(core::ptr::null()), n };
+    let target = Target { out, aux: out, second: out, bias: Global::new(core::ptr::null()), n };
     let writer = |shared, consumer| Writer::<Accumulate, T>::new(shared, target, consumer);
     multiply_tiles::<AtB, T, _, true>(a, b, items, ColumnSums { sums, m, n }, writer);
 }

@@ -206,6 +206,24 @@ pub struct Optimized {
     pub master: Option<Tensor>,
 }
 
+/// That a linear layer's inp (rows, c) is a GELU.
+#[derive(Clone, Copy)]
+pub struct GeluInput {
+    /// What it is the GELU of (rows, c).
+    pub pre_gelu: Tensor,
+    /// Where inp is not kept: what made it and `pre_gelu`. It is written again, bit for bit, before it is read.
+    pub again: Option<GeluForward>,
+}
+
+/// Operands of an [`Engine::matmul_forward`] that ends in GELU.
+#[derive(Clone, Copy)]
+pub struct GeluForward {
+    pub inp: Tensor,
+    pub weight: Tensor,
+    pub bias: Option<Tensor>,
+    pub shape: Linear,
+}
+
 /// What [`Engine::tune`] found.
 #[derive(Clone, Debug, Default)]
 pub struct Tuning {
@@ -222,12 +240,17 @@ pub struct Timing {
     pub library: cublaslt::Timing,
     /// The fastest Rust kernel, where there is one, and its milliseconds.
     pub kernel: Option<(KernelTiling, f32)>,
+    /// Milliseconds of Rust kernels that do one after the other what that one does at once, where there are some.
+    pub apart: Option<f32>,
 }
 
 impl Timing {
-    /// The Rust kernel is faster, by more than noise.
+    /// The Rust kernel is faster, than the library by more than noise.
     pub fn kernel_wins(&self) -> bool {
-        self.kernel.is_some_and(|(_, milliseconds)| milliseconds < self.library.best * cublaslt::MARGIN)
+        self.kernel.is_some_and(|(_, milliseconds)| {
+            let is_apart_slower = self.apart.is_none_or(|apart| milliseconds < apart);
+            milliseconds < self.library.best * cublaslt::MARGIN && is_apart_slower
+        })
     }
 }
 
@@ -488,19 +511,7 @@ pub trait Engine {
         shape: Linear,
     ) -> Result<()>;
 
-    /// out (rows, oc) = what [`matmul_forward`](Self::matmul_forward) of the same operands left there, bit for bit; it left
-    /// `pre_gelu` as well.
-    fn gelu_recompute(
-        &mut self,
-        out: Tensor,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Option<Tensor>,
-        pre_gelu: Tensor,
-        shape: Linear,
-    ) -> Result<()>;
-
-    /// dinp (rows, c) = dout · weight, times gelu'(pre_gelu (rows, c)) if given; dweight (oc, c), float or f32, +=
+    /// dinp (rows, c) = dout · weight, where `gelu` is given that of what went into GELU; dweight (oc, c), float or f32, +=
     /// dout^T · inp; dbias (oc) += column sums of dout.
     fn matmul_backward(
         &mut self,
@@ -510,7 +521,7 @@ pub trait Engine {
         dout: Tensor,
         inp: Tensor,
         weight: Tensor,
-        pre_gelu: Option<Tensor>,
+        gelu: Option<GeluInput>,
         shape: Linear,
     ) -> Result<()>;
 
@@ -571,4 +582,32 @@ pub struct LayerNorm {
     pub weight: Tensor,
     pub bias: Tensor,
     pub c: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cublaslt::{Element, Epilogue, Problem};
+
+    #[test]
+    fn a_kernel_wins_where_nothing_else_is_faster() {
+        let problem = Problem {
+            m: 64,
+            n: 32,
+            k: 16,
+            transpose_a: false,
+            transpose_b: false,
+            element: Element::Bf16,
+            epilogue: Epilogue::DGeluAndGelu,
+            accumulate: false,
+            batch: 1,
+            output: None,
+        };
+        let library = cublaslt::Timing { problem, candidates: 1, first: 2.0, best: 1.0 };
+        let tiling = KernelTiling { rows: 128, columns: 192, splits: 1 };
+        let wins = |milliseconds, apart| Timing { library, kernel: Some((tiling, milliseconds)), apart }.kernel_wins();
+        assert!(wins(0.98, None) && !wins(0.995, None), "by more than noise");
+        assert!(wins(0.8, Some(0.81)) && !wins(0.8, Some(0.79)));
+        assert!(!Timing { library, kernel: None, apart: Some(3.0) }.kernel_wins());
+    }
 }

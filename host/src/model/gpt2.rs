@@ -17,7 +17,9 @@
 use super::Descriptor;
 use super::params::{DecayRange, Param, Params, Unit};
 use super::store::{Layers, Store, Undivided, Zero};
-use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
+use crate::engine::{
+    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
+};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{Context, ensure};
@@ -538,12 +540,12 @@ impl Gpt2 {
             if training.recompute >= Recompute::GeluAndNorms {
                 engine.layernorm_forward(ln2, residual2)?;
             }
-            if training.recompute >= Recompute::Gelu {
-                let (weight, bias) = (p(Param::Fcw), Some(p(Param::Fcb)));
-                engine.gelu_recompute(fc_gelu, ln2.out, weight, bias, fc, linear(c, 4 * c))?;
-            }
+            let forward =
+                GeluForward { inp: ln2.out, weight: p(Param::Fcw), bias: Some(p(Param::Fcb)), shape: linear(c, 4 * c) };
+            let again = (training.recompute >= Recompute::Gelu).then_some(forward);
+            let gelu = Some(GeluInput { pre_gelu: fc, again });
             let (dw, db) = (g(Param::Fcprojw), Some(g(Param::Fcprojb)));
-            engine.matmul_backward(dwide, dw, db, dresidual, fc_gelu, p(Param::Fcprojw), Some(fc), linear(4 * c, c))?;
+            engine.matmul_backward(dwide, dw, db, dresidual, fc_gelu, p(Param::Fcprojw), gelu, linear(4 * c, c))?;
             let (dw, db) = (g(Param::Fcw), Some(g(Param::Fcb)));
             engine.matmul_backward(dchannels, dw, db, dwide, ln2.out, p(Param::Fcw), None, linear(c, 4 * c))?;
             engine.layernorm_backward(dresidual, g(Param::Ln2w), g(Param::Ln2b), dchannels, residual2, ln2)?;

@@ -2,7 +2,9 @@
 
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
-use crate::engine::{AdamW, BatchLayout, Engine, Heads, LayerNorm, Linear, Optimized, Result, Scope};
+use crate::engine::{
+    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
+};
 use crate::model::{CHUNK, Descriptor, Params};
 use crate::tensor::{DType, Tensor};
 
@@ -23,7 +25,7 @@ pub fn edge() -> Vec<Case> {
         cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
         cases.extend([matmul_forward(shape, false, false), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
-        cases.push(head_backward(shape));
+        cases.extend([matmul_backward_again(shape), head_backward(shape)]);
     }
     cases.extend([copy(8), copy(1001)]);
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
@@ -52,7 +54,7 @@ pub fn model() -> Vec<Case> {
         let shape = Linear { rows, c, oc };
         cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
-        cases.push(head_backward(shape));
+        cases.extend([matmul_backward_again(shape), head_backward(shape)]);
     }
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
@@ -85,7 +87,6 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
         residual_layernorm_forward(rows, c),
         matmul_forward(linear(c, 4 * c), true, true),
         matmul_forward(linear(4 * c, c), true, false),
-        gelu_recompute(linear(c, 4 * c)),
         matmul_forward(head, false, false),
         classifier(chunk, v, vp, false),
         classifier(chunk, v, vp, true),
@@ -94,6 +95,7 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
         cast_to_float(vp * c),
         layernorm_backward(rows, c),
         matmul_backward(linear(4 * c, c), true, true),
+        matmul_backward_again(linear(4 * c, c)),
         matmul_backward(linear(c, 4 * c), true, false),
         matmul_backward(linear(c, c), true, false),
         attention_backward(shape),
@@ -313,7 +315,8 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
     let name = linear_name(shape, bias, gelu);
     let case = case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
-        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu.then(|| x[6]), shape)
+        let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], again: None });
+        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu, shape)
     });
     let sums = Work { floats: rows * oc, ..Work::default() };
     let slope = Work { floats: 3 * rows * c, ..Work::default() };
@@ -323,13 +326,32 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     Case { parts, ..case }
 }
 
-/// What matmul_forward of the same operands leaves, from what it left in pre_gelu.
-fn gelu_recompute(shape: Linear) -> Case {
-    let forward = matmul_forward(shape, true, true);
-    let before = Some(forward.run);
-    let run =
-        Box::new(move |e: &mut dyn Engine, x: &[Tensor]| e.gelu_recompute(x[0], x[1], x[2], Some(x[3]), x[4], shape));
-    Case { operation: "gelu_recompute", before, run, ..forward }
+/// Where inp is the GELU of another layer's output and is not kept.
+fn matmul_backward_again(shape: Linear) -> Case {
+    let Linear { rows, c, oc } = shape;
+    let before = Linear { rows, c: oc, oc: c };
+    let mut case = matmul_backward(shape, true, true);
+    // A product with what was rounded.
+    case.operands[1].checked = Some(Tolerance::CHAIN);
+    case.operands[4] = output("inp", rows * c, Tolerance::CHAIN);
+    case.operands[6] = output("pre_gelu", rows * c, Tolerance::REDUCTION);
+    case.operands.extend([
+        input("inp before", rows * oc, UNIT),
+        input("weight before", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
+        input("bias before", c, UNIT),
+        Operand { checked: None, ..output("gelu", rows * c, Tolerance::CHAIN) },
+    ]);
+    case.shape += " again";
+    case.work.floats += rows * c;
+    case.parts.push((Part::Kernel("gelu_forward"), Work { floats: 2 * rows * c, ..Work::default() }));
+    let forward =
+        move |e: &mut dyn Engine, x: &[Tensor]| e.matmul_forward(x[10], x[7], x[8], Some(x[9]), Some(x[6]), before);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
+        let gelu = GeluInput { pre_gelu: x[6], again: Some(again) };
+        e.matmul_backward(x[0], x[1], Some(x[2]), x[3], x[4], x[5], Some(gelu), shape)
+    };
+    Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }
 
 /// As the model's head has it: no bias, and a weight gradient in f32 whatever the engine's type.

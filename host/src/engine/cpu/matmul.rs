@@ -1,7 +1,7 @@
 use super::arena::{ABSENT, Arena};
 use super::gelu::{derivative, gelu};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
-use crate::engine::{Linear, Result};
+use crate::engine::{GeluInput, Linear, Result};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
@@ -46,7 +46,7 @@ pub(super) fn forward(
 }
 
 /// out (n) = gelu(pre_gelu (n))
-pub(super) fn gelu_forward(arena: &mut Arena, out: Tensor, pre_gelu: Tensor, n: usize) -> Result<()> {
+fn gelu_forward(arena: &mut Arena, out: Tensor, pre_gelu: Tensor, n: usize) -> Result<()> {
     let [out, pre_gelu] = arena.split("gelu_forward", [("out", out, n), ("pre_gelu", pre_gelu, n)])?;
     gelu_of(out, pre_gelu);
     Ok(())
@@ -68,10 +68,15 @@ pub(super) fn backward(
     dout: Tensor,
     inp: Tensor,
     weight: Tensor,
-    pre_gelu: Option<Tensor>,
+    gelu: Option<GeluInput>,
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
+    let pre_gelu = gelu.map(|gelu| gelu.pre_gelu);
+    if let Some(GeluInput { pre_gelu, again: Some(_) }) = gelu {
+        // The product need not be repeated: it is in `pre_gelu`, unrounded.
+        gelu_forward(arena, inp, pre_gelu, rows * c)?;
+    }
     let operands = [
         ("dinp", dinp, rows * c),
         ("dweight", dweight, oc * c),

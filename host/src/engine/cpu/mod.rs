@@ -17,8 +17,8 @@ mod memory;
 mod tests;
 
 use super::{
-    AdamW, BatchLayout, Engine, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Recurring, Result,
-    Scope, Ticket,
+    AdamW, BatchLayout, Engine, GeluInput, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Recurring,
+    Result, Scope, Ticket,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -243,19 +243,6 @@ impl Engine for Cpu {
         matmul::forward(&mut self.arena, out, inp, weight, bias, pre_gelu, shape)
     }
 
-    /// Neither `inp` nor `weight` is read: the product is in `pre_gelu`, unrounded.
-    fn gelu_recompute(
-        &mut self,
-        out: Tensor,
-        _inp: Tensor,
-        _weight: Tensor,
-        _bias: Option<Tensor>,
-        pre_gelu: Tensor,
-        shape: Linear,
-    ) -> Result<()> {
-        matmul::gelu_forward(&mut self.arena, out, pre_gelu, shape.rows * shape.oc)
-    }
-
     fn matmul_backward(
         &mut self,
         dinp: Tensor,
@@ -264,10 +251,10 @@ impl Engine for Cpu {
         dout: Tensor,
         inp: Tensor,
         weight: Tensor,
-        pre_gelu: Option<Tensor>,
+        gelu: Option<GeluInput>,
         shape: Linear,
     ) -> Result<()> {
-        matmul::backward(&mut self.arena, dinp, dweight, dbias, dout, inp, weight, pre_gelu, shape)
+        matmul::backward(&mut self.arena, dinp, dweight, dbias, dout, inp, weight, gelu, shape)
     }
 
     fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()> {

@@ -1,6 +1,7 @@
 //! Each operation against the plainest double-precision form of its definition, at shapes that fit no tile.
 
 use super::*;
+use crate::engine::GeluForward;
 use crate::rng::Mt19937;
 use proptest::prelude::*;
 
@@ -85,7 +86,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, wide: bool) {
+    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, wide: bool, again: bool) {
         let mut bench = Bench::new();
         let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
         let (dinp, dweight) = (bench.normal(rows * c), bench.normal(oc * c));
@@ -109,8 +110,16 @@ proptest! {
         }
         bench.assert("out", out, &expected);
 
-        bench.engine.matmul_backward(dinp, dweight, dbias, dout, inp, weight, before_gelu, shape).unwrap();
+        // Where the GELU before the layer is made again, inp is its output, whatever was there.
+        let forward = GeluForward { inp: dout, weight: dweight, bias: None, shape: Linear { rows, c: oc, oc: c } };
+        let is_gelu = before_gelu.map(|pre_gelu| GeluInput { pre_gelu, again: again.then_some(forward) });
+        bench.engine.matmul_backward(dinp, dweight, dbias, dout, inp, weight, is_gelu, shape).unwrap();
         let d = bench.before(dout);
+        let x = match before_gelu {
+            Some(pre) if again => bench.before(pre).into_iter().map(gelu).collect(),
+            _ => x,
+        };
+        bench.assert("inp", inp, &x);
         let mut expected = product(rows, c, oc, |i, l| d[i * oc + l], |l, j| w[l * c + j]);
         if let Some(pre) = before_gelu {
             let slopes = bench.before(pre).into_iter().map(gelu_slope);

@@ -142,8 +142,12 @@ impl Device {
     /// Decides as was decided before.
     fn take(&mut self, choices: &[Choice]) {
         self.recordings.forget();
+        // What a choice says of another product yields to that product's own.
         for choice in choices {
             self.decide(choice.library);
+        }
+        for choice in choices {
+            self.matmuls.adopt(&[choice.library]);
             let key = (choice.library.problem, choice.library.alignments);
             match choice.kernel {
                 Some(tiling) => self.kernels.insert(key, (tiling, choice.kernel_wins)),
@@ -207,11 +211,18 @@ impl Device {
         otherwise: &[Prepared],
     ) -> Result<cublaslt::Timing> {
         let (its_problem, its_operands) = by_library(problem, operands);
+        let key = (its_problem, its_operands.alignments());
+        let find = |device: &Self| {
+            device.matmuls.choices().into_iter().find(|choice| (choice.problem, choice.alignments) == key)
+        };
+        let before = find(self).filter(|_| its_problem != *problem);
         // SAFETY: the caller's promise.
         let timing = unsafe { self.matmuls.tune(&self.stream, &its_problem, &its_operands) }?;
-        let key = (its_problem, its_operands.alignments());
-        let found = self.matmuls.choices().into_iter().find(|choice| (choice.problem, choice.alignments) == key);
-        let found = found.with_context(|| format!("no algorithm was decided on for {its_problem}"))?;
+        if let Some(before) = before {
+            // Decided on as a product of its own.
+            self.matmuls.adopt(&[before]);
+        }
+        let found = find(self).with_context(|| format!("no algorithm was decided on for {its_problem}"))?;
         self.decide(cublaslt::Choice { problem: *problem, alignments: operands.alignments(), ..found });
         let mut added = 0.0;
         if !otherwise.is_empty() {
@@ -222,6 +233,33 @@ impl Device {
             added = Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)?;
         }
         Ok(cublaslt::Timing { problem: *problem, first: timing.first + added, best: timing.best + added, ..timing })
+    }
+
+    /// Milliseconds, after a rest, of `otherwise` and of a kernel for what is left of a product, where one is faster for that
+    /// than the library.
+    ///
+    /// # Safety
+    /// As [`Executor::matmul`].
+    unsafe fn time_apart(
+        &mut self,
+        problem: &Problem,
+        operands: &Operands,
+        otherwise: &[Prepared],
+        rest: impl FnOnce(),
+    ) -> Result<Option<f32>> {
+        let (left, its_operands) = by_library(problem, operands);
+        if left == *problem {
+            return Ok(None);
+        }
+        let Some((product, tiling)) = self.kernel_for(&left, &its_operands)? else { return Ok(None) };
+        let kernels = product.prepare(tiling, self)?;
+        rest();
+        let (functions, stream) = (&mut self.functions, &self.stream);
+        // SAFETY: the caller's promise.
+        let mut run =
+            || otherwise.iter().chain(&kernels).try_for_each(|kernel| unsafe { functions.launch(stream, kernel) });
+        run()?;
+        Ok(Some(Stopwatch::new(stream)?.time(stream, cublaslt::FINAL_RUNS, run)?))
     }
 
     /// The fastest kernel for a product, and its milliseconds.
@@ -423,9 +461,13 @@ impl Executor for Device {
             // SAFETY: the caller's promise.
             unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
         }
-        let (problem, operands) = by_library(problem, operands);
+        let (left, its_operands) = by_library(problem, operands);
+        if left != *problem {
+            // SAFETY: the caller's promise.
+            return unsafe { self.matmul(&left, &its_operands, Vec::new()) };
+        }
         // SAFETY: the caller's promise; all products go to the one stream.
-        let queue = || Ok(unsafe { self.matmuls.run(&self.stream, &problem, &operands) }?);
+        let queue = || Ok(unsafe { self.matmuls.run(&self.stream, problem, operands) }?);
         profiled(&mut self.profile, &self.stream, || problem.to_string(), queue)
     }
 
@@ -446,6 +488,10 @@ impl Executor for Device {
         self.noted = Some(Vec::new());
     }
 
+    fn notes_products(&self) -> bool {
+        self.noted.is_some()
+    }
+
     fn tune(&mut self, anew: bool) -> Result<Tuning> {
         let start = Instant::now();
         self.recordings.forget();
@@ -463,14 +509,20 @@ impl Executor for Device {
         let mut timings = Vec::new();
         for Noted { problem, operands, otherwise } in &undecided {
             // What is to be compared must begin with the same clock; where it is only to be chosen, time is dearer.
-            let rest = || anew.then(|| sleep(REST));
+            let rest = || {
+                if anew {
+                    sleep(REST);
+                }
+            };
             rest();
             // SAFETY: the operations have held the operands to the arena; nothing else is queued.
             let library = unsafe { self.time_library(problem, operands, otherwise) }?;
             rest();
             // SAFETY: as above.
             let kernel = unsafe { self.time_kernels(problem, operands) }?;
-            let timing = Timing { library, kernel };
+            // SAFETY: as above.
+            let apart = unsafe { self.time_apart(problem, operands, otherwise, rest) }?;
+            let timing = Timing { library, kernel, apart };
             if let Some((tiling, _)) = kernel {
                 self.kernels.insert((*problem, operands.alignments()), (tiling, timing.kernel_wins()));
             }

@@ -112,9 +112,10 @@ pub trait Executor {
     /// `shared_bytes` is what its layout takes.
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
 
-    /// A product. One that accumulates with [`Epilogue::BiasGradB`](cublaslt::Epilogue::BiasGradB) adds to the bias too, which
-    /// the library cannot do: where no kernel computes both, `otherwise` is launched, and adds to the bias, before a product
-    /// without.
+    /// A product. The library cannot compute two kinds: one that accumulates with
+    /// [`Epilogue::BiasGradB`](cublaslt::Epilogue::BiasGradB), which adds to the bias too, and
+    /// [`Epilogue::DGeluAndGelu`](cublaslt::Epilogue::DGeluAndGelu). Where no kernel computes all of it, `otherwise` is
+    /// launched, which adds to the bias or writes the GELU, before a product without.
     ///
     /// # Safety
     /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing. For
@@ -126,6 +127,11 @@ pub trait Executor {
 
     /// Until [`tune`](Self::tune), work is not done; products are noted.
     fn note_products(&mut self) {}
+
+    /// Whether products are noted.
+    fn notes_products(&self) -> bool {
+        false
+    }
 
     /// Times the algorithms for the products noted, or those of them that nothing is known of, on the allocated memory,
     /// which is zeroed then.

@@ -2,7 +2,7 @@
 //! TF32), sums and epilogues are in f32, and what is stored is rounded to nearest.
 
 use crate::engine::Result;
-use anyhow::Context;
+use anyhow::{Context, bail};
 use bytemuck::Pod;
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use cuda_std::emulate::Memory;
@@ -87,6 +87,7 @@ fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory:
                     matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
                 }
             }
+            Epilogue::DGeluAndGelu => bail!("cuBLASLt has no such epilogue"),
             Epilogue::BiasGradA => {
                 let sum = |row: usize| (0..k).map(|i| a[i * a_column + row * a_row]).sum();
                 matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;

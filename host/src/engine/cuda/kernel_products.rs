@@ -36,12 +36,16 @@ impl Scratch {
     }
 }
 
-/// What the library computes of a product: all but a bias's gradient that is added to the bias.
+/// What the library can compute of a product: all but a bias's gradient that is added to the bias, and GELU beside its slope.
 pub fn by_library(problem: &Problem, operands: &Operands) -> (Problem, Operands) {
-    if problem.accumulate && problem.epilogue == Epilogue::BiasGradB {
-        (Problem { epilogue: Epilogue::None, ..*problem }, Operands { bias: None, ..*operands })
-    } else {
-        (*problem, *operands)
+    match problem.epilogue {
+        Epilogue::BiasGradB if problem.accumulate => {
+            (Problem { epilogue: Epilogue::None, ..*problem }, Operands { bias: None, ..*operands })
+        }
+        Epilogue::DGeluAndGelu => {
+            (Problem { epilogue: Epilogue::DGelu, ..*problem }, Operands { gelu: None, ..*operands })
+        }
+        _ => (*problem, *operands),
     }
 }
 
@@ -64,6 +68,7 @@ impl KernelProduct {
             (true, false, false, Epilogue::GeluAuxBias, None) => Product::ABtBiasGelu,
             (false, false, false, Epilogue::None, None) => Product::AB,
             (false, false, false, Epilogue::DGelu, None) => Product::ABGeluBackward,
+            (false, false, false, Epilogue::DGeluAndGelu, None) => Product::ABGeluBackwardAndGelu,
             (false, true, true, Epilogue::None, None) => Product::AtBAccumulate,
             (false, true, true, Epilogue::BiasGradB, None) => Product::AtBAccumulateSums,
             (false, true, true, Epilogue::None, Some(Element::F32)) => Product::AtBAccumulateF32,
@@ -114,15 +119,20 @@ impl KernelProduct {
         let Scratch { parts, room } = executor.scratch();
         let needed = tiling.room(self.product, self.shape);
         ensure!(needed <= room, "{self:?} by {tiling:?} needs {needed} f32 of scratch, {room} were planned");
-        let Operands { a, b, d, bias, aux } = self.operands;
+        let Operands { a, b, d, bias, aux, gelu } = self.operands;
+        // The library's auxiliary matrix is what a forward writes and a backward reads.
+        let (aux, second) = if self.product == Product::ABtBiasGelu { (None, aux) } else { (aux, gelu) };
         let mut map = |address: u64, Map { extents, tile }: Map| {
             executor.tensor_map(Global::from_address(address), Extents::Matrix(extents), tile)
         };
         let [a_map, b_map, out_map] = launch::maps(self.product, self.shape, tiling.size);
-        let maps = (map(b, a_map)?, map(a, b_map)?, map(d, out_map)?, map(aux.unwrap_or(d), out_map)?);
-        let (Some(a), Some(b), Some(out), Some(aux)) = maps else { return Ok(Vec::new()) };
+        let (a, b, out) = (map(b, a_map)?, map(a, b_map)?, map(d, out_map)?);
+        let (aux, second) = (map(aux.unwrap_or(d), out_map)?, map(second.unwrap_or(d), out_map)?);
+        let (Some(a), Some(b), Some(out), Some(aux), Some(second)) = (a, b, out, aux, second) else {
+            return Ok(Vec::new());
+        };
         let bias = GlobalMut::from_address(bias.unwrap_or_default());
-        let operands = Operand { a, b, out, aux, bias, sums: d, parts, room };
+        let operands = Operand { a, b, out, aux, second, bias, sums: d, parts, room };
         Ok(launch::prepare(self.product, self.shape, tiling, operands, executor.multiprocessors()))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::kernel_products::Scratch;
 use super::{Cuda, Emulation, Float, Products, bias, gelu};
-use crate::engine::{GeluFusion, Linear, Result, Scope};
+use crate::engine::{GeluForward, GeluFusion, GeluInput, Linear, Result, Scope};
 use crate::tensor::{DType, Tensor};
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use gpu::attention::launch::Prepared;
@@ -84,6 +84,7 @@ fn forward_product<T: Float>(
         d: cuda.operand("out", out, rows * oc)?,
         bias: bias.map(|bias| cuda.operand("bias", bias, oc)).transpose()?,
         aux: aux.map(|aux| cuda.operand("pre_gelu", aux, rows * oc)).transpose()?,
+        gelu: None,
     };
     Ok((problem, operands))
 }
@@ -107,24 +108,47 @@ pub(super) fn forward<T: Float>(
     }
 }
 
-/// The library's GELU saw the product before it was rounded to `pre_gelu`, so the product is what has to be repeated; the
-/// kernels' sees what is in `pre_gelu`.
-pub(super) fn gelu_recompute<T: Float>(
-    cuda: &mut Cuda<T>,
+/// The product to repeat where `out`, the GELU of `pre_gelu`, is to be made again: the library's GELU saw its product before that
+/// was rounded to `pre_gelu`. `None` where the GELU of what is in `pre_gelu` has the same bits, as that of the kernels.
+fn gelu_product<T: Float>(
+    cuda: &Cuda<T>,
     out: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    bias: Option<Tensor>,
     pre_gelu: Tensor,
-    shape: Linear,
-) -> Result<()> {
-    if cuda.fuses_gelu_forward(bias, shape.oc) {
-        let (problem, operands) = forward_product(cuda, out, inp, weight, bias, Some(pre_gelu), shape)?;
-        if !cuda.executor.is_by_kernel(&problem, &operands)? {
-            return cuda.product(&problem, &operands);
-        }
+    GeluForward { inp, weight, bias, shape }: GeluForward,
+) -> Result<Option<(Problem, Operands)>> {
+    if !cuda.fuses_gelu_forward(bias, shape.oc) {
+        return Ok(None);
     }
-    gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc)
+    let product = forward_product(cuda, out, inp, weight, bias, Some(pre_gelu), shape)?;
+    Ok(if cuda.executor.is_by_kernel(&product.0, &product.1)? { None } else { Some(product) })
+}
+
+/// Writes inp, the GELU of `pre_gelu`, again; or returns the pass that does, if the product that gives dinp is to do it.
+fn make_again<T: Float>(
+    cuda: &mut Cuda<T>,
+    inp: Tensor,
+    pre_gelu: Tensor,
+    again: GeluForward,
+    dinp: (&Problem, &Operands),
+) -> Result<Option<Prepared>> {
+    let (problem, operands) = dinp;
+    let pass = gelu::prepare(cuda, inp, pre_gelu, problem.n * problem.m)?;
+    let fused = problem.epilogue == Epilogue::DGelu;
+    if fused && cuda.executor.notes_products() {
+        // Nothing is decided of the forward's product yet, nor of this one: either way is to be known.
+        cuda.product(problem, operands)?;
+        return Ok(Some(pass));
+    }
+    if let Some((problem, operands)) = gelu_product(cuda, inp, pre_gelu, again)? {
+        cuda.product(&problem, &operands)?;
+        return Ok(None);
+    }
+    // Where the library gives dinp to those that keep inp, it has to here, or the bits of dinp would depend on what is kept.
+    if fused && cuda.executor.is_by_kernel(problem, operands)? {
+        return Ok(Some(pass));
+    }
+    cuda.launch(&pass.launch, pass.grid, pass.shared_bytes)?;
+    Ok(None)
 }
 
 pub(super) fn backward<T: Float>(
@@ -135,12 +159,12 @@ pub(super) fn backward<T: Float>(
     dout: Tensor,
     inp: Tensor,
     weight: Tensor,
-    pre_gelu: Option<Tensor>,
+    gelu: Option<GeluInput>,
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
     let sums = dbias.map_or(Ok(Vec::new()), |dbias| bias::backward(cuda, dbias, dout, rows, oc))?;
-    let fused = pre_gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(FUSED_GELU_WIDTH));
+    let fused = gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(FUSED_GELU_WIDTH));
     let element = cuda.element();
     let dout = cuda.operand("dout", dout, rows * oc)?;
 
@@ -161,11 +185,25 @@ pub(super) fn backward<T: Float>(
         b: dout,
         d: cuda.operand("dinp", dinp, rows * c)?,
         bias: None,
-        aux: fused.map(|aux| cuda.operand("pre_gelu", aux, rows * c)).transpose()?,
+        aux: fused.map(|gelu| cuda.operand("pre_gelu", gelu.pre_gelu, rows * c)).transpose()?,
+        gelu: None,
     };
-    cuda.product(&problem, &operands)?;
-    if let (Some(pre_gelu), None) = (pre_gelu, fused) {
-        gelu::backward(cuda, dinp, pre_gelu, rows * c)?;
+    let pass = match gelu {
+        Some(GeluInput { pre_gelu, again: Some(again) }) => {
+            make_again(cuda, inp, pre_gelu, again, (&problem, &operands))?
+        }
+        _ => None,
+    };
+    match pass {
+        Some(pass) => {
+            let problem = Problem { epilogue: Epilogue::DGeluAndGelu, ..problem };
+            let operands = Operands { gelu: Some(cuda.operand("inp", inp, rows * c)?), ..operands };
+            cuda.product_or(&problem, &operands, vec![pass])?;
+        }
+        None => cuda.product(&problem, &operands)?,
+    }
+    if let (Some(gelu), None) = (gelu, fused) {
+        gelu::backward(cuda, dinp, gelu.pre_gelu, rows * c)?;
     }
 
     let problem = Problem {
@@ -190,6 +228,7 @@ pub(super) fn backward<T: Float>(
         },
         bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
         aux: None,
+        gelu: None,
     };
     cuda.product_or(&problem, &operands, sums)
 }

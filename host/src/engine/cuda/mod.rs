@@ -31,8 +31,8 @@ mod tuning;
 pub use modules::embedded;
 
 use super::{
-    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, Heads, HostBuffer, Interval, LayerNorm, Linear, OnDevice,
-    Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning,
+    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, GeluInput, Heads, HostBuffer, Interval, LayerNorm, Linear,
+    OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -107,12 +107,16 @@ pub fn emulated_as(emulation: Emulation, precision: Precision, gelu_fusion: Opti
 /// As [`emulated`], over memory in which each buffer of the plan has its own bounds, with every access of every kernel
 /// watched: an operation fails at the first fault, see [`cuda_std::emulate`]. Several times slower.
 pub fn emulated_checked(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    emulated_checked_as(Emulation { hopper, ..Emulation::default() }, precision)
+    emulated_checked_as(Emulation { hopper, ..Emulation::default() }, precision, None)
 }
 
 /// As [`emulated_checked`], for the GPU that `emulation` says.
-pub fn emulated_checked_as(emulation: Emulation, precision: Precision) -> Box<dyn Engine> {
-    over(Box::new(emulated::Emulated::checked(emulation)), precision, None)
+pub fn emulated_checked_as(
+    emulation: Emulation,
+    precision: Precision,
+    gelu_fusion: Option<GeluFusion>,
+) -> Box<dyn Engine> {
+    over(Box::new(emulated::Emulated::checked(emulation)), precision, gelu_fusion)
 }
 
 fn over(executor: Box<dyn Executor>, precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
@@ -504,18 +508,6 @@ impl<T: Float> Engine for Cuda<T> {
         matmul::forward(self, out, inp, weight, bias, pre_gelu, shape)
     }
 
-    fn gelu_recompute(
-        &mut self,
-        out: Tensor,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Option<Tensor>,
-        pre_gelu: Tensor,
-        shape: Linear,
-    ) -> Result<()> {
-        matmul::gelu_recompute(self, out, inp, weight, bias, pre_gelu, shape)
-    }
-
     fn matmul_backward(
         &mut self,
         dinp: Tensor,
@@ -524,10 +516,10 @@ impl<T: Float> Engine for Cuda<T> {
         dout: Tensor,
         inp: Tensor,
         weight: Tensor,
-        pre_gelu: Option<Tensor>,
+        gelu: Option<GeluInput>,
         shape: Linear,
     ) -> Result<()> {
-        matmul::backward(self, dinp, dweight, dbias, dout, inp, weight, pre_gelu, shape)
+        matmul::backward(self, dinp, dweight, dbias, dout, inp, weight, gelu, shape)
     }
 
     fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()> {
