@@ -4,8 +4,10 @@ use gpu::matmul::launch::MOST_TILINGS;
 use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
-use host::engine::{AdamW, BatchLayout, Engine, GeluForward, GeluFusion, GeluInput, Linear, Recurring};
-use host::model::{Capacity, Descriptor, Gpt2, Recompute};
+use host::engine::{
+    AdamW, BatchLayout, Engine, GeluForward, GeluFusion, GeluInput, Linear, Optimized, Recurring, UpdateRange,
+};
+use host::model::{Capacity, Descriptor, Gpt2, Layers, Recompute, Share, Store, Undivided, Unit, Zero};
 use host::plan::{Group, Plan};
 use host::selftest::edge;
 use host::tensor::{DType, Tensor};
@@ -107,6 +109,150 @@ fn training_steps_are_free_of_faults() {
     }
     // A GELU computed again has the bits of the product's epilogue.
     assert_eq!(by_kernels[0], by_kernels[1]);
+}
+
+const UPDATE: AdamW =
+    AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
+
+/// A small model of which a rank has its part, its parameters, gradients and moments without pattern, the same for all ranks.
+fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
+    let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
+    let capacity = Capacity { b: 1, t: 24, training: true, master_weights: true, recompute: Recompute::Nothing };
+    let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
+    engine.allocate(&plan).unwrap();
+    fill(&model, engine);
+    model
+}
+
+fn fill(model: &Gpt2, engine: &mut dyn Engine) {
+    let training = model.training.unwrap();
+    engine.write(training.stats, &[7.0, 2.5]).unwrap();
+    let grads = model.grad_store(&training);
+    for (i, (param, layer)) in model.layout.file_order().enumerate() {
+        for (k, store) in updated(model).into_iter().chain([grads]).enumerate() {
+            let value = |j| gpu::noise::squirrel5(j, (5 * i + k) as u32) as f32 / u32::MAX as f32;
+            let values: Vec<_> = (0..model.layout.range(param, layer).len() as u32).map(value).collect();
+            store.write(engine, param, layer, &values).unwrap();
+        }
+    }
+}
+
+/// What an update changes.
+fn updated(model: &Gpt2) -> Vec<Store<'_>> {
+    let training = model.training.unwrap();
+    let state = [Some(training.m), Some(training.v), training.master];
+    [model.param_store()].into_iter().chain(state.into_iter().flatten().map(|kept| model.state_store(kept))).collect()
+}
+
+/// Of each tensor: which of its elements this rank keeps, and their bits in all that an update changes.
+fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(std::ops::Range<usize>, Vec<Vec<u32>>)> {
+    let mut all = Vec::new();
+    for (param, layer) in model.layout.file_order() {
+        let held: Vec<_> = updated(model).into_iter().filter_map(|store| store.held(param, layer)).collect();
+        // Whole parameters are updated in part.
+        let least = held.iter().map(|(elements, _)| elements.clone()).min_by_key(ExactSizeIterator::len);
+        let Some(least) = least.filter(|_| held.len() == updated(model).len()) else {
+            all.push((0..0, Vec::new()));
+            continue;
+        };
+        let bits = held.into_iter().map(|(elements, tensor)| {
+            let values = engine.read(tensor.slice(least.start - elements.start, least.len())).unwrap();
+            values.into_iter().map(f32::to_bits).collect()
+        });
+        let bits = bits.collect();
+        all.push((least, bits));
+    }
+    all
+}
+
+/// In one launch as range by range: noise is drawn by the place in a range and its own seed, as it was when checkpoints
+/// were made.
+#[test]
+fn an_update_is_that_of_each_range() {
+    for precision in [Precision::Bf16, Precision::Fp32] {
+        let engine = &mut *emulated_checked(precision, false);
+        let model = before_update(engine, Zero::NONE);
+        model.apply(engine, &UPDATE, &mut Undivided).unwrap();
+        let together = after_update(&model, engine);
+        fill(&model, engine);
+        let training = model.training.unwrap();
+        for range in model.layout.decay_ranges() {
+            let of = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
+            let of = Optimized {
+                params: of(model.params),
+                grads: of(training.grads),
+                m: of(training.m),
+                v: of(training.v),
+                master: training.master.map(of),
+            };
+            let weight_decay = if range.decayed { UPDATE.weight_decay } else { 0.0 };
+            let settings = AdamW { weight_decay, seed: UPDATE.seed + range.number as u32, ..UPDATE };
+            let all = UpdateRange { elements: 0..of.params.len, decayed: true, seed: 0 };
+            engine.adamw(of, &[all], training.stats, &settings).unwrap();
+        }
+        assert!(after_update(&model, engine) == together, "{precision:?}");
+    }
+}
+
+#[test]
+fn updates_are_not_recorded() {
+    let engine = &mut *emulated_checked(Precision::Bf16, false);
+    let (model, recurring) = (before_update(engine, Zero::NONE), Recurring::new());
+    let mut update = || engine.repeat(&recurring, &mut |engine| model.apply(engine, &UPDATE, &mut Undivided)).unwrap();
+    assert_eq!(update(), None);
+    assert!(update().is_some_and(|why| why.contains("a table of ranges cannot be recorded")));
+}
+
+/// Notes which units were updated.
+struct Told(Vec<Unit>);
+
+impl Layers for Told {
+    fn parameters(&mut self, _: &mut dyn Engine, _: usize, _: Option<usize>) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn gradients(&mut self, _: &mut dyn Engine, _: usize) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn differentiated(&mut self, _: &mut dyn Engine, _: Unit) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn updated(&mut self, _: &mut dyn Engine, unit: Unit) -> anyhow::Result<()> {
+        self.0.push(unit);
+        Ok(())
+    }
+}
+
+#[test]
+fn ranks_update_their_parts_as_one_rank_updates_all() {
+    // Each model is the next that the engine has.
+    let engine = &mut *emulated_checked(Precision::Bf16, false);
+    let model = before_update(engine, Zero::NONE);
+    let mut told = Told(Vec::new());
+    model.apply(engine, &UPDATE, &mut told).unwrap();
+    assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
+    let whole = after_update(&model, engine);
+    for (stage, ranks) in [(1, 2), (2, 3), (3, 5)] {
+        let mut seen = 0;
+        for rank in 0..ranks {
+            let model = before_update(engine, Zero::new(stage, Share { rank, ranks }));
+            // The second time with the tables that the first has left.
+            model.apply(engine, &UPDATE, &mut Undivided).unwrap();
+            fill(&model, engine);
+            let mut told = Told(Vec::new());
+            model.apply(engine, &UPDATE, &mut told).unwrap();
+            assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
+            for ((elements, part), (_, whole)) in after_update(&model, engine).into_iter().zip(&whole) {
+                seen += elements.len();
+                for (part, whole) in part.iter().zip(whole) {
+                    assert!(*part == whole[elements.clone()], "stage {stage}, rank {rank} of {ranks}: {elements:?}");
+                }
+            }
+        }
+        assert_eq!(seen, model.descriptor.parameters());
+    }
 }
 
 /// An engine that checks, and tensors of these names and lengths, to each of which 8 values have been written.

@@ -1,4 +1,8 @@
-//! `AdamW` over a contiguous range of n parameters that share one weight decay, any n; arrays are 16-byte aligned.
+//! `AdamW` over ranges of parameters in one launch; each decays or does not and has a seed of its own. Of any length; arrays are
+//! 16-byte aligned and so is where a range begins.
+//!
+//! A block takes elements of one range, which it finds in a table in device memory by its number: what becomes of an element
+//! depends on its range and its place in that, not on which ranges share the launch.
 //!
 //! m and v are f32. With fp32 masters these are the parameters, and `params` is their image, rounded stochastically if
 //! it is bf16 ([`crate::noise`], by index in the range and seed): an update far below a bf16 step still moves it on
@@ -14,7 +18,64 @@
 use crate::fours::Fours;
 pub use crate::fours::grid;
 use crate::noise;
-use cuda_std::{Element, Global, GlobalMut, kernel, math};
+use cuda_std::{Element, Global, GlobalMut, kernel, math, thread};
+
+/// A range of a launch's arrays, as the table has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Range {
+    /// First element, a multiple of [`Range::ALIGNMENT`].
+    start: u64,
+    len: u64,
+    first_block: u32,
+    decayed: u32,
+    seed: u32,
+    _padding: u32,
+}
+
+impl Range {
+    /// Elements: 16 bytes of bf16.
+    pub const ALIGNMENT: usize = 8;
+    /// Of 32 bits, in device memory.
+    pub const WORDS: usize = size_of::<Self>() / 4;
+
+    /// `seed` is added to the launch's.
+    pub const fn new(start: usize, len: usize, decayed: bool, seed: u32) -> Self {
+        Self { start: start as u64, len: len as u64, first_block: 0, decayed: decayed as u32, seed, _padding: 0 }
+    }
+
+    /// As it lies in device memory.
+    pub const fn words(&self) -> [u32; Self::WORDS] {
+        let Self { start, len, first_block, decayed, seed, .. } = *self;
+        [start as u32, (start >> 32) as u32, len as u32, (len >> 32) as u32, first_block, decayed, seed, 0]
+    }
+}
+
+/// Gives the ranges of a launch of [`adamw`] their blocks, one after another; the grid is how many there are.
+pub fn assign_blocks<T: Element>(ranges: &mut [Range]) -> u32 {
+    let mut blocks = 0;
+    for range in ranges {
+        range.first_block = blocks;
+        blocks += grid::<T>(range.len as usize);
+    }
+    blocks
+}
+
+/// Of `count` ranges, at least one, the one that a block takes elements of.
+#[inline(always)]
+fn range_of(block: u32, ranges: Global<Range>, count: u32) -> Range {
+    // The last that begins no later: one without elements begins where the next does.
+    let (mut first, mut end) = (0, count);
+    while end - first > 1 {
+        let middle = first.midpoint(end);
+        if ranges.at(middle as usize).first_block <= block {
+            first = middle;
+        } else {
+            end = middle;
+        }
+    }
+    ranges.at(first as usize)
+}
 
 /// The numbers of an update that all elements share.
 #[derive(Clone, Copy)]
@@ -56,10 +117,11 @@ fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
     Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
 }
 
-/// One step on params (n), m (n), v (n) and masters (n, or null for none) with grads (n); none at all unless both `stats` (2)
-/// are finite: the sum of the losses, and the norm of all gradients, not of this range alone. `clip` may be infinite.
-/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `seed` is for this launch only. Grid
-/// [`grid`].
+/// One step on params, m, v and masters (null for none) with grads, all of one length: on the elements of `ranges` (`count`),
+/// which ascend and do not overlap, with the blocks that [`assign_blocks`] gave them; on others none. None at all unless
+/// both `stats` (2) are finite: the sum of the losses, and the norm of all gradients, not of these alone. `clip` may be infinite.
+/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `weight_decay` is that of ranges that decay.
+/// `seed` is for this step only. Grid: what [`assign_blocks`] returned.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,
@@ -68,7 +130,8 @@ pub fn adamw<T: Element>(
     v: GlobalMut<f32>,
     grads: Global<T>,
     stats: Global<f32>,
-    n: u64,
+    ranges: Global<Range>,
+    count: u32,
     clip: f32,
     learning_rate: f32,
     beta1: f32,
@@ -79,10 +142,17 @@ pub fn adamw<T: Element>(
     weight_decay: f32,
     seed: u32,
 ) {
-    let (block, n) = (Fours::<T>::of_thread(), n as usize);
-    let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
+    let [loss, norm] = [stats.at(0), stats.at(1)];
+    let range = range_of(thread::block_idx_x(), ranges, count);
+    let Some(grad_scale) = grad_scale(loss, norm, clip) else { return };
+    let (block, n) = (Fours::<T>::in_block(thread::block_idx_x() - range.first_block), range.len as usize);
+    let weight_decay = if range.decayed == 0 { 0.0 } else { weight_decay };
     let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
+    let seed = seed.wrapping_add(range.seed);
     let mastered = !masters.is_null();
+    let start = range.start as usize;
+    let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
+    let (m, v) = (m.skip(start), v.skip(start));
 
     if block.is_whole(n) {
         let mut old = [[[0.0; 4]; 4]; 2];
@@ -120,8 +190,8 @@ pub fn adamw<T: Element>(
     }
 }
 
-/// params (n) = masters (n), rounded as [`adamw`] rounded them if it was given the same `seed` for the same range: a
-/// resumed run gets its parameters back bit for bit. Grid [`grid`].
+/// params (n) = masters (n), rounded as [`adamw`] rounded those of a range if `seed` is the sum of its seeds, the launch's and the
+/// range's: a resumed run gets its parameters back bit for bit. Grid [`grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn params_from_masters<T: Element>(params: GlobalMut<T>, masters: Global<f32>, n: u64, seed: u32) {
     let (block, n) = (Fours::<T>::of_thread(), n as usize);

@@ -31,8 +31,13 @@ impl<T: Element> Fours<T> {
 
     #[inline(always)]
     pub fn of_thread() -> Self {
-        let (block, thread) = (thread::block_idx_x() as usize, thread::thread_idx_x() as usize);
-        Self { block: block * Self::BLOCK, thread, element: PhantomData }
+        Self::in_block(thread::block_idx_x())
+    }
+
+    /// As the thread of block number `block` of those that share the elements.
+    #[inline(always)]
+    pub fn in_block(block: u32) -> Self {
+        Self { block: block as usize * Self::BLOCK, thread: thread::thread_idx_x() as usize, element: PhantomData }
     }
 
     /// Whether all of the block's elements are below n.

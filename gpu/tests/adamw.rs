@@ -4,13 +4,14 @@ mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
-use cuda_std::{Element, GlobalMut, bf16};
+use cuda_std::{Element, Global, GlobalMut, bf16};
 use gpu::adamw;
 use gpu::noise::round;
+use std::ops::Range;
 
 tests! {
     kernels of "adamw.rs";
-    for both types: steps, any_step, what_is_not_finite_leaves_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
+    for both types: steps, any_step, ranges_are_as_alone, what_is_not_finite_leaves_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
         clipping_takes_the_norm_out, nan_stays_in_its_element, length_does_not_matter, masters_come_back,
         parameters_are_neighbours_of_masters;
     once: rounding_is_unbiased, rounding_depends_on_all_of_the_index_and_the_seed;
@@ -32,6 +33,25 @@ struct Settings {
     step: i32,
     decay: f64,
     seed: u32,
+}
+
+/// A range of a launch.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    start: usize,
+    len: usize,
+    decayed: bool,
+    seed: u32,
+}
+
+impl Part {
+    fn all(n: usize) -> Self {
+        Self { start: 0, len: n, decayed: true, seed: 0 }
+    }
+
+    fn end(self) -> usize {
+        self.start + self.len
+    }
 }
 
 const EPSILON: f64 = 1e-8;
@@ -67,8 +87,15 @@ impl<T: Tolerance> State<T> {
     }
 
     fn updated(&self, grads: &[T], settings: Settings) -> Self {
+        self.updated_in(&[Part::all(grads.len())], grads, settings)
+    }
+
+    fn updated_in(&self, parts: &[Part], grads: &[T], settings: Settings) -> Self {
         let Settings { loss, norm, clip, rate, beta1, beta2, step, decay, seed } = settings;
-        let n = grads.len();
+        let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
+        let mut ranges: Vec<_> = parts.iter().map(part).collect();
+        let grid = adamw::assign_blocks::<T>(&mut ranges);
+        let table: Vec<u32> = ranges.iter().flat_map(adamw::Range::words).collect();
         let mut memory = Memory::new();
         let params = memory.buffer("params", &self.params);
         let masters = self.masters.as_ref().map(|masters| memory.buffer("masters", masters));
@@ -80,7 +107,8 @@ impl<T: Tolerance> State<T> {
             v,
             memory.input("grads", grads),
             memory.input("stats", &[loss, norm]),
-            n as u64,
+            Global::new(memory.input("ranges", &table).pointer().cast()),
+            ranges.len() as u32,
             clip,
             rate as f32,
             beta1 as f32,
@@ -91,7 +119,9 @@ impl<T: Tolerance> State<T> {
             decay as f32,
             seed,
         );
-        run(&mut memory, &launch, adamw::grid::<T>(n), 0);
+        if grid > 0 {
+            run(&mut memory, &launch, grid, 0);
+        }
         Self {
             params: memory.read(params),
             masters: masters.map(|view| memory.read(view)),
@@ -108,13 +138,17 @@ impl<T: Tolerance> State<T> {
         assert_same(&format!("v, {what}"), &wide(&self.v), &wide(&want.v));
     }
 
-    fn prefix(&self, n: usize) -> Self {
+    fn part(&self, elements: Range<usize>) -> Self {
         Self {
-            params: self.params[..n].to_vec(),
-            masters: self.masters.as_ref().map(|masters| masters[..n].to_vec()),
-            m: self.m[..n].to_vec(),
-            v: self.v[..n].to_vec(),
+            params: self.params[elements.clone()].to_vec(),
+            masters: self.masters.as_ref().map(|masters| masters[elements.clone()].to_vec()),
+            m: self.m[elements.clone()].to_vec(),
+            v: self.v[elements].to_vec(),
         }
+    }
+
+    fn prefix(&self, n: usize) -> Self {
+        self.part(0..n)
     }
 }
 
@@ -157,6 +191,44 @@ fn any_step<T: Tolerance>() {
         let (beta1, beta2, decay, rate) = betas;
         check::<T>(n, mastered, Settings { norm, rate, beta1, beta2, step, decay, ..SETTINGS });
     });
+}
+
+/// In one launch, each range is what a launch of its own makes of it; what lies between them stays as it was.
+fn ranges_are_as_alone<T: Tolerance>() {
+    const LENS: [usize; 12] = [0, 1, 7, 8, 9, 1000, 1024, 1025, 2047, 2048, 2050, 5000];
+    let len = proptest::sample::select(&LENS[..]);
+    let parts = proptest::collection::vec((len, 0..3usize, proptest::bool::ANY, proptest::num::u32::ANY), 1..12);
+    for_all(64, (parts, proptest::bool::ANY, 0..99u32), |(parts, mastered, seed)| {
+        check_parts::<T>(&parts, mastered, Settings { seed, ..SETTINGS });
+    });
+    // Of one block each, as many as a deep model has.
+    let many: Vec<_> = (0..98).map(|i| (i * 31 % 200 + 1, i % 2, i % 3 == 0, 7 * i as u32)).collect();
+    check_parts::<T>(&many, true, SETTINGS);
+}
+
+/// Parts of these lengths, each so many eights after the one before, that decay or do not, with seeds.
+fn check_parts<T: Tolerance>(parts: &[(usize, usize, bool, u32)], mastered: bool, settings: Settings) {
+    let mut end: usize = 0;
+    let place = |&(len, gap, decayed, seed): &(usize, usize, bool, u32)| {
+        let start = end.next_multiple_of(adamw::Range::ALIGNMENT) + gap * adamw::Range::ALIGNMENT;
+        end = start + len;
+        Part { start, len, decayed, seed }
+    };
+    let parts: Vec<_> = parts.iter().map(place).collect();
+    let n = end.max(1) + 3;
+    let (before, grads) = (State::<T>::new(n, mastered), rounded::<T>(&noise(n, 4)));
+    let after = before.updated_in(&parts, &grads, settings);
+    let mut done = 0;
+    for part in &parts {
+        let decay = if part.decayed { settings.decay } else { 0.0 };
+        let alone = Settings { decay, seed: settings.seed.wrapping_add(part.seed), ..settings };
+        let elements = part.start..part.end();
+        let want = before.part(elements.clone()).updated(&grads[elements.clone()], alone);
+        after.part(elements).assert_same(&format!("{part:?}"), &want);
+        after.part(done..part.start).assert_same(&format!("before {part:?}"), &before.part(done..part.start));
+        done = part.end();
+    }
+    after.part(done..n).assert_same("behind all", &before.part(done..n));
 }
 
 /// Loss or norm, each on its own; whole packets and the rest.

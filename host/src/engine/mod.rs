@@ -14,9 +14,10 @@ pub mod open;
 
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
+use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::ops::DerefMut;
+use std::ops::{DerefMut, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -46,32 +47,32 @@ impl BatchLayout {
     }
 
     /// (B, T): what the model reads.
-    pub fn inputs(self) -> std::ops::Range<usize> {
+    pub fn inputs(self) -> Range<usize> {
         0..self.tokens()
     }
 
     /// (B, T): what it should say next.
-    pub fn targets(self) -> std::ops::Range<usize> {
+    pub fn targets(self) -> Range<usize> {
         self.tokens()..2 * self.tokens()
     }
 
     /// (B*T): positions of `inputs`, stably sorted by token: equal tokens form a run.
-    pub fn order(self) -> std::ops::Range<usize> {
+    pub fn order(self) -> Range<usize> {
         2 * self.tokens()..3 * self.tokens()
     }
 
     /// (B*T + 1): where each run begins in `order`, then B*T; `runs + 1` of them are used.
-    pub fn starts(self) -> std::ops::Range<usize> {
+    pub fn starts(self) -> Range<usize> {
         3 * self.tokens()..4 * self.tokens() + 1
     }
 
     /// (1): the number of runs.
-    pub fn runs(self) -> std::ops::Range<usize> {
+    pub fn runs(self) -> Range<usize> {
         4 * self.tokens() + 1..4 * self.tokens() + 2
     }
 
     /// (1): what drives stochastic rounding in the backward pass, a u32.
-    pub fn seed(self) -> std::ops::Range<usize> {
+    pub fn seed(self) -> Range<usize> {
         4 * self.tokens() + 2..self.words()
     }
 
@@ -100,7 +101,7 @@ impl BatchLayout {
     }
 
     /// A part of the batch in the arena.
-    pub fn tensor(self, batch: Tensor, part: std::ops::Range<usize>) -> Tensor {
+    pub fn tensor(self, batch: Tensor, part: Range<usize>) -> Tensor {
         batch.slice(part.start, part.len())
     }
 }
@@ -155,6 +156,8 @@ pub struct Scope {
     pub parameters: usize,
     /// Tensors at most that a norm is taken over.
     pub parts: usize,
+    /// Ranges at most that AdamW updates in a step.
+    pub ranges: usize,
     pub training: bool,
 }
 
@@ -182,16 +185,27 @@ pub struct AdamW {
     pub beta1: f32,
     pub beta2: f32,
     pub eps: f32,
+    /// Of the ranges that decay.
     pub weight_decay: f32,
     /// 1 for the first update.
     pub step: u32,
     /// Gradients are scaled by `clip / norm` where their norm exceeds `clip`.
     pub clip: f32,
-    /// Drives stochastic rounding to bf16.
+    /// Drives stochastic rounding to bf16, together with each range's own.
     pub seed: u32,
 }
 
-/// The optimizer's view of a range of parameters; all of one length.
+/// Elements that AdamW treats alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpdateRange {
+    /// Of what is [`Optimized`].
+    pub elements: Range<usize>,
+    pub decayed: bool,
+    /// Added to [`AdamW::seed`]: elements that are as far from their ranges' starts draw alike if these agree.
+    pub seed: u32,
+}
+
+/// The optimizer's view of parameters; all of one length.
 #[derive(Clone, Copy, Debug)]
 pub struct Optimized {
     /// float
@@ -204,6 +218,27 @@ pub struct Optimized {
     pub v: Tensor,
     /// f32 copy of the parameters the update is applied to; none where `params` is f32 already.
     pub master: Option<Tensor>,
+}
+
+impl Optimized {
+    /// Fails unless the ranges ascend, do not overlap, lie in the tensors and begin where AdamW's kernel can.
+    fn ensure_holds(&self, ranges: &[UpdateRange]) -> Result<()> {
+        let mut end = 0;
+        for Range { start, end: next } in ranges.iter().map(|range| range.elements.clone()) {
+            ensure!(
+                end <= start && start <= next && next <= self.params.len,
+                "adamw: range {start}..{next} after {end}, of {} parameters: ranges must ascend and lie in them",
+                self.params.len
+            );
+            let alignment = gpu::adamw::Range::ALIGNMENT;
+            ensure!(
+                start.is_multiple_of(alignment),
+                "adamw: range {start}..{next} does not begin at a multiple of {alignment} elements"
+            );
+            end = next;
+        }
+        Ok(())
+    }
 }
 
 /// That a linear layer's inp (rows, c) is a GELU.
@@ -563,8 +598,9 @@ pub trait Engine {
     /// out (1) = square root of value (1), f32.
     fn square_root(&mut self, out: Tensor, value: Tensor) -> Result<()>;
 
-    /// One AdamW step. `stats` (2): sum of the losses, norm of all gradients; nothing changes unless both are finite.
-    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()>;
+    /// One AdamW step on `ranges` of `of`, which ascend, do not overlap and begin at multiples of 8 elements. `stats` (2): sum of
+    /// the losses, norm of all gradients; nothing changes unless both are finite.
+    fn adamw(&mut self, of: Optimized, ranges: &[UpdateRange], stats: Tensor, settings: &AdamW) -> Result<()>;
 
     /// Copies a tensor to another of the same type and length, which it does not overlap.
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()>;

@@ -15,7 +15,7 @@
 //! one buffer, from the last norm's output to the gradients of that and of wte.
 
 use super::Descriptor;
-use super::params::{DecayRange, Param, Params, Unit};
+use super::params::{Param, Params, Unit};
 use super::store::{Layers, Store, Undivided, Zero};
 use crate::engine::{
     AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
@@ -23,7 +23,6 @@ use crate::engine::{
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use anyhow::{Context, ensure};
-use gpu::noise;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -337,6 +336,7 @@ impl Gpt2 {
             padded_vocab: vp,
             parameters: layout.elements(),
             parts: if zero.divides_optimizer() { l + 1 } else { 1 },
+            ranges: layout.decay_ranges().len(),
             training: training.is_some(),
         };
         engine.plan(&mut plan, &scope);
@@ -595,34 +595,29 @@ impl Gpt2 {
         training.squares.map_or(Ok(()), |squares| engine.square_root(training.stats.slice(1, 1), squares))
     }
 
-    /// Clips the measured norm and applies AdamW to this rank's part, a unit at a time, of which `layers` is told;
-    /// `settings.weight_decay` to matrices and embeddings only. Nothing changes unless what was measured is finite.
+    /// Clips the measured norm and applies AdamW to this rank's part: at once or, where ranks divide it, a unit at a time, of
+    /// which `layers` is told; `settings.weight_decay` to matrices and embeddings only. Nothing changes unless what was
+    /// measured is finite.
     pub fn apply(&self, engine: &mut dyn Engine, settings: &AdamW, layers: &mut dyn Layers) -> Result<()> {
         let training = self.training()?;
-        let (params, grads) = (self.param_store(), self.grad_store(training));
-        let state = |tensor| self.state_store(tensor);
+        let divided = self.zero.divides_optimizer();
         let ranges = self.layout.decay_ranges();
-        for (i, range) in ranges.iter().enumerate() {
-            let DecayRange { unit, number, decayed, .. } = *range;
-            let (own, all) = (self.layout.own(unit), &range.elements);
-            let elements = all.start.max(own.start)..all.end.min(own.end);
-            if !elements.is_empty() {
-                let of = |store: Store| store.at(unit, elements.clone());
-                let optimized = Optimized {
-                    params: of(params),
-                    grads: of(grads),
-                    m: of(state(training.m)),
-                    v: of(state(training.v)),
-                    master: training.master.map(|master| of(state(master))),
-                };
-                let weight_decay = if decayed { settings.weight_decay } else { 0.0 };
-                // Each range has a seed of its own, or elements of equal index would be rounded alike.
-                let seed = settings.seed.wrapping_add(number as u32);
-                let seed = noise::seed_from(seed, elements.start - all.start);
-                engine.adamw(optimized, training.stats, &AdamW { weight_decay, seed, ..*settings })?;
-            }
-            if ranges.get(i + 1).is_none_or(|next| next.unit != unit) {
-                layers.updated(engine, unit)?;
+        for ranges in ranges.chunk_by(|a, b| !divided || a.unit == b.unit) {
+            let unit = divided.then_some(ranges[0].unit);
+            let own = unit.map_or(0..self.layout.elements(), |unit| self.layout.own(unit));
+            let of = |store: Store| unit.map_or_else(|| store.all(), |unit| store.own(unit));
+            let state = |tensor| of(self.state_store(tensor));
+            let optimized = Optimized {
+                params: of(self.param_store()),
+                grads: of(self.grad_store(training)),
+                m: state(training.m),
+                v: state(training.v),
+                master: training.master.map(state),
+            };
+            let ranges_of_own: Vec<_> = ranges.iter().filter_map(|range| range.within(&own)).collect();
+            engine.adamw(optimized, &ranges_of_own, training.stats, settings)?;
+            for ranges in ranges.chunk_by(|a, b| a.unit == b.unit) {
+                layers.updated(engine, ranges[0].unit)?;
             }
         }
         Ok(())

@@ -6,7 +6,9 @@
 //! from one to the other.
 
 use super::Descriptor;
+use crate::engine::UpdateRange;
 use crate::tensor::Tensor;
+use gpu::noise;
 use std::ops::Range;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,6 +147,20 @@ pub struct DecayRange {
     pub decayed: bool,
     /// Where it would begin if no ranks divided the block: tells its draws from those of other ranges.
     pub number: usize,
+}
+
+impl DecayRange {
+    /// What of it lies in `part`, as a range of that. An element draws alike whatever the part.
+    pub fn within(&self, part: &Range<usize>) -> Option<UpdateRange> {
+        let (start, end) = (self.elements.start.max(part.start), self.elements.end.min(part.end));
+        // Each range has a seed of its own, or elements of equal index would be rounded alike.
+        let seed = |start: usize| noise::seed_from(self.number as u32, start - self.elements.start);
+        (start < end).then(|| UpdateRange {
+            elements: start - part.start..end - part.start,
+            decayed: self.decayed,
+            seed: seed(start),
+        })
+    }
 }
 
 impl Params {

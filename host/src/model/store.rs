@@ -155,6 +155,15 @@ impl<'a> Store<'a> {
         self.own(unit).slice(elements.start - self.layout.own(unit).start, elements.len())
     }
 
+    /// All units in their order.
+    ///
+    /// # Panics
+    /// If ranks divide them.
+    pub fn all(&self) -> Tensor {
+        assert_eq!(self.kept.len, self.layout.elements(), "of what is divided there is no whole");
+        self.kept
+    }
+
     /// Tensors that together are this rank's parts of all units.
     pub fn all_own(&self) -> Vec<Tensor> {
         match self.form {

@@ -3,7 +3,7 @@
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use crate::engine::{
-    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
+    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope, UpdateRange,
 };
 use crate::model::{CHUNK, Descriptor, Params};
 use crate::tensor::{DType, Tensor};
@@ -38,7 +38,14 @@ pub fn edge() -> Vec<Case> {
         cases.extend([classifier(rows, v, vp, true), classifier(rows, v, vp, false)]);
     }
     for n in [8, 1000, 12_344] {
-        cases.extend([residual_forward(n), global_norm(n), sum(n), adamw(n), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([
+            residual_forward(n),
+            global_norm(n),
+            sum(n),
+            adamw(cut(n)),
+            cast_to_float(n),
+            cast_from_float(n),
+        ]);
     }
     cases
 }
@@ -64,7 +71,7 @@ pub fn model() -> Vec<Case> {
     }
     cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
     for n in [1 << 20, 7_087_872] {
-        cases.extend([residual_forward(n), global_norm(n), adamw(n), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([residual_forward(n), global_norm(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
     cases
@@ -73,7 +80,8 @@ pub fn model() -> Vec<Case> {
 /// Every operation of a training step of a model on batches of b x t tokens, to be timed.
 pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
     let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
-    let (rows, vp, n) = (b * t, descriptor.padded_vocab(), Params::new(*descriptor).elements());
+    let layout = Params::new(*descriptor);
+    let (rows, vp, n) = (b * t, descriptor.padded_vocab(), layout.elements());
     let chunk = rows.min(CHUNK);
     let shape = Heads { b, t, heads, head_size: descriptor.head_size() };
     let linear = |c, oc| Linear { rows, c, oc };
@@ -103,7 +111,7 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
         encoder_backward(b, t, c, v),
         sum(rows),
         global_norm(n),
-        adamw(n),
+        adamw(layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect()),
     ]
 }
 
@@ -145,7 +153,7 @@ fn i32(operand: Operand) -> Operand {
 }
 
 fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Scope {
-    Scope { b, t, channels, heads, padded_vocab, parameters, parts: 1, training: true }
+    Scope { b, t, channels, heads, padded_vocab, parameters, parts: 1, ranges: 0, training: true }
 }
 
 fn case(
@@ -444,7 +452,20 @@ fn global_norm(n: usize) -> Case {
     case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.global_norm(x[0], x[1]))
 }
 
-fn adamw(n: usize) -> Case {
+/// All of `n` elements in ranges of 8, 24, 72 … elements, every other of which decays.
+fn cut(n: usize) -> Vec<UpdateRange> {
+    let (mut ranges, mut start, mut len) = (Vec::new(), 0, 8);
+    while start < n {
+        let elements = start..n.min(start + len);
+        (start, len) = (elements.end, 3 * len);
+        ranges.push(UpdateRange { elements, decayed: ranges.len() % 2 == 0, seed: 5 * start as u32 });
+    }
+    ranges
+}
+
+/// All of the elements, in ranges.
+fn adamw(ranges: Vec<UpdateRange>) -> Case {
+    let n = ranges.iter().map(|range| range.elements.len()).sum();
     let operands = vec![
         Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
         input("grads", n, UNIT),
@@ -464,13 +485,15 @@ fn adamw(n: usize) -> Case {
         seed: 77,
     };
     let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
-    exact(case("adamw", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
+    let scope = Scope { ranges: ranges.len(), ..scope(1, 1, 8, 1, 128, n) };
+    exact(case("adamw", format!("{n}"), scope, operands, work, move |e, x| {
         // Where parameters are f32 there are no masters; both engines start from the same values then.
         if e.float() == DType::F32 {
             e.cast(x[0], x[4])?;
         }
         let master = (e.float() != DType::F32).then_some(x[4]);
-        e.adamw(Optimized { params: x[0], grads: x[1], m: x[2], v: x[3], master }, x[5], &settings)?;
+        let of = Optimized { params: x[0], grads: x[1], m: x[2], v: x[3], master };
+        e.adamw(of, &ranges, x[5], &settings)?;
         if e.float() == DType::F32 {
             e.cast(x[4], x[0])?;
         }

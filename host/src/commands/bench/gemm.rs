@@ -99,7 +99,8 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
     let (channels, padded_vocab) = (c.min(oc), c.max(oc));
-    let scope = Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, parts: 1, training: true };
+    let scope =
+        Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, parts: 1, ranges: 0, training: true };
     engine.plan(&mut plan, &scope);
     engine.allocate(&plan)?;
     let tuning = engine.tune(true, &mut |engine| {

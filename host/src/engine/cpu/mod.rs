@@ -18,7 +18,7 @@ mod tests;
 
 use super::{
     AdamW, BatchLayout, Engine, GeluInput, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Recurring,
-    Result, Scope, Ticket,
+    Result, Scope, Ticket, UpdateRange,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -303,8 +303,8 @@ impl Engine for Cpu {
         global_norm::square_root(&mut self.arena, out, value)
     }
 
-    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
-        adamw::adamw(&mut self.arena, range, stats, settings)
+    fn adamw(&mut self, of: Optimized, ranges: &[UpdateRange], stats: Tensor, settings: &AdamW) -> Result<()> {
+        adamw::adamw(&mut self.arena, of, ranges, stats, settings)
     }
 
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {

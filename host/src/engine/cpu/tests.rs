@@ -201,7 +201,7 @@ proptest! {
         let qkv = bench.normal(b * t * 3 * c);
         let (out, dout, lse) = (bench.normal(b * t * c), bench.normal(b * t * c), bench.normal(b * heads * t));
         let dqkv = bench.normal(b * t * 3 * c);
-        let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, parts: 1, training: true };
+        let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, parts: 1, ranges: 0, training: true };
         bench.engine.plan(&mut bench.plan, &scope);
         bench.ready();
         let shape = Heads { b, t, heads, head_size };
@@ -361,19 +361,29 @@ fn adamw_is_its_formula() {
         let (m, v) = (bench.with(vec![0.0; n]), bench.with(vec![0.0; n]));
         let stats = bench.with(vec![7.0, norm_value]);
         bench.ready();
-        let range = Optimized { params, grads, m, v, master: None };
+        let of = Optimized { params, grads, m, v, master: None };
+        let cut = n / 24 * 8;
+        // Not all decay, and what is in none stays as it is.
+        let ranges = [(0..cut.saturating_sub(3), false), (cut..n, true)].map(|(elements, decayed)| UpdateRange {
+            elements,
+            decayed,
+            seed: 0,
+        });
         let (mut p, g) = (bench.before(params), bench.before(grads));
         let scale = if norm_value > 1.0 { 1.0 / f64::from(norm_value) } else { 1.0 };
         let (mut m1, mut m2) = (vec![0.0; n], vec![0.0; n]);
         for step in 1..=3 {
-            bench.engine.adamw(range, stats, &adamw_settings(step)).unwrap();
-            for i in 0..n {
+            bench.engine.adamw(of, &ranges, stats, &adamw_settings(step)).unwrap();
+            for (i, decay) in ranges
+                .iter()
+                .flat_map(|range| range.elements.clone().map(|i| (i, if range.decayed { 0.1 } else { 0.0 })))
+            {
                 let g = scale * g[i];
                 m1[i] = 0.9 * m1[i] + 0.1 * g;
                 m2[i] = 0.95 * m2[i] + 0.05 * g * g;
                 let (first, second) =
                     (m1[i] / (1.0 - 0.9f64.powi(step as i32)), m2[i] / (1.0 - 0.95f64.powi(step as i32)));
-                p[i] -= 0.03 * (first / (second.sqrt() + 1e-4) + 0.1 * p[i]);
+                p[i] -= 0.03 * (first / (second.sqrt() + 1e-4) + decay * p[i]);
             }
         }
         bench.assert("params", params, &p);
@@ -390,7 +400,9 @@ fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
         let [params, grads, m, v] = [(); 4].map(|()| bench.normal(40));
         let stats = bench.with(stats.to_vec());
         bench.ready();
-        bench.engine.adamw(Optimized { params, grads, m, v, master: None }, stats, &adamw_settings(1)).unwrap();
+        let of = Optimized { params, grads, m, v, master: None };
+        let all = UpdateRange { elements: 0..40, decayed: true, seed: 0 };
+        bench.engine.adamw(of, &[all], stats, &adamw_settings(1)).unwrap();
         for tensor in [params, m, v] {
             assert_eq!(bench.after(tensor), bench.before(tensor));
         }
@@ -429,6 +441,17 @@ fn misuse_is_an_error_that_names_the_tensor() {
     assert!(outside.contains("does not lie in the CPU engine's arena"), "{outside}");
     let unplanned = message(&|engine| engine.attention_forward(a, b, b, Heads { b: 1, t: 64, heads: 1, head_size: 1 }));
     assert!(unplanned.contains("64 elements of scratch memory, 0 were planned"), "{unplanned}");
+    let of = Optimized { params: a, grads: b, m: a, v: b, master: None };
+    for (ranges, expected) in [
+        (vec![0..8, 16..65], "range 16..65 after 8, of 64 parameters"),
+        (vec![0..17, 16..64], "range 16..64 after 17, of 64 parameters"),
+        (vec![0..8, 12..64], "range 12..64 does not begin at a multiple of 8"),
+    ] {
+        let range = |elements| UpdateRange { elements, decayed: true, seed: 0 };
+        let ranges: Vec<_> = ranges.into_iter().map(range).collect();
+        let text = message(&|engine| engine.adamw(of, &ranges, a, &adamw_settings(1)));
+        assert!(text.contains(expected), "{text}");
+    }
     let values = message(&|engine| engine.write(a, &[0.0; 3]));
     assert!(values.contains("3 values for a tensor of 64"), "{values}");
 }

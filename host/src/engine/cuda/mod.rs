@@ -32,7 +32,7 @@ pub use modules::embedded;
 
 use super::{
     AdamW, Algorithms, BatchLayout, Engine, GeluFusion, GeluInput, Heads, HostBuffer, Interval, LayerNorm, Linear,
-    OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning,
+    OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning, UpdateRange,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -154,6 +154,7 @@ struct Cuda<T> {
     arena: Arena,
     /// f32: partial sums of one operation at a time.
     scratch: Option<Tensor>,
+    update_ranges: adamw::Tables,
     gelu_fusion: GeluFusion,
     /// What is queued is recorded, and runs later.
     recording: bool,
@@ -170,7 +171,15 @@ fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
 impl<T: Float> Cuda<T> {
     fn new(executor: Box<dyn Executor>, gelu_fusion: Option<GeluFusion>) -> Self {
         let gelu_fusion = gelu_fusion.unwrap_or_else(|| executor.best_gelu_fusion(T::DTYPE));
-        Self { executor, arena: Arena::default(), scratch: None, gelu_fusion, recording: false, element: PhantomData }
+        Self {
+            executor,
+            arena: Arena::default(),
+            scratch: None,
+            update_ranges: adamw::Tables::default(),
+            gelu_fusion,
+            recording: false,
+            element: PhantomData,
+        }
     }
 
     /// Records what `work` queues.
@@ -257,6 +266,8 @@ impl<T: Float> Engine for Cuda<T> {
         self.not_recorded("tuning")?;
         self.executor.note_products();
         let passed = pass(self);
+        // It leaves other things in the memory.
+        self.update_ranges.forget();
         let tuning = self.executor.tune(anew)?;
         passed.map(|()| tuning)
     }
@@ -317,6 +328,7 @@ impl<T: Float> Engine for Cuda<T> {
         ];
         let len = if scope.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
         self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
+        self.update_ranges.plan(plan, scope);
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
@@ -332,6 +344,7 @@ impl<T: Float> Engine for Cuda<T> {
                 gib(needed - free)
             );
         }
+        self.update_ranges.forget();
         self.arena = Arena::default();
         self.arena = self.executor.allocate(plan)?;
         let scratch = match self.scratch {
@@ -566,8 +579,8 @@ impl<T: Float> Engine for Cuda<T> {
         global_norm::root(self, out, value)
     }
 
-    fn adamw(&mut self, range: Optimized, stats: Tensor, settings: &AdamW) -> Result<()> {
-        adamw::adamw(self, range, stats, settings)
+    fn adamw(&mut self, of: Optimized, ranges: &[UpdateRange], stats: Tensor, settings: &AdamW) -> Result<()> {
+        adamw::adamw(self, of, ranges, stats, settings)
     }
 
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
