@@ -1,9 +1,10 @@
 //! A stand-in driver, built here and loaded in place of libcuda: arguments must arrive unchanged, and what it lacks must
 //! answer "not found".
 
+mod common;
+
+use common::build;
 use cuda_driver::{Error, sys};
-use std::path::Path;
-use std::process::Command;
 
 const SOURCE: &str = r#"
 use std::ffi::c_void;
@@ -23,23 +24,10 @@ use std::ffi::c_void;
 }
 "#;
 
-fn build(dir: &Path) -> std::path::PathBuf {
-    let (source, library) = (dir.join("driver.rs"), dir.join("libstandin.so"));
-    std::fs::write(&source, SOURCE).unwrap();
-    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let status = Command::new(rustc)
-        .args(["--edition=2024", "--crate-type=cdylib", "-Cpanic=abort", "-o"])
-        .args([&library, &source])
-        .status()
-        .unwrap();
-    assert!(status.success());
-    library
-}
-
 #[test]
 fn jumps_carry_arguments_and_absences_are_errors() {
     let dir = tempfile::tempdir().unwrap();
-    cuda_driver::load_from(build(dir.path())).unwrap();
+    cuda_driver::load_from(build(dir.path(), SOURCE)).unwrap();
 
     assert_eq!(cuda_driver::driver_version().unwrap(), (13, 1));
     assert_eq!(cuda_driver::device_count().unwrap(), 3);
