@@ -370,7 +370,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         softmax.exponentiate::<0>(scores);
         let half = Self::HALF_FIRST && !under_way;
         if half {
-            softmax.hide::<1>(scores);
+            Softmax::<H>::hide::<1>(scores);
         }
         wgmma::wait::<0>();
         next.settle();

@@ -82,7 +82,7 @@ impl<H: Head> Softmax<H> {
 
     /// As [`exponentiate`](Self::exponentiate) of scores that are all minus infinity.
     #[inline(always)]
-    pub fn hide<const HALF: usize>(&self, s: &mut H::Scores) {
+    pub fn hide<const HALF: usize>(s: &mut H::Scores) {
         for i in half_of::<H, HALF>() {
             s[i] = 0.0;
         }

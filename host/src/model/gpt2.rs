@@ -138,8 +138,8 @@ pub struct Capacity {
     pub recompute: Recompute,
 }
 
-/// Rows of logits at a time: enough that the products of a chunk fill a GPU, and at V = 50,304 in bf16 0.8 GB.
-pub const CHUNK: usize = 8192;
+/// Rows of logits at a time: enough that the products of a chunk fill a GPU, and at V = 50,304 in bf16 1.1 GB.
+pub const CHUNK: usize = 11_264;
 
 /// What chunks are rounded up to where they can be: tiles of products are whole then, and addresses aligned.
 const CHUNK_MULTIPLE: usize = 128;
