@@ -189,24 +189,3 @@ pub fn adamw<T: Element>(
         }
     }
 }
-
-/// params (n) = masters (n), rounded as [`adamw`] rounded those of a range if `seed` is the sum of its seeds, the launch's and the
-/// range's: a resumed run gets its parameters back bit for bit. Grid [`grid`].
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn params_from_masters<T: Element>(params: GlobalMut<T>, masters: Global<f32>, n: u64, seed: u32) {
-    let (block, n) = (Fours::<T>::of_thread(), n as usize);
-    if block.is_whole(n) {
-        let mut x = [[0.0; 4]; 2];
-        for part in 0..Fours::<T>::PARTS {
-            x[part] = masters.four(block.first(part));
-        }
-        for part in 0..Fours::<T>::PARTS {
-            let i = block.first(part);
-            params.set_four(i, noise::round_four::<T>(x[part], i, seed));
-        }
-    } else {
-        for i in block.rest(n) {
-            params.set(i, noise::round(masters.at(i), i, seed));
-        }
-    }
-}

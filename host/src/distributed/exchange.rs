@@ -30,9 +30,9 @@ pub struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Forward pass, loss and backward pass of the batch that is loaded, with its seed; `dloss` as [`Gpt2::loss`] has it. A pass
-    /// in which this rank exchanges nothing is repeated as `recurring`, if that is given: `layout` and `dloss` must be the same
-    /// each time. Gives what [`Engine::repeat`] does.
+    /// Forward pass, loss and backward pass of the batch that is loaded, with its seed; `dloss` as [`Gpt2::loss`] has it. Where
+    /// there are no other ranks, it is repeated as `recurring`, if that is given: `layout` and `dloss` must be the same each
+    /// time. Gives what [`Engine::repeat`] does.
     pub fn micro_step(
         &mut self,
         engine: &mut dyn Engine,
@@ -40,21 +40,16 @@ impl Exchange<'_> {
         dloss: f32,
         recurring: Option<&Recurring>,
     ) -> Result<Option<String>> {
-        let (model, silent) = (self.model, self.is_silent());
+        let (model, alone) = (self.model, matches!(self.ranks, Ranks::Alone));
         let mut passes = |engine: &mut dyn Engine| {
             model.forward_with(engine, layout, self)?;
             model.loss(engine, layout, Some(dloss))?;
             model.backward_with(engine, layout, self)
         };
-        match recurring.filter(|_| silent) {
+        match recurring.filter(|_| alone) {
             Some(recurring) => engine.repeat(recurring, &mut passes),
             None => passes(engine).map(|()| None),
         }
-    }
-
-    /// Whether nothing is exchanged during this pass.
-    fn is_silent(&self) -> bool {
-        !self.model.zero.divides_gradients() && (!self.last || matches!(self.ranks, Ranks::Alone))
     }
 
     /// What the engine is given from here on comes after all that was exchanged so far.
