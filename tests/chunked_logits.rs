@@ -3,7 +3,7 @@
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Precision, emulated, emulated_checked};
 use host::engine::{BatchLayout, Engine};
-use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use host::model::{CHUNK, Capacity, Descriptor, Gpt2, Param, Recompute};
 use host::plan::Plan;
 use host::train::initialise;
 
@@ -158,11 +158,11 @@ fn memory_holds_one_chunk() {
         (model.chunk(), plan.bytes())
     };
     let (chunk, bytes) = plan(64, true);
-    assert_eq!(chunk, 8192);
+    assert_eq!(chunk, CHUNK);
     assert!(bytes < 24_000_000_000, "{bytes}");
-    assert_eq!([3, 8, 9].map(|b| plan(b, true).0), [3072, 8192, 8192]);
+    assert_eq!([3, 11, 12].map(|b| plan(b, true).0), [3072, CHUNK, CHUNK]);
     let without = plan(64, false);
-    assert_eq!(without.0, 8192);
+    assert_eq!(without.0, CHUNK);
     // Twice the batch is not twice the logits.
-    assert!(2 * without.1 - plan(128, false).1 > 8192 * 50304 * 2);
+    assert!(2 * without.1 - plan(128, false).1 > CHUNK * 50304 * 2);
 }
