@@ -17,30 +17,14 @@ impl Graph {
         Self { raw, gpu: gpu.clone() }
     }
 
-    /// How many kernels, copies and the like it holds.
-    pub fn len(&self) -> Result<usize> {
-        let mut count = 0;
-        // SAFETY: without a place for nodes the call only counts them.
-        let code = unsafe { sys::cuGraphGetNodes(self.raw, std::ptr::null_mut(), &raw mut count) };
-        check(code, "cuGraphGetNodes").map(|()| count)
-    }
-
-    pub fn is_empty(&self) -> Result<bool> {
-        self.len().map(|count| count == 0)
-    }
-
     /// Makes it launchable.
     pub fn instantiate(&self) -> Result<GraphExec> {
-        Ok(GraphExec { raw: instantiate(self)?, gpu: self.gpu.clone() })
+        self.gpu.make_current()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the graph is live; writes one handle.
+        check(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, self.raw, 0) }, "cuGraphInstantiate")?;
+        Ok(GraphExec { raw, gpu: self.gpu.clone() })
     }
-}
-
-fn instantiate(graph: &Graph) -> Result<sys::CUgraphExec> {
-    graph.gpu.make_current()?;
-    let mut raw = std::ptr::null_mut();
-    // SAFETY: the graph is live; writes one handle.
-    check(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, graph.raw, 0) }, "cuGraphInstantiate")?;
-    Ok(raw)
 }
 
 impl Drop for Graph {
@@ -75,24 +59,6 @@ impl GraphExec {
     pub fn upload(&mut self, stream: &Stream) -> Result<()> {
         // SAFETY: both handles are live.
         check(unsafe { sys::cuGraphUpload(self.raw, stream.as_raw()) }, "cuGraphUpload")
-    }
-
-    /// Takes over the arguments and launch shapes of `graph`. Where the driver cannot do so in place (the graphs differ
-    /// in structure, or it is too old), the graph is instantiated anew.
-    pub fn update(&mut self, graph: &Graph) -> Result<()> {
-        let mut info = sys::CUgraphExecUpdateResultInfo {
-            result: 0,
-            error_node: std::ptr::null_mut(),
-            error_from_node: std::ptr::null_mut(),
-        };
-        // SAFETY: both handles are live; writes one struct.
-        if unsafe { sys::cuGraphExecUpdate_v2(self.raw, graph.raw, &raw mut info) } != 0 {
-            let new = instantiate(graph)?;
-            let old = std::mem::replace(&mut self.raw, new);
-            // SAFETY: the old handle is live and not used again; the driver keeps launched work until it is done.
-            check(unsafe { sys::cuGraphExecDestroy(old) }, "cuGraphExecDestroy")?;
-        }
-        Ok(())
     }
 }
 

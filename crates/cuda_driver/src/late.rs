@@ -97,7 +97,7 @@ late_bound! {
     cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc cuTexObjectCreate cuTexObjectDestroy
     cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
 
-    cuDeviceGetUuid_v2 cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphExecUpdate_v2 cuGraphInstantiateWithFlags cuGraphLaunch
+    cuDeviceGetUuid_v2 cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch
     cuGraphUpload cuLaunchKernelEx cuMemHostAlloc cuStreamBeginCapture_v2 cuStreamCreate cuStreamEndCapture
     cuStreamQuery cuTensorMapEncodeTiled
 }

@@ -51,13 +51,6 @@ pub struct CUlaunchConfig {
     pub attribute_count: u32,
 }
 
-#[repr(C)]
-pub struct CUgraphExecUpdateResultInfo {
-    pub result: c_int,
-    pub error_node: *mut c_void,
-    pub error_from_node: *mut c_void,
-}
-
 unsafe extern "C" {
     pub fn cuGetErrorName(code: u32, name: *mut *const c_char) -> u32;
     pub fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32;
@@ -100,9 +93,7 @@ unsafe extern "C" {
     pub fn cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent) -> u32;
 
     pub fn cuGraphDestroy(graph: CUgraph) -> u32;
-    pub fn cuGraphGetNodes(graph: CUgraph, nodes: *mut *mut c_void, count: *mut usize) -> u32;
     pub fn cuGraphInstantiateWithFlags(exec: *mut CUgraphExec, graph: CUgraph, flags: u64) -> u32;
-    pub fn cuGraphExecUpdate_v2(exec: CUgraphExec, graph: CUgraph, info: *mut CUgraphExecUpdateResultInfo) -> u32;
     pub fn cuGraphUpload(exec: CUgraphExec, stream: CUstream) -> u32;
     pub fn cuGraphLaunch(exec: CUgraphExec, stream: CUstream) -> u32;
     pub fn cuGraphExecDestroy(exec: CUgraphExec) -> u32;

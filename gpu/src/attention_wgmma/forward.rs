@@ -258,6 +258,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         }
     }
 
+    /// To be read anew where it is needed: kept from step to step it would take up registers.
     #[inline(always)]
     fn work(&self, round: u32) -> Work {
         self.shared.works.at((round % WORKS) as usize)

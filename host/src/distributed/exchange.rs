@@ -7,7 +7,7 @@
 use super::Ranks;
 use super::star::Reduction;
 use crate::engine::{AdamW, BatchLayout, Engine, Recurring, Result};
-use crate::model::{Gpt2, Layers, Training, Unit};
+use crate::model::{Gpt2, Layers, Training, Unit, Zero};
 use anyhow::Context;
 
 /// What is in the buffers that layers take turns in, see [`crate::model::store`].
@@ -31,8 +31,8 @@ pub struct Exchange<'a> {
 
 impl Exchange<'_> {
     /// Forward pass, loss and backward pass of the batch that is loaded, with its seed; `dloss` as [`Gpt2::loss`] has it. Where
-    /// there are no other ranks, it is repeated as `recurring`, if that is given: `layout` and `dloss` must be the same each
-    /// time. Gives what [`Engine::repeat`] does.
+    /// there are no other ranks and nothing is divided, so that what is queued depends on no [`Turns`], it is repeated as
+    /// `recurring`, if that is given: `layout` and `dloss` must be the same each time. Gives what [`Engine::repeat`] does.
     pub fn micro_step(
         &mut self,
         engine: &mut dyn Engine,
@@ -40,7 +40,8 @@ impl Exchange<'_> {
         dloss: f32,
         recurring: Option<&Recurring>,
     ) -> Result<Option<String>> {
-        let (model, alone) = (self.model, matches!(self.ranks, Ranks::Alone));
+        let model = self.model;
+        let alone = matches!(self.ranks, Ranks::Alone) && model.zero == Zero::NONE;
         let mut passes = |engine: &mut dyn Engine| {
             model.forward_with(engine, layout, self)?;
             model.loss(engine, layout, Some(dloss))?;

@@ -283,7 +283,8 @@ impl StepBench<'_> {
         if ranks.count() == 1 {
             return Ok(None);
         }
-        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Alone, Queueing::AsTrain));
+        // As several ranks queue it, or the difference would have another reason as well.
+        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Alone, Queueing::ByPiece));
         let alone = Spread::of(alone.collect::<Result<_>>()?);
         let waits = ranks.time(self.model.training.context("planned for training")?.stats);
         let (mut sums, mut places) = (Vec::new(), 0);

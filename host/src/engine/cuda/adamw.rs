@@ -44,7 +44,6 @@ fn table<T: Float>(cuda: &mut Cuda<T>, ranges: &[Range]) -> Result<Global<Range>
     let place = room.slice(at * Range::WORDS, len * Range::WORDS);
     let address = cuda.arena.address::<i32>("adamw ranges", place, place.len)?;
     if found.is_none() {
-        cuda.not_recorded("ranges of AdamW that are new")?;
         cuda.update_ranges.written.truncate(at);
         let words: Vec<u32> = ranges.iter().flat_map(Range::words).collect();
         // SAFETY: `address` covers that many words of the arena; the memory is not page-locked, so read before the call
