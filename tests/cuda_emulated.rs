@@ -5,7 +5,7 @@ use host::data::{Geometry, Loader, Prefetch, Tokens};
 use host::engine::cpu::Cpu;
 use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
 use host::engine::{
-    AdamW, BatchLayout, Engine, GeluForward, GeluFusion, GeluInput, Linear, Optimized, Recurring, UpdateRange,
+    AdamW, BatchLayout, Ending, Engine, GeluForward, GeluFusion, GeluInput, Linear, Optimized, Recurring, UpdateRange,
 };
 use host::model::{Capacity, Descriptor, Gpt2, Layers, Recompute, Share, Store, Undivided, Unit, Zero};
 use host::plan::{Group, Plan};
@@ -275,8 +275,8 @@ fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
 fn faults_name_the_tensor() {
     let f32 = DType::F32;
     let (mut engine, x) = checked(&[("out", 16, f32), ("a", 16, f32), ("b", 8, f32)]);
-    let text = engine.residual_forward(x[0], x[1], x[0]).unwrap_err().to_string();
-    assert!(text.contains("read of what was never written: read of 16 bytes at a + 32"), "{text}");
+    let text = engine.sum(x[2].slice(0, 1), x[1]).unwrap_err().to_string();
+    assert!(text.contains("read of what was never written: read of 4 bytes at a + 32"), "{text}");
     let text = engine.read(x[0]).unwrap_err().to_string();
     assert_eq!(text, "out + 32 was never written");
 
@@ -289,7 +289,7 @@ fn faults_name_the_tensor() {
 
     let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
     let shape = Linear { rows: 4, c: 4, oc: 4 };
-    let text = format!("{:#}", engine.matmul_forward(x[0], x[1], x[2], None, None, shape).unwrap_err());
+    let text = format!("{:#}", engine.matmul_forward(x[0], x[1], x[2], None, Ending::Sum, shape).unwrap_err());
     assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
 }
 
@@ -304,7 +304,7 @@ fn products_go_where_they_are_sent() {
         let Linear { rows, c, oc } = shape;
         let (out, inp, weight) = (add("out", rows * oc), add("inp", rows * c), add("weight", oc * c));
         engine.allocate(&plan).unwrap();
-        let text = format!("{:#}", engine.matmul_forward(out, inp, weight, None, None, shape).unwrap_err());
+        let text = format!("{:#}", engine.matmul_forward(out, inp, weight, None, Ending::Sum, shape).unwrap_err());
         let found = ["kernel matmul_pingpong", "matrix product", "no kernel computes"].map(|who| text.contains(who));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
@@ -394,8 +394,9 @@ fn a_later_read_holds_the_values_of_its_time() {
 #[test]
 fn tensors_that_do_not_fit_an_operation_are_refused() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 64, DType::Bf16);
-    let text = engine.residual_forward(tensor, tensor.slice(0, 32), tensor).unwrap_err().to_string();
-    assert_eq!(text, "a has 32 elements, this operation needs 64");
+    let shape = Linear { rows: 8, c: 8, oc: 8 };
+    let short = engine.matmul_forward(tensor, tensor.slice(0, 32), tensor, None, Ending::Sum, shape);
+    assert_eq!(short.unwrap_err().to_string(), "inp has 32 elements, this operation needs 64");
     let text = engine.read_later(tensor).unwrap_err().to_string();
     assert_eq!(text, "the tensor read is bf16, this operation takes f32");
     let text = engine.cast(tensor, tensor).unwrap_err().to_string();
@@ -455,22 +456,26 @@ const SIDE: usize = 16;
 impl Repeating {
     fn new() -> Self {
         let mut plan = Plan::new();
-        let tensors = ["a", "b", "sum", "copy", "product"]
-            .map(|name| plan.add(Group::Parameters, name, &[SIDE, SIDE], DType::Bf16));
+        let tensors = ["a", "b", "wide", "copy", "product"].map(|name| {
+            let dtype = if name == "wide" { DType::F32 } else { DType::Bf16 };
+            plan.add(Group::Parameters, name, &[SIDE, SIDE], dtype)
+        });
         let mut engine = emulated_checked(Precision::Bf16, true);
         engine.allocate(&plan).unwrap();
         Self { engine, plan, tensors }
     }
 
-    /// product = (a + b) · copy of a, where copy holds no more than its first half.
+    /// product = b + a · copy of a, by way of f32, where copy holds no more than its first half.
     fn work(&self) -> impl Fn(&mut dyn Engine) -> anyhow::Result<()> + use<> {
-        let [a, b, sum, copy, product] = self.tensors;
+        let [a, b, wide, copy, product] = self.tensors;
         let half = SIDE * SIDE / 2;
         move |engine| {
-            engine.residual_forward(sum, a, b)?;
-            engine.copy(copy, a)?;
+            engine.cast(wide, a)?;
+            engine.cast(copy, wide)?;
+            engine.copy(copy.slice(0, half), a.slice(0, half))?;
             engine.zero(copy.slice(half, half))?;
-            engine.matmul_forward(product, sum, copy, None, None, Linear { rows: SIDE, c: SIDE, oc: SIDE })
+            let shape = Linear { rows: SIDE, c: SIDE, oc: SIDE };
+            engine.matmul_forward(product, a, copy, None, Ending::Residual(b), shape)
         }
     }
 
@@ -483,7 +488,7 @@ impl Repeating {
         self.engine.write(self.tensors[4], &[9.0; SIDE * SIDE]).unwrap();
         let at = |row: usize, column: usize| {
             let part = |k| if column < SIDE / 2 { a[column * SIDE + k] } else { 0.0 };
-            (0..SIDE).map(|k| (a[row * SIDE + k] + b[row * SIDE + k]) * part(k)).sum()
+            b[row * SIDE + column] + (0..SIDE).map(|k| a[row * SIDE + k] * part(k)).sum::<f32>()
         };
         (0..SIDE * SIDE).map(|i| at(i / SIDE, i % SIDE)).collect()
     }
@@ -535,7 +540,7 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
     let others: Work = Box::new(move |engine, _| engine.on_device(a).map(drop));
     // Other tensors of other shapes each time, which have no tensor maps yet.
     let varies: Work = Box::new(move |engine, i| {
-        engine.matmul_forward(product.slice(0, (8 + i) * SIDE), b, a, None, None, shape(8 + i))
+        engine.matmul_forward(product.slice(0, (8 + i) * SIDE), b, a, None, Ending::Sum, shape(8 + i))
     });
     for (before, reason) in [
         (reads, "a copy to the host cannot be recorded"),
@@ -563,11 +568,13 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
 #[test]
 fn an_error_in_recurring_work_is_that_error() {
     let mut repeating = Repeating::new();
-    let [a, _, sum, ..] = repeating.tensors;
+    let [a, .., product] = repeating.tensors;
     let recurring = Recurring::new();
     for _ in 0..3 {
-        let mut work = |engine: &mut dyn Engine| engine.residual_forward(sum, a.slice(0, 8), a);
+        let shape = Linear { rows: SIDE, c: SIDE, oc: SIDE };
+        let mut work =
+            |engine: &mut dyn Engine| engine.matmul_forward(product, a.slice(0, 8), a, None, Ending::Sum, shape);
         let text = repeating.engine.repeat(&recurring, &mut work).unwrap_err().to_string();
-        assert_eq!(text, "a has 8 elements, this operation needs 256");
+        assert_eq!(text, "inp has 8 elements, this operation needs 256");
     }
 }

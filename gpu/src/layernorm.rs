@@ -65,7 +65,7 @@ impl Shape {
     /// Blocks of [`layernorm_forward`]: with PACKETS = 1 as many as stay resident on `multiprocessors`, which take many rows each
     /// and load the next ones while they work.
     pub const fn forward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
-        let (useful, resident) = (self.residual_forward_grid(rows), (4 * multiprocessors) as u32);
+        let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, (4 * multiprocessors) as u32);
         if matches!(self, Self::Block1) && resident < useful { resident } else { useful }
     }
 
@@ -77,18 +77,6 @@ impl Shape {
             forward_ring::<T>(&mut layout, self.rows_per_block());
         }
         layout.bytes()
-    }
-
-    /// Bytes of shared memory of [`residual_layernorm_forward`].
-    pub fn residual_forward_shared_bytes() -> usize {
-        let mut layout = Layout::new();
-        scratch(&mut layout, MOST_ROWS);
-        layout.bytes()
-    }
-
-    /// Blocks of [`residual_layernorm_forward`], whose two operands are enough to load.
-    pub const fn residual_forward_grid(self, rows: usize) -> u32 {
-        rows.div_ceil(self.rows_per_block()) as u32
     }
 
     /// Blocks of [`layernorm_backward`], each of which takes many rows: as many as stay resident on `multiprocessors`.
@@ -360,46 +348,6 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
         row += step;
         stage = 1 - stage;
     }
-}
-
-/// residual = a + b, rounded to T; normed, mean, rstd = layernorm of the rounded residual. Grid
-/// [`Shape::residual_forward_grid`], shared memory [`Shape::residual_forward_shared_bytes`].
-#[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
-    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
-))]
-pub fn residual_layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
-    residual: GlobalMut<T>,
-    normed: GlobalMut<T>,
-    mean: GlobalMut<f32>,
-    rstd: GlobalMut<f32>,
-    a: Global<T>,
-    b: Global<T>,
-    weight: Global<T>,
-    bias: Global<T>,
-    rows: u32,
-    channels: u32,
-) {
-    let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch(&mut Layout::new(), MOST_ROWS));
-    let (row, rows) = (place.row(), rows as usize);
-    if row >= rows {
-        return;
-    }
-    let mut x = place.load(a, row, rows);
-    let y = place.load(b, row, rows);
-    let (weight, bias) = (place.parameter(weight), place.parameter(bias));
-    for r in 0..ROWS {
-        for k in 0..PACKETS {
-            x[r][k] = Packet::from_fn(|i| x[r][k].get(i) + y[r][k].get(i));
-            if let Some(column) = place.column(k)
-                && (ROWS == 1 || row + r < rows)
-            {
-                residual.set_packet((row + r) * place.channels + column, x[r][k]);
-            }
-        }
-    }
-    place.normalize(&x, row, rows, normed, mean, rstd, weight, bias);
 }
 
 /// dinp += the gradient of inp, where dout is that of normed; partials = the block's sums of dweight and dbias, any

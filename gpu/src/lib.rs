@@ -21,4 +21,3 @@ pub mod layernorm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod matmul;
 pub mod noise;
-pub mod residual;

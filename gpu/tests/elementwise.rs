@@ -1,19 +1,19 @@
-//! Conversions, GELU and residual addition.
+//! Conversions and GELU.
 
 mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, noise, read, rounded, run, wide};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
-use gpu::{cast, gelu, residual};
+use gpu::{cast, gelu};
 use proptest::collection::vec;
 use proptest::prelude::any;
 use std::f64::consts::PI;
 
 tests! {
-    kernels of "cast.rs", "gelu.rs", "residual.rs";
+    kernels of "cast.rs", "gelu.rs";
     for both types: casts, casts_of_any_bits, gelu_both_ways, gelu_is_odd_up_to_its_input, gelu_of_large_values,
-        gelu_of_nan_and_infinity, residual_addition, residual_of_any_bits;
+        gelu_of_nan_and_infinity;
     once: every_bf16_comes_back;
 }
 
@@ -145,31 +145,4 @@ fn gelu_of_nan_and_infinity<T: Tolerance>() {
     assert_close("grad", &gelu_backward(&grad, &rounded::<T>(&x)), &backward, 0.0, 0.0);
     (x[3], forward[3]) = (f64::INFINITY, f64::INFINITY);
     assert_close("y", &gelu_forward(&rounded::<T>(&x)), &forward, 0.0, 0.0);
-}
-
-fn check_residual<T: Tolerance>(a: &[f32], b: &[f32]) {
-    let [a, b] = [a, b].map(|x| x.iter().map(|&x| T::from_f32(x)).collect::<Vec<_>>());
-    let mut memory = Memory::new();
-    let (n, out) = (a.len(), memory.output::<T>("out", a.len()));
-    let launch = residual::residual_forward(out, memory.input("a", &a), memory.input("b", &b), n as u64);
-    run(&mut memory, &launch, residual::grid::<T>(n), 0);
-    let want: Vec<_> = a.iter().zip(&b).map(|(a, b)| f64::from(T::nearest(a.to_f32() + b.to_f32()))).collect();
-    assert_same("out", &read(&memory, out), &want);
-}
-
-fn residual_addition<T: Tolerance>() {
-    for n in packets::<T>() {
-        check_residual::<T>(&rounded(&noise(n, 1)), &rounded(&noise(n, 2)));
-    }
-}
-
-/// NaN, infinities and their difference, sums that overflow.
-fn residual_of_any_bits<T: Tolerance>() {
-    let values = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 3.3e38, -3.3e38, 1e-40, 0.0, -0.0];
-    let (a, b): (Vec<_>, Vec<_>) = values.iter().flat_map(|&a| values.map(|b| (a, b))).unzip();
-    check_residual::<T>(&a, &b);
-    for_all(100, vec(any::<(u32, u32)>(), 8), |bits| {
-        let (a, b): (Vec<_>, Vec<_>) = bits.iter().map(|&(a, b)| (f32::from_bits(a), f32::from_bits(b))).unzip();
-        check_residual::<T>(&a, &b);
-    });
 }

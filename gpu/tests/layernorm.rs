@@ -1,4 +1,4 @@
-//! Layer normalisation, forward, with the residual, and backward, against f64.
+//! Layer normalisation, forward and backward, against f64.
 
 mod common;
 
@@ -9,7 +9,7 @@ use gpu::layernorm::{Shape, dispatch, layernorm_backward_reduce};
 
 tests! {
     kernels of "layernorm.rs";
-    for both types: forward, residual_forward, backward, normed_has_mean_0_and_variance_1, shifts_do_not_matter,
+    for both types: forward, backward, normed_has_mean_0_and_variance_1, shifts_do_not_matter,
         constant_rows, large_rows, nan_stays_in_its_row, gradients_of_inp_are_orthogonal, gradients_of_bias_are_exact,
         nan_gradients_stay_in_their_place, every_width_has_a_shape;
 }
@@ -37,8 +37,6 @@ fn shapes<T: Tolerance>() -> impl Iterator<Item = (usize, usize)> {
 }
 
 struct Forward {
-    /// Of a + b, if that was asked for.
-    residual: Vec<f64>,
     normed: Vec<f64>,
     mean: Vec<f64>,
     rstd: Vec<f64>,
@@ -46,7 +44,7 @@ struct Forward {
 
 fn reference(x: &[f64], weight: &[f64], bias: &[f64]) -> Forward {
     let channels = weight.len();
-    let mut want = Forward { residual: x.to_vec(), normed: vec![], mean: vec![], rstd: vec![] };
+    let mut want = Forward { normed: vec![], mean: vec![], rstd: vec![] };
     for row in x.chunks(channels) {
         let mean = row.iter().sum::<f64>() / channels as f64;
         let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / channels as f64;
@@ -58,46 +56,24 @@ fn reference(x: &[f64], weight: &[f64], bias: &[f64]) -> Forward {
     want
 }
 
-/// The layernorm of `a`, or of `a` + `b`.
-fn normalize<T: Tolerance>(a: &[T], b: Option<&[T]>, weight: &[T], bias: &[T]) -> Forward {
-    let (rows, channels) = (a.len() / weight.len(), weight.len());
+fn normalize<T: Tolerance>(x: &[T], weight: &[T], bias: &[T]) -> Forward {
+    let (rows, channels) = (x.len() / weight.len(), weight.len());
     let shape = Shape::of::<T>(channels).unwrap();
     let mut memory = Memory::new();
     let (weight, bias) = (memory.input("weight", weight), memory.input("bias", bias));
-    let inp = memory.input("a", a);
-    let normed = memory.output::<T>("normed", a.len());
+    let inp = memory.input("inp", x);
+    let normed = memory.output::<T>("normed", x.len());
     let (mean, rstd) = (memory.output::<f32>("mean", rows), memory.output::<f32>("rstd", rows));
     let (n, c) = (rows as u32, channels as u32);
-    let (launch, residual) = match b {
-        None => (dispatch!(shape, layernorm_forward::<T>(normed, mean, rstd, inp, weight, bias, n, c)), None),
-        Some(b) => {
-            let (residual, b) = (memory.output::<T>("residual", a.len()), memory.input("b", b));
-            let launch = dispatch!(
-                shape,
-                residual_layernorm_forward::<T>(residual, normed, mean, rstd, inp, b, weight, bias, n, c)
-            );
-            (launch, Some(residual))
-        }
-    };
-
+    let launch = dispatch!(shape, layernorm_forward::<T>(normed, mean, rstd, inp, weight, bias, n, c));
     // One multiprocessor, so that blocks take several rows.
-    let (grid, shared) = match b {
-        Some(_) => (shape.residual_forward_grid(rows), Shape::residual_forward_shared_bytes()),
-        None => (shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>()),
-    };
-    run(&mut memory, &launch, grid, shared);
-    let read_all = |view| read(&memory, view);
-    Forward {
-        residual: residual.map_or_else(|| wide(a), read_all),
-        normed: read(&memory, normed),
-        mean: read(&memory, mean),
-        rstd: read(&memory, rstd),
-    }
+    run(&mut memory, &launch, shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>());
+    Forward { normed: read(&memory, normed), mean: read(&memory, mean), rstd: read(&memory, rstd) }
 }
 
 /// Without weight and bias.
 fn plain<T: Tolerance>(x: &[T], channels: usize) -> Forward {
-    normalize(x, None, &vec![T::from_f32(1.0); channels], &vec![T::from_f32(0.0); channels])
+    normalize(x, &vec![T::from_f32(1.0); channels], &vec![T::from_f32(0.0); channels])
 }
 
 /// Rows with an offset, so that a variance computed as a difference of squares would show.
@@ -116,19 +92,7 @@ fn forward<T: Tolerance>() {
         let x = rows::<T>(n, channels, 1);
         let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
         let want = reference(&wide(&x), &wide(&weight), &wide(&bias));
-        check_normed::<T>(&normalize(&x, None, &weight, &bias), &want);
-    }
-}
-
-fn residual_forward<T: Tolerance>() {
-    for (n, channels) in shapes::<T>() {
-        let (a, b) = (rows::<T>(n, channels, 1), rows::<T>(n, channels, 4));
-        let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
-        let got = normalize(&a, Some(&b), &weight, &bias);
-        let sum = |(a, b): (&T, &T)| f64::from(T::nearest(a.to_f32() + b.to_f32()));
-        let sum: Vec<_> = a.iter().zip(&b).map(sum).collect();
-        assert_same("residual", &got.residual, &sum);
-        check_normed::<T>(&got, &reference(&sum, &wide(&weight), &wide(&bias)));
+        check_normed::<T>(&normalize(&x, &weight, &bias), &want);
     }
 }
 
@@ -166,7 +130,7 @@ fn constant_rows<T: Tolerance>() {
             let x = vec![T::from_f32(T::nearest(value)); n * channels];
             let value = f64::from(x[0].to_f32());
             let bias = rounded::<T>(&noise(channels, 3));
-            let got = normalize(&x, None, &rounded::<T>(&noise(channels, 2)), &bias);
+            let got = normalize(&x, &rounded::<T>(&noise(channels, 2)), &bias);
             let exact = value.abs() < 1e4 && (value * channels as f64).fract() == 0.0;
             if exact {
                 assert_same("mean", &got.mean, &vec![value; n]);
@@ -187,7 +151,7 @@ fn large_rows<T: Tolerance>() {
         let x = rounded::<T>(&x);
         let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
         let want = reference(&wide(&x), &wide(&weight), &wide(&bias));
-        let got = normalize(&x, None, &weight, &bias);
+        let got = normalize(&x, &weight, &bias);
         assert_close("normed", &got.normed, &want.normed, T::ROUNDING, 1.0);
         assert_close("mean", &got.mean, &want.mean, 1e-6, 1e18);
         assert_close("rstd", &got.rstd, &want.rstd, 2e-6, 0.0);

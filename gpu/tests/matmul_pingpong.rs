@@ -20,9 +20,10 @@ tests! {
         tilings_offered;
 }
 
-const PRODUCTS: [Product; 9] = [
+const PRODUCTS: [Product; 10] = [
     Product::ABt,
     Product::ABtBias,
+    Product::ABtBiasResidual,
     Product::ABtBiasGelu,
     Product::AB,
     Product::ABGeluBackward,
@@ -68,7 +69,7 @@ impl Case {
     }
 
     fn reads_aux(self) -> bool {
-        matches!(self.product, Product::ABGeluBackward | Product::ABGeluBackwardAndGelu)
+        matches!(self.product, Product::ABtBiasResidual | Product::ABGeluBackward | Product::ABGeluBackwardAndGelu)
     }
 
     fn has_second(self) -> bool {
@@ -76,7 +77,7 @@ impl Case {
     }
 
     fn has_bias(self) -> bool {
-        matches!(self.product, Product::ABtBias | Product::ABtBiasGelu)
+        matches!(self.product, Product::ABtBias | Product::ABtBiasResidual | Product::ABtBiasGelu)
     }
 
     /// Of a bias, or of the gradient of one.
@@ -220,7 +221,9 @@ fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outcome {
         Product::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
         Product::ABGeluBackward => (with_aux(backward), Vec::new()),
         Product::ABGeluBackwardAndGelu => (with_aux(backward), with_aux(|_, aux| gelu(aux))),
-        product if accumulates(product) => (with_aux(|sum, aux| sum + aux), Vec::new()),
+        product if accumulates(product) || product == Product::ABtBiasResidual => {
+            (with_aux(|sum, aux| sum + aux), Vec::new())
+        }
         _ => (sums, Vec::new()),
     };
     Outcome { out, second, bias }
@@ -283,8 +286,12 @@ fn around_a_tile() {
 /// to tile.
 fn fewer_and_more_blocks_than_tiles() {
     for blocks in [1, 4, 17] {
-        let products =
-            [Product::ABtBias, Product::ABGeluBackward, Product::ABGeluBackwardAndGelu, Product::AtBAccumulateSums];
+        let products = [
+            Product::ABtBiasResidual,
+            Product::ABGeluBackward,
+            Product::ABGeluBackwardAndGelu,
+            Product::AtBAccumulateSums,
+        ];
         check_all(&products, 264, 392, 200, blocks);
     }
 }

@@ -26,9 +26,9 @@ impl Element {
 /// What happens to a product on its way to memory. GELU is the tanh form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Epilogue {
-    /// D = A · B (+ D)
+    /// D = A · B (+ C)
     None,
-    /// D = A · B + bias (m)
+    /// D = A · B + bias (m) (+ C)
     Bias,
     /// aux (m, n) = A · B + bias (m); D = gelu(aux)
     GeluAuxBias,
@@ -83,7 +83,7 @@ pub struct Problem {
     pub transpose_b: bool,
     pub element: Element,
     pub epilogue: Epilogue,
-    /// Adds to D instead of overwriting it.
+    /// Adds the product, bias included, to C.
     pub accumulate: bool,
     /// How many products; matrices of one operand follow one another without gaps.
     pub batch: usize,
@@ -105,6 +105,8 @@ pub struct Operands {
     pub a: u64,
     pub b: u64,
     pub d: u64,
+    /// What a product that accumulates is added to, stored as D; `None` for what D holds.
+    pub c: Option<u64>,
     /// For epilogues with a bias or its gradient.
     pub bias: Option<u64>,
     /// For GELU epilogues: (m, n), leading dimension m.
@@ -114,11 +116,11 @@ pub struct Operands {
 }
 
 impl Operands {
-    /// The largest power of two up to 256 that each address the library is given is a multiple of: what an algorithm may
-    /// count on.
+    /// The largest power of two up to 256 that each address the library is given is a multiple of, C and D in one: what an
+    /// algorithm may count on.
     pub fn alignments(&self) -> [u32; 5] {
         let of = |address: u64| 1 << address.trailing_zeros().min(8);
-        [of(self.a), of(self.b), of(self.d), self.bias.map_or(0, of), self.aux.map_or(0, of)]
+        [of(self.a), of(self.b), of(self.d | self.c.unwrap_or(0)), self.bias.map_or(0, of), self.aux.map_or(0, of)]
     }
 
     /// Catches what the library would refuse without a reason, or read wild.
@@ -127,6 +129,7 @@ impl Operands {
         let named = [
             ("A", Some(self.a)),
             ("B", Some(self.b)),
+            ("C", self.c),
             ("D", Some(self.d)),
             ("bias", self.bias),
             ("aux", self.aux),
@@ -147,6 +150,9 @@ impl Operands {
             if uses != given {
                 return fail(format!("{what}: this epilogue takes {}", if uses { "one" } else { "none" }));
             }
+        }
+        if self.c.is_some() && !problem.accumulate {
+            return fail("C: this product is not added to anything".into());
         }
         if problem.epilogue.uses_aux() && !problem.m.is_multiple_of(8) {
             return fail("GELU epilogues need m to be a multiple of 8".into());
@@ -191,7 +197,7 @@ mod tests {
         output: None,
     };
     const AT: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NOWHERE };
-    const NOWHERE: Operands = Operands { a: 0, b: 0, d: 0, bias: None, aux: None, gelu: None };
+    const NOWHERE: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None };
 
     fn refusal(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()

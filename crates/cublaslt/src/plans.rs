@@ -165,7 +165,7 @@ impl Plan {
                 device(operands.b),
                 self.b.raw(),
                 (&raw const beta).cast(),
-                device(operands.d),
+                device(operands.c.unwrap_or(operands.d)),
                 self.d.raw(),
                 device(operands.d),
                 self.d.raw(),
@@ -249,11 +249,12 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     Ok((product, layouts))
 }
 
-/// The workspace at hand, the alignment at hand, and K split only in sums that accumulate, with partial sums in f32 and added
+/// The workspace at hand, the alignment at hand, and K split only in sums that D accumulates, with partial sums in f32 and added
 /// in a fixed order: a weight gradient has few tiles and a long K, and would leave most of the GPU idle otherwise. Other
 /// products are not split: with a DGELU epilogue, cuBLASLt 13.1 then reads an output it is told to ignore (NaN stays NaN).
 fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owned> {
-    let schemes = if problem.accumulate { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
+    let accumulates = problem.accumulate && operands.c.is_none();
+    let schemes = if accumulates { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
     let mut preference = Owned::preference(lt)?;
     preference.set(sys::PREF_MAX_WORKSPACE_BYTES, Workspace::BYTES)?;
     preference.set(sys::PREF_REDUCTION_SCHEME_MASK, schemes)?;
@@ -308,6 +309,7 @@ mod tests {
                         a: 0x100,
                         b: 0x210,
                         d: 0x320,
+                        c: None,
                         bias: at(epilogue.uses_bias()),
                         aux: at(epilogue.uses_aux()),
                         gelu: None,

@@ -30,6 +30,8 @@ pub trait Epilogue: 'static {
 pub struct Plain;
 /// out = a · b + bias
 pub struct Bias;
+/// out = aux + a · b + bias
+pub struct BiasResidual;
 /// second = a · b + bias; out = gelu(second), of the sum as it was rounded: out can be had again from second.
 pub struct BiasGelu;
 /// out = a · b ⊙ gelu'(aux)
@@ -63,6 +65,16 @@ impl Epilogue for Accumulate {
     #[inline(always)]
     fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
         [pack_pair(aux[0] + sums[0], aux[1] + sums[1]), 0]
+    }
+}
+
+impl Epilogue for BiasResidual {
+    const BIAS: bool = true;
+    const AUX: bool = true;
+
+    #[inline(always)]
+    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        Accumulate::apply(sums, aux)
     }
 }
 

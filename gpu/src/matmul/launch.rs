@@ -1,7 +1,9 @@
 //! Host side: which kernel, which boxes, which grid.
 
 use super::column_sums::slices;
-use super::epilogue::{Accumulate, BOX, Bias, BiasGelu, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain};
+use super::epilogue::{
+    Accumulate, BOX, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain,
+};
 use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
 use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
@@ -21,6 +23,8 @@ pub enum Product {
     ABt,
     /// out = a · bᵀ + bias (N)
     ABtBias,
+    /// out = aux (M, N) + a · bᵀ + bias
+    ABtBiasResidual,
     /// second (M, N) = a · bᵀ + bias; out = gelu(second)
     ABtBiasGelu,
     /// out (M, N) = a (M, K) · b (K, N)
@@ -259,6 +263,7 @@ pub fn prepare(
     let multiply = match product {
         Product::ABt => in_turns_or_together::<ABt, Plain>(shape, size, operands),
         Product::ABtBias => in_turns_or_together::<ABt, Bias>(shape, size, operands),
+        Product::ABtBiasResidual => in_turns_or_together::<ABt, BiasResidual>(shape, size, operands),
         Product::ABtBiasGelu => in_turns::<ABt, BiasGelu>(shape, size, operands),
         Product::AB => in_turns_or_together::<AB, Plain>(shape, size, operands),
         Product::ABGeluBackward => in_turns::<AB, GeluBackward>(shape, size, operands),

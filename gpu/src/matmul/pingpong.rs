@@ -8,7 +8,9 @@
 //! be that of an older round. Edges need no code: TMA reads zeros and drops writes past the end of a tensor.
 
 use super::column_sums::{SUMMING_WARPS, sum_columns};
-use super::epilogue::{Accumulate, Bias, BiasGelu, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain, Target, Writer};
+use super::epilogue::{
+    Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain, Target, Writer,
+};
 use super::mainloop::{AB, ABt, AtB, Operands, Place, Sums, load_stage, multiply};
 use super::split::{AddingWriter, PartialWriter};
 use super::tiles::{
@@ -75,6 +77,11 @@ pub fn pingpong_shared_bytes() -> usize {
     abt_bias_256x128 = <ABt, Bias, Together128>,
     abt_bias_256x192 = <ABt, Bias, Together192>,
     abt_bias_128x256 = <ABt, Bias, Together256>,
+    abt_bias_residual_128 = <ABt, BiasResidual, Turns128>,
+    abt_bias_residual_192 = <ABt, BiasResidual, Turns192>,
+    abt_bias_residual_256x128 = <ABt, BiasResidual, Together128>,
+    abt_bias_residual_256x192 = <ABt, BiasResidual, Together192>,
+    abt_bias_residual_128x256 = <ABt, BiasResidual, Together256>,
     abt_bias_gelu_128 = <ABt, BiasGelu, Turns128>,
     abt_bias_gelu_192 = <ABt, BiasGelu, Turns192>,
     ab_128 = <AB, Plain, Turns128>,

@@ -241,6 +241,17 @@ impl Optimized {
     }
 }
 
+/// What a linear layer makes of its sums (rows, oc). The tensors are of that shape and not `out`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// out = sum
+    Sum,
+    /// out = this + sum
+    Residual(Tensor),
+    /// this = sum, out = gelu(sum)
+    Gelu(Tensor),
+}
+
 /// That a linear layer's inp (rows, c) is a GELU.
 #[derive(Clone, Copy)]
 pub struct GeluInput {
@@ -517,9 +528,6 @@ pub trait Engine {
     /// out (rows, c) = (inp - mean) rstd weight + bias; mean, rstd (rows).
     fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()>;
 
-    /// residual (rows, c) = a + b, then as `layernorm_forward` of the rounded sum.
-    fn residual_layernorm_forward(&mut self, op: LayerNorm, residual: Tensor, a: Tensor, b: Tensor) -> Result<()>;
-
     /// dinp (rows, c) += gradient through the norm; dweight, dbias (c) +=.
     fn layernorm_backward(
         &mut self,
@@ -531,18 +539,14 @@ pub trait Engine {
         op: LayerNorm,
     ) -> Result<()>;
 
-    /// residual (n) = a + b.
-    fn residual_forward(&mut self, residual: Tensor, a: Tensor, b: Tensor) -> Result<()>;
-
-    /// out (rows, oc) = inp (rows, c) · weight (oc, c)^T + bias (oc). With `pre_gelu` (rows, oc), that gets the product and
-    /// out its GELU.
+    /// The sum inp (rows, c) · weight (oc, c)^T + bias (oc), and what `ending` says, to out (rows, oc).
     fn matmul_forward(
         &mut self,
         out: Tensor,
         inp: Tensor,
         weight: Tensor,
         bias: Option<Tensor>,
-        pre_gelu: Option<Tensor>,
+        ending: Ending,
         shape: Linear,
     ) -> Result<()>;
 

@@ -18,7 +18,7 @@ use super::Descriptor;
 use super::params::{Param, Params, Unit};
 use super::store::{Layers, Store, Undivided, Zero};
 use crate::engine::{
-    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
+    AdamW, BatchLayout, Ending, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -46,8 +46,6 @@ pub struct Gpt2 {
     encoded: Tensor,
     layers: Vec<Layer>,
     last_norm: Norm,
-    /// (B, T, C): what a projection writes before it joins the residual stream.
-    projected: Tensor,
 }
 
 /// What training needs besides the forward pass.
@@ -152,7 +150,6 @@ fn chunk_of(rows: usize, most: usize) -> usize {
 
 /// What a step's phases have in the same memory, one after another.
 struct Phases {
-    projected: Tensor,
     logits: Tensor,
     dwte: Option<Tensor>,
     /// d residual and d wide.
@@ -176,14 +173,12 @@ impl Phases {
         let free = backward_bytes.saturating_sub(beside) / (vp * float.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
         let logits = [(b * t).min(chunk.max(free)), vp];
         let head: Vec<_> = [("logits", &logits[..], float)].into_iter().chain(dwte).collect();
-        let forward = [("projected", &stream[..], float)];
         // Between two steps, when nothing else is in that memory.
         let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
         let unit = if training && zero.divides_optimizer() { &unit[..] } else { &[] };
-        let [forward, head, backward, unit] = plan.share(Group::Activations, [&forward, &head, backward, unit]);
+        let [head, backward, unit] = plan.share(Group::Activations, [&head, backward, unit]);
         Self {
-            projected: forward[0],
             logits: head[0],
             dwte: head.get(1).copied(),
             backward: backward.try_into().ok(),
@@ -355,7 +350,6 @@ impl Gpt2 {
             encoded,
             layers,
             last_norm,
-            projected: phases.projected,
         };
         (model, plan)
     }
@@ -396,34 +390,23 @@ impl Gpt2 {
         layers.parameters(engine, 0, after(0))?;
         engine.layernorm_forward(self.norm_op(self.layers[0].ln1, Param::Ln1w, Param::Ln1b, 0, rows), encoded)?;
         let mut residual = encoded;
-        let projected = rows_of(self.projected, c);
         for (l, layer) in self.layers.iter().enumerate() {
             let p = |param| self.param(param, l);
             let (ln1, qkv, attention) =
                 (rows_of(layer.ln1.out, c), rows_of(layer.qkv, 3 * c), rows_of(layer.attention, c));
-            engine.matmul_forward(qkv, ln1, p(Param::Qkvw), Some(p(Param::Qkvb)), None, linear(c, 3 * c))?;
+            engine.matmul_forward(qkv, ln1, p(Param::Qkvw), Some(p(Param::Qkvb)), Ending::Sum, linear(c, 3 * c))?;
             engine.attention_forward(attention, layer.lse.slice(0, heads * rows), qkv, shape)?;
-            engine.matmul_forward(
-                projected,
-                attention,
-                p(Param::Attprojw),
-                Some(p(Param::Attprojb)),
-                None,
-                linear(c, c),
-            )?;
-            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
             let residual2 = rows_of(layer.residual2, c);
-            engine.residual_layernorm_forward(ln2, residual2, residual, projected)?;
+            let (weight, bias) = (p(Param::Attprojw), Some(p(Param::Attprojb)));
+            engine.matmul_forward(residual2, attention, weight, bias, Ending::Residual(residual), linear(c, c))?;
+            let ln2 = self.norm_op(layer.ln2, Param::Ln2w, Param::Ln2b, l, rows);
+            engine.layernorm_forward(ln2, residual2)?;
             let (fc, fc_gelu) = (rows_of(layer.fc, 4 * c), rows_of(layer.fc_gelu, 4 * c));
-            engine.matmul_forward(fc_gelu, ln2.out, p(Param::Fcw), Some(p(Param::Fcb)), Some(fc), linear(c, 4 * c))?;
-            engine.matmul_forward(
-                projected,
-                fc_gelu,
-                p(Param::Fcprojw),
-                Some(p(Param::Fcprojb)),
-                None,
-                linear(4 * c, c),
-            )?;
+            let (weight, bias) = (p(Param::Fcw), Some(p(Param::Fcb)));
+            engine.matmul_forward(fc_gelu, ln2.out, weight, bias, Ending::Gelu(fc), linear(c, 4 * c))?;
+            let residual3 = rows_of(layer.residual3, c);
+            let (weight, bias) = (p(Param::Fcprojw), Some(p(Param::Fcprojb)));
+            engine.matmul_forward(residual3, fc_gelu, weight, bias, Ending::Residual(residual2), linear(4 * c, c))?;
             let next = match self.layers.get(l + 1) {
                 Some(next) => {
                     layers.parameters(engine, l + 1, None)?;
@@ -431,8 +414,7 @@ impl Gpt2 {
                 }
                 None => self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows),
             };
-            let residual3 = rows_of(layer.residual3, c);
-            engine.residual_layernorm_forward(next, residual3, residual2, projected)?;
+            engine.layernorm_forward(next, residual3)?;
             if let Some(next) = after(l) {
                 layers.parameters(engine, next, after(next))?;
             }
@@ -456,7 +438,8 @@ impl Gpt2 {
         let (first, rows) = (rows.start, rows.len());
         let logits = self.logits.slice(0, rows * vp);
         let normed = self.last_norm.out.slice(first * c, rows * c);
-        engine.matmul_forward(logits, normed, self.param(Param::Wte, 0), None, None, Linear { rows, c, oc: vp })?;
+        let wte = self.param(Param::Wte, 0);
+        engine.matmul_forward(logits, normed, wte, None, Ending::Sum, Linear { rows, c, oc: vp })?;
         Ok(logits)
     }
 

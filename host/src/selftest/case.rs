@@ -18,12 +18,6 @@ pub enum Init {
     Poison,
     Zero,
     Values(Vec<f32>),
-    /// first + (i stride mod steps) / 32 at element i.
-    Steps {
-        steps: usize,
-        stride: usize,
-        first: f32,
-    },
     /// i32 values below the bound.
     Tokens {
         below: i32,
@@ -224,9 +218,6 @@ impl Case {
                 Init::Poison => vec![f32::NAN; n],
                 Init::Zero => vec![0.0; n],
                 Init::Values(values) => values.clone(),
-                &Init::Steps { steps, stride, first } => {
-                    (0..n).map(|i| first + (i * stride % steps) as f32 / 32.0).collect()
-                }
                 Init::Tokens { below } => {
                     let tokens: Vec<i32> = (0..operand.len).map(|_| random.below(*below)).collect();
                     engine.write_i32(tensor, &tokens)?;

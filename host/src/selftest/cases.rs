@@ -3,7 +3,8 @@
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use crate::engine::{
-    AdamW, BatchLayout, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope, UpdateRange,
+    AdamW, BatchLayout, Ending, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
+    UpdateRange,
 };
 use crate::model::{CHUNK, Descriptor, Params};
 use crate::tensor::{DType, Tensor};
@@ -13,17 +14,17 @@ pub fn edge() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(1, 1, 64), (3, 7, 80), (2, 33, 200)] {
         cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
-        cases.extend([layernorm_forward(b * t, c), residual_layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+        cases.extend([layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
     }
     // Rows that a whole block takes, and tokens so frequent that many warps add up the gradient of each.
     for (rows, c) in [(9, 1600), (3, 4200)] {
-        cases.extend([layernorm_forward(rows, c), residual_layernorm_forward(rows, c), layernorm_backward(rows, c)]);
+        cases.extend([layernorm_forward(rows, c), layernorm_backward(rows, c)]);
     }
     cases.push(encoder_backward(4, 300, 80, 3));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
         let shape = Linear { rows, c, oc };
-        cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
-        cases.extend([matmul_forward(shape, false, false), matmul_backward(shape, true, true)]);
+        cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
+        cases.extend([matmul_forward(shape, false, EndsIn::Sum), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
         cases.extend([matmul_backward_again(shape), head_backward(shape)]);
     }
@@ -38,14 +39,7 @@ pub fn edge() -> Vec<Case> {
         cases.extend([classifier(rows, v, vp, true), classifier(rows, v, vp, false)]);
     }
     for n in [8, 1000, 12_344] {
-        cases.extend([
-            residual_forward(n),
-            global_norm(n),
-            sum(n),
-            adamw(cut(n)),
-            cast_to_float(n),
-            cast_from_float(n),
-        ]);
+        cases.extend([global_norm(n), sum(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
     }
     cases
 }
@@ -55,11 +49,11 @@ pub fn model() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(4, 1024, 768), (2, 512, 1600), (1, 256, 4096)] {
         cases.extend([encoder_forward(b, t, c, 50257), encoder_backward(b, t, c, 50257)]);
-        cases.extend([layernorm_forward(b * t, c), residual_layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+        cases.extend([layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
     }
     for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
         let shape = Linear { rows, c, oc };
-        cases.extend([matmul_forward(shape, true, false), matmul_forward(shape, true, true)]);
+        cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
         cases.push(head_backward(shape));
     }
@@ -74,7 +68,7 @@ pub fn model() -> Vec<Case> {
     }
     cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
     for n in [1 << 20, 7_087_872] {
-        cases.extend([residual_forward(n), global_norm(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([global_norm(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
     cases
@@ -92,13 +86,12 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
     vec![
         encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
-        matmul_forward(linear(c, 3 * c), true, false),
+        matmul_forward(linear(c, 3 * c), true, EndsIn::Sum),
         attention_forward(shape),
-        matmul_forward(linear(c, c), true, false),
-        residual_layernorm_forward(rows, c),
-        matmul_forward(linear(c, 4 * c), true, true),
-        matmul_forward(linear(4 * c, c), true, false),
-        matmul_forward(head, false, false),
+        matmul_forward(linear(c, c), true, EndsIn::Residual),
+        matmul_forward(linear(c, 4 * c), true, EndsIn::Gelu),
+        matmul_forward(linear(4 * c, c), true, EndsIn::Residual),
+        matmul_forward(head, false, EndsIn::Sum),
         classifier(chunk, v, vp, false),
         classifier(chunk, v, vp, true),
         head_backward(head),
@@ -127,7 +120,7 @@ pub fn copy(n: usize) -> Case {
 
 /// A product of square matrices.
 pub fn square_product(n: usize) -> Case {
-    matmul_forward(Linear { rows: n, c: n, oc: n }, false, false)
+    matmul_forward(Linear { rows: n, c: n, oc: n }, false, EndsIn::Sum)
 }
 
 const UNIT: Init = Init::Uniform { mean: 0.0, spread: 1.0 };
@@ -239,20 +232,6 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
     })
 }
 
-fn residual_layernorm_forward(rows: usize, c: usize) -> Case {
-    let mut operands = norm_operands(rows, c).to_vec();
-    operands.push(output("residual", rows * c, Tolerance::ELEMENTWISE));
-    // Multiples of 1/32 below 4 in magnitude: their sums are bf16 values, so the statistics of the rounded sum are those of
-    // the exact one that the reference keeps.
-    operands.push(input("a", rows * c, Init::Steps { steps: 160, stride: 37, first: -2.0 }));
-    operands.push(input("b", rows * c, Init::Steps { steps: 48, stride: 29, first: -0.75 }));
-    let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
-    let shape = format!("{rows}x{c}");
-    case("residual_layernorm_forward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.residual_layernorm_forward(norm_at(x, c), x[5], x[6], x[7])
-    })
-}
-
 fn layernorm_backward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     for operand in &mut operands[..3] {
@@ -271,24 +250,24 @@ fn layernorm_backward(rows: usize, c: usize) -> Case {
     })
 }
 
-fn residual_forward(n: usize) -> Case {
-    let operands = vec![output("residual", n, Tolerance::ELEMENTWISE), input("a", n, UNIT), input("b", n, UNIT)];
-    let work = Work { floats: 3 * n, bytes: 0, flops: 0 };
-    exact(case("residual_forward", format!("{n}"), scope(1, 1, 8, 1, 128, 0), operands, work, move |e, x| {
-        e.residual_forward(x[0], x[1], x[2])
-    }))
-}
-
 fn linear_scope(shape: Linear) -> Scope {
     scope(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
 }
 
-fn linear_name(shape: Linear, bias: bool, gelu: bool) -> String {
-    let Linear { rows, c, oc } = shape;
-    format!("{rows}x{oc}x{c}{}{}", if bias { " bias" } else { "" }, if gelu { " gelu" } else { "" })
+/// As [`Ending`], without the tensors.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EndsIn {
+    Sum,
+    Residual,
+    Gelu,
 }
 
-fn matmul_forward(shape: Linear, bias: bool, gelu: bool) -> Case {
+fn linear_name(shape: Linear, bias: bool) -> String {
+    let Linear { rows, c, oc } = shape;
+    format!("{rows}x{oc}x{c}{}", if bias { " bias" } else { "" })
+}
+
+fn matmul_forward(shape: Linear, bias: bool, ending: EndsIn) -> Case {
     let Linear { rows, c, oc } = shape;
     let mut operands = vec![
         output("out", rows * oc, Tolerance::CHAIN),
@@ -296,14 +275,27 @@ fn matmul_forward(shape: Linear, bias: bool, gelu: bool) -> Case {
         input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
         input("bias", oc, UNIT),
     ];
-    if gelu {
-        operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
-    }
-    let floats = rows * c + oc * c + rows * oc * if gelu { 2 } else { 1 };
-    let work = Work { floats, bytes: 0, flops: 2 * rows * c * oc };
-    let name = linear_name(shape, bias, gelu);
+    let (name, matrices) = match ending {
+        EndsIn::Sum => ("", 1),
+        EndsIn::Residual => {
+            operands[0].checked = Some(Tolerance::ACCUMULATED);
+            operands.push(input("residual", rows * oc, UNIT));
+            (" residual", 2)
+        }
+        EndsIn::Gelu => {
+            operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
+            (" gelu", 2)
+        }
+    };
+    let work = Work { floats: rows * c + oc * c + rows * oc * matrices, bytes: 0, flops: 2 * rows * c * oc };
+    let name = linear_name(shape, bias) + name;
     let case = case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
-        e.matmul_forward(x[0], x[1], x[2], bias.then_some(x[3]), gelu.then(|| x[4]), shape)
+        let ending = match ending {
+            EndsIn::Sum => Ending::Sum,
+            EndsIn::Residual => Ending::Residual(x[4]),
+            EndsIn::Gelu => Ending::Gelu(x[4]),
+        };
+        e.matmul_forward(x[0], x[1], x[2], bias.then_some(x[3]), ending, shape)
     });
     let pass = Work { floats: 2 * rows * oc, ..Work::default() };
     Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Product, Work { floats: 0, ..work })], ..case }
@@ -324,7 +316,7 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     }
     let floats = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
     let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
-    let name = linear_name(shape, bias, gelu);
+    let name = linear_name(shape, bias) + if gelu { " gelu" } else { "" };
     let case = case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
         let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], again: None });
         e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu, shape)
@@ -356,8 +348,9 @@ fn matmul_backward_again(shape: Linear) -> Case {
     case.shape += " again";
     case.work.floats += rows * c;
     case.parts.push((Part::Kernel("gelu_forward"), Work { floats: 2 * rows * c, ..Work::default() }));
-    let forward =
-        move |e: &mut dyn Engine, x: &[Tensor]| e.matmul_forward(x[10], x[7], x[8], Some(x[9]), Some(x[6]), before);
+    let forward = move |e: &mut dyn Engine, x: &[Tensor]| {
+        e.matmul_forward(x[10], x[7], x[8], Some(x[9]), Ending::Gelu(x[6]), before)
+    };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
         let gelu = GeluInput { pre_gelu: x[6], again: Some(again) };

@@ -3,7 +3,7 @@
 use super::table::{Cell, Column, Json, Table};
 use crate::cli::count;
 use crate::commands::resources::Hardware;
-use crate::engine::{Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
+use crate::engine::{Ending, Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
 use crate::model::Descriptor;
 use crate::plan::{Group, Plan};
 use crate::tensor::Tensor;
@@ -105,8 +105,14 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
     engine.allocate(&plan)?;
     let tuning = engine.tune(true, &mut |engine| {
         let (widened, narrowed) = (gelu && oc > c, gelu && oc < c);
+        let ending = match bias {
+            _ if widened => Ending::Gelu(pre_gelu),
+            // What gives as many columns as a model has channels goes to the residual stream.
+            true if oc <= c => Ending::Residual(dout),
+            _ => Ending::Sum,
+        };
         let bias = |tensor: Tensor| bias.then_some(tensor);
-        engine.matmul_forward(out, inp, weight, bias(biases), widened.then_some(pre_gelu), shape)?;
+        engine.matmul_forward(out, inp, weight, bias(biases), ending, shape)?;
         // As where inp is not kept: the layer before made it of as many columns as this one gives.
         let before = Linear { rows, c: oc, oc: c };
         let again = Some(GeluForward { inp: out, weight: dweight, bias: bias(biases), shape: before });

@@ -43,49 +43,6 @@ pub(super) fn forward(arena: &mut Arena, op: LayerNorm, inp: Tensor) -> Result<(
     Ok(())
 }
 
-pub(super) fn residual_forward(arena: &mut Arena, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
-    let n = residual.len;
-    let [residual, a, b] = arena.split("residual_forward", [("residual", residual, n), ("a", a, n), ("b", b, n)])?;
-    let chunks = residual.par_chunks_mut(super::CHUNK).zip(a.par_chunks(super::CHUNK).zip(b.par_chunks(super::CHUNK)));
-    chunks.for_each(|(residual, (a, b))| add(residual, a, b));
-    Ok(())
-}
-
-fn add(sum: &mut [f32], a: &[f32], b: &[f32]) {
-    for (sum, (a, b)) in sum.iter_mut().zip(a.iter().zip(b)) {
-        *sum = a + b;
-    }
-}
-
-pub(super) fn residual_layernorm_forward(
-    arena: &mut Arena,
-    op: LayerNorm,
-    residual: Tensor,
-    a: Tensor,
-    b: Tensor,
-) -> Result<()> {
-    let (c, rows) = (op.c, op.mean.len);
-    ensure!(c > 0, "a LayerNorm over no channels");
-    let operands = [
-        ("out", op.out, rows * c),
-        ("mean", op.mean, rows),
-        ("rstd", op.rstd, rows),
-        ("weight", op.weight, c),
-        ("bias", op.bias, c),
-        ("residual", residual, rows * c),
-        ("a", a, rows * c),
-        ("b", b, rows * c),
-    ];
-    let [out, mean, rstd, weight, bias, residual, a, b] = arena.split("residual_layernorm_forward", operands)?;
-    let sums = residual.par_chunks_mut(c).zip(a.par_chunks(c).zip(b.par_chunks(c)));
-    let rows = out.par_chunks_mut(c).zip(mean.par_iter_mut().zip(rstd)).zip(sums);
-    rows.with_min_len(ROWS).for_each(|((out, (mean, rstd)), (residual, (a, b)))| {
-        add(residual, a, b);
-        (*mean, *rstd) = normalise(out, residual, weight, bias);
-    });
-    Ok(())
-}
-
 pub(super) fn backward(
     arena: &mut Arena,
     dinp: Tensor,

@@ -1,7 +1,7 @@
 use super::arena::{ABSENT, Arena};
 use super::gelu::{derivative, gelu};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
-use crate::engine::{GeluInput, Linear, Result};
+use crate::engine::{Ending, GeluInput, Linear, Result};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
@@ -17,18 +17,25 @@ pub(super) fn forward(
     inp: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
-    pre_gelu: Option<Tensor>,
+    ending: Ending,
     shape: Linear,
 ) -> Result<()> {
     let Linear { rows, c, oc } = shape;
+    let (residual, pre_gelu) = match ending {
+        Ending::Sum => (ABSENT, ABSENT),
+        Ending::Residual(residual) => (residual, ABSENT),
+        Ending::Gelu(pre_gelu) => (ABSENT, pre_gelu),
+    };
+    let whole = |tensor: Tensor| if tensor.len == 0 { 0 } else { rows * oc };
     let operands = [
         ("out", out, rows * oc),
         ("inp", inp, rows * c),
         ("weight", weight, oc * c),
         ("bias", bias.unwrap_or(ABSENT), bias.map_or(0, |_| oc)),
-        ("pre_gelu", pre_gelu.unwrap_or(ABSENT), pre_gelu.map_or(0, |_| rows * oc)),
+        ("residual", residual, whole(residual)),
+        ("pre_gelu", pre_gelu, whole(pre_gelu)),
     ];
-    let [out, inp, weight, bias, pre_gelu] = arena.split("matmul_forward", operands)?;
+    let [out, inp, weight, bias, residual, pre_gelu] = arena.split("matmul_forward", operands)?;
     let product = if pre_gelu.is_empty() { &mut *out } else { &mut *pre_gelu };
     let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
     multiply(product, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
@@ -36,6 +43,13 @@ pub(super) fn forward(
         product.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
             for (value, bias) in row.iter_mut().zip(&*bias) {
                 *value += bias;
+            }
+        });
+    }
+    if !residual.is_empty() {
+        out.par_chunks_mut(super::CHUNK).zip(residual.par_chunks(super::CHUNK)).for_each(|(out, residual)| {
+            for (out, residual) in out.iter_mut().zip(residual) {
+                *out += residual;
             }
         });
     }

@@ -17,8 +17,8 @@ mod memory;
 mod tests;
 
 use super::{
-    AdamW, BatchLayout, Engine, GeluInput, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading, Recurring,
-    Result, Scope, Ticket, UpdateRange,
+    AdamW, BatchLayout, Ending, Engine, GeluInput, Heads, HostBuffer, LayerNorm, Linear, Optimized, Peak, Reading,
+    Recurring, Result, Scope, Ticket, UpdateRange,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -211,10 +211,6 @@ impl Engine for Cpu {
         layernorm::forward(&mut self.arena, op, inp)
     }
 
-    fn residual_layernorm_forward(&mut self, op: LayerNorm, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
-        layernorm::residual_layernorm_forward(&mut self.arena, op, residual, a, b)
-    }
-
     fn layernorm_backward(
         &mut self,
         dinp: Tensor,
@@ -227,20 +223,16 @@ impl Engine for Cpu {
         layernorm::backward(&mut self.arena, dinp, dweight, dbias, dout, inp, op)
     }
 
-    fn residual_forward(&mut self, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
-        layernorm::residual_forward(&mut self.arena, residual, a, b)
-    }
-
     fn matmul_forward(
         &mut self,
         out: Tensor,
         inp: Tensor,
         weight: Tensor,
         bias: Option<Tensor>,
-        pre_gelu: Option<Tensor>,
+        ending: Ending,
         shape: Linear,
     ) -> Result<()> {
-        matmul::forward(&mut self.arena, out, inp, weight, bias, pre_gelu, shape)
+        matmul::forward(&mut self.arena, out, inp, weight, bias, ending, shape)
     }
 
     fn matmul_backward(

@@ -86,27 +86,34 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, wide: bool, again: bool) {
+    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, ending in 0usize..3, again: bool) {
         let mut bench = Bench::new();
         let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
         let (dinp, dweight) = (bench.normal(rows * c), bench.normal(oc * c));
         let (out, dout) = (bench.normal(rows * oc), bench.normal(rows * oc));
         let bias = bias.then(|| bench.normal(oc));
         let dbias = bias.map(|_| bench.normal(oc));
-        let pre_gelu = wide.then(|| bench.normal(rows * oc));
-        let before_gelu = wide.then(|| bench.normal(rows * c));
+        let beside = bench.normal(rows * oc);
+        let ending = [Ending::Sum, Ending::Residual(beside), Ending::Gelu(beside)][ending];
+        let before_gelu = matches!(ending, Ending::Gelu(_)).then(|| bench.normal(rows * c));
         bench.ready();
         let shape = Linear { rows, c, oc };
-        bench.engine.matmul_forward(out, inp, weight, bias, pre_gelu, shape).unwrap();
+        bench.engine.matmul_forward(out, inp, weight, bias, ending, shape).unwrap();
         let (x, w) = (bench.before(inp), bench.before(weight));
         let b = bias.map(|bias| bench.before(bias));
         let mut expected = product(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
         for (i, value) in expected.iter_mut().enumerate() {
             *value += b.as_ref().map_or(0.0, |b| b[i % oc]);
         }
-        if let Some(pre_gelu) = pre_gelu {
-            bench.assert("pre_gelu", pre_gelu, &expected);
-            expected = expected.into_iter().map(gelu).collect();
+        match ending {
+            Ending::Sum => {}
+            Ending::Residual(residual) => {
+                expected.iter_mut().zip(bench.before(residual)).for_each(|(value, residual)| *value += residual);
+            }
+            Ending::Gelu(pre_gelu) => {
+                bench.assert("pre_gelu", pre_gelu, &expected);
+                expected = expected.into_iter().map(gelu).collect();
+            }
         }
         bench.assert("out", out, &expected);
 
@@ -143,17 +150,15 @@ proptest! {
     #[test]
     fn layernorm(rows in 1usize..40, c in 2usize..90) {
         let mut bench = Bench::new();
-        let (a, b, residual) = (bench.normal(rows * c), bench.normal(rows * c), bench.normal(rows * c));
+        let inp = bench.normal(rows * c);
         let (weight, bias) = (bench.normal(c), bench.normal(c));
         let (mean, rstd, out) = (bench.normal(rows), bench.normal(rows), bench.normal(rows * c));
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         let (dweight, dbias) = (bench.normal(c), bench.normal(c));
-        let (plain, sum) = (bench.normal(rows * c), bench.normal(rows * c));
         bench.ready();
         let op = LayerNorm { out, mean, rstd, weight, bias, c };
-        bench.engine.residual_layernorm_forward(op, residual, a, b).unwrap();
-        let x: Vec<f64> = bench.before(a).into_iter().zip(bench.before(b)).map(|(a, b)| a + b).collect();
-        bench.assert("residual", residual, &x);
+        bench.engine.layernorm_forward(op, inp).unwrap();
+        let x = bench.before(inp);
         let (w, beta) = (bench.before(weight), bench.before(bias));
         let means: Vec<f64> = x.chunks(c).map(|row| row.iter().sum::<f64>() / c as f64).collect();
         let variance = |row: &[f64], mean: f64| row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
@@ -167,12 +172,8 @@ proptest! {
         bench.assert_of(0.1, "mean", mean, &means);
         bench.assert("rstd", rstd, &rstds);
         bench.assert("out", out, &expected);
-        bench.engine.layernorm_forward(LayerNorm { out: plain, ..op }, residual).unwrap();
-        bench.assert("out without residual", plain, &expected);
-        bench.engine.residual_forward(sum, a, b).unwrap();
-        bench.assert("sum", sum, &x);
 
-        bench.engine.layernorm_backward(dinp, dweight, dbias, dout, residual, op).unwrap();
+        bench.engine.layernorm_backward(dinp, dweight, dbias, dout, inp, op).unwrap();
         let d = bench.before(dout);
         let (mut dw, mut db) = (bench.before(dweight), bench.before(dbias));
         let mut dx = bench.before(dinp);
@@ -323,7 +324,7 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
         bench.ready();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
-            bench.engine.matmul_forward(out, inp, weight, None, None, shape).unwrap();
+            bench.engine.matmul_forward(out, inp, weight, None, Ending::Sum, shape).unwrap();
             bench.engine.matmul_backward(dinp, dweight, None, dout, inp, weight, None, shape).unwrap();
             bench.engine.global_norm(norm, dweight).unwrap();
         });
@@ -431,10 +432,12 @@ fn misuse_is_an_error_that_names_the_tensor() {
     let (a, b) = (bench.normal(64), bench.normal(64));
     bench.ready();
     let mut message = |op: &dyn Fn(&mut Cpu) -> Result<()>| op(&mut bench.engine).unwrap_err().to_string();
-    let overlap = message(&|engine| engine.residual_forward(a.slice(0, 40), a.slice(20, 40), b.slice(0, 40)));
+    let shape = Linear { rows: 8, c: 8, oc: 8 };
+    let beside = Tensor { offset: a.offset + 4 * 20, ..a };
+    let overlap = message(&|engine| engine.matmul_forward(a, beside, b, None, Ending::Sum, shape));
     assert!(overlap.contains("overlap"), "{overlap}");
-    let short = message(&|engine| engine.residual_forward(a, b.slice(0, 63), b.slice(63, 1)));
-    assert!(short.contains("tensor 'a' has 63 elements, its shape asks for 64"), "{short}");
+    let short = message(&|engine| engine.matmul_forward(a, b.slice(0, 63), b, None, Ending::Sum, shape));
+    assert!(short.contains("tensor 'inp' has 63 elements, its shape asks for 64"), "{short}");
     let bf16 = message(&|engine| engine.zero(Tensor { dtype: DType::Bf16, ..a }));
     assert!(bf16.contains("bf16"), "{bf16}");
     let outside = message(&|engine| engine.zero(Tensor { offset: 1 << 20, ..a }));

@@ -60,7 +60,7 @@ fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory:
         let b = matrices.fetch::<T>("B", operands.b, i * k * n, k * n)?;
         let mut d = vec![0.0; m * n];
         if problem.accumulate {
-            d = matrices.fetch::<Out>("D", operands.d, i * m * n, m * n)?;
+            d = matrices.fetch::<Out>("C", operands.c.unwrap_or(operands.d), i * m * n, m * n)?;
         }
         if problem.element == Element::Tf32 {
             let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();

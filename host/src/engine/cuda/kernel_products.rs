@@ -65,6 +65,7 @@ impl KernelProduct {
         let product = match (transpose_a, transpose_b, accumulate, problem.epilogue, output) {
             (true, false, false, Epilogue::None, None) => Product::ABt,
             (true, false, false, Epilogue::Bias, None) => Product::ABtBias,
+            (true, false, true, Epilogue::Bias, None) => Product::ABtBiasResidual,
             (true, false, false, Epilogue::GeluAuxBias, None) => Product::ABtBiasGelu,
             (false, false, false, Epilogue::None, None) => Product::AB,
             (false, false, false, Epilogue::DGelu, None) => Product::ABGeluBackward,
@@ -119,9 +120,9 @@ impl KernelProduct {
         let Scratch { parts, room } = executor.scratch();
         let needed = tiling.room(self.product, self.shape);
         ensure!(needed <= room, "{self:?} by {tiling:?} needs {needed} f32 of scratch, {room} were planned");
-        let Operands { a, b, d, bias, aux, gelu } = self.operands;
+        let Operands { a, b, d, c, bias, aux, gelu } = self.operands;
         // The library's auxiliary matrix is what a forward writes and a backward reads.
-        let (aux, second) = if self.product == Product::ABtBiasGelu { (None, aux) } else { (aux, gelu) };
+        let (aux, second) = if self.product == Product::ABtBiasGelu { (None, aux) } else { (aux.or(c), gelu) };
         let mut map = |address: u64, Map { extents, tile }: Map| {
             executor.tensor_map(Global::from_address(address), Extents::Matrix(extents), tile)
         };

@@ -1,4 +1,4 @@
-//! Layer normalisation, alone and after a residual sum.
+//! Layer normalisation.
 
 use super::{Cuda, Float, shared_bytes};
 use crate::engine::{LayerNorm, Result, Scope};
@@ -41,32 +41,6 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) 
     );
     let grid = shape.forward_grid(rows, cuda.executor.multiprocessors());
     cuda.launch(&launch, [grid, 1, 1], shape.forward_shared_bytes::<T>())
-}
-
-pub(super) fn residual_forward<T: Float>(
-    cuda: &mut Cuda<T>,
-    op: LayerNorm,
-    residual: Tensor,
-    a: Tensor,
-    b: Tensor,
-) -> Result<()> {
-    let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
-    let launch = layernorm::dispatch!(
-        shape,
-        residual_layernorm_forward::<T>(
-            cuda.output("residual", residual, n)?,
-            cuda.output("out", op.out, n)?,
-            cuda.output("mean", op.mean, rows)?,
-            cuda.output("rstd", op.rstd, rows)?,
-            cuda.input("a", a, n)?,
-            cuda.input("b", b, n)?,
-            cuda.input("weight", op.weight, op.c)?,
-            cuda.input("bias", op.bias, op.c)?,
-            rows as u32,
-            op.c as u32,
-        )
-    );
-    cuda.launch(&launch, [shape.residual_forward_grid(rows), 1, 1], Shape::residual_forward_shared_bytes())
 }
 
 pub(super) fn backward<T: Float>(

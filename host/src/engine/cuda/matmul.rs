@@ -2,7 +2,7 @@
 
 use super::kernel_products::Scratch;
 use super::{Cuda, Emulation, Float, Products, bias, gelu};
-use crate::engine::{GeluForward, GeluFusion, GeluInput, Linear, Result, Scope};
+use crate::engine::{Ending, GeluForward, GeluFusion, GeluInput, Linear, Result, Scope};
 use crate::tensor::{DType, Tensor};
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use gpu::attention::launch::Prepared;
@@ -51,17 +51,22 @@ impl<T: Float> Cuda<T> {
     }
 }
 
-/// `aux`: where a product that ends in GELU leaves what went into it.
+/// A product with an ending of its own.
 fn forward_product<T: Float>(
     cuda: &Cuda<T>,
     out: Tensor,
     inp: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
-    aux: Option<Tensor>,
+    ending: Ending,
     shape: Linear,
 ) -> Result<(Problem, Operands)> {
     let Linear { rows, c, oc } = shape;
+    let (residual, pre_gelu) = match ending {
+        Ending::Sum => (None, None),
+        Ending::Residual(residual) => (Some(residual), None),
+        Ending::Gelu(pre_gelu) => (None, Some(pre_gelu)),
+    };
     let problem = Problem {
         m: oc,
         n: rows,
@@ -69,12 +74,12 @@ fn forward_product<T: Float>(
         transpose_a: true,
         transpose_b: false,
         element: cuda.element(),
-        epilogue: match (bias, aux) {
+        epilogue: match (bias, pre_gelu) {
             (Some(_), Some(_)) => Epilogue::GeluAuxBias,
             (Some(_), None) => Epilogue::Bias,
             _ => Epilogue::None,
         },
-        accumulate: false,
+        accumulate: residual.is_some(),
         batch: 1,
         output: None,
     };
@@ -83,7 +88,8 @@ fn forward_product<T: Float>(
         b: cuda.operand("inp", inp, rows * c)?,
         d: cuda.operand("out", out, rows * oc)?,
         bias: bias.map(|bias| cuda.operand("bias", bias, oc)).transpose()?,
-        aux: aux.map(|aux| cuda.operand("pre_gelu", aux, rows * oc)).transpose()?,
+        c: residual.map(|residual| cuda.operand("residual", residual, rows * oc)).transpose()?,
+        aux: pre_gelu.map(|pre_gelu| cuda.operand("pre_gelu", pre_gelu, rows * oc)).transpose()?,
         gelu: None,
     };
     Ok((problem, operands))
@@ -95,17 +101,17 @@ pub(super) fn forward<T: Float>(
     inp: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
-    pre_gelu: Option<Tensor>,
+    ending: Ending,
     shape: Linear,
 ) -> Result<()> {
-    let fused = pre_gelu.filter(|_| cuda.fuses_gelu_forward(bias, shape.oc));
-    let product = if fused.is_some() { out } else { pre_gelu.unwrap_or(out) };
-    let (problem, operands) = forward_product(cuda, product, inp, weight, bias, fused, shape)?;
+    let apart = match ending {
+        Ending::Gelu(pre_gelu) if !cuda.fuses_gelu_forward(bias, shape.oc) => Some(pre_gelu),
+        _ => None,
+    };
+    let (product, own_ending) = apart.map_or((out, ending), |pre_gelu| (pre_gelu, Ending::Sum));
+    let (problem, operands) = forward_product(cuda, product, inp, weight, bias, own_ending, shape)?;
     cuda.product(&problem, &operands)?;
-    match pre_gelu {
-        Some(pre_gelu) if fused.is_none() => gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc),
-        _ => Ok(()),
-    }
+    apart.map_or(Ok(()), |pre_gelu| gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc))
 }
 
 /// The product to repeat where `out`, the GELU of `pre_gelu`, is to be made again: the library's GELU saw its product before that
@@ -119,7 +125,7 @@ fn gelu_product<T: Float>(
     if !cuda.fuses_gelu_forward(bias, shape.oc) {
         return Ok(None);
     }
-    let product = forward_product(cuda, out, inp, weight, bias, Some(pre_gelu), shape)?;
+    let product = forward_product(cuda, out, inp, weight, bias, Ending::Gelu(pre_gelu), shape)?;
     Ok(if cuda.executor.is_by_kernel(&product.0, &product.1)? { None } else { Some(product) })
 }
 
@@ -184,6 +190,7 @@ pub(super) fn backward<T: Float>(
         a: cuda.operand("weight", weight, oc * c)?,
         b: dout,
         d: cuda.operand("dinp", dinp, rows * c)?,
+        c: None,
         bias: None,
         aux: fused.map(|gelu| cuda.operand("pre_gelu", gelu.pre_gelu, rows * c)).transpose()?,
         gelu: None,
@@ -226,6 +233,7 @@ pub(super) fn backward<T: Float>(
         } else {
             cuda.operand("dweight", dweight, oc * c)?
         },
+        c: None,
         bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
         aux: None,
         gelu: None,

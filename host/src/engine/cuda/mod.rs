@@ -24,15 +24,14 @@ mod modules;
 mod peak;
 mod profile;
 mod recordings;
-mod residual;
 mod tensor_maps;
 mod tuning;
 
 pub use modules::embedded;
 
 use super::{
-    AdamW, Algorithms, BatchLayout, Engine, GeluFusion, GeluInput, Heads, HostBuffer, Interval, LayerNorm, Linear,
-    OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning, UpdateRange,
+    AdamW, Algorithms, BatchLayout, Ending, Engine, GeluFusion, GeluInput, Heads, HostBuffer, Interval, LayerNorm,
+    Linear, OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning, UpdateRange,
 };
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
@@ -489,10 +488,6 @@ impl<T: Float> Engine for Cuda<T> {
         layernorm::forward(self, op, inp)
     }
 
-    fn residual_layernorm_forward(&mut self, op: LayerNorm, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
-        layernorm::residual_forward(self, op, residual, a, b)
-    }
-
     fn layernorm_backward(
         &mut self,
         dinp: Tensor,
@@ -505,20 +500,16 @@ impl<T: Float> Engine for Cuda<T> {
         layernorm::backward(self, dinp, dweight, dbias, dout, inp, op)
     }
 
-    fn residual_forward(&mut self, residual: Tensor, a: Tensor, b: Tensor) -> Result<()> {
-        residual::forward(self, residual, a, b)
-    }
-
     fn matmul_forward(
         &mut self,
         out: Tensor,
         inp: Tensor,
         weight: Tensor,
         bias: Option<Tensor>,
-        pre_gelu: Option<Tensor>,
+        ending: Ending,
         shape: Linear,
     ) -> Result<()> {
-        matmul::forward(self, out, inp, weight, bias, pre_gelu, shape)
+        matmul::forward(self, out, inp, weight, bias, ending, shape)
     }
 
     fn matmul_backward(
