@@ -111,6 +111,57 @@ fn training_steps_are_free_of_faults() {
     assert_eq!(by_kernels[0], by_kernels[1]);
 }
 
+/// The gradients of all parameters after a micro-step of a model of two layers, tensor by tensor.
+fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)> {
+    let descriptor = Descriptor::new(2, channels / 64, channels, 16, 50).unwrap();
+    let layout = BatchLayout { b: 2, t: 9 };
+    let recompute = Recompute::GeluAndNorms;
+    let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: false, recompute };
+    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    engine.allocate(&plan).unwrap();
+    initialise(&model, engine, 42).unwrap();
+    let mut words = engine.host_buffer(layout.words()).unwrap();
+    for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
+        *word = (i * i % 50) as i32;
+    }
+    layout.sort(&mut words);
+    layout.set_seed(&mut words, 1);
+    engine.load_batch(model.batch, layout, words).unwrap();
+    let training = model.training.unwrap();
+    engine.zero(training.grads).unwrap();
+    engine.zero(model.losses).unwrap();
+    model.forward(engine, layout).unwrap();
+    model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
+    model.backward(engine, layout).unwrap();
+    let read = |(param, layer)| {
+        let values = engine.read(model.grad_store(&training).tensor(param, layer)).unwrap();
+        (format!("{param:?} of layer {layer}"), values)
+    };
+    model.layout.file_order().map(read).collect()
+}
+
+/// The CPU engine has the norms sum them up, the CUDA engine where a row takes a whole block: both ways are the same.
+#[test]
+fn gradients_of_biases_come_from_norms_or_products() {
+    for (precision, channels, by_norms, tolerance) in [
+        (Precision::Fp32, 128, false, 1e-4),
+        (Precision::Fp32, 576, true, 1e-4),
+        (Precision::Bf16, 128, false, 3e-2),
+        (Precision::Bf16, 1088, true, 3e-2),
+    ] {
+        let (engine, reference) = (&mut *emulated_checked(precision, false), &mut Cpu::new());
+        assert_eq!((engine.norm_sums_columns(channels), reference.norm_sums_columns(channels)), (by_norms, true));
+        for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
+            let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+            for (i, (got, want)) in got.iter().zip(want).enumerate() {
+                let off = (got - want).abs();
+                let what = format!("{precision:?}, C = {channels}: {name}[{i}]");
+                assert!(off <= tolerance * largest, "{what}: {got}, expected {want}, of {largest}");
+            }
+        }
+    }
+}
+
 const UPDATE: AdamW =
     AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
 

@@ -11,7 +11,10 @@
 //! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
 //! The gradients of weight and bias are per-block sums in `partials` (blocks, 2, C) f32, weight first, which a second
-//! kernel adds up: no atomics, the same on every run with the same grid.
+//! kernel adds up: no atomics, the same on every run with the same grid. Where there are registers for a third sum
+//! ([`Shape::sums_columns`]), `partials` may be (blocks, 3, C): the column sums of dinp as it has become. That is what is
+//! asked for where dinp is the gradient of a linear layer's output, whose bias needs no pass of its own then. They are
+//! sums of the values before those are rounded to T: exacter than sums of what is stored, and without instructions to widen it.
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
@@ -103,9 +106,21 @@ impl Shape {
         layout.bytes()
     }
 
+    /// Whether [`layernorm_backward`] has instances that sum the columns of dinp: with WARPS = 8, where its registers hold a
+    /// third sum of PACKETS packets.
+    pub const fn sums_columns(self) -> bool {
+        matches!(self, Self::Block1 | Self::Block4)
+    }
+
     /// f32 elements of `partials` for [`layernorm_backward`].
-    pub const fn backward_partials(self, rows: usize, channels: usize, multiprocessors: usize) -> usize {
-        self.backward_grid(rows, multiprocessors) as usize * 2 * channels
+    pub const fn backward_partials(
+        self,
+        rows: usize,
+        channels: usize,
+        multiprocessors: usize,
+        column_sums: bool,
+    ) -> usize {
+        self.backward_grid(rows, multiprocessors) as usize * sums_of_columns(column_sums) * channels
     }
 }
 
@@ -123,6 +138,25 @@ macro_rules! layernorm_dispatch {
     };
 }
 pub use layernorm_dispatch as dispatch;
+
+/// Calls the instance of [`layernorm_backward`] for a [`Shape`], with column sums or, always where the shape has none
+/// ([`Shape::sums_columns`]), without: `layernorm::dispatch_backward!(shape, column_sums, <bf16>(…))`.
+#[macro_export]
+macro_rules! layernorm_dispatch_backward {
+    ($shape:expr, $column_sums:expr, <$element:ty>($($argument:expr),* $(,)?)) => {{
+        use $crate::layernorm::{Shape, layernorm_backward};
+        match ($shape, $column_sums) {
+            (Shape::Warp3, _) => layernorm_backward::<$element, 3, 1, 1, false>($($argument),*),
+            (Shape::Warp4, _) => layernorm_backward::<$element, 4, 1, 1, false>($($argument),*),
+            (Shape::Block1, false) => layernorm_backward::<$element, 1, 8, 2, false>($($argument),*),
+            (Shape::Block1, true) => layernorm_backward::<$element, 1, 8, 2, true>($($argument),*),
+            (Shape::Block4, false) => layernorm_backward::<$element, 4, 8, 1, false>($($argument),*),
+            (Shape::Block4, true) => layernorm_backward::<$element, 4, 8, 1, true>($($argument),*),
+            (Shape::Block8, _) => layernorm_backward::<$element, 8, 8, 1, false>($($argument),*),
+        }
+    }};
+}
+pub use layernorm_dispatch_backward as dispatch_backward;
 
 /// Scratch of [`Place::sums`] of so many values at a time.
 fn scratch(layout: &mut Layout, values: usize) -> SharedArray<f32> {
@@ -147,6 +181,11 @@ const fn stages(packets: usize) -> usize {
 /// dinp, (stages, 3, ROWS, PACKETS, threads) packets. The latter is used again for the warps' sums.
 fn backward_shared<T: Element>(layout: &mut Layout, packets: usize, rows: usize) -> (SharedArray<f32>, SharedArray<T>) {
     (scratch(layout, 2 * rows), layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET))
+}
+
+/// Sums that [`layernorm_backward`] has of each column.
+const fn sums_of_columns(column_sums: bool) -> usize {
+    if column_sums { 3 } else { 2 }
 }
 
 /// Each warp's sums of dweight and dbias, (warps, 2, C), over the memory of the stages: with one warp per row, C is at most
@@ -350,15 +389,26 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
     }
 }
 
-/// dinp += the gradient of inp, where dout is that of normed; partials = the block's sums of dweight and dbias, any
-/// content before ([`Shape::backward_partials`] elements). Grid [`Shape::backward_grid`],
-/// shared memory [`Shape::backward_shared_bytes`]; then [`layernorm_backward_reduce`].
+/// dinp += the gradient of inp, where dout is that of normed; partials = the block's sums of dweight and dbias and, with
+/// COLUMN_SUMS, of the columns of the new dinp, any content before ([`Shape::backward_partials`] elements). Grid
+/// [`Shape::backward_grid`], shared memory [`Shape::backward_shared_bytes`]; then [`layernorm_backward_reduce`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
-    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
+    bf16_3 = <cuda_std::bf16, 3, 1, 1, false>, bf16_4 = <cuda_std::bf16, 4, 1, 1, false>,
+    bf16_1x8 = <cuda_std::bf16, 1, 8, 2, false>, bf16_1x8_sums = <cuda_std::bf16, 1, 8, 2, true>,
+    bf16_4x8 = <cuda_std::bf16, 4, 8, 1, false>, bf16_4x8_sums = <cuda_std::bf16, 4, 8, 1, true>,
+    bf16_8x8 = <cuda_std::bf16, 8, 8, 1, false>,
+    f32_3 = <f32, 3, 1, 1, false>, f32_4 = <f32, 4, 1, 1, false>,
+    f32_1x8 = <f32, 1, 8, 2, false>, f32_1x8_sums = <f32, 1, 8, 2, true>,
+    f32_4x8 = <f32, 4, 8, 1, false>, f32_4x8_sums = <f32, 4, 8, 1, true>,
+    f32_8x8 = <f32, 8, 8, 1, false>,
 ))]
-pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
+pub fn layernorm_backward<
+    T: Element,
+    const PACKETS: usize,
+    const WARPS: usize,
+    const ROWS: usize,
+    const COLUMN_SUMS: bool,
+>(
     dinp: GlobalMut<T>,
     partials: GlobalMut<f32>,
     dout: Global<T>,
@@ -369,6 +419,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
     rows: u32,
     channels: u32,
 ) {
+    const { assert!(WARPS > 1 || !COLUMN_SUMS, "column sums are not added up over warps") };
     let (scratch, stage) = backward_shared::<T>(&mut Layout::new(), PACKETS, ROWS);
     let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch);
     let (rows, channels) = (rows as usize, place.channels);
@@ -406,6 +457,7 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
     let weight = place.parameter(weight);
     let mut dweight = [[0.0; 8]; PACKETS];
     let mut dbias = [[0.0; 8]; PACKETS];
+    let mut columns = [[0.0; 8]; PACKETS];
 
     let mut row = place.row();
     let (mut buffer, mut turn) = (0, 0);
@@ -454,7 +506,11 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
                     let new = Packet::from_fn(|i| {
                         let normed = (x.get(i) - m) * rstd;
                         let dnormed = dy.get(i) * w.get(i);
-                        math::fma(dnormed - sum - normed * projection, rstd, dx.get(i))
+                        let value = math::fma(dnormed - sum - normed * projection, rstd, dx.get(i));
+                        if COLUMN_SUMS {
+                            columns[k][i] += value;
+                        }
+                        value
                     });
                     dinp.set_packet((row + r) * channels + column, new);
                 }
@@ -470,12 +526,15 @@ pub fn layernorm_backward<T: Element, const PACKETS: usize, const WARPS: usize, 
         }
     }
 
-    let partials = partials.skip(thread::block_idx_x() as usize * 2 * channels);
+    let partials = partials.skip(thread::block_idx_x() as usize * sums_of_columns(COLUMN_SUMS) * channels);
     if WARPS > 1 {
         for k in 0..PACKETS {
             if let Some(column) = place.column(k) {
                 set(|i, x| partials.set_packet(column + i, x), &dweight[k], T::PACKET);
                 set(|i, x| partials.set_packet(channels + column + i, x), &dbias[k], T::PACKET);
+                if COLUMN_SUMS {
+                    set(|i, x| partials.set_packet(2 * channels + column + i, x), &columns[k], T::PACKET);
+                }
             }
         }
         return;
@@ -513,19 +572,33 @@ fn set(set: impl Fn(usize, Packet<f32>), values: &[f32; 8], count: usize) {
     }
 }
 
-/// dweight (C) and dbias (C) += sums over blocks of partials (blocks, 2, C), rounded to nearest. Grid
-/// [`column_sum::grid`] of 2 C, shared memory [`column_sum::shared`]; `blocks` is [`layernorm_backward`]'s grid.
+/// dweight (C), dbias (C) and column_sums (C; null for none) += sums over blocks of partials (blocks, 2, C), (blocks, 3, C) with
+/// column sums, rounded to nearest. Grid [`reduce_grid`], shared memory [`column_sum::shared`]; `blocks` is
+/// [`layernorm_backward`]'s grid.
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn layernorm_backward_reduce<T: Element>(
     dweight: GlobalMut<T>,
     dbias: GlobalMut<T>,
+    column_sums: GlobalMut<T>,
     partials: Global<f32>,
     blocks: u32,
     channels: u32,
 ) {
     let channels = channels as usize;
-    if let Some((column, sum)) = column_sum::column_sum(partials, blocks as usize, 2 * channels) {
-        let (to, column) = if column < channels { (dweight, column) } else { (dbias, column - channels) };
+    let sums = sums_of_columns(!column_sums.is_null());
+    if let Some((column, sum)) = column_sum::column_sum(partials, blocks as usize, sums * channels) {
+        let (to, column) = if column < channels {
+            (dweight, column)
+        } else if column < 2 * channels {
+            (dbias, column - channels)
+        } else {
+            (column_sums, column - 2 * channels)
+        };
         to.set(column, T::from_f32(to.at(column).to_f32() + sum));
     }
+}
+
+/// Blocks of [`layernorm_backward_reduce`].
+pub const fn reduce_grid(channels: usize, column_sums: bool) -> u32 {
+    column_sum::grid(sums_of_columns(column_sums) * channels)
 }

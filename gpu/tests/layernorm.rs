@@ -3,15 +3,17 @@
 mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
-use gpu::layernorm::{Shape, dispatch, layernorm_backward_reduce};
+use gpu::layernorm::{Shape, dispatch, dispatch_backward, layernorm_backward_reduce, reduce_grid};
+use proptest::prop_oneof;
 
 tests! {
     kernels of "layernorm.rs";
     for both types: forward, backward, normed_has_mean_0_and_variance_1, shifts_do_not_matter,
         constant_rows, large_rows, nan_stays_in_its_row, gradients_of_inp_are_orthogonal, gradients_of_bias_are_exact,
-        nan_gradients_stay_in_their_place, every_width_has_a_shape;
+        column_sums_are_exact, nan_gradients_stay_in_their_place, every_width_has_a_shape;
 }
 
 /// (rows, C): one row; C = 80 k leaves lanes idle; each shape of both types, the widest row too; rows that fill no block, and so many
@@ -181,6 +183,8 @@ struct Backward<T> {
     dinp: Vec<T>,
     dweight: Vec<T>,
     dbias: Vec<T>,
+    /// If they are asked for.
+    column_sums: Option<Vec<T>>,
     dout: Vec<T>,
     inp: Vec<T>,
     weight: Vec<T>,
@@ -193,14 +197,19 @@ impl<T: Tolerance> Backward<T> {
             dinp: rounded(&noise(size, seed + 6)),
             dweight: rounded(&noise(channels, seed + 7)),
             dbias: rounded(&noise(channels, seed + 8)),
+            column_sums: None,
             dout: rounded(&noise(size, seed + 5)),
             inp: self::rows(rows, channels, seed + 1),
             weight: rounded(&noise(channels, seed + 2)),
         }
     }
 
-    /// New dinp, dweight, dbias.
-    fn run(&self, multiprocessors: usize) -> [Vec<f64>; 3] {
+    fn with_column_sums(self, seed: u32) -> Self {
+        Self { column_sums: Some(rounded(&noise(self.weight.len(), seed))), ..self }
+    }
+
+    /// New dinp, dweight, dbias and, if asked for, column sums.
+    fn run(&self, multiprocessors: usize) -> Vec<Vec<f64>> {
         let channels = self.weight.len();
         let rows = self.inp.len() / channels;
         let shape = Shape::of::<T>(channels).unwrap();
@@ -212,19 +221,23 @@ impl<T: Tolerance> Backward<T> {
         let rstd = memory.input("rstd", &rounded::<f32>(&stats.rstd));
         let dinp = memory.buffer("dinp", &self.dinp);
         let (dweight, dbias) = (memory.buffer("dweight", &self.dweight), memory.buffer("dbias", &self.dbias));
-        let grid = shape.backward_grid(rows, multiprocessors);
-        let partials = memory.output::<f32>("partials", shape.backward_partials(rows, channels, multiprocessors));
+        let column_sums = self.column_sums.as_ref().map(|sums| memory.buffer("column_sums", sums));
+        let (grid, summed) = (shape.backward_grid(rows, multiprocessors), column_sums.is_some());
+        let partials = shape.backward_partials(rows, channels, multiprocessors, summed);
+        let partials = memory.output::<f32>("partials", partials);
         let (n, c) = (rows as u32, channels as u32);
-        let launch = dispatch!(shape, layernorm_backward::<T>(dinp, partials, dout, inp, weight, mean, rstd, n, c));
+        let launch = dispatch_backward!(shape, summed, <T>(dinp, partials, dout, inp, weight, mean, rstd, n, c));
         run(&mut memory, &launch, grid, shape.backward_shared_bytes::<T>());
-        let launch = layernorm_backward_reduce(dweight, dbias, partials.reader(), grid, c);
-        run(&mut memory, &launch, column_sum::grid(2 * channels), shared_bytes(column_sum::shared));
-        [dinp, dweight, dbias].map(|view| read(&memory, view))
+        let none = GlobalMut::new(std::ptr::null_mut());
+        let launch = layernorm_backward_reduce(dweight, dbias, column_sums.unwrap_or(none), partials.reader(), grid, c);
+        run(&mut memory, &launch, reduce_grid(channels, summed), shared_bytes(column_sum::shared));
+        [dinp, dweight, dbias].into_iter().chain(column_sums).map(|view| read(&memory, view)).collect()
     }
 
-    fn reference(&self) -> [Vec<f64>; 3] {
+    fn reference(&self) -> Vec<Vec<f64>> {
         let channels = self.weight.len();
-        let mut want = [&self.dinp, &self.dweight, &self.dbias].map(|values| wide(values));
+        let before = [&self.dinp, &self.dweight, &self.dbias].into_iter().chain(&self.column_sums);
+        let mut want: Vec<_> = before.map(|values| wide(values)).collect();
         let (xs, dys, ws) = (wide(&self.inp), wide(&self.dout), wide(&self.weight));
         let stats = reference(&xs, &ws, &ws);
         for (row, (mean, rstd)) in stats.mean.iter().zip(&stats.rstd).enumerate() {
@@ -237,9 +250,20 @@ impl<T: Tolerance> Backward<T> {
                 want[0][at(c)] += (dnormed(c) - mean - normed(c) * projection) * rstd;
                 want[1][c] += dys[at(c)] * normed(c);
                 want[2][c] += dys[at(c)];
+                let dinp = want[0][at(c)];
+                if let Some(column_sums) = want.get_mut(3) {
+                    column_sums[c] += dinp;
+                }
             }
         }
         want
+    }
+}
+
+fn check_gradients<T: Tolerance>(got: &[Vec<f64>], want: &[Vec<f64>]) {
+    assert_eq!(got.len(), want.len());
+    for (what, (got, want)) in ["dinp", "dweight", "dbias", "column sums"].into_iter().zip(got.iter().zip(want)) {
+        assert_close(what, got, want, T::ROUNDING, 1.0);
     }
 }
 
@@ -249,8 +273,12 @@ fn backward<T: Tolerance>() {
     for (n, channels) in shapes::<T>().chain(wide) {
         let case = Backward::<T>::new(n, channels, 0);
         let (got, want) = (case.run(1 + n % 2), case.reference());
-        for (i, what) in ["dinp", "dweight", "dbias"].into_iter().enumerate() {
-            assert_close(what, &got[i], &want[i], T::ROUNDING, 1.0);
+        check_gradients::<T>(&got, &want);
+        if Shape::of::<T>(channels).is_some_and(Shape::sums_columns) {
+            let case = case.with_column_sums(9);
+            let (with_sums, want) = (case.run(1 + n % 2), case.reference());
+            check_gradients::<T>(&with_sums, &want);
+            assert!(with_sums[..3] == got, "{n} x {channels}: column sums change other gradients");
         }
     }
 }
@@ -262,8 +290,8 @@ fn gradients_of_inp_are_orthogonal<T: Tolerance>() {
         let mut case = Backward::<T>::new(n, channels, seed);
         case.dinp.fill(T::from_f32(0.0));
         let stats = reference(&wide(&case.inp), &vec![1.0; channels], &vec![0.0; channels]);
-        let [dinp, ..] = case.run(1);
-        for (dinp, normed) in dinp.chunks(channels).zip(stats.normed.chunks(channels)) {
+        let got = case.run(1);
+        for (dinp, normed) in got[0].chunks(channels).zip(stats.normed.chunks(channels)) {
             let size = dinp.iter().map(|x| x.abs()).sum::<f64>().max(1e-3);
             let stretch: f64 = dinp.iter().zip(normed).map(|(d, x)| d * x).sum();
             // Epsilon leaves a little of the stretch.
@@ -286,14 +314,36 @@ fn gradients_of_bias_are_exact<T: Tolerance>() {
     });
 }
 
+/// Of integers to which nothing is added, whichever blocks take the rows, in every shape that has them.
+fn column_sums_are_exact<T: Tolerance>() {
+    let shapes = (1..30usize, prop_oneof![129..257usize, 257..300usize], 1..4usize, 0..9u32);
+    for_all(24, shapes, |(n, packets, multiprocessors, seed)| {
+        let channels = packets * T::PACKET;
+        let (dinp, before) = (integers(n * channels, seed), integers(channels, seed + 1));
+        let mut case = Backward::<T>::new(n, channels, seed);
+        case.dout.fill(T::from_f32(0.0));
+        (case.dinp, case.column_sums) = (rounded(&dinp), Some(rounded(&before)));
+        let sum = |c: usize| before[c] + dinp.iter().skip(c).step_by(channels).sum::<f64>();
+        let want: Vec<_> = (0..channels).map(|c| f64::from(T::nearest(sum(c) as f32))).collect();
+        let got = case.run(multiprocessors);
+        assert_same("dinp", &got[0], &dinp);
+        assert_same("column sums", &got[3], &want);
+    });
+}
+
 /// dout in its row and column, inp in its row and everywhere in dweight.
 fn nan_gradients_stay_in_their_place<T: Tolerance>() {
     for channels in [80, 1024, 1600, 4096] {
         let mut case = Backward::<T>::new(5, channels, 0);
+        let summed = Shape::of::<T>(channels).is_some_and(Shape::sums_columns);
+        case = if summed { case.with_column_sums(9) } else { case };
         let mut want = case.run(1);
         case.dout[2 * channels + 9] = T::from_f32(f32::NAN);
         want[0][2 * channels..3 * channels].fill(f64::NAN);
         (want[1][9], want[2][9]) = (f64::NAN, f64::NAN);
+        if summed {
+            want[3].fill(f64::NAN);
+        }
         for (got, want) in case.run(1).iter().zip(&want) {
             assert_close("gradient", got, want, 0.0, 0.0);
         }

@@ -528,12 +528,18 @@ pub trait Engine {
     /// out (rows, c) = (inp - mean) rstd weight + bias; mean, rstd (rows).
     fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()>;
 
-    /// dinp (rows, c) += gradient through the norm; dweight, dbias (c) +=.
+    /// Whether [`layernorm_backward`](Self::layernorm_backward) over `c` channels has the column sums of dinp for less than
+    /// [`matmul_backward`](Self::matmul_backward), which would read it for them.
+    fn norm_sums_columns(&self, c: usize) -> bool;
+
+    /// dinp (rows, c) += gradient through the norm; dweight, dbias (c) +=; column_sums (c) += column sums of the new dinp, as
+    /// the gradient of a bias that was added to inp.
     fn layernorm_backward(
         &mut self,
         dinp: Tensor,
         dweight: Tensor,
         dbias: Tensor,
+        column_sums: Option<Tensor>,
         dout: Tensor,
         inp: Tensor,
         op: LayerNorm,

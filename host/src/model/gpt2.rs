@@ -8,6 +8,10 @@
 //! ```
 //! Each residual sum is fused with the LayerNorm that reads it, so layer `l` ends with layer `l + 1`'s ln1.
 //!
+//! attproj's and fcproj's outputs are added to the residual stream, so the gradients of their biases are the column sums of the
+//! stream's gradient: as ln2's backward leaves it, and as the next layer's ln1's or the last norm's does. The norm sums them up
+//! as it writes, where the engine has that for less than the product ([`Engine::norm_sums_columns`]).
+//!
 //! The backward pass reads a layer's activations again. What [`Recompute`] names is not kept for it but lies in one buffer
 //! for all layers, and is computed again by the operation that made it: the gradients are the same to the last bit.
 //!
@@ -500,21 +504,23 @@ impl Gpt2 {
         let rows_of = |tensor: Tensor, width: usize| tensor.slice(0, rows * width);
         let grads = self.grad_store(training);
         let grad = |param, layer| grads.tensor(param, layer);
-        let enter = |engine: &mut dyn Engine, layers: &mut dyn Layers, layer: usize| {
-            layers.parameters(engine, layer, layer.checked_sub(1))?;
-            layers.gradients(engine, layer)
-        };
+        let by_norms = engine.norm_sums_columns(c);
+        let summed_by_norm = |param, layer| by_norms.then(|| grad(param, layer));
         let dresidual = rows_of(training.dresidual, c);
         let dchannels = rows_of(training.dchannels, c);
 
-        enter(engine, layers, self.layers.len() - 1)?;
+        let last_layer = self.layers.len() - 1;
+        layers.parameters(engine, last_layer, last_layer.checked_sub(1))?;
+        layers.gradients(engine, last_layer)?;
         let lnf = self.norm_op(self.last_norm, Param::Lnfw, Param::Lnfb, 0, rows);
         engine.zero(dresidual)?;
-        let last = rows_of(self.layers[self.layers.len() - 1].residual3, c);
-        engine.layernorm_backward(dresidual, grad(Param::Lnfw, 0), grad(Param::Lnfb, 0), dchannels, last, lnf)?;
+        let last = rows_of(self.layers[last_layer].residual3, c);
+        let (dw, db, sums) = (grad(Param::Lnfw, 0), grad(Param::Lnfb, 0), summed_by_norm(Param::Fcprojb, last_layer));
+        engine.layernorm_backward(dresidual, dw, db, sums, dchannels, last, lnf)?;
 
         for (l, layer) in self.layers.iter().enumerate().rev() {
             let (p, g) = (|param| self.param(param, l), |param| grad(param, l));
+            let summed_by_product = |param| (!by_norms).then(|| g(param));
             let residual = rows_of(if l == 0 { self.encoded } else { self.layers[l - 1].residual3 }, c);
             let dwide = rows_of(training.dwide, 4 * c);
             let (fc, fc_gelu) = (rows_of(layer.fc, 4 * c), rows_of(layer.fc_gelu, 4 * c));
@@ -527,14 +533,15 @@ impl Gpt2 {
                 GeluForward { inp: ln2.out, weight: p(Param::Fcw), bias: Some(p(Param::Fcb)), shape: linear(c, 4 * c) };
             let again = (training.recompute >= Recompute::Gelu).then_some(forward);
             let gelu = Some(GeluInput { pre_gelu: fc, again });
-            let (dw, db) = (g(Param::Fcprojw), Some(g(Param::Fcprojb)));
+            let (dw, db) = (g(Param::Fcprojw), summed_by_product(Param::Fcprojb));
             engine.matmul_backward(dwide, dw, db, dresidual, fc_gelu, p(Param::Fcprojw), gelu, linear(4 * c, c))?;
             let (dw, db) = (g(Param::Fcw), Some(g(Param::Fcb)));
             engine.matmul_backward(dchannels, dw, db, dwide, ln2.out, p(Param::Fcw), None, linear(c, 4 * c))?;
-            engine.layernorm_backward(dresidual, g(Param::Ln2w), g(Param::Ln2b), dchannels, residual2, ln2)?;
+            let (dw, db, sums) = (g(Param::Ln2w), g(Param::Ln2b), summed_by_norm(Param::Attprojb, l));
+            engine.layernorm_backward(dresidual, dw, db, sums, dchannels, residual2, ln2)?;
 
             let attention = rows_of(layer.attention, c);
-            let (dw, db) = (g(Param::Attprojw), Some(g(Param::Attprojb)));
+            let (dw, db) = (g(Param::Attprojw), summed_by_product(Param::Attprojb));
             engine.matmul_backward(dchannels, dw, db, dresidual, attention, p(Param::Attprojw), None, linear(c, c))?;
             let (qkv, dqkv) = (rows_of(layer.qkv, 3 * c), rows_of(training.dwide, 3 * c));
             let lse = layer.lse.slice(0, heads * rows);
@@ -545,10 +552,16 @@ impl Gpt2 {
             }
             let (dw, db) = (g(Param::Qkvw), Some(g(Param::Qkvb)));
             engine.matmul_backward(dchannels, dw, db, dqkv, ln1.out, p(Param::Qkvw), None, linear(c, 3 * c))?;
-            engine.layernorm_backward(dresidual, g(Param::Ln1w), g(Param::Ln1b), dchannels, residual, ln1)?;
+            let below = l.checked_sub(1);
+            if let Some(below) = below {
+                layers.gradients(engine, below)?;
+            }
+            let sums = below.and_then(|below| summed_by_norm(Param::Fcprojb, below));
+            let (dw, db) = (g(Param::Ln1w), g(Param::Ln1b));
+            engine.layernorm_backward(dresidual, dw, db, sums, dchannels, residual, ln1)?;
             layers.differentiated(engine, Unit::Layer(l))?;
-            if let Some(below) = l.checked_sub(1) {
-                enter(engine, layers, below)?;
+            if let Some(below) = below {
+                layers.parameters(engine, below, below.checked_sub(1))?;
             }
         }
         engine.encoder_backward(grad(Param::Wte, 0), grad(Param::Wpe, 0), dresidual, self.batch, layout, c)?;

@@ -202,7 +202,8 @@ pub trait Layers {
     /// will follow.
     fn parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
 
-    /// Before the pass adds to the gradients of `layer`.
+    /// Before the pass adds to the gradients of `layer`; it still adds to those of the layer above until that is
+    /// [`differentiated`](Self::differentiated).
     fn gradients(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()>;
 
     /// Once the pass will not touch the gradients of `unit` again.

@@ -14,11 +14,13 @@ pub fn edge() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(1, 1, 64), (3, 7, 80), (2, 33, 200)] {
         cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
-        cases.extend([layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+        cases.push(layernorm_forward(b * t, c));
+        cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
     }
     // Rows that a whole block takes, and tokens so frequent that many warps add up the gradient of each.
     for (rows, c) in [(9, 1600), (3, 4200)] {
-        cases.extend([layernorm_forward(rows, c), layernorm_backward(rows, c)]);
+        cases.push(layernorm_forward(rows, c));
+        cases.extend([false, true].map(|sums| layernorm_backward(rows, c, sums)));
     }
     cases.push(encoder_backward(4, 300, 80, 3));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
@@ -26,7 +28,8 @@ pub fn edge() -> Vec<Case> {
         cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
         cases.extend([matmul_forward(shape, false, EndsIn::Sum), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
-        cases.extend([matmul_backward_again(shape), head_backward(shape)]);
+        cases.extend([true, false].map(|bias| matmul_backward_again(shape, bias)));
+        cases.push(head_backward(shape));
     }
     cases.extend([copy(8), copy(1001)]);
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
@@ -49,7 +52,8 @@ pub fn model() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(4, 1024, 768), (2, 512, 1600), (1, 256, 4096)] {
         cases.extend([encoder_forward(b, t, c, 50257), encoder_backward(b, t, c, 50257)]);
-        cases.extend([layernorm_forward(b * t, c), layernorm_backward(b * t, c)]);
+        cases.push(layernorm_forward(b * t, c));
+        cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
     }
     for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
         let shape = Linear { rows, c, oc };
@@ -58,7 +62,8 @@ pub fn model() -> Vec<Case> {
         cases.push(head_backward(shape));
     }
     for (rows, c) in [(2048, 768), (512, 1600)] {
-        cases.push(matmul_backward_again(Linear { rows, c: 4 * c, oc: c }));
+        let shape = Linear { rows, c: 4 * c, oc: c };
+        cases.extend([true, false].map(|bias| matmul_backward_again(shape, bias)));
     }
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
@@ -74,8 +79,8 @@ pub fn model() -> Vec<Case> {
     cases
 }
 
-/// Every operation of a training step of a model on batches of b x t tokens, to be timed.
-pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
+/// Every operation of a training step of a model on batches of b x t tokens, as it is on `engine`, to be timed.
+pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine) -> Vec<Case> {
     let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
     let layout = Params::new(*descriptor);
     let (rows, vp, n) = (b * t, descriptor.padded_vocab(), layout.elements());
@@ -83,6 +88,7 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
     let shape = Heads { b, t, heads, head_size: descriptor.head_size() };
     let linear = |c, oc| Linear { rows, c, oc };
     let head = Linear { rows: chunk, c, oc: vp };
+    let by_norms = engine.norm_sums_columns(c);
     vec![
         encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
@@ -97,11 +103,11 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize) -> Vec<Case> {
         head_backward(head),
         cast_from_float(vp * c),
         cast_to_float(vp * c),
-        layernorm_backward(rows, c),
-        matmul_backward(linear(4 * c, c), true, true),
-        matmul_backward_again(linear(4 * c, c)),
+        layernorm_backward(rows, c, by_norms),
+        matmul_backward(linear(4 * c, c), !by_norms, true),
+        matmul_backward_again(linear(4 * c, c), !by_norms),
         matmul_backward(linear(c, 4 * c), true, false),
-        matmul_backward(linear(c, c), true, false),
+        matmul_backward(linear(c, c), !by_norms, false),
         attention_backward(shape),
         matmul_backward(linear(c, 3 * c), true, false),
         encoder_backward(b, t, c, v),
@@ -232,7 +238,7 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
     })
 }
 
-fn layernorm_backward(rows: usize, c: usize) -> Case {
+fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     for operand in &mut operands[..3] {
         operand.checked = None;
@@ -244,9 +250,12 @@ fn layernorm_backward(rows: usize, c: usize) -> Case {
     operands.push(accumulated("dbias", c, Tolerance::REDUCTION));
     operands.push(input("dout", rows * c, UNIT));
     operands.push(input("inp", rows * c, UNIT));
+    // Of what was rounded, where no kernel of the norm sums them up.
+    operands.push(accumulated("column_sums", c, Tolerance::ACCUMULATED));
     let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
-    case("layernorm_backward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.layernorm_backward(x[5], x[6], x[7], x[8], x[9], norm_at(x, c))
+    let shape = format!("{rows}x{c}{}", if column_sums { " column sums" } else { "" });
+    case("layernorm_backward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+        e.layernorm_backward(x[5], x[6], x[7], column_sums.then_some(x[10]), x[8], x[9], norm_at(x, c))
     })
 }
 
@@ -330,10 +339,10 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
 }
 
 /// Where inp is the GELU of another layer's output and is not kept.
-fn matmul_backward_again(shape: Linear) -> Case {
+fn matmul_backward_again(shape: Linear, bias: bool) -> Case {
     let Linear { rows, c, oc } = shape;
     let before = Linear { rows, c: oc, oc: c };
-    let mut case = matmul_backward(shape, true, true);
+    let mut case = matmul_backward(shape, bias, true);
     // A product with what was rounded.
     case.operands[1].checked = Some(Tolerance::CHAIN);
     case.operands[4] = output("inp", rows * c, Tolerance::CHAIN);
@@ -354,7 +363,7 @@ fn matmul_backward_again(shape: Linear) -> Case {
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
         let gelu = GeluInput { pre_gelu: x[6], again: Some(again) };
-        e.matmul_backward(x[0], x[1], Some(x[2]), x[3], x[4], x[5], Some(gelu), shape)
+        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], Some(gelu), shape)
     };
     Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }

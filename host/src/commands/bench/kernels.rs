@@ -87,7 +87,7 @@ pub fn run(options: &Kernels) -> Result<()> {
 
     for (model, descriptor, batch) in models {
         let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
-        for case in of_model(&descriptor, batch, options.seq).iter().filter(|case| wanted(case)) {
+        for case in of_model(&descriptor, batch, options.seq, engine).iter().filter(|case| wanted(case)) {
             let speed = case.time(engine)?;
             let time = Spread::of(speed.samples);
             table.row(&cells(model, case.operation, &case.shape, time, case.work, float, ceilings))?;

@@ -1,4 +1,5 @@
-use super::arena::Arena;
+use super::arena::{ABSENT, Arena};
+use super::matmul::add_column_sums;
 use crate::engine::{LayerNorm, Result};
 use crate::tensor::Tensor;
 use anyhow::ensure;
@@ -48,6 +49,7 @@ pub(super) fn backward(
     dinp: Tensor,
     dweight: Tensor,
     dbias: Tensor,
+    column_sums: Option<Tensor>,
     dout: Tensor,
     inp: Tensor,
     op: LayerNorm,
@@ -58,13 +60,15 @@ pub(super) fn backward(
         ("dinp", dinp, rows * c),
         ("dweight", dweight, c),
         ("dbias", dbias, c),
+        ("column_sums", column_sums.unwrap_or(ABSENT), column_sums.map_or(0, |_| c)),
         ("dout", dout, rows * c),
         ("inp", inp, rows * c),
         ("mean", op.mean, rows),
         ("rstd", op.rstd, rows),
         ("weight", op.weight, c),
     ];
-    let [dinp, dweight, dbias, dout, inp, mean, rstd, weight] = arena.split("layernorm_backward", operands)?;
+    let [dinp, dweight, dbias, column_sums, dout, inp, mean, rstd, weight] =
+        arena.split("layernorm_backward", operands)?;
     let (dout, inp, mean, rstd, weight) = (&*dout, &*inp, &*mean, &*rstd, &*weight);
     let statistics = || mean.iter().zip(rstd);
 
@@ -82,6 +86,7 @@ pub(super) fn backward(
             *dinp += rstd * (dout * w - mean_d - (x - mean) * rstd * mean_dn);
         }
     });
+    add_column_sums(column_sums, dinp, c);
 
     let columns = dweight.par_chunks_mut(COLUMNS).zip(dbias.par_chunks_mut(COLUMNS)).enumerate();
     columns.for_each(|(i, (dweight, dbias))| {

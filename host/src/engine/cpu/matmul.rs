@@ -5,7 +5,7 @@ use crate::engine::{Ending, GeluInput, Linear, Result};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
-/// Columns of `dout` that one task sums into `dbias`.
+/// Columns that one task sums.
 const COLUMNS: usize = 32;
 
 /// Threads of the current pool.
@@ -74,6 +74,21 @@ fn gelu_of(out: &mut [f32], pre_gelu: &[f32]) {
     });
 }
 
+/// to (columns, or none of them) += sums over the rows of values (rows, columns)
+pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
+    to.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, to)| {
+        let mut sums = [0.0f64; COLUMNS];
+        for row in values.chunks(columns) {
+            for (sum, value) in sums.iter_mut().zip(&row[i * COLUMNS..][..to.len()]) {
+                *sum += f64::from(*value);
+            }
+        }
+        for (to, sum) in to.iter_mut().zip(sums) {
+            *to += sum as f32;
+        }
+    });
+}
+
 pub(super) fn backward(
     arena: &mut Arena,
     dinp: Tensor,
@@ -104,17 +119,7 @@ pub(super) fn backward(
     let dout_matrix = Matrix::row_major(dout, rows, oc);
     multiply(dinp, Into::Overwrite, 1.0, dout_matrix, Matrix::row_major(weight, oc, c), ALL);
     multiply(dweight, Into::Add, 1.0, dout_matrix.transposed(), Matrix::row_major(inp, rows, c), ALL);
-    dbias.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, dbias)| {
-        let mut sums = [0.0f64; COLUMNS];
-        for row in dout.chunks(oc) {
-            for (sum, d) in sums.iter_mut().zip(&row[i * COLUMNS..][..dbias.len()]) {
-                *sum += f64::from(*d);
-            }
-        }
-        for (dbias, sum) in dbias.iter_mut().zip(sums) {
-            *dbias += sum as f32;
-        }
-    });
+    add_column_sums(dbias, dout, oc);
     if !pre_gelu.is_empty() {
         dinp.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(dinp, x)| {
             for (dinp, &x) in dinp.iter_mut().zip(x) {

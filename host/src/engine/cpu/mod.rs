@@ -211,16 +211,21 @@ impl Engine for Cpu {
         layernorm::forward(&mut self.arena, op, inp)
     }
 
+    fn norm_sums_columns(&self, _: usize) -> bool {
+        true
+    }
+
     fn layernorm_backward(
         &mut self,
         dinp: Tensor,
         dweight: Tensor,
         dbias: Tensor,
+        column_sums: Option<Tensor>,
         dout: Tensor,
         inp: Tensor,
         op: LayerNorm,
     ) -> Result<()> {
-        layernorm::backward(&mut self.arena, dinp, dweight, dbias, dout, inp, op)
+        layernorm::backward(&mut self.arena, dinp, dweight, dbias, column_sums, dout, inp, op)
     }
 
     fn matmul_forward(

@@ -148,13 +148,13 @@ proptest! {
     }
 
     #[test]
-    fn layernorm(rows in 1usize..40, c in 2usize..90) {
+    fn layernorm(rows in 1usize..40, c in 2usize..90, summed: bool) {
         let mut bench = Bench::new();
         let inp = bench.normal(rows * c);
         let (weight, bias) = (bench.normal(c), bench.normal(c));
         let (mean, rstd, out) = (bench.normal(rows), bench.normal(rows), bench.normal(rows * c));
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
-        let (dweight, dbias) = (bench.normal(c), bench.normal(c));
+        let (dweight, dbias, column_sums) = (bench.normal(c), bench.normal(c), bench.normal(c));
         bench.ready();
         let op = LayerNorm { out, mean, rstd, weight, bias, c };
         bench.engine.layernorm_forward(op, inp).unwrap();
@@ -173,7 +173,8 @@ proptest! {
         bench.assert("rstd", rstd, &rstds);
         bench.assert("out", out, &expected);
 
-        bench.engine.layernorm_backward(dinp, dweight, dbias, dout, inp, op).unwrap();
+        let summed = summed.then_some(column_sums);
+        bench.engine.layernorm_backward(dinp, dweight, dbias, summed, dout, inp, op).unwrap();
         let d = bench.before(dout);
         let (mut dw, mut db) = (bench.before(dweight), bench.before(dbias));
         let mut dx = bench.before(dinp);
@@ -193,6 +194,13 @@ proptest! {
         bench.assert("dinp", dinp, &dx);
         bench.assert("dweight", dweight, &dw);
         bench.assert("dbias", dbias, &db);
+        let mut sums = bench.before(column_sums);
+        if summed.is_some() {
+            for (i, dx) in dx.iter().enumerate() {
+                sums[i % c] += dx;
+            }
+        }
+        bench.assert("column sums", column_sums, &sums);
     }
 
     #[test]

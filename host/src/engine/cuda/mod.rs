@@ -488,16 +488,21 @@ impl<T: Float> Engine for Cuda<T> {
         layernorm::forward(self, op, inp)
     }
 
+    fn norm_sums_columns(&self, c: usize) -> bool {
+        layernorm::sums_columns::<T>(c)
+    }
+
     fn layernorm_backward(
         &mut self,
         dinp: Tensor,
         dweight: Tensor,
         dbias: Tensor,
+        column_sums: Option<Tensor>,
         dout: Tensor,
         inp: Tensor,
         op: LayerNorm,
     ) -> Result<()> {
-        layernorm::backward(self, dinp, dweight, dbias, dout, inp, op)
+        layernorm::backward(self, dinp, dweight, dbias, column_sums, dout, inp, op)
     }
 
     fn matmul_forward(
