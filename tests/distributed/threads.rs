@@ -453,3 +453,18 @@ fn kernels_round_a_part_as_the_whole() {
         }
     }
 }
+
+/// The first micro-step of a step is queued, then recorded, then replayed; the last, which exchanges, is queued.
+#[test]
+fn recorded_micro_steps_of_ranks_learn_as_the_cpu_does() {
+    let base = Threads { ranks: 2, descriptor: (1, 1, 64), b: 1, accum: 3, steps: 3, ..ON_CPU };
+    let expected = base.run();
+    for stage in [0, 1] {
+        let ends = Threads { on: On::EmulatedWithMasters, stage, ..base }.run();
+        assert_eq!((ends[0].losses.len(), ends[0].error.as_ref()), (3, None));
+        let pairs = ends[0].losses.iter().zip(&expected[0].losses).chain(ends[0].norms.iter().zip(&expected[0].norms));
+        for (got, want) in pairs {
+            assert!((got / want - 1.0).abs() < 0.02, "stage {stage}: {ends:?}, on the CPU {expected:?}");
+        }
+    }
+}

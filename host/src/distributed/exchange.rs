@@ -31,8 +31,8 @@ pub struct Exchange<'a> {
 
 impl Exchange<'_> {
     /// Forward pass, loss and backward pass of the batch that is loaded, with its seed; `dloss` as [`Gpt2::loss`] has it. Where
-    /// there are no other ranks and nothing is divided, so that what is queued depends on no [`Turns`], it is repeated as
-    /// `recurring`, if that is given: `layout` and `dloss` must be the same each time. Gives what [`Engine::repeat`] does.
+    /// nothing is exchanged meanwhile, it is repeated as `recurring`, if that is given: `layout` and `dloss` must be the same each
+    /// time. Gives what [`Engine::repeat`] does.
     pub fn micro_step(
         &mut self,
         engine: &mut dyn Engine,
@@ -41,13 +41,17 @@ impl Exchange<'_> {
         recurring: Option<&Recurring>,
     ) -> Result<Option<String>> {
         let model = self.model;
-        let alone = matches!(self.ranks, Ranks::Alone) && model.zero == Zero::NONE;
+        let exchanges = if self.last {
+            !matches!(self.ranks, Ranks::Alone) || model.zero != Zero::NONE
+        } else {
+            model.zero.divides_gradients()
+        };
         let mut passes = |engine: &mut dyn Engine| {
             model.forward_with(engine, layout, self)?;
             model.loss(engine, layout, Some(dloss))?;
             model.backward_with(engine, layout, self)
         };
-        match recurring.filter(|_| alone) {
+        match recurring.filter(|_| !exchanges) {
             Some(recurring) => engine.repeat(recurring, &mut passes),
             None => passes(engine).map(|()| None),
         }

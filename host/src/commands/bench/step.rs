@@ -140,6 +140,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(waiting) = &waiting {
         table.note("waiting_ms", waiting.each.iter().map(|seconds| 1e3 * seconds).collect::<Vec<_>>());
         table.note("waits", waiting.places);
+        table.note("together_step_ms", 1e3 * waiting.together.median);
         table.note("alone_step_ms", 1e3 * waiting.alone.median);
     }
     if let Some(profile) = profile {
@@ -163,7 +164,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         );
     }
     if let Some((waiting, by)) = waiting.zip(by) {
-        println!("{}", waiting.told(count, &by, step.median));
+        println!("{}", waiting.told(count, &by));
     }
     Ok(())
 }
@@ -193,17 +194,19 @@ struct Waiting {
     each: Vec<f64>,
     /// How often in a step.
     places: usize,
-    /// A step of a rank that exchanges nothing.
+    /// A step, and one of a rank that exchanges nothing, both queued piece by piece: what is exchanged decides what can be recorded.
+    together: Spread,
     alone: Spread,
 }
 
 impl Waiting {
-    fn told(&self, ranks: usize, by: &str, step: f64) -> String {
+    fn told(&self, ranks: usize, by: &str) -> String {
+        let step = self.together.median;
         let percent = |seconds: f64| 100.0 * seconds / step;
         let most = self.each.iter().copied().fold(0.0, f64::max);
         let more = step - self.alone.median;
         format!(
-            "{ranks} ranks, connected by {by}: in a step, rank 0 waits {:.2} ms for the others ({:.2} %), in {} places; the \
+            "{ranks} ranks, connected by {by}: in a step queued piece by piece, rank 0 waits {:.2} ms for the others ({:.2} %), in {} places; the \
              rank that waits most, {:.2} ms ({:.2} %). Without exchange a step takes {:.2} ms: all of it costs {:.2} ms \
              ({:.2} %)",
             1e3 * self.each[0],
@@ -283,13 +286,12 @@ impl StepBench<'_> {
         if ranks.count() == 1 {
             return Ok(None);
         }
-        // As several ranks queue it, or the difference would have another reason as well.
         let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Alone, Queueing::ByPiece));
         let alone = Spread::of(alone.collect::<Result<_>>()?);
         let waits = ranks.time(self.model.training.context("planned for training")?.stats);
-        let (mut sums, mut places) = (Vec::new(), 0);
+        let (mut together, mut sums, mut places) = (Vec::new(), Vec::new(), 0);
         for _ in 0..steps {
-            self.timed_step(ranks, Queueing::AsTrain)?;
+            together.push(self.timed_step(ranks, Queueing::ByPiece)?);
             let waits = waits.take(self.engine)?;
             places = waits.len();
             sums.push(waits.iter().map(Duration::as_secs_f64).sum());
@@ -300,7 +302,7 @@ impl StepBench<'_> {
             .gather(&own.to_le_bytes())?
             .into_iter()
             .map(|bytes| Ok(f64::from_le_bytes(bytes.as_slice().try_into()?)));
-        Ok(Some(Waiting { each: each.collect::<Result<_>>()?, places, alone }))
+        Ok(Some(Waiting { each: each.collect::<Result<_>>()?, places, together: Spread::of(together), alone }))
     }
 
     /// Every kernel of one step, where there are kernels.
