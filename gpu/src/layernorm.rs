@@ -4,9 +4,9 @@
 //!
 //! A row is read once and held until its last use: PACKETS packets in each lane of WARPS warps, so
 //! C <= PACKETS * WARPS * 32 * `T::PACKET`. The triples there are instances of are [`Shape`]: up to 16384 channels in bf16 and
-//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier) or 8 (one group of ROWS rows per block). ROWS is 2 where a row is
-//! one packet for each thread: the barriers of two sums cost as much as those of one. Forward holds a row in registers
-//! and issues all its loads before its first store, since stores may alias them; where a row is one packet for each thread, too
+//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier), 4 (two groups of ROWS rows, each with a barrier of its own) or 8 (one
+//! group). ROWS is 2 where a row is one packet for each thread: the barriers of two sums cost as much as those of one. Forward holds
+//! a row in registers and issues all its loads before its first store, since stores may alias them; where a row is one packet for each thread, too
 //! little would be under way, and the next rows arrive in shared memory. Backward needs its registers for the
 //! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
@@ -28,10 +28,10 @@ const EPSILON: f32 = 1e-5;
 /// How the kernels hold a row; the generic arguments of their instances.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Shape {
-    /// PACKETS = 3, WARPS = 1, ROWS = 1
-    Warp3,
-    /// PACKETS = 4, WARPS = 1, ROWS = 1
-    Warp4,
+    /// PACKETS = 2, WARPS = 1, ROWS = 1
+    Warp2,
+    /// PACKETS = 1, WARPS = 4, ROWS = 2
+    Half1,
     /// PACKETS = 1, WARPS = 8, ROWS = 2
     Block1,
     /// PACKETS = 4, WARPS = 8, ROWS = 1
@@ -48,8 +48,8 @@ impl Shape {
             return None;
         }
         match packets.div_ceil(LANES) {
-            1..=3 => Some(Self::Warp3),
-            4 => Some(Self::Warp4),
+            1..=2 => Some(Self::Warp2),
+            3..=4 => Some(Self::Half1),
             5..=8 => Some(Self::Block1),
             9..=32 => Some(Self::Block4),
             33..=64 => Some(Self::Block8),
@@ -59,25 +59,30 @@ impl Shape {
 
     const fn rows_per_block(self) -> usize {
         match self {
-            Self::Warp3 | Self::Warp4 => BLOCK_WARPS,
+            Self::Warp2 => BLOCK_WARPS,
+            Self::Half1 => 4,
             Self::Block1 => 2,
             Self::Block4 | Self::Block8 => 1,
         }
+    }
+
+    const fn is_of_one_packet(self) -> bool {
+        matches!(self, Self::Half1 | Self::Block1)
     }
 
     /// Blocks of [`layernorm_forward`]: with PACKETS = 1 as many as stay resident on `multiprocessors`, which take many rows each
     /// and load the next ones while they work.
     pub const fn forward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
         let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, (4 * multiprocessors) as u32);
-        if matches!(self, Self::Block1) && resident < useful { resident } else { useful }
+        if self.is_of_one_packet() && resident < useful { resident } else { useful }
     }
 
     /// Bytes of shared memory of [`layernorm_forward`].
     pub fn forward_shared_bytes<T: Element>(self) -> usize {
         let mut layout = Layout::new();
         scratch(&mut layout, MOST_ROWS);
-        if matches!(self, Self::Block1) {
-            forward_ring::<T>(&mut layout, self.rows_per_block());
+        if self.is_of_one_packet() {
+            forward_ring::<T>(&mut layout, MOST_ROWS);
         }
         layout.bytes()
     }
@@ -85,8 +90,8 @@ impl Shape {
     /// Blocks of [`layernorm_backward`], each of which takes many rows: as many as stay resident on `multiprocessors`.
     pub const fn backward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
         let resident = match self {
-            Self::Warp3 | Self::Block1 => 3 * multiprocessors,
-            Self::Warp4 => 2 * multiprocessors,
+            Self::Warp2 | Self::Block1 => 3 * multiprocessors,
+            Self::Half1 => 2 * multiprocessors,
             Self::Block4 | Self::Block8 => multiprocessors,
         };
         let useful = rows.div_ceil(self.rows_per_block());
@@ -96,9 +101,9 @@ impl Shape {
     /// Bytes of shared memory of [`layernorm_backward`].
     pub fn backward_shared_bytes<T: Element>(self) -> usize {
         let (packets, rows) = match self {
-            Self::Block1 => (1, 2),
-            Self::Warp3 => (3, 1),
-            Self::Warp4 | Self::Block4 => (4, 1),
+            Self::Half1 | Self::Block1 => (1, 2),
+            Self::Warp2 => (2, 1),
+            Self::Block4 => (4, 1),
             Self::Block8 => (8, 1),
         };
         let mut layout = Layout::new();
@@ -106,10 +111,10 @@ impl Shape {
         layout.bytes()
     }
 
-    /// Whether [`layernorm_backward`] has instances that sum the columns of dinp: with WARPS = 8, where its registers hold a
-    /// third sum of PACKETS packets.
+    /// Whether [`layernorm_backward`] has instances that sum the columns of dinp: where registers hold a third sum of PACKETS
+    /// packets.
     pub const fn sums_columns(self) -> bool {
-        matches!(self, Self::Block1 | Self::Block4)
+        matches!(self, Self::Half1 | Self::Block1 | Self::Block4)
     }
 
     /// f32 elements of `partials` for [`layernorm_backward`].
@@ -129,8 +134,8 @@ impl Shape {
 macro_rules! layernorm_dispatch {
     ($shape:expr, $kernel:ident::<$element:ty>($($argument:expr),* $(,)?)) => {
         match $shape {
-            $crate::layernorm::Shape::Warp3 => $crate::layernorm::$kernel::<$element, 3, 1, 1>($($argument),*),
-            $crate::layernorm::Shape::Warp4 => $crate::layernorm::$kernel::<$element, 4, 1, 1>($($argument),*),
+            $crate::layernorm::Shape::Warp2 => $crate::layernorm::$kernel::<$element, 2, 1, 1>($($argument),*),
+            $crate::layernorm::Shape::Half1 => $crate::layernorm::$kernel::<$element, 1, 4, 2>($($argument),*),
             $crate::layernorm::Shape::Block1 => $crate::layernorm::$kernel::<$element, 1, 8, 2>($($argument),*),
             $crate::layernorm::Shape::Block4 => $crate::layernorm::$kernel::<$element, 4, 8, 1>($($argument),*),
             $crate::layernorm::Shape::Block8 => $crate::layernorm::$kernel::<$element, 8, 8, 1>($($argument),*),
@@ -146,8 +151,9 @@ macro_rules! layernorm_dispatch_backward {
     ($shape:expr, $column_sums:expr, <$element:ty>($($argument:expr),* $(,)?)) => {{
         use $crate::layernorm::{Shape, layernorm_backward};
         match ($shape, $column_sums) {
-            (Shape::Warp3, _) => layernorm_backward::<$element, 3, 1, 1, false>($($argument),*),
-            (Shape::Warp4, _) => layernorm_backward::<$element, 4, 1, 1, false>($($argument),*),
+            (Shape::Warp2, _) => layernorm_backward::<$element, 2, 1, 1, false>($($argument),*),
+            (Shape::Half1, false) => layernorm_backward::<$element, 1, 4, 2, false>($($argument),*),
+            (Shape::Half1, true) => layernorm_backward::<$element, 1, 4, 2, true>($($argument),*),
             (Shape::Block1, false) => layernorm_backward::<$element, 1, 8, 2, false>($($argument),*),
             (Shape::Block1, true) => layernorm_backward::<$element, 1, 8, 2, true>($($argument),*),
             (Shape::Block4, false) => layernorm_backward::<$element, 4, 8, 1, false>($($argument),*),
@@ -188,11 +194,11 @@ const fn sums_of_columns(column_sums: bool) -> usize {
     if column_sums { 3 } else { 2 }
 }
 
-/// Each warp's sums of dweight and dbias, (warps, 2, C), over the memory of the stages: with one warp per row, C is at most
-/// PACKETS * 32 packets and they fit.
-fn sums_of_warps(layout: &mut Layout, channels: usize) -> SharedArray<f32> {
-    scratch(layout, 2);
-    layout.array(BLOCK_WARPS * 2 * channels)
+/// Each group's sums of columns, (groups, 2 or 3, C), over the memory of the stages: C is at most PACKETS * WARPS * 32 packets, and
+/// they fit.
+fn sums_of_groups(layout: &mut Layout, len: usize, rows: usize) -> SharedArray<f32> {
+    scratch(layout, 2 * rows);
+    layout.array(len)
 }
 
 /// A thread's place in its rows.
@@ -207,14 +213,18 @@ struct Place<T, const PACKETS: usize, const WARPS: usize, const ROWS: usize> {
 }
 
 impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Place<T, PACKETS, WARPS, ROWS> {
-    const PER_BLOCK: usize = BLOCK_WARPS / WARPS * ROWS;
+    const GROUPS: usize = BLOCK_WARPS / WARPS;
+    const PER_BLOCK: usize = Self::GROUPS * ROWS;
 
     #[inline(always)]
     fn new(channels: u32, scratch: SharedArray<f32>) -> Self {
         let (group, first) = if WARPS == 1 {
             (warp::index() as usize, warp::lane() as usize)
-        } else {
+        } else if Self::GROUPS == 1 {
             (0, thread::thread_idx_x() as usize)
+        } else {
+            let thread = thread::thread_idx_x() as usize;
+            (thread / (WARPS * LANES), thread % (WARPS * LANES))
         };
         Self {
             group,
@@ -264,10 +274,24 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
     /// Sums over the threads of a group, all at the price of one. `turn`: 0 and 1 by turns.
     #[inline(always)]
     fn sums<const N: usize>(&self, values: [[f32; N]; ROWS], turn: usize) -> [[f32; N]; ROWS] {
-        if WARPS == 1 {
-            values.map(|of_row| of_row.map(warp::sum))
+        let scratch = self.scratch.skip((turn * Self::GROUPS + self.group) * N * ROWS * WARPS);
+        if Self::GROUPS == 1 {
+            block::sums::<WARPS, _, _>(values, scratch)
         } else {
-            block::sums::<BLOCK_WARPS, _, _>(values, self.scratch.skip(turn * N * ROWS * BLOCK_WARPS))
+            block::sums_of_group::<WARPS, _, _>(values, scratch, self.group as u32)
+        }
+    }
+
+    /// Hands sums of the thread's columns to `set`, a packet at a time, with its place after `start`.
+    #[inline(always)]
+    fn set_sums(&self, start: usize, sums: &[[f32; 8]; PACKETS], set: impl Fn(usize, Packet<f32>)) {
+        for k in 0..PACKETS {
+            if let Some(column) = self.column(k) {
+                for part in 0..T::PACKET / f32::PACKET {
+                    let first = part * f32::PACKET;
+                    set(start + column + first, Packet::from_fn(|i| sums[k][first + i]));
+                }
+            }
         }
     }
 
@@ -333,9 +357,9 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
 
 /// normed, mean, rstd = layernorm of inp. Grid [`Shape::forward_grid`], shared memory [`Shape::forward_shared_bytes`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1, 1>, bf16_4 = <cuda_std::bf16, 4, 1, 1>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
-    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_3 = <f32, 3, 1, 1>,
-    f32_4 = <f32, 4, 1, 1>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
+    bf16_2 = <cuda_std::bf16, 2, 1, 1>, bf16_1x4 = <cuda_std::bf16, 1, 4, 2>, bf16_1x8 = <cuda_std::bf16, 1, 8, 2>,
+    bf16_4x8 = <cuda_std::bf16, 4, 8, 1>, bf16_8x8 = <cuda_std::bf16, 8, 8, 1>, f32_2 = <f32, 2, 1, 1>,
+    f32_1x4 = <f32, 1, 4, 2>, f32_1x8 = <f32, 1, 8, 2>, f32_4x8 = <f32, 4, 8, 1>, f32_8x8 = <f32, 8, 8, 1>,
 ))]
 pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize>(
     normed: GlobalMut<T>,
@@ -393,11 +417,13 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
 /// COLUMN_SUMS, of the columns of the new dinp, any content before ([`Shape::backward_partials`] elements). Grid
 /// [`Shape::backward_grid`], shared memory [`Shape::backward_shared_bytes`]; then [`layernorm_backward_reduce`].
 #[kernel(threads = 256, instances(
-    bf16_3 = <cuda_std::bf16, 3, 1, 1, false>, bf16_4 = <cuda_std::bf16, 4, 1, 1, false>,
+    bf16_2 = <cuda_std::bf16, 2, 1, 1, false>,
+    bf16_1x4 = <cuda_std::bf16, 1, 4, 2, false>, bf16_1x4_sums = <cuda_std::bf16, 1, 4, 2, true>,
     bf16_1x8 = <cuda_std::bf16, 1, 8, 2, false>, bf16_1x8_sums = <cuda_std::bf16, 1, 8, 2, true>,
     bf16_4x8 = <cuda_std::bf16, 4, 8, 1, false>, bf16_4x8_sums = <cuda_std::bf16, 4, 8, 1, true>,
     bf16_8x8 = <cuda_std::bf16, 8, 8, 1, false>,
-    f32_3 = <f32, 3, 1, 1, false>, f32_4 = <f32, 4, 1, 1, false>,
+    f32_2 = <f32, 2, 1, 1, false>,
+    f32_1x4 = <f32, 1, 4, 2, false>, f32_1x4_sums = <f32, 1, 4, 2, true>,
     f32_1x8 = <f32, 1, 8, 2, false>, f32_1x8_sums = <f32, 1, 8, 2, true>,
     f32_4x8 = <f32, 4, 8, 1, false>, f32_4x8_sums = <f32, 4, 8, 1, true>,
     f32_8x8 = <f32, 8, 8, 1, false>,
@@ -419,7 +445,6 @@ pub fn layernorm_backward<
     rows: u32,
     channels: u32,
 ) {
-    const { assert!(WARPS > 1 || !COLUMN_SUMS, "column sums are not added up over warps") };
     let (scratch, stage) = backward_shared::<T>(&mut Layout::new(), PACKETS, ROWS);
     let place = Place::<T, PACKETS, WARPS, ROWS>::new(channels, scratch);
     let (rows, channels) = (rows as usize, place.channels);
@@ -526,49 +551,38 @@ pub fn layernorm_backward<
         }
     }
 
-    let partials = partials.skip(thread::block_idx_x() as usize * sums_of_columns(COLUMN_SUMS) * channels);
-    if WARPS > 1 {
-        for k in 0..PACKETS {
-            if let Some(column) = place.column(k) {
-                set(|i, x| partials.set_packet(column + i, x), &dweight[k], T::PACKET);
-                set(|i, x| partials.set_packet(channels + column + i, x), &dbias[k], T::PACKET);
-                if COLUMN_SUMS {
-                    set(|i, x| partials.set_packet(2 * channels + column + i, x), &columns[k], T::PACKET);
-                }
-            }
+    let len = sums_of_columns(COLUMN_SUMS) * channels;
+    let partials = partials.skip(thread::block_idx_x() as usize * len);
+    let groups = Place::<T, PACKETS, WARPS, ROWS>::GROUPS;
+    if groups == 1 {
+        let set = |i, x| partials.set_packet(i, x);
+        place.set_sums(0, &dweight, set);
+        place.set_sums(channels, &dbias, set);
+        if COLUMN_SUMS {
+            place.set_sums(2 * channels, &columns, set);
         }
         return;
     }
-    let sums = sums_of_warps(&mut Layout::new(), channels);
+    let of_groups = sums_of_groups(&mut Layout::new(), groups * len, ROWS);
+    let set = |i, x| of_groups.set_packet(place.group * len + i, x);
     thread::sync_threads();
-    for k in 0..PACKETS {
-        if let Some(column) = place.column(k) {
-            let of_warp = place.group * 2 * channels + column;
-            set(|i, x| sums.set_packet(of_warp + i, x), &dweight[k], T::PACKET);
-            set(|i, x| sums.set_packet(of_warp + channels + i, x), &dbias[k], T::PACKET);
-        }
+    place.set_sums(0, &dweight, set);
+    place.set_sums(channels, &dbias, set);
+    if COLUMN_SUMS {
+        place.set_sums(2 * channels, &columns, set);
     }
     thread::sync_threads();
     let mut i = thread::thread_idx_x() as usize * f32::PACKET;
-    while i < 2 * channels {
+    while i < len {
         let mut sum = [0.0; 4];
-        for w in 0..BLOCK_WARPS {
-            let of_warp = sums.packet(w * 2 * channels + i);
+        for group in 0..groups {
+            let of_group = of_groups.packet(group * len + i);
             for k in 0..4 {
-                sum[k] += of_warp.get(k);
+                sum[k] += of_group.get(k);
             }
         }
         partials.set_packet(i, Packet::from_fn(|k| sum[k]));
         i += THREADS as usize * f32::PACKET;
-    }
-}
-
-/// Hands the first `count` of `values` to `set`, a packet at a time, with the packet's place among them.
-#[inline(always)]
-fn set(set: impl Fn(usize, Packet<f32>), values: &[f32; 8], count: usize) {
-    for part in 0..count / f32::PACKET {
-        let offset = part * f32::PACKET;
-        set(offset, Packet::from_fn(|i| values[offset + i]));
     }
 }
 

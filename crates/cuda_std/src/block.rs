@@ -35,8 +35,33 @@ pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
     values: [[f32; N]; M],
     scratch: SharedArray<f32>,
 ) -> [[f32; N]; M] {
-    let (count, packets) = (const { N * M }, const { WARPS / 4 });
-    const { assert!(matches!(N * M, 1 | 2 | 4) && matches!(WARPS, 4 | 8 | 16)) }
+    sums_at::<WARPS, N, M>(values, scratch, thread::sync_threads)
+}
+
+/// As [`sums`], over the threads of a group: `WARPS` warps beside each other, from a multiple of `WARPS` on, or a single one. `group` is
+/// its number, and one less than that of the named barrier where several warps meet; its scratch is its own.
+#[inline(always)]
+#[track_caller]
+pub fn sums_of_group<const WARPS: usize, const N: usize, const M: usize>(
+    values: [[f32; N]; M],
+    scratch: SharedArray<f32>,
+    group: u32,
+) -> [[f32; N]; M] {
+    sums_at::<WARPS, N, M>(values, scratch, || thread::sync_named(1 + group, WARPS as u32 * warp::LANES))
+}
+
+#[inline(always)]
+#[track_caller]
+fn sums_at<const WARPS: usize, const N: usize, const M: usize>(
+    values: [[f32; N]; M],
+    scratch: SharedArray<f32>,
+    meet: impl FnOnce(),
+) -> [[f32; N]; M] {
+    if WARPS == 1 {
+        return values.map(|some| some.map(warp::sum));
+    }
+    let (count, packets) = (const { N * M }, const { WARPS.div_ceil(4) });
+    const { assert!(matches!(N * M, 1 | 2 | 4) && matches!(WARPS, 1 | 4 | 8 | 16)) }
     let lane = warp::lane();
     let mut kept = [0.0; 4];
     for i in 0..M {
@@ -66,9 +91,9 @@ pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
         offset /= 2;
     }
     if lane.is_multiple_of(lanes) {
-        scratch.set((lane / lanes) as usize * WARPS + (thread::thread_idx_x() / warp::LANES) as usize, sum);
+        scratch.set((lane / lanes) as usize * WARPS + (thread::thread_idx_x() / warp::LANES) as usize % WARPS, sum);
     }
-    thread::sync_threads();
+    meet();
 
     let four = scratch.packet(lane as usize % (count * packets) * 4);
     let mut sum = (four.get(0) + four.get(1)) + (four.get(2) + four.get(3));

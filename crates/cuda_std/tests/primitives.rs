@@ -102,6 +102,44 @@ fn sums_of_a_block() {
     }
 }
 
+/// The sum of `inp` over each group of warps of the block, by turns of both pieces of scratch.
+fn sum_of_group<const WARPS: usize>(out: GlobalMut<f32>, inp: Global<f32>) {
+    let groups = thread::block_dim_x() as usize / (32 * WARPS);
+    let scratch: SharedArray<f32> = Layout::new().array(2 * groups * WARPS);
+    let (i, group) = (thread::index_1d(), thread::thread_idx_x() / (32 * WARPS as u32));
+    // Each group takes as many turns as it likes.
+    for turn in 0..=group as usize {
+        let scratch = scratch.skip((turn % 2 * groups + group as usize) * WARPS);
+        let [[sum]] = block::sums_of_group::<WARPS, 1, 1>([[inp.at(i) * (1 + turn) as f32]], scratch, group);
+        out.set(i, sum);
+    }
+}
+
+#[kernel(threads = 384)]
+fn sum_of_four_warps(out: GlobalMut<f32>, inp: Global<f32>) {
+    sum_of_group::<4>(out, inp);
+}
+
+#[kernel(threads = 384)]
+fn sum_of_one_warp(out: GlobalMut<f32>, inp: Global<f32>) {
+    sum_of_group::<1>(out, inp);
+}
+
+#[test]
+fn sums_of_groups() {
+    let inp: Vec<f32> = (0..768).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
+    let from = Global::new(inp.as_ptr());
+    for (launch, threads) in [(sum_of_four_warps as fn(_, _) -> _, 128), (sum_of_one_warp as fn(_, _) -> _, 32)] {
+        let mut out = vec![0.0f32; 768];
+        emulate(&launch(GlobalMut::new(out.as_mut_ptr()), from), [2, 1, 1], 2 * 12 * 4);
+        for (i, got) in out.iter().enumerate() {
+            let (turns, first) = (1 + i % 384 / threads, i / threads * threads);
+            let sum = inp[first..][..threads].iter().sum::<f32>() * turns as f32;
+            assert_eq!(*got, sum, "thread {i} in groups of {threads}");
+        }
+    }
+}
+
 #[kernel(threads = 64)]
 fn last_block(total: GlobalMut<f32>, partial: GlobalMut<f32>, counter: GlobalMut<u32>) {
     let (t, b) = (thread::thread_idx_x(), thread::block_idx_x());

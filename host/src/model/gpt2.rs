@@ -6,10 +6,9 @@
 //!           └───────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ gelu ─ fcproj ─┐
 //!                                                             └────────────────────────────┴─ residual3
 //! ```
-//! Each residual sum is fused with the LayerNorm that reads it, so layer `l` ends with layer `l + 1`'s ln1.
+//! attproj and fcproj add what they read of the residual stream themselves. Layer `l` ends with layer `l + 1`'s ln1.
 //!
-//! attproj's and fcproj's outputs are added to the residual stream, so the gradients of their biases are the column sums of the
-//! stream's gradient: as ln2's backward leaves it, and as the next layer's ln1's or the last norm's does. The norm sums them up
+//! So the gradients of their biases are the column sums of the stream's gradient: as ln2's backward leaves it, and as the next layer's ln1's or the last norm's does. The norm sums them up
 //! as it writes, where the engine has that for less than the product ([`Engine::norm_sums_columns`]).
 //!
 //! The backward pass reads a layer's activations again. What [`Recompute`] names is not kept for it but lies in one buffer

@@ -254,9 +254,10 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     operands.push(accumulated("column_sums", c, Tolerance::ACCUMULATED));
     let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}{}", if column_sums { " column sums" } else { "" });
-    case("layernorm_backward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+    let case = case("layernorm_backward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.layernorm_backward(x[5], x[6], x[7], column_sums.then_some(x[10]), x[8], x[9], norm_at(x, c))
-    })
+    });
+    Case { parts: vec![(Part::Kernel("layernorm_backward"), work)], ..case }
 }
 
 fn linear_scope(shape: Linear) -> Scope {
