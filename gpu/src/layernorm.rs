@@ -90,8 +90,8 @@ impl Shape {
     /// Blocks of [`layernorm_backward`], each of which takes many rows: as many as stay resident on `multiprocessors`.
     pub const fn backward_grid(self, rows: usize, multiprocessors: usize) -> u32 {
         let resident = match self {
-            Self::Warp2 | Self::Block1 => 3 * multiprocessors,
-            Self::Half1 => 2 * multiprocessors,
+            Self::Warp2 => 3 * multiprocessors,
+            Self::Half1 | Self::Block1 => 2 * multiprocessors,
             Self::Block4 | Self::Block8 => multiprocessors,
         };
         let useful = rows.div_ceil(self.rows_per_block());
@@ -220,8 +220,6 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
     fn new(channels: u32, scratch: SharedArray<f32>) -> Self {
         let (group, first) = if WARPS == 1 {
             (warp::index() as usize, warp::lane() as usize)
-        } else if Self::GROUPS == 1 {
-            (0, thread::thread_idx_x() as usize)
         } else {
             let thread = thread::thread_idx_x() as usize;
             (thread / (WARPS * LANES), thread % (WARPS * LANES))
@@ -522,6 +520,7 @@ pub fn layernorm_backward<
         warp::sync();
         for r in 0..ROWS {
             let ((m, rstd), [sum, projection]) = (of_rows[r], sums[r]);
+            let slope = rstd * projection;
             for k in 0..PACKETS {
                 if let Some(column) = place.column(k)
                     && (ROWS == 1 || row + r < rows)
@@ -529,9 +528,9 @@ pub fn layernorm_backward<
                     let (dy, x) = (stage.packet(slot(buffer, 0, r, k)), stage.packet(slot(buffer, 1, r, k)));
                     let (dx, w) = (stage.packet(slot(buffer, 2, r, k)), weight(column));
                     let new = Packet::from_fn(|i| {
-                        let normed = (x.get(i) - m) * rstd;
-                        let dnormed = dy.get(i) * w.get(i);
-                        let value = math::fma(dnormed - sum - normed * projection, rstd, dx.get(i));
+                        // dnormed - sum - normed projection, in as few instructions as there can be.
+                        let rest = math::fma(m - x.get(i), slope, -sum);
+                        let value = math::fma(math::fma(dy.get(i), w.get(i), rest), rstd, dx.get(i));
                         if COLUMN_SUMS {
                             columns[k][i] += value;
                         }
