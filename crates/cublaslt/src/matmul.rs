@@ -206,6 +206,8 @@ mod tests {
     #[test]
     fn alignment_is_the_lowest_bit_up_to_256() {
         assert_eq!(AT.alignments(), [256, 16, 32, 64, 0]);
+        assert_eq!(Operands { c: Some(0x5010), ..AT }.alignments(), [256, 16, 16, 64, 0], "C and D in one");
+        assert_eq!(Operands { c: Some(0x5040), ..AT }.alignments(), AT.alignments());
     }
 
     #[test]
@@ -224,6 +226,10 @@ mod tests {
         at.validate(&both).unwrap();
         assert!(refusal(gelu, at).ends_with("matrix for GELU: this epilogue takes none"));
         assert!(refusal(both, Operands { gelu: Some(0x6008), ..aux }).contains("gelu at 0x6008"));
+        let residual = Operands { c: Some(0x5000), ..AT };
+        residual.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
+        assert!(refusal(FORWARD, residual).ends_with("C: this product is not added to anything"));
+        assert!(refusal(FORWARD, Operands { c: Some(0x5008), ..AT }).contains("C at 0x5008"));
         assert!(refusal(FORWARD, Operands { b: 0x2008, ..AT }).contains("B at 0x2008"));
         assert!(refusal(FORWARD, Operands { d: 0, ..AT }).contains("D at 0x0"));
     }

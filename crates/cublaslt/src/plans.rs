@@ -348,6 +348,7 @@ mod tests {
             (Problem { element: Element::Tf32, ..problem }, at),
             (Problem { epilogue: Epilogue::Bias, ..problem }, at),
             (Problem { accumulate: true, ..problem }, at),
+            (Problem { accumulate: true, ..problem }, Operands { c: Some(0x410), ..at }),
             (Problem { batch: 2, ..problem }, at),
             (Problem { output: Some(Element::F32), ..problem }, at),
             (problem, Operands { b: 0x210, ..at }),

@@ -20,7 +20,7 @@ pub const MARGIN: f32 = 0.99;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
     pub problem: Problem,
-    /// What the addresses of A, B, D, bias and auxiliary matrix are multiples of; 0 for none.
+    /// What the addresses of A, B, D (and C), bias and auxiliary matrix are multiples of; 0 for none.
     pub alignments: [u32; 5],
     pub algo: MatmulAlgo,
 }

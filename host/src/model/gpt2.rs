@@ -6,10 +6,11 @@
 //!           └───────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ gelu ─ fcproj ─┐
 //!                                                             └────────────────────────────┴─ residual3
 //! ```
-//! attproj and fcproj add what they read of the residual stream themselves. Layer `l` ends with layer `l + 1`'s ln1.
+//! attproj and fcproj add the residual stream to what they compute. Layer `l` ends with layer `l + 1`'s ln1.
 //!
-//! So the gradients of their biases are the column sums of the stream's gradient: as ln2's backward leaves it, and as the next layer's ln1's or the last norm's does. The norm sums them up
-//! as it writes, where the engine has that for less than the product ([`Engine::norm_sums_columns`]).
+//! So the gradients of their biases are the column sums of the stream's gradient: of attproj's as ln2's backward leaves it, of
+//! fcproj's as the next layer's ln1's or the last norm's does. The norm sums them up as it writes, where the engine has that for
+//! less than the product ([`Engine::norm_sums_columns`]).
 //!
 //! The backward pass reads a layer's activations again. What [`Recompute`] names is not kept for it but lies in one buffer
 //! for all layers, and is computed again by the operation that made it: the gradients are the same to the last bit.
