@@ -4,7 +4,7 @@
 //! B * T below 2^31.
 //!
 //! The gradient of wte sums rows of dout whose token is the same. It needs no float atomics and is the same on every run:
-//! the host gives `order`, the positions 0..B*T stably sorted by token, which is cut into chunks of [`encoder_backward_chunk`] positions
+//! the host gives `order`, the positions 0..B*T stably sorted by token, and `sorted`, their tokens. `order` is cut into chunks of [`encoder_backward_chunk`] positions
 //! whatever the tokens are, so a token that fills half of the batch costs no more than any other. A run (the positions
 //! of one token) inside a chunk is added to dwte at once; the parts of a run that crosses chunks go to `partials` and a
 //! second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the chunk's leading part of a run begun earlier,
@@ -100,8 +100,8 @@ pub fn encoder_backward_wte<T: Element>(
     dwte: GlobalMut<T>,
     partials: GlobalMut<f32>,
     dout: Global<T>,
-    tokens: Global<i32>,
     order: Global<i32>,
+    sorted: Global<i32>,
     seed: Global<i32>,
     positions: u32,
     channels: u32,
@@ -117,13 +117,13 @@ pub fn encoder_backward_wte<T: Element>(
     }
     let seed = seed.at(0) as u32;
     let count = (positions - begin).min(length as usize);
-    let token_at = |i: usize| tokens.at(order.at(i) as usize) as u32;
+    let token_at = |i: usize| sorted.at(i) as u32;
     let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
     let after = if begin + count < positions { token_at(begin + count) } else { u32::MAX };
     let (mut position, mut token) = (0, 0);
     if lane < count {
         position = order.at(begin + lane) as u32;
-        token = tokens.at(position as usize) as u32;
+        token = token_at(begin + lane);
     }
 
     let column = (group * LANES + lane) * T::PACKET;
@@ -234,8 +234,7 @@ pub fn encoder_backward_rest<T: Element>(
     dwpe: GlobalMut<T>,
     partials: Global<f32>,
     dout: Global<T>,
-    tokens: Global<i32>,
-    order: Global<i32>,
+    sorted: Global<i32>,
     seed: Global<i32>,
     batch: u32,
     sequence: u32,
@@ -250,7 +249,7 @@ pub fn encoder_backward_rest<T: Element>(
     let (is_of_runs, index) =
         if block < 2 * of_each { (block.is_multiple_of(2), block / 2) } else { (runs > places, block - of_each) };
     if is_of_runs {
-        add_runs::<T>(index, dwte, partials, tokens, order, batch * sequence, channels, length, seed);
+        add_runs::<T>(index, dwte, partials, sorted, batch * sequence, channels, length, seed);
     } else {
         // Elements of equal index in the two tables must not be rounded alike.
         add_positions::<T>(index, dwpe, dout, batch, sequence, channels, !seed);
@@ -264,8 +263,7 @@ fn add_runs<T: Element>(
     block: usize,
     dwte: GlobalMut<T>,
     partials: Global<f32>,
-    tokens: Global<i32>,
-    order: Global<i32>,
+    sorted: Global<i32>,
     positions: usize,
     channels: usize,
     length: usize,
@@ -276,7 +274,7 @@ fn add_runs<T: Element>(
     let groups = (groups::<T>(channels) as u32).max(1);
     let (set, group) = ((block as u32 / groups) as usize, (block as u32 % groups) as usize);
     let first_chunk = set * SET;
-    let token_at = |i: usize| tokens.at(order.at(i) as usize);
+    let token_at = |i: usize| sorted.at(i) as u32;
     let column = (group * LANES + lane) * T::PACKET;
     let active = column < channels;
 
@@ -284,8 +282,8 @@ fn add_runs<T: Element>(
     if thread < LOOKED_AT {
         let begin = (first_chunk + thread) * length;
         let there = begin < positions;
-        shared.firsts.set(thread, if there { token_at(begin) as u32 } else { NONE });
-        shared.befores.set(thread, if there && begin > 0 { token_at(begin - 1) as u32 } else { NONE });
+        shared.firsts.set(thread, if there { token_at(begin) } else { NONE });
+        shared.befores.set(thread, if there && begin > 0 { token_at(begin - 1) } else { NONE });
     }
     if thread < SET {
         shared.long.set(thread, 0);
@@ -310,7 +308,7 @@ fn add_runs<T: Element>(
             heads += 1;
         }
         if heads > WARPS {
-            let heads = heads_of_run(chunk + 1, token as i32, positions, length, token_at);
+            let heads = heads_of_run(chunk + 1, token, positions, length, token_at);
             if lane == 0 {
                 shared.long.set(of_set, heads as u32);
             }
@@ -429,7 +427,7 @@ fn add_positions<T: Element>(
 
 /// How many chunks from `first` on begin with the run of `token`. The same in all lanes.
 #[inline(always)]
-fn heads_of_run(first: usize, token: i32, positions: usize, length: usize, token_at: impl Fn(usize) -> i32) -> usize {
+fn heads_of_run(first: usize, token: u32, positions: usize, length: usize, token_at: impl Fn(usize) -> u32) -> usize {
     let mut heads = 0;
     loop {
         let begin = (first + heads + warp::lane() as usize) * length;

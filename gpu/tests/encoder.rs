@@ -94,13 +94,14 @@ fn gradients<T: Tolerance>(
     order.sort_by_key(|&i| tokens[i as usize]);
     let mut memory = Memory::new();
     let (dwte, dwpe, dout) = (memory.buffer("dwte", dwte), memory.buffer("dwpe", dwpe), memory.input("dout", dout));
-    let (tokens, order) = (memory.input("tokens", tokens), memory.input("order", &order));
+    let sorted: Vec<_> = order.iter().map(|&i| tokens[i as usize]).collect();
+    let (order, sorted) = (memory.input("order", &order), memory.input("sorted", &sorted));
     let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels, chunk));
     let seed = memory.input("seed", &[seed.cast_signed()]);
     let (b, t, c, length) = (batch as u32, sequence as u32, channels as u32, chunk as u32);
-    let launch = encoder_backward_wte(dwte, partials, dout, tokens, order, seed, n as u32, c, length);
+    let launch = encoder_backward_wte(dwte, partials, dout, order, sorted, seed, n as u32, c, length);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
-    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, tokens, order, seed, b, t, c, length);
+    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, sorted, seed, b, t, c, length);
     let shared = shared_bytes(encoder_backward_rest_shared::<T>);
     run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels, chunk), shared);
     (read(&memory, dwte), read(&memory, dwpe))

@@ -43,7 +43,7 @@ impl BatchLayout {
 
     /// Words of a whole batch.
     pub const fn words(self) -> usize {
-        4 * self.tokens() + 3
+        4 * self.tokens() + 1
     }
 
     /// (B, T): what the model reads.
@@ -61,19 +61,14 @@ impl BatchLayout {
         2 * self.tokens()..3 * self.tokens()
     }
 
-    /// (B*T + 1): where each run begins in `order`, then B*T; `runs + 1` of them are used.
-    pub fn starts(self) -> Range<usize> {
-        3 * self.tokens()..4 * self.tokens() + 1
-    }
-
-    /// (1): the number of runs.
-    pub fn runs(self) -> Range<usize> {
-        4 * self.tokens() + 1..4 * self.tokens() + 2
+    /// (B*T): the tokens of `inputs` in that order.
+    pub fn sorted(self) -> Range<usize> {
+        3 * self.tokens()..4 * self.tokens()
     }
 
     /// (1): what drives stochastic rounding in the backward pass, a u32.
     pub fn seed(self) -> Range<usize> {
-        4 * self.tokens() + 2..self.words()
+        4 * self.tokens()..self.words()
     }
 
     /// Fills in `seed`.
@@ -81,23 +76,17 @@ impl BatchLayout {
         words[self.seed()][0] = seed.cast_signed();
     }
 
-    /// Fills in `order`, `starts` and `runs` from `inputs`.
+    /// Fills in `order` and `sorted` from `inputs`.
     pub fn sort(self, words: &mut [i32]) {
         let (inputs, rest) = words.split_at_mut(self.tokens());
-        let (order, starts) = rest[self.tokens()..].split_at_mut(self.tokens());
+        let (order, rest) = rest[self.tokens()..].split_at_mut(self.tokens());
         for (i, position) in order.iter_mut().enumerate() {
             *position = i as i32;
         }
         order.sort_by_key(|&i| inputs[i as usize]);
-        let mut runs = 0;
-        for (i, &position) in order.iter().enumerate() {
-            if i == 0 || inputs[position as usize] != inputs[order[i - 1] as usize] {
-                starts[runs] = i as i32;
-                runs += 1;
-            }
+        for (token, &position) in rest.iter_mut().zip(&*order) {
+            *token = inputs[position as usize];
         }
-        starts[runs] = self.tokens() as i32;
-        starts[self.tokens() + 1] = runs as i32;
     }
 
     /// A part of the batch in the arena.

@@ -67,7 +67,7 @@ fn rows_mut(mut table: &mut [f32], c: usize, ascending: impl Iterator<Item = usi
     for row in ascending {
         ensure!(
             row >= passed && (row + 1 - passed) * c <= table.len(),
-            "encoder_backward: the batch's order, starts and runs do not fit its inputs: sort the batch first"
+            "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
         );
         let (taken, rest) = table.split_at_mut((row + 1 - passed) * c);
         rows.push(&mut taken[(row - passed) * c..]);
@@ -78,15 +78,17 @@ fn rows_mut(mut table: &mut [f32], c: usize, ascending: impl Iterator<Item = usi
 
 /// Where each run of equal tokens lies in `order`, if the parts fit each other.
 fn runs_of(layout: BatchLayout, words: &[i32]) -> Option<Vec<Range<usize>>> {
-    let tokens = layout.b * layout.t;
-    let runs = usize::try_from(words[layout.runs()][0]).ok().filter(|runs| *runs <= tokens)?;
-    let starts = &words[layout.starts()][..=runs];
-    let in_batch = |i: &i32| (0..tokens as i64).contains(&i64::from(*i));
-    let fits = words[layout.order()].iter().all(in_batch)
-        && starts.is_sorted_by(|a, b| a < b)
-        && starts[0] == 0
-        && starts[runs] as usize == tokens;
-    fits.then(|| starts.windows(2).map(|run| run[0] as usize..run[1] as usize).collect())
+    let (inputs, order, sorted) = (&words[layout.inputs()], &words[layout.order()], &words[layout.sorted()]);
+    let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| inputs.get(position));
+    let fits =
+        sorted.is_sorted() && order.iter().zip(sorted).all(|(position, token)| token_of(position) == Some(token));
+    let mut end = 0;
+    let run = |run: &[i32]| {
+        let begin = end;
+        end += run.len();
+        begin..end
+    };
+    fits.then(|| sorted.chunk_by(|a, b| a == b).map(run).collect())
 }
 
 pub(super) fn backward(
@@ -112,7 +114,7 @@ pub(super) fn backward(
     let (dout, tokens, order) = (&*dout, &words[layout.inputs()], &words[layout.order()]);
     check_tokens(tokens, vocab)?;
     let Some(runs) = runs_of(layout, words) else {
-        anyhow::bail!("encoder_backward: the batch's order, starts and runs are not sorted: sort the batch first")
+        anyhow::bail!("encoder_backward: the batch's order does not sort its inputs: sort the batch first")
     };
     let rows = rows_mut(dwte, c, runs.iter().map(|run| tokens[order[run.start] as usize] as usize))?;
     let sum_into = |sum: &mut Vec<f32>, row: &mut [f32], positions: &mut dyn Iterator<Item = usize>| {

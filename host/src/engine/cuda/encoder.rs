@@ -50,15 +50,14 @@ pub(super) fn backward<T: Float>(
     let len = encoder::encoder_backward_partials(positions, c, chunk);
     let scratch = cuda.scratch(len)?;
     let dwte = cuda.output("dwte", dwte, dwte.len)?;
-    let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), positions)?;
-    let order = cuda.input("order", layout.tensor(batch, layout.order()), positions)?;
+    let sorted = cuda.input("sorted", layout.tensor(batch, layout.sorted()), positions)?;
     let seed = cuda.input("seed", layout.tensor(batch, layout.seed()), 1)?;
     let launch = encoder::encoder_backward_wte::<T>(
         dwte,
         cuda.output("scratch", scratch, len)?,
         dout,
-        tokens,
-        order,
+        cuda.input("order", layout.tensor(batch, layout.order()), positions)?,
+        sorted,
         seed,
         positions as u32,
         c as u32,
@@ -70,8 +69,7 @@ pub(super) fn backward<T: Float>(
         cuda.output("dwpe", dwpe, t * c)?,
         cuda.input("scratch", scratch, len)?,
         dout,
-        tokens,
-        order,
+        sorted,
         seed,
         b as u32,
         t as u32,
