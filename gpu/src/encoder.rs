@@ -4,11 +4,12 @@
 //! B * T below 2^31.
 //!
 //! The gradient of wte sums rows of dout whose token is the same. It needs no float atomics and is the same on every run:
-//! the host gives `order`, the positions 0..B*T stably sorted by token, and `sorted`, their tokens. `order` is cut into chunks of [`encoder_backward_chunk`] positions
-//! whatever the tokens are, so a token that fills half of the batch costs no more than any other. A run (the positions
-//! of one token) inside a chunk is added to dwte at once; the parts of a run that crosses chunks go to `partials` and a
-//! second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the chunk's leading part of a run begun earlier,
-//! row 1 its trailing part of a run that goes on; other rows are neither written nor read.
+//! the host gives `order`, the positions 0..B*T stably sorted by token, and `sorted`, their tokens. Both are cut into
+//! chunks of [`encoder_backward_chunk`] positions whatever the tokens are, so a token that fills half of the batch costs
+//! no more than any other. A run (the positions of one token) inside a chunk is added to dwte at once; the parts of a run
+//! that crosses chunks go to `partials` and a second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the
+//! chunk's leading part of a run begun earlier, row 1 its trailing part of a run that goes on; other rows are neither
+//! written nor read.
 //!
 //! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]): small
 //! gradients of rare tokens would vanish against a rounded sum otherwise. Its seed (1) is read from memory, so that the same
@@ -16,7 +17,7 @@
 
 use crate::noise;
 use cuda_std::shared::Layout;
-use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
+use cuda_std::{CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, warp};
 
 const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
@@ -24,6 +25,9 @@ const LANES: usize = warp::LANES as usize;
 
 /// Of [`encoder_backward_wte`] on a multiprocessor.
 const BLOCKS_PER_SM: usize = 4;
+
+/// Of dout, what L2 is to keep from [`encoder_backward_wte`] to [`encoder_backward_rest`].
+const KEPT: f32 = 0.2;
 
 /// Rows of a batch of loads.
 const BATCH: usize = 4;
@@ -116,6 +120,7 @@ pub fn encoder_backward_wte<T: Element>(
         return;
     }
     let seed = seed.at(0) as u32;
+    let (kept, once) = (CachePolicy::evict_last(KEPT), CachePolicy::evict_first());
     let count = (positions - begin).min(length as usize);
     let token_at = |i: usize| sorted.at(i) as u32;
     let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
@@ -136,7 +141,7 @@ pub fn encoder_backward_wte<T: Element>(
         for k in 0..BATCH {
             let row = warp::shuffle(position, (first + k) as u32) as usize;
             if active && first + k < count {
-                rows[k] = dout.packet_streaming(row * channels + column);
+                rows[k] = dout.packet_streaming_with(row * channels + column, kept);
             }
         }
         let mut old = [Packet::zero(); BATCH];
@@ -158,7 +163,7 @@ pub fn encoder_backward_wte<T: Element>(
             if let End::Token(token) = ends[k]
                 && active
             {
-                old[k] = dwte.packet(token as usize * channels + column);
+                old[k] = dwte.packet_with(token as usize * channels + column, once);
             }
         }
         for k in 0..BATCH {
@@ -395,7 +400,7 @@ fn add_positions<T: Element>(
     channels: usize,
     seed: u32,
 ) {
-    let size = sequence * channels;
+    let (size, once) = (sequence * channels, CachePolicy::evict_first());
     let i = (block * THREADS as usize + thread::thread_idx_x() as usize) * T::PACKET;
     if i >= size {
         return;
@@ -404,7 +409,9 @@ fn add_positions<T: Element>(
     let mut sum = Sum::<T>::zero();
     let mut b = 0;
     // Four rows are loaded while the four before them are added.
-    let four = |b: usize| -> [Packet<T>; BATCH] { core::array::from_fn(|k| dout.packet_streaming((b + k) * size + i)) };
+    let four = |b: usize| -> [Packet<T>; BATCH] {
+        core::array::from_fn(|k| dout.packet_streaming_with((b + k) * size + i, once))
+    };
     if batch >= 2 * BATCH {
         let (mut these, mut next) = (four(0), four(BATCH));
         b = 2 * BATCH;
@@ -419,7 +426,7 @@ fn add_positions<T: Element>(
         sum.add_all(&next);
     }
     while b < batch {
-        sum.add(&dout.packet_streaming(b * size + i));
+        sum.add(&dout.packet_streaming_with(b * size + i, once));
         b += 1;
     }
     sum.add_to(&old, dwpe, i, seed);
@@ -494,7 +501,8 @@ impl<T: Element> Sum<T> {
     /// to[index ..] = `old` + the sums, rounded stochastically.
     #[inline(always)]
     fn add_to(&self, old: &Packet<T>, to: GlobalMut<T>, index: usize, seed: u32) {
-        to.set_packet(index, noise::round_packet(index, seed, |k| old.get(k) + self.values[k]));
+        let packet = noise::round_packet(index, seed, |k| old.get(k) + self.values[k]);
+        to.set_packet_with(index, packet, CachePolicy::evict_first());
     }
 }
 

@@ -1,6 +1,7 @@
 //! Views of device memory: what a kernel's pointer arguments are. See the crate's safety model.
 
 use crate::backend;
+use crate::cache::CachePolicy;
 use crate::element::{Element, Packet};
 
 /// Read-only view; nobody writes this memory while the kernel runs. Passed as a 64-bit pointer.
@@ -91,6 +92,14 @@ impl<T: Element> Global<T> {
     pub fn packet_streaming(self, i: usize) -> Packet<T> {
         // SAFETY: as in `packet`; this view is read-only for the kernel's life, which `.nc` asks for.
         Packet::from_words(unsafe { backend::load128_streaming(self.0.wrapping_add(i).cast()) })
+    }
+
+    /// As [`packet_streaming`](Self::packet_streaming), with `policy` for L2.
+    #[inline(always)]
+    #[track_caller]
+    pub fn packet_streaming_with(self, i: usize, policy: CachePolicy) -> Packet<T> {
+        // SAFETY: as in `packet_streaming`.
+        Packet::from_words(unsafe { backend::load128_streaming_with(self.0.wrapping_add(i).cast(), policy.0) })
     }
 }
 
@@ -188,12 +197,28 @@ impl<T: Element> GlobalMut<T> {
         Packet::from_words(unsafe { backend::load128(self.0.wrapping_add(i).cast()) })
     }
 
+    /// As [`packet`](Self::packet), with `policy` for L2.
+    #[inline(always)]
+    #[track_caller]
+    pub fn packet_with(self, i: usize, policy: CachePolicy) -> Packet<T> {
+        // SAFETY: as in `packet`.
+        Packet::from_words(unsafe { backend::load128_with(self.0.wrapping_add(i).cast(), policy.0) })
+    }
+
     /// Writes the 16 bytes that begin at element `i`, a multiple of `T::PACKET` (`st.global.v4.b32`).
     #[inline(always)]
     #[track_caller]
     pub fn set_packet(self, i: usize, packet: Packet<T>) {
         // SAFETY: as in `packet`.
         unsafe { backend::store128(self.0.wrapping_add(i).cast(), packet.words) }
+    }
+
+    /// As [`set_packet`](Self::set_packet), with `policy` for L2.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_packet_with(self, i: usize, packet: Packet<T>, policy: CachePolicy) {
+        // SAFETY: as in `packet`.
+        unsafe { backend::store128_with(self.0.wrapping_add(i).cast(), packet.words, policy.0) }
     }
 
     /// As [`set_packet`](Self::set_packet), for data not read again soon: first to be evicted (`st.global.cs.v4.b32`).

@@ -58,6 +58,7 @@ mod backend;
 
 pub mod async_copy;
 pub mod block;
+pub mod cache;
 pub mod element;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulate {
@@ -80,7 +81,6 @@ pub mod emulate {
 pub mod fence;
 pub mod global;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod hopper;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
@@ -90,6 +90,7 @@ pub mod shared;
 pub mod thread;
 pub mod warp;
 
+pub use cache::CachePolicy;
 pub use cuda_std_macros::kernel;
 pub use element::{Element, Packet, bf16};
 pub use global::{Global, GlobalMut};

@@ -3,8 +3,8 @@
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{
-    Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, block, fence, kernel, math, thread,
-    warp,
+    CachePolicy, Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, block, fence, kernel,
+    math, thread, warp,
 };
 
 fn emulate(launch: &cuda_std::launch::Launch, grid: [u32; 3], shared: usize) {
@@ -289,8 +289,10 @@ fn async_copies_land_at_their_wait() {
 fn packets<T: Element>(out: GlobalMut<T>, inp: Global<T>) {
     let scratch: SharedArray<T> = Layout::new().array(32 * 8);
     let i = thread::index_1d() * T::PACKET;
+    let (kept, once) = (CachePolicy::evict_last(0.5), CachePolicy::evict_first());
     scratch.set_packet(i, inp.packet_streaming(i));
-    let (x, y) = (scratch.packet(i), inp.skip(1).skip(T::PACKET - 1).packet(i));
+    out.set_packet_with(i, scratch.packet(i), once);
+    let (x, y) = (out.packet_with(i, once), inp.skip(1).skip(T::PACKET - 1).packet_streaming_with(i, kept));
     out.set_packet_streaming(i, Packet::from_fn(|k| x.get(k) * 3.0 - y.get(k)));
 }
 

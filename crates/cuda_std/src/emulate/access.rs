@@ -149,6 +149,45 @@ pub unsafe fn store128_streaming(pointer: *mut u32, value: [u32; 4]) {
     unsafe { store128(pointer, value) }
 }
 
+/// There is no L2 here: all policies are one.
+#[inline]
+pub fn evict_first() -> u64 {
+    0
+}
+
+/// As [`evict_first`].
+#[inline]
+pub fn evict_last(_fraction: f32) -> u64 {
+    0
+}
+
+/// # Safety
+/// As [`load128`].
+#[inline]
+#[track_caller]
+pub unsafe fn load128_streaming_with(pointer: *const u32, _policy: u64) -> [u32; 4] {
+    // SAFETY: the caller's.
+    unsafe { load128(pointer) }
+}
+
+/// # Safety
+/// As [`load128`].
+#[inline]
+#[track_caller]
+pub unsafe fn load128_with(pointer: *const u32, _policy: u64) -> [u32; 4] {
+    // SAFETY: the caller's.
+    unsafe { load128(pointer) }
+}
+
+/// # Safety
+/// As [`store128`].
+#[inline]
+#[track_caller]
+pub unsafe fn store128_with(pointer: *mut u32, value: [u32; 4], _policy: u64) {
+    // SAFETY: the caller's.
+    unsafe { store128(pointer, value) }
+}
+
 /// # Safety
 /// `pointer` must be valid for reads and writes, and accessed only atomically meanwhile.
 #[inline]

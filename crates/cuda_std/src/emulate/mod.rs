@@ -17,8 +17,9 @@ mod stack;
 mod tensor;
 
 pub use access::{
-    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, fence_device, load, load64,
-    load128, load128_streaming, shared_base, store, store64, store128, store128_streaming,
+    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, evict_first, evict_last,
+    fence_device, load, load64, load128, load128_streaming, load128_streaming_with, load128_with, shared_base, store,
+    store64, store128, store128_streaming, store128_with,
 };
 pub use arithmetic::{bf16x2, div_rn, exp2, fma, log2, max, opaque, recip, rsqrt, sqrt, sqrt_rn, tanh};
 pub use block::{

@@ -256,6 +256,62 @@ pub unsafe fn store128_streaming(pointer: *mut u32, [a, b, c, d]: [u32; 4]) {
 }
 
 #[inline(always)]
+pub fn evict_first() -> u64 {
+    let policy;
+    // SAFETY: makes a number.
+    unsafe {
+        asm!("createpolicy.fractional.L2::evict_first.b64 {};", out(reg64) policy,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    policy
+}
+
+#[inline(always)]
+pub fn evict_last(fraction: f32) -> u64 {
+    let policy;
+    // SAFETY: makes a number.
+    unsafe {
+        asm!("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 {}, {};", out(reg64) policy, in(reg32) fraction,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    policy
+}
+
+#[inline(always)]
+pub unsafe fn load128_streaming_with(pointer: *const u32, policy: u64) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's, as for `load128_streaming`; a policy changes no result.
+    unsafe {
+        asm!("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {{{}, {}, {}, {}}}, [{}], {};",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer, in(reg64) policy,
+            options(pure, readonly, nostack, preserves_flags));
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub unsafe fn load128_with(pointer: *const u32, policy: u64) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller's: 16 readable bytes of global memory, 16-byte aligned; a policy changes no result.
+    unsafe {
+        asm!("ld.global.L2::cache_hint.v4.b32 {{{}, {}, {}, {}}}, [{}], {};",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer, in(reg64) policy,
+            options(readonly, nostack, preserves_flags));
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub unsafe fn store128_with(pointer: *mut u32, [a, b, c, d]: [u32; 4], policy: u64) {
+    // SAFETY: the caller's: 16 writable bytes of global memory, 16-byte aligned; a policy changes no result.
+    unsafe {
+        asm!("st.global.L2::cache_hint.v4.b32 [{}], {{{}, {}, {}, {}}}, {};",
+            in(reg64) pointer, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, in(reg64) policy,
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
     let old;
     // SAFETY: the caller's: a word of global memory.
