@@ -56,7 +56,7 @@ pub fn embedded() -> Result<&'static [Module]> {
 
 /// The newest architecture that the GPU can run, or the `wanted` one. A cubin runs on its own major version from its minor version on, PTX on
 /// everything newer, and what is built for an "a" architecture on exactly that one, as a cubin only: the compiler of driver 580
-/// makes gradients of attention out of its PTX that are wrong (docs/performance.md, What was tried).
+/// makes gradients of attention out of its PTX that are wrong (docs/performance/toolchain.md).
 pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(
