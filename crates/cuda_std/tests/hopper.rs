@@ -162,6 +162,8 @@ const SHARED_BOTH_BY_ROWS: u32 = 4;
 /// N twice the floats of `A`.
 #[kernel(threads = 128, instances(
     n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n192 = <[f32; 96], 192, 0>, n256 = <[f32; 128], 256, 0>,
+    n320 = <[f32; 160], 320, 0>, left320 = <[f32; 160], 320, 1>, rows320 = <[f32; 160], 320, 2>,
+    shared_rows320 = <[f32; 160], 320, 3>, both_rows320 = <[f32; 160], 320, 4>,
     left64 = <[f32; 32], 64, 1>, left128 = <[f32; 64], 128, 1>, left256 = <[f32; 128], 256, 1>,
     rows64 = <[f32; 32], 64, 2>, rows192 = <[f32; 96], 192, 2>,
     shared_rows128 = <[f32; 64], 128, 3>, shared_rows256 = <[f32; 128], 256, 3>,
@@ -249,6 +251,11 @@ fn products() {
     check_product(256, 3, product::<[f32; 128], 256, 3>);
     check_product(64, 4, product::<[f32; 32], 64, 4>);
     check_product(192, 4, product::<[f32; 96], 192, 4>);
+    check_product(320, 0, product::<[f32; 160], 320, 0>);
+    check_product(320, 1, product::<[f32; 160], 320, 1>);
+    check_product(320, 2, product::<[f32; 160], 320, 2>);
+    check_product(320, 3, product::<[f32; 160], 320, 3>);
+    check_product(320, 4, product::<[f32; 160], 320, 4>);
 }
 
 /// Accumulators through `stmatrix` into a tile, whose rows are as the products' ownership has them.

@@ -110,10 +110,11 @@ const fn pieces<T: Tile>() -> u32 {
     T::CONSUMER_ROWS / BOX * (T::COLUMNS / BOX)
 }
 
-/// Pieces that have room at a time: as many that their number divides that of a tile's pieces.
+/// Pieces that have room at a time: if it can be, as many that their number divides that of a tile's pieces, for then each piece has
+/// its place in every tile.
 const fn slots<E: Epilogue, T: Tile>() -> u32 {
     let most = T::BOXES / boxes::<E>();
-    if pieces::<T>().is_multiple_of(most) { most } else { most - 1 }
+    if pieces::<T>().is_multiple_of(most) || !pieces::<T>().is_multiple_of(most - 1) { most } else { most - 1 }
 }
 
 /// Where a tile goes.
@@ -158,6 +159,9 @@ impl<E: Epilogue, T: Tile> Write<T> for Writer<E, T> {
         if T::COLUMNS > 192 {
             self.write_columns::<3>(d, row, column);
         }
+        if T::COLUMNS > 256 {
+            self.write_columns::<4>(d, row, column);
+        }
         self.round += 1;
     }
 
@@ -180,6 +184,18 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
         thread::sync_named(1 + self.consumer, WARPGROUP);
     }
 
+    /// The slot of a piece of the tile that is being written, and how many pieces had it before.
+    #[inline(always)]
+    fn place(&self, piece: u32) -> (u32, u32) {
+        let (pieces, slots) = (pieces::<T>(), slots::<E, T>());
+        if pieces.is_multiple_of(slots) {
+            (piece % slots, self.round * (pieces / slots) + piece / slots)
+        } else {
+            let before = self.round * pieces + piece;
+            (before % slots, before / slots)
+        }
+    }
+
     #[inline(always)]
     fn slot(&self, slot: u32) -> SwizzledTile<64> {
         self.shared.pool.rows::<64>(T::RING_ROWS + (self.consumer * T::BOXES + slot * boxes::<E>()) * BOX)
@@ -187,7 +203,7 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
 
     #[inline(always)]
     fn load_aux(&self, piece: u32, row: u32, column: u32) {
-        let (slot, halves) = (piece % slots::<E, T>(), T::CONSUMER_ROWS / BOX);
+        let ((slot, _), halves) = (self.place(piece), T::CONSUMER_ROWS / BOX);
         let full = self.shared.aux_full.at(self.consumer * T::BOXES + slot);
         full.arrive_expecting(SwizzledTile::<64>::BYTES);
         self.slot(slot).load(self.target.aux, column + piece / halves * BOX, row + piece % halves * BOX, full);
@@ -213,13 +229,12 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
 
     #[inline(always)]
     fn write_piece<const BLOCK: u32, const HALF: u32>(&self, d: &T::Sums, bias: &[[f32; 2]; 8], row: u32, column: u32) {
-        let (piece, slots) = (BLOCK * (T::CONSUMER_ROWS / BOX) + HALF, slots::<E, T>());
-        let slot = piece % slots;
+        let piece = BLOCK * (T::CONSUMER_ROWS / BOX) + HALF;
+        let (slot, times) = self.place(piece);
         // out takes the place of aux, a warp what it has read itself.
         let out = self.slot(slot);
         let second = if E::SECOND { out.same_shape_after(1) } else { out };
         if E::AUX {
-            let times = self.round * (pieces::<T>() / slots) + piece / slots;
             self.shared.aux_full.at(self.consumer * T::BOXES + slot).wait(times % 2);
         } else {
             if is_first() {

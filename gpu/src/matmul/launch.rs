@@ -7,7 +7,7 @@ use super::epilogue::{
 use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
 use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
-use super::tiles::{Tile, Together128, Together192, Together256, Turns128, Turns192};
+use super::tiles::{Tile, Together128, Together192, Together256, Together320, Turns128, Turns192};
 use crate::attention::launch::Prepared;
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
@@ -66,6 +66,7 @@ pub enum Size {
     T256x128,
     T256x192,
     T128x256,
+    T128x320,
 }
 
 /// `$call` with `$tile` as the kernels' tile of a size.
@@ -92,12 +93,17 @@ macro_rules! for_size {
                 type $tile = Together256;
                 $call
             }
+            Size::T128x320 => {
+                type $tile = Together320;
+                $call
+            }
         }
     };
 }
 
 impl Size {
-    pub const ALL: [Self; 5] = [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192, Self::T128x256];
+    pub const ALL: [Self; 6] =
+        [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192, Self::T128x256, Self::T128x320];
 
     /// Of so many rows and columns.
     pub fn of(rows: u32, columns: u32) -> Option<Self> {
@@ -146,7 +152,7 @@ pub fn maps(product: Product, shape: Shape, size: Size) -> [Map; 3] {
     let Shape { m, n, k } = shape;
     let map = |rows, columns, tile_rows| Map { extents: [rows, columns], tile: (tile_rows, TILE_K) };
     let a = if product.accumulates() { map(k, m, TILE_K) } else { map(m, k, A_BOX) };
-    let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, size.columns()) };
+    let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, for_size!(size, T => T::B_BOX)) };
     [a, b, Map { extents: [m, n], tile: (BOX, BOX) }]
 }
 
@@ -312,6 +318,7 @@ fn in_turns_or_together<L: Operands, E: Epilogue>(shape: Shape, size: Size, oper
         Size::T256x128 => of::<L, E, Together128>(shape, operands),
         Size::T256x192 => of::<L, E, Together192>(shape, operands),
         Size::T128x256 => of::<L, E, Together256>(shape, operands),
+        Size::T128x320 => of::<L, E, Together320>(shape, operands),
         _ => in_turns::<L, E>(shape, size, operands),
     }
 }

@@ -97,7 +97,9 @@ pub fn load_stage<L: Operands, T: Tile>(
             b_tile.same_shape_after(i).load(b, column + i * 64, k, full);
         }
     } else {
-        b_tile.load(b, k, column, full);
+        for i in 0..T::COLUMNS / T::B_BOX {
+            shared.pool.rows::<64>(at + T::ROWS + i * T::B_BOX).load(b, k, column + i * T::B_BOX, full);
+        }
     }
 }
 

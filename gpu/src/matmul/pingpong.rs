@@ -14,7 +14,8 @@ use super::epilogue::{
 use super::mainloop::{AB, ABt, AtB, Operands, Place, Sums, load_stage, multiply};
 use super::split::{AddingWriter, PartialWriter};
 use super::tiles::{
-    CONSUMERS, Item, Items, MOST_STAGES, POOL_ROWS, Tile, Together128, Together192, Together256, Turns128, Turns192,
+    CONSUMERS, Item, Items, MOST_STAGES, POOL_ROWS, Tile, Together128, Together192, Together256, Together320, Turns128,
+    Turns192,
 };
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap};
@@ -72,16 +73,19 @@ pub fn pingpong_shared_bytes() -> usize {
     abt_256x128 = <ABt, Plain, Together128>,
     abt_256x192 = <ABt, Plain, Together192>,
     abt_128x256 = <ABt, Plain, Together256>,
+    abt_128x320 = <ABt, Plain, Together320>,
     abt_bias_128 = <ABt, Bias, Turns128>,
     abt_bias_192 = <ABt, Bias, Turns192>,
     abt_bias_256x128 = <ABt, Bias, Together128>,
     abt_bias_256x192 = <ABt, Bias, Together192>,
     abt_bias_128x256 = <ABt, Bias, Together256>,
+    abt_bias_128x320 = <ABt, Bias, Together320>,
     abt_bias_residual_128 = <ABt, BiasResidual, Turns128>,
     abt_bias_residual_192 = <ABt, BiasResidual, Turns192>,
     abt_bias_residual_256x128 = <ABt, BiasResidual, Together128>,
     abt_bias_residual_256x192 = <ABt, BiasResidual, Together192>,
     abt_bias_residual_128x256 = <ABt, BiasResidual, Together256>,
+    abt_bias_residual_128x320 = <ABt, BiasResidual, Together320>,
     abt_bias_gelu_128 = <ABt, BiasGelu, Turns128>,
     abt_bias_gelu_192 = <ABt, BiasGelu, Turns192>,
     ab_128 = <AB, Plain, Turns128>,
@@ -89,6 +93,7 @@ pub fn pingpong_shared_bytes() -> usize {
     ab_256x128 = <AB, Plain, Together128>,
     ab_256x192 = <AB, Plain, Together192>,
     ab_128x256 = <AB, Plain, Together256>,
+    ab_128x320 = <AB, Plain, Together320>,
     ab_gelu_backward_128 = <AB, GeluBackward, Turns128>,
     ab_gelu_backward_192 = <AB, GeluBackward, Turns192>,
     ab_gelu_backward_and_gelu_128 = <AB, GeluBackwardAndGelu, Turns128>,
@@ -97,7 +102,8 @@ pub fn pingpong_shared_bytes() -> usize {
     atb_accumulate_192 = <AtB, Accumulate, Turns192>,
     atb_accumulate_256x128 = <AtB, Accumulate, Together128>,
     atb_accumulate_256x192 = <AtB, Accumulate, Together192>,
-    atb_accumulate_128x256 = <AtB, Accumulate, Together256>))]
+    atb_accumulate_128x256 = <AtB, Accumulate, Together256>,
+    atb_accumulate_128x320 = <AtB, Accumulate, Together320>))]
 pub fn matmul_pingpong<L: Operands, E: Epilogue, T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -133,7 +139,8 @@ const NO_SUMS: ColumnSums = ColumnSums { sums: GlobalMut::new(core::ptr::null_mu
     w192 = <Turns192>,
     w256x128 = <Together128>,
     w256x192 = <Together192>,
-    w128x256 = <Together256>))]
+    w128x256 = <Together256>,
+    w128x320 = <Together320>))]
 pub fn matmul_add_f32<T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -155,7 +162,8 @@ pub fn matmul_add_f32<T: Tile>(
     w192 = <Turns192>,
     w256x128 = <Together128>,
     w256x192 = <Together192>,
-    w128x256 = <Together256>))]
+    w128x256 = <Together256>,
+    w128x320 = <Together320>))]
 pub fn matmul_with_column_sums<T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
@@ -185,11 +193,13 @@ pub fn matmul_with_column_sums<T: Tile>(
     w256x128 = <Together128, false>,
     w256x192 = <Together192, false>,
     w128x256 = <Together256, false>,
+    w128x320 = <Together320, false>,
     sums_128 = <Turns128, true>,
     sums_192 = <Turns192, true>,
     sums_256x128 = <Together128, true>,
     sums_256x192 = <Together192, true>,
-    sums_128x256 = <Together256, true>))]
+    sums_128x256 = <Together256, true>,
+    sums_128x320 = <Together320, true>))]
 pub fn matmul_parts<T: Tile, const SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,

@@ -22,12 +22,14 @@ pub trait Tile: 'static {
     /// Rows that a consumer multiplies: 64 or 128.
     const CONSUMER_ROWS: u32 = if Self::TOGETHER { Self::ROWS / CONSUMERS } else { Self::ROWS };
     const COLUMNS: u32 = Self::Sums::COLUMNS;
+    /// Rows of b (N, K) that a load takes: at most 256.
+    const B_BOX: u32 = if Self::COLUMNS > 256 { Self::COLUMNS / 2 } else { Self::COLUMNS };
     /// Rows of a stage: the tile's of a, then as many of b as the tile has columns.
     const STAGE_ROWS: u32 = Self::ROWS + Self::COLUMNS;
     /// Boxes of 64 x 64 in shared memory for each consumer's epilogue.
     const BOXES: u32 = match (Self::TOGETHER, Self::COLUMNS) {
         (false, _) => 4,
-        (true, 192) => 3,
+        (true, 192 | 320) => 3,
         (true, _) => 2,
     };
     /// The boxes follow the ring.
@@ -45,6 +47,8 @@ pub struct Together128;
 pub struct Together192;
 /// 128 x 256, together
 pub struct Together256;
+/// 128 x 320, together: what leaves no column over where C is 1280, 1600 or 2560
+pub struct Together320;
 
 impl Tile for Turns128 {
     type Sums = [f32; 64];
@@ -66,6 +70,12 @@ impl Tile for Together128 {
 
 impl Tile for Together256 {
     type Sums = [f32; 128];
+    const TOGETHER: bool = true;
+    const ROWS: u32 = 128;
+}
+
+impl Tile for Together320 {
+    type Sums = [f32; 160];
     const TOGETHER: bool = true;
     const ROWS: u32 = 128;
 }

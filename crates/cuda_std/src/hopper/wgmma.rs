@@ -108,6 +108,10 @@ pub trait SharedOperand: Copy {
 
     #[doc(hidden)]
     fn descriptor(self) -> u64;
+
+    /// As B: what begins `columns` columns further on, a multiple of 64.
+    #[must_use]
+    fn after(self, columns: u32) -> Self;
 }
 
 impl SharedOperand for Operand {
@@ -117,6 +121,12 @@ impl SharedOperand for Operand {
     fn descriptor(self) -> u64 {
         self.0
     }
+
+    #[inline(always)]
+    fn after(self, columns: u32) -> Self {
+        // A column is a row of 128 bytes, 8 units of the address.
+        Self(self.0 + u64::from(columns * 8))
+    }
 }
 
 impl SharedOperand for OperandByRows {
@@ -125,6 +135,12 @@ impl SharedOperand for OperandByRows {
     #[inline(always)]
     fn descriptor(self) -> u64 {
         self.0
+    }
+
+    #[inline(always)]
+    fn after(self, columns: u32) -> Self {
+        // The leading offset, in bits 16..30 and in the same units, is that of 64 columns.
+        Self(self.0 + u64::from(columns / 64) * (self.0 >> 16 & 0x3fff))
     }
 }
 
@@ -215,4 +231,53 @@ accumulators! {
     64 wgmma_n128 wgmma_with_n128 settle_n128
     96 wgmma_n192 wgmma_with_n192 settle_n192
     128 wgmma_n256 wgmma_with_n256 settle_n256
+}
+
+/// Columns of the first of the two products that one of 320 columns is: no instruction is as wide.
+const FIRST: u32 = 192;
+
+/// Accumulators of a product of 320 columns, and of the rest of it.
+#[inline(always)]
+fn halves(d: &mut [f32; 160]) -> (&mut [f32; 96], &mut [f32; 64]) {
+    let (first, rest) = d.split_at_mut(96);
+    // Both have the lengths they were split at.
+    let (Ok(first), Ok(rest)) = (first.try_into(), rest.try_into()) else { unreachable!() };
+    (first, rest)
+}
+
+impl Accumulators for [f32; 160] {
+    const ZERO: Self = [0.0; 160];
+    const COLUMNS: u32 = 320;
+
+    #[inline(always)]
+    #[track_caller]
+    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+        let (first, rest) = halves(self);
+        first.product(a, b, accumulate);
+        rest.product(a, b.after(FIRST), accumulate);
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
+        let (first, rest) = halves(self);
+        first.product_with(a, b, accumulate);
+        rest.product_with(a, b.after(FIRST), accumulate);
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
+        let (first, rest) = halves(self);
+        first.product_with_rows(a, b, accumulate);
+        rest.product_with_rows(a, b.after(FIRST), accumulate);
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn settle(&mut self) {
+        let (first, rest) = halves(self);
+        first.settle();
+        rest.settle();
+    }
 }

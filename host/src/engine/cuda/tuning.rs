@@ -1,11 +1,12 @@
 //! The matrix products' algorithms that were found fastest, kept between runs: one file for each GPU model, architecture
-//! of the kernels, driver and version of cuBLASLt in the user's cache directory.
+//! of the kernels, driver, version of cuBLASLt and number of tiles that kernels have, in the user's cache directory.
 
 use crate::atomic;
 use crate::engine::{Choice, Result};
 use anyhow::Context;
 use cublaslt::Element;
 use cuda_driver::Gpu;
+use gpu::matmul::launch::Size;
 use half::bf16;
 use std::collections::HashMap;
 use std::fs;
@@ -23,9 +24,11 @@ impl Cache {
     pub fn of(gpu: &Gpu, architecture: &str) -> Result<Self> {
         let (_, library) = cublaslt::find()?;
         let (major, minor) = cuda_driver::driver_version()?;
-        let name = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-        let machine = format!("{name}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
-        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(format!("{machine}.json")));
+        let model = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
+        let machine = format!("{model}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
+        // Choices of a checkpoint stay valid with more tiles; they are only no longer known to be the fastest.
+        let name = format!("{machine}-tiles-{}.json", Size::ALL.len());
+        let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(name));
         Ok(Self { machine, path })
     }
 
