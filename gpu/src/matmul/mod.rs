@@ -1,7 +1,7 @@
 //! Matrix products for `sm_90a`, bf16 with f32 sums: TMA, wgmma, and warpgroups with roles.
 //!
-//! `pingpong` is the kernel that training runs: tiles of 128 x 128 or 128 x 192, an epilogue that is hidden behind the
-//! next tile's products. `cooperative` has tiles of 128 x 256 that both consumers share, for long K and no epilogue.
+//! `pingpong` is the kernel that training runs, with tiles of six sizes: two that the consumers take in turns, so that an epilogue is
+//! hidden behind the next tile's products, and four that they share. `cooperative` is plainer, with 128 x 256 and clusters.
 
 mod column_sums;
 mod cooperative;
