@@ -4,11 +4,11 @@
 //!
 //! A row is read once and held until its last use: PACKETS packets in each lane of WARPS warps, so
 //! C <= PACKETS * WARPS * 32 * `T::PACKET`. The triples there are instances of are [`Shape`]: up to 16384 channels in bf16 and
-//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier), 4 (two groups of ROWS rows, each with a barrier of its own) or 8 (one
-//! group). ROWS is 2 where a row is one packet for each thread: the barriers of two sums cost as much as those of one. Forward holds
-//! a row in registers and issues all its loads before its first store, since stores may alias them; where a row is one packet for each thread, too
-//! little would be under way, and the next rows arrive in shared memory. Backward needs its registers for the
-//! sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
+//! 8192 in f32. WARPS is 1 (eight rows per block, no barrier), 4 (two groups of ROWS rows, each with a barrier of its own) or
+//! 8 (one group). ROWS is 2 where a row is one packet for each thread: the barriers of two sums cost as much as those of one.
+//! Forward holds a row in registers and issues all its loads before its first store, since stores may alias them; where a row
+//! is one packet for each thread, too little would be under way, and the next rows arrive in shared memory. Backward needs its
+//! registers for the sums of dweight and dbias; it holds rows in shared memory, where the next arrives while one is worked on.
 //!
 //! The gradients of weight and bias are per-block sums in `partials` (blocks, 2, C) f32, weight first, which a second
 //! kernel adds up: no atomics, the same on every run with the same grid. Where there are registers for a third sum
@@ -222,7 +222,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Pl
             (warp::index() as usize, warp::lane() as usize)
         } else {
             // The group is computed even where there is but one: a row that is each thread's own, to ptxas, makes it take twice the
-            // registers for the backward pass and load early, which is 7 to 12 % faster (docs/performance.md).
+            // registers for the backward pass and load early, which is 7 to 12 % faster (docs/performance/row-wise.md).
             let thread = thread::thread_idx_x() as usize;
             (thread / (WARPS * LANES), thread % (WARPS * LANES))
         };

@@ -60,35 +60,16 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// The rows of `table` whose numbers are `ascending`, each borrowed on its own.
-fn rows_mut(mut table: &mut [f32], c: usize, ascending: impl Iterator<Item = usize>) -> Result<Vec<&mut [f32]>> {
-    let mut passed = 0;
-    let mut rows = Vec::new();
-    for row in ascending {
-        ensure!(
-            row >= passed && (row + 1 - passed) * c <= table.len(),
-            "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
-        );
-        let (taken, rest) = table.split_at_mut((row + 1 - passed) * c);
-        rows.push(&mut taken[(row - passed) * c..]);
-        (table, passed) = (rest, row + 1);
-    }
-    Ok(rows)
-}
-
-/// Where each run of equal tokens lies in `order`, if the parts fit each other.
-fn runs_of(layout: BatchLayout, words: &[i32]) -> Option<Vec<Range<usize>>> {
-    let (inputs, order, sorted) = (&words[layout.inputs()], &words[layout.order()], &words[layout.sorted()]);
-    let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| inputs.get(position));
-    let fits =
-        sorted.is_sorted() && order.iter().zip(sorted).all(|(position, token)| token_of(position) == Some(token));
-    let mut end = 0;
+/// Each run of equal tokens: its row of `table`, and where it lies in `sorted`, whose tokens ascend and have rows.
+fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32], Range<usize>)> {
+    let (mut rows, mut next, mut end) = (table.chunks_exact_mut(c), 0, 0);
     let run = |run: &[i32]| {
-        let begin = end;
-        end += run.len();
-        begin..end
+        let (token, begin) = (run[0] as usize, end);
+        let row = rows.nth(token - next)?;
+        (next, end) = (token + 1, begin + run.len());
+        Some((row, begin..end))
     };
-    fits.then(|| sorted.chunk_by(|a, b| a == b).map(run).collect())
+    sorted.chunk_by(|a, b| a == b).map_while(run).collect()
 }
 
 pub(super) fn backward(
@@ -111,12 +92,14 @@ pub(super) fn backward(
     ];
     let [dwte, dwpe, dout, words] = arena.split("encoder_backward", operands)?;
     let words: &[i32] = bytemuck::cast_slice(words);
-    let (dout, tokens, order) = (&*dout, &words[layout.inputs()], &words[layout.order()]);
+    let (dout, tokens) = (&*dout, &words[layout.inputs()]);
+    let (order, sorted) = (&words[layout.order()], &words[layout.sorted()]);
     check_tokens(tokens, vocab)?;
-    let Some(runs) = runs_of(layout, words) else {
-        anyhow::bail!("encoder_backward: the batch's order does not sort its inputs: sort the batch first")
-    };
-    let rows = rows_mut(dwte, c, runs.iter().map(|run| tokens[order[run.start] as usize] as usize))?;
+    let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| tokens.get(position));
+    ensure!(
+        sorted.is_sorted() && order.iter().map(token_of).eq(sorted.iter().map(Some)),
+        "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
+    );
     let sum_into = |sum: &mut Vec<f32>, row: &mut [f32], positions: &mut dyn Iterator<Item = usize>| {
         sum.fill(0.0);
         for position in positions {
@@ -128,7 +111,7 @@ pub(super) fn backward(
             *row += sum;
         }
     };
-    rows.into_par_iter().zip(runs).with_min_len(8).for_each_init(
+    runs(dwte, c, sorted).into_par_iter().with_min_len(8).for_each_init(
         || vec![0.0; c],
         |sum, (row, run)| sum_into(sum, row, &mut order[run].iter().map(|&i| i as usize)),
     );
