@@ -96,8 +96,10 @@ pub(super) fn backward(
     let (order, sorted) = (&words[layout.order()], &words[layout.sorted()]);
     check_tokens(tokens, vocab)?;
     let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| tokens.get(position));
+    // Ascending pairs, of which none stands twice: every position is there.
+    let ascending = sorted.iter().zip(order).is_sorted_by(|a, b| a < b);
     ensure!(
-        sorted.is_sorted() && order.iter().map(token_of).eq(sorted.iter().map(Some)),
+        ascending && order.iter().map(token_of).eq(sorted.iter().map(Some)),
         "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
     );
     let sum_into = |sum: &mut Vec<f32>, row: &mut [f32], positions: &mut dyn Iterator<Item = usize>| {

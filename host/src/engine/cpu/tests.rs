@@ -487,11 +487,19 @@ fn a_batch_that_was_not_sorted_is_refused() {
     backward(&mut bench, &words).unwrap();
     // What no loader makes, but memory may hold: each single word replaced.
     for at in layout.order().start..layout.words() {
-        for wrong in [-1, 3, 7, i32::MAX, i32::MIN] {
+        for wrong in (-1..7).chain([i32::MAX, i32::MIN]) {
             let mut changed = words.clone();
             changed[at] = wrong;
             let harmless = changed == words || layout.seed().contains(&at);
             assert_eq!(backward(&mut bench, &changed).is_ok(), harmless, "word {at} became {wrong}");
         }
+    }
+    // Order and tokens that agree, but do not ascend.
+    for at in 1..layout.order().len() {
+        let mut changed = words.clone();
+        for part in [layout.order(), layout.sorted()] {
+            changed[part].swap(0, at);
+        }
+        assert!(backward(&mut bench, &changed).is_err(), "places 0 and {at} swapped");
     }
 }
