@@ -1,11 +1,10 @@
 //! Logits exist a chunk of rows at a time: losses and gradients are those of one large chunk.
 
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated, emulated_checked};
-use host::engine::{BatchLayout, Engine};
-use host::model::{CHUNK, Capacity, Descriptor, Gpt2, Param, Recompute};
-use host::plan::Plan;
-use host::train::initialise;
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated, emulated_checked};
+use engine::plan::Plan;
+use engine::{BatchLayout, Engine};
+use model::{CHUNK, Capacity, Descriptor, Gpt2, Param, Recompute};
 
 const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
@@ -22,7 +21,7 @@ fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
     let (model, plan) = planned(engine, chunk, training);
     assert_eq!(model.chunk(), chunk);
     engine.allocate(&plan).unwrap();
-    initialise(&model, engine, 42).unwrap();
+    model.initialize(engine, 42).unwrap();
     let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
     for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
         *word = (i * i % VOCAB) as i32;

@@ -1,10 +1,10 @@
 //! Training on the CPU engine against a reference that PyTorch made in double precision (`scripts/pytorch_reference.py`),
 //! against finite differences, and against itself on other numbers of threads.
 
-use host::engine::cpu::Cpu;
-use host::engine::{AdamW, BatchLayout, Engine};
-use host::model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, init};
-use host::rng::Mt19937;
+use engine::cpu::Cpu;
+use engine::{AdamW, BatchLayout, Engine};
+use model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, init};
+use rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
 const DEBUG_STATE: &[u8] = include_bytes!("data/tiny_debug_state.bin");
@@ -227,7 +227,7 @@ fn ten_steps_of_adamw_are_pytorchs() {
 #[test]
 fn the_references_weights_are_initial_weights_four_times_as_large() {
     let reference = Reference::load();
-    init::initialise(&reference.descriptor, init::SEED, |param, layer, values| {
+    init::generate(&reference.descriptor, init::SEED, |param, layer, values| {
         if param.shape(&reference.descriptor).0 > 1 {
             let expected: Vec<f32> = values.iter().map(|x| 4.0 * x).collect();
             assert!(reference.parameter(param, layer) == expected, "{} of layer {layer}", param.name());

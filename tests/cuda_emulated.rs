@@ -1,17 +1,16 @@
 //! The CUDA engine on the emulator, held to the CPU engine: every kernel with the launch geometry a GPU would get.
 
-use gpu::matmul::launch::MOST_TILINGS;
-use host::data::{Geometry, Loader, Prefetch, Tokens};
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
-use host::engine::{
+use data::{Geometry, Loader, Prefetch, Tokens};
+use engine::cpu::Cpu;
+use engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
+use engine::plan::{Group, Plan};
+use engine::tensor::{DType, Tensor};
+use engine::{
     AdamW, BatchLayout, Ending, Engine, GeluForward, GeluFusion, GeluInput, Linear, Optimized, Recurring, UpdateRange,
 };
-use host::model::{Capacity, Descriptor, Gpt2, Layers, Recompute, Share, Store, Undivided, Unit, Zero};
-use host::plan::{Group, Plan};
-use host::selftest::edge;
-use host::tensor::{DType, Tensor};
-use host::train::initialise;
+use gpu::matmul::launch::MOST_TILINGS;
+use model::{Capacity, Descriptor, Gpt2, Layers, Recompute, Share, Store, Undivided, Unit, Zero};
+use verify::selftest::edge;
 
 fn agrees(precision: Precision, hopper: bool) {
     agrees_in("", emulated_checked(precision, hopper));
@@ -64,7 +63,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let capacity = Capacity { b: layout.b, t: 24, training: true, master_weights: true, recompute };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
-    initialise(&model, engine, 42).unwrap();
+    model.initialize(engine, 42).unwrap();
     let training = model.training.unwrap();
     let mut stats = Vec::new();
     for step in 1..3 {
@@ -119,7 +118,7 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: false, recompute };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
-    initialise(&model, engine, 42).unwrap();
+    model.initialize(engine, 42).unwrap();
     let mut words = engine.host_buffer(layout.words()).unwrap();
     for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
         *word = (i * i % 50) as i32;
@@ -436,7 +435,7 @@ fn a_later_read_holds_the_values_of_its_time() {
     let first = engine.read_later(tensor).unwrap();
     engine.write(tensor, &[3.0, 4.0]).unwrap();
     let second = engine.read_later(tensor).unwrap();
-    let again = host::engine::Ticket(second.0);
+    let again = engine::Ticket(second.0);
     assert_eq!(engine.wait(second).unwrap().values, [3.0, 4.0]);
     assert_eq!(engine.wait(first).unwrap().values, [1.0, 2.0]);
     assert!(engine.wait(again).unwrap_err().to_string().contains("not under way"));

@@ -1,18 +1,18 @@
 //! A step of several micro-batches is the step of one large batch.
 
-use host::checkpoint::RunState;
+use checkpoint::RunState;
+use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
+use engine::Engine;
+use engine::cpu::Cpu;
 use host::console::Console;
-use host::data::{Geometry, Loader, Prefetch, Tokens};
-use host::distributed::Ranks;
-use host::engine::Engine;
-use host::engine::cpu::Cpu;
-use host::guards::Limits;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Recompute};
-use host::rng::Mt19937;
-use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
-use host::train::{Run, Settings, initialise};
+use host::train::{Run, Settings};
+use model::guards::Limits;
+use model::schedule::{Kind, Schedule};
+use model::{Capacity, Descriptor, Gpt2, Recompute};
+use rng::Mt19937;
 use std::fs;
 
 /// Training losses and norms of 6 steps of 8 x 16 tokens.
@@ -23,7 +23,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let capacity = Capacity { b, t: 16, training: true, master_weights: true, recompute: Recompute::Nothing };
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
     engine.allocate(&plan).unwrap();
-    initialise(&model, &mut engine, 42).unwrap();
+    model.initialize(&mut engine, 42).unwrap();
     let mut rng = Mt19937::new(1);
     let tokens: Vec<u16> = (0..4000).map(|_| rng.below(60).min(rng.below(60)) as u16).collect();
     let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(b, 16), 60, None).unwrap();

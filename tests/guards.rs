@@ -1,23 +1,23 @@
 //! Steps that must not change the model: on the CPU, and on the emulated CUDA engine, whose kernels decide for themselves.
 
-use host::checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
-use host::checkpoint::resume::newest;
-use host::checkpoint::sidecar::Identity;
-use host::checkpoint::writer::Checkpoints;
-use host::checkpoint::{RunState, fingerprint};
+use checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
+use checkpoint::resume::newest;
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::Checkpoints;
+use checkpoint::{RunState, fingerprint};
+use data::{Geometry, Loader, Prefetch, Tokens, tokens};
+use distributed::Ranks;
+use engine::Engine;
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated};
 use host::console::Console;
-use host::data::{Geometry, Loader, Prefetch, Tokens, tokens};
-use host::distributed::Ranks;
-use host::engine::Engine;
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::guards::Limits;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
-use host::rng::Mt19937;
-use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
-use host::train::{Outcome, Run, Settings, initialise};
+use host::train::{Outcome, Run, Settings};
+use model::guards::Limits;
+use model::schedule::{Kind, Schedule};
+use model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use rng::Mt19937;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -92,7 +92,7 @@ impl Trial {
         let state = if let Some(checkpoint) = checkpoint {
             checkpoint.load(&model, engine, &mut loader, 32, false, &mut Vec::new()).unwrap()
         } else {
-            initialise(&model, engine, 42).unwrap();
+            model.initialize(engine, 42).unwrap();
             make_fatal(&model, engine);
             RunState::fresh(loader.position())
         };

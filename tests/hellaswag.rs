@@ -1,14 +1,14 @@
 //! HellaSwag: the file against one that another program wrote (`scripts/hellaswag_reference.py`), and scores against losses
 //! worked out from the logits of one row at a time.
 
-use host::data::hellaswag;
-use host::data::multiple_choice::{COMPLETIONS, Example, MultipleChoice, write};
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::engine::{BatchLayout, Engine};
+use data::hellaswag;
+use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice, write};
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated};
+use engine::{BatchLayout, Engine};
 use host::evaluate::multiple_choice::{Score, score};
-use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute, init};
-use host::rng::Mt19937;
+use model::{Capacity, Descriptor, Gpt2, Param, Recompute, init};
+use rng::Mt19937;
 use std::path::Path;
 
 const JSONL: &str = "data/hellaswag.jsonl";
@@ -82,7 +82,7 @@ fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
 
 /// Weights large enough that completions differ by more than rounding.
 fn randomise(model: &Gpt2, engine: &mut dyn Engine) {
-    init::initialise(&descriptor(), 3, |param, layer, values| {
+    init::generate(&descriptor(), 3, |param, layer, values| {
         let scale = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 12.0 };
         let values: Vec<f32> = values.iter().map(|v| v * scale).collect();
         engine.write(model.layout.of(model.params, param, layer), &values)

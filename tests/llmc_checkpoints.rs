@@ -1,18 +1,18 @@
 //! Checkpoints of llm.c's, from a writer of its own (`scripts/llmc_checkpoint.py`), are read; and written again they are the
 //! same bytes.
 
-use host::checkpoint::directory::{Locked, Retention};
-use host::checkpoint::resume::{Found, newest};
-use host::checkpoint::sidecar::Identity;
-use host::checkpoint::writer::Checkpoints;
-use host::checkpoint::{Progress, RunState};
-use host::data::{Geometry, Loader, Tokens};
-use host::distributed::Ranks;
-use host::engine::Engine;
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::model::{Capacity, Gpt2, Recompute};
-use host::tensor::Tensor;
+use checkpoint::directory::{Locked, Retention};
+use checkpoint::resume::{Found, newest};
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::Checkpoints;
+use checkpoint::{Progress, RunState};
+use data::{Geometry, Loader, Tokens};
+use distributed::Ranks;
+use engine::Engine;
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated};
+use engine::tensor::Tensor;
+use model::{Capacity, Gpt2, Recompute};
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -2,21 +2,21 @@
 //! loop does with gradients. `scripts/parity_reference.py` works the first two out with PyTorch; llm.c's own code, compiled,
 //! gives the same. `scripts/compare_llmc` compares whole runs on a GPU.
 
-use host::checkpoint::RunState;
-use host::config::Config;
+use checkpoint::RunState;
+use checkpoint::config::Config;
+use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
+use engine::cpu::Cpu;
+use engine::{BatchLayout, Engine};
 use host::console::Console;
-use host::data::{Geometry, Loader, Prefetch, Tokens};
-use host::distributed::Ranks;
-use host::engine::cpu::Cpu;
-use host::engine::{BatchLayout, Engine};
-use host::guards::Limits;
 use host::log::Log;
-use host::model::init::{SEED, initialise};
-use host::model::{Capacity, Descriptor, Gpt2, Param, Recompute};
-use host::rng::Mt19937;
-use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
 use host::train::{Run, Settings};
+use model::guards::Limits;
+use model::init::{SEED, generate};
+use model::schedule::{Kind, Schedule};
+use model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use rng::Mt19937;
 use std::fs;
 
 use Param::{Attprojw, Fcprojw, Fcw, Qkvw, Wpe, Wte};
@@ -92,7 +92,7 @@ const D12: [Drawn; 50] = [
 
 fn drawn_tensors_are(descriptor: &Descriptor, expected: &[Drawn]) {
     let mut left = expected.iter();
-    initialise(descriptor, SEED, |param, layer, values| {
+    generate(descriptor, SEED, |param, layer, values| {
         let drawn = match param {
             Wte => &values[..descriptor.vocab * descriptor.channels],
             _ => values,
@@ -174,7 +174,7 @@ fn planned(engine: &mut Cpu) -> Gpt2 {
     let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
-    host::train::initialise(&model, engine, SEED).unwrap();
+    model.initialize(engine, SEED).unwrap();
     model
 }
 

@@ -1,6 +1,6 @@
 //! The program as a user meets it: whole runs on small models, and every kind of bad input.
 
-use host::data::{Tokens, tokens};
+use data::{Tokens, tokens};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,9 +1,9 @@
 //! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
 
-use host::checkpoint::resume::newest;
-use host::checkpoint::sidecar::Sidecar;
-use host::data::tokens;
-use host::rng::XorShift;
+use checkpoint::resume::newest;
+use checkpoint::sidecar::Sidecar;
+use data::tokens;
+use rng::XorShift;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let mut rng = host::rng::Mt19937::new(7);
+        let mut rng = rng::Mt19937::new(7);
         let mut ids = |n: usize| (0..n).map(|_| rng.below(97).min(rng.below(97)) as u16).collect::<Vec<u16>>();
         for (i, samples) in [9, 14, 6].into_iter().enumerate() {
             tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(samples * 32 + 5)).unwrap();

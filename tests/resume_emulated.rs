@@ -1,21 +1,21 @@
 //! Resumed runs on the CUDA engine, emulated: bit for bit in bf16, where updates are rounded stochastically.
 
-use host::checkpoint::directory::{Locked, Retention, done_name, model_name, sidecar_name, state_name};
-use host::checkpoint::resume::newest;
-use host::checkpoint::sidecar::Identity;
-use host::checkpoint::writer::Checkpoints;
-use host::checkpoint::{RunState, fingerprint};
+use checkpoint::directory::{Locked, Retention, done_name, model_name, sidecar_name, state_name};
+use checkpoint::resume::newest;
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::Checkpoints;
+use checkpoint::{RunState, fingerprint};
+use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
+use engine::cuda::{Precision, emulated};
 use host::console::Console;
-use host::data::{Geometry, Loader, Prefetch, Tokens};
-use host::distributed::Ranks;
-use host::engine::cuda::{Precision, emulated};
-use host::guards::Limits;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Recompute};
-use host::rng::Mt19937;
-use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
-use host::train::{Run, Settings, initialise};
+use host::train::{Run, Settings};
+use model::guards::Limits;
+use model::schedule::{Kind, Schedule};
+use model::{Capacity, Descriptor, Gpt2, Recompute};
+use rng::Mt19937;
 use std::fs;
 use std::path::Path;
 
@@ -52,7 +52,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         assert!(notes.is_empty(), "{notes:?}");
         state
     } else {
-        initialise(&model, &mut *engine, 42).unwrap();
+        model.initialize(&mut *engine, 42).unwrap();
         RunState::fresh(loader.position())
     };
     let log = match resumed {

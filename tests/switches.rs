@@ -1,13 +1,12 @@
 //! What each switch of `train` does to a run: by its effect, on the CPU and on the emulated GPU.
 
-use host::data::tokens;
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Emulation, Precision, emulated_as};
-use host::engine::{AdamW, BatchLayout, Engine, GeluFusion};
-use host::model::{Capacity, Descriptor, Gpt2, Recompute};
-use host::plan::Plan;
-use host::tensor::DType;
-use host::train::initialise;
+use data::tokens;
+use engine::cpu::Cpu;
+use engine::cuda::{Emulation, Precision, emulated_as};
+use engine::plan::Plan;
+use engine::tensor::DType;
+use engine::{AdamW, BatchLayout, Engine, GeluFusion};
+use model::{Capacity, Descriptor, Gpt2, Recompute};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -36,7 +35,7 @@ struct Trained {
 fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, learning_rate: f32) -> Trained {
     let (model, plan) = planned(engine, recompute, master_weights);
     engine.allocate(&plan).unwrap();
-    initialise(&model, engine, 42).unwrap();
+    model.initialize(engine, 42).unwrap();
     let training = model.training.unwrap();
     for step in 1..=2 {
         let mut words = engine.host_buffer(LAYOUT.words()).unwrap();

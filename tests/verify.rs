@@ -1,13 +1,13 @@
 //! `verify` on a small model that PyTorch computed (`scripts/pytorch_reference.py`): it holds on every engine, and notices
 //! what is wrong.
 
-use host::engine::Engine;
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::verify::Verification;
+use engine::Engine;
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use verify::llmc::Verification;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/tiny.bin");
 const STATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/tiny_debug_state.bin");

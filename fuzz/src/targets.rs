@@ -4,28 +4,28 @@
 //! an endless loop and too much memory.
 
 use anyhow::{Context, Result};
-use host::checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
-use host::checkpoint::model::{self, ModelFile};
-use host::checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
-use host::checkpoint::state::{self, Moments};
-use host::checkpoint::{Progress, RunState, fingerprint, resume};
+use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
+use checkpoint::model_file::{self, ModelFile};
+use checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
+use checkpoint::state::{self, Moments};
+use checkpoint::{Progress, RunState, fingerprint, resume};
+use data::multiple_choice::{self, Example, MultipleChoice};
+use data::tokenizer::Tokenizer;
+use data::{Geometry, Loader, Tokens, hellaswag, tokens};
+use engine::cpu::Cpu;
+use engine::tensor::DType;
+use engine::{Algorithms, Engine};
 use host::cli::Cli;
-use host::data::multiple_choice::{self, Example, MultipleChoice};
-use host::data::{Geometry, Loader, Tokens, hellaswag, tokens};
-use host::engine::cpu::Cpu;
-use host::engine::{Algorithms, Engine};
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Params, Recompute, Share};
 use host::sample::{self, Sampling};
-use host::tensor::DType;
-use host::tokenizer::Tokenizer;
-use host::verify::Verification;
+use model::{Capacity, Descriptor, Gpt2, Params, Recompute, Share};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::sync::LazyLock;
 use tempfile::NamedTempFile;
+use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
 pub struct Target {
@@ -116,7 +116,7 @@ fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
     let layout = Params::new(descriptor);
     let params = vec![0x3d; layout.elements() * dtype.bytes()];
     let mut file = Vec::new();
-    model::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
+    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
     file
 }
 

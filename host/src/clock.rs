@@ -1,6 +1,6 @@
 //! Times steps from the end of one to the end of the next, on the engine's clock.
 
-use crate::checkpoint::Pace;
+use checkpoint::Pace;
 use std::time::Duration;
 
 #[derive(Default)]

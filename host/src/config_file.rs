@@ -124,3 +124,98 @@ fn text(value: &Value) -> Option<String> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::cli::Cli;
+    use checkpoint::config::Config;
+    use clap::CommandFactory;
+    use engine::GeluFusion;
+    use engine::open::{Device, Precision, Products};
+    use model::Recompute;
+    use model::schedule::Kind;
+    use std::collections::BTreeSet;
+
+    /// What is done with a run, as opposed to what the run is.
+    const ACTIONS: [&str; 13] = [
+        "config",
+        "dry-run",
+        "help",
+        "version",
+        "resume",
+        "force-resume",
+        "rank",
+        "world-size",
+        "local-rank",
+        "rendezvous",
+        "rendezvous-timeout",
+        "start-timeout",
+        "step-timeout",
+    ];
+
+    fn whole() -> Config {
+        Config {
+            train: Some("data/train_*.bin".into()),
+            val: Some("data/val_*.bin".into()),
+            shuffle: false,
+            overfit_one_batch: false,
+            out: Some("run".into()),
+            model: Some("d12".into()),
+            layers: Some(2),
+            heads: Some(4),
+            channels: Some(64),
+            seed: 42,
+            batch: 4,
+            seq: 64,
+            total_batch: 524_288,
+            steps: 18_865,
+            schedule: Kind::Wsd,
+            lr: 6e-4,
+            warmup: 700,
+            final_fraction: 0.1,
+            weight_decay: 0.1,
+            skip_loss_z: 7.5,
+            skip_norm_z: 0.0,
+            max_bad_steps: 10,
+            val_every: 250,
+            val_batches: 20,
+            hellaswag: Some("hellaswag_val.bin".into()),
+            hellaswag_examples: Some(1000),
+            sample_every: 0,
+            sample_length: 64,
+            checkpoint_every: 5000,
+            gpu_info_every: 0,
+            zero_stage: 2,
+            check_ranks: 100,
+            recompute: Recompute::Gelu,
+            master_weights: true,
+            keep: 3,
+            major_every: 50_000,
+            device: Device::Cuda,
+            precision: Precision::Bf16,
+            tf32: false,
+            gelu_fusion: GeluFusion::Both,
+            matmul: Products::Rust,
+            kernels: Some("sm_80".into()),
+        }
+    }
+
+    #[test]
+    fn keys_are_the_flags_of_train() {
+        let command = Cli::command();
+        let train = command.find_subcommand("train").unwrap();
+        let flags: BTreeSet<_> = train.get_arguments().filter_map(|a| a.get_long().map(str::to_owned)).collect();
+        let keys: BTreeSet<_> =
+            whole().to_toml().unwrap().parse::<toml::Table>().unwrap().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, flags.into_iter().filter(|flag| !ACTIONS.contains(&&**flag)).collect());
+    }
+
+    #[test]
+    fn a_written_file_reads_back_the_same_and_in_short_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        whole().save(dir.path()).unwrap();
+        let text = std::fs::read_to_string(dir.path().join(Config::FILE)).unwrap();
+        assert_eq!(toml::from_str::<Config>(&text).unwrap(), whole());
+        assert!(text.contains("\nlr = 0.0006\n") && text.contains("\nschedule = \"wsd\"\n"), "{text}");
+    }
+}

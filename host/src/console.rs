@@ -105,7 +105,7 @@ fn step_line(step: &Step, steps: usize, rate: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guards::Verdict;
+    use model::guards::Verdict;
 
     #[test]
     fn the_loss_is_where_llm_cs_checker_reads_it() {

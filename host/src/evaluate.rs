@@ -1,9 +1,9 @@
 //! The loss on data that is not trained on.
 
-use crate::data::Prefetch;
-use crate::engine::Engine;
-use crate::model::{Gpt2, Layers};
 use anyhow::Result;
+use data::Prefetch;
+use engine::Engine;
+use model::{Gpt2, Layers};
 
 pub mod multiple_choice;
 

@@ -1,4 +1,8 @@
-//! The GPU kernels in this program, as the build script made them: `MODULES`, and why there are none where it found no
-//! device toolchain.
+//! The GPU kernels that the build script compiled into this program.
+
+use engine::cuda::EmbeddedKernels;
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+
+/// All modules, or the reason why the build has none.
+pub const EMBEDDED: EmbeddedKernels = EmbeddedKernels { modules: MODULES, missing: MODULES_MISSING };

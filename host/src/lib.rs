@@ -13,32 +13,17 @@
 //! * [`cli`], [`commands`]: the program.
 //! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
 
-pub mod atomic;
-pub mod checkpoint;
 pub mod cli;
 pub mod clock;
 pub mod commands;
-pub mod config;
 pub mod config_file;
 pub mod console;
-pub mod data;
-pub mod distributed;
-pub mod engine;
+pub mod corpus;
 pub mod evaluate;
-pub mod fit;
 pub mod gpu_info;
-pub mod guards;
 pub mod kernels;
 pub mod log;
 pub mod mfu;
-pub mod model;
-pub mod plan;
-pub mod rng;
 pub mod sample;
-pub mod schedule;
-pub mod selftest;
 pub mod signals;
-pub mod tensor;
-pub mod tokenizer;
 pub mod train;
-pub mod verify;

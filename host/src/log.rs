@@ -1,9 +1,8 @@
 //! What a run leaves in its directory: `main.log` in llm.c's format, and `main.jsonl` with everything known of each step.
 
-use crate::atomic;
 use crate::evaluate::multiple_choice::Score;
-use crate::guards::Verdict;
 use anyhow::{Context, Result};
+use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -201,13 +200,13 @@ fn cut(path: &Path, stays: impl Fn(&str) -> bool) -> Result<()> {
     };
     let text = String::from_utf8_lossy(&text);
     let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && stays(line.trim_end()));
-    atomic::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
+    atomic_file::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guards::Skipped;
+    use model::guards::Skipped;
 
     #[test]
     fn lines_are_llm_cs_and_records_json() {

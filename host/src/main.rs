@@ -1,4 +1,4 @@
-use host::distributed::fault::Fault;
+use distributed::fault::Fault;
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;

@@ -1,6 +1,6 @@
 //! Model FLOPs utilisation by llm.c's formula.
 
-use crate::engine::Peak;
+use engine::Peak;
 
 /// Share of the peak that training at this rate makes use of, in 0..1.
 pub fn mfu(flops_per_token: usize, tokens_per_second: f64, peak: &Peak) -> f64 {

@@ -1,9 +1,9 @@
 //! Text from a model, a token at a time.
 
-use crate::engine::{BatchLayout, Engine};
-use crate::model::{Gpt2, Layers, Undivided};
-use crate::rng::Mt19937;
 use anyhow::{Result, ensure};
+use engine::{BatchLayout, Engine};
+use model::{Gpt2, Layers, Undivided};
+use rng::Mt19937;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Sampling {
@@ -100,8 +100,8 @@ fn pick(logits: &[f32], sampling: Sampling, coin: f32) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::cpu::Cpu;
-    use crate::model::{Capacity, Descriptor, Recompute, init};
+    use engine::cpu::Cpu;
+    use model::{Capacity, Descriptor, Recompute, init};
 
     fn shares(logits: &[f32], top_k: usize, temperature: f32) -> Vec<f64> {
         let n = 20_000;
@@ -146,7 +146,7 @@ mod tests {
             let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
             let (model, plan) = Gpt2::plan_in_chunks(descriptor, capacity, chunk, &mut engine);
             engine.allocate(&plan).unwrap();
-            init::initialise(&descriptor, 42, |p, l, values| {
+            init::generate(&descriptor, 42, |p, l, values| {
                 // Far from uniform.
                 let values: Vec<f32> = values.iter().map(|v| v * 20.0).collect();
                 engine.write(model.layout.of(model.params, p, l), &values)

@@ -1,7 +1,7 @@
 //! SIGINT and SIGTERM: the first asks a run to stop at the next step, the second ends the program.
 
-use crate::checkpoint::directory::remove_unfinished;
 use anyhow::{Context, Result};
+use checkpoint::directory::remove_unfinished;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;

@@ -1,24 +1,25 @@
 //! The training loop.
 
-use crate::checkpoint::RunState;
-use crate::checkpoint::before::way_on;
-use crate::checkpoint::writer::{Checkpoints, Report, Written, size};
 use crate::clock::Clock;
 use crate::console::Console;
-use crate::data::{MultipleChoice, Prefetch};
-use crate::distributed::{Exchange, Ranks, Turns};
-use crate::engine::{AdamW, BatchLayout, Engine, Reading, Recurring, Ticket};
 use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
-use crate::guards::{Limits, Skipped, Skips, Verdict};
 use crate::log::{Log, Step};
 use crate::mfu::mfu;
-use crate::model::{Gpt2, Training, Undivided, Unit, init};
 use crate::sample::{self, Sampling};
-use crate::schedule::Schedule;
 use crate::signals::Stop;
-use crate::tokenizer::Tokenizer;
 use anyhow::{Context, Error, Result, bail};
+use checkpoint::RunState;
+use checkpoint::before::way_on;
+use checkpoint::writer::{Checkpoints, Report, Written, size};
+use data::tokenizer::Tokenizer;
+use data::{MultipleChoice, Prefetch};
+use distributed::Ranks;
+use engine::{AdamW, Engine, Reading, Recurring, Ticket};
+use model::guards::{Limits, Skipped, Skips, Verdict};
+use model::schedule::Schedule;
+use model::{Exchange, Turns};
+use model::{Gpt2, Training, Unit};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -79,35 +80,6 @@ pub struct Outcome {
     pub model_file: Option<PathBuf>,
     /// The step before which it was asked to stop.
     pub stopped: Option<usize>,
-}
-
-/// Gives a fresh model its initial weights: what this rank keeps of them.
-pub fn initialise(model: &Gpt2, engine: &mut dyn Engine, seed: u32) -> Result<()> {
-    let params = model.param_store();
-    init::initialise(&model.descriptor, seed, |param, layer, values| params.write(engine, param, layer, values))?;
-    let Some(master) = model.training.and_then(|t| t.master) else { return Ok(()) };
-    let masters = model.state_store(master);
-    // From the rounded weights, as llm.c does.
-    if !model.zero.divides_optimizer() {
-        return engine.cast(master, model.params);
-    }
-    model.layout.units().try_for_each(|unit| engine.cast(masters.own(unit), params.own(unit)))
-}
-
-/// Has the engine find out how to compute the model's matrix products, and says if that took time.
-pub fn tune(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
-    let tuning = engine.tune(false, &mut |engine| {
-        // Only which products there are is looked at.
-        model.forward_with(engine, layout, &mut Undivided)?;
-        model.loss(engine, layout, Some(1.0))?;
-        model.backward_with(engine, layout, &mut Undivided)
-    })?;
-    if tuning.timings.is_empty() {
-        return Ok(None);
-    }
-    let (products, seconds) = (tuning.timings.len(), tuning.seconds);
-    let kept = tuning.not_kept.map_or(String::new(), |why| format!("; the next run must do it again: {why}"));
-    Ok(Some(format!("{products} matrix products timed in {seconds:.2} s to find the fastest algorithms{kept}\n")))
 }
 
 /// llm.c's, of `AdamW`.

@@ -1,22 +1,22 @@
 //! Ranks that are threads, on the CPU engine and on the emulated GPU.
 
-use host::checkpoint::RunState;
+use checkpoint::RunState;
+use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
+use distributed::communicator::Communicator;
+use distributed::star::{Reduction, Star};
+use engine::Engine;
+use engine::cpu::Cpu;
+use engine::cuda::{Precision, emulated};
+use engine::tensor::{Divided, Tensor};
 use host::console::Console;
-use host::data::{Geometry, Loader, Prefetch, Tokens};
-use host::distributed::Ranks;
-use host::distributed::communicator::Communicator;
-use host::distributed::star::{Reduction, Star};
-use host::engine::Engine;
-use host::engine::cpu::Cpu;
-use host::engine::cuda::{Precision, emulated};
-use host::guards::Limits;
 use host::log::Log;
-use host::model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, Share, Store, Zero};
-use host::rng::Mt19937;
-use host::schedule::{Kind, Schedule};
 use host::signals::Stop;
-use host::tensor::{Divided, Tensor};
-use host::train::{Run, Settings, initialise};
+use host::train::{Run, Settings};
+use model::guards::Limits;
+use model::schedule::{Kind, Schedule};
+use model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, Share, Store, Zero};
+use rng::Mt19937;
 use std::fs;
 use std::path::Path;
 use std::thread;
@@ -127,7 +127,7 @@ impl Threads {
         engine.allocate(&plan).unwrap();
         // Where all have all, only rank 0 knows how the model begins.
         if rank == 0 || zero.divides_optimizer() {
-            initialise(&model, &mut *engine, 42).unwrap();
+            model.initialize(&mut *engine, 42).unwrap();
         }
         let mut ranks = if n == 1 { Ranks::Alone } else { Ranks::Met(star) };
         ranks.join(&*engine, model.params).unwrap();

@@ -1,8 +1,8 @@
 //! Runs of processes in a directory of their own.
 
 use crate::threads::PATIENCE;
-use host::data::tokens;
-use host::rng::Mt19937;
+use data::tokens;
+use rng::Mt19937;
 use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,9 @@
 //! `data`: text to token files, and questions to evaluation files.
 
 use super::PROGRAM;
-use crate::atomic;
 use crate::cli::count;
-use crate::data::{hellaswag, multiple_choice, text, tinyshakespeare};
 use anyhow::Result;
+use data::{hellaswag, multiple_choice, text, tinyshakespeare};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Write as _;
 use std::fs;
@@ -127,7 +126,7 @@ fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
 fn from_hellaswag(args: &Hellaswag) -> Result<()> {
     let examples = hellaswag::read(&args.from)?;
     if let Some(directory) = args.out.parent() {
-        atomic::create_directory(directory)?;
+        atomic_file::create_directory(directory)?;
     }
     multiple_choice::write(&args.out, &examples)?;
     let file = args.out.display();

@@ -1,13 +1,13 @@
 //! `eval`: the loss of a model file on token files, and its score on HellaSwag.
 
 use super::resources::{Hardware, load};
-use crate::checkpoint::model::ModelFile;
 use crate::cli::count;
-use crate::data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
-use crate::engine::BatchLayout;
 use crate::evaluate::{self, multiple_choice};
-use crate::model::Undivided;
 use anyhow::{Result, ensure};
+use checkpoint::model_file::ModelFile;
+use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
+use engine::BatchLayout;
+use model::Undivided;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 

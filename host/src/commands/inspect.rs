@@ -1,7 +1,7 @@
 //! `inspect`: the kernels in this program as the GPU gets them.
 
 use super::doctor::workspace;
-use crate::engine::cuda::embedded;
+use crate::kernels::EMBEDDED;
 use anyhow::{Context, Result, bail, ensure};
 use cuda_builder::{Kernel, Module, find_cuda_tool};
 use std::io::{self, Write};
@@ -27,7 +27,7 @@ pub struct Inspect {
 }
 
 pub fn run(options: &Inspect) -> Result<()> {
-    match inspect(options, embedded()?, &mut io::stdout().lock()) {
+    match inspect(options, EMBEDDED.modules()?, &mut io::stdout().lock()) {
         // `inspect … | head` is no failure.
         Err(error) if is_broken_pipe(&error) => Ok(()),
         outcome => outcome,
@@ -246,7 +246,7 @@ mod tests {
     fn sass_of_an_embedded_kernel() {
         let options = Inspect { sass: true, kernel: Some("gelu_forward_f32".into()), ..Inspect::default() };
         let mut out = Vec::new();
-        match embedded().and_then(|modules| inspect(&options, modules, &mut out)) {
+        match EMBEDDED.modules().and_then(|modules| inspect(&options, modules, &mut out)) {
             Ok(()) => assert!(String::from_utf8(out).unwrap().contains("gelu_forward_f32")),
             Err(error) => assert!(error.to_string().contains("scripts/setup"), "{error:#}"),
         }

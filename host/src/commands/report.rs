@@ -1,15 +1,15 @@
 //! What `train` prints before its first step and after its last.
 
-use crate::config::Config;
-use crate::data::{Loader, MultipleChoice};
-use crate::engine::open::Precision;
-use crate::engine::{Engine, GeluFusion};
 use crate::gpu_info::GpuInfo;
-use crate::guards::{Limits, Skips};
-use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
-use crate::plan::{Group, Plan};
 use crate::train::Outcome;
 use anyhow::Result;
+use checkpoint::config::Config;
+use data::{Loader, MultipleChoice};
+use engine::open::Precision;
+use engine::plan::{Group, Plan};
+use engine::{Engine, GeluFusion};
+use model::guards::{Limits, Skips};
+use model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,14 +1,15 @@
 //! Options that several commands share.
 
-use crate::checkpoint::model::ModelFile;
 use crate::cli::{level, switch};
-use crate::engine::cuda::Options;
-use crate::engine::open::{self, Device, Opened, Precision, Products};
-use crate::engine::{Engine, GeluFusion};
-use crate::fit;
-use crate::model::{Capacity, Gpt2, Recompute};
+use crate::kernels::EMBEDDED;
 use anyhow::Result;
+use checkpoint::model_file::ModelFile;
 use clap::ArgAction;
+use engine::cuda::Options;
+use engine::open::{self, Device, Opened, Precision, Products};
+use engine::{Engine, GeluFusion};
+use model::fit;
+use model::{Capacity, Gpt2, Recompute};
 use std::io::{Write, stderr};
 
 /// Where to compute, and how precisely.
@@ -59,6 +60,7 @@ impl Hardware {
 
     fn gpu(&self, gpu: usize) -> Options {
         Options {
+            embedded: EMBEDDED,
             gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),
             tf32: self.tf32,

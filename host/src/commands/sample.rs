@@ -1,11 +1,11 @@
 //! `sample`: text from a model file.
 
 use super::resources::{Hardware, load};
-use crate::checkpoint::model::ModelFile;
 use crate::cli::{count, non_negative};
 use crate::sample::{Sampling, generate};
-use crate::tokenizer::Tokenizer;
 use anyhow::Result;
+use checkpoint::model_file::ModelFile;
+use data::tokenizer::Tokenizer;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 

@@ -1,11 +1,11 @@
 //! `verify`: whether this program computes what llm.c's or PyTorch's debug state says.
 
 use super::resources::Hardware;
-use crate::verify::{Allowed, Comparison, Verification};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
+use verify::llmc::{Allowed, Comparison, Verification};
 
 /// Steps of the test.
 const STEPS: usize = 10;

@@ -1,9 +1,9 @@
 //! Which completion a model finds likeliest.
 
-use crate::data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
-use crate::engine::{BatchLayout, Engine, HostBuffer, Ticket};
-use crate::model::{Gpt2, Layers, Undivided};
 use anyhow::Result;
+use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
+use engine::{BatchLayout, Engine, HostBuffer, Ticket};
+use model::{Gpt2, Layers, Undivided};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;

@@ -2,10 +2,10 @@
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
-use crate::engine::{Heads, Result};
-use crate::selftest::{Case, attention};
 use anyhow::{Context, ensure};
+use engine::{Heads, Result};
 use std::str::FromStr;
+use verify::selftest::{Case, attention};
 
 /// Causal attention, forward and backward: time and rate, with the FLOPs that the mask hides left out
 #[derive(Clone, Debug, clap::Args)]

@@ -3,11 +3,11 @@
 use super::table::{Cell, Column, Json, Table};
 use crate::cli::count;
 use crate::commands::resources::Hardware;
-use crate::engine::{Ending, Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
-use crate::model::Descriptor;
-use crate::plan::{Group, Plan};
-use crate::tensor::Tensor;
 use cublaslt::Epilogue;
+use engine::plan::{Group, Plan};
+use engine::tensor::Tensor;
+use engine::{Ending, Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
+use model::Descriptor;
 
 /// The matrix products of a model: cuBLASLt's first choice, the fastest of its candidates, and the fastest Rust kernel
 #[derive(Clone, Debug, clap::Args)]

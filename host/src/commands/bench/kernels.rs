@@ -3,10 +3,10 @@
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::cli::count;
 use crate::commands::resources::Hardware;
-use crate::engine::Result;
-use crate::model::Descriptor;
-use crate::selftest::{Case, Work, copy, of_model, square_product};
-use crate::tensor::DType;
+use engine::Result;
+use engine::tensor::DType;
+use model::Descriptor;
+use verify::selftest::{Case, Work, copy, of_model, square_product};
 
 /// Every operation of a training step at the shapes of models, each after a short rest: time, rate, and share of the ceilings
 /// measured in the same run

@@ -6,7 +6,7 @@ mod kernels;
 mod step;
 mod table;
 
-use crate::engine::Result;
+use engine::Result;
 
 /// Times the parts of a training step
 #[derive(Clone, Debug, clap::Subcommand)]

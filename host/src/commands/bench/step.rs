@@ -4,13 +4,13 @@ use super::table::{Column, Json, Spread, Table};
 use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::commands::train::{Launch, together};
-use crate::distributed::preflight::{self, Facts};
-use crate::distributed::{Exchange, Ranks, Turns};
-use crate::engine::{AdamW, BatchLayout, Engine, Interval, Recurring, Result};
-use crate::fit;
-use crate::model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
-use crate::train::initialise;
 use anyhow::Context;
+use checkpoint::preflight::{self, Facts};
+use distributed::Ranks;
+use engine::{AdamW, BatchLayout, Engine, Interval, Recurring, Result};
+use model::fit;
+use model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
+use model::{Exchange, Turns};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::time::Duration;
@@ -84,7 +84,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(text) = tuned.filter(|_| ranks.is_first()) {
         println!("{text}");
     }
-    initialise(&model, engine, 42)?;
+    model.initialize(engine, 42)?;
     let mut words = engine.host_buffer(layout.words())?;
     for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
         *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;

@@ -1,7 +1,6 @@
 //! A table that is printed row by row as it comes about, and kept as JSON with `--json`.
 
-use crate::atomic;
-use crate::engine::{Engine, Result};
+use engine::{Engine, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::io::{Write, stdout};
@@ -139,7 +138,7 @@ impl Table {
         let Some(path) = &self.json.json else { return Ok(()) };
         let mut all = self.about;
         all.insert("rows".to_owned(), Value::Array(self.rows));
-        atomic::write(path, |file| {
+        atomic_file::write(path, |file| {
             serde_json::to_writer_pretty(&mut *file, &all)?;
             Ok(writeln!(file)?)
         })
@@ -180,7 +179,7 @@ impl Spread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::cpu::Cpu;
+    use engine::cpu::Cpu;
 
     const COLUMNS: &[Column] = &[
         Column::text("name", "operation", 10),

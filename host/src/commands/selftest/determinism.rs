@@ -1,11 +1,11 @@
 //! `selftest --determinism`: two runs from one seed, the second with its micro-steps recorded, where the engine records.
 
 use crate::commands::resources::Hardware;
-use crate::engine::open::{Device, Opened, Precision};
-use crate::engine::{Algorithms, Result};
-use crate::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
 use anyhow::bail;
+use engine::open::{Device, Opened, Precision};
+use engine::{Algorithms, Result};
 use std::time::Instant;
+use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
 
 /// Fails unless both runs leave the same bits after every step: in the precision that was asked for, or in each there is.
 pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {

@@ -4,11 +4,11 @@ mod determinism;
 
 use super::resources::Hardware;
 use crate::cli::count;
-use crate::engine::cpu::Cpu;
-use crate::engine::open::Products;
-use crate::engine::{Engine, Result};
-use crate::selftest::{Case, Error, edge, model};
 use anyhow::{Context, ensure};
+use engine::cpu::Cpu;
+use engine::open::Products;
+use engine::{Engine, Result};
+use verify::selftest::{Case, Error, edge, model};
 
 /// Checks every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]

@@ -1,13 +1,13 @@
 //! A run's directory: whether there is something to go on from, and what is kept in it.
 
 use super::Options;
-use crate::checkpoint::directory::{Locked, Retention, done_steps, remove_unfinished};
-use crate::checkpoint::resume::{self, Found};
-use crate::checkpoint::sidecar::Identity;
-use crate::checkpoint::writer::Checkpoints;
-use crate::config::Config;
 use crate::log::Log;
 use anyhow::{Result, ensure};
+use checkpoint::config::Config;
+use checkpoint::directory::{Locked, Retention, done_steps, remove_unfinished};
+use checkpoint::resume::{self, Found};
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::Checkpoints;
 use std::path::{Path, PathBuf};
 
 pub struct OutDirectory {

@@ -9,27 +9,27 @@ pub use options::{Launch, Options};
 
 use super::PROGRAM;
 use super::report::{Setup, planned, stages, summary};
-use crate::checkpoint::model::ModelFile;
-use crate::checkpoint::resume::{Checkpoint, Found};
-use crate::checkpoint::sidecar::Identity;
-use crate::checkpoint::writer::Checkpoints;
-use crate::checkpoint::{RunState, fingerprint};
-use crate::config::Config;
 use crate::console::Console;
-use crate::data::Prefetch;
-use crate::distributed::Ranks;
-use crate::engine::Engine;
-use crate::engine::open::Device;
-use crate::fit;
 use crate::gpu_info::GpuInfo;
-use crate::model::{Capacity, Descriptor, Gpt2, Share, Zero};
-use crate::plan::Plan;
-use crate::schedule::Schedule;
 use crate::signals::Stop;
-use crate::tokenizer::Tokenizer;
-use crate::train::{Outcome, Run, Settings, initialise};
+use crate::train::{Outcome, Run, Settings};
 use anyhow::{Result, ensure};
+use checkpoint::config::Config;
+use checkpoint::model_file::ModelFile;
+use checkpoint::resume::{Checkpoint, Found};
+use checkpoint::sidecar::Identity;
+use checkpoint::writer::Checkpoints;
+use checkpoint::{RunState, fingerprint};
+use data::Prefetch;
+use data::tokenizer::Tokenizer;
 use directory::OutDirectory;
+use distributed::Ranks;
+use engine::Engine;
+use engine::open::Device;
+use engine::plan::Plan;
+use model::fit;
+use model::schedule::Schedule;
+use model::{Capacity, Descriptor, Gpt2, Share, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 
@@ -198,7 +198,7 @@ fn fill(
     match (newest, file) {
         (Some(step), _) if divided && !ranks.is_first() => together::load_part(config, step, model, engine),
         (None, Some(file)) if divided || ranks.is_first() => file.load(model, engine),
-        (None, None) if divided || ranks.is_first() => initialise(model, engine, config.seed),
+        (None, None) if divided || ranks.is_first() => model.initialize(engine, config.seed),
         _ => Ok(()),
     }
 }

@@ -2,10 +2,10 @@
 
 use crate::cli::{count, level, non_negative, switch};
 use crate::commands::resources::Hardware;
-use crate::distributed::rendezvous::Place;
-use crate::model::Recompute;
-use crate::schedule::Kind;
 use clap::ArgAction;
+use distributed::rendezvous::Place;
+use model::Recompute;
+use model::schedule::Kind;
 use std::path::PathBuf;
 
 /// Trains a model

@@ -1,14 +1,15 @@
 //! From flags to settings: opens the model's description and the data, and fills in what was not given.
 
 use super::options::{Count, Options};
-use crate::checkpoint::model::ModelFile;
-use crate::config::Config;
-use crate::data::{Geometry, Loader, MultipleChoice, Tokens, corpus};
-use crate::engine::open::Opened;
-use crate::model::Descriptor;
-use crate::model::descriptor::GPT2_VOCAB;
-use crate::tokenizer::{BYTE_VOCAB, Tokenizer};
+use crate::corpus;
 use anyhow::{Context, Result, ensure};
+use checkpoint::config::Config;
+use checkpoint::model_file::ModelFile;
+use data::tokenizer::{BYTE_VOCAB, Tokenizer};
+use data::{Geometry, Loader, MultipleChoice, Tokens};
+use engine::open::Opened;
+use model::Descriptor;
+use model::descriptor::GPT2_VOCAB;
 use std::path::Path;
 
 /// A run that is settled; nothing has been computed or written yet.

@@ -1,22 +1,21 @@
 //! What the processes of a run settle between them before it begins.
 
 use super::options::{Launch, Options};
-use crate::atomic::create_directory;
-use crate::checkpoint::resume::Checkpoint;
-use crate::checkpoint::sidecar::Identity;
-use crate::checkpoint::{Progress, RunState};
-use crate::config::Config;
 use crate::console::Console;
-use crate::data::Loader;
-use crate::distributed::launcher::{self, Flags};
-use crate::distributed::preflight::{self, Facts};
-use crate::distributed::{Ranks, rendezvous};
-use crate::engine::open::{Device, GPU};
-use crate::engine::{BatchLayout, Engine};
-use crate::model::Gpt2;
-use crate::rng::XorShift;
-use crate::train::tune;
 use anyhow::{Context, Result, ensure};
+use atomic_file::create_directory;
+use checkpoint::config::Config;
+use checkpoint::preflight::{self, Facts};
+use checkpoint::resume::Checkpoint;
+use checkpoint::sidecar::Identity;
+use checkpoint::{Progress, RunState};
+use data::Loader;
+use distributed::launcher::{self, Flags};
+use distributed::{Ranks, rendezvous};
+use engine::open::{Device, GPU};
+use engine::{BatchLayout, Engine};
+use model::Gpt2;
+use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -76,12 +75,12 @@ pub fn tune_together(
     engine: &mut dyn Engine,
     layout: BatchLayout,
 ) -> Result<Option<String>> {
-    let told = if ranks.is_first() { tune(model, engine, layout)? } else { None };
+    let told = if ranks.is_first() { model.tune(engine, layout)? } else { None };
     let algorithms = ranks.tell(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
         engine.adopt(&algorithms);
         // What another kind of GPU has to find out itself.
-        return tune(model, engine, layout);
+        return model.tune(engine, layout);
     }
     Ok(told)
 }

@@ -1,0 +1,348 @@
+//! Any text files to token shards, on all cores.
+
+use super::tokens;
+use crate::tokenizer::Tokenizer;
+use anyhow::{Context, Result, ensure};
+use indicatif::ProgressBar;
+use rayon::prelude::*;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Text that is encoded before it is written.
+const GROUP_BYTES: usize = 64 << 20;
+/// Pieces of a document that are encoded at once.
+const PIECE_BYTES: usize = 256 << 10;
+
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Share of the text kept for validation, in [0, 1).
+    pub val_fraction: f64,
+    /// Tokens of a shard; the last holds what is left.
+    pub shard_tokens: usize,
+    /// Replace the shards that are in the directory already.
+    pub overwrite: bool,
+}
+
+/// What was read and written.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    pub documents: usize,
+    pub bytes: usize,
+    pub train: Part,
+    pub val: Part,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Part {
+    pub shards: usize,
+    pub tokens: usize,
+}
+
+/// Every file in `paths`, and in the directories among them, sorted within each; `extensions` (all if empty) choose among a
+/// directory's files.
+pub fn find(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in paths {
+        let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+        if kind.is_dir() {
+            walk(path, extensions, &mut files)?;
+        } else {
+            files.push(path.clone());
+        }
+    }
+    ensure!(
+        !files.is_empty(),
+        "no text file in {paths:?}{}",
+        match extensions {
+            [] => String::new(),
+            some => format!(" ends in .{}", some.join(" or .")),
+        }
+    );
+    Ok(files)
+}
+
+fn walk(directory: &Path, extensions: &[String], files: &mut Vec<PathBuf>) -> Result<()> {
+    let cannot = || format!("cannot list {}", directory.display());
+    let mut entries = fs::read_dir(directory)
+        .with_context(cannot)?
+        .map(|entry| entry.map(|e| e.path()))
+        .collect::<Result<Vec<_>, _>>()
+        .with_context(cannot)?;
+    entries.sort();
+    for path in entries {
+        let wanted = || path.extension().is_some_and(|e| extensions.iter().any(|x| e == x.as_str()));
+        // A link could lead back up.
+        if path.is_symlink() {
+            continue;
+        }
+        if path.is_dir() {
+            walk(&path, extensions, files)?;
+        } else if extensions.is_empty() || wanted() {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Encodes each file as a document with GPT-2's encoding, and writes `train_NNNNNN.bin` and `val_NNNNNN.bin` into `out`.
+///
+/// Validation gets whole documents, evenly spread; where there are fewer than `1 / val_fraction` of them, the last part of each.
+/// Bytes that are not UTF-8 become U+FFFD.
+pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &ProgressBar) -> Result<Summary> {
+    ensure!(
+        (0.0..1.0).contains(&options.val_fraction),
+        "--val-fraction {}: expected at least 0 and less than 1",
+        options.val_fraction
+    );
+    ensure!(
+        (1..=tokens::MAX_SHARD_TOKENS).contains(&options.shard_tokens),
+        "--shard-tokens {}: expected 1 to {}",
+        options.shard_tokens,
+        tokens::MAX_SHARD_TOKENS
+    );
+    atomic_file::create_directory(out)?;
+    clear(out, options.overwrite)?;
+    let spread = files.len() as f64 * options.val_fraction >= 1.0;
+    let mut train = Shards::new(out, "train", options.shard_tokens);
+    let mut val = Shards::new(out, "val", options.shard_tokens);
+    let mut summary = Summary { documents: files.len(), ..Summary::default() };
+    let mut next = 0;
+    while next < files.len() {
+        let mut group = Vec::new();
+        let mut size = 0;
+        while next < files.len() && size < GROUP_BYTES {
+            let bytes = fs::read(&files[next]).with_context(|| format!("cannot read {}", files[next].display()))?;
+            size += bytes.len();
+            group.push(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()));
+            next += 1;
+        }
+        let first = next - group.len();
+        for (i, document) in encode(&group, progress).into_iter().enumerate() {
+            if !spread {
+                let kept = (document.len() as f64 * options.val_fraction) as usize;
+                let (head, tail) = document.split_at(document.len() - kept);
+                train.extend(head)?;
+                val.extend(tail)?;
+            } else if is_validation(first + i, options.val_fraction) {
+                val.extend(&document)?;
+            } else {
+                train.extend(&document)?;
+            }
+        }
+        summary.bytes += size;
+    }
+    summary.train = train.finish()?;
+    summary.val = val.finish()?;
+    Ok(summary)
+}
+
+/// Chooses `fraction` of the documents, evenly spread.
+fn is_validation(document: usize, fraction: f64) -> bool {
+    (document as f64 * fraction).floor() < ((document + 1) as f64 * fraction).floor()
+}
+
+/// Each document's tokens, `<|endoftext|>` first.
+fn encode(documents: &[String], progress: &ProgressBar) -> Vec<Vec<u16>> {
+    let pieces: Vec<(usize, &str)> = documents
+        .iter()
+        .enumerate()
+        .flat_map(|(i, document)| pieces(document, PIECE_BYTES).map(move |p| (i, p)))
+        .collect();
+    let encoded: Vec<Vec<u16>> = pieces
+        .par_iter()
+        .map(|(_, piece)| {
+            let ids = Tokenizer::Gpt2.encode(piece);
+            progress.inc(piece.len() as u64);
+            ids
+        })
+        .collect();
+    let mut tokens = vec![vec![Tokenizer::Gpt2.document()]; documents.len()];
+    for ((document, _), ids) in pieces.iter().zip(encoded) {
+        tokens[*document].extend(ids);
+    }
+    tokens
+}
+
+/// Cuts text into pieces of at least `size` bytes (but the last) that encode to the same tokens as the whole: after a line
+/// break between two characters that are no white space, where the encoding's pattern always ends a match.
+fn pieces(text: &str, size: usize) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let mut search = size.max(1);
+        let end = loop {
+            let Some(at) = rest.as_bytes().get(search..).and_then(|b| b.iter().position(|&c| c == b'\n')) else {
+                break rest.len();
+            };
+            let at = search + at;
+            let before = rest[..at].chars().next_back();
+            let after = rest[at + 1..].chars().next();
+            if before.is_some_and(|c| !c.is_whitespace()) && after.is_some_and(|c| !c.is_whitespace()) {
+                break at + 1;
+            }
+            search = at + 1;
+        };
+        let (piece, after) = rest.split_at(end);
+        rest = after;
+        Some(piece)
+    })
+}
+
+/// Makes sure that no shard of an earlier run stays among the new ones.
+fn clear(out: &Path, overwrite: bool) -> Result<()> {
+    for pattern in ["train_[0-9][0-9][0-9][0-9][0-9][0-9].bin", "val_[0-9][0-9][0-9][0-9][0-9][0-9].bin"] {
+        let directory = glob::Pattern::escape(&out.to_string_lossy());
+        for old in glob::glob(&format!("{directory}/{pattern}"))? {
+            let old = old?;
+            ensure!(
+                overwrite,
+                "{} is there already: expected a directory without shards; choose another --out, or --overwrite them",
+                old.display()
+            );
+            fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Tokens on their way into shards of one size.
+struct Shards<'a> {
+    out: &'a Path,
+    part: &'a str,
+    size: usize,
+    pending: Vec<u16>,
+    written: Part,
+}
+
+impl<'a> Shards<'a> {
+    fn new(out: &'a Path, part: &'a str, size: usize) -> Self {
+        Self { out, part, size, pending: Vec::new(), written: Part::default() }
+    }
+
+    fn extend(&mut self, mut ids: &[u16]) -> Result<()> {
+        while !ids.is_empty() {
+            let (now, later) = ids.split_at(ids.len().min(self.size - self.pending.len()));
+            self.pending.extend_from_slice(now);
+            ids = later;
+            if self.pending.len() == self.size {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        tokens::write(&self.out.join(format!("{}_{:06}.bin", self.part, self.written.shards)), &self.pending)?;
+        self.written.shards += 1;
+        self.written.tokens += self.pending.len();
+        self.pending.clear();
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Part> {
+        if !self.pending.is_empty() {
+            self.flush()?;
+        }
+        Ok(self.written)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Tokens;
+    use proptest::prelude::*;
+
+    fn options(val_fraction: f64, shard_tokens: usize) -> Options {
+        Options { val_fraction, shard_tokens, overwrite: false }
+    }
+
+    fn read_all(pattern: &Path) -> (usize, Vec<u16>) {
+        let shards = Tokens::open_all(&pattern.to_string_lossy()).unwrap();
+        let mut all = Vec::new();
+        for shard in &shards {
+            let start = all.len();
+            all.resize(start + shard.len(), 0);
+            shard.read(0, &mut all[start..]).unwrap();
+        }
+        (shards.len(), all)
+    }
+
+    fn documents(dir: &Path, n: usize) -> Vec<PathBuf> {
+        let path = |i| dir.join(format!("{i:03}.txt"));
+        for i in 0..n {
+            fs::write(path(i), format!("Document number {i}.\nIt ends here.\n")).unwrap();
+        }
+        (0..n).map(path).collect()
+    }
+
+    #[test]
+    fn documents_are_marked_spread_and_cut_into_shards() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = documents(dir.path(), 40);
+        let out = dir.path().join("out");
+        let summary = write(&files, &out, &options(0.1, 100), &ProgressBar::hidden()).unwrap();
+        let (train_shards, train) = read_all(&out.join("train_*.bin"));
+        let (val_shards, val) = read_all(&out.join("val_*.bin"));
+        assert_eq!(summary.train, Part { shards: train_shards, tokens: train.len() });
+        assert_eq!(summary.val, Part { shards: val_shards, tokens: val.len() });
+        assert_eq!(train_shards, train.len().div_ceil(100));
+        let parts = |ids: &[u16]| {
+            Tokenizer::Gpt2.text(ids).split("<|endoftext|>").skip(1).map(String::from).collect::<Vec<_>>()
+        };
+        let (train, val) = (parts(&train), parts(&val));
+        assert_eq!((train.len(), val.len()), (36, 4));
+        assert_eq!(val[0], "Document number 9.\nIt ends here.\n");
+        assert_eq!(train[9], "Document number 10.\nIt ends here.\n");
+    }
+
+    #[test]
+    fn a_lone_document_is_cut() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = documents(dir.path(), 1);
+        let summary = write(&files, dir.path(), &options(0.25, 1000), &ProgressBar::hidden()).unwrap();
+        assert_eq!((summary.train.tokens, summary.val.tokens), (9, 2));
+        let (_, val) = read_all(&dir.path().join("val_*.bin"));
+        assert_eq!(Tokenizer::Gpt2.text(&val), ".\n");
+    }
+
+    #[test]
+    fn old_shards_are_kept_unless_told_otherwise() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = documents(dir.path(), 4);
+        write(&files, dir.path(), &options(0.0, 10), &ProgressBar::hidden()).unwrap();
+        let message = write(&files, dir.path(), &options(0.0, 1000), &ProgressBar::hidden()).unwrap_err().to_string();
+        assert!(message.contains("train_000000.bin") && message.contains("--overwrite"), "{message}");
+        let overwrite = Options { overwrite: true, ..options(0.0, 1000) };
+        write(&files, dir.path(), &overwrite, &ProgressBar::hidden()).unwrap();
+        assert_eq!(read_all(&dir.path().join("train_*.bin")).0, 1);
+    }
+
+    #[test]
+    fn directories_are_walked_and_bad_paths_named() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("b")).unwrap();
+        for name in ["z.rs", "b/a.rs", "b/c.md", "x.bin"] {
+            fs::write(dir.path().join(name), "text").unwrap();
+        }
+        let extensions = ["rs".to_owned(), "md".to_owned()];
+        let found = find(&[dir.path().to_owned()], &extensions).unwrap();
+        let names: Vec<_> = found.iter().map(|p| p.strip_prefix(dir.path()).unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["b/a.rs", "b/c.md", "z.rs"]);
+        let message = format!("{:#}", find(&["/nowhere".into()], &[]).unwrap_err());
+        assert!(message.contains("/nowhere"), "{message}");
+        let message = find(&[dir.path().to_owned()], &["tex".to_owned()]).unwrap_err().to_string();
+        assert!(message.contains(".tex"), "{message}");
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_encode_like_the_whole(text in "([a-z0-9é.!' ]{0,4}[ \n\t\r\u{a0}]{0,3}){0,30}", size in 1..20usize) {
+            prop_assert_eq!(pieces(&text, size).collect::<String>(), text.clone());
+            let in_pieces: Vec<u16> = pieces(&text, size).flat_map(|p| Tokenizer::Gpt2.encode(p)).collect();
+            prop_assert_eq!(in_pieces, Tokenizer::Gpt2.encode(&text));
+        }
+    }
+}

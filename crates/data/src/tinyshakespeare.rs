@@ -1,0 +1,98 @@
+//! llm.c's tinyshakespeare set, token for token.
+
+use super::tokens;
+use crate::tokenizer::Tokenizer;
+use anyhow::{Context, Result, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const URL: &str = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt";
+const VALIDATION_TOKENS: usize = 32_768;
+
+/// What was written.
+#[derive(Debug)]
+pub struct Written {
+    pub train: (PathBuf, usize),
+    pub val: (PathBuf, usize),
+}
+
+/// Writes `tiny_shakespeare_{train,val}.bin` into `out`, from the text in `from` or else from its home on the network.
+pub fn write(from: Option<&Path>, out: &Path) -> Result<Written> {
+    let text = match from {
+        Some(path) => fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
+        None => download()
+            .with_context(|| format!("cannot download {URL}; without a network, give the text with --from FILE"))?,
+    };
+    let ids = encode(&text);
+    ensure!(
+        ids.len() > VALIDATION_TOKENS,
+        "the text gives {} tokens, expected more than the {VALIDATION_TOKENS} kept for validation: is it tinyshakespeare?",
+        ids.len()
+    );
+    let (val, train) = ids.split_at(VALIDATION_TOKENS);
+    atomic_file::create_directory(out)?;
+    let write = |part: &str, ids: &[u16]| {
+        let path = out.join(format!("tiny_shakespeare_{part}.bin"));
+        tokens::write(&path, ids).map(|()| (path, ids.len()))
+    };
+    Ok(Written { val: write("val", val)?, train: write("train", train)? })
+}
+
+/// Each section up to a blank line is a document, the blank line its end.
+fn encode(text: &str) -> Vec<u16> {
+    let mut ids = Vec::new();
+    let mut rest = text;
+    let mut document = |text: &str| {
+        ids.push(Tokenizer::Gpt2.document());
+        ids.extend(Tokenizer::Gpt2.encode(text));
+    };
+    while let Some(end) = rest.find("\n\n") {
+        let (section, after) = rest.split_at(end + 2);
+        document(section);
+        rest = after;
+    }
+    document(rest);
+    ids
+}
+
+fn download() -> Result<String> {
+    Ok(ureq::get(URL).call()?.body_mut().read_to_string()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_are_documents_that_keep_their_blank_line() {
+        let eot = 50256;
+        let hi = Tokenizer::Gpt2.encode("Hi\n\n");
+        assert_eq!(encode("Hi\n\nHi\n\nHi"), [&[eot][..], &hi, &[eot], &hi, &[eot], &hi[..1]].concat());
+        assert_eq!(encode("Hi\n\n"), [&[eot][..], &hi, &[eot]].concat());
+        assert_eq!(
+            encode("\n\n\n\n"),
+            [&[eot][..], &Tokenizer::Gpt2.encode("\n\n"), &[eot], &Tokenizer::Gpt2.encode("\n\n"), &[eot]].concat()
+        );
+    }
+
+    #[test]
+    fn another_text_is_refused_and_nothing_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = dir.path().join("text.txt");
+        fs::write(&text, "too short").unwrap();
+        let message = format!("{:#}", write(Some(&text), &dir.path().join("out")).unwrap_err());
+        assert!(message.contains("gives 3 tokens"), "{message}");
+        assert!(!dir.path().join("out").exists());
+    }
+
+    /// The real text, where `LLM_RS_TINYSHAKESPEARE` names it.
+    #[test]
+    fn the_split_is_llm_cs() {
+        let Some(text) = std::env::var_os("LLM_RS_TINYSHAKESPEARE") else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let written = write(Some(Path::new(&text)), dir.path()).unwrap();
+        assert_eq!((written.val.1, written.train.1), (32_768, 305_260));
+        let size = |path: &Path| fs::metadata(path).unwrap().len();
+        assert_eq!((size(&written.val.0), size(&written.train.0)), (66_560, 611_544));
+    }
+}

@@ -1,0 +1,47 @@
+use super::CHUNK;
+use super::arena::Arena;
+use crate::tensor::Tensor;
+use crate::{AdamW, Optimized, Result, UpdateRange};
+use anyhow::ensure;
+use rayon::prelude::*;
+
+pub(super) fn adamw(
+    arena: &mut Arena,
+    of: Optimized,
+    ranges: &[UpdateRange],
+    stats: Tensor,
+    settings: &AdamW,
+) -> Result<()> {
+    let AdamW { learning_rate, beta1, beta2, eps, step, clip, .. } = *settings;
+    ensure!(step > 0, "adamw: steps count from 1");
+    ensure!(of.master.is_none(), "adamw: the CPU engine's parameters are f32 and take no master weights");
+    of.ensure_holds(ranges)?;
+    let n = of.params.len;
+    let operands =
+        [("params", of.params, n), ("grads", of.grads, n), ("m", of.m, n), ("v", of.v, n), ("stats", stats, 2)];
+    let [params, grads, m, v, stats] = arena.split("adamw", operands)?;
+    let (loss, norm) = (stats[0], stats[1]);
+    if !(loss.is_finite() && norm.is_finite()) {
+        return Ok(());
+    }
+    let grad_scale = if norm > clip { clip / norm } else { 1.0 };
+    let unbias = |beta: f32| (1.0 / (1.0 - f64::from(beta).powf(f64::from(step)))) as f32;
+    let (unbias1, unbias2) = (unbias(beta1), unbias(beta2));
+
+    for UpdateRange { elements, decayed, .. } in ranges {
+        let weight_decay = if *decayed { settings.weight_decay } else { 0.0 };
+        let [params, m, v] = [&mut *params, &mut *m, &mut *v].map(|tensor| &mut tensor[elements.clone()]);
+        let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
+        let chunks = params.par_chunks_mut(CHUNK).zip(grads[elements.clone()].par_chunks(CHUNK)).zip(moments);
+        chunks.for_each(|((params, grads), (m, v))| {
+            for ((param, grad), (m, v)) in params.iter_mut().zip(grads).zip(m.iter_mut().zip(v)) {
+                let grad = grad * grad_scale;
+                *m = beta1 * *m + (1.0 - beta1) * grad;
+                *v = beta2 * *v + (1.0 - beta2) * grad * grad;
+                let update = *m * unbias1 / ((*v * unbias2).sqrt() + eps) + weight_decay * *param;
+                *param -= learning_rate * update;
+            }
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,51 @@
+use super::arena::Arena;
+use crate::Result;
+use crate::tensor::Tensor;
+use anyhow::ensure;
+use rayon::prelude::*;
+
+pub(super) fn classifier(
+    arena: &mut Arena,
+    logits: Tensor,
+    losses: Tensor,
+    targets: Tensor,
+    v: usize,
+    vp: usize,
+    dloss: Option<f32>,
+) -> Result<()> {
+    let rows = losses.len;
+    ensure!(0 < v && v <= vp, "classifier: a vocabulary of {v} in rows of {vp}");
+    let operands = [("logits", logits, rows * vp), ("losses", losses, rows), ("targets", targets, rows)];
+    let [logits, losses, targets] = arena.split("classifier", operands)?;
+    let targets: &[i32] = bytemuck::cast_slice(targets);
+    if let Some(at) = targets.iter().position(|&token| !(0..v as i64).contains(&i64::from(token))) {
+        anyhow::bail!(
+            "target {} at position {at} of the batch is not below {v}, the vocabulary: \
+             the data was made for another vocabulary",
+            targets[at]
+        );
+    }
+    logits.par_chunks_mut(vp).zip(losses.par_iter_mut().zip(targets)).for_each(|(row, (loss, &target))| {
+        let (logits, padding) = row.split_at_mut(v);
+        let target = target as usize;
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let chosen = logits[target] - max;
+        let mut sum = 0.0f64;
+        if let Some(dloss) = dloss {
+            for logit in &mut *logits {
+                *logit = (*logit - max).exp();
+                sum += f64::from(*logit);
+            }
+            let scale = (f64::from(dloss) / sum) as f32;
+            for logit in &mut *logits {
+                *logit *= scale;
+            }
+            logits[target] -= dloss;
+            padding.fill(0.0);
+        } else {
+            sum = logits.iter().map(|logit| f64::from((logit - max).exp())).sum();
+        }
+        *loss += (sum.ln() - f64::from(chosen)) as f32;
+    });
+    Ok(())
+}

@@ -1,0 +1,125 @@
+use super::arena::{Arena, Operand};
+use crate::tensor::Tensor;
+use crate::{BatchLayout, Result};
+use anyhow::ensure;
+use rayon::prelude::*;
+use std::ops::Range;
+
+fn embedding_rows(name: &str, table: Tensor, c: usize) -> Result<usize> {
+    ensure!(c > 0 && table.len.is_multiple_of(c), "{name} has {} elements, not rows of {c}", table.len);
+    Ok(table.len / c)
+}
+
+fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
+    match tokens.iter().position(|&token| !(0..rows as i64).contains(&i64::from(token))) {
+        None => Ok(()),
+        Some(at) => {
+            anyhow::bail!(
+                "token {} at position {at} of the batch is not below {rows}, the rows of wte: \
+                 the data was made for another vocabulary",
+                tokens[at]
+            )
+        }
+    }
+}
+
+fn check_positions(layout: BatchLayout, rows: usize) -> Result<()> {
+    ensure!(layout.t <= rows, "sequences of {} tokens do not fit the {rows} positions of wpe", layout.t);
+    Ok(())
+}
+
+pub(super) fn forward(
+    arena: &mut Arena,
+    out: Tensor,
+    batch: Tensor,
+    layout: BatchLayout,
+    wte: Tensor,
+    wpe: Tensor,
+    c: usize,
+) -> Result<()> {
+    let (vocab, positions) = (embedding_rows("wte", wte, c)?, embedding_rows("wpe", wpe, c)?);
+    check_positions(layout, positions)?;
+    let tokens = layout.tensor(batch, layout.inputs());
+    let operands: [Operand; 4] = [
+        ("out", out, layout.b * layout.t * c),
+        ("tokens", tokens, tokens.len),
+        ("wte", wte, vocab * c),
+        ("wpe", wpe, positions * c),
+    ];
+    let [out, tokens, wte, wpe] = arena.split("encoder_forward", operands)?;
+    let tokens: &[i32] = bytemuck::cast_slice(tokens);
+    check_tokens(tokens, vocab)?;
+    let (wte, wpe) = (&*wte, &*wpe);
+    out.par_chunks_mut(c).zip(tokens).enumerate().with_min_len(16).for_each(|(i, (out, &token))| {
+        let (token, position) = (token as usize, i % layout.t);
+        let embeddings = wte[token * c..][..c].iter().zip(&wpe[position * c..][..c]);
+        for (out, (te, pe)) in out.iter_mut().zip(embeddings) {
+            *out = te + pe;
+        }
+    });
+    Ok(())
+}
+
+/// Each run of equal tokens: its row of `table`, and where it lies in `sorted`, whose tokens ascend and have rows.
+fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32], Range<usize>)> {
+    let (mut rows, mut next, mut end) = (table.chunks_exact_mut(c), 0, 0);
+    let run = |run: &[i32]| {
+        let (token, begin) = (run[0] as usize, end);
+        let row = rows.nth(token - next)?;
+        (next, end) = (token + 1, begin + run.len());
+        Some((row, begin..end))
+    };
+    sorted.chunk_by(|a, b| a == b).map_while(run).collect()
+}
+
+pub(super) fn backward(
+    arena: &mut Arena,
+    dwte: Tensor,
+    dwpe: Tensor,
+    dout: Tensor,
+    batch: Tensor,
+    layout: BatchLayout,
+    c: usize,
+) -> Result<()> {
+    let (vocab, positions) = (embedding_rows("dwte", dwte, c)?, embedding_rows("dwpe", dwpe, c)?);
+    check_positions(layout, positions)?;
+    let words = batch.slice(0, layout.words());
+    let operands: [Operand; 4] = [
+        ("dwte", dwte, vocab * c),
+        ("dwpe", dwpe, positions * c),
+        ("dout", dout, layout.b * layout.t * c),
+        ("batch", words, layout.words()),
+    ];
+    let [dwte, dwpe, dout, words] = arena.split("encoder_backward", operands)?;
+    let words: &[i32] = bytemuck::cast_slice(words);
+    let (dout, tokens) = (&*dout, &words[layout.inputs()]);
+    let (order, sorted) = (&words[layout.order()], &words[layout.sorted()]);
+    check_tokens(tokens, vocab)?;
+    let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| tokens.get(position));
+    // Ascending pairs, of which none stands twice: every position is there.
+    let ascending = sorted.iter().zip(order).is_sorted_by(|a, b| a < b);
+    ensure!(
+        ascending && order.iter().map(token_of).eq(sorted.iter().map(Some)),
+        "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
+    );
+    let sum_into = |sum: &mut Vec<f32>, row: &mut [f32], positions: &mut dyn Iterator<Item = usize>| {
+        sum.fill(0.0);
+        for position in positions {
+            for (sum, d) in sum.iter_mut().zip(&dout[position * c..][..c]) {
+                *sum += d;
+            }
+        }
+        for (row, sum) in row.iter_mut().zip(&*sum) {
+            *row += sum;
+        }
+    };
+    runs(dwte, c, sorted).into_par_iter().with_min_len(8).for_each_init(
+        || vec![0.0; c],
+        |sum, (row, run)| sum_into(sum, row, &mut order[run].iter().map(|&i| i as usize)),
+    );
+    dwpe[..layout.t * c].par_chunks_mut(c).enumerate().with_min_len(8).for_each_init(
+        || vec![0.0; c],
+        |sum, (t, row)| sum_into(sum, row, &mut (0..layout.b).map(|b| b * layout.t + t)),
+    );
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! Softmax, cross-entropy and the gradient of the logits.
+
+use super::{Cuda, Float, shared_bytes};
+use crate::Result;
+use crate::tensor::Tensor;
+use anyhow::ensure;
+use gpu::classifier;
+
+/// Blocks of the kernel that a multiprocessor holds (its `blocks_per_sm`).
+const RESIDENT_BLOCKS: usize = 2;
+
+pub(super) fn classifier<T: Float>(
+    cuda: &mut Cuda<T>,
+    logits: Tensor,
+    losses: Tensor,
+    targets: Tensor,
+    v: usize,
+    vp: usize,
+    dloss: Option<f32>,
+) -> Result<()> {
+    let rows = losses.len;
+    ensure!(
+        v <= vp && vp.is_multiple_of(T::PACKET),
+        "classifier: {vp} columns for {v} tokens, multiples of {}",
+        T::PACKET
+    );
+    let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+    let launch = classifier::classifier::<T>(
+        cuda.output("logits", logits, rows * vp)?,
+        cuda.output("losses", losses, rows)?,
+        cuda.input("targets", targets, rows)?,
+        dloss.unwrap_or(0.0),
+        v as u32,
+        vp as u32,
+        staged as u32,
+        u32::from(dloss.is_some()),
+    );
+    cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
+}

@@ -1,0 +1,81 @@
+//! Token and position embedding.
+
+use super::{Cuda, Float, shared_bytes};
+use crate::tensor::Tensor;
+use crate::{BatchLayout, Result, Scope};
+use gpu::encoder;
+
+/// f32 elements of scratch.
+pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
+    let (positions, c) = (scope.b * scope.t, scope.channels);
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, multiprocessors);
+    encoder::encoder_backward_partials(positions, c, chunk)
+}
+
+pub(super) fn forward<T: Float>(
+    cuda: &mut Cuda<T>,
+    out: Tensor,
+    batch: Tensor,
+    layout: BatchLayout,
+    wte: Tensor,
+    wpe: Tensor,
+    c: usize,
+) -> Result<()> {
+    let BatchLayout { b, t } = layout;
+    let launch = encoder::encoder_forward::<T>(
+        cuda.output("out", out, b * t * c)?,
+        cuda.input("tokens", layout.tensor(batch, layout.inputs()), b * t)?,
+        cuda.input("wte", wte, wte.len)?,
+        cuda.input("wpe", wpe, t * c)?,
+        (b * t) as u32,
+        t as u32,
+        c as u32,
+    );
+    cuda.launch(&launch, [encoder::encoder_forward_grid(b * t), 1, 1], 0)
+}
+
+pub(super) fn backward<T: Float>(
+    cuda: &mut Cuda<T>,
+    dwte: Tensor,
+    dwpe: Tensor,
+    dout: Tensor,
+    batch: Tensor,
+    layout: BatchLayout,
+    c: usize,
+) -> Result<()> {
+    let BatchLayout { b, t } = layout;
+    let positions = b * t;
+    let dout = cuda.input("dout", dout, positions * c)?;
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, cuda.executor.multiprocessors());
+    let len = encoder::encoder_backward_partials(positions, c, chunk);
+    let scratch = cuda.scratch(len)?;
+    let dwte = cuda.output("dwte", dwte, dwte.len)?;
+    let sorted = cuda.input("sorted", layout.tensor(batch, layout.sorted()), positions)?;
+    let seed = cuda.input("seed", layout.tensor(batch, layout.seed()), 1)?;
+    let launch = encoder::encoder_backward_wte::<T>(
+        dwte,
+        cuda.output("scratch", scratch, len)?,
+        dout,
+        cuda.input("order", layout.tensor(batch, layout.order()), positions)?,
+        sorted,
+        seed,
+        positions as u32,
+        c as u32,
+        chunk as u32,
+    );
+    cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
+    let launch = encoder::encoder_backward_rest::<T>(
+        dwte,
+        cuda.output("dwpe", dwpe, t * c)?,
+        cuda.input("scratch", scratch, len)?,
+        dout,
+        sorted,
+        seed,
+        b as u32,
+        t as u32,
+        c as u32,
+        chunk as u32,
+    );
+    let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c, chunk);
+    cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
+}

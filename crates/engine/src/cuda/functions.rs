@@ -1,0 +1,52 @@
+//! The kernels of the module that a GPU runs.
+
+use crate::Result;
+use cuda_driver::{Function, LaunchConfig, Module, Stream};
+use cuda_std::launch::Launch;
+use gpu::attention::launch::Prepared;
+use std::collections::HashMap;
+
+pub struct Functions {
+    loaded: HashMap<&'static str, Function>,
+    module: Module,
+}
+
+impl Functions {
+    pub fn new(module: Module) -> Self {
+        Self { loaded: HashMap::new(), module }
+    }
+
+    /// Queues a kernel.
+    ///
+    /// # Safety
+    /// As [`Executor::launch`](super::executor::Executor::launch).
+    pub unsafe fn launch(&mut self, stream: &Stream, kernel: &Prepared) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_as(stream, &kernel.launch, kernel.grid, kernel.shared_bytes) }
+    }
+
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`Executor::launch`](super::executor::Executor::launch).
+    pub unsafe fn launch_as(
+        &mut self,
+        stream: &Stream,
+        launch: &Launch,
+        grid: [u32; 3],
+        shared_bytes: usize,
+    ) -> Result<()> {
+        let function = match self.loaded.entry(launch.name()) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
+        };
+        let config = LaunchConfig {
+            grid,
+            block: [launch.threads(), 1, 1],
+            shared_bytes: u32::try_from(shared_bytes)?,
+            cluster: 1,
+        };
+        // SAFETY: a `Launch` has the kernel's arguments by construction; the rest is the caller's promise.
+        Ok(launch.with_arguments(|arguments| unsafe { function.launch(stream, &config, arguments) })?)
+    }
+}

@@ -1,0 +1,184 @@
+//! Which of the program's modules a GPU gets.
+
+use crate::Result;
+use anyhow::{Context, ensure};
+use cuda_builder::Module;
+use cuda_driver::DeviceInfo;
+use std::fmt;
+
+/// What a GPU is given to run.
+#[derive(Clone, Copy, Debug)]
+pub enum Choice<'a> {
+    /// Machine code.
+    Cubin(&'a Module, &'a [u8]),
+    /// What the driver compiles.
+    Ptx(&'a Module),
+}
+
+impl Choice<'_> {
+    pub fn architecture(&self) -> &'static str {
+        let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
+        module.arch
+    }
+
+    /// Whether this has Hopper's own instructions: TMA, wgmma.
+    pub fn is_hopper(&self) -> bool {
+        self.architecture() == "sm_90a"
+    }
+
+    pub fn image(&self) -> &[u8] {
+        match self {
+            Self::Cubin(_, cubin) => cubin,
+            Self::Ptx(module) => module.ptx.as_bytes(),
+        }
+    }
+}
+
+impl fmt::Display for Choice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cubin(module, _) => write!(f, "{} cubin", module.arch),
+            Self::Ptx(module) => write!(f, "{} PTX", module.arch),
+        }
+    }
+}
+
+/// The kernels that a program was built with: one module per architecture.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddedKernels {
+    /// Empty if the build found no device toolchain.
+    pub modules: &'static [Module],
+    /// The reason why `modules` is empty.
+    pub missing: Option<&'static str>,
+}
+
+impl EmbeddedKernels {
+    /// Returns the modules, or an error that names the reason why there are none.
+    pub fn modules(&self) -> Result<&'static [Module]> {
+        ensure!(
+            !self.modules.is_empty(),
+            "{}; or run with --device cpu",
+            self.missing.unwrap_or("this program was built without GPU kernels")
+        );
+        Ok(self.modules)
+    }
+}
+
+/// The newest architecture that the GPU can run, or the `wanted` one. A cubin runs on its own major version from its minor version on, PTX on
+/// everything newer, and what is built for an "a" architecture on exactly that one, as a cubin only: the compiler of driver 580
+/// makes gradients of attention out of its PTX that are wrong (docs/performance/toolchain.md).
+pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
+    let (major, minor) = info.compute_capability;
+    ensure!(
+        major >= 8,
+        "{} has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or later: run with --device cpu",
+        info.name
+    );
+    let runs = |module: &&Module| {
+        Architecture::of(module).is_some_and(|arch| {
+            if arch.exact {
+                (arch.major, arch.minor) == (major, minor) && module.cubin.is_some()
+            } else {
+                (arch.major, arch.minor) <= (major, minor)
+            }
+        })
+    };
+    let chosen = |module: &&Module| wanted.is_none_or(|arch| module.arch == arch);
+    let best = modules.iter().filter(runs).filter(chosen).max_by_key(|module| Architecture::of(module));
+    let module = best.with_context(|| {
+        let have: Vec<_> = modules.iter().map(|module| module.arch).collect();
+        let asked = wanted.map_or(String::new(), |arch| format!(", --kernels {arch} was asked for"));
+        format!(
+            "{} has compute capability {major}.{minor}{asked}; this program has kernels for {}{}",
+            info.name,
+            have.join(", "),
+            if modules.iter().any(|module| module.cubin.is_none()) {
+                ", not all of them as machine code, which those for sm_90a must be: scripts/setup installs ptxas, then build again"
+            } else {
+                ""
+            }
+        )
+    })?;
+    Ok(match module.cubin {
+        Some(cubin) if Architecture::of(module).is_some_and(|arch| arch.major == major) => Choice::Cubin(module, cubin),
+        _ => Choice::Ptx(module),
+    })
+}
+
+/// `sm_90a`: 9, 0, exact.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Architecture {
+    major: u32,
+    minor: u32,
+    exact: bool,
+}
+
+impl Architecture {
+    fn of(module: &Module) -> Option<Self> {
+        let digits = module.arch.strip_prefix("sm_")?;
+        let (digits, exact) = digits.strip_suffix('a').map_or((digits, false), |digits| (digits, true));
+        let number: u32 = digits.parse().ok()?;
+        Some(Self { major: number / 10, minor: number % 10, exact })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn module(arch: &'static str, cubin: Option<&'static [u8]>) -> Module {
+        Module { arch, ptx: "", cubin, kernels: &[], shared_limit: None }
+    }
+
+    fn gpu(compute_capability: (u32, u32)) -> DeviceInfo {
+        DeviceInfo {
+            index: 0,
+            name: "NVIDIA Test".into(),
+            pci_bus_id: "00000000:01:00.0".into(),
+            compute_capability,
+            multiprocessors: 1,
+            clock_khz: 1,
+            memory_clock_khz: 1,
+            memory_bus_bits: 1,
+            memory_bytes: 1,
+            l2_bytes: 1,
+            shared_per_block: 1,
+            shared_per_multiprocessor: 1,
+            registers_per_multiprocessor: 1,
+            threads_per_multiprocessor: 1,
+        }
+    }
+
+    #[test]
+    fn each_gpu_gets_the_newest_code_that_it_can_run() {
+        let both = [module("sm_80", Some(b"80")), module("sm_90a", Some(b"90"))];
+        for (capability, expected) in [
+            ((8, 0), "sm_80 cubin"),
+            ((8, 9), "sm_80 cubin"),
+            ((9, 0), "sm_90a cubin"),
+            // Code for sm_90a runs on nothing else, and a cubin does not cross a major version.
+            ((10, 0), "sm_80 PTX"),
+            ((12, 0), "sm_80 PTX"),
+        ] {
+            assert_eq!(select(&both, &gpu(capability), None).unwrap().to_string(), expected, "{capability:?}");
+        }
+        let without_cubins = [module("sm_80", None), module("sm_90a", None)];
+        assert_eq!(select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string(), "sm_80 PTX");
+        let text = select(&without_cubins, &gpu((9, 0)), Some("sm_90a")).unwrap_err().to_string();
+        assert!(text.contains("--kernels sm_90a was asked for") && text.contains("scripts/setup"), "{text}");
+        assert_eq!(select(&both, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
+        let text = select(&both, &gpu((8, 0)), Some("sm_90a")).unwrap_err().to_string();
+        assert!(
+            text.contains("8.0, --kernels sm_90a was asked for; this program has kernels for sm_80, sm_90a"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn an_old_gpu_is_named_and_sent_to_the_cpu() {
+        let text = select(&[module("sm_80", None)], &gpu((7, 5)), None).unwrap_err().to_string();
+        assert!(text.contains("NVIDIA Test has compute capability 7.5") && text.contains("--device cpu"), "{text}");
+        let text = select(&[module("sm_90a", None)], &gpu((8, 6)), None).unwrap_err().to_string();
+        assert!(text.contains("8.6; this program has kernels for sm_90a"), "{text}");
+    }
+}

@@ -1,0 +1,237 @@
+//! Steps that must not change the model: those whose loss or gradient norm is not finite, always, and outliers where they are
+//! asked for.
+//!
+//! The outliers are llm.c's: a value far above the mean of the last 128. Of what it is compared with nothing else is known, so
+//! outliers stay in the window; what is not finite never gets there.
+//!
+//! A skipped step counts as one all the same, as in llm.c: its batch is gone, and the learning rate and t of AdamW's bias
+//! correction go on.
+
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::fmt;
+
+/// Values that one is compared with, itself included.
+const WINDOW: usize = 128;
+
+/// The latest values, the oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+struct Detector(VecDeque<f32>);
+
+impl Detector {
+    /// How many standard deviations a value is above the mean of the window that it is the newest of. `None` if it is not
+    /// finite, and for the first 128.
+    fn z(&mut self, value: f32) -> Option<f64> {
+        if !value.is_finite() {
+            return None;
+        }
+        let full = self.0.len() >= WINDOW;
+        if full {
+            self.0.pop_front();
+        }
+        self.0.push_back(value);
+        full.then(|| {
+            // Anew each time: one huge value would take the last digits of running sums with it for good.
+            let mean = self.mean_of(|x| x);
+            let deviation = self.mean_of(|x| (x - mean).powi(2)).sqrt();
+            if deviation == 0.0 { 0.0 } else { (f64::from(value) - mean) / deviation }
+        })
+    }
+
+    fn mean_of(&self, term: impl Fn(f64) -> f64) -> f64 {
+        self.0.iter().map(|&x| term(f64::from(x))).sum::<f64>() / self.0.len() as f64
+    }
+}
+
+/// What a step may be without being skipped, and a run without being stopped.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// z-scores above which an update is skipped.
+    pub loss_z: Option<f64>,
+    pub norm_z: Option<f64>,
+    /// Steps in a row, not finite, that end the run.
+    pub bad_steps: usize,
+}
+
+impl Limits {
+    /// Whether the host must know loss and norm before the update. Whether they are finite the engine sees for itself.
+    pub fn decide_before_update(&self) -> bool {
+        self.loss_z.is_some() || self.norm_z.is_some()
+    }
+}
+
+/// What a run knows of its steps so far.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Guards {
+    loss: Detector,
+    norm: Detector,
+    /// Steps up to the last one that were not finite, without a finite one between them.
+    pub bad_in_a_row: usize,
+    pub skips: Skips,
+}
+
+/// How many updates were skipped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skips {
+    pub not_finite: usize,
+    pub outliers: usize,
+}
+
+impl Guards {
+    /// Judges a step. Each is judged once, in their order.
+    pub fn judge(&mut self, loss: f32, norm: f32, limits: &Limits) -> Verdict {
+        let (loss_z, norm_z) = (self.loss.z(loss), self.norm.z(norm));
+        let above = |z: Option<f64>, limit: Option<f64>| z.zip(limit).is_some_and(|(z, limit)| z > limit);
+        let skipped = if !(loss.is_finite() && norm.is_finite()) {
+            self.skips.not_finite += 1;
+            Some(Skipped::NotFinite)
+        } else if above(loss_z, limits.loss_z) {
+            Some(Skipped::Loss)
+        } else if above(norm_z, limits.norm_z) {
+            Some(Skipped::Norm)
+        } else {
+            None
+        };
+        self.skips.outliers += usize::from(matches!(skipped, Some(Skipped::Loss | Skipped::Norm)));
+        self.bad_in_a_row = if skipped == Some(Skipped::NotFinite) { self.bad_in_a_row.saturating_add(1) } else { 0 };
+        Verdict { loss_z, norm_z, skipped }
+    }
+}
+
+/// What was found of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Verdict {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_z: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub norm_z: Option<f64>,
+    /// Why the update was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<Skipped>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Skipped {
+    /// Loss or gradient norm.
+    NotFinite,
+    Loss,
+    Norm,
+}
+
+impl fmt::Display for Skips {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { not_finite, outliers } = self;
+        write!(f, "{not_finite} not finite, {outliers} outliers")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OFF: Limits = Limits { loss_z: None, norm_z: None, bad_steps: 10 };
+
+    /// After 64 times -1 and 64 times 1.
+    fn filled() -> Detector {
+        let mut detector = Detector::default();
+        for i in 0..128 {
+            assert_eq!(detector.z(if i < 64 { -1.0 } else { 1.0 }), None, "value {i}");
+        }
+        detector
+    }
+
+    #[test]
+    fn z_scores_are_those_computed_by_hand() {
+        let mut detector = filled();
+        // 63 times -1, 64 times 1 and 10: sum 11, sum of squares 227.
+        let (mean, square) = (11.0f64 / 128.0, 227.0 / 128.0);
+        let expected = (10.0 - mean) / (square - mean * mean).sqrt();
+        let z = detector.z(10.0).unwrap();
+        assert!((z - expected).abs() < 1e-12 && z > 5.0, "{z}, expected {expected}");
+        // Below the mean it is negative: 62 times -1, 64 times 1, 10 and -3.
+        let (mean, square) = (9.0f64 / 128.0, 235.0 / 128.0);
+        let expected = (-3.0 - mean) / (square - mean * mean).sqrt();
+        let z = detector.z(-3.0).unwrap();
+        assert!((z - expected).abs() < 1e-12, "{z}, expected {expected}");
+    }
+
+    #[test]
+    fn the_window_is_the_last_128() {
+        let mut detector = filled();
+        assert!(detector.z(1e30).unwrap() > 11.0);
+        for i in 0..127 {
+            let z = detector.z(2.0).unwrap();
+            assert!((-0.1..0.0).contains(&z), "{z} after {i}");
+        }
+        // The huge value has left, and nothing of it remains: 128 equal values do not deviate.
+        assert_eq!(detector.z(2.0), Some(0.0));
+        assert_eq!(detector.0.len(), 128);
+    }
+
+    #[test]
+    fn random_values_stay_within_three_deviations() {
+        let mut rng = rng::Mt19937::new(5);
+        let mut detector = Detector::default();
+        let zs: Vec<_> = (0..256).map(|_| detector.z(rng.below(1000) as f32 / 500.0 - 1.0)).collect();
+        assert!(zs[..128].iter().all(Option::is_none));
+        assert!(zs[128..].iter().all(|z| z.unwrap().abs() <= 3.0), "{zs:?}");
+        assert!(detector.z(10.0).unwrap() >= 5.0);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_counted_skipped_and_never_in_a_window() {
+        let mut guards = Guards::default();
+        guards.judge(1.0, 2.0, &OFF);
+        let bad = [(f32::NAN, 3.0), (4.0, f32::INFINITY), (f32::NEG_INFINITY, f32::NAN)];
+        for (i, (loss, norm)) in bad.into_iter().enumerate() {
+            let verdict = guards.judge(loss, norm, &OFF);
+            assert_eq!((verdict.skipped, guards.bad_in_a_row), (Some(Skipped::NotFinite), i + 1));
+        }
+        assert_eq!((guards.loss.0.as_slices().0, guards.norm.0.as_slices().0), (&[1.0, 4.0][..], &[2.0, 3.0][..]));
+        assert_eq!(guards.judge(1.0, 2.0, &OFF).skipped, None);
+        assert_eq!((guards.bad_in_a_row, guards.skips), (0, Skips { not_finite: 3, outliers: 0 }));
+    }
+
+    /// Guards with full windows of alternating values, and what they say of the next step.
+    fn judged(loss: f32, norm: f32, limits: Limits) -> (Guards, Verdict) {
+        let mut guards = Guards::default();
+        for i in 0..128 {
+            let x = (i % 2) as f32;
+            assert_eq!(guards.judge(x, x, &limits), Verdict::default());
+        }
+        let verdict = guards.judge(loss, norm, &limits);
+        (guards, verdict)
+    }
+
+    #[test]
+    fn an_update_is_skipped_above_the_limit_and_the_loss_is_looked_at_first() {
+        let limits = |loss_z, norm_z| Limits { loss_z, norm_z, ..OFF };
+        let skipped = |loss, norm, limits| judged(loss, norm, limits).1.skipped;
+        let both = limits(Some(5.0), Some(5.0));
+        assert_eq!(skipped(9.0, 9.0, both), Some(Skipped::Loss));
+        assert_eq!(skipped(9.0, 1.0, both), Some(Skipped::Loss));
+        assert_eq!(skipped(1.0, 9.0, both), Some(Skipped::Norm));
+        assert_eq!(skipped(1.0, 1.0, both), None);
+        assert_eq!(skipped(-90.0, -90.0, both), None, "below the mean");
+        assert_eq!(skipped(9.0, 9.0, OFF), None);
+        assert_eq!(skipped(9.0, 1.0, limits(None, Some(5.0))), None);
+        assert_eq!(skipped(9.0, 9.0, limits(Some(50.0), Some(5.0))), Some(Skipped::Norm));
+        let (guards, verdict) = judged(9.0, 1.0, both);
+        assert!(verdict.loss_z.unwrap() > 5.0 && verdict.norm_z.unwrap() < 2.0);
+        assert_eq!((guards.skips.outliers, guards.bad_in_a_row), (1, 0));
+        assert_eq!(guards.loss.0.back(), Some(&9.0), "an outlier stays in the window");
+    }
+
+    #[test]
+    fn windows_come_back_from_text_bit_for_bit() {
+        let mut rng = rng::Mt19937::new(6);
+        let mut guards = Guards::default();
+        for _ in 0..200 {
+            guards.judge(f32::from_bits(rng.below(0x7f80_0000)), rng.below(1 << 24) as f32 * 1e-6, &OFF);
+        }
+        let text = serde_json::to_string(&guards).unwrap();
+        assert_eq!(serde_json::from_str::<Guards>(&text).unwrap(), guards);
+    }
+}

@@ -1,0 +1,133 @@
+//! Initial weights, the same bits as PyTorch's from the same seed.
+
+use super::{Descriptor, Gpt2, Param};
+use anyhow::Result;
+use engine::Engine;
+use rng::Mt19937;
+use std::sync::mpsc::{channel, sync_channel};
+use std::thread;
+
+/// Seed of every run's initial weights.
+pub const SEED: u32 = 42;
+
+/// Deviation of the weights, before residual projections are scaled down.
+const STD: f32 = 0.02;
+
+/// Makes the initial value of every parameter, a tensor (of one layer) at a time, and hands each to `write`, whose errors
+/// end it. `values` holds the whole tensor, padded vocabulary rows (zeros) included.
+///
+/// Matrices and embeddings are normal; projections onto the residual stream are scaled by 1 / sqrt(2 L), as each of the
+/// 2 L of them adds to its variance. LayerNorm weights are 1, biases 0.
+pub fn generate(
+    descriptor: &Descriptor,
+    seed: u32,
+    mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>,
+) -> Result<()> {
+    thread::scope(|scope| {
+        // While one tensor is written, the next is drawn; their two buffers go to and fro.
+        let (drawn, tensors) = sync_channel(1);
+        let (used, buffers) = channel();
+        scope.spawn(move || {
+            let mut rng = Mt19937::new(seed);
+            for (i, (param, layer, values, std)) in matrices(descriptor).enumerate() {
+                let buffer = if i < 2 { Some(Vec::new()) } else { buffers.recv().ok() };
+                // Nobody takes what is drawn any more once writing has failed.
+                let Some(mut buffer) = buffer else { return };
+                buffer.clear();
+                buffer.resize(param.len(descriptor), 0.0);
+                rng.normal(&mut buffer[..values], std);
+                if drawn.send((param, layer, buffer)).is_err() {
+                    return;
+                }
+            }
+        });
+        for (param, layer, buffer) in tensors {
+            write(param, layer, &buffer)?;
+            // The last two are not wanted back.
+            let _ = used.send(buffer);
+        }
+        Ok::<_, anyhow::Error>(())
+    })?;
+    let vectors = Param::ALL.into_iter().filter(|param| param.shape(descriptor).0 == 1);
+    for param in vectors {
+        let value = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 0.0 };
+        for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
+            write(param, layer, &vec![value; param.len(descriptor)])?;
+        }
+    }
+    Ok(())
+}
+
+impl Gpt2 {
+    /// Writes the initial weights of a fresh model to the parts that this rank keeps.
+    pub fn initialize(&self, engine: &mut dyn Engine, seed: u32) -> Result<()> {
+        let params = self.param_store();
+        generate(&self.descriptor, seed, |param, layer, values| params.write(engine, param, layer, values))?;
+        let Some(master) = self.training.and_then(|training| training.master) else { return Ok(()) };
+        let masters = self.state_store(master);
+        // Master weights start from the rounded weights, as in llm.c.
+        if !self.zero.divides_optimizer() {
+            return engine.cast(master, self.params);
+        }
+        self.layout.units().try_for_each(|unit| engine.cast(masters.own(unit), params.own(unit)))
+    }
+}
+
+/// The tensors that are drawn, in their order: tensor, layer, how many of its values, their deviation.
+fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usize, f32)> {
+    let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
+    let layered = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];
+    let embeddings = [
+        (Param::Wte, 0, descriptor.vocab * descriptor.channels, STD),
+        (Param::Wpe, 0, Param::Wpe.len(descriptor), STD),
+    ];
+    let of_layer = move |layer| layered.map(|(param, std)| (param, layer, param.len(descriptor), std));
+    embeddings.into_iter().chain((0..descriptor.layers).flat_map(of_layer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_tensor_is_written_once_with_its_distribution() {
+        let descriptor = Descriptor::new(3, 2, 64, 40, 200).unwrap();
+        let mut seen = BTreeSet::new();
+        generate(&descriptor, SEED, |param, layer, values| {
+            assert!(seen.insert((param.name(), layer)), "{} of layer {layer} twice", param.name());
+            assert_eq!(values.len(), param.len(&descriptor));
+            let drawn = if param == Param::Wte { &values[..200 * 64] } else { values };
+            assert!(values[drawn.len()..].iter().all(|x| *x == 0.0), "padding");
+            let n = drawn.len() as f64;
+            let mean = drawn.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+            let std = (drawn.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / n).sqrt();
+            let (expected_mean, expected_std) = match param {
+                Param::Wte | Param::Wpe | Param::Qkvw | Param::Fcw => (0.0, 0.02),
+                Param::Attprojw | Param::Fcprojw => (0.0, 0.02 / 6f64.sqrt()),
+                Param::Ln1w | Param::Ln2w | Param::Lnfw => (1.0, 0.0),
+                _ => (0.0, 0.0),
+            };
+            let name = param.name();
+            assert!((mean - expected_mean).abs() <= 4.0 * expected_std / n.sqrt(), "{name}: mean {mean}");
+            assert!((std - expected_std).abs() <= 4.0 * expected_std / (2.0 * n).sqrt(), "{name}: deviation {std}");
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(seen.len(), 4 + 3 * 12);
+    }
+
+    #[test]
+    fn the_first_weights_are_seed_42s() {
+        let descriptor: Descriptor = "d6".parse().unwrap();
+        let mut wte = Vec::new();
+        let stop = generate(&descriptor, SEED, |param, _, values| {
+            assert_eq!(param, Param::Wte);
+            wte.extend_from_slice(&values[..4]);
+            anyhow::bail!("enough")
+        });
+        assert_eq!(stop.unwrap_err().to_string(), "enough");
+        let bits: Vec<u32> = wte.iter().map(|x| x.to_bits()).collect();
+        assert_eq!(bits, [1025366614, 1022602552, 1016304337, 3173809148]);
+    }
+}
