@@ -17,6 +17,8 @@ pub mod encoder;
 mod fours;
 pub mod gelu;
 pub mod global_norm;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod launch;
 pub mod layernorm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod matmul;

@@ -9,7 +9,8 @@ use common::attention::{
 use common::{for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
-use gpu::attention::launch::{self, HEAD_SIZES, Prepared, Shape};
+use gpu::attention::launch::{self, HEAD_SIZES, Shape};
+use gpu::launch::KernelLaunch;
 use proptest::sample::select;
 use proptest::strategy::Strategy;
 
@@ -30,7 +31,7 @@ fn attend<T: Precision>(inputs: &Inputs) -> Results {
     let lse = memory.output("lse", rows);
     let dqkv = memory.output::<T>("dqkv", 3 * rows * shape.hs);
     let d = memory.output("d", rows);
-    let mut run = |kernel: &Prepared| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+    let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     run(&launch::forward(out, lse, qkv, shape).unwrap());
     launch::backward(dqkv, d, dout, qkv, out.reader(), lse.reader(), shape).unwrap().iter().for_each(&mut run);
     memory.read(d);

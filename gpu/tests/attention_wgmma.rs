@@ -10,9 +10,10 @@ use common::{Tolerance, for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
-use gpu::attention::launch::{HEAD_SIZES, Prepared, Shape};
+use gpu::attention::launch::{HEAD_SIZES, Shape};
 use gpu::attention_wgmma::BOX;
 use gpu::attention_wgmma::launch::{self, Maps};
+use gpu::launch::KernelLaunch;
 use proptest::strategy::Strategy;
 
 tests! {
@@ -41,7 +42,7 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let lse = memory.output("lse", rows);
         let dqkv = memory.output::<bf16>("dqkv", 3 * rows * hs);
         let d = memory.output("d", rows);
-        let mut run = |kernel: &Prepared| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
         run(&launch::forward(out, lse, maps.qkv, shape, blocks));
         launch::backward(dqkv, d, dout, out.reader(), lse.reader(), maps, shape, blocks).iter().for_each(&mut run);
         Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }

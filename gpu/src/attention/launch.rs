@@ -3,7 +3,7 @@
 use super::backward::{DOT_ROWS, keys_shared_bytes, queries_shared_bytes};
 use super::forward::forward_shared_bytes;
 use super::{attention_backward_dot, attention_backward_keys, attention_backward_queries, attention_forward};
-use cuda_std::launch::Launch;
+use crate::launch::KernelLaunch;
 use cuda_std::mma::TensorCore;
 use cuda_std::{Global, GlobalMut};
 
@@ -26,14 +26,6 @@ impl Shape {
     }
 }
 
-/// A kernel with its arguments, blocks, and dynamic shared memory of a block in bytes.
-#[derive(Debug)]
-pub struct Prepared {
-    pub launch: Launch,
-    pub grid: [u32; 3],
-    pub shared_bytes: usize,
-}
-
 /// The instance of `$kernel` for `T` and the shape's head size, by the tile sizes (own rows, other side's rows) that
 /// `#[kernel]` lists for it: head size => bf16's, f32's. `None` for other head sizes.
 macro_rules! instance {
@@ -41,12 +33,12 @@ macro_rules! instance {
      $($hs:literal => ($rows:literal, $columns:literal), ($rows_f32:literal, $columns_f32:literal);)*) => {
         match (size_of::<T>(), $shape.hs) {
             $(
-                (2, $hs) => Some(Prepared {
+                (2, $hs) => Some(KernelLaunch {
                     launch: $kernel::<T, $hs, $rows, $columns> $arguments,
                     grid: $shape.grid($rows),
                     shared_bytes: $shared_bytes::<T, $hs, $rows, $columns>(),
                 }),
-                (4, $hs) => Some(Prepared {
+                (4, $hs) => Some(KernelLaunch {
                     launch: $kernel::<T, $hs, $rows_f32, $columns_f32> $arguments,
                     grid: $shape.grid($rows_f32),
                     shared_bytes: $shared_bytes::<T, $hs, $rows_f32, $columns_f32>(),
@@ -63,7 +55,7 @@ pub fn forward<T: TensorCore>(
     lse: GlobalMut<f32>,
     qkv: Global<T>,
     shape: Shape,
-) -> Option<Prepared> {
+) -> Option<KernelLaunch> {
     let (t, nh) = (shape.t as u32, shape.nh as u32);
     instance! {
         attention_forward(out, lse, qkv, t, nh), forward_shared_bytes, shape;
@@ -75,8 +67,8 @@ pub fn forward<T: TensorCore>(
 }
 
 /// d (B,NH,T) = rowsum(dout ∘ out), of (B,T,NH,HS).
-pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> Prepared {
-    Prepared {
+pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> KernelLaunch {
+    KernelLaunch {
         launch: attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32),
         grid: shape.grid(DOT_ROWS),
         shared_bytes: 0,
@@ -93,7 +85,7 @@ pub fn backward<T: TensorCore>(
     out: Global<T>,
     lse: Global<f32>,
     shape: Shape,
-) -> Option<[Prepared; 3]> {
+) -> Option<[KernelLaunch; 3]> {
     let (t, nh) = (shape.t as u32, shape.nh as u32);
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();

@@ -4,7 +4,8 @@ use super::{
     Head, Head64, Head128, attention_backward_keys_wgmma, attention_backward_queries_wgmma, attention_forward_wgmma,
     backward_keys_shared_bytes, backward_queries_shared_bytes, forward_shared_bytes,
 };
-use crate::attention::launch::{Prepared, Shape, backward_dot};
+use crate::attention::launch::{Shape, backward_dot};
+use crate::launch::KernelLaunch;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
@@ -15,8 +16,8 @@ pub fn takes(head_size: usize) -> bool {
 }
 
 /// A block for every multiprocessor.
-fn persistent(launch: Launch, shared_bytes: usize, multiprocessors: usize) -> Prepared {
-    Prepared { launch, grid: [multiprocessors as u32, 1, 1], shared_bytes }
+fn persistent(launch: Launch, shared_bytes: usize, multiprocessors: usize) -> KernelLaunch {
+    KernelLaunch { launch, grid: [multiprocessors as u32, 1, 1], shared_bytes }
 }
 
 /// out (B,T,NH,HS) and lse (B,NH,T) from the map over qkv (B, T, 3 NH HS).
@@ -29,7 +30,7 @@ pub fn forward(
     qkv: Global<TensorMap>,
     shape: Shape,
     multiprocessors: usize,
-) -> Prepared {
+) -> KernelLaunch {
     let of = match shape.hs {
         64 => forward_of::<Head64>,
         128 => forward_of::<Head128>,
@@ -44,7 +45,7 @@ fn forward_of<H: Head>(
     qkv: Global<TensorMap>,
     shape: Shape,
     multiprocessors: usize,
-) -> Prepared {
+) -> KernelLaunch {
     let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
     persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, nh), forward_shared_bytes::<H>(), multiprocessors)
 }
@@ -67,7 +68,7 @@ pub fn backward(
     maps: Maps,
     shape: Shape,
     multiprocessors: usize,
-) -> [Prepared; 3] {
+) -> [KernelLaunch; 3] {
     let dot = backward_dot(d, dout, out, shape);
     let of = match shape.hs {
         64 => backward_of::<Head64>,
@@ -85,7 +86,7 @@ fn backward_of<H: Head>(
     Maps { qkv, dout }: Maps,
     shape: Shape,
     multiprocessors: usize,
-) -> [Prepared; 2] {
+) -> [KernelLaunch; 2] {
     let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
     let keys = attention_backward_keys_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);
     let queries = attention_backward_queries_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);

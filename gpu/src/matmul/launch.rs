@@ -8,9 +8,9 @@ use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
 use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
 use super::split::{add_parts_grid, matmul_add_parts};
 use super::tiles::{Tile, Together128, Together192, Together256, Together320, Turns128, Turns192};
-use crate::attention::launch::Prepared;
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
+use crate::launch::KernelLaunch;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
@@ -254,7 +254,7 @@ pub fn prepare(
     tiling: Tiling,
     operands: Operand,
     multiprocessors: usize,
-) -> Vec<Prepared> {
+) -> Vec<KernelLaunch> {
     let room = tiling.room(product, shape);
     assert!(
         room <= operands.room,
@@ -289,7 +289,7 @@ pub fn prepare(
         }
     };
     let grid = [multiprocessors as u32, 1, 1];
-    let mut kernels = vec![Prepared { launch: multiply, grid, shared_bytes: pingpong_shared_bytes() }];
+    let mut kernels = vec![KernelLaunch { launch: multiply, grid, shared_bytes: pingpong_shared_bytes() }];
     if in_parts {
         let (rows, columns, splits) = (size.rows(), size.columns(), splits as u32);
         let launch = if product == Product::AtBAccumulateF32 {
@@ -298,13 +298,13 @@ pub fn prepare(
             matmul_add_parts::<bf16>(GlobalMut::from_address(sums), parts.reader(), rows, columns, m, n, splits)
         };
         let grid = add_parts_grid([rows, columns], size.tiles(shape));
-        kernels.push(Prepared { launch, grid, shared_bytes: 0 });
+        kernels.push(KernelLaunch { launch, grid, shared_bytes: 0 });
     }
     if product == Product::AtBAccumulateSums {
         let slices = tiling.slices(product, shape) as u32;
         let mut layout = Layout::new();
         column_sum::shared(&mut layout);
-        kernels.push(Prepared {
+        kernels.push(KernelLaunch {
             launch: bias_backward_reduce::<bf16>(bias, column_sums.reader(), slices, m),
             grid: [column_sum::grid(shape.m), 1, 1],
             shared_bytes: layout.bytes(),

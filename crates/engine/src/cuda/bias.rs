@@ -4,7 +4,7 @@ use super::{Cuda, Float, shared_bytes};
 use crate::tensor::Tensor;
 use crate::{Result, Scope};
 use anyhow::ensure;
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 use gpu::{bias, column_sum};
 
 /// f32 elements of scratch: enough for the biases of a transformer layer, which are C, 3C and 4C wide.
@@ -20,19 +20,19 @@ pub(super) fn backward<T: Float>(
     dout: Tensor,
     rows: usize,
     oc: usize,
-) -> Result<Vec<Prepared>> {
+) -> Result<Vec<KernelLaunch>> {
     ensure!(oc.is_multiple_of(T::PACKET), "bias: {oc} columns are not a multiple of {}", T::PACKET);
     let slices = bias::bias_backward_slices::<T>(rows, oc, cuda.executor.multiprocessors());
     let scratch = cuda.scratch(slices * oc)?;
     let partials = cuda.output("scratch", scratch, slices * oc)?;
     let dout = cuda.input("dout", dout, rows * oc)?;
     Ok(vec![
-        Prepared {
+        KernelLaunch {
             launch: bias::bias_backward::<T>(partials, dout, rows as u32, oc as u32),
             grid: bias::bias_backward_grid::<T>(oc, slices),
             shared_bytes: shared_bytes(bias::bias_backward_shared::<T>),
         },
-        Prepared {
+        KernelLaunch {
             launch: bias::bias_backward_reduce::<T>(
                 cuda.output("dbias", dbias, oc)?,
                 partials.reader(),

@@ -21,7 +21,7 @@ use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Sto
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, VecDeque};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ pub struct Device {
 struct Noted {
     problem: Problem,
     operands: Operands,
-    otherwise: Vec<Prepared>,
+    otherwise: Vec<KernelLaunch>,
 }
 
 /// A read under way, or a place for one.
@@ -208,7 +208,7 @@ impl Device {
         &mut self,
         problem: &Problem,
         operands: &Operands,
-        otherwise: &[Prepared],
+        otherwise: &[KernelLaunch],
     ) -> Result<cublaslt::Timing> {
         let (its_problem, its_operands) = by_library(problem, operands);
         let key = (its_problem, its_operands.alignments());
@@ -244,7 +244,7 @@ impl Device {
         &mut self,
         problem: &Problem,
         operands: &Operands,
-        otherwise: &[Prepared],
+        otherwise: &[KernelLaunch],
         rest: impl FnOnce(),
     ) -> Result<Option<f32>> {
         let (left, its_operands) = by_library(problem, operands);
@@ -445,7 +445,7 @@ impl Executor for Device {
         profiled(&mut self.profile, &self.stream, || launch.name().to_owned(), queue)
     }
 
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()> {
         if let Some(noted) = &mut self.noted {
             noted.push(Noted { problem: *problem, operands: *operands, otherwise });
             return Ok(());

@@ -16,7 +16,7 @@ use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Instant;
@@ -202,7 +202,7 @@ impl Executor for Emulated {
         unsafe { self.queue(Piece::Launch { launch: launch.clone(), grid, shared_bytes }) }
     }
 
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()> {
         // The library would refuse the same operands.
         operands.validate(problem)?;
         if let Some(product) = self.kernel_for(problem, operands)? {

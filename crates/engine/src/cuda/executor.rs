@@ -11,7 +11,7 @@ use cublaslt::{Operands, Problem};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 
 /// The GPU that an emulator stands for.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +120,7 @@ pub trait Executor {
     /// # Safety
     /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing. For
     /// `otherwise` as in [`launch`](Self::launch).
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()>;
+    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()>;
 
     /// Whether a kernel of this program computes a product, not the library.
     fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool>;

@@ -3,7 +3,7 @@
 use crate::Result;
 use cuda_driver::{Function, LaunchConfig, Module, Stream};
 use cuda_std::launch::Launch;
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 use std::collections::HashMap;
 
 pub struct Functions {
@@ -20,7 +20,7 @@ impl Functions {
     ///
     /// # Safety
     /// As [`Executor::launch`](super::executor::Executor::launch).
-    pub unsafe fn launch(&mut self, stream: &Stream, kernel: &Prepared) -> Result<()> {
+    pub unsafe fn launch(&mut self, stream: &Stream, kernel: &KernelLaunch) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.launch_as(stream, &kernel.launch, kernel.grid, kernel.shared_bytes) }
     }

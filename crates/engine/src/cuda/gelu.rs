@@ -3,8 +3,8 @@
 use super::{Cuda, Float};
 use crate::Result;
 use crate::tensor::Tensor;
-use gpu::attention::launch::Prepared;
 use gpu::gelu;
+use gpu::launch::KernelLaunch;
 
 /// out (n) = gelu(inp (n))
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<()> {
@@ -13,9 +13,9 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, inp: Tensor, n:
 }
 
 /// As [`forward`], to be launched.
-pub(super) fn prepare<T: Float>(cuda: &Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<Prepared> {
+pub(super) fn prepare<T: Float>(cuda: &Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<KernelLaunch> {
     let launch = gelu::gelu_forward::<T>(cuda.output("out", out, n)?, cuda.input("pre_gelu", inp, n)?, n as u64);
-    Ok(Prepared { launch, grid: [gelu::grid::<T>(n), 1, 1], shared_bytes: 0 })
+    Ok(KernelLaunch { launch, grid: [gelu::grid::<T>(n), 1, 1], shared_bytes: 0 })
 }
 
 /// grad (n) *= gelu'(inp (n))

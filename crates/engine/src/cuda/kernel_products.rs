@@ -6,7 +6,7 @@ use crate::{KernelTiling, Result, Scope};
 use anyhow::{Context, ensure};
 use cublaslt::{Element, Epilogue, Operands, Problem};
 use cuda_std::{Global, GlobalMut};
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 use gpu::matmul::launch::{self, Map, Operand, Product, Shape, Size, Tiling};
 
 /// Room for the partial sums of weights' gradients.
@@ -115,7 +115,7 @@ impl KernelProduct {
     }
 
     /// The launches, in their order; none where kernels for sm_90a do not run.
-    pub fn prepare(&self, tiling: KernelTiling, executor: &mut dyn Executor) -> Result<Vec<Prepared>> {
+    pub fn prepare(&self, tiling: KernelTiling, executor: &mut dyn Executor) -> Result<Vec<KernelLaunch>> {
         let tiling = self.tiling(tiling).with_context(|| format!("no kernel divides {self:?} into {tiling}"))?;
         let Scratch { parts, room } = executor.scratch();
         let needed = tiling.room(self.product, self.shape);

@@ -5,7 +5,7 @@ use super::{Cuda, Emulation, Float, Products, bias, gelu};
 use crate::tensor::{DType, Tensor};
 use crate::{Ending, GeluForward, GeluFusion, GeluInput, Linear, Result, Scope};
 use cublaslt::{Element, Epilogue, Operands, Problem};
-use gpu::attention::launch::Prepared;
+use gpu::launch::KernelLaunch;
 
 /// f32 elements of scratch: partial sums of weights' gradients, where kernels compute them.
 pub(super) fn scratch<T: Float>(scope: &Scope, machine: Emulation) -> usize {
@@ -32,7 +32,7 @@ impl<T: Float> Cuda<T> {
     }
 
     /// As [`Executor::matmul`](super::executor::Executor::matmul).
-    fn product_or(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<Prepared>) -> Result<()> {
+    fn product_or(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()> {
         if problem.m == 0 || problem.n == 0 {
             return Ok(());
         }
@@ -136,7 +136,7 @@ fn make_again<T: Float>(
     pre_gelu: Tensor,
     again: GeluForward,
     dinp: (&Problem, &Operands),
-) -> Result<Option<Prepared>> {
+) -> Result<Option<KernelLaunch>> {
     let (problem, operands) = dinp;
     let pass = gelu::prepare(cuda, inp, pre_gelu, problem.n * problem.m)?;
     let fused = problem.epilogue == Epilogue::DGelu;

@@ -1,0 +1,14 @@
+//! The host-side description of a kernel launch, which every operation's `launch` module returns.
+
+use cuda_std::launch::Launch;
+
+/// A kernel with its arguments and launch configuration.
+#[derive(Debug)]
+pub struct KernelLaunch {
+    /// The kernel and its arguments.
+    pub launch: Launch,
+    /// Thread blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared_bytes: usize,
+}
