@@ -4,7 +4,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated, emulated_checked};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine};
-use model::{CHUNK, Capacity, Descriptor, Gpt2, Param, Recompute};
+use model::{CHUNK, Descriptor, Gpt2, Param, PlanOptions, Recompute};
 
 const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
@@ -13,7 +13,7 @@ const VOCAB: usize = 300;
 fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(2, 1, 64, 24, VOCAB).unwrap();
     let capacity =
-        Capacity { b: LAYOUT.b, t: LAYOUT.t, training, master_weights: true, recompute: Recompute::GeluAndNorms };
+        PlanOptions { training, recompute: Recompute::GeluAndNorms, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
     Gpt2::plan_in_chunks(descriptor, capacity, chunk, engine)
 }
 
@@ -152,7 +152,7 @@ fn memory_holds_one_chunk() {
     let mut engine = emulated(Precision::Bf16, true);
     let descriptor: Descriptor = "d12".parse().unwrap();
     let mut plan = |b, training| {
-        let capacity = Capacity { b, t: 1024, training, master_weights: true, recompute: Recompute::Nothing };
+        let capacity = PlanOptions { training, ..PlanOptions::training(b, 1024) };
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
         (model.chunk(), plan.bytes())
     };

@@ -3,7 +3,7 @@
 
 use engine::cpu::Cpu;
 use engine::{AdamW, BatchLayout, Engine};
-use model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, init};
+use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Recompute, init};
 use rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
@@ -54,8 +54,7 @@ impl Run {
     fn new(descriptor: Descriptor, batch: &Batch, parameter: impl Fn(Param, usize) -> Vec<f32>) -> Self {
         let layout = batch.layout;
         let mut engine = Cpu::new();
-        let capacity =
-            Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute: Recompute::Nothing };
+        let capacity = PlanOptions::training(layout.b, layout.t);
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
         engine.allocate(&plan).unwrap();
         for (param, layer) in model.layout.file_order() {
@@ -96,7 +95,7 @@ impl Run {
     fn step(&mut self, settings: &AdamW) -> [f64; 2] {
         self.gradients();
         self.model.update(&mut self.engine, settings).unwrap();
-        let ticket = self.engine.read_later(self.model.training.unwrap().stats).unwrap();
+        let ticket = self.engine.read_async(self.model.training.unwrap().stats).unwrap();
         let stats = self.engine.wait(ticket).unwrap().values;
         [f64::from(stats[0] / self.tokens()), f64::from(stats[1])]
     }
@@ -324,13 +323,7 @@ fn a_forward_pass_alone_gives_the_same_logits() {
     let reference = Reference::load();
     let layout = reference.batch.layout;
     let mut engine = Cpu::new();
-    let capacity = Capacity {
-        b: layout.b + 1,
-        t: layout.t + 2,
-        training: false,
-        master_weights: false,
-        recompute: Recompute::Nothing,
-    };
+    let capacity = PlanOptions::inference(layout.b + 1, layout.t + 2);
     let (model, plan) = Gpt2::plan(reference.descriptor, capacity, &mut engine);
     engine.allocate(&plan).unwrap();
     for ((param, layer), values) in &reference.parameters {

@@ -2,14 +2,15 @@
 
 use data::{Geometry, Loader, Prefetch, Tokens};
 use engine::cpu::Cpu;
-use engine::cuda::{Emulation, Precision, Products, emulated, emulated_checked, emulated_checked_as};
+use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated, emulated_checked, emulated_checked_as};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{
-    AdamW, BatchLayout, Ending, Engine, GeluForward, GeluFusion, GeluInput, Linear, Optimized, Recurring, UpdateRange,
+    AdamW, BatchLayout, Engine, Epilogue, GeluForward, GeluFusion, GeluInput, GraphKey, MatmulShape, Optimized,
+    UpdateRange,
 };
 use gpu::matmul::launch::MOST_TILINGS;
-use model::{Capacity, Descriptor, Gpt2, Layers, Recompute, Share, Store, Undivided, Unit, Zero};
+use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, Unit, Unsharded, Zero};
 use verify::selftest::edge;
 
 fn agrees(precision: Precision, hopper: bool) {
@@ -45,8 +46,8 @@ fn every_operation_agrees_with_the_kernels_for_sm_90a() {
 #[test]
 fn products_agree_in_every_tiling() {
     for tiling in 0..MOST_TILINGS {
-        let products = Products::Rust;
-        let emulation = Emulation { hopper: true, products, tiling: Some(tiling), ..Emulation::default() };
+        let products = MatmulBackend::Rust;
+        let emulation = EmulatedGpu { hopper: true, products, kernel_config: Some(tiling), ..EmulatedGpu::default() };
         agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16, None));
     }
 }
@@ -60,7 +61,7 @@ fn every_operation_agrees_in_f32() {
 fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout { b: 3, t: 17 };
-    let capacity = Capacity { b: layout.b, t: 24, training: true, master_weights: true, recompute };
+    let capacity = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
@@ -115,7 +116,7 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     let descriptor = Descriptor::new(2, channels / 64, channels, 16, 50).unwrap();
     let layout = BatchLayout { b: 2, t: 9 };
     let recompute = Recompute::GeluAndNorms;
-    let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: false, recompute };
+    let capacity = PlanOptions { master_weights: false, recompute, ..PlanOptions::training(layout.b, layout.t) };
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
@@ -149,7 +150,7 @@ fn gradients_of_biases_come_from_norms_or_products() {
         (Precision::Bf16, 1088, true, 3e-2),
     ] {
         let (engine, reference) = (&mut *emulated_checked(precision, false), &mut Cpu::new());
-        assert_eq!((engine.norm_sums_columns(channels), reference.norm_sums_columns(channels)), (by_norms, true));
+        assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (by_norms, true));
         for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
             let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
             for (i, (got, want)) in got.iter().zip(want).enumerate() {
@@ -167,8 +168,8 @@ const UPDATE: AdamW =
 /// A small model of which a rank has its part, its parameters, gradients and moments without pattern, the same for all ranks.
 fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
-    let capacity = Capacity { b: 1, t: 24, training: true, master_weights: true, recompute: Recompute::Nothing };
-    let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
+    let capacity = PlanOptions::training(1, 24);
+    let (model, plan) = Gpt2::plan(descriptor, capacity, zero, engine);
     engine.allocate(&plan).unwrap();
     fill(&model, engine);
     model
@@ -222,7 +223,7 @@ fn an_update_is_that_of_each_range() {
     for precision in [Precision::Bf16, Precision::Fp32] {
         let engine = &mut *emulated_checked(precision, false);
         let model = before_update(engine, Zero::NONE);
-        model.apply(engine, &UPDATE, &mut Undivided).unwrap();
+        model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
         let together = after_update(&model, engine);
         fill(&model, engine);
         let training = model.training.unwrap();
@@ -247,8 +248,9 @@ fn an_update_is_that_of_each_range() {
 #[test]
 fn updates_are_not_recorded() {
     let engine = &mut *emulated_checked(Precision::Bf16, false);
-    let (model, recurring) = (before_update(engine, Zero::NONE), Recurring::new());
-    let mut update = || engine.repeat(&recurring, &mut |engine| model.apply(engine, &UPDATE, &mut Undivided)).unwrap();
+    let (model, recurring) = (before_update(engine, Zero::NONE), GraphKey::new());
+    let mut update =
+        || engine.capture_or_replay(&recurring, &mut |engine| model.apply(engine, &UPDATE, &mut Unsharded)).unwrap();
     assert_eq!(update(), None);
     assert!(update().is_some_and(|why| why.contains("a table of ranges cannot be recorded")));
 }
@@ -256,7 +258,7 @@ fn updates_are_not_recorded() {
 /// Notes which units were updated.
 struct Told(Vec<Unit>);
 
-impl Layers for Told {
+impl LayerHooks for Told {
     fn parameters(&mut self, _: &mut dyn Engine, _: usize, _: Option<usize>) -> anyhow::Result<()> {
         Ok(())
     }
@@ -287,9 +289,9 @@ fn ranks_update_their_parts_as_one_rank_updates_all() {
     for (stage, ranks) in [(1, 2), (2, 3), (3, 5)] {
         let mut seen = 0;
         for rank in 0..ranks {
-            let model = before_update(engine, Zero::new(stage, Share { rank, ranks }));
+            let model = before_update(engine, Zero::new(stage, Shard { rank, ranks }));
             // The second time with the tables that the first has left.
-            model.apply(engine, &UPDATE, &mut Undivided).unwrap();
+            model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
             fill(&model, engine);
             let mut told = Told(Vec::new());
             model.apply(engine, &UPDATE, &mut told).unwrap();
@@ -325,7 +327,7 @@ fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
 fn faults_name_the_tensor() {
     let f32 = DType::F32;
     let (mut engine, x) = checked(&[("out", 16, f32), ("a", 16, f32), ("b", 8, f32)]);
-    let text = engine.sum(x[2].slice(0, 1), x[1]).unwrap_err().to_string();
+    let text = engine.run(Sum { out: x[2].slice(0, 1), values: x[1] }).unwrap_err().to_string();
     assert!(text.contains("read of what was never written: read of 4 bytes at a + 32"), "{text}");
     let text = engine.read(x[0]).unwrap_err().to_string();
     assert_eq!(text, "out + 32 was never written");
@@ -334,12 +336,20 @@ fn faults_name_the_tensor() {
     let layout = BatchLayout { b: 1, t: 8 };
     let (mut engine, x) = checked(&[("batch", layout.words(), DType::I32), ("wte", 8, f32), ("wpe", 64, f32)]);
     engine.write(x[2], &[0.0; 64]).unwrap();
-    let text = engine.encoder_forward(x[2], x[0], layout, x[1], x[2], 8).unwrap_err().to_string();
+    let text = engine
+        .run(EncoderForward { out: x[2], batch: x[0], layout, wte: x[1], wpe: x[2], c: 8 })
+        .unwrap_err()
+        .to_string();
     assert!(text.contains("out of bounds") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
 
     let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
-    let shape = Linear { rows: 4, c: 4, oc: 4 };
-    let text = format!("{:#}", engine.matmul_forward(x[0], x[1], x[2], None, Ending::Sum, shape).unwrap_err());
+    let shape = MatmulShape { rows: 4, c: 4, oc: 4 };
+    let text = format!(
+        "{:#}",
+        engine
+            .run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: None, epilogue: Epilogue::None, shape })
+            .unwrap_err()
+    );
     assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
 }
 
@@ -348,25 +358,28 @@ fn faults_name_the_tensor() {
 fn products_go_where_they_are_sent() {
     let who = |products, hopper, shape: Linear| {
         let mut engine =
-            emulated_checked_as(Emulation { hopper, products, ..Emulation::default() }, Precision::Bf16, None);
+            emulated_checked_as(EmulatedGpu { hopper, products, ..EmulatedGpu::default() }, Precision::Bf16, None);
         let mut plan = Plan::new();
         let mut add = |name: &str, len| plan.add(Group::Activations, name, &[len], DType::Bf16);
-        let Linear { rows, c, oc } = shape;
+        let MatmulShape { rows, c, oc } = shape;
         let (out, inp, weight) = (add("out", rows * oc), add("inp", rows * c), add("weight", oc * c));
         engine.allocate(&plan).unwrap();
-        let text = format!("{:#}", engine.matmul_forward(out, inp, weight, None, Ending::Sum, shape).unwrap_err());
+        let text = format!(
+            "{:#}",
+            engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape }).unwrap_err()
+        );
         let found = ["kernel matmul_pingpong", "matrix product", "no kernel computes"].map(|who| text.contains(who));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
     let (kernel, library, nobody) = (0, 1, 2);
-    let shape = Linear { rows: 5, c: 16, oc: 24 };
-    assert_eq!([Products::Rust, Products::Auto].map(|products| who(products, true, shape)), [kernel; 2]);
-    assert_eq!(who(Products::Cublaslt, true, shape), library);
-    assert_eq!(who(Products::Auto, false, shape), library);
+    let shape = MatmulShape { rows: 5, c: 16, oc: 24 };
+    assert_eq!([MatmulBackend::Rust, MatmulBackend::Auto].map(|products| who(products, true, shape)), [kernel; 2]);
+    assert_eq!(who(MatmulBackend::Cublaslt, true, shape), library);
+    assert_eq!(who(MatmulBackend::Auto, false, shape), library);
     // TMA wants rows of whole 16 bytes.
-    for shape in [Linear { c: 12, ..shape }, Linear { oc: 12, ..shape }] {
-        assert_eq!(who(Products::Auto, true, shape), library);
-        assert_eq!(who(Products::Rust, true, shape), nobody);
+    for shape in [MatmulShape { c: 12, ..shape }, MatmulShape { oc: 12, ..shape }] {
+        assert_eq!(who(MatmulBackend::Auto, true, shape), library);
+        assert_eq!(who(MatmulBackend::Rust, true, shape), nobody);
     }
 }
 
@@ -374,11 +387,11 @@ fn products_go_where_they_are_sent() {
 #[test]
 fn a_gelu_is_made_again_by_what_made_it() {
     let who = |products, hopper, precision, gelu_fusion| {
-        let emulation = Emulation { hopper, products, ..Emulation::default() };
+        let emulation = EmulatedGpu { hopper, products, ..EmulatedGpu::default() };
         let mut engine = emulated_checked_as(emulation, precision, Some(gelu_fusion));
-        let shape = Linear { rows: 5, c: 32, oc: 8 };
-        let Linear { rows, c, oc } = shape;
-        let (mut plan, float) = (Plan::new(), engine.float());
+        let shape = MatmulShape { rows: 5, c: 32, oc: 8 };
+        let MatmulShape { rows, c, oc } = shape;
+        let (mut plan, float) = (Plan::new(), engine.dtype());
         let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], float);
         let (dinp, inp, pre_gelu) = (add("dinp", rows * c), add("inp", rows * c), add("pre_gelu", rows * c));
         let (weight, dweight, dout) = (add("weight", oc * c), add("dweight", oc * c), add("dout", rows * oc));
@@ -387,12 +400,15 @@ fn a_gelu_is_made_again_by_what_made_it() {
         engine.allocate(&plan).unwrap();
         engine.write(weight, &vec![1.0; oc * c]).unwrap();
         engine.write(dout, &vec![1.0; rows * oc]).unwrap();
-        let forward = Linear { rows, c: oc, oc: c };
+        let forward = MatmulShape { rows, c: oc, oc: c };
         let again = GeluForward { inp: inp_before, weight: weight_before, bias: Some(bias), shape: forward };
-        let gelu = Some(GeluInput { pre_gelu, again: Some(again) });
-        format!("{:#}", engine.matmul_backward(dinp, dweight, None, dout, inp, weight, gelu, shape).unwrap_err())
+        let gelu = Some(GeluInput { pre_gelu, recompute: Some(again) });
+        format!(
+            "{:#}",
+            engine.run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, gelu, shape }).unwrap_err()
+        )
     };
-    let (auto, rust, cublaslt) = (Products::Auto, Products::Rust, Products::Cublaslt);
+    let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
     for (products, hopper, precision, fusion, expected) in [
         (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
         (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
@@ -432,10 +448,10 @@ fn memory_begins_zeroed_and_bf16_rounds_to_nearest_even() {
 fn a_later_read_holds_the_values_of_its_time() {
     let (mut engine, tensor) = with_tensor(Precision::Fp32, 2, DType::F32);
     engine.write(tensor, &[1.0, 2.0]).unwrap();
-    let first = engine.read_later(tensor).unwrap();
+    let first = engine.read_async(tensor).unwrap();
     engine.write(tensor, &[3.0, 4.0]).unwrap();
-    let second = engine.read_later(tensor).unwrap();
-    let again = engine::Ticket(second.0);
+    let second = engine.read_async(tensor).unwrap();
+    let again = engine::PendingRead(second.0);
     assert_eq!(engine.wait(second).unwrap().values, [3.0, 4.0]);
     assert_eq!(engine.wait(first).unwrap().values, [1.0, 2.0]);
     assert!(engine.wait(again).unwrap_err().to_string().contains("not under way"));
@@ -444,10 +460,17 @@ fn a_later_read_holds_the_values_of_its_time() {
 #[test]
 fn tensors_that_do_not_fit_an_operation_are_refused() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 64, DType::Bf16);
-    let shape = Linear { rows: 8, c: 8, oc: 8 };
-    let short = engine.matmul_forward(tensor, tensor.slice(0, 32), tensor, None, Ending::Sum, shape);
+    let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
+    let short = engine.run(MatmulForward {
+        out: tensor,
+        inp: tensor.slice(0, 32),
+        weight: tensor,
+        bias: None,
+        epilogue: Epilogue::None,
+        shape,
+    });
     assert_eq!(short.unwrap_err().to_string(), "inp has 32 elements, this operation needs 64");
-    let text = engine.read_later(tensor).unwrap_err().to_string();
+    let text = engine.read_async(tensor).unwrap_err().to_string();
     assert_eq!(text, "the tensor read is bf16, this operation takes f32");
     let text = engine.cast(tensor, tensor).unwrap_err().to_string();
     assert!(text.contains("cast of bf16 to bf16"), "{text}");
@@ -524,8 +547,15 @@ impl Repeating {
             engine.cast(copy, wide)?;
             engine.copy(copy.slice(0, half), a.slice(0, half))?;
             engine.zero(copy.slice(half, half))?;
-            let shape = Linear { rows: SIDE, c: SIDE, oc: SIDE };
-            engine.matmul_forward(product, a, copy, None, Ending::Residual(b), shape)
+            let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
+            engine.run(MatmulForward {
+                out: product,
+                inp: a,
+                weight: copy,
+                bias: None,
+                epilogue: Epilogue::Residual(b),
+                shape,
+            })
         }
     }
 
@@ -551,14 +581,14 @@ impl Repeating {
 #[test]
 fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
     let mut repeating = Repeating::new();
-    let (work, recurring, mut calls) = (repeating.work(), Recurring::new(), Vec::new());
+    let (work, recurring, mut calls) = (repeating.work(), GraphKey::new(), Vec::new());
     for i in 0..8 {
         if i == 5 {
             repeating.engine.allocate(&repeating.plan).unwrap();
         }
         let expected = repeating.fill(i);
         let mut called = 0;
-        let told = repeating.engine.repeat(&recurring, &mut |engine| {
+        let told = repeating.engine.capture_or_replay(&recurring, &mut |engine| {
             called += 1;
             work(engine)
         });
@@ -572,9 +602,9 @@ fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
     // Another name is other work.
     let expected = repeating.fill(8);
     let product = repeating.tensors[4];
-    repeating.engine.repeat(&Recurring::new(), &mut |engine| engine.zero(product)).unwrap();
+    repeating.engine.capture_or_replay(&GraphKey::new(), &mut |engine| engine.zero(product)).unwrap();
     assert_eq!(repeating.made(), [0.0; SIDE * SIDE]);
-    repeating.engine.repeat(&recurring, &mut |_| panic!("it has been recorded")).unwrap();
+    repeating.engine.capture_or_replay(&recurring, &mut |_| panic!("it has been recorded")).unwrap();
     assert_eq!(repeating.made(), expected);
 }
 
@@ -583,14 +613,21 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
     type Work = Box<dyn Fn(&mut dyn Engine, usize) -> anyhow::Result<()>>;
     let mut repeating = Repeating::new();
     let [a, b, _, _, product] = repeating.tensors;
-    let shape = |rows| Linear { rows, c: SIDE, oc: SIDE };
+    let shape = |rows| MatmulShape { rows, c: SIDE, oc: SIDE };
     let reads: Work = Box::new(move |engine, _| engine.read(a).map(drop));
     let writes: Work = Box::new(move |engine, _| engine.write(a.slice(0, 0), &[]));
     let loads: Work = Box::new(move |engine, _| engine.write_bytes(a.slice(0, 0), &[]));
-    let others: Work = Box::new(move |engine, _| engine.on_device(a).map(drop));
+    let others: Work = Box::new(move |engine, _| engine.device_tensor(a).map(drop));
     // Other tensors of other shapes each time, which have no tensor maps yet.
     let varies: Work = Box::new(move |engine, i| {
-        engine.matmul_forward(product.slice(0, (8 + i) * SIDE), b, a, None, Ending::Sum, shape(8 + i))
+        engine.run(MatmulForward {
+            out: product.slice(0, (8 + i) * SIDE),
+            inp: b,
+            weight: a,
+            bias: None,
+            epilogue: Epilogue::None,
+            shape: shape(8 + i),
+        })
     });
     for (before, reason) in [
         (reads, "a copy to the host cannot be recorded"),
@@ -599,11 +636,11 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
         (others, "what others queue cannot be recorded"),
         (varies, "cannot be made in a recording"),
     ] {
-        let (work, recurring) = (repeating.work(), Recurring::new());
+        let (work, recurring) = (repeating.work(), GraphKey::new());
         let mut told = Vec::new();
         for i in 0..4 {
             let expected = repeating.fill(i);
-            let why = repeating.engine.repeat(&recurring, &mut |engine| {
+            let why = repeating.engine.capture_or_replay(&recurring, &mut |engine| {
                 before(engine, i)?;
                 work(engine)
             });
@@ -619,12 +656,20 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
 fn an_error_in_recurring_work_is_that_error() {
     let mut repeating = Repeating::new();
     let [a, .., product] = repeating.tensors;
-    let recurring = Recurring::new();
+    let recurring = GraphKey::new();
     for _ in 0..3 {
-        let shape = Linear { rows: SIDE, c: SIDE, oc: SIDE };
-        let mut work =
-            |engine: &mut dyn Engine| engine.matmul_forward(product, a.slice(0, 8), a, None, Ending::Sum, shape);
-        let text = repeating.engine.repeat(&recurring, &mut work).unwrap_err().to_string();
+        let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
+        let mut work = |engine: &mut dyn Engine| {
+            engine.run(MatmulForward {
+                out: product,
+                inp: a.slice(0, 8),
+                weight: a,
+                bias: None,
+                epilogue: Epilogue::None,
+                shape,
+            })
+        };
+        let text = repeating.engine.capture_or_replay(&recurring, &mut work).unwrap_err().to_string();
         assert_eq!(text, "inp has 8 elements, this operation needs 256");
     }
 }

@@ -11,7 +11,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Capacity, Descriptor, Gpt2, Recompute};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 
@@ -20,7 +20,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let dir = tempfile::tempdir().unwrap();
     let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
     let mut engine = Cpu::new();
-    let capacity = Capacity { b, t: 16, training: true, master_weights: true, recompute: Recompute::Nothing };
+    let capacity = PlanOptions::training(b, 16);
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
     engine.allocate(&plan).unwrap();
     model.initialize(&mut engine, 42).unwrap();

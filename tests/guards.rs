@@ -16,7 +16,7 @@ use host::signals::Stop;
 use host::train::{Outcome, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute};
 use rng::Mt19937;
 use serde_json::Value;
 use std::fs;
@@ -74,7 +74,7 @@ impl Trial {
         let engine = &mut *engine;
         let descriptor = Descriptor::new(1, 1, CHANNELS, SEQ, VOCAB).unwrap();
         let master_weights = !matches!(self.on, On::Bf16 { masters: false });
-        let capacity = Capacity { b: 1, t: SEQ, training: true, master_weights, recompute: Recompute::Nothing };
+        let capacity = PlanOptions { master_weights, ..PlanOptions::training(1, SEQ) };
         let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
         engine.allocate(&plan).unwrap();
         let shards = vec![Tokens::in_memory("tokens", self.data.clone())];

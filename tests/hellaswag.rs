@@ -7,7 +7,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated};
 use engine::{BatchLayout, Engine};
 use host::evaluate::multiple_choice::{Score, score};
-use model::{Capacity, Descriptor, Gpt2, Param, Recompute, init};
+use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute, init};
 use rng::Mt19937;
 use std::path::Path;
 
@@ -73,7 +73,7 @@ fn random_examples(n: usize) -> Vec<Example> {
 }
 
 fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
-    let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
+    let capacity = PlanOptions::inference(b, t);
     // Some batches take several chunks of logits.
     let (model, plan) = Gpt2::plan_in_chunks(descriptor(), capacity, 100, engine);
     engine.allocate(&plan).unwrap();

@@ -12,7 +12,7 @@ use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated};
 use engine::tensor::Tensor;
-use model::{Capacity, Gpt2, Recompute};
+use model::{Gpt2, PlanOptions, Recompute};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -62,7 +62,7 @@ impl Loaded {
         let checkpoint = checkpoint.unwrap();
         assert_eq!(checkpoint.step, STEP);
         assert!(notes[0].contains("has no run_00000009.json, as llm.c leaves none"), "{notes:?}");
-        let capacity = Capacity { b: 1, t: 8, training: true, master_weights, recompute: Recompute::Nothing };
+        let capacity = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
         let (model, plan) = Gpt2::plan(checkpoint.descriptor(), capacity, &mut *engine);
         engine.allocate(&plan).unwrap();
         let mut loader = loader(name != "fp32");

@@ -15,7 +15,7 @@ use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
-use model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 
@@ -171,7 +171,7 @@ fn loader(tokens: &Tokens) -> Loader {
 fn planned(engine: &mut Cpu) -> Gpt2 {
     let descriptor = Descriptor::new(2, 2, 16, LAYOUT.t, 50).unwrap();
     let BatchLayout { b, t } = LAYOUT;
-    let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
+    let capacity = PlanOptions::training(b, t);
     let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, SEED).unwrap();

@@ -14,7 +14,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Capacity, Descriptor, Gpt2, Recompute};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -28,7 +28,7 @@ const VOCAB: usize = 60;
 fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
     let mut engine = emulated(precision, false);
     let descriptor = Descriptor::new(1, 1, 64, 16, VOCAB).unwrap();
-    let capacity = Capacity { b: 1, t: 16, training: true, master_weights, recompute };
+    let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);

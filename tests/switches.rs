@@ -2,11 +2,11 @@
 
 use data::tokens;
 use engine::cpu::Cpu;
-use engine::cuda::{Emulation, Precision, emulated_as};
+use engine::cuda::{EmulatedGpu, Precision, emulated_as};
 use engine::plan::Plan;
 use engine::tensor::DType;
 use engine::{AdamW, BatchLayout, Engine, GeluFusion};
-use model::{Capacity, Descriptor, Gpt2, Recompute};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -18,7 +18,7 @@ const CHANNELS: usize = 64;
 
 fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
-    let capacity = Capacity { b: LAYOUT.b, t: LAYOUT.t, training: true, master_weights, recompute };
+    let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
     // Three chunks of logits.
     Gpt2::plan_in_chunks(descriptor, capacity, 13, engine)
 }
@@ -70,7 +70,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
 }
 
 fn gpu(precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
-    emulated_as(Emulation::default(), precision, gelu_fusion)
+    emulated_as(EmulatedGpu::default(), precision, gelu_fusion)
 }
 
 /// Same bits, NaN included.
@@ -106,10 +106,10 @@ fn recomputed_gradients_are_the_kept_ones_in_bf16() {
     }
 }
 
-/// Products by the kernels for sm_90a, whose GELU backward writes the GELU again.
+/// MatmulBackend by the kernels for sm_90a, whose GELU backward writes the GELU again.
 #[test]
 fn recomputed_gradients_are_the_kept_ones_by_kernels() {
-    let emulation = Emulation { hopper: true, ..Emulation::default() };
+    let emulation = EmulatedGpu { hopper: true, ..EmulatedGpu::default() };
     for fusion in GeluFusion::ALL {
         let gpu = || emulated_as(emulation, Precision::Bf16, Some(fusion));
         recomputes_to_the_same_bits(gpu, &format!("kernels, {fusion:?}"));
@@ -119,7 +119,7 @@ fn recomputed_gradients_are_the_kept_ones_by_kernels() {
 #[test]
 fn recomputation_frees_what_it_says() {
     for mut engine in [Box::new(Cpu::new()) as Box<dyn Engine>, gpu(Precision::Bf16, None)] {
-        let float = engine.float().bytes();
+        let float = engine.dtype().bytes();
         let mut bytes = |recompute| planned(&mut *engine, recompute, true).1.bytes();
         let [nothing, gelu, norms] = Recompute::ALL.map(&mut bytes);
         let btc = LAYOUT.b * LAYOUT.t * CHANNELS * float;
@@ -134,7 +134,7 @@ fn recomputation_frees_what_it_says() {
 fn memory_grows_with_the_tokens_not_with_their_squares() {
     let bytes = |b, t| {
         let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
-        let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
+        let capacity = PlanOptions::training(b, t);
         Gpt2::plan(descriptor, capacity, &mut *gpu(Precision::Bf16, None)).1.bytes()
     };
     let (short, long) = (bytes(64, 64), bytes(1, 4096));
@@ -166,7 +166,7 @@ fn each_fused_gelu_spares_a_rounding() {
 #[test]
 fn tf32_rounds_the_factors_of_products() {
     let of = |tf32, precision| {
-        let engine = &mut *emulated_as(Emulation { tf32, ..Emulation::default() }, precision, None);
+        let engine = &mut *emulated_as(EmulatedGpu { tf32, ..EmulatedGpu::default() }, precision, None);
         trained(engine, Recompute::Nothing, true, 0.0).grads
     };
     let (exact, rounded) = (of(false, Precision::Fp32), of(true, Precision::Fp32));

@@ -18,7 +18,7 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
-use model::{Capacity, Descriptor, Gpt2, Params, Recompute, Share};
+use model::{Descriptor, Gpt2, Params, PlanOptions, Recompute, Shard};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
@@ -90,13 +90,7 @@ fn token_files() -> Vec<Vec<u8>> {
 /// A model for sequences of up to 8 tokens.
 fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
     let mut engine = Cpu::new();
-    let capacity = Capacity {
-        b: 1,
-        t: descriptor.max_seq_len.min(8),
-        training: false,
-        master_weights: false,
-        recompute: Recompute::Nothing,
-    };
+    let capacity = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
     engine.allocate(&plan)?;
     Ok((model, engine))
@@ -153,7 +147,7 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
         checkpoint.compare(identity, small(), false)?;
     }
     let mut engine = Cpu::new();
-    let capacity = Capacity { b: 1, t: 3, training: true, master_weights: true, recompute: Recompute::Nothing };
+    let capacity = PlanOptions::training(1, 3);
     let (model, plan) = Gpt2::plan(small(), capacity, &mut engine);
     engine.allocate(&plan)?;
     let mut loader = small_loader()?;
@@ -172,7 +166,7 @@ fn state_file(masters: bool) -> Result<Vec<u8>> {
     let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
     let moments = Moments { m: &block, v: &block, master: masters.then_some(&block) };
     let mut file = Vec::new();
-    state::write(&mut file, Share::WHOLE, &state, &layout, moments)?;
+    state::write(&mut file, Shard::UNSHARDED, &state, &layout, moments)?;
     Ok(file)
 }
 

@@ -3,7 +3,7 @@
 use cuda_std::launch::Launch;
 
 /// A kernel with its arguments and launch configuration.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct KernelLaunch {
     /// The kernel and its arguments.
     pub launch: Launch,

@@ -131,7 +131,7 @@ mod tests {
     use checkpoint::config::Config;
     use clap::CommandFactory;
     use engine::GeluFusion;
-    use engine::open::{Device, Precision, Products};
+    use engine::open::{Device, MatmulBackend, Precision};
     use model::Recompute;
     use model::schedule::Kind;
     use std::collections::BTreeSet;
@@ -195,7 +195,7 @@ mod tests {
             precision: Precision::Bf16,
             tf32: false,
             gelu_fusion: GeluFusion::Both,
-            matmul: Products::Rust,
+            matmul: MatmulBackend::Rust,
             kernels: Some("sm_80".into()),
         }
     }

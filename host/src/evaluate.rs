@@ -3,15 +3,15 @@
 use anyhow::Result;
 use data::Prefetch;
 use engine::Engine;
-use model::{Gpt2, Layers};
+use model::{Gpt2, LayerHooks};
 
 pub mod multiple_choice;
 
-/// Mean loss per token over the next `batches` batches of a model whose parameters `layers` has.
+/// Mean loss per token over the next `batches` batches of a model . `hooks` provides the parameters.
 pub fn loss(
     model: &Gpt2,
     engine: &mut dyn Engine,
-    layers: &mut dyn Layers,
+    hooks: &mut dyn LayerHooks,
     data: &mut Prefetch,
     batches: usize,
 ) -> Result<f64> {
@@ -19,7 +19,7 @@ pub fn loss(
     engine.zero(model.losses)?;
     for _ in 0..batches {
         data.load_next(engine, model.batch, 0)?;
-        model.forward_with(engine, layout, layers)?;
+        model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
     }
     let tokens = layout.b * layout.t;

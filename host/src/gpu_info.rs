@@ -32,13 +32,13 @@ impl GpuInfo {
 
     /// One line: `GPU 98 % busy | memory 45 % busy | 1755 of 1980 MHz | 690 of 700 W | 61 °C, slows at 87 | limited by power`.
     pub fn line(&self) -> Result<String> {
-        Ok(Reading::of(&self.device()?).line())
+        Ok(ReadResult::of(&self.device()?).line())
     }
 }
 
 /// What a GPU does not tell is `None`.
 #[derive(Clone, Debug, Default)]
-struct Reading {
+struct ReadResult {
     /// Percent of the last second in which a kernel ran, and in which memory was read or written.
     busy: Option<(u32, u32)>,
     /// Of the multiprocessors, now and at most.
@@ -51,7 +51,7 @@ struct Reading {
     limits: Option<ThrottleReasons>,
 }
 
-impl Reading {
+impl ReadResult {
     fn of(device: &Device) -> Self {
         let fan = device.num_fans().is_ok_and(|fans| fans > 0);
         Self {
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_line_says_what_is_known() {
-        let whole = Reading {
+        let whole = ReadResult {
             busy: Some((98, 45)),
             mhz: Some((1755, 1980)),
             milliwatts: Some((689_001, 700_000)),
@@ -113,8 +113,8 @@ mod tests {
              limited by power and heat"
         );
         let idle = Some(ThrottleReasons::GPU_IDLE | ThrottleReasons::APPLICATIONS_CLOCKS_SETTING);
-        let little = Reading { celsius: Some(30), limits: idle, ..Reading::default() };
+        let little = ReadResult { celsius: Some(30), limits: idle, ..ReadResult::default() };
         assert_eq!(little.line(), "GPU 30 °C");
-        assert_eq!(Reading::default().line(), "GPU: NVML tells nothing of it");
+        assert_eq!(ReadResult::default().line(), "GPU: NVML tells nothing of it");
     }
 }

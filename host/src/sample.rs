@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use engine::{BatchLayout, Engine};
-use model::{Gpt2, Layers, Undivided};
+use model::{Gpt2, LayerHooks};
 use rng::Mt19937;
 
 #[derive(Clone, Copy, Debug)]
@@ -17,24 +17,12 @@ pub struct Sampling {
 /// Sequences are padded to a multiple of this, so that an engine sees few shapes.
 const PADDING: usize = 64;
 
-/// Continues `prompt`, which holds at least one token, by `tokens` tokens, each handed to `each`. Where the text grows longer
-/// than the model was planned for, it sees the end of it.
+/// Continues `prompt`, which holds at least one token, by `tokens` tokens, and passes each to `each`. `hooks` provides the
+/// parameters. If the text exceeds the planned length, the model sees its end.
 pub fn generate(
     model: &Gpt2,
     engine: &mut dyn Engine,
-    prompt: &[u16],
-    tokens: usize,
-    sampling: Sampling,
-    each: impl FnMut(u16) -> Result<()>,
-) -> Result<()> {
-    generate_with(model, engine, &mut Undivided, prompt, tokens, sampling, each)
-}
-
-/// As [`generate`], with a model whose parameters `layers` has.
-pub fn generate_with(
-    model: &Gpt2,
-    engine: &mut dyn Engine,
-    layers: &mut dyn Layers,
+    hooks: &mut dyn LayerHooks,
     prompt: &[u16],
     tokens: usize,
     sampling: Sampling,
@@ -54,9 +42,9 @@ pub fn generate_with(
         words[..seen.len()].iter_mut().zip(seen).for_each(|(word, &token)| *word = i32::from(token));
         layout.sort(&mut words);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
-        model.forward_with(engine, layout, layers)?;
+        model.forward(engine, layout, hooks)?;
         // The last position's, in rows of which an engine has seen as many before.
-        let (last, rows) = (seen.len() - 1, PADDING.min(model.chunk()));
+        let (last, rows) = (seen.len() - 1, PADDING.min(model.logit_rows()));
         let first = last / rows * rows;
         let logits = model.logits(engine, first..layout.t.min(first + rows))?;
         let logits = engine.read(logits.slice((last - first) * vp, v))?;
@@ -101,7 +89,7 @@ fn pick(logits: &[f32], sampling: Sampling, coin: f32) -> usize {
 mod tests {
     use super::*;
     use engine::cpu::Cpu;
-    use model::{Capacity, Descriptor, Recompute, init};
+    use model::{Descriptor, PlanOptions, Recompute, init};
 
     fn shares(logits: &[f32], top_k: usize, temperature: f32) -> Vec<f64> {
         let n = 20_000;
@@ -143,7 +131,7 @@ mod tests {
         let descriptor = Descriptor::new(2, 2, 16, 160, 50).unwrap();
         let text = |b, t, n, chunk| {
             let mut engine = Cpu::new();
-            let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
+            let capacity = PlanOptions::inference(b, t);
             let (model, plan) = Gpt2::plan_in_chunks(descriptor, capacity, chunk, &mut engine);
             engine.allocate(&plan).unwrap();
             init::generate(&descriptor, 42, |p, l, values| {

@@ -8,14 +8,14 @@ use distributed::star::{Reduction, Star};
 use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated};
-use engine::tensor::{Divided, Tensor};
+use engine::tensor::{Sharded, Tensor};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Capacity, Descriptor, Gpt2, Param, Params, Recompute, Share, Store, Zero};
+use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Recompute, Shard, Store, Zero};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -121,12 +121,12 @@ impl Threads {
         };
         let descriptor = Descriptor::new(layers, heads, channels, T, VOCAB).unwrap();
         let master_weights = self.on == On::EmulatedWithMasters;
-        let capacity = Capacity { b, t: T, training: true, master_weights, recompute: Recompute::Nothing };
-        let zero = Zero::new(self.stage, Share { rank, ranks: n });
-        let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, &mut *engine);
+        let capacity = PlanOptions { master_weights, ..PlanOptions::training(b, T) };
+        let zero = Zero::new(self.stage, Shard { rank, ranks: n });
+        let (model, plan) = Gpt2::plan(descriptor, capacity, zero, &mut *engine);
         engine.allocate(&plan).unwrap();
         // Where all have all, only rank 0 knows how the model begins.
-        if rank == 0 || zero.divides_optimizer() {
+        if rank == 0 || zero.shards_optimizer() {
             model.initialize(&mut *engine, 42).unwrap();
         }
         let mut ranks = if n == 1 { Ranks::Alone } else { Ranks::Met(star) };
@@ -136,7 +136,7 @@ impl Threads {
         {
             ranks = Ranks::Joined(Box::new(Late { now, waiting: Vec::new() }));
         }
-        if !zero.divides_optimizer() {
+        if !zero.shards_optimizer() {
             let tensors = [Some(model.params), model.training.unwrap().master];
             ranks.share(&mut *engine, &tensors.into_iter().flatten().collect::<Vec<_>>()).unwrap();
         }
@@ -215,8 +215,8 @@ struct Late {
 enum Operation {
     Reduce(Tensor, Reduction),
     Broadcast(Tensor),
-    Scatter(Divided, Reduction),
-    Gather(Divided),
+    Scatter(Sharded, Reduction),
+    Gather(Sharded),
 }
 
 impl Late {
@@ -244,12 +244,12 @@ impl Communicator for Late {
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, _: &mut dyn Engine, of: Divided, reduction: Reduction) -> anyhow::Result<()> {
+    fn reduce_scatter(&mut self, _: &mut dyn Engine, of: Sharded, reduction: Reduction) -> anyhow::Result<()> {
         self.later(Operation::Scatter(of, reduction));
         Ok(())
     }
 
-    fn all_gather(&mut self, _: &mut dyn Engine, of: Divided) -> anyhow::Result<()> {
+    fn all_gather(&mut self, _: &mut dyn Engine, of: Sharded) -> anyhow::Result<()> {
         self.later(Operation::Gather(of));
         Ok(())
     }

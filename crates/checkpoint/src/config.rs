@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result};
 use engine::GeluFusion;
-use engine::open::{Device, Precision, Products};
+use engine::open::{Device, MatmulBackend, Precision};
 use model::Recompute;
 use model::guards::Limits;
 use model::schedule::Kind;
@@ -79,7 +79,7 @@ pub struct Config {
     pub precision: Precision,
     pub tf32: bool,
     pub gelu_fusion: GeluFusion,
-    pub matmul: Products,
+    pub matmul: MatmulBackend,
     /// Architecture, if one was asked for.
     pub kernels: Option<String>,
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Blocks of a shard that are hashed: the first, the last, and evenly between. Reading all of a data set would take minutes.
+/// Blocks of a shard that are hashed: the first, the last, and evenly between. ReadResult all of a data set would take minutes.
 const BLOCKS: usize = 16;
 /// Tokens of a block.
 const BLOCK: usize = 2048;

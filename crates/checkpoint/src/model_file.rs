@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use engine::cpu::Cpu;
     use half::bf16;
-    use model::{Capacity, Param, Recompute, init};
+    use model::{Param, PlanOptions, init};
     use std::fs;
 
     fn save(path: &Path, model: &Gpt2, engine: &mut dyn Engine, dtype: DType) -> Result<()> {
@@ -142,7 +142,7 @@ mod tests {
 
     fn planned(descriptor: Descriptor) -> (Gpt2, Cpu) {
         let mut engine = Cpu::new();
-        let capacity = Capacity { b: 1, t: 8, training: false, master_weights: false, recompute: Recompute::Nothing };
+        let capacity = PlanOptions::inference(1, 8);
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
         engine.allocate(&plan).unwrap();
         (model, engine)

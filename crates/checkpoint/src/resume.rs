@@ -170,7 +170,7 @@ impl Checkpoint {
     /// Has the engine compute matrix products as before; false if it cannot.
     pub fn adopt_algorithms(&self, engine: &mut dyn Engine) -> bool {
         let algorithms = self.sidecar.as_ref().and_then(|sidecar| sidecar.algorithms.as_ref());
-        algorithms.is_none_or(|algorithms| engine.adopt(algorithms))
+        algorithms.is_none_or(|algorithms| engine.adopt_algorithms(algorithms))
     }
 
     /// Fills what this rank keeps of a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the

@@ -16,7 +16,7 @@ use anyhow::{Context, Result, ensure};
 use data::loader::{Position, Shuffle};
 use engine::Engine;
 use engine::tensor::DType;
-use model::{Gpt2, Params, Share, Store};
+use model::{Gpt2, Params, Shard, Store};
 use rng::{Mt19937, XorShift};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
@@ -52,7 +52,7 @@ pub struct Moments<'a> {
     pub master: Option<&'a [u8]>,
 }
 
-pub fn write(out: &mut impl Write, share: Share, state: &RunState, layout: &Params, moments: Moments) -> Result<()> {
+pub fn write(out: &mut impl Write, share: Shard, state: &RunState, layout: &Params, moments: Moments) -> Result<()> {
     let shuffle = state.data.shuffle.as_deref();
     let mut header = [0; HEADER_BYTES];
     let mut set = |word: usize, bytes: &[u8]| header[4 * word..4 * word + bytes.len()].copy_from_slice(bytes);
@@ -79,7 +79,7 @@ pub fn write(out: &mut impl Write, share: Share, state: &RunState, layout: &Para
     }
     out.write_all(&header)?;
     for block in [Some(moments.m), Some(moments.v), moments.master].into_iter().flatten() {
-        if share == Share::WHOLE {
+        if share == Shard::UNSHARDED {
             tensors::write(out, layout, block, size_of::<f32>())?;
         } else {
             out.write_all(block)?;
@@ -168,7 +168,7 @@ impl StateFiles {
 struct StateFile {
     file: BufReader<File>,
     masters: bool,
-    share: Share,
+    share: Shard,
     /// Whether it has that share of every tensor only.
     divided: bool,
     rounding: XorShift,
@@ -212,8 +212,8 @@ impl StateFile {
             let at = HEADER_BYTES as u128 + blocks * shape.elements_of(share) * size_of::<f32>() as u128;
             shuffle(&mut file, at, size, shuffles)
         };
-        let share = Share { rank, ranks };
-        let (divided, shuffle) = match loader(Share::WHOLE) {
+        let share = Shard { rank, ranks };
+        let (divided, shuffle) = match loader(Shard::UNSHARDED) {
             Err(_) if ranks > 1 => (true, loader(share)?),
             whole => (false, whole?),
         };

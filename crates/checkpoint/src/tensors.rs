@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use engine::Engine;
 use engine::tensor::{DType, Tensor};
 use half::bf16;
-use model::{Descriptor, Param, Params, Share, Store};
+use model::{Descriptor, Param, Params, Shard, Store};
 use std::io::{BufReader, Read, Seek, Write};
 use std::ops::Range;
 
@@ -27,11 +27,11 @@ impl Shape {
 
     /// Elements of all tensors; a file's header may describe more than fits a `usize`.
     pub fn elements(&self) -> u128 {
-        self.elements_of(Share::WHOLE)
+        self.elements_of(Shard::UNSHARDED)
     }
 
     /// Elements of a share of each tensor of each layer.
-    pub fn elements_of(&self, share: Share) -> u128 {
+    pub fn elements_of(&self, share: Shard) -> u128 {
         let of = |param: Param| {
             let (rows, columns) = match param {
                 Param::Wte => (self.padded_vocab, self.descriptor.channels),
@@ -80,7 +80,7 @@ pub fn read<R: Read + Seek>(
         let meant = if param == Param::Wte { vocab * channels } else { len };
         let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
         for (rank, file) in files.iter_mut().enumerate() {
-            let share = Share { rank, ranks }.of(len);
+            let share = Shard { rank, ranks }.of(len);
             for start in share.clone().step_by(CHUNK) {
                 let chunk = start..share.end.min(start + CHUNK);
                 let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(meant);

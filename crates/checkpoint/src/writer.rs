@@ -9,9 +9,9 @@ use super::state::{self, Moments};
 use super::tensors::Shape;
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use distributed::Ranks;
-use engine::tensor::{DType, Divided, Tensor};
+use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
-use model::{Descriptor, Gpt2, Params, Share, Unit};
+use model::{Descriptor, Gpt2, Params, Shard, Unit};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -151,7 +151,7 @@ impl Checkpoints {
     ) -> Result<()> {
         assert!(self.writing.is_none(), "one checkpoint at a time");
         let began = Instant::now();
-        let share = model.zero.share();
+        let share = model.zero.shard();
         let ready = logs.and_then(|logs| self.ready(model, engine, &state, logs));
         if share.ranks > 1 {
             nobody_failed(ranks, ready.as_ref().err())?;
@@ -163,7 +163,7 @@ impl Checkpoints {
             unfinished: unfinished_in(&self.path),
             share,
             layout: model.layout.clone(),
-            float: engine.float(),
+            float: engine.dtype(),
             blocks,
             state,
             pause: began.elapsed(),
@@ -291,11 +291,11 @@ impl Checkpoints {
             return Ok(());
         }
         let path = &self.path;
-        let Share { ranks, .. } = model.zero.share();
+        let Shard { ranks, .. } = model.zero.shard();
         // The first share is the largest.
-        let parameters = Shape::of(model.descriptor).elements_of(Share { rank: 0, ranks }) as usize;
+        let parameters = Shape::of(model.descriptor).elements_of(Shard { rank: 0, ranks }) as usize;
         let masters = self.blocks(model)?.masters.is_some();
-        let needed = model_file::bytes(model.descriptor, engine.float())
+        let needed = model_file::bytes(model.descriptor, engine.dtype())
             + ranks as u64 * state::bytes(parameters, masters, &state.data)
             + SLACK;
         let room = rustix::fs::statvfs(path)
@@ -364,10 +364,10 @@ struct Blocks {
 impl Blocks {
     fn of(model: &Gpt2, with_params: bool) -> Result<Self> {
         let training = model.training.context("this model was planned for inference only")?;
-        let share = model.zero.share();
+        let share = model.zero.shard();
         let whole = |tensor: Tensor| model.layout.elements() * tensor.dtype.bytes();
         let of_file = || Shape::of(model.descriptor).elements_of(share) as usize * size_of::<f32>();
-        let state = |tensor| if share == Share::WHOLE { whole(tensor) } else { of_file() };
+        let state = |tensor| if share == Shard::UNSHARDED { whole(tensor) } else { of_file() };
         let mut bytes = 0;
         let mut place = |n: usize| {
             bytes += n;
@@ -378,7 +378,7 @@ impl Blocks {
         let masters = match (training.master, model.params.dtype) {
             (Some(master), _) => Some(place(state(master))),
             // f32 parameters are their own.
-            (None, DType::F32) if share == Share::WHOLE => params.clone(),
+            (None, DType::F32) if share == Shard::UNSHARDED => params.clone(),
             (None, DType::F32) => Some(place(of_file())),
             _ => None,
         };
@@ -405,14 +405,14 @@ impl Blocks {
         let params = model.param_store();
         for unit in model.layout.units() {
             let range = model.layout.unit(unit);
-            if !model.zero.divides_parameters() || unit == Unit::Embeddings {
+            if !model.zero.shards_parameters() || unit == Unit::Embeddings {
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
                     engine.read_bytes(params.unit(unit), &mut to[at..at + range.len() * size])?;
                 }
             } else {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
-                ranks.all_gather(engine, Divided { whole, part: params.own(unit) })?;
+                ranks.all_gather(engine, Sharded { whole, shard: params.own(unit) })?;
                 ranks.settle(engine)?;
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
@@ -422,7 +422,7 @@ impl Blocks {
             for (block, tensor) in &blocks {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };
                 let whole = gathered.slice(0, range.len());
-                ranks.all_gather(engine, Divided { whole, part: store.own(unit) })?;
+                ranks.all_gather(engine, Sharded { whole, shard: store.own(unit) })?;
                 ranks.settle(engine)?;
                 read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
             }
@@ -433,7 +433,7 @@ impl Blocks {
 
 /// Copies this rank's share of each tensor of a whole unit, f32, to where the file has it.
 fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
-    let (layout, share) = (&model.layout, model.zero.share());
+    let (layout, share) = (&model.layout, model.zero.shard());
     let mut at = 0;
     for (param, layer) in layout.file_order() {
         let range = layout.range(param, layer);
@@ -450,7 +450,7 @@ fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine,
 /// What a rank's writing thread needs to know.
 struct Job {
     unfinished: PathBuf,
-    share: Share,
+    share: Shard,
     layout: Params,
     float: DType,
     blocks: Blocks,

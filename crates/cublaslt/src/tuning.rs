@@ -49,6 +49,11 @@ impl Matmuls {
         }
     }
 
+    /// Returns the algorithm selected for a problem by [`tune`](Self::tune) or [`adopt`](Self::adopt).
+    pub fn algorithm(&self, problem: &Problem, alignments: [u32; 5]) -> Option<MatmulAlgo> {
+        self.chosen.get(&(*problem, alignments)).copied()
+    }
+
     /// Everything decided on.
     pub fn choices(&self) -> Vec<Choice> {
         let choice = |(&(problem, alignments), &algo): (&Key, &MatmulAlgo)| Choice { problem, alignments, algo };

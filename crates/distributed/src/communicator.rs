@@ -2,7 +2,7 @@
 
 use super::nccl::Nccl;
 use super::star::{Reduction, Star};
-use engine::tensor::{Divided, Tensor};
+use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 
 /// One rank's end. All ranks make the same calls in the same order, with tensors of the same size and type.
@@ -24,10 +24,10 @@ pub trait Communicator {
 
     /// The part = this rank's part of the reduction of every rank's whole, of which nothing but that part means anything
     /// afterwards.
-    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()>;
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()>;
 
     /// The whole = every rank's part, one after another.
-    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()>;
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()>;
 
     /// What the engine is given from here on comes after all operations so far.
     fn settle(&mut self, engine: &mut dyn Engine) -> Result<()>;
@@ -71,16 +71,16 @@ impl Communicator for Star {
         if self.rank == 0 { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
     }
 
-    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
-        let Divided { whole, part } = of.over(self.ranks)?;
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
+        let Sharded { whole, shard: part } = of.over(self.ranks)?;
         let mut bytes = vec![0; whole.bytes()];
         engine.read_bytes(whole, &mut bytes)?;
         self.reduce_bytes(&mut bytes, whole.dtype, reduction)?;
         engine.write_bytes(part, &bytes[self.rank * part.bytes()..][..part.bytes()])
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
-        let Divided { whole, part } = of.over(self.ranks)?;
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
+        let Sharded { whole, shard: part } = of.over(self.ranks)?;
         let mut bytes = vec![0; part.bytes()];
         engine.read_bytes(part, &mut bytes)?;
         engine.write_bytes(whole, &self.all_gather_bytes(&bytes)?)
@@ -109,7 +109,7 @@ impl Communicator for Star {
 
 /// What suits the engine: NCCL where it computes on a GPU. `on` is a tensor of it.
 pub fn for_engine(star: Star, engine: &dyn Engine, on: Tensor) -> Result<Box<dyn Communicator>> {
-    match engine.on_device(on)? {
+    match engine.device_tensor(on)? {
         Some(device) => Ok(Box::new(Nccl::new(star, device.stream.gpu())?)),
         None => Ok(Box::new(star)),
     }

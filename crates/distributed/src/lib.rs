@@ -5,7 +5,7 @@
 //!   lost one of them.
 //! * [`communicator`]: what they do together to tensors: over [`star`] in host memory, or by [`nccl`] between GPUs.
 //! * [`timed`]: how long an engine waits for that.
-//! * [`exchange`]: which tensors those are, and when, in a pass; [`model::store`] says what of them each rank keeps.
+//! * [`exchange`]: which tensors those are, and when, in a pass; [`model::sharding`] says what of them each rank keeps.
 //! * [`ranks`]: all of that as the training loop has it, or nothing, in a run of one process.
 
 pub mod communicator;

@@ -5,8 +5,8 @@ use super::star::{Reduction, Star};
 use super::watchdog::Device;
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
-use engine::tensor::{DType, Divided, Tensor};
-use engine::{Engine, OnDevice, Result};
+use engine::tensor::{DType, Sharded, Tensor};
+use engine::{Engine, DeviceTensor, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl Nccl {
 
     /// Has the operations wait for the engine; the tensor's address.
     fn begin(&mut self, engine: &dyn Engine, tensor: Tensor) -> Result<u64> {
-        let Some(OnDevice { stream, address }) = engine.on_device(tensor)? else {
+        let Some(DeviceTensor { stream, address }) = engine.device_tensor(tensor)? else {
             bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
         };
         self.engine.record(stream)?;
@@ -68,8 +68,8 @@ impl Nccl {
     }
 
     /// Addresses of the whole and of the part.
-    fn begin_divided(&mut self, engine: &dyn Engine, Divided { whole, part }: Divided) -> Result<(u64, u64)> {
-        let Some(OnDevice { address, .. }) = engine.on_device(part)? else {
+    fn begin_divided(&mut self, engine: &dyn Engine, Sharded { whole, shard: part }: Sharded) -> Result<(u64, u64)> {
+        let Some(DeviceTensor { address, .. }) = engine.device_tensor(part)? else {
             bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
         };
         Ok((self.begin(engine, whole)?, address))
@@ -124,29 +124,29 @@ impl Communicator for Nccl {
         }
     }
 
-    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         let of = of.over(self.star.ranks)?;
         let (from, to) = self.begin_divided(engine, of)?;
-        match of.part.dtype {
-            DType::F32 => self.scatter::<f32>(from, to, of.part.len, reduction),
-            DType::Bf16 => self.scatter::<bf16>(from, to, of.part.len, reduction),
+        match of.shard.dtype {
+            DType::F32 => self.scatter::<f32>(from, to, of.shard.len, reduction),
+            DType::Bf16 => self.scatter::<bf16>(from, to, of.shard.len, reduction),
             DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
         }
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         let of = of.over(self.star.ranks)?;
         let (to, from) = self.begin_divided(engine, of)?;
-        match of.part.dtype {
-            DType::F32 | DType::I32 => self.gather::<f32>(to, from, of.part.len),
-            DType::Bf16 => self.gather::<bf16>(to, from, of.part.len),
+        match of.shard.dtype {
+            DType::F32 | DType::I32 => self.gather::<f32>(to, from, of.shard.len),
+            DType::Bf16 => self.gather::<bf16>(to, from, of.shard.len),
         }
     }
 
     fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
         if std::mem::take(&mut self.under_way) {
             self.operations.record(&self.stream)?;
-            engine.wait_for(&self.operations)?;
+            engine.wait_for_event(&self.operations)?;
         }
         Ok(())
     }

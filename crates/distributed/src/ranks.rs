@@ -5,7 +5,7 @@ use super::fault::{self, Fault};
 use super::star::{Reduction, Star};
 use super::timed::{Timed, Waits};
 use anyhow::bail;
-use engine::tensor::{Divided, Tensor};
+use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -166,13 +166,13 @@ impl Ranks {
     }
 
     /// The part = this rank's part of the reduction of every rank's whole, after [`settle`](Self::settle).
-    pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+    pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         self.doing("adding up gradients");
         self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
     }
 
     /// The whole = every rank's part, one after another, after [`settle`](Self::settle).
-    pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+    pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         self.doing("gathering what ranks divide");
         self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
     }

@@ -2,23 +2,23 @@
 
 use super::communicator::Communicator;
 use super::star::{Reduction, Star};
-use engine::tensor::{Divided, Tensor};
-use engine::{Engine, Result, Ticket};
+use engine::tensor::{Sharded, Tensor};
+use engine::{Engine, Result, PendingRead};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
 /// Where an engine had to wait, between two marks each.
 #[derive(Clone, Default)]
-pub struct Waits(Rc<RefCell<Vec<[Ticket; 2]>>>);
+pub struct Waits(Rc<RefCell<Vec<[PendingRead; 2]>>>);
 
 impl Waits {
     /// Those since the last call, in order. Waits for the engine.
     pub fn take(&self, engine: &mut dyn Engine) -> Result<Vec<Duration>> {
         let mut waits = Vec::new();
         for [begin, end] in self.0.take() {
-            let begin = engine.wait(begin)?.at;
-            waits.push(engine.wait(end)?.at.saturating_sub(begin));
+            let begin = engine.wait(begin)?.completed_at;
+            waits.push(engine.wait(end)?.completed_at.saturating_sub(begin));
         }
         Ok(waits)
     }
@@ -42,9 +42,9 @@ impl Timed {
         engine: &mut dyn Engine,
         call: impl FnOnce(&mut dyn Communicator, &mut dyn Engine) -> Result<()>,
     ) -> Result<()> {
-        let begin = engine.read_later(self.mark)?;
+        let begin = engine.read_async(self.mark)?;
         call(&mut *self.inner, engine)?;
-        let end = engine.read_later(self.mark)?;
+        let end = engine.read_async(self.mark)?;
         self.waits.0.borrow_mut().push([begin, end]);
         Ok(())
     }
@@ -55,7 +55,7 @@ impl Timed {
         engine: &mut dyn Engine,
         call: impl FnOnce(&mut dyn Communicator, &mut dyn Engine) -> Result<()>,
     ) -> Result<()> {
-        if engine.on_device(self.mark)?.is_some() {
+        if engine.device_tensor(self.mark)?.is_some() {
             return call(&mut *self.inner, engine);
         }
         self.between_marks(engine, call)
@@ -79,11 +79,11 @@ impl Communicator for Timed {
         self.operation(engine, |inner, engine| inner.broadcast(engine, tensor))
     }
 
-    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Divided, reduction: Reduction) -> Result<()> {
+    fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         self.operation(engine, |inner, engine| inner.reduce_scatter(engine, of, reduction))
     }
 
-    fn all_gather(&mut self, engine: &mut dyn Engine, of: Divided) -> Result<()> {
+    fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         self.operation(engine, |inner, engine| inner.all_gather(engine, of))
     }
 

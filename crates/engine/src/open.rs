@@ -1,63 +1,71 @@
-//! From `--device` and `--precision` to an engine.
+//! Selects an engine from `--device` and `--precision`.
 
 use super::cpu::Cpu;
-use super::cuda::{Emulation, Options};
-pub use super::cuda::{Precision, Products};
+use super::cuda::{EmulatedGpu, Options};
+pub use super::cuda::{MatmulBackend, Precision};
 use super::{Engine, Result};
 use crate::tensor::DType;
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
+/// Value of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Device {
-    /// A GPU if there is one this program can use, else the CPU
+    /// A GPU if this program can use one, otherwise the CPU
     #[default]
     Auto,
+    /// CPU
     Cpu,
+    /// GPU
     Cuda,
 }
 
-/// An engine, and why it is not the one that `auto` would rather have taken.
+/// An engine with the settings that were chosen for it.
 pub struct Opened {
+    /// The engine.
     pub engine: Box<dyn Engine>,
-    /// Not `Auto`.
+    /// The device in use, never `Auto`.
     pub device: Device,
-    /// Whether f32 is multiplied with 10 bits of mantissa.
+    /// Whether f32 GEMMs round their inputs to TF32.
     pub tf32: bool,
-    /// A stand-in that can plan a run but not compute it: its free memory is not known.
+    /// Whether this engine can plan a run but not compute it. Its free memory is unknown.
     pub plans_only: bool,
+    /// The reason why `auto` did not select a GPU.
     pub note: Option<String>,
 }
 
 impl Opened {
+    /// Returns the storage type.
     pub fn precision(&self) -> Precision {
-        match self.engine.float() {
+        match self.engine.dtype() {
             DType::Bf16 => Precision::Bf16,
             _ => Precision::Fp32,
         }
     }
 }
 
-/// The driver's number of the GPU that is used.
+/// The driver's index of the GPU that is used.
 pub const GPU: usize = 0;
 
 /// An H100 or H200.
-const PLANNED_FOR: Emulation =
-    Emulation { multiprocessors: 132, hopper: true, tf32: false, products: Products::Auto, tiling: None };
+const PLANNED_FOR: EmulatedGpu =
+    EmulatedGpu { sm_count: 132, hopper: true, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None };
 
-/// `precision` is what was asked for: by default a GPU computes as `gpu` says, the CPU in fp32, which is all it can.
+/// Opens an engine. `precision` is the value of the flag; without it a GPU uses `gpu.precision` and the CPU uses fp32.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
     let cuda = || -> Result<Opened> { Ok(on_cuda(super::cuda::open(gpu)?, gpu)) };
     let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, plans_only: false, note };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {
-            bail!("--precision bf16: the CPU engine computes in fp32; expected --precision fp32 or --device cuda")
+            bail!("--precision: expected fp32 with --device cpu, found bf16; use --precision fp32 or --device cuda")
         }
         Device::Cpu => Ok(cpu(None)),
         Device::Cuda => cuda().context("--device cuda"),
         Device::Auto => cuda().or_else(|why| match precision {
-            Some(Precision::Bf16) => Err(why.context("--precision bf16 needs a GPU; use fp32 on the CPU")),
+            Some(Precision::Bf16) => {
+                Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"))
+            }
             _ => Ok(cpu(Some(format!("no GPU: {why:#}")))),
         }),
     }
@@ -68,17 +76,14 @@ fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {
     Opened { engine, device: Device::Cuda, tf32, plans_only: false, note: None }
 }
 
-/// As [`open`], to plan a run: `--device cuda` is to be had without a GPU, too.
+/// Opens an engine to plan a run. Unlike [`open`], `--device cuda` works without a GPU.
 pub fn open_to_plan(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
     open(device, precision, gpu).or_else(|why| {
         if device != Device::Cuda {
             return Err(why);
         }
-        let engine = super::cuda::emulated_as(PLANNED_FOR, gpu.precision, gpu.gelu_fusion);
-        let note = format!(
-            "{why:#}; planned for a GPU of {} multiprocessors, whose memory is not known",
-            PLANNED_FOR.multiprocessors
-        );
+        let engine = super::cuda::emulated(PLANNED_FOR, gpu.precision, gpu.gelu_fusion, false);
+        let note = format!("{why:#}; planned for a GPU with {} SMs and unknown memory", PLANNED_FOR.sm_count);
         Ok(Opened { plans_only: true, note: Some(note), ..on_cuda(engine, gpu) })
     })
 }

@@ -5,12 +5,16 @@ use anyhow::{Result, ensure};
 /// Storage type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
+    /// 32-bit float
     F32,
+    /// bfloat16
     Bf16,
+    /// 32-bit integer
     I32,
 }
 
 impl DType {
+    /// Returns the bytes of an element.
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -18,6 +22,7 @@ impl DType {
         }
     }
 
+    /// Returns the name: `f32`, `bf16` or `i32`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -27,53 +32,60 @@ impl DType {
     }
 }
 
-/// `len` elements that begin `offset` bytes into an engine's arena. Plain data: copying it copies no memory, and it means
-/// nothing to another engine. Shapes are the operations' business.
+/// A handle to `len` elements that begin `offset` bytes into an engine's arena.
+///
+/// Copying a handle copies no memory. A handle is meaningless to another engine. Shapes are part of the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tensor {
+    /// Bytes from the start of the arena.
     pub offset: usize,
+    /// Number of elements.
     pub len: usize,
+    /// Storage type.
     pub dtype: DType,
 }
 
 impl Tensor {
+    /// Returns the size in bytes.
     pub const fn bytes(self) -> usize {
         self.len * self.dtype.bytes()
     }
 
-    /// Elements `start .. start + len`.
+    /// Returns the elements `start .. start + len`.
     ///
     /// # Panics
-    /// If they are not all in this tensor.
+    /// If the range exceeds the tensor.
     pub fn slice(self, start: usize, len: usize) -> Self {
         assert!(start + len <= self.len, "elements {start}..{} of a tensor of {}", start + len, self.len);
         Self { offset: self.offset + start * self.dtype.bytes(), len, dtype: self.dtype }
     }
 
-    /// Part `i` of `n` equal parts, for tensors kept for every layer.
+    /// Returns part `i` of `n` equal parts, for example one layer of a tensor that holds all layers.
     pub fn part(self, i: usize, n: usize) -> Self {
         self.slice(i * (self.len / n), self.len / n)
     }
 }
 
-/// A tensor that ranks divide evenly, and what holds this rank's part: that part of `whole` itself, or a tensor of its own.
+/// A tensor that ranks shard evenly. This rank's shard is part of `whole` or a tensor of its own.
 #[derive(Clone, Copy, Debug)]
-pub struct Divided {
+pub struct Sharded {
+    /// The tensor as all ranks together see it.
     pub whole: Tensor,
-    pub part: Tensor,
+    /// This rank's shard.
+    pub shard: Tensor,
 }
 
-impl Divided {
-    /// Itself, if there is a part for each of so many ranks.
+impl Sharded {
+    /// Checks that there is one shard for each of `ranks` ranks.
     pub fn over(self, ranks: usize) -> Result<Self> {
-        let Self { whole, part } = self;
+        let Self { whole, shard } = self;
         ensure!(
-            whole.len == ranks * part.len && whole.dtype == part.dtype,
-            "{} {} in parts of {} {}, over {ranks} ranks",
+            whole.len == ranks * shard.len && whole.dtype == shard.dtype,
+            "{} {} cannot be sharded into {} {} over {ranks} ranks",
             whole.len,
             whole.dtype.name(),
-            part.len,
-            part.dtype.name()
+            shard.len,
+            shard.dtype.name()
         );
         Ok(self)
     }

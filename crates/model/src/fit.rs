@@ -1,43 +1,33 @@
-//! Whether a run fits into memory, said before any of it is allocated.
+//! Check that a run fits into memory, before anything is allocated.
 
-use crate::{Capacity, Descriptor, Gpt2, Recompute, Zero};
+use crate::{Descriptor, Gpt2, PlanOptions, Recompute};
 use anyhow::{Result, ensure};
 use engine::Engine;
 use engine::plan::Plan;
 
-/// Positions in a batch are numbered in an i32.
-const MOST_TOKENS: usize = i32::MAX as usize;
+/// Most tokens of a batch: positions are stored as i32.
+const MAX_TOKENS: usize = i32::MAX as usize;
 
-/// Plans a model; if its memory does not fit the engine's, the error says by how much, and what would fit.
-pub fn plan(descriptor: Descriptor, capacity: Capacity, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
-    plan_divided(descriptor, capacity, Zero::NONE, engine)
-}
-
-/// As [`plan`], for ranks that divide things among them.
-pub fn plan_divided(
-    descriptor: Descriptor,
-    capacity: Capacity,
-    zero: Zero,
-    engine: &mut dyn Engine,
-) -> Result<(Gpt2, Plan)> {
-    let Capacity { b, t, .. } = capacity;
+/// Plans a model. If its memory exceeds the engine's, the error states by how much, and what would fit.
+pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
+    let PlanOptions { b, t, .. } = options;
     ensure!(
-        b.checked_mul(t).is_some_and(|tokens| tokens <= MOST_TOKENS),
-        "--batch {b} x --seq {t}: expected at most {MOST_TOKENS} tokens at once"
+        b.checked_mul(t).is_some_and(|tokens| tokens <= MAX_TOKENS),
+        "--batch {b} x --seq {t}: expected at most {MAX_TOKENS} tokens at once"
     );
-    let free = engine.memory_free()?;
-    let (model, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
+    let free = engine.free_memory()?;
+    let (model, plan) = Gpt2::plan(descriptor, options, engine);
     let needed = plan.bytes();
     ensure!(
         needed <= free,
         "the model does not fit: batch {} x seq {} takes {} GiB, {} GiB more than the {} GiB free on {}; {}",
-        capacity.b,
-        capacity.t,
+        options.b,
+        options.t,
         gib(needed),
         gib(needed - free),
         gib(free),
         engine.describe(),
-        advice(capacity, free, &mut |capacity| bytes(descriptor, capacity, zero, engine))
+        advice(options, free, &mut |options| bytes(descriptor, options, engine))
     );
     Ok((model, plan))
 }
@@ -46,13 +36,13 @@ fn gib(bytes: usize) -> String {
     format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
 }
 
-/// What to change where `capacity` does not fit: the least recomputation that makes room, a smaller batch, or both.
-fn advice(capacity: Capacity, free: usize, bytes: &mut dyn FnMut(Capacity) -> usize) -> String {
+/// Returns the changes that make `options` fit: the least recomputation, a smaller batch, or both.
+fn advice(options: PlanOptions, free: usize, bytes: &mut dyn FnMut(PlanOptions) -> usize) -> String {
     let more: Vec<Recompute> =
-        Recompute::ALL.into_iter().filter(|&level| capacity.training && level > capacity.recompute).collect();
-    let enough = more.iter().copied().find(|&recompute| bytes(Capacity { recompute, ..capacity }) <= free);
-    let mut largest = |recompute| largest_batch(Capacity { recompute, ..capacity }, free, bytes);
-    let batch = largest(capacity.recompute);
+        Recompute::ALL.into_iter().filter(|&level| options.training && level > options.recompute).collect();
+    let enough = more.iter().copied().find(|&recompute| bytes(PlanOptions { recompute, ..options }) <= free);
+    let mut largest = |recompute| largest_batch(PlanOptions { recompute, ..options }, free, bytes);
+    let batch = largest(options.recompute);
     let smaller = format!("the largest that fits is --batch {batch}");
     if let Some(level) = enough.map(u8::from) {
         let without = if batch > 0 { format!("; without, {smaller}") } else { String::new() };
@@ -67,16 +57,16 @@ fn advice(capacity: Capacity, free: usize, bytes: &mut dyn FnMut(Capacity) -> us
     }
 }
 
-fn bytes(descriptor: Descriptor, capacity: Capacity, zero: Zero, engine: &mut dyn Engine) -> usize {
-    Gpt2::plan_divided(descriptor, capacity, zero, engine).1.bytes()
+fn bytes(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> usize {
+    Gpt2::plan(descriptor, options, engine).1.bytes()
 }
 
-/// Below `capacity.b`, which does not fit; 0 if none does.
-fn largest_batch(capacity: Capacity, free: usize, bytes: &mut dyn FnMut(Capacity) -> usize) -> usize {
-    let (mut fits, mut too_large) = (0, capacity.b);
+/// Returns the largest batch below `options.b` that fits, or 0 if none does.
+fn largest_batch(options: PlanOptions, free: usize, bytes: &mut dyn FnMut(PlanOptions) -> usize) -> usize {
+    let (mut fits, mut too_large) = (0, options.b);
     while fits + 1 < too_large {
         let b = fits.midpoint(too_large);
-        if bytes(Capacity { b, ..capacity }) <= free {
+        if bytes(PlanOptions { b, ..options }) <= free {
             fits = b;
         } else {
             too_large = b;
@@ -94,32 +84,32 @@ mod tests {
         "d12".parse().unwrap()
     }
 
-    fn capacity(b: usize, recompute: Recompute) -> Capacity {
-        Capacity { b, t: 1024, training: true, master_weights: true, recompute }
+    fn options(b: usize, recompute: Recompute) -> PlanOptions {
+        PlanOptions { recompute, ..PlanOptions::training(b, 1024) }
     }
 
-    fn of_d12(capacity: Capacity) -> usize {
-        bytes(d12(), capacity, Zero::NONE, &mut Cpu::new())
+    fn of_d12(options: PlanOptions) -> usize {
+        bytes(d12(), options, &mut Cpu::new())
     }
 
     #[test]
     fn the_largest_batch_fits_and_one_more_does_not() {
-        let capacity = capacity(1000, Recompute::Nothing);
-        let bytes = |b| of_d12(Capacity { b, ..capacity });
+        let options = options(1000, Recompute::Nothing);
+        let bytes = |b| of_d12(PlanOptions { b, ..options });
         for expected in [1, 2, 37, 999] {
             let (free, more) = (bytes(expected), bytes(expected + 1));
             for free in [free, more - 1] {
-                assert_eq!(largest_batch(capacity, free, &mut of_d12), expected);
+                assert_eq!(largest_batch(options, free, &mut of_d12), expected);
             }
         }
         let free = bytes(1) - 1;
-        assert_eq!(largest_batch(capacity, free, &mut of_d12), 0);
+        assert_eq!(largest_batch(options, free, &mut of_d12), 0);
     }
 
     #[test]
-    fn the_least_that_makes_room_is_advised() {
-        let bytes = |b, recompute| of_d12(capacity(b, recompute));
-        let advice = |b, recompute, free| advice(capacity(b, recompute), free, &mut of_d12);
+    fn advice_names_the_least_change_that_fits() {
+        let bytes = |b, recompute| of_d12(options(b, recompute));
+        let advice = |b, recompute, free| advice(options(b, recompute), free, &mut of_d12);
         let [nothing, gelu, norms] = Recompute::ALL;
         assert!(bytes(8, norms) < bytes(8, gelu) && bytes(8, gelu) < bytes(8, nothing));
         let text = advice(8, nothing, bytes(8, gelu));
@@ -127,35 +117,35 @@ mod tests {
         let text = advice(8, nothing, bytes(8, gelu) - 1);
         assert!(text.starts_with("--recompute 2 makes it fit"), "{text}");
         assert_eq!(advice(1, nothing, bytes(1, norms)), "--recompute 2 makes it fit");
-        // As many as 20 fit without recomputation, more with it, but not as many as asked for.
+        // 20 sequences fit without recomputation, more with it, but fewer than requested.
         let text = advice(64, nothing, bytes(20, nothing));
         assert!(text.starts_with("the largest that fits is --batch 20, or --batch 3"), "{text}");
         assert!(text.ends_with(" with --recompute 2"), "{text}");
         assert_eq!(advice(64, norms, bytes(20, norms)), "the largest that fits is --batch 20");
         assert_eq!(advice(64, nothing, bytes(1, norms)), "--batch 1 with --recompute 2 fits");
-        let inference = Capacity { training: false, ..capacity(64, nothing) };
-        let free = of_d12(Capacity { b: 5, ..inference });
+        let inference = PlanOptions { training: false, ..options(64, nothing) };
+        let free = of_d12(PlanOptions { b: 5, ..inference });
         assert_eq!(super::advice(inference, free, &mut of_d12), "the largest that fits is --batch 5");
     }
 
     #[test]
-    fn a_model_too_large_is_refused_with_figures() {
+    fn a_model_that_is_too_large_is_refused_with_sizes() {
         let descriptor: Descriptor = "gpt3:c12288".parse().unwrap();
-        let capacity = Capacity { t: 2048, ..capacity(64, Recompute::Nothing) };
-        let message = plan(descriptor, capacity, &mut Cpu::new()).unwrap_err().to_string();
+        let options = PlanOptions { t: 2048, ..options(64, Recompute::Nothing) };
+        let message = plan(descriptor, options, &mut Cpu::new()).unwrap_err().to_string();
         assert!(message.contains("GiB more than") && message.contains("not even --batch 1"), "{message}");
     }
     #[test]
-    fn batches_whose_positions_have_no_number_are_refused() {
-        let descriptor = Descriptor::new(1, 1, 1, MOST_TOKENS, 50_257).unwrap();
+    fn batches_with_too_many_tokens_are_refused() {
+        let descriptor = Descriptor::new(1, 1, 1, MAX_TOKENS, 50_257).unwrap();
         let error = |b, t| {
-            plan(descriptor, Capacity { t, ..capacity(b, Recompute::Nothing) }, &mut Cpu::new())
+            plan(descriptor, PlanOptions { t, ..options(b, Recompute::Nothing) }, &mut Cpu::new())
                 .unwrap_err()
                 .to_string()
         };
-        for (b, t) in [(2, 1 << 30), (MOST_TOKENS, MOST_TOKENS), (usize::MAX, usize::MAX)] {
+        for (b, t) in [(2, 1 << 30), (MAX_TOKENS, MAX_TOKENS), (usize::MAX, usize::MAX)] {
             assert_eq!(error(b, t), format!("--batch {b} x --seq {t}: expected at most 2147483647 tokens at once"));
         }
-        assert!(error(1, MOST_TOKENS).contains("GiB more than"));
+        assert!(error(1, MAX_TOKENS).contains("GiB more than"));
     }
 }

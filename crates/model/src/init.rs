@@ -1,4 +1,4 @@
-//! Initial weights, the same bits as PyTorch's from the same seed.
+//! Initial weights, bit-identical to PyTorch's from the same seed.
 
 use super::{Descriptor, Gpt2, Param};
 use anyhow::Result;
@@ -7,31 +7,31 @@ use rng::Mt19937;
 use std::sync::mpsc::{channel, sync_channel};
 use std::thread;
 
-/// Seed of every run's initial weights.
+/// Default seed of the initial weights.
 pub const SEED: u32 = 42;
 
-/// Deviation of the weights, before residual projections are scaled down.
+/// Standard deviation of the weights, before residual projections are scaled down.
 const STD: f32 = 0.02;
 
-/// Makes the initial value of every parameter, a tensor (of one layer) at a time, and hands each to `write`, whose errors
-/// end it. `values` holds the whole tensor, padded vocabulary rows (zeros) included.
+/// Generates the initial values of every parameter and passes them to `write`, one tensor of one layer at a time. `values` holds the
+/// whole tensor, including zeros for the padded rows of the vocabulary. An error of `write` ends the generation.
 ///
-/// Matrices and embeddings are normal; projections onto the residual stream are scaled by 1 / sqrt(2 L), as each of the
-/// 2 L of them adds to its variance. LayerNorm weights are 1, biases 0.
+/// Matrices and embeddings are normally distributed. Projections onto the residual stream are scaled by 1 / sqrt(2 L), because
+/// each of the 2 L projections adds to its variance (Radford et al. 2019). LayerNorm weights are 1, biases 0.
 pub fn generate(
     descriptor: &Descriptor,
     seed: u32,
     mut write: impl FnMut(Param, usize, &[f32]) -> Result<()>,
 ) -> Result<()> {
     thread::scope(|scope| {
-        // While one tensor is written, the next is drawn; their two buffers go to and fro.
+        // One tensor is generated while the previous one is written; two buffers alternate.
         let (drawn, tensors) = sync_channel(1);
         let (used, buffers) = channel();
         scope.spawn(move || {
             let mut rng = Mt19937::new(seed);
             for (i, (param, layer, values, std)) in matrices(descriptor).enumerate() {
                 let buffer = if i < 2 { Some(Vec::new()) } else { buffers.recv().ok() };
-                // Nobody takes what is drawn any more once writing has failed.
+                // The receiver is gone once writing has failed.
                 let Some(mut buffer) = buffer else { return };
                 buffer.clear();
                 buffer.resize(param.len(descriptor), 0.0);
@@ -43,7 +43,7 @@ pub fn generate(
         });
         for (param, layer, buffer) in tensors {
             write(param, layer, &buffer)?;
-            // The last two are not wanted back.
+            // The generator has ended when the last two buffers return.
             let _ = used.send(buffer);
         }
         Ok::<_, anyhow::Error>(())
@@ -66,14 +66,14 @@ impl Gpt2 {
         let Some(master) = self.training.and_then(|training| training.master) else { return Ok(()) };
         let masters = self.state_store(master);
         // Master weights start from the rounded weights, as in llm.c.
-        if !self.zero.divides_optimizer() {
+        if !self.zero.shards_optimizer() {
             return engine.cast(master, self.params);
         }
         self.layout.units().try_for_each(|unit| engine.cast(masters.own(unit), params.own(unit)))
     }
 }
 
-/// The tensors that are drawn, in their order: tensor, layer, how many of its values, their deviation.
+/// Returns the random tensors in generation order: tensor, layer, number of random values, standard deviation.
 fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usize, f32)> {
     let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
     let layered = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];

@@ -1,18 +1,31 @@
-//! GPT-2: its shape, its parameters, and its forward and backward pass as a sequence of engine operations.
+//! GPT-2: its shape, its parameters, and its training step as a sequence of engine operations.
+//!
+//! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
+//! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
+//! * [`gpt2`]: forward pass, loss and backward pass. [`update`](Gpt2::apply_adamw): gradient norm and AdamW.
+//! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
+//! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
+//!
+//! How operations are computed is the engine's concern; files and the command line are the concern of other crates.
 
+pub mod data_parallel;
 pub mod descriptor;
-pub mod exchange;
 pub mod fit;
-mod gpt2;
+pub mod gpt2;
 pub mod guards;
 pub mod init;
+pub mod memory_plan;
 pub mod params;
 pub mod schedule;
-pub mod store;
+pub mod sharding;
+pub mod train_step;
 mod tune;
+mod update;
 
+pub use data_parallel::{DataParallel, LayerBuffers};
 pub use descriptor::Descriptor;
-pub use exchange::{Exchange, Turns};
-pub use gpt2::{CHUNK, Capacity, Gpt2, Recompute, Training};
-pub use params::{Param, Params, Share, Unit};
-pub use store::{Layers, Store, Undivided, Zero};
+pub use gpt2::{Gpt2, Training};
+pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
+pub use params::{Param, Params, Shard, Unit};
+pub use sharding::{LayerHooks, Store, Unsharded, Zero};
+pub use train_step::TrainStep;

@@ -1,17 +1,18 @@
-//! The 16 parameter tensors and where they lie in memory.
+//! The 16 parameter tensors and their layout in memory.
 //!
 //! One contiguous block per layer, so that a layer's gradients can be reduced, or its parameters gathered, in one call:
 //! `[wte wpe] [layer 0] … [layer L-1] [lnfw lnfb]`. In a layer's block the matrices (weight-decayed) come first. llm.c's
-//! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] is the way
-//! from one to the other.
+//! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
 
 use super::Descriptor;
-use engine::UpdateRange;
+use engine::ops::UpdateRange;
 use engine::tensor::Tensor;
 use gpu::noise;
 use std::ops::Range;
 
+/// A parameter tensor of GPT-2, by llm.c's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "the names are llm.c's; `shape` states their sizes")]
 pub enum Param {
     Wte,
     Wpe,
@@ -34,14 +35,14 @@ pub enum Param {
 use Param::{Attprojb, Attprojw, Fcb, Fcprojb, Fcprojw, Fcw, Ln1b, Ln1w, Ln2b, Ln2w, Lnfb, Lnfw, Qkvb, Qkvw, Wpe, Wte};
 
 impl Param {
-    /// In the order of llm.c's files.
+    /// All tensors in the order of llm.c's files.
     pub const ALL: [Self; 16] =
         [Wte, Wpe, Ln1w, Ln1b, Qkvw, Qkvb, Attprojw, Attprojb, Ln2w, Ln2b, Fcw, Fcb, Fcprojw, Fcprojb, Lnfw, Lnfb];
 
     const LAYER_MATRICES: [Self; 4] = [Qkvw, Attprojw, Fcw, Fcprojw];
     const LAYER_VECTORS: [Self; 8] = [Ln1w, Ln1b, Qkvb, Attprojb, Ln2w, Ln2b, Fcb, Fcprojb];
 
-    /// As llm.c names it.
+    /// Returns llm.c's name.
     pub const fn name(self) -> &'static str {
         match self {
             Wte => "wte",
@@ -63,12 +64,12 @@ impl Param {
         }
     }
 
-    /// Whether every layer has one.
+    /// Reports whether every layer has such a tensor.
     pub const fn layered(self) -> bool {
         !matches!(self, Wte | Wpe | Lnfw | Lnfb)
     }
 
-    /// (rows, columns) of a matrix, (1, length) of a vector; of one layer.
+    /// Returns (rows, columns) of a matrix or (1, length) of a vector, for one layer.
     pub const fn shape(self, d: &Descriptor) -> (usize, usize) {
         let c = d.channels;
         match self {
@@ -84,79 +85,84 @@ impl Param {
         }
     }
 
+    /// Returns the number of elements, for one layer.
     pub const fn len(self, d: &Descriptor) -> usize {
         let (rows, cols) = self.shape(d);
         rows * cols
     }
 }
 
-/// Parameters begin at multiples of this many elements: 16-byte packets and cuBLASLt want aligned rows.
+/// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
 const ALIGNMENT: usize = 64;
 
-/// One of several equal shares.
+/// One of several equal shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct Shard {
+    /// Index of this shard.
     pub rank: usize,
+    /// Number of shards.
     pub ranks: usize,
 }
 
-impl Share {
-    /// All there is.
-    pub const WHOLE: Self = Self { rank: 0, ranks: 1 };
+impl Shard {
+    /// The only shard of unsharded values.
+    pub const UNSHARDED: Self = Self { rank: 0, ranks: 1 };
 
-    /// This share of `n` elements: where they do not divide, the last shares are shorter.
+    /// Returns this shard's range of `n` elements. If they do not divide evenly, the last shards are shorter.
     pub fn of(self, n: usize) -> Range<usize> {
         let part = n.div_ceil(self.ranks);
         n.min(self.rank * part)..n.min((self.rank + 1) * part)
     }
 }
 
-/// What is reduced, gathered and divided among ranks at a time.
+/// A group of tensors that is reduced, gathered and sharded as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// wte and wpe.
     Embeddings,
-    /// All tensors of a layer; the last one's with lnfw and lnfb.
+    /// All tensors of a layer. The last layer includes lnfw and lnfb.
     Layer(usize),
 }
 
-/// Where each tensor of each layer lies, in elements from the start of the parameter block. Gradients, moments and master
-/// weights are laid out alike.
+/// The layout of the parameter block, in elements. Gradients, moments and master weights have the same layout.
 ///
-/// Units lie one after another. Where ranks divide them, each ends with a gap that makes the parts equal, and each part begins
-/// at a multiple of 64 elements.
+/// Units are contiguous. If ranks shard them, padding at the end of each unit makes its shards equal, and each shard begins at a
+/// multiple of 64 elements.
 #[derive(Clone, Debug)]
 pub struct Params {
     descriptor: Descriptor,
-    share: Share,
-    /// Of the embeddings, of a layer, of lnfw and lnfb, without gaps at their ends.
+    shard: Shard,
+    /// Elements of the embeddings, of a layer, and of lnfw and lnfb, without padding at their ends.
     embeddings: usize,
     layer_elements: usize,
     last_norm: usize,
     layers_at: usize,
-    /// From one layer to the next.
+    /// Distance from one layer to the next.
     stride: usize,
     elements: usize,
 }
 
-/// A stretch of the parameter block that AdamW treats alike.
+/// A range of the parameter block that AdamW treats alike.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecayRange {
+    /// The unit that contains the range.
     pub unit: Unit,
+    /// Elements of the block.
     pub elements: Range<usize>,
+    /// Applies weight decay.
     pub decayed: bool,
-    /// Where it would begin if no ranks divided the block: tells its draws from those of other ranges.
-    pub number: usize,
+    /// Start of the range in an unsharded block. It makes the range's random numbers distinct and independent of sharding.
+    pub unsharded_start: usize,
 }
 
 impl DecayRange {
-    /// What of it lies in `part`, as a range of that. An element draws alike whatever the part.
-    pub fn within(&self, part: &Range<usize>) -> Option<UpdateRange> {
-        let (start, end) = (self.elements.start.max(part.start), self.elements.end.min(part.end));
-        // Each range has a seed of its own, or elements of equal index would be rounded alike.
-        let seed = |start: usize| noise::seed_from(self.number as u32, start - self.elements.start);
+    /// Returns the intersection with `shard`, relative to its start. An element draws the same random number in any shard.
+    pub fn within(&self, shard: &Range<usize>) -> Option<UpdateRange> {
+        let (start, end) = (self.elements.start.max(shard.start), self.elements.end.min(shard.end));
+        // Each range has its own seed; otherwise elements of equal index would be rounded alike.
+        let seed = |start: usize| noise::seed_from(self.unsharded_start as u32, start - self.elements.start);
         (start < end).then(|| UpdateRange {
-            elements: start - part.start..end - part.start,
+            elements: start - shard.start..end - shard.start,
             decayed: self.decayed,
             seed: seed(start),
         })
@@ -164,36 +170,39 @@ impl DecayRange {
 }
 
 impl Params {
+    /// Returns the layout of an unsharded model.
     pub fn new(descriptor: Descriptor) -> Self {
-        Self::shared(descriptor, Share::WHOLE)
+        Self::sharded(descriptor, Shard::UNSHARDED)
     }
 
-    /// As [`new`](Self::new), for ranks that divide each unit.
-    pub fn shared(descriptor: Descriptor, share: Share) -> Self {
+    /// Returns the layout for ranks that shard each unit.
+    pub fn sharded(descriptor: Descriptor, shard: Shard) -> Self {
         let total = |params: &[Param]| params.iter().map(|p| p.len(&descriptor).next_multiple_of(ALIGNMENT)).sum();
         let embeddings: usize = total(&[Wte, Wpe]);
         let layer_elements: usize = total(&Param::LAYER_MATRICES) + total(&Param::LAYER_VECTORS);
         let last_norm: usize = total(&[Lnfw, Lnfb]);
-        let divided = |n: usize| n.div_ceil(share.ranks).next_multiple_of(ALIGNMENT) * share.ranks;
-        let (layers_at, stride) = (divided(embeddings), divided(layer_elements));
-        let elements = layers_at + (descriptor.layers - 1) * stride + divided(layer_elements + last_norm);
-        Self { descriptor, share, embeddings, layer_elements, last_norm, layers_at, stride, elements }
+        let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
+        let (layers_at, stride) = (padded(embeddings), padded(layer_elements));
+        let elements = layers_at + (descriptor.layers - 1) * stride + padded(layer_elements + last_norm);
+        Self { descriptor, shard, embeddings, layer_elements, last_norm, layers_at, stride, elements }
     }
 
+    /// Returns the sizes of the model.
     pub fn descriptor(&self) -> &Descriptor {
         &self.descriptor
     }
 
-    pub fn share(&self) -> Share {
-        self.share
+    /// Returns this rank's shard.
+    pub fn shard(&self) -> Shard {
+        self.shard
     }
 
-    /// Elements of the whole block, gaps included.
+    /// Returns the elements of the whole block, padding included.
     pub fn elements(&self) -> usize {
         self.elements
     }
 
-    /// Elements of `param` in layer `layer` (0 for tensors that are not layered).
+    /// Returns the range of `param` in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
         let block: Vec<Param> = match param {
             Wte | Wpe => vec![Wte, Wpe],
@@ -215,11 +224,12 @@ impl Params {
         self.layers_at + (self.descriptor.layers - 1) * self.stride + self.layer_elements
     }
 
-    /// In the order of the block.
+    /// Returns all units in block order.
     pub fn units(&self) -> impl Iterator<Item = Unit> + use<> {
         std::iter::once(Unit::Embeddings).chain((0..self.descriptor.layers).map(Unit::Layer))
     }
 
+    /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
         match param {
             Wte | Wpe => Unit::Embeddings,
@@ -228,7 +238,7 @@ impl Params {
         }
     }
 
-    /// Elements of a unit and of the gap after it.
+    /// Returns the range of a unit, padding included.
     pub fn unit(&self, unit: Unit) -> Range<usize> {
         match unit {
             Unit::Embeddings => 0..self.layers_at,
@@ -239,41 +249,40 @@ impl Params {
         }
     }
 
-    /// This rank's part of a unit.
+    /// Returns the range of this rank's shard of a unit.
     pub fn own(&self, unit: Unit) -> Range<usize> {
         let unit = self.unit(unit);
-        let part = unit.len() / self.share.ranks;
-        let start = unit.start + self.share.rank * part;
+        let part = unit.len() / self.shard.ranks;
+        let start = unit.start + self.shard.rank * part;
         start..start + part
     }
 
-    /// Elements of the largest layer.
+    /// Returns the elements of the largest layer.
     pub fn largest_layer(&self) -> usize {
         let last = self.unit(Unit::Layer(self.descriptor.layers - 1));
         last.len().max(self.stride)
     }
 
-    /// `param` of `layer` in a tensor laid out like the parameters.
+    /// Returns `param` of `layer` in a tensor with this layout.
     pub fn of(&self, block: Tensor, param: Param, layer: usize) -> Tensor {
         let range = self.range(param, layer);
         block.slice(range.start, range.len())
     }
 
-    /// Every (tensor, layer) in the order of llm.c's files.
+    /// Returns every (tensor, layer) in the order of llm.c's files.
     pub fn file_order(&self) -> impl Iterator<Item = (Param, usize)> {
         let layers = self.descriptor.layers;
         Param::ALL.into_iter().flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
     }
 
-    /// Every (tensor, layer) of a unit, in the order of llm.c's files.
-    pub fn tensors_of(&self, unit: Unit) -> impl Iterator<Item = (Param, usize)> {
-        self.file_order().filter(move |&(param, layer)| self.unit_of(param, layer) == unit)
-    }
-
-    /// The block cut where weight decay changes, without gaps between units: it applies to matrices and embeddings only.
+    /// Returns the ranges of the block by weight decay, which applies to matrices and embeddings only. Padding belongs to none.
     pub fn decay_ranges(&self) -> Vec<DecayRange> {
-        let range =
-            |unit, start, len, decayed, number| DecayRange { unit, elements: start..start + len, decayed, number };
+        let range = |unit, start, len, decayed, unsharded_start| DecayRange {
+            unit,
+            elements: start..start + len,
+            decayed,
+            unsharded_start,
+        };
         let mut ranges = vec![range(Unit::Embeddings, 0, self.embeddings, true, 0)];
         for layer in 0..self.descriptor.layers {
             let (unit, start) = (Unit::Layer(layer), self.layers_at + layer * self.stride);
@@ -294,18 +303,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_equal_or_shorter_at_the_end() {
-        let shares = |n, ranks| (0..ranks).map(|rank| Share { rank, ranks }.of(n)).collect::<Vec<_>>();
-        assert_eq!(shares(12, 3), [0..4, 4..8, 8..12]);
-        assert_eq!(shares(10, 4), [0..3, 3..6, 6..9, 9..10]);
-        assert_eq!(shares(4, 3), [0..2, 2..4, 4..4]);
+    fn shards_are_equal_except_for_shorter_ones_at_the_end() {
+        let shards = |n, ranks| (0..ranks).map(|rank| Shard { rank, ranks }.of(n)).collect::<Vec<_>>();
+        assert_eq!(shards(12, 3), [0..4, 4..8, 8..12]);
+        assert_eq!(shards(10, 4), [0..3, 3..6, 6..9, 9..10]);
+        assert_eq!(shards(4, 3), [0..2, 2..4, 4..4]);
     }
 
     #[test]
-    fn parts_of_ranks_cover_every_tensor_once() {
+    fn shards_of_all_ranks_cover_every_tensor_once() {
         let descriptor = Descriptor::new(3, 2, 24, 10, 60).unwrap();
         for ranks in 1..6 {
-            let layouts = (0..ranks).map(|rank| Params::shared(descriptor, Share { rank, ranks }));
+            let layouts = (0..ranks).map(|rank| Params::sharded(descriptor, Shard { rank, ranks }));
             let layouts: Vec<Params> = layouts.collect();
             let mut seen = vec![0; layouts[0].elements()];
             for layout in &layouts {
@@ -324,10 +333,10 @@ mod tests {
             }
             assert!(used.iter().all(|&n| n <= 1));
             assert_eq!(used.iter().sum::<usize>(), descriptor.parameters());
-            // What decays and draws is the same, however the block is divided.
+            // Decay and random numbers do not depend on sharding.
             let alone = Params::new(descriptor);
             for (range, whole) in layouts[0].decay_ranges().into_iter().zip(alone.decay_ranges()) {
-                assert_eq!((range.number, range.elements.len()), (whole.elements.start, whole.elements.len()));
+                assert_eq!((range.unsharded_start, range.elements.len()), (whole.elements.start, whole.elements.len()));
                 assert_eq!((range.unit, range.decayed), (whole.unit, whole.decayed));
             }
         }

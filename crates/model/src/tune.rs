@@ -1,6 +1,6 @@
 //! Autotuning of the model's GEMMs.
 
-use super::{Gpt2, Undivided};
+use super::{Gpt2, Unsharded};
 use engine::{BatchLayout, Engine, Result};
 
 impl Gpt2 {
@@ -9,15 +9,16 @@ impl Gpt2 {
     pub fn tune(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
         let tuning = engine.tune(false, &mut |engine| {
             // Only the shapes of the GEMMs are collected; nothing is computed.
-            self.forward_with(engine, layout, &mut Undivided)?;
+            self.forward(engine, layout, &mut Unsharded)?;
             self.loss(engine, layout, Some(1.0))?;
-            self.backward_with(engine, layout, &mut Undivided)
+            self.backward(engine, layout, &mut Unsharded)
         })?;
         if tuning.timings.is_empty() {
             return Ok(None);
         }
         let (gemms, seconds) = (tuning.timings.len(), tuning.seconds);
-        let warning = tuning.not_kept.map_or(String::new(), |why| format!("; the result could not be cached: {why}"));
+        let warning =
+            tuning.cache_error.map_or(String::new(), |why| format!("; the result could not be cached: {why}"));
         Ok(Some(format!("autotuned {gemms} GEMMs in {seconds:.2} s{warning}\n")))
     }
 }

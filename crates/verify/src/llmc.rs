@@ -5,10 +5,12 @@ pub use crate::debug_state::DebugState;
 use crate::tolerance::Tolerance;
 use anyhow::{Context, Result};
 use checkpoint::model_file::ModelFile;
+use distributed::Ranks;
+use engine::ops::AdamW;
 use engine::tensor::DType;
-use engine::{AdamW, BatchLayout, Engine};
+use engine::{BatchLayout, Engine};
 use model::fit;
-use model::{Capacity, Gpt2, Param, Recompute};
+use model::{Gpt2, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
 
 /// Rows of logits that are compared at once.
@@ -86,7 +88,7 @@ impl<'a> Verification<'a> {
         let inputs = state.tokens("inputs", descriptor.vocab)?;
         let targets = state.tokens("targets", descriptor.vocab)?;
         let BatchLayout { b, t } = layout;
-        let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
+        let capacity = PlanOptions::training(b, t);
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;
         file.load(&model, engine)?;
@@ -95,16 +97,19 @@ impl<'a> Verification<'a> {
         words[layout.targets()].copy_from_slice(&targets);
         layout.sort(&mut words);
         engine.load_batch(model.batch, layout, words)?;
-        let tolerance = Tolerance::of(engine.float() == DType::Bf16);
+        let tolerance = Tolerance::of(engine.dtype() == DType::Bf16);
         Ok(Self { engine, model, state, layout, padded_vocab, tolerance })
     }
 
-    /// Forward and backward: logits, loss and the gradient of each parameter tensor.
+    /// Compares the logits, the loss and the gradient of each parameter tensor.
     pub fn gradients(&mut self) -> Result<Vec<Comparison>> {
         let mut comparisons = Vec::new();
-        self.model.forward(self.engine, self.layout)?;
+        self.model.forward(self.engine, self.layout, &mut Unsharded)?;
         comparisons.push(self.logits()?);
-        let loss = self.loss_and_gradients()?;
+        let mut step = TrainStep::new(&self.model, self.layout, 1);
+        // The batch is loaded once and does not change.
+        step.gradients(self.engine, &mut Ranks::default(), &mut |_| Ok(()))?;
+        let loss = self.mean_loss()?;
         let mut difference = Difference::default();
         difference.add(&[loss], &self.state.floats(1)?);
         comparisons.push(difference.comparison("loss", Allowed::Absolute(self.tolerance.loss)));
@@ -114,15 +119,11 @@ impl<'a> Verification<'a> {
         Ok(comparisons)
     }
 
-    /// The losses of `steps` AdamW steps on the batch, by the settings of llm.c's test.
+    /// Returns the losses of `steps` AdamW steps on the batch, with the settings of llm.c's test.
     pub fn steps(&mut self, steps: usize) -> Result<Vec<f32>> {
-        let training = self.model.training.context("the model was planned for training")?;
         let mut losses = Vec::new();
         for step in 1..=steps {
-            self.engine.zero(training.grads)?;
-            self.model.forward(self.engine, self.layout)?;
-            losses.push(self.loss_and_gradients()?);
-            let adamw = AdamW {
+            let settings = AdamW {
                 learning_rate: 1e-4,
                 beta1: 0.9,
                 beta2: 0.95,
@@ -132,7 +133,10 @@ impl<'a> Verification<'a> {
                 clip: 1.0,
                 seed: step as u32,
             };
-            self.model.update(self.engine, &adamw)?;
+            let mut step = TrainStep::new(&self.model, self.layout, 1);
+            let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings));
+            step.run(self.engine, &mut Ranks::default(), &mut |_| Ok(()), decide)?;
+            losses.push(self.mean_loss()?);
         }
         Ok(losses)
     }
@@ -150,7 +154,7 @@ impl<'a> Verification<'a> {
         let (v, vp) = (self.model.descriptor.vocab, self.model.descriptor.padded_vocab());
         let rows = self.layout.b * self.layout.t;
         let mut difference = Difference::default();
-        let chunk = ROWS.min(self.model.chunk());
+        let chunk = ROWS.min(self.model.logit_rows());
         for row in (0..rows).step_by(chunk) {
             let rows = chunk.min(rows - row);
             let logits = self.model.logits(self.engine, row..row + rows)?;
@@ -163,13 +167,10 @@ impl<'a> Verification<'a> {
         Ok(difference.comparison("logits", Allowed::Relative(self.tolerance.logits)))
     }
 
-    /// After a forward pass.
-    fn loss_and_gradients(&mut self) -> Result<f32> {
+    /// Returns the mean of the step's losses.
+    fn mean_loss(&mut self) -> Result<f32> {
         let rows = self.layout.b * self.layout.t;
-        self.engine.zero(self.model.losses)?;
-        self.model.loss(self.engine, self.layout, Some(1.0 / rows as f32))?;
         let losses = self.engine.read(self.model.losses.slice(0, rows))?;
-        self.model.backward(self.engine, self.layout)?;
         Ok((losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / rows as f64) as f32)
     }
 

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use checkpoint::model_file::ModelFile;
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::BatchLayout;
-use model::Undivided;
+use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
@@ -68,12 +68,20 @@ pub fn run(args: &Eval) -> Result<()> {
     if let Some(loader) = loader {
         let batches = args.val_batches.unwrap_or(loader.batches_per_epoch());
         let mut data = Prefetch::start(loader, &*engine)?;
-        let loss = evaluate::loss(&model, &mut *engine, &mut Undivided, &mut data, batches)?;
+        let loss = evaluate::loss(&model, &mut *engine, &mut Unsharded, &mut data, batches)?;
         let tokens = batches * b * t;
         writeln!(stdout(), "val loss {loss:.6} | perplexity {:.2} | {tokens} tokens", loss.exp())?;
     }
     if let Some(set) = hellaswag {
-        let score = multiple_choice::score(&model, &mut *engine, BatchLayout { b, t }, &set, set.share(0, 1))?;
+        let score = multiple_choice::score(
+            &model,
+            &mut *engine,
+            &mut Unsharded,
+            BatchLayout { b, t },
+            &set,
+            set.share(0, 1),
+            0,
+        )?;
         writeln!(stdout(), "HellaSwag: {score}")?;
     }
     Ok(())

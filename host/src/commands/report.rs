@@ -9,7 +9,7 @@ use engine::open::Precision;
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, Zero};
 use std::path::Path;
 use std::time::Duration;
 
@@ -122,10 +122,16 @@ impl Setup<'_> {
 }
 
 /// What each ZeRO stage takes of a GPU's memory, and how much less that is than stage 0: of the buffers that stages change.
-pub fn stages(descriptor: Descriptor, capacity: Capacity, chosen: u8, ranks: usize, engine: &mut dyn Engine) -> String {
+pub fn stages(
+    descriptor: Descriptor,
+    options: PlanOptions,
+    chosen: u8,
+    ranks: usize,
+    engine: &mut dyn Engine,
+) -> String {
     let mut planned = |stage| {
-        let zero = Zero::new(stage, Share { rank: 0, ranks });
-        let (_, plan) = Gpt2::plan_divided(descriptor, capacity, zero, engine);
+        let zero = Zero::new(stage, Shard { rank: 0, ranks });
+        let (_, plan) = Gpt2::plan(descriptor, PlanOptions { zero, ..options }, engine);
         let groups = [Group::Parameters, Group::Gradients, Group::Optimizer].map(|group| plan.group_bytes(group));
         (groups, plan.bytes())
     };

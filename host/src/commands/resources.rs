@@ -6,10 +6,10 @@ use anyhow::Result;
 use checkpoint::model_file::ModelFile;
 use clap::ArgAction;
 use engine::cuda::Options;
-use engine::open::{self, Device, Opened, Precision, Products};
+use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::{Engine, GeluFusion};
 use model::fit;
-use model::{Capacity, Gpt2, Recompute};
+use model::{Gpt2, PlanOptions};
 use std::io::{Write, stderr};
 
 /// Where to compute, and how precisely.
@@ -33,14 +33,14 @@ pub struct Hardware {
 
     /// What computes matrix products on a GPU
     #[arg(long, value_enum, default_value_t)]
-    pub matmul: Products,
+    pub matmul: MatmulBackend,
 
     /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
     #[arg(long, value_name = "ARCH")]
     pub kernels: Option<String>,
 
     #[arg(skip)]
-    pub tiling: Option<usize>,
+    pub kernel_config: Option<usize>,
 }
 
 impl Hardware {
@@ -66,8 +66,8 @@ impl Hardware {
             tf32: self.tf32,
             kernels: self.kernels.clone(),
             gelu_fusion: self.gelu_fusion,
-            products: self.matmul,
-            tiling: self.tiling,
+            matmul: self.matmul,
+            kernel_config: self.kernel_config,
         }
     }
 
@@ -82,14 +82,14 @@ impl Hardware {
         if let Some(note) = note {
             writeln!(stderr(), "{note}")?;
         }
-        writeln!(stderr(), "running on {}, {}", engine.describe(), engine.float().name())?;
+        writeln!(stderr(), "running on {}, {}", engine.describe(), engine.dtype().name())?;
         Ok(engine)
     }
 }
 
 /// Loads a model for its forward pass on batches of up to b x t tokens.
 pub fn load(file: ModelFile, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
-    let capacity = Capacity { b, t, training: false, master_weights: false, recompute: Recompute::Nothing };
+    let capacity = PlanOptions::inference(b, t);
     let (model, plan) = fit::plan(file.descriptor(), capacity, engine)?;
     engine.allocate(&plan)?;
     file.load(&model, engine)?;

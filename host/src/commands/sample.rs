@@ -6,6 +6,7 @@ use crate::sample::{Sampling, generate};
 use anyhow::Result;
 use checkpoint::model_file::ModelFile;
 use data::tokenizer::Tokenizer;
+use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
@@ -53,7 +54,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let mut out = stdout();
     out.write_all(args.prompt.as_bytes())?;
     // Bytes as they come: a character may be spread over several tokens.
-    generate(&model, &mut *engine, &prompt, args.tokens, sampling, |token| {
+    generate(&model, &mut *engine, &mut Unsharded, &prompt, args.tokens, sampling, |token| {
         out.write_all(&tokenizer.decode(&[token]))?;
         Ok(out.flush()?)
     })?;

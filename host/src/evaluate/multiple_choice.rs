@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
-use engine::{BatchLayout, Engine, HostBuffer, Ticket};
-use model::{Gpt2, Layers, Undivided};
+use engine::{BatchLayout, Engine, HostBuffer, PendingRead};
+use model::{Gpt2, LayerHooks};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -40,18 +40,7 @@ impl fmt::Display for Score {
 pub fn score(
     model: &Gpt2,
     engine: &mut dyn Engine,
-    planned: BatchLayout,
-    set: &MultipleChoice,
-    range: Range<usize>,
-) -> Result<Score> {
-    score_with(model, engine, &mut Undivided, planned, set, range, 0)
-}
-
-/// As [`score`], with a model whose parameters `layers` has, in as many as `at_least` forward passes.
-pub fn score_with(
-    model: &Gpt2,
-    engine: &mut dyn Engine,
-    layers: &mut dyn Layers,
+    hooks: &mut dyn LayerHooks,
     planned: BatchLayout,
     set: &MultipleChoice,
     range: Range<usize>,
@@ -64,7 +53,7 @@ pub fn score_with(
     let layout = layout_of(examples, planned);
     let t = layout.t;
     let mut losses = Losses { examples, t, rows: Vec::with_capacity(rows) };
-    let mut queued: VecDeque<Ticket> = VecDeque::new();
+    let mut queued: VecDeque<PendingRead> = VecDeque::new();
     let mut spare: Vec<HostBuffer> = Vec::new();
     for first in (0..rows).step_by(layout.b) {
         let mut words = match spare.pop() {
@@ -77,9 +66,9 @@ pub fn score_with(
         spare.extend(returned.filter(|buffer| buffer.len() >= layout.words()));
         let batch_losses = model.losses.slice(0, layout.b * t);
         engine.zero(batch_losses)?;
-        model.forward_with(engine, layout, layers)?;
+        model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
-        queued.push_back(engine.read_later(batch_losses)?);
+        queued.push_back(engine.read_async(batch_losses)?);
         if queued.len() > AHEAD
             && let Some(oldest) = queued.pop_front()
         {
@@ -93,7 +82,7 @@ pub fn score_with(
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
-        model.forward_with(engine, layout, layers)?;
+        model.forward(engine, layout, hooks)?;
     }
     Ok(losses.score())
 }

@@ -1,24 +1,18 @@
 use super::CHUNK;
 use super::arena::Arena;
-use crate::tensor::Tensor;
-use crate::{AdamW, Optimized, Result, UpdateRange};
+use crate::Result;
+use crate::ops::{AdamW, AdamWUpdate, UpdateRange};
 use anyhow::ensure;
 use rayon::prelude::*;
 
-pub(super) fn adamw(
-    arena: &mut Arena,
-    of: Optimized,
-    ranges: &[UpdateRange],
-    stats: Tensor,
-    settings: &AdamW,
-) -> Result<()> {
-    let AdamW { learning_rate, beta1, beta2, eps, step, clip, .. } = *settings;
-    ensure!(step > 0, "adamw: steps count from 1");
-    ensure!(of.master.is_none(), "adamw: the CPU engine's parameters are f32 and take no master weights");
-    of.ensure_holds(ranges)?;
-    let n = of.params.len;
-    let operands =
-        [("params", of.params, n), ("grads", of.grads, n), ("m", of.m, n), ("v", of.v, n), ("stats", stats, 2)];
+pub(super) fn adamw(arena: &mut Arena, op: AdamWUpdate) -> Result<()> {
+    op.check_ranges()?;
+    let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = op;
+    let AdamW { learning_rate, beta1, beta2, eps, step, clip, .. } = settings;
+    ensure!(step > 0, "adamw: expected a step of at least 1, found 0");
+    ensure!(master.is_none(), "adamw: the CPU engine's parameters are f32 and take no master weights");
+    let n = params.len;
+    let operands = [("params", params, n), ("grads", grads, n), ("m", m, n), ("v", v, n), ("stats", stats, 2)];
     let [params, grads, m, v, stats] = arena.split("adamw", operands)?;
     let (loss, norm) = (stats[0], stats[1]);
     if !(loss.is_finite() && norm.is_finite()) {

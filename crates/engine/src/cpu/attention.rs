@@ -1,24 +1,25 @@
-//! Causal attention, a tile of queries at a time: the scores of one tile are all that is ever stored of (T, T).
+//! Causal attention, one tile of queries at a time: only the scores of one tile are stored, never (T, T).
 
 use super::arena::{Arena, Operand};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
+use crate::Result;
+use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::tensor::Tensor;
-use crate::{Heads, Result};
 use rayon::prelude::*;
 
 /// Queries of a tile.
 const TILE: usize = 64;
 
-/// Each head's queries, keys and values, where they lie in qkv (B, T, 3, NH, HS).
+/// Views of each head's queries, keys and values in qkv (B, T, 3, NH, HS).
 struct Projections<'a> {
     qkv: &'a [f32],
-    shape: Heads,
+    shape: AttentionShape,
 }
 
 impl<'a> Projections<'a> {
-    /// (rows, HS) of part 0 (queries), 1 (keys) or 2 (values) of sequence and head `bh`, from row `start`.
+    /// Returns (rows, HS) of part 0 (queries), 1 (keys) or 2 (values) of sequence and head `bh`, from row `start`.
     fn rows(&self, part: usize, bh: usize, start: usize, rows: usize) -> Matrix<'a> {
-        let Heads { t, heads, head_size, .. } = self.shape;
+        let AttentionShape { t, heads, head_size, .. } = self.shape;
         let c = heads * head_size;
         let (b, head) = (bh / heads, bh % heads);
         let at = (b * t + start) * 3 * c + part * c + head * head_size;
@@ -26,27 +27,21 @@ impl<'a> Projections<'a> {
     }
 }
 
-/// (rows, HS) of one head in a (B, T, NH, HS) tensor, from row `start`.
-fn head_rows(values: &[f32], shape: Heads, bh: usize, start: usize, rows: usize) -> Matrix<'_> {
-    let Heads { t, heads, head_size, .. } = shape;
+/// Returns (rows, HS) of one head in a (B, T, NH, HS) tensor, from row `start`.
+fn head_rows(values: &[f32], shape: AttentionShape, bh: usize, start: usize, rows: usize) -> Matrix<'_> {
+    let AttentionShape { t, heads, head_size, .. } = shape;
     let at = ((bh / heads * t) + start) * heads * head_size + bh % heads * head_size;
     Matrix::strided(&values[at..], rows, head_size, heads * head_size)
 }
 
-fn scale(shape: Heads) -> f32 {
+fn scale(shape: AttentionShape) -> f32 {
     1.0 / (shape.head_size as f32).sqrt()
 }
 
-/// `scratch` is (b, heads, t, HS): a head's rows together, for a task to own.
-pub(super) fn forward(
-    arena: &mut Arena,
-    scratch: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    shape: Heads,
-) -> Result<()> {
-    let Heads { b, t, heads, head_size } = shape;
+/// `scratch` is (B, NH, T, HS): the rows of a head are contiguous, so that a task can own them.
+pub(super) fn forward(arena: &mut Arena, scratch: Tensor, op: AttentionForward) -> Result<()> {
+    let AttentionForward { out, lse, qkv, shape } = op;
+    let AttentionShape { b, t, heads, head_size } = shape;
     let n = b * t * heads * head_size;
     if n == 0 {
         return Ok(());
@@ -107,18 +102,10 @@ struct Tiles {
     dscores: Vec<f32>,
 }
 
-/// `scratch` is (3, b, heads, t, HS): dq, dk and dv with a head's rows together, for a task to own.
-pub(super) fn backward(
-    arena: &mut Arena,
-    scratch: Tensor,
-    dqkv: Tensor,
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    shape: Heads,
-) -> Result<()> {
-    let Heads { b, t, heads, head_size } = shape;
+/// `scratch` is (3, B, NH, T, HS): dq, dk and dv, with the rows of a head contiguous, so that a task can own them.
+pub(super) fn backward(arena: &mut Arena, scratch: Tensor, op: AttentionBackward) -> Result<()> {
+    let AttentionBackward { dqkv, dout, qkv, out, lse, shape } = op;
+    let AttentionShape { b, t, heads, head_size } = shape;
     let c = heads * head_size;
     let n = b * t * c;
     if n == 0 {

@@ -1,27 +1,20 @@
 use super::arena::Arena;
 use crate::Result;
-use crate::tensor::Tensor;
+use crate::ops::Classifier;
 use anyhow::ensure;
 use rayon::prelude::*;
 
-pub(super) fn classifier(
-    arena: &mut Arena,
-    logits: Tensor,
-    losses: Tensor,
-    targets: Tensor,
-    v: usize,
-    vp: usize,
-    dloss: Option<f32>,
-) -> Result<()> {
+pub(super) fn classifier(arena: &mut Arena, op: Classifier) -> Result<()> {
+    let Classifier { logits, losses, targets, v, vp, dloss } = op;
     let rows = losses.len;
-    ensure!(0 < v && v <= vp, "classifier: a vocabulary of {v} in rows of {vp}");
+    ensure!(0 < v && v <= vp, "classifier: expected 1 to {vp} tokens in rows of {vp}, found {v}");
     let operands = [("logits", logits, rows * vp), ("losses", losses, rows), ("targets", targets, rows)];
     let [logits, losses, targets] = arena.split("classifier", operands)?;
     let targets: &[i32] = bytemuck::cast_slice(targets);
     if let Some(at) = targets.iter().position(|&token| !(0..v as i64).contains(&i64::from(token))) {
         anyhow::bail!(
-            "target {} at position {at} of the batch is not below {v}, the vocabulary: \
-             the data was made for another vocabulary",
+            "target at position {at} of the batch: expected an id below {v}, found {}; \
+             the data was tokenized for another vocabulary",
             targets[at]
         );
     }

@@ -1,4 +1,5 @@
 use super::arena::{Arena, Operand};
+use crate::ops::{EncoderBackward, EncoderForward};
 use crate::tensor::Tensor;
 use crate::{BatchLayout, Result};
 use anyhow::ensure;
@@ -6,7 +7,11 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 fn embedding_rows(name: &str, table: Tensor, c: usize) -> Result<usize> {
-    ensure!(c > 0 && table.len.is_multiple_of(c), "{name} has {} elements, not rows of {c}", table.len);
+    ensure!(
+        c > 0 && table.len.is_multiple_of(c),
+        "{name}: expected rows of {c} elements, found {} elements",
+        table.len
+    );
     Ok(table.len / c)
 }
 
@@ -15,8 +20,8 @@ fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
         None => Ok(()),
         Some(at) => {
             anyhow::bail!(
-                "token {} at position {at} of the batch is not below {rows}, the rows of wte: \
-                 the data was made for another vocabulary",
+                "token at position {at} of the batch: expected an id below {rows}, found {}; \
+                 the data was tokenized for another vocabulary",
                 tokens[at]
             )
         }
@@ -24,19 +29,12 @@ fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
 }
 
 fn check_positions(layout: BatchLayout, rows: usize) -> Result<()> {
-    ensure!(layout.t <= rows, "sequences of {} tokens do not fit the {rows} positions of wpe", layout.t);
+    ensure!(layout.t <= rows, "sequence length: expected at most {rows}, the positions of wpe, found {}", layout.t);
     Ok(())
 }
 
-pub(super) fn forward(
-    arena: &mut Arena,
-    out: Tensor,
-    batch: Tensor,
-    layout: BatchLayout,
-    wte: Tensor,
-    wpe: Tensor,
-    c: usize,
-) -> Result<()> {
+pub(super) fn forward(arena: &mut Arena, op: EncoderForward) -> Result<()> {
+    let EncoderForward { out, batch, layout, wte, wpe, c } = op;
     let (vocab, positions) = (embedding_rows("wte", wte, c)?, embedding_rows("wpe", wpe, c)?);
     check_positions(layout, positions)?;
     let tokens = layout.tensor(batch, layout.inputs());
@@ -60,7 +58,7 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// Each run of equal tokens: its row of `table`, and where it lies in `sorted`, whose tokens ascend and have rows.
+/// Returns each run of equal tokens: its row of `table` and its range in `sorted`, whose tokens ascend and have rows.
 fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32], Range<usize>)> {
     let (mut rows, mut next, mut end) = (table.chunks_exact_mut(c), 0, 0);
     let run = |run: &[i32]| {
@@ -72,15 +70,8 @@ fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32
     sorted.chunk_by(|a, b| a == b).map_while(run).collect()
 }
 
-pub(super) fn backward(
-    arena: &mut Arena,
-    dwte: Tensor,
-    dwpe: Tensor,
-    dout: Tensor,
-    batch: Tensor,
-    layout: BatchLayout,
-    c: usize,
-) -> Result<()> {
+pub(super) fn backward(arena: &mut Arena, op: EncoderBackward) -> Result<()> {
+    let EncoderBackward { dwte, dwpe, dout, batch, layout, c } = op;
     let (vocab, positions) = (embedding_rows("dwte", dwte, c)?, embedding_rows("dwpe", dwpe, c)?);
     check_positions(layout, positions)?;
     let words = batch.slice(0, layout.words());
@@ -96,11 +87,11 @@ pub(super) fn backward(
     let (order, sorted) = (&words[layout.order()], &words[layout.sorted()]);
     check_tokens(tokens, vocab)?;
     let token_of = |&position: &i32| usize::try_from(position).ok().and_then(|position| tokens.get(position));
-    // Ascending pairs, of which none stands twice: every position is there.
+    // Strictly ascending pairs contain every position exactly once.
     let ascending = sorted.iter().zip(order).is_sorted_by(|a, b| a < b);
     ensure!(
         ascending && order.iter().map(token_of).eq(sorted.iter().map(Some)),
-        "encoder_backward: the batch's order does not sort its inputs: sort the batch first"
+        "encoder_backward: expected a sorted batch; call BatchLayout::sort first"
     );
     let sum_into = |sum: &mut Vec<f32>, row: &mut [f32], positions: &mut dyn Iterator<Item = usize>| {
         sum.fill(0.0);

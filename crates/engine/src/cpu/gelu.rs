@@ -1,4 +1,4 @@
-//! The tanh form of GELU, as GPT-2 uses it; fused into the matmuls.
+//! The tanh approximation of GELU (Hendrycks and Gimpel, 2016), as GPT-2 uses it; fused into the matmuls.
 
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;

@@ -1,8 +1,8 @@
-//! Matrix products on slices, by the `gemm` crate.
+//! Matrix multiplication of slices, with the `gemm` crate.
 
 pub(super) use gemm::Parallelism;
 
-/// A matrix inside a slice.
+/// A matrix view of a slice.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
     values: &'a [f32],
@@ -13,16 +13,18 @@ pub(super) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Rows of `cols` contiguous values that begin `row_stride` apart.
+    /// Creates a view whose rows of `cols` contiguous values begin `row_stride` apart.
     pub(super) fn strided(values: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert_inside(values, rows, cols, row_stride);
         Self { values, rows, cols, row_stride, col_stride: 1 }
     }
 
+    /// Creates a view without gaps between rows.
     pub(super) fn row_major(values: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::strided(values, rows, cols, cols)
     }
 
+    /// Returns the transposed view.
     pub(super) fn transposed(self) -> Self {
         Self {
             rows: self.cols,
@@ -43,14 +45,16 @@ fn assert_inside(values: &[f32], rows: usize, cols: usize, row_stride: usize) {
     );
 }
 
-/// What becomes of the values that are already there.
+/// Determines whether results replace or add to the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Into {
+    /// out = a · b
     Overwrite,
+    /// out += a · b
     Add,
 }
 
-/// out (row-major) = or += scale a · b. The order of summation depends on the shapes alone, not on the number of threads.
+/// Computes out (row-major) = or += scale · a · b. The order of summation depends on the shapes only, not on the number of threads.
 pub(super) fn multiply(
     out: &mut [f32],
     into: Into,
@@ -60,12 +64,12 @@ pub(super) fn multiply(
     parallelism: Parallelism,
 ) {
     let (m, n, k) = (a.rows, b.cols, a.cols);
-    assert_eq!(b.rows, k, "inner dimensions of a product");
+    assert_eq!(b.rows, k, "inner dimensions of a matrix multiplication");
     assert_inside(out, m, n, n);
     if m == 0 || n == 0 {
         return;
     }
-    // SAFETY: every element of the three matrices lies in its slice: `Matrix` and the assertion above have checked that.
+    // SAFETY: every element of the three matrices lies in its slice, as `Matrix` and the assertion above check.
     // `out` is borrowed mutably, so it overlaps neither of the others, and its rows do not overlap each other.
     unsafe {
         gemm::gemm(

@@ -1,20 +1,20 @@
 use super::arena::{ABSENT, Arena};
 use super::matmul::add_column_sums;
-use crate::tensor::Tensor;
-use crate::{LayerNorm, Result};
+use crate::Result;
+use crate::ops::{LayerNormBackward, LayerNormForward};
 use anyhow::ensure;
 use rayon::prelude::*;
 
 const EPS: f64 = 1e-5;
 
-/// Rows that one task takes at least.
+/// Minimum rows of one task.
 const ROWS: usize = 8;
 
-/// Columns whose gradients one task sums.
+/// Columns of one task in the sums of the parameter gradients.
 const COLUMNS: usize = 32;
 
-/// Normalises one row; returns its mean and reciprocal standard deviation.
-fn normalise(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32, f32) {
+/// Normalizes one row and returns its mean and reciprocal standard deviation.
+fn normalize(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32, f32) {
     let c = inp.len() as f64;
     let mean = inp.iter().map(|&x| f64::from(x)).sum::<f64>() / c;
     let variance = inp.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / c;
@@ -25,37 +25,30 @@ fn normalise(out: &mut [f32], inp: &[f32], weight: &[f32], bias: &[f32]) -> (f32
     (mean, rstd)
 }
 
-pub(super) fn forward(arena: &mut Arena, op: LayerNorm, inp: Tensor) -> Result<()> {
-    let (c, rows) = (op.c, op.mean.len);
-    ensure!(c > 0, "a LayerNorm over no channels");
+pub(super) fn forward(arena: &mut Arena, op: LayerNormForward) -> Result<()> {
+    let LayerNormForward { out, mean, rstd, inp, weight, bias, c } = op;
+    let rows = mean.len;
+    ensure!(c > 0, "layernorm: expected at least one channel, found 0");
     let operands = [
-        ("out", op.out, rows * c),
-        ("mean", op.mean, rows),
-        ("rstd", op.rstd, rows),
-        ("weight", op.weight, c),
-        ("bias", op.bias, c),
+        ("out", out, rows * c),
+        ("mean", mean, rows),
+        ("rstd", rstd, rows),
+        ("weight", weight, c),
+        ("bias", bias, c),
         ("inp", inp, rows * c),
     ];
     let [out, mean, rstd, weight, bias, inp] = arena.split("layernorm_forward", operands)?;
     let rows = out.par_chunks_mut(c).zip(inp.par_chunks(c)).zip(mean.par_iter_mut().zip(rstd));
     rows.with_min_len(ROWS).for_each(|((out, inp), (mean, rstd))| {
-        (*mean, *rstd) = normalise(out, inp, weight, bias);
+        (*mean, *rstd) = normalize(out, inp, weight, bias);
     });
     Ok(())
 }
 
-pub(super) fn backward(
-    arena: &mut Arena,
-    dinp: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    column_sums: Option<Tensor>,
-    dout: Tensor,
-    inp: Tensor,
-    op: LayerNorm,
-) -> Result<()> {
-    let (c, rows) = (op.c, op.mean.len);
-    ensure!(c > 0, "a LayerNorm over no channels");
+pub(super) fn backward(arena: &mut Arena, op: LayerNormBackward) -> Result<()> {
+    let LayerNormBackward { dinp, dweight, dbias, column_sums, dout, inp, weight, mean, rstd, c } = op;
+    let rows = mean.len;
+    ensure!(c > 0, "layernorm: expected at least one channel, found 0");
     let operands = [
         ("dinp", dinp, rows * c),
         ("dweight", dweight, c),
@@ -63,9 +56,9 @@ pub(super) fn backward(
         ("column_sums", column_sums.unwrap_or(ABSENT), column_sums.map_or(0, |_| c)),
         ("dout", dout, rows * c),
         ("inp", inp, rows * c),
-        ("mean", op.mean, rows),
-        ("rstd", op.rstd, rows),
-        ("weight", op.weight, c),
+        ("mean", mean, rows),
+        ("rstd", rstd, rows),
+        ("weight", weight, c),
     ];
     let [dinp, dweight, dbias, column_sums, dout, inp, mean, rstd, weight] =
         arena.split("layernorm_backward", operands)?;
@@ -74,7 +67,7 @@ pub(super) fn backward(
 
     let rows = dinp.par_chunks_mut(c).zip(dout.par_chunks(c).zip(inp.par_chunks(c))).zip(mean.par_iter().zip(rstd));
     rows.with_min_len(ROWS).for_each(|((dinp, (dout, inp)), (mean, rstd))| {
-        // With n the normed input and d = dout weight: dinp += rstd (d - mean(d) - n mean(d n)).
+        // With n the normalized input and d = dout weight: dinp += rstd (d - mean(d) - n mean(d n)).
         let (mut sum_d, mut sum_dn) = (0.0f64, 0.0f64);
         for ((dout, w), x) in dout.iter().zip(weight).zip(inp) {
             let d = f64::from(dout * w);

@@ -1,30 +1,24 @@
 use super::arena::{ABSENT, Arena};
 use super::gelu::{derivative, gelu};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
+use crate::Result;
+use crate::ops::{Epilogue, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
 use crate::tensor::Tensor;
-use crate::{Ending, GeluInput, Linear, Result};
 use rayon::prelude::*;
 
-/// Columns that one task sums.
+/// Columns of one task.
 const COLUMNS: usize = 32;
 
-/// Threads of the current pool.
+/// Uses all threads of the current pool.
 const ALL: Parallelism = Parallelism::Rayon(0);
 
-pub(super) fn forward(
-    arena: &mut Arena,
-    out: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    bias: Option<Tensor>,
-    ending: Ending,
-    shape: Linear,
-) -> Result<()> {
-    let Linear { rows, c, oc } = shape;
-    let (residual, pre_gelu) = match ending {
-        Ending::Sum => (ABSENT, ABSENT),
-        Ending::Residual(residual) => (residual, ABSENT),
-        Ending::Gelu(pre_gelu) => (ABSENT, pre_gelu),
+pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
+    let MatmulForward { out, inp, weight, bias, epilogue, shape } = op;
+    let MatmulShape { rows, c, oc } = shape;
+    let (residual, pre_gelu) = match epilogue {
+        Epilogue::None => (ABSENT, ABSENT),
+        Epilogue::Residual(residual) => (residual, ABSENT),
+        Epilogue::Gelu(pre_gelu) => (ABSENT, pre_gelu),
     };
     let whole = |tensor: Tensor| if tensor.len == 0 { 0 } else { rows * oc };
     let operands = [
@@ -36,11 +30,11 @@ pub(super) fn forward(
         ("pre_gelu", pre_gelu, whole(pre_gelu)),
     ];
     let [out, inp, weight, bias, residual, pre_gelu] = arena.split("matmul_forward", operands)?;
-    let product = if pre_gelu.is_empty() { &mut *out } else { &mut *pre_gelu };
+    let sums = if pre_gelu.is_empty() { &mut *out } else { &mut *pre_gelu };
     let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
-    multiply(product, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
+    multiply(sums, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
     if !bias.is_empty() {
-        product.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
+        sums.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
             for (value, bias) in row.iter_mut().zip(&*bias) {
                 *value += bias;
             }
@@ -74,7 +68,7 @@ fn gelu_of(out: &mut [f32], pre_gelu: &[f32]) {
     });
 }
 
-/// to (columns, or none of them) += sums over the rows of values (rows, columns)
+/// to (columns, or empty) += sums over the rows of values (rows, columns)
 pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     to.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, to)| {
         let mut sums = [0.0f64; COLUMNS];
@@ -89,21 +83,12 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     });
 }
 
-pub(super) fn backward(
-    arena: &mut Arena,
-    dinp: Tensor,
-    dweight: Tensor,
-    dbias: Option<Tensor>,
-    dout: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    gelu: Option<GeluInput>,
-    shape: Linear,
-) -> Result<()> {
-    let Linear { rows, c, oc } = shape;
+pub(super) fn backward(arena: &mut Arena, op: MatmulBackward) -> Result<()> {
+    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, gelu, shape } = op;
+    let MatmulShape { rows, c, oc } = shape;
     let pre_gelu = gelu.map(|gelu| gelu.pre_gelu);
-    if let Some(GeluInput { pre_gelu, again: Some(_) }) = gelu {
-        // The product need not be repeated: it is in `pre_gelu`, unrounded.
+    if let Some(GeluInput { pre_gelu, recompute: Some(_) }) = gelu {
+        // `pre_gelu` holds the unrounded sums, so only GELU is recomputed.
         gelu_forward(arena, inp, pre_gelu, rows * c)?;
     }
     let operands = [

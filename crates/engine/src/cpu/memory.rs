@@ -1,9 +1,9 @@
-//! How much memory there is.
+//! Available host memory.
 
 use std::fs;
 
-/// Bytes that can be allocated without swapping: what the kernel calls available, and what the control group still
-/// allows. Where the system does not say (it is not Linux), no limit is known.
+/// Returns the bytes that can be allocated without swapping: the minimum of the kernel's estimate and the control group's
+/// remaining limit. Returns `usize::MAX` where neither is known (not Linux).
 pub(super) fn free() -> usize {
     let available = fs::read_to_string("/proc/meminfo").ok().and_then(|text| available(&text));
     let group = fs::read_to_string("/sys/fs/cgroup/memory.max")
@@ -13,13 +13,13 @@ pub(super) fn free() -> usize {
     available.unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
 }
 
-/// `MemAvailable:   12345 kB` of /proc/meminfo, in bytes.
+/// Returns the `MemAvailable:   12345 kB` of /proc/meminfo in bytes.
 fn available(meminfo: &str) -> Option<usize> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_whitespace().next()?.parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// Bytes left of a control group's limit; `max` for none.
+/// Returns the remaining bytes of a control group's limit; `max` means no limit.
 fn allowed(max: &str, current: &str) -> Option<usize> {
     let max = max.trim().parse::<usize>().ok()?;
     Some(max.saturating_sub(current.trim().parse().ok()?))
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_linux_says() {
+    fn available_memory_is_parsed_from_linux_files() {
         let meminfo = "MemTotal:       24683964 kB\nMemFree:        1 kB\nMemAvailable:   23000000 kB\n";
         assert_eq!(available(meminfo), Some(23_000_000 * 1024));
         assert_eq!(available("MemTotal: 5 kB"), None);

@@ -1,11 +1,15 @@
-//! Each operation against the plainest double-precision form of its definition, at shapes that fit no tile.
+//! Compares each operation with a plain double-precision implementation of its definition, at shapes that are not multiples of a tile.
 
 use super::*;
-use crate::GeluForward;
+use crate::ops::{
+    AdamW, AdamWUpdate, AttentionBackward, AttentionForward, AttentionShape, Classifier, EncoderBackward,
+    EncoderForward, Epilogue, GeluForward, GeluInput, GlobalNorm, LayerNormBackward, LayerNormForward, MatmulBackward,
+    MatmulForward, MatmulShape, Sum, UpdateRange,
+};
 use proptest::prelude::*;
 use rng::Mt19937;
 
-/// An arena filled tensor by tensor, with normal values where nothing else is said.
+/// An engine whose tensors are filled with normally distributed values by default.
 struct Bench {
     engine: Cpu,
     plan: Plan,
@@ -34,6 +38,10 @@ impl Bench {
         self.plan.add(Group::Batch, "", &[n], DType::I32)
     }
 
+    fn dyn_engine(&mut self) -> &mut dyn Engine {
+        &mut self.engine
+    }
+
     fn ready(&mut self) {
         self.engine.allocate(&self.plan).unwrap();
         for (tensor, values) in &self.values {
@@ -41,7 +49,7 @@ impl Bench {
         }
     }
 
-    /// What the tensor held before any operation.
+    /// Returns the values of a tensor before any operation.
     fn before(&self, tensor: Tensor) -> Vec<f64> {
         let (_, values) = self.values.iter().find(|(t, _)| *t == tensor).unwrap();
         values.iter().map(|&x| f64::from(x)).collect()
@@ -56,7 +64,7 @@ impl Bench {
         self.assert_of(1e-3, name, tensor, expected);
     }
 
-    /// The tolerance is relative to the largest value expected, or to `least`.
+    /// Compares with a tolerance relative to the largest expected value, or to `least`.
     #[track_caller]
     fn assert_of(&mut self, least: f64, name: &str, tensor: Tensor, expected: &[f64]) {
         let found = self.after(tensor);
@@ -68,8 +76,14 @@ impl Bench {
     }
 }
 
-/// a (m, k) · b (k, n) by the definition; `at` gives the elements.
-fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: impl Fn(usize, usize) -> f64) -> Vec<f64> {
+/// Returns a (m, k) · b (k, n) by the definition.
+fn matmul_reference(
+    m: usize,
+    n: usize,
+    k: usize,
+    a: impl Fn(usize, usize) -> f64,
+    b: impl Fn(usize, usize) -> f64,
+) -> Vec<f64> {
     let element = |i, j| (0..k).map(|l| a(i, l) * b(l, j)).sum();
     (0..m * n).map(|at| element(at / n, at % n)).collect()
 }
@@ -86,7 +100,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, ending in 0usize..3, again: bool) {
+    fn matmul(rows in 1usize..70, c in 1usize..70, oc in 1usize..140, bias: bool, epilogue in 0usize..3, recompute: bool) {
         let mut bench = Bench::new();
         let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
         let (dinp, dweight) = (bench.normal(rows * c), bench.normal(oc * c));
@@ -94,46 +108,46 @@ proptest! {
         let bias = bias.then(|| bench.normal(oc));
         let dbias = bias.map(|_| bench.normal(oc));
         let beside = bench.normal(rows * oc);
-        let ending = [Ending::Sum, Ending::Residual(beside), Ending::Gelu(beside)][ending];
-        let before_gelu = matches!(ending, Ending::Gelu(_)).then(|| bench.normal(rows * c));
+        let epilogue = [Epilogue::None, Epilogue::Residual(beside), Epilogue::Gelu(beside)][epilogue];
+        let before_gelu = matches!(epilogue, Epilogue::Gelu(_)).then(|| bench.normal(rows * c));
         bench.ready();
-        let shape = Linear { rows, c, oc };
-        bench.engine.matmul_forward(out, inp, weight, bias, ending, shape).unwrap();
+        let shape = MatmulShape { rows, c, oc };
+        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape }).unwrap();
         let (x, w) = (bench.before(inp), bench.before(weight));
         let b = bias.map(|bias| bench.before(bias));
-        let mut expected = product(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
+        let mut expected = matmul_reference(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
         for (i, value) in expected.iter_mut().enumerate() {
             *value += b.as_ref().map_or(0.0, |b| b[i % oc]);
         }
-        match ending {
-            Ending::Sum => {}
-            Ending::Residual(residual) => {
+        match epilogue {
+            Epilogue::None => {}
+            Epilogue::Residual(residual) => {
                 expected.iter_mut().zip(bench.before(residual)).for_each(|(value, residual)| *value += residual);
             }
-            Ending::Gelu(pre_gelu) => {
+            Epilogue::Gelu(pre_gelu) => {
                 bench.assert("pre_gelu", pre_gelu, &expected);
                 expected = expected.into_iter().map(gelu).collect();
             }
         }
         bench.assert("out", out, &expected);
 
-        // Where the GELU before the layer is made again, inp is its output, whatever was there.
-        let forward = GeluForward { inp: dout, weight: dweight, bias: None, shape: Linear { rows, c: oc, oc: c } };
-        let is_gelu = before_gelu.map(|pre_gelu| GeluInput { pre_gelu, again: again.then_some(forward) });
-        bench.engine.matmul_backward(dinp, dweight, dbias, dout, inp, weight, is_gelu, shape).unwrap();
+        // If the GELU before the layer is recomputed, inp is overwritten by its output.
+        let forward = GeluForward { inp: dout, weight: dweight, bias: None, shape: MatmulShape { rows, c: oc, oc: c } };
+        let is_gelu = before_gelu.map(|pre_gelu| GeluInput { pre_gelu, recompute: recompute.then_some(forward) });
+        bench.dyn_engine().run(MatmulBackward { dinp, dweight, dbias, dout, inp, weight, gelu: is_gelu, shape }).unwrap();
         let d = bench.before(dout);
         let x = match before_gelu {
-            Some(pre) if again => bench.before(pre).into_iter().map(gelu).collect(),
+            Some(pre) if recompute => bench.before(pre).into_iter().map(gelu).collect(),
             _ => x,
         };
         bench.assert("inp", inp, &x);
-        let mut expected = product(rows, c, oc, |i, l| d[i * oc + l], |l, j| w[l * c + j]);
+        let mut expected = matmul_reference(rows, c, oc, |i, l| d[i * oc + l], |l, j| w[l * c + j]);
         if let Some(pre) = before_gelu {
             let slopes = bench.before(pre).into_iter().map(gelu_slope);
             expected = expected.iter().zip(slopes).map(|(d, slope)| d * slope).collect();
         }
         bench.assert("dinp", dinp, &expected);
-        let mut expected = product(oc, c, rows, |i, l| d[l * oc + i], |l, j| x[l * c + j]);
+        let mut expected = matmul_reference(oc, c, rows, |i, l| d[l * oc + i], |l, j| x[l * c + j]);
         for (value, before) in expected.iter_mut().zip(bench.before(dweight)) {
             *value += before;
         }
@@ -156,8 +170,7 @@ proptest! {
         let (dinp, dout) = (bench.normal(rows * c), bench.normal(rows * c));
         let (dweight, dbias, column_sums) = (bench.normal(c), bench.normal(c), bench.normal(c));
         bench.ready();
-        let op = LayerNorm { out, mean, rstd, weight, bias, c };
-        bench.engine.layernorm_forward(op, inp).unwrap();
+        bench.dyn_engine().run(LayerNormForward { out, mean, rstd, inp, weight, bias, c }).unwrap();
         let x = bench.before(inp);
         let (w, beta) = (bench.before(weight), bench.before(bias));
         let means: Vec<f64> = x.chunks(c).map(|row| row.iter().sum::<f64>() / c as f64).collect();
@@ -166,15 +179,15 @@ proptest! {
             x.chunks(c).zip(&means).map(|(row, mean)| 1.0 / (variance(row, *mean) + 1e-5).sqrt()).collect();
         let normed: Vec<f64> = x.iter().enumerate().map(|(i, x)| (x - means[i / c]) * rstds[i / c]).collect();
         let expected: Vec<f64> = normed.iter().enumerate().map(|(i, n)| n * w[i % c] + beta[i % c]).collect();
-        // Two columns of almost one value have a reciprocal deviation that amplifies the rounding of the sum.
+        // Two columns of nearly equal values have a reciprocal deviation that amplifies the rounding of the sum.
         prop_assume!(rstds.iter().all(|rstd| *rstd < 4.0));
-        // A sum of values of size 1 that happens to be next to 0 has their rounding.
+        // A sum near 0 of values of size 1 has their rounding error.
         bench.assert_of(0.1, "mean", mean, &means);
         bench.assert("rstd", rstd, &rstds);
         bench.assert("out", out, &expected);
 
         let summed = summed.then_some(column_sums);
-        bench.engine.layernorm_backward(dinp, dweight, dbias, summed, dout, inp, op).unwrap();
+        bench.dyn_engine().run(LayerNormBackward { dinp, dweight, dbias, column_sums: summed, dout, inp, weight, mean, rstd, c }).unwrap();
         let d = bench.before(dout);
         let (mut dw, mut db) = (bench.before(dweight), bench.before(dbias));
         let mut dx = bench.before(dinp);
@@ -213,9 +226,9 @@ proptest! {
         let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, parts: 1, ranges: 0, training: true };
         bench.engine.plan(&mut bench.plan, &scope);
         bench.ready();
-        let shape = Heads { b, t, heads, head_size };
-        bench.engine.attention_forward(out, lse, qkv, shape).unwrap();
-        bench.engine.attention_backward(dqkv, dout, qkv, out, lse, shape).unwrap();
+        let shape = AttentionShape { b, t, heads, head_size };
+        bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape }).unwrap();
+        bench.dyn_engine().run(AttentionBackward { dqkv, dout, qkv, out, lse, shape }).unwrap();
 
         let (x, d) = (bench.before(qkv), bench.before(dout));
         let (mut y, mut l, mut dx) = (vec![0.0; b * t * c], vec![0.0; b * heads * t], vec![0.0; b * t * 3 * c]);
@@ -269,12 +282,12 @@ proptest! {
         for (row, loss) in expected.iter_mut().enumerate() {
             *loss += sums[row].ln() - x[row * vp + wanted[row] as usize];
         }
-        bench.engine.classifier(logits, losses, targets, v, vp, None).unwrap();
+        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: None }).unwrap();
         bench.assert("losses", losses, &expected);
         bench.assert("logits, which a loss alone leaves", logits, &x);
 
         bench.engine.zero(losses).unwrap();
-        bench.engine.classifier(logits, losses, targets, v, vp, Some(0.25)).unwrap();
+        bench.dyn_engine().run(Classifier { logits, losses, targets, v, vp, dloss: Some(0.25) }).unwrap();
         let only: Vec<f64> = expected.iter().zip(bench.before(losses)).map(|(loss, before)| loss - before).collect();
         bench.assert("losses from zero", losses, &only);
         let gradient = |at: usize| {
@@ -301,8 +314,8 @@ proptest! {
         }
         layout.sort(&mut words);
         prop_assert!(bench.engine.load_batch(batch, layout, words).unwrap().is_some());
-        bench.engine.encoder_forward(out, batch, layout, wte, wpe, c).unwrap();
-        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, c).unwrap();
+        bench.dyn_engine().run(EncoderForward { out, batch, layout, wte, wpe, c }).unwrap();
+        bench.dyn_engine().run(EncoderBackward { dwte, dwpe, dout, batch, layout, c }).unwrap();
         let (te, pe, d) = (bench.before(wte), bench.before(wpe), bench.before(dout));
         let (mut y, mut dte, mut dpe) = (vec![0.0; b * t * c], bench.before(dwte), bench.before(dwpe));
         for (at, token) in tokens.iter().enumerate() {
@@ -322,7 +335,7 @@ proptest! {
 #[test]
 fn products_and_norms_do_not_depend_on_the_number_of_threads() {
     let (rows, c, oc) = (190, 2100, 530);
-    let shape = Linear { rows, c, oc };
+    let shape = MatmulShape { rows, c, oc };
     let bits = |threads| {
         let mut bench = Bench::new();
         let (inp, weight) = (bench.normal(rows * c), bench.normal(oc * c));
@@ -332,9 +345,15 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
         bench.ready();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
-            bench.engine.matmul_forward(out, inp, weight, None, Ending::Sum, shape).unwrap();
-            bench.engine.matmul_backward(dinp, dweight, None, dout, inp, weight, None, shape).unwrap();
-            bench.engine.global_norm(norm, dweight).unwrap();
+            bench
+                .dyn_engine()
+                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape })
+                .unwrap();
+            bench
+                .dyn_engine()
+                .run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, gelu: None, shape })
+                .unwrap();
+            bench.dyn_engine().run(GlobalNorm { norm, grads: dweight }).unwrap();
         });
         [out, dinp, dweight, norm].map(|tensor| bench.after(tensor))
     };
@@ -345,15 +364,15 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn sums_and_norms() {
+fn sums_and_norms_match_double_precision() {
     for n in [1, 15, 16, 17, CHUNK - 1, 3 * CHUNK + 5] {
         let mut bench = Bench::new();
         let (values, out) = (bench.normal(n), bench.with(vec![9.0]));
         bench.ready();
         let x = bench.before(values);
-        bench.engine.sum(out, values).unwrap();
+        bench.dyn_engine().run(Sum { out, values }).unwrap();
         bench.assert("sum", out, &[x.iter().sum()]);
-        bench.engine.global_norm(out, values).unwrap();
+        bench.dyn_engine().run(GlobalNorm { norm: out, grads: values }).unwrap();
         bench.assert("norm", out, &[x.iter().map(|x| x * x).sum::<f64>().sqrt()]);
     }
 }
@@ -363,16 +382,15 @@ fn adamw_settings(step: u32) -> AdamW {
 }
 
 #[test]
-fn adamw_is_its_formula() {
+fn adamw_matches_its_formula() {
     for (n, norm_value) in [(1, 0.5), (CHUNK + 3, 4.0)] {
         let mut bench = Bench::new();
         let (params, grads) = (bench.normal(n), bench.normal(n));
         let (m, v) = (bench.with(vec![0.0; n]), bench.with(vec![0.0; n]));
         let stats = bench.with(vec![7.0, norm_value]);
         bench.ready();
-        let of = Optimized { params, grads, m, v, master: None };
         let cut = n / 24 * 8;
-        // Not all decay, and what is in none stays as it is.
+        // Only one range decays, and elements in no range stay unchanged.
         let ranges = [(0..cut.saturating_sub(3), false), (cut..n, true)].map(|(elements, decayed)| UpdateRange {
             elements,
             decayed,
@@ -382,7 +400,11 @@ fn adamw_is_its_formula() {
         let scale = if norm_value > 1.0 { 1.0 / f64::from(norm_value) } else { 1.0 };
         let (mut m1, mut m2) = (vec![0.0; n], vec![0.0; n]);
         for step in 1..=3 {
-            bench.engine.adamw(of, &ranges, stats, &adamw_settings(step)).unwrap();
+            let (master, settings) = (None, adamw_settings(step));
+            bench
+                .dyn_engine()
+                .run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })
+                .unwrap();
             for (i, decay) in ranges
                 .iter()
                 .flat_map(|range| range.elements.clone().map(|i| (i, if range.decayed { 0.1 } else { 0.0 })))
@@ -409,9 +431,9 @@ fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
         let [params, grads, m, v] = [(); 4].map(|()| bench.normal(40));
         let stats = bench.with(stats.to_vec());
         bench.ready();
-        let of = Optimized { params, grads, m, v, master: None };
-        let all = UpdateRange { elements: 0..40, decayed: true, seed: 0 };
-        bench.engine.adamw(of, &[all], stats, &adamw_settings(1)).unwrap();
+        let (master, ranges) = (None, &[UpdateRange { elements: 0..40, decayed: true, seed: 0 }]);
+        let settings = adamw_settings(1);
+        bench.dyn_engine().run(AdamWUpdate { params, grads, m, v, master, ranges, stats, settings }).unwrap();
         for tensor in [params, m, v] {
             assert_eq!(bench.after(tensor), bench.before(tensor));
         }
@@ -419,40 +441,57 @@ fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
 }
 
 #[test]
-fn values_come_back_and_reads_wait() {
+fn written_values_are_read_back_and_asynchronous_reads_keep_their_values() {
     let mut bench = Bench::new();
     let (a, b) = (bench.normal(70), bench.normal(70));
     bench.ready();
     bench.engine.cast(b, a).unwrap();
     assert_eq!(bench.after(b), bench.before(a));
-    let (first, second) = (bench.engine.read_later(a.slice(3, 2)).unwrap(), bench.engine.read_later(b).unwrap());
+    let (first, second) = (bench.engine.read_async(a.slice(3, 2)).unwrap(), bench.engine.read_async(b).unwrap());
     bench.engine.zero(a.slice(1, 68)).unwrap();
     assert_eq!(bench.engine.wait(second).unwrap().values, bench.values[0].1);
     assert_eq!(bench.engine.wait(first).unwrap().values, bench.values[0].1[3..5]);
     let left = bench.after(a);
     assert!(left[1..69].iter().all(|x| *x == 0.0) && left[0] != 0.0 && left[69] != 0.0);
-    assert!(bench.engine.wait(Ticket(1)).unwrap_err().to_string().contains("read 1 is not under way"));
+    assert!(bench.engine.wait(PendingRead(1)).unwrap_err().to_string().contains("read 1 is not pending"));
 }
 
 #[test]
-fn misuse_is_an_error_that_names_the_tensor() {
+fn invalid_operands_are_errors_that_name_the_tensor() {
     let mut bench = Bench::new();
     let (a, b) = (bench.normal(64), bench.normal(64));
     bench.ready();
-    let mut message = |op: &dyn Fn(&mut Cpu) -> Result<()>| op(&mut bench.engine).unwrap_err().to_string();
-    let shape = Linear { rows: 8, c: 8, oc: 8 };
+    let mut message = |op: &dyn Fn(&mut dyn Engine) -> Result<()>| op(&mut bench.engine).unwrap_err().to_string();
+    let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
     let beside = Tensor { offset: a.offset + 4 * 20, ..a };
-    let overlap = message(&|engine| engine.matmul_forward(a, beside, b, None, Ending::Sum, shape));
+    let overlap = message(&|engine| {
+        engine.run(MatmulForward { out: a, inp: beside, weight: b, bias: None, epilogue: Epilogue::None, shape })
+    });
     assert!(overlap.contains("overlap"), "{overlap}");
-    let short = message(&|engine| engine.matmul_forward(a, b.slice(0, 63), b, None, Ending::Sum, shape));
-    assert!(short.contains("tensor 'inp' has 63 elements, its shape asks for 64"), "{short}");
+    let short = message(&|engine| {
+        engine.run(MatmulForward {
+            out: a,
+            inp: b.slice(0, 63),
+            weight: b,
+            bias: None,
+            epilogue: Epilogue::None,
+            shape,
+        })
+    });
+    assert!(short.contains("tensor inp: expected 64 elements, found 63"), "{short}");
     let bf16 = message(&|engine| engine.zero(Tensor { dtype: DType::Bf16, ..a }));
     assert!(bf16.contains("bf16"), "{bf16}");
     let outside = message(&|engine| engine.zero(Tensor { offset: 1 << 20, ..a }));
     assert!(outside.contains("does not lie in the CPU engine's arena"), "{outside}");
-    let unplanned = message(&|engine| engine.attention_forward(a, b, b, Heads { b: 1, t: 64, heads: 1, head_size: 1 }));
-    assert!(unplanned.contains("64 elements of scratch memory, 0 were planned"), "{unplanned}");
-    let of = Optimized { params: a, grads: b, m: a, v: b, master: None };
+    let unplanned = message(&|engine| {
+        engine.run(AttentionForward {
+            out: a,
+            lse: b,
+            qkv: b,
+            shape: AttentionShape { b: 1, t: 64, heads: 1, head_size: 1 },
+        })
+    });
+    assert!(unplanned.contains("expected 64 elements of scratch memory, found 0"), "{unplanned}");
     for (ranges, expected) in [
         (vec![0..8, 16..65], "range 16..65 after 8, of 64 parameters"),
         (vec![0..17, 16..64], "range 16..64 after 17, of 64 parameters"),
@@ -460,15 +499,17 @@ fn misuse_is_an_error_that_names_the_tensor() {
     ] {
         let range = |elements| UpdateRange { elements, decayed: true, seed: 0 };
         let ranges: Vec<_> = ranges.into_iter().map(range).collect();
-        let text = message(&|engine| engine.adamw(of, &ranges, a, &adamw_settings(1)));
+        let (master, settings) = (None, adamw_settings(1));
+        let update = AdamWUpdate { params: a, grads: b, m: a, v: b, master, ranges: &ranges, stats: a, settings };
+        let text = message(&|engine| engine.run(update));
         assert!(text.contains(expected), "{text}");
     }
     let values = message(&|engine| engine.write(a, &[0.0; 3]));
-    assert!(values.contains("3 values for a tensor of 64"), "{values}");
+    assert!(values.contains("expected 64 values, found 3"), "{values}");
 }
 
 #[test]
-fn a_batch_that_was_not_sorted_is_refused() {
+fn an_unsorted_batch_is_refused() {
     let layout = BatchLayout { b: 2, t: 3 };
     let mut bench = Bench::new();
     let [dwte, dwpe, dout] = [20, 6, 12].map(|n| bench.normal(n));
@@ -478,14 +519,14 @@ fn a_batch_that_was_not_sorted_is_refused() {
         let mut buffer = bench.engine.host_buffer(layout.words()).unwrap();
         buffer.copy_from_slice(words);
         bench.engine.load_batch(batch, layout, buffer).unwrap();
-        bench.engine.encoder_backward(dwte, dwpe, dout, batch, layout, 2)
+        bench.dyn_engine().run(EncoderBackward { dwte, dwpe, dout, batch, layout, c: 2 })
     };
     let mut words = vec![0; layout.words()];
     words[layout.inputs()].copy_from_slice(&[4, 1, 4, 0, 9, 1]);
     assert!(backward(&mut bench, &words).is_err());
     layout.sort(&mut words);
     backward(&mut bench, &words).unwrap();
-    // What no loader makes, but memory may hold: each single word replaced.
+    // Replaces each word in turn, as memory corruption could.
     for at in layout.order().start..layout.words() {
         for wrong in (-1..7).chain([i32::MAX, i32::MIN]) {
             let mut changed = words.clone();
@@ -494,7 +535,7 @@ fn a_batch_that_was_not_sorted_is_refused() {
             assert_eq!(backward(&mut bench, &changed).is_ok(), harmless, "word {at} became {wrong}");
         }
     }
-    // Order and tokens that agree, but do not ascend.
+    // The order matches the tokens but does not ascend.
     for at in 1..layout.order().len() {
         let mut changed = words.clone();
         for part in [layout.order(), layout.sorted()] {

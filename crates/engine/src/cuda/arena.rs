@@ -1,4 +1,4 @@
-//! Where an engine's memory lies.
+//! Translation of plan offsets to addresses.
 
 use super::Stored;
 use crate::Result;
@@ -6,41 +6,41 @@ use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
 use cuda_std::bf16;
 
-/// From offsets in the plan to addresses on the device or (emulated) on the host: one part on a GPU, one for each buffer of
-/// the plan in the emulator.
+/// Maps plan offsets to addresses: one region on a GPU, one for each buffer of the plan in the emulator.
 #[derive(Default)]
 pub struct Arena {
     /// In ascending order.
-    parts: Vec<Part>,
+    regions: Vec<Region>,
 }
 
-struct Part {
+struct Region {
     offset: usize,
     bytes: usize,
     base: *mut u8,
 }
 
 impl Arena {
-    /// Adds the part that begins at `offset`, after all there are.
+    /// Appends the region that begins at `offset`.
     pub fn add(&mut self, offset: usize, bytes: usize, base: *mut u8) {
-        self.parts.push(Part { offset, bytes, base });
+        self.regions.push(Region { offset, bytes, base });
     }
 
+    /// Returns the total size.
     pub fn bytes(&self) -> usize {
-        self.parts.iter().map(|part| part.bytes).sum()
+        self.regions.iter().map(|region| region.bytes).sum()
     }
 
-    /// Checks that `tensor` is of type `E`, has at least `len` elements and lies in one part.
+    /// Returns the address of `tensor`, which must be of type `E`, have at least `len` elements and lie in one region.
     pub fn address<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<*mut E> {
         let Tensor { offset, dtype, .. } = tensor;
-        ensure!(dtype == E::DTYPE, "{name} is {}, this operation takes {}", dtype.name(), E::DTYPE.name());
-        ensure!(tensor.len >= len, "{name} has {} elements, this operation needs {len}", tensor.len);
-        let after = self.parts.partition_point(|part| part.offset <= offset);
-        let part = after.checked_sub(1).map(|i| &self.parts[i]);
-        let part = part.filter(|part| offset + tensor.bytes() <= part.offset + part.bytes);
-        match part {
-            Some(part) if offset.is_multiple_of(E::DTYPE.bytes()) => {
-                Ok(part.base.wrapping_add(offset - part.offset).cast())
+        ensure!(dtype == E::DTYPE, "{name}: expected {}, found {}", E::DTYPE.name(), dtype.name());
+        ensure!(tensor.len >= len, "{name}: expected at least {len} elements, found {}", tensor.len);
+        let after = self.regions.partition_point(|region| region.offset <= offset);
+        let region = after.checked_sub(1).map(|i| &self.regions[i]);
+        let region = region.filter(|region| offset + tensor.bytes() <= region.offset + region.bytes);
+        match region {
+            Some(region) if offset.is_multiple_of(E::DTYPE.bytes()) => {
+                Ok(region.base.wrapping_add(offset - region.offset).cast())
             }
             _ => bail!(
                 "{name} at {offset} (+{} bytes) does not lie in the engine's memory of {} bytes",
@@ -50,7 +50,7 @@ impl Arena {
         }
     }
 
-    /// Where a tensor of whichever type begins; all of it lies in one part.
+    /// Returns the address of a tensor of any type.
     pub fn bytes_of(&self, name: &str, tensor: Tensor) -> Result<*mut u8> {
         match tensor.dtype {
             DType::F32 => Ok(self.address::<f32>(name, tensor, tensor.len)?.cast()),

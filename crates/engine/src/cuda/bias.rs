@@ -1,31 +1,32 @@
 //! The gradient of a bias.
 
 use super::{Cuda, Float, shared_bytes};
+use crate::ops::MatmulShape;
 use crate::tensor::Tensor;
-use crate::{Result, Scope};
+use crate::{Result, Workload};
 use anyhow::ensure;
 use gpu::launch::KernelLaunch;
 use gpu::{bias, column_sum};
 
-/// f32 elements of scratch: enough for the biases of a transformer layer, which are C, 3C and 4C wide.
-pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
-    let partials = |oc| bias::bias_backward_slices::<T>(scope.b * scope.t, oc, multiprocessors) * oc;
-    [1, 3, 4].into_iter().map(|widths| partials(widths * scope.channels)).max().unwrap_or(0)
+/// Returns the f32 elements of scratch memory for the biases of a transformer layer, which have C, 3C and 4C elements.
+pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
+    let partials = |oc| bias::bias_backward_slices::<T>(workload.b * workload.t, oc, sm_count) * oc;
+    [1, 3, 4].into_iter().map(|multiple| partials(multiple * workload.channels)).max().unwrap_or(0)
 }
 
-/// dbias (oc) += column sums of dout (rows, oc)
-pub(super) fn backward<T: Float>(
+/// Returns the kernels of dbias (OC) += column sums of dout (rows, OC).
+pub(super) fn backward_kernels<T: Float>(
     cuda: &Cuda<T>,
     dbias: Tensor,
     dout: Tensor,
-    rows: usize,
-    oc: usize,
+    MatmulShape { rows, oc, .. }: MatmulShape,
 ) -> Result<Vec<KernelLaunch>> {
-    ensure!(oc.is_multiple_of(T::PACKET), "bias: {oc} columns are not a multiple of {}", T::PACKET);
-    let slices = bias::bias_backward_slices::<T>(rows, oc, cuda.executor.multiprocessors());
+    ensure!(oc.is_multiple_of(T::PACKET), "bias gradient: expected a multiple of {} columns, found {oc}", T::PACKET);
+    let slices = bias::bias_backward_slices::<T>(rows, oc, cuda.executor.sm_count());
     let scratch = cuda.scratch(slices * oc)?;
     let partials = cuda.output("scratch", scratch, slices * oc)?;
     let dout = cuda.input("dout", dout, rows * oc)?;
+    let dbias = cuda.output("dbias", dbias, oc)?;
     Ok(vec![
         KernelLaunch {
             launch: bias::bias_backward::<T>(partials, dout, rows as u32, oc as u32),
@@ -33,12 +34,7 @@ pub(super) fn backward<T: Float>(
             shared_bytes: shared_bytes(bias::bias_backward_shared::<T>),
         },
         KernelLaunch {
-            launch: bias::bias_backward_reduce::<T>(
-                cuda.output("dbias", dbias, oc)?,
-                partials.reader(),
-                slices as u32,
-                oc as u32,
-            ),
+            launch: bias::bias_backward_reduce::<T>(dbias, partials.reader(), slices as u32, oc as u32),
             grid: [column_sum::grid(oc), 1, 1],
             shared_bytes: shared_bytes(column_sum::shared),
         },

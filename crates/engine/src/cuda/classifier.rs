@@ -2,26 +2,19 @@
 
 use super::{Cuda, Float, shared_bytes};
 use crate::Result;
-use crate::tensor::Tensor;
+use crate::ops::Classifier;
 use anyhow::ensure;
 use gpu::classifier;
 
-/// Blocks of the kernel that a multiprocessor holds (its `blocks_per_sm`).
+/// Blocks of the kernel per SM (its `blocks_per_sm`).
 const RESIDENT_BLOCKS: usize = 2;
 
-pub(super) fn classifier<T: Float>(
-    cuda: &mut Cuda<T>,
-    logits: Tensor,
-    losses: Tensor,
-    targets: Tensor,
-    v: usize,
-    vp: usize,
-    dloss: Option<f32>,
-) -> Result<()> {
+pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result<()> {
+    let Classifier { logits, losses, targets, v, vp, dloss } = op;
     let rows = losses.len;
     ensure!(
         v <= vp && vp.is_multiple_of(T::PACKET),
-        "classifier: {vp} columns for {v} tokens, multiples of {}",
+        "classifier: expected at least {v} columns and a multiple of {}, found {vp}",
         T::PACKET
     );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));

@@ -1,17 +1,14 @@
-//! The executor that is the CPU: kernels through the emulator, matrix products through a CPU GEMM.
+//! The executor that runs on the CPU: kernels in the emulator, other GEMMs with the CPU reference.
 
-use super::Products;
 use super::arena::Arena;
-use super::executor::{Emulation, Executor, Turn};
-use super::gemm;
-use super::kernel_products::{KernelProduct, Scratch, by_library};
-use super::recordings::Recordings;
+use super::cuda_graphs::{CudaGraphs, GraphAction};
+use super::executor::{EmulatedGpu, Executor};
 use super::tensor_maps::{Extents, Key};
+use crate::gemm::{Gemm, GemmOperands, reference};
 use crate::plan::{Group, Plan};
 use crate::tensor::DType;
-use crate::{GeluFusion, HostBuffer, Peak, Reading, Recurring, Result, Ticket};
+use crate::{GeluFusion, GraphKey, HostBuffer, Peak, PendingRead, ReadResult, Result};
 use anyhow::{Context, anyhow, ensure};
-use cublaslt::{Operands, Problem};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
@@ -21,77 +18,74 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Instant;
 
-#[derive(Default)]
+/// An emulated GPU.
 pub struct Emulated {
-    /// The buffers of the plan, each by itself, and the tensor maps.
-    memory: Memory,
-    /// Watches every access of the kernels. Activations, gradients and workspaces must be written before they are read, as
-    /// if device memory did not begin zeroed.
+    gpu: EmulatedGpu,
+    /// Checks every access of the kernels. Activations, gradients and workspaces must be written before they are read, as if
+    /// device memory did not start zeroed.
     checked: bool,
-    reads: HashMap<u64, Reading>,
-    start: Option<Instant>,
-    next_ticket: u64,
-    emulation: Emulation,
-    uploading: Option<HostBuffer>,
+    /// The buffers of the plan, each with its own bounds, and the tensor maps.
+    memory: Memory,
     tensor_maps: HashMap<Key, Global<TensorMap>>,
-    scratch: Option<Scratch>,
-    recordings: Recordings<Rc<[Piece]>>,
-    /// Of the recording under way.
-    recorded: Vec<Piece>,
+    uploading: Option<HostBuffer>,
+    reads: HashMap<u64, ReadResult>,
+    next_read: u64,
+    start: Instant,
+    graphs: CudaGraphs<Rc<[Command]>>,
+    /// Commands of the capture in progress.
+    captured: Vec<Command>,
 }
 
-/// A piece of work.
-enum Piece {
+/// Work that a graph can contain.
+enum Command {
     Launch { launch: Launch, grid: [u32; 3], shared_bytes: usize },
-    Product { problem: Problem, operands: Operands },
+    Gemm { gemm: Gemm, operands: GemmOperands },
     Zero { to: *mut u8, bytes: usize },
     Copy { to: *mut u8, from: *const u8, bytes: usize },
 }
 
 impl Emulated {
-    pub fn new(emulation: Emulation) -> Self {
-        Self { emulation, ..Self::default() }
-    }
-
-    pub fn checked(emulation: Emulation) -> Self {
-        Self { emulation, checked: true, ..Self::default() }
-    }
-
-    /// Kernels compute what they can.
-    fn kernel_for(&self, problem: &Problem, operands: &Operands) -> Result<Option<KernelProduct>> {
-        match self.emulation.products {
-            Products::Cublaslt => Ok(None),
-            _ if !self.emulation.hopper => Ok(None),
-            Products::Auto => Ok(KernelProduct::of(problem, operands)),
-            Products::Rust => KernelProduct::required(problem, operands).map(Some),
+    /// Creates the emulator of a GPU.
+    pub fn new(gpu: EmulatedGpu, checked: bool) -> Self {
+        Self {
+            gpu,
+            checked,
+            memory: Memory::default(),
+            tensor_maps: HashMap::new(),
+            uploading: None,
+            reads: HashMap::new(),
+            next_read: 0,
+            start: Instant::now(),
+            graphs: CudaGraphs::default(),
+            captured: Vec::new(),
         }
     }
 
-    /// Records a piece or does it.
+    /// Runs a command, or captures it.
     ///
     /// # Safety
-    /// As the operation of [`Executor`] that it is of.
-    unsafe fn queue(&mut self, piece: Piece) -> Result<()> {
-        if self.recordings.is_under_way() {
-            self.recorded.push(piece);
+    /// As the method of [`Executor`] that creates the command.
+    unsafe fn submit(&mut self, command: Command) -> Result<()> {
+        if self.graphs.is_capturing() {
+            self.captured.push(command);
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.run(&piece) }
+        unsafe { self.run(&command) }
     }
 
     /// # Safety
-    /// As [`queue`](Self::queue).
-    unsafe fn run(&mut self, piece: &Piece) -> Result<()> {
-        match *piece {
-            Piece::Launch { ref launch, grid, shared_bytes } if self.checked => {
+    /// As [`submit`](Self::submit).
+    unsafe fn run(&mut self, command: &Command) -> Result<()> {
+        match *command {
+            Command::Launch { ref launch, grid, shared_bytes } if self.checked => {
                 Ok(launch.emulate_checked(&mut self.memory, grid, shared_bytes)?)
             }
             // SAFETY: the caller's promise; device memory is host memory here.
-            Piece::Launch { ref launch, grid, shared_bytes } => Ok(unsafe { launch.emulate(grid, shared_bytes) }?),
-            Piece::Product { ref problem, ref operands } => gemm::run(problem, operands, &mut self.memory),
-            Piece::Zero { to, bytes } => Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?),
-            Piece::Copy { to, from, bytes } => {
+            Command::Launch { ref launch, grid, shared_bytes } => Ok(unsafe { launch.emulate(grid, shared_bytes) }?),
+            Command::Gemm { ref gemm, ref operands } => reference::run(gemm, operands, &mut self.memory),
+            Command::Zero { to, bytes } => Ok(self.memory.write(GlobalMut::new(to), &vec![0u8; bytes])?),
+            Command::Copy { to, from, bytes } => {
                 let values = self.memory.slice(Global::new(from), bytes)?.to_vec();
                 Ok(self.memory.write(GlobalMut::new(to), &values)?)
             }
@@ -104,8 +98,8 @@ impl Executor for Emulated {
         "emulated GPU".into()
     }
 
-    fn memory_free(&self) -> Result<usize> {
-        // The emulator serves tests; what the host cannot hold is the host's error.
+    fn free_memory(&self) -> Result<usize> {
+        // The emulator serves tests; if the host runs out of memory, the host reports it.
         Ok(isize::MAX as usize / 2)
     }
 
@@ -113,18 +107,18 @@ impl Executor for Emulated {
         None
     }
 
-    fn emulation(&self) -> Emulation {
-        self.emulation
+    fn emulation(&self) -> EmulatedGpu {
+        self.gpu
     }
 
     fn shared_memory(&self, blocks: usize) -> usize {
-        // Hopper's 228 KiB, of which a block may have 227.
+        // Hopper has 228 KiB per SM, of which a block may use 227.
         (228 << 10) / blocks - 1024
     }
 
-    fn best_gelu_fusion(&self, float: DType) -> GeluFusion {
+    fn best_gelu_fusion(&self, dtype: DType) -> GeluFusion {
         // As on Hopper.
-        if float == DType::Bf16 { GeluFusion::Both } else { GeluFusion::None }
+        if dtype == DType::Bf16 { GeluFusion::Both } else { GeluFusion::None }
     }
 
     fn tensor_map(
@@ -133,13 +127,16 @@ impl Executor for Emulated {
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
-        if !self.emulation.hopper {
+        if !self.gpu.hopper {
             return Ok(None);
         }
         let key = Key { tensor: tensor.pointer().addr() as u64, extents, tile };
-        // As on a GPU.
-        let under_way = self.recordings.is_under_way();
-        ensure!(!under_way || self.tensor_maps.contains_key(&key), "{key:?} cannot be made in a recording");
+        // A GPU has the same limitation.
+        let exists = self.tensor_maps.contains_key(&key);
+        ensure!(
+            !self.graphs.is_capturing() || exists,
+            "{key:?} has no tensor map, and none can be created during graph capture"
+        );
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
             let map = match extents {
                 Extents::Matrix([rows, columns]) => {
@@ -152,16 +149,8 @@ impl Executor for Emulated {
         Ok(Some(*map))
     }
 
-    fn use_scratch(&mut self, scratch: Scratch) {
-        self.scratch = Some(scratch);
-    }
-
-    fn scratch(&self) -> Scratch {
-        self.scratch.unwrap_or(Scratch::NONE)
-    }
-
     fn allocate(&mut self, plan: &Plan) -> Result<Arena> {
-        self.recordings.forget();
+        self.graphs.invalidate();
         self.tensor_maps.clear();
         self.memory = Memory::new();
         let mut arena = Arena::default();
@@ -175,56 +164,46 @@ impl Executor for Emulated {
         Ok(arena)
     }
 
-    fn turn(&mut self, work: &Recurring) -> Turn {
-        self.recordings.turn(work)
+    fn graph_action(&mut self, key: &GraphKey) -> GraphAction {
+        self.graphs.next_action(key)
     }
 
-    fn start_recording(&mut self, work: &Recurring) -> Result<()> {
-        self.recordings.start(work);
+    fn begin_capture(&mut self, key: &GraphKey) -> Result<()> {
+        self.graphs.begin_capture(key);
         Ok(())
     }
 
-    fn finish_recording(&mut self, whole: bool) -> Result<()> {
-        let recorded = std::mem::take(&mut self.recorded);
-        let recording = if whole { Ok(recorded.into()) } else { Err(anyhow!("not all of it was queued")) };
-        self.recordings.finish(recording)
+    fn end_capture(&mut self, complete: bool) -> Result<()> {
+        let captured = std::mem::take(&mut self.captured);
+        self.graphs.end_capture(if complete { Ok(captured.into()) } else { Err(anyhow!("the capture is incomplete")) })
     }
 
-    fn replay(&mut self, work: &Recurring) -> Result<()> {
-        let recording = Rc::clone(self.recordings.get(work)?);
-        // SAFETY: when it was recorded, each operation held its tensors to the memory at hand, and recordings are forgotten
-        // before that is given up.
-        recording.iter().try_for_each(|piece| unsafe { self.run(piece) })
+    fn replay(&mut self, key: &GraphKey) -> Result<()> {
+        let graph = Rc::clone(self.graphs.get(key)?);
+        // SAFETY: each operation checked its tensors against the memory when the graph was captured, and graphs are invalidated
+        // before that memory is released.
+        graph.iter().try_for_each(|command| unsafe { self.run(command) })
+    }
+
+    fn invalidate_graphs(&mut self) {
+        self.graphs.invalidate();
     }
 
     unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.queue(Piece::Launch { launch: launch.clone(), grid, shared_bytes }) }
+        unsafe { self.submit(Command::Launch { launch: launch.clone(), grid, shared_bytes }) }
     }
 
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()> {
-        // The library would refuse the same operands.
-        operands.validate(problem)?;
-        if let Some(product) = self.kernel_for(problem, operands)? {
-            // Nothing is timed here.
-            let tiling = product.nth_tiling(self.emulation.tiling.unwrap_or(0), self);
-            for kernel in product.prepare(tiling, self)? {
-                // SAFETY: the caller's promise.
-                unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
-            }
-            return Ok(());
-        }
-        for kernel in otherwise {
+    unsafe fn launch_group(&mut self, _: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()> {
+        kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
             // SAFETY: the caller's promise.
-            unsafe { self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes) }?;
-        }
-        let (problem, operands) = by_library(problem, operands);
-        // SAFETY: the caller's promise.
-        unsafe { self.queue(Piece::Product { problem, operands }) }
+            unsafe { self.launch(launch, *grid, *shared_bytes) }
+        })
     }
 
-    fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool> {
-        Ok(self.kernel_for(problem, operands)?.is_some())
+    unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.submit(Command::Gemm { gemm: *gemm, operands: *operands }) }
     }
 
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()> {
@@ -238,33 +217,32 @@ impl Executor for Emulated {
 
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.queue(Piece::Zero { to, bytes }) }
+        unsafe { self.submit(Command::Zero { to, bytes }) }
     }
 
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.queue(Piece::Copy { to, from, bytes }) }
+        unsafe { self.submit(Command::Copy { to, from, bytes }) }
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
         Ok(Box::new(vec![0; len]))
     }
 
-    unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
+    unsafe fn upload_async(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>> {
         self.memory.write(GlobalMut::new(to), &buffer[..len])?;
-        // A GPU is still copying the last one when the next one comes.
+        // A GPU is still copying the previous batch when the next one arrives.
         Ok(self.uploading.replace(buffer))
     }
 
-    unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket> {
+    unsafe fn download_async(&mut self, from: *const f32, len: usize) -> Result<PendingRead> {
         let values = self.memory.slice(Global::new(from), len)?.to_vec();
-        self.next_ticket += 1;
-        let at = self.start.get_or_insert_with(Instant::now).elapsed();
-        self.reads.insert(self.next_ticket, Reading { values, at });
-        Ok(Ticket(self.next_ticket))
+        self.next_read += 1;
+        self.reads.insert(self.next_read, ReadResult { values, completed_at: self.start.elapsed() });
+        Ok(PendingRead(self.next_read))
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
-        self.reads.remove(&ticket.0).with_context(|| format!("read {} is not under way", ticket.0))
+    fn wait(&mut self, read: PendingRead) -> Result<ReadResult> {
+        self.reads.remove(&read.0).with_context(|| format!("read {} is not pending", read.0))
     }
 }

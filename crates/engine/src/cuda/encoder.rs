@@ -1,26 +1,19 @@
 //! Token and position embedding.
 
 use super::{Cuda, Float, shared_bytes};
-use crate::tensor::Tensor;
-use crate::{BatchLayout, Result, Scope};
+use crate::ops::{EncoderBackward, EncoderForward};
+use crate::{BatchLayout, Result, Workload};
 use gpu::encoder;
 
-/// f32 elements of scratch.
-pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
-    let (positions, c) = (scope.b * scope.t, scope.channels);
-    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, multiprocessors);
+/// Returns the f32 elements of scratch memory.
+pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
+    let (positions, c) = (workload.b * workload.t, workload.channels);
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, sm_count);
     encoder::encoder_backward_partials(positions, c, chunk)
 }
 
-pub(super) fn forward<T: Float>(
-    cuda: &mut Cuda<T>,
-    out: Tensor,
-    batch: Tensor,
-    layout: BatchLayout,
-    wte: Tensor,
-    wpe: Tensor,
-    c: usize,
-) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Result<()> {
+    let EncoderForward { out, batch, layout, wte, wpe, c } = op;
     let BatchLayout { b, t } = layout;
     let launch = encoder::encoder_forward::<T>(
         cuda.output("out", out, b * t * c)?,
@@ -34,19 +27,12 @@ pub(super) fn forward<T: Float>(
     cuda.launch(&launch, [encoder::encoder_forward_grid(b * t), 1, 1], 0)
 }
 
-pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
-    dwte: Tensor,
-    dwpe: Tensor,
-    dout: Tensor,
-    batch: Tensor,
-    layout: BatchLayout,
-    c: usize,
-) -> Result<()> {
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Result<()> {
+    let EncoderBackward { dwte, dwpe, dout, batch, layout, c } = op;
     let BatchLayout { b, t } = layout;
     let positions = b * t;
     let dout = cuda.input("dout", dout, positions * c)?;
-    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, cuda.executor.multiprocessors());
+    let chunk = encoder::encoder_backward_chunk::<T>(positions, c, cuda.executor.sm_count());
     let len = encoder::encoder_backward_partials(positions, c, chunk);
     let scratch = cuda.scratch(len)?;
     let dwte = cuda.output("dwte", dwte, dwte.len)?;

@@ -1,74 +1,68 @@
-//! What the engine's operations are queued on.
+//! The interface between the CUDA engine and the machine that runs its kernels: a GPU or the emulator.
 
-use super::Products;
+use super::MatmulBackend;
 use super::arena::Arena;
-use super::kernel_products::Scratch;
+use super::cuda_graphs::GraphAction;
 use super::tensor_maps::Extents;
+use crate::gemm::{Gemm, GemmKey, GemmOperands};
 use crate::plan::Plan;
 use crate::tensor::DType;
-use crate::{Algorithms, GeluFusion, HostBuffer, Interval, Peak, Reading, Recurring, Result, Ticket, Tuning};
-use cublaslt::{Operands, Problem};
+use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
+use cublaslt::sys::MatmulAlgo;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, bf16};
 use gpu::launch::KernelLaunch;
 
-/// The GPU that an emulator stands for.
+/// The GPU that an emulator imitates.
 #[derive(Clone, Copy, Debug)]
-pub struct Emulation {
-    pub multiprocessors: usize,
-    /// Runs the kernels for sm_90a where there are some.
+pub struct EmulatedGpu {
+    /// Number of SMs.
+    pub sm_count: usize,
+    /// Runs the kernels for sm_90a where they exist.
     pub hopper: bool,
-    /// Multiplies f32 with 10-bit mantissas.
+    /// Rounds the inputs of f32 GEMMs to TF32.
     pub tf32: bool,
-    pub products: Products,
-    /// As [`Options::tiling`](super::Options::tiling).
-    pub tiling: Option<usize>,
+    /// Which kernels compute GEMMs.
+    pub matmul: MatmulBackend,
+    /// See [`Options::kernel_config`](super::Options::kernel_config).
+    pub kernel_config: Option<usize>,
 }
 
-impl Default for Emulation {
-    /// A small one: so few multiprocessors that small tests fill more than one wave.
+impl Default for EmulatedGpu {
+    /// Returns a GPU with so few SMs that small tests fill more than one wave.
     fn default() -> Self {
-        Self { multiprocessors: 4, hopper: false, tf32: false, products: Products::Auto, tiling: None }
+        Self { sm_count: 4, hopper: false, tf32: false, matmul: MatmulBackend::Auto, kernel_config: None }
     }
 }
 
-/// What an executor wants of work that comes again and again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// To be given it.
-    Queue,
-    /// To record it, and to replay it then.
-    Record,
-    /// To replay it.
-    Replay,
-}
-
-/// A GPU or the emulator. Work is done in the order of the calls.
+/// A GPU or the emulator. Work runs in the order of the calls.
 pub trait Executor {
+    /// Describes the machine for the banner.
     fn describe(&self) -> String;
 
-    /// Bytes that [`allocate`](Self::allocate) could take besides what it has.
-    fn memory_free(&self) -> Result<usize>;
+    /// Returns the bytes that [`allocate`](Self::allocate) could take in addition to what is allocated.
+    fn free_memory(&self) -> Result<usize>;
 
-    /// Peak rate in products of this storage type.
-    fn peak(&self, float: DType) -> Option<Peak>;
+    /// Returns the peak GEMM rate for a storage type.
+    fn peak(&self, dtype: DType) -> Option<Peak>;
 
-    /// What the emulator must know to launch the same kernels with the same geometry.
-    fn emulation(&self) -> Emulation;
+    /// Returns what the emulator must know to launch the same kernels with the same geometry.
+    fn emulation(&self) -> EmulatedGpu;
 
-    fn multiprocessors(&self) -> usize {
-        self.emulation().multiprocessors
+    /// Returns the number of SMs.
+    fn sm_count(&self) -> usize {
+        self.emulation().sm_count
     }
 
-    /// Bytes of shared memory for each block where `blocks` share a multiprocessor.
+    /// Returns the bytes of shared memory available to each block if `blocks` share an SM.
     fn shared_memory(&self, blocks: usize) -> usize;
 
-    /// Which GELUs are faster as part of a matrix product, for this storage type.
-    fn best_gelu_fusion(&self, float: DType) -> GeluFusion;
+    /// Returns the GELU fusion that is fastest for a storage type.
+    fn best_gelu_fusion(&self, dtype: DType) -> GeluFusion;
 
-    /// A map of a tensor of bf16 for TMA copies of boxes of `tile` rows and columns; `None` where the kernels that use TMA
-    /// do not run. Valid until the next allocation.
+    /// Returns a tensor map for TMA copies of boxes of `tile` rows and columns, or `None` where the kernels that use TMA do not
+    /// run. The map is valid until the next allocation.
     fn tensor_map(
         &mut self,
         tensor: Global<bf16>,
@@ -76,118 +70,146 @@ pub trait Executor {
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;
 
-    /// Where kernels that multiply in parts may keep them, in the allocated memory.
-    fn use_scratch(&mut self, scratch: Scratch);
-
-    /// What [`use_scratch`](Self::use_scratch) said.
-    fn scratch(&self) -> Scratch;
-
+    /// Reports whether GEMMs in f32 round their inputs to TF32.
     fn tf32(&self) -> bool {
         self.emulation().tf32
     }
 
-    /// The stream that work is queued on, where there is one.
+    /// Returns the stream that work is launched on, if there is one.
     fn stream(&self) -> Option<&cuda_driver::Stream> {
         None
     }
 
-    /// Zeroed memory for the plan's buffers, in place of what was allocated before.
+    /// Allocates zeroed memory for the plan's buffers and frees the previous allocation.
     fn allocate(&mut self, plan: &Plan) -> Result<Arena>;
 
-    /// What to do about work that comes again and again.
-    fn turn(&mut self, work: &Recurring) -> Turn;
+    /// Returns how repeating work runs now.
+    fn graph_action(&mut self, key: &GraphKey) -> GraphAction;
 
-    /// From here on work is recorded and not done. Until [`finish_recording`](Self::finish_recording), which follows in any
-    /// case, nothing is copied from or to the host.
-    fn start_recording(&mut self, work: &Recurring) -> Result<()>;
+    /// Begins to capture launches instead of running them. [`end_capture`](Self::end_capture) must follow. Until then nothing may be
+    /// copied from or to the host.
+    fn begin_capture(&mut self, key: &GraphKey) -> Result<()>;
 
-    /// Ends the recording and keeps it if it is `whole`; else, or after an error, that work is never to be recorded again.
-    fn finish_recording(&mut self, whole: bool) -> Result<()>;
+    /// Ends the capture. Keeps the graph if it is `complete`; otherwise, or after an error, the work is never captured again.
+    fn end_capture(&mut self, complete: bool) -> Result<()>;
 
-    /// Does what was recorded.
-    fn replay(&mut self, work: &Recurring) -> Result<()>;
+    /// Launches a captured graph.
+    fn replay(&mut self, key: &GraphKey) -> Result<()>;
 
-    /// # Safety
-    /// The memory that the pointer arguments cover holds every index that the kernel forms in this grid, and
-    /// `shared_bytes` is what its layout takes.
-    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
+    /// Drops all captured graphs.
+    fn invalidate_graphs(&mut self);
 
-    /// A product. The library cannot compute two kinds: one that accumulates with
-    /// [`Epilogue::BiasGradB`](cublaslt::Epilogue::BiasGradB), which adds to the bias too, and
-    /// [`Epilogue::DGeluAndGelu`](cublaslt::Epilogue::DGeluAndGelu). Where no kernel computes all of it, `otherwise` is
-    /// launched, which adds to the bias or writes the GELU, before a product without.
+    /// Launches a kernel.
     ///
     /// # Safety
-    /// The operands are in the allocated memory, of the sizes that the problem implies, and outputs overlap nothing. For
-    /// `otherwise` as in [`launch`](Self::launch).
-    unsafe fn matmul(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()>;
+    /// The pointer arguments cover every index that the kernel forms in this grid, and `shared_bytes` is the size of its
+    /// shared-memory layout.
+    unsafe fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()>;
 
-    /// Whether a kernel of this program computes a product, not the library.
-    fn is_by_kernel(&self, problem: &Problem, operands: &Operands) -> Result<bool>;
+    /// Launches kernels that a profile shows as one interval.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch), for each of them.
+    unsafe fn launch_group(&mut self, name: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()>;
 
-    /// Until [`tune`](Self::tune), work is not done; products are noted.
-    fn note_products(&mut self) {}
+    /// Runs the [library part](Gemm::library_part) of a GEMM: with cuBLASLt on a GPU, with the CPU reference in the emulator.
+    ///
+    /// # Safety
+    /// The operands lie in the allocated memory, have the sizes that the GEMM implies, and outputs overlap nothing else.
+    unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()>;
 
-    /// Whether products are noted.
-    fn notes_products(&self) -> bool {
-        false
+    /// Returns the timer of GEMMs, if this machine can time them.
+    fn gemm_timer(&mut self) -> Option<&mut dyn GemmTimer> {
+        None
     }
 
-    /// Times the algorithms for the products noted, or those of them that nothing is known of, on the allocated memory,
-    /// which is zeroed then.
-    fn tune(&mut self, _anew: bool) -> Result<Tuning> {
-        Ok(Tuning::default())
-    }
-
-    /// As [`Engine::start_profile`](crate::Engine::start_profile).
+    /// See [`Engine::start_profile`](crate::Engine::start_profile).
     fn start_profile(&mut self) -> Result<()> {
-        anyhow::bail!("{} has no clock of its own: use --device cuda", self.describe())
+        anyhow::bail!("profile: expected a GPU, found {}; use --device cuda", self.describe())
     }
 
-    /// As [`Engine::profile`](crate::Engine::profile).
+    /// See [`Engine::profile`](crate::Engine::profile).
     fn profile(&mut self) -> Result<Vec<Interval>> {
         Ok(Vec::new())
     }
 
-    /// See [`Engine::algorithms`](crate::Engine::algorithms).
-    fn algorithms(&self) -> Option<Algorithms> {
-        None
-    }
-
-    /// See [`Engine::adopt`](crate::Engine::adopt).
-    fn adopt(&mut self, _algorithms: &Algorithms) -> bool {
-        false
-    }
-
+    /// Copies bytes to the device.
+    ///
     /// # Safety
     /// `to` covers the bytes in the allocated memory.
     unsafe fn upload(&mut self, to: *mut u8, bytes: &[u8]) -> Result<()>;
 
-    /// Copies once everything before has run.
+    /// Copies bytes to the host after all previous work has run.
     ///
     /// # Safety
     /// `from` covers the bytes in the allocated memory.
     unsafe fn download(&mut self, bytes: &mut [u8], from: *const u8) -> Result<()>;
 
+    /// Fills memory with zeros.
+    ///
     /// # Safety
     /// `to` covers the bytes in the allocated memory.
     unsafe fn zero(&mut self, to: *mut u8, bytes: usize) -> Result<()>;
 
+    /// Copies device memory.
+    ///
     /// # Safety
     /// `to` and `from` cover the bytes in the allocated memory and do not overlap.
     unsafe fn copy(&mut self, to: *mut u8, from: *const u8, bytes: usize) -> Result<()>;
 
+    /// Returns a host buffer of `len` words for batches.
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
 
-    /// Copies the first `len` words and keeps the buffer until that is done; gives back one that is.
+    /// Begins to copy the first `len` words and keeps the buffer until the copy is done. Returns a buffer whose copy is done.
     ///
     /// # Safety
     /// `to` covers `len` words of the allocated memory; `buffer` holds as many.
-    unsafe fn upload_later(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>>;
+    unsafe fn upload_async(&mut self, to: *mut i32, buffer: HostBuffer, len: usize) -> Result<Option<HostBuffer>>;
 
+    /// Begins to copy `len` values to the host.
+    ///
     /// # Safety
     /// `from` covers `len` values of the allocated memory.
-    unsafe fn download_later(&mut self, from: *const f32, len: usize) -> Result<Ticket>;
+    unsafe fn download_async(&mut self, from: *const f32, len: usize) -> Result<PendingRead>;
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Reading>;
+    /// Waits for a copy to the host.
+    fn wait(&mut self, read: PendingRead) -> Result<ReadResult>;
+}
+
+/// Times of cuBLASLt's algorithms for one GEMM, in milliseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct LibraryTiming {
+    /// Number of algorithms that were timed.
+    pub candidates: usize,
+    /// cuBLASLt's own first choice.
+    pub first: f32,
+    /// The fastest algorithm.
+    pub best: f32,
+}
+
+/// Times GEMMs on the GPU. The autotuner is its only user.
+pub trait GemmTimer {
+    /// Fills the allocated memory with noise: a GPU multiplies zeros faster than real data, because it draws less power.
+    fn fill_with_noise(&mut self, gemm: &Gemm) -> Result<()>;
+
+    /// Fills the allocated memory with zeros.
+    fn zero_memory(&mut self) -> Result<()>;
+
+    /// Times cuBLASLt's algorithms for a GEMM's library part and keeps the fastest.
+    ///
+    /// # Safety
+    /// As [`Executor::library_gemm`]; outputs are undefined afterwards.
+    unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<LibraryTiming>;
+
+    /// Returns the mean time of launching the kernels, in milliseconds.
+    ///
+    /// # Safety
+    /// As [`Executor::launch`], for each of them; outputs are undefined afterwards.
+    unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch]) -> Result<f32>;
+
+    /// Returns the algorithm that cuBLASLt uses for a GEMM, if one was selected.
+    fn library_algorithm(&self, key: &GemmKey) -> Option<MatmulAlgo>;
+
+    /// Selects the algorithm that cuBLASLt uses for a GEMM.
+    fn set_library_algorithm(&mut self, key: &GemmKey, algo: MatmulAlgo);
 }

@@ -3,33 +3,26 @@
 use crate::Result;
 use cuda_driver::{Function, LaunchConfig, Module, Stream};
 use cuda_std::launch::Launch;
-use gpu::launch::KernelLaunch;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
+/// Kernels by name, loaded at first use.
 pub struct Functions {
     loaded: HashMap<&'static str, Function>,
     module: Module,
 }
 
 impl Functions {
+    /// Wraps a module.
     pub fn new(module: Module) -> Self {
         Self { loaded: HashMap::new(), module }
     }
 
-    /// Queues a kernel.
+    /// Launches a kernel.
     ///
     /// # Safety
     /// As [`Executor::launch`](super::executor::Executor::launch).
-    pub unsafe fn launch(&mut self, stream: &Stream, kernel: &KernelLaunch) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_as(stream, &kernel.launch, kernel.grid, kernel.shared_bytes) }
-    }
-
-    /// As [`launch`](Self::launch).
-    ///
-    /// # Safety
-    /// As [`Executor::launch`](super::executor::Executor::launch).
-    pub unsafe fn launch_as(
+    pub unsafe fn launch(
         &mut self,
         stream: &Stream,
         launch: &Launch,
@@ -37,8 +30,8 @@ impl Functions {
         shared_bytes: usize,
     ) -> Result<()> {
         let function = match self.loaded.entry(launch.name()) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(self.module.function(launch.name())?),
         };
         let config = LaunchConfig {
             grid,

@@ -1,4 +1,4 @@
-//! GELU as a pass of its own, where the matrix product does not do it.
+//! GELU as a kernel of its own, where no GEMM epilogue applies it.
 
 use super::{Cuda, Float};
 use crate::Result;
@@ -8,12 +8,12 @@ use gpu::launch::KernelLaunch;
 
 /// out (n) = gelu(inp (n))
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<()> {
-    let pass = prepare(cuda, out, inp, n)?;
-    cuda.launch(&pass.launch, pass.grid, pass.shared_bytes)
+    let kernel = forward_kernel(cuda, out, inp, n)?;
+    cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)
 }
 
-/// As [`forward`], to be launched.
-pub(super) fn prepare<T: Float>(cuda: &Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<KernelLaunch> {
+/// Returns the kernel of [`forward`].
+pub(super) fn forward_kernel<T: Float>(cuda: &Cuda<T>, out: Tensor, inp: Tensor, n: usize) -> Result<KernelLaunch> {
     let launch = gelu::gelu_forward::<T>(cuda.output("out", out, n)?, cuda.input("pre_gelu", inp, n)?, n as u64);
     Ok(KernelLaunch { launch, grid: [gelu::grid::<T>(n), 1, 1], shared_bytes: 0 })
 }

@@ -1,30 +1,30 @@
-//! Layer normalisation.
+//! Layer normalization.
 
 use super::{Cuda, Float, bias, shared_bytes};
-use crate::tensor::Tensor;
-use crate::{LayerNorm, Result, Scope};
+use crate::ops::{LayerNormBackward, LayerNormForward, MatmulShape};
+use crate::{Result, Workload};
 use anyhow::Context;
 use cuda_std::GlobalMut;
 use gpu::column_sum;
 use gpu::layernorm::{self, Shape};
 
-/// f32 elements of scratch; 0 for channels that no kernel takes, which the first operation says.
-pub(super) fn scratch<T: Float>(scope: &Scope, multiprocessors: usize) -> usize {
+/// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
+pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
     let partials = |shape: Shape| {
-        shape.backward_partials(scope.b * scope.t, scope.channels, multiprocessors, shape.sums_columns())
+        shape.backward_partials(workload.b * workload.t, workload.channels, sm_count, shape.sums_columns())
     };
-    Shape::of::<T>(scope.channels).map_or(0, partials)
+    Shape::of::<T>(workload.channels).map_or(0, partials)
 }
 
-/// Whether a kernel has the column sums of what it writes.
-pub(super) fn sums_columns<T: Float>(channels: usize) -> bool {
+/// Reports whether the backward kernel also computes the column sums of its output.
+pub(super) fn fuses_column_sums<T: Float>(channels: usize) -> bool {
     Shape::of::<T>(channels).is_some_and(Shape::sums_columns)
 }
 
 fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
     Shape::of::<T>(channels).with_context(|| {
         format!(
-            "LayerNorm over {channels} channels in {}: the kernels take multiples of {} up to {}",
+            "LayerNorm in {}: expected a multiple of {} channels up to {}, found {channels}",
             T::DTYPE.name(),
             T::PACKET,
             T::PACKET * 32 * 64
@@ -32,7 +32,7 @@ fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
     })
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormForward) -> Result<()> {
     let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
     let launch = layernorm::dispatch!(
         shape,
@@ -40,36 +40,28 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNorm, inp: Tensor) 
             cuda.output("out", op.out, n)?,
             cuda.output("mean", op.mean, rows)?,
             cuda.output("rstd", op.rstd, rows)?,
-            cuda.input("inp", inp, n)?,
+            cuda.input("inp", op.inp, n)?,
             cuda.input("weight", op.weight, op.c)?,
             cuda.input("bias", op.bias, op.c)?,
             rows as u32,
             op.c as u32,
         )
     );
-    let grid = shape.forward_grid(rows, cuda.executor.multiprocessors());
+    let grid = shape.forward_grid(rows, cuda.executor.sm_count());
     cuda.launch(&launch, [grid, 1, 1], shape.forward_shared_bytes::<T>())
 }
 
-pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
-    dinp: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    column_sums: Option<Tensor>,
-    dout: Tensor,
-    inp: Tensor,
-    op: LayerNorm,
-) -> Result<()> {
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormBackward) -> Result<()> {
+    let LayerNormBackward { dinp, dweight, dbias, column_sums, dout, inp, .. } = op;
     let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
-    let summed_here = column_sums.filter(|_| shape.sums_columns());
-    let multiprocessors = cuda.executor.multiprocessors();
-    let blocks = shape.backward_grid(rows, multiprocessors);
-    let len = shape.backward_partials(rows, op.c, multiprocessors, summed_here.is_some());
+    let fused_sums = column_sums.filter(|_| shape.sums_columns());
+    let sm_count = cuda.executor.sm_count();
+    let blocks = shape.backward_grid(rows, sm_count);
+    let len = shape.backward_partials(rows, op.c, sm_count, fused_sums.is_some());
     let scratch = cuda.scratch(len)?;
     let launch = layernorm::dispatch_backward!(
         shape,
-        summed_here.is_some(),
+        fused_sums.is_some(),
         <T>(
             cuda.output("dinp", dinp, n)?,
             cuda.output("scratch", scratch, len)?,
@@ -86,7 +78,7 @@ pub(super) fn backward<T: Float>(
     let launch = layernorm::layernorm_backward_reduce::<T>(
         cuda.output("dweight", dweight, op.c)?,
         cuda.output("dbias", dbias, op.c)?,
-        match summed_here {
+        match fused_sums {
             Some(sums) => cuda.output("column_sums", sums, op.c)?,
             None => GlobalMut::new(std::ptr::null_mut()),
         },
@@ -94,12 +86,13 @@ pub(super) fn backward<T: Float>(
         blocks,
         op.c as u32,
     );
-    let grid = layernorm::reduce_grid(op.c, summed_here.is_some());
+    let grid = layernorm::reduce_grid(op.c, fused_sums.is_some());
     cuda.launch(&launch, [grid, 1, 1], shared_bytes(column_sum::shared))?;
     match column_sums {
-        Some(sums) if summed_here.is_none() => {
-            let passes = bias::backward(cuda, sums, dinp, rows, op.c)?;
-            passes.iter().try_for_each(|pass| cuda.launch(&pass.launch, pass.grid, pass.shared_bytes))
+        Some(sums) if fused_sums.is_none() => {
+            let shape = MatmulShape { rows, c: op.c, oc: op.c };
+            let kernels = bias::backward_kernels(cuda, sums, dinp, shape)?;
+            cuda.launch_all(&kernels)
         }
         _ => Ok(()),
     }

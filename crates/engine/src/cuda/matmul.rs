@@ -1,242 +1,205 @@
-//! Linear layers. A row-major matrix is its column-major transpose to cuBLASLt, see the `cublaslt` crate.
+//! Linear layers as GEMMs.
 
-use super::kernel_products::Scratch;
-use super::{Cuda, Emulation, Float, Products, bias, gelu};
+use super::executor::EmulatedGpu;
+use super::wgmma::Scratch;
+use super::{Cuda, Float, MatmulBackend, bias, gelu};
+use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::ops::{Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
 use crate::tensor::{DType, Tensor};
-use crate::{Ending, GeluForward, GeluFusion, GeluInput, Linear, Result, Scope};
-use cublaslt::{Element, Epilogue, Operands, Problem};
+use crate::{GeluFusion, Result, Workload};
 use gpu::launch::KernelLaunch;
 
-/// f32 elements of scratch: partial sums of weights' gradients, where kernels compute them.
-pub(super) fn scratch<T: Float>(scope: &Scope, machine: Emulation) -> usize {
-    let kernels = T::DTYPE == DType::Bf16 && machine.hopper && machine.products != Products::Cublaslt;
-    if kernels { Scratch::needed(scope, machine.multiprocessors) } else { 0 }
+/// Returns the f32 elements of scratch memory for partial sums of weight gradients, where wgmma kernels compute them.
+pub(super) fn scratch<T: Float>(workload: &Workload, gpu: EmulatedGpu) -> usize {
+    let kernels = T::DTYPE == DType::Bf16 && gpu.hopper && gpu.matmul != MatmulBackend::Cublaslt;
+    if kernels { Scratch::needed(workload, gpu.sm_count) } else { 0 }
 }
 
 impl<T: Float> Cuda<T> {
-    /// An operand: `tensor`, which must hold at least `len` floats.
+    /// Returns the address of an operand: `tensor`, which must hold at least `len` floats.
     fn operand(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
         Ok(self.arena.address::<T>(name, tensor, len)?.addr() as u64)
     }
 
-    fn element(&self) -> Element {
+    fn gemm_precision(&self) -> GemmPrecision {
         match T::DTYPE {
-            DType::Bf16 => Element::Bf16,
-            _ if self.executor.tf32() => Element::Tf32,
-            _ => Element::F32,
+            DType::Bf16 => GemmPrecision::Bf16,
+            _ if self.executor.tf32() => GemmPrecision::Tf32,
+            _ => GemmPrecision::F32,
         }
     }
 
-    fn product(&mut self, problem: &Problem, operands: &Operands) -> Result<()> {
-        self.product_or(problem, operands, Vec::new())
-    }
-
-    /// As [`Executor::matmul`](super::executor::Executor::matmul).
-    fn product_or(&mut self, problem: &Problem, operands: &Operands, otherwise: Vec<KernelLaunch>) -> Result<()> {
-        if problem.m == 0 || problem.n == 0 {
+    fn run_gemm(&mut self, call: GemmCall) -> Result<()> {
+        if call.gemm.m == 0 || call.gemm.n == 0 {
             return Ok(());
         }
-        // SAFETY: `operand` has held each tensor to the length its shape implies; outputs are tensors of their own.
-        unsafe { self.executor.matmul(problem, operands, otherwise) }
+        // SAFETY: `operand` has checked each tensor against the length that its shape implies; outputs are tensors of their own.
+        unsafe { self.gemms.run(call, &mut *self.executor) }
     }
-}
 
-/// A GELU epilogue's auxiliary matrix has a leading dimension that is a multiple of this.
-const FUSED_GELU_WIDTH: usize = 8;
+    /// Reports whether a wgmma kernel computes the GEMM.
+    fn runs_on_wgmma(&self, call: &GemmCall) -> Result<bool> {
+        Ok(self.gemms.kernel_for(call, self.executor.sm_count())?.is_some())
+    }
 
-impl<T: Float> Cuda<T> {
-    /// Whether the product that gives `oc` columns, with a bias, applies GELU itself.
+    /// Reports whether the GEMM with `oc` output columns and a bias applies GELU in its epilogue.
     fn fuses_gelu_forward(&self, bias: Option<Tensor>, oc: usize) -> bool {
-        self.gelu_fusion >= GeluFusion::Forward && bias.is_some() && oc.is_multiple_of(FUSED_GELU_WIDTH)
+        self.gelu_fusion >= GeluFusion::Forward && bias.is_some() && oc.is_multiple_of(GELU_COLUMNS)
+    }
+
+    /// Returns the GEMM of a forward pass.
+    fn forward_gemm(&self, op: MatmulForward) -> Result<GemmCall> {
+        let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
+        let (residual, pre_gelu) = match epilogue {
+            Epilogue::None => (None, None),
+            Epilogue::Residual(residual) => (Some(residual), None),
+            Epilogue::Gelu(pre_gelu) => (None, Some(pre_gelu)),
+        };
+        let epilogue = match (bias, epilogue) {
+            (Some(_), Epilogue::None) => GemmEpilogue::Bias,
+            (Some(_), Epilogue::Residual(_)) => GemmEpilogue::BiasResidual,
+            (Some(_), Epilogue::Gelu(_)) => GemmEpilogue::BiasGelu,
+            (None, Epilogue::Residual(_)) => GemmEpilogue::Residual,
+            (None, _) => GemmEpilogue::None,
+        };
+        let precision = self.gemm_precision();
+        let gemm = Gemm { m: rows, n: oc, k: c, layout: GemmLayout::Nt, precision, epilogue, f32_output: false };
+        let operands = GemmOperands {
+            a: self.operand("inp", inp, rows * c)?,
+            b: self.operand("weight", weight, oc * c)?,
+            out: self.operand("out", out, rows * oc)?,
+            bias: bias.map(|bias| self.operand("bias", bias, oc)).transpose()?,
+            residual: residual.map(|residual| self.operand("residual", residual, rows * oc)).transpose()?,
+            pre_gelu: pre_gelu.map(|pre_gelu| self.operand("pre_gelu", pre_gelu, rows * oc)).transpose()?,
+            gelu: None,
+        };
+        Ok(GemmCall { gemm, operands, fallback: Vec::new() })
+    }
+
+    /// Returns the GEMM that recomputes `out`, the GELU of `pre_gelu`, or `None` if a GELU kernel gives the same bits.
+    ///
+    /// cuBLASLt applies GELU before it rounds the sum to `pre_gelu`; wgmma kernels apply it to the rounded value.
+    fn gelu_recompute_gemm(&self, out: Tensor, pre_gelu: Tensor, forward: GeluForward) -> Result<Option<GemmCall>> {
+        let GeluForward { inp, weight, bias, shape } = forward;
+        if !self.fuses_gelu_forward(bias, shape.oc) {
+            return Ok(None);
+        }
+        let epilogue = Epilogue::Gelu(pre_gelu);
+        let call = self.forward_gemm(MatmulForward { out, inp, weight, bias, epilogue, shape })?;
+        Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
+    }
+
+    /// Recomputes `inp`, the GELU of `pre_gelu`, or returns the kernel that does if the GEMM of dinp is to do it instead.
+    fn recompute_gelu(
+        &mut self,
+        inp: Tensor,
+        pre_gelu: Tensor,
+        forward: GeluForward,
+        dinp: &GemmCall,
+    ) -> Result<Option<KernelLaunch>> {
+        let kernel = gelu::forward_kernel(self, inp, pre_gelu, dinp.gemm.m * dinp.gemm.n)?;
+        let fused = dinp.gemm.epilogue == GemmEpilogue::GeluBackward;
+        if fused && self.gemms.is_collecting() {
+            // No backend is chosen yet for the forward GEMM nor for this one, so the autotuner must see both variants.
+            self.run_gemm(dinp.clone())?;
+            return Ok(Some(kernel));
+        }
+        if let Some(call) = self.gelu_recompute_gemm(inp, pre_gelu, forward)? {
+            self.run_gemm(call)?;
+            return Ok(None);
+        }
+        // Where cuBLASLt computes dinp without recomputation it must do so with it, so that recomputation does not change bits.
+        if fused && self.runs_on_wgmma(dinp)? {
+            return Ok(Some(kernel));
+        }
+        self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+        Ok(None)
     }
 }
 
-/// A product with an ending of its own.
-fn forward_product<T: Float>(
-    cuda: &Cuda<T>,
-    out: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    bias: Option<Tensor>,
-    ending: Ending,
-    shape: Linear,
-) -> Result<(Problem, Operands)> {
-    let Linear { rows, c, oc } = shape;
-    let (residual, pre_gelu) = match ending {
-        Ending::Sum => (None, None),
-        Ending::Residual(residual) => (Some(residual), None),
-        Ending::Gelu(pre_gelu) => (None, Some(pre_gelu)),
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result<()> {
+    match op.epilogue {
+        Epilogue::Gelu(pre_gelu) if !cuda.fuses_gelu_forward(op.bias, op.shape.oc) => {
+            let unfused = MatmulForward { out: pre_gelu, epilogue: Epilogue::None, ..op };
+            cuda.run_gemm(cuda.forward_gemm(unfused)?)?;
+            gelu::forward(cuda, op.out, pre_gelu, op.shape.rows * op.shape.oc)
+        }
+        _ => cuda.run_gemm(cuda.forward_gemm(op)?),
+    }
+}
+
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: MatmulBackward) -> Result<()> {
+    // The bias gradient's scratch memory is checked before anything is launched.
+    let bias_kernels = match op.dbias {
+        Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,
+        None => Vec::new(),
     };
-    let problem = Problem {
-        m: oc,
-        n: rows,
-        k: c,
-        transpose_a: true,
-        transpose_b: false,
-        element: cuda.element(),
-        epilogue: match (bias, pre_gelu) {
-            (Some(_), Some(_)) => Epilogue::GeluAuxBias,
-            (Some(_), None) => Epilogue::Bias,
-            _ => Epilogue::None,
-        },
-        accumulate: residual.is_some(),
-        batch: 1,
-        output: None,
-    };
-    let operands = Operands {
-        a: cuda.operand("weight", weight, oc * c)?,
-        b: cuda.operand("inp", inp, rows * c)?,
-        d: cuda.operand("out", out, rows * oc)?,
-        bias: bias.map(|bias| cuda.operand("bias", bias, oc)).transpose()?,
-        c: residual.map(|residual| cuda.operand("residual", residual, rows * oc)).transpose()?,
-        aux: pre_gelu.map(|pre_gelu| cuda.operand("pre_gelu", pre_gelu, rows * oc)).transpose()?,
-        gelu: None,
-    };
-    Ok((problem, operands))
+    backward_input(cuda, &op)?;
+    backward_weight(cuda, &op, bias_kernels)
 }
 
-pub(super) fn forward<T: Float>(
-    cuda: &mut Cuda<T>,
-    out: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    bias: Option<Tensor>,
-    ending: Ending,
-    shape: Linear,
-) -> Result<()> {
-    let apart = match ending {
-        Ending::Gelu(pre_gelu) if !cuda.fuses_gelu_forward(bias, shape.oc) => Some(pre_gelu),
-        _ => None,
-    };
-    let (product, own_ending) = apart.map_or((out, ending), |pre_gelu| (pre_gelu, Ending::Sum));
-    let (problem, operands) = forward_product(cuda, product, inp, weight, bias, own_ending, shape)?;
-    cuda.product(&problem, &operands)?;
-    apart.map_or(Ok(()), |pre_gelu| gelu::forward(cuda, out, pre_gelu, shape.rows * shape.oc))
-}
-
-/// The product to repeat where `out`, the GELU of `pre_gelu`, is to be made again: the library's GELU saw its product before that
-/// was rounded to `pre_gelu`. `None` where the GELU of what is in `pre_gelu` has the same bits, as that of the kernels.
-fn gelu_product<T: Float>(
-    cuda: &Cuda<T>,
-    out: Tensor,
-    pre_gelu: Tensor,
-    GeluForward { inp, weight, bias, shape }: GeluForward,
-) -> Result<Option<(Problem, Operands)>> {
-    if !cuda.fuses_gelu_forward(bias, shape.oc) {
-        return Ok(None);
-    }
-    let product = forward_product(cuda, out, inp, weight, bias, Ending::Gelu(pre_gelu), shape)?;
-    Ok(if cuda.executor.is_by_kernel(&product.0, &product.1)? { None } else { Some(product) })
-}
-
-/// Writes inp, the GELU of `pre_gelu`, again; or returns the pass that does, if the product that gives dinp is to do it.
-fn make_again<T: Float>(
-    cuda: &mut Cuda<T>,
-    inp: Tensor,
-    pre_gelu: Tensor,
-    again: GeluForward,
-    dinp: (&Problem, &Operands),
-) -> Result<Option<KernelLaunch>> {
-    let (problem, operands) = dinp;
-    let pass = gelu::prepare(cuda, inp, pre_gelu, problem.n * problem.m)?;
-    let fused = problem.epilogue == Epilogue::DGelu;
-    if fused && cuda.executor.notes_products() {
-        // Nothing is decided of the forward's product yet, nor of this one: either way is to be known.
-        cuda.product(problem, operands)?;
-        return Ok(Some(pass));
-    }
-    if let Some((problem, operands)) = gelu_product(cuda, inp, pre_gelu, again)? {
-        cuda.product(&problem, &operands)?;
-        return Ok(None);
-    }
-    // Where the library gives dinp to those that keep inp, it has to here, or the bits of dinp would depend on what is kept.
-    if fused && cuda.executor.is_by_kernel(problem, operands)? {
-        return Ok(Some(pass));
-    }
-    cuda.launch(&pass.launch, pass.grid, pass.shared_bytes)?;
-    Ok(None)
-}
-
-pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
-    dinp: Tensor,
-    dweight: Tensor,
-    dbias: Option<Tensor>,
-    dout: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    gelu: Option<GeluInput>,
-    shape: Linear,
-) -> Result<()> {
-    let Linear { rows, c, oc } = shape;
-    let sums = dbias.map_or(Ok(Vec::new()), |dbias| bias::backward(cuda, dbias, dout, rows, oc))?;
-    let fused = gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(FUSED_GELU_WIDTH));
-    let element = cuda.element();
-    let dout = cuda.operand("dout", dout, rows * oc)?;
-
-    let problem = Problem {
-        m: c,
-        n: rows,
+/// dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of GELU where the input is one
+fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
+    let MatmulBackward { dinp, dout, inp, weight, gelu, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let fused = gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS));
+    let gemm = Gemm {
+        m: rows,
+        n: c,
         k: oc,
-        transpose_a: false,
-        transpose_b: false,
-        element,
-        epilogue: if fused.is_some() { Epilogue::DGelu } else { Epilogue::None },
-        accumulate: false,
-        batch: 1,
-        output: None,
+        layout: GemmLayout::Nn,
+        precision: cuda.gemm_precision(),
+        epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
+        f32_output: false,
     };
-    let operands = Operands {
-        a: cuda.operand("weight", weight, oc * c)?,
-        b: dout,
-        d: cuda.operand("dinp", dinp, rows * c)?,
-        c: None,
-        bias: None,
-        aux: fused.map(|gelu| cuda.operand("pre_gelu", gelu.pre_gelu, rows * c)).transpose()?,
-        gelu: None,
+    let operands = GemmOperands {
+        a: cuda.operand("dout", dout, rows * oc)?,
+        b: cuda.operand("weight", weight, oc * c)?,
+        out: cuda.operand("dinp", dinp, rows * c)?,
+        pre_gelu: fused.map(|gelu| cuda.operand("pre_gelu", gelu.pre_gelu, rows * c)).transpose()?,
+        ..GemmOperands::default()
     };
-    let pass = match gelu {
-        Some(GeluInput { pre_gelu, again: Some(again) }) => {
-            make_again(cuda, inp, pre_gelu, again, (&problem, &operands))?
-        }
+    let call = GemmCall { gemm, operands, fallback: Vec::new() };
+    let recompute_kernel = match gelu {
+        Some(GeluInput { pre_gelu, recompute: Some(forward) }) => cuda.recompute_gelu(inp, pre_gelu, forward, &call)?,
         _ => None,
     };
-    match pass {
-        Some(pass) => {
-            let problem = Problem { epilogue: Epilogue::DGeluAndGelu, ..problem };
-            let operands = Operands { gelu: Some(cuda.operand("inp", inp, rows * c)?), ..operands };
-            cuda.product_or(&problem, &operands, vec![pass])?;
+    match recompute_kernel {
+        Some(kernel) => {
+            let gemm = Gemm { epilogue: GemmEpilogue::GeluBackwardRecompute, ..gemm };
+            let operands = GemmOperands { gelu: Some(cuda.operand("inp", inp, rows * c)?), ..operands };
+            cuda.run_gemm(GemmCall { gemm, operands, fallback: vec![kernel] })?;
         }
-        None => cuda.product(&problem, &operands)?,
+        None => cuda.run_gemm(call)?,
     }
-    if let (Some(gelu), None) = (gelu, fused) {
-        gelu::backward(cuda, dinp, gelu.pre_gelu, rows * c)?;
+    match gelu {
+        Some(gelu) if fused.is_none() => gelu::backward(cuda, dinp, gelu.pre_gelu, rows * c),
+        _ => Ok(()),
     }
+}
 
-    let problem = Problem {
-        m: c,
-        n: oc,
+/// dweight (OC, C) += dout (rows, OC)ᵀ · inp (rows, C), and dbias (OC) += column sums of dout
+fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
+    let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let f32_output = dweight.dtype != T::DTYPE;
+    let gemm = Gemm {
+        m: oc,
+        n: c,
         k: rows,
-        transpose_a: false,
-        transpose_b: true,
-        element,
-        epilogue: if dbias.is_some() { Epilogue::BiasGradB } else { Epilogue::None },
-        accumulate: true,
-        batch: 1,
-        output: (dweight.dtype != T::DTYPE).then_some(Element::F32),
+        layout: GemmLayout::Tn,
+        precision: cuda.gemm_precision(),
+        epilogue: if dbias.is_some() { GemmEpilogue::AccumulateBiasGrad } else { GemmEpilogue::Accumulate },
+        f32_output,
     };
-    let operands = Operands {
-        a: cuda.operand("inp", inp, rows * c)?,
-        b: dout,
-        d: if problem.output.is_some() {
+    let operands = GemmOperands {
+        a: cuda.operand("dout", dout, rows * oc)?,
+        b: cuda.operand("inp", inp, rows * c)?,
+        out: if f32_output {
             cuda.arena.address::<f32>("dweight", dweight, oc * c)?.addr() as u64
         } else {
             cuda.operand("dweight", dweight, oc * c)?
         },
-        c: None,
         bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
-        aux: None,
-        gelu: None,
+        ..GemmOperands::default()
     };
-    cuda.product_or(&problem, &operands, sums)
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: bias_kernels })
 }

@@ -1,7 +1,7 @@
-//! The CUDA engine: which kernel, which grid, which matrix product; one file per operation, as in `gpu/`.
+//! The CUDA engine: selects the kernel and grid of each operation. One file per operation, as in `gpu/`.
 //!
-//! Operations check their tensors against the shape they are given, and queue kernels on an [`executor::Executor`]: a
-//! GPU, or the emulator, which runs the same kernels with the same launch geometry on the CPU.
+//! Operations check their tensors against the shape they are given, and launch kernels on an [`executor::Executor`]: a GPU, or
+//! the emulator, which runs the same kernels with the same launch geometry on the CPU.
 
 mod adamw;
 mod arena;
@@ -9,125 +9,125 @@ mod attention;
 mod bias;
 mod cast;
 mod classifier;
+mod cuda_graphs;
 mod device;
 mod emulated;
 mod encoder;
 mod executor;
 mod functions;
 mod gelu;
-mod gemm;
+mod gemm_cache;
+mod gemm_dispatch;
+mod gemm_tuner;
 mod global_norm;
-mod kernel_products;
 mod layernorm;
 mod matmul;
 mod modules;
+mod noise;
 mod peak;
 mod profile;
-mod recordings;
 mod tensor_maps;
-mod tuning;
+mod wgmma;
 
+pub use executor::EmulatedGpu;
 pub use modules::EmbeddedKernels;
 
-use super::{
-    AdamW, Algorithms, BatchLayout, Ending, Engine, GeluFusion, GeluInput, Heads, HostBuffer, Interval, LayerNorm,
-    Linear, OnDevice, Optimized, Peak, Reading, Recurring, Result, Scope, Ticket, Tuning, UpdateRange,
-};
+use crate::gemm::{Algorithms, Tuning};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
+use crate::{
+    BatchLayout, DeviceTensor, Engine, GeluFusion, GraphKey, HostBuffer, Interval, Operation, Peak, PendingRead,
+    ReadResult, Result, Workload,
+};
 use anyhow::{bail, ensure};
 use arena::Arena;
+use cuda_graphs::GraphAction;
 use cuda_std::launch::Launch;
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-pub use executor::Emulation;
-use executor::{Executor, Turn};
-use kernel_products::Scratch;
+use executor::Executor;
+use gemm_dispatch::GemmDispatch;
+use gpu::launch::KernelLaunch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
+use wgmma::Scratch;
 
 /// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
+    /// bf16 with f32 accumulation
     Bf16,
+    /// f32
     Fp32,
 }
 
-/// How to run on a GPU.
+/// Settings of an engine on a GPU.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The kernels to choose from.
     pub embedded: EmbeddedKernels,
-    /// The driver's number of the GPU, from 0.
+    /// The driver's index of the GPU.
     pub gpu: usize,
+    /// Storage type.
     pub precision: Precision,
-    /// With `Fp32`: multiply with 10-bit mantissas, on tensor cores.
+    /// Rounds the inputs of f32 GEMMs to TF32, on tensor cores.
     pub tf32: bool,
-    /// Architecture whose kernels run, `sm_80`, instead of the newest that the GPU can run.
+    /// Architecture of the kernels, for example `sm_80`; the newest that the GPU can run by default.
     pub kernels: Option<String>,
-    /// Instead of what is fastest on the GPU.
+    /// GELU fusion; the fastest on the GPU by default.
     pub gelu_fusion: Option<GeluFusion>,
-    pub products: Products,
-    /// Which of each product's tilings this program's kernels take, counted round, instead of the one that was found fastest:
+    /// Which kernels compute GEMMs.
+    pub matmul: MatmulBackend,
+    /// Index, modulo their number, of each wgmma GEMM's configuration, instead of the one that was timed as the fastest. Tests use it
     /// to check them all.
-    pub tiling: Option<usize>,
+    pub kernel_config: Option<usize>,
 }
 
-/// What computes matrix products.
+/// Selects which kernels compute GEMMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Products {
-    /// For each shape the faster of the two
+pub enum MatmulBackend {
+    /// The faster of the two for each shape
     #[default]
     Auto,
+    /// cuBLASLt
     Cublaslt,
-    /// This program's kernels alone, for bf16 on Hopper; rows must be multiples of 8 wide, as training's are
+    /// This program's wgmma kernels: bf16 on Hopper, with rows that are multiples of 8 elements
     Rust,
 }
 
-/// The engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
+/// Opens the engine on a GPU. Errors say what is missing: driver, GPU, kernels in this program, cuBLASLt.
 pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
-    let executor = Box::new(device::Device::open(options)?);
-    Ok(over(executor, options.precision, options.gelu_fusion))
+    let device = device::Device::open(options)?;
+    let cache = device.gemm_cache()?;
+    let fusion = options.gelu_fusion;
+    Ok(match options.precision {
+        Precision::Bf16 => Box::new(Cuda::<bf16>::new(Box::new(device), Some(cache), fusion)),
+        Precision::Fp32 => Box::new(Cuda::<f32>::new(Box::new(device), Some(cache), fusion)),
+    })
 }
 
-/// The engine on the emulator: every kernel on the CPU, slowly, matrix products aside. With `hopper`, the kernels for
-/// sm_90a where there are some.
-pub fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    emulated_as(Emulation { hopper, ..Emulation::default() }, precision, None)
-}
-
-/// As [`emulated`], for the GPU that `emulation` says.
-pub fn emulated_as(emulation: Emulation, precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
-    over(Box::new(emulated::Emulated::new(emulation)), precision, gelu_fusion)
-}
-
-/// As [`emulated`], over memory in which each buffer of the plan has its own bounds, with every access of every kernel
-/// watched: an operation fails at the first fault, see [`cuda_std::emulate`]. Several times slower.
-pub fn emulated_checked(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-    emulated_checked_as(Emulation { hopper, ..Emulation::default() }, precision, None)
-}
-
-/// As [`emulated_checked`], for the GPU that `emulation` says.
-pub fn emulated_checked_as(
-    emulation: Emulation,
+/// Creates the engine on the emulator, which runs every kernel on the CPU. GEMMs that no kernel computes use the CPU reference.
+///
+/// If `checked`, each buffer of the plan has its own bounds, and every access of every kernel is checked: an operation fails at
+/// its first error, see [`cuda_std::emulate`]. That is several times slower.
+pub fn emulated(
+    gpu: EmulatedGpu,
     precision: Precision,
     gelu_fusion: Option<GeluFusion>,
+    checked: bool,
 ) -> Box<dyn Engine> {
-    over(Box::new(emulated::Emulated::checked(emulation)), precision, gelu_fusion)
-}
-
-fn over(executor: Box<dyn Executor>, precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
+    let executor = Box::new(emulated::Emulated::new(gpu, checked));
     match precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor, gelu_fusion)),
-        Precision::Fp32 => Box::new(Cuda::<f32>::new(executor, gelu_fusion)),
+        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor, None, gelu_fusion)),
+        Precision::Fp32 => Box::new(Cuda::<f32>::new(executor, None, gelu_fusion)),
     }
 }
 
-/// What an arena can hold.
+/// A type that an arena can store.
 trait Stored: bytemuck::Pod + Send {
     const DTYPE: DType;
 }
@@ -142,27 +142,28 @@ impl Stored for i32 {
     const DTYPE: DType = DType::I32;
 }
 
-/// An engine's float.
+/// An engine's storage type.
 trait Float: Stored + TensorCore {}
 impl Float for f32 {}
 impl Float for bf16 {}
 
-/// Values that are converted before they go to the device: so many that threads have work, and few enough for a cache.
-const WRITTEN_AT_ONCE: usize = 1 << 21;
+/// Values that are converted at a time before they are copied to the device: enough for all threads, few enough for the cache.
+const WRITE_CHUNK: usize = 1 << 21;
 
 struct Cuda<T> {
     executor: Box<dyn Executor>,
+    gemms: GemmDispatch,
     arena: Arena,
     /// f32: partial sums of one operation at a time.
     scratch: Option<Tensor>,
     update_ranges: adamw::Tables,
     gelu_fusion: GeluFusion,
-    /// What is queued is recorded, and runs later.
-    recording: bool,
+    /// Whether launches are captured into a graph instead of run.
+    capturing: bool,
     element: PhantomData<T>,
 }
 
-/// Bytes of dynamic shared memory that a kernel's layout takes.
+/// Returns the bytes of dynamic shared memory of a kernel's layout.
 fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
     let mut measure = Layout::new();
     layout(&mut measure);
@@ -170,63 +171,69 @@ fn shared_bytes<R>(layout: impl FnOnce(&mut Layout) -> R) -> usize {
 }
 
 impl<T: Float> Cuda<T> {
-    fn new(executor: Box<dyn Executor>, gelu_fusion: Option<GeluFusion>) -> Self {
+    fn new(mut executor: Box<dyn Executor>, cache: Option<gemm_cache::Cache>, gelu_fusion: Option<GeluFusion>) -> Self {
         let gelu_fusion = gelu_fusion.unwrap_or_else(|| executor.best_gelu_fusion(T::DTYPE));
+        let gemms = GemmDispatch::new(executor.emulation(), cache, &mut *executor);
         Self {
             executor,
+            gemms,
             arena: Arena::default(),
             scratch: None,
             update_ranges: adamw::Tables::default(),
             gelu_fusion,
-            recording: false,
+            capturing: false,
             element: PhantomData,
         }
     }
 
-    /// Records what `work` queues.
-    fn record(&mut self, recurring: &Recurring, work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<()> {
-        let started = self.executor.start_recording(recurring);
-        self.recording = true;
-        let queued = started.and_then(|()| work(self));
-        self.recording = false;
-        let finished = self.executor.finish_recording(queued.is_ok());
-        queued.and(finished)
+    /// Captures what `work` launches into a graph.
+    fn capture(&mut self, key: &GraphKey, work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<()> {
+        let begun = self.executor.begin_capture(key);
+        self.capturing = true;
+        let launched = begun.and_then(|()| work(self));
+        self.capturing = false;
+        let ended = self.executor.end_capture(launched.is_ok());
+        launched.and(ended)
     }
 
-    /// For what a recording cannot hold: it would be done now, not in its turn, or again from memory that is gone.
-    fn not_recorded(&self, what: &str) -> Result<()> {
-        ensure!(!self.recording, "{what} cannot be recorded: only operations on tensors can");
+    /// Refuses work that a graph cannot contain: it would run now instead of in order, or repeat a copy from memory that is gone.
+    fn ensure_not_capturing(&self, what: &str) -> Result<()> {
+        ensure!(!self.capturing, "{what} cannot be captured in a CUDA graph: only operations on tensors can");
         Ok(())
     }
 
-    /// What a kernel may read: `tensor`, which must hold at least `len` elements of `E`.
+    /// Returns the address of a kernel's input: `tensor`, which must hold at least `len` elements of `E`.
     fn input<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<Global<E>> {
         Ok(Global::new(self.arena.address::<E>(name, tensor, len)?))
     }
 
-    /// What a kernel may write: `tensor`, which must hold at least `len` elements of `E`.
+    /// Returns the address of a kernel's output: `tensor`, which must hold at least `len` elements of `E`.
     fn output<E: Stored>(&self, name: &str, tensor: Tensor, len: usize) -> Result<GlobalMut<E>> {
         Ok(GlobalMut::new(self.arena.address(name, tensor, len)?))
     }
 
-    /// The scratch buffer, of at least `len` f32.
+    /// Returns the scratch buffer, which must hold at least `len` f32.
     fn scratch(&self, len: usize) -> Result<Tensor> {
         match self.scratch {
             Some(tensor) if tensor.len >= len => Ok(tensor),
             found => bail!(
-                "an operation needs {len} f32 of scratch, {} were planned: the plan was made for other shapes",
+                "scratch memory: expected {len} f32, found {}; plan the engine for this shape",
                 found.map_or(0, |tensor| tensor.len)
             ),
         }
     }
 
     fn launch(&mut self, launch: &Launch, grid: [u32; 3], shared_bytes: usize) -> Result<()> {
-        if grid.contains(&0) {
+        if grid.contains(&0) || self.gemms.is_collecting() {
             return Ok(());
         }
-        // SAFETY: pointer arguments come from `input` and `output`, which hold them to the lengths that the operation's
+        // SAFETY: pointer arguments come from `input` and `output`, which check them against the lengths that the operation's
         // shape implies, and each operation passes the grid and the shared memory that the kernel's own functions state.
         unsafe { self.executor.launch(launch, grid, shared_bytes) }
+    }
+
+    fn launch_all(&mut self, kernels: &[KernelLaunch]) -> Result<()> {
+        kernels.iter().try_for_each(|kernel| self.launch(&kernel.launch, kernel.grid, kernel.shared_bytes))
     }
 }
 
@@ -235,7 +242,7 @@ impl<T: Float> Engine for Cuda<T> {
         self.executor.describe()
     }
 
-    fn float(&self) -> DType {
+    fn dtype(&self) -> DType {
         T::DTYPE
     }
 
@@ -243,38 +250,62 @@ impl<T: Float> Engine for Cuda<T> {
         self.gelu_fusion
     }
 
-    /// Work that cannot be recorded has done nothing yet, so it can be queued all the same; what is wrong with the work itself
-    /// goes wrong again then.
-    fn repeat(
+    fn fuses_column_sums(&self, c: usize) -> bool {
+        layernorm::fuses_column_sums::<T>(c)
+    }
+
+    fn execute(&mut self, operation: Operation) -> Result<()> {
+        match operation {
+            Operation::EncoderForward(op) => encoder::forward(self, op),
+            Operation::EncoderBackward(op) => encoder::backward(self, op),
+            Operation::LayerNormForward(op) => layernorm::forward(self, op),
+            Operation::LayerNormBackward(op) => layernorm::backward(self, op),
+            Operation::MatmulForward(op) => matmul::forward(self, op),
+            Operation::MatmulBackward(op) => matmul::backward(self, op),
+            Operation::AttentionForward(op) => attention::forward(self, op),
+            Operation::AttentionBackward(op) => attention::backward(self, op),
+            Operation::Classifier(op) => classifier::classifier(self, op),
+            Operation::Sum(op) => global_norm::sum(self, op),
+            Operation::GlobalNorm(op) => global_norm::global_norm(self, op),
+            Operation::SquaredSum(op) => global_norm::squared_sum(self, op),
+            Operation::SquareRoot(op) => global_norm::square_root(self, op),
+            Operation::AdamWUpdate(op) => adamw::adamw(self, op),
+        }
+    }
+
+    /// Launches the work individually if its capture fails: no part of it has run yet. An error in the work itself occurs again
+    /// then.
+    fn capture_or_replay(
         &mut self,
-        recurring: &Recurring,
+        key: &GraphKey,
         work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
     ) -> Result<Option<String>> {
-        // Within a recording it is part of that.
-        let turn = if self.recording { Turn::Queue } else { self.executor.turn(recurring) };
-        let recorded = match turn {
-            Turn::Queue => return work(self).map(|()| None),
-            Turn::Record => self.record(recurring, work),
-            Turn::Replay => Ok(()),
+        // Within a capture the work is part of the outer graph.
+        let individually = self.capturing || self.gemms.is_collecting();
+        let action = if individually { GraphAction::Launch } else { self.executor.graph_action(key) };
+        let captured = match action {
+            GraphAction::Launch => return work(self).map(|()| None),
+            GraphAction::Capture => self.capture(key, work),
+            GraphAction::Replay => Ok(()),
         };
-        match recorded {
-            Ok(()) => self.executor.replay(recurring).map(|()| None),
+        match captured {
+            Ok(()) => self.executor.replay(key).map(|()| None),
             Err(error) => work(self).map(|()| Some(format!("{error:#}"))),
         }
     }
 
-    fn tune(&mut self, anew: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
-        self.not_recorded("tuning")?;
-        self.executor.note_products();
+    fn tune(&mut self, retune: bool, pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
+        self.ensure_not_capturing("autotuning")?;
+        self.gemms.begin_tuning();
         let passed = pass(self);
-        // It leaves other things in the memory.
-        self.update_ranges.forget();
-        let tuning = self.executor.tune(anew)?;
+        // Timing overwrites the memory.
+        self.update_ranges.invalidate();
+        let tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
         passed.map(|()| tuning)
     }
 
     fn start_profile(&mut self) -> Result<()> {
-        self.not_recorded("a profile")?;
+        self.ensure_not_capturing("a profile")?;
         self.executor.start_profile()
     }
 
@@ -283,76 +314,76 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn algorithms(&self) -> Option<Algorithms> {
-        self.executor.algorithms()
+        self.gemms.algorithms()
     }
 
-    fn adopt(&mut self, algorithms: &Algorithms) -> bool {
-        self.executor.adopt(algorithms)
+    fn adopt_algorithms(&mut self, algorithms: &Algorithms) -> bool {
+        self.gemms.adopt(algorithms, &mut *self.executor)
     }
 
-    fn on_device(&self, tensor: Tensor) -> Result<Option<OnDevice<'_>>> {
-        self.not_recorded("what others queue")?;
+    fn device_tensor(&self, tensor: Tensor) -> Result<Option<DeviceTensor<'_>>> {
+        self.ensure_not_capturing("work of another library")?;
         let Some(stream) = self.executor.stream() else { return Ok(None) };
         let address = self.arena.bytes_of("the tensor", tensor)?.addr() as u64;
-        Ok(Some(OnDevice { stream, address }))
+        Ok(Some(DeviceTensor { stream, address }))
     }
 
-    fn wait_for(&mut self, event: &cuda_driver::Event) -> Result<()> {
-        self.not_recorded("a wait for others")?;
+    fn wait_for_event(&mut self, event: &cuda_driver::Event) -> Result<()> {
+        self.ensure_not_capturing("a wait for another stream")?;
         match self.executor.stream() {
             Some(stream) => Ok(stream.wait(event)?),
-            None => bail!("{} has no stream that could wait for another", self.describe()),
+            None => bail!("{} has no stream that could wait for an event", self.describe()),
         }
     }
 
     fn emulated(&self) -> Option<Box<dyn Engine>> {
-        let executor = emulated::Emulated::new(self.executor.emulation());
-        Some(Box::new(Self::new(Box::new(executor), Some(self.gelu_fusion))))
+        let executor = Box::new(emulated::Emulated::new(self.executor.emulation(), false));
+        Some(Box::new(Self::new(executor, None, Some(self.gelu_fusion))))
     }
 
-    fn memory_free(&self) -> Result<usize> {
-        Ok(self.executor.memory_free()? + self.arena.bytes())
+    fn free_memory(&self) -> Result<usize> {
+        Ok(self.executor.free_memory()? + self.arena.bytes())
     }
 
     fn peak(&self) -> Option<Peak> {
         self.executor.peak(T::DTYPE)
     }
 
-    fn plan(&mut self, plan: &mut Plan, scope: &Scope) {
+    fn plan(&mut self, plan: &mut Plan, workload: &Workload) {
+        let sm_count = self.executor.sm_count();
         let needs = [
-            encoder::scratch::<T>(scope, self.executor.multiprocessors()),
-            layernorm::scratch::<T>(scope, self.executor.multiprocessors()),
-            bias::scratch::<T>(scope, self.executor.multiprocessors()),
-            attention::scratch(scope),
-            global_norm::scratch::<T>(scope, self.executor.multiprocessors()),
-            matmul::scratch::<T>(scope, self.executor.emulation()),
+            encoder::scratch::<T>(workload, sm_count),
+            layernorm::scratch::<T>(workload, sm_count),
+            bias::scratch::<T>(workload, sm_count),
+            attention::scratch(workload),
+            global_norm::scratch::<T>(workload, sm_count),
+            matmul::scratch::<T>(workload, self.executor.emulation()),
         ];
-        let len = if scope.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
+        let len = if workload.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
         self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
-        self.update_ranges.plan(plan, scope);
+        self.update_ranges.plan(plan, workload);
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
-        self.not_recorded("an allocation")?;
-        let (needed, free) = (plan.bytes(), self.memory_free()?);
+        self.ensure_not_capturing("an allocation")?;
+        let (needed, free) = (plan.bytes(), self.free_memory()?);
         if needed > free {
             let gib = |bytes: usize| bytes as f64 / (1 << 30) as f64;
             bail!(
-                "the model needs {:.2} GiB, {} has {:.2} GiB free: {:.2} GiB too little; take a smaller batch or model",
+                "GPU memory: expected {:.2} GiB free, found {:.2} GiB on {}; use a smaller batch or model",
                 gib(needed),
-                self.describe(),
                 gib(free),
-                gib(needed - free)
+                self.describe()
             );
         }
-        self.update_ranges.forget();
+        self.update_ranges.invalidate();
         self.arena = Arena::default();
         self.arena = self.executor.allocate(plan)?;
         let scratch = match self.scratch {
-            Some(scratch) => Scratch { parts: self.output("scratch", scratch, scratch.len)?, room: scratch.len },
+            Some(scratch) => Scratch { partials: self.output("scratch", scratch, scratch.len)?, len: scratch.len },
             None => Scratch::NONE,
         };
-        self.executor.use_scratch(scratch);
+        self.gemms.set_scratch(scratch);
         Ok(())
     }
 
@@ -364,24 +395,24 @@ impl<T: Float> Engine for Cuda<T> {
             values: &[f32],
             convert: impl Fn(f32) -> E + Sync,
         ) -> Result<()> {
-            ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
+            ensure!(values.len() == to.len, "write: expected {} values, found {}", to.len, values.len());
             let address = arena.address::<E>("the tensor written to", to, values.len())?;
             let mut converted = Vec::new();
-            for (i, piece) in values.chunks(WRITTEN_AT_ONCE).enumerate() {
-                piece.par_iter().with_min_len(1 << 14).map(|&value| convert(value)).collect_into_vec(&mut converted);
-                let at = address.wrapping_add(i * WRITTEN_AT_ONCE);
-                // SAFETY: `address` covers all elements in the arena; the memory is not page-locked, so read before the call
+            for (i, chunk) in values.chunks(WRITE_CHUNK).enumerate() {
+                chunk.par_iter().with_min_len(1 << 14).map(|&value| convert(value)).collect_into_vec(&mut converted);
+                let at = address.wrapping_add(i * WRITE_CHUNK);
+                // SAFETY: `address` covers all elements in the arena; the driver reads pageable memory before the call
                 // returns.
                 unsafe { executor.upload(at.cast(), bytemuck::cast_slice(&converted)) }?;
             }
             Ok(())
         }
-        self.not_recorded("a copy from the host")?;
+        self.ensure_not_capturing("a copy from the host")?;
         let (executor, arena) = (&mut *self.executor, &self.arena);
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
-            DType::I32 => bail!("write takes floats, the tensor is i32"),
+            DType::I32 => bail!("write: expected a float tensor, found i32"),
         }
     }
 
@@ -398,49 +429,49 @@ impl<T: Float> Engine for Cuda<T> {
             unsafe { executor.download(bytemuck::cast_slice_mut(&mut values), address.cast())? };
             Ok(values.into_iter().map(convert).collect())
         }
-        self.not_recorded("a copy to the host")?;
+        self.ensure_not_capturing("a copy to the host")?;
         let (executor, arena) = (&mut *self.executor, &self.arena);
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
-            DType::I32 => bail!("read gives floats, the tensor is i32"),
+            DType::I32 => bail!("read: expected a float tensor, found i32"),
         }
     }
 
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
-        self.not_recorded("a copy to the host")?;
-        ensure!(to.len() == from.bytes(), "reading {} bytes of a tensor of {}", to.len(), from.bytes());
+        self.ensure_not_capturing("a copy to the host")?;
+        ensure!(to.len() == from.bytes(), "read: expected {} bytes, found {}", from.bytes(), to.len());
         let address = self.arena.bytes_of("the tensor read", from)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.download(to, address) }
     }
 
     fn write_bytes(&mut self, to: Tensor, bytes: &[u8]) -> Result<()> {
-        self.not_recorded("a copy from the host")?;
-        ensure!(bytes.len() == to.bytes(), "writing {} bytes to a tensor of {}", bytes.len(), to.bytes());
+        self.ensure_not_capturing("a copy from the host")?;
+        ensure!(bytes.len() == to.bytes(), "write: expected {} bytes, found {}", to.bytes(), bytes.len());
         let address = self.arena.bytes_of("the tensor written to", to)?;
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.upload(address, bytes) }
     }
 
     fn write_i32(&mut self, to: Tensor, values: &[i32]) -> Result<()> {
-        self.not_recorded("a copy from the host")?;
-        ensure!(values.len() == to.len, "writing {} values to a tensor of {}", values.len(), to.len);
+        self.ensure_not_capturing("a copy from the host")?;
+        ensure!(values.len() == to.len, "write: expected {} values, found {}", to.len, values.len());
         let address = self.arena.address::<i32>("the tensor written to", to, values.len())?;
         // SAFETY: `address` covers that many elements of the arena.
         unsafe { self.executor.upload(address.cast(), bytemuck::cast_slice(values)) }
     }
 
-    fn read_later(&mut self, from: Tensor) -> Result<Ticket> {
-        self.not_recorded("a copy to the host")?;
+    fn read_async(&mut self, from: Tensor) -> Result<PendingRead> {
+        self.ensure_not_capturing("a copy to the host")?;
         let address = self.arena.address::<f32>("the tensor read", from, from.len)?;
         // SAFETY: `address` covers that many elements of the arena.
-        unsafe { self.executor.download_later(address, from.len) }
+        unsafe { self.executor.download_async(address, from.len) }
     }
 
-    fn wait(&mut self, ticket: Ticket) -> Result<Reading> {
-        self.not_recorded("a wait for a copy")?;
-        self.executor.wait(ticket)
+    fn wait(&mut self, read: PendingRead) -> Result<ReadResult> {
+        self.ensure_not_capturing("a wait for a copy")?;
+        self.executor.wait(read)
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
@@ -448,149 +479,36 @@ impl<T: Float> Engine for Cuda<T> {
     }
 
     fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {
-        self.not_recorded("a copy from the host")?;
+        self.ensure_not_capturing("a copy from the host")?;
         let len = layout.words();
-        ensure!(words.len() >= len, "a batch of {} words where {layout:?} has {len}", words.len());
+        ensure!(words.len() >= len, "load_batch: expected {len} words for {layout:?}, found {}", words.len());
         let address = self.arena.address::<i32>("the batch", to, len)?;
         // SAFETY: `address` covers the words of the arena.
-        unsafe { self.executor.upload_later(address, words, len) }
+        unsafe { self.executor.upload_async(address, words, len) }
     }
 
     fn zero(&mut self, tensor: Tensor) -> Result<()> {
         let address = self.arena.bytes_of("the tensor zeroed", tensor)?;
+        if self.gemms.is_collecting() {
+            return Ok(());
+        }
         // SAFETY: `address` covers the tensor's bytes of the arena.
         unsafe { self.executor.zero(address, tensor.bytes()) }
-    }
-
-    fn encoder_forward(
-        &mut self,
-        out: Tensor,
-        batch: Tensor,
-        layout: BatchLayout,
-        wte: Tensor,
-        wpe: Tensor,
-        c: usize,
-    ) -> Result<()> {
-        encoder::forward(self, out, batch, layout, wte, wpe, c)
-    }
-
-    fn encoder_backward(
-        &mut self,
-        dwte: Tensor,
-        dwpe: Tensor,
-        dout: Tensor,
-        batch: Tensor,
-        layout: BatchLayout,
-        c: usize,
-    ) -> Result<()> {
-        encoder::backward(self, dwte, dwpe, dout, batch, layout, c)
-    }
-
-    fn layernorm_forward(&mut self, op: LayerNorm, inp: Tensor) -> Result<()> {
-        layernorm::forward(self, op, inp)
-    }
-
-    fn norm_sums_columns(&self, c: usize) -> bool {
-        layernorm::sums_columns::<T>(c)
-    }
-
-    fn layernorm_backward(
-        &mut self,
-        dinp: Tensor,
-        dweight: Tensor,
-        dbias: Tensor,
-        column_sums: Option<Tensor>,
-        dout: Tensor,
-        inp: Tensor,
-        op: LayerNorm,
-    ) -> Result<()> {
-        layernorm::backward(self, dinp, dweight, dbias, column_sums, dout, inp, op)
-    }
-
-    fn matmul_forward(
-        &mut self,
-        out: Tensor,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Option<Tensor>,
-        ending: Ending,
-        shape: Linear,
-    ) -> Result<()> {
-        matmul::forward(self, out, inp, weight, bias, ending, shape)
-    }
-
-    fn matmul_backward(
-        &mut self,
-        dinp: Tensor,
-        dweight: Tensor,
-        dbias: Option<Tensor>,
-        dout: Tensor,
-        inp: Tensor,
-        weight: Tensor,
-        gelu: Option<GeluInput>,
-        shape: Linear,
-    ) -> Result<()> {
-        matmul::backward(self, dinp, dweight, dbias, dout, inp, weight, gelu, shape)
-    }
-
-    fn attention_forward(&mut self, out: Tensor, lse: Tensor, qkv: Tensor, shape: Heads) -> Result<()> {
-        attention::forward(self, out, lse, qkv, shape)
-    }
-
-    fn attention_backward(
-        &mut self,
-        dqkv: Tensor,
-        dout: Tensor,
-        qkv: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shape: Heads,
-    ) -> Result<()> {
-        attention::backward(self, dqkv, dout, qkv, out, lse, shape)
-    }
-
-    fn classifier(
-        &mut self,
-        logits: Tensor,
-        losses: Tensor,
-        targets: Tensor,
-        v: usize,
-        vp: usize,
-        dloss: Option<f32>,
-    ) -> Result<()> {
-        classifier::classifier(self, logits, losses, targets, v, vp, dloss)
-    }
-
-    fn sum(&mut self, out: Tensor, values: Tensor) -> Result<()> {
-        global_norm::sum(self, out, values)
-    }
-
-    fn global_norm(&mut self, norm: Tensor, grads: Tensor) -> Result<()> {
-        global_norm::global_norm(self, norm, grads)
-    }
-
-    fn squared_sum(&mut self, out: Tensor, values: &[Tensor]) -> Result<()> {
-        global_norm::squared_sum(self, out, values)
-    }
-
-    fn square_root(&mut self, out: Tensor, value: Tensor) -> Result<()> {
-        global_norm::root(self, out, value)
-    }
-
-    fn adamw(&mut self, of: Optimized, ranges: &[UpdateRange], stats: Tensor, settings: &AdamW) -> Result<()> {
-        adamw::adamw(self, of, ranges, stats, settings)
     }
 
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
         ensure!(
             (to.dtype, to.len) == (from.dtype, from.len),
-            "copy of {} {} to {} {}",
-            from.len,
-            from.dtype.name(),
+            "copy: expected {} {}, found {} {}",
             to.len,
-            to.dtype.name()
+            to.dtype.name(),
+            from.len,
+            from.dtype.name()
         );
         let (to, source) = (self.arena.bytes_of("to", to)?, self.arena.bytes_of("from", from)?);
+        if self.gemms.is_collecting() {
+            return Ok(());
+        }
         // SAFETY: both cover the tensors' bytes of the arena.
         unsafe { self.executor.copy(to, source, from.bytes()) }
     }

@@ -1,4 +1,4 @@
-//! Which of the program's modules a GPU gets.
+//! Selection of the kernel module that a GPU runs.
 
 use crate::Result;
 use anyhow::{Context, ensure};
@@ -6,26 +6,28 @@ use cuda_builder::Module;
 use cuda_driver::DeviceInfo;
 use std::fmt;
 
-/// What a GPU is given to run.
+/// The code that a GPU loads.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     /// Machine code.
     Cubin(&'a Module, &'a [u8]),
-    /// What the driver compiles.
+    /// PTX, which the driver compiles.
     Ptx(&'a Module),
 }
 
 impl Choice<'_> {
+    /// Returns the architecture, for example `sm_90a`.
     pub fn architecture(&self) -> &'static str {
         let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
         module.arch
     }
 
-    /// Whether this has Hopper's own instructions: TMA, wgmma.
+    /// Reports whether the code uses Hopper's own instructions (TMA, wgmma).
     pub fn is_hopper(&self) -> bool {
         self.architecture() == "sm_90a"
     }
 
+    /// Returns the bytes to load.
     pub fn image(&self) -> &[u8] {
         match self {
             Self::Cubin(_, cubin) => cubin,
@@ -64,9 +66,11 @@ impl EmbeddedKernels {
     }
 }
 
-/// The newest architecture that the GPU can run, or the `wanted` one. A cubin runs on its own major version from its minor version on, PTX on
-/// everything newer, and what is built for an "a" architecture on exactly that one, as a cubin only: the compiler of driver 580
-/// makes gradients of attention out of its PTX that are wrong (docs/performance/toolchain.md).
+/// Returns the newest architecture that the GPU can run, or the `wanted` one.
+///
+/// A cubin runs on its own major version from its minor version on. PTX runs on every newer architecture. Code for an "a"
+/// architecture runs on exactly that one, and only as a cubin: the compiler in driver 580 miscompiles the attention gradients from
+/// its PTX (docs/performance/toolchain.md).
 pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>) -> Result<Choice<'a>> {
     let (major, minor) = info.compute_capability;
     ensure!(

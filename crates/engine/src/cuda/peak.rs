@@ -1,11 +1,10 @@
-//! What a GPU could do at best on its tensor cores, for the model FLOPs utilisation.
+//! Peak tensor-core rates of GPUs, for the model FLOPs utilization (MFU).
 
 use crate::Peak;
 use crate::tensor::DType;
 use cuda_driver::DeviceInfo;
 
-/// Tensor cores and boost clock (MHz) by the driver's name of the GPU: the figures of NVIDIA's data sheets, which a
-/// device's own highest clock often exceeds.
+/// Tensor cores and boost clock (MHz) by device name, from NVIDIA's data sheets. The device's own maximum clock is often higher.
 const KNOWN: &[(&str, u32, u32)] = &[
     ("NVIDIA A100-PCIE-40GB", 432, 1410),
     ("NVIDIA A100-PCIE-80GB", 432, 1410),
@@ -46,10 +45,10 @@ const KNOWN: &[(&str, u32, u32)] = &[
     ("NVIDIA H200", 528, 1830),
 ];
 
-/// A multiprocessor has four tensor cores, since Volta.
-const CORES_PER_MULTIPROCESSOR: u32 = 4;
+/// Tensor cores of an SM, since Volta.
+const CORES_PER_SM: u32 = 4;
 
-/// Dense bf16 FLOP per cycle of one tensor core, sums in f32.
+/// Returns the dense bf16 FLOPs per cycle of one tensor core with f32 accumulation.
 fn flops_per_cycle(compute_capability: (u32, u32)) -> Option<u32> {
     match compute_capability {
         (8, 0) => Some(512),
@@ -60,15 +59,15 @@ fn flops_per_cycle(compute_capability: (u32, u32)) -> Option<u32> {
     }
 }
 
-/// `None` where nothing is known of the architecture.
-pub fn peak(info: &DeviceInfo, float: DType) -> Option<Peak> {
+/// Returns the peak rate for a storage type, or `None` for an unknown architecture.
+pub fn peak(info: &DeviceInfo, dtype: DType) -> Option<Peak> {
     let known = KNOWN.iter().find(|(name, ..)| *name == info.name);
     let (cores, mhz) = match known {
         Some(&(_, cores, mhz)) => (cores, f64::from(mhz)),
-        None => (info.multiprocessors * CORES_PER_MULTIPROCESSOR, f64::from(info.clock_khz) / 1e3),
+        None => (info.multiprocessors * CORES_PER_SM, f64::from(info.clock_khz) / 1e3),
     };
-    // TF32 runs at half the rate. Without it f32 does not run on tensor cores at all; like llm.c, hold it to TF32's peak.
-    let share = if float == DType::Bf16 { 1.0 } else { 0.5 };
+    // TF32 runs at half the rate. Plain f32 does not use tensor cores; like llm.c, it is compared with TF32's peak.
+    let share = if dtype == DType::Bf16 { 1.0 } else { 0.5 };
     let flops = f64::from(flops_per_cycle(info.compute_capability)?);
     Some(Peak { tflops: f64::from(cores) * mhz * 1e6 * flops * share / 1e12, estimated: known.is_none() })
 }
@@ -97,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn data_sheet_figures() {
+    fn known_gpus_have_their_data_sheet_rates() {
         for (name, cc, bf16) in [
             ("NVIDIA A100-SXM4-80GB", (8, 0), 311.9),
             ("NVIDIA H100 80GB HBM3", (9, 0), 989.4),
@@ -113,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_gpus_are_estimates() {
+    fn unknown_gpus_have_estimated_rates() {
         let found = peak(&gpu("NVIDIA H900", (9, 0), 132, 1_830_000), DType::Bf16).unwrap();
         assert!((found.tflops - 989.4).abs() < 0.1 && found.estimated, "{found:?}");
         assert!(peak(&gpu("NVIDIA Z1", (99, 0), 132, 1_830_000), DType::Bf16).is_none());

@@ -1,4 +1,4 @@
-//! Tensor maps on the device, made once for each tensor and shape.
+//! TMA tensor maps in device memory, created once for each tensor and shape.
 
 use crate::Result;
 use anyhow::ensure;
@@ -7,10 +7,10 @@ use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use std::collections::HashMap;
 
-/// Maps at a time. A run has some fifty for each layer and shape of a batch.
+/// Maximum number of maps. A run needs about fifty for each layer and batch shape.
 const CAPACITY: usize = 16384;
 
-/// A map of bf16 at a device address, for boxes of `tile` rows and columns.
+/// Identifies a map: a bf16 tensor at a device address, and the rows and columns of a box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub tensor: u64,
@@ -18,7 +18,7 @@ pub struct Key {
     pub tile: (u32, u32),
 }
 
-/// A matrix (rows, columns) is mapped in two dimensions, a row of them (matrices, rows, columns) in three.
+/// Extents of a mapped tensor: a matrix (rows, columns), or a batch of matrices (matrices, rows, columns).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Extents {
     Matrix([usize; 2]),
@@ -27,47 +27,47 @@ pub enum Extents {
 
 pub struct TensorMaps {
     memory: DeviceMemory,
-    places: HashMap<Key, usize>,
+    slots: HashMap<Key, usize>,
 }
 
 impl TensorMaps {
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        Ok(Self { memory: DeviceMemory::new(gpu, CAPACITY * size_of::<TensorMap>())?, places: HashMap::new() })
+        Ok(Self { memory: DeviceMemory::new(gpu, CAPACITY * size_of::<TensorMap>())?, slots: HashMap::new() })
     }
 
     pub fn is_full(&self) -> bool {
-        self.places.len() == CAPACITY
+        self.slots.len() == CAPACITY
     }
 
-    /// Forgets all maps; nothing queued or recorded may still use them.
+    /// Drops all maps. No pending launch or captured graph may still use them.
     pub fn clear(&mut self) {
-        self.places.clear();
+        self.slots.clear();
     }
 
-    fn address(&self, place: usize) -> u64 {
-        self.memory.address() + (place * size_of::<TensorMap>()) as u64
+    fn address(&self, slot: usize) -> u64 {
+        self.memory.address() + (slot * size_of::<TensorMap>()) as u64
     }
 
     pub fn get(&self, key: &Key) -> Option<Global<TensorMap>> {
-        self.places.get(key).map(|&place| Global::from_address(self.address(place)))
+        self.slots.get(key).map(|&slot| Global::from_address(self.address(slot)))
     }
 
-    /// Makes a map that is not there yet.
+    /// Creates a map that does not exist yet.
     pub fn add(&mut self, stream: &Stream, key: Key) -> Result<Global<TensorMap>> {
-        ensure!(!self.is_full(), "there are {CAPACITY} tensor maps already");
+        ensure!(!self.is_full(), "all {CAPACITY} tensor maps are in use");
         let map = encode(key)?;
-        let at = self.address(self.places.len());
-        // SAFETY: fewer than CAPACITY places are taken, so the map's bytes lie in `memory`, which no kernel queued before
-        // reads there; the bytes are not page-locked, so read before the call returns.
+        let at = self.address(self.slots.len());
+        // SAFETY: fewer than CAPACITY slots are in use, so the map's bytes lie in `memory`, where no earlier kernel reads them; the
+        // driver reads pageable memory before the call returns.
         unsafe { stream.upload(at, bytemuck::bytes_of(map.as_words())) }?;
-        self.places.insert(key, self.places.len());
+        self.slots.insert(key, self.slots.len());
         Ok(Global::from_address(at))
     }
 }
 
 fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
     let (Extents::Matrix([rows, columns]) | Extents::Matrices([_, rows, columns])) = extents;
-    ensure!(columns.is_multiple_of(8), "rows of {columns} bf16 are no multiple of 16 bytes, which TMA copies");
+    ensure!(columns.is_multiple_of(8), "TMA: expected rows of a multiple of 8 bf16, found {columns}");
     let (element, swizzle, l2) = (ElementType::Bf16, Swizzle::B128, L2Promotion::B256);
     let wide = |extent: usize| extent as u64;
     let (row, matrix) = (2 * wide(columns), 2 * wide(rows * columns));

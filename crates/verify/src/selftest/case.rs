@@ -3,7 +3,7 @@
 use super::compare::{Error, Tolerance};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
-use engine::{BatchLayout, Engine, REST, Result, Scope};
+use engine::{BatchLayout, COOLDOWN, Engine, Result, Workload};
 use std::thread::sleep;
 
 /// What a tensor holds before the operation.
@@ -53,18 +53,20 @@ impl Work {
     }
 }
 
-/// A kernel of an operation, or each of its matrix products.
+/// Part of an operation: a kernel, or each of its GEMMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Kernel(&'static str),
-    Product,
+    /// A GEMM.
+    Gemm,
 }
 
 impl Part {
-    /// Whether this is the one that a profile has by `name`: a kernel's instance (`sum_bf16`), or a product's shape.
+    /// Reports whether an interval of a profile belongs to this part: an instance of the kernel (`sum_bf16`), or a GEMM, whose name
+    /// begins with its sizes.
     pub fn is(self, name: &str) -> bool {
         match self {
-            Self::Product => name.contains(" = "),
+            Self::Gemm => name.starts_with(|c: char| c.is_ascii_digit()),
             Self::Kernel(kernel) => name
                 .strip_prefix(kernel)
                 .is_some_and(|rest| rest.is_empty() || rest.starts_with("_bf16") || rest.starts_with("_f32")),
@@ -79,7 +81,7 @@ pub struct Case {
     /// Of kernels among the operation's.
     pub parts: Vec<(Part, Work)>,
     pub(super) operands: Vec<Operand>,
-    pub(super) scope: Scope,
+    pub(super) scope: Workload,
     /// A batch of tokens below the vocabulary's size, loaded into the first operand.
     pub(super) batch: Option<(BatchLayout, i32)>,
     /// Gives the same bits wherever its kernel runs: integers, single rounded operations, sums of two or in a fixed order.
@@ -116,7 +118,7 @@ const MADE: usize = 1 << 21;
 impl Case {
     /// Runs the case on `engine` and on `reference`, and compares.
     pub fn check(&self, engine: &mut dyn Engine, reference: &mut dyn Engine) -> Result<Outcome> {
-        let float = engine.float();
+        let float = engine.dtype();
         let want = self.outputs(reference, float)?;
         let got = self.outputs(engine, float)?;
         let errors = want.into_iter().zip(got).map(|((operand, want), (_, got))| {
@@ -130,7 +132,7 @@ impl Case {
     /// bf16 both sides are rounded, so what lies near the middle between two values may come out a unit, 2^-7, apart.
     pub fn check_emulated(&self, engine: &mut dyn Engine, emulated: &mut dyn Engine) -> Result<Outcome> {
         let mut outcome = self.check(engine, emulated)?;
-        let unit = if engine.float() == DType::Bf16 { f32::powi(2.0, -7) } else { 0.0 };
+        let unit = if engine.dtype() == DType::Bf16 { f32::powi(2.0, -7) } else { 0.0 };
         for (_, error) in &mut outcome.errors {
             error.allowed = if self.exact { 0.0 } else { error.allowed.max(unit) };
         }
@@ -147,18 +149,18 @@ impl Case {
             self.before(engine, &tensors)?;
             (self.run)(engine, &tensors)
         })?;
-        let float = engine.float();
+        let float = engine.dtype();
         self.fill(engine, &tensors, float, MADE)?;
         self.before(engine, &tensors)?;
-        sleep(REST);
+        sleep(COOLDOWN);
         let repeat = |engine: &mut dyn Engine, times: u32| -> Result<f64> {
-            let start = engine.read_later(clock)?;
+            let start = engine.read_async(clock)?;
             for _ in 0..times {
                 (self.run)(engine, &tensors)?;
             }
-            let end = engine.read_later(clock)?;
-            let start = engine.wait(start)?.at;
-            Ok((engine.wait(end)?.at.saturating_sub(start)).as_secs_f64() / f64::from(times))
+            let end = engine.read_async(clock)?;
+            let start = engine.wait(start)?.completed_at;
+            Ok((engine.wait(end)?.completed_at.saturating_sub(start)).as_secs_f64() / f64::from(times))
         };
         repeat(engine, 2)?;
         let once = repeat(engine, 3)?.max(1e-9);
@@ -197,7 +199,7 @@ impl Case {
     }
 
     fn plan(&self, plan: &mut Plan, engine: &mut dyn Engine) -> Vec<Tensor> {
-        let own = engine.float();
+        let own = engine.dtype();
         let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], o.dtype.unwrap_or(own));
         let tensors = self.operands.iter().map(&mut add).collect();
         engine.plan(plan, &self.scope);
@@ -277,7 +279,7 @@ mod tests {
     fn parts_are_told_by_name() {
         let sums = Part::Kernel("bias_backward");
         assert!(sums.is("bias_backward_bf16") && sums.is("bias_backward_f32_4x8") && sums.is("bias_backward"));
-        assert!(!sums.is("bias_backward_reduce_bf16") && !sums.is("8x8 = 8x8 A · 8x8 B"));
-        assert!(Part::Product.is("8x8 = 8x8 A · 8x8 B") && !Part::Product.is("bias_backward_bf16"));
+        assert!(!sums.is("bias_backward_reduce_bf16") && !sums.is("8x8x8 NT bf16 cuBLASLt"));
+        assert!(Part::Gemm.is("8x8x8 NT bf16 cuBLASLt") && !Part::Gemm.is("bias_backward_bf16"));
     }
 }

@@ -2,12 +2,14 @@
 
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
-use engine::tensor::{DType, Tensor};
-use engine::{
-    AdamW, BatchLayout, Ending, Engine, GeluForward, GeluInput, Heads, LayerNorm, Linear, Optimized, Result, Scope,
-    UpdateRange,
+use engine::ops::{
+    AdamW, AdamWUpdate, AttentionBackward, AttentionForward, AttentionShape, Classifier, EncoderBackward,
+    EncoderForward, Epilogue, GeluForward, GeluInput, GlobalNorm, LayerNormBackward, LayerNormForward, MatmulBackward,
+    MatmulForward, MatmulShape, Sum, UpdateRange,
 };
-use model::{CHUNK, Descriptor, Params};
+use engine::tensor::{DType, Tensor};
+use engine::{BatchLayout, Engine, Result, Workload};
+use model::{Descriptor, LOGIT_ROWS, Params};
 
 /// Shapes that are multiples of as little as the operations allow.
 pub fn edge() -> Vec<Case> {
@@ -24,7 +26,7 @@ pub fn edge() -> Vec<Case> {
     }
     cases.push(encoder_backward(4, 300, 80, 3));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
-        let shape = Linear { rows, c, oc };
+        let shape = MatmulShape { rows, c, oc };
         cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
         cases.extend([matmul_forward(shape, false, EndsIn::Sum), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
@@ -34,7 +36,7 @@ pub fn edge() -> Vec<Case> {
     cases.extend([copy(8), copy(1001)]);
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
         for head_size in [64, 80, 96, 128] {
-            let shape = Heads { b, t, heads, head_size };
+            let shape = AttentionShape { b, t, heads, head_size };
             cases.extend([attention_forward(shape), attention_backward(shape)]);
         }
     }
@@ -56,19 +58,19 @@ pub fn model() -> Vec<Case> {
         cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
     }
     for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
-        let shape = Linear { rows, c, oc };
+        let shape = MatmulShape { rows, c, oc };
         cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
         cases.push(head_backward(shape));
     }
     for (rows, c) in [(2048, 768), (512, 1600)] {
-        let shape = Linear { rows, c: 4 * c, oc: c };
+        let shape = MatmulShape { rows, c: 4 * c, oc: c };
         cases.extend([true, false].map(|bias| matmul_backward_again(shape, bias)));
     }
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
     {
-        let shape = Heads { b, t, heads, head_size };
+        let shape = AttentionShape { b, t, heads, head_size };
         cases.extend([attention_forward(shape), attention_backward(shape)]);
     }
     cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
@@ -84,11 +86,11 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine
     let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
     let layout = Params::new(*descriptor);
     let (rows, vp, n) = (b * t, descriptor.padded_vocab(), layout.elements());
-    let chunk = rows.min(CHUNK);
-    let shape = Heads { b, t, heads, head_size: descriptor.head_size() };
-    let linear = |c, oc| Linear { rows, c, oc };
-    let head = Linear { rows: chunk, c, oc: vp };
-    let by_norms = engine.norm_sums_columns(c);
+    let chunk = rows.min(LOGIT_ROWS);
+    let shape = AttentionShape { b, t, heads, head_size: descriptor.head_size() };
+    let linear = |c, oc| MatmulShape { rows, c, oc };
+    let head = MatmulShape { rows: chunk, c, oc: vp };
+    let by_norms = engine.fuses_column_sums(c);
     vec![
         encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
@@ -126,7 +128,7 @@ pub fn copy(n: usize) -> Case {
 
 /// A product of square matrices.
 pub fn square_product(n: usize) -> Case {
-    matmul_forward(Linear { rows: n, c: n, oc: n }, false, EndsIn::Sum)
+    matmul_forward(MatmulShape { rows: n, c: n, oc: n }, false, EndsIn::Sum)
 }
 
 const UNIT: Init = Init::Uniform { mean: 0.0, spread: 1.0 };
@@ -154,14 +156,14 @@ fn i32(operand: Operand) -> Operand {
     Operand { dtype: Some(DType::I32), ..operand }
 }
 
-fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Scope {
-    Scope { b, t, channels, heads, padded_vocab, parameters, parts: 1, ranges: 0, training: true }
+fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Workload {
+    Workload { b, t, channels, heads, padded_vocab, parameters, norm_tensors: 1, update_ranges: 0, training: true }
 }
 
 fn case(
     operation: &'static str,
     shape: String,
-    scope: Scope,
+    scope: Workload,
     operands: Vec<Operand>,
     work: Work,
     run: impl Fn(&mut dyn Engine, &[Tensor]) -> Result<()> + 'static,
@@ -185,7 +187,7 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let work = Work { floats: 2 * b * t * c + t * c, bytes: 4 * b * t, flops: 0 };
     let shape = format!("B{b} T{t} C{c} V{vocab}");
     let case = case("encoder_forward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
-        e.encoder_forward(x[3], x[0], layout, x[1], x[2], c)
+        e.run(EncoderForward { out: x[3], batch: x[0], layout, wte: x[1], wpe: x[2], c })
     });
     Case { batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
@@ -209,7 +211,7 @@ fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let work = of(2 * rows, tokens + t);
     let shape = format!("B{b} T{t} C{c} V{vocab}");
     let case = case("encoder_backward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
-        e.encoder_backward(x[2], x[3], x[1], x[0], layout, c)
+        e.run(EncoderBackward { dwte: x[2], dwpe: x[3], dout: x[1], batch: x[0], layout, c })
     });
     Case { parts, batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
@@ -225,16 +227,12 @@ fn norm_operands(rows: usize, c: usize) -> [Operand; 5] {
     ]
 }
 
-fn norm_at(x: &[Tensor], c: usize) -> LayerNorm {
-    LayerNorm { out: x[0], mean: x[1], rstd: x[2], weight: x[3], bias: x[4], c }
-}
-
 fn layernorm_forward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
     let work = Work { floats: 2 * rows * c, bytes: 8 * rows, flops: 0 };
     case("layernorm_forward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.layernorm_forward(norm_at(x, c), x[5])
+        e.run(LayerNormForward { out: x[0], mean: x[1], rstd: x[2], weight: x[3], bias: x[4], inp: x[5], c })
     })
 }
 
@@ -255,16 +253,27 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}{}", if column_sums { " column sums" } else { "" });
     let case = case("layernorm_backward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
-        e.layernorm_backward(x[5], x[6], x[7], column_sums.then_some(x[10]), x[8], x[9], norm_at(x, c))
+        e.run(LayerNormBackward {
+            dinp: x[5],
+            dweight: x[6],
+            dbias: x[7],
+            column_sums: column_sums.then_some(x[10]),
+            dout: x[8],
+            inp: x[9],
+            weight: x[3],
+            mean: x[1],
+            rstd: x[2],
+            c,
+        })
     });
     Case { parts: vec![(Part::Kernel("layernorm_backward"), work)], ..case }
 }
 
-fn linear_scope(shape: Linear) -> Scope {
+fn linear_scope(shape: MatmulShape) -> Workload {
     scope(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
 }
 
-/// As [`Ending`], without the tensors.
+/// As [`Epilogue`], without the tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum EndsIn {
     Sum,
@@ -272,13 +281,13 @@ enum EndsIn {
     Gelu,
 }
 
-fn linear_name(shape: Linear, bias: bool) -> String {
-    let Linear { rows, c, oc } = shape;
+fn linear_name(shape: MatmulShape, bias: bool) -> String {
+    let MatmulShape { rows, c, oc } = shape;
     format!("{rows}x{oc}x{c}{}", if bias { " bias" } else { "" })
 }
 
-fn matmul_forward(shape: Linear, bias: bool, ending: EndsIn) -> Case {
-    let Linear { rows, c, oc } = shape;
+fn matmul_forward(shape: MatmulShape, bias: bool, ending: EndsIn) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
     let mut operands = vec![
         output("out", rows * oc, Tolerance::CHAIN),
         input("inp", rows * c, UNIT),
@@ -301,18 +310,18 @@ fn matmul_forward(shape: Linear, bias: bool, ending: EndsIn) -> Case {
     let name = linear_name(shape, bias) + name;
     let case = case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
         let ending = match ending {
-            EndsIn::Sum => Ending::Sum,
-            EndsIn::Residual => Ending::Residual(x[4]),
-            EndsIn::Gelu => Ending::Gelu(x[4]),
+            EndsIn::Sum => Epilogue::None,
+            EndsIn::Residual => Epilogue::Residual(x[4]),
+            EndsIn::Gelu => Epilogue::Gelu(x[4]),
         };
-        e.matmul_forward(x[0], x[1], x[2], bias.then_some(x[3]), ending, shape)
+        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: bias.then_some(x[3]), epilogue: ending, shape })
     });
     let pass = Work { floats: 2 * rows * oc, ..Work::default() };
-    Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Product, Work { floats: 0, ..work })], ..case }
+    Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Gemm, Work { floats: 0, ..work })], ..case }
 }
 
-fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
-    let Linear { rows, c, oc } = shape;
+fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
     let mut operands = vec![
         output("dinp", rows * c, Tolerance::CHAIN),
         accumulated("dweight", oc * c, Tolerance::ACCUMULATED),
@@ -328,21 +337,30 @@ fn matmul_backward(shape: Linear, bias: bool, gelu: bool) -> Case {
     let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
     let name = linear_name(shape, bias) + if gelu { " gelu" } else { "" };
     let case = case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
-        let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], again: None });
-        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], gelu, shape)
+        let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], recompute: None });
+        e.run(MatmulBackward {
+            dinp: x[0],
+            dweight: x[1],
+            dbias: bias.then_some(x[2]),
+            dout: x[3],
+            inp: x[4],
+            weight: x[5],
+            gelu,
+            shape,
+        })
     });
     let sums = Work { floats: rows * oc, ..Work::default() };
     let slope = Work { floats: 3 * rows * c, ..Work::default() };
     let product = Work { flops: 2 * rows * c * oc, ..Work::default() };
     let parts =
-        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), slope), (Part::Product, product)];
+        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), slope), (Part::Gemm, product)];
     Case { parts, ..case }
 }
 
 /// Where inp is the GELU of another layer's output and is not kept.
-fn matmul_backward_again(shape: Linear, bias: bool) -> Case {
-    let Linear { rows, c, oc } = shape;
-    let before = Linear { rows, c: oc, oc: c };
+fn matmul_backward_again(shape: MatmulShape, bias: bool) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let before = MatmulShape { rows, c: oc, oc: c };
     let mut case = matmul_backward(shape, bias, true);
     // A product with what was rounded.
     case.operands[1].checked = Some(Tolerance::CHAIN);
@@ -359,39 +377,55 @@ fn matmul_backward_again(shape: Linear, bias: bool) -> Case {
     case.work.floats += rows * c;
     case.parts.push((Part::Kernel("gelu_forward"), Work { floats: 2 * rows * c, ..Work::default() }));
     let forward = move |e: &mut dyn Engine, x: &[Tensor]| {
-        e.matmul_forward(x[10], x[7], x[8], Some(x[9]), Ending::Gelu(x[6]), before)
+        e.run(MatmulForward {
+            out: x[10],
+            inp: x[7],
+            weight: x[8],
+            bias: Some(x[9]),
+            epilogue: Epilogue::Gelu(x[6]),
+            shape: before,
+        })
     };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
-        let gelu = GeluInput { pre_gelu: x[6], again: Some(again) };
-        e.matmul_backward(x[0], x[1], bias.then_some(x[2]), x[3], x[4], x[5], Some(gelu), shape)
+        let gelu = GeluInput { pre_gelu: x[6], recompute: Some(again) };
+        e.run(MatmulBackward {
+            dinp: x[0],
+            dweight: x[1],
+            dbias: bias.then_some(x[2]),
+            dout: x[3],
+            inp: x[4],
+            weight: x[5],
+            gelu: Some(gelu),
+            shape,
+        })
     };
     Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }
 
 /// As the model's head has it: no bias, and a weight gradient in f32 whatever the engine's type.
-fn head_backward(shape: Linear) -> Case {
+fn head_backward(shape: MatmulShape) -> Case {
     let mut case = matmul_backward(shape, false, false);
     case.operands[1].dtype = Some(DType::F32);
     case.shape += " to f32";
     case
 }
 
-fn heads_scope(shape: Heads) -> Scope {
+fn heads_scope(shape: AttentionShape) -> Workload {
     scope(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0)
 }
 
-fn heads_name(shape: Heads) -> String {
-    let Heads { b, t, heads, head_size } = shape;
+fn heads_name(shape: AttentionShape) -> String {
+    let AttentionShape { b, t, heads, head_size } = shape;
     format!("B{b} T{t} NH{heads} HS{head_size}")
 }
 
 /// Forward and backward of one shape.
-pub fn attention(shape: Heads) -> [Case; 2] {
+pub fn attention(shape: AttentionShape) -> [Case; 2] {
     [attention_forward(shape), attention_backward(shape)]
 }
 
-fn attention_forward(shape: Heads) -> Case {
+fn attention_forward(shape: AttentionShape) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
@@ -403,11 +437,11 @@ fn attention_forward(shape: Heads) -> Case {
     let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
     let work = Work { floats: 4 * rows * c, bytes: 4 * rows * shape.heads, flops };
     case("attention_forward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
-        e.attention_forward(x[0], x[1], x[2], shape)
+        e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape })
     })
 }
 
-fn attention_backward(shape: Heads) -> Case {
+fn attention_backward(shape: AttentionShape) -> Case {
     let rows = shape.b * shape.t;
     let c = shape.heads * shape.head_size;
     let operands = vec![
@@ -420,10 +454,13 @@ fn attention_backward(shape: Heads) -> Case {
     let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
     let work = Work { floats: 8 * rows * c, bytes: 4 * rows * shape.heads, flops };
     let case = case("attention_backward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
-        e.attention_backward(x[0], x[1], x[2], x[3], x[4], shape)
+        e.run(AttentionBackward { dqkv: x[0], dout: x[1], qkv: x[2], out: x[3], lse: x[4], shape })
     });
     // The backward takes what the engine's own forward left.
-    Case { before: Some(Box::new(move |e, x| e.attention_forward(x[3], x[4], x[2], shape))), ..case }
+    Case {
+        before: Some(Box::new(move |e, x| e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape }))),
+        ..case
+    }
 }
 
 fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
@@ -440,7 +477,7 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
     let work = Work { floats: rows * vp * if gradient { 2 } else { 1 }, bytes: 12 * rows, flops: 0 };
     let name = format!("{rows}x{v}/{vp}{}", if gradient { " gradient" } else { "" });
     case("classifier", name, scope(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
-        e.classifier(x[0], x[1], x[2], v, vp, dloss)
+        e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss })
     })
 }
 
@@ -450,13 +487,17 @@ fn sum(n: usize) -> Case {
         f32(input("values", n, Init::Uniform { mean: 1.0, spread: 1.0 })),
     ];
     let work = Work { floats: 0, bytes: 4 * n, flops: 0 };
-    case("sum", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.sum(x[0], x[1]))
+    case("sum", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| {
+        e.run(Sum { out: x[0], values: x[1] })
+    })
 }
 
 fn global_norm(n: usize) -> Case {
     let operands = vec![f32(output("norm", 1, Tolerance::REDUCTION)), input("grads", n, UNIT)];
     let work = Work { floats: n, bytes: 0, flops: 0 };
-    case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.global_norm(x[0], x[1]))
+    case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| {
+        e.run(GlobalNorm { norm: x[0], grads: x[1] })
+    })
 }
 
 /// All of `n` elements in ranges of 8, 24, 72 … elements, every other of which decays.
@@ -492,16 +533,16 @@ fn adamw(ranges: Vec<UpdateRange>) -> Case {
         seed: 77,
     };
     let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
-    let scope = Scope { ranges: ranges.len(), ..scope(1, 1, 8, 1, 128, n) };
+    let scope = Workload { update_ranges: ranges.len(), ..scope(1, 1, 8, 1, 128, n) };
     exact(case("adamw", format!("{n}"), scope, operands, work, move |e, x| {
         // Where parameters are f32 there are no masters; both engines start from the same values then.
-        if e.float() == DType::F32 {
+        if e.dtype() == DType::F32 {
             e.cast(x[0], x[4])?;
         }
-        let master = (e.float() != DType::F32).then_some(x[4]);
-        let of = Optimized { params: x[0], grads: x[1], m: x[2], v: x[3], master };
-        e.adamw(of, &ranges, x[5], &settings)?;
-        if e.float() == DType::F32 {
+        let master = (e.dtype() != DType::F32).then_some(x[4]);
+        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
+        e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+        if e.dtype() == DType::F32 {
             e.cast(x[4], x[0])?;
         }
         Ok(())

@@ -2,12 +2,15 @@
 
 use anyhow::{Context, bail, ensure};
 use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
+use engine::ops::AdamW;
 use engine::tensor::Tensor;
-use engine::{AdamW, Algorithms, Engine, Recurring, Result};
+use engine::{Algorithms, Engine, Result};
 use model::descriptor::GPT2_VOCAB;
 use model::fit;
-use model::{Capacity, Descriptor, Gpt2, Param, Recompute};
+use model::{Descriptor, Gpt2, Param, PlanOptions, TrainStep};
 use rng::{Mt19937, XorShift};
+use std::cell::RefCell;
 use std::fmt;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -119,8 +122,7 @@ pub struct Trial<'a> {
     rounding: XorShift,
     trace: Trace,
     bytes: Vec<u8>,
-    /// Micro-steps are repeated as this, so that the engine may record them.
-    micro_step: Option<Recurring>,
+    step: TrainStep,
 }
 
 impl<'a> Trial<'a> {
@@ -128,11 +130,14 @@ impl<'a> Trial<'a> {
     pub fn new(engine: &'a mut dyn Engine, scale: Scale, algorithms: Option<&Algorithms>) -> Result<Self> {
         let Scale { layers, heads, channels, vocab, b, t } = scale;
         let descriptor = Descriptor::new(layers, heads, channels, t, vocab)?;
-        let capacity = Capacity { b, t, training: true, master_weights: true, recompute: Recompute::Nothing };
+        let capacity = PlanOptions::training(b, t);
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;
         if let Some(algorithms) = algorithms {
-            ensure!(engine.adopt(algorithms), "the second run cannot compute matrix products as the first one did");
+            ensure!(
+                engine.adopt_algorithms(algorithms),
+                "the second run cannot compute matrix products as the first one did"
+            );
         }
         let mut rng = Mt19937::new(SEED);
         // Some tokens are more common than others, as in a text.
@@ -153,38 +158,22 @@ impl<'a> Trial<'a> {
         let parts = groups(&model)?.into_iter().flat_map(parts_of).collect();
         let trace = Trace { parts, steps: Vec::new(), last_loss: f32::NAN };
         let rounding = XorShift { state: u64::from(SEED) };
-        Ok(Self { engine, model, train, rounding, trace, bytes: Vec::new(), micro_step: None })
+        let step = TrainStep::new(&model, train.layout(), GRAD_ACCUM);
+        Ok(Self { engine, model, train, rounding, trace, bytes: Vec::new(), step })
     }
 
     /// Has the engine record micro-steps, if it can record anything.
-    pub fn recorded(self) -> Self {
-        Self { micro_step: Some(Recurring::new()), ..self }
+    pub fn with_graphs(self) -> Self {
+        Self { step: self.step.capture_graphs(), ..self }
     }
 
-    /// One optimizer step.
+    /// Runs one optimizer step.
     pub fn step(&mut self) -> Result<()> {
-        let Self { engine, model, train, rounding, micro_step, .. } = self;
-        let training = model.training.context("the model was planned for training")?;
+        let Self { engine, model, train, rounding, step, .. } = self;
+        let training = model.training.context("the model was planned for inference only")?;
         let layout = train.layout();
         let tokens = (layout.b * layout.t * GRAD_ACCUM) as f32;
-        engine.zero(model.losses)?;
-        engine.zero(training.grads)?;
-        for _ in 0..GRAD_ACCUM {
-            train.load_next(*engine, model.batch, rounding.next_u32())?;
-            let mut passes = |engine: &mut dyn Engine| {
-                model.forward(engine, layout)?;
-                model.loss(engine, layout, Some(1.0 / tokens))?;
-                model.backward(engine, layout)
-            };
-            let refused = match micro_step {
-                Some(recurring) => engine.repeat(recurring, &mut passes)?,
-                None => passes(*engine).map(|()| None)?,
-            };
-            if let Some(why) = refused {
-                bail!("a micro-step cannot be recorded: {why}");
-            }
-        }
-        let adamw = AdamW {
+        let settings = AdamW {
             learning_rate: 1e-3,
             beta1: 0.9,
             beta2: 0.95,
@@ -192,11 +181,17 @@ impl<'a> Trial<'a> {
             weight_decay: 0.1,
             step: self.trace.steps.len() as u32 + 1,
             clip: 1.0,
-            seed: rounding.next_u32(),
+            seed: 0,
         };
-        model.update(*engine, &adamw)?;
+        let rounding = RefCell::new(rounding);
+        let seed = || rounding.borrow_mut().next_u32();
+        let load = &mut |engine: &mut dyn Engine| train.load_next(engine, model.batch, seed()).map(|_| ());
+        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(AdamW { seed: seed(), ..settings }));
+        if let Some(error) = step.run(*engine, &mut Ranks::default(), load, decide)? {
+            bail!("CUDA graph of a micro-batch: {error}");
+        }
         self.trace.last_loss = engine.read(training.stats)?[0] / tokens;
-        ensure!(self.trace.last_loss.is_finite(), "the loss of step {} is {}", adamw.step, self.trace.last_loss);
+        ensure!(self.trace.last_loss.is_finite(), "the loss of step {} is {}", settings.step, self.trace.last_loss);
         let hashes = self.hashes()?;
         self.trace.steps.push(hashes);
         Ok(())
@@ -241,10 +236,14 @@ fn groups(model: &Gpt2) -> Result<Vec<(Group, Tensor)>> {
 mod tests {
     use super::*;
     use engine::cpu::Cpu;
-    use engine::cuda::{Precision, emulated};
+    use engine::cuda::{EmulatedGpu, Precision};
 
     const SMALL: Scale = Scale { layers: 2, heads: 1, channels: 64, vocab: 300, b: 2, t: 16 };
     const STEPS: usize = 3;
+
+    fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
+        engine::cuda::emulated(EmulatedGpu { hopper, ..EmulatedGpu::default() }, precision, None, false)
+    }
 
     /// A run in which something is done to the engine before each step, counted from 1.
     fn disturbed(mut engine: Box<dyn Engine>, disturb: impl FnMut(usize, &mut Trial)) -> Trace {
@@ -268,10 +267,10 @@ mod tests {
     #[test]
     fn two_runs_are_identical() {
         for ((a, b), mut c) in engines().into_iter().zip(engines()).zip(engines()) {
-            let masters = a.float() != engine::tensor::DType::F32;
+            let masters = a.dtype() != engine::tensor::DType::F32;
             let [a, b] = [a, b].map(|engine| disturbed(engine, |_, _| ()));
             assert_eq!(a.first_difference(&b), None);
-            let recorded = run(Trial::new(&mut *c, SMALL, None).unwrap().recorded(), |_, _| ());
+            let recorded = run(Trial::new(&mut *c, SMALL, None).unwrap().with_graphs(), |_, _| ());
             assert_eq!(a.first_difference(&recorded), None);
             for group in Group::ALL {
                 assert_eq!(a.hash(group), b.hash(group));

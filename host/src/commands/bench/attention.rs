@@ -3,7 +3,8 @@
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
 use anyhow::{Context, ensure};
-use engine::{Heads, Result};
+use engine::Result;
+use engine::ops::AttentionShape;
 use std::str::FromStr;
 use verify::selftest::{Case, attention};
 
@@ -36,7 +37,7 @@ const COLUMNS: &[Column] = &[
 ];
 
 #[derive(Clone, Copy, Debug)]
-struct Shape(Heads);
+struct Shape(AttentionShape);
 
 impl FromStr for Shape {
     type Err = anyhow::Error;
@@ -47,7 +48,7 @@ impl FromStr for Shape {
         let numbers = numbers.collect::<Result<Vec<_>, _>>().with_context(expected)?;
         let [b, heads, t, head_size] = <[usize; 4]>::try_from(numbers).ok().with_context(expected)?;
         ensure!([b, heads, t, head_size].iter().all(|&extent| extent > 0), expected());
-        Ok(Self(Heads { b, t, heads, head_size }))
+        Ok(Self(AttentionShape { b, t, heads, head_size }))
     }
 }
 
@@ -101,7 +102,7 @@ mod tests {
 
     #[test]
     fn half_of_all_pairs_of_positions_count() {
-        let [forward, backward] = attention(Heads { b: 2, t: 100, heads: 3, head_size: 64 });
+        let [forward, backward] = attention(AttentionShape { b: 2, t: 100, heads: 3, head_size: 64 });
         // Two products of 2 FLOPs for each pair and channel, and five.
         assert_eq!(forward.work.flops, 2 * 2 * 2 * 3 * 100 * 100 / 2 * 64);
         assert_eq!(backward.work.flops, 5 * forward.work.flops / 2);

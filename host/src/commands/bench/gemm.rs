@@ -1,26 +1,29 @@
-//! `bench gemm`: the matrix products of a model.
+//! `bench gemm`: the GEMMs of a model's linear layers.
 
 use super::table::{Cell, Column, Json, Table};
 use crate::cli::count;
 use crate::commands::resources::Hardware;
-use cublaslt::Epilogue;
+use engine::gemm::{GemmEpilogue, Timing};
+use engine::ops::{Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
 use engine::plan::{Group, Plan};
 use engine::tensor::Tensor;
-use engine::{Ending, Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
+use engine::{Engine, Result, Workload};
 use model::Descriptor;
 
-/// The matrix products of a model: cuBLASLt's first choice, the fastest of its candidates, and the fastest Rust kernel
+/// Time the GEMMs of a model: cuBLASLt's first choice, its fastest algorithm, and the fastest wgmma kernel
 #[derive(Clone, Debug, clap::Args)]
 pub struct Gemm {
-    /// d12, d24, gpt3:c768 …
+    /// Model, for example d12, d24 or gpt3:c768
     #[arg(short = 'e', long, default_value = "d12")]
     model: String,
+    /// Sequences of a micro-batch
     #[arg(short, long, default_value = "64")]
     batch: usize,
+    /// Tokens of a sequence
     #[arg(short = 't', long, default_value = "1024")]
     seq: usize,
 
-    /// Square matrices of this size instead of a model's
+    /// Time square matrices of this size instead of a model's
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
@@ -32,92 +35,119 @@ pub struct Gemm {
 }
 
 const COLUMNS: &[Column] = &[
-    Column::text("product", "product", 90),
+    Column::text("gemm", "GEMM", 52),
     Column::number("candidates", "candidates", 10, 0),
     Column::number("first_us", "first us", 9, 1),
     Column::number("best_us", "best us", 9, 1),
     Column::number("best_tflops", "TFLOP/s", 9, 0),
-    Column::number("rust_us", "Rust us", 9, 1),
-    Column::number("rust_tflops", "TFLOP/s", 9, 0),
-    Column::text("rust_tiling", "tiles", 22),
+    Column::number("wgmma_us", "wgmma us", 9, 1),
+    Column::number("wgmma_tflops", "TFLOP/s", 9, 0),
+    Column::text("wgmma_config", "tile", 22),
 ];
 
+/// A linear layer of a model.
+#[derive(Clone, Copy)]
+struct Layer {
+    shape: MatmulShape,
+    bias: bool,
+    /// A GELU follows the layer if it widens, and precedes it if it narrows.
+    gelu: bool,
+}
+
+/// Runs the command.
 pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
     let mut engine = options.hardware.open_quietly()?;
-    let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
     let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
     table.print_heading()?;
-    let (mut first, mut best, mut taken) = (0.0, 0.0, 0.0);
-    let layers = [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)];
-    let layers = match options.square {
-        Some(n) => vec![(Linear { rows: n, c: n, oc: n }, false, false)],
-        None => layers.map(|(c, oc, gelu)| (Linear { rows, c, oc }, oc != vp, gelu)).to_vec(),
-    };
-    for (shape, bias, gelu) in layers {
-        for timing in layer(&mut *engine, shape, bias, gelu)? {
-            let library = timing.library;
-            let p = library.problem;
-            let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
-            let rate = |milliseconds: f32| 2.0 * (p.m * p.n * p.k) as f64 / us(milliseconds) / 1e6;
-            table.row(&[
-                p.to_string().into(),
-                library.candidates.into(),
-                us(library.first).into(),
-                us(library.best).into(),
-                rate(library.best).into(),
-                timing.kernel.map(|(_, time)| us(time)).into(),
-                timing.kernel.map(|(_, time)| rate(time)).into(),
-                timing.kernel.map(|(tiling, _)| tiling.to_string()).into(),
-            ])?;
-            if p.epilogue == Epilogue::DGeluAndGelu {
-                // Another way to compute the product before it.
+    let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
+    let (mut first, mut best, mut fastest) = (0.0, 0.0, 0.0);
+    for layer in layers(options, &descriptor) {
+        for timing in tune(&mut *engine, layer)? {
+            table.row(&row(&timing))?;
+            if timing.gemm.epilogue == GemmEpilogue::GeluBackwardRecompute {
+                // The same GEMM as the previous one, with recomputation.
                 continue;
             }
-            first += us(library.first);
-            best += us(library.best);
-            taken += us(if timing.kernel_wins() { timing.kernel.map_or(0.0, |(_, time)| time) } else { library.best });
+            first += us(timing.library_first);
+            best += us(timing.library);
+            let kernel = timing.kernel.filter(|_| timing.kernel_wins()).map(|(_, milliseconds)| milliseconds);
+            fastest += us(kernel.unwrap_or(timing.library));
         }
     }
-    let mut sum = |name: &str, [first, best, taken]: [Option<f64>; 3]| {
-        let [first, best, taken] = [first, best, taken].map(Cell::from);
-        table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, taken, Cell::Empty, Cell::Empty])
+    let mut sum = |name: &str, [first, best, fastest]: [Option<f64>; 3]| {
+        let [first, best, fastest] = [first, best, fastest].map(Cell::from);
+        table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, fastest, Cell::Empty, Cell::Empty])
     };
-    sum("all", [Some(first), Some(best), None])?;
-    sum("all, each by the faster of the two", [None, None, Some(taken)])?;
+    sum("sum", [Some(first), Some(best), None])?;
+    sum("sum, each by the faster backend", [None, None, Some(fastest)])?;
     table.finish()
 }
 
-/// Tunes one linear layer, forward and backward. `gelu`: behind it if it widens, before it if it narrows.
-fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Result<Vec<Timing>> {
-    let Linear { rows, c, oc } = shape;
+fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {
+    let (c, vp, rows) = (descriptor.channels, descriptor.padded_vocab(), options.batch * options.seq);
+    if let Some(n) = options.square {
+        return vec![Layer { shape: MatmulShape { rows: n, c: n, oc: n }, bias: false, gelu: false }];
+    }
+    [(c, 3 * c, false), (c, c, false), (c, 4 * c, true), (4 * c, c, true), (c, vp, false)]
+        .map(|(c, oc, gelu)| Layer { shape: MatmulShape { rows, c, oc }, bias: oc != vp, gelu })
+        .to_vec()
+}
+
+fn row(timing: &Timing) -> [Cell; 8] {
+    let gemm = timing.gemm;
+    let us = |milliseconds: f32| 1e3 * f64::from(milliseconds);
+    let rate = |milliseconds: f32| 2.0 * (gemm.m * gemm.n * gemm.k) as f64 / us(milliseconds) / 1e6;
+    [
+        gemm.to_string().into(),
+        timing.candidates.into(),
+        us(timing.library_first).into(),
+        us(timing.library).into(),
+        rate(timing.library).into(),
+        timing.kernel.map(|(_, time)| us(time)).into(),
+        timing.kernel.map(|(_, time)| rate(time)).into(),
+        timing.kernel.map(|(config, _)| config.to_string()).into(),
+    ]
+}
+
+/// Times the GEMMs of one linear layer, forward and backward.
+fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<Vec<Timing>> {
+    let MatmulShape { rows, c, oc } = shape;
     let mut plan = Plan::new();
-    let float = engine.float();
-    let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], float);
+    let dtype = engine.dtype();
+    let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], dtype);
     let (inp, dinp, pre_inp) = (add("inp", rows * c), add("dinp", rows * c), add("pre_inp", rows * c));
     let (out, dout, pre_gelu) = (add("out", rows * oc), add("dout", rows * oc), add("pre_gelu", rows * oc));
     let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
-    let (channels, padded_vocab) = (c.min(oc), c.max(oc));
-    let scope =
-        Scope { b: 1, t: rows, channels, heads: 1, padded_vocab, parameters: 0, parts: 1, ranges: 0, training: true };
-    engine.plan(&mut plan, &scope);
+    let workload = Workload {
+        b: 1,
+        t: rows,
+        channels: c.min(oc),
+        heads: 1,
+        padded_vocab: c.max(oc),
+        parameters: 0,
+        norm_tensors: 1,
+        update_ranges: 0,
+        training: true,
+    };
+    engine.plan(&mut plan, &workload);
     engine.allocate(&plan)?;
     let tuning = engine.tune(true, &mut |engine| {
-        let (widened, narrowed) = (gelu && oc > c, gelu && oc < c);
-        let ending = match bias {
-            _ if widened => Ending::Gelu(pre_gelu),
-            // What gives as many columns as a model has channels goes to the residual stream.
-            true if oc <= c => Ending::Residual(dout),
-            _ => Ending::Sum,
+        let (widens, narrows) = (gelu && oc > c, gelu && oc < c);
+        let epilogue = match bias {
+            _ if widens => Epilogue::Gelu(pre_gelu),
+            // A layer with as many output channels as the model adds to the residual stream.
+            true if oc <= c => Epilogue::Residual(dout),
+            _ => Epilogue::None,
         };
         let bias = |tensor: Tensor| bias.then_some(tensor);
-        engine.matmul_forward(out, inp, weight, bias(biases), ending, shape)?;
-        // As where inp is not kept: the layer before made it of as many columns as this one gives.
-        let before = Linear { rows, c: oc, oc: c };
-        let again = Some(GeluForward { inp: out, weight: dweight, bias: bias(biases), shape: before });
-        let before_gelu = narrowed.then_some(GeluInput { pre_gelu: pre_inp, again });
-        engine.matmul_backward(dinp, dweight, bias(dbias), dout, inp, weight, before_gelu, shape)
+        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape })?;
+        // The previous layer recomputes the input from as many channels as this layer's output has.
+        let previous = MatmulShape { rows, c: oc, oc: c };
+        let forward = GeluForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
+        let gelu = narrows.then_some(GeluInput { pre_gelu: pre_inp, recompute: Some(forward) });
+        engine.run(MatmulBackward { dinp, dweight, dbias: bias(dbias), dout, inp, weight, gelu, shape })
     })?;
     Ok(tuning.timings)
 }

@@ -70,7 +70,7 @@ pub fn run(options: &Kernels) -> Result<()> {
     let models: Vec<(&String, Descriptor, usize)> = models.collect::<Result<_>>()?;
 
     let engine = &mut *options.hardware.open_quietly()?;
-    let float = engine.float();
+    let float = engine.dtype();
     let mut table = Table::new("kernels", COLUMNS, engine, &options.json);
     table.print_heading()?;
     let mut ceilings = Ceilings { bytes: f64::NAN, flops: f64::NAN };

@@ -7,10 +7,10 @@ use crate::commands::train::{Launch, together};
 use anyhow::Context;
 use checkpoint::preflight::{self, Facts};
 use distributed::Ranks;
-use engine::{AdamW, BatchLayout, Engine, Interval, Recurring, Result};
+use engine::ops::AdamW;
+use engine::{BatchLayout, Engine, Interval, Result};
 use model::fit;
-use model::{Capacity, Descriptor, Gpt2, Recompute, Share, Zero};
-use model::{Exchange, Turns};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, TrainStep, Zero};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::time::Duration;
@@ -74,11 +74,11 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let descriptor: Descriptor = options.model.parse()?;
     let layout = BatchLayout { b: options.batch, t: options.seq };
     let recompute = options.recompute;
-    let capacity = Capacity { b: layout.b, t: layout.t, training: true, master_weights: true, recompute };
-    let zero = Zero::new(options.zero_stage, Share { rank: ranks.rank(), ranks: ranks.count() });
-    let (model, plan) = fit::plan_divided(descriptor, capacity, zero, engine)?;
+    let zero = Zero::new(options.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.count() });
+    let plan_options = PlanOptions { recompute, zero, ..PlanOptions::training(layout.b, layout.t) };
+    let (model, plan) = fit::plan(descriptor, plan_options, engine)?;
     engine.allocate(&plan)?;
-    options.agree(ranks, engine.on_device(model.params)?.is_some().then_some(gpu))?;
+    options.agree(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;
     ranks.join(engine, model.params)?;
     let tuned = together::tune_together(ranks, &model, engine, layout)?;
     if let Some(text) = tuned.filter(|_| ranks.is_first()) {
@@ -93,15 +93,13 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     engine.load_batch(model.batch, layout, words)?;
     ranks.begin();
 
-    let on_gpu = engine.on_device(model.params)?.is_some();
+    let on_gpu = engine.device_tensor(model.params)?.is_some();
     let mut bench = StepBench {
         engine,
         model: &model,
-        layout,
-        grad_accum: options.grad_accum,
         step: 0,
-        turns: Turns::default(),
-        micro_step: Recurring::new(),
+        with_graphs: TrainStep::new(&model, layout, options.grad_accum).capture_graphs(),
+        individually: TrainStep::new(&model, layout, options.grad_accum),
     };
     for _ in 0..3 {
         bench.timed_step(ranks, Queueing::AsTrain)?;
@@ -233,32 +231,18 @@ enum Queueing {
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
     model: &'a Gpt2,
-    layout: BatchLayout,
-    grad_accum: usize,
     step: u32,
-    turns: Turns,
-    micro_step: Recurring,
+    /// Launches kernels as `train` does, with CUDA graphs.
+    with_graphs: TrainStep,
+    /// Launches each kernel individually.
+    individually: TrainStep,
 }
 
 impl StepBench<'_> {
-    /// One optimizer step as `train` does it, queued; every micro-batch is the one that was loaded.
+    /// Launches one optimizer step as `train` does. Every micro-batch is the one that was loaded.
     fn step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<()> {
-        let Self { engine, model, layout, grad_accum, turns, micro_step: recurring, .. } = self;
-        let recurring = (queueing == Queueing::AsTrain).then_some(&*recurring);
-        let training = model.training.context("planned for training")?;
         self.step += 1;
-        engine.zero(model.losses)?;
-        engine.zero(training.grads)?;
-        let dloss = model.zero.dloss(layout.b * layout.t * *grad_accum);
-        for micro_step in 1..=*grad_accum {
-            let exchange = &mut Exchange { model, ranks, turns, last: micro_step == *grad_accum };
-            if let Some(why) = exchange.micro_step(*engine, *layout, dloss, recurring)? {
-                println!("micro-steps cannot be recorded: {why}");
-            }
-        }
-        let mut exchange = Exchange { model, ranks, turns, last: true };
-        exchange.settle(*engine)?;
-        let adamw = AdamW {
+        let settings = AdamW {
             learning_rate: 1e-4,
             beta1: 0.9,
             beta2: 0.95,
@@ -268,8 +252,15 @@ impl StepBench<'_> {
             clip: 1.0,
             seed: self.step,
         };
-        exchange.measure(*engine)?;
-        exchange.apply(*engine, &adamw)
+        let step = match queueing {
+            Queueing::AsTrain => &mut self.with_graphs,
+            Queueing::ByPiece => &mut self.individually,
+        };
+        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings));
+        if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
+            println!("warning: CUDA graph capture failed, kernels are launched individually: {error}");
+        }
+        Ok(())
     }
 
     /// Its seconds on the engine's clock. All ranks begin together.
@@ -307,7 +298,7 @@ impl StepBench<'_> {
 
     /// Every kernel of one step, where there are kernels.
     fn profile(&mut self, ranks: &mut Ranks) -> Result<Option<Vec<Interval>>> {
-        if self.engine.on_device(self.model.params)?.is_none() {
+        if self.engine.device_tensor(self.model.params)?.is_none() {
             return Ok(None);
         }
         self.engine.start_profile()?;
@@ -317,8 +308,8 @@ impl StepBench<'_> {
 
     fn now(&mut self) -> Result<Duration> {
         let stats = self.model.training.context("planned for training")?.stats;
-        let ticket = self.engine.read_later(stats)?;
-        Ok(self.engine.wait(ticket)?.at)
+        let ticket = self.engine.read_async(stats)?;
+        Ok(self.engine.wait(ticket)?.completed_at)
     }
 }
 

@@ -94,7 +94,7 @@ impl Table {
         table.note("bench", bench);
         table.note("version", env!("CARGO_PKG_VERSION"));
         table.note("machine", engine.describe());
-        table.note("precision", engine.float().name());
+        table.note("precision", engine.dtype().name());
         table
     }
 

@@ -55,13 +55,13 @@ fn trace(
         println!(
             "{}, {}: {layers} layers of {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),
-            engine.float().name()
+            engine.dtype().name()
         );
     }
     let began = Instant::now();
     let trial = Trial::new(&mut *engine, scale, algorithms)?;
     // Recorded or queued piece by piece, the work is the same.
-    let mut trial = if number == 1 { trial } else { trial.recorded() };
+    let mut trial = if number == 1 { trial } else { trial.with_graphs() };
     for _ in 0..steps {
         trial.step()?;
     }

@@ -6,7 +6,7 @@ use super::resources::Hardware;
 use crate::cli::count;
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
-use engine::open::Products;
+use engine::open::MatmulBackend;
 use engine::{Engine, Result};
 use verify::selftest::{Case, Error, edge, model};
 
@@ -25,7 +25,7 @@ pub struct Selftest {
     /// With --matmul rust: the N-th of the tilings of each product that may be the fastest on this GPU, counted round, instead of
     /// the one that was found to be
     #[arg(long, value_name = "N", requires = "matmul")]
-    pub tiling: Option<usize>,
+    pub kernel_config: Option<usize>,
     /// Train a small model twice from one seed instead, in bf16 and in fp32 where there are both: weights, m, v, gradients and
     /// losses must be the same in every bit after every step; the second records its micro-steps, as `train` does
     #[arg(long, conflicts_with_all = ["filter", "small", "emulator"])]
@@ -44,16 +44,16 @@ pub fn run(options: &Selftest) -> Result<()> {
         return determinism::run(&options.hardware, options.steps);
     }
     ensure!(
-        options.tiling.is_none() || options.hardware.matmul == Products::Rust,
-        "--tiling is of this program's own products; expected --matmul rust with it"
+        options.kernel_config.is_none() || options.hardware.matmul == MatmulBackend::Rust,
+        "--kernel-config: expected --matmul rust, which it configures"
     );
-    let engine = &mut *Hardware { tiling: options.tiling, ..options.hardware.clone() }.open_quietly()?;
+    let engine = &mut *Hardware { kernel_config: options.kernel_config, ..options.hardware.clone() }.open_quietly()?;
     let reference: &mut dyn Engine = if options.emulator {
         &mut *engine.emulated().context("--emulator: the CPU engine has no kernels; use --device cuda")?
     } else {
         &mut Cpu::new()
     };
-    println!("{}, {}, against {}", engine.describe(), engine.float().name(), reference.describe());
+    println!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
     let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
     let mut cases = edge();
     if !options.small {

@@ -29,7 +29,7 @@ use engine::open::Device;
 use engine::plan::Plan;
 use model::fit;
 use model::schedule::Schedule;
-use model::{Capacity, Descriptor, Gpt2, Share, Zero};
+use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 
@@ -78,11 +78,11 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.compare(&identity, descriptor, args.force_resume)?);
     }
-    let zero = Zero::new(config.zero_stage, Share { rank: ranks.rank(), ranks: ranks.count() });
+    let zero = Zero::new(config.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.count() });
     let (model, plan) = plan(&config, descriptor, zero, ranks.count(), engine, &console)?;
     if args.dry_run {
         ranks.close()?;
-        let free = if opened.plans_only { None } else { Some(engine.memory_free()?) };
+        let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         return console.line(&planned(&plan, free));
     }
     if let Some(Ok(info)) = gpu_info {
@@ -113,7 +113,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let evaluated = state.progress.evaluated;
     let (log, mut checkpoints) = match (out, &config.out) {
         (Some(out), _) => Some(out.open(&config, identity, newest, evaluated)?).unzip(),
-        (None, Some(out)) if zero.divides_optimizer() => {
+        (None, Some(out)) if zero.shards_optimizer() => {
             (None, Some(Checkpoints::of_another_rank(out.clone(), identity, newest)))
         }
         _ => (None, None),
@@ -150,9 +150,9 @@ fn plan(
     engine: &mut dyn Engine,
     console: &Console,
 ) -> Result<(Gpt2, Plan)> {
-    let of_stages = |engine: &mut dyn Engine| stages(descriptor, capacity(config), zero.stage(), ranks, engine);
+    let of_stages = |engine: &mut dyn Engine| stages(descriptor, plan_options(config), zero.stage(), ranks, engine);
     let stages = if ranks > 1 { of_stages(engine) } else { String::new() };
-    let (model, plan) = fit::plan_divided(descriptor, capacity(config), zero, engine)?;
+    let (model, plan) = fit::plan(descriptor, PlanOptions { zero, ..plan_options(config) }, engine)?;
     console.line(&format!("\n{plan}\n{stages}"))?;
     Ok((model, plan))
 }
@@ -194,7 +194,7 @@ fn fill(
     ranks: &Ranks,
     config: &Config,
 ) -> Result<()> {
-    let divided = model.zero.divides_optimizer();
+    let divided = model.zero.shards_optimizer();
     match (newest, file) {
         (Some(step), _) if divided && !ranks.is_first() => together::load_part(config, step, model, engine),
         (None, Some(file)) if divided || ranks.is_first() => file.load(model, engine),
@@ -203,9 +203,9 @@ fn fill(
     }
 }
 
-fn capacity(config: &Config) -> Capacity {
+fn plan_options(config: &Config) -> PlanOptions {
     let Config { batch: b, seq: t, master_weights, recompute, .. } = *config;
-    Capacity { b, t, training: true, master_weights, recompute }
+    PlanOptions { master_weights, recompute, ..PlanOptions::training(b, t) }
 }
 
 /// What the loop reads of the configuration.

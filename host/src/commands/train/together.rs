@@ -78,7 +78,7 @@ pub fn tune_together(
     let told = if ranks.is_first() { model.tune(engine, layout)? } else { None };
     let algorithms = ranks.tell(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
-        engine.adopt(&algorithms);
+        engine.adopt_algorithms(&algorithms);
         // What another kind of GPU has to find out itself.
         return model.tune(engine, layout);
     }
@@ -106,7 +106,7 @@ pub fn share(
     let tensors = [Some(model.params), model.training.map(|t| t.m), model.training.map(|t| t.v)];
     let master = model.training.and_then(|training| training.master);
     let tensors: Vec<_> = tensors.into_iter().chain([master]).flatten().collect();
-    if !model.zero.divides_optimizer() {
+    if !model.zero.shards_optimizer() {
         ranks.share(engine, &tensors)?;
     }
     let RunState { step, rounding, rounding_before_update, progress, .. } = state;

@@ -1,0 +1,108 @@
+//! Translation of a row-major [`Gemm`] to cuBLASLt's column-major terms. Only this file uses them.
+//!
+//! A row-major (rows, columns) matrix is its own transpose in column-major order. So the row-major out = op(a) · op(b) is the
+//! column-major outᵀ = op(b)ᵀ · op(a)ᵀ: cuBLASLt's A is our b, its B is our a, its m is our n, and its n is our m.
+
+use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use cublaslt::{Element, Epilogue, Operands, Problem};
+
+/// Returns cuBLASLt's problem for a GEMM that is its own [library part](Gemm::library_part).
+pub fn problem(gemm: &Gemm) -> Problem {
+    let (transpose_a, transpose_b) = match gemm.layout {
+        GemmLayout::Nt => (true, false),
+        GemmLayout::Nn => (false, false),
+        GemmLayout::Tn => (false, true),
+    };
+    Problem {
+        m: gemm.n,
+        n: gemm.m,
+        k: gemm.k,
+        transpose_a,
+        transpose_b,
+        element: match gemm.precision {
+            GemmPrecision::Bf16 => Element::Bf16,
+            GemmPrecision::F32 => Element::F32,
+            GemmPrecision::Tf32 => Element::Tf32,
+        },
+        epilogue: match gemm.library_part().epilogue {
+            GemmEpilogue::Bias | GemmEpilogue::BiasResidual => Epilogue::Bias,
+            GemmEpilogue::BiasGelu => Epilogue::GeluAuxBias,
+            GemmEpilogue::GeluBackward => Epilogue::DGelu,
+            _ => Epilogue::None,
+        },
+        accumulate: gemm.epilogue.accumulates(),
+        batch: 1,
+        output: gemm.f32_output.then_some(Element::F32),
+    }
+}
+
+/// Returns cuBLASLt's problem and operands for a [library part](Gemm::library_part) and its addresses.
+pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
+    let GemmOperands { a, b, out, residual, bias, pre_gelu, .. } = *operands;
+    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: pre_gelu, gelu: None })
+}
+
+/// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
+pub fn gemm(problem: &Problem) -> Option<Gemm> {
+    let layout = match (problem.transpose_a, problem.transpose_b) {
+        (true, false) => GemmLayout::Nt,
+        (false, false) => GemmLayout::Nn,
+        (false, true) => GemmLayout::Tn,
+        (true, true) => return None,
+    };
+    let epilogue = match (layout, problem.epilogue, problem.accumulate) {
+        (_, Epilogue::None, false) => GemmEpilogue::None,
+        (GemmLayout::Nt, Epilogue::Bias, false) => GemmEpilogue::Bias,
+        (GemmLayout::Nt, Epilogue::None, true) => GemmEpilogue::Residual,
+        (GemmLayout::Nt, Epilogue::Bias, true) => GemmEpilogue::BiasResidual,
+        (GemmLayout::Nt, Epilogue::GeluAuxBias, false) => GemmEpilogue::BiasGelu,
+        (GemmLayout::Nn, Epilogue::DGelu, false) => GemmEpilogue::GeluBackward,
+        (GemmLayout::Nn, Epilogue::DGeluAndGelu, false) => GemmEpilogue::GeluBackwardRecompute,
+        (GemmLayout::Tn, Epilogue::None, true) => GemmEpilogue::Accumulate,
+        (GemmLayout::Tn, Epilogue::BiasGradB, true) => GemmEpilogue::AccumulateBiasGrad,
+        _ => return None,
+    };
+    let precision = match problem.element {
+        Element::Bf16 => GemmPrecision::Bf16,
+        Element::F32 => GemmPrecision::F32,
+        Element::Tf32 => GemmPrecision::Tf32,
+    };
+    let Problem { m, n, k, .. } = *problem;
+    let f32_output = problem.output.is_some();
+    (problem.batch == 1).then_some(Gemm { m: n, n: m, k, layout, precision, epilogue, f32_output })
+}
+
+/// Returns the problem under which checkpoints store a GEMM's algorithm: also for epilogues that cuBLASLt lacks.
+pub(super) fn stored_problem(gemm: &Gemm) -> Problem {
+    let problem = problem(gemm);
+    match gemm.epilogue {
+        GemmEpilogue::GeluBackwardRecompute => Problem { epilogue: Epilogue::DGeluAndGelu, ..problem },
+        GemmEpilogue::AccumulateBiasGrad => Problem { epilogue: Epilogue::BiasGradB, ..problem },
+        _ => problem,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gemm_of_the_model_survives_the_round_trip_through_the_stored_problem() {
+        use GemmEpilogue::{
+            Accumulate, AccumulateBiasGrad, Bias, BiasGelu, BiasResidual, GeluBackward, GeluBackwardRecompute, None,
+            Residual,
+        };
+        let nt = [None, Bias, Residual, BiasResidual, BiasGelu].map(|epilogue| (GemmLayout::Nt, epilogue));
+        let nn = [None, GeluBackward, GeluBackwardRecompute].map(|epilogue| (GemmLayout::Nn, epilogue));
+        let tn = [Accumulate, AccumulateBiasGrad].map(|epilogue| (GemmLayout::Tn, epilogue));
+        for (layout, epilogue) in nt.into_iter().chain(nn).chain(tn) {
+            for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32] {
+                for f32_output in [false, true] {
+                    let original = Gemm { m: 3, n: 16, k: 5, layout, precision, epilogue, f32_output };
+                    assert_eq!(gemm(&stored_problem(&original)), Some(original));
+                    assert_eq!(gemm(&problem(&original.library_part())), Some(original.library_part()));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! General matrix multiplications (GEMMs): a row-major description that every backend understands.
+//!
+//! A model operation such as [`MatmulBackward`](crate::ops::MatmulBackward) becomes one or more [`Gemm`]s. Three backends
+//! compute them: cuBLASLt ([`cublaslt`]), this project's wgmma kernels (`cuda/wgmma.rs`), and a CPU reference for the
+//! emulator ([`reference`]). `cuda/gemm_dispatch.rs` selects the backend, and `cuda/gemm_tuner.rs` times the alternatives.
+//! Column-major terms appear in [`cublaslt`] only.
+//!
+//! A new storage type is a variant of [`GemmPrecision`]. A new fusion is a variant of [`GemmEpilogue`] with, if cuBLASLt lacks
+//! it, an entry in [`Gemm::library_part`]. Callers do not change.
+
+mod choice;
+pub mod cublaslt;
+pub mod reference;
+
+pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
+
+use crate::Result;
+use anyhow::bail;
+use gpu::launch::KernelLaunch;
+use std::fmt;
+
+/// Storage type of the matrices; sums are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmPrecision {
+    /// bf16 on tensor cores.
+    Bf16,
+    /// f32 without tensor cores.
+    F32,
+    /// f32 in memory, rounded to 10 bits of mantissa on tensor cores.
+    Tf32,
+}
+
+/// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmLayout {
+    /// out (M, N) = a (M, K) · b (N, K)ᵀ, the forward pass of a linear layer
+    Nt,
+    /// out (M, N) = a (M, K) · b (K, N), the gradient of a linear layer's input
+    Nn,
+    /// out (M, N) = a (K, M)ᵀ · b (K, N), the gradient of a linear layer's weight
+    Tn,
+}
+
+/// Determines how the sums become the output. GELU is the tanh approximation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmEpilogue {
+    /// out = sum
+    None,
+    /// out = sum + bias (N)
+    Bias,
+    /// out = residual (M, N) + sum
+    Residual,
+    /// out = residual (M, N) + sum + bias (N)
+    BiasResidual,
+    /// pre_gelu (M, N) = sum + bias (N); out = gelu(pre_gelu)
+    BiasGelu,
+    /// out = sum ⊙ gelu'(pre_gelu (M, N))
+    GeluBackward,
+    /// As `GeluBackward`, and gelu (M, N) = gelu(pre_gelu). cuBLASLt lacks it.
+    GeluBackwardRecompute,
+    /// out += sum
+    Accumulate,
+    /// out += sum; bias (M) += column sums of a (K, M). cuBLASLt lacks it.
+    AccumulateBiasGrad,
+}
+
+impl GemmEpilogue {
+    /// Reports whether the epilogue reads or writes `bias`.
+    pub(crate) fn uses_bias(self) -> bool {
+        matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::AccumulateBiasGrad)
+    }
+
+    /// Reports whether the epilogue reads or writes `pre_gelu`.
+    pub(crate) fn uses_pre_gelu(self) -> bool {
+        matches!(self, Self::BiasGelu | Self::GeluBackward | Self::GeluBackwardRecompute)
+    }
+
+    fn uses_residual(self) -> bool {
+        matches!(self, Self::Residual | Self::BiasResidual)
+    }
+
+    /// Reports whether the sums are added to something.
+    pub(crate) fn accumulates(self) -> bool {
+        self.uses_residual() || matches!(self, Self::Accumulate | Self::AccumulateBiasGrad)
+    }
+}
+
+/// A GEMM without its addresses: what a backend needs to choose an algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Gemm {
+    /// Rows of the output.
+    pub m: usize,
+    /// Columns of the output.
+    pub n: usize,
+    /// Terms of a sum.
+    pub k: usize,
+    /// Which operand is transposed.
+    pub layout: GemmLayout,
+    /// Storage type.
+    pub precision: GemmPrecision,
+    /// What happens to the sums.
+    pub epilogue: GemmEpilogue,
+    /// Stores the output in f32 where `precision` is bf16.
+    pub f32_output: bool,
+}
+
+/// Device addresses of a GEMM's matrices, each a multiple of 16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GemmOperands {
+    /// Left operand.
+    pub a: u64,
+    /// Right operand.
+    pub b: u64,
+    /// Output.
+    pub out: u64,
+    /// Added to the sums by [`GemmEpilogue::Residual`] and [`GemmEpilogue::BiasResidual`].
+    pub residual: Option<u64>,
+    /// A bias, or its gradient.
+    pub bias: Option<u64>,
+    /// Argument of a GELU.
+    pub pre_gelu: Option<u64>,
+    /// Output of [`GemmEpilogue::GeluBackwardRecompute`].
+    pub gelu: Option<u64>,
+}
+
+/// Alignments of the operands b, a, output (and residual), bias and pre_gelu: the largest power of two up to 256 that divides each
+/// address, 0 for none. An algorithm may rely on them.
+pub type Alignments = [u32; 5];
+
+/// A GEMM and its alignments: the key under which an algorithm is stored.
+pub type GemmKey = (Gemm, Alignments);
+
+/// A GEMM with its addresses, ready to run.
+#[derive(Clone, Debug)]
+pub struct GemmCall {
+    /// The description.
+    pub gemm: Gemm,
+    /// The addresses.
+    pub operands: GemmOperands,
+    /// Kernels that compute what [`Gemm::library_part`] omits. They run before it, if no wgmma kernel computes the whole GEMM.
+    pub fallback: Vec<KernelLaunch>,
+}
+
+impl GemmCall {
+    /// Returns the key of its algorithm.
+    pub fn key(&self) -> GemmKey {
+        (self.gemm, self.operands.alignments())
+    }
+
+    /// Returns the part that cuBLASLt can compute.
+    pub fn library_part(&self) -> Self {
+        let gemm = self.gemm.library_part();
+        let operands = GemmOperands {
+            bias: self.operands.bias.filter(|_| gemm.epilogue.uses_bias()),
+            gelu: None,
+            ..self.operands
+        };
+        Self { gemm, operands, fallback: Vec::new() }
+    }
+}
+
+impl GemmOperands {
+    /// Returns the alignments of the addresses.
+    pub fn alignments(&self) -> Alignments {
+        let of = |address: u64| 1 << address.trailing_zeros().min(8);
+        let out = self.out | self.residual.unwrap_or(0);
+        [of(self.b), of(self.a), of(out), self.bias.map_or(0, of), self.pre_gelu.map_or(0, of)]
+    }
+}
+
+/// cuBLASLt requires a leading dimension of `pre_gelu` that is a multiple of this.
+pub const GELU_COLUMNS: usize = 8;
+
+impl Gemm {
+    /// Returns the part that cuBLASLt can compute: without the bias gradient and the recomputed GELU.
+    pub fn library_part(self) -> Self {
+        let epilogue = match self.epilogue {
+            GemmEpilogue::AccumulateBiasGrad => GemmEpilogue::Accumulate,
+            GemmEpilogue::GeluBackwardRecompute => GemmEpilogue::GeluBackward,
+            epilogue => epilogue,
+        };
+        Self { epilogue, ..self }
+    }
+
+    /// Checks that the operands match the epilogue and are aligned.
+    pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
+        let GemmOperands { a, b, out, residual, bias, pre_gelu, gelu } = *operands;
+        let recomputes = self.epilogue == GemmEpilogue::GeluBackwardRecompute;
+        let optional = [
+            ("residual", residual, self.epilogue.uses_residual()),
+            ("bias", bias, self.epilogue.uses_bias()),
+            ("pre_gelu", pre_gelu, self.epilogue.uses_pre_gelu()),
+            ("gelu", gelu, recomputes),
+        ];
+        for (name, address, used) in optional {
+            if address.is_some() != used {
+                let (expected, found) = if used { ("an address", "none") } else { ("none", "an address") };
+                bail!("{self}: operand {name}: expected {expected}, found {found}");
+            }
+        }
+        let required = [("a", Some(a)), ("b", Some(b)), ("out", Some(out))];
+        for (name, address) in required.into_iter().chain(optional.map(|(name, address, _)| (name, address))) {
+            if let Some(address) = address
+                && (address == 0 || !address.is_multiple_of(16))
+            {
+                bail!("{self}: operand {name}: expected an address that is a multiple of 16 bytes, found {address:#x}");
+            }
+        }
+        if self.epilogue.uses_pre_gelu() && !self.n.is_multiple_of(GELU_COLUMNS) {
+            bail!("{self}: GELU epilogues: expected a multiple of {GELU_COLUMNS} columns, found {}", self.n);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Gemm {
+    /// Formats as `65536x2304x768 NT bf16 bias`: M x N x K, layout, storage type and epilogue.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = match self.layout {
+            GemmLayout::Nt => "NT",
+            GemmLayout::Nn => "NN",
+            GemmLayout::Tn => "TN",
+        };
+        let precision = match self.precision {
+            GemmPrecision::Bf16 => "bf16",
+            GemmPrecision::F32 => "f32",
+            GemmPrecision::Tf32 => "tf32",
+        };
+        let epilogue = match self.epilogue {
+            GemmEpilogue::None => "",
+            GemmEpilogue::Bias => " bias",
+            GemmEpilogue::Residual => " residual",
+            GemmEpilogue::BiasResidual => " bias+residual",
+            GemmEpilogue::BiasGelu => " bias+gelu",
+            GemmEpilogue::GeluBackward => " gelu-backward",
+            GemmEpilogue::GeluBackwardRecompute => " gelu-backward+gelu",
+            GemmEpilogue::Accumulate => " accumulate",
+            GemmEpilogue::AccumulateBiasGrad => " accumulate+bias-grad",
+        };
+        let output = if self.f32_output { " f32-out" } else { "" };
+        write!(f, "{}x{}x{} {layout} {precision}{epilogue}{output}", self.m, self.n, self.k)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORWARD: Gemm = Gemm {
+        m: 256,
+        n: 2304,
+        k: 768,
+        layout: GemmLayout::Nt,
+        precision: GemmPrecision::Bf16,
+        epilogue: GemmEpilogue::Bias,
+        f32_output: false,
+    };
+    const AT: GemmOperands = GemmOperands {
+        a: 0x2010,
+        b: 0x1000,
+        out: 0x3020,
+        residual: None,
+        bias: Some(0x4040),
+        pre_gelu: None,
+        gelu: None,
+    };
+
+    fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
+        gemm.validate(&operands).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn alignment_is_the_lowest_set_bit_up_to_256() {
+        assert_eq!(AT.alignments(), [256, 16, 32, 64, 0]);
+        assert_eq!(GemmOperands { residual: Some(0x5010), ..AT }.alignments(), [256, 16, 16, 64, 0]);
+        assert_eq!(GemmOperands { residual: Some(0x5040), ..AT }.alignments(), AT.alignments());
+    }
+
+    #[test]
+    fn operands_must_match_the_epilogue() {
+        FORWARD.validate(&AT).unwrap();
+        assert!(refusal(FORWARD, GemmOperands { bias: None, ..AT }).ends_with("bias: expected an address, found none"));
+        let gelu = Gemm { layout: GemmLayout::Nn, epilogue: GemmEpilogue::GeluBackward, ..FORWARD };
+        assert!(refusal(gelu, AT).ends_with("bias: expected none, found an address"));
+        let at = GemmOperands { bias: None, pre_gelu: Some(0x5000), ..AT };
+        gelu.validate(&at).unwrap();
+        assert!(refusal(Gemm { n: 2300, ..gelu }, at).ends_with("expected a multiple of 8 columns, found 2300"));
+        let recompute = Gemm { epilogue: GemmEpilogue::GeluBackwardRecompute, ..gelu };
+        assert!(refusal(recompute, at).ends_with("gelu: expected an address, found none"));
+        let both = GemmOperands { gelu: Some(0x6000), ..at };
+        recompute.validate(&both).unwrap();
+        assert!(refusal(gelu, both).ends_with("gelu: expected none, found an address"));
+        let residual = GemmOperands { residual: Some(0x5000), ..AT };
+        Gemm { epilogue: GemmEpilogue::BiasResidual, ..FORWARD }.validate(&residual).unwrap();
+        assert!(refusal(FORWARD, residual).contains("residual"));
+        assert!(refusal(FORWARD, GemmOperands { a: 0x2008, ..AT }).ends_with("found 0x2008"));
+        assert!(refusal(FORWARD, GemmOperands { out: 0, ..AT }).ends_with("found 0x0"));
+    }
+
+    #[test]
+    fn the_library_part_omits_what_cublaslt_lacks() {
+        let gemm = Gemm { layout: GemmLayout::Tn, epilogue: GemmEpilogue::AccumulateBiasGrad, ..FORWARD };
+        let call = GemmCall { gemm, operands: AT, fallback: Vec::new() }.library_part();
+        assert_eq!((call.gemm.epilogue, call.operands.bias), (GemmEpilogue::Accumulate, None));
+        call.gemm.validate(&call.operands).unwrap();
+        assert_eq!(FORWARD.library_part(), FORWARD);
+    }
+
+    #[test]
+    fn a_gemm_is_displayed_with_sizes_layout_type_and_epilogue() {
+        assert_eq!(FORWARD.to_string(), "256x2304x768 NT bf16 bias");
+        let gemm = Gemm { layout: GemmLayout::Tn, epilogue: GemmEpilogue::Accumulate, f32_output: true, ..FORWARD };
+        assert_eq!(gemm.to_string(), "256x2304x768 TN bf16 accumulate f32-out");
+    }
+}

@@ -1,0 +1,131 @@
+//! The CPU reference of a GEMM, on the emulator's memory.
+//!
+//! Inputs are widened to f32 (and rounded to 10 bits of mantissa for TF32). Sums and epilogues are in f32. Outputs are rounded
+//! to nearest.
+
+use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::Result;
+use anyhow::{Context, bail};
+use bytemuck::Pod;
+use cuda_std::emulate::Memory;
+use cuda_std::{GlobalMut, bf16};
+
+const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
+const CUBIC: f32 = 0.044_715;
+
+/// Runs a GEMM that is its own [library part](Gemm::library_part). Fails if an operand does not lie in one buffer or if what it
+/// reads was never written.
+pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
+    match gemm.precision {
+        GemmPrecision::Bf16 if gemm.f32_output => typed::<bf16, f32>(gemm, operands, memory),
+        GemmPrecision::Bf16 => typed::<bf16, bf16>(gemm, operands, memory),
+        GemmPrecision::F32 | GemmPrecision::Tf32 => typed::<f32, f32>(gemm, operands, memory),
+    }
+    .with_context(|| format!("GEMM {gemm}"))
+}
+
+/// Reads and writes matrices by device address.
+struct Matrices<'a> {
+    memory: &'a mut Memory,
+}
+
+/// Storage type of a matrix.
+trait Stored: cuda_std::Element + Pod {}
+impl Stored for f32 {}
+impl Stored for bf16 {}
+
+impl Matrices<'_> {
+    /// Returns `len` elements, widened.
+    fn read<T: Stored>(&self, name: &'static str, address: u64, len: usize) -> Result<Vec<f32>> {
+        let values = self.memory.slice(GlobalMut::<T>::from_address(address).reader(), len).context(name)?;
+        Ok(values.iter().map(|value| value.to_f32()).collect())
+    }
+
+    fn write<T: Stored>(&mut self, name: &'static str, address: u64, values: &[f32]) -> Result<()> {
+        let rounded: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
+        self.memory.write(GlobalMut::from_address(address), &rounded).context(name)
+    }
+}
+
+/// Inputs and the epilogue's operands are stored as `T`, the output as `Out`.
+fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
+    let Gemm { m, n, k, epilogue, .. } = *gemm;
+    let mut matrices = Matrices { memory };
+    let (bias, pre_gelu) = (operands.bias.unwrap_or_default(), operands.pre_gelu.unwrap_or_default());
+    let mut a = matrices.read::<T>("a", operands.a, m * k)?;
+    let mut b = matrices.read::<T>("b", operands.b, k * n)?;
+    let mut out = vec![0.0; m * n];
+    if epilogue.accumulates() {
+        out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
+    }
+    if gemm.precision == GemmPrecision::Tf32 {
+        a.iter_mut().chain(&mut b).for_each(|x| *x = round_to_tf32(*x));
+    }
+    multiply_add(gemm, &a, &b, &mut out);
+    if matches!(epilogue, GemmEpilogue::Bias | GemmEpilogue::BiasResidual | GemmEpilogue::BiasGelu) {
+        let bias = matrices.read::<T>("bias", bias, n)?;
+        out.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % n]);
+    }
+    match epilogue {
+        GemmEpilogue::BiasGelu => {
+            matrices.write::<T>("pre_gelu", pre_gelu, &out)?;
+            out.iter_mut().for_each(|x| *x = gelu(*x));
+        }
+        GemmEpilogue::GeluBackward => {
+            let pre_gelu = matrices.read::<T>("pre_gelu", pre_gelu, m * n)?;
+            out.iter_mut().zip(pre_gelu).for_each(|(x, pre_gelu)| *x *= gelu_derivative(pre_gelu));
+        }
+        GemmEpilogue::GeluBackwardRecompute | GemmEpilogue::AccumulateBiasGrad => {
+            bail!("expected the library part of a GEMM, found {gemm}")
+        }
+        _ => {}
+    }
+    matrices.write::<Out>("out", operands.out, &out)
+}
+
+/// Computes out += op(a) · op(b).
+fn multiply_add(gemm: &Gemm, a: &[f32], b: &[f32], out: &mut [f32]) {
+    let Gemm { m, n, k, layout, .. } = *gemm;
+    let (a_column, a_row) = if layout == GemmLayout::Tn { (m, 1) } else { (1, k) };
+    let (b_column, b_row) = if layout == GemmLayout::Nt { (k, 1) } else { (1, n) };
+    assert!(a.len() == m * k && b.len() == k * n && out.len() == m * n);
+    // SAFETY: the three slices have the sizes that m, n, k and the strides imply.
+    unsafe {
+        ::gemm::gemm(
+            m,
+            n,
+            k,
+            out.as_mut_ptr(),
+            1,
+            n as isize,
+            true,
+            a.as_ptr(),
+            a_column as isize,
+            a_row as isize,
+            b.as_ptr(),
+            b_column as isize,
+            b_row as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            ::gemm::Parallelism::Rayon(0),
+        );
+    }
+}
+
+/// Rounds to 10 bits of mantissa, ties away from zero.
+fn round_to_tf32(x: f32) -> f32 {
+    const DROPPED: u32 = 13;
+    if x.is_finite() { f32::from_bits((x.to_bits() + (1 << (DROPPED - 1))) & !((1 << DROPPED) - 1)) } else { x }
+}
+
+fn gelu(x: f32) -> f32 {
+    0.5 * x * (1.0 + (SCALE * (x + CUBIC * x * x * x)).tanh())
+}
+
+fn gelu_derivative(x: f32) -> f32 {
+    let tanh = (SCALE * (x + CUBIC * x * x * x)).tanh();
+    0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * SCALE * (1.0 + 3.0 * CUBIC * x * x)
+}

@@ -1,0 +1,146 @@
+//! Data parallelism: overlaps collective communication with the forward and backward passes.
+//!
+//! Gradients are reduced, and under ZeRO-3 parameters gathered, on a stream of their own. The parameters of a layer are gathered
+//! while the previous layer is computed. The gradients of a layer are reduced while the layer below is computed. Each
+//! collective waits only for the work launched before it. The engine waits for it only when the next collective is already
+//! launched.
+
+use super::gpt2::{Gpt2, Training};
+use super::params::Unit;
+use super::sharding::LayerHooks;
+use anyhow::Context;
+use distributed::Ranks;
+use distributed::star::Reduction;
+use engine::{Engine, Result};
+
+/// State of the two buffers that alternate between layers, see [`sharding`](crate::sharding).
+#[derive(Debug, Default)]
+pub struct LayerBuffers {
+    /// The layer whose parameters are in a buffer, or are being gathered into it.
+    parameters: [Option<usize>; 2],
+    /// The gather is in flight: the engine does not wait for it yet.
+    gathering: [bool; 2],
+    /// The reduction of a layer's gradients is in flight: the engine does not wait for it yet.
+    reducing: [bool; 2],
+}
+
+/// Communicates on behalf of a model's passes.
+pub struct DataParallel<'a> {
+    /// The model.
+    pub model: &'a Gpt2,
+    /// The ranks of the run.
+    pub ranks: &'a mut Ranks,
+    /// State of the layer buffers.
+    pub buffers: &'a mut LayerBuffers,
+    /// Whether gradients are complete after this pass: it is the last micro-batch of a step.
+    pub last: bool,
+}
+
+impl DataParallel<'_> {
+    /// Reports whether the passes of a micro-batch communicate.
+    pub fn communicates(&self) -> bool {
+        if self.last {
+            !matches!(self.ranks, Ranks::Alone) || self.model.zero.is_sharded()
+        } else {
+            self.model.zero.shards_gradients()
+        }
+    }
+
+    /// Orders all work launched from now on after all communication so far.
+    pub fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.buffers.gathering = [false; 2];
+        self.buffers.reducing = [false; 2];
+        self.ranks.settle(engine)
+    }
+
+    /// Computes the step's loss, summed over the ranks, and the gradient norm in the model's stats.
+    pub fn measure(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let Training { stats, squares, .. } = self.training()?;
+        self.model.measure(engine)?;
+        for sum in [Some(stats.slice(0, 1)), squares].into_iter().flatten() {
+            self.ranks.total(engine, sum)?;
+        }
+        self.wait_on_stream(engine)?;
+        self.model.finish_norm(engine)
+    }
+
+    fn training(&self) -> Result<Training> {
+        self.model.training.context("this model was planned for inference only")
+    }
+
+    /// Begins to gather the parameters of `layer` unless its buffer has them. No later launch may use that buffer for another layer.
+    fn gather(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        let parity = layer % 2;
+        if self.buffers.parameters[parity] == Some(layer) {
+            return Ok(());
+        }
+        let (store, unit) = (self.model.param_store(), Unit::Layer(layer));
+        self.ranks.all_gather(engine, store.sharded(unit))?;
+        self.buffers.parameters[parity] = Some(layer);
+        self.buffers.gathering[parity] = true;
+        Ok(())
+    }
+}
+
+impl LayerHooks for DataParallel<'_> {
+    fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()> {
+        if !self.model.zero.shards_parameters() {
+            return Ok(());
+        }
+        self.gather(engine, layer)?;
+        if self.buffers.gathering[layer % 2] {
+            self.wait_on_stream(engine)?;
+        }
+        next.map_or(Ok(()), |next| self.gather(engine, next))
+    }
+
+    fn begin_gradients(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        if !self.model.zero.shards_gradients() {
+            return Ok(());
+        }
+        if self.buffers.reducing[layer % 2] {
+            self.wait_on_stream(engine)?;
+        }
+        let training = self.training()?;
+        let (store, unit) = (self.model.grad_store(&training), Unit::Layer(layer));
+        let (whole, own) = (store.unit(unit), store.own(unit));
+        engine.zero(whole)?;
+        // This rank adds the sum of the earlier micro-batches, which its shard holds, so that the reduction counts it once.
+        let shard = self.model.zero.shard();
+        engine.copy(whole.part(shard.rank, shard.ranks), own)
+    }
+
+    fn gradients_ready(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        let training = self.training()?;
+        let store = self.model.grad_store(&training);
+        match (self.model.zero.stage(), unit) {
+            (0, _) if self.last => self.ranks.average(engine, store.unit(unit)),
+            (1, _) if self.last => self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Mean),
+            (2.., Unit::Layer(layer)) => {
+                // Waits for the reduction that overlapped this layer; the next one is not waited for yet.
+                self.wait_on_stream(engine)?;
+                self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Sum)?;
+                self.buffers.reducing[layer % 2] = true;
+                Ok(())
+            }
+            (2.., Unit::Embeddings) if self.last => {
+                self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Sum)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        let zero = self.model.zero;
+        if !zero.shards_optimizer() {
+            return Ok(());
+        }
+        if zero.shards_parameters() && unit != Unit::Embeddings {
+            // The buffers hold parameters from before the update.
+            self.buffers.parameters = [None; 2];
+            return Ok(());
+        }
+        let store = self.model.param_store();
+        self.ranks.all_gather(engine, store.sharded(unit))
+    }
+}

@@ -1,0 +1,288 @@
+//! GPT-2's memory plan: every buffer that a run needs, before any of it is allocated.
+
+use super::Descriptor;
+use super::gpt2::{Gpt2, Layer, Norm, Training};
+use super::params::{Param, Params, Unit};
+use super::sharding::{Store, Zero};
+use engine::plan::{Group, Plan};
+use engine::tensor::{DType, Tensor};
+use engine::{BatchLayout, Engine, Result, Workload};
+use serde::{Deserialize, Serialize};
+
+/// Selects the activations that the backward pass recomputes instead of keeping them for every layer. The numbers are llm.c's
+/// (`-r`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "u8", try_from = "u8")]
+pub enum Recompute {
+    /// Keeps all activations.
+    #[default]
+    Nothing,
+    /// Recomputes the output of GELU.
+    Gelu,
+    /// Recomputes the outputs of GELU and of the layers' norms.
+    GeluAndNorms,
+}
+
+impl Recompute {
+    /// All levels in order.
+    pub const ALL: [Self; 3] = [Self::Nothing, Self::Gelu, Self::GeluAndNorms];
+}
+
+impl From<Recompute> for u8 {
+    fn from(recompute: Recompute) -> Self {
+        recompute as Self
+    }
+}
+
+impl TryFrom<u8> for Recompute {
+    type Error = &'static str;
+
+    fn try_from(number: u8) -> Result<Self, Self::Error> {
+        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1 or 2")
+    }
+}
+
+/// Sizes and options of a memory plan.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanOptions {
+    /// Most sequences of a batch.
+    pub b: usize,
+    /// Most tokens of a sequence.
+    pub t: usize,
+    /// Plans gradients, optimizer state and the activations of every layer; otherwise a forward pass only.
+    pub training: bool,
+    /// Keeps f32 master weights where the engine stores bf16.
+    pub master_weights: bool,
+    /// Activations to recompute in training.
+    pub recompute: Recompute,
+    /// Tensors that ranks shard.
+    pub zero: Zero,
+    /// Most rows of logits that exist at a time. More are used if the memory is available anyway.
+    pub logit_rows: usize,
+}
+
+impl PlanOptions {
+    /// Plans training with master weights and without recomputation or sharding.
+    pub const fn training(b: usize, t: usize) -> Self {
+        Self {
+            b,
+            t,
+            training: true,
+            master_weights: true,
+            recompute: Recompute::Nothing,
+            zero: Zero::NONE,
+            logit_rows: LOGIT_ROWS,
+        }
+    }
+
+    /// Plans a forward pass.
+    pub const fn inference(b: usize, t: usize) -> Self {
+        Self { training: false, master_weights: false, ..Self::training(b, t) }
+    }
+}
+
+/// Rows of logits at a time: enough for the GEMMs of a chunk to fill a GPU, and 1.1 GB in bf16 at V = 50,304.
+pub const LOGIT_ROWS: usize = 11_264;
+
+/// Chunks of rows are rounded up to this where possible, so that GEMM tiles are full and addresses aligned.
+const CHUNK_MULTIPLE: usize = 128;
+
+/// Returns the rows of the first chunk if `rows` are divided into as few chunks of at most `most` as possible, of about equal size.
+pub(super) fn chunk_rows(rows: usize, most: usize) -> usize {
+    let chunks = rows.div_ceil(most).max(1);
+    rows.div_ceil(chunks).next_multiple_of(CHUNK_MULTIPLE).min(most)
+}
+
+/// Buffers that share memory, because the phases of a step use them one after another.
+struct SharedBuffers {
+    logits: Tensor,
+    dwte: Option<Tensor>,
+    /// dresidual and dwide.
+    backward: Option<[Tensor; 2]>,
+    gathered: Option<Tensor>,
+}
+
+impl SharedBuffers {
+    fn plan(plan: &mut Plan, options: &PlanOptions, layout: &Params, dtype: DType) -> Self {
+        let PlanOptions { b, t, training, zero, logit_rows, .. } = *options;
+        let (vp, c) = Param::Wte.shape(layout.descriptor());
+        let f32 = DType::F32;
+        let (stream, wide, dwte) = ([b, t, c], [b, t, 4 * c], [vp, c]);
+        let backward = [("d residual", &stream[..], dtype), ("d wide", &wide[..], dtype)];
+        let backward = if training { &backward[..] } else { &[] };
+        let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
+        let backward_bytes = backward_bytes * dtype.bytes();
+        // In bf16 the sum over chunks would be rounded after each of them.
+        let dwte = (training && dtype != f32).then_some(("d wte", &dwte[..], f32));
+        let beside = dwte.map_or(0, |_| 4 * vp * c);
+        let free = backward_bytes.saturating_sub(beside) / (vp * dtype.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
+        let logits = [(b * t).min(logit_rows.max(free)), vp];
+        let head: Vec<_> = [("logits", &logits[..], dtype)].into_iter().chain(dwte).collect();
+        // Used between two steps, when the other buffers are idle.
+        let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
+        let unit = [("one unit's optimizer state", &unit[..], f32)];
+        let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
+        let [head, backward, unit] = plan.share(Group::Activations, [&head, backward, unit]);
+        Self {
+            logits: head[0],
+            dwte: head.get(1).copied(),
+            backward: backward.try_into().ok(),
+            gathered: unit.first().copied(),
+        }
+    }
+}
+
+/// The activations of all layers.
+struct Activations {
+    encoded: Tensor,
+    layers: Vec<Layer>,
+    final_norm: Norm,
+    losses: Tensor,
+}
+
+impl Activations {
+    /// A forward pass alone reuses the activations of one layer for all layers.
+    fn plan(plan: &mut Plan, descriptor: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
+        let PlanOptions { b, t, training, recompute, .. } = *options;
+        let Descriptor { layers: l, heads, channels: c, .. } = *descriptor;
+        let f32 = DType::F32;
+        let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
+        let kept = if training { l } else { 1 };
+        let encoded = add("encoded", &[b, t, c], dtype);
+        let kept_norms = if training && recompute < Recompute::GeluAndNorms { l } else { 0 };
+        let normed = add("normed", &[b, t, c], dtype);
+        let mut norm = |name: &str, n: usize, outs: usize| {
+            let out = (outs > 0).then(|| add(name, &[outs, b, t, c], dtype));
+            let mean = add(&format!("{name} mean"), &[n, b, t], f32);
+            let rstd = add(&format!("{name} rstd"), &[n, b, t], f32);
+            move |i: usize| Norm {
+                out: out.map_or(normed, |out| out.part(i, outs)),
+                mean: mean.part(i, n),
+                rstd: rstd.part(i, n),
+            }
+        };
+        let (ln1, ln2) = (norm("ln1", kept, kept_norms), norm("ln2", kept, kept_norms));
+        let lnf = norm("lnf", 1, 0);
+        let qkv = add("qkv", &[kept, b, t, 3 * c], dtype);
+        let attention = add("attention", &[kept, b, t, c], dtype);
+        let lse = add("attention lse", &[kept, b, heads, t], f32);
+        let residual2 = add("residual2", &[kept, b, t, c], dtype);
+        let fc = add("fc", &[kept, b, t, 4 * c], dtype);
+        let kept_gelus = if recompute < Recompute::Gelu { kept } else { 1 };
+        let fc_gelu = add("fc gelu", &[kept_gelus, b, t, 4 * c], dtype);
+        let residual3 = add("residual3", &[kept, b, t, c], dtype);
+        let losses = add("losses", &[b, t], f32);
+        let layer = |i: usize| {
+            let k = i % kept;
+            Layer {
+                ln1: ln1(k),
+                qkv: qkv.part(k, kept),
+                attention: attention.part(k, kept),
+                lse: lse.part(k, kept),
+                residual2: residual2.part(k, kept),
+                ln2: ln2(k),
+                fc: fc.part(k, kept),
+                fc_gelu: fc_gelu.part(k % kept_gelus, kept_gelus),
+                residual3: residual3.part(k, kept),
+            }
+        };
+        Self { encoded, layers: (0..l).map(layer).collect(), final_norm: lnf(0), losses }
+    }
+}
+
+impl Gpt2 {
+    /// Plans every buffer that a run needs and returns the handles. Nothing is allocated.
+    pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> (Self, Plan) {
+        let PlanOptions { b, t, training, recompute, zero, .. } = options;
+        let layout = zero.layout(descriptor);
+        let (dtype, f32) = (engine.dtype(), DType::F32);
+        let mut plan = Plan::new();
+        let (params, param_buffers) =
+            Store::plan(&mut plan, (Group::Parameters, "params"), &layout, dtype, zero.shards_parameters());
+        let grads = training
+            .then(|| Store::plan(&mut plan, (Group::Gradients, "grads"), &layout, dtype, zero.shards_gradients()));
+
+        let Activations { encoded, layers, final_norm, losses } =
+            Activations::plan(&mut plan, &descriptor, &options, dtype);
+        let dchannels =
+            training.then(|| plan.add(Group::Activations, "d channels", &[b, t, descriptor.channels], dtype));
+        let SharedBuffers { logits, dwte, backward, gathered } =
+            SharedBuffers::plan(&mut plan, &options, &layout, dtype);
+
+        let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
+            let mut state = |name| plan.add(Group::Optimizer, name, &[Store::shard_elements(&layout)], f32);
+            let (m, v) = (state("m"), state("v"));
+            let master = (dtype != f32 && options.master_weights).then(|| state("master"));
+            let stats = plan.add(Group::Workspace, "stats", &[2], f32);
+            let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
+            let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
+            Training {
+                grads,
+                grad_buffers,
+                m,
+                v,
+                master,
+                stats,
+                squares,
+                gathered,
+                dwte,
+                dresidual,
+                dchannels,
+                dwide,
+                recompute,
+            }
+        });
+        let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
+        let workload = Workload {
+            b,
+            t,
+            channels: descriptor.channels,
+            heads: descriptor.heads,
+            padded_vocab: descriptor.padded_vocab(),
+            parameters: layout.elements(),
+            norm_tensors: if zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
+            update_ranges: layout.decay_ranges().len(),
+            training: training.is_some(),
+        };
+        engine.plan(&mut plan, &workload);
+        let model = Self {
+            descriptor,
+            layout,
+            zero,
+            params,
+            param_buffers,
+            batch,
+            losses,
+            logits,
+            training,
+            encoded,
+            layers,
+            final_norm,
+        };
+        (model, plan)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_few_and_about_equal() {
+        let chunks = |rows, most| {
+            let chunk = chunk_rows(rows, most);
+            (chunk, rows.div_ceil(chunk))
+        };
+        assert_eq!(chunks(65_536, 8192), (8192, 8));
+        assert_eq!(chunks(9 * 1024, 8192), (4608, 2));
+        assert_eq!(chunks(17 * 1024, 8192), (5888, 3));
+        assert_eq!(chunks(100, 8192), (128, 1));
+        assert_eq!(chunks(51, 10), (10, 6));
+        for rows in 1..300 {
+            for most in 1..150 {
+                let (chunk, n) = chunks(rows, most);
+                assert!(chunk <= most && n == rows.div_ceil(most), "{rows} in {n} chunks of {chunk}");
+            }
+        }
+    }
+}

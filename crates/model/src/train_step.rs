@@ -1,0 +1,113 @@
+//! One optimizer step: forward pass, loss, backward pass, gradient reduction, clipping and update.
+
+use super::data_parallel::{DataParallel, LayerBuffers};
+use super::gpt2::Gpt2;
+use super::sharding::LayerHooks;
+use distributed::Ranks;
+use engine::ops::AdamW;
+use engine::tensor::Tensor;
+use engine::{BatchLayout, Engine, GraphKey, Result};
+
+/// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
+pub struct TrainStep {
+    model: Gpt2,
+    layout: BatchLayout,
+    grad_accum: usize,
+    buffers: LayerBuffers,
+    /// Set if the passes of a micro-batch are captured as a CUDA graph.
+    graph: Option<GraphKey>,
+}
+
+impl TrainStep {
+    /// Creates a step over `grad_accum` micro-batches of `layout` on each rank.
+    pub fn new(model: &Gpt2, layout: BatchLayout, grad_accum: usize) -> Self {
+        Self { model: model.clone(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
+    }
+
+    /// Captures the passes of micro-batches that do not communicate as a CUDA graph.
+    pub fn capture_graphs(self) -> Self {
+        Self { graph: Some(GraphKey::new()), ..self }
+    }
+
+    /// Runs one step.
+    ///
+    /// `load` copies the next micro-batch, with its seed, to the model's batch. `decide` receives the model's stats (loss sum and
+    /// gradient norm) before the update, and returns its hyperparameters, or `None` to skip the update.
+    ///
+    /// Returns the reason if a CUDA graph could not be captured, once.
+    pub fn run(
+        &mut self,
+        engine: &mut dyn Engine,
+        ranks: &mut Ranks,
+        load: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
+        decide: &mut dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<AdamW>>,
+    ) -> Result<Option<String>> {
+        let capture_error = self.gradients(engine, ranks, load)?;
+        self.measure(engine, ranks)?;
+        let stats = self.model.training()?.stats;
+        if let Some(settings) = decide(engine, stats)? {
+            self.update(engine, ranks, &settings)?;
+        }
+        Ok(capture_error)
+    }
+
+    /// Computes loss and gradients of all micro-batches, reduced over the ranks.
+    pub fn gradients(
+        &mut self,
+        engine: &mut dyn Engine,
+        ranks: &mut Ranks,
+        load: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
+    ) -> Result<Option<String>> {
+        let mut capture_error = None;
+        engine.zero(self.model.losses)?;
+        engine.zero(self.model.training()?.grads)?;
+        for micro_batch in 1..=self.grad_accum {
+            load(engine)?;
+            let last = micro_batch == self.grad_accum;
+            capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
+        }
+        self.data_parallel(ranks, true).wait_on_stream(engine)?;
+        Ok(capture_error)
+    }
+
+    /// Forward pass, loss and backward pass of the loaded micro-batch. Gradients are reduced while the last one's backward pass runs,
+    /// under ZeRO-2 and 3 while every one's does.
+    fn micro_batch(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, last: bool) -> Result<Option<String>> {
+        let (model, layout) = (&self.model, self.layout);
+        let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);
+        let mut data_parallel = DataParallel { model, ranks, buffers: &mut self.buffers, last };
+        // Collectives are not captured.
+        let graph = self.graph.as_ref().filter(|_| !data_parallel.communicates());
+        let mut passes = |engine: &mut dyn Engine| {
+            model.forward(engine, layout, &mut data_parallel)?;
+            model.loss(engine, layout, Some(dloss))?;
+            model.backward(engine, layout, &mut data_parallel)
+        };
+        match graph {
+            Some(key) => engine.capture_or_replay(key, &mut passes),
+            None => passes(engine).map(|()| None),
+        }
+    }
+
+    /// Computes the loss sum over all ranks and the gradient norm in the model's stats.
+    pub fn measure(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks) -> Result<()> {
+        self.data_parallel(ranks, true).measure(engine)
+    }
+
+    /// Clips the measured gradients, updates this rank's shard of the parameters, and gathers the others' shards.
+    pub fn update(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, settings: &AdamW) -> Result<()> {
+        let sharded = self.model.zero.shards_optimizer();
+        let mut data_parallel = self.data_parallel(ranks, true);
+        data_parallel.model.apply_adamw(engine, settings, &mut data_parallel)?;
+        if sharded { data_parallel.wait_on_stream(engine) } else { Ok(()) }
+    }
+
+    /// Returns the hooks for a pass outside a step, for example in evaluation.
+    pub fn hooks<'a>(&'a mut self, ranks: &'a mut Ranks) -> impl LayerHooks + 'a {
+        self.data_parallel(ranks, false)
+    }
+
+    fn data_parallel<'a>(&'a mut self, ranks: &'a mut Ranks, last: bool) -> DataParallel<'a> {
+        DataParallel { model: &self.model, ranks, buffers: &mut self.buffers, last }
+    }
+}

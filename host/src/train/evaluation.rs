@@ -1,0 +1,75 @@
+//! Validation, HellaSwag, text samples and the comparison of ranks.
+
+use super::{Run, Session};
+use crate::evaluate;
+use crate::evaluate::multiple_choice::{self, Score};
+use crate::sample::{self, Sampling};
+use anyhow::Result;
+use data::tokenizer::Tokenizer;
+use model::{Training, Unit};
+
+impl Run<'_> {
+    pub(super) fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
+        let Some(val) = &mut self.val else { return Ok(()) };
+        let loss = {
+            let hooks = &mut session.step.hooks(self.ranks);
+            evaluate::loss(self.model, self.engine, hooks, val, self.settings.val_batches)?
+        };
+        let mut sum = [loss];
+        self.ranks.sum(&mut sum)?;
+        let loss = sum[0] / self.ranks.count() as f64;
+        self.state.progress.first_val_loss.get_or_insert(loss);
+        session.last_val_loss = Some(loss);
+        self.log.validation(step, loss)?;
+        self.console.line(&format!("val loss {loss:.6}"))
+    }
+
+    pub(super) fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
+        let Some(set) = &self.hellaswag else { return Ok(()) };
+        let planned = self.train.layout();
+        let n = self.ranks.count();
+        let share = set.share(self.ranks.rank(), n);
+        // If ranks shard the parameters, all of them run the same number of batches.
+        let shares = (0..n).filter(|_| self.model.zero.shards_parameters()).map(|rank| set.share(rank, n));
+        let batches = shares.map(|share| multiple_choice::batches(set, share, planned)).max().unwrap_or(0);
+        let score = {
+            let hooks = &mut session.step.hooks(self.ranks);
+            multiple_choice::score(self.model, self.engine, hooks, planned, set, share, batches)?
+        };
+        let mut counts = [score.correct as f64, score.examples as f64];
+        self.ranks.sum(&mut counts)?;
+        let [correct, examples] = counts.map(|count| count as usize);
+        let score = Score { correct, examples };
+        self.log.hellaswag(step, score)?;
+        self.console.line(&format!("HellaSwag: {score}"))
+    }
+
+    pub(super) fn sample(&mut self, tokenizer: Tokenizer, session: &mut Session) -> Result<()> {
+        // The seed is fixed, so that samples differ only by what the model has learned.
+        let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 1337 };
+        let mut tokens = Vec::new();
+        let prompt = [tokenizer.document()];
+        let hooks = &mut session.step.hooks(self.ranks);
+        let length = self.settings.sample_tokens;
+        sample::generate(self.model, self.engine, hooks, &prompt, length, sampling, |token| {
+            tokens.push(token);
+            Ok(())
+        })?;
+        self.console.line(&format!("generating:\n---\n{}\n---", tokenizer.text(&tokens)))
+    }
+
+    /// Compares the replicated parts of model and optimizer on all ranks.
+    pub(super) fn check_ranks(&mut self, training: &Training) -> Result<()> {
+        let (zero, params) = (self.model.zero, self.model.params);
+        let mut tensors = vec![if zero.shards_parameters() {
+            ("wte and wpe", self.model.param_store().unit(Unit::Embeddings))
+        } else {
+            ("params", params)
+        }];
+        if !zero.shards_optimizer() {
+            tensors.extend([("m", training.m), ("v", training.v)]);
+            tensors.extend(training.master.map(|master| ("master", master)));
+        }
+        self.ranks.check_same(self.engine, &tensors)
+    }
+}

@@ -1,0 +1,332 @@
+//! The training loop.
+//!
+//! This file contains the loop: load a batch, run a step, log, and do what is due. `evaluation.rs` validates, scores and samples;
+//! `saving.rs` writes checkpoints; `logging.rs` reports steps and guards against divergence.
+
+mod evaluation;
+mod logging;
+mod saving;
+
+use crate::clock::Clock;
+use crate::console::Console;
+use crate::log::Log;
+use crate::signals::Stop;
+use anyhow::{Context, Error, Result, bail};
+use checkpoint::RunState;
+use checkpoint::writer::Checkpoints;
+use data::tokenizer::Tokenizer;
+use data::{MultipleChoice, Prefetch};
+use distributed::Ranks;
+use engine::ops::AdamW;
+use engine::tensor::Tensor;
+use engine::{Engine, PendingRead, ReadResult};
+use model::guards::{Limits, Skips, Verdict};
+use model::schedule::Schedule;
+use model::{Gpt2, TrainStep, Training};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Settings of the loop. An interval ("every") counts steps; the end of the run counts as due; `None` means never.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Number of steps of the whole run.
+    pub steps: usize,
+    /// Micro-batches of each rank in one step.
+    pub grad_accum: usize,
+    /// Learning rate over the steps.
+    pub schedule: Schedule,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// Maximum gradient norm.
+    pub clip: f32,
+    /// When a step must not change the model.
+    pub limits: Limits,
+    /// Interval of validation and HellaSwag. Validation also happens before the first step.
+    pub val_every: Option<usize>,
+    /// Batches of a validation.
+    pub val_batches: usize,
+    /// Interval of text samples.
+    pub sample_every: Option<usize>,
+    /// Tokens of a sample.
+    pub sample_tokens: usize,
+    /// Interval of checkpoints.
+    pub checkpoint_every: Option<usize>,
+    /// Interval at which ranks compare their replicas.
+    pub check_ranks_every: Option<usize>,
+}
+
+/// Everything that a run consists of.
+pub struct Run<'a> {
+    /// Settings of the loop.
+    pub settings: &'a Settings,
+    /// The processes that train the same model, each on its own part of the data.
+    pub ranks: &'a mut Ranks,
+    /// The engine.
+    pub engine: &'a mut dyn Engine,
+    /// The model.
+    pub model: &'a Gpt2,
+    /// Set if samples are written.
+    pub tokenizer: Option<Tokenizer>,
+    /// Training data.
+    pub train: Prefetch,
+    /// Validation data.
+    pub val: Option<Prefetch>,
+    /// Scored after each validation except the one before the first step.
+    pub hellaswag: Option<MultipleChoice>,
+    /// Terminal output.
+    pub console: Console,
+    /// Log files.
+    pub log: Log,
+    /// The state between two steps: the start of the run, then its progress.
+    pub state: RunState,
+    /// Set if the run writes checkpoints.
+    pub checkpoints: Option<Checkpoints>,
+    /// Stop requests by signals.
+    pub stop: Stop,
+}
+
+/// The result of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// First and last validation loss.
+    pub val: Option<(f64, f64)>,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Skipped updates.
+    pub skips: Skips,
+    /// Time of the training steps.
+    pub training: Duration,
+    /// Mean time of a step, without the first one.
+    pub step: Option<Duration>,
+    /// The last model file.
+    pub model_file: Option<PathBuf>,
+    /// The step before which a stop was requested.
+    pub stopped: Option<usize>,
+}
+
+/// AdamW's decay rates and epsilon, as in llm.c.
+const BETAS: (f32, f32) = (0.9, 0.95);
+const EPS: f32 = 1e-8;
+
+/// Multiplied by the rank, makes the rounding seeds of the ranks distinct (golden ratio in 32 bits).
+const RANK_SEED: u32 = 0x9e37_79b9;
+
+/// A step that was launched and not yet logged.
+struct LaunchedStep {
+    step: usize,
+    learning_rate: f32,
+    stats: PendingRead,
+    /// Set if the verdict was needed before the update.
+    verdict: Option<Verdict>,
+}
+
+/// State of this process between its first and its last step.
+struct Session {
+    clock: Clock,
+    step: TrainStep,
+    last_val_loss: Option<f64>,
+    model_file: Option<PathBuf>,
+    /// The latest checkpoint and the reason, if it could not be written.
+    unsaved: Option<(usize, Error)>,
+    stopped: Option<usize>,
+}
+
+/// The tasks that are due before a step.
+struct Due {
+    validate: bool,
+    score: bool,
+    sample: Option<Tokenizer>,
+    save: bool,
+    /// A stop was requested or the run is complete.
+    end: bool,
+    /// Whether evaluations count as done for this step.
+    evaluated: bool,
+}
+
+impl Due {
+    fn any(&self) -> bool {
+        self.validate || self.score || self.sample.is_some() || self.save || self.end
+    }
+}
+
+impl Run<'_> {
+    /// Trains to the last step or until a stop is requested.
+    pub fn train(&mut self) -> Result<Outcome> {
+        self.ranks.begin();
+        match self.run_steps() {
+            Ok(outcome) => self.ranks.close().map(|()| outcome),
+            Err(error) => {
+                let stage = format!("step {} of {}", self.state.step + 1, self.settings.steps);
+                let cause = self.ranks.cause(error, &stage);
+                self.ranks.abandon();
+                Err(cause)
+            }
+        }
+    }
+
+    fn run_steps(&mut self) -> Result<Outcome> {
+        let training = self.model.training.context("this model was planned for inference only")?;
+        let mut session = Session {
+            clock: Clock::start(self.engine_time(&training)?),
+            step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
+            last_val_loss: None,
+            model_file: self.checkpoints.as_ref().and_then(Checkpoints::model_file),
+            unsaved: None,
+            stopped: None,
+        };
+        // A step's loss is read while the engine computes the next step, so that the engine never waits for the host.
+        let mut launched: Option<LaunchedStep> = None;
+        let first = self.state.step;
+        for step in first..=self.settings.steps {
+            let stop = self.poll_stop(step)?;
+            let due = self.due(step, first, stop);
+            if due.any() {
+                self.log_step(launched.take(), &mut session)?;
+                self.do_due(step, &due, stop, &mut session)?;
+                session.clock.resume(self.engine_time(&training)?);
+            }
+            if stop {
+                session.stopped = Some(step);
+            }
+            if due.end {
+                break;
+            }
+            self.poll_checkpoint(&mut session)?;
+            let now = self.launch_step(step, &training, &mut session)?;
+            self.log_step(launched.replace(now), &mut session)?;
+            if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+                self.log_step(launched.take(), &mut session)?;
+                self.check_ranks(&training)?;
+                session.clock.resume(self.engine_time(&training)?);
+            }
+        }
+        self.finish(session)
+    }
+
+    /// Reports whether any rank was asked to stop.
+    fn poll_stop(&mut self, step: usize) -> Result<bool> {
+        let steps = self.settings.steps;
+        self.ranks.note(|| format!("step {} of {steps}", step + 1));
+        self.ranks.doing("waiting for the others");
+        let stop = self.ranks.any(self.stop.requested())?;
+        self.ranks.doing("computing");
+        Ok(stop)
+    }
+
+    /// Returns the tasks that are due before `step`. A stop request takes effect immediately; the resumed run performs the evaluations.
+    fn due(&self, step: usize, first: usize, stop: bool) -> Due {
+        let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
+        let last = step == steps;
+        let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step.is_multiple_of(n)));
+        let evaluate = !stop && !self.state.progress.evaluated;
+        // If ranks shard the parameters, all of them take part in sampling.
+        let samples = self.ranks.is_first() || self.model.zero.shards_parameters();
+        Due {
+            validate: evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some())),
+            score: evaluate && self.hellaswag.is_some() && due(val_every),
+            sample: self.tokenizer.filter(|_| evaluate && due(sample_every) && samples),
+            save: step > first && (due(checkpoint_every) || stop),
+            end: last || stop,
+            evaluated: evaluate,
+        }
+    }
+
+    fn do_due(&mut self, step: usize, due: &Due, stop: bool, session: &mut Session) -> Result<()> {
+        if due.validate {
+            self.validate(step, session)?;
+        }
+        if due.score {
+            self.score(step, session)?;
+        }
+        if let Some(tokenizer) = due.sample {
+            self.sample(tokenizer, session)?;
+        }
+        self.state.progress.evaluated |= due.evaluated;
+        let required = stop || step == self.settings.steps;
+        if due.save && (required || self.is_worth_saving()?) {
+            self.save(session)?;
+        }
+        Ok(())
+    }
+
+    /// Launches one optimizer step.
+    fn launch_step(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<LaunchedStep> {
+        let Self { settings, engine, model, state, ranks, train, .. } = self;
+        let layout = train.layout();
+        let tokens = layout.b * layout.t * settings.grad_accum * ranks.count();
+        let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
+        let learning_rate = settings.schedule.at(step);
+        let mut verdict = None;
+        let state = std::cell::RefCell::new(state);
+        // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
+        let load = &mut |engine: &mut dyn Engine| {
+            let mut state = state.borrow_mut();
+            let seed = state.rounding.next_u32().wrapping_add(rank_seed);
+            state.data = train.load_next(engine, model.batch, seed)?;
+            Ok(())
+        };
+        let decide = &mut |engine: &mut dyn Engine, stats: Tensor| {
+            let mut state = state.borrow_mut();
+            state.rounding_before_update = state.rounding;
+            let seed = state.rounding.next_u32();
+            if settings.limits.decide_before_update() {
+                let read = engine.read_async(stats)?;
+                let [loss, norm] = loss_and_norm(&engine.wait(read)?, tokens)?;
+                verdict = Some(state.progress.guards.judge(loss, norm, &settings.limits));
+            }
+            let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
+            Ok((!skipped).then_some(AdamW {
+                learning_rate,
+                beta1: BETAS.0,
+                beta2: BETAS.1,
+                eps: EPS,
+                weight_decay: settings.weight_decay,
+                step: step as u32 + 1,
+                clip: settings.clip,
+                seed,
+            }))
+        };
+        let capture_error = session.step.run(*engine, ranks, load, decide)?;
+        if let Some(error) = capture_error {
+            self.console
+                .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;
+        }
+        let stats = self.engine.read_async(training.stats)?;
+        self.state.step = step + 1;
+        self.state.progress.evaluated = false;
+        Ok(LaunchedStep { step, learning_rate, stats, verdict })
+    }
+
+    /// Waits for the last checkpoint and returns the result of the run.
+    fn finish(&mut self, mut session: Session) -> Result<Outcome> {
+        let written = self.wait_for_checkpoint()?;
+        self.report_checkpoint(written, &mut session)?;
+        self.console.finish();
+        if let Some((step, error)) = session.unsaved {
+            return Err(error.context(format!("the last checkpoint (step {step}) could not be written")));
+        }
+        self.log.finish()?;
+        let progress = &self.state.progress;
+        Ok(Outcome {
+            val: progress.first_val_loss.zip(session.last_val_loss),
+            tokens: progress.tokens,
+            skips: progress.guards.skips,
+            training: Duration::from_secs_f64(progress.training_seconds),
+            step: progress.pace.mean().map(Duration::from_secs_f64),
+            model_file: session.model_file,
+            stopped: session.stopped,
+        })
+    }
+
+    /// Returns the engine's time when all work launched so far is complete.
+    fn engine_time(&mut self, training: &Training) -> Result<Duration> {
+        let read = self.engine.read_async(training.stats)?;
+        Ok(self.engine.wait(read)?.completed_at)
+    }
+}
+
+/// Returns the mean loss and the gradient norm of a step of `tokens` tokens.
+fn loss_and_norm(read: &ReadResult, tokens: usize) -> Result<[f32; 2]> {
+    let [loss_sum, norm] = read.values[..] else { bail!("stats: expected 2 values, found {}", read.values.len()) };
+    Ok([loss_sum / tokens as f32, norm])
+}
