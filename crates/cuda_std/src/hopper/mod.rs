@@ -7,10 +7,12 @@ use crate::backend;
 
 pub mod cluster;
 pub mod mbarrier;
+pub mod pipeline;
 pub mod tma;
 pub mod wgmma;
 
 pub use mbarrier::MBarrier;
+pub use pipeline::PipelineState;
 pub use tma::TensorMap;
 pub use wgmma::SwizzledTile;
 
