@@ -1,5 +1,5 @@
-//! `wgmma.mma_async` for four widths. Each accumulator is an operand of its own: an array passed by address would live
-//! in memory.
+//! `wgmma.mma_async` for four values of N. Each accumulator is a separate operand, because an array passed by address would
+//! be placed in memory.
 
 use core::arch::asm;
 
@@ -12,7 +12,7 @@ macro_rules! wgmma {
             b: u64,
             accumulate: bool,
         ) {
-            // SAFETY: arithmetic on the warpgroup's registers and shared-memory operands the descriptors name.
+            // SAFETY: the instruction operates on the warpgroup's registers and on the operands that the descriptors refer to.
             unsafe {
                 asm!(
                     concat!(
@@ -29,7 +29,7 @@ macro_rules! wgmma {
 
         #[inline(always)]
         pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
-            // SAFETY: as above, the left operand in registers.
+            // SAFETY: see above, with A in registers.
             unsafe {
                 asm!(
                     concat!(
@@ -46,7 +46,7 @@ macro_rules! wgmma {
 
         #[inline(always)]
         pub fn $settle(d: &mut [f32; $floats]) {
-            // SAFETY: no instruction; the operands tie the reads that follow to this point.
+            // SAFETY: the assembly contains no instruction; its operands keep the reads that follow after this point.
             unsafe {
                 asm!(
                     concat!("// {", stringify!($first), "}", $(" {", stringify!($d), "}",)*),
