@@ -49,7 +49,14 @@
     target_arch = "nvptx64",
     feature(asm_experimental_arch, stdarch_nvptx, link_llvm_intrinsics, core_intrinsics, repr_simd)
 )]
-#![cfg_attr(target_arch = "nvptx64", allow(internal_features, improper_ctypes))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    allow(
+        internal_features,
+        improper_ctypes,
+        reason = "device code needs LLVM intrinsics, some of them with SIMD types"
+    )
+)]
 
 #[cfg(not(target_arch = "nvptx64"))]
 #[path = "emulate/mod.rs"]

@@ -44,7 +44,7 @@ fn load_box(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32) {
     let (tile, plain, barriers) = shared::<16>();
     init_barriers(barriers, 1);
     if warp::lane() == 0 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
         tile.load(map, x, y, barriers.at(0));
     }
     barriers.at(0).wait(0);
@@ -63,11 +63,11 @@ fn tma_load_swizzles_and_fills_with_zeros() {
         load_box(out, map, x as u32, y as u32).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         let got = wide(&memory.read(out));
         for (i, got) in got.into_iter().enumerate() {
-            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
-            let (r, c) = (y + row as i32, x + ((piece ^ (row % 8)) * 8 + element) as i32);
+            let (row, chunk, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y + row as i32, x + ((chunk ^ (row % 8)) * 8 + element) as i32);
             let inside = (0..20).contains(&r) && (0..72).contains(&c);
             let want = if inside { tensor[(r * 80 + c) as usize].to_f32() } else { 0.0 };
-            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, piece {piece}, element {element}");
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, chunk {chunk}, element {element}");
         }
     }
 }
@@ -77,8 +77,8 @@ fn load_box_of(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32, z: 
     let (tile, plain, barriers) = shared::<16>();
     init_barriers(barriers, 1);
     if warp::lane() == 0 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
-        tile.load_of(map, x, y, z, barriers.at(0));
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
+        tile.load_3d(map, x, y, z, barriers.at(0));
     }
     barriers.at(0).wait(0);
     for i in (warp::lane() as usize..16 * 64).step_by(32) {
@@ -97,11 +97,11 @@ fn tma_load_3d_does_not_cross_matrices() {
         let out = memory.output("out", 16 * 64);
         load_box_of(out, map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
-            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
-            let (r, c) = (y as usize + row, x as usize + (piece ^ (row % 8)) * 8 + element);
+            let (row, chunk, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y as usize + row, x as usize + (chunk ^ (row % 8)) * 8 + element);
             let inside = z < 3 && r < 20 && c < 72;
             let want = if inside { tensor[(z as usize * 20 + r) * 72 + c].to_f32() } else { 0.0 };
-            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, piece {piece}, element {element}");
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, chunk {chunk}, element {element}");
         }
     }
 }
@@ -153,22 +153,22 @@ fn tma_store_clips_at_the_tensor_edge() {
 
 /// Operand layouts of the test kernel.
 const BOTH_SHARED: u32 = 0;
-const A_IN_REGISTERS: u32 = 1;
-const B_MN_MAJOR: u32 = 2;
-const SHARED_B_MN_MAJOR: u32 = 3;
-const SHARED_BOTH_MN_MAJOR: u32 = 4;
+const A_REGISTERS: u32 = 1;
+const A_REGISTERS_B_MN_MAJOR: u32 = 2;
+const B_MN_MAJOR: u32 = 3;
+const BOTH_MN_MAJOR: u32 = 4;
 
 /// Computes out (64, N) = 2 · a (64, 64) · b (N, 64)^T. An MN-major b is N / 64 tiles (64, 64) that are adjacent in n, and an
 /// MN-major a is transposed. N is twice the number of floats in `A`.
 #[kernel(threads = 128, instances(
     n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n192 = <[f32; 96], 192, 0>, n256 = <[f32; 128], 256, 0>,
-    n320 = <[f32; 160], 320, 0>, left320 = <[f32; 160], 320, 1>, rows320 = <[f32; 160], 320, 2>,
-    shared_rows320 = <[f32; 160], 320, 3>, both_rows320 = <[f32; 160], 320, 4>,
-    left64 = <[f32; 32], 64, 1>, left128 = <[f32; 64], 128, 1>, left256 = <[f32; 128], 256, 1>,
-    rows64 = <[f32; 32], 64, 2>, rows192 = <[f32; 96], 192, 2>,
-    shared_rows128 = <[f32; 64], 128, 3>, shared_rows256 = <[f32; 128], 256, 3>,
-    both_rows64 = <[f32; 32], 64, 4>, both_rows192 = <[f32; 96], 192, 4>))]
-fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
+    n320 = <[f32; 160], 320, 0>, a_registers320 = <[f32; 160], 320, 1>, a_registers_b_mn_major320 = <[f32; 160], 320, 2>,
+    b_mn_major320 = <[f32; 160], 320, 3>, both_mn_major320 = <[f32; 160], 320, 4>,
+    a_registers64 = <[f32; 32], 64, 1>, a_registers128 = <[f32; 64], 128, 1>, a_registers256 = <[f32; 128], 256, 1>,
+    a_registers_b_mn_major64 = <[f32; 32], 64, 2>, a_registers_b_mn_major192 = <[f32; 96], 192, 2>,
+    b_mn_major128 = <[f32; 64], 128, 3>, b_mn_major256 = <[f32; 128], 256, 3>,
+    both_mn_major64 = <[f32; 32], 64, 4>, both_mn_major192 = <[f32; 96], 192, 4>))]
+fn matmul<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
     out: GlobalMut<f32>,
     a: Global<bf16>,
     b: Global<bf16>,
@@ -185,25 +185,25 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     hopper::fence_async_proxy();
     thread::sync_threads();
     let mut d = A::ZERO;
-    let left = [0, 1, 2, 3].map(|k| tile_a.left(thread as u32 / 32 * 16, k));
+    let a_fragments = [0, 1, 2, 3].map(|k| tile_a.load_a_fragment(thread as u32 / 32 * 16, k));
     wgmma::fence();
     let rows = tile_b.rows::<64>(0);
     for round in 0..2 {
         for k in 0..4 {
-            let (accumulate, left) = (round + k > 0, left[k as usize]);
+            let (accumulate, a_fragment) = (round + k > 0, a_fragments[k as usize]);
             match KIND {
-                BOTH_SHARED => d.product(tile_a.operand(k), tile_b.operand(k), accumulate),
-                A_IN_REGISTERS => d.product_with(left, tile_b.operand(k), accumulate),
-                B_MN_MAJOR => d.product_with_rows(left, rows.operand_by_rows(k), accumulate),
-                SHARED_B_MN_MAJOR => d.product(tile_a.operand(k), rows.operand_by_rows(k), accumulate),
-                SHARED_BOTH_MN_MAJOR => d.product(tile_a.operand_by_rows(k), rows.operand_by_rows(k), accumulate),
+                BOTH_SHARED => d.mma(tile_a.k_major_operand(k), tile_b.k_major_operand(k), accumulate),
+                A_REGISTERS => d.mma_with_a_registers(a_fragment, tile_b.k_major_operand(k), accumulate),
+                A_REGISTERS_B_MN_MAJOR => d.mma_with_a_registers(a_fragment, rows.mn_major_operand(k), accumulate),
+                B_MN_MAJOR => d.mma(tile_a.k_major_operand(k), rows.mn_major_operand(k), accumulate),
+                BOTH_MN_MAJOR => d.mma(tile_a.mn_major_operand(k), rows.mn_major_operand(k), accumulate),
                 _ => unreachable!("KIND must be one of the five layouts"),
             }
         }
         wgmma::commit();
     }
     wgmma::wait::<0>();
-    d.settle();
+    d.fence_accumulators();
     let (warp, g, c) = (thread / 32, thread % 32 / 4, thread % 4);
     for (i, value) in d.as_mut().iter().enumerate() {
         let (row, column) = (16 * warp + g + i / 2 % 2 * 8, i / 4 * 8 + 2 * c + i % 2);
@@ -211,7 +211,7 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     }
 }
 
-fn check_product(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
+fn check_matmul(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
     let (a, b) = (values(64 * 64), values(64 * (64 + n)).split_off(64 * 64));
     let mut memory = Memory::new();
     let (out, a_, b_) = (memory.output("out", 64 * n), memory.input("a", &a), memory.input("b", &b));
@@ -219,8 +219,9 @@ fn check_product(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf1
     for (i, got) in memory.read(out).into_iter().enumerate() {
         let (row, column) = (i / n, i % n);
         let by_rows = |k: usize, i: usize| i / 64 * 64 * 64 + k * 64 + i % 64;
-        let a = |k: usize| a[if kind == SHARED_BOTH_MN_MAJOR { by_rows(k, row) } else { row * 64 + k }].to_f64();
-        let b = |k: usize| b[if kind >= B_MN_MAJOR { by_rows(k, column) } else { column * 64 + k }].to_f64();
+        let a = |k: usize| a[if kind == BOTH_MN_MAJOR { by_rows(k, row) } else { row * 64 + k }].to_f64();
+        let b =
+            |k: usize| b[if kind >= A_REGISTERS_B_MN_MAJOR { by_rows(k, column) } else { column * 64 + k }].to_f64();
         let want: f64 = (0..64).map(|k| 2.0 * a(k) * b(k)).sum();
         assert!((f64::from(got) - want).abs() < 1e-4, "N = {n}, {row}, {column}: got {got}, want {want}");
     }
@@ -238,24 +239,24 @@ impl Wide for bf16 {
 
 #[test]
 fn wgmma_matches_scalar_matmul() {
-    check_product(64, 0, product::<[f32; 32], 64, 0>);
-    check_product(128, 0, product::<[f32; 64], 128, 0>);
-    check_product(192, 0, product::<[f32; 96], 192, 0>);
-    check_product(256, 0, product::<[f32; 128], 256, 0>);
-    check_product(64, 1, product::<[f32; 32], 64, 1>);
-    check_product(128, 1, product::<[f32; 64], 128, 1>);
-    check_product(256, 1, product::<[f32; 128], 256, 1>);
-    check_product(64, 2, product::<[f32; 32], 64, 2>);
-    check_product(192, 2, product::<[f32; 96], 192, 2>);
-    check_product(128, 3, product::<[f32; 64], 128, 3>);
-    check_product(256, 3, product::<[f32; 128], 256, 3>);
-    check_product(64, 4, product::<[f32; 32], 64, 4>);
-    check_product(192, 4, product::<[f32; 96], 192, 4>);
-    check_product(320, 0, product::<[f32; 160], 320, 0>);
-    check_product(320, 1, product::<[f32; 160], 320, 1>);
-    check_product(320, 2, product::<[f32; 160], 320, 2>);
-    check_product(320, 3, product::<[f32; 160], 320, 3>);
-    check_product(320, 4, product::<[f32; 160], 320, 4>);
+    check_matmul(64, 0, matmul::<[f32; 32], 64, 0>);
+    check_matmul(128, 0, matmul::<[f32; 64], 128, 0>);
+    check_matmul(192, 0, matmul::<[f32; 96], 192, 0>);
+    check_matmul(256, 0, matmul::<[f32; 128], 256, 0>);
+    check_matmul(64, 1, matmul::<[f32; 32], 64, 1>);
+    check_matmul(128, 1, matmul::<[f32; 64], 128, 1>);
+    check_matmul(256, 1, matmul::<[f32; 128], 256, 1>);
+    check_matmul(64, 2, matmul::<[f32; 32], 64, 2>);
+    check_matmul(192, 2, matmul::<[f32; 96], 192, 2>);
+    check_matmul(128, 3, matmul::<[f32; 64], 128, 3>);
+    check_matmul(256, 3, matmul::<[f32; 128], 256, 3>);
+    check_matmul(64, 4, matmul::<[f32; 32], 64, 4>);
+    check_matmul(192, 4, matmul::<[f32; 96], 192, 4>);
+    check_matmul(320, 0, matmul::<[f32; 160], 320, 0>);
+    check_matmul(320, 1, matmul::<[f32; 160], 320, 1>);
+    check_matmul(320, 2, matmul::<[f32; 160], 320, 2>);
+    check_matmul(320, 3, matmul::<[f32; 160], 320, 3>);
+    check_matmul(320, 4, matmul::<[f32; 160], 320, 4>);
 }
 
 /// Stores accumulators to a tile with `stmatrix`.
@@ -306,7 +307,7 @@ fn waits_for_one_of_two(out: GlobalMut<bf16>, map: Global<TensorMap>, waits: u32
     init_barriers(barriers, 1);
     if thread::thread_idx_x() == 0 {
         for i in 0..2 {
-            barriers.at(i as u32).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(i as u32).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tiles[i].load(map, 0, 0, barriers.at(i as u32)); // one_of_two.load
         }
     }
@@ -380,7 +381,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     if is(Planted::NoInitFence) {
         if thread == 0 {
             barriers.at(1).init(1); // init
-            barriers.at(1).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(1).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(1)); // unfenced_load
         }
         return;
@@ -388,7 +389,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     if is(Planted::WrittenWithoutProxyFence) {
         if thread == 0 {
             plain.set(5, bf16::from_f32(1.0)); // plain_write
-            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(0)); // load_over_write
         }
         return;
@@ -401,7 +402,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     }
     if thread == 0 {
         let bytes = SwizzledTile::<16>::BYTES + if is(Planted::TooFewBytes) { 16 } else { 0 };
-        barriers.at(0).arrive_expecting(bytes); // first_arrival
+        barriers.at(0).arrive_expect_tx(bytes); // first_arrival
         if is(Planted::ArrivesTwice) {
             barriers.at(0).arrive(); // second_arrival
         }
@@ -418,13 +419,13 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     let _ = plain.at(thread as usize); // read
     if is(Planted::OverwrittenTooEarly) {
         if thread == 0 {
-            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(0)); // load_again
         }
         barriers.at(0).wait(1);
     }
     if is(Planted::LoadedWhileRead) && thread == 63 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
         tile.load(map, 0, 0, barriers.at(0)); // load_while_read
     }
     thread::sync_threads();
@@ -482,7 +483,7 @@ fn mbarrier_and_tma_faults_are_reported() {
 #[repr(u32)]
 enum Misuse {
     Written,
-    SettledEarly,
+    FencedEarly,
     Stored,
     Shuffled,
     Packed,
@@ -511,20 +512,20 @@ fn misused_wgmma(out: GlobalMut<f32>, fault: u32) {
         wgmma::fence();
     }
     if is(Misuse::ALoadedAfterFence) {
-        let left = tile.left(thread as u32 / 32 * 16, 0); // left
-        d.product_with(left, tile.operand(0), false); // product_with
+        let a_fragment = tile.load_a_fragment(thread as u32 / 32 * 16, 0); // load_a_fragment
+        d.mma_with_a_registers(a_fragment, tile.k_major_operand(0), false); // mma_with_a_registers
     }
-    d.product(tile.operand(0), tile.operand(0), false); // product
+    d.mma(tile.k_major_operand(0), tile.k_major_operand(0), false); // mma
     if is(Misuse::NeverCommitted) {
         wgmma::wait::<0>();
-        d.settle(); // settle_uncommitted
+        d.fence_accumulators(); // fence_uncommitted
     }
     wgmma::commit();
     if is(Misuse::Written) {
         d[3] += 1.0;
     }
-    if is(Misuse::SettledEarly) {
-        d.settle(); // settle_early
+    if is(Misuse::FencedEarly) {
+        d.fence_accumulators(); // fence_early
     }
     if is(Misuse::Stored) {
         out.set(thread, d[3] * 2.0); // store_early
@@ -545,13 +546,13 @@ fn misused_wgmma(out: GlobalMut<f32>, fault: u32) {
         return;
     }
     wgmma::wait::<0>();
-    d.settle(); // settle
+    d.fence_accumulators(); // fence_accumulators
     out.set(thread, d[0]);
     if is(Misuse::NotFencedAgain) {
-        d.product(tile.operand(0), tile.operand(0), true); // product_again
+        d.mma(tile.k_major_operand(0), tile.k_major_operand(0), true); // mma_again
         wgmma::commit();
         wgmma::wait::<0>();
-        d.settle();
+        d.fence_accumulators();
     }
 }
 
@@ -564,18 +565,18 @@ fn premature_accumulator_accesses_are_reported() {
     };
     run(u32::MAX).unwrap();
     let cases = [
-        (Misuse::Written, "settle", Some("product")),
-        (Misuse::SettledEarly, "settle_early", Some("product")),
-        (Misuse::Stored, "store_early", Some("product")),
-        (Misuse::Shuffled, "shuffle_early", Some("product")),
-        (Misuse::Packed, "pack_early", Some("product")),
-        (Misuse::Exponentiated, "exp2_early", Some("product")),
-        (Misuse::Compared, "max_early", Some("product")),
-        (Misuse::NotFenced, "product", None),
-        (Misuse::NotFencedAgain, "product_again", Some("settle")),
-        (Misuse::ALoadedAfterFence, "product_with", Some("left")),
-        (Misuse::NeverWaited, "product", None),
-        (Misuse::NeverCommitted, "settle_uncommitted", Some("product")),
+        (Misuse::Written, "fence_accumulators", Some("mma")),
+        (Misuse::FencedEarly, "fence_early", Some("mma")),
+        (Misuse::Stored, "store_early", Some("mma")),
+        (Misuse::Shuffled, "shuffle_early", Some("mma")),
+        (Misuse::Packed, "pack_early", Some("mma")),
+        (Misuse::Exponentiated, "exp2_early", Some("mma")),
+        (Misuse::Compared, "max_early", Some("mma")),
+        (Misuse::NotFenced, "mma", None),
+        (Misuse::NotFencedAgain, "mma_again", Some("fence_accumulators")),
+        (Misuse::ALoadedAfterFence, "mma_with_a_registers", Some("load_a_fragment")),
+        (Misuse::NeverWaited, "mma", None),
+        (Misuse::NeverCommitted, "fence_uncommitted", Some("mma")),
     ];
     for (fault, at, other) in cases {
         expect(&run(fault as u32).unwrap_err(), Fault::Accumulators, at, other);
@@ -599,7 +600,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     if thread == 128 {
         for round in 0..3 {
             empty.wait((round + 1) % 2);
-            full.arrive_expecting(SwizzledTile::<64>::BYTES);
+            full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
             tile.load(map, 0, 64 * round, full); // refill
         }
     }
@@ -610,7 +611,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     for round in 0..3 {
         full.wait(round % 2);
         wgmma::fence();
-        d.product(tile.operand(0), tile.operand(1), round > 0); // multiply
+        d.mma(tile.k_major_operand(0), tile.k_major_operand(1), round > 0); // multiply
         wgmma::commit();
         if early == 1 && thread.is_multiple_of(32) {
             empty.arrive();
@@ -619,7 +620,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
         if early == 0 && thread.is_multiple_of(32) {
             empty.arrive();
         }
-        d.settle();
+        d.fence_accumulators();
     }
     out.set(thread as usize, d[0]);
 }

@@ -29,7 +29,7 @@ impl MBarrier {
     /// Arrives and adds `bytes` to the bytes that must be copied before the phase completes (`mbarrier.arrive.expect_tx`).
     #[inline(always)]
     #[track_caller]
-    pub fn arrive_expecting(self, bytes: u32) {
+    pub fn arrive_expect_tx(self, bytes: u32) {
         // SAFETY: see `init`.
         unsafe { backend::hopper::mbarrier_arrive_expect(self.0, bytes) }
     }

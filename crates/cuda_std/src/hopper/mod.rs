@@ -28,14 +28,14 @@ pub fn fence_async_proxy() {
 ///
 /// All warps of a warpgroup must call it. `N` must be a multiple of 8 in 24..=256.
 #[inline(always)]
-pub fn take_registers<const N: u32>() {
-    backend::hopper::take_registers::<N>();
+pub fn increase_registers<const N: u32>() {
+    backend::hopper::increase_registers::<N>();
 }
 
 /// Decreases the register limit to `N` per thread and releases the rest (`setmaxnreg.dec.sync.aligned.u32 N`).
 ///
-/// The requirements are those of [`take_registers`].
+/// The requirements are those of [`increase_registers`].
 #[inline(always)]
-pub fn give_registers<const N: u32>() {
-    backend::hopper::give_registers::<N>();
+pub fn decrease_registers<const N: u32>() {
+    backend::hopper::decrease_registers::<N>();
 }

@@ -44,7 +44,7 @@ impl TensorMap {
     }
 
     /// Creates a map for emulated kernels of a contiguous bf16 tensor (`matrices`, `rows`, `columns`), for
-    /// [`SwizzledTile::load_of`].
+    /// [`SwizzledTile::load_3d`].
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).
@@ -89,7 +89,7 @@ impl<const R: usize> SwizzledTile<R> {
     /// (`cp.async.bulk.tensor.3d`). Rows past the end of that matrix are zeros. See [`load`](Self::load).
     #[inline(always)]
     #[track_caller]
-    pub fn load_of(self, map: Global<TensorMap>, x: u32, y: u32, z: u32, barrier: MBarrier) {
+    pub fn load_3d(self, map: Global<TensorMap>, x: u32, y: u32, z: u32, barrier: MBarrier) {
         // SAFETY: see `load`.
         unsafe { backend::hopper::tma_load_3d(self.pointer().cast(), map.0.cast(), x, y, z, barrier.pointer()) }
     }
@@ -125,7 +125,7 @@ pub fn wait_stores_read() {
 /// (`cp.async.bulk.wait_group.read PENDING`).
 #[inline(always)]
 #[track_caller]
-pub fn wait_stores_read_but<const PENDING: u32>() {
+pub fn wait_stores_read_all_but<const PENDING: u32>() {
     backend::hopper::tma_wait_read::<PENDING>();
 }
 

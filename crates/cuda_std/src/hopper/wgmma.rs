@@ -7,9 +7,10 @@
 //! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
 //! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
 //!
-//! The required order is [`fence`], one or more [`Accumulators::product`], [`commit`], [`wait`],
-//! [`Accumulators::settle`]. The accumulators must not be accessed in between. If a thread has accessed registers of a wgmma
-//! (accumulators or A fragments) since the last fence, it must execute another fence before it uses them in a wgmma.
+//! The required order is [`fence`], one or more [`Accumulators::mma`], [`commit`], [`wait`],
+//! [`Accumulators::fence_accumulators`]. The accumulators must not be accessed in between. If a thread has accessed
+//! registers of a wgmma (accumulators or A fragments) since the last fence, it must execute another fence before it uses
+//! them in a wgmma.
 
 use crate::backend;
 use crate::element::{Packet, bf16};
@@ -37,36 +38,36 @@ impl<const R: usize> SwizzledTile<R> {
     /// Returns the tile of the same size that starts `count` tiles after this one.
     #[must_use]
     #[inline(always)]
-    pub fn same_shape_after(self, count: u32) -> Self {
+    pub fn offset_tiles(self, count: u32) -> Self {
         Self(self.0.wrapping_add(count as usize * R * 64))
     }
 
     /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m (or n).
     #[inline(always)]
-    pub fn operand(self, k: u32) -> Operand {
+    pub fn k_major_operand(self, k: u32) -> KMajorOperand {
         // The descriptor holds addresses in units of 16 bytes. A row of the tile spans 8 units, so no carry leaves the
         // address field.
-        Operand(backend::hopper::operand(self.0, 2 * k))
+        KMajorOperand(backend::hopper::k_major_operand(self.0, 2 * k))
     }
 
     /// Returns the descriptor of an MN-major operand: rows 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are k and its
     /// columns are m (or n). An operand of more than 64 columns continues in the following tiles of this size.
     #[inline(always)]
-    pub fn operand_by_rows(self, k: u32) -> OperandByRows {
+    pub fn mn_major_operand(self, k: u32) -> MnMajorOperand {
         // 16 rows are 2048 bytes, that is 128 units of 16 bytes.
-        OperandByRows(backend::hopper::operand_by_rows(self.0, R as u32 * 128, 128 * k))
+        MnMajorOperand(backend::hopper::mn_major_operand(self.0, R as u32 * 128, 128 * k))
     }
 
     /// Loads rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's fragment of A in registers
     /// (`ldmatrix.sync.aligned.m8n8.x4.shared.b16`). `row` must be a multiple of 16.
     #[inline(always)]
     #[track_caller]
-    pub fn left(self, row: u32, k: u32) -> [u32; 4] {
+    pub fn load_a_fragment(self, row: u32, k: u32) -> [u32; 4] {
         let lane = crate::warp::lane();
         let (row, chunk) = (row + lane % 16, 2 * k + lane / 16);
         let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
         // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
-        unsafe { backend::hopper::left_x4(at.cast()) }
+        unsafe { backend::hopper::load_a_x4(at.cast()) }
     }
 
     /// Loads 16-byte chunk `chunk` of `row` (`ld.shared.v4.b32`).
@@ -101,27 +102,27 @@ impl Layout {
 
 /// Descriptor of a K-major operand: consecutive elements in memory are consecutive in k.
 #[derive(Clone, Copy)]
-pub struct Operand(u64);
+pub struct KMajorOperand(u64);
 
 /// Descriptor of an MN-major operand: consecutive elements in memory are consecutive in m (or n).
 #[derive(Clone, Copy)]
-pub struct OperandByRows(u64);
+pub struct MnMajorOperand(u64);
 
 /// A descriptor of an operand in shared memory, K-major or MN-major.
 pub trait SharedOperand: Copy {
     /// Whether the operand is MN-major (`imm-trans-a`, `imm-trans-b`).
-    const BY_ROWS: bool;
+    const MN_MAJOR: bool;
 
     #[doc(hidden)]
     fn descriptor(self) -> u64;
 
     /// Returns the descriptor of B from column `columns` on, a multiple of 64.
     #[must_use]
-    fn after(self, columns: u32) -> Self;
+    fn skip_columns(self, columns: u32) -> Self;
 }
 
-impl SharedOperand for Operand {
-    const BY_ROWS: bool = false;
+impl SharedOperand for KMajorOperand {
+    const MN_MAJOR: bool = false;
 
     #[inline(always)]
     fn descriptor(self) -> u64 {
@@ -129,14 +130,14 @@ impl SharedOperand for Operand {
     }
 
     #[inline(always)]
-    fn after(self, columns: u32) -> Self {
+    fn skip_columns(self, columns: u32) -> Self {
         // A column is a row of 128 bytes, 8 units of the address.
         Self(self.0 + u64::from(columns * 8))
     }
 }
 
-impl SharedOperand for OperandByRows {
-    const BY_ROWS: bool = true;
+impl SharedOperand for MnMajorOperand {
+    const MN_MAJOR: bool = true;
 
     #[inline(always)]
     fn descriptor(self) -> u64 {
@@ -144,7 +145,7 @@ impl SharedOperand for OperandByRows {
     }
 
     #[inline(always)]
-    fn after(self, columns: u32) -> Self {
+    fn skip_columns(self, columns: u32) -> Self {
         // Bits 16..30 hold the leading offset, which is the distance of 64 columns in the same units.
         Self(self.0 + u64::from(columns / 64) * (self.0 >> 16 & 0x3fff))
     }
@@ -180,68 +181,62 @@ pub trait Accumulators: Copy + IndexMut<usize, Output = f32> {
     /// Issues D = A · B + (D if `accumulate`) with both operands in shared memory
     /// (`wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`).
     #[track_caller]
-    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool);
+    fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool);
 
-    /// Issues D = A · B + (D if `accumulate`) with A in registers and a K-major B.
+    /// Issues D = A · B + (D if `accumulate`) with A in registers and B in shared memory.
     ///
     /// Each warp holds 16 rows of A in the fragment layout of [`crate::mma`]. `a` must not be overwritten before the wait.
     #[track_caller]
-    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool);
-
-    /// Issues D = A · B + (D if `accumulate`) with A in registers and an MN-major B. See
-    /// [`product_with`](Self::product_with).
-    #[track_caller]
-    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool);
+    fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool);
 
     /// Prevents the compiler from moving reads of the accumulators before the wait that precedes this call.
     #[track_caller]
-    fn settle(&mut self);
+    fn fence_accumulators(&mut self);
 }
 
 macro_rules! accumulators {
-    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
         impl Accumulators for [f32; $floats] {
             const ZERO: Self = [0.0; $floats];
             const COLUMNS: u32 = 2 * $floats;
 
             #[inline(always)]
             #[track_caller]
-            fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+            fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
                 let (a, b) = (a.descriptor(), b.descriptor());
-                match (A::BY_ROWS, B::BY_ROWS) {
-                    (false, false) => backend::hopper::$product::<0, 0>(self, a, b, accumulate),
-                    (false, true) => backend::hopper::$product::<0, 1>(self, a, b, accumulate),
-                    (true, false) => backend::hopper::$product::<1, 0>(self, a, b, accumulate),
-                    (true, true) => backend::hopper::$product::<1, 1>(self, a, b, accumulate),
+                match (A::MN_MAJOR, B::MN_MAJOR) {
+                    (false, false) => backend::hopper::$wgmma_ss::<0, 0>(self, a, b, accumulate),
+                    (false, true) => backend::hopper::$wgmma_ss::<0, 1>(self, a, b, accumulate),
+                    (true, false) => backend::hopper::$wgmma_ss::<1, 0>(self, a, b, accumulate),
+                    (true, true) => backend::hopper::$wgmma_ss::<1, 1>(self, a, b, accumulate),
                 }
             }
 
             #[inline(always)]
             #[track_caller]
-            fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
-                backend::hopper::$product_with::<0>(self, a, b.0, accumulate);
+            fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool) {
+                let b = b.descriptor();
+                if B::MN_MAJOR {
+                    backend::hopper::$wgmma_rs::<1>(self, a, b, accumulate);
+                } else {
+                    backend::hopper::$wgmma_rs::<0>(self, a, b, accumulate);
+                }
             }
 
             #[inline(always)]
             #[track_caller]
-            fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
-                backend::hopper::$product_with::<1>(self, a, b.0, accumulate);
-            }
-
-            #[inline(always)]
-            #[track_caller]
-            fn settle(&mut self) {
-                backend::hopper::$settle(self);
+            fn fence_accumulators(&mut self) {
+                backend::hopper::$fence(self);
             }
         }
     )*};
 }
 
 accumulators! {
-    32 wgmma_n64 wgmma_with_n64 settle_n64
-    64 wgmma_n128 wgmma_with_n128 settle_n128
-    96 wgmma_n192 wgmma_with_n192 settle_n192
-    128 wgmma_n256 wgmma_with_n256 settle_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
 }
 
 /// Columns of the first of the two instructions that compute N = 320. The largest N of one instruction is 256.
@@ -262,33 +257,25 @@ impl Accumulators for [f32; 160] {
 
     #[inline(always)]
     #[track_caller]
-    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+    fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
         let (first, rest) = split_320(self);
-        first.product(a, b, accumulate);
-        rest.product(a, b.after(FIRST), accumulate);
+        first.mma(a, b, accumulate);
+        rest.mma(a, b.skip_columns(FIRST), accumulate);
     }
 
     #[inline(always)]
     #[track_caller]
-    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
+    fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool) {
         let (first, rest) = split_320(self);
-        first.product_with(a, b, accumulate);
-        rest.product_with(a, b.after(FIRST), accumulate);
+        first.mma_with_a_registers(a, b, accumulate);
+        rest.mma_with_a_registers(a, b.skip_columns(FIRST), accumulate);
     }
 
     #[inline(always)]
     #[track_caller]
-    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
+    fn fence_accumulators(&mut self) {
         let (first, rest) = split_320(self);
-        first.product_with_rows(a, b, accumulate);
-        rest.product_with_rows(a, b.after(FIRST), accumulate);
-    }
-
-    #[inline(always)]
-    #[track_caller]
-    fn settle(&mut self) {
-        let (first, rest) = split_320(self);
-        first.settle();
-        rest.settle();
+        first.fence_accumulators();
+        rest.fence_accumulators();
     }
 }

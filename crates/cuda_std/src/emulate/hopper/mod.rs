@@ -28,9 +28,9 @@ pub use tma::{
     tma_wait_read,
 };
 pub use wgmma::{
-    check_accumulator_read, left_x4, operand, operand_by_rows, settle_n64, settle_n128, settle_n192, settle_n256,
-    wgmma_commit, wgmma_fence, wgmma_n64, wgmma_n128, wgmma_n192, wgmma_n256, wgmma_wait, wgmma_with_n64,
-    wgmma_with_n128, wgmma_with_n192, wgmma_with_n256,
+    check_accumulator_read, fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192,
+    fence_accumulators_n256, k_major_operand, load_a_x4, mn_major_operand, wgmma_commit, wgmma_fence, wgmma_rs_n64,
+    wgmma_rs_n128, wgmma_rs_n192, wgmma_rs_n256, wgmma_ss_n64, wgmma_ss_n128, wgmma_ss_n192, wgmma_ss_n256, wgmma_wait,
 };
 
 /// State of a block that belongs to these instructions.
@@ -122,11 +122,11 @@ const fn registers<const N: u32>() {
     const { assert!(N.is_multiple_of(8) && N >= 24 && N <= 256, "setmaxnreg takes multiples of 8 in 24..=256") };
 }
 
-pub fn take_registers<const N: u32>() {
+pub fn increase_registers<const N: u32>() {
     registers::<N>();
 }
 
-pub fn give_registers<const N: u32>() {
+pub fn decrease_registers<const N: u32>() {
     registers::<N>();
 }
 

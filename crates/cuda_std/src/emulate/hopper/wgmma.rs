@@ -1,8 +1,8 @@
 //! `wgmma.mma_async`: all threads of a warpgroup issue the same instructions. A group of them is computed once all 128
 //! threads have committed it and one thread waits for it. [`crate::hopper::wgmma`] documents the accumulator layout.
 //!
-//! From the first wgmma to the `settle` after the wait, the emulator holds the accumulator values itself. The thread's
-//! array contains a signaling NaN that encodes the source line of the wgmma. `settle` detects a write to the array in the
+//! From the first wgmma to the `fence_accumulators` after the wait, the emulator holds the accumulator values itself. The thread's
+//! array contains a signaling NaN that encodes the source line of the wgmma. `fence_accumulators` detects a write to the array in the
 //! meantime. [`check_accumulator_read`] detects a value computed from the array, because arithmetic preserves all bits of
 //! the NaN except the signaling bit.
 
@@ -61,8 +61,8 @@ struct Thread {
     next: usize,
     /// Number of `wgmma::fence` calls.
     fences: usize,
-    /// For each accumulator address, the number of fences and the line when it was last settled.
-    settled: BTreeMap<usize, (usize, Site)>,
+    /// For each accumulator address, the number of fences and the line when it was last completed.
+    completed: BTreeMap<usize, (usize, Site)>,
     /// A operands loaded into registers since the last fence.
     loaded: Vec<([u32; 4], Site)>,
 }
@@ -95,9 +95,9 @@ struct Operands {
     /// Descriptor of B.
     b: u64,
     /// Whether A is MN-major.
-    a_by_rows: bool,
+    a_mn_major: bool,
     /// Whether B is MN-major.
-    b_by_rows: bool,
+    b_mn_major: bool,
     accumulate: bool,
 }
 
@@ -108,8 +108,8 @@ struct Accumulators {
     values: Vec<f32>,
     /// Newest group with an instruction that accumulates into these.
     group: usize,
-    /// Number of threads that have settled them.
-    settled: usize,
+    /// Number of threads that have read them back.
+    completed: usize,
     /// Source line of the first instruction.
     at: Site,
 }
@@ -170,7 +170,7 @@ fn premature_read(bits: u32, at: Site) {
     if let Some(wgmma) = line {
         let message = format!(
             "premature accumulator access: the value used at {} was computed from accumulators that were read between their \
-             wgmma ({}) and the settle after its wait",
+             wgmma ({}) and the fence_accumulators after its wait",
             Line(at),
             Line(wgmma)
         );
@@ -194,12 +194,12 @@ fn position(thread: usize, i: usize) -> (usize, usize) {
 }
 
 /// Returns the descriptor of a K-major operand with the 128-byte swizzle, encoded as on the device.
-pub fn operand<T>(tile: *const T, offset: u32) -> u64 {
+pub fn k_major_operand<T>(tile: *const T, offset: u32) -> u64 {
     descriptor(tile, 1, offset)
 }
 
 /// Returns the descriptor of an MN-major operand with the 128-byte swizzle, encoded as on the device.
-pub fn operand_by_rows<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
+pub fn mn_major_operand<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
     descriptor(tile, leading >> 4, offset)
 }
 
@@ -268,12 +268,12 @@ impl Tile {
 impl Operands {
     /// Returns the number of rows of B in shared memory and their length.
     fn b_shape(self) -> (usize, usize) {
-        if self.b_by_rows { (K, self.n) } else { (self.n, K) }
+        if self.b_mn_major { (K, self.n) } else { (self.n, K) }
     }
 
     /// Returns the number of rows of A in shared memory and their length.
     fn a_shape(self) -> (usize, usize) {
-        if self.a_by_rows { (K, M) } else { (M, K) }
+        if self.a_mn_major { (K, M) } else { (M, K) }
     }
 }
 
@@ -358,9 +358,9 @@ impl Warpgroup {
         let address = d.as_ptr().addr();
         let thread = &mut self.threads[index];
         let known = thread.pending.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
-        let settled = thread.settled.get(&address).copied();
-        if known.is_none() && settled.map_or(0, |(fences, _)| fences) == thread.fences {
-            return Err(IssueError::Unfenced(settled.map(|(_, at)| at)));
+        let completed = thread.completed.get(&address).copied();
+        if known.is_none() && completed.map_or(0, |(fences, _)| fences) == thread.fences {
+            return Err(IssueError::Unfenced(completed.map(|(_, at)| at)));
         }
         let number = known.unwrap_or_else(|| {
             thread.pending.push((address, thread.next));
@@ -370,7 +370,7 @@ impl Warpgroup {
         let i = number - self.first_accumulators;
         if self.accumulators.len() == i {
             let values = vec![0.0; M * operands.n];
-            self.accumulators.push_back(Accumulators { n: operands.n, values, group: 0, settled: 0, at });
+            self.accumulators.push_back(Accumulators { n: operands.n, values, group: 0, completed: 0, at });
         }
         let accumulators = &mut self.accumulators[i];
         if accumulators.n != operands.n {
@@ -430,7 +430,7 @@ fn is_pending(d: &[f32]) -> bool {
 /// Stops the kernel, which has modified accumulators of the wgmma at `other` before the wait.
 fn modified(at: Site, other: Site) -> ! {
     let message = format!(
-        "premature accumulator access: the accumulators of the wgmma at {} were modified or settled before its wait \
+        "premature accumulator access: the accumulators of the wgmma at {} were accessed before its wait \
          (detected at {})",
         Line(other),
         Line(at)
@@ -452,7 +452,7 @@ pub fn wgmma_fence() {
 /// # Safety
 /// Same as `ldmatrix_x4`.
 #[track_caller]
-pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
+pub unsafe fn load_a_x4(row: *const u32) -> [u32; 4] {
     // SAFETY: guaranteed by the caller.
     let words = unsafe { ldmatrix_x4(row) };
     let at = Location::caller();
@@ -556,7 +556,7 @@ fn a_values(instruction: &Instruction, shared: &[u8]) -> Vec<f32> {
     if let Some(a) = operands.a {
         let (rows, length) = operands.a_shape();
         let values = Tile::decode(a).rows(shared, rows, length);
-        return if operands.a_by_rows { transposed(&values, length) } else { values };
+        return if operands.a_mn_major { transposed(&values, length) } else { values };
     }
     let mut a = vec![0.0; M * K];
     for (thread, words) in instruction.a_registers.iter().enumerate() {
@@ -578,7 +578,7 @@ fn transposed(values: &[f32], length: usize) -> Vec<f32> {
 fn multiply(d: &mut [f32], a: &[f32], b: &[f32], operands: Operands) {
     let n = operands.n;
     let by_rows;
-    let b = if operands.b_by_rows {
+    let b = if operands.b_mn_major {
         b
     } else {
         by_rows = transposed(b, K);
@@ -597,7 +597,7 @@ fn multiply(d: &mut [f32], a: &[f32], b: &[f32], operands: Operands) {
 }
 
 /// Moves the values of pending accumulators back into the thread's array.
-fn settle(d: &mut [f32], at: Site) {
+fn fence_accumulators(d: &mut [f32], at: Site) {
     let address = d.as_ptr().addr();
     let other = with(|block| {
         let (warpgroup, index) = block.warpgroup();
@@ -609,13 +609,13 @@ fn settle(d: &mut [f32], at: Site) {
             return Some(accumulators.at);
         }
         thread.pending.swap_remove(i);
-        thread.settled.insert(address, (thread.fences, at));
+        thread.completed.insert(address, (thread.fences, at));
         for (i, d) in d.iter_mut().enumerate() {
             let (row, column) = position(index, i);
             *d = accumulators.values[row * accumulators.n + column];
         }
-        accumulators.settled += 1;
-        while warpgroup.accumulators.front().is_some_and(|first| first.settled == THREADS) {
+        accumulators.completed += 1;
+        while warpgroup.accumulators.front().is_some_and(|first| first.completed == THREADS) {
             warpgroup.accumulators.pop_front();
             warpgroup.first_accumulators += 1;
         }
@@ -627,36 +627,36 @@ fn settle(d: &mut [f32], at: Site) {
 }
 
 macro_rules! wgmma {
-    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
         #[track_caller]
-        pub fn $product<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
+        pub fn $wgmma_ss<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
             d: &mut [f32; $floats],
             a: u64,
             b: u64,
             accumulate: bool,
         ) {
-            let (a_by_rows, b_by_rows) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
-            let operands = Operands { n: 2 * $floats, a: Some(a), b, a_by_rows, b_by_rows, accumulate };
+            let (a_mn_major, b_mn_major) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
+            let operands = Operands { n: 2 * $floats, a: Some(a), b, a_mn_major, b_mn_major, accumulate };
             issue(d, [0; 4], operands, Location::caller());
         }
 
         #[track_caller]
-        pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
-            let b_by_rows = TRANSPOSE_B == 1;
-            let operands = Operands { n: 2 * $floats, a: None, b, a_by_rows: false, b_by_rows, accumulate };
+        pub fn $wgmma_rs<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
+            let b_mn_major = TRANSPOSE_B == 1;
+            let operands = Operands { n: 2 * $floats, a: None, b, a_mn_major: false, b_mn_major, accumulate };
             issue(d, a, operands, Location::caller());
         }
 
         #[track_caller]
-        pub fn $settle(d: &mut [f32; $floats]) {
-            settle(d, Location::caller());
+        pub fn $fence(d: &mut [f32; $floats]) {
+            fence_accumulators(d, Location::caller());
         }
     )*};
 }
 
 wgmma! {
-    32 wgmma_n64 wgmma_with_n64 settle_n64
-    64 wgmma_n128 wgmma_with_n128 settle_n128
-    96 wgmma_n192 wgmma_with_n192 settle_n192
-    128 wgmma_n256 wgmma_with_n256 settle_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
 }

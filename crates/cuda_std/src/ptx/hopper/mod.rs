@@ -54,14 +54,14 @@ pub fn tma_wait_read<const PENDING: u32>() {
 }
 
 #[inline(always)]
-pub fn take_registers<const N: u32>() {
+pub fn increase_registers<const N: u32>() {
     // SAFETY: the instruction preserves the contents of the registers that the warpgroup keeps.
     unsafe { asm!("setmaxnreg.inc.sync.aligned.u32 {};", const N, options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
-pub fn give_registers<const N: u32>() {
-    // SAFETY: see `take_registers`; ptxas uses at most N registers after this point.
+pub fn decrease_registers<const N: u32>() {
+    // SAFETY: see `increase_registers`; ptxas uses at most N registers after this point.
     unsafe { asm!("setmaxnreg.dec.sync.aligned.u32 {};", const N, options(nostack, preserves_flags)) }
 }
 
@@ -149,7 +149,7 @@ pub unsafe fn stmatrix_x4(row: *mut u32, [a, b, c, d]: [u32; 4]) {
 
 /// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`, for a warp's fragment of A in registers.
 #[inline(always)]
-pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
+pub unsafe fn load_a_x4(row: *const u32) -> [u32; 4] {
     let (a, b, c, d);
     // SAFETY: the caller guarantees 16 bytes of shared memory, aligned to 16 bytes.
     unsafe {
@@ -178,14 +178,14 @@ pub unsafe fn load_x4(chunk: *const u32) -> [u32; 4] {
 /// Bits 0..14 hold address / 16, bits 32..46 the stride between groups of eight rows (1024 bytes) / 16, and bits 62..64
 /// swizzle mode 1. The leading offset in bits 16..30 is unused and 1 by convention.
 #[inline(always)]
-pub fn operand<T>(tile: *const T, offset: u32) -> u64 {
+pub fn k_major_operand<T>(tile: *const T, offset: u32) -> u64 {
     descriptor(tile, 1, offset)
 }
 
 /// Returns the descriptor of an MN-major operand with the 128-byte swizzle. `leading` is the distance in bytes from 64
-/// columns to the next 64. See [`operand`].
+/// columns to the next 64. See [`k_major_operand`].
 #[inline(always)]
-pub fn operand_by_rows<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
+pub fn mn_major_operand<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
     descriptor(tile, leading >> 4, offset)
 }
 
