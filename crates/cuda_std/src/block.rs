@@ -5,8 +5,8 @@ use crate::{thread, warp};
 
 /// Reduces `value` over all threads of the block in a fixed order. Every thread receives the result.
 ///
-/// `scratch` holds 32 floats. The next call of `reduce` can use it at once; any other reuse needs a barrier first. The block
-/// must consist of whole warps.
+/// `scratch` holds 32 floats. The next call of `reduce` can use it at once; any other reuse needs a barrier first. The
+/// block must consist of whole warps.
 #[inline(always)]
 #[track_caller]
 pub fn reduce(value: f32, identity: f32, scratch: SharedArray<f32>, op: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
@@ -31,9 +31,9 @@ pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
 
 /// Returns the sum of each of the `M` x `N` values over all threads of a block of `WARPS` warps.
 ///
-/// The cost is little more than that of one sum. `M` x `N` must be 1, 2 or 4, and `WARPS` 4, 8 or 16. `scratch` holds `M` x
-/// `N` x `WARPS` floats that no thread is still reading. The function contains one barrier, so two scratch arrays can be
-/// used alternately (double-buffered) without further barriers.
+/// The cost is little more than that of one sum. `M` x `N` must be 1, 2 or 4, and `WARPS` 4, 8 or 16. `scratch` holds
+/// `M` x `N` x `WARPS` floats that no thread is still reading. The function contains one barrier, so two scratch arrays
+/// can be used alternately (double-buffered) without further barriers.
 #[inline(always)]
 #[track_caller]
 pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
@@ -45,8 +45,8 @@ pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
 
 /// Returns the sum of each value over the threads of a group of `WARPS` consecutive warps. See [`sums`].
 ///
-/// The first warp of the group has an index divisible by `WARPS`. `WARPS` may also be 1, which needs no scratch. `group` is
-/// the index of the group. A group of several warps uses named barrier `1 + group` and its own scratch.
+/// The first warp of the group has an index divisible by `WARPS`. `WARPS` may also be 1, which needs no scratch.
+/// `group` is the index of the group. A group of several warps uses named barrier `1 + group` and its own scratch.
 #[inline(always)]
 #[track_caller]
 pub fn sums_of_group<const WARPS: usize, const N: usize, const M: usize>(

@@ -15,8 +15,8 @@ impl CachePolicy {
 
     /// Creates a policy for data that is reused soon but does not fit into L2 as a whole.
     ///
-    /// A `fraction` of the lines (above 0, at most 1), selected by address, is evicted last; the other lines are evicted
-    /// first. The last read of the data should use [`Self::evict_first`], or its lines remain in L2.
+    /// A `fraction` of the lines (above 0, at most 1), selected by address, is evicted last; the other lines are
+    /// evicted first. The last read of the data should use [`Self::evict_first`], or its lines remain in L2.
     #[inline(always)]
     pub fn evict_last(fraction: f32) -> Self {
         Self(backend::evict_last(fraction))

@@ -4,7 +4,8 @@ use crate::backend;
 use crate::cache::CachePolicy;
 use crate::element::{Element, Packet};
 
-/// A read-only view of global memory, which must not be written while the kernel runs. It is passed as a 64-bit pointer.
+/// A read-only view of global memory, which must not be written while the kernel runs. It is passed as a 64-bit
+/// pointer.
 #[repr(transparent)]
 pub struct Global<T>(pub(crate) *const T);
 
@@ -107,7 +108,8 @@ impl<T: Element> Global<T> {
 }
 
 impl<T: Element> Global<T> {
-    /// Reads elements `i` to `i` + 3 as f32, in one access of 8 bytes (bf16) or 16 bytes (f32). `i` must be a multiple of 4.
+    /// Reads elements `i` to `i` + 3 as f32, in one access of 8 bytes (bf16) or 16 bytes (f32). `i` must be a multiple
+    /// of 4.
     #[inline(always)]
     #[track_caller]
     pub fn four(self, i: usize) -> [f32; 4] {
@@ -169,8 +171,8 @@ impl<T> GlobalMut<T> {
 impl<T> GlobalMut<T> {
     /// Returns a read-only view of the same memory.
     ///
-    /// The kernel may write the memory only after its last read through the returned view. [`Global::packet_streaming`] is
-    /// not allowed on it, because it requires memory that the kernel never writes.
+    /// The kernel may write the memory only after its last read through the returned view. [`Global::packet_streaming`]
+    /// is not allowed on it, because it requires memory that the kernel never writes.
     #[inline(always)]
     pub const fn reader(self) -> Global<T> {
         Global(self.0)

@@ -88,17 +88,17 @@ impl Launch {
     /// The pointer arguments must be 16-byte aligned host memory that contains every index the kernel computes.
     ///
     /// # Errors
-    /// If the kernel does not run to completion: a deadlock, warp divergence or a panic, for example. The report names the
-    /// kernel, block, threads and source lines.
+    /// If the kernel does not run to completion: a deadlock, warp divergence or a panic, for example. The report names
+    /// the kernel, block, threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
         crate::backend::run(&self.grid(grid, shared_bytes))
     }
 
     /// Runs the kernel on the CPU over the buffers of `memory` and checks every memory access.
     ///
-    /// Detects out-of-bounds and misaligned accesses, uninitialized reads of buffers and shared memory, data races between
-    /// threads and between blocks, asynchronous copies and wgmma results used before their wait, and polling. The blocks
-    /// run one after the other, so every run finds the same fault.
+    /// Detects out-of-bounds and misaligned accesses, uninitialized reads of buffers and shared memory, data races
+    /// between threads and between blocks, asynchronous copies and wgmma results used before their wait, and polling.
+    /// The blocks run one after the other, so every run finds the same fault.
     ///
     /// # Errors
     /// At the first fault. The report names the kernel, block, thread, buffer and source lines.

@@ -1,5 +1,5 @@
-//! Mathematical functions of f32. Functions whose names end in `_rn` round to nearest. The others use the special-function
-//! unit and have errors of a few ulp.
+//! Mathematical functions of f32. Functions whose names end in `_rn` round to nearest. The others use the
+//! special-function unit and have errors of a few ulp.
 //!
 //! The device compiler contracts multiplications and additions to fused multiply-adds and approximates `/`, so these
 //! results can differ from the CPU's. A kernel that uses only [`fma`], [`div_rn`], [`sqrt_rn`], and multiplications and

@@ -8,9 +8,9 @@
 //! Therefore two accumulator fragments that are adjacent in n form an A fragment after rounding; see
 //! [`TensorCore::a_from_accumulators`].
 //!
-//! For bf16 the operation is one `mma.m16n8k16`. For f32 it has the same layout and consists of `mma.m16n8k8.tf32`. The k
-//! index is permuted equally in A and B: slot t holds k = 2t, and slot t+4 holds k = 2t+1. Each operand is split into two
-//! tf32 parts, and the three largest partial products are summed, which leaves a relative error of about 2^-21.
+//! For bf16 the operation is one `mma.m16n8k16`. For f32 it has the same layout and consists of `mma.m16n8k8.tf32`. The
+//! k index is permuted equally in A and B: slot t holds k = 2t, and slot t+4 holds k = 2t+1. Each operand is split into
+//! two tf32 parts, and the three largest partial products are summed, which leaves a relative error of about 2^-21.
 
 use crate::backend;
 use crate::element::{Element, bf16};
@@ -106,8 +106,8 @@ impl TensorCore for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn store_pair(at: *mut Self, first: f32, second: f32) {
-        // SAFETY: the caller guarantees that both elements are valid and that the first has an even index, which makes the pair
-        // 4-byte aligned.
+        // SAFETY: the caller guarantees that both elements are valid and that the first has an even index, which makes
+        // the pair 4-byte aligned.
         unsafe { backend::store(at.cast::<u32>(), backend::bf16x2(first, second)) }
     }
 }

@@ -6,7 +6,8 @@
 //!     (layout.tile(), layout.array(64))
 //! }
 //! ```
-//! The kernel calls it with `Layout::new()` and uses the returned views. The launch calls it and reads [`Layout::bytes`].
+//! The kernel calls it with `Layout::new()` and uses the returned views. The launch calls it and reads
+//! [`Layout::bytes`].
 
 use crate::backend;
 use crate::element::{Element, Packet};
@@ -118,8 +119,8 @@ impl<T: Element> SharedArray<T> {
         unsafe { backend::store128(self.0.wrapping_add(i).cast(), packet.words) }
     }
 
-    /// Starts an asynchronous 16-byte copy of `from[j..]` to element `i` (`cp.async.cg.shared.global`). If `valid` is false,
-    /// it writes zeros and reads nothing. See [`crate::async_copy`].
+    /// Starts an asynchronous 16-byte copy of `from[j..]` to element `i` (`cp.async.cg.shared.global`). If `valid` is
+    /// false, it writes zeros and reads nothing. See [`crate::async_copy`].
     #[inline(always)]
     #[track_caller]
     pub fn copy_packet_async(self, i: usize, from: Global<T>, j: usize, valid: bool) {
@@ -183,8 +184,8 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
         unsafe { backend::store128(self.pointer(row, col).cast(), packet.words) }
     }
 
-    /// Starts an asynchronous 16-byte copy of `from[j..]` to (`row`, `col`) (`cp.async.cg.shared.global`). If `valid` is
-    /// false, it writes zeros and reads nothing. See [`crate::async_copy`].
+    /// Starts an asynchronous 16-byte copy of `from[j..]` to (`row`, `col`) (`cp.async.cg.shared.global`). If `valid`
+    /// is false, it writes zeros and reads nothing. See [`crate::async_copy`].
     #[inline(always)]
     #[track_caller]
     pub fn copy_packet_async(self, row: usize, col: usize, from: Global<T>, j: usize, valid: bool) {

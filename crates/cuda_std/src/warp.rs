@@ -11,7 +11,8 @@ pub fn lane() -> u32 {
     crate::thread::thread_idx_x() % LANES
 }
 
-/// Returns the index of this thread's warp in its block. A shuffle lets the compiler prove that it is uniform in the warp.
+/// Returns the index of this thread's warp in its block. A shuffle lets the compiler prove that it is uniform in the
+/// warp.
 #[inline(always)]
 #[track_caller]
 pub fn index() -> u32 {

@@ -529,8 +529,8 @@ fn panic_is_reported_with_its_line() {
     assert!(report.to_string().ends_with(&end), "{report}");
 }
 
-/// A kernel without faults that sums rows of 128 floats. It uses asynchronous copies in two stages, named barriers between
-/// warps, a last block that combines the results of the others, and a tile that one warp reuses.
+/// A kernel without faults that sums rows of 128 floats. It uses asynchronous copies in two stages, named barriers
+/// between warps, a last block that combines the results of the others, and a tile that one warp reuses.
 #[kernel(threads = 64)]
 fn valid(out: GlobalMut<f32>, counter: GlobalMut<u32>, inp: Global<f32>) {
     let mut layout = Layout::new();

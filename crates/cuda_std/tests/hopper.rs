@@ -158,8 +158,8 @@ const A_REGISTERS_B_MN_MAJOR: u32 = 2;
 const B_MN_MAJOR: u32 = 3;
 const BOTH_MN_MAJOR: u32 = 4;
 
-/// Computes out (64, N) = 2 · a (64, 64) · b (N, 64)^T. An MN-major b is N / 64 tiles (64, 64) that are adjacent in n, and an
-/// MN-major a is transposed. N is twice the number of floats in `A`.
+/// Computes out (64, N) = 2 · a (64, 64) · b (N, 64)^T. An MN-major b is N / 64 tiles (64, 64) that are adjacent in n,
+/// and an MN-major a is transposed. N is twice the number of floats in `A`.
 #[kernel(threads = 128, instances(
     n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n192 = <[f32; 96], 192, 0>, n256 = <[f32; 128], 256, 0>,
     n320 = <[f32; 160], 320, 0>, a_registers320 = <[f32; 160], 320, 1>, a_registers_b_mn_major320 = <[f32; 160], 320, 2>,
@@ -583,8 +583,8 @@ fn premature_accumulator_accesses_are_reported() {
     }
 }
 
-/// A warpgroup multiplies tiles that a fifth warp loads into a single stage. The warpgroup releases the stage after the wait,
-/// or before it if `early` is 1.
+/// A warpgroup multiplies tiles that a fifth warp loads into a single stage. The warpgroup releases the stage after the
+/// wait, or before it if `early` is 1.
 #[kernel(threads = 160)]
 fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     let mut layout = Layout::new();

@@ -8,7 +8,8 @@ const M: usize = 32;
 const N: usize = 48;
 const K: usize = 64;
 
-/// Computes out (M, N) = a (M, K) · b (K, N) in one warp, with each operand stored in shared memory as is or transposed.
+/// Computes out (M, N) = a (M, K) · b (K, N) in one warp, with each operand stored in shared memory as is or
+/// transposed.
 #[kernel(threads = 32, instances(
     bf16_nn = <bf16, false, false>, bf16_nt = <bf16, false, true>, bf16_tn = <bf16, true, false>,
     bf16_tt = <bf16, true, true>, f32_nn = <f32, false, false>, f32_nt = <f32, false, true>,

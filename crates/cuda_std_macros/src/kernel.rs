@@ -127,7 +127,8 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
     })
 }
 
-/// Returns the PTX entry point of one instance and the assembly comment that passes its launch bounds to `cuda_builder`.
+/// Returns the PTX entry point of one instance and the assembly comment that passes its launch bounds to
+/// `cuda_builder`.
 fn device_entry(
     function: &ItemFn,
     options: &Options,
@@ -162,7 +163,7 @@ fn device_entry(
         #arch
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
-        #[allow(improper_gpu_kernel_arg, reason = "views are transparent wrappers of pointers, which the lint does not recognize")]
+        #[allow(improper_gpu_kernel_arg, reason = "the lint does not recognize transparent wrappers of pointers")]
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
             #body
         }

@@ -12,14 +12,15 @@ use proc_macro::TokenStream;
 /// pub fn gelu_forward<T: Element>(out: GlobalMut<T>, inp: Global<T>, n: u64) { … }
 /// ```
 ///
-/// On the device, each instance becomes a PTX entry point: `gelu_forward_bf16` and `gelu_forward_f32` in this example. Without
-/// `instances`, the entry point has the name of the function. On the host, the function keeps its name, generics and
-/// parameters and returns a `cuda_std::launch::Launch`, for example `gelu_forward::<bf16>(out, inp, n)`. A wrong argument
-/// type is a compile error. Generic arguments without an instance cause a panic that lists the instances.
+/// On the device, each instance becomes a PTX entry point: `gelu_forward_bf16` and `gelu_forward_f32` in this example.
+/// Without `instances`, the entry point has the name of the function. On the host, the function keeps its name,
+/// generics and parameters and returns a `cuda_std::launch::Launch`, for example `gelu_forward::<bf16>(out, inp, n)`. A
+/// wrong argument type is a compile error. Generic arguments without an instance cause a panic that lists the
+/// instances.
 ///
 /// * `threads = N`: the block size, one-dimensional (`.maxntid`).
-/// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An instance
-///   can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
+/// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An
+///   instance can have its own: `instances(bf16 = <bf16>(blocks_per_sm = 2))`.
 /// * `arch = "sm_90a"`: compiles the entry point only for this target.
 #[proc_macro_attribute]
 pub fn kernel(attribute: TokenStream, item: TokenStream) -> TokenStream {

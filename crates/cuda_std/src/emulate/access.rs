@@ -8,7 +8,8 @@ use std::panic::Location;
 use std::sync::atomic::{self, AtomicU32, Ordering};
 use std::{mem, ptr};
 
-/// Returns the address of the block's dynamic shared memory. Returns null outside a kernel, where layouts are only measured.
+/// Returns the address of the block's dynamic shared memory. Returns null outside a kernel, where layouts are only
+/// measured.
 #[inline]
 pub fn shared_base() -> *mut u8 {
     if is_running() { with(super::block::Block::shared_base) } else { ptr::null_mut() }
@@ -42,8 +43,8 @@ fn check_access(request: Request) {
     if polls {
         let place = with(|block| block.checker.as_ref().map_or_else(String::new, |checker| checker.name_of(address)));
         let message = format!(
-            "livelock: the thread polls {place} ({}); the emulator switches threads only at waits, so no other thread can \
-             write in the meantime",
+            "livelock: the thread polls {place} ({}); the emulator switches threads only at waits, so no other thread \
+             can write in the meantime",
             Line(at)
         );
         fail(Fault::Livelock, at, None, message);
@@ -220,7 +221,8 @@ pub fn fence_device() {
     });
 }
 
-/// Pending `cp.async` operations of a thread. They execute when the thread waits for them, which is as late as possible.
+/// Pending `cp.async` operations of a thread. They execute when the thread waits for them, which is as late as
+/// possible.
 #[derive(Default)]
 pub struct AsyncCopies {
     /// Oldest first.
@@ -251,8 +253,8 @@ impl AsyncCopies {
 }
 
 /// # Safety
-/// Until the copy is waited for, `to` must be valid for writes of 16 bytes, and `from` for reads if `valid` is true. Both
-/// must be 16-byte aligned.
+/// Until the copy is waited for, `to` must be valid for writes of 16 bytes, and `from` for reads if `valid` is true.
+/// Both must be 16-byte aligned.
 #[inline]
 #[track_caller]
 pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {

@@ -1,5 +1,6 @@
 //! Special functions and conversions. The device's special functions are approximations with errors of a few ulp; these
-//! are correctly rounded and flush subnormals like the device. `fma` and the `_rn` functions match the device bit for bit.
+//! are correctly rounded and flush subnormals like the device. `fma` and the `_rn` functions match the device bit for
+//! bit.
 
 use super::hopper::check_accumulator_read;
 use super::report::Site;

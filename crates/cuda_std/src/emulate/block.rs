@@ -115,8 +115,8 @@ pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
         "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
          launch"
     );
-    // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and none
-    // holds a reference across a suspension, so this reference is the only one.
+    // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and
+    // none holds a reference across a suspension, so this reference is the only one.
     f(unsafe { &mut *block })
 }
 
@@ -130,8 +130,8 @@ pub fn suspend() {
 
 /// Stops the kernel with this fault.
 ///
-/// An uninitialized read stops only its thread. If another thread writes the location later, the two accesses are a data
-/// race, which is the more useful report.
+/// An uninitialized read stops only its thread. If another thread writes the location later, the two accesses are a
+/// data race, which is the more useful report.
 #[cold]
 pub fn fail(fault: Fault, at: Site, other: Option<Site>, message: String) -> ! {
     with(|block| {

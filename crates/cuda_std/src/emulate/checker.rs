@@ -178,8 +178,8 @@ impl Location {
 }
 
 impl Checker {
-    /// Creates a checker for blocks of `warps` warps with `shared_bytes` bytes of shared memory at `shared_start`. Takes
-    /// the buffers out of `memory` until [`give_back`](Self::give_back).
+    /// Creates a checker for blocks of `warps` warps with `shared_bytes` bytes of shared memory at `shared_start`.
+    /// Takes the buffers out of `memory` until [`give_back`](Self::give_back).
     pub fn new(memory: &mut Memory, shared_start: usize, shared_bytes: usize, warps: usize) -> Self {
         let mut buffers = std::mem::take(&mut memory.buffers);
         for buffer in &mut buffers {

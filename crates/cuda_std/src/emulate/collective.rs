@@ -109,8 +109,8 @@ impl Warp {
         self.ready |= 1 << lane;
     }
 
-    /// Records that `lane` has reached `wait`. Returns whether it was the last lane, or the operation in which the other
-    /// lanes wait if it is a different one.
+    /// Records that `lane` has reached `wait`. Returns whether it was the last lane, or the operation in which the
+    /// other lanes wait if it is a different one.
     #[inline]
     fn arrive(&mut self, lane: usize, wait: Wait) -> Result<bool, Wait> {
         match self.pending {
@@ -145,8 +145,8 @@ fn diverged(wait: Wait, pending: Wait) -> ! {
     fail(Fault::Divergence, wait.at, Some(pending.at), message)
 }
 
-/// Executes a warp-wide operation: every lane calls `deposit`, the last one to arrive also calls `complete`, and then each
-/// lane reads its result.
+/// Executes a warp-wide operation: every lane calls `deposit`, the last one to arrive also calls `complete`, and then
+/// each lane reads its result.
 #[inline]
 pub fn collective<R>(
     wait: Wait,
@@ -305,7 +305,8 @@ fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
         Outcome::Diverged(pending) => diverged(wait, pending),
         Outcome::CountMismatch(expects, first) => {
             let message = format!(
-                "invalid operand: {operation} at {}, but the first warp to arrive at barrier {id} expects {expects} threads ({})",
+                "invalid operand: {operation} at {}, but the first warp to arrive at barrier {id} expects {expects} \
+                 threads ({})",
                 Line(at),
                 Line(first)
             );

@@ -50,8 +50,8 @@ pub struct Report {
     pub thread: Option<u32>,
     /// Kind of the fault.
     pub fault: Fault,
-    /// Source line of the fault. In a deadlock, the line at which the first waiting thread waits. None for a panic, whose
-    /// line is part of the text.
+    /// Source line of the fault. In a deadlock, the line at which the first waiting thread waits. None for a panic,
+    /// whose line is part of the text.
     pub at: Option<Site>,
     /// Source line of the conflicting operation.
     pub other: Option<Site>,

@@ -219,8 +219,8 @@ impl Shadow {
     }
 }
 
-/// Calls `f` with the index of each 64-bit word that the range overlaps and the mask of the range's bits in it, until `f`
-/// returns false.
+/// Calls `f` with the index of each 64-bit word that the range overlaps and the mask of the range's bits in it, until
+/// `f` returns false.
 #[inline]
 fn for_words(offset: usize, bytes: usize, mut f: impl FnMut(usize, u64) -> bool) {
     let (mut at, end) = (offset, offset + bytes);

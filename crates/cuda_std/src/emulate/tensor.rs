@@ -136,7 +136,8 @@ fn mma_bf16_warp(slots: &mut Slots) {
     with_matrices(slots, |w, i| half(w[4 + i / 2], i), |w, i| half(w[8 + i / 2], i), |d, a, b| multiply(d, &a, &b));
 }
 
-/// Splits each operand into two tf32 parts and sums the three largest partial products, small ones first, as the device.
+/// Splits each operand into two tf32 parts and sums the three largest partial products, small ones first, as the
+/// device.
 fn mma_f32_warp(slots: &mut Slots) {
     let word = |w: &[u32; 16], i: usize| f32::from_bits(w[i]);
     with_matrices(

@@ -11,8 +11,8 @@ pub struct MBarrier(*mut u64);
 impl MBarrier {
     /// Initializes the mbarrier to complete each phase after `arrivals` arrivals (`mbarrier.init`).
     ///
-    /// One thread must call it and then [`fence_init`](Self::fence_init). A barrier of the block must follow before other
-    /// threads use the mbarrier.
+    /// One thread must call it and then [`fence_init`](Self::fence_init). A barrier of the block must follow before
+    /// other threads use the mbarrier.
     #[inline(always)]
     #[track_caller]
     pub fn init(self, arrivals: u32) {
@@ -26,7 +26,8 @@ impl MBarrier {
         backend::hopper::fence_mbarrier_init();
     }
 
-    /// Arrives and adds `bytes` to the bytes that must be copied before the phase completes (`mbarrier.arrive.expect_tx`).
+    /// Arrives and adds `bytes` to the bytes that must be copied before the phase completes
+    /// (`mbarrier.arrive.expect_tx`).
     #[inline(always)]
     #[track_caller]
     pub fn arrive_expect_tx(self, bytes: u32) {
@@ -42,8 +43,8 @@ impl MBarrier {
         unsafe { backend::hopper::mbarrier_arrive(self.0) }
     }
 
-    /// Waits until the phase with this `parity` has completed (`mbarrier.try_wait.parity`). A new mbarrier is in phase 0, so
-    /// a wait for parity 1 returns at once.
+    /// Waits until the phase with this `parity` has completed (`mbarrier.try_wait.parity`). A new mbarrier is in phase
+    /// 0, so a wait for parity 1 returns at once.
     #[inline(always)]
     #[track_caller]
     pub fn wait(self, parity: u32) {

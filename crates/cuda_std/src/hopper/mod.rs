@@ -1,8 +1,9 @@
-//! Hopper-only primitives (`sm_90a`): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix multiply-accumulate
-//! (wgmma), pipeline state for warp-specialized kernels, and register reallocation between warpgroups.
+//! Hopper-only primitives (`sm_90a`): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix
+//! multiply-accumulate (wgmma), pipeline state for warp-specialized kernels, and register reallocation between
+//! warpgroups.
 //!
-//! TMA and wgmma access shared memory through the async proxy. After ordinary stores to shared memory, each writing thread
-//! must execute [`fence_async_proxy`], and a barrier must follow, before TMA or wgmma reads the data.
+//! TMA and wgmma access shared memory through the async proxy. After ordinary stores to shared memory, each writing
+//! thread must execute [`fence_async_proxy`], and a barrier must follow, before TMA or wgmma reads the data.
 
 use crate::backend;
 
@@ -23,8 +24,8 @@ pub fn fence_async_proxy() {
     backend::hopper::fence_async_proxy();
 }
 
-/// Increases the register limit to `N` per thread (`setmaxnreg.inc.sync.aligned.u32 N`). Waits until other warpgroups have
-/// released enough registers.
+/// Increases the register limit to `N` per thread (`setmaxnreg.inc.sync.aligned.u32 N`). Waits until other warpgroups
+/// have released enough registers.
 ///
 /// All warps of a warpgroup must call it. `N` must be a multiple of 8 in 24..=256.
 #[inline(always)]

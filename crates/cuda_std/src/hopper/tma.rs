@@ -1,13 +1,13 @@
-//! The tensor memory accelerator (TMA): asynchronous copies of boxes between a tensor in global memory and tiles in shared
-//! memory, issued by one thread. Outside the tensor, loads read zeros and stores write nothing.
+//! The tensor memory accelerator (TMA): asynchronous copies of boxes between a tensor in global memory and tiles in
+//! shared memory, issued by one thread. Outside the tensor, loads read zeros and stores write nothing.
 
 use super::{MBarrier, SwizzledTile};
 use crate::backend;
 use crate::element::bf16;
 use crate::global::Global;
 
-/// A TMA descriptor of a tensor in global memory (base, extents, strides, box, swizzle): 128 opaque bytes, aligned to 64
-/// bytes. The host encodes it with `cuTensorMapEncodeTiled` and stores it in global memory.
+/// A TMA descriptor of a tensor in global memory (base, extents, strides, box, swizzle): 128 opaque bytes, aligned to
+/// 64 bytes. The host encodes it with `cuTensorMapEncodeTiled` and stores it in global memory.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "nvptx64"), derive(bytemuck::Zeroable, bytemuck::Pod))]
@@ -18,12 +18,13 @@ pub struct TensorMap(
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
-    /// Creates a map for emulated kernels: a bf16 tensor of `rows` x `columns` at `base` with a row stride of `row_bytes`,
-    /// boxes of `box_rows` x `box_columns`, and the 128-byte swizzle. Validates the parameters like the driver.
+    /// Creates a map for emulated kernels: a bf16 tensor of `rows` x `columns` at `base` with a row stride of
+    /// `row_bytes`, boxes of `box_rows` x `box_columns`, and the 128-byte swizzle. Validates the parameters like the
+    /// driver.
     ///
     /// # Panics
-    /// If the base or `row_bytes` is not a multiple of 16 bytes, rows overlap, or the box does not have 1 to 256 rows and 64
-    /// columns.
+    /// If the base or `row_bytes` is not a multiple of 16 bytes, rows overlap, or the box does not have 1 to 256 rows
+    /// and 64 columns.
     pub fn emulated(
         base: Global<bf16>,
         rows: usize,
@@ -76,8 +77,8 @@ impl Global<TensorMap> {
 }
 
 impl<const R: usize> SwizzledTile<R> {
-    /// Starts a copy of the box at column `x` and row `y`, `R` rows by 64 columns, into this tile. Its bytes count toward
-    /// the phase of `barrier` (`cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes`).
+    /// Starts a copy of the box at column `x` and row `y`, `R` rows by 64 columns, into this tile. Its bytes count
+    /// toward the phase of `barrier` (`cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes`).
     #[inline(always)]
     #[track_caller]
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, barrier: MBarrier) {

@@ -1,24 +1,24 @@
 //! Warpgroup matrix multiply-accumulate (wgmma): D (64 x N) += A (64 x 16) · B (16 x N).
 //!
-//! A warpgroup is 128 threads: four consecutive warps, the first of which has an index divisible by four. The operands are
-//! bf16, B in shared memory and A in shared memory or registers. The accumulators are f32 in registers. The instruction
-//! is asynchronous.
+//! A warpgroup is 128 threads: four consecutive warps, the first of which has an index divisible by four. The operands
+//! are bf16, B in shared memory and A in shared memory or registers. The accumulators are f32 in registers. The
+//! instruction is asynchronous.
 //!
 //! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
 //! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
 //!
 //! The required order is [`fence`], one or more [`Accumulators::mma`], [`commit`], [`wait`],
 //! [`Accumulators::fence_accumulators`]. The accumulators must not be accessed in between. If a thread has accessed
-//! registers of a wgmma (accumulators or A fragments) since the last fence, it must execute another fence before it uses
-//! them in a wgmma.
+//! registers of a wgmma (accumulators or A fragments) since the last fence, it must execute another fence before it
+//! uses them in a wgmma.
 
 use crate::backend;
 use crate::element::{Packet, bf16};
 use crate::shared::Layout;
 use core::ops::IndexMut;
 
-/// A tile of `R` rows of 64 bf16 (128 bytes) in shared memory with the 128-byte swizzle: 16-byte chunk c of row r is stored
-/// at chunk c ^ (r % 8). The tile is aligned to 1024 bytes.
+/// A tile of `R` rows of 64 bf16 (128 bytes) in shared memory with the 128-byte swizzle: 16-byte chunk c of row r is
+/// stored at chunk c ^ (r % 8). The tile is aligned to 1024 bytes.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct SwizzledTile<const R: usize>(*mut bf16);
@@ -42,7 +42,8 @@ impl<const R: usize> SwizzledTile<R> {
         Self(self.0.wrapping_add(count as usize * R * 64))
     }
 
-    /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m (or n).
+    /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m
+    /// (or n).
     #[inline(always)]
     pub fn k_major_operand(self, k: u32) -> KMajorOperand {
         // The descriptor holds addresses in units of 16 bytes. A row of the tile spans 8 units, so no carry leaves the
@@ -50,8 +51,8 @@ impl<const R: usize> SwizzledTile<R> {
         KMajorOperand(backend::hopper::k_major_operand(self.0, 2 * k))
     }
 
-    /// Returns the descriptor of an MN-major operand: rows 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are k and its
-    /// columns are m (or n). An operand of more than 64 columns continues in the following tiles of this size.
+    /// Returns the descriptor of an MN-major operand: rows 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are k
+    /// and its columns are m (or n). An operand of more than 64 columns continues in the following tiles of this size.
     #[inline(always)]
     pub fn mn_major_operand(self, k: u32) -> MnMajorOperand {
         // 16 rows are 2048 bytes, that is 128 units of 16 bytes.
@@ -81,8 +82,8 @@ impl<const R: usize> SwizzledTile<R> {
 
     /// Stores four 8 x 8 bf16 matrices in one instruction (`stmatrix.sync.aligned.m8n8.x4.shared.b16`).
     ///
-    /// `words` holds a packed pair of each matrix in the accumulator layout of this module. Lane l of the warp gives the
-    /// destination of row l % 8 of matrix l / 8: 16-byte chunk `chunk` of `row`.
+    /// `words` holds a packed pair of each matrix in the accumulator layout of this module. Lane l of the warp gives
+    /// the destination of row l % 8 of matrix l / 8: 16-byte chunk `chunk` of `row`.
     #[inline(always)]
     #[track_caller]
     pub fn store_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
@@ -185,7 +186,8 @@ pub trait Accumulators: Copy + IndexMut<usize, Output = f32> {
 
     /// Issues D = A · B + (D if `accumulate`) with A in registers and B in shared memory.
     ///
-    /// Each warp holds 16 rows of A in the fragment layout of [`crate::mma`]. `a` must not be overwritten before the wait.
+    /// Each warp holds 16 rows of A in the fragment layout of [`crate::mma`]. `a` must not be overwritten before the
+    /// wait.
     #[track_caller]
     fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool);
 

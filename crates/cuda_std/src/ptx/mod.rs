@@ -1,8 +1,8 @@
 //! The PTX back end: each primitive is an instruction.
 //!
-//! Inline assembly that synchronizes threads (barriers, shuffles, votes, ldmatrix, mma) is never `pure`, because the compiler
-//! must not move it into a branch. `cuda_builder` also marks every asm call convergent; otherwise the compiler could
-//! duplicate it into both arms of a branch.
+//! Inline assembly that synchronizes threads (barriers, shuffles, votes, ldmatrix, mma) is never `pure`, because the
+//! compiler must not move it into a branch. `cuda_builder` also marks every asm call convergent; otherwise the compiler
+//! could duplicate it into both arms of a branch.
 
 use core::arch::{asm, nvptx};
 
@@ -10,8 +10,8 @@ use core::arch::{asm, nvptx};
 pub mod hopper;
 
 unsafe extern "C" {
-    /// Rust has no address spaces, so `cuda_builder` replaces calls of these two functions by the address of dynamic shared
-    /// memory: a generic pointer that LLVM knows to be shared, and an address in the shared window.
+    /// Rust has no address spaces, so `cuda_builder` replaces calls of these two functions by the address of dynamic
+    /// shared memory: a generic pointer that LLVM knows to be shared, and an address in the shared window.
     fn dynamic_shared_memory() -> *mut u8;
     fn dynamic_shared_address() -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
@@ -239,7 +239,8 @@ pub unsafe fn store64(pointer: *mut u32, value: [u32; 2]) {
 #[inline(always)]
 pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller guarantees 16 readable bytes of global memory, aligned to 16 bytes and not written by the kernel.
+    // SAFETY: the caller guarantees 16 readable bytes of global memory, aligned to 16 bytes and not written by the
+    // kernel.
     unsafe {
         asm!("ld.global.nc.L1::no_allocate.v4.b32 {{{}, {}, {}, {}}}, [{}];",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer,
@@ -342,8 +343,8 @@ pub fn fence_device() {
 #[inline(always)]
 pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
     let bytes = if valid { 16u32 } else { 0 };
-    // SAFETY: the caller guarantees 16 bytes of shared memory and, if `valid`, 16 bytes of global memory, both aligned to 16
-    // bytes.
+    // SAFETY: the caller guarantees 16 bytes of shared memory and, if `valid`, 16 bytes of global memory, both aligned
+    // to 16 bytes.
     unsafe {
         asm!("cp.async.cg.shared.global [{}], [{}], 16, {};",
             in(reg32) shared_address(to), in(reg64) from, in(reg32) bytes, options(nostack, preserves_flags));
@@ -362,8 +363,8 @@ pub fn async_copy_wait<const PENDING: u32>() {
     unsafe { asm!("cp.async.wait_group {};", const PENDING, options(nostack, preserves_flags)) }
 }
 
-/// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`: lane l provides row l % 8 of matrix l / 8 and receives from each matrix the
-/// elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1).
+/// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`: lane l provides row l % 8 of matrix l / 8 and receives from each matrix
+/// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1).
 #[inline(always)]
 pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
     let (a, b, c, d);
@@ -415,8 +416,8 @@ fn mma_tf32(d: &mut [f32; 4], a: [f32; 4], b: [f32; 2]) {
     }
 }
 
-/// Computes D (16 x 8) += A (16 x 16) · B (16 x 8) in f32. Each operand is split into two tf32 parts, and for each half of k
-/// the three largest partial products are summed, small ones first.
+/// Computes D (16 x 8) += A (16 x 16) · B (16 x 8) in f32. Each operand is split into two tf32 parts, and for each half
+/// of k the three largest partial products are summed, small ones first.
 #[inline(always)]
 pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
     let a_big = a.map(tf32);

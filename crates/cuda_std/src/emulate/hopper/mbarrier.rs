@@ -93,8 +93,8 @@ fn locate(pointer: *const u64, at: Site) -> usize {
     });
     if let Some(init) = unordered {
         let message = format!(
-            "data race: use of the mbarrier at shared memory + {offset} ({}) and its initialization ({}) with no barrier in \
-             between",
+            "data race: use of the mbarrier at shared memory + {offset} ({}) and its initialization ({}) with no \
+             barrier in between",
             Line(at),
             Line(init)
         );
@@ -151,8 +151,8 @@ pub fn locate_fenced(pointer: *const u64, at: Site) -> usize {
     });
     if let Some(init) = unfenced {
         let message = format!(
-            "data race: use by TMA of the mbarrier at shared memory + {offset} ({}) and its initialization ({}) with no \
-             fence_init in between",
+            "data race: use by TMA of the mbarrier at shared memory + {offset} ({}) and its initialization ({}) with \
+             no fence_init in between",
             Line(at),
             Line(init)
         );
@@ -174,7 +174,7 @@ fn arrive(barrier: *const u64, bytes: u32, at: Site) {
     });
     if arrived.is_none() {
         let message = format!(
-            "invalid operand: more arrivals at the mbarrier at shared memory + {offset} in one phase than expected ({})",
+            "invalid operand: too many arrivals in one phase of the mbarrier at shared memory + {offset} ({})",
             Line(at)
         );
         fail(Fault::Operand, at, None, message);

@@ -1,8 +1,8 @@
 //! `sm_90a` instructions: mbarriers, TMA and wgmma.
 //!
-//! Asynchronous operations execute as late as possible. A TMA load completes when no thread of its block can continue; a
-//! wgmma or TMA store executes when a thread waits for it. Until then the target of a load and the accumulators of a wgmma
-//! contain NaN, so a premature use is visible.
+//! Asynchronous operations execute as late as possible. A TMA load completes when no thread of its block can continue;
+//! a wgmma or TMA store executes when a thread waits for it. Until then the target of a load and the accumulators of a
+//! wgmma contain NaN, so a premature use is visible.
 
 mod mbarrier;
 mod tma;
@@ -79,8 +79,8 @@ impl State {
     }
 }
 
-/// Returns the offset of `pointer` in the running block's shared memory. Stops the kernel if the `bytes` bytes there are
-/// out of bounds or misaligned.
+/// Returns the offset of `pointer` in the running block's shared memory. Stops the kernel if the `bytes` bytes there
+/// are out of bounds or misaligned.
 fn shared_offset<T>(pointer: *const T, bytes: usize, align: usize, at: Site, what: &str) -> usize {
     let (start, size) = with(|block| (block.shared_base().addr(), block.shared().len()));
     let offset = pointer.addr().wrapping_sub(start);
@@ -119,7 +119,7 @@ pub fn fence_async_proxy() {
 
 /// Asserts that N is a valid operand of `setmaxnreg`.
 const fn registers<const N: u32>() {
-    const { assert!(N.is_multiple_of(8) && N >= 24 && N <= 256, "setmaxnreg takes multiples of 8 in 24..=256") };
+    const { assert!(N.is_multiple_of(8) && N >= 24 && N <= 256, "setmaxnreg: expected a multiple of 8 in 24..=256") };
 }
 
 pub fn increase_registers<const N: u32>() {

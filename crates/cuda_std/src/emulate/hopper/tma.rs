@@ -1,5 +1,5 @@
-//! TMA: copies between boxes of a tensor in global memory and tiles of 128-byte rows in shared memory, with the 128-byte
-//! swizzle.
+//! TMA: copies between boxes of a tensor in global memory and tiles of 128-byte rows in shared memory, with the
+//! 128-byte swizzle.
 
 use super::super::access::check;
 use super::super::block::{Block, fail, with};
@@ -29,7 +29,8 @@ struct Map {
     matrices: Option<u64>,
 }
 
-/// Encodes a tensor map of two dimensions, or of three if `matrices` is given, as the 128 bytes that the emulator reads.
+/// Encodes a tensor map of two dimensions, or of three if `matrices` is given, as the 128 bytes that the emulator
+/// reads.
 pub fn tensor_map(
     base: *const u8,
     matrices: Option<u64>,
@@ -46,13 +47,13 @@ pub fn tensor_map(
     );
     assert!(
         row_bytes.is_multiple_of(16) && (2 * columns..1 << 40).contains(&row_bytes),
-        "tensor map: expected a row stride that is a multiple of 16 bytes and holds {columns} bf16, found {row_bytes} bytes"
+        "tensor map: expected a row stride of a multiple of 16 bytes for {columns} bf16, found {row_bytes} bytes"
     );
     assert!((1..=256).contains(&box_rows), "tensor map: expected a box of 1 to 256 rows, found {box_rows}");
     assert!(box_columns == COLUMNS, "tensor map: expected a box of {COLUMNS} bf16 columns, found {box_columns}");
     assert!(
         matrices.is_none_or(|matrices| (1..1 << 32).contains(&matrices) && rows * row_bytes < 1 << 40),
-        "tensor map: expected 1 to 2^32-1 matrices of less than 2^40 bytes, found {matrices:?} of {rows} x {row_bytes} bytes"
+        "tensor map: expected 1 to 2^32-1 matrices below 2^40 bytes, found {matrices:?} of {rows} x {row_bytes} bytes"
     );
     let mut words = [0; 16];
     words[..7].copy_from_slice(&[
@@ -86,7 +87,8 @@ impl Map {
         Self { base, rows, columns, row_bytes, box_rows, matrices }
     }
 
-    /// Returns the 2-D map of matrix `z` if the map has three dimensions, or the map itself if it has two and `z` is `None`.
+    /// Returns the 2-D map of matrix `z` if the map has three dimensions, or the map itself if it has two and `z` is
+    /// `None`.
     fn matrix(self, z: Option<u32>, at: Site) -> Self {
         match (self.matrices, z) {
             (None, None) => self,
@@ -109,8 +111,8 @@ impl Map {
         self.box_rows as usize * ROW_BYTES
     }
 
-    /// Returns the part of the box at column `x` and row `y` that is inside the tensor: the row of the box, the columns of
-    /// the box, and the address of the first of these columns.
+    /// Returns the part of the box at column `x` and row `y` that is inside the tensor: the row of the box, the columns
+    /// of the box, and the address of the first of these columns.
     fn inside(self, x: i32, y: i32) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
         let (x, y) = (i64::from(x), i64::from(y));
         let first = (-x).clamp(0, i64::from(COLUMNS));
@@ -169,8 +171,8 @@ pub unsafe fn tma_prefetch(map: *const u8) {
 }
 
 /// # Safety
-/// `map` must be a tensor map whose tensor is valid for reads, `to` a tile in shared memory of the size of the map's box,
-/// and `barrier` an initialized mbarrier.
+/// `map` must be a tensor map whose tensor is valid for reads, `to` a tile in shared memory of the size of the map's
+/// box, and `barrier` an initialized mbarrier.
 #[track_caller]
 pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64) {
     // SAFETY: guaranteed by the caller.
@@ -207,8 +209,8 @@ unsafe fn load(to: *mut u8, map: *const u8, [x, y]: [u32; 2], z: Option<u32>, ba
 
 /// Completes one pending TMA load of `block`. Returns false if there is none.
 ///
-/// Loads complete in any order on the device. Here the oldest completes first in one block and the newest in the next, so
-/// that one of the blocks reveals a thread that waits for one load and reads another.
+/// Loads complete in any order on the device. Here the oldest completes first in one block and the newest in the next,
+/// so that one of the blocks reveals a thread that waits for one load and reads another.
 pub fn complete_one_load(block: &mut Block) -> bool {
     let loads = &mut block.hopper.loads;
     let load = if block.index.iter().sum::<u32>().is_multiple_of(2) { loads.pop_front() } else { loads.pop_back() };
@@ -233,8 +235,8 @@ pub fn complete_one_load(block: &mut Block) -> bool {
 }
 
 /// # Safety
-/// `map` must be a tensor map whose tensor is valid for writes until the store is waited for, and `from` a tile in shared
-/// memory of the size of the map's box.
+/// `map` must be a tensor map whose tensor is valid for writes until the store is waited for, and `from` a tile in
+/// shared memory of the size of the map's box.
 #[track_caller]
 pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
     let at = Location::caller();
@@ -274,8 +276,8 @@ pub fn tma_wait_read<const PENDING: u32>() {
         if !with(|block| block.shared()[from..from + tile.len()] == tile) {
             let wait = Location::caller();
             let message = format!(
-                "asynchronous copy in flight: the tile at shared memory + {from} was overwritten after its TMA store was issued \
-                 ({}) and before the wait for the store ({})",
+                "asynchronous copy in flight: the tile at shared memory + {from} was overwritten between its TMA store \
+                 ({}) and the wait for the store ({})",
                 Line(at),
                 Line(wait)
             );
@@ -286,14 +288,16 @@ pub fn tma_wait_read<const PENDING: u32>() {
             let to = ptr::with_exposed_provenance_mut::<[u8; 2]>(to);
             for (i, column) in columns.enumerate() {
                 let element = swizzle(row * ROW_BYTES + column * mem::size_of::<u16>());
-                // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays within it.
+                // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays
+                // within it.
                 unsafe { to.add(i).write_unaligned([tile[element], tile[element + 1]]) };
             }
         }
     }
 }
 
-/// Executes all committed stores of this thread. The emulator does not distinguish reading the tile from completing the store.
+/// Executes all committed stores of this thread. The emulator does not distinguish reading the tile from completing the
+/// store.
 #[track_caller]
 pub fn tma_wait() {
     tma_wait_read::<0>();

@@ -1,10 +1,10 @@
 //! `wgmma.mma_async`: all threads of a warpgroup issue the same instructions. A group of them is computed once all 128
 //! threads have committed it and one thread waits for it. [`crate::hopper::wgmma`] documents the accumulator layout.
 //!
-//! From the first wgmma to the `fence_accumulators` after the wait, the emulator holds the accumulator values itself. The thread's
-//! array contains a signaling NaN that encodes the source line of the wgmma. `fence_accumulators` detects a write to the array in the
-//! meantime. [`check_accumulator_read`] detects a value computed from the array, because arithmetic preserves all bits of
-//! the NaN except the signaling bit.
+//! From the first wgmma to the `fence_accumulators` after the wait, the emulator holds the accumulator values itself.
+//! The thread's array contains a signaling NaN that encodes the source line of the wgmma. `fence_accumulators` detects
+//! a write to the array in the meantime. [`check_accumulator_read`] detects a value computed from the array, because
+//! arithmetic preserves all bits of the NaN except the signaling bit.
 
 use super::super::LANES;
 use super::super::access::check;
@@ -140,8 +140,8 @@ impl Warpgroup {
         f32::from_bits(PENDING | (number as u32).min(LINES - 1))
     }
 
-    /// Returns the first thread with a pending wgmma and the line of the wgmma. `group` is the index of this warpgroup in
-    /// its block.
+    /// Returns the first thread with a pending wgmma and the line of the wgmma. `group` is the index of this warpgroup
+    /// in its block.
     pub fn pending(&self, group: usize) -> Option<(usize, Site)> {
         let (thread, number) = self
             .threads
@@ -169,8 +169,8 @@ fn premature_read(bits: u32, at: Site) {
     // Without a known line, the NaN was computed by the kernel itself.
     if let Some(wgmma) = line {
         let message = format!(
-            "premature accumulator access: the value used at {} was computed from accumulators that were read between their \
-             wgmma ({}) and the fence_accumulators after its wait",
+            "premature accumulator access: the value used at {} was computed from accumulators that were read between \
+             their wgmma ({}) and the fence_accumulators after its wait",
             Line(at),
             Line(wgmma)
         );
@@ -212,8 +212,8 @@ fn descriptor<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
 /// Columns in a tile.
 const COLUMNS: usize = 64;
 
-/// A decoded descriptor of an operand in shared memory. A K-major operand is 32 bytes of each row; an MN-major operand is 16
-/// full rows of one tile per 64 columns.
+/// A decoded descriptor of an operand in shared memory. A K-major operand is 32 bytes of each row; an MN-major operand
+/// is 16 full rows of one tile per 64 columns.
 #[derive(Clone, Copy)]
 struct Tile {
     start: usize,
@@ -317,8 +317,8 @@ fn issue(d: &mut [f32], a_registers: [u32; 4], operands: Operands, at: Site) {
         Ok(()) => (),
         Err(IssueError::Mismatch(other)) => {
             let message = format!(
-                "warpgroup divergence: the wgmma at {} differs from the one that other threads of the warpgroup issued at {}; \
-                 all threads must issue the same instructions with the same operands",
+                "warpgroup divergence: the wgmma at {} differs from the one that other threads of the warpgroup issued at \
+                 {}; all threads must issue the same instructions with the same operands",
                 Line(at),
                 Line(other)
             );
@@ -346,8 +346,8 @@ enum IssueError {
 }
 
 impl Warpgroup {
-    /// Returns the number of the pending set of accumulators that thread `index` holds in `d`. If there is none, moves the
-    /// values of `d` into a new set.
+    /// Returns the number of the pending set of accumulators that thread `index` holds in `d`. If there is none, moves
+    /// the values of `d` into a new set.
     fn pending_accumulators(
         &mut self,
         index: usize,
@@ -577,12 +577,12 @@ fn transposed(values: &[f32], length: usize) -> Vec<f32> {
 /// Computes D = A · B + (D if `accumulate`).
 fn multiply(d: &mut [f32], a: &[f32], b: &[f32], operands: Operands) {
     let n = operands.n;
-    let by_rows;
+    let transposed_b;
     let b = if operands.b_mn_major {
         b
     } else {
-        by_rows = transposed(b, K);
-        &by_rows
+        transposed_b = transposed(b, K);
+        &transposed_b
     };
     for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(K)) {
         if !operands.accumulate {

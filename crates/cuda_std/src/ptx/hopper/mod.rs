@@ -172,8 +172,8 @@ pub unsafe fn load_x4(chunk: *const u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Returns the descriptor of a K-major operand with the 128-byte swizzle. It starts `offset` chunks of 16 bytes after the
-/// start of the tile.
+/// Returns the descriptor of a K-major operand with the 128-byte swizzle. It starts `offset` chunks of 16 bytes after
+/// the start of the tile.
 ///
 /// Bits 0..14 hold address / 16, bits 32..46 the stride between groups of eight rows (1024 bytes) / 16, and bits 62..64
 /// swizzle mode 1. The leading offset in bits 16..30 is unused and 1 by convention.

@@ -1,5 +1,5 @@
-//! `wgmma.mma_async` for four values of N. Each accumulator is a separate operand, because an array passed by address would
-//! be placed in memory.
+//! `wgmma.mma_async` for four values of N. Each accumulator is a separate operand, because an array passed by address
+//! would be placed in memory.
 
 use core::arch::asm;
 
@@ -12,7 +12,8 @@ macro_rules! wgmma {
             b: u64,
             accumulate: bool,
         ) {
-            // SAFETY: the instruction operates on the warpgroup's registers and on the operands that the descriptors refer to.
+            // SAFETY: the instruction operates on the warpgroup's registers and on the operands that the descriptors
+            // refer to.
             unsafe {
                 asm!(
                     concat!(
