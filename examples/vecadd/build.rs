@@ -1,4 +1,4 @@
-//! Compiles `kernel/` to PTX, which ends up in the program.
+//! Compiles `kernel/` to PTX, which is embedded in the program.
 
 fn main() -> Result<(), cuda_builder::Error> {
     cuda_builder::CudaBuilder::new("kernel").arch("sm_80").build()?;

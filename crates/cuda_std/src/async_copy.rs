@@ -1,16 +1,17 @@
-//! Copies from global to shared memory that do not pass through registers (`cp.async`, `sm_80`).
-//! Started by [`crate::SharedTile::copy_packet_async`] and [`crate::SharedArray::copy_packet_async`].
+//! Asynchronous copies from global to shared memory, which bypass registers (`cp.async`, `sm_80`). They are started by
+//! [`crate::SharedTile::copy_packet_async`] and [`crate::SharedArray::copy_packet_async`].
 
 use crate::backend;
 
-/// Closes a group of the copies this thread started since the last one (`cp.async.commit_group`).
+/// Commits the copies that this thread has started since the last commit as a group (`cp.async.commit_group`).
 #[inline(always)]
 pub fn commit() {
     backend::async_copy_commit();
 }
 
-/// Waits until at most `PENDING` of this thread's newest groups are still under way (`cp.async.wait_group PENDING`).
-/// A barrier must follow before other threads read what was copied.
+/// Waits until at most the `PENDING` newest groups of this thread are in flight (`cp.async.wait_group PENDING`).
+///
+/// A barrier must follow before other threads read the copied data.
 #[inline(always)]
 pub fn wait<const PENDING: u32>() {
     backend::async_copy_wait::<PENDING>();

@@ -1,10 +1,12 @@
-//! Reductions over the threads of a block.
+//! Block-wide reductions.
 
 use crate::shared::SharedArray;
 use crate::{thread, warp};
 
-/// Folds `value` over all threads of the block in a fixed order; every thread gets the result. `scratch`: 32 floats,
-/// free for reuse when the call returns. The block must be whole warps.
+/// Reduces `value` over all threads of the block in a fixed order. Every thread receives the result.
+///
+/// `scratch` holds 32 floats. The next call of `reduce` can use it at once; any other reuse needs a barrier first. The
+/// block must consist of whole warps.
 #[inline(always)]
 #[track_caller]
 pub fn reduce(value: f32, identity: f32, scratch: SharedArray<f32>, op: impl Fn(f32, f32) -> f32 + Copy) -> f32 {
@@ -20,15 +22,18 @@ pub fn reduce(value: f32, identity: f32, scratch: SharedArray<f32>, op: impl Fn(
     warp::reduce(partial, op)
 }
 
+/// Returns the sum of `value` over all threads of the block. See [`reduce`].
 #[inline(always)]
 #[track_caller]
 pub fn sum(value: f32, scratch: SharedArray<f32>) -> f32 {
     reduce(value, 0.0, scratch, |a, b| a + b)
 }
 
-/// Sums of each value over all threads of a block of `WARPS` warps, for little more than the price of one: 1, 2 or 4 values, 4, 8 or
-/// 16 warps. `scratch`: so many floats times `WARPS`, which no thread may still be reading. There is one barrier, so of two pieces of
-/// scratch used by turns the other is free when the call returns.
+/// Returns the sum of each of the `M` x `N` values over all threads of a block of `WARPS` warps.
+///
+/// The cost is little more than that of one sum. `M` x `N` must be 1, 2 or 4, and `WARPS` 4, 8 or 16. `scratch` holds
+/// `M` x `N` x `WARPS` floats that no thread is still reading. The function contains one barrier, so two scratch arrays
+/// can be used alternately (double-buffered) without further barriers.
 #[inline(always)]
 #[track_caller]
 pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
@@ -38,8 +43,10 @@ pub fn sums<const WARPS: usize, const N: usize, const M: usize>(
     sums_at::<WARPS, N, M>(values, scratch, thread::sync_threads)
 }
 
-/// As [`sums`], over the threads of a group: `WARPS` warps beside each other, from a multiple of `WARPS` on, or a single one. `group` is
-/// its number, and one less than that of the named barrier where several warps meet; its scratch is its own.
+/// Returns the sum of each value over the threads of a group of `WARPS` consecutive warps. See [`sums`].
+///
+/// The first warp of the group has an index divisible by `WARPS`. `WARPS` may also be 1, which needs no scratch.
+/// `group` is the index of the group. A group of several warps uses named barrier `1 + group` and its own scratch.
 #[inline(always)]
 #[track_caller]
 pub fn sums_of_group<const WARPS: usize, const N: usize, const M: usize>(
@@ -55,7 +62,7 @@ pub fn sums_of_group<const WARPS: usize, const N: usize, const M: usize>(
 fn sums_at<const WARPS: usize, const N: usize, const M: usize>(
     values: [[f32; N]; M],
     scratch: SharedArray<f32>,
-    meet: impl FnOnce(),
+    barrier: impl FnOnce(),
 ) -> [[f32; N]; M] {
     if WARPS == 1 {
         return values.map(|some| some.map(warp::sum));
@@ -69,7 +76,7 @@ fn sums_at<const WARPS: usize, const N: usize, const M: usize>(
             kept[i * N + j] = values[i][j];
         }
     }
-    // A lane keeps half of its values, and adds the neighbour's of these for its own of the others.
+    // Each lane keeps half of its values: it adds the partner's values of this half and passes on its own of the other.
     let halve = |kept: &mut [f32; 4], left: usize, offset: u32| {
         let upper = lane & offset != 0;
         for i in 0..left {
@@ -93,7 +100,7 @@ fn sums_at<const WARPS: usize, const N: usize, const M: usize>(
     if lane.is_multiple_of(lanes) {
         scratch.set((lane / lanes) as usize * WARPS + (thread::thread_idx_x() / warp::LANES) as usize % WARPS, sum);
     }
-    meet();
+    barrier();
 
     let four = scratch.packet(lane as usize % (count * packets) * 4);
     let mut sum = (four.get(0) + four.get(1)) + (four.get(2) + four.get(3));
@@ -114,6 +121,7 @@ fn sums_at<const WARPS: usize, const N: usize, const M: usize>(
     all
 }
 
+/// Returns the maximum of `value` over all threads of the block. See [`reduce`].
 #[inline(always)]
 #[track_caller]
 pub fn max(value: f32, scratch: SharedArray<f32>) -> f32 {

@@ -1,20 +1,22 @@
-//! What L2 keeps and what it lets go of first. It is advice: results do not depend on it.
+//! L2 cache policies. A policy is a hint: it does not affect results.
 
 use crate::backend;
 
-/// Which lines are evicted first of those that an access brings into L2 or finds there (`createpolicy`, `.L2::cache_hint`).
+/// L2 eviction priority of the lines that an access touches (`createpolicy`, `.L2::cache_hint`).
 #[derive(Clone, Copy)]
 pub struct CachePolicy(pub(crate) u64);
 
 impl CachePolicy {
-    /// Lines that are not needed again soon: the first to go.
+    /// Creates a policy for data that is not reused soon: its lines are evicted first.
     #[inline(always)]
     pub fn evict_first() -> Self {
         Self(backend::evict_first())
     }
 
-    /// Of the lines, `fraction` (above 0, at most 1), chosen by their addresses, are the last to go and the others the first: for what
-    /// is soon read again and does not fit whole. Whoever reads it for the last time does so with [`Self::evict_first`], or it stays.
+    /// Creates a policy for data that is reused soon but does not fit into L2 as a whole.
+    ///
+    /// A `fraction` of the lines (above 0, at most 1), selected by address, is evicted last; the other lines are
+    /// evicted first. The last read of the data should use [`Self::evict_first`], or its lines remain in L2.
     #[inline(always)]
     pub fn evict_last(fraction: f32) -> Self {
         Self(backend::evict_last(fraction))

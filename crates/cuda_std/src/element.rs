@@ -1,53 +1,58 @@
-//! The two storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them.
+//! The storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them.
 
 use crate::backend;
 use core::marker::PhantomData;
 
-/// bfloat16: the upper 16 bits of an f32. Storage only; arithmetic is done in f32.
-#[expect(non_camel_case_types, reason = "as the types that the language has")]
+/// A bfloat16 number: the upper 16 bits of an f32. It is a storage type; arithmetic uses f32.
+#[expect(non_camel_case_types, reason = "named like the primitive types")]
 #[repr(transparent)]
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct bf16(u16);
 
 impl bf16 {
+    /// Creates a number from its bits.
     #[inline(always)]
     pub const fn from_bits(bits: u16) -> Self {
         Self(bits)
     }
 
+    /// Returns the bits of the number.
     #[inline(always)]
     pub const fn to_bits(self) -> u16 {
         self.0
     }
 }
 
-// SAFETY: bf16 is a transparent u16; every bit pattern is a value.
+// SAFETY: bf16 is a transparent u16, and every bit pattern is valid.
 #[cfg(not(target_arch = "nvptx64"))]
 unsafe impl bytemuck::Zeroable for bf16 {}
 // SAFETY: as above.
 #[cfg(not(target_arch = "nvptx64"))]
 unsafe impl bytemuck::Pod for bf16 {}
 
-/// A tensor's storage type. Kernels are generic over it and compute in f32.
+/// A storage type of tensors. Kernels are generic over it and compute in f32.
 pub trait Element: Copy + Default + Send + Sync + 'static {
-    /// Elements in a 16-byte packet: 8 for bf16, 4 for f32.
+    /// Number of elements in a 16-byte packet: 8 for bf16, 4 for f32.
     const PACKET: usize = 16 / size_of::<Self>();
 
+    /// Converts to f32, which is exact.
     fn to_f32(self) -> f32;
 
-    /// Rounds to nearest even.
+    /// Converts from f32, rounding to nearest even.
     fn from_f32(value: f32) -> Self;
 
-    /// `value` if this type has it, else one of its two neighbours that this type has, with probability proportional to
-    /// nearness. `noise`: 16 uniform random bits in the low half.
+    /// Rounds `value` stochastically to a number that this type can represent.
+    ///
+    /// A representable value is unchanged. Any other value is rounded to one of its two neighbors, with a probability
+    /// proportional to its proximity. The low half of `noise` holds 16 uniform random bits.
     fn round_stochastic(value: f32, noise: u32) -> f32;
 
     /// # Safety
-    /// `pointer` is valid for reads of four elements and aligned to their size.
+    /// `pointer` must be valid for reads of four elements and aligned to their total size.
     #[doc(hidden)]
     unsafe fn load_four(pointer: *const Self) -> [f32; 4];
     /// # Safety
-    /// `pointer` is valid for writes of four elements and aligned to their size.
+    /// `pointer` must be valid for writes of four elements and aligned to their total size.
     #[doc(hidden)]
     unsafe fn store_four(pointer: *mut Self, values: [f32; 4]);
     #[doc(hidden)]
@@ -76,14 +81,14 @@ impl Element for f32 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_four(pointer: *const Self) -> [f32; 4] {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { backend::load128(pointer.cast()) }.map(f32::from_bits)
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn store_four(pointer: *mut Self, values: [f32; 4]) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { backend::store128(pointer.cast(), values.map(f32::to_bits)) }
     }
 
@@ -113,7 +118,8 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn round_stochastic(value: f32, noise: u32) -> f32 {
-        // Carries into the bits that are kept if those that are cut off exceed the noise. Of a NaN it could make a zero.
+        // The addition carries into the upper bits if the discarded bits exceed the noise. A NaN is excluded, because
+        // the carry could turn it into zero.
         let bits = value.to_bits().wrapping_add(!noise & 0xffff) & 0xffff_0000;
         if value.is_nan() { value } else { f32::from_bits(bits) }
     }
@@ -121,7 +127,7 @@ impl Element for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_four(pointer: *const Self) -> [f32; 4] {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         let [low, high] = unsafe { backend::load64(pointer.cast()) };
         let ([a, b], [c, d]) = (unpack_pair(low), unpack_pair(high));
         [a, b, c, d]
@@ -130,7 +136,7 @@ impl Element for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn store_four(pointer: *mut Self, [a, b, c, d]: [f32; 4]) {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { backend::store64(pointer.cast(), [backend::bf16x2(a, b), backend::bf16x2(c, d)]) }
     }
 
@@ -152,20 +158,20 @@ impl Element for bf16 {
     }
 }
 
-/// `low` and `high` rounded to bf16 in one word, `high` in the upper half (`cvt.rn.bf16x2.f32`).
+/// Rounds `low` and `high` to bf16 and packs them into one word, with `high` in the upper half (`cvt.rn.bf16x2.f32`).
 #[inline(always)]
 #[track_caller]
 pub fn pack_pair(low: f32, high: f32) -> u32 {
     backend::bf16x2(low, high)
 }
 
-/// The two bf16 of a word, the lower half first, widened.
+/// Unpacks the two bf16 of a word to f32, the lower half first.
 #[inline(always)]
 pub fn unpack_pair(word: u32) -> [f32; 2] {
     [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
 }
 
-/// 16 bytes of `T`, the unit of a vector load or store; `T::PACKET` elements.
+/// A 16-byte vector of `T::PACKET` elements, the unit of a vectorized load or store.
 #[repr(C, align(16))]
 #[derive(Clone, Copy)]
 pub struct Packet<T> {
@@ -174,13 +180,14 @@ pub struct Packet<T> {
 }
 
 impl<T: Element> Packet<T> {
-    /// Packet of `f(0) .. f(T::PACKET)`, rounded to nearest even.
+    /// Creates a packet of `f(0)` to `f(T::PACKET - 1)`, rounded to nearest even.
     #[inline(always)]
     #[track_caller]
     pub fn from_fn(f: impl FnMut(usize) -> f32) -> Self {
         Self::from_words(T::pack(f))
     }
 
+    /// Creates a packet of zeros.
     #[inline(always)]
     pub fn zero() -> Self {
         Self::from_words([0; 4])
@@ -191,8 +198,9 @@ impl<T: Element> Packet<T> {
         Self { words, element: PhantomData }
     }
 
-    /// The same, of which the compiler knows nothing more: elements are widened after this point each time, not kept in registers
-    /// from before a loop.
+    /// Returns the packet unchanged, but hides its value from the compiler.
+    ///
+    /// Conversions to f32 are then repeated after this point instead of occupying registers across a loop.
     #[must_use]
     #[inline(always)]
     pub fn opaque(self) -> Self {
@@ -200,7 +208,7 @@ impl<T: Element> Packet<T> {
         Self::from_words([backend::opaque(a), backend::opaque(b), backend::opaque(c), backend::opaque(d)])
     }
 
-    /// Element `i`, `i < T::PACKET`, widened.
+    /// Returns element `i` as f32. `i` must be less than `T::PACKET`.
     #[inline(always)]
     pub fn get(&self, i: usize) -> f32 {
         T::unpack(&self.words, i)

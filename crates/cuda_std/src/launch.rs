@@ -1,12 +1,14 @@
-//! A kernel launch, as `#[kernel]` makes it on the host: which entry point, with which arguments.
+//! Kernel launches on the host: the entry point and arguments that a `#[kernel]` function returns.
 
 use crate::backend::{Grid, Memory, Report};
 use std::any::{TypeId, type_name};
 use std::fmt;
 use std::sync::Arc;
 
-/// One kernel with its arguments, ready for a GPU ([`Launch::name`], [`Launch::with_arguments`]) or for
-/// [`Launch::emulate`]. Made by calling the function that `#[kernel]` leaves on the host, so arguments are typed:
+/// A kernel with its arguments, ready to run on a GPU ([`Launch::name`], [`Launch::with_arguments`]) or in the emulator
+/// ([`Launch::emulate`]).
+///
+/// On the host, a `#[kernel]` function returns a `Launch`, so the compiler checks the types of its arguments:
 /// ```compile_fail,E0308
 /// # use cuda_std::{GlobalMut, kernel};
 /// #[kernel(threads = 32)]
@@ -22,29 +24,33 @@ pub struct Launch {
     body: Arc<dyn Fn() + Send + Sync>,
 }
 
-/// A kernel argument's bytes, aligned for any scalar.
+/// The bytes of a kernel argument, aligned for any scalar.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 pub struct Argument([u8; 16]);
 
 impl Argument {
-    /// `value` must be a pointer view or a scalar: at most 16 bytes without padding.
+    /// Creates an argument from a pointer view or a scalar: at most 16 bytes without padding.
     #[doc(hidden)]
     pub fn new<T: Copy + 'static>(value: T) -> Self {
         const { assert!(size_of::<T>() <= 16 && align_of::<T>() <= 16) };
         let mut bytes = [0; 16];
-        // SAFETY: `value` fits, as asserted, and is plain data.
+        // SAFETY: the assertion guarantees that `value` fits, and it has no padding.
         unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes.as_mut_ptr(), size_of::<T>()) };
         Self(bytes)
     }
 }
 
-/// The entry point of the instance whose generic arguments are those of `K`.
+/// Returns the entry point of the instance whose generic arguments are those of `K`.
 #[doc(hidden)]
 pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
     let Some((_, entry)) = entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) else {
         let have: Vec<_> = entries.iter().map(|(_, entry)| *entry).collect();
-        panic!("kernel {kernel} has no instance for {}; there are: {}", type_name::<K>(), have.join(", "))
+        panic!(
+            "kernel {kernel}: expected one of the instances {}, found {}; add it to instances(…) in #[kernel]",
+            have.join(", "),
+            type_name::<K>()
+        )
     };
     entry
 }
@@ -60,17 +66,17 @@ impl Launch {
         Self { name, threads, arguments, body: Arc::new(body) }
     }
 
-    /// The entry point's name in the PTX.
+    /// Returns the name of the entry point in the PTX.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Threads of a block, fixed by `#[kernel(threads = …)]`.
+    /// Returns the number of threads in a block, given by `#[kernel(threads = …)]`.
     pub fn threads(&self) -> u32 {
         self.threads
     }
 
-    /// Calls `f` with the addresses of the arguments, as `cuLaunchKernel` wants them.
+    /// Calls `f` with the addresses of the arguments, in the format of `cuLaunchKernel`.
     pub fn with_arguments<R>(&self, f: impl FnOnce(&mut [*mut std::ffi::c_void]) -> R) -> R {
         let mut addresses: Vec<_> = self.arguments.iter().map(|a| (&raw const a.0).cast_mut().cast()).collect();
         f(&mut addresses)
@@ -79,53 +85,29 @@ impl Launch {
     /// Runs the kernel on the CPU over `grid` blocks with `shared_bytes` of dynamic shared memory each.
     ///
     /// # Safety
-    /// The pointer arguments must be host memory that covers every index the kernel forms, 16-byte aligned.
+    /// The pointer arguments must be 16-byte aligned host memory that contains every index the kernel computes.
     ///
     /// # Errors
-    /// When the kernel cannot run to its end: a deadlock, lanes that diverge, a panic. The text names the kernel, block,
-    /// threads and source lines.
+    /// If the kernel does not run to completion: a deadlock, warp divergence or a panic, for example. The report names
+    /// the kernel, block, threads and source lines.
     pub unsafe fn emulate(&self, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run(&self.grid(grid, shared_bytes, 1))
+        crate::backend::run(&self.grid(grid, shared_bytes))
     }
 
-    /// As [`emulate`](Self::emulate) over buffers of `memory` and nothing else, watching every access: one outside the
-    /// buffers, or misaligned; a read of what was never written, in the buffers or in shared memory; two threads at one
-    /// place without a barrier in between, or two blocks without fences; an asynchronous copy or a product used before its
-    /// wait; polling. Blocks run one after the other, so the same fault is found on every run.
+    /// Runs the kernel on the CPU over the buffers of `memory` and checks every memory access.
+    ///
+    /// Detects out-of-bounds and misaligned accesses, uninitialized reads of buffers and shared memory, data races
+    /// between threads and between blocks, asynchronous copies and wgmma results used before their wait, and polling.
+    /// The blocks run one after the other, so every run finds the same fault.
     ///
     /// # Errors
-    /// At the first fault, with kernel, block, thread, buffer and both source lines.
+    /// At the first fault. The report names the kernel, block, thread, buffer and source lines.
     pub fn emulate_checked(&self, memory: &mut Memory, grid: [u32; 3], shared_bytes: usize) -> Result<(), Report> {
-        crate::backend::run_checked(&self.grid(grid, shared_bytes, 1), memory)
+        crate::backend::run_checked(&self.grid(grid, shared_bytes), memory)
     }
 
-    /// As [`emulate`](Self::emulate) with clusters of `cluster` blocks along x.
-    ///
-    /// # Safety
-    /// As [`emulate`](Self::emulate).
-    ///
-    /// # Errors
-    /// As [`emulate`](Self::emulate).
-    pub unsafe fn emulate_cluster(&self, grid: [u32; 3], shared_bytes: usize, cluster: u32) -> Result<(), Report> {
-        crate::backend::run(&self.grid(grid, shared_bytes, cluster))
-    }
-
-    /// As [`emulate_checked`](Self::emulate_checked) with clusters of `cluster` blocks along x, of 1024 threads at most.
-    ///
-    /// # Errors
-    /// As [`emulate_checked`](Self::emulate_checked).
-    pub fn emulate_cluster_checked(
-        &self,
-        memory: &mut Memory,
-        grid: [u32; 3],
-        shared_bytes: usize,
-        cluster: u32,
-    ) -> Result<(), Report> {
-        crate::backend::run_checked(&self.grid(grid, shared_bytes, cluster), memory)
-    }
-
-    fn grid(&self, size: [u32; 3], shared_bytes: usize, cluster: u32) -> Grid<'_> {
-        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes, cluster }
+    fn grid(&self, size: [u32; 3], shared_bytes: usize) -> Grid<'_> {
+        Grid { kernel: self.name, body: &*self.body, size, threads: self.threads, shared_bytes }
     }
 }
 

@@ -1,22 +1,23 @@
-//! What device code is written against.
+//! The standard library of GPU kernels: threads, warps, shared memory, tensor cores.
 //!
-//! A kernel in `gpu/` is plain Rust over the primitives of this crate: [`thread`], [`warp`], [`block`], [`shared`],
-//! [`global`], [`async_copy`], [`mma`], [`math`]; the Hopper-only ones are in [`hopper`]. The crate has two back ends
-//! with the same surface: `ptx` (inline assembly and intrinsics, for `target_arch = "nvptx64"`) and `emulate` (every
-//! GPU thread of a block is a fiber on the CPU). No other crate of the workspace contains device assembly.
+//! A kernel is plain Rust over the primitives of this crate: [`thread`], [`warp`], [`block`], [`shared`], [`global`],
+//! [`async_copy`], [`mma`] and [`math`]. The Hopper-only primitives are in [`hopper`]. The crate has two back ends with
+//! the same interface. `ptx` consists of inline assembly and intrinsics for `target_arch = "nvptx64"`. `emulate` runs
+//! every GPU thread of a block as a fiber on the CPU. No other crate of the workspace contains device assembly.
 //!
 //! # Safety model
 //!
-//! Memory is reached only through the view types of [`global`] and [`shared`]. A [`global::Global`] is made from a raw
-//! pointer when a kernel is launched; whoever launches (an `unsafe` call) promises that every index that kernel forms is
-//! inside the allocation. Under that promise the accessors are safe to call, so kernel bodies need no `unsafe`. The
-//! emulator checks the promise.
+//! Kernels access memory only through the view types of [`global`] and [`shared`]. A [`global::Global`] is created from
+//! a raw pointer when a kernel is launched. The launch is an `unsafe` call: the caller promises that every index the
+//! kernel computes is inside the allocation. Given this launch contract, the accessors are safe to call, and kernel
+//! bodies need no `unsafe`. The emulator verifies the contract.
 //!
 //! # Testing a kernel without a GPU
 //!
-//! On the host a kernel is a function that returns a `Launch`, which runs emulated. `emulate_checked` runs it over named
-//! buffers and stops it at the first fault: out of bounds, misaligned, uninitialised, a race, a deadlock. `docs/testing.md`
-//! in the repository lists the faults and the limits, and `examples/vecadd` is a program with such tests.
+//! On the host a kernel is a function that returns a `Launch`, which can be emulated. `emulate_checked` runs it over
+//! named buffers and stops at the first fault: an out-of-bounds or misaligned access, an uninitialized read, a data
+//! race, a deadlock. `docs/testing.md` in the repository lists the faults and the limits. `examples/vecadd` is a
+//! complete program with such tests.
 //! ```
 //! use cuda_std::emulate::Memory;
 //! use cuda_std::{Global, GlobalMut, kernel, thread};
@@ -35,19 +36,26 @@
 //! double(out, inp, 100).emulate_checked(&mut memory, [2, 1, 1], 0)?;
 //! assert_eq!(memory.read(out), [2.0; 100]);
 //!
-//! // One too many:
+//! // One element too many:
 //! let report = double(out, inp, 101).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
-//! assert!(report.to_string().starts_with(
-//!     "kernel double, block (1, 0, 0), thread 36: out of bounds: read of 4 bytes at inp + 400, which has 400 bytes"
-//! ));
+//! let expected = "thread 36: out-of-bounds access: read of 4 bytes at inp + 400, which has 400 bytes";
+//! assert!(report.to_string().starts_with(&format!("kernel double, block (1, 0, 0), {expected}")));
 //! # Ok::<(), cuda_std::emulate::Report>(())
 //! ```
+#![warn(missing_docs)]
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
     feature(asm_experimental_arch, stdarch_nvptx, link_llvm_intrinsics, core_intrinsics, repr_simd)
 )]
-#![cfg_attr(target_arch = "nvptx64", allow(internal_features, improper_ctypes))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    allow(
+        internal_features,
+        improper_ctypes,
+        reason = "device code needs LLVM intrinsics, some of them with SIMD types"
+    )
+)]
 
 #[cfg(not(target_arch = "nvptx64"))]
 #[path = "emulate/mod.rs"]
@@ -62,19 +70,21 @@ pub mod cache;
 pub mod element;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulate {
-    //! Kernels on the CPU: what [`Launch::emulate`](crate::launch::Launch::emulate) and
-    //! [`Launch::emulate_checked`](crate::launch::Launch::emulate_checked) take and report.
+    //! Types for running kernels on the CPU with [`Launch::emulate`](crate::launch::Launch::emulate) and
+    //! [`Launch::emulate_checked`](crate::launch::Launch::emulate_checked).
     //!
-    //! A block's threads run as fibers of one OS thread, each until it must wait. Warp-wide operations need every lane of
-    //! the warp at the same source line, and barriers whole warps: threads that finished do not count as having arrived. A
-    //! kernel must not wait for another thread by polling memory, for nobody else runs meanwhile: a checked launch reports
-    //! that, an unchecked one hangs. Unchecked, blocks run in parallel; checked, one after the other.
+    //! The threads of a block run as fibers of one OS thread. A fiber runs until it must wait. Unchecked launches run
+    //! blocks in parallel; checked launches run them one after the other.
     //!
-    //! Shared memory starts out as NaN. What is asynchronous happens as late as it may: copies by `cp.async`, stores by TMA
-    //! and warpgroup products at their wait, loads by TMA when no thread can go on.
-    //!
-    //! Special functions are correctly rounded or nearly so, where the device's are approximate; tensor-core products
-    //! accumulate in f32 in ascending k.
+    //! * All lanes of a warp must execute a warp-wide operation at the same source line.
+    //! * Whole warps arrive at barriers. Threads that have finished do not count as arrived.
+    //! * A kernel must not wait for another thread by polling memory, because no other thread runs in the meantime. A
+    //!   checked launch reports a livelock; an unchecked launch hangs.
+    //! * Shared memory initially contains NaN.
+    //! * Asynchronous operations execute as late as possible: `cp.async`, TMA stores and wgmma at their wait, TMA loads
+    //!   when no thread of the block can continue.
+    //! * Special functions are correctly rounded or nearly so, while the device approximates them. Tensor-core
+    //!   instructions accumulate in f32 in ascending k.
 
     pub use crate::backend::{Fault, HostAccess, Memory, Report};
 }

@@ -1,30 +1,32 @@
 //! Tensor cores through `mma.sync` (`sm_80`): D (16 x 8) += A (16 x 16) · B (16 x 8), f32 accumulators.
 //!
-//! Lane `l` of the warp, with g = l / 4 and t = l % 4, owns
-//! * of D: (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1), in this order;
+//! Lane `l` of the warp, with g = l / 4 and t = l % 4, owns these elements (row, column), in this order:
+//! * of D: (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1);
 //! * of A: (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1) (g, 2t+8) (g, 2t+9) (g+8, 2t+8) (g+8, 2t+9);
 //! * of B: (2t, g) (2t+1, g) (2t+8, g) (2t+9, g).
 //!
-//! So two accumulators side by side in n are an A fragment once rounded: [`TensorCore::a_from_accumulators`].
-//! bf16 is one `mma.m16n8k16`. f32 has the same ownership and is made of `mma.m16n8k8.tf32`: the k index is permuted in
-//! A and B alike (slot t holds k = 2t, slot t+4 holds k = 2t+1), and each operand is split in two tf32 parts whose three
-//! largest products are summed, which leaves a relative error near 2^-21.
+//! Therefore two accumulator fragments that are adjacent in n form an A fragment after rounding; see
+//! [`TensorCore::a_from_accumulators`].
+//!
+//! For bf16 the operation is one `mma.m16n8k16`. For f32 it has the same layout and consists of `mma.m16n8k8.tf32`. The
+//! k index is permuted equally in A and B: slot t holds k = 2t, and slot t+4 holds k = 2t+1. Each operand is split into
+//! two tf32 parts, and the three largest partial products are summed, which leaves a relative error of about 2^-21.
 
 use crate::backend;
 use crate::element::{Element, bf16};
 use crate::warp;
 
-/// A storage type the tensor cores multiply.
+/// A storage type that tensor cores can multiply.
 pub trait TensorCore: Element {
-    /// A lane's 8 elements of A.
+    /// A lane's fragment of A: 8 elements.
     type A: Copy;
-    /// A lane's 4 elements of B.
+    /// A lane's fragment of B: 4 elements.
     type B: Copy;
 
-    /// D += A · B.
+    /// Computes D += A · B.
     fn mma(d: &mut [f32; 4], a: Self::A, b: Self::B);
 
-    /// The A fragment whose columns 0..8 are `left` and 8..16 are `right`, rounded.
+    /// Returns the A fragment with columns 0..8 from `left` and columns 8..16 from `right`, rounded to this type.
     fn a_from_accumulators(left: [f32; 4], right: [f32; 4]) -> Self::A;
 
     #[doc(hidden)]
@@ -35,13 +37,14 @@ pub trait TensorCore: Element {
     unsafe fn load_b(tile: *const Self, stride: usize) -> [Self::B; 2];
     #[doc(hidden)]
     unsafe fn load_b_transposed(tile: *const Self, stride: usize) -> [Self::B; 2];
-    /// Writes two neighbours, rounded, in one access.
+    /// Stores two adjacent elements, rounded, in one access if possible.
     #[doc(hidden)]
     unsafe fn store_pair(at: *mut Self, first: f32, second: f32);
 }
 
-/// The row of an 8 x 8 matrix that lane `l` points `ldmatrix.x4` at: matrix l / 8, row l % 8; matrices 1 and 3 lie
-/// 8 rows (`ROWS_FIRST`) or 8 columns further than 0 and 2.
+/// Returns the address that lane `l` passes to `ldmatrix.x4`: row l % 8 of matrix l / 8.
+///
+/// Matrices 1 and 3 are 8 rows (`ROWS_FIRST`) or 8 columns after matrices 0 and 2.
 #[inline(always)]
 fn ldmatrix_row<const ROWS_FIRST: bool>(tile: *const bf16, stride: usize) -> *const bf16 {
     let lane = warp::lane() as usize;
@@ -73,21 +76,21 @@ impl TensorCore for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: the caller owns the 16 x 16 elements at `tile`, in shared memory.
+        // SAFETY: the caller guarantees that the 16 x 16 elements at `tile` are valid shared memory.
         unsafe { backend::ldmatrix_x4(ldmatrix_row::<true>(tile, stride).cast()) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: as in `load_a`.
+        // SAFETY: see `load_a`.
         unsafe { backend::ldmatrix_x4_trans(ldmatrix_row::<false>(tile, stride).cast()) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        // SAFETY: as in `load_a`.
+        // SAFETY: see `load_a`.
         let [a, b, c, d] = unsafe { backend::ldmatrix_x4_trans(ldmatrix_row::<true>(tile, stride).cast()) };
         [[a, b], [c, d]]
     }
@@ -95,7 +98,7 @@ impl TensorCore for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b_transposed(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        // SAFETY: as in `load_a`.
+        // SAFETY: see `load_a`.
         let [a, b, c, d] = unsafe { backend::ldmatrix_x4(ldmatrix_row::<false>(tile, stride).cast()) };
         [[a, b], [c, d]]
     }
@@ -103,18 +106,19 @@ impl TensorCore for bf16 {
     #[inline(always)]
     #[track_caller]
     unsafe fn store_pair(at: *mut Self, first: f32, second: f32) {
-        // SAFETY: the caller owns both elements; the first has an even index, so the pair is 4-byte aligned.
+        // SAFETY: the caller guarantees that both elements are valid and that the first has an even index, which makes
+        // the pair 4-byte aligned.
         unsafe { backend::store(at.cast::<u32>(), backend::bf16x2(first, second)) }
     }
 }
 
-/// This lane's part of A, where A[m][k] lies at m `by_m` + k `by_k`.
+/// Loads this lane's fragment of A, where A[m][k] is at offset m * `stride_m` + k * `stride_k`.
 #[inline(always)]
 #[track_caller]
-unsafe fn owned_a(tile: *const f32, by_m: usize, by_k: usize) -> [f32; 8] {
+unsafe fn fragment_a(tile: *const f32, stride_m: usize, stride_k: usize) -> [f32; 8] {
     let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
-    let at = |m: usize, k: usize| tile.wrapping_add((g + m) * by_m + (2 * t + k) * by_k);
-    // SAFETY: the caller owns the 16 x 16 elements at `tile`.
+    let at = |m: usize, k: usize| tile.wrapping_add((g + m) * stride_m + (2 * t + k) * stride_k);
+    // SAFETY: the caller guarantees that the 16 x 16 elements at `tile` are valid.
     unsafe {
         [
             backend::load(at(0, 0)),
@@ -129,13 +133,13 @@ unsafe fn owned_a(tile: *const f32, by_m: usize, by_k: usize) -> [f32; 8] {
     }
 }
 
-/// This lane's part of B, where B[k][n] lies at k `by_k` + n `by_n`.
+/// Loads this lane's fragment of B, where B[k][n] is at offset k * `stride_k` + n * `stride_n`.
 #[inline(always)]
 #[track_caller]
-unsafe fn owned_b(tile: *const f32, by_k: usize, by_n: usize) -> [f32; 4] {
+unsafe fn fragment_b(tile: *const f32, stride_k: usize, stride_n: usize) -> [f32; 4] {
     let (g, t) = ((warp::lane() / 4) as usize, (warp::lane() % 4) as usize);
-    let at = |k: usize| tile.wrapping_add((2 * t + k) * by_k + g * by_n);
-    // SAFETY: the caller owns the 16 x 8 elements at `tile`.
+    let at = |k: usize| tile.wrapping_add((2 * t + k) * stride_k + g * stride_n);
+    // SAFETY: the caller guarantees that the 16 x 8 elements at `tile` are valid.
     unsafe { [backend::load(at(0)), backend::load(at(1)), backend::load(at(8)), backend::load(at(9))] }
 }
 
@@ -157,35 +161,35 @@ impl TensorCore for f32 {
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: the caller owns the 16 x 16 elements at `tile`.
-        unsafe { owned_a(tile, stride, 1) }
+        // SAFETY: the caller guarantees that the 16 x 16 elements at `tile` are valid.
+        unsafe { fragment_a(tile, stride, 1) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: as in `load_a`.
-        unsafe { owned_a(tile, 1, stride) }
+        // SAFETY: see `load_a`.
+        unsafe { fragment_a(tile, 1, stride) }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        // SAFETY: as in `load_a`.
-        unsafe { [owned_b(tile, stride, 1), owned_b(tile.wrapping_add(8), stride, 1)] }
+        // SAFETY: see `load_a`.
+        unsafe { [fragment_b(tile, stride, 1), fragment_b(tile.wrapping_add(8), stride, 1)] }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn load_b_transposed(tile: *const Self, stride: usize) -> [Self::B; 2] {
-        // SAFETY: as in `load_a`.
-        unsafe { [owned_b(tile, 1, stride), owned_b(tile.wrapping_add(8 * stride), 1, stride)] }
+        // SAFETY: see `load_a`.
+        unsafe { [fragment_b(tile, 1, stride), fragment_b(tile.wrapping_add(8 * stride), 1, stride)] }
     }
 
     #[inline(always)]
     #[track_caller]
     unsafe fn store_pair(at: *mut Self, first: f32, second: f32) {
-        // SAFETY: the caller owns both elements.
+        // SAFETY: the caller guarantees that both elements are valid.
         unsafe {
             backend::store(at, first);
             backend::store(at.wrapping_add(1), second);

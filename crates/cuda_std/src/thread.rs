@@ -1,4 +1,4 @@
-//! Where a thread is in its block and grid, and barriers among the threads of a block.
+//! Thread and block indices, and barriers of a block.
 
 use crate::backend;
 
@@ -13,52 +13,54 @@ macro_rules! index {
 }
 
 index! {
-    /// `%tid.x`
+    /// Returns the index of this thread in its block (`%tid.x`).
     thread_idx_x
-    /// `%ctaid.x`
+    /// Returns the x index of this block in the grid (`%ctaid.x`).
     block_idx_x
-    /// `%ctaid.y`
+    /// Returns the y index of this block in the grid (`%ctaid.y`).
     block_idx_y
-    /// `%ctaid.z`
+    /// Returns the z index of this block in the grid (`%ctaid.z`).
     block_idx_z
-    /// `%ntid.x`
+    /// Returns the number of threads in a block (`%ntid.x`).
     block_dim_x
-    /// `%nctaid.x`
+    /// Returns the number of blocks of the grid in x (`%nctaid.x`).
     grid_dim_x
-    /// `%nctaid.y`
+    /// Returns the number of blocks of the grid in y (`%nctaid.y`).
     grid_dim_y
-    /// `%nctaid.z`
+    /// Returns the number of blocks of the grid in z (`%nctaid.z`).
     grid_dim_z
 }
 
-/// Index of this thread in a one-dimensional grid.
+/// Returns the index of this thread in a one-dimensional grid.
 #[inline(always)]
 pub fn index_1d() -> usize {
     block_idx_x() as usize * block_dim_x() as usize + thread_idx_x() as usize
 }
 
-/// Number of threads of a one-dimensional grid.
+/// Returns the number of threads in a one-dimensional grid.
 #[inline(always)]
 pub fn count_1d() -> usize {
     grid_dim_x() as usize * block_dim_x() as usize
 }
 
-/// `value`, of which the compiler knows nothing more: what depends on it is computed after this point each time, not kept
-/// in registers from before a loop.
+/// Returns `value` unchanged, but hides it from the compiler.
+///
+/// Values that depend on it are then recomputed after this point instead of occupying registers across a loop.
 #[inline(always)]
 pub fn opaque(value: u32) -> u32 {
     backend::opaque(value)
 }
 
-/// Barrier of all threads of the block (`bar.sync 0`); orders their shared and global accesses.
+/// Waits at a barrier of all threads of the block (`bar.sync 0`), which orders their shared and global memory accesses.
 #[inline(always)]
 #[track_caller]
 pub fn sync_threads() {
     backend::sync_threads();
 }
 
-/// Named barrier: waits until `threads` threads have reached barrier `id` (`bar.sync id, threads`).
-/// `id` in 1..16 (0 is [`sync_threads`]), `threads` a multiple of 32.
+/// Waits until `threads` threads have arrived at named barrier `id` (`bar.sync id, threads`).
+///
+/// `id` must be in 1..16, because barrier 0 is [`sync_threads`]. `threads` must be a multiple of 32.
 #[inline(always)]
 #[track_caller]
 pub fn sync_named(id: u32, threads: u32) {

@@ -1,26 +1,29 @@
-//! A warp: 32 threads in lockstep; shuffles, votes and reductions among them. All lanes of the warp must take part.
+//! Warp-wide operations: shuffles, votes and reductions. All 32 lanes of the warp must execute them together.
 
 use crate::backend;
 
-/// Lanes of a warp.
+/// Number of lanes in a warp.
 pub const LANES: u32 = 32;
 
-/// This thread's lane, 0..32, for one-dimensional blocks.
+/// Returns the lane of this thread, in 0..32.
 #[inline(always)]
 pub fn lane() -> u32 {
     crate::thread::thread_idx_x() % LANES
 }
 
-/// This thread's warp in its block, uniform over the warp (a shuffle makes the compiler see that it is).
+/// Returns the index of this thread's warp in its block. A shuffle lets the compiler prove that it is uniform in the
+/// warp.
 #[inline(always)]
 #[track_caller]
 pub fn index() -> u32 {
     shuffle(crate::thread::thread_idx_x() / LANES, 0)
 }
 
-/// A 32-bit value that can be shuffled.
+/// A 32-bit type that can be shuffled.
 pub trait Shuffle: Copy {
+    /// Returns the bits of the value.
     fn to_word(self) -> u32;
+    /// Creates a value from its bits.
     fn from_word(word: u32) -> Self;
 }
 
@@ -46,56 +49,56 @@ impl Shuffle for f32 {
     }
 }
 
-/// `value` of lane `from` (`shfl.sync.idx.b32`).
+/// Returns `value` of lane `from` (`shfl.sync.idx.b32`).
 #[inline(always)]
 #[track_caller]
 pub fn shuffle<S: Shuffle>(value: S, from: u32) -> S {
     S::from_word(backend::shuffle_idx(value.to_word(), from))
 }
 
-/// `value` of lane `lane() ^ mask` (`shfl.sync.bfly.b32`).
+/// Returns `value` of lane `lane() ^ mask` (`shfl.sync.bfly.b32`).
 #[inline(always)]
 #[track_caller]
 pub fn shuffle_xor<S: Shuffle>(value: S, mask: u32) -> S {
     S::from_word(backend::shuffle_xor(value.to_word(), mask))
 }
 
-/// `value` of lane `lane() + delta`, own value past the last lane (`shfl.sync.down.b32`).
+/// Returns `value` of lane `lane() + delta`, or the lane's own value past the last lane (`shfl.sync.down.b32`).
 #[inline(always)]
 #[track_caller]
 pub fn shuffle_down<S: Shuffle>(value: S, delta: u32) -> S {
     S::from_word(backend::shuffle_down(value.to_word(), delta))
 }
 
-/// Bit per lane whose `predicate` holds (`vote.sync.ballot.b32`).
+/// Returns a mask of the lanes whose `predicate` is true (`vote.sync.ballot.b32`).
 #[inline(always)]
 #[track_caller]
 pub fn ballot(predicate: bool) -> u32 {
     backend::ballot(predicate)
 }
 
-/// Whether `predicate` holds in any lane.
+/// Returns whether `predicate` is true in any lane.
 #[inline(always)]
 #[track_caller]
 pub fn any(predicate: bool) -> bool {
     ballot(predicate) != 0
 }
 
-/// Whether `predicate` holds in every lane.
+/// Returns whether `predicate` is true in every lane.
 #[inline(always)]
 #[track_caller]
 pub fn all(predicate: bool) -> bool {
     ballot(predicate) == u32::MAX
 }
 
-/// Barrier and memory ordering among the warp's lanes (`bar.warp.sync`).
+/// Synchronizes the lanes of the warp and orders their memory accesses (`bar.warp.sync`).
 #[inline(always)]
 #[track_caller]
 pub fn sync() {
     backend::sync_warp();
 }
 
-/// Folds `value` over all lanes with a commutative `op`, in the same order on every run; every lane gets the result.
+/// Reduces `value` over all lanes with a commutative `op` in a fixed order. Every lane receives the result.
 #[inline(always)]
 #[track_caller]
 pub fn reduce(mut value: f32, op: impl Fn(f32, f32) -> f32) -> f32 {
@@ -106,12 +109,14 @@ pub fn reduce(mut value: f32, op: impl Fn(f32, f32) -> f32) -> f32 {
     op(value, shuffle_xor(value, 1))
 }
 
+/// Returns the sum of `value` over all lanes.
 #[inline(always)]
 #[track_caller]
 pub fn sum(value: f32) -> f32 {
     reduce(value, |a, b| a + b)
 }
 
+/// Returns the maximum of `value` over all lanes.
 #[inline(always)]
 #[track_caller]
 pub fn max(value: f32) -> f32 {

@@ -1,4 +1,4 @@
-//! Planted faults, each reported as what it is and at the lines where it is.
+//! Kernels with deliberate faults: the checker must report the kind of each fault and its source lines.
 
 use cuda_std::emulate::{Fault, Memory, Report};
 use cuda_std::launch::Launch;
@@ -7,14 +7,15 @@ use cuda_std::{
     Element, Global, GlobalMut, Packet, SharedArray, SharedTile, async_copy, bf16, fence, kernel, thread, warp,
 };
 
-/// The line of this file that ends with `// <mark>`.
+/// Returns the number of the line of this file that ends with `// <mark>`.
 fn line(mark: &str) -> u32 {
     let end = format!("// {mark}");
     let found: Vec<_> = include_str!("checker.rs").lines().enumerate().filter(|(_, l)| l.ends_with(&end)).collect();
-    assert_eq!(found.len(), 1, "{mark} marks one line");
+    assert_eq!(found.len(), 1, "expected one line marked {mark}");
     found[0].0 as u32 + 1
 }
 
+/// Asserts the fault and the marked source lines of a report.
 #[track_caller]
 fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
     println!("{report}\n");
@@ -26,7 +27,7 @@ fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
     }
 }
 
-/// What a kernel over an output of 1024 words and an input of 1024 floats is stopped for.
+/// Runs a kernel over an output of 1024 words and an input of 1024 floats and returns its fault.
 fn fault_of(kernel: impl Fn(GlobalMut<u32>, Global<f32>) -> Launch) -> Report {
     let mut memory = Memory::new();
     let (out, inp) = (memory.output("out", 1024), memory.input("inp", &[1.0; 1024]));
@@ -45,11 +46,11 @@ fn missing_barrier(inp: Global<f32>) {
 }
 
 #[test]
-fn read_after_write_without_barrier() {
-    // The first warp reads what nobody wrote yet, then the second one writes there.
+fn read_after_write_without_barrier_is_a_data_race() {
+    // The first warp reads an uninitialized location, which the second warp writes later.
     expect(
         &fault_of(|_, inp| missing_barrier(inp)),
-        Fault::Race,
+        Fault::DataRace,
         "missing_barrier.write",
         Some("missing_barrier.read"),
     );
@@ -65,9 +66,9 @@ fn read_then_write(inp: Global<f32>) {
 }
 
 #[test]
-fn write_after_read_without_barrier() {
+fn write_after_read_without_barrier_is_a_data_race() {
     let report = fault_of(|_, inp| read_then_write(inp));
-    expect(&report, Fault::Race, "read_then_write.read", Some("read_then_write.write"));
+    expect(&report, Fault::DataRace, "read_then_write.read", Some("read_then_write.write"));
     assert_eq!((report.block, report.thread), ([0, 0, 0], Some(0)));
     assert!(report.to_string().contains("shared memory + 128"), "{report}");
 }
@@ -78,8 +79,8 @@ fn two_writers() {
 }
 
 #[test]
-fn writes_to_one_word() {
-    expect(&fault_of(|_, _| two_writers()), Fault::Race, "two_writers", Some("two_writers"));
+fn two_writes_to_one_word_are_a_data_race() {
+    expect(&fault_of(|_, _| two_writers()), Fault::DataRace, "two_writers", Some("two_writers"));
 }
 
 #[kernel(threads = 32)]
@@ -95,7 +96,7 @@ fn missing_warp_sync(inp: Global<f32>) {
 fn shuffles_do_not_order_memory() {
     expect(
         &fault_of(|_, inp| missing_warp_sync(inp)),
-        Fault::Race,
+        Fault::DataRace,
         "missing_warp_sync.write",
         Some("missing_warp_sync.read"),
     );
@@ -107,7 +108,7 @@ fn out_of_bounds_read(inp: Global<f32>) {
 }
 
 #[test]
-fn out_of_bounds_reads() {
+fn out_of_bounds_read_is_reported() {
     let report = fault_of(|_, inp| out_of_bounds_read(inp));
     expect(&report, Fault::OutOfBounds, "out_of_bounds_read", None);
     assert_eq!((report.kernel, report.block, report.thread), ("out_of_bounds_read", [1, 0, 0], Some(39)));
@@ -120,7 +121,7 @@ fn before_the_start(out: GlobalMut<u32>) {
 }
 
 #[test]
-fn out_of_bounds_writes() {
+fn write_before_the_start_of_a_buffer_is_reported() {
     let report = fault_of(|out, _| before_the_start(out));
     expect(&report, Fault::OutOfBounds, "before_the_start", None);
     assert!(report.to_string().contains("out - 4, which"), "{report}");
@@ -132,7 +133,7 @@ fn straddles_the_end(inp: Global<f32>) {
 }
 
 #[test]
-fn a_packet_over_the_end() {
+fn packet_that_crosses_the_end_of_a_buffer_is_reported() {
     expect(&fault_of(|_, inp| straddles_the_end(inp)), Fault::OutOfBounds, "straddles_the_end", None);
 }
 
@@ -142,7 +143,7 @@ fn outside_shared() {
 }
 
 #[test]
-fn out_of_bounds_in_shared_memory() {
+fn out_of_bounds_access_to_shared_memory_is_reported() {
     let report = fault_of(|_, _| outside_shared());
     expect(&report, Fault::OutOfBounds, "outside_shared", None);
     assert!(report.to_string().contains("shared memory + 4096"), "{report}");
@@ -154,53 +155,53 @@ fn misaligned_packet(inp: Global<f32>) {
 }
 
 #[test]
-fn misaligned_packets() {
+fn misaligned_packet_is_reported() {
     expect(&fault_of(|_, inp| misaligned_packet(inp)), Fault::Misaligned, "misaligned_packet", None);
 }
 
 #[kernel(threads = 32)]
-fn uninitialised_fragment() {
+fn uninitialized_fragment() {
     let tile: SharedTile<bf16, 16, 16> = Layout::new().tile();
     let lane = warp::lane() as usize;
     if lane < 31 {
         tile.set_packet(lane / 2, lane % 2 * 8, Packet::zero());
     }
     warp::sync();
-    tile.a(0, 0); // uninitialised_fragment
+    tile.a(0, 0); // uninitialized_fragment
 }
 
 #[kernel(threads = 32)]
-fn uninitialised_f32_fragment() {
+fn uninitialized_f32_fragment() {
     let tile: SharedTile<f32, 16, 16> = Layout::new().tile();
     let lane = warp::lane() as usize;
     for i in (lane..255).step_by(32) {
         tile.set(i / 16, i % 16, 0.0);
     }
     warp::sync();
-    tile.b_transposed(0, 0); // uninitialised_f32_fragment
+    tile.b_transposed(0, 0); // uninitialized_f32_fragment
 }
 
 #[kernel(threads = 64)]
-fn uninitialised_global(out: GlobalMut<u32>) {
-    out.atomic_add(5, 1); // uninitialised_global
+fn uninitialized_global(out: GlobalMut<u32>) {
+    out.atomic_add(5, 1); // uninitialized_global
 }
 
 #[test]
-fn reads_of_what_was_never_written() {
-    expect(&fault_of(|_, _| uninitialised_fragment()), Fault::Uninitialised, "uninitialised_fragment", None);
-    expect(&fault_of(|_, _| uninitialised_f32_fragment()), Fault::Uninitialised, "uninitialised_f32_fragment", None);
-    expect(&fault_of(|out, _| uninitialised_global(out)), Fault::Uninitialised, "uninitialised_global", None);
+fn uninitialized_reads_are_reported() {
+    expect(&fault_of(|_, _| uninitialized_fragment()), Fault::Uninitialized, "uninitialized_fragment", None);
+    expect(&fault_of(|_, _| uninitialized_f32_fragment()), Fault::Uninitialized, "uninitialized_f32_fragment", None);
+    expect(&fault_of(|out, _| uninitialized_global(out)), Fault::Uninitialized, "uninitialized_global", None);
 }
 
 #[kernel(threads = 64)]
 fn write_to_input(inp: Global<f32>) {
-    // SAFETY: a view is an address; that this one may not be written is the planted fault.
+    // SAFETY: a view is an address. The write through this one is the deliberate fault.
     let view: GlobalMut<f32> = unsafe { std::mem::transmute(inp) };
     view.set(0, 0.0); // write_to_input
 }
 
 #[test]
-fn inputs_are_not_written() {
+fn write_to_an_input_is_reported() {
     expect(&fault_of(|_, inp| write_to_input(inp)), Fault::ReadOnly, "write_to_input", None);
 }
 
@@ -217,7 +218,7 @@ fn early_async_read(inp: Global<f32>) {
 }
 
 #[test]
-fn an_async_copy_is_waited_for() {
+fn read_before_the_wait_for_an_async_copy_is_reported() {
     expect(
         &fault_of(|_, inp| early_async_read(inp)),
         Fault::AsyncCopy,
@@ -240,9 +241,9 @@ fn async_without_barrier(inp: Global<f32>) {
 }
 
 #[test]
-fn an_async_copy_is_shared_after_a_barrier() {
+fn async_copy_read_by_another_thread_needs_a_barrier() {
     let report = fault_of(|_, inp| async_without_barrier(inp));
-    expect(&report, Fault::Race, "async_without_barrier.read", Some("async_without_barrier.copy"));
+    expect(&report, Fault::DataRace, "async_without_barrier.read", Some("async_without_barrier.copy"));
 }
 
 #[kernel(threads = 32)]
@@ -256,9 +257,9 @@ fn async_over_reads(inp: Global<f32>) {
 }
 
 #[test]
-fn an_async_copy_waits_for_readers() {
+fn async_copy_over_data_being_read_is_a_data_race() {
     let report = fault_of(|_, inp| async_over_reads(inp));
-    expect(&report, Fault::Race, "async_over_reads.copy", Some("async_over_reads.read"));
+    expect(&report, Fault::DataRace, "async_over_reads.copy", Some("async_over_reads.read"));
 }
 
 #[kernel(threads = 32)]
@@ -269,13 +270,13 @@ fn async_never_waited(inp: Global<f32>) {
 }
 
 #[test]
-fn an_async_copy_is_not_left_behind() {
+fn async_copy_without_a_wait_is_reported() {
     let report = fault_of(|_, inp| async_never_waited(inp));
     expect(&report, Fault::AsyncCopy, "async_never_waited", None);
     assert_eq!(report.thread, Some(0));
 }
 
-/// The first warp multiplies what the second one refills, and says too early that it may.
+/// The first warp loads fragments from a tile that the second warp refills. It releases the tile before the load.
 #[kernel(threads = 64)]
 fn released_early() {
     let tile: SharedTile<bf16, 16, 16> = Layout::new().tile();
@@ -293,13 +294,13 @@ fn released_early() {
 }
 
 #[test]
-fn a_slot_released_before_its_fragments_are_loaded() {
+fn stage_released_before_ldmatrix_is_a_data_race() {
     let report = fault_of(|_, _| released_early());
-    expect(&report, Fault::Race, "released_early.refill", Some("released_early.ldmatrix"));
-    assert!(report.to_string().contains("thread 32: race: write of 16 bytes at shared memory + 0"), "{report}");
+    expect(&report, Fault::DataRace, "released_early.refill", Some("released_early.ldmatrix"));
+    assert!(report.to_string().contains("thread 32: data race: write of 16 bytes at shared memory + 0"), "{report}");
 }
 
-/// Three warps read a word that the last one then writes, having met only two of them.
+/// Three warps read a word. The fourth warp then writes it after a barrier with only two of them.
 #[kernel(threads = 128)]
 fn one_reader_too_many() {
     let t = thread::thread_idx_x();
@@ -319,10 +320,10 @@ fn one_reader_too_many() {
 }
 
 #[test]
-fn every_reader_must_be_met() {
+fn write_must_be_ordered_after_every_reader() {
     let report = fault_of(|_, _| one_reader_too_many());
-    expect(&report, Fault::Race, "one_reader_too_many.write", Some("one_reader_too_many.read"));
-    assert!(report.to_string().contains("; thread 31 read it"), "{report}");
+    expect(&report, Fault::DataRace, "one_reader_too_many.write", Some("one_reader_too_many.read"));
+    assert!(report.to_string().contains("and read by thread 31"), "{report}");
 }
 
 #[kernel(threads = 32)]
@@ -353,17 +354,17 @@ fn plain_write_among_atomics(out: GlobalMut<u32>) {
 }
 
 #[test]
-fn blocks_race() {
+fn unordered_accesses_of_two_blocks_are_data_races() {
     expect(
         &fault_of(|out, _| blocks_write_one_word(out)),
-        Fault::Race,
+        Fault::DataRace,
         "blocks_write_one_word",
         Some("blocks_write_one_word"),
     );
     let report = fault_of(|out, _| blocks_without_fence(out));
-    expect(&report, Fault::Race, "blocks_without_fence.read", Some("blocks_without_fence.write"));
+    expect(&report, Fault::DataRace, "blocks_without_fence.read", Some("blocks_without_fence.write"));
     let report = fault_of(|out, _| plain_write_among_atomics(out));
-    expect(&report, Fault::Race, "plain_write_among_atomics.add", Some("plain_write_among_atomics.write"));
+    expect(&report, Fault::DataRace, "plain_write_among_atomics.add", Some("plain_write_among_atomics.write"));
 }
 
 #[kernel(threads = 64)]
@@ -380,8 +381,13 @@ fn consumer_too_early(inp: Global<f32>) {
 }
 
 #[test]
-fn an_arrival_orders_only_what_was_before_it() {
-    expect(&fault_of(|_, inp| consumer_too_early(inp)), Fault::Race, "named.read", Some("named.write_after_arrival"));
+fn arrival_orders_only_earlier_accesses() {
+    expect(
+        &fault_of(|_, inp| consumer_too_early(inp)),
+        Fault::DataRace,
+        "named.read",
+        Some("named.write_after_arrival"),
+    );
 }
 
 #[kernel(threads = 128)]
@@ -395,11 +401,16 @@ fn divergent_barrier() {
 }
 
 #[test]
-fn a_barrier_some_threads_never_reach() {
+fn barrier_divergence_is_a_deadlock() {
     let report = fault_of(|_, _| divergent_barrier());
     expect(&report, Fault::Deadlock, "divergent_barrier", Some("divergent_barrier.named"));
     let text = report.to_string();
-    for part in ["threads 0-63", "sync_named(3, 64)", "threads 64-95", "finished: threads 96-127", "block (0, 0, 0)"] {
+    for part in [
+        "block (0, 0, 0): deadlock",
+        "threads 0-63: waiting in sync_threads",
+        "threads 64-95: waiting in sync_named(3, 64)",
+        "threads 96-127: finished",
+    ] {
         assert!(text.contains(part), "{text}");
     }
 }
@@ -414,11 +425,13 @@ fn too_few_arrivals() {
 }
 
 #[test]
-fn a_barrier_with_too_few_arrivals() {
+fn named_barrier_with_too_few_arrivals_is_a_deadlock() {
     let report = fault_of(|_, _| too_few_arrivals());
     expect(&report, Fault::Deadlock, "too_few_arrivals", None);
     let text = report.to_string();
-    for part in ["sync_named(5, 96)", "which lacks 32 of 96 threads", "threads 32-63", "finished: threads 0-31"] {
+    for part in
+        ["threads 32-63: waiting in sync_named(5, 96)", "32 of 96 threads have not arrived", "threads 0-31: finished"]
+    {
         assert!(text.contains(part), "{text}");
     }
 }
@@ -443,10 +456,10 @@ fn polls_between_barriers() {
 }
 
 #[test]
-fn waiting_by_polling() {
+fn polling_is_a_livelock() {
     let report = fault_of(|_, _| polls());
     expect(&report, Fault::Livelock, "polls", None);
-    assert!(report.to_string().contains("thread 0: livelock: polls shared memory + 0"), "{report}");
+    assert!(report.to_string().contains("thread 0: livelock: the thread polls shared memory + 0"), "{report}");
     expect(&fault_of(|_, _| polls_between_barriers()), Fault::Livelock, "polls_between_barriers", None);
 }
 
@@ -467,7 +480,7 @@ fn lanes_apart() {
 }
 
 #[test]
-fn a_warp_is_whole() {
+fn warp_wide_operations_require_all_lanes() {
     let report = fault_of(|_, _| missing_lane());
     expect(&report, Fault::Deadlock, "missing_lane", None);
     assert!(report.to_string().contains("threads 32-39, 41-63"), "{report}");
@@ -494,7 +507,7 @@ fn no_such_lane() {
 }
 
 #[test]
-fn operands_out_of_range() {
+fn invalid_operands_are_reported() {
     let report = fault_of(|_, _| barrier_of_two_sizes());
     expect(&report, Fault::Operand, "barrier_of_two_sizes.96", Some("barrier_of_two_sizes.64"));
     expect(&fault_of(|_, _| no_such_barrier()), Fault::Operand, "no_such_barrier", None);
@@ -509,17 +522,17 @@ fn panics() {
 }
 
 #[test]
-fn a_kernel_that_panics() {
+fn panic_is_reported_with_its_line() {
     let report = fault_of(|_, _| panics());
     assert_eq!((report.fault, report.thread), (Fault::Panic, Some(50)));
     let end = format!("thread 50: panicked at {}:{}: no thread 50", file!(), line("panics"));
     assert!(report.to_string().ends_with(&end), "{report}");
 }
 
-/// Sums rows of 128 floats: async copies in two stages, warps that hand over through named barriers, a last block that
-/// adds up what the others left, fragments reused within a warp. Nothing in it is a fault.
+/// A kernel without faults that sums rows of 128 floats. It uses asynchronous copies in two stages, named barriers
+/// between warps, a last block that combines the results of the others, and a tile that one warp reuses.
 #[kernel(threads = 64)]
-fn faultless(out: GlobalMut<f32>, counter: GlobalMut<u32>, inp: Global<f32>) {
+fn valid(out: GlobalMut<f32>, counter: GlobalMut<u32>, inp: Global<f32>) {
     let mut layout = Layout::new();
     let stages: SharedArray<f32> = layout.array(256);
     let last: SharedArray<u32> = layout.array(1);
@@ -572,18 +585,18 @@ fn faultless(out: GlobalMut<f32>, counter: GlobalMut<u32>, inp: Global<f32>) {
 }
 
 #[test]
-fn a_faultless_kernel_passes() {
+fn valid_kernel_passes() {
     let mut memory = Memory::new();
     let inp: Vec<f32> = (0..3 * 512).map(|i| (i % 7) as f32).collect();
     let (out, counter, view) = (memory.output("out", 4), memory.buffer("counter", &[0]), memory.input("inp", &inp));
-    faultless(out, counter, view).emulate_checked(&mut memory, [3, 1, 1], 4096).unwrap();
+    valid(out, counter, view).emulate_checked(&mut memory, [3, 1, 1], 4096).unwrap();
     let sums: Vec<f32> = inp.chunks(512).map(|row| row[..384].iter().sum()).collect();
     assert_eq!(memory.read(out), [sums[0], sums[1], sums[2], sums.iter().sum()]);
 }
 
 #[test]
 #[should_panic(expected = "out + 12 was never written")]
-fn unwritten_outputs_are_not_read() {
+fn host_read_of_an_unwritten_output_panics() {
     let mut memory = Memory::new();
     let out = memory.output::<u32>("out", 4);
     #[kernel(threads = 32)]
@@ -597,7 +610,7 @@ fn unwritten_outputs_are_not_read() {
 }
 
 #[test]
-fn the_host_keeps_to_the_buffers_too() {
+fn host_accesses_are_checked() {
     let mut memory = Memory::new();
     let (out, inp) = (memory.output::<u32>("out", 4), memory.input("inp", &[1u32, 2, 3]));
     memory.write(out.skip(1), &[7, 8]).unwrap();
@@ -618,7 +631,7 @@ fn the_host_keeps_to_the_buffers_too() {
 }
 
 #[test]
-fn impossible_launches_are_refused() {
+fn invalid_launches_are_reported() {
     let launch = no_such_barrier();
     for (grid, shared, text) in [([1, 0, 1], 0, "grid"), ([1, 1, 65536], 0, "65535"), ([1; 3], 300 << 10, "307200")] {
         let report = launch.emulate_checked(&mut Memory::new(), grid, shared).unwrap_err();

@@ -1,22 +1,22 @@
-//! The sm_90a primitives against plain loops, and planted faults.
+//! The `sm_90a` primitives compared with scalar loops, and kernels with deliberate faults.
 
 use cuda_std::emulate::{Fault, Memory, Report};
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, cluster, tma, wgmma};
+use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, tma, wgmma};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp};
 
 const SHARED: usize = 48 << 10;
 
-/// A tile, the same memory as plain elements, and a barrier behind it.
+/// Returns a tile, the same memory as an array of elements, and two mbarriers.
 fn shared<const R: usize>() -> (SwizzledTile<R>, SharedArray<bf16>, MBarriers) {
     let mut layout = Layout::new();
     (layout.swizzled(), Layout::new().array(R * 64), layout.mbarriers(2))
 }
 
-fn begin(barriers: MBarriers, arrivals: u32) {
+fn init_barriers(barriers: MBarriers, arrivals: u32) {
     if thread::thread_idx_x() == 0 {
         barriers.at(0).init(arrivals);
         barriers.at(1).init(arrivals);
@@ -34,7 +34,7 @@ fn wide(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|x| x.to_f32()).collect()
 }
 
-/// A map over 20 x 72 at `values`, boxes of 16 rows.
+/// Adds a map of a 20 x 72 tensor at `base` with a row stride of 80 elements and boxes of 16 rows.
 fn map_of(memory: &mut Memory, base: Global<bf16>) -> Global<TensorMap> {
     memory.input("map", &[TensorMap::emulated(base, 20, 72, 160, 16, 64)])
 }
@@ -42,9 +42,9 @@ fn map_of(memory: &mut Memory, base: Global<bf16>) -> Global<TensorMap> {
 #[kernel(threads = 32)]
 fn load_box(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32) {
     let (tile, plain, barriers) = shared::<16>();
-    begin(barriers, 1);
+    init_barriers(barriers, 1);
     if warp::lane() == 0 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
         tile.load(map, x, y, barriers.at(0));
     }
     barriers.at(0).wait(0);
@@ -54,7 +54,7 @@ fn load_box(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32) {
 }
 
 #[test]
-fn load_swizzles_and_fills_with_zeros() {
+fn tma_load_swizzles_and_fills_with_zeros() {
     let tensor = values(20 * 80);
     for (x, y) in [(0, 0), (64, 8), (5, 19), (-3i32, -2i32), (72, 0), (0, 20)] {
         let mut memory = Memory::new();
@@ -63,11 +63,11 @@ fn load_swizzles_and_fills_with_zeros() {
         load_box(out, map, x as u32, y as u32).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         let got = wide(&memory.read(out));
         for (i, got) in got.into_iter().enumerate() {
-            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
-            let (r, c) = (y + row as i32, x + ((piece ^ (row % 8)) * 8 + element) as i32);
+            let (row, chunk, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y + row as i32, x + ((chunk ^ (row % 8)) * 8 + element) as i32);
             let inside = (0..20).contains(&r) && (0..72).contains(&c);
             let want = if inside { tensor[(r * 80 + c) as usize].to_f32() } else { 0.0 };
-            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, piece {piece}, element {element}");
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}): row {row}, chunk {chunk}, element {element}");
         }
     }
 }
@@ -75,10 +75,10 @@ fn load_swizzles_and_fills_with_zeros() {
 #[kernel(threads = 32)]
 fn load_box_of(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32, z: u32) {
     let (tile, plain, barriers) = shared::<16>();
-    begin(barriers, 1);
+    init_barriers(barriers, 1);
     if warp::lane() == 0 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
-        tile.load_of(map, x, y, z, barriers.at(0));
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
+        tile.load_3d(map, x, y, z, barriers.at(0));
     }
     barriers.at(0).wait(0);
     for i in (warp::lane() as usize..16 * 64).step_by(32) {
@@ -86,9 +86,9 @@ fn load_box_of(out: GlobalMut<bf16>, map: Global<TensorMap>, x: u32, y: u32, z: 
     }
 }
 
-/// Rows past the end of a matrix are zeros, not the next matrix's.
+/// Rows past the end of a matrix must be zeros, not rows of the next matrix.
 #[test]
-fn load_of_a_matrix_ends_with_it() {
+fn tma_load_3d_does_not_cross_matrices() {
     let tensor = values(3 * 20 * 72);
     for (x, y, z) in [(0, 0, 0), (0, 8, 1), (64, 19, 2), (0, 20, 1), (0, 0, 3)] {
         let mut memory = Memory::new();
@@ -97,23 +97,23 @@ fn load_of_a_matrix_ends_with_it() {
         let out = memory.output("out", 16 * 64);
         load_box_of(out, map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
         for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
-            let (row, piece, element) = (i / 64, i / 8 % 8, i % 8);
-            let (r, c) = (y as usize + row, x as usize + (piece ^ (row % 8)) * 8 + element);
+            let (row, chunk, element) = (i / 64, i / 8 % 8, i % 8);
+            let (r, c) = (y as usize + row, x as usize + (chunk ^ (row % 8)) * 8 + element);
             let inside = z < 3 && r < 20 && c < 72;
             let want = if inside { tensor[(z as usize * 20 + r) * 72 + c].to_f32() } else { 0.0 };
-            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, piece {piece}, element {element}");
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, chunk {chunk}, element {element}");
         }
     }
 }
 
 #[test]
-fn a_map_of_other_dimensions_is_refused() {
+fn tma_load_rejects_a_map_of_other_dimensions() {
     let mut memory = Memory::new();
     let base = memory.input("tensor", &values(20 * 80));
     let (map, out) = (map_of(&mut memory, base), memory.output("out", 16 * 64));
     let report = load_box_of(out, map, 0, 0, 0).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap_err();
     assert_eq!(report.fault, Fault::Operand, "{report}");
-    assert!(report.to_string().contains("2 dimensions for a copy that takes 3"), "{report}");
+    assert!(report.to_string().contains("expected 3 dimensions, found 2"), "{report}");
 }
 
 #[kernel(threads = 32)]
@@ -132,7 +132,7 @@ fn store_box(out: Global<TensorMap>, inp: Global<bf16>, x: u32, y: u32) {
 }
 
 #[test]
-fn store_clips() {
+fn tma_store_clips_at_the_tensor_edge() {
     let tile = values(16 * 64);
     for (x, y) in [(0, 0), (64, 8), (5, 19)] {
         let mut memory = Memory::new();
@@ -151,24 +151,24 @@ fn store_clips() {
     }
 }
 
-/// How the operands of a product lie.
+/// Operand layouts of the test kernel.
 const BOTH_SHARED: u32 = 0;
-const LEFT_IN_REGISTERS: u32 = 1;
-const RIGHT_BY_ROWS: u32 = 2;
-const SHARED_RIGHT_BY_ROWS: u32 = 3;
-const SHARED_BOTH_BY_ROWS: u32 = 4;
+const A_REGISTERS: u32 = 1;
+const A_REGISTERS_B_MN_MAJOR: u32 = 2;
+const B_MN_MAJOR: u32 = 3;
+const BOTH_MN_MAJOR: u32 = 4;
 
-/// out (64, N) = 2 · a (64, 64) · b (N, 64)^T; by rows, b is N / 64 tiles (64, 64) side by side, and a is transposed.
-/// N twice the floats of `A`.
+/// Computes out (64, N) = 2 · a (64, 64) · b (N, 64)^T. An MN-major b is N / 64 tiles (64, 64) that are adjacent in n,
+/// and an MN-major a is transposed. N is twice the number of floats in `A`.
 #[kernel(threads = 128, instances(
     n64 = <[f32; 32], 64, 0>, n128 = <[f32; 64], 128, 0>, n192 = <[f32; 96], 192, 0>, n256 = <[f32; 128], 256, 0>,
-    n320 = <[f32; 160], 320, 0>, left320 = <[f32; 160], 320, 1>, rows320 = <[f32; 160], 320, 2>,
-    shared_rows320 = <[f32; 160], 320, 3>, both_rows320 = <[f32; 160], 320, 4>,
-    left64 = <[f32; 32], 64, 1>, left128 = <[f32; 64], 128, 1>, left256 = <[f32; 128], 256, 1>,
-    rows64 = <[f32; 32], 64, 2>, rows192 = <[f32; 96], 192, 2>,
-    shared_rows128 = <[f32; 64], 128, 3>, shared_rows256 = <[f32; 128], 256, 3>,
-    both_rows64 = <[f32; 32], 64, 4>, both_rows192 = <[f32; 96], 192, 4>))]
-fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
+    n320 = <[f32; 160], 320, 0>, a_registers320 = <[f32; 160], 320, 1>, a_registers_b_mn_major320 = <[f32; 160], 320, 2>,
+    b_mn_major320 = <[f32; 160], 320, 3>, both_mn_major320 = <[f32; 160], 320, 4>,
+    a_registers64 = <[f32; 32], 64, 1>, a_registers128 = <[f32; 64], 128, 1>, a_registers256 = <[f32; 128], 256, 1>,
+    a_registers_b_mn_major64 = <[f32; 32], 64, 2>, a_registers_b_mn_major192 = <[f32; 96], 192, 2>,
+    b_mn_major128 = <[f32; 64], 128, 3>, b_mn_major256 = <[f32; 128], 256, 3>,
+    both_mn_major64 = <[f32; 32], 64, 4>, both_mn_major192 = <[f32; 96], 192, 4>))]
+fn matmul<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND: u32>(
     out: GlobalMut<f32>,
     a: Global<bf16>,
     b: Global<bf16>,
@@ -185,25 +185,25 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     hopper::fence_async_proxy();
     thread::sync_threads();
     let mut d = A::ZERO;
-    let left = [0, 1, 2, 3].map(|k| tile_a.left(thread as u32 / 32 * 16, k));
+    let a_fragments = [0, 1, 2, 3].map(|k| tile_a.load_a_fragment(thread as u32 / 32 * 16, k));
     wgmma::fence();
     let rows = tile_b.rows::<64>(0);
     for round in 0..2 {
         for k in 0..4 {
-            let (accumulate, left) = (round + k > 0, left[k as usize]);
+            let (accumulate, a_fragment) = (round + k > 0, a_fragments[k as usize]);
             match KIND {
-                BOTH_SHARED => d.product(tile_a.operand(k), tile_b.operand(k), accumulate),
-                LEFT_IN_REGISTERS => d.product_with(left, tile_b.operand(k), accumulate),
-                RIGHT_BY_ROWS => d.product_with_rows(left, rows.operand_by_rows(k), accumulate),
-                SHARED_RIGHT_BY_ROWS => d.product(tile_a.operand(k), rows.operand_by_rows(k), accumulate),
-                SHARED_BOTH_BY_ROWS => d.product(tile_a.operand_by_rows(k), rows.operand_by_rows(k), accumulate),
-                _ => unreachable!("KIND is one of five"),
+                BOTH_SHARED => d.mma(tile_a.k_major_operand(k), tile_b.k_major_operand(k), accumulate),
+                A_REGISTERS => d.mma_with_a_registers(a_fragment, tile_b.k_major_operand(k), accumulate),
+                A_REGISTERS_B_MN_MAJOR => d.mma_with_a_registers(a_fragment, rows.mn_major_operand(k), accumulate),
+                B_MN_MAJOR => d.mma(tile_a.k_major_operand(k), rows.mn_major_operand(k), accumulate),
+                BOTH_MN_MAJOR => d.mma(tile_a.mn_major_operand(k), rows.mn_major_operand(k), accumulate),
+                _ => unreachable!("KIND must be one of the five layouts"),
             }
         }
         wgmma::commit();
     }
     wgmma::wait::<0>();
-    d.settle();
+    d.fence_accumulators();
     let (warp, g, c) = (thread / 32, thread % 32 / 4, thread % 4);
     for (i, value) in d.as_mut().iter().enumerate() {
         let (row, column) = (16 * warp + g + i / 2 % 2 * 8, i / 4 * 8 + 2 * c + i % 2);
@@ -211,7 +211,7 @@ fn product<A: Accumulators + AsMut<[f32]> + 'static, const N: usize, const KIND:
     }
 }
 
-fn check_product(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
+fn check_matmul(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf16>, Global<bf16>) -> Launch) {
     let (a, b) = (values(64 * 64), values(64 * (64 + n)).split_off(64 * 64));
     let mut memory = Memory::new();
     let (out, a_, b_) = (memory.output("out", 64 * n), memory.input("a", &a), memory.input("b", &b));
@@ -219,8 +219,9 @@ fn check_product(n: usize, kind: u32, launch: impl Fn(GlobalMut<f32>, Global<bf1
     for (i, got) in memory.read(out).into_iter().enumerate() {
         let (row, column) = (i / n, i % n);
         let by_rows = |k: usize, i: usize| i / 64 * 64 * 64 + k * 64 + i % 64;
-        let a = |k: usize| a[if kind == SHARED_BOTH_BY_ROWS { by_rows(k, row) } else { row * 64 + k }].to_f64();
-        let b = |k: usize| b[if kind >= RIGHT_BY_ROWS { by_rows(k, column) } else { column * 64 + k }].to_f64();
+        let a = |k: usize| a[if kind == BOTH_MN_MAJOR { by_rows(k, row) } else { row * 64 + k }].to_f64();
+        let b =
+            |k: usize| b[if kind >= A_REGISTERS_B_MN_MAJOR { by_rows(k, column) } else { column * 64 + k }].to_f64();
         let want: f64 = (0..64).map(|k| 2.0 * a(k) * b(k)).sum();
         assert!((f64::from(got) - want).abs() < 1e-4, "N = {n}, {row}, {column}: got {got}, want {want}");
     }
@@ -237,28 +238,28 @@ impl Wide for bf16 {
 }
 
 #[test]
-fn products() {
-    check_product(64, 0, product::<[f32; 32], 64, 0>);
-    check_product(128, 0, product::<[f32; 64], 128, 0>);
-    check_product(192, 0, product::<[f32; 96], 192, 0>);
-    check_product(256, 0, product::<[f32; 128], 256, 0>);
-    check_product(64, 1, product::<[f32; 32], 64, 1>);
-    check_product(128, 1, product::<[f32; 64], 128, 1>);
-    check_product(256, 1, product::<[f32; 128], 256, 1>);
-    check_product(64, 2, product::<[f32; 32], 64, 2>);
-    check_product(192, 2, product::<[f32; 96], 192, 2>);
-    check_product(128, 3, product::<[f32; 64], 128, 3>);
-    check_product(256, 3, product::<[f32; 128], 256, 3>);
-    check_product(64, 4, product::<[f32; 32], 64, 4>);
-    check_product(192, 4, product::<[f32; 96], 192, 4>);
-    check_product(320, 0, product::<[f32; 160], 320, 0>);
-    check_product(320, 1, product::<[f32; 160], 320, 1>);
-    check_product(320, 2, product::<[f32; 160], 320, 2>);
-    check_product(320, 3, product::<[f32; 160], 320, 3>);
-    check_product(320, 4, product::<[f32; 160], 320, 4>);
+fn wgmma_matches_scalar_matmul() {
+    check_matmul(64, 0, matmul::<[f32; 32], 64, 0>);
+    check_matmul(128, 0, matmul::<[f32; 64], 128, 0>);
+    check_matmul(192, 0, matmul::<[f32; 96], 192, 0>);
+    check_matmul(256, 0, matmul::<[f32; 128], 256, 0>);
+    check_matmul(64, 1, matmul::<[f32; 32], 64, 1>);
+    check_matmul(128, 1, matmul::<[f32; 64], 128, 1>);
+    check_matmul(256, 1, matmul::<[f32; 128], 256, 1>);
+    check_matmul(64, 2, matmul::<[f32; 32], 64, 2>);
+    check_matmul(192, 2, matmul::<[f32; 96], 192, 2>);
+    check_matmul(128, 3, matmul::<[f32; 64], 128, 3>);
+    check_matmul(256, 3, matmul::<[f32; 128], 256, 3>);
+    check_matmul(64, 4, matmul::<[f32; 32], 64, 4>);
+    check_matmul(192, 4, matmul::<[f32; 96], 192, 4>);
+    check_matmul(320, 0, matmul::<[f32; 160], 320, 0>);
+    check_matmul(320, 1, matmul::<[f32; 160], 320, 1>);
+    check_matmul(320, 2, matmul::<[f32; 160], 320, 2>);
+    check_matmul(320, 3, matmul::<[f32; 160], 320, 3>);
+    check_matmul(320, 4, matmul::<[f32; 160], 320, 4>);
 }
 
-/// Accumulators through `stmatrix` into a tile, whose rows are as the products' ownership has them.
+/// Stores accumulators to a tile with `stmatrix`.
 #[kernel(threads = 32)]
 fn store_fragments(out: GlobalMut<bf16>) {
     let (tile, plain, _) = shared::<16>();
@@ -274,7 +275,7 @@ fn store_fragments(out: GlobalMut<bf16>) {
 }
 
 #[test]
-fn stmatrix() {
+fn stmatrix_stores_the_accumulator_layout() {
     let mut memory = Memory::new();
     let out = memory.output("out", 256);
     store_fragments(out).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
@@ -282,50 +283,14 @@ fn stmatrix() {
     assert_eq!(wide(&memory.read(out)), want);
 }
 
-/// Block 0 loads for both blocks; each then tells the other that it has read.
-#[kernel(threads = 32, cluster = 2)]
-fn multicast(out: GlobalMut<bf16>, map: Global<TensorMap>) {
-    let (tile, plain, barriers) = shared::<16>();
-    begin(barriers, 1);
-    cluster::sync();
-    if warp::lane() == 0 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
-        if cluster::block_rank() == 0 {
-            tile.load_multicast(map, 0, 0, barriers.at(0), 0b11);
-        }
-    }
-    barriers.at(0).wait(0);
-    out.set(thread::index_1d(), plain.at(warp::lane() as usize));
-    warp::sync();
-    if warp::lane() == 0 {
-        barriers.at(1).arrive_at(1 - cluster::block_rank());
-    }
-    barriers.at(1).wait(0);
-    cluster::sync();
-}
-
-#[test]
-fn clusters_share_loads_and_barriers() {
-    let tensor = values(20 * 80);
-    let mut memory = Memory::new();
-    let base = memory.input("tensor", &tensor);
-    let (map, out) = (map_of(&mut memory, base), memory.output("out", 4 * 32));
-    let launch = multicast(out, map);
-    launch.emulate_cluster_checked(&mut memory, [4, 1, 1], SHARED, 2).unwrap();
-    for block in wide(&memory.read(out)).chunks(32) {
-        assert_eq!(block, wide(&tensor[..32]));
-    }
-    let error = launch.emulate_cluster_checked(&mut memory, [3, 1, 1], SHARED, 2).unwrap_err();
-    assert_eq!(error.fault, Fault::Launch, "{error}");
-}
-
-/// The line of this file that ends with `// <mark>`.
+/// Returns the number of the line of this file that ends with `// <mark>`.
 fn line(mark: &str) -> u32 {
     let end = format!("// {mark}");
     let mut found = include_str!("hopper.rs").lines().enumerate().filter(|(_, l)| l.ends_with(&end));
-    found.next().unwrap_or_else(|| panic!("no line is marked {mark}")).0 as u32 + 1
+    found.next().unwrap_or_else(|| panic!("expected a line marked {mark}")).0 as u32 + 1
 }
 
+/// Asserts the fault and the marked source lines of a report.
 #[track_caller]
 fn expect(report: &Report, fault: Fault, at: &str, other: Option<&str>) {
     println!("{report}\n");
@@ -339,10 +304,10 @@ fn waits_for_one_of_two(out: GlobalMut<bf16>, map: Global<TensorMap>, waits: u32
     let tiles: [SwizzledTile<16>; 2] = [layout.swizzled(), layout.swizzled()];
     let elements: SharedArray<bf16> = Layout::new().array(2 * 16 * 64);
     let barriers = layout.mbarriers(2);
-    begin(barriers, 1);
+    init_barriers(barriers, 1);
     if thread::thread_idx_x() == 0 {
         for i in 0..2 {
-            barriers.at(i as u32).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(i as u32).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tiles[i].load(map, 0, 0, barriers.at(i as u32)); // one_of_two.load
         }
     }
@@ -354,9 +319,9 @@ fn waits_for_one_of_two(out: GlobalMut<bf16>, map: Global<TensorMap>, waits: u32
     barriers.at(1 - waits).wait(0);
 }
 
-/// Whichever load lands first in reality.
+/// The fault must be found regardless of which load completes first.
 #[test]
-fn who_waits_for_one_load_may_not_read_another() {
+fn wait_for_one_tma_load_does_not_cover_another() {
     for waits in 0..2 {
         let mut memory = Memory::new();
         let base = memory.input("tensor", &values(20 * 80));
@@ -367,7 +332,7 @@ fn who_waits_for_one_load_may_not_read_another() {
 }
 
 #[kernel(threads = 64)]
-fn used_while_initialised() {
+fn used_during_initialization() {
     let (_, _, barriers) = shared::<16>();
     if thread::thread_idx_x() == 0 {
         barriers.at(0).init(1); // init_unseen
@@ -379,19 +344,19 @@ fn used_while_initialised() {
     }
 }
 
-/// Also where the one that initialised it has used it since.
+/// The fault must be found even if the initializing thread has used the mbarrier since.
 #[test]
-fn a_barrier_is_used_after_the_block_has_met() {
-    let report = used_while_initialised().emulate_checked(&mut Memory::new(), [1, 1, 1], SHARED).unwrap_err();
-    expect(&report, Fault::Race, "wait_too_early", Some("init_unseen"));
+fn mbarrier_use_needs_a_barrier_after_initialization() {
+    let report = used_during_initialization().emulate_checked(&mut Memory::new(), [1, 1, 1], SHARED).unwrap_err();
+    expect(&report, Fault::DataRace, "wait_too_early", Some("init_unseen"));
 }
 
-/// One planted fault.
+/// Deliberate faults of the kernel `planted`.
 #[derive(Clone, Copy, PartialEq)]
 #[repr(u32)]
 enum Planted {
     TooFewBytes,
-    NotInitialised,
+    NotInitialized,
     ArrivesTwice,
     ReadBeforeWait,
     NobodyWaits,
@@ -409,14 +374,14 @@ enum Planted {
 fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     let is = |planted: Planted| fault == planted as u32;
     let (tile, plain, barriers) = shared::<16>();
-    if !is(Planted::NotInitialised) {
-        begin(barriers, 1);
+    if !is(Planted::NotInitialized) {
+        init_barriers(barriers, 1);
     }
     let thread = thread::thread_idx_x();
     if is(Planted::NoInitFence) {
         if thread == 0 {
             barriers.at(1).init(1); // init
-            barriers.at(1).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(1).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(1)); // unfenced_load
         }
         return;
@@ -424,7 +389,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     if is(Planted::WrittenWithoutProxyFence) {
         if thread == 0 {
             plain.set(5, bf16::from_f32(1.0)); // plain_write
-            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(0)); // load_over_write
         }
         return;
@@ -437,7 +402,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     }
     if thread == 0 {
         let bytes = SwizzledTile::<16>::BYTES + if is(Planted::TooFewBytes) { 16 } else { 0 };
-        barriers.at(0).arrive_expecting(bytes); // first_arrival
+        barriers.at(0).arrive_expect_tx(bytes); // first_arrival
         if is(Planted::ArrivesTwice) {
             barriers.at(0).arrive(); // second_arrival
         }
@@ -454,13 +419,13 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
     let _ = plain.at(thread as usize); // read
     if is(Planted::OverwrittenTooEarly) {
         if thread == 0 {
-            barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+            barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
             tile.load(map, 0, 0, barriers.at(0)); // load_again
         }
         barriers.at(0).wait(1);
     }
     if is(Planted::LoadedWhileRead) && thread == 63 {
-        barriers.at(0).arrive_expecting(SwizzledTile::<16>::BYTES);
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
         tile.load(map, 0, 0, barriers.at(0)); // load_while_read
     }
     thread::sync_threads();
@@ -482,7 +447,7 @@ fn planted(map: Global<TensorMap>, out: Global<TensorMap>, fault: u32) {
 }
 
 #[test]
-fn planted_faults() {
+fn mbarrier_and_tma_faults_are_reported() {
     let run = |fault: u32| {
         let mut memory = Memory::new();
         let base = memory.input("tensor", &values(20 * 80));
@@ -495,30 +460,30 @@ fn planted_faults() {
     let found = |fault: Planted| run(fault as u32).unwrap_err();
     let bytes = found(Planted::TooFewBytes);
     expect(&bytes, Fault::Deadlock, "wait", None);
-    assert!(bytes.to_string().contains("lacks 16 bytes"), "{bytes}");
-    expect(&found(Planted::NotInitialised), Fault::Uninitialised, "first_arrival", None);
+    assert!(bytes.to_string().contains("16 expected bytes are missing"), "{bytes}");
+    expect(&found(Planted::NotInitialized), Fault::Uninitialized, "first_arrival", None);
     expect(&found(Planted::ArrivesTwice), Fault::Operand, "second_arrival", None);
     expect(&found(Planted::ReadBeforeWait), Fault::AsyncCopy, "read_before_wait", Some("load"));
     expect(&found(Planted::NobodyWaits), Fault::AsyncCopy, "load", None);
-    expect(&found(Planted::NoProxyFence), Fault::Race, "store", Some("write"));
+    expect(&found(Planted::NoProxyFence), Fault::DataRace, "store", Some("write"));
     expect(&found(Planted::StoreNotWaited), Fault::AsyncCopy, "store", None);
     expect(&found(Planted::StoreOverwritten), Fault::AsyncCopy, "store", Some("wait_stores"));
     expect(&found(Planted::OverwrittenTooEarly), Fault::AsyncCopy, "read", Some("load_again"));
-    expect(&found(Planted::LoadedWhileRead), Fault::Race, "load_while_read", Some("read"));
-    expect(&found(Planted::NoInitFence), Fault::Race, "unfenced_load", Some("init"));
-    expect(&found(Planted::WrittenWithoutProxyFence), Fault::Race, "load_over_write", Some("plain_write"));
+    expect(&found(Planted::LoadedWhileRead), Fault::DataRace, "load_while_read", Some("read"));
+    expect(&found(Planted::NoInitFence), Fault::DataRace, "unfenced_load", Some("init"));
+    expect(&found(Planted::WrittenWithoutProxyFence), Fault::DataRace, "load_over_write", Some("plain_write"));
     let nobody = found(Planted::NobodyArrives);
     expect(&nobody, Fault::Deadlock, "wait_for_nobody", None);
-    let lacks = "lacks 1 of 1 arrivals and has 2048 bytes that no arrival announced";
-    assert!(nobody.to_string().contains(lacks) && nobody.to_string().contains("threads 0-63"), "{nobody}");
+    let missing = "1 of 1 arrivals are missing and 2048 bytes were copied that no arrival announced";
+    assert!(nobody.to_string().contains(missing) && nobody.to_string().contains("threads 0-63: waiting"), "{nobody}");
 }
 
-/// What is wrong with a product.
+/// Deliberate faults of the kernel `misused_wgmma`.
 #[derive(Clone, Copy, PartialEq)]
 #[repr(u32)]
-enum Impatient {
+enum Misuse {
     Written,
-    SettledEarly,
+    FencedEarly,
     Stored,
     Shuffled,
     Packed,
@@ -526,14 +491,14 @@ enum Impatient {
     Compared,
     NotFenced,
     NotFencedAgain,
-    LeftLoadedAfterFence,
+    ALoadedAfterFence,
     NeverWaited,
     NeverCommitted,
 }
 
 #[kernel(threads = 128)]
-fn impatient(out: GlobalMut<f32>, fault: u32) {
-    let is = |planted: Impatient| fault == planted as u32;
+fn misused_wgmma(out: GlobalMut<f32>, fault: u32) {
+    let is = |planted: Misuse| fault == planted as u32;
     let tile = Layout::new().swizzled::<64>();
     let plain: SharedArray<bf16> = Layout::new().array(64 * 64);
     let thread = thread::thread_idx_x() as usize;
@@ -543,82 +508,83 @@ fn impatient(out: GlobalMut<f32>, fault: u32) {
     hopper::fence_async_proxy();
     thread::sync_threads();
     let mut d = <[f32; 32]>::ZERO;
-    if !is(Impatient::NotFenced) {
+    if !is(Misuse::NotFenced) {
         wgmma::fence();
     }
-    if is(Impatient::LeftLoadedAfterFence) {
-        let left = tile.left(thread as u32 / 32 * 16, 0); // left
-        d.product_with(left, tile.operand(0), false); // product_with
+    if is(Misuse::ALoadedAfterFence) {
+        let a_fragment = tile.load_a_fragment(thread as u32 / 32 * 16, 0); // load_a_fragment
+        d.mma_with_a_registers(a_fragment, tile.k_major_operand(0), false); // mma_with_a_registers
     }
-    d.product(tile.operand(0), tile.operand(0), false); // product
-    if is(Impatient::NeverCommitted) {
+    d.mma(tile.k_major_operand(0), tile.k_major_operand(0), false); // mma
+    if is(Misuse::NeverCommitted) {
         wgmma::wait::<0>();
-        d.settle(); // settle_uncommitted
+        d.fence_accumulators(); // fence_uncommitted
     }
     wgmma::commit();
-    if is(Impatient::Written) {
+    if is(Misuse::Written) {
         d[3] += 1.0;
     }
-    if is(Impatient::SettledEarly) {
-        d.settle(); // settle_early
+    if is(Misuse::FencedEarly) {
+        d.fence_accumulators(); // fence_early
     }
-    if is(Impatient::Stored) {
+    if is(Misuse::Stored) {
         out.set(thread, d[3] * 2.0); // store_early
     }
-    if is(Impatient::Shuffled) {
+    if is(Misuse::Shuffled) {
         warp::sum(d[3]); // shuffle_early
     }
-    if is(Impatient::Packed) {
+    if is(Misuse::Packed) {
         let _ = Packet::<bf16>::from_fn(|i| d[i]); // pack_early
     }
-    if is(Impatient::Exponentiated) {
+    if is(Misuse::Exponentiated) {
         math::exp2(d[0] - 1.0); // exp2_early
     }
-    if is(Impatient::Compared) {
+    if is(Misuse::Compared) {
         math::max(0.0, d[0]); // max_early
     }
-    if is(Impatient::NeverWaited) {
+    if is(Misuse::NeverWaited) {
         return;
     }
     wgmma::wait::<0>();
-    d.settle(); // settle
+    d.fence_accumulators(); // fence_accumulators
     out.set(thread, d[0]);
-    if is(Impatient::NotFencedAgain) {
-        d.product(tile.operand(0), tile.operand(0), true); // product_again
+    if is(Misuse::NotFencedAgain) {
+        d.mma(tile.k_major_operand(0), tile.k_major_operand(0), true); // mma_again
         wgmma::commit();
         wgmma::wait::<0>();
-        d.settle();
+        d.fence_accumulators();
     }
 }
 
 #[test]
-fn accumulators_touched_before_their_wait() {
+fn premature_accumulator_accesses_are_reported() {
     let run = |fault: u32| {
         let mut memory = Memory::new();
         let out = memory.output("out", 128);
-        impatient(out, fault).emulate_checked(&mut memory, [1, 1, 1], SHARED)
+        misused_wgmma(out, fault).emulate_checked(&mut memory, [1, 1, 1], SHARED)
     };
     run(u32::MAX).unwrap();
     let cases = [
-        (Impatient::Written, "settle", Some("product")),
-        (Impatient::SettledEarly, "settle_early", Some("product")),
-        (Impatient::Stored, "store_early", Some("product")),
-        (Impatient::Shuffled, "shuffle_early", Some("product")),
-        (Impatient::Packed, "pack_early", Some("product")),
-        (Impatient::Exponentiated, "exp2_early", Some("product")),
-        (Impatient::Compared, "max_early", Some("product")),
-        (Impatient::NotFenced, "product", None),
-        (Impatient::NotFencedAgain, "product_again", Some("settle")),
-        (Impatient::LeftLoadedAfterFence, "product_with", Some("left")),
-        (Impatient::NeverWaited, "product", None),
-        (Impatient::NeverCommitted, "settle_uncommitted", Some("product")),
+        (Misuse::Written, "fence_accumulators", Some("mma")),
+        (Misuse::FencedEarly, "fence_early", Some("mma")),
+        (Misuse::Stored, "store_early", Some("mma")),
+        (Misuse::Shuffled, "shuffle_early", Some("mma")),
+        (Misuse::Packed, "pack_early", Some("mma")),
+        (Misuse::Exponentiated, "exp2_early", Some("mma")),
+        (Misuse::Compared, "max_early", Some("mma")),
+        (Misuse::NotFenced, "mma", None),
+        (Misuse::NotFencedAgain, "mma_again", Some("fence_accumulators")),
+        (Misuse::ALoadedAfterFence, "mma_with_a_registers", Some("load_a_fragment")),
+        (Misuse::NeverWaited, "mma", None),
+        (Misuse::NeverCommitted, "fence_uncommitted", Some("mma")),
     ];
     for (fault, at, other) in cases {
         expect(&run(fault as u32).unwrap_err(), Fault::Accumulators, at, other);
     }
 }
 
-/// A warpgroup multiplies tiles that a fifth warp loads into one slot; released after the wait, or (`early`) before it.
+/// A warpgroup multiplies tiles that a fifth warp loads into a single stage. The warpgroup releases the stage after the
+/// wait, or before it if `early` is 1.
 #[kernel(threads = 160)]
 fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     let mut layout = Layout::new();
@@ -634,7 +600,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     if thread == 128 {
         for round in 0..3 {
             empty.wait((round + 1) % 2);
-            full.arrive_expecting(SwizzledTile::<64>::BYTES);
+            full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
             tile.load(map, 0, 64 * round, full); // refill
         }
     }
@@ -645,7 +611,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     for round in 0..3 {
         full.wait(round % 2);
         wgmma::fence();
-        d.product(tile.operand(0), tile.operand(1), round > 0); // multiply
+        d.mma(tile.k_major_operand(0), tile.k_major_operand(1), round > 0); // multiply
         wgmma::commit();
         if early == 1 && thread.is_multiple_of(32) {
             empty.arrive();
@@ -654,13 +620,13 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
         if early == 0 && thread.is_multiple_of(32) {
             empty.arrive();
         }
-        d.settle();
+        d.fence_accumulators();
     }
     out.set(thread as usize, d[0]);
 }
 
 #[test]
-fn a_slot_released_before_its_product_is_done() {
+fn stage_released_before_the_wgmma_wait_is_a_data_race() {
     let tensor = values(192 * 64);
     let run = |early: u32| {
         let mut memory = Memory::new();
@@ -673,73 +639,5 @@ fn a_slot_released_before_its_product_is_done() {
     let term = |i: usize| tensor[i / 16 * 4096 + i % 16].to_f64() * tensor[i / 16 * 4096 + 16 + i % 16].to_f64();
     let want: f64 = (0..3 * 16).map(term).sum();
     assert!((f64::from(run(0).unwrap()) - want).abs() < 1e-4);
-    expect(&run(1).unwrap_err(), Fault::Race, "refill", Some("multiply"));
-}
-
-/// One block of the cluster leaves early.
-#[kernel(threads = 64, cluster = 2)]
-fn absent() {
-    if cluster::block_rank() == 1 {
-        return;
-    }
-    if thread::thread_idx_x() < 32 {
-        thread::sync_threads(); // sync_threads
-    }
-    cluster::sync(); // cluster_sync
-}
-
-/// Each block waits for an arrival that the other one owes it.
-#[kernel(threads = 32, cluster = 2)]
-fn nobody_begins() {
-    let (_, _, barriers) = shared::<16>();
-    begin(barriers, 2);
-    cluster::sync();
-    if warp::lane() == 0 {
-        barriers.at(0).arrive();
-    }
-    barriers.at(0).wait(0); // wait_for_the_other
-    if warp::lane() == 0 {
-        barriers.at(0).arrive_at(1 - cluster::block_rank());
-    }
-    cluster::sync();
-}
-
-#[test]
-fn clusters_that_come_to_no_end() {
-    let run = |launch: Launch| launch.emulate_cluster_checked(&mut Memory::new(), [4, 1, 1], SHARED, 2).unwrap_err();
-    let report = run(absent());
-    expect(&report, Fault::Deadlock, "sync_threads", Some("cluster_sync"));
-    let text = report.to_string();
-    for part in [
-        "block (0, 0, 0): waiting in sync_threads, which lacks 32 of 64 threads",
-        "block (0, 0, 0): waiting in cluster::sync",
-        "block (1, 0, 0): finished: threads 0-63",
-    ] {
-        assert!(text.contains(part), "{text}");
-    }
-    let report = run(nobody_begins());
-    expect(&report, Fault::Deadlock, "wait_for_the_other", Some("wait_for_the_other"));
-    let text = report.to_string();
-    for part in ["block (0, 0, 0): waiting in wait(0)", "block (1, 0, 0): waiting in wait(0)", "lacks 1 of 2 arrivals"]
-    {
-        assert!(text.contains(part), "{text}");
-    }
-}
-
-/// Block 1 arrives at a barrier of block 0, which does not stay for it.
-#[kernel(threads = 32, cluster = 2)]
-fn hasty() {
-    let (_, _, barriers) = shared::<16>();
-    begin(barriers, 1);
-    cluster::sync();
-    if cluster::block_rank() == 1 {
-        barriers.at(0).arrive_at(0); // arrive_at
-    }
-}
-
-#[test]
-fn block_of_a_cluster_that_may_have_ended() {
-    let report = hasty().emulate_cluster_checked(&mut Memory::new(), [2, 1, 1], SHARED, 2).unwrap_err();
-    expect(&report, Fault::Race, "arrive_at", None);
-    assert_eq!(report.block, [0, 0, 0]);
+    expect(&run(1).unwrap_err(), Fault::DataRace, "refill", Some("multiply"));
 }

@@ -1,4 +1,4 @@
-//! Every primitive of the CPU back end, in kernels as one writes them.
+//! Every primitive in the CPU back end, exercised by small kernels.
 
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
@@ -8,7 +8,7 @@ use cuda_std::{
 };
 
 fn emulate(launch: &cuda_std::launch::Launch, grid: [u32; 3], shared: usize) {
-    // SAFETY: the tests below size their buffers by the grid.
+    // SAFETY: each test allocates buffers that cover the grid.
     unsafe { launch.emulate(grid, shared) }.unwrap();
 }
 
@@ -24,7 +24,7 @@ fn indices(out: GlobalMut<u32>) {
 }
 
 #[test]
-fn each_thread_knows_its_place() {
+fn thread_and_block_indices_cover_the_grid() {
     let mut out = vec![0u32; 4 * 96 * 5 * 3 * 2];
     emulate(&indices(GlobalMut::new(out.as_mut_ptr())), [5, 3, 2], 0);
     for (i, got) in out.chunks(4).enumerate() {
@@ -45,7 +45,7 @@ fn block_sum(out: GlobalMut<f32>, inp: Global<f32>) {
 }
 
 #[test]
-fn block_reductions() {
+fn block_sum_and_max_match_cpu() {
     let inp: Vec<f32> = (0..1024).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
     let mut out = vec![0.0f32; 2048];
     emulate(&block_sum(GlobalMut::new(out.as_mut_ptr()), Global::new(inp.as_ptr())), [4, 1, 1], 128);
@@ -57,15 +57,16 @@ fn block_reductions() {
     }
 }
 
-/// Three times the sums over the block of M x N multiples of `inp`, with two pieces of scratch by turns.
+/// Computes three times the block-wide sums of M x N multiples of `inp`, with double-buffered scratch.
 fn several_sums<const WARPS: usize, const N: usize, const M: usize>(out: GlobalMut<f32>, inp: Global<f32>) {
     let scratch: SharedArray<f32> = Layout::new().array(2 * N * M * WARPS);
     let i = thread::index_1d();
-    for turn in 0..3 {
-        let values = core::array::from_fn(|m| core::array::from_fn(|n| inp.at(i) * (1 + m * N + n + 10 * turn) as f32));
-        let sums: [[f32; N]; M] = block::sums::<WARPS, N, M>(values, scratch.skip(turn % 2 * N * M * WARPS));
+    for round in 0..3 {
+        let values =
+            core::array::from_fn(|m| core::array::from_fn(|n| inp.at(i) * (1 + m * N + n + 10 * round) as f32));
+        let sums: [[f32; N]; M] = block::sums::<WARPS, N, M>(values, scratch.skip(round % 2 * N * M * WARPS));
         for (k, sum) in sums.as_flattened().iter().enumerate() {
-            out.set((i * 3 + turn) * N * M + k, *sum);
+            out.set((i * 3 + round) * N * M + k, *sum);
         }
     }
 }
@@ -86,7 +87,7 @@ fn one_sum(out: GlobalMut<f32>, inp: Global<f32>) {
 }
 
 #[test]
-fn sums_of_a_block() {
+fn block_sums_match_cpu() {
     let inp: Vec<f32> = (0..1024).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
     let from = Global::new(inp.as_ptr());
     for (launch, threads, count) in
@@ -102,15 +103,15 @@ fn sums_of_a_block() {
     }
 }
 
-/// The sum of `inp` over each group of warps of the block, by turns of both pieces of scratch.
+/// Computes the sum of `inp` over each group of warps of the block, with double-buffered scratch.
 fn sum_of_group<const WARPS: usize>(out: GlobalMut<f32>, inp: Global<f32>) {
     let groups = thread::block_dim_x() as usize / (32 * WARPS);
     let scratch: SharedArray<f32> = Layout::new().array(2 * groups * WARPS);
     let (i, group) = (thread::index_1d(), thread::thread_idx_x() / (32 * WARPS as u32));
-    // Each group takes as many turns as it likes.
-    for turn in 0..=group as usize {
-        let scratch = scratch.skip((turn % 2 * groups + group as usize) * WARPS);
-        let [[sum]] = block::sums_of_group::<WARPS, 1, 1>([[inp.at(i) * (1 + turn) as f32]], scratch, group);
+    // The number of rounds differs between groups.
+    for round in 0..=group as usize {
+        let scratch = scratch.skip((round % 2 * groups + group as usize) * WARPS);
+        let [[sum]] = block::sums_of_group::<WARPS, 1, 1>([[inp.at(i) * (1 + round) as f32]], scratch, group);
         out.set(i, sum);
     }
 }
@@ -126,15 +127,15 @@ fn sum_of_one_warp(out: GlobalMut<f32>, inp: Global<f32>) {
 }
 
 #[test]
-fn sums_of_groups() {
+fn warp_group_sums_match_cpu() {
     let inp: Vec<f32> = (0..768).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
     let from = Global::new(inp.as_ptr());
     for (launch, threads) in [(sum_of_four_warps as fn(_, _) -> _, 128), (sum_of_one_warp as fn(_, _) -> _, 32)] {
         let mut out = vec![0.0f32; 768];
         emulate(&launch(GlobalMut::new(out.as_mut_ptr()), from), [2, 1, 1], 2 * 12 * 4);
         for (i, got) in out.iter().enumerate() {
-            let (turns, first) = (1 + i % 384 / threads, i / threads * threads);
-            let sum = inp[first..][..threads].iter().sum::<f32>() * turns as f32;
+            let (rounds, first) = (1 + i % 384 / threads, i / threads * threads);
+            let sum = inp[first..][..threads].iter().sum::<f32>() * rounds as f32;
             assert_eq!(got.to_bits(), sum.to_bits(), "thread {i} in groups of {threads}");
         }
     }
@@ -160,7 +161,7 @@ fn last_block(total: GlobalMut<f32>, partial: GlobalMut<f32>, counter: GlobalMut
 }
 
 #[test]
-fn atomics_across_blocks() {
+fn last_block_sees_the_results_of_all_blocks() {
     let (mut total, mut partial, mut counter) = ([0.0f32; 2], vec![0.0f32; 500], [0u32]);
     let [t, p] = [total.as_mut_ptr(), partial.as_mut_ptr()].map(GlobalMut::new);
     emulate(&last_block(t, p, GlobalMut::new(counter.as_mut_ptr())), [500, 1, 1], 0);
@@ -187,7 +188,7 @@ fn lanes(out: GlobalMut<u32>) {
 }
 
 #[test]
-fn warps_exchange() {
+fn warp_exchanges_match_their_definitions() {
     let mut out = vec![0u32; 64 * 9];
     emulate(&lanes(GlobalMut::new(out.as_mut_ptr())), [1, 1, 1], 0);
     for (t, got) in out.chunks(9).enumerate() {
@@ -208,7 +209,7 @@ fn warps_exchange() {
     }
 }
 
-/// Warps 1.. add up what warp 0 produces, handed over through one pair of named barriers for each of two buffers.
+/// Warp 0 produces values in two buffers, each with a pair of named barriers; the other warps accumulate them.
 #[kernel(threads = 128)]
 fn pipeline(out: GlobalMut<u32>) {
     let buffers: SharedArray<u32> = Layout::new().array(64);
@@ -235,7 +236,7 @@ fn pipeline(out: GlobalMut<u32>) {
 }
 
 #[test]
-fn named_barriers_hand_over() {
+fn named_barriers_order_producer_and_consumers() {
     let mut memory = Memory::new();
     let out = memory.output("out", 128);
     pipeline(out).emulate_checked(&mut memory, [1, 1, 1], 256).unwrap();
@@ -245,25 +246,25 @@ fn named_barriers_hand_over() {
     }
 }
 
-/// Before its wait a copy has not happened, whatever the hardware may do; after it, it has, and no other has.
+/// An asynchronous copy executes exactly at its wait, not before.
 #[kernel(threads = 32)]
 fn copies(out: GlobalMut<f32>, inp: Global<f32>) {
-    let pieces: SharedArray<f32> = Layout::new().array(12);
+    let target: SharedArray<f32> = Layout::new().array(12);
     let t = thread::thread_idx_x() as usize;
     if t > 0 {
         return;
     }
     for i in 0..12 {
-        pieces.set(i, -1.0);
+        target.set(i, -1.0);
     }
-    pieces.copy_packet_async(0, inp, 4, true);
-    pieces.copy_packet_async(4, inp, 1 << 40, false);
+    target.copy_packet_async(0, inp, 4, true);
+    target.copy_packet_async(4, inp, 1 << 40, false);
     async_copy::commit();
-    pieces.copy_packet_async(8, inp, 8, true);
+    target.copy_packet_async(8, inp, 8, true);
     async_copy::commit();
     let report = |row: usize| {
         for i in 0..12 {
-            out.set(row * 12 + i, pieces.at(i));
+            out.set(row * 12 + i, target.at(i));
         }
     };
     async_copy::wait::<2>();
@@ -275,7 +276,7 @@ fn copies(out: GlobalMut<f32>, inp: Global<f32>) {
 }
 
 #[test]
-fn async_copies_land_at_their_wait() {
+fn async_copies_execute_at_their_wait() {
     let inp: Vec<f32> = (0..12).map(|i| i as f32).collect();
     let mut out = [0.0f32; 36];
     emulate(&copies(GlobalMut::new(out.as_mut_ptr()), Global::new(inp.as_ptr())), [1, 1, 1], 48);
@@ -307,7 +308,7 @@ fn packets_move<T: Element + bytemuck::Pod + PartialEq + std::fmt::Debug>() {
 }
 
 #[test]
-fn packets_of_both_types() {
+fn packet_accesses_preserve_values() {
     packets_move::<bf16>();
     packets_move::<f32>();
 }
@@ -343,8 +344,8 @@ fn stochastic_rounding_is_unbiased() {
         let mut mean = 0.0;
         for noise in 0..=0xffff {
             let got = bf16::round_stochastic(x, noise | 0xabcd_0000);
-            assert_eq!(bf16::from_f32(got).to_f32().to_bits(), got.to_bits(), "{got} is no bf16");
-            assert!((got - x).abs() < step, "{x} went to {got}, nearest {high}");
+            assert_eq!(bf16::from_f32(got).to_f32().to_bits(), got.to_bits(), "{got} is not a bf16");
+            assert!((got - x).abs() < step, "{x} was rounded to {got}, nearest {high}");
             mean += f64::from(got) / 65536.0;
         }
         assert!((mean - f64::from(x)).abs() <= f64::from(step) * 1e-4, "{x}: mean {mean}");
@@ -363,7 +364,7 @@ fn stochastic_rounding_is_unbiased() {
 }
 
 #[test]
-fn special_functions() {
+fn special_functions_are_accurate() {
     for i in -400..=400 {
         let x = i as f32 / 40.0;
         let close =
@@ -389,7 +390,7 @@ fn special_functions() {
 }
 
 #[test]
-fn layouts_are_measured_on_the_host() {
+fn layout_size_is_known_on_the_host() {
     let mut layout = Layout::new();
     let _: SharedArray<u32> = layout.array(3);
     let _: SharedTile<bf16, 16, 32> = layout.tile();
@@ -398,7 +399,7 @@ fn layouts_are_measured_on_the_host() {
 }
 
 #[test]
-fn a_missing_instance_names_those_there_are() {
+fn missing_instance_panics_with_the_list_of_instances() {
     #[kernel(threads = 32, instances(small = <f32, 4>, large = <f32, 8>))]
     fn sized<T: Element, const N: usize>(out: GlobalMut<T>) {
         out.set(N, T::default());
@@ -407,14 +408,11 @@ fn a_missing_instance_names_those_there_are() {
     assert_eq!((sized::<f32, 8>(out).name(), sized::<f32, 8>(out).threads()), ("sized_large", 32));
     let panic = std::panic::catch_unwind(|| sized::<f32, 16>(out)).unwrap_err();
     let text = panic.downcast_ref::<String>().expect("a formatted message");
-    assert!(
-        text.contains("kernel sized has no instance") && text.ends_with("there are: sized_small, sized_large"),
-        "{text}"
-    );
+    assert!(text.contains("kernel sized: expected one of the instances sized_small, sized_large, found"), "{text}");
 }
 
 #[test]
-fn arguments_are_handed_over_as_bytes() {
+fn launch_arguments_are_passed_as_bytes() {
     #[kernel(threads = 32)]
     fn mixed(out: GlobalMut<f32>, n: u32, scale: f32, count: u64) {
         out.set(n as usize, scale + count as f32);

@@ -1,4 +1,4 @@
-//! Fragments and `mma` against a plain matrix product, from every corner a tile can be read.
+//! Fragment loads and `mma` compared with a scalar matmul, for all operand layouts.
 
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
@@ -8,12 +8,13 @@ const M: usize = 32;
 const N: usize = 48;
 const K: usize = 64;
 
-/// out (M, N) = a (M, K) · b (K, N) by one warp, through shared tiles that hold either operand as it is or transposed.
+/// Computes out (M, N) = a (M, K) · b (K, N) in one warp, with each operand stored in shared memory as is or
+/// transposed.
 #[kernel(threads = 32, instances(
     bf16_nn = <bf16, false, false>, bf16_nt = <bf16, false, true>, bf16_tn = <bf16, true, false>,
     bf16_tt = <bf16, true, true>, f32_nn = <f32, false, false>, f32_nt = <f32, false, true>,
     f32_tn = <f32, true, false>, f32_tt = <f32, true, true>))]
-fn product<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(
+fn matmul<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(
     out: GlobalMut<T>,
     a: Global<T>,
     b: Global<T>,
@@ -62,8 +63,8 @@ fn check<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(tole
     let (a, b) = (values::<T>(M * K, 7), values::<T>(K * N, 99));
     let mut out = vec![T::default(); M * N];
     let views = (GlobalMut::new(out.as_mut_ptr()), Global::new(a.as_ptr()), Global::new(b.as_ptr()));
-    // SAFETY: the kernel's indices are those of the three matrices; its tiles take less than 100 KiB.
-    unsafe { product::<T, A_TRANSPOSED, B_TRANSPOSED>(views.0, views.1, views.2).emulate([1, 1, 1], 100 << 10) }
+    // SAFETY: the kernel's indices are inside the three matrices, and its tiles use less than 100 KiB.
+    unsafe { matmul::<T, A_TRANSPOSED, B_TRANSPOSED>(views.0, views.1, views.2).emulate([1, 1, 1], 100 << 10) }
         .unwrap();
     for m in 0..M {
         for n in 0..N {
@@ -75,7 +76,7 @@ fn check<T: TensorCore, const A_TRANSPOSED: bool, const B_TRANSPOSED: bool>(tole
 }
 
 #[test]
-fn bf16_fragments_multiply() {
+fn bf16_mma_matches_scalar_matmul() {
     check::<bf16, false, false>(1.0 / 256.0);
     check::<bf16, false, true>(1.0 / 256.0);
     check::<bf16, true, false>(1.0 / 256.0);
@@ -83,7 +84,7 @@ fn bf16_fragments_multiply() {
 }
 
 #[test]
-fn f32_fragments_multiply() {
+fn f32_mma_matches_scalar_matmul() {
     check::<f32, false, false>(4e-6);
     check::<f32, false, true>(4e-6);
     check::<f32, true, false>(4e-6);

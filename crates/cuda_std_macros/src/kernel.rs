@@ -6,17 +6,16 @@ use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{AngleBracketedGenericArguments, Error, FnArg, GenericParam, Ident, ItemFn, LitInt, LitStr, Pat, Token};
 
-/// What stands in `#[kernel(…)]`.
+/// Arguments of `#[kernel(…)]`.
 #[derive(Default)]
 struct Options {
     threads: Option<u32>,
     blocks_per_sm: Option<u32>,
-    cluster: Option<u32>,
     arch: Option<String>,
     instances: Vec<Instance>,
 }
 
-/// `name = <arguments>` or `name = <arguments>(blocks_per_sm = N)` in `instances(…)`.
+/// One entry of `instances(…)`: `name = <arguments>` or `name = <arguments>(blocks_per_sm = N)`.
 struct Instance {
     suffix: Ident,
     arguments: AngleBracketedGenericArguments,
@@ -34,7 +33,7 @@ impl Parse for Instance {
             syn::parenthesized!(content in input);
             let key: Ident = content.parse()?;
             if key != "blocks_per_sm" {
-                return Err(Error::new(key.span(), format!("an instance may have blocks_per_sm, found `{key}`")));
+                return Err(Error::new(key.span(), format!("instance option: expected blocks_per_sm, found `{key}`")));
             }
             content.parse::<Token![=]>()?;
             blocks_per_sm = Some(content.parse::<LitInt>()?.base10_parse()?);
@@ -62,10 +61,12 @@ impl Parse for Options {
                     match key.to_string().as_str() {
                         "threads" => options.threads = value,
                         "blocks_per_sm" => options.blocks_per_sm = value,
-                        "cluster" => options.cluster = value,
                         _ => {
-                            let known = "threads, blocks_per_sm, cluster, arch or instances";
-                            return Err(Error::new(key.span(), format!("expected {known}, found `{key}`")));
+                            let known = "threads, blocks_per_sm, arch or instances";
+                            return Err(Error::new(
+                                key.span(),
+                                format!("kernel option: expected {known}, found `{key}`"),
+                            ));
                         }
                     }
                 }
@@ -78,19 +79,25 @@ impl Parse for Options {
     }
 }
 
+/// Expands `#[kernel(attribute)] item`.
 pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
     let options: Options = syn::parse2(attribute)?;
     let function: ItemFn = syn::parse2(item)?;
     let signature = &function.sig;
     let name = &signature.ident;
-    let threads =
-        options.threads.ok_or_else(|| Error::new(name.span(), "a kernel states its block size: threads = N"))?;
+    let threads = options
+        .threads
+        .ok_or_else(|| Error::new(name.span(), "missing block size: add threads = N to #[kernel(…)]"))?;
     if !matches!(signature.output, syn::ReturnType::Default) {
-        return Err(Error::new_spanned(&signature.output, "a kernel returns nothing"));
+        return Err(Error::new_spanned(&signature.output, "a kernel must not return a value: remove the return type"));
     }
     let generic = !signature.generics.params.is_empty();
     if generic == options.instances.is_empty() {
-        let message = if generic { "a generic kernel lists its instances(…)" } else { "instances need generics" };
+        let message = if generic {
+            "missing instances: add instances(…) to the #[kernel(…)] of a generic function"
+        } else {
+            "instances(…) requires a generic function: remove it or add generic parameters"
+        };
         return Err(Error::new(name.span(), message));
     }
     let arguments = argument_names(&function)?;
@@ -120,7 +127,8 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
     })
 }
 
-/// The PTX entry of one instance, and the line that carries its launch bounds to `cuda_builder`.
+/// Returns the PTX entry point of one instance and the assembly comment that passes its launch bounds to
+/// `cuda_builder`.
 fn device_entry(
     function: &ItemFn,
     options: &Options,
@@ -145,10 +153,8 @@ fn device_entry(
         None => function.block.to_token_stream(),
     };
     let mut bounds = format!("// @launch {entry} maxntid={threads}");
-    for (key, value) in [("minctasm", blocks_per_sm), ("cluster", options.cluster)] {
-        if let Some(value) = value {
-            bounds = format!("{bounds} {key}={value}");
-        }
+    if let Some(blocks_per_sm) = blocks_per_sm {
+        bounds = format!("{bounds} minctasm={blocks_per_sm}");
     }
     Ok(quote! {
         #arch
@@ -157,14 +163,14 @@ fn device_entry(
         #arch
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
-        #[allow(improper_gpu_kernel_arg, reason = "views are transparent pointers, which the lint does not look through")]
+        #[allow(improper_gpu_kernel_arg, reason = "the lint does not recognize transparent wrappers of pointers")]
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
             #body
         }
     })
 }
 
-/// The function the host calls: same name, generics and parameters, returns a `Launch`.
+/// Returns the host function, which has the same name, generics and parameters and returns a `Launch`.
 fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[Ident]) -> TokenStream {
     let (attributes, vis, signature, block) = (&function.attrs, &function.vis, &function.sig, &function.block);
     let (name, inputs) = (&signature.ident, &signature.inputs);
@@ -201,31 +207,36 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
     }
 }
 
+/// Returns the names of the kernel's parameters.
 fn argument_names(function: &ItemFn) -> syn::Result<Vec<Ident>> {
     let name = |argument: &FnArg| match argument {
         FnArg::Typed(typed) => match &*typed.pat {
             Pat::Ident(pattern) => Ok(pattern.ident.clone()),
-            other => Err(Error::new_spanned(other, "a kernel's parameters are plain names")),
+            other => Err(Error::new_spanned(other, "a kernel parameter must be a plain name, not a pattern")),
         },
-        FnArg::Receiver(receiver) => Err(Error::new_spanned(receiver, "a kernel is a free function")),
+        FnArg::Receiver(receiver) => Err(Error::new_spanned(receiver, "a kernel must be a free function without self")),
     };
     function.sig.inputs.iter().map(name).collect()
 }
 
-/// Which tokens stand for which generic parameter in one instance.
+/// Returns the tokens that replace each generic parameter in one instance.
 fn bindings(function: &ItemFn, arguments: &AngleBracketedGenericArguments) -> syn::Result<Vec<(Ident, TokenStream)>> {
     let parameters = function.sig.generics.params.iter().map(|p| match p {
         GenericParam::Type(t) => Ok(t.ident.clone()),
         GenericParam::Const(c) => Ok(c.ident.clone()),
-        GenericParam::Lifetime(l) => Err(Error::new_spanned(l, "a kernel has no lifetimes")),
+        GenericParam::Lifetime(l) => Err(Error::new_spanned(l, "a kernel must not have lifetime parameters")),
     });
     let parameters = parameters.collect::<syn::Result<Vec<_>>>()?;
     if parameters.len() != arguments.args.len() {
-        return Err(Error::new_spanned(arguments, format!("expected {} generic arguments", parameters.len())));
+        return Err(Error::new_spanned(
+            arguments,
+            format!("instance: expected {} generic arguments, found {}", parameters.len(), arguments.args.len()),
+        ));
     }
     Ok(parameters.into_iter().zip(arguments.args.iter().map(ToTokens::to_token_stream)).collect())
 }
 
+/// Replaces identifiers by the tokens bound to them.
 fn substitute(tokens: TokenStream, bindings: &[(Ident, TokenStream)]) -> TokenStream {
     tokens
         .into_iter()

@@ -1,11 +1,11 @@
-//! Adds two vectors on the first GPU and checks the result.
+//! Adds two vectors on the first GPU and verifies the result.
 
 use anyhow::{Context, Result, ensure};
 use cuda_driver::{DeviceMemory, Gpu, LaunchConfig, Module, Stream};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut};
 
-/// What the build script made: `MODULES`, or `MODULES_MISSING`, why there are none.
+/// Output of the build script: the compiled `MODULES`, or in `MODULES_MISSING` the reason why there are none.
 mod kernels {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
@@ -15,7 +15,8 @@ const N: usize = 1_000_003;
 fn main() -> Result<()> {
     let ptx =
         kernels::MODULES.first().with_context(|| kernels::MODULES_MISSING.unwrap_or("no kernels were built"))?.ptx;
-    let gpu = Gpu::open(0).context("this program needs an NVIDIA GPU; its tests do not: cargo test -p vecadd")?;
+    let gpu = Gpu::open(0)
+        .context("vecadd needs an NVIDIA GPU; to run the kernel in the emulator instead, use cargo test -p vecadd")?;
     let stream = Stream::new(&gpu)?;
     let function = Module::load(&gpu, "vecadd", ptx.as_bytes())?.function("vecadd")?;
 
@@ -37,8 +38,8 @@ fn main() -> Result<()> {
     vecadd_kernel::shared(&mut layout);
     let block = [launch.threads(), 1, 1];
     let config = LaunchConfig { grid, block, shared_bytes: layout.bytes() as u32, cluster: 1 };
-    // SAFETY: each allocation has as many elements as its slice; the kernel keeps to n elements and one sum per block, and
-    // everything is on one stream, which is waited for before the slices are used.
+    // SAFETY: each allocation has the length of its slice, and the kernel accesses n elements and one sum per block.
+    // All operations are on one stream, which is synchronized before the slices are used.
     unsafe {
         stream.upload(a_memory.address(), &a)?;
         stream.upload(b_memory.address(), &b)?;
@@ -48,11 +49,11 @@ fn main() -> Result<()> {
     }
     stream.synchronize()?;
 
-    // Small integers: exact in any order.
+    // Sums of small integers are exact in any order.
     let expected: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
     let expected_sums: Vec<f32> = expected.chunks(vecadd_kernel::THREADS).map(|part| part.iter().sum()).collect();
-    ensure!(out == expected, "the elements are not the sums of a and b");
-    ensure!(sums == expected_sums, "the sums of the blocks' elements are wrong");
+    ensure!(out == expected, "out: expected the sums of a and b, found other elements");
+    ensure!(sums == expected_sums, "sums: expected the sum of each block's elements, found other values");
     println!("{N} elements added on {}", gpu.info().name);
     Ok(())
 }

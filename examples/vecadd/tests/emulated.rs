@@ -1,4 +1,4 @@
-//! The kernel without a GPU, every access checked; and what the checker says of kernels that are wrong.
+//! Runs the kernel in the emulator with every access checked, and shows the reports for two kernels with faults.
 
 use cuda_std::emulate::{Fault, Memory, Report};
 use cuda_std::launch::Launch;
@@ -6,10 +6,10 @@ use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, kernel, thread};
 use vecadd_kernel::{THREADS, grid, shared, vecadd};
 
-/// What a kernel is given: out, sums, a, b, n.
+/// Arguments of a kernel: out, sums, a, b, n.
 type Arguments = (GlobalMut<f32>, GlobalMut<f32>, Global<f32>, Global<f32>, u64);
 
-/// out and sums of `n` elements a = i, b = 2 i.
+/// Runs a kernel on the `n` elements a = i and b = 2 i and returns out and sums.
 fn run(kernel: impl Fn(Arguments) -> Launch, n: usize) -> Result<(Vec<f32>, Vec<f32>), Report> {
     let values = |scale: usize| (0..n).map(|i| (scale * i) as f32).collect::<Vec<_>>();
     let mut memory = Memory::new();
@@ -22,7 +22,7 @@ fn run(kernel: impl Fn(Arguments) -> Launch, n: usize) -> Result<(Vec<f32>, Vec<
 }
 
 #[test]
-fn adds() {
+fn vecadd_matches_cpu_reference() {
     for n in [1, 31, THREADS, THREADS + 1, 1000] {
         let (out, sums) = run(|(out, sums, a, b, n)| vecadd(out, sums, a, b, n), n).unwrap();
         let expected: Vec<f32> = (0..n).map(|i| (3 * i) as f32).collect();
@@ -31,16 +31,16 @@ fn adds() {
     }
 }
 
-/// Without the comparison with `n`.
+/// Lacks the comparison of the index with `n`.
 #[kernel(threads = 256)]
 fn unbounded(out: GlobalMut<f32>, a: Global<f32>, b: Global<f32>) {
     let i = thread::index_1d();
     out.set(i, a.at(i) + b.at(i)); // out of bounds
 }
 
-/// Sums in thread 0, without a barrier before it.
+/// Lacks the barrier before thread 0 sums the elements.
 #[kernel(threads = 256)]
-fn hasty(sums: GlobalMut<f32>, a: Global<f32>, b: Global<f32>, n: u64) {
+fn missing_barrier(sums: GlobalMut<f32>, a: Global<f32>, b: Global<f32>, n: u64) {
     let (scratch, t) = (Layout::new().array::<f32>(THREADS), thread::thread_idx_x() as usize);
     if t < n as usize {
         scratch.set(t, a.at(t) + b.at(t)); // write
@@ -50,22 +50,22 @@ fn hasty(sums: GlobalMut<f32>, a: Global<f32>, b: Global<f32>, n: u64) {
     }
 }
 
-/// The line of this file that ends with `// <mark>`.
+/// Returns the number of the line of this file that ends with `// <mark>`.
 fn line(mark: &str) -> Option<u32> {
     let end = format!("// {mark}");
     include_str!("emulated.rs").lines().position(|line| line.ends_with(&end)).map(|i| i as u32 + 1)
 }
 
 #[test]
-fn a_missing_bound_is_reported() {
+fn missing_bound_is_reported_as_out_of_bounds() {
     let report = run(|(out, _, a, b, _)| unbounded(out, a, b), 1000).unwrap_err();
     assert_eq!((report.fault, report.lines()), (Fault::OutOfBounds, [line("out of bounds"), None]));
     let text = report.to_string();
-    assert!(text.contains("block (3, 0, 0), thread 232: out of bounds: read of 4 bytes at a + 4000"), "{text}");
+    assert!(text.contains("block (3, 0, 0), thread 232: out-of-bounds access: read of 4 bytes at a + 4000"), "{text}");
 }
 
 #[test]
-fn a_missing_barrier_is_reported() {
-    let report = run(|(_, sums, a, b, n)| hasty(sums, a, b, n), 8).unwrap_err();
-    assert_eq!((report.fault, report.lines()), (Fault::Race, [line("write"), line("read")]));
+fn missing_barrier_is_reported_as_data_race() {
+    let report = run(|(_, sums, a, b, n)| missing_barrier(sums, a, b, n), 8).unwrap_err();
+    assert_eq!((report.fault, report.lines()), (Fault::DataRace, [line("write"), line("read")]));
 }

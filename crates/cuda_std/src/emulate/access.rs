@@ -1,33 +1,34 @@
-//! Loads, stores, atomics and asynchronous copies.
+//! Loads, stores, atomics and `cp.async`.
 
 use super::block::{Polling, fail, is_checked, is_running, with};
 use super::checker::{Finding, Kind, Request};
-use super::hopper::catch_early;
+use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site};
 use std::panic::Location;
 use std::sync::atomic::{self, AtomicU32, Ordering};
 use std::{mem, ptr};
 
-/// Generic address of the block's dynamic shared memory; null on the host, where layouts are only measured.
+/// Returns the address of the block's dynamic shared memory. Returns null outside a kernel, where layouts are only
+/// measured.
 #[inline]
 pub fn shared_base() -> *mut u8 {
     if is_running() { with(super::block::Block::shared_base) } else { ptr::null_mut() }
 }
 
-/// In a checked launch, stops the kernel if this access must not be.
+/// Stops the kernel if it runs in a checked launch and this access is invalid.
 #[inline(always)]
 pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
     if is_checked() {
-        check_slowly(Request { kind, address, bytes, align, at });
+        check_access(Request { kind, address, bytes, align, at });
     }
 }
 
 #[inline(never)]
-fn check_slowly(request: Request) {
+fn check_access(request: Request) {
     let Request { kind, address, at, .. } = request;
-    let (found, polls) = with(|block| {
+    let (result, polls) = with(|block| {
         let polls = match kind {
-            Kind::Read | Kind::Atomic => block.polling.reads(address, at),
+            Kind::Read | Kind::Atomic => block.polling.record_read(address, at),
             _ => {
                 block.polling = Polling::default();
                 false
@@ -36,13 +37,14 @@ fn check_slowly(request: Request) {
         let thread = block.current;
         (block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request)), polls)
     });
-    if let Err(Finding { fault, other, message }) = found {
+    if let Err(Finding { fault, other, message }) = result {
         fail(fault, at, other, message);
     }
     if polls {
-        let place = with(|block| block.checker.as_ref().map_or_else(String::new, |checker| checker.place(address)));
+        let place = with(|block| block.checker.as_ref().map_or_else(String::new, |checker| checker.name_of(address)));
         let message = format!(
-            "livelock: polls {place} at {}; an emulated thread runs until it waits, so nobody can write there meanwhile",
+            "livelock: the thread polls {place} ({}); the emulator switches threads only at waits, so no other thread \
+             can write in the meantime",
             Line(at)
         );
         fail(Fault::Livelock, at, None, message);
@@ -55,7 +57,7 @@ fn check_slowly(request: Request) {
 #[track_caller]
 pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
     check(Kind::Read, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { *pointer }
 }
 
@@ -65,21 +67,21 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 #[track_caller]
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     if size_of::<T>() == 4 {
-        // SAFETY: as many bytes, of a type that has no padding in this size.
-        catch_early(unsafe { mem::transmute_copy(&value) }, Location::caller());
+        // SAFETY: both types have four bytes, and no `T` of this size has padding.
+        check_accumulator_read(unsafe { mem::transmute_copy(&value) }, Location::caller());
     }
     check(Kind::Write, pointer.addr(), size_of::<T>(), align_of::<T>(), Location::caller());
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { *pointer = value }
 }
 
-/// 16 bytes without asking the checker.
+/// Reads 16 bytes without a check.
 ///
 /// # Safety
 /// `pointer` must be valid for reads of 16 bytes.
 #[inline]
 pub unsafe fn words(pointer: *const u32) -> [u32; 4] {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { pointer.cast::<[u32; 4]>().read_unaligned() }
 }
 
@@ -89,7 +91,7 @@ pub unsafe fn words(pointer: *const u32) -> [u32; 4] {
 #[track_caller]
 pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
     check(Kind::Read, pointer.addr(), 16, 16, Location::caller());
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { words(pointer) }
 }
 
@@ -100,10 +102,10 @@ pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
 pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
     let at = Location::caller();
     for word in value {
-        catch_early(word, at);
+        check_accumulator_read(word, at);
     }
     check(Kind::Write, pointer.addr(), 16, 16, at);
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { pointer.cast::<[u32; 4]>().write_unaligned(value) }
 }
 
@@ -113,7 +115,7 @@ pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
 #[track_caller]
 pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
     check(Kind::Read, pointer.addr(), 8, 8, Location::caller());
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { pointer.cast::<[u32; 2]>().read_unaligned() }
 }
 
@@ -124,87 +126,87 @@ pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
 pub unsafe fn store64(pointer: *mut u32, value: [u32; 2]) {
     let at = Location::caller();
     for word in value {
-        catch_early(word, at);
+        check_accumulator_read(word, at);
     }
     check(Kind::Write, pointer.addr(), 8, 8, at);
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { pointer.cast::<[u32; 2]>().write_unaligned(value) }
 }
 
 /// # Safety
-/// As [`load128`].
+/// Same as [`load128`].
 #[inline]
 #[track_caller]
 pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { load128(pointer) }
 }
 
 /// # Safety
-/// As [`store128`].
+/// Same as [`store128`].
 #[inline]
 #[track_caller]
 pub unsafe fn store128_streaming(pointer: *mut u32, value: [u32; 4]) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { store128(pointer, value) }
 }
 
-/// There is no L2 here: all policies are one.
+/// The emulator has no L2 cache, so all policies are equal.
 #[inline]
 pub fn evict_first() -> u64 {
     0
 }
 
-/// As [`evict_first`].
+/// Same as [`evict_first`].
 #[inline]
 pub fn evict_last(_fraction: f32) -> u64 {
     0
 }
 
 /// # Safety
-/// As [`load128`].
+/// Same as [`load128`].
 #[inline]
 #[track_caller]
 pub unsafe fn load128_streaming_with(pointer: *const u32, _policy: u64) -> [u32; 4] {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { load128(pointer) }
 }
 
 /// # Safety
-/// As [`load128`].
+/// Same as [`load128`].
 #[inline]
 #[track_caller]
 pub unsafe fn load128_with(pointer: *const u32, _policy: u64) -> [u32; 4] {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { load128(pointer) }
 }
 
 /// # Safety
-/// As [`store128`].
+/// Same as [`store128`].
 #[inline]
 #[track_caller]
 pub unsafe fn store128_with(pointer: *mut u32, value: [u32; 4], _policy: u64) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { store128(pointer, value) }
 }
 
 /// # Safety
-/// `pointer` must be valid for reads and writes, and accessed only atomically meanwhile.
+/// `pointer` must be valid for reads and writes, and all concurrent accesses must be atomic.
 #[inline]
 #[track_caller]
 pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
     check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { AtomicU32::from_ptr(pointer) }.fetch_add(value, Ordering::Relaxed)
 }
 
 /// # Safety
-/// As [`atomic_add_u32`].
+/// Same as [`atomic_add_u32`].
 #[inline]
 #[track_caller]
 pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
     check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
-    // SAFETY: the caller's; f32 and u32 have one layout.
+    // SAFETY: guaranteed by the caller; f32 and u32 have the same layout.
     let word = unsafe { AtomicU32::from_ptr(pointer.cast()) };
     let add = |bits| Some((f32::from_bits(bits) + value).to_bits());
     let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
@@ -214,24 +216,25 @@ pub fn fence_device() {
     atomic::fence(Ordering::AcqRel);
     with(|block| {
         if let Some(checker) = &mut block.checker {
-            checker.fenced();
+            checker.device_fenced();
         }
     });
 }
 
-/// A thread's `cp.async`s under way. Their bytes move when the thread waits for them, the latest moment there is.
+/// Pending `cp.async` operations of a thread. They execute when the thread waits for them, which is as late as
+/// possible.
 #[derive(Default)]
 pub struct AsyncCopies {
     /// Oldest first.
     copies: Vec<AsyncCopy>,
-    /// Groups closed so far.
+    /// Number of committed groups.
     groups: u32,
 }
 
 #[derive(Clone, Copy)]
 struct AsyncCopy {
     to: *mut u32,
-    /// None: zeros.
+    /// Source, or `None` to write zeros.
     from: Option<*const u32>,
     group: u32,
     at: Site,
@@ -243,15 +246,15 @@ impl AsyncCopies {
         self.groups = 0;
     }
 
-    /// Line of the oldest copy under way.
+    /// Returns the source line of the oldest pending copy.
     pub fn oldest(&self) -> Option<Site> {
         Some(self.copies.first()?.at)
     }
 }
 
 /// # Safety
-/// `to` must stay valid for writes of 16 bytes, and if `valid` `from` for reads, until the copy is waited for; both
-/// 16-byte aligned.
+/// Until the copy is waited for, `to` must be valid for writes of 16 bytes, and `from` for reads if `valid` is true.
+/// Both must be 16-byte aligned.
 #[inline]
 #[track_caller]
 pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
@@ -277,13 +280,13 @@ pub fn async_copy_wait<const PENDING: u32>() {
         let mine = &mut block.copies[block.current];
         let done = mine.copies.partition_point(|copy| copy.group + PENDING < mine.groups);
         for copy in mine.copies.drain(..done) {
-            // SAFETY: the contract of `async_copy_16`.
+            // SAFETY: guaranteed by the caller of `async_copy_16`.
             unsafe {
                 let bytes = copy.from.map_or([0; 4], |from| words(from));
                 copy.to.cast::<[u32; 4]>().write_unaligned(bytes);
             }
             if let Some(checker) = &mut block.checker {
-                checker.landed(block.current, copy.to.addr());
+                checker.async_copy_completed(block.current, copy.to.addr());
             }
         }
     });

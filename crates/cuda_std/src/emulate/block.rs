@@ -1,12 +1,12 @@
-//! A block and its fibers.
+//! Execution of blocks: one fiber per GPU thread.
 //!
-//! All fibers of a block run on one OS thread, one at a time; a thread-local points at the block that runs there. A
-//! fiber runs until it must wait, says so in the block and suspends; the scheduler resumes whoever is ready. Blocks run
-//! in parallel.
+//! All fibers of a block run on one OS thread, one at a time, and a thread-local variable points at the running block.
+//! A fiber runs until it must wait: it records the wait in the block and suspends itself. The scheduler then resumes a
+//! fiber that is ready. Different blocks run in parallel.
 
 use super::LANES;
 use super::access::AsyncCopies;
-use super::checker::{Checker, Clocks};
+use super::checker::{Checker, VectorClock};
 use super::collective::{Barrier, Operation, Wait, Warp};
 use super::hopper;
 use super::memory::Memory;
@@ -23,25 +23,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 type Fiber = Coroutine<(), (), (), FiberStack>;
 
-/// Fibers alive at once, all blocks together: each costs two of the 65,530 mappings Linux gives a process.
+/// Maximum number of live fibers over all blocks. Each fiber uses two of the 65,530 memory mappings that Linux grants a
+/// process by default.
 const MAX_FIBERS: usize = 16 << 10;
+/// Maximum number of threads in a block.
 const MAX_THREADS: u32 = 1024;
-/// The portable size.
-const MAX_CLUSTER: u32 = 8;
-/// Threads of a cluster that the checker tells apart.
-const MAX_CHECKED: usize = LANES * LANES;
-/// What every launch can be sure of is far less; this is what an H200's multiprocessor has.
+/// Maximum dynamic shared memory of a block in bytes, on compute capability 9.0.
 const MAX_SHARED: usize = 227 << 10;
 
+/// State of the block that is being emulated.
 pub struct Block {
     kernel: &'static str,
     size: [u32; 3],
     pub threads: u32,
     pub index: [u32; 3],
-    /// Number of this block in its cluster, and the cluster's blocks.
-    pub rank: usize,
-    pub cluster: Vec<*mut Block>,
-    /// The thread whose fiber runs.
+    /// Index of the thread whose fiber is running.
     pub current: usize,
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],
@@ -49,36 +45,36 @@ pub struct Block {
     pub hopper: hopper::State,
     waits: Vec<Option<Wait>>,
     yielders: Vec<*const Yielder<(), ()>>,
-    /// Dynamic shared memory, 1024-byte aligned as on the device.
+    /// Dynamic shared memory, aligned to 1024 bytes as on the device.
     shared: Vec<Kilobyte>,
     report: Option<Report>,
+    /// An uninitialized read, held back until the block ends: see [`fail`].
     suspicion: Option<Report>,
-    /// In a cluster the block that runs has it.
     pub checker: Option<Box<Checker>>,
     pub polling: Polling,
 }
 
-/// Whether the thread that runs reads the same places over and over: nobody else runs meanwhile, so it would go on for ever.
+/// Detects a thread that polls: it reads the same address forever, because no other thread runs in the meantime.
 #[derive(Default)]
 pub struct Polling {
-    place: Option<(usize, Site)>,
+    sampled: Option<(usize, Site)>,
     accesses: u64,
-    /// How often that place has been read since.
+    /// Reads of the sampled address by the sampled line since it was sampled.
     reads: u32,
 }
 
 impl Polling {
-    /// So many reads of one place by one line, with no write in between, are for ever.
+    /// Number of reads of one address by one line, without a write in between, that counts as polling.
     const LIMIT: u32 = 1 << 22;
 
-    /// Notes a read or an atomic update; whether it is the one too many.
+    /// Records a read or an atomic update. Returns true when the limit is reached.
     #[inline]
-    pub fn reads(&mut self, address: usize, at: Site) -> bool {
+    pub fn record_read(&mut self, address: usize, at: Site) -> bool {
         self.accesses += 1;
-        if self.place.is_some_and(|(place, line)| place == address && std::ptr::eq(line, at)) {
+        if self.sampled.is_some_and(|(sampled, line)| sampled == address && ptr::eq(line, at)) {
             self.reads += 1;
         } else if self.accesses.is_power_of_two() {
-            (self.place, self.reads) = (Some((address, at)), 0);
+            (self.sampled, self.reads) = (Some((address, at)), 0);
         }
         self.reads >= Self::LIMIT
     }
@@ -88,64 +84,64 @@ impl Polling {
 #[repr(C, align(1024))]
 struct Kilobyte([u8; 1024]);
 
-/// What shared memory holds before it is written: NaN as f32 and as bf16.
+/// Initial contents of shared memory: NaN as f32 and as bf16.
 const POISON: Kilobyte = Kilobyte([0xff; 1024]);
 
 thread_local! {
-    /// Where the last panic of a kernel was.
+    /// Source line of the last panic in a kernel.
     static PANICKED_AT: RefCell<String> = const { RefCell::new(String::new()) };
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
-    /// Whether that block is watched.
+    /// Whether the running block is checked.
     static CHECKED: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Returns whether the kernel that runs on this OS thread is checked.
 #[inline]
 pub fn is_checked() -> bool {
     CHECKED.get()
 }
 
-/// Whether a kernel is being emulated here.
+/// Returns whether a kernel is being emulated on this OS thread.
 pub fn is_running() -> bool {
     !BLOCK.get().is_null()
 }
 
-/// Calls `f` with the block that runs on this OS thread. `f` must not suspend, nor call `with`.
+/// Calls `f` with the block that runs on this OS thread. `f` must neither suspend nor call `with`.
 #[inline]
 pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     let block = BLOCK.get();
-    assert!(!block.is_null(), "a device function of cuda_std was called outside a kernel: launch one and emulate it");
-    // SAFETY: `run_cluster` keeps the block alive while BLOCK points at it; only one fiber of it runs at a time, and none
-    // holds a reference across a suspension, so this is the only one.
+    assert!(
+        !block.is_null(),
+        "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
+         launch"
+    );
+    // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and
+    // none holds a reference across a suspension, so this reference is the only one.
     f(unsafe { &mut *block })
 }
 
-/// Calls `f` with block `rank` of the cluster that runs here, if there is one. As [`with`].
-pub fn with_peer<R>(rank: usize, f: impl FnOnce(&mut Block) -> R) -> Option<R> {
-    let peer = with(|block| block.cluster.get(rank).copied())?;
-    // SAFETY: as in `with`: `run_cluster` keeps the whole cluster alive, and nobody has a reference to any of its blocks.
-    Some(f(unsafe { &mut *peer }))
-}
-
-/// Stops this fiber until the scheduler finds it ready again.
+/// Suspends the running fiber until the scheduler resumes it.
 #[inline]
 pub fn suspend() {
     let yielder = with(|block| block.yielders[block.current]);
-    // SAFETY: set by the fiber that runs here, whose frame below this one holds the yielder.
+    // SAFETY: the pointer was set by the running fiber, and the yielder lives in a lower frame of the same stack.
     unsafe { (*yielder).suspend(()) }
 }
 
-/// Stops the kernel with this finding. A read of what was never written stops only its thread at first: if another thread
-/// goes on to write there, the two race, and that says more.
+/// Stops the kernel with this fault.
+///
+/// An uninitialized read stops only its thread. If another thread writes the location later, the two accesses are a
+/// data race, which is the more useful report.
 #[cold]
 pub fn fail(fault: Fault, at: Site, other: Option<Site>, message: String) -> ! {
     with(|block| {
         let report = block.report_of(fault, Some(at), other, message);
         let report = Report { thread: Some(block.current as u32), ..report };
-        let slot = if fault == Fault::Uninitialised { &mut block.suspicion } else { &mut block.report };
+        let slot = if fault == Fault::Uninitialized { &mut block.suspicion } else { &mut block.report };
         slot.get_or_insert(report);
     });
     loop {
-        // The scheduler sees the report and unwinds the fiber from here.
+        // The scheduler finds the report and unwinds the fiber from this point.
         suspend();
     }
 }
@@ -158,8 +154,6 @@ impl Block {
             size: grid.size,
             threads: grid.threads,
             index: [0; 3],
-            rank: 0,
-            cluster: Vec::new(),
             current: 0,
             warps: (0..threads.div_ceil(LANES)).map(|w| Warp::new((threads - w * LANES).min(LANES))).collect(),
             barriers: Default::default(),
@@ -175,6 +169,7 @@ impl Block {
         }
     }
 
+    /// Resets the state for the block at `index`.
     fn start(&mut self, index: [u32; 3]) {
         self.index = index;
         self.warps.iter_mut().for_each(Warp::start);
@@ -190,7 +185,7 @@ impl Block {
         self.shared().as_mut_ptr()
     }
 
-    /// Dynamic shared memory, rounded up to whole kilobytes.
+    /// Returns dynamic shared memory, rounded up to whole kilobytes.
     pub fn shared(&mut self) -> &mut [u8] {
         bytemuck::cast_slice_mut(&mut self.shared)
     }
@@ -199,40 +194,33 @@ impl Block {
         self.warps[thread / LANES].wake(thread % LANES);
     }
 
-    /// What the running thread's warp knows, for whoever the thread tells that it came here.
-    pub fn publish(&mut self) -> Clocks {
+    /// Ends a tick of the running thread's warp and returns the warp's clock, for threads that synchronize with it.
+    pub fn release(&mut self) -> VectorClock {
         let warp = self.current / LANES;
-        self.checker.as_mut().map_or_else(Clocks::default, |checker| checker.publish(warp))
+        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp))
     }
 
-    /// Warp `warp` learns what others published.
-    pub fn acquire(&mut self, warp: usize, known: &Clocks) {
+    /// Joins a released clock into the clock of `warp`.
+    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
         if let Some(checker) = &mut self.checker {
-            checker.acquire(warp, known);
+            checker.acquire(warp, clock);
         }
     }
 
-    /// All threads of the cluster have met.
-    pub fn cluster_synced(&mut self) {
+    /// Records that a TMA load into this range of shared memory has completed.
+    pub fn bulk_copy_completed(&mut self, address: usize, bytes: usize) {
         if let Some(checker) = &mut self.checker {
-            checker.cluster_synced();
+            checker.bulk_copy_completed(address, bytes);
         }
     }
 
-    /// An asynchronous copy to this stretch of shared memory has landed.
-    pub fn landed(&mut self, address: usize, bytes: usize) {
-        if let Some(checker) = &mut self.checker {
-            checker.bulk_landed(address, bytes);
-        }
-    }
-
-    /// The running thread's warp and lane.
+    /// Returns warp and lane of the running thread.
     #[inline]
-    pub fn place(&self) -> (usize, usize) {
+    pub fn warp_and_lane(&self) -> (usize, usize) {
         (self.current / LANES, self.current % LANES)
     }
 
-    /// Notes where the running thread is about to wait.
+    /// Records the operation in which the running thread is about to wait.
     #[inline]
     pub fn wait(&mut self, wait: Wait) {
         self.waits[self.current] = Some(wait);
@@ -242,7 +230,7 @@ impl Block {
         Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
     }
 
-    /// Who waits where, the same waits together, and who has ended.
+    /// Returns the waiting threads, grouped by operation and line, and the finished threads.
     fn waiting(&self) -> (Vec<(Wait, Vec<usize>)>, Vec<usize>) {
         let (finished, waiting): (Vec<usize>, Vec<usize>) =
             (0..self.threads as usize).partition(|&thread| self.finished(thread));
@@ -257,160 +245,115 @@ impl Block {
         (groups, finished)
     }
 
-    /// What a thread was stopped for.
+    /// Returns the report for which a thread was stopped, if any.
     fn verdict(&mut self) -> Option<Report> {
         match (self.report.clone(), self.suspicion.clone()) {
-            (Some(race), Some(read)) if race.fault == Fault::Race && [race.at, race.other].contains(&read.at) => {
+            (Some(race), Some(read)) if race.fault == Fault::DataRace && [race.at, race.other].contains(&read.at) => {
                 Some(race)
             }
             (report, suspicion) => suspicion.or(report),
         }
     }
 
-    /// What is wrong with how this block ended.
-    fn ended_badly(&self) -> Option<Report> {
-        self.left_over().or_else(|| self.ended_early())
-    }
-
-    /// Whether this block of a cluster may have ended while another reached into it.
-    fn ended_early(&self) -> Option<Report> {
-        let (block, thread, at) = self.checker.as_ref()?.ended_early()?;
-        let message = format!("may end before thread {thread} of block number {block} reaches into it at {}", Line(at));
-        Some(self.report_of(Fault::Race, Some(at), None, message))
-    }
-
-    /// Whether a thread has yet to end.
-    fn waits(&self) -> bool {
+    /// Returns whether any thread has not finished.
+    fn has_waiting_threads(&self) -> bool {
         (0..self.threads as usize).any(|thread| !self.finished(thread))
     }
 
     fn finished(&self, thread: usize) -> bool {
         self.warps[thread / LANES].finished >> (thread % LANES) & 1 != 0
     }
-}
 
-/// Nobody goes on, and somebody waits: where everybody in the cluster is.
-fn stuck(cluster: &[*mut Block], fault: Fault, mut message: String) -> Report {
-    let (mut sites, mut first) = (Vec::new(), None);
-    for &block in cluster {
-        // SAFETY: as in `with`; nobody has a reference to any of the blocks.
-        let block = unsafe { &*block };
-        let (groups, finished) = block.waiting();
-        let [x, y, z] = block.index;
-        let of_block = if cluster.len() > 1 { format!("block ({x}, {y}, {z}): ") } else { String::new() };
-        for (wait, threads) in groups {
-            first.get_or_insert(block);
-            sites.push(wait.at);
+    /// Returns a report of a block that makes no progress: `message`, then the operation in which each thread waits.
+    fn no_progress(&self, fault: Fault, mut message: String) -> Report {
+        let (groups, finished) = self.waiting();
+        for (wait, threads) in &groups {
             let missing = match wait.operation {
-                Operation::MBarrier { offset, .. } => block.hopper.missing(offset as usize),
-                Operation::SyncThreads => block.barriers[0].missing(),
-                Operation::SyncNamed { id, .. } => block.barriers[id as usize].missing(),
+                Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
+                Operation::SyncThreads => self.barriers[0].missing(),
+                Operation::SyncNamed { id, .. } => self.barriers[id as usize].missing(),
                 _ => String::new(),
             };
-            let (at, threads) = (Line(wait.at), ranges(&threads));
-            let _ = write!(message, "\n  {of_block}waiting in {}{missing} at {at}: threads {threads}", wait.operation);
+            let (threads, at) = (ranges(threads), Line(wait.at));
+            let _ = write!(message, "\n  threads {threads}: waiting in {} at {at}{missing}", wait.operation);
         }
         if !finished.is_empty() {
-            let _ = write!(message, "\n  {of_block}finished: threads {}", ranges(&finished));
+            let _ = write!(message, "\n  threads {}: finished", ranges(&finished));
         }
+        let site = |i: usize| groups.get(i).map(|(wait, _)| wait.at);
+        self.report_of(fault, site(0), site(1), message)
     }
-    // SAFETY: as above.
-    let block = first.unwrap_or_else(|| unsafe { &*cluster[0] });
-    block.report_of(fault, sites.first().copied(), sites.get(1).copied(), message)
 }
 
-/// A launch, before it is known to be possible.
+/// A launch whose parameters have not been validated yet.
 pub struct Grid<'a> {
     pub kernel: &'static str,
     pub body: &'a (dyn Fn() + Sync),
     pub size: [u32; 3],
     pub threads: u32,
     pub shared_bytes: usize,
-    /// Blocks of a cluster, along x.
-    pub cluster: u32,
 }
 
 impl Grid<'_> {
-    fn refuse(&self, message: String) -> Report {
+    fn invalid(&self, message: &str) -> Report {
         let (kernel, block, fault) = (self.kernel, [0; 3], Fault::Launch);
+        let message = format!("invalid launch: {message}");
         Report { kernel, block, thread: None, fault, at: None, other: None, message }
     }
 
-    /// The number of clusters, if a device would take this launch.
-    fn clusters(&self) -> Result<u64, Report> {
-        let Self { size, threads, shared_bytes, cluster, .. } = *self;
+    /// Returns the number of blocks, or a report if a device would reject this launch.
+    fn blocks(&self) -> Result<u64, Report> {
+        let Self { size, threads, shared_bytes, .. } = *self;
         if size.iter().zip([i32::MAX as u32, 65535, 65535]).any(|(n, most)| !(1..=most).contains(n)) {
-            let message = format!("a grid of {size:?} blocks, expected 1 to 2^31-1 by 1 to 65535 by 1 to 65535");
-            return Err(self.refuse(message));
+            let message = format!("grid: expected 1 to 2^31-1 x 1 to 65535 x 1 to 65535 blocks, found {size:?}");
+            return Err(self.invalid(&message));
         }
         if !(1..=MAX_THREADS).contains(&threads) {
-            return Err(self.refuse(format!("a block of {threads} threads, expected 1 to {MAX_THREADS}")));
+            return Err(self.invalid(&format!("block size: expected 1 to {MAX_THREADS} threads, found {threads}")));
         }
         if shared_bytes > MAX_SHARED {
-            let message = format!("{shared_bytes} bytes of shared memory for a block, expected {MAX_SHARED} at most");
-            return Err(self.refuse(message));
+            let message = format!("shared memory: expected at most {MAX_SHARED} bytes per block, found {shared_bytes}");
+            return Err(self.invalid(&message));
         }
-        if !(1..=MAX_CLUSTER).contains(&cluster) || !size[0].is_multiple_of(cluster) {
-            let message =
-                format!("clusters of {cluster} of {} blocks, expected a divisor up to {MAX_CLUSTER}", size[0]);
-            return Err(self.refuse(message));
-        }
-        Ok(size.iter().map(|&n| u64::from(n)).product::<u64>() / u64::from(cluster))
+        Ok(size.iter().map(|&n| u64::from(n)).product())
     }
 
+    /// Returns the (x, y, z) index of block `number`.
     fn index(&self, number: u64) -> [u32; 3] {
         let [x, y] = [0, 1].map(|axis| u64::from(self.size[axis]));
         [number % x, number / x % y, number / (x * y)].map(|i| i as u32)
     }
 
     fn stacks(&self) -> Result<Vec<FiberStack>, Report> {
-        let fibers = self.fibers();
-        stack::take(fibers)
-            .map_err(|error| self.refuse(format!("no memory for the stacks of {fibers} fibers: {error}")))
-    }
-
-    /// Of a cluster.
-    fn fibers(&self) -> usize {
-        (self.threads * self.cluster) as usize
-    }
-
-    fn new_cluster(&self) -> Vec<Block> {
-        (0..self.cluster).map(|_| Block::new(self)).collect()
-    }
-
-    /// Makes the blocks ready to run as cluster `number`.
-    fn start(&self, blocks: &mut [Block], number: u64) {
-        let first = number * u64::from(self.cluster);
-        for (rank, block) in blocks.iter_mut().enumerate() {
-            block.start(self.index(first + rank as u64));
-            block.rank = rank;
-        }
+        stack::take(self.threads as usize).map_err(|error| {
+            self.invalid(&format!("cannot allocate stacks for {} emulated threads: {error}", self.threads))
+        })
     }
 }
 
-/// Runs the body in every thread of every block, blocks in parallel, or says why that came to no end.
+/// Runs the body in every thread of every block, with blocks in parallel. Returns the report of the first fault.
 pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
-    let clusters = grid.clusters()?;
-    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.fibers());
-    let workers = workers.min(usize::try_from(clusters).unwrap_or(usize::MAX));
+    let blocks = grid.blocks()?;
+    let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
+    let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let work = |_| {
         let mut stacks = match grid.stacks() {
             Ok(stacks) => stacks,
             Err(report) => return Some((0, report)),
         };
-        let mut blocks = grid.new_cluster();
+        let mut block = Block::new(grid);
         let mut found = None;
         while found.is_none() {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= clusters {
+            if number >= blocks {
                 break;
             }
-            grid.start(&mut blocks, number);
-            found = run_cluster(&mut blocks, grid.body, &mut stacks).map(|report| (number, report));
+            block.start(grid.index(number));
+            found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
         }
         if found.is_some() {
-            next.store(clusters, Ordering::Relaxed);
+            next.store(blocks, Ordering::Relaxed);
         }
         stack::give_back(stacks);
         found
@@ -419,33 +362,29 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
     first.map_or(Ok(()), |(_, report)| Err(report))
 }
 
-/// As [`run`], one cluster after the other, watching every access.
+/// Runs the blocks one after the other and checks every memory access. Otherwise like [`run`].
 pub fn run_checked(grid: &Grid<'_>, memory: &mut Memory) -> Result<(), Report> {
-    let clusters = grid.clusters()?;
-    if grid.fibers() > MAX_CHECKED {
-        let message = format!("a cluster of {} threads, of which at most {MAX_CHECKED} can be checked", grid.fibers());
-        return Err(grid.refuse(message));
-    }
+    let blocks = grid.blocks()?;
     let mut stacks = grid.stacks()?;
-    let mut blocks = grid.new_cluster();
-    let shared = blocks.iter_mut().map(|block| block.shared_base().addr()).collect();
+    let mut block = Block::new(grid);
+    let shared = block.shared_base().addr();
     let warps = grid.threads.div_ceil(LANES as u32) as usize;
-    blocks[0].checker = Some(Box::new(Checker::new(memory, shared, grid.shared_bytes, warps)));
-    let found = (0..clusters).find_map(|number| {
-        grid.start(&mut blocks, number);
-        if let Some(checker) = &mut blocks[0].checker {
+    block.checker = Some(Box::new(Checker::new(memory, shared, grid.shared_bytes, warps)));
+    let found = (0..blocks).find_map(|number| {
+        block.start(grid.index(number));
+        if let Some(checker) = &mut block.checker {
             checker.start_block(number as u32);
         }
-        run_cluster(&mut blocks, grid.body, &mut stacks)
+        run_block(&mut block, grid.body, &mut stacks)
     });
     stack::give_back(stacks);
-    if let Some(checker) = blocks[0].checker.take() {
+    if let Some(checker) = block.checker.take() {
         checker.give_back(memory);
     }
     found.map_or(Ok(()), Err)
 }
 
-/// Lets panics of kernels go into their reports, with their lines, instead of to standard error.
+/// Installs a panic hook that records the line of a kernel's panic for its report instead of printing it.
 fn catch_panics() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -457,7 +396,7 @@ fn catch_panics() {
     });
 }
 
-/// Points BLOCK at a block, and back at what it was when dropped.
+/// Guard that points BLOCK at a block and restores the previous value on drop.
 struct Running(*mut Block, bool);
 
 impl Running {
@@ -473,22 +412,7 @@ impl Drop for Running {
     }
 }
 
-/// Goes over to another block of the cluster.
-fn switch(to: *mut Block) {
-    let from = BLOCK.replace(to);
-    if from != to && CHECKED.get() {
-        // SAFETY: `run_cluster` keeps both blocks alive, and nobody else has a reference to either.
-        let checker = unsafe { (*from).checker.take() };
-        with(|block| {
-            block.checker = checker;
-            if let Some(checker) = &mut block.checker {
-                checker.enter(block.rank);
-            }
-        });
-    }
-}
-
-/// A thread of the block that runs when it is first resumed.
+/// Creates the fiber of thread `thread` of the running block.
 fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
     let run = move |yielder: &Yielder<(), ()>, ()| {
         with(|block| block.yielders[thread] = yielder);
@@ -496,7 +420,7 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
         with(|block| {
             let (warp, lane) = (thread / LANES, thread % LANES);
             block.warps[warp].finished |= 1 << lane;
-            // A fiber that is being unwound comes here too, after the report it was stopped for.
+            // A fiber that is unwound after a fault also reaches this point; the report of the fault takes precedence.
             if let (Err(payload), None) = (outcome, &block.report) {
                 let text = payload.downcast_ref::<String>().map(String::as_str);
                 let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
@@ -506,89 +430,67 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
             }
         });
     };
-    // SAFETY: `body` outlives the fibers, all of which `run_cluster` finishes before it returns.
+    // SAFETY: `body` outlives the fibers, because `run_block` finishes all of them before it returns.
     unsafe { Fiber::with_stack_unchecked(stack, run) }
 }
 
-/// Runs the blocks of one cluster to their end; `stacks` are the same on return.
-fn run_cluster(blocks: &mut [Block], body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let threads = blocks[0].threads as usize;
+/// Runs one block until it finishes or faults. On return `stacks` holds the same stacks again.
+fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
+    let checked = block.checker.is_some();
     let mut fibers: Vec<Fiber> =
-        stacks.drain(..).enumerate().map(|(i, stack)| fiber(i % threads, body, stack)).collect();
-    let checked = blocks[0].checker.is_some();
-    let count = blocks.len();
-    let first: *mut Block = blocks.as_mut_ptr();
-    let cluster: Vec<*mut Block> = (0..count).map(|rank| first.wrapping_add(rank)).collect();
+        stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
     catch_panics();
-    let running = Running::new(first, checked);
-    for &block in &cluster {
-        switch(block);
-        with(|block| block.cluster.clone_from(&cluster));
-    }
+    let running = Running::new(block, checked);
+    let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
+        with(|block| {
+            if block.has_waiting_threads() {
+                let message = "deadlock: no thread can make progress".to_owned();
+                return Some(block.no_progress(Fault::Deadlock, message));
+            }
+            block.incomplete_async_work()
+        })
+    });
+    stacks.extend(fibers.into_iter().map(|mut fiber| {
+        fiber.force_unwind();
+        fiber.into_stack()
+    }));
+    drop(running);
+    found
+}
+
+/// Resumes the fibers of the running block until all of them have finished, none can continue, or one reports a fault.
+/// Returns the report of a livelock, if there is one.
+fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
     let mut progress = true;
-    let mut livelock = None;
-    'run: while progress {
+    while progress {
         progress = false;
-        for (&block, fibers) in cluster.iter().zip(fibers.chunks_mut(threads)) {
-            switch(block);
-            for warp in 0..threads.div_ceil(LANES) {
-                while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
-                    progress = true;
-                    let thread = warp * LANES + lane;
-                    with(|block| {
-                        block.current = thread;
-                        block.polling = Polling::default();
-                    });
-                    fibers[thread].resume(());
-                    let (reported, idle) = with(|block| {
-                        (block.report.is_some(), block.checker.as_mut().is_some_and(|checker| checker.step()))
-                    });
-                    if idle {
-                        let message =
-                            "livelock: threads go on and on, and none has written anything for long".to_owned();
-                        livelock = Some(stuck(&cluster, Fault::Livelock, message));
-                    }
-                    if reported || idle {
-                        break 'run;
-                    }
+        for warp in 0..fibers.len().div_ceil(LANES) {
+            while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
+                progress = true;
+                let thread = warp * LANES + lane;
+                with(|block| {
+                    block.current = thread;
+                    block.polling = Polling::default();
+                });
+                fibers[thread].resume(());
+                let (faulted, idle) = with(|block| {
+                    (block.report.is_some(), block.checker.as_mut().is_some_and(|checker| checker.step()))
+                });
+                if idle {
+                    let message = "livelock: the threads keep running, but none has written memory".to_owned();
+                    return Some(with(|block| block.no_progress(Fault::Livelock, message)));
+                }
+                if faulted {
+                    return None;
                 }
             }
         }
-        // Copies land as late as they can, and only for somebody who waits.
-        // SAFETY: as in `with`; nobody has a reference to any of the blocks here.
-        if !progress && cluster.iter().any(|&block| unsafe { &*block }.waits()) {
-            for &block in &cluster {
-                switch(block);
-                progress |= with(hopper::land_one);
-            }
+        // TMA loads complete as late as possible, and only while a thread is waiting.
+        if !progress && with(|block| block.has_waiting_threads()) {
+            progress = with(hopper::complete_one_load);
         }
     }
-    let mut found = livelock;
-    for &block in &cluster {
-        switch(block);
-        found = found.or_else(|| with(Block::verdict));
-    }
-    let found = found.or_else(|| {
-        // SAFETY: as above.
-        if cluster.iter().any(|&block| unsafe { &*block }.waits()) {
-            return Some(stuck(&cluster, Fault::Deadlock, "deadlock".to_owned()));
-        }
-        cluster.iter().find_map(|&block| {
-            switch(block);
-            with(|block| block.ended_badly())
-        })
-    });
-    let mut rest = fibers.into_iter();
-    for &block in &cluster {
-        switch(block);
-        stacks.extend(rest.by_ref().take(threads).map(|mut fiber| {
-            fiber.force_unwind();
-            fiber.into_stack()
-        }));
-    }
-    switch(first);
-    drop(running);
-    found
+    None
 }
 
 macro_rules! index {

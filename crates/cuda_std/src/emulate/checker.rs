@@ -1,11 +1,11 @@
-//! Watches every access of a checked launch.
+//! Validation of every memory access in a checked launch.
 //!
-//! What orders two accesses is tracked with vector clocks whose components are warps: each synchronisation of a warp
-//! (`warp::sync`, a barrier, an arrival) ends a tick of its clock, and a barrier hands every warp that waits at it the
-//! clocks of all that arrived. Two accesses to one place, one of them a write, are a race unless they are one thread's, or
-//! the later one's warp has been handed a tick beyond the earlier one's. Between blocks nothing orders but
-//! `fence::device`: both blocks must have fenced. Blocks of a checked launch run one after the other, so that a report is
-//! the same on every run.
+//! The order of accesses is tracked with vector clocks that have one component per warp. Each synchronization of a warp
+//! (`warp::sync`, a barrier, an arrival) ends a tick of its clock. A barrier joins the clocks of all warps that arrived
+//! into the clocks of the warps that wait. Two accesses to one location, at least one of them a write, are a data race
+//! unless one thread makes both, or the earlier one happens before the later one according to the clocks. Accesses of
+//! different blocks are ordered only if both blocks have executed `fence::device`. A checked launch runs its blocks one
+//! after the other, so reports are deterministic.
 
 use super::LANES;
 use super::memory::{Buffer, Memory};
@@ -13,6 +13,7 @@ use super::report::{Fault, Line, Site};
 use super::shadow::{Access, CELL, Shadow};
 use std::collections::HashSet;
 
+/// Kind of a memory access.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Read,
@@ -20,9 +21,9 @@ pub enum Kind {
     WarpRead,
     Write,
     Atomic,
-    /// A write that happens at some time before its wait.
+    /// A write by `cp.async`, which completes at any time before its wait.
     AsyncWrite,
-    /// Such a write by TMA.
+    /// A write to shared memory by a TMA load.
     BulkWrite,
     /// A read of shared memory by TMA or wgmma.
     AsyncRead,
@@ -34,7 +35,7 @@ impl Kind {
     }
 }
 
-/// An access about to be made.
+/// An access to validate.
 #[derive(Clone, Copy)]
 pub struct Request {
     pub kind: Kind,
@@ -44,85 +45,76 @@ pub struct Request {
     pub at: Site,
 }
 
+/// An invalid access.
 pub struct Finding {
     pub fault: Fault,
     pub other: Option<Site>,
     pub message: String,
 }
 
-/// So many steps of every thread in which none writes anything are for ever.
+/// Number of times every thread is resumed without a write after which the block counts as livelocked.
 const MAX_IDLE_STEPS: usize = 1 << 16;
 
-/// For every warp of the cluster how far it is known to have come.
-pub type Clocks = [u32; LANES];
+/// For each warp of the block, the latest tick whose end is known.
+pub type VectorClock = [u32; LANES];
 
+/// Validates accesses and records them in shadow memory.
 pub struct Checker {
     buffers: Vec<Buffer>,
-    /// Where the shared memory of each block of the cluster begins, and what is known of it.
-    shared_starts: Vec<usize>,
+    shared_start: usize,
     shared_bytes: usize,
-    shared: Vec<Shadow>,
-    /// For each block of the cluster and warp of another: the thread that reached into the block last, at what tick, where.
-    reached: Vec<[Option<(usize, u32, Site)>; LANES]>,
+    shared: Shadow,
     order: Order,
     sites: Sites,
-    /// How often fibers were resumed since anything was written.
+    /// Number of times a fiber was resumed since the last write.
     idle_steps: usize,
 }
 
-/// What has happened before what.
+/// The happens-before relation.
 struct Order {
-    /// What each warp knows of each warp's clock; its own is the tick it is in.
-    clocks: [Clocks; LANES],
-    /// The tick that began when the lanes of each warp last met, or one learnt from another.
-    met: Clocks,
-    /// The tick that began when each thread last fenced the asynchronous proxy.
+    /// Clock of each warp. A warp's own component is its current tick.
+    clocks: [VectorClock; LANES],
+    /// Tick of each warp that began when its lanes last synchronized, either directly or through another warp.
+    synced: VectorClock,
+    /// Tick that began when each thread last executed `fence_async_proxy`.
     proxy_fences: Vec<u32>,
-    /// What the warps that arrived at each barrier knew.
-    barriers: Vec<[Clocks; 16]>,
-    /// The cluster, the block of it that runs, and the warps of a block.
+    /// Joined clocks of the warps that arrived at each hardware barrier.
+    barriers: [VectorClock; 16],
+    /// Number of the running block.
     block: u32,
-    rank: usize,
+    /// Number of warps in a block.
     warps: usize,
+    /// Numbers of the blocks that have executed `fence::device`.
     fenced: HashSet<u32>,
 }
 
 impl Order {
-    /// Whether `before` and what `thread` does now can be told apart in time.
+    /// Returns whether the access `before` happens before an access by `thread` at the current time.
     #[inline(always)]
-    fn holds(&self, before: Access, thread: usize) -> bool {
+    fn happens_before(&self, before: Access, thread: usize) -> bool {
         if before.is_none() {
             return true;
         }
         if before.block != self.block {
             return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
         }
-        let (thread, warp) = (self.thread(thread), self.warp(thread / LANES));
+        let warp = thread / LANES;
         before.thread() == thread
             || before.is(Access::WARP) && before.warp() == warp
-            || self.known(warp, before.warp()) > before.clock
+            || self.known_tick(warp, before.warp()) > before.clock
     }
 
-    /// How far `warp` knows `of` to have come. A warp's own ticks count once its lanes have met.
+    /// Returns the latest tick of warp `of` that `warp` knows. A warp's own ticks count only once its lanes have
+    /// synchronized.
     #[inline(always)]
-    fn known(&self, warp: usize, of: usize) -> u32 {
-        if of == warp { self.met[warp] } else { self.clocks[warp][of] }
+    fn known_tick(&self, warp: usize, of: usize) -> u32 {
+        if of == warp { self.synced[warp] } else { self.clocks[warp][of] }
     }
 
-    /// Number in the cluster of a thread of the block that runs.
-    #[inline(always)]
-    fn thread(&self, thread: usize) -> usize {
-        self.rank * self.warps * LANES + thread
-    }
-
-    #[inline(always)]
-    fn warp(&self, warp: usize) -> usize {
-        self.rank * self.warps + warp
-    }
-
-    /// Whether a write is TMA's, or its thread has fenced since.
+    /// Returns whether a write is visible to the async proxy: TMA made it, or its thread has executed
+    /// `fence_async_proxy` since.
     #[inline]
-    fn fenced_proxy(&self, write: Access) -> bool {
+    fn is_proxy_fenced(&self, write: Access) -> bool {
         write.is_none()
             || write.block != self.block
             || write.is(Access::BULK)
@@ -131,14 +123,15 @@ impl Order {
 
     #[inline]
     fn access(&self, thread: usize, flags: u16, site: u16) -> Access {
-        let (thread, warp) = (self.thread(thread), self.warp(thread / LANES));
+        let warp = thread / LANES;
         Access::new(self.block, self.clocks[warp][warp], thread, flags, site)
     }
 }
 
-/// Source lines seen, by number.
+/// Table of source lines, which shadow memory refers to by number.
 struct Sites {
     all: Vec<Site>,
+    /// Direct-mapped cache from the address of a site to its number.
     recent: [Option<(Site, u16)>; 256],
 }
 
@@ -153,7 +146,7 @@ impl Sites {
                     self.all.push(site);
                     self.all.len() - 1
                 });
-                let number = u16::try_from(number).expect("fewer than 65,536 accesses in a kernel's source");
+                let number = u16::try_from(number).expect("a kernel has fewer than 65,536 accesses in its source");
                 *recent = Some((site, number));
                 number
             }
@@ -161,32 +154,48 @@ impl Sites {
     }
 }
 
-enum Place {
-    Shared(usize, usize),
+/// The memory that an address belongs to, with the byte offset.
+#[derive(Clone, Copy)]
+enum Location {
+    Shared(usize),
+    /// Index of the buffer, offset.
     Buffer(usize, usize),
 }
 
+impl Location {
+    fn offset(self) -> usize {
+        let (Self::Shared(offset) | Self::Buffer(_, offset)) = self;
+        offset
+    }
+
+    /// Returns the location at `offset` in the same memory.
+    fn with_offset(self, offset: usize) -> Self {
+        match self {
+            Self::Shared(_) => Self::Shared(offset),
+            Self::Buffer(buffer, _) => Self::Buffer(buffer, offset),
+        }
+    }
+}
+
 impl Checker {
-    /// For clusters of blocks of `warps` warps, whose shared memory begins at `shared_starts`.
-    pub fn new(memory: &mut Memory, shared_starts: Vec<usize>, shared_bytes: usize, warps: usize) -> Self {
-        let blocks = shared_starts.len();
+    /// Creates a checker for blocks of `warps` warps with `shared_bytes` bytes of shared memory at `shared_start`.
+    /// Takes the buffers out of `memory` until [`give_back`](Self::give_back).
+    pub fn new(memory: &mut Memory, shared_start: usize, shared_bytes: usize, warps: usize) -> Self {
         let mut buffers = std::mem::take(&mut memory.buffers);
         for buffer in &mut buffers {
             buffer.shadow.forget_accesses();
         }
         Self {
             buffers,
-            shared_starts,
+            shared_start,
             shared_bytes,
-            shared: (0..blocks).map(|_| Shadow::new(shared_bytes)).collect(),
-            reached: vec![[None; LANES]; blocks],
+            shared: Shadow::new(shared_bytes),
             order: Order {
                 clocks: [[0; LANES]; LANES],
-                met: [0; LANES],
+                synced: [0; LANES],
                 proxy_fences: vec![0; LANES * LANES],
-                barriers: vec![[[0; LANES]; 16]; blocks],
+                barriers: [[0; LANES]; 16],
                 block: 0,
-                rank: 0,
                 warps,
                 fenced: HashSet::new(),
             },
@@ -195,202 +204,170 @@ impl Checker {
         }
     }
 
+    /// Returns the buffers to `memory`.
     pub fn give_back(self, memory: &mut Memory) {
         memory.buffers = self.buffers;
     }
 
+    /// Resets the state that belongs to one block.
     pub fn start_block(&mut self, block: u32) {
         self.order.block = block;
         self.idle_steps = 0;
         self.order.clocks = [[0; LANES]; LANES];
-        self.order.met = [0; LANES];
+        self.order.synced = [0; LANES];
         self.order.proxy_fences.fill(0);
-        self.reached.fill([None; LANES]);
-        self.order.barriers.fill([[0; LANES]; 16]);
-        for shared in &mut self.shared {
-            shared.forget_accesses();
-            shared.forget_contents();
-        }
+        self.order.barriers = [[0; LANES]; 16];
+        self.shared.forget_accesses();
+        self.shared.forget_contents();
     }
 
-    /// A fiber was resumed; whether that has happened for long without a write.
+    /// Records that a fiber was resumed. Returns whether the block counts as livelocked.
     pub fn step(&mut self) -> bool {
         self.idle_steps += 1;
-        self.idle_steps >= MAX_IDLE_STEPS * LANES * self.order.warps * self.shared.len()
+        self.idle_steps >= MAX_IDLE_STEPS * LANES * self.order.warps
     }
 
-    /// Block `rank` of the cluster is the one that runs.
-    pub fn enter(&mut self, rank: usize) {
-        self.order.rank = rank;
-    }
-
-    /// A thread of `warp` tells others what it knows: what is to be learnt from it.
-    pub fn publish(&mut self, warp: usize) -> Clocks {
-        let warp = self.order.warp(warp);
+    /// Ends a tick of `warp` and returns its clock.
+    pub fn release(&mut self, warp: usize) -> VectorClock {
         self.order.clocks[warp][warp] += 1;
         self.order.clocks[warp]
     }
 
-    pub fn acquire(&mut self, warp: usize, known: &Clocks) {
-        let warp = self.order.warp(warp);
-        learn(&mut self.order.clocks[warp], known);
-        self.order.met[warp] = self.order.met[warp].max(known[warp]);
+    /// Joins a released clock into the clock of `warp`.
+    pub fn acquire(&mut self, warp: usize, clock: &VectorClock) {
+        join(&mut self.order.clocks[warp], clock);
+        self.order.synced[warp] = self.order.synced[warp].max(clock[warp]);
     }
 
-    /// `thread` arrives at a barrier of block `rank`, or writes to its shared memory.
-    pub fn reaches_into(&mut self, rank: usize, thread: usize, at: Site) {
-        let warp = self.order.warp(thread / LANES);
-        self.reached[rank][warp] = Some((self.order.thread(thread), self.order.clocks[warp][warp], at));
-    }
-
-    /// Block number, thread and line of what may reach into the block that runs when its last thread has ended.
-    pub fn ended_early(&self) -> Option<(usize, usize, Site)> {
-        let Order { rank, warps, clocks, block, .. } = &self.order;
-        let known = |other: usize| clocks[rank * warps..][..*warps].iter().map(|own| own[other]).max();
-        let mut reached = self.reached[*rank].iter().enumerate();
-        let late = reached.find_map(|(warp, reached)| reached.filter(|(_, tick, _)| known(warp) <= Some(*tick)));
-        let (thread, _, at) = late?;
-        let threads = warps * LANES;
-        Some((*block as usize * self.shared.len() + thread / threads, thread % threads, at))
-    }
-
-    /// An access that `thread` makes now.
+    /// Returns an access by `thread` at the current time.
     pub fn access_now(&self, thread: usize) -> Access {
         self.order.access(thread, 0, 0)
     }
 
-    /// Whether what `thread` does now comes after this access.
-    pub fn comes_after(&self, access: Access, thread: usize) -> bool {
-        self.order.holds(access, thread)
+    /// Returns whether `before` happens before the current time of `thread`.
+    pub fn happens_before(&self, before: Access, thread: usize) -> bool {
+        self.order.happens_before(before, thread)
     }
 
-    /// `thread` orders its accesses before later ones by TMA and wgmma.
+    /// Records a `fence_async_proxy` by `thread`.
     pub fn proxy_fenced(&mut self, thread: usize) {
-        let (thread, warp) = (self.order.thread(thread), self.order.warp(thread / LANES));
+        let warp = thread / LANES;
         self.order.clocks[warp][warp] += 1;
         self.order.proxy_fences[thread] = self.order.clocks[warp][warp];
     }
 
-    /// All threads of the cluster have met.
-    pub fn cluster_synced(&mut self) {
-        let mut all = [0; LANES];
-        for warp in 0..LANES {
-            self.order.clocks[warp][warp] += 1;
-            learn(&mut all, &self.order.clocks[warp]);
-        }
-        self.order.clocks.fill(all);
-        self.order.met = all;
-    }
-
+    /// Records a `warp::sync`.
     pub fn warp_synced(&mut self, warp: usize) {
-        let known = self.publish(warp);
-        self.acquire(warp, &known);
+        let clock = self.release(warp);
+        self.acquire(warp, &clock);
     }
 
-    pub fn arrived(&mut self, warp: usize, barrier: usize) {
-        let known = self.publish(warp);
-        self.acquire(warp, &known);
-        learn(&mut self.order.barriers[self.order.rank][barrier], &known);
+    /// Records the arrival of `warp` at a hardware barrier.
+    pub fn barrier_arrived(&mut self, warp: usize, barrier: usize) {
+        let clock = self.release(warp);
+        self.acquire(warp, &clock);
+        join(&mut self.order.barriers[barrier], &clock);
     }
 
-    /// Barrier `barrier` lets the warps whose bits are set in `waiting` go.
-    pub fn released(&mut self, barrier: usize, waiting: u32) {
-        let known = std::mem::take(&mut self.order.barriers[self.order.rank][barrier]);
+    /// Records the completion of a hardware barrier, where the warps whose bits are set in `waiting` have waited.
+    pub fn barrier_completed(&mut self, barrier: usize, waiting: u32) {
+        let clock = std::mem::take(&mut self.order.barriers[barrier]);
         for warp in (0..LANES).filter(|warp| waiting >> warp & 1 != 0) {
-            self.acquire(warp, &known);
+            self.acquire(warp, &clock);
         }
     }
 
-    pub fn fenced(&mut self) {
+    /// Records a `fence::device` in the running block.
+    pub fn device_fenced(&mut self) {
         self.order.fenced.insert(self.order.block);
     }
 
-    fn locate(&self, address: usize) -> Option<Place> {
-        for (rank, start) in self.shared_starts.iter().enumerate() {
-            let shared = address.wrapping_sub(*start);
-            if shared < self.shared_bytes {
-                return Some(Place::Shared(rank, shared));
-            }
+    fn locate(&self, address: usize) -> Option<Location> {
+        let shared = address.wrapping_sub(self.shared_start);
+        if shared < self.shared_bytes {
+            return Some(Location::Shared(shared));
         }
         let next = self.buffers.partition_point(|buffer| buffer.start() <= address);
         let buffer = next.checked_sub(1)?;
         let offset = address - self.buffers[buffer].start();
-        (offset < self.buffers[buffer].bytes).then_some(Place::Buffer(buffer, offset))
+        (offset < self.buffers[buffer].bytes).then_some(Location::Buffer(buffer, offset))
     }
 
     #[cold]
     fn out_of_bounds(&self, request: Request) -> Finding {
-        let far = |from: usize, to: usize| {
-            if to >= from { format!("+ {}", to - from) } else { format!("- {}", from - to) }
+        let relative = |start: usize, to: usize| {
+            if to >= start { format!("+ {}", to - start) } else { format!("- {}", start - to) }
         };
         let address = request.address;
         let place = if let Some(buffer) = self.buffers.iter().find(|buffer| buffer.near(address)) {
-            format!("{} {}, which has {} bytes", buffer.name, far(buffer.start(), address), buffer.bytes)
-        } else if address.abs_diff(self.shared_starts[self.order.rank]) < 1 << 20 {
-            let (start, bytes) = (self.shared_starts[self.order.rank], self.shared_bytes);
-            format!("shared memory {}, of which the launch gave {bytes} bytes", far(start, address))
+            format!("{} {}, which has {} bytes", buffer.name, relative(buffer.start(), address), buffer.bytes)
+        } else if address.abs_diff(self.shared_start) < 1 << 20 {
+            let offset = relative(self.shared_start, address);
+            format!("shared memory {offset}, which has {} bytes", self.shared_bytes)
         } else {
-            format!("address {address:#x}, in no buffer of this launch")
+            format!("address {address:#x}, which is in no buffer of this launch")
         };
-        let message = format!("out of bounds: {} at {place}, at {}", describe(request), Line(request.at));
+        let message = format!("out-of-bounds access: {} at {place} ({})", describe(request), Line(request.at));
         Finding { fault: Fault::OutOfBounds, other: None, message }
     }
 
-    /// Where an address lies.
-    pub fn place(&self, address: usize) -> String {
-        self.locate(address).map_or_else(|| format!("address {address:#x}"), |place| self.name(&place))
+    /// Returns the name of an address: the buffer and the offset.
+    pub fn name_of(&self, address: usize) -> String {
+        self.locate(address).map_or_else(|| format!("address {address:#x}"), |location| self.name(location))
     }
 
-    fn name(&self, place: &Place) -> String {
-        match place {
-            Place::Shared(_, offset) => format!("shared memory + {offset}"),
-            Place::Buffer(buffer, offset) => format!("{} + {offset}", self.buffers[*buffer].name),
+    fn name(&self, location: Location) -> String {
+        match location {
+            Location::Shared(offset) => format!("shared memory + {offset}"),
+            Location::Buffer(buffer, offset) => format!("{} + {offset}", self.buffers[buffer].name),
         }
     }
 
-    fn shadow(&mut self, place: &Place) -> &mut Shadow {
-        match *place {
-            Place::Shared(rank, _) => &mut self.shared[rank],
-            Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
+    fn shadow(&mut self, location: Location) -> &mut Shadow {
+        match location {
+            Location::Shared(_) => &mut self.shared,
+            Location::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         }
     }
 
-    /// Says what is wrong with an access of `thread`, or remembers it.
+    /// Validates and records an access by `thread`.
     pub fn access(&mut self, thread: usize, request: Request) -> Result<(), Finding> {
         let Request { kind, address, bytes, align, at } = request;
         if !kind.reads() {
             self.idle_steps = 0;
         }
-        let Some(place) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
-        let (offset, size) = match place {
-            Place::Shared(_, offset) => (offset, self.shared_bytes),
-            Place::Buffer(buffer, offset) => (offset, self.buffers[buffer].bytes),
+        let Some(location) = self.locate(address) else { return Err(self.out_of_bounds(request)) };
+        let (offset, size) = match location {
+            Location::Shared(offset) => (offset, self.shared_bytes),
+            Location::Buffer(buffer, offset) => (offset, self.buffers[buffer].bytes),
         };
         if offset + bytes > size {
             return Err(self.out_of_bounds(request));
         }
-        let simple = |checker: &Self, fault, what: &str| {
-            let message = format!("{what}: {} at {}, at {}", describe(request), checker.name(&place), Line(at));
+        let invalid = |checker: &Self, fault, what: &str, detail: &str| {
+            let (access, name) = (describe(request), checker.name(location));
+            let message = format!("{what}: {access} at {name}{detail} ({})", Line(at));
             Err(Finding { fault, other: None, message })
         };
         if !address.is_multiple_of(align) {
-            return simple(self, Fault::Misaligned, &format!("not aligned to {align} bytes"));
+            let detail = format!(", which is not aligned to {align} bytes");
+            return invalid(self, Fault::Misaligned, "misaligned access", &detail);
         }
-        if let Place::Buffer(buffer, _) = place
+        if let Location::Buffer(buffer, _) = location
             && !kind.reads()
             && !self.buffers[buffer].writable
         {
-            return simple(self, Fault::ReadOnly, "this buffer is an input");
+            return invalid(self, Fault::ReadOnly, "write to a read-only buffer", "");
         }
         if offset.is_multiple_of(CELL) && bytes.is_multiple_of(CELL) {
-            self.races(thread, request, &place, offset)?;
+            self.check_races(thread, request, location)?;
         }
         match kind {
-            Kind::Write => self.shadow(&place).set_written(offset, bytes),
+            Kind::Write => self.shadow(location).set_written(offset, bytes),
             Kind::AsyncWrite | Kind::BulkWrite => (),
             Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic => {
-                if self.shadow(&place).first_unwritten(offset, bytes).is_some() {
-                    return simple(self, Fault::Uninitialised, "read of what was never written");
+                if self.shadow(location).first_unwritten(offset, bytes).is_some() {
+                    return invalid(self, Fault::Uninitialized, "uninitialized read", "");
                 }
             }
         }
@@ -398,7 +375,7 @@ impl Checker {
     }
 
     #[inline]
-    fn races(&mut self, thread: usize, request: Request, place: &Place, offset: usize) -> Result<(), Finding> {
+    fn check_races(&mut self, thread: usize, request: Request, location: Location) -> Result<(), Finding> {
         let kind = request.kind;
         let flags = match kind {
             Kind::Read | Kind::Write => 0,
@@ -408,80 +385,76 @@ impl Checker {
         };
         let order = &self.order;
         let access = order.access(thread, flags, self.sites.number(request.at));
-        let shadow = match *place {
-            Place::Shared(rank, _) => &mut self.shared[rank],
-            Place::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
+        let shadow = match location {
+            Location::Shared(_) => &mut self.shared,
+            Location::Buffer(buffer, _) => &mut self.buffers[buffer].shadow,
         };
+        let offset = location.offset();
         for i in offset / CELL..(offset + request.bytes) / CELL {
             let cell = *shadow.cell(i);
+            let conflict = |kind| Conflict { cell: location.with_offset(i * CELL), kind };
             if cell.write.is(Access::PENDING) {
-                return Err(self.clash(thread, request, place, i * CELL, cell.write, "began to copy to"));
+                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::AsyncCopy)));
             }
             let both_atomic = kind == Kind::Atomic && cell.write.is(Access::ATOMIC);
-            if !both_atomic && !order.holds(cell.write, thread) {
-                return Err(self.clash(thread, request, place, i * CELL, cell.write, "wrote"));
+            if !both_atomic && !order.happens_before(cell.write, thread) {
+                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::Write)));
             }
-            if matches!(kind, Kind::AsyncRead | Kind::BulkWrite) && !order.fenced_proxy(cell.write) {
-                return Err(self.clash(thread, request, place, i * CELL, cell.write, "wrote"));
+            if matches!(kind, Kind::AsyncRead | Kind::BulkWrite) && !order.is_proxy_fenced(cell.write) {
+                return Err(self.conflict(request, cell.write, &conflict(ConflictKind::UnfencedWrite)));
             }
-            let past = cell.reads.map(|read| order.holds(read, thread));
+            let ordered = cell.reads.map(|read| order.happens_before(read, thread));
             if kind.reads() {
-                shadow.read(i, access, past);
+                shadow.read(i, access, ordered);
                 continue;
             }
-            let read = past.iter().position(|past| !past).map(|read| cell.reads[read]);
-            let in_crowd = || shadow.crowd(i, cell).iter().find(|read| !order.holds(**read, thread)).copied();
-            if let Some(read) = read.or_else(in_crowd) {
-                return Err(self.clash(thread, request, place, i * CELL, read, "read"));
+            let read = ordered.iter().position(|ordered| !ordered).map(|read| cell.reads[read]);
+            let in_overflow =
+                || shadow.overflow(i, cell).iter().find(|read| !order.happens_before(**read, thread)).copied();
+            if let Some(read) = read.or_else(in_overflow) {
+                return Err(self.conflict(request, read, &conflict(ConflictKind::Read)));
             }
             shadow.wrote(i, access);
         }
         Ok(())
     }
 
+    /// Returns the finding for `request`, which conflicts with the earlier access `with`.
     #[cold]
-    fn clash(&self, thread: usize, request: Request, place: &Place, offset: usize, with: Access, did: &str) -> Finding {
-        let (fault, why) = if with.is(Access::PENDING) {
-            (Fault::AsyncCopy, "and nobody has waited for that")
-        } else if matches!(request.kind, Kind::AsyncRead | Kind::BulkWrite)
-            && did == "wrote"
-            && self.order.holds(with, thread)
-        {
-            (Fault::Race, "with no fence_async_proxy after it")
-        } else if with.block == self.order.block {
-            (Fault::Race, "with no barrier in between")
+    fn conflict(&self, request: Request, with: Access, conflict: &Conflict) -> Finding {
+        let same_block = with.block == self.order.block;
+        let thread = if same_block {
+            format!("thread {}", with.thread())
         } else {
-            (Fault::Race, "with no fence in between")
+            format!("thread {} of block number {}", with.thread(), with.block)
         };
         let other = self.sites.all[usize::from(with.site)];
-        let word = match place {
-            Place::Shared(rank, _) => Place::Shared(*rank, offset),
-            Place::Buffer(buffer, _) => Place::Buffer(*buffer, offset),
+        let access = format!("{} at {} ({})", describe(request), self.name(conflict.cell), Line(request.at));
+        let race = |earlier: &str, missing: &str| {
+            format!("data race: {access} and {earlier} by {thread} ({}) with no {missing} in between", Line(other))
         };
-        let rank = with.warp() / self.order.warps;
-        let other_thread = with.thread() - rank * self.order.warps * LANES;
-        let who = if with.block == self.order.block && rank == self.order.rank {
-            format!("thread {other_thread}")
-        } else {
-            format!("thread {other_thread} of block number {}", with.block as usize * self.shared.len() + rank)
+        let missing = if same_block { "barrier" } else { "fence::device" };
+        let (fault, message) = match conflict.kind {
+            ConflictKind::AsyncCopy => {
+                let line = Line(other);
+                let message = format!(
+                    "asynchronous copy in flight: {access} before the wait for the copy that {thread} issued ({line})"
+                );
+                (Fault::AsyncCopy, message)
+            }
+            ConflictKind::Write => (Fault::DataRace, race("write", missing)),
+            ConflictKind::Read => (Fault::DataRace, race("read", missing)),
+            ConflictKind::UnfencedWrite => (Fault::DataRace, race("write", "fence_async_proxy")),
         };
-        let message = format!(
-            "{}: {} at {}, at {}; {who} {did} it at {} {why}",
-            if fault == Fault::Race { "race" } else { "asynchronous copy under way" },
-            describe(request),
-            self.name(&word),
-            Line(request.at),
-            Line(other)
-        );
         Finding { fault, other: Some(other), message }
     }
 
-    /// The 16 bytes of `thread`'s asynchronous copy to `address` have landed.
-    pub fn landed(&mut self, thread: usize, address: usize) {
-        let Some(place) = self.locate(address) else { return };
-        let (Place::Shared(_, offset) | Place::Buffer(_, offset)) = place;
+    /// Records that the 16-byte `cp.async` of `thread` to `address` has completed.
+    pub fn async_copy_completed(&mut self, thread: usize, address: usize) {
+        let Some(location) = self.locate(address) else { return };
+        let offset = location.offset();
         let access = self.order.access(thread, 0, 0);
-        let shadow = self.shadow(&place);
+        let shadow = self.shadow(location);
         for i in offset / CELL..(offset + 16) / CELL {
             let cell = shadow.cell(i);
             let site = cell.write.site;
@@ -491,20 +464,35 @@ impl Checker {
         shadow.set_written(offset, 16);
     }
 
-    /// A copy by TMA to these bytes of shared memory has landed, as of the time when it was issued.
-    pub fn bulk_landed(&mut self, address: usize, bytes: usize) {
-        let Some(Place::Shared(rank, offset)) = self.locate(address) else { return };
-        let shadow = &mut self.shared[rank];
+    /// Records that a TMA load to these bytes of shared memory has completed. The write keeps the time of its issue.
+    pub fn bulk_copy_completed(&mut self, address: usize, bytes: usize) {
+        let Some(Location::Shared(offset)) = self.locate(address) else { return };
         for i in offset / CELL..(offset + bytes) / CELL {
-            shadow.cell(i).write.land();
+            self.shared.cell(i).write.complete();
         }
-        shadow.set_written(offset, bytes);
+        self.shared.set_written(offset, bytes);
     }
 }
 
-pub fn learn(mine: &mut Clocks, other: &Clocks) {
-    for (mine, other) in mine.iter_mut().zip(other) {
-        *mine = (*mine).max(*other);
+/// A conflict with an earlier access.
+struct Conflict {
+    cell: Location,
+    kind: ConflictKind,
+}
+
+/// Kind of the earlier access of a conflict.
+enum ConflictKind {
+    AsyncCopy,
+    Read,
+    Write,
+    /// A write that happens before the access, but without a proxy fence.
+    UnfencedWrite,
+}
+
+/// Joins clock `other` into `clock`.
+pub fn join(clock: &mut VectorClock, other: &VectorClock) {
+    for (tick, other) in clock.iter_mut().zip(other) {
+        *tick = (*tick).max(*other);
     }
 }
 

@@ -1,22 +1,25 @@
-//! The rendezvous: the lanes of a warp deposit words and see everybody's; whole warps meet at barriers.
+//! Collective operations: warp-wide exchanges and hardware barriers.
 //!
-//! Warp-wide operations take every lane of the warp, at the same source line. Barriers are arrived at by whole warps
-//! (`bar.sync` and `bar.arrive` are `.aligned`).
+//! In a warp-wide operation each lane deposits words and then reads the words of all lanes. Every lane of the warp must
+//! execute the operation at the same source line. Whole warps arrive at barriers (`bar.sync` and `bar.arrive` are
+//! `.aligned`).
 
 use super::LANES;
 use super::block::{Block, fail, suspend, with};
-use super::hopper::catch_early;
+use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site, ranges};
 use std::fmt;
 use std::panic::Location;
 
-/// What a lane brings to a rendezvous and takes from it.
+/// Words that a lane deposits in a warp-wide operation and receives from it.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub struct Slot(pub [u32; 16]);
 
+/// One slot per lane.
 pub type Slots = [Slot; LANES];
 
+/// An operation in which a thread can wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     Shuffle,
@@ -30,7 +33,6 @@ pub enum Operation {
     ArriveNamed { id: u32, threads: u32 },
     MBarrier { offset: u32, parity: u32 },
     WgmmaWait,
-    ClusterSync,
 }
 
 impl fmt::Display for Operation {
@@ -46,15 +48,14 @@ impl fmt::Display for Operation {
             Self::SyncNamed { id, threads } => write!(f, "sync_named({id}, {threads})"),
             Self::ArriveNamed { id, threads } => write!(f, "arrive_named({id}, {threads})"),
             Self::MBarrier { offset, parity } => {
-                write!(f, "wait({parity}) of the memory barrier at shared memory + {offset}")
+                write!(f, "wait({parity}) on the mbarrier at shared memory + {offset}")
             }
             Self::WgmmaWait => f.write_str("wgmma::wait"),
-            Self::ClusterSync => f.write_str("cluster::sync"),
         }
     }
 }
 
-/// Where a thread is stopped.
+/// The operation and source line at which a thread waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Wait {
     pub operation: Operation,
@@ -62,23 +63,25 @@ pub struct Wait {
 }
 
 impl Wait {
-    /// As `==`, but the same call is one address first.
+    /// Equivalent to `==`, but compares the addresses of the sites first.
     #[inline]
     fn same(self, other: Self) -> bool {
         self.operation == other.operation && (std::ptr::eq(self.at, other.at) || self.at == other.at)
     }
 }
 
+/// Scheduling and exchange state of a warp.
 pub struct Warp {
-    /// Lanes that exist; one bit per lane here and below.
+    /// Mask of the lanes that exist. The masks below also have one bit per lane.
     lanes: u32,
     ready: u32,
     arrived: u32,
     pub finished: u32,
-    meeting: Option<Wait>,
-    /// Which of the two sets of slots is being filled. A lane can be one rendezvous ahead of another that has yet to
-    /// read what the last one gave, never two.
-    turn: usize,
+    /// The operation that some lanes have reached and others have not.
+    pending: Option<Wait>,
+    /// Index of the slots that are being filled. The slots are double-buffered: a lane can be one operation ahead of a
+    /// lane that has not read its result yet, but never two.
+    parity: usize,
     slots: [Slots; 2],
 }
 
@@ -86,13 +89,14 @@ impl Warp {
     pub fn new(lanes: usize) -> Self {
         let lanes = u32::MAX >> (LANES - lanes);
         let slots = [[Slot([0; 16]); LANES]; 2];
-        Self { lanes, ready: 0, arrived: 0, finished: 0, meeting: None, turn: 0, slots }
+        Self { lanes, ready: 0, arrived: 0, finished: 0, pending: None, parity: 0, slots }
     }
 
     pub fn start(&mut self) {
-        (self.ready, self.arrived, self.finished, self.meeting) = (self.lanes, 0, 0, None);
+        (self.ready, self.arrived, self.finished, self.pending) = (self.lanes, 0, 0, None);
     }
 
+    /// Removes the first ready lane and returns it.
     #[inline]
     pub fn next_ready(&mut self) -> Option<usize> {
         let lane = self.ready.trailing_zeros();
@@ -105,41 +109,44 @@ impl Warp {
         self.ready |= 1 << lane;
     }
 
-    /// Notes that `lane` came; whether it was the last one.
+    /// Records that `lane` has reached `wait`. Returns whether it was the last lane, or the operation in which the
+    /// other lanes wait if it is a different one.
     #[inline]
     fn arrive(&mut self, lane: usize, wait: Wait) -> Result<bool, Wait> {
-        match self.meeting {
-            Some(meeting) if !meeting.same(wait) => return Err(meeting),
-            _ => self.meeting = Some(wait),
+        match self.pending {
+            Some(pending) if !pending.same(wait) => return Err(pending),
+            _ => self.pending = Some(wait),
         }
         self.arrived |= 1 << lane;
         let complete = self.arrived == self.lanes;
         if complete {
-            (self.arrived, self.meeting) = (0, None);
+            (self.arrived, self.pending) = (0, None);
         }
         Ok(complete)
     }
 }
 
 #[cold]
-fn diverged(wait: Wait, meeting: Wait) -> ! {
+fn diverged(wait: Wait, pending: Wait) -> ! {
     let others = with(|block| {
-        let (warp, _) = block.place();
+        let (warp, _) = block.warp_and_lane();
         let arrived = block.warps[warp].arrived;
         (0..LANES).filter(|lane| arrived >> lane & 1 != 0).map(|lane| warp * LANES + lane).collect::<Vec<_>>()
     });
     let message = format!(
-        "is in {} at {} while threads {} of its warp wait in {} at {}; every lane must take part in both",
+        "warp divergence: {} at {}, but threads {} of the same warp wait in {} at {}; all lanes must execute the same \
+         warp-wide operation",
         wait.operation,
         Line(wait.at),
         ranges(&others),
-        meeting.operation,
-        Line(meeting.at)
+        pending.operation,
+        Line(pending.at)
     );
-    fail(Fault::Divergence, wait.at, Some(meeting.at), message)
+    fail(Fault::Divergence, wait.at, Some(pending.at), message)
 }
 
-/// Every lane of the warp deposits; the last to come completes; then each takes its result.
+/// Executes a warp-wide operation: every lane calls `deposit`, the last one to arrive also calls `complete`, and then
+/// each lane reads its result.
 #[inline]
 pub fn collective<R>(
     wait: Wait,
@@ -148,14 +155,14 @@ pub fn collective<R>(
     result: impl FnOnce(&Slots, usize) -> R,
 ) -> R {
     let arrival = with(|block| {
-        let (index, lane) = block.place();
+        let (index, lane) = block.warp_and_lane();
         let warp = &mut block.warps[index];
-        let turn = warp.turn;
-        deposit(&mut warp.slots[turn][lane]);
+        let parity = warp.parity;
+        deposit(&mut warp.slots[parity][lane]);
         let last = warp.arrive(lane, wait)?;
         if last {
-            complete(&mut warp.slots[turn]);
-            warp.turn ^= 1;
+            complete(&mut warp.slots[parity]);
+            warp.parity ^= 1;
             warp.ready |= warp.lanes & !(1 << lane);
             if let (Operation::SyncWarp, Some(checker)) = (wait.operation, &mut block.checker) {
                 checker.warp_synced(index);
@@ -163,38 +170,39 @@ pub fn collective<R>(
         } else {
             block.wait(wait);
         }
-        Ok((last, turn))
+        Ok((last, parity))
     });
-    let (last, turn) = match arrival {
+    let (last, parity) = match arrival {
         Ok(arrival) => arrival,
-        Err(meeting) => diverged(wait, meeting),
+        Err(pending) => diverged(wait, pending),
     };
     if !last {
         suspend();
     }
     with(|block| {
-        let (warp, lane) = block.place();
-        result(&block.warps[warp].slots[turn], lane)
+        let (warp, lane) = block.warp_and_lane();
+        result(&block.warps[warp].slots[parity], lane)
     })
 }
 
-/// The word each lane brought, as seen by all.
+/// Exchanges one word per lane.
 #[inline]
 fn exchange<R>(wait: Wait, value: u32, result: impl FnOnce(&Slots, usize) -> R) -> R {
     collective(wait, |slot| slot.0[0] = value, |_| (), result)
 }
 
-/// `value` of the lane that `source` gives for this one.
+/// Returns `value` of lane `source(lane)`.
 #[inline]
 #[track_caller]
 fn shuffle(value: u32, source: impl FnOnce(usize) -> usize) -> u32 {
     let at = Location::caller();
-    let lane = with(|block| block.place().1);
+    let lane = with(|block| block.warp_and_lane().1);
     let source = source(lane);
-    catch_early(value, at);
+    check_accumulator_read(value, at);
     let lanes = with(|block| block.warps[block.current / LANES].lanes);
     if lanes >> source & 1 == 0 {
-        fail(Fault::Operand, at, None, format!("shuffles from lane {source}, which its warp lacks, at {}", Line(at)));
+        let message = format!("invalid operand: shuffle from lane {source}, which does not exist ({})", Line(at));
+        fail(Fault::Operand, at, None, message);
     }
     exchange(Wait { operation: Operation::Shuffle, at }, value, |slots, _| slots[source].0[0])
 }
@@ -236,21 +244,21 @@ pub fn sync_warp() {
     collective(wait, |_| (), |_| (), |_, _| ());
 }
 
-/// A hardware barrier of the block.
+/// A hardware barrier of the block (`bar.sync`, `bar.arrive`).
 #[derive(Default)]
 pub struct Barrier {
-    /// How many threads end this phase, from the first warp that came, and where it came.
+    /// Number of threads that complete this phase, and the line at which the first warp arrived.
     expects: Option<(u32, Site)>,
     arrived: u32,
-    /// Warps to wake, one bit each.
+    /// Mask of the warps to wake.
     waiting: u32,
 }
 
 impl Barrier {
-    /// What a deadlock report says of it.
+    /// Returns the part of a deadlock report that describes this barrier.
     pub fn missing(&self) -> String {
         self.expects.map_or_else(String::new, |(expects, _)| {
-            format!(", which lacks {} of {expects} threads", expects - self.arrived)
+            format!("; {} of {expects} threads have not arrived", expects - self.arrived)
         })
     }
 }
@@ -271,28 +279,34 @@ pub fn arrive_named(id: u32, threads: u32) {
     barrier(Operation::ArriveNamed { id, threads }, id, threads, Location::caller());
 }
 
-/// What becomes of a thread that came to a barrier.
+/// Result of an arrival at a barrier.
 enum Outcome {
-    Goes,
-    Waits,
+    Proceed,
+    Wait,
     Diverged(Wait),
-    Disagrees(u32, Site),
+    /// The first warp of this phase gave a different number of threads.
+    CountMismatch(u32, Site),
 }
 
 fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
     let wait = Wait { operation, at };
     let named = operation != Operation::SyncThreads;
     if named && (!(1..16).contains(&id) || !threads.is_multiple_of(LANES as u32) || threads == 0) {
-        let message = format!("{operation} at {}: barriers are 1 to 15, for a multiple of 32 threads", Line(at));
+        let message = format!(
+            "invalid operand: {operation} at {}: expected a barrier number from 1 to 15 and a positive multiple of 32 \
+             threads",
+            Line(at)
+        );
         fail(Fault::Operand, at, None, message);
     }
     match with(|block| arrive(block, wait, id, threads)) {
-        Outcome::Goes => (),
-        Outcome::Waits => suspend(),
-        Outcome::Diverged(meeting) => diverged(wait, meeting),
-        Outcome::Disagrees(expects, first) => {
+        Outcome::Proceed => (),
+        Outcome::Wait => suspend(),
+        Outcome::Diverged(pending) => diverged(wait, pending),
+        Outcome::CountMismatch(expects, first) => {
             let message = format!(
-                "{operation} at {}, but this phase of barrier {id} was begun for {expects} threads at {}",
+                "invalid operand: {operation} at {}, but the first warp to arrive at barrier {id} expects {expects} \
+                 threads ({})",
                 Line(at),
                 Line(first)
             );
@@ -302,24 +316,24 @@ fn barrier(operation: Operation, id: u32, threads: u32, at: Site) {
 }
 
 fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
-    let (warp, lane) = block.place();
+    let (warp, lane) = block.warp_and_lane();
     let blocking = !matches!(wait.operation, Operation::ArriveNamed { .. });
     match block.warps[warp].arrive(lane, wait) {
-        Err(meeting) => return Outcome::Diverged(meeting),
+        Err(pending) => return Outcome::Diverged(pending),
         Ok(false) => {
             block.wait(wait);
-            return Outcome::Waits;
+            return Outcome::Wait;
         }
         Ok(true) => (),
     }
     let barrier = &mut block.barriers[id as usize];
     let (expects, first) = *barrier.expects.get_or_insert((threads, wait.at));
     if expects != threads {
-        return Outcome::Disagrees(expects, first);
+        return Outcome::CountMismatch(expects, first);
     }
     barrier.arrived += LANES as u32;
     if let Some(checker) = &mut block.checker {
-        checker.arrived(warp, id as usize);
+        checker.barrier_arrived(warp, id as usize);
     }
     if blocking {
         barrier.waiting |= 1 << warp;
@@ -328,11 +342,11 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     }
     if barrier.arrived < expects {
         block.wait(wait);
-        return if blocking { Outcome::Waits } else { Outcome::Goes };
+        return if blocking { Outcome::Wait } else { Outcome::Proceed };
     }
     let waiting = std::mem::take(barrier).waiting;
     if let Some(checker) = &mut block.checker {
-        checker.released(id as usize, waiting);
+        checker.barrier_completed(id as usize, waiting);
     }
     for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
         let warp = &mut block.warps[w];
@@ -341,5 +355,5 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     if blocking {
         block.warps[warp].ready &= !(1 << lane);
     }
-    Outcome::Goes
+    Outcome::Proceed
 }

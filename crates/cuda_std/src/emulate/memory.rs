@@ -1,4 +1,4 @@
-//! Named buffers for a checked launch.
+//! Named buffers for checked launches.
 
 use super::shadow::Shadow;
 use crate::global::{Global, GlobalMut};
@@ -6,59 +6,60 @@ use bytemuck::Pod;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::{fmt, slice};
 
-/// Device memory of [`emulate_checked`](crate::launch::Launch::emulate_checked): named buffers, of which every byte knows
-/// whether it was ever written. Buffers stay where they are, and their views valid, as long as the memory lives.
+/// Device memory for [`emulate_checked`](crate::launch::Launch::emulate_checked): named buffers that track which bytes
+/// are initialized. Buffers do not move, so their views stay valid for the lifetime of the memory.
 #[derive(Default)]
 pub struct Memory {
     pub(super) buffers: Vec<Buffer>,
 }
 
 impl Memory {
+    /// Creates a memory without buffers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A buffer that no kernel may write, with these contents.
+    /// Adds a read-only buffer that contains `values`.
     pub fn input<T: Pod>(&mut self, name: &str, values: &[T]) -> Global<T> {
         Global::new(self.add(name, size_of_val(values), Some(bytemuck::cast_slice(values)), false).cast())
     }
 
-    /// A buffer with these contents.
+    /// Adds a writable buffer that contains `values`.
     pub fn buffer<T: Pod>(&mut self, name: &str, values: &[T]) -> GlobalMut<T> {
         GlobalMut::new(self.add(name, size_of_val(values), Some(bytemuck::cast_slice(values)), true).cast())
     }
 
-    /// A buffer of `len` elements that nobody has written yet; reading it before that is a fault.
+    /// Adds an uninitialized writable buffer of `len` elements. Reading an element before it is written is a fault.
     pub fn output<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
         GlobalMut::new(self.add(name, len * size_of::<T>(), None, true).cast())
     }
 
-    /// A buffer of zeros.
+    /// Adds a writable buffer of `len` elements filled with zeros.
     pub fn zeroed<T: Pod>(&mut self, name: &str, len: usize) -> GlobalMut<T> {
         let bytes = len * size_of::<T>();
         GlobalMut::new(self.add(name, bytes, Some(&vec![0; bytes]), true).cast())
     }
 
-    /// Writes `values` from where `view` begins, as a host's copy does: to inputs, too.
+    /// Copies `values` from the host to the start of `view`. Read-only buffers can be written as well.
     ///
     /// # Errors
-    /// If they do not lie in one of these buffers.
+    /// If the destination is not inside one of these buffers.
     pub fn write<T: Pod>(&mut self, view: GlobalMut<T>, values: &[T]) -> Result<(), HostAccess> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        let (buffer, offset) = self.inside(view.0.addr(), bytes.len())?;
+        let (buffer, offset) = self.locate_range(view.0.addr(), bytes.len())?;
         let buffer = &mut self.buffers[buffer];
         buffer.contents_mut()[offset..][..bytes.len()].copy_from_slice(bytes);
         buffer.shadow.set_written(offset, bytes.len());
         Ok(())
     }
 
-    /// The `len` elements from where `view` begins.
+    /// Returns the `len` elements from the start of `view`.
     ///
     /// # Errors
-    /// If they do not lie in one of these buffers, or one was never written.
+    /// If they are not inside one of these buffers, or if one was never written.
     pub fn slice<T: Pod>(&self, view: Global<T>, len: usize) -> Result<&[T], HostAccess> {
         let bytes = len * size_of::<T>();
-        let (buffer, offset) = self.inside(view.0.addr(), bytes)?;
+        let (buffer, offset) = self.locate_range(view.0.addr(), bytes)?;
         let buffer = &self.buffers[buffer];
         if let Some(byte) = buffer.shadow.first_unwritten(offset, bytes) {
             return Err(HostAccess(format!("{} + {byte} was never written", buffer.name)));
@@ -66,26 +67,26 @@ impl Memory {
         Ok(bytemuck::cast_slice(&buffer.contents()[offset..][..bytes]))
     }
 
-    /// What the buffer holds from where `view` begins to its end.
+    /// Returns the elements from the start of `view` to the end of its buffer.
     ///
     /// # Panics
-    /// If the view is of none of these buffers, or an element was never written.
+    /// If the view does not belong to one of these buffers, or if an element was never written.
     pub fn read<T: Pod>(&self, view: GlobalMut<T>) -> Vec<T> {
-        let (buffer, offset) = self.place(view.0.addr()).expect("a view of one of this memory's buffers");
+        let (buffer, offset) = self.locate(view.0.addr()).expect("the view must belong to a buffer of this memory");
         let len = (self.buffers[buffer].bytes - offset) / size_of::<T>();
         self.slice(view.reader(), len).unwrap_or_else(|error| panic!("{error}")).to_vec()
     }
 
-    /// The buffer that an address lies in, or is the end of, and its offset there.
-    fn place(&self, address: usize) -> Option<(usize, usize)> {
+    /// Returns the index of the buffer that contains or ends at `address`, and the offset of the address in it.
+    fn locate(&self, address: usize) -> Option<(usize, usize)> {
         let buffer = self.buffers.partition_point(|b| b.start() <= address).checked_sub(1)?;
         let offset = address - self.buffers[buffer].start();
         (offset <= self.buffers[buffer].bytes).then_some((buffer, offset))
     }
 
-    /// As [`place`](Self::place) of so many bytes.
-    fn inside(&self, address: usize, bytes: usize) -> Result<(usize, usize), HostAccess> {
-        let Some((buffer, offset)) = self.place(address) else {
+    /// Same as [`locate`](Self::locate), for a range of `bytes` bytes that must be inside the buffer.
+    fn locate_range(&self, address: usize, bytes: usize) -> Result<(usize, usize), HostAccess> {
+        let Some((buffer, offset)) = self.locate(address) else {
             return Err(HostAccess(format!("{bytes} bytes at {address:#x}, which is in no buffer")));
         };
         let Buffer { bytes: size, name, .. } = &self.buffers[buffer];
@@ -98,13 +99,13 @@ impl Memory {
     fn add(&mut self, name: &str, bytes: usize, values: Option<&[u8]>, writable: bool) -> *mut u8 {
         let buffer = Buffer::new(name, bytes, values, writable);
         let pointer = buffer.pointer();
-        let place = self.buffers.partition_point(|b| b.start() < buffer.start());
-        self.buffers.insert(place, buffer);
+        let index = self.buffers.partition_point(|b| b.start() < buffer.start());
+        self.buffers.insert(index, buffer);
         pointer
     }
 }
 
-/// Why the host cannot read or write there.
+/// Error of an invalid access by the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostAccess(String);
 
@@ -116,29 +117,30 @@ impl fmt::Display for HostAccess {
 
 impl std::error::Error for HostAccess {}
 
-/// A buffer between two zones of its own size, at least 64 KiB: an access that misses the buffer lands there, and is known
-/// by its name, rather than in another one. The zones are never touched and so take no memory.
+/// A buffer between two guard zones of its own size, at least 64 KiB each. An out-of-bounds access usually hits a guard
+/// zone, so the report can name the buffer. The zones are never touched and so use no physical memory.
 pub struct Buffer {
     pub name: String,
     allocation: *mut u8,
     layout: Layout,
-    /// From the allocation's start to the buffer's, which is 256-byte aligned as `cuMemAlloc`'s are.
+    /// Offset of the buffer in the allocation. The buffer is aligned to 256 bytes, like those of `cuMemAlloc`.
     offset: usize,
     pub bytes: usize,
     pub writable: bool,
     pub shadow: Shadow,
 }
 
-// SAFETY: the allocation is owned; whoever has the buffer has it alone.
+// SAFETY: the buffer owns its allocation.
 unsafe impl Send for Buffer {}
-// SAFETY: behind a shared reference it is only read.
+// SAFETY: a shared reference gives only read access.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
     fn new(name: &str, bytes: usize, values: Option<&[u8]>, writable: bool) -> Self {
         let zone = bytes.next_multiple_of(256).max(64 << 10);
-        // Zeroed memory of no more than the allocator's own alignment comes untouched from the system.
-        let layout = Layout::from_size_align(bytes + 2 * zone + 256, 16).expect("a buffer fits the address space");
+        // The system allocator returns fresh zeroed pages without touching them for alignments up to its own.
+        let layout =
+            Layout::from_size_align(bytes + 2 * zone + 256, 16).expect("the buffer must fit into the address space");
         // SAFETY: the size is not zero.
         let allocation = unsafe { alloc_zeroed(layout) };
         if allocation.is_null() {
@@ -167,18 +169,18 @@ impl Buffer {
         self.pointer().addr()
     }
 
-    /// Whether an access at `address` was meant for this buffer.
+    /// Returns whether `address` is in this buffer or its guard zones.
     pub fn near(&self, address: usize) -> bool {
         (self.allocation.addr()..self.allocation.addr() + self.layout.size()).contains(&address)
     }
 
     fn contents_mut(&mut self) -> &mut [u8] {
-        // SAFETY: initialised in `new`; kernels write it only while the memory is borrowed mutably.
+        // SAFETY: the bytes are initialized in `new`, and kernels write them only while the memory is borrowed mutably.
         unsafe { slice::from_raw_parts_mut(self.pointer(), self.bytes) }
     }
 
     fn contents(&self) -> &[u8] {
-        // SAFETY: initialised in `new`; kernels write it only while the memory is borrowed mutably.
+        // SAFETY: the bytes are initialized in `new`, and kernels write them only while the memory is borrowed mutably.
         unsafe { slice::from_raw_parts(self.pointer(), self.bytes) }
     }
 }

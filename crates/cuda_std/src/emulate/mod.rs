@@ -1,8 +1,11 @@
-//! The CPU back end: a block is one fiber per GPU thread, and whatever threads do together is a rendezvous of fibers.
+//! The CPU back end: every GPU thread of a block is a fiber, and collective operations are points where fibers meet.
 //!
-//! `block` runs the fibers and holds what a block is; `collective` is the rendezvous of a warp's lanes and of warps at
-//! barriers; `tensor` computes `ldmatrix` and `mma`; `hopper` is what only `sm_90a` has; `access` is memory,
-//! `checker` what watches it (`shadow` what it remembers, `memory` the buffers it knows); `arithmetic` the special-function unit.
+//! * `block` schedules the fibers and holds the state of a block.
+//! * `collective` implements warp-wide operations and barriers.
+//! * `tensor` computes `ldmatrix` and `mma`; `hopper` implements the `sm_90a` instructions.
+//! * `access` performs memory accesses. `checker` validates them with the access history in `shadow` and the buffers in
+//!   `memory`.
+//! * `arithmetic` implements special functions and conversions.
 
 mod access;
 mod arithmetic;
@@ -33,5 +36,5 @@ pub use memory::{HostAccess, Memory};
 pub use report::{Fault, Report};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 
-/// Lanes of a warp.
+/// Number of lanes in a warp.
 const LANES: usize = 32;

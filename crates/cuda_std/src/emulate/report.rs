@@ -1,63 +1,65 @@
-//! What the emulator says of a kernel that goes wrong.
+//! Fault reports of the emulator.
 
 use std::fmt::{self, Write};
 use std::panic::Location;
 
-/// Source line of a kernel.
+/// A source line of a kernel.
 pub type Site = &'static Location<'static>;
 
-/// What went wrong.
+/// The kind of a fault that the emulator found in a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// The launch itself is impossible: an empty grid, a block size out of range, no memory for the fibers.
+    /// Invalid launch: an empty grid, a block size out of range, or no memory for the fibers.
     Launch,
-    /// Threads wait for others that never come.
+    /// Deadlock: threads wait for arrivals that never happen, for example because of barrier divergence.
     Deadlock,
-    /// Threads go on and on without anything changing: polling memory that nobody will write.
+    /// Livelock: threads keep running without progress, for example by polling memory.
     Livelock,
-    /// Lanes of one warp are at different warp-wide operations.
+    /// Warp divergence: lanes of one warp execute different warp-wide operations, or threads of one warpgroup issue
+    /// different wgmma instructions.
     Divergence,
-    /// An operation's operand is outside what it takes: a barrier number, a lane that is not there.
+    /// Invalid operand: for example a barrier number or source lane that does not exist.
     Operand,
-    /// The kernel panicked.
+    /// A panic in the kernel.
     Panic,
-    /// An access outside every buffer and the block's shared memory.
+    /// Out-of-bounds access: an address outside every buffer and the block's shared memory.
     OutOfBounds,
-    /// An access whose address is no multiple of its alignment.
+    /// Misaligned access: an address that is not a multiple of the required alignment.
     Misaligned,
-    /// A write to an input.
+    /// A write to a read-only buffer.
     ReadOnly,
-    /// A read of memory that was never written.
-    Uninitialised,
-    /// Two threads' accesses to one place, one of them a write, and nothing that orders them.
-    Race,
-    /// An access to the target of an asynchronous copy before its wait, or a copy that nobody waits for.
+    /// Uninitialized read: a read of memory that was never written.
+    Uninitialized,
+    /// Data race: two unordered accesses to one location by different threads, at least one of them a write.
+    DataRace,
+    /// An access to the target of an asynchronous copy before its wait, or a copy that is never waited for.
     AsyncCopy,
-    /// Accumulators of a warpgroup product touched before its wait, or a product of registers with no fence after they were.
+    /// An access to wgmma accumulators before the wait, or a wgmma on registers without a preceding `wgmma::fence`.
     Accumulators,
 }
 
-/// Why a kernel was stopped: kernel, block, threads and source lines.
+/// A fault in a kernel, with the kernel's name, block, threads and source lines.
 #[derive(Clone)]
 pub struct Report {
-    /// Entry point's name.
+    /// Name of the kernel's entry point.
     pub kernel: &'static str,
-    /// Block index (x, y, z), (0, 0, 0) where the launch was refused.
+    /// Block index (x, y, z); (0, 0, 0) for an invalid launch.
     pub block: [u32; 3],
-    /// Thread that was stopped, where it was one.
+    /// Index of the thread that faulted, if the fault belongs to one thread.
     pub thread: Option<u32>,
+    /// Kind of the fault.
     pub fault: Fault,
-    /// Line at which the kernel was stopped; in a deadlock the line where the first waiting thread waits; none in a panic,
-    /// whose line is in the text.
+    /// Source line of the fault. In a deadlock, the line at which the first waiting thread waits. None for a panic,
+    /// whose line is part of the text.
     pub at: Option<Site>,
-    /// The line it clashes with.
+    /// Source line of the conflicting operation.
     pub other: Option<Site>,
     pub(super) message: String,
 }
 
 impl Report {
-    /// The source lines of [`at`](Self::at) and [`other`](Self::other).
+    /// Returns the line numbers of [`at`](Self::at) and [`other`](Self::other).
     pub fn lines(&self) -> [Option<u32>; 2] {
         [self.at, self.other].map(|site| site.map(Location::line))
     }
@@ -74,7 +76,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// As `Display`: it is what a test that unwraps shows.
+/// Same as `Display`, so that `unwrap` in a test prints the readable report.
 impl fmt::Debug for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -83,7 +85,7 @@ impl fmt::Debug for Report {
 
 impl std::error::Error for Report {}
 
-/// `file:line`.
+/// Displays a site as `file:line`.
 pub(super) struct Line(pub Site);
 
 impl fmt::Display for Line {
@@ -92,7 +94,7 @@ impl fmt::Display for Line {
     }
 }
 
-/// Ascending thread indices as `0-31, 64, 66-95`.
+/// Formats ascending thread indices as ranges: `0-31, 64, 66-95`.
 pub(super) fn ranges(threads: &[usize]) -> String {
     let mut text = String::new();
     let mut rest = threads;

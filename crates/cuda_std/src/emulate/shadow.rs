@@ -1,15 +1,15 @@
-//! What is remembered of every two bytes of memory: who wrote it last and who read it since, and of every byte whether it
-//! was ever written.
+//! Shadow memory: the access history of every two bytes (the last write and the reads since), and one bit per byte that
+//! tells whether it was ever written.
 
 use super::LANES;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// One access to one cell. `thread` carries the flags.
+/// One access to one cell. `thread` also holds the flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Access {
     pub block: u32,
-    /// The accessing thread's warp's clock: how many synchronisations it had behind it.
+    /// Tick of the clock of the thread's warp at the time of the access.
     pub clock: u32,
     thread: u16,
     pub site: u16,
@@ -17,16 +17,16 @@ pub struct Access {
 
 impl Access {
     pub const NONE: Self = Self { block: 0, clock: 0, thread: u16::MAX, site: 0 };
-    /// By an atomic instruction.
+    /// The access is atomic.
     pub const ATOMIC: u16 = 1 << 15;
-    /// By an asynchronous copy that was not waited for.
+    /// The access is an asynchronous copy that has not completed.
     pub const PENDING: u16 = 1 << 14;
-    /// By an instruction of the whole warp, which is over for all of its lanes at once.
+    /// The access is part of a warp-wide instruction, which completes for all lanes at once.
     pub const WARP: u16 = 1 << 13;
-    /// By TMA.
+    /// The access was made by TMA.
     pub const BULK: u16 = 1 << 12;
-    /// On a cell's second read: the cell has had more readers than it holds.
-    const CROWDED: u16 = 1 << 11;
+    /// Flag of a cell's second read: further reads of the cell are in the overflow table.
+    const OVERFLOWED: u16 = 1 << 11;
     const THREAD: u16 = (LANES * LANES) as u16 - 1;
 
     pub fn new(block: u32, clock: u32, thread: usize, flags: u16, site: u16) -> Self {
@@ -41,8 +41,8 @@ impl Access {
         self.thread & flag != 0 && !self.is_none()
     }
 
-    /// The asynchronous copy is over.
-    pub fn land(&mut self) {
+    /// Marks the asynchronous copy as completed.
+    pub fn complete(&mut self) {
         self.thread = self.thread & !Self::PENDING | Self::BULK;
     }
 
@@ -55,64 +55,66 @@ impl Access {
     }
 }
 
+/// Access history of two bytes.
 #[derive(Clone, Copy)]
 pub struct Cell {
     pub write: Access,
-    /// Of the reads since that write the last one, and one by a different thread, from another warp if there is one.
+    /// Reads since that write: the last one, and one by a different thread, from another warp if there is one.
     pub reads: [Access; 2],
 }
 
 impl Cell {
     const EMPTY: Self = Self { write: Access::NONE, reads: [Access::NONE; 2] };
 
-    /// `past`: for each of the two reads, whether it is ordered before this one. Gives back a read that another warp's
-    /// writer may yet race with, where there is no room for it any more.
-    fn read(&mut self, access: Access, past: [bool; 2]) -> Option<Access> {
+    /// Records a read. `ordered` tells for each of the two recorded reads whether it happens before this one. Returns a
+    /// read that was evicted although a later write by another warp could race with it.
+    fn read(&mut self, access: Access, ordered: [bool; 2]) -> Option<Access> {
         let [last, other] = &mut self.reads;
         let same_block = last.block == access.block;
         let keep_other = last.is_none()
             || same_block && last.thread() == access.thread()
-            || !other.is_none() && !past[1] && (past[0] || same_block && last.warp() == access.warp());
-        let mut lost = None;
+            || !other.is_none() && !ordered[1] && (ordered[0] || same_block && last.warp() == access.warp());
+        let mut evicted = None;
         if !keep_other {
-            let lives = !other.is_none() && !past[1] && other.block == access.block;
-            lost = (lives && other.warp() != last.warp() && other.warp() != access.warp()).then_some(*other);
-            let crowded = if other.is_none() { 0 } else { other.thread & Access::CROWDED };
+            let unordered = !other.is_none() && !ordered[1] && other.block == access.block;
+            evicted = (unordered && other.warp() != last.warp() && other.warp() != access.warp()).then_some(*other);
+            let overflowed = if other.is_none() { 0 } else { other.thread & Access::OVERFLOWED };
             *other = *last;
-            other.thread |= crowded;
+            other.thread |= overflowed;
         }
         *last = access;
-        lost
+        evicted
     }
 }
 
-/// Bytes of a cell: the smallest element. What lies at an odd address or has an odd size is not watched for races.
+/// Bytes in a cell: the size of the smallest element. Accesses with an odd address or size are not checked for races.
 pub const CELL: usize = 2;
+/// Cells in a page.
 const PAGE: usize = 512;
 
-/// Cells of a stretch of memory; none until the first is touched.
+/// Cells of a range of memory, allocated on the first access.
 #[derive(Default)]
 struct Page {
     cells: Box<[Cell]>,
     touched: bool,
 }
 
-/// Shadow of a stretch of memory. Cells are made when first touched.
+/// Shadow of a range of memory.
 pub struct Shadow {
     pages: Vec<Page>,
-    /// Numbers of the pages with cells that are not empty.
+    /// Indices of the pages with cells that are not empty.
     touched: Vec<usize>,
-    /// One bit per byte.
+    /// One bit per byte: whether it was ever written.
     written: Vec<u64>,
-    /// Of cells with more readers than they hold, further reads since the last write: one of each warp.
-    crowds: HashMap<usize, Vec<Access>, BuildHasherDefault<Multiply>>,
+    /// Further reads since the last write of cells that have had more than two unordered readers: one per warp.
+    overflow: HashMap<usize, Vec<Access>, BuildHasherDefault<CellHasher>>,
 }
 
-/// Hashes the number of a cell.
+/// Multiplicative hasher for cell indices.
 #[derive(Default)]
-struct Multiply(u64);
+struct CellHasher(u64);
 
-impl Hasher for Multiply {
+impl Hasher for CellHasher {
     fn write(&mut self, bytes: &[u8]) {
         for byte in bytes {
             self.write_usize(usize::from(*byte));
@@ -129,26 +131,28 @@ impl Hasher for Multiply {
 }
 
 impl Shadow {
+    /// Creates the shadow of `bytes` bytes of uninitialized memory.
     pub fn new(bytes: usize) -> Self {
         let pages = (0..bytes.div_ceil(CELL * PAGE)).map(|_| Page::default()).collect();
-        Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], crowds: HashMap::default() }
+        Self { pages, touched: Vec::new(), written: vec![0; bytes.div_ceil(64)], overflow: HashMap::default() }
     }
 
-    /// Forgets all accesses; what is written stays so.
+    /// Clears the access history. Initialized bytes stay initialized.
     pub fn forget_accesses(&mut self) {
         for page in self.touched.drain(..) {
             let Page { cells, touched } = &mut self.pages[page];
             cells.fill(Cell::EMPTY);
             *touched = false;
         }
-        self.crowds.clear();
+        self.overflow.clear();
     }
 
+    /// Marks all bytes as uninitialized.
     pub fn forget_contents(&mut self) {
         self.written.fill(0);
     }
 
-    /// Cell `i`, the bytes from `CELL * i`.
+    /// Returns cell `i`, which covers the bytes from `CELL * i`.
     #[inline]
     pub fn cell(&mut self, i: usize) -> &mut Cell {
         let page = &mut self.pages[i / PAGE];
@@ -162,35 +166,36 @@ impl Shadow {
         &mut page.cells[i % PAGE]
     }
 
-    /// Remembers a write to cell `i`, and no read before it.
+    /// Records a write to cell `i` and clears the reads before it.
     #[inline]
     pub fn wrote(&mut self, i: usize, access: Access) {
         let cell = self.cell(i);
-        let crowded = cell.reads[1].is(Access::CROWDED);
+        let overflowed = cell.reads[1].is(Access::OVERFLOWED);
         *cell = Cell { write: access, reads: [Access::NONE; 2] };
-        if crowded {
-            self.crowds.remove(&i);
+        if overflowed {
+            self.overflow.remove(&i);
         }
     }
 
-    /// Remembers a read of cell `i`; `past`: for each of the reads it holds, whether it is ordered before this one.
+    /// Records a read of cell `i`. `ordered` tells for each of the cell's reads whether it happens before this one.
     #[inline]
-    pub fn read(&mut self, i: usize, access: Access, past: [bool; 2]) {
+    pub fn read(&mut self, i: usize, access: Access, ordered: [bool; 2]) {
         let cell = self.cell(i);
-        if let Some(lost) = cell.read(access, past) {
-            cell.reads[1].thread |= Access::CROWDED;
-            let crowd = self.crowds.entry(i).or_default();
-            crowd.retain(|read| read.block == lost.block && read.warp() != lost.warp());
-            crowd.push(lost);
+        if let Some(evicted) = cell.read(access, ordered) {
+            cell.reads[1].thread |= Access::OVERFLOWED;
+            let overflow = self.overflow.entry(i).or_default();
+            overflow.retain(|read| read.block == evicted.block && read.warp() != evicted.warp());
+            overflow.push(evicted);
         }
     }
 
-    /// Further reads of this cell `i` of the shadow.
+    /// Returns the reads of cell `i` that did not fit into the cell.
     #[inline]
-    pub fn crowd(&self, i: usize, cell: Cell) -> &[Access] {
-        if cell.reads[1].is(Access::CROWDED) { self.crowds.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
+    pub fn overflow(&self, i: usize, cell: Cell) -> &[Access] {
+        if cell.reads[1].is(Access::OVERFLOWED) { self.overflow.get(&i).map_or(&[], Vec::as_slice) } else { &[] }
     }
 
+    /// Marks a range of bytes as initialized.
     #[inline]
     pub fn set_written(&mut self, offset: usize, bytes: usize) {
         for_words(offset, bytes, |word, bits| {
@@ -199,7 +204,7 @@ impl Shadow {
         });
     }
 
-    /// The first byte of the range that was never written.
+    /// Returns the offset of the first uninitialized byte in the range.
     #[inline]
     pub fn first_unwritten(&self, offset: usize, bytes: usize) -> Option<usize> {
         let mut first = None;
@@ -214,7 +219,8 @@ impl Shadow {
     }
 }
 
-/// Calls `f` with each word of a bit set that the range touches and the range's bits in it, until it says no.
+/// Calls `f` with the index of each 64-bit word that the range overlaps and the mask of the range's bits in it, until
+/// `f` returns false.
 #[inline]
 fn for_words(offset: usize, bytes: usize, mut f: impl FnMut(usize, u64) -> bool) {
     let (mut at, end) = (offset, offset + bytes);

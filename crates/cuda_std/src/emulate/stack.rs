@@ -1,20 +1,20 @@
-//! Fiber stacks, kept between launches.
+//! Pool of fiber stacks, which are reused across launches.
 
 use corosensei::stack::{DefaultStack, Stack, StackPointer};
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
-/// Room for a kernel's frames also without optimisation; pages never touched cost nothing.
+/// Stack size in bytes: enough for a kernel compiled without optimization. Untouched pages use no physical memory.
 const BYTES: usize = 256 << 10;
 
-/// A stack that begins a few cache lines below its mapping's end, a different number for neighbouring fibers: with all
-/// of them at the same offset into a page the frames of a warp would compete for the same few sets of the L1 cache.
+/// A stack whose base is a few cache lines below the end of its mapping. The distance differs between neighboring
+/// fibers: with equal page offsets, the frames of a warp would compete for the same few sets of the L1 cache.
 pub struct FiberStack {
     mapping: DefaultStack,
     base: StackPointer,
 }
 
-// SAFETY: `base` lies in the mapping, at most 4 KiB below its end, on a multiple of 128; the mapping has the guard page.
+// SAFETY: `base` is in the mapping, at most 4 KiB below its end and a multiple of 128. The mapping has a guard page.
 unsafe impl Stack for FiberStack {
     fn base(&self) -> StackPointer {
         self.base
@@ -27,7 +27,7 @@ unsafe impl Stack for FiberStack {
 
 static POOL: Mutex<Vec<FiberStack>> = Mutex::new(Vec::new());
 
-/// `count` stacks out of the pool.
+/// Takes `count` stacks from the pool and allocates those that are missing.
 pub fn take(count: usize) -> io::Result<Vec<FiberStack>> {
     let mut stacks = {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
@@ -43,7 +43,7 @@ pub fn take(count: usize) -> io::Result<Vec<FiberStack>> {
     Ok(stacks)
 }
 
-/// Back into the pool.
+/// Returns stacks to the pool.
 pub fn give_back(stacks: impl IntoIterator<Item = FiberStack>) {
     POOL.lock().unwrap_or_else(PoisonError::into_inner).extend(stacks);
 }

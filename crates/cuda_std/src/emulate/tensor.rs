@@ -1,5 +1,5 @@
-//! `ldmatrix` and `mma`: the last lane to come computes for the whole warp. Ownership of fragments is that of
-//! [`crate::mma`].
+//! `ldmatrix` and `mma`: the last lane to arrive computes for the whole warp. [`crate::mma`] documents the fragment
+//! layouts.
 
 use super::LANES;
 use super::access::{check, words};
@@ -9,7 +9,7 @@ use super::collective::{Operation, Slot, Slots, Wait, collective};
 use std::array;
 use std::panic::Location;
 
-/// Gathers the rows that the lanes point at, then deals them out: `pick(matrix rows, lane)`.
+/// Gathers the rows that the lanes point at. Each lane then receives `pick(matrix rows, lane)` of each matrix.
 ///
 /// # Safety
 /// `row` must be valid for reads of 16 bytes and 16-byte aligned.
@@ -23,7 +23,7 @@ unsafe fn ldmatrix(row: *const u32, wait: Wait, pick: impl Fn(&[[u32; 4]], usize
     let complete = |slots: &mut Slots| {
         let rows: [[u32; 4]; LANES] = array::from_fn(|lane| {
             let address = u64::from(slots[lane].0[0]) | u64::from(slots[lane].0[1]) << 32;
-            // SAFETY: the lane's caller's.
+            // SAFETY: guaranteed by the lane's caller.
             unsafe { words(std::ptr::with_exposed_provenance(address as usize)) }
         });
         for (lane, slot) in slots.iter_mut().enumerate() {
@@ -35,21 +35,22 @@ unsafe fn ldmatrix(row: *const u32, wait: Wait, pick: impl Fn(&[[u32; 4]], usize
     collective(wait, deposit, complete, |slots, lane| array::from_fn(|i| slots[lane].0[i]))
 }
 
-/// Lane l gives row l % 8 of matrix l / 8 and gets from each matrix the pair (l / 4, 2 (l % 4)), (l / 4, 2 (l % 4) + 1).
+/// Lane l provides row l % 8 of matrix l / 8 and receives from each matrix the elements (l / 4, 2 (l % 4)) and
+/// (l / 4, 2 (l % 4) + 1).
 ///
 /// # Safety
 /// `row` must be valid for reads of 16 bytes and 16-byte aligned.
 #[track_caller]
 pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
     let wait = Wait { operation: Operation::LdMatrix, at: Location::caller() };
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { ldmatrix(row, wait, |rows, lane| rows[lane / 4][lane % 4]) }
 }
 
-/// As [`ldmatrix_x4`] with each 8 x 8 matrix transposed.
+/// Same as [`ldmatrix_x4`], with each 8 x 8 matrix transposed.
 ///
 /// # Safety
-/// As [`ldmatrix_x4`].
+/// Same as [`ldmatrix_x4`].
 #[track_caller]
 pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
     let wait = Wait { operation: Operation::LdMatrix, at: Location::caller() };
@@ -58,25 +59,25 @@ pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
         let half = |row: usize| rows[row][col / 2] >> (col % 2 * 16) & 0xffff;
         half(row) | half(row + 1) << 16
     };
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { ldmatrix(row, wait, pick) }
 }
 
-/// (row, column) in A of a lane's element `i`.
+/// Returns (row, column) in A of a lane's element `i`.
 #[inline(always)]
-pub fn a_place(lane: usize, i: usize) -> (usize, usize) {
+pub fn a_position(lane: usize, i: usize) -> (usize, usize) {
     (lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8)
 }
 
-/// (row, column) in B of a lane's element `i`.
+/// Returns (row, column) in B of a lane's element `i`.
 #[inline(always)]
-fn b_place(lane: usize, i: usize) -> (usize, usize) {
+fn b_position(lane: usize, i: usize) -> (usize, usize) {
     (lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4)
 }
 
-/// (row, column) in D of a lane's element `i`.
+/// Returns (row, column) in D of a lane's element `i`.
 #[inline(always)]
-fn d_place(lane: usize, i: usize) -> (usize, usize) {
+fn d_position(lane: usize, i: usize) -> (usize, usize) {
     (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2)
 }
 
@@ -95,9 +96,9 @@ fn multiply(d: &mut D, a: &A, b: &B) {
     }
 }
 
-/// Lays the lanes' fragments out as matrices, calls `f`, and hands D back in words 0..4.
+/// Assembles the lanes' fragments into matrices, calls `f`, and writes D to words 0..4 of the slots.
 #[inline(always)]
-fn over_matrices(
+fn with_matrices(
     slots: &mut Slots,
     a_of: impl Fn(&[u32; 16], usize) -> f32,
     b_of: impl Fn(&[u32; 16], usize) -> f32,
@@ -106,20 +107,20 @@ fn over_matrices(
     let (mut a, mut b, mut d) = ([[0.0; 16]; 16], [[0.0; 8]; 16], [[0.0; 8]; 16]);
     for (lane, slot) in slots.iter().enumerate() {
         for i in 0..8 {
-            let (row, col) = a_place(lane, i);
+            let (row, col) = a_position(lane, i);
             a[row][col] = a_of(&slot.0, i);
         }
         for i in 0..4 {
-            let (row, col) = b_place(lane, i);
+            let (row, col) = b_position(lane, i);
             b[row][col] = b_of(&slot.0, i);
-            let (row, col) = d_place(lane, i);
+            let (row, col) = d_position(lane, i);
             d[row][col] = f32::from_bits(slot.0[i]);
         }
     }
     f(&mut d, a, b);
     for (lane, slot) in slots.iter_mut().enumerate() {
         for i in 0..4 {
-            let (row, col) = d_place(lane, i);
+            let (row, col) = d_position(lane, i);
             slot.0[i] = d[row][col].to_bits();
         }
     }
@@ -132,13 +133,14 @@ fn take_d(slots: &Slots, lane: usize) -> [f32; 4] {
 
 fn mma_bf16_warp(slots: &mut Slots) {
     let half = |word: u32, i: usize| f32::from_bits(if i.is_multiple_of(2) { word << 16 } else { word & 0xffff_0000 });
-    over_matrices(slots, |w, i| half(w[4 + i / 2], i), |w, i| half(w[8 + i / 2], i), |d, a, b| multiply(d, &a, &b));
+    with_matrices(slots, |w, i| half(w[4 + i / 2], i), |w, i| half(w[8 + i / 2], i), |d, a, b| multiply(d, &a, &b));
 }
 
-/// The device's three products of operands split in two tf32 parts, small ones first.
+/// Splits each operand into two tf32 parts and sums the three largest partial products, small ones first, as the
+/// device.
 fn mma_f32_warp(slots: &mut Slots) {
     let word = |w: &[u32; 16], i: usize| f32::from_bits(w[i]);
-    over_matrices(
+    with_matrices(
         slots,
         |w, i| word(w, 4 + i),
         |w, i| word(w, 12 + i),

@@ -1,34 +1,37 @@
-//! Memory barriers in shared memory: phases that complete when enough threads have arrived and enough bytes have landed.
+//! mbarriers: barrier objects in shared memory that count arrivals of threads and bytes of asynchronous copies.
 
 use crate::backend;
 use crate::shared::Layout;
 
-/// One barrier. It goes from phase to phase; [`wait`](Self::wait) names a phase by its parity.
+/// An mbarrier. Its phases complete one after the other; [`wait`](Self::wait) identifies a phase by its parity.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct MBarrier(*mut u64);
 
 impl MBarrier {
-    /// Makes the barrier ready: a phase completes after `arrivals`. One thread does it, then
-    /// [`fence_init`](Self::fence_init), then a barrier of the block (or cluster).
+    /// Initializes the mbarrier to complete each phase after `arrivals` arrivals (`mbarrier.init`).
+    ///
+    /// One thread must call it and then [`fence_init`](Self::fence_init). A barrier of the block must follow before
+    /// other threads use the mbarrier.
     #[inline(always)]
     #[track_caller]
     pub fn init(self, arrivals: u32) {
-        // SAFETY: `Layout` gave this barrier 8 aligned bytes of shared memory of its own.
+        // SAFETY: `Layout` reserved 8 aligned bytes of shared memory for this mbarrier.
         unsafe { backend::hopper::mbarrier_init(self.0, arrivals) }
     }
 
-    /// Makes initialisations visible to the cluster and to TMA (`fence.mbarrier_init.release.cluster`).
+    /// Makes initializations by this thread visible to the async proxy (`fence.mbarrier_init.release.cluster`).
     #[inline(always)]
     pub fn fence_init() {
         backend::hopper::fence_mbarrier_init();
     }
 
-    /// Arrives, and lets the phase wait for `bytes` more to land (`mbarrier.arrive.expect_tx`).
+    /// Arrives and adds `bytes` to the bytes that must be copied before the phase completes
+    /// (`mbarrier.arrive.expect_tx`).
     #[inline(always)]
     #[track_caller]
-    pub fn arrive_expecting(self, bytes: u32) {
-        // SAFETY: as in `init`.
+    pub fn arrive_expect_tx(self, bytes: u32) {
+        // SAFETY: see `init`.
         unsafe { backend::hopper::mbarrier_arrive_expect(self.0, bytes) }
     }
 
@@ -36,25 +39,16 @@ impl MBarrier {
     #[inline(always)]
     #[track_caller]
     pub fn arrive(self) {
-        // SAFETY: as in `init`.
+        // SAFETY: see `init`.
         unsafe { backend::hopper::mbarrier_arrive(self.0) }
     }
 
-    /// Arrives at the barrier at the same place in block `rank` of the cluster (`mapa`, then
-    /// `mbarrier.arrive.shared::cluster`; the default semantics need no extra memory barrier).
-    #[inline(always)]
-    #[track_caller]
-    pub fn arrive_at(self, rank: u32) {
-        // SAFETY: as in `init`; all blocks of a cluster have one layout.
-        unsafe { backend::hopper::mbarrier_arrive_cluster(self.0, rank) }
-    }
-
-    /// Waits until the phase of this `parity` has completed (`mbarrier.try_wait.parity`). A fresh barrier is in phase 0:
-    /// waiting for parity 1 returns at once.
+    /// Waits until the phase with this `parity` has completed (`mbarrier.try_wait.parity`). A new mbarrier is in phase
+    /// 0, so a wait for parity 1 returns at once.
     #[inline(always)]
     #[track_caller]
     pub fn wait(self, parity: u32) {
-        // SAFETY: as in `init`.
+        // SAFETY: see `init`.
         while !unsafe { backend::hopper::mbarrier_try_wait(self.0, parity) } {}
     }
 
@@ -64,12 +58,13 @@ impl MBarrier {
     }
 }
 
-/// A row of barriers.
+/// An array of mbarriers.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct MBarriers(*mut u64);
 
 impl MBarriers {
+    /// Returns mbarrier `i`.
     #[inline(always)]
     pub fn at(self, i: u32) -> MBarrier {
         MBarrier(self.0.wrapping_add(i as usize))
@@ -77,7 +72,7 @@ impl MBarriers {
 }
 
 impl Layout {
-    /// `count` memory barriers.
+    /// Reserves `count` mbarriers.
     #[inline(always)]
     pub fn mbarriers(&mut self, count: usize) -> MBarriers {
         MBarriers(backend::hopper::window(self.take(8 * count, 8)).cast())

@@ -1,11 +1,12 @@
-//! `sm_90a` only: memory barriers, the tensor memory accelerator, warpgroup matrix products, clusters, register budgets.
+//! Hopper-only primitives (`sm_90a`): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix
+//! multiply-accumulate (wgmma), pipeline state for warp-specialized kernels, and register reallocation between
+//! warpgroups.
 //!
-//! The proxy rule: shared memory written by ordinary stores and read next by TMA or wgmma needs
-//! [`fence_async_proxy`] in each writing thread, then a barrier.
+//! TMA and wgmma access shared memory through the async proxy. After ordinary stores to shared memory, each writing
+//! thread must execute [`fence_async_proxy`], and a barrier must follow, before TMA or wgmma reads the data.
 
 use crate::backend;
 
-pub mod cluster;
 pub mod mbarrier;
 pub mod pipeline;
 pub mod tma;
@@ -16,22 +17,26 @@ pub use pipeline::PipelineState;
 pub use tma::TensorMap;
 pub use wgmma::SwizzledTile;
 
-/// Orders this thread's ordinary accesses to shared memory before later ones by TMA and wgmma
+/// Orders this thread's ordinary accesses to shared memory before later accesses by TMA and wgmma
 /// (`fence.proxy.async.shared::cta`).
 #[inline(always)]
 pub fn fence_async_proxy() {
     backend::hopper::fence_async_proxy();
 }
 
-/// Takes registers up to `N` per thread from the pool (`setmaxnreg.inc.sync.aligned.u32 N`); blocks until others have
-/// given enough back. All warps of a warpgroup call it; `N` a multiple of 8 in 24..=256.
+/// Increases the register limit to `N` per thread (`setmaxnreg.inc.sync.aligned.u32 N`). Waits until other warpgroups
+/// have released enough registers.
+///
+/// All warps of a warpgroup must call it. `N` must be a multiple of 8 in 24..=256.
 #[inline(always)]
-pub fn take_registers<const N: u32>() {
-    backend::hopper::take_registers::<N>();
+pub fn increase_registers<const N: u32>() {
+    backend::hopper::increase_registers::<N>();
 }
 
-/// Gives registers above `N` per thread back to the pool (`setmaxnreg.dec.sync.aligned.u32 N`).
+/// Decreases the register limit to `N` per thread and releases the rest (`setmaxnreg.dec.sync.aligned.u32 N`).
+///
+/// The requirements are those of [`increase_registers`].
 #[inline(always)]
-pub fn give_registers<const N: u32>() {
-    backend::hopper::give_registers::<N>();
+pub fn decrease_registers<const N: u32>() {
+    backend::hopper::decrease_registers::<N>();
 }

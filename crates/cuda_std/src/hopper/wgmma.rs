@@ -1,19 +1,24 @@
-//! Warpgroup matrix products: 128 threads (four warps from a multiple of four) compute D (64 x N) += A (64 x 16) · B (16 x N),
-//! bf16 operands read straight from shared memory, f32 accumulators in registers, asynchronously.
+//! Warpgroup matrix multiply-accumulate (wgmma): D (64 x N) += A (64 x 16) · B (16 x N).
+//!
+//! A warpgroup is 128 threads: four consecutive warps, the first of which has an index divisible by four. The operands
+//! are bf16, B in shared memory and A in shared memory or registers. The accumulators are f32 in registers. The
+//! instruction is asynchronous.
 //!
 //! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
 //! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
 //!
-//! The order is [`fence`], products, [`commit`], [`wait`], [`Accumulators::settle`]; no accumulator may be touched in
-//! between. Registers (accumulators, left operands) that were touched since need another fence before their next product.
+//! The required order is [`fence`], one or more [`Accumulators::mma`], [`commit`], [`wait`],
+//! [`Accumulators::fence_accumulators`]. The accumulators must not be accessed in between. If a thread has accessed
+//! registers of a wgmma (accumulators or A fragments) since the last fence, it must execute another fence before it
+//! uses them in a wgmma.
 
 use crate::backend;
 use crate::element::{Packet, bf16};
 use crate::shared::Layout;
 use core::ops::IndexMut;
 
-/// `R` rows of 64 bf16 (128 bytes) in shared memory in TMA's 128-byte swizzle: the 16-byte piece p of row r lies at piece
-/// p ^ (r % 8). 1024-byte aligned. As an operand its rows are m (or n) and its columns k.
+/// A tile of `R` rows of 64 bf16 (128 bytes) in shared memory with the 128-byte swizzle: 16-byte chunk c of row r is
+/// stored at chunk c ^ (r % 8). The tile is aligned to 1024 bytes.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct SwizzledTile<const R: usize>(*mut bf16);
@@ -24,98 +29,101 @@ impl<const R: usize> SwizzledTile<R> {
         self.0
     }
 
-    /// The tile of `S` rows that begins at `row`, a multiple of 8.
+    /// Returns the tile of `S` rows that starts at `row`, a multiple of 8.
     #[inline(always)]
     pub fn rows<const S: usize>(self, row: u32) -> SwizzledTile<S> {
         SwizzledTile(self.0.wrapping_add(row as usize * 64))
     }
 
-    /// The tile of this size that lies `count` such tiles further on.
+    /// Returns the tile of the same size that starts `count` tiles after this one.
     #[must_use]
     #[inline(always)]
-    pub fn same_shape_after(self, count: u32) -> Self {
+    pub fn offset_tiles(self, count: u32) -> Self {
         Self(self.0.wrapping_add(count as usize * R * 64))
     }
 
-    /// What wgmma needs to know of an operand that is columns 16 `k` .. 16 `k` + 16 of this tile: its address, 1024 bytes
-    /// from one group of eight rows to the next, 128-byte swizzle.
+    /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m
+    /// (or n).
     #[inline(always)]
-    pub fn operand(self, k: u32) -> Operand {
-        // The descriptor counts in 16 bytes, and a tile's row spans 8 of those: no carry leaves the address field.
-        Operand(backend::hopper::operand(self.0, 2 * k))
+    pub fn k_major_operand(self, k: u32) -> KMajorOperand {
+        // The descriptor holds addresses in units of 16 bytes. A row of the tile spans 8 units, so no carry leaves the
+        // address field.
+        KMajorOperand(backend::hopper::k_major_operand(self.0, 2 * k))
     }
 
-    /// As [`operand`](Self::operand), of a tile whose rows are k and whose columns are m (or n): rows 16 `k` .. 16 `k` + 16.
-    /// An operand of more than 64 columns goes on in the tiles of this size that follow.
+    /// Returns the descriptor of an MN-major operand: rows 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are k
+    /// and its columns are m (or n). An operand of more than 64 columns continues in the following tiles of this size.
     #[inline(always)]
-    pub fn operand_by_rows(self, k: u32) -> OperandByRows {
-        // 16 rows are 2048 bytes; the stride between groups of eight rows stays the same.
-        OperandByRows(backend::hopper::operand_by_rows(self.0, R as u32 * 128, 128 * k))
+    pub fn mn_major_operand(self, k: u32) -> MnMajorOperand {
+        // 16 rows are 2048 bytes, that is 128 units of 16 bytes.
+        MnMajorOperand(backend::hopper::mn_major_operand(self.0, R as u32 * 128, 128 * k))
     }
 
-    /// Rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's part of a left operand in registers
-    /// (`ldmatrix.sync.aligned.m8n8.x4.shared.b16`). `row` a multiple of 16.
+    /// Loads rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 as a warp's fragment of A in registers
+    /// (`ldmatrix.sync.aligned.m8n8.x4.shared.b16`). `row` must be a multiple of 16.
     #[inline(always)]
     #[track_caller]
-    pub fn left(self, row: u32, k: u32) -> [u32; 4] {
+    pub fn load_a_fragment(self, row: u32, k: u32) -> [u32; 4] {
         let lane = crate::warp::lane();
-        let (row, piece) = (row + lane % 16, 2 * k + lane / 16);
-        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
-        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
-        unsafe { backend::hopper::left_x4(at.cast()) }
+        let (row, chunk) = (row + lane % 16, 2 * k + lane / 16);
+        let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
+        unsafe { backend::hopper::load_a_x4(at.cast()) }
     }
 
-    /// 16-byte piece `piece` of `row` (`ld.shared.v4.b32`).
+    /// Loads 16-byte chunk `chunk` of `row` (`ld.shared.v4.b32`).
     #[inline(always)]
     #[track_caller]
-    pub fn packet(self, row: u32, piece: u32) -> Packet<bf16> {
-        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
-        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
+    pub fn packet(self, row: u32, chunk: u32) -> Packet<bf16> {
+        let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
         Packet::from_words(unsafe { backend::hopper::load_x4(at.cast()) })
     }
 
-    /// Writes four 8 x 8 matrices of packed pairs, as the accumulators' ownership above has them, in one instruction
-    /// (`stmatrix.sync.aligned.m8n8.x4.shared.b16`): lane l of the warp points at `row`, 16-byte piece `piece`.
+    /// Stores four 8 x 8 bf16 matrices in one instruction (`stmatrix.sync.aligned.m8n8.x4.shared.b16`).
+    ///
+    /// `words` holds a packed pair of each matrix in the accumulator layout of this module. Lane l of the warp gives
+    /// the destination of row l % 8 of matrix l / 8: 16-byte chunk `chunk` of `row`.
     #[inline(always)]
     #[track_caller]
-    pub fn store_matrices(self, row: u32, piece: u32, words: [u32; 4]) {
-        let at = self.0.wrapping_add((row * 64 + (piece ^ (row % 8)) * 8) as usize);
-        // SAFETY: `Layout` gave the tile R rows; a kernel's rows stay in it.
+    pub fn store_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
+        let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
         unsafe { backend::hopper::stmatrix_x4(at.cast(), words) }
     }
 }
 
 impl Layout {
-    /// A swizzled tile of `R` rows.
+    /// Reserves a swizzled tile of `R` rows.
     #[inline(always)]
     pub fn swizzled<const R: usize>(&mut self) -> SwizzledTile<R> {
         SwizzledTile(backend::hopper::window(self.take(R * 128, 1024)).cast())
     }
 }
 
-/// Descriptor of an operand whose rows are m or n: k runs along memory.
+/// Descriptor of a K-major operand: consecutive elements in memory are consecutive in k.
 #[derive(Clone, Copy)]
-pub struct Operand(u64);
+pub struct KMajorOperand(u64);
 
-/// Descriptor of an operand whose rows are k: m or n runs along memory.
+/// Descriptor of an MN-major operand: consecutive elements in memory are consecutive in m (or n).
 #[derive(Clone, Copy)]
-pub struct OperandByRows(u64);
+pub struct MnMajorOperand(u64);
 
-/// Either kind of descriptor.
+/// A descriptor of an operand in shared memory, K-major or MN-major.
 pub trait SharedOperand: Copy {
-    /// Whether the rows are k (`imm-trans-a`, `imm-trans-b`).
-    const BY_ROWS: bool;
+    /// Whether the operand is MN-major (`imm-trans-a`, `imm-trans-b`).
+    const MN_MAJOR: bool;
 
     #[doc(hidden)]
     fn descriptor(self) -> u64;
 
-    /// As B: what begins `columns` columns further on, a multiple of 64.
+    /// Returns the descriptor of B from column `columns` on, a multiple of 64.
     #[must_use]
-    fn after(self, columns: u32) -> Self;
+    fn skip_columns(self, columns: u32) -> Self;
 }
 
-impl SharedOperand for Operand {
-    const BY_ROWS: bool = false;
+impl SharedOperand for KMajorOperand {
+    const MN_MAJOR: bool = false;
 
     #[inline(always)]
     fn descriptor(self) -> u64 {
@@ -123,14 +131,14 @@ impl SharedOperand for Operand {
     }
 
     #[inline(always)]
-    fn after(self, columns: u32) -> Self {
+    fn skip_columns(self, columns: u32) -> Self {
         // A column is a row of 128 bytes, 8 units of the address.
         Self(self.0 + u64::from(columns * 8))
     }
 }
 
-impl SharedOperand for OperandByRows {
-    const BY_ROWS: bool = true;
+impl SharedOperand for MnMajorOperand {
+    const MN_MAJOR: bool = true;
 
     #[inline(always)]
     fn descriptor(self) -> u64 {
@@ -138,109 +146,109 @@ impl SharedOperand for OperandByRows {
     }
 
     #[inline(always)]
-    fn after(self, columns: u32) -> Self {
-        // The leading offset, in bits 16..30 and in the same units, is that of 64 columns.
+    fn skip_columns(self, columns: u32) -> Self {
+        // Bits 16..30 hold the leading offset, which is the distance of 64 columns in the same units.
         Self(self.0 + u64::from(columns / 64) * (self.0 >> 16 & 0x3fff))
     }
 }
 
-/// Orders accumulators and ordinary shared-memory accesses before the products that follow (`wgmma.fence.sync.aligned`).
+/// Orders earlier accesses to registers and shared memory before the wgmma instructions that follow
+/// (`wgmma.fence.sync.aligned`).
 #[inline(always)]
 pub fn fence() {
     backend::hopper::wgmma_fence();
 }
 
-/// Closes a group of products (`wgmma.commit_group.sync.aligned`).
+/// Commits the wgmma instructions since the last commit as a group (`wgmma.commit_group.sync.aligned`).
 #[inline(always)]
 pub fn commit() {
     backend::hopper::wgmma_commit();
 }
 
-/// Waits until at most `PENDING` of the newest groups are under way (`wgmma.wait_group.sync.aligned PENDING`).
+/// Waits until at most the `PENDING` newest groups are in flight (`wgmma.wait_group.sync.aligned PENDING`).
 #[inline(always)]
 #[track_caller]
 pub fn wait<const PENDING: u32>() {
     backend::hopper::wgmma_wait::<PENDING>();
 }
 
-/// Accumulators of a 64 x N product: N/2 floats per thread.
+/// A thread's accumulators of a 64 x N tile of D: N / 2 floats.
 pub trait Accumulators: Copy + IndexMut<usize, Output = f32> {
+    /// Accumulators of value zero.
     const ZERO: Self;
-    /// N
+    /// The tile's N.
     const COLUMNS: u32;
 
-    /// Starts D = A · B + (D if `accumulate`) (`wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`).
+    /// Issues D = A · B + (D if `accumulate`) with both operands in shared memory
+    /// (`wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16`).
     #[track_caller]
-    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool);
+    fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool);
 
-    /// As [`product`](Self::product) with A (64 x 16) in registers, 16 rows per warp, as `mma.sync` has it. `a` may not be
-    /// overwritten before the wait.
+    /// Issues D = A · B + (D if `accumulate`) with A in registers and B in shared memory.
+    ///
+    /// Each warp holds 16 rows of A in the fragment layout of [`crate::mma`]. `a` must not be overwritten before the
+    /// wait.
     #[track_caller]
-    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool);
+    fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool);
 
-    /// As [`product_with`](Self::product_with), for B in rows of k (`imm-trans-b` = 1).
+    /// Prevents the compiler from moving reads of the accumulators before the wait that precedes this call.
     #[track_caller]
-    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool);
-
-    /// Keeps the compiler from moving reads of the accumulators before the wait that precedes this call.
-    #[track_caller]
-    fn settle(&mut self);
+    fn fence_accumulators(&mut self);
 }
 
 macro_rules! accumulators {
-    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
         impl Accumulators for [f32; $floats] {
             const ZERO: Self = [0.0; $floats];
             const COLUMNS: u32 = 2 * $floats;
 
             #[inline(always)]
             #[track_caller]
-            fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+            fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
                 let (a, b) = (a.descriptor(), b.descriptor());
-                match (A::BY_ROWS, B::BY_ROWS) {
-                    (false, false) => backend::hopper::$product::<0, 0>(self, a, b, accumulate),
-                    (false, true) => backend::hopper::$product::<0, 1>(self, a, b, accumulate),
-                    (true, false) => backend::hopper::$product::<1, 0>(self, a, b, accumulate),
-                    (true, true) => backend::hopper::$product::<1, 1>(self, a, b, accumulate),
+                match (A::MN_MAJOR, B::MN_MAJOR) {
+                    (false, false) => backend::hopper::$wgmma_ss::<0, 0>(self, a, b, accumulate),
+                    (false, true) => backend::hopper::$wgmma_ss::<0, 1>(self, a, b, accumulate),
+                    (true, false) => backend::hopper::$wgmma_ss::<1, 0>(self, a, b, accumulate),
+                    (true, true) => backend::hopper::$wgmma_ss::<1, 1>(self, a, b, accumulate),
                 }
             }
 
             #[inline(always)]
             #[track_caller]
-            fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
-                backend::hopper::$product_with::<0>(self, a, b.0, accumulate);
+            fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool) {
+                let b = b.descriptor();
+                if B::MN_MAJOR {
+                    backend::hopper::$wgmma_rs::<1>(self, a, b, accumulate);
+                } else {
+                    backend::hopper::$wgmma_rs::<0>(self, a, b, accumulate);
+                }
             }
 
             #[inline(always)]
             #[track_caller]
-            fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
-                backend::hopper::$product_with::<1>(self, a, b.0, accumulate);
-            }
-
-            #[inline(always)]
-            #[track_caller]
-            fn settle(&mut self) {
-                backend::hopper::$settle(self);
+            fn fence_accumulators(&mut self) {
+                backend::hopper::$fence(self);
             }
         }
     )*};
 }
 
 accumulators! {
-    32 wgmma_n64 wgmma_with_n64 settle_n64
-    64 wgmma_n128 wgmma_with_n128 settle_n128
-    96 wgmma_n192 wgmma_with_n192 settle_n192
-    128 wgmma_n256 wgmma_with_n256 settle_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
 }
 
-/// Columns of the first of the two products that one of 320 columns is: no instruction is as wide.
+/// Columns of the first of the two instructions that compute N = 320. The largest N of one instruction is 256.
 const FIRST: u32 = 192;
 
-/// Accumulators of a product of 320 columns, and of the rest of it.
+/// Splits the accumulators of N = 320 into those of the two instructions, N = 192 and N = 128.
 #[inline(always)]
-fn halves(d: &mut [f32; 160]) -> (&mut [f32; 96], &mut [f32; 64]) {
+fn split_320(d: &mut [f32; 160]) -> (&mut [f32; 96], &mut [f32; 64]) {
     let (first, rest) = d.split_at_mut(96);
-    // Both have the lengths they were split at.
+    // The lengths match by construction.
     let (Ok(first), Ok(rest)) = (first.try_into(), rest.try_into()) else { unreachable!() };
     (first, rest)
 }
@@ -251,33 +259,25 @@ impl Accumulators for [f32; 160] {
 
     #[inline(always)]
     #[track_caller]
-    fn product<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
-        let (first, rest) = halves(self);
-        first.product(a, b, accumulate);
-        rest.product(a, b.after(FIRST), accumulate);
+    fn mma<A: SharedOperand, B: SharedOperand>(&mut self, a: A, b: B, accumulate: bool) {
+        let (first, rest) = split_320(self);
+        first.mma(a, b, accumulate);
+        rest.mma(a, b.skip_columns(FIRST), accumulate);
     }
 
     #[inline(always)]
     #[track_caller]
-    fn product_with(&mut self, a: [u32; 4], b: Operand, accumulate: bool) {
-        let (first, rest) = halves(self);
-        first.product_with(a, b, accumulate);
-        rest.product_with(a, b.after(FIRST), accumulate);
+    fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool) {
+        let (first, rest) = split_320(self);
+        first.mma_with_a_registers(a, b, accumulate);
+        rest.mma_with_a_registers(a, b.skip_columns(FIRST), accumulate);
     }
 
     #[inline(always)]
     #[track_caller]
-    fn product_with_rows(&mut self, a: [u32; 4], b: OperandByRows, accumulate: bool) {
-        let (first, rest) = halves(self);
-        first.product_with_rows(a, b, accumulate);
-        rest.product_with_rows(a, b.after(FIRST), accumulate);
-    }
-
-    #[inline(always)]
-    #[track_caller]
-    fn settle(&mut self) {
-        let (first, rest) = halves(self);
-        first.settle();
-        rest.settle();
+    fn fence_accumulators(&mut self) {
+        let (first, rest) = split_320(self);
+        first.fence_accumulators();
+        rest.fence_accumulators();
     }
 }

@@ -1,7 +1,8 @@
-//! The PTX back end: every primitive as the instruction it is.
+//! The PTX back end: each primitive is an instruction.
 //!
-//! Asm that synchronises (barriers, shuffles, votes, ldmatrix, mma) is never `pure`: the compiler must not move it into a
-//! branch. `cuda_builder` also marks every asm call convergent, without which it could be duplicated into both arms.
+//! Inline assembly that synchronizes threads (barriers, shuffles, votes, ldmatrix, mma) is never `pure`, because the
+//! compiler must not move it into a branch. `cuda_builder` also marks every asm call convergent; otherwise the compiler
+//! could duplicate it into both arms of a branch.
 
 use core::arch::{asm, nvptx};
 
@@ -9,8 +10,8 @@ use core::arch::{asm, nvptx};
 pub mod hopper;
 
 unsafe extern "C" {
-    /// Rust has no address spaces, so `cuda_builder` puts the address of dynamic shared memory in place of calls of these
-    /// two: as a generic pointer that LLVM knows to be shared, and as an address in the shared window.
+    /// Rust has no address spaces, so `cuda_builder` replaces calls of these two functions by the address of dynamic
+    /// shared memory: a generic pointer that LLVM knows to be shared, and an address in the shared window.
     fn dynamic_shared_memory() -> *mut u8;
     fn dynamic_shared_address() -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
@@ -29,7 +30,7 @@ macro_rules! special_register {
     ($($name:ident = $intrinsic:ident)*) => {$(
         #[inline(always)]
         pub fn $name() -> u32 {
-            // SAFETY: reads a special register.
+            // SAFETY: this reads a special register.
             unsafe { nvptx::$intrinsic() }
         }
     )*};
@@ -48,18 +49,18 @@ special_register! {
 
 #[inline(always)]
 pub fn opaque(mut value: u32) -> u32 {
-    // SAFETY: no instruction; the operand ties what depends on it to this point.
+    // SAFETY: the assembly contains no instruction; its operand keeps dependent computations after this point.
     unsafe { asm!("// {0}", inout(reg32) value, options(nostack, preserves_flags)) }
     value
 }
 
-/// f32 -> f32 in one instruction without side effects.
+/// Defines functions of f32 that are one instruction without side effects.
 macro_rules! unary {
     ($($name:ident = $instruction:literal)*) => {$(
         #[inline(always)]
         pub fn $name(x: f32) -> f32 {
             let y;
-            // SAFETY: arithmetic on registers.
+            // SAFETY: the instruction only operates on registers.
             unsafe {
                 asm!(concat!($instruction, " {}, {};"), out(reg32) y, in(reg32) x,
                     options(pure, nomem, nostack, preserves_flags));
@@ -93,7 +94,7 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 #[inline(always)]
 pub fn div_rn(a: f32, b: f32) -> f32 {
     let quotient;
-    // SAFETY: arithmetic on registers.
+    // SAFETY: the instruction only operates on registers.
     unsafe {
         asm!("div.rn.f32 {}, {}, {};", out(reg32) quotient, in(reg32) a, in(reg32) b,
             options(pure, nomem, nostack, preserves_flags));
@@ -101,11 +102,11 @@ pub fn div_rn(a: f32, b: f32) -> f32 {
     quotient
 }
 
-/// `low` and `high` rounded to bf16, `high` in the upper half.
+/// Rounds `low` and `high` to bf16 and packs them into one word, with `high` in the upper half.
 #[inline(always)]
 pub fn bf16x2(low: f32, high: f32) -> u32 {
     let packed;
-    // SAFETY: arithmetic on registers.
+    // SAFETY: the instruction only operates on registers.
     unsafe {
         asm!("cvt.rn.bf16x2.f32 {}, {}, {};", out(reg32) packed, in(reg32) high, in(reg32) low,
             options(pure, nomem, nostack, preserves_flags));
@@ -115,50 +116,50 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
 
 #[inline(always)]
 pub fn sync_threads() {
-    // SAFETY: a barrier of the whole block.
+    // SAFETY: the instruction only synchronizes threads.
     unsafe { barrier_all(0) }
 }
 
 #[inline(always)]
 pub fn sync_named(id: u32, threads: u32) {
-    // SAFETY: a barrier; nothing but waiting happens.
+    // SAFETY: the instruction only synchronizes threads.
     unsafe { asm!("bar.sync {}, {};", in(reg32) id, in(reg32) threads, options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
 pub fn arrive_named(id: u32, threads: u32) {
-    // SAFETY: as in `sync_named`.
+    // SAFETY: the instruction only synchronizes threads.
     unsafe { asm!("bar.arrive {}, {};", in(reg32) id, in(reg32) threads, options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
 pub fn sync_warp() {
-    // SAFETY: as in `sync_named`.
+    // SAFETY: the instruction only synchronizes threads.
     unsafe { asm!("bar.warp.sync -1;", options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
 pub fn shuffle_idx(value: u32, from: u32) -> u32 {
-    // SAFETY: exchanges registers among the full warp.
+    // SAFETY: the instruction only exchanges registers within the warp.
     unsafe { shfl_idx(FULL_WARP, value, from, 31) }
 }
 
 #[inline(always)]
 pub fn shuffle_xor(value: u32, mask: u32) -> u32 {
-    // SAFETY: as in `shuffle_idx`.
+    // SAFETY: the instruction only exchanges registers within the warp.
     unsafe { shfl_bfly(FULL_WARP, value, mask, 31) }
 }
 
 #[inline(always)]
 pub fn shuffle_down(value: u32, delta: u32) -> u32 {
-    // SAFETY: as in `shuffle_idx`.
+    // SAFETY: the instruction only exchanges registers within the warp.
     unsafe { shfl_down(FULL_WARP, value, delta, 31) }
 }
 
 #[inline(always)]
 pub fn ballot(predicate: bool) -> u32 {
     let bits;
-    // SAFETY: as in `shuffle_idx`.
+    // SAFETY: the instruction only exchanges registers within the warp.
     unsafe {
         asm!("{{ .reg .pred p; setp.ne.b32 p, {}, 0; vote.sync.ballot.b32 {}, p, -1; }}",
             in(reg32) predicate as u32, out(reg32) bits, options(nomem, nostack, preserves_flags));
@@ -166,78 +167,80 @@ pub fn ballot(predicate: bool) -> u32 {
     bits
 }
 
-/// Generic address of dynamic shared memory.
+/// Returns the generic address of dynamic shared memory.
 #[inline(always)]
 pub fn shared_base() -> *mut u8 {
-    // SAFETY: an address.
+    // SAFETY: the function returns an address.
     unsafe { dynamic_shared_memory() }
 }
 
-/// The 32-bit shared-window address of a generic pointer into dynamic shared memory. As a distance from the base, which
-/// the compiler can fold: `cvta.to.shared` would hide each address from it.
+/// Returns the 32-bit shared-window address of a generic pointer into dynamic shared memory.
+///
+/// It is computed from the distance to the base, which the compiler can fold. `cvta.to.shared` would be opaque to it.
 #[inline(always)]
 pub fn shared_address<T>(pointer: *const T) -> u32 {
-    // SAFETY: an address.
+    // SAFETY: the function returns an address.
     let base = unsafe { dynamic_shared_address() };
     base.wrapping_add((pointer.addr() - shared_base().addr()) as u32)
 }
 
 #[inline(always)]
 pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { *pointer }
 }
 
 #[inline(always)]
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
-    // SAFETY: the caller's.
+    // SAFETY: guaranteed by the caller.
     unsafe { *pointer = value }
 }
 
-/// Only a SIMD type is sure to become one 128-bit access; an aligned struct may be split.
+/// Four words. Only a SIMD type guarantees a single 128-bit access; the compiler may split an aligned struct.
 #[repr(simd)]
 #[derive(Clone, Copy)]
 struct Words([u32; 4]);
 
 #[inline(always)]
 fn words(w: Words) -> [u32; 4] {
-    // SAFETY: same size, plain data.
+    // SAFETY: both types have the same size and no padding.
     unsafe { core::mem::transmute(w) }
 }
 
 #[inline(always)]
 pub unsafe fn load128(pointer: *const u32) -> [u32; 4] {
-    // SAFETY: the caller's: 16 readable bytes, 16-byte aligned.
+    // SAFETY: the caller guarantees 16 readable bytes, aligned to 16 bytes.
     words(unsafe { *pointer.cast::<Words>() })
 }
 
 #[inline(always)]
 pub unsafe fn store128(pointer: *mut u32, value: [u32; 4]) {
-    // SAFETY: the caller's: 16 writable bytes, 16-byte aligned.
+    // SAFETY: the caller guarantees 16 writable bytes, aligned to 16 bytes.
     unsafe { *pointer.cast::<Words>() = Words(value) }
 }
 
-/// As [`Words`], for 64 bits.
+/// Two words, for single 64-bit accesses.
 #[repr(simd)]
 #[derive(Clone, Copy)]
 struct HalfWords([u32; 2]);
 
 #[inline(always)]
 pub unsafe fn load64(pointer: *const u32) -> [u32; 2] {
-    // SAFETY: the caller's: 8 readable bytes, 8-byte aligned; same size, plain data.
+    // SAFETY: the caller guarantees 8 readable bytes, aligned to 8 bytes. Both types have the same size and no padding.
     unsafe { core::mem::transmute(*pointer.cast::<HalfWords>()) }
 }
 
 #[inline(always)]
 pub unsafe fn store64(pointer: *mut u32, value: [u32; 2]) {
-    // SAFETY: the caller's: 8 writable bytes, 8-byte aligned.
+    // SAFETY: the caller guarantees 8 writable bytes, aligned to 8 bytes.
     unsafe { *pointer.cast::<HalfWords>() = HalfWords(value) }
 }
 
 #[inline(always)]
 pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller's: 16 readable bytes of global memory, 16-byte aligned, written by nobody during the kernel.
+    // SAFETY: the caller guarantees 16 readable bytes of global memory, aligned to 16 bytes and not written by the
+    // kernel.
     unsafe {
         asm!("ld.global.nc.L1::no_allocate.v4.b32 {{{}, {}, {}, {}}}, [{}];",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer,
@@ -248,7 +251,7 @@ pub unsafe fn load128_streaming(pointer: *const u32) -> [u32; 4] {
 
 #[inline(always)]
 pub unsafe fn store128_streaming(pointer: *mut u32, [a, b, c, d]: [u32; 4]) {
-    // SAFETY: the caller's: 16 writable bytes of global memory, 16-byte aligned.
+    // SAFETY: the caller guarantees 16 writable bytes of global memory, aligned to 16 bytes.
     unsafe {
         asm!("st.global.cs.v4.b32 [{}], {{{}, {}, {}, {}}};",
             in(reg64) pointer, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack, preserves_flags));
@@ -258,7 +261,7 @@ pub unsafe fn store128_streaming(pointer: *mut u32, [a, b, c, d]: [u32; 4]) {
 #[inline(always)]
 pub fn evict_first() -> u64 {
     let policy;
-    // SAFETY: makes a number.
+    // SAFETY: the instruction only creates a policy value.
     unsafe {
         asm!("createpolicy.fractional.L2::evict_first.b64 {};", out(reg64) policy,
             options(pure, nomem, nostack, preserves_flags));
@@ -269,7 +272,7 @@ pub fn evict_first() -> u64 {
 #[inline(always)]
 pub fn evict_last(fraction: f32) -> u64 {
     let policy;
-    // SAFETY: makes a number.
+    // SAFETY: the instruction only creates a policy value.
     unsafe {
         asm!("createpolicy.fractional.L2::evict_last.L2::evict_first.b64 {}, {};", out(reg64) policy, in(reg32) fraction,
             options(pure, nomem, nostack, preserves_flags));
@@ -280,7 +283,7 @@ pub fn evict_last(fraction: f32) -> u64 {
 #[inline(always)]
 pub unsafe fn load128_streaming_with(pointer: *const u32, policy: u64) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller's, as for `load128_streaming`; a policy changes no result.
+    // SAFETY: see `load128_streaming`; the policy does not affect the result.
     unsafe {
         asm!("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {{{}, {}, {}, {}}}, [{}], {};",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer, in(reg64) policy,
@@ -292,7 +295,7 @@ pub unsafe fn load128_streaming_with(pointer: *const u32, policy: u64) -> [u32; 
 #[inline(always)]
 pub unsafe fn load128_with(pointer: *const u32, policy: u64) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller's: 16 readable bytes of global memory, 16-byte aligned; a policy changes no result.
+    // SAFETY: the caller guarantees 16 readable bytes of global memory, aligned to 16 bytes.
     unsafe {
         asm!("ld.global.L2::cache_hint.v4.b32 {{{}, {}, {}, {}}}, [{}], {};",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) pointer, in(reg64) policy,
@@ -303,7 +306,7 @@ pub unsafe fn load128_with(pointer: *const u32, policy: u64) -> [u32; 4] {
 
 #[inline(always)]
 pub unsafe fn store128_with(pointer: *mut u32, [a, b, c, d]: [u32; 4], policy: u64) {
-    // SAFETY: the caller's: 16 writable bytes of global memory, 16-byte aligned; a policy changes no result.
+    // SAFETY: the caller guarantees 16 writable bytes of global memory, aligned to 16 bytes.
     unsafe {
         asm!("st.global.L2::cache_hint.v4.b32 [{}], {{{}, {}, {}, {}}}, {};",
             in(reg64) pointer, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, in(reg64) policy,
@@ -314,7 +317,7 @@ pub unsafe fn store128_with(pointer: *mut u32, [a, b, c, d]: [u32; 4], policy: u
 #[inline(always)]
 pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
     let old;
-    // SAFETY: the caller's: a word of global memory.
+    // SAFETY: the caller guarantees a valid word of global memory.
     unsafe {
         asm!("atom.add.relaxed.gpu.global.u32 {}, [{}], {};", out(reg32) old, in(reg64) pointer, in(reg32) value,
             options(nostack, preserves_flags));
@@ -324,7 +327,7 @@ pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
 
 #[inline(always)]
 pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
-    // SAFETY: the caller's: a word of global memory.
+    // SAFETY: the caller guarantees a valid word of global memory.
     unsafe {
         asm!("red.add.relaxed.gpu.global.f32 [{}], {};", in(reg64) pointer, in(reg32) value,
             options(nostack, preserves_flags));
@@ -333,14 +336,15 @@ pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
 
 #[inline(always)]
 pub fn fence_device() {
-    // SAFETY: a fence.
+    // SAFETY: the instruction only orders memory accesses.
     unsafe { asm!("fence.acq_rel.gpu;", options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
 pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
     let bytes = if valid { 16u32 } else { 0 };
-    // SAFETY: the caller's: 16 bytes of shared memory, and where `valid` 16 of global memory, both 16-byte aligned.
+    // SAFETY: the caller guarantees 16 bytes of shared memory and, if `valid`, 16 bytes of global memory, both aligned
+    // to 16 bytes.
     unsafe {
         asm!("cp.async.cg.shared.global [{}], [{}], 16, {};",
             in(reg32) shared_address(to), in(reg64) from, in(reg32) bytes, options(nostack, preserves_flags));
@@ -349,22 +353,22 @@ pub unsafe fn async_copy_16(to: *mut u32, from: *const u32, valid: bool) {
 
 #[inline(always)]
 pub fn async_copy_commit() {
-    // SAFETY: closes a group; no memory of its own.
+    // SAFETY: the instruction only commits a group.
     unsafe { asm!("cp.async.commit_group;", options(nostack, preserves_flags)) }
 }
 
 #[inline(always)]
 pub fn async_copy_wait<const PENDING: u32>() {
-    // SAFETY: waits.
+    // SAFETY: the instruction only waits.
     unsafe { asm!("cp.async.wait_group {};", const PENDING, options(nostack, preserves_flags)) }
 }
 
-/// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`: lane l gives the row l % 8 of matrix l / 8 and gets from each matrix the
-/// pair (l / 4, 2 (l % 4)), (l / 4, 2 (l % 4) + 1).
+/// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`: lane l provides row l % 8 of matrix l / 8 and receives from each matrix
+/// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1).
 #[inline(always)]
 pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    // SAFETY: the caller guarantees 16 bytes of shared memory, aligned to 16 bytes.
     unsafe {
         asm!("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{}, {}, {}, {}}}, [{}];",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) shared_address(row),
@@ -373,11 +377,11 @@ pub unsafe fn ldmatrix_x4(row: *const u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// As [`ldmatrix_x4`] with each 8 x 8 matrix transposed.
+/// Same as [`ldmatrix_x4`], with each 8 x 8 matrix transposed.
 #[inline(always)]
 pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
     let (a, b, c, d);
-    // SAFETY: the caller's: 16 bytes of shared memory, 16-byte aligned.
+    // SAFETY: the caller guarantees 16 bytes of shared memory, aligned to 16 bytes.
     unsafe {
         asm!("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{{}, {}, {}, {}}}, [{}];",
             out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) shared_address(row),
@@ -389,7 +393,7 @@ pub unsafe fn ldmatrix_x4_trans(row: *const u32) -> [u32; 4] {
 /// `mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32`
 #[inline(always)]
 pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-    // SAFETY: arithmetic on the warp's registers.
+    // SAFETY: the instruction only operates on the warp's registers.
     unsafe {
         asm!(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};",
@@ -402,7 +406,7 @@ pub fn mma_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
 /// `mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32`
 #[inline(always)]
 fn mma_tf32(d: &mut [f32; 4], a: [f32; 4], b: [f32; 2]) {
-    // SAFETY: arithmetic on the warp's registers.
+    // SAFETY: the instruction only operates on the warp's registers.
     unsafe {
         asm!(
             "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};",
@@ -412,8 +416,8 @@ fn mma_tf32(d: &mut [f32; 4], a: [f32; 4], b: [f32; 2]) {
     }
 }
 
-/// 16 x 8 x 16 in f32: two k halves, each the three largest products of operands split into two tf32 parts, small
-/// products first.
+/// Computes D (16 x 8) += A (16 x 16) · B (16 x 8) in f32. Each operand is split into two tf32 parts, and for each half
+/// of k the three largest partial products are summed, small ones first.
 #[inline(always)]
 pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
     let a_big = a.map(tf32);
@@ -437,6 +441,6 @@ pub fn mma_f32(d: &mut [f32; 4], a: [f32; 8], b: [f32; 4]) {
 }
 
 pub fn trap() -> ! {
-    // SAFETY: stops the kernel.
+    // SAFETY: the instruction stops the kernel.
     unsafe { nvptx::trap() }
 }

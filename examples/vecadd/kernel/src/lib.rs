@@ -1,22 +1,23 @@
-//! out = a + b, and the sum of each block's part of it: elements by thread, a sum through shared memory.
+//! Vector addition: each thread adds one pair of elements, and each block sums its results through shared memory.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, block, kernel, thread};
 
+/// Threads per block.
 pub const THREADS: usize = 256;
 
-/// Blocks for `n` elements.
+/// Returns the grid for `n` elements.
 pub const fn grid(n: usize) -> [u32; 3] {
     [n.div_ceil(THREADS) as u32, 1, 1]
 }
 
-/// What a block keeps in shared memory: called by the kernel, and by whoever launches it for its size.
+/// Defines the shared memory layout. The kernel calls it for the array, the host for the size.
 pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(32)
 }
 
-/// out (n) = a (n) + b (n); sums (blocks): of each block's elements of out.
+/// Computes out (n) = a (n) + b (n) and stores the sum of each block's elements in sums (number of blocks).
 #[kernel(threads = 256)]
 pub fn vecadd(out: GlobalMut<f32>, sums: GlobalMut<f32>, a: Global<f32>, b: Global<f32>, n: u64) {
     let scratch = shared(&mut Layout::new());

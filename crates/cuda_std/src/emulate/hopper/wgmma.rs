@@ -1,101 +1,116 @@
-//! `wgmma.mma_async`: the threads of a warpgroup issue the same products; a group of them is computed once all 128 have
-//! closed it and one waits for it. Ownership of accumulators is that of [`crate::hopper::wgmma`].
+//! `wgmma.mma_async`: all threads of a warpgroup issue the same instructions. A group of them is computed once all 128
+//! threads have committed it and one thread waits for it. [`crate::hopper::wgmma`] documents the accumulator layout.
 //!
-//! From its first product to the `settle` that follows the wait, an accumulator lives here, and what the thread has in
-//! its place is a signalling NaN that tells which product: whether a thread wrote there meanwhile can be told, and where a
-//! value that came of reading it goes ([`catch_early`]), for arithmetic keeps all but the NaN's signalling bit.
+//! From the first wgmma to the `fence_accumulators` after the wait, the emulator holds the accumulator values itself.
+//! The thread's array contains a signaling NaN that encodes the source line of the wgmma. `fence_accumulators` detects
+//! a write to the array in the meantime. [`check_accumulator_read`] detects a value computed from the array, because
+//! arithmetic preserves all bits of the NaN except the signaling bit.
 
 use super::super::LANES;
 use super::super::access::check;
 use super::super::block::{Block, fail, suspend, with};
-use super::super::checker::{Clocks, Kind, learn};
+use super::super::checker::{Kind, VectorClock, join};
 use super::super::collective::{Operation, Wait};
 use super::super::report::{Fault, Line, Site};
-use super::super::tensor::{a_place, ldmatrix_x4};
+use super::super::tensor::{a_position, ldmatrix_x4};
 use super::swizzle;
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
 
+/// Threads in a warpgroup.
 const THREADS: usize = 128;
 /// Rows of A and D.
 const M: usize = 64;
+/// Columns of A and rows of B.
 const K: usize = 16;
-/// What a thread has in place of accumulators that live here, and the number of their first product's line.
-const UNDER_WAY: u32 = 0x7fad_c000;
+/// Signaling NaN in place of pending accumulators. The low bits hold the index of the source line of the first wgmma.
+const PENDING: u32 = 0x7fad_c000;
 const LINES: u32 = 1 << 12;
-/// Set by arithmetic.
+/// The bit of a NaN that arithmetic sets.
 const QUIET: u32 = 1 << 22;
 
+/// wgmma state of a warpgroup.
 pub struct Warpgroup {
-    /// Number of the oldest group that is not computed.
+    /// Number of the oldest group that has not been computed.
     first: usize,
-    /// From that one on.
+    /// The groups from that one on.
     groups: VecDeque<Group>,
+    /// Pending sets of accumulators.
     accumulators: VecDeque<Accumulators>,
-    /// Number of the first of these.
+    /// Number of the first of these sets.
     first_accumulators: usize,
     threads: Vec<Thread>,
     waiting: Vec<usize>,
-    /// What was known when groups were computed.
-    known: Clocks,
-    /// Lines of products.
+    /// Joined clocks of the computed groups.
+    clock: VectorClock,
+    /// Source lines of the wgmma instructions.
     lines: Vec<Site>,
 }
 
 #[derive(Clone, Default)]
 struct Thread {
-    /// Groups closed.
+    /// Number of committed groups.
     groups: usize,
-    /// Products in the open group.
-    products: usize,
-    /// Groups waited for.
+    /// Number of instructions in the open group.
+    issued: usize,
+    /// Number of groups that have been waited for.
     done: usize,
-    /// Sets of accumulators that live here: address and number.
-    under_way: Vec<(usize, usize)>,
+    /// Pending sets of accumulators: address and number.
+    pending: Vec<(usize, usize)>,
     /// Number of the next set.
     next: usize,
-    /// `wgmma::fence`s so far.
+    /// Number of `wgmma::fence` calls.
     fences: usize,
-    /// By address of accumulators: fences and line when they were last settled.
-    settled: BTreeMap<usize, (usize, Site)>,
-    /// Left operands loaded since the last fence.
+    /// For each accumulator address, the number of fences and the line when it was last completed.
+    completed: BTreeMap<usize, (usize, Site)>,
+    /// A operands loaded into registers since the last fence.
     loaded: Vec<([u32; 4], Site)>,
 }
 
+/// Instructions between two commits.
 #[derive(Default)]
 struct Group {
-    products: Vec<Product>,
-    closed: usize,
-    known: Clocks,
+    instructions: Vec<Instruction>,
+    /// Number of threads that have committed the group.
+    committed: usize,
+    clock: VectorClock,
 }
 
-struct Product {
-    kind: Kinds,
-    /// Left operands in registers.
-    left: Vec<[u32; 4]>,
+/// One wgmma of the warpgroup.
+struct Instruction {
+    operands: Operands,
+    /// Each thread's fragment of A, if A is in registers.
+    a_registers: Vec<[u32; 4]>,
+    /// Number of the set of accumulators.
     accumulators: usize,
     at: Site,
 }
 
-/// What all threads must agree on.
+/// Operands that must be equal in all threads of the warpgroup.
 #[derive(Clone, Copy, PartialEq)]
-struct Kinds {
+struct Operands {
     n: usize,
-    /// None: in registers.
+    /// Descriptor of A, or `None` if A is in registers.
     a: Option<u64>,
+    /// Descriptor of B.
     b: u64,
-    a_by_rows: bool,
-    b_by_rows: bool,
+    /// Whether A is MN-major.
+    a_mn_major: bool,
+    /// Whether B is MN-major.
+    b_mn_major: bool,
     accumulate: bool,
 }
 
+/// Accumulators of the warpgroup while they are pending.
 struct Accumulators {
     n: usize,
-    /// M x n.
+    /// M x n values.
     values: Vec<f32>,
-    /// Newest group with a product that adds to these.
+    /// Newest group with an instruction that accumulates into these.
     group: usize,
-    settled: usize,
+    /// Number of threads that have read them back.
+    completed: usize,
+    /// Source line of the first instruction.
     at: Site,
 }
 
@@ -108,81 +123,83 @@ impl Default for Warpgroup {
             first_accumulators: 0,
             threads: vec![Thread::default(); THREADS],
             waiting: Vec::new(),
-            known: Clocks::default(),
+            clock: VectorClock::default(),
             lines: Vec::new(),
         }
     }
 }
 
 impl Warpgroup {
-    /// What a thread gets in place of accumulators whose first product is on this line.
+    /// Returns the NaN that replaces accumulators whose first wgmma is at `at`.
     fn placeholder(&mut self, at: Site) -> f32 {
         let known = self.lines.iter().position(|line| *line == at);
         let number = known.unwrap_or_else(|| {
             self.lines.push(at);
             self.lines.len() - 1
         });
-        f32::from_bits(UNDER_WAY | (number as u32).min(LINES - 1))
+        f32::from_bits(PENDING | (number as u32).min(LINES - 1))
     }
 
-    /// The first thread with a product under way, and its line. `group`: number of this warpgroup in its block.
-    pub fn under_way(&self, group: usize) -> Option<(usize, Site)> {
+    /// Returns the first thread with a pending wgmma and the line of the wgmma. `group` is the index of this warpgroup
+    /// in its block.
+    pub fn pending(&self, group: usize) -> Option<(usize, Site)> {
         let (thread, number) = self
             .threads
             .iter()
             .enumerate()
-            .find_map(|(thread, state)| state.under_way.first().map(|&(_, number)| (thread, number)))?;
+            .find_map(|(thread, state)| state.pending.first().map(|&(_, number)| (thread, number)))?;
         Some((group * THREADS + thread, self.accumulators.get(number - self.first_accumulators)?.at))
     }
 }
 
-/// Stops the kernel if this value came of accumulators that were read before their wait.
+/// Stops the kernel if this value was computed from accumulators that were read before their wait.
 #[inline]
-pub fn catch_early(bits: u32, at: Site) {
-    if bits & !(QUIET | (LINES - 1)) == UNDER_WAY & !QUIET {
-        read_early(bits, at);
+pub fn check_accumulator_read(bits: u32, at: Site) {
+    if bits & !(QUIET | (LINES - 1)) == PENDING & !QUIET {
+        premature_read(bits, at);
     }
 }
 
 #[cold]
-fn read_early(bits: u32, at: Site) {
+fn premature_read(bits: u32, at: Site) {
     let line = with(|block| {
         let (group, number) = (block.current / THREADS, bits & (LINES - 1));
         block.hopper.warpgroups.get(&group)?.lines.get(number as usize).copied()
     });
-    // Otherwise a NaN of the kernel's own.
-    if let Some(product) = line {
+    // Without a known line, the NaN was computed by the kernel itself.
+    if let Some(wgmma) = line {
         let message = format!(
-            "a value at {} was computed from accumulators read between their product at {} and its wait and settle",
+            "premature accumulator access: the value used at {} was computed from accumulators that were read between \
+             their wgmma ({}) and the fence_accumulators after its wait",
             Line(at),
-            Line(product)
+            Line(wgmma)
         );
-        fail(Fault::Accumulators, at, Some(product), message);
+        fail(Fault::Accumulators, at, Some(wgmma), message);
     }
 }
 
 impl Block {
-    /// The running thread's warpgroup, and its number there.
+    /// Returns the running thread's warpgroup and the thread's index in it.
     fn warpgroup(&mut self) -> (&mut Warpgroup, usize) {
         let (group, thread) = (self.current / THREADS, self.current % THREADS);
         (self.hopper.warpgroups.entry(group).or_default(), thread)
     }
 }
 
-/// Row and column of a thread's accumulator `i`.
+/// Returns (row, column) in D of a thread's accumulator `i`.
 #[inline(always)]
-fn place(thread: usize, i: usize) -> (usize, usize) {
+fn position(thread: usize, i: usize) -> (usize, usize) {
     let lane = thread % LANES;
     (thread / LANES * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2)
 }
 
-/// Descriptor of an operand in 128-byte swizzle, as on the device.
-pub fn operand<T>(tile: *const T, offset: u32) -> u64 {
+/// Returns the descriptor of a K-major operand with the 128-byte swizzle, encoded as on the device.
+pub fn k_major_operand<T>(tile: *const T, offset: u32) -> u64 {
     descriptor(tile, 1, offset)
 }
 
-/// Descriptor of an operand by rows, as on the device.
-pub fn operand_by_rows<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
+/// Returns the descriptor of an MN-major operand with the 128-byte swizzle, encoded as on the device.
+pub fn mn_major_operand<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
     descriptor(tile, leading >> 4, offset)
 }
 
@@ -192,44 +209,45 @@ fn descriptor<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
     ((address >> 4) | u64::from(leading) << 16 | (64 << 32) | (1 << 62)) + u64::from(offset)
 }
 
-/// Columns of a tile.
+/// Columns in a tile.
 const COLUMNS: usize = 64;
 
-/// An operand in shared memory: 32 bytes in each row where k runs along memory, else 16 whole rows of as many tiles as it
-/// has 64 columns.
+/// A decoded descriptor of an operand in shared memory. A K-major operand is 32 bytes of each row; an MN-major operand
+/// is 16 full rows of one tile per 64 columns.
 #[derive(Clone, Copy)]
 struct Tile {
     start: usize,
-    /// From a group of eight rows to the next.
+    /// Bytes from one group of eight rows to the next.
     stride: usize,
-    /// From 64 columns to the next, by rows.
+    /// Bytes from one tile of 64 columns to the next, if MN-major.
     leading: usize,
 }
 
 impl Tile {
-    fn of(descriptor: u64) -> Self {
+    fn decode(descriptor: u64) -> Self {
         let bytes = |bit: u32| (descriptor as usize >> bit & 0x3fff) << 4;
         Self { start: bytes(0), stride: bytes(32), leading: bytes(16) }
     }
 
-    /// Past the last byte of `rows` rows of `length` elements.
+    /// Returns the offset past the last byte of `rows` rows of `length` elements.
     fn end(self, rows: usize, length: usize) -> usize {
         let tiles = length.div_ceil(COLUMNS);
         (self.start & !1023) + (tiles - 1) * self.leading + (rows - 1) / 8 * self.stride + 1024
     }
 
-    /// Where element `i` of `row` lies.
+    /// Returns the offset of element `i` of `row`.
     #[inline(always)]
-    fn place(self, row: usize, i: usize) -> usize {
+    fn offset(self, row: usize, i: usize) -> usize {
         let tile = self.start + i / COLUMNS * self.leading;
         swizzle(tile + row / 8 * self.stride + row % 8 * 128 + 2 * (i % COLUMNS))
     }
 
+    /// Reads `rows` rows of `length` elements.
     fn rows(self, shared: &[u8], rows: usize, length: usize) -> Vec<f32> {
         let mut values = Vec::with_capacity(rows * length);
         for row in 0..rows {
-            for piece in (0..length).step_by(8) {
-                let bytes = &shared[self.place(row, piece)..][..16];
+            for chunk in (0..length).step_by(8) {
+                let bytes = &shared[self.offset(row, chunk)..][..16];
                 let value = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
                 values.extend(bytes.chunks_exact(2).map(value));
             }
@@ -237,138 +255,186 @@ impl Tile {
         values
     }
 
+    /// Checks the access to `rows` rows of `length` elements in shared memory at `base`.
     fn check(self, rows: usize, length: usize, base: usize, at: Site) {
         for row in 0..rows {
-            for piece in (0..length).step_by(8) {
-                check(Kind::AsyncRead, base + self.place(row, piece), 16, 16, at);
+            for chunk in (0..length).step_by(8) {
+                check(Kind::AsyncRead, base + self.offset(row, chunk), 16, 16, at);
             }
         }
     }
 }
 
-impl Kinds {
-    /// Rows and their lengths of the right operand in shared memory.
+impl Operands {
+    /// Returns the number of rows of B in shared memory and their length.
     fn b_shape(self) -> (usize, usize) {
-        if self.b_by_rows { (K, self.n) } else { (self.n, K) }
+        if self.b_mn_major { (K, self.n) } else { (self.n, K) }
     }
 
-    /// As [`b_shape`](Self::b_shape), of the left operand.
+    /// Returns the number of rows of A in shared memory and their length.
     fn a_shape(self) -> (usize, usize) {
-        if self.a_by_rows { (K, M) } else { (M, K) }
+        if self.a_mn_major { (K, M) } else { (M, K) }
     }
 }
 
-fn issue(d: &mut [f32], left: [u32; 4], kind: Kinds, at: Site) {
+/// Stops the kernel if the warpgroup is incomplete or an operand is outside shared memory.
+fn check_issue(operands: Operands, at: Site) {
     let fits = |descriptor: u64, (rows, length): (usize, usize), shared: usize| {
-        Tile::of(descriptor).end(rows, length) <= shared
+        Tile::decode(descriptor).end(rows, length) <= shared
     };
     let (threads, shared) = with(|block| (block.threads as usize, block.shared().len()));
     if threads < (with(|block| block.current) / THREADS + 1) * THREADS {
-        let message = format!("a warpgroup product in a warpgroup of fewer than {THREADS} threads, at {}", Line(at));
+        let message = format!("invalid operand: wgmma in a warpgroup of fewer than {THREADS} threads ({})", Line(at));
         fail(Fault::Operand, at, None, message);
     }
-    if kind.a.is_some_and(|a| !fits(a, kind.a_shape(), shared)) || !fits(kind.b, kind.b_shape(), shared) {
-        let start = |descriptor: u64| Tile::of(descriptor).start;
-        let a = kind.a.map_or_else(String::new, |a| format!("shared memory + {} or ", start(a)));
+    if operands.a.is_some_and(|a| !fits(a, operands.a_shape(), shared)) || !fits(operands.b, operands.b_shape(), shared)
+    {
+        let start = |descriptor: u64| Tile::decode(descriptor).start;
+        let a = operands.a.map_or_else(String::new, |a| format!("shared memory + {} or ", start(a)));
         let message = format!(
-            "out of bounds: operand of a product at {a}shared memory + {}, of which the launch gave {shared} bytes, at {}",
-            start(kind.b),
+            "out-of-bounds access: wgmma operand at {a}shared memory + {}, which has {shared} bytes ({})",
+            start(operands.b),
             Line(at)
         );
         fail(Fault::OutOfBounds, at, None, message);
     }
-    let address = d.as_ptr().addr();
+}
+
+/// Issues a wgmma of the running thread.
+fn issue(d: &mut [f32], a_registers: [u32; 4], operands: Operands, at: Site) {
+    check_issue(operands, at);
     let issued = with(|block| {
         let (warpgroup, index) = block.warpgroup();
-        let thread = &mut warpgroup.threads[index];
-        let known = thread.under_way.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
-        let settled = thread.settled.get(&address).copied();
-        if known.is_none() && settled.map_or(0, |(fences, _)| fences) == thread.fences {
-            return Err(Wrong::Unfenced(settled.map(|(_, at)| at)));
+        let number = warpgroup.pending_accumulators(index, d, operands, at)?;
+        if let Some(&(_, loaded)) =
+            warpgroup.threads[index].loaded.iter().find(|(words, _)| operands.a.is_none() && *words == a_registers)
+        {
+            return Err(IssueError::Unfenced(Some(loaded)));
         }
-        if let Some(&(_, loaded)) = thread.loaded.iter().find(|(words, _)| kind.a.is_none() && *words == left) {
-            return Err(Wrong::Unfenced(Some(loaded)));
-        }
-        let number = known.unwrap_or_else(|| {
-            thread.under_way.push((address, thread.next));
-            thread.next += 1;
-            thread.next - 1
-        });
-        let (group, product) = (thread.groups - warpgroup.first, thread.products);
-        thread.products += 1;
-        let i = number - warpgroup.first_accumulators;
-        if warpgroup.accumulators.len() == i {
-            let values = vec![0.0; M * kind.n];
-            warpgroup.accumulators.push_back(Accumulators { n: kind.n, values, group: 0, settled: 0, at });
-        }
-        let accumulators = &mut warpgroup.accumulators[i];
-        if accumulators.n != kind.n {
-            return Err(Wrong::Differs(accumulators.at));
-        }
-        if known.is_some() != is_under_way(d) {
-            return Err(Wrong::Touched(accumulators.at));
-        }
-        if known.is_none() {
-            for (i, d) in d.iter().enumerate() {
-                let (row, column) = place(index, i);
-                accumulators.values[row * kind.n + column] = *d;
-            }
-        }
-        accumulators.group = warpgroup.first + group;
-        if known.is_none() {
-            d.fill(warpgroup.placeholder(at));
-        }
-        if warpgroup.groups.len() == group {
-            warpgroup.groups.push_back(Group::default());
-        }
-        let products = &mut warpgroup.groups[group].products;
-        if products.len() == product {
-            let left = vec![[0; 4]; if kind.a.is_none() { THREADS } else { 0 }];
-            products.push(Product { kind, left, accumulators: number, at });
-        }
-        let product = &mut products[product];
-        if product.kind != kind || product.accumulators != number || product.at != at {
-            return Err(Wrong::Differs(product.at));
-        }
-        if kind.a.is_none() {
-            product.left[index] = left;
-        }
-        Ok(())
+        warpgroup.record(index, number, a_registers, operands, at)
     });
     match issued {
         Ok(()) => (),
-        Err(Wrong::Differs(other)) => {
+        Err(IssueError::Mismatch(other)) => {
             let message = format!(
-                "its product at {} is not the one that its warpgroup's other threads issued at {}, with the same operands",
+                "warpgroup divergence: the wgmma at {} differs from the one that other threads of the warpgroup issued at \
+                 {}; all threads must issue the same instructions with the same operands",
                 Line(at),
                 Line(other)
             );
             fail(Fault::Divergence, at, Some(other), message);
         }
-        Err(Wrong::Touched(other)) => touched(at, other),
-        Err(Wrong::Unfenced(other)) => {
-            let since =
-                other.map_or_else(String::new, |other| format!(" since {}, where they were the thread's", Line(other)));
-            let message = format!("the product at {} takes registers with no wgmma::fence{since}", Line(at));
+        Err(IssueError::Modified(other)) => modified(at, other),
+        Err(IssueError::Unfenced(other)) => {
+            let since = other
+                .map_or_else(String::new, |other| format!(" after their last access by the thread ({})", Line(other)));
+            let message =
+                format!("missing wgmma::fence: the wgmma at {} uses registers with no wgmma::fence{since}", Line(at));
             fail(Fault::Accumulators, at, other, message);
         }
     }
 }
 
-enum Wrong {
-    Differs(Site),
-    Touched(Site),
+/// An invalid wgmma.
+enum IssueError {
+    /// The operands differ from those of the warpgroup's other threads.
+    Mismatch(Site),
+    /// The thread has modified pending accumulators.
+    Modified(Site),
+    /// The registers have been accessed since the last fence, at this line if known.
     Unfenced(Option<Site>),
 }
 
-/// Whether these accumulators live in the warpgroup.
-fn is_under_way(d: &[f32]) -> bool {
-    d.iter().all(|d| d.to_bits() & !(LINES - 1) == UNDER_WAY)
+impl Warpgroup {
+    /// Returns the number of the pending set of accumulators that thread `index` holds in `d`. If there is none, moves
+    /// the values of `d` into a new set.
+    fn pending_accumulators(
+        &mut self,
+        index: usize,
+        d: &mut [f32],
+        operands: Operands,
+        at: Site,
+    ) -> Result<usize, IssueError> {
+        let address = d.as_ptr().addr();
+        let thread = &mut self.threads[index];
+        let known = thread.pending.iter().find(|(known, _)| *known == address).map(|(_, number)| *number);
+        let completed = thread.completed.get(&address).copied();
+        if known.is_none() && completed.map_or(0, |(fences, _)| fences) == thread.fences {
+            return Err(IssueError::Unfenced(completed.map(|(_, at)| at)));
+        }
+        let number = known.unwrap_or_else(|| {
+            thread.pending.push((address, thread.next));
+            thread.next += 1;
+            thread.next - 1
+        });
+        let i = number - self.first_accumulators;
+        if self.accumulators.len() == i {
+            let values = vec![0.0; M * operands.n];
+            self.accumulators.push_back(Accumulators { n: operands.n, values, group: 0, completed: 0, at });
+        }
+        let accumulators = &mut self.accumulators[i];
+        if accumulators.n != operands.n {
+            return Err(IssueError::Mismatch(accumulators.at));
+        }
+        if known.is_some() != is_pending(d) {
+            return Err(IssueError::Modified(accumulators.at));
+        }
+        if known.is_none() {
+            for (i, d) in d.iter().enumerate() {
+                let (row, column) = position(index, i);
+                accumulators.values[row * operands.n + column] = *d;
+            }
+            d.fill(self.placeholder(at));
+        }
+        Ok(number)
+    }
+
+    /// Records the instruction in the open group of thread `index`, or compares it with the one that another thread has
+    /// recorded. `number` is the number of the set of accumulators.
+    fn record(
+        &mut self,
+        index: usize,
+        number: usize,
+        a_registers: [u32; 4],
+        operands: Operands,
+        at: Site,
+    ) -> Result<(), IssueError> {
+        let thread = &mut self.threads[index];
+        let (group, i) = (thread.groups - self.first, thread.issued);
+        thread.issued += 1;
+        self.accumulators[number - self.first_accumulators].group = self.first + group;
+        if self.groups.len() == group {
+            self.groups.push_back(Group::default());
+        }
+        let instructions = &mut self.groups[group].instructions;
+        if instructions.len() == i {
+            let a_registers = vec![[0; 4]; if operands.a.is_none() { THREADS } else { 0 }];
+            instructions.push(Instruction { operands, a_registers, accumulators: number, at });
+        }
+        let instruction = &mut instructions[i];
+        if instruction.operands != operands || instruction.accumulators != number || instruction.at != at {
+            return Err(IssueError::Mismatch(instruction.at));
+        }
+        if operands.a.is_none() {
+            instruction.a_registers[index] = a_registers;
+        }
+        Ok(())
+    }
 }
 
-fn touched(at: Site, other: Site) -> ! {
-    let message =
-        format!("accumulators touched between the product at {} and its wait, as found at {}", Line(other), Line(at));
+/// Returns whether `d` holds only placeholders of pending accumulators.
+fn is_pending(d: &[f32]) -> bool {
+    d.iter().all(|d| d.to_bits() & !(LINES - 1) == PENDING)
+}
+
+/// Stops the kernel, which has modified accumulators of the wgmma at `other` before the wait.
+fn modified(at: Site, other: Site) -> ! {
+    let message = format!(
+        "premature accumulator access: the accumulators of the wgmma at {} were accessed before its wait \
+         (detected at {})",
+        Line(other),
+        Line(at)
+    );
     fail(Fault::Accumulators, at, Some(other), message)
 }
 
@@ -381,13 +447,13 @@ pub fn wgmma_fence() {
     });
 }
 
-/// `ldmatrix_x4` for a left operand.
+/// Loads a fragment of an A operand in registers, like `ldmatrix_x4`.
 ///
 /// # Safety
-/// As `ldmatrix_x4`.
+/// Same as `ldmatrix_x4`.
 #[track_caller]
-pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
-    // SAFETY: the caller's.
+pub unsafe fn load_a_x4(row: *const u32) -> [u32; 4] {
+    // SAFETY: guaranteed by the caller.
     let words = unsafe { ldmatrix_x4(row) };
     let at = Location::caller();
     with(|block| {
@@ -399,18 +465,18 @@ pub unsafe fn left_x4(row: *const u32) -> [u32; 4] {
 
 pub fn wgmma_commit() {
     with(|block| {
-        let known = block.publish();
+        let clock = block.release();
         let (warpgroup, index) = block.warpgroup();
         let thread = &mut warpgroup.threads[index];
         let group = thread.groups - warpgroup.first;
-        (thread.groups, thread.products) = (thread.groups + 1, 0);
+        (thread.groups, thread.issued) = (thread.groups + 1, 0);
         if warpgroup.groups.len() == group {
             warpgroup.groups.push_back(Group::default());
         }
         let group = &mut warpgroup.groups[group];
-        group.closed += 1;
-        learn(&mut group.known, &known);
-        if group.closed == THREADS {
+        group.committed += 1;
+        join(&mut group.clock, &clock);
+        if group.committed == THREADS {
             for thread in std::mem::take(&mut warpgroup.waiting) {
                 block.wake(thread);
             }
@@ -419,11 +485,11 @@ pub fn wgmma_commit() {
 }
 
 #[track_caller]
-pub fn wgmma_wait<const PENDING: u32>() {
+pub fn wgmma_wait<const N: u32>() {
     let wait = Wait { operation: Operation::WgmmaWait, at: Location::caller() };
     let target = with(|block| {
         let (warpgroup, index) = block.warpgroup();
-        warpgroup.threads[index].groups.saturating_sub(PENDING as usize)
+        warpgroup.threads[index].groups.saturating_sub(N as usize)
     });
     loop {
         let group = with(|block| {
@@ -432,7 +498,7 @@ pub fn wgmma_wait<const PENDING: u32>() {
             if warpgroup.first >= target {
                 return None;
             }
-            if warpgroup.groups[0].closed == THREADS {
+            if warpgroup.groups[0].committed == THREADS {
                 warpgroup.first += 1;
                 return Some(warpgroup.groups.pop_front());
             }
@@ -447,52 +513,55 @@ pub fn wgmma_wait<const PENDING: u32>() {
         }
     }
     with(|block| {
-        let warp = block.place().0;
+        let warp = block.warp_and_lane().0;
         let (warpgroup, index) = block.warpgroup();
         warpgroup.threads[index].done = target;
-        let known = warpgroup.known;
-        block.acquire(warp, &known);
+        let clock = warpgroup.clock;
+        block.acquire(warp, &clock);
     });
 }
 
+/// Computes all instructions of a group.
 fn compute(group: &Group) {
     let base = with(Block::shared_base).addr();
-    for product in &group.products {
-        let (rows, length) = product.kind.b_shape();
+    for instruction in &group.instructions {
+        let operands = instruction.operands;
+        let (rows, length) = operands.b_shape();
         if super::super::block::is_checked() {
-            Tile::of(product.kind.b).check(rows, length, base, product.at);
-            if let Some(a) = product.kind.a {
-                let (rows, length) = product.kind.a_shape();
-                Tile::of(a).check(rows, length, base, product.at);
+            Tile::decode(operands.b).check(rows, length, base, instruction.at);
+            if let Some(a) = operands.a {
+                let (rows, length) = operands.a_shape();
+                Tile::decode(a).check(rows, length, base, instruction.at);
             }
         }
         with(|block| {
-            let a = left_of(product, block.shared());
-            let b = Tile::of(product.kind.b).rows(block.shared(), rows, length);
+            let a = a_values(instruction, block.shared());
+            let b = Tile::decode(operands.b).rows(block.shared(), rows, length);
             let (warpgroup, _) = block.warpgroup();
-            let i = product.accumulators - warpgroup.first_accumulators;
-            multiply(&mut warpgroup.accumulators[i].values, &a, &b, product.kind);
+            let i = instruction.accumulators - warpgroup.first_accumulators;
+            multiply(&mut warpgroup.accumulators[i].values, &a, &b, operands);
         });
     }
     with(|block| {
-        let known = block.publish();
+        let clock = block.release();
         let (warpgroup, _) = block.warpgroup();
-        learn(&mut warpgroup.known, &group.known);
-        learn(&mut warpgroup.known, &known);
+        join(&mut warpgroup.clock, &group.clock);
+        join(&mut warpgroup.clock, &clock);
     });
 }
 
-/// A, M x K.
-fn left_of(product: &Product, shared: &[u8]) -> Vec<f32> {
-    if let Some(a) = product.kind.a {
-        let (rows, length) = product.kind.a_shape();
-        let values = Tile::of(a).rows(shared, rows, length);
-        return if product.kind.a_by_rows { transposed(&values, length) } else { values };
+/// Returns A as M x K values.
+fn a_values(instruction: &Instruction, shared: &[u8]) -> Vec<f32> {
+    let operands = instruction.operands;
+    if let Some(a) = operands.a {
+        let (rows, length) = operands.a_shape();
+        let values = Tile::decode(a).rows(shared, rows, length);
+        return if operands.a_mn_major { transposed(&values, length) } else { values };
     }
     let mut a = vec![0.0; M * K];
-    for (thread, words) in product.left.iter().enumerate() {
+    for (thread, words) in instruction.a_registers.iter().enumerate() {
         for i in 0..8 {
-            let (row, k) = a_place(thread % LANES, i);
+            let (row, k) = a_position(thread % LANES, i);
             let half = words[i / 2] >> (i % 2 * 16) << 16;
             a[(thread / LANES * 16 + row) * K + k] = f32::from_bits(half);
         }
@@ -500,22 +569,23 @@ fn left_of(product: &Product, shared: &[u8]) -> Vec<f32> {
     a
 }
 
-/// Rows of `length`, as columns.
+/// Transposes a matrix with rows of `length` values.
 fn transposed(values: &[f32], length: usize) -> Vec<f32> {
     (0..length).flat_map(|i| values.iter().skip(i).step_by(length).copied()).collect()
 }
 
-fn multiply(d: &mut [f32], a: &[f32], b: &[f32], kind: Kinds) {
-    let n = kind.n;
-    let by_rows;
-    let b = if kind.b_by_rows {
+/// Computes D = A · B + (D if `accumulate`).
+fn multiply(d: &mut [f32], a: &[f32], b: &[f32], operands: Operands) {
+    let n = operands.n;
+    let transposed_b;
+    let b = if operands.b_mn_major {
         b
     } else {
-        by_rows = transposed(b, K);
-        &by_rows
+        transposed_b = transposed(b, K);
+        &transposed_b
     };
     for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(K)) {
-        if !kind.accumulate {
+        if !operands.accumulate {
             d.fill(0.0);
         }
         for (a, b) in a.iter().zip(b.chunks_exact(n)) {
@@ -526,66 +596,67 @@ fn multiply(d: &mut [f32], a: &[f32], b: &[f32], kind: Kinds) {
     }
 }
 
-fn settle(d: &mut [f32], at: Site) {
+/// Moves the values of pending accumulators back into the thread's array.
+fn fence_accumulators(d: &mut [f32], at: Site) {
     let address = d.as_ptr().addr();
     let other = with(|block| {
         let (warpgroup, index) = block.warpgroup();
         let thread = &mut warpgroup.threads[index];
-        let i = thread.under_way.iter().position(|(known, _)| *known == address)?;
-        let (_, number) = thread.under_way[i];
+        let i = thread.pending.iter().position(|(known, _)| *known == address)?;
+        let (_, number) = thread.pending[i];
         let accumulators = &mut warpgroup.accumulators[number - warpgroup.first_accumulators];
-        if accumulators.group >= thread.done || !is_under_way(d) {
+        if accumulators.group >= thread.done || !is_pending(d) {
             return Some(accumulators.at);
         }
-        thread.under_way.swap_remove(i);
-        thread.settled.insert(address, (thread.fences, at));
+        thread.pending.swap_remove(i);
+        thread.completed.insert(address, (thread.fences, at));
         for (i, d) in d.iter_mut().enumerate() {
-            let (row, column) = place(index, i);
+            let (row, column) = position(index, i);
             *d = accumulators.values[row * accumulators.n + column];
         }
-        accumulators.settled += 1;
-        while warpgroup.accumulators.front().is_some_and(|first| first.settled == THREADS) {
+        accumulators.completed += 1;
+        while warpgroup.accumulators.front().is_some_and(|first| first.completed == THREADS) {
             warpgroup.accumulators.pop_front();
             warpgroup.first_accumulators += 1;
         }
         None
     });
     if let Some(other) = other {
-        touched(at, other);
+        modified(at, other);
     }
 }
 
 macro_rules! wgmma {
-    ($($floats:literal $product:ident $product_with:ident $settle:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
         #[track_caller]
-        pub fn $product<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
+        pub fn $wgmma_ss<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
             d: &mut [f32; $floats],
             a: u64,
             b: u64,
             accumulate: bool,
         ) {
-            let (a_by_rows, b_by_rows) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
-            let kind = Kinds { n: 2 * $floats, a: Some(a), b, a_by_rows, b_by_rows, accumulate };
-            issue(d, [0; 4], kind, Location::caller());
+            let (a_mn_major, b_mn_major) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
+            let operands = Operands { n: 2 * $floats, a: Some(a), b, a_mn_major, b_mn_major, accumulate };
+            issue(d, [0; 4], operands, Location::caller());
         }
 
         #[track_caller]
-        pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
-            let b_by_rows = TRANSPOSE_B == 1;
-            let kind = Kinds { n: 2 * $floats, a: None, b, a_by_rows: false, b_by_rows, accumulate };
-            issue(d, a, kind, Location::caller());
+        pub fn $wgmma_rs<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
+            let b_mn_major = TRANSPOSE_B == 1;
+            let operands = Operands { n: 2 * $floats, a: None, b, a_mn_major: false, b_mn_major, accumulate };
+            issue(d, a, operands, Location::caller());
         }
 
         #[track_caller]
-        pub fn $settle(d: &mut [f32; $floats]) {
-            settle(d, Location::caller());
+        pub fn $fence(d: &mut [f32; $floats]) {
+            fence_accumulators(d, Location::caller());
         }
     )*};
 }
 
 wgmma! {
-    32 wgmma_n64 wgmma_with_n64 settle_n64
-    64 wgmma_n128 wgmma_with_n128 settle_n128
-    96 wgmma_n192 wgmma_with_n192 settle_n192
-    128 wgmma_n256 wgmma_with_n256 settle_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
 }

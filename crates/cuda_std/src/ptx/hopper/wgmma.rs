@@ -1,18 +1,19 @@
-//! `wgmma.mma_async` for four widths. Each accumulator is an operand of its own: an array passed by address would live
-//! in memory.
+//! `wgmma.mma_async` for four values of N. Each accumulator is a separate operand, because an array passed by address
+//! would be placed in memory.
 
 use core::arch::asm;
 
 macro_rules! wgmma {
-    ($product:ident, $product_with:ident, $settle:ident, $shape:literal, $floats:literal: $first:ident $zero:literal $($d:ident $i:literal)*) => {
+    ($wgmma_ss:ident, $wgmma_rs:ident, $fence:ident, $shape:literal, $floats:literal: $first:ident $zero:literal $($d:ident $i:literal)*) => {
         #[inline(always)]
-        pub fn $product<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
+        pub fn $wgmma_ss<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
             d: &mut [f32; $floats],
             a: u64,
             b: u64,
             accumulate: bool,
         ) {
-            // SAFETY: arithmetic on the warpgroup's registers and shared-memory operands the descriptors name.
+            // SAFETY: the instruction operates on the warpgroup's registers and on the operands that the descriptors
+            // refer to.
             unsafe {
                 asm!(
                     concat!(
@@ -28,8 +29,8 @@ macro_rules! wgmma {
         }
 
         #[inline(always)]
-        pub fn $product_with<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
-            // SAFETY: as above, the left operand in registers.
+        pub fn $wgmma_rs<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
+            // SAFETY: see above, with A in registers.
             unsafe {
                 asm!(
                     concat!(
@@ -45,8 +46,8 @@ macro_rules! wgmma {
         }
 
         #[inline(always)]
-        pub fn $settle(d: &mut [f32; $floats]) {
-            // SAFETY: no instruction; the operands tie the reads that follow to this point.
+        pub fn $fence(d: &mut [f32; $floats]) {
+            // SAFETY: the assembly contains no instruction; its operands keep the reads that follow after this point.
             unsafe {
                 asm!(
                     concat!("// {", stringify!($first), "}", $(" {", stringify!($d), "}",)*),
@@ -57,17 +58,17 @@ macro_rules! wgmma {
     };
 }
 
-wgmma!(wgmma_n64, wgmma_with_n64, settle_n64, "m64n64k16", 32:
+wgmma!(wgmma_ss_n64, wgmma_rs_n64, fence_accumulators_n64, "m64n64k16", 32:
         d0 0 d1 1 d2 2 d3 3 d4 4 d5 5 d6 6 d7 7 d8 8 d9 9 d10 10 d11 11 d12 12 d13 13 d14 14 d15 15 d16 16 d17 17 d18
         18 d19 19 d20 20 d21 21 d22 22 d23 23 d24 24 d25 25 d26 26 d27 27 d28 28 d29 29 d30 30 d31 31
 );
-wgmma!(wgmma_n128, wgmma_with_n128, settle_n128, "m64n128k16", 64:
+wgmma!(wgmma_ss_n128, wgmma_rs_n128, fence_accumulators_n128, "m64n128k16", 64:
         d0 0 d1 1 d2 2 d3 3 d4 4 d5 5 d6 6 d7 7 d8 8 d9 9 d10 10 d11 11 d12 12 d13 13 d14 14 d15 15 d16 16 d17 17 d18
         18 d19 19 d20 20 d21 21 d22 22 d23 23 d24 24 d25 25 d26 26 d27 27 d28 28 d29 29 d30 30 d31 31 d32 32 d33 33
         d34 34 d35 35 d36 36 d37 37 d38 38 d39 39 d40 40 d41 41 d42 42 d43 43 d44 44 d45 45 d46 46 d47 47 d48 48 d49
         49 d50 50 d51 51 d52 52 d53 53 d54 54 d55 55 d56 56 d57 57 d58 58 d59 59 d60 60 d61 61 d62 62 d63 63
 );
-wgmma!(wgmma_n192, wgmma_with_n192, settle_n192, "m64n192k16", 96:
+wgmma!(wgmma_ss_n192, wgmma_rs_n192, fence_accumulators_n192, "m64n192k16", 96:
         d0 0 d1 1 d2 2 d3 3 d4 4 d5 5 d6 6 d7 7 d8 8 d9 9 d10 10 d11 11 d12 12 d13 13 d14 14 d15 15 d16 16 d17 17 d18 18
         d19 19 d20 20 d21 21 d22 22 d23 23 d24 24 d25 25 d26 26 d27 27 d28 28 d29 29 d30 30 d31 31 d32 32 d33 33 d34 34
         d35 35 d36 36 d37 37 d38 38 d39 39 d40 40 d41 41 d42 42 d43 43 d44 44 d45 45 d46 46 d47 47 d48 48 d49 49 d50 50
@@ -75,7 +76,7 @@ wgmma!(wgmma_n192, wgmma_with_n192, settle_n192, "m64n192k16", 96:
         d67 67 d68 68 d69 69 d70 70 d71 71 d72 72 d73 73 d74 74 d75 75 d76 76 d77 77 d78 78 d79 79 d80 80 d81 81 d82 82
         d83 83 d84 84 d85 85 d86 86 d87 87 d88 88 d89 89 d90 90 d91 91 d92 92 d93 93 d94 94 d95 95
 );
-wgmma!(wgmma_n256, wgmma_with_n256, settle_n256, "m64n256k16", 128:
+wgmma!(wgmma_ss_n256, wgmma_rs_n256, fence_accumulators_n256, "m64n256k16", 128:
         d0 0 d1 1 d2 2 d3 3 d4 4 d5 5 d6 6 d7 7 d8 8 d9 9 d10 10 d11 11 d12 12 d13 13 d14 14 d15 15 d16 16 d17 17 d18
         18 d19 19 d20 20 d21 21 d22 22 d23 23 d24 24 d25 25 d26 26 d27 27 d28 28 d29 29 d30 30 d31 31 d32 32 d33 33
         d34 34 d35 35 d36 36 d37 37 d38 38 d39 39 d40 40 d41 41 d42 42 d43 43 d44 44 d45 45 d46 46 d47 47 d48 48 d49
