@@ -1,57 +1,71 @@
-//! `AdamW` over ranges of parameters in one launch; each decays or does not and has a seed of its own. Of any length; arrays are
-//! 16-byte aligned and so is where a range begins.
+//! AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101), over many parameter ranges in one launch.
 //!
-//! A block takes elements of one range, which it finds in a table in device memory by its number: what becomes of an element
-//! depends on its range and its place in that, not on which ranges share the launch.
+//! For each element, with g the clipped gradient and t the step, counted from 1:
 //!
-//! m and v are f32. With fp32 masters these are the parameters, and `params` is their image, rounded stochastically if
-//! it is bf16 ([`crate::noise`], by index in the range and seed): an update far below a bf16 step still moves it on
-//! average. Without masters the rounded parameters are all there is.
+//! ```text
+//! m = beta1 * m + (1 - beta1) * g
+//! v = beta2 * v + (1 - beta2) * g^2
+//! param -= learning_rate * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * param)
+//! ```
 //!
-//! The gradients are scaled by what brings their norm down to `clip`, found on the device, so that no host round trip
-//! stands between the norm and the update. For the same reason it is decided here that a step changes nothing: a scale of 0
-//! would not do, since 0 times NaN is NaN and m, v and weight decay would go on. The norm alone does not tell, either: the
-//! loss of a token whose logit is -inf is infinite, its gradient is not.
+//! A [`Range`] is a contiguous slice of the tensors with its own seed, with or without weight decay. Its length is
+//! arbitrary. The arrays and the start of every range are 16-byte aligned. Each block updates elements of one range, which
+//! it finds by binary search in a table in device memory. The result for an element depends on its range and on its
+//! index in the range, not on the other ranges of the launch.
 //!
-//! Every operation is correctly rounded, so that any device gives the same bits: the kernel waits for memory, not for them.
+//! m and v are f32. With f32 master weights, the update applies to the masters, and `params` receives a copy of them. The
+//! copy is rounded stochastically if T is bf16 ([`crate::noise`], keyed by index in the range and seed). Without master
+//! weights, the stochastically rounded parameters are the only copy: an update far below one bf16 step still moves them
+//! in expectation.
+//!
+//! Gradients are clipped by their global norm. The kernel reads the norm from device memory, so the host does not have to
+//! synchronize between the norm and the update. It also decides on the device whether to skip the step. A gradient scale
+//! of 0 would not skip it: 0 times NaN is NaN, and m, v and weight decay would still change. The loss is checked as well
+//! as the norm, because a target logit of -inf gives an infinite loss but finite gradients.
+//!
+//! Every operation is correctly rounded, so every device computes the same bits. The kernel is memory-bound, so
+//! correctly rounded division and square root cost nothing.
 
-use crate::fours::Fours;
-pub use crate::fours::grid;
+use crate::float4::Float4Tile;
+pub use crate::float4::grid;
 use crate::noise;
 use cuda_std::{Element, Global, GlobalMut, kernel, math, thread};
 
-/// A range of a launch's arrays, as the table has it.
+/// A contiguous range of elements that share a seed and a weight decay setting, as stored in the device table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Range {
-    /// First element, a multiple of [`Range::ALIGNMENT`].
+    /// Index of the first element, a multiple of [`Range::ALIGNMENT`].
     start: u64,
     len: u64,
+    /// Index of the first block of the grid that updates this range.
     first_block: u32,
+    /// Whether weight decay applies: 0 or 1.
     decayed: u32,
     seed: u32,
     _padding: u32,
 }
 
 impl Range {
-    /// Elements: 16 bytes of bf16.
+    /// Alignment of a range's start, in elements: 16 bytes of bf16.
     pub const ALIGNMENT: usize = 8;
-    /// Of 32 bits, in device memory.
+    /// Size of a range in the device table, in 32-bit words.
     pub const WORDS: usize = size_of::<Self>() / 4;
 
-    /// `seed` is added to the launch's.
+    /// Returns a range of `len` elements from element `start` on. Its random bits are keyed by `seed` plus
+    /// [`Scalars::seed`].
     pub const fn new(start: usize, len: usize, decayed: bool, seed: u32) -> Self {
         Self { start: start as u64, len: len as u64, first_block: 0, decayed: decayed as u32, seed, _padding: 0 }
     }
 
-    /// As it lies in device memory.
+    /// Returns the range in its device memory representation.
     pub const fn words(&self) -> [u32; Self::WORDS] {
         let Self { start, len, first_block, decayed, seed, .. } = *self;
         [start as u32, (start >> 32) as u32, len as u32, (len >> 32) as u32, first_block, decayed, seed, 0]
     }
 }
 
-/// Gives the ranges of a launch of [`adamw`] their blocks, one after another; the grid is how many there are.
+/// Assigns consecutive blocks to the ranges of a launch of [`adamw`] and returns the total, which is the grid size.
 pub fn assign_blocks<T: Element>(ranges: &mut [Range]) -> u32 {
     let mut blocks = 0;
     for range in ranges {
@@ -61,10 +75,10 @@ pub fn assign_blocks<T: Element>(ranges: &mut [Range]) -> u32 {
     blocks
 }
 
-/// Of `count` ranges, at least one, the one that a block takes elements of.
+/// Returns the range that `block` updates, by binary search over `count` ranges, at least one.
 #[inline(always)]
 fn range_of(block: u32, ranges: Global<Range>, count: u32) -> Range {
-    // The last that begins no later: one without elements begins where the next does.
+    // Finds the last range that begins at or before the block. An empty range has the same first block as its successor.
     let (mut first, mut end) = (0, count);
     while end - first > 1 {
         let middle = first.midpoint(end);
@@ -77,7 +91,33 @@ fn range_of(block: u32, ranges: Global<Range>, count: u32) -> Range {
     ranges.at(first as usize)
 }
 
-/// The numbers of an update that all elements share.
+/// The scalar arguments of [`adamw`]. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scalars {
+    /// Maximum gradient norm; infinity disables clipping.
+    pub clip: f32,
+    /// Learning rate of this step.
+    pub learning_rate: f32,
+    /// Decay rate of the first moment.
+    pub beta1: f32,
+    /// Decay rate of the second moment.
+    pub beta2: f32,
+    /// Bias correction of the first moment, 1 / (1 - beta1^t).
+    pub correction1: f32,
+    /// Bias correction of the second moment, 1 / (1 - beta2^t).
+    pub correction2: f32,
+    /// Term added to the denominator for numerical stability.
+    pub epsilon: f32,
+    /// Weight decay coefficient of the ranges that decay.
+    pub weight_decay: f32,
+    /// Seed of the stochastic rounding, different for every step.
+    pub seed: u32,
+    /// Number of ranges in the table, at least one.
+    pub range_count: u32,
+}
+
+/// The scalars of an update, the same for all elements of a range.
 #[derive(Clone, Copy)]
 struct Update {
     grad_scale: f32,
@@ -91,7 +131,7 @@ struct Update {
 }
 
 impl Update {
-    /// New m, v and parameter.
+    /// Returns the new m, v and parameter of one element.
     #[inline(always)]
     fn apply(&self, grad: f32, m: f32, v: f32, old: f32) -> [f32; 3] {
         let grad = grad * self.grad_scale;
@@ -102,13 +142,13 @@ impl Update {
     }
 }
 
-/// beta * old + (1 - beta) * new, in two roundings.
+/// Returns beta * old + (1 - beta) * new, rounded twice.
 #[inline(always)]
 fn lerp(new: f32, old: f32, beta: f32) -> f32 {
     math::fma(beta, old, math::fma(-beta, new, new))
 }
 
-/// What the gradients are multiplied by, or `None` for a step that must change nothing.
+/// Returns the clipping factor of the gradients, or `None` if the step must be skipped.
 #[inline(always)]
 fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
     if !(loss.is_finite() && norm.is_finite()) {
@@ -117,11 +157,12 @@ fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
     Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
 }
 
-/// One step on params, m, v and masters (null for none) with grads, all of one length: on the elements of `ranges` (`count`),
-/// which ascend and do not overlap, with the blocks that [`assign_blocks`] gave them; on others none. None at all unless
-/// both `stats` (2) are finite: the sum of the losses, and the norm of all gradients, not of these alone. `clip` may be infinite.
-/// `correction1` is 1 / (1 - beta1^t), `correction2` 1 / (1 - beta2^t), t from 1. `weight_decay` is that of ranges that decay.
-/// `seed` is for this step only. Grid: what [`assign_blocks`] returned.
+/// Applies one AdamW step to the elements of `ranges`.
+///
+/// `params`, `masters`, `m`, `v` and `grads` have the same length; `masters` is null if there are no master weights. The
+/// ranges ascend, do not overlap, and have blocks from [`assign_blocks`]. Elements outside the ranges do not change.
+/// `stats` (2) holds the sum of the losses and the norm of all gradients, including those of other tensors. The step is
+/// skipped unless both are finite. Grid: the return value of [`assign_blocks`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,
@@ -131,58 +172,50 @@ pub fn adamw<T: Element>(
     grads: Global<T>,
     stats: Global<f32>,
     ranges: Global<Range>,
-    count: u32,
-    clip: f32,
-    learning_rate: f32,
-    beta1: f32,
-    beta2: f32,
-    correction1: f32,
-    correction2: f32,
-    epsilon: f32,
-    weight_decay: f32,
-    seed: u32,
+    scalars: Scalars,
 ) {
+    let Scalars { clip, learning_rate, beta1, beta2, correction1, correction2, epsilon, .. } = scalars;
     let [loss, norm] = [stats.at(0), stats.at(1)];
-    let range = range_of(thread::block_idx_x(), ranges, count);
+    let range = range_of(thread::block_idx_x(), ranges, scalars.range_count);
     let Some(grad_scale) = grad_scale(loss, norm, clip) else { return };
-    let (block, n) = (Fours::<T>::in_block(thread::block_idx_x() - range.first_block), range.len as usize);
-    let weight_decay = if range.decayed == 0 { 0.0 } else { weight_decay };
+    let (tile, n) = (Float4Tile::<T>::of_block(thread::block_idx_x() - range.first_block), range.len as usize);
+    let weight_decay = if range.decayed == 0 { 0.0 } else { scalars.weight_decay };
     let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
-    let seed = seed.wrapping_add(range.seed);
-    let mastered = !masters.is_null();
+    let seed = scalars.seed.wrapping_add(range.seed);
+    let has_masters = !masters.is_null();
     let start = range.start as usize;
     let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
     let (m, v) = (m.skip(start), v.skip(start));
 
-    if block.is_whole(n) {
+    if tile.is_full(n) {
         let mut old = [[[0.0; 4]; 4]; 2];
-        for part in 0..Fours::<T>::PARTS {
-            let i = block.first(part);
-            let params = if mastered { masters.four(i) } else { params.four(i) };
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let i = tile.vector(part);
+            let params = if has_masters { masters.four(i) } else { params.four(i) };
             old[part] = [grads.four(i), m.four(i), v.four(i), params];
         }
-        for part in 0..Fours::<T>::PARTS {
+        for part in 0..Float4Tile::<T>::VECTORS {
             let [grad, old_m, old_v, old] = old[part];
             let mut new = [[0.0; 4]; 3];
             for k in 0..4 {
                 let [m, v, param] = update.apply(grad[k], old_m[k], old_v[k], old[k]);
                 (new[0][k], new[1][k], new[2][k]) = (m, v, param);
             }
-            let i = block.first(part);
+            let i = tile.vector(part);
             m.set_four(i, new[0]);
             v.set_four(i, new[1]);
-            if mastered {
+            if has_masters {
                 masters.set_four(i, new[2]);
             }
             params.set_four(i, noise::round_four::<T>(new[2], i, seed));
         }
     } else {
-        for i in block.rest(n) {
-            let old = if mastered { masters.at(i) } else { params.at(i).to_f32() };
+        for i in tile.tail(n) {
+            let old = if has_masters { masters.at(i) } else { params.at(i).to_f32() };
             let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i), v.at(i), old);
             m.set(i, new_m);
             v.set(i, new_v);
-            if mastered {
+            if has_masters {
                 masters.set(i, new);
             }
             params.set(i, noise::round(new, i, seed));

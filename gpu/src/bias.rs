@@ -1,8 +1,9 @@
-//! The gradient of a bias: dbias (OC) += sum over rows of dout (rows, OC).
+//! Bias gradient: dbias (OC) += sum over rows of dout (rows, OC).
 //!
-//! Two stages without atomics. Stage one reads dout once: block (g, s) sums slice s of the rows for 32 packets of
-//! columns into partials (slices, OC) f32; stage two adds the slices to dbias, rounded to nearest. The result depends on
-//! rows, OC and the number of slices alone. OC is a multiple of the packet.
+//! A two-stage reduction without atomics. In the first stage, block (g, s) sums slice s of the rows for 32 packets of
+//! columns into per-column partial sums, partials (slices, OC) f32. The second stage adds the sum over slices to dbias,
+//! rounded to nearest even. The result is deterministic: it depends only on rows, OC and the number of slices. OC is a
+//! multiple of the packet.
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
@@ -11,27 +12,29 @@ use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, kernel, thread, 
 const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
-/// Rows a warp has under way.
+/// Rows that a warp loads before it sums them.
 const BATCH: usize = 8;
 
-/// Slices that fill a GPU of `multiprocessors` multiprocessors.
-pub const fn bias_backward_slices<T: Element>(rows: usize, columns: usize, multiprocessors: usize) -> usize {
-    let fill = (multiprocessors * 4).div_ceil(columns.div_ceil(LANES * T::PACKET));
+/// Returns the number of row slices for which [`bias_backward`] fills a GPU with `sm_count` SMs.
+pub const fn bias_backward_slices<T: Element>(rows: usize, columns: usize, sm_count: usize) -> usize {
+    let fill = (sm_count * 4).div_ceil(columns.div_ceil(LANES * T::PACKET));
     let useful = rows.div_ceil(WARPS * BATCH);
     if fill < useful { fill } else { useful }
 }
 
-/// Blocks of [`bias_backward`].
+/// Returns the grid of [`bias_backward`]: (groups of 32 packets of columns, slices, 1).
 pub const fn bias_backward_grid<T: Element>(columns: usize, slices: usize) -> [u32; 3] {
     [columns.div_ceil(LANES * T::PACKET) as u32, slices as u32, 1]
 }
 
-/// Shared memory of [`bias_backward`]: each warp's sums.
+/// Lays out the shared memory of [`bias_backward`]: the sums of each warp.
 pub fn bias_backward_shared<T: Element>(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(THREADS as usize * T::PACKET)
 }
 
-/// partials (slices, OC) = sums over each slice of the rows of dout (rows, OC).
+/// Computes partials (slices, OC), the column sums of each slice of rows of dout (rows, OC).
+///
+/// Grid: [`bias_backward_grid`]. Shared memory: [`bias_backward_shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn bias_backward<T: Element>(partials: GlobalMut<f32>, dout: Global<T>, rows: u32, columns: u32) {
     let scratch = bias_backward_shared::<T>(&mut Layout::new());
@@ -47,7 +50,7 @@ pub fn bias_backward<T: Element>(partials: GlobalMut<f32>, dout: Global<T>, rows
     if column < columns {
         let mut row = slice * length + warp;
         while row < end {
-            // All loads are under way before the first sum; conditions would make ptxas spread them.
+            // Issues all loads before the first addition. With a condition per load, ptxas would interleave them.
             let mut batch = [Packet::zero(); BATCH];
             if row + (BATCH - 1) * WARPS < end {
                 for k in 0..BATCH {
@@ -84,8 +87,9 @@ pub fn bias_backward<T: Element>(partials: GlobalMut<f32>, dout: Global<T>, rows
     }
 }
 
-/// dbias (OC) += sum over slices of partials (slices, OC). Grid [`column_sum::grid`] of OC, shared memory
-/// [`column_sum::shared`].
+/// Adds the sum over slices of partials (slices, OC) to dbias (OC).
+///
+/// Grid: [`column_sum::grid`] of OC. Shared memory: [`column_sum::shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn bias_backward_reduce<T: Element>(dbias: GlobalMut<T>, partials: Global<f32>, slices: u32, columns: u32) {
     if let Some((column, sum)) = column_sum::column_sum(partials, slices as usize, columns as usize) {

@@ -1,12 +1,15 @@
-//! Fused classifier: softmax, cross-entropy and the gradient of the logits, in place.
+//! Fused classifier: softmax, cross-entropy loss, and the gradient of the logits in place.
 //!
-//! Shapes: logits (rows, Vp), of which columns 0..V count; targets (rows) i32 in 0..V; losses (rows) f32. Vp is a multiple
-//! of the packet, V need not be. One block per row, so rows is below 2^31; offsets are 64 bits wide.
+//! Shapes: logits (rows, Vp), targets (rows) i32 in 0..V, losses (rows) f32. The softmax is over columns 0..V; columns
+//! V..Vp are padding. Vp is a multiple of the packet, V need not be. One block processes one row, so rows is below 2^31.
+//! Offsets are 64 bits wide.
 //!
-//! A row is read once from memory. Its first `staged` columns pass through shared memory, all under way at once, and stay there
-//! for the second pass; what does not fit there ([`staged`]) is read again, from L2. Exponentials of both passes have the same argument,
-//! (x - max) log2(e), so probabilities sum to 1 to rounding. The difference comes first: max log2(e) would have a rounding
-//! error of its own, which from logits near 2^31 on is larger than all exponents there are.
+//! Each row is read once from global memory. Its first `staged` columns are copied asynchronously to shared memory and
+//! stay there for the second pass. The columns that do not fit ([`staged`]) are read again, from L2.
+//!
+//! Both passes compute exponentials of the same argument, (x - max) log2(e), so probabilities sum to 1 up to rounding.
+//! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the whole
+//! range of exponents.
 
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
@@ -14,54 +17,64 @@ use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bloc
 
 const THREADS: u32 = 1024;
 
-/// How many columns of a row to keep in shared memory: all of it if a block may have `shared_bytes`.
+/// Returns how many of `padded` columns fit in `shared_bytes` of shared memory per block.
 pub const fn staged<T: Element>(padded: usize, shared_bytes: usize) -> usize {
-    let room = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET;
-    if padded < room { padded } else { room }
+    let capacity = shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / 16 * T::PACKET;
+    if padded < capacity { padded } else { capacity }
 }
 
+/// f32 elements of scratch for the block reductions.
 const SCRATCH: usize = 32;
 
-/// Where a maximum starts: a row may hold -inf, which less itself would be NaN.
+/// Initial value of the running maximum. It is finite because -inf - (-inf) would be NaN for a logit of -inf.
 const LOWEST: f32 = f32::MIN;
 
-/// e^(`logit` - `max`)
+/// Returns e^(`logit` - `max`).
 #[inline(always)]
 fn exp_below(logit: f32, max: f32) -> f32 {
     math::exp2((logit - max) * LOG2_E)
 }
 
-/// Shared memory of [`classifier`]: scratch of the block's reductions, and the staged columns.
+/// Lays out the shared memory of [`classifier`]: scratch for the block reductions, and the staged columns.
 pub fn shared<T: Element>(layout: &mut Layout, staged: usize) -> (SharedArray<f32>, SharedArray<T>) {
     (layout.array(SCRATCH), layout.array(staged))
 }
 
-/// losses (rows) += -log softmax(logits)[target]. If `gradients` is not 0 also logits (rows, Vp) =
-/// (softmax(logits) - onehot(target)) * dloss, and 0 in the columns V..Vp. Grid: rows. `vocabulary` is V, `padded` Vp,
-/// `staged` as computed by [`staged`], shared memory [`shared`].
+/// The scalar arguments of [`classifier`]. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scalars {
+    /// Gradient of each loss.
+    pub dloss: f32,
+    /// V, the number of columns that the softmax covers.
+    pub vocabulary: u32,
+    /// Vp, the number of columns of a row.
+    pub padded: u32,
+    /// Number of columns to keep in shared memory, from [`staged`].
+    pub staged: u32,
+    /// Whether to compute the gradient of the logits: 0 or 1.
+    pub gradients: u32,
+}
+
+/// Computes losses (rows) += -log softmax(logits)[target], and optionally the gradient of the logits.
+///
+/// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns V..Vp.
+/// Grid: rows. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn classifier<T: Element>(
-    logits: GlobalMut<T>,
-    losses: GlobalMut<f32>,
-    targets: Global<i32>,
-    dloss: f32,
-    vocabulary: u32,
-    padded: u32,
-    staged: u32,
-    gradients: u32,
-) {
+pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
+    let Scalars { dloss, vocabulary, padded, staged, gradients } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
     let logits = logits.skip(row * padded as usize);
     let target = targets.at(row) as u32;
     let target_logit = logits.at(target as usize).to_f32();
-    // Columns of a row fit in 32 bits, which halves their registers.
+    // Column indices of a row fit in 32 bits, which halves their registers.
     let packet = T::PACKET as u32;
     let first = thread::thread_idx_x() * packet;
     let step = THREADS * packet;
 
-    // A thread reads back only what it copied itself, so no barrier is needed.
-    // The first half is worked on while the second is on its way.
+    // No barrier is needed: each thread reads only the data it copied. The columns are copied in two halves, so that the
+    // first can be processed while the second is in flight.
     let half = (staged / 2).next_multiple_of(step).min(staged);
     let mut i = first;
     while i < half {

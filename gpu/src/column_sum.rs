@@ -1,27 +1,31 @@
-//! The second stage of the gradients that are sums over rows: f32 partial sums (rows, columns) to one sum per column,
-//! in an order fixed by the shape alone.
+//! The second stage of two-stage column sums: reduces f32 partial sums (rows, columns) to one sum per column.
+//!
+//! Used for gradients of biases and layer normalisation parameters. The order of additions depends only on the shape, so
+//! the result is deterministic.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Global, SharedArray, thread, warp};
 
-/// Threads of a block.
+/// Threads of a block of a kernel that calls [`column_sum`].
 pub const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
-/// Loads a thread has under way.
+/// Loads that a thread keeps in flight.
 const BATCH: usize = 8;
 
-/// Blocks: 32 columns each.
+/// Returns the grid size: one block per 32 columns.
 pub const fn grid(columns: usize) -> u32 {
     columns.div_ceil(LANES) as u32
 }
 
-/// Shared memory: one sum per thread.
+/// Lays out the shared memory: one sum per thread.
 pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(THREADS as usize)
 }
 
-/// One of the block's columns and its sum, in the first warp's lanes; `None` in other threads.
+/// Sums 32 columns of `partials` (rows, columns) per block.
+///
+/// Returns a column index and its sum in each lane of the first warp that has a column, and `None` in other threads.
 #[inline(always)]
 pub fn column_sum(partials: Global<f32>, rows: usize, columns: usize) -> Option<(usize, f32)> {
     let scratch = shared(&mut Layout::new());

@@ -1,19 +1,23 @@
 //! Token and position embedding: out[b, t] = wte[token[b, t]] + wpe[t].
 //!
-//! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C); C a multiple of the packet,
-//! B * T below 2^31.
+//! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C). C is a multiple of the
+//! packet, and B * T is below 2^31.
 //!
-//! The gradient of wte sums rows of dout whose token is the same. It needs no float atomics and is the same on every run:
-//! the host gives `order`, the positions 0..B*T stably sorted by token, and `sorted`, their tokens. Both are cut into
-//! chunks of [`encoder_backward_chunk`] positions whatever the tokens are, so a token that fills half of the batch costs
-//! no more than any other. A run (the positions of one token) inside a chunk is added to dwte at once; the parts of a run
-//! that crosses chunks go to `partials` and a second kernel adds them up. `partials` (chunks, 2, C) f32: row 0 is the
-//! chunk's leading part of a run begun earlier, row 1 its trailing part of a run that goes on; other rows are neither
-//! written nor read.
+//! The gradient of wte is a sum of rows of dout per token, a segmented reduction. It is deterministic and needs no float
+//! atomics, because the host provides the segments: `order` holds the positions 0..B*T stably sorted by token, and
+//! `sorted` their tokens. A run is a maximal sequence of equal tokens in `sorted`.
 //!
-//! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]): small
-//! gradients of rare tokens would vanish against a rounded sum otherwise. Its seed (1) is read from memory, so that the same
-//! launches, recorded, round by another seed each time.
+//! Both arrays are split into chunks of [`encoder_backward_chunk`] positions, independent of the tokens, so a token that
+//! fills half of the batch causes no load imbalance. A run inside one chunk is added directly to dwte. A run that crosses
+//! a chunk boundary leaves one partial sum per chunk in `partials`, which a second kernel reduces.
+//!
+//! `partials` has shape (chunks, 2, C) f32. Row 0 is the sum of the chunk's first run if that run began in an earlier
+//! chunk. Row 1 is the sum of its last run if that run began here and continues in the next chunk. All other rows are
+//! neither written nor read.
+//!
+//! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]). With
+//! round-to-nearest, small gradients of rare tokens would be lost. The seed (1) is read from device memory, so each replay
+//! of a CUDA graph can use another seed.
 
 use crate::noise;
 use cuda_std::shared::Layout;
@@ -23,21 +27,23 @@ const THREADS: u32 = 256;
 const WARPS: usize = (THREADS / warp::LANES) as usize;
 const LANES: usize = warp::LANES as usize;
 
-/// Of [`encoder_backward_wte`] on a multiprocessor.
+/// Resident blocks of [`encoder_backward_wte`] per SM.
 const BLOCKS_PER_SM: usize = 4;
 
-/// Of dout, what L2 is to keep from [`encoder_backward_wte`] to [`encoder_backward_rest`].
+/// Fraction of dout that L2 should keep from [`encoder_backward_wte`] until [`encoder_backward_rest`].
 const KEPT: f32 = 0.2;
 
-/// Rows of a batch of loads.
+/// Rows that a warp loads before it sums them.
 const BATCH: usize = 4;
 
-/// Blocks of [`encoder_forward`].
+/// Returns the grid size of [`encoder_forward`] for B * T positions.
 pub const fn encoder_forward_grid(positions: usize) -> u32 {
     positions.div_ceil(WARPS) as u32
 }
 
-/// out (B, T, C) = wte[tokens] + wpe. One warp per position; `positions` is B * T.
+/// Computes out (B, T, C) = wte[tokens] + wpe.
+///
+/// `positions` is B * T. One warp per position. Grid: [`encoder_forward_grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_forward<T: Element>(
     out: GlobalMut<T>,
@@ -64,41 +70,57 @@ pub fn encoder_forward<T: Element>(
     }
 }
 
-/// Positions of `order` that one warp sums: as many as leave the fewest multiprocessors idle at the end of
-/// [`encoder_backward_wte`], fewer than a lane's place each.
-pub fn encoder_backward_chunk<T: Element>(positions: usize, channels: usize, multiprocessors: usize) -> usize {
-    let at_once = (multiprocessors * BLOCKS_PER_SM) as u32;
-    let use_of = |chunk: usize| {
+/// Returns the number of positions per chunk, fewer than the lanes of a warp.
+///
+/// Chooses the length with the least wave quantization of [`encoder_backward_wte`]: the fewest SMs idle in its last wave.
+pub fn encoder_backward_chunk<T: Element>(positions: usize, channels: usize, sm_count: usize) -> usize {
+    let resident = (sm_count * BLOCKS_PER_SM) as u32;
+    let utilization = |chunk: usize| {
         let blocks = encoder_backward_wte_grid::<T>(positions, channels, chunk);
-        blocks as f32 / blocks.next_multiple_of(at_once) as f32
+        blocks as f32 / blocks.next_multiple_of(resident) as f32
     };
     let mut best = 2 * BATCH;
     for chunk in (3 * BATCH..LANES).step_by(BATCH) {
-        // Long ones have fewer runs that cross them, and less to find out before they load.
-        if use_of(chunk) > use_of(best) - 0.02 {
+        // Prefers long chunks: fewer runs cross them, and they amortize the setup before the first load.
+        if utilization(chunk) > utilization(best) - 0.02 {
             best = chunk;
         }
     }
     best
 }
 
-/// f32 elements of `partials` for chunks of `chunk` positions.
+/// Returns the number of f32 elements of `partials` for chunks of `chunk` positions.
 pub const fn encoder_backward_partials(positions: usize, channels: usize, chunk: usize) -> usize {
     positions.div_ceil(chunk) * 2 * channels
 }
 
+/// Returns the number of channel groups: 32 packets each, one per lane.
 const fn groups<T: Element>(channels: usize) -> usize {
     channels.div_ceil(LANES * T::PACKET)
 }
 
-/// Blocks of [`encoder_backward_wte`].
+/// Returns the grid size of [`encoder_backward_wte`].
 pub const fn encoder_backward_wte_grid<T: Element>(positions: usize, channels: usize, chunk: usize) -> u32 {
     (positions.div_ceil(chunk) * groups::<T>(channels)).div_ceil(WARPS) as u32
 }
 
-/// dwte (V, C) += rows of dout (B, T, C), for runs inside one chunk; the others' parts go to `partials`
-/// ([`encoder_backward_partials`] elements, any content) for [`encoder_backward_rest`]. One warp per chunk of `length` positions, up to
-/// 32, and 32 packets of channels; `positions` is B * T.
+/// The sizes that [`encoder_backward_wte`] takes. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct WteSizes {
+    /// B * T.
+    pub positions: u32,
+    /// C.
+    pub channels: u32,
+    /// Positions per chunk, from [`encoder_backward_chunk`].
+    pub chunk: u32,
+}
+
+/// Adds rows of dout (B, T, C) to the rows of dwte (V, C) of their tokens, for runs inside one chunk.
+///
+/// Sums of runs that cross chunks go to `partials` ([`encoder_backward_partials`] elements, which may be uninitialized)
+/// for [`encoder_backward_rest`]. One warp per chunk and group of 32 packets of channels. Grid:
+/// [`encoder_backward_wte_grid`].
 #[kernel(threads = 256, blocks_per_sm = 4, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_wte<T: Element>(
     dwte: GlobalMut<T>,
@@ -107,10 +129,9 @@ pub fn encoder_backward_wte<T: Element>(
     order: Global<i32>,
     sorted: Global<i32>,
     seed: Global<i32>,
-    positions: u32,
-    channels: u32,
-    length: u32,
+    sizes: WteSizes,
 ) {
+    let WteSizes { positions, channels, chunk: length } = sizes;
     let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
     let unit = thread::block_idx_x() * WARPS as u32 + warp::index();
@@ -136,7 +157,7 @@ pub fn encoder_backward_wte<T: Element>(
     let mut sum = Sum::<T>::zero();
     let mut first = 0;
     while first < count {
-        // What a sum will be added to is loaded with the rows, not when they have been summed.
+        // The destination rows are loaded together with the rows of dout, to overlap their latency with the additions.
         let mut rows = [Packet::zero(); BATCH];
         for k in 0..BATCH {
             let row = warp::shuffle(position, (first + k) as u32) as usize;
@@ -145,7 +166,7 @@ pub fn encoder_backward_wte<T: Element>(
             }
         }
         let mut old = [Packet::zero(); BATCH];
-        let mut ends = [End::NotHere; BATCH];
+        let mut ends = [End::Continues; BATCH];
         for k in 0..BATCH {
             let i = first + k;
             let this = warp::shuffle(token, i as u32);
@@ -169,7 +190,7 @@ pub fn encoder_backward_wte<T: Element>(
         for k in 0..BATCH {
             sum.add(&rows[k]);
             match ends[k] {
-                End::NotHere => continue,
+                End::Continues => continue,
                 End::Partial(row) if active => sum.store(partials, row as usize * channels + column),
                 End::Token(token) if active => sum.add_to(&old[k], dwte, token as usize * channels + column, seed),
                 _ => {}
@@ -180,59 +201,63 @@ pub fn encoder_backward_wte<T: Element>(
     }
 }
 
-/// Chunks that a block of [`encoder_backward_rest`] follows the runs of.
+/// Chunks of a set: a block of [`encoder_backward_rest`] reduces the runs that begin in one set.
 const SET: usize = LANES;
 
-/// Blocks of [`encoder_backward_rest`].
+/// Returns the grid size of [`encoder_backward_rest`].
 pub const fn encoder_backward_rest_grid<T: Element>(
     batch: usize,
     sequence: usize,
     channels: usize,
     chunk: usize,
 ) -> u32 {
-    (runs_blocks::<T>(batch * sequence, channels, chunk) + places_blocks::<T>(sequence, channels)) as u32
+    (run_blocks::<T>(batch * sequence, channels, chunk) + position_blocks::<T>(sequence, channels)) as u32
 }
 
-/// Blocks that follow runs: one for [`SET`] chunks and 32 packets of channels.
-const fn runs_blocks<T: Element>(positions: usize, channels: usize, chunk: usize) -> usize {
+/// Returns the number of blocks that reduce runs: one per [`SET`] chunks and group of 32 packets of channels.
+const fn run_blocks<T: Element>(positions: usize, channels: usize, chunk: usize) -> usize {
     groups::<T>(channels) * positions.div_ceil(chunk).div_ceil(SET)
 }
 
-/// Blocks that add up dwpe: a thread for each packet.
-const fn places_blocks<T: Element>(sequence: usize, channels: usize) -> usize {
+/// Returns the number of blocks that compute dwpe: one thread per packet.
+const fn position_blocks<T: Element>(sequence: usize, channels: usize) -> usize {
     (sequence * channels / T::PACKET).div_ceil(THREADS as usize)
 }
 
 /// Shared memory of [`encoder_backward_rest`].
 #[derive(Clone, Copy)]
 pub struct Shared {
-    /// Each warp's sums.
+    /// The sums of each warp.
     sums: SharedArray<f32>,
-    /// The tokens that [`LOOKED_AT`] chunks begin with.
+    /// The first token of each of [`INSPECTED`] chunks.
     firsts: SharedArray<u32>,
-    /// The token before each of these.
+    /// The token before each of these, at the end of the previous chunk.
     befores: SharedArray<u32>,
-    /// Of each chunk of a set: the chunks that a run that begins in it goes on for, if they are more than [`WARPS`], else 0.
+    /// For each chunk of the set: the number of further chunks that its last run covers if that exceeds [`WARPS`], else 0.
     long: SharedArray<u32>,
 }
 
-/// Chunks of a set, and those after it that a short run may reach.
-const LOOKED_AT: usize = SET + WARPS + 1;
-/// In place of a token: there is none.
+/// Chunks whose first token a block inspects: its set, and the following chunks that a short run may reach.
+const INSPECTED: usize = SET + WARPS + 1;
+/// Marks the absence of a token.
 const NONE: u32 = u32::MAX;
 
+/// Lays out the shared memory of [`encoder_backward_rest`].
 pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> Shared {
     Shared {
         sums: layout.array(THREADS as usize * T::PACKET),
-        firsts: layout.array(LOOKED_AT),
-        befores: layout.array(LOOKED_AT),
+        firsts: layout.array(INSPECTED),
+        befores: layout.array(INSPECTED),
         long: layout.array(SET),
     }
 }
 
-/// What [`encoder_backward_wte`] leaves: dwte (V, C) += the parts of the runs that cross chunks, which are in `partials`; and
-/// dwpe (T, C) += sum over b of dout (B, T, C). There is little to load for the runs, but one load after the other, and much for
-/// dwpe: blocks of the two kinds follow by turns, so that each hides the other.
+/// Completes the backward pass after [`encoder_backward_wte`].
+///
+/// Adds the partial sums of the runs that cross chunks to dwte (V, C), and the sum over b of dout (B, T, C) to dwpe
+/// (T, C). The runs are latency-bound: a few dependent loads. dwpe is bandwidth-bound. Blocks of the two kinds alternate
+/// in the grid, so that they overlap. `length` is the number of positions per chunk, as in [`WteSizes`]. Grid:
+/// [`encoder_backward_rest_grid`]. Shared memory: [`encoder_backward_rest_shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_rest<T: Element>(
     dwte: GlobalMut<T>,
@@ -248,32 +273,35 @@ pub fn encoder_backward_rest<T: Element>(
 ) {
     let seed = seed.at(0) as u32;
     let (batch, sequence, channels, length) = (batch as usize, sequence as usize, channels as usize, length as usize);
-    let runs = runs_blocks::<T>(batch * sequence, channels, length.max(1));
-    let places = places_blocks::<T>(sequence, channels);
+    let runs = run_blocks::<T>(batch * sequence, channels, length.max(1));
+    let places = position_blocks::<T>(sequence, channels);
     let (block, of_each) = (thread::block_idx_x() as usize, runs.min(places));
-    let (is_of_runs, index) =
+    let (reduces_runs, index) =
         if block < 2 * of_each { (block.is_multiple_of(2), block / 2) } else { (runs > places, block - of_each) };
-    if is_of_runs {
-        add_runs::<T>(index, dwte, partials, sorted, batch * sequence, channels, length, seed);
+    if reduces_runs {
+        let gradient = WteGradient { dwte, partials, channels, seed };
+        add_runs::<T>(index, gradient, sorted, batch * sequence, length);
     } else {
-        // Elements of equal index in the two tables must not be rounded alike.
+        // The inverted seed keeps elements with the same index in dwte and dwpe from getting the same random bits.
         add_positions::<T>(index, dwpe, dout, batch, sequence, channels, !seed);
     }
 }
 
-/// The runs that begin in one of [`SET`] chunks and leave it: each warp adds some of the short ones, and of a long one they split the
-/// chunks.
-#[inline(always)]
-fn add_runs<T: Element>(
-    block: usize,
+/// The gradient of wte in [`encoder_backward_rest`], with what is added to it.
+#[derive(Clone, Copy)]
+struct WteGradient<T> {
     dwte: GlobalMut<T>,
     partials: Global<f32>,
-    sorted: Global<i32>,
-    positions: usize,
     channels: usize,
-    length: usize,
     seed: u32,
-) {
+}
+
+/// Adds the runs that begin in one of [`SET`] chunks and continue in the next to dwte.
+///
+/// The warps distribute the short runs among themselves. All warps together reduce each long run.
+#[inline(always)]
+fn add_runs<T: Element>(block: usize, gradient: WteGradient<T>, sorted: Global<i32>, positions: usize, length: usize) {
+    let WteGradient { dwte, partials, channels, seed } = gradient;
     let shared = encoder_backward_rest_shared::<T>(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
@@ -284,18 +312,18 @@ fn add_runs<T: Element>(
     let active = column < channels;
 
     let thread = thread::thread_idx_x() as usize;
-    if thread < LOOKED_AT {
+    if thread < INSPECTED {
         let begin = (first_chunk + thread) * length;
-        let there = begin < positions;
-        shared.firsts.set(thread, if there { token_at(begin) } else { NONE });
-        shared.befores.set(thread, if there && begin > 0 { token_at(begin - 1) } else { NONE });
+        let exists = begin < positions;
+        shared.firsts.set(thread, if exists { token_at(begin) } else { NONE });
+        shared.befores.set(thread, if exists && begin > 0 { token_at(begin - 1) } else { NONE });
     }
     if thread < SET {
         shared.long.set(thread, 0);
     }
     thread::sync_threads();
 
-    // Most runs are short: a warp adds every eighth.
+    // Most runs are short. Each warp adds every eighth.
     let token = shared.firsts.at(lane + 1);
     let leaves = token != NONE && shared.befores.at(lane + 1) == token && shared.befores.at(lane) != token;
     let mut left = warp::ballot(leaves);
@@ -336,24 +364,31 @@ fn add_runs<T: Element>(
         left &= left - 1;
         let (chunk, heads) = (first_chunk + of_set, shared.long.at(of_set) as usize);
         let at = shared.firsts.at(of_set + 1) as usize * channels + column;
-        add_long_run::<T>(chunk, heads, dwte, partials, at, active, channels, column, shared.sums, seed);
+        let run = LongRun { chunk, heads, at, column, active };
+        add_long_run::<T>(run, gradient, shared.sums);
     }
 }
 
-/// dwte[`at`..] += the parts of the run that begins in `chunk` and goes on for `heads`, of all warps together.
-#[inline(always)]
-fn add_long_run<T: Element>(
+/// A run over more than [`WARPS`] chunks after its first, and the packet of its sum that the calling lane computes.
+#[derive(Clone, Copy)]
+struct LongRun {
+    /// The chunk in which the run begins.
     chunk: usize,
+    /// Number of further chunks that begin with the run.
     heads: usize,
-    dwte: GlobalMut<T>,
-    partials: Global<f32>,
+    /// Index of the lane's packet in dwte.
     at: usize,
-    active: bool,
-    channels: usize,
+    /// First channel of the lane's packet.
     column: usize,
-    sums: SharedArray<f32>,
-    seed: u32,
-) {
+    /// Whether the lane has a packet.
+    active: bool,
+}
+
+/// Adds the partial sums of a long run to dwte. All warps of the block reduce it together.
+#[inline(always)]
+fn add_long_run<T: Element>(run: LongRun, gradient: WteGradient<T>, sums: SharedArray<f32>) {
+    let LongRun { chunk, heads, at, column, active } = run;
+    let WteGradient { dwte, partials, channels, seed } = gradient;
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
     let mut sum = Sum::<T>::zero();
     if active {
@@ -389,7 +424,7 @@ fn add_long_run<T: Element>(
     thread::sync_threads();
 }
 
-/// One packet per thread.
+/// Adds the sum over b of dout (B, T, C) to dwpe (T, C). One packet per thread.
 #[inline(always)]
 fn add_positions<T: Element>(
     block: usize,
@@ -408,7 +443,7 @@ fn add_positions<T: Element>(
     let old = dwpe.packet(i);
     let mut sum = Sum::<T>::zero();
     let mut b = 0;
-    // Four rows are loaded while the four before them are added.
+    // Software pipelining: loads the next four rows while adding the previous four.
     let four = |b: usize| -> [Packet<T>; BATCH] {
         core::array::from_fn(|k| dout.packet_streaming_with((b + k) * size + i, once))
     };
@@ -432,7 +467,7 @@ fn add_positions<T: Element>(
     sum.add_to(&old, dwpe, i, seed);
 }
 
-/// How many chunks from `first` on begin with the run of `token`. The same in all lanes.
+/// Returns the number of consecutive chunks, from `first` on, whose first token is `token`. Uniform across the warp.
 #[inline(always)]
 fn heads_of_run(first: usize, token: u32, positions: usize, length: usize, token_at: impl Fn(usize) -> u32) -> usize {
     let mut heads = 0;
@@ -446,18 +481,18 @@ fn heads_of_run(first: usize, token: u32, positions: usize, length: usize, token
     }
 }
 
-/// Where the sum of a run's part in a chunk goes when the part ends.
+/// The destination of a run's sum within a chunk, at one position of the chunk.
 #[derive(Clone, Copy)]
 enum End {
-    /// The part goes on.
-    NotHere,
+    /// None: the run continues after this position.
+    Continues,
     /// A row of `partials`.
     Partial(u32),
-    /// The token's row of dwte.
+    /// The row of a token in dwte.
     Token(u32),
 }
 
-/// The f32 sums of one packet of channels.
+/// f32 accumulators for one packet of channels.
 struct Sum<T> {
     values: [f32; 8],
     element: core::marker::PhantomData<T>,
@@ -498,7 +533,7 @@ impl<T: Element> Sum<T> {
         }
     }
 
-    /// to[index ..] = `old` + the sums, rounded stochastically.
+    /// Writes `old` plus the sums to `to` from `index` on, rounded stochastically.
     #[inline(always)]
     fn add_to(&self, old: &Packet<T>, to: GlobalMut<T>, index: usize, seed: u32) {
         let packet = noise::round_packet(index, seed, |k| old.get(k) + self.values[k]);
@@ -506,7 +541,7 @@ impl<T: Element> Sum<T> {
     }
 }
 
-/// A packet's sums, as they were stored.
+/// The sums of one packet, loaded from `partials`.
 struct Stored([Packet<f32>; 2]);
 
 impl Stored {

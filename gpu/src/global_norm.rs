@@ -1,29 +1,33 @@
-//! Deterministic sums over whole arrays: the norm of the gradients, and the sum of the losses.
+//! Deterministic reductions over whole arrays: the norm of the gradients, and the sum of the losses.
 //!
-//! Two stages without atomics; the result depends on n and the grid alone.
+//! The norm is a two-stage reduction without atomics. The result depends only on n and the grid.
 
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
 
+/// Threads of a block of [`squared_sum`].
 const THREADS: usize = 512;
+/// Threads of the only block of [`sum`] and [`norm`].
 const SUM_THREADS: usize = 1024;
-/// Loads a thread of the second stage has under way.
+/// Loads that a thread of [`sum`] or [`norm`] keeps in flight.
 const BATCH: usize = 8;
 
-/// Blocks of [`squared_sum`], and elements of its `partials`.
-pub const fn squared_sum_grid<T: Element>(n: usize, multiprocessors: usize) -> u32 {
+/// Returns the grid size of [`squared_sum`], which is also the length of its `partials`.
+pub const fn squared_sum_grid<T: Element>(n: usize, sm_count: usize) -> u32 {
     let useful = n.div_ceil(THREADS * T::PACKET);
-    let fill = multiprocessors * 4;
+    let fill = sm_count * 4;
     if fill < useful { fill as u32 } else { useful as u32 }
 }
 
-/// Shared memory of all three kernels.
+/// Lays out the shared memory of all three kernels.
 pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
     layout.array(32)
 }
 
-/// partials (grid) = each block's sum of squares of values (n), any n. `values` is 16-byte aligned. Ranges that lie
-/// apart have partials side by side, for one [`norm`].
+/// Computes partials (grid), each block's share of the sum of squares of values (n), with a grid-stride loop.
+///
+/// Any n is allowed; `values` is 16-byte aligned. To reduce several arrays with one [`norm`], place their partials next to
+/// each other. Grid: [`squared_sum_grid`]. Shared memory: [`shared`].
 #[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u64) {
     let scratch = shared(&mut Layout::new());
@@ -48,7 +52,7 @@ pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u
     }
 }
 
-/// out (1) = sum of values (n). One block.
+/// Computes out (1), the sum of values (n). Grid: one block. Shared memory: [`shared`].
 #[kernel(threads = 1024)]
 pub fn sum(out: GlobalMut<f32>, values: Global<f32>, n: u64) {
     let sum = block_sum(values, n as usize);
@@ -57,7 +61,8 @@ pub fn sum(out: GlobalMut<f32>, values: Global<f32>, n: u64) {
     }
 }
 
-/// norm (1) = square root of the sum of partials (n), what [`squared_sum`] left. One block.
+/// Computes norm (1), the square root of the sum of partials (n) from [`squared_sum`]. Grid: one block. Shared memory:
+/// [`shared`].
 #[kernel(threads = 1024)]
 pub fn norm(norm: GlobalMut<f32>, partials: Global<f32>, n: u64) {
     let sum = block_sum(partials, n as usize);
@@ -66,6 +71,7 @@ pub fn norm(norm: GlobalMut<f32>, partials: Global<f32>, n: u64) {
     }
 }
 
+/// Returns the sum of values (n), computed by the whole block.
 #[inline(always)]
 fn block_sum(values: Global<f32>, n: usize) -> f32 {
     let mut sum = 0.0;

@@ -1,4 +1,4 @@
-//! `AdamW` and stochastic rounding, for lengths that are a multiple of nothing.
+//! AdamW against an f64 reference, and stochastic rounding, for lengths that are not multiples of the vector size.
 
 mod common;
 
@@ -11,13 +11,14 @@ use std::ops::Range;
 
 tests! {
     kernels of "adamw.rs";
-    for both types: steps, any_step, ranges_are_as_alone, what_is_not_finite_leaves_all_as_it_was, zero_gradients_only_decay, first_step_is_the_rate,
-        clipping_takes_the_norm_out, nan_stays_in_its_element, length_does_not_matter,
-        parameters_are_masters_rounded, parameters_are_neighbours_of_masters;
-    once: rounding_is_unbiased, rounding_depends_on_all_of_the_index_and_the_seed;
+    for both types: step_matches_f64_reference, random_steps_match_f64_reference, ranges_match_separate_launches,
+        non_finite_loss_or_norm_skips_the_step, zero_gradients_only_decay, first_step_has_the_size_of_the_learning_rate,
+        clipping_cancels_the_gradient_scale, nan_stays_in_its_element, result_does_not_depend_on_length,
+        parameters_are_rounded_masters, parameters_are_neighbours_of_masters;
+    once: rounding_is_unbiased, rounding_depends_on_the_whole_index_and_the_seed;
 }
 
-/// All lengths up to two packets, all remainders around what one block takes, several blocks.
+/// All lengths up to two packets, all remainders around one block's tile, and several blocks.
 fn lengths() -> impl Iterator<Item = usize> {
     (1..=17).chain(1017..=1025).chain(2041..=2049).chain([5003])
 }
@@ -35,7 +36,7 @@ struct Settings {
     seed: u32,
 }
 
-/// A range of a launch.
+/// A range of a launch, on the host.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     start: usize,
@@ -81,7 +82,7 @@ impl<T: Tolerance> State<T> {
         Self { m: vec![0.0; n], v: vec![0.0; n], ..Self::new(n, mastered) }
     }
 
-    /// The parameters, as exact as there are.
+    /// Returns the master weights if there are any, else the parameters.
     fn exact(&self) -> Vec<f64> {
         self.masters.as_ref().map_or_else(|| wide(&self.params), |masters| wide(masters))
     }
@@ -100,25 +101,23 @@ impl<T: Tolerance> State<T> {
         let params = memory.buffer("params", &self.params);
         let masters = self.masters.as_ref().map(|masters| memory.buffer("masters", masters));
         let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
-        let launch = adamw::adamw(
-            params,
-            masters.unwrap_or(GlobalMut::new(std::ptr::null_mut())),
-            m,
-            v,
-            memory.input("grads", grads),
-            memory.input("stats", &[loss, norm]),
-            Global::new(memory.input("ranges", &table).pointer().cast()),
-            ranges.len() as u32,
+        let scalars = adamw::Scalars {
             clip,
-            rate as f32,
-            beta1 as f32,
-            beta2 as f32,
-            (1.0 / (1.0 - beta1.powi(step))) as f32,
-            (1.0 / (1.0 - beta2.powi(step))) as f32,
-            EPSILON as f32,
-            decay as f32,
+            learning_rate: rate as f32,
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            correction1: (1.0 / (1.0 - beta1.powi(step))) as f32,
+            correction2: (1.0 / (1.0 - beta2.powi(step))) as f32,
+            epsilon: EPSILON as f32,
+            weight_decay: decay as f32,
             seed,
-        );
+            range_count: ranges.len() as u32,
+        };
+        let masters_or_null = masters.unwrap_or(GlobalMut::new(std::ptr::null_mut()));
+        let grads = memory.input("grads", grads);
+        let stats = memory.input("stats", &[loss, norm]);
+        let table = Global::new(memory.input("ranges", &table).pointer().cast());
+        let launch = adamw::adamw(params, masters_or_null, m, v, grads, stats, table, scalars);
         if grid > 0 {
             run(&mut memory, &launch, grid, 0);
         }
@@ -174,7 +173,7 @@ fn check<T: Tolerance>(n: usize, mastered: bool, settings: Settings) {
     }
 }
 
-fn steps<T: Tolerance>() {
+fn step_matches_f64_reference<T: Tolerance>() {
     for (i, n) in lengths().enumerate() {
         check::<T>(n, i % 2 == 0, SETTINGS);
         check::<T>(
@@ -185,7 +184,7 @@ fn steps<T: Tolerance>() {
     }
 }
 
-fn any_step<T: Tolerance>() {
+fn random_steps_match_f64_reference<T: Tolerance>() {
     let betas = (0.0..0.95f64, 0.5..0.99f64, 0.0..0.3f64, 0.0..0.1f64);
     for_all(64, (1..3000usize, proptest::bool::ANY, 0.0..3f32, betas, 1..50i32), |(n, mastered, norm, betas, step)| {
         let (beta1, beta2, decay, rate) = betas;
@@ -193,20 +192,20 @@ fn any_step<T: Tolerance>() {
     });
 }
 
-/// In one launch, each range is what a launch of its own makes of it; what lies between them stays as it was.
-fn ranges_are_as_alone<T: Tolerance>() {
+/// Each range of a launch gets the same result as a launch for this range only. Elements between ranges do not change.
+fn ranges_match_separate_launches<T: Tolerance>() {
     const LENS: [usize; 12] = [0, 1, 7, 8, 9, 1000, 1024, 1025, 2047, 2048, 2050, 5000];
     let len = proptest::sample::select(&LENS[..]);
     let parts = proptest::collection::vec((len, 0..3usize, proptest::bool::ANY, proptest::num::u32::ANY), 1..12);
     for_all(64, (parts, proptest::bool::ANY, 0..99u32), |(parts, mastered, seed)| {
         check_parts::<T>(&parts, mastered, Settings { seed, ..SETTINGS });
     });
-    // Of one block each, as many as a deep model has.
+    // As many ranges as a deep model has, one block each.
     let many: Vec<_> = (0..98).map(|i| (i * 31 % 200 + 1, i % 2, i % 3 == 0, 7 * i as u32)).collect();
     check_parts::<T>(&many, true, SETTINGS);
 }
 
-/// Parts of these lengths, each so many eights after the one before, that decay or do not, with seeds.
+/// `parts` lists (length, gap before it in units of the alignment, whether it decays, seed).
 fn check_parts<T: Tolerance>(parts: &[(usize, usize, bool, u32)], mastered: bool, settings: Settings) {
     let mut end: usize = 0;
     let place = |&(len, gap, decayed, seed): &(usize, usize, bool, u32)| {
@@ -228,11 +227,11 @@ fn check_parts<T: Tolerance>(parts: &[(usize, usize, bool, u32)], mastered: bool
         after.part(done..part.start).assert_same(&format!("before {part:?}"), &before.part(done..part.start));
         done = part.end();
     }
-    after.part(done..n).assert_same("behind all", &before.part(done..n));
+    after.part(done..n).assert_same("after all ranges", &before.part(done..n));
 }
 
-/// Loss or norm, each on its own; whole packets and the rest.
-fn what_is_not_finite_leaves_all_as_it_was<T: Tolerance>() {
+/// A non-finite loss or norm suffices to skip the step, for full tiles and for the tail.
+fn non_finite_loss_or_norm_skips_the_step<T: Tolerance>() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for mastered in [false, true] {
             let before = State::<T>::new(101, mastered);
@@ -243,7 +242,7 @@ fn what_is_not_finite_leaves_all_as_it_was<T: Tolerance>() {
     }
     let before = State::<T>::new(101, true);
     let after = before.updated(&rounded(&noise(101, 4)), Settings { loss: f32::MAX, norm: f32::MAX, ..SETTINGS });
-    assert_ne!(after.m, before.m, "the largest numbers are finite");
+    assert_ne!(after.m, before.m, "the largest finite loss and norm do not skip the step");
 }
 
 fn zero_gradients_only_decay<T: Tolerance>() {
@@ -258,11 +257,13 @@ fn zero_gradients_only_decay<T: Tolerance>() {
         assert_close("params", &after.exact(), &decayed, tolerance, 0.0);
     });
     let before = State::<T>::fresh(77, false);
-    before.updated(&[T::from_f32(0.0); 77], Settings { decay: 0.0, ..SETTINGS }).assert_same("nothing to do", &before);
+    before
+        .updated(&[T::from_f32(0.0); 77], Settings { decay: 0.0, ..SETTINGS })
+        .assert_same("no gradient, no decay", &before);
 }
 
-/// Against the gradient's sign, whatever its size.
-fn first_step_is_the_rate<T: Tolerance>() {
+/// The first step moves each parameter by the learning rate against the gradient's sign, whatever the gradient's size.
+fn first_step_has_the_size_of_the_learning_rate<T: Tolerance>() {
     for_all(32, (1..300usize, -3..16i32, 0..99u32), |(n, exponent, seed)| {
         let before = State::<T>::fresh(n, true);
         let scale = 10f64.powi(exponent);
@@ -271,13 +272,13 @@ fn first_step_is_the_rate<T: Tolerance>() {
         let after = before.updated(&grads, settings);
         let moved: Vec<_> = after.exact().iter().zip(before.exact()).map(|(new, old)| new - old).collect();
         let want: Vec<_> = wide(&grads).iter().map(|g| -SETTINGS.rate * g.signum()).collect();
-        // The difference of two parameters near 1, and epsilon beside the gradient.
+        // Allows for the cancellation of two parameters near 1, and for epsilon next to a small gradient.
         assert_close("step", &moved, &want, 2e-4, 0.0);
     });
 }
 
-/// Gradients and norm twice as large are, both above what is allowed, the same gradients.
-fn clipping_takes_the_norm_out<T: Tolerance>() {
+/// If the norm exceeds the clipping threshold, scaling gradients and norm by the same factor does not change the step.
+fn clipping_cancels_the_gradient_scale<T: Tolerance>() {
     for_all(32, (1..300usize, 0..30i32, proptest::bool::ANY), |(n, exponent, mastered)| {
         let (before, grads) = (State::<T>::new(n, mastered), noise(n, 4));
         let scale = f64::from(exponent).exp2();
@@ -299,8 +300,8 @@ fn nan_stays_in_its_element<T: Tolerance>() {
     }
 }
 
-/// What becomes of an element depends on its index, not on how many follow: whole packets and the rest agree bit for bit.
-fn length_does_not_matter<T: Tolerance>() {
+/// The result for an element does not depend on the number of elements: full tiles and tails agree bit for bit.
+fn result_does_not_depend_on_length<T: Tolerance>() {
     for mastered in [false, true] {
         let (before, grads) = (State::<T>::new(5003, mastered), rounded::<T>(&noise(5003, 4)));
         let after = before.updated(&grads, SETTINGS);
@@ -310,8 +311,8 @@ fn length_does_not_matter<T: Tolerance>() {
     }
 }
 
-/// Parameters are the masters, each rounded by its index and the seed.
-fn parameters_are_masters_rounded<T: Tolerance>() {
+/// Each parameter is its master weight, stochastically rounded with its index and the seed.
+fn parameters_are_rounded_masters<T: Tolerance>() {
     for (seed, n) in lengths().enumerate() {
         let settings = Settings { seed: seed as u32, ..SETTINGS };
         let after = State::<T>::new(n, true).updated(&rounded(&noise(n, 4)), settings);
@@ -324,25 +325,25 @@ fn all_rounded<T: Tolerance>(masters: &[f32], seed: u32) -> Vec<T> {
     masters.iter().enumerate().map(|(i, &master)| round(master, i, seed)).collect()
 }
 
-/// Of any master, infinite and subnormal too; one that is a value of the type stays.
+/// Covers infinite and subnormal masters. A master that is representable in the type does not change.
 fn parameters_are_neighbours_of_masters<T: Tolerance>() {
     let check = |masters: &[f32], seed: u32| {
         for (param, &master) in all_rounded::<T>(masters, seed).iter().zip(masters) {
             let (param, [low, high]) = (param.to_f32(), T::neighbours(master));
             let is = |x: f32| param.to_bits() == x.to_bits() || param.is_nan() && x.is_nan();
-            assert!(is(low) || is(high), "{master:e} became {param:e}, not {low:e} or {high:e}");
+            assert!(is(low) || is(high), "{master:e} was rounded to {param:e}, expected {low:e} or {high:e}");
         }
     };
     let special = [0.0, 1e-40, f32::MAX, f32::INFINITY, f32::NAN];
     (0..32).for_each(|seed| check(&special.map(|x| [x, -x]).concat(), seed));
     for_all(100, (proptest::collection::vec(proptest::num::f32::ANY, 1..80), 0..99u32), |(masters, seed)| {
-        // A signalling NaN, which no operation makes, is no master.
+        // Excludes signaling NaNs, which no operation produces.
         let quiet: Vec<_> = masters.iter().map(|x| if x.is_nan() { f32::NAN } else { *x }).collect();
         check(&quiet, seed);
     });
 }
 
-/// As often up as the value is near the upper neighbour, whatever the position in a packet.
+/// The probability of rounding up is the position between the two neighbours, at every position in a packet.
 fn rounding_is_unbiased() {
     let (n, below) = (32_768usize, 1.0f32);
     let step = bf16::neighbours(1.001)[1] - below;
@@ -355,19 +356,19 @@ fn rounding_is_unbiased() {
                 of.filter(|x| f64::from(x.to_f32().abs()) > f64::from(below)).count() as f64
             };
             let p = f64::from(sixteenths) / 16.0;
-            // Five standard deviations, and the 65,536th that the comparison cuts off.
+            // Five standard deviations, plus 1/65536 for the finite number of random bits.
             let allowed = |n: usize| 5.0 * (n as f64 * p * (1.0 - p)).sqrt() + n as f64 / 65536.0;
             for k in 0..8 {
                 let count = ups(&mut params.iter().skip(k).step_by(8));
                 let off = (count - p * (n / 8) as f64).abs();
-                assert!(off <= allowed(n / 8), "{sixteenths}/16 at place {k}: {count} of {} up", n / 8);
+                assert!(off <= allowed(n / 8), "{sixteenths}/16 at position {k}: {count} of {} rounded up", n / 8);
             }
         }
     }
 }
 
-/// Elements 2^32 apart, and steps with neighbouring seeds, have nothing to do with each other.
-fn rounding_depends_on_all_of_the_index_and_the_seed() {
+/// Elements 2^32 apart, and steps with adjacent seeds, get independent random bits.
+fn rounding_depends_on_the_whole_index_and_the_seed() {
     let n = 4096;
     let value = 1.0 + 1.0 / 256.0;
     let rounded = |first: usize, seed: u32| (first..first + n).map(move |i| round::<bf16>(value, i, seed).to_f32());
@@ -376,6 +377,6 @@ fn rounding_depends_on_all_of_the_index_and_the_seed() {
     };
     for (first, seed) in [(1, 5), (0, 6), (1 << 32, 5), (1 << 33, 5)] {
         let same = agree(&mut rounded(0, 5), &mut rounded(first, seed));
-        assert!(same.abs_diff(n / 2) < 5 * 32, "from {first}, seed {seed}: {same} of {n} are the same");
+        assert!(same.abs_diff(n / 2) < 5 * 32, "elements from {first}, seed {seed}: {same} of {n} results are equal");
     }
 }

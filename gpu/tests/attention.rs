@@ -1,4 +1,4 @@
-//! Attention against softmax(Q Kᵀ / sqrt(HS), causal) V and its derivatives written out in f64.
+//! The `mma.sync` attention kernels against an f64 reference, and against properties of causal attention.
 
 mod common;
 
@@ -16,9 +16,12 @@ use proptest::strategy::Strategy;
 
 tests! {
     kernels of "attention";
-    for both types: head_size_64, head_size_80, head_size_96, head_size_128, convex, causal, heads_are_apart, sums,
-        zeros, equal_scores, dominant_key, large_scores, spoilt_head, spoilt_position;
-    once: other_head_sizes_are_refused;
+    for both types: head_size_64_matches_f64_reference, head_size_80_matches_f64_reference,
+        head_size_96_matches_f64_reference, head_size_128_matches_f64_reference, outputs_are_convex_combinations_of_values,
+        later_positions_do_not_affect_earlier_ones, heads_are_independent, gradients_sum_as_probabilities_require,
+        zero_scores_give_running_means, equal_scores_give_running_means, dominant_key_takes_all_attention,
+        large_scores_do_not_overflow, nan_stays_in_its_head, nan_at_a_position_spreads_only_as_documented;
+    once: unsupported_head_sizes_have_no_kernel;
 }
 
 fn attend<T: Precision>(inputs: &Inputs) -> Results {
@@ -38,7 +41,7 @@ fn attend<T: Precision>(inputs: &Inputs) -> Results {
     Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
 }
 
-/// Below, at and above a warp's rows, a tile, and two tiles; odd batches and heads.
+/// (B, T, NH). T is below, at and above the rows of a warp, of one tile, and of two tiles.
 const SHAPES: [(usize, usize, usize); 10] = [
     (1, 1, 1),
     (3, 1, 3),
@@ -52,96 +55,96 @@ const SHAPES: [(usize, usize, usize); 10] = [
     (1, 257, 1),
 ];
 
-fn head_size<T: Precision>(hs: usize) {
+fn check_head_size<T: Precision>(hs: usize) {
     for (b, t, nh) in SHAPES {
         let inputs = Inputs::random::<T>(Shape { b, t, nh, hs }, 2.0, 1 + t as u32);
         assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
     }
 }
 
-fn head_size_64<T: Precision>() {
-    head_size::<T>(64);
+fn head_size_64_matches_f64_reference<T: Precision>() {
+    check_head_size::<T>(64);
 }
 
-fn head_size_80<T: Precision>() {
-    head_size::<T>(80);
+fn head_size_80_matches_f64_reference<T: Precision>() {
+    check_head_size::<T>(80);
 }
 
-fn head_size_96<T: Precision>() {
-    head_size::<T>(96);
+fn head_size_96_matches_f64_reference<T: Precision>() {
+    check_head_size::<T>(96);
 }
 
-fn head_size_128<T: Precision>() {
-    head_size::<T>(128);
+fn head_size_128_matches_f64_reference<T: Precision>() {
+    check_head_size::<T>(128);
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
     (1..4usize, 1..140usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, nh, hs)| Shape { b, t, nh, hs })
 }
 
-fn convex<T: Precision>() {
+fn outputs_are_convex_combinations_of_values<T: Precision>() {
     for_all(6, (shapes(), 0.1..6.0, 0..u32::MAX), |(shape, range, seed)| {
         check_convex(attend::<T>, &Inputs::random::<T>(shape, range, seed), T::ROUNDING);
     });
 }
 
-fn causal<T: Precision>() {
+fn later_positions_do_not_affect_earlier_ones<T: Precision>() {
     for_all(6, (shapes(), 0.0..1.0, 0..u32::MAX), |(shape, part, seed)| {
         let inputs = |seed| Inputs::random::<T>(shape, 3.0, seed);
         check_causal(attend::<T>, &inputs(seed), &inputs(!seed), (shape.t as f64 * part) as usize);
     });
 }
 
-fn heads_are_apart<T: Precision>() {
-    for_all(6, (shapes(), 1..9usize, 0..u32::MAX), |(shape, turn, seed)| {
-        check_heads(attend::<T>, &Inputs::random::<T>(shape, 3.0, seed), turn);
+fn heads_are_independent<T: Precision>() {
+    for_all(6, (shapes(), 1..9usize, 0..u32::MAX), |(shape, shift, seed)| {
+        check_heads(attend::<T>, &Inputs::random::<T>(shape, 3.0, seed), shift);
     });
 }
 
-fn sums<T: Precision>() {
+fn gradients_sum_as_probabilities_require<T: Precision>() {
     for_all(6, (shapes(), 0.1..3.0, 0..u32::MAX), |(shape, range, seed)| {
         check_sums(attend::<T>, &Inputs::random::<T>(shape, range, seed), 4.0 * T::ROUNDING);
     });
 }
 
-fn zeros<T: Precision>() {
+fn zero_scores_give_running_means<T: Precision>() {
     for hs in HEAD_SIZES {
         check_zeros(attend::<T>, Shape { b: 1, t: 65, nh: 1, hs }, T::ERRORS);
     }
 }
 
-fn equal_scores<T: Precision>() {
+fn equal_scores_give_running_means<T: Precision>() {
     for hs in HEAD_SIZES {
         check_equal_scores::<T>(attend::<T>, Shape { b: 1, t: 90, nh: 1, hs });
     }
 }
 
-fn dominant_key<T: Precision>() {
+fn dominant_key_takes_all_attention<T: Precision>() {
     for (hs, key) in HEAD_SIZES.into_iter().zip([0, 20, 67, 129]) {
         check_dominant_key::<T>(attend::<T>, Shape { b: 1, t: 130, nh: 1, hs }, key);
     }
 }
 
-fn large_scores<T: Precision>() {
+fn large_scores_do_not_overflow<T: Precision>() {
     for hs in HEAD_SIZES {
         check_large_scores::<T>(attend::<T>, Shape { b: 1, t: 70, nh: 3, hs });
     }
 }
 
-/// Lengths that are not whole tiles: what fills up the last one must not come from the next sequence.
-fn spoilt_head<T: Precision>() {
+/// The lengths are not multiples of a tile: the rows that fill the last tile must not come from the next sequence.
+fn nan_stays_in_its_head<T: Precision>() {
     for (hs, t) in HEAD_SIZES.into_iter().zip([65, 33, 70, 17]) {
         check_spoilt_head::<T>(attend::<T>, Shape { b: 3, t, nh: 3, hs }, [1, 1]);
     }
 }
 
-fn spoilt_position<T: Precision>() {
+fn nan_at_a_position_spreads_only_as_documented<T: Precision>() {
     for (hs, position) in HEAD_SIZES.into_iter().zip([80, 130, 5, 70]) {
         check_spoilt_position::<T>(attend::<T>, Shape { b: 1, t: 140, nh: 1, hs }, position, 128);
     }
 }
 
-fn other_head_sizes_are_refused() {
+fn unsupported_head_sizes_have_no_kernel() {
     let mut memory = Memory::new();
     let (input, out, lse) = (memory.input("qkv", &[]), memory.output::<bf16>("out", 0), memory.output("lse", 0));
     for hs in [0, 16, 72, 112, 160] {

@@ -1,4 +1,4 @@
-//! The bias gradient against f64 column sums.
+//! The bias gradient against column sums in f64.
 
 mod common;
 
@@ -9,10 +9,10 @@ use gpu::column_sum;
 
 tests! {
     kernels of "bias.rs";
-    for both types: column_sums, any_shape_and_slices, nan_and_infinity_stay_in_their_column;
+    for both types: bias_gradient_matches_f64_sums, random_shapes_and_slices_are_exact, nan_and_infinity_stay_in_their_column;
 }
 
-/// dbias + sums over the rows of dout, in `slices` slices.
+/// Runs both kernels and returns the new dbias, with the rows of dout in `slices` slices.
 fn bias_gradient<T: Tolerance>(dbias: &[T], dout: &[T], slices: usize) -> Vec<f64> {
     let (rows, columns) = (dout.len() / dbias.len(), dbias.len());
     let mut memory = Memory::new();
@@ -26,6 +26,7 @@ fn bias_gradient<T: Tolerance>(dbias: &[T], dout: &[T], slices: usize) -> Vec<f6
     read(&memory, dbias)
 }
 
+/// Returns dbias plus the column sums of dout.
 fn sums(dbias: &[f64], dout: &[f64]) -> Vec<f64> {
     let mut sums = dbias.to_vec();
     for (i, d) in dout.iter().enumerate() {
@@ -34,17 +35,17 @@ fn sums(dbias: &[f64], dout: &[f64]) -> Vec<f64> {
     sums
 }
 
-fn column_sums<T: Tolerance>() {
+fn bias_gradient_matches_f64_sums<T: Tolerance>() {
     for (rows, columns) in [(1, 8), (7, 80), (63, 160), (301, 240), (130, 520), (1000, 72)] {
         let (dbias, dout) = (rounded::<T>(&noise(columns, 2)), rounded::<T>(&noise(rows * columns, 1)));
         let got = bias_gradient(&dbias, &dout, bias_backward_slices::<T>(rows, columns, 3));
-        // Sums of up to 1000 values near 1: their f32 rounding counts where they cancel.
+        // The f32 rounding errors of up to 1000 values near 1 are visible where the sum cancels.
         assert_close("dbias", &got, &sums(&wide(&dbias), &wide(&dout)), T::ROUNDING, 4.0);
     }
 }
 
-/// Of integers, so exact. Also more slices than rows, of which some are empty, and than the second stage has warps.
-fn any_shape_and_slices<T: Tolerance>() {
+/// Sums of integers are exact. The cases include empty slices, and more slices than the second stage has warps.
+fn random_shapes_and_slices_are_exact<T: Tolerance>() {
     for_all(48, (1..200usize, 1..50usize, 1..20usize, 0..9u32), |(rows, packets, slices, seed)| {
         let columns = packets * T::PACKET;
         let (dbias, dout) = (integers(columns, seed), integers(rows * columns, seed + 1));

@@ -1,22 +1,23 @@
-//! The fused classifier against an f64 softmax.
+//! The fused classifier against a softmax in f64.
 
 mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
-use gpu::classifier::{classifier, shared, staged};
+use gpu::classifier::{Scalars, classifier, shared, staged};
 use proptest::prelude::any;
 use std::slice;
 
 tests! {
     kernels of "classifier.rs";
-    for both types: losses_and_gradients, losses_alone, any_shape, staging_does_not_matter, shifts_do_not_matter,
-        large_logits, infinite_logits, nan_stays_in_its_row;
+    for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
+        random_shapes_match_f64_reference, staging_does_not_change_the_result, shifting_logits_does_not_change_the_result,
+        large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row;
 }
 
 const DLOSS: f64 = 0.125;
 
-/// One launch: logits (rows, Vp), of which V columns count.
+/// The input of one launch: logits (rows, Vp) with V valid columns.
 struct Case<T> {
     logits: Vec<T>,
     targets: Vec<i32>,
@@ -26,12 +27,12 @@ struct Case<T> {
 
 struct Got {
     losses: Vec<f64>,
-    /// The logits, if no gradients were asked for.
+    /// The unchanged logits if the launch did not compute gradients.
     gradients: Vec<f64>,
 }
 
 impl<T: Tolerance> Case<T> {
-    /// Logits are those of `logits`, row by row of V; padding columns hold NaN, which would show if they counted.
+    /// `logits` has shape (rows, V). The padding columns contain NaN, which would propagate if a kernel used it.
     fn new(logits: &[f64], targets: Vec<i32>, padded: usize) -> Self {
         let vocabulary = logits.len() / targets.len();
         let padding = vec![f64::NAN; padded - vocabulary];
@@ -45,27 +46,25 @@ impl<T: Tolerance> Case<T> {
         Self::new(&logits, (0..rows).map(target).collect(), padded)
     }
 
-    /// Keeps as many columns as fit in `room` bytes. Losses start at 0.5.
-    fn run(&self, room: usize, gradients: bool) -> Got {
-        let keep = staged::<T>(self.padded, room);
+    /// Runs the kernel with as many staged columns as fit in `capacity` bytes. Losses start at 0.5.
+    fn run(&self, capacity: usize, gradients: bool) -> Got {
+        let staged = staged::<T>(self.padded, capacity);
         let mut memory = Memory::new();
         let logits = memory.buffer("logits", &self.logits);
         let losses = memory.buffer("losses", &vec![0.5f32; self.targets.len()]);
-        let launch = classifier(
-            logits,
-            losses,
-            memory.input("targets", &self.targets),
-            DLOSS as f32,
-            self.vocabulary as u32,
-            self.padded as u32,
-            keep as u32,
-            u32::from(gradients),
-        );
-        run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, keep)));
+        let scalars = Scalars {
+            dloss: DLOSS as f32,
+            vocabulary: self.vocabulary as u32,
+            padded: self.padded as u32,
+            staged: staged as u32,
+            gradients: u32::from(gradients),
+        };
+        let launch = classifier(logits, losses, memory.input("targets", &self.targets), scalars);
+        run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, staged)));
         Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
     }
 
-    /// Wanted losses and gradients.
+    /// Returns the expected losses and gradients.
     fn reference(&self) -> Got {
         let mut want = Got { losses: vec![], gradients: vec![] };
         for (row, &target) in wide(&self.logits).chunks(self.padded).zip(&self.targets) {
@@ -79,8 +78,8 @@ impl<T: Tolerance> Case<T> {
         want
     }
 
-    /// The target's gradient is a difference to 1 and as exact as that; all others are as exact as they are small, except
-    /// below f32's normal numbers.
+    /// The gradient of the target is a difference from 1, so its error is relative to 1. All others have a small relative
+    /// error, except for subnormal numbers.
     fn assert_near(&self, mut got: Got, mut want: Got) {
         assert_close("losses", &got.losses, &want.losses, 2e-6, 1.0);
         for (row, &target) in self.targets.iter().enumerate() {
@@ -89,21 +88,21 @@ impl<T: Tolerance> Case<T> {
             assert_close("target's gradient", slice::from_ref(of_target), slice::from_ref(wanted), T::ROUNDING, DLOSS);
             (*of_target, *wanted) = (0.0, 0.0);
         }
-        // 2^-126 and the relative error of exp2 whose argument has eight bits before the point.
+        // Allows for the smallest normal number, and for the relative error of exp2 of an argument with 8 integer bits.
         assert_close("gradients", &got.gradients, &want.gradients, T::ROUNDING.max(2e-5), 1e-33);
     }
 
-    fn check(&self, room: usize) {
-        self.assert_near(self.run(room, true), self.reference());
-        let alone = self.run(room, false);
-        assert_close("losses alone", &alone.losses, &self.reference().losses, 2e-6, 1.0);
+    fn check(&self, capacity: usize) {
+        self.assert_near(self.run(capacity, true), self.reference());
+        let alone = self.run(capacity, false);
+        assert_close("losses without gradients", &alone.losses, &self.reference().losses, 2e-6, 1.0);
         assert_close("logits", &alone.gradients, &wide(&self.logits), 0.0, 0.0);
     }
 }
 
-fn losses_and_gradients<T: Tolerance>() {
-    // One row; V padded and not, shorter than a packet; rows longer than the block, or that only partly fit in memory.
-    for (rows, vocabulary, padded, room) in [
+fn losses_and_gradients_match_f64_reference<T: Tolerance>() {
+    // Covers one row, V with and without padding, V below a packet, and rows that fit in shared memory only in part.
+    for (rows, vocabulary, padded, capacity) in [
         (1, 1, 8, 1 << 20),
         (63, 3, 8, 1 << 20),
         (5, 64, 64, 1 << 20),
@@ -114,27 +113,27 @@ fn losses_and_gradients<T: Tolerance>() {
         (3, 9001, 9088, 36_000),
         (3, 517, 520, 0),
     ] {
-        Case::<T>::random(rows, vocabulary, padded, 20.0, 1).check(room);
+        Case::<T>::random(rows, vocabulary, padded, 20.0, 1).check(capacity);
     }
 }
 
-fn losses_alone<T: Tolerance>() {
-    // One thread's columns more or fewer than the block's.
+fn losses_without_gradients_match_f64_reference<T: Tolerance>() {
+    // Lengths around one packet per thread of the block.
     for vocabulary in [1024 * T::PACKET - 1, 1024 * T::PACKET, 1024 * T::PACKET + 1] {
         Case::<T>::random(2, vocabulary, vocabulary.next_multiple_of(T::PACKET), 20.0, 2).check(0);
     }
 }
 
-/// Losses are at least 0 and gradients sum to 0 over a row.
-fn any_shape<T: Tolerance>() {
+/// Also checks that losses are at least 0 and that the gradients of a row sum to 0.
+fn random_shapes_match_f64_reference<T: Tolerance>() {
     for_all(
         64,
         (1..4usize, 1..400usize, any::<usize>(), 0..8000usize, 0.0..60f64),
-        |(rows, packets, v, room, scale)| {
+        |(rows, packets, v, capacity, scale)| {
             let padded = packets * T::PACKET;
             let case = Case::<T>::random(rows, 1 + v % padded, padded, scale, packets as u32);
-            case.check(room);
-            let got = case.run(room, true);
+            case.check(capacity);
+            let got = case.run(capacity, true);
             assert!(got.losses.iter().all(|&loss| loss >= 0.5 - 1e-6), "a loss below 0: {:?}", got.losses);
             for row in got.gradients.chunks(padded) {
                 let size = row.iter().map(|x| x.abs()).sum::<f64>();
@@ -148,18 +147,18 @@ fn any_shape<T: Tolerance>() {
     );
 }
 
-/// How much of a row is kept changes no bit.
-fn staging_does_not_matter<T: Tolerance>() {
+/// The number of staged columns does not change any bit of the result.
+fn staging_does_not_change_the_result<T: Tolerance>() {
     let case = Case::<T>::random(2, 9001, 9088, 20.0, 3);
     let all = case.run(1 << 20, true);
-    for room in [0, 144, 4096, 16_384, 16_512, 20_000] {
-        let got = case.run(room, true);
-        assert_same(&format!("losses with {room} bytes"), &got.losses, &all.losses);
-        assert_same(&format!("gradients with {room} bytes"), &got.gradients, &all.gradients);
+    for capacity in [0, 144, 4096, 16_384, 16_512, 20_000] {
+        let got = case.run(capacity, true);
+        assert_same(&format!("losses with {capacity} bytes"), &got.losses, &all.losses);
+        assert_same(&format!("gradients with {capacity} bytes"), &got.gradients, &all.gradients);
     }
 }
 
-fn shifts_do_not_matter<T: Tolerance>() {
+fn shifting_logits_does_not_change_the_result<T: Tolerance>() {
     for_all(32, (1..300usize, -100..100i32, 0..99u32), |(vocabulary, shift, seed)| {
         let padded = vocabulary.next_multiple_of(T::PACKET);
         let logits = integers(vocabulary, seed);
@@ -172,20 +171,20 @@ fn shifts_do_not_matter<T: Tolerance>() {
     });
 }
 
-/// Up to the largest there are: equal ones share the probability, a larger one takes it all.
-fn large_logits<T: Tolerance>() {
+/// Up to the largest finite logits. Equal maxima share the probability; a single maximum has all of it.
+fn large_logits_match_f64_reference<T: Tolerance>() {
     let largest = f64::from(T::nearest(3.38e38));
     for scale in [1e4, 1e10, 1e30, largest] {
         let v = 517;
         let random: Vec<_> = noise(v, 1).iter().map(|x| x * scale).collect();
         let two_of = |others: f64| (0..v).map(|c| if c == 3 || c == 400 { scale } else { others }).collect::<Vec<_>>();
         for row in [random, two_of(-scale), two_of(0.0), vec![scale; v], vec![-scale; v]] {
-            // The likeliest, whose loss is a small number, and another.
+            // The most likely target, whose loss is small, and another one.
             for target in [3, 516] {
                 let logits = [vec![0.0; v], row.clone(), vec![1.0; v]].concat();
                 let case = Case::<T>::new(&logits, vec![5, target, 6], 520);
                 let mut want = case.reference();
-                // More than f32 has.
+                // The expected loss may exceed the range of f32.
                 want.losses.iter_mut().for_each(|loss| *loss = f64::from(*loss as f32));
                 case.assert_near(case.run(1 << 20, true), want);
             }
@@ -193,8 +192,8 @@ fn large_logits<T: Tolerance>() {
     }
 }
 
-/// Logits of -inf, even all of a thread's, have probability 0; a target of -inf an infinite loss.
-fn infinite_logits<T: Tolerance>() {
+/// Logits of -inf have probability 0, even if a thread has no others. A target logit of -inf has an infinite loss.
+fn infinite_logits_match_f64_reference<T: Tolerance>() {
     let mut logits = noise(2 * 517, 1);
     logits[100..200].fill(f64::NEG_INFINITY);
     for target in [7, 150] {
@@ -205,7 +204,7 @@ fn infinite_logits<T: Tolerance>() {
     Case::<T>::new(&logits, vec![33, 8], 520).check(1 << 20);
 }
 
-/// As do rows that leave nothing to normalise: all of -inf, one of +inf.
+/// A row of NaN also results if all logits are -inf or one is +inf. Other rows do not change.
 fn nan_stays_in_its_row<T: Tolerance>() {
     let (v, padded) = (517, 520);
     let clean = noise(3 * v, 1);

@@ -1,4 +1,4 @@
-//! Conversions and GELU.
+//! Conversions between storage types, and GELU against f64.
 
 mod common;
 
@@ -12,17 +12,17 @@ use std::f64::consts::PI;
 
 tests! {
     kernels of "cast.rs", "gelu.rs";
-    for both types: casts, casts_of_any_bits, gelu_both_ways, gelu_is_odd_up_to_its_input, gelu_of_large_values,
-        gelu_of_nan_and_infinity;
-    once: every_bf16_comes_back;
+    for both types: casts_round_to_nearest, casts_handle_every_bit_pattern, gelu_matches_f64_reference,
+        gelu_satisfies_its_symmetry, gelu_of_large_values_does_not_overflow, gelu_propagates_nan_and_infinity;
+    once: every_bf16_survives_the_round_trip;
 }
 
-/// All lengths up to two packets, all remainders around what one block takes, several blocks.
+/// All lengths up to two packets, all remainders around one block's tile, and several blocks.
 fn lengths() -> impl Iterator<Item = usize> {
     (1..=17).chain(1017..=1025).chain(2041..=2049).chain([5003])
 }
 
-/// The same, for kernels that take whole packets.
+/// Lengths for kernels that require whole packets.
 fn packets<T: Tolerance>() -> impl Iterator<Item = usize> {
     [1, 2, 63, 511, 512, 513, 1030].into_iter().map(|packets| packets * T::PACKET)
 }
@@ -49,14 +49,14 @@ fn check_casts<T: Tolerance>(values: &[f32]) {
     assert_same("cast_to_f32", &wide(&to_f32(&stored)), &wide(&stored));
 }
 
-fn casts<T: Tolerance>() {
+fn casts_round_to_nearest<T: Tolerance>() {
     for n in lengths() {
         check_casts::<T>(&rounded(&noise(n, 1)));
     }
 }
 
-/// Subnormals, NaN and infinities among them, and what rounds to infinity or lies half-way between two bf16.
-fn casts_of_any_bits<T: Tolerance>() {
+/// Includes subnormals, NaN, infinities, values that round to infinity, and ties between two bf16 values.
+fn casts_handle_every_bit_pattern<T: Tolerance>() {
     let special =
         [0, 1, 0x8000, 0x8001, 0x1_8000, 0x7f_ffff, 0x7f7f_7fff, 0x7f7f_8000, 0x7f7f_ffff, 0x7f80_0000, 0x7fc0_0001];
     let both_signs = special.into_iter().flat_map(|bits: u32| [bits, bits | 1 << 31]).map(f32::from_bits);
@@ -70,7 +70,7 @@ fn casts_of_any_bits<T: Tolerance>() {
     });
 }
 
-fn every_bf16_comes_back() {
+fn every_bf16_survives_the_round_trip() {
     let all: Vec<_> = (0..=u16::MAX).map(bf16::from_bits).collect();
     let widened = to_f32(&all);
     assert!(widened.iter().zip(&all).all(|(x, b)| x.to_bits() == u32::from(b.to_bits()) << 16));
@@ -103,17 +103,17 @@ fn check_gelu<T: Tolerance>(x: &[T], grad: &[T]) {
     assert_close("grad", &gelu_backward(grad, x), &want, T::ROUNDING, 1.0);
 }
 
-fn gelu_both_ways<T: Tolerance>() {
+fn gelu_matches_f64_reference<T: Tolerance>() {
     for n in packets::<T>() {
         let x: Vec<_> = noise(n, 1).iter().map(|x| x * 6.0).collect();
         check_gelu::<T>(&rounded(&x), &rounded(&noise(n, 2)));
     }
 }
 
-/// gelu(x) - gelu(-x) = x, and so gelu'(x) + gelu'(-x) = 1.
-fn gelu_is_odd_up_to_its_input<T: Tolerance>() {
+/// gelu(x) - gelu(-x) = x, and therefore gelu'(x) + gelu'(-x) = 1.
+fn gelu_satisfies_its_symmetry<T: Tolerance>() {
     for_all(50, vec(-1e3..1e3f64, T::PACKET), |x| {
-        // Near zero more often than elsewhere.
+        // Most values are near zero.
         let x = rounded::<T>(&x.iter().map(|x| x * x * x * 1e-6).collect::<Vec<_>>());
         let negative: Vec<_> = x.iter().map(|x| T::from_f32(-x.to_f32())).collect();
         let odd: Vec<_> = gelu_forward(&x).iter().zip(gelu_forward(&negative)).map(|(a, b)| a - b).collect();
@@ -125,8 +125,8 @@ fn gelu_is_odd_up_to_its_input<T: Tolerance>() {
     });
 }
 
-/// Where x^2 and x^3 overflow, gelu is x or 0 and its slope 1 or 0.
-fn gelu_of_large_values<T: Tolerance>() {
+/// Where x^2 and x^3 overflow, gelu is x or 0 and its derivative 1 or 0.
+fn gelu_of_large_values_does_not_overflow<T: Tolerance>() {
     let x = rounded::<T>(&[20.0, 1e4, 1e13, 1e18, 2e19, 1e25, 1e38, 3e38].map(|x| [x, -x]).concat());
     let grad = vec![T::from_f32(3.0); x.len()];
     let positive =
@@ -135,7 +135,7 @@ fn gelu_of_large_values<T: Tolerance>() {
     assert_close("grad", &gelu_backward(&grad, &x), &positive(&|_| 3.0), 0.0, 0.0);
 }
 
-fn gelu_of_nan_and_infinity<T: Tolerance>() {
+fn gelu_propagates_nan_and_infinity<T: Tolerance>() {
     let n = 2 * T::PACKET;
     let mut x = noise(n, 1);
     let grad = rounded::<T>(&noise(n, 2));

@@ -1,11 +1,11 @@
-//! Token and position embedding against f64 sums.
+//! Token and position embedding against sums in f64.
 
 mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
 use gpu::encoder::{
-    encoder_backward_chunk, encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid,
+    WteSizes, encoder_backward_chunk, encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid,
     encoder_backward_rest_shared, encoder_backward_wte, encoder_backward_wte_grid, encoder_forward,
     encoder_forward_grid,
 };
@@ -16,16 +16,17 @@ const VOCABULARY: usize = 11;
 
 tests! {
     kernels of "encoder.rs";
-    for both types: forward, any_tokens_forward, gradient_of_positions, gradient_of_any_positions, gradient_of_tokens,
-        gradient_of_any_tokens, chunks_fill_the_multiprocessors, the_seed_decides, gradients_are_unbiased, nan_stays_in_its_place;
+    for both types: forward_matches_reference, forward_of_random_tokens_matches_reference, dwpe_matches_reference,
+        dwpe_of_random_shapes_matches_reference, dwte_matches_reference, dwte_of_random_tokens_matches_reference,
+        chunks_fill_the_sms, rounding_depends_on_the_seed, rounding_is_unbiased, nan_stays_in_its_element;
 }
 
-/// Integers, so that sums are exact and results known up to their rounding.
+/// Integers, whose sums are exact in f32.
 fn integer_tensor<T: Tolerance>(len: usize, seed: u32) -> Vec<T> {
     rounded(&integers(len, seed))
 }
 
-/// wpe may have more rows than T.
+/// `more` is the number of rows of wpe in excess of T.
 fn check_forward<T: Tolerance>(tokens: &[i32], sequence: usize, channels: usize, more: usize) {
     let n = tokens.len();
     let wte = rounded::<T>(&noise(VOCABULARY * channels, 1));
@@ -51,14 +52,14 @@ fn check_forward<T: Tolerance>(tokens: &[i32], sequence: usize, channels: usize,
     assert_same("out", &read(&memory, out), &(0..n * channels).map(want).collect::<Vec<_>>());
 }
 
-fn forward<T: Tolerance>() {
+fn forward_matches_reference<T: Tolerance>() {
     for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (1, 63, 160), (3, 21, 264), (2, 7, 1040)] {
         let tokens: Vec<_> = (0..batch * sequence).map(|i| (i * 5 % VOCABULARY) as i32).collect();
         check_forward::<T>(&tokens, sequence, channels, batch % 2);
     }
 }
 
-fn any_tokens_forward<T: Tolerance>() {
+fn forward_of_random_tokens_matches_reference<T: Tolerance>() {
     let tokens = vec(0..VOCABULARY as i32, 1..100);
     for_all(32, (tokens, 1..5usize, 1..80usize, 0..3usize), |(mut tokens, batch, packets, more)| {
         let sequence = tokens.len().div_ceil(batch);
@@ -67,19 +68,19 @@ fn any_tokens_forward<T: Tolerance>() {
     });
 }
 
-/// dwpe + sums over b of dout, for (T, C) of dwpe's size.
+/// Returns dwpe (T, C) after the backward kernels.
 fn gradient_wpe<T: Tolerance>(dwpe: &[T], dout: &[T], sequence: usize, seed: u32) -> Vec<f64> {
     let channels = dwpe.len() / sequence;
     let tokens: Vec<_> = (0..dout.len() / channels).map(|i| (i % VOCABULARY) as i32).collect();
     gradients(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, 16, seed).1
 }
 
-/// dwte after the two kernels.
+/// Returns dwte after the backward kernels.
 fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], chunk: usize, seed: u32) -> Vec<f64> {
     gradients(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, chunk, seed).0
 }
 
-/// dwte and dwpe after the two kernels, for (T, C) of dwpe's size.
+/// Returns dwte and dwpe (T, C) after the backward kernels.
 fn gradients<T: Tolerance>(
     dwte: &[T],
     dwpe: &[T],
@@ -99,7 +100,8 @@ fn gradients<T: Tolerance>(
     let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels, chunk));
     let seed = memory.input("seed", &[seed.cast_signed()]);
     let (b, t, c, length) = (batch as u32, sequence as u32, channels as u32, chunk as u32);
-    let launch = encoder_backward_wte(dwte, partials, dout, order, sorted, seed, n as u32, c, length);
+    let sizes = WteSizes { positions: n as u32, channels: c, chunk: length };
+    let launch = encoder_backward_wte(dwte, partials, dout, order, sorted, seed, sizes);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
     let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, sorted, seed, b, t, c, length);
     let shared = shared_bytes(encoder_backward_rest_shared::<T>);
@@ -107,7 +109,7 @@ fn gradients<T: Tolerance>(
     (read(&memory, dwte), read(&memory, dwpe))
 }
 
-/// `old` + rows of `dout`, each to the row of `old` that `to` says.
+/// Returns `old` with each row of `dout` added to the row of `old` that `to` returns.
 fn sums<T: Tolerance>(old: &[T], dout: &[T], channels: usize, to: impl Fn(usize) -> usize) -> Vec<f64> {
     let mut sums = wide(old);
     for (i, d) in wide(dout).iter().enumerate() {
@@ -137,7 +139,7 @@ fn check_positions<T: Tolerance>(batch: usize, sequence: usize, channels: usize,
     assert_rounded::<T>("dwpe", &got, &sums(&dwpe, &dout, channels, |row| row % sequence));
 }
 
-fn gradient_of_positions<T: Tolerance>() {
+fn dwpe_matches_reference<T: Tolerance>() {
     for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (9, 2, 264), (1, 63, 160), (301, 1, 240)] {
         check_positions::<T>(batch, sequence, channels, 3);
         let size = sequence * channels;
@@ -147,7 +149,7 @@ fn gradient_of_positions<T: Tolerance>() {
     }
 }
 
-fn gradient_of_any_positions<T: Tolerance>() {
+fn dwpe_of_random_shapes_matches_reference<T: Tolerance>() {
     for_all(48, (1..40usize, 1..70usize, 1..50usize, 0..99u32), |(batch, sequence, packets, seed)| {
         check_positions::<T>(batch, sequence, packets * T::PACKET, seed);
     });
@@ -159,8 +161,8 @@ fn check_tokens<T: Tolerance>(name: &str, tokens: &[i32], channels: usize, chunk
     assert_rounded::<T>(name, &got, &sums(&dwte, &dout, channels, |row| tokens[row] as usize));
 }
 
-fn gradient_of_tokens<T: Tolerance>() {
-    // Runs within a chunk, to its very end, across one boundary, across many; one token alone; more than 32 chunks.
+fn dwte_matches_reference<T: Tolerance>() {
+    // Runs inside a chunk, up to its end, across one boundary and across many; a single token; more than 32 chunks.
     let cases: [(&str, Vec<i32>, usize); 10] = [
         ("one position", vec![3], 8),
         ("63 positions", (0..63).map(|i| i * i % VOCABULARY as i32).collect(), 160),
@@ -171,7 +173,7 @@ fn gradient_of_tokens<T: Tolerance>() {
         ("two long", (0..300).map(|i| i32::from(i % 4 == 0) * 9).collect(), 264),
         ("a long one after short ones", (0..400).map(|i| if i < 70 { i % 9 } else { 10 }).collect(), 80),
         ("many chunks", (0..1400).map(|i| i32::from(i == 77) + i32::from(i % 100 == 0)).collect(), 16),
-        ("as many as a warp looks for at once", vec![1; 33 * 32], 16),
+        ("one full ballot of chunks", vec![1; 33 * 32], 16),
     ];
     for (name, tokens, channels) in cases {
         for chunk in [8, 16, 28, 32] {
@@ -186,18 +188,18 @@ fn gradient_of_tokens<T: Tolerance>() {
     }
 }
 
-/// At most a lane's place each, and the warps of all chunks fill the multiprocessors a whole number of times, or nearly.
-fn chunks_fill_the_multiprocessors<T: Tolerance>() {
+/// A chunk has at most as many positions as a warp has lanes, and the last wave of blocks is nearly full.
+fn chunks_fill_the_sms<T: Tolerance>() {
     for (positions, channels) in [(65536, 768), (32768, 1024), (16384, 1600), (64, 768), (1, 8)] {
         let chunk = encoder_backward_chunk::<T>(positions, channels, 132);
         assert!((8..=32).contains(&chunk), "{chunk}");
-        let rounds = f64::from(encoder_backward_wte_grid::<T>(positions, channels, chunk)) / f64::from(4 * 132);
-        assert!(positions < 100 || rounds / rounds.ceil() > 0.9, "{positions} x {channels}: {rounds} rounds");
+        let waves = f64::from(encoder_backward_wte_grid::<T>(positions, channels, chunk)) / f64::from(4 * 132);
+        assert!(positions < 100 || waves / waves.ceil() > 0.9, "{positions} x {channels}: {waves} waves");
     }
 }
 
-/// Any tokens, most of them one or two as in real text.
-fn gradient_of_any_tokens<T: Tolerance>() {
+/// A few tokens are frequent and the others rare, as in real text.
+fn dwte_of_random_tokens_matches_reference<T: Tolerance>() {
     let tokens = vec((0..VOCABULARY as i32, 0..4i32), 1..400);
     for_all(64, (tokens, 1..70usize, 1..33usize, 0..99u32), |(tokens, packets, chunk, seed)| {
         let tokens: Vec<_> = tokens.into_iter().map(|(rare, often)| if often > 1 { often } else { rare }).collect();
@@ -205,11 +207,11 @@ fn gradient_of_any_tokens<T: Tolerance>() {
     });
 }
 
-/// Sums of a run inside a chunk, of one that crosses chunks and of positions are rounded by the seed's noise, to the bit.
-fn the_seed_decides<T: Tolerance>() {
+/// The seed determines the stochastic rounding bit for bit: of runs inside a chunk, of runs across chunks, and of dwpe.
+fn rounding_depends_on_the_seed<T: Tolerance>() {
     let (batch, sequence, channels) = (2, 20, 16);
     let tokens: Vec<_> = (0..batch * sequence).map(|i| if i % 2 == 0 { 1 } else { (i % VOCABULARY) as i32 }).collect();
-    // Sums are exact in f32, and have more digits than bf16.
+    // The sums are exact in f32 but not representable in bf16.
     let parts = |len, seed| rounded::<T>(&integers(len, seed).iter().map(|x| x / 64.0).collect::<Vec<_>>());
     let (dwte, dwpe) = (parts(VOCABULARY * channels, 1), parts(sequence * channels, 2));
     let dout = integer_tensor::<T>(tokens.len() * channels, 3);
@@ -218,42 +220,42 @@ fn the_seed_decides<T: Tolerance>() {
         (0..exact.len()).map(|i| f64::from(packet(i / T::PACKET * T::PACKET).get(i % T::PACKET))).collect()
     };
     let of_tokens = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
-    let of_places = sums(&dwpe, &dout, channels, |row| row % sequence);
+    let of_positions = sums(&dwpe, &dout, channels, |row| row % sequence);
     for seed in [0, 7, 1 << 31, u32::MAX] {
-        let (got_tokens, got_places) = gradients(&dwte, &dwpe, &dout, &tokens, 8, seed);
+        let (got_tokens, got_positions) = gradients(&dwte, &dwpe, &dout, &tokens, 8, seed);
         assert_same("dwte", &got_tokens, &rounded(&of_tokens, seed));
-        assert_same("dwpe", &got_places, &rounded(&of_places, !seed));
+        assert_same("dwpe", &got_positions, &rounded(&of_positions, !seed));
     }
 }
 
-/// A gradient far below the rounding step of what it is added to arrives on average.
-fn gradients_are_unbiased<T: Tolerance>() {
+/// In expectation, adding a gradient far below the rounding step of the stored value moves it by that gradient.
+fn rounding_is_unbiased<T: Tolerance>() {
     let (channels, small) = (1024, 1.0 / 1024.0);
     let dout = vec![T::from_f32(small as f32); channels];
     let ones = |rows: usize| vec![T::from_f32(1.0); rows * channels];
     let of_token = gradient_wte(&ones(VOCABULARY), &dout, &[2], 32, 99);
     for got in [&of_token[2 * channels..3 * channels], &gradient_wpe(&ones(1), &dout, 1, 99)] {
         let moved: f64 = got.iter().map(|x| x - 1.0).sum::<f64>() / channels as f64;
-        assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, not {small}");
-        // Each pair of a packet by a noise of its own, where anything is rounded.
+        assert!((moved - small).abs() < 0.25 * small, "moved by {moved}, expected {small}");
+        // If values are rounded at all, each pair of a packet gets its own random bits.
         let pairs_differ = |packet: &[f64]| packet.iter().step_by(2).any(|x| x.total_cmp(&packet[0]).is_ne());
         let is_rounded = got.iter().any(|x| x.total_cmp(&got[0]).is_ne());
         assert_eq!(got.chunks(8).any(pairs_differ), is_rounded);
     }
 }
 
-fn nan_stays_in_its_place<T: Tolerance>() {
+fn nan_stays_in_its_element<T: Tolerance>() {
     let (sequence, channels) = (21, 80);
     let tokens: Vec<_> = (0..3 * sequence).map(|i| (i * i % VOCABULARY) as i32).collect();
     let (dwpe, dwte) = (integer_tensor(sequence * channels, 1), integer_tensor(VOCABULARY * channels, 2));
     let mut dout = integer_tensor::<T>(tokens.len() * channels, 3);
-    let mut of_places = gradient_wpe(&dwpe, &dout, sequence, 4);
+    let mut of_positions = gradient_wpe(&dwpe, &dout, sequence, 4);
     let mut of_tokens = gradient_wte(&dwte, &dout, &tokens, 16, 4);
     for (row, column, bad) in [(0, 0, f64::NAN), (40, 79, f64::INFINITY)] {
         dout[row * channels + column] = T::from_f32(bad as f32);
-        of_places[row % sequence * channels + column] = bad;
+        of_positions[row % sequence * channels + column] = bad;
         of_tokens[tokens[row] as usize * channels + column] = bad;
     }
-    assert_close("dwpe", &gradient_wpe(&dwpe, &dout, sequence, 4), &of_places, 0.0, 0.0);
+    assert_close("dwpe", &gradient_wpe(&dwpe, &dout, sequence, 4), &of_positions, 0.0, 0.0);
     assert_close("dwte", &gradient_wte(&dwte, &dout, &tokens, 16, 4), &of_tokens, 0.0, 0.0);
 }

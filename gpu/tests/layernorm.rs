@@ -1,4 +1,4 @@
-//! Layer normalisation, forward and backward, against f64.
+//! Layer normalization, forward and backward, against an f64 reference.
 
 mod common;
 
@@ -11,13 +11,14 @@ use proptest::prop_oneof;
 
 tests! {
     kernels of "layernorm.rs";
-    for both types: forward, backward, normed_has_mean_0_and_variance_1, shifts_do_not_matter,
-        constant_rows, large_rows, nan_stays_in_its_row, gradients_of_inp_are_orthogonal, gradients_of_bias_are_exact,
-        column_sums_are_exact, nan_gradients_stay_in_their_place, every_width_has_a_shape;
+    for both types: forward_matches_f64_reference, backward_matches_f64_reference, normed_has_mean_0_and_variance_1,
+        shifting_rows_does_not_change_normed, constant_rows_normalize_to_the_bias, large_rows_do_not_overflow,
+        nan_stays_in_its_row, dinp_is_orthogonal_to_ones_and_normed, dbias_of_integers_is_exact,
+        column_sums_of_integers_are_exact, nan_gradients_stay_in_their_row_and_column, every_channel_count_has_a_shape;
 }
 
-/// (rows, C): one row; C = 80 k leaves lanes idle; each shape of both types, the widest row too; rows that fill no block, and so many
-/// that a multiprocessor's blocks take several each.
+/// (rows, C). Covers one row, multiples of 80 that leave lanes idle, every [`Shape`] of both types, fewer rows than a block
+/// processes at a time, and several iterations per block.
 const SHAPES: [(usize, usize); 12] = [
     (45, 1280),
     (1, 8),
@@ -33,7 +34,7 @@ const SHAPES: [(usize, usize); 12] = [
     (2, 8192),
 ];
 
-/// Those of `SHAPES`, and the widest rows there may be.
+/// `SHAPES`, and one row with the maximum number of channels.
 fn shapes<T: Tolerance>() -> impl Iterator<Item = (usize, usize)> {
     SHAPES.into_iter().chain([(1, 64 * 32 * T::PACKET)])
 }
@@ -68,17 +69,17 @@ fn normalize<T: Tolerance>(x: &[T], weight: &[T], bias: &[T]) -> Forward {
     let (mean, rstd) = (memory.output::<f32>("mean", rows), memory.output::<f32>("rstd", rows));
     let (n, c) = (rows as u32, channels as u32);
     let launch = dispatch!(shape, layernorm_forward::<T>(normed, mean, rstd, inp, weight, bias, n, c));
-    // One multiprocessor, so that blocks take several rows.
+    // One SM, so that each block processes several rows.
     run(&mut memory, &launch, shape.forward_grid(rows, 1), shape.forward_shared_bytes::<T>());
     Forward { normed: read(&memory, normed), mean: read(&memory, mean), rstd: read(&memory, rstd) }
 }
 
-/// Without weight and bias.
+/// Normalizes with weight 1 and bias 0.
 fn plain<T: Tolerance>(x: &[T], channels: usize) -> Forward {
     normalize(x, &vec![T::from_f32(1.0); channels], &vec![T::from_f32(0.0); channels])
 }
 
-/// Rows with an offset, so that a variance computed as a difference of squares would show.
+/// Rows with an offset, for which computing the variance as a difference of squares would be inaccurate.
 fn rows<T: Tolerance>(rows: usize, channels: usize, seed: u32) -> Vec<T> {
     rounded(&noise(rows * channels, seed).iter().map(|x| x + 3.0).collect::<Vec<_>>())
 }
@@ -89,7 +90,7 @@ fn check_normed<T: Tolerance>(got: &Forward, want: &Forward) {
     assert_close("rstd", &got.rstd, &want.rstd, 2e-6, 1e-3);
 }
 
-fn forward<T: Tolerance>() {
+fn forward_matches_f64_reference<T: Tolerance>() {
     for (n, channels) in shapes::<T>() {
         let x = rows::<T>(n, channels, 1);
         let (weight, bias) = (rounded::<T>(&noise(channels, 2)), rounded::<T>(&noise(channels, 3)));
@@ -106,13 +107,13 @@ fn normed_has_mean_0_and_variance_1<T: Tolerance>() {
         for (row, rstd) in got.normed.chunks(channels).zip(&got.rstd) {
             let mean = row.iter().sum::<f64>() / channels as f64;
             let variance = row.iter().map(|x| x * x).sum::<f64>() / channels as f64;
-            // What epsilon takes away: variance / (variance + 1e-5).
+            // Epsilon reduces the variance to variance / (variance + 1e-5).
             assert_close("mean and variance", &[mean, variance], &[0.0, 1.0 - 1e-5 * rstd * rstd], T::ROUNDING, 1.0);
         }
     });
 }
 
-fn shifts_do_not_matter<T: Tolerance>() {
+fn shifting_rows_does_not_change_normed<T: Tolerance>() {
     for_all(32, (1..10usize, 2..100usize, -64..64i32, 0..99u32), |(n, packets, shift, seed)| {
         let x = integers(n * packets * T::PACKET, seed);
         let shifted: Vec<_> = x.iter().map(|x| x + f64::from(shift)).collect();
@@ -125,8 +126,8 @@ fn shifts_do_not_matter<T: Tolerance>() {
     });
 }
 
-/// Their variance is 0 and their normed values the bias, exactly, as far as their sum is exact.
-fn constant_rows<T: Tolerance>() {
+/// A constant row has variance 0 and normalizes to the bias, exactly if its sum is exact.
+fn constant_rows_normalize_to_the_bias<T: Tolerance>() {
     for (n, channels) in shapes::<T>() {
         for value in [0.0, 1.0, -3.0, 1000.0, 1e-3, 1e30] {
             let x = vec![T::from_f32(T::nearest(value)); n * channels];
@@ -146,8 +147,8 @@ fn constant_rows<T: Tolerance>() {
     }
 }
 
-/// Whose sum of squares overflows, while variance and normed values are ordinary numbers.
-fn large_rows<T: Tolerance>() {
+/// The sum of squares would overflow, but the variance and normed values are finite.
+fn large_rows_do_not_overflow<T: Tolerance>() {
     for (n, channels) in shapes::<T>() {
         let x: Vec<_> = noise(n * channels, 1).iter().map(|x| x * 2e18).collect();
         let x = rounded::<T>(&x);
@@ -160,7 +161,7 @@ fn large_rows<T: Tolerance>() {
     }
 }
 
-/// All of it is NaN then, and no other.
+/// The whole row becomes NaN. Other rows do not change.
 fn nan_stays_in_its_row<T: Tolerance>() {
     for (n, channels) in [(10, 80), (10, 1024), (3, 1600), (3, 4096), (2, 8192)] {
         let mut x = noise(n * channels, 1);
@@ -178,12 +179,12 @@ fn nan_stays_in_its_row<T: Tolerance>() {
     }
 }
 
-/// What backward starts from, of the widths and the rows it tells.
+/// The inputs of the backward kernels, with their previous gradients.
 struct Backward<T> {
     dinp: Vec<T>,
     dweight: Vec<T>,
     dbias: Vec<T>,
-    /// If they are asked for.
+    /// `None` if the kernels do not compute column sums.
     column_sums: Option<Vec<T>>,
     dout: Vec<T>,
     inp: Vec<T>,
@@ -208,8 +209,8 @@ impl<T: Tolerance> Backward<T> {
         Self { column_sums: Some(rounded(&noise(self.weight.len(), seed))), ..self }
     }
 
-    /// New dinp, dweight, dbias and, if asked for, column sums.
-    fn run(&self, multiprocessors: usize) -> Vec<Vec<f64>> {
+    /// Returns the new dinp, dweight, dbias and, if requested, column sums.
+    fn run(&self, sm_count: usize) -> Vec<Vec<f64>> {
         let channels = self.weight.len();
         let rows = self.inp.len() / channels;
         let shape = Shape::of::<T>(channels).unwrap();
@@ -222,8 +223,8 @@ impl<T: Tolerance> Backward<T> {
         let dinp = memory.buffer("dinp", &self.dinp);
         let (dweight, dbias) = (memory.buffer("dweight", &self.dweight), memory.buffer("dbias", &self.dbias));
         let column_sums = self.column_sums.as_ref().map(|sums| memory.buffer("column_sums", sums));
-        let (grid, summed) = (shape.backward_grid(rows, multiprocessors), column_sums.is_some());
-        let partials = shape.backward_partials(rows, channels, multiprocessors, summed);
+        let (grid, summed) = (shape.backward_grid(rows, sm_count), column_sums.is_some());
+        let partials = shape.backward_partials(rows, channels, sm_count, summed);
         let partials = memory.output::<f32>("partials", partials);
         let (n, c) = (rows as u32, channels as u32);
         let launch = dispatch_backward!(shape, summed, <T>(dinp, partials, dout, inp, weight, mean, rstd, n, c));
@@ -267,8 +268,8 @@ fn check_gradients<T: Tolerance>(got: &[Vec<f64>], want: &[Vec<f64>]) {
     }
 }
 
-fn backward<T: Tolerance>() {
-    // One or two multiprocessors: the grid is smaller than the rows ask for, and blocks take several rows.
+fn backward_matches_f64_reference<T: Tolerance>() {
+    // With one or two SMs, each block processes several rows.
     let wide = [(77, 80), (69, 768), (11, 1600), (7, 4096), (5, 33 * 32 * T::PACKET)];
     for (n, channels) in shapes::<T>().chain(wide) {
         let case = Backward::<T>::new(n, channels, 0);
@@ -278,13 +279,13 @@ fn backward<T: Tolerance>() {
             let case = case.with_column_sums(9);
             let (with_sums, want) = (case.run(1 + n % 2), case.reference());
             check_gradients::<T>(&with_sums, &want);
-            assert!(with_sums[..3] == got, "{n} x {channels}: column sums change other gradients");
+            assert!(with_sums[..3] == got, "{n} x {channels}: requesting column sums changes other gradients");
         }
     }
 }
 
-/// To rows of ones and to normed: a shift or a stretch of a row changes nothing.
-fn gradients_of_inp_are_orthogonal<T: Tolerance>() {
+/// Shifting or scaling a row does not change normed, so dinp is orthogonal to ones and to normed.
+fn dinp_is_orthogonal_to_ones_and_normed<T: Tolerance>() {
     for_all(32, (1..20usize, 1..160usize, 0..99u32), |(n, packets, seed)| {
         let channels = packets * T::PACKET;
         let mut case = Backward::<T>::new(n, channels, seed);
@@ -294,30 +295,30 @@ fn gradients_of_inp_are_orthogonal<T: Tolerance>() {
         for (dinp, normed) in got[0].chunks(channels).zip(stats.normed.chunks(channels)) {
             let size = dinp.iter().map(|x| x.abs()).sum::<f64>().max(1e-3);
             let stretch: f64 = dinp.iter().zip(normed).map(|(d, x)| d * x).sum();
-            // Epsilon leaves a little of the stretch.
+            // Epsilon breaks the invariance under scaling slightly.
             let found = [dinp.iter().sum::<f64>() / size, stretch / size];
             assert_close("shift and stretch", &found, &[0.0, 0.0], T::ROUNDING.max(1e-3), 1.0);
         }
     });
 }
 
-/// Of integers, whichever blocks take the rows.
-fn gradients_of_bias_are_exact<T: Tolerance>() {
-    for_all(32, (1..120usize, 1..60usize, 1..4usize, 0..9u32), |(n, packets, multiprocessors, seed)| {
+/// Sums of integers are exact, for any distribution of rows over blocks.
+fn dbias_of_integers_is_exact<T: Tolerance>() {
+    for_all(32, (1..120usize, 1..60usize, 1..4usize, 0..9u32), |(n, packets, sm_count, seed)| {
         let channels = packets * T::PACKET;
         let (dout, dbias) = (integers(n * channels, seed), integers(channels, seed + 1));
         let mut case = Backward::<T>::new(n, channels, seed);
         (case.dout, case.dbias) = (rounded(&dout), rounded(&dbias));
         let sum = |c: usize| dbias[c] + dout.iter().skip(c).step_by(channels).sum::<f64>();
         let want: Vec<_> = (0..channels).map(|c| f64::from(T::nearest(sum(c) as f32))).collect();
-        assert_same("dbias", &case.run(multiprocessors)[2], &want);
+        assert_same("dbias", &case.run(sm_count)[2], &want);
     });
 }
 
-/// Of integers to which nothing is added, whichever blocks take the rows, in every shape that has them.
-fn column_sums_are_exact<T: Tolerance>() {
+/// With dout = 0 the column sums of an integer dinp are exact, in every shape that supports them.
+fn column_sums_of_integers_are_exact<T: Tolerance>() {
     let shapes = (1..30usize, prop_oneof![129..257usize, 257..300usize], 1..4usize, 0..9u32);
-    for_all(24, shapes, |(n, packets, multiprocessors, seed)| {
+    for_all(24, shapes, |(n, packets, sm_count, seed)| {
         let channels = packets * T::PACKET;
         let (dinp, before) = (integers(n * channels, seed), integers(channels, seed + 1));
         let mut case = Backward::<T>::new(n, channels, seed);
@@ -325,14 +326,15 @@ fn column_sums_are_exact<T: Tolerance>() {
         (case.dinp, case.column_sums) = (rounded(&dinp), Some(rounded(&before)));
         let sum = |c: usize| before[c] + dinp.iter().skip(c).step_by(channels).sum::<f64>();
         let want: Vec<_> = (0..channels).map(|c| f64::from(T::nearest(sum(c) as f32))).collect();
-        let got = case.run(multiprocessors);
+        let got = case.run(sm_count);
         assert_same("dinp", &got[0], &dinp);
         assert_same("column sums", &got[3], &want);
     });
 }
 
-/// dout in its row and column, inp in its row and everywhere in dweight.
-fn nan_gradients_stay_in_their_place<T: Tolerance>() {
+/// A NaN in dout spreads to its row of dinp and its column of dweight and dbias. A NaN in inp spreads to its row of dinp and
+/// to all of dweight, because the reference statistics of the row become NaN.
+fn nan_gradients_stay_in_their_row_and_column<T: Tolerance>() {
     for channels in [80, 1024, 1600, 4096] {
         let mut case = Backward::<T>::new(5, channels, 0);
         let summed = Shape::of::<T>(channels).is_some_and(Shape::sums_columns);
@@ -356,7 +358,7 @@ fn nan_gradients_stay_in_their_place<T: Tolerance>() {
     }
 }
 
-fn every_width_has_a_shape<T: Tolerance>() {
+fn every_channel_count_has_a_shape<T: Tolerance>() {
     assert!((T::PACKET..=64 * 32 * T::PACKET).step_by(T::PACKET).all(|channels| Shape::of::<T>(channels).is_some()));
     assert_eq!(Shape::of::<T>(T::PACKET + 1), None);
     assert_eq!(Shape::of::<T>(64 * 32 * T::PACKET + T::PACKET), None);

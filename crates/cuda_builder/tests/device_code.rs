@@ -84,6 +84,15 @@ fn tensor_maps_are_aligned_to_64_bytes() {
     assert_count("tensor_map", &[".param .align 64 .b8 tensor_map_param_1[128]"], 1);
 }
 
+/// A struct parameter is one PTX parameter with the C layout, which is how the host passes it.
+#[test]
+fn struct_parameters_are_passed_by_value_with_the_c_layout() {
+    assert_count("scalars", &[".param .align 8 .b8 scalars_param_1[16]"], 1);
+    for field in ["[scalars_param_1]", "[scalars_param_1+8]", "[scalars_param_1+12]"] {
+        assert_count("scalars", &[field], 1);
+    }
+}
+
 #[test]
 fn launch_bounds_reach_the_ptx_and_the_table() {
     assert_count("bounded", &[".maxntid 384", ".minnctapersm 1"], 2);

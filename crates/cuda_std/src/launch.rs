@@ -24,18 +24,22 @@ pub struct Launch {
     body: Arc<dyn Fn() + Send + Sync>,
 }
 
-/// The bytes of a kernel argument, aligned for any scalar.
+/// The bytes of a kernel argument.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
-pub struct Argument([u8; 16]);
+pub struct Argument([u8; Self::CAPACITY]);
 
 impl Argument {
-    /// Creates an argument from a pointer view or a scalar: at most 16 bytes without padding.
+    /// Size of the largest argument, in bytes.
+    const CAPACITY: usize = 128;
+
+    /// Copies `value`, which must be plain data without padding: a pointer view, a scalar, or a `#[repr(C)]` struct of
+    /// scalars. The device receives a struct by value, with the layout it has on the host.
     #[doc(hidden)]
     pub fn new<T: Copy + 'static>(value: T) -> Self {
-        const { assert!(size_of::<T>() <= 16 && align_of::<T>() <= 16) };
-        let mut bytes = [0; 16];
-        // SAFETY: the assertion guarantees that `value` fits, and it has no padding.
+        const { assert!(size_of::<T>() <= Self::CAPACITY && align_of::<T>() <= 16) };
+        let mut bytes = [0; Self::CAPACITY];
+        // SAFETY: `value` fits, as asserted, and is plain data.
         unsafe { std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes.as_mut_ptr(), size_of::<T>()) };
         Self(bytes)
     }

@@ -428,3 +428,29 @@ fn launch_arguments_are_passed_as_bytes() {
         }
     });
 }
+
+#[test]
+fn struct_arguments_are_passed_by_value() {
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Scalars {
+        count: u64,
+        values: [f32; 30],
+    }
+    #[kernel(threads = 32)]
+    fn scaled(out: GlobalMut<f32>, scalars: Scalars) {
+        out.set(0, scalars.values[29] * scalars.count as f32);
+    }
+    let mut out = [0.0; 4];
+    let mut values = [0.0; 30];
+    values[29] = 2.5;
+    let launch = scaled(GlobalMut::new(out.as_mut_ptr()), Scalars { count: 3, values });
+    launch.with_arguments(|arguments| {
+        // SAFETY: the second argument is a `Scalars`, which has no padding.
+        let passed = unsafe { *arguments[1].cast::<Scalars>() };
+        assert_eq!((passed.count, passed.values), (3, values));
+    });
+    // SAFETY: the kernel writes element 0 of `out`.
+    unsafe { launch.emulate([1, 1, 1], 0) }.unwrap();
+    assert_eq!(out[0], 7.5);
+}

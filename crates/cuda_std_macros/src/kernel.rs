@@ -113,8 +113,10 @@ pub fn expand(attribute: TokenStream, item: TokenStream) -> syn::Result<TokenStr
     };
     let generic_body = generic.then(|| {
         let (vis, block) = (&function.vis, &function.block);
+        let lints = lints();
         quote! {
             #[cfg(target_arch = "nvptx64")]
+            #lints
             #[inline(always)]
             #vis #signature #block
         }
@@ -156,6 +158,7 @@ fn device_entry(
     if let Some(blocks_per_sm) = blocks_per_sm {
         bounds = format!("{bounds} minctasm={blocks_per_sm}");
     }
+    let lints = lints();
     Ok(quote! {
         #arch
         #[cfg(target_arch = "nvptx64")]
@@ -164,6 +167,7 @@ fn device_entry(
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
         #[allow(improper_gpu_kernel_arg, reason = "the lint does not recognize transparent wrappers of pointers")]
+        #lints
         pub unsafe extern "gpu-kernel" fn #entry(#parameters) {
             #body
         }
@@ -178,6 +182,7 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
         let (generics, types, predicate) = signature.generics.split_for_impl();
         (generics, types.as_turbofish().to_token_stream(), predicate)
     };
+    let lints = lints();
     let entry = if options.instances.is_empty() {
         name.to_string().to_token_stream()
     } else {
@@ -195,7 +200,9 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         #(#attributes)*
+        #lints
         #vis fn #name #generics (#inputs) -> ::cuda_std::launch::Launch #predicate {
+            #lints
             fn body #generics (#inputs) #predicate #block
             ::cuda_std::launch::Launch::new(
                 #entry,
@@ -204,6 +211,16 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
                 move || body #turbofish (#(#arguments),*),
             )
         }
+    }
+}
+
+/// The exception from `too_many_arguments` for the functions that a kernel expands to.
+///
+/// LLVM infers the global address space only for pointers that are parameters of their own. If a kernel took its pointers
+/// in a struct, its `ld.global` and `st.global` instructions would become slower generic ones.
+fn lints() -> TokenStream {
+    quote! {
+        #[allow(clippy::too_many_arguments, reason = "pointers in a struct would lose their address space")]
     }
 }
 

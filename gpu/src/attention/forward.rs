@@ -1,21 +1,21 @@
-//! Forward: a block owns ROWS queries of one head and walks the keys tile by tile up to the diagonal.
+//! The forward kernel. A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal.
 
 use super::mask::{crosses_diagonal, mask_scores};
 use super::softmax::{OnlineSoftmax, exponent_scale, scale};
-use super::tiles::{Accumulators, Left, lane_column, lane_row, load_async, stage, warp_row};
+use super::tiles::{Accumulators, LeftOperand, lane_column, lane_row, load_async, stage, warp_row};
 use super::{Head, KEY, QUERY, VALUE};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, thread};
 
-/// A tile of keys and their values.
+/// A tile of keys and values.
 #[derive(Clone, Copy)]
 struct Pair<T, const KEYS: usize, const HS: usize> {
     k: SharedTile<T, KEYS, HS>,
     v: SharedTile<T, KEYS, HS>,
 }
 
-/// The queries, and two stages of keys and values.
+/// Shared memory: the queries of the block, and a double buffer of key and value tiles.
 struct Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize> {
     q: SharedTile<T, ROWS, HS>,
     stages: [Pair<T, KEYS, HS>; 2],
@@ -29,6 +29,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Share
         Self { q, stages: [pair(), pair()] }
     }
 
+    /// Returns the buffer of key tile `tile`.
     #[inline(always)]
     fn stage(&self, tile: usize) -> Pair<T, KEYS, HS> {
         let [even, odd] = self.stages;
@@ -36,7 +37,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Share
     }
 }
 
-/// Dynamic shared memory of [`attention_forward`] with these arguments, in bytes.
+/// Returns the dynamic shared memory of [`attention_forward`] with these generic arguments, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
 pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
     let mut layout = Layout::new();
@@ -44,8 +45,9 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
     layout.bytes()
 }
 
-/// out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS), causal) V and lse (B,NH,T), the natural log-sum-exp of the scaled scores,
-/// from qkv (B,T,3,NH,HS). Grid: (tiles of ROWS queries, NH, B).
+/// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,3,NH,HS).
+///
+/// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH, B).
 #[kernel(threads = 128, instances(
     bf16_64 = <bf16, 64, 128, 64>(blocks_per_sm = 2),
     bf16_80 = <bf16, 80, 64, 32>(blocks_per_sm = 3),
@@ -64,8 +66,8 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     nh: u32,
 ) {
     let head = Head::of_block(t, nh, HS);
-    // Blocks start in the order of x: the longest rows first, so that the last ones to start are short. Tiles of one
-    // head run together and find its keys in L2.
+    // Blocks start in the order of x. The queries with the most keys come first, so that the blocks that start last are
+    // short. Tiles of one head run concurrently and share its keys in L2.
     let tiles = head.t.div_ceil(ROWS);
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
     let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
@@ -82,7 +84,7 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     load(0);
     async_copy::wait::<1>();
     thread::sync_threads();
-    let q = Left::new(shared.q, size_of::<T>() == 2);
+    let q = LeftOperand::new(shared.q, size_of::<T>() == 2);
 
     let exponent_scale = exponent_scale::<HS>();
     let warp_query = first_query + warp_row::<ROWS>();
@@ -90,7 +92,8 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let mut softmax = [OnlineSoftmax::new(); 2];
     let mut o = Accumulators::<ROWS, HS>::zero();
     for tile in 0..key_tiles {
-        // One barrier a tile: it publishes this tile and tells that all have done with the stage the next one goes to.
+        // One barrier per tile: it makes this tile visible to all threads, and ensures that all have finished reading the
+        // buffer that the next tile overwrites.
         async_copy::wait::<0>();
         thread::sync_threads();
         if tile + 1 < key_tiles {
@@ -100,7 +103,7 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
         if first_key <= last_query {
             let pair = shared.stage(tile);
             let mut s = Accumulators::<ROWS, KEYS>::zero();
-            s.add_product_transposed::<T, HS>(|strip, k| q.fragment(strip, k), pair.k);
+            s.add_matmul_transposed::<T, HS>(|strip, k| q.fragment(strip, k), pair.k);
             if crosses_diagonal(warp_query, first_key, KEYS) {
                 mask_scores(&mut s, first_query, first_key);
             }
@@ -108,7 +111,7 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
                 let factor = softmax[strip].update(&mut s, strip, exponent_scale);
                 o.for_each_in(strip, |row, o| *o *= factor[row]);
             }
-            o.add_product::<T, KEYS>(|strip, k| s.fragment::<T>(strip, k), pair.v);
+            o.add_matmul::<T, KEYS>(|strip, k| s.fragment::<T>(strip, k), pair.v);
         }
     }
 

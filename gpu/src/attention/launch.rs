@@ -1,8 +1,10 @@
-//! Host side: the instance of each kernel that a storage type and head size take, with its grid and shared memory.
+//! Host side: selects the kernel instance for a storage type and head size, with its grid and shared memory.
 
-use super::backward::{DOT_ROWS, keys_shared_bytes, queries_shared_bytes};
+use super::dkdv::dkdv_shared_bytes;
+use super::dot::DOT_ROWS;
+use super::dq::dq_shared_bytes;
 use super::forward::forward_shared_bytes;
-use super::{attention_backward_dot, attention_backward_keys, attention_backward_queries, attention_forward};
+use super::{attention_backward_dkdv, attention_backward_dot, attention_backward_dq, attention_forward};
 use crate::launch::KernelLaunch;
 use cuda_std::mma::TensorCore;
 use cuda_std::{Global, GlobalMut};
@@ -10,24 +12,30 @@ use cuda_std::{Global, GlobalMut};
 /// Head sizes that the kernels are instantiated for.
 pub const HEAD_SIZES: [usize; 4] = [64, 80, 96, 128];
 
-/// Batch rows B, sequence length T, heads NH, and channels of a head HS (one of [`HEAD_SIZES`]).
+/// The shape of an attention operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    /// B, the batch size.
     pub b: usize,
+    /// T, the sequence length.
     pub t: usize,
+    /// NH, the number of heads.
     pub nh: usize,
+    /// HS, the head size, one of [`HEAD_SIZES`].
     pub hs: usize,
 }
 
 impl Shape {
-    /// One block per `rows` positions of each head.
+    /// Returns the grid with one block per `rows` positions of each head.
     fn grid(self, rows: usize) -> [u32; 3] {
         [self.t.div_ceil(rows) as u32, self.nh as u32, self.b as u32]
     }
 }
 
-/// The instance of `$kernel` for `T` and the shape's head size, by the tile sizes (own rows, other side's rows) that
-/// `#[kernel]` lists for it: head size => bf16's, f32's. `None` for other head sizes.
+/// Selects the instance of `$kernel` for `T` and the head size of the shape, or `None` for other head sizes.
+///
+/// The table maps each head size to the tile sizes of bf16, then of f32: (rows that the block owns, rows of a tile that it
+/// iterates over). They must match the instances in the `#[kernel]` attribute.
 macro_rules! instance {
     ($kernel:ident $arguments:tt, $shared_bytes:ident, $shape:expr;
      $($hs:literal => ($rows:literal, $columns:literal), ($rows_f32:literal, $columns_f32:literal);)*) => {
@@ -49,7 +57,9 @@ macro_rules! instance {
     };
 }
 
-/// out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,3,NH,HS). `None` if the head size is not one of [`HEAD_SIZES`].
+/// Returns the forward kernel, which computes out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,3,NH,HS).
+///
+/// `None` if the head size is not one of [`HEAD_SIZES`].
 pub fn forward<T: TensorCore>(
     out: GlobalMut<T>,
     lse: GlobalMut<f32>,
@@ -66,7 +76,7 @@ pub fn forward<T: TensorCore>(
     }
 }
 
-/// d (B,NH,T) = rowsum(dout ∘ out), of (B,T,NH,HS).
+/// Returns the kernel that computes d (B,NH,T) = rowsum(dout ∘ out) from dout and out (B,T,NH,HS).
 pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> KernelLaunch {
     KernelLaunch {
         launch: attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32),
@@ -75,8 +85,10 @@ pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Glob
     }
 }
 
-/// dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv (B,T,3,NH,HS) and lse (B,NH,T); `d` (B,NH,T) is scratch.
-/// Three kernels, to run in this order. `None` if the head size is not one of [`HEAD_SIZES`].
+/// Returns the three backward kernels in the order in which they must run.
+///
+/// They compute dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv (B,T,3,NH,HS) and lse (B,NH,T); `d` (B,NH,T) is
+/// scratch. `None` if the head size is not one of [`HEAD_SIZES`].
 pub fn backward<T: TensorCore>(
     dqkv: GlobalMut<T>,
     d: GlobalMut<f32>,
@@ -89,19 +101,19 @@ pub fn backward<T: TensorCore>(
     let (t, nh) = (shape.t as u32, shape.nh as u32);
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
-    let keys = instance! {
-        attention_backward_keys(dqkv, dout, qkv, lse, d, t, nh), keys_shared_bytes, shape;
+    let dkdv = instance! {
+        attention_backward_dkdv(dqkv, dout, qkv, lse, d, t, nh), dkdv_shared_bytes, shape;
         64 => (64, 32), (64, 32);
         80 => (64, 64), (64, 32);
         96 => (64, 64), (64, 16);
         128 => (64, 32), (64, 16);
     }?;
-    let queries = instance! {
-        attention_backward_queries(dqkv, dout, qkv, lse, d, t, nh), queries_shared_bytes, shape;
+    let dq = instance! {
+        attention_backward_dq(dqkv, dout, qkv, lse, d, t, nh), dq_shared_bytes, shape;
         64 => (64, 64), (64, 32);
         80 => (64, 64), (64, 32);
         96 => (64, 64), (64, 16);
         128 => (64, 32), (64, 16);
     }?;
-    Some([dot, keys, queries])
+    Some([dot, dkdv, dq])
 }

@@ -1,14 +1,14 @@
-//! The causal mask: a query sees keys up to its own position. Only tiles that the diagonal crosses need it.
+//! The causal mask: a query attends to keys up to its own position. Only tiles that intersect the diagonal are masked.
 
 use super::tiles::{Accumulators, lane_column, lane_row, warp_row};
 
-/// Whether some query of the rows from `first_query` on does not see some of the `keys` from `first_key` on.
+/// Returns whether the query `first_query` must not attend to one of the `keys` keys from `first_key` on.
 #[inline(always)]
 pub fn crosses_diagonal(first_query: usize, first_key: usize, keys: usize) -> bool {
     first_key + keys > first_query + 1
 }
 
-/// Sets scores (queries x keys) of keys after their query to -inf.
+/// Sets scores (queries x keys) whose key comes after the query to -inf.
 #[inline(always)]
 #[track_caller]
 pub fn mask_scores<const QUERIES: usize, const KEYS: usize>(
@@ -17,10 +17,10 @@ pub fn mask_scores<const QUERIES: usize, const KEYS: usize>(
     first_key: usize,
 ) {
     let diagonal = diagonal::<QUERIES>(first_query, first_key);
-    scores.map(|strip, row, col, s| if col as i32 > diagonal + place(strip, row) { f32::NEG_INFINITY } else { s });
+    scores.map(|strip, row, col, s| if col as i32 > diagonal + row_offset(strip, row) { f32::NEG_INFINITY } else { s });
 }
 
-/// As [`mask_scores`] for scores laid out keys x queries.
+/// Does the same as [`mask_scores`] for transposed scores (keys x queries).
 #[inline(always)]
 #[track_caller]
 pub fn mask_scores_transposed<const KEYS: usize, const QUERIES: usize>(
@@ -29,11 +29,13 @@ pub fn mask_scores_transposed<const KEYS: usize, const QUERIES: usize>(
     first_query: usize,
 ) {
     let diagonal = diagonal::<KEYS>(first_key, first_query);
-    scores.map(|strip, row, col, s| if (col as i32) < diagonal + place(strip, row) { f32::NEG_INFINITY } else { s });
+    scores
+        .map(|strip, row, col, s| if (col as i32) < diagonal + row_offset(strip, row) { f32::NEG_INFINITY } else { s });
 }
 
-/// Where the diagonal crosses the lane's first row, in columns from the lane's first: comparisons with it are then with
-/// constants, which take no registers.
+/// Returns the column of the diagonal in the lane's first row, relative to the lane's first column.
+///
+/// All elements of the lane are compared with this value plus a constant, so the comparison takes one register.
 #[inline(always)]
 #[track_caller]
 fn diagonal<const R: usize>(first_row: usize, first_col: usize) -> i32 {
@@ -41,8 +43,8 @@ fn diagonal<const R: usize>(first_row: usize, first_col: usize) -> i32 {
     row as i32 - (first_col + lane_column()) as i32
 }
 
-/// Distance from the lane's first row to its row `row` of `strip`.
+/// Returns the offset of the lane's row `row` of `strip` from its first row.
 #[inline(always)]
-fn place(strip: usize, row: usize) -> i32 {
+fn row_offset(strip: usize, row: usize) -> i32 {
     (16 * strip + 8 * row) as i32
 }

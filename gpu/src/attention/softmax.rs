@@ -1,25 +1,39 @@
-//! The online softmax: probabilities of a row whose scores come tile by tile.
+//! Online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867): the softmax of a row whose scores arrive in tiles.
 //!
-//! With c = scale · log2 e and running maximum m, a tile's weights are 2^(c s - c m): one fused multiply-add and one
-//! `ex2`. The scale stays out of Q, which would lose bits in bf16. Sums are of the unrounded weights.
+//! With c = scale · log2 e and the running maximum m, the weight of a score s is 2^(c s - c m): one fused multiply-add and
+//! one `ex2`. The scale is applied here and not to Q, because scaled queries would lose bits in bf16. The sums are of
+//! unrounded weights.
 
 use super::tiles::Accumulators;
+use core::f32::consts::LOG2_E;
 use cuda_std::{math, warp};
 
-/// log2 e / sqrt(HS): scores times this are exponents of two.
+/// Returns log2 e / sqrt(HS), which converts scores to exponents of two.
 #[inline(always)]
 pub fn exponent_scale<const HS: usize>() -> f32 {
-    scale::<HS>() * core::f32::consts::LOG2_E
+    scale::<HS>() * LOG2_E
 }
 
-/// 1 / sqrt(HS).
+/// Returns 1 / sqrt(HS).
 #[inline(always)]
 pub fn scale<const HS: usize>() -> f32 {
     math::rsqrt(HS as f32)
 }
 
-/// Running maximum (of raw scores) and sum of a lane's two rows of a strip. The sum is of the lane's own columns until
-/// [`finish`](Self::finish).
+/// Returns the exponent shift of a row in the backward pass: its probabilities are P = 2^(c s + shift).
+///
+/// A row past the end of the sequence has no `lse`; its shift makes P zero.
+#[inline(always)]
+pub fn exponent_shift(lse: Option<f32>) -> f32 {
+    match lse {
+        Some(lse) => -lse * LOG2_E,
+        None => f32::NEG_INFINITY,
+    }
+}
+
+/// The running maximum of unscaled scores and the running sum of weights, for a lane's two rows of a strip.
+///
+/// The sum covers only the lane's own columns until [`finish`](Self::finish).
 #[derive(Clone, Copy)]
 pub struct OnlineSoftmax {
     max: [f32; 2],
@@ -27,13 +41,15 @@ pub struct OnlineSoftmax {
 }
 
 impl OnlineSoftmax {
+    /// Returns the state before the first tile.
     #[inline(always)]
     pub fn new() -> Self {
         Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2] }
     }
 
-    /// Turns a strip's scores into weights relative to the new maximum; returns the factor of all earlier weights.
-    /// The first tile must hold an unmasked score in each row.
+    /// Replaces the scores of a strip with weights relative to the new maximum.
+    ///
+    /// Returns the factor that rescales all earlier weights. The first tile must have an unmasked score in each row.
     #[inline(always)]
     #[track_caller]
     pub fn update<const R: usize, const C: usize>(
@@ -60,7 +76,7 @@ impl OnlineSoftmax {
         factor
     }
 
-    /// 1 / sum, and the log-sum-exp of the scaled scores, natural logarithm.
+    /// Returns 1 / sum and the natural log-sum-exp of the scaled scores, for each of the two rows.
     #[inline(always)]
     #[track_caller]
     pub fn finish(self, scale: f32) -> ([f32; 2], [f32; 2]) {
@@ -69,7 +85,7 @@ impl OnlineSoftmax {
     }
 }
 
-/// Folds over the four lanes that share a row.
+/// Reduces a value over the four lanes that share a row.
 #[inline(always)]
 #[track_caller]
 pub fn over_row(value: f32, op: impl Fn(f32, f32) -> f32) -> f32 {

@@ -1,37 +1,44 @@
-//! Tiles of a block of four warps: their way in and out of shared memory, and products on the tensor cores.
+//! Tiles of a block of four warps: copies to and from shared memory, and matmuls on the tensor cores.
 //!
-//! A block computes matrices of R x C, C at most 128, spread over its warps by rows: each warp owns R / 4 consecutive
-//! rows, in strips of 16. Left operands have the same owner as the result; right operands are read by every warp, once
-//! per warp for all its strips.
+//! A block computes R x C matrices, C at most 128. Each warp owns R / 4 consecutive rows of the result and of the left
+//! operand, in strips of 16. Every warp reads the whole right operand, once for all its strips.
 
 use cuda_std::mma::TensorCore;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, SharedTile, thread, warp};
 
+/// Threads of a block.
 pub const THREADS: usize = 128;
 const WARPS: usize = THREADS / warp::LANES as usize;
 const LANES: usize = warp::LANES as usize;
 
-/// Most strips a warp owns. The arrays below have room for the largest matrix; what R and C do not reach is never
-/// touched, so it takes no register.
+/// Maximum number of strips of a warp. The arrays below are sized for the largest matrix. Elements outside of R x C are
+/// never accessed, so they take no registers.
 const STRIPS: usize = 2;
+/// Maximum number of columns of a matrix.
 const COLUMNS: usize = 128;
 
-/// One head's T rows of HS elements inside a packed tensor: row t begins at element `offset + t * stride`.
+/// The T rows of one head, HS elements each, in a packed tensor. Row t begins at element `offset + t * stride`.
 #[derive(Clone, Copy)]
 pub struct Rows {
+    /// Index of the first row's first element.
     pub offset: usize,
+    /// Distance between rows, in elements.
     pub stride: usize,
+    /// Number of rows, T.
     pub count: usize,
 }
 
 impl Rows {
+    /// Returns the index of the first element of a row.
     #[inline(always)]
     pub fn element(self, row: usize) -> usize {
         self.offset + row * self.stride
     }
 }
 
-/// Starts copying rows `first .. first + R` of `from` to `tile`, by all threads of the block; zeros past the last row.
+/// Starts an asynchronous copy of rows `first .. first + R` of `from` to `tile`, with zeros past the last row.
+///
+/// All threads of the block take part.
 #[inline(always)]
 #[track_caller]
 pub fn load_async<T: Element, const R: usize, const HS: usize>(
@@ -47,7 +54,7 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     if !THREADS.is_multiple_of(packets) && row >= rows_per_pass {
         return;
     }
-    // Running position and a 32-bit count: little address arithmetic between the products.
+    // A running index and a 32-bit count keep the address arithmetic between the matmuls short.
     let left = rows.count.saturating_sub(first + row) as u32;
     let mut at = rows.element(first + row) + col;
     for pass in 0..R.div_ceil(rows_per_pass) {
@@ -59,7 +66,7 @@ pub fn load_async<T: Element, const R: usize, const HS: usize>(
     }
 }
 
-/// Copies the calling warp's rows of `tile` to rows `first ..` of `to`, up to the last.
+/// Copies the calling warp's rows of `tile` to the rows of `to` from `first` on, except past the last row.
 #[inline(always)]
 #[track_caller]
 fn store<T: Element, const R: usize, const HS: usize>(
@@ -84,38 +91,40 @@ fn store<T: Element, const R: usize, const HS: usize>(
     }
 }
 
-/// The first row that the calling warp owns of a matrix of R rows.
+/// Returns the first row that the calling warp owns in a matrix of R rows.
 #[inline(always)]
 #[track_caller]
 pub fn warp_row<const R: usize>() -> usize {
     warp::index() as usize * (R / WARPS)
 }
 
-/// The left operand of products, R x K: its fragments in registers if `keep`, else read from the tile at each use.
+/// The left operand of a matmul, R x K. If `keep`, its fragments stay in registers; otherwise each use reads the tile.
 #[derive(Clone, Copy)]
-pub struct Left<T: TensorCore, const R: usize, const K: usize> {
+pub struct LeftOperand<T: TensorCore, const R: usize, const K: usize> {
     tile: SharedTile<T, R, K>,
     row: usize,
     keep: bool,
     fragments: [[T::A; COLUMNS / 16]; STRIPS],
 }
 
-impl<T: TensorCore, const R: usize, const K: usize> Left<T, R, K> {
+impl<T: TensorCore, const R: usize, const K: usize> LeftOperand<T, R, K> {
+    /// Returns the operand in `tile`, and loads its fragments if `keep`.
     #[inline(always)]
     #[track_caller]
     pub fn new(tile: SharedTile<T, R, K>, keep: bool) -> Self {
         let blank = T::a_from_accumulators([0.0; 4], [0.0; 4]);
-        let mut left = Self { tile, row: warp_row::<R>(), keep, fragments: [[blank; COLUMNS / 16]; STRIPS] };
+        let mut operand = Self { tile, row: warp_row::<R>(), keep, fragments: [[blank; COLUMNS / 16]; STRIPS] };
         if keep {
             for strip in 0..R / (16 * WARPS) {
                 for k in 0..K / 16 {
-                    left.fragments[strip][k] = tile.a(left.row + 16 * strip, 16 * k);
+                    operand.fragments[strip][k] = tile.a(operand.row + 16 * strip, 16 * k);
                 }
             }
         }
-        left
+        operand
     }
 
+    /// Returns columns 16 k .. 16 k + 16 of a strip.
     #[inline(always)]
     #[track_caller]
     pub fn fragment(&self, strip: usize, k: usize) -> T::A {
@@ -123,51 +132,54 @@ impl<T: TensorCore, const R: usize, const K: usize> Left<T, R, K> {
     }
 }
 
-/// f32 accumulators of an R x C matrix. A lane owns of each strip rows g and g + 8, columns 8 n + 2 t and the next one
-/// (g = lane / 4, t = lane % 4): see [`cuda_std::mma`].
+/// f32 accumulators of an R x C matrix.
+///
+/// With g = lane / 4 and t = lane % 4, a lane owns rows g and g + 8 of each strip, and in them columns 8 n + 2 t and
+/// 8 n + 2 t + 1 (see [`cuda_std::mma`]).
 #[derive(Clone, Copy)]
 pub struct Accumulators<const R: usize, const C: usize>([[[f32; 4]; COLUMNS / 8]; STRIPS]);
 
 impl<const R: usize, const C: usize> Accumulators<R, C> {
-    /// Strips of a warp.
+    /// Number of strips of a warp.
     pub const STRIPS: usize = R / (16 * WARPS);
 
+    /// Returns accumulators of zeros.
     #[inline(always)]
     pub fn zero() -> Self {
         const { assert!(R.is_multiple_of(16 * WARPS) && Self::STRIPS <= STRIPS && C.is_multiple_of(16) && C <= COLUMNS) };
         Self([[[0.0; 4]; COLUMNS / 8]; STRIPS])
     }
 
-    /// self += left · tileᵀ.
+    /// Adds left · tileᵀ.
     #[inline(always)]
     #[track_caller]
-    pub fn add_product_transposed<T: TensorCore, const K: usize>(
+    pub fn add_matmul_transposed<T: TensorCore, const K: usize>(
         &mut self,
         left: impl Fn(usize, usize) -> T::A,
         tile: SharedTile<T, C, K>,
     ) {
         for k in 0..K / 16 {
-            self.add_outer::<T>(|strip| left(strip, k), |n| tile.b_transposed(16 * n, 16 * k));
+            self.add_k_slice::<T>(|strip| left(strip, k), |n| tile.b_transposed(16 * n, 16 * k));
         }
     }
 
-    /// self += left · tile.
+    /// Adds left · tile.
     #[inline(always)]
     #[track_caller]
-    pub fn add_product<T: TensorCore, const K: usize>(
+    pub fn add_matmul<T: TensorCore, const K: usize>(
         &mut self,
         left: impl Fn(usize, usize) -> T::A,
         tile: SharedTile<T, K, C>,
     ) {
         for k in 0..K / 16 {
-            self.add_outer::<T>(|strip| left(strip, k), |n| tile.b(16 * k, 16 * n));
+            self.add_k_slice::<T>(|strip| left(strip, k), |n| tile.b(16 * k, 16 * n));
         }
     }
 
-    /// self += A · B for one k slice of 16: A by strips, B by 16 columns.
+    /// Adds A · B for one k slice of 16. `a` returns the fragment of a strip, `b` those of 16 columns.
     #[inline(always)]
     #[track_caller]
-    fn add_outer<T: TensorCore>(&mut self, a: impl Fn(usize) -> T::A, b: impl Fn(usize) -> [T::B; 2]) {
+    fn add_k_slice<T: TensorCore>(&mut self, a: impl Fn(usize) -> T::A, b: impl Fn(usize) -> [T::B; 2]) {
         let first = a(0);
         let last = if Self::STRIPS == 2 { a(1) } else { first };
         for n in 0..C / 16 {
@@ -181,13 +193,13 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
         }
     }
 
-    /// Columns 16 k .. 16 k + 16 of a strip as a left operand, rounded.
+    /// Returns columns 16 k .. 16 k + 16 of a strip, rounded to T, as a left operand.
     #[inline(always)]
     pub fn fragment<T: TensorCore>(&self, strip: usize, k: usize) -> T::A {
         T::a_from_accumulators(self.0[strip][2 * k], self.0[strip][2 * k + 1])
     }
 
-    /// The lane's row pair of `strip`: (which of the two rows, element), column by column.
+    /// Calls `f` with (index of the row, 0 or 1; element) for each element of the lane's two rows of `strip`.
     #[inline(always)]
     pub fn for_each_in(&mut self, strip: usize, mut f: impl FnMut(usize, &mut f32)) {
         for n in 0..C / 8 {
@@ -197,8 +209,10 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
         }
     }
 
-    /// Replaces each element by `f` of its strip, its row in the lane's row pair, its column less [`lane_column`], and
-    /// itself.
+    /// Replaces each element with the result of `f`.
+    ///
+    /// The arguments of `f` are the strip, the index of the row (0 or 1), the column relative to [`lane_column`], and the
+    /// element.
     #[inline(always)]
     pub fn map(&mut self, f: impl Fn(usize, usize, usize, f32) -> f32) {
         for strip in 0..Self::STRIPS {
@@ -211,7 +225,7 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
         }
     }
 
-    /// As [`map`](Self::map), with the same element of `other` after it.
+    /// Does the same as [`map`](Self::map), with the corresponding element of `other` as the last argument of `f`.
     #[inline(always)]
     pub fn zip(&mut self, other: &Self, f: impl Fn(usize, usize, usize, f32, f32) -> f32) {
         for strip in 0..Self::STRIPS {
@@ -224,11 +238,13 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
         }
     }
 
-    /// Rounds, and writes the warp's rows to rows `first ..` of `to` through the warp's own rows of `staging`.
+    /// Rounds the warp's rows to T and writes them to the rows of `to` from `first` on.
+    ///
+    /// The data passes through the warp's own rows of `staging`, for coalesced stores.
     #[inline(always)]
     #[track_caller]
     pub fn store<T: TensorCore>(&self, to: GlobalMut<T>, rows: Rows, first: usize, staging: SharedTile<T, R, C>) {
-        // Other lanes of the warp may still read what lies in the staging rows.
+        // Other lanes of the warp may still be reading the previous contents of the staging rows.
         warp::sync();
         for strip in 0..Self::STRIPS {
             for n in 0..C / 8 {
@@ -240,23 +256,24 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
     }
 }
 
-/// First of a lane's two rows of a strip; the other is 8 further.
+/// Returns the first of a lane's two rows of a strip. The second is 8 rows below.
 #[inline(always)]
 pub fn lane_row() -> usize {
     warp::lane() as usize / 4
 }
 
-/// First of a lane's columns.
+/// Returns the first of a lane's columns.
 #[inline(always)]
 pub fn lane_column() -> usize {
     warp::lane() as usize % 4 * 2
 }
 
-/// A value for each of a lane's columns of a C-column matrix.
+/// One value per column of a matrix, for the columns that a lane owns.
 #[derive(Clone, Copy)]
 pub struct Columns([[f32; 2]; COLUMNS / 8]);
 
 impl Columns {
+    /// Loads the values of the lane's columns from `values` (C).
     #[inline(always)]
     #[track_caller]
     pub fn load<const C: usize>(values: SharedArray<f32>) -> Self {
@@ -267,15 +284,17 @@ impl Columns {
         Self(columns)
     }
 
-    /// That of a column less [`lane_column`].
+    /// Returns the value of a column, given relative to [`lane_column`].
     #[inline(always)]
     pub fn at(&self, col: usize) -> f32 {
         self.0[col / 8][col % 8]
     }
 }
 
-/// One of two stages of a pipeline, by the parity of the tile it holds. Takes views one by one, as values: of a struct of
-/// them the compiler would select the address, and so keep the struct in local memory.
+/// Returns the view of a double buffer that holds tile number `tile`: `even` or `odd`.
+///
+/// Takes each view as a separate value. For a struct of views, the compiler would select its address, which would place the
+/// struct in local memory.
 #[inline(always)]
 pub fn stage<S>(even: S, odd: S, tile: usize) -> S {
     core::hint::select_unpredictable(tile.is_multiple_of(2), even, odd)

@@ -1,19 +1,23 @@
-//! Attention in f64, and what is true of it whatever computes it.
+//! An f64 reference of causal attention, and checks of properties that hold for every implementation.
 
 use super::{noise, rounded, wide};
 use cuda_std::Element;
 use cuda_std::mma::TensorCore;
 use gpu::attention::launch::Shape;
 
-/// Parts of qkv, and the gradient of the output.
+/// Index of the queries in the third dimension of qkv.
 pub const Q: usize = 0;
+/// Index of the keys.
 pub const K: usize = 1;
+/// Index of the values.
 pub const V: usize = 2;
+/// Denotes the gradient of the output, a tensor of its own.
 pub const DOUT: usize = 3;
 
-/// A row of a head: sequence, position, head.
+/// The indices of a row: (sequence, position, head).
 pub type Place = [usize; 3];
 
+/// Returns the indices of all rows.
 pub fn places(Shape { b, t, nh, .. }: Shape) -> impl Iterator<Item = Place> {
     (0..b).flat_map(move |b| (0..t).flat_map(move |t| (0..nh).map(move |h| [b, t, h])))
 }
@@ -27,7 +31,7 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// Q, K and V in ±`range`, dout in ±1, all of them values that `T` has.
+    /// Returns random Q, K and V in ±`range` and dout in ±1, all representable in `T`.
     pub fn random<T: Element>(shape: Shape, range: f64, seed: u32) -> Self {
         let rows = shape.b * shape.t * shape.nh * shape.hs;
         let qkv: Vec<_> = noise(3 * rows, seed).iter().map(|x| range * x).collect();
@@ -35,17 +39,20 @@ impl Inputs {
         Self { shape, qkv: exact(&qkv), dout: exact(&noise(rows, seed ^ 0xd0)) }
     }
 
+    /// Returns inputs of zeros.
     pub fn zeros(shape: Shape) -> Self {
         let rows = shape.b * shape.t * shape.nh * shape.hs;
         Self { shape, qkv: vec![0.0; 3 * rows], dout: vec![0.0; rows] }
     }
 
+    /// Returns a row of Q, K, V or dout.
     pub fn row(&self, part: usize, place: Place) -> &[f64] {
         let at = element(self.shape, part, place);
         let values = if part == DOUT { &self.dout } else { &self.qkv };
         &values[at..][..self.shape.hs]
     }
 
+    /// Returns a mutable row of Q, K, V or dout.
     pub fn row_mut(&mut self, part: usize, place: Place) -> &mut [f64] {
         let at = element(self.shape, part, place);
         let values = if part == DOUT { &mut self.dout } else { &mut self.qkv };
@@ -53,7 +60,7 @@ impl Inputs {
     }
 }
 
-/// Where a row begins in qkv or dout.
+/// Returns the index of the first element of a row in qkv or dout.
 fn element(Shape { t: length, nh, hs, .. }: Shape, part: usize, [b, t, h]: Place) -> usize {
     match part {
         DOUT => ((b * length + t) * nh + h) * hs,
@@ -61,6 +68,7 @@ fn element(Shape { t: length, nh, hs, .. }: Shape, part: usize, [b, t, h]: Place
     }
 }
 
+/// A result of the forward or backward pass.
 #[derive(Clone, Copy, Debug)]
 pub enum Tensor {
     Out,
@@ -70,6 +78,7 @@ pub enum Tensor {
     DV,
 }
 
+/// All results.
 pub const ALL: [Tensor; 5] = [Tensor::Out, Tensor::Lse, Tensor::DQ, Tensor::DK, Tensor::DV];
 
 /// out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,3,NH,HS).
@@ -81,6 +90,7 @@ pub struct Results {
 }
 
 impl Results {
+    /// Returns a row of a tensor.
     pub fn row(&self, tensor: Tensor, place: Place) -> &[f64] {
         let (shape, [b, t, h]) = (self.shape, place);
         let packed = |part| &self.dqkv[element(shape, part, place)..][..shape.hs];
@@ -93,13 +103,13 @@ impl Results {
         }
     }
 
-    /// All rows of a tensor.
+    /// Returns all rows of a tensor, concatenated.
     pub fn all(&self, tensor: Tensor) -> Vec<f64> {
         places(self.shape).flat_map(|place| self.row(tensor, place)).copied().collect()
     }
 }
 
-/// softmax(Q Kᵀ / sqrt(HS), causal) V and its derivatives.
+/// Computes softmax(Q Kᵀ / sqrt(HS) + causal mask) V and its derivatives.
 pub fn reference(inputs: &Inputs) -> Results {
     let shape = inputs.shape;
     let Shape { b, t, nh, hs } = shape;
@@ -135,16 +145,18 @@ pub fn reference(inputs: &Inputs) -> Results {
     results
 }
 
-/// Errors allowed, relative to the root mean square of what is expected: in the mean, and of one element, if that is
-/// expected to be larger relative to it.
+/// Allowed errors, relative to the root mean square of the expected tensor.
 #[derive(Clone, Copy)]
 pub struct Errors {
+    /// Allowed root mean square of the errors.
     pub mean: f64,
+    /// Allowed error of one element. It is relative to the expected element if that exceeds the root mean square.
     pub worst: f64,
 }
 
-/// A storage type's kernels, and what they may be off.
+/// A storage type of the attention kernels.
 pub trait Precision: super::Tolerance + TensorCore {
+    /// Allowed errors of the kernels.
     const ERRORS: Errors;
 }
 
@@ -156,7 +168,7 @@ impl Precision for cuda_std::bf16 {
     const ERRORS: Errors = Errors { mean: 5e-3, worst: 5e-2 };
 }
 
-/// lse is f32 whatever the storage type.
+/// Allowed errors of lse, which is f32 for every storage type.
 const LSE: Errors = Errors { mean: 2e-6, worst: 2e-5 };
 
 fn root_mean_square(values: impl Iterator<Item = f64>) -> f64 {
@@ -168,7 +180,7 @@ fn root_mean_square(values: impl Iterator<Item = f64>) -> f64 {
     (sum / f64::from(count)).sqrt()
 }
 
-/// As [`Errors`] has it; where less than `least` is expected, of that.
+/// Fails if `got` exceeds the allowed errors. They are relative to `least` if the root mean square of `want` is smaller.
 #[track_caller]
 pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Errors) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -182,7 +194,7 @@ pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Er
         .fold((0, 0.0), |worst, (i, e)| if e > worst.1 { (i, e) } else { worst });
     assert!(
         mean <= errors.mean && worst <= errors.worst,
-        "{what}: mean error {mean:.2e} (allowed {:.0e}), worst {worst:.2e} (allowed {:.0e}): element {at} is {}, not {}",
+        "{what}: mean error {mean:.2e} (allowed {:.0e}), worst {worst:.2e} (allowed {:.0e}): element {at} is {}, expected {}",
         errors.mean,
         errors.worst,
         got[at],
@@ -190,7 +202,7 @@ pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Er
     );
 }
 
-/// Against the reference. Where a gradient vanishes (scores' at T = 1), errors count as if it were near 1.
+/// Fails unless `got` agrees with the reference. If a gradient vanishes, as dQ and dK do for T = 1, errors are absolute.
 #[track_caller]
 pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
     let want = reference(inputs);
@@ -204,8 +216,8 @@ pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
     }
 }
 
-/// Fails unless each row of these tensors is, bit for bit, the one of `want` at the place that `from` gives, if any. A NaN
-/// is as good as another.
+/// Fails unless each row of these tensors is bit-identical to the row of `want` at the index that `from` returns, if any.
+/// All NaNs are considered equal.
 #[track_caller]
 pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from: impl Fn(Place) -> Option<Place>) {
     for &tensor in tensors {
@@ -216,7 +228,7 @@ pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from:
             let differs = got_row.iter().zip(want_row).position(|pair| !same(pair));
             assert!(
                 differs.is_none(),
-                "{tensor:?} of {:?} at (sequence, position, head) {place:?} is {:?}, not {:?} as at {origin:?}",
+                "{tensor:?} of {:?} at (sequence, position, head) {place:?} is {:?}, expected {:?} as at {origin:?}",
                 got.shape,
                 differs.map(|i| got_row[i]),
                 differs.map(|i| want_row[i]),
@@ -225,12 +237,14 @@ pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from:
     }
 }
 
-/// Whoever computes attention: inputs to results.
+/// An implementation of attention, forward and backward.
 pub trait Attend: Fn(&Inputs) -> Results {}
 
 impl<F: Fn(&Inputs) -> Results> Attend for F {}
 
-/// Each output lies between the smallest and the largest value its query sees, give or take `slack` of the largest of all.
+/// Checks that each output lies between the smallest and the largest value that its query attends to.
+///
+/// `slack` is the allowed error, relative to the largest magnitude of these values.
 pub fn check_convex(attend: impl Attend, inputs: &Inputs, slack: f64) {
     let got = attend(inputs);
     for place in places(inputs.shape) {
@@ -241,15 +255,15 @@ pub fn check_convex(attend: impl Attend, inputs: &Inputs, slack: f64) {
             let slack = slack * low.abs().max(high.abs());
             assert!(
                 (low - slack..=high + slack).contains(&out),
-                "output {i} of {:?} at {place:?} is {out}, of values in {low}..{high}",
+                "output {i} of {:?} at {place:?} is {out}, expected within {low}..{high}",
                 inputs.shape
             );
         }
     }
 }
 
-/// What comes later in a sequence has no influence: on out, lse and dQ of earlier positions. Nor have earlier queries and
-/// their dout on dK and dV of later positions.
+/// Checks causality: later positions do not affect out, lse and dQ of earlier ones, and earlier queries and their dout do
+/// not affect dK and dV of later ones.
 pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, position: usize) {
     let got = attend(inputs);
     let mix = |parts: &[usize], swap: &dyn Fn(usize) -> bool| {
@@ -269,7 +283,7 @@ pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, positi
     assert_rows_same(&earlier, &got, &[Tensor::DK, Tensor::DV], |place| (place[1] >= position).then_some(place));
 }
 
-/// Heads, of one sequence or several, are independent of each other and of where they lie.
+/// Checks that heads, of all sequences, do not depend on each other or on their position: shifts them by `turn`.
 pub fn check_heads(attend: impl Attend, inputs: &Inputs, turn: usize) {
     let Shape { b, nh, .. } = inputs.shape;
     let origin = |[sequence, t, h]: Place| {
@@ -285,8 +299,11 @@ pub fn check_heads(attend: impl Attend, inputs: &Inputs, turn: usize) {
     assert_rows_same(&attend(&turned), &attend(inputs), &ALL, |place| Some(origin(place)));
 }
 
-/// Probabilities of a query add up to 1, and the gradients of its scores to 0: so dV adds up over keys to the sum of dout
-/// over queries, and dK to 0. Errors are allowed as a part of the summands' root mean square, times that of their number.
+/// Checks the sums of dV and dK over keys.
+///
+/// The probabilities of a query sum to 1 and the gradients of its scores to 0. The sum of dV is therefore the sum of dout
+/// over queries, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of
+/// the summands times the square root of their number.
 pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
     let Shape { b, t, nh, hs } = inputs.shape;
     let got = attend(inputs);
@@ -299,14 +316,14 @@ pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
             let sum = column(tensor).iter().sum::<f64>();
             assert!(
                 (sum - want).abs() <= bound,
-                "{tensor:?} of {:?}, sequence {b}, head {h}, channel {i} adds up to {sum}, not {want}; allowed {bound:.2e}",
+                "{tensor:?} of {:?}, sequence {b}, head {h}, channel {i} sums to {sum}, expected {want}; allowed error {bound:.2e}",
                 inputs.shape
             );
         }
     }
 }
 
-/// All scores 0: outputs are running means, and no query or key has a gradient.
+/// Checks scores of 0: outputs are running means, and dQ and dK are 0.
 pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
     let mut inputs = Inputs::zeros(shape);
     let got = attend(&inputs);
@@ -318,7 +335,7 @@ pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
     assert!([Tensor::DQ, Tensor::DK].iter().all(|&tensor| got.all(tensor).iter().all(|&x| x == 0.0)));
 }
 
-/// Scores that are the same for all keys of a query, though large: outputs are running means.
+/// Checks large scores that are equal for all keys of a query: outputs are running means.
 pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     let mut inputs = Inputs::random::<T>(shape, 4.0, 11);
     let key = inputs.row(K, [0, 0, 0]).to_vec();
@@ -326,7 +343,7 @@ pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
         inputs.row_mut(K, place).copy_from_slice(&key);
     }
     let got = attend(&inputs);
-    // dQ is the sum of the scores' gradients times the one key there is, and that sum is 0.
+    // dQ is the sum of the gradients of the scores, which is 0, times the common key.
     let dq = root_mean_square(got.all(Tensor::DQ).into_iter());
     assert!(dq < 10.0 * T::ROUNDING, "dQ of equal keys is {dq}");
     let want = reference(&inputs);
@@ -335,8 +352,10 @@ pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     }
 }
 
-/// One key that takes all the attention of the queries after it, with scores near ±10^4, which 2^x overflows for: their
-/// outputs are its value, its dV is the sum of their dout, and the gradients of all scores vanish.
+/// Checks a single key with all the attention of the queries after it, with scores near ±10^4, for which 2^x overflows.
+///
+/// The outputs of these queries are the key's value, its dV is the sum of their dout, and the gradients of all scores
+/// vanish.
 pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: usize) {
     let mut inputs = Inputs::random::<T>(shape, 2.0, 12);
     let strong = 48.0;
@@ -354,10 +373,11 @@ pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: 
         let value = inputs.row(V, [place[0], key, place[2]]);
         super::assert_close("output", got.row(Tensor::Out, place), value, T::ROUNDING, 0.0);
         let found = got.row(Tensor::Lse, place)[0];
-        assert!((found / lse - 1.0).abs() < 1e-6, "lse at {place:?} of {shape:?} is {found}, not {lse}");
+        assert!((found / lse - 1.0).abs() < 1e-6, "lse at {place:?} of {shape:?} is {found}, expected {lse}");
     }
     let want = reference(&inputs);
-    // Of scores of 10^4 an f32 keeps three decimals, so that much are probabilities off; times keys and queries.
+    // In f32, scores of 10^4 have an error of about 10^-3. The probabilities have the same error, which dQ and dK multiply
+    // with keys and queries.
     let errors = Errors { mean: 5e-3, worst: 5e-2 };
     assert_near("dV of a dominant key", &got.all(Tensor::DV), &want.all(Tensor::DV), 0.0, errors);
     for tensor in [Tensor::DQ, Tensor::DK] {
@@ -366,7 +386,7 @@ pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: 
     }
 }
 
-/// Scores near ±10^4, any of which may be the largest.
+/// Checks scores near ±10^4, where any key may have the maximum.
 pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     let inputs = Inputs::random::<T>(shape, 170.0, 9);
     let (got, want) = (attend(&inputs), reference(&inputs));
@@ -375,14 +395,14 @@ pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     for tensor in [Tensor::Out, Tensor::Lse, Tensor::DV] {
         assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 0.0, errors);
     }
-    // Gradients of scores nearly vanish: what is left of P ∘ (dP - D) is rounding, times keys near 170.
+    // The gradients of scores nearly vanish: P ∘ (dP - D) is mostly rounding error, which is multiplied with keys near 170.
     let errors = Errors { mean: 1e-2, worst: 0.2 };
     for tensor in [Tensor::DQ, Tensor::DK] {
         assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 170.0, errors);
     }
 }
 
-/// NaN and infinity in one head of one sequence leave all others as they were.
+/// Checks that NaN and infinity in one head of one sequence do not change other heads.
 pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]: [usize; 2]) {
     let clean = Inputs::random::<T>(shape, 2.0, 13);
     let want = attend(&clean);
@@ -401,9 +421,10 @@ pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]
     }
 }
 
-/// NaN and infinity at one position, in one part at a time. What the causal mask hides must have no influence, except that
-/// V (in out and dQ), K (in dQ), and Q and dout (in dK and dV) are multiplied by probabilities of 0, which makes NaN of
-/// them, for positions of the same `tile`.
+/// Checks NaN and infinity at one position, in one of Q, K, V and dout at a time.
+///
+/// Masked positions must not affect the result, with one exception for positions of the same tile of `tile` positions:
+/// V (for out and dQ), K (for dQ), and Q and dout (for dK and dV) are multiplied by probabilities of 0, which gives NaN.
 pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: Shape, position: usize, tile: usize) {
     let clean = Inputs::random::<T>(shape, 2.0, 14);
     let want = attend(&clean);

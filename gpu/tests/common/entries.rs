@@ -1,4 +1,4 @@
-//! Which entry points the device gets, and which of them the tests launched.
+//! Checks that the tests launch every PTX entry point of the kernels that they cover.
 
 use cuda_std::launch::Launch;
 use proc_macro2::{TokenStream, TokenTree};
@@ -10,20 +10,20 @@ use syn::{Item, Meta};
 
 static LAUNCHED: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 
-/// Remembers a launch.
+/// Records a launch.
 pub fn launched(launch: &Launch) {
     LAUNCHED.lock().unwrap().insert(launch.name());
 }
 
-/// Runs `test` unless it ran before: whether libtest asks for it, or the test that wants all of them to have run.
+/// Runs `test` unless it has run already, in its own libtest case or for `every_entry_point_is_launched`.
 pub fn once(done: &Once, test: impl FnOnce()) {
     done.call_once_force(|state| {
-        assert!(!state.is_poisoned(), "a test that this one waits for has failed");
+        assert!(!state.is_poisoned(), "this test requires another test, which failed");
         test();
     });
 }
 
-/// Fails unless every entry point of the kernels in these files or folders of `gpu/src` was launched.
+/// Fails unless the tests launched every entry point of the kernels in these files or directories of `gpu/src`.
 pub fn assert_launched(sources: &[&str]) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut entries = BTreeSet::new();
@@ -37,6 +37,7 @@ pub fn assert_launched(sources: &[&str]) {
     assert!(missing.is_empty(), "no test launches {missing:?}");
 }
 
+/// Adds the names of the entry points in a file, or in all files of a directory, to `entries`.
 fn collect(path: &Path, entries: &mut BTreeSet<String>) {
     if path.is_dir() {
         for entry in fs::read_dir(path).unwrap() {
@@ -61,7 +62,7 @@ fn collect(path: &Path, entries: &mut BTreeSet<String>) {
     }
 }
 
-/// The names in `instances(name = <…>, …)`.
+/// Returns the names in `instances(name = <…>, …)`.
 fn instances(options: &TokenStream) -> Vec<String> {
     let tokens: Vec<_> = options.clone().into_iter().collect();
     let list = tokens.windows(2).find_map(|pair| match pair {

@@ -1,5 +1,5 @@
-//! What the kernel tests share: watched launches, reproducible data, comparison with f64 references.
-#![allow(dead_code, reason = "each test crate uses its own part")]
+//! Helpers of the kernel tests: checked launches, reproducible data, and comparison with f64 references.
+#![allow(dead_code, reason = "each test crate uses only some of the helpers")]
 
 pub mod attention;
 pub mod entries;
@@ -12,21 +12,22 @@ use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::cmp::Ordering;
 
-/// `values`, rounded to T.
+/// Returns `values` rounded to T.
 pub fn rounded<T: Element>(values: &[f64]) -> Vec<T> {
     values.iter().map(|&x| T::from_f32(x as f32)).collect()
 }
 
+/// Returns `values` converted to f64.
 pub fn wide<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|x| f64::from(x.to_f32())).collect()
 }
 
-/// What `view` holds, all of it written.
+/// Returns the contents of `view` in f64. Fails if an element was never written.
 pub fn read<T: Element + Pod>(memory: &Memory, view: GlobalMut<T>) -> Vec<f64> {
     wide(&memory.read(view))
 }
 
-/// Runs a kernel over buffers of `memory`, every access watched.
+/// Runs a kernel on buffers of `memory` in the emulator, which checks every access.
 #[track_caller]
 pub fn run(memory: &mut Memory, launch: &Launch, grid: impl Into<Grid>, shared_bytes: usize) {
     entries::launched(launch);
@@ -35,7 +36,7 @@ pub fn run(memory: &mut Memory, launch: &Launch, grid: impl Into<Grid>, shared_b
     }
 }
 
-/// Runs `test` on `cases` values of `strategy`, the same on every run, and shrinks the first that fails.
+/// Runs `test` on `cases` values of `strategy`, the same in every run, and shrinks the first failure.
 pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
     let config = Config { cases, failure_persistence: None, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
@@ -48,16 +49,18 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
     }
 }
 
-/// Relative error of one rounding to T, with some room for f32 arithmetic.
+/// The rounding behaviour of a storage type.
 pub trait Tolerance: Element + Pod {
+    /// Allowed relative error of one rounding to nearest, with a margin for f32 arithmetic.
     const ROUNDING: f64;
-    /// What a stochastic rounding may be off.
+    /// Allowed relative error of one stochastic rounding.
     const STEP: f64 = 2.0 * Self::ROUNDING;
 
-    /// The values of this type that `value` lies between, the smaller magnitude first; `value` twice if it is one.
+    /// Returns the two adjacent values of this type that enclose `value`, the smaller magnitude first. Returns `value` twice
+    /// if it is representable.
     fn neighbours(value: f32) -> [f32; 2];
 
-    /// The nearer neighbour, of two as near the one whose last bit is 0.
+    /// Returns `value` rounded to nearest even.
     fn nearest(value: f32) -> f32;
 }
 
@@ -84,7 +87,7 @@ impl Tolerance for bf16 {
 
     fn nearest(value: f32) -> f32 {
         let [low, high] = Self::neighbours(value);
-        // What comes after the largest bf16 counts as 2^128, as IEEE 754 has it.
+        // For rounding, IEEE 754 treats the value after the largest finite one as 2^128.
         let size = |x: f32| if x.is_infinite() { 128f64.exp2() } else { f64::from(x).abs() };
         let even = low.to_bits() & 0x1_0000 == 0;
         match (f64::from(value).abs() - size(low)).total_cmp(&(size(high) - f64::from(value).abs())) {
@@ -96,16 +99,17 @@ impl Tolerance for bf16 {
     }
 }
 
-/// Integers from -8 to 8 without pattern, whose sums are exact in f32.
+/// Pseudo-random integers from -8 to 8, whose sums are exact in f32.
 pub fn integers(len: usize, seed: u32) -> Vec<f64> {
     (0..len).map(|i| f64::from(gpu::noise::squirrel5(i as u32, seed) % 17) - 8.0).collect()
 }
 
-/// Values in -1..1 without pattern.
+/// Pseudo-random values in -1..1.
 pub fn noise(len: usize, seed: u32) -> Vec<f64> {
     (0..len).map(|i| f64::from(gpu::noise::squirrel5(i as u32, seed)) / f64::from(u32::MAX) * 2.0 - 1.0).collect()
 }
 
+/// The number of blocks along x, y and z.
 pub struct Grid([u32; 3]);
 
 impl From<u32> for Grid {
@@ -120,8 +124,8 @@ impl From<[u32; 3]> for Grid {
     }
 }
 
-/// Fails where `got` and `want` differ by more than `relative` of the wanted value or, near zero, of `scale`; NaN equals
-/// NaN, and an infinity itself.
+/// Fails if an element of `got` differs from that of `want` by more than `relative` times the larger of the expected value
+/// and `scale`. NaN equals NaN, and an infinity equals itself.
 #[track_caller]
 pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -129,30 +133,30 @@ pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale:
         let same = g.total_cmp(&w).is_eq() || g.is_nan() && w.is_nan();
         let bound = relative * w.abs().max(scale);
         let near = w.is_finite() && (g - w).abs() <= bound;
-        assert!(same || near, "{what}[{i}]: got {g}, want {w}, off by {} > {bound}", (g - w).abs());
+        assert!(same || near, "{what}[{i}]: expected {w}, found {g}; the error is {}, allowed {bound}", (g - w).abs());
     }
 }
 
-/// The same numbers, zeros with their signs; a NaN may change its payload.
+/// Fails unless the elements are bit-identical. NaNs may have different payloads.
 #[track_caller]
 pub fn assert_same(what: &str, got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        assert!(g.total_cmp(w).is_eq() || g.is_nan() && w.is_nan(), "{what}[{i}]: got {g:e}, want {w:e}");
+        assert!(g.total_cmp(w).is_eq() || g.is_nan() && w.is_nan(), "{what}[{i}]: expected {w:e}, found {g:e}");
     }
 }
 
-/// Shared memory of a layout function.
+/// Returns the size of the shared memory that a layout function allocates, in bytes.
 pub fn shared_bytes<R>(layout: impl FnOnce(&mut cuda_std::shared::Layout) -> R) -> usize {
     let mut total = cuda_std::shared::Layout::new();
     layout(&mut total);
     total.bytes()
 }
 
-/// The tests of a file, and one more: that together they launch every entry point of the kernels they are for.
+/// Declares the tests of a file, plus one which checks that together they launch every entry point of their kernels.
 ///
-/// `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; once: other;`: files or folders in `gpu/src`;
-/// tests generic over the storage type; tests that are not.
+/// The syntax is `kernels of "bias.rs", "column_sum.rs"; for both types: column_sums; once: other;`. It lists files or
+/// directories in `gpu/src`, then tests that are generic over the storage type, then other tests.
 #[macro_export]
 macro_rules! tests {
     (

@@ -72,6 +72,18 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     };
     let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powi(settings.step as i32))) as f32;
     let table = table(cuda, &ranges)?;
+    let scalars = adamw::Scalars {
+        clip: settings.clip,
+        learning_rate: settings.learning_rate,
+        beta1: settings.beta1,
+        beta2: settings.beta2,
+        correction1: correction(settings.beta1),
+        correction2: correction(settings.beta2),
+        epsilon: settings.eps,
+        weight_decay: settings.weight_decay,
+        seed: settings.seed,
+        range_count: ranges.len() as u32,
+    };
     let launch = adamw::adamw::<T>(
         cuda.output("params", params, n)?,
         masters,
@@ -80,16 +92,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
         cuda.input("grads", grads, n)?,
         cuda.input("stats", stats, 2)?,
         table,
-        ranges.len() as u32,
-        settings.clip,
-        settings.learning_rate,
-        settings.beta1,
-        settings.beta2,
-        correction(settings.beta1),
-        correction(settings.beta2),
-        settings.eps,
-        settings.weight_decay,
-        settings.seed,
+        scalars,
     );
     cuda.launch(&launch, [grid, 1, 1], 0)
 }

@@ -18,15 +18,18 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         T::PACKET
     );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+    let scalars = classifier::Scalars {
+        dloss: dloss.unwrap_or(0.0),
+        vocabulary: v as u32,
+        padded: vp as u32,
+        staged: staged as u32,
+        gradients: u32::from(dloss.is_some()),
+    };
     let launch = classifier::classifier::<T>(
         cuda.output("logits", logits, rows * vp)?,
         cuda.output("losses", losses, rows)?,
         cuda.input("targets", targets, rows)?,
-        dloss.unwrap_or(0.0),
-        v as u32,
-        vp as u32,
-        staged as u32,
-        u32::from(dloss.is_some()),
+        scalars,
     );
     cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
 }

@@ -1,0 +1,134 @@
+//! The third kernel of the backward pass: dQ.
+//!
+//! A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal: dQ = dS K / sqrt(HS).
+
+use super::mask::{crosses_diagonal, mask_scores};
+use super::softmax::{exponent_scale, exponent_shift, scale};
+use super::tiles::{Accumulators, LeftOperand, lane_row, load_async, stage, warp_row};
+use super::{Head, KEY, QUERY, VALUE};
+use cuda_std::mma::TensorCore;
+use cuda_std::shared::Layout;
+use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, math, thread};
+
+/// A tile of keys and values.
+#[derive(Clone, Copy)]
+struct KeyTile<T, const KEYS: usize, const HS: usize> {
+    k: SharedTile<T, KEYS, HS>,
+    v: SharedTile<T, KEYS, HS>,
+}
+
+/// Shared memory: the queries of the block with the gradients of their outputs, and a double buffer of key tiles.
+struct Shared<T, const HS: usize, const ROWS: usize, const KEYS: usize> {
+    q: SharedTile<T, ROWS, HS>,
+    dout: SharedTile<T, ROWS, HS>,
+    stages: [KeyTile<T, KEYS, HS>; 2],
+}
+
+impl<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize> Shared<T, HS, ROWS, KEYS> {
+    #[inline(always)]
+    fn new(layout: &mut Layout) -> Self {
+        let (q, dout) = (layout.tile(), layout.tile());
+        let mut tile = || KeyTile { k: layout.tile(), v: layout.tile() };
+        Self { q, dout, stages: [tile(), tile()] }
+    }
+
+    /// Returns the buffer of key tile `tile`.
+    #[inline(always)]
+    fn stage(&self, tile: usize) -> KeyTile<T, KEYS, HS> {
+        let [even, odd] = self.stages;
+        KeyTile { k: stage(even.k, odd.k, tile), v: stage(even.v, odd.v, tile) }
+    }
+}
+
+/// Returns the dynamic shared memory of [`attention_backward_dq`] with these generic arguments, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>() -> usize {
+    let mut layout = Layout::new();
+    let _ = Shared::<T, HS, ROWS, KEYS>::new(&mut layout);
+    layout.bytes()
+}
+
+/// Computes the Q part of dqkv (B,T,3,NH,HS) from dout (B,T,NH,HS), qkv (B,T,3,NH,HS), lse and d (B,NH,T).
+///
+/// Grid: (tiles of ROWS queries, NH, B).
+#[kernel(threads = 128, instances(
+    bf16_64 = <bf16, 64, 64, 64>(blocks_per_sm = 3),
+    bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
+    bf16_96 = <bf16, 96, 64, 64>(blocks_per_sm = 2),
+    bf16_128 = <bf16, 128, 64, 32>(blocks_per_sm = 2),
+    f32_64 = <f32, 64, 64, 32>(blocks_per_sm = 2),
+    f32_80 = <f32, 80, 64, 32>(blocks_per_sm = 2),
+    f32_96 = <f32, 96, 64, 16>(blocks_per_sm = 2),
+    f32_128 = <f32, 128, 64, 16>(blocks_per_sm = 2),
+))]
+pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, const KEYS: usize>(
+    dqkv: GlobalMut<T>,
+    dout: Global<T>,
+    qkv: Global<T>,
+    lse: Global<f32>,
+    d: Global<f32>,
+    t: u32,
+    nh: u32,
+) {
+    let head = Head::of_block(t, nh, HS);
+    // The queries with the most keys first, as in the forward kernel.
+    let tiles = head.t.div_ceil(ROWS);
+    let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
+    let key_tiles = head.t.min(first_query + ROWS).div_ceil(KEYS);
+
+    let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
+    let load = |tile: usize| {
+        let to = shared.stage(tile);
+        load_async(to.k, qkv, head.packed(KEY), tile * KEYS);
+        load_async(to.v, qkv, head.packed(VALUE), tile * KEYS);
+        async_copy::commit();
+    };
+    load_async(shared.q, qkv, head.packed(QUERY), first_query);
+    load_async(shared.dout, dout, head.plain(), first_query);
+    load(0);
+
+    let warp_query = first_query + warp_row::<ROWS>();
+    let mut shift = [[0.0; 2]; 2];
+    let mut dot = [[0.0; 2]; 2];
+    for strip in 0..Accumulators::<ROWS, HS>::STRIPS {
+        for row in 0..2 {
+            let query = warp_query + 16 * strip + lane_row() + 8 * row;
+            let inside = query < head.t;
+            shift[strip][row] = exponent_shift(inside.then(|| lse.at(head.statistics() + query)));
+            dot[strip][row] = if inside { d.at(head.statistics() + query) } else { 0.0 };
+        }
+    }
+    async_copy::wait::<0>();
+    thread::sync_threads();
+    let keep = size_of::<T>() * HS <= 192;
+    let (q, dout) = (LeftOperand::new(shared.q, keep), LeftOperand::new(shared.dout, keep));
+
+    let exponent_scale = exponent_scale::<HS>();
+    let mut dq = Accumulators::<ROWS, HS>::zero();
+    for tile in 0..key_tiles {
+        if tile + 1 < key_tiles {
+            load(tile + 1);
+        }
+        let first_key = tile * KEYS;
+        if first_key < warp_query + ROWS / 4 {
+            let keys = shared.stage(tile);
+            let mut p = Accumulators::<ROWS, KEYS>::zero();
+            p.add_matmul_transposed::<T, HS>(|strip, i| q.fragment(strip, i), keys.k);
+            if crosses_diagonal(warp_query, first_key, KEYS) {
+                mask_scores(&mut p, first_query, first_key);
+            }
+            p.map(|strip, row, _, s| math::exp2(math::fma(s, exponent_scale, shift[strip][row])));
+
+            let mut ds = Accumulators::<ROWS, KEYS>::zero();
+            ds.add_matmul_transposed::<T, HS>(|strip, i| dout.fragment(strip, i), keys.v);
+            ds.zip(&p, |strip, row, _, dp, p| p * (dp - dot[strip][row]));
+            dq.add_matmul::<T, KEYS>(|strip, i| ds.fragment::<T>(strip, i), keys.k);
+        }
+        async_copy::wait::<0>();
+        thread::sync_threads();
+    }
+
+    let scale = scale::<HS>();
+    dq.map(|_, _, _, dq| dq * scale);
+    dq.store(dqkv, head.packed(QUERY), first_query, shared.q);
+}
