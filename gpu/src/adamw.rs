@@ -1,4 +1,5 @@
-//! AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101), over many parameter ranges in one launch.
+//! AdamW with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv:1711.05101), over many parameter ranges in one
+//! launch.
 //!
 //! For each element, with g the clipped gradient and t the step, counted from 1:
 //!
@@ -9,19 +10,19 @@
 //! ```
 //!
 //! A [`Range`] is a contiguous slice of the tensors with its own seed, with or without weight decay. Its length is
-//! arbitrary. The arrays and the start of every range are 16-byte aligned. Each block updates elements of one range, which
-//! it finds by binary search in a table in device memory. The result for an element depends on its range and on its
-//! index in the range, not on the other ranges of the launch.
+//! arbitrary. The arrays and the start of every range are 16-byte aligned. Each block updates elements of one range,
+//! which it finds by binary search in a table in device memory. The result for an element depends on its range and on
+//! its index in the range, not on the other ranges of the launch.
 //!
-//! m and v are f32. With f32 master weights, the update applies to the masters, and `params` receives a copy of them. The
-//! copy is rounded stochastically if T is bf16 ([`crate::noise`], keyed by index in the range and seed). Without master
-//! weights, the stochastically rounded parameters are the only copy: an update far below one bf16 step still moves them
-//! in expectation.
+//! m and v are f32. With f32 master weights, the update applies to the masters, and `params` receives a copy of them.
+//! The copy is rounded stochastically if T is bf16 ([`crate::noise`], keyed by index in the range and seed). Without
+//! master weights, the stochastically rounded parameters are the only copy: an update far below one bf16 step still
+//! moves them in expectation.
 //!
-//! Gradients are clipped by their global norm. The kernel reads the norm from device memory, so the host does not have to
-//! synchronize between the norm and the update. It also decides on the device whether to skip the step. A gradient scale
-//! of 0 would not skip it: 0 times NaN is NaN, and m, v and weight decay would still change. The loss is checked as well
-//! as the norm, because a target logit of -inf gives an infinite loss but finite gradients.
+//! Gradients are clipped by their global norm. The kernel reads the norm from device memory, so the host does not have
+//! to synchronize between the norm and the update. It also decides on the device whether to skip the step. A gradient
+//! scale of 0 would not skip it: 0 times NaN is NaN, and m, v and weight decay would still change. The loss is checked
+//! as well as the norm, because a target logit of -inf gives an infinite loss but finite gradients.
 //!
 //! Every operation is correctly rounded, so every device computes the same bits. The kernel is memory-bound, so
 //! correctly rounded division and square root cost nothing.
@@ -78,7 +79,8 @@ pub fn assign_blocks<T: Element>(ranges: &mut [Range]) -> u32 {
 /// Returns the range that `block` updates, by binary search over `count` ranges, at least one.
 #[inline(always)]
 fn range_of(block: u32, ranges: Global<Range>, count: u32) -> Range {
-    // Finds the last range that begins at or before the block. An empty range has the same first block as its successor.
+    // Finds the last range that begins at or before the block. An empty range has the same first block as its
+    // successor.
     let (mut first, mut end) = (0, count);
     while end - first > 1 {
         let middle = first.midpoint(end);
@@ -159,10 +161,10 @@ fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
 
 /// Applies one AdamW step to the elements of `ranges`.
 ///
-/// `params`, `masters`, `m`, `v` and `grads` have the same length; `masters` is null if there are no master weights. The
-/// ranges ascend, do not overlap, and have blocks from [`assign_blocks`]. Elements outside the ranges do not change.
-/// `stats` (2) holds the sum of the losses and the norm of all gradients, including those of other tensors. The step is
-/// skipped unless both are finite. Grid: the return value of [`assign_blocks`].
+/// `params`, `masters`, `m`, `v` and `grads` have the same length; `masters` is null if there are no master weights.
+/// The ranges ascend, do not overlap, and have blocks from [`assign_blocks`]. Elements outside the ranges do not
+/// change. `stats` (2) holds the sum of the losses and the norm of all gradients, including those of other tensors. The
+/// step is skipped unless both are finite. Grid: the return value of [`assign_blocks`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn adamw<T: Element>(
     params: GlobalMut<T>,

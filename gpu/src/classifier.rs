@@ -1,15 +1,15 @@
 //! Fused classifier: softmax, cross-entropy loss, and the gradient of the logits in place.
 //!
 //! Shapes: logits (rows, Vp), targets (rows) i32 in 0..V, losses (rows) f32. The softmax is over columns 0..V; columns
-//! V..Vp are padding. Vp is a multiple of the packet, V need not be. One block processes one row, so rows is below 2^31.
-//! Offsets are 64 bits wide.
+//! V..Vp are padding. Vp is a multiple of the packet, V need not be. One block processes one row, so rows is below
+//! 2^31. Offsets are 64 bits wide.
 //!
 //! Each row is read once from global memory. Its first `staged` columns are copied asynchronously to shared memory and
 //! stay there for the second pass. The columns that do not fit ([`staged`]) are read again, from L2.
 //!
 //! Both passes compute exponentials of the same argument, (x - max) log2(e), so probabilities sum to 1 up to rounding.
-//! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the whole
-//! range of exponents.
+//! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the
+//! whole range of exponents.
 
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
@@ -58,8 +58,8 @@ pub struct Scalars {
 
 /// Computes losses (rows) += -log softmax(logits)[target], and optionally the gradient of the logits.
 ///
-/// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns V..Vp.
-/// Grid: rows. Shared memory: [`shared`].
+/// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
+/// V..Vp. Grid: rows. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
     let Scalars { dloss, vocabulary, padded, staged, gradients } = scalars;
@@ -73,8 +73,8 @@ pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targ
     let first = thread::thread_idx_x() * packet;
     let step = THREADS * packet;
 
-    // No barrier is needed: each thread reads only the data it copied. The columns are copied in two halves, so that the
-    // first can be processed while the second is in flight.
+    // No barrier is needed: each thread reads only the data it copied. The columns are copied in two halves, so that
+    // the first can be processed while the second is in flight.
     let half = (staged / 2).next_multiple_of(step).min(staged);
     let mut i = first;
     while i < half {

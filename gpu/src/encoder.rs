@@ -3,21 +3,21 @@
 //! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C). C is a multiple of the
 //! packet, and B * T is below 2^31.
 //!
-//! The gradient of wte is a sum of rows of dout per token, a segmented reduction. It is deterministic and needs no float
-//! atomics, because the host provides the segments: `order` holds the positions 0..B*T stably sorted by token, and
-//! `sorted` their tokens. A run is a maximal sequence of equal tokens in `sorted`.
+//! The gradient of wte is a sum of rows of dout per token, a segmented reduction. It is deterministic and needs no
+//! float atomics, because the host provides the segments: `order` holds the positions 0..B*T stably sorted by token,
+//! and `sorted` their tokens. A run is a maximal sequence of equal tokens in `sorted`.
 //!
-//! Both arrays are split into chunks of [`encoder_backward_chunk`] positions, independent of the tokens, so a token that
-//! fills half of the batch causes no load imbalance. A run inside one chunk is added directly to dwte. A run that crosses
-//! a chunk boundary leaves one partial sum per chunk in `partials`, which a second kernel reduces.
+//! Both arrays are split into chunks of [`encoder_backward_chunk`] positions, independent of the tokens, so a token
+//! that fills half of the batch causes no load imbalance. A run inside one chunk is added directly to dwte. A run that
+//! crosses a chunk boundary leaves one partial sum per chunk in `partials`, which a second kernel reduces.
 //!
 //! `partials` has shape (chunks, 2, C) f32. Row 0 is the sum of the chunk's first run if that run began in an earlier
 //! chunk. Row 1 is the sum of its last run if that run began here and continues in the next chunk. All other rows are
 //! neither written nor read.
 //!
 //! Gradients are summed in f32 and added to the stored gradient with stochastic rounding ([`crate::noise`]). With
-//! round-to-nearest, small gradients of rare tokens would be lost. The seed (1) is read from device memory, so each replay
-//! of a CUDA graph can use another seed.
+//! round-to-nearest, small gradients of rare tokens would be lost. The seed (1) is read from device memory, so each
+//! replay of a CUDA graph can use another seed.
 
 use crate::noise;
 use cuda_std::shared::Layout;
@@ -72,7 +72,8 @@ pub fn encoder_forward<T: Element>(
 
 /// Returns the number of positions per chunk, fewer than the lanes of a warp.
 ///
-/// Chooses the length with the least wave quantization of [`encoder_backward_wte`]: the fewest SMs idle in its last wave.
+/// Chooses the length with the least wave quantization of [`encoder_backward_wte`]: the fewest SMs idle in its last
+/// wave.
 pub fn encoder_backward_chunk<T: Element>(positions: usize, channels: usize, sm_count: usize) -> usize {
     let resident = (sm_count * BLOCKS_PER_SM) as u32;
     let utilization = |chunk: usize| {
@@ -113,7 +114,7 @@ pub struct WteSizes {
     /// C.
     pub channels: u32,
     /// Positions per chunk, from [`encoder_backward_chunk`].
-    pub chunk: u32,
+    pub chunk_len: u32,
 }
 
 /// Adds rows of dout (B, T, C) to the rows of dwte (V, C) of their tokens, for runs inside one chunk.
@@ -131,18 +132,18 @@ pub fn encoder_backward_wte<T: Element>(
     seed: Global<i32>,
     sizes: WteSizes,
 ) {
-    let WteSizes { positions, channels, chunk: length } = sizes;
+    let WteSizes { positions, channels, chunk_len } = sizes;
     let (positions, channels, lane) = (positions as usize, channels as usize, warp::lane() as usize);
     let groups = (groups::<T>(channels) as u32).max(1);
     let unit = thread::block_idx_x() * WARPS as u32 + warp::index();
     let (chunk, group) = ((unit / groups) as usize, (unit % groups) as usize);
-    let begin = chunk * length as usize;
+    let begin = chunk * chunk_len as usize;
     if begin >= positions {
         return;
     }
     let seed = seed.at(0) as u32;
     let (kept, once) = (CachePolicy::evict_last(KEPT), CachePolicy::evict_first());
-    let count = (positions - begin).min(length as usize);
+    let count = (positions - begin).min(chunk_len as usize);
     let token_at = |i: usize| sorted.at(i) as u32;
     let before = if begin > 0 { token_at(begin - 1) } else { u32::MAX };
     let after = if begin + count < positions { token_at(begin + count) } else { u32::MAX };
@@ -233,7 +234,8 @@ pub struct Shared {
     firsts: SharedArray<u32>,
     /// The token before each of these, at the end of the previous chunk.
     befores: SharedArray<u32>,
-    /// For each chunk of the set: the number of further chunks that its last run covers if that exceeds [`WARPS`], else 0.
+    /// For each chunk of the set: the number of further chunks that its last run covers if that exceeds [`WARPS`], else
+    /// 0.
     long: SharedArray<u32>,
 }
 
@@ -254,9 +256,9 @@ pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> Shared {
 
 /// Completes the backward pass after [`encoder_backward_wte`].
 ///
-/// Adds the partial sums of the runs that cross chunks to dwte (V, C), and the sum over b of dout (B, T, C) to dwpe
-/// (T, C). The runs are latency-bound: a few dependent loads. dwpe is bandwidth-bound. Blocks of the two kinds alternate
-/// in the grid, so that they overlap. `length` is the number of positions per chunk, as in [`WteSizes`]. Grid:
+/// Adds the partial sums of the runs that cross chunks to dwte (V, C), and the sum over b of dout (B, T, C) to dwpe (T,
+/// C). The runs are latency-bound: a few dependent loads. dwpe is bandwidth-bound. Blocks of the two kinds alternate in
+/// the grid, so that they overlap. `chunk_len` is the number of positions per chunk, as in [`WteSizes`]. Grid:
 /// [`encoder_backward_rest_grid`]. Shared memory: [`encoder_backward_rest_shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn encoder_backward_rest<T: Element>(
@@ -269,18 +271,19 @@ pub fn encoder_backward_rest<T: Element>(
     batch: u32,
     sequence: u32,
     channels: u32,
-    length: u32,
+    chunk_len: u32,
 ) {
     let seed = seed.at(0) as u32;
-    let (batch, sequence, channels, length) = (batch as usize, sequence as usize, channels as usize, length as usize);
-    let runs = run_blocks::<T>(batch * sequence, channels, length.max(1));
+    let (batch, sequence, channels, chunk_len) =
+        (batch as usize, sequence as usize, channels as usize, chunk_len as usize);
+    let runs = run_blocks::<T>(batch * sequence, channels, chunk_len.max(1));
     let places = position_blocks::<T>(sequence, channels);
     let (block, of_each) = (thread::block_idx_x() as usize, runs.min(places));
     let (reduces_runs, index) =
         if block < 2 * of_each { (block.is_multiple_of(2), block / 2) } else { (runs > places, block - of_each) };
     if reduces_runs {
         let gradient = WteGradient { dwte, partials, channels, seed };
-        add_runs::<T>(index, gradient, sorted, batch * sequence, length);
+        add_runs::<T>(index, gradient, sorted, batch * sequence, chunk_len);
     } else {
         // The inverted seed keeps elements with the same index in dwte and dwpe from getting the same random bits.
         add_positions::<T>(index, dwpe, dout, batch, sequence, channels, !seed);
@@ -300,7 +303,13 @@ struct WteGradient<T> {
 ///
 /// The warps distribute the short runs among themselves. All warps together reduce each long run.
 #[inline(always)]
-fn add_runs<T: Element>(block: usize, gradient: WteGradient<T>, sorted: Global<i32>, positions: usize, length: usize) {
+fn add_runs<T: Element>(
+    block: usize,
+    gradient: WteGradient<T>,
+    sorted: Global<i32>,
+    positions: usize,
+    chunk_len: usize,
+) {
     let WteGradient { dwte, partials, channels, seed } = gradient;
     let shared = encoder_backward_rest_shared::<T>(&mut Layout::new());
     let (lane, warp) = (warp::lane() as usize, warp::index() as usize);
@@ -313,7 +322,7 @@ fn add_runs<T: Element>(block: usize, gradient: WteGradient<T>, sorted: Global<i
 
     let thread = thread::thread_idx_x() as usize;
     if thread < INSPECTED {
-        let begin = (first_chunk + thread) * length;
+        let begin = (first_chunk + thread) * chunk_len;
         let exists = begin < positions;
         shared.firsts.set(thread, if exists { token_at(begin) } else { NONE });
         shared.befores.set(thread, if exists && begin > 0 { token_at(begin - 1) } else { NONE });
@@ -341,7 +350,7 @@ fn add_runs<T: Element>(block: usize, gradient: WteGradient<T>, sorted: Global<i
             heads += 1;
         }
         if heads > WARPS {
-            let heads = heads_of_run(chunk + 1, token, positions, length, token_at);
+            let heads = heads_of_run(chunk + 1, token, positions, chunk_len, token_at);
             if lane == 0 {
                 shared.long.set(of_set, heads as u32);
             }
@@ -469,10 +478,16 @@ fn add_positions<T: Element>(
 
 /// Returns the number of consecutive chunks, from `first` on, whose first token is `token`. Uniform across the warp.
 #[inline(always)]
-fn heads_of_run(first: usize, token: u32, positions: usize, length: usize, token_at: impl Fn(usize) -> u32) -> usize {
+fn heads_of_run(
+    first: usize,
+    token: u32,
+    positions: usize,
+    chunk_len: usize,
+    token_at: impl Fn(usize) -> u32,
+) -> usize {
     let mut heads = 0;
     loop {
-        let begin = (first + heads + warp::lane() as usize) * length;
+        let begin = (first + heads + warp::lane() as usize) * chunk_len;
         let more = warp::ballot(begin < positions && token_at(begin.min(positions - 1)) == token).trailing_ones();
         heads += more as usize;
         if more < warp::LANES {

@@ -1,9 +1,9 @@
 //! Index mapping of elementwise kernels that access arrays of the storage type and of f32 together.
 //!
-//! One 16-byte vector of bf16 corresponds to two 16-byte vectors of f32. If each thread took eight consecutive elements,
-//! neighbouring threads would access f32 arrays 32 bytes apart. Each access would use half of a 32-byte sector, and every
-//! sector would be transferred twice. Here the threads of a block take four consecutive elements each, so every access is
-//! coalesced. In bf16 each thread then takes four more.
+//! One 16-byte vector of bf16 corresponds to two 16-byte vectors of f32. If each thread took eight consecutive
+//! elements, neighbouring threads would access f32 arrays 32 bytes apart. Each access would use half of a 32-byte
+//! sector, and every sector would be transferred twice. Here the threads of a block take four consecutive elements
+//! each, so every access is coalesced. In bf16 each thread then takes four more.
 
 use core::marker::PhantomData;
 use core::ops::Range;

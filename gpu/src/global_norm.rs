@@ -26,8 +26,8 @@ pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
 
 /// Computes partials (grid), each block's share of the sum of squares of values (n), with a grid-stride loop.
 ///
-/// Any n is allowed; `values` is 16-byte aligned. To reduce several arrays with one [`norm`], place their partials next to
-/// each other. Grid: [`squared_sum_grid`]. Shared memory: [`shared`].
+/// Any n is allowed; `values` is 16-byte aligned. To reduce several arrays with one [`norm`], place their partials next
+/// to each other. Grid: [`squared_sum_grid`]. Shared memory: [`shared`].
 #[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn squared_sum<T: Element>(partials: GlobalMut<f32>, values: Global<T>, n: u64) {
     let scratch = shared(&mut Layout::new());

@@ -1,12 +1,12 @@
 //! Layer normalization over C (Ba et al., 2016, arXiv:1607.06450): normed = (x - mean) * rstd * weight + bias, where
 //! rstd = 1 / sqrt(variance + 1e-5) with the biased variance.
 //!
-//! Shapes: x, normed and the gradients of both (rows, C), mean and rstd (rows) f32, weight and bias (C). C is a multiple
-//! of the packet.
+//! Shapes: x, normed and the gradients of both (rows, C), mean and rstd (rows) f32, weight and bias (C). C is a
+//! multiple of the packet.
 //!
-//! Each row is read once and kept on chip until its last use, as PACKETS packets per lane of WARPS warps. Hence
-//! C <= PACKETS * WARPS * 32 * `T::PACKET`. [`Shape`] lists the instantiated combinations, which cover up to 16384 channels
-//! in bf16 and 8192 in f32.
+//! Each row is read once and kept on chip until its last use, as PACKETS packets per lane of WARPS warps, so C is at
+//! most PACKETS * WARPS * 32 * `T::PACKET`. [`Shape`] lists the instantiated combinations, which cover up to 16384
+//! channels in bf16 and 8192 in f32.
 //!
 //! * WARPS is 1 (eight rows per block, no barrier), 4 (two groups of warps, each with its own named barrier), or 8 (one
 //!   group).
@@ -21,13 +21,13 @@
 //! buffered where two rows fit.
 //!
 //! The gradients of weight and bias are a two-stage reduction: per-block column sums in `partials` (blocks, 2, C) f32,
-//! weight first, which [`layernorm_backward_reduce`] adds up. There are no atomics, and the result is deterministic for a
-//! given grid.
+//! weight first, which [`layernorm_backward_reduce`] adds up. There are no atomics, and the result is deterministic for
+//! a given grid.
 //!
-//! Shapes with registers for a third sum ([`Shape::sums_columns`]) can also compute the column sums of the updated dinp;
-//! `partials` then has shape (blocks, 3, C). If dinp is the gradient of a linear layer's output, its column sums are that
-//! layer's bias gradient, and no separate kernel is needed. The values are summed before they are rounded to T, which is
-//! more accurate than summing the stored values and saves their conversion.
+//! Shapes with registers for a third sum ([`Shape::sums_columns`]) can also compute the column sums of the updated
+//! dinp; `partials` then has shape (blocks, 3, C). If dinp is the gradient of a linear layer's output, its column sums
+//! are that layer's bias gradient, and no separate kernel is needed. The values are summed before they are rounded to
+//! T, which is more accurate than summing the stored values and saves their conversion.
 
 use crate::column_sum;
 use cuda_std::shared::Layout;
@@ -55,8 +55,8 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// Returns the smallest shape that holds rows of `channels`, or `None` if `channels` is too large or not a multiple of
-    /// the packet.
+    /// Returns the smallest shape that holds rows of `channels`, or `None` if `channels` is too large or not a multiple
+    /// of the packet.
     pub const fn of<T: Element>(channels: usize) -> Option<Self> {
         let packets = channels / T::PACKET;
         if !channels.is_multiple_of(T::PACKET) {
@@ -89,8 +89,8 @@ impl Shape {
 
     /// Returns the grid size of [`layernorm_forward`].
     ///
-    /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a grid-stride
-    /// loop over rows that prefetches the next ones.
+    /// With PACKETS = 1 the kernel is persistent: at most the resident blocks of `sm_count` SMs, each with a
+    /// grid-stride loop over rows that prefetches the next ones.
     pub const fn forward_grid(self, rows: usize, sm_count: usize) -> u32 {
         let (useful, resident) = (rows.div_ceil(self.rows_per_block()) as u32, (4 * sm_count) as u32);
         if self.is_of_one_packet() && resident < useful { resident } else { useful }
@@ -106,7 +106,8 @@ impl Shape {
         layout.bytes()
     }
 
-    /// Returns the grid size of [`layernorm_backward`], a persistent kernel: at most the resident blocks of `sm_count` SMs.
+    /// Returns the grid size of [`layernorm_backward`], a persistent kernel: at most the resident blocks of `sm_count`
+    /// SMs.
     pub const fn backward_grid(self, rows: usize, sm_count: usize) -> u32 {
         let resident = match self {
             Self::Warp2 => 3 * sm_count,
@@ -199,8 +200,8 @@ const fn stages(packets: usize) -> usize {
 
 /// Lays out the shared memory of [`layernorm_backward`].
 ///
-/// It holds the scratch of the row reductions and the packets of dout, inp and dinp, (stages, 3, ROWS, PACKETS, threads).
-/// The packets' memory is reused for the column sums of the groups.
+/// It holds the scratch of the row reductions and the packets of dout, inp and dinp, (stages, 3, ROWS, PACKETS,
+/// threads). The packets' memory is reused for the column sums of the groups.
 fn backward_shared<T: Element>(layout: &mut Layout, packets: usize, rows: usize) -> (SharedArray<f32>, SharedArray<T>) {
     (scratch(layout, 2 * rows), layout.array(stages(packets) * 3 * rows * packets * THREADS as usize * T::PACKET))
 }
@@ -210,8 +211,8 @@ const fn sums_per_column(column_sums: bool) -> usize {
     if column_sums { 3 } else { 2 }
 }
 
-/// Lays out the column sums of the groups, (groups, 2 or 3, C), in the memory of the pipeline stages. They fit because C is
-/// at most PACKETS * WARPS * 32 packets.
+/// Lays out the column sums of the groups, (groups, 2 or 3, C), in the memory of the pipeline stages. They fit because
+/// C is at most PACKETS * WARPS * 32 packets.
 fn group_sums(layout: &mut Layout, len: usize, rows: usize) -> SharedArray<f32> {
     scratch(layout, 2 * rows);
     layout.array(len)
@@ -240,9 +241,9 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         let (group, first) = if WARPS == 1 {
             (warp::index() as usize, warp::lane() as usize)
         } else {
-            // Even for a single group, the group is computed from the thread index. ptxas then treats the row as thread-
-            // dependent, allocates twice the registers in the backward kernel, and schedules its loads earlier. This makes
-            // it 7 to 12 % faster (docs/performance/row-wise.md).
+            // Even for a single group, the group is computed from the thread index. ptxas then treats the row as
+            // thread-dependent, allocates twice the registers in the backward kernel, and schedules its loads earlier.
+            // This makes it 7 to 12 % faster (docs/performance/row-wise.md).
             let thread = thread::thread_idx_x() as usize;
             (thread / (WARPS * LANES), thread % (WARPS * LANES))
         };
@@ -268,8 +269,8 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         (column < self.channels).then_some(column)
     }
 
-    /// Loads the thread's packets of ROWS rows from `row` on. Packets past the end of a row or past the last of `rows` rows
-    /// are zero.
+    /// Loads the thread's packets of ROWS rows from `row` on. Packets past the end of a row or past the last of `rows`
+    /// rows are zero.
     #[inline(always)]
     fn load(&self, from: Global<T>, row: usize, rows: usize) -> [[Packet<T>; PACKETS]; ROWS] {
         let mut packets = [[Packet::zero(); PACKETS]; ROWS];
@@ -341,8 +342,8 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
                 }
             }
         }
-        // Refines the quotient to a correctly rounded one: in a constant row, whose variance is 0, rstd = 316 amplifies any
-        // error of the mean.
+        // Refines the quotient to a correctly rounded one: in a constant row, whose variance is 0, rstd = 316 amplifies
+        // any error of the mean.
         let means = self.sums(sums, 0).map(|[sum]| {
             let m = sum * scale;
             math::fma(math::fma(-m, self.channels as f32, sum), scale, m)
@@ -451,11 +452,11 @@ pub fn layernorm_forward<T: Element, const PACKETS: usize, const WARPS: usize, c
 
 /// Adds the gradient of inp to dinp (rows, C), given dout (rows, C), the gradient of normed.
 ///
-/// With xhat = (inp - mean) * rstd and g = dout * weight, the gradient is
-/// rstd * (g - mean over C of g - xhat * (mean over C of g * xhat)). The kernel also writes the block's sums of dweight
-/// and dbias and, with COLUMN_SUMS, of the columns of the updated dinp to `partials` ([`Shape::backward_partials`]
-/// elements, which may be uninitialized). [`layernorm_backward_reduce`] must follow. Grid: [`Shape::backward_grid`]. Shared
-/// memory: [`Shape::backward_shared_bytes`].
+/// With xhat = (inp - mean) * rstd and g = dout * weight, the gradient is rstd * (g - mean over C of g - xhat * (mean
+/// over C of g * xhat)). The kernel also writes the block's sums of dweight and dbias and, with COLUMN_SUMS, of the
+/// columns of the updated dinp to `partials` ([`Shape::backward_partials`] elements, which may be uninitialized).
+/// [`layernorm_backward_reduce`] must follow. Grid: [`Shape::backward_grid`]. Shared memory:
+/// [`Shape::backward_shared_bytes`].
 #[kernel(threads = 256, instances(
     bf16_2 = <cuda_std::bf16, 2, 1, 1, false>,
     bf16_1x4 = <cuda_std::bf16, 1, 4, 2, false>, bf16_1x4_sums = <cuda_std::bf16, 1, 4, 2, true>,
@@ -629,8 +630,8 @@ pub fn layernorm_backward<
 
 /// Adds the sums over blocks of `partials` to dweight (C), dbias (C) and column_sums (C), rounded to nearest even.
 ///
-/// `column_sums` may be null. `partials` has shape (blocks, 2, C), or (blocks, 3, C) with column sums, where `blocks` is the
-/// grid size of [`layernorm_backward`]. Grid: [`reduce_grid`]. Shared memory: [`column_sum::shared`].
+/// `column_sums` may be null. `partials` has shape (blocks, 2, C), or (blocks, 3, C) with column sums, where `blocks`
+/// is the grid size of [`layernorm_backward`]. Grid: [`reduce_grid`]. Shared memory: [`column_sum::shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn layernorm_backward_reduce<T: Element>(
     dweight: GlobalMut<T>,

@@ -1,14 +1,14 @@
 //! The GPU kernels of GPT-2 training. Each module holds one operation, with its forward and backward kernels.
 //!
-//! The crate is compiled twice from the same source. `cuda_builder` compiles it to PTX. The host build turns each kernel
-//! into a typed launch function, whose result can also run in the emulator.
+//! The crate is compiled twice from the same source. `cuda_builder` compiles it to PTX. The host build turns each
+//! kernel into a typed launch function, whose result can also run in the emulator.
 //!
 //! Dimensions in the docs: batch size B, sequence length T, channels C, attention heads NH, head size HS = C / NH,
-//! vocabulary V, and vocabulary padded to the GEMM's tile Vp. Arrays are row-major. Kernels with a type parameter T are
+//! vocabulary size V, and padded vocabulary size Vp. Arrays are row-major. Kernels with a type parameter T are
 //! instantiated for storage in f32 and bf16, and compute in f32.
 //!
-//! Most kernels access memory in packets: vectorized 16-byte loads and stores of `T::PACKET` elements (8 bf16 or 4 f32).
-//! Arrays of packets are 16-byte aligned and the length of a row is a multiple of the packet.
+//! Most kernels access memory in packets: vectorized 16-byte loads and stores of `T::PACKET` elements (8 bf16 or 4
+//! f32). Arrays of packets are 16-byte aligned and the length of a row is a multiple of the packet.
 //!
 //! Host code that chooses a kernel or runs one does not belong here. The grid and shared memory size of each kernel do.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]

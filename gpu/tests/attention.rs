@@ -17,7 +17,8 @@ use proptest::strategy::Strategy;
 tests! {
     kernels of "attention";
     for both types: head_size_64_matches_f64_reference, head_size_80_matches_f64_reference,
-        head_size_96_matches_f64_reference, head_size_128_matches_f64_reference, outputs_are_convex_combinations_of_values,
+        head_size_96_matches_f64_reference, head_size_128_matches_f64_reference,
+        outputs_are_convex_combinations_of_values,
         later_positions_do_not_affect_earlier_ones, heads_are_independent, gradients_sum_as_probabilities_require,
         zero_scores_give_running_means, equal_scores_give_running_means, dominant_key_takes_all_attention,
         large_scores_do_not_overflow, nan_stays_in_its_head, nan_at_a_position_spreads_only_as_documented;

@@ -9,7 +9,8 @@ use gpu::column_sum;
 
 tests! {
     kernels of "bias.rs";
-    for both types: bias_gradient_matches_f64_sums, random_shapes_and_slices_are_exact, nan_and_infinity_stay_in_their_column;
+    for both types: bias_gradient_matches_f64_sums, random_shapes_and_slices_are_exact,
+        nan_and_infinity_stay_in_their_column;
 }
 
 /// Runs both kernels and returns the new dbias, with the rows of dout in `slices` slices.

@@ -11,7 +11,8 @@ use std::slice;
 tests! {
     kernels of "classifier.rs";
     for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
-        random_shapes_match_f64_reference, staging_does_not_change_the_result, shifting_logits_does_not_change_the_result,
+        random_shapes_match_f64_reference, staging_does_not_change_the_result,
+        shifting_logits_does_not_change_the_result,
         large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row;
 }
 
@@ -78,8 +79,8 @@ impl<T: Tolerance> Case<T> {
         want
     }
 
-    /// The gradient of the target is a difference from 1, so its error is relative to 1. All others have a small relative
-    /// error, except for subnormal numbers.
+    /// The gradient of the target is a difference from 1, so its error is relative to 1. All others have a small
+    /// relative error, except for subnormal numbers.
     fn assert_near(&self, mut got: Got, mut want: Got) {
         assert_close("losses", &got.losses, &want.losses, 2e-6, 1.0);
         for (row, &target) in self.targets.iter().enumerate() {

@@ -100,7 +100,7 @@ fn gradients<T: Tolerance>(
     let partials = memory.output::<f32>("partials", encoder_backward_partials(n, channels, chunk));
     let seed = memory.input("seed", &[seed.cast_signed()]);
     let (b, t, c, length) = (batch as u32, sequence as u32, channels as u32, chunk as u32);
-    let sizes = WteSizes { positions: n as u32, channels: c, chunk: length };
+    let sizes = WteSizes { positions: n as u32, channels: c, chunk_len: length };
     let launch = encoder_backward_wte(dwte, partials, dout, order, sorted, seed, sizes);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
     let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, sorted, seed, b, t, c, length);

@@ -17,8 +17,8 @@ tests! {
         column_sums_of_integers_are_exact, nan_gradients_stay_in_their_row_and_column, every_channel_count_has_a_shape;
 }
 
-/// (rows, C). Covers one row, multiples of 80 that leave lanes idle, every [`Shape`] of both types, fewer rows than a block
-/// processes at a time, and several iterations per block.
+/// (rows, C). Covers one row, multiples of 80 that leave lanes idle, every [`Shape`] of both types, fewer rows than a
+/// block processes at a time, and several iterations per block.
 const SHAPES: [(usize, usize); 12] = [
     (45, 1280),
     (1, 8),
@@ -332,8 +332,8 @@ fn column_sums_of_integers_are_exact<T: Tolerance>() {
     });
 }
 
-/// A NaN in dout spreads to its row of dinp and its column of dweight and dbias. A NaN in inp spreads to its row of dinp and
-/// to all of dweight, because the reference statistics of the row become NaN.
+/// A NaN in dout spreads to its row of dinp and its column of dweight and dbias. A NaN in inp spreads to its row of
+/// dinp and to all of dweight, because the reference statistics of the row become NaN.
 fn nan_gradients_stay_in_their_row_and_column<T: Tolerance>() {
     for channels in [80, 1024, 1600, 4096] {
         let mut case = Backward::<T>::new(5, channels, 0);

@@ -216,8 +216,8 @@ fn host_launch(function: &ItemFn, options: &Options, threads: u32, arguments: &[
 
 /// The exception from `too_many_arguments` for the functions that a kernel expands to.
 ///
-/// LLVM infers the global address space only for pointers that are parameters of their own. If a kernel took its pointers
-/// in a struct, its `ld.global` and `st.global` instructions would become slower generic ones.
+/// LLVM infers the global address space only for pointers that are parameters of their own. If a kernel took its
+/// pointers in a struct, its `ld.global` and `st.global` instructions would become slower generic ones.
 fn lints() -> TokenStream {
     quote! {
         #[allow(clippy::too_many_arguments, reason = "pointers in a struct would lose their address space")]

@@ -18,9 +18,9 @@ use proc_macro::TokenStream;
 /// wrong argument type is a compile error. Generic arguments without an instance cause a panic that lists the
 /// instances.
 ///
-/// Parameters are scalars, `Global` and `GlobalMut` views, and `#[repr(C)]` structs of scalars without padding, up to 128
-/// bytes, which are passed by value. Views must be parameters of their own: LLVM does not infer the address space of a
-/// pointer that it loads from a struct.
+/// Parameters are scalars, `Global` and `GlobalMut` views, and `#[repr(C)]` structs of scalars without padding, up to
+/// 128 bytes, which are passed by value. Views must be parameters of their own: LLVM does not infer the address space
+/// of a pointer that it loads from a struct.
 ///
 /// * `threads = N`: the block size, one-dimensional (`.maxntid`).
 /// * `blocks_per_sm = N`: the number of blocks that must fit on an SM (`.minnctapersm`), which limits registers. An

@@ -1,7 +1,7 @@
 //! The second kernel of the backward pass: dK and dV.
 //!
-//! A block owns ROWS keys of one head and iterates over tiles of queries, from the diagonal on. It computes the transposed
-//! scores, so that Pᵀ and dSᵀ are in the accumulator layout that the left operand of the next matmul needs:
+//! A block owns ROWS keys of one head and iterates over tiles of queries, from the diagonal on. It computes the
+//! transposed scores, so that Pᵀ and dSᵀ are in the accumulator layout that the left operand of the next matmul needs:
 //! dV = Pᵀ dout, dK = dSᵀ Q / sqrt(HS).
 
 use super::mask::mask_scores_transposed;

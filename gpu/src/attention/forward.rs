@@ -47,7 +47,8 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
 
 /// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,3,NH,HS).
 ///
-/// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH, B).
+/// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH,
+/// B).
 #[kernel(threads = 128, instances(
     bf16_64 = <bf16, 64, 128, 64>(blocks_per_sm = 2),
     bf16_80 = <bf16, 80, 64, 32>(blocks_per_sm = 3),
@@ -92,8 +93,8 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let mut softmax = [OnlineSoftmax::new(); 2];
     let mut o = Accumulators::<ROWS, HS>::zero();
     for tile in 0..key_tiles {
-        // One barrier per tile: it makes this tile visible to all threads, and ensures that all have finished reading the
-        // buffer that the next tile overwrites.
+        // One barrier per tile: it makes this tile visible to all threads, and ensures that all have finished reading
+        // the buffer that the next tile overwrites.
         async_copy::wait::<0>();
         thread::sync_threads();
         if tile + 1 < key_tiles {

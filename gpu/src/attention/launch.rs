@@ -34,8 +34,8 @@ impl Shape {
 
 /// Selects the instance of `$kernel` for `T` and the head size of the shape, or `None` for other head sizes.
 ///
-/// The table maps each head size to the tile sizes of bf16, then of f32: (rows that the block owns, rows of a tile that it
-/// iterates over). They must match the instances in the `#[kernel]` attribute.
+/// The table maps each head size to the tile sizes of bf16, then of f32: (rows that the block owns, rows of a tile that
+/// it iterates over). They must match the instances in the `#[kernel]` attribute.
 macro_rules! instance {
     ($kernel:ident $arguments:tt, $shared_bytes:ident, $shape:expr;
      $($hs:literal => ($rows:literal, $columns:literal), ($rows_f32:literal, $columns_f32:literal);)*) => {

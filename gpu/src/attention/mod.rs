@@ -1,13 +1,13 @@
 //! Causal self-attention with `mma.sync` tensor core instructions, forward and backward, for sm_80 and later.
 //!
 //! The algorithm is FlashAttention-2 (Dao, 2023, arXiv:2307.08691): the T x T scores are never stored. The kernels read
-//! qkv (B,T,3,NH,HS) in place and write out (B,T,NH,HS). Head sizes are 64, 80, 96 and 128; T is arbitrary. `lse` (B,NH,T)
-//! is the natural log-sum-exp of each query's scaled scores. Rows past the end of a sequence are read as zeros. As keys
-//! they are masked; as queries they are not stored, or their probabilities are set to zero.
+//! qkv (B,T,3,NH,HS) in place and write out (B,T,NH,HS). Head sizes are 64, 80, 96 and 128; T is arbitrary. `lse`
+//! (B,NH,T) is the natural log-sum-exp of each query's scaled scores. Rows past the end of a sequence are read as
+//! zeros. As keys they are masked; as queries they are not stored, or their probabilities are set to zero.
 //!
-//! The backward pass is deterministic: there are no atomics, and each block accumulates its gradients in registers. With
-//! P the probabilities, recomputed from lse, D = rowsum(dout ∘ out) and dS = P ∘ (dout Vᵀ - D):
-//! dV = Pᵀ dout, dK = dSᵀ Q / sqrt(HS), dQ = dS K / sqrt(HS). Three kernels compute D, then dK and dV, then dQ.
+//! The backward pass is deterministic: there are no atomics, and each block accumulates its gradients in registers.
+//! With P the probabilities, recomputed from lse, D = rowsum(dout ∘ out) and dS = P ∘ (dout Vᵀ - D): dV = Pᵀ dout, dK =
+//! dSᵀ Q / sqrt(HS), dQ = dS K / sqrt(HS). Three kernels compute D, then dK and dV, then dQ.
 //!
 //! NaN and infinity do not spread to other heads or sequences. Masked positions do not affect the result, with one
 //! exception. Since 0 times NaN is NaN, a NaN in V (for dQ also in K; for dK and dV in Q and dout) also spreads to

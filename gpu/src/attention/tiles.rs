@@ -211,8 +211,8 @@ impl<const R: usize, const C: usize> Accumulators<R, C> {
 
     /// Replaces each element with the result of `f`.
     ///
-    /// The arguments of `f` are the strip, the index of the row (0 or 1), the column relative to [`lane_column`], and the
-    /// element.
+    /// The arguments of `f` are the strip, the index of the row (0 or 1), the column relative to [`lane_column`], and
+    /// the element.
     #[inline(always)]
     pub fn map(&mut self, f: impl Fn(usize, usize, usize, f32) -> f32) {
         for strip in 0..Self::STRIPS {
@@ -293,8 +293,8 @@ impl Columns {
 
 /// Returns the view of a double buffer that holds tile number `tile`: `even` or `odd`.
 ///
-/// Takes each view as a separate value. For a struct of views, the compiler would select its address, which would place the
-/// struct in local memory.
+/// Takes each view as a separate value. For a struct of views, the compiler would select its address, which would place
+/// the struct in local memory.
 #[inline(always)]
 pub fn stage<S>(even: S, odd: S, tile: usize) -> S {
     core::hint::select_unpredictable(tile.is_multiple_of(2), even, odd)

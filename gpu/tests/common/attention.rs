@@ -180,7 +180,8 @@ fn root_mean_square(values: impl Iterator<Item = f64>) -> f64 {
     (sum / f64::from(count)).sqrt()
 }
 
-/// Fails if `got` exceeds the allowed errors. They are relative to `least` if the root mean square of `want` is smaller.
+/// Fails if `got` exceeds the allowed errors. They are relative to `least` if the root mean square of `want` is
+/// smaller.
 #[track_caller]
 pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Errors) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -202,7 +203,8 @@ pub fn assert_near(what: &str, got: &[f64], want: &[f64], least: f64, errors: Er
     );
 }
 
-/// Fails unless `got` agrees with the reference. If a gradient vanishes, as dQ and dK do for T = 1, errors are absolute.
+/// Fails unless `got` agrees with the reference. If a gradient vanishes, as dQ and dK do for T = 1, errors are
+/// absolute.
 #[track_caller]
 pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
     let want = reference(inputs);
@@ -216,8 +218,8 @@ pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
     }
 }
 
-/// Fails unless each row of these tensors is bit-identical to the row of `want` at the index that `from` returns, if any.
-/// All NaNs are considered equal.
+/// Fails unless each row of these tensors is bit-identical to the row of `want` at the index that `from` returns, if
+/// any. All NaNs are considered equal.
 #[track_caller]
 pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from: impl Fn(Place) -> Option<Place>) {
     for &tensor in tensors {
@@ -262,8 +264,8 @@ pub fn check_convex(attend: impl Attend, inputs: &Inputs, slack: f64) {
     }
 }
 
-/// Checks causality: later positions do not affect out, lse and dQ of earlier ones, and earlier queries and their dout do
-/// not affect dK and dV of later ones.
+/// Checks causality: later positions do not affect out, lse and dQ of earlier ones, and earlier queries and their dout
+/// do not affect dK and dV of later ones.
 pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, position: usize) {
     let got = attend(inputs);
     let mix = |parts: &[usize], swap: &dyn Fn(usize) -> bool| {
@@ -301,9 +303,9 @@ pub fn check_heads(attend: impl Attend, inputs: &Inputs, turn: usize) {
 
 /// Checks the sums of dV and dK over keys.
 ///
-/// The probabilities of a query sum to 1 and the gradients of its scores to 0. The sum of dV is therefore the sum of dout
-/// over queries, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of
-/// the summands times the square root of their number.
+/// The probabilities of a query sum to 1 and the gradients of its scores to 0. The sum of dV is therefore the sum of
+/// dout over queries, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of the
+/// summands times the square root of their number.
 pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
     let Shape { b, t, nh, hs } = inputs.shape;
     let got = attend(inputs);
@@ -376,8 +378,8 @@ pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: 
         assert!((found / lse - 1.0).abs() < 1e-6, "lse at {place:?} of {shape:?} is {found}, expected {lse}");
     }
     let want = reference(&inputs);
-    // In f32, scores of 10^4 have an error of about 10^-3. The probabilities have the same error, which dQ and dK multiply
-    // with keys and queries.
+    // In f32, scores of 10^4 have an error of about 10^-3. The probabilities have the same error, which dQ and dK
+    // multiply with keys and queries.
     let errors = Errors { mean: 5e-3, worst: 5e-2 };
     assert_near("dV of a dominant key", &got.all(Tensor::DV), &want.all(Tensor::DV), 0.0, errors);
     for tensor in [Tensor::DQ, Tensor::DK] {
@@ -395,7 +397,8 @@ pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     for tensor in [Tensor::Out, Tensor::Lse, Tensor::DV] {
         assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 0.0, errors);
     }
-    // The gradients of scores nearly vanish: P ∘ (dP - D) is mostly rounding error, which is multiplied with keys near 170.
+    // The gradients of scores nearly vanish: P ∘ (dP - D) is mostly rounding error, which is multiplied with keys near
+    // 170.
     let errors = Errors { mean: 1e-2, worst: 0.2 };
     for tensor in [Tensor::DQ, Tensor::DK] {
         assert_near(&format!("{tensor:?} of large scores"), &got.all(tensor), &want.all(tensor), 170.0, errors);
@@ -424,7 +427,8 @@ pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]
 /// Checks NaN and infinity at one position, in one of Q, K, V and dout at a time.
 ///
 /// Masked positions must not affect the result, with one exception for positions of the same tile of `tile` positions:
-/// V (for out and dQ), K (for dQ), and Q and dout (for dK and dV) are multiplied by probabilities of 0, which gives NaN.
+/// V (for out and dQ), K (for dQ), and Q and dout (for dK and dV) are multiplied by probabilities of 0, which gives
+/// NaN.
 pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: Shape, position: usize, tile: usize) {
     let clean = Inputs::random::<T>(shape, 2.0, 14);
     let want = attend(&clean);

@@ -56,8 +56,8 @@ pub trait Tolerance: Element + Pod {
     /// Allowed relative error of one stochastic rounding.
     const STEP: f64 = 2.0 * Self::ROUNDING;
 
-    /// Returns the two adjacent values of this type that enclose `value`, the smaller magnitude first. Returns `value` twice
-    /// if it is representable.
+    /// Returns the two adjacent values of this type that enclose `value`, the smaller magnitude first. Returns `value`
+    /// twice if it is representable.
     fn neighbours(value: f32) -> [f32; 2];
 
     /// Returns `value` rounded to nearest even.
@@ -124,8 +124,8 @@ impl From<[u32; 3]> for Grid {
     }
 }
 
-/// Fails if an element of `got` differs from that of `want` by more than `relative` times the larger of the expected value
-/// and `scale`. NaN equals NaN, and an infinity equals itself.
+/// Fails if an element of `got` differs from that of `want` by more than `relative` times the larger of the expected
+/// value and `scale`. NaN equals NaN, and an infinity equals itself.
 #[track_caller]
 pub fn assert_close(what: &str, got: &[f64], want: &[f64], relative: f64, scale: f64) {
     assert_eq!(got.len(), want.len(), "{what}");

@@ -45,7 +45,7 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Res
         cuda.input("order", layout.tensor(batch, layout.order()), positions)?,
         sorted,
         seed,
-        encoder::WteSizes { positions: positions as u32, channels: c as u32, chunk: chunk as u32 },
+        encoder::WteSizes { positions: positions as u32, channels: c as u32, chunk_len: chunk as u32 },
     );
     cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
     let launch = encoder::encoder_backward_rest::<T>(
