@@ -452,5 +452,5 @@ fn struct_arguments_are_passed_by_value() {
     });
     // SAFETY: the kernel writes element 0 of `out`.
     unsafe { launch.emulate([1, 1, 1], 0) }.unwrap();
-    assert_eq!(out[0], 7.5);
+    assert_eq!(out[0].to_bits(), 7.5f32.to_bits());
 }
