@@ -9,7 +9,7 @@ use engine::{
     AdamW, BatchLayout, Engine, Epilogue, GeluForward, GeluFusion, GeluInput, GraphKey, MatmulShape, Optimized,
     UpdateRange,
 };
-use gpu::matmul::launch::MOST_TILINGS;
+use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
 use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, Unit, Unsharded, Zero};
 use verify::selftest::edge;
 
@@ -45,7 +45,7 @@ fn every_operation_agrees_with_the_kernels_for_sm_90a() {
 
 #[test]
 fn products_agree_in_every_tiling() {
-    for tiling in 0..MOST_TILINGS {
+    for tiling in 0..MAX_CANDIDATE_CONFIGS {
         let products = MatmulBackend::Rust;
         let emulation = EmulatedGpu { hopper: true, products, kernel_config: Some(tiling), ..EmulatedGpu::default() };
         agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16, None));

@@ -1,225 +1,482 @@
-//! The sm_90a matrix product against sums in f64.
+//! The `sm_90a` GEMM kernels compared with an f64 reference.
 
 mod common;
 
 use common::{Tolerance, assert_close, entries, for_all, integers, noise, rounded, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
-use cuda_std::{Element, Global, bf16};
-use gpu::matmul::{self, A_BOX, OUT_BOX, TILE_N};
-use proptest::sample::select;
+use cuda_std::{Element, GlobalMut};
+use cuda_std::{Global, bf16};
+use gpu::gelu::{self, gelu_forward};
+use gpu::matmul::launch::{self, GemmOp, GemmShape, KernelOperands, Map, TileConfig, TileShape, candidate_configs};
+use proptest::arbitrary::any;
+use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
 
 tests! {
-    kernels of "matmul/cooperative.rs";
-    once: one_element, around_a_tile, fewer_and_more_blocks_than_tiles, more_rows_than_a_group, many_steps, fractions,
-        linear, rows_of_a_and_b_are_apart, spoilt_rows, overflow;
+    kernels of "matmul/kernel.rs", "matmul/split_k.rs";
+    once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, any_grid_size_matches_reference,
+        several_tile_groups_match_reference, long_k_matches_reference, random_shapes_match_reference,
+        rows_of_a_are_independent, non_finite_elements_do_not_spread, gelu_is_accurate_over_its_whole_range,
+        gelu_beside_its_backward_has_the_same_bits, unsupported_shapes_are_rejected, split_k_matches_reference,
+        candidate_configs_are_supported_and_fill_the_gpu;
 }
 
-/// M, N, K; blocks of a cluster; clusters of the grid.
+const OPS: [GemmOp; 10] = [
+    GemmOp::ABt,
+    GemmOp::ABtBias,
+    GemmOp::ABtBiasResidual,
+    GemmOp::ABtBiasGelu,
+    GemmOp::AB,
+    GemmOp::ABGeluBackward,
+    GemmOp::ABGeluBackwardAndGelu,
+    GemmOp::AtBAccumulate,
+    GemmOp::AtBAccumulateColumnSums,
+    GemmOp::AtBAccumulateF32,
+];
+
+/// Returns true for a weight gradient.
+fn accumulates(op: GemmOp) -> bool {
+    matches!(op, GemmOp::AtBAccumulate | GemmOp::AtBAccumulateColumnSums | GemmOp::AtBAccumulateF32)
+}
+
+/// A GEMM, its tile configuration, and the number of thread blocks.
 #[derive(Clone, Copy, Debug)]
 struct Case {
+    op: GemmOp,
     m: usize,
     n: usize,
     k: usize,
-    cluster: u32,
-    clusters: u32,
+    config: TileConfig,
+    blocks: usize,
 }
 
-/// Elements between rows, which TMA must neither use nor write.
-const BETWEEN: f32 = f32::NAN;
+impl Case {
+    fn shape(self) -> GemmShape {
+        GemmShape { m: self.m, n: self.n, k: self.k }
+    }
 
-/// Rows of bf16 begin at multiples of 16 bytes, as TMA wants them.
-fn stride(columns: usize) -> usize {
-    columns.next_multiple_of(8)
+    /// Returns the offset of element (`i`, `l`) of a (M, K).
+    fn offset_in_a(self, i: usize, l: usize) -> usize {
+        if accumulates(self.op) { l * self.m + i } else { i * self.k + l }
+    }
+
+    /// Returns the offset of element (`l`, `j`) of b (K, N).
+    fn offset_in_b(self, l: usize, j: usize) -> usize {
+        match self.op {
+            op if accumulates(op) => l * self.n + j,
+            GemmOp::AB | GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu => l * self.n + j,
+            _ => j * self.k + l,
+        }
+    }
+
+    fn reads_aux(self) -> bool {
+        matches!(self.op, GemmOp::ABtBiasResidual | GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu)
+    }
+
+    fn has_second(self) -> bool {
+        matches!(self.op, GemmOp::ABtBiasGelu | GemmOp::ABGeluBackwardAndGelu)
+    }
+
+    fn has_bias(self) -> bool {
+        matches!(self.op, GemmOp::ABtBias | GemmOp::ABtBiasResidual | GemmOp::ABtBiasGelu)
+    }
+
+    /// Returns the elements of the bias, or of its gradient.
+    fn bias_len(self) -> usize {
+        if self.op == GemmOp::AtBAccumulateColumnSums { self.m } else { self.n }
+    }
+
+    /// Rounds `value` to the element type of out.
+    fn nearest(self, value: f64) -> f64 {
+        if self.op == GemmOp::AtBAccumulateF32 {
+            f64::from(value as f32)
+        } else {
+            f64::from(bf16::nearest(value as f32))
+        }
+    }
+
+    /// Returns the relative error allowed in out.
+    fn rounding(self) -> f64 {
+        if self.op == GemmOp::AtBAccumulateF32 { f32::ROUNDING } else { bf16::ROUNDING }
+    }
 }
 
-fn map(
-    memory: &mut Memory,
-    name: &str,
-    base: Global<bf16>,
-    rows: usize,
-    columns: usize,
-    tile: u32,
-) -> Global<TensorMap> {
-    let map = TensorMap::emulated(base, rows, columns, 2 * stride(columns), tile, OUT_BOX.1);
-    memory.input(&format!("map of {name}"), &[map])
+/// Operands, laid out as the [`GemmOp`] requires. All values are exact in bf16.
+#[derive(Clone)]
+struct Inputs {
+    a: Vec<f64>,
+    b: Vec<f64>,
+    bias: Vec<f64>,
+    aux: Vec<f64>,
 }
 
-fn operand(memory: &mut Memory, name: &str, values: &[f64], columns: usize, tile: u32) -> Global<TensorMap> {
-    let row = |row: &[f64]| {
-        let mut row = rounded::<bf16>(row);
-        row.resize(stride(columns), bf16::from_f32(BETWEEN));
-        row
-    };
-    let base = memory.input(name, &values.chunks(columns).flat_map(row).collect::<Vec<_>>());
-    map(memory, name, base, values.len() / columns, columns, tile)
+impl Inputs {
+    fn integers(case: Case) -> Self {
+        let Case { m, n, k, .. } = case;
+        let aux = noise(m * n, 4).iter().map(|x| 4.0 * x).collect();
+        Self { a: integers(m * k, 1), b: integers(n * k, 2), bias: integers(case.bias_len(), 3), aux }.rounded()
+    }
+
+    fn fractions(case: Case, seed: u32) -> Self {
+        let Case { m, n, k, .. } = case;
+        // Results are near 1, where GELU is most curved.
+        let b = noise(n * k, seed ^ 1).iter().map(|x| x * 3.0 / (k as f64).sqrt()).collect();
+        let aux = noise(m * n, seed ^ 3).iter().map(|x| 4.0 * x).collect();
+        Self { a: noise(m * k, seed), b, bias: noise(case.bias_len(), seed ^ 2), aux }.rounded()
+    }
+
+    fn rounded(self) -> Self {
+        let exact = |values: Vec<f64>| wide(&rounded::<bf16>(&values));
+        Self { a: exact(self.a), b: exact(self.b), bias: exact(self.bias), aux: exact(self.aux) }
+    }
 }
 
-/// out (M, N) = a (M, K) · b (N, K)ᵀ.
-fn multiply(a: &[f64], b: &[f64], case: Case) -> Vec<f64> {
-    let Case { m, n, k, cluster, clusters } = case;
+/// The outputs of a kernel or of the reference. `second` is empty if the GEMM has no second output.
+struct Outputs {
+    out: Vec<f64>,
+    second: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+fn run(case: Case, inputs: &Inputs) -> Outputs {
+    if case.op == GemmOp::AtBAccumulateF32 { run_to::<f32>(case, inputs) } else { run_to::<bf16>(case, inputs) }
+}
+
+/// Runs the kernels in the emulator with an output of element type `O`.
+fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outputs {
     let mut memory = Memory::new();
-    let a = operand(&mut memory, "a", a, k, A_BOX.0);
-    let b = operand(&mut memory, "b", b, k, TILE_N / cluster);
-    let out = memory.buffer("out", &vec![bf16::from_f32(BETWEEN); m * stride(n)]);
-    let out_map = map(&mut memory, "out", out.reader(), m, n, OUT_BOX.0);
-    let launch = match cluster {
-        1 => matmul::matmul_wgmma::<1>(a, b, out_map, m as u32, n as u32, k as u32),
-        _ => matmul::matmul_wgmma::<2>(a, b, out_map, m as u32, n as u32, k as u32),
+    let mut input = |name: &str, values: &[f64]| memory.input(name, &rounded::<bf16>(values));
+    let (a, b) = (input("a", &inputs.a), input("b", &inputs.b));
+    let bias = memory.buffer("bias", &rounded::<bf16>(&inputs.bias));
+    let len = case.m * case.n;
+    // A weight gradient accumulates into aux.
+    let out =
+        if accumulates(case.op) { memory.buffer("out", &rounded::<O>(&inputs.aux)) } else { memory.output("out", len) };
+    let as_bf16 = GlobalMut::<bf16>::new(out.pointer().cast());
+    let aux = if case.reads_aux() { memory.input("aux", &rounded::<bf16>(&inputs.aux)) } else { as_bf16.reader() };
+    let second = if case.has_second() { memory.output("second", len) } else { as_bf16 };
+    let scratch_len = case.config.scratch_len(case.op, case.shape());
+    let scratch = if scratch_len > 0 { memory.output("scratch", scratch_len) } else { GlobalMut::from_address(0) };
+    let [a_map, b_map, out_map] = launch::maps(case.op, case.shape(), case.config.tile);
+    let mut map = |name: &str, base: Global<bf16>, Map { extents: [rows, columns], tile }: Map| {
+        memory.input(name, &[TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1)])
     };
-    entries::launched(&launch);
-    let grid = [clusters * cluster, 1, 1];
-    if let Err(report) = launch.emulate_cluster_checked(&mut memory, grid, matmul::shared_bytes(), cluster) {
-        panic!("{report}, in {case:?}");
+    let operands = KernelOperands {
+        a: map("map of a", a, a_map),
+        b: map("map of b", b, b_map),
+        out: map("map of out", as_bf16.reader(), out_map),
+        aux: map("map of aux", aux, out_map),
+        second: map("map of second", second.reader(), out_map),
+        bias,
+        out_address: out.pointer().addr() as u64,
+        scratch,
+        scratch_len,
+    };
+    for kernel in launch::launches(case.op, case.shape(), case.config, operands, case.blocks) {
+        entries::launched(&kernel.launch);
+        if let Err(report) = kernel.launch.emulate_checked(&mut memory, kernel.grid, kernel.shared_bytes) {
+            panic!("{case:?}: {report}");
+        }
     }
     let out = wide(&memory.read(out));
-    assert!(out.chunks(stride(n)).all(|row| row[n..].iter().all(|x| x.is_nan())), "{case:?} writes between rows");
-    out.chunks(stride(n)).flat_map(|row| &row[..n]).copied().collect()
+    let second = if case.has_second() { wide(&memory.read(second)) } else { Vec::new() };
+    Outputs { out, second, bias: wide(&memory.read(bias)) }
 }
 
-/// The product, unrounded.
-fn sums(a: &[f64], b: &[f64], k: usize) -> Vec<f64> {
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    a.chunks(k).flat_map(|a| b.chunks(k).map(|b| dot(a, b)).collect::<Vec<_>>()).collect()
+/// Computes GELU as x · sigmoid(…), which stays accurate where x (1 + tanh …) / 2 cancels.
+fn gelu(x: f64) -> f64 {
+    x * sigmoid(x)
 }
 
-/// The product, rounded once.
-fn reference(a: &[f64], b: &[f64], k: usize) -> Vec<f64> {
-    sums(a, b, k).iter().map(|&sum| f64::from(bf16::nearest(sum as f32))).collect()
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-2.0 * scale() * (x + 0.044715 * x * x * x)).exp())
 }
 
-/// Of integers, whose sums f32 has: every bit of the result is known.
-fn check(case: Case) {
+fn scale() -> f64 {
+    (2.0 / std::f64::consts::PI).sqrt()
+}
+
+fn gelu_slope(x: f64) -> f64 {
+    let s = sigmoid(x);
+    s + 2.0 * x * s * (1.0 - s) * scale() * (1.0 + 3.0 * 0.044715 * x * x)
+}
+
+/// Computes unrounded outputs. For a GELU epilogue, out is [`gelu`] of `stored`, the kernel's rounded second output.
+fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outputs {
     let Case { m, n, k, .. } = case;
-    let (a, b) = (integers(m * k, 1), integers(n * k, 2));
-    assert_close(&format!("{case:?}"), &multiply(&a, &b, case), &reference(&a, &b, k), 0.0, 0.0);
+    let sum = |i: usize, j: usize| {
+        let bias = if case.has_bias() { inputs.bias[j] } else { 0.0 };
+        (0..k).map(|l| inputs.a[case.offset_in_a(i, l)] * inputs.b[case.offset_in_b(l, j)]).sum::<f64>() + bias
+    };
+    let sums: Vec<f64> = (0..m * n).map(|i| sum(i / n, i % n)).collect();
+    let mut bias = inputs.bias.clone();
+    if case.op == GemmOp::AtBAccumulateColumnSums {
+        let column_sum = |i: usize| (0..k).map(|l| inputs.a[case.offset_in_a(i, l)]).sum::<f64>();
+        bias.iter_mut().enumerate().for_each(|(i, bias)| *bias += column_sum(i));
+    }
+    let with_aux = |f: fn(f64, f64) -> f64| sums.iter().zip(&inputs.aux).map(|(&sum, &aux)| f(sum, aux)).collect();
+    let backward = |sum, aux| sum * gelu_slope(aux);
+    let (out, second) = match case.op {
+        GemmOp::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
+        GemmOp::ABGeluBackward => (with_aux(backward), Vec::new()),
+        GemmOp::ABGeluBackwardAndGelu => (with_aux(backward), with_aux(|_, aux| gelu(aux))),
+        op if accumulates(op) || op == GemmOp::ABtBiasResidual => (with_aux(|sum, aux| sum + aux), Vec::new()),
+        _ => (sums, Vec::new()),
+    };
+    Outputs { out, second, bias }
 }
 
-fn check_both(m: usize, n: usize, k: usize, clusters: u32) {
-    for cluster in [1, 2] {
-        check(Case { m, n, k, cluster, clusters });
+/// Checks integer operands, whose sums are exact in f32. Without GELU the result must match bit for bit.
+fn check(case: Case) {
+    let inputs = Inputs::integers(case);
+    let got = run(case, &inputs);
+    let want = reference(case, &inputs, &got.second);
+    let exactly = |name: &str, got: &[f64], want: &[f64]| {
+        let nearest: Vec<_> = want.iter().map(|&x| case.nearest(x)).collect();
+        assert_close(&format!("{case:?}, {name}"), got, &nearest, 0.0, 0.0);
+    };
+    let closely = |name: &str, got: &[f64], want: &[f64]| {
+        assert_close(&format!("{case:?}, {name}"), got, want, bf16::ROUNDING, 1e-30);
+    };
+    assert_close(&format!("{case:?}, bias"), &got.bias, &wide(&rounded::<bf16>(&want.bias)), 0.0, 0.0);
+    match case.op {
+        GemmOp::ABtBiasGelu => {
+            closely("out", &got.out, &want.out);
+            exactly("second", &got.second, &want.second);
+        }
+        GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu => {
+            closely("out", &got.out, &want.out);
+            closely("second", &got.second, &want.second);
+        }
+        _ => exactly("out", &got.out, &want.out),
     }
 }
 
-fn one_element() {
-    check_both(1, 1, 1, 1);
+/// Returns all supported configurations with split-K up to 3.
+fn configs(op: GemmOp, shape: GemmShape) -> Vec<TileConfig> {
+    let all = TileShape::ALL.into_iter().flat_map(|tile| (1..=3).map(move |split_k| TileConfig { tile, split_k }));
+    all.filter(|config| config.is_supported(op, shape)).collect()
 }
 
-fn around_a_tile() {
-    let sizes = [
-        (1, 257, 64),
-        (63, 1, 65),
-        (64, 63, 127),
-        (65, 65, 1),
-        (127, 255, 63),
-        (128, 256, 128),
-        (129, 129, 129),
-        (255, 127, 7),
-        (257, 64, 130),
-    ];
+fn check_all(ops: &[GemmOp], m: usize, n: usize, k: usize, blocks: usize) {
+    for &op in ops {
+        // TMA requires rows of a (K, M) to be multiples of 16 bytes.
+        let m = if accumulates(op) { m.next_multiple_of(8) } else { m };
+        for config in configs(op, GemmShape { m, n, k }) {
+            check(Case { op, m, n, k, config, blocks });
+        }
+    }
+}
+
+fn smallest_shape_matches_reference() {
+    check_all(&OPS, 1, 8, 8, 1);
+}
+
+fn shapes_around_a_tile_match_reference() {
+    let sizes = [(1, 200, 64), (63, 8, 72), (65, 64, 8), (127, 136, 56), (128, 192, 128), (129, 128, 200)];
     for (m, n, k) in sizes {
-        check_both(m, n, k, 1);
+        check_all(&OPS, m, n, k, 1);
     }
 }
 
-/// 3 x 3 tiles, or 2 x 3 pairs of which the lower block of some is outside; a ring that goes on from tile to tile.
-fn fewer_and_more_blocks_than_tiles() {
-    for clusters in [1, 2, 4, 7, 11] {
-        check_both(300, 520, 200, clusters);
+/// Covers outputs of 2 x 2 to 3 x 4 tiles. Blocks have odd and even numbers of tiles, some consumers have none, and the
+/// pipeline continues from tile to tile.
+fn any_grid_size_matches_reference() {
+    for blocks in [1, 4, 17] {
+        let ops = [
+            GemmOp::ABtBiasResidual,
+            GemmOp::ABGeluBackward,
+            GemmOp::ABGeluBackwardAndGelu,
+            GemmOp::AtBAccumulateColumnSums,
+        ];
+        check_all(&ops, 264, 392, 200, blocks);
     }
 }
 
-/// Groups of 16 tiles, then one of fewer, and of two columns.
-fn more_rows_than_a_group() {
-    check(Case { m: 2200, n: 300, k: 8, cluster: 1, clusters: 5 });
-    check(Case { m: 4200, n: 300, k: 8, cluster: 2, clusters: 3 });
+/// Covers a full group of 16 rows of tiles followed by a smaller group or none, with more than one column of tiles.
+fn several_tile_groups_match_reference() {
+    for (op, m) in [(GemmOp::ABtBias, 2200), (GemmOp::AB, 2048), (GemmOp::AtBAccumulate, 2200)] {
+        check(Case { op, m, n: 264, k: 8, config: TileConfig { tile: TileShape::T128x128, split_k: 1 }, blocks: 5 });
+    }
 }
 
-/// A ring of four stages goes round more than once within a tile.
-fn many_steps() {
-    check_both(65, 257, 700, 1);
-    check_both(257, 100, 519, 2);
+/// A pipeline of four or five stages wraps around more than once within a tile.
+fn long_k_matches_reference() {
+    check_all(&[GemmOp::ABt, GemmOp::ABtBiasGelu, GemmOp::AtBAccumulateColumnSums], 65, 400, 712, 1);
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let sizes = |most| {
-        (1..=most, select(vec![1, 8, 63, 64, 65, 127, 128, 129]), 0..2)
-            .prop_map(|(any, edge, which)| if which == 0 { any } else { edge })
-    };
-    let sizes = (sizes(400usize), sizes(600usize), sizes(300usize), 1..=2u32, 1..5u32);
-    sizes.prop_map(|(m, n, k, cluster, clusters)| Case { m, n, k, cluster, clusters })
+    let rows = (1..=400usize, select(vec![1, 63, 64, 65, 127, 128, 129]), 0..2);
+    let rows = rows.prop_map(|(any, edge, which)| if which == 0 { any } else { edge });
+    let columns = |most: usize| (1..=most / 8).prop_map(|packets| 8 * packets);
+    let ops = select(OPS.to_vec());
+    let sizes = (rows, columns(600), columns(300), ops, 1..9usize, any::<Index>());
+    sizes.prop_map(|(m, n, k, op, blocks, which)| {
+        let m = if accumulates(op) { m.next_multiple_of(8) } else { m };
+        let config = *which.get(&configs(op, GemmShape { m, n, k }));
+        Case { op, m, n, k, config, blocks }
+    })
 }
 
-/// f32 sums of K products near 1/3, then a rounding to bf16.
-fn fractions() {
-    for_all(12, (cases(), 0..u32::MAX), |(case, seed)| {
-        let Case { m, n, k, .. } = case;
-        let exact = |values: &[f64]| wide(&rounded::<bf16>(values));
-        let (a, b) = (exact(&noise(m * k, seed)), exact(&noise(n * k, !seed)));
-        let want = sums(&a, &b, k);
-        assert_close(&format!("{case:?}"), &multiply(&a, &b, case), &want, bf16::ROUNDING, 1e-4 * (k as f64).sqrt());
+/// Checks operands that are not integers, within the rounding of the output.
+fn random_shapes_match_reference() {
+    for_all(24, (cases(), 0..u32::MAX), |(case, seed)| {
+        let inputs = Inputs::fractions(case, seed);
+        let got = run(case, &inputs);
+        let want = reference(case, &inputs, &got.second);
+        let scale = if case.rounding() == bf16::ROUNDING { 1e-3 } else { 1.0 };
+        assert_close(&format!("{case:?}"), &got.out, &want.out, case.rounding(), scale);
+        assert_close(&format!("{case:?}, second"), &got.second, &want.second, case.rounding(), scale);
+        assert_close(&format!("{case:?}, bias"), &got.bias, &want.bias, bf16::ROUNDING, 1e-2);
     });
 }
 
-fn linear() {
-    for_all(6, (cases(), 0..u32::MAX), |(case, seed)| {
-        // Few enough small integers that bf16 has their sums.
-        let case = Case { k: case.k.min(30), ..case };
-        let small = |len, seed| integers(len, seed).iter().map(|x| (x / 4.0).trunc()).collect::<Vec<_>>();
-        let (m, n, k) = (case.m, case.n, case.k);
-        let (x, y, b) = (small(m * k, seed), small(m * k, seed ^ 1), small(n * k, seed ^ 2));
-        let sum = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| 4.0 * x + y).collect::<Vec<_>>();
-        let want = sum(&multiply(&x, &b, case), &multiply(&y, &b, case));
-        let want = wide(&rounded::<bf16>(&want));
-        assert_close(&format!("{case:?}"), &multiply(&sum(&x, &y), &b, case), &want, 0.0, 0.0);
-    });
-}
-
-/// Rows of `values` in an order with no pattern, and that order.
-fn shuffled(values: &[f64], columns: usize, seed: u32) -> (Vec<f64>, Vec<usize>) {
-    let keys = noise(values.len() / columns, seed);
-    let mut order: Vec<_> = (0..keys.len()).collect();
-    order.sort_by(|&i, &j| keys[i].total_cmp(&keys[j]));
-    (order.iter().flat_map(|&row| &values[row * columns..][..columns]).copied().collect(), order)
-}
-
-/// Where the rows of a and of b lie changes no bit of their products.
-fn rows_of_a_and_b_are_apart() {
+/// Reversing the rows of a reverses the rows of out bit for bit.
+fn rows_of_a_are_independent() {
     for_all(6, (cases(), 0..u32::MAX), |(case, seed)| {
         let Case { m, n, k, .. } = case;
-        let (a, b) = (noise(m * k, seed), noise(n * k, seed ^ 1));
-        let ((shuffled_a, rows), (shuffled_b, columns)) = (shuffled(&a, k, seed ^ 2), shuffled(&b, k, seed ^ 3));
-        let straight = multiply(&a, &b, case);
-        let row = |row: &usize| columns.iter().map(|column| straight[row * n + column]).collect::<Vec<_>>();
-        let want: Vec<_> = rows.iter().flat_map(row).collect();
-        assert_close(&format!("{case:?}"), &multiply(&shuffled_a, &shuffled_b, case), &want, 0.0, 0.0);
+        let straight = Inputs { aux: vec![0.5; m * n], ..Inputs::fractions(case, seed) };
+        let reversed_rows =
+            |values: &[f64], columns: usize| values.rchunks(columns).flatten().copied().collect::<Vec<_>>();
+        let reversed_a = (0..m * k).map(|i| straight.a[case.offset_in_a(m - 1 - i / k, i % k)]);
+        let mut reversed = straight.clone();
+        reversed_a.enumerate().for_each(|(i, a)| reversed.a[case.offset_in_a(i / k, i % k)] = a);
+        let want = reversed_rows(&run(case, &straight).out, n);
+        assert_close(&format!("{case:?}"), &run(case, &reversed).out, &want, 0.0, 0.0);
     });
 }
 
-/// NaN and infinity in a row of a stay in that row, in a row of b in that column.
-fn spoilt_rows() {
-    for cluster in [1, 2] {
-        let case = Case { m: 140, n: 270, k: 70, cluster, clusters: 1 };
-        let Case { m, n, k, .. } = case;
-        let (mut a, mut b) = (integers(m * k, 1), integers(n * k, 2));
-        a[5 * k + 69] = f64::NAN;
-        a[130 * k] = f64::INFINITY;
-        b[63 * k + 1] = f64::NEG_INFINITY;
-        b[269 * k + 64] = f64::NAN;
-        let got = multiply(&a, &b, case);
-        assert_close(&format!("{case:?}"), &got, &reference(&a, &b, k), 0.0, 0.0);
-        let spoilt = |i: usize| [5, 130].contains(&(i / n)) || [63, 269].contains(&(i % n));
-        assert!((0..m * n).all(|i| spoilt(i) || got[i].is_finite()));
+/// NaN and infinity affect only the row of a, the column of b or of bias, or the element of aux that they are in.
+fn non_finite_elements_do_not_spread() {
+    for op in OPS {
+        let shape = GemmShape { m: 144, n: 272, k: 72 };
+        for config in configs(op, shape) {
+            let case = Case { op, m: shape.m, n: shape.n, k: shape.k, config, blocks: 3 };
+            let Case { n, .. } = case;
+            let mut inputs = Inputs::integers(case);
+            inputs.a[case.offset_in_a(5, 71)] = f64::NAN;
+            inputs.a[case.offset_in_a(130, 0)] = f64::INFINITY;
+            inputs.b[case.offset_in_b(1, 63)] = f64::NEG_INFINITY;
+            inputs.b[case.offset_in_b(64, 271)] = f64::NAN;
+            inputs.bias[100] = f64::NAN;
+            inputs.aux[7 * n + 9] = f64::NAN;
+            let got = run(case, &inputs);
+            let want = reference(case, &inputs, &got.second);
+            for (i, (got, want)) in got.out.iter().zip(&want.out).enumerate() {
+                let (row, column) = (i / n, i % n);
+                let in_bias = case.has_bias() && column == 100;
+                let in_aux = (case.reads_aux() || accumulates(op)) && (row, column) == (7, 9);
+                let affected = [5, 130].contains(&row) || [63, 271].contains(&column) || in_bias || in_aux;
+                assert_eq!(got.is_finite(), !affected, "{case:?}, {row}, {column}: {got}, want {want}");
+                if row == 5 || column == 271 || in_bias || in_aux {
+                    assert!(got.is_nan(), "{case:?}, {row}, {column}: {got}");
+                }
+            }
+        }
     }
 }
 
-/// Sums beyond the largest bf16, also by rounding alone, are infinite; those just below are not.
-fn overflow() {
-    let case = Case { m: 3, n: 2, k: 4, cluster: 1, clusters: 1 };
-    let huge = 126f64.exp2();
-    let a = [[huge; 4], [-huge; 4], [huge, huge, huge, 0.0]].concat();
-    let b = [[1.0; 4], [1.0, 0.5, 0.25, 0.25]].concat();
-    let want = [f64::INFINITY, 2.0 * huge, f64::NEG_INFINITY, -2.0 * huge, 3.0 * huge, 1.75 * huge];
-    assert_close("sums", &multiply(&a, &b, case), &want, 0.0, 0.0);
+/// Checks GELU and its derivative on -16..16 and at ±3e38, relative to each value: from where they vanish to where they are
+/// the identity and 1.
+fn gelu_is_accurate_over_its_whole_range() {
+    let n = 512;
+    let value = |i: usize| {
+        let x = (i as f64 - 256.0) / 16.0;
+        if i == 0 || i == n - 1 { x.signum() * 3e38 } else { x }
+    };
+    let points = wide(&rounded::<bf16>(&(0..n).map(value).collect::<Vec<_>>()));
+    for config in configs(GemmOp::ABtBiasGelu, GemmShape { m: 1, n, k: 8 }) {
+        // a is zero, so that second is the bias.
+        let case = Case { op: GemmOp::ABtBiasGelu, m: 1, n, k: 8, config, blocks: 1 };
+        let inputs = Inputs { a: vec![0.0; 8], b: vec![0.0; n * 8], bias: points.clone(), aux: vec![0.0; n] };
+        let Outputs { out, second, .. } = run(case, &inputs);
+        assert_close("second", &second, &points, 0.0, 0.0);
+        let want: Vec<_> = points.iter().map(|&x| gelu(x)).collect();
+        assert_close("gelu", &out, &want, bf16::ROUNDING, 1e-30);
+
+        // Each element of a · b is 1.
+        let case = Case { op: GemmOp::ABGeluBackward, ..case };
+        let inputs = Inputs { a: vec![0.125; 8], b: vec![1.0; n * 8], bias: vec![0.0; n], aux: points.clone() };
+        let Outputs { out, .. } = run(case, &inputs);
+        let want: Vec<_> =
+            points.iter().map(|&x| if x.abs() > 1e9 { f64::from(x > 0.0) } else { gelu_slope(x) }).collect();
+        assert_close("slope", &out, &want, bf16::ROUNDING, 1e-3);
+    }
+}
+
+/// Checks all bf16 values of aux. out has the bits of the GEMM without a second output, and second those of the separate
+/// GELU kernel.
+fn gelu_beside_its_backward_has_the_same_bits() {
+    let (m, n, k) = (128, 512, 72);
+    let every: Vec<f64> = (0..m * n).map(|i| f64::from(bf16::from_bits(i as u16).to_f32())).collect();
+    let mut memory = Memory::new();
+    let x = memory.input("x", &rounded::<bf16>(&every));
+    let y = memory.output("y", m * n);
+    gelu_forward(y, x, every.len() as u64).emulate_checked(&mut memory, [gelu::grid::<bf16>(m * n), 1, 1], 0).unwrap();
+    let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for config in configs(GemmOp::ABGeluBackward, GemmShape { m, n, k }) {
+        let alone = Case { op: GemmOp::ABGeluBackward, m, n, k, config, blocks: 2 };
+        let inputs = Inputs { aux: every.clone(), ..Inputs::fractions(alone, 7) };
+        let both = run(Case { op: GemmOp::ABGeluBackwardAndGelu, ..alone }, &inputs);
+        assert_eq!(bits(&both.out), bits(&run(alone, &inputs).out), "{config:?}");
+        assert_eq!(bits(&both.second), bits(&wide(&memory.read(y))), "{config:?}");
+    }
+}
+
+fn unsupported_shapes_are_rejected() {
+    let shape = GemmShape { m: 3, n: 16, k: 8 };
+    assert!(shape.is_supported(GemmOp::ABt) && !shape.is_supported(GemmOp::AtBAccumulate));
+    assert!(GemmShape { m: 16, n: 8, k: 3 }.is_supported(GemmOp::AtBAccumulate));
+    for rejected in [
+        GemmShape { n: 20, ..shape },
+        GemmShape { k: 4, ..shape },
+        GemmShape { m: 0, ..shape },
+        GemmShape { m: 1 << 31, ..shape },
+    ] {
+        assert!(!rejected.is_supported(GemmOp::AB), "{rejected:?}");
+    }
+}
+
+/// Covers slices of K of which the last is shorter, with more and with fewer work tiles than blocks.
+fn split_k_matches_reference() {
+    for tile in TileShape::ALL {
+        for (m, n, k, split_k, blocks) in [(136, 200, 8000, 7, 7), (64, 456, 4104, 22, 8), (264, 200, 520, 5, 3)] {
+            let case =
+                Case { op: GemmOp::AtBAccumulateColumnSums, m, n, k, config: TileConfig { tile, split_k }, blocks };
+            assert!(case.config.is_supported(case.op, case.shape()), "{case:?}");
+            check(case);
+        }
+    }
+}
+
+/// For the GEMMs of transformers, all candidates are supported and fit in the scratch memory. With a long K, the first
+/// candidate keeps the SMs more than 80 % busy.
+fn candidate_configs_are_supported_and_fill_the_gpu() {
+    const SM_COUNT: usize = 132;
+    for (m, n) in [(2304, 768), (768, 768), (3072, 768), (768, 3072), (1600, 1600), (50304, 768)] {
+        for k in [1, 64, 65, 1024, 16384, 65536] {
+            let shape = GemmShape { m, n, k };
+            for op in [GemmOp::AtBAccumulate, GemmOp::AtBAccumulateColumnSums] {
+                for scratch_len in [0, 1 << 22, 1 << 24] {
+                    let candidates = candidate_configs(op, shape, SM_COUNT, scratch_len);
+                    let fits =
+                        |config: &TileConfig| config.split_k == 1 || config.scratch_len(op, shape) <= scratch_len;
+                    assert!(candidates.iter().all(|config| config.is_supported(op, shape) && fits(config)));
+                    assert!(TileShape::ALL.iter().all(|tile| candidates.iter().any(|config| config.tile == *tile)));
+                }
+            }
+            let best = candidate_configs(GemmOp::AtBAccumulate, shape, SM_COUNT, 1 << 24)[0];
+            let tiles = m.div_ceil(best.tile.tile_m() as usize) * n.div_ceil(best.tile.tile_n() as usize);
+            let work_tiles = tiles * best.split_k;
+            let busy = work_tiles as f64 / (work_tiles.next_multiple_of(SM_COUNT)) as f64;
+            assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
+            for op in [GemmOp::ABGeluBackward, GemmOp::ABGeluBackwardAndGelu] {
+                let candidates = candidate_configs(op, shape, SM_COUNT, 1 << 24);
+                let pingpong = [TileShape::T128x128, TileShape::T128x192];
+                let supported = |config: &TileConfig| config.split_k == 1 && pingpong.contains(&config.tile);
+                assert!(candidates.iter().all(supported), "{candidates:?}");
+            }
+        }
+    }
 }

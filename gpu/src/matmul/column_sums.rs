@@ -1,46 +1,61 @@
-//! Column sums of a (K, M) beside aᵀ · b: of what is in the ring anyway, by two warps of the producer's warpgroup.
+//! Column sums of a (K, M), the gradient of a bias, computed beside aᵀ · b, the gradient of its weight.
 //!
-//! The tiles beside each other all load the same a, so each sums some of it: of 16 rows of k at a time, tile j of c beside each
-//! other sums those whose number modulo c is j. Where a tile has 256 rows, tiles of even j sum its upper 128 and those of odd j
-//! its lower 128.
+//! Two otherwise idle warps of the producer warpgroup read the stages of a that the mainloop loads anyway.
+//!
+//! All tiles of a row of tiles load the same a, so they share the work. Of c tiles, tile j sums the groups of 16 rows of K
+//! whose index modulo c is j. For TILE_M = 256, tiles with even j sum columns 0..128 of their part of a, and those with
+//! odd j columns 128..256. Each tile that shares the same columns writes its own row of the result.
 
-use super::mainloop::Place;
-use super::pingpong::Shared;
-use super::tiles::{Items, Tile};
+use super::shared::SharedStorage;
+use super::tile::{Tile, TileScheduler};
 use cuda_std::element::unpack_pair;
+use cuda_std::hopper::PipelineState;
 use cuda_std::{GlobalMut, warp};
 
-/// Warps that sum, 64 columns each.
+/// Warps that compute column sums, of 64 columns each.
 pub const SUMMING_WARPS: u32 = 2;
 
-/// Columns of a that the two sum.
-const SUMMED: u32 = SUMMING_WARPS * 64;
+/// Columns of a that the warps sum together.
+const SUMMED_COLUMNS: u32 = SUMMING_WARPS * 64;
 
-/// Rows of sums for each part of K.
-pub const fn slices<T: Tile>(n: u32) -> u32 {
-    let tiles = n.div_ceil(T::COLUMNS);
-    if T::ROWS > SUMMED { tiles.div_ceil(2) } else { tiles }
+/// The output of the column sums, and the shape of the GEMM.
+#[derive(Clone, Copy)]
+pub struct ColumnSums {
+    /// (slices of K · [`partial_rows`], M), to be summed over its rows.
+    pub partials: GlobalMut<f32>,
+    pub m: u32,
+    pub n: u32,
 }
 
-/// Sums over all of a block's items, to `sums` (parts of K · [`slices`], M).
+/// Returns the rows of partial column sums for each slice of K.
+pub const fn partial_rows<T: Tile>(n: u32) -> u32 {
+    let tiles = n.div_ceil(T::TILE_N);
+    if T::TILE_M > SUMMED_COLUMNS { tiles.div_ceil(2) } else { tiles }
+}
+
+/// Sums columns of a over all of this block's work tiles. `summing_warp` is 0 or 1.
 #[inline(always)]
-pub fn sum_columns<T: Tile>(shared: Shared, items: Items, sums: GlobalMut<f32>, m: u32, n: u32, which: u32) {
-    let mut place = Place { stage: 0, parity: 0 };
-    let tiles = n.div_ceil(T::COLUMNS);
+pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: TileScheduler, output: ColumnSums, summing_warp: u32) {
+    let ColumnSums { partials, m, n } = output;
+    let mut state = PipelineState::consumer(T::STAGES);
+    let tiles = n.div_ceil(T::TILE_N);
     let mut i = 0;
-    while items.has(i) {
-        let item = items.at(i);
-        let tile = item.column / T::COLUMNS;
-        // Which half of the rows this tile sums, how many tiles share them, and which of those this is.
-        let (half, sharers, share) =
-            if T::ROWS > SUMMED { (tile % 2, (tiles + 1 - tile % 2) / 2, tile / 2) } else { (0, tiles, tile) };
-        let first = half * SUMMED + which * 64;
+    while scheduler.has(i) {
+        let work_tile = scheduler.work_tile(i);
+        let tile = work_tile.column / T::TILE_N;
+        // Half of the columns that this tile sums, the number of tiles that share them, and this tile's index among those.
+        let (half, sharers, share) = if T::TILE_M > SUMMED_COLUMNS {
+            (tile % 2, (tiles + 1 - tile % 2) / 2, tile / 2)
+        } else {
+            (0, tiles, tile)
+        };
+        let first = half * SUMMED_COLUMNS + summing_warp * 64;
         let mut sum = [[0.0; 4]; 4];
-        // In units of 16 rows of k: the next to sum, and the first of the stage.
+        // Next group of 16 rows of K to sum, and first group of the stage.
         let (mut next, mut at) = (share, 0);
-        while at < item.steps * 4 {
-            shared.full.at(place.stage).wait(place.parity);
-            let rows = shared.pool.rows::<64>(place.stage * T::STAGE_ROWS + first);
+        while at < work_tile.steps * 4 {
+            shared.full.at(state.stage()).wait(state.parity());
+            let rows = shared.pool.rows::<64>(state.stage() * T::STAGE_ROWS + first);
             while next < at + 4 {
                 for j in 0..4 {
                     let words = rows.left((next - at) * 16, j).map(unpack_pair);
@@ -54,13 +69,13 @@ pub fn sum_columns<T: Tile>(shared: Shared, items: Items, sums: GlobalMut<f32>, 
             }
             warp::sync();
             if warp::lane() == 0 {
-                shared.empty.at(place.stage).arrive();
+                shared.empty.at(state.stage()).arrive();
             }
-            place.advance::<T>();
+            state.advance();
             at += 4;
         }
-        let slice = items.part(item.index) * slices::<T>(n) + share;
-        let row = item.row + first;
+        let partial_row = scheduler.slice(work_tile.index) * partial_rows::<T>(n) + share;
+        let row = work_tile.row + first;
         for j in 0..4 {
             for i in 0..4 {
                 let mut total = sum[j][i];
@@ -69,16 +84,16 @@ pub fn sum_columns<T: Tile>(shared: Shared, items: Items, sums: GlobalMut<f32>, 
                 total += warp::shuffle_xor(total, 16);
                 let column = row + j as u32 * 16 + warp::lane() * 2 + i as u32 / 2 * 8 + i as u32 % 2;
                 if warp::lane() < 4 && column < m {
-                    sums.set(slice as usize * m as usize + column as usize, total);
+                    partials.set(partial_row as usize * m as usize + column as usize, total);
                 }
             }
         }
-        // Where tiles are odd in number, one slice has no tile for the lower half.
-        if T::ROWS > SUMMED && tiles % 2 == 1 && tile == tiles - 1 {
-            let column = item.row + SUMMED + which * 64 + warp::lane() * 2;
-            // m is a multiple of 8.
+        // With an odd number of tiles, no tile writes the second half of the last row: it is zeroed here.
+        if T::TILE_M > SUMMED_COLUMNS && tiles % 2 == 1 && tile == tiles - 1 {
+            let column = work_tile.row + SUMMED_COLUMNS + summing_warp * 64 + warp::lane() * 2;
+            // m is a multiple of 8, so both elements of the pair exist.
             if column < m {
-                sums.set_pair(slice as usize * m as usize + column as usize, [0.0; 2]);
+                partials.set_pair(partial_row as usize * m as usize + column as usize, [0.0; 2]);
             }
         }
         i += 1;

@@ -1,25 +1,27 @@
-//! What happens to sums on their way to memory, 64 x 64 at a time: through shared memory, in and out by TMA.
+//! Epilogues: bias, residual and GELU, applied to accumulators on their way to global memory.
+//!
+//! A consumer processes its rows of a tile in subtiles of 64 x 64. TMA loads each subtile of aux into a buffer in shared
+//! memory, and stores each subtile of the outputs from one.
 
-use super::mainloop::Sums;
-use super::pingpong::{Shared, WARPGROUP, Write, is_first};
-use super::tiles::{Item, Tile};
+use super::mainloop::ConsumerAccumulators;
+use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
+use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::gelu;
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, bf16, thread, warp};
 
-/// out and second (M, N) = f(sums + bias (N), aux (M, N))
+/// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M, N).
 pub trait Epilogue: 'static {
-    /// Adds a bias.
+    /// True if the epilogue adds a bias.
     const BIAS: bool = false;
-    /// Loads aux.
+    /// True if the epilogue reads aux.
     const AUX: bool = false;
-    /// Stores a second output.
+    /// True if the epilogue writes a second output.
     const SECOND: bool = false;
 
-    /// Of two sums beside each other, and of aux there if it is loaded: the pair of out, and that of the second output if there
-    /// is one.
+    /// Computes two adjacent elements of out, and of second if there is one, packed as bf16 pairs.
     #[inline(always)]
     fn apply([even, odd]: [f32; 2], _aux: [f32; 2]) -> [u32; 2] {
         [pack_pair(even, odd), 0]
@@ -32,13 +34,15 @@ pub struct Plain;
 pub struct Bias;
 /// out = aux + a · b + bias
 pub struct BiasResidual;
-/// second = a · b + bias; out = gelu(second), of the sum as it was rounded: out can be had again from second.
+/// second = a · b + bias, out = gelu(second).
+///
+/// GELU reads second after its rounding to bf16, so that out can be recomputed from second bit for bit.
 pub struct BiasGelu;
 /// out = a · b ⊙ gelu'(aux)
 pub struct GeluBackward;
-/// The same; second = gelu(aux)
+/// out = a · b ⊙ gelu'(aux), second = gelu(aux)
 pub struct GeluBackwardAndGelu;
-/// out = aux + a · b; aux may be out.
+/// out = aux + a · b. aux may be out.
 pub struct Accumulate;
 
 impl Epilogue for Plain {}
@@ -63,8 +67,8 @@ impl Epilogue for Accumulate {
     const AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(aux[0] + sums[0], aux[1] + sums[1]), 0]
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(aux[0] + acc[0], aux[1] + acc[1]), 0]
     }
 }
 
@@ -73,8 +77,8 @@ impl Epilogue for BiasResidual {
     const AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        Accumulate::apply(sums, aux)
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        Accumulate::apply(acc, aux)
     }
 }
 
@@ -82,8 +86,8 @@ impl Epilogue for GeluBackward {
     const AUX: bool = true;
 
     #[inline(always)]
-    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
-        [pack_pair(sums[0] * gelu::slope(aux[0]), sums[1] * gelu::slope(aux[1])), 0]
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(acc[0] * gelu::slope(aux[0]), acc[1] * gelu::slope(aux[1])), 0]
     }
 }
 
@@ -92,34 +96,44 @@ impl Epilogue for GeluBackwardAndGelu {
     const SECOND: bool = true;
 
     #[inline(always)]
-    fn apply(sums: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
         let [even, even_slope] = gelu::gelu_and_slope(aux[0]);
         let [odd, odd_slope] = gelu::gelu_and_slope(aux[1]);
-        [pack_pair(sums[0] * even_slope, sums[1] * odd_slope), pack_pair(even, odd)]
+        [pack_pair(acc[0] * even_slope, acc[1] * odd_slope), pack_pair(even, odd)]
     }
 }
 
-pub const BOX: u32 = 64;
-/// Boxes that a piece of 64 x 64 takes.
-const fn boxes<E: Epilogue>() -> u32 {
+/// Moves a consumer's accumulators to global memory.
+pub trait EpilogueStore<T: Tile> {
+    /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
+    fn prefetch(&self, tile: WorkTile);
+    /// Applies the epilogue to the accumulators of `tile` and stores the result.
+    fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile);
+    /// Waits until all stores have completed.
+    fn finish(&self);
+}
+
+/// Buffers of a subtile: one for out, which is also that of aux, and one for second.
+const fn buffers_per_subtile<E: Epilogue>() -> u32 {
     1 + E::SECOND as u32
 }
 
-/// Pieces of a consumer's rows of a tile.
-const fn pieces<T: Tile>() -> u32 {
-    T::CONSUMER_ROWS / BOX * (T::COLUMNS / BOX)
+/// Subtiles of a consumer's rows of a tile.
+const fn subtiles<T: Tile>() -> u32 {
+    T::CONSUMER_M / EPILOGUE_TILE * (T::TILE_N / EPILOGUE_TILE)
 }
 
-/// Pieces that have room at a time: if it can be, as many that their number divides that of a tile's pieces, for then each piece has
-/// its place in every tile.
+/// Subtiles that have buffers at a time.
+///
+/// If possible, this number divides the number of subtiles of a tile: each subtile then has the same slot in every tile.
 const fn slots<E: Epilogue, T: Tile>() -> u32 {
-    let most = T::BOXES / boxes::<E>();
-    if pieces::<T>().is_multiple_of(most) || !pieces::<T>().is_multiple_of(most - 1) { most } else { most - 1 }
+    let most = T::EPILOGUE_BUFFERS / buffers_per_subtile::<E>();
+    if subtiles::<T>().is_multiple_of(most) || !subtiles::<T>().is_multiple_of(most - 1) { most } else { most - 1 }
 }
 
-/// Where a tile goes.
+/// The tensors of an epilogue. Tensors that it does not use may be arbitrary.
 #[derive(Clone, Copy)]
-pub struct Target {
+pub struct EpilogueOperands {
     pub out: Global<TensorMap>,
     pub aux: Global<TensorMap>,
     pub second: Global<TensorMap>,
@@ -128,127 +142,140 @@ pub struct Target {
     pub n: u32,
 }
 
-/// A consumer's way of writing its tiles.
-pub struct Writer<E, T> {
-    shared: Shared,
-    target: Target,
+/// Applies the epilogue `E` and stores through shared memory by TMA.
+pub struct TmaEpilogue<E, T> {
+    shared: SharedStorage,
+    operands: EpilogueOperands,
     consumer: u32,
-    /// Tiles written.
-    round: u32,
+    /// Tiles stored so far.
+    stored_tiles: u32,
     kind: PhantomData<(E, T)>,
 }
 
-impl<E: Epilogue, T: Tile> Write<T> for Writer<E, T> {
+impl<E: Epilogue, T: Tile> EpilogueStore<T> for TmaEpilogue<E, T> {
     #[inline(always)]
-    fn prepare(&self, Item { row, column, .. }: Item) {
-        if E::AUX && is_first() {
+    fn prefetch(&self, WorkTile { row, column, .. }: WorkTile) {
+        if E::AUX && is_warpgroup_leader() {
             tma::wait_stores_read();
-            for piece in 0..slots::<E, T>() {
-                self.load_aux(piece, row, column);
+            for subtile in 0..slots::<E, T>() {
+                self.load_aux(subtile, row, column);
             }
         }
     }
 
     #[inline(always)]
-    fn write(&mut self, d: &Sums<T::Sums>, Item { row, column, .. }: Item) {
-        self.write_columns::<0>(d, row, column);
-        self.write_columns::<1>(d, row, column);
-        if T::COLUMNS > 128 {
-            self.write_columns::<2>(d, row, column);
+    fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, WorkTile { row, column, .. }: WorkTile) {
+        self.store_columns::<0>(d, row, column);
+        self.store_columns::<1>(d, row, column);
+        if T::TILE_N > 128 {
+            self.store_columns::<2>(d, row, column);
         }
-        if T::COLUMNS > 192 {
-            self.write_columns::<3>(d, row, column);
+        if T::TILE_N > 192 {
+            self.store_columns::<3>(d, row, column);
         }
-        if T::COLUMNS > 256 {
-            self.write_columns::<4>(d, row, column);
+        if T::TILE_N > 256 {
+            self.store_columns::<4>(d, row, column);
         }
-        self.round += 1;
+        self.stored_tiles += 1;
     }
 
     #[inline(always)]
     fn finish(&self) {
-        if is_first() {
+        if is_warpgroup_leader() {
             tma::wait_stores();
         }
     }
 }
 
-impl<E: Epilogue, T: Tile> Writer<E, T> {
+impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     #[inline(always)]
-    pub fn new(shared: Shared, target: Target, consumer: u32) -> Self {
-        Self { shared, target, consumer, round: 0, kind: PhantomData }
+    pub fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
+        Self { shared, operands, consumer, stored_tiles: 0, kind: PhantomData }
     }
 
+    /// Synchronizes the warps of this consumer.
     #[inline(always)]
     fn sync(&self) {
         thread::sync_named(1 + self.consumer, WARPGROUP);
     }
 
-    /// The slot of a piece of the tile that is being written, and how many pieces had it before.
+    /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     #[inline(always)]
-    fn place(&self, piece: u32) -> (u32, u32) {
-        let (pieces, slots) = (pieces::<T>(), slots::<E, T>());
-        if pieces.is_multiple_of(slots) {
-            (piece % slots, self.round * (pieces / slots) + piece / slots)
+    fn slot(&self, subtile: u32) -> (u32, u32) {
+        let (subtiles, slots) = (subtiles::<T>(), slots::<E, T>());
+        if subtiles.is_multiple_of(slots) {
+            (subtile % slots, self.stored_tiles * (subtiles / slots) + subtile / slots)
         } else {
-            let before = self.round * pieces + piece;
+            let before = self.stored_tiles * subtiles + subtile;
             (before % slots, before / slots)
         }
     }
 
+    /// Returns the first buffer of a slot.
     #[inline(always)]
-    fn slot(&self, slot: u32) -> SwizzledTile<64> {
-        self.shared.pool.rows::<64>(T::RING_ROWS + (self.consumer * T::BOXES + slot * boxes::<E>()) * BOX)
+    fn buffer(&self, slot: u32) -> SwizzledTile<64> {
+        let buffer = self.consumer * T::EPILOGUE_BUFFERS + slot * buffers_per_subtile::<E>();
+        self.shared.pool.rows::<64>(T::PIPELINE_ROWS + buffer * EPILOGUE_TILE)
     }
 
     #[inline(always)]
-    fn load_aux(&self, piece: u32, row: u32, column: u32) {
-        let ((slot, _), halves) = (self.place(piece), T::CONSUMER_ROWS / BOX);
-        let full = self.shared.aux_full.at(self.consumer * T::BOXES + slot);
+    fn load_aux(&self, subtile: u32, row: u32, column: u32) {
+        let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
+        let full = self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot);
         full.arrive_expecting(SwizzledTile::<64>::BYTES);
-        self.slot(slot).load(self.target.aux, column + piece / halves * BOX, row + piece % halves * BOX, full);
+        let (x, y) = (column + subtile / halves * EPILOGUE_TILE, row + subtile % halves * EPILOGUE_TILE);
+        self.buffer(slot).load(self.operands.aux, x, y, full);
     }
 
+    /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
     #[inline(always)]
-    fn write_columns<const BLOCK: u32>(&self, d: &Sums<T::Sums>, row: u32, column: u32) {
+    fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, row: u32, column: u32) {
         let mut bias = [[0.0; 2]; 8];
         if E::BIAS {
-            let first = column + BLOCK * BOX + warp::lane() % 4 * 2;
+            let first = column + BLOCK * EPILOGUE_TILE + warp::lane() % 4 * 2;
             for j in 0..8 {
                 let at = first + j as u32 * 8;
-                if at < self.target.n {
-                    bias[j] = self.target.bias.pair(at as usize);
+                if at < self.operands.n {
+                    bias[j] = self.operands.bias.pair(at as usize);
                 }
             }
         }
-        self.write_piece::<BLOCK, 0>(&d.upper, &bias, row, column);
-        if T::CONSUMER_ROWS > BOX {
-            self.write_piece::<BLOCK, 1>(&d.lower, &bias, row, column);
+        self.store_subtile::<BLOCK, 0>(&d.upper, &bias, row, column);
+        if T::CONSUMER_M > EPILOGUE_TILE {
+            self.store_subtile::<BLOCK, 1>(&d.lower, &bias, row, column);
         }
     }
 
     #[inline(always)]
-    fn write_piece<const BLOCK: u32, const HALF: u32>(&self, d: &T::Sums, bias: &[[f32; 2]; 8], row: u32, column: u32) {
-        let piece = BLOCK * (T::CONSUMER_ROWS / BOX) + HALF;
-        let (slot, times) = self.place(piece);
-        // out takes the place of aux, a warp what it has read itself.
-        let out = self.slot(slot);
+    fn store_subtile<const BLOCK: u32, const HALF: u32>(
+        &self,
+        d: &T::Accumulator,
+        bias: &[[f32; 2]; 8],
+        row: u32,
+        column: u32,
+    ) {
+        let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
+        let (slot, uses) = self.slot(subtile);
+        // out overwrites aux: each warp overwrites only elements that it has read itself.
+        let out = self.buffer(slot);
         let second = if E::SECOND { out.same_shape_after(1) } else { out };
         if E::AUX {
-            self.shared.aux_full.at(self.consumer * T::BOXES + slot).wait(times % 2);
+            self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
         } else {
-            if is_first() {
-                wait_for_slot::<E, T>();
+            if is_warpgroup_leader() {
+                wait_for_free_slot::<E, T>();
             }
             self.sync();
         }
         let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
-        // The lane's row for stmatrix: matrices 0 and 1 are rows 0..8 and 8..16 of the left piece, 2 and 3 of the right.
-        let (lane_row, lane_piece) = (first_row + warp::lane() % 16, warp::lane() / 16);
+        // This lane's row address for stmatrix. Matrices 0 and 1 are rows 0..8 and 8..16 of columns 0..8, matrices 2 and 3
+        // those rows of columns 8..16.
+        let (lane_row, lane_column) = (first_row + warp::lane() % 16, warp::lane() / 16);
         for quarter in 0..4 {
-            // Pieces of two boxes have but two slots: what is loaded only once this piece is written is waited for.
+            // With a second output there are only two slots. The next load of aux waits for the store of the previous
+            // subtile, so it is issued in the middle of this one.
             if E::SECOND && quarter == 2 {
-                self.load_next_aux::<0>(piece, row, column);
+                self.load_next_aux::<0>(subtile, row, column);
             }
             let mut x = [0.0; 8];
             for i in 0..8 {
@@ -262,7 +289,7 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
             for i in 0..4 {
                 [words[i], second_words[i]] = E::apply([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
             }
-            let at = quarter as u32 * 2 + lane_piece;
+            let at = quarter as u32 * 2 + lane_column;
             out.store_matrices(lane_row, at, words);
             if E::SECOND {
                 second.store_matrices(lane_row, at, second_words);
@@ -270,32 +297,33 @@ impl<E: Epilogue, T: Tile> Writer<E, T> {
         }
         hopper::fence_async_proxy();
         self.sync();
-        if is_first() {
-            let (x, y) = (column + BLOCK * BOX, row + HALF * BOX);
-            out.store(self.target.out, x, y);
+        if is_warpgroup_leader() {
+            let (x, y) = (column + BLOCK * EPILOGUE_TILE, row + HALF * EPILOGUE_TILE);
+            out.store(self.operands.out, x, y);
             if E::SECOND {
-                second.store(self.target.second, x, y);
+                second.store(self.operands.second, x, y);
             }
             tma::commit_stores();
         }
         if !E::SECOND {
-            self.load_next_aux::<1>(piece, row, column);
+            self.load_next_aux::<1>(subtile, row, column);
         }
     }
 
-    /// Beside `piece`, loads aux into the slot of the one before, which all but the `PENDING` newest stores have read.
+    /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest must
+    /// have read their buffers before.
     #[inline(always)]
-    fn load_next_aux<const PENDING: u32>(&self, piece: u32, row: u32, column: u32) {
-        if E::AUX && piece > 0 && piece - 1 + slots::<E, T>() < pieces::<T>() && is_first() {
+    fn load_next_aux<const PENDING: u32>(&self, subtile: u32, row: u32, column: u32) {
+        if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {
             tma::wait_stores_read_but::<PENDING>();
-            self.load_aux(piece - 1 + slots::<E, T>(), row, column);
+            self.load_aux(subtile - 1 + slots::<E, T>(), row, column);
         }
     }
 }
 
-/// Waits until the stores of the piece that had the next slot have read it.
+/// Waits until the TMA stores have read the buffers of the next slot.
 #[inline(always)]
-fn wait_for_slot<E: Epilogue, T: Tile>() {
+fn wait_for_free_slot<E: Epilogue, T: Tile>() {
     match slots::<E, T>() {
         2 => tma::wait_stores_read_but::<1>(),
         3 => tma::wait_stores_read_but::<2>(),

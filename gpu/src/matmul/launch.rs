@@ -1,13 +1,15 @@
-//! Host side: which kernel, which boxes, which grid.
+//! Host side: the kernels, tensor maps and tile configurations for a GEMM.
 
-use super::column_sums::slices;
-use super::epilogue::{
-    Accumulate, BOX, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain,
+use super::column_sums::partial_rows;
+use super::epilogue::{Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain};
+use super::kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
+use super::mainloop::{A_BOX_ROWS, AB, ABt, AtB, OperandLayout};
+use super::shared::SharedStorage;
+use super::split_k::{matmul_split_k_reduce, reduce_grid};
+use super::tile::{
+    Cooperative128x256, Cooperative128x320, Cooperative256x128, Cooperative256x192, EPILOGUE_TILE, Pingpong128x128,
+    Pingpong128x192, TILE_K, Tile,
 };
-use super::mainloop::{A_BOX, AB, ABt, AtB, Operands, TILE_K};
-use super::pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
-use super::split::{add_parts_grid, matmul_add_parts};
-use super::tiles::{Tile, Together128, Together192, Together256, Together320, Turns128, Turns192};
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
 use crate::launch::KernelLaunch;
@@ -16,296 +18,315 @@ use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16};
 
-/// What is computed, row-major.
+/// A GEMM with its operand layouts and epilogue. All matrices are row-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Product {
+pub enum GemmOp {
     /// out (M, N) = a (M, K) · b (N, K)ᵀ
     ABt,
     /// out = a · bᵀ + bias (N)
     ABtBias,
     /// out = aux (M, N) + a · bᵀ + bias
     ABtBiasResidual,
-    /// second (M, N) = a · bᵀ + bias; out = gelu(second)
+    /// second (M, N) = a · bᵀ + bias, out = gelu(second)
     ABtBiasGelu,
     /// out (M, N) = a (M, K) · b (K, N)
     AB,
     /// out = a · b ⊙ gelu'(aux (M, N))
     ABGeluBackward,
-    /// The same; second (M, N) = gelu(aux)
+    /// out = a · b ⊙ gelu'(aux (M, N)), second (M, N) = gelu(aux)
     ABGeluBackwardAndGelu,
     /// out (M, N) += a (K, M)ᵀ · b (K, N)
     AtBAccumulate,
-    /// The same; bias (M) += column sums of a
-    AtBAccumulateSums,
+    /// out (M, N) += a (K, M)ᵀ · b (K, N), bias (M) += column sums of a
+    AtBAccumulateColumnSums,
     /// out (M, N) f32 += a (K, M)ᵀ · b (K, N)
     AtBAccumulateF32,
 }
 
-impl Product {
-    /// Whether it is a weight's gradient: a is stored (K, M), K may be split.
-    fn accumulates(self) -> bool {
-        matches!(self, Self::AtBAccumulate | Self::AtBAccumulateSums | Self::AtBAccumulateF32)
+impl GemmOp {
+    /// Returns true for a weight gradient: a is stored as (K, M), and K may be split.
+    fn is_weight_gradient(self) -> bool {
+        matches!(self, Self::AtBAccumulate | Self::AtBAccumulateColumnSums | Self::AtBAccumulateF32)
     }
 
-    /// Whether b is stored (K, N).
-    fn b_by_rows(self) -> bool {
-        self.accumulates() || matches!(self, Self::AB | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
+    /// Returns true if b is stored as (K, N).
+    fn b_n_major(self) -> bool {
+        self.is_weight_gradient() || matches!(self, Self::AB | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
     }
 
-    /// Whether there is much to write: consumers take turns then.
-    fn writes_much(self) -> bool {
+    /// Returns true if the epilogue is long enough that only ping-pong kernels are instantiated.
+    fn needs_pingpong(self) -> bool {
         matches!(self, Self::ABtBiasGelu | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
     }
 }
 
-/// Rows and columns of a tile. Large ones read less for each product, small ones leave less of the last tiles unused.
+/// Rows and columns of an output tile. Large tiles load less per FLOP, small tiles leave fewer SMs idle at the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Size {
+pub enum TileShape {
+    /// 128 x 128, ping-pong
     T128x128,
+    /// 128 x 192, ping-pong
     T128x192,
+    /// 256 x 128, cooperative
     T256x128,
+    /// 256 x 192, cooperative
     T256x192,
+    /// 128 x 256, cooperative
     T128x256,
+    /// 128 x 320, cooperative
     T128x320,
 }
 
-/// `$call` with `$tile` as the kernels' tile of a size.
-macro_rules! for_size {
-    ($size:expr, $tile:ident => $call:expr) => {
-        match $size {
-            Size::T128x128 => {
-                type $tile = Turns128;
+/// Evaluates `$call` with `$tile` as the [`Tile`] of a [`TileShape`].
+macro_rules! with_tile {
+    ($shape:expr, $tile:ident => $call:expr) => {
+        match $shape {
+            TileShape::T128x128 => {
+                type $tile = Pingpong128x128;
                 $call
             }
-            Size::T128x192 => {
-                type $tile = Turns192;
+            TileShape::T128x192 => {
+                type $tile = Pingpong128x192;
                 $call
             }
-            Size::T256x128 => {
-                type $tile = Together128;
+            TileShape::T256x128 => {
+                type $tile = Cooperative256x128;
                 $call
             }
-            Size::T256x192 => {
-                type $tile = Together192;
+            TileShape::T256x192 => {
+                type $tile = Cooperative256x192;
                 $call
             }
-            Size::T128x256 => {
-                type $tile = Together256;
+            TileShape::T128x256 => {
+                type $tile = Cooperative128x256;
                 $call
             }
-            Size::T128x320 => {
-                type $tile = Together320;
+            TileShape::T128x320 => {
+                type $tile = Cooperative128x320;
                 $call
             }
         }
     };
 }
 
-impl Size {
+impl TileShape {
+    /// All tile shapes.
     pub const ALL: [Self; 6] =
         [Self::T128x128, Self::T128x192, Self::T256x128, Self::T256x192, Self::T128x256, Self::T128x320];
 
-    /// Of so many rows and columns.
-    pub fn of(rows: u32, columns: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|size| (size.rows(), size.columns()) == (rows, columns))
+    /// Returns the tile shape with these dimensions, if there is one.
+    pub fn from_dims(tile_m: u32, tile_n: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|shape| shape.dims() == [tile_m, tile_n])
     }
 
-    pub fn rows(self) -> u32 {
-        for_size!(self, T => T::ROWS)
+    /// Returns the rows of a tile.
+    pub fn tile_m(self) -> u32 {
+        with_tile!(self, T => T::TILE_M)
     }
 
-    pub fn columns(self) -> u32 {
-        for_size!(self, T => T::COLUMNS)
+    /// Returns the columns of a tile.
+    pub fn tile_n(self) -> u32 {
+        with_tile!(self, T => T::TILE_N)
     }
 
-    fn tiles(self, shape: Shape) -> usize {
-        shape.m.div_ceil(self.rows() as usize) * shape.n.div_ceil(self.columns() as usize)
+    fn dims(self) -> [u32; 2] {
+        [self.tile_m(), self.tile_n()]
+    }
+
+    /// Returns the number of tiles of an output.
+    fn tiles(self, shape: GemmShape) -> usize {
+        shape.m.div_ceil(self.tile_m() as usize) * shape.n.div_ceil(self.tile_n() as usize)
     }
 }
 
+/// The dimensions of a GEMM: out (M, N), summed over K.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct GemmShape {
+    /// Rows of out.
     pub m: usize,
+    /// Columns of out.
     pub n: usize,
+    /// The dimension that is summed over.
     pub k: usize,
 }
 
-impl Shape {
-    /// Whether the kernels take it: TMA wants rows that are multiples of 16 bytes, extents and tiles are 32-bit.
-    pub fn is_possible(self, product: Product) -> bool {
+impl GemmShape {
+    /// Returns true if the kernels support this shape.
+    ///
+    /// TMA requires rows of multiples of 16 bytes. Dimensions and tile indices are 32-bit integers.
+    pub fn is_supported(self, op: GemmOp) -> bool {
         let fits = |extent: usize| (1..1 << 31).contains(&extent);
-        let row_of_a = if product.accumulates() { self.m } else { self.k };
+        let row_of_a = if op.is_weight_gradient() { self.m } else { self.k };
         let aligned = self.n.is_multiple_of(8) && row_of_a.is_multiple_of(8);
-        aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(Size::T128x128.tiles(self))
+        aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(TileShape::T128x128.tiles(self))
     }
 }
 
-/// A tensor map: rows and columns of the tensor, and of the box.
+/// The dimensions of a tensor map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Map {
+    /// Rows and columns of the tensor.
     pub extents: [usize; 2],
+    /// Rows and columns of the box that a TMA instruction copies.
     pub tile: (u32, u32),
 }
 
-/// The maps of a, of b, and of out, aux and second.
-pub fn maps(product: Product, shape: Shape, size: Size) -> [Map; 3] {
-    let Shape { m, n, k } = shape;
-    let map = |rows, columns, tile_rows| Map { extents: [rows, columns], tile: (tile_rows, TILE_K) };
-    let a = if product.accumulates() { map(k, m, TILE_K) } else { map(m, k, A_BOX) };
-    let b = if product.b_by_rows() { map(k, n, TILE_K) } else { map(n, k, for_size!(size, T => T::B_BOX)) };
-    [a, b, Map { extents: [m, n], tile: (BOX, BOX) }]
+/// Returns the tensor maps of a, of b, and of out, aux and second.
+pub fn maps(op: GemmOp, shape: GemmShape, tile: TileShape) -> [Map; 3] {
+    let GemmShape { m, n, k } = shape;
+    let map = |rows, columns, box_rows| Map { extents: [rows, columns], tile: (box_rows, TILE_K) };
+    let a = if op.is_weight_gradient() { map(k, m, TILE_K) } else { map(m, k, A_BOX_ROWS) };
+    let b = if op.b_n_major() { map(k, n, TILE_K) } else { map(n, k, with_tile!(tile, T => T::B_BOX_ROWS)) };
+    [a, b, Map { extents: [m, n], tile: (EPILOGUE_TILE, EPILOGUE_TILE) }]
 }
 
-/// Tensor maps as [`maps`] says, the bias, where the output itself lies, and room for parts of the sums; those that the
-/// product does not use may be any.
+/// The operands of a GEMM. Operands that the [`GemmOp`] does not use may be arbitrary.
 #[derive(Clone, Copy)]
-pub struct Operand {
+pub struct KernelOperands {
+    /// Tensor map of a, as described by [`maps`].
     pub a: Global<TensorMap>,
+    /// Tensor map of b.
     pub b: Global<TensorMap>,
+    /// Tensor map of out.
     pub out: Global<TensorMap>,
+    /// Tensor map of aux.
     pub aux: Global<TensorMap>,
+    /// Tensor map of second.
     pub second: Global<TensorMap>,
+    /// The bias, or its gradient.
     pub bias: GlobalMut<bf16>,
-    /// Its address.
-    pub sums: u64,
-    pub parts: GlobalMut<f32>,
-    /// Elements of `parts`.
-    pub room: usize,
+    /// Device address of out.
+    pub out_address: u64,
+    /// Scratch memory for partial sums.
+    pub scratch: GlobalMut<f32>,
+    /// Elements of `scratch`.
+    pub scratch_len: usize,
 }
 
-/// How a product is divided: into tiles, over so many parts of K.
+/// A tile configuration: how a GEMM is divided among thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tiling {
-    pub size: Size,
-    /// More than 1 for weights' gradients only.
-    pub splits: usize,
+pub struct TileConfig {
+    /// The shape of an output tile.
+    pub tile: TileShape,
+    /// Slices of K that are computed independently. Greater than 1 for weight gradients only.
+    pub split_k: usize,
 }
 
-impl Tiling {
-    /// f32 elements that sums take which are added up later: of parts of K, and of columns.
-    pub fn room(self, product: Product, shape: Shape) -> usize {
-        self.parts(shape) + self.slices(product, shape) * shape.m
+impl TileConfig {
+    /// Returns the f32 elements of scratch memory for partial sums of slices of K, and for partial column sums.
+    pub fn scratch_len(self, op: GemmOp, shape: GemmShape) -> usize {
+        self.partials_len(shape) + self.column_sum_rows(op, shape) * shape.m
     }
 
-    fn parts(self, shape: Shape) -> usize {
-        let Self { size, splits } = self;
-        if splits > 1 { splits * size.tiles(shape) * (size.rows() * size.columns()) as usize } else { 0 }
+    /// Returns the elements of the partial sums of slices of K.
+    fn partials_len(self, shape: GemmShape) -> usize {
+        let Self { tile, split_k } = self;
+        if split_k > 1 { split_k * tile.tiles(shape) * (tile.tile_m() * tile.tile_n()) as usize } else { 0 }
     }
 
-    /// Rows of column sums.
-    fn slices(self, product: Product, shape: Shape) -> usize {
-        let slices = for_size!(self.size, T => slices::<T>(shape.n as u32)) as usize;
-        if product == Product::AtBAccumulateSums { self.splits * slices } else { 0 }
+    /// Returns the rows of partial column sums.
+    fn column_sum_rows(self, op: GemmOp, shape: GemmShape) -> usize {
+        let rows = with_tile!(self.tile, T => partial_rows::<T>(shape.n as u32)) as usize;
+        if op == GemmOp::AtBAccumulateColumnSums { self.split_k * rows } else { 0 }
     }
 
-    /// Whether there are kernels for it, and every part of K has a step.
-    pub fn is_possible(self, product: Product, shape: Shape) -> bool {
-        let Self { size, splits } = self;
+    /// Returns true if the kernels are instantiated for this configuration and no slice of K is empty.
+    pub fn is_supported(self, op: GemmOp, shape: GemmShape) -> bool {
+        let Self { tile, split_k } = self;
         let steps = shape.k.div_ceil(TILE_K as usize);
-        let together = for_size!(size, T => T::TOGETHER);
-        // Of tiles that are not beside others, none would sum the lower half of the columns.
-        let large = size == Size::T256x128 || size == Size::T256x192;
-        let alone = product == Product::AtBAccumulateSums && large && shape.n <= size.columns() as usize;
-        (splits == 1 || product.accumulates())
-            && (splits - 1) * steps.div_ceil(splits) < steps
-            && !alone
-            && !(together && product.writes_much())
+        let cooperative = with_tile!(tile, T => T::COOPERATIVE);
+        // Tiles of 256 rows divide the column sums between neighbouring tiles: there must be more than one in a row of tiles.
+        let large = tile == TileShape::T256x128 || tile == TileShape::T256x192;
+        let no_neighbour = op == GemmOp::AtBAccumulateColumnSums && large && shape.n <= tile.tile_n() as usize;
+        (split_k == 1 || op.is_weight_gradient())
+            && (split_k - 1) * steps.div_ceil(split_k) < steps
+            && !no_neighbour
+            && !(cooperative && op.needs_pingpong())
     }
 
-    /// In tenths of the time that a multiprocessor takes for a step of 128 x 64: an epilogue costs four steps, a part of a tile
-    /// to write and to read a tenth, spread over the GPU, and another kernel's launch ten.
-    fn cost(self, shape: Shape, multiprocessors: usize) -> usize {
-        let Self { size, splits } = self;
-        let items = size.tiles(shape) * splits;
-        let steps = shape.k.div_ceil(TILE_K as usize).div_ceil(splits);
-        let added = if splits == 1 { 0 } else { items + 100 };
-        let of_step = (size.rows() * size.columns() / (A_BOX * BOX)) as usize;
-        (items.div_ceil(multiprocessors) * (steps + 4) * 10 + added) * of_step
+    /// Estimates the run time, in tenths of the time that an SM takes for a step of 128 x 64 of the mainloop.
+    ///
+    /// An epilogue costs four steps. A partial tile costs a tenth of a step to write and read, spread over all SMs. Launching the
+    /// reduction costs ten steps.
+    fn cost(self, shape: GemmShape, sm_count: usize) -> usize {
+        let Self { tile, split_k } = self;
+        let work_tiles = tile.tiles(shape) * split_k;
+        let steps = shape.k.div_ceil(TILE_K as usize).div_ceil(split_k);
+        let reduction = if split_k == 1 { 0 } else { work_tiles + 100 };
+        let step_cost = (tile.tile_m() * tile.tile_n() / (A_BOX_ROWS * EPILOGUE_TILE)) as usize;
+        (work_tiles.div_ceil(sm_count) * (steps + 4) * 10 + reduction) * step_cost
     }
 }
 
-const MOST_SPLITS: usize = 32;
-/// Numbers of parts that are worth timing, for each size.
-const BEST_SPLITS: usize = 2;
-/// No product has more [`tilings`].
-pub const MOST_TILINGS: usize = Size::ALL.len() * BEST_SPLITS;
+const MAX_SPLIT_K: usize = 32;
+/// Values of split-K to time for each tile shape.
+const SPLIT_K_CANDIDATES: usize = 2;
+/// The largest number of configurations that [`candidate_configs`] returns.
+pub const MAX_CANDIDATE_CONFIGS: usize = TileShape::ALL.len() * SPLIT_K_CANDIDATES;
 
-/// The ways that may be the fastest, most promising first, of those that do with `room` elements. Never empty.
-pub fn tilings(product: Product, shape: Shape, multiprocessors: usize, room: usize) -> Vec<Tiling> {
-    let cost = |tiling: &Tiling| tiling.cost(shape, multiprocessors);
-    let of_size = |size| {
-        let tilings = (1..=MOST_SPLITS).map(move |splits| Tiling { size, splits });
-        let fits = |tiling: &Tiling| tiling.splits == 1 || tiling.room(product, shape) <= room;
-        let mut tilings: Vec<_> = tilings.filter(|tiling| tiling.is_possible(product, shape) && fits(tiling)).collect();
-        tilings.sort_by_key(cost);
-        tilings.truncate(BEST_SPLITS);
-        tilings
+/// Returns the supported configurations that may be the fastest, in order of estimated run time.
+///
+/// Configurations with split-K are restricted to those whose scratch fits in `scratch_len` elements. The result is not empty.
+pub fn candidate_configs(op: GemmOp, shape: GemmShape, sm_count: usize, scratch_len: usize) -> Vec<TileConfig> {
+    let cost = |config: &TileConfig| config.cost(shape, sm_count);
+    let with_tile_shape = |tile| {
+        let configs = (1..=MAX_SPLIT_K).map(move |split_k| TileConfig { tile, split_k });
+        let fits = |config: &TileConfig| config.split_k == 1 || config.scratch_len(op, shape) <= scratch_len;
+        let mut configs: Vec<_> = configs.filter(|config| config.is_supported(op, shape) && fits(config)).collect();
+        configs.sort_by_key(cost);
+        configs.truncate(SPLIT_K_CANDIDATES);
+        configs
     };
-    let mut tilings: Vec<_> = Size::ALL.into_iter().flat_map(of_size).collect();
-    tilings.sort_by_key(cost);
-    tilings
+    let mut configs: Vec<_> = TileShape::ALL.into_iter().flat_map(with_tile_shape).collect();
+    configs.sort_by_key(cost);
+    configs
 }
 
-/// The kernels for a shape that [is possible](Shape::is_possible), in their order. What they add up later must fit in the
-/// operands' room.
-pub fn prepare(
-    product: Product,
-    shape: Shape,
-    tiling: Tiling,
-    operands: Operand,
-    multiprocessors: usize,
+/// Returns the kernel launches of a GEMM, in order. The shape and the configuration must be supported.
+///
+/// # Panics
+/// Panics if `operands.scratch_len` is less than [`TileConfig::scratch_len`].
+pub fn launches(
+    op: GemmOp,
+    shape: GemmShape,
+    config: TileConfig,
+    operands: KernelOperands,
+    sm_count: usize,
 ) -> Vec<KernelLaunch> {
-    let room = tiling.room(product, shape);
+    let needed = config.scratch_len(op, shape);
     assert!(
-        room <= operands.room,
-        "{product:?} of {shape:?}, {tiling:?}, needs room for {room}, not {}",
-        operands.room
+        needed <= operands.scratch_len,
+        "{op:?} of {shape:?} with {config:?}: expected scratch of {needed} elements, found {}",
+        operands.scratch_len
     );
-    let Tiling { size, splits } = tiling;
-    let Operand { a, b, out, bias, sums, parts, .. } = operands;
-    let (m, n, k) = (shape.m as u32, shape.n as u32, shape.k as u32);
-    let column_sums = parts.skip(tiling.parts(shape));
-    let in_parts = splits > 1;
-    let multiply = match product {
-        Product::ABt => in_turns_or_together::<ABt, Plain>(shape, size, operands),
-        Product::ABtBias => in_turns_or_together::<ABt, Bias>(shape, size, operands),
-        Product::ABtBiasResidual => in_turns_or_together::<ABt, BiasResidual>(shape, size, operands),
-        Product::ABtBiasGelu => in_turns::<ABt, BiasGelu>(shape, size, operands),
-        Product::AB => in_turns_or_together::<AB, Plain>(shape, size, operands),
-        Product::ABGeluBackward => in_turns::<AB, GeluBackward>(shape, size, operands),
-        Product::ABGeluBackwardAndGelu => in_turns::<AB, GeluBackwardAndGelu>(shape, size, operands),
-        Product::AtBAccumulateSums if in_parts => {
-            for_size!(size, T => matmul_parts::<T, true>(a, b, parts, column_sums, m, n, k, splits as u32))
-        }
-        _ if in_parts => {
-            for_size!(size, T => matmul_parts::<T, false>(a, b, parts, column_sums, m, n, k, splits as u32))
-        }
-        Product::AtBAccumulate => in_turns_or_together::<AtB, Accumulate>(shape, size, operands),
-        Product::AtBAccumulateSums => {
-            for_size!(size, T => matmul_with_column_sums::<T>(a, b, out, column_sums, m, n, k))
-        }
-        Product::AtBAccumulateF32 => {
-            for_size!(size, T => matmul_add_f32::<T>(a, b, GlobalMut::from_address(sums), m, n, k))
-        }
-    };
-    let grid = [multiprocessors as u32, 1, 1];
-    let mut kernels = vec![KernelLaunch { launch: multiply, grid, shared_bytes: pingpong_shared_bytes() }];
-    if in_parts {
-        let (rows, columns, splits) = (size.rows(), size.columns(), splits as u32);
-        let launch = if product == Product::AtBAccumulateF32 {
-            matmul_add_parts::<f32>(GlobalMut::from_address(sums), parts.reader(), rows, columns, m, n, splits)
+    let TileConfig { tile, split_k } = config;
+    let KernelOperands { bias, out_address, scratch, .. } = operands;
+    let (m, n) = (shape.m as u32, shape.n as u32);
+    let column_sums = scratch.skip(config.partials_len(shape));
+    let mut kernels = vec![KernelLaunch {
+        launch: gemm(op, shape, config, operands, column_sums),
+        grid: [sm_count as u32, 1, 1],
+        shared_bytes: SharedStorage::bytes(),
+    }];
+    if split_k > 1 {
+        let ([tile_m, tile_n], split_k) = (tile.dims(), split_k as u32);
+        let partials = scratch.reader();
+        let launch = if op == GemmOp::AtBAccumulateF32 {
+            let out = GlobalMut::from_address(out_address);
+            matmul_split_k_reduce::<f32>(out, partials, tile_m, tile_n, m, n, split_k)
         } else {
-            matmul_add_parts::<bf16>(GlobalMut::from_address(sums), parts.reader(), rows, columns, m, n, splits)
+            let out = GlobalMut::from_address(out_address);
+            matmul_split_k_reduce::<bf16>(out, partials, tile_m, tile_n, m, n, split_k)
         };
-        let grid = add_parts_grid([rows, columns], size.tiles(shape));
+        let grid = reduce_grid([tile_m, tile_n], tile.tiles(shape));
         kernels.push(KernelLaunch { launch, grid, shared_bytes: 0 });
     }
-    if product == Product::AtBAccumulateSums {
-        let slices = tiling.slices(product, shape) as u32;
+    if op == GemmOp::AtBAccumulateColumnSums {
+        let rows = config.column_sum_rows(op, shape) as u32;
         let mut layout = Layout::new();
         column_sum::shared(&mut layout);
         kernels.push(KernelLaunch {
-            launch: bias_backward_reduce::<bf16>(bias, column_sums.reader(), slices, m),
+            launch: bias_backward_reduce::<bf16>(bias, column_sums.reader(), rows, m),
             grid: [column_sum::grid(shape.m), 1, 1],
             shared_bytes: layout.bytes(),
         });
@@ -313,25 +334,59 @@ pub fn prepare(
     kernels
 }
 
-fn in_turns_or_together<L: Operands, E: Epilogue>(shape: Shape, size: Size, operands: Operand) -> Launch {
-    match size {
-        Size::T256x128 => of::<L, E, Together128>(shape, operands),
-        Size::T256x192 => of::<L, E, Together192>(shape, operands),
-        Size::T128x256 => of::<L, E, Together256>(shape, operands),
-        Size::T128x320 => of::<L, E, Together320>(shape, operands),
-        _ => in_turns::<L, E>(shape, size, operands),
+/// Returns the launch of the GEMM kernel itself.
+fn gemm(
+    op: GemmOp,
+    shape: GemmShape,
+    TileConfig { tile, split_k }: TileConfig,
+    operands: KernelOperands,
+    column_sums: GlobalMut<f32>,
+) -> Launch {
+    let KernelOperands { a, b, out, out_address, scratch, .. } = operands;
+    let (m, n, k) = (shape.m as u32, shape.n as u32, shape.k as u32);
+    match op {
+        GemmOp::ABt => any_tile::<ABt, Plain>(shape, tile, operands),
+        GemmOp::ABtBias => any_tile::<ABt, Bias>(shape, tile, operands),
+        GemmOp::ABtBiasResidual => any_tile::<ABt, BiasResidual>(shape, tile, operands),
+        GemmOp::ABtBiasGelu => pingpong::<ABt, BiasGelu>(shape, tile, operands),
+        GemmOp::AB => any_tile::<AB, Plain>(shape, tile, operands),
+        GemmOp::ABGeluBackward => pingpong::<AB, GeluBackward>(shape, tile, operands),
+        GemmOp::ABGeluBackwardAndGelu => pingpong::<AB, GeluBackwardAndGelu>(shape, tile, operands),
+        GemmOp::AtBAccumulateColumnSums if split_k > 1 => {
+            with_tile!(tile, T => matmul_split_k::<T, true>(a, b, scratch, column_sums, m, n, k, split_k as u32))
+        }
+        _ if split_k > 1 => {
+            with_tile!(tile, T => matmul_split_k::<T, false>(a, b, scratch, column_sums, m, n, k, split_k as u32))
+        }
+        GemmOp::AtBAccumulate => any_tile::<AtB, Accumulate>(shape, tile, operands),
+        GemmOp::AtBAccumulateColumnSums => {
+            with_tile!(tile, T => matmul_accumulate_column_sums::<T>(a, b, out, column_sums, m, n, k))
+        }
+        GemmOp::AtBAccumulateF32 => {
+            with_tile!(tile, T => matmul_accumulate_f32::<T>(a, b, GlobalMut::from_address(out_address), m, n, k))
+        }
     }
 }
 
-fn in_turns<L: Operands, E: Epilogue>(shape: Shape, size: Size, operands: Operand) -> Launch {
-    if size.columns() == Turns128::COLUMNS {
-        of::<L, E, Turns128>(shape, operands)
+fn any_tile<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, operands: KernelOperands) -> Launch {
+    match tile {
+        TileShape::T256x128 => matmul::<L, E, Cooperative256x128>(shape, operands),
+        TileShape::T256x192 => matmul::<L, E, Cooperative256x192>(shape, operands),
+        TileShape::T128x256 => matmul::<L, E, Cooperative128x256>(shape, operands),
+        TileShape::T128x320 => matmul::<L, E, Cooperative128x320>(shape, operands),
+        _ => pingpong::<L, E>(shape, tile, operands),
+    }
+}
+
+fn pingpong<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, operands: KernelOperands) -> Launch {
+    if tile.tile_n() == Pingpong128x128::TILE_N {
+        matmul::<L, E, Pingpong128x128>(shape, operands)
     } else {
-        of::<L, E, Turns192>(shape, operands)
+        matmul::<L, E, Pingpong128x192>(shape, operands)
     }
 }
 
-fn of<L: Operands, E: Epilogue, T: Tile>(shape: Shape, operands: Operand) -> Launch {
-    let Operand { a, b, out, aux, second, bias, .. } = operands;
-    matmul_pingpong::<L, E, T>(a, b, out, aux, second, bias.reader(), shape.m as u32, shape.n as u32, shape.k as u32)
+fn matmul<L: OperandLayout, E: Epilogue, T: Tile>(shape: GemmShape, operands: KernelOperands) -> Launch {
+    let KernelOperands { a, b, out, aux, second, bias, .. } = operands;
+    matmul_wgmma::<L, E, T>(a, b, out, aux, second, bias.reader(), shape.m as u32, shape.n as u32, shape.k as u32)
 }

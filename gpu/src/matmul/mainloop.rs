@@ -1,23 +1,20 @@
-//! Operands through a ring of stages in shared memory: the producer's loads, a consumer's products.
+//! The mainloop: the producer's loads into the pipeline, and a consumer's multiplication of the stages.
 
-use super::pingpong::{Shared, is_first};
-use super::tiles::{Item, Tile};
+use super::shared::{SharedStorage, is_warpgroup_leader};
+use super::tile::{TILE_K, Tile, WorkTile};
 use cuda_std::Global;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{MBarrier, TensorMap, wgmma};
+use cuda_std::hopper::{MBarrier, PipelineState, TensorMap, wgmma};
 
-/// Columns of k in a stage.
-pub const TILE_K: u32 = 64;
+/// Rows of a TMA load of a (M, K).
+pub const A_BOX_ROWS: u32 = 128;
 
-/// Rows of a (M, K) that a load takes.
-pub const A_BOX: u32 = 128;
-
-/// How the operands lie, row-major.
-pub trait Operands: 'static {
-    /// Whether a is stored (K, M).
-    const A_BY_ROWS: bool;
-    /// Whether b is stored (K, N).
-    const B_BY_ROWS: bool;
+/// The row-major storage of the operands of a (M, K) · b (K, N).
+pub trait OperandLayout: 'static {
+    /// True if a is stored as (K, M), false if as (M, K).
+    const A_M_MAJOR: bool;
+    /// True if b is stored as (K, N), false if as (N, K).
+    const B_N_MAJOR: bool;
 }
 
 /// a (M, K) · b (K, N)
@@ -27,176 +24,153 @@ pub struct ABt;
 /// a (K, M)ᵀ · b (K, N)
 pub struct AtB;
 
-impl Operands for AtB {
-    const A_BY_ROWS: bool = true;
-    const B_BY_ROWS: bool = true;
+impl OperandLayout for AB {
+    const A_M_MAJOR: bool = false;
+    const B_N_MAJOR: bool = true;
 }
 
-impl Operands for AB {
-    const A_BY_ROWS: bool = false;
-    const B_BY_ROWS: bool = true;
+impl OperandLayout for ABt {
+    const A_M_MAJOR: bool = false;
+    const B_N_MAJOR: bool = false;
 }
 
-impl Operands for ABt {
-    const A_BY_ROWS: bool = false;
-    const B_BY_ROWS: bool = false;
+impl OperandLayout for AtB {
+    const A_M_MAJOR: bool = true;
+    const B_N_MAJOR: bool = true;
 }
 
-/// A place in the ring; the parity flips each time round. A consumer starts with parity 0, the producer with 1, for fresh
-/// stages count as released.
-#[derive(Clone, Copy)]
-pub struct Place {
-    pub stage: u32,
-    pub parity: u32,
-}
-
-impl Place {
-    #[inline(always)]
-    pub fn advance<T: Tile>(&mut self) {
-        self.stage += 1;
-        if self.stage == T::STAGES {
-            self.stage = 0;
-            self.parity ^= 1;
-        }
-    }
-
-    #[inline(always)]
-    pub fn skip<T: Tile>(&mut self, count: u32) {
-        let stage = self.stage + count;
-        self.stage = stage % T::STAGES;
-        self.parity ^= stage / T::STAGES % 2;
-    }
-}
-
-/// Fills one stage with step `step` of K.
+/// Starts the loads of step `step` of K into a stage.
 #[inline(always)]
-pub fn load_stage<L: Operands, T: Tile>(
-    shared: Shared,
+pub fn load_stage<L: OperandLayout, T: Tile>(
+    shared: SharedStorage,
     stage: u32,
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     step: u32,
-    Item { row, column, .. }: Item,
+    WorkTile { row, column, .. }: WorkTile,
 ) {
     let k = step * TILE_K;
     let full = shared.full.at(stage);
-    let at = stage * T::STAGE_ROWS;
+    let first_row = stage * T::STAGE_ROWS;
     full.arrive_expecting(T::STAGE_ROWS * 128);
-    if L::A_BY_ROWS {
-        for i in 0..T::ROWS / 64 {
-            shared.pool.rows::<64>(at + i * 64).load(a, row + i * 64, k, full);
+    if L::A_M_MAJOR {
+        for i in 0..T::TILE_M / 64 {
+            shared.pool.rows::<64>(first_row + i * 64).load(a, row + i * 64, k, full);
         }
     } else {
-        for i in 0..T::ROWS / A_BOX {
-            shared.pool.rows::<128>(at + i * A_BOX).load(a, k, row + i * A_BOX, full);
+        for i in 0..T::TILE_M / A_BOX_ROWS {
+            shared.pool.rows::<128>(first_row + i * A_BOX_ROWS).load(a, k, row + i * A_BOX_ROWS, full);
         }
     }
-    let b_tile = shared.pool.rows::<64>(at + T::ROWS);
-    if L::B_BY_ROWS {
-        for i in 0..T::COLUMNS / 64 {
+    let b_tile = shared.pool.rows::<64>(first_row + T::TILE_M);
+    if L::B_N_MAJOR {
+        for i in 0..T::TILE_N / 64 {
             b_tile.same_shape_after(i).load(b, column + i * 64, k, full);
         }
     } else {
-        for i in 0..T::COLUMNS / T::B_BOX {
-            shared.pool.rows::<64>(at + T::ROWS + i * T::B_BOX).load(b, k, column + i * T::B_BOX, full);
+        for i in 0..T::TILE_N / T::B_BOX_ROWS {
+            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * T::B_BOX_ROWS);
+            b_rows.load(b, k, column + i * T::B_BOX_ROWS, full);
         }
     }
 }
 
-/// Sums of a consumer's rows of a tile: of the upper 64, and of the lower if there are more.
+/// Accumulators of a consumer's rows of a tile: rows 0..64 in `upper`, rows 64..128 in `lower`, which is unused if
+/// the consumer has 64 rows.
 #[derive(Clone, Copy)]
-pub struct Sums<A> {
+pub struct ConsumerAccumulators<A> {
     pub upper: A,
     pub lower: A,
 }
 
-/// A consumer's rows of a tile, over all of K (`steps` >= 1). When the last stage has been seen full, `then` may go on in
-/// the ring, if the consumers take turns.
+/// Computes a consumer's rows of a tile over `steps` >= 1 steps of K.
+///
+/// A ping-pong consumer arrives at `other_consumer` as soon as its last stage is full: the other consumer may then
+/// wait for the stages that follow.
 #[inline(always)]
-pub fn multiply<L: Operands, T: Tile>(
-    shared: Shared,
+pub fn multiply<L: OperandLayout, T: Tile>(
+    shared: SharedStorage,
     consumer: u32,
     steps: u32,
-    place: &mut Place,
-    then: MBarrier,
-) -> Sums<T::Sums> {
-    let mut d = Sums { upper: T::Sums::ZERO, lower: T::Sums::ZERO };
-    let mut previous = place.stage;
+    state: &mut PipelineState,
+    other_consumer: MBarrier,
+) -> ConsumerAccumulators<T::Accumulator> {
+    let mut d = ConsumerAccumulators { upper: T::Accumulator::ZERO, lower: T::Accumulator::ZERO };
+    let mut previous = state.stage();
     let mut step = 0;
-    // Tested at the end: a path around the products would define accumulators outside them, and ptxas would then
-    // serialise every product.
+    // The loop tests its condition at the end. A path around the loop would define the accumulators outside of it, and
+    // ptxas would serialize every wgmma.
     loop {
-        shared.full.at(place.stage).wait(place.parity);
-        let at = place.stage * T::STAGE_ROWS;
+        shared.full.at(state.stage()).wait(state.parity());
+        let first_row = state.stage() * T::STAGE_ROWS;
         wgmma::fence();
-        products::<L, T>(&mut d, shared, consumer, at, 0, step != 0);
-        products::<L, T>(&mut d, shared, consumer, at, 1, true);
-        products::<L, T>(&mut d, shared, consumer, at, 2, true);
-        products::<L, T>(&mut d, shared, consumer, at, 3, true);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 0, step != 0);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 1, true);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 2, true);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 3, true);
         wgmma::commit();
-        // With the newest group still running, the one before it is done with its stage.
+        // One group stays in flight. The group before it has finished, so its stage is free.
         wgmma::wait::<1>();
         if step != 0 {
             release(shared.empty.at(previous));
         }
-        previous = place.stage;
-        place.advance::<T>();
+        previous = state.advance();
         step += 1;
         if step == steps {
             break;
         }
     }
-    if !T::TOGETHER && is_first() {
-        then.arrive();
+    if !T::COOPERATIVE && is_warpgroup_leader() {
+        other_consumer.arrive();
     }
     wgmma::wait::<0>();
     d.upper.settle();
-    if T::CONSUMER_ROWS > 64 {
+    if T::CONSUMER_M > 64 {
         d.lower.settle();
     }
     release(shared.empty.at(previous));
     d
 }
 
-/// Starts the products of 16 k of the stage that begins at row `at`.
+/// Starts the wgmma instructions for columns 16 `k` .. 16 `k` + 16 of the stage that begins at row `first_row`.
 #[inline(always)]
-fn products<L: Operands, T: Tile>(
-    d: &mut Sums<T::Sums>,
-    shared: Shared,
+fn start_wgmma<L: OperandLayout, T: Tile>(
+    d: &mut ConsumerAccumulators<T::Accumulator>,
+    shared: SharedStorage,
     consumer: u32,
-    at: u32,
+    first_row: u32,
     k: u32,
     accumulate: bool,
 ) {
-    let a = if T::TOGETHER { at + consumer * T::CONSUMER_ROWS } else { at };
+    let a = if T::COOPERATIVE { first_row + consumer * T::CONSUMER_M } else { first_row };
     let (upper, lower) = (shared.pool.rows::<64>(a), shared.pool.rows::<64>(a + 64));
-    let b = shared.pool.rows::<64>(at + T::ROWS);
-    let both = T::CONSUMER_ROWS > 64;
-    if L::A_BY_ROWS {
+    let b = shared.pool.rows::<64>(first_row + T::TILE_M);
+    let has_lower = T::CONSUMER_M > 64;
+    if L::A_M_MAJOR {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand_by_rows(k), b, accumulate);
-        if both {
+        if has_lower {
             d.lower.product(lower.operand_by_rows(k), b, accumulate);
         }
-    } else if L::B_BY_ROWS {
+    } else if L::B_N_MAJOR {
         let b = b.operand_by_rows(k);
         d.upper.product(upper.operand(k), b, accumulate);
-        if both {
+        if has_lower {
             d.lower.product(lower.operand(k), b, accumulate);
         }
     } else {
         let b = b.operand(k);
         d.upper.product(upper.operand(k), b, accumulate);
-        if both {
+        if has_lower {
             d.lower.product(lower.operand(k), b, accumulate);
         }
     }
 }
 
-/// Tells the producer that this consumer, whose products end for all its warps together, is done with a stage.
+/// Releases a stage to the producer. One arrival suffices: a wgmma group finishes for all warps of a warpgroup together.
 #[inline(always)]
 fn release(empty: MBarrier) {
-    if is_first() {
+    if is_warpgroup_leader() {
         empty.arrive();
     }
 }

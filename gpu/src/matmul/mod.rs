@@ -1,18 +1,33 @@
-//! Matrix products for `sm_90a`, bf16 with f32 sums: TMA, wgmma, and warpgroups with roles.
+//! bf16 GEMM with f32 accumulation for `sm_90a`: TMA loads, wgmma and warp-specialized persistent kernels.
 //!
-//! `pingpong` is the kernel that training runs, with tiles of six sizes: two that the consumers take in turns, so that an epilogue is
-//! hidden behind the next tile's products, and four that they share. `cooperative` is plainer, with 128 x 256 and clusters.
+//! A thread block has three warpgroups: a producer, which issues the TMA loads, and two consumers, which multiply and run
+//! the epilogue. A tile is one of two kinds, named as in CUTLASS:
+//! * Ping-pong (128 x 128, 128 x 192): each consumer has its own tiles, so that one consumer's epilogue overlaps with the
+//!   other consumer's mainloop. Both epilogues with GELU need this overlap.
+//! * Cooperative (256 x 128, 256 x 192, 128 x 256, 128 x 320): the consumers share a tile, half of its rows each. A tile
+//!   loads a quarter to a third less per FLOP than a ping-pong tile, but nothing overlaps with its epilogue.
+//!
+//! Modules, each of which uses only those before it:
+//! * `tile`: tile shapes, and the scheduler that assigns tiles to thread blocks
+//! * `shared`: the layout of shared memory
+//! * `mainloop`: loads of operands, and the multiplication
+//! * `epilogue`: bias, residual and GELU, and the stores through shared memory
+//! * `accumulate`: accumulation into an output in global memory without shared memory
+//! * `split_k`: partial sums over slices of K, and the kernel that reduces them
+//! * `column_sums`: the gradient of a bias, computed beside the gradient of its weight
+//! * `kernel`: the warp-specialized kernels and their entry points
+//! * `launch` (host): the kernels and tensor maps for a GEMM
 
+mod accumulate;
 mod column_sums;
-mod cooperative;
 mod epilogue;
+mod kernel;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 mod mainloop;
-mod pingpong;
-mod split;
-mod tiles;
+mod shared;
+mod split_k;
+mod tile;
 
-pub use cooperative::{A_BOX, OUT_BOX, TILE_N, matmul_wgmma, shared_bytes};
-pub use pingpong::{matmul_add_f32, matmul_parts, matmul_pingpong, matmul_with_column_sums, pingpong_shared_bytes};
-pub use split::matmul_add_parts;
+pub use kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
+pub use split_k::matmul_split_k_reduce;

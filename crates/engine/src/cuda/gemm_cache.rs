@@ -5,7 +5,7 @@ use crate::Result;
 use crate::gemm::Choice;
 use anyhow::Context;
 use cuda_driver::Gpu;
-use gpu::matmul::launch::Size;
+use gpu::matmul::launch::TileShape;
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -26,7 +26,7 @@ impl Cache {
         let model = gpu.info().name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         let machine = format!("{model}-{architecture}-driver-{major}.{minor}-cublaslt-{library}");
         // A checkpoint's choices stay valid when tile shapes are added; they are only no longer known to be the fastest.
-        let name = format!("{machine}-tiles-{}.json", Size::ALL.len());
+        let name = format!("{machine}-tiles-{}.json", TileShape::ALL.len());
         let path = dirs::cache_dir().map(|cache| cache.join("llm-rs/products").join(name));
         Ok(Self { machine, path })
     }

@@ -1,0 +1,81 @@
+//! Accumulation into an output in global memory by ordinary loads and stores.
+
+use super::epilogue::EpilogueStore;
+use super::mainloop::ConsumerAccumulators;
+use super::shared::WARPGROUP;
+use super::tile::{Tile, WorkTile};
+use core::marker::PhantomData;
+use cuda_std::{GlobalMut, bf16, element, thread};
+
+/// The element type of a weight gradient.
+pub trait AccumulateInto: Copy + 'static {
+    /// Adds `pair` to elements `i` and `i` + 1 of `out`. `i` is even.
+    fn add(out: GlobalMut<Self>, i: usize, pair: [f32; 2]);
+}
+
+impl AccumulateInto for bf16 {
+    #[inline(always)]
+    fn add(out: GlobalMut<Self>, i: usize, [low, high]: [f32; 2]) {
+        let [old_low, old_high] = out.reader().pair(i);
+        out.set_pair(i, element::pack_pair(old_low + low, old_high + high));
+    }
+}
+
+impl AccumulateInto for f32 {
+    #[inline(always)]
+    fn add(out: GlobalMut<Self>, i: usize, [low, high]: [f32; 2]) {
+        let [old_low, old_high] = out.reader().pair(i);
+        out.set_pair(i, [old_low + low, old_high + high]);
+    }
+}
+
+/// Adds accumulators to an f32 output (M, N).
+pub struct AccumulateF32<T> {
+    out: GlobalMut<f32>,
+    m: u32,
+    n: u32,
+    tile: PhantomData<T>,
+}
+
+impl<T> AccumulateF32<T> {
+    #[inline(always)]
+    pub fn new(out: GlobalMut<f32>, m: u32, n: u32) -> Self {
+        Self { out, m, n, tile: PhantomData }
+    }
+}
+
+impl<T: Tile> AccumulateF32<T> {
+    /// Adds 64 rows of accumulators to the output from (`row`, `column`) on.
+    #[inline(always)]
+    fn add(&self, d: &T::Accumulator, row: u32, column: u32) {
+        let thread = thread::thread_idx_x() % WARPGROUP;
+        let (row, column) = (row + thread / 32 * 16 + thread % 32 / 4, column + thread % 4 * 2);
+        for half in 0..2 {
+            let row = row + half * 8;
+            if row < self.m {
+                for j in 0..T::TILE_N / 8 {
+                    let (column, i) = (column + j * 8, (j * 4 + half * 2) as usize);
+                    if column < self.n {
+                        f32::add(self.out, row as usize * self.n as usize + column as usize, [d[i], d[i + 1]]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T: Tile> EpilogueStore<T> for AccumulateF32<T> {
+    #[inline(always)]
+    fn prefetch(&self, _: WorkTile) {}
+
+    #[inline(always)]
+    fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, WorkTile { row, column, .. }: WorkTile) {
+        self.add(&d.upper, row, column);
+        if T::CONSUMER_M > 64 {
+            self.add(&d.lower, row + 64, column);
+        }
+    }
+
+    #[inline(always)]
+    fn finish(&self) {}
+}

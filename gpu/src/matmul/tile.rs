@@ -1,0 +1,190 @@
+//! Tile shapes, and the scheduler that assigns output tiles and slices of K to thread blocks.
+
+use cuda_std::hopper::wgmma::Accumulators;
+use cuda_std::thread;
+
+/// Consumer warpgroups of a thread block.
+pub const CONSUMERS: u32 = 2;
+/// Columns of K in a pipeline stage.
+pub const TILE_K: u32 = 64;
+/// Rows of shared memory, of 128 bytes each, for the pipeline stages and the epilogue buffers: 224 KiB.
+pub const POOL_ROWS: usize = 1792;
+/// The largest number of pipeline stages of any tile.
+pub const MAX_STAGES: usize = 5;
+/// Rows and columns of an epilogue subtile, and of its buffer in shared memory.
+pub const EPILOGUE_TILE: u32 = 64;
+/// The largest number of epilogue buffers of a consumer.
+pub const MAX_EPILOGUE_BUFFERS: u32 = 4;
+
+/// An output tile of TILE_M x TILE_N, and how the two consumers compute it.
+pub trait Tile: 'static {
+    /// A thread's accumulators for 64 rows of the tile.
+    type Accumulator: Accumulators + 'static;
+    /// True if both consumers compute half of each tile's rows, false if each consumer computes every other tile.
+    const COOPERATIVE: bool;
+    /// Rows of the tile.
+    const TILE_M: u32;
+
+    /// Columns of the tile.
+    const TILE_N: u32 = Self::Accumulator::COLUMNS;
+    /// Rows that a consumer computes: 64 or 128.
+    const CONSUMER_M: u32 = if Self::COOPERATIVE { Self::TILE_M / CONSUMERS } else { Self::TILE_M };
+    /// Rows of a TMA load of b (N, K). TMA allows at most 256.
+    const B_BOX_ROWS: u32 = if Self::TILE_N > 256 { Self::TILE_N / 2 } else { Self::TILE_N };
+    /// Rows of shared memory in a pipeline stage: TILE_M for a, then TILE_N for b.
+    const STAGE_ROWS: u32 = Self::TILE_M + Self::TILE_N;
+    /// Epilogue buffers of each consumer.
+    const EPILOGUE_BUFFERS: u32 = match (Self::COOPERATIVE, Self::TILE_N) {
+        (false, _) => MAX_EPILOGUE_BUFFERS,
+        (true, 192 | 320) => 3,
+        (true, _) => 2,
+    };
+    /// Pipeline stages: as many as fit beside the epilogue buffers.
+    const STAGES: u32 = (POOL_ROWS as u32 - CONSUMERS * Self::EPILOGUE_BUFFERS * EPILOGUE_TILE) / Self::STAGE_ROWS;
+    /// Rows of shared memory in all stages. The epilogue buffers follow them.
+    const PIPELINE_ROWS: u32 = Self::STAGES * Self::STAGE_ROWS;
+}
+
+/// A ping-pong tile of 128 x 128.
+pub struct Pingpong128x128;
+/// A ping-pong tile of 128 x 192.
+pub struct Pingpong128x192;
+/// A cooperative tile of 256 x 128.
+pub struct Cooperative256x128;
+/// A cooperative tile of 256 x 192.
+pub struct Cooperative256x192;
+/// A cooperative tile of 128 x 256.
+pub struct Cooperative128x256;
+/// A cooperative tile of 128 x 320, which divides N = 1280, 1600 and 2560 without a remainder.
+pub struct Cooperative128x320;
+
+impl Tile for Pingpong128x128 {
+    type Accumulator = [f32; 64];
+    const COOPERATIVE: bool = false;
+    const TILE_M: u32 = 128;
+}
+
+impl Tile for Pingpong128x192 {
+    type Accumulator = [f32; 96];
+    const COOPERATIVE: bool = false;
+    const TILE_M: u32 = 128;
+}
+
+impl Tile for Cooperative256x128 {
+    type Accumulator = [f32; 64];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 256;
+}
+
+impl Tile for Cooperative256x192 {
+    type Accumulator = [f32; 96];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 256;
+}
+
+impl Tile for Cooperative128x256 {
+    type Accumulator = [f32; 128];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 128;
+}
+
+impl Tile for Cooperative128x320 {
+    type Accumulator = [f32; 160];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 128;
+}
+
+/// Rows of a group of tiles. Concurrent blocks work on one group, so that its operands stay in L2.
+const GROUP_ROWS: u32 = 2048;
+
+/// Assigns work tiles to persistent thread blocks: block b computes work tiles b, b + grid size, ….
+///
+/// Work tiles are ordered by slice of K first, so that concurrent blocks read the same part of K.
+#[derive(Clone, Copy)]
+pub struct TileScheduler {
+    tile_m: u32,
+    tile_n: u32,
+    /// Tiles of a column, and of a row, of the output.
+    tiles_m: u32,
+    tiles_n: u32,
+    split_k: u32,
+    /// Steps of [`TILE_K`] in K, and in every slice of K but the last.
+    k_steps: u32,
+    slice_steps: u32,
+}
+
+/// An output tile, and the slice of K to compute it over.
+#[derive(Clone, Copy)]
+pub struct WorkTile {
+    /// Index among all work tiles: slice by slice, and tile by tile within a slice.
+    pub index: u32,
+    /// First row of the output.
+    pub row: u32,
+    /// First column of the output.
+    pub column: u32,
+    /// First step of K, in units of [`TILE_K`].
+    pub first_step: u32,
+    /// Steps of K, in units of [`TILE_K`].
+    pub steps: u32,
+}
+
+/// Returns the index of this block's `i`-th work tile.
+#[inline(always)]
+fn index(i: u32) -> u32 {
+    thread::block_idx_x() + i * thread::grid_dim_x()
+}
+
+impl TileScheduler {
+    /// Creates the scheduler of an (m, n) output in tiles of `tile_m` x `tile_n` and `split_k` slices of K.
+    /// No slice may be empty.
+    #[inline(always)]
+    pub fn new([tile_m, tile_n]: [u32; 2], m: u32, n: u32, k: u32, split_k: u32) -> Self {
+        let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
+        let k_steps = k.div_ceil(TILE_K);
+        Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
+    }
+
+    /// Returns the number of output tiles.
+    #[inline(always)]
+    pub fn tiles(self) -> u32 {
+        self.tiles_m * self.tiles_n
+    }
+
+    /// Returns the first row and column of output tile `t`. Tiles run down the rows of a group, then to the next column.
+    #[inline(always)]
+    pub fn tile(self, t: u32) -> (u32, u32) {
+        let group_tiles = GROUP_ROWS / self.tile_m;
+        let group = t / (group_tiles * self.tiles_n);
+        let within = t - group * group_tiles * self.tiles_n;
+        let height = (self.tiles_m - group * group_tiles).min(group_tiles);
+        ((group * group_tiles + within % height) * self.tile_m, within / height * self.tile_n)
+    }
+
+    /// Returns the slice of K of the work tile with this index.
+    #[inline(always)]
+    pub fn slice(self, index: u32) -> u32 {
+        if self.split_k == 1 { 0 } else { index / self.tiles() }
+    }
+
+    /// Returns true if this block has an `i`-th work tile.
+    #[inline(always)]
+    pub fn has(self, i: u32) -> bool {
+        index(i) < self.tiles() * self.split_k
+    }
+
+    /// Returns the steps of this block's `i`-th work tile, or an arbitrary number if there is no such tile.
+    #[inline(always)]
+    pub fn steps(self, i: u32) -> u32 {
+        let first_step = self.slice(index(i)) * self.slice_steps;
+        self.slice_steps.min(self.k_steps.saturating_sub(first_step))
+    }
+
+    /// Returns this block's `i`-th work tile, which must exist.
+    #[inline(always)]
+    pub fn work_tile(self, i: u32) -> WorkTile {
+        let index = index(i);
+        let slice = self.slice(index);
+        let (row, column) = self.tile(index - slice * self.tiles());
+        WorkTile { index, row, column, first_step: slice * self.slice_steps, steps: self.steps(i) }
+    }
+}
