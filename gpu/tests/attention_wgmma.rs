@@ -1,4 +1,4 @@
-//! Attention for sm_90a against its derivatives written out in f64.
+//! The `sm_90a` attention kernels compared with an f64 reference.
 
 mod common;
 
@@ -12,18 +12,21 @@ use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use gpu::attention::launch::{HEAD_SIZES, Shape};
 use gpu::attention_wgmma::BOX;
-use gpu::attention_wgmma::launch::{self, Maps};
+use gpu::attention_wgmma::launch::{self, BackwardOperands};
 use gpu::launch::KernelLaunch;
 use proptest::strategy::Strategy;
 
 tests! {
     kernels of "attention_wgmma";
-    once: one_position, part_of_a_tile, a_tile, several_tiles, idle_blocks, one_block, other_head_sizes_are_refused,
-        convex, causal, heads_are_apart, sums, zeros, equal_scores, dominant_key, large_scores, spoilt_head,
-        spoilt_position;
+    once: one_position_matches_reference, partial_tile_matches_reference, full_tile_matches_reference,
+        several_tiles_match_reference, idle_blocks_match_reference, one_block_matches_reference,
+        only_head_sizes_64_and_128_are_supported, outputs_are_convex_combinations_of_values, attention_is_causal,
+        heads_are_independent, gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference,
+        equal_scores_average_values, dominant_key_takes_all_attention, large_scores_match_reference,
+        non_finite_head_does_not_spread, non_finite_position_spreads_only_within_its_tile;
 }
 
-/// Fewer than pieces of work, for most shapes, so that a block does several.
+/// Fewer blocks than work tiles for most shapes, so that a block computes several tiles.
 const BLOCKS: usize = 3;
 
 fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
@@ -34,17 +37,17 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let mut memory = Memory::new();
         let qkv = memory.input("qkv", &rounded(&inputs.qkv));
         let dout = memory.input("dout", &rounded(&inputs.dout));
-        let maps = Maps {
-            qkv: memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, 3 * nh * hs], BOX)]),
-            dout: memory.input("map of dout", &[TensorMap::emulated_3d(dout, [b, t, nh * hs], BOX)]),
-        };
+        let qkv_map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, 3 * nh * hs], BOX)]);
+        let dout_map = memory.input("map of dout", &[TensorMap::emulated_3d(dout, [b, t, nh * hs], BOX)]);
         let out = memory.output::<bf16>("out", rows * hs);
         let lse = memory.output("lse", rows);
         let dqkv = memory.output::<bf16>("dqkv", 3 * rows * hs);
         let d = memory.output("d", rows);
         let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
-        run(&launch::forward(out, lse, maps.qkv, shape, blocks));
-        launch::backward(dqkv, d, dout, out.reader(), lse.reader(), maps, shape, blocks).iter().for_each(&mut run);
+        run(&launch::forward(out, lse, qkv_map, shape, blocks));
+        let (out_reader, lse_reader) = (out.reader(), lse.reader());
+        let operands = BackwardOperands { dqkv, d, dout, out: out_reader, lse: lse_reader, qkv_map, dout_map };
+        launch::backward(operands, shape, blocks).iter().for_each(&mut run);
         Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
     }
 }
@@ -53,9 +56,9 @@ fn shape(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
     Shape { b, t, nh, hs }
 }
 
-/// Head sizes that have kernels.
+/// Supported head sizes.
 const SIZES: [usize; 2] = [64, 128];
-/// Rows of a piece of work.
+/// Rows of a work tile.
 const TILE: usize = 128;
 
 fn check(shape: Shape, blocks: usize) {
@@ -63,111 +66,111 @@ fn check(shape: Shape, blocks: usize) {
     assert_agrees(&inputs, &attend(blocks)(&inputs), bf16::ERRORS);
 }
 
-fn one_position() {
+fn one_position_matches_reference() {
     for hs in SIZES {
         check(shape(1, 1, 1, hs), BLOCKS);
         check(shape(3, 1, 3, hs), BLOCKS);
     }
 }
 
-fn part_of_a_tile() {
+fn partial_tile_matches_reference() {
     for (t, hs) in [(17, 64), (63, 64), (63, 128), (64, 128), (65, 64), (65, 128), (127, 64)] {
         check(shape(1, t, 3, hs), 1);
         check(shape(3, t, 1, hs), BLOCKS);
     }
 }
 
-fn a_tile() {
+fn full_tile_matches_reference() {
     for (t, hs) in [(128, 64), (128, 128), (129, 64), (191, 128), (193, 64)] {
         check(shape(1, t, 3, hs), BLOCKS);
     }
 }
 
-fn several_tiles() {
+fn several_tiles_match_reference() {
     check(shape(1, 300, 3, 64), 5);
     check(shape(1, 300, 2, 128), 5);
     check(shape(2, 640, 1, 64), 4);
     check(shape(1, 640, 1, 128), 2);
 }
 
-/// Fewer pieces of work than blocks.
-fn idle_blocks() {
+/// Covers fewer work tiles than blocks.
+fn idle_blocks_match_reference() {
     check(shape(1, 128, 1, 64), BLOCKS);
     check(shape(1, 200, 1, 128), 5);
 }
 
-/// All rings go round many times, and every barrier changes its parity.
-fn one_block() {
+/// All pipelines wrap around many times, so that the parity of every barrier changes.
+fn one_block_matches_reference() {
     for hs in SIZES {
         check(shape(3, 260, 2, hs), 1);
     }
 }
 
-fn other_head_sizes_are_refused() {
-    assert!(HEAD_SIZES.iter().all(|&hs| launch::takes(hs) == SIZES.contains(&hs)));
+fn only_head_sizes_64_and_128_are_supported() {
+    assert!(HEAD_SIZES.iter().all(|&hs| launch::supports(hs) == SIZES.contains(&hs)));
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
     (1..4usize, 1..300usize, 1..4usize, 0..2usize).prop_map(|(b, t, nh, size)| shape(b, t, nh, SIZES[size]))
 }
 
-fn convex() {
+fn outputs_are_convex_combinations_of_values() {
     for_all(6, (shapes(), 1..8usize, 0.1..6.0, 0..u32::MAX), |(shape, blocks, range, seed)| {
         check_convex(attend(blocks), &Inputs::random::<bf16>(shape, range, seed), bf16::ROUNDING);
     });
 }
 
-fn causal() {
+fn attention_is_causal() {
     for_all(6, (shapes(), 1..8usize, 0.0..1.0, 0..u32::MAX), |(shape, blocks, part, seed)| {
         let inputs = |seed| Inputs::random::<bf16>(shape, 3.0, seed);
         check_causal(attend(blocks), &inputs(seed), &inputs(!seed), (shape.t as f64 * part) as usize);
     });
 }
 
-fn heads_are_apart() {
-    for_all(6, (shapes(), 1..8usize, 1..9usize, 0..u32::MAX), |(shape, blocks, turn, seed)| {
-        check_heads(attend(blocks), &Inputs::random::<bf16>(shape, 3.0, seed), turn);
+fn heads_are_independent() {
+    for_all(6, (shapes(), 1..8usize, 1..9usize, 0..u32::MAX), |(shape, blocks, rotation, seed)| {
+        check_heads(attend(blocks), &Inputs::random::<bf16>(shape, 3.0, seed), rotation);
     });
 }
 
-fn sums() {
+fn gradients_of_keys_and_values_sum_correctly() {
     for_all(6, (shapes(), 1..8usize, 0.1..3.0, 0..u32::MAX), |(shape, blocks, range, seed)| {
         check_sums(attend(blocks), &Inputs::random::<bf16>(shape, range, seed), 4.0 * bf16::ROUNDING);
     });
 }
 
-fn zeros() {
+fn zero_inputs_match_reference() {
     for hs in SIZES {
         check_zeros(attend(BLOCKS), shape(1, 65, 1, hs), bf16::ERRORS);
     }
 }
 
-fn equal_scores() {
+fn equal_scores_average_values() {
     for hs in SIZES {
         check_equal_scores::<bf16>(attend(BLOCKS), shape(1, 190, 1, hs));
     }
 }
 
-fn dominant_key() {
+fn dominant_key_takes_all_attention() {
     for (key, hs) in [(0, 64), (0, 128), (20, 64), (67, 64), (67, 128), (129, 64)] {
         check_dominant_key::<bf16>(attend(BLOCKS), shape(1, 200, 1, hs), key);
     }
 }
 
-fn large_scores() {
+fn large_scores_match_reference() {
     for hs in SIZES {
         check_large_scores::<bf16>(attend(BLOCKS), shape(1, 190, 3, hs));
     }
 }
 
-/// Lengths that are not whole tiles: what fills up the last one must not come from the next sequence.
-fn spoilt_head() {
+/// Covers lengths that are not multiples of a tile: padding rows must not come from the next sequence.
+fn non_finite_head_does_not_spread() {
     for (t, hs) in [(17, 64), (65, 128), (200, 64)] {
         check_spoilt_head::<bf16>(attend(BLOCKS), shape(3, t, 3, hs), [1, 1]);
     }
 }
 
-fn spoilt_position() {
+fn non_finite_position_spreads_only_within_its_tile() {
     for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (280, 64)] {
         check_spoilt_position::<bf16>(attend(BLOCKS), shape(1, 300, 1, hs), position, TILE);
     }

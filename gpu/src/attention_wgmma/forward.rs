@@ -1,94 +1,89 @@
-//! Forward: 64 queries per consumer, keys and values streamed in panels of 64, from the diagonal down to 0.
+//! Forward pass: 64 queries per consumer, keys and values streamed in panels of 64, from the diagonal down to key 0.
 //!
-//! While a consumer makes probabilities of one panel's scores, the tensor cores work on the next panel's scores and on the
-//! product of the panel before with its values: for HS = 64 a panel takes as long in the exponential unit as in the tensor
-//! cores, so that overlap is what there is to win. It runs across pieces of work: the last panel of one overlaps with the
-//! first scores of the next.
+//! The exponentials of one panel's scores overlap with two wgmma groups: the scores of the next panel, and the
+//! multiplication of the previous panel's probabilities with V. For HS = 64, a panel takes as long in the exponential unit as in
+//! the tensor cores, so the overlap determines the speed. It continues across work tiles: the last panel of a tile overlaps
+//! with the first scores of the next tile.
 
-use super::epilogue::{Target, write_rows};
+use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal;
-use super::panel::{Panel, left_step, thread_row};
-use super::ring::{Place, Slots};
-use super::scheduler::{Shape, Work, piece};
+use super::panel::{Panel, a_fragment, thread_row};
+use super::pipeline::PipelineBarriers;
+use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::softmax::Softmax;
-use super::{Head, Head64, Head128, ROWS, WARPGROUP};
-use core::marker::PhantomData;
+use super::warp_specialized::{self, WarpSpecialized};
+use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, TensorMap, wgmma};
+use cuda_std::hopper::{MBarrier, PipelineState, TensorMap, wgmma};
 use cuda_std::shared::{Layout, SharedArray};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-const CONSUMERS: u32 = 2;
-/// Queries of a piece of work.
-const TILE: u32 = CONSUMERS * ROWS;
-/// Registers a thread keeps: 128 * 40 + 256 * 232 are what a multiprocessor has.
-const PRODUCER_REGISTERS: u32 = 40;
-const CONSUMER_REGISTERS: u32 = 232;
-/// Slots of each ring.
+/// Pipeline stages of keys, and of values.
 const STAGES: u32 = 5;
-/// Pieces of work that are told of at a time: one whose results are being written, up to two whose queries are there, one more
-/// that the producer goes on to.
-const WORKS: u32 = 4;
+/// Work tiles that the producer announces at a time: the tile whose results are being stored, up to two tiles whose queries
+/// have arrived, and the tile that the producer continues with.
+const WORK_TILES: u32 = 4;
 
-/// Slots for queries: those of the next piece of work arrive while this one's are in use, in registers for HS = 128.
+/// Pipeline stages of queries. The next work tile's queries arrive while the current ones are in use. For HS = 128, one stage
+/// suffices, because the current queries are in registers.
 const fn q_stages<H: Head>() -> u32 {
     if H::HS == 128 { 1 } else { 2 }
 }
 
-/// Panels of a slot.
+/// Panels of keys or values in a stage.
 const fn panels<H: Head>() -> u32 {
-    H::Scores::COLUMNS / ROWS
+    H::ScoreAccumulators::COLUMNS / ROWS
 }
 
-/// Slots that hold nothing for consumer `index`, because all of their keys come after its queries.
-const fn slots_after<H: Head>(index: u32) -> u32 {
+/// Stages that consumer `index` skips, because all of their keys come after its queries.
+const fn skipped_stages<H: Head>(index: u32) -> u32 {
     (CONSUMERS - 1 - index) / panels::<H>()
 }
 
-struct Shared<H> {
-    /// In each slot one panel for each consumer.
+#[derive(Clone, Copy)]
+struct SharedStorage<H> {
+    /// In each stage, one panel for each consumer.
     q: Panel<H>,
     k: Panel<H>,
     v: Panel<H>,
-    /// Of each consumer, on the way out.
-    out: Panel<H>,
-    /// The piece of work of round i at i % [`WORKS`], from when its queries have arrived: consumers need not divide for it.
-    works: SharedArray<Work>,
-    q_slots: Slots,
-    k_slots: Slots,
-    v_slots: Slots,
+    /// One buffer for each consumer's stores.
+    output: Panel<H>,
+    /// The work tile of round i at i % [`WORK_TILES`], valid once its queries have arrived. This saves the consumers the
+    /// scheduler's divisions.
+    work_tiles: SharedArray<WorkTile>,
+    q_barriers: PipelineBarriers,
+    k_barriers: PipelineBarriers,
+    v_barriers: PipelineBarriers,
 }
 
-impl<H> Clone for Shared<H> {
-    #[inline(always)]
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<H> Copy for Shared<H> {}
-
-fn shared<H: Head>(layout: &mut Layout) -> Shared<H> {
-    Shared {
-        q: Panel::take(layout, q_stages::<H>() * CONSUMERS),
-        k: Panel::take(layout, STAGES * panels::<H>()),
-        v: Panel::take(layout, STAGES * panels::<H>()),
-        out: Panel::take(layout, CONSUMERS),
-        works: layout.array(WORKS as usize),
-        q_slots: Slots::new(layout, q_stages::<H>()),
-        k_slots: Slots::new(layout, STAGES),
-        v_slots: Slots::new(layout, STAGES),
+impl<H: Head> SharedStorage<H> {
+    fn new(layout: &mut Layout) -> Self {
+        Self {
+            q: Panel::take(layout, q_stages::<H>() * CONSUMERS),
+            k: Panel::take(layout, STAGES * panels::<H>()),
+            v: Panel::take(layout, STAGES * panels::<H>()),
+            output: Panel::take(layout, CONSUMERS),
+            work_tiles: layout.array(WORK_TILES as usize),
+            q_barriers: PipelineBarriers::new(layout, q_stages::<H>()),
+            k_barriers: PipelineBarriers::new(layout, STAGES),
+            v_barriers: PipelineBarriers::new(layout, STAGES),
+        }
     }
 }
 
-/// Dynamic shared memory of a block.
+/// Returns the dynamic shared memory of a block, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
 pub fn forward_shared_bytes<H: Head>() -> usize {
     let mut layout = Layout::new();
-    shared::<H>(&mut layout);
+    SharedStorage::<H>::new(&mut layout);
     layout.bytes()
 }
 
-/// out (B,T,NH,HS) and lse (B,NH,T), the natural log-sum-exp of the scaled scores; `qkv` maps (B, T, 3 NH HS) with [`super::BOX`].
-/// A 1-D grid of as many blocks as there are multiprocessors.
+/// out (B, T, NH, HS), and lse (B, NH, T), the natural log-sum-exp of the scaled scores.
+///
+/// `qkv` maps (B, T, 3 NH HS) with box [`super::BOX`].
+///
+/// Grid: (number of SMs).
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
 pub fn attention_forward_wgmma<H: Head>(
     out: GlobalMut<bf16>,
@@ -98,328 +93,357 @@ pub fn attention_forward_wgmma<H: Head>(
     t: u32,
     nh: u32,
 ) {
-    let shared = shared::<H>(&mut Layout::new());
-    let shape = Shape::<H, TILE> { b, t, nh, head: PhantomData };
-    if thread::thread_idx_x() == 0 {
-        qkv.prefetch();
-        shared.q_slots.init(q_stages::<H>(), 1, CONSUMERS);
-        shared.k_slots.init(STAGES, 1, CONSUMERS);
-        shared.v_slots.init(STAGES, 1, CONSUMERS);
-        MBarrier::fence_init();
-        hopper::fence_async_proxy();
-    }
-    thread::sync_threads();
+    let shared = SharedStorage::new(&mut Layout::new());
+    warp_specialized::run(Forward { shared, scheduler: TileScheduler::<H>::new(b, t, nh), out, lse, qkv });
+}
 
-    let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
-    if role == 0 {
-        hopper::give_registers::<PRODUCER_REGISTERS>();
-        let (mut round, works) = (0, shape.works());
-        if thread::thread_idx_x() == 0 && piece(round) < works {
+#[derive(Clone, Copy)]
+struct Forward<H> {
+    shared: SharedStorage<H>,
+    scheduler: TileScheduler<H>,
+    out: GlobalMut<bf16>,
+    lse: GlobalMut<f32>,
+    qkv: Global<TensorMap>,
+}
+
+impl<H: Head> WarpSpecialized for Forward<H> {
+    #[inline(always)]
+    fn init(self) {
+        self.qkv.prefetch();
+        self.shared.q_barriers.init(q_stages::<H>(), 1, CONSUMERS);
+        self.shared.k_barriers.init(STAGES, 1, CONSUMERS);
+        self.shared.v_barriers.init(STAGES, 1, CONSUMERS);
+    }
+
+    #[inline(always)]
+    fn produce(self) {
+        let Self { shared, scheduler, qkv, .. } = self;
+        let (mut round, work_tiles) = (0, scheduler.work_tiles());
+        if thread::thread_idx_x() == 0 && work_index(round) < work_tiles {
             let mut producer = Producer {
                 shared,
-                shape,
+                scheduler,
                 qkv,
-                q: Place::new(1, q_stages::<H>()),
-                k: Place::new(1, STAGES),
-                v: Place::new(1, STAGES),
+                q: PipelineState::producer(q_stages::<H>()),
+                k: PipelineState::producer(STAGES),
+                v: PipelineState::producer(STAGES),
             };
-            let mut work = shape.work::<false>(piece(round));
-            while piece(round) < works {
-                work = shape.work::<false>(piece(round));
-                producer.load_queries(work, round);
-                producer.load_panels(work);
+            let mut tile = scheduler.work_tile::<false>(work_index(round));
+            while work_index(round) < work_tiles {
+                tile = scheduler.work_tile::<false>(work_index(round));
+                producer.load_queries(tile, round);
+                producer.load_panels(tile);
                 round += 1;
             }
-            // Consumers start the scores of the piece after their last one, too, which nobody uses: were that product
-            // conditional, ptxas would serialise all.
-            producer.load_queries(work, round);
-            producer.load_diagonal_keys(work);
+            // After their last work tile, consumers compute the first scores of another tile and discard them. Making that wgmma
+            // conditional would cause ptxas to serialize all of them.
+            producer.load_queries(tile, round);
+            producer.load_diagonal_keys(tile);
         }
-    } else {
-        hopper::take_registers::<CONSUMER_REGISTERS>();
-        // Which consumer this is decides how many panels it takes. As a constant it leaves ptxas sure that a warp's threads
-        // take the same ones, so that addresses are computed once for a warp.
-        if role == 1 {
-            Consumer::<H, 0>::new(shared).run(shape, out, lse);
-        } else {
-            Consumer::<H, 1>::new(shared).run(shape, out, lse);
-        }
+    }
+
+    #[inline(always)]
+    fn consume<const CONSUMER: u32>(self) {
+        Consumer::<H, CONSUMER>::new(self.shared).run(self);
     }
 }
 
+/// The producer: one thread.
 struct Producer<H> {
-    shared: Shared<H>,
-    shape: Shape<H, TILE>,
+    shared: SharedStorage<H>,
+    scheduler: TileScheduler<H>,
     qkv: Global<TensorMap>,
-    q: Place,
-    k: Place,
-    v: Place,
+    q: PipelineState,
+    k: PipelineState,
+    v: PipelineState,
 }
 
 impl<H: Head> Producer<H> {
+    /// Announces a work tile and loads its queries.
     #[inline(always)]
-    fn load_queries(&mut self, work: Work, round: u32) {
-        self.shared.q_slots.empty.at(self.q.slot).wait(self.q.parity);
-        self.shared.works.set((round % WORKS) as usize, work);
-        let full = self.shared.q_slots.full.at(self.q.slot);
+    fn load_queries(&mut self, tile: WorkTile, round: u32) {
+        self.shared.q_barriers.empty.at(self.q.stage()).wait(self.q.parity());
+        self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
+        let full = self.shared.q_barriers.full.at(self.q.stage());
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
         full.arrive_expecting(CONSUMERS * Panel::<H>::BYTES);
         for i in 0..CONSUMERS {
-            let y = work.tile * TILE + i * ROWS;
-            to.after(i).load(self.qkv, self.shape.column(work, 0), y, work.b, full);
+            let y = tile.tile * TILE + i * ROWS;
+            to.after(i).load(self.qkv, self.scheduler.column(tile, 0), y, tile.b, full);
         }
     }
 
-    /// Keys and values from the last consumer's diagonal down to 0.
+    /// Loads keys and values from the last consumer's diagonal down to key 0.
     #[inline(always)]
-    fn load_panels(&mut self, work: Work) {
-        let mut slot = Self::slots(work);
-        while slot > 0 {
-            slot -= 1;
-            self.load_keys(work, slot);
-            self.shared.v_slots.empty.at(self.v.slot).wait(self.v.parity);
-            let full = self.shared.v_slots.full.at(self.v.slot);
+    fn load_panels(&mut self, tile: WorkTile) {
+        let mut i = Self::stages_of(tile);
+        while i > 0 {
+            i -= 1;
+            self.load_keys(tile, i);
+            self.shared.v_barriers.empty.at(self.v.stage()).wait(self.v.parity());
+            let full = self.shared.v_barriers.full.at(self.v.stage());
             let to = self.shared.v.after(self.v.advance() * panels::<H>());
-            self.load(to, 2, work, slot, full);
+            self.load(to, 2, tile, i, full);
         }
     }
 
-    /// The keys of every consumer's diagonal.
+    /// Loads the keys of both consumers' diagonals.
     #[inline(always)]
-    fn load_diagonal_keys(&mut self, work: Work) {
-        for i in 0..=slots_after::<H>(0) {
-            self.load_keys(work, Self::slots(work) - 1 - i);
+    fn load_diagonal_keys(&mut self, tile: WorkTile) {
+        for i in 0..=skipped_stages::<H>(0) {
+            self.load_keys(tile, Self::stages_of(tile) - 1 - i);
         }
     }
 
+    /// Loads the `i`-th stage of a head's keys.
     #[inline(always)]
-    fn load_keys(&mut self, work: Work, slot: u32) {
-        self.shared.k_slots.empty.at(self.k.slot).wait(self.k.parity);
-        let full = self.shared.k_slots.full.at(self.k.slot);
+    fn load_keys(&mut self, tile: WorkTile, i: u32) {
+        self.shared.k_barriers.empty.at(self.k.stage()).wait(self.k.parity());
+        let full = self.shared.k_barriers.full.at(self.k.stage());
         let to = self.shared.k.after(self.k.advance() * panels::<H>());
-        self.load(to, 1, work, slot, full);
+        self.load(to, 1, tile, i, full);
     }
 
-    /// Slots of keys up to the last consumer's diagonal.
+    /// Returns the stages of keys up to the last consumer's diagonal.
     #[inline(always)]
-    fn slots(work: Work) -> u32 {
-        (work.tile + 1) * CONSUMERS / panels::<H>()
+    fn stages_of(tile: WorkTile) -> u32 {
+        (tile.tile + 1) * CONSUMERS / panels::<H>()
     }
 
+    /// Starts the loads of the `stage`-th stage of K (`part` 1) or V (`part` 2) of a head.
     #[inline(always)]
-    fn load(&self, to: Panel<H>, part: u32, work: Work, slot: u32, full: MBarrier) {
+    fn load(&self, to: Panel<H>, part: u32, tile: WorkTile, stage: u32, full: MBarrier) {
         full.arrive_expecting(panels::<H>() * Panel::<H>::BYTES);
         for i in 0..panels::<H>() {
-            let y = (slot * panels::<H>() + i) * ROWS;
-            to.after(i).load(self.qkv, self.shape.column(work, part), y, work.b, full);
+            let y = (stage * panels::<H>() + i) * ROWS;
+            to.after(i).load(self.qkv, self.scheduler.column(tile, part), y, tile.b, full);
         }
     }
 }
 
-/// The consumer of the 64 queries `INDEX` of a tile.
+/// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
 struct Consumer<H, const INDEX: u32> {
-    shared: Shared<H>,
-    q: Place,
-    k: Place,
-    v: Place,
+    shared: SharedStorage<H>,
+    q: PipelineState,
+    k: PipelineState,
+    v: PipelineState,
+}
+
+/// The progress of a consumer within a work tile.
+#[derive(Clone, Copy)]
+struct Progress {
+    /// Stages of keys that follow the current one.
+    remaining: u32,
+    /// True if the multiplication of the previous stage's probabilities with V is in flight.
+    pv_in_flight: bool,
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
-    /// For HS = 64 scores leave no registers for queries; for HS = 128 products of 64 columns would read as much of a left
-    /// operand in shared memory as of the right one, and wait for both.
+    /// True if the queries are A fragments in registers.
+    ///
+    /// For HS = 64, the scores leave no registers for them. For HS = 128, wgmma has only 64 columns: reading A from shared memory
+    /// would double its shared-memory traffic.
     const IN_REGISTERS: bool = H::HS == 128;
-    /// Of two panels in a slot the second holds, on the diagonal of the first consumer, nothing but keys after its queries.
-    const HALF_FIRST: bool = panels::<H>() == 2 && INDEX == 0;
-    /// Columns of the first scores that are of any use.
-    const FIRST_COLUMNS: u32 = if Self::HALF_FIRST { ROWS } else { H::Scores::COLUMNS };
+    /// True if the second of the two panels on this consumer's diagonal contains only keys after its queries.
+    const SECOND_PANEL_MASKED: bool = panels::<H>() == 2 && INDEX == 0;
+    /// Columns of the first scores that contain a visible key.
+    const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { H::ScoreAccumulators::COLUMNS };
 
     #[inline(always)]
-    fn new(shared: Shared<H>) -> Self {
-        Self { shared, q: Place::new(0, q_stages::<H>()), k: Place::new(0, STAGES), v: Place::new(0, STAGES) }
+    fn new(shared: SharedStorage<H>) -> Self {
+        let q = PipelineState::consumer(q_stages::<H>());
+        Self { shared, q, k: PipelineState::consumer(STAGES), v: PipelineState::consumer(STAGES) }
     }
 
+    /// Computes this consumer's queries of all work tiles of this block.
     #[inline(always)]
-    fn run(&mut self, shape: Shape<H, TILE>, out: GlobalMut<bf16>, lse: GlobalMut<f32>) {
-        let (mut round, works) = (0, shape.works());
-        if piece(round) >= works {
+    fn run(&mut self, kernel: Forward<H>) {
+        let (mut round, work_tiles) = (0, kernel.scheduler.work_tiles());
+        if work_index(round) >= work_tiles {
             return;
         }
-        let mut own = H::NO_ROWS;
-        let mut scores = H::Scores::ZERO;
-        self.take_first_scores(&mut scores, &mut own);
+        let mut queries = H::ZERO_ROWS;
+        let mut scores = H::ScoreAccumulators::ZERO;
+        self.compute_first_scores(&mut scores, &mut queries);
         loop {
-            let slots = (self.work(round).tile * CONSUMERS + INDEX) / panels::<H>();
-            let (mut o, softmax) = self.attend(&mut scores, &mut own, slots);
-            self.write(&mut o, &softmax, shape, self.work(round), out, lse);
+            let stages = (self.work_tile(round).tile * CONSUMERS + INDEX) / panels::<H>();
+            let (mut o, softmax) = self.attend(&mut scores, &mut queries, stages);
+            self.store(kernel, &mut o, &softmax, self.work_tile(round));
             round += 1;
-            if piece(round) >= works {
+            if work_index(round) >= work_tiles {
                 break;
             }
         }
     }
 
-    /// To be read anew where it is needed: kept from step to step it would take up registers.
+    /// Reads the work tile of a round from shared memory. Callers read it again instead of keeping it in registers.
     #[inline(always)]
-    fn work(&self, round: u32) -> Work {
-        self.shared.works.at((round % WORKS) as usize)
+    fn work_tile(&self, round: u32) -> WorkTile {
+        self.shared.work_tiles.at((round % WORK_TILES) as usize)
     }
 
-    /// The queries of the first piece of work and their first scores.
+    /// Acquires the queries of the first work tile and computes their first scores.
     #[inline(always)]
-    fn take_first_scores(&mut self, scores: &mut H::Scores, own: &mut H::Own) {
-        self.take_queries(own);
-        let keys = self.start_scores(scores, own);
+    fn compute_first_scores(&mut self, scores: &mut H::ScoreAccumulators, queries: &mut H::RowFragments) {
+        self.acquire_queries(queries);
+        let keys = self.start_scores(scores, queries);
         wgmma::wait::<0>();
         scores.settle();
-        self.shared.k_slots.release(keys);
+        self.shared.k_barriers.release(keys);
     }
 
-    /// Goes on to queries that have arrived in the slot `self.q`, whose first keys are the next in the ring.
+    /// Waits for the queries of the next work tile, and skips the stages of keys after them.
     #[inline(always)]
-    fn take_queries(&mut self, own: &mut H::Own) {
-        self.shared.q_slots.full.at(self.q.slot).wait(self.q.parity);
+    fn acquire_queries(&mut self, queries: &mut H::RowFragments) {
+        self.shared.q_barriers.full.at(self.q.stage()).wait(self.q.parity());
         if Self::IN_REGISTERS {
-            *own = self.queries().own();
-            self.shared.q_slots.release_read(self.q.slot, INDEX);
+            *queries = self.query_panel().row_fragments();
+            self.shared.q_barriers.release_after_reads(self.q.stage(), INDEX);
         }
-        for _ in 0..slots_after::<H>(INDEX) {
-            self.shared.k_slots.skip(&mut self.k);
+        for _ in 0..skipped_stages::<H>(INDEX) {
+            self.shared.k_barriers.skip(&mut self.k);
         }
     }
 
+    /// Releases the current queries, unless that was done when they were loaded into registers.
     #[inline(always)]
-    fn leave_queries(&mut self) {
-        let slot = self.q.advance();
+    fn release_queries(&mut self) {
+        let stage = self.q.advance();
         if !Self::IN_REGISTERS {
-            self.shared.q_slots.release(slot);
+            self.shared.q_barriers.release(stage);
         }
     }
 
     #[inline(always)]
-    fn queries(&self) -> Panel<H> {
-        self.shared.q.after(self.q.slot * CONSUMERS + INDEX)
+    fn query_panel(&self) -> Panel<H> {
+        self.shared.q.after(self.q.stage() * CONSUMERS + INDEX)
     }
 
-    /// s = Q Kᵀ of the next keys, whose slot is returned.
+    /// Starts s = Q Kᵀ for the next stage of keys and returns that stage.
     #[inline(always)]
-    fn start_scores(&mut self, s: &mut H::Scores, own: &H::Own) -> u32 {
-        self.shared.k_slots.full.at(self.k.slot).wait(self.k.parity);
+    fn start_scores(&mut self, s: &mut H::ScoreAccumulators, queries: &H::RowFragments) -> u32 {
+        self.shared.k_barriers.full.at(self.k.stage()).wait(self.k.parity());
         wgmma::fence();
-        let k = self.shared.k.after(self.k.slot * panels::<H>());
+        let k = self.shared.k.after(self.k.stage() * panels::<H>());
         if Self::IN_REGISTERS {
-            k.start_scores(s, own, false);
+            k.start_scores(s, queries, false);
         } else {
-            k.start_scores_of(s, self.queries(), false);
+            k.start_scores_from_shared(s, self.query_panel(), false);
         }
         wgmma::commit();
         self.k.advance()
     }
 
-    /// Unnormalised output of the queries `own`, whose first scores (of the diagonal) are `scores`; they come after `slots`
-    /// slots of keys. Leaves the queries and the first scores of the next piece of work in their place.
+    /// Computes the unnormalized output of the queries `queries`.
+    ///
+    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, `queries` and `scores` are
+    /// those of the next work tile.
     #[inline(always)]
-    fn attend(&mut self, scores: &mut H::Scores, own: &mut H::Own, slots: u32) -> (H::Sums, Softmax<H>) {
-        for _ in 0..slots_after::<H>(INDEX) {
-            self.shared.v_slots.skip(&mut self.v);
+    fn attend(
+        &mut self,
+        scores: &mut H::ScoreAccumulators,
+        queries: &mut H::RowFragments,
+        stages: u32,
+    ) -> (H::OutputAccumulators, Softmax<H>) {
+        for _ in 0..skipped_stages::<H>(INDEX) {
+            self.shared.v_barriers.skip(&mut self.v);
         }
         mask_diagonal(scores, INDEX % panels::<H>() * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
-        // All in registers of their own: with some still where the product left them, ptxas would serialise.
+        // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would serialize it.
         scores.settle();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
-        let mut o = H::Sums::ZERO;
-        let mut others = H::Scores::ZERO;
-        let mut left = slots;
+        let mut o = H::OutputAccumulators::ZERO;
+        // Two sets of score accumulators alternate.
+        let mut others = H::ScoreAccumulators::ZERO;
+        let mut remaining = stages;
         loop {
-            let max = self.step(scores, &mut others, &mut o, &mut softmax, own, left, left < slots);
-            if left == 0 {
+            let progress = Progress { remaining, pv_in_flight: remaining < stages };
+            let max = self.step(scores, &mut others, &mut o, &mut softmax, queries, progress);
+            if remaining == 0 {
                 *scores = others;
                 break;
             }
-            left -= 1;
+            remaining -= 1;
             softmax.raise(max);
-            let max = self.step(&mut others, scores, &mut o, &mut softmax, own, left, true);
-            if left == 0 {
+            let progress = Progress { remaining, pv_in_flight: true };
+            let max = self.step(&mut others, scores, &mut o, &mut softmax, queries, progress);
+            if remaining == 0 {
                 break;
             }
-            left -= 1;
+            remaining -= 1;
             softmax.raise(max);
         }
         wgmma::wait::<0>();
         o.settle();
-        self.shared.v_slots.release(self.v.advance());
+        self.shared.v_barriers.release(self.v.advance());
         (o, softmax)
     }
 
-    /// Adds the product of this slot's probabilities and values to `o`, which is left under way, and makes the next scores.
-    /// Returns the maxima with those. `left` slots follow; of none, the next scores are those of the next piece of work.
+    /// Computes the next scores, and starts o += P V for the current stage, with P computed from `scores`.
+    ///
+    /// Returns the running maxima including the next scores. After a work tile's last stage, the next scores are the first of
+    /// the next work tile.
     #[inline(always)]
     fn step(
         &mut self,
-        scores: &mut H::Scores,
-        next: &mut H::Scores,
-        o: &mut H::Sums,
+        scores: &mut H::ScoreAccumulators,
+        next: &mut H::ScoreAccumulators,
+        o: &mut H::OutputAccumulators,
         softmax: &mut Softmax<H>,
-        own: &mut H::Own,
-        left: u32,
-        under_way: bool,
+        queries: &mut H::RowFragments,
+        Progress { remaining, pv_in_flight }: Progress,
     ) -> [f32; 2] {
-        if left == 0 {
-            self.leave_queries();
-            self.take_queries(own);
+        if remaining == 0 {
+            self.release_queries();
+            self.acquire_queries(queries);
         }
-        let keys = self.start_scores(next, own);
+        let keys = self.start_scores(next, queries);
         softmax.exponentiate::<0>(scores);
-        let half = Self::HALF_FIRST && !under_way;
-        if half {
-            Softmax::<H>::hide::<1>(scores);
+        let second_masked = Self::SECOND_PANEL_MASKED && !pv_in_flight;
+        if second_masked {
+            Softmax::<H>::zero_masked::<1>(scores);
         }
         wgmma::wait::<0>();
         next.settle();
         o.settle();
-        self.shared.k_slots.release(keys);
-        if under_way {
-            self.shared.v_slots.release(self.v.advance());
+        self.shared.k_barriers.release(keys);
+        if pv_in_flight {
+            self.shared.v_barriers.release(self.v.advance());
         }
         let max = softmax.maximum_with(next);
-        if !half {
+        if !second_masked {
             softmax.exponentiate::<1>(scores);
         }
         for i in 0..H::HS as usize / 2 {
             o[i] *= softmax.factor(i / 2 % 2);
         }
-        let mut p = H::NO_PROBABILITIES;
+        let mut p = H::ZERO_PROBABILITIES;
         for k in 0..4 * panels::<H>() as usize {
-            p[k] = left_step(scores, k);
+            p[k] = a_fragment(scores, k);
         }
-        self.shared.v_slots.full.at(self.v.slot).wait(self.v.parity);
+        self.shared.v_barriers.full.at(self.v.stage()).wait(self.v.parity());
         wgmma::fence();
-        let values = self.shared.v.after(self.v.slot * panels::<H>());
-        values.add_products(o, &p, panels::<H>());
+        let values = self.shared.v.after(self.v.stage() * panels::<H>());
+        values.start_accumulate(o, &p, panels::<H>());
         wgmma::commit();
         max
     }
 
+    /// Normalizes and stores the output, and stores lse.
     #[inline(always)]
-    fn write(
-        &self,
-        o: &mut H::Sums,
-        softmax: &Softmax<H>,
-        shape: Shape<H, TILE>,
-        work: Work,
-        out: GlobalMut<bf16>,
-        lse: GlobalMut<f32>,
-    ) {
-        let row = work.tile * TILE + INDEX * ROWS;
-        let (first, stride) = (shape.row(work, row), (shape.nh * H::HS) as usize);
-        let sums = [softmax.total(0), softmax.total(1)];
-        let target = Target { out, first, stride, rows: shape.t.saturating_sub(row) };
-        write_rows::<H>(target, o, [math::recip(sums[0]), math::recip(sums[1])], self.shared.out.after(INDEX));
-        // The four lanes of a row have the same statistics; the first two write those of the two rows.
+    fn store(&self, kernel: Forward<H>, o: &mut H::OutputAccumulators, softmax: &Softmax<H>, tile: WorkTile) {
+        let Forward { scheduler, out, lse, .. } = kernel;
+        let row = tile.tile * TILE + INDEX * ROWS;
+        let (first, stride) = (scheduler.row(tile, row), (scheduler.nh * H::HS) as usize);
+        let sums = [softmax.row_sum(0), softmax.row_sum(1)];
+        let rows = OutputRows { out, first, stride, rows: scheduler.t.saturating_sub(row) };
+        store_rows::<H>(rows, o, [math::recip(sums[0]), math::recip(sums[1])], self.shared.output.after(INDEX));
+        // The four lanes of a row have the same statistics. The first two lanes store those of the two rows.
         let lane = warp::lane() % 4;
         let query = row + thread_row() + 8 * lane;
-        if lane < 2 && query < shape.t {
+        if lane < 2 && query < scheduler.t {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
-            lse.set(shape.statistics(work) + query as usize, value);
+            lse.set(scheduler.statistics(tile) + query as usize, value);
         }
     }
 }

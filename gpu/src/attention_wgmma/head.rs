@@ -1,49 +1,54 @@
-//! What depends on the head size.
+//! Types and constants that depend on the head size.
 
 use core::ops::IndexMut;
 use cuda_std::hopper::wgmma::Accumulators;
 
-/// A head size.
+/// A head size, with the register arrays of a consumer thread.
 pub trait Head: Copy + 'static {
     /// Channels of a head.
     const HS: u32;
-    /// 1 / sqrt(HS).
+    /// The softmax scale, 1 / sqrt(HS).
     const SCALE: f32;
-    /// Sums of 64 rows of a head, in a warpgroup's registers.
-    type Sums: Accumulators;
-    /// Scores of 64 queries and as many keys as a step of the forward takes, and what becomes of them as a left operand.
-    type Scores: Accumulators;
-    type Probabilities: Copy + IndexMut<usize, Output = [u32; 4]>;
-    const NO_PROBABILITIES: Self::Probabilities;
-    /// 64 rows of a head as a left operand in a warpgroup's registers: HS / 16 steps.
-    type Own: Copy + IndexMut<usize, Output = [u32; 4]>;
-    const NO_ROWS: Self::Own;
+    /// Accumulators of 64 rows x HS columns: the output, or a gradient.
+    type OutputAccumulators: Accumulators;
+    /// Accumulators of 64 queries x the keys of a forward step.
+    type ScoreAccumulators: Accumulators;
+    /// The scores after softmax, as A fragments of the multiplication with V.
+    type ProbabilityFragments: Copy + IndexMut<usize, Output = [u32; 4]>;
+    /// All zeros.
+    const ZERO_PROBABILITIES: Self::ProbabilityFragments;
+    /// 64 rows x HS columns as A fragments: HS / 16 steps.
+    type RowFragments: Copy + IndexMut<usize, Output = [u32; 4]>;
+    /// All zeros.
+    const ZERO_ROWS: Self::RowFragments;
 }
 
+/// Head size 64.
 #[derive(Clone, Copy)]
 pub struct Head64;
 
 impl Head for Head64 {
     const HS: u32 = 64;
     const SCALE: f32 = 0.125;
-    type Sums = [f32; 32];
-    type Scores = [f32; 64];
-    type Probabilities = [[u32; 4]; 8];
-    const NO_PROBABILITIES: Self::Probabilities = [[0; 4]; 8];
-    type Own = [[u32; 4]; 4];
-    const NO_ROWS: Self::Own = [[0; 4]; 4];
+    type OutputAccumulators = [f32; 32];
+    type ScoreAccumulators = [f32; 64];
+    type ProbabilityFragments = [[u32; 4]; 8];
+    const ZERO_PROBABILITIES: Self::ProbabilityFragments = [[0; 4]; 8];
+    type RowFragments = [[u32; 4]; 4];
+    const ZERO_ROWS: Self::RowFragments = [[0; 4]; 4];
 }
 
+/// Head size 128.
 #[derive(Clone, Copy)]
 pub struct Head128;
 
 impl Head for Head128 {
     const HS: u32 = 128;
     const SCALE: f32 = core::f32::consts::FRAC_1_SQRT_2 / 8.0;
-    type Sums = [f32; 64];
-    type Scores = [f32; 32];
-    type Probabilities = [[u32; 4]; 4];
-    const NO_PROBABILITIES: Self::Probabilities = [[0; 4]; 4];
-    type Own = [[u32; 4]; 8];
-    const NO_ROWS: Self::Own = [[0; 4]; 8];
+    type OutputAccumulators = [f32; 64];
+    type ScoreAccumulators = [f32; 32];
+    type ProbabilityFragments = [[u32; 4]; 4];
+    const ZERO_PROBABILITIES: Self::ProbabilityFragments = [[0; 4]; 4];
+    type RowFragments = [[u32; 4]; 8];
+    const ZERO_ROWS: Self::RowFragments = [[0; 4]; 8];
 }

@@ -1,97 +1,90 @@
-//! Host side: the kernels with their grid and shared memory.
+//! Host side: the kernel launches for a shape.
 
-use super::{
-    Head, Head64, Head128, attention_backward_keys_wgmma, attention_backward_queries_wgmma, attention_forward_wgmma,
-    backward_keys_shared_bytes, backward_queries_shared_bytes, forward_shared_bytes,
-};
+use super::dkdv::{attention_backward_dkdv_wgmma, dkdv_shared_bytes};
+use super::dq::{attention_backward_dq_wgmma, dq_shared_bytes};
+use super::forward::{attention_forward_wgmma, forward_shared_bytes};
+use super::{Head64, Head128};
 use crate::attention::launch::{Shape, backward_dot};
 use crate::launch::KernelLaunch;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::{Global, GlobalMut, bf16};
 
-/// Whether these kernels take heads of this many channels.
-pub fn takes(head_size: usize) -> bool {
+/// Returns true if the kernels support this head size.
+pub fn supports(head_size: usize) -> bool {
     matches!(head_size, 64 | 128)
 }
 
-/// A block for every multiprocessor.
-fn persistent(launch: Launch, shared_bytes: usize, multiprocessors: usize) -> KernelLaunch {
-    KernelLaunch { launch, grid: [multiprocessors as u32, 1, 1], shared_bytes }
+/// Evaluates `$call` with `$head` as the [`Head`] of a head size.
+macro_rules! with_head {
+    ($head_size:expr, $head:ident => $call:expr) => {
+        match $head_size {
+            64 => {
+                type $head = Head64;
+                $call
+            }
+            128 => {
+                type $head = Head128;
+                $call
+            }
+            hs => panic!("attention_wgmma: expected head size 64 or 128, found {hs}"),
+        }
+    };
 }
 
-/// out (B,T,NH,HS) and lse (B,NH,T) from the map over qkv (B, T, 3 NH HS).
+/// Launches one block per SM.
+fn persistent(launch: Launch, shared_bytes: usize, sm_count: usize) -> KernelLaunch {
+    KernelLaunch { launch, grid: [sm_count as u32, 1, 1], shared_bytes }
+}
+
+/// Returns the launch that computes out (B, T, NH, HS) and lse (B, NH, T) from the tensor map over qkv (B, T, 3 NH HS).
 ///
 /// # Panics
-/// If these kernels do not [take](takes) the head size, as in [`backward`].
+/// Panics if the head size is not [supported](supports).
 pub fn forward(
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
     shape: Shape,
-    multiprocessors: usize,
-) -> KernelLaunch {
-    let of = match shape.hs {
-        64 => forward_of::<Head64>,
-        128 => forward_of::<Head128>,
-        hs => panic!("attention_wgmma takes heads of 64 or 128 channels, found {hs}"),
-    };
-    of(out, lse, qkv, shape, multiprocessors)
-}
-
-fn forward_of<H: Head>(
-    out: GlobalMut<bf16>,
-    lse: GlobalMut<f32>,
-    qkv: Global<TensorMap>,
-    shape: Shape,
-    multiprocessors: usize,
+    sm_count: usize,
 ) -> KernelLaunch {
     let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
-    persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, nh), forward_shared_bytes::<H>(), multiprocessors)
+    with_head!(shape.hs, H => {
+        persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, nh), forward_shared_bytes::<H>(), sm_count)
+    })
 }
 
-/// The maps over qkv (B, T, 3 NH HS) and dout (B, T, NH HS).
+/// The operands of the backward pass.
 #[derive(Clone, Copy)]
-pub struct Maps {
-    pub qkv: Global<TensorMap>,
-    pub dout: Global<TensorMap>,
+pub struct BackwardOperands {
+    /// Gradient of qkv (B, T, 3, NH, HS), the output.
+    pub dqkv: GlobalMut<bf16>,
+    /// Scratch memory (B, NH, T).
+    pub d: GlobalMut<f32>,
+    /// Gradient of out (B, T, NH, HS).
+    pub dout: Global<bf16>,
+    /// Output of the forward pass (B, T, NH, HS).
+    pub out: Global<bf16>,
+    /// Log-sum-exp of the forward pass (B, NH, T).
+    pub lse: Global<f32>,
+    /// Tensor map over qkv (B, T, 3 NH HS).
+    pub qkv_map: Global<TensorMap>,
+    /// Tensor map over dout (B, T, NH HS).
+    pub dout_map: Global<TensorMap>,
 }
 
-/// dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv and lse (B,NH,T); `d` (B,NH,T) is scratch. Three kernels, to run
-/// in this order.
-pub fn backward(
-    dqkv: GlobalMut<bf16>,
-    d: GlobalMut<f32>,
-    dout: Global<bf16>,
-    out: Global<bf16>,
-    lse: Global<f32>,
-    maps: Maps,
-    shape: Shape,
-    multiprocessors: usize,
-) -> [KernelLaunch; 3] {
+/// Returns the three launches of the backward pass, in order.
+///
+/// # Panics
+/// Panics if the head size is not [supported](supports).
+pub fn backward(operands: BackwardOperands, shape: Shape, sm_count: usize) -> [KernelLaunch; 3] {
+    let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
     let dot = backward_dot(d, dout, out, shape);
-    let of = match shape.hs {
-        64 => backward_of::<Head64>,
-        128 => backward_of::<Head128>,
-        hs => panic!("attention_wgmma takes heads of 64 or 128 channels, found {hs}"),
-    };
-    let [keys, queries] = of(dqkv, d.reader(), lse, maps, shape, multiprocessors);
-    [dot, keys, queries]
-}
-
-fn backward_of<H: Head>(
-    dqkv: GlobalMut<bf16>,
-    d: Global<f32>,
-    lse: Global<f32>,
-    Maps { qkv, dout }: Maps,
-    shape: Shape,
-    multiprocessors: usize,
-) -> [KernelLaunch; 2] {
-    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
-    let keys = attention_backward_keys_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);
-    let queries = attention_backward_queries_wgmma::<H>(dqkv, qkv, dout, lse, d, b, t, nh);
-    [
-        persistent(keys, backward_keys_shared_bytes::<H>(), multiprocessors),
-        persistent(queries, backward_queries_shared_bytes::<H>(), multiprocessors),
-    ]
+    let (d, b, t, nh) = (d.reader(), shape.b as u32, shape.t as u32, shape.nh as u32);
+    with_head!(shape.hs, H => {
+        let dkdv = attention_backward_dkdv_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, nh);
+        let dq = attention_backward_dq_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, nh);
+        let dkdv = persistent(dkdv, dkdv_shared_bytes::<H>(), sm_count);
+        [dot, dkdv, persistent(dq, dq_shared_bytes::<H>(), sm_count)]
+    })
 }

@@ -1,92 +1,104 @@
-//! Which block works on what, and where that lies in memory.
+//! Work tiles: their assignment to thread blocks, and their addresses in global memory.
 
-use super::Head;
+use super::{Head, TILE};
 use core::marker::PhantomData;
 use cuda_std::thread;
 
-/// Rounds of the blocks that the heads taken together are for: enough to even out, few enough for their keys and values to
-/// stay in L2.
-const ROUNDS: u32 = 8;
+/// Work tiles of a group of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of the
+/// group in L2.
+const GROUP_ROUNDS: u32 = 8;
 
-/// Rows (queries or keys) TILE `tile` .. of head `h` of sequence `b`.
+/// Rows [`TILE`] `tile` .. [`TILE`] (`tile` + 1), queries or keys, of head `h` of sequence `b`.
 #[derive(Clone, Copy)]
-pub struct Work {
+pub struct WorkTile {
     pub b: u32,
     pub h: u32,
     pub tile: u32,
 }
 
-/// The whole problem, in pieces of `TILE` rows of a head.
-pub struct Shape<H, const TILE: u32> {
+/// Assigns work tiles to persistent thread blocks.
+#[derive(Clone, Copy)]
+pub struct TileScheduler<H> {
     pub b: u32,
     pub t: u32,
     pub nh: u32,
-    pub head: PhantomData<H>,
+    head: PhantomData<H>,
 }
 
-impl<H, const TILE: u32> Clone for Shape<H, TILE> {
+impl<H: Head> TileScheduler<H> {
+    /// Creates the scheduler of `b` sequences of length `t` with `nh` heads.
     #[inline(always)]
-    fn clone(&self) -> Self {
-        *self
+    pub fn new(b: u32, t: u32, nh: u32) -> Self {
+        Self { b, t, nh, head: PhantomData }
     }
-}
-impl<H, const TILE: u32> Copy for Shape<H, TILE> {}
 
-impl<H: Head, const TILE: u32> Shape<H, TILE> {
+    /// Returns the number of tiles of a head.
     #[inline(always)]
     pub fn tiles(self) -> u32 {
         self.t.div_ceil(TILE)
     }
 
-    /// Pieces of work.
+    /// Returns the total number of work tiles.
     #[inline(always)]
-    pub fn works(self) -> u32 {
+    pub fn work_tiles(self) -> u32 {
         self.tiles() * self.b * self.nh
     }
 
-    /// The i-th piece. Heads are taken some at a time, so that what their tiles share stays in L2; of those, tiles that take
-    /// long come first, whose number is high, or low if `LOW_FIRST`.
+    /// Returns work tile `i`.
+    ///
+    /// Heads are scheduled in groups, so that the operands that their tiles share stay in L2. Within a group, the tiles that
+    /// take longest come first: those with high index, or with low index if `LOW_FIRST`.
     #[inline(always)]
-    pub fn work<const LOW_FIRST: bool>(self, i: u32) -> Work {
+    pub fn work_tile<const LOW_FIRST: bool>(self, i: u32) -> WorkTile {
         let (tiles, heads) = (self.tiles(), self.b * self.nh);
-        let together = (ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
-        let first = i / (together * tiles) * together;
-        let together = together.min(heads - first);
+        let group = (GROUP_ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
+        let first = i / (group * tiles) * group;
+        let group = group.min(heads - first);
         let within = i - first * tiles;
-        let (head, tile) = (first + within % together, within / together);
-        Work { b: head / self.nh, h: head % self.nh, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
+        let (head, tile) = (first + within % group, within / group);
+        WorkTile { b: head / self.nh, h: head % self.nh, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
     }
 
-    /// First element of row `row` (of the sequence) of a head in (B,T,NH,HS).
+    /// Calls `compute` for all work tiles of this block.
     #[inline(always)]
-    pub fn row(self, work: Work, row: u32) -> usize {
-        ((work.b as usize * self.t as usize + row as usize) * self.nh as usize + work.h as usize) * H::HS as usize
+    pub fn for_each<const LOW_FIRST: bool>(self, mut compute: impl FnMut(WorkTile)) {
+        let mut round = 0;
+        while work_index(round) < self.work_tiles() {
+            compute(self.work_tile::<LOW_FIRST>(work_index(round)));
+            round += 1;
+        }
     }
 
-    /// First element of row `row` of part 0 (Q), 1 (K) or 2 (V) of a head in (B,T,3,NH,HS).
+    /// Returns the first element of row `row` of the sequence for a head in (B, T, NH, HS).
     #[inline(always)]
-    pub fn packed_row(self, work: Work, part: u32, row: u32) -> usize {
-        let at = work.b as usize * self.t as usize + row as usize;
-        ((at * 3 + part as usize) * self.nh as usize + work.h as usize) * H::HS as usize
+    pub fn row(self, tile: WorkTile, row: u32) -> usize {
+        ((tile.b as usize * self.t as usize + row as usize) * self.nh as usize + tile.h as usize) * H::HS as usize
     }
 
-    /// Column of a part of a head in the map over qkv.
+    /// Returns the first element of row `row` of part 0 (Q), 1 (K) or 2 (V) for a head in (B, T, 3, NH, HS).
     #[inline(always)]
-    pub fn column(self, work: Work, part: u32) -> u32 {
-        (part * self.nh + work.h) * H::HS
+    pub fn packed_row(self, tile: WorkTile, part: u32, row: u32) -> usize {
+        let at = tile.b as usize * self.t as usize + row as usize;
+        ((at * 3 + part as usize) * self.nh as usize + tile.h as usize) * H::HS as usize
     }
 
-    /// Element of row 0 of a head in (B,NH,T).
+    /// Returns the first column of a part of a head in the tensor map over qkv.
     #[inline(always)]
-    pub fn statistics(self, work: Work) -> usize {
-        (work.b as usize * self.nh as usize + work.h as usize) * self.t as usize
+    pub fn column(self, tile: WorkTile, part: u32) -> u32 {
+        (part * self.nh + tile.h) * H::HS
+    }
+
+    /// Returns the element of row 0 of a head in (B, NH, T).
+    #[inline(always)]
+    pub fn statistics(self, tile: WorkTile) -> usize {
+        (tile.b as usize * self.nh as usize + tile.h as usize) * self.t as usize
     }
 }
 
-/// The piece of work of this block in a round, if there are so many. Rounds go to and fro, so that what one gives a block
-/// more the next gives it less.
+/// Returns the index of this block's work tile in a round, which may not exist. The order of the blocks alternates between
+/// rounds: a block with a long tile in one round has a shorter one in the next.
 #[inline(always)]
-pub fn piece(round: u32) -> u32 {
+pub fn work_index(round: u32) -> u32 {
     let (blocks, block) = (thread::grid_dim_x(), thread::block_idx_x());
     round * blocks + if round.is_multiple_of(2) { block } else { blocks - 1 - block }
 }

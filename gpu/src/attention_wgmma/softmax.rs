@@ -1,55 +1,55 @@
-//! The running softmax of the forward, and the probabilities that the backward makes of its log-sum-exp.
+//! The online softmax of the forward pass, and the probabilities that the backward pass recomputes from lse.
 
 use super::Head;
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::{Global, math, warp};
 
-/// Scores are raised to powers of 2: exp(x) = 2^(x log2 e).
+/// Returns the softmax scale times log2(e): exponentials are computed as exp(x) = 2^(x log2 e).
 #[inline(always)]
 fn scale_log2<H: Head>() -> f32 {
     H::SCALE * core::f32::consts::LOG2_E
 }
 
-/// The accumulators of a half of the columns.
+/// Returns the accumulators of half `HALF` of the columns.
 #[inline(always)]
 fn half_of<H: Head, const HALF: usize>() -> core::ops::Range<usize> {
-    let half = H::Scores::COLUMNS as usize / 4;
+    let half = H::ScoreAccumulators::COLUMNS as usize / 4;
     HALF * half..(HALF + 1) * half
 }
 
-/// State of the two rows a thread shares with three others.
+/// The online softmax of the two rows that a thread shares with three others.
 pub struct Softmax<H> {
-    /// Running maximum of raw scores.
+    /// Running maximum of the unscaled scores.
     max: [f32; 2],
-    /// This thread's own part of the running sum, relative to the maximum.
+    /// This thread's part of the running sum, relative to the maximum.
     sum: [f32; 2],
-    /// What sums and outputs of the tiles before must be multiplied by.
+    /// Factor that rescales sums and outputs of previous tiles to the new maximum.
     factor: [f32; 2],
     head: PhantomData<H>,
 }
 
 impl<H: Head> Softmax<H> {
-    /// Of rows whose first scores are the first `columns` of `s`.
+    /// Creates the state for rows whose first scores are the first `columns` columns of `s`.
     #[inline(always)]
-    pub fn new(s: &H::Scores, columns: u32) -> Self {
-        let none = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], factor: [1.0; 2], head: PhantomData };
-        Self { max: none.maximum_over(s, columns), ..none }
+    pub fn new(s: &H::ScoreAccumulators, columns: u32) -> Self {
+        let empty = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], factor: [1.0; 2], head: PhantomData };
+        Self { max: empty.maximum_over(s, columns), ..empty }
     }
 
-    /// The running maximum after the scores `s`.
+    /// Returns the running maximum including the scores `s`.
     #[inline(always)]
-    pub fn maximum_with(&self, s: &H::Scores) -> [f32; 2] {
-        self.maximum_over(s, H::Scores::COLUMNS)
+    pub fn maximum_with(&self, s: &H::ScoreAccumulators) -> [f32; 2] {
+        self.maximum_over(s, H::ScoreAccumulators::COLUMNS)
     }
 
     #[inline(always)]
-    fn maximum_over(&self, s: &H::Scores, columns: u32) -> [f32; 2] {
+    fn maximum_over(&self, s: &H::ScoreAccumulators, columns: u32) -> [f32; 2] {
         [self.row_maximum_over::<0>(s, columns), self.row_maximum_over::<1>(s, columns)]
     }
 
     #[inline(always)]
-    fn row_maximum_over<const ROW: usize>(&self, s: &H::Scores, columns: u32) -> f32 {
+    fn row_maximum_over<const ROW: usize>(&self, s: &H::ScoreAccumulators, columns: u32) -> f32 {
         let mut max = self.max[ROW];
         for j in 0..columns as usize / 8 {
             max = math::max(max, math::max(s[4 * j + 2 * ROW], s[4 * j + 2 * ROW + 1]));
@@ -58,7 +58,7 @@ impl<H: Head> Softmax<H> {
         math::max(max, warp::shuffle_xor(max, 2))
     }
 
-    /// Moves on to the next tile, whose scores have made the maximum `max`.
+    /// Rescales the state to the new running maximum `max`.
     #[inline(always)]
     pub fn raise(&mut self, max: [f32; 2]) {
         for row in 0..2 {
@@ -69,9 +69,9 @@ impl<H: Head> Softmax<H> {
         }
     }
 
-    /// s = exp(scale (s - max)) for half `HALF` of the columns, which are added to the sums.
+    /// Replaces half `HALF` of the scores by exp(scale (s - max)) and adds them to the sums.
     #[inline(always)]
-    pub fn exponentiate<const HALF: usize>(&mut self, s: &mut H::Scores) {
+    pub fn exponentiate<const HALF: usize>(&mut self, s: &mut H::ScoreAccumulators) {
         let shift = [self.max[0] * scale_log2::<H>(), self.max[1] * scale_log2::<H>()];
         for i in half_of::<H, HALF>() {
             let row = i / 2 % 2;
@@ -80,41 +80,43 @@ impl<H: Head> Softmax<H> {
         }
     }
 
-    /// As [`exponentiate`](Self::exponentiate) of scores that are all minus infinity.
+    /// Same as [`exponentiate`](Self::exponentiate) for scores that are all masked.
     #[inline(always)]
-    pub fn hide<const HALF: usize>(s: &mut H::Scores) {
+    pub fn zero_masked<const HALF: usize>(s: &mut H::ScoreAccumulators) {
         for i in half_of::<H, HALF>() {
             s[i] = 0.0;
         }
     }
 
+    /// Returns the factor that rescales the output of row `row` to the current maximum.
     #[inline(always)]
     pub fn factor(&self, row: usize) -> f32 {
         self.factor[row]
     }
 
-    /// Sum over a whole row.
+    /// Returns the sum over all threads of a row.
     #[inline(always)]
-    pub fn total(&self, row: usize) -> f32 {
+    pub fn row_sum(&self, row: usize) -> f32 {
         let sum = self.sum[row];
         let sum = sum + warp::shuffle_xor(sum, 1);
         sum + warp::shuffle_xor(sum, 2)
     }
 
-    /// Natural log-sum-exp of a row's scaled scores, whose sum is `total`.
+    /// Returns the natural log-sum-exp of a row's scaled scores, given its row sum.
     #[inline(always)]
-    pub fn log_sum_exp(&self, row: usize, total: f32) -> f32 {
-        self.max[row] * H::SCALE + math::ln(total)
+    pub fn log_sum_exp(&self, row: usize, sum: f32) -> f32 {
+        self.max[row] * H::SCALE + math::ln(sum)
     }
 }
 
-/// What a probability is 2 to the power of minus: lse in base 2. Infinite past the end of a sequence: probability 0.
+/// Returns lse in base 2, or infinity past the end of a sequence, where all probabilities become 0.
 #[inline(always)]
-pub fn shift_of(lse: Global<f32>, at: usize, inside: bool) -> f32 {
+pub fn lse_log2(lse: Global<f32>, at: usize, inside: bool) -> f32 {
     if inside { lse.at(at) * core::f32::consts::LOG2_E } else { f32::INFINITY }
 }
 
+/// Recomputes a probability from an unscaled score and its row's lse in base 2.
 #[inline(always)]
-pub fn probability<H: Head>(score: f32, shift: f32) -> f32 {
-    math::exp2(math::fma(score, scale_log2::<H>(), -shift))
+pub fn probability<H: Head>(score: f32, lse_log2: f32) -> f32 {
+    math::exp2(math::fma(score, scale_log2::<H>(), -lse_log2))
 }

@@ -10,7 +10,7 @@ use cuda_std::Global;
 use cuda_std::bf16;
 use cuda_std::hopper::TensorMap;
 use gpu::attention::launch::{self, HEAD_SIZES, Shape};
-use gpu::attention_wgmma::{self, launch::Maps};
+use gpu::attention_wgmma::{self, launch::BackwardOperands};
 
 /// Returns the f32 elements of scratch memory: one per row of each head.
 pub(super) fn scratch(workload: &Workload) -> usize {
@@ -39,7 +39,7 @@ fn map_of<T: Float>(
     parts: usize,
     shape: AttentionShape,
 ) -> Result<Option<Global<TensorMap>>> {
-    if T::DTYPE != DType::Bf16 || !attention_wgmma::launch::takes(shape.head_size) {
+    if T::DTYPE != DType::Bf16 || !attention_wgmma::launch::supports(shape.head_size) {
         return Ok(None);
     }
     let extents = [shape.b, shape.t, parts * shape.heads * shape.head_size];
@@ -69,11 +69,11 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
     let scratch = cuda.output("scratch", cuda.scratch(rows)?, rows)?;
     let lse = cuda.input("lse", lse, rows)?;
     let maps = (map_of(cuda, "qkv", qkv, 3, shape)?, map_of(cuda, "dout", dout, 1, shape)?);
-    let kernels = if let (Some(qkv), Some(dout_map)) = maps {
+    let kernels = if let (Some(qkv_map), Some(dout_map)) = maps {
         let dqkv = cuda.output("dqkv", dqkv, 3 * n)?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);
-        let (maps, sm_count) = (Maps { qkv, dout: dout_map }, cuda.executor.sm_count());
-        attention_wgmma::launch::backward(dqkv, scratch, dout, out, lse, maps, shape_of(shape), sm_count)
+        let operands = BackwardOperands { dqkv, d: scratch, dout, out, lse, qkv_map, dout_map };
+        attention_wgmma::launch::backward(operands, shape_of(shape), cuda.executor.sm_count())
     } else {
         let dqkv = cuda.output("dqkv", dqkv, 3 * n)?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);

@@ -1,0 +1,162 @@
+//! The structure that both backward kernels share.
+//!
+//! A consumer owns 64 rows of two matrices, its resident panels, and streams over panels of the other two. For dK and dV, K and
+//! V are resident, Q and dout streamed. For dQ, the roles are swapped.
+
+use super::epilogue::{OutputRows, store_rows};
+use super::panel::Panel;
+use super::pipeline::PipelineBarriers;
+use super::scheduler::{TileScheduler, WorkTile};
+use super::{CONSUMERS, Head, ROWS, TILE};
+use cuda_std::hopper::{MBarrier, TensorMap};
+use cuda_std::shared::{Layout, SharedArray};
+use cuda_std::{Global, GlobalMut, bf16};
+
+/// Pipeline stages of the streamed panels.
+pub const STAGES: u32 = 4;
+
+/// Panels of two matrices that are loaded and released together: Q and dout, or K and V.
+#[derive(Clone, Copy)]
+pub struct PanelPair<H> {
+    pub first: Panel<H>,
+    pub second: Panel<H>,
+}
+
+impl<H: Head> PanelPair<H> {
+    const BYTES: u32 = 2 * Panel::<H>::BYTES;
+
+    fn take(layout: &mut Layout, count: u32) -> Self {
+        Self { first: Panel::take(layout, count), second: Panel::take(layout, count) }
+    }
+
+    /// Returns the pair that is `count` pairs after this one.
+    #[inline(always)]
+    pub fn after(self, count: u32) -> Self {
+        Self { first: self.first.after(count), second: self.second.after(count) }
+    }
+
+    /// Starts the load of rows `y` .. of sequence `b`.
+    #[inline(always)]
+    fn load(self, [first, second]: [PanelSource; 2], y: u32, b: u32, full: MBarrier) {
+        self.first.load(first.map, first.column, y, b, full);
+        self.second.load(second.map, second.column, y, b, full);
+    }
+}
+
+/// The columns of a head in a tensor map.
+#[derive(Clone, Copy)]
+pub struct PanelSource {
+    map: Global<TensorMap>,
+    column: u32,
+}
+
+/// Shared memory of a backward kernel.
+#[derive(Clone, Copy)]
+pub struct SharedStorage<H> {
+    /// One pair for each consumer.
+    pub resident: PanelPair<H>,
+    /// One pair for each stage.
+    pub streamed: PanelPair<H>,
+    /// One buffer for each consumer's stores.
+    output: Panel<H>,
+    /// Statistics of the streamed rows.
+    pub statistics: SharedArray<f32>,
+    pub resident_barriers: PipelineBarriers,
+    pub streamed_barriers: PipelineBarriers,
+}
+
+impl<H: Head> SharedStorage<H> {
+    /// Takes the storage from `layout`, with `statistics` elements of statistics for each stage.
+    pub fn new(layout: &mut Layout, statistics: usize) -> Self {
+        Self {
+            resident: PanelPair::take(layout, CONSUMERS),
+            streamed: PanelPair::take(layout, STAGES),
+            output: Panel::take(layout, CONSUMERS),
+            statistics: layout.array(statistics * STAGES as usize),
+            resident_barriers: PipelineBarriers::new(layout, 1),
+            streamed_barriers: PipelineBarriers::new(layout, STAGES),
+        }
+    }
+
+    /// Returns the dynamic shared memory of a block, in bytes.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn bytes(statistics: usize) -> usize {
+        let mut layout = Layout::new();
+        Self::new(&mut layout, statistics);
+        layout.bytes()
+    }
+}
+
+/// A backward kernel's arguments and shared memory.
+#[derive(Clone, Copy)]
+pub struct Backward<H> {
+    pub shared: SharedStorage<H>,
+    pub scheduler: TileScheduler<H>,
+    pub dqkv: GlobalMut<bf16>,
+    pub qkv: Global<TensorMap>,
+    pub dout: Global<TensorMap>,
+    pub lse: Global<f32>,
+    pub d: Global<f32>,
+}
+
+impl<H: Head> Backward<H> {
+    /// Prefetches the tensor maps and initializes the barriers. A stage of streamed panels is full after `arrivals`.
+    #[inline(always)]
+    pub fn init(self, arrivals: u32) {
+        self.qkv.prefetch();
+        self.dout.prefetch();
+        self.shared.resident_barriers.init(1, 1, CONSUMERS);
+        self.shared.streamed_barriers.init(STAGES, arrivals, CONSUMERS);
+    }
+
+    /// Returns K and V of a head.
+    #[inline(always)]
+    pub fn keys_and_values(self, tile: WorkTile) -> [PanelSource; 2] {
+        [1, 2].map(|part| PanelSource { map: self.qkv, column: self.scheduler.column(tile, part) })
+    }
+
+    /// Returns Q and dout of a head.
+    #[inline(always)]
+    pub fn queries_and_dout(self, tile: WorkTile) -> [PanelSource; 2] {
+        let q = PanelSource { map: self.qkv, column: self.scheduler.column(tile, 0) };
+        [q, PanelSource { map: self.dout, column: tile.h * H::HS }]
+    }
+
+    /// Starts the loads of both consumers' resident panels.
+    #[inline(always)]
+    pub fn load_resident(self, sources: [PanelSource; 2], tile: WorkTile) {
+        let full = self.shared.resident_barriers.full.at(0);
+        full.arrive_expecting(CONSUMERS * PanelPair::<H>::BYTES);
+        for i in 0..CONSUMERS {
+            self.shared.resident.after(i).load(sources, tile.tile * TILE + i * ROWS, tile.b, full);
+        }
+    }
+
+    /// Starts the loads of rows `row` .. of the streamed matrices into `stage`.
+    #[inline(always)]
+    pub fn load_streamed(self, sources: [PanelSource; 2], tile: WorkTile, row: u32, stage: u32) {
+        let full = self.shared.streamed_barriers.full.at(stage);
+        full.arrive_expecting(PanelPair::<H>::BYTES);
+        self.shared.streamed.after(stage).load(sources, row, tile.b, full);
+    }
+
+    /// Stores the gradient of a consumer's rows of part 0 (Q), 1 (K) or 2 (V), multiplied by `scale`.
+    #[inline(always)]
+    pub fn store_gradient(
+        self,
+        tile: WorkTile,
+        part: u32,
+        consumer: u32,
+        gradient: &mut H::OutputAccumulators,
+        scale: f32,
+    ) {
+        let row = tile.tile * TILE + consumer * ROWS;
+        let rows = OutputRows {
+            out: self.dqkv,
+            first: self.scheduler.packed_row(tile, part, row),
+            stride: (3 * self.scheduler.nh * H::HS) as usize,
+            rows: self.scheduler.t.saturating_sub(row),
+        };
+        store_rows::<H>(rows, gradient, [scale; 2], self.shared.output.after(consumer));
+    }
+}

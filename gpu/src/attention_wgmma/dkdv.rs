@@ -1,0 +1,255 @@
+//! The gradients of K and V: 64 keys per consumer, queries streamed in panels of 64.
+//!
+//! S, P and dP are transposed (rows are keys), so that the A operands of all multiplications are in registers:
+//! ```text
+//! Sᵀ = K Qᵀ          Pᵀ = 2^(scale Sᵀ - lse)         dV += Pᵀ dout
+//! dPᵀ = V doutᵀ      dSᵀ = Pᵀ ∘ (dPᵀ - D)            dK += dSᵀ Q, scaled at the end
+//! ```
+//! lse and D of a query vary along the columns. The producer's first warp copies them into the stage of its panels.
+
+use super::backward::{Backward, STAGES, SharedStorage};
+use super::mask::mask_diagonal_transposed;
+use super::panel::{ScoreSquare, accumulator_column, square_fragments};
+use super::scheduler::{TileScheduler, WorkTile};
+use super::softmax::{lse_log2, probability};
+use super::warp_specialized::{self, WarpSpecialized};
+use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use cuda_std::hopper::wgmma::Accumulators;
+use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
+use cuda_std::shared::Layout;
+use cuda_std::{Global, GlobalMut, SharedArray, bf16, kernel, thread, warp};
+
+/// Statistics of a stage: 64 of lse in base 2, then 64 of D.
+const STATISTICS: usize = 2 * ROWS as usize;
+
+/// Returns the dynamic shared memory of a block, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn dkdv_shared_bytes<H: Head>() -> usize {
+    SharedStorage::<H>::bytes(STATISTICS)
+}
+
+/// dK and dV in dqkv (B, T, 3, NH, HS).
+///
+/// `qkv` maps (B, T, 3 NH HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
+/// d = rowsum(dout ∘ out) are (B, NH, T).
+///
+/// Grid: (number of SMs).
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+pub fn attention_backward_dkdv_wgmma<H: Head>(
+    dqkv: GlobalMut<bf16>,
+    qkv: Global<TensorMap>,
+    dout: Global<TensorMap>,
+    lse: Global<f32>,
+    d: Global<f32>,
+    b: u32,
+    t: u32,
+    nh: u32,
+) {
+    let shared = SharedStorage::new(&mut Layout::new(), STATISTICS);
+    let scheduler = TileScheduler::<H>::new(b, t, nh);
+    warp_specialized::run(DkDv(Backward { shared, scheduler, dqkv, qkv, dout, lse, d }));
+}
+
+/// Returns the panels of queries from the work tile's first key on. Each consumer's first panel is its diagonal.
+#[inline(always)]
+fn query_panels<H: Head>(scheduler: TileScheduler<H>, tile: WorkTile) -> u32 {
+    CONSUMERS * (scheduler.tiles() - tile.tile)
+}
+
+#[derive(Clone, Copy)]
+struct DkDv<H>(Backward<H>);
+
+impl<H: Head> WarpSpecialized for DkDv<H> {
+    #[inline(always)]
+    fn init(self) {
+        self.0.init(warp::LANES);
+    }
+
+    #[inline(always)]
+    fn produce(self) {
+        if thread::thread_idx_x() < warp::LANES {
+            let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
+            let mut producer = Producer { kernel: self.0, resident, stream };
+            self.0.scheduler.for_each::<true>(|tile| producer.load(tile));
+        }
+    }
+
+    #[inline(always)]
+    fn consume<const CONSUMER: u32>(self) {
+        let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
+        let mut consumer = Consumer::<H, CONSUMER> { kernel: self.0, resident, stream };
+        self.0.scheduler.for_each::<true>(|tile| consumer.compute(tile));
+    }
+}
+
+/// The producer: the first warp of warpgroup 0.
+struct Producer<H> {
+    kernel: Backward<H>,
+    resident: PipelineState,
+    stream: PipelineState,
+}
+
+impl<H: Head> Producer<H> {
+    /// Loads K and V, then Q, dout and statistics from the work tile's first key on.
+    #[inline(always)]
+    fn load(&mut self, tile: WorkTile) {
+        self.kernel.shared.resident_barriers.empty.at(0).wait(self.resident.parity());
+        self.resident.advance();
+        if warp::lane() == 0 {
+            self.kernel.load_resident(self.kernel.keys_and_values(tile), tile);
+        }
+        let mut panel = 0;
+        while panel < query_panels(self.kernel.scheduler, tile) {
+            self.load_queries(tile, tile.tile * TILE + panel * ROWS);
+            panel += 1;
+        }
+    }
+
+    /// Loads Q, dout and the statistics of the 64 queries from `first` on.
+    #[inline(always)]
+    fn load_queries(&mut self, tile: WorkTile, first: u32) {
+        let Backward { shared, scheduler, lse, d, .. } = self.kernel;
+        let (lane, t) = (warp::lane(), scheduler.t);
+        let at = scheduler.statistics(tile);
+        let query = |half: u32| first + lane + half * warp::LANES;
+        let lse = |half| lse_log2(lse, at + query(half) as usize, query(half) < t);
+        let d = |half| if query(half) < t { d.at(at + query(half) as usize) } else { 0.0 };
+        // Loading the statistics before the wait hides the latency.
+        let values = [lse(0), lse(1), d(0), d(1)];
+
+        shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
+        let stage = self.stream.advance();
+        let statistics = shared.statistics.skip(stage as usize * STATISTICS);
+        for i in 0..4 {
+            statistics.set(i * 32 + lane as usize, values[i]);
+        }
+        if lane == 0 {
+            self.kernel.load_streamed(self.kernel.queries_and_dout(tile), tile, first, stage);
+        } else {
+            shared.streamed_barriers.full.at(stage).arrive();
+        }
+    }
+}
+
+/// The consumer of keys 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
+struct Consumer<H, const INDEX: u32> {
+    kernel: Backward<H>,
+    resident: PipelineState,
+    stream: PipelineState,
+}
+
+impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
+    /// True if K and V are A fragments in registers. For HS = 128 the accumulators leave no registers for them, so wgmma reads
+    /// them from shared memory.
+    const IN_REGISTERS: bool = H::HS == 64;
+
+    #[inline(always)]
+    fn compute(&mut self, tile: WorkTile) {
+        let (mut dk, mut dv) = self.gradients(query_panels(self.kernel.scheduler, tile));
+        self.kernel.store_gradient(tile, 1, INDEX, &mut dk, H::SCALE);
+        self.kernel.store_gradient(tile, 2, INDEX, &mut dv, 1.0);
+    }
+
+    /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries.
+    #[inline(always)]
+    fn gradients(&mut self, panels: u32) -> (H::OutputAccumulators, H::OutputAccumulators) {
+        let shared = self.kernel.shared;
+        shared.resident_barriers.full.at(0).wait(self.resident.parity());
+        let resident = shared.resident.after(INDEX);
+        let (keys, values) = (resident.first, resident.second);
+        let (mut k, mut v) = (H::ZERO_ROWS, H::ZERO_ROWS);
+        if Self::IN_REGISTERS {
+            (k, v) = (keys.row_fragments(), values.row_fragments());
+            shared.resident_barriers.release_after_reads(self.resident.stage(), INDEX);
+        }
+        for _ in 0..INDEX {
+            // All queries of this panel come before this consumer's keys.
+            shared.streamed_barriers.skip(&mut self.stream);
+        }
+
+        let (mut dk, mut dv) = (H::OutputAccumulators::ZERO, H::OutputAccumulators::ZERO);
+        let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
+        let mut previous = self.stream.stage();
+        let mut panel = INDEX;
+        loop {
+            let stage = self.stream.stage();
+            shared.streamed_barriers.full.at(stage).wait(self.stream.parity());
+            self.stream.advance();
+            let (q, dout) = (shared.streamed.after(stage).first, shared.streamed.after(stage).second);
+            let statistics = shared.statistics.skip(stage as usize * STATISTICS);
+            wgmma::fence();
+            if Self::IN_REGISTERS {
+                q.start_scores(&mut s, &k, false);
+            } else {
+                q.start_scores_from_shared(&mut s, keys, false);
+            }
+            wgmma::commit();
+            if !Self::IN_REGISTERS {
+                // The previous panel's gradients have finished: the registers of their A fragments are free for dP.
+                wgmma::wait::<1>();
+                wgmma::fence();
+            }
+            if Self::IN_REGISTERS {
+                dout.start_scores(&mut dp, &v, false);
+            } else {
+                dout.start_scores_from_shared(&mut dp, values, false);
+            }
+            wgmma::commit();
+            // The previous panel's gradients and S have finished. dP is still in flight.
+            wgmma::wait::<1>();
+            s.settle();
+            if panel != INDEX {
+                shared.streamed_barriers.release(previous);
+            }
+            scores_to_probabilities::<H>(&mut s, statistics);
+            if panel == INDEX {
+                mask_diagonal_transposed(&mut s, 0.0);
+            }
+            let p = square_fragments(&s);
+            wgmma::wait::<0>();
+            dp.settle();
+            score_gradients(&mut dp, &s, statistics.skip(ROWS as usize));
+            let ds = square_fragments(&dp);
+            wgmma::fence();
+            dout.start_accumulate(&mut dv, &p, 1);
+            q.start_accumulate(&mut dk, &ds, 1);
+            wgmma::commit();
+            previous = stage;
+            panel += 1;
+            if panel == panels {
+                break;
+            }
+        }
+        wgmma::wait::<0>();
+        dk.settle();
+        dv.settle();
+        shared.streamed_barriers.release(previous);
+        let stage = self.resident.advance();
+        if !Self::IN_REGISTERS {
+            shared.resident_barriers.release(stage);
+        }
+        (dk, dv)
+    }
+}
+
+/// Replaces Sᵀ by Pᵀ.
+#[inline(always)]
+fn scores_to_probabilities<H: Head>(s: &mut ScoreSquare, lse_log2: SharedArray<f32>) {
+    for i in 0..16 {
+        let i = i / 2 * 4 + i % 2;
+        let lse = lse_log2.at(accumulator_column(i) as usize);
+        s[i] = probability::<H>(s[i], lse);
+        s[i + 2] = probability::<H>(s[i + 2], lse);
+    }
+}
+
+/// Replaces dPᵀ by dSᵀ.
+#[inline(always)]
+fn score_gradients(dp: &mut ScoreSquare, p: &ScoreSquare, d: SharedArray<f32>) {
+    for i in 0..16 {
+        let i = i / 2 * 4 + i % 2;
+        let d = d.at(accumulator_column(i) as usize);
+        dp[i] = p[i] * (dp[i] - d);
+        dp[i + 2] = p[i + 2] * (dp[i + 2] - d);
+    }
+}

@@ -1,0 +1,197 @@
+//! The gradient of Q: 64 queries per consumer, keys and values streamed in panels of 64.
+//! ```text
+//! S = Q Kᵀ      P = 2^(scale S - lse)      dP = dout Vᵀ      dS = P ∘ (dP - D)      dQ += dS K, scaled at the end
+//! ```
+//! This kernel recomputes S and dP, which [`super::dkdv`] also computes: two of the seven matmuls of the backward pass. In
+//! exchange, dQ need not be accumulated over the blocks of all keys, which would take atomics, with an order that varies, or
+//! serialize the blocks.
+
+use super::backward::{Backward, STAGES, SharedStorage};
+use super::mask::mask_diagonal;
+use super::panel::{ScoreSquare, square_fragments, thread_row};
+use super::scheduler::{TileScheduler, WorkTile};
+use super::softmax::{lse_log2, probability};
+use super::warp_specialized::{self, WarpSpecialized};
+use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use cuda_std::hopper::wgmma::Accumulators;
+use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
+use cuda_std::shared::Layout;
+use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
+
+/// Statistics of a stage: none, because lse and D belong to the queries, which are resident.
+const STATISTICS: usize = 0;
+
+/// Returns the dynamic shared memory of a block, in bytes.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn dq_shared_bytes<H: Head>() -> usize {
+    SharedStorage::<H>::bytes(STATISTICS)
+}
+
+/// dQ in dqkv (B, T, 3, NH, HS).
+///
+/// `qkv` maps (B, T, 3 NH HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
+/// d = rowsum(dout ∘ out) are (B, NH, T).
+///
+/// Grid: (number of SMs).
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
+pub fn attention_backward_dq_wgmma<H: Head>(
+    dqkv: GlobalMut<bf16>,
+    qkv: Global<TensorMap>,
+    dout: Global<TensorMap>,
+    lse: Global<f32>,
+    d: Global<f32>,
+    b: u32,
+    t: u32,
+    nh: u32,
+) {
+    let shared = SharedStorage::new(&mut Layout::new(), STATISTICS);
+    let scheduler = TileScheduler::<H>::new(b, t, nh);
+    warp_specialized::run(Dq(Backward { shared, scheduler, dqkv, qkv, dout, lse, d }));
+}
+
+#[derive(Clone, Copy)]
+struct Dq<H>(Backward<H>);
+
+impl<H: Head> WarpSpecialized for Dq<H> {
+    #[inline(always)]
+    fn init(self) {
+        self.0.init(1);
+    }
+
+    #[inline(always)]
+    fn produce(self) {
+        if thread::thread_idx_x() == 0 {
+            let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
+            let mut producer = Producer { kernel: self.0, resident, stream };
+            self.0.scheduler.for_each::<false>(|tile| producer.load(tile));
+        }
+    }
+
+    #[inline(always)]
+    fn consume<const CONSUMER: u32>(self) {
+        let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
+        let mut consumer = Consumer::<H, CONSUMER> { kernel: self.0, resident, stream };
+        self.0.scheduler.for_each::<false>(|tile| consumer.compute(tile));
+    }
+}
+
+/// The producer: one thread.
+struct Producer<H> {
+    kernel: Backward<H>,
+    resident: PipelineState,
+    stream: PipelineState,
+}
+
+impl<H: Head> Producer<H> {
+    /// Loads Q and dout, then K and V from key 0 to the last consumer's diagonal.
+    #[inline(always)]
+    fn load(&mut self, tile: WorkTile) {
+        let shared = self.kernel.shared;
+        shared.resident_barriers.empty.at(0).wait(self.resident.parity());
+        self.resident.advance();
+        self.kernel.load_resident(self.kernel.queries_and_dout(tile), tile);
+
+        let mut panel = 0;
+        while panel < CONSUMERS * (tile.tile + 1) {
+            shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
+            let stage = self.stream.advance();
+            self.kernel.load_streamed(self.kernel.keys_and_values(tile), tile, panel * ROWS, stage);
+            panel += 1;
+        }
+    }
+}
+
+/// lse in base 2, and D, of a query.
+#[derive(Clone, Copy)]
+struct Statistics {
+    lse_log2: f32,
+    d: f32,
+}
+
+/// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
+struct Consumer<H, const INDEX: u32> {
+    kernel: Backward<H>,
+    resident: PipelineState,
+    stream: PipelineState,
+}
+
+impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
+    #[inline(always)]
+    fn compute(&mut self, tile: WorkTile) {
+        let Backward { scheduler, lse, d, .. } = self.kernel;
+        let first = tile.tile * TILE + INDEX * ROWS + thread_row();
+        let statistics = |query: u32| {
+            let at = scheduler.statistics(tile) + query as usize;
+            let inside = query < scheduler.t;
+            Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
+        };
+        let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
+        self.kernel.store_gradient(tile, 0, INDEX, &mut dq, H::SCALE);
+    }
+
+    /// Computes dQ (unscaled) of this consumer's queries. `rows` are the statistics of the thread's two queries.
+    #[inline(always)]
+    fn gradient(&mut self, tile: u32, rows: [Statistics; 2]) -> H::OutputAccumulators {
+        let shared = self.kernel.shared;
+        shared.resident_barriers.full.at(0).wait(self.resident.parity());
+        let q = shared.resident.after(INDEX).first.row_fragments();
+        let dout = shared.resident.after(INDEX).second.row_fragments();
+        shared.resident_barriers.release_after_reads(self.resident.advance(), INDEX);
+
+        let mut dq = H::OutputAccumulators::ZERO;
+        let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
+        let diagonal = CONSUMERS * tile + INDEX;
+        let mut previous = self.stream.stage();
+        let mut panel = 0;
+        loop {
+            let stage = self.stream.stage();
+            shared.streamed_barriers.full.at(stage).wait(self.stream.parity());
+            self.stream.advance();
+            let (k, v) = (shared.streamed.after(stage).first, shared.streamed.after(stage).second);
+            wgmma::fence();
+            k.start_scores(&mut s, &q, false);
+            wgmma::commit();
+            if H::HS == 128 {
+                // The previous panel's gradient has finished: the registers of its A fragments are free for dP.
+                wgmma::wait::<1>();
+                wgmma::fence();
+            }
+            v.start_scores(&mut dp, &dout, false);
+            wgmma::commit();
+            // The previous panel's gradient and S have finished. dP is still in flight.
+            wgmma::wait::<1>();
+            s.settle();
+            if panel > 0 {
+                shared.streamed_barriers.release(previous);
+            }
+            for i in 0..32 {
+                s[i] = probability::<H>(s[i], rows[i / 2 % 2].lse_log2);
+            }
+            if panel == diagonal {
+                mask_diagonal(&mut s, 0, ROWS, 0.0);
+            }
+            wgmma::wait::<0>();
+            dp.settle();
+            for i in 0..32 {
+                dp[i] = s[i] * (dp[i] - rows[i / 2 % 2].d);
+            }
+            let ds = square_fragments(&dp);
+            wgmma::fence();
+            k.start_accumulate(&mut dq, &ds, 1);
+            wgmma::commit();
+            previous = stage;
+            panel += 1;
+            if panel > diagonal {
+                break;
+            }
+        }
+        wgmma::wait::<0>();
+        dq.settle();
+        shared.streamed_barriers.release(previous);
+        for _ in INDEX + 1..CONSUMERS {
+            // All keys of this panel come after this consumer's queries.
+            shared.streamed_barriers.skip(&mut self.stream);
+        }
+        dq
+    }
+}
