@@ -377,8 +377,8 @@ fn non_finite_elements_do_not_spread() {
     }
 }
 
-/// Checks GELU and its derivative on -16..16 and at ±3e38, relative to each value: from where they vanish to where they are
-/// the identity and 1.
+/// Checks GELU and its derivative on -16..16 and at ±3e38, relative to each value: from where they vanish to where they
+/// are the identity and 1.
 fn gelu_is_accurate_over_its_whole_range() {
     let n = 512;
     let value = |i: usize| {
@@ -405,8 +405,8 @@ fn gelu_is_accurate_over_its_whole_range() {
     }
 }
 
-/// Checks all bf16 values of aux. out has the bits of the GEMM without a second output, and second those of the separate
-/// GELU kernel.
+/// Checks all bf16 values of aux. out has the bits of the GEMM without a second output, and second those of the
+/// separate GELU kernel.
 fn gelu_beside_its_backward_has_the_same_bits() {
     let (m, n, k) = (128, 512, 72);
     let every: Vec<f64> = (0..m * n).map(|i| f64::from(bf16::from_bits(i as u16).to_f32())).collect();

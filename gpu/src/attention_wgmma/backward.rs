@@ -1,7 +1,7 @@
 //! The structure that both backward kernels share.
 //!
-//! A consumer owns 64 rows of two matrices, its resident panels, and streams over panels of the other two. For dK and dV, K and
-//! V are resident, Q and dout streamed. For dQ, the roles are swapped.
+//! A consumer owns 64 rows of two matrices, its resident panels, and streams over panels of the other two. For dK and
+//! dV, K and V are resident, Q and dout streamed. For dQ, the roles are swapped.
 
 use super::epilogue::{OutputRows, store_rows};
 use super::panel::Panel;

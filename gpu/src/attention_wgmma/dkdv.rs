@@ -139,8 +139,8 @@ struct Consumer<H, const INDEX: u32> {
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
-    /// True if K and V are A fragments in registers. For HS = 128 the accumulators leave no registers for them, so wgmma reads
-    /// them from shared memory.
+    /// True if K and V are A fragments in registers. For HS = 128 the accumulators leave no registers for them, so
+    /// wgmma reads them from shared memory.
     const IN_REGISTERS: bool = H::HS == 64;
 
     #[inline(always)]

@@ -2,9 +2,9 @@
 //! ```text
 //! S = Q Kᵀ      P = 2^(scale S - lse)      dP = dout Vᵀ      dS = P ∘ (dP - D)      dQ += dS K, scaled at the end
 //! ```
-//! This kernel recomputes S and dP, which [`super::dkdv`] also computes: two of the seven matmuls of the backward pass. In
-//! exchange, dQ need not be accumulated over the blocks of all keys, which would take atomics, with an order that varies, or
-//! serialize the blocks.
+//! This kernel recomputes S and dP, which [`super::dkdv`] also computes: two of the seven matmuls of the backward pass.
+//! In exchange, no block adds to another block's dQ. Such additions would take atomics, whose order varies from run to
+//! run, or would serialize the blocks.
 
 use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal;

@@ -4,7 +4,8 @@ use super::panel::{Panel, a_fragment, warp_row};
 use super::{Head, ROWS};
 use cuda_std::{GlobalMut, bf16, thread, warp};
 
-/// 64 rows of a head in global memory. Row `i` is the HS elements from `first + i * stride` on. Rows below `rows` exist.
+/// 64 rows of a head in global memory. Row `i` is the HS elements from `first + i * stride` on. Rows below `rows`
+/// exist.
 #[derive(Clone, Copy)]
 pub struct OutputRows {
     pub out: GlobalMut<bf16>,

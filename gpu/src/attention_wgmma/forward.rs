@@ -1,9 +1,9 @@
 //! Forward pass: 64 queries per consumer, keys and values streamed in panels of 64, from the diagonal down to key 0.
 //!
 //! The exponentials of one panel's scores overlap with two wgmma groups: the scores of the next panel, and the
-//! multiplication of the previous panel's probabilities with V. For HS = 64, a panel takes as long in the exponential unit as in
-//! the tensor cores, so the overlap determines the speed. It continues across work tiles: the last panel of a tile overlaps
-//! with the first scores of the next tile.
+//! multiplication of the previous panel's probabilities with V. For HS = 64, a panel takes as long in the exponential
+//! unit as in the tensor cores, so the overlap determines the speed. It continues across work tiles: the last panel of
+//! a tile overlaps with the first scores of the next tile.
 
 use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal;
@@ -20,12 +20,12 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
 /// Pipeline stages of keys, and of values.
 const STAGES: u32 = 5;
-/// Work tiles that the producer announces at a time: the tile whose results are being stored, up to two tiles whose queries
-/// have arrived, and the tile that the producer continues with.
+/// Work tiles that the producer announces at a time: the tile whose results are being stored, up to two tiles whose
+/// queries have arrived, and the tile that the producer continues with.
 const WORK_TILES: u32 = 4;
 
-/// Pipeline stages of queries. The next work tile's queries arrive while the current ones are in use. For HS = 128, one stage
-/// suffices, because the current queries are in registers.
+/// Pipeline stages of queries. The next work tile's queries arrive while the current ones are in use. For HS = 128, one
+/// stage suffices, because the current queries are in registers.
 const fn q_stages<H: Head>() -> u32 {
     if H::HS == 128 { 1 } else { 2 }
 }
@@ -48,8 +48,8 @@ struct SharedStorage<H> {
     v: Panel<H>,
     /// One buffer for each consumer's stores.
     output: Panel<H>,
-    /// The work tile of round i at i % [`WORK_TILES`], valid once its queries have arrived. This saves the consumers the
-    /// scheduler's divisions.
+    /// The work tile of round i at i % [`WORK_TILES`], valid once its queries have arrived. This saves the consumers
+    /// the scheduler's divisions.
     work_tiles: SharedArray<WorkTile>,
     q_barriers: PipelineBarriers,
     k_barriers: PipelineBarriers,
@@ -135,8 +135,8 @@ impl<H: Head> WarpSpecialized for Forward<H> {
                 producer.load_panels(tile);
                 round += 1;
             }
-            // After their last work tile, consumers compute the first scores of another tile and discard them. Making that wgmma
-            // conditional would cause ptxas to serialize all of them.
+            // After their last work tile, consumers compute the first scores of another tile and discard them. Making
+            // that wgmma conditional would cause ptxas to serialize all of them.
             producer.load_queries(tile, round);
             producer.load_diagonal_keys(tile);
         }
@@ -241,8 +241,8 @@ struct Progress {
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// True if the queries are A fragments in registers.
     ///
-    /// For HS = 64, the scores leave no registers for them. For HS = 128, wgmma has only 64 columns: reading A from shared memory
-    /// would double its shared-memory traffic.
+    /// For HS = 64, the scores leave no registers for them. For HS = 128, wgmma has only 64 columns: reading A from
+    /// shared memory would double its shared-memory traffic.
     const IN_REGISTERS: bool = H::HS == 128;
     /// True if the second of the two panels on this consumer's diagonal contains only keys after its queries.
     const SECOND_PANEL_MASKED: bool = panels::<H>() == 2 && INDEX == 0;
@@ -336,8 +336,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes the unnormalized output of the queries `queries`.
     ///
-    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, `queries` and `scores` are
-    /// those of the next work tile.
+    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, `queries` and
+    /// `scores` are those of the next work tile.
     #[inline(always)]
     fn attend(
         &mut self,
@@ -349,7 +349,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             self.shared.v_barriers.skip(&mut self.v);
         }
         mask_diagonal(scores, INDEX % panels::<H>() * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
-        // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would serialize it.
+        // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
+        // serialize it.
         scores.settle();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         let mut o = H::OutputAccumulators::ZERO;
@@ -381,8 +382,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes the next scores, and starts o += P V for the current stage, with P computed from `scores`.
     ///
-    /// Returns the running maxima including the next scores. After a work tile's last stage, the next scores are the first of
-    /// the next work tile.
+    /// Returns the running maxima including the next scores. After a work tile's last stage, the next scores are the
+    /// first of the next work tile.
     #[inline(always)]
     fn step(
         &mut self,

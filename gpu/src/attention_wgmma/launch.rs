@@ -37,7 +37,8 @@ fn persistent(launch: Launch, shared_bytes: usize, sm_count: usize) -> KernelLau
     KernelLaunch { launch, grid: [sm_count as u32, 1, 1], shared_bytes }
 }
 
-/// Returns the launch that computes out (B, T, NH, HS) and lse (B, NH, T) from the tensor map over qkv (B, T, 3 NH HS).
+/// Returns the launch of the forward pass: out (B, T, NH, HS) and lse (B, NH, T) from the tensor map over
+/// qkv (B, T, 3 NH HS).
 ///
 /// # Panics
 /// Panics if the head size is not [supported](supports).

@@ -7,8 +7,8 @@ use super::panel::{ScoreSquare, thread_row};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::{thread, warp};
 
-/// Replaces the scores of keys after their query by `masked`, in the first `columns` columns. Rows are queries. The first
-/// query is `ahead` positions after the first key.
+/// Replaces the scores of keys after their query by `masked`, in the first `columns` columns. Rows are queries. The
+/// first query is `ahead` positions after the first key.
 #[inline(always)]
 pub fn mask_diagonal<S: Accumulators>(s: &mut S, ahead: u32, columns: u32, masked: f32) {
     let (behind, ahead) = (behind(), ahead as i32);
@@ -21,7 +21,8 @@ pub fn mask_diagonal<S: Accumulators>(s: &mut S, ahead: u32, columns: u32, maske
     }
 }
 
-/// Masks transposed scores: rows are keys, columns are queries, and the first query is at the position of the first key.
+/// Masks transposed scores: rows are keys, columns are queries, and the first query is at the position of the first
+/// key.
 #[inline(always)]
 pub fn mask_diagonal_transposed(s: &mut ScoreSquare, masked: f32) {
     let behind = behind();

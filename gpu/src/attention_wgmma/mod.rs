@@ -1,14 +1,14 @@
 //! Causal self-attention for `sm_90a`, head sizes 64 and 128, forward and backward: TMA, wgmma and warp-specialized
 //! persistent kernels, as in FlashAttention-3.
 //!
-//! One thread block per SM. Warpgroup 0 is the producer: it loads panels of 64 rows into pipelines of shared-memory stages by
-//! TMA. Warpgroups 1 and 2 are consumers, of 64 rows (queries or keys) each. A consumer keeps its own rows in registers, as A
-//! fragments and accumulators, or reads them from shared memory if registers do not suffice. The streamed panels are the B
-//! operands, in shared memory. Scores and probabilities stay in registers.
+//! One thread block per SM. Warpgroup 0 is the producer: it loads panels of 64 rows into pipelines of shared-memory
+//! stages by TMA. Warpgroups 1 and 2 are consumers, of 64 rows (queries or keys) each. A consumer keeps its own rows in
+//! registers, as A fragments and accumulators, or reads them from shared memory if registers do not suffice. The
+//! streamed panels are the B operands, in shared memory. Scores and probabilities stay in registers.
 //!
-//! The kernels read qkv (B, T, 3, NH, HS) in place through a tensor map over (B, T, 3 NH HS). Rows past the end of a sequence
-//! are read as zeros. As keys they lie above the diagonal. As queries they are not stored, or their probabilities are set
-//! to zero. [`crate::attention`] describes how far NaN and infinity spread.
+//! The kernels read qkv (B, T, 3, NH, HS) in place through a tensor map over (B, T, 3 NH HS). Rows past the end of a
+//! sequence are read as zeros. As keys they lie above the diagonal. As queries they are not stored, or their
+//! probabilities are set to zero. [`crate::attention`] describes how far NaN and infinity spread.
 //!
 //! Modules:
 //! * `head`: types that depend on the head size

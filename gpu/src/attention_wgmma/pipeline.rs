@@ -28,8 +28,8 @@ impl PipelineBarriers {
         }
     }
 
-    /// Releases a stage that a consumer warpgroup has read with ordinary loads. All of its warps must have finished reading
-    /// before one thread arrives.
+    /// Releases a stage that a consumer warpgroup has read with ordinary loads. All of its warps must have finished
+    /// reading before one thread arrives.
     #[inline(always)]
     pub fn release_after_reads(self, stage: u32, consumer: u32) {
         thread::sync_named(1 + consumer, WARPGROUP);

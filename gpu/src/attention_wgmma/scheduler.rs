@@ -4,8 +4,8 @@ use super::{Head, TILE};
 use core::marker::PhantomData;
 use cuda_std::thread;
 
-/// Work tiles of a group of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of the
-/// group in L2.
+/// Work tiles of a group of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of
+/// the group in L2.
 const GROUP_ROUNDS: u32 = 8;
 
 /// Rows [`TILE`] `tile` .. [`TILE`] (`tile` + 1), queries or keys, of head `h` of sequence `b`.
@@ -46,8 +46,8 @@ impl<H: Head> TileScheduler<H> {
 
     /// Returns work tile `i`.
     ///
-    /// Heads are scheduled in groups, so that the operands that their tiles share stay in L2. Within a group, the tiles that
-    /// take longest come first: those with high index, or with low index if `LOW_FIRST`.
+    /// Heads are scheduled in groups, so that the operands that their tiles share stay in L2. Within a group, the tiles
+    /// that take longest come first: those with high index, or with low index if `LOW_FIRST`.
     #[inline(always)]
     pub fn work_tile<const LOW_FIRST: bool>(self, i: u32) -> WorkTile {
         let (tiles, heads) = (self.tiles(), self.b * self.nh);
@@ -95,8 +95,8 @@ impl<H: Head> TileScheduler<H> {
     }
 }
 
-/// Returns the index of this block's work tile in a round, which may not exist. The order of the blocks alternates between
-/// rounds: a block with a long tile in one round has a shorter one in the next.
+/// Returns the index of this block's work tile in a round, which may not exist. The order of the blocks alternates
+/// between rounds: a block with a long tile in one round has a shorter one in the next.
 #[inline(always)]
 pub fn work_index(round: u32) -> u32 {
     let (blocks, block) = (thread::grid_dim_x(), thread::block_idx_x());

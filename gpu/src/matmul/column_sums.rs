@@ -2,9 +2,9 @@
 //!
 //! Two otherwise idle warps of the producer warpgroup read the stages of a that the mainloop loads anyway.
 //!
-//! All tiles of a row of tiles load the same a, so they share the work. Of c tiles, tile j sums the groups of 16 rows of K
-//! whose index modulo c is j. For TILE_M = 256, tiles with even j sum columns 0..128 of their part of a, and those with
-//! odd j columns 128..256. Each tile that shares the same columns writes its own row of the result.
+//! All tiles of a row of tiles load the same a, so they share the work. Of c tiles, tile j sums the groups of 16 rows
+//! of K whose index modulo c is j. For TILE_M = 256, tiles with even j sum columns 0..128 of their part of a, and those
+//! with odd j columns 128..256. Each tile that shares the same columns writes its own row of the result.
 
 use super::shared::SharedStorage;
 use super::tile::{Tile, TileScheduler};
@@ -43,7 +43,8 @@ pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: TileScheduler, out
     while scheduler.has(i) {
         let work_tile = scheduler.work_tile(i);
         let tile = work_tile.column / T::TILE_N;
-        // Half of the columns that this tile sums, the number of tiles that share them, and this tile's index among those.
+        // Half of the columns that this tile sums, the number of tiles that share them, and this tile's index among
+        // those.
         let (half, sharers, share) = if T::TILE_M > SUMMED_COLUMNS {
             (tile % 2, (tiles + 1 - tile % 2) / 2, tile / 2)
         } else {

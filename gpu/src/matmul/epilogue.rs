@@ -1,7 +1,7 @@
 //! Epilogues: bias, residual and GELU, applied to accumulators on their way to global memory.
 //!
-//! A consumer processes its rows of a tile in subtiles of 64 x 64. TMA loads each subtile of aux into a buffer in shared
-//! memory, and stores each subtile of the outputs from one.
+//! A consumer processes its rows of a tile in subtiles of 64 x 64. TMA loads each subtile of aux into a buffer in
+//! shared memory, and stores each subtile of the outputs from one.
 
 use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
@@ -12,7 +12,8 @@ use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, bf16, thread, warp};
 
-/// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M, N).
+/// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
+/// N).
 pub trait Epilogue: 'static {
     /// True if the epilogue adds a bias.
     const BIAS: bool = false;
@@ -125,7 +126,8 @@ const fn subtiles<T: Tile>() -> u32 {
 
 /// Subtiles that have buffers at a time.
 ///
-/// If possible, this number divides the number of subtiles of a tile: each subtile then has the same slot in every tile.
+/// If possible, this number divides the number of subtiles of a tile: each subtile then has the same slot in every
+/// tile.
 const fn slots<E: Epilogue, T: Tile>() -> u32 {
     let most = T::EPILOGUE_BUFFERS / buffers_per_subtile::<E>();
     if subtiles::<T>().is_multiple_of(most) || !subtiles::<T>().is_multiple_of(most - 1) { most } else { most - 1 }
@@ -268,8 +270,8 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
             self.sync();
         }
         let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
-        // This lane's row address for stmatrix. Matrices 0 and 1 are rows 0..8 and 8..16 of columns 0..8, matrices 2 and 3
-        // those rows of columns 8..16.
+        // This lane's row address for stmatrix. Matrices 0 and 1 are rows 0..8 and 8..16 of columns 0..8, matrices 2
+        // and 3 those rows of columns 8..16.
         let (lane_row, lane_column) = (first_row + warp::lane() % 16, warp::lane() / 16);
         for quarter in 0..4 {
             // With a second output there are only two slots. The next load of aux waits for the store of the previous
@@ -310,8 +312,8 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         }
     }
 
-    /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest must
-    /// have read their buffers before.
+    /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest
+    /// must have read their buffers before.
     #[inline(always)]
     fn load_next_aux<const PENDING: u32>(&self, subtile: u32, row: u32, column: u32) {
         if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {

@@ -2,10 +2,10 @@
 //!
 //! Warpgroup 0 is the producer, a single thread of which issues TMA loads. Warpgroups 1 and 2 are the consumers.
 //!
-//! The stages of a block's work tiles follow each other in the pipeline. A ping-pong consumer skips the stages of the other
-//! consumer's tiles. It waits for its own first stage only after the other consumer has seen its last stage full. Any earlier,
-//! the parity it waits for could be that of an older phase of the barrier. The order barrier enforces this, and also
-//! alternates the mainloops of the consumers.
+//! The stages of a block's work tiles follow each other in the pipeline. A ping-pong consumer skips the stages of the
+//! other consumer's tiles. It waits for its own first stage only after the other consumer has seen its last stage full.
+//! Any earlier, the parity it waits for could be that of an older phase of the barrier. The order barrier enforces
+//! this, and also alternates the mainloops of the consumers.
 //!
 //! Edges of the matrices need no code: TMA reads zeros and drops writes outside of a tensor.
 
@@ -150,8 +150,8 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
 /// Partial sums of a (K, M)ᵀ · b (K, N) over `split_k` slices of K, for
 /// [`matmul_split_k_reduce`](super::matmul_split_k_reduce). `m` and `n` are multiples of 8.
 ///
-/// `partials` has `split_k` · tiles · `TILE_M` · `TILE_N` elements. With `COLUMN_SUMS`, also writes partial column sums of a
-/// to `column_sums` (`split_k` · [`partial_rows`](super::column_sums::partial_rows), M).
+/// `partials` has `split_k` · tiles · `TILE_M` · `TILE_N` elements. With `COLUMN_SUMS`, also writes partial column sums
+/// of a to `column_sums` (`split_k` · [`partial_rows`](super::column_sums::partial_rows), M).
 ///
 /// Grid: (number of SMs).
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
@@ -204,7 +204,7 @@ fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_S
     thread::sync_threads();
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
-    // The block starts with 168 registers per thread. The producer gives registers to the consumers; the total stays
+    // The block starts with 168 registers per thread. The producer gives registers to the consumers. The total stays
     // 384 · 168 = 128 · 24 + 256 · 240 = 128 · 40 + 256 · 232 = 128 · 56 + 256 · 224.
     if role == 0 {
         if COLUMN_SUMS {

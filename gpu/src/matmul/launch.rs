@@ -235,7 +235,8 @@ impl TileConfig {
         let Self { tile, split_k } = self;
         let steps = shape.k.div_ceil(TILE_K as usize);
         let cooperative = with_tile!(tile, T => T::COOPERATIVE);
-        // Tiles of 256 rows divide the column sums between neighbouring tiles: there must be more than one in a row of tiles.
+        // Tiles of 256 rows divide the column sums between neighbouring tiles: there must be more than one in a row of
+        // tiles.
         let large = tile == TileShape::T256x128 || tile == TileShape::T256x192;
         let no_neighbour = op == GemmOp::AtBAccumulateColumnSums && large && shape.n <= tile.tile_n() as usize;
         (split_k == 1 || op.is_weight_gradient())
@@ -246,8 +247,8 @@ impl TileConfig {
 
     /// Estimates the run time, in tenths of the time that an SM takes for a step of 128 x 64 of the mainloop.
     ///
-    /// An epilogue costs four steps. A partial tile costs a tenth of a step to write and read, spread over all SMs. Launching the
-    /// reduction costs ten steps.
+    /// An epilogue costs four steps. A partial tile costs a tenth of a step to write and read, spread over all SMs.
+    /// Launching the reduction costs ten steps.
     fn cost(self, shape: GemmShape, sm_count: usize) -> usize {
         let Self { tile, split_k } = self;
         let work_tiles = tile.tiles(shape) * split_k;
@@ -266,7 +267,8 @@ pub const MAX_CANDIDATE_CONFIGS: usize = TileShape::ALL.len() * SPLIT_K_CANDIDAT
 
 /// Returns the supported configurations that may be the fastest, in order of estimated run time.
 ///
-/// Configurations with split-K are restricted to those whose scratch fits in `scratch_len` elements. The result is not empty.
+/// Configurations with split-K are restricted to those whose scratch fits in `scratch_len` elements. The result is not
+/// empty.
 pub fn candidate_configs(op: GemmOp, shape: GemmShape, sm_count: usize, scratch_len: usize) -> Vec<TileConfig> {
     let cost = |config: &TileConfig| config.cost(shape, sm_count);
     let with_tile_shape = |tile| {

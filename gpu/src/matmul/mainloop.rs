@@ -167,7 +167,8 @@ fn start_wgmma<L: OperandLayout, T: Tile>(
     }
 }
 
-/// Releases a stage to the producer. One arrival suffices: a wgmma group finishes for all warps of a warpgroup together.
+/// Releases a stage to the producer. One arrival suffices: a wgmma group finishes for all warps of a warpgroup
+/// together.
 #[inline(always)]
 fn release(empty: MBarrier) {
     if is_warpgroup_leader() {

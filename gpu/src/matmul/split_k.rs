@@ -2,8 +2,8 @@
 //!
 //! The reduction adds the partial sums in the order of the slices, so results are deterministic.
 //!
-//! Layout of the partial sums: work tiles in the order of their index, 64 rows of a tile at a time. For 64 rows, packets of
-//! four accumulators: the first packet of threads 0 to 127, then the second packet of threads 0 to 127, ….
+//! Layout of the partial sums: work tiles in the order of their index, 64 rows of a tile at a time. For 64 rows,
+//! packets of four accumulators: the first packet of threads 0 to 127, then the second packet of threads 0 to 127, ….
 
 use super::accumulate::AccumulateInto;
 use super::epilogue::EpilogueStore;

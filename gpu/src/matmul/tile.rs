@@ -150,7 +150,8 @@ impl TileScheduler {
         self.tiles_m * self.tiles_n
     }
 
-    /// Returns the first row and column of output tile `t`. Tiles run down the rows of a group, then to the next column.
+    /// Returns the first row and column of output tile `t`. Tiles run down the rows of a group, then to the next
+    /// column.
     #[inline(always)]
     pub fn tile(self, t: u32) -> (u32, u32) {
         let group_tiles = GROUP_ROWS / self.tile_m;
