@@ -10,7 +10,7 @@
 use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal_transposed;
 use super::panel::{ScoreSquare, accumulator_column, square_fragments};
-use super::scheduler::{TileScheduler, WorkTile};
+use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::softmax::{lse_log2, probability};
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
@@ -70,15 +70,18 @@ impl<H: Head> WarpSpecialized for DkDv<H> {
         if thread::thread_idx_x() < warp::LANES {
             let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
             let mut producer = Producer { kernel: self.0, resident, stream };
-            self.0.scheduler.for_each::<true>(|tile| producer.load(tile));
+            let (mut round, scheduler) = (0, self.0.scheduler);
+            while work_index(round) < scheduler.work_tiles() {
+                producer.load(scheduler.work_tile::<true>(work_index(round)));
+                round += 1;
+            }
         }
     }
 
     #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        let mut consumer = Consumer::<H, CONSUMER> { kernel: self.0, resident, stream };
-        self.0.scheduler.for_each::<true>(|tile| consumer.compute(tile));
+        Consumer::<H, CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
     }
 }
 
@@ -133,7 +136,7 @@ impl<H: Head> Producer<H> {
 
 /// The consumer of keys 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
 struct Consumer<H, const INDEX: u32> {
-    kernel: Backward<H>,
+    shared: SharedStorage<H>,
     resident: PipelineState,
     stream: PipelineState,
 }
@@ -144,16 +147,21 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     const IN_REGISTERS: bool = H::HS == 64;
 
     #[inline(always)]
-    fn compute(&mut self, tile: WorkTile) {
-        let (mut dk, mut dv) = self.gradients(query_panels(self.kernel.scheduler, tile));
-        self.kernel.store_gradient(tile, 1, INDEX, &mut dk, H::SCALE);
-        self.kernel.store_gradient(tile, 2, INDEX, &mut dv, 1.0);
+    fn run(&mut self, kernel: Backward<H>) {
+        let (mut round, scheduler) = (0, kernel.scheduler);
+        while work_index(round) < scheduler.work_tiles() {
+            let tile = scheduler.work_tile::<true>(work_index(round));
+            let (mut dk, mut dv) = self.gradients(query_panels(scheduler, tile));
+            kernel.store_gradient(tile, 1, INDEX, &mut dk, H::SCALE);
+            kernel.store_gradient(tile, 2, INDEX, &mut dv, 1.0);
+            round += 1;
+        }
     }
 
     /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries.
     #[inline(always)]
     fn gradients(&mut self, panels: u32) -> (H::OutputAccumulators, H::OutputAccumulators) {
-        let shared = self.kernel.shared;
+        let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let resident = shared.resident.after(INDEX);
         let (keys, values) = (resident.first, resident.second);

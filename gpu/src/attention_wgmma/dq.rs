@@ -70,8 +70,7 @@ impl<H: Head> WarpSpecialized for Dq<H> {
     #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        let mut consumer = Consumer::<H, CONSUMER> { kernel: self.0, resident, stream };
-        self.0.scheduler.for_each::<false>(|tile| consumer.compute(tile));
+        Consumer::<H, CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
     }
 }
 
@@ -110,29 +109,31 @@ struct Statistics {
 
 /// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
 struct Consumer<H, const INDEX: u32> {
-    kernel: Backward<H>,
+    shared: SharedStorage<H>,
     resident: PipelineState,
     stream: PipelineState,
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
-    fn compute(&mut self, tile: WorkTile) {
-        let Backward { scheduler, lse, d, .. } = self.kernel;
-        let first = tile.tile * TILE + INDEX * ROWS + thread_row();
-        let statistics = |query: u32| {
-            let at = scheduler.statistics(tile) + query as usize;
-            let inside = query < scheduler.t;
-            Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
-        };
-        let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
-        self.kernel.store_gradient(tile, 0, INDEX, &mut dq, H::SCALE);
+    fn run(&mut self, kernel: Backward<H>) {
+        let Backward { scheduler, lse, d, .. } = kernel;
+        scheduler.for_each::<false>(|tile| {
+            let first = tile.tile * TILE + INDEX * ROWS + thread_row();
+            let statistics = |query: u32| {
+                let at = scheduler.statistics(tile) + query as usize;
+                let inside = query < scheduler.t;
+                Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
+            };
+            let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
+            kernel.store_gradient(tile, 0, INDEX, &mut dq, H::SCALE);
+        });
     }
 
     /// Computes dQ (unscaled) of this consumer's queries. `rows` are the statistics of the thread's two queries.
     #[inline(always)]
     fn gradient(&mut self, tile: u32, rows: [Statistics; 2]) -> H::OutputAccumulators {
-        let shared = self.kernel.shared;
+        let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let q = shared.resident.after(INDEX).first.row_fragments();
         let dout = shared.resident.after(INDEX).second.row_fragments();
