@@ -9,7 +9,7 @@
 use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal;
 use super::panel::{ScoreSquare, square_fragments, thread_row};
-use super::scheduler::{TileScheduler, WorkTile};
+use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::softmax::{lse_log2, probability};
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
@@ -63,7 +63,11 @@ impl<H: Head> WarpSpecialized for Dq<H> {
         if thread::thread_idx_x() == 0 {
             let (resident, stream) = (PipelineState::producer(1), PipelineState::producer(STAGES));
             let mut producer = Producer { kernel: self.0, resident, stream };
-            self.0.scheduler.for_each::<false>(|tile| producer.load(tile));
+            let (mut round, scheduler) = (0, self.0.scheduler);
+            while work_index(round) < scheduler.work_tiles() {
+                producer.load(scheduler.work_tile::<false>(work_index(round)));
+                round += 1;
+            }
         }
     }
 
@@ -118,7 +122,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn run(&mut self, kernel: Backward<H>) {
         let Backward { scheduler, lse, d, .. } = kernel;
-        scheduler.for_each::<false>(|tile| {
+        let mut round = 0;
+        while work_index(round) < scheduler.work_tiles() {
+            let tile = scheduler.work_tile::<false>(work_index(round));
             let first = tile.tile * TILE + INDEX * ROWS + thread_row();
             let statistics = |query: u32| {
                 let at = scheduler.statistics(tile) + query as usize;
@@ -127,7 +133,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             };
             let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
             kernel.store_gradient(tile, 0, INDEX, &mut dq, H::SCALE);
-        });
+            round += 1;
+        }
     }
 
     /// Computes dQ (unscaled) of this consumer's queries. `rows` are the statistics of the thread's two queries.

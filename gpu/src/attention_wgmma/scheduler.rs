@@ -17,6 +17,9 @@ pub struct WorkTile {
 }
 
 /// Assigns work tiles to persistent thread blocks.
+///
+/// Kernels iterate with explicit loops. With a closure instead, LLVM orders loop-carried values differently, and the dK
+/// and dV kernel for HS = 64 is 11 % slower on an H100.
 #[derive(Clone, Copy)]
 pub struct TileScheduler<H> {
     pub b: u32,
@@ -57,16 +60,6 @@ impl<H: Head> TileScheduler<H> {
         let within = i - first * tiles;
         let (head, tile) = (first + within % group, within / group);
         WorkTile { b: head / self.nh, h: head % self.nh, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
-    }
-
-    /// Calls `compute` for all work tiles of this block.
-    #[inline(always)]
-    pub fn for_each<const LOW_FIRST: bool>(self, mut compute: impl FnMut(WorkTile)) {
-        let mut round = 0;
-        while work_index(round) < self.work_tiles() {
-            compute(self.work_tile::<LOW_FIRST>(work_index(round)));
-            round += 1;
-        }
     }
 
     /// Returns the first element of row `row` of the sequence for a head in (B, T, NH, HS).
