@@ -25,6 +25,7 @@ pub struct PanelPair<H> {
 impl<H: Head> PanelPair<H> {
     const BYTES: u32 = 2 * Panel::<H>::BYTES;
 
+    #[inline(always)]
     fn take(layout: &mut Layout, count: u32) -> Self {
         Self { first: Panel::take(layout, count), second: Panel::take(layout, count) }
     }
@@ -67,6 +68,7 @@ pub struct SharedStorage<H> {
 
 impl<H: Head> SharedStorage<H> {
     /// Takes the storage from `layout`, with `statistics` elements of statistics for each stage.
+    #[inline(always)]
     pub fn new(layout: &mut Layout, statistics: usize) -> Self {
         Self {
             resident: PanelPair::take(layout, CONSUMERS),
