@@ -68,6 +68,8 @@ pub struct SharedStorage<H> {
 
 impl<H: Head> SharedStorage<H> {
     /// Takes the storage from `layout`, with `statistics` elements of statistics for each stage.
+    ///
+    /// Always inlined: as a function that both kernels call, it made dK and dV for HS = 64 10 % slower on an H100.
     #[inline(always)]
     pub fn new(layout: &mut Layout, statistics: usize) -> Self {
         Self {
