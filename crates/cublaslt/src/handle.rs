@@ -2,7 +2,7 @@
 
 use crate::result::{Error, Result, check};
 use crate::sys::{Functions, LtHandle};
-use cuda_driver::library::Places;
+use cuda_driver::library::SearchPath;
 use cuda_driver::{DeviceMemory, Gpu};
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 /// Opens the library once a process; the outcome is kept.
 pub(crate) fn library() -> Result<&'static Functions> {
     static LIBRARY: OnceLock<Result<Functions>> = OnceLock::new();
-    let open = || Functions::of(Places::of_this_machine().open(names(cuda_driver::driver_version().ok()))?);
+    let open = || Functions::of(SearchPath::detect().open(names(cuda_driver::driver_version().ok()))?);
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }
 

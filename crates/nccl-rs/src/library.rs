@@ -2,7 +2,7 @@
 
 use crate::result::{Error, Result, check};
 use crate::sys::Functions;
-use cuda_driver::library::{Found, NotFound, Places};
+use cuda_driver::library::{Found, NotFound, SearchPath};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -43,7 +43,7 @@ pub(crate) struct Library {
 static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
 
 pub(crate) fn library() -> Result<&'static Library> {
-    let open = || Library::of(Places::of_this_machine().open(&[NAME])?);
+    let open = || Library::of(SearchPath::detect().open(&[NAME])?);
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }
 

@@ -16,7 +16,7 @@ succeed! { cuInit cuDeviceGet cuCtxSetCurrent cuDevicePrimaryCtxRelease_v2 cuStr
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(n: *mut usize, _: i32) -> u32 { unsafe { *n = 1 << 30 }; 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(n: *mut i32, _: i32, _: i32) -> u32 { unsafe { *n = 1 }; 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(c: *mut usize, _: i32) -> u32 { unsafe { *c = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreate(s: *mut usize, _: u32) -> u32 { unsafe { *s = STREAM }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreateWithPriority(s: *mut usize, _: u32, _: i32) -> u32 { unsafe { *s = STREAM }; 0 }
 const STREAM: usize = 0x57;
 
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGetVersion(n: *mut i32) -> i32 { unsafe { *n = if cfg!(old) { 21706 } else { 21805 } }; 0 }

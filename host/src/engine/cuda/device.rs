@@ -335,7 +335,7 @@ impl Executor for Device {
 
     fn emulation(&self) -> Emulation {
         Emulation {
-            multiprocessors: self.gpu.info().multiprocessors as usize,
+            multiprocessors: self.gpu.info().sm_count as usize,
             hopper: self.tensor_maps.is_some(),
             tf32: self.tf32,
             products: self.products,
@@ -346,7 +346,7 @@ impl Executor for Device {
     fn shared_memory(&self, blocks: usize) -> usize {
         let info = self.gpu.info();
         // Each resident block costs the multiprocessor 1 KiB more than it asks for.
-        let share = (info.shared_per_multiprocessor as usize / blocks).saturating_sub(1024);
+        let share = (info.shared_per_sm as usize / blocks).saturating_sub(1024);
         share.min(info.shared_per_block as usize)
     }
 

@@ -126,16 +126,16 @@ mod tests {
             name: "NVIDIA Test".into(),
             pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
-            multiprocessors: 1,
+            sm_count: 1,
             clock_khz: 1,
             memory_clock_khz: 1,
             memory_bus_bits: 1,
             memory_bytes: 1,
             l2_bytes: 1,
             shared_per_block: 1,
-            shared_per_multiprocessor: 1,
-            registers_per_multiprocessor: 1,
-            threads_per_multiprocessor: 1,
+            shared_per_sm: 1,
+            registers_per_sm: 1,
+            threads_per_sm: 1,
         }
     }
 
