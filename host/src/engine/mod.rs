@@ -635,7 +635,6 @@ mod tests {
             element: Element::Bf16,
             epilogue: Epilogue::DGeluAndGelu,
             accumulate: false,
-            batch: 1,
             output: None,
         };
         let library = cublaslt::Timing { problem, candidates: 1, first: 2.0, best: 1.0 };

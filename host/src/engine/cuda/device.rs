@@ -500,7 +500,7 @@ impl Executor for Device {
             let Noted { problem, operands, .. } = &noted;
             let key = (problem, operands.alignments());
             let listed = undecided.iter().any(|other| (&other.problem, other.operands.alignments()) == key);
-            if !listed && (anew || !self.matmuls.is_decided(problem, operands)) {
+            if !listed && (anew || !self.matmuls.is_selected(problem, operands)) {
                 undecided.push(noted);
             }
         }

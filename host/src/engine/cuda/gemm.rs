@@ -51,55 +51,43 @@ impl Matrices<'_> {
 
 /// A, B and what the epilogue reads and writes are of `T`, D is of `Out`.
 fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory: &mut Memory) -> Result<()> {
-    let Problem { m, n, k, batch, epilogue, .. } = *problem;
+    let Problem { m, n, k, epilogue, .. } = *problem;
     let mut matrices = Matrices { memory };
     let (bias, aux) = (operands.bias.unwrap_or_default(), operands.aux.unwrap_or_default());
-    // The matrices of a batch follow one another.
-    for i in 0..batch {
-        let a = matrices.fetch::<T>("A", operands.a, i * m * k, m * k)?;
-        let b = matrices.fetch::<T>("B", operands.b, i * k * n, k * n)?;
-        let mut d = vec![0.0; m * n];
-        if problem.accumulate {
-            d = matrices.fetch::<Out>("C", operands.c.unwrap_or(operands.d), i * m * n, m * n)?;
-        }
-        if problem.element == Element::Tf32 {
-            let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();
-            multiply(problem, &round(&a), &round(&b), &mut d);
-        } else {
-            multiply(problem, &a, &b, &mut d);
-        }
-        let (a_column, a_row, b_column, b_row) = strides(problem);
-        match epilogue {
-            Epilogue::None => {}
-            Epilogue::Bias => add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?),
-            Epilogue::GeluAuxBias => {
-                add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?);
-                matrices.store::<T>("auxiliary matrix", aux, i * m * n, &d)?;
-                for x in &mut d {
-                    *x = gelu(*x);
-                }
-            }
-            Epilogue::DGelu | Epilogue::DGeluBiasGrad => {
-                let aux = matrices.fetch::<T>("auxiliary matrix", aux, i * m * n, m * n)?;
-                d.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux));
-                if epilogue == Epilogue::DGeluBiasGrad {
-                    let sum = |row: usize| (0..n).map(|column| d[column * m + row]).sum();
-                    matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
-                }
-            }
-            Epilogue::DGeluAndGelu => bail!("cuBLASLt has no such epilogue"),
-            Epilogue::BiasGradA => {
-                let sum = |row: usize| (0..k).map(|i| a[i * a_column + row * a_row]).sum();
-                matrices.store::<T>("bias", bias, 0, &(0..m).map(sum).collect::<Vec<f32>>())?;
-            }
-            Epilogue::BiasGradB => {
-                let sum = |column: usize| (0..k).map(|i| b[column * b_column + i * b_row]).sum();
-                matrices.store::<T>("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
-            }
-        }
-        matrices.store::<Out>("D", operands.d, i * m * n, &d)?;
+    let a = matrices.fetch::<T>("A", operands.a, 0, m * k)?;
+    let b = matrices.fetch::<T>("B", operands.b, 0, k * n)?;
+    let mut d = vec![0.0; m * n];
+    if problem.accumulate {
+        d = matrices.fetch::<Out>("C", operands.c.unwrap_or(operands.d), 0, m * n)?;
     }
-    Ok(())
+    if problem.element == Element::Tf32 {
+        let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();
+        multiply(problem, &round(&a), &round(&b), &mut d);
+    } else {
+        multiply(problem, &a, &b, &mut d);
+    }
+    match epilogue {
+        Epilogue::None => {}
+        Epilogue::Bias => add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?),
+        Epilogue::GeluAuxBias => {
+            add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?);
+            matrices.store::<T>("auxiliary matrix", aux, 0, &d)?;
+            for x in &mut d {
+                *x = gelu(*x);
+            }
+        }
+        Epilogue::DGelu => {
+            let aux = matrices.fetch::<T>("auxiliary matrix", aux, 0, m * n)?;
+            d.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux));
+        }
+        Epilogue::DGeluAndGelu => bail!("cuBLASLt has no such epilogue"),
+        Epilogue::BiasGradB => {
+            let (_, _, b_column, b_row) = strides(problem);
+            let sum = |column: usize| (0..k).map(|i| b[column * b_column + i * b_row]).sum();
+            matrices.store::<T>("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
+        }
+    }
+    matrices.store::<Out>("D", operands.d, 0, &d)
 }
 
 /// Distances between columns and rows of op(A) (m, k), then of op(B) (k, n).

@@ -76,7 +76,7 @@ impl KernelProduct {
             _ => return None,
         };
         let shape = Shape { m: problem.n, n: problem.m, k: problem.k };
-        let plain = problem.element == Element::Bf16 && problem.batch == 1;
+        let plain = problem.element == Element::Bf16;
         (plain && shape.is_possible(product)).then_some(Self { product, shape, operands: *operands })
     }
 

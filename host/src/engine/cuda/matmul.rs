@@ -80,7 +80,6 @@ fn forward_product<T: Float>(
             _ => Epilogue::None,
         },
         accumulate: residual.is_some(),
-        batch: 1,
         output: None,
     };
     let operands = Operands {
@@ -183,7 +182,6 @@ pub(super) fn backward<T: Float>(
         element,
         epilogue: if fused.is_some() { Epilogue::DGelu } else { Epilogue::None },
         accumulate: false,
-        batch: 1,
         output: None,
     };
     let operands = Operands {
@@ -222,7 +220,6 @@ pub(super) fn backward<T: Float>(
         element,
         epilogue: if dbias.is_some() { Epilogue::BiasGradB } else { Epilogue::None },
         accumulate: true,
-        batch: 1,
         output: (dweight.dtype != T::DTYPE).then_some(Element::F32),
     };
     let operands = Operands {

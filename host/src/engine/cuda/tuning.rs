@@ -83,7 +83,6 @@ mod tests {
             element: Element::Bf16,
             epilogue: Epilogue::Bias,
             accumulate: false,
-            batch: 1,
             output: None,
         };
         let library = cublaslt::Choice { problem, alignments: [256, 16, 256, 64, 0], algo: MatmulAlgo([algo; 8]) };
