@@ -115,7 +115,8 @@ struct StoredProblem {
 
 impl From<StoredProblem> for Problem {
     fn from(stored: StoredProblem) -> Self {
-        let StoredProblem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batch: _ } = stored;
+        let StoredProblem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batch: _ } =
+            stored;
         Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output }
     }
 }

@@ -105,7 +105,7 @@ fn resources(module: &Module, kernels: &[&Kernel], out: &mut impl Write) -> Resu
                 per thread (stack, spilled)";
     writeln!(out, "{note}\n")?;
     if kernels.iter().any(|kernel| kernel.resources.is_none()) {
-        writeln!(out, "-: no ptxas was found when this program was built; `doctor` says how to get it\n")?;
+        writeln!(out, "-: this program was built without cubins; run scripts/setup and build with LLM_RS_CUBINS=1\n")?;
     }
     Ok(())
 }
@@ -142,7 +142,7 @@ fn entry_of<'a>(ptx: &'a str, kernel: &str) -> Option<&'a str> {
 
 fn sass(module: &Module, kernels: &[&Kernel], some: bool, out: &mut impl Write) -> Result<()> {
     let cubin = module.cubin.with_context(|| {
-        format!("there is no machine code for {} in this program: no ptxas at build time; run scripts/setup, then build again", module.arch)
+        format!("this program has no cubin for {}; run scripts/setup and build with LLM_RS_CUBINS=1", module.arch)
     })?;
     let mut file = tempfile::Builder::new().suffix(".cubin").tempfile().context("a temporary file for the cubin")?;
     file.write_all(cubin).context("writing the cubin to a temporary file")?;

@@ -83,7 +83,7 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
             info.name,
             have.join(", "),
             if modules.iter().any(|module| module.cubin.is_none()) {
-                ", not all of them as machine code, which those for sm_90a must be: scripts/setup installs ptxas, then build again"
+                ", some without the cubins that sm_90a needs: run scripts/setup and build with LLM_RS_CUBINS=1"
             } else {
                 ""
             }
