@@ -238,7 +238,7 @@ mod tests {
         let text = error(Inspect { arch: Some("sm_75".into()), ..Inspect::default() });
         assert_eq!(text, "--arch sm_75: this program has kernels for sm_80, sm_90a");
         let text = error(Inspect { sass: true, ..Inspect::default() });
-        assert!(text.contains("no machine code for sm_90a") && text.contains("scripts/setup"), "{text}");
+        assert!(text.contains("no cubin for sm_90a") && text.contains("scripts/setup"), "{text}");
     }
 
     /// Machine code of a real kernel, where the program has any and the tools are there; else the reason.

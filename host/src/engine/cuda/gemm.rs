@@ -33,19 +33,15 @@ impl Stored for f32 {}
 impl Stored for bf16 {}
 
 impl Matrices<'_> {
-    fn view<T: Stored>(address: u64, start: usize) -> GlobalMut<T> {
-        GlobalMut::from_address(address).skip(start)
-    }
-
-    /// Elements `start .. start + len`, widened.
-    fn fetch<T: Stored>(&self, name: &'static str, address: u64, start: usize, len: usize) -> Result<Vec<f32>> {
-        let values = self.memory.slice(Self::view::<T>(address, start).reader(), len).context(name)?;
+    /// Returns the `len` elements at `address` as f32.
+    fn fetch<T: Stored>(&self, name: &'static str, address: u64, len: usize) -> Result<Vec<f32>> {
+        let values = self.memory.slice(GlobalMut::<T>::from_address(address).reader(), len).context(name)?;
         Ok(values.iter().map(|value| value.to_f32()).collect())
     }
 
-    fn store<T: Stored>(&mut self, name: &'static str, address: u64, start: usize, values: &[f32]) -> Result<()> {
+    fn store<T: Stored>(&mut self, name: &'static str, address: u64, values: &[f32]) -> Result<()> {
         let rounded: Vec<T> = values.iter().map(|&value| T::from_f32(value)).collect();
-        self.memory.write(Self::view(address, start), &rounded).context(name)
+        self.memory.write(GlobalMut::from_address(address), &rounded).context(name)
     }
 }
 
@@ -54,11 +50,11 @@ fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory:
     let Problem { m, n, k, epilogue, .. } = *problem;
     let mut matrices = Matrices { memory };
     let (bias, aux) = (operands.bias.unwrap_or_default(), operands.aux.unwrap_or_default());
-    let a = matrices.fetch::<T>("A", operands.a, 0, m * k)?;
-    let b = matrices.fetch::<T>("B", operands.b, 0, k * n)?;
+    let a = matrices.fetch::<T>("A", operands.a, m * k)?;
+    let b = matrices.fetch::<T>("B", operands.b, k * n)?;
     let mut d = vec![0.0; m * n];
     if problem.accumulate {
-        d = matrices.fetch::<Out>("C", operands.c.unwrap_or(operands.d), 0, m * n)?;
+        d = matrices.fetch::<Out>("C", operands.c.unwrap_or(operands.d), m * n)?;
     }
     if problem.element == Element::Tf32 {
         let round = |values: &[f32]| values.iter().copied().map(tf32).collect::<Vec<_>>();
@@ -68,26 +64,26 @@ fn typed<T: Stored, Out: Stored>(problem: &Problem, operands: &Operands, memory:
     }
     match epilogue {
         Epilogue::None => {}
-        Epilogue::Bias => add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?),
+        Epilogue::Bias => add_bias(&mut d, &matrices.fetch::<T>("bias", bias, m)?),
         Epilogue::GeluAuxBias => {
-            add_bias(&mut d, &matrices.fetch::<T>("bias", bias, 0, m)?);
-            matrices.store::<T>("auxiliary matrix", aux, 0, &d)?;
+            add_bias(&mut d, &matrices.fetch::<T>("bias", bias, m)?);
+            matrices.store::<T>("auxiliary matrix", aux, &d)?;
             for x in &mut d {
                 *x = gelu(*x);
             }
         }
         Epilogue::DGelu => {
-            let aux = matrices.fetch::<T>("auxiliary matrix", aux, 0, m * n)?;
+            let aux = matrices.fetch::<T>("auxiliary matrix", aux, m * n)?;
             d.iter_mut().zip(aux).for_each(|(x, aux)| *x *= gelu_slope(aux));
         }
         Epilogue::DGeluAndGelu => bail!("cuBLASLt has no such epilogue"),
         Epilogue::BiasGradB => {
             let (_, _, b_column, b_row) = strides(problem);
             let sum = |column: usize| (0..k).map(|i| b[column * b_column + i * b_row]).sum();
-            matrices.store::<T>("bias", bias, 0, &(0..n).map(sum).collect::<Vec<f32>>())?;
+            matrices.store::<T>("bias", bias, &(0..n).map(sum).collect::<Vec<f32>>())?;
         }
     }
-    matrices.store::<Out>("D", operands.d, 0, &d)
+    matrices.store::<Out>("D", operands.d, &d)
 }
 
 /// Distances between columns and rows of op(A) (m, k), then of op(B) (k, n).
