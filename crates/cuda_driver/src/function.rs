@@ -38,7 +38,7 @@ pub struct LaunchConfig {
 /// One kernel of a [`Module`].
 pub struct Function {
     /// Borrows from `module`: see [`Function::new`].
-    function: cust::function::Function<'static>,
+    handle: cust::function::Function<'static>,
     name: String,
     resources: Resources,
     /// The dynamic shared memory, in bytes, that a launch may use without another opt-in.
@@ -53,9 +53,9 @@ impl Function {
     pub(crate) fn new(function: cust::function::Function<'_>, name: &str, module: &Module) -> Result<Self> {
         // SAFETY: the two types differ in their lifetime only. The module outlives the function, because `self` keeps a
         // clone of it.
-        let function: cust::function::Function<'static> = unsafe { transmute(function) };
+        let handle: cust::function::Function<'static> = unsafe { transmute(function) };
         let attribute = |attribute: FunctionAttribute| {
-            let value = function.get_attribute(attribute);
+            let value = handle.get_attribute(attribute);
             value.map(|value| value as u32).in_call(|| format!("cuFuncGetAttribute({name}, {attribute:?})"))
         };
         let resources = Resources {
@@ -66,7 +66,7 @@ impl Function {
         };
         let dynamic_limit = SHARED_BYTES_WITHOUT_OPT_IN.saturating_sub(resources.static_shared_bytes);
         Ok(Self {
-            function,
+            handle,
             name: name.into(),
             resources,
             dynamic_limit: AtomicU32::new(dynamic_limit),
@@ -93,7 +93,7 @@ impl Function {
         if shared_bytes > limit {
             return Err(Error::SharedMemory { kernel: self.name.clone(), asked: shared_bytes, limit });
         }
-        beyond_cust::kernel::set_max_dynamic_shared(&self.function, &self.name, shared_bytes)?;
+        beyond_cust::kernel::set_max_dynamic_shared(&self.handle, &self.name, shared_bytes)?;
         self.dynamic_limit.fetch_max(shared_bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -110,7 +110,7 @@ impl Function {
             let ([x, y, z], [block_x, block_y, block_z]) = (config.grid, config.block);
             let (grid, block) = (GridSize::xyz(x, y, z), BlockSize::xyz(block_x, block_y, block_z));
             // SAFETY: the arguments are the caller's promise.
-            match unsafe { stream.as_cust().launch(&self.function, grid, block, config.shared_bytes, arguments) } {
+            match unsafe { stream.as_cust().launch(&self.handle, grid, block, config.shared_bytes, arguments) } {
                 Ok(()) => return Ok(()),
                 // A code that cust does not know, such as those of stream capture. Nothing was queued: launching again
                 // below returns the exact code.
@@ -119,7 +119,7 @@ impl Function {
             }
         }
         // SAFETY: the arguments are the caller's promise.
-        let launched = unsafe { beyond_cust::kernel::launch_cluster(&self.function, stream, config, arguments) };
+        let launched = unsafe { beyond_cust::kernel::launch_cluster(&self.handle, stream, config, arguments) };
         launched.map_err(|code| call_error(code, self.describe_launch(config)))
     }
 
