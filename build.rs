@@ -1,4 +1,4 @@
-//! Build script of `host`: the GPU kernels, and the text that `train` uses when it is given none.
+//! Build script of `host`. It builds the GPU kernels and the default training text.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -7,14 +7,14 @@ use anyhow::{Context, Result};
 
 fn main() -> Result<()> {
     cuda_builder::CudaBuilder::new("gpu").arch("sm_80").arch("sm_90a").build()?;
-    gather_corpus()
+    write_corpus()
 }
 
-/// Writes `OUT_DIR/corpus.txt`: this project's sources and documents, one after the other in the order of their paths.
+/// Writes `OUT_DIR/corpus.txt`, the concatenation of this project's sources and documents in the order of their paths.
 ///
-/// It is not watched: a stale corpus is as good a text, and each edit of a document would compile `host` again.
-fn gather_corpus() -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("host lies in the workspace")?;
+/// Cargo does not watch these files: an outdated text serves as well, and watching would rebuild `host` after each edit.
+fn write_corpus() -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the package has no parent directory")?;
     let mut files = Vec::new();
     find_texts(root, &mut files)?;
     files.sort();
@@ -26,6 +26,7 @@ fn gather_corpus() -> Result<()> {
     fs::write(&path, corpus).with_context(|| format!("cannot write {}", path.display()))
 }
 
+/// Appends the Rust, Markdown and TOML files below `directory` to `files`.
 fn find_texts(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))? {
         let path = entry?.path();

@@ -1,11 +1,13 @@
 //! cuBLASLt, opened at run time.
 //!
-//! Three layers: [`sys`] has the library's types and functions as they are, [`result`] turns its status codes into
-//! errors and owns its descriptors, and [`Handle`], [`Workspace`] and [`Matmuls`] are what a program uses.
+//! The crate has three layers. [`sys`] declares the types and functions of cuBLASLt, [`result`] converts its status codes
+//! to errors and owns its descriptors, and [`Handle`], [`Workspace`] and [`Matmuls`] are the interface for programs.
 //!
-//! Matrices are column-major here, as cuBLASLt has them: a row-major (rows, columns) matrix is its column-major
-//! transpose, so a linear layer out (B·T, OC) = inp (B·T, C) · weight (OC, C)^T is the product D (OC, B·T) with
-//! A = weight transposed and B = inp as it is.
+//! Matrices are column-major, as in cuBLASLt. A row-major (rows, columns) matrix is a column-major (columns, rows) matrix,
+//! its transpose. The linear layer out (B·T, OC) = inp (B·T, C) · weight (OC, C)^T is therefore D (OC, B·T) = A^T · B with
+//! A = weight and B = inp.
+
+#![warn(missing_docs)]
 
 mod handle;
 mod matmul;

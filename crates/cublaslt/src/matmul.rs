@@ -1,16 +1,18 @@
-//! What is to be multiplied.
+//! The description of a matmul.
 
 use crate::result::{Error, Result};
 use crate::sys;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Storage type of all matrices of a product; sums are in f32.
+/// The storage type of a matmul's matrices. Sums are computed in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Element {
+    /// 16-bit floats with 8 exponent bits.
     Bf16,
+    /// 32-bit floats.
     F32,
-    /// f32 in memory, multiplied with 10-bit mantissas on tensor cores.
+    /// 32-bit floats in memory, multiplied on tensor cores with 10-bit mantissas.
     Tf32,
 }
 
@@ -23,7 +25,9 @@ impl Element {
     }
 }
 
-/// What happens to a product on its way to memory. GELU is the tanh form.
+/// The operation that is fused into a matmul before the result is stored. GELU is the tanh approximation.
+///
+/// Serialized variant names are part of checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Epilogue {
     /// D = A · B (+ C)
@@ -34,18 +38,15 @@ pub enum Epilogue {
     GeluAuxBias,
     /// D = A · B ⊙ gelu'(aux (m, n))
     DGelu,
-    /// As `DGelu`, and gelu (m, n) = gelu(aux). The library has none of it; for products that others compute as well.
+    /// The same as `DGelu`, with a second output gelu (m, n) = gelu(aux). cuBLASLt has no such epilogue; kernels of this
+    /// project compute it.
     DGeluAndGelu,
-    /// As `DGelu`, and bias (m) = row sums of D: the gradient of the bias before that GELU.
-    DGeluBiasGrad,
-    /// bias (m) = sums of op(A) over k; overwritten.
-    BiasGradA,
     /// bias (n) = sums of op(B) over k; overwritten.
     BiasGradB,
 }
 
 impl Epilogue {
-    /// `None` where the library has none of it.
+    /// Returns cuBLASLt's value, or `None` if cuBLASLt has no such epilogue.
     pub(crate) fn raw(self) -> Option<u32> {
         Some(match self {
             Self::DGeluAndGelu => return None,
@@ -53,18 +54,16 @@ impl Epilogue {
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,
             Self::DGelu => sys::EPILOGUE_DGELU,
-            Self::DGeluBiasGrad => sys::EPILOGUE_DGELU_BGRAD,
-            Self::BiasGradA => sys::EPILOGUE_BGRADA,
             Self::BiasGradB => sys::EPILOGUE_BGRADB,
         })
     }
 
     pub(crate) fn uses_bias(self) -> bool {
-        !matches!(self, Self::None | Self::DGelu | Self::DGeluAndGelu)
+        matches!(self, Self::Bias | Self::GeluAuxBias | Self::BiasGradB)
     }
 
     pub(crate) fn uses_aux(self) -> bool {
-        matches!(self, Self::GeluAuxBias | Self::DGelu | Self::DGeluAndGelu | Self::DGeluBiasGrad)
+        matches!(self, Self::GeluAuxBias | Self::DGelu | Self::DGeluAndGelu)
     }
 
     fn writes_gelu(self) -> bool {
@@ -72,58 +71,105 @@ impl Epilogue {
     }
 }
 
-/// D (m, n) = op(A) (m, k) · op(B) (k, n), column-major without gaps, `batch` times at fixed distances.
+/// The matmul D (m, n) = op(A) (m, k) · op(B) (k, n). Matrices are column-major and contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "StoredProblem", into = "StoredProblem")]
 pub struct Problem {
+    /// Rows of op(A) and D.
     pub m: usize,
+    /// Columns of op(B) and D.
     pub n: usize,
+    /// Columns of op(A) and rows of op(B).
     pub k: usize,
-    /// Whether A is stored (k, m) and B is stored (n, k).
+    /// Whether op transposes A, which is then stored as (k, m).
     pub transpose_a: bool,
+    /// Whether op transposes B, which is then stored as (n, k).
     pub transpose_b: bool,
+    /// The storage type of all matrices but D.
     pub element: Element,
+    /// The fused operation.
     pub epilogue: Epilogue,
-    /// Adds the product, bias included, to C.
+    /// Whether C is added to the result, which includes the bias.
     pub accumulate: bool,
-    /// How many products; matrices of one operand follow one another without gaps.
-    pub batch: usize,
-    /// Storage type of D where it is not `element`; [`Element::F32`] is the only other one.
-    #[serde(default)]
+    /// The storage type of D if it is not `element`. [`Element::F32`] is the only other one.
     pub output: Option<Element>,
 }
 
+/// The serialized form of a [`Problem`] in checkpoints and in the cache of algorithms.
+#[derive(Serialize, Deserialize)]
+struct StoredProblem {
+    m: usize,
+    n: usize,
+    k: usize,
+    transpose_a: bool,
+    transpose_b: bool,
+    element: Element,
+    epilogue: Epilogue,
+    accumulate: bool,
+    /// Always 1. Ignored, and written for programs of earlier versions, which require it.
+    #[serde(default)]
+    batch: usize,
+    #[serde(default)]
+    output: Option<Element>,
+}
+
+impl From<StoredProblem> for Problem {
+    fn from(stored: StoredProblem) -> Self {
+        let StoredProblem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batch: _ } =
+            stored;
+        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output }
+    }
+}
+
+impl From<Problem> for StoredProblem {
+    fn from(problem: Problem) -> Self {
+        let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output } = problem;
+        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, batch: 1, output }
+    }
+}
+
 impl Problem {
-    /// Storage type of D.
+    /// Returns the storage type of D.
     pub(crate) fn stored(&self) -> Element {
         self.output.unwrap_or(self.element)
     }
 }
 
-/// Device addresses, all multiples of 16.
+/// The device addresses of a matmul's matrices. All are multiples of 16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Operands {
+    /// The address of A.
     pub a: u64,
+    /// The address of B.
     pub b: u64,
+    /// The address of D.
     pub d: u64,
-    /// What a product that accumulates is added to, stored as D; `None` for what D holds.
+    /// The address of C, stored as D, for a matmul that accumulates. `None` if C is D.
     pub c: Option<u64>,
-    /// For epilogues with a bias or its gradient.
+    /// The bias or its gradient, for epilogues that use it.
     pub bias: Option<u64>,
-    /// For GELU epilogues: (m, n), leading dimension m.
+    /// The GELU input (m, n) with leading dimension m, for epilogues that use it.
     pub aux: Option<u64>,
-    /// For [`Epilogue::DGeluAndGelu`]: (m, n), leading dimension m.
+    /// The GELU output (m, n) with leading dimension m, for [`Epilogue::DGeluAndGelu`].
     pub gelu: Option<u64>,
 }
 
 impl Operands {
-    /// The largest power of two up to 256 that each address the library is given is a multiple of, C and D in one: what an
-    /// algorithm may count on.
+    /// Returns the alignment in bytes, at most 256, of A, B, D together with C, bias and aux. An absent operand has 0. An
+    /// algorithm may rely on these.
     pub fn alignments(&self) -> [u32; 5] {
-        let of = |address: u64| 1 << address.trailing_zeros().min(8);
-        [of(self.a), of(self.b), of(self.d | self.c.unwrap_or(0)), self.bias.map_or(0, of), self.aux.map_or(0, of)]
+        let alignment = |address: u64| 1 << address.trailing_zeros().min(8);
+        [
+            alignment(self.a),
+            alignment(self.b),
+            alignment(self.d | self.c.unwrap_or(0)),
+            self.bias.map_or(0, alignment),
+            self.aux.map_or(0, alignment),
+        ]
     }
 
-    /// Catches what the library would refuse without a reason, or read wild.
+    /// Checks that the operands fit `problem`. cuBLASLt would reject some violations without a reason, and access invalid
+    /// memory for others.
     pub fn validate(&self, problem: &Problem) -> Result<()> {
         let fail = |what: String| Err(Error::Operand { problem: problem.to_string(), what });
         let named = [
@@ -139,23 +185,24 @@ impl Operands {
             if let Some(address) = address
                 && (address == 0 || !address.is_multiple_of(16))
             {
-                return fail(format!("{name} at {address:#x} is not at a multiple of 16 bytes"));
+                return fail(format!("address of {name}: expected a nonzero multiple of 16, found {address:#x}"));
             }
         }
         for (what, uses, given) in [
             ("bias", problem.epilogue.uses_bias(), self.bias.is_some()),
-            ("auxiliary matrix", problem.epilogue.uses_aux(), self.aux.is_some()),
-            ("matrix for GELU", problem.epilogue.writes_gelu(), self.gelu.is_some()),
+            ("aux", problem.epilogue.uses_aux(), self.aux.is_some()),
+            ("gelu", problem.epilogue.writes_gelu(), self.gelu.is_some()),
         ] {
             if uses != given {
-                return fail(format!("{what}: this epilogue takes {}", if uses { "one" } else { "none" }));
+                let (expected, found) = if uses { ("an address", "none") } else { ("none", "an address") };
+                return fail(format!("{what}: expected {expected} for this epilogue, found {found}"));
             }
         }
         if self.c.is_some() && !problem.accumulate {
-            return fail("C: this product is not added to anything".into());
+            return fail("C: expected none for a matmul that does not accumulate, found an address".into());
         }
         if problem.epilogue.uses_aux() && !problem.m.is_multiple_of(8) {
-            return fail("GELU epilogues need m to be a multiple of 8".into());
+            return fail(format!("m: expected a multiple of 8 for a GELU epilogue, found {}", problem.m));
         }
         Ok(())
     }
@@ -172,9 +219,6 @@ impl fmt::Display for Problem {
         }
         if let Some(output) = self.output {
             write!(f, " in {output:?}")?;
-        }
-        if self.batch != 1 {
-            write!(f, ", {} times", self.batch)?;
         }
         Ok(())
     }
@@ -193,52 +237,62 @@ mod tests {
         element: Element::Bf16,
         epilogue: Epilogue::Bias,
         accumulate: false,
-        batch: 1,
         output: None,
     };
-    const AT: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NOWHERE };
-    const NOWHERE: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None };
+    const OPERANDS: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NULL };
+    const NULL: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None };
 
-    fn refusal(problem: Problem, operands: Operands) -> String {
+    fn validation_error(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
     }
 
     #[test]
-    fn alignment_is_the_lowest_bit_up_to_256() {
-        assert_eq!(AT.alignments(), [256, 16, 32, 64, 0]);
-        assert_eq!(Operands { c: Some(0x5010), ..AT }.alignments(), [256, 16, 16, 64, 0], "C and D in one");
-        assert_eq!(Operands { c: Some(0x5040), ..AT }.alignments(), AT.alignments());
+    fn alignment_is_the_lowest_set_bit_up_to_256() {
+        assert_eq!(OPERANDS.alignments(), [256, 16, 32, 64, 0]);
+        assert_eq!(Operands { c: Some(0x5010), ..OPERANDS }.alignments(), [256, 16, 16, 64, 0], "C and D together");
+        assert_eq!(Operands { c: Some(0x5040), ..OPERANDS }.alignments(), OPERANDS.alignments());
     }
 
     #[test]
     fn operands_must_fit_the_epilogue() {
-        AT.validate(&FORWARD).unwrap();
-        assert!(refusal(FORWARD, Operands { bias: None, ..AT }).ends_with("bias: this epilogue takes one"));
+        OPERANDS.validate(&FORWARD).unwrap();
+        let bias = "bias: expected an address for this epilogue, found none";
+        assert!(validation_error(FORWARD, Operands { bias: None, ..OPERANDS }).ends_with(bias));
         let gelu = Problem { epilogue: Epilogue::DGelu, ..FORWARD };
-        assert!(refusal(gelu, AT).ends_with("bias: this epilogue takes none"));
-        assert!(refusal(gelu, Operands { bias: None, ..AT }).ends_with("auxiliary matrix: this epilogue takes one"));
-        let aux = Operands { bias: None, aux: Some(0x5000), ..AT };
+        assert!(validation_error(gelu, OPERANDS).ends_with("bias: expected none for this epilogue, found an address"));
+        let aux = "aux: expected an address for this epilogue, found none";
+        assert!(validation_error(gelu, Operands { bias: None, ..OPERANDS }).ends_with(aux));
+        let aux = Operands { bias: None, aux: Some(0x5000), ..OPERANDS };
         aux.validate(&gelu).unwrap();
-        assert!(refusal(Problem { m: 2300, ..gelu }, aux).contains("multiple of 8"));
+        assert!(validation_error(Problem { m: 2300, ..gelu }, aux).contains("multiple of 8"));
         let both = Problem { epilogue: Epilogue::DGeluAndGelu, ..FORWARD };
-        assert!(refusal(both, aux).ends_with("matrix for GELU: this epilogue takes one"));
-        let at = Operands { gelu: Some(0x6000), ..aux };
-        at.validate(&both).unwrap();
-        assert!(refusal(gelu, at).ends_with("matrix for GELU: this epilogue takes none"));
-        assert!(refusal(both, Operands { gelu: Some(0x6008), ..aux }).contains("gelu at 0x6008"));
-        let residual = Operands { c: Some(0x5000), ..AT };
+        assert!(validation_error(both, aux).ends_with("gelu: expected an address for this epilogue, found none"));
+        let with_gelu = Operands { gelu: Some(0x6000), ..aux };
+        with_gelu.validate(&both).unwrap();
+        assert!(validation_error(gelu, with_gelu).contains("gelu: expected none"));
+        assert!(validation_error(both, Operands { gelu: Some(0x6008), ..aux }).ends_with("16, found 0x6008"));
+        let residual = Operands { c: Some(0x5000), ..OPERANDS };
         residual.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
-        assert!(refusal(FORWARD, residual).ends_with("C: this product is not added to anything"));
-        assert!(refusal(FORWARD, Operands { c: Some(0x5008), ..AT }).contains("C at 0x5008"));
-        assert!(refusal(FORWARD, Operands { b: 0x2008, ..AT }).contains("B at 0x2008"));
-        assert!(refusal(FORWARD, Operands { d: 0, ..AT }).contains("D at 0x0"));
+        assert!(validation_error(FORWARD, residual).contains("C: expected none for a matmul that does not accumulate"));
+        assert!(validation_error(FORWARD, Operands { c: Some(0x5008), ..OPERANDS }).contains("address of C"));
+        assert!(validation_error(FORWARD, Operands { b: 0x2008, ..OPERANDS }).contains("address of B"));
+        assert!(validation_error(FORWARD, Operands { d: 0, ..OPERANDS }).contains("address of D"));
     }
 
     #[test]
-    fn a_problem_reads_as_a_product() {
-        let text = Problem { accumulate: true, batch: 2, ..FORWARD }.to_string();
-        assert_eq!(text, "2304x256 = 2304x768 A^T · 768x256 B, Bf16, epilogue Bias, accumulated, 2 times");
+    fn display_gives_shape_type_and_epilogue() {
+        let text = Problem { accumulate: true, ..FORWARD }.to_string();
+        assert_eq!(text, "2304x256 = 2304x768 A^T · 768x256 B, Bf16, epilogue Bias, accumulated");
         let text = Problem { accumulate: true, output: Some(Element::F32), ..FORWARD }.to_string();
         assert!(text.ends_with("epilogue Bias, accumulated in F32"), "{text}");
+    }
+
+    #[test]
+    fn serialized_form_stays_compatible_with_earlier_versions() {
+        let text = r#"{"m":2304,"n":256,"k":768,"transpose_a":true,"transpose_b":false,"element":"Bf16","epilogue":"Bias","accumulate":false,"batch":1,"output":null}"#;
+        assert_eq!(serde_json::to_string(&FORWARD).unwrap(), text);
+        for stored in [text, &text.replace(r#","output":null"#, ""), &text.replace(r#""batch":1,"#, "")] {
+            assert_eq!(serde_json::from_str::<Problem>(stored).unwrap(), FORWARD, "{stored}");
+        }
     }
 }

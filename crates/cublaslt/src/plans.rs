@@ -1,4 +1,4 @@
-//! Products prepared once and run many times.
+//! Matmul plans, which are prepared once and run many times.
 
 use crate::handle::{Handle, Workspace};
 use crate::matmul::{Element, Operands, Problem};
@@ -8,21 +8,21 @@ use cuda_driver::Stream;
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-/// What decides on an algorithm: the product, and what its operands' addresses are multiples of.
+/// The key that an algorithm is selected by: the matmul and the alignments of its operands.
 pub(crate) type Key = (Problem, [u32; 5]);
 
-/// The products of one stream: descriptors and algorithm of each are made when it is first seen, and kept.
+/// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
     pub(crate) plans: HashMap<Key, Plan>,
-    /// Algorithms for products that have no plan yet.
+    /// Selected algorithms. A plan that is created later uses them.
     pub(crate) chosen: HashMap<Key, MatmulAlgo>,
     workspace: Workspace,
     pub(crate) handle: Handle,
 }
 
-/// What a product needs beyond its addresses.
+/// The descriptors and the algorithm of a matmul.
 pub(crate) struct Plan {
-    product: Owned,
+    desc: Owned,
     a: Owned,
     b: Owned,
     d: Owned,
@@ -30,25 +30,27 @@ pub(crate) struct Plan {
 }
 
 impl Matmuls {
+    /// Allocates a workspace. No plans exist yet.
     pub fn new(handle: Handle) -> Result<Self> {
         let workspace = Workspace::new(handle.gpu())?;
         Ok(Self { plans: HashMap::new(), chosen: HashMap::new(), workspace, handle })
     }
 
-    /// How many products are prepared.
+    /// Returns the number of plans.
     pub fn len(&self) -> usize {
         self.plans.len()
     }
 
+    /// Returns whether there are no plans.
     pub fn is_empty(&self) -> bool {
         self.plans.is_empty()
     }
 
-    /// Queues a product. All of an object's products go to one `stream`, because they share a workspace.
+    /// Queues a matmul. All matmuls of `self` must use the same `stream`, because they share a workspace.
     ///
     /// # Safety
-    /// The addresses are device memory of the sizes that `problem` implies, D and what the epilogue writes overlap
-    /// nothing else, and nothing else uses them until the stream has passed the product.
+    /// The addresses must be device memory of the sizes that `problem` implies. D and the outputs of the epilogue must not
+    /// overlap other operands. Nothing else may access the operands until the stream has completed the matmul.
     pub unsafe fn run(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<()> {
         operands.validate(problem)?;
         let key = (*problem, operands.alignments());
@@ -61,10 +63,10 @@ impl Matmuls {
         unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
     }
 
-    /// Runs `plan`, which is none of those kept.
+    /// Queues a matmul with `plan`, which need not be one of the plans of `self`.
     ///
     /// # Safety
-    /// As [`run`](Self::run).
+    /// See [`run`](Self::run).
     pub(crate) unsafe fn run_plan(
         &self,
         plan: &mut Plan,
@@ -82,7 +84,7 @@ fn device(address: u64) -> *mut c_void {
 }
 
 impl Error {
-    /// Names the product in a failed call.
+    /// Adds the matmul to the description of a failed call.
     fn of(self, problem: &Problem) -> Self {
         match self {
             Self::Call { call, status } => Self::Call { call: format!("{call} of {problem}"), status },
@@ -92,7 +94,7 @@ impl Error {
 }
 
 impl Owned {
-    fn point_at(&mut self, operands: &Operands) -> Result<()> {
+    fn set_pointers(&mut self, operands: &Operands) -> Result<()> {
         if let Some(bias) = operands.bias {
             self.set(sys::DESC_BIAS_POINTER, bias)?;
         }
@@ -104,7 +106,7 @@ impl Owned {
 }
 
 impl Plan {
-    /// With the `chosen` algorithm if the library takes it, else with the one that it thinks best.
+    /// Creates a plan with the `chosen` algorithm if cuBLASLt supports it, otherwise with the first choice of its heuristic.
     fn new(handle: &Handle, problem: &Problem, operands: &Operands, chosen: Option<&MatmulAlgo>) -> Result<Self> {
         if let Some(algo) = chosen {
             let plan = Self::with(handle, problem, operands, *algo)?;
@@ -117,19 +119,19 @@ impl Plan {
     }
 
     pub(crate) fn with(handle: &Handle, problem: &Problem, operands: &Operands, algo: MatmulAlgo) -> Result<Self> {
-        let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
-        Ok(Self { product, a, b, d, algo })
+        let (desc, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
+        Ok(Self { desc, a, b, d, algo })
     }
 
-    /// Whether this version of the library has the algorithm, for this product, with the workspace at hand.
+    /// Returns whether this version of cuBLASLt supports the algorithm for this matmul with the workspace's size.
     fn is_possible(&self, handle: &Handle) -> bool {
-        // SAFETY: all zeros are a value of this plain structure.
+        // SAFETY: this plain structure may be all zeros.
         let mut result: HeuristicResult = unsafe { std::mem::zeroed() };
-        // SAFETY: descriptors are live; the library reads the algorithm and writes one result.
+        // SAFETY: the descriptors are live. The call reads the algorithm and writes one result.
         let status = unsafe {
             (handle.lt.check)(
                 handle.raw,
-                self.product.raw(),
+                self.desc.raw(),
                 self.a.raw(),
                 self.b.raw(),
                 self.d.raw(),
@@ -141,8 +143,10 @@ impl Plan {
         status == 0 && result.state == 0 && result.workspace_bytes <= Workspace::BYTES
     }
 
+    /// Queues the matmul.
+    ///
     /// # Safety
-    /// As [`Matmuls::run`]; `problem` is what the plan was made for.
+    /// See [`Matmuls::run`]. `problem` must be the one that the plan was created for.
     unsafe fn run(
         &mut self,
         handle: &Handle,
@@ -151,14 +155,14 @@ impl Plan {
         problem: &Problem,
         operands: &Operands,
     ) -> Result<()> {
-        self.product.point_at(operands)?;
+        self.desc.set_pointers(operands)?;
         let (one, beta) = (1_f32, f32::from(u8::from(problem.accumulate)));
-        // SAFETY: descriptors are live and describe the operands, which are the caller's promise; the workspace is as
-        // large as the algorithm was told it may be; alpha and beta are read on the host before the call returns.
+        // SAFETY: the descriptors are live and describe the operands, which are the caller's promise. The workspace has the
+        // size that the algorithm was selected for. The call reads alpha and beta before it returns.
         let status = unsafe {
             (handle.lt.matmul)(
                 handle.raw,
-                self.product.raw(),
+                self.desc.raw(),
                 (&raw const one).cast(),
                 device(operands.a),
                 self.a.raw(),
@@ -179,23 +183,23 @@ impl Plan {
     }
 }
 
-/// Up to `most` algorithms, the one that the library thinks best first.
+/// Returns up to `most` algorithms, in the order of cuBLASLt's heuristic, best first.
 pub(crate) fn candidates(
     handle: &Handle,
     problem: &Problem,
     operands: &Operands,
     most: usize,
 ) -> Result<Vec<MatmulAlgo>> {
-    let (product, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
+    let (desc, [a, b, d]) = describe(handle.lt, problem, operands).map_err(|error| error.of(problem))?;
     let preference = prefer(handle.lt, problem, operands)?;
-    // SAFETY: all zeros are a value of this plain structure.
+    // SAFETY: this plain structure may be all zeros.
     let mut results = vec![unsafe { std::mem::zeroed::<HeuristicResult>() }; most];
     let mut count = 0;
-    // SAFETY: descriptors are live; there is room for the results asked for.
+    // SAFETY: the descriptors are live, and `results` has `most` elements.
     let status = unsafe {
         (handle.lt.heuristic)(
             handle.raw,
-            product.raw(),
+            desc.raw(),
             a.raw(),
             b.raw(),
             d.raw(),
@@ -208,7 +212,7 @@ pub(crate) fn candidates(
     };
     results.truncate(count as usize);
     results.retain(|result| result.state == 0);
-    // 15, not supported, is how the library says that it found none.
+    // cuBLASLt returns 15, not supported, if it finds no algorithm.
     if status == 15 || (status == 0 && results.is_empty()) {
         return Err(Error::NoAlgorithm { problem: problem.to_string() });
     }
@@ -216,42 +220,38 @@ pub(crate) fn candidates(
     Ok(results.iter().map(|result| result.algo).collect())
 }
 
-/// Descriptors of the product and of A, B and D.
+/// Creates the descriptors of the matmul and of A, B and D.
 fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(Owned, [Owned; 3])> {
-    let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, batch, .. } = *problem;
-    let mut product = Owned::product(lt, element == Element::Tf32)?;
+    let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, .. } = *problem;
+    let mut desc = Owned::matmul(lt, element == Element::Tf32)?;
     let op = |transposed| if transposed { sys::OP_T } else { sys::OP_N };
-    product.set(sys::DESC_TRANSA, op(transpose_a))?;
-    product.set(sys::DESC_TRANSB, op(transpose_b))?;
+    desc.set(sys::DESC_TRANSA, op(transpose_a))?;
+    desc.set(sys::DESC_TRANSB, op(transpose_b))?;
     let raw = epilogue.raw().ok_or_else(|| Error::NoAlgorithm { problem: problem.to_string() })?;
-    product.set(sys::DESC_EPILOGUE, raw)?;
+    desc.set(sys::DESC_EPILOGUE, raw)?;
     if epilogue.uses_bias() {
-        product.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
+        desc.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
     }
     if epilogue.uses_aux() {
-        product.set(sys::DESC_EPILOGUE_AUX_DATA_TYPE, element.raw())?;
-        product.set(sys::DESC_EPILOGUE_AUX_LD, m as i64)?;
+        desc.set(sys::DESC_EPILOGUE_AUX_DATA_TYPE, element.raw())?;
+        desc.set(sys::DESC_EPILOGUE_AUX_LD, m as i64)?;
     }
     // The heuristic reads the pointers' alignment.
-    product.point_at(operands)?;
+    desc.set_pointers(operands)?;
 
     let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
-    let layout = |element: Element, (rows, columns)| -> Result<Owned> {
-        let mut layout = Owned::layout(lt, element.raw(), rows, columns)?;
-        if batch != 1 {
-            layout.set(sys::LAYOUT_BATCH_COUNT, batch as i32)?;
-            layout.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, (rows * columns) as i64)?;
-        }
-        Ok(layout)
-    };
+    let layout = |element: Element, (rows, columns)| Owned::layout(lt, element.raw(), rows, columns);
     let (a, b) = (swap_if(transpose_a, (m, k)), swap_if(transpose_b, (k, n)));
     let layouts = [layout(element, a)?, layout(element, b)?, layout(problem.stored(), (m, n))?];
-    Ok((product, layouts))
+    Ok((desc, layouts))
 }
 
-/// The workspace at hand, the alignment at hand, and K split only in sums that D accumulates, with partial sums in f32 and added
-/// in a fixed order: a weight gradient has few tiles and a long K, and would leave most of the GPU idle otherwise. Other
-/// products are not split: with a DGELU epilogue, cuBLASLt 13.1 then reads an output it is told to ignore (NaN stays NaN).
+/// Creates the preferences of the heuristic: the size of the workspace, the alignments of the operands, and split-K only for
+/// matmuls that accumulate into D.
+///
+/// A weight gradient has few tiles and a long K, and would leave most of the GPU idle without split-K. Its partial sums are
+/// in f32 and are added in a fixed order. Other matmuls are not split: with split-K and a DGELU epilogue, cuBLASLt 13.1 reads
+/// the output although beta is 0, so that a NaN in it remains.
 fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owned> {
     let accumulates = problem.accumulate && operands.c.is_none();
     let schemes = if accumulates { sys::REDUCTION_SCHEME_COMPUTE_TYPE } else { sys::REDUCTION_SCHEME_NONE };
@@ -273,25 +273,25 @@ fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owne
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Epilogue::{Bias, BiasGradA, BiasGradB, DGelu, DGeluBiasGrad, GeluAuxBias, None as Plain};
+    use crate::Epilogue::{Bias, BiasGradB, DGelu, GeluAuxBias, None as Plain};
     use crate::{Epilogue, handle};
 
-    /// Descriptors are host memory, so they can be made without a GPU wherever the library is. Where it is not, the
-    /// error is what a user would see.
+    /// Descriptors are host memory, so that cuBLASLt can create them without a GPU. If the library is not installed, the test
+    /// checks the error message instead.
     #[test]
-    fn the_library_accepts_every_descriptor_or_its_absence_is_explained() {
+    fn cublaslt_accepts_every_descriptor_or_the_error_explains_its_absence() {
         let lt = match handle::library() {
             Ok(lt) => lt,
             Err(error) => {
                 let text = error.to_string();
                 assert!(text.contains("libcublasLt.so.1") && text.contains("pip install nvidia-cublas"), "{text}");
-                assert!(text.contains("looked in the dynamic linker's path, /"), "{text}");
+                assert!(text.contains("searched the dynamic linker's path, /"), "{text}");
                 return;
             }
         };
         for element in [Element::Bf16, Element::F32, Element::Tf32] {
-            for epilogue in [Plain, Bias, GeluAuxBias, DGelu, DGeluBiasGrad, BiasGradA, BiasGradB] {
-                for (transpose_a, transpose_b, batch) in [(true, false, 1), (false, true, 12)] {
+            for epilogue in [Plain, Bias, GeluAuxBias, DGelu, BiasGradB] {
+                for (transpose_a, transpose_b) in [(true, false), (false, true)] {
                     let problem = Problem {
                         m: 3072,
                         n: 256,
@@ -301,17 +301,16 @@ mod tests {
                         element,
                         epilogue,
                         accumulate: false,
-                        batch,
                         output: (transpose_b && epilogue == Plain).then_some(Element::F32),
                     };
-                    let at = |used: bool| used.then_some(0x1000);
+                    let address_if = |used: bool| used.then_some(0x1000);
                     let operands = Operands {
                         a: 0x100,
                         b: 0x210,
                         d: 0x320,
                         c: None,
-                        bias: at(epilogue.uses_bias()),
-                        aux: at(epilogue.uses_aux()),
+                        bias: address_if(epilogue.uses_bias()),
+                        aux: address_if(epilogue.uses_aux()),
                         gelu: None,
                     };
                     operands.validate(&problem).unwrap();
@@ -323,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_differ_by_every_part_of_the_key() {
+    fn each_part_of_the_key_selects_another_plan() {
         let problem = Problem {
             m: 64,
             n: 32,
@@ -333,7 +332,6 @@ mod tests {
             element: Element::Bf16,
             epilogue: Epilogue::None,
             accumulate: false,
-            batch: 1,
             output: None,
         };
         let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
@@ -349,7 +347,6 @@ mod tests {
             (Problem { epilogue: Epilogue::Bias, ..problem }, at),
             (Problem { accumulate: true, ..problem }, at),
             (Problem { accumulate: true, ..problem }, Operands { c: Some(0x410), ..at }),
-            (Problem { batch: 2, ..problem }, at),
             (Problem { output: Some(Element::F32), ..problem }, at),
             (problem, Operands { b: 0x210, ..at }),
         ];

@@ -1,4 +1,8 @@
-//! cuBLASLt's interface: the constants, the opaque structures and the functions that this crate uses.
+//! The constants, opaque structures and functions of cuBLASLt that this crate uses.
+//!
+//! Names and meanings are those of NVIDIA's `cublasLt.h`; see the cuBLAS documentation.
+
+#![allow(missing_docs, reason = "the names and their documentation are NVIDIA's")]
 
 use crate::result::Error;
 use std::ffi::{c_int, c_void};
@@ -6,7 +10,7 @@ use std::path::PathBuf;
 
 pub type Status = c_int;
 
-/// The library's context. Opaque.
+/// The opaque context of cuBLASLt.
 pub type LtHandle = *mut c_void;
 pub type MatmulDesc = *mut c_void;
 pub type MatrixLayout = *mut c_void;
@@ -21,9 +25,6 @@ pub const COMPUTE_32F_FAST_TF32: c_int = 77;
 
 pub const OP_N: i32 = 0;
 pub const OP_T: i32 = 1;
-
-pub const LAYOUT_BATCH_COUNT: c_int = 5;
-pub const LAYOUT_STRIDED_BATCH_OFFSET: c_int = 6;
 
 pub const DESC_TRANSA: c_int = 3;
 pub const DESC_TRANSB: c_int = 4;
@@ -42,24 +43,22 @@ pub const PREF_MIN_ALIGNMENT_C_BYTES: c_int = 7;
 pub const PREF_MIN_ALIGNMENT_D_BYTES: c_int = 8;
 
 pub const REDUCTION_SCHEME_NONE: u32 = 0;
-/// Partial sums of a split K are kept in the compute type and added up in a fixed order.
+/// Split-K keeps partial sums in the compute type and adds them in a fixed order.
 pub const REDUCTION_SCHEME_COMPUTE_TYPE: u32 = 2;
 
 pub const EPILOGUE_DEFAULT: u32 = 1;
 pub const EPILOGUE_BIAS: u32 = 4;
 pub const EPILOGUE_GELU_AUX_BIAS: u32 = 32 | 128 | 4;
 pub const EPILOGUE_DGELU: u32 = 64 | 128;
-pub const EPILOGUE_DGELU_BGRAD: u32 = 64 | 128 | 16;
-pub const EPILOGUE_BGRADA: u32 = 256;
 pub const EPILOGUE_BGRADB: u32 = 512;
 
-/// How a product is computed; semi-opaque, valid for one version of the library.
+/// An algorithm. Its content is opaque and valid for one version of cuBLASLt.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct MatmulAlgo(pub [u64; 8]);
 
-/// One answer of the heuristic.
+/// One result of the heuristic.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HeuristicResult {
@@ -72,19 +71,19 @@ pub struct HeuristicResult {
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The opened library. Never closed: its kernels stay loaded in the driver.
+        /// The functions of the opened library. It is never closed, because its kernels stay loaded in the driver.
         pub struct Functions {
             $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            /// Where it was found.
+            /// The file of the library.
             pub path: PathBuf,
         }
 
         impl Functions {
-            pub(crate) fn of(found: cuda_driver::library::Found) -> Result<Self, Error> {
+            pub(crate) fn bind(found: cuda_driver::library::Found) -> Result<Self, Error> {
                 let library = std::mem::ManuallyDrop::new(found.library);
                 let path = found.path;
                 $(
-                    // SAFETY: the signature is that of cublasLt.h, the same in versions 12 and 13.
+                    // SAFETY: the signature is that of cublasLt.h, which is the same in versions 12 and 13.
                     let $field = unsafe { library.get($name) }
                         .map(|symbol| *symbol)
                         .map_err(|_| Error::TooOld { path: path.clone(), function: $name })?;
@@ -126,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn structures_have_the_sizes_of_the_header() {
+    fn structures_match_the_sizes_of_the_header() {
         assert_eq!(size_of::<MatmulAlgo>(), 64);
         assert_eq!(size_of::<HeuristicResult>(), 64 + 8 + 4 + 4 + 16);
         assert_eq!(std::mem::offset_of!(HeuristicResult, state), 72);

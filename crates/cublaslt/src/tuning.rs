@@ -1,4 +1,5 @@
-//! Which of the library's algorithms is the fastest for a product: its own guess is often a few percent off.
+//! Selects the fastest cuBLASLt algorithm of a matmul by timing. The first choice of the heuristic is often a few percent
+//! slower.
 
 use crate::matmul::{Operands, Problem};
 use crate::plans::{Key, Matmuls, Plan, candidates};
@@ -7,45 +8,52 @@ use crate::sys::MatmulAlgo;
 use cuda_driver::{Stopwatch, Stream};
 use serde::{Deserialize, Serialize};
 
-/// Algorithms to try. The library orders them by what it expects of them.
+/// The number of algorithms to time. The heuristic orders them by expected time.
 const CANDIDATES: usize = 24;
-/// Runs of the first round, which finds the finalists, and of the second.
+/// Timed runs of each algorithm in the first round, which selects the finalists.
 const FIRST_RUNS: u32 = 2;
+/// Timed runs of each finalist.
 pub const FINAL_RUNS: u32 = 8;
+/// The number of algorithms that are timed again.
 const FINALISTS: usize = 4;
-/// Another algorithm must be this much faster than the library's first choice: less is noise.
+/// An algorithm replaces the first choice of the heuristic only if its time is below this fraction of the first choice's. A
+/// smaller difference is noise.
 pub const MARGIN: f32 = 0.99;
 
-/// The algorithm decided on for a product. Valid for one GPU model and version of the library.
+/// The algorithm selected for a matmul. Valid for one GPU model and one version of cuBLASLt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
+    /// The matmul.
     pub problem: Problem,
-    /// What the addresses of A, B, D (and C), bias and auxiliary matrix are multiples of; 0 for none.
+    /// The alignments of the operands, as returned by [`Operands::alignments`].
     pub alignments: [u32; 5],
+    /// The algorithm.
     pub algo: MatmulAlgo,
 }
 
-/// What a tuning found, in milliseconds.
+/// The result of tuning a matmul.
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
+    /// The matmul.
     pub problem: Problem,
+    /// The number of algorithms that were timed.
     pub candidates: usize,
-    /// The library's first choice.
+    /// The milliseconds of the heuristic's first choice.
     pub first: f32,
-    /// The one taken.
+    /// The milliseconds of the selected algorithm.
     pub best: f32,
 }
 
 impl Matmuls {
-    /// Whether an algorithm is decided on, by [`tune`](Self::tune) or [`adopt`](Self::adopt).
-    pub fn is_decided(&self, problem: &Problem, operands: &Operands) -> bool {
+    /// Returns whether an algorithm was selected by [`tune`](Self::tune) or [`adopt`](Self::adopt).
+    pub fn is_selected(&self, problem: &Problem, operands: &Operands) -> bool {
         self.chosen.contains_key(&(*problem, operands.alignments()))
     }
 
-    /// Products take these algorithms from now on, if the library still has them.
+    /// Uses these algorithms from now on, if this version of cuBLASLt supports them.
     pub fn adopt(&mut self, choices: &[Choice]) {
         for choice in choices {
-            self.decide((choice.problem, choice.alignments), choice.algo);
+            self.select((choice.problem, choice.alignments), choice.algo);
         }
     }
 
@@ -54,16 +62,16 @@ impl Matmuls {
         self.chosen.get(&(*problem, alignments)).copied()
     }
 
-    /// Everything decided on.
+    /// Returns the algorithms selected so far.
     pub fn choices(&self) -> Vec<Choice> {
         let choice = |(&(problem, alignments), &algo): (&Key, &MatmulAlgo)| Choice { problem, alignments, algo };
         self.chosen.iter().map(choice).collect()
     }
 
-    /// Runs the product with each candidate, times them, and decides on the fastest. Waits for the stream.
+    /// Times the matmul with each candidate algorithm and selects the fastest. Waits for the stream.
     ///
     /// # Safety
-    /// As [`run`](Self::run). What the product writes is left undefined.
+    /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
     pub unsafe fn tune(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<Timing> {
         operands.validate(problem)?;
         let algos = candidates(&self.handle, problem, operands, CANDIDATES)?;
@@ -88,11 +96,11 @@ impl Matmuls {
                 best = (milliseconds, algo);
             }
         }
-        self.decide((*problem, operands.alignments()), best.1);
+        self.select((*problem, operands.alignments()), best.1);
         Ok(Timing { problem: *problem, candidates: algos.len(), first, best: best.0 })
     }
 
-    fn decide(&mut self, key: Key, algo: MatmulAlgo) {
+    fn select(&mut self, key: Key, algo: MatmulAlgo) {
         self.chosen.insert(key, algo);
         self.plans.remove(&key);
     }

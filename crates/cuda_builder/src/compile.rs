@@ -1,4 +1,4 @@
-//! One device crate for one architecture: cargo, link, mark, optimise, lower, assemble.
+//! Builds one device crate for one architecture: compile, link, annotate, optimize, lower, assemble.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -15,8 +15,8 @@ use crate::{ir, ptx, resources};
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
-/// MIR jump threading copies barriers into divergent branches; without rustc's own passes the IR comes unoptimised, to be
-/// marked first.
+/// Flags of the device rustc. MIR jump threading would duplicate barriers into divergent branches. rustc's LLVM passes are off,
+/// because the IR must be annotated before it is optimized.
 const RUSTFLAGS: [&str; 5] = [
     "-Zunstable-options",
     "-Cpanic=immediate-abort",
@@ -35,8 +35,8 @@ const PROFILE: [(&str, &str); 7] = [
     ("LTO", "off"),
 ];
 
-/// Accumulators stay in registers only if the loops over them unroll whole. Accesses become `ld.shared` and `st.shared`
-/// only if address spaces are inferred before the O3 pipeline drops the assumptions about them.
+/// Flags of `opt`. Accumulators stay in registers only if the loops over them are unrolled completely. Accesses become
+/// `ld.shared` and `st.shared` only if address spaces are inferred before the O3 pipeline drops the assumptions about them.
 const OPT_FLAGS: [&str; 4] = [
     "-passes=internalize,globaldce,default<O3>",
     "-passes-ep-scalar-optimizer-late=infer-address-spaces",
@@ -44,10 +44,11 @@ const OPT_FLAGS: [&str; 4] = [
     "-unroll-partial-threshold=75",
 ];
 
-/// Contraction to fma as nvcc's default; approximate division and square root as its `--use_fast_math`.
+/// Flags of `llc`. They enable contraction to fma, as nvcc does by default, and approximate division and square root, as its
+/// `--use_fast_math` does.
 const LLC_FLAGS: [&str; 4] = ["-O3", "-nvptx-fma-level=2", "-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];
 
-/// The PTX files and cubins left by an earlier run serve again only if the steps that made them are these.
+/// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
 const STEPS: [&str; 3] = [include_str!("compile.rs"), include_str!("ir.rs"), include_str!("ptx.rs")];
 
 pub struct Job<'a> {
@@ -55,7 +56,7 @@ pub struct Job<'a> {
     pub ptxas: Option<&'a Path>,
     pub krate: &'a Path,
     pub arch: &'a str,
-    /// Compiled crates stay here from build to build.
+    /// The target directory of the device build, kept between builds.
     pub target: &'a Path,
     pub out_dir: &'a Path,
 }
@@ -66,11 +67,11 @@ pub struct JobOutput {
     pub watched: Vec<PathBuf>,
 }
 
-/// What cargo made.
+/// The output of cargo.
 #[derive(Default)]
 struct Crates {
     bitcode: Vec<PathBuf>,
-    /// Manifests and source directories of the path dependencies, the device crate among them.
+    /// The manifests and source directories of the path dependencies, including the device crate.
     sources: Vec<PathBuf>,
     warnings: Vec<String>,
     errors: String,
@@ -91,7 +92,7 @@ impl Job<'_> {
         let name = self.krate.file_name().unwrap_or(self.krate.as_os_str());
         let work = target.join("linked").join(name);
         create_directory(&work)?;
-        let files = Files::below(&work);
+        let files = Files::in_directory(&work);
         let fingerprint = self.fingerprint(&crates.bitcode)?;
         if fs::read_to_string(&files.stamp).ok().as_ref() != Some(&fingerprint) {
             if files.stamp.exists() {
@@ -103,7 +104,7 @@ impl Job<'_> {
         self.deliver(&files, crates)
     }
 
-    /// Compiles the device crate and all it uses to bitcode.
+    /// Compiles the device crate and its dependencies to bitcode.
     fn compile(&self, target: &Path) -> Result<Crates, Error> {
         let mut flags =
             vec![format!("-Ctarget-cpu={}", self.arch), "--cfg".into(), format!("cuda_arch=\"{}\"", self.arch)];
@@ -126,9 +127,9 @@ impl Job<'_> {
         if !output.status.success() {
             let stderr = String::from_utf8_lossy(&output.stderr);
             let (text, advice) = if crates.errors.is_empty() {
-                (tail(&stderr), "see cargo's message below")
+                (tail(&stderr), "see the message of cargo below")
             } else {
-                (crates.errors, "mend the errors below; they are of device code")
+                (crates.errors, "fix the errors in the device code below")
             };
             return Err(self.failed(step, &command, &output, text, advice));
         }
@@ -164,7 +165,7 @@ impl Job<'_> {
         Ok(crates)
     }
 
-    /// The bitcode of a library built for the GPU: it lies beside the .rmeta and has its name.
+    /// Returns the bitcode file of a library built for the GPU. It is next to the .rmeta file and has the same name.
     fn bitcode(&self, artifact: &Value) -> Result<Option<PathBuf>, Error> {
         let files = artifact["filenames"].as_array().into_iter().flatten().filter_map(Value::as_str);
         let Some(metadata) = files.map(Path::new).find(|file| file.extension().is_some_and(|e| e == "rmeta")) else {
@@ -182,7 +183,7 @@ impl Job<'_> {
         }
     }
 
-    /// Changes when anything that the PTX or the cubin depends on does.
+    /// Returns a hash of all inputs of the PTX and the cubin.
     fn fingerprint(&self, bitcode: &[PathBuf]) -> Result<String, Error> {
         let mut hasher = DefaultHasher::new();
         (STEPS, self.arch).hash(&mut hasher);
@@ -198,9 +199,9 @@ impl Job<'_> {
         Ok(format!("{:016x}", hasher.finish()))
     }
 
-    /// Bitcode to PTX, and to a cubin where ptxas was found.
+    /// Lowers bitcode to PTX, and to a cubin if there is a ptxas.
     fn lower(&self, bitcode: &[PathBuf], files: &Files) -> Result<(), Error> {
-        let advice = "the device toolchain may be broken; scripts/setup installs it";
+        let advice = "the device toolchain may be incomplete: run scripts/setup";
         let tool = |name| Command::new(self.toolchain.llvm_tool(name));
         self.run_tool(tool("llvm-link").args(bitcode).arg("-o").arg(&files.linked), "linking bitcode", advice)?;
         self.run_tool(tool("llvm-dis").arg(&files.linked).arg("-o").arg(&files.raw), "disassembling bitcode", advice)?;
@@ -213,17 +214,17 @@ impl Job<'_> {
         let names: Vec<&str> = marked.kernels.keys().map(String::as_str).collect();
         let mut opt = tool("opt");
         opt.args(OPT_FLAGS).arg(format!("-internalize-public-api-list={}", names.join(",")));
-        self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimised), "optimising", advice)?;
+        self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimized), "optimizing", advice)?;
 
         let mut llc = tool("llc");
         llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch));
-        // Up to sm_90a, PTX 8.0: it has all of Hopper's instructions, and every driver from CUDA 12.0 on takes it.
+        // PTX 8.0 for architectures up to sm_90a: it has all instructions of Hopper, and drivers since CUDA 12.0 accept it.
         if arch_number(self.arch).is_some_and(|number| number <= 90) {
             llc.arg("-mattr=+ptx80");
         }
         let advice =
-            "an operation that no GPU instruction does, or PTX that this LLVM cannot write; see the message below";
-        self.run_tool(llc.arg(&files.optimised).arg("-o").arg(&files.ptx), "lowering to PTX", advice)?;
+            "the device code needs an operation that the GPU or this LLVM does not support; see the message below";
+        self.run_tool(llc.arg(&files.optimized).arg("-o").arg(&files.ptx), "lowering to PTX", advice)?;
         let text = ptx::align_tensor_maps(&at(&files.ptx, fs::read_to_string(&files.ptx))?);
         at(&files.ptx, fs::write(&files.ptx, &text))?;
 
@@ -234,14 +235,14 @@ impl Job<'_> {
         if let Some(ptxas) = self.ptxas {
             let mut command = Command::new(ptxas);
             command.arg("-v").arg(format!("-arch={}", self.arch)).arg(&files.ptx).arg("-o").arg(&files.cubin);
-            let advice = "see ptxas' message below; its line numbers are of the PTX file in the command";
+            let advice = "see the message of ptxas below; its line numbers refer to the PTX file in the command";
             let output = self.run_tool(&mut command, "assembling", advice)?;
             at(&files.log, fs::write(&files.log, &output.stderr))?;
         }
         Ok(())
     }
 
-    /// Copies the module to the output directory and collects what is known of it.
+    /// Copies the module to the output directory, and collects warnings and the properties of its kernels.
     fn deliver(&self, files: &Files, crates: Crates) -> Result<JobOutput, Error> {
         let name = |extension| self.out_dir.join(format!("{}.{extension}", self.arch));
         create_directory(self.out_dir)?;
@@ -259,7 +260,7 @@ impl Job<'_> {
         if let Some(report) = &report {
             for (name, resources) in &report.functions {
                 let kind = if bounds.contains_key(name) { "kernel" } else { "function" };
-                warnings.extend(resources.complaint().map(|complaint| format!("{arch}: {kind} {name} {complaint}")));
+                warnings.extend(resources.warning().map(|warning| format!("{arch}: {kind} {name} {warning}")));
             }
             warnings.extend(report.remarks.iter().map(|remark| format!("{arch}: {remark}")));
         } else {
@@ -306,12 +307,12 @@ impl Job<'_> {
     }
 }
 
-/// The files of one module in the making.
+/// The intermediate files of one module.
 struct Files {
     linked: PathBuf,
     raw: PathBuf,
     marked: PathBuf,
-    optimised: PathBuf,
+    optimized: PathBuf,
     ptx: PathBuf,
     cubin: PathBuf,
     log: PathBuf,
@@ -319,13 +320,13 @@ struct Files {
 }
 
 impl Files {
-    fn below(directory: &Path) -> Self {
+    fn in_directory(directory: &Path) -> Self {
         let file = |name| directory.join(name);
         Self {
             linked: file("linked.bc"),
             raw: file("raw.ll"),
             marked: file("marked.ll"),
-            optimised: file("optimised.ll"),
+            optimized: file("optimized.ll"),
             ptx: file("module.ptx"),
             cubin: file("module.cubin"),
             log: file("ptxas.log"),
@@ -338,7 +339,7 @@ fn create_directory(path: &Path) -> Result<(), Error> {
     at(path, fs::create_dir_all(path))
 }
 
-/// `message (file:line)`
+/// Formats a compiler message as `message (file:line)`.
 fn one_line(diagnostic: &Value) -> Option<String> {
     let span = &diagnostic["spans"][0];
     let (message, file, line) =
@@ -352,18 +353,18 @@ fn tail(text: &str) -> String {
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
-/// Takes from a command what the surrounding cargo, rustup and user set for the host's build: the device toolchain is
-/// another one. Where cargo keeps and gets packages stays.
+/// Removes from the environment of a command the variables that cargo, rustup and the user set for the host build. The device
+/// build uses another toolchain. Variables that locate cargo's packages remain.
 pub(crate) fn clean(command: &mut Command) -> &mut Command {
     for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(is_of_the_host_build) {
+        if name.to_str().is_some_and(configures_host_build) {
             command.env_remove(name);
         }
     }
     command
 }
 
-fn is_of_the_host_build(name: &str) -> bool {
+fn configures_host_build(name: &str) -> bool {
     const KEPT: [&str; 5] = ["CARGO_HOME", "CARGO_HTTP_", "CARGO_NET_", "CARGO_REGISTR", "CARGO_SOURCE_"];
     const DROPPED: [&str; 4] = ["CARGO", "RUST", "DEP_", "LD_LIBRARY_PATH"];
     const BUILD_SCRIPT: [&str; 8] =
@@ -377,15 +378,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_place_of_packages_is_inherited() {
+    fn only_the_locations_of_packages_are_inherited() {
         for name in ["RUSTFLAGS", "RUSTC", "RUSTC_WRAPPER", "RUSTUP_TOOLCHAIN", "RUST_RECURSION_COUNT", "CARGO"] {
-            assert!(is_of_the_host_build(name), "{name} reaches the device build");
+            assert!(configures_host_build(name), "{name} reaches the device build");
         }
         for name in ["CARGO_ENCODED_RUSTFLAGS", "CARGO_TARGET_DIR", "CARGO_PROFILE_RELEASE_LTO", "LD_LIBRARY_PATH"] {
-            assert!(is_of_the_host_build(name), "{name} reaches the device build");
+            assert!(configures_host_build(name), "{name} reaches the device build");
         }
         for name in ["PATH", "HOME", "CARGO_HOME", "CARGO_NET_OFFLINE", "HTTPS_PROXY", "TMPDIR"] {
-            assert!(!is_of_the_host_build(name), "{name} does not reach the device build");
+            assert!(!configures_host_build(name), "{name} does not reach the device build");
         }
     }
 }

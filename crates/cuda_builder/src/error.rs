@@ -1,29 +1,37 @@
-//! Why a device crate could not be built.
+//! Errors of a device build.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
+/// The reason why a device crate could not be built.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages describe the fields")]
 pub enum Error {
-    #[error("OUT_DIR is not set: call CudaBuilder::build from a build script, or give it an out_dir")]
+    /// There is no output directory.
+    #[error("OUT_DIR is not set: call CudaBuilder::build from a build script, or set an out_dir")]
     NoOutDir,
 
+    /// The device crate does not exist.
     #[error(
-        "no device crate {krate:?}: expected a Cargo.toml in it, found none from {package:?} upwards; give \
+        "device crate {krate:?}: expected a directory with a Cargo.toml in {package:?} or above, found none; give \
          CudaBuilder::new the crate's directory"
     )]
     NoCrate { krate: PathBuf, package: PathBuf },
 
-    #[error("{arch:?} is no GPU architecture: expected sm_ and a number, as sm_80 or sm_90a")]
+    /// The name of an architecture is invalid.
+    #[error("GPU architecture: expected sm_ and a number, such as sm_80 or sm_90a, found {arch:?}")]
     BadArch { arch: String },
 
+    /// A file could not be read or written.
     #[error("{path:?}: {source}")]
     File { path: PathBuf, source: io::Error },
 
+    /// A tool could not be started.
     #[error("{step} for {arch}: cannot start {program:?}: {source}; scripts/setup installs the device toolchain")]
     Start { step: &'static str, arch: String, program: PathBuf, source: io::Error },
 
+    /// A tool failed.
     #[error("{step} for {arch} failed ({status}): {advice}\ncommand: {command}\n{tail}")]
     Command {
         step: &'static str,
@@ -34,37 +42,43 @@ pub enum Error {
         advice: &'static str,
     },
 
-    #[error("the device crate built for {arch}, but left no LLVM bitcode beside {artifact:?}: expected {expected:?}")]
+    /// rustc wrote no LLVM bitcode.
+    #[error("LLVM bitcode for {arch}: expected {expected:?} next to {artifact:?}, found no such file")]
     NoBitcode { arch: String, artifact: PathBuf, expected: PathBuf },
 
+    /// The device crate has no kernels.
     #[error("{krate:?} has no kernel for {arch}: mark at least one function #[kernel]")]
     NoKernels { krate: PathBuf, arch: String },
 
+    /// Launch bounds are invalid.
     #[error(
-        "launch bounds of kernel {kernel}: cannot read {found:?}; expected maxntid, minctasm, maxnreg or cluster, =, and \
-         a positive number (maxntid and cluster: up to three, with commas)"
+        "launch bounds of kernel {kernel}: expected maxntid, minctasm, maxnreg or cluster, =, and a positive number \
+         (maxntid and cluster: up to three, separated by commas), found {found:?}"
     )]
     BadBounds { kernel: String, found: String },
 
-    #[error(
-        "launch bounds are given for {kernel}, which is no kernel; write them with #[kernel(…)] on the kernel itself"
-    )]
+    /// Launch bounds are given for a function that is not a kernel.
+    #[error("launch bounds of {kernel}: expected a kernel, found no kernel of this name; write them in #[kernel(…)]")]
     NoSuchKernel { kernel: String },
 
+    /// Kernels call undefined functions.
     #[error(
-        "{arch}: nothing on a GPU defines {}; take cuda_std's function of that purpose in its place",
+        "{arch}: undefined on the GPU: {}; use the corresponding function of cuda_std",
         .functions.iter().map(|u| format!("{} (called by {})", u.name, u.callers.join(", "))).collect::<Vec<_>>().join("; ")
     )]
     Unresolved { arch: String, functions: Vec<Unresolved> },
 }
 
-/// A function that is called and that nothing defines.
+/// An undefined function and its callers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unresolved {
+    /// The name of the function.
     pub name: String,
+    /// The names of the functions that call it.
     pub callers: Vec<String>,
 }
 
+/// Adds the path to the error of a file operation.
 pub(crate) fn at<T>(path: &Path, result: io::Result<T>) -> Result<T, Error> {
     result.map_err(|source| Error::File { path: path.to_owned(), source })
 }

@@ -1,4 +1,4 @@
-//! Writes `kernels.rs`.
+//! Generates `kernels.rs`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -7,7 +7,7 @@ use crate::error::{Error, at};
 use crate::module::{Kernel, LaunchBounds, Resources, shared_limit};
 use crate::{Built, BuiltModule};
 
-/// Writes `out_dir/kernels.rs`; the modules lie below `out_dir`.
+/// Writes `out_dir/kernels.rs`. The files of the modules are below `out_dir`.
 pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
     let modules: String = built.modules.iter().map(|module| module_literal(out_dir, module)).collect();
     let missing = built.missing.as_deref();
@@ -20,7 +20,7 @@ pub fn write(out_dir: &Path, built: &Built) -> Result<(), Error> {
 }
 
 fn module_literal(out_dir: &Path, module: &BuiltModule) -> String {
-    // Relative to kernels.rs, so that the file holds no absolute path.
+    // Relative to kernels.rs, so that the file contains no absolute path.
     let include = |path: &Path| path.strip_prefix(out_dir).unwrap_or(path).display().to_string();
     let cubin = module.cubin.as_deref().map(|path| format!("include_bytes!({:?})", include(path)));
     let cubin = cubin.map_or("None".to_owned(), |cubin| format!("Some({cubin})"));

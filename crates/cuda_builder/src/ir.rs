@@ -1,14 +1,15 @@
-//! The steps on LLVM's textual IR that rustc leaves to us.
+//! Annotates LLVM's textual IR with attributes that rustc does not generate.
 //!
-//! rustc marks functions convergent, but not inline-asm calls; LLVM then copies a barrier into both arms of a branch, or
-//! sinks a shuffle into one, and a warp that diverges there hangs or shuffles with itself. So every asm call with side
-//! effects and every function is marked (a repeated attribute is harmless); LLVM takes the mark away again where it
-//! follows that none of it is needed.
+//! Convergence: rustc marks functions convergent, but not inline-asm calls. LLVM may then duplicate a barrier into both arms
+//! of a branch, or sink a shuffle into one. A warp that diverges there hangs or computes wrong values. This step marks each
+//! asm call with side effects and each function; a repeated attribute is harmless. LLVM removes the attribute from functions
+//! that do not need it.
 //!
-//! Dynamic shared memory is a global of address space 3, which Rust cannot name: calls of `dynamic_shared_memory` and
-//! `dynamic_shared_address` become its generic pointer and its address. LLVM then knows which accesses are shared.
+//! Dynamic shared memory: it is a global of address space 3, which Rust cannot name. Calls of `dynamic_shared_memory` and
+//! `dynamic_shared_address` are replaced by its generic pointer and its address. LLVM then knows which accesses are shared.
 //!
-//! Launch bounds come as `// @launch KERNEL KEY=VALUE…` lines of module asm, which `#[kernel]` writes.
+//! Launch bounds: `#[kernel]` writes them as `// @launch KERNEL KEY=VALUE…` lines of module asm, which become function
+//! attributes.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,15 +19,15 @@ use crate::module::LaunchBounds;
 
 const LAUNCH: &str = "module asm \"// @launch ";
 
-/// A module ready for the optimiser.
+/// An annotated module.
 #[derive(Debug)]
 pub struct Marked {
     pub ir: String,
-    /// By name.
+    /// The launch bounds of the kernels, by name.
     pub kernels: BTreeMap<String, LaunchBounds>,
 }
 
-/// Marks asm calls and functions convergent and gives kernels their launch bounds.
+/// Marks asm calls and functions convergent, and adds launch bounds to kernels.
 pub fn mark(ir: &str) -> Result<Marked, Error> {
     let mut launches = BTreeMap::new();
     for line in ir.lines().filter_map(|line| line.strip_prefix(LAUNCH)) {
@@ -70,11 +71,10 @@ pub fn mark(ir: &str) -> Result<Marked, Error> {
     }
 }
 
-/// What stands for a line that declares or calls one of the two functions for dynamic shared memory. 1024 bytes is the
-/// alignment that TMA's 128-byte swizzle wants.
+/// Returns the replacement of a line that declares or calls one of the two functions for dynamic shared memory. The alignment
+/// of 1024 bytes is required by TMA's 128-byte swizzle.
 fn shared_memory(line: &str) -> Option<String> {
-    let of = |name| line.contains(name);
-    let (pointer, address) = (of("@dynamic_shared_memory()"), of("@dynamic_shared_address()"));
+    let (pointer, address) = (line.contains("@dynamic_shared_memory()"), line.contains("@dynamic_shared_address()"));
     if !pointer && !address {
         return None;
     }
@@ -90,7 +90,7 @@ fn shared_memory(line: &str) -> Option<String> {
     })
 }
 
-/// `NAME KEY=VALUE…`
+/// Parses `NAME KEY=VALUE…`.
 fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
     let mut words = line.split_whitespace();
     let kernel = words.next().unwrap_or_default().to_owned();
@@ -110,7 +110,7 @@ fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
     Ok((kernel, bounds))
 }
 
-/// Up to three positive numbers; those left out are 1.
+/// Parses up to three positive numbers. The default of each is 1.
 fn extent(value: &str) -> Option<[u32; 3]> {
     let mut extent = [1; 3];
     for (i, number) in value.split(',').enumerate() {
@@ -120,7 +120,7 @@ fn extent(value: &str) -> Option<[u32; 3]> {
 }
 
 impl LaunchBounds {
-    /// As function attributes of LLVM's NVPTX back end.
+    /// Returns the function attributes of LLVM's NVPTX back end.
     fn attributes(&self) -> String {
         let mut attributes = String::new();
         let single = |n: u32| n.to_string();
@@ -142,12 +142,12 @@ impl LaunchBounds {
 
 struct Function<'a> {
     name: &'a str,
-    /// Where function attributes may stand.
+    /// The position at which function attributes may be inserted.
     end: usize,
     is_kernel: bool,
 }
 
-/// The function that a `define` or `declare` line introduces. LLVM knows its intrinsics' attributes itself.
+/// Returns the function of a `define` or `declare` line. Intrinsics are excluded: LLVM knows their attributes.
 fn function(line: &str) -> Option<Function<'_>> {
     if !line.starts_with("define ") && !line.starts_with("declare ") {
         return None;
@@ -173,7 +173,8 @@ fn function(line: &str) -> Option<Function<'_>> {
     Some(Function { name, end, is_kernel: line[..name_start].contains(" ptx_kernel ") })
 }
 
-/// Where the attributes of the asm call on this line may stand: `call T asm FLAGS "TEMPLATE", "CONSTRAINTS"(ARGUMENTS)`.
+/// Returns the position at which attributes of the asm call on this line may be inserted. The syntax is
+/// `call T asm FLAGS "TEMPLATE", "CONSTRAINTS"(ARGUMENTS)`.
 fn asm_call(line: &str) -> Option<usize> {
     let instruction = line.trim_start();
     let instruction = match instruction.strip_prefix('%') {
@@ -191,12 +192,12 @@ fn asm_call(line: &str) -> Option<usize> {
     after_parentheses(line, open)
 }
 
-/// Past the string that starts at `open`. A quote inside is written `\22`, so the next quote ends it.
+/// Returns the position after the string that starts at `open`. The next quote ends it, because quotes inside are written `\22`.
 fn after_quotes(line: &str, open: usize) -> Option<usize> {
     Some(open + 1 + line[open + 1..].find('"')? + 1)
 }
 
-/// Past the parenthesis that matches the one at `open`.
+/// Returns the position after the parenthesis that matches the one at `open`.
 fn after_parentheses(line: &str, open: usize) -> Option<usize> {
     let mut depth = 0;
     let mut quoted = false;
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn asm_calls_become_convergent_whatever_their_shape() {
+    fn asm_calls_of_every_form_become_convergent() {
         let cases = [
             (
                 r#"  call void asm sideeffect "bar.sync 0;", ""(), !srcloc !3"#,
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_asm_call_stays() {
+    fn other_lines_are_unchanged() {
         for line in [
             "  %1 = call float @llvm.fmuladd.f32(float %a, float %b, float %c)",
             r#"@text = constant [9 x i8] c"call asm ""#,
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn dynamic_shared_memory_is_a_global_of_its_address_space() {
+    fn dynamic_shared_memory_becomes_a_global_of_address_space_3() {
         let cases = [
             (
                 "  %base = tail call noundef ptr @dynamic_shared_memory() #7, !noalias !3",
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_go_to_their_kernel_and_the_line_goes() -> Result<(), Error> {
+    fn launch_bounds_become_attributes_of_their_kernel() -> Result<(), Error> {
         let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64 cluster=2\"\n\
                   define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
                   define ptx_kernel void @plain() {\n";
@@ -313,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_that_cannot_be_read_are_errors_that_name_the_kernel() {
+    fn errors_of_invalid_launch_bounds_name_the_kernel() {
         for wrong in ["maxntid=0", "maxntid=1,2,3,4", "minctasm=1,2", "maxntid", "threads=3", "maxnreg=many"] {
             let ir = format!("module asm \"// @launch my_kernel {wrong}\"\ndefine ptx_kernel void @my_kernel() {{\n");
             let error = mark(&ir).expect_err(wrong).to_string();

@@ -1,16 +1,29 @@
-//! Builds a device crate to PTX, and to cubins where `ptxas` is found, from a build script:
+//! Builds a device crate to PTX and cubins from a build script:
 //!
 //! ```no_run
 //! let built = cuda_builder::CudaBuilder::new("gpu").arch("sm_80").arch("sm_90a").build()?;
 //! # Ok::<(), cuda_builder::Error>(())
 //! ```
 //!
-//! The crate that owns the build script includes `OUT_DIR/kernels.rs`, which defines
+//! The crate of the build script includes `OUT_DIR/kernels.rs`. That file defines
 //! `pub static MODULES: &[cuda_builder::Module]` and `pub static MODULES_MISSING: Option<&str>`, the reason why `MODULES`
 //! is empty.
 //!
-//! Path: device rustc ([`Toolchain`]) makes LLVM bitcode of the crate and of what it uses, core included; it is linked,
-//! internalised to the kernels and marked (see `ir`), optimised, lowered to PTX and assembled.
+//! # Pipeline
+//!
+//! The device rustc ([`Toolchain`]) compiles the crate and its dependencies, including `core`, to LLVM bitcode. The bitcode
+//! is linked, annotated (see the module `ir`), internalized to the kernels, optimized and lowered to PTX. `ptxas` assembles
+//! the PTX to a cubin. The architectures are built in parallel.
+//!
+//! # Cubins
+//!
+//! A machine without an NVIDIA GPU cannot run kernels, so the default there is to build PTX only: `ptxas` takes about half of
+//! the time of a device build. Set `LLM_RS_CUBINS=1` to build cubins anyway, for programs that run on other machines and to
+//! check kernels for register spills. Without cubins, the driver compiles the PTX of `sm_80` when the program starts, and
+//! the kernels for `sm_90a` are not available (the driver's compiler miscompiles them, see
+//! docs/performance/toolchain.md). `LLM_RS_CUBINS=0` turns cubins off.
+
+#![warn(missing_docs)]
 
 mod compile;
 mod error;
@@ -37,68 +50,84 @@ pub struct CudaBuilder {
     krate: PathBuf,
     archs: Vec<String>,
     out_dir: Option<PathBuf>,
+    cubins: Option<bool>,
     search: Search,
 }
 
-/// What a build left.
+/// The environment variable that turns cubins on (`1`) or off (`0`).
+const CUBINS_VARIABLE: &str = "LLM_RS_CUBINS";
+
+/// Files that exist on a machine with an NVIDIA GPU and its driver: on Linux, and on WSL.
+const GPU_DEVICES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
+
+/// The result of a build.
 #[derive(Debug)]
 pub struct Built {
-    /// One per architecture, in the order asked for; empty if there is no device toolchain.
+    /// One module per architecture, in the order of the calls of [`CudaBuilder::arch`]. Empty without a device toolchain.
     pub modules: Vec<BuiltModule>,
-    /// Why there are no modules, and the command that mends it.
+    /// The reason why there are no modules, and the command that fixes it.
     pub missing: Option<String>,
-    /// What was printed as `cargo::warning`.
+    /// The warnings, each printed as `cargo::warning`.
     pub warnings: Vec<String>,
-    /// What was printed as `cargo::rerun-if-changed`.
+    /// The paths whose changes require another build, each printed as `cargo::rerun-if-changed`.
     pub watched: Vec<PathBuf>,
 }
 
 /// The device crate built for one architecture.
 #[derive(Debug)]
 pub struct BuiltModule {
-    /// As `sm_90a`.
+    /// The architecture, such as `sm_90a`.
     pub arch: String,
+    /// The PTX file.
     pub ptx: PathBuf,
-    /// None where no `ptxas` was found.
+    /// The cubin file, or `None` if no cubins are built.
     pub cubin: Option<PathBuf>,
-    /// Sorted by name.
+    /// The kernels, sorted by name.
     pub kernels: Vec<Kernel>,
 }
 
 impl CudaBuilder {
-    /// `krate`: the device crate's directory; a relative one is looked for in the directory of the package being built
-    /// and then in each of its ancestors.
+    /// Returns a builder for the device crate in the directory `krate`. A relative directory is searched in the directory of
+    /// the package being built, and then in each of its ancestors.
     pub fn new(krate: impl Into<PathBuf>) -> Self {
-        Self { krate: krate.into(), archs: Vec::new(), out_dir: None, search: Search::default() }
+        Self { krate: krate.into(), archs: Vec::new(), out_dir: None, cubins: None, search: Search::default() }
     }
 
-    /// Adds an architecture, as `sm_90a`; device code sees it as `cfg(cuda_arch = "sm_90a")`.
+    /// Adds an architecture, such as `sm_90a`. Device code sees it as `cfg(cuda_arch = "sm_90a")`.
     #[must_use]
     pub fn arch(mut self, arch: &str) -> Self {
         self.archs.push(arch.to_owned());
         self
     }
 
-    /// Where `kernels.rs` and the modules go; `OUT_DIR` unless told.
+    /// Sets the directory for `kernels.rs` and the modules. The default is `OUT_DIR`.
     #[must_use]
     pub fn out_dir(mut self, directory: impl Into<PathBuf>) -> Self {
         self.out_dir = Some(directory.into());
         self
     }
 
-    /// Builds, and prints for cargo what to watch and what to warn of.
+    /// Sets whether to build cubins. The default is the value of `LLM_RS_CUBINS`, and without that variable, whether this
+    /// machine has an NVIDIA GPU.
+    #[must_use]
+    pub fn cubins(mut self, cubins: bool) -> Self {
+        self.cubins = Some(cubins);
+        self
+    }
+
+    /// Builds the device crate, and prints warnings and watched paths for cargo.
     ///
-    /// Without a device toolchain this succeeds with [`Built::missing`] set.
+    /// Succeeds with [`Built::missing`] set if there is no device toolchain.
     ///
     /// # Errors
-    /// The crate does not exist or does not compile, a tool fails, a kernel's launch bounds cannot be read, or a kernel
-    /// calls a function that nothing defines.
+    /// Returns an error if the crate does not exist or does not compile, if a tool fails, if a kernel's launch bounds are
+    /// invalid, or if a kernel calls an undefined function.
     pub fn build(&self) -> Result<Built, Error> {
         let built = self.build_quietly()?;
         for path in &built.watched {
             println!("cargo::rerun-if-changed={}", path.display());
         }
-        for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        for variable in ["CUDA_HOME", "CUDA_PATH", CUBINS_VARIABLE] {
             println!("cargo::rerun-if-env-changed={variable}");
         }
         for warning in &built.warnings {
@@ -131,7 +160,8 @@ impl CudaBuilder {
     }
 
     fn build_with(&self, toolchain: &Toolchain, krate: &Path, root: &Path, out_dir: &Path) -> Result<Built, Error> {
-        let ptxas = find_cuda_tool("ptxas", Some(root));
+        let wants_cubins = wants_cubins(self.cubins);
+        let ptxas = if wants_cubins { find_cuda_tool("ptxas", Some(root)) } else { None };
         let device_target = device_target(out_dir);
         let (ptxas_path, target) = (ptxas.as_deref(), device_target.as_path());
         let archs = self.archs.iter();
@@ -151,14 +181,19 @@ impl CudaBuilder {
         built.watched.extend([toolchain.rustc.clone(), toolchain.llvm_tool("llc")]);
         match ptxas {
             Some(ptxas) => built.watched.push(ptxas),
-            None => built.watched.push(watched_tools(root)?),
+            None if wants_cubins => built.watched.push(watched_tools(root)?),
+            None => built.warnings.extend(self.cubins.is_none().then(|| {
+                format!(
+                    "built no cubins, because this machine has no NVIDIA GPU; set {CUBINS_VARIABLE}=1 to build them"
+                )
+            })),
         }
         dedup(&mut built.warnings);
         dedup(&mut built.watched);
         Ok(built)
     }
 
-    /// The device crate's directory, absolute.
+    /// Returns the absolute path of the device crate's directory.
     fn locate(&self) -> Result<PathBuf, Error> {
         let package = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let package = error::at(&package, package.canonicalize())?;
@@ -174,16 +209,28 @@ fn dedup<T: Ord>(list: &mut Vec<T>) {
     list.dedup();
 }
 
-/// The nearest directory at or above the device crate that holds `.tools`, else Cargo.lock, else the crate itself.
-fn workspace_root(krate: &Path) -> PathBuf {
-    let holding = |name| krate.ancestors().find(move |directory| directory.join(name).exists());
-    holding(".tools").or_else(|| holding("Cargo.lock")).unwrap_or(krate).to_owned()
+/// Returns whether to build cubins: the `explicit` choice, the value of the environment variable, or whether this machine has
+/// an NVIDIA GPU.
+fn wants_cubins(explicit: Option<bool>) -> bool {
+    explicit.unwrap_or_else(|| match std::env::var(CUBINS_VARIABLE).as_deref() {
+        Ok("0") => false,
+        Ok("") | Err(_) => GPU_DEVICES.iter().any(|device| Path::new(device).exists()),
+        Ok(_) => true,
+    })
 }
 
-/// `.tools`, where `scripts/setup` leaves a mark whenever it installs something.
+/// Returns the nearest directory at or above the device crate that contains `.tools`, otherwise the nearest that contains
+/// Cargo.lock, otherwise the crate itself.
+fn workspace_root(krate: &Path) -> PathBuf {
+    let containing = |name| krate.ancestors().find(move |directory| directory.join(name).exists());
+    containing(".tools").or_else(|| containing("Cargo.lock")).unwrap_or(krate).to_owned()
+}
+
+/// Returns `.tools`, where `scripts/setup` writes a file whenever it installs a tool. Creates the directory with an old
+/// modification time if it does not exist.
 ///
-/// Cargo runs the build script again, each time, for a watched path that does not exist, and once more for one younger
-/// than the script's start: so the directory is made here, and made old.
+/// Cargo runs the build script in each build if a watched path does not exist, and in the next build if it was modified after
+/// the script started.
 fn watched_tools(root: &Path) -> Result<PathBuf, Error> {
     let tools = root.join(".tools");
     if !tools.is_dir() {
@@ -193,8 +240,8 @@ fn watched_tools(root: &Path) -> Result<PathBuf, Error> {
     Ok(tools)
 }
 
-/// Where device code is compiled: one directory for every profile and every device crate of the enclosing target
-/// directory, so that core is built once.
+/// Returns the target directory of the device build. All profiles and device crates of the enclosing target directory share
+/// it, so that `core` is built once.
 fn device_target(out_dir: &Path) -> PathBuf {
     let target = out_dir.ancestors().find(|directory| directory.join("CACHEDIR.TAG").is_file());
     target.unwrap_or(out_dir).join("cuda")
@@ -205,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_toolchain_the_build_goes_on_and_says_why() -> Result<(), Box<dyn std::error::Error>> {
+    fn build_without_a_toolchain_succeeds_and_reports_the_reason() -> Result<(), Box<dyn std::error::Error>> {
         let scratch = tempfile::tempdir()?;
         let krate = scratch.path().join("device");
         std::fs::create_dir(&krate)?;
@@ -231,7 +278,13 @@ mod tests {
     }
 
     #[test]
-    fn a_device_crate_that_does_not_exist_is_an_error_that_names_it() {
+    fn an_explicit_choice_of_cubins_takes_precedence() {
+        assert!(wants_cubins(Some(true)));
+        assert!(!wants_cubins(Some(false)));
+    }
+
+    #[test]
+    fn error_names_a_device_crate_that_does_not_exist() {
         let error = CudaBuilder::new("no_such_crate").out_dir("/nonexistent").build_quietly().expect_err("must fail");
         assert!(error.to_string().contains("no_such_crate"), "{error}");
     }

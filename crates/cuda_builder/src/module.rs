@@ -1,61 +1,64 @@
-//! What a build knows of its modules and kernels: made by the build script, baked into the program as statics.
+//! Descriptions of modules and kernels. The build script generates them, and the program contains them as statics.
 
 use std::borrow::Cow;
 
-/// One device module in the program, as `kernels.rs` defines it.
+/// A device module in the program, as defined in `kernels.rs`.
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
-    /// As `sm_90a`.
+    /// The architecture, such as `sm_90a`.
     pub arch: &'static str,
+    /// The PTX.
     pub ptx: &'static str,
-    /// None where no `ptxas` was found at build time.
+    /// The cubin, or `None` if the program was built without cubins.
     pub cubin: Option<&'static [u8]>,
-    /// Sorted by name.
+    /// The kernels, sorted by name.
     pub kernels: &'static [Kernel],
-    /// Bytes of shared memory, static and dynamic, that a block may have on `arch`; None where unknown.
+    /// The most bytes of shared memory, static and dynamic, per block on `arch`. `None` if unknown.
     pub shared_limit: Option<u32>,
 }
 
 /// One entry point of a module.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
+    /// The name of the entry point.
     pub name: Cow<'static, str>,
+    /// The launch bounds.
     pub bounds: LaunchBounds,
-    /// None where no `ptxas` was found.
+    /// The resources, or `None` if the program was built without cubins.
     pub resources: Option<Resources>,
 }
 
-/// What `#[kernel(…)]` promises of each launch.
+/// The launch bounds given in `#[kernel(…)]`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaunchBounds {
-    /// Most threads of a block, in x, y, z (`.maxntid`).
+    /// The most threads per block, in x, y, z (`.maxntid`).
     pub threads: Option<[u32; 3]>,
-    /// Blocks that must fit on a multiprocessor (`.minnctapersm`).
+    /// The number of blocks that must fit on an SM (`.minnctapersm`).
     pub blocks_per_sm: Option<u32>,
-    /// Most registers of a thread (`.maxnreg`).
+    /// The most registers per thread (`.maxnreg`).
     pub registers: Option<u32>,
-    /// Blocks of a cluster, in x, y, z (`.reqnctapercluster`, from `sm_90` on).
+    /// The blocks per cluster, in x, y, z (`.reqnctapercluster`, since `sm_90`).
     pub cluster: Option<[u32; 3]>,
 }
 
-/// What `ptxas -v` says a kernel takes.
+/// The resources of a kernel as reported by `ptxas -v`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resources {
     /// 32-bit registers per thread.
     pub registers: u32,
-    /// Bytes of local memory per thread, callees included.
+    /// Bytes of local memory per thread, including callees.
     pub stack: u32,
-    /// Bytes stored to local memory for want of registers.
+    /// Bytes of register spills stored to local memory per thread.
     pub spill_stores: u32,
-    /// Bytes loaded from local memory for want of registers.
+    /// Bytes of register spills loaded from local memory per thread.
     pub spill_loads: u32,
-    /// Bytes of static shared memory per block; dynamic shared memory comes with the launch.
+    /// Bytes of static shared memory per block. A launch adds dynamic shared memory.
     pub static_shared: u32,
-    /// Hardware barriers of a block.
+    /// Hardware barriers per block.
     pub barriers: u32,
 }
 
-/// Bytes of shared memory that a block may have when it asks for it (CUDA programming guide, technical specifications).
+/// Returns the most bytes of shared memory that a block can opt in to (CUDA programming guide, technical specifications).
 pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
     match arch_number(arch)? {
         80 | 87 => Some(163 * 1024),
@@ -65,7 +68,7 @@ pub(crate) fn shared_limit(arch: &str) -> Option<u32> {
     }
 }
 
-/// 90 of `sm_90a`.
+/// Returns 90 for `sm_90a`.
 pub(crate) fn arch_number(arch: &str) -> Option<u32> {
     arch.strip_prefix("sm_")?.trim_end_matches(char::is_alphabetic).parse().ok()
 }

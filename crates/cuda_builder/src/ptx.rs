@@ -1,15 +1,15 @@
-//! What is read from, and mended in, the PTX that llc writes.
+//! Inspects and corrects the PTX that llc writes.
 
 use crate::error::Unresolved;
 
-/// A by-value parameter of this many bytes is a tensor map.
+/// The size of a tensor map, in PTX syntax. Each by-value parameter of this size is one.
 const TENSOR_MAP_BYTES: &str = "[128]";
 const TENSOR_MAP_ALIGN: u32 = 64;
 
-/// Device functions that the driver brings.
-const BY_THE_DRIVER: [&str; 4] = ["vprintf", "malloc", "free", "__assertfail"];
+/// Device functions that the driver defines.
+const DRIVER_FUNCTIONS: [&str; 4] = ["vprintf", "malloc", "free", "__assertfail"];
 
-/// Raises 128-byte parameters of entries to the 64-byte alignment that tensor maps need; rustc cannot express it.
+/// Raises the alignment of 128-byte parameters of entry points to the 64 bytes that tensor maps need. rustc cannot express it.
 pub fn align_tensor_maps(ptx: &str) -> String {
     let mut in_header = false;
     let mut aligned = String::with_capacity(ptx.len());
@@ -27,7 +27,7 @@ pub fn align_tensor_maps(ptx: &str) -> String {
     aligned
 }
 
-/// `.param .align 8 .b8 name[128]` split around a number below 64.
+/// Splits `.param .align 8 .b8 name[128]` around the alignment if it is below 64.
 fn tensor_map_align(line: &str) -> Option<(&str, &str)> {
     const ALIGN: &str = ".param .align ";
     let number = line.find(ALIGN)? + ALIGN.len();
@@ -37,16 +37,16 @@ fn tensor_map_align(line: &str) -> Option<(&str, &str)> {
     (is_map && digits.parse::<u32>().ok()? < TENSOR_MAP_ALIGN).then(|| (&line[..number], after))
 }
 
-/// A function or entry with its body.
+/// A function or entry point with its body.
 struct Function<'a> {
     name: &'a str,
     body: Vec<&'a str>,
 }
 
-/// Functions declared `.extern .func`, called, and brought by nobody, with who calls them.
+/// Returns the functions that are declared `.extern .func` but not defined, with their callers.
 pub fn unresolved(ptx: &str) -> Vec<Unresolved> {
     let declared = ptx.lines().filter_map(|line| function_name(line.trim_start().strip_prefix(".extern .func")?));
-    let missing: Vec<&str> = declared.filter(|name| !BY_THE_DRIVER.contains(name)).collect();
+    let missing: Vec<&str> = declared.filter(|name| !DRIVER_FUNCTIONS.contains(name)).collect();
     if missing.is_empty() {
         return Vec::new();
     }
@@ -59,7 +59,7 @@ pub fn unresolved(ptx: &str) -> Vec<Unresolved> {
     missing.into_iter().map(unresolved).collect()
 }
 
-/// Functions and entries that declare local memory.
+/// Returns the names of functions and entry points that declare local memory.
 pub fn local_memory(ptx: &str) -> Vec<String> {
     let uses = |function: &Function| function.body.iter().any(|line| line.trim_start().starts_with(".local "));
     functions(ptx).into_iter().filter(uses).map(|function| function.name.to_owned()).collect()
@@ -84,7 +84,7 @@ fn functions(ptx: &str) -> Vec<Function<'_>> {
     functions
 }
 
-/// The name in `  (.param .b32 result) name(` or `name(`.
+/// Returns the name in `  (.param .b32 result) name(` or `name(`.
 fn function_name(declaration: &str) -> Option<&str> {
     let declaration = declaration.trim_start();
     let name = match declaration.strip_prefix('(') {
@@ -94,7 +94,7 @@ fn function_name(declaration: &str) -> Option<&str> {
     words(name).next()
 }
 
-/// Runs of the characters of PTX names.
+/// Splits a line into words of the characters of PTX names.
 fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(|c: char| !c.is_ascii_alphanumeric() && !matches!(c, '_' | '$' | '%')).filter(|word| !word.is_empty())
 }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_128_byte_parameters_of_entries_are_raised() {
+    fn only_128_byte_parameters_of_entry_points_are_realigned() {
         let ptx = "\
 .visible .entry copy(
 \t.param .align 8 .b8 copy_param_0[128],
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_function_is_named_with_its_callers() {
+    fn undefined_functions_are_returned_with_their_callers() {
         let ptx = "\
 .extern .func  (.param .b32 func_retval0) expf
 (
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn local_memory_is_found_by_function() {
+    fn functions_with_local_memory_are_returned() {
         let ptx = ".visible .entry a()\n{\n\t.local .align 4 .b8 \t__local_depot0[40];\n}\n.visible .entry b()\n{\n}\n";
         assert_eq!(local_memory(ptx), ["a"]);
     }

@@ -1,4 +1,4 @@
-//! What `ptxas -v` says of each function.
+//! Parses the resources that `ptxas -v` reports.
 
 use std::collections::BTreeMap;
 
@@ -6,13 +6,13 @@ use crate::module::Resources;
 
 #[derive(Debug, Default)]
 pub struct Report {
-    /// By name: entries, and functions that were not inlined.
+    /// Entry points and functions that were not inlined, by name.
     pub functions: BTreeMap<String, Resources>,
-    /// ptxas' warnings, and what it says of lost performance.
+    /// Warnings of ptxas, including those about lost performance.
     pub remarks: Vec<String>,
 }
 
-/// Reads the standard error of `ptxas -v`.
+/// Parses the standard error of `ptxas -v`.
 pub fn parse(log: &str) -> Report {
     let mut report = Report::default();
     let mut current = String::new();
@@ -48,18 +48,18 @@ fn read_line(line: &str, resources: &mut Resources) {
 }
 
 impl Resources {
-    /// What to complain of, or None.
-    pub(crate) fn complaint(&self) -> Option<String> {
+    /// Returns a warning if the function spills registers or uses local memory.
+    pub(crate) fn warning(&self) -> Option<String> {
         let Self { stack, spill_stores, spill_loads, registers, .. } = *self;
         if spill_stores + spill_loads > 0 {
             Some(format!(
                 "spills at {registers} registers: {spill_stores} bytes stored, {spill_loads} bytes loaded per thread; \
-                 give it more registers (fewer threads or blocks_per_sm) or less to keep"
+                 allow more registers (fewer threads or blocks_per_sm) or keep fewer values"
             ))
         } else if stack > 0 {
             Some(format!(
-                "uses {stack} bytes of local memory per thread; index its arrays by constants, or unroll the loop that \
-                 indexes them"
+                "uses {stack} bytes of local memory per thread; index arrays by constants, or unroll the loops that \
+                 index them"
             ))
         } else {
             None
@@ -88,7 +88,7 @@ ptxas info    : Function properties for helper
 ";
 
     #[test]
-    fn reads_every_quantity_under_its_function() {
+    fn parses_each_quantity_of_each_function() {
         let report = parse(LOG);
         let matmul =
             Resources { registers: 168, stack: 24, spill_stores: 8, spill_loads: 12, static_shared: 1024, barriers: 1 };
@@ -101,11 +101,11 @@ ptxas info    : Function properties for helper
     }
 
     #[test]
-    fn complains_of_spills_and_of_local_memory() {
+    fn warns_of_spills_and_local_memory() {
         let report = parse(LOG);
-        let complaint = |name: &str| report.functions[name].complaint();
-        assert!(complaint("matmul").is_some_and(|text| text.contains("spills at 168 registers")));
-        assert!(complaint("helper").is_some_and(|text| text.contains("40 bytes of local memory")));
-        assert_eq!(complaint("copy"), None);
+        let warning = |name: &str| report.functions[name].warning();
+        assert!(warning("matmul").is_some_and(|text| text.contains("spills at 168 registers")));
+        assert!(warning("helper").is_some_and(|text| text.contains("40 bytes of local memory")));
+        assert_eq!(warning("copy"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Finds the compiler, the LLVM tools and the CUDA tools.
+//! Finds the device compiler, the LLVM tools and the CUDA tools.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,41 +6,43 @@ use std::process::Command;
 
 use crate::compile::clean;
 
-/// The rustup toolchain that is looked for first.
+/// The rustup toolchain that is used if it is installed.
 pub const NIGHTLY: &str = "nightly-2026-05-20";
 
-/// The first rustc whose NVPTX back end takes the flags that are used here.
+/// The oldest rustc whose NVPTX back end supports the flags that this crate uses.
 const OLDEST: (u32, u32) = (1, 96);
 
 const LLVM_TOOLS: [&str; 4] = ["llvm-link", "llvm-dis", "opt", "llc"];
 
-/// A whole device toolchain: a rustc with its cargo and core's sources, and the LLVM tools of the version it names.
+/// A complete device toolchain: rustc, cargo, the sources of `core`, and the LLVM tools of rustc's LLVM version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Toolchain {
+    /// The compiler.
     pub rustc: PathBuf,
+    /// The cargo of the same version.
     pub cargo: PathBuf,
-    /// Holds llvm-link, llvm-dis, opt and llc.
+    /// The directory of llvm-link, llvm-dis, opt and llc.
     pub llvm_bin: PathBuf,
-    /// rustc's release, as `1.96.0`.
+    /// The release of rustc, such as `1.96.0`.
     pub release: String,
-    /// The LLVM that rustc was built with, as `22.1.8`.
+    /// The version of LLVM that rustc was built with, such as `22.1.8`.
     pub llvm_version: String,
 }
 
-/// No device toolchain is whole.
+/// No complete device toolchain was found.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct NoToolchain {
-    /// Each that was looked at, and what it lacks.
-    pub looked_at: Vec<(String, String)>,
+    /// The toolchains that were searched, each with the reason why it is incomplete.
+    pub searched: Vec<(String, String)>,
 }
 
 impl fmt::Display for NoToolchain {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "no device toolchain (")?;
-        for (i, (name, lacks)) in self.looked_at.iter().enumerate() {
-            write!(f, "{}{name}: {lacks}", if i == 0 { "" } else { "; " })?;
+        write!(f, "no complete device toolchain found (")?;
+        for (i, (name, reason)) in self.searched.iter().enumerate() {
+            write!(f, "{}{name}: {reason}", if i == 0 { "" } else { "; " })?;
         }
-        write!(f, "); run scripts/setup, then build again")
+        write!(f, "); run scripts/setup and build again")
     }
 }
 
@@ -51,11 +53,11 @@ impl fmt::Display for Toolchain {
     }
 }
 
-/// Where toolchains are looked for.
+/// The locations of toolchains.
 #[derive(Clone, Debug)]
 pub(crate) struct Search {
     pub rustup_home: Option<PathBuf>,
-    /// `/usr`: holds Debian's `bin/rustc`, `bin/cargo` and `lib/llvm-N`.
+    /// `/usr`, which contains `bin/rustc`, `bin/cargo` and `lib/llvm-N` of Debian.
     pub system: PathBuf,
 }
 
@@ -67,10 +69,11 @@ impl Default for Search {
 }
 
 impl Toolchain {
-    /// The first whole one of: rustup's [`NIGHTLY`]; Debian's rustc-web, cargo-web, rust-web-src and llvm-N.
+    /// Returns the first complete toolchain of these: [`NIGHTLY`] of rustup; rustc-web, cargo-web, rust-web-src and llvm-N of
+    /// Debian.
     ///
     /// # Errors
-    /// None is whole: says what was looked at, what each lacks and the command that mends it.
+    /// Returns the reason why each toolchain is incomplete, and the command that installs one.
     pub fn find() -> Result<Self, NoToolchain> {
         Self::find_in(&Search::default())
     }
@@ -81,43 +84,43 @@ impl Toolchain {
             (format!("rustup's {NIGHTLY}"), home.join("toolchains").join(name))
         });
         let debian = ("Debian's rustc-web".to_owned(), search.system.clone());
-        let mut looked_at = Vec::new();
+        let mut searched = Vec::new();
         for (name, prefix) in rustup.into_iter().chain([debian]) {
             match Self::at(&prefix) {
                 Ok(toolchain) => return Ok(toolchain),
-                Err(lacks) => looked_at.push((name, lacks)),
+                Err(reason) => searched.push((name, reason)),
             }
         }
-        Err(NoToolchain { looked_at })
+        Err(NoToolchain { searched })
     }
 
-    /// The toolchain under `prefix`, or what it lacks.
+    /// Returns the toolchain under `prefix`, or the reason why it is incomplete.
     fn at(prefix: &Path) -> Result<Self, String> {
         let (rustc, cargo) = (prefix.join("bin/rustc"), prefix.join("bin/cargo"));
         for program in [&rustc, &cargo] {
             if !program.is_file() {
-                return Err(format!("{} is not there", program.display()));
+                return Err(format!("{} does not exist", program.display()));
             }
         }
         let about = ask(&rustc, "-vV")?;
         let field = |name: &str| {
             let value = about.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
-            value.map(str::to_owned).ok_or_else(|| format!("{} -vV names no {name}", rustc.display()))
+            value.map(str::to_owned).ok_or_else(|| format!("{} -vV prints no {name}", rustc.display()))
         };
         let (release, llvm_version, host) = (field("release")?, field("LLVM version")?, field("host")?);
         if version(&release) < Some(OLDEST) {
             let (major, minor) = OLDEST;
-            return Err(format!("{} is {release}, expected {major}.{minor} or later", rustc.display()));
+            return Err(format!("{}: expected {major}.{minor} or later, found {release}", rustc.display()));
         }
         let rustlib = PathBuf::from(ask(&rustc, "--print=sysroot")?.trim()).join("lib/rustlib");
         let core = rustlib.join("src/rust/library/core/src/lib.rs");
         if !core.is_file() {
-            return Err(format!("{} is not there (rust-src, rust-web-src)", core.display()));
+            return Err(format!("{} does not exist (rust-src, rust-web-src)", core.display()));
         }
         let llvm = llvm_version.split('.').next().unwrap_or_default();
         let directories = [rustlib.join(host).join("bin"), prefix.join(format!("lib/llvm-{llvm}/bin"))];
-        let whole = |directory: &&PathBuf| LLVM_TOOLS.iter().all(|tool| directory.join(tool).is_file());
-        let Some(llvm_bin) = directories.iter().find(whole).cloned() else {
+        let complete = |directory: &&PathBuf| LLVM_TOOLS.iter().all(|tool| directory.join(tool).is_file());
+        let Some(llvm_bin) = directories.iter().find(complete).cloned() else {
             let [rustup, debian] = directories.map(|directory| directory.display().to_string());
             return Err(format!("{} are neither in {rustup} nor in {debian}", LLVM_TOOLS.join(", ")));
         };
@@ -129,7 +132,7 @@ impl Toolchain {
     }
 }
 
-/// (1, 96) of `1.96.0-nightly`.
+/// Returns (1, 96) for `1.96.0-nightly`.
 fn version(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(['.', '-']).map(|part| part.parse().ok());
     Some((numbers.next()??, numbers.next()??))
@@ -138,7 +141,7 @@ fn version(release: &str) -> Option<(u32, u32)> {
 fn ask(rustc: &Path, question: &str) -> Result<String, String> {
     let output = clean(Command::new(rustc).arg(question))
         .output()
-        .map_err(|error| format!("{} does not start: {error}", rustc.display()))?;
+        .map_err(|error| format!("cannot start {}: {error}", rustc.display()))?;
     if !output.status.success() {
         return Err(format!(
             "{} {question} failed: {}",
@@ -149,8 +152,10 @@ fn ask(rustc: &Path, question: &str) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// `ptxas`, `cuobjdump` or `nvdisasm`: in `PATH`, in the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, /usr/local/cuda), where
-/// `scripts/setup` puts it (`.tools` in the workspace), or in a Python site-packages directory.
+/// Finds `ptxas`, `cuobjdump` or `nvdisasm`.
+///
+/// The search order is: `PATH`, the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, /usr/local/cuda), `.tools` in the workspace (where
+/// `scripts/setup` installs it), and Python site-packages directories.
 pub fn find_cuda_tool(name: &str, workspace: Option<&Path>) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
@@ -161,7 +166,7 @@ pub fn find_cuda_tool(name: &str, workspace: Option<&Path>) -> Option<PathBuf> {
     direct.into_iter().find(|tool| tool.is_file()).or_else(|| wheels.find_map(|wheels| find_below(&wheels, name, 4)))
 }
 
-/// `**/bin/name` at most `depth` directories below `directory`.
+/// Finds `**/bin/name` at most `depth` directories below `directory`.
 fn find_below(directory: &Path, name: &str, depth: usize) -> Option<PathBuf> {
     let tool = directory.join("bin").join(name);
     if tool.is_file() {
@@ -179,7 +184,7 @@ fn site_packages() -> Vec<PathBuf> {
     pythons.flat_map(|python| [python.join("site-packages"), python.join("dist-packages")]).collect()
 }
 
-/// Sorted.
+/// Returns the subdirectories of `directory`, sorted.
 fn subdirectories(directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut directories: Vec<_> = entries.filter(|path| path.is_dir()).collect();
@@ -196,7 +201,7 @@ mod tests {
 
     type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-    /// A system prefix whose rustc says it is `release` with LLVM 22, whole but for what the test takes away.
+    /// Creates a complete toolchain of Debian whose rustc reports `release` and LLVM 22.
     fn fake_system(prefix: &Path, release: &str) -> Outcome {
         for directory in ["bin", "lib/llvm-22/bin", "lib/rustlib/src/rust/library/core/src"] {
             fs::create_dir_all(prefix.join(directory))?;
@@ -219,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_a_whole_system_toolchain_and_the_llvm_its_rustc_names() -> Outcome {
+    fn finds_a_complete_system_toolchain_with_the_llvm_of_its_rustc() -> Outcome {
         let scratch = tempfile::tempdir()?;
         fake_system(scratch.path(), "1.97.0")?;
         let found = find(scratch.path())?;
@@ -229,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn says_what_a_toolchain_lacks() -> Outcome {
+    fn error_names_the_missing_part_of_a_toolchain() -> Outcome {
         for lacking in ["bin/cargo", "lib/llvm-22/bin/llc", "lib/rustlib/src/rust/library/core/src/lib.rs"] {
             let scratch = tempfile::tempdir()?;
             fake_system(scratch.path(), "1.96.0")?;
@@ -242,11 +247,11 @@ mod tests {
     }
 
     #[test]
-    fn refuses_an_old_rustc_by_its_release() -> Outcome {
+    fn rejects_a_rustc_that_is_too_old() -> Outcome {
         let scratch = tempfile::tempdir()?;
         fake_system(scratch.path(), "1.63.0")?;
         let error = find(scratch.path()).expect_err("1.63 is too old").to_string();
-        assert!(error.contains("is 1.63.0, expected 1.96 or later"), "{error}");
+        assert!(error.contains("expected 1.96 or later, found 1.63.0"), "{error}");
         Ok(())
     }
 
@@ -266,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_a_cuda_tool_where_setup_installs_it() -> Outcome {
+    fn finds_a_cuda_tool_installed_by_setup() -> Outcome {
         let scratch = tempfile::tempdir()?;
         let bin = scratch.path().join(".tools/cuda/nvidia/cu13/bin");
         fs::create_dir_all(&bin)?;

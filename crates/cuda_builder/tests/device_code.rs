@@ -1,5 +1,7 @@
-//! Builds real device crates and reads what comes out. Needs a device toolchain: without one every test here fails with
-//! the command that installs it. What needs `ptxas` says so.
+//! Builds device crates and checks the PTX and the reported resources.
+//!
+//! The tests need a device toolchain; without one they fail with the command that installs it. Checks that need `ptxas` are
+//! skipped without it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +17,7 @@ fn fixture(name: &str) -> PathBuf {
 
 fn build(name: &str, archs: &[&str]) -> Result<Built, Error> {
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", archs.join("-")));
-    let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir);
+    let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir).cubins(true);
     let built = archs.iter().fold(builder, |builder, arch| builder.arch(arch)).build();
     if let Ok(Built { missing: Some(missing), .. }) = &built {
         panic!("this test compiles device code; {missing}");
@@ -30,7 +32,7 @@ fn ptx(module: &BuiltModule) -> String {
     std::fs::read_to_string(&module.ptx).unwrap_or_else(|error| panic!("{}: {error}", module.ptx.display()))
 }
 
-/// From `.entry kernel(` to the end of its body.
+/// Returns the PTX from `.entry kernel(` to the end of its body.
 fn entry(ptx: &str, kernel: &str) -> String {
     let start = ptx.find(&format!(".entry {kernel}(")).unwrap_or_else(|| panic!("no entry {kernel} in\n{ptx}"));
     let end = ptx[start..].find("\n}").unwrap_or_else(|| panic!("entry {kernel} has no end"));
@@ -46,21 +48,21 @@ fn assert_count(kernel: &str, instructions: &[&str], expected: usize) {
 }
 
 #[test]
-fn a_barrier_between_two_ifs_appears_once() {
+fn a_barrier_between_two_branches_is_not_duplicated() {
     for kernel in ["barrier_by_asm", "barrier_by_core", "barrier_by_intrinsic"] {
         assert_count(kernel, &["bar.sync", "barrier.sync", "barrier.cta.sync"], 1);
     }
 }
 
 #[test]
-fn a_warp_reduction_between_two_ifs_has_its_five_shuffles() {
+fn the_shuffles_of_a_warp_reduction_between_two_branches_are_not_duplicated() {
     for kernel in ["sum_by_asm", "sum_by_intrinsic"] {
         assert_count(kernel, &["shfl.sync"], 5);
     }
 }
 
 #[test]
-fn a_shuffle_stays_above_the_branch_that_uses_it() {
+fn a_shuffle_is_not_sunk_into_the_branch_that_uses_it() {
     for module in &PROBES.modules {
         for kernel in ["shuffle_by_asm", "shuffle_by_intrinsic"] {
             let body = entry(&ptx(module), kernel);
@@ -72,7 +74,7 @@ fn a_shuffle_stays_above_the_branch_that_uses_it() {
 }
 
 #[test]
-fn products_are_contracted_and_division_is_approximate() {
+fn multiply_add_is_contracted_and_division_is_approximate() {
     assert_count("contraction", &["fma.rn.f32"], 1);
     assert_count("contraction", &["mul.", "add."], 0);
     assert_count("division", &["div.approx.", "rcp.approx."], 1);
@@ -94,7 +96,7 @@ fn struct_parameters_are_passed_by_value_with_the_c_layout() {
 }
 
 #[test]
-fn launch_bounds_reach_the_ptx_and_the_table() {
+fn launch_bounds_are_in_the_ptx_and_in_the_module() {
     assert_count("bounded", &[".maxntid 384", ".minnctapersm 1"], 2);
     let [ampere, hopper] = &PROBES.modules[..] else { panic!("two modules") };
     let clustered = entry(&ptx(hopper), "clustered");
@@ -111,7 +113,7 @@ fn kernel<'a>(module: &'a BuiltModule, name: &str) -> Option<&'a Kernel> {
 }
 
 #[test]
-fn each_architecture_is_its_own_target() {
+fn each_module_targets_its_architecture() {
     let archs: Vec<&str> = PROBES.modules.iter().map(|module| module.arch.as_str()).collect();
     assert_eq!(archs, ARCHS);
     for (module, marker) in PROBES.modules.iter().zip(["80;", "90;"]) {
@@ -124,7 +126,7 @@ fn each_architecture_is_its_own_target() {
 }
 
 #[test]
-fn what_is_compiled_is_watched_and_nothing_that_does_not_exist() {
+fn watched_paths_are_the_compiled_crates_and_exist() {
     let fixtures = fixture("probes").canonicalize().expect("the fixture exists");
     let primitives = fixture("primitives").canonicalize().expect("the fixture exists");
     for path in
@@ -136,12 +138,12 @@ fn what_is_compiled_is_watched_and_nothing_that_does_not_exist() {
 }
 
 #[test]
-fn clean_kernels_raise_no_warning() {
+fn clean_kernels_cause_no_warning() {
     assert!(PROBES.warnings.is_empty(), "{:?}", PROBES.warnings);
 }
 
 #[test]
-fn the_generated_file_holds_the_modules() {
+fn generated_file_defines_the_modules() {
     let out_dir = PROBES.modules[0].ptx.parent().expect("the module lies in a directory");
     let generated = std::fs::read_to_string(out_dir.join("kernels.rs")).expect("kernels.rs is written");
     for module in &PROBES.modules {
@@ -153,7 +155,7 @@ fn the_generated_file_holds_the_modules() {
 }
 
 #[test]
-fn a_function_that_nothing_defines_is_an_error_that_names_it_and_its_caller() {
+fn error_of_an_undefined_function_names_it_and_its_caller() {
     let error = build("unresolved", &["sm_80"]).expect_err("it must not build").to_string();
     for part in ["sm_80", "defined_nowhere", "called by calls_it)"] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
@@ -161,7 +163,7 @@ fn a_function_that_nothing_defines_is_an_error_that_names_it_and_its_caller() {
 }
 
 #[test]
-fn local_memory_and_spills_are_reported_by_kernel() {
+fn warnings_report_local_memory_and_spills_by_kernel() {
     let built = build("local_memory", &["sm_80"]).unwrap_or_else(|error| panic!("{error}"));
     let about = |kernel: &str| built.warnings.iter().filter(|warning| warning.contains(kernel)).collect::<Vec<_>>();
     let [warning] = about("indexes_at_run_time")[..] else { panic!("one warning: {:?}", built.warnings) };
@@ -181,7 +183,7 @@ fn local_memory_and_spills_are_reported_by_kernel() {
 }
 
 #[test]
-fn ptxas_makes_a_cubin_for_every_module_where_it_is_found() {
+fn every_module_has_a_cubin_if_ptxas_is_found() {
     let found = find_cuda_tool("ptxas", fixture("probes").ancestors().find(|path| path.join(".tools").is_dir()));
     for module in &PROBES.modules {
         assert_eq!(module.cubin.is_some(), found.is_some());
@@ -194,7 +196,7 @@ fn ptxas_makes_a_cubin_for_every_module_where_it_is_found() {
 }
 
 #[test]
-fn device_code_that_does_not_compile_is_reported_with_the_compilers_words() {
+fn error_of_device_code_contains_the_compiler_message() {
     let error = build("broken", &["sm_80"]).expect_err("it must not build").to_string();
     for part in ["compiling the device crate", "sm_80", "a_name_that_is_not_there", "src/lib.rs", "command: "] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
@@ -202,21 +204,21 @@ fn device_code_that_does_not_compile_is_reported_with_the_compilers_words() {
 }
 
 #[test]
-fn an_architecture_that_is_none_is_refused() {
+fn an_invalid_architecture_is_rejected() {
     let error = build("probes", &["hopper"]).expect_err("no such architecture").to_string();
     assert!(error.contains("\"hopper\"") && error.contains("sm_90a"), "{error}");
 }
 
-/// Run by the next test in a process of its own, whose environment it may spoil.
+/// Run by the next test in another process with a changed environment.
 #[test]
-#[ignore = "run by the_host_builds_environment_does_not_reach_the_device_build"]
+#[ignore = "run by the_environment_of_the_host_build_does_not_affect_the_device_build"]
 fn builds_in_the_given_environment() {
     let built = build("probes", &["sm_80"]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(built.modules.len(), 1);
 }
 
 #[test]
-fn the_host_builds_environment_does_not_reach_the_device_build() {
+fn the_environment_of_the_host_build_does_not_affect_the_device_build() {
     let test = std::env::current_exe().expect("a test has a path");
     let output = Command::new(test)
         .args(["--exact", "builds_in_the_given_environment", "--ignored"])

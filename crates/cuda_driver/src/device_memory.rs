@@ -1,48 +1,41 @@
 //! Device memory.
 
-use crate::error::{Result, check_with};
+use crate::error::{Result, from_cust};
+use crate::in_context::InContext;
 use crate::{Error, Gpu, sys};
+use cust::error::CudaError;
+use cust::memory::DeviceBuffer;
 
-/// One allocation on a device, freed when dropped. Not initialised; at least 256-byte aligned.
+/// One allocation in device memory: uninitialized, aligned to 256 bytes or more, freed on drop.
 pub struct DeviceMemory {
-    address: sys::CUdeviceptr,
+    buffer: InContext<DeviceBuffer<u8>>,
     bytes: usize,
-    gpu: Gpu,
 }
 
 impl DeviceMemory {
-    /// Too little free memory is [`Error::OutOfMemory`], which says how much there is.
+    /// Allocates `bytes` bytes. Returns [`Error::OutOfMemory`], with the free memory, if there is too little.
     pub fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
-        gpu.make_current()?;
-        let mut address = 0;
-        // The driver refuses an empty allocation.
-        // SAFETY: writes one address.
-        match unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) } {
-            sys::CUDA_ERROR_OUT_OF_MEMORY => {
-                let memory = gpu.memory()?;
-                Err(Error::OutOfMemory { asked: bytes, free: memory.free, total: memory.total })
-            }
-            code => {
-                check_with(code, || format!("cuMemAlloc({bytes} bytes)"))?;
-                Ok(Self { address, bytes, gpu: gpu.clone() })
-            }
-        }
+        let allocate = || {
+            // One byte at least: cust gives an empty buffer the null address.
+            // SAFETY: the bytes are only accessed through their address, and only device code and copies do so.
+            unsafe { DeviceBuffer::uninitialized(bytes.max(1)) }.map_err(|error| match error {
+                CudaError::OutOfMemory => match gpu.memory() {
+                    Ok(memory) => Error::OutOfMemory { asked: bytes, free: memory.free, total: memory.total },
+                    Err(error) => error,
+                },
+                error => from_cust(error, format!("cuMemAlloc({bytes} bytes)")),
+            })
+        };
+        Ok(Self { buffer: InContext::create(gpu, allocate)?, bytes })
     }
 
+    /// Returns the device address of the first byte.
     pub fn address(&self) -> sys::CUdeviceptr {
-        self.address
+        self.buffer.as_device_ptr().as_raw()
     }
 
+    /// Returns the size in bytes, as requested.
     pub fn bytes(&self) -> usize {
         self.bytes
-    }
-}
-
-impl Drop for DeviceMemory {
-    fn drop(&mut self) {
-        if self.gpu.make_current().is_ok() {
-            // SAFETY: the allocation is live and not used again; the driver waits for work that uses it.
-            unsafe { sys::cuMemFree_v2(self.address) };
-        }
     }
 }

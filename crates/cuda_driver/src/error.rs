@@ -1,51 +1,111 @@
-//! What can go wrong with a GPU, in words.
+//! Errors of this crate.
 
 use crate::sys;
+use cust::error::{CudaError, CudaResult};
 use std::ffi::{CStr, c_char};
 
+/// A result whose error is [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// An error of the CUDA driver or of a check before a driver call.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
+    /// The driver library could not be loaded.
     #[error(
         "no CUDA driver: {reason}; install the NVIDIA driver of this machine (inside a container, start it with its \
          GPUs), or run on the CPU"
     )]
-    NoDriver { reason: String },
+    NoDriver {
+        /// The dynamic linker's message.
+        reason: String,
+    },
 
+    /// The driver reports no GPU.
     #[error("the CUDA driver finds no GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or run on the CPU")]
     NoDevice,
 
-    #[error("there is no GPU {index}: the driver sees {count}, numbered from 0; check CUDA_VISIBLE_DEVICES")]
-    NoSuchDevice { index: usize, count: usize },
+    /// The device index is too large.
+    #[error(
+        "GPU index: expected less than {count}, the number of visible GPUs, found {index}; check CUDA_VISIBLE_DEVICES"
+    )]
+    NoSuchDevice {
+        /// The requested index.
+        index: usize,
+        /// The number of GPUs.
+        count: usize,
+    },
 
-    /// A driver call that failed: what was called, with what, and the driver's name and text for the code.
+    /// A driver call failed.
     #[error("{call}: {name} ({code}): {text}{}", advice(*code))]
-    Call { call: String, code: u32, name: String, text: String },
+    Call {
+        /// The call and its arguments.
+        call: String,
+        /// The driver's error code.
+        code: u32,
+        /// The driver's name of the code.
+        name: String,
+        /// The driver's description of the code.
+        text: String,
+    },
 
+    /// There is too little free device memory.
     #[error(
         "out of GPU memory: asked for {asked} bytes, {free} of {total} are free{}",
         advice(sys::CUDA_ERROR_OUT_OF_MEMORY)
     )]
-    OutOfMemory { asked: usize, free: usize, total: usize },
+    OutOfMemory {
+        /// The requested bytes.
+        asked: usize,
+        /// The free bytes.
+        free: usize,
+        /// The bytes of the device.
+        total: usize,
+    },
 
+    /// The driver could not load a module.
     #[error("the driver rejects module {module}: {name} ({code}): {text}{}{}", log_of(log), advice(*code))]
-    Module { module: String, code: u32, name: String, text: String, log: String },
+    Module {
+        /// The module's name.
+        module: String,
+        /// The driver's error code.
+        code: u32,
+        /// The driver's name of the code.
+        name: String,
+        /// The driver's description of the code.
+        text: String,
+        /// The JIT compiler's error log. May be empty.
+        log: String,
+    },
 
+    /// A module does not contain a kernel.
     #[error(
-        "module {module} has no kernel {kernel}; the program and its kernels are of different builds, rebuild both"
+        "module {module} has no kernel {kernel}: the program and its kernels are from different builds; rebuild both"
     )]
-    NoKernel { module: String, kernel: String },
+    NoKernel {
+        /// The module's name.
+        module: String,
+        /// The kernel's name.
+        kernel: String,
+    },
 
-    #[error("kernel {kernel} asks for {asked} bytes of shared memory a block, this GPU gives at most {limit}")]
-    SharedMemory { kernel: String, asked: u32, limit: u32 },
+    /// A launch needs more shared memory than the GPU has.
+    #[error("kernel {kernel}: expected at most {limit} bytes of shared memory per block on this GPU, found {asked}")]
+    SharedMemory {
+        /// The kernel's name.
+        kernel: String,
+        /// The requested bytes.
+        asked: u32,
+        /// The most bytes that the kernel can opt in to.
+        limit: u32,
+    },
 
+    /// The description of a tensor violates a rule of the hardware.
     #[error("tensor map: {0}")]
     TensorMap(String),
 }
 
 impl Error {
-    /// The driver's code, where there is one.
+    /// Returns the driver's error code, if a driver call failed.
     pub fn code(&self) -> Option<u32> {
         match self {
             Self::Call { code, .. } | Self::Module { code, .. } => Some(*code),
@@ -55,54 +115,66 @@ impl Error {
     }
 }
 
-/// `Ok` where `code` is success, else the error of `call`.
-pub(crate) fn check(code: u32, call: &str) -> Result<()> {
-    check_with(code, || call.to_owned())
+/// Returns the error of `call` unless `code` is success.
+pub(crate) fn check<S: Into<String>>(code: u32, call: impl FnOnce() -> S) -> Result<()> {
+    if code == 0 { Ok(()) } else { Err(call_error(code, call())) }
 }
 
-/// As [`check`], for a call whose description is worth building only when it failed.
-pub(crate) fn check_with(code: u32, call: impl FnOnce() -> String) -> Result<()> {
-    match code {
-        0 => Ok(()),
-        code => {
-            let (name, text) = describe(code);
-            Err(Error::Call { call: call(), code, name, text })
-        }
+/// Returns the error of `call`, which returned `code`.
+pub(crate) fn call_error(code: u32, call: impl Into<String>) -> Error {
+    let (name, text) = describe(code);
+    Error::Call { call: call.into(), code, name, text }
+}
+
+/// Returns the error of `call`, for which `cust` returned `error`.
+pub(crate) fn from_cust(error: CudaError, call: impl Into<String>) -> Error {
+    call_error(error as u32, call)
+}
+
+/// Converts the results of `cust`.
+pub(crate) trait CustResultExt<T> {
+    /// Describes the call that failed.
+    fn in_call<S: Into<String>>(self, call: impl FnOnce() -> S) -> Result<T>;
+}
+
+impl<T> CustResultExt<T> for CudaResult<T> {
+    fn in_call<S: Into<String>>(self, call: impl FnOnce() -> S) -> Result<T> {
+        self.map_err(|error| from_cust(error, call()))
     }
 }
 
-/// The driver's name and text for a code.
+/// Returns the driver's name and description of a code.
 pub(crate) fn describe(code: u32) -> (String, String) {
-    let get = |call: unsafe extern "C" fn(u32, *mut *const c_char) -> u32, otherwise: &str| {
+    let get = |call: unsafe extern "C" fn(u32, *mut *const c_char) -> u32, fallback: &str| {
         let mut text: *const c_char = std::ptr::null();
         // SAFETY: the call writes one pointer to a static string, or nothing.
         let found = unsafe { call(code, &raw mut text) } == 0 && !text.is_null();
-        // SAFETY: where found, `text` is a static, NUL-terminated string.
-        if found { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() } else { otherwise.to_owned() }
+        // SAFETY: if `found`, `text` is a static, NUL-terminated string.
+        if found { unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned() } else { fallback.to_owned() }
     };
     (get(sys::cuGetErrorName, "CUDA error"), get(sys::cuGetErrorString, "no description"))
 }
 
-/// What the user can do about a code; begins with "; " or is empty.
+/// Returns what the user can do about an error code. The text begins with "; " or is empty.
 fn advice(code: u32) -> &'static str {
     match code {
-        2 => "; free GPU memory (nvidia-smi lists who holds it), or take a smaller batch or model",
+        2 => "; free GPU memory (nvidia-smi lists the processes that use it), or choose a smaller batch or model",
         3 => "; the CUDA driver is not loaded",
-        35 | 222 | 803 => "; the driver is older than this program needs, update it (R525 or later)",
+        35 | 222 | 803 => "; the driver is older than this program needs: update it (R525 or later)",
         100 | 101 => "; check nvidia-smi and CUDA_VISIBLE_DEVICES",
         209 | 218 => "; this program has no kernels for this GPU: it needs compute capability 8.0 or later",
-        214 | 220 => "; the GPU's hardware reports a fault, see `nvidia-smi -q` and the system log (Xid)",
-        500 => "; the driver is too old to have it, update it (R525 or later)",
-        // Sticky: every later call in this process fails the same way.
+        214 | 220 => "; the GPU reports a hardware fault: see `nvidia-smi -q` and the system log (Xid)",
+        500 => "; the driver is too old to have this function: update it (R525 or later)",
+        // Sticky errors: every later call in this process fails the same way.
         700 | 715..=719 => {
-            "; a kernel failed, at or before this call, and the GPU context is lost: run again; if it comes back, run \
-             under compute-sanitizer to find the kernel"
+            "; a kernel failed at or before this call, and the GPU context is lost: run again, and if the error recurs, \
+             run under compute-sanitizer to find the kernel"
         }
-        701 => "; the launch asks for more registers or shared memory than the GPU has",
+        701 => "; the launch needs more registers or shared memory than the GPU has",
         _ => "",
     }
 }
 
 fn log_of(log: &str) -> String {
-    if log.is_empty() { String::new() } else { format!("; the compiler of the driver says: {log}") }
+    if log.is_empty() { String::new() } else { format!("; the driver's compiler reports: {log}") }
 }

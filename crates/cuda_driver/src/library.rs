@@ -1,5 +1,7 @@
-//! NVIDIA's libraries, found and opened at run time: by the dynamic linker's own search (`LD_LIBRARY_PATH`, its cache),
-//! then in CUDA toolkits, then in the Python packages that carry them (`site-packages/nvidia/*/lib`).
+//! Finds and opens NVIDIA's libraries at run time.
+//!
+//! The search order is: the dynamic linker's search path (`LD_LIBRARY_PATH` and its cache), CUDA toolkits, and Python
+//! packages that contain the libraries (`site-packages/nvidia/*/lib`).
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -7,29 +9,33 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where to look beyond the dynamic linker's own search.
+/// The directories to search after the dynamic linker's search path.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
-    /// Directories that may hold the library itself.
+pub struct SearchPath {
+    /// Directories that may contain the library itself.
     pub directories: Vec<PathBuf>,
-    /// Python prefixes: `lib/python3*/{site,dist}-packages/nvidia/*/lib` below them may hold it.
+    /// Python prefixes. `lib/python3*/{site,dist}-packages/nvidia/*/lib` below them may contain the library.
     pub prefixes: Vec<PathBuf>,
 }
 
-/// A library that was opened, and the file it came from (or the bare name, where the dynamic linker found it).
+/// An opened library.
 #[derive(Debug)]
 pub struct Found {
+    /// The library.
     pub library: libloading::Library,
+    /// The file it was opened from, or only its name if the dynamic linker found it.
     pub path: PathBuf,
 }
 
+/// No library of the requested names could be opened.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{} not found; looked in the dynamic linker's path{}{}", names.join(" or "), list(directories), broken(failures))]
+#[error("{} not found; searched the dynamic linker's path{}{}", names.join(" or "), list(directories), broken(failures))]
 pub struct NotFound {
+    /// The requested file names.
     pub names: Vec<String>,
-    /// Directories that were searched and exist.
+    /// The existing directories that were searched.
     pub directories: Vec<PathBuf>,
-    /// Files that exist but do not load, with the linker's reason.
+    /// Files that exist but do not load, each with the dynamic linker's message.
     pub failures: Vec<(PathBuf, String)>,
 }
 
@@ -39,19 +45,19 @@ fn list(directories: &[PathBuf]) -> String {
 
 fn broken(failures: &[(PathBuf, String)]) -> String {
     failures.iter().fold(String::new(), |mut text, (path, reason)| {
-        let _ = write!(text, "; {} does not load: {reason}", path.display());
+        let _ = write!(text, "; {} cannot be loaded: {reason}", path.display());
         text
     })
 }
 
-impl Places {
-    /// What this machine and environment suggest.
-    pub fn of_this_machine() -> Self {
+impl SearchPath {
+    /// Returns the directories and prefixes that exist by convention on this machine or that the environment names.
+    pub fn detect() -> Self {
         let var = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         let mut directories = Vec::new();
         let mut toolkits: Vec<_> = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| var(name)).collect();
         toolkits.extend(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
-        // Newest first.
+        // The newest version first.
         toolkits.extend(children("/usr/local".as_ref(), "cuda-").into_iter().rev());
         for toolkit in toolkits {
             directories.push(toolkit.join("lib64"));
@@ -62,7 +68,7 @@ impl Places {
 
         let mut prefixes: Vec<_> = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| var(name)).collect();
         for bin in std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()) {
-            // A virtual environment's python is a link into its base: both prefixes count.
+            // The python of a virtual environment is a link to that of its base. Both prefixes are searched.
             for python in [Some(bin.join("python3")), bin.join("python3").canonicalize().ok()].into_iter().flatten() {
                 if python.is_file() {
                     prefixes.extend(python.parent().and_then(Path::parent).map(Path::to_path_buf));
@@ -75,8 +81,8 @@ impl Places {
         Self { directories, prefixes }
     }
 
-    /// Every existing directory to look in, in order, each once.
-    pub fn search_path(&self) -> Vec<PathBuf> {
+    /// Returns each existing directory to search once, in order.
+    pub fn directories(&self) -> Vec<PathBuf> {
         let mut path = self.directories.clone();
         for prefix in &self.prefixes {
             for python in children(&prefix.join("lib"), "python3").into_iter().rev() {
@@ -89,8 +95,10 @@ impl Places {
         path
     }
 
-    /// Opens the first library there is: the dynamic linker's answer for any of `names` in turn, then for each name each
-    /// directory. Names come in order of preference, such as `libcublasLt.so.13`, `libcublasLt.so.12`.
+    /// Opens the first library found. `names` are file names in order of preference, such as `libcublasLt.so.13` and
+    /// `libcublasLt.so.12`.
+    ///
+    /// The dynamic linker is tried with each name, and then each directory with the first name, with the second, and so on.
     pub fn open(&self, names: &[&str]) -> Result<Found, NotFound> {
         let mut failures = Vec::new();
         for name in names {
@@ -98,12 +106,13 @@ impl Places {
                 return Ok(Found { library, path: name.into() });
             }
         }
-        let mut directories = self.search_path();
+        let mut directories = self.directories();
         if let Some(found) = open_in(&directories, names, &mut failures) {
             return Ok(found);
         }
-        // Last, because it costs a process: Python itself knows of installations that no convention covers.
-        let rest: Vec<_> = python_says().into_iter().filter(|d| !directories.contains(d)).collect();
+        // Python itself knows of installations outside the conventional directories. This comes last because it starts a
+        // process.
+        let rest: Vec<_> = python_package_libraries().into_iter().filter(|d| !directories.contains(d)).collect();
         if let Some(found) = open_in(&rest, names, &mut failures) {
             return Ok(found);
         }
@@ -125,16 +134,17 @@ fn open_in(directories: &[PathBuf], names: &[&str], failures: &mut Vec<(PathBuf,
 }
 
 fn open(name: &OsStr) -> Result<libloading::Library, String> {
-    // SAFETY: NVIDIA's libraries run nothing at load time that depends on the program's state.
-    unsafe { libloading::Library::new(name) }.map_err(|error| crate::late::text_of(&error))
+    // SAFETY: NVIDIA's libraries run no initializers that depend on the program's state.
+    unsafe { libloading::Library::new(name) }.map_err(|error| crate::late_binding::text_of(&error))
 }
 
-/// `nvidia/*/lib` below a Python package directory.
+/// Returns `nvidia/*/lib` below a Python package directory.
 fn packaged(packages: &Path) -> Vec<PathBuf> {
     children(&packages.join("nvidia"), "").into_iter().map(|package| package.join("lib")).collect()
 }
 
-fn python_says() -> Vec<PathBuf> {
+/// Returns the existing `nvidia/*/lib` directories of the `python3` in `PATH`.
+fn python_package_libraries() -> Vec<PathBuf> {
     let script = "import site, sys; print('\\n'.join(p for p in sys.path + site.getsitepackages() if p))";
     let output = Command::new("python3").args(["-c", script]).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
@@ -144,7 +154,7 @@ fn python_says() -> Vec<PathBuf> {
     directories
 }
 
-/// Entries of a directory whose names begin with `start`, sorted; none where it cannot be read.
+/// Returns the entries of a directory whose names begin with `start`, sorted. Empty if the directory cannot be read.
 fn children(directory: &Path, start: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let mut paths: Vec<_> =
@@ -158,7 +168,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A library that loads, under another name: this test's own dependency on the C library's math part.
+    /// Returns a library that can be loaded: this process's C library.
     fn real_library() -> PathBuf {
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let libc = maps.lines().filter_map(|line| line.split_whitespace().nth(5)).find(|path| path.contains("/libc."));
@@ -174,30 +184,30 @@ mod tests {
             lib
         };
         let (old, new) = (lib("python3.10", "cublas"), lib("python3.11", "cu13"));
-        let places = Places { directories: vec![root.path().join("absent")], prefixes: vec![root.path().into()] };
-        assert_eq!(places.search_path(), [new.clone(), old.clone()]);
+        let search = SearchPath { directories: vec![root.path().join("absent")], prefixes: vec![root.path().into()] };
+        assert_eq!(search.directories(), [new.clone(), old.clone()]);
 
-        std::os::unix::fs::symlink(real_library(), old.join("libstandin.so.12")).unwrap();
-        fs::write(new.join("libstandin.so.12"), "not a library").unwrap();
-        let found = places.open(&["libstandin.so.13", "libstandin.so.12"]).unwrap();
-        assert_eq!(found.path, old.join("libstandin.so.12"));
+        std::os::unix::fs::symlink(real_library(), old.join("libmock.so.12")).unwrap();
+        fs::write(new.join("libmock.so.12"), "not a library").unwrap();
+        let found = search.open(&["libmock.so.13", "libmock.so.12"]).unwrap();
+        assert_eq!(found.path, old.join("libmock.so.12"));
 
-        fs::remove_file(old.join("libstandin.so.12")).unwrap();
-        let text = places.open(&["libstandin.so.13", "libstandin.so.12"]).unwrap_err().to_string();
-        assert!(text.starts_with("libstandin.so.13 or libstandin.so.12 not found; looked in"), "{text}");
+        fs::remove_file(old.join("libmock.so.12")).unwrap();
+        let text = search.open(&["libmock.so.13", "libmock.so.12"]).unwrap_err().to_string();
+        assert!(text.starts_with("libmock.so.13 or libmock.so.12 not found; searched"), "{text}");
         assert!(text.contains(&format!(", {}", old.display())), "{text}");
-        assert!(text.contains(&format!("{} does not load: ", new.join("libstandin.so.12").display())), "{text}");
+        assert!(text.contains(&format!("{} cannot be loaded: ", new.join("libmock.so.12").display())), "{text}");
     }
 
     #[test]
-    fn the_preferred_version_wins_over_the_earlier_directory() {
+    fn the_preferred_version_takes_precedence_over_the_earlier_directory() {
         let root = tempfile::tempdir().unwrap();
         let (a, b) = (root.path().join("a"), root.path().join("b"));
-        for (directory, name) in [(&a, "libstandin.so.12"), (&b, "libstandin.so.13")] {
+        for (directory, name) in [(&a, "libmock.so.12"), (&b, "libmock.so.13")] {
             fs::create_dir(directory).unwrap();
             std::os::unix::fs::symlink(real_library(), directory.join(name)).unwrap();
         }
-        let places = Places { directories: vec![a, b.clone()], prefixes: vec![] };
-        assert_eq!(places.open(&["libstandin.so.13", "libstandin.so.12"]).unwrap().path, b.join("libstandin.so.13"));
+        let search = SearchPath { directories: vec![a, b.clone()], prefixes: vec![] };
+        assert_eq!(search.open(&["libmock.so.13", "libmock.so.12"]).unwrap().path, b.join("libmock.so.13"));
     }
 }

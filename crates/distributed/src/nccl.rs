@@ -31,7 +31,7 @@ impl Nccl {
     pub fn new(mut star: Star, gpu: &Gpu) -> Result<Self> {
         let id = if star.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
         let id = star.tell(id)?.try_into().ok().context("rank 0 told no NCCL id")?;
-        let communicator = nccl_rs::Communicator::new(gpu, UniqueId::of_bytes(id), star.rank, star.ranks, PATIENCE)?;
+        let communicator = nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), star.rank, star.ranks, PATIENCE)?;
         star.watch_device(Arc::new(communicator.monitor()));
         let (engine, operations) = (Event::new(gpu)?, Event::new(gpu)?);
         Ok(Self { star, communicator, stream: Stream::new(gpu)?, engine, operations, under_way: false })

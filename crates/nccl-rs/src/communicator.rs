@@ -1,9 +1,9 @@
-//! A rank's end of a group of GPUs that compute together.
+//! Communicators and their collectives.
 
 use crate::buffer::{Buffer, Element};
 use crate::group;
 use crate::library::library;
-use crate::result::{Error, Owned, PAUSE, Result, check};
+use crate::result::{Error, Owned, POLL_INTERVAL, Result, check};
 use crate::sys::{self, Status};
 use cuda_driver::{Gpu, Stream};
 use std::ffi::c_void;
@@ -11,36 +11,40 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How ranks that have never met find each other: one rank makes it and gives its bytes to all others.
+/// The identifier of a new communicator. One rank creates it and sends its bytes to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniqueId(sys::UniqueId);
 
 impl UniqueId {
+    /// The size in bytes.
     pub const BYTES: usize = 128;
 
-    /// A new one. This process listens for the others from here on.
+    /// Creates an identifier. From now on, this process listens for connections of the other ranks.
     pub fn new() -> Result<Self> {
         let nccl = &library()?.functions;
         let mut id = sys::UniqueId([0; Self::BYTES]);
-        // SAFETY: writes one id.
+        // SAFETY: the call writes one identifier.
         check(unsafe { (nccl.unique_id)(&raw mut id) }, "ncclGetUniqueId", "")?;
         Ok(Self(id))
     }
 
-    pub const fn of_bytes(bytes: [u8; Self::BYTES]) -> Self {
+    /// Returns the identifier with these bytes.
+    pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(sys::UniqueId(bytes))
     }
 
+    /// Returns the bytes to send to the other ranks.
     pub const fn to_bytes(self) -> [u8; Self::BYTES] {
         self.0.0
     }
 }
 
-/// How values of several ranks become one.
+/// The operation that combines the values of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {
+    /// The sum.
     Sum,
-    /// Sum over ranks divided by their number.
+    /// The sum divided by the number of ranks.
     Mean,
 }
 
@@ -53,25 +57,25 @@ impl Reduction {
     }
 }
 
-/// One rank's end of a communicator. Every rank makes the same calls, in the same order, with as many elements.
+/// The communicator of one rank. All ranks must make the same calls in the same order with the same number of elements.
 ///
-/// A call returns once its kernel is queued on the stream; results are there once the stream has passed it. Values are added
-/// in an order that depends on the machine only: the same run gives the same bits, and all ranks get the same.
+/// A call returns when its kernel is queued on the stream. Its results are available when the stream has completed it. The
+/// order of summation depends on the machine only: repeated runs give bitwise identical results, and so do all ranks.
 pub struct Communicator {
     shared: Arc<Shared>,
     rank: usize,
-    ranks: usize,
-    /// Waited for at most where a call goes on after it has returned.
-    patience: Duration,
+    world_size: usize,
+    /// The longest time to wait for a call in progress.
+    timeout: Duration,
     gpu: Gpu,
 }
 
-/// The library's communicator, and whoever looks after it; `None` once it is closed or aborted. It is locked for single calls,
-/// none of which waits for another rank.
+/// The NCCL communicator, shared with its monitors. `None` after it is closed or aborted. The lock is held for single calls, none
+/// of which waits for another rank.
 struct Shared(Mutex<Option<Owned>>);
 
 impl Shared {
-    /// A thread that panicked held it: what it guards is whole all the same.
+    /// Locks the communicator. A panic of another thread that held the lock leaves it valid.
     fn lock(&self) -> MutexGuard<'_, Option<Owned>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -80,21 +84,21 @@ impl Shared {
         self.lock().as_ref().map_or_else(|| Err(Error::Closed { call: call.into() }), f)
     }
 
-    /// Waits until `call`, which may go on, has done its work on the host.
-    fn wait(&self, call: &str, at_most: Duration) -> Result<()> {
-        let begun = Instant::now();
-        while !self.with(call, |comm| comm.is_settled(call))? {
-            let waited = begun.elapsed();
-            if waited >= at_most {
+    /// Blocks until `call`, which may be in progress, is done on the host.
+    fn wait(&self, call: &str, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        while !self.with(call, |comm| comm.is_idle(call))? {
+            let waited = start.elapsed();
+            if waited >= timeout {
                 return Err(Error::Timeout { call: call.into(), waited });
             }
-            sleep(PAUSE);
+            sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 }
 
-/// Looks after a communicator from another thread than the one that uses it.
+/// Checks and aborts a communicator from another thread.
 #[derive(Clone)]
 pub struct Monitor {
     shared: Arc<Shared>,
@@ -102,21 +106,21 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// As [`Communicator::check`]; `Ok` once the communicator is closed. Never waits.
+    /// Does the same as [`Communicator::check`], but returns `Ok` if the communicator is closed. Never blocks.
     pub fn check(&self) -> Result<()> {
         let comm = match self.shared.0.try_lock() {
             Ok(comm) => comm,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            // A call is being made: it will tell.
+            // The call that holds the lock will return the error.
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        comm.as_ref().map_or(Ok(()), |comm| comm.is_settled("NCCL").map(|_| ()))
+        comm.as_ref().map_or(Ok(()), |comm| comm.is_idle("NCCL").map(|_| ()))
     }
 
-    /// Ends whatever is under way, also kernels on the device, and frees the communicator: whoever waits for these need wait no
-    /// more, and later calls are [`Error::Closed`]. What collectives that were under way have written is not defined.
+    /// Aborts all calls in progress, including kernels on the device, and frees the communicator. Threads that wait for these
+    /// calls are released, and later calls return [`Error::Closed`]. The results of aborted collectives are undefined.
     pub fn abort(&self) {
-        // Without the context there is no kernel to end either.
+        // If the context is lost, so are its kernels.
         let _ = self.gpu.make_current();
         drop(self.shared.lock().take());
     }
@@ -129,39 +133,42 @@ impl Drop for Communicator {
 }
 
 impl Communicator {
-    /// Meets the other ranks; `rank` is below `ranks`, and no two ranks have one GPU. [`Error::Timeout`] if they do not all
-    /// come within `patience`, which is also how long the host waits in any later call.
-    pub fn new(gpu: &Gpu, id: UniqueId, rank: usize, ranks: usize, patience: Duration) -> Result<Self> {
-        if rank >= ranks {
-            let what = format!("rank {rank} of {ranks}: ranks count from 0");
+    /// Connects to the other ranks. `rank` is less than `world_size`, and each rank uses another GPU. Returns
+    /// [`Error::Timeout`] if not all ranks connect within `timeout`. The same timeout applies to later calls.
+    pub fn new(gpu: &Gpu, id: UniqueId, rank: usize, world_size: usize, timeout: Duration) -> Result<Self> {
+        if rank >= world_size {
+            let what = format!("rank: expected less than the world size {world_size}, found {rank}");
             return Err(Error::Operand { call: "ncclCommInitRankConfig", what });
         }
         let library = library()?;
         gpu.make_current()?;
-        let comm = Owned::begin(library, ranks as i32, id.0, rank as i32)?;
+        let comm = Owned::begin(library, world_size as i32, id.0, rank as i32)?;
         let shared = Arc::new(Shared(Mutex::new(Some(comm))));
-        shared.wait("ncclCommInitRankConfig", patience)?;
-        Ok(Self { shared, rank, ranks, patience, gpu: gpu.clone() })
+        shared.wait("ncclCommInitRankConfig", timeout)?;
+        Ok(Self { shared, rank, world_size, timeout, gpu: gpu.clone() })
     }
 
-    /// For another thread, to look after this.
+    /// Returns a monitor for another thread.
     pub fn monitor(&self) -> Monitor {
         Monitor { shared: Arc::clone(&self.shared), gpu: self.gpu.clone() }
     }
 
+    /// Returns the rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    pub fn ranks(&self) -> usize {
-        self.ranks
+    /// Returns the number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
     }
 
-    /// Queues `to` = reduction of every rank's `from`; both of one length, the same memory or apart.
+    /// Queues an all-reduce: `to` becomes the reduction of `from` over all ranks. Both have the same length, and are the same
+    /// memory or do not overlap.
     ///
     /// # Safety
-    /// The buffers are memory of this communicator's GPU until `stream` has passed the call, and nothing else writes them, or
-    /// reads `to`, meanwhile.
+    /// The buffers must be memory of this communicator's GPU until `stream` has completed the call. Until then, nothing else
+    /// may write them or read `to`.
     pub unsafe fn all_reduce<T: Element>(
         &self,
         to: Buffer<T>,
@@ -177,11 +184,11 @@ impl Communicator {
         })
     }
 
-    /// Queues `to` = part `rank` of the reduction of every rank's `from`, which is `ranks` times as long. `to` may be that
-    /// part of `from`.
+    /// Queues a reduce-scatter: `to` becomes shard `rank` of the reduction of `from` over all ranks. `from` is longer by a
+    /// factor of the world size. `to` may be that shard of `from`.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// See [`all_reduce`](Self::all_reduce).
     pub unsafe fn reduce_scatter<T: Element>(
         &self,
         to: Buffer<T>,
@@ -189,7 +196,7 @@ impl Communicator {
         reduction: Reduction,
         stream: &Stream,
     ) -> Result<()> {
-        self.same_length("ncclReduceScatter", to.len * self.ranks, from.len)?;
+        self.same_length("ncclReduceScatter", to.len * self.world_size, from.len)?;
         self.queue("ncclReduceScatter", |comm| {
             let (f, op) = (comm.nccl().reduce_scatter, reduction.op());
             // SAFETY: the caller's promise; `from` has `to.len` elements for each rank.
@@ -197,12 +204,13 @@ impl Communicator {
         })
     }
 
-    /// Queues `to` = every rank's `from`, one after another; `to` is `ranks` times as long. `from` may be part `rank` of `to`.
+    /// Queues an all-gather: `to` becomes the concatenation of `from` of all ranks. `to` is longer by a factor of the world
+    /// size. `from` may be shard `rank` of `to`.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// See [`all_reduce`](Self::all_reduce).
     pub unsafe fn all_gather<T: Element>(&self, to: Buffer<T>, from: Buffer<T>, stream: &Stream) -> Result<()> {
-        self.same_length("ncclAllGather", to.len, from.len * self.ranks)?;
+        self.same_length("ncclAllGather", to.len, from.len * self.world_size)?;
         self.queue("ncclAllGather", |comm| {
             let f = comm.nccl().all_gather;
             // SAFETY: the caller's promise; `to` has `from.len` elements for each rank.
@@ -210,13 +218,13 @@ impl Communicator {
         })
     }
 
-    /// Queues `buffer` = rank `root`'s.
+    /// Queues a broadcast: `buffer` becomes that of rank `root`.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// See [`all_reduce`](Self::all_reduce).
     pub unsafe fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: usize, stream: &Stream) -> Result<()> {
-        if root >= self.ranks {
-            let what = format!("root {root} of {} ranks", self.ranks);
+        if root >= self.world_size {
+            let what = format!("root: expected less than the world size {}, found {root}", self.world_size);
             return Err(Error::Operand { call: "ncclBroadcast", what });
         }
         self.queue("ncclBroadcast", |comm| {
@@ -227,20 +235,22 @@ impl Communicator {
         })
     }
 
-    /// What has failed since: on another rank, in the network, on the device. `Ok` says nothing about work that is queued.
+    /// Returns an error that occurred on another rank, in the network or on the device since the last call. `Ok` does not mean
+    /// that queued work has completed.
     pub fn check(&self) -> Result<()> {
-        self.shared.with("NCCL", |comm| comm.is_settled("NCCL")).map(|_| ())
+        self.shared.with("NCCL", |comm| comm.is_idle("NCCL")).map(|_| ())
     }
 
-    /// Waits until the other ranks are done with this one, and frees the communicator. Whatever was queued has been passed by
-    /// its stream. If others do not close theirs within the patience, it is aborted.
+    /// Waits for the other ranks to close their communicators, and frees this one. Streams must have completed all queued
+    /// calls. If the other ranks do not close theirs within the timeout, this communicator is aborted.
     pub fn close(self) -> Result<()> {
         self.gpu.make_current()?;
         let comm = self.shared.lock().take();
-        comm.map_or(Ok(()), |comm| comm.close(self.patience))
+        comm.map_or(Ok(()), |comm| comm.close(self.timeout))
     }
 
-    /// Ends whatever is under way at once, also kernels on the device, and frees the communicator. Other ranks are not asked.
+    /// Aborts all calls in progress, including kernels on the device, and frees the communicator without waiting for other
+    /// ranks.
     pub fn abort(self) {
         drop(self);
     }
@@ -249,22 +259,23 @@ impl Communicator {
         if to == from {
             return Ok(());
         }
-        let what = format!("{from} elements to {to}, over {} ranks", self.ranks);
+        let what =
+            format!("buffers on {} ranks: expected equal lengths, found {from} elements to {to}", self.world_size);
         Err(Error::Operand { call, what })
     }
 
-    /// In a group the call only takes note; else it is waited for until its kernel is in the stream.
+    /// Makes a call and waits until its kernel is queued on the stream. In a group, the call is only recorded.
     fn queue(&self, call: &str, make: impl FnOnce(&Owned) -> Status) -> Result<()> {
-        let done = self.shared.with(call, |comm| comm.accepted(make(comm), call))?;
+        let done = self.shared.with(call, |comm| comm.is_complete(make(comm), call))?;
         if done || group::is_open() {
             return Ok(());
         }
-        self.shared.wait(call, self.patience)
+        self.shared.wait(call, self.timeout)
     }
 
-    /// Waits until what a group noted is in its streams.
-    pub(crate) fn settle(&self, call: &str) -> Result<()> {
-        self.shared.wait(call, self.patience)
+    /// Blocks until the calls of a group are queued on their streams.
+    pub(crate) fn wait(&self, call: &str) -> Result<()> {
+        self.shared.wait(call, self.timeout)
     }
 }
 

@@ -1,11 +1,14 @@
 //! NCCL, opened at run time.
 //!
-//! Three layers: [`sys`] has the library's types and functions as they are, [`result`] turns its status codes into errors
-//! and waits for calls that are under way, and [`Communicator`] is what a program uses.
+//! The crate has three layers. [`sys`] declares the types and functions of NCCL, [`result`] converts its status codes to
+//! errors and waits for calls in progress, and [`Communicator`] is the interface for programs.
 //!
-//! Communicators are non-blocking: a rank that never comes, or that dies while others connect to it, is an error after a
-//! deadline, not a call that does not return. Collectives are queued on a stream like kernels; what fails on the device
-//! later is told by [`Communicator::check`], and by a [`Monitor`] on any other thread, which can also abort what is under way.
+//! Communicators are non-blocking. If a rank never connects, or fails while others connect to it, the call returns an error
+//! after a timeout instead of blocking. Collectives are queued on a stream like kernels. [`Communicator::check`] reports
+//! errors that occur on the device later. A [`Monitor`] reports them to another thread, which can also abort collectives in
+//! progress.
+
+#![warn(missing_docs)]
 
 mod buffer;
 mod communicator;

@@ -1,4 +1,8 @@
-//! NCCL's interface: the constants, the structures and the functions that this crate uses.
+//! The constants, structures and functions of NCCL that this crate uses.
+//!
+//! Names and meanings are those of NVIDIA's `nccl.h`; see the NCCL documentation.
+
+#![allow(missing_docs, reason = "the names and their documentation are NVIDIA's")]
 
 use crate::result::Error;
 use std::ffi::{c_char, c_int, c_void};
@@ -12,7 +16,7 @@ pub type Status = c_int;
 pub const SUCCESS: Status = 0;
 pub const IN_PROGRESS: Status = 7;
 
-/// The library's communicator. Opaque.
+/// The opaque communicator of NCCL.
 pub type Comm = *mut c_void;
 
 /// `ncclDataType_t`.
@@ -27,15 +31,15 @@ pub type RedOp = c_int;
 pub const SUM: RedOp = 0;
 pub const AVG: RedOp = 4;
 
-/// `ncclUniqueId`: how ranks that have never met find each other.
+/// `ncclUniqueId`: the identifier of a new communicator.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// An integer of [`Config`] that the library is to choose.
+/// The value of an integer of [`Config`] that NCCL chooses.
 pub const UNDEFINED: c_int = c_int::MIN;
 const MAGIC: u32 = 0xcafe_beef;
-/// 2.18.0, whose `ncclConfig_t` [`Config`] is. Newer libraries take the fields they have added since for undefined.
+/// Version 2.18.0, whose `ncclConfig_t` is [`Config`]. Newer versions treat the fields added since as undefined.
 const CONFIG_VERSION: u32 = 21800;
 
 /// `ncclConfig_t` of version 2.18.
@@ -51,12 +55,12 @@ pub struct Config {
     pub max_ctas: c_int,
     pub net_name: *const c_char,
     pub split_share: c_int,
-    /// The end of the structure; later versions have a field here.
-    rest: c_int,
+    /// Padding, in which later versions have a field.
+    padding: c_int,
 }
 
 impl Config {
-    /// Calls return at once; everything else is the library's to choose.
+    /// Returns a configuration in which calls do not block. NCCL chooses everything else.
     pub fn non_blocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -68,26 +72,26 @@ impl Config {
             max_ctas: UNDEFINED,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
-            rest: UNDEFINED,
+            padding: UNDEFINED,
         }
     }
 }
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
-        /// The opened library. Never closed: its threads and kernels stay.
+        /// The functions of the opened library. It is never closed, because its threads and kernels stay loaded.
         pub struct Functions {
             $(pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
-            /// Where it was found.
+            /// The file of the library.
             pub path: PathBuf,
         }
 
         impl Functions {
-            pub(crate) fn of(found: cuda_driver::library::Found) -> Result<Self, Error> {
+            pub(crate) fn bind(found: cuda_driver::library::Found) -> Result<Self, Error> {
                 let library = std::mem::ManuallyDrop::new(found.library);
                 let path = found.path;
                 $(
-                    // SAFETY: the signature is that of nccl.h, the same in every version 2.
+                    // SAFETY: the signature is that of nccl.h, which is the same in all versions 2.
                     let $field = unsafe { library.get($name) }
                         .map(|symbol| *symbol)
                         .map_err(|_| Error::NoFunction { path: path.clone(), function: $name })?;
@@ -123,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn structures_have_the_sizes_of_the_header() {
+    fn structures_match_the_sizes_of_the_header() {
         assert_eq!(size_of::<UniqueId>(), 128);
         assert_eq!(size_of::<Config>(), 48);
         assert_eq!(std::mem::offset_of!(Config, blocking), 16);

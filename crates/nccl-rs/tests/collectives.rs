@@ -1,6 +1,6 @@
-//! Every call, against a library that stands in for the driver and for NCCL: ranks are threads, device memory is host memory.
+//! All calls with a mock of the driver and NCCL. Ranks are threads, and device memory is host memory.
 
-mod stand_in;
+mod mock;
 
 use cuda_driver::{Gpu, Stream};
 use half::bf16;
@@ -10,52 +10,52 @@ use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn library() -> &'static PathBuf {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
-        // Loaded until the process ends.
-        let path = stand_in::build(&tempfile::tempdir().unwrap().keep(), &[]);
+        // The directory is kept, because the library stays loaded.
+        let path = mock::build(&tempfile::tempdir().unwrap().keep(), &[]);
         cuda_driver::load_from(&path).unwrap();
         assert_eq!(nccl_rs::load_from(&path).unwrap().1.to_string(), "2.18.5");
         path
     })
 }
 
-/// Runs `rank` on a thread for each of `ranks`, with a communicator and a stream.
+/// Runs `rank` on one thread per rank, each with a communicator and a stream.
 fn ranks<R: Send>(ranks: usize, rank: impl Fn(Communicator, &Stream) -> R + Sync) -> Vec<R> {
     library();
-    let id = UniqueId::of_bytes(UniqueId::new().unwrap().to_bytes());
+    let id = UniqueId::from_bytes(UniqueId::new().unwrap().to_bytes());
     let rank = &rank;
     thread::scope(|scope| {
         let run = move |i: usize| {
             let gpu = Gpu::open(0).unwrap();
             let stream = Stream::new(&gpu).unwrap();
-            rank(Communicator::new(&gpu, id, i, ranks, PATIENCE).unwrap(), &stream)
+            rank(Communicator::new(&gpu, id, i, ranks, TIMEOUT).unwrap(), &stream)
         };
         let threads: Vec<_> = (0..ranks).map(|i| scope.spawn(move || run(i))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-fn of<T: Element>(values: &mut [T]) -> Buffer<T> {
+fn buffer_of<T: Element>(values: &mut [T]) -> Buffer<T> {
     Buffer::new(values.as_mut_ptr().addr() as u64, values.len())
 }
 
 #[test]
-fn reductions_of_both_types() {
+fn all_reduce_computes_sum_and_mean_of_both_types() {
     for n in [1, 2, 3] {
         let results = ranks(n, |comm, stream| {
-            assert_eq!(comm.ranks(), n);
+            assert_eq!(comm.world_size(), n);
             let mut sum: Vec<f32> = (0..5).map(|i| (i + 10 * comm.rank()) as f32).collect();
             let mut mean: Vec<bf16> = (0..4).map(|i| bf16::from_f32((i + 8 * comm.rank()) as f32)).collect();
             let from = mean.clone();
-            // SAFETY: the stand-in is done when the calls return.
+            // SAFETY: the mock has completed each call when it returns.
             unsafe {
-                let buffer = of(&mut sum);
+                let buffer = buffer_of(&mut sum);
                 comm.all_reduce(buffer, buffer, Reduction::Sum, stream).unwrap();
-                comm.all_reduce(of(&mut mean), of(&mut from.clone()), Reduction::Mean, stream).unwrap();
+                comm.all_reduce(buffer_of(&mut mean), buffer_of(&mut from.clone()), Reduction::Mean, stream).unwrap();
             }
             comm.check().unwrap();
             comm.close().unwrap();
@@ -76,19 +76,19 @@ fn reductions_of_both_types() {
 }
 
 #[test]
-fn parts_are_scattered_gathered_and_broadcast_in_place() {
+fn reduce_scatter_all_gather_and_broadcast_work_in_place() {
     let results = ranks(3, |comm, stream| {
         let rank = comm.rank();
         let mut values: Vec<f32> = (0..6).map(|i| (100 * rank + i) as f32).collect();
         let mut gathered = [rank as f32; 3];
         let mut root = [rank as f32; 2];
-        let whole = of(&mut values);
-        // SAFETY: the stand-in is done when the calls return.
+        let whole = buffer_of(&mut values);
+        // SAFETY: the mock has completed each call when it returns.
         unsafe {
-            comm.reduce_scatter(whole.part(rank, 3), whole, Reduction::Sum, stream).unwrap();
-            let all = of(&mut gathered);
-            comm.all_gather(all, all.part(rank, 3), stream).unwrap();
-            comm.broadcast(of(&mut root), 2, stream).unwrap();
+            comm.reduce_scatter(whole.shard(rank, 3), whole, Reduction::Sum, stream).unwrap();
+            let all = buffer_of(&mut gathered);
+            comm.all_gather(all, all.shard(rank, 3), stream).unwrap();
+            comm.broadcast(buffer_of(&mut root), 2, stream).unwrap();
         }
         comm.close().unwrap();
         (values[2 * rank..2 * rank + 2].to_vec(), gathered, root)
@@ -101,12 +101,12 @@ fn parts_are_scattered_gathered_and_broadcast_in_place() {
 }
 
 #[test]
-fn a_group_is_queued_as_one_and_its_error_closes_it() {
+fn a_group_is_queued_as_one_call_and_cannot_be_nested() {
     let results = ranks(2, |comm, stream| {
         let (mut a, mut b) = ([1.0f32; 3], [comm.rank() as f32; 4]);
-        let (a_at, b_at) = (of(&mut a), of(&mut b));
+        let (a_at, b_at) = (buffer_of(&mut a), buffer_of(&mut b));
         let two = || -> Result<()> {
-            // SAFETY: the stand-in is done when the group is.
+            // SAFETY: the mock has completed the calls when the group ends.
             unsafe {
                 comm.all_reduce(a_at, a_at, Reduction::Sum, stream)?;
                 comm.all_reduce(b_at, b_at, Reduction::Mean, stream)
@@ -114,54 +114,54 @@ fn a_group_is_queued_as_one_and_its_error_closes_it() {
         };
         group(&comm, two).unwrap();
         let nested = group(&comm, || group(&comm, || Ok::<(), Error>(()))).unwrap_err().to_string();
-        // A failed group leaves none open.
+        // A group can be started after a failed one.
         group(&comm, || Ok::<(), Error>(())).unwrap();
         comm.close().unwrap();
         (a, b, nested)
     });
     for (a, b, nested) in results {
         assert_eq!((a, b), ([2.0; 3], [0.5; 4]));
-        assert_eq!(nested, "ncclGroupStart: a group is open already");
+        assert_eq!(nested, "ncclGroupStart: groups cannot be nested");
     }
 }
 
 #[test]
-fn a_rank_that_never_comes_is_a_timeout() {
+fn a_rank_that_does_not_connect_causes_a_timeout() {
     library();
     let gpu = Gpu::open(0).unwrap();
     let begun = Instant::now();
-    let patience = Duration::from_millis(100);
-    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 0, 2, patience).err().unwrap();
-    assert!(matches!(error, Error::Timeout { .. }) && begun.elapsed() >= patience, "{error}");
-    assert!(error.to_string().starts_with("ncclCommInitRankConfig has not ended after 0.1 s: another rank"), "{error}");
-    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 2, 2, patience).err().unwrap();
-    assert_eq!(error.to_string(), "ncclCommInitRankConfig: rank 2 of 2: ranks count from 0");
+    let timeout = Duration::from_millis(100);
+    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 0, 2, timeout).err().unwrap();
+    assert!(matches!(error, Error::Timeout { .. }) && begun.elapsed() >= timeout, "{error}");
+    assert!(error.to_string().starts_with("ncclCommInitRankConfig timed out after 0.1 s: another rank"), "{error}");
+    let error = Communicator::new(&gpu, UniqueId::new().unwrap(), 2, 2, timeout).err().unwrap();
+    assert_eq!(error.to_string(), "ncclCommInitRankConfig: rank: expected less than the world size 2, found 2");
 }
 
 #[test]
-fn failures_are_told_with_nccls_words() {
+fn errors_contain_the_message_of_nccl() {
     ranks(2, |comm, stream| {
         let mut values = [0.0f32; 13];
-        let buffer = of(&mut values);
-        // SAFETY: nothing is written.
+        let buffer = buffer_of(&mut values);
+        // SAFETY: the call fails before it writes.
         let error = unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap_err().to_string();
-        assert!(error.starts_with("ncclAllReduce: ncclRemoteError (6): the stand-in fails at 13; another"), "{error}");
+        assert!(error.starts_with("ncclAllReduce: ncclRemoteError (6): the mock fails at 13; another"), "{error}");
         assert!(comm.check().is_err());
         comm.abort();
     });
 }
 
 #[test]
-fn another_thread_finds_what_fails_after_the_call() {
+fn a_monitor_reports_a_failure_after_the_call() {
     ranks(2, |comm, stream| {
         let mut values = [1.0f32; 17];
-        let buffer = of(&mut values);
+        let buffer = buffer_of(&mut values);
         let monitor = comm.monitor();
         assert!(monitor.check().is_ok());
-        // SAFETY: the stand-in is done when the call returns.
+        // SAFETY: the mock has completed the call when it returns.
         unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap();
         assert_eq!(values.map(f32::to_bits), [2.0f32.to_bits(); 17]);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let found = thread::spawn(move || {
             while Instant::now() < deadline {
                 if let Err(error) = monitor.check() {
@@ -176,41 +176,38 @@ fn another_thread_finds_what_fails_after_the_call() {
     });
 }
 
-/// Rank 1 makes no call; rank 0, which waits for it, is freed from outside.
+/// Rank 1 makes no call. A monitor aborts the call of rank 0, which waits for it.
 #[test]
-fn what_another_thread_aborts_waits_no_more() {
+fn a_monitor_aborts_a_call_that_waits_for_another_rank() {
     let errors = ranks(2, |comm, stream| {
         if comm.rank() == 1 {
-            // The other's thread of the library waits for this for ever.
+            // The mock's thread of rank 0 never stops waiting for this rank.
             std::mem::forget(comm);
             return String::new();
         }
         let values = Box::leak(Box::new([1.0f32; 3]));
-        let (buffer, monitor, begun) = (of(values), comm.monitor(), Instant::now());
+        let (buffer, monitor, begun) = (buffer_of(values), comm.monitor(), Instant::now());
         let abort = thread::spawn(move || {
             thread::sleep(Duration::from_millis(100));
             monitor.abort();
             monitor.check().unwrap();
         });
-        // SAFETY: the memory lasts as long as the process.
+        // SAFETY: the memory is never freed.
         let error = unsafe { comm.all_reduce(buffer, buffer, Reduction::Sum, stream) }.unwrap_err();
-        assert!(begun.elapsed() < PATIENCE / 4);
+        assert!(begun.elapsed() < TIMEOUT / 4);
         abort.join().unwrap();
         assert!(matches!(error, Error::Closed { .. }) && comm.check().is_err(), "{error}");
         error.to_string()
     });
-    assert_eq!(
-        errors[0],
-        "ncclAllReduce: the communicator has been closed, or aborted because the run has lost a rank"
-    );
+    assert_eq!(errors[0], "ncclAllReduce: the communicator is closed, or was aborted because another rank failed");
 }
 
 #[test]
-fn lengths_that_do_not_fit_are_refused() {
+fn mismatched_lengths_are_rejected() {
     ranks(2, |comm, stream| {
         let (mut five, mut three) = ([0.0f32; 5], [0.0f32; 3]);
-        let (five, three) = (of(&mut five), of(&mut three));
-        // SAFETY: nothing is written.
+        let (five, three) = (buffer_of(&mut five), buffer_of(&mut three));
+        // SAFETY: the call fails before it writes.
         let texts = unsafe {
             [
                 comm.all_reduce(five, three, Reduction::Sum, stream),
@@ -223,10 +220,10 @@ fn lengths_that_do_not_fit_are_refused() {
         assert_eq!(
             texts,
             [
-                "ncclAllReduce: 3 elements to 5, over 2 ranks",
-                "ncclReduceScatter: 5 elements to 6, over 2 ranks",
-                "ncclAllGather: 6 elements to 5, over 2 ranks",
-                "ncclBroadcast: root 2 of 2 ranks"
+                "ncclAllReduce: buffers on 2 ranks: expected equal lengths, found 3 elements to 5",
+                "ncclReduceScatter: buffers on 2 ranks: expected equal lengths, found 5 elements to 6",
+                "ncclAllGather: buffers on 2 ranks: expected equal lengths, found 6 elements to 5",
+                "ncclBroadcast: root: expected less than the world size 2, found 2"
             ]
         );
         comm.close().unwrap();
@@ -234,10 +231,10 @@ fn lengths_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn what_is_closed_is_destroyed_and_what_is_dropped_is_aborted() {
-    // Alone in a process of its own, or other tests' would count.
+fn closed_communicators_are_destroyed_and_dropped_ones_are_aborted() {
+    // In another process, so that the communicators of other tests do not count.
     if std::env::var_os("COUNT_ENDS").is_none() {
-        let name = "what_is_closed_is_destroyed_and_what_is_dropped_is_aborted";
+        let name = "closed_communicators_are_destroyed_and_dropped_ones_are_aborted";
         let this = std::env::current_exe().unwrap();
         let run = std::process::Command::new(this).args(["--exact", name]).env("COUNT_ENDS", "1").status();
         assert!(run.unwrap().success());
@@ -245,12 +242,12 @@ fn what_is_closed_is_destroyed_and_what_is_dropped_is_aborted() {
     }
     ranks(2, |comm, _| comm.close().unwrap());
     ranks(3, |comm, _| drop(comm));
-    // Once, though it is also dropped.
+    // Aborted once, although it is also dropped.
     ranks(2, |comm, _| comm.monitor().abort());
-    // SAFETY: the library is loaded already; the function has this signature.
+    // SAFETY: the library is already loaded, and the function has this signature.
     let ended = unsafe {
         let library = libloading::Library::new(library()).unwrap();
-        let ended = *library.get::<unsafe extern "C" fn(usize) -> i32>("standInEnded").unwrap();
+        let ended = *library.get::<unsafe extern "C" fn(usize) -> i32>("mockEnded").unwrap();
         [ended(0), ended(1)]
     };
     assert_eq!(ended, [2, 5]);

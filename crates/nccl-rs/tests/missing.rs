@@ -1,7 +1,7 @@
-//! A library that is not there.
+//! The error of a library that does not exist.
 
 #[test]
-fn a_file_that_is_not_there_is_named() {
+fn error_names_a_file_that_does_not_exist() {
     let text = nccl_rs::load_from("/absent/libnccl.so.2".as_ref()).unwrap_err().to_string();
     assert!(text.contains("/absent/libnccl.so.2") && text.contains("pip install nvidia-nccl-cu13"), "{text}");
     assert_eq!(nccl_rs::UniqueId::new().unwrap_err().to_string(), text);

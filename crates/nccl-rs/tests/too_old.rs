@@ -1,14 +1,14 @@
-//! A library of an earlier version.
+//! The error of a library that is too old.
 
-mod stand_in;
+mod mock;
 
 #[test]
-fn a_library_that_is_too_old_is_refused_by_name() {
+fn error_names_a_library_that_is_too_old() {
     let dir = tempfile::tempdir().unwrap();
-    let path = stand_in::build(dir.path(), &["--cfg", "old"]);
+    let path = mock::build(dir.path(), &["--cfg", "old"]);
     let text = nccl_rs::load_from(&path).unwrap_err().to_string();
-    let start = format!("{} is NCCL 2.17.6, expected 2.18.0 or later: `pip install", path.display());
+    let start = format!("{}: expected NCCL 2.18.0 or later, found 2.17.6; `pip install", path.display());
     assert!(text.starts_with(&start), "{text}");
-    // The first outcome is kept.
+    // Later calls return the result of the first.
     assert_eq!(nccl_rs::find().unwrap_err().to_string(), text);
 }

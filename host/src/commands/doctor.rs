@@ -4,7 +4,7 @@
 use crate::kernels::{MODULES, MODULES_MISSING};
 use anyhow::Result;
 use cuda_builder::{Toolchain, find_cuda_tool};
-use cuda_driver::library::Places;
+use cuda_driver::library::SearchPath;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -101,7 +101,7 @@ fn gpu(index: usize) -> Finding {
         "{}, compute capability {major}.{minor}, {} multiprocessors at {} MHz, {:.0} GiB, {:.0} MiB L2, {} KiB shared \
          memory a block",
         info.name,
-        info.multiprocessors,
+        info.sm_count,
         info.clock_khz / 1000,
         info.memory_bytes as f64 / f64::from(1 << 30),
         info.l2_bytes as f64 / f64::from(1 << 20),
@@ -135,7 +135,7 @@ fn cublaslt() -> Finding {
 fn nccl() -> Finding {
     let name = "libnccl";
     let mend = "for training on several GPUs: pip install nvidia-nccl-cu13 (or -cu12)";
-    match Places::of_this_machine().open(&["libnccl.so.2"]) {
+    match SearchPath::detect().open(&["libnccl.so.2"]) {
         Ok(opened) => {
             let mut version = 0;
             // SAFETY: the signature is that of nccl.h; the call writes one integer.

@@ -105,7 +105,7 @@ fn resources(module: &Module, kernels: &[&Kernel], out: &mut impl Write) -> Resu
                 per thread (stack, spilled)";
     writeln!(out, "{note}\n")?;
     if kernels.iter().any(|kernel| kernel.resources.is_none()) {
-        writeln!(out, "-: no ptxas was found when this program was built; `doctor` says how to get it\n")?;
+        writeln!(out, "-: this program was built without cubins; run scripts/setup and build with LLM_RS_CUBINS=1\n")?;
     }
     Ok(())
 }
@@ -142,7 +142,7 @@ fn entry_of<'a>(ptx: &'a str, kernel: &str) -> Option<&'a str> {
 
 fn sass(module: &Module, kernels: &[&Kernel], some: bool, out: &mut impl Write) -> Result<()> {
     let cubin = module.cubin.with_context(|| {
-        format!("there is no machine code for {} in this program: no ptxas at build time; run scripts/setup, then build again", module.arch)
+        format!("this program has no cubin for {}; run scripts/setup and build with LLM_RS_CUBINS=1", module.arch)
     })?;
     let mut file = tempfile::Builder::new().suffix(".cubin").tempfile().context("a temporary file for the cubin")?;
     file.write_all(cubin).context("writing the cubin to a temporary file")?;
@@ -238,7 +238,7 @@ mod tests {
         let text = error(Inspect { arch: Some("sm_75".into()), ..Inspect::default() });
         assert_eq!(text, "--arch sm_75: this program has kernels for sm_80, sm_90a");
         let text = error(Inspect { sass: true, ..Inspect::default() });
-        assert!(text.contains("no machine code for sm_90a") && text.contains("scripts/setup"), "{text}");
+        assert!(text.contains("no cubin for sm_90a") && text.contains("scripts/setup"), "{text}");
     }
 
     /// Machine code of a real kernel, where the program has any and the tools are there; else the reason.

@@ -159,7 +159,7 @@ impl Executor for Device {
 
     fn emulation(&self) -> EmulatedGpu {
         EmulatedGpu {
-            sm_count: self.gpu.info().multiprocessors as usize,
+            sm_count: self.gpu.info().sm_count as usize,
             hopper: self.tensor_maps.is_some(),
             tf32: self.tf32,
             matmul: self.matmul,
@@ -170,7 +170,7 @@ impl Executor for Device {
     fn shared_memory(&self, blocks: usize) -> usize {
         let info = self.gpu.info();
         // Each resident block takes 1 KiB of the SM's shared memory in addition to its own.
-        let share = (info.shared_per_multiprocessor as usize / blocks).saturating_sub(1024);
+        let share = (info.shared_per_sm as usize / blocks).saturating_sub(1024);
         share.min(info.shared_per_block as usize)
     }
 

@@ -97,7 +97,7 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
             info.name,
             have.join(", "),
             if modules.iter().any(|module| module.cubin.is_none()) {
-                ", not all of them as machine code, which those for sm_90a must be: scripts/setup installs ptxas, then build again"
+                ", some without the cubins that sm_90a needs: run scripts/setup and build with LLM_RS_CUBINS=1"
             } else {
                 ""
             }
@@ -140,16 +140,16 @@ mod tests {
             name: "NVIDIA Test".into(),
             pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
-            multiprocessors: 1,
+            sm_count: 1,
             clock_khz: 1,
             memory_clock_khz: 1,
             memory_bus_bits: 1,
             memory_bytes: 1,
             l2_bytes: 1,
             shared_per_block: 1,
-            shared_per_multiprocessor: 1,
-            registers_per_multiprocessor: 1,
-            threads_per_multiprocessor: 1,
+            shared_per_sm: 1,
+            registers_per_sm: 1,
+            threads_per_sm: 1,
         }
     }
 

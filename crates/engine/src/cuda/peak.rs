@@ -64,7 +64,7 @@ pub fn peak(info: &DeviceInfo, dtype: DType) -> Option<Peak> {
     let known = KNOWN.iter().find(|(name, ..)| *name == info.name);
     let (cores, mhz) = match known {
         Some(&(_, cores, mhz)) => (cores, f64::from(mhz)),
-        None => (info.multiprocessors * CORES_PER_SM, f64::from(info.clock_khz) / 1e3),
+        None => (info.sm_count * CORES_PER_SM, f64::from(info.clock_khz) / 1e3),
     };
     // TF32 runs at half the rate. Plain f32 does not use tensor cores; like llm.c, it is compared with TF32's peak.
     let share = if dtype == DType::Bf16 { 1.0 } else { 0.5 };
@@ -82,16 +82,16 @@ mod tests {
             name: name.into(),
             pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
-            multiprocessors,
+            sm_count: multiprocessors,
             clock_khz,
             memory_clock_khz: 0,
             memory_bus_bits: 0,
             memory_bytes: 0,
             l2_bytes: 0,
             shared_per_block: 0,
-            shared_per_multiprocessor: 0,
-            registers_per_multiprocessor: 0,
-            threads_per_multiprocessor: 0,
+            shared_per_sm: 0,
+            registers_per_sm: 0,
+            threads_per_sm: 0,
         }
     }
 

@@ -1,6 +1,6 @@
-// A CUDA driver and an NCCL in one library. Device memory is host memory, ranks are threads of one process, and what a call
-// does it does on a thread, later: until then the communicator is in progress.
-#![expect(non_snake_case, reason = "NCCL's names")]
+// A mock of the CUDA driver and NCCL. Device memory is host memory, and ranks are threads of one process. Each call runs later
+// on another thread; until then the communicator is in progress.
+#![expect(non_snake_case, reason = "these are NCCL's names")]
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
@@ -16,7 +16,7 @@ succeed! { cuInit cuDeviceGet cuCtxSetCurrent cuDevicePrimaryCtxRelease_v2 cuStr
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceTotalMem_v2(n: *mut usize, _: i32) -> u32 { unsafe { *n = 1 << 30 }; 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDeviceGetAttribute(n: *mut i32, _: i32, _: i32) -> u32 { unsafe { *n = 1 }; 0 }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(c: *mut usize, _: i32) -> u32 { unsafe { *c = 1 }; 0 }
-#[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreate(s: *mut usize, _: u32) -> u32 { unsafe { *s = STREAM }; 0 }
+#[unsafe(no_mangle)] pub unsafe extern "C" fn cuStreamCreateWithPriority(s: *mut usize, _: u32, _: i32) -> u32 { unsafe { *s = STREAM }; 0 }
 const STREAM: usize = 0x57;
 
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclGetVersion(n: *mut i32) -> i32 { unsafe { *n = if cfg!(old) { 21706 } else { 21805 } }; 0 }
@@ -30,9 +30,9 @@ const STREAM: usize = 0x57;
     0
 }
 
-#[repr(C)] pub struct Config { size: usize, magic: u32, version: u32, blocking: i32, cga: i32, min: i32, max: i32, net: *const u8, split: i32, rest: i32 }
+#[repr(C)] pub struct Config { size: usize, magic: u32, version: u32, blocking: i32, cga: i32, min: i32, max: i32, net: *const u8, split: i32, padding: i32 }
 
-/// What the ranks of one id share.
+/// The state shared by the ranks of one identifier.
 #[derive(Default)] struct Meeting { state: Mutex<State>, changed: Condvar }
 #[derive(Default)] struct State { given: HashMap<usize, Call>, done: u64, results: Vec<Vec<f32>> }
 #[derive(Clone)] struct Call { name: &'static str, send: usize, recv: usize, count: usize, dtype: i32, op: i32 }
@@ -59,10 +59,10 @@ unsafe fn put(address: usize, i: usize, dtype: i32, value: f32) {
 }
 
 impl Meeting {
-    /// Returns once all ranks have come; the last computes for all.
-    fn meet(&self, rank: usize, ranks: usize, call: Call) {
+    /// Blocks until all ranks have made the call. The last rank computes the results of all.
+    fn join(&self, rank: usize, ranks: usize, call: Call) {
         let mut state = self.state.lock().unwrap();
-        let turn = state.done;
+        let round = state.done;
         state.given.insert(rank, call);
         if state.given.len() == ranks {
             let calls: Vec<Call> = (0..ranks).map(|r| state.given[&r].clone()).collect();
@@ -72,7 +72,7 @@ impl Meeting {
             self.changed.notify_all();
             return;
         }
-        drop(self.changed.wait_while(state, |state| state.done == turn).unwrap());
+        drop(self.changed.wait_while(state, |state| state.done == round).unwrap());
     }
 }
 
@@ -100,7 +100,7 @@ unsafe fn compute(calls: &[Call]) {
 
 thread_local! { static GROUP: RefCell<Option<Vec<(usize, Call)>>> = const { RefCell::new(None) }; }
 
-/// Does the calls, one after another, on a thread.
+/// Runs the calls in order on another thread.
 unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
     let comm = unsafe { &*(comm as *const Comm) };
     let Comm { rank, ranks, .. } = *comm;
@@ -111,11 +111,11 @@ unsafe fn later(comm: usize, calls: Vec<Call>) -> i32 {
         let order = last.lock().unwrap();
         thread::sleep(Duration::from_millis(2));
         for call in calls {
-            if call.count == 13 { status.store(6, SeqCst) } else { meeting.meet(rank, ranks, call) }
+            if call.count == 13 { status.store(6, SeqCst) } else { meeting.join(rank, ranks, call) }
         }
         drop(order);
         pending.fetch_sub(1, SeqCst);
-        // In the network, long after the call has returned.
+        // A network failure, long after the call has returned.
         if fails_later { thread::sleep(Duration::from_millis(50)); status.store(6, SeqCst) }
     });
     7
@@ -127,8 +127,8 @@ unsafe fn collective(comm: usize, call: Call, stream: usize) -> i32 {
 }
 
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommInitRankConfig(comm: *mut *mut c_void, ranks: i32, id: Id, rank: i32, config: *mut Config) -> i32 {
-    let Config { size, magic, version, blocking, cga, min, max, net, split, rest } = unsafe { config.read() };
-    let open = [cga, min, max, split, rest];
+    let Config { size, magic, version, blocking, cga, min, max, net, split, padding } = unsafe { config.read() };
+    let open = [cga, min, max, split, padding];
     if (size, magic, version, blocking) != (48, 0xcafebeef, 21800, 0) || !net.is_null() || open != [i32::MIN; 5] { return 4 }
     let meeting = meetings().lock().unwrap().entry(id.0).or_default().clone();
     let new = Comm { rank: rank as usize, ranks: ranks as usize, meeting, pending: Arc::default(), status: Arc::default(), last: Arc::default() };
@@ -142,15 +142,15 @@ unsafe fn collective(comm: usize, call: Call, stream: usize) -> i32 {
     unsafe { *state = if failed != 0 { failed } else if comm.pending.load(SeqCst) > 0 { 7 } else { 0 } };
     0
 }
-#[unsafe(no_mangle)] pub extern "C" fn ncclGetLastError(_: usize) -> *const c_char { c"the stand-in fails at 13\n".as_ptr() }
+#[unsafe(no_mangle)] pub extern "C" fn ncclGetLastError(_: usize) -> *const c_char { c"the mock fails at 13\n".as_ptr() }
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclCommFinalize(comm: usize) -> i32 {
     unsafe { later(comm, vec![Call { name: "finalize", send: 0, recv: 0, count: 0, dtype: 7, op: 0 }]) }
 }
 static ENDED: [AtomicI32; 2] = [AtomicI32::new(0), AtomicI32::new(0)];
 #[unsafe(no_mangle)] pub extern "C" fn ncclCommDestroy(_: usize) -> i32 { ENDED[0].fetch_add(1, SeqCst); 0 }
 #[unsafe(no_mangle)] pub extern "C" fn ncclCommAbort(_: usize) -> i32 { ENDED[1].fetch_add(1, SeqCst); 0 }
-/// How many communicators were destroyed, and how many aborted.
-#[unsafe(no_mangle)] pub extern "C" fn standInEnded(i: usize) -> i32 { ENDED[i].load(SeqCst) }
+/// Returns the number of destroyed (0) or aborted (1) communicators.
+#[unsafe(no_mangle)] pub extern "C" fn mockEnded(i: usize) -> i32 { ENDED[i].load(SeqCst) }
 
 #[unsafe(no_mangle)] pub unsafe extern "C" fn ncclAllReduce(send: usize, recv: usize, count: usize, dtype: i32, op: i32, comm: usize, stream: usize) -> i32 {
     unsafe { collective(comm, Call { name: "all_reduce", send, recv, count, dtype, op }, stream) }

@@ -1,5 +1,5 @@
-//! A stand-in driver, built here and loaded in place of libcuda: arguments must arrive unchanged, and what it lacks must
-//! answer "not found".
+//! Calls a mock driver that is loaded instead of libcuda. Arguments must arrive unchanged, and functions that it lacks must
+//! return CUDA_ERROR_NOT_FOUND.
 
 mod common;
 
@@ -16,7 +16,7 @@ use std::ffi::c_void;
     if code != 719 { return 1 }
     unsafe { *name = c"CUDA_ERROR_LAUNCH_FAILED".as_ptr().cast() }; 0
 }
-// Twelve arguments: six in registers, six on the stack. Their digits must come back in order.
+// Twelve arguments: six in registers, six on the stack. Returns their digits in order.
 #[unsafe(no_mangle)] pub unsafe extern "C" fn cuTensorMapEncodeTiled(map: *mut u64, a: i32, b: u32, c: *mut c_void,
     d: *const u64, e: *const u64, f: *const u32, g: *const u32, h: i32, i: i32, j: i32, k: i32) -> u32 {
     let digits = [a as u64, b as u64, c as u64, d as u64, e as u64, f as u64, g as u64, h as u64, i as u64, j as u64, k as u64];
@@ -25,7 +25,7 @@ use std::ffi::c_void;
 "#;
 
 #[test]
-fn jumps_carry_arguments_and_absences_are_errors() {
+fn late_bound_calls_pass_arguments_and_report_missing_functions() {
     let dir = tempfile::tempdir().unwrap();
     cuda_driver::load_from(build(dir.path(), SOURCE)).unwrap();
 
@@ -34,7 +34,7 @@ fn jumps_carry_arguments_and_absences_are_errors() {
 
     let mut map = sys::CUtensorMap([0; 16]);
     let at = |digit: usize| std::ptr::without_provenance_mut::<u8>(digit);
-    // SAFETY: the stand-in reads no pointer but the first.
+    // SAFETY: the mock accesses no pointer but the first.
     let code = unsafe {
         let (c, d, e, f, g) = (at(3).cast(), at(4).cast(), at(5).cast(), at(6).cast(), at(7).cast());
         sys::cuTensorMapEncodeTiled(&raw mut map, 1, 2, c, d, e, f, g, 8, 9, 10, 11)
@@ -43,10 +43,10 @@ fn jumps_carry_arguments_and_absences_are_errors() {
 
     let missing = cuda_driver::missing();
     assert!(missing.contains(&"cuLaunchKernelEx") && !missing.contains(&"cuInit"), "{missing:?}");
-    // SAFETY: the stand-in has no such call, so none of the arguments is read.
+    // SAFETY: the mock lacks this function, so none of the arguments is read.
     assert_eq!(unsafe { sys::cuGraphLaunch(std::ptr::null_mut(), std::ptr::null_mut()) }, 500);
 
-    // A code that cust's enum knows and a name from the driver; no text, so one of ours.
+    // The mock has a name for this code, but no description.
     let error = cuda_driver::Gpu::open(1).unwrap_err();
     assert_eq!(error.code(), Some(719));
     let text = error.to_string();

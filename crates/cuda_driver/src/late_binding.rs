@@ -1,8 +1,9 @@
-//! The table of late-bound driver functions and the library that fills it.
+//! The table of late-bound driver functions, and the library that fills it.
 
 use crate::Error;
+use crate::sys::{CU_STREAM_NON_BLOCKING, CUstream};
 use std::arch::naked_asm;
-use std::ffi::{CStr, OsStr, c_char, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 
@@ -15,33 +16,48 @@ extern "C" fn not_initialized() -> u32 {
     NOT_INITIALIZED
 }
 
-/// Stands where the driver is too old to have a function.
+/// Replaces a function that the driver is too old to have.
 extern "C" fn not_found() -> u32 {
     NOT_FOUND
 }
 
-/// The one function that is more than a jump: cust's `CudaError::to_string` panics where it fails, so it never does.
+/// Calls the driver's `cuGetErrorString`, and gives a general text where that fails: cust's `CudaError::to_string` panics on
+/// a failure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32 {
     type ErrorString = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
-    // SAFETY: the slot holds the driver's cuGetErrorString or a stand-in that reads no argument.
+    // SAFETY: the slot holds the driver's cuGetErrorString or a fallback that reads no argument.
     let real: ErrorString = unsafe { std::mem::transmute(slot::ERROR_STRING.load(Relaxed)) };
     let mut found: *const c_char = std::ptr::null();
-    // SAFETY: `found` is a valid place for the answer.
+    // SAFETY: `found` is valid for a write.
     if unsafe { real(code, &raw mut found) } != 0 || found.is_null() {
         found = c"CUDA error without a description".as_ptr();
     }
-    // SAFETY: the caller passes a valid place for the text, as cuGetErrorString requires.
+    // SAFETY: the caller passes a pointer that is valid for a write, as cuGetErrorString requires.
     unsafe { *text = found };
     0
 }
 
+/// Calls the driver's `cuStreamCreateWithPriority` with the non-blocking flag, which `cust::stream::Stream::new` removes.
+///
+/// cust removes it because its synchronous copies run on the legacy default stream, which does not wait for non-blocking
+/// streams. This crate makes no such copies.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: u32, priority: c_int) -> u32 {
+    type Create = unsafe extern "C" fn(*mut CUstream, u32, c_int) -> u32;
+    // SAFETY: the slot holds the driver's cuStreamCreateWithPriority or a fallback that reads no argument.
+    let real: Create = unsafe { std::mem::transmute(slot::STREAM_CREATE.load(Relaxed)) };
+    // SAFETY: the caller passes a pointer that is valid for a write, as cuStreamCreateWithPriority requires.
+    unsafe { real(stream, flags | CU_STREAM_NON_BLOCKING, priority) }
+}
+
 macro_rules! late_bound {
     ($($name:ident)*) => {
-        #[expect(non_upper_case_globals, reason = "the driver's names")]
+        #[expect(non_upper_case_globals, reason = "these are the driver's names")]
         mod slot {
             use super::{Slot, not_initialized};
             pub static ERROR_STRING: Slot = Slot::new(not_initialized as *mut _);
+            pub static STREAM_CREATE: Slot = Slot::new(not_initialized as *mut _);
             $(pub static $name: Slot = Slot::new(not_initialized as *mut _);)*
         }
 
@@ -62,8 +78,9 @@ macro_rules! late_bound {
 
         static TABLE: &[(&CStr, &Slot)] = &[
             (c"cuGetErrorString", &slot::ERROR_STRING),
+            (c"cuStreamCreateWithPriority", &slot::STREAM_CREATE),
             $((
-                // A C string literal of the name; concat! ends it with its NUL.
+                // The name as a C string, ended by a NUL.
                 match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                     Ok(name) => name,
                     Err(_) => unreachable!(),
@@ -74,7 +91,7 @@ macro_rules! late_bound {
     };
 }
 
-// What cust 0.3.2 refers to, then what `sys` adds.
+// The functions that cust 0.3.2 refers to, then those that `beyond_cust::sys` adds.
 late_bound! {
     cuArray3DCreate_v2 cuArray3DGetDescriptor_v2 cuArrayDestroy cuCtxCreate_v2 cuCtxDestroy_v2 cuCtxGetApiVersion
     cuCtxGetCacheConfig cuCtxGetCurrent cuCtxGetDevice cuCtxGetFlags cuCtxGetLimit cuCtxGetSharedMemConfig
@@ -92,34 +109,33 @@ late_bound! {
     cuMemcpyDtoH_v2 cuMemcpyHtoA_v2 cuMemcpyHtoDAsync_v2 cuMemcpyHtoD_v2 cuMemsetD16Async cuMemsetD16_v2
     cuMemsetD32Async cuMemsetD32_v2 cuMemsetD8Async cuMemsetD8_v2 cuModuleGetFunction cuModuleGetGlobal_v2
     cuModuleLoad cuModuleLoadData cuModuleLoadDataEx cuModuleUnload cuOccupancyAvailableDynamicSMemPerBlock
-    cuOccupancyMaxActiveBlocksPerMultiprocessor cuOccupancyMaxPotentialBlockSize cuStreamCreateWithPriority
-    cuStreamDestroy_v2 cuStreamGetFlags cuStreamGetPriority cuStreamSynchronize cuStreamWaitEvent
+    cuOccupancyMaxActiveBlocksPerMultiprocessor cuOccupancyMaxPotentialBlockSize cuStreamDestroy_v2
+    cuStreamGetFlags cuStreamGetPriority cuStreamSynchronize cuStreamWaitEvent
     cuSurfObjectCreate cuSurfObjectDestroy cuSurfObjectGetResourceDesc cuTexObjectCreate cuTexObjectDestroy
     cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc
 
     cuDeviceGetUuid_v2 cuFuncSetAttribute cuGetErrorName cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch
-    cuGraphUpload cuLaunchKernelEx cuMemHostAlloc cuStreamBeginCapture_v2 cuStreamCreate cuStreamEndCapture
-    cuStreamQuery cuTensorMapEncodeTiled
+    cuGraphUpload cuLaunchKernelEx cuStreamBeginCapture_v2 cuStreamEndCapture cuTensorMapEncodeTiled
 }
 
-/// Opens libcuda.so.1 and binds the table. The first outcome, good or bad, is kept for the life of the process.
+/// Opens libcuda.so.1 and fills the table of driver functions. Later calls return the result of the first.
 pub fn load() -> Result<(), Error> {
     bind(&["libcuda.so.1".as_ref(), "/usr/lib/wsl/lib/libcuda.so.1".as_ref()])
 }
 
-/// As [`load`], from a driver library at `path` instead of libcuda.so.1.
+/// Does the same as [`load`], with the driver library at `path` instead of libcuda.so.1.
 pub fn load_from(path: impl AsRef<OsStr>) -> Result<(), Error> {
     bind(&[path.as_ref()])
 }
 
-/// What the driver lacks, or why there is none.
+/// The names of functions that the driver lacks, or the reason why there is no driver.
 static OUTCOME: OnceLock<Result<Vec<&'static str>, String>> = OnceLock::new();
 
 fn bind(candidates: &[&OsStr]) -> Result<(), Error> {
     let outcome = OUTCOME.get_or_init(|| {
         let mut reason = String::new();
         for name in candidates {
-            // SAFETY: a CUDA driver's initialisers may run at any time, and the library is never closed.
+            // SAFETY: the initializers of a CUDA driver may run at any time, and the library is never closed.
             match unsafe { libloading::Library::new(*name) } {
                 Ok(library) => {
                     return Ok(fill(&std::mem::ManuallyDrop::new(library)));
@@ -133,11 +149,11 @@ fn bind(candidates: &[&OsStr]) -> Result<(), Error> {
     outcome.as_ref().map(|_| ()).map_err(|reason| Error::NoDriver { reason: reason.clone() })
 }
 
-/// Fills the table; returns the names that the library does not have.
+/// Fills the table. Returns the names that the library does not have.
 fn fill(library: &libloading::Library) -> Vec<&'static str> {
     let mut absent = Vec::new();
     for (name, slot) in TABLE {
-        // SAFETY: only the address is taken; the signature is that of whoever calls through the slot.
+        // SAFETY: only the address is taken; each caller declares the signature that it calls through the slot.
         let symbol = unsafe { library.get::<*mut c_void>(*name) };
         if symbol.is_err() {
             absent.extend(name.to_str());
@@ -148,12 +164,12 @@ fn fill(library: &libloading::Library) -> Vec<&'static str> {
     absent
 }
 
-/// dlopen's own words, which libloading keeps as the source.
+/// Returns the message of `dlopen`, which libloading keeps as the error's source.
 pub(crate) fn text_of(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Names in the table that the loaded driver does not have; empty before [`load`].
+/// Returns the names of driver functions that the loaded driver does not have. Empty before [`load`].
 pub fn missing() -> &'static [&'static str] {
     OUTCOME.get().and_then(|outcome| outcome.as_deref().ok()).unwrap_or_default()
 }
