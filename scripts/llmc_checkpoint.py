@@ -36,7 +36,7 @@ def floats(tensor, truncate=False):
     return struct.pack(f"<{n}f", *values)
 
 
-def shard(tensor, rank, ranks):
+def shard_of(tensor, rank, ranks):
     """Returns one rank's shard: an equal part of each tensor of each layer."""
     c, l = CHANNELS, LAYERS
     layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c]
@@ -118,9 +118,9 @@ def write(directory, bf16, masters, shuffle, ranks=1):
         halves[at], halves[at + 1] = struct.unpack("<2i", struct.pack("<Q", wide))
     for rank in range(ranks):
         flags = {0: 20240527, 1: 1, 2: ranks, 3: rank, 4: int(masters), 5: int(shuffle), 10: STEP}
-        state = header(flags | halves) + shard(M, rank, ranks) + shard(V, rank, ranks)
+        state = header(flags | halves) + shard_of(M, rank, ranks) + shard_of(V, rank, ranks)
         if masters:  # in fp32 the master weights are the weights
-            state += shard(MASTERS if bf16 else PARAMS, rank, ranks)
+            state += shard_of(MASTERS if bf16 else PARAMS, rank, ranks)
         if shuffle:
             state += loader.pack()
         (directory / f"state_{STEP:08}_{rank:05}.bin").write_bytes(state)
