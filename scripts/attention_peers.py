@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Times causal attention in PyTorch, forward and backward, with cuDNN's and FlashAttention-2's kernels.
+"""Times causal attention in PyTorch, forward and backward, with cuDNN and FlashAttention-2.
 
     scripts/attention_peers.py [--shape B,NH,T,HS]... [--backend cudnn|flash]...
 
-Run beside `host bench attention`, on the same machine. Prints median and spread of TFLOP/s, the FLOPs that the mask hides
-left out: 2 B NH T T HS forward, 2.5 times that backward. Q, K, V are views of one packed tensor (B,T,3,NH,HS), as here.
+Compare with `llm-rs bench attention` on the same machine. Prints the median and range of TFLOP/s. FLOPs above the diagonal are
+not counted: 2 B NH T T HS forward, 2.5 times that backward. Q, K and V are views of one packed tensor (B,T,3,NH,HS), as in llm.rs.
 """
 
 import argparse
@@ -22,9 +22,9 @@ def main():
     try:
         import torch
     except ImportError:
-        sys.exit("this needs PyTorch with CUDA: pip install torch")
+        sys.exit("PyTorch: not installed; run `pip install torch`")
     if not torch.cuda.is_available():
-        sys.exit("PyTorch finds no GPU")
+        sys.exit("GPU: PyTorch finds none; check the driver and that PyTorch was built with CUDA")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     print(f"{'B NH T HS':<18} {'backend':<8} {'forward TFLOP/s':>24} {'backward TFLOP/s':>24}")
     for dimensions in options.shape or DEFAULT:
@@ -42,18 +42,18 @@ def shape(text):
     except ValueError:
         numbers = []
     if len(numbers) != 4 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: expected B,NH,T,HS, as 64,12,1024,64")
+        raise argparse.ArgumentTypeError(f"shape: expected B,NH,T,HS such as 64,12,1024,64, found {text!r}")
     return numbers
 
 
 def times(torch, dimensions, backend, launches):
-    """Milliseconds of every forward and every backward."""
+    """Returns the times of every forward and every backward pass, in milliseconds."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     b, nh, t, hs = dimensions
     options = {"device": "cuda", "dtype": torch.bfloat16}
     packed = torch.randn(b, t, 3, nh, hs, **options)
-    q, k, v = (part.detach().requires_grad_() for part in packed.permute(2, 0, 3, 1, 4))
+    q, k, v = (view.detach().requires_grad_() for view in packed.permute(2, 0, 3, 1, 4))
     dout = torch.randn(b, t, nh, hs, **options).transpose(1, 2)
     kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
     with sdpa_kernel(kernels):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""HellaSwag's JSON lines to llm.c's evaluation file, written apart from the program to hold it to.
+"""Converts HellaSwag's JSON lines to llm.c's evaluation file, independently of the program, as a reference for its tests.
 
     pip install regex
     hellaswag_reference.py SET.jsonl r50k_base.tiktoken OUT.bin
 
-r50k_base.tiktoken is GPT-2's vocabulary, as tiktoken and tiktoken-rs ship it. Made tests/data/hellaswag.bin.
+r50k_base.tiktoken is GPT-2's vocabulary; tiktoken and tiktoken-rs ship it. tests/data/hellaswag.bin was made by this script.
 """
 
 import base64

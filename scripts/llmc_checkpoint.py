@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes checkpoints as llm.c would, without any code of this project: tests/data/llmc is what it wrote.
+"""Writes checkpoints in llm.c's format without any code of this project. tests/data/llmc was made by this script.
 
     llmc_checkpoint.py DIRECTORY
 
-Four runs of a model with L=2, NH=2, C=8, maxT=8, V=60: DIRECTORY/bf16 and DIRECTORY/fp32 with master weights,
-DIRECTORY/bf16_without_masters, and DIRECTORY/two_ranks, which is DIRECTORY/bf16 of two GPUs with ZeRO-1. The loader of the bf16 runs shuffles three shards of 41, 70 and 55 tokens (B=2, T=4,
-seed 42) and has read nine batches. Values are `value(tensor, i)`, i counted over all tensors in the order of the file.
+It writes four runs of a model with L=2, NH=2, C=8, maxT=8, V=60: DIRECTORY/bf16 and DIRECTORY/fp32 with master weights,
+DIRECTORY/bf16_without_masters, and DIRECTORY/two_ranks, which is DIRECTORY/bf16 on two GPUs with ZeRO-1. The loader of the
+bf16 runs shuffles three shards of 41, 70 and 55 tokens (B=2, T=4, seed 42) and has read nine batches. Values are
+`value(tensor, i)`, where i counts over all tensors in file order.
 """
 
 import random
@@ -30,22 +31,22 @@ def floats(tensor, truncate=False):
     n = PADDED * c + MAX_T * c + l * (12 * c * c + 13 * c) + 2 * c
     padding = range(VOCAB * c, PADDED * c)
     values = [0.0 if i in padding else value(tensor, i) for i in range(n)]
-    if truncate:  # bf16 is the upper half of a float
+    if truncate:  # bf16 is the upper half of an f32
         return b"".join(struct.pack("<f", x)[2:] for x in values)
     return struct.pack(f"<{n}f", *values)
 
 
-def part(tensor, rank, ranks):
-    """Of each tensor of each layer one of equal parts."""
+def shard_of(tensor, rank, ranks):
+    """Returns one rank's shard: an equal part of each tensor of each layer."""
     c, l = CHANNELS, LAYERS
     layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c]
     sizes = [PADDED * c, MAX_T * c] + [n for n in layer for _ in range(l)] + [c, c]
-    values, parts, at = floats(tensor), [], 0
+    values, slices, offset = floats(tensor), [], 0
     for n in sizes:
-        first = at + rank * n // ranks
-        parts.append(values[4 * first : 4 * (first + n // ranks)])
-        at += n
-    return b"".join(parts)
+        first = offset + rank * n // ranks
+        slices.append(values[4 * first : 4 * (first + n // ranks)])
+        offset += n
+    return b"".join(slices)
 
 
 def header(words):
@@ -56,7 +57,7 @@ def header(words):
 
 
 class Mt19937:
-    """Python's own generator, seeded as C++ and llm.c seed theirs."""
+    """Python's Mersenne Twister, seeded like std::mt19937 and llm.c."""
 
     def __init__(self, seed):
         words = [seed]
@@ -117,9 +118,9 @@ def write(directory, bf16, masters, shuffle, ranks=1):
         halves[at], halves[at + 1] = struct.unpack("<2i", struct.pack("<Q", wide))
     for rank in range(ranks):
         flags = {0: 20240527, 1: 1, 2: ranks, 3: rank, 4: int(masters), 5: int(shuffle), 10: STEP}
-        state = header(flags | halves) + part(M, rank, ranks) + part(V, rank, ranks)
-        if masters:  # an fp32 run's are its weights
-            state += part(MASTERS if bf16 else PARAMS, rank, ranks)
+        state = header(flags | halves) + shard_of(M, rank, ranks) + shard_of(V, rank, ranks)
+        if masters:  # in fp32 the master weights are the weights
+            state += shard_of(MASTERS if bf16 else PARAMS, rank, ranks)
         if shuffle:
             state += loader.pack()
         (directory / f"state_{STEP:08}_{rank:05}.bin").write_bytes(state)

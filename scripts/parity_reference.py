@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Prints what tests/parity.rs expects of the initial weights and of the order of the data, worked out with PyTorch alone.
+"""Prints the initial weights' CRC-32s and the data order that tests/parity.rs expects, computed with PyTorch alone.
 
     ATEN_CPU_CAPABILITY=default python3 scripts/parity_reference.py
 
-Without ATEN_CPU_CAPABILITY=default PyTorch draws normal values with vector instructions, which round otherwise.
+Without ATEN_CPU_CAPABILITY=default, PyTorch draws normal values with vector instructions, which round differently.
 """
 
 import math
@@ -17,7 +17,7 @@ SHARDS = [200, 137, 90, 260, 33]
 
 
 def initial_weights(layers, c, max_t, vocab):
-    """Every drawn tensor, layer by layer, with the CRC-32 of its values in fp32 and rounded to bf16."""
+    """Prints every randomly initialized tensor, layer by layer, with the CRC-32 of its values in fp32 and in bf16."""
     generator = torch.Generator().manual_seed(42)
     residual = 0.02 / math.sqrt(2 * layers)
     draws = [("Wte", 0, (vocab, c), 0.02), ("Wpe", 0, (max_t, c), 0.02)]
@@ -32,7 +32,7 @@ def initial_weights(layers, c, max_t, vocab):
 
 
 def batches(b, t, ranks, rank, n):
-    """First token of each of the first n batches, if token i of all shards together is i."""
+    """Returns the first token of each of the first n batches, if token i of the concatenated shards is i."""
     generator = torch.Generator().manual_seed(42 + rank)
 
     def shuffle(order):

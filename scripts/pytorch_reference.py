@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Makes the reference files of tests/data with PyTorch: a small GPT-2 in llm.c's formats.
+"""Makes the reference files in tests/data with PyTorch: small GPT-2 models in llm.c's formats.
 
     ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py NAME FOLDER [DEVICE]
     ATEN_CPU_CAPABILITY=default python3 scripts/pytorch_reference.py --normal
 
-The first writes, for NAME = tiny (or one of the other SHAPES below)
+The first command writes, for NAME = tiny (or another of the SHAPES below):
     tiny.bin              model, fp32 (version 3)
     tiny_debug_state.bin  inputs, targets, logits, loss and the gradient of every parameter
     tiny_losses.json      losses and gradient norms of ten AdamW steps on that batch, for several settings
-All is computed in double precision, on DEVICE (cpu, or cuda for large ones), and stored in single. The second prints
-CRC-32s of normally distributed tensors.
-Without ATEN_CPU_CAPABILITY=default PyTorch draws normal values with vector instructions, which round otherwise.
+Values are computed in double precision on DEVICE (cpu, or cuda for large models) and stored in single precision. The second
+command prints CRC-32s of normally distributed tensors.
+Without ATEN_CPU_CAPABILITY=default, PyTorch draws normal values with vector instructions, which round differently.
 """
 
 import json
@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-# L, NH, C, V, Vp, maxT, B, T; and what the normal weights are multiplied by
+# (L, NH, C, V, Vp, maxT, B, T), and the factor applied to the normally distributed weights
 SHAPES = {
     "tiny": ((2, 3, 48, 97, 128, 20, 2, 16), 4),
-    # Heads of 64 channels, as a GPU's kernels take them; no row of padding.
+    # Head size 64, which the GPU kernels support; no padding rows.
     "wide": ((1, 1, 64, 61, 61, 9, 2, 9), 4),
     "d12": ((12, 12, 768, 50257, 50304, 1024, 4, 64), 1),
 }
@@ -44,8 +44,8 @@ SETTINGS = [
 
 
 def make_parameters(generator):
-    """As a run begins, but in small models the normal ones larger by a power of two, so that attention is far from uniform,
-    and biases and norms off their initial constants."""
+    """Returns initial parameters that exercise every term: in small models the normally distributed weights are larger by a
+    power of two, so that attention is far from uniform; biases and LayerNorm weights differ from their initial constants."""
 
     def normal(*shape, std):
         return torch.empty(shape).normal_(0, std, generator=generator)
@@ -105,7 +105,7 @@ def train(parameters, x, y, settings):
         loss = loss_of(forward(p, x), y)
         loss.backward()
         norm = torch.sqrt(sum((p[n].grad ** 2).sum() for n in ORDER))
-        # torch.nn.utils.clip_grad_norm_ adds 1e-6 to the norm, llm.c does not.
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6 to the norm; llm.c does not.
         for value in p.values():
             value.grad *= min(1.0, settings["clip"] / norm.item())
         optimizer.step()
@@ -148,7 +148,7 @@ def print_normal():
     sizes = [(16, 1.0), (37, 0.02), (5, 1.0), (4096 * 24, 0.02), (50257 * 16 + 3, 0.02 / math.sqrt(24)), (50257 * 768, 0.02)]
     for n, std in sizes:
         values = torch.empty(n).normal_(0, std, generator=torch.Generator().manual_seed(42))
-        print(f"{n:>9} values of deviation {std:.6f}: {zlib.crc32(single(values)):08x}")
+        print(f"{n:>9} values with standard deviation {std:.6f}: {zlib.crc32(single(values)):08x}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-//! What each target does with its bytes, and the valid files it begins from.
+//! The fuzz targets: how each one reads its input, and the seed files it starts from.
 //!
-//! A target goes as far as the program would: what a reader accepts is used. Its only ways to fail are a panic, an overflow,
-//! an endless loop and too much memory.
+//! A target uses what a reader accepts, as the program would. It fails only by a panic, an overflow, an endless loop or an
+//! excessive allocation.
 
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
@@ -28,48 +28,62 @@ use tempfile::NamedTempFile;
 use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
+/// A fuzz target.
 pub struct Target {
+    /// Name of the target, as in `fuzz_targets/`.
     pub name: &'static str,
-    /// Whether the bytes were a good file.
+    /// Reads and uses the bytes as a file. Returns an error if they are not a valid file.
     read: fn(&[u8]) -> Result<()>,
+    /// Makes small valid files.
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
+/// Token shards.
 pub static TOKENS: Target = Target { name: "tokens", read: read_tokens, seeds: token_files };
+/// Model files.
 pub static MODEL: Target = Target { name: "model", read: read_model, seeds: model_files };
+/// State files of a checkpoint.
 pub static STATE: Target = Target { name: "state", read: read_state, seeds: state_files };
+/// Sidecars (run files) of a checkpoint.
 pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
+/// `main.log` and `main.jsonl` of a resumed run.
 pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
+/// llm.c's debug state files.
 pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
+/// Configuration files of `train`.
 pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: configs };
+/// llm.c's multiple-choice evaluation files.
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
+/// HellaSwag in JSON lines.
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
+/// Text for the tokenizers, and tokens for their decoders.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 
 impl Target {
+    /// Returns true if `data` is a valid file.
     pub fn accepts(&self, data: &[u8]) -> bool {
         (self.read)(data).is_ok()
     }
 
-    /// Small valid files, from the program's own writers.
+    /// Returns small valid files, made by the program's own writers where there are any.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         (self.seeds)()
     }
 }
 
-/// Hands the bytes over as a file, in TMPDIR.
+/// Writes the bytes to a file in TMPDIR and passes its path to `read`.
 fn as_file<T>(data: &[u8], read: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let mut file = NamedTempFile::new()?;
     file.write_all(data)?;
     read(file.path())
 }
 
-/// What a writer that wants a path writes.
+/// Returns the bytes that `write` writes to a path.
 fn written(write: impl FnOnce(&Path) -> Result<()>) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("seed");
-    write(&path).expect("the writer takes what it is given");
-    fs::read(path).expect("it was just written")
+    write(&path).expect("the writer accepts its input");
+    fs::read(path).expect("the file was just written")
 }
 
 fn read_tokens(data: &[u8]) -> Result<()> {
@@ -87,7 +101,7 @@ fn token_files() -> Vec<Vec<u8>> {
     vec![written(|path| tokens::write(path, &[50_256, 1, 2, 3])), written(|path| tokens::write(path, &[7; 100]))]
 }
 
-/// A model for sequences of up to 8 tokens.
+/// Returns a model for sequences of up to 8 tokens, and its engine.
 fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
     let mut engine = Cpu::new();
     let capacity = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
@@ -110,20 +124,20 @@ fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
     let layout = Params::new(descriptor);
     let params = vec![0x3d; layout.elements() * dtype.bytes()];
     let mut file = Vec::new();
-    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
+    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("writing to memory succeeds");
     file
 }
 
 fn model_files() -> Vec<Vec<u8>> {
-    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is one");
+    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is valid");
     vec![model_file(smallest, DType::F32), model_file(small(), DType::Bf16), model_file(small(), DType::F32)]
 }
 
 fn small() -> Descriptor {
-    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is one")
+    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is valid")
 }
 
-/// What the checkpoints below are of.
+/// The model file of the checkpoints below.
 static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DType::F32));
 const STEP: usize = 7;
 
@@ -131,7 +145,7 @@ fn small_loader() -> Result<Loader> {
     Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
-/// Goes on from a checkpoint of these files, `compare`d with `identity` if there is a sidecar.
+/// Resumes from a checkpoint with these files. Compares the identity first if there is a sidecar.
 fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let directory = tempfile::tempdir()?;
     let write = |name: String, bytes: &[u8]| fs::write(directory.path().join(name), bytes);
@@ -142,7 +156,7 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
         write(sidecar_name(STEP), sidecar)?;
     }
     let found = resume::newest(directory.path())?;
-    let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
+    let checkpoint = found.checkpoint.context("the checkpoint was not found")?;
     if let Some((_, identity)) = sidecar {
         checkpoint.compare(identity, small(), false)?;
     }
@@ -175,10 +189,10 @@ fn read_state(data: &[u8]) -> Result<()> {
 }
 
 fn state_files() -> Vec<Vec<u8>> {
-    [false, true].map(|masters| state_file(masters).expect("memory takes it")).into()
+    [false, true].map(|masters| state_file(masters).expect("writing to memory succeeds")).into()
 }
 
-static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("memory takes it"));
+static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("writing to memory succeeds"));
 
 fn good_sidecar() -> Sidecar {
     let sum = |name, bytes: &[u8]| FileSum { name, bytes: bytes.len() as u64, xxh3: hex(xxh3_64(bytes)) };
@@ -186,25 +200,25 @@ fn good_sidecar() -> Sidecar {
     let identity = Identity {
         program: "host 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
-        config: serde_json::from_str(settings).expect("the settings are JSON"),
-        train: fingerprint::of(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
+        config: serde_json::from_str(settings).expect("the settings are valid JSON"),
+        train: fingerprint::of(&small_loader().expect("there are enough tokens")).expect("the tokens are in memory"),
         val: None,
         ranks: 1,
     };
-    let product = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
+    let choice = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
         "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],
         "algo": [1, 2, 3, 4, 5, 6, 7, 18446744073709551615]}"#;
-    let product = serde_json::from_str(product).expect("the choice is one");
+    let choice = serde_json::from_str(choice).expect("the GEMM choice is valid JSON");
     Sidecar {
         step: STEP,
         identity,
         progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
-        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![product] }),
+        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![choice] }),
         files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
     }
 }
 
-/// Takes a file as it is, or what stands in one under a checksum, which no fuzzer would guess.
+/// Reads the data as a sidecar, or as the body of one. In the latter case it adds the checksum, which a fuzzer cannot guess.
 fn read_sidecar(data: &[u8]) -> Result<()> {
     static NOW: LazyLock<Identity> = LazyLock::new(|| good_sidecar().identity);
     let sealed;
@@ -221,11 +235,11 @@ fn read_sidecar(data: &[u8]) -> Result<()> {
 
 fn sidecars() -> Vec<Vec<u8>> {
     let mut file = Vec::new();
-    good_sidecar().write(&mut file).expect("memory takes it");
-    vec![file, serde_json::to_vec(&good_sidecar()).expect("memory takes it")]
+    good_sidecar().write(&mut file).expect("writing to memory succeeds");
+    vec![file, serde_json::to_vec(&good_sidecar()).expect("writing to memory succeeds")]
 }
 
-/// Both logs of a run that goes on at a step in their midst.
+/// Resumes both logs at a step in the middle of them.
 fn read_log(data: &[u8]) -> Result<()> {
     let directory = tempfile::tempdir()?;
     for name in ["main.log", "main.jsonl"] {
@@ -254,7 +268,7 @@ fn configs() -> Vec<Vec<u8>> {
     vec![every_kind.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
 }
 
-/// The states are of a model that is all alike.
+/// Reads debug states of the constant model [`SMALL_MODEL`].
 fn read_debug_state(data: &[u8]) -> Result<()> {
     as_file(&SMALL_MODEL, |model| {
         as_file(data, |state| {
@@ -264,7 +278,7 @@ fn read_debug_state(data: &[u8]) -> Result<()> {
     })
 }
 
-/// Of any content: the program has no writer of them.
+/// Makes debug states with arbitrary contents. The program has no writer for them.
 fn debug_states() -> Vec<Vec<u8>> {
     let state = |b: usize, t: usize| {
         let header = [20_240_327, 2, b as i32, t as i32].into_iter().chain([0; 252]);

@@ -18,7 +18,7 @@ impl Tolerance {
     /// bf16 keeps 8 bits, so each stored activation is off by up to 2^-9, 0.2 %, and a layer stores some ten of them one
     /// after the other; errors of different elements are independent and add up as a random walk: with 12 layers some
     /// 2^-9 · sqrt(120), 2 % of a typical value, and of the largest one, to which these bounds are relative, less: GPT-2 124M
-    /// on a GPU has logits within 0.9 % and gradients within 0.4 to 1.7 % (docs/bench/verify-d12-h200.txt). llm.c allows
+    /// on a GPU has logits within 0.9 % and gradients within 0.4 to 1.7 % (docs/bench/verify-d12.txt). llm.c allows
     /// logits to be 25.0 off (20 % of GPT-2's), and gradients 7.9 % of each value and 0.004 to 0.5 on top, there from
     /// 60 % of a tensor's largest gradient to eighty times it.
     const BF16: Self = Self {
