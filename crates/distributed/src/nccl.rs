@@ -6,7 +6,7 @@ use super::watchdog::Device;
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
 use engine::tensor::{DType, Sharded, Tensor};
-use engine::{Engine, DeviceTensor, Result};
+use engine::{DeviceTensor, Engine, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;

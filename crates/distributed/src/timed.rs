@@ -3,7 +3,7 @@
 use super::communicator::Communicator;
 use super::star::{Reduction, Star};
 use engine::tensor::{Sharded, Tensor};
-use engine::{Engine, Result, PendingRead};
+use engine::{Engine, PendingRead, Result};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;

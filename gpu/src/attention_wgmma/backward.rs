@@ -130,7 +130,7 @@ impl<H: Head> Backward<H> {
     #[inline(always)]
     pub fn load_resident(self, sources: [PanelSource; 2], tile: WorkTile) {
         let full = self.shared.resident_barriers.full.at(0);
-        full.arrive_expecting(CONSUMERS * PanelPair::<H>::BYTES);
+        full.arrive_expect_tx(CONSUMERS * PanelPair::<H>::BYTES);
         for i in 0..CONSUMERS {
             self.shared.resident.after(i).load(sources, tile.tile * TILE + i * ROWS, tile.b, full);
         }
@@ -140,7 +140,7 @@ impl<H: Head> Backward<H> {
     #[inline(always)]
     pub fn load_streamed(self, sources: [PanelSource; 2], tile: WorkTile, row: u32, stage: u32) {
         let full = self.shared.streamed_barriers.full.at(stage);
-        full.arrive_expecting(PanelPair::<H>::BYTES);
+        full.arrive_expect_tx(PanelPair::<H>::BYTES);
         self.shared.streamed.after(stage).load(sources, row, tile.b, full);
     }
 

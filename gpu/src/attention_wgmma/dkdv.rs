@@ -205,7 +205,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             wgmma::commit();
             // The previous panel's gradients and S have finished. dP is still in flight.
             wgmma::wait::<1>();
-            s.settle();
+            s.fence_accumulators();
             if panel != INDEX {
                 shared.streamed_barriers.release(previous);
             }
@@ -215,7 +215,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             }
             let p = square_fragments(&s);
             wgmma::wait::<0>();
-            dp.settle();
+            dp.fence_accumulators();
             score_gradients(&mut dp, &s, statistics.skip(ROWS as usize));
             let ds = square_fragments(&dp);
             wgmma::fence();
@@ -229,8 +229,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             }
         }
         wgmma::wait::<0>();
-        dk.settle();
-        dv.settle();
+        dk.fence_accumulators();
+        dv.fence_accumulators();
         shared.streamed_barriers.release(previous);
         let stage = self.resident.advance();
         if !Self::IN_REGISTERS {

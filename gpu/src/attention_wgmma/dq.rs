@@ -168,7 +168,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             wgmma::commit();
             // The previous panel's gradient and S have finished. dP is still in flight.
             wgmma::wait::<1>();
-            s.settle();
+            s.fence_accumulators();
             if panel > 0 {
                 shared.streamed_barriers.release(previous);
             }
@@ -179,7 +179,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
                 mask_diagonal(&mut s, 0, ROWS, 0.0);
             }
             wgmma::wait::<0>();
-            dp.settle();
+            dp.fence_accumulators();
             for i in 0..32 {
                 dp[i] = s[i] * (dp[i] - rows[i / 2 % 2].d);
             }
@@ -194,7 +194,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             }
         }
         wgmma::wait::<0>();
-        dq.settle();
+        dq.fence_accumulators();
         shared.streamed_barriers.release(previous);
         for _ in INDEX + 1..CONSUMERS {
             // All keys of this panel come after this consumer's queries.

@@ -166,7 +166,7 @@ impl<H: Head> Producer<H> {
         self.shared.work_tiles.set((round % WORK_TILES) as usize, tile);
         let full = self.shared.q_barriers.full.at(self.q.stage());
         let to = self.shared.q.after(self.q.advance() * CONSUMERS);
-        full.arrive_expecting(CONSUMERS * Panel::<H>::BYTES);
+        full.arrive_expect_tx(CONSUMERS * Panel::<H>::BYTES);
         for i in 0..CONSUMERS {
             let y = tile.tile * TILE + i * ROWS;
             to.after(i).load(self.qkv, self.scheduler.column(tile, 0), y, tile.b, full);
@@ -213,7 +213,7 @@ impl<H: Head> Producer<H> {
     /// Starts the loads of the `stage`-th stage of K (`part` 1) or V (`part` 2) of a head.
     #[inline(always)]
     fn load(&self, to: Panel<H>, part: u32, tile: WorkTile, stage: u32, full: MBarrier) {
-        full.arrive_expecting(panels::<H>() * Panel::<H>::BYTES);
+        full.arrive_expect_tx(panels::<H>() * Panel::<H>::BYTES);
         for i in 0..panels::<H>() {
             let y = (stage * panels::<H>() + i) * ROWS;
             to.after(i).load(self.qkv, self.scheduler.column(tile, part), y, tile.b, full);
@@ -288,7 +288,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.acquire_queries(queries);
         let keys = self.start_scores(scores, queries);
         wgmma::wait::<0>();
-        scores.settle();
+        scores.fence_accumulators();
         self.shared.k_barriers.release(keys);
     }
 
@@ -351,7 +351,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         mask_diagonal(scores, INDEX % panels::<H>() * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
         // serialize it.
-        scores.settle();
+        scores.fence_accumulators();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         let mut o = H::OutputAccumulators::ZERO;
         // Two sets of score accumulators alternate.
@@ -375,7 +375,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             softmax.raise(max);
         }
         wgmma::wait::<0>();
-        o.settle();
+        o.fence_accumulators();
         self.shared.v_barriers.release(self.v.advance());
         (o, softmax)
     }
@@ -405,8 +405,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             Softmax::<H>::zero_masked::<1>(scores);
         }
         wgmma::wait::<0>();
-        next.settle();
-        o.settle();
+        next.fence_accumulators();
+        o.fence_accumulators();
         self.shared.k_barriers.release(keys);
         if pv_in_flight {
             self.shared.v_barriers.release(self.v.advance());

@@ -3,7 +3,7 @@
 use super::{Head, WARPGROUP};
 use core::marker::PhantomData;
 use core::ops::Index;
-use cuda_std::hopper::wgmma::{Accumulators, Operand, OperandByRows};
+use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand, MnMajorOperand};
 use cuda_std::hopper::{MBarrier, SwizzledTile, TensorMap};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, element, thread, warp};
@@ -37,33 +37,33 @@ impl<H: Head> Panel<H> {
     /// Returns the panel that is `count` panels after this one.
     #[inline(always)]
     pub fn after(self, count: u32) -> Self {
-        Self { first: self.first.same_shape_after(count * Self::TILES), ..self }
+        Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
     }
 
     /// Returns the tile of columns 64 `i` .. 64 `i` + 64.
     #[inline(always)]
     pub fn tile(self, i: u32) -> SwizzledTile<64> {
-        self.first.same_shape_after(i)
+        self.first.offset_tiles(i)
     }
 
     /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
     #[inline(always)]
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
         for i in 0..Self::TILES {
-            self.tile(i).load_of(map, x + 64 * i, y, b, full);
+            self.tile(i).load_3d(map, x + 64 * i, y, b, full);
         }
     }
 
     /// Returns columns 16 `step` .. as the K dimension of an operand whose M (or N) dimension are the rows.
     #[inline(always)]
-    pub fn operand(self, step: u32) -> Operand {
-        self.tile(step / 4).operand(step % 4)
+    pub fn k_major_operand(self, step: u32) -> KMajorOperand {
+        self.tile(step / 4).k_major_operand(step % 4)
     }
 
     /// Returns rows 16 `step` .. as the K dimension of an operand whose N dimension are the HS columns.
     #[inline(always)]
-    pub fn operand_by_rows(self, step: u32) -> OperandByRows {
-        self.first.operand_by_rows(step)
+    pub fn mn_major_operand(self, step: u32) -> MnMajorOperand {
+        self.first.mn_major_operand(step)
     }
 
     /// Loads this warp's 16 rows as A fragments.
@@ -71,7 +71,7 @@ impl<H: Head> Panel<H> {
     pub fn row_fragments(self) -> H::RowFragments {
         let mut rows = H::ZERO_ROWS;
         for step in 0..H::HS / 16 {
-            rows[step as usize] = self.tile(step / 4).left(warp_row(), step % 4);
+            rows[step as usize] = self.tile(step / 4).load_a_fragment(warp_row(), step % 4);
         }
         rows
     }
@@ -82,7 +82,7 @@ impl<H: Head> Panel<H> {
     #[inline(always)]
     pub fn start_scores<D: Accumulators>(self, d: &mut D, a: &H::RowFragments, accumulate: bool) {
         for step in 0..H::HS / 16 {
-            d.product_with(a[step as usize], self.operand(step), accumulate || step > 0);
+            d.mma_with_a_registers(a[step as usize], self.k_major_operand(step), accumulate || step > 0);
         }
     }
 
@@ -90,7 +90,7 @@ impl<H: Head> Panel<H> {
     #[inline(always)]
     pub fn start_scores_from_shared<D: Accumulators>(self, d: &mut D, a: Self, accumulate: bool) {
         for step in 0..H::HS / 16 {
-            d.product(a.operand(step), self.operand(step), accumulate || step > 0);
+            d.mma(a.k_major_operand(step), self.k_major_operand(step), accumulate || step > 0);
         }
     }
 
@@ -103,7 +103,7 @@ impl<H: Head> Panel<H> {
         panels: u32,
     ) {
         for step in 0..4 * panels {
-            d.product_with_rows(a[step as usize], self.after(step / 4).operand_by_rows(step % 4), true);
+            d.mma_with_a_registers(a[step as usize], self.after(step / 4).mn_major_operand(step % 4), true);
         }
     }
 }

@@ -30,10 +30,10 @@ pub fn run(kernel: impl WarpSpecialized) {
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
     if role == 0 {
-        hopper::give_registers::<PRODUCER_REGISTERS>();
+        hopper::decrease_registers::<PRODUCER_REGISTERS>();
         kernel.produce();
     } else {
-        hopper::take_registers::<CONSUMER_REGISTERS>();
+        hopper::increase_registers::<CONSUMER_REGISTERS>();
         // The number of panels depends on the consumer. With a constant index, ptxas knows that loop bounds are uniform
         // within a warp, and computes addresses once per warp.
         if role == 1 {

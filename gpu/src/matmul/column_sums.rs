@@ -59,7 +59,7 @@ pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: TileScheduler, out
             let rows = shared.pool.rows::<64>(state.stage() * T::STAGE_ROWS + first);
             while next < at + 4 {
                 for j in 0..4 {
-                    let words = rows.left((next - at) * 16, j).map(unpack_pair);
+                    let words = rows.load_a_fragment((next - at) * 16, j).map(unpack_pair);
                     let s = &mut sum[j as usize];
                     for i in 0..2 {
                         s[i] += words[0][i] + words[1][i];

@@ -224,7 +224,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     fn load_aux(&self, subtile: u32, row: u32, column: u32) {
         let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
         let full = self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot);
-        full.arrive_expecting(SwizzledTile::<64>::BYTES);
+        full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
         let (x, y) = (column + subtile / halves * EPILOGUE_TILE, row + subtile % halves * EPILOGUE_TILE);
         self.buffer(slot).load(self.operands.aux, x, y, full);
     }
@@ -260,7 +260,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         let (slot, uses) = self.slot(subtile);
         // out overwrites aux: each warp overwrites only elements that it has read itself.
         let out = self.buffer(slot);
-        let second = if E::SECOND { out.same_shape_after(1) } else { out };
+        let second = if E::SECOND { out.offset_tiles(1) } else { out };
         if E::AUX {
             self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
         } else {
@@ -286,7 +286,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
                     x[i] += bias[quarter * 2 + i / 4][i % 2];
                 }
             }
-            let aux = if E::AUX { out.left(first_row, quarter as u32) } else { [0; 4] };
+            let aux = if E::AUX { out.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut words, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
                 [words[i], second_words[i]] = E::apply([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
@@ -317,7 +317,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     #[inline(always)]
     fn load_next_aux<const PENDING: u32>(&self, subtile: u32, row: u32, column: u32) {
         if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {
-            tma::wait_stores_read_but::<PENDING>();
+            tma::wait_stores_read_all_but::<PENDING>();
             self.load_aux(subtile - 1 + slots::<E, T>(), row, column);
         }
     }
@@ -327,8 +327,8 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
 #[inline(always)]
 fn wait_for_free_slot<E: Epilogue, T: Tile>() {
     match slots::<E, T>() {
-        2 => tma::wait_stores_read_but::<1>(),
-        3 => tma::wait_stores_read_but::<2>(),
-        _ => tma::wait_stores_read_but::<3>(),
+        2 => tma::wait_stores_read_all_but::<1>(),
+        3 => tma::wait_stores_read_all_but::<2>(),
+        _ => tma::wait_stores_read_all_but::<3>(),
     }
 }

@@ -208,11 +208,11 @@ fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_S
     // 384 · 168 = 128 · 24 + 256 · 240 = 128 · 40 + 256 · 232 = 128 · 56 + 256 · 224.
     if role == 0 {
         if COLUMN_SUMS {
-            hopper::give_registers::<56>();
+            hopper::decrease_registers::<56>();
         } else if L::A_M_MAJOR {
-            hopper::give_registers::<40>();
+            hopper::decrease_registers::<40>();
         } else {
-            hopper::give_registers::<24>();
+            hopper::decrease_registers::<24>();
         }
         if thread::thread_idx_x() == 0 {
             produce::<L, T>(shared, a, b, scheduler);
@@ -223,11 +223,11 @@ fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_S
         }
     } else {
         if COLUMN_SUMS {
-            hopper::take_registers::<224>();
+            hopper::increase_registers::<224>();
         } else if L::A_M_MAJOR {
-            hopper::take_registers::<232>();
+            hopper::increase_registers::<232>();
         } else {
-            hopper::take_registers::<240>();
+            hopper::increase_registers::<240>();
         }
         let consumer = role - 1;
         let mut epilogue = epilogue(shared, consumer);

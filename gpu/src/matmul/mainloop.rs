@@ -52,7 +52,7 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     let k = step * TILE_K;
     let full = shared.full.at(stage);
     let first_row = stage * T::STAGE_ROWS;
-    full.arrive_expecting(T::STAGE_ROWS * 128);
+    full.arrive_expect_tx(T::STAGE_ROWS * 128);
     if L::A_M_MAJOR {
         for i in 0..T::TILE_M / 64 {
             shared.pool.rows::<64>(first_row + i * 64).load(a, row + i * 64, k, full);
@@ -65,7 +65,7 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     let b_tile = shared.pool.rows::<64>(first_row + T::TILE_M);
     if L::B_N_MAJOR {
         for i in 0..T::TILE_N / 64 {
-            b_tile.same_shape_after(i).load(b, column + i * 64, k, full);
+            b_tile.offset_tiles(i).load(b, column + i * 64, k, full);
         }
     } else {
         for i in 0..T::TILE_N / T::B_BOX_ROWS {
@@ -124,9 +124,9 @@ pub fn multiply<L: OperandLayout, T: Tile>(
         other_consumer.arrive();
     }
     wgmma::wait::<0>();
-    d.upper.settle();
+    d.upper.fence_accumulators();
     if T::CONSUMER_M > 64 {
-        d.lower.settle();
+        d.lower.fence_accumulators();
     }
     release(shared.empty.at(previous));
     d
@@ -147,22 +147,22 @@ fn start_wgmma<L: OperandLayout, T: Tile>(
     let b = shared.pool.rows::<64>(first_row + T::TILE_M);
     let has_lower = T::CONSUMER_M > 64;
     if L::A_M_MAJOR {
-        let b = b.operand_by_rows(k);
-        d.upper.product(upper.operand_by_rows(k), b, accumulate);
+        let b = b.mn_major_operand(k);
+        d.upper.mma(upper.mn_major_operand(k), b, accumulate);
         if has_lower {
-            d.lower.product(lower.operand_by_rows(k), b, accumulate);
+            d.lower.mma(lower.mn_major_operand(k), b, accumulate);
         }
     } else if L::B_N_MAJOR {
-        let b = b.operand_by_rows(k);
-        d.upper.product(upper.operand(k), b, accumulate);
+        let b = b.mn_major_operand(k);
+        d.upper.mma(upper.k_major_operand(k), b, accumulate);
         if has_lower {
-            d.lower.product(lower.operand(k), b, accumulate);
+            d.lower.mma(lower.k_major_operand(k), b, accumulate);
         }
     } else {
-        let b = b.operand(k);
-        d.upper.product(upper.operand(k), b, accumulate);
+        let b = b.k_major_operand(k);
+        d.upper.mma(upper.k_major_operand(k), b, accumulate);
         if has_lower {
-            d.lower.product(lower.operand(k), b, accumulate);
+            d.lower.mma(lower.k_major_operand(k), b, accumulate);
         }
     }
 }

@@ -223,8 +223,18 @@ proptest! {
         let qkv = bench.normal(b * t * 3 * c);
         let (out, dout, lse) = (bench.normal(b * t * c), bench.normal(b * t * c), bench.normal(b * heads * t));
         let dqkv = bench.normal(b * t * 3 * c);
-        let scope = Scope { b, t, channels: c, heads, padded_vocab: 128, parameters: 0, parts: 1, ranges: 0, training: true };
-        bench.engine.plan(&mut bench.plan, &scope);
+        let workload = Workload {
+            b,
+            t,
+            channels: c,
+            heads,
+            padded_vocab: 128,
+            parameters: 0,
+            norm_tensors: 1,
+            update_ranges: 0,
+            training: true,
+        };
+        bench.engine.plan(&mut bench.plan, &workload);
         bench.ready();
         let shape = AttentionShape { b, t, heads, head_size };
         bench.dyn_engine().run(AttentionForward { out, lse, qkv, shape }).unwrap();

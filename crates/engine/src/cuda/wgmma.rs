@@ -116,7 +116,8 @@ impl WgmmaGemm {
             return Ok(Vec::new());
         };
         let bias = GlobalMut::from_address(bias.unwrap_or_default());
-        let operands = KernelOperands { a, b, out: out_tensor, aux, second, bias, out_address: out, scratch, scratch_len };
+        let operands =
+            KernelOperands { a, b, out: out_tensor, aux, second, bias, out_address: out, scratch, scratch_len };
         Ok(launch::launches(self.op, self.shape, config, operands, executor.sm_count()))
     }
 }

@@ -31,7 +31,6 @@ pub fn problem(gemm: &Gemm) -> Problem {
             _ => Epilogue::None,
         },
         accumulate: gemm.epilogue.accumulates(),
-        batch: 1,
         output: gemm.f32_output.then_some(Element::F32),
     }
 }
@@ -69,7 +68,7 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
     };
     let Problem { m, n, k, .. } = *problem;
     let f32_output = problem.output.is_some();
-    (problem.batch == 1).then_some(Gemm { m: n, n: m, k, layout, precision, epilogue, f32_output })
+    Some(Gemm { m: n, n: m, k, layout, precision, epilogue, f32_output })
 }
 
 /// Returns the problem under which checkpoints store a GEMM's algorithm: also for epilogues that cuBLASLt lacks.
