@@ -1,4 +1,4 @@
-//! Runs a target on libFuzzer's bytes, with a limit on the memory it may take.
+//! Entry points for libFuzzer, which run a target under a memory limit.
 
 pub mod memory;
 pub mod targets;
@@ -11,25 +11,26 @@ use targets::Target;
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-/// Checks the target's valid files, which also loads what stays in memory. If SEEDS names a directory, writes them there and
-/// ends.
+/// Checks that the target accepts its seeds. If `SEEDS` names a directory, writes the seeds there and exits.
+///
+/// The check also initializes lazily allocated data, which would otherwise count towards the memory limit.
 ///
 /// # Panics
-/// If the target refuses one of them, or they cannot be written.
+/// If the target rejects a seed, or a seed cannot be written.
 pub fn begin(target: &Target) {
     let seeds = target.seeds();
     for seed in &seeds {
-        assert!(target.accepts(seed), "{} refuses a file of its own writer", target.name);
+        assert!(target.accepts(seed), "{} rejects a file from the program's own writer", target.name);
     }
     if let Some(directory) = std::env::var_os("SEEDS").map(PathBuf::from) {
         for (i, seed) in seeds.iter().enumerate() {
-            fs::write(directory.join(format!("seed_{i}")), seed).expect("SEEDS names a directory that takes files");
+            fs::write(directory.join(format!("seed_{i}")), seed).expect("SEEDS names a writable directory");
         }
         std::process::exit(0);
     }
 }
 
-/// Tries `data` on the target.
+/// Runs the target on `data` under the memory limit.
 pub fn run(target: &Target, data: &[u8]) {
     memory::within(memory::BUDGET, || target.accepts(data));
 }
