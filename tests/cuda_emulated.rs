@@ -606,7 +606,7 @@ fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
         (varies, "cannot be made in a recording"),
     ] {
         let (work, recurring) = (repeating.work(), Recurring::new());
-        let mut told = Vec::new();
+        let mut reasons = Vec::new();
         for i in 0..4 {
             let expected = repeating.fill(i);
             let why = repeating.engine.repeat(&recurring, &mut |engine| {
@@ -614,10 +614,10 @@ fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
                 work(engine)
             });
             assert_eq!(repeating.made(), expected, "{reason}, round {i}");
-            told.push(why.unwrap());
+            reasons.push(why.unwrap());
         }
-        assert!(told[1].as_ref().is_some_and(|why| why.contains(reason)), "{told:?}");
-        assert!([0, 2, 3].iter().all(|&i| told[i].is_none()), "{told:?}");
+        assert!(reasons[1].as_ref().is_some_and(|why| why.contains(reason)), "{reasons:?}");
+        assert!([0, 2, 3].iter().all(|&i| reasons[i].is_none()), "{reasons:?}");
     }
 }
 

@@ -114,7 +114,7 @@ impl Mt19937 {
         }
         transform(drawn);
         if whole < values.len()
-            && let Some(last) = values.last_chunk_mut::<PAIRED>()
+            && let Some(last) = values.last_chunk_mut::<BLOCK>()
         {
             self.fill(last);
             normal_block(last, std);
