@@ -227,10 +227,14 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
 
 /// Compares the training loop with AdamW in double precision, and returns the gradient norms.
 ///
-/// The reference uses beta1 = 0.9, beta2 = 0.95, eps = 1e-8, bias correction with t = 1 in the first step, the norm of
-/// the mean gradient clipped to 1, the learning rate of a step counted from 0, weight decay for matrices and embeddings
-/// only, and the mean loss of all micro-batches. Gradients are computed at the loop's own parameters, so rounding
-/// errors do not accumulate.
+/// The reference uses:
+///
+/// - beta1 = 0.9, beta2 = 0.95, eps = 1e-8, and bias correction with t = 1 in the first step;
+/// - the mean gradient of all micro-batches, clipped to a norm of 1;
+/// - the learning rate of a step counted from 0;
+/// - weight decay for matrices and embeddings only.
+///
+/// Gradients are computed at the loop's own parameters, so rounding errors do not accumulate.
 fn assert_steps_match_reference_adamw(tokens: &Tokens) -> Vec<f64> {
     let mut engine = Cpu::new();
     let model = planned(&mut engine);
