@@ -1,4 +1,4 @@
-//! Logits exist a chunk of rows at a time: losses and gradients are those of one large chunk.
+//! Chunked logits: losses and gradients do not depend on the number of rows whose logits are in memory at once.
 
 use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated, emulated_checked};
@@ -32,11 +32,11 @@ fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
     model
 }
 
-/// What two micro-steps leave.
+/// The results of two gradient accumulation steps.
 struct Trained {
     losses: Vec<f32>,
     grads: Vec<f32>,
-    /// Of wte, by the head alone, of the first of them.
+    /// The head's gradient of wte in the first step.
     dwte: Vec<f32>,
 }
 
@@ -56,7 +56,7 @@ fn trained(engine: &mut dyn Engine, chunk: usize) -> Trained {
     Trained { losses: engine.read(model.losses).unwrap(), grads: engine.read(grads).unwrap(), dwte }
 }
 
-/// Distance in units of the length of `b`.
+/// Returns the Euclidean distance, relative to the norm of `b`.
 fn distance(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
@@ -65,20 +65,21 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
     (squares(&mut a.iter().zip(b).map(|(&a, &b)| f64::from(a) - f64::from(b))) / length).sqrt()
 }
 
-fn same_share(a: &[f32], b: &[f32]) -> f64 {
+/// Returns the fraction of elements with equal bits.
+fn equal_fraction(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).filter(|(a, b)| a.to_bits() == b.to_bits()).count() as f64 / a.len() as f64
 }
 
-/// Chunks that divide the rows, that leave a rest, of one row.
+/// Chunk sizes: one that divides the rows, one with a remainder, and a single row.
 const CHUNKS: [usize; 3] = [17, 20, 1];
 
 #[test]
-fn losses_and_gradients_are_those_of_one_chunk_in_f32() {
+fn f32_losses_and_gradients_do_not_depend_on_the_chunk_size() {
     for engine in [|| Box::new(Cpu::new()) as Box<dyn Engine>, || emulated(Precision::Fp32, false)] {
         let whole = trained(&mut *engine(), ROWS);
         for chunk in CHUNKS {
             let parts = trained(&mut *engine(), chunk);
-            // The sums over rows are in another order, and products of other shapes may be.
+            // Sums over rows have another order, and GEMMs of other shapes may sum in another order.
             for (parts, whole) in [(&parts.losses, &whole.losses), (&parts.grads, &whole.grads)] {
                 assert!(distance(parts, whole) < 1e-6, "chunks of {chunk}: {:e}", distance(parts, whole));
             }
@@ -86,35 +87,36 @@ fn losses_and_gradients_are_those_of_one_chunk_in_f32() {
     }
 }
 
-/// The sum over chunks is rounded to bf16 once: after 51 roundings hardly an element would be the same.
+/// The sum over chunks is rounded to bf16 once. With a rounding per chunk, hardly any element would be equal after 51
+/// chunks.
 #[test]
-fn chunks_cost_no_roundings_in_bf16() {
+fn bf16_gradients_are_rounded_once_for_any_chunk_size() {
     let exact = trained(&mut Cpu::new(), ROWS);
     for hopper in [false, true] {
         let whole = trained(&mut *emulated(Precision::Bf16, hopper), ROWS);
         for chunk in CHUNKS {
             let parts = trained(&mut *emulated(Precision::Bf16, hopper), chunk);
             let what = format!("chunks of {chunk}, hopper {hopper}");
-            assert!(same_share(&parts.losses, &whole.losses) > 0.9, "{what}");
+            assert!(equal_fraction(&parts.losses, &whole.losses) > 0.9, "{what}");
             assert!(distance(&parts.losses, &whole.losses) < 1e-5, "{what}");
-            let (same, error) = (same_share(&parts.dwte, &whole.dwte), distance(&parts.dwte, &exact.dwte));
-            assert!(same > 0.98, "{what}: {same} of dwte is the same");
+            let (same, error) = (equal_fraction(&parts.dwte, &whole.dwte), distance(&parts.dwte, &exact.dwte));
+            assert!(same > 0.98, "{what}: a fraction of {same} of dwte is equal");
             assert!(error < 1.02 * distance(&whole.dwte, &exact.dwte), "{what}: {error}");
             assert!(distance(&parts.grads, &whole.grads) < 4e-3, "{what}: {}", distance(&parts.grads, &whole.grads));
         }
     }
 }
 
-/// Every access of every kernel watched, in memory that phases share.
+/// The checked emulator validates every memory access of every kernel, in a workspace that phases share.
 #[test]
-fn chunks_are_free_of_faults() {
+fn chunked_training_has_no_memory_errors() {
     let expected = trained(&mut Cpu::new(), ROWS);
     let got = trained(&mut *emulated_checked(Precision::Bf16, true), 20);
     assert!(distance(&got.grads, &expected.grads) < 2e-2, "{}", distance(&got.grads, &expected.grads));
 }
 
 #[test]
-fn a_forward_pass_alone_has_the_same_losses_and_logits() {
+fn inference_model_has_the_same_losses_and_logits() {
     let run = |training, chunk| {
         let engine = &mut Cpu::new();
         let model = loaded(engine, chunk, training);
@@ -146,9 +148,9 @@ fn a_forward_pass_alone_has_the_same_losses_and_logits() {
     assert_eq!(text, "this model was planned for inference only");
 }
 
-/// GPT-2 124M at B = 64, T = 1024 on a GPU: all logits would take 6.1 GiB alone.
+/// Uses GPT-2 124M with B = 64 and T = 1024, whose logits would take 6.1 GiB.
 #[test]
-fn memory_holds_one_chunk() {
+fn memory_plan_contains_one_chunk_of_logits() {
     let mut engine = emulated(Precision::Bf16, true);
     let descriptor: Descriptor = "d12".parse().unwrap();
     let mut plan = |b, training| {
@@ -162,6 +164,6 @@ fn memory_holds_one_chunk() {
     assert_eq!([3, 11, 12].map(|b| plan(b, true).0), [3072, CHUNK, CHUNK]);
     let without = plan(64, false);
     assert_eq!(without.0, CHUNK);
-    // Twice the batch is not twice the logits.
+    // Doubling the batch does not double the logits.
     assert!(2 * without.1 - plan(128, false).1 > CHUNK * 50304 * 2);
 }

@@ -1,5 +1,5 @@
-//! Training on the CPU engine against a reference that PyTorch made in double precision (`scripts/pytorch_reference.py`),
-//! against finite differences, and against itself on other numbers of threads.
+//! Training on the CPU engine against PyTorch in double precision (`scripts/pytorch_reference.py`), against finite
+//! differences, and against itself with other numbers of threads.
 
 use engine::cpu::Cpu;
 use engine::{AdamW, BatchLayout, Engine};
@@ -10,10 +10,10 @@ const MODEL: &[u8] = include_bytes!("data/tiny.bin");
 const DEBUG_STATE: &[u8] = include_bytes!("data/tiny_debug_state.bin");
 const LOSSES: &str = include_str!("data/tiny_losses.json");
 
-/// Largest difference allowed, relative to the largest value of the tensor.
+/// Largest error allowed, relative to the largest value of the tensor.
 const TOLERANCE: f64 = 1e-4;
 
-/// The words of a file, after the header of 256 integers.
+/// Reads the words of a file that starts with a header of 256 integers.
 struct Words {
     header: Vec<i32>,
     body: std::vec::IntoIter<[u8; 4]>,
@@ -34,7 +34,7 @@ impl Words {
     }
 
     fn assert_at_end(&mut self) {
-        assert_eq!(self.body.next(), None, "the file goes on");
+        assert_eq!(self.body.next(), None, "the file has trailing words");
     }
 }
 
@@ -72,7 +72,7 @@ impl Run {
         (self.layout.b * self.layout.t) as f32
     }
 
-    /// Mean loss, from the tokens' losses added in double precision.
+    /// Returns the mean loss, summed over the tokens in double precision.
     fn loss(&mut self) -> f64 {
         self.engine.zero(self.model.losses).unwrap();
         self.model.forward(&mut self.engine, self.layout).unwrap();
@@ -81,6 +81,7 @@ impl Run {
         losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() / losses.len() as f64
     }
 
+    /// Computes the gradients of the batch.
     fn gradients(&mut self) {
         let Self { engine, model, layout } = self;
         let dloss = 1.0 / (layout.b * layout.t) as f32;
@@ -91,7 +92,7 @@ impl Run {
         model.backward(engine, *layout).unwrap();
     }
 
-    /// One step; its mean loss and gradient norm.
+    /// Runs an optimizer step and returns its mean loss and gradient norm.
     fn step(&mut self, settings: &AdamW) -> [f64; 2] {
         self.gradients();
         self.model.update(&mut self.engine, settings).unwrap();
@@ -108,7 +109,7 @@ impl Run {
 struct Reference {
     descriptor: Descriptor,
     batch: Batch,
-    /// In the order of the files.
+    /// In file order.
     parameters: Vec<((Param, usize), Vec<f32>)>,
     logits: Vec<f32>,
     loss: f32,
@@ -161,7 +162,7 @@ fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
 }
 
 #[test]
-fn logits_loss_and_gradients_are_pytorchs() {
+fn logits_loss_and_gradients_match_pytorch() {
     let reference = Reference::load();
     let mut run = reference.run();
     let loss = run.loss();
@@ -179,7 +180,7 @@ fn logits_loss_and_gradients_are_pytorchs() {
 }
 
 #[test]
-fn gradients_of_micro_steps_add_up() {
+fn gradients_of_micro_batches_accumulate() {
     let reference = Reference::load();
     let mut run = reference.run();
     run.gradients();
@@ -196,7 +197,7 @@ fn gradients_of_micro_steps_add_up() {
 }
 
 #[test]
-fn ten_steps_of_adamw_are_pytorchs() {
+fn ten_adamw_steps_match_pytorch() {
     let reference = Reference::load();
     let runs: serde_json::Value = serde_json::from_str(LOSSES).unwrap();
     for expected in runs.as_array().unwrap() {
@@ -224,7 +225,7 @@ fn ten_steps_of_adamw_are_pytorchs() {
 }
 
 #[test]
-fn the_references_weights_are_initial_weights_four_times_as_large() {
+fn reference_weights_are_four_times_the_initial_weights() {
     let reference = Reference::load();
     init::generate(&reference.descriptor, init::SEED, |param, layer, values| {
         if param.shape(&reference.descriptor).0 > 1 {
@@ -236,7 +237,7 @@ fn the_references_weights_are_initial_weights_four_times_as_large() {
     .unwrap();
 }
 
-/// A model and batch of no reference, of shapes that fit nothing.
+/// Returns a model and a batch with odd shapes, which are multiples of no block size.
 fn odd_run() -> Run {
     let descriptor = Descriptor::new(2, 3, 27, 13, 61).unwrap();
     let layout = BatchLayout { b: 3, t: 11 };
@@ -251,7 +252,7 @@ fn odd_run() -> Run {
 }
 
 #[test]
-fn gradients_are_finite_differences() {
+fn gradients_match_finite_differences() {
     let mut run = odd_run();
     run.gradients();
     let mut rng = Mt19937::new(1);
@@ -263,7 +264,7 @@ fn gradients_are_finite_differences() {
         let norm = gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
         assert!(norm > 0.0, "{name} has no gradient");
 
-        // The derivative along a direction of length 1, to fourth order.
+        // Returns the derivative along a direction of length 1, to fourth order.
         let mut derivative = |direction: &dyn Fn(usize) -> f64| {
             let h = 0.02;
             let mut loss_at = |distance: f64| {
@@ -276,19 +277,19 @@ fn gradients_are_finite_differences() {
             (8.0 * near - far) / (12.0 * h)
         };
         let along = derivative(&|i| f64::from(gradient[i]) / norm);
-        assert!((along / norm - 1.0).abs() < 1e-3, "{name}: slope {along} along a gradient of length {norm}");
+        assert!((along / norm - 1.0).abs() < 1e-3, "{name}: derivative {along} along a gradient of norm {norm}");
         for _ in 0..6 {
             let at = rng.below(gradient.len() as u32) as usize;
             let (found, expected) = (f64::from(gradient[at]), derivative(&|i| f64::from(i == at)));
             let allowed = 2e-5 + 1e-3 * norm;
-            assert!((found - expected).abs() < allowed, "d{name}[{at}]: {found}, differences say {expected}");
+            assert!((found - expected).abs() < allowed, "d{name}[{at}]: {found}, finite differences give {expected}");
         }
         run.engine.write(tensor, &values).unwrap();
     }
 }
 
 #[test]
-fn results_do_not_depend_on_the_number_of_threads() {
+fn training_does_not_depend_on_the_number_of_threads() {
     let trained = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
@@ -314,12 +315,12 @@ fn results_do_not_depend_on_the_number_of_threads() {
     };
     let one = trained(1);
     for threads in [2, 3, 7] {
-        assert!(trained(threads) == one, "{threads} threads train another model than one");
+        assert!(trained(threads) == one, "{threads} threads give different parameters than one thread");
     }
 }
 
 #[test]
-fn a_forward_pass_alone_gives_the_same_logits() {
+fn inference_model_gives_the_same_logits() {
     let reference = Reference::load();
     let layout = reference.batch.layout;
     let mut engine = Cpu::new();
@@ -341,7 +342,7 @@ fn a_forward_pass_alone_gives_the_same_logits() {
 }
 
 #[test]
-fn tokens_out_of_range_are_errors() {
+fn tokens_outside_the_vocabulary_are_rejected() {
     let reference = Reference::load();
     let mut run = reference.run();
     let layout = run.layout;

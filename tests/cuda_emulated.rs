@@ -1,4 +1,4 @@
-//! The CUDA engine on the emulator, held to the CPU engine: every kernel with the launch geometry a GPU would get.
+//! The CUDA engine on the emulator against the CPU engine. Every kernel runs with the launch configuration of a GPU.
 
 use data::{Geometry, Loader, Prefetch, Tokens};
 use engine::cpu::Cpu;
@@ -9,18 +9,18 @@ use engine::{
     AdamW, BatchLayout, Engine, Epilogue, GeluForward, GeluFusion, GeluInput, GraphKey, MatmulShape, Optimized,
     UpdateRange,
 };
-use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
+use gpu::matmul::launch::MOST_TILINGS;
 use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, Unit, Unsharded, Zero};
-use verify::selftest::edge;
+use verify::selftest::edge_cases;
 
-fn agrees(precision: Precision, hopper: bool) {
-    agrees_in("", emulated_checked(precision, hopper));
+fn assert_operations_match(precision: Precision, hopper: bool) {
+    assert_cases_match("", emulated_checked(precision, hopper));
 }
 
-/// `operation`: in which operations, by a part of their names.
-fn agrees_in(operation: &str, mut engine: Box<dyn Engine>) {
+/// Checks the edge cases of all operations whose names contain `operation`.
+fn assert_cases_match(operation: &str, mut engine: Box<dyn Engine>) {
     let (mut failures, mut reference) = (Vec::new(), Cpu::new());
-    let cases: Vec<_> = edge().into_iter().filter(|case| case.operation.contains(operation)).collect();
+    let cases: Vec<_> = edge_cases().into_iter().filter(|case| case.operation.contains(operation)).collect();
     for case in &cases {
         let name = format!("{} {}", case.operation, case.shape);
         match case.check(&mut *engine, &mut reference) {
@@ -34,30 +34,30 @@ fn agrees_in(operation: &str, mut engine: Box<dyn Engine>) {
 }
 
 #[test]
-fn every_operation_agrees_in_bf16() {
-    agrees(Precision::Bf16, false);
+fn bf16_operations_match_cpu_engine() {
+    assert_operations_match(Precision::Bf16, false);
 }
 
 #[test]
-fn every_operation_agrees_with_the_kernels_for_sm_90a() {
-    agrees(Precision::Bf16, true);
+fn sm_90a_operations_match_cpu_engine() {
+    assert_operations_match(Precision::Bf16, true);
 }
 
 #[test]
-fn products_agree_in_every_tiling() {
-    for tiling in 0..MAX_CANDIDATE_CONFIGS {
+fn matmuls_match_cpu_engine_in_every_tile_configuration() {
+    for tiling in 0..MOST_TILINGS {
         let products = MatmulBackend::Rust;
         let emulation = EmulatedGpu { hopper: true, products, kernel_config: Some(tiling), ..EmulatedGpu::default() };
-        agrees_in("matmul", emulated_checked_as(emulation, Precision::Bf16, None));
+        assert_cases_match("matmul", emulated_checked_as(emulation, Precision::Bf16, None));
     }
 }
 
 #[test]
-fn every_operation_agrees_in_f32() {
-    agrees(Precision::Fp32, false);
+fn f32_operations_match_cpu_engine() {
+    assert_operations_match(Precision::Fp32, false);
 }
 
-/// Losses and gradient norms of two steps of a small model, from the same parameters and tokens.
+/// Trains a small model for two steps and returns the losses and gradient norms.
 fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout { b: 3, t: 17 };
@@ -89,29 +89,29 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
 }
 
 #[test]
-fn training_steps_are_free_of_faults() {
-    let (kept, recomputed) = (Recompute::Nothing, Recompute::GeluAndNorms);
-    let expected = trained(&mut Cpu::new(), kept);
-    let mut by_kernels = Vec::new();
+fn training_steps_match_cpu_engine_without_memory_errors() {
+    let (stored, recomputed) = (Recompute::Nothing, Recompute::GeluAndNorms);
+    let expected = trained(&mut Cpu::new(), stored);
+    let mut sm_90a_stats = Vec::new();
     for (precision, hopper, recompute, tolerance) in [
         (Precision::Fp32, false, recomputed, 1e-4),
         (Precision::Bf16, false, recomputed, 2e-2),
-        (Precision::Bf16, true, kept, 2e-2),
+        (Precision::Bf16, true, stored, 2e-2),
         (Precision::Bf16, true, recomputed, 2e-2),
     ] {
         let got = trained(&mut *emulated_checked(precision, hopper), recompute);
         if hopper {
-            by_kernels.push(got.clone());
+            sm_90a_stats.push(got.clone());
         }
         for (got, expected) in got.iter().zip(&expected) {
             assert!((got - expected).abs() < tolerance * expected.abs(), "{precision:?}: {got}, expected {expected}");
         }
     }
-    // A GELU computed again has the bits of the product's epilogue.
-    assert_eq!(by_kernels[0], by_kernels[1]);
+    // The recomputed GELU has the same bits as the GELU of the forward epilogue.
+    assert_eq!(sm_90a_stats[0], sm_90a_stats[1]);
 }
 
-/// The gradients of all parameters after a micro-step of a model of two layers, tensor by tensor.
+/// Returns the name and gradient of each parameter tensor after one micro-batch, for a model of two layers.
 fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)> {
     let descriptor = Descriptor::new(2, channels / 64, channels, 16, 50).unwrap();
     let layout = BatchLayout { b: 2, t: 9 };
@@ -140,9 +140,10 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     model.layout.file_order().map(read).collect()
 }
 
-/// The CPU engine has the norms sum them up, the CUDA engine where a row takes a whole block: both ways are the same.
+/// Bias gradients are column sums, computed by the LayerNorm backward or by the matmul backward. The CPU engine always
+/// uses the former, the CUDA engine only if a whole block processes a row.
 #[test]
-fn gradients_of_biases_come_from_norms_or_products() {
+fn bias_gradients_match_from_layernorm_or_matmul_backward() {
     for (precision, channels, by_norms, tolerance) in [
         (Precision::Fp32, 128, false, 1e-4),
         (Precision::Fp32, 576, true, 1e-4),
@@ -154,9 +155,9 @@ fn gradients_of_biases_come_from_norms_or_products() {
         for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
             let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
             for (i, (got, want)) in got.iter().zip(want).enumerate() {
-                let off = (got - want).abs();
-                let what = format!("{precision:?}, C = {channels}: {name}[{i}]");
-                assert!(off <= tolerance * largest, "{what}: {got}, expected {want}, of {largest}");
+                let error = (got - want).abs();
+                let element = format!("{precision:?}, C = {channels}: {name}[{i}]");
+                assert!(error <= tolerance * largest, "{element}: {got}, expected {want}, largest {largest}");
             }
         }
     }
@@ -165,7 +166,7 @@ fn gradients_of_biases_come_from_norms_or_products() {
 const UPDATE: AdamW =
     AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
 
-/// A small model of which a rank has its part, its parameters, gradients and moments without pattern, the same for all ranks.
+/// Returns a rank's shard of a small model. Parameters, gradients and moments are pseudorandom and equal on all ranks.
 fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
     let capacity = PlanOptions::training(1, 24);
@@ -175,6 +176,7 @@ fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
     model
 }
 
+/// Fills the parameters, gradients and optimizer state with pseudorandom values.
 fn fill(model: &Gpt2, engine: &mut dyn Engine) {
     let training = model.training.unwrap();
     engine.write(training.stats, &[7.0, 2.5]).unwrap();
@@ -188,19 +190,20 @@ fn fill(model: &Gpt2, engine: &mut dyn Engine) {
     }
 }
 
-/// What an update changes.
+/// Returns the tensors that an update changes.
 fn updated(model: &Gpt2) -> Vec<Store<'_>> {
     let training = model.training.unwrap();
     let state = [Some(training.m), Some(training.v), training.master];
     [model.param_store()].into_iter().chain(state.into_iter().flatten().map(|kept| model.state_store(kept))).collect()
 }
 
-/// Of each tensor: which of its elements this rank keeps, and their bits in all that an update changes.
+/// Returns, for each parameter tensor, the range of elements that this rank updates and their bits in all updated
+/// tensors.
 fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(std::ops::Range<usize>, Vec<Vec<u32>>)> {
     let mut all = Vec::new();
     for (param, layer) in model.layout.file_order() {
         let held: Vec<_> = updated(model).into_iter().filter_map(|store| store.held(param, layer)).collect();
-        // Whole parameters are updated in part.
+        // A rank with unsharded parameters updates only part of them.
         let least = held.iter().map(|(elements, _)| elements.clone()).min_by_key(ExactSizeIterator::len);
         let Some(least) = least.filter(|_| held.len() == updated(model).len()) else {
             all.push((0..0, Vec::new()));
@@ -216,15 +219,15 @@ fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(std::ops::Range<u
     all
 }
 
-/// In one launch as range by range: noise is drawn by the place in a range and its own seed, as it was when checkpoints
-/// were made.
+/// Stochastic rounding depends on the seed of a range and the index in it, so checkpoints of earlier versions stay
+/// reproducible.
 #[test]
-fn an_update_is_that_of_each_range() {
+fn fused_update_matches_updating_each_range() {
     for precision in [Precision::Bf16, Precision::Fp32] {
         let engine = &mut *emulated_checked(precision, false);
         let model = before_update(engine, Zero::NONE);
         model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
-        let together = after_update(&model, engine);
+        let fused = after_update(&model, engine);
         fill(&model, engine);
         let training = model.training.unwrap();
         for range in model.layout.decay_ranges() {
@@ -241,12 +244,12 @@ fn an_update_is_that_of_each_range() {
             let all = UpdateRange { elements: 0..of.params.len, decayed: true, seed: 0 };
             engine.adamw(of, &[all], training.stats, &settings).unwrap();
         }
-        assert!(after_update(&model, engine) == together, "{precision:?}");
+        assert!(after_update(&model, engine) == fused, "{precision:?}");
     }
 }
 
 #[test]
-fn updates_are_not_recorded() {
+fn updates_cannot_be_captured_in_a_cuda_graph() {
     let engine = &mut *emulated_checked(Precision::Bf16, false);
     let (model, recurring) = (before_update(engine, Zero::NONE), GraphKey::new());
     let mut update =
@@ -255,10 +258,10 @@ fn updates_are_not_recorded() {
     assert!(update().is_some_and(|why| why.contains("a table of ranges cannot be recorded")));
 }
 
-/// Notes which units were updated.
-struct Told(Vec<Unit>);
+/// Records which units were updated.
+struct UpdatedUnits(Vec<Unit>);
 
-impl LayerHooks for Told {
+impl LayerHooks for UpdatedUnits {
     fn parameters(&mut self, _: &mut dyn Engine, _: usize, _: Option<usize>) -> anyhow::Result<()> {
         Ok(())
     }
@@ -278,11 +281,11 @@ impl LayerHooks for Told {
 }
 
 #[test]
-fn ranks_update_their_parts_as_one_rank_updates_all() {
-    // Each model is the next that the engine has.
+fn sharded_updates_match_unsharded_update() {
+    // The models are allocated on the engine one after the other.
     let engine = &mut *emulated_checked(Precision::Bf16, false);
     let model = before_update(engine, Zero::NONE);
-    let mut told = Told(Vec::new());
+    let mut told = UpdatedUnits(Vec::new());
     model.apply(engine, &UPDATE, &mut told).unwrap();
     assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
     let whole = after_update(&model, engine);
@@ -290,10 +293,10 @@ fn ranks_update_their_parts_as_one_rank_updates_all() {
         let mut seen = 0;
         for rank in 0..ranks {
             let model = before_update(engine, Zero::new(stage, Shard { rank, ranks }));
-            // The second time with the tables that the first has left.
+            // The second update reuses the range tables of the first.
             model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
             fill(&model, engine);
-            let mut told = Told(Vec::new());
+            let mut told = UpdatedUnits(Vec::new());
             model.apply(engine, &UPDATE, &mut told).unwrap();
             assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
             for ((elements, part), (_, whole)) in after_update(&model, engine).into_iter().zip(&whole) {
@@ -307,7 +310,8 @@ fn ranks_update_their_parts_as_one_rank_updates_all() {
     }
 }
 
-/// An engine that checks, and tensors of these names and lengths, to each of which 8 values have been written.
+/// Returns a checked engine and tensors with these names, lengths and types. The first 8 elements of each tensor are
+/// initialized.
 fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
     let mut engine = emulated_checked(Precision::Fp32, false);
     let mut plan = Plan::new();
@@ -324,15 +328,15 @@ fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
 }
 
 #[test]
-fn faults_name_the_tensor() {
+fn memory_errors_name_the_tensor() {
     let f32 = DType::F32;
     let (mut engine, x) = checked(&[("out", 16, f32), ("a", 16, f32), ("b", 8, f32)]);
     let text = engine.run(Sum { out: x[2].slice(0, 1), values: x[1] }).unwrap_err().to_string();
-    assert!(text.contains("uninitialized read: read of 4 bytes at a + 32"), "{text}");
+    assert!(text.contains("read of what was never written: read of 4 bytes at a + 32"), "{text}");
     let text = engine.read(x[0]).unwrap_err().to_string();
     assert_eq!(text, "out + 32 was never written");
 
-    // Tokens beyond the vocabulary: a buffer's bounds are its own, whatever lies behind it.
+    // A token outside the vocabulary reads beyond wte, even though another tensor is allocated there.
     let layout = BatchLayout { b: 1, t: 8 };
     let (mut engine, x) = checked(&[("batch", layout.words(), DType::I32), ("wte", 8, f32), ("wpe", 64, f32)]);
     engine.write(x[2], &[0.0; 64]).unwrap();
@@ -340,7 +344,7 @@ fn faults_name_the_tensor() {
         .run(EncoderForward { out: x[2], batch: x[0], layout, wte: x[1], wpe: x[2], c: 8 })
         .unwrap_err()
         .to_string();
-    assert!(text.contains("out-of-bounds access") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
+    assert!(text.contains("out of bounds") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
 
     let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
     let shape = MatmulShape { rows: 4, c: 4, oc: 4 };
@@ -353,10 +357,10 @@ fn faults_name_the_tensor() {
     assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
 }
 
-/// What computes a product is the one to notice that an operand was never written.
+/// The backend that computes a matmul reports that an operand was never written, which identifies it.
 #[test]
-fn products_go_where_they_are_sent() {
-    let who = |products, hopper, shape: Linear| {
+fn matmuls_use_the_selected_backend() {
+    let backend = |products, hopper, shape: Linear| {
         let mut engine =
             emulated_checked_as(EmulatedGpu { hopper, products, ..EmulatedGpu::default() }, Precision::Bf16, None);
         let mut plan = Plan::new();
@@ -368,25 +372,28 @@ fn products_go_where_they_are_sent() {
             "{:#}",
             engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape }).unwrap_err()
         );
-        let found = ["kernel matmul_pingpong", "matrix product", "no kernel computes"].map(|who| text.contains(who));
+        let found = ["kernel matmul_pingpong", "matrix product", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
-    let (kernel, library, nobody) = (0, 1, 2);
+    let (rust_kernel, cublaslt, none) = (0, 1, 2);
     let shape = MatmulShape { rows: 5, c: 16, oc: 24 };
-    assert_eq!([MatmulBackend::Rust, MatmulBackend::Auto].map(|products| who(products, true, shape)), [kernel; 2]);
-    assert_eq!(who(MatmulBackend::Cublaslt, true, shape), library);
-    assert_eq!(who(MatmulBackend::Auto, false, shape), library);
-    // TMA wants rows of whole 16 bytes.
+    assert_eq!(
+        [MatmulBackend::Rust, MatmulBackend::Auto].map(|products| backend(products, true, shape)),
+        [rust_kernel; 2]
+    );
+    assert_eq!(backend(MatmulBackend::Cublaslt, true, shape), cublaslt);
+    assert_eq!(backend(MatmulBackend::Auto, false, shape), cublaslt);
+    // TMA requires row sizes that are multiples of 16 bytes.
     for shape in [MatmulShape { c: 12, ..shape }, MatmulShape { oc: 12, ..shape }] {
-        assert_eq!(who(MatmulBackend::Auto, true, shape), library);
-        assert_eq!(who(MatmulBackend::Rust, true, shape), nobody);
+        assert_eq!(backend(MatmulBackend::Auto, true, shape), cublaslt);
+        assert_eq!(backend(MatmulBackend::Rust, true, shape), none);
     }
 }
 
-/// Where inp is not kept: what makes it again is the first to notice that what it is made of was never written.
+/// The kernel that recomputes `inp` is the first to report that its operands were never written, which identifies it.
 #[test]
-fn a_gelu_is_made_again_by_what_made_it() {
-    let who = |products, hopper, precision, gelu_fusion| {
+fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
+    let first_error = |products, hopper, precision, gelu_fusion| {
         let emulation = EmulatedGpu { hopper, products, ..EmulatedGpu::default() };
         let mut engine = emulated_checked_as(emulation, precision, Some(gelu_fusion));
         let shape = MatmulShape { rows: 5, c: 32, oc: 8 };
@@ -419,12 +426,12 @@ fn a_gelu_is_made_again_by_what_made_it() {
         (auto, false, Precision::Bf16, GeluFusion::Both, "matrix product 32x5 = 32x8 A^T"),
         (auto, false, Precision::Fp32, GeluFusion::None, "kernel gelu_forward_f32"),
     ] {
-        let found = who(products, hopper, precision, fusion);
-        assert!(found.starts_with(expected), "{products:?} {hopper} {fusion:?}: {found}, not {expected}");
+        let found = first_error(products, hopper, precision, fusion);
+        assert!(found.starts_with(expected), "{products:?} {hopper} {fusion:?}: {found}, expected {expected}");
     }
 }
 
-/// An engine with one tensor of `len` elements.
+/// Returns an engine with one tensor of `len` elements.
 fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, Tensor) {
     let mut engine = emulated(precision, false);
     let mut plan = Plan::new();
@@ -434,10 +441,10 @@ fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engin
 }
 
 #[test]
-fn memory_begins_zeroed_and_bf16_rounds_to_nearest_even() {
+fn memory_is_zero_initialized_and_bf16_rounds_to_nearest_even() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 4, DType::Bf16);
     assert_eq!(engine.read(tensor).unwrap(), [0.0; 4]);
-    // 1 + 2^-8 is half way between two bf16 values, 1 + 3 * 2^-8 too.
+    // 1 + 2^-8 and 1 + 3 * 2^-8 are halfway between two bf16 values.
     engine.write(tensor, &[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, -2.5, 1e-3]).unwrap();
     assert_eq!(engine.read(tensor).unwrap(), [1.0, 1.015625, -2.5, half::bf16::from_f32(1e-3).to_f32()]);
     engine.zero(tensor.slice(1, 2)).unwrap();
@@ -445,7 +452,7 @@ fn memory_begins_zeroed_and_bf16_rounds_to_nearest_even() {
 }
 
 #[test]
-fn a_later_read_holds_the_values_of_its_time() {
+fn asynchronous_read_returns_the_values_at_the_time_of_the_call() {
     let (mut engine, tensor) = with_tensor(Precision::Fp32, 2, DType::F32);
     engine.write(tensor, &[1.0, 2.0]).unwrap();
     let first = engine.read_async(tensor).unwrap();
@@ -458,7 +465,7 @@ fn a_later_read_holds_the_values_of_its_time() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_an_operation_are_refused() {
+fn operations_reject_tensors_of_the_wrong_shape_or_type() {
     let (mut engine, tensor) = with_tensor(Precision::Bf16, 64, DType::Bf16);
     let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
     let short = engine.run(MatmulForward {
@@ -486,16 +493,16 @@ fn tensors_that_do_not_fit_an_operation_are_refused() {
 }
 
 #[test]
-fn a_plan_beyond_memory_says_by_how_much() {
+fn out_of_memory_error_states_the_missing_amount() {
     let mut plan = Plan::new();
     plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
     let text = emulated(Precision::Fp32, false).allocate(&plan).unwrap_err().to_string();
     assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
 }
 
-/// Between two training steps a sample is written, whose batches are smaller; their buffers come back to the loader.
+/// Sampling between training steps loads smaller batches, whose buffers may be returned to the prefetcher.
 #[test]
-fn a_loader_goes_on_after_smaller_batches() {
+fn prefetch_continues_after_smaller_batches() {
     let tokens: Vec<u16> = (0..200).map(|i| i % 50).collect();
     let loader = Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(2, 16), 50, None).unwrap();
     let layout = loader.layout();
@@ -517,8 +524,8 @@ fn a_loader_goes_on_after_smaller_batches() {
     }
 }
 
-/// An engine with the kernels for sm_90a, and work for it that takes a zeroing, a copy, a kernel and a product.
-struct Repeating {
+/// An engine with the kernels for sm_90a, and work for it that consists of casts, a copy, a memset and a matmul.
+struct Graph {
     engine: Box<dyn Engine>,
     plan: Plan,
     tensors: [Tensor; 5],
@@ -526,7 +533,7 @@ struct Repeating {
 
 const SIDE: usize = 16;
 
-impl Repeating {
+impl Graph {
     fn new() -> Self {
         let mut plan = Plan::new();
         let tensors = ["a", "b", "wide", "copy", "product"].map(|name| {
@@ -538,7 +545,8 @@ impl Repeating {
         Self { engine, plan, tensors }
     }
 
-    /// product = b + a · copy of a, by way of f32, where copy holds no more than its first half.
+    /// Returns the work `product = b + a @ copy.T`, where `copy` is `a`, cast to f32 and back, with its second half set
+    /// to zero.
     fn work(&self) -> impl Fn(&mut dyn Engine) -> anyhow::Result<()> + use<> {
         let [a, b, wide, copy, product] = self.tensors;
         let half = SIDE * SIDE / 2;
@@ -559,7 +567,7 @@ impl Repeating {
         }
     }
 
-    /// Other operands for round `i`, and what the work makes of them.
+    /// Writes the operands of round `i` and returns the expected product.
     fn fill(&mut self, i: usize) -> Vec<f32> {
         let values = |shift| (0..SIDE * SIDE).map(move |k| ((k * 7 + i * shift) % 5) as f32 - 2.0).collect::<Vec<_>>();
         let (a, b) = (values(1), values(3));
@@ -579,8 +587,8 @@ impl Repeating {
 }
 
 #[test]
-fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
-    let mut repeating = Repeating::new();
+fn captured_work_is_replayed_on_current_memory() {
+    let mut repeating = Graph::new();
     let (work, recurring, mut calls) = (repeating.work(), GraphKey::new(), Vec::new());
     for i in 0..8 {
         if i == 5 {
@@ -596,10 +604,11 @@ fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
         assert_eq!(repeating.made(), expected, "round {i}");
         calls.push(called);
     }
-    // Done, recorded, replayed; and anew in other memory.
+    // The first call runs the work, the second captures it, and later calls replay it. An allocation invalidates the
+    // graph.
     assert_eq!(calls, [1, 1, 0, 0, 0, 1, 1, 0]);
 
-    // Another name is other work.
+    // Another key identifies other work.
     let expected = repeating.fill(8);
     let product = repeating.tensors[4];
     repeating.engine.capture_or_replay(&GraphKey::new(), &mut |engine| engine.zero(product)).unwrap();
@@ -609,16 +618,16 @@ fn recorded_work_is_done_without_being_called_on_what_is_in_memory_then() {
 }
 
 #[test]
-fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
+fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
     type Work = Box<dyn Fn(&mut dyn Engine, usize) -> anyhow::Result<()>>;
-    let mut repeating = Repeating::new();
+    let mut repeating = Graph::new();
     let [a, b, _, _, product] = repeating.tensors;
     let shape = |rows| MatmulShape { rows, c: SIDE, oc: SIDE };
     let reads: Work = Box::new(move |engine, _| engine.read(a).map(drop));
     let writes: Work = Box::new(move |engine, _| engine.write(a.slice(0, 0), &[]));
     let loads: Work = Box::new(move |engine, _| engine.write_bytes(a.slice(0, 0), &[]));
     let others: Work = Box::new(move |engine, _| engine.device_tensor(a).map(drop));
-    // Other tensors of other shapes each time, which have no tensor maps yet.
+    // Each call uses a new shape, for which there are no tensor maps yet.
     let varies: Work = Box::new(move |engine, i| {
         engine.run(MatmulForward {
             out: product.slice(0, (8 + i) * SIDE),
@@ -637,7 +646,7 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
         (varies, "cannot be made in a recording"),
     ] {
         let (work, recurring) = (repeating.work(), GraphKey::new());
-        let mut told = Vec::new();
+        let mut reasons = Vec::new();
         for i in 0..4 {
             let expected = repeating.fill(i);
             let why = repeating.engine.capture_or_replay(&recurring, &mut |engine| {
@@ -645,16 +654,16 @@ fn work_that_cannot_be_recorded_is_done_and_the_reason_told_once() {
                 work(engine)
             });
             assert_eq!(repeating.made(), expected, "{reason}, round {i}");
-            told.push(why.unwrap());
+            reasons.push(why.unwrap());
         }
-        assert!(told[1].as_ref().is_some_and(|why| why.contains(reason)), "{told:?}");
-        assert!([0, 2, 3].iter().all(|&i| told[i].is_none()), "{told:?}");
+        assert!(reasons[1].as_ref().is_some_and(|why| why.contains(reason)), "{reasons:?}");
+        assert!([0, 2, 3].iter().all(|&i| reasons[i].is_none()), "{reasons:?}");
     }
 }
 
 #[test]
-fn an_error_in_recurring_work_is_that_error() {
-    let mut repeating = Repeating::new();
+fn errors_in_captured_work_are_returned() {
+    let mut repeating = Graph::new();
     let [a, .., product] = repeating.tensors;
     let recurring = GraphKey::new();
     for _ in 0..3 {

@@ -1,5 +1,5 @@
-//! What the fuzz targets (fuzz/) once choked on, tried again; that they begin from files which are good; and the damage that
-//! is tried first, so that a reader which trusts its header fails here already.
+//! Regression tests of the fuzz targets (`fuzz/`): their seeds are valid, earlier findings stay fixed, and
+//! systematically damaged seeds cause neither a panic nor excessive memory use.
 
 #[path = "../fuzz/src/memory.rs"]
 mod memory;
@@ -16,7 +16,7 @@ static ALLOCATOR: Limited = Limited;
 static TARGETS: [&Target; 10] =
     [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &CONFIG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &TOKENIZER];
 
-/// The file with one of its first numbers replaced, cut short, and with bytes added.
+/// Returns copies of a file with one of its first words replaced, truncated copies, and copies with trailing bytes.
 fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     let words = (0..good.len().min(160) / 4).flat_map(move |word| {
         [0, 1, -1, 1 << 16, 1 << 30, i32::MAX, i32::MIN].map(|value: i32| {
@@ -29,17 +29,17 @@ fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     words.chain(cuts).chain([[good, &[0]].concat(), [good, good].concat()])
 }
 
-/// In one test: the limit on memory is the whole program's.
+/// All targets share one test, because the memory limit applies to the whole process.
 #[test]
-fn no_reader_panics_or_takes_more_memory_than_its_file_justifies() {
-    // A disk would take its time to make the logs durable.
-    let memory = Path::new("/dev/shm");
-    if memory.is_dir() {
-        tempfile::env::override_temp_dir(memory).unwrap();
+fn readers_neither_panic_nor_exceed_the_memory_limit() {
+    // Syncing the logs to a disk would be slow.
+    let shared_memory = Path::new("/dev/shm");
+    if shared_memory.is_dir() {
+        tempfile::env::override_temp_dir(shared_memory).unwrap();
     }
     for target in TARGETS {
         for (i, seed) in target.seeds().iter().enumerate() {
-            assert!(target.accepts(seed), "{} refuses its seed {i}", target.name);
+            assert!(target.accepts(seed), "{} rejects its seed {i}", target.name);
             damaged(seed).for_each(|bytes| {
                 within(BUDGET, || target.accepts(&bytes));
             });

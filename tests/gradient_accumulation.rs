@@ -1,4 +1,4 @@
-//! A step of several micro-batches is the step of one large batch.
+//! Gradient accumulation: a step of several micro-batches equals a step of one large batch.
 
 use checkpoint::RunState;
 use data::{Geometry, Loader, Prefetch, Tokens};
@@ -15,7 +15,7 @@ use model::{Descriptor, Gpt2, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 
-/// Training losses and norms of 6 steps of 8 x 16 tokens.
+/// Returns the training losses and gradient norms of 6 steps of 8 x 16 tokens, in micro-batches of `b` sequences.
 fn trained(b: usize) -> Vec<(f64, f64)> {
     let dir = tempfile::tempdir().unwrap();
     let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
@@ -70,7 +70,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
 }
 
 #[test]
-fn micro_batches_add_up() {
+fn accumulated_micro_batches_match_one_large_batch() {
     let whole = trained(8);
     assert_eq!(whole.len(), 6);
     for b in [1, 4] {

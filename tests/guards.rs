@@ -1,4 +1,5 @@
-//! Steps that must not change the model: on the CPU, and on the emulated CUDA engine, whose kernels decide for themselves.
+//! Guards: steps whose update is skipped must not change the model, on the CPU engine and on the emulated CUDA engine.
+//! The CUDA kernels decide on the device whether to skip an update.
 
 use checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
 use checkpoint::resume::newest;
@@ -27,24 +28,25 @@ use tempfile::TempDir;
 const VOCAB: usize = 60;
 const CHANNELS: usize = 64;
 const SEQ: usize = 16;
-/// A token that makes the loss infinite where it has to be predicted, and does nothing to any other loss or gradient.
+/// A token that makes the loss infinite where it is a target, and affects no other loss or gradient.
 const FATAL: u16 = 59;
 
 const OFF: Limits = Limits { loss_z: None, norm_z: None, bad_steps: 10 };
 
-/// What computes, and whether it has master weights.
+/// The engine, its precision, and whether the model has master weights.
 #[derive(Clone, Copy, Debug)]
-enum On {
+enum Target {
     Cpu,
     Bf16 { masters: bool },
     Fp32,
 }
 
-const ALL: [On; 4] = [On::Cpu, On::Bf16 { masters: true }, On::Bf16 { masters: false }, On::Fp32];
+const TARGETS: [Target; 4] =
+    [Target::Cpu, Target::Bf16 { masters: true }, Target::Bf16 { masters: false }, Target::Fp32];
 
 #[derive(Clone)]
 struct Trial {
-    on: On,
+    target: Target,
     data: Vec<u16>,
     steps: usize,
     grad_accum: usize,
@@ -54,26 +56,26 @@ struct Trial {
 }
 
 impl Trial {
-    /// Random tokens, with `FATAL` in these steps of 2 sequences.
-    fn with_fatal(on: On, steps: usize, fatal: &[usize]) -> Self {
+    /// Creates a run on random tokens, with `FATAL` in the given steps of 2 sequences.
+    fn with_fatal(target: Target, steps: usize, fatal: &[usize]) -> Self {
         let mut rng = Mt19937::new(3);
         let mut data: Vec<u16> = (0..=40 * 2 * SEQ).map(|_| rng.below(u32::from(FATAL)) as u16).collect();
         for step in fatal {
             data[step * 2 * SEQ + SEQ + 5] = FATAL;
         }
-        Self { on, data, steps, grad_accum: 2, checkpoint_every: 1, learning_rate: 1e-2, limits: OFF }
+        Self { target, data, steps, grad_accum: 2, checkpoint_every: 1, learning_rate: 1e-2, limits: OFF }
     }
 
-    /// Trains to the end in `out`, from the newest checkpoint there.
+    /// Trains to the end in `out`, resuming from the newest checkpoint there.
     fn train(&self, out: &Path) -> anyhow::Result<Outcome> {
-        let mut engine: Box<dyn Engine> = match self.on {
-            On::Cpu => Box::new(Cpu::new()),
-            On::Bf16 { .. } => emulated(Precision::Bf16, false),
-            On::Fp32 => emulated(Precision::Fp32, false),
+        let mut engine: Box<dyn Engine> = match self.target {
+            Target::Cpu => Box::new(Cpu::new()),
+            Target::Bf16 { .. } => emulated(Precision::Bf16, false),
+            Target::Fp32 => emulated(Precision::Fp32, false),
         };
         let engine = &mut *engine;
         let descriptor = Descriptor::new(1, 1, CHANNELS, SEQ, VOCAB).unwrap();
-        let master_weights = !matches!(self.on, On::Bf16 { masters: false });
+        let master_weights = !matches!(self.target, Target::Bf16 { masters: false });
         let capacity = PlanOptions { master_weights, ..PlanOptions::training(1, SEQ) };
         let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
         engine.allocate(&plan).unwrap();
@@ -133,6 +135,7 @@ impl Trial {
         run.train()
     }
 
+    /// Trains to the end in a new directory.
     fn trained(&self) -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         self.train(dir.path()).unwrap();
@@ -140,8 +143,10 @@ impl Trial {
     }
 }
 
-/// The last LayerNorm gives 10 in channel 1, whatever came in, and `FATAL`'s embedding has -3e38 there: its logit is -inf, so it
-/// has no share in the softmax, and no gradient where it is not the target.
+/// Changes the parameters so that the logit of `FATAL` is always -inf.
+///
+/// The last LayerNorm outputs 10 in channel 1 for any input, and the embedding of `FATAL` is -3e38 there. Its softmax
+/// probability is 0, so it has no gradient unless it is the target.
 fn make_fatal(model: &Gpt2, engine: &mut dyn Engine) {
     let mut write = |param, at: usize, value| {
         engine.write(model.layout.of(model.params, param, 0).slice(at, 1), &[value]).unwrap();
@@ -163,12 +168,12 @@ fn records(dir: &TempDir) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Of a checkpoint: the model file, and m, v and master weights of the state file.
-fn tensors(dir: &TempDir, on: On, step: usize) -> (Vec<u8>, Vec<u8>) {
+/// Returns the model file of a checkpoint, and m, v and the master weights from its state file.
+fn tensors(dir: &TempDir, target: Target, step: usize) -> (Vec<u8>, Vec<u8>) {
     let (model, mut state) = (read(dir, &model_name(step)), read(dir, &state_name(step, 0)));
-    let (size, tensors) = match on {
-        On::Cpu | On::Fp32 => (4, 3),
-        On::Bf16 { masters } => (2, if masters { 3 } else { 2 }),
+    let (size, tensors) = match target {
+        Target::Cpu | Target::Fp32 => (4, 3),
+        Target::Bf16 { masters } => (2, if masters { 3 } else { 2 }),
     };
     let elements = (model.len() - 1024) / size;
     state.truncate(1024 + 4 * tensors * elements);
@@ -176,28 +181,29 @@ fn tensors(dir: &TempDir, on: On, step: usize) -> (Vec<u8>, Vec<u8>) {
     (model, state.split_off(1024))
 }
 
-/// All that must not depend on interruptions: the last checkpoint, but for times, and the logs.
-fn kept(dir: &TempDir, step: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>, Value, Vec<Value>) {
-    let timeless = |mut value: Value| {
+/// Returns everything that must not depend on interruptions: the last checkpoint and the logs, without times.
+fn run_results(dir: &TempDir, step: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>, Value, Vec<Value>) {
+    let without_times = |mut value: Value| {
         for key in ["ms", "tokens_per_second", "training_seconds", "pace"] {
             value.as_object_mut().unwrap().remove(key);
         }
         value
     };
     let sidecar: Value = serde_json::from_slice(&read(dir, &sidecar_name(step))).unwrap();
-    let progress = timeless(sidecar["run"]["progress"].clone());
+    let progress = without_times(sidecar["run"]["progress"].clone());
     assert!(progress["guards"]["loss"].as_array().unwrap().len() > 1, "{progress}");
     (
         read(dir, &model_name(step)),
         read(dir, &state_name(step, 0)),
         read(dir, "main.log"),
         progress,
-        records(dir).into_iter().map(timeless).collect(),
+        records(dir).into_iter().map(without_times).collect(),
     )
 }
 
-/// A directory with what `from` had when its checkpoint of `step` was the newest, and the lines logged after that.
-fn as_left_by_a_kill(from: &TempDir, step: usize) -> TempDir {
+/// Returns a directory as left by a run that was killed after `step`: the checkpoint of that step and the complete
+/// logs.
+fn killed_after(from: &TempDir, step: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let names = [model_name(step), state_name(step, 0), sidecar_name(step), done_name(step)];
     for name in names.iter().map(String::as_str).chain(["main.log", "main.jsonl"]) {
@@ -207,71 +213,72 @@ fn as_left_by_a_kill(from: &TempDir, step: usize) -> TempDir {
 }
 
 #[test]
-fn a_step_that_is_not_finite_changes_no_bit() {
-    for on in ALL {
-        let dir = Trial::with_fatal(on, 4, &[3]).trained();
-        // The checkpoint of step 3 is from before the fourth step.
-        let [second, third, fourth] = [2, 3, 4].map(|step| tensors(&dir, on, step));
-        assert!(second.0 != third.0 && second.1 != third.1, "{on:?}: good steps change nothing either");
-        assert!(third.0 == fourth.0, "{on:?}: weights have changed");
-        assert!(third.1 == fourth.1, "{on:?}: m, v or master weights have changed");
+fn non_finite_step_changes_no_bit() {
+    for target in TARGETS {
+        let dir = Trial::with_fatal(target, 4, &[3]).trained();
+        // The checkpoint of step 3 precedes the fourth step, which is skipped.
+        let [second, third, fourth] = [2, 3, 4].map(|step| tensors(&dir, target, step));
+        assert!(second.0 != third.0 && second.1 != third.1, "{target:?}: finite steps must change the tensors");
+        assert!(third.0 == fourth.0, "{target:?}: the weights have changed");
+        assert!(third.1 == fourth.1, "{target:?}: m, v or master weights have changed");
         let records = records(&dir);
         assert!(records[..3].iter().all(|record| record["loss"].is_f64() && record.get("skipped").is_none()));
-        assert_eq!((&records[3]["loss"], &records[3]["skipped"]), (&Value::Null, &"not-finite".into()), "{on:?}");
+        assert_eq!((&records[3]["loss"], &records[3]["skipped"]), (&Value::Null, &"not-finite".into()), "{target:?}");
         let log = String::from_utf8(read(&dir, "main.log")).unwrap();
         assert!(log.lines().last().unwrap().starts_with("s:3 trl:inf lr:0.010000 norm:"), "{log}");
-        if matches!(on, On::Cpu) {
-            // Only the loss tells that it is a bad step: the CPU's norm is computed in f64.
+        if matches!(target, Target::Cpu) {
+            // Only the loss is not finite, because the CPU engine computes the norm in f64.
             assert!(records[3]["norm"].as_f64().unwrap() > 1e30, "{}", records[3]);
         }
     }
 }
 
 #[test]
-fn a_skipped_step_counts_in_the_bias_correction() {
+fn skipped_step_advances_the_bias_correction() {
     let rate = 1e-3;
     let weights = |steps| {
-        let dir = Trial { learning_rate: rate, ..Trial::with_fatal(On::Cpu, steps, &[0]) }.trained();
+        let dir = Trial { learning_rate: rate, ..Trial::with_fatal(Target::Cpu, steps, &[0]) }.trained();
         let model = read(&dir, &model_name(steps));
         model[1024..].as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect::<Vec<_>>()
     };
     let (before, after) = (weights(1), weights(2));
-    let moves = before.iter().zip(&after).map(|(before, after)| (after - before).abs());
-    // m = 0.1 g and v = 0.05 g^2, corrected for t = 2. With t = 1 it would be the rate itself.
+    let changes = before.iter().zip(&after).map(|(before, after)| (after - before).abs());
+    // m = 0.1 g and v = 0.05 g^2, corrected with t = 2. With t = 1, the change would equal the learning rate.
     let expected = f64::from(rate) * (0.1 / (1.0 - 0.9f64.powi(2))) / (0.05 / (1.0 - 0.95f64.powi(2))).sqrt();
-    // Weights near 10 do not move in steps that fine.
-    let largest = moves.zip(&before).filter(|(_, weight)| weight.abs() < 0.5).map(|(by, _)| by).fold(0.0, f64::max);
+    // The change is smaller than the spacing of f32 values near 10, so large weights are excluded.
+    let largest =
+        changes.zip(&before).filter(|(_, weight)| weight.abs() < 0.5).map(|(change, _)| change).fold(0.0, f64::max);
     assert!((largest / expected - 1.0).abs() < 1e-3, "{largest}, expected {expected}");
 }
 
 #[test]
-fn a_run_taken_up_before_between_or_after_bad_steps_ends_the_same() {
-    for on in ALL {
-        let whole = Trial::with_fatal(on, 8, &[3, 4]);
+fn resuming_before_between_or_after_bad_steps_gives_the_same_result() {
+    for target in TARGETS {
+        let whole = Trial::with_fatal(target, 8, &[3, 4]);
         let expected = whole.trained();
-        // While nothing changes no checkpoint is due; the one before the first bad step could not know.
+        // A skipped step writes no checkpoint, because the weights have not changed.
         assert_eq!(done_steps(expected.path()).unwrap(), [1, 2, 3, 6, 7, 8]);
         let between = Trial { steps: 4, ..whole.clone() }.trained();
         assert_eq!(done_steps(between.path()).unwrap(), [1, 2, 3, 4]);
-        for killed in [as_left_by_a_kill(&expected, 2), as_left_by_a_kill(&expected, 6), between] {
+        for killed in [killed_after(&expected, 2), killed_after(&expected, 6), between] {
             whole.train(killed.path()).unwrap();
-            assert!(kept(&killed, 8) == kept(&expected, 8), "{on:?}");
+            assert!(run_results(&killed, 8) == run_results(&expected, 8), "{target:?}");
         }
     }
 }
 
 #[test]
-fn bad_steps_in_a_row_end_the_run_and_its_error_names_the_last_good_checkpoint() {
+fn consecutive_bad_steps_end_the_run_with_the_last_good_checkpoint_in_the_error() {
     let limits = Limits { bad_steps: 3, ..OFF };
-    for on in [On::Cpu, On::Bf16 { masters: true }] {
-        let trial = Trial { limits, ..Trial::with_fatal(on, 40, &[0, 2, 6, 7, 8]) };
+    for target in [Target::Cpu, Target::Bf16 { masters: true }] {
+        let trial = Trial { limits, ..Trial::with_fatal(target, 40, &[0, 2, 6, 7, 8]) };
         let error_of = |trial: &Trial, dir: &TempDir| trial.train(dir.path()).unwrap_err().to_string();
         let check = |error: &str, dir: &TempDir, parts: &[String]| {
             for part in parts.iter().map(String::as_str).chain(["the last 3 steps, 7 to 9, had no", "--lr", "--resume"])
             {
-                assert!(error.contains(part), "{on:?}: expected '{part}' in: {error}");
+                assert!(error.contains(part), "{target:?}: expected '{part}' in: {error}");
             }
-            // What the error is about is in the log.
+            // The log contains the bad steps.
             assert_eq!(records(dir).len(), 9);
         };
         let file = |dir: &TempDir, name: String| dir.path().join(name).display().to_string();
@@ -281,28 +288,29 @@ fn bad_steps_in_a_row_end_the_run_and_its_error_names_the_last_good_checkpoint()
         check(&error, &dir, &[format!("the last good checkpoint is {}; go on", file(&dir, model_name(5)))]);
         assert_eq!(done_steps(dir.path()).unwrap(), [5]);
 
-        // Whether the weights right before the first bad step are good nobody knows.
+        // The weights right before the first bad step may be corrupt, so the error names an earlier checkpoint.
         let dir = tempfile::tempdir().unwrap();
         let error = error_of(&trial, &dir);
         let good = format!("the last good checkpoint is {};", file(&dir, model_name(5)));
         check(&error, &dir, &[good.clone(), format!("delete {}", file(&dir, done_name(6)))]);
         assert_eq!(done_steps(dir.path()).unwrap(), [2, 4, 5, 6]);
 
-        // The count goes on where a run was interrupted between bad steps.
+        // A resumed run keeps the count of consecutive bad steps.
         let dir = Trial { steps: 8, ..trial.clone() }.trained();
         let error = error_of(&trial, &dir);
         check(&error, &dir, &[format!("is {};", file(&dir, model_name(5))), file(&dir, done_name(8))]);
     }
 }
 
-/// 7 tokens over and over, but for one strange sequence.
-fn with_an_outlier(on: On, steps: usize, limits: Limits) -> Trial {
+/// Creates a run on a repeated sequence of 7 tokens with one outlier sequence.
+fn with_outlier(target: Target, steps: usize, limits: Limits) -> Trial {
     let mut rng = Mt19937::new(8);
     let mut data: Vec<u16> = (0..=200 * SEQ).map(|i| (i % 7) as u16).collect();
     data[OUTLIER * SEQ + 1..][..SEQ - 1].iter_mut().for_each(|token| *token = 20 + rng.below(30) as u16);
-    Trial { on, data, steps, grad_accum: 1, checkpoint_every: 70, learning_rate: 3e-3, limits }
+    Trial { target, data, steps, grad_accum: 1, checkpoint_every: 70, learning_rate: 3e-3, limits }
 }
 
+/// The step with the outlier.
 const OUTLIER: usize = 140;
 
 fn with_loss_limit() -> Limits {
@@ -310,51 +318,54 @@ fn with_loss_limit() -> Limits {
 }
 
 #[test]
-fn outliers_are_noticed_and_skipped_only_if_asked_for() {
-    let of = |limits| with_an_outlier(On::Cpu, OUTLIER + 1, limits).trained();
+fn outliers_are_logged_and_skipped_only_above_a_limit() {
+    let train_with = |limits| with_outlier(Target::Cpu, OUTLIER + 1, limits).trained();
     let skips = |dir: &TempDir| {
         let skipped = records(dir).into_iter().enumerate().filter_map(|(i, r)| Some((i, r.get("skipped")?.clone())));
         skipped.collect::<Vec<_>>()
     };
-    let unchanged = |dir: &TempDir| tensors(dir, On::Cpu, OUTLIER) == tensors(dir, On::Cpu, OUTLIER + 1);
-    let watched = of(OFF);
-    let found = records(&watched);
+    let unchanged = |dir: &TempDir| tensors(dir, Target::Cpu, OUTLIER) == tensors(dir, Target::Cpu, OUTLIER + 1);
+    let unlimited = train_with(OFF);
+    let found = records(&unlimited);
     let first = |key: &str| found.iter().position(|record| record.get(key).is_some());
     assert_eq!((first("loss_z"), first("norm_z")), (Some(128), Some(128)));
     let z = |step: usize, key: &str| found[step][key].as_f64().unwrap();
     assert!(z(OUTLIER, "loss_z") > 5.0 && z(OUTLIER, "norm_z") > 3.0, "{}", found[OUTLIER]);
     assert!(z(OUTLIER - 1, "loss_z") < 1.0, "{}", found[OUTLIER - 1]);
-    assert!(skips(&watched).is_empty() && !unchanged(&watched));
+    assert!(skips(&unlimited).is_empty() && !unchanged(&unlimited));
 
-    for (limits, why) in [
+    for (limits, reason) in [
         (with_loss_limit(), "loss"),
         (Limits { norm_z: Some(3.0), ..OFF }, "norm"),
         (Limits { norm_z: Some(3.0), ..with_loss_limit() }, "loss"),
     ] {
-        let guarded = of(limits);
-        assert_eq!(skips(&guarded), [(OUTLIER, why.into())]);
-        assert!(unchanged(&guarded), "{why}");
-        assert!(tensors(&guarded, On::Cpu, OUTLIER) == tensors(&watched, On::Cpu, OUTLIER), "up to there the same");
+        let guarded = train_with(limits);
+        assert_eq!(skips(&guarded), [(OUTLIER, reason.into())]);
+        assert!(unchanged(&guarded), "{reason}");
+        assert!(
+            tensors(&guarded, Target::Cpu, OUTLIER) == tensors(&unlimited, Target::Cpu, OUTLIER),
+            "earlier steps differ"
+        );
     }
-    assert!(skips(&of(Limits { loss_z: Some(50.0), ..OFF })).is_empty());
+    assert!(skips(&train_with(Limits { loss_z: Some(50.0), ..OFF })).is_empty());
 }
 
-/// Half of the window is from before.
+/// The resumed run restores half of the z-score window from the checkpoint.
 #[test]
-fn a_run_taken_up_within_a_window_ends_the_same() {
-    for on in [On::Cpu, On::Bf16 { masters: true }] {
-        let trial = with_an_outlier(on, OUTLIER + 2, with_loss_limit());
+fn resuming_within_the_z_score_window_gives_the_same_result() {
+    for target in [Target::Cpu, Target::Bf16 { masters: true }] {
+        let trial = with_outlier(target, OUTLIER + 2, with_loss_limit());
         let whole = trial.trained();
-        let killed = as_left_by_a_kill(&whole, 70);
+        let killed = killed_after(&whole, 70);
         trial.train(killed.path()).unwrap();
-        let (got, expected) = (kept(&killed, OUTLIER + 2), kept(&whole, OUTLIER + 2));
-        assert_eq!((&got.3, &got.4), (&expected.3, &expected.4), "{on:?}");
-        assert!(got == expected, "{on:?}");
+        let (got, expected) = (run_results(&killed, OUTLIER + 2), run_results(&whole, OUTLIER + 2));
+        assert_eq!((&got.3, &got.4), (&expected.3, &expected.4), "{target:?}");
+        assert!(got == expected, "{target:?}");
         assert_eq!(got.3["guards"]["skips"]["outliers"], 1);
     }
 }
 
-/// The program, with a model of 97 tokens in its directory.
+/// Runs the program in a temporary directory with a model of 97 tokens.
 struct Program {
     dir: TempDir,
 }
@@ -369,7 +380,7 @@ impl Program {
         Self { dir }
     }
 
-    /// Exit code, and what was printed.
+    /// Runs `train` and returns its exit code and output.
     fn train(&self, more: &[&str]) -> (i32, String) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--train", "train.bin"]);
@@ -386,7 +397,7 @@ impl Program {
 }
 
 #[test]
-fn a_run_that_exploded_goes_on_from_the_checkpoint_it_names() {
+fn diverged_run_resumes_from_the_checkpoint_named_in_its_error() {
     let program = Program::new();
     let succeed = |more: &[&str]| {
         let (code, printed) = program.train(more);
@@ -415,7 +426,7 @@ fn a_run_that_exploded_goes_on_from_the_checkpoint_it_names() {
 }
 
 #[test]
-fn the_flags_are_llm_cs_and_say_what_they_do() {
+fn guard_flags_accept_llm_c_names_and_reject_invalid_values() {
     let program = Program::new();
     let (code, printed) = program.train(&["--steps", "2", "-sl", "7", "-sg", "6.5"]);
     assert_eq!(code, 0, "{printed}");
@@ -431,7 +442,7 @@ fn the_flags_are_llm_cs_and_say_what_they_do() {
     refuse(&["-sg", "nan"], &["--skip-norm-z", "a number of at least 0"]);
     refuse(&["--max-bad-steps", "0"], &["--max-bad-steps", "a whole number of 1 to"]);
 
-    // What is skipped changes the numbers; when it is given up does not.
+    // A limit changes the results, so resuming with another one requires --force-resume; --max-bad-steps does not.
     let run = ["--out", "run", "--steps", "2"];
     assert_eq!(program.train(&run).0, 0);
     let resume = |more: &[&'static str]| [&run[..], &["--resume"], more].concat();

@@ -1,5 +1,5 @@
-//! HellaSwag: the file against one that another program wrote (`scripts/hellaswag_reference.py`), and scores against losses
-//! worked out from the logits of one row at a time.
+//! HellaSwag: the evaluation file against one written by `scripts/hellaswag_reference.py`, and scores against losses
+//! computed from the logits of one row at a time.
 
 use data::hellaswag;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice, write};
@@ -26,7 +26,7 @@ fn set_of(examples: &[Example]) -> MultipleChoice {
 }
 
 #[test]
-fn the_file_is_what_another_writer_makes() {
+fn evaluation_file_matches_the_reference_writer() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("set.bin");
     let examples = hellaswag::read(&jsonl()).unwrap();
@@ -39,9 +39,9 @@ fn the_file_is_what_another_writer_makes() {
     assert_eq!(examples[3].completions[0], [886]);
 }
 
-/// The real set, where `LLM_RS_HELLASWAG` names its JSON lines.
+/// Uses the full set if `LLM_RS_HELLASWAG` names its JSON lines; otherwise the test does nothing.
 #[test]
-fn the_validation_set_has_its_size() {
+fn full_validation_set_has_the_expected_size() {
     let Some(path) = std::env::var_os("LLM_RS_HELLASWAG") else { return };
     let dir = tempfile::tempdir().unwrap();
     let examples = hellaswag::read(Path::new(&path)).unwrap();
@@ -55,12 +55,12 @@ fn the_validation_set_has_its_size() {
 
 const VOCAB: usize = 50;
 
-/// With heads of a size that the kernels take.
+/// Returns a small model with a head size that the kernels support.
 fn descriptor() -> Descriptor {
     Descriptor::new(2, 1, 64, 96, VOCAB).unwrap()
 }
 
-/// Lengths and tokens of all sorts.
+/// Returns examples with random lengths and tokens.
 fn random_examples(n: usize) -> Vec<Example> {
     let mut rng = Mt19937::new(7);
     let mut below = |n: usize| rng.next_u32() as usize % n;
@@ -74,14 +74,14 @@ fn random_examples(n: usize) -> Vec<Example> {
 
 fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
     let capacity = PlanOptions::inference(b, t);
-    // Some batches take several chunks of logits.
+    // Some batches need several chunks of logits.
     let (model, plan) = Gpt2::plan_in_chunks(descriptor(), capacity, 100, engine);
     engine.allocate(&plan).unwrap();
     (model, BatchLayout { b, t })
 }
 
-/// Weights large enough that completions differ by more than rounding.
-fn randomise(model: &Gpt2, engine: &mut dyn Engine) {
+/// Initializes weights so large that the losses of completions differ by more than rounding errors.
+fn randomize(model: &Gpt2, engine: &mut dyn Engine) {
     init::generate(&descriptor(), 3, |param, layer, values| {
         let scale = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 12.0 };
         let values: Vec<f32> = values.iter().map(|v| v * scale).collect();
@@ -90,11 +90,11 @@ fn randomise(model: &Gpt2, engine: &mut dyn Engine) {
     .unwrap();
 }
 
-/// Mean loss of each completion, from the logits of its row alone.
-fn losses_by_hand(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
+/// Returns the mean loss of each completion, computed from the logits of its row alone.
+fn reference_losses(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
     let mut engine = Cpu::new();
     let (model, _) = planned(&mut engine, 1, 96);
-    randomise(&model, &mut engine);
+    randomize(&model, &mut engine);
     let vp = descriptor().padded_vocab();
     let mut mean = |context: &[u16], completion: &[u16]| {
         let row = [context, completion].concat();
@@ -124,54 +124,55 @@ fn lowest(losses: &[f64; COMPLETIONS]) -> usize {
 }
 
 #[test]
-fn scores_are_those_of_losses_worked_out_by_hand_for_any_batch() {
+fn scores_match_reference_losses_for_any_batch() {
     let mut examples = random_examples(23);
-    let losses = losses_by_hand(&examples);
+    let losses = reference_losses(&examples);
     for (example, losses) in examples.iter_mut().zip(&losses) {
         example.label = lowest(losses);
     }
     for label in 0..COMPLETIONS {
         assert!(examples.iter().any(|e| e.label == label), "no example's best completion is {label}");
     }
-    // Sums instead of means, or a mask that is off by one, would choose otherwise somewhere.
+    // Some examples distinguish sums from means, and would also expose a mask that is off by one.
     let by_sum =
         |e: &Example, l: &[f64; COMPLETIONS]| lowest(&std::array::from_fn(|i| l[i] * e.completions[i].len() as f64));
     assert!(examples.iter().zip(&losses).filter(|(e, l)| by_sum(e, l) != e.label).count() > 5);
 
-    let wrong: Vec<usize> = (0..examples.len()).filter(|i| i % 3 == 1).collect();
-    for &i in &wrong {
+    let mislabeled: Vec<usize> = (0..examples.len()).filter(|i| i % 3 == 1).collect();
+    for &i in &mislabeled {
         examples[i].label = (examples[i].label + 1 + i % 3) % COMPLETIONS;
     }
     let set = set_of(&examples);
     for (b, t) in [(1, 70), (2, 96), (3, 71), (4, 70), (7, 80), (8, 96), (200, 96)] {
         let mut engine = Cpu::new();
         let (model, layout) = planned(&mut engine, b, t);
-        randomise(&model, &mut engine);
-        let mut of = |range| score(&model, &mut engine, layout, &set, range).unwrap();
-        assert_eq!(of(0..23), Score { correct: 23 - wrong.len(), examples: 23 }, "{b} x {t}");
+        randomize(&model, &mut engine);
+        let mut score_of = |range| score(&model, &mut engine, layout, &set, range).unwrap();
+        assert_eq!(score_of(0..23), Score { correct: 23 - mislabeled.len(), examples: 23 }, "{b} x {t}");
         for (i, example) in examples.iter().enumerate() {
             let correct = usize::from(example.label == lowest(&losses[i]));
-            assert_eq!(of(i..i + 1), Score { correct, examples: 1 }, "example {i}, {b} x {t}");
+            assert_eq!(score_of(i..i + 1), Score { correct, examples: 1 }, "example {i}, {b} x {t}");
         }
     }
 }
 
 #[test]
-fn the_kernels_give_the_same_score() {
+fn emulated_kernels_give_the_same_score() {
     let mut examples = random_examples(6);
-    let losses = losses_by_hand(&examples);
+    let losses = reference_losses(&examples);
     for (example, losses) in examples.iter_mut().zip(losses) {
         example.label = lowest(&losses);
     }
     let set = set_of(&examples);
     let mut engine = emulated(Precision::Fp32, false);
     let (model, layout) = planned(&mut *engine, 5, 70);
-    randomise(&model, &mut *engine);
+    randomize(&model, &mut *engine);
     assert_eq!(score(&model, &mut *engine, layout, &set, 0..6).unwrap().correct, 6);
 }
 
-/// A model that always says token 9, next to it token 8, and has no opinion of the others.
-fn of_one_mind(b: usize, t: usize) -> (Gpt2, Cpu, BatchLayout) {
+/// Returns a model that gives token 9 the highest logit at every position, token 8 the second highest, and all others
+/// the same.
+fn constant_model(b: usize, t: usize) -> (Gpt2, Cpu, BatchLayout) {
     let mut engine = Cpu::new();
     let (model, layout) = planned(&mut engine, b, t);
     let c = descriptor().channels;
@@ -186,29 +187,29 @@ fn of_one_mind(b: usize, t: usize) -> (Gpt2, Cpu, BatchLayout) {
 }
 
 #[test]
-fn what_a_model_of_one_mind_prefers_is_known() {
-    let (model, mut engine, layout) = of_one_mind(4, 32);
+fn constant_model_prefers_the_completion_with_the_lowest_mean_loss() {
+    let (model, mut engine, layout) = constant_model(4, 32);
     let example = |completions: [&[u16]; 4], label| Example {
         context: vec![9, 9, 9, 1],
         completions: completions.map(<[u16]>::to_vec),
         label,
     };
-    let mut right = |completions, label| {
+    let mut is_correct = |completions, label| {
         let set = set_of(&[example(completions, label)]);
         score(&model, &mut engine, layout, &set, 0..1).unwrap().correct == 1
     };
-    // The likeliest tokens win wherever they stand.
+    // The completion of the likeliest tokens wins at any index.
     for best in 0..COMPLETIONS {
         let mut completions: [&[u16]; 4] = [&[8, 3], &[1], &[2, 9], &[3, 3, 3]];
         completions[best] = &[9, 9];
-        assert!(right(completions, best));
-        assert!(!right(completions, (best + 1) % COMPLETIONS));
+        assert!(is_correct(completions, best));
+        assert!(!is_correct(completions, (best + 1) % COMPLETIONS));
     }
-    // A long completion does not lose for its length: its sum is higher, its mean lower.
-    assert!(right([&[8], &[1], &[9, 9, 9, 9, 9, 9, 9], &[2]], 2));
-    // Among equals the first.
-    assert!(right([&[1, 1], &[8, 9], &[9, 8], &[8, 9]], 1));
-    assert!(right([&[3], &[3], &[4], &[5, 5]], 0));
+    // Length does not matter: this completion has the highest summed loss, but the lowest mean.
+    assert!(is_correct([&[8], &[1], &[9, 9, 9, 9, 9, 9, 9], &[2]], 2));
+    // The first of equal completions wins.
+    assert!(is_correct([&[1, 1], &[8, 9], &[9, 8], &[8, 9]], 1));
+    assert!(is_correct([&[3], &[3], &[4], &[5, 5]], 0));
 }
 
 #[test]
@@ -218,19 +219,19 @@ fn ranks_share_the_examples() {
     assert_eq!(set.share(0, 1), 0..10);
     assert_eq!(shares(4), [0..3, 3..6, 6..9, 9..10]);
     assert_eq!(shares(8), [0..2, 2..4, 4..6, 6..8, 8..10, 10..10, 10..10, 10..10]);
-    let (model, mut engine, layout) = of_one_mind(2, 96);
+    let (model, mut engine, layout) = constant_model(2, 96);
     assert_eq!(score(&model, &mut engine, layout, &set, 10..10).unwrap(), Score { correct: 0, examples: 0 });
 }
 
 #[test]
-fn what_a_model_cannot_read_is_refused_by_example() {
+fn check_names_the_example_that_does_not_fit_the_model() {
     let mut examples = random_examples(3);
     examples[1] = Example { context: vec![1; 90], completions: std::array::from_fn(|i| vec![2; i + 1]), label: 3 };
     let set = set_of(&examples);
     assert!(set.check(VOCAB, 94).is_ok());
     let error = set.check(VOCAB, 93).unwrap_err().to_string();
     assert!(error.contains("set.bin, example 1") && error.contains("94 tokens") && error.contains("--seq"), "{error}");
-    let (model, mut engine, layout) = of_one_mind(8, 93);
+    let (model, mut engine, layout) = constant_model(8, 93);
     assert_eq!(score(&model, &mut engine, layout, &set, 0..3).unwrap_err().to_string(), error);
     examples[2].completions[3] = vec![1, 50];
     let error = set_of(&examples).check(VOCAB, 96).unwrap_err().to_string();
@@ -238,7 +239,7 @@ fn what_a_model_cannot_read_is_refused_by_example() {
 }
 
 #[test]
-fn bad_evaluation_files_are_named_with_what_was_expected_and_found() {
+fn evaluation_file_errors_name_expected_and_found_values() {
     let error_of = |bytes: &[u8]| {
         let message = format!("{:#}", MultipleChoice::read("set.bin".into(), bytes).unwrap_err());
         assert!(message.contains("set.bin"), "{message}");
@@ -249,7 +250,7 @@ fn bad_evaluation_files_are_named_with_what_was_expected_and_found() {
         bytes[4 * word..4 * word + 4].copy_from_slice(&value.to_le_bytes());
         error_of(&bytes)
     };
-    // The first example: mark, bytes, index, label, number, length of the context …
+    // Words of the first example: marker, size, index, label, number of completions, length of the context.
     let body = |word: usize, value: u16| {
         let mut bytes = BIN.to_vec();
         bytes[1024 + 2 * word..][..2].copy_from_slice(&value.to_le_bytes());
@@ -260,31 +261,40 @@ fn bad_evaluation_files_are_named_with_what_was_expected_and_found() {
     assert!(header(0, 20240520).contains("expected magic 20240522, found 20240520"));
     assert!(header(1, 2).contains("version 1, found 2"));
     for count in [0, -1, 65536, i32::MAX] {
-        assert!(header(2, count).contains(&format!("number of examples of 1 to 65535 in its header, found {count}")));
+        assert!(
+            header(2, count).contains(&format!("number of examples: expected 1 to 65535 in the header, found {count}"))
+        );
     }
     for longest in [0, -1, 29, 65536] {
-        assert!(header(3, longest).contains(&format!("longest example of 30 to 65535 in its header, found {longest}")));
+        assert!(
+            header(3, longest)
+                .contains(&format!("longest example: expected 30 to 65535 in the header, found {longest}"))
+        );
     }
     assert!(header(2, 5).contains("example 4 of 5: truncated: expected 10 bytes, found 0"));
-    assert!(header(2, 3).contains("goes on after the 3 examples"));
-    assert!(header(3, 40).contains("example 0 of 4: expected a size of 30 to 40 bytes"));
+    assert!(header(2, 3).contains("expected the end of the file after 3 examples, found more bytes"));
+    assert!(header(3, 40).contains("example 0 of 4: expected an even size of 30 to 40 bytes"));
     assert!(error_of(&BIN[..BIN.len() - 1]).contains("example 3 of 4: truncated"));
     assert!(error_of(&BIN[..1024 + 20]).contains(&format!("truncated: expected {bytes} bytes, found 20")));
-    assert!(body(0, 1).contains("expected the mark 65535 at its beginning, found 1"));
+    assert!(body(0, 1).contains("expected the marker 65535, found 1"));
     assert!(body(1, 9).contains("found 9"));
     assert!(body(1, bytes as u16 - 1).contains(&format!("found {}", bytes - 1)));
-    assert!(body(1, bytes as u16 - 2).contains("completion 3 goes beyond"));
-    assert!(body(1, bytes as u16 + 2).contains(&format!("expected {} bytes, its parts have {bytes}", bytes + 2)));
-    assert!(body(2, 1).contains("expected its index to be 0, found 1"));
+    assert!(body(1, bytes as u16 - 2).contains("completion 3 extends beyond"));
+    let text = body(1, bytes as u16 + 2);
+    assert!(
+        text.contains(&format!("expected {bytes} bytes of context and completions, found {} bytes", bytes + 2)),
+        "{text}"
+    );
+    assert!(body(2, 1).contains("expected index 0, found 1"));
     assert!(body(3, 4).contains("expected a label of 0 to 3, found 4"));
     assert!(body(4, 5).contains("expected 4 completions, found 5"));
-    assert!(body(5, 0).contains("its context has no tokens"));
-    assert!(body(5, 60000).contains("its context goes beyond"));
+    assert!(body(5, 0).contains("the context has no tokens"));
+    assert!(body(5, 60000).contains("the context extends beyond"));
     assert!(format!("{:#}", MultipleChoice::open(Path::new("none.bin")).unwrap_err()).contains("none.bin"));
 }
 
 #[test]
-fn bad_lines_are_named_with_their_field() {
+fn json_errors_name_the_line_and_the_field() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("set.jsonl");
     let good = r#"{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}"#;
@@ -294,12 +304,12 @@ fn bad_lines_are_named_with_their_field() {
         assert!(message.contains("set.jsonl, line 3: "), "{message}");
         message
     };
-    assert!(error_of("{\"ctx\": ").contains("no JSON"));
+    assert!(error_of("{\"ctx\": ").contains("not valid JSON"));
     assert!(error_of("[1]").contains("expected an object, found an array"));
     for (from, to, part) in [
         ("\"ctx\"", "\"text\"", "field 'ctx' is missing"),
         ("\"ctx\": \"a\"", "\"ctx\": 5", "field 'ctx': expected a string, found 5"),
-        ("\"ctx\": \"a\"", "\"ctx\": \"\"", "field 'ctx': expected a text, found none"),
+        ("\"ctx\": \"a\"", "\"ctx\": \"\"", "field 'ctx': expected text, found an empty string"),
         ("\"endings\"", "\"ends\"", "field 'endings' is missing"),
         ("[\"b\", \"c\", \"d\", \"e\"]", "{}", "field 'endings': expected an array of strings, found an object"),
         ("\"d\"", "null", "field 'endings': expected strings, found null"),
@@ -315,7 +325,7 @@ fn bad_lines_are_named_with_their_field() {
     }
     std::fs::write(&path, "\n").unwrap();
     let message = hellaswag::read(&path).unwrap_err().to_string();
-    assert!(message.contains("set.jsonl has 0 examples"), "{message}");
+    assert!(message.contains("set.jsonl: expected 1 to 65535 examples, one per line, found 0 examples"), "{message}");
     assert!(format!("{:#}", hellaswag::read(Path::new("none.jsonl")).unwrap_err()).contains("none.jsonl"));
     let long = Example { context: vec![1; 33_000], completions: std::array::from_fn(|_| vec![1]), label: 0 };
     let message = write(&path, &[long]).unwrap_err().to_string();

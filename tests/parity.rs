@@ -1,6 +1,7 @@
-//! What decides the first losses of a run, against numbers from elsewhere: initial weights, order of the data, and what the
-//! loop does with gradients. `scripts/parity_reference.py` works the first two out with PyTorch; llm.c's own code, compiled,
-//! gives the same. `scripts/compare_llmc` compares whole runs on a GPU.
+//! Parity with PyTorch and llm.c: initial weights, batch order, and the optimizer steps of the training loop.
+//!
+//! `scripts/parity_reference.py` computes the reference weights and batch order with PyTorch; compiled llm.c code gives
+//! the same values. `scripts/compare_llmc` compares whole runs on a GPU.
 
 use checkpoint::RunState;
 use checkpoint::config::Config;
@@ -21,10 +22,10 @@ use std::fs;
 
 use Param::{Attprojw, Fcprojw, Fcw, Qkvw, Wpe, Wte};
 
-/// Tensor, layer, CRC-32 of its values in fp32, and rounded to bf16.
-type Drawn = (Param, usize, u32, u32);
+/// Tensor, layer, CRC-32 of its values in fp32, CRC-32 of its values rounded to bf16.
+type Checksum = (Param, usize, u32, u32);
 
-const SMALL: [Drawn; 10] = [
+const SMALL: [Checksum; 10] = [
     (Wte, 0, 0x8a2d06df, 0xf0f9fc9c),
     (Wpe, 0, 0x69a5fd74, 0xb9e6a083),
     (Qkvw, 0, 0x5629c774, 0x0a7576b7),
@@ -37,7 +38,7 @@ const SMALL: [Drawn; 10] = [
     (Fcprojw, 1, 0xa740eac0, 0x4dad7a8d),
 ];
 
-const D12: [Drawn; 50] = [
+const D12: [Checksum; 50] = [
     (Wte, 0, 0x882ff8cf, 0x4835b19c),
     (Wpe, 0, 0x77b02761, 0x8f07daaa),
     (Qkvw, 0, 0x80bfd960, 0xb78ff1a5),
@@ -90,8 +91,9 @@ const D12: [Drawn; 50] = [
     (Fcprojw, 11, 0x021e495a, 0xb99f009d),
 ];
 
-fn drawn_tensors_are(descriptor: &Descriptor, expected: &[Drawn]) {
-    let mut left = expected.iter();
+/// Checks the tensors that are drawn at random, in the order of the generator's stream.
+fn assert_initial_weights(descriptor: &Descriptor, expected: &[Checksum]) {
+    let mut remaining = expected.iter();
     generate(descriptor, SEED, |param, layer, values| {
         let drawn = match param {
             Wte => &values[..descriptor.vocab * descriptor.channels],
@@ -102,26 +104,26 @@ fn drawn_tensors_are(descriptor: &Descriptor, expected: &[Drawn]) {
         }
         let rounded: Vec<half::bf16> = drawn.iter().map(|x| half::bf16::from_f32(*x)).collect();
         let crcs = (crc32fast::hash(bytemuck::cast_slice(drawn)), crc32fast::hash(bytemuck::cast_slice(&rounded)));
-        // In this order: all come from one generator.
-        let &(name, of, fp32, bf16) = left.next().expect("no more tensors are drawn");
-        assert_eq!((param, layer, crcs), (name, of, (fp32, bf16)));
+        let &(expected_param, expected_layer, fp32, bf16) =
+            remaining.next().expect("the reference has no more tensors");
+        assert_eq!((param, layer, crcs), (expected_param, expected_layer, (fp32, bf16)));
         Ok(())
     })
     .unwrap();
-    assert_eq!(left.len(), 0);
+    assert_eq!(remaining.len(), 0);
 }
 
 #[test]
-fn initial_weights_of_gpt2_124m() {
-    drawn_tensors_are(&"d12".parse().unwrap(), &D12);
+fn initial_weights_of_gpt2_124m_match_pytorch() {
+    assert_initial_weights(&"d12".parse().unwrap(), &D12);
 }
 
 #[test]
-fn initial_weights_of_a_small_model() {
-    drawn_tensors_are(&Descriptor::new(2, 3, 48, 20, 97).unwrap(), &SMALL);
+fn initial_weights_of_a_small_model_match_pytorch() {
+    assert_initial_weights(&Descriptor::new(2, 3, 48, 20, 97).unwrap(), &SMALL);
 }
 
-/// Token i of all shards together is i.
+/// Returns the first token of each batch. Token `i`, counted over all shards, is `i`.
 fn first_tokens(geometry: Geometry, batches: usize) -> Vec<i32> {
     let mut next = 0;
     let shards = [200, 137, 90, 260, 33].map(|n| {
@@ -138,9 +140,9 @@ fn first_tokens(geometry: Geometry, batches: usize) -> Vec<i32> {
     (0..batches).map(|_| first()).collect()
 }
 
-/// Two epochs and a half, over shards of different lengths.
+/// Covers two and a half epochs over shards of different lengths.
 #[test]
-fn batches_come_in_llm_cs_order() {
+fn batch_order_matches_llm_c() {
     #[rustfmt::skip]
     let expected = [
         703, 687, 112, 160, 80, 32, 96, 128, 0, 16, 144, 64, 48, 176, 200, 280, 232, 264, 216, 312, 296, 248,
@@ -150,18 +152,18 @@ fn batches_come_in_llm_cs_order() {
     ];
     assert_eq!(first_tokens(Geometry::single(2, 8), expected.len()), expected);
     #[rustfmt::skip]
-    let second_of_two = [
+    let expected_rank_1 = [
         703, 312, 216, 280, 248, 353, 385, 80, 16, 176, 112, 144, 48, 507, 603, 443, 539, 475, 571, 667, 635,
         703, 112, 48, 16, 176, 80, 144, 385, 353, 312, 248, 280, 216, 507, 539, 603, 443, 635, 667, 475, 571,
         603, 507, 539, 475, 443, 635, 667, 571,
     ];
-    assert_eq!(first_tokens(Geometry { b: 2, t: 8, ranks: 2, rank: 1 }, second_of_two.len()), second_of_two);
+    assert_eq!(first_tokens(Geometry { b: 2, t: 8, ranks: 2, rank: 1 }, expected_rank_1.len()), expected_rank_1);
 }
 
 const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 8 };
 const ACCUM: usize = 3;
 const DECAY: f32 = 0.1;
-/// Two steps up to 0.02, then down a line that ends at 0.002 after ten.
+/// Learning rates: two warmup steps to 0.02, then linear decay to 0.002 at step ten.
 const RATES: [f64; 4] = [0.01, 0.02, 0.02, 0.01775];
 
 fn loader(tokens: &Tokens) -> Loader {
@@ -178,7 +180,7 @@ fn planned(engine: &mut Cpu) -> Gpt2 {
     model
 }
 
-/// Parameters after `steps` steps of the loop, and the loss, norm and rate that it told of each.
+/// Runs the training loop. Returns the final parameters, and the logged loss, norm and learning rate of each step.
 fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
     let dir = tempfile::tempdir().unwrap();
     let mut engine = Cpu::new();
@@ -215,18 +217,25 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
     };
     run.train().unwrap();
     let records = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();
-    let told = records.lines().map(|line| {
+    let logged = records.lines().map(|line| {
         let record: serde_json::Value = serde_json::from_str(line).unwrap();
         ["loss", "norm", "lr"].map(|key| record[key].as_f64().unwrap())
     });
-    let told = told.collect();
-    (engine.read(model.params).unwrap(), told)
+    let logged = logged.collect();
+    (engine.read(model.params).unwrap(), logged)
 }
 
-/// The loop against AdamW written out in double precision: 0.9, 0.95, 1e-8, corrected from step 1 on; the norm of the averaged
-/// gradient clipped to 1; the rate of a step counted from 0; decay of matrices and embeddings alone; the mean loss of all
-/// micro-steps. Gradients are taken at the loop's own parameters, so nothing of it is hidden by rounding. Returns the norms.
-fn steps_are_adamw_by_hand(tokens: &Tokens) -> Vec<f64> {
+/// Compares the training loop with AdamW in double precision, and returns the gradient norms.
+///
+/// The reference uses:
+///
+/// - beta1 = 0.9, beta2 = 0.95, eps = 1e-8, and bias correction with t = 1 in the first step;
+/// - the mean gradient of all micro-batches, clipped to a norm of 1;
+/// - the learning rate of a step counted from 0;
+/// - weight decay for matrices and embeddings only.
+///
+/// Gradients are computed at the loop's own parameters, so rounding errors do not accumulate.
+fn assert_steps_match_reference_adamw(tokens: &Tokens) -> Vec<f64> {
     let mut engine = Cpu::new();
     let model = planned(&mut engine);
     let mut loader = loader(tokens);
@@ -253,11 +262,11 @@ fn steps_are_adamw_by_hand(tokens: &Tokens) -> Vec<f64> {
         let norm = grads.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         norms.push(norm);
 
-        let (after, told) = trained(tokens, step + 1);
-        let [told_loss, told_norm, told_rate] = told[step];
-        assert!((told_loss / loss - 1.0).abs() < 1e-6, "step {step}: loss {told_loss}, expected {loss}");
-        assert!((told_norm / norm - 1.0).abs() < 1e-6, "step {step}: norm {told_norm}, expected {norm}");
-        assert!((told_rate / rate - 1.0).abs() < 1e-6, "step {step}: rate {told_rate}, expected {rate}");
+        let (after, logged) = trained(tokens, step + 1);
+        let [logged_loss, logged_norm, logged_rate] = logged[step];
+        assert!((logged_loss / loss - 1.0).abs() < 1e-6, "step {step}: loss {logged_loss}, expected {loss}");
+        assert!((logged_norm / norm - 1.0).abs() < 1e-6, "step {step}: norm {logged_norm}, expected {norm}");
+        assert!((logged_rate / rate - 1.0).abs() < 1e-6, "step {step}: rate {logged_rate}, expected {rate}");
 
         let scale = if norm > 1.0 { 1.0 / norm } else { 1.0 };
         let t = step as i32 + 1;
@@ -286,16 +295,16 @@ fn steps_are_adamw_by_hand(tokens: &Tokens) -> Vec<f64> {
 }
 
 #[test]
-fn small_gradients_make_steps_of_adamw() {
+fn unclipped_steps_match_reference_adamw() {
     let mut rng = Mt19937::new(1);
     let tokens: Vec<u16> = (0..500).map(|_| rng.below(50) as u16).collect();
-    let norms = steps_are_adamw_by_hand(&Tokens::in_memory("evenly spread", tokens));
+    let norms = assert_steps_match_reference_adamw(&Tokens::in_memory("uniform tokens", tokens));
     assert!(norms.iter().all(|norm| *norm < 1.0), "{norms:?}");
 }
 
 #[test]
-fn large_gradients_are_clipped_before() {
+fn clipped_steps_match_reference_adamw() {
     let tokens: Vec<u16> = (0..500).map(|i| if i % 5 == 0 { i % 49 } else { 7 }).collect();
-    let norms = steps_are_adamw_by_hand(&Tokens::in_memory("mostly one token", tokens));
+    let norms = assert_steps_match_reference_adamw(&Tokens::in_memory("mostly one token", tokens));
     assert!(norms.iter().all(|norm| *norm > 1.0), "{norms:?}");
 }

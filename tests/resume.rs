@@ -269,7 +269,7 @@ fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
     world.fail("run", &in_order, &["--shuffle was true, is false", "--force-resume"]);
     // llm.c leaves no sidecar.
     fs::remove_file(&path).unwrap();
-    world.fail("run", &in_order, &["the data position is of data shuffled, this is to be data in order (--shuffle)"]);
+    world.fail("run", &in_order, &["expected data shuffled, as in the checkpoint, found data in order", "--shuffle"]);
     let forced = ["--resume", "--steps", "6", "--shuffle", "0", "--force-resume", "--lr", "0"];
     world.succeed("run", &forced);
     // After as many tokens as have been trained on.

@@ -1,5 +1,5 @@
-//! `verify` on a small model that PyTorch computed (`scripts/pytorch_reference.py`): it holds on every engine, and notices
-//! what is wrong.
+//! The `verify` command on small models with PyTorch's results (`scripts/pytorch_reference.py`): it passes on every
+//! engine, and it detects wrong values and invalid files.
 
 use engine::Engine;
 use engine::cpu::Cpu;
@@ -17,14 +17,14 @@ fn data(name: &str) -> String {
     format!("{}/../tests/data/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// PyTorch's losses with llm.c's settings.
+/// Returns PyTorch's losses with the settings of llm.c's test.
 fn expected_losses(model: &str) -> Vec<f32> {
     let text = fs::read_to_string(data(&format!("{model}_losses.json"))).unwrap();
     let runs: serde_json::Value = serde_json::from_str(&text).unwrap();
     runs[0]["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap() as f32).collect()
 }
 
-/// A directory with copies of the three files.
+/// A temporary directory with copies of the model file, the debug state and the losses.
 struct Files {
     directory: tempfile::TempDir,
 }
@@ -48,7 +48,7 @@ impl Files {
         fs::write(self.path("losses.txt"), lines.join("\n")).unwrap();
     }
 
-    /// Whether `verify` succeeds, and all that it prints.
+    /// Runs `verify` and returns whether it succeeds, and its output.
     fn verify(&self) -> (bool, String) {
         let output = Command::new(env!("CARGO_BIN_EXE_host"))
             .args(["verify", "--device", "cpu", "--losses"])
@@ -58,22 +58,23 @@ impl Files {
         (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
     }
 
-    fn change(&self, name: &str, at: usize, bytes: &[u8]) {
+    /// Overwrites bytes of a file.
+    fn overwrite(&self, name: &str, at: usize, bytes: &[u8]) {
         let mut all = fs::read(self.path(name)).unwrap();
         all[at..at + bytes.len()].copy_from_slice(bytes);
         fs::write(self.path(name), all).unwrap();
     }
 
-    /// Adds to a number of a file.
+    /// Adds `amount` to the float at offset `at` of a file.
     fn add(&self, name: &str, at: usize, amount: f32) {
         let all = fs::read(self.path(name)).unwrap();
         let old = f32::from_le_bytes(all[at..at + 4].try_into().unwrap());
-        self.change(name, at, &(old + amount).to_le_bytes());
+        self.overwrite(name, at, &(old + amount).to_le_bytes());
     }
 }
 
 #[test]
-fn the_program_agrees_with_pytorch() {
+fn verify_command_passes_against_pytorch() {
     let (ok, text) = Files::new().verify();
     assert!(ok, "{text}");
     for tensor in ["logits", "loss", "dwte", "dwpe", "dqkvw", "dlnfb", "step 10: loss"] {
@@ -82,8 +83,8 @@ fn the_program_agrees_with_pytorch() {
     assert!(text.contains("\noverall okay: 1\n") && !text.contains("FAILED"), "{text}");
 }
 
-/// Of an engine and a model with heads that a GPU's kernels take.
-fn agrees(engine: &mut dyn Engine) {
+/// Checks an engine with a model whose head size the GPU kernels support.
+fn assert_matches_pytorch(engine: &mut dyn Engine) {
     let (model, state) = (data("wide.bin"), data("wide_debug_state.bin"));
     let mut verification = Verification::open(Path::new(&model), Path::new(&state), engine).unwrap();
     let mut comparisons = verification.gradients().unwrap();
@@ -95,24 +96,24 @@ fn agrees(engine: &mut dyn Engine) {
 }
 
 #[test]
-fn the_cpu_agrees() {
-    agrees(&mut Cpu::new());
+fn cpu_engine_matches_pytorch() {
+    assert_matches_pytorch(&mut Cpu::new());
 }
 
 #[test]
-fn the_kernels_agree_in_f32() {
-    agrees(&mut *emulated(Precision::Fp32, false));
+fn f32_kernels_match_pytorch() {
+    assert_matches_pytorch(&mut *emulated(Precision::Fp32, false));
 }
 
 #[test]
-fn the_kernels_agree_in_bf16() {
-    agrees(&mut *emulated(Precision::Bf16, false));
-    agrees(&mut *emulated(Precision::Bf16, true));
+fn bf16_kernels_match_pytorch() {
+    assert_matches_pytorch(&mut *emulated(Precision::Bf16, false));
+    assert_matches_pytorch(&mut *emulated(Precision::Bf16, true));
 }
 
-/// Numbers of the model: V = 97, Vp = 128, C = 48, L = 2, maxT = 20; of the batch: B = 2, T = 16.
+/// The model has V = 97, Vp = 128, C = 48, L = 2 and maxT = 20; the batch has B = 2 and T = 16.
 #[test]
-fn one_wrong_number_is_noticed() {
+fn verify_command_detects_a_single_wrong_value() {
     let fails = |change: &dyn Fn(&Files), tensors: &[&str]| {
         let files = Files::new();
         change(&files);
@@ -123,7 +124,7 @@ fn one_wrong_number_is_noticed() {
             assert!(line.contains("FAILED"), "{tensor}: {text}");
         }
     };
-    // The first weight of the last layernorm's bias, which all logits see.
+    // The first element of the last LayerNorm's bias, which affects all logits.
     let lnfb = fs::metadata(MODEL).unwrap().len() as usize - 4 * 48;
     fails(&|files| files.add("model.bin", lnfb, 0.1), &["logits", "loss", "dlnfw", "step  1"]);
     let logits = HEADER + 4 * (2 * 2 * 16);
@@ -132,19 +133,19 @@ fn one_wrong_number_is_noticed() {
     fails(&|files| files.add("state.bin", loss, 1e-4), &["loss"]);
     let dwpe = loss + 4 + 4 * 128 * 48;
     fails(&|files| files.add("state.bin", dwpe + 4 * 48, 0.01), &["dwpe"]);
-    fails(&|files| files.change("state.bin", dwpe, &f32::NAN.to_le_bytes()), &["dwpe"]);
-    // A row of padding has no gradient.
+    fails(&|files| files.overwrite("state.bin", dwpe, &f32::NAN.to_le_bytes()), &["dwpe"]);
+    // Padding rows of wte have no gradient.
     fails(&|files| files.add("state.bin", dwpe - 4, 0.5), &["dwte"]);
-    let ninth = |files: &Files| {
+    let change_ninth_loss = |files: &Files| {
         let mut losses = expected_losses("tiny");
         losses[8] += 1e-4;
         files.write_losses(&losses);
     };
-    fails(&ninth, &["step  9"]);
+    fails(&change_ninth_loss, &["step  9"]);
 }
 
 #[test]
-fn files_that_are_none_are_refused() {
+fn verify_command_rejects_invalid_files() {
     let refusal = |change: &dyn Fn(&Files)| {
         let files = Files::new();
         change(&files);
@@ -152,19 +153,19 @@ fn files_that_are_none_are_refused() {
         assert!(!ok, "{text}");
         text
     };
-    let word = |i: usize, value: i32| refusal(&|files| files.change("state.bin", 4 * i, &value.to_le_bytes()));
+    let word = |i: usize, value: i32| refusal(&|files| files.overwrite("state.bin", 4 * i, &value.to_le_bytes()));
     let text = word(0, 20240326);
-    assert!(text.contains("state.bin is no debug state: expected magic 20240327, found 20240326"), "{text}");
+    assert!(text.contains("state.bin: not a debug state: expected magic 20240327, found 20240326"), "{text}");
     let text = word(1, 1);
     assert!(text.contains("expected debug state version 2, found 1"), "{text}");
     let text = word(2, -1);
     assert!(text.contains("found B = -1, T = 16"), "{text}");
     let text = word(3, 21);
-    assert!(text.contains("T = 21 tokens; the model takes up to 20"), "{text}");
+    assert!(text.contains("expected sequences of at most 20 tokens, the model's limit, found T = 21"), "{text}");
     let text = word(2, i32::MAX);
     assert!(text.contains("truncated") && text.contains("expected"), "{text}");
     let text = word(256 + 3, 97);
-    assert!(text.contains("inputs[3] is 97, expected a token below 97"), "{text}");
+    assert!(text.contains("inputs[3]: expected a token below 97, found 97"), "{text}");
 
     let length = fs::metadata(STATE).unwrap().len();
     let cut = |length: u64| {

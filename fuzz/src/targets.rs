@@ -1,7 +1,7 @@
-//! The fuzz targets: how each one reads its input, and the seed files it starts from.
+//! The fuzz targets and their seeds.
 //!
-//! A target uses what a reader accepts, as the program would. It fails only by a panic, an overflow, an endless loop or an
-//! excessive allocation.
+//! A target reads its input as the program would, and uses the result if the reader accepts it. Errors are expected; a
+//! target fails only by a panic, an integer overflow, an endless loop or excessive memory use.
 
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
@@ -28,50 +28,39 @@ use tempfile::NamedTempFile;
 use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A fuzz target.
+/// A file format to fuzz.
 pub struct Target {
-    /// Name of the target, as in `fuzz_targets/`.
+    /// Name of the target, and of the directory with its findings.
     pub name: &'static str,
-    /// Reads and uses the bytes as a file. Returns an error if they are not a valid file.
+    /// Reads and uses a file; fails if the program rejects it.
     read: fn(&[u8]) -> Result<()>,
-    /// Makes small valid files.
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// Token shards.
 pub static TOKENS: Target = Target { name: "tokens", read: read_tokens, seeds: token_files };
-/// Model files.
 pub static MODEL: Target = Target { name: "model", read: read_model, seeds: model_files };
-/// State files of a checkpoint.
 pub static STATE: Target = Target { name: "state", read: read_state, seeds: state_files };
-/// Sidecars (run files) of a checkpoint.
 pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
-/// `main.log` and `main.jsonl` of a resumed run.
 pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
-/// llm.c's debug state files.
 pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
-/// Configuration files of `train`.
 pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: configs };
-/// llm.c's multiple-choice evaluation files.
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
-/// HellaSwag in JSON lines.
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
-/// Text for the tokenizers, and tokens for their decoders.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 
 impl Target {
-    /// Returns true if `data` is a valid file.
+    /// Returns whether the program accepts `data`.
     pub fn accepts(&self, data: &[u8]) -> bool {
         (self.read)(data).is_ok()
     }
 
-    /// Returns small valid files, made by the program's own writers where there are any.
+    /// Returns small valid files, created by the program's own writers where it has one.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         (self.seeds)()
     }
 }
 
-/// Writes the bytes to a file in TMPDIR and passes its path to `read`.
+/// Writes the bytes to a temporary file and calls `read` with its path.
 fn as_file<T>(data: &[u8], read: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let mut file = NamedTempFile::new()?;
     file.write_all(data)?;
@@ -82,8 +71,8 @@ fn as_file<T>(data: &[u8], read: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
 fn written(write: impl FnOnce(&Path) -> Result<()>) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("seed");
-    write(&path).expect("the writer accepts its input");
-    fs::read(path).expect("the file was just written")
+    write(&path).expect("the seed is valid");
+    fs::read(path).expect("the file exists")
 }
 
 fn read_tokens(data: &[u8]) -> Result<()> {
@@ -101,7 +90,7 @@ fn token_files() -> Vec<Vec<u8>> {
     vec![written(|path| tokens::write(path, &[50_256, 1, 2, 3])), written(|path| tokens::write(path, &[7; 100]))]
 }
 
-/// Returns a model for sequences of up to 8 tokens, and its engine.
+/// Returns a model planned for sequences of up to 8 tokens, on the CPU engine.
 fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
     let mut engine = Cpu::new();
     let capacity = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
@@ -145,7 +134,7 @@ fn small_loader() -> Result<Loader> {
     Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
-/// Resumes from a checkpoint with these files. Compares the identity first if there is a sidecar.
+/// Resumes from a checkpoint with these files. If there is a sidecar, compares it with `identity` first.
 fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let directory = tempfile::tempdir()?;
     let write = |name: String, bytes: &[u8]| fs::write(directory.path().join(name), bytes);
@@ -201,24 +190,24 @@ fn good_sidecar() -> Sidecar {
         program: "host 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
         config: serde_json::from_str(settings).expect("the settings are valid JSON"),
-        train: fingerprint::of(&small_loader().expect("there are enough tokens")).expect("the tokens are in memory"),
+        train: fingerprint::of(&small_loader().expect("the shard is long enough")).expect("the shard is in memory"),
         val: None,
         ranks: 1,
     };
-    let choice = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
+    let gemm = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
         "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],
         "algo": [1, 2, 3, 4, 5, 6, 7, 18446744073709551615]}"#;
-    let choice = serde_json::from_str(choice).expect("the GEMM choice is valid JSON");
+    let gemm = serde_json::from_str(gemm).expect("the algorithm is valid");
     Sidecar {
         step: STEP,
         identity,
         progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
-        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![choice] }),
+        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![gemm] }),
         files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
     }
 }
 
-/// Reads the data as a sidecar, or as the body of one. In the latter case it adds the checksum, which a fuzzer cannot guess.
+/// Reads a whole sidecar, or only its body, to which this function adds the checksum that a fuzzer could not guess.
 fn read_sidecar(data: &[u8]) -> Result<()> {
     static NOW: LazyLock<Identity> = LazyLock::new(|| good_sidecar().identity);
     let sealed;
@@ -239,7 +228,7 @@ fn sidecars() -> Vec<Vec<u8>> {
     vec![file, serde_json::to_vec(&good_sidecar()).expect("writing to memory succeeds")]
 }
 
-/// Resumes both logs at a step in the middle of them.
+/// Resumes both logs of a run at a step in their middle.
 fn read_log(data: &[u8]) -> Result<()> {
     let directory = tempfile::tempdir()?;
     for name in ["main.log", "main.jsonl"] {
@@ -264,11 +253,11 @@ fn read_config(data: &[u8]) -> Result<()> {
 
 fn configs() -> Vec<Vec<u8>> {
     let every_kind =
-        "# of every kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
+        "# each kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
     vec![every_kind.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
 }
 
-/// Reads debug states of the constant model [`SMALL_MODEL`].
+/// Verifies the debug state against a model whose parameters are all equal.
 fn read_debug_state(data: &[u8]) -> Result<()> {
     as_file(&SMALL_MODEL, |model| {
         as_file(data, |state| {
@@ -278,7 +267,7 @@ fn read_debug_state(data: &[u8]) -> Result<()> {
     })
 }
 
-/// Makes debug states with arbitrary contents. The program has no writer for them.
+/// Returns debug states with arbitrary contents, because the program has no writer for them.
 fn debug_states() -> Vec<Vec<u8>> {
     let state = |b: usize, t: usize| {
         let header = [20_240_327, 2, b as i32, t as i32].into_iter().chain([0; 252]);

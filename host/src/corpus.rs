@@ -1,29 +1,31 @@
-//! The corpus that comes with the program: its own sources and documents, gathered by the build.
+//! The built-in corpus: the project's own sources and documents, which the build script concatenates.
 
 use data::Tokens;
 use data::tokenizer::Tokenizer;
 
 static TEXT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
-/// Lines are dealt out in blocks of about this many bytes, every tenth of them to validation: it sees all kinds of text.
-const BLOCK: usize = 8 << 10;
+/// Approximate size in bytes of the blocks of lines that are assigned to a split.
+const BLOCK_BYTES: usize = 8 << 10;
+/// Every tenth block belongs to the validation split, so that it contains all kinds of text.
 const VALIDATION_EVERY: usize = 10;
 
-/// Training and validation tokens.
+/// Returns the training and the validation tokens.
 pub fn tokens(tokenizer: Tokenizer) -> (Tokens, Tokens) {
     let (train, val) = split(&String::from_utf8_lossy(TEXT));
     let encode = |name, text: &str| Tokens::in_memory(name, tokenizer.encode(text));
     (encode("the built-in corpus", &train), encode("the built-in corpus' validation part", &val))
 }
 
+/// Splits text into training and validation text.
 fn split(text: &str) -> (String, String) {
     let (mut train, mut val) = (String::new(), String::new());
-    let mut read = 0;
+    let mut position = 0;
     for line in text.split_inclusive('\n') {
-        let block = read / BLOCK;
-        let to = if block % VALIDATION_EVERY == VALIDATION_EVERY - 1 { &mut val } else { &mut train };
-        to.push_str(line);
-        read += line.len();
+        let block = position / BLOCK_BYTES;
+        let split = if block % VALIDATION_EVERY == VALIDATION_EVERY - 1 { &mut val } else { &mut train };
+        split.push_str(line);
+        position += line.len();
     }
     (train, val)
 }
@@ -33,10 +35,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenth_of_the_lines_is_kept_for_validation() {
+    fn validation_split_has_a_tenth_of_the_lines() {
         let (train, val) = tokens(Tokenizer::Bytes);
-        let share = val.len() as f64 / (train.len() + val.len()) as f64;
-        assert!((0.05..0.12).contains(&share), "{share}");
+        let fraction = val.len() as f64 / (train.len() + val.len()) as f64;
+        assert!((0.05..0.12).contains(&fraction), "{fraction}");
         assert!(train.len() > 50_000, "{} bytes", train.len());
         let (train, val) = split(&"a line\n".repeat(20_000));
         assert_eq!(train.len() + val.len(), 140_000);

@@ -201,7 +201,7 @@ impl Checkpoint {
                  trained on, in the order of {ranks}"
             ));
         }
-        let other_order = match loader.has_order_of(&self.state.data) {
+        let other_order = match loader.check_order(&self.state.data) {
             Err(error) if !force => return Err(error),
             order => order.is_err(),
         };

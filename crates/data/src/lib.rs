@@ -1,5 +1,12 @@
-//! Text to tokens, tokens to files, files to batches.
+//! Tokenization, token files, batches and evaluation sets.
+//!
+//! Text becomes tokens ([`tokenizer`]), tokens become shards on disk ([`text`], [`tinyshakespeare`]), and shards become
+//! batches ([`Loader`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on
+//! them does not belong here.
 
+#![warn(missing_docs)]
+
+pub mod header;
 pub mod hellaswag;
 pub mod loader;
 pub mod multiple_choice;

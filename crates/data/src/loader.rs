@@ -1,9 +1,17 @@
-//! Which tokens make up which batch: llm.c's sharded, shuffled data loader, order for order.
+//! llm.c's distributed data loader, with the same sharding and the same shuffled order.
 //!
-//! A shard is cut into samples of `ranks * B * T` tokens; a tail that fills none is dropped. Each rank reads its own slice
-//! of a sample. Every rank draws its own permutations, yet a slice belongs to one rank only, so an epoch covers each slice once.
+//! A shard is read in samples of `ranks * B * T` tokens; an incomplete sample at the end of a shard is dropped. Each
+//! rank reads its own window of `B * T` tokens of a sample, plus one token for the last target. Ranks draw different
+//! permutations, but a window always belongs to the same rank, so an epoch covers each window once.
 //!
-//! Without a shuffle, a loader of [whole steps](Loader::in_steps_of) gives each step the same tokens however many ranks share them.
+//! Without a shuffle, a loader with [whole steps](Loader::with_whole_steps) gives each step the same tokens for any
+//! number of ranks.
+
+mod position;
+#[cfg(test)]
+mod tests;
+
+pub use position::{Position, Shuffle};
 
 use super::Tokens;
 use anyhow::{Result, ensure};
@@ -11,72 +19,64 @@ use engine::BatchLayout;
 use rng::Mt19937;
 use std::sync::Arc;
 
-/// Size of a micro-batch, and whose it is.
+/// The shape of a micro-batch, and the rank that reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
+    /// Sequences in a micro-batch.
     pub b: usize,
+    /// Tokens in a sequence.
     pub t: usize,
+    /// World size.
     pub ranks: usize,
+    /// Rank of this process, below `ranks`.
     pub rank: usize,
 }
 
 impl Geometry {
-    /// One process with the whole batch.
+    /// Returns the geometry of a single process that reads whole samples.
     pub const fn single(b: usize, t: usize) -> Self {
         Self { b, t, ranks: 1, rank: 0 }
     }
 
+    /// Returns the tokens that one rank reads of a sample.
+    const fn window_tokens(self) -> usize {
+        self.b * self.t
+    }
+
     const fn sample_tokens(self) -> usize {
-        self.ranks * self.b * self.t
+        self.ranks * self.window_tokens()
     }
 }
 
-/// Where a loader stands: all that is needed to go on with the same batches.
-#[derive(Clone, Debug)]
-pub struct Position {
-    /// Shards opened since the epoch began, this one not counted.
-    pub shard: usize,
-    /// Samples read of this shard.
-    pub sample: usize,
-    /// `None` for a loader that goes through its shards in order. Changes only when a shard is opened, so that the position of
-    /// every batch can be kept.
-    pub shuffle: Option<Arc<Shuffle>>,
-}
-
-/// The permutations of a shuffling loader and the generator that draws the next ones.
-#[derive(Clone, Debug)]
-pub struct Shuffle {
-    pub rng: Mt19937,
-    /// The n-th shard of the epoch is `shards[n]`.
-    pub shards: Vec<u32>,
-    /// The n-th sample of the shard is `samples[n]`.
-    pub samples: Vec<u32>,
-}
-
+/// Reads batches from token shards, in order or shuffled.
 #[derive(Clone, Debug)]
 pub struct Loader {
     shards: Vec<Tokens>,
     geometry: Geometry,
     vocab: usize,
     position: Position,
-    /// Of each shard a multiple of this is read.
-    samples_of_step: usize,
-    /// Begin again after this many batches.
+    /// The number of samples read from a shard is a multiple of this.
+    samples_per_step: usize,
+    /// Number of batches after which the loader starts over.
     rewind_after: Option<usize>,
-    batches: usize,
-    scratch: Vec<u16>,
+    batches_since_rewind: usize,
+    /// The tokens of one batch: inputs, shifted by one for the targets.
+    window: Vec<u16>,
 }
 
 impl Loader {
-    /// `shuffle` is the seed of the shuffle, to which the rank is added; without it shards and samples come in order. Every
-    /// token must be below `vocab`.
+    /// Creates a loader at the start of its first epoch.
+    ///
+    /// `shuffle` is the shuffle's seed, to which the rank is added. Without it, shards and samples are read in order.
+    /// Every token must be below `vocab`.
     pub fn new(shards: Vec<Tokens>, geometry: Geometry, vocab: usize, shuffle: Option<u32>) -> Result<Self> {
-        ensure!(!shards.is_empty(), "a data loader needs at least one token file");
+        ensure!(!shards.is_empty(), "data loader: expected at least one token file, found none");
         for shard in &shards {
             let needed = geometry.sample_tokens() + 1;
             ensure!(
                 shard.len() >= needed,
-                "{shard} holds {} tokens, expected at least {needed} (batch {} x seq {}{} + 1): use a smaller --batch or --seq",
+                "{shard} holds {} tokens, expected at least {needed} (batch {} x seq {}{} + 1); \
+                 use a smaller --batch or --seq",
                 shard.len(),
                 geometry.b,
                 geometry.t,
@@ -90,25 +90,37 @@ impl Loader {
                 samples: Vec::new(),
             })
         });
-        let position = Position { shard: 0, sample: 0, shuffle };
-        let scratch = vec![0; geometry.b * geometry.t + 1];
-        let mut loader =
-            Self { shards, geometry, vocab, position, samples_of_step: 1, rewind_after: None, batches: 0, scratch };
+        let mut loader = Self {
+            shards,
+            geometry,
+            vocab,
+            position: Position { shard: 0, sample: 0, shuffle },
+            samples_per_step: 1,
+            rewind_after: None,
+            batches_since_rewind: 0,
+            window: vec![0; geometry.window_tokens() + 1],
+        };
         loader.begin_epoch();
         Ok(loader)
     }
 
-    /// Cuts shards into steps of `samples` samples, in order, and drops a tail that fills none. So which tokens a step has follows
-    /// from their number alone, not from how many ranks and micro-batches share them.
-    pub fn in_steps_of(mut self, samples: usize) -> Result<Self> {
-        assert!(!self.shuffles(), "only samples in order make up the same steps");
-        self.samples_of_step = samples;
-        let tokens = samples * self.geometry.sample_tokens();
+    /// Reads only whole optimizer steps of `samples_per_step` samples from each shard.
+    ///
+    /// The tokens of a step then depend only on the step number, not on the number of ranks or micro-batches. An
+    /// incomplete step at the end of a shard is dropped.
+    ///
+    /// # Panics
+    /// If the loader shuffles.
+    pub fn with_whole_steps(mut self, samples_per_step: usize) -> Result<Self> {
+        assert!(!self.shuffles(), "whole steps require a loader without a shuffle");
+        self.samples_per_step = samples_per_step;
+        let tokens = samples_per_step * self.geometry.sample_tokens();
         for shard in &self.shards {
             ensure!(
                 shard.len() > tokens,
-                "{shard} holds {} tokens, expected at least {} (--total-batch {tokens} + 1): without --shuffle no step goes \
-                 over the end of a shard; use a smaller --total-batch, larger shards, or --shuffle 1",
+                "{shard} holds {} tokens, expected at least {} (--total-batch {tokens} + 1), \
+                 because without --shuffle a step cannot cross the end of a shard; \
+                 use a smaller --total-batch, larger shards, or --shuffle 1",
                 shard.len(),
                 tokens + 1
             );
@@ -116,149 +128,165 @@ impl Loader {
         Ok(self)
     }
 
-    /// Begins again after every `batches` batches, so that each evaluation sees the same ones.
+    /// Starts over after every `batches` batches, so that each evaluation reads the same batches.
     #[must_use]
     pub fn rewinding_after(mut self, batches: usize) -> Self {
         self.rewind_after = Some(batches);
         self
     }
 
-    /// Tokens of all shards.
+    /// Returns the number of tokens in all shards.
     pub fn tokens(&self) -> usize {
         self.shards.iter().map(Tokens::len).sum()
     }
 
-    /// Whole batches of an epoch.
+    /// Returns the number of batches in an epoch.
     pub fn batches_per_epoch(&self) -> usize {
-        self.shards.iter().map(|shard| self.samples_of(shard)).sum()
+        self.shards.iter().map(|shard| self.samples_in(shard)).sum()
     }
 
+    /// Returns whether shards and samples are shuffled.
     pub const fn shuffles(&self) -> bool {
         self.position.shuffle.is_some()
     }
 
-    /// How many share each sample.
+    /// Returns the number of ranks that share each sample.
     pub fn ranks(&self) -> usize {
         self.geometry.ranks
     }
 
+    /// Returns the shards in unshuffled order.
     pub fn shards(&self) -> &[Tokens] {
         &self.shards
     }
 
+    /// Returns the layout of a batch.
     pub fn layout(&self) -> BatchLayout {
         BatchLayout { b: self.geometry.b, t: self.geometry.t }
     }
 
-    /// Where the next batch comes from.
+    /// Returns the position of the next batch.
     pub fn position(&self) -> Position {
         self.position.clone()
     }
 
-    /// Goes back, or on, to a position of a loader of the same shards and geometry.
+    /// Moves to a position of a loader with the same shards and geometry.
     pub fn seek(&mut self, position: Position) -> Result<()> {
-        let Position { shard, sample, shuffle } = &position;
-        ensure!(
-            *shard < self.shards.len(),
-            "the data position names shard {shard}, but there are {}: not the data set of the checkpoint",
-            self.shards.len()
-        );
-        self.has_order_of(&position)?;
-        if let Some(shuffle) = shuffle {
-            let in_range = |order: &[u32], n: usize| order.len() == n && order.iter().all(|&i| (i as usize) < n);
-            ensure!(
-                in_range(&shuffle.shards, self.shards.len()),
-                "the data position orders {} shards, but there are {}: not the data set of the checkpoint",
-                shuffle.shards.len(),
-                self.shards.len()
-            );
-            let open = &self.shards[shuffle.shards[*shard] as usize];
-            ensure!(
-                in_range(&shuffle.samples, self.samples_of(open)),
-                "the data position orders {} samples of {open}, which has {}: not the data set, batch or seq of the checkpoint",
-                shuffle.samples.len(),
-                self.samples_of(open)
-            );
-        }
-        let samples = self.samples_of(&self.shards[Self::shard_at(&position)]);
-        ensure!(*sample <= samples, "the data position names sample {sample} of a shard of {samples}");
+        self.check_position(&position)?;
         if self.rewind_after.is_some() {
-            // Rewinding loaders go through their shards in order.
-            self.batches = self.shards[..*shard].iter().map(|shard| self.samples_of(shard)).sum::<usize>() + sample;
+            // A rewinding loader reads its shards in order.
+            let completed = self.shards[..position.shard].iter().map(|shard| self.samples_in(shard)).sum::<usize>();
+            self.batches_since_rewind = completed + position.sample;
         }
         self.position = position;
         Ok(())
     }
 
-    /// Whether both shuffle, or neither.
-    pub fn has_order_of(&self, position: &Position) -> Result<()> {
-        let tell = |shuffles| if shuffles { "shuffled" } else { "in order" };
-        let (was, is) = (position.shuffle.is_some(), self.shuffles());
-        ensure!(was == is, "the data position is of data {}, this is to be data {} (--shuffle)", tell(was), tell(is));
+    fn check_position(&self, position: &Position) -> Result<()> {
+        let Position { shard, sample, shuffle } = position;
+        let shards = self.shards.len();
+        ensure!(
+            *shard < shards,
+            "data position: expected a shard below {shards}, found {shard}; use the data set of the checkpoint"
+        );
+        self.check_order(position)?;
+        if let Some(shuffle) = shuffle {
+            let is_valid = |order: &[u32], n: usize| order.len() == n && order.iter().all(|&i| (i as usize) < n);
+            ensure!(
+                is_valid(&shuffle.shards, shards),
+                "data position: expected a permutation of {shards} shards, found one of {}; \
+                 use the data set of the checkpoint",
+                shuffle.shards.len()
+            );
+            let current = &self.shards[position.shard_index()];
+            let samples = self.samples_in(current);
+            ensure!(
+                is_valid(&shuffle.samples, samples),
+                "data position: expected a permutation of the {samples} samples of {current}, found one of {}; \
+                 use the data set, --batch and --seq of the checkpoint",
+                shuffle.samples.len()
+            );
+        }
+        let samples = self.samples_in(&self.shards[position.shard_index()]);
+        ensure!(
+            *sample <= samples,
+            "data position: expected a sample of at most {samples} in this shard, found {sample}; \
+             use the data set, --batch and --seq of the checkpoint"
+        );
         Ok(())
     }
 
-    /// Goes on as if so many tokens had been read by all ranks together.
+    /// Fails unless the loader and the position are both shuffled or both in order.
+    pub fn check_order(&self, position: &Position) -> Result<()> {
+        let name = |shuffles| if shuffles { "shuffled" } else { "in order" };
+        let (saved, current) = (position.shuffle.is_some(), self.shuffles());
+        ensure!(
+            saved == current,
+            "data order: expected data {}, as in the checkpoint, found data {}; \
+             set --shuffle as in the checkpoint's run",
+            name(saved),
+            name(current)
+        );
+        Ok(())
+    }
+
+    /// Advances by a number of tokens, counted over all ranks.
     pub fn skip_tokens(&mut self, tokens: u64) {
         for _ in 0..tokens / self.geometry.sample_tokens() as u64 {
-            self.make_ready();
+            self.prepare_sample();
             self.advance();
         }
     }
 
-    /// Fills `words`, laid out by [`layout`](Self::layout), with the next batch; all but the sort.
+    /// Reads the inputs and targets of the next batch into `words`, laid out by [`layout`](Self::layout). The caller
+    /// sorts the batch.
     pub fn next(&mut self, words: &mut [i32]) -> Result<()> {
-        self.make_ready();
-        let Position { sample, shuffle, .. } = &self.position;
-        let sample = shuffle.as_ref().map_or(*sample, |s| s.samples[*sample] as usize);
-        let Geometry { b, t, rank, .. } = self.geometry;
-        let start = sample * self.geometry.sample_tokens() + rank * b * t;
-        let shard = &self.shards[Self::shard_at(&self.position)];
-        shard.read(start, &mut self.scratch)?;
-        if let Some(i) = self.scratch.iter().position(|&token| usize::from(token) >= self.vocab) {
+        self.prepare_sample();
+        let window_tokens = self.geometry.window_tokens();
+        let start = self.position.sample_index() * self.geometry.sample_tokens() + self.geometry.rank * window_tokens;
+        let shard = &self.shards[self.position.shard_index()];
+        shard.read(start, &mut self.window)?;
+        if let Some(i) = self.window.iter().position(|&token| usize::from(token) >= self.vocab) {
             anyhow::bail!(
-                "{shard}: token {} at position {} is beyond the vocabulary: expected ids below {}; \
-                 tokenise the text for this model",
-                self.scratch[i],
+                "{shard}: token {} at position {}: expected ids below {}, the vocabulary size; \
+                 tokenize the text for this model",
+                self.window[i],
                 start + i,
                 self.vocab
             );
         }
         let layout = self.layout();
         let widen = |(to, from): (&mut i32, &u16)| *to = i32::from(*from);
-        words[layout.inputs()].iter_mut().zip(&self.scratch).for_each(widen);
-        words[layout.targets()].iter_mut().zip(&self.scratch[1..]).for_each(widen);
+        words[layout.inputs()].iter_mut().zip(&self.window).for_each(widen);
+        words[layout.targets()].iter_mut().zip(&self.window[1..]).for_each(widen);
         self.advance();
         Ok(())
     }
 
-    /// Opens the next shard, or begins again, where the position is at an end.
-    fn make_ready(&mut self) {
-        if self.rewind_after == Some(self.batches) {
-            self.batches = 0;
+    /// Rewinds, or opens the next shard, if the position is at an end.
+    fn prepare_sample(&mut self) {
+        if self.rewind_after == Some(self.batches_since_rewind) {
+            self.batches_since_rewind = 0;
             self.begin_epoch();
         }
-        if self.position.sample >= self.samples_of(self.open_shard()) {
+        if self.position.sample >= self.samples_in(self.current_shard()) {
             self.next_shard();
         }
     }
 
     fn advance(&mut self) {
         self.position.sample += 1;
-        self.batches += 1;
+        self.batches_since_rewind += 1;
     }
 
-    fn samples_of(&self, shard: &Tokens) -> usize {
+    /// Returns the number of samples that are read from a shard. Its last token is a target only.
+    fn samples_in(&self, shard: &Tokens) -> usize {
         let samples = (shard.len() - 1) / self.geometry.sample_tokens();
-        samples - samples % self.samples_of_step
+        samples - samples % self.samples_per_step
     }
 
-    fn shard_at(position: &Position) -> usize {
-        position.shuffle.as_ref().map_or(position.shard, |s| s.shards[position.shard] as usize)
-    }
-
-    fn open_shard(&self) -> &Tokens {
-        &self.shards[Self::shard_at(&self.position)]
+    fn current_shard(&self) -> &Tokens {
+        &self.shards[self.position.shard_index()]
     }
 
     fn next_shard(&mut self) {
@@ -270,7 +298,8 @@ impl Loader {
         }
     }
 
-    /// Permutations are not started afresh: each epoch shuffles the shards' last order.
+    /// Each epoch shuffles the shard order of the epoch before, as in llm.c. It does not start from the identity
+    /// permutation.
     fn begin_epoch(&mut self) {
         self.position.shard = 0;
         if let Some(shuffle) = &mut self.position.shuffle {
@@ -282,235 +311,11 @@ impl Loader {
 
     fn begin_shard(&mut self) {
         self.position.sample = 0;
-        let samples = self.samples_of(self.open_shard());
+        let samples = self.samples_in(self.current_shard());
         if let Some(shuffle) = &mut self.position.shuffle {
             let shuffle = Arc::make_mut(shuffle);
             shuffle.samples = (0..samples as u32).collect();
             shuffle.rng.shuffle(&mut shuffle.samples);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const B: usize = 4;
-    const T: usize = 8;
-    const SHARDS: usize = 4;
-    const SHARD_TOKENS: usize = 140;
-
-    /// Shards of consecutive numbers.
-    fn shards() -> Vec<Tokens> {
-        (0..SHARDS)
-            .map(|s| {
-                let tokens: Vec<u16> = (s * SHARD_TOKENS..(s + 1) * SHARD_TOKENS).map(|i| i as u16).collect();
-                Tokens::in_memory(format!("shard {s}"), tokens)
-            })
-            .collect()
-    }
-
-    fn loaders(ranks: usize, shuffle: Option<u32>) -> Vec<Loader> {
-        let of_rank = |rank| Loader::new(shards(), Geometry { b: B, t: T, ranks, rank }, 1000, shuffle).unwrap();
-        (0..ranks).map(of_rank).collect()
-    }
-
-    fn batch(loader: &mut Loader) -> Vec<i32> {
-        let mut words = vec![0; loader.layout().words()];
-        loader.next(&mut words).unwrap();
-        for (input, target) in words[loader.layout().inputs()].iter().zip(&words[loader.layout().targets()]) {
-            assert_eq!(input + 1, *target);
-        }
-        words[loader.layout().inputs()].to_vec()
-    }
-
-    #[test]
-    fn in_order_ranks_share_each_sample_and_drop_the_tail() {
-        for ranks in [1, 2] {
-            let mut loaders = loaders(ranks, None);
-            let samples = (SHARD_TOKENS - 1) / (ranks * B * T);
-            assert_eq!(loaders[0].batches_per_epoch(), SHARDS * samples);
-            for _epoch in 0..4 {
-                for shard in 0..SHARDS {
-                    for sample in 0..samples {
-                        for (rank, loader) in loaders.iter_mut().enumerate() {
-                            let start = (shard * SHARD_TOKENS + (sample * ranks + rank) * B * T) as i32;
-                            assert_eq!(batch(loader), (start..start + (B * T) as i32).collect::<Vec<_>>());
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Shards of lengths that no step of 128 tokens divides.
-    fn uneven() -> Vec<Tokens> {
-        let shard =
-            |(first, n): (u16, u16)| Tokens::in_memory(format!("from {first}"), (first..first + n).collect::<Vec<_>>());
-        [(0, 140), (140, 129), (269, 350), (619, 256)].into_iter().map(shard).collect()
-    }
-
-    /// Loaders of `ranks` ranks with batches of `b` sequences, in order, for steps of 128 tokens.
-    fn in_steps(ranks: usize, b: usize) -> Vec<Loader> {
-        let of_rank = |rank| {
-            let loader = Loader::new(uneven(), Geometry { b, t: T, ranks, rank }, 1000, None).unwrap();
-            loader.in_steps_of(128 / (ranks * b * T)).unwrap()
-        };
-        (0..ranks).map(of_rank).collect()
-    }
-
-    /// The tokens of a step, of all micro-batches and ranks.
-    fn step(loaders: &mut [Loader]) -> Vec<i32> {
-        let ranks = loaders.len();
-        let micro_batches = 128 / (ranks * loaders[0].layout().inputs().len());
-        let mut tokens = Vec::new();
-        for _ in 0..micro_batches {
-            tokens.extend(loaders.iter_mut().flat_map(batch));
-        }
-        tokens
-    }
-
-    #[test]
-    fn in_whole_steps_any_ranks_and_batches_read_the_same_tokens_in_a_step() {
-        // A target follows the last token, so 256 tokens are one step.
-        let epoch = [0, 140, 269, 397, 619];
-        for (ranks, b) in [(1, 4), (2, 4), (4, 4), (1, 16), (2, 8), (4, 1), (8, 2)] {
-            let mut loaders = in_steps(ranks, b);
-            assert_eq!(loaders[0].batches_per_epoch() * ranks * b * T, epoch.len() * 128);
-            for (i, start) in epoch.iter().cycle().enumerate().take(3 * epoch.len()) {
-                let expected: Vec<_> = (*start..start + 128).collect();
-                assert_eq!(step(&mut loaders), expected, "step {i} of {ranks} ranks with {b}");
-            }
-        }
-        let refused = Loader::new(uneven(), Geometry::single(4, T), 1000, None).unwrap().in_steps_of(5).unwrap_err();
-        assert!(refused.to_string().starts_with("from 0 holds 140 tokens, expected at least 161"), "{refused}");
-    }
-
-    #[test]
-    fn in_whole_steps_a_number_of_tokens_is_the_same_place_for_any_ranks_and_batches() {
-        for done in 0..10 {
-            let mut whole = in_steps(1, 4);
-            for _ in 0..done {
-                step(&mut whole);
-            }
-            let position = whole[0].position();
-            let expected: Vec<_> = (done..10).map(|_| step(&mut whole)).collect();
-            for (ranks, b) in [(1, 4), (1, 16), (2, 4), (4, 2)] {
-                let mut resumed = in_steps(ranks, b);
-                for loader in &mut resumed {
-                    loader.skip_tokens(128 * done);
-                }
-                let got: Vec<_> = (done..10).map(|_| step(&mut resumed)).collect();
-                assert_eq!(got, expected, "{ranks} ranks with {b} after {done} steps");
-            }
-            let mut resumed = in_steps(1, 4);
-            resumed[0].seek(position).unwrap();
-            assert_eq!((done..10).map(|_| step(&mut resumed)).collect::<Vec<_>>(), expected);
-        }
-    }
-
-    #[test]
-    fn shuffled_every_token_comes_once_an_epoch() {
-        for ranks in [1, 2] {
-            let mut loaders = loaders(ranks, Some(42));
-            let mut orders = Vec::new();
-            for _epoch in 0..4 {
-                let mut seen = vec![0; SHARDS * SHARD_TOKENS];
-                let mut order = Vec::new();
-                for _ in 0..loaders[0].batches_per_epoch() {
-                    for loader in &mut loaders {
-                        let tokens = batch(loader);
-                        order.push(tokens[0]);
-                        for token in tokens {
-                            seen[token as usize] += 1;
-                        }
-                    }
-                }
-                let used = (SHARD_TOKENS - 1) / (ranks * B * T) * ranks * B * T;
-                for (token, times) in seen.into_iter().enumerate() {
-                    assert_eq!(times, usize::from(token % SHARD_TOKENS < used), "token {token}, {ranks} ranks");
-                }
-                assert!(!order.is_sorted());
-                assert!(!orders.contains(&order), "epochs differ");
-                orders.push(order);
-            }
-        }
-    }
-
-    /// In shards of different lengths, too: samples are counted in the shard that is open.
-    #[test]
-    fn a_position_brings_back_the_batches_that_followed_it() {
-        let uneven = || {
-            let of = |n: u16| Tokens::in_memory(format!("shard of {n}"), (0..n).collect::<Vec<_>>());
-            vec![of(140), of(300), of(70), of(33)]
-        };
-        for (shuffle, shards) in [None, Some(7)].into_iter().flat_map(|s| [(s, shards()), (s, uneven())]) {
-            let fresh = || Loader::new(shards.clone(), Geometry::single(B, T), 1000, shuffle).unwrap();
-            let mut loader = fresh();
-            let mut kept = Vec::new();
-            for _ in 0..40 {
-                let position = loader.position();
-                kept.push((position, batch(&mut loader)));
-            }
-            for (i, (position, _)) in kept.iter().enumerate() {
-                let mut resumed = fresh();
-                resumed.seek(position.clone()).unwrap();
-                for (_, expected) in &kept[i..] {
-                    assert_eq!(&batch(&mut resumed), expected);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn positions_of_other_data_are_refused() {
-        let mut loader = loaders(1, Some(1)).remove(0);
-        let good = loader.position();
-        let shuffle = good.shuffle.clone().unwrap();
-        let with = |change: &dyn Fn(&mut Shuffle)| {
-            let mut shuffle = (*shuffle).clone();
-            change(&mut shuffle);
-            Position { shuffle: Some(Arc::new(shuffle)), ..good.clone() }
-        };
-        for bad in [
-            Position { shard: 4, ..good.clone() },
-            Position { sample: 5, ..good.clone() },
-            Position { shuffle: None, ..good.clone() },
-            with(&|s| s.shards[0] = 9),
-            with(&|s| s.shards.truncate(3)),
-            with(&|s| s.samples.push(0)),
-            with(&|s| s.samples[0] = 4),
-        ] {
-            assert!(loader.seek(bad.clone()).is_err(), "{bad:?}");
-        }
-        loader.seek(good).unwrap();
-    }
-
-    #[test]
-    fn a_rewinding_loader_repeats_its_first_batches() {
-        let mut loader = loaders(1, None).remove(0).rewinding_after(3);
-        let first: Vec<_> = (0..3).map(|_| batch(&mut loader)).collect();
-        let again: Vec<_> = (0..3).map(|_| batch(&mut loader)).collect();
-        assert_eq!(first, again);
-        assert_ne!(first[0], first[1]);
-        batch(&mut loader);
-        let position = loader.position();
-        let mut resumed = loaders(1, None).remove(0).rewinding_after(3);
-        resumed.seek(position).unwrap();
-        assert_eq!(
-            [batch(&mut resumed), batch(&mut resumed), batch(&mut resumed)],
-            [1, 2, 0].map(|i| first[i].clone())
-        );
-    }
-
-    #[test]
-    fn tokens_beyond_the_vocabulary_and_short_shards_are_named() {
-        let mut loader = Loader::new(shards(), Geometry::single(B, T), 40, None).unwrap();
-        let mut words = vec![0; loader.layout().words()];
-        loader.next(&mut words).unwrap();
-        let message = loader.next(&mut words).unwrap_err().to_string();
-        assert!(message.contains("shard 0: token 40 at position 40") && message.contains("below 40"), "{message}");
-        let message = Loader::new(shards(), Geometry::single(35, 4), 1000, None).unwrap_err().to_string();
-        assert!(message.contains("shard 0 holds 140 tokens, expected at least 141"), "{message}");
     }
 }

@@ -1,4 +1,4 @@
-//! Batches read ahead on a thread of their own.
+//! Prefetching of batches on a background thread.
 
 use super::Loader;
 use super::loader::Position;
@@ -8,40 +8,42 @@ use engine::{BatchLayout, Engine, HostBuffer};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
-/// Batches that lie ready at most.
+/// Number of host buffers, and so the largest number of prefetched batches.
 const DEPTH: usize = 3;
 
-/// A loader on its own thread, which reads, checks and sorts batches into the engine's host buffers.
+/// Runs a loader on a background thread, which reads, checks and sorts batches in the engine's (pinned) host buffers.
 #[derive(Debug)]
 pub struct Prefetch {
     layout: BatchLayout,
-    // Options, so that dropping can close the channels before it joins.
-    ready: Option<Receiver<Result<Batch>>>,
-    spare: Option<Sender<HostBuffer>>,
+    // `Option`s, because `drop` closes the channels before it joins the thread.
+    batches: Option<Receiver<Result<Batch>>>,
+    free_buffers: Option<Sender<HostBuffer>>,
     thread: Option<JoinHandle<()>>,
 }
 
 struct Batch {
     words: HostBuffer,
-    after: Position,
+    /// The loader's position after this batch.
+    next_position: Position,
 }
 
 impl Prefetch {
+    /// Starts the thread, with host buffers from `engine`.
     pub fn start(mut loader: Loader, engine: &dyn Engine) -> Result<Self> {
         let layout = loader.layout();
-        let (to_trainer, ready) = channel();
-        let (spare, empty) = channel::<HostBuffer>();
+        let (batch_sender, batches) = channel();
+        let (free_buffers, buffer_receiver) = channel::<HostBuffer>();
         for _ in 0..DEPTH {
-            spare.send(engine.host_buffer(layout.words())?).expect("the receiver is right here");
+            free_buffers.send(engine.host_buffer(layout.words())?).expect("the receiver has not been dropped");
         }
         let read_ahead = move || {
-            for mut words in empty {
+            for mut words in buffer_receiver {
                 let batch = loader.next(&mut words).map(|()| {
                     layout.sort(&mut words);
-                    Batch { words, after: loader.position() }
+                    Batch { words, next_position: loader.position() }
                 });
                 let failed = batch.is_err();
-                if to_trainer.send(batch).is_err() || failed {
+                if batch_sender.send(batch).is_err() || failed {
                     return;
                 }
             }
@@ -49,36 +51,38 @@ impl Prefetch {
         let thread = thread::Builder::new()
             .name("loader".into())
             .spawn(read_ahead)
-            .context("cannot start the data loader's thread")?;
-        Ok(Self { layout, ready: Some(ready), spare: Some(spare), thread: Some(thread) })
+            .context("cannot start the data loader thread")?;
+        Ok(Self { layout, batches: Some(batches), free_buffers: Some(free_buffers), thread: Some(thread) })
     }
 
+    /// Returns the layout of a batch.
     pub fn layout(&self) -> BatchLayout {
         self.layout
     }
 
-    /// Hands the next batch, with this seed, to the engine. Returns where the one after it comes from.
+    /// Loads the next batch into `to`, with `seed` as its stochastic rounding seed. Returns the position of the batch
+    /// after it.
     pub fn load_next(&mut self, engine: &mut dyn Engine, to: Tensor, seed: u32) -> Result<Position> {
-        let ready = self.ready.as_ref().expect("open until dropped");
-        let Batch { mut words, after } = ready.recv().context("the data loader has stopped")??;
+        let batches = self.batches.as_ref().expect("open until dropped");
+        let Batch { mut words, next_position } = batches.recv().context("the data loader thread has stopped")??;
         self.layout.set_seed(&mut words, seed);
         let to = to.slice(0, self.layout.words());
-        // An engine that keeps several buffers gets more of them, or reading ahead would stop, and with it the training.
-        let empty = match engine.load_batch(to, self.layout, words)? {
-            // It may be one of somebody else's smaller batches.
+        // An engine may keep buffers. The thread needs a replacement for each of them, or training would deadlock.
+        let buffer = match engine.load_batch(to, self.layout, words)? {
+            // The returned buffer may belong to another caller's smaller batch.
             Some(buffer) if buffer.len() >= self.layout.words() => buffer,
             _ => engine.host_buffer(self.layout.words())?,
         };
-        // A send fails only once the thread has met an error, which the next call reports.
-        let _ = self.spare.as_ref().expect("open until dropped").send(empty);
-        Ok(after)
+        // The send fails only after an error in the thread. The next call reports that error.
+        let _ = self.free_buffers.as_ref().expect("open until dropped").send(buffer);
+        Ok(next_position)
     }
 }
 
 impl Drop for Prefetch {
     fn drop(&mut self) {
-        self.spare.take();
-        self.ready.take();
+        self.free_buffers.take();
+        self.batches.take();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -1,4 +1,4 @@
-//! Any text files to token shards, on all cores.
+//! Conversion of text files to token shards, on all cores.
 
 use super::tokens;
 use crate::tokenizer::Tokenizer;
@@ -8,38 +8,47 @@ use rayon::prelude::*;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Text that is encoded before it is written.
-const GROUP_BYTES: usize = 64 << 20;
-/// Pieces of a document that are encoded at once.
-const PIECE_BYTES: usize = 256 << 10;
+/// Bytes of text that are read and encoded before their tokens are written.
+const BATCH_BYTES: usize = 64 << 20;
+/// Minimum size of the chunks of a document that are encoded in parallel.
+const CHUNK_BYTES: usize = 256 << 10;
 
+/// Settings of [`write`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Share of the text kept for validation, in [0, 1).
+    /// Fraction of the text in the validation split, in [0, 1).
     pub val_fraction: f64,
-    /// Tokens of a shard; the last holds what is left.
+    /// Tokens per shard. The last shard of a split holds the remaining tokens.
     pub shard_tokens: usize,
-    /// Replace the shards that are in the directory already.
+    /// Replace existing shards in the output directory.
     pub overwrite: bool,
 }
 
-/// What was read and written.
+/// The amounts of data read and written.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
+    /// Documents read.
     pub documents: usize,
+    /// Bytes of text read.
     pub bytes: usize,
-    pub train: Part,
-    pub val: Part,
+    /// The training split.
+    pub train: Split,
+    /// The validation split.
+    pub val: Split,
 }
 
+/// The amount of data written for a split.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct Split {
+    /// Shards written.
     pub shards: usize,
+    /// Tokens in all shards.
     pub tokens: usize,
 }
 
-/// Every file in `paths`, and in the directories among them, sorted within each; `extensions` (all if empty) choose among a
-/// directory's files.
+/// Returns the files in `paths`. Directories are searched recursively, in sorted order.
+///
+/// Within directories, only files with one of the `extensions` are returned; an empty list selects all files.
 pub fn find(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
@@ -52,42 +61,43 @@ pub fn find(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathBuf>> {
     }
     ensure!(
         !files.is_empty(),
-        "no text file in {paths:?}{}",
+        "{paths:?}: expected text files{}, found none",
         match extensions {
             [] => String::new(),
-            some => format!(" ends in .{}", some.join(" or .")),
+            some => format!(" with extension .{}", some.join(" or .")),
         }
     );
     Ok(files)
 }
 
 fn walk(directory: &Path, extensions: &[String], files: &mut Vec<PathBuf>) -> Result<()> {
-    let cannot = || format!("cannot list {}", directory.display());
+    let context = || format!("cannot list {}", directory.display());
     let mut entries = fs::read_dir(directory)
-        .with_context(cannot)?
+        .with_context(context)?
         .map(|entry| entry.map(|e| e.path()))
         .collect::<Result<Vec<_>, _>>()
-        .with_context(cannot)?;
+        .with_context(context)?;
     entries.sort();
     for path in entries {
-        let wanted = || path.extension().is_some_and(|e| extensions.iter().any(|x| e == x.as_str()));
-        // A link could lead back up.
+        let has_extension = || path.extension().is_some_and(|e| extensions.iter().any(|x| e == x.as_str()));
+        // Symbolic links are skipped, because they could form a cycle.
         if path.is_symlink() {
             continue;
         }
         if path.is_dir() {
             walk(&path, extensions, files)?;
-        } else if extensions.is_empty() || wanted() {
+        } else if extensions.is_empty() || has_extension() {
             files.push(path);
         }
     }
     Ok(())
 }
 
-/// Encodes each file as a document with GPT-2's encoding, and writes `train_NNNNNN.bin` and `val_NNNNNN.bin` into `out`.
+/// Tokenizes each file as one document with GPT-2's encoding, and writes `train_NNNNNN.bin` and `val_NNNNNN.bin` into
+/// `out`.
 ///
-/// Validation gets whole documents, evenly spread; where there are fewer than `1 / val_fraction` of them, the last part of each.
-/// Bytes that are not UTF-8 become U+FFFD.
+/// The validation split consists of evenly spaced documents. With fewer than `1 / val_fraction` documents, it consists
+/// of the end of each document instead. Invalid UTF-8 becomes U+FFFD.
 pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &ProgressBar) -> Result<Summary> {
     ensure!(
         (0.0..1.0).contains(&options.val_fraction),
@@ -101,26 +111,26 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
         tokens::MAX_SHARD_TOKENS
     );
     atomic_file::create_directory(out)?;
-    clear(out, options.overwrite)?;
-    let spread = files.len() as f64 * options.val_fraction >= 1.0;
-    let mut train = Shards::new(out, "train", options.shard_tokens);
-    let mut val = Shards::new(out, "val", options.shard_tokens);
+    remove_old_shards(out, options.overwrite)?;
+    let by_document = files.len() as f64 * options.val_fraction >= 1.0;
+    let mut train = ShardWriter::new(out, "train", options.shard_tokens);
+    let mut val = ShardWriter::new(out, "val", options.shard_tokens);
     let mut summary = Summary { documents: files.len(), ..Summary::default() };
     let mut next = 0;
     while next < files.len() {
-        let mut group = Vec::new();
+        let mut batch = Vec::new();
         let mut size = 0;
-        while next < files.len() && size < GROUP_BYTES {
+        while next < files.len() && size < BATCH_BYTES {
             let bytes = fs::read(&files[next]).with_context(|| format!("cannot read {}", files[next].display()))?;
             size += bytes.len();
-            group.push(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()));
+            batch.push(String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned()));
             next += 1;
         }
-        let first = next - group.len();
-        for (i, document) in encode(&group, progress).into_iter().enumerate() {
-            if !spread {
-                let kept = (document.len() as f64 * options.val_fraction) as usize;
-                let (head, tail) = document.split_at(document.len() - kept);
+        let first = next - batch.len();
+        for (i, document) in encode(&batch, progress).into_iter().enumerate() {
+            if !by_document {
+                let val_tokens = (document.len() as f64 * options.val_fraction) as usize;
+                let (head, tail) = document.split_at(document.len() - val_tokens);
                 train.extend(head)?;
                 val.extend(tail)?;
             } else if is_validation(first + i, options.val_fraction) {
@@ -136,36 +146,39 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
     Ok(summary)
 }
 
-/// Chooses `fraction` of the documents, evenly spread.
+/// Returns whether a document belongs to the validation split, which takes `fraction` of the documents, evenly spaced.
 fn is_validation(document: usize, fraction: f64) -> bool {
     (document as f64 * fraction).floor() < ((document + 1) as f64 * fraction).floor()
 }
 
-/// Each document's tokens, `<|endoftext|>` first.
+/// Returns the tokens of each document, with `<|endoftext|>` first.
 fn encode(documents: &[String], progress: &ProgressBar) -> Vec<Vec<u16>> {
-    let pieces: Vec<(usize, &str)> = documents
+    let chunks: Vec<(usize, &str)> = documents
         .iter()
         .enumerate()
-        .flat_map(|(i, document)| pieces(document, PIECE_BYTES).map(move |p| (i, p)))
+        .flat_map(|(i, document)| chunks(document, CHUNK_BYTES).map(move |chunk| (i, chunk)))
         .collect();
-    let encoded: Vec<Vec<u16>> = pieces
+    let encoded: Vec<Vec<u16>> = chunks
         .par_iter()
-        .map(|(_, piece)| {
-            let ids = Tokenizer::Gpt2.encode(piece);
-            progress.inc(piece.len() as u64);
+        .map(|(_, chunk)| {
+            let ids = Tokenizer::Gpt2.encode(chunk);
+            progress.inc(chunk.len() as u64);
             ids
         })
         .collect();
     let mut tokens = vec![vec![Tokenizer::Gpt2.document()]; documents.len()];
-    for ((document, _), ids) in pieces.iter().zip(encoded) {
+    for ((document, _), ids) in chunks.iter().zip(encoded) {
         tokens[*document].extend(ids);
     }
     tokens
 }
 
-/// Cuts text into pieces of at least `size` bytes (but the last) that encode to the same tokens as the whole: after a line
-/// break between two characters that are no white space, where the encoding's pattern always ends a match.
-fn pieces(text: &str, size: usize) -> impl Iterator<Item = &str> {
+/// Splits text into chunks that encode to the same tokens as the whole text. All chunks but the last have at least
+/// `size` bytes.
+///
+/// A chunk ends after a line break between two non-whitespace characters, because the encoding's pattern always ends a
+/// match there.
+fn chunks(text: &str, size: usize) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
         if rest.is_empty() {
@@ -184,21 +197,21 @@ fn pieces(text: &str, size: usize) -> impl Iterator<Item = &str> {
             }
             search = at + 1;
         };
-        let (piece, after) = rest.split_at(end);
+        let (chunk, after) = rest.split_at(end);
         rest = after;
-        Some(piece)
+        Some(chunk)
     })
 }
 
-/// Makes sure that no shard of an earlier run stays among the new ones.
-fn clear(out: &Path, overwrite: bool) -> Result<()> {
+/// Removes the shards of an earlier run, or fails if there are any and `overwrite` is not set.
+fn remove_old_shards(out: &Path, overwrite: bool) -> Result<()> {
     for pattern in ["train_[0-9][0-9][0-9][0-9][0-9][0-9].bin", "val_[0-9][0-9][0-9][0-9][0-9][0-9].bin"] {
         let directory = glob::Pattern::escape(&out.to_string_lossy());
         for old in glob::glob(&format!("{directory}/{pattern}"))? {
             let old = old?;
             ensure!(
                 overwrite,
-                "{} is there already: expected a directory without shards; choose another --out, or --overwrite them",
+                "{} already exists: expected a directory without shards; use another --out directory, or --overwrite",
                 old.display()
             );
             fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
@@ -207,25 +220,25 @@ fn clear(out: &Path, overwrite: bool) -> Result<()> {
     Ok(())
 }
 
-/// Tokens on their way into shards of one size.
-struct Shards<'a> {
+/// Collects the tokens of a split and writes them as shards of `size` tokens.
+struct ShardWriter<'a> {
     out: &'a Path,
-    part: &'a str,
+    split: &'a str,
     size: usize,
     pending: Vec<u16>,
-    written: Part,
+    written: Split,
 }
 
-impl<'a> Shards<'a> {
-    fn new(out: &'a Path, part: &'a str, size: usize) -> Self {
-        Self { out, part, size, pending: Vec::new(), written: Part::default() }
+impl<'a> ShardWriter<'a> {
+    fn new(out: &'a Path, split: &'a str, size: usize) -> Self {
+        Self { out, split, size, pending: Vec::new(), written: Split::default() }
     }
 
     fn extend(&mut self, mut ids: &[u16]) -> Result<()> {
         while !ids.is_empty() {
-            let (now, later) = ids.split_at(ids.len().min(self.size - self.pending.len()));
-            self.pending.extend_from_slice(now);
-            ids = later;
+            let (head, tail) = ids.split_at(ids.len().min(self.size - self.pending.len()));
+            self.pending.extend_from_slice(head);
+            ids = tail;
             if self.pending.len() == self.size {
                 self.flush()?;
             }
@@ -234,14 +247,14 @@ impl<'a> Shards<'a> {
     }
 
     fn flush(&mut self) -> Result<()> {
-        tokens::write(&self.out.join(format!("{}_{:06}.bin", self.part, self.written.shards)), &self.pending)?;
+        tokens::write(&self.out.join(format!("{}_{:06}.bin", self.split, self.written.shards)), &self.pending)?;
         self.written.shards += 1;
         self.written.tokens += self.pending.len();
         self.pending.clear();
         Ok(())
     }
 
-    fn finish(mut self) -> Result<Part> {
+    fn finish(mut self) -> Result<Split> {
         if !self.pending.is_empty() {
             self.flush()?;
         }
@@ -279,27 +292,27 @@ mod tests {
     }
 
     #[test]
-    fn documents_are_marked_spread_and_cut_into_shards() {
+    fn documents_are_delimited_split_and_sharded() {
         let dir = tempfile::tempdir().unwrap();
         let files = documents(dir.path(), 40);
         let out = dir.path().join("out");
         let summary = write(&files, &out, &options(0.1, 100), &ProgressBar::hidden()).unwrap();
         let (train_shards, train) = read_all(&out.join("train_*.bin"));
         let (val_shards, val) = read_all(&out.join("val_*.bin"));
-        assert_eq!(summary.train, Part { shards: train_shards, tokens: train.len() });
-        assert_eq!(summary.val, Part { shards: val_shards, tokens: val.len() });
+        assert_eq!(summary.train, Split { shards: train_shards, tokens: train.len() });
+        assert_eq!(summary.val, Split { shards: val_shards, tokens: val.len() });
         assert_eq!(train_shards, train.len().div_ceil(100));
-        let parts = |ids: &[u16]| {
+        let decode = |ids: &[u16]| {
             Tokenizer::Gpt2.text(ids).split("<|endoftext|>").skip(1).map(String::from).collect::<Vec<_>>()
         };
-        let (train, val) = (parts(&train), parts(&val));
+        let (train, val) = (decode(&train), decode(&val));
         assert_eq!((train.len(), val.len()), (36, 4));
         assert_eq!(val[0], "Document number 9.\nIt ends here.\n");
         assert_eq!(train[9], "Document number 10.\nIt ends here.\n");
     }
 
     #[test]
-    fn a_lone_document_is_cut() {
+    fn single_document_is_split_at_its_end() {
         let dir = tempfile::tempdir().unwrap();
         let files = documents(dir.path(), 1);
         let summary = write(&files, dir.path(), &options(0.25, 1000), &ProgressBar::hidden()).unwrap();
@@ -309,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn old_shards_are_kept_unless_told_otherwise() {
+    fn existing_shards_are_replaced_only_with_overwrite() {
         let dir = tempfile::tempdir().unwrap();
         let files = documents(dir.path(), 4);
         write(&files, dir.path(), &options(0.0, 10), &ProgressBar::hidden()).unwrap();
@@ -321,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_are_walked_and_bad_paths_named() {
+    fn find_searches_directories_and_errors_name_missing_paths() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("b")).unwrap();
         for name in ["z.rs", "b/a.rs", "b/c.md", "x.bin"] {
@@ -339,10 +352,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_encode_like_the_whole(text in "([a-z0-9é.!' ]{0,4}[ \n\t\r\u{a0}]{0,3}){0,30}", size in 1..20usize) {
-            prop_assert_eq!(pieces(&text, size).collect::<String>(), text.clone());
-            let in_pieces: Vec<u16> = pieces(&text, size).flat_map(|p| Tokenizer::Gpt2.encode(p)).collect();
-            prop_assert_eq!(in_pieces, Tokenizer::Gpt2.encode(&text));
+        fn chunks_encode_like_the_whole_text(text in "([a-z0-9é.!' ]{0,4}[ \n\t\r\u{a0}]{0,3}){0,30}", size in 1..20usize) {
+            prop_assert_eq!(chunks(&text, size).collect::<String>(), text.clone());
+            let ids: Vec<u16> = chunks(&text, size).flat_map(|chunk| Tokenizer::Gpt2.encode(chunk)).collect();
+            prop_assert_eq!(ids, Tokenizer::Gpt2.encode(&text));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! llm.c's tinyshakespeare set, token for token.
+//! The tinyshakespeare data set, with the same tokens and split as llm.c's.
 
 use super::tokens;
 use crate::tokenizer::Tokenizer;
@@ -9,36 +9,40 @@ use std::path::{Path, PathBuf};
 const URL: &str = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt";
 const VALIDATION_TOKENS: usize = 32_768;
 
-/// What was written.
+/// The token files of the data set.
 #[derive(Debug)]
 pub struct Written {
+    /// Path and number of tokens of the training split.
     pub train: (PathBuf, usize),
+    /// Path and number of tokens of the validation split.
     pub val: (PathBuf, usize),
 }
 
-/// Writes `tiny_shakespeare_{train,val}.bin` into `out`, from the text in `from` or else from its home on the network.
+/// Writes `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin` into `out`. Without `from`, downloads the text.
 pub fn write(from: Option<&Path>, out: &Path) -> Result<Written> {
     let text = match from {
         Some(path) => fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
-        None => download()
-            .with_context(|| format!("cannot download {URL}; without a network, give the text with --from FILE"))?,
+        None => download().with_context(|| {
+            format!("cannot download {URL}; without a network connection, pass the text with --from FILE")
+        })?,
     };
     let ids = encode(&text);
     ensure!(
         ids.len() > VALIDATION_TOKENS,
-        "the text gives {} tokens, expected more than the {VALIDATION_TOKENS} kept for validation: is it tinyshakespeare?",
+        "tinyshakespeare: expected more than {VALIDATION_TOKENS} tokens (the validation split), found {}; \
+         check the text file",
         ids.len()
     );
     let (val, train) = ids.split_at(VALIDATION_TOKENS);
     atomic_file::create_directory(out)?;
-    let write = |part: &str, ids: &[u16]| {
-        let path = out.join(format!("tiny_shakespeare_{part}.bin"));
+    let write = |split: &str, ids: &[u16]| {
+        let path = out.join(format!("tiny_shakespeare_{split}.bin"));
         tokens::write(&path, ids).map(|()| (path, ids.len()))
     };
     Ok(Written { val: write("val", val)?, train: write("train", train)? })
 }
 
-/// Each section up to a blank line is a document, the blank line its end.
+/// Returns the tokens of the text. Each section is a document, which includes the blank line at its end.
 fn encode(text: &str) -> Vec<u16> {
     let mut ids = Vec::new();
     let mut rest = text;
@@ -64,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sections_are_documents_that_keep_their_blank_line() {
+    fn sections_are_documents_that_include_their_blank_line() {
         let eot = 50256;
         let hi = Tokenizer::Gpt2.encode("Hi\n\n");
         assert_eq!(encode("Hi\n\nHi\n\nHi"), [&[eot][..], &hi, &[eot], &hi, &[eot], &hi[..1]].concat());
@@ -76,18 +80,18 @@ mod tests {
     }
 
     #[test]
-    fn another_text_is_refused_and_nothing_written() {
+    fn short_text_is_rejected_before_writing() {
         let dir = tempfile::tempdir().unwrap();
         let text = dir.path().join("text.txt");
         fs::write(&text, "too short").unwrap();
         let message = format!("{:#}", write(Some(&text), &dir.path().join("out")).unwrap_err());
-        assert!(message.contains("gives 3 tokens"), "{message}");
+        assert!(message.contains("found 3"), "{message}");
         assert!(!dir.path().join("out").exists());
     }
 
-    /// The real text, where `LLM_RS_TINYSHAKESPEARE` names it.
+    /// Uses the full text if `LLM_RS_TINYSHAKESPEARE` names it; otherwise the test does nothing.
     #[test]
-    fn the_split_is_llm_cs() {
+    fn split_matches_llm_c() {
         let Some(text) = std::env::var_os("LLM_RS_TINYSHAKESPEARE") else { return };
         let dir = tempfile::tempdir().unwrap();
         let written = write(Some(Path::new(&text)), dir.path()).unwrap();

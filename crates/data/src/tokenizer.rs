@@ -1,34 +1,36 @@
-//! Text to token ids and back.
+//! Tokenizers: GPT-2's byte-pair encoding, and plain bytes.
 
 use anyhow::{Result, bail};
 use tiktoken_rs::r50k_base_singleton;
 
-/// Tokens of the GPT-2 encoding.
+/// Vocabulary size of GPT-2's encoding.
 pub const GPT2_VOCAB: usize = 50257;
 
-/// Tokens of the byte-level encoding.
+/// Vocabulary size of the byte-level encoding.
 pub const BYTE_VOCAB: usize = 256;
 
+/// A mapping between text and token ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tokenizer {
     /// GPT-2's byte-pair encoding.
     Gpt2,
-    /// Each byte is its own id.
+    /// The byte-level encoding: the id of a byte is its value.
     Bytes,
 }
 
 impl Tokenizer {
-    /// The encoding of a model with this vocabulary.
+    /// Returns the tokenizer of a model with this vocabulary size.
     pub fn of_vocab(vocab: usize) -> Result<Self> {
         match vocab {
             GPT2_VOCAB => Ok(Self::Gpt2),
             BYTE_VOCAB => Ok(Self::Bytes),
             _ => bail!(
-                "no tokenizer for a vocabulary of {vocab}: expected {GPT2_VOCAB} (GPT-2's encoding) or {BYTE_VOCAB} (bytes)"
+                "no tokenizer for a vocabulary of {vocab} tokens: expected {GPT2_VOCAB} (GPT-2) or {BYTE_VOCAB} (bytes)"
             ),
         }
     }
 
+    /// Returns the vocabulary size.
     pub const fn vocab(self) -> usize {
         match self {
             Self::Gpt2 => GPT2_VOCAB,
@@ -36,7 +38,7 @@ impl Tokenizer {
         }
     }
 
-    /// What stands before a document: `<|endoftext|>`; for bytes, a new line.
+    /// Returns the token that precedes each document: `<|endoftext|>`, or a newline for bytes.
     pub const fn document(self) -> u16 {
         match self {
             Self::Gpt2 => 50256,
@@ -44,21 +46,24 @@ impl Tokenizer {
         }
     }
 
-    /// Ids of plain text: `<|endoftext|>` written out is text like any other. A run of thousands of letters, digits, signs or
-    /// spaces is encoded in parts.
+    /// Returns the ids of plain text.
+    ///
+    /// `<|endoftext|>` in the text is encoded as ordinary text, not as the special token. A run of more than 4096 bytes
+    /// of letters, digits, whitespace or other characters is split before encoding, so its ids may differ from
+    /// tiktoken's.
     pub fn encode(self, text: &str) -> Vec<u16> {
         match self {
             Self::Gpt2 => {
                 let bpe = r50k_base_singleton();
                 let encode = |span| bpe.encode_ordinary(span).into_iter().map(|id| id as u16);
-                without_long_runs(text).flat_map(encode).collect()
+                split_long_runs(text).flat_map(encode).collect()
             }
             Self::Bytes => text.bytes().map(u16::from).collect(),
         }
     }
 
-    /// The bytes of tokens, which need not be whole characters. Ids that mean nothing (a model's vocabulary may be padded)
-    /// give none.
+    /// Returns the bytes of tokens, which may end inside a character. Ids outside the vocabulary, such as those of a
+    /// padded vocabulary, decode to nothing.
     pub fn decode(self, tokens: &[u16]) -> Vec<u8> {
         match self {
             Self::Gpt2 => {
@@ -69,51 +74,52 @@ impl Tokenizer {
         }
     }
 
-    /// As [`decode`](Self::decode), with `�` for broken characters.
+    /// Decodes tokens to text. Invalid UTF-8 becomes U+FFFD.
     pub fn text(self, tokens: &[u16]) -> String {
         String::from_utf8_lossy(&self.decode(tokens)).into_owned()
     }
 }
 
-/// Bytes of one kind of character in a row. The encoding takes time with the square of it, and its regular expression's
-/// stack is finite.
-const LONGEST_RUN: usize = 4096;
+/// The longest run of characters of one class that is encoded at once, in bytes. Encoding time grows with the square of
+/// the run length, and the regular expression's stack is finite.
+const MAX_RUN: usize = 4096;
 
+/// Character classes of GPT-2's pattern.
 #[derive(PartialEq)]
-enum Kind {
+enum CharClass {
     Letter,
     Digit,
     Space,
-    Sign,
+    Other,
 }
 
-impl Kind {
+impl CharClass {
     fn of(c: char) -> Self {
         match c {
             _ if c.is_whitespace() => Self::Space,
             _ if c.is_alphabetic() => Self::Letter,
             _ if c.is_numeric() => Self::Digit,
-            _ => Self::Sign,
+            _ => Self::Other,
         }
     }
 }
 
-/// Cuts text inside runs that are longer than [`LONGEST_RUN`], and nowhere else.
-fn without_long_runs(text: &str) -> impl Iterator<Item = &str> {
+/// Splits text inside runs that are longer than [`MAX_RUN`], and nowhere else.
+fn split_long_runs(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
         if rest.is_empty() {
             return None;
         }
-        let (mut run, mut kind) = (0, Kind::Sign);
-        let cut = rest.char_indices().find(|&(at, c)| {
-            let next = Kind::of(c);
-            if next != kind {
-                (run, kind) = (at, next);
+        let (mut run_start, mut class) = (0, CharClass::Other);
+        let split = rest.char_indices().find(|&(at, c)| {
+            let next = CharClass::of(c);
+            if next != class {
+                (run_start, class) = (at, next);
             }
-            at - run >= LONGEST_RUN
+            at - run_start >= MAX_RUN
         });
-        let (span, after) = rest.split_at(cut.map_or(rest.len(), |(at, _)| at));
+        let (span, after) = rest.split_at(split.map_or(rest.len(), |(at, _)| at));
         rest = after;
         Some(span)
     })
@@ -125,7 +131,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn ids_are_gpt2s() {
+    fn ids_match_gpt2() {
         let ids = |text| Tokenizer::Gpt2.encode(text);
         assert_eq!(ids("Hello, world!"), [15496, 11, 995, 0]);
         assert_eq!(ids("First Citizen:\nBefore we proceed"), [5962, 22307, 25, 198, 8421, 356, 5120]);
@@ -138,21 +144,21 @@ mod tests {
     }
 
     #[test]
-    fn endless_runs_are_encoded_in_parts() {
-        let long = 3 * LONGEST_RUN + 5;
+    fn long_runs_are_split_before_encoding() {
+        let long = 3 * MAX_RUN + 5;
         for c in [" ", "\n", "a", "é", "7", "!", "\u{3000}"] {
             let text = format!("before {} after", c.repeat(long));
-            let spans: Vec<&str> = without_long_runs(&text).collect();
+            let spans: Vec<&str> = split_long_runs(&text).collect();
             assert!(spans.len() > 3 && spans.concat() == text, "{c}");
             assert_eq!(Tokenizer::Gpt2.text(&Tokenizer::Gpt2.encode(&text)), text);
         }
         let mixed = "word, 7! ".repeat(2000);
-        assert_eq!(without_long_runs(&mixed).collect::<Vec<_>>(), [mixed.as_str()]);
+        assert_eq!(split_long_runs(&mixed).collect::<Vec<_>>(), [mixed.as_str()]);
     }
 
     proptest! {
         #[test]
-        fn text_comes_back(text in "\\PC*|(?s).{0,200}") {
+        fn decoding_restores_the_encoded_text(text in "\\PC*|(?s).{0,200}") {
             for tokenizer in [Tokenizer::Gpt2, Tokenizer::Bytes] {
                 let ids = tokenizer.encode(&text);
                 prop_assert!(ids.iter().all(|&id| usize::from(id) < tokenizer.vocab()));

@@ -1,7 +1,9 @@
 //! Token files: llm.c's `.bin` shards.
 //!
-//! A header of 256 little-endian i32 (magic 20240520, version 1, number of tokens, zeros), then each token as a u16.
+//! A file consists of a [header](crate::header) (magic 20240520, version 1, number of tokens) and the tokens as
+//! little-endian u16.
 
+use crate::header::{Format, HEADER_BYTES};
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs::File;
@@ -10,14 +12,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-const MAGIC: i32 = 20240520;
-const VERSION: i32 = 1;
-const HEADER_BYTES: usize = 1024;
+const FORMAT: Format = Format { name: "token file", magic: 20240520, version: 1 };
 
-/// Most tokens a shard can hold: its header counts them in an i32.
+/// The largest number of tokens in a shard. The header stores the number as an i32.
 pub const MAX_SHARD_TOKENS: usize = i32::MAX as usize;
 
-/// A shard of tokens, from a file or from memory. Clones share it.
+/// A shard of tokens, in a file or in memory. Cloning is cheap: clones share the tokens.
 #[derive(Clone, Debug)]
 pub struct Tokens {
     name: String,
@@ -25,7 +25,8 @@ pub struct Tokens {
     source: Source,
 }
 
-/// Files are read with `pread` rather than mapped: a file cut short under a running program is then an error, not a SIGBUS.
+/// Where the tokens are stored. A file is read with `pread` instead of being mapped, so truncating it during a run is
+/// an error instead of a SIGBUS.
 #[derive(Clone, Debug)]
 enum Source {
     File(Arc<File>),
@@ -33,67 +34,58 @@ enum Source {
 }
 
 impl Tokens {
-    /// Opens a `.bin` file and checks its header against its size.
+    /// Opens a `.bin` file, and checks its header and its size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).with_context(|| format!("cannot open token file {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
-        ensure!(
-            size >= HEADER_BYTES as u64,
-            "{name} is no token file: expected a header of {HEADER_BYTES} bytes, found {size} bytes"
-        );
-        let mut header = [0; HEADER_BYTES];
-        file.read_exact_at(&mut header, 0).with_context(|| format!("cannot read {name}"))?;
-        let word = |i: usize| i32::from_le_bytes(header[4 * i..4 * i + 4].try_into().expect("four bytes"));
-        ensure!(word(0) == MAGIC, "{name} is no token file: expected magic {MAGIC}, found {}", word(0));
-        ensure!(
-            word(1) == VERSION,
-            "{name}: expected token file version {VERSION}, found {}; make it again with `data`",
-            word(1)
-        );
-        ensure!(word(2) > 0, "{name}: expected a token count above 0 in its header, found {}", word(2));
-        let len = word(2) as usize;
+        let count = FORMAT.read_header(&name, &mut &file)?.word(2);
+        ensure!(count > 0, "{name}: expected a token count above 0 in the header, found {count}");
+        let len = count as usize;
         let expected = (HEADER_BYTES + 2 * len) as u64;
         ensure!(
             size == expected,
-            "{name} is {}: its header promises {len} tokens, expected {expected} bytes, found {size}",
+            "{name} is {}: expected {expected} bytes for the {len} tokens in the header, found {size}",
             if size < expected { "truncated" } else { "too long" }
         );
         Ok(Self { name, len, source: Source::File(Arc::new(file)) })
     }
 
-    /// Opens every file that matches a glob pattern, in the order of their names.
+    /// Opens every file that matches a glob pattern, sorted by name.
     pub fn open_all(pattern: &str) -> Result<Vec<Self>> {
-        let paths = glob::glob(pattern).with_context(|| format!("'{pattern}' is no glob pattern"))?;
+        let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
         let shards = paths
-            .map(|path| Self::open(&path.with_context(|| format!("cannot read what '{pattern}' matches"))?))
+            .map(|path| Self::open(&path.with_context(|| format!("cannot read a path that matches '{pattern}'"))?))
             .collect::<Result<Vec<_>>>()?;
         ensure!(
             !shards.is_empty(),
-            "no file matches '{pattern}': expected token files (.bin), as the `data` command makes"
+            "no file matches '{pattern}': expected token files (.bin); create them with the `data` command"
         );
         Ok(shards)
     }
 
+    /// Creates a shard in memory. `name` identifies it in messages.
     pub fn in_memory(name: impl Into<String>, tokens: impl Into<Arc<[u16]>>) -> Self {
         let tokens = tokens.into();
         Self { name: name.into(), len: tokens.len(), source: Source::Memory(tokens) }
     }
 
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Returns whether the shard has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Path of the file, or what stands in for one.
+    /// Returns the path of the file, or the name of a shard in memory.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Copies tokens `start .. start + out.len()`, which must be in the shard.
+    /// Reads tokens `start..start + out.len()` into `out`. The range must lie in the shard.
     pub fn read(&self, start: usize, out: &mut [u16]) -> Result<()> {
         debug_assert!(start + out.len() <= self.len);
         match &self.source {
@@ -116,20 +108,16 @@ impl fmt::Display for Tokens {
     }
 }
 
-/// Writes a `.bin` file, whole or not at all.
+/// Writes a `.bin` file atomically.
 pub fn write(path: &Path, tokens: &[u16]) -> Result<()> {
     ensure!(
         (1..=MAX_SHARD_TOKENS).contains(&tokens.len()),
-        "cannot write {}: a token file holds 1 to {MAX_SHARD_TOKENS} tokens, not {}",
+        "cannot write {}: expected 1 to {MAX_SHARD_TOKENS} tokens, found {}",
         path.display(),
         tokens.len()
     );
     atomic_file::write(path, |out| {
-        let mut header = [0; HEADER_BYTES];
-        for (i, word) in [MAGIC, VERSION, tokens.len() as i32].into_iter().enumerate() {
-            header[4 * i..4 * i + 4].copy_from_slice(&word.to_le_bytes());
-        }
-        out.write_all(&header)?;
+        out.write_all(&FORMAT.header_bytes(&[tokens.len() as i32]))?;
         for chunk in tokens.chunks(1 << 16) {
             out.write_all(&chunk.iter().flat_map(|t| t.to_le_bytes()).collect::<Vec<_>>())?;
         }
@@ -152,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_has_llm_cs_layout() {
+    fn written_file_has_the_llm_c_layout_and_can_be_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("shard.bin");
         write(&path, &[50256, 1, 258]).unwrap();
@@ -167,9 +155,9 @@ mod tests {
         assert_eq!((tokens.len(), two), (3, [1, 258]));
     }
 
-    /// The file has a hole, and takes no room.
+    /// The file is sparse, so it takes almost no disk space.
     #[test]
-    fn the_end_of_the_largest_shard_is_read() {
+    fn last_tokens_of_the_largest_shard_can_be_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("shard.bin");
         write(&path, &[1]).unwrap();
@@ -185,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_are_named_with_what_was_expected_and_found() {
+    fn errors_name_the_file_and_the_expected_and_found_values() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("good.bin");
         write(&path, &[7; 100]).unwrap();
@@ -196,7 +184,10 @@ mod tests {
             error_of(&bytes)
         };
         assert!(error_of(&good[..1000]).contains("1024 bytes, found 1000"));
-        assert!(error_of(&good[..1222]).contains("truncated: its header promises 100 tokens, expected 1224"));
+        assert!(
+            error_of(&good[..1222])
+                .contains("truncated: expected 1224 bytes for the 100 tokens in the header, found 1222")
+        );
         assert!(error_of(&[&good[..], &[0]].concat()).contains("too long"));
         assert!(with(0, 20240326).contains("expected magic 20240520, found 20240326"));
         assert!(with(1, 7).contains("expected token file version 1, found 7"));

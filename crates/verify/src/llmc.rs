@@ -1,4 +1,5 @@
-//! Holds an engine to another implementation's debug state: logits, loss, every gradient, and the losses of some steps.
+//! Comparison of an engine with another implementation's debug state: logits, loss, all gradients, and the losses of
+//! AdamW steps.
 
 pub use crate::debug_state::DebugState;
 
@@ -13,62 +14,68 @@ use model::fit;
 use model::{Gpt2, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
 
-/// Rows of logits that are compared at once.
+/// Largest number of logit rows that are read at once.
 const ROWS: usize = 64;
 
-/// What was compared, and how far apart it is.
+/// The error of a tensor against its reference.
 #[derive(Clone, Debug)]
 pub struct Comparison {
+    /// Name of the tensor.
     pub name: String,
-    /// Largest absolute difference; NaN if there is one in either.
-    pub absolute: f32,
-    /// That, relative to the largest value expected.
-    pub relative: f32,
-    pub allowed: Allowed,
+    /// Largest absolute difference. It is NaN if either tensor contains a NaN.
+    pub max_abs_error: f32,
+    /// [`max_abs_error`](Self::max_abs_error) divided by the largest absolute value of the reference.
+    pub max_rel_error: f32,
+    /// Bound of the error.
+    pub bound: Bound,
 }
 
-/// The bound of a comparison.
+/// The largest error that a comparison allows.
 #[derive(Clone, Copy, Debug)]
-pub enum Allowed {
+pub enum Bound {
+    /// A bound of the absolute error.
     Absolute(f32),
+    /// A bound of the relative error.
     Relative(f32),
 }
 
 impl Comparison {
+    /// Returns whether the error is within its bound.
     pub fn ok(&self) -> bool {
-        match self.allowed {
-            Allowed::Absolute(bound) => self.absolute <= bound,
-            Allowed::Relative(bound) => self.relative <= bound,
+        match self.bound {
+            Bound::Absolute(bound) => self.max_abs_error <= bound,
+            Bound::Relative(bound) => self.max_rel_error <= bound,
         }
     }
 }
 
-/// Compares values piece by piece.
+/// Accumulates the error of a tensor that is compared in slices.
 #[derive(Default)]
-struct Difference {
-    absolute: f32,
-    largest: f32,
+struct MaxError {
+    error: f32,
+    /// Largest absolute value of the reference.
+    scale: f32,
 }
 
-impl Difference {
-    fn add(&mut self, got: &[f32], want: &[f32]) {
-        for (got, want) in got.iter().zip(want) {
-            let difference = (got - want).abs();
-            // Once NaN, it stays: nothing is larger.
-            if difference.is_nan() || difference > self.absolute {
-                self.absolute = difference;
+impl MaxError {
+    fn add(&mut self, actual: &[f32], expected: &[f32]) {
+        for (actual, expected) in actual.iter().zip(expected) {
+            let error = (actual - expected).abs();
+            // A NaN is kept, because no later error compares greater.
+            if error.is_nan() || error > self.error {
+                self.error = error;
             }
-            self.largest = self.largest.max(want.abs());
+            self.scale = self.scale.max(expected.abs());
         }
     }
 
-    fn comparison(&self, name: impl Into<String>, allowed: Allowed) -> Comparison {
-        let relative = if self.absolute == 0.0 { 0.0 } else { self.absolute / self.largest };
-        Comparison { name: name.into(), absolute: self.absolute, relative, allowed }
+    fn comparison(&self, name: impl Into<String>, bound: Bound) -> Comparison {
+        let max_rel_error = if self.error == 0.0 { 0.0 } else { self.error / self.scale };
+        Comparison { name: name.into(), max_abs_error: self.error, max_rel_error, bound }
     }
 }
 
-/// A model with the state it is compared with.
+/// A model on an engine, and the debug state that it is compared with.
 pub struct Verification<'a> {
     engine: &'a mut dyn Engine,
     model: Gpt2,
@@ -79,7 +86,7 @@ pub struct Verification<'a> {
 }
 
 impl<'a> Verification<'a> {
-    /// Loads the model and the batch.
+    /// Opens the model file and the debug state, and loads the parameters and the batch into the engine.
     pub fn open(model: &Path, state: &Path, engine: &'a mut dyn Engine) -> Result<Self> {
         let file = ModelFile::open(model)?;
         let (descriptor, padded_vocab) = (file.descriptor(), file.padded_vocab());
@@ -101,7 +108,7 @@ impl<'a> Verification<'a> {
         Ok(Self { engine, model, state, layout, padded_vocab, tolerance })
     }
 
-    /// Compares the logits, the loss and the gradient of each parameter tensor.
+    /// Runs a forward and a backward pass. Compares the logits, the loss and the gradient of each parameter tensor.
     pub fn gradients(&mut self) -> Result<Vec<Comparison>> {
         let mut comparisons = Vec::new();
         self.model.forward(self.engine, self.layout, &mut Unsharded)?;
@@ -110,16 +117,16 @@ impl<'a> Verification<'a> {
         // The batch is loaded once and does not change.
         step.gradients(self.engine, &mut Ranks::default(), &mut |_| Ok(()))?;
         let loss = self.mean_loss()?;
-        let mut difference = Difference::default();
-        difference.add(&[loss], &self.state.floats(1)?);
-        comparisons.push(difference.comparison("loss", Allowed::Absolute(self.tolerance.loss)));
+        let mut error = MaxError::default();
+        error.add(&[loss], &self.state.floats(1)?);
+        comparisons.push(error.comparison("loss", Bound::Absolute(self.tolerance.loss)));
         for param in Param::ALL {
             comparisons.push(self.gradient(param)?);
         }
         Ok(comparisons)
     }
 
-    /// Returns the losses of `steps` AdamW steps on the batch, with the settings of llm.c's test.
+    /// Runs `steps` AdamW steps on the batch, with the settings of llm.c's test, and returns their losses.
     pub fn steps(&mut self, steps: usize) -> Result<Vec<f32>> {
         let mut losses = Vec::new();
         for step in 1..=steps {
@@ -141,30 +148,31 @@ impl<'a> Verification<'a> {
         Ok(losses)
     }
 
-    pub fn compare_losses(&self, got: &[f32], want: &[f32]) -> Vec<Comparison> {
-        let compare = |(i, (got, want)): (usize, (&f32, &f32))| {
-            let mut difference = Difference::default();
-            difference.add(&[*got], &[*want]);
-            difference.comparison(format!("loss of step {}", i + 1), Allowed::Absolute(self.tolerance.step_loss))
+    /// Compares the losses of optimizer steps with a reference.
+    pub fn compare_losses(&self, actual: &[f32], expected: &[f32]) -> Vec<Comparison> {
+        let compare = |(i, (actual, expected)): (usize, (&f32, &f32))| {
+            let mut error = MaxError::default();
+            error.add(&[*actual], &[*expected]);
+            error.comparison(format!("loss of step {}", i + 1), Bound::Absolute(self.tolerance.step_loss))
         };
-        got.iter().zip(want).enumerate().map(compare).collect()
+        actual.iter().zip(expected).enumerate().map(compare).collect()
     }
 
     fn logits(&mut self) -> Result<Comparison> {
         let (v, vp) = (self.model.descriptor.vocab, self.model.descriptor.padded_vocab());
         let rows = self.layout.b * self.layout.t;
-        let mut difference = Difference::default();
+        let mut error = MaxError::default();
         let chunk = ROWS.min(self.model.logit_rows());
         for row in (0..rows).step_by(chunk) {
             let rows = chunk.min(rows - row);
             let logits = self.model.logits(self.engine, row..row + rows)?;
-            let got = self.engine.read(logits)?;
-            let want = self.state.floats(rows * v)?;
-            for (got, want) in got.chunks(vp).zip(want.chunks(v)) {
-                difference.add(&got[..v], want);
+            let actual = self.engine.read(logits)?;
+            let expected = self.state.floats(rows * v)?;
+            for (actual, expected) in actual.chunks(vp).zip(expected.chunks(v)) {
+                error.add(&actual[..v], expected);
             }
         }
-        Ok(difference.comparison("logits", Allowed::Relative(self.tolerance.logits)))
+        Ok(error.comparison("logits", Bound::Relative(self.tolerance.logits)))
     }
 
     /// Returns the mean of the step's losses.
@@ -177,19 +185,19 @@ impl<'a> Verification<'a> {
     fn gradient(&mut self, param: Param) -> Result<Comparison> {
         let grads = self.model.training.context("the model was planned for training")?.grads;
         let descriptor = self.model.descriptor;
-        let mut difference = Difference::default();
+        let mut error = MaxError::default();
         for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
-            let got = self.engine.read(self.model.layout.of(grads, param, layer))?;
-            let in_file = match param {
+            let actual = self.engine.read(self.model.layout.of(grads, param, layer))?;
+            let file_len = match param {
                 Param::Wte => self.padded_vocab * descriptor.channels,
-                _ => got.len(),
+                _ => actual.len(),
             };
-            // Rows of padding, of which the file may have another number, have no gradient.
-            let want = self.state.floats(in_file)?;
-            let unpadded = got.len().min(want.len());
-            difference.add(&got[..unpadded], &want[..unpadded]);
-            difference.add(&got[unpadded..], &vec![0.0; got.len() - unpadded]);
+            // The padding rows of wte have no gradient. The file may have a different number of them.
+            let expected = self.state.floats(file_len)?;
+            let common = actual.len().min(expected.len());
+            error.add(&actual[..common], &expected[..common]);
+            error.add(&actual[common..], &vec![0.0; actual.len() - common]);
         }
-        Ok(difference.comparison(format!("d{}", param.name()), Allowed::Relative(self.tolerance.gradient)))
+        Ok(error.comparison(format!("d{}", param.name()), Bound::Relative(self.tolerance.gradient)))
     }
 }

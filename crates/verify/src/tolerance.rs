@@ -1,36 +1,47 @@
-//! How far an engine may lie from a reference in fp32 or better.
+//! Error bounds for an engine against a reference in fp32 or higher precision.
 
-/// Logits and gradients: relative to the largest value of the tensor. Losses: absolute.
+/// Error bounds. Those of logits and gradients are relative to the largest value of the tensor; those of losses are
+/// absolute.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
+    /// Bound for the logits.
     pub logits: f32,
+    /// Bound for the loss of the forward pass.
     pub loss: f32,
+    /// Bound for the gradient of each parameter tensor.
     pub gradient: f32,
+    /// Bound for the losses of optimizer steps.
     pub step_loss: f32,
 }
 
 impl Tolerance {
-    /// Sums of some thousand products in another order: 1e-6 and less of the largest value, and through the layers of a
-    /// model some ten times that; 6e-6 in GPT-2 124M. AdamW divides gradients near zero by their own size, so that an update
-    /// may have the other sign, but such weights hardly matter: ten steps leave losses within 1e-6. llm.c: 1e-5.
+    /// Bounds for fp32.
+    ///
+    /// Reordering a sum of a few thousand terms changes it by at most 1e-6 of the largest value. The layers of a model
+    /// amplify that about tenfold; GPT-2 124M shows 6e-6. AdamW normalizes gradients near zero, so an update may change
+    /// its sign. Such weights hardly affect the loss: ten steps agree within 1e-6. llm.c allows 1e-5.
     const FP32: Self = Self { logits: 1e-4, loss: 1e-5, gradient: 1e-4, step_loss: 1e-5 };
 
-    /// bf16 keeps 8 bits, so each stored activation is off by up to 2^-9, 0.2 %, and a layer stores some ten of them one
-    /// after the other; errors of different elements are independent and add up as a random walk: with 12 layers some
-    /// 2^-9 · sqrt(120), 2 % of a typical value, and of the largest one, to which these bounds are relative, less: GPT-2 124M
-    /// on a GPU has logits within 0.9 % and gradients within 0.4 to 1.7 % (docs/bench/verify-d12.txt). llm.c allows
-    /// logits to be 25.0 off (20 % of GPT-2's), and gradients 7.9 % of each value and 0.004 to 0.5 on top, there from
-    /// 60 % of a tensor's largest gradient to eighty times it.
+    /// Bounds for bf16.
+    ///
+    /// bf16 has 8 significant bits, so rounding changes a stored activation by up to 2^-9 (0.2 %). A layer stores about
+    /// ten activations in sequence. Their errors are independent and accumulate like a random walk: 12 layers give 2^-9
+    /// · sqrt(120), or 2 % of a typical value, which is less relative to the largest value. GPT-2 124M on a GPU has
+    /// errors of 0.9 % in the logits and 0.4 to 1.7 % in the gradients.
+    ///
+    /// llm.c's bounds are looser: 25.0 for logits (20 % of GPT-2's largest). For gradients it allows 7.9 % of each
+    /// value plus 0.004 to 0.5, which is between 60 % and eighty times a tensor's largest gradient.
     const BF16: Self = Self {
         logits: 2e-2,
-        // A mean over tokens: their errors cancel. llm.c: 0.05.
+        // The errors of different tokens cancel in the mean. llm.c allows 0.05.
         loss: 2e-2,
         gradient: 5e-2,
-        // Stochastic rounding of the weights comes on top, and losses that a model which learns a batch by heart brings down
-        // tenfold in ten steps. llm.c: 0.05.
+        // Weights are rounded stochastically, and the loss of the memorized batch falls tenfold in ten steps. llm.c
+        // allows 0.05.
         step_loss: 5e-2,
     };
 
+    /// Returns the bounds for an engine that stores activations as bf16 or as fp32.
     pub fn of(bf16: bool) -> Self {
         if bf16 { Self::BF16 } else { Self::FP32 }
     }

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
-use verify::llmc::{Allowed, Comparison, Verification};
+use verify::llmc::{Bound, Comparison, Verification};
 
 /// Steps of the test.
 const STEPS: usize = 10;
@@ -39,7 +39,7 @@ pub fn run(args: &Verify) -> Result<()> {
     let mut out = stdout().lock();
     writeln!(out)?;
     for (i, loss) in losses.iter().enumerate() {
-        let verdict = steps.get(i).map_or(String::new(), |c| format!("  off by {:.1e}  {}", c.absolute, word(c)));
+        let verdict = steps.get(i).map_or(String::new(), |c| format!("  off by {:.1e}  {}", c.max_abs_error, word(c)));
         writeln!(out, "step {:>2}: loss {loss:.6}{verdict}", i + 1)?;
     }
     comparisons.extend(steps);
@@ -55,11 +55,12 @@ fn print(comparisons: &[Comparison]) -> Result<()> {
     let mut out = stdout().lock();
     writeln!(out, "{:<12} {:>12} {:>12} {:>22}", "tensor", "absolute", "relative", "allowed")?;
     for c in comparisons {
-        let allowed = match c.allowed {
-            Allowed::Absolute(bound) => format!("{bound:.0e} absolute"),
-            Allowed::Relative(bound) => format!("{bound:.0e} relative"),
+        let bound = match c.bound {
+            Bound::Absolute(bound) => format!("{bound:.0e} absolute"),
+            Bound::Relative(bound) => format!("{bound:.0e} relative"),
         };
-        writeln!(out, "{:<12} {:>12.2e} {:>12.2e} {allowed:>22}  {}", c.name, c.absolute, c.relative, word(c))?;
+        let (abs, rel) = (c.max_abs_error, c.max_rel_error);
+        writeln!(out, "{:<12} {abs:>12.2e} {rel:>12.2e} {bound:>22}  {}", c.name, word(c))?;
     }
     Ok(())
 }

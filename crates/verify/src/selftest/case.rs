@@ -1,70 +1,72 @@
-//! One operation on named tensors, and how to run it.
+//! A case: one engine operation on named tensors, with the code that compares and times it.
 
-use super::compare::{Error, Tolerance};
+use super::compare::{ErrorStats, Tolerance};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, COOLDOWN, Engine, Result, Workload};
 use std::thread::sleep;
 
-/// What a tensor holds before the operation.
+/// The contents of a tensor before the operation.
 #[derive(Clone, Debug)]
 pub enum Init {
-    /// Uniform in mean ± spread.
-    Uniform {
-        mean: f32,
-        spread: f32,
-    },
-    /// NaN: the operation must write every element.
+    /// Uniform values in mean ± spread.
+    Uniform { mean: f32, spread: f32 },
+    /// NaN, which exposes elements that the operation does not write.
     Poison,
+    /// Zeros.
     Zero,
+    /// These values.
     Values(Vec<f32>),
-    /// i32 values below the bound.
-    Tokens {
-        below: i32,
-    },
+    /// i32 values from 0 to below the bound.
+    Tokens { below: i32 },
 }
 
 /// A tensor of a case.
 #[derive(Clone, Debug)]
 pub struct Operand {
     pub name: &'static str,
+    /// Number of elements.
     pub len: usize,
-    /// `None`: the engine's float type.
+    /// Type of the elements; `None` for the engine's float type.
     pub dtype: Option<DType>,
     pub init: Init,
-    /// Compared after the operation.
+    /// Tolerance of the comparison after the operation; `None` for a tensor that is not compared.
     pub checked: Option<Tolerance>,
 }
 
 type Operation = Box<dyn Fn(&mut dyn Engine, &[Tensor]) -> Result<()>>;
 
-/// What must cross device memory at least once, and what must be computed.
+/// The minimum memory traffic of an operation, and its floating-point operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Work {
-    /// Of the engine's type.
+    /// Elements of the engine's float type that are read or written.
     pub floats: usize,
+    /// Bytes of other types that are read or written.
     pub bytes: usize,
+    /// Floating-point operations.
     pub flops: usize,
 }
 
 impl Work {
+    /// Returns the memory traffic in bytes, for an engine with this float type.
     pub fn bytes(self, float: DType) -> usize {
         self.floats * float.bytes() + self.bytes
     }
 }
 
-/// Part of an operation: a kernel, or each of its GEMMs.
+/// A part of an operation whose work is known separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
+    /// The kernel with this name.
     Kernel(&'static str),
-    /// A GEMM.
+    /// Each GEMM of the operation.
     Gemm,
 }
 
 impl Part {
     /// Reports whether an interval of a profile belongs to this part: an instance of the kernel (`sum_bf16`), or a GEMM, whose name
     /// begins with its sizes.
-    pub fn is(self, name: &str) -> bool {
+    pub fn matches(self, name: &str) -> bool {
         match self {
             Self::Gemm => name.starts_with(|c: char| c.is_ascii_digit()),
             Self::Kernel(kernel) => name
@@ -74,72 +76,79 @@ impl Part {
     }
 }
 
+/// An engine operation with its operands, to be compared with a reference or timed.
 pub struct Case {
+    /// Name of the operation.
     pub operation: &'static str,
+    /// Shape of the operands, for display.
     pub shape: String,
+    /// Work of the whole operation.
     pub work: Work,
-    /// Of kernels among the operation's.
+    /// Work of some of the operation's kernels.
     pub parts: Vec<(Part, Work)>,
     pub(super) operands: Vec<Operand>,
-    pub(super) scope: Workload,
-    /// A batch of tokens below the vocabulary's size, loaded into the first operand.
+    pub(super) workload: Workload,
+    /// Layout and vocabulary size of a batch of random tokens, which is loaded into the first operand.
     pub(super) batch: Option<(BatchLayout, i32)>,
-    /// Gives the same bits wherever its kernel runs: integers, single rounded operations, sums of two or in a fixed order.
+    /// Whether the kernel produces the same bits on a GPU and in the emulator. This holds for integer operations,
+    /// elementwise operations, sums of two terms, and sums in a fixed order.
     pub(super) exact: bool,
-    /// Makes operands that only the engine can.
+    /// Prepares operands that only the engine can compute.
     pub(super) before: Option<Operation>,
     pub(super) run: Operation,
 }
 
-/// What a case came to on an engine.
+/// The result of comparing a case.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Of each checked tensor.
-    pub errors: Vec<(&'static str, Error)>,
+    /// Name and error of each compared tensor.
+    pub errors: Vec<(&'static str, ErrorStats)>,
 }
 
-/// How long a case takes.
+/// The measured times of a case.
 #[derive(Clone, Debug)]
 pub struct Speed {
-    /// Seconds on the engine's clock, of an operation among many in a row.
+    /// Mean seconds per operation of each sample, on the engine's clock.
     pub samples: Vec<f64>,
-    /// Of each of its kernels, between two marks, where the engine tells them apart.
+    /// Name and seconds of each kernel, if the engine can profile them.
     pub kernels: Vec<(String, Vec<f64>)>,
 }
 
-/// Times that are taken of an operation, and of each of its kernels.
+/// Number of samples of an operation and of each of its kernels.
 const SAMPLES: usize = 11;
-/// Seconds that the operations of one sample fill together, so that what surrounds them weighs little.
-const SAMPLE: f64 = 3e-3;
+/// Duration of a sample in seconds. It is long enough to hide the overhead of reading the clock.
+const SAMPLE_SECONDS: f64 = 3e-3;
 
-/// Elements that are made on the host to be timed with; the rest are copies of them.
-const MADE: usize = 1 << 21;
+/// Random elements that are generated on the host for timing. Larger tensors repeat them.
+const TIMING_ELEMENTS: usize = 1 << 21;
 
 impl Case {
-    /// Runs the case on `engine` and on `reference`, and compares.
+    /// Runs the case on `engine` and on `reference`, and compares the results.
     pub fn check(&self, engine: &mut dyn Engine, reference: &mut dyn Engine) -> Result<Outcome> {
         let float = engine.dtype();
-        let want = self.outputs(reference, float)?;
-        let got = self.outputs(engine, float)?;
-        let errors = want.into_iter().zip(got).map(|((operand, want), (_, got))| {
+        let expected = self.outputs(reference, float)?;
+        let actual = self.outputs(engine, float)?;
+        let errors = expected.into_iter().zip(actual).map(|((operand, expected), (_, actual))| {
             let tolerance = operand.checked.expect("only checked operands are read");
-            (operand.name, Error::between(&got, &want, tolerance, operand.dtype.unwrap_or(float)))
+            (operand.name, ErrorStats::between(&actual, &expected, tolerance, operand.dtype.unwrap_or(float)))
         });
         Ok(Outcome { errors: errors.collect() })
     }
 
-    /// As [`check`](Self::check) against the same kernels in the emulator, where an exact case may differ in no bit. In
-    /// bf16 both sides are rounded, so what lies near the middle between two values may come out a unit, 2^-7, apart.
+    /// Compares the case with the same kernels in the emulator.
+    ///
+    /// An exact case must agree in every bit. Both results are rounded to bf16, so values near a rounding boundary may
+    /// differ by one unit in the last place, 2^-7.
     pub fn check_emulated(&self, engine: &mut dyn Engine, emulated: &mut dyn Engine) -> Result<Outcome> {
         let mut outcome = self.check(engine, emulated)?;
-        let unit = if engine.dtype() == DType::Bf16 { f32::powi(2.0, -7) } else { 0.0 };
+        let ulp = if engine.dtype() == DType::Bf16 { f32::powi(2.0, -7) } else { 0.0 };
         for (_, error) in &mut outcome.errors {
-            error.allowed = if self.exact { 0.0 } else { error.allowed.max(unit) };
+            error.tolerance = if self.exact { 0.0 } else { error.tolerance.max(ulp) };
         }
         Ok(outcome)
     }
 
-    /// Times the case, without comparing, once its matrix products are tuned.
+    /// Tunes the GEMMs of the case and times it, without a comparison.
     pub fn time(&self, engine: &mut dyn Engine) -> Result<Speed> {
         let mut plan = Plan::new();
         let tensors = self.plan(&mut plan, engine);
@@ -150,7 +159,7 @@ impl Case {
             (self.run)(engine, &tensors)
         })?;
         let float = engine.dtype();
-        self.fill(engine, &tensors, float, MADE)?;
+        self.fill(engine, &tensors, float, TIMING_ELEMENTS)?;
         self.before(engine, &tensors)?;
         sleep(COOLDOWN);
         let repeat = |engine: &mut dyn Engine, times: u32| -> Result<f64> {
@@ -164,7 +173,7 @@ impl Case {
         };
         repeat(engine, 2)?;
         let once = repeat(engine, 3)?.max(1e-9);
-        let times = (SAMPLE / once).clamp(1.0, 300.0) as u32;
+        let times = (SAMPLE_SECONDS / once).clamp(1.0, 300.0) as u32;
         let samples = (0..SAMPLES).map(|_| repeat(engine, times)).collect::<Result<Vec<_>>>()?;
 
         let mut kernels: Vec<(String, Vec<f64>)> = Vec::new();
@@ -183,6 +192,7 @@ impl Case {
         Ok(Speed { samples, kernels })
     }
 
+    /// Runs the case and returns its compared tensors.
     fn outputs(&self, engine: &mut dyn Engine, float: DType) -> Result<Vec<(&Operand, Vec<f32>)>> {
         let mut plan = Plan::new();
         let tensors = self.plan(&mut plan, engine);
@@ -202,19 +212,20 @@ impl Case {
         let own = engine.dtype();
         let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], o.dtype.unwrap_or(own));
         let tensors = self.operands.iter().map(&mut add).collect();
-        engine.plan(plan, &self.scope);
+        engine.plan(plan, &self.workload);
         tensors
     }
 
-    /// Fills the operands with values that `float` can hold. Of each, so many are made; the rest are copies of them.
-    fn fill(&self, engine: &mut dyn Engine, tensors: &[Tensor], float: DType, most: usize) -> Result<()> {
+    /// Fills the operands with values that are representable in `float`. At most `max_elements` values are generated
+    /// for an operand; the rest of the tensor repeats them.
+    fn fill(&self, engine: &mut dyn Engine, tensors: &[Tensor], float: DType, max_elements: usize) -> Result<()> {
         let mut random = Random(0x5eed);
         for (operand, &tensor) in self.operands.iter().zip(tensors) {
             let rounded = |x: f32| match operand.dtype.unwrap_or(float) {
                 DType::Bf16 => half::bf16::from_f32(x).to_f32(),
                 _ => x,
             };
-            let n = operand.len.min(most);
+            let n = operand.len.min(max_elements);
             let values: Vec<f32> = match &operand.init {
                 Init::Uniform { mean, spread } => (0..n).map(|_| rounded(mean + spread * random.signed())).collect(),
                 Init::Poison => vec![f32::NAN; n],
@@ -236,7 +247,7 @@ impl Case {
         }
         if let Some((layout, vocab)) = self.batch {
             let mut words = engine.host_buffer(layout.words())?;
-            // A skewed distribution, as text has: half of all tokens are one of 16.
+            // The distribution is skewed, like that of text: half of all tokens are among the first 16.
             for word in &mut words[..layout.targets().end] {
                 let bound = if random.below(2) == 0 { vocab } else { vocab.min(16) };
                 *word = random.below(bound);
@@ -249,7 +260,7 @@ impl Case {
     }
 }
 
-/// splitmix64: fast, and the same on every machine.
+/// The splitmix64 generator.
 struct Random(u64);
 
 impl Random {
@@ -261,7 +272,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Uniform in -1..1.
+    /// Returns a uniform value in [-1, 1).
     fn signed(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     }
@@ -276,10 +287,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_told_by_name() {
+    fn parts_match_profile_entries_by_name() {
         let sums = Part::Kernel("bias_backward");
-        assert!(sums.is("bias_backward_bf16") && sums.is("bias_backward_f32_4x8") && sums.is("bias_backward"));
-        assert!(!sums.is("bias_backward_reduce_bf16") && !sums.is("8x8x8 NT bf16 cuBLASLt"));
-        assert!(Part::Gemm.is("8x8x8 NT bf16 cuBLASLt") && !Part::Gemm.is("bias_backward_bf16"));
+        assert!(
+            sums.matches("bias_backward_bf16")
+                && sums.matches("bias_backward_f32_4x8")
+                && sums.matches("bias_backward")
+        );
+        assert!(!sums.matches("bias_backward_reduce_bf16") && !sums.matches("8x8x8 NT bf16 cuBLASLt"));
+        assert!(Part::Gemm.matches("8x8x8 NT bf16 cuBLASLt") && !Part::Gemm.matches("bias_backward_bf16"));
     }
 }

@@ -1,4 +1,4 @@
-//! The table of cases: what each operation is given, what of its result is compared, and what it must move and compute.
+//! The table of cases: the operands, tolerances and work of each operation.
 
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
@@ -11,15 +11,17 @@ use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
 use model::{Descriptor, LOGIT_ROWS, Params};
 
-/// Shapes that are multiples of as little as the operations allow.
-pub fn edge() -> Vec<Case> {
+/// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
+/// accepts.
+pub fn edge_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(1, 1, 64), (3, 7, 80), (2, 33, 200)] {
         cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
         cases.push(layernorm_forward(b * t, c));
         cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
     }
-    // Rows that a whole block takes, and tokens so frequent that many warps add up the gradient of each.
+    // Rows so long that a whole block processes one, and tokens so frequent that many warps accumulate the gradient of
+    // one.
     for (rows, c) in [(9, 1600), (3, 4200)] {
         cases.push(layernorm_forward(rows, c));
         cases.extend([false, true].map(|sums| layernorm_backward(rows, c, sums)));
@@ -30,7 +32,7 @@ pub fn edge() -> Vec<Case> {
         cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
         cases.extend([matmul_forward(shape, false, EndsIn::Sum), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
-        cases.extend([true, false].map(|bias| matmul_backward_again(shape, bias)));
+        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias)));
         cases.push(head_backward(shape));
     }
     cases.extend([copy(8), copy(1001)]);
@@ -44,13 +46,13 @@ pub fn edge() -> Vec<Case> {
         cases.extend([classifier(rows, v, vp, true), classifier(rows, v, vp, false)]);
     }
     for n in [8, 1000, 12_344] {
-        cases.extend([global_norm(n), sum(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([global_norm(n), sum(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
     }
     cases
 }
 
-/// Shapes of real models, small enough in batch for the reference.
-pub fn model() -> Vec<Case> {
+/// Returns every operation at the shapes of real models, with batches small enough for the reference.
+pub fn model_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(4, 1024, 768), (2, 512, 1600), (1, 256, 4096)] {
         cases.extend([encoder_forward(b, t, c, 50257), encoder_backward(b, t, c, 50257)]);
@@ -65,7 +67,7 @@ pub fn model() -> Vec<Case> {
     }
     for (rows, c) in [(2048, 768), (512, 1600)] {
         let shape = MatmulShape { rows, c: 4 * c, oc: c };
-        cases.extend([true, false].map(|bias| matmul_backward_again(shape, bias)));
+        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias)));
     }
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
@@ -75,14 +77,15 @@ pub fn model() -> Vec<Case> {
     }
     cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
     for n in [1 << 20, 7_087_872] {
-        cases.extend([global_norm(n), adamw(cut(n)), cast_to_float(n), cast_from_float(n)]);
+        cases.extend([global_norm(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
     cases
 }
 
-/// Every operation of a training step of a model on batches of b x t tokens, as it is on `engine`, to be timed.
-pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine) -> Vec<Case> {
+/// Returns every operation of a training step of a model with batches of `b` x `t` tokens, as `engine` executes them,
+/// for timing.
+pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine) -> Vec<Case> {
     let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
     let layout = Params::new(*descriptor);
     let (rows, vp, n) = (b * t, descriptor.padded_vocab(), layout.elements());
@@ -90,7 +93,7 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine
     let shape = AttentionShape { b, t, heads, head_size: descriptor.head_size() };
     let linear = |c, oc| MatmulShape { rows, c, oc };
     let head = MatmulShape { rows: chunk, c, oc: vp };
-    let by_norms = engine.fuses_column_sums(c);
+    let norms_sum_columns = engine.fuses_column_sums(c);
     vec![
         encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
@@ -105,11 +108,11 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine
         head_backward(head),
         cast_from_float(vp * c),
         cast_to_float(vp * c),
-        layernorm_backward(rows, c, by_norms),
-        matmul_backward(linear(4 * c, c), !by_norms, true),
-        matmul_backward_again(linear(4 * c, c), !by_norms),
+        layernorm_backward(rows, c, norms_sum_columns),
+        matmul_backward(linear(4 * c, c), !norms_sum_columns, true),
+        matmul_backward_recompute(linear(4 * c, c), !norms_sum_columns),
         matmul_backward(linear(c, 4 * c), true, false),
-        matmul_backward(linear(c, c), !by_norms, false),
+        matmul_backward(linear(c, c), !norms_sum_columns, false),
         attention_backward(shape),
         matmul_backward(linear(c, 3 * c), true, false),
         encoder_backward(b, t, c, v),
@@ -119,15 +122,15 @@ pub fn of_model(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine
     ]
 }
 
-/// A copy of so many floats.
+/// Returns a copy of `n` floats.
 pub fn copy(n: usize) -> Case {
     let operands = vec![output("to", n, Tolerance::ELEMENTWISE), input("from", n, UNIT)];
     let work = Work { floats: 2 * n, bytes: 0, flops: 0 };
-    exact(case("copy", format!("{n}"), scope(1, 1, 8, 1, 128, 0), operands, work, |e, x| e.copy(x[0], x[1])))
+    exact(case("copy", format!("{n}"), workload(1, 1, 8, 1, 128, 0), operands, work, |e, x| e.copy(x[0], x[1])))
 }
 
-/// A product of square matrices.
-pub fn square_product(n: usize) -> Case {
+/// Returns a GEMM of square matrices with `n` rows.
+pub fn square_matmul(n: usize) -> Case {
     matmul_forward(MatmulShape { rows: n, c: n, oc: n }, false, EndsIn::Sum)
 }
 
@@ -137,17 +140,17 @@ fn input(name: &'static str, len: usize, init: Init) -> Operand {
     Operand { name, len, dtype: None, init, checked: None }
 }
 
-/// Written whole by the operation.
+/// An operand that the operation overwrites completely.
 fn output(name: &'static str, len: usize, tolerance: Tolerance) -> Operand {
     Operand { name, len, dtype: None, init: Init::Poison, checked: Some(tolerance) }
 }
 
-/// Added to by the operation.
+/// An operand that the operation accumulates into.
 fn accumulated(name: &'static str, len: usize, tolerance: Tolerance) -> Operand {
     Operand { name, len, dtype: None, init: UNIT, checked: Some(tolerance) }
 }
 
-/// Stored as f32 by every engine.
+/// Changes an operand to f32 on every engine.
 fn f32(operand: Operand) -> Operand {
     Operand { dtype: Some(DType::F32), ..operand }
 }
@@ -156,20 +159,20 @@ fn i32(operand: Operand) -> Operand {
     Operand { dtype: Some(DType::I32), ..operand }
 }
 
-fn scope(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Workload {
+fn workload(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Workload {
     Workload { b, t, channels, heads, padded_vocab, parameters, norm_tensors: 1, update_ranges: 0, training: true }
 }
 
 fn case(
     operation: &'static str,
     shape: String,
-    scope: Workload,
+    workload: Workload,
     operands: Vec<Operand>,
     work: Work,
     run: impl Fn(&mut dyn Engine, &[Tensor]) -> Result<()> + 'static,
 ) -> Case {
     let run = Box::new(run);
-    Case { operation, shape, work, parts: Vec::new(), operands, scope, batch: None, exact: false, before: None, run }
+    Case { operation, shape, work, parts: Vec::new(), operands, workload, batch: None, exact: false, before: None, run }
 }
 
 fn exact(case: Case) -> Case {
@@ -186,7 +189,7 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     ];
     let work = Work { floats: 2 * b * t * c + t * c, bytes: 4 * b * t, flops: 0 };
     let shape = format!("B{b} T{t} C{c} V{vocab}");
-    let case = case("encoder_forward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
+    let case = case("encoder_forward", shape, workload(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
         e.run(EncoderForward { out: x[3], batch: x[0], layout, wte: x[1], wpe: x[2], c })
     });
     Case { batch: Some((layout, vocab as i32)), exact: true, ..case }
@@ -200,23 +203,24 @@ fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
         accumulated("dwte", vocab * c, Tolerance::STOCHASTIC),
         accumulated("dwpe", t * c, Tolerance::STOCHASTIC),
     ];
-    // dout is read for each of the two; what is added to is read and written. Half of the tokens are any, see `fill`.
-    let (rows, any) = (b * t, b * t / 2);
-    let tokens = (vocab as f64 * -(-(any as f64) / vocab as f64).exp_m1()) as usize;
-    let of = |rows: usize, added: usize| Work { floats: (rows + 2 * added) * c, bytes: 0, flops: 0 };
+    // dout is read once per kernel; accumulated rows are read and written. `Case::fill` draws half of the tokens
+    // uniformly, which gives the expected number of distinct tokens.
+    let (rows, uniform) = (b * t, b * t / 2);
+    let distinct = (vocab as f64 * -(-(uniform as f64) / vocab as f64).exp_m1()) as usize;
+    let of = |rows: usize, accumulated: usize| Work { floats: (rows + 2 * accumulated) * c, bytes: 0, flops: 0 };
     let parts = vec![
-        (Part::Kernel("encoder_backward_wte"), of(rows, tokens)),
+        (Part::Kernel("encoder_backward_wte"), of(rows, distinct)),
         (Part::Kernel("encoder_backward_rest"), of(rows, t)),
     ];
-    let work = of(2 * rows, tokens + t);
+    let work = of(2 * rows, distinct + t);
     let shape = format!("B{b} T{t} C{c} V{vocab}");
-    let case = case("encoder_backward", shape, scope(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
+    let case = case("encoder_backward", shape, workload(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
         e.run(EncoderBackward { dwte: x[2], dwpe: x[3], dout: x[1], batch: x[0], layout, c })
     });
     Case { parts, batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
 
-/// out, mean, rstd, weight, bias, at `x[at..]`.
+/// Returns the operands out, mean, rstd, weight and bias.
 fn norm_operands(rows: usize, c: usize) -> [Operand; 5] {
     [
         output("out", rows * c, Tolerance::CHAIN),
@@ -231,7 +235,7 @@ fn layernorm_forward(rows: usize, c: usize) -> Case {
     let mut operands = norm_operands(rows, c).to_vec();
     operands.push(input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }));
     let work = Work { floats: 2 * rows * c, bytes: 8 * rows, flops: 0 };
-    case("layernorm_forward", format!("{rows}x{c}"), scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+    case("layernorm_forward", format!("{rows}x{c}"), workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.run(LayerNormForward { out: x[0], mean: x[1], rstd: x[2], weight: x[3], bias: x[4], inp: x[5], c })
     })
 }
@@ -248,11 +252,11 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     operands.push(accumulated("dbias", c, Tolerance::REDUCTION));
     operands.push(input("dout", rows * c, UNIT));
     operands.push(input("inp", rows * c, UNIT));
-    // Of what was rounded, where no kernel of the norm sums them up.
+    // Some engines sum the columns of the rounded dinp in a separate kernel.
     operands.push(accumulated("column_sums", c, Tolerance::ACCUMULATED));
     let work = Work { floats: 4 * rows * c, bytes: 8 * rows, flops: 0 };
     let shape = format!("{rows}x{c}{}", if column_sums { " column sums" } else { "" });
-    let case = case("layernorm_backward", shape, scope(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
+    let case = case("layernorm_backward", shape, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| {
         e.run(LayerNormBackward {
             dinp: x[5],
             dweight: x[6],
@@ -269,11 +273,11 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     Case { parts: vec![(Part::Kernel("layernorm_backward"), work)], ..case }
 }
 
-fn linear_scope(shape: MatmulShape) -> Workload {
-    scope(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
+fn linear_workload(shape: MatmulShape) -> Workload {
+    workload(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
 }
 
-/// As [`Epilogue`], without the tensors.
+/// The epilogue of a forward matmul, without its tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum EndsIn {
     Sum,
@@ -308,7 +312,7 @@ fn matmul_forward(shape: MatmulShape, bias: bool, ending: EndsIn) -> Case {
     };
     let work = Work { floats: rows * c + oc * c + rows * oc * matrices, bytes: 0, flops: 2 * rows * c * oc };
     let name = linear_name(shape, bias) + name;
-    let case = case("matmul_forward", name, linear_scope(shape), operands, work, move |e, x| {
+    let case = case("matmul_forward", name, linear_workload(shape), operands, work, move |e, x| {
         let ending = match ending {
             EndsIn::Sum => Epilogue::None,
             EndsIn::Residual => Epilogue::Residual(x[4]),
@@ -336,7 +340,7 @@ fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
     let floats = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
     let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
     let name = linear_name(shape, bias) + if gelu { " gelu" } else { "" };
-    let case = case("matmul_backward", name, linear_scope(shape), operands, work, move |e, x| {
+    let case = case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
         let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], recompute: None });
         e.run(MatmulBackward {
             dinp: x[0],
@@ -350,25 +354,26 @@ fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
         })
     });
     let sums = Work { floats: rows * oc, ..Work::default() };
-    let slope = Work { floats: 3 * rows * c, ..Work::default() };
-    let product = Work { flops: 2 * rows * c * oc, ..Work::default() };
+    let gelu_backward = Work { floats: 3 * rows * c, ..Work::default() };
+    let gemm = Work { flops: 2 * rows * c * oc, ..Work::default() };
     let parts =
-        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), slope), (Part::Gemm, product)];
+        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), gelu_backward), (Part::Gemm, gemm)];
     Case { parts, ..case }
 }
 
-/// Where inp is the GELU of another layer's output and is not kept.
-fn matmul_backward_again(shape: MatmulShape, bias: bool) -> Case {
+/// Returns a matmul backward whose `inp` is the GELU of another matmul and is recomputed (activation checkpointing).
+fn matmul_backward_recompute(shape: MatmulShape, bias: bool) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let before = MatmulShape { rows, c: oc, oc: c };
     let mut case = matmul_backward(shape, bias, true);
-    // A product with what was rounded.
+    // dweight is a GEMM with the recomputed, rounded inp.
     case.operands[1].checked = Some(Tolerance::CHAIN);
     case.operands[4] = output("inp", rows * c, Tolerance::CHAIN);
     case.operands[6] = output("pre_gelu", rows * c, Tolerance::REDUCTION);
     case.operands.extend([
         input("inp before", rows * oc, UNIT),
-        // What goes into GELU is about 1, whatever the length of the sums: else gelu' magnifies their roundings.
+        // This spread keeps the input of GELU near 1 for any length of the sums. Otherwise gelu' would amplify rounding
+        // errors.
         input("weight before", oc * c, Init::Uniform { mean: 0.0, spread: 3.0 / (oc as f32).sqrt() }),
         input("bias before", c, UNIT),
         Operand { checked: None, ..output("gelu", rows * c, Tolerance::CHAIN) },
@@ -403,7 +408,7 @@ fn matmul_backward_again(shape: MatmulShape, bias: bool) -> Case {
     Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }
 
-/// As the model's head has it: no bias, and a weight gradient in f32 whatever the engine's type.
+/// Returns the backward pass of the model's head: no bias, and a weight gradient in f32 for every engine type.
 fn head_backward(shape: MatmulShape) -> Case {
     let mut case = matmul_backward(shape, false, false);
     case.operands[1].dtype = Some(DType::F32);
@@ -411,8 +416,8 @@ fn head_backward(shape: MatmulShape) -> Case {
     case
 }
 
-fn heads_scope(shape: AttentionShape) -> Workload {
-    scope(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0)
+fn attention_workload(shape: AttentionShape) -> Workload {
+    workload(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0)
 }
 
 fn heads_name(shape: AttentionShape) -> String {
@@ -420,7 +425,7 @@ fn heads_name(shape: AttentionShape) -> String {
     format!("B{b} T{t} NH{heads} HS{head_size}")
 }
 
-/// Forward and backward of one shape.
+/// Returns the forward and the backward pass of attention.
 pub fn attention(shape: AttentionShape) -> [Case; 2] {
     [attention_forward(shape), attention_backward(shape)]
 }
@@ -433,10 +438,10 @@ fn attention_forward(shape: AttentionShape) -> Case {
         f32(output("lse", rows * shape.heads, Tolerance::CHAIN)),
         input("qkv", rows * 3 * c, UNIT),
     ];
-    // Half of T x T is masked; a multiplication and an addition for each of scores and values.
+    // Half of T x T is masked. The scores and the values take a multiplication and an addition per unmasked element.
     let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
     let work = Work { floats: 4 * rows * c, bytes: 4 * rows * shape.heads, flops };
-    case("attention_forward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
+    case("attention_forward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
         e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape })
     })
 }
@@ -453,10 +458,10 @@ fn attention_backward(shape: AttentionShape) -> Case {
     ];
     let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
     let work = Work { floats: 8 * rows * c, bytes: 4 * rows * shape.heads, flops };
-    let case = case("attention_backward", heads_name(shape), heads_scope(shape), operands, work, move |e, x| {
+    let case = case("attention_backward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
         e.run(AttentionBackward { dqkv: x[0], dout: x[1], qkv: x[2], out: x[3], lse: x[4], shape })
     });
-    // The backward takes what the engine's own forward left.
+    // The backward pass reads the output of the engine's own forward pass.
     Case {
         before: Some(Box::new(move |e, x| e.run(AttentionForward { out: x[3], lse: x[4], qkv: x[2], shape }))),
         ..case
@@ -476,7 +481,7 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
     let dloss = gradient.then_some(0.25);
     let work = Work { floats: rows * vp * if gradient { 2 } else { 1 }, bytes: 12 * rows, flops: 0 };
     let name = format!("{rows}x{v}/{vp}{}", if gradient { " gradient" } else { "" });
-    case("classifier", name, scope(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
+    case("classifier", name, workload(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
         e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss })
     })
 }
@@ -487,7 +492,7 @@ fn sum(n: usize) -> Case {
         f32(input("values", n, Init::Uniform { mean: 1.0, spread: 1.0 })),
     ];
     let work = Work { floats: 0, bytes: 4 * n, flops: 0 };
-    case("sum", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| {
+    case("sum", format!("{n}"), workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         e.run(Sum { out: x[0], values: x[1] })
     })
 }
@@ -495,13 +500,13 @@ fn sum(n: usize) -> Case {
 fn global_norm(n: usize) -> Case {
     let operands = vec![f32(output("norm", 1, Tolerance::REDUCTION)), input("grads", n, UNIT)];
     let work = Work { floats: n, bytes: 0, flops: 0 };
-    case("global_norm", format!("{n}"), scope(1, 1, 8, 1, 128, n), operands, work, |e, x| {
+    case("global_norm", format!("{n}"), workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         e.run(GlobalNorm { norm: x[0], grads: x[1] })
     })
 }
 
-/// All of `n` elements in ranges of 8, 24, 72 … elements, every other of which decays.
-fn cut(n: usize) -> Vec<UpdateRange> {
+/// Partitions `n` elements into ranges of 8, 24, 72, ... elements, with weight decay for every other range.
+fn update_ranges(n: usize) -> Vec<UpdateRange> {
     let (mut ranges, mut start, mut len) = (Vec::new(), 0, 8);
     while start < n {
         let elements = start..n.min(start + len);
@@ -511,7 +516,7 @@ fn cut(n: usize) -> Vec<UpdateRange> {
     ranges
 }
 
-/// All of the elements, in ranges.
+/// Returns an AdamW update of all elements of the ranges.
 fn adamw(ranges: Vec<UpdateRange>) -> Case {
     let n = ranges.iter().map(|range| range.elements.len()).sum();
     let operands = vec![
@@ -533,9 +538,9 @@ fn adamw(ranges: Vec<UpdateRange>) -> Case {
         seed: 77,
     };
     let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
-    let scope = Workload { update_ranges: ranges.len(), ..scope(1, 1, 8, 1, 128, n) };
-    exact(case("adamw", format!("{n}"), scope, operands, work, move |e, x| {
-        // Where parameters are f32 there are no masters; both engines start from the same values then.
+    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
+    exact(case("adamw", format!("{n}"), workload, operands, work, move |e, x| {
+        // An f32 engine has no master weights. Copying keeps the values of both engines equal.
         if e.dtype() == DType::F32 {
             e.cast(x[0], x[4])?;
         }
@@ -553,12 +558,12 @@ fn cast_to_float(n: usize) -> Case {
     let operands = vec![output("to", n, Tolerance::ELEMENTWISE), f32(input("from", n, UNIT))];
     let work = Work { floats: n, bytes: 4 * n, flops: 0 };
     let name = format!("{n} from f32");
-    exact(case("cast", name, scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
+    exact(case("cast", name, workload(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
 }
 
 fn cast_from_float(n: usize) -> Case {
     let operands = vec![f32(output("to", n, Tolerance::ELEMENTWISE)), input("from", n, UNIT)];
     let work = Work { floats: n, bytes: 4 * n, flops: 0 };
     let name = format!("{n} to f32");
-    exact(case("cast", name, scope(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
+    exact(case("cast", name, workload(1, 1, 8, 1, 128, n), operands, work, |e, x| e.cast(x[0], x[1])))
 }

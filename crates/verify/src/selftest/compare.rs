@@ -1,69 +1,82 @@
-//! How far two results may lie apart.
+//! The error of a result against its reference, and the error that is allowed.
 
 use engine::tensor::DType;
 
-/// Largest allowed [`Error::relative`], by the type the result is stored in.
+/// The largest allowed [`ErrorStats::max_rel_error`], by the storage type of the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
+    /// Bound for results stored as f32.
     pub f32: f32,
+    /// Bound for results stored as bf16.
     pub bf16: f32,
 }
 
 impl Tolerance {
-    /// One operation on each element: rounding only. bf16 keeps 8 bits, so half a unit is 2^-9.
+    /// Elementwise operations: rounding errors only. bf16 has 8 significant bits, so half a unit in the last place is
+    /// 2^-9.
     pub const ELEMENTWISE: Self = Self { f32: 2e-6, bf16: 2.5e-3 };
-    /// Sums over at most a few thousand terms, computed in f32 from inputs of the storage type.
+    /// Sums of at most a few thousand terms, computed in f32 from inputs of the storage type.
     pub const REDUCTION: Self = Self { f32: 2e-5, bf16: 4e-3 };
-    /// Several roundings to the storage type on the way (a rounded sum, then its norm; probabilities, then their product).
+    /// Chained operations whose intermediate results are rounded to the storage type, such as a normalized sum.
     pub const CHAIN: Self = Self { f32: 5e-5, bf16: 2e-2 };
-    /// Added to what is there: cuBLASLt rounds a product to bf16 before it adds, so two roundings.
+    /// GEMMs that accumulate into their output. cuBLASLt rounds to bf16 before the addition and after it.
     pub const ACCUMULATED: Self = Self { f32: 2e-5, bf16: 8e-3 };
-    /// Attention: averages over more and more keys, so most values are small beside the first ones, whose probabilities
-    /// (rounded to bf16) are large. The backward has one link more: output, probabilities and their gradients are rounded;
-    /// in f32 its products are three of tf32, which loses 2^-22 of each term (5.1e-5 seen over 2048 keys).
+    /// Attention forward. Later rows average over more keys, so most values are small compared with those of the first
+    /// rows, whose probabilities (rounded to bf16) are large.
     pub const ATTENTION: Self = Self { f32: 5e-5, bf16: 4e-2 };
+    /// Attention backward. The output, the probabilities and their gradients are all rounded to bf16. In f32, each GEMM
+    /// consists of three tf32 GEMMs and loses 2^-22 of each term; the observed error is 5.1e-5 for 2048 keys.
     pub const ATTENTION_BACKWARD: Self = Self { f32: 1e-4, bf16: 8e-2 };
-    /// Rounded stochastically: a whole unit either way.
+    /// Stochastic rounding: up to one unit in the last place in either direction.
     pub const STOCHASTIC: Self = Self { f32: 2e-5, bf16: 1e-2 };
 }
 
-/// How far a result lies from its reference.
+/// The error of a tensor against its reference.
 #[derive(Clone, Copy, Debug)]
-pub struct Error {
-    /// Largest |got - want| / (|want| + rms(want)); infinite where one is NaN and the other not.
-    pub relative: f32,
-    /// Where that is.
-    pub at: usize,
-    pub got: f32,
-    pub want: f32,
-    pub allowed: f32,
-    /// Values compared, and how many differ in some bit (two NaNs do not).
-    pub values: usize,
-    pub differing: usize,
+pub struct ErrorStats {
+    /// Largest relative error, |actual - expected| / (|expected| + rms(expected)). It is infinite if only one of the
+    /// values is NaN.
+    pub max_rel_error: f32,
+    /// Index of the element with the largest error.
+    pub index: usize,
+    /// Value of that element.
+    pub actual: f32,
+    /// Value of that element in the reference.
+    pub expected: f32,
+    /// Largest relative error allowed; 0 requires identical bits.
+    pub tolerance: f32,
+    /// Number of elements.
+    pub elements: usize,
+    /// Number of elements with different bits. Two NaNs count as equal.
+    pub mismatches: usize,
 }
 
-impl Error {
-    pub fn between(got: &[f32], want: &[f32], tolerance: Tolerance, dtype: DType) -> Self {
-        let square = want.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>();
-        let rms = (square / want.len().max(1) as f64).sqrt() as f32;
-        let allowed = if dtype == DType::Bf16 { tolerance.bf16 } else { tolerance.f32 };
-        let mut worst = Self { relative: 0.0, at: 0, got: 0.0, want: 0.0, allowed, values: want.len(), differing: 0 };
-        for (at, (&got, &want)) in got.iter().zip(want).enumerate() {
-            // Equal bits first: infinities that agree have no distance.
-            if got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()) {
+impl ErrorStats {
+    /// Compares a tensor of type `dtype` with its reference.
+    pub fn between(actual: &[f32], expected: &[f32], tolerance: Tolerance, dtype: DType) -> Self {
+        let square = expected.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        let rms = (square / expected.len().max(1) as f64).sqrt() as f32;
+        let tolerance = if dtype == DType::Bf16 { tolerance.bf16 } else { tolerance.f32 };
+        let elements = expected.len();
+        let mut worst =
+            Self { max_rel_error: 0.0, index: 0, actual: 0.0, expected: 0.0, tolerance, elements, mismatches: 0 };
+        for (index, (&actual, &expected)) in actual.iter().zip(expected).enumerate() {
+            // Equal bits are handled first, because the difference of two equal infinities is NaN.
+            if actual.to_bits() == expected.to_bits() || (actual.is_nan() && expected.is_nan()) {
                 continue;
             }
-            worst.differing += 1;
-            let relative = (got - want).abs() / (want.abs() + rms);
-            let relative = if relative.is_nan() { f32::INFINITY } else { relative };
-            if relative > worst.relative {
-                worst = Self { relative, at, got, want, ..worst };
+            worst.mismatches += 1;
+            let error = (actual - expected).abs() / (expected.abs() + rms);
+            let error = if error.is_nan() { f32::INFINITY } else { error };
+            if error > worst.max_rel_error {
+                worst = Self { max_rel_error: error, index, actual, expected, ..worst };
             }
         }
         worst
     }
 
+    /// Returns whether the error is within the tolerance.
     pub fn ok(&self) -> bool {
-        self.relative <= self.allowed && (self.allowed > 0.0 || self.differing == 0)
+        self.max_rel_error <= self.tolerance && (self.tolerance > 0.0 || self.mismatches == 0)
     }
 }

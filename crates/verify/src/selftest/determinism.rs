@@ -1,4 +1,4 @@
-//! Training is a function of the seed: two runs on one machine agree in every bit.
+//! Determinism of training: two runs with the same seed on one machine agree in every bit.
 
 use anyhow::{Context, bail, ensure};
 use data::{Geometry, Loader, Prefetch, Tokens};
@@ -14,42 +14,57 @@ use std::cell::RefCell;
 use std::fmt;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// A model and how it is trained.
+/// The size of a model and of its batches.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
+    /// Number of layers.
     pub layers: usize,
+    /// Number of attention heads.
     pub heads: usize,
+    /// Number of channels.
     pub channels: usize,
+    /// Vocabulary size.
     pub vocab: usize,
+    /// Sequences in a micro-batch.
     pub b: usize,
+    /// Tokens in a sequence.
     pub t: usize,
 }
 
 impl Scale {
-    /// Small, but with GPT-2's vocabulary and head size, and rows enough for each kind of tile.
+    /// A small model with GPT-2's vocabulary and head size, and enough rows for every tile shape.
     pub const STANDARD: Self = Self { layers: 4, heads: 4, channels: 256, vocab: GPT2_VOCAB, b: 4, t: 256 };
 }
 
-/// Micro-batches of a step.
+/// Micro-batches per step.
 pub const GRAD_ACCUM: usize = 2;
 const SEED: u32 = 42;
 
-/// What is compared, in the order in which a step makes it.
+/// The groups of tensors that are compared, in the order in which a step computes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
+    /// The loss of each token.
     Losses,
+    /// The gradients of the parameters.
     Gradients,
+    /// The global gradient norm.
     Norm,
+    /// AdamW's first moments.
     M,
+    /// AdamW's second moments.
     V,
+    /// The fp32 master weights.
     Masters,
+    /// The parameters.
     Weights,
 }
 
 impl Group {
+    /// All groups, in order.
     pub const ALL: [Self; 7] =
         [Self::Losses, Self::Gradients, Self::Norm, Self::M, Self::V, Self::Masters, Self::Weights];
 
+    /// Returns the name for display.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Losses => "losses",
@@ -63,14 +78,16 @@ impl Group {
     }
 }
 
-/// A tensor of a group: which parameter's, in which layer; losses and norm are of none.
+/// Identifies a tensor of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct TensorId {
+    /// The group.
     pub group: Group,
+    /// Parameter and layer that the tensor belongs to; `None` for the losses and the norm.
     pub param: Option<(Param, usize)>,
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for TensorId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.group.name())?;
         match self.param {
@@ -81,40 +98,43 @@ impl fmt::Display for Part {
     }
 }
 
-/// Hashes of every tensor after every step.
+/// The hashes of every tensor after every step.
 #[derive(Clone, Debug)]
 pub struct Trace {
-    parts: Vec<Part>,
-    /// One hash for each part.
+    tensors: Vec<TensorId>,
+    /// For each step, one hash per tensor.
     steps: Vec<Vec<u64>>,
+    /// Mean loss of the last step.
     pub last_loss: f32,
 }
 
 impl Trace {
-    /// A hash of a group over all steps; `None` if there is no such group.
+    /// Returns a hash of a group over all steps, or `None` if the model does not have the group.
     pub fn hash(&self, group: Group) -> Option<u64> {
-        let parts = self.parts.iter().enumerate().filter(|(_, part)| part.group == group).map(|(i, _)| i);
-        let parts: Vec<usize> = parts.collect();
+        let indices = self.tensors.iter().enumerate().filter(|(_, tensor)| tensor.group == group).map(|(i, _)| i);
+        let indices: Vec<usize> = indices.collect();
         let mut hash = Xxh3::new();
         for step in &self.steps {
-            for &i in &parts {
+            for &i in &indices {
                 hash.update(&step[i].to_le_bytes());
             }
         }
-        (!parts.is_empty()).then(|| hash.digest())
+        (!indices.is_empty()).then(|| hash.digest())
     }
 
-    /// The first step, counted from 1, that left another bit somewhere, and the first tensor in which. Both must be of one
-    /// scale, engine and number of steps.
-    pub fn first_difference(&self, other: &Self) -> Option<(usize, Part)> {
-        assert_eq!((&self.parts, self.steps.len()), (&other.parts, other.steps.len()));
+    /// Returns the first step, counted from 1, after which the traces differ, and the first tensor that differs.
+    ///
+    /// # Panics
+    /// If the traces have different tensors or different numbers of steps.
+    pub fn first_difference(&self, other: &Self) -> Option<(usize, TensorId)> {
+        assert_eq!((&self.tensors, self.steps.len()), (&other.tensors, other.steps.len()));
         let differs = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
         let mut steps = self.steps.iter().zip(&other.steps).enumerate();
-        steps.find_map(|(step, (a, b))| Some((step + 1, self.parts[differs(a, b)?])))
+        steps.find_map(|(step, (a, b))| Some((step + 1, self.tensors[differs(a, b)?])))
     }
 }
 
-/// A run from the seed, step by step.
+/// A training run from a fixed seed, which records a [`Trace`].
 pub struct Trial<'a> {
     engine: &'a mut dyn Engine,
     model: Gpt2,
@@ -126,7 +146,8 @@ pub struct Trial<'a> {
 }
 
 impl<'a> Trial<'a> {
-    /// Matrix products are computed by `algorithms`, as in a run that goes on, or else by those that are found.
+    /// Initializes a model on `engine`. `algorithms` selects the GEMM algorithms, as in a resumed run; without it, they
+    /// are tuned.
     pub fn new(engine: &'a mut dyn Engine, scale: Scale, algorithms: Option<&Algorithms>) -> Result<Self> {
         let Scale { layers, heads, channels, vocab, b, t } = scale;
         let descriptor = Descriptor::new(layers, heads, channels, t, vocab)?;
@@ -136,11 +157,11 @@ impl<'a> Trial<'a> {
         if let Some(algorithms) = algorithms {
             ensure!(
                 engine.adopt_algorithms(algorithms),
-                "the second run cannot compute matrix products as the first one did"
+                "the second run cannot use the GEMM algorithms of the first run"
             );
         }
         let mut rng = Mt19937::new(SEED);
-        // Some tokens are more common than others, as in a text.
+        // The token distribution is skewed, like that of text.
         let mut token = || rng.below(vocab as u32).min(rng.below(vocab as u32)) as u16;
         let tokens: Vec<u16> = (0..=64 * b * t).map(|_| token()).collect();
         let shards = vec![Tokens::in_memory("random tokens", tokens)];
@@ -148,22 +169,22 @@ impl<'a> Trial<'a> {
         model.tune(engine, loader.layout())?;
         model.initialize(engine, SEED)?;
         let train = Prefetch::start(loader, engine)?;
-        let parts_of = |(group, _)| {
+        let tensors_of = |(group, _)| {
             let params: Vec<_> = match group {
                 Group::Losses | Group::Norm => vec![None],
                 _ => model.layout.file_order().map(Some).collect(),
             };
-            params.into_iter().map(move |param| Part { group, param })
+            params.into_iter().map(move |param| TensorId { group, param })
         };
-        let parts = groups(&model)?.into_iter().flat_map(parts_of).collect();
-        let trace = Trace { parts, steps: Vec::new(), last_loss: f32::NAN };
+        let tensors = groups(&model)?.into_iter().flat_map(tensors_of).collect();
+        let trace = Trace { tensors, steps: Vec::new(), last_loss: f32::NAN };
         let rounding = XorShift { state: u64::from(SEED) };
         let step = TrainStep::new(&model, train.layout(), GRAD_ACCUM);
         Ok(Self { engine, model, train, rounding, trace, bytes: Vec::new(), step })
     }
 
-    /// Has the engine record micro-steps, if it can record anything.
-    pub fn with_graphs(self) -> Self {
+    /// Captures the passes of a micro-batch in a CUDA graph, if the engine supports CUDA graphs.
+    pub fn with_cuda_graph(self) -> Self {
         Self { step: self.step.capture_graphs(), ..self }
     }
 
@@ -188,36 +209,42 @@ impl<'a> Trial<'a> {
         let load = &mut |engine: &mut dyn Engine| train.load_next(engine, model.batch, seed()).map(|_| ());
         let decide = &mut |_: &mut dyn Engine, _| Ok(Some(AdamW { seed: seed(), ..settings }));
         if let Some(error) = step.run(*engine, &mut Ranks::default(), load, decide)? {
-            bail!("CUDA graph of a micro-batch: {error}");
+            bail!("CUDA graph capture of a micro-batch failed: {error}");
         }
         self.trace.last_loss = engine.read(training.stats)?[0] / tokens;
-        ensure!(self.trace.last_loss.is_finite(), "the loss of step {} is {}", settings.step, self.trace.last_loss);
+        ensure!(
+            self.trace.last_loss.is_finite(),
+            "step {}: expected a finite loss, found {}",
+            settings.step,
+            self.trace.last_loss
+        );
         let hashes = self.hashes()?;
         self.trace.steps.push(hashes);
         Ok(())
     }
 
-    /// Of every part.
+    /// Returns the hash of every tensor.
     fn hashes(&mut self) -> Result<Vec<u64>> {
-        let mut hashes = Vec::with_capacity(self.trace.parts.len());
+        let mut hashes = Vec::with_capacity(self.trace.tensors.len());
         for (group, tensor) in groups(&self.model)? {
             self.bytes.resize(tensor.bytes(), 0);
             self.engine.read_bytes(tensor, &mut self.bytes)?;
             let size = tensor.dtype.bytes();
-            for part in self.trace.parts.iter().filter(|part| part.group == group) {
-                let range = part.param.map_or(0..tensor.len, |(param, layer)| self.model.layout.range(param, layer));
+            for id in self.trace.tensors.iter().filter(|id| id.group == group) {
+                let range = id.param.map_or(0..tensor.len, |(param, layer)| self.model.layout.range(param, layer));
                 hashes.push(xxh3_64(&self.bytes[range.start * size..range.end * size]));
             }
         }
         Ok(hashes)
     }
 
+    /// Returns the trace of the completed steps.
     pub fn into_trace(self) -> Trace {
         self.trace
     }
 }
 
-/// The groups that a model has, and where they lie, in the order of [`Group::ALL`].
+/// Returns the groups of a model and their tensors, in the order of [`Group::ALL`].
 fn groups(model: &Gpt2) -> Result<Vec<(Group, Tensor)>> {
     let training = model.training.context("the model was planned for training")?;
     let of = |group| match group {
@@ -245,7 +272,7 @@ mod tests {
         engine::cuda::emulated(EmulatedGpu { hopper, ..EmulatedGpu::default() }, precision, None, false)
     }
 
-    /// A run in which something is done to the engine before each step, counted from 1.
+    /// Trains and calls `disturb` before each step, counted from 1.
     fn disturbed(mut engine: Box<dyn Engine>, disturb: impl FnMut(usize, &mut Trial)) -> Trace {
         run(Trial::new(&mut *engine, SMALL, None).unwrap(), disturb)
     }
@@ -265,30 +292,30 @@ mod tests {
     }
 
     #[test]
-    fn two_runs_are_identical() {
+    fn two_runs_are_identical_with_and_without_cuda_graphs() {
         for ((a, b), mut c) in engines().into_iter().zip(engines()).zip(engines()) {
             let masters = a.dtype() != engine::tensor::DType::F32;
             let [a, b] = [a, b].map(|engine| disturbed(engine, |_, _| ()));
             assert_eq!(a.first_difference(&b), None);
-            let recorded = run(Trial::new(&mut *c, SMALL, None).unwrap().with_graphs(), |_, _| ());
-            assert_eq!(a.first_difference(&recorded), None);
+            let captured = run(Trial::new(&mut *c, SMALL, None).unwrap().with_cuda_graph(), |_, _| ());
+            assert_eq!(a.first_difference(&captured), None);
             for group in Group::ALL {
                 assert_eq!(a.hash(group), b.hash(group));
                 assert_eq!(a.hash(group).is_some(), group != Group::Masters || masters);
             }
-            // Every tensor has moved, in every step.
-            for (i, part) in a.parts.iter().enumerate() {
+            // Every tensor has changed in every step.
+            for (i, tensor) in a.tensors.iter().enumerate() {
                 let hashes: std::collections::HashSet<u64> = a.steps.iter().map(|step| step[i]).collect();
-                assert_eq!(hashes.len(), STEPS, "{part}");
+                assert_eq!(hashes.len(), STEPS, "{tensor}");
             }
         }
     }
 
-    /// One value is another before the second step, by less than a hundredth.
+    /// Changes one value by less than one percent before the second step.
     #[test]
-    fn one_value_is_noticed_and_named() {
+    fn trace_locates_a_single_changed_value() {
         let whole = disturbed(Box::new(Cpu::new()), |_, _| ());
-        let with_another_value = |group: Group, param: Param, layer: usize| {
+        let with_changed_value = |group: Group, param: Param, layer: usize| {
             disturbed(Box::new(Cpu::new()), |step, trial| {
                 if step == 2 {
                     let groups = groups(&trial.model).unwrap();
@@ -299,23 +326,23 @@ mod tests {
                 }
             })
         };
-        let difference = |group, param, layer| whole.first_difference(&with_another_value(group, param, layer));
-        let part = |group, param, layer| Part { group, param: Some((param, layer)) };
+        let difference = |group, param, layer| whole.first_difference(&with_changed_value(group, param, layer));
+        let tensor = |group, param, layer| TensorId { group, param: Some((param, layer)) };
         for (group, param, layer) in [(Group::M, Param::Qkvw, 1), (Group::V, Param::Fcb, 0), (Group::M, Param::Wpe, 0)]
         {
-            assert_eq!(difference(group, param, layer), Some((2, part(group, param, layer))));
+            assert_eq!(difference(group, param, layer), Some((2, tensor(group, param, layer))));
         }
-        assert_eq!(part(Group::M, Param::Qkvw, 1).to_string(), "m of qkvw in layer 1");
-        assert_eq!(part(Group::V, Param::Wpe, 0).to_string(), "v of wpe");
-        // A weight shows in what is computed from it.
-        let (step, part) = difference(Group::Weights, Param::Fcw, 1).unwrap();
-        assert!(step == 2 && matches!(part.group, Group::Losses | Group::Gradients), "{part}");
-        let other = with_another_value(Group::M, Param::Qkvw, 1);
+        assert_eq!(tensor(Group::M, Param::Qkvw, 1).to_string(), "m of qkvw in layer 1");
+        assert_eq!(tensor(Group::V, Param::Wpe, 0).to_string(), "v of wpe");
+        // A changed weight first affects the losses or gradients computed from it.
+        let (step, tensor) = difference(Group::Weights, Param::Fcw, 1).unwrap();
+        assert!(step == 2 && matches!(tensor.group, Group::Losses | Group::Gradients), "{tensor}");
+        let other = with_changed_value(Group::M, Param::Qkvw, 1);
         assert_ne!(whole.hash(Group::M), other.hash(Group::M));
     }
 
     #[test]
-    fn another_rounding_seed_or_batch_is_noticed() {
+    fn trace_detects_a_different_rounding_seed_or_batch() {
         let bf16 = || emulated(Precision::Bf16, false);
         let whole = disturbed(bf16(), |_, _| ());
         let rounded = disturbed(bf16(), |step, trial| trial.rounding.state += u64::from(step == 3));
@@ -325,6 +352,6 @@ mod tests {
                 trial.train.load_next(trial.engine, trial.model.batch, 0).unwrap();
             }
         });
-        assert_eq!(whole.first_difference(&moved), Some((2, Part { group: Group::Losses, param: None })));
+        assert_eq!(whole.first_difference(&moved), Some((2, TensorId { group: Group::Losses, param: None })));
     }
 }

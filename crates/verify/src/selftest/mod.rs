@@ -1,11 +1,13 @@
-//! Every operation of an engine against the CPU engine, on the same inputs: one table of cases, run on a GPU by the
-//! `selftest` command and through the emulator by `cargo test`. Besides, whether two runs agree.
+//! Comparison of every engine operation with a reference engine on the same inputs.
+//!
+//! The `selftest` command runs the cases on a GPU, `cargo test` runs them on the emulator, and `bench kernels` times
+//! them. [`determinism`] checks that two training runs agree in every bit.
 
 mod case;
 mod cases;
 mod compare;
 pub mod determinism;
 
-pub use case::{Case, Outcome, Speed, Work};
-pub use cases::{attention, copy, edge, model, of_model, square_product};
-pub use compare::Error;
+pub use case::{Case, Outcome, Part, Speed, Work};
+pub use cases::{attention, copy, edge_cases, model_cases, square_matmul, training_step_cases};
+pub use compare::ErrorStats;

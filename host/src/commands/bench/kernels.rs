@@ -6,7 +6,7 @@ use crate::commands::resources::Hardware;
 use engine::Result;
 use engine::tensor::DType;
 use model::Descriptor;
-use verify::selftest::{Case, Work, copy, of_model, square_product};
+use verify::selftest::{Case, Work, copy, square_matmul, training_step_cases};
 
 /// Every operation of a training step at the shapes of models, each after a short rest: time, rate, and share of the ceilings
 /// measured in the same run
@@ -78,7 +78,7 @@ pub fn run(options: &Kernels) -> Result<()> {
     let time = Spread::of(case.time(engine)?.samples);
     ceilings.bytes = case.work.bytes(float) as f64 / time.median;
     table.row(&cells("", case.operation, &case.shape, time, Work { flops: 0, ..case.work }, float, ceilings))?;
-    let case = square_product(options.product);
+    let case = square_matmul(options.product);
     let time = Spread::of(case.time(engine)?.samples);
     ceilings.flops = case.work.flops as f64 / time.median;
     table.row(&cells("", "product", &case.shape, time, case.work, float, ceilings))?;
@@ -87,13 +87,13 @@ pub fn run(options: &Kernels) -> Result<()> {
 
     for (model, descriptor, batch) in models {
         let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
-        for case in of_model(&descriptor, batch, options.seq, engine).iter().filter(|case| wanted(case)) {
+        for case in training_step_cases(&descriptor, batch, options.seq, engine).iter().filter(|case| wanted(case)) {
             let speed = case.time(engine)?;
             let time = Spread::of(speed.samples);
             table.row(&cells(model, case.operation, &case.shape, time, case.work, float, ceilings))?;
             if speed.kernels.len() > 1 {
                 for (name, samples) in speed.kernels {
-                    let part = case.parts.iter().find(|(part, _)| part.is(&name));
+                    let part = case.parts.iter().find(|(part, _)| part.matches(&name));
                     let work = part.map_or(Work::default(), |(_, work)| *work);
                     table.row(&cells(model, &format!("  {name}"), "", Spread::of(samples), work, float, ceilings))?;
                 }

@@ -61,7 +61,7 @@ fn trace(
     let began = Instant::now();
     let trial = Trial::new(&mut *engine, scale, algorithms)?;
     // Recorded or queued piece by piece, the work is the same.
-    let mut trial = if number == 1 { trial } else { trial.with_graphs() };
+    let mut trial = if number == 1 { trial } else { trial.with_cuda_graph() };
     for _ in 0..steps {
         trial.step()?;
     }

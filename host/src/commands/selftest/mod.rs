@@ -8,7 +8,7 @@ use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
 use engine::open::MatmulBackend;
 use engine::{Engine, Result};
-use verify::selftest::{Case, Error, edge, model};
+use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 
 /// Checks every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
@@ -55,9 +55,9 @@ pub fn run(options: &Selftest) -> Result<()> {
     };
     println!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
     let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
-    let mut cases = edge();
+    let mut cases = edge_cases();
     if !options.small {
-        cases.extend(model());
+        cases.extend(model_cases());
     }
     check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
 }
@@ -81,10 +81,11 @@ fn check<'a>(
             }
             println!(
                 "{:<28} {:<30} {tensor}[{}] is {}, the reference has {}",
-                case.operation, case.shape, error.at, error.got, error.want
+                case.operation, case.shape, error.index, error.actual, error.expected
             );
         }
-        let share = |e: &Error| if e.ok() { e.relative / e.allowed.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
+        let share =
+            |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
         let worst = outcome.errors.iter().max_by(|a, b| share(&a.1).total_cmp(&share(&b.1)));
         if let Some((tensor, error)) = worst {
             let verdict = if error.ok() { "ok" } else { "FAILED" };
@@ -92,9 +93,9 @@ fn check<'a>(
                 "{:<28} {:<30} {tensor:<10} {:>9.4}% {:>10.1e} {:>10.1e} {verdict}",
                 case.operation,
                 case.shape,
-                100.0 * error.differing as f64 / error.values as f64,
-                error.relative,
-                error.allowed
+                100.0 * error.mismatches as f64 / error.elements as f64,
+                error.max_rel_error,
+                error.tolerance
             );
         }
         if outcome.errors.iter().all(|(_, error)| error.ok()) {

@@ -107,7 +107,7 @@ impl Resolved {
         } else if options.shuffle {
             Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
         } else {
-            in_order(train)?.in_steps_of(total_batch / at_once)?
+            in_order(train)?.with_whole_steps(total_batch / at_once)?
         };
         let val = val.map(in_order).transpose()?;
         let hellaswag = options.hellaswag.as_deref();
