@@ -1,9 +1,9 @@
 //! Steps that must not change the model: on the CPU, and on the emulated CUDA engine, whose kernels decide for themselves.
 
-use checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
-use checkpoint::resume::newest;
+use checkpoint::directory::{DirectoryLock, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
+use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::{Geometry, Loader, Prefetch, Tokens, tokens};
 use distributed::Ranks;
@@ -83,7 +83,7 @@ impl Trial {
             program: "test".to_owned(),
             engine: engine.describe(),
             config: serde_json::Map::new(),
-            train: fingerprint::of(&loader).unwrap(),
+            train: fingerprint::of_loader(&loader).unwrap(),
             val: None,
             ranks: 1,
         };
@@ -126,7 +126,7 @@ impl Trial {
             console: Console::new(self.steps),
             log,
             state,
-            checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
+            checkpoints: Some(CheckpointWriter::new(DirectoryLock::acquire(out).unwrap(), Retention::default(), identity, resumed)),
             stop: Stop::default(),
             ranks: &mut Ranks::default(),
         };
@@ -278,7 +278,7 @@ fn bad_steps_in_a_row_end_the_run_and_its_error_names_the_last_good_checkpoint()
 
         let dir = tempfile::tempdir().unwrap();
         let error = error_of(&Trial { checkpoint_every: 5, ..trial.clone() }, &dir);
-        check(&error, &dir, &[format!("the last good checkpoint is {}; go on", file(&dir, model_name(5)))]);
+        check(&error, &dir, &[format!("the last good checkpoint is {}; resume", file(&dir, model_name(5)))]);
         assert_eq!(done_steps(dir.path()).unwrap(), [5]);
 
         // Whether the weights right before the first bad step are good nobody knows.
@@ -403,7 +403,7 @@ fn a_run_that_exploded_goes_on_from_the_checkpoint_it_names() {
         "step 11: update skipped: loss NaN, norm NaN; 4 in a row, 4 end the run\n",
         "no checkpoint of step 8: nothing has changed since step 7\n",
         "error: the last 4 steps, 8 to 11, had no finite loss and gradient norm (loss NaN, norm NaN)",
-        "the last good checkpoint is run/model_00000006.bin; go on after step 6 with the same command and --resume",
+        "the last good checkpoint is run/model_00000006.bin; resume after step 6 with the same command and --resume",
     ] {
         assert!(printed.contains(part), "expected '{part}' in: {printed}");
     }

@@ -6,8 +6,8 @@
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use checkpoint::model_file::{self, ModelFile};
-use checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
-use checkpoint::state::{self, Moments};
+use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
+use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::multiple_choice::{self, Example, MultipleChoice};
 use data::tokenizer::Tokenizer;
@@ -147,10 +147,10 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     if let Some((sidecar, _)) = sidecar {
         write(sidecar_name(STEP), sidecar)?;
     }
-    let found = resume::newest(directory.path())?;
+    let found = resume::find_newest(directory.path())?;
     let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
     if let Some((_, identity)) = sidecar {
-        checkpoint.compare(identity, small(), false)?;
+        checkpoint.check_settings(identity, small(), false)?;
     }
     let mut engine = Cpu::new();
     let capacity = Capacity { b: 1, t: 3, training: true, master_weights: true, recompute: Recompute::Nothing };
@@ -170,7 +170,7 @@ fn state_file(masters: bool) -> Result<Vec<u8>> {
     let layout = Params::new(small());
     let block = vec![0x3d; 4 * layout.elements()];
     let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
-    let moments = Moments { m: &block, v: &block, master: masters.then_some(&block) };
+    let moments = OptimizerState { m: &block, v: &block, master: masters.then_some(&block) };
     let mut file = Vec::new();
     state::write(&mut file, Share::WHOLE, &state, &layout, moments)?;
     Ok(file)
@@ -187,13 +187,13 @@ fn state_files() -> Vec<Vec<u8>> {
 static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("memory takes it"));
 
 fn good_sidecar() -> Sidecar {
-    let sum = |name, bytes: &[u8]| FileSum { name, bytes: bytes.len() as u64, xxh3: hex(xxh3_64(bytes)) };
+    let sum = |name, bytes: &[u8]| FileChecksum { name, bytes: bytes.len() as u64, xxh3: format_checksum(xxh3_64(bytes)) };
     let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "shuffle": true, "train": "data/*.bin"}"#;
     let identity = Identity {
         program: "host 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
         config: serde_json::from_str(settings).expect("the settings are JSON"),
-        train: fingerprint::of(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
+        train: fingerprint::of_loader(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
         val: None,
         ranks: 1,
     };
@@ -218,7 +218,7 @@ fn read_sidecar(data: &[u8]) -> Result<()> {
         data
     } else {
         let run = data.trim_ascii();
-        let head = format!(r#"{{"version": 1, "xxh3": "{}", "run": "#, hex(xxh3_64(run)));
+        let head = format!(r#"{{"version": 1, "xxh3": "{}", "run": "#, format_checksum(xxh3_64(run)));
         sealed = [head.as_bytes(), run, b"}"].concat();
         &sealed
     };

@@ -10,8 +10,8 @@ use crate::sample::{self, Sampling};
 use crate::signals::Stop;
 use anyhow::{Context, Error, Result, bail};
 use checkpoint::RunState;
-use checkpoint::before::way_on;
-use checkpoint::writer::{Checkpoints, Report, Written, size};
+use checkpoint::recovery::recovery_hint;
+use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
 use data::tokenizer::Tokenizer;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
@@ -61,7 +61,7 @@ pub struct Run<'a> {
     /// Where the run begins, and then where it stands: what `train` loads next is in it.
     pub state: RunState,
     /// Without them nothing is kept.
-    pub checkpoints: Option<Checkpoints>,
+    pub checkpoints: Option<CheckpointWriter>,
     pub stop: Stop,
 }
 
@@ -91,13 +91,13 @@ const RANK_SEED: u32 = 0x9e37_79b9;
 
 impl Run<'_> {
     pub fn train(&mut self) -> Result<Outcome> {
-        self.ranks.begin();
+        self.ranks.end_startup();
         match self.all_steps() {
             Ok(outcome) => self.ranks.close().map(|()| outcome),
             Err(error) => {
                 let stage = format!("step {} of {}", self.state.step + 1, self.settings.steps);
-                let cause = self.ranks.cause(error, &stage);
-                self.ranks.abandon();
+                let cause = self.ranks.failure_cause(error, &stage);
+                self.ranks.abort_collectives();
                 Err(cause)
             }
         }
@@ -109,7 +109,7 @@ impl Run<'_> {
         let first = self.state.step;
         let mut session = Session {
             clock: Clock::start(self.engine_time(&training)?),
-            model_file: self.checkpoints.as_ref().and_then(Checkpoints::model_file),
+            model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
             ..Session::default()
         };
         // A step's loss is read while the engine works on the next, so that it never waits for the host.
@@ -117,10 +117,10 @@ impl Run<'_> {
 
         for step in first..=steps {
             let last = step == steps;
-            self.ranks.note(|| format!("step {} of {steps}", step + 1));
-            self.ranks.doing("waiting for the others");
-            let stop = self.ranks.any(self.stop.requested())?;
-            self.ranks.doing("computing");
+            self.ranks.set_stage(|| format!("step {} of {steps}", step + 1));
+            self.ranks.set_operation("waiting for the others");
+            let stop = self.ranks.any_rank(self.stop.requested())?;
+            self.ranks.set_operation("computing");
             let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step % n == 0));
             // Who asks for a stop wants it now; the run that goes on from here does what is due.
             let evaluate = !stop && !self.state.progress.evaluated;
@@ -182,13 +182,13 @@ impl Run<'_> {
             tokens: progress.tokens,
             skips: progress.guards.skips,
             training: Duration::from_secs_f64(progress.training_seconds),
-            step: progress.pace.mean().map(Duration::from_secs_f64),
+            step: progress.step_time.mean().map(Duration::from_secs_f64),
             model_file: session.model_file,
             stopped: session.stopped,
         })
     }
 
-    fn wait_for_checkpoint(&mut self) -> Result<Option<Written>> {
+    fn wait_for_checkpoint(&mut self) -> Result<Option<WriteOutcome>> {
         let Self { checkpoints, ranks, .. } = self;
         checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.wait(ranks))
     }
@@ -214,19 +214,19 @@ impl Run<'_> {
         self.tell(before, session)?;
         match begun {
             Ok(()) => Ok(()),
-            Err(error) => self.tell(Some(Written { step: self.state.step, result: Err(error) }), session),
+            Err(error) => self.tell(Some(WriteOutcome { step: self.state.step, result: Err(error) }), session),
         }
     }
 
     /// Says what has become of a checkpoint.
-    fn tell(&mut self, written: Option<Written>, session: &mut Session) -> Result<()> {
-        let (Some(Written { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
+    fn tell(&mut self, written: Option<WriteOutcome>, session: &mut Session) -> Result<()> {
+        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
         match result {
-            Ok(Report { model_file, bytes, time, pause, warning }) => {
+            Ok(WriteSummary { model_file, bytes, time, pause, warning }) => {
                 self.console.line(&format!(
                     "checkpoint of step {step}: {}, {} in {:.2} s after a pause of {:.3} s",
                     model_file.display(),
-                    size(bytes),
+                    format_bytes(bytes),
                     time.as_secs_f64(),
                     pause.as_secs_f64()
                 ))?;
@@ -282,7 +282,7 @@ impl Run<'_> {
             seed: state.rounding.next_u32(),
         };
         exchange.measure(*engine)?;
-        let tokens = layout.b * layout.t * settings.grad_accum * exchange.ranks.count();
+        let tokens = layout.b * layout.t * settings.grad_accum * exchange.ranks.world_size();
         let verdict = if settings.limits.decide_before_update() {
             let measured = engine.read_later(training.stats)?;
             let [loss, norm] = stats_of(&engine.wait(measured)?, tokens)?;
@@ -308,20 +308,20 @@ impl Run<'_> {
     /// Waits for a step's loss and tells of it.
     fn report(&mut self, queued: Option<Queued>, session: &mut Session) -> Result<()> {
         let Some(Queued { step, learning_rate, stats, verdict }) = queued else { return Ok(()) };
-        self.ranks.doing("waiting for the GPU");
+        self.ranks.set_operation("waiting for the GPU");
         let reading = self.engine.wait(stats)?;
         // What collectives that were aborted have left is no loss to be told of.
         self.ranks.check()?;
         let layout = self.train.layout();
-        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.count();
+        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.world_size();
         let [loss, norm] = stats_of(&reading, tokens)?;
         let progress = &mut self.state.progress;
         let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
-        let elapsed = session.clock.step_ended(reading.at, &mut progress.pace);
+        let elapsed = session.clock.step_ended(reading.at, &mut progress.step_time);
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64();
         progress.tokens += tokens as u64;
         progress.training_seconds += elapsed.as_secs_f64();
-        let lately = progress.pace.smoothed().unwrap_or(elapsed.as_secs_f64());
+        let lately = progress.step_time.smoothed().unwrap_or(elapsed.as_secs_f64());
         let flops = self.model.descriptor.flops_per_token(layout.t);
         let step = Step {
             step,
@@ -330,7 +330,7 @@ impl Run<'_> {
             norm,
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
-            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.count() as f64, &peak)),
+            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.world_size() as f64, &peak)),
             tokens: progress.tokens,
             verdict,
         };
@@ -366,13 +366,13 @@ impl Run<'_> {
         self.console.finish();
         self.log.finish()?;
         let first = (number + 1).saturating_sub(bad);
-        let kept = self.checkpoints.as_ref().map(|checkpoints| checkpoints.before(first)).transpose()?;
+        let kept = self.checkpoints.as_ref().map(|checkpoints| checkpoints.recovery_point(first)).transpose()?;
         bail!(
             "the last {bad} steps, {} to {}, had no finite loss and gradient norm (loss {loss}, norm {norm}) and changed \
              nothing: {}",
             first + 1,
             number + 1,
-            way_on(kept.as_ref())
+            recovery_hint(kept.as_ref())
         )
     }
 
@@ -380,8 +380,8 @@ impl Run<'_> {
         let Some(val) = &mut self.val else { return Ok(()) };
         let layers = &mut Exchange { model: self.model, ranks: self.ranks, turns: &mut session.turns, last: false };
         let mut loss = [evaluate::loss(self.model, self.engine, layers, val, self.settings.val_batches)?];
-        self.ranks.sum(&mut loss)?;
-        let loss = loss[0] / self.ranks.count() as f64;
+        self.ranks.all_reduce_sum_f64(&mut loss)?;
+        let loss = loss[0] / self.ranks.world_size() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
         self.log.validation(step, loss)?;
@@ -391,7 +391,7 @@ impl Run<'_> {
     fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(set) = &self.hellaswag else { return Ok(()) };
         let planned = self.train.layout();
-        let n = self.ranks.count();
+        let n = self.ranks.world_size();
         let share = set.share(self.ranks.rank(), n);
         // Where ranks divide the parameters, all take as many batches.
         let of_all = (0..n).filter(|_| self.model.zero.divides_parameters()).map(|rank| set.share(rank, n));
@@ -399,7 +399,7 @@ impl Run<'_> {
         let layers = &mut Exchange { model: self.model, ranks: self.ranks, turns: &mut session.turns, last: false };
         let score = multiple_choice::score_with(self.model, self.engine, layers, planned, set, share, batches)?;
         let mut counts = [score.correct as f64, score.examples as f64];
-        self.ranks.sum(&mut counts)?;
+        self.ranks.all_reduce_sum_f64(&mut counts)?;
         let [correct, examples] = counts.map(|count| count as usize);
         let score = Score { correct, examples };
         self.log.hellaswag(step, score)?;
@@ -418,7 +418,7 @@ impl Run<'_> {
             tensors.extend([("m", training.m), ("v", training.v)]);
             tensors.extend(training.master.map(|master| ("master", master)));
         }
-        self.ranks.check_same(self.engine, &tensors)
+        self.ranks.check_replicas(self.engine, &tensors)
     }
 
     fn sample(&mut self, tokenizer: Tokenizer, session: &mut Session) -> Result<()> {

@@ -7,7 +7,7 @@
 use crate::{Gpt2, Layers, Training, Unit, Zero};
 use anyhow::Context;
 use distributed::Ranks;
-use distributed::star::Reduction;
+use distributed::tcp_group::Reduction;
 use engine::{AdamW, BatchLayout, Engine, Recurring, Result};
 
 /// What is in the buffers that layers take turns in, see [`crate::store`].
@@ -42,7 +42,7 @@ impl Exchange<'_> {
     ) -> Result<Option<String>> {
         let model = self.model;
         let exchanges = if self.last {
-            !matches!(self.ranks, Ranks::Alone) || model.zero != Zero::NONE
+            !matches!(self.ranks, Ranks::Single) || model.zero != Zero::NONE
         } else {
             model.zero.divides_gradients()
         };
@@ -61,7 +61,7 @@ impl Exchange<'_> {
     pub fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.turns.coming = [false; 2];
         self.turns.going = [false; 2];
-        self.ranks.settle(engine)
+        self.ranks.wait_on_stream(engine)
     }
 
     /// Leaves the step's loss, summed over the ranks, and its gradients' norm in the model's stats.
@@ -69,7 +69,7 @@ impl Exchange<'_> {
         let Training { stats, squares, .. } = self.training()?;
         self.model.measure(engine)?;
         for sum in [Some(stats.slice(0, 1)), squares].into_iter().flatten() {
-            self.ranks.total(engine, sum)?;
+            self.ranks.all_reduce_sum(engine, sum)?;
         }
         self.settle(engine)?;
         self.model.take_root(engine)
@@ -132,7 +132,7 @@ impl Layers for Exchange<'_> {
         let training = self.training()?;
         let store = self.model.grad_store(&training);
         match (self.model.zero.stage(), unit) {
-            (0, _) if self.last => self.ranks.average(engine, store.unit(unit)),
+            (0, _) if self.last => self.ranks.all_reduce_mean(engine, store.unit(unit)),
             (1, _) if self.last => self.ranks.reduce_scatter(engine, store.divided(unit), Reduction::Mean),
             (2.., Unit::Layer(layer)) => {
                 // Waits for what went while this layer was computed; what goes now, for nothing yet.

@@ -3,7 +3,7 @@
 use crate::cli::{count, level, non_negative, switch};
 use crate::commands::resources::Hardware;
 use clap::ArgAction;
-use distributed::rendezvous::Place;
+use distributed::rendezvous::Endpoint;
 use model::Recompute;
 use model::schedule::Kind;
 use std::path::PathBuf;
@@ -204,7 +204,7 @@ pub struct Launch {
     /// Where the processes meet: tcp://HOST:PORT of rank 0, or file:///DIR of a directory that all see [default: a port of
     /// this host]
     #[arg(long, value_name = "PLACE", help_heading = "Several processes")]
-    pub rendezvous: Option<Place>,
+    pub rendezvous: Option<Endpoint>,
 
     /// Seconds that they may take to meet
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = "Several processes")]

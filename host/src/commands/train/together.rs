@@ -5,7 +5,7 @@ use crate::console::Console;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
 use checkpoint::config::Config;
-use checkpoint::preflight::{self, Facts};
+use checkpoint::preflight::{self, RankInfo};
 use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
@@ -21,16 +21,18 @@ use std::time::Duration;
 
 /// All processes of the run, and which GPU is this one's.
 pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
-    let flags = Flags { rank: launch.rank, ranks: launch.world_size, local_rank: launch.local_rank };
-    let world = launcher::of_this_process(flags)?;
-    if world.ranks == 1 {
-        return Ok((Ranks::Alone, launch.local_rank.unwrap_or(GPU)));
+    let flags = Flags { rank: launch.rank, world_size: launch.world_size, local_rank: launch.local_rank };
+    let world = launcher::from_environment(flags)?;
+    if world.world_size == 1 {
+        return Ok((Ranks::Single, launch.local_rank.unwrap_or(GPU)));
     }
-    let timeout = Duration::from_secs(launch.rendezvous_timeout as u64);
-    let patience = Duration::from_secs(launch.step_timeout as u64);
-    let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, patience)?;
-    met.star.begins_within(Duration::from_secs(launch.start_timeout as u64));
-    Ok((Ranks::Met(met.star), met.local_rank))
+    let timeouts = rendezvous::Timeouts {
+        rendezvous: Duration::from_secs(launch.rendezvous_timeout as u64),
+        step: Duration::from_secs(launch.step_timeout as u64),
+    };
+    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), timeouts)?;
+    connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
+    Ok((Ranks::Connected(connected.group), connected.local_rank))
 }
 
 /// The GPU of a local rank: its own among those of the host, or the one that it has been given.
@@ -52,9 +54,9 @@ pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
 
 /// Finds out whether the ranks belong together; `gpu` is the one that this one computes on.
 pub fn agree(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -> Result<()> {
-    let Some(star) = ranks.star() else { return Ok(()) };
+    let Some(group) = ranks.tcp_group() else { return Ok(()) };
     let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
-    preflight::agree(star, &Facts::new(identity, gpu)?)
+    preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
 }
 
 /// A person watches rank 0; the others write into files beside its logs.
@@ -76,7 +78,7 @@ pub fn tune_together(
     layout: BatchLayout,
 ) -> Result<Option<String>> {
     let told = if ranks.is_first() { model.tune(engine, layout)? } else { None };
-    let algorithms = ranks.tell(engine.algorithms())?;
+    let algorithms = ranks.broadcast(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
         engine.adopt(&algorithms);
         // What another kind of GPU has to find out itself.
@@ -107,12 +109,12 @@ pub fn share(
     let master = model.training.and_then(|training| training.master);
     let tensors: Vec<_> = tensors.into_iter().chain([master]).flatten().collect();
     if !model.zero.divides_optimizer() {
-        ranks.share(engine, &tensors)?;
+        ranks.broadcast_tensors(engine, &tensors)?;
     }
     let RunState { step, rounding, rounding_before_update, progress, .. } = state;
     let standing =
         Standing { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
-    let Standing { step, rounding, rounding_before_update, progress } = ranks.tell(standing)?;
+    let Standing { step, rounding, rounding_before_update, progress } = ranks.broadcast(standing)?;
     if !ranks.is_first() {
         loader.skip_tokens(progress.tokens);
     }
@@ -129,6 +131,6 @@ pub fn share(
 pub fn load_part(config: &Config, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
     let out = config.out.as_deref().context("there is no --out to go on from")?;
     let every = "each rank reads its part of the checkpoint: --out must be a directory that all hosts share";
-    let mut checkpoint = Checkpoint::open_checked(out, step).context(every)?;
+    let mut checkpoint = Checkpoint::open_verified(out, step).context(every)?;
     checkpoint.load_tensors(model, engine, &mut Vec::new())
 }

@@ -1,28 +1,28 @@
-//! What ranks cost each other.
+//! Measurements of communication: `bench step` and `scripts/scaling`.
 
-use crate::world::{UNFIT, World, ended, free_place, program, said, script};
+use crate::world::{PERMANENT, World, free_endpoint, output_text, program, script, wait_for_all};
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 #[test]
-fn what_ranks_cost_each_other_is_measured() {
+fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     let world = World::new();
     let json = world.path("step.json");
     let steps = |ranks: &str| {
         let mut bench = world.bare(&script("several_gpus"));
         bench.arg(ranks).arg(program()).args("bench step --device cpu -e d6 -b 1 -t 16 -a 2 -x 3 --json".split(' '));
         let output = bench.arg(&json).output().unwrap();
-        let (printed, errors) = said(&output);
+        let (printed, errors) = output_text(&output);
         assert!(output.status.success(), "{printed}{errors}");
         let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
         (printed, json)
     };
-    let (printed, alone) = steps("1");
+    let (printed, single) = steps("1");
     assert!(printed.starts_with("a step: ") && printed.lines().count() == 1, "{printed}");
-    assert!(alone["waiting_ms"].is_null());
+    assert!(single["waiting_ms"].is_null());
     let (printed, two) = steps("2");
-    // Six layers, the embeddings and the loss, each of which the CPU waits for at once; and twice for all so far.
+    // The CPU waits for each of six layers, the embeddings and the loss, and twice for everything so far.
     assert_eq!((&two["ranks"], &two["waits"]), (&2.into(), &10.into()));
     let step = two["step_ms"][0].as_f64().unwrap();
     let waiting = two["waiting_ms"].as_array().unwrap();
@@ -32,16 +32,19 @@ fn what_ranks_cost_each_other_is_measured() {
     let tokens = two["tokens_per_second"].as_f64().unwrap() * step / 1e3;
     assert!((tokens - 64.0).abs() < 1e-6, "{tokens}");
     assert!(two["alone_step_ms"].as_f64().unwrap() > 0.0);
-    // What is measured is compared.
-    let place = free_place();
+    // Ranks with different settings are refused.
+    let endpoint = free_endpoint();
     let rank = |rank: &str, t: &str| {
         let mut bench = world.bare(program());
         bench.args("bench step --device cpu -e d6 -b 1 --world-size 2".split(' '));
-        bench.args(["-t", t, "--rank", rank, "--rendezvous", &place]).spawn().unwrap()
+        bench.args(["-t", t, "--rank", rank, "--rendezvous", &endpoint]).spawn().unwrap()
     };
-    let outputs = ended([rank("0", "16"), rank("1", "32")]);
-    let errors = said(&outputs[0]).1;
-    assert!(errors.contains("has --seq 32, rank 0 has 16") && outputs[1].status.code() == Some(UNFIT), "{errors}");
+    let outputs = wait_for_all([rank("0", "16"), rank("1", "32")]);
+    let errors = output_text(&outputs[0]).1;
+    assert!(
+        errors.contains("expected --seq 16 as on rank 0, found 32") && outputs[1].status.code() == Some(PERMANENT),
+        "{errors}"
+    );
 }
 
 /// `scripts/scaling`, on the CPU.
@@ -64,7 +67,7 @@ fn scaling_is_told_in_one_table_within_its_time() {
         scaling.args(more.split(' '));
         let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
         let json = fs::read(world.path("scaling.json")).unwrap();
-        (output.status.code(), said(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
+        (output.status.code(), output_text(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
     };
     let (code, printed, json) = scaling("--steps 2 weak agree");
     assert_eq!(code, Some(0), "{printed}");
