@@ -1,6 +1,7 @@
 //! Measurements of communication: `bench step` and `scripts/scaling`.
 
 use crate::world::{PERMANENT, World, free_endpoint, output_text, program, script, wait_for_all};
+use serde_json::Value;
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
         let output = bench.arg(&json).output().unwrap();
         let (printed, errors) = output_text(&output);
         assert!(output.status.success(), "{printed}{errors}");
-        let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+        let json: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
         (printed, json)
     };
     let (printed, single) = steps("1");
@@ -47,32 +48,35 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     );
 }
 
-/// `scripts/scaling`, on the CPU.
+/// Runs `scripts/scaling` on the CPU. Returns its exit code, its output and its JSON file.
+fn scaling(world: &World, more: &str) -> (Option<i32>, String, Value) {
+    let mut scaling = world.bare(&script("scaling"));
+    scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
+    scaling.args(
+        "--tokens 32 --agree-tokens 32 --agree-steps 6 --lr 1e-4 --warmup 5 --copies 2 --json scaling.json".split(' '),
+    );
+    scaling.args(more.split(' '));
+    let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
+    let json = fs::read(world.path("scaling.json")).unwrap();
+    (output.status.code(), output_text(&output).0, serde_json::from_slice(&json).unwrap())
+}
+
+fn number(value: &Value, key: &str) -> f64 {
+    value[key].as_f64().unwrap()
+}
+
 #[test]
-fn scaling_is_told_in_one_table_within_its_time() {
+fn scaling_prints_one_table_and_respects_its_time_limit() {
     if Command::new("python3").arg("--version").output().is_err() {
-        println!("no python3");
+        println!("skipped: python3 is not available");
         return;
     }
     let world = World::new();
     let words = |i: usize| ["the quick brown fox ", "jumps over ", "a lazy dog.\n"][i * i % 7 % 3];
     fs::write(world.path("text.txt"), (0..2000).map(words).collect::<String>()).unwrap();
-    let scaling = |more: &str| {
-        let mut scaling = world.bare(&script("scaling"));
-        scaling.arg(program()).args("--text text.txt --device cpu --gpus 2 --model d6 --batch 2 --seq 8".split(' '));
-        scaling.args(
-            "--tokens 32 --agree-tokens 32 --agree-steps 6 --lr 1e-4 --warmup 5 --copies 2 --json scaling.json"
-                .split(' '),
-        );
-        scaling.args(more.split(' '));
-        let output = scaling.env("TMPDIR", world.dir.path()).output().unwrap();
-        let json = fs::read(world.path("scaling.json")).unwrap();
-        (output.status.code(), output_text(&output).0, serde_json::from_slice::<serde_json::Value>(&json).unwrap())
-    };
-    let (code, printed, json) = scaling("--steps 2 weak agree");
+    let (code, printed, json) = scaling(&world, "--steps 2 weak agree");
     assert_eq!(code, Some(0), "{printed}");
     let [one, two] = [&json["runs"][0], &json["runs"][1]];
-    let number = |run: &serde_json::Value, key: &str| run[key].as_f64().unwrap();
     assert_eq!(
         (&one["gpus"], &one["tokens"], &two["gpus"], &two["tokens"]),
         (&1.into(), &32.into(), &2.into(), &64.into())
@@ -85,51 +89,56 @@ fn scaling_is_told_in_one_table_within_its_time() {
         ("rounding", &["at once", "2 batches"][..]),
         ("stages", &["stage 0", "stage 1", "stage 2", "stage 3"][..]),
     ] {
-        let of = &json["agree"][key];
-        assert!(number(of, "first_difference") < 1e-6 && number(of, "largest_difference") < 1e-4, "{json}");
-        let losses = |run: &&str| {
-            let losses = of["losses"][run].as_array().unwrap();
-            losses.iter().map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
-        };
-        let table: Vec<_> = runs.iter().map(losses).collect();
-        assert!(table.iter().all(|losses| losses.len() == 6 && losses[5] < losses[0] - 0.1), "{json}");
-        let difference = |step: usize| {
-            let of_step = || table.iter().map(|losses| losses[step]);
-            (of_step().fold(f64::MIN, f64::max) - of_step().fold(f64::MAX, f64::min)) / table[0][step]
-        };
-        let worst = (0..6).map(difference).fold(0.0, f64::max);
-        assert_eq!((number(of, "largest_difference"), number(of, "first_difference")), (worst, difference(0)));
-        let at = usize::try_from(of["at_step"].as_u64().unwrap()).unwrap();
-        assert_eq!(difference(at - 1).to_bits(), worst.to_bits());
-        // A row every five steps, and the last.
-        for step in [1, 5, 6] {
-            let row: Vec<_> = table.iter().map(|losses| format!("{:13.6}", losses[step - 1])).collect();
-            assert!(printed.contains(&format!("        {step:4} {}   ", row.concat())), "{step}: {printed}");
-        }
-        assert!(!printed.contains(&format!("        {:4} {:13.6}", 2, table[0][1])), "{printed}");
+        check_agreement(&json["agree"][key], runs, &printed);
     }
-    // What may not differ at all does; and a text that is too short is taken more often.
-    fs::write(world.path("short.txt"), "the quick brown fox jumps over a lazy dog, and another one\n".repeat(4))
-        .unwrap();
-    let (code, printed, json) = scaling("--agree-within -1 --text short.txt --gpus 1 agree");
-    assert!(code == Some(1) && printed.contains("WRONG: 32 tokens a step, 1 GPU: losses differ by 0.0"), "{printed}");
-    assert!(json["agree"]["stages"].is_null() && json["agree"]["gpus"]["losses"]["2 GPUs"].is_null(), "{json}");
-    let (tokens, times) = printed
-        .lines()
-        .find_map(|line| line.split_once("parts: agree; "))
-        .unwrap()
-        .1
-        .split_once(" tokens, the text ")
-        .unwrap();
-    let (tokens, times) =
-        (tokens.parse::<usize>().unwrap(), times.split_once(' ').unwrap().0.parse::<usize>().unwrap());
-    assert!(times > 2 && tokens > 6 * 32 && tokens / times * (times - 1) <= 6 * 32, "{printed}");
-    let begun = Instant::now();
-    let (code, printed, _) = scaling("--steps 100000 --limit 8 strong");
+    check_tolerance_and_short_text(&world);
+
+    let start = Instant::now();
+    let (code, printed, _) = scaling(&world, "--steps 100000 --limit 8 strong");
     assert!(code == Some(1) && printed.contains("WRONG: strong did not fit into 8 s"), "{printed}");
-    assert!(begun.elapsed() < Duration::from_secs(20));
-    // Nobody is left.
+    assert!(start.elapsed() < Duration::from_secs(20));
+    // All processes have ended.
     let here =
         |process: fs::DirEntry| fs::read_link(process.path().join("cwd")).is_ok_and(|cwd| cwd == world.dir.path());
     assert!(!fs::read_dir("/proc").unwrap().flatten().any(here));
+}
+
+/// Checks the losses and differences of one comparison against the printed table.
+fn check_agreement(comparison: &Value, runs: &[&str], printed: &str) {
+    let (first, largest) = (number(comparison, "first_difference"), number(comparison, "largest_difference"));
+    assert!(first < 1e-6 && largest < 1e-4, "{comparison}");
+    let losses = |run: &&str| {
+        let losses = comparison["losses"][run].as_array().unwrap();
+        losses.iter().map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    let table: Vec<_> = runs.iter().map(losses).collect();
+    assert!(table.iter().all(|losses| losses.len() == 6 && losses[5] < losses[0] - 0.1), "{comparison}");
+    let difference = |step: usize| {
+        let of_step = || table.iter().map(|losses| losses[step]);
+        (of_step().fold(f64::MIN, f64::max) - of_step().fold(f64::MAX, f64::min)) / table[0][step]
+    };
+    let worst = (0..6).map(difference).fold(0.0, f64::max);
+    assert_eq!((largest, first), (worst, difference(0)));
+    let at = usize::try_from(comparison["at_step"].as_u64().unwrap()).unwrap();
+    assert_eq!(difference(at - 1).to_bits(), worst.to_bits());
+    // The table has every fifth step and the last one.
+    for step in [1, 5, 6] {
+        let row: Vec<_> = table.iter().map(|losses| format!("{:13.6}", losses[step - 1])).collect();
+        assert!(printed.contains(&format!("        {step:4} {}   ", row.concat())), "{step}: {printed}");
+    }
+    assert!(!printed.contains(&format!("        {:4} {:13.6}", 2, table[0][1])), "{printed}");
+}
+
+/// Checks that a negative tolerance fails, and that a text that is too short is repeated.
+fn check_tolerance_and_short_text(world: &World) {
+    let text = "the quick brown fox jumps over a lazy dog, and another one\n".repeat(4);
+    fs::write(world.path("short.txt"), text).unwrap();
+    let (code, printed, json) = scaling(world, "--agree-within -1 --text short.txt --gpus 1 agree");
+    assert!(code == Some(1) && printed.contains("WRONG: 32 tokens a step, 1 GPU: losses differ by 0.0"), "{printed}");
+    assert!(json["agree"]["stages"].is_null() && json["agree"]["gpus"]["losses"]["2 GPUs"].is_null(), "{json}");
+    let line = printed.lines().find_map(|line| line.split_once("parts: agree; ")).unwrap().1;
+    let (tokens, times) = line.split_once(" tokens, the text ").unwrap();
+    let (tokens, times) =
+        (tokens.parse::<usize>().unwrap(), times.split_once(' ').unwrap().0.parse::<usize>().unwrap());
+    assert!(times > 2 && tokens > 6 * 32 && tokens / times * (times - 1) <= 6 * 32, "{printed}");
 }
