@@ -44,7 +44,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         val: None,
         ranks: 1,
     };
-    let checkpoint = newest(out).unwrap().checkpoint;
+    let checkpoint = find_newest(out).unwrap().checkpoint;
     let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     let state = if let Some(checkpoint) = checkpoint {
         let mut notes = Vec::new();

@@ -168,7 +168,7 @@ fn permanent_failures_and_requested_stops_are_not_restarted() {
         assert!(errors.contains(cause), "{errors}");
     }
     let stopped = run("stopped", &["--steps", "100000", "--checkpoint-every", "0"]);
-    let (log, deadline) = (world.path("stopped/main.log"), Instant::now() + PATIENCE);
+    let (log, deadline) = (world.path("stopped/main.log"), Instant::now() + TIMEOUT);
     while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
         assert!(Instant::now() < deadline, "the run does not start");
         thread::sleep(Duration::from_millis(20));
