@@ -87,7 +87,7 @@ impl Trial {
             val: None,
             ranks: 1,
         };
-        let checkpoint = newest(out).unwrap().checkpoint;
+        let checkpoint = find_newest(out).unwrap().checkpoint;
         let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
         let state = if let Some(checkpoint) = checkpoint {
             checkpoint.load(&model, engine, &mut loader, 32, false, &mut Vec::new()).unwrap()
