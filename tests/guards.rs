@@ -126,7 +126,12 @@ impl Trial {
             console: Console::new(self.steps),
             log,
             state,
-            checkpoints: Some(CheckpointWriter::new(DirectoryLock::acquire(out).unwrap(), Retention::default(), identity, resumed)),
+            checkpoints: Some(CheckpointWriter::new(
+                DirectoryLock::acquire(out).unwrap(),
+                Retention::default(),
+                identity,
+                resumed,
+            )),
             stop: Stop::default(),
             ranks: &mut Ranks::default(),
         };

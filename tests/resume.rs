@@ -422,7 +422,8 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
         assert_eq!(trained, step);
     }
     world.succeed("run", &resume);
-    Results::read(&world.path("run"), 400).assert_equals(&Results::read(&world.path("reference"), 400), "after two stops");
+    Results::read(&world.path("run"), 400)
+        .assert_equals(&Results::read(&world.path("reference"), 400), "after two stops");
 }
 
 #[test]

@@ -84,7 +84,12 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         console: Console::new(STEPS),
         log,
         state,
-        checkpoints: Some(CheckpointWriter::new(DirectoryLock::acquire(out).unwrap(), Retention::default(), identity, resumed)),
+        checkpoints: Some(CheckpointWriter::new(
+            DirectoryLock::acquire(out).unwrap(),
+            Retention::default(),
+            identity,
+            resumed,
+        )),
         stop: Stop::default(),
         ranks: &mut Ranks::default(),
     };

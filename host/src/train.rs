@@ -220,7 +220,9 @@ impl Run<'_> {
 
     /// Says what has become of a checkpoint.
     fn tell(&mut self, written: Option<WriteOutcome>, session: &mut Session) -> Result<()> {
-        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
+        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else {
+            return Ok(());
+        };
         match result {
             Ok(WriteSummary { model_file, bytes, time, pause, warning }) => {
                 self.console.line(&format!(

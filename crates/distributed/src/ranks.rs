@@ -121,13 +121,11 @@ impl Ranks {
 
     /// Returns the cause of a failed run: the watchdog's fault if there is one, otherwise `error`, which occurred in `stage`.
     pub fn failure_cause(&mut self, error: anyhow::Error, stage: &str) -> anyhow::Error {
-        match self.check() {
-            Err(fault) => fault,
-            Ok(()) => {
-                let activity = self.tcp_group().map_or_else(|| stage.to_owned(), |group| group.activity());
-                fault::from_device_error(error, &activity)
-            }
+        if let Err(fault) = self.check() {
+            return fault;
         }
+        let activity = self.tcp_group().map_or_else(|| stage.to_owned(), |group| group.activity());
+        fault::from_device_error(error, &activity)
     }
 
     /// Returns the logical or of `value` over all ranks.

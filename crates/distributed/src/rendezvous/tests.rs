@@ -267,7 +267,7 @@ fn another_program_in_place_of_rank_0_is_reported_early() {
             let (text, after) = found.join().unwrap();
             let (before_port, after_port) = expected.split_once("PORT").unwrap();
             assert!(text.contains(before_port) && text.contains(after_port), "{text}");
-            assert!(text.contains(" within 5 s ") && after < UNKNOWN_SERVER_TIMEOUT + SHORT, "{after:?}: {text}");
+            assert!(text.contains(" within 5 s, ") && after < UNKNOWN_SERVER_TIMEOUT + SHORT, "{after:?}: {text}");
         }
     });
 }

@@ -46,7 +46,8 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     // Rank 0 keeps what is kept, and goes on from it.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
     let mut out = out.map(|path| OutDirectory::look(path, args)).transpose()?;
-    let FoundCheckpoint { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
+    let FoundCheckpoint { checkpoint, mut notes } =
+        out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
     let Resolved { config, descriptor, weights, mut train, val, hellaswag } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
