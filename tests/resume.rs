@@ -361,7 +361,7 @@ fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
     // A checkpoint without a sidecar is treated like one of llm.c.
     fs::remove_file(&sidecar).unwrap();
     let printed = world.succeed("run", &["--resume"]);
-    assert!(printed.contains("has no run_00000040.json, as written by llm.c"), "{printed}");
+    assert!(printed.contains("has no run_00000040.json (llm.c writes none)"), "{printed}");
     fs::remove_file(&model).unwrap();
     let printed = world.succeed("run", &["--resume"]);
     assert!(printed.contains("cannot open model file run/model_00000040.bin"), "{printed}");

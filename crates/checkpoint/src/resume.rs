@@ -71,7 +71,7 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
             Ok(checkpoint) => {
                 if checkpoint.sidecar.is_none() {
                     notes.push(format!(
-                        "the checkpoint of step {step} has no {}, as written by llm.c: settings, data set and files cannot \
+                        "the checkpoint of step {step} has no {} (llm.c writes none): settings, data set and files cannot \
                          be verified, and averages start anew",
                         sidecar_name(step)
                     ));

@@ -4,7 +4,7 @@
 //! `--rendezvous file:///shared/dir` rank 0 writes its address into a file of that directory. On a single host all ranks try
 //! a few ports, which are derived from the launcher's name of the job.
 //!
-//! Each rank sends a [`Hello`]. Rank 0 accepts all ranks once all have connected, or refuses all with the reason. The `run`
+//! Each rank sends a `Hello` message. Rank 0 accepts all ranks once all have connected, or refuses all with the reason. The `run`
 //! identifier keeps processes of other runs out and makes rendezvous files of earlier runs harmless.
 
 mod client;
