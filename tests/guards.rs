@@ -1,10 +1,10 @@
 //! Guards: steps whose update is skipped must not change the model, on the CPU engine and on the emulated CUDA engine.
 //! The CUDA kernels decide on the device whether to skip an update.
 
-use checkpoint::directory::{Locked, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
-use checkpoint::resume::newest;
+use checkpoint::directory::{DirectoryLock, Retention, done_name, done_steps, model_name, sidecar_name, state_name};
+use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::{Geometry, Loader, Prefetch, Tokens, tokens};
 use distributed::Ranks;
@@ -85,11 +85,11 @@ impl Trial {
             program: "test".to_owned(),
             engine: engine.describe(),
             config: serde_json::Map::new(),
-            train: fingerprint::of(&loader).unwrap(),
+            train: fingerprint::of_loader(&loader).unwrap(),
             val: None,
             ranks: 1,
         };
-        let checkpoint = newest(out).unwrap().checkpoint;
+        let checkpoint = find_newest(out).unwrap().checkpoint;
         let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
         let state = if let Some(checkpoint) = checkpoint {
             checkpoint.load(&model, engine, &mut loader, 32, false, &mut Vec::new()).unwrap()
@@ -128,7 +128,12 @@ impl Trial {
             console: Console::new(self.steps),
             log,
             state,
-            checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
+            checkpoints: Some(CheckpointWriter::new(
+                DirectoryLock::acquire(out).unwrap(),
+                Retention::default(),
+                identity,
+                resumed,
+            )),
             stop: Stop::default(),
             ranks: &mut Ranks::default(),
         };
@@ -285,7 +290,7 @@ fn consecutive_bad_steps_end_the_run_with_the_last_good_checkpoint_in_the_error(
 
         let dir = tempfile::tempdir().unwrap();
         let error = error_of(&Trial { checkpoint_every: 5, ..trial.clone() }, &dir);
-        check(&error, &dir, &[format!("the last good checkpoint is {}; go on", file(&dir, model_name(5)))]);
+        check(&error, &dir, &[format!("the last good checkpoint is {}; resume", file(&dir, model_name(5)))]);
         assert_eq!(done_steps(dir.path()).unwrap(), [5]);
 
         // The weights right before the first bad step may be corrupt, so the error names an earlier checkpoint.
@@ -414,7 +419,7 @@ fn diverged_run_resumes_from_the_checkpoint_named_in_its_error() {
         "step 11: update skipped: loss NaN, norm NaN; 4 in a row, 4 end the run\n",
         "no checkpoint of step 8: nothing has changed since step 7\n",
         "error: the last 4 steps, 8 to 11, had no finite loss and gradient norm (loss NaN, norm NaN)",
-        "the last good checkpoint is run/model_00000006.bin; go on after step 6 with the same command and --resume",
+        "the last good checkpoint is run/model_00000006.bin; resume after step 6 with the same command and --resume",
     ] {
         assert!(printed.contains(part), "expected '{part}' in: {printed}");
     }

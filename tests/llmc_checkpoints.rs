@@ -1,10 +1,10 @@
-//! Checkpoints of llm.c's, from a writer of its own (`scripts/llmc_checkpoint.py`), are read; and written again they are the
-//! same bytes.
+//! CheckpointWriter in the format of llm.c, written by the independent `scripts/llmc_checkpoint.py`: they are read correctly, and
+//! writing them again gives the same bytes.
 
-use checkpoint::directory::{Locked, Retention};
-use checkpoint::resume::{Found, newest};
+use checkpoint::directory::{DirectoryLock, Retention};
+use checkpoint::resume::{FoundCheckpoint, find_newest};
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use checkpoint::{Progress, RunState};
 use data::{Geometry, Loader, Tokens};
 use distributed::Ranks;
@@ -12,7 +12,7 @@ use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated};
 use engine::tensor::Tensor;
-use model::{Gpt2, PlanOptions, Recompute};
+use model::{PlanOptions, Gpt2, Recompute};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ const STEP: usize = 9;
 const VOCAB: usize = 60;
 const TOTAL_BATCH: usize = 8;
 
-/// Which values a tensor was given.
+/// The block that a value belongs to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Values {
     Params,
@@ -33,7 +33,7 @@ fn directory(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/llmc").join(name)
 }
 
-/// As the script has it.
+/// Returns the value that the script writes for element `i`.
 fn value(values: Values, i: usize) -> f32 {
     let wrapped = (i as u64 * 2_654_435_761 + values as u64 * 97) % (1 << 32);
     (wrapped as f64 / 2f64.powi(32) - 0.5) as f32
@@ -58,10 +58,10 @@ struct Loaded {
 
 impl Loaded {
     fn new(name: &str, mut engine: Box<dyn Engine>, master_weights: bool) -> Self {
-        let Found { checkpoint, mut notes } = newest(&directory(name)).unwrap();
+        let FoundCheckpoint { checkpoint, mut notes } = find_newest(&directory(name)).unwrap();
         let checkpoint = checkpoint.unwrap();
         assert_eq!(checkpoint.step, STEP);
-        assert!(notes[0].contains("has no run_00000009.json, as llm.c leaves none"), "{notes:?}");
+        assert!(notes[0].contains("has no run_00000009.json (llm.c writes none)"), "{notes:?}");
         let capacity = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
         let (model, plan) = Gpt2::plan(checkpoint.descriptor(), capacity, &mut *engine);
         engine.allocate(&plan).unwrap();
@@ -70,7 +70,7 @@ impl Loaded {
         Self { engine, model, state, notes }
     }
 
-    /// Checks a block against what the script gave `values`.
+    /// Checks all elements of a block.
     fn assert_holds(&mut self, block: Tensor, expected: impl Fn(usize) -> f32) {
         let descriptor = self.model.descriptor;
         let padding = VOCAB * descriptor.channels..descriptor.padded_vocab() * descriptor.channels;
@@ -78,7 +78,12 @@ impl Loaded {
         for (param, layer) in self.model.layout.file_order() {
             for got in self.engine.read(self.model.layout.of(block, param, layer)).unwrap() {
                 let expected = if padding.contains(&i) { 0.0 } else { expected(i) };
-                assert_eq!(got.to_bits(), expected.to_bits(), "{} of layer {layer}, element {i} of all", param.name());
+                assert_eq!(
+                    got.to_bits(),
+                    expected.to_bits(),
+                    "{} of layer {layer}, element {i} of the block",
+                    param.name()
+                );
                 i += 1;
             }
         }
@@ -87,7 +92,7 @@ impl Loaded {
 }
 
 #[test]
-fn every_value_is_where_llm_c_puts_it() {
+fn every_value_is_read_from_its_position_in_llm_c_files() {
     for (name, precision, masters) in [
         ("bf16", Precision::Bf16, true),
         ("bf16_without_masters", Precision::Bf16, false),
@@ -115,7 +120,7 @@ fn every_value_is_where_llm_c_puts_it() {
 }
 
 #[test]
-fn the_parts_of_two_gpus_are_put_together() {
+fn sharded_state_files_of_two_ranks_are_assembled() {
     let mut loaded = Loaded::new("two_ranks", emulated(Precision::Bf16, false), true);
     let (model, training) = (loaded.model.clone(), loaded.model.training.unwrap());
     loaded.assert_holds(model.params, |i| truncated(value(Values::Params, i)));
@@ -123,24 +128,24 @@ fn the_parts_of_two_gpus_are_put_together() {
     loaded.assert_holds(training.v, |i| value(Values::V, i));
     loaded.assert_holds(training.master.unwrap(), |i| value(Values::Masters, i));
     assert_eq!(loaded.state.step, STEP);
-    assert!(loaded.notes[1].starts_with("the run was shared out to 2, is to 1"), "{:?}", loaded.notes);
-    // Each has half of what one alone has.
+    assert!(loaded.notes[1].starts_with("the world size was 2, is 1"), "{:?}", loaded.notes);
+    // Each state file has half of the tensors of an unsharded one.
     let size =
         |name: &str, rank| fs::metadata(directory(name).join(format!("state_00000009_0000{rank}.bin"))).unwrap().len();
     assert!(size("two_ranks", 0) == size("two_ranks", 1) && size("two_ranks", 0) < size("bf16", 0) * 3 / 5);
 }
 
 #[test]
-fn precision_may_change_on_the_way() {
-    // From master weights, which are more exact than the bf16 ones.
+fn the_precision_may_change_when_resuming() {
+    // f32 parameters come from the master weights, which are more precise than the bf16 weights.
     let mut loaded = Loaded::new("bf16", Box::new(Cpu::new()), true);
     let params = loaded.model.params;
     loaded.assert_holds(params, |i| value(Values::Masters, i));
-    // Where there are none, the weights are widened.
+    // Without master weights the bf16 weights are widened.
     let mut loaded = Loaded::new("bf16_without_masters", Box::new(Cpu::new()), true);
     let params = loaded.model.params;
     loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
-    // To bf16: rounded to nearest, with the exact ones as master weights.
+    // f32 weights are rounded to nearest bf16, and become the master weights.
     let mut loaded = Loaded::new("fp32", emulated(Precision::Bf16, false), true);
     let (params, master) = (loaded.model.params, loaded.model.training.unwrap().master.unwrap());
     loaded.assert_holds(params, |i| half::bf16::from_f32(value(Values::Params, i)).to_f32());
@@ -148,7 +153,7 @@ fn precision_may_change_on_the_way() {
 }
 
 #[test]
-fn master_weights_may_be_switched_on_and_off() {
+fn master_weights_may_be_enabled_or_disabled_when_resuming() {
     let mut loaded = Loaded::new("bf16_without_masters", emulated(Precision::Bf16, false), true);
     let master = loaded.model.training.unwrap().master.unwrap();
     loaded.assert_holds(master, |i| truncated(value(Values::Params, i)));
@@ -159,7 +164,7 @@ fn master_weights_may_be_switched_on_and_off() {
 }
 
 #[test]
-fn what_is_read_is_written_again_byte_for_byte() {
+fn checkpoints_round_trip_byte_for_byte() {
     for (name, precision, masters) in [
         ("bf16", Precision::Bf16, true),
         ("bf16_without_masters", Precision::Bf16, false),
@@ -172,14 +177,14 @@ fn what_is_read_is_written_again_byte_for_byte() {
         let Loaded { mut engine, model, mut state, .. } = Loaded::new(name, engine, masters);
         let shuffles = name != "fp32";
         if shuffles {
-            // Not from the file, but where a loader comes to that reads nine batches.
+            // The position of a loader after nine batches, instead of that in the file.
             let mut loader = loader(true);
             let mut words = vec![0; loader.layout().words()];
             (0..9).for_each(|_| loader.next(&mut words).unwrap());
             state.data = loader.position();
         }
         let out = tempfile::tempdir().unwrap();
-        let none = Identity {
+        let identity = Identity {
             program: String::new(),
             engine: String::new(),
             config: serde_json::Map::new(),
@@ -187,16 +192,16 @@ fn what_is_read_is_written_again_byte_for_byte() {
             val: None,
             ranks: 1,
         };
-        let locked = Locked::open(out.path()).unwrap();
-        let mut checkpoints = Checkpoints::new(locked, Retention::default(), none, None);
-        let ranks = &mut Ranks::Alone;
+        let lock = DirectoryLock::acquire(out.path()).unwrap();
+        let mut checkpoints = CheckpointWriter::new(lock, Retention::default(), identity, None);
+        let ranks = &mut Ranks::Single;
         checkpoints.begin(&model, &mut *engine, ranks, state, Ok(Vec::new())).unwrap();
         checkpoints.wait(ranks).unwrap().unwrap().result.unwrap();
         for file in ["model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"] {
             let mut expected = fs::read(directory(name).join(file)).unwrap();
             let got = fs::read(out.path().join(file)).unwrap();
             if file.starts_with("state") && shuffles {
-                // llm.c never sets the generator's seed.
+                // llm.c does not initialize the seed of the generator.
                 let seed = expected.len() - 2520..expected.len() - 2512;
                 expected[seed].fill(0);
             }

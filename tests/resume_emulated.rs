@@ -1,9 +1,9 @@
 //! Resumed runs on the CUDA engine, emulated: bit for bit in bf16, where updates are rounded stochastically.
 
-use checkpoint::directory::{Locked, Retention, done_name, model_name, sidecar_name, state_name};
-use checkpoint::resume::newest;
+use checkpoint::directory::{DirectoryLock, Retention, done_name, model_name, sidecar_name, state_name};
+use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
@@ -40,11 +40,11 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         program: "test".to_owned(),
         engine: engine.describe(),
         config: serde_json::Map::new(),
-        train: fingerprint::of(&loader).unwrap(),
+        train: fingerprint::of_loader(&loader).unwrap(),
         val: None,
         ranks: 1,
     };
-    let checkpoint = newest(out).unwrap().checkpoint;
+    let checkpoint = find_newest(out).unwrap().checkpoint;
     let resumed = checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     let state = if let Some(checkpoint) = checkpoint {
         let mut notes = Vec::new();
@@ -84,7 +84,12 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
         console: Console::new(STEPS),
         log,
         state,
-        checkpoints: Some(Checkpoints::new(Locked::open(out).unwrap(), Retention::default(), identity, resumed)),
+        checkpoints: Some(CheckpointWriter::new(
+            DirectoryLock::acquire(out).unwrap(),
+            Retention::default(),
+            identity,
+            resumed,
+        )),
         stop: Stop::default(),
         ranks: &mut Ranks::default(),
     };

@@ -1,13 +1,13 @@
-//! The fuzz targets and their seeds.
+//! What each target does with its bytes, and the valid files it begins from.
 //!
-//! A target reads its input as the program would, and uses the result if the reader accepts it. Errors are expected; a
-//! target fails only by a panic, an integer overflow, an endless loop or excessive memory use.
+//! A target goes as far as the program would: what a reader accepts is used. Its only ways to fail are a panic, an overflow,
+//! an endless loop and too much memory.
 
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use checkpoint::model_file::{self, ModelFile};
-use checkpoint::sidecar::{FileSum, Identity, Sidecar, hex};
-use checkpoint::state::{self, Moments};
+use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
+use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::multiple_choice::{self, Example, MultipleChoice};
 use data::tokenizer::Tokenizer;
@@ -18,7 +18,7 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
-use model::{Descriptor, Gpt2, Params, PlanOptions, Recompute, Shard};
+use model::{PlanOptions, Descriptor, Gpt2, Params, Recompute, Shard};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
@@ -28,11 +28,9 @@ use tempfile::NamedTempFile;
 use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A file format to fuzz.
 pub struct Target {
-    /// Name of the target, and of the directory with its findings.
     pub name: &'static str,
-    /// Reads and uses a file; fails if the program rejects it.
+    /// Whether the bytes were a good file.
     read: fn(&[u8]) -> Result<()>,
     seeds: fn() -> Vec<Vec<u8>>,
 }
@@ -49,30 +47,29 @@ pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag,
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 
 impl Target {
-    /// Returns whether the program accepts `data`.
     pub fn accepts(&self, data: &[u8]) -> bool {
         (self.read)(data).is_ok()
     }
 
-    /// Returns small valid files, created by the program's own writers where it has one.
+    /// Small valid files, from the program's own writers.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         (self.seeds)()
     }
 }
 
-/// Writes the bytes to a temporary file and calls `read` with its path.
+/// Hands the bytes over as a file, in TMPDIR.
 fn as_file<T>(data: &[u8], read: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let mut file = NamedTempFile::new()?;
     file.write_all(data)?;
     read(file.path())
 }
 
-/// Returns the bytes that `write` writes to a path.
+/// What a writer that wants a path writes.
 fn written(write: impl FnOnce(&Path) -> Result<()>) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("seed");
-    write(&path).expect("the seed is valid");
-    fs::read(path).expect("the file exists")
+    write(&path).expect("the writer takes what it is given");
+    fs::read(path).expect("it was just written")
 }
 
 fn read_tokens(data: &[u8]) -> Result<()> {
@@ -90,7 +87,7 @@ fn token_files() -> Vec<Vec<u8>> {
     vec![written(|path| tokens::write(path, &[50_256, 1, 2, 3])), written(|path| tokens::write(path, &[7; 100]))]
 }
 
-/// Returns a model planned for sequences of up to 8 tokens, on the CPU engine.
+/// A model for sequences of up to 8 tokens.
 fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
     let mut engine = Cpu::new();
     let capacity = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
@@ -113,20 +110,20 @@ fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
     let layout = Params::new(descriptor);
     let params = vec![0x3d; layout.elements() * dtype.bytes()];
     let mut file = Vec::new();
-    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("writing to memory succeeds");
+    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
     file
 }
 
 fn model_files() -> Vec<Vec<u8>> {
-    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is valid");
+    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is one");
     vec![model_file(smallest, DType::F32), model_file(small(), DType::Bf16), model_file(small(), DType::F32)]
 }
 
 fn small() -> Descriptor {
-    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is valid")
+    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is one")
 }
 
-/// The model file of the checkpoints below.
+/// What the checkpoints below are of.
 static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DType::F32));
 const STEP: usize = 7;
 
@@ -134,7 +131,7 @@ fn small_loader() -> Result<Loader> {
     Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
-/// Resumes from a checkpoint with these files. If there is a sidecar, compares it with `identity` first.
+/// Goes on from a checkpoint of these files, `compare`d with `identity` if there is a sidecar.
 fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let directory = tempfile::tempdir()?;
     let write = |name: String, bytes: &[u8]| fs::write(directory.path().join(name), bytes);
@@ -144,10 +141,10 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     if let Some((sidecar, _)) = sidecar {
         write(sidecar_name(STEP), sidecar)?;
     }
-    let found = resume::newest(directory.path())?;
-    let checkpoint = found.checkpoint.context("the checkpoint was not found")?;
+    let found = resume::find_newest(directory.path())?;
+    let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
     if let Some((_, identity)) = sidecar {
-        checkpoint.compare(identity, small(), false)?;
+        checkpoint.check_settings(identity, small(), false)?;
     }
     let mut engine = Cpu::new();
     let capacity = PlanOptions::training(1, 3);
@@ -167,7 +164,7 @@ fn state_file(masters: bool) -> Result<Vec<u8>> {
     let layout = Params::new(small());
     let block = vec![0x3d; 4 * layout.elements()];
     let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
-    let moments = Moments { m: &block, v: &block, master: masters.then_some(&block) };
+    let moments = OptimizerState { m: &block, v: &block, master: masters.then_some(&block) };
     let mut file = Vec::new();
     state::write(&mut file, Shard::UNSHARDED, &state, &layout, moments)?;
     Ok(file)
@@ -178,36 +175,37 @@ fn read_state(data: &[u8]) -> Result<()> {
 }
 
 fn state_files() -> Vec<Vec<u8>> {
-    [false, true].map(|masters| state_file(masters).expect("writing to memory succeeds")).into()
+    [false, true].map(|masters| state_file(masters).expect("memory takes it")).into()
 }
 
-static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("writing to memory succeeds"));
+static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("memory takes it"));
 
 fn good_sidecar() -> Sidecar {
-    let sum = |name, bytes: &[u8]| FileSum { name, bytes: bytes.len() as u64, xxh3: hex(xxh3_64(bytes)) };
+    let sum =
+        |name, bytes: &[u8]| FileChecksum { name, bytes: bytes.len() as u64, xxh3: format_checksum(xxh3_64(bytes)) };
     let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "shuffle": true, "train": "data/*.bin"}"#;
     let identity = Identity {
         program: "host 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
-        config: serde_json::from_str(settings).expect("the settings are valid JSON"),
-        train: fingerprint::of(&small_loader().expect("the shard is long enough")).expect("the shard is in memory"),
+        config: serde_json::from_str(settings).expect("the settings are JSON"),
+        train: fingerprint::of_loader(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
         val: None,
         ranks: 1,
     };
-    let gemm = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
+    let product = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
         "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],
         "algo": [1, 2, 3, 4, 5, 6, 7, 18446744073709551615]}"#;
-    let gemm = serde_json::from_str(gemm).expect("the algorithm is valid");
+    let product = serde_json::from_str(product).expect("the choice is one");
     Sidecar {
         step: STEP,
         identity,
         progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
-        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![gemm] }),
+        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![product] }),
         files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
     }
 }
 
-/// Reads a whole sidecar, or only its body, to which this function adds the checksum that a fuzzer could not guess.
+/// Takes a file as it is, or what stands in one under a checksum, which no fuzzer would guess.
 fn read_sidecar(data: &[u8]) -> Result<()> {
     static NOW: LazyLock<Identity> = LazyLock::new(|| good_sidecar().identity);
     let sealed;
@@ -215,7 +213,7 @@ fn read_sidecar(data: &[u8]) -> Result<()> {
         data
     } else {
         let run = data.trim_ascii();
-        let head = format!(r#"{{"version": 1, "xxh3": "{}", "run": "#, hex(xxh3_64(run)));
+        let head = format!(r#"{{"version": 1, "xxh3": "{}", "run": "#, format_checksum(xxh3_64(run)));
         sealed = [head.as_bytes(), run, b"}"].concat();
         &sealed
     };
@@ -224,11 +222,11 @@ fn read_sidecar(data: &[u8]) -> Result<()> {
 
 fn sidecars() -> Vec<Vec<u8>> {
     let mut file = Vec::new();
-    good_sidecar().write(&mut file).expect("writing to memory succeeds");
-    vec![file, serde_json::to_vec(&good_sidecar()).expect("writing to memory succeeds")]
+    good_sidecar().write(&mut file).expect("memory takes it");
+    vec![file, serde_json::to_vec(&good_sidecar()).expect("memory takes it")]
 }
 
-/// Resumes both logs of a run at a step in their middle.
+/// Both logs of a run that goes on at a step in their midst.
 fn read_log(data: &[u8]) -> Result<()> {
     let directory = tempfile::tempdir()?;
     for name in ["main.log", "main.jsonl"] {
@@ -253,11 +251,11 @@ fn read_config(data: &[u8]) -> Result<()> {
 
 fn configs() -> Vec<Vec<u8>> {
     let every_kind =
-        "# each kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
+        "# of every kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
     vec![every_kind.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
 }
 
-/// Verifies the debug state against a model whose parameters are all equal.
+/// The states are of a model that is all alike.
 fn read_debug_state(data: &[u8]) -> Result<()> {
     as_file(&SMALL_MODEL, |model| {
         as_file(data, |state| {
@@ -267,7 +265,7 @@ fn read_debug_state(data: &[u8]) -> Result<()> {
     })
 }
 
-/// Returns debug states with arbitrary contents, because the program has no writer for them.
+/// Of any content: the program has no writer of them.
 fn debug_states() -> Vec<Vec<u8>> {
     let state = |b: usize, t: usize| {
         let header = [20_240_327, 2, b as i32, t as i32].into_iter().chain([0; 252]);

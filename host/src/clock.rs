@@ -1,6 +1,6 @@
 //! Times steps from the end of one to the end of the next, on the engine's clock.
 
-use checkpoint::Pace;
+use checkpoint::StepTimeAverage;
 use std::time::Duration;
 
 #[derive(Default)]
@@ -20,7 +20,7 @@ impl Clock {
         self.last = now;
     }
 
-    pub fn step_ended(&mut self, at: Duration, pace: &mut Pace) -> Duration {
+    pub fn step_ended(&mut self, at: Duration, pace: &mut StepTimeAverage) -> Duration {
         let elapsed = at.saturating_sub(self.last).max(Duration::from_nanos(1));
         self.last = at;
         if self.warm {
@@ -39,7 +39,7 @@ mod tests {
     fn the_first_step_and_pauses_do_not_count() {
         let start = Duration::from_secs(3);
         let ms = Duration::from_millis;
-        let (mut clock, mut pace) = (Clock::start(start), Pace::default());
+        let (mut clock, mut pace) = (Clock::start(start), StepTimeAverage::default());
         assert_eq!(clock.step_ended(start + ms(900), &mut pace), ms(900));
         assert_eq!((pace.smoothed(), pace.mean()), (None, None));
         assert_eq!(clock.step_ended(start + ms(1000), &mut pace), ms(100));

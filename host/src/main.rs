@@ -14,7 +14,7 @@ fn main() -> ExitCode {
             Err(error) => {
                 let fault = error.downcast_ref::<Fault>();
                 let code = fault.map_or(ExitCode::FAILURE, |fault| ExitCode::from(fault.exit_code()));
-                if let Some(Fault::Told { .. }) = fault {
+                if let Some(Fault::ReportedByRank0 { .. }) = fault {
                     return code;
                 }
                 // Nobody is left to hear of a standard error that is closed.

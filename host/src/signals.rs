@@ -1,7 +1,7 @@
 //! SIGINT and SIGTERM: the first asks a run to stop at the next step, the second ends the program.
 
 use anyhow::{Context, Result};
-use checkpoint::directory::remove_unfinished;
+use checkpoint::directory::remove_temporary_files;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
@@ -34,7 +34,7 @@ impl Stop {
             for signal in &mut signals {
                 if asked.requested() {
                     // The writer may still be at it: what it makes now, the next run removes.
-                    let _ = directory.as_deref().map(remove_unfinished);
+                    let _ = directory.as_deref().map(remove_temporary_files);
                     low_level::exit(128 + signal);
                 }
                 asked.request();

@@ -1,7 +1,7 @@
-//! Processes that train together, and what they leave: checkpoints of any ranks and stage.
+//! Training with several processes, and checkpoints of any world size and ZeRO stage.
 
-use crate::threads::{PATIENCE, close, distance, numbers};
-use crate::world::{World, ended, free_place, only_step, program, said};
+use crate::threads::{TIMEOUT, close, distance, numbers};
+use crate::world::{World, copy_checkpoint, free_endpoint, output_text, program, wait_for_all};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -9,21 +9,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 #[test]
-fn processes_train_together_and_go_on_from_a_checkpoint() {
+fn processes_train_together_and_resume_from_a_checkpoint() {
     let world = World::new();
     for (ranks, out) in [(2, "two"), (4, "four")] {
         for (rank, output) in world.ranks(ranks, out, out, &[]).iter().enumerate() {
-            let (printed, errors) = said(output);
+            let (printed, errors) = output_text(output);
             assert!(output.status.success() && errors.is_empty(), "rank {rank}: {printed}{errors}");
             assert_eq!(printed.is_empty(), rank > 0, "only rank 0 prints: {printed}");
             let log = fs::read_to_string(world.path(out).join(format!("rank-{rank}.log")));
             assert_eq!(log.is_ok(), rank > 0);
-            let told = if rank == 0 { printed } else { log.unwrap() };
-            assert!(told.contains(&format!("{ranks} ranks, connected by TCP")), "{told}");
-            assert!(told.contains("step    8/8 | loss"), "{told}");
+            let console = if rank == 0 { printed } else { log.unwrap() };
+            assert!(console.contains(&format!("{ranks} ranks, connected by TCP")), "{console}");
+            assert!(console.contains("step    8/8 | loss"), "{console}");
         }
     }
-    // A run that is taken up again: from the first checkpoint on, all is as it was.
+    // A resumed run is bitwise identical to the uninterrupted run.
     let whole = world.path("two");
     let resumed = world.path("resumed");
     fs::create_dir(&resumed).unwrap();
@@ -38,25 +38,26 @@ fn processes_train_together_and_go_on_from_a_checkpoint() {
         fs::copy(whole.join(name), resumed.join(name)).unwrap();
     }
     for output in world.ranks(2, "resumed", "resumed", &["--resume"]) {
-        assert!(output.status.success(), "{:?}", said(&output));
+        assert!(output.status.success(), "{:?}", output_text(&output));
     }
     for name in ["model_00000008.bin", "state_00000008_00000.bin", "main.log"] {
         assert!(fs::read(whole.join(name)).unwrap() == fs::read(resumed.join(name)).unwrap(), "{name} differs");
     }
-    // On another number of ranks it goes on, too.
+    // The world size may change.
     for (ranks, steps) in [(4, "10"), (1, "12")] {
         for output in world.ranks(ranks, "more", "two", &["--resume", "--steps", steps, "--force-resume"]) {
-            assert!(output.status.success(), "{:?}", said(&output));
+            assert!(output.status.success(), "{:?}", output_text(&output));
         }
         assert_eq!(numbers(&whole, "loss").len().to_string(), steps);
     }
-    // Ranks are compared after each step; that is no time of the step.
+    // The comparison of ranks after each step is not part of the step time.
     assert!(numbers(&whole, "ms").iter().all(|&ms| ms > 0.01), "{:?}", numbers(&whole, "ms"));
     let losses = numbers(&whole, "loss");
     assert!(losses[11] < losses[0], "{losses:?}");
 }
 
-/// llm.c's state file of a rank, read by nothing of the program: (ranks, rank, masters, step), and its f32 after the header.
+/// Parses the state file of a rank independently of the program. Returns the header words (world size, rank, master weights,
+/// step), and the f32 values after the header.
 fn state_file(path: &Path) -> ([i32; 4], Vec<f32>) {
     let bytes = fs::read(path).unwrap();
     let word = |i: usize| i32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().unwrap());
@@ -65,7 +66,7 @@ fn state_file(path: &Path) -> ([i32; 4], Vec<f32>) {
     ([word(2), word(3), word(4), word(10)], floats)
 }
 
-/// Lengths of llm.c's tensors of a layer in the order of its files, and how many layers have one.
+/// Returns the length per layer and the number of layers of each tensor, in the file order of llm.c.
 fn llmc_tensors(vp: usize, t: usize, c: usize, l: usize) -> [(usize, usize); 16] {
     let layer = [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c].map(|n| (n, l));
     let mut all = [(vp * c, 1); 16];
@@ -75,9 +76,9 @@ fn llmc_tensors(vp: usize, t: usize, c: usize, l: usize) -> [(usize, usize); 16]
     all
 }
 
-/// m, v and masters of all ranks, put together as llm.c's ranks divide them: each tensor of each layer into parts one after
-/// another, the last ones shorter where they do not divide (which llm.c refuses).
-fn joined(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
+/// Assembles m, v and master weights from the files of all ranks. As in llm.c, each tensor of each layer is split into
+/// consecutive parts. If it does not split evenly, which llm.c refuses, the last parts are shorter.
+fn assemble_files(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> Vec<f32> {
     let names = (0..ranks).map(|rank| out.join(format!("state_{step:08}_{rank:05}.bin")));
     let files: Vec<_> = names.map(|name| state_file(&name)).collect();
     for (rank, (header, _)) in files.iter().enumerate() {
@@ -99,7 +100,7 @@ fn joined(out: &Path, step: usize, ranks: usize, tensors: &[(usize, usize)]) -> 
     all
 }
 
-/// Of tests/data/tiny.bin.
+/// Returns the tensors of `tests/data/tiny.bin`.
 fn tiny_tensors() -> Vec<(usize, usize)> {
     let word = |i: usize| i32::from_le_bytes(include_bytes!("../data/tiny.bin")[4 * i..4 * i + 4].try_into().unwrap());
     let [t, l, c, vp] = [2, 4, 6, 7].map(|i| word(i) as usize);
@@ -108,15 +109,15 @@ fn tiny_tensors() -> Vec<(usize, usize)> {
 
 fn succeed(outputs: &[Output], what: &str) -> String {
     for (rank, output) in outputs.iter().enumerate() {
-        assert!(output.status.success(), "{what}, rank {rank}: {:?}", said(output));
+        assert!(output.status.success(), "{what}, rank {rank}: {:?}", output_text(output));
     }
-    said(&outputs[0]).0
+    output_text(&outputs[0]).0
 }
 
 #[test]
-fn state_files_of_ranks_that_divide_are_llm_cs() {
+fn sharded_state_files_have_the_layout_of_llm_c() {
     let world = World::new();
-    // 5 do not divide the tensors.
+    // The tensors do not split evenly among 5 ranks.
     for (ranks, total) in [(2, "128"), (3, "96"), (5, "160")] {
         let total = ["--total-batch", total];
         let names: Vec<String> = (0..=3).map(|stage| format!("{ranks}_{stage}")).collect();
@@ -124,7 +125,7 @@ fn state_files_of_ranks_that_divide_are_llm_cs() {
             let stage = stage.to_string();
             let more = [&total[..], &["--zero-stage", &stage]].concat();
             let printed = succeed(&world.ranks(ranks, out, out, &more), out);
-            // What each stage takes and saves.
+            // The memory table has the size and the savings of each stage.
             let row = |stage| {
                 let row = printed.lines().find(|line| line.starts_with(&format!("  stage {stage}"))).unwrap();
                 row.split_whitespace().rev().take(5).map(|cell| cell.parse::<f64>().unwrap()).collect::<Vec<_>>()
@@ -132,25 +133,25 @@ fn state_files_of_ranks_that_divide_are_llm_cs() {
             assert!(printed.contains(&format!("  stage {stage}, this run ")), "{printed}");
             assert!(row(1)[2] <= row(0)[2] / ranks as f64 + 0.1 && row(1)[0] > 0.0 && row(0)[0] == 0.0, "{printed}");
         }
-        let undivided = joined(&world.path(&names[0]), 8, 1, &tiny_tensors());
+        let unsharded = assemble_files(&world.path(&names[0]), 8, 1, &tiny_tensors());
         for out in &names[1..] {
-            let divided = joined(&world.path(out), 8, ranks, &tiny_tensors());
-            assert!(divided.len() == undivided.len() && distance(&divided, &undivided) < 1e-4, "{out}");
+            let sharded = assemble_files(&world.path(out), 8, ranks, &tiny_tensors());
+            assert!(sharded.len() == unsharded.len() && distance(&sharded, &unsharded) < 1e-4, "{out}");
             let model = |out: &str| fs::read(world.path(out).join("model_00000008.bin")).unwrap();
             let [got, expected] = [model(out), model(&names[0])].map(|bytes| {
                 bytes[1024..].chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>()
             });
             assert!(distance(&got, &expected) < 1e-4, "{out}");
-            // Weights of f32 are their own masters: those of the state files are the model file's.
-            assert!(divided[2 * got.len()..][..got.len()] == got, "{out}");
+            // f32 weights are their own master weights, so the state files contain those of the model file.
+            assert!(sharded[2 * got.len()..][..got.len()] == got, "{out}");
         }
     }
 }
 
 #[test]
-fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
+fn checkpoints_resume_with_any_world_size_and_zero_stage() {
     let world = World::new();
-    // A total batch that 1, 2, 3 and 4 ranks divide.
+    // The total batch splits evenly among 1, 2, 3 and 4 ranks.
     let run = |ranks: usize, stage: &str, out: &str, more: &[&str]| {
         let more = [&["--total-batch", "384", "--zero-stage", stage][..], more].concat();
         succeed(&world.ranks(ranks, out, out, &more), out)
@@ -168,19 +169,19 @@ fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
         if !world.path(&first).exists() {
             start(from, from_stage);
         }
-        // On to the end, and for comparison as ranks that divide nothing.
+        // Resumes with the target stage, and for comparison without sharding.
         let [end, plain] = [to_stage, "0"].map(|stage| {
             let out = format!("{first}_to_{to}_{stage}");
             if !world.path(&out).exists() {
-                only_step(&world, &first, 4, &out);
+                copy_checkpoint(&world, &first, 4, &out);
                 let printed = run(to, stage, &out, &["--resume"]);
                 assert!(printed.contains("going on after 4 of 8 steps"), "{printed}");
             }
             out
         });
         let ranks_of = |stage: &str| if stage == "0" { 1 } else { to };
-        let got = joined(&world.path(&end), 8, ranks_of(to_stage), &tiny_tensors());
-        let expected = joined(&world.path(&plain), 8, 1, &tiny_tensors());
+        let got = assemble_files(&world.path(&end), 8, ranks_of(to_stage), &tiny_tensors());
+        let expected = assemble_files(&world.path(&plain), 8, 1, &tiny_tensors());
         assert!(distance(&got, &expected) < 1e-4, "{what}");
         let losses = [&end, &plain].map(|out| numbers(&world.path(out), "loss"));
         assert_eq!(losses[0].len(), 8, "{what}");
@@ -189,14 +190,14 @@ fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
 }
 
 #[test]
-fn divided_runs_go_on_bit_for_bit() {
+fn resumed_sharded_runs_are_bitwise_identical() {
     let world = World::new();
     for (ranks, stage) in [(2, "1"), (3, "3")] {
         let out = format!("whole_{stage}");
         let more = ["--total-batch", if ranks == 2 { "128" } else { "96" }, "--zero-stage", stage];
         succeed(&world.ranks(ranks, &out, &out, &more), &out);
         let resumed = format!("resumed_{stage}");
-        only_step(&world, &out, 4, &resumed);
+        copy_checkpoint(&world, &out, 4, &resumed);
         succeed(&world.ranks(ranks, &resumed, &resumed, &[&more[..], &["--resume"]].concat()), &resumed);
         let states = (0..ranks).map(|rank| format!("state_00000008_{rank:05}.bin"));
         for name in states.chain(["model_00000008.bin".to_owned(), "main.log".to_owned()]) {
@@ -207,26 +208,26 @@ fn divided_runs_go_on_bit_for_bit() {
 }
 
 #[test]
-fn a_killed_rank_leaves_whole_checkpoints_only() {
+fn a_killed_rank_leaves_only_complete_checkpoints() {
     let world = World::new();
     let more = ["--total-batch", "96", "--zero-stage", "2", "--checkpoint-every", "1", "--steps", "12"];
     succeed(&world.ranks(3, "whole", "whole", &more), "whole");
-    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed in part", "killed", &more)).collect();
-    let deadline = Instant::now() + PATIENCE;
+    let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed rank", "killed", &more)).collect();
+    let deadline = Instant::now() + TIMEOUT;
     while !world.path("killed/DONE_00000003").exists() {
-        assert!(Instant::now() < deadline, "the run does not begin");
+        assert!(Instant::now() < deadline, "the run does not start");
         thread::sleep(Duration::from_millis(1));
     }
     children[1].kill().unwrap();
     for child in children {
-        assert!(!child.wait_with_output().unwrap().status.success(), "a run of which a rank is gone");
+        assert!(!child.wait_with_output().unwrap().status.success(), "a run without one of its ranks");
     }
     succeed(&world.ranks(3, "again", "killed", &[&more[..], &["--resume"]].concat()), "again");
     for name in ["model_00000012.bin", "state_00000012_00000.bin", "state_00000012_00002.bin", "main.log"] {
         let [whole, again] = ["whole", "killed"].map(|out| fs::read(world.path(out).join(name)).unwrap());
         assert!(whole == again, "{name} differs");
     }
-    // A part of another rank that is damaged makes a checkpoint one that is not whole.
+    // A damaged state file of another rank makes the checkpoint invalid.
     let part = world.path("killed/state_00000012_00002.bin");
     let mut bytes = fs::read(&part).unwrap();
     bytes[2000] ^= 1;
@@ -236,25 +237,25 @@ fn a_killed_rank_leaves_whole_checkpoints_only() {
 }
 
 #[test]
-fn a_rank_that_cannot_write_its_part_is_named_and_the_run_goes_on() {
+fn a_rank_that_cannot_write_its_state_is_reported_and_the_run_continues() {
     let world = World::new();
-    let elsewhere = tempfile::tempdir().unwrap();
+    let other_directory = tempfile::tempdir().unwrap();
     for name in ["train_0.bin", "train_1.bin", "val_0.bin", "tiny.bin"] {
-        fs::copy(world.path(name), elsewhere.path().join(name)).unwrap();
+        fs::copy(world.path(name), other_directory.path().join(name)).unwrap();
     }
-    let place = free_place();
+    let endpoint = free_endpoint();
     let start = |rank: &str| {
-        let more = ["--rank", rank, "--world-size", "2", "--rendezvous", &place, "--zero-stage", "1"];
+        let more = ["--rank", rank, "--world-size", "2", "--rendezvous", &endpoint, "--zero-stage", "1"];
         let mut command = world.command(program(), "out", &more);
         if rank == "1" {
-            command.current_dir(elsewhere.path());
+            command.current_dir(other_directory.path());
         }
         command.spawn().unwrap()
     };
-    let outputs = ended(["0", "1"].map(start));
-    let (printed, message) = said(&outputs[0]);
-    let why = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
-    assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {why}")), "{printed}");
+    let outputs = wait_for_all(["0", "1"].map(start));
+    let (printed, message) = output_text(&outputs[0]);
+    let cause = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
+    assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {cause}")), "{printed}");
     assert!(
         printed.contains("step    8/8 | loss") && message.contains("the last checkpoint, of step 8, is not"),
         "{message}"
@@ -262,28 +263,28 @@ fn a_rank_that_cannot_write_its_part_is_named_and_the_run_goes_on() {
 }
 
 #[test]
-fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
+fn sampling_and_hellaswag_with_sharded_parameters_match_unsharded() {
     let world = World::new();
     let set = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.bin");
     let small = ["train", "--device", "cpu", "--layers", "3", "--heads", "1", "--channels", "32", "--batch", "1"];
-    // Bytes are tokens in the text that comes with the program, so that texts can be written.
+    // The built-in text is tokenized by bytes, so samples can be decoded.
     let texts = ["--seq", "32", "--steps", "2", "--sample-every", "1", "--sample-length", "12", "--val-batches", "2"];
-    // Ranks have 3, 2 and 2 of the examples.
+    // The three ranks have 3, 2 and 2 of the examples.
     let scores = ["--seq", "64", "--steps", "2", "--train", "train_*.bin", "--val", "val_*.bin", "--val-every", "1"];
     let scores = [&scores[..], &["--hellaswag", set.to_str().unwrap(), "--hellaswag-examples", "7"]].concat();
     let run = |ranks: usize, stage: &str, more: &[&str]| {
-        let place = free_place();
+        let endpoint = free_endpoint();
         let start = |rank: usize| {
             let mut command = Command::new(program());
             command.current_dir(world.dir.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
-            command.args(small).args(more).args(["--zero-stage", stage, "--rendezvous", &place]);
+            command.args(small).args(more).args(["--zero-stage", stage, "--rendezvous", &endpoint]);
             command.args(["--rank", &rank.to_string(), "--world-size", &ranks.to_string()]).spawn().unwrap()
         };
         let children: Vec<_> = (0..ranks).map(start).collect();
-        let outputs = ended(children);
+        let outputs = wait_for_all(children);
         succeed(&outputs, stage)
     };
-    let [undivided, divided] = ["0", "3"].map(|stage| {
+    let [unsharded, sharded] = ["0", "3"].map(|stage| {
         let printed = run(2, stage, &texts);
         let texts =
             printed.split("generating:\n---\n").skip(1).map(|text| text.split("\n---").next().unwrap().to_owned());
@@ -295,5 +296,5 @@ fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
         assert_eq!(scores.len(), 2, "{printed}");
         (texts, scores)
     });
-    assert_eq!(undivided, divided);
+    assert_eq!(unsharded, sharded);
 }

@@ -1,7 +1,7 @@
-//! Ranks that do not fit together, fail, hang, are killed or asked to stop.
+//! Mismatching, failing, stalled, killed and stopped ranks.
 
-use crate::threads::PATIENCE;
-use crate::world::{LOST, UNFIT, World, ended, free_place, one_message, program, said};
+use crate::threads::TIMEOUT;
+use crate::world::{PERMANENT, RECOVERABLE, World, error_of_rank_0, free_endpoint, output_text, program, wait_for_all};
 use std::fs;
 use std::io::Write;
 use std::net::TcpListener;
@@ -11,72 +11,79 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 #[test]
-fn other_flags_are_named_by_rank_0() {
+fn different_flags_are_reported_by_rank_0() {
     let world = World::new();
-    let place = free_place();
-    let with = ["--rendezvous", &place];
+    let endpoint = free_endpoint();
+    let with = ["--rendezvous", &endpoint];
     let children = vec![
         world.rank(0, 2, "flags", "out", &with),
         world.rank(1, 2, "flags", "out", &[&with[..], &["--lr", "0.1"]].concat()),
     ];
-    let outputs = ended(children);
-    let message = one_message(&outputs, UNFIT);
+    let outputs = wait_for_all(children);
+    let message = error_of_rank_0(&outputs, PERMANENT);
     assert!(
-        message.contains("rank 1 (") && message.contains("has --lr 0.1, rank 0 has 0.003: start all ranks"),
+        message.contains("rank 1 (")
+            && message.contains("expected --lr 0.003 as on rank 0, found 0.1; start all ranks"),
         "{message}"
     );
 }
 
 #[test]
-fn another_build_is_named_by_rank_0() {
+fn a_different_build_is_reported_by_rank_0() {
     let world = World::new();
     let other = world.path("other");
     let mut bytes = fs::read(program()).unwrap();
     bytes.extend(b"another build");
     fs::write(&other, bytes).unwrap();
     Command::new("chmod").arg("+x").arg(&other).status().unwrap();
-    let place = free_place();
+    let endpoint = free_endpoint();
     let start = |program: &Path, rank: &str| {
-        world.command(program, "out", &["--rank", rank, "--world-size", "2", "--rendezvous", &place]).spawn().unwrap()
+        world
+            .command(program, "out", &["--rank", rank, "--world-size", "2", "--rendezvous", &endpoint])
+            .spawn()
+            .unwrap()
     };
     let children = [start(program(), "0"), start(&other, "1")];
-    let message = one_message(&ended(children), UNFIT);
-    assert!(message.contains("rank 1 (") && message.contains("runs another build of the program"), "{message}");
+    let message = error_of_rank_0(&wait_for_all(children), PERMANENT);
+    assert!(message.contains("rank 1 (") && message.contains("expected program build "), "{message}");
 }
 
 #[test]
-fn what_a_rank_cannot_do_rank_0_tells() {
+fn an_error_for_other_rank_is_reported_by_rank_0() {
     let world = World::new();
-    // Rank 1 works elsewhere, where there is no model.
-    let elsewhere = tempfile::tempdir().unwrap();
-    let place = free_place();
+    // The working directory of rank 1 has no model file.
+    let empty = tempfile::tempdir().unwrap();
+    let endpoint = free_endpoint();
     let start = |rank: &str| {
-        let more = ["--rank", rank, "--world-size", "3", "--rendezvous", &place, "--total-batch", "96"];
+        let more = ["--rank", rank, "--world-size", "3", "--rendezvous", &endpoint, "--total-batch", "96"];
         let mut command = world.command(program(), "out", &more);
         if rank == "1" {
-            command.current_dir(elsewhere.path());
+            command.current_dir(empty.path());
         }
         command.spawn().unwrap()
     };
     let children = ["0", "1", "2"].map(start);
-    let message = one_message(&ended(children), UNFIT);
+    let message = error_of_rank_0(&wait_for_all(children), PERMANENT);
     assert!(message.contains("rank 1 (") && message.contains("failed: cannot open model file tiny.bin"), "{message}");
 }
 
 #[test]
-fn a_rank_that_never_comes_is_named_in_time() {
+fn a_missing_rank_is_reported_after_the_rendezvous_timeout() {
     let world = World::new();
-    let begun = Instant::now();
+    let start = Instant::now();
     let more = ["--rendezvous-timeout", "1"];
     let children: Vec<_> = [0, 2].map(|rank| world.rank(rank, 3, "never", "out", &more)).into_iter().collect();
-    let outputs = ended(children);
-    let message = one_message(&outputs, UNFIT);
-    assert!(message.contains("rank 1 of 3 never came: after 1 s only 2 are here (ranks 0, 2)"), "{message}");
-    assert!(begun.elapsed() < Duration::from_secs(20));
+    let outputs = wait_for_all(children);
+    let message = error_of_rank_0(&outputs, PERMANENT);
+    assert!(
+        message.contains("rendezvous: expected 3 ranks within 1 s, found 2 (ranks 0, 2), missing rank 1;"),
+        "{message}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
-fn a_port_that_another_program_has_is_told_by_all_ranks_soon() {
+fn a_port_in_use_is_reported_by_all_ranks_early() {
     let world = World::new();
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other.local_addr().unwrap();
@@ -86,101 +93,106 @@ fn a_port_that_another_program_has_is_told_by_all_ranks_soon() {
             .flatten()
             .for_each(|mut stream| stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap_or(()));
     });
-    let begun = Instant::now();
-    let place = format!("tcp://{address}");
-    let children = [0, 1].map(|rank| world.rank(rank, 2, "port", "out", &["--rendezvous", &place]));
-    let outputs = ended(children);
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    let start = Instant::now();
+    let endpoint = format!("tcp://{address}");
+    let children = [0, 1].map(|rank| world.rank(rank, 2, "port", "out", &["--rendezvous", &endpoint]));
+    let outputs = wait_for_all(children);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     let expected = [
-        format!("error: rank 0 cannot listen at {address}: Address already in use"),
-        format!("error: rank 1 of 2 did not find rank 0 at {place} within 5 s (another program listens at {address}"),
+        format!("error: rank 0: cannot listen on {address}: Address already in use"),
+        format!(
+            "error: rank 1 of 2: expected rank 0 at {endpoint} within 5 s, found none (another program listens at {address}"
+        ),
     ];
     for (output, expected) in outputs.iter().zip(expected) {
-        let (_, message) = said(output);
+        let (_, message) = output_text(output);
         assert!(message.starts_with(&expected) && message.contains("--rendezvous tcp://HOST:PORT"), "{message}");
-        assert_eq!((output.status.code(), message.lines().count()), (Some(UNFIT), 1), "{message}");
+        assert_eq!((output.status.code(), message.lines().count()), (Some(PERMANENT), 1), "{message}");
     }
     assert!(!world.path("out").exists());
 }
 
 #[test]
-fn a_rank_that_is_killed_ends_the_run_on_all() {
+fn a_killed_rank_ends_the_run_on_all_ranks() {
     let world = World::new();
     let more = ["--steps", "100000", "--checkpoint-every", "0", "--total-batch", "96"];
     let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, "killed", "out", &more)).collect();
     let log = world.path("out/main.log");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
-        assert!(Instant::now() < deadline, "the run does not begin");
+        assert!(Instant::now() < deadline, "the run does not start");
         thread::sleep(Duration::from_millis(20));
     }
     children[2].kill().unwrap();
     let killed = Instant::now();
-    let mut outputs = ended(children);
+    let mut outputs = wait_for_all(children);
     assert!(killed.elapsed() < Duration::from_secs(30));
     outputs.pop();
-    let message = one_message(&outputs, LOST);
-    assert!(message.contains("rank 2 (") && message.contains("has ended, or the connection to it; step "), "{message}");
-    // The step, how many there are, and the operation.
+    let message = error_of_rank_0(&outputs, RECOVERABLE);
+    assert!(message.contains("rank 2 (") && message.contains(") disconnected during step "), "{message}");
+    // The message contains the step, the number of steps, and the operation.
     assert!(message.contains(" of 100000, "), "{message}");
 }
 
-/// A rank that is stopped says nothing and closes nothing.
+/// A stopped process (SIGSTOP) sends nothing and closes no connection.
 #[test]
-fn a_rank_that_stands_still_ends_the_run_on_all() {
+fn a_stopped_rank_ends_the_run_on_all_ranks() {
     let worlds = [0, 2].map(|stopped| (stopped, World::new()));
     thread::scope(|scope| {
         for (stopped, world) in &worlds {
-            scope.spawn(move || stands_still(world, *stopped));
+            scope.spawn(move || stop_rank(world, *stopped));
         }
     });
 }
 
-fn stands_still(world: &World, stopped: usize) {
+fn stop_rank(world: &World, stopped: usize) {
     let more = ["--steps", "100000", "--checkpoint-every", "0", "--total-batch", "96"];
     let job = format!("stopped {stopped}");
     let mut children: Vec<_> = (0..3).map(|rank| world.rank(rank, 3, &job, "out", &more)).collect();
     let log = world.path("out/main.log");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
-        assert!(Instant::now() < deadline, "the run does not begin");
+        assert!(Instant::now() < deadline, "the run does not start");
         thread::sleep(Duration::from_millis(20));
     }
     let pid = children[stopped].id().to_string();
     Command::new("kill").args(["-STOP", &pid]).status().unwrap();
-    let begun = Instant::now();
-    let mut still = children.remove(stopped);
-    let outputs = ended(children);
-    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
-    still.kill().unwrap();
-    still.wait().unwrap();
+    let start = Instant::now();
+    let mut stopped_rank = children.remove(stopped);
+    let outputs = wait_for_all(children);
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    stopped_rank.kill().unwrap();
+    stopped_rank.wait().unwrap();
     if stopped > 0 {
-        let message = one_message(&outputs, LOST);
-        assert!(message.contains("nothing came from rank 2 (") && message.contains(" s; step "), "{message}");
+        let message = error_of_rank_0(&outputs, RECOVERABLE);
+        assert!(message.contains("rank 2 (") && message.contains(" timed out: no message for 2"), "{message}");
         return;
     }
-    // Nobody is left who could tell the others.
+    // Without rank 0 every rank reports the failure itself.
     for output in outputs {
-        let message = said(&output).1;
-        assert!(output.status.code() == Some(LOST) && message.contains("nothing came from rank 0 in 2"), "{message}");
+        let message = output_text(&output).1;
+        assert!(
+            output.status.code() == Some(RECOVERABLE) && message.contains("rank 0 timed out: no message for 2"),
+            "{message}"
+        );
     }
 }
 
 #[test]
-fn one_rank_asked_to_stop_stops_all_at_one_step() {
+fn a_signal_to_one_rank_stops_all_ranks_after_the_same_step() {
     let world = World::new();
     let more = ["--steps", "100000", "--checkpoint-every", "0"];
     let children: Vec<_> = (0..2).map(|rank| world.rank(rank, 2, "stop", "out", &more)).collect();
     let log = world.path("out/main.log");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while fs::read_to_string(&log).map_or(0, |text| text.lines().count()) < 5 {
-        assert!(Instant::now() < deadline, "the run does not begin");
+        assert!(Instant::now() < deadline, "the run does not start");
         thread::sleep(Duration::from_millis(20));
     }
     Command::new("kill").args(["-TERM", &children[1].id().to_string()]).status().unwrap();
-    let outputs = ended(children);
+    let outputs = wait_for_all(children);
     assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
-    assert!(said(&outputs[0]).0.contains("stopped after "), "{outputs:?}");
+    assert!(output_text(&outputs[0]).0.contains("stopped after "), "{outputs:?}");
     let names: Vec<_> = fs::read_dir(world.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(names.iter().any(|name| name.to_string_lossy().starts_with("DONE_")), "{names:?}");
 }

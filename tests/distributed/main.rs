@@ -1,9 +1,9 @@
-//! Several ranks train as one does: threads over both engines, and processes as a launcher starts them.
+//! Data-parallel training with several ranks: as threads on both engines, and as processes started by launchers.
 
 mod checkpoints;
 mod failures;
 mod launchers;
-mod measured;
-mod order;
+mod measurements;
+mod sequential_data;
 mod threads;
 mod world;

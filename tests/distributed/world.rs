@@ -1,6 +1,6 @@
-//! Runs of processes in a directory of their own.
+//! A temporary directory with data and a model, and runs of processes in it.
 
-use crate::threads::PATIENCE;
+use crate::threads::TIMEOUT;
 use data::tokens;
 use rng::Mt19937;
 use std::fs;
@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// A directory with data and a model, and runs of processes in it.
+/// A temporary directory with data and a model.
 pub struct World {
     pub dir: TempDir,
 }
@@ -65,7 +65,7 @@ impl World {
         command
     }
 
-    /// A process, with nothing of a launcher in its environment.
+    /// Returns a command without any launcher variables in its environment.
     pub fn bare(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         command.current_dir(self.dir.path());
@@ -79,7 +79,7 @@ impl World {
         command
     }
 
-    /// Rank `rank` of `ranks`, as torchrun starts it.
+    /// Starts one rank with the environment of torchrun.
     pub fn rank(&self, rank: usize, ranks: usize, job: &str, out: &str, more: &[&str]) -> Child {
         let mut command = self.command(program(), out, more);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
@@ -90,12 +90,12 @@ impl World {
 
     pub fn ranks(&self, ranks: usize, job: &str, out: &str, more: &[&str]) -> Vec<Output> {
         let children: Vec<_> = (0..ranks).map(|rank| self.rank(rank, ranks, job, out, more)).collect();
-        ended(children)
+        wait_for_all(children)
     }
 }
 
-/// What each of them has said, once it has ended.
-pub fn ended(children: impl IntoIterator<Item = Child>) -> Vec<Output> {
+/// Waits for all processes and returns their outputs.
+pub fn wait_for_all(children: impl IntoIterator<Item = Child>) -> Vec<Output> {
     children.into_iter().map(|child| child.wait_with_output().unwrap()).collect()
 }
 
@@ -103,12 +103,13 @@ pub fn program() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_host"))
 }
 
-pub fn said(output: &Output) -> (String, String) {
+/// Returns stdout and stderr.
+pub fn output_text(output: &Output) -> (String, String) {
     (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Copies what there is of the checkpoint of a step into a new directory, from which a run can go on.
-pub fn only_step(world: &World, from: &str, step: usize, to: &str) {
+/// Copies the checkpoint of one step and the logs into a new directory.
+pub fn copy_checkpoint(world: &World, from: &str, step: usize, to: &str) {
     fs::create_dir(world.path(to)).unwrap();
     for entry in fs::read_dir(world.path(from)).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
@@ -118,22 +119,24 @@ pub fn only_step(world: &World, from: &str, step: usize, to: &str) {
     }
 }
 
-/// Exit codes of ranks that do not fit together, and of those that have lost one.
-pub const UNFIT: i32 = 3;
-pub const LOST: i32 = 4;
+/// Exit code after a permanent failure.
+pub const PERMANENT: i32 = 3;
+/// Exit code after the loss of a rank.
+pub const RECOVERABLE: i32 = 4;
 
-/// The message of rank 0, and that all others end in silence with the same code.
-pub fn one_message(outputs: &[Output], code: i32) -> String {
-    let (_, message) = said(&outputs[0]);
+/// Returns the error message of rank 0. Checks that the other ranks print nothing and that all have the same exit code.
+pub fn error_of_rank_0(outputs: &[Output], code: i32) -> String {
+    let (_, message) = output_text(&outputs[0]);
     assert_eq!(message.lines().count(), 1, "{message}");
     for (rank, output) in outputs.iter().enumerate() {
-        assert_eq!(output.status.code(), Some(code), "rank {rank}: {:?}", said(output));
-        assert!(rank == 0 || said(output).1.is_empty(), "rank {rank}: {:?}", said(output));
+        assert_eq!(output.status.code(), Some(code), "rank {rank}: {:?}", output_text(output));
+        assert!(rank == 0 || output_text(output).1.is_empty(), "rank {rank}: {:?}", output_text(output));
     }
     message
 }
 
-pub fn free_place() -> String {
+/// Returns a TCP endpoint with a port that is free now.
+pub fn free_endpoint() -> String {
     format!("tcp://{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
 }
 
@@ -141,13 +144,13 @@ pub fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts").join(name)
 }
 
-/// A run long enough to be disturbed.
+/// Settings of a run that is long enough to be interrupted.
 pub const LONG: [&str; 8] = ["--steps", "400", "--checkpoint-every", "50", "--val-every", "200", "--check-ranks", "50"];
 
 impl World {
-    /// A launcher's script with arguments of its own, then the program with its.
+    /// Returns a command that runs a launcher script with arguments `first`, then the program with its own arguments.
     pub fn script(&self, name: &str, first: &[&str], out: &str, more: &[&str]) -> Command {
-        // A shell cannot take back that SIGINT was ignored when it began, as by whoever started these tests in the background.
+        // Background jobs of a shell ignore SIGINT, and a shell script cannot undo that, so `env` does.
         let mut command = self.bare(Path::new("env"));
         command.arg("--default-signal=INT").arg(script(name));
         command.args(first).arg(program()).args(Self::arguments(out, more));
@@ -155,19 +158,19 @@ impl World {
         command
     }
 
-    /// Waits for a checkpoint.
+    /// Waits until the checkpoint of a step is complete.
     pub fn wait_for(&self, out: &str, step: usize) {
-        let (done, deadline) = (self.path(&format!("{out}/DONE_{step:08}")), Instant::now() + PATIENCE);
+        let (done, deadline) = (self.path(&format!("{out}/DONE_{step:08}")), Instant::now() + TIMEOUT);
         while !done.exists() {
             assert!(Instant::now() < deadline, "there is no checkpoint of step {step} in {out}");
             thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// The process that is rank `rank` of the run in `out`.
+    /// Returns the process id of a rank of the run in `out`.
     pub fn process(&self, out: &str, rank: usize) -> String {
         let read = |path: PathBuf| fs::read(path).unwrap_or_default();
-        let has = |bytes: &[u8], what: &str| bytes.windows(what.len()).any(|window| window == what.as_bytes());
+        let has = |bytes: &[u8], text: &str| bytes.windows(text.len()).any(|window| window == text.as_bytes());
         for entry in fs::read_dir("/proc").unwrap().flatten() {
             let process = entry.path();
             let (exe, here) = (fs::read_link(process.join("exe")), fs::read_link(process.join("cwd")));
@@ -182,14 +185,15 @@ impl World {
                 return entry.file_name().into_string().unwrap();
             }
         }
-        panic!("no process is rank {rank} of {out}");
+        panic!("there is no rank {rank} of {out}");
     }
 
     pub fn signal(&self, out: &str, rank: usize, signal: &str) {
         Command::new("kill").args(["-s", signal, &self.process(out, rank)]).status().unwrap();
     }
 
-    pub fn assert_same_end(&self, one: &str, other: &str) {
+    /// Checks that two runs have the same last checkpoint and log.
+    pub fn assert_same_result(&self, one: &str, other: &str) {
         for name in ["model_00000400.bin", "state_00000400_00000.bin", "main.log"] {
             let read = |out: &str| fs::read(self.path(out).join(name)).unwrap();
             assert!(read(one) == read(other), "{name} of {one} and {other} differ");

@@ -1,26 +1,28 @@
-//! Files that appear whole or not at all.
+//! Atomic file writes: a file appears complete or not at all.
+
+#![warn(missing_docs)]
 
 use anyhow::{Context, Result};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// How names begin of files and directories that are not whole yet.
-pub const UNFINISHED: &str = ".unfinished-";
+/// Prefix of the names of temporary files and directories.
+pub const TEMPORARY_PREFIX: &str = ".unfinished-";
 
-/// Writes a file under a temporary name beside `path`, makes it durable, and only then gives it its name. On error nothing
-/// of it is left.
+/// Writes a temporary file next to `path` with `fill`, syncs it to disk and renames it to `path`. On error the temporary file
+/// is removed and an existing file at `path` is unchanged.
 pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
-    let directory = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;
-        // As `File::create` has it; the process' umask still applies.
+        // The permissions of `File::create`. The umask of the process still applies.
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
-    let temporary = builder.prefix(UNFINISHED).tempfile_in(directory).with_context(cannot)?;
+    let temporary = builder.prefix(TEMPORARY_PREFIX).tempfile_in(directory).with_context(cannot)?;
     let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file().try_clone().with_context(cannot)?);
     let result = fill(&mut writer).with_context(cannot)?;
     writer.flush().with_context(cannot)?;
@@ -31,14 +33,14 @@ pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T
     Ok(result)
 }
 
-/// Makes the names in a directory durable: files alone are not found again after a power cut.
+/// Syncs a directory to disk. Without it, a new name may be lost in a power failure although the file was synced.
 pub fn sync_directory(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|directory| directory.sync_all())
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Makes a directory and its parents.
+/// Creates a directory and its parents.
 pub fn create_directory(path: &Path) -> Result<()> {
     fs::create_dir_all(path).with_context(|| format!("cannot create directory {}", path.display()))
 }
@@ -49,16 +51,16 @@ mod tests {
     use anyhow::bail;
 
     #[test]
-    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
+    fn a_failed_write_keeps_the_old_file_and_removes_the_temporary_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.bin");
         write(&path, |w| Ok(w.write_all(b"old")?)).unwrap();
         let failed: Result<()> = write(&path, |w| {
             w.write_all(b"half of the n")?;
-            bail!("disk on fire")
+            bail!("disk full")
         });
         let message = format!("{:#}", failed.unwrap_err());
-        assert!(message.contains("x.bin") && message.contains("disk on fire"), "{message}");
+        assert!(message.contains("x.bin") && message.contains("disk full"), "{message}");
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }

@@ -1,9 +1,10 @@
-//! A run's settings as they were settled: flags over the `--config` file over defaults. Each key is a flag of `train`, so
-//! that the file a run leaves, `config.toml`, is one for `--config`.
+//! The resolved settings of a run: flags override the `--config` file, which overrides defaults.
+//!
+//! Each key is a flag of `train`, so the `config.toml` of a run can be passed to `--config`.
 
 use anyhow::{Context, Result};
 use engine::GeluFusion;
-use engine::open::{Device, MatmulBackend, Precision};
+use engine::open::{Device, Precision, MatmulBackend};
 use model::Recompute;
 use model::guards::Limits;
 use model::schedule::Kind;
@@ -11,97 +12,130 @@ use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// "Every" counts steps, 0 is never. What a run does not have is `None`, and absent from the file.
+/// The settings of a run. Intervals (`*_every`) are in steps, and 0 means never. Settings that a run does not use are `None`
+/// and absent from the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of `train`")]
 pub struct Config {
-    /// Patterns of token files; without the first, the text that comes with the program.
+    /// File patterns of the training data. If absent, the built-in text is used.
     pub train: Option<String>,
+    /// File patterns of the validation data.
     pub val: Option<String>,
-    /// Whether `train` is read in an order that is drawn, or in its own.
+    /// Whether the training data is read in a random order.
     pub shuffle: bool,
+    /// Whether every step trains on the first batch.
     pub overfit_one_batch: bool,
+    /// Directory of logs and checkpoints.
     pub out: Option<PathBuf>,
 
-    /// A name or a file; without one, the shape in the next three.
+    /// Name or file of the model. If absent, the next three settings define its shape.
     pub model: Option<String>,
+    /// Number of transformer layers.
     pub layers: Option<usize>,
+    /// Number of attention heads.
     pub heads: Option<usize>,
+    /// Width of the residual stream.
     pub channels: Option<usize>,
+    /// Seed of the initial weights and of shuffling.
     pub seed: u32,
 
-    /// Sequences of a micro-batch.
+    /// Sequences per micro-batch.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     pub seq: usize,
-    /// Tokens of an optimizer step.
+    /// Tokens per optimizer step, over all ranks.
     pub total_batch: usize,
 
+    /// Number of optimizer steps.
     pub steps: usize,
+    /// Learning rate schedule.
     pub schedule: Kind,
+    /// Peak learning rate.
     #[serde(serialize_with = "shortest")]
     pub lr: f32,
+    /// Steps of linear warmup.
     pub warmup: usize,
+    /// Final learning rate as a fraction of the peak.
     #[serde(serialize_with = "shortest")]
     pub final_fraction: f32,
+    /// Weight decay of AdamW.
     #[serde(serialize_with = "shortest")]
     pub weight_decay: f32,
-    /// z-scores above which an update is skipped; 0: none.
+    /// An update is skipped if the z-score of its loss is above this value; 0 disables the check.
     #[serde(serialize_with = "shortest")]
     pub skip_loss_z: f32,
+    /// An update is skipped if the z-score of its gradient norm is above this value; 0 disables the check.
     #[serde(serialize_with = "shortest")]
     pub skip_norm_z: f32,
-    /// Steps in a row, not finite, that end the run.
+    /// Number of consecutive steps with a non-finite loss or norm that ends the run.
     pub max_bad_steps: usize,
 
+    /// Interval of validation.
     pub val_every: usize,
+    /// Batches per validation.
     pub val_batches: usize,
+    /// HellaSwag data set.
     pub hellaswag: Option<PathBuf>,
+    /// Number of HellaSwag examples to evaluate. If absent, all.
     pub hellaswag_examples: Option<usize>,
+    /// Interval of text generation.
     pub sample_every: usize,
+    /// Tokens per generated text.
     pub sample_length: usize,
+    /// Interval of checkpoints.
     pub checkpoint_every: usize,
-    /// Of the newest checkpoints; 0: all.
+    /// Number of newest checkpoints to keep; 0 keeps all.
     pub keep: usize,
+    /// Checkpoints of steps that are multiples of this value are never deleted.
     pub major_every: usize,
 
+    /// Interval of GPU telemetry.
     pub gpu_info_every: usize,
+    /// Interval of the comparison of replicated tensors between ranks.
     pub check_ranks: usize,
-    /// What ranks divide among them.
+    /// ZeRO stage: 0 replicates all tensors, 1 shards the optimizer state, 2 also the gradients of the layers, 3 also their
+    /// parameters.
     pub zero_stage: u8,
 
+    /// Which activations are recomputed in the backward pass.
     pub recompute: Recompute,
+    /// Whether f32 master weights are kept for bf16 parameters.
     pub master_weights: bool,
 
-    /// The one that was opened, not `auto`.
+    /// The device in use, never `auto`.
     pub device: Device,
+    /// Precision of parameters and activations.
     pub precision: Precision,
+    /// Whether fp32 GEMMs use TF32 tensor cores.
     pub tf32: bool,
+    /// Where the GELU is fused into GEMMs.
     pub gelu_fusion: GeluFusion,
+    /// Which GEMM implementation is used.
     pub matmul: MatmulBackend,
-    /// Architecture, if one was asked for.
+    /// Architecture of the GPU kernels, if one was requested.
     pub kernels: Option<String>,
 }
 
-/// In the digits a person would write, which read back as the same f32.
+/// Serializes an f32 with the fewest digits that round-trip.
 fn shortest<S: Serializer>(value: &impl ToString, serializer: S) -> Result<S::Ok, S::Error> {
     let digits = value.to_string();
     serializer.serialize_f64(digits.parse().map_err(serde::ser::Error::custom)?)
 }
 
 impl Config {
-    /// Norm that gradients are clipped to; llm.c's.
+    /// Maximum gradient norm, as in llm.c.
     pub const CLIP: f32 = 1.0;
 
-    /// The file's name in a run's directory.
+    /// Name of the file in the directory of a run.
     pub const FILE: &str = "config.toml";
 
-    /// Micro-batches of an optimizer step, on each of `ranks`.
-    pub fn grad_accum(&self, ranks: usize) -> usize {
-        self.total_batch / (self.batch * self.seq * ranks)
+    /// Returns the gradient accumulation steps per optimizer step for a number of ranks.
+    pub fn grad_accum(&self, world_size: usize) -> usize {
+        self.total_batch / (self.batch * self.seq * world_size)
     }
 
+    /// Returns the limits of the loss and gradient norm guards.
     pub fn limits(&self) -> Limits {
         let above_zero = |z: f32| (z > 0.0).then(|| f64::from(z));
         Limits {
@@ -111,15 +145,16 @@ impl Config {
         }
     }
 
+    /// Returns the settings as TOML.
     pub fn to_toml(&self) -> Result<String> {
-        toml::to_string(self).context("the configuration cannot be written as TOML")
+        toml::to_string(self).context("cannot convert the configuration to TOML")
     }
 
-    /// Writes `config.toml` into a run's directory.
+    /// Writes `config.toml` into the directory of a run.
     pub fn save(&self, directory: &Path) -> Result<()> {
         let text = self.to_toml()?;
         atomic_file::write(&directory.join(Self::FILE), |file| {
-            writeln!(file, "# The settings of this run. `train --config` takes them again; its flags win over them.")?;
+            writeln!(file, "# The settings of this run, for `train --config`. Flags override them.")?;
             Ok(file.write_all(text.as_bytes())?)
         })
     }

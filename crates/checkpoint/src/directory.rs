@@ -1,4 +1,4 @@
-//! A run's directory: what its files are called, who may write there, and which of them go.
+//! The directory of a run: file names, the lock against concurrent runs, and deletion of old checkpoints.
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -6,23 +6,27 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Returns the name of the model file of a step.
 pub fn model_name(step: usize) -> String {
     format!("model_{step:08}.bin")
 }
 
+/// Returns the name of the state file of a rank.
 pub fn state_name(step: usize, rank: usize) -> String {
     format!("state_{step:08}_{rank:05}.bin")
 }
 
+/// Returns the name of the sidecar file of a step.
 pub fn sidecar_name(step: usize) -> String {
     format!("run_{step:08}.json")
 }
 
+/// Returns the name of the empty file that marks the checkpoint of a step as complete.
 pub fn done_name(step: usize) -> String {
     format!("DONE_{step:08}")
 }
 
-/// The step of a checkpoint's file, and whether it is the mark that the checkpoint is whole.
+/// Returns the step of a checkpoint file, and whether it is the DONE file.
 fn step_of(name: &str) -> Option<(usize, bool)> {
     let number = |digits: &str| {
         let plain = digits.len() >= 8 && digits.bytes().all(|b| b.is_ascii_digit());
@@ -47,7 +51,7 @@ fn names(directory: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Steps of checkpoints that are marked as whole, in ascending order; none if there is no such directory.
+/// Returns the steps of complete checkpoints in ascending order. A directory that does not exist has none.
 pub fn done_steps(directory: &Path) -> Result<Vec<usize>> {
     if !directory.exists() {
         return Ok(Vec::new());
@@ -60,20 +64,20 @@ pub fn done_steps(directory: &Path) -> Result<Vec<usize>> {
     Ok(steps.into_iter().collect())
 }
 
-/// Which checkpoints stay. Zeros switch a rule off.
+/// Which checkpoints are kept. A value of 0 disables a rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// This many of the newest; without, all.
+    /// Number of newest checkpoints to keep. If 0, all are kept.
     pub keep: usize,
-    /// Those of steps that are multiples of this, whatever `keep` says.
+    /// Checkpoints of steps that are multiples of this value are kept regardless of `keep`.
     pub major_every: usize,
 }
 
 impl Retention {
-    /// Deletes what need not stay after the checkpoint of step `newest` has become whole.
+    /// Deletes old checkpoints after the checkpoint of step `newest` is complete.
     ///
-    /// What is there decides, not what the settings were before. Of each the mark goes first, so that nothing is taken for a
-    /// checkpoint that is not one; files without a mark are what a killed run left of that, or of writing them.
+    /// DONE files are deleted first, so that an incomplete checkpoint is never marked as complete. Files without a DONE file
+    /// are left over from a killed run and are deleted too. Checkpoints after `newest` are kept.
     pub fn apply(self, directory: &Path, newest: usize) -> Result<()> {
         let Self { keep, major_every } = self;
         if keep == 0 {
@@ -81,16 +85,16 @@ impl Retention {
         }
         let done = done_steps(directory)?;
         let recent = done.iter().rev().filter(|&&step| step <= newest).take(keep);
-        let mut stay: BTreeSet<usize> = recent.copied().collect();
-        stay.extend(done.iter().filter(|&&step| step > newest || (major_every > 0 && step % major_every == 0)));
-        let mut goes: Vec<(bool, String)> = names(directory)?
+        let mut kept: BTreeSet<usize> = recent.copied().collect();
+        kept.extend(done.iter().filter(|&&step| step > newest || (major_every > 0 && step % major_every == 0)));
+        let mut deleted: Vec<(bool, String)> = names(directory)?
             .into_iter()
-            .filter_map(|name| step_of(&name).filter(|(step, _)| !stay.contains(step)).map(|(_, done)| (!done, name)))
+            .filter_map(|name| step_of(&name).filter(|(step, _)| !kept.contains(step)).map(|(_, done)| (!done, name)))
             .collect();
-        goes.sort();
-        let marks = goes.partition_point(|(file, _)| !file);
-        for (i, (_, name)) in goes.iter().enumerate() {
-            if i == marks {
+        deleted.sort();
+        let done_files = deleted.partition_point(|(file, _)| !file);
+        for (i, (_, name)) in deleted.iter().enumerate() {
+            if i == done_files {
                 atomic_file::sync_directory(directory)?;
             }
             remove_file(&directory.join(name))?;
@@ -99,7 +103,7 @@ impl Retention {
     }
 }
 
-/// Removes a file; that it is not there is no error.
+/// Removes a file if it exists.
 pub fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -109,44 +113,45 @@ pub fn remove_file(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes what killed writers left behind under temporary names. Returns how much it was.
-pub fn remove_unfinished(directory: &Path) -> Result<usize> {
-    let unfinished: Vec<_> =
-        names(directory)?.into_iter().filter(|name| name.starts_with(atomic_file::UNFINISHED)).collect();
-    for name in &unfinished {
+/// Removes temporary files and directories of killed runs. Returns their number.
+pub fn remove_temporary_files(directory: &Path) -> Result<usize> {
+    let temporary: Vec<_> =
+        names(directory)?.into_iter().filter(|name| name.starts_with(atomic_file::TEMPORARY_PREFIX)).collect();
+    for name in &temporary {
         let path = directory.join(name);
         let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
         removed.with_context(|| format!("cannot delete {}", path.display()))?;
     }
-    Ok(unfinished.len())
+    Ok(temporary.len())
 }
 
-/// A directory that no other run writes to.
+/// An exclusive lock on the directory of a run.
 #[derive(Debug)]
-pub struct Locked {
+pub struct DirectoryLock {
     path: PathBuf,
-    /// Locked until it is closed, at the latest when the process ends, however it ends.
+    /// The operating system releases the lock when this file is closed, at the latest when the process ends.
     _directory: File,
 }
 
-impl Locked {
-    /// Makes the directory if there is none.
-    pub fn open(path: &Path) -> Result<Self> {
+impl DirectoryLock {
+    /// Creates the directory if necessary and locks it.
+    pub fn acquire(path: &Path) -> Result<Self> {
         atomic_file::create_directory(path)?;
         let name = path.display();
         let directory = File::open(path).with_context(|| format!("cannot open {name}"))?;
         match directory.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                bail!("{name} is in use by a run that has not ended: wait for it, or take another --out")
+                bail!("{name} is in use by another run; wait for it to end, or choose another --out")
             }
-            // Some network file systems have no locks.
+            // Some network file systems do not support locks.
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {}
             Err(TryLockError::Error(error)) => return Err(error).with_context(|| format!("cannot lock {name}")),
         }
         Ok(Self { path: path.to_owned(), _directory: directory })
     }
 
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -171,14 +176,14 @@ mod tests {
         dir
     }
 
-    fn left(dir: &tempfile::TempDir) -> Vec<String> {
+    fn sorted_names(dir: &tempfile::TempDir) -> Vec<String> {
         let mut names = names(dir.path()).unwrap();
         names.sort();
         names
     }
 
     #[test]
-    fn the_newest_and_the_major_stay() {
+    fn the_newest_and_the_major_checkpoints_are_kept() {
         for (keep, major_every, newest, expected) in [
             (0, 0, 50, &[10, 20, 30, 40, 50][..]),
             (0, 20, 50, &[10, 20, 30, 40, 50]),
@@ -186,43 +191,43 @@ mod tests {
             (2, 0, 50, &[40, 50]),
             (2, 20, 50, &[20, 40, 50]),
             (9, 0, 50, &[10, 20, 30, 40, 50]),
-            // After a resume from before a damaged one, the later ones are not this run's to judge.
+            // After resuming from an earlier checkpoint, later ones are kept.
             (1, 0, 30, &[30, 40, 50]),
         ] {
             let dir = directory(&[10, 20, 30, 40, 50], &["main.log"]);
             Retention { keep, major_every }.apply(dir.path(), newest).unwrap();
             assert_eq!(done_steps(dir.path()).unwrap(), expected, "{keep} {major_every}");
-            let whole = directory(expected, &["main.log"]);
-            assert_eq!(left(&dir), left(&whole));
+            let complete = directory(expected, &["main.log"]);
+            assert_eq!(sorted_names(&dir), sorted_names(&complete));
         }
     }
 
     #[test]
-    fn what_an_interrupted_deletion_left_goes_too_and_other_files_stay() {
+    fn incomplete_checkpoints_are_deleted_and_other_files_kept() {
         let others =
             ["model_final.bin", "run_1.json", "DONE_x", "state_00000007.bin", "model_0000001.bin", "main.jsonl"];
         let dir = directory(&[30], &[&others[..], &["model_00000010.bin", "state_00000020_00001.bin"]].concat());
         Retention { keep: 1, major_every: 10 }.apply(dir.path(), 30).unwrap();
-        assert_eq!(left(&dir), left(&directory(&[30], &others)));
+        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[30], &others)));
     }
 
     #[test]
-    fn a_directory_has_one_writer() {
+    fn a_directory_is_locked_by_one_run() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/run");
-        let first = Locked::open(&path).unwrap();
-        let message = Locked::open(&path).unwrap_err().to_string();
+        let first = DirectoryLock::acquire(&path).unwrap();
+        let message = DirectoryLock::acquire(&path).unwrap_err().to_string();
         assert!(message.contains("new/run is in use") && message.contains("--out"), "{message}");
         drop(first);
-        Locked::open(&path).unwrap();
+        DirectoryLock::acquire(&path).unwrap();
     }
 
     #[test]
-    fn the_unfinished_is_removed() {
+    fn temporary_files_are_removed() {
         let dir = directory(&[10], &[".unfinished-abc", ".hidden"]);
         fs::create_dir(dir.path().join(".unfinished-checkpoint")).unwrap();
         fs::write(dir.path().join(".unfinished-checkpoint/model_00000020.bin"), "half").unwrap();
-        assert_eq!(remove_unfinished(dir.path()).unwrap(), 2);
-        assert_eq!(left(&dir), left(&directory(&[10], &[".hidden"])));
+        assert_eq!(remove_temporary_files(dir.path()).unwrap(), 2);
+        assert_eq!(sorted_names(&dir), sorted_names(&directory(&[10], &[".hidden"])));
     }
 }

@@ -1,4 +1,4 @@
-//! What tells one data set from another.
+//! Fingerprints that identify a data set.
 
 use anyhow::Result;
 use data::{Loader, Tokens};
@@ -6,23 +6,25 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Blocks of a shard that are hashed: the first, the last, and evenly between. ReadResult all of a data set would take minutes.
+/// Number of blocks per shard that are hashed, evenly spaced from the first to the last. Hashing all tokens would take
+/// minutes.
 const BLOCKS: usize = 16;
-/// Tokens of a block.
+/// Tokens per block.
 const BLOCK: usize = 2048;
 
-/// A shard of a data set.
+/// The fingerprint of one shard of a data set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shard {
-    /// Of the file, without its directory.
+pub struct ShardFingerprint {
+    /// File name without its directory.
     pub name: String,
+    /// Number of tokens.
     pub tokens: usize,
-    /// Of blocks of it.
+    /// Hash of some of its blocks, in hexadecimal.
     pub xxh3: String,
 }
 
-impl Shard {
-    fn of(tokens: &Tokens) -> Result<Self> {
+impl ShardFingerprint {
+    fn new(tokens: &Tokens) -> Result<Self> {
         let path = Path::new(tokens.name());
         let name = path.file_name().map_or_else(|| tokens.name().into(), |name| name.to_string_lossy().into_owned());
         let mut hash = Xxh3::new();
@@ -35,27 +37,27 @@ impl Shard {
         Ok(Self { name, tokens: tokens.len(), xxh3: format!("{:016x}", hash.digest()) })
     }
 
-    fn holds_the_same(&self, other: &Self) -> bool {
+    fn has_same_content(&self, other: &Self) -> bool {
         (self.tokens, &self.xxh3) == (other.tokens, &other.xxh3)
     }
 }
 
-/// The shards that a loader reads, in its order.
-pub fn of(loader: &Loader) -> Result<Vec<Shard>> {
-    loader.shards().iter().map(Shard::of).collect()
+/// Returns the fingerprints of the shards of a loader, in its order.
+pub fn of_loader(loader: &Loader) -> Result<Vec<ShardFingerprint>> {
+    loader.shards().iter().map(ShardFingerprint::new).collect()
 }
 
-/// How `now` differs from `was`, if it does. Names do not count.
-pub fn difference(was: &[Shard], now: &[Shard]) -> Option<String> {
-    // Wider than a count, which a checkpoint may state at will.
-    let total = |shards: &[Shard]| shards.iter().map(|shard| shard.tokens as u128).sum::<u128>();
+/// Describes the first difference between two data sets: what `was` has, and what `now` has. File names are not compared.
+pub fn difference(was: &[ShardFingerprint], now: &[ShardFingerprint]) -> Option<[String; 2]> {
+    // A damaged checkpoint may contain any token counts, so their sum is computed in u128.
+    let total = |shards: &[ShardFingerprint]| shards.iter().map(|shard| shard.tokens as u128).sum::<u128>();
     if was.len() != now.len() {
-        let tell = |shards: &[Shard]| format!("{} files with {} tokens", shards.len(), total(shards));
-        return Some(format!("was {}, is {}", tell(was), tell(now)));
+        let describe = |shards: &[ShardFingerprint]| format!("{} files with {} tokens", shards.len(), total(shards));
+        return Some([describe(was), describe(now)]);
     }
-    let (was, now) = was.iter().zip(now).find(|(was, now)| !was.holds_the_same(now))?;
-    let tell = |shard: &Shard| format!("{} ({} tokens, hash {})", shard.name, shard.tokens, shard.xxh3);
-    Some(format!("was {}, is {}", tell(was), tell(now)))
+    let (was, now) = was.iter().zip(now).find(|(was, now)| !was.has_same_content(now))?;
+    let describe = |shard: &ShardFingerprint| format!("{} ({} tokens, hash {})", shard.name, shard.tokens, shard.xxh3);
+    Some([describe(was), describe(now)])
 }
 
 #[cfg(test)]
@@ -63,23 +65,20 @@ mod tests {
     use super::*;
     use data::Geometry;
 
-    fn print(shards: &[(&str, Vec<u16>)]) -> Vec<Shard> {
+    fn fingerprint(shards: &[(&str, Vec<u16>)]) -> Vec<ShardFingerprint> {
         let shards = shards.iter().map(|(name, tokens)| Tokens::in_memory(*name, tokens.clone())).collect();
-        of(&Loader::new(shards, Geometry::single(1, 4), 1 << 16, None).unwrap()).unwrap()
+        of_loader(&Loader::new(shards, Geometry::single(1, 4), 1 << 16, None).unwrap()).unwrap()
     }
 
     #[test]
-    fn content_and_order_count_but_names_do_not() {
+    fn content_and_order_are_compared_but_names_are_not() {
         let (a, b): (Vec<u16>, Vec<u16>) = ((0..9000).collect(), (0..9000).rev().collect());
-        let was = print(&[("dir/a", a.clone()), ("dir/b", b.clone())]);
+        let was = fingerprint(&[("dir/a", a.clone()), ("dir/b", b.clone())]);
         assert_eq!(was[0].name, "a");
-        let difference = |now: &[(&str, Vec<u16>)]| difference(&was, &print(now));
+        let difference = |now: &[(&str, Vec<u16>)]| difference(&was, &fingerprint(now));
         assert_eq!(difference(&[("x", a.clone()), ("y", b.clone())]), None);
-        assert!(difference(&[("b", b.clone()), ("a", a.clone())]).unwrap().contains("was a (9000 tokens"));
-        assert_eq!(
-            difference(&[("a", a.clone())]).unwrap(),
-            "was 2 files with 18000 tokens, is 1 files with 9000 tokens"
-        );
+        assert!(difference(&[("b", b.clone()), ("a", a.clone())]).unwrap()[0].starts_with("a (9000 tokens"));
+        assert_eq!(difference(&[("a", a.clone())]).unwrap(), ["2 files with 18000 tokens", "1 files with 9000 tokens"]);
         let changed = |at: usize| {
             let mut b = b.clone();
             b[at] ^= 1;
@@ -87,10 +86,11 @@ mod tests {
         };
         assert!([0, 4500, 8999].map(changed).iter().all(Option::is_some));
     }
+
     #[test]
     fn totals_do_not_overflow() {
-        let shard = Shard { name: "x".to_owned(), tokens: usize::MAX, xxh3: String::new() };
+        let shard = ShardFingerprint { name: "x".to_owned(), tokens: usize::MAX, xxh3: String::new() };
         let found = difference(&[shard.clone(), shard], &[]).unwrap();
-        assert_eq!(found, "was 2 files with 36893488147419103230 tokens, is 0 files with 0 tokens");
+        assert_eq!(found, ["2 files with 36893488147419103230 tokens", "0 files with 0 tokens"]);
     }
 }

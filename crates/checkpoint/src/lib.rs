@@ -1,21 +1,25 @@
-//! What a run leaves behind and goes on from: model and optimizer in llm.c's formats, and what these have no room for.
+//! Checkpoints: writing them during training, and resuming a run from them.
 //!
-//! A checkpoint of step S in a run's directory:
+//! Model and optimizer files have the formats of llm.c. A sidecar file stores what these formats cannot represent. The
+//! checkpoint of step S in the directory of a run consists of:
 //! ```text
-//! model_SSSSSSSS.bin        model.rs     parameters
-//! state_SSSSSSSS_RRRRR.bin  state.rs     optimizer, data loader and random numbers of rank R
-//! run_SSSSSSSS.json         sidecar.rs   settings, data set, averages; size and checksum of each file
-//! DONE_SSSSSSSS                          empty: the checkpoint is whole
+//! model_SSSSSSSS.bin        model_file.rs  parameters
+//! state_SSSSSSSS_RRRRR.bin  state.rs       optimizer, data loader and random number generator of rank R
+//! run_SSSSSSSS.json         sidecar.rs     settings, data set, averages; size and checksum of each file
+//! DONE_SSSSSSSS                            empty; marks the checkpoint as complete
 //! ```
-//! `writer.rs` writes them while the run goes on, `resume.rs` finds the newest that is whole, `directory.rs` knows the names
-//! and deletes the old.
+//! [`writer`] writes checkpoints while training continues. [`resume`] finds the newest complete checkpoint and loads it.
+//! [`directory`] defines file names and deletes old checkpoints. [`preflight`] checks before the first step that all ranks
+//! have the same program, settings and data.
 
-pub mod before;
+#![warn(missing_docs)]
+
 pub mod config;
 pub mod directory;
 pub mod fingerprint;
 pub mod model_file;
 pub mod preflight;
+pub mod recovery;
 pub mod resume;
 pub mod sidecar;
 pub mod state;
@@ -27,71 +31,78 @@ use model::guards::Guards;
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 
-/// Where a run stands between two steps: besides the tensors, all that the rest of it depends on.
+/// The state of a run between two steps, except for its tensors.
 #[derive(Clone, Debug)]
 pub struct RunState {
-    /// Updates done.
+    /// Number of completed optimizer steps.
     pub step: usize,
-    /// Seeds stochastic rounding.
+    /// Random number generator that seeds stochastic rounding.
     pub rounding: XorShift,
-    /// The same before the last update drew from it.
+    /// The state of `rounding` before the last optimizer step.
     pub rounding_before_update: XorShift,
-    /// Where the next batch comes from.
+    /// Position of the next batch in the training data.
     pub data: Position,
+    /// Statistics of the run so far.
     pub progress: Progress,
 }
 
-/// First state of the generator that seeds stochastic rounding.
+/// Initial state of the generator that seeds stochastic rounding.
 const ROUNDING_SEED: u64 = 13_371_337;
 
 impl RunState {
-    /// Before the first step.
+    /// Returns the state before the first step.
     pub fn fresh(data: Position) -> Self {
         let rounding = XorShift { state: ROUNDING_SEED };
         Self { step: 0, rounding, rounding_before_update: rounding, data, progress: Progress::default() }
     }
 }
 
-/// What a run knows of its own past, which llm.c's files have no room for.
+/// Statistics of the run so far, which the files of llm.c do not store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Whether validation and samples that are due at this step, before its update, are done.
+    /// Whether the validation and sampling due at this step, before its update, are done.
     pub evaluated: bool,
-    /// Tokens trained on.
+    /// Number of tokens trained on.
     pub tokens: u64,
-    /// Time of the training steps alone.
+    /// Total time of the training steps, without evaluation and checkpoints.
     pub training_seconds: f64,
     /// Validation loss before the first step.
     pub first_val_loss: Option<f64>,
-    pub pace: Pace,
+    /// Average time of a step.
+    #[serde(rename = "pace")]
+    pub step_time: StepTimeAverage,
+    /// State of the loss and gradient norm guards.
     #[serde(default)]
     pub guards: Guards,
 }
 
-/// Time of a step, over steps so far; the first after each start is often slower and does not count.
+/// Average time of a training step. The first step after each start is excluded, because it is often slower.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Pace {
+pub struct StepTimeAverage {
+    /// Number of steps.
     pub steps: u32,
+    /// Total seconds of these steps.
     pub seconds: f64,
-    /// Exponential average of the same, before bias correction.
+    /// Exponential moving average of the seconds per step, without bias correction.
     pub average: f64,
 }
 
-impl Pace {
+impl StepTimeAverage {
     const SMOOTHING: f64 = 0.95;
 
+    /// Adds the time of a step.
     pub fn add(&mut self, seconds: f64) {
         self.steps += 1;
         self.seconds += seconds;
         self.average += (1.0 - Self::SMOOTHING) * (seconds - self.average);
     }
 
-    /// Seconds per step, lately.
+    /// Returns the exponential moving average of the seconds per step, with bias correction.
     pub fn smoothed(&self) -> Option<f64> {
         (self.steps > 0).then(|| self.average / (1.0 - Self::SMOOTHING.powf(f64::from(self.steps))))
     }
 
-    /// Seconds per step, over all.
+    /// Returns the mean of the seconds per step over the whole run.
     pub fn mean(&self) -> Option<f64> {
         (self.steps > 0).then(|| self.seconds / f64::from(self.steps))
     }

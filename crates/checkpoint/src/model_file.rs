@@ -1,9 +1,10 @@
 //! Model files (`.bin`).
 //!
-//! A header of 256 little-endian i32 (magic 20240326, version, maxT, V, L, NH, C, Vp, zeros), then the 16 parameter tensors in
-//! [`Param::ALL`] order without gaps, all layers of one together: f32 in version 3, bf16 in version 5.
+//! The header consists of 256 little-endian i32: magic 20240326, version, maxT, V, L, NH, C, Vp, zeros. The parameter tensors
+//! follow in [`Param::ALL`](model::Param::ALL) order without gaps, all layers of a tensor together. Their type is f32 in
+//! version 3 and bf16 in version 5.
 
-use super::tensors::{self, Shape};
+use super::tensors::{self, FileShape};
 use anyhow::{Context, Result, bail, ensure};
 use engine::Engine;
 use engine::tensor::DType;
@@ -22,28 +23,29 @@ const fn version_of(dtype: DType) -> i32 {
     }
 }
 
-/// A model file whose header agrees with its size.
+/// An open model file. Its header has been checked against its size.
 #[derive(Debug)]
 pub struct ModelFile {
     path: PathBuf,
     file: BufReader<File>,
-    shape: Shape,
+    shape: FileShape,
     dtype: DType,
 }
 
 impl ModelFile {
+    /// Opens a file and checks its header and size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
         let mut file = File::open(path).with_context(|| format!("cannot open model file {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
         ensure!(
             size >= HEADER_BYTES as u64,
-            "{name} is no model file: expected a header of {HEADER_BYTES} bytes, found {size} bytes"
+            "{name} is not a model file: expected a header of {HEADER_BYTES} bytes, found {size} bytes"
         );
         let mut header = [0; HEADER_BYTES];
         file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
         let word = |i: usize| i32::from_le_bytes(header[4 * i..4 * i + 4].try_into().expect("four bytes"));
-        ensure!(word(0) == MAGIC, "{name} is no model file: expected magic {MAGIC}, found {}", word(0));
+        ensure!(word(0) == MAGIC, "{name} is not a model file: expected magic {MAGIC}, found {}", word(0));
         let dtype = match word(1) {
             3 => DType::F32,
             5 => DType::Bf16,
@@ -52,44 +54,48 @@ impl ModelFile {
         let [max_seq_len, vocab, layers, heads, channels, padded_vocab] =
             [2, 3, 4, 5, 6, 7].map(|i| word(i).max(0) as usize);
         let descriptor = Descriptor::new(layers, heads, channels, max_seq_len, vocab)
-            .with_context(|| format!("{name}: its header describes no model"))?;
+            .with_context(|| format!("{name}: invalid header"))?;
         ensure!(
             padded_vocab >= vocab,
             "{name}: expected a padded vocabulary of at least {vocab}, found {padded_vocab}"
         );
-        let shape = Shape { descriptor, padded_vocab };
+        let shape = FileShape { descriptor, padded_vocab };
         let expected = HEADER_BYTES as u128 + shape.elements() * dtype.bytes() as u128;
         ensure!(
             u128::from(size) == expected,
-            "{name} is {}: its header describes {descriptor}, expected {expected} bytes, found {size}",
+            "{name} is {}: expected {expected} bytes for a model with {descriptor}, found {size}",
             if u128::from(size) < expected { "truncated" } else { "too long" }
         );
         Ok(Self { path: path.to_owned(), file: BufReader::new(file), shape, dtype })
     }
 
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// Returns the shape of the model.
     pub fn descriptor(&self) -> Descriptor {
         self.shape.descriptor
     }
 
-    /// Rows of wte in the file.
+    /// Returns the number of rows of wte in the file.
     pub fn padded_vocab(&self) -> usize {
         self.shape.padded_vocab
     }
 
+    /// Returns the type of the parameters.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    pub fn shape(&self) -> Shape {
+    /// Returns the tensor shapes of the file.
+    pub fn shape(&self) -> FileShape {
         self.shape
     }
 
-    /// Reads what this rank keeps of the parameters into `model`, which was planned for [`descriptor`](Self::descriptor), and into its master weights
-    /// if it has them. Where a type differs, values are widened or rounded to nearest.
+    /// Reads the parameters that this rank keeps into `model`, and into its master weights if it has them. The model must have
+    /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ.
     pub fn load(mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
         self.load_tensors(model, engine)
     }
@@ -103,7 +109,7 @@ impl ModelFile {
     }
 }
 
-/// Writes a model file of parameters given as the bytes of a block of `dtype` (f32 or bf16) laid out by `layout`.
+/// Writes a model file. `params` contains the parameters, of type `dtype` (f32 or bf16), in `layout`.
 pub fn write(out: &mut impl Write, descriptor: Descriptor, layout: &Params, params: &[u8], dtype: DType) -> Result<()> {
     let Descriptor { layers, heads, channels, max_seq_len, vocab } = descriptor;
     let words = [max_seq_len, vocab, layers, heads, channels, descriptor.padded_vocab()].map(|word| word as i32);
@@ -117,8 +123,8 @@ pub fn write(out: &mut impl Write, descriptor: Descriptor, layout: &Params, para
     tensors::write(out, layout, params, dtype.bytes())
 }
 
-/// Bytes of a model file.
-pub fn bytes(descriptor: Descriptor, dtype: DType) -> u64 {
+/// Returns the size of a model file in bytes.
+pub fn file_bytes(descriptor: Descriptor, dtype: DType) -> u64 {
     HEADER_BYTES as u64 + descriptor.parameters() as u64 * dtype.bytes() as u64
 }
 
@@ -148,9 +154,9 @@ mod tests {
         (model, engine)
     }
 
-    fn initialised() -> (Gpt2, Cpu) {
+    fn initialized() -> (Gpt2, Cpu) {
         let (model, mut engine) = planned(Descriptor::new(2, 2, 8, 16, 200).unwrap());
-        // Values of every magnitude, none of them alike.
+        // Distinct values of various magnitudes.
         let mut next = 0.0f32;
         init::generate(&model.descriptor, 1, |param, layer, values| {
             let values: Vec<f32> = values
@@ -174,9 +180,9 @@ mod tests {
     }
 
     #[test]
-    fn both_versions_come_back() {
+    fn both_versions_round_trip() {
         let dir = tempfile::tempdir().unwrap();
-        let (model, mut engine) = initialised();
+        let (model, mut engine) = initialized();
         let params = engine.read(model.params).unwrap();
         let path = dir.path().join("v3.bin");
         save(&path, &model, &mut engine, DType::F32).unwrap();
@@ -190,9 +196,9 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_are_llm_cs() {
+    fn the_file_has_the_layout_of_llm_c() {
         let dir = tempfile::tempdir().unwrap();
-        let (model, mut engine) = initialised();
+        let (model, mut engine) = initialized();
         let path = dir.path().join("model.bin");
         save(&path, &model, &mut engine, DType::F32).unwrap();
         let bytes = fs::read(&path).unwrap();
@@ -212,9 +218,9 @@ mod tests {
     }
 
     #[test]
-    fn another_padding_is_read() {
+    fn a_file_with_other_padding_is_read() {
         let dir = tempfile::tempdir().unwrap();
-        let (model, mut engine) = initialised();
+        let (model, mut engine) = initialized();
         let path = dir.path().join("model.bin");
         save(&path, &model, &mut engine, DType::F32).unwrap();
         let mut bytes = fs::read(&path).unwrap();
@@ -225,9 +231,9 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_are_refused_before_anything_is_allocated() {
+    fn invalid_files_are_rejected_when_opened() {
         let dir = tempfile::tempdir().unwrap();
-        let (model, mut engine) = initialised();
+        let (model, mut engine) = initialized();
         let path = dir.path().join("model.bin");
         save(&path, &model, &mut engine, DType::F32).unwrap();
         let good = fs::read(&path).unwrap();

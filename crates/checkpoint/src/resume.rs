@@ -1,4 +1,4 @@
-//! Finds the newest whole checkpoint of a run, and goes on from it.
+//! Finds the newest complete checkpoint of a run and resumes from it.
 
 use super::directory::{done_steps, model_name, sidecar_name, state_name};
 use super::fingerprint;
@@ -12,11 +12,10 @@ use engine::Engine;
 use engine::tensor::DType;
 use model::{Descriptor, Gpt2};
 use serde_json::{Map, Value};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Settings that may change on the way, besides those of the model and the data, which are compared as such: where a run
-/// computes and in which precision, what it tells, and what it keeps.
-const FREE: [&str; 21] = [
+/// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
+const MUTABLE_SETTINGS: [&str; 21] = [
     "device",
     "precision",
     "tf32",
@@ -40,125 +39,139 @@ const FREE: [&str; 21] = [
     "max-bad-steps",
 ];
 
-/// Settings that name the model or the data.
-const NAMES: [&str; 6] = ["model", "layers", "heads", "channels", "train", "val"];
+/// Settings that name the model or the data. Their contents are compared instead.
+const MODEL_AND_DATA_SETTINGS: [&str; 6] = ["model", "layers", "heads", "channels", "train", "val"];
 
-/// A whole checkpoint.
+/// A complete checkpoint.
 #[derive(Debug)]
 pub struct Checkpoint {
+    /// Number of completed optimizer steps.
     pub step: usize,
     model: ModelFile,
     state: StateFiles,
-    /// llm.c writes none.
+    /// `None` for checkpoints of llm.c.
     sidecar: Option<Sidecar>,
 }
 
-/// The newest whole checkpoint, and what was found on the way to it.
+/// The result of the search for the newest checkpoint.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FoundCheckpoint {
+    /// The newest complete checkpoint. `None` if there are no checkpoints.
     pub checkpoint: Option<Checkpoint>,
-    /// For a person: which checkpoints are damaged, what is missing.
+    /// Messages for the user about damaged checkpoints and missing files.
     pub notes: Vec<String>,
 }
 
-/// The newest whole checkpoint in a directory; none if there never was one. That all there are are damaged is an error: a run
-/// that began anew would write over them.
-pub fn newest(directory: &Path) -> Result<Found> {
+/// Finds the newest complete checkpoint in a directory. It is an error if all checkpoints are damaged, because a new run would
+/// overwrite them.
+pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     let mut notes = Vec::new();
     for step in done_steps(directory)?.into_iter().rev() {
         match Checkpoint::open(directory, step) {
             Ok(checkpoint) => {
                 if checkpoint.sidecar.is_none() {
                     notes.push(format!(
-                        "the checkpoint of step {step} has no {}, as llm.c leaves none: whether settings, data set and \
-                         files are those of before is not known; averages begin anew",
+                        "the checkpoint of step {step} has no {} (llm.c writes none): settings, data set and files cannot \
+                         be verified, and averages start anew",
                         sidecar_name(step)
                     ));
                 }
-                return Ok(Found { checkpoint: Some(checkpoint), notes });
+                return Ok(FoundCheckpoint { checkpoint: Some(checkpoint), notes });
             }
-            Err(error) => notes.push(format!("the checkpoint of step {step} is not whole and left aside: {error:#}")),
+            Err(error) => notes.push(format!("the checkpoint of step {step} is damaged and ignored: {error:#}")),
         }
     }
-    ensure!(notes.is_empty(), "there is no whole checkpoint in {}: {}", directory.display(), notes.join("; "));
-    Ok(Found::default())
+    ensure!(
+        notes.is_empty(),
+        "{}: expected a complete checkpoint, found only damaged ones: {}; restore one, or choose another --out",
+        directory.display(),
+        notes.join("; ")
+    );
+    Ok(FoundCheckpoint::default())
 }
 
 impl Checkpoint {
-    /// Reads all of its files, and checks them against their checksums where there are some.
+    /// Opens the files of a checkpoint and verifies their checksums, if there is a sidecar.
     fn open(directory: &Path, step: usize) -> Result<Self> {
-        let path = directory.join(sidecar_name(step));
-        let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
-        let check = |name: &str| match &sidecar {
+        let (path, sidecar) = Self::open_sidecar(directory, step)?;
+        let verify = |name: &str| match &sidecar {
             Some(sidecar) => {
                 let sum = sidecar.files.iter().find(|file| file.name == name);
-                sum.with_context(|| format!("{} does not know {name}", path.display()))?.check(directory)
+                sum.with_context(|| format!("{} has no checksum of {name}", path.display()))?.verify(directory)
             }
             None => Ok(()),
         };
         if let Some(sidecar) = &sidecar {
-            ensure!(sidecar.step == step, "{} is of step {}", path.display(), sidecar.step);
+            ensure!(sidecar.step == step, "{}: expected step {step}, found {}", path.display(), sidecar.step);
         }
-        check(&model_name(step))?;
-        check(&state_name(step, 0))?;
+        verify(&model_name(step))?;
+        verify(&state_name(step, 0))?;
         let model = ModelFile::open(&directory.join(model_name(step)))?;
         let state = StateFiles::open(directory, step, model.shape())?;
-        (1..state.count()).try_for_each(|rank| check(&state_name(step, rank)))?;
+        (1..state.count()).try_for_each(|rank| verify(&state_name(step, rank)))?;
         Ok(Self { step, model, state, sidecar })
     }
 
-    /// One that another rank has checked.
-    pub fn open_checked(directory: &Path, step: usize) -> Result<Self> {
+    /// Opens a checkpoint that another rank has verified, without reading its files completely.
+    pub fn open_verified(directory: &Path, step: usize) -> Result<Self> {
+        let (_, sidecar) = Self::open_sidecar(directory, step)?;
+        let model = ModelFile::open(&directory.join(model_name(step)))?;
+        let state = StateFiles::open(directory, step, model.shape())?;
+        Ok(Self { step, model, state, sidecar })
+    }
+
+    /// Returns the path of the sidecar and its contents, if it exists.
+    fn open_sidecar(directory: &Path, step: usize) -> Result<(PathBuf, Option<Sidecar>)> {
         let path = directory.join(sidecar_name(step));
         let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
-        let model = ModelFile::open(&directory.join(model_name(step)))?;
-        let state = StateFiles::open(directory, step, model.shape())?;
-        Ok(Self { step, model, state, sidecar })
+        Ok((path, sidecar))
     }
 
+    /// Returns the shape of the model.
     pub fn descriptor(&self) -> Descriptor {
         self.model.descriptor()
     }
 
-    /// Whether validation and samples that are due at this step are done.
+    /// Returns whether the validation and sampling due at this step are done.
     pub fn evaluated(&self) -> bool {
         self.sidecar.as_ref().is_none_or(|sidecar| sidecar.progress.evaluated)
     }
 
-    /// Compares what the run was with what it shall be. Returns what may have changed and did; what may not is an error,
-    /// unless `force`d.
-    pub fn compare(&self, now: &Identity, descriptor: Descriptor, force: bool) -> Result<Vec<String>> {
+    /// Compares the settings and data of the checkpoint with those of the resumed run. Returns a message per permitted change.
+    /// Other changes are an error, unless `force` is set.
+    pub fn check_settings(&self, now: &Identity, descriptor: Descriptor, force: bool) -> Result<Vec<String>> {
         ensure!(
             descriptor == self.descriptor(),
-            "the checkpoint of step {} is of a model with {}, these settings are for one with {}",
+            "checkpoint of step {}: expected a model with {descriptor}, found one with {}; use the settings of the checkpoint, or \
+             choose another --out",
             self.step,
-            self.descriptor(),
-            descriptor
+            self.descriptor()
         );
         let Some(Sidecar { identity: was, .. }) = &self.sidecar else { return Ok(Vec::new()) };
-        let (free, mut fixed): (Vec<_>, Vec<_>) =
-            changes(&was.config, &now.config).into_iter().partition(|(key, _)| FREE.contains(&&**key));
-        let mut notes: Vec<String> = free.into_iter().map(|(_, change)| change).collect();
-        let mut refused: Vec<String> = fixed.drain(..).map(|(_, change)| change).collect();
-        refused.extend(fingerprint::difference(&was.train, &now.train).map(|change| format!("training data {change}")));
+        let (mutable, fixed): (Vec<_>, Vec<_>) =
+            changes(&was.config, &now.config).into_iter().partition(|(key, _)| MUTABLE_SETTINGS.contains(&&**key));
+        let mut notes: Vec<String> = mutable.into_iter().map(|(_, change)| change).collect();
+        let mut refused: Vec<String> = fixed.into_iter().map(|(_, change)| change).collect();
+        let data_change = |what, was: &_, now: &_| {
+            fingerprint::difference(was, now).map(|[was, now]| format!("{what} data was {was}, is {now}"))
+        };
+        refused.extend(data_change("training", &was.train, &now.train));
         match (&was.val, &now.val) {
-            (Some(was), Some(now)) => {
-                refused.extend(fingerprint::difference(was, now).map(|change| format!("validation data {change}")));
-            }
-            (None, Some(_)) => notes.push("validation data: was none".to_owned()),
-            (Some(_), None) => notes.push("validation data: is none".to_owned()),
+            (Some(was), Some(now)) => refused.extend(data_change("validation", was, now)),
+            (None, Some(_)) => notes.push("validation data was none".to_owned()),
+            (Some(_), None) => notes.push("validation data is none".to_owned()),
             (None, None) => {}
         }
         if was.engine != now.engine {
             notes.push(format!(
-                "the run was on {}, is on {}: numbers may differ in their last bits",
+                "the device was {}, is {}: results may differ in their last bits",
                 was.engine, now.engine
             ));
         }
         if !force && !refused.is_empty() {
             bail!(
-                "the checkpoint of step {} is of a run with other settings: {}; give those, take another --out, or go on \
-                 nevertheless with --force-resume",
+                "checkpoint of step {}: the settings have changed: {}; use the previous settings, choose another --out, or \
+                 resume anyway with --force-resume",
                 self.step,
                 refused.join("; ")
             );
@@ -167,19 +180,21 @@ impl Checkpoint {
         Ok(notes)
     }
 
-    /// Has the engine compute matrix products as before; false if it cannot.
+    /// Makes the engine use the GEMM algorithms of the checkpoint. Returns false if it cannot.
     pub fn adopt_algorithms(&self, engine: &mut dyn Engine) -> bool {
         let algorithms = self.sidecar.as_ref().and_then(|sidecar| sidecar.algorithms.as_ref());
         algorithms.is_none_or(|algorithms| engine.adopt_algorithms(algorithms))
     }
 
-    /// Fills what this rank keeps of a model in training, which was planned for [`descriptor`](Self::descriptor), and sends the loader where the
-    /// run's next batch is. With `force`, a loader that has no such place stays where it is, with a note. The file has the
-    /// place of a run of one rank; of several, each finds its own by the tokens that all have trained on, and so does a loader
-    /// that does not shuffle, or has begun or ceased to.
+    /// Loads the tensors that this rank keeps and moves the loader to the next batch of the run. The model must have been
+    /// planned for [`descriptor`](Self::descriptor) and for training.
     ///
-    /// Parameters come from the model file bit for bit if it has the engine's precision. If not, they are the master weights
-    /// or, without those, what the model file has, rounded to nearest where that is needed.
+    /// With one rank and the same shuffling, the loader seeks to the position in the file. Otherwise it skips the tokens that
+    /// all ranks have trained on. If the loader cannot seek there, `force` makes it start at its beginning, with a message in
+    /// `notes`.
+    ///
+    /// Parameters are loaded bit for bit from the model file if it has the engine's precision. Otherwise they are the master
+    /// weights or, without them, those of the model file, rounded to nearest if necessary.
     pub fn load(
         mut self,
         model: &Gpt2,
@@ -190,30 +205,30 @@ impl Checkpoint {
         notes: &mut Vec<String>,
     ) -> Result<RunState> {
         self.load_tensors(model, engine, notes)?;
-        let ranks_before = self.sidecar.as_ref().map_or(self.state.ranks, |sidecar| sidecar.identity.ranks);
+        let previous_world_size = self.sidecar.as_ref().map_or(self.state.world_size, |sidecar| sidecar.identity.ranks);
         let tokens = (self.step * total_batch) as u64;
         let progress = self.sidecar.map(|sidecar| sidecar.progress);
         let trained = progress.as_ref().map_or(tokens, |progress| progress.tokens);
-        let ranks = loader.ranks();
-        if ranks != ranks_before {
+        let world_size = loader.ranks();
+        if world_size != previous_world_size {
             notes.push(format!(
-                "the run was shared out to {ranks_before}, is to {ranks}: the data goes on after as many tokens as have been \
-                 trained on, in the order of {ranks}"
+                "the world size was {previous_world_size}, is {world_size}: the data resumes after the tokens trained on, in the \
+                 order of {world_size} ranks"
             ));
         }
         let other_order = match loader.check_order(&self.state.data) {
             Err(error) if !force => return Err(error),
             order => order.is_err(),
         };
-        // In data in order a number of tokens is a place, whatever the batch; without a sidecar that number is a guess.
+        // Without shuffling the number of tokens is a position for any batch size. Without a sidecar the number is a guess.
         let in_order = progress.is_some() && !loader.shuffles();
-        if (ranks, ranks_before) != (1, 1) || other_order || in_order {
+        if (world_size, previous_world_size) != (1, 1) || other_order || in_order {
             loader.skip_tokens(trained);
         } else if let Err(error) = loader.seek(self.state.data.clone()) {
             if !force {
                 return Err(error);
             }
-            notes.push(format!("the training data begins anew: {error:#}"));
+            notes.push(format!("the training data starts anew: {error:#}"));
         }
         Ok(RunState {
             step: self.step,
@@ -224,31 +239,31 @@ impl Checkpoint {
         })
     }
 
-    /// Fills what this rank keeps of the tensors, as [`load`](Self::load).
+    /// Loads the tensors that this rank keeps. See [`load`](Self::load).
     pub fn load_tensors(&mut self, model: &Gpt2, engine: &mut dyn Engine, notes: &mut Vec<String>) -> Result<()> {
-        let training = model.training.context("this model was planned for inference only")?;
+        let training = model.training.context("the model was planned for inference only")?;
         self.model.load_tensors(model, engine)?;
         let masters = match training.master {
             Some(master) => Some(model.state_store(master)),
             None => (model.params.dtype == DType::F32).then(|| model.param_store()),
         };
-        if training.master.is_some() && !self.state.masters() {
-            notes.push("the checkpoint has no master weights: they begin as the model file's weights".to_owned());
+        if training.master.is_some() && !self.state.has_master_weights() {
+            notes.push("the checkpoint has no master weights: they start as the weights of the model file".to_owned());
         }
         self.state.load(model, masters, engine)
     }
 }
 
-/// Settings that differ: their key, and what to say of it.
+/// Returns the settings that differ: the key, and a description of the change.
 fn changes(was: &Map<String, Value>, now: &Map<String, Value>) -> Vec<(String, String)> {
     let mut keys: Vec<&String> = was.keys().chain(now.keys().filter(|key| !was.contains_key(*key))).collect();
-    keys.retain(|key| !NAMES.contains(&&***key) && was.get(*key) != now.get(*key));
-    let tell = |value: Option<&Value>| match value {
+    keys.retain(|key| !MODEL_AND_DATA_SETTINGS.contains(&&***key) && was.get(*key) != now.get(*key));
+    let describe = |value: Option<&Value>| match value {
         None => "not given".to_owned(),
         Some(Value::String(text)) => text.clone(),
         Some(value) => value.to_string(),
     };
     keys.into_iter()
-        .map(|key| (key.clone(), format!("--{key} was {}, is {}", tell(was.get(key)), tell(now.get(key)))))
+        .map(|key| (key.clone(), format!("--{key} was {}, is {}", describe(was.get(key)), describe(now.get(key)))))
         .collect()
 }

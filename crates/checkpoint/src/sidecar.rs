@@ -1,7 +1,9 @@
-//! `run_SSSSSSSS.json`: what llm.c's files have no room for, with a checksum of itself.
+//! Sidecar files (`run_SSSSSSSS.json`): the parts of a checkpoint that the formats of llm.c cannot store.
+//!
+//! The file contains a checksum of itself.
 
 use super::Progress;
-use super::fingerprint::Shard;
+use super::fingerprint::ShardFingerprint;
 use crate::config::Config;
 use anyhow::{Context, Result, ensure};
 use engine::Algorithms;
@@ -15,27 +17,35 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const VERSION: u32 = 1;
 
+/// The contents of a sidecar file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sidecar {
+    /// Number of completed optimizer steps.
     pub step: usize,
+    /// Program, settings and data of the run.
     pub identity: Identity,
+    /// Statistics of the run so far.
     pub progress: Progress,
-    /// How matrix products were computed.
+    /// The GEMM algorithms chosen by tuning.
     pub algorithms: Option<Algorithms>,
-    pub files: Vec<FileSum>,
+    /// The other files of the checkpoint.
+    pub files: Vec<FileChecksum>,
 }
 
-/// What a run is: the same from its first step to its last, or it would be another run.
+/// The program, settings and data of a run. They do not change between its first and its last step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Identity {
+    /// Name and version of the program.
     pub program: String,
-    /// As the engine describes itself.
+    /// Description of the engine, for example `NVIDIA H200, sm_90a`.
     pub engine: String,
-    /// [`Config`], kept so that it can be compared with that of another version of the program.
+    /// The [`Config`] as JSON, so that it can be compared with that of another version of the program.
     pub config: Map<String, Value>,
-    pub train: Vec<Shard>,
-    pub val: Option<Vec<Shard>>,
-    /// Processes that the data is shared out to.
+    /// Fingerprints of the training data.
+    pub train: Vec<ShardFingerprint>,
+    /// Fingerprints of the validation data.
+    pub val: Option<Vec<ShardFingerprint>>,
+    /// Number of ranks that share the data.
     #[serde(default = "one")]
     pub ranks: usize,
 }
@@ -45,71 +55,79 @@ const fn one() -> usize {
 }
 
 impl Identity {
+    /// Creates the identity of a run with these settings and data.
     pub fn new(
         config: &Config,
         engine: String,
-        train: Vec<Shard>,
-        val: Option<Vec<Shard>>,
+        train: Vec<ShardFingerprint>,
+        val: Option<Vec<ShardFingerprint>>,
         ranks: usize,
     ) -> Result<Self> {
-        let program = concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION")).to_owned();
+        let program = concat!("host ", env!("CARGO_PKG_VERSION")).to_owned();
         let Value::Object(mut config) = serde_json::to_value(config)? else {
-            anyhow::bail!("the configuration is no table");
+            anyhow::bail!("cannot convert the configuration to JSON");
         };
         config.retain(|_, value| !value.is_null());
         Ok(Self { program, engine, config, train, val, ranks })
     }
 }
 
-/// A file of the checkpoint.
+/// Size and checksum of a file of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileSum {
+pub struct FileChecksum {
+    /// File name without its directory.
     pub name: String,
+    /// Size of the file.
     pub bytes: u64,
+    /// XXH3 hash of its contents, in hexadecimal.
     pub xxh3: String,
 }
 
-/// The file: `run` as it is written, and the checksum of that.
+/// The file format: the JSON text of a [`Sidecar`] and its checksum.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Sealed {
+struct SidecarFile {
     version: u32,
     xxh3: String,
     run: Box<RawValue>,
 }
 
-pub fn hex(sum: u64) -> String {
+/// Formats a checksum as in the sidecar file.
+pub fn format_checksum(sum: u64) -> String {
     format!("{sum:016x}")
 }
 
 impl Sidecar {
+    /// Writes the file.
     pub fn write(&self, out: &mut impl Write) -> Result<()> {
         let run = RawValue::from_string(serde_json::to_string_pretty(self)?)?;
-        let sealed = Sealed { version: VERSION, xxh3: hex(xxh3_64(run.get().as_bytes())), run };
+        let sealed = SidecarFile { version: VERSION, xxh3: format_checksum(xxh3_64(run.get().as_bytes())), run };
         serde_json::to_writer_pretty(&mut *out, &sealed)?;
         Ok(writeln!(out)?)
     }
 
+    /// Reads a file and verifies its checksum.
     pub fn read(path: &Path) -> Result<Self> {
         let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("{} is damaged", path.display()))
     }
 
+    /// Parses the contents of a file and verifies its checksum.
     pub fn parse(text: &[u8]) -> Result<Self> {
-        let Sealed { version, xxh3, run } = serde_json::from_slice(text)?;
+        let SidecarFile { version, xxh3, run } = serde_json::from_slice(text)?;
         ensure!(version == VERSION, "expected version {VERSION}, found {version}");
-        let found = hex(xxh3_64(run.get().as_bytes()));
+        let found = format_checksum(xxh3_64(run.get().as_bytes()));
         ensure!(found == xxh3, "expected checksum {xxh3}, found {found}");
         let mut run: Self = serde_json::from_str(run.get())?;
-        // Before there was such a setting, data were shuffled.
+        // Versions of the program without this setting always shuffled.
         run.identity.config.entry("shuffle").or_insert(true.into());
         Ok(run)
     }
 }
 
-impl FileSum {
-    /// Reads the whole file.
-    pub fn check(&self, directory: &Path) -> Result<()> {
+impl FileChecksum {
+    /// Reads the whole file and verifies its size and checksum.
+    pub fn verify(&self, directory: &Path) -> Result<()> {
         let path = directory.join(&self.name);
         let name = path.display();
         let mut file = File::open(&path).with_context(|| format!("cannot open {name}"))?;
@@ -123,7 +141,7 @@ impl FileSum {
             }
             hash.update(&buffer[..n]);
         }
-        let found = hex(hash.digest());
+        let found = format_checksum(hash.digest());
         ensure!(found == self.xxh3, "{name} is damaged: expected checksum {}, found {found}", self.xxh3);
         Ok(())
     }

@@ -1,17 +1,20 @@
-//! State files (`state_SSSSSSSS_RRRRR.bin`): optimizer, data loader and random numbers of one rank, as llm.c has them.
+//! State files (`state_SSSSSSSS_RRRRR.bin`): optimizer, data loader and random number generator of one rank, in the format of
+//! llm.c.
 //!
-//! A header of 256 little-endian i32, zeros but for: [0] magic 20240527, [1] version 1, [2] ranks, [3] rank, [4] whether there
-//! are master weights, [5] whether the loader shuffles, [10] step, and as u64 [20] the generator of rounding, [22] the same
-//! before the last update, [30] the loader's shard, [32] its sample. Then m, v and perhaps master weights, f32, as
-//! [`tensors`](super::tensors) lays them out. Then, if it shuffles: u64 n, i32 (n) shards, u64 n, i32 (n) samples, and the
-//! generator: u64 seed (llm.c leaves it uninitialised), i32 left, u32 next, u32 (624) state, u32 (2) constants.
+//! The parts of a file are, all little endian:
+//! 1. A header of 256 i32. Index 0 is the magic 20240527, 1 the version 1, 2 the world size, 3 the rank, 4 a flag for master
+//!    weights, 5 a flag for shuffling, 10 the step. As u64: index 20 is the generator of stochastic rounding, 22 its state
+//!    before the last update, 30 the shard of the loader, 32 its sample. All other words are 0.
+//! 2. The f32 blocks m, v and, if flagged, the master weights, in the layout of the `tensors` module.
+//! 3. If the loader shuffles: u64 n, n i32 (order of the shards), u64 n, n i32 (order of the samples), then the generator: u64
+//!    seed (uninitialized in llm.c), i32 left, u32 next, 624 u32 state, 2 u32 constants.
 //!
-//! Where ranks divide the optimizer's state there is a file of each, with its share of every tensor of every layer: of n elements
-//! those from rank * ceil(n / ranks) on, as many, or as there are left. Whether it is so follows from a file's size.
+//! If the optimizer state is sharded, each rank has a file with its share of every tensor of every layer. Of n elements rank r
+//! of R has ceil(n / R) elements from r * ceil(n / R), or as many as there are. The file size shows whether it is sharded.
 
 use super::RunState;
 use super::directory::state_name;
-use super::tensors::{self, Shape};
+use super::tensors::{self, FileShape};
 use anyhow::{Context, Result, ensure};
 use data::loader::{Position, Shuffle};
 use engine::Engine;
@@ -27,12 +30,12 @@ const MAGIC: i32 = 20240527;
 const VERSION: i32 = 1;
 const HEADER_BYTES: usize = 1024;
 const RNG_BYTES: usize = 2520;
-/// What the generator's step mixes in, by the lowest bit.
+/// The twist constants of MT19937, selected by the lowest bit.
 const RNG_CONSTANTS: [u32; 2] = [0, 0x9908_b0df];
 
-/// Where the header has what.
+/// Indices of the header words.
 mod word {
-    pub const RANKS: usize = 2;
+    pub const WORLD_SIZE: usize = 2;
     pub const RANK: usize = 3;
     pub const MASTERS: usize = 4;
     pub const SHUFFLE: usize = 5;
@@ -43,25 +46,35 @@ mod word {
     pub const SAMPLE: usize = 32;
 }
 
-/// Optimizer state as the bytes of f32 blocks: laid out like the parameters, or this rank's share of each tensor, in the order
-/// of the file.
+/// The optimizer state as bytes of f32 blocks, in the layout of the parameters. If sharded, in file order instead, with this
+/// rank's share of each tensor.
 #[derive(Clone, Copy)]
-pub struct Moments<'a> {
+pub struct OptimizerState<'a> {
+    /// First optimizer.
     pub m: &'a [u8],
+    /// Second optimizer.
     pub v: &'a [u8],
+    /// Master weights.
     pub master: Option<&'a [u8]>,
 }
 
-pub fn write(out: &mut impl Write, share: Shard, state: &RunState, layout: &Params, moments: Moments) -> Result<()> {
+/// Writes the state file of one rank. `layout` is that of the optimizer state, if it is not sharded.
+pub fn write(
+    out: &mut impl Write,
+    share: Share,
+    state: &RunState,
+    layout: &Params,
+    optimizer: OptimizerState,
+) -> Result<()> {
     let shuffle = state.data.shuffle.as_deref();
     let mut header = [0; HEADER_BYTES];
     let mut set = |word: usize, bytes: &[u8]| header[4 * word..4 * word + bytes.len()].copy_from_slice(bytes);
     let words = [
         (0, MAGIC),
         (1, VERSION),
-        (word::RANKS, share.ranks as i32),
+        (word::WORLD_SIZE, share.ranks as i32),
         (word::RANK, share.rank as i32),
-        (word::MASTERS, moments.master.is_some().into()),
+        (word::MASTERS, optimizer.master.is_some().into()),
         (word::SHUFFLE, shuffle.is_some().into()),
         (word::STEP, state.step as i32),
     ];
@@ -78,7 +91,7 @@ pub fn write(out: &mut impl Write, share: Shard, state: &RunState, layout: &Para
         set(at, &value.to_le_bytes());
     }
     out.write_all(&header)?;
-    for block in [Some(moments.m), Some(moments.v), moments.master].into_iter().flatten() {
+    for block in [Some(optimizer.m), Some(optimizer.v), optimizer.master].into_iter().flatten() {
         if share == Shard::UNSHARDED {
             tensors::write(out, layout, block, size_of::<f32>())?;
         } else {
@@ -97,99 +110,101 @@ pub fn write(out: &mut impl Write, share: Shard, state: &RunState, layout: &Para
     Ok(())
 }
 
-/// Bytes of a state file of so many parameters.
-pub fn bytes(parameters: usize, masters: bool, data: &Position) -> u64 {
+/// Returns the size in bytes of a state file with a number of parameters.
+pub fn file_bytes(parameters: usize, masters: bool, data: &Position) -> u64 {
     let blocks = if masters { 3 } else { 2 };
     let loader = data.shuffle.as_ref().map_or(0, |s| 16 + 4 * (s.shards.len() + s.samples.len()) + RNG_BYTES);
     (HEADER_BYTES + blocks * parameters * size_of::<f32>() + loader) as u64
 }
 
-/// The state files of a step, whose headers, sizes and loader parts have been found right.
+/// The open state files of a step. Their headers, sizes and loader parts have been checked.
 #[derive(Debug)]
 pub struct StateFiles {
-    paths: String,
-    /// One of each rank, if they divide the tensors; else rank 0's, which has all.
+    /// Path of the first file, for messages.
+    path: String,
+    /// The files of all ranks if the state is sharded, otherwise that of rank 0.
     files: Vec<BufReader<File>>,
-    shape: Shape,
-    masters: bool,
-    /// Of the run that has written them, as llm.c has it: one that divides nothing may say that it was alone.
-    pub ranks: usize,
+    shape: FileShape,
+    has_master_weights: bool,
+    /// World size in the header. Without sharding it may be 1 although there were more ranks, as in llm.c.
+    pub world_size: usize,
+    /// Number of completed optimizer steps.
     pub step: usize,
+    /// Random number generator that seeds stochastic rounding.
     pub rounding: XorShift,
+    /// The state of `rounding` before the last optimizer step.
     pub rounding_before_update: XorShift,
-    /// Rank 0's.
+    /// Position of rank 0 in the training data.
     pub data: Position,
 }
 
 impl StateFiles {
-    /// `shape` is that of the model file of the same step.
-    pub fn open(directory: &Path, step: usize, shape: Shape) -> Result<Self> {
+    /// Opens and checks the state files of a step. `shape` is that of its model file.
+    pub fn open(directory: &Path, step: usize, shape: FileShape) -> Result<Self> {
         let open = |rank| StateFile::open(&directory.join(state_name(step, rank)), step, rank, shape);
-        let StateFile { file, masters, share, divided, rounding, rounding_before_update, data } = open(0)?;
+        let StateFile { file, has_master_weights, share, sharded, rounding, rounding_before_update, data } = open(0)?;
         let mut files = vec![file];
-        let ranks = share.ranks;
-        for rank in (1..ranks).filter(|_| divided) {
+        let world_size = share.ranks;
+        for rank in (1..world_size).filter(|_| sharded) {
             let next = open(rank)?;
             ensure!(
-                (next.share.ranks, next.masters, next.divided) == (ranks, masters, true),
-                "{} is of another run than that of rank 0",
+                (next.share.ranks, next.has_master_weights, next.sharded) == (world_size, has_master_weights, true),
+                "{}: expected the world size and master weights of rank 0, found others; it belongs to another run",
                 state_name(step, rank)
             );
             files.push(next.file);
         }
-        let paths = directory.join(state_name(step, 0)).display().to_string();
-        Ok(Self { paths, files, shape, masters, ranks, step, rounding, rounding_before_update, data })
+        let path = directory.join(state_name(step, 0)).display().to_string();
+        Ok(Self { path, files, shape, has_master_weights, world_size, step, rounding, rounding_before_update, data })
     }
 
-    /// Whether they hold master weights.
-    pub fn masters(&self) -> bool {
-        self.masters
+    /// Returns whether the files contain master weights.
+    pub fn has_master_weights(&self) -> bool {
+        self.has_master_weights
     }
 
-    /// How many there are.
+    /// Returns the number of files.
     pub fn count(&self) -> usize {
         self.files.len()
     }
 
-    /// Reads what a model in training keeps of m and v, and of the master weights, if there are some, into `masters`.
-    pub fn load(&mut self, model: &Gpt2, masters: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
-        let training = model.training.context("this model was planned for inference only")?;
+    /// Reads the shares of m and v that the model keeps, and those of the master weights into `master_weights`.
+    pub fn load(&mut self, model: &Gpt2, master_weights: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
+        let training = model.training.context("the model was planned for inference only")?;
         let (m, v) = (model.state_store(training.m), model.state_store(training.v));
-        let blocks = [Some(vec![m]), Some(vec![v]), self.masters.then(|| masters.into_iter().collect())];
+        let blocks =
+            [Some(vec![m]), Some(vec![v]), self.has_master_weights.then(|| master_weights.into_iter().collect())];
         for stores in blocks.into_iter().flatten() {
             tensors::read(&mut self.files, self.shape, DType::F32, &stores, engine)
-                .with_context(|| format!("cannot load {}", self.paths))?;
+                .with_context(|| format!("cannot load {}", self.path))?;
         }
         Ok(())
     }
 }
 
-/// One of them, at the beginning of its tensors.
+/// An open state file, positioned at the beginning of its tensors.
 struct StateFile {
     file: BufReader<File>,
-    masters: bool,
-    share: Shard,
-    /// Whether it has that share of every tensor only.
-    divided: bool,
+    has_master_weights: bool,
+    share: Share,
+    /// Whether the file contains only this share of every tensor.
+    sharded: bool,
     rounding: XorShift,
     rounding_before_update: XorShift,
     data: Position,
 }
 
 impl StateFile {
-    fn open(path: &Path, step: usize, rank: usize, shape: Shape) -> Result<Self> {
+    fn open(path: &Path, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("cannot open state file {}", path.display()))?;
         Self::parse(BufReader::new(file), step, rank, shape)
-            .with_context(|| format!("{} cannot be used", path.display()))
+            .with_context(|| format!("invalid state file {}", path.display()))
     }
 
-    /// Reads all but the tensors, and stops at their beginning.
-    fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: Shape) -> Result<Self> {
+    /// Reads everything except the tensors, then seeks to their beginning.
+    fn parse(mut file: BufReader<File>, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
         let size = file.get_ref().metadata()?.len();
-        ensure!(
-            size >= HEADER_BYTES as u64,
-            "it is no state file: expected a header of {HEADER_BYTES} bytes, found {size} bytes"
-        );
+        ensure!(size >= HEADER_BYTES as u64, "expected a header of {HEADER_BYTES} bytes, found {size} bytes");
         let mut header = [0; HEADER_BYTES];
         file.read_exact(&mut header)?;
         let int = |word: usize| i32::from_le_bytes(header[4 * word..4 * word + 4].try_into().expect("four bytes"));
@@ -197,68 +212,69 @@ impl StateFile {
         let flag = |name, word| match int(word) {
             0 => Ok(false),
             1 => Ok(true),
-            other => anyhow::bail!("its header's {name} flag is {other}, expected 0 or 1"),
+            other => anyhow::bail!("{name} flag: expected 0 or 1, found {other}"),
         };
-        ensure!(int(0) == MAGIC, "it is no state file: expected magic {MAGIC}, found {}", int(0));
+        ensure!(int(0) == MAGIC, "expected magic {MAGIC}, found {}", int(0));
         ensure!(int(1) == VERSION, "expected state file version {VERSION}, found {}", int(1));
-        let ranks = usize::try_from(int(word::RANKS)).ok().filter(|&ranks| ranks > rank);
-        let ranks =
-            ranks.with_context(|| format!("it is of {} ranks, expected {} at least", int(word::RANKS), rank + 1))?;
-        ensure!(int(word::RANK) as i64 == rank as i64, "it is of rank {}, expected {rank}", int(word::RANK));
-        ensure!(int(word::STEP) as i64 == step as i64, "it is of step {}, expected {step}", int(word::STEP));
-        let (masters, shuffles) = (flag("master weights", word::MASTERS)?, flag("shuffle", word::SHUFFLE)?);
-        let blocks = if masters { 3 } else { 2 };
-        let mut loader = |share| {
-            let at = HEADER_BYTES as u128 + blocks * shape.elements_of(share) * size_of::<f32>() as u128;
-            shuffle(&mut file, at, size, shuffles)
+        let ranks = usize::try_from(int(word::WORLD_SIZE)).ok().filter(|&ranks| ranks > rank);
+        let ranks = ranks
+            .with_context(|| format!("world size: expected at least {}, found {}", rank + 1, int(word::WORLD_SIZE)))?;
+        ensure!(int(word::RANK) as i64 == rank as i64, "rank: expected {rank}, found {}", int(word::RANK));
+        ensure!(int(word::STEP) as i64 == step as i64, "step: expected {step}, found {}", int(word::STEP));
+        let (has_master_weights, shuffles) = (flag("master weights", word::MASTERS)?, flag("shuffle", word::SHUFFLE)?);
+        let blocks = if has_master_weights { 3 } else { 2 };
+        let mut read_loader = |share| {
+            let at = HEADER_BYTES as u128 + blocks * shape.shard_elements(share) * size_of::<f32>() as u128;
+            read_shuffle(&mut file, at, size, shuffles)
         };
         let share = Shard { rank, ranks };
-        let (divided, shuffle) = match loader(Shard::UNSHARDED) {
-            Err(_) if ranks > 1 => (true, loader(share)?),
+        let (sharded, shuffle) = match read_loader(Shard::UNSHARDED) {
+            Err(_) if ranks > 1 => (true, read_loader(share)?),
             whole => (false, whole?),
         };
         file.seek(SeekFrom::Start(HEADER_BYTES as u64))?;
-        let place = |name, word| usize::try_from(wide(word)).with_context(|| format!("its {name} is {}", wide(word)));
-        let data = Position { shard: place("shard", word::SHARD)?, sample: place("sample", word::SAMPLE)?, shuffle };
+        let index =
+            |name, word| usize::try_from(wide(word)).with_context(|| format!("invalid {name} index {}", wide(word)));
+        let data = Position { shard: index("shard", word::SHARD)?, sample: index("sample", word::SAMPLE)?, shuffle };
         let rounding = XorShift { state: wide(word::ROUNDING) };
         let rounding_before_update = XorShift { state: wide(word::ROUNDING_BEFORE_UPDATE) };
-        Ok(Self { file, masters, share, divided, rounding, rounding_before_update, data })
+        Ok(Self { file, has_master_weights, share, sharded, rounding, rounding_before_update, data })
     }
 }
 
-/// The loader's part of a file of `size` bytes, from `at` to the end, if it `shuffles`.
-fn shuffle(file: &mut BufReader<File>, at: u128, size: u64, shuffles: bool) -> Result<Option<Arc<Shuffle>>> {
+/// Reads the loader part of a file of `size` bytes, from `at` to the end. It is empty unless the loader `shuffles`.
+fn read_shuffle(file: &mut BufReader<File>, at: u128, size: u64, shuffles: bool) -> Result<Option<Arc<Shuffle>>> {
     let fixed = if shuffles { 16 + RNG_BYTES } else { 0 };
     let left = u128::from(size).checked_sub(at + fixed as u128);
     let left =
-        left.with_context(|| format!("it is truncated: expected at least {} bytes, found {size}", at + fixed as u128))?;
+        left.with_context(|| format!("truncated: expected at least {} bytes, found {size}", at + fixed as u128))?;
     let mut orders = 0;
     let shuffle = if shuffles {
         file.seek(SeekFrom::Start(at as u64))?;
-        let shards = order(file, "shards", left as usize / 4)?;
-        let samples = order(file, "samples", left as usize / 4 - shards.len())?;
+        let shards = read_order(file, "shards", left as usize / 4)?;
+        let samples = read_order(file, "samples", left as usize / 4 - shards.len())?;
         orders = 4 * (shards.len() + samples.len()) as u128;
-        Some(Arc::new(Shuffle { rng: generator(file)?, shards, samples }))
+        Some(Arc::new(Shuffle { rng: read_generator(file)?, shards, samples }))
     } else {
         None
     };
-    ensure!(left == orders, "it is too long: {} bytes follow its end", left - orders);
+    ensure!(left == orders, "too long: expected {} bytes, found {size}", u128::from(size) - (left - orders));
     Ok(shuffle)
 }
 
-/// A permutation with its length before it, of at most `most` numbers.
-fn order(file: &mut impl Read, name: &str, most: usize) -> Result<Vec<u32>> {
+/// Reads a permutation that is preceded by its length, which must be at most `max_len`.
+fn read_order(file: &mut impl Read, name: &str, max_len: usize) -> Result<Vec<u32>> {
     let mut len = [0; 8];
     file.read_exact(&mut len)?;
     let len = u64::from_le_bytes(len);
-    let n = usize::try_from(len).ok().filter(|&n| n <= most);
-    let n = n.with_context(|| format!("it is truncated: it orders {len} {name}, and has room for {most}"))?;
+    let n = usize::try_from(len).ok().filter(|&n| n <= max_len);
+    let n = n.with_context(|| format!("truncated: expected an order of {len} {name}, found at most {max_len}"))?;
     let mut words = vec![0u32; n];
     file.read_exact(bytemuck::cast_slice_mut(&mut words))?;
     Ok(words)
 }
 
-fn generator(file: &mut impl Read) -> Result<Mt19937> {
+fn read_generator(file: &mut impl Read) -> Result<Mt19937> {
     let mut seed = [0; 8];
     file.read_exact(&mut seed)?;
     let mut words = [0u32; RNG_BYTES / 4 - 2];
@@ -267,7 +283,7 @@ fn generator(file: &mut impl Read) -> Result<Mt19937> {
     let fresh = (left, next) == (1, 0);
     ensure!(
         fresh || (left >= 1 && next >= 1 && left.checked_add(next) == Some(625)),
-        "its random number generator has {left} draws left at {next}, which is no state of one"
+        "random number generator: expected left + next = 625, found left {left} and next {next}"
     );
     Ok(Mt19937 { left, next, state: *state })
 }

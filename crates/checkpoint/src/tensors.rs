@@ -1,5 +1,6 @@
-//! The 16 parameter tensors, or what is laid out like them, back to back as llm.c's files have them: in [`Param::ALL`]
-//! order, all layers of one together, no gaps.
+//! Blocks of tensors in the files of llm.c: the 16 parameter tensors, or the optimizer state of each.
+//!
+//! The tensors follow each other in [`Param::ALL`] order without gaps. All layers of a tensor are together.
 
 use anyhow::{Context, Result};
 use engine::Engine;
@@ -9,30 +10,32 @@ use model::{Descriptor, Param, Params, Shard, Store};
 use std::io::{BufReader, Read, Seek, Write};
 use std::ops::Range;
 
-/// Elements that pass through host memory at once.
+/// Number of elements that are copied through host memory at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What a file says of its tensors.
+/// The tensor shapes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct FileShape {
+    /// Shape of the model.
     pub descriptor: Descriptor,
-    /// Rows of wte in the file. Those beyond the vocabulary mean nothing, and another program may have another number.
+    /// Rows of wte in the file. Rows beyond the vocabulary are padding, whose number depends on the program.
     pub padded_vocab: usize,
 }
 
-impl Shape {
-    pub fn of(descriptor: Descriptor) -> Self {
+impl FileShape {
+    /// Returns the shape of files written by this program.
+    pub fn new(descriptor: Descriptor) -> Self {
         Self { descriptor, padded_vocab: descriptor.padded_vocab() }
     }
 
-    /// Elements of all tensors; a file's header may describe more than fits a `usize`.
+    /// Returns the number of elements of all tensors. The header of a damaged file may describe more than fits a `usize`.
     pub fn elements(&self) -> u128 {
-        self.elements_of(Shard::UNSHARDED)
+        self.shard_elements(Shard::UNSHARDED)
     }
 
-    /// Elements of a share of each tensor of each layer.
-    pub fn elements_of(&self, share: Shard) -> u128 {
-        let of = |param: Param| {
+    /// Returns the number of elements of a shard, which is a share of each tensor of each layer.
+    pub fn shard_elements(&self, share: Share) -> u128 {
+        let elements = |param: Param| {
             let (rows, columns) = match param {
                 Param::Wte => (self.padded_vocab, self.descriptor.channels),
                 _ => param.shape(&self.descriptor),
@@ -42,11 +45,11 @@ impl Shape {
             let own = n.min((share.rank as u128 + 1) * part) - n.min(share.rank as u128 * part);
             own * if param.layered() { self.descriptor.layers as u128 } else { 1 }
         };
-        Param::ALL.into_iter().map(of).sum()
+        Param::ALL.into_iter().map(elements).sum()
     }
 
-    /// Elements of a tensor of one layer in the file.
-    fn elements_in(&self, param: Param) -> usize {
+    /// Returns the number of elements of a tensor of one layer in the file.
+    fn tensor_elements(&self, param: Param) -> usize {
         match param {
             Param::Wte => self.padded_vocab * self.descriptor.channels,
             _ => param.len(&self.descriptor),
@@ -54,7 +57,7 @@ impl Shape {
     }
 }
 
-/// Writes what `block` holds, the bytes of elements of `size` bytes laid out by `layout`.
+/// Writes all tensors of `block`, which contains elements of `size` bytes in `layout`.
 pub fn write(out: &mut impl Write, layout: &Params, block: &[u8], size: usize) -> Result<()> {
     for (param, layer) in layout.file_order() {
         let range = layout.range(param, layer);
@@ -63,11 +66,11 @@ pub fn write(out: &mut impl Write, layout: &Params, block: &[u8], size: usize) -
     Ok(())
 }
 
-/// Reads tensors of type `dtype` into each of `stores`, what is kept of them there. Each of the files has its share of every
-/// tensor of every layer.
+/// Reads all tensors from `files` into `stores`. Each file contains its share of every tensor of every layer, of type `dtype`.
+/// Each store receives only the ranges that it holds.
 pub fn read<R: Read + Seek>(
     files: &mut [BufReader<R>],
-    shape: Shape,
+    shape: FileShape,
     dtype: DType,
     stores: &[Store],
     engine: &mut dyn Engine,
@@ -76,14 +79,14 @@ pub fn read<R: Read + Seek>(
     let ranks = files.len();
     let mut bytes = Vec::new();
     for (param, layer) in Params::new(shape.descriptor).file_order() {
-        let len = shape.elements_in(param);
-        let meant = if param == Param::Wte { vocab * channels } else { len };
+        let len = shape.tensor_elements(param);
+        let used = if param == Param::Wte { vocab * channels } else { len };
         let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
         for (rank, file) in files.iter_mut().enumerate() {
             let share = Shard { rank, ranks }.of(len);
             for start in share.clone().step_by(CHUNK) {
                 let chunk = start..share.end.min(start + CHUNK);
-                let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(meant);
+                let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(used);
                 if held.iter().all(|(kept, _)| wanted(kept).is_empty()) {
                     file.seek_relative((chunk.len() * dtype.bytes()) as i64)?;
                     continue;
@@ -95,7 +98,7 @@ pub fn read<R: Read + Seek>(
                     if !wanted.is_empty() {
                         let at = |element: usize| (element - chunk.start) * dtype.bytes();
                         let to = tensor.slice(wanted.start - kept.start, wanted.len());
-                        store(to, dtype, &bytes[at(wanted.start)..at(wanted.end)], engine)?;
+                        convert_and_write(to, dtype, &bytes[at(wanted.start)..at(wanted.end)], engine)?;
                     }
                 }
             }
@@ -104,7 +107,8 @@ pub fn read<R: Read + Seek>(
     Ok(())
 }
 
-fn store(to: Tensor, dtype: DType, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
+/// Converts elements of type `dtype` to the type of the tensor `to` and writes them.
+fn convert_and_write(to: Tensor, dtype: DType, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
     if to.dtype == dtype {
         return engine.write_bytes(to, bytes);
     }

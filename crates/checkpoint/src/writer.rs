@@ -1,12 +1,14 @@
-//! Writes checkpoints while the run goes on: it waits only until the tensors are copied to host memory.
+//! Asynchronous checkpoint writer. Training waits only until the tensors are copied to host memory.
 
 use super::RunState;
-use super::before::Before;
-use super::directory::{Locked, Retention, done_name, done_steps, model_name, remove_file, sidecar_name, state_name};
+use super::directory::{
+    DirectoryLock, Retention, done_name, done_steps, model_name, remove_file, sidecar_name, state_name,
+};
 use super::model_file;
-use super::sidecar::{FileSum, Identity, Sidecar, hex};
-use super::state::{self, Moments};
-use super::tensors::Shape;
+use super::recovery::RecoveryPoint;
+use super::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
+use super::state::{self, OptimizerState};
+use super::tensors::FileShape;
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use distributed::Ranks;
 use engine::tensor::{DType, Sharded, Tensor};
@@ -21,52 +23,57 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Bytes of a checkpoint besides its tensors, at most: settings, checksums, the log that goes on meanwhile.
-const SLACK: u64 = 1 << 20;
+/// Upper bound of the bytes of a checkpoint besides its tensors: settings, checksums, and log lines written meanwhile.
+const SPACE_MARGIN: u64 = 1 << 20;
 
-/// The checkpoints of a run, on a rank that writes something of them.
+/// Writes the checkpoints of a run. Rank 0 has one. If the optimizer state is sharded, every rank has one.
 #[derive(Debug)]
-pub struct Checkpoints {
+pub struct CheckpointWriter {
     path: PathBuf,
-    /// What the first rank alone does: all but its own state file.
-    first: Option<First>,
+    /// State of rank 0, which writes all files except the state files of the other ranks. `None` on other ranks.
+    rank_0: Option<Rank0>,
     identity: Identity,
-    /// Host memory for the copy, kept from one checkpoint to the next; with the writer while it writes.
+    /// Host memory for the copy of the tensors, reused for each checkpoint. The writing thread owns it while it writes.
     copy: Option<HostCopy>,
-    writing: Option<JoinHandle<Done>>,
-    /// Other ranks' files are not known yet to be whole.
-    with_others: bool,
+    thread: Option<JoinHandle<ThreadOutput>>,
+    /// Whether the results of the other ranks have not been exchanged yet.
+    exchange_pending: bool,
+    /// Step of the newest complete checkpoint.
     newest: Option<usize>,
 }
 
 #[derive(Debug)]
-struct First {
-    _directory: Locked,
+struct Rank0 {
+    _directory: DirectoryLock,
     retention: Retention,
-    /// To the thread that writes: what the other ranks have written.
-    others: Option<Sender<Vec<Told>>>,
+    /// Sends the results of the other ranks to the writing thread.
+    results: Option<Sender<Vec<StateFileResult>>>,
 }
 
-/// What a rank's state file is, or why there is none.
-type Told = Result<FileSum, String>;
+/// The checksum of the state file of a rank, or the error message.
+type StateFileResult = Result<FileChecksum, String>;
 
-/// How writing a checkpoint went.
+/// The outcome of writing a checkpoint.
 #[derive(Debug)]
-pub struct Written {
+pub struct WriteOutcome {
+    /// Step of the checkpoint.
     pub step: usize,
-    pub result: Result<Report>,
+    /// A summary, or the error if there is no checkpoint of this step.
+    pub result: Result<WriteSummary>,
 }
 
-/// A checkpoint that is whole.
+/// A summary of a complete checkpoint.
 #[derive(Debug)]
-pub struct Report {
+pub struct WriteSummary {
+    /// Path of its model file.
     pub model_file: PathBuf,
+    /// Size of all files.
     pub bytes: u64,
-    /// From the end of the pause on.
+    /// Time of writing, during which training continued.
     pub time: Duration,
-    /// How long the run waited.
+    /// Time that training waited for the copy to host memory.
     pub pause: Duration,
-    /// What does no harm to this checkpoint but should be known: older ones could not be deleted.
+    /// The error if old checkpoints could not be deleted.
     pub warning: Option<String>,
 }
 
@@ -78,69 +85,71 @@ impl std::fmt::Debug for HostCopy {
     }
 }
 
+/// The output of the writing thread.
 #[derive(Debug)]
-struct Done {
+struct ThreadOutput {
     copy: HostCopy,
     step: usize,
-    result: Result<Finished>,
+    result: Result<Written>,
 }
 
 #[derive(Debug)]
-enum Finished {
-    /// All of it.
-    Checkpoint(Report),
-    /// This rank's file.
-    State(FileSum),
+enum Written {
+    /// The complete checkpoint, on rank 0.
+    Checkpoint(WriteSummary),
+    /// The state file of this rank, on other ranks.
+    StateFile(FileChecksum),
 }
 
-impl Checkpoints {
-    /// Those of the first rank. `newest` is the step of the checkpoint that the run goes on from.
-    pub fn new(directory: Locked, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
-        let mut checkpoints = Self::of_another_rank(directory.path().to_owned(), identity, newest);
-        checkpoints.first = Some(First { _directory: directory, retention, others: None });
-        checkpoints
+impl CheckpointWriter {
+    /// Creates the writer of rank 0. `newest` is the step of the checkpoint that the run resumes from.
+    pub fn new(directory: DirectoryLock, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
+        let mut writer = Self::for_other_rank(directory.path().to_owned(), identity, newest);
+        writer.rank_0 = Some(Rank0 { _directory: directory, retention, results: None });
+        writer
     }
 
-    /// Another rank's, where ranks divide the optimizer's state: its own state files, into the first rank's directory.
-    pub fn of_another_rank(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
-        Self { path, first: None, identity, copy: None, writing: None, with_others: false, newest }
+    /// Creates the writer of another rank, for a sharded optimizer state. It writes its state files into the directory of
+    /// rank 0.
+    pub fn for_other_rank(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
+        Self { path, rank_0: None, identity, copy: None, thread: None, exchange_pending: false, newest }
     }
 
-    /// What there is to go back to if all has gone wrong from `step`'s update on.
-    pub fn before(&self, step: usize) -> Result<Before> {
+    /// Returns the checkpoints around `step`, whose update was the first to fail.
+    pub fn recovery_point(&self, step: usize) -> Result<RecoveryPoint> {
         let path = &self.path;
-        let good = done_steps(path)?.into_iter().rfind(|&done| done < step);
+        let last_good = done_steps(path)?.into_iter().rfind(|&done| done < step);
         let suspect = self.newest.filter(|&newest| newest >= step);
-        Ok(Before {
-            good: good.map(|good| (good, path.join(model_name(good)))),
-            suspect: suspect.map(|suspect| path.join(done_name(suspect))),
+        Ok(RecoveryPoint {
+            last_good: last_good.map(|step| (step, path.join(model_name(step)))),
+            suspect: suspect.map(|step| path.join(done_name(step))),
         })
     }
 
-    /// Model file of the newest checkpoint that is whole.
+    /// Returns the model file of the newest complete checkpoint.
     pub fn model_file(&self) -> Option<PathBuf> {
         self.newest.map(|step| self.path.join(model_name(step)))
     }
 
-    /// Step of the newest checkpoint that is whole.
+    /// Returns the step of the newest complete checkpoint.
     pub fn newest(&self) -> Option<usize> {
         self.newest
     }
 
-    /// Checks that there is room for one checkpoint of `model`, and takes the host memory for it.
+    /// Checks that there is disk space for one checkpoint of `model`, and allocates host memory for it.
     pub fn prepare(&mut self, model: &Gpt2, engine: &dyn Engine, state: &RunState) -> Result<()> {
-        self.ensure_room(model, engine, state)?;
-        self.host_copy(&self.blocks(model)?, engine).map(|copy| self.copy = Some(copy))
+        self.check_disk_space(model, engine, state)?;
+        self.host_copy(&self.layout(model)?, engine).map(|copy| self.copy = Some(copy))
     }
 
-    fn blocks(&self, model: &Gpt2) -> Result<Blocks> {
-        Blocks::of(model, self.first.is_some())
+    fn layout(&self, model: &Gpt2) -> Result<HostLayout> {
+        HostLayout::new(model, self.rank_0.is_some())
     }
 
-    /// Copies the tensors and begins to write. The one before must have been waited for. Where ranks divide the optimizer's
-    /// state they all do this, and all fail if one does.
+    /// Copies the tensors to host memory and starts to write. The previous write must have been waited for. If the optimizer
+    /// state is sharded, all ranks must call it, and it fails on all ranks if it fails on one.
     ///
-    /// `logs` are made durable before the checkpoint is whole, so that no line from before it can be missing.
+    /// `logs` are synced to disk before the checkpoint is complete, so that they contain all lines before it.
     pub fn begin(
         &mut self,
         model: &Gpt2,
@@ -149,182 +158,192 @@ impl Checkpoints {
         state: RunState,
         logs: Result<Vec<File>>,
     ) -> Result<()> {
-        assert!(self.writing.is_none(), "one checkpoint at a time");
-        let began = Instant::now();
+        assert!(self.thread.is_none(), "one checkpoint at a time");
+        let start = Instant::now();
         let share = model.zero.shard();
-        let ready = logs.and_then(|logs| self.ready(model, engine, &state, logs));
+        let prepared = logs.and_then(|logs| self.prepare_write(model, engine, &state, logs));
         if share.ranks > 1 {
-            nobody_failed(ranks, ready.as_ref().err())?;
+            fail_if_any_rank_failed(ranks, prepared.as_ref().err())?;
         }
-        let Ready { blocks, mut copy, unfinished, logs } = ready?;
-        blocks.copy(model, engine, ranks, bytemuck::cast_slice_mut(&mut copy.0))?;
-        let (tell, others) = channel();
-        let shared = Job {
-            unfinished: unfinished_in(&self.path),
+        let Prepared { host_layout, mut copy, staging, logs } = prepared?;
+        host_layout.copy(model, engine, ranks, bytemuck::cast_slice_mut(&mut copy.0))?;
+        let (sender, results) = channel();
+        let job = WriteJob {
+            staging_path: staging_path(&self.path),
             share,
             layout: model.layout.clone(),
             float: engine.dtype(),
-            blocks,
+            host_layout,
             state,
-            pause: began.elapsed(),
+            pause: start.elapsed(),
         };
-        let of_first = self.first.as_mut().zip(unfinished).map(|(first, unfinished)| {
-            first.others = Some(tell);
-            OfFirst {
+        let rank_0_job = self.rank_0.as_mut().zip(staging).map(|(rank_0, staging)| {
+            rank_0.results = Some(sender);
+            Rank0Job {
                 directory: self.path.clone(),
-                retention: first.retention,
+                retention: rank_0.retention,
                 identity: self.identity.clone(),
                 descriptor: model.descriptor,
                 algorithms: engine.algorithms(),
                 logs,
-                unfinished,
-                others,
+                staging,
+                results,
             }
         });
         let write = move || {
             let bytes = bytemuck::cast_slice(&copy.0);
-            let step = shared.state.step;
-            let result = match of_first {
-                Some(of_first) => of_first.write(&shared, bytes).map(Finished::Checkpoint),
-                None => shared.write_state(bytes).map(Finished::State),
+            let step = job.state.step;
+            let result = match rank_0_job {
+                Some(rank_0_job) => rank_0_job.write(&job, bytes).map(Written::Checkpoint),
+                None => job.write_state(bytes).map(Written::StateFile),
             };
-            Done { copy, step, result }
+            ThreadOutput { copy, step, result }
         };
         let thread = thread::Builder::new().name("checkpoint".into()).spawn(write);
-        self.writing = Some(thread.context("cannot start the thread that writes checkpoints")?);
-        self.with_others = share.ranks > 1;
+        self.thread = Some(thread.context("cannot start the checkpoint thread")?);
+        self.exchange_pending = share.ranks > 1;
         Ok(())
     }
 
-    /// What can fail on one rank alone.
-    fn ready(&mut self, model: &Gpt2, engine: &dyn Engine, state: &RunState, logs: Vec<File>) -> Result<Ready> {
-        self.ensure_room(model, engine, state)?;
-        let blocks = self.blocks(model)?;
-        let copy = self.host_copy(&blocks, engine)?;
-        // On one file system with where the files shall be, so that they can be renamed.
-        let unfinished = self.first.is_some().then(|| Unfinished::create(&self.path)).transpose()?;
-        Ok(Ready { blocks, copy, unfinished, logs })
+    /// Performs the steps of [`begin`](Self::begin) that can fail on one rank alone.
+    fn prepare_write(
+        &mut self,
+        model: &Gpt2,
+        engine: &dyn Engine,
+        state: &RunState,
+        logs: Vec<File>,
+    ) -> Result<Prepared> {
+        self.check_disk_space(model, engine, state)?;
+        let host_layout = self.layout(model)?;
+        let copy = self.host_copy(&host_layout, engine)?;
+        let staging = self.rank_0.is_some().then(|| StagingDirectory::create(&self.path)).transpose()?;
+        Ok(Prepared { host_layout, copy, staging, logs })
     }
 
-    /// What has become of the write under way, if it has ended; on the first rank.
-    pub fn poll(&mut self, ranks: &mut Ranks) -> Result<Option<Written>> {
-        if self.with_others {
-            let writes = self.first.is_none() && self.writing.as_ref().is_some_and(|writing| !writing.is_finished());
-            if ranks.any(writes)? {
+    /// Returns the outcome of the current write if it has ended. Always `None` on ranks other than 0.
+    pub fn poll(&mut self, ranks: &mut Ranks) -> Result<Option<WriteOutcome>> {
+        if self.exchange_pending {
+            let writing = self.rank_0.is_none() && self.thread.as_ref().is_some_and(|thread| !thread.is_finished());
+            if ranks.any_rank(writing)? {
                 return Ok(None);
             }
-            self.hear_others(ranks)?;
+            self.exchange_results(ranks)?;
         }
-        let ended = self.writing.as_ref().is_some_and(JoinHandle::is_finished);
-        Ok(if ended { self.ended() } else { None })
+        let finished = self.thread.as_ref().is_some_and(JoinHandle::is_finished);
+        Ok(if finished { self.finish() } else { None })
     }
 
-    /// Waits for the write under way, if there is one.
-    pub fn wait(&mut self, ranks: &mut Ranks) -> Result<Option<Written>> {
-        if self.with_others {
-            self.hear_others(ranks)?;
+    /// Waits for the current write, if any, and returns its outcome on rank 0.
+    pub fn wait(&mut self, ranks: &mut Ranks) -> Result<Option<WriteOutcome>> {
+        if self.exchange_pending {
+            self.exchange_results(ranks)?;
         }
-        Ok(self.ended())
+        Ok(self.finish())
     }
 
-    /// Hands what the other ranks have written to the first one's thread, which waits for it.
-    fn hear_others(&mut self, ranks: &mut Ranks) -> Result<()> {
-        self.with_others = false;
-        let own: Option<Told> = match &self.first {
+    /// Sends the results of the other ranks to the writing thread of rank 0, which waits for them.
+    fn exchange_results(&mut self, ranks: &mut Ranks) -> Result<()> {
+        self.exchange_pending = false;
+        let own: Option<StateFileResult> = match &self.rank_0 {
             Some(_) => None,
-            None => self.join().map(|Done { copy, step, result }| {
+            None => self.join().map(|ThreadOutput { copy, step, result }| {
                 self.copy = Some(copy);
                 match result {
-                    Ok(Finished::State(sum)) => {
+                    Ok(Written::StateFile(sum)) => {
                         self.newest = Some(step);
                         Ok(sum)
                     }
-                    Ok(Finished::Checkpoint(_)) => Err("it has written what is the first rank's".to_owned()),
+                    Ok(Written::Checkpoint(_)) => Err("it wrote the files of rank 0".to_owned()),
                     Err(error) => Err(format!("{error:#}")),
                 }
             }),
         };
-        ranks.doing("writing a checkpoint");
+        ranks.set_operation("writing a checkpoint");
         let all = ranks.gather(serde_json::to_vec(&own)?)?;
-        if let Some(tell) = self.first.as_mut().and_then(|first| first.others.take()) {
-            let told = all.iter().skip(1).enumerate().map(|(i, bytes)| {
-                let told: Option<Told> = serde_json::from_slice(bytes)?;
-                let told = told.unwrap_or_else(|| Err("it has written nothing".to_owned()));
-                Ok(told.map_err(|why| format!("rank {}: {why}", i + 1)))
+        if let Some(sender) = self.rank_0.as_mut().and_then(|rank_0| rank_0.results.take()) {
+            let results = all.iter().skip(1).enumerate().map(|(i, bytes)| {
+                let result: Option<StateFileResult> = serde_json::from_slice(bytes)?;
+                let result = result.unwrap_or_else(|| Err("it wrote no state file".to_owned()));
+                Ok(result.map_err(|error| format!("rank {}: {error}", i + 1)))
             });
-            // A thread that has failed listens no more, and says why itself.
-            let _ = tell.send(told.collect::<Result<_>>()?);
+            // Sending fails if the thread has ended with an error, which the thread reports itself.
+            let _ = sender.send(results.collect::<Result<_>>()?);
         }
         Ok(())
     }
 
-    fn join(&mut self) -> Option<Done> {
-        match self.writing.take()?.join() {
-            Ok(done) => Some(done),
+    fn join(&mut self) -> Option<ThreadOutput> {
+        match self.thread.take()?.join() {
+            Ok(output) => Some(output),
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
 
-    fn ended(&mut self) -> Option<Written> {
-        let Done { copy, step, result } = self.join()?;
+    /// Joins the writing thread and returns its outcome on rank 0.
+    fn finish(&mut self) -> Option<WriteOutcome> {
+        let ThreadOutput { copy, step, result } = self.join()?;
         self.copy = Some(copy);
         if result.is_ok() {
             self.newest = Some(step);
         }
         match result {
-            Ok(Finished::Checkpoint(report)) => Some(Written { step, result: Ok(report) }),
-            Ok(Finished::State(_)) => None,
-            Err(error) => Some(Written { step, result: Err(error) }),
+            Ok(Written::Checkpoint(summary)) => Some(WriteOutcome { step, result: Ok(summary) }),
+            Ok(Written::StateFile(_)) => None,
+            Err(error) => Some(WriteOutcome { step, result: Err(error) }),
         }
     }
 
-    fn host_copy(&mut self, blocks: &Blocks, engine: &dyn Engine) -> Result<HostCopy> {
+    fn host_copy(&mut self, layout: &HostLayout, engine: &dyn Engine) -> Result<HostCopy> {
         if let Some(copy) = self.copy.take() {
             return Ok(copy);
         }
-        let buffer = engine.host_buffer(blocks.bytes.div_ceil(size_of::<i32>()));
-        buffer.map(HostCopy).with_context(|| format!("a checkpoint needs {} of host memory", size(blocks.bytes as u64)))
+        let buffer = engine.host_buffer(layout.bytes.div_ceil(size_of::<i32>()));
+        buffer.map(HostCopy).with_context(|| {
+            format!("cannot allocate {} of host memory for a checkpoint", format_bytes(layout.bytes as u64))
+        })
     }
 
-    fn ensure_room(&self, model: &Gpt2, engine: &dyn Engine, state: &RunState) -> Result<()> {
-        if self.first.is_none() {
+    fn check_disk_space(&self, model: &Gpt2, engine: &dyn Engine, state: &RunState) -> Result<()> {
+        if self.rank_0.is_none() {
             return Ok(());
         }
         let path = &self.path;
         let Shard { ranks, .. } = model.zero.shard();
-        // The first share is the largest.
-        let parameters = Shape::of(model.descriptor).elements_of(Shard { rank: 0, ranks }) as usize;
-        let masters = self.blocks(model)?.masters.is_some();
-        let needed = model_file::bytes(model.descriptor, engine.dtype())
-            + ranks as u64 * state::bytes(parameters, masters, &state.data)
-            + SLACK;
-        let room = rustix::fs::statvfs(path)
-            .with_context(|| format!("cannot tell how much room there is in {}", path.display()))?;
-        let free = room.f_bavail.saturating_mul(room.f_frsize);
+        // The share of rank 0 is the largest.
+        let parameters = FileShape::new(model.descriptor).shard_elements(Shard { rank: 0, ranks }) as usize;
+        let masters = self.layout(model)?.masters.is_some();
+        let needed = model_file::file_bytes(model.descriptor, engine.dtype())
+            + ranks as u64 * state::file_bytes(parameters, masters, &state.data)
+            + SPACE_MARGIN;
+        let space = rustix::fs::statvfs(path)
+            .with_context(|| format!("cannot determine the free space of {}", path.display()))?;
+        let free = space.f_bavail.saturating_mul(space.f_frsize);
         ensure!(
             needed <= free,
-            "{} has {} free, a checkpoint takes {}: make room, or take another --out",
+            "{}: expected {} of free space for a checkpoint, found {}; free some space, or choose another --out",
             path.display(),
-            size(free),
-            size(needed)
+            format_bytes(needed),
+            format_bytes(free)
         );
         Ok(())
     }
 }
 
-impl Drop for Checkpoints {
-    /// A checkpoint that was begun is finished, whatever ends the run, unless other ranks write of it, too.
+impl Drop for CheckpointWriter {
+    /// Waits for the current write, so that an error does not lose its checkpoint. A sharded checkpoint whose results have not
+    /// been exchanged is discarded.
     fn drop(&mut self) {
-        if let Some(first) = &mut self.first {
-            first.others = None;
+        if let Some(rank_0) = &mut self.rank_0 {
+            rank_0.results = None;
         }
-        if let Some(writing) = self.writing.take() {
-            let _ = writing.join();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
         }
     }
 }
 
-pub fn size(bytes: u64) -> String {
+/// Formats a number of bytes with a decimal unit.
+pub fn format_bytes(bytes: u64) -> String {
     match bytes as f64 {
         b if b >= 1e9 => format!("{:.2} GB", b / 1e9),
         b if b >= 1e6 => format!("{:.1} MB", b / 1e6),
@@ -332,61 +351,63 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-struct Ready {
-    blocks: Blocks,
+/// The resources of a write.
+struct Prepared {
+    host_layout: HostLayout,
     copy: HostCopy,
-    unfinished: Option<Unfinished>,
+    staging: Option<StagingDirectory>,
     logs: Vec<File>,
 }
 
-/// An error on all ranks if there is one on any.
-fn nobody_failed(ranks: &mut Ranks, error: Option<&anyhow::Error>) -> Result<()> {
+/// Fails on all ranks if there is an error on any rank.
+fn fail_if_any_rank_failed(ranks: &mut Ranks, error: Option<&anyhow::Error>) -> Result<()> {
     let texts = ranks.gather(error.map_or_else(Vec::new, |error| format!("{error:#}").into_bytes()))?;
     let failed = texts.iter().enumerate().find(|(_, text)| !text.is_empty());
     let text = failed.map(|(rank, text)| match (rank, String::from_utf8_lossy(text)) {
         (0, text) => text.into_owned(),
         (rank, text) => format!("rank {rank}: {text}"),
     });
-    ranks.tell(text)?.map_or(Ok(()), |text| bail!(text))
+    ranks.broadcast(text)?.map_or(Ok(()), |text| bail!(text))
 }
 
-/// Where the parts of a checkpoint's tensors lie in the host copy.
-struct Blocks {
-    /// All parameters, as laid out; on the first rank.
+/// Byte ranges of the blocks of a checkpoint in the host copy.
+struct HostLayout {
+    /// All parameters in the layout of the model, on rank 0.
     params: Option<Range<usize>>,
-    /// As laid out, or where ranks divide them, this rank's share of each tensor in the order of the file.
+    /// First moments in the layout of the model. If sharded, this rank's share of each tensor in file order.
     m: Range<usize>,
     v: Range<usize>,
     masters: Option<Range<usize>>,
     bytes: usize,
 }
 
-impl Blocks {
-    fn of(model: &Gpt2, with_params: bool) -> Result<Self> {
-        let training = model.training.context("this model was planned for inference only")?;
+impl HostLayout {
+    fn new(model: &Gpt2, with_params: bool) -> Result<Self> {
+        let training = model.training.context("the model was planned for inference only")?;
         let share = model.zero.shard();
         let whole = |tensor: Tensor| model.layout.elements() * tensor.dtype.bytes();
-        let of_file = || Shape::of(model.descriptor).elements_of(share) as usize * size_of::<f32>();
-        let state = |tensor| if share == Shard::UNSHARDED { whole(tensor) } else { of_file() };
+        let shard = || FileShape::new(model.descriptor).shard_elements(share) as usize * size_of::<f32>();
+        let state = |tensor| if share == Shard::UNSHARDED { whole(tensor) } else { shard() };
         let mut bytes = 0;
-        let mut place = |n: usize| {
+        let mut append = |n: usize| {
             bytes += n;
             bytes - n..bytes
         };
-        let params = with_params.then(|| place(whole(model.params)));
-        let (m, v) = (place(state(training.m)), place(state(training.v)));
+        let params = with_params.then(|| append(whole(model.params)));
+        let (m, v) = (append(state(training.m)), append(state(training.v)));
         let masters = match (training.master, model.params.dtype) {
-            (Some(master), _) => Some(place(state(master))),
-            // f32 parameters are their own.
+            (Some(master), _) => Some(append(state(master))),
+            // f32 parameters are their own master weights.
             (None, DType::F32) if share == Shard::UNSHARDED => params.clone(),
-            (None, DType::F32) => Some(place(of_file())),
+            (None, DType::F32) => Some(append(shard())),
             _ => None,
         };
         Ok(Self { params, m, v, masters, bytes })
     }
 
+    /// Copies the tensors to host memory. Sharded tensors are gathered first, one unit of the model at a time.
     fn copy(&self, model: &Gpt2, engine: &mut dyn Engine, ranks: &mut Ranks, to: &mut [u8]) -> Result<()> {
-        let training = model.training.context("this model was planned for inference only")?;
+        let training = model.training.context("the model was planned for inference only")?;
         let own_masters = training.master.or((model.params.dtype == DType::F32).then_some(model.params));
         let blocks = [
             (Some(&self.m), Some(training.m)),
@@ -412,8 +433,8 @@ impl Blocks {
                 }
             } else {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
-                ranks.all_gather(engine, Sharded { whole, shard: params.own(unit) })?;
-                ranks.settle(engine)?;
+                ranks.all_gather(engine, Sharded { whole, part: params.own(unit) })?;
+                ranks.wait_on_stream(engine)?;
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
                     engine.read_bytes(whole, &mut to[at..at + whole.bytes()])?;
@@ -422,8 +443,8 @@ impl Blocks {
             for (block, tensor) in &blocks {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };
                 let whole = gathered.slice(0, range.len());
-                ranks.all_gather(engine, Sharded { whole, shard: store.own(unit) })?;
-                ranks.settle(engine)?;
+                ranks.all_gather(engine, Sharded { whole, part: store.own(unit) })?;
+                ranks.wait_on_stream(engine)?;
                 read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
             }
         }
@@ -431,7 +452,7 @@ impl Blocks {
     }
 }
 
-/// Copies this rank's share of each tensor of a whole unit, f32, to where the file has it.
+/// Copies this rank's share of each tensor of a whole unit (f32) to its position in the file.
 fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
     let (layout, share) = (&model.layout, model.zero.shard());
     let mut at = 0;
@@ -447,52 +468,52 @@ fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine,
     Ok(())
 }
 
-/// What a rank's writing thread needs to know.
-struct Job {
-    unfinished: PathBuf,
-    share: Shard,
+/// The inputs of the writing thread on every rank.
+struct WriteJob {
+    staging_path: PathBuf,
+    share: Share,
     layout: Params,
     float: DType,
-    blocks: Blocks,
+    host_layout: HostLayout,
     state: RunState,
     pause: Duration,
 }
 
-impl Job {
-    fn write_state(&self, copy: &[u8]) -> Result<FileSum> {
-        let part = |range: &Range<usize>| &copy[range.clone()];
-        let Blocks { m, v, masters, .. } = &self.blocks;
-        write_file(&self.unfinished, &state_name(self.state.step, self.share.rank), |out| {
-            let moments = Moments { m: part(m), v: part(v), master: masters.as_ref().map(part) };
-            state::write(out, self.share, &self.state, &self.layout, moments)
+impl WriteJob {
+    fn write_state(&self, copy: &[u8]) -> Result<FileChecksum> {
+        let block = |range: &Range<usize>| &copy[range.clone()];
+        let HostLayout { m, v, masters, .. } = &self.host_layout;
+        write_file(&self.staging_path, &state_name(self.state.step, self.share.rank), |out| {
+            let optimizer = OptimizerState { m: block(m), v: block(v), master: masters.as_ref().map(block) };
+            state::write(out, self.share, &self.state, &self.layout, optimizer)
         })
     }
 }
 
-/// What the first rank's needs to know besides.
-struct OfFirst {
+/// The additional inputs of the writing thread on rank 0.
+struct Rank0Job {
     directory: PathBuf,
     retention: Retention,
     identity: Identity,
     descriptor: Descriptor,
     algorithms: Option<Algorithms>,
     logs: Vec<File>,
-    unfinished: Unfinished,
-    others: Receiver<Vec<Told>>,
+    staging: StagingDirectory,
+    results: Receiver<Vec<StateFileResult>>,
 }
 
-impl OfFirst {
-    fn write(self, job: &Job, copy: &[u8]) -> Result<Report> {
-        let began = Instant::now();
+impl Rank0Job {
+    fn write(self, job: &WriteJob, copy: &[u8]) -> Result<WriteSummary> {
+        let start = Instant::now();
         let own = self.write_files(job, copy);
-        // What others still write into the directory must be done before that goes.
-        let told = match job.share.ranks {
+        // The staging directory must exist until the other ranks have written their files into it.
+        let results = match job.share.ranks {
             1 => Vec::new(),
-            _ => self.others.recv().context("the run has ended while other ranks were writing")?,
+            _ => self.results.recv().context("the run ended while other ranks were writing")?,
         };
         let mut files = own?;
-        for told in told {
-            files.push(told.map_err(Error::msg)?);
+        for result in results {
+            files.push(result.map_err(Error::msg)?);
         }
         let step = job.state.step;
         let sidecar = Sidecar {
@@ -502,48 +523,48 @@ impl OfFirst {
             algorithms: self.algorithms.clone(),
             files: files.clone(),
         };
-        files.push(write_file(&self.unfinished.0, &sidecar_name(step), |out| sidecar.write(out))?);
+        files.push(write_file(&self.staging.0, &sidecar_name(step), |out| sidecar.write(out))?);
         for log in &self.logs {
             log.sync_data().context("cannot write the log")?;
         }
-        // A checkpoint of this step may be there, damaged, or from a time before the run was taken back: no moment must
-        // show it as whole with some of its files replaced.
+        // An older checkpoint of this step may exist. It must not be marked as complete while its files are replaced.
         let done = self.directory.join(done_name(step));
         remove_file(&done)?;
         atomic_file::sync_directory(&self.directory)?;
         for file in &files {
-            self.unfinished.finish(&file.name, &self.directory)?;
+            self.staging.publish(&file.name, &self.directory)?;
         }
         atomic_file::sync_directory(&self.directory)?;
-        drop(self.unfinished);
+        drop(self.staging);
         atomic_file::write(&done, |_| Ok(()))?;
         let warning = self.retention.apply(&self.directory, step).err();
-        Ok(Report {
+        Ok(WriteSummary {
             model_file: self.directory.join(model_name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),
-            time: began.elapsed(),
+            time: start.elapsed(),
             pause: job.pause,
             warning: warning.map(|error| format!("{error:#}")),
         })
     }
 
-    fn write_files(&self, job: &Job, copy: &[u8]) -> Result<Vec<FileSum>> {
-        let params = job.blocks.params.clone().context("the first rank has copied no parameters")?;
-        let model = write_file(&self.unfinished.0, &model_name(job.state.step), |out| {
+    /// Writes the model file and the state file of rank 0.
+    fn write_files(&self, job: &WriteJob, copy: &[u8]) -> Result<Vec<FileChecksum>> {
+        let params = job.host_layout.params.clone().context("rank 0 copied no parameters")?;
+        let model = write_file(&self.staging.0, &model_name(job.state.step), |out| {
             model_file::write(out, self.descriptor, &job.layout, &copy[params], job.float)
         })?;
         Ok(vec![model, job.write_state(copy)?])
     }
 }
 
-/// A directory that files are in until they are whole. Dropping it removes it.
+/// A directory for incomplete files, on the same file system as the directory of the run. Dropping it removes it.
 #[derive(Debug)]
-struct Unfinished(PathBuf);
+struct StagingDirectory(PathBuf);
 
-impl Unfinished {
+impl StagingDirectory {
     fn create(parent: &Path) -> Result<Self> {
-        let path = unfinished_in(parent);
-        let cannot = || format!("cannot make {}", path.display());
+        let path = staging_path(parent);
+        let cannot = || format!("cannot create {}", path.display());
         if path.exists() {
             fs::remove_dir_all(&path).with_context(cannot)?;
         }
@@ -551,45 +572,53 @@ impl Unfinished {
         Ok(Self(path))
     }
 
-    fn finish(&self, name: &str, directory: &Path) -> Result<()> {
+    /// Moves a file to the directory of the run.
+    fn publish(&self, name: &str, directory: &Path) -> Result<()> {
         let (from, to) = (self.0.join(name), directory.join(name));
         fs::rename(&from, &to).with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))
     }
 }
 
-fn unfinished_in(directory: &Path) -> PathBuf {
-    directory.join(format!("{}checkpoint", atomic_file::UNFINISHED))
+fn staging_path(directory: &Path) -> PathBuf {
+    directory.join(format!("{}checkpoint", atomic_file::TEMPORARY_PREFIX))
 }
 
-/// Writes a file and makes it durable.
-fn write_file(directory: &Path, name: &str, fill: impl FnOnce(&mut Summing) -> Result<()>) -> Result<FileSum> {
+/// Writes a file and syncs it to disk.
+fn write_file(
+    directory: &Path,
+    name: &str,
+    fill: impl FnOnce(&mut ChecksumWriter) -> Result<()>,
+) -> Result<FileChecksum> {
     let path = directory.join(name);
-    let write = || -> Result<FileSum> {
-        let mut out =
-            Summing { file: BufWriter::with_capacity(1 << 20, File::create(&path)?), hash: Xxh3::new(), bytes: 0 };
+    let write = || -> Result<FileChecksum> {
+        let mut out = ChecksumWriter {
+            file: BufWriter::with_capacity(1 << 20, File::create(&path)?),
+            hash: Xxh3::new(),
+            bytes: 0,
+        };
         fill(&mut out)?;
         let file = out.file.into_inner().map_err(|error| anyhow!(error.into_error()))?;
         file.sync_all()?;
-        Ok(FileSum { name: name.to_owned(), bytes: out.bytes, xxh3: hex(out.hash.digest()) })
+        Ok(FileChecksum { name: name.to_owned(), bytes: out.bytes, xxh3: format_checksum(out.hash.digest()) })
     };
     write().with_context(|| format!("cannot write {}", path.display()))
 }
 
-impl Drop for Unfinished {
+impl Drop for StagingDirectory {
     fn drop(&mut self) {
-        // What stays is removed when a run begins here.
+        // Leftover files are removed when the next run starts in this directory.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Counts and sums what is written.
-struct Summing {
+/// Counts and hashes the bytes that are written.
+struct ChecksumWriter {
     file: BufWriter<File>,
     hash: Xxh3,
     bytes: u64,
 }
 
-impl Write for Summing {
+impl Write for ChecksumWriter {
     fn write(&mut self, buf: &[u8]) -> std::io::Result<usize> {
         let n = self.file.write(buf)?;
         self.hash.update(&buf[..n]);

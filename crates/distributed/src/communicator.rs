@@ -1,64 +1,72 @@
-//! Collective operations on an engine's tensors: what ranks do together.
+//! Collective operations on the tensors of an engine.
 
 use super::nccl::Nccl;
-use super::star::{Reduction, Star};
+use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 
-/// One rank's end. All ranks make the same calls in the same order, with tensors of the same size and type.
+/// Collective operations of one rank. All ranks make the same calls in the same order, with tensors of the same length and
+/// type.
 ///
-/// An operation begins once the engine has done what it was given before, and may run beside what it is given after; what
-/// reads the result, or writes what is read, comes after [`settle`](Self::settle). Every rank ends up with the same bits.
+/// An operation starts after the work queued on the engine before the call. It may overlap with work queued later.
+/// Call [`wait_on_stream`](Self::wait_on_stream) before queueing work that reads a result or overwrites an input.
+/// All ranks receive bitwise identical results.
 pub trait Communicator {
-    /// This rank, and how many there are.
-    fn who(&self) -> (usize, usize);
+    /// Returns the index of this rank.
+    fn rank(&self) -> usize;
 
-    /// The connections between the processes, for values on the host.
-    fn star(&mut self) -> &mut Star;
+    /// Returns the number of ranks.
+    fn world_size(&self) -> usize;
 
-    /// `tensor` = reduction of every rank's.
+    /// Returns the TCP connections between the processes, for values in host memory.
+    fn tcp_group(&mut self) -> &mut TcpGroup;
+
+    /// Reduces `tensor` over all ranks, in place.
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()>;
 
-    /// `tensor` = rank 0's.
+    /// Copies `tensor` of rank 0 to all ranks.
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()>;
 
-    /// The part = this rank's part of the reduction of every rank's whole, of which nothing but that part means anything
-    /// afterwards.
+    /// Reduces the whole over all ranks and keeps this rank's part. The rest of the whole is unspecified afterwards.
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()>;
 
-    /// The whole = every rank's part, one after another.
+    /// Concatenates the parts of all ranks into the whole, in rank order.
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()>;
 
-    /// What the engine is given from here on comes after all operations so far.
-    fn settle(&mut self, engine: &mut dyn Engine) -> Result<()>;
+    /// Makes work that is queued on the engine from now on wait for all operations so far.
+    fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()>;
 
-    /// What has failed in the meantime, on the device or between ranks.
+    /// Returns the error of an asynchronous operation, if one failed on the device or between ranks.
     fn check(&self) -> Result<()>;
 
-    /// Ends it in good order: once all ranks do.
+    /// Shuts down after all operations have finished. All ranks must call it.
     fn close(self: Box<Self>) -> Result<()>;
 
-    /// Ends it at once, whatever is under way.
-    fn abandon(self: Box<Self>) -> Star;
+    /// Aborts all pending operations and returns the TCP connections.
+    fn abort(self: Box<Self>) -> TcpGroup;
 
-    /// `NCCL 2.28.3`
+    /// Returns the name of the transport, for example `NCCL 2.28.3`.
     fn describe(&self) -> String;
 }
 
-/// Over the host's memory, for any engine; done when a call returns.
-impl Communicator for Star {
-    fn who(&self) -> (usize, usize) {
-        (self.rank, self.ranks)
+/// Collectives through host memory, for any engine. They are synchronous: each is done when its call returns.
+impl Communicator for TcpGroup {
+    fn rank(&self) -> usize {
+        self.rank
     }
 
-    fn star(&mut self) -> &mut Star {
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn tcp_group(&mut self) -> &mut TcpGroup {
         self
     }
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
         let mut bytes = vec![0; tensor.bytes()];
         engine.read_bytes(tensor, &mut bytes)?;
-        self.reduce_bytes(&mut bytes, tensor.dtype, reduction)?;
+        self.all_reduce_bytes(&mut bytes, tensor.dtype, reduction)?;
         engine.write_bytes(tensor, &bytes)
     }
 
@@ -72,21 +80,21 @@ impl Communicator for Star {
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        let Sharded { whole, shard: part } = of.over(self.ranks)?;
+        let Sharded { whole, part } = of.over(self.world_size)?;
         let mut bytes = vec![0; whole.bytes()];
         engine.read_bytes(whole, &mut bytes)?;
-        self.reduce_bytes(&mut bytes, whole.dtype, reduction)?;
+        self.all_reduce_bytes(&mut bytes, whole.dtype, reduction)?;
         engine.write_bytes(part, &bytes[self.rank * part.bytes()..][..part.bytes()])
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        let Sharded { whole, shard: part } = of.over(self.ranks)?;
+        let Sharded { whole, part } = of.over(self.world_size)?;
         let mut bytes = vec![0; part.bytes()];
         engine.read_bytes(part, &mut bytes)?;
         engine.write_bytes(whole, &self.all_gather_bytes(&bytes)?)
     }
 
-    fn settle(&mut self, _engine: &mut dyn Engine) -> Result<()> {
+    fn wait_on_stream(&mut self, _engine: &mut dyn Engine) -> Result<()> {
         Ok(())
     }
 
@@ -98,19 +106,19 @@ impl Communicator for Star {
         Ok(())
     }
 
-    fn abandon(self: Box<Self>) -> Star {
+    fn abort(self: Box<Self>) -> TcpGroup {
         *self
     }
 
     fn describe(&self) -> String {
-        "TCP, through the hosts' memory".to_owned()
+        "TCP, through host memory".to_owned()
     }
 }
 
-/// What suits the engine: NCCL where it computes on a GPU. `on` is a tensor of it.
-pub fn for_engine(star: Star, engine: &dyn Engine, on: Tensor) -> Result<Box<dyn Communicator>> {
-    match engine.device_tensor(on)? {
-        Some(device) => Ok(Box::new(Nccl::new(star, device.stream.gpu())?)),
-        None => Ok(Box::new(star)),
+/// Creates the communicator for an engine: NCCL if `tensor`, a tensor of the engine, is on a GPU, otherwise TCP.
+pub fn for_engine(group: TcpGroup, engine: &dyn Engine, tensor: Tensor) -> Result<Box<dyn Communicator>> {
+    match engine.device_tensor(tensor)? {
+        Some(device) => Ok(Box::new(Nccl::new(group, device.stream.gpu())?)),
+        None => Ok(Box::new(group)),
     }
 }

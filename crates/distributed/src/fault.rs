@@ -1,74 +1,87 @@
-//! What can go wrong between the processes of a run.
+//! Failures of communication between ranks, and their exit codes.
 
 use std::time::Duration;
 
-/// Exit code of a rank of a run whose ranks did not come together, did not agree, or of which one failed in a way that it
-/// would fail again.
-pub const EXIT_CODE: u8 = 3;
+/// Exit code of a rank after a permanent failure: restarting the run would fail the same way.
+pub const PERMANENT_EXIT_CODE: u8 = 3;
 
-/// Exit code of a rank of a run that has lost a rank, a GPU, or the connection between GPUs: it can go on from its last
-/// checkpoint.
-pub const LOST: u8 = 4;
+/// Exit code of a rank after the loss of a rank, a GPU or a connection: the run can resume from its last checkpoint.
+pub const RECOVERABLE_EXIT_CODE: u8 = 4;
 
+/// A failure that ends the run on all ranks. `activity` is the step and the operation at the time of the failure.
 #[derive(Clone, Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the error messages document the fields")]
 pub enum Fault {
-    /// Rank 0 has told it already; there is nothing to add.
+    /// Rank 0 ended the run and prints the message. This rank prints nothing.
     #[error("{text}")]
-    Told { text: String, lost: bool },
+    ReportedByRank0 { text: String, recoverable: bool },
 
-    /// The ranks cannot begin.
+    /// The run cannot start.
     #[error("{0}")]
-    Start(String),
+    Startup(String),
 
-    #[error("{who} failed: {text}")]
-    Failed { who: String, text: String, lost: bool },
+    /// Another rank ended the run because of an error.
+    #[error("{peer} failed: {text}")]
+    RankFailed { peer: String, text: String, recoverable: bool },
 
-    /// A GPU, or NCCL between GPUs, has failed while the run went on.
-    #[error("{text}; {during}")]
-    Device { text: String, during: String },
+    /// The GPU driver or NCCL failed on this rank.
+    #[error("{text}; during {activity}")]
+    Device { text: String, activity: String },
 
-    #[error("{who} has ended, or the connection to it; {during}")]
-    Gone { who: String, during: String },
-
-    #[error("nothing came from {who} in {:.0} s; {during}", waited.as_secs_f64())]
-    Silent { who: String, waited: Duration, during: String },
-
-    #[error("{who} stands still for {:.0} s; {during}", waited.as_secs_f64())]
-    Hangs { who: String, waited: Duration, during: String },
-
-    #[error("{what} is not the same on {who} as on rank 0: memory or a GPU there may be faulty, or this program is")]
-    Apart { who: String, what: String },
-
+    /// The connection to a rank was closed.
     #[error(
-        "{who} is at another point of the run: expected {expected}, found {found}; the ranks have gone different ways"
+        "{peer} disconnected during {activity}: its process ended or the network failed; see the output of that rank"
     )]
-    OutOfStep { who: String, expected: String, found: String },
+    Disconnected { peer: String, activity: String },
+
+    /// No heartbeat and no message arrived from a rank.
+    #[error("{peer} timed out: no message for {:.0} s during {activity}; check that host and its network", waited.as_secs_f64())]
+    TimedOut { peer: String, waited: Duration, activity: String },
+
+    /// A rank sends heartbeats but makes no progress.
+    #[error("{peer} made no progress for {:.0} s during {activity}; see the output of that rank", waited.as_secs_f64())]
+    Stalled { peer: String, waited: Duration, activity: String },
+
+    /// Replicated tensors differ between ranks.
+    #[error(
+        "{tensor}: expected the same values on {peer} as on rank 0, found other values; check the memory and the GPU of \
+         that host"
+    )]
+    ReplicaMismatch { peer: String, tensor: String },
+
+    /// Ranks called different collectives.
+    #[error(
+        "{peer}: expected {expected}, found {found}; the ranks called different collectives, which is a bug in this \
+         program"
+    )]
+    CollectiveMismatch { peer: String, expected: String, found: String },
 }
 
 impl Fault {
-    /// Whether the run could go on from its last checkpoint, rather than end in the same way again.
-    pub fn is_loss(&self) -> bool {
+    /// Returns whether the run can resume from its last checkpoint. Otherwise a restart would fail the same way.
+    pub fn is_recoverable(&self) -> bool {
         match self {
-            Self::Told { lost, .. } | Self::Failed { lost, .. } => *lost,
-            Self::Device { .. } | Self::Gone { .. } | Self::Silent { .. } | Self::Hangs { .. } => true,
-            Self::Start(_) | Self::Apart { .. } | Self::OutOfStep { .. } => false,
+            Self::ReportedByRank0 { recoverable, .. } | Self::RankFailed { recoverable, .. } => *recoverable,
+            Self::Device { .. } | Self::Disconnected { .. } | Self::TimedOut { .. } | Self::Stalled { .. } => true,
+            Self::Startup(_) | Self::ReplicaMismatch { .. } | Self::CollectiveMismatch { .. } => false,
         }
     }
 
+    /// Returns the exit code of a process that ends with this fault.
     pub fn exit_code(&self) -> u8 {
-        if self.is_loss() { LOST } else { EXIT_CODE }
+        if self.is_recoverable() { RECOVERABLE_EXIT_CODE } else { PERMANENT_EXIT_CODE }
     }
 }
 
-/// As [`Fault::is_loss`].
-pub fn is_loss(error: &anyhow::Error) -> bool {
-    error.downcast_ref().is_some_and(Fault::is_loss)
+/// Returns whether `error` is a recoverable [`Fault`].
+pub fn is_recoverable(error: &anyhow::Error) -> bool {
+    error.downcast_ref().is_some_and(Fault::is_recoverable)
 }
 
-/// The same error, as a [`Fault::Device`] if the GPU's driver or NCCL is the cause.
-pub fn of_device(error: anyhow::Error, during: &str) -> anyhow::Error {
+/// Converts `error` into a [`Fault::Device`] if the CUDA driver or NCCL caused it. Returns other errors unchanged.
+pub fn from_device_error(error: anyhow::Error, activity: &str) -> anyhow::Error {
     let device = error.chain().any(|cause| cause.is::<cuda_driver::Error>() || cause.is::<nccl_rs::Error>());
-    if device { Fault::Device { text: format!("{error:#}"), during: during.to_owned() }.into() } else { error }
+    if device { Fault::Device { text: format!("{error:#}"), activity: activity.to_owned() }.into() } else { error }
 }
 
 #[cfg(test)]
@@ -76,30 +89,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_may_not_come_again_is_a_loss() {
-        let during = || "step 3 of 9".to_owned();
-        let gone = Fault::Gone { who: "rank 1".into(), during: during() };
-        assert_eq!((gone.is_loss(), gone.exit_code()), (true, LOST));
-        let start = Fault::Start("two ranks with one GPU".into());
-        assert_eq!((start.is_loss(), start.exit_code()), (false, EXIT_CODE));
-        for lost in [true, false] {
+    fn only_lost_ranks_and_connections_are_recoverable() {
+        let disconnected = Fault::Disconnected { peer: "rank 1".into(), activity: "step 3 of 9".into() };
+        assert_eq!((disconnected.is_recoverable(), disconnected.exit_code()), (true, RECOVERABLE_EXIT_CODE));
+        let startup = Fault::Startup("two ranks on one GPU".into());
+        assert_eq!((startup.is_recoverable(), startup.exit_code()), (false, PERMANENT_EXIT_CODE));
+        for recoverable in [true, false] {
             let text = || "text".to_owned();
-            assert_eq!(Fault::Told { text: text(), lost }.is_loss(), lost);
-            assert_eq!(Fault::Failed { who: text(), text: text(), lost }.is_loss(), lost);
+            assert_eq!(Fault::ReportedByRank0 { text: text(), recoverable }.is_recoverable(), recoverable);
+            assert_eq!(Fault::RankFailed { peer: text(), text: text(), recoverable }.is_recoverable(), recoverable);
         }
     }
 
     #[test]
-    fn a_failure_of_the_driver_or_of_nccl_is_one_of_the_device() {
+    fn driver_and_nccl_errors_become_device_faults() {
         let driver = cuda_driver::Error::NoDevice;
         let nccl = nccl_rs::Error::Call { call: "NCCL".into(), status: 6, detail: "closed".into() };
         for (error, text) in [(anyhow::Error::from(driver), "loss: the CUDA driver"), (nccl.into(), "loss: NCCL: nccl")]
         {
-            let error = of_device(error.context("loss"), "step 3 of 9");
-            assert!(is_loss(&error) && error.to_string().starts_with(text), "{error:#}");
-            assert!(error.to_string().ends_with("; step 3 of 9"), "{error:#}");
+            let error = from_device_error(error.context("loss"), "step 3 of 9");
+            assert!(is_recoverable(&error) && error.to_string().starts_with(text), "{error:#}");
+            assert!(error.to_string().ends_with("; during step 3 of 9"), "{error:#}");
         }
-        let disk = of_device(anyhow::anyhow!("disk full"), "step 3 of 9");
-        assert!(!is_loss(&disk) && disk.to_string() == "disk full");
+        let disk = from_device_error(anyhow::anyhow!("disk full"), "step 3 of 9");
+        assert!(!is_recoverable(&disk) && disk.to_string() == "disk full");
     }
 }

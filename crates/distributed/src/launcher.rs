@@ -1,213 +1,238 @@
-//! Which process of a run this one is, as whatever started it says in the environment. No MPI library is needed for that.
+//! Finds the rank and the world size of this process from flags or the environment variables of its launcher.
+//!
+//! Supports Open MPI, MPICH, torchrun and SLURM. No MPI library is needed.
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// Where this process stands among those of the run.
+/// The position of this process among all processes of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct World {
-    /// 0 ..= `ranks` - 1.
+    /// Index of this process, from 0 to `world_size` - 1.
     pub rank: usize,
-    pub ranks: usize,
-    /// Among the ranks of one host; `None` where nobody has said.
+    /// Number of processes.
+    pub world_size: usize,
+    /// Index among the ranks on this host, if known.
     pub local_rank: Option<usize>,
-    /// On this host; `None` where nobody has said.
-    pub local_ranks: Option<usize>,
-    /// What tells this run from others: the launcher's own name for it.
+    /// Number of ranks on this host, if known.
+    pub local_world_size: Option<usize>,
+    /// The launcher's identifier of the run, if there is one.
     pub job: Option<String>,
 }
 
 impl World {
     /// A run of one process.
-    pub const ALONE: Self = Self { rank: 0, ranks: 1, local_rank: Some(0), local_ranks: Some(1), job: None };
+    pub const SINGLE: Self = Self { rank: 0, world_size: 1, local_rank: Some(0), local_world_size: Some(1), job: None };
 
-    /// Whether all ranks are known to be on one host, or may be.
+    /// Returns whether all ranks may be on one host, as far as is known.
     pub fn may_be_one_host(&self) -> bool {
-        self.local_ranks.is_none_or(|local| local == self.ranks)
+        self.local_world_size.is_none_or(|local| local == self.world_size)
     }
 }
 
-/// What the command line says; it wins over the environment.
+/// Values from the command line. They override the environment.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flags {
+    /// `--rank`
     pub rank: Option<usize>,
-    pub ranks: Option<usize>,
+    /// `--world-size`
+    pub world_size: Option<usize>,
+    /// `--local-rank`
     pub local_rank: Option<usize>,
 }
 
-/// A launcher's variables.
+/// The environment variables of a launcher.
 struct Launcher {
     name: &'static str,
     rank: &'static str,
-    ranks: &'static str,
+    world_size: &'static str,
     local_rank: &'static str,
-    local_ranks: &'static str,
-    /// Together they name the job; as many of them as are set.
+    local_world_size: &'static str,
+    /// The values of those that are set identify the job.
     job: &'static [&'static str],
 }
 
-/// Launchers that start each process themselves.
+/// Launchers that start each process directly.
 const LAUNCHERS: [Launcher; 3] = [
     Launcher {
         name: "Open MPI",
         rank: "OMPI_COMM_WORLD_RANK",
-        ranks: "OMPI_COMM_WORLD_SIZE",
+        world_size: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_ranks: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_world_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
         job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
     },
     Launcher {
         name: "MPICH",
         rank: "PMI_RANK",
-        ranks: "PMI_SIZE",
+        world_size: "PMI_SIZE",
         local_rank: "MPI_LOCALRANKID",
-        local_ranks: "MPI_LOCALNRANKS",
+        local_world_size: "MPI_LOCALNRANKS",
         job: &["PMI_JOBID"],
     },
     Launcher {
         name: "torchrun",
         rank: "RANK",
-        ranks: "WORLD_SIZE",
+        world_size: "WORLD_SIZE",
         local_rank: "LOCAL_RANK",
-        local_ranks: "LOCAL_WORLD_SIZE",
+        local_world_size: "LOCAL_WORLD_SIZE",
         job: &["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"],
     },
 ];
 
-/// srun. Its variables are inherited by what the launchers above start inside a SLURM job, where they name the node's launcher,
-/// so they count only without those; and only inside a job step, for a batch script has them, too.
+/// srun. Other launchers inside a SLURM job inherit its variables, which then describe the launcher of the node. They are
+/// used only if no other launcher is found, and only inside a job step, because batch scripts also have them.
 const SLURM: Launcher = Launcher {
     name: "SLURM",
     rank: "SLURM_PROCID",
-    ranks: "SLURM_STEP_NUM_TASKS",
+    world_size: "SLURM_STEP_NUM_TASKS",
     local_rank: "SLURM_LOCALID",
-    local_ranks: "SLURM_TASKS_PER_NODE",
+    local_world_size: "SLURM_TASKS_PER_NODE",
     job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
 };
 const SLURM_STEP: &str = "SLURM_STEP_ID";
 
-/// PMIx says which rank a process is, but not of how many.
+/// PMIx sets the rank of a process but not the world size.
 const PMIX_RANK: &str = "PMIX_RANK";
 
-/// A number from the environment and the variable it came from.
-type Found = (&'static str, usize);
+/// An environment variable and its number.
+type Variable = (&'static str, usize);
 
 struct Environment<'a>(&'a dyn Fn(&str) -> Option<String>);
 
 impl Environment<'_> {
-    fn number(&self, name: &'static str) -> Result<Option<Found>> {
+    fn number(&self, name: &'static str) -> Result<Option<Variable>> {
         let Some(text) = (self.0)(name) else { return Ok(None) };
         match text.parse() {
             Ok(number) => Ok(Some((name, number))),
-            Err(_) => bail!("{name}={text} in the environment: expected a whole number"),
+            Err(_) => bail!("environment variable {name}: expected a whole number, found {text:?}; fix or unset it"),
         }
     }
 
-    /// What a launcher says, if it was one that started this process.
-    fn world_of(&self, launcher: &Launcher) -> Result<Option<(World, Found)>> {
-        let (rank, ranks) = (self.number(launcher.rank)?, self.number(launcher.ranks)?);
-        let (rank, ranks) = match (rank, ranks) {
+    /// Returns the world that `launcher` describes, and its rank variable, if this launcher started the process.
+    fn world_of(&self, launcher: &Launcher) -> Result<Option<(World, Variable)>> {
+        let (rank, world_size) = match (self.number(launcher.rank)?, self.number(launcher.world_size)?) {
             (None, None) => return Ok(None),
-            (Some(rank), Some(ranks)) => (rank, ranks),
-            (Some((set, _)), None) => bail!("{set} is set, {} is not: {}", launcher.ranks, Self::half(launcher)),
-            (None, Some((set, _))) => bail!("{set} is set, {} is not: {}", launcher.rank, Self::half(launcher)),
+            (Some(rank), Some(world_size)) => (rank, world_size),
+            (Some((set, _)), None) => bail!(Self::incomplete(launcher, set, launcher.world_size)),
+            (None, Some((set, _))) => bail!(Self::incomplete(launcher, set, launcher.rank)),
         };
         ensure!(
-            rank.1 < ranks.1,
-            "{}={} and {}={} in the environment: expected a rank below the number of ranks",
+            rank.1 < world_size.1,
+            "environment variables {}={} and {}={}: expected a rank below the world size; fix or unset them",
             rank.0,
             rank.1,
-            ranks.0,
-            ranks.1
+            world_size.0,
+            world_size.1
         );
         let local = |name| Ok::<_, anyhow::Error>(self.number(name)?.map(|(_, number)| number));
-        // "8", or "8(x2)" for several nodes, or "8,4".
-        let local_ranks = match launcher.local_ranks {
+        // SLURM sets "8" on one node, "8(x2)" or "8,4" on several. Only the first is a number of local ranks.
+        let local_world_size = match launcher.local_world_size {
             "SLURM_TASKS_PER_NODE" => (self.0)("SLURM_TASKS_PER_NODE").and_then(|text| text.parse().ok()),
             name => local(name)?,
         };
         let job: Vec<String> = launcher.job.iter().filter_map(|name| (self.0)(name)).collect();
         let world = World {
             rank: rank.1,
-            ranks: ranks.1,
+            world_size: world_size.1,
             local_rank: local(launcher.local_rank)?,
-            local_ranks,
+            local_world_size,
             job: (!job.is_empty()).then(|| format!("{} {}", launcher.name, job.join("."))),
         };
         Ok(Some((world, rank)))
     }
 
-    fn half(launcher: &Launcher) -> String {
+    fn incomplete(launcher: &Launcher, set: &str, missing: &str) -> String {
         format!(
-            "half of what {} sets; unset it to run alone, or give --rank and --world-size to be sure",
+            "environment variables of {}: expected both {set} and {missing}, found only {set}; unset it to run one process, \
+             or give --rank and --world-size",
             launcher.name
         )
     }
+
+    /// Returns the world of the launcher other than SLURM. Launchers that contradict each other are an error.
+    fn direct_launcher(&self) -> Result<Option<(World, Variable)>> {
+        let mut found: Option<(World, Variable)> = None;
+        for launcher in &LAUNCHERS {
+            let Some((world, variable)) = self.world_of(launcher)? else { continue };
+            match &found {
+                None => found = Some((world, variable)),
+                Some((first, first_variable)) => ensure!(
+                    (first.rank, first.world_size) == (world.rank, world.world_size),
+                    "environment variables {}={} and {}={}: expected one rank and world size, found rank {} of {} and rank \
+                     {} of {}; unset the wrong ones, or give --rank and --world-size",
+                    first_variable.0,
+                    first_variable.1,
+                    variable.0,
+                    variable.1,
+                    first.rank,
+                    first.world_size,
+                    world.rank,
+                    world.world_size
+                ),
+            }
+        }
+        Ok(found)
+    }
+
+    /// Checks that the rank of PMIx agrees with `rank`, the rank that was found and its variable.
+    fn check_pmix(&self, rank: Option<Variable>) -> Result<()> {
+        let Some((name, pmix_rank)) = self.number(PMIX_RANK)? else { return Ok(()) };
+        let Some((variable, rank)) = rank else {
+            bail!(
+                "environment variable {name}={pmix_rank}: expected also a world size, found none; give --rank and \
+                 --world-size, or unset it to run one process"
+            )
+        };
+        // srun sets PMIX_RANK for the launcher of a node. The processes of torchrun and MPICH inherit it.
+        let inherited = variable == "RANK" || variable == "PMI_RANK";
+        ensure!(
+            inherited || pmix_rank == rank,
+            "environment variables {variable}={rank} and {name}={pmix_rank}: expected one rank, found two; unset the wrong \
+             one, or give --rank and --world-size"
+        );
+        Ok(())
+    }
 }
 
-/// Which process of the run this one is: by the flags, else by the launcher's variables, else alone. Launchers that contradict
-/// each other are an error.
+/// Returns the world from the flags, or from the environment variables of a launcher, or [`World::SINGLE`].
+/// `variable` looks up an environment variable.
 pub fn find(flags: Flags, variable: &dyn Fn(&str) -> Option<String>) -> Result<World> {
     let environment = Environment(variable);
-    if let (Some(rank), Some(ranks)) = (flags.rank, flags.ranks) {
-        ensure!(rank < ranks, "--rank {rank} --world-size {ranks}: expected a rank below the number of ranks");
-        return Ok(World { rank, ranks, local_rank: flags.local_rank, local_ranks: None, job: None });
+    if let (Some(rank), Some(world_size)) = (flags.rank, flags.world_size) {
+        ensure!(
+            rank < world_size,
+            "--rank: expected a rank below --world-size {world_size}, found {rank}; ranks count from 0"
+        );
+        return Ok(World { rank, world_size, local_rank: flags.local_rank, local_world_size: None, job: None });
     }
-    let mut found: Option<(World, Found)> = None;
-    for launcher in &LAUNCHERS {
-        let Some((world, by)) = environment.world_of(launcher)? else { continue };
-        match &found {
-            None => found = Some((world, by)),
-            Some((first, first_by)) => ensure!(
-                (first.rank, first.ranks) == (world.rank, world.ranks),
-                "{}={} says rank {} of {}, {}={} says rank {} of {}: unset what is not true, or give --rank and \
-                 --world-size",
-                first_by.0,
-                first_by.1,
-                first.rank,
-                first.ranks,
-                by.0,
-                by.1,
-                world.rank,
-                world.ranks
-            ),
-        }
-    }
-    let slurm = if variable(SLURM_STEP).is_some() { environment.world_of(&SLURM)? } else { None };
-    let (mut world, by) = match (found, slurm) {
-        (Some((mut world, by)), slurm) => {
-            // srun --mpi=pmi2 sets PMI's variables, but no local rank.
-            let same = slurm.filter(|(slurm, _)| (slurm.rank, slurm.ranks) == (world.rank, world.ranks));
+    let slurm = || match variable(SLURM_STEP) {
+        Some(_) => environment.world_of(&SLURM),
+        None => Ok(None),
+    };
+    let (mut world, rank) = match (environment.direct_launcher()?, slurm()?) {
+        (Some((mut world, rank)), slurm) => {
+            // srun --mpi=pmi2 sets the variables of PMI without a local rank.
+            let same = slurm.filter(|(slurm, _)| (slurm.rank, slurm.world_size) == (world.rank, world.world_size));
             if let Some((slurm, _)) = same {
                 world.local_rank = world.local_rank.or(slurm.local_rank);
                 world.job = world.job.or(slurm.job);
             }
-            (world, Some(by))
+            (world, Some(rank))
         }
-        (None, Some((world, by))) => (world, Some(by)),
-        (None, None) => (World::ALONE, None),
+        (None, Some((world, rank))) => (world, Some(rank)),
+        (None, None) => (World::SINGLE, None),
     };
-    if let Some((name, rank)) = environment.number(PMIX_RANK)? {
-        let inherited = by.is_some_and(|(by, _)| by == "RANK" || by == "PMI_RANK");
-        match by {
-            None => bail!(
-                "{name}={rank} is set, but nothing says of how many: give --rank and --world-size, or unset it to run alone"
-            ),
-            Some((by, of)) => ensure!(
-                inherited || rank == world.rank,
-                "{by}={of} and {name}={rank} contradict each other: unset what is not true, or give --rank and --world-size"
-            ),
-        }
-    }
+    environment.check_pmix(rank)?;
     if flags.local_rank.is_some() {
         world.local_rank = flags.local_rank;
     }
     Ok(world)
 }
 
-/// As [`find`], in this process' environment.
-pub fn of_this_process(flags: Flags) -> Result<World> {
+/// Returns the world of this process, from the flags or its environment. See [`find`].
+pub fn from_environment(flags: Flags) -> Result<World> {
     find(flags, &|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
-        .context("which rank this process is")
+        .context("cannot find the rank of this process")
 }
 
 #[cfg(test)]
@@ -219,13 +244,19 @@ mod tests {
         find(flags, &get)
     }
 
-    fn world(rank: usize, ranks: usize, local_rank: Option<usize>, local_ranks: Option<usize>, job: &str) -> World {
+    fn world(
+        rank: usize,
+        world_size: usize,
+        local_rank: Option<usize>,
+        local_world_size: Option<usize>,
+        job: &str,
+    ) -> World {
         let job = (!job.is_empty()).then(|| job.to_owned());
-        World { rank, ranks, local_rank, local_ranks, job }
+        World { rank, world_size, local_rank, local_world_size, job }
     }
 
     #[test]
-    fn every_launcher_is_understood() {
+    fn the_variables_of_each_launcher_are_read() {
         let ompi = [
             ("OMPI_COMM_WORLD_RANK", "5"),
             ("OMPI_COMM_WORLD_SIZE", "16"),
@@ -254,7 +285,7 @@ mod tests {
         ];
         let batch_script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_JOB_ID", "77")];
         for (variables, expected) in [
-            (vec![], World::ALONE),
+            (vec![], World::SINGLE),
             (ompi.to_vec(), world(5, 16, Some(1), Some(4), "Open MPI 3141")),
             (hydra, world(3, 4, Some(2), Some(4), "")),
             (torchrun.to_vec(), world(1, 2, Some(1), Some(2), "torchrun none.29500")),
@@ -262,54 +293,54 @@ mod tests {
             ([&slurm[..], &[("PMIX_RANK", "3")]].concat(), world(3, 4, Some(1), None, "SLURM 77.0")),
             // srun --mpi=pmi2
             ([&slurm[..], &pmi].concat(), world(3, 4, Some(1), None, "SLURM 77.0")),
-            // mpirun inside a SLURM job: srun has started its daemons, one a node.
+            // mpirun inside a SLURM job, where srun started one daemon per node
             ([&ompi[..], &slurm].concat(), world(5, 16, Some(1), Some(4), "Open MPI 3141")),
-            // torchrun, one a node, under srun --mpi=pmix
+            // one torchrun per node, started by srun --mpi=pmix
             ([&torchrun[..], &[("PMIX_RANK", "0")]].concat(), world(1, 2, Some(1), Some(2), "torchrun none.29500")),
-            (batch_script.to_vec(), World::ALONE),
+            (batch_script.to_vec(), World::SINGLE),
         ] {
             assert_eq!(found(&variables, Flags::default()).unwrap(), expected, "{variables:?}");
         }
     }
 
     #[test]
-    fn flags_win() {
+    fn flags_override_the_environment() {
         let variables = [("RANK", "1"), ("WORLD_SIZE", "2"), ("PMI_RANK", "0"), ("PMI_SIZE", "9")];
-        let flags = Flags { rank: Some(3), ranks: Some(4), local_rank: None };
+        let flags = Flags { rank: Some(3), world_size: Some(4), local_rank: None };
         assert_eq!(found(&variables, flags).unwrap(), world(3, 4, None, None, ""));
         let flags = Flags { local_rank: Some(7), ..Flags::default() };
         assert_eq!(found(&variables[..2], flags).unwrap(), world(1, 2, Some(7), None, ""));
-        let flags = Flags { rank: Some(4), ranks: Some(4), local_rank: None };
+        let flags = Flags { rank: Some(4), world_size: Some(4), local_rank: None };
         let text = found(&[], flags).unwrap_err().to_string();
-        assert_eq!(text, "--rank 4 --world-size 4: expected a rank below the number of ranks");
+        assert_eq!(text, "--rank: expected a rank below --world-size 4, found 4; ranks count from 0");
     }
 
     #[test]
-    fn what_is_wrong_or_contradicts_is_named() {
+    fn invalid_and_contradicting_variables_are_named() {
         for (variables, expected) in [
             (
                 &[("RANK", "1"), ("WORLD_SIZE", "2"), ("PMI_RANK", "0"), ("PMI_SIZE", "2")][..],
-                "PMI_RANK=0 says rank 0 of 2, RANK=1 says rank 1 of 2: unset",
+                "PMI_RANK=0 and RANK=1: expected one rank and world size, found rank 0 of 2 and rank 1 of 2; unset",
             ),
-            (&[("RANK", "1"), ("WORLD_SIZE", "2"), ("PMI_RANK", "1"), ("PMI_SIZE", "4")], "says rank 1 of 4, RANK=1"),
+            (
+                &[("RANK", "1"), ("WORLD_SIZE", "2"), ("PMI_RANK", "1"), ("PMI_SIZE", "4")],
+                "found rank 1 of 4 and rank 1 of 2;",
+            ),
             (
                 &[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_RANK", "0")],
-                "OMPI_COMM_WORLD_RANK=1 and PMIX_RANK=0 contradict each other",
+                "OMPI_COMM_WORLD_RANK=1 and PMIX_RANK=0: expected one rank",
             ),
             (
                 &[("WORLD_SIZE", "2")],
-                "WORLD_SIZE is set, RANK is not: half of what torchrun sets; unset it to run alone",
+                "of torchrun: expected both WORLD_SIZE and RANK, found only WORLD_SIZE; unset it to run one process",
             ),
-            (&[("PMI_RANK", "2")], "PMI_RANK is set, PMI_SIZE is not"),
-            (&[("PMIX_RANK", "2")], "PMIX_RANK=2 is set, but nothing says of how many: give --rank"),
-            (&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=x in the environment: expected a whole number"),
-            (
-                &[("RANK", "2"), ("WORLD_SIZE", "2")],
-                "RANK=2 and WORLD_SIZE=2 in the environment: expected a rank below",
-            ),
+            (&[("PMI_RANK", "2")], "expected both PMI_RANK and PMI_SIZE, found only PMI_RANK"),
+            (&[("PMIX_RANK", "2")], "PMIX_RANK=2: expected also a world size, found none; give --rank"),
+            (&[("RANK", "x"), ("WORLD_SIZE", "2")], "environment variable RANK: expected a whole number, found \"x\""),
+            (&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK=2 and WORLD_SIZE=2: expected a rank below the world size"),
             (
                 &[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "-1")],
-                "LOCAL_RANK=-1 in the environment: expected a whole number",
+                "environment variable LOCAL_RANK: expected a whole number, found \"-1\"",
             ),
         ] {
             let text = found(variables, Flags::default()).unwrap_err().to_string();
@@ -318,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn one_host_is_told_from_several() {
+    fn one_host_is_distinguished_from_several() {
         assert!(world(0, 4, None, None, "").may_be_one_host());
         assert!(world(0, 4, None, Some(4), "").may_be_one_host());
         assert!(!world(0, 4, None, Some(2), "").may_be_one_host());

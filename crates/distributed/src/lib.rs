@@ -1,12 +1,14 @@
-//! A run of several processes, one for each GPU.
+//! Communication between the ranks of a run. A rank is one process, and each rank has its own GPU.
 //!
-//! * [`launcher`]: which of them this one is; [`rendezvous`]: how they meet; [`preflight`]: whether they belong together.
-//! * [`star`]: what they say to each other, over TCP with rank 0 in the middle; [`watchdog`]: what becomes of a run that has
-//!   lost one of them.
-//! * [`communicator`]: what they do together to tensors: over [`star`] in host memory, or by [`nccl`] between GPUs.
-//! * [`timed`]: how long an engine waits for that.
-//! * [`exchange`]: which tensors those are, and when, in a pass; [`model::sharding`] says what of them each rank keeps.
-//! * [`ranks`]: all of that as the training loop has it, or nothing, in a run of one process.
+//! * Startup: [`launcher`] finds the rank and the world size, [`rendezvous`] connects the processes.
+//! * Host communication: [`tcp_group`] sends messages over TCP, relayed by rank 0. [`watchdog`] detects failed ranks.
+//! * Tensor communication: [`communicator`] defines the collectives on tensors. They run through host memory
+//!   ([`tcp_group`]) or between GPUs (NCCL). [`timing`] measures how long an engine waits for them.
+//! * [`ranks`] is the interface of the training loop. With one process all of its operations are no-ops.
+//!
+//! This crate knows nothing of models, data or checkpoints.
+
+#![warn(missing_docs)]
 
 pub mod communicator;
 pub mod fault;
@@ -14,8 +16,8 @@ pub mod launcher;
 mod nccl;
 pub mod ranks;
 pub mod rendezvous;
-pub mod star;
-pub mod timed;
+pub mod tcp_group;
+pub mod timing;
 pub mod watchdog;
 
 pub use ranks::Ranks;

@@ -1,87 +1,93 @@
-//! Collective operations on GPUs, by NCCL, on a stream beside the engine's.
+//! Collectives between GPUs with NCCL, on a separate CUDA stream.
 
 use super::communicator::Communicator;
-use super::star::{Reduction, Star};
-use super::watchdog::Device;
+use super::tcp_group::{Reduction, TcpGroup};
+use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
 use engine::tensor::{DType, Sharded, Tensor};
-use engine::{DeviceTensor, Engine, Result};
+use engine::{Engine, DeviceTensor, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long ranks that have met may take to connect their GPUs, or to queue an operation.
-const PATIENCE: Duration = Duration::from_mins(2);
+/// Timeout for connecting the GPUs of all ranks and for queueing an operation.
+const TIMEOUT: Duration = Duration::from_mins(2);
 
+/// Collectives on tensors in GPU memory.
 pub struct Nccl {
-    star: Star,
+    group: TcpGroup,
     communicator: nccl_rs::Communicator,
     stream: Stream,
-    /// How far the engine is, for the operations; and they, for the engine.
-    engine: Event,
-    operations: Event,
-    /// Whether there are operations that the engine does not wait for yet.
-    under_way: bool,
+    /// Recorded on the engine's stream. Collectives wait for it.
+    engine_event: Event,
+    /// Recorded on the communication stream. The engine waits for it.
+    collectives_event: Event,
+    /// Whether the engine has not yet been told to wait for the latest operations.
+    pending: bool,
 }
 
 impl Nccl {
-    /// Connects the ranks' GPUs.
-    pub fn new(mut star: Star, gpu: &Gpu) -> Result<Self> {
-        let id = if star.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
-        let id = star.tell(id)?.try_into().ok().context("rank 0 told no NCCL id")?;
-        let communicator = nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), star.rank, star.ranks, PATIENCE)?;
-        star.watch_device(Arc::new(communicator.monitor()));
-        let (engine, operations) = (Event::new(gpu)?, Event::new(gpu)?);
-        Ok(Self { star, communicator, stream: Stream::new(gpu)?, engine, operations, under_way: false })
+    /// Connects the GPUs of all ranks.
+    pub fn new(mut group: TcpGroup, gpu: &Gpu) -> Result<Self> {
+        let id = if group.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
+        let id = group.broadcast_message(id)?.try_into().ok().context("rank 0 sent no valid NCCL id")?;
+        let communicator =
+            nccl_rs::Communicator::new(gpu, UniqueId::of_bytes(id), group.rank, group.world_size, TIMEOUT)?;
+        group.monitor_device(Arc::new(communicator.monitor()));
+        let (engine_event, collectives_event) = (Event::new(gpu)?, Event::new(gpu)?);
+        Ok(Self { group, communicator, stream: Stream::new(gpu)?, engine_event, collectives_event, pending: false })
     }
 
-    /// Has the operations wait for the engine; the tensor's address.
+    /// Makes the communication stream wait for the engine's queued work. Returns the address of `tensor`.
     fn begin(&mut self, engine: &dyn Engine, tensor: Tensor) -> Result<u64> {
-        let Some(DeviceTensor { stream, address }) = engine.device_tensor(tensor)? else {
-            bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
-        };
-        self.engine.record(stream)?;
-        self.stream.wait(&self.engine)?;
-        self.under_way = true;
+        let DeviceTensor { stream, address } = on_device(engine, tensor)?;
+        self.engine_event.record(stream)?;
+        self.stream.wait(&self.engine_event)?;
+        self.pending = true;
         Ok(address)
     }
 
-    fn reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
-        let buffer = Buffer::<T>::new(address, len);
-        // SAFETY: the engine has checked that the tensor lies in its memory, which lasts until its stream has passed what it
-        // was given; by the trait's contract nothing uses the tensor before `settle` has the engine's stream wait.
-        Ok(unsafe { self.communicator.all_reduce(buffer, buffer, of(reduction), &self.stream) }?)
-    }
-
-    fn scatter<T: Element>(&self, whole: u64, part: u64, len: usize, reduction: Reduction) -> Result<()> {
-        let (whole, part) = (Buffer::<T>::new(whole, self.star.ranks * len), Buffer::new(part, len));
-        // SAFETY: as above.
-        Ok(unsafe { self.communicator.reduce_scatter(part, whole, of(reduction), &self.stream) }?)
-    }
-
-    fn gather<T: Element>(&self, whole: u64, part: u64, len: usize) -> Result<()> {
-        let (whole, part) = (Buffer::<T>::new(whole, self.star.ranks * len), Buffer::new(part, len));
-        // SAFETY: as above.
-        Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
-    }
-
-    /// Addresses of the whole and of the part.
-    fn begin_divided(&mut self, engine: &dyn Engine, Sharded { whole, shard: part }: Sharded) -> Result<(u64, u64)> {
-        let Some(DeviceTensor { address, .. }) = engine.device_tensor(part)? else {
-            bail!("NCCL is for tensors on a GPU, this one is on {}", engine.describe())
-        };
+    /// Like [`begin`](Self::begin). Returns the addresses of the whole and of the part.
+    fn begin_sharded(&mut self, engine: &dyn Engine, Sharded { whole, part }: Sharded) -> Result<(u64, u64)> {
+        let DeviceTensor { address, .. } = on_device(engine, part)?;
         Ok((self.begin(engine, whole)?, address))
     }
 
-    fn send<T: Element>(&self, address: u64, len: usize) -> Result<()> {
-        // SAFETY: as above.
+    fn queue_all_reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
+        let buffer = Buffer::<T>::new(address, len);
+        // SAFETY: the engine checked that the tensor lies in its memory. That memory stays allocated until the engine's
+        // stream has finished. By the contract of `Communicator`, nothing uses the tensor before `wait_on_stream` makes the
+        // engine's stream wait for this operation.
+        Ok(unsafe { self.communicator.all_reduce(buffer, buffer, to_nccl(reduction), &self.stream) }?)
+    }
+
+    fn queue_reduce_scatter<T: Element>(&self, whole: u64, part: u64, len: usize, reduction: Reduction) -> Result<()> {
+        let (whole, part) = (Buffer::<T>::new(whole, self.group.world_size * len), Buffer::new(part, len));
+        // SAFETY: as in `queue_all_reduce`, for both tensors.
+        Ok(unsafe { self.communicator.reduce_scatter(part, whole, to_nccl(reduction), &self.stream) }?)
+    }
+
+    fn queue_all_gather<T: Element>(&self, whole: u64, part: u64, len: usize) -> Result<()> {
+        let (whole, part) = (Buffer::<T>::new(whole, self.group.world_size * len), Buffer::new(part, len));
+        // SAFETY: as in `queue_all_reduce`, for both tensors.
+        Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
+    }
+
+    fn queue_broadcast<T: Element>(&self, address: u64, len: usize) -> Result<()> {
+        // SAFETY: as in `queue_all_reduce`.
         Ok(unsafe { self.communicator.broadcast(Buffer::<T>::new(address, len), 0, &self.stream) }?)
     }
 }
 
-impl Device for Monitor {
+/// Returns the stream and the address of a tensor on a GPU.
+fn on_device(engine: &dyn Engine, tensor: Tensor) -> Result<DeviceTensor<'_>> {
+    let device = engine.device_tensor(tensor)?;
+    device.with_context(|| format!("NCCL: expected a tensor in GPU memory, found one of {}", engine.describe()))
+}
+
+impl DeviceMonitor for Monitor {
     fn check(&self) -> Result<()> {
         Ok(Self::check(self)?)
     }
@@ -91,7 +97,7 @@ impl Device for Monitor {
     }
 }
 
-const fn of(reduction: Reduction) -> nccl_rs::Reduction {
+const fn to_nccl(reduction: Reduction) -> nccl_rs::Reduction {
     match reduction {
         Reduction::Sum => nccl_rs::Reduction::Sum,
         Reduction::Mean => nccl_rs::Reduction::Mean,
@@ -99,54 +105,58 @@ const fn of(reduction: Reduction) -> nccl_rs::Reduction {
 }
 
 impl Communicator for Nccl {
-    fn who(&self) -> (usize, usize) {
-        (self.star.rank, self.star.ranks)
+    fn rank(&self) -> usize {
+        self.group.rank
     }
 
-    fn star(&mut self) -> &mut Star {
-        &mut self.star
+    fn world_size(&self) -> usize {
+        self.group.world_size
+    }
+
+    fn tcp_group(&mut self) -> &mut TcpGroup {
+        &mut self.group
     }
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
         let address = self.begin(engine, tensor)?;
         match tensor.dtype {
-            DType::F32 => self.reduce::<f32>(address, tensor.len, reduction),
-            DType::Bf16 => self.reduce::<bf16>(address, tensor.len, reduction),
-            DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
+            DType::F32 => self.queue_all_reduce::<f32>(address, tensor.len, reduction),
+            DType::Bf16 => self.queue_all_reduce::<bf16>(address, tensor.len, reduction),
+            DType::I32 => bail!("reduction over ranks: expected a tensor of f32 or bf16, found i32"),
         }
     }
 
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
         let address = self.begin(engine, tensor)?;
         match tensor.dtype {
-            DType::F32 | DType::I32 => self.send::<f32>(address, tensor.len),
-            DType::Bf16 => self.send::<bf16>(address, tensor.len),
+            DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len),
+            DType::Bf16 => self.queue_broadcast::<bf16>(address, tensor.len),
         }
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        let of = of.over(self.star.ranks)?;
-        let (from, to) = self.begin_divided(engine, of)?;
+        let of = of.over(self.group.world_size)?;
+        let (from, to) = self.begin_sharded(engine, of)?;
         match of.shard.dtype {
-            DType::F32 => self.scatter::<f32>(from, to, of.shard.len, reduction),
-            DType::Bf16 => self.scatter::<bf16>(from, to, of.shard.len, reduction),
-            DType::I32 => bail!("floats can be reduced over ranks, the tensor is i32"),
+            DType::F32 => self.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
+            DType::Bf16 => self.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
+            DType::I32 => bail!("reduction over ranks: expected a tensor of f32 or bf16, found i32"),
         }
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        let of = of.over(self.star.ranks)?;
-        let (to, from) = self.begin_divided(engine, of)?;
+        let of = of.over(self.group.world_size)?;
+        let (to, from) = self.begin_sharded(engine, of)?;
         match of.shard.dtype {
-            DType::F32 | DType::I32 => self.gather::<f32>(to, from, of.shard.len),
-            DType::Bf16 => self.gather::<bf16>(to, from, of.shard.len),
+            DType::F32 | DType::I32 => self.queue_all_gather::<f32>(to, from, of.shard.len),
+            DType::Bf16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
         }
     }
 
-    fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        if std::mem::take(&mut self.under_way) {
-            self.operations.record(&self.stream)?;
-            engine.wait_for_event(&self.operations)?;
+    fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        if std::mem::take(&mut self.pending) {
+            self.collectives_event.record(&self.stream)?;
+            engine.wait_for_event(&self.collectives_event)?;
         }
         Ok(())
     }
@@ -160,9 +170,9 @@ impl Communicator for Nccl {
         Ok(self.communicator.close()?)
     }
 
-    fn abandon(self: Box<Self>) -> Star {
+    fn abort(self: Box<Self>) -> TcpGroup {
         self.communicator.abort();
-        self.star
+        self.group
     }
 
     fn describe(&self) -> String {

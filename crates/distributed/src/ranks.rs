@@ -1,9 +1,9 @@
-//! The other processes of a run, as the training loop sees them.
+//! The communication interface of the training loop.
 
 use super::communicator::{self, Communicator};
 use super::fault::{self, Fault};
-use super::star::{Reduction, Star};
-use super::timed::{Timed, Waits};
+use super::tcp_group::{Reduction, TcpGroup};
+use super::timing::{CommunicationTimings, TimedCommunicator};
 use anyhow::bail;
 use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
@@ -11,229 +11,235 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::Xxh3;
 
-/// All of them; or none, and then every call does nothing at once.
+/// The ranks of a run. In a run of one process every operation is a no-op.
 #[derive(Default)]
 pub enum Ranks {
+    /// A run of one process.
     #[default]
-    Alone,
-    /// Before there are tensors.
-    Met(Star),
-    /// Ready for collective operations.
-    Joined(Box<dyn Communicator>),
+    Single,
+    /// The processes are connected. There are no tensors yet.
+    Connected(TcpGroup),
+    /// Ready for collectives on tensors.
+    Ready(Box<dyn Communicator>),
 }
 
-/// Bytes that are read at a time to be compared.
-const PIECE: usize = 64 << 20;
+/// Bytes of a tensor that are read to the host at a time to compute its checksum.
+const CHUNK_BYTES: usize = 64 << 20;
 
 impl Ranks {
-    /// 0 is the one that prints, logs and keeps.
+    /// Returns the index of this rank. Rank 0 prints, logs and writes checkpoints.
     pub fn rank(&self) -> usize {
-        self.who().0
+        match self {
+            Self::Single => 0,
+            Self::Connected(group) => group.rank,
+            Self::Ready(communicator) => communicator.rank(),
+        }
     }
 
-    pub fn count(&self) -> usize {
-        self.who().1
+    /// Returns the number of ranks.
+    pub fn world_size(&self) -> usize {
+        match self {
+            Self::Single => 1,
+            Self::Connected(group) => group.world_size,
+            Self::Ready(communicator) => communicator.world_size(),
+        }
     }
 
+    /// Returns whether this is rank 0.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
-    fn who(&self) -> (usize, usize) {
+    /// Returns the TCP connections to the other processes, or `None` in a run of one process.
+    pub fn tcp_group(&mut self) -> Option<&mut TcpGroup> {
         match self {
-            Self::Alone => (0, 1),
-            Self::Met(star) => (star.rank, star.ranks),
-            Self::Joined(communicator) => communicator.who(),
+            Self::Single => None,
+            Self::Connected(group) => Some(group),
+            Self::Ready(communicator) => Some(communicator.tcp_group()),
         }
     }
 
-    pub fn star(&mut self) -> Option<&mut Star> {
-        match self {
-            Self::Alone => None,
-            Self::Met(star) => Some(star),
-            Self::Joined(communicator) => Some(communicator.star()),
-        }
-    }
-
-    /// Gets ready for collective operations on the engine's tensors, of which `on` is one.
-    pub fn join(&mut self, engine: &dyn Engine, on: Tensor) -> Result<()> {
+    /// Creates the communicator for tensors of `engine`. `tensor` is any of them.
+    pub fn init_communicator(&mut self, engine: &dyn Engine, tensor: Tensor) -> Result<()> {
         match std::mem::take(self) {
-            Self::Met(star) => *self = Self::Joined(communicator::for_engine(star, engine, on)?),
+            Self::Connected(group) => *self = Self::Ready(communicator::for_engine(group, engine, tensor)?),
             other => *self = other,
         }
         Ok(())
     }
 
-    /// Measures from now on where the engine waits for the others. `mark` is a small f32 tensor of it.
-    pub fn time(&mut self, mark: Tensor) -> Waits {
-        let waits = Waits::default();
+    /// Starts to measure how long the engine waits for communication. `probe` is a small f32 tensor of the engine.
+    pub fn time_communication(&mut self, probe: Tensor) -> CommunicationTimings {
+        let timings = CommunicationTimings::default();
         match std::mem::take(self) {
-            Self::Joined(inner) => *self = Self::Joined(Box::new(Timed::new(inner, mark, waits.clone()))),
+            Self::Ready(inner) => *self = Self::Ready(Box::new(TimedCommunicator::new(inner, probe, timings.clone()))),
             other => *self = other,
         }
-        waits
+        timings
     }
 
-    fn joined(&mut self) -> Option<&mut dyn Communicator> {
+    fn communicator(&mut self) -> Option<&mut dyn Communicator> {
         match self {
-            Self::Joined(communicator) => Some(&mut **communicator),
+            Self::Ready(communicator) => Some(&mut **communicator),
             _ => None,
         }
     }
 
-    /// By what ranks are connected.
+    /// Returns the name of the transport between the ranks.
     pub fn describe(&self) -> Option<String> {
         match self {
-            Self::Joined(communicator) => Some(communicator.describe()),
+            Self::Ready(communicator) => Some(communicator.describe()),
             _ => None,
         }
     }
 
-    /// Says what the run is doing, for messages.
-    pub fn note(&mut self, during: impl FnOnce() -> String) {
-        if let Some(star) = self.star() {
-            star.note(during());
+    /// Sets the stage of the run that error messages name, for example `step 17 of 100`.
+    pub fn set_stage(&mut self, stage: impl FnOnce() -> String) {
+        if let Some(group) = self.tcp_group() {
+            group.set_stage(stage());
         }
     }
 
-    /// Says which operation of that comes now.
-    pub fn doing(&mut self, operation: &str) {
-        if let Some(star) = self.star() {
-            star.doing(operation);
+    /// Sets the operation within the stage that error messages name.
+    pub fn set_operation(&mut self, operation: &str) {
+        if let Some(group) = self.tcp_group() {
+            group.set_operation(operation);
         }
     }
 
-    /// The first step begins.
-    pub fn begin(&mut self) {
-        if let Some(star) = self.star() {
-            star.begin();
+    /// Ends the startup phase. From now on the step timeout applies instead of the startup timeout.
+    pub fn end_startup(&mut self) {
+        if let Some(group) = self.tcp_group() {
+            group.end_startup();
         }
     }
 
-    /// What has been found to be wrong with the run beside the loop.
+    /// Returns the fault that the watchdog has detected, if any.
     pub fn check(&mut self) -> Result<()> {
-        self.star().map_or(Ok(()), |star| star.check())
+        self.tcp_group().map_or(Ok(()), |group| group.check())
     }
 
-    /// Why the run ends: what the watchdog has found, or else `error`, which came in `stage`.
-    pub fn cause(&mut self, error: anyhow::Error, stage: &str) -> anyhow::Error {
-        match self.check() {
-            Err(fault) => fault,
-            Ok(()) => fault::of_device(error, &self.star().map_or_else(|| stage.to_owned(), |star| star.during())),
+    /// Returns the cause of a failed run: the watchdog's fault if there is one, otherwise `error`, which occurred in `stage`.
+    pub fn failure_cause(&mut self, error: anyhow::Error, stage: &str) -> anyhow::Error {
+        if let Err(fault) = self.check() {
+            return fault;
         }
+        let activity = self.tcp_group().map_or_else(|| stage.to_owned(), |group| group.activity());
+        fault::from_device_error(error, &activity)
     }
 
-    /// Whether it is so on any rank.
-    pub fn any(&mut self, here: bool) -> Result<bool> {
-        if let Self::Joined(communicator) = self {
+    /// Returns the logical or of `value` over all ranks.
+    pub fn any_rank(&mut self, value: bool) -> Result<bool> {
+        if let Self::Ready(communicator) = self {
             communicator.check()?;
         }
-        self.star().map_or(Ok(here), |star| star.any(here))
+        self.tcp_group().map_or(Ok(value), |group| group.any_rank(value))
     }
 
-    /// Sums over the ranks.
-    pub fn sum(&mut self, values: &mut [f64]) -> Result<()> {
-        self.doing("adding up losses");
-        self.star().map_or(Ok(()), |star| star.sum(values))
+    /// Sums host values over all ranks, in place.
+    pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
+        self.set_operation("reducing losses");
+        self.tcp_group().map_or(Ok(()), |group| group.all_reduce_sum_f64(values))
     }
 
-    /// Every rank's bytes, in order, on rank 0; nothing on the others.
+    /// Returns the bytes of every rank in rank order on rank 0, and nothing on the other ranks.
     pub fn gather(&mut self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        match self.star() {
-            Some(star) => star.gather(&bytes),
+        match self.tcp_group() {
+            Some(group) => group.gather(&bytes),
             None => Ok(vec![bytes]),
         }
     }
 
-    /// What rank 0 says, on all.
-    pub fn tell<T: Serialize + DeserializeOwned>(&mut self, what: T) -> Result<T> {
-        let Some(star) = self.star() else { return Ok(what) };
-        let bytes = if star.rank == 0 { serde_json::to_vec(&what)? } else { Vec::new() };
-        let bytes = star.tell(bytes)?;
-        if star.rank == 0 { Ok(what) } else { Ok(serde_json::from_slice(&bytes)?) }
+    /// Returns the value of rank 0 on all ranks.
+    pub fn broadcast<T: Serialize + DeserializeOwned>(&mut self, value: T) -> Result<T> {
+        let Some(group) = self.tcp_group() else { return Ok(value) };
+        let bytes = if group.rank == 0 { serde_json::to_vec(&value)? } else { Vec::new() };
+        let bytes = group.broadcast_message(bytes)?;
+        if group.rank == 0 { Ok(value) } else { Ok(serde_json::from_slice(&bytes)?) }
     }
 
-    /// `tensor` = its mean over the ranks, after [`settle`](Self::settle).
-    pub fn average(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
-        self.doing("averaging gradients");
-        self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Mean))
+    /// Averages `tensor` over all ranks, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_mean(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.set_operation("reducing gradients");
+        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Mean))
     }
 
-    /// `tensor` = its sum over the ranks, after [`settle`](Self::settle).
-    pub fn total(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
-        self.doing("adding up losses");
-        self.joined().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
+    /// Sums `tensor` over all ranks, in place. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_sum(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.set_operation("reducing losses");
+        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
     }
 
-    /// The part = this rank's part of the reduction of every rank's whole, after [`settle`](Self::settle).
+    /// Reduces the whole over all ranks and keeps this rank's part. Asynchronous: see
+    /// [`wait_on_stream`](Self::wait_on_stream).
     pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        self.doing("adding up gradients");
-        self.joined().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
+        self.set_operation("reducing gradients");
+        self.communicator().map_or(Ok(()), |ranks| ranks.reduce_scatter(engine, of, reduction))
     }
 
-    /// The whole = every rank's part, one after another, after [`settle`](Self::settle).
+    /// Concatenates the parts of all ranks into the whole. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
     pub fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        self.doing("gathering what ranks divide");
-        self.joined().map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
+        self.set_operation("gathering shards");
+        self.communicator().map_or(Ok(()), |ranks| ranks.all_gather(engine, of))
     }
 
-    /// Each of the tensors = rank 0's.
-    pub fn share(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
-        self.doing("sharing the model");
-        let Some(ranks) = self.joined() else { return Ok(()) };
+    /// Copies the tensors of rank 0 to all ranks.
+    pub fn broadcast_tensors(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
+        self.set_operation("broadcasting the model");
+        let Some(ranks) = self.communicator() else { return Ok(()) };
         tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor))?;
-        ranks.settle(engine)
+        ranks.wait_on_stream(engine)
     }
 
-    /// What the engine is given from here on comes after what the ranks did together so far.
-    pub fn settle(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        self.joined().map_or(Ok(()), |ranks| ranks.settle(engine))
+    /// Makes work that is queued on the engine from now on wait for all collectives so far.
+    pub fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        self.communicator().map_or(Ok(()), |ranks| ranks.wait_on_stream(engine))
     }
 
-    /// Compares tensors that must have the same bits on all ranks.
-    pub fn check_same(&mut self, engine: &mut dyn Engine, tensors: &[(&str, Tensor)]) -> Result<()> {
-        self.doing("comparing ranks");
-        let Some(star) = self.star() else { return Ok(()) };
-        let mut sums = Vec::new();
+    /// Checks that replicated tensors are bitwise identical on all ranks.
+    pub fn check_replicas(&mut self, engine: &mut dyn Engine, tensors: &[(&str, Tensor)]) -> Result<()> {
+        self.set_operation("comparing replicas");
+        let Some(group) = self.tcp_group() else { return Ok(()) };
+        let mut checksums = Vec::new();
         for (_, tensor) in tensors {
-            sums.push(checksum(engine, *tensor)?);
+            checksums.push(checksum(engine, *tensor)?);
         }
-        let all = star.gather(bytemuck::cast_slice(&sums))?;
+        let all = group.gather(bytemuck::cast_slice(&checksums))?;
         for (rank, theirs) in all.iter().enumerate() {
-            let here = sums.iter().flat_map(|sum| sum.to_ne_bytes());
-            if let Some(byte) = here.zip(theirs).position(|(ours, theirs)| ours != *theirs) {
-                let (name, who) = (tensors[byte / size_of::<u64>()].0, star.who(rank));
-                bail!(Fault::Apart { who, what: format!("{name} of {}", star.stage()) });
+            let ours = checksums.iter().flat_map(|checksum| checksum.to_ne_bytes());
+            if let Some(byte) = ours.zip(theirs).position(|(ours, theirs)| ours != *theirs) {
+                let (name, peer) = (tensors[byte / size_of::<u64>()].0, group.peer_name(rank));
+                bail!(Fault::ReplicaMismatch { peer, tensor: format!("{name} of {}", group.stage()) });
             }
         }
-        // Nobody goes on before all are found the same.
-        star.any(false).map(|_| ())
+        // No rank continues before rank 0 has compared all checksums.
+        group.any_rank(false).map(|_| ())
     }
 
-    /// Ends it in good order, once all ranks have come to this.
+    /// Shuts down after all ranks have finished. All ranks must call it.
     pub fn close(&mut self) -> Result<()> {
-        self.any(false)?;
-        if let Some(star) = self.star() {
-            star.end();
+        self.any_rank(false)?;
+        if let Some(group) = self.tcp_group() {
+            group.leave();
         }
         match std::mem::take(self) {
-            Self::Joined(communicator) => communicator.close(),
+            Self::Ready(communicator) => communicator.close(),
             _ => Ok(()),
         }
     }
 
-    /// Ends collective operations that may be under way, because the run has failed: the engine may wait for them.
-    pub fn abandon(&mut self) {
+    /// Aborts pending collectives after a failure, because the engine may be waiting for them.
+    pub fn abort_collectives(&mut self) {
         match std::mem::take(self) {
-            Self::Joined(communicator) => *self = Self::Met(communicator.abandon()),
+            Self::Ready(communicator) => *self = Self::Connected(communicator.abort()),
             other => *self = other,
         }
     }
 
-    /// Ends the run on all ranks because of an error on this one; what is left to say here.
-    pub fn give_up(&mut self, error: anyhow::Error) -> anyhow::Error {
-        match self.star() {
-            Some(star) => star.give_up(error),
+    /// Ends the run on all ranks because of an error on this rank. Returns the error that this rank has to report.
+    pub fn abort(&mut self, error: anyhow::Error) -> anyhow::Error {
+        match self.tcp_group() {
+            Some(group) => group.abort_run(error),
             None => error,
         }
     }
@@ -241,9 +247,9 @@ impl Ranks {
 
 fn checksum(engine: &mut dyn Engine, tensor: Tensor) -> Result<u64> {
     let (mut hash, mut bytes) = (Xxh3::new(), Vec::new());
-    let piece = PIECE / tensor.dtype.bytes();
-    for first in (0..tensor.len).step_by(piece) {
-        let part = tensor.slice(first, piece.min(tensor.len - first));
+    let chunk = CHUNK_BYTES / tensor.dtype.bytes();
+    for first in (0..tensor.len).step_by(chunk) {
+        let part = tensor.slice(first, chunk.min(tensor.len - first));
         bytes.resize(part.bytes(), 0);
         engine.read_bytes(part, &mut bytes)?;
         hash.update(&bytes);

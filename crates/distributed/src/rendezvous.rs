@@ -1,18 +1,19 @@
-//! How the processes of a run meet: all others connect to rank 0.
+//! Rendezvous: connects the processes of a run. All other ranks connect to rank 0.
 //!
-//! Where rank 0 is, they know from `--rendezvous tcp://host:port`, or from a file that rank 0 writes into the directory of
-//! `--rendezvous file:///shared/dir`, or, on one host, by a few ports that follow from the launcher's name of the job. Each says
-//! who it is; rank 0 lets them in once all have come, or refuses all with the reason. A process of another run is not let in,
-//! and a file of an earlier run leads to nobody: run and file have a name that is compared.
+//! There are three ways to find rank 0. With `--rendezvous tcp://host:port` the address is given. With
+//! `--rendezvous file:///shared/dir` rank 0 writes its address into a file of that directory. On a single host all ranks try
+//! a few ports, which are derived from the launcher's name of the job.
+//!
+//! Each rank sends a `Hello` message. Rank 0 accepts all ranks once all have connected, or refuses all with the reason. The `run`
+//! identifier keeps processes of other runs out and makes rendezvous files of earlier runs harmless.
 
-mod join;
+mod client;
 
 use super::fault::Fault;
 use super::launcher::World;
-use super::star::{Link, Star};
+use super::tcp_group::{Connection, TcpGroup};
 use anyhow::{Context, bail};
 use engine::Result;
-use join::join;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -25,21 +26,21 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// `--rendezvous`
+/// The value of `--rendezvous`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Endpoint {
     /// `host:port` of rank 0.
     Tcp(String),
-    /// A directory that all ranks see.
+    /// A directory that is shared by all ranks.
     File(PathBuf),
 }
 
-impl FromStr for Place {
+impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let expected =
-            || "expected tcp://HOST:PORT of rank 0, or file:///DIR of a directory that all ranks see".to_owned();
+            || "expected tcp://HOST:PORT of rank 0, or file:///DIR of a directory that all ranks share".to_owned();
         if let Some(address) = text.strip_prefix("tcp://") {
             let port =
                 address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
@@ -50,53 +51,57 @@ impl FromStr for Place {
     }
 }
 
-/// Ports for runs of one host: below those that systems give to connections.
+/// Ports for runs on a single host. The range lies below the ephemeral ports of common systems.
 const PORTS: Range<u16> = 10_000..32_000;
 
-/// Of these a run has so many: rank 0 takes the first that is free, the others look at all.
-const PORTS_OF_RUN: u16 = 4;
+/// Number of ports of a run on a single host. Rank 0 listens on the first free one, the other ranks try all.
+const PORTS_PER_RUN: u16 = 4;
 
-/// How long between two tries to find rank 0.
-const PAUSE: Duration = Duration::from_millis(50);
+/// Interval between two attempts to connect to rank 0.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long somebody who has connected may take to say who he is.
-const INTRODUCTION: Duration = Duration::from_secs(3);
+/// Time that a new connection may take to send its [`Hello`].
+const HELLO_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A process of another program does not know this; its end is the version of what is said.
-const GREETING: &str = "llm.rs ranks 3";
-const ANY_VERSION: &str = "llm.rs ranks ";
+/// Name and version of the rendezvous protocol.
+const PROTOCOL: &str = "llm.rs ranks 4";
+const PROTOCOL_PREFIX: &str = "llm.rs ranks ";
 
-/// Of an introduction or an answer.
-const MOST_BYTES: usize = 64 << 10;
+/// Largest message of the rendezvous protocol.
+const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
-/// What a process says of itself.
+/// The activity that messages name until all ranks are connected.
+const ACTIVITY: &str = "the rendezvous";
+
+/// The first message of a rank to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 struct Hello {
-    greeting: String,
+    protocol: String,
     run: String,
     rank: usize,
-    ranks: usize,
+    world_size: usize,
     host: Host,
     process: u32,
 }
 
+/// A message of rank 0 to another rank.
 #[derive(Debug, Serialize, Deserialize)]
-enum Answer {
-    /// To be followed by another, once all have come.
+enum Reply {
+    /// The rank must wait for another reply until all ranks have connected.
     Wait,
-    /// Which rank of its host it is.
-    Welcome { local_rank: usize },
-    /// The run ends, and whether another try may help.
-    Refused { text: String, lost: bool },
-    /// Try elsewhere: this is another run.
+    /// The rank is part of the run. Its index on its host is `local_rank`.
+    Accepted { local_rank: usize },
+    /// The run ends.
+    Refused { text: String, recoverable: bool },
+    /// Rank 0 belongs to another run.
     OtherRun,
 }
 
-/// Where a process is.
+/// The host of a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Host {
     name: String,
-    /// Of the kernel since it started: tells hosts of one name apart.
+    /// The boot id of the kernel, which distinguishes hosts of the same name.
     boot: String,
 }
 
@@ -107,96 +112,230 @@ impl Host {
     }
 }
 
-/// What rank 0 leaves in a directory.
+/// The contents of a rendezvous file, written by rank 0.
 #[derive(Debug, Serialize, Deserialize)]
-struct Notice {
+struct RendezvousFile {
     run: String,
     host: Host,
     port: u16,
-    /// Where it may be reached from other hosts.
+    /// Addresses of rank 0 that may be reachable from other hosts.
     addresses: Vec<String>,
 }
 
-/// All ranks, met.
-pub struct Met {
-    pub star: Star,
+/// Timeouts of the rendezvous and of the resulting group.
+#[derive(Clone, Copy, Debug)]
+pub struct Timeouts {
+    /// Time until all ranks must have connected.
+    pub rendezvous: Duration,
+    /// Time that a rank may take between collectives later on.
+    pub step: Duration,
+}
+
+/// The result of a successful rendezvous.
+pub struct Connected {
+    /// The connections between all ranks.
+    pub group: TcpGroup,
+    /// Index of this rank among the ranks of its host.
     pub local_rank: usize,
 }
 
-/// Meets the other ranks within `timeout`. Later, a rank from which nothing comes for as long as `patience` is given up.
-pub fn meet(world: &World, place: Option<&Place>, timeout: Duration, patience: Duration) -> Result<Met> {
-    let deadline = Instant::now() + timeout;
-    let parent = std::os::unix::process::parent_id();
-    let job = world.job.clone().unwrap_or_default();
-    match place {
-        Some(Place::Tcp(address)) if world.rank == 0 => {
-            wait_for_all(world, &Ear::at(address)?, &job, timeout, deadline, patience)
-        }
-        Some(Place::Tcp(address)) => {
-            let look = || Ok(vec![(address.clone(), job.clone())]);
-            join(world, &format!("tcp://{address}"), true, look, timeout, deadline, patience)
-        }
-        Some(Place::File(directory)) => in_directory(world, directory, &job, timeout, deadline, patience),
-        None => {
-            if !world.may_be_one_host() {
-                bail!(Fault::Start(format!(
-                    "the {} ranks are on several hosts: give --rendezvous tcp://HOST:PORT of rank 0, or file:///DIR",
-                    world.ranks
-                )));
-            }
-            // Without a name of the job, what started all ranks of it.
-            let run = world.job.clone().unwrap_or_else(|| format!("children of {parent}"));
-            let ports = ports_of(&run);
-            let addresses = || ports.clone().map(|port| format!("127.0.0.1:{port}"));
-            if world.rank == 0 {
-                let free = addresses().find_map(|address| Ear::at(&address).ok());
-                let ear = free.map_or_else(|| Ear::at(&format!("127.0.0.1:{}", ports.start)), Ok)?;
-                wait_for_all(world, &ear, &run, timeout, deadline, patience)
-            } else {
-                let look = || Ok(addresses().map(|address| (address, run.clone())).collect());
-                let place = format!("127.0.0.1, ports {} to {}", ports.start, ports.end - 1);
-                join(world, &place, true, look, timeout, deadline, patience)
-            }
-        }
-    }
-}
-
-/// Where the ranks of a run on one host meet.
-fn ports_of(run: &str) -> Range<u16> {
-    let first = PORTS.start + (xxh3_64(run.as_bytes()) % u64::from(PORTS.end - PORTS.start - PORTS_OF_RUN + 1)) as u16;
-    first..first + PORTS_OF_RUN
-}
-
-fn in_directory(
-    world: &World,
-    directory: &Path,
-    job: &str,
-    timeout: Duration,
+/// A rendezvous in progress.
+struct Attempt<'a> {
+    world: &'a World,
+    timeouts: Timeouts,
     deadline: Instant,
-    patience: Duration,
-) -> Result<Met> {
-    // Runs of different names do not meet even in one directory.
-    let path = directory.join(format!("rendezvous-{:016x}.json", xxh3_64(job.as_bytes())));
-    if world.rank > 0 {
-        let look = || Ok(Notice::read(&path)?.map_or(Vec::new(), Notice::leads));
-        return join(world, &path.display().to_string(), false, look, timeout, deadline, patience);
-    }
-    let ear = Ear::at("0.0.0.0:0")?;
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    let run = format!("{job} {} {}", std::process::id(), now.as_nanos());
-    let notice = Notice::new(run.clone(), ear.listener.local_addr()?.port());
-    atomic_file::write(&path, |file| Ok(serde_json::to_writer(file, &notice)?)).context("--rendezvous")?;
-    let met = wait_for_all(world, &ear, &run, timeout, deadline, patience);
-    // Nobody needs it any more; what cannot be removed leads to nobody.
-    let _ = fs::remove_file(&path);
-    met
 }
 
-impl Notice {
+/// Connects this process to all other ranks. Without an endpoint all ranks must be on one host.
+pub fn connect(world: &World, endpoint: Option<&Endpoint>, timeouts: Timeouts) -> Result<Connected> {
+    let attempt = Attempt { world, timeouts, deadline: Instant::now() + timeouts.rendezvous };
+    let job = world.job.as_deref().unwrap_or_default();
+    match endpoint {
+        Some(Endpoint::Tcp(address)) if world.rank == 0 => attempt.accept_all(&Listener::bind(address)?, job),
+        Some(Endpoint::Tcp(address)) => {
+            let candidates = || Ok(vec![(address.clone(), job.to_owned())]);
+            attempt.connect_to_rank_0(&format!("tcp://{address}"), true, candidates)
+        }
+        Some(Endpoint::File(directory)) => attempt.connect_by_file(directory, job),
+        None => attempt.connect_on_one_host(),
+    }
+}
+
+/// Returns the ports of a run on a single host.
+fn ports_of_run(run: &str) -> Range<u16> {
+    let first = PORTS.start + (xxh3_64(run.as_bytes()) % u64::from(PORTS.end - PORTS.start - PORTS_PER_RUN + 1)) as u16;
+    first..first + PORTS_PER_RUN
+}
+
+impl Attempt<'_> {
+    fn connect_on_one_host(&self) -> Result<Connected> {
+        let world = self.world;
+        if !world.may_be_one_host() {
+            bail!(Fault::Startup(format!(
+                "--rendezvous: expected an address, because the {} ranks are on several hosts, found none; give \
+                 --rendezvous tcp://HOST:PORT of rank 0, or file:///DIR",
+                world.world_size
+            )));
+        }
+        // Without a name of the job, the parent process identifies the run.
+        let parent = std::os::unix::process::parent_id();
+        let run = world.job.clone().unwrap_or_else(|| format!("children of {parent}"));
+        let ports = ports_of_run(&run);
+        let addresses = || ports.clone().map(|port| format!("127.0.0.1:{port}"));
+        if world.rank == 0 {
+            let free = addresses().find_map(|address| Listener::bind(&address).ok());
+            let listener = free.map_or_else(|| Listener::bind(&format!("127.0.0.1:{}", ports.start)), Ok)?;
+            return self.accept_all(&listener, &run);
+        }
+        let candidates = || Ok(addresses().map(|address| (address, run.clone())).collect());
+        let place = format!("127.0.0.1, ports {} to {}", ports.start, ports.end - 1);
+        self.connect_to_rank_0(&place, true, candidates)
+    }
+
+    fn connect_by_file(&self, directory: &Path, job: &str) -> Result<Connected> {
+        // Runs with different job names use different files of one directory.
+        let path = directory.join(format!("rendezvous-{:016x}.json", xxh3_64(job.as_bytes())));
+        if self.world.rank > 0 {
+            let candidates = || Ok(RendezvousFile::read(&path)?.map_or(Vec::new(), RendezvousFile::candidates));
+            return self.connect_to_rank_0(&path.display().to_string(), false, candidates);
+        }
+        let listener = Listener::bind("0.0.0.0:0")?;
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let run = format!("{job} {} {}", std::process::id(), now.as_nanos());
+        let contents = RendezvousFile::new(run.clone(), listener.socket.local_addr()?.port());
+        atomic_file::write(&path, |file| Ok(serde_json::to_writer(file, &contents)?)).context("--rendezvous")?;
+        let connected = self.accept_all(&listener, &run);
+        // A file that cannot be removed is harmless: its run identifier belongs to this run.
+        let _ = fs::remove_file(&path);
+        connected
+    }
+
+    /// Rank 0: accepts all other ranks once all have connected.
+    fn accept_all(&self, listener: &Listener, run: &str) -> Result<Connected> {
+        listener.socket.set_nonblocking(true)?;
+        let mut clients: Vec<Client> = Vec::new();
+        if let Some(fault) = self.collect_clients(listener, run, &mut clients)? {
+            for client in &clients {
+                let reply = Reply::Refused { text: fault.to_string(), recoverable: fault.is_recoverable() };
+                let _ = send_json(&client.stream, &reply);
+            }
+            bail!(fault);
+        }
+        clients.sort_by_key(|client| client.hello.rank);
+        let here = Host::here();
+        let mut connections = Vec::new();
+        for (i, client) in clients.iter().enumerate() {
+            let host = &client.hello.host;
+            let lower_ranks = clients[..i].iter().map(|client| &client.hello.host).chain([&here]);
+            let local_rank = lower_ranks.filter(|other| *other == host).count();
+            let peer = client.name();
+            send_json(&client.stream, &Reply::Accepted { local_rank })
+                .map_err(|_| Fault::Disconnected { peer: peer.clone(), activity: ACTIVITY.to_owned() })?;
+            connections.push(Connection { peer, stream: client.stream.try_clone()? });
+        }
+        self.group(connections, 0)
+    }
+
+    /// Waits for all other ranks. Returns the fault if the run cannot start.
+    fn collect_clients(&self, listener: &Listener, run: &str, clients: &mut Vec<Client>) -> Result<Option<Fault>> {
+        loop {
+            if let Some(client) = clients.iter().find(|client| client.is_disconnected()) {
+                return Ok(Some(Fault::Disconnected { peer: client.name(), activity: ACTIVITY.to_owned() }));
+            }
+            if clients.len() + 1 == self.world.world_size {
+                return Ok(None);
+            }
+            if Instant::now() >= self.deadline {
+                return Ok(Some(Fault::Startup(self.missing_ranks(clients, listener.note.as_deref()))));
+            }
+            let stream = match listener.socket.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    sleep(RETRY_INTERVAL / 5);
+                    continue;
+                }
+                Err(error) => return Err(error).context("cannot accept connections of the other ranks"),
+            };
+            // A connection without a valid Hello comes from an unknown program and is ignored.
+            let Some(client) = receive_hello(stream) else { continue };
+            if client.hello.run != run {
+                let _ = send_json(&client.stream, &Reply::OtherRun);
+                continue;
+            }
+            let problem = self.problem_with(clients, &client);
+            // A client that has already disconnected may connect again, so it is ignored.
+            if send_json(&client.stream, &Reply::Wait).is_err() {
+                continue;
+            }
+            clients.push(client);
+            if let Some(text) = problem {
+                return Ok(Some(Fault::Startup(text)));
+            }
+        }
+    }
+
+    fn missing_ranks(&self, clients: &[Client], note: Option<&str>) -> String {
+        let world_size = self.world.world_size;
+        let connected = |rank: &usize| *rank == 0 || clients.iter().any(|client| client.hello.rank == *rank);
+        let list = |ranks: Vec<usize>| {
+            let plural = if ranks.len() == 1 { "" } else { "s" };
+            format!("rank{plural} {}", ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+        };
+        let (connected, missing): (Vec<_>, Vec<_>) = (0..world_size).partition(connected);
+        format!(
+            "rendezvous: expected {world_size} ranks within {:.0} s, found {} ({}), missing {}; see the output of the missing \
+             ranks, check that they can reach rank 0{}, or increase --rendezvous-timeout",
+            self.timeouts.rendezvous.as_secs_f64(),
+            connected.len(),
+            list(connected),
+            list(missing),
+            note.map(|note| format!(" ({note})")).unwrap_or_default(),
+        )
+    }
+
+    /// Returns why a client cannot be part of this run.
+    fn problem_with(&self, clients: &[Client], client: &Client) -> Option<String> {
+        let Hello { rank, world_size, .. } = client.hello;
+        let name = client.name();
+        if client.hello.protocol != PROTOCOL {
+            return Some(format!(
+                "{name}: expected the same version of the program as on rank 0, found another; install one version on all \
+                 hosts"
+            ));
+        }
+        if world_size != self.world.world_size {
+            return Some(format!(
+                "{name}: expected world size {} as on rank 0, found {world_size}; start all ranks with the same world size",
+                self.world.world_size
+            ));
+        }
+        if let Some(other) = clients.iter().find(|other| other.hello.rank == rank) {
+            return Some(format!(
+                "rank {rank}: expected one process, found two, {} and {name}; give each process its own rank",
+                other.name()
+            ));
+        }
+        (rank == 0 || rank >= world_size).then(|| {
+            format!(
+                "{name}: expected a rank from 1 to {}, found {rank}; give each process its own rank",
+                world_size - 1
+            )
+        })
+    }
+
+    /// Creates the group from the connections of all ranks. The launcher's local rank overrides `local_rank`.
+    fn group(&self, connections: Vec<Connection>, local_rank: usize) -> Result<Connected> {
+        let World { rank, world_size, .. } = *self.world;
+        let group = TcpGroup::new(rank, world_size, connections, self.timeouts.step)?.start_watchdog()?;
+        Ok(Connected { group, local_rank: self.world.local_rank.unwrap_or(local_rank) })
+    }
+}
+
+impl RendezvousFile {
     fn new(run: String, port: u16) -> Self {
         let host = Host::here();
         let mut addresses = vec![host.name.clone()];
-        // No packet is sent: the system says which of its addresses leads outside.
+        // Connecting a UDP socket sends no packet, but it selects the local address that routes to other hosts.
         let outside = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
             socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
             socket.local_addr()
@@ -205,7 +344,7 @@ impl Notice {
         Self { run, host, port, addresses }
     }
 
-    /// The notice, if there is one that is whole.
+    /// Returns the contents of the file, or `None` if it does not exist or is incomplete.
     fn read(path: &Path) -> Result<Option<Self>> {
         match fs::read(path) {
             Ok(text) => Ok(serde_json::from_slice(&text).ok()),
@@ -214,214 +353,108 @@ impl Notice {
         }
     }
 
-    /// Where to try, and the run to ask for.
-    fn leads(self) -> Vec<(String, String)> {
+    /// Returns the addresses to try, each with the run identifier.
+    fn candidates(self) -> Vec<(String, String)> {
         let Self { run, host, port, addresses } = self;
-        let near = (host.boot == Host::here().boot).then(|| "127.0.0.1".to_owned());
-        near.into_iter().chain(addresses).map(|address| (format!("{address}:{port}"), run.clone())).collect()
+        let loopback = (host.boot == Host::here().boot).then(|| "127.0.0.1".to_owned());
+        loopback.into_iter().chain(addresses).map(|address| (format!("{address}:{port}"), run.clone())).collect()
     }
 }
 
-/// Where rank 0 listens.
-struct Ear {
-    listener: TcpListener,
-    /// If it is not what was asked for.
+/// The listening socket of rank 0.
+struct Listener {
+    socket: TcpListener,
+    /// A hint for error messages if the socket is bound to another address than requested.
     note: Option<String>,
 }
 
-impl Ear {
-    fn at(address: &str) -> Result<Self> {
+impl Listener {
+    fn bind(address: &str) -> Result<Self> {
         let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
         match TcpListener::bind(address) {
-            Ok(listener) => Ok(Self { listener, note: None }),
-            // The name may be another one's for this host, as behind a translated address.
+            Ok(socket) => Ok(Self { socket, note: None }),
+            // The host may be known by another address elsewhere, for example behind NAT.
             Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
                 let any = format!("0.0.0.0:{port}");
-                let listener = TcpListener::bind(&any).map_err(|error| cannot_listen(&any, &error))?;
-                Ok(Self { listener, note: Some(format!("{host} is no address of its host, {}", Host::here().name)) })
+                let socket = TcpListener::bind(&any).map_err(|error| listen_error(&any, &error))?;
+                Ok(Self { socket, note: Some(format!("{host} is not an address of its host, {}", Host::here().name)) })
             }
-            Err(error) => bail!(cannot_listen(address, &error)),
+            Err(error) => bail!(listen_error(address, &error)),
         }
     }
 }
 
-fn cannot_listen(address: &str, error: &io::Error) -> Fault {
-    let mend = match error.kind() {
+fn listen_error(address: &str, error: &io::Error) -> Fault {
+    let fix = match error.kind() {
         io::ErrorKind::AddrInUse => {
-            "another process listens there, which `ss -ltnp` may name: end it, or give all ranks another port, \
+            "find the process that uses the port with `ss -ltnp` and stop it, or give all ranks another port with \
              --rendezvous tcp://HOST:PORT"
         }
-        io::ErrorKind::PermissionDenied => {
-            "ports below 1024 are not for every user: give all ranks another, --rendezvous tcp://HOST:PORT"
-        }
-        _ => "expected an address or a name of rank 0's host: give all ranks another, --rendezvous tcp://HOST:PORT",
+        io::ErrorKind::PermissionDenied => "give all ranks a port of at least 1024 with --rendezvous tcp://HOST:PORT",
+        _ => "give all ranks an address or a name of rank 0's host with --rendezvous tcp://HOST:PORT",
     };
-    Fault::Start(format!("rank 0 cannot listen at {address}: {error}; {mend}"))
+    Fault::Startup(format!("rank 0: cannot listen on {address}: {error}; {fix}"))
 }
 
-/// Somebody who has said who he is.
-struct Guest {
+/// A rank that has sent its [`Hello`] to rank 0.
+struct Client {
     hello: Hello,
     stream: TcpStream,
 }
 
-impl Guest {
-    fn who(&self) -> String {
+impl Client {
+    fn name(&self) -> String {
         let Hello { rank, host, process, .. } = &self.hello;
         format!("rank {rank} ({}, process {process})", host.name)
     }
 
-    /// Whether the process has ended, or the connection to it. Nothing is to come from it now.
-    fn is_gone(&self) -> bool {
+    /// Returns whether the connection was closed. A waiting client sends nothing.
+    fn is_disconnected(&self) -> bool {
         if self.stream.set_nonblocking(true).is_err() {
             return true;
         }
-        let peeked = self.stream.peek(&mut [0]);
-        let gone = match peeked {
+        let disconnected = match self.stream.peek(&mut [0]) {
             Ok(bytes) => bytes == 0,
             Err(error) => error.kind() != io::ErrorKind::WouldBlock,
         };
-        self.stream.set_nonblocking(false).is_err() || gone
+        self.stream.set_nonblocking(false).is_err() || disconnected
     }
 }
 
-/// Rank 0: waits until all others have come.
-fn wait_for_all(
-    world: &World,
-    Ear { listener, note }: &Ear,
-    run: &str,
-    timeout: Duration,
-    deadline: Instant,
-    patience: Duration,
-) -> Result<Met> {
-    listener.set_nonblocking(true)?;
-    let mut guests: Vec<Guest> = Vec::new();
-    let refusal = loop {
-        // Who has come waits, and says nothing.
-        if let Some(guest) = guests.iter().find(|guest| guest.is_gone()) {
-            break Some(Fault::Gone { who: guest.who(), during: "the ranks were meeting".to_owned() });
-        }
-        if guests.len() + 1 == world.ranks {
-            break None;
-        }
-        if Instant::now() >= deadline {
-            break Some(Fault::Start(never_came(world.ranks, &guests, timeout, note.as_deref())));
-        }
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                sleep(PAUSE / 5);
-                continue;
-            }
-            Err(error) => return Err(error).context("cannot accept the other ranks"),
-        };
-        // Who does not say who he is, is not of this run.
-        let Some(guest) = introduced(stream) else { continue };
-        if guest.hello.run != run {
-            let _ = say(&guest.stream, &Answer::OtherRun);
-            continue;
-        }
-        let trouble = trouble_with(world, &guests, &guest);
-        // Who is gone again does not count.
-        if say(&guest.stream, &Answer::Wait).is_err() {
-            continue;
-        }
-        guests.push(guest);
-        if let Some(text) = trouble {
-            break Some(Fault::Start(text));
-        }
-    };
-    if let Some(fault) = refusal {
-        for guest in &guests {
-            let _ = say(&guest.stream, &Answer::Refused { text: fault.to_string(), lost: fault.is_loss() });
-        }
-        bail!(fault);
-    }
-    guests.sort_by_key(|guest| guest.hello.rank);
-    let here = Host::here();
-    let mut links = Vec::new();
-    for (i, guest) in guests.iter().enumerate() {
-        let host = &guest.hello.host;
-        let before = guests[..i].iter().map(|guest| &guest.hello.host).chain([&here]);
-        let local_rank = before.filter(|other| *other == host).count();
-        let who = guest.who();
-        say(&guest.stream, &Answer::Welcome { local_rank })
-            .map_err(|_| Fault::Gone { who: who.clone(), during: "the ranks were meeting".to_owned() })?;
-        links.push(Link { who, stream: guest.stream.try_clone()? });
-    }
-    Ok(Met { star: Star::new(0, world.ranks, links, patience)?.watch()?, local_rank: world.local_rank.unwrap_or(0) })
-}
-
-fn introduced(stream: TcpStream) -> Option<Guest> {
+fn receive_hello(stream: TcpStream) -> Option<Client> {
     stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(INTRODUCTION)).ok()?;
-    let hello: Hello = hear(&stream).ok()?;
-    hello.greeting.starts_with(ANY_VERSION).then_some(Guest { hello, stream })
+    stream.set_read_timeout(Some(HELLO_TIMEOUT)).ok()?;
+    let hello: Hello = receive_json(&stream).ok()?;
+    hello.protocol.starts_with(PROTOCOL_PREFIX).then_some(Client { hello, stream })
 }
 
-fn never_came(ranks: usize, guests: &[Guest], timeout: Duration, note: Option<&str>) -> String {
-    let here = |rank: &usize| *rank == 0 || guests.iter().any(|guest| guest.hello.rank == *rank);
-    let list = |of: Vec<usize>| of.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let (came, missing): (Vec<_>, Vec<_>) = (0..ranks).partition(here);
-    format!(
-        "rank{} {} of {ranks} never came: after {:.0} s only {} here (rank{} {}); look for what {} said, check that all are \
-         started and reach rank 0{}, or allow more time with --rendezvous-timeout",
-        if missing.len() == 1 { "" } else { "s" },
-        list(missing.clone()),
-        timeout.as_secs_f64(),
-        if came.len() == 1 { "1 is".to_owned() } else { format!("{} are", came.len()) },
-        if came.len() == 1 { "" } else { "s" },
-        list(came),
-        if missing.len() == 1 { "it" } else { "they" },
-        note.map(|note| format!(" ({note})")).unwrap_or_default(),
-    )
-}
-
-/// Why a process that says it belongs here does not.
-fn trouble_with(world: &World, guests: &[Guest], guest: &Guest) -> Option<String> {
-    let Hello { rank, ranks, .. } = guest.hello;
-    let who = guest.who();
-    if guest.hello.greeting != GREETING {
-        return Some(format!("{who} runs another version of the program than rank 0: install one on all hosts"));
-    }
-    if ranks != world.ranks {
-        return Some(format!(
-            "{who} says there are {ranks} ranks, rank 0 says {}: start all with one world size",
-            world.ranks
-        ));
-    }
-    if let Some(other) = guests.iter().find(|other| other.hello.rank == rank) {
-        return Some(format!("two processes say that they are rank {rank}: {} and {who}", other.who()));
-    }
-    (rank == 0 || rank >= ranks).then(|| format!("{who} cannot be one of the {ranks} ranks that join rank 0"))
-}
-
-/// u32 bytes, then JSON.
-fn say(mut stream: &TcpStream, what: &impl Serialize) -> io::Result<()> {
-    let text = serde_json::to_vec(what)?;
+/// Sends a message: u32 length, little endian, then JSON.
+fn send_json(mut stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
+    let text = serde_json::to_vec(message)?;
     stream.write_all(&(text.len() as u32).to_le_bytes())?;
     stream.write_all(&text)
 }
 
-/// Why nothing was heard.
+/// Why no message was received.
 #[derive(Debug)]
-enum Heard {
-    Failed(io::Error),
-    /// Something of another program, which begins so.
-    Other(String),
+enum ReceiveError {
+    Io(io::Error),
+    /// The data is from another program. Contains its beginning.
+    Unknown(String),
 }
 
-fn hear<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T, Heard> {
-    let other = |said: &[u8]| Heard::Other(String::from_utf8_lossy(&said[..said.len().min(40)]).into_owned());
+fn receive_json<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T, ReceiveError> {
+    let unknown =
+        |data: &[u8]| ReceiveError::Unknown(String::from_utf8_lossy(&data[..data.len().min(40)]).into_owned());
     let mut len = [0; 4];
-    stream.read_exact(&mut len).map_err(Heard::Failed)?;
+    stream.read_exact(&mut len).map_err(ReceiveError::Io)?;
     let bytes = u32::from_le_bytes(len) as usize;
-    if bytes > MOST_BYTES {
-        return Err(other(&len));
+    if bytes > MAX_MESSAGE_BYTES {
+        return Err(unknown(&len));
     }
     let mut text = vec![0; bytes];
-    stream.read_exact(&mut text).map_err(Heard::Failed)?;
-    serde_json::from_slice(&text).map_err(|_| other(&text))
+    stream.read_exact(&mut text).map_err(ReceiveError::Io)?;
+    serde_json::from_slice(&text).map_err(|_| unknown(&text))
 }
 
 #[cfg(test)]

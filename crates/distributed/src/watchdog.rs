@@ -1,8 +1,9 @@
-//! Ends a process whose run has lost a rank, whatever the process is waiting for.
+//! Detects failed ranks and ends the process if the training loop cannot.
 //!
-//! Every rank says each second that it lives, and how far it is, on a thread beside the training loop: a rank that is stopped
-//! falls silent, one that hangs stays where it is. What is found the loop learns at its next call between ranks. If it does
-//! not come to one, because it waits for a GPU that waits for the lost rank, the process ends here.
+//! A thread of every rank sends a heartbeat each second with the progress of that rank. A rank without heartbeats has timed
+//! out. A rank whose progress does not change has stalled. The training loop receives the fault at its next collective.
+//! A loop that waits for a GPU may never get there, because that GPU waits for the failed rank. The watchdog then exits the
+//! process.
 
 use super::fault::Fault;
 use engine::Result;
@@ -13,230 +14,233 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often a rank says that it lives.
-const BEAT: Duration = Duration::from_secs(1);
+/// Time between heartbeats.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A rank that says nothing for so long is lost.
-const SILENCE: Duration = Duration::from_secs(20);
+/// A rank without any message for this long has failed.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long the loop may take to end the run in order, once a rank is lost.
-const GRACE: Duration = Duration::from_secs(5);
+/// Time between the detection of a fault and the forced exit of the process.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
-/// Collectives that go on beside the loop.
-pub trait Device: Send + Sync {
-    /// What has failed in them, on any rank.
+/// Status of collectives that run on a device, asynchronously to the training loop.
+pub trait DeviceMonitor: Send + Sync {
+    /// Returns the error of a failed collective, on any rank.
     fn check(&self) -> Result<()>;
 
-    /// Ends them, so that nobody waits for them.
+    /// Aborts the collectives, so that nothing waits for them any more.
     fn abort(&self);
 }
 
-/// How far a rank is.
+/// Progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Grows with each call between ranks.
+    /// Number of collectives on host values so far.
     pub calls: u64,
-    /// `step 17 of 100`
-    pub during: String,
+    /// Current step and operation, for example `step 17 of 100, computing`.
+    pub activity: String,
 }
 
 impl Progress {
+    /// Encodes the progress as the payload of a heartbeat.
     pub fn to_bytes(&self) -> Vec<u8> {
-        [&self.calls.to_le_bytes(), self.during.as_bytes()].concat()
+        [&self.calls.to_le_bytes(), self.activity.as_bytes()].concat()
     }
 
-    pub fn of_bytes(bytes: &[u8]) -> Option<Self> {
-        let (calls, during) = bytes.split_first_chunk()?;
-        Some(Self { calls: u64::from_le_bytes(*calls), during: String::from_utf8_lossy(during).into_owned() })
+    /// Decodes the payload of a heartbeat.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (calls, activity) = bytes.split_first_chunk()?;
+        Some(Self { calls: u64::from_le_bytes(*calls), activity: String::from_utf8_lossy(activity).into_owned() })
     }
 }
 
-/// What is known of a rank; of this one, too.
+/// Status of a rank.
 #[derive(Clone, Debug)]
-struct Seen {
-    who: String,
-    heard: Instant,
+struct RankStatus {
+    name: String,
+    last_message: Instant,
     progress: Progress,
-    /// When it got there.
-    since: Instant,
-    /// Its connection has ended.
-    gone: bool,
-    /// It has said that it goes.
-    leaves: bool,
+    /// Time of the last change of `progress`.
+    last_progress: Instant,
+    disconnected: bool,
+    /// The rank announced that it leaves, because its run has ended.
+    leaving: bool,
 }
 
-/// Shared by the loop, the threads that read, and the one that watches.
-pub struct Watch {
-    /// This rank, then those that it is connected with.
-    seen: Mutex<Vec<Seen>>,
-    verdict: Mutex<Option<(Fault, Instant)>>,
-    /// A rank that stays where it is for so long hangs.
-    patience: Mutex<Duration>,
-    device: Mutex<Option<Arc<dyn Device>>>,
-    over: AtomicBool,
+/// State shared by the training loop, the receiving threads and the watchdog thread.
+pub struct Watchdog {
+    /// This rank, then the ranks that it is connected to.
+    ranks: Mutex<Vec<RankStatus>>,
+    /// The first fault, and its time.
+    fault: Mutex<Option<(Fault, Instant)>>,
+    stall_timeout: Mutex<Duration>,
+    device: Mutex<Option<Arc<dyn DeviceMonitor>>>,
+    stopped: AtomicBool,
 }
 
-impl fmt::Debug for Watch {
+impl fmt::Debug for Watchdog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watch").field("seen", &self.seen).field("verdict", &self.verdict).finish_non_exhaustive()
+        f.debug_struct("Watchdog").field("ranks", &self.ranks).field("fault", &self.fault).finish_non_exhaustive()
     }
 }
 
-/// A thread that panicked held it: what it guards is whole all the same.
+/// Locks a mutex even if a thread panicked while it held the lock. The data guarded in this crate is always consistent.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Watch {
-    pub fn new<'a>(others: impl Iterator<Item = &'a str>, patience: Duration) -> Self {
+impl Watchdog {
+    /// Creates a watchdog for connections to `peers`. A rank without progress for `stall_timeout` has failed.
+    pub fn new<'a>(peers: impl Iterator<Item = &'a str>, stall_timeout: Duration) -> Self {
         let now = Instant::now();
-        let progress = Progress { calls: 0, during: "the run has not begun".to_owned() };
-        let seen = |who: &str| Seen {
-            who: who.to_owned(),
-            heard: now,
+        let progress = Progress { calls: 0, activity: "startup".to_owned() };
+        let status = |name: &str| RankStatus {
+            name: name.to_owned(),
+            last_message: now,
             progress: progress.clone(),
-            since: now,
-            gone: false,
-            leaves: false,
+            last_progress: now,
+            disconnected: false,
+            leaving: false,
         };
-        let seen = std::iter::once("this rank").chain(others).map(seen).collect();
+        let ranks = std::iter::once("this rank").chain(peers).map(status).collect();
         Self {
-            seen: Mutex::new(seen),
-            verdict: Mutex::new(None),
-            patience: Mutex::new(patience),
+            ranks: Mutex::new(ranks),
+            fault: Mutex::new(None),
+            stall_timeout: Mutex::new(stall_timeout),
             device: Mutex::new(None),
-            over: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
         }
     }
 
-    /// From now on a rank that stays where it is hangs after `patience`.
-    pub fn set_patience(&self, patience: Duration) {
+    /// Changes the stall timeout. Time that has passed so far does not count against the new timeout.
+    pub fn set_stall_timeout(&self, timeout: Duration) {
         let now = Instant::now();
-        // What was allowed so far is no fault.
-        lock(&self.seen).iter_mut().for_each(|seen| seen.since = now);
-        *lock(&self.patience) = patience;
+        lock(&self.ranks).iter_mut().for_each(|rank| rank.last_progress = now);
+        *lock(&self.stall_timeout) = timeout;
     }
 
-    /// Looks after these collectives, too.
-    pub fn set_device(&self, device: Arc<dyn Device>) {
+    /// Also monitors the collectives of a device.
+    pub fn set_device(&self, device: Arc<dyn DeviceMonitor>) {
         *lock(&self.device) = Some(device);
     }
 
-    /// This rank is here now.
-    pub fn note(&self, progress: Progress) {
-        self.heard(0, Some(progress));
+    /// Sets the progress of this rank.
+    pub fn set_progress(&self, progress: Progress) {
+        self.record_message(0, Some(progress));
     }
 
-    /// Something has come from the `i`-th of the others, counted from 1.
-    pub fn heard(&self, i: usize, progress: Option<Progress>) {
-        let mut seen = lock(&self.seen);
+    /// Records a message from connected rank number `i`, counted from 1. Heartbeats contain progress.
+    pub fn record_message(&self, i: usize, progress: Option<Progress>) {
+        let mut ranks = lock(&self.ranks);
         let now = Instant::now();
-        seen[i].heard = now;
-        if let Some(progress) = progress.filter(|progress| *progress != seen[i].progress) {
-            (seen[i].progress, seen[i].since) = (progress, now);
+        ranks[i].last_message = now;
+        if let Some(progress) = progress.filter(|progress| *progress != ranks[i].progress) {
+            (ranks[i].progress, ranks[i].last_progress) = (progress, now);
         }
     }
 
-    /// It goes because the run has ended for it: it is not lost.
-    pub fn leaves(&self, i: usize) {
-        lock(&self.seen)[i].leaves = true;
+    /// Records that a connected rank leaves in order. Its later disconnection is not a fault.
+    pub fn mark_leaving(&self, i: usize) {
+        lock(&self.ranks)[i].leaving = true;
     }
 
-    pub fn gone(&self, i: usize) {
-        lock(&self.seen)[i].gone = true;
+    /// Records that the connection to a rank was closed.
+    pub fn mark_disconnected(&self, i: usize) {
+        lock(&self.ranks)[i].disconnected = true;
     }
 
-    /// How far this rank is.
+    /// Returns the progress of this rank.
     pub fn progress(&self) -> Progress {
-        lock(&self.seen)[0].progress.clone()
+        lock(&self.ranks)[0].progress.clone()
     }
 
-    /// Why the run must end; the first reason stays.
-    pub fn decide(&self, fault: Fault) {
-        lock(&self.verdict).get_or_insert((fault, Instant::now()));
+    /// Reports a fault. Only the first reported fault is kept.
+    pub fn report_fault(&self, fault: Fault) {
+        lock(&self.fault).get_or_insert((fault, Instant::now()));
     }
 
-    pub fn verdict(&self) -> Option<Fault> {
-        lock(&self.verdict).as_ref().map(|(fault, _)| fault.clone())
+    /// Returns the first fault.
+    pub fn fault(&self) -> Option<Fault> {
+        lock(&self.fault).as_ref().map(|(fault, _)| fault.clone())
     }
 
-    /// The run has ended in order: ranks that go now are not lost.
-    pub fn is_over(&self) {
-        self.over.store(true, Ordering::Relaxed);
+    /// Stops the watchdog, because the run has ended in order.
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// What is wrong with the ranks at `now`.
-    fn trouble(&self, now: Instant) -> Option<Fault> {
-        let (device, patience) = (lock(&self.device).clone(), *lock(&self.patience));
-        let failed = device.and_then(|device| device.check().err());
-        let seen = lock(&self.seen);
-        for Seen { who, heard, gone, .. } in seen[1..].iter().filter(|seen| !seen.leaves) {
-            // All do the same at one time; what this one does is known best.
-            let (who, during) = (who.clone(), seen[0].progress.during.clone());
-            if *gone {
-                return Some(Fault::Gone { who, during });
+    /// Returns the fault visible at `now`, if any.
+    fn detect_fault(&self, now: Instant) -> Option<Fault> {
+        let (device, stall_timeout) = (lock(&self.device).clone(), *lock(&self.stall_timeout));
+        let device_error = device.and_then(|device| device.check().err());
+        let ranks = lock(&self.ranks);
+        // All ranks run the same operations. The activity of this rank is the most recent one known.
+        let activity = || ranks[0].progress.activity.clone();
+        for RankStatus { name, last_message, disconnected, .. } in ranks[1..].iter().filter(|rank| !rank.leaving) {
+            let peer = name.clone();
+            if *disconnected {
+                return Some(Fault::Disconnected { peer, activity: activity() });
             }
-            if now - *heard > SILENCE {
-                return Some(Fault::Silent { who, waited: now - *heard, during });
+            if now - *last_message > HEARTBEAT_TIMEOUT {
+                return Some(Fault::TimedOut { peer, waited: now - *last_message, activity: activity() });
             }
         }
-        if let Some(error) = failed {
-            let during = seen[0].progress.during.clone();
-            return Some(Fault::Device { text: format!("{error:#}"), during });
+        if let Some(error) = device_error {
+            return Some(Fault::Device { text: format!("{error:#}"), activity: activity() });
         }
-        // All wait for the one that is least far.
-        let hangs = seen.iter().any(|seen| now - seen.since > patience);
-        let last = seen.iter().filter(|_| hangs).min_by_key(|seen| seen.progress.calls)?;
-        let (who, during) = (last.who.clone(), last.progress.during.clone());
-        Some(Fault::Hangs { who, waited: now - last.since, during })
+        // If any rank has stalled, the cause is the rank with the fewest calls: all others wait for it.
+        let stalled = ranks.iter().any(|rank| now - rank.last_progress > stall_timeout);
+        let last = ranks.iter().filter(|_| stalled).min_by_key(|rank| rank.progress.calls)?;
+        let (peer, activity) = (last.name.clone(), last.progress.activity.clone());
+        Some(Fault::Stalled { peer, waited: now - last.last_progress, activity })
     }
 
-    /// Watches until the run is over. `beat` tells the others that this rank lives; `tell` passes on why the run ends. Whoever
-    /// holds the last other end of `self` may go at any time.
+    /// Starts the watchdog thread. It calls `send_heartbeat` every second, and `announce` once after a fault.
+    /// The thread ends after [`stop`](Self::stop), or when `self` is dropped everywhere else.
     pub fn start(
         self: &Arc<Self>,
-        beat: impl Fn(&Progress) + Send + 'static,
-        tell: impl Fn(&Fault) + Send + 'static,
+        send_heartbeat: impl Fn(&Progress) + Send + 'static,
+        announce: impl Fn(&Fault) + Send + 'static,
     ) -> std::io::Result<()> {
-        let watch = Arc::downgrade(self);
-        let mut told = false;
-        let mut round = move || {
-            let Some(watch) = watch.upgrade() else { return false };
-            if watch.over.load(Ordering::Relaxed) {
+        let watchdog = Arc::downgrade(self);
+        let mut announced = false;
+        let mut tick = move || {
+            let Some(watchdog) = watchdog.upgrade() else { return false };
+            if watchdog.stopped.load(Ordering::Relaxed) {
                 return false;
             }
-            beat(&watch.progress());
-            if watch.verdict().is_none()
-                && let Some(fault) = watch.trouble(Instant::now())
+            send_heartbeat(&watchdog.progress());
+            if watchdog.fault().is_none()
+                && let Some(fault) = watchdog.detect_fault(Instant::now())
             {
-                watch.decide(fault);
+                watchdog.report_fault(fault);
             }
-            let verdict = lock(&watch.verdict).clone();
-            let Some((fault, since)) = verdict else { return true };
-            if !std::mem::replace(&mut told, true) {
-                tell(&fault);
-                // It may itself wait for what has failed.
-                if let Some(device) = lock(&watch.device).take() {
+            let fault = lock(&watchdog.fault).clone();
+            let Some((fault, since)) = fault else { return true };
+            if !std::mem::replace(&mut announced, true) {
+                announce(&fault);
+                // The abort may itself block on the failed device, so it runs on its own thread.
+                if let Some(device) = lock(&watchdog.device).take() {
                     let _ = thread::Builder::new().name("abort".into()).spawn(move || device.abort());
                 }
             }
-            if since.elapsed() > GRACE {
-                end(&fault);
+            if since.elapsed() > SHUTDOWN_GRACE {
+                exit_process(&fault);
             }
             true
         };
-        let turn = move || {
-            while round() {
-                thread::sleep(BEAT);
+        let run = move || {
+            while tick() {
+                thread::sleep(HEARTBEAT_INTERVAL);
             }
         };
-        thread::Builder::new().name("watchdog".into()).spawn(turn).map(|_| ())
+        thread::Builder::new().name("watchdog".into()).spawn(run).map(|_| ())
     }
 }
 
-/// Without the ends of threads and libraries, any of which may be waiting.
-fn end(fault: &Fault) {
-    if !matches!(fault, Fault::Told { .. }) {
+/// Exits without running destructors or exit handlers, any of which may block.
+fn exit_process(fault: &Fault) {
+    if !matches!(fault, Fault::ReportedByRank0 { .. }) {
         let _ = writeln!(stderr(), "error: {fault}");
     }
     signal_hook::low_level::exit(fault.exit_code().into());
@@ -247,81 +251,91 @@ mod tests {
     use super::*;
 
     fn progress(calls: u64) -> Progress {
-        Progress { calls, during: format!("step {calls}") }
+        Progress { calls, activity: format!("step {calls}") }
     }
 
-    fn watch() -> Watch {
-        let watch = Watch::new(["rank 1", "rank 2"].into_iter(), Duration::from_mins(1));
+    fn watchdog() -> Watchdog {
+        let watchdog = Watchdog::new(["rank 1", "rank 2"].into_iter(), Duration::from_mins(1));
         for i in 0..3 {
-            watch.heard(i, Some(progress(7)));
+            watchdog.record_message(i, Some(progress(7)));
         }
-        watch
+        watchdog
     }
 
     #[test]
-    fn progress_travels() {
-        for progress in [progress(0), Progress { calls: u64::MAX, during: String::new() }] {
-            assert_eq!(Progress::of_bytes(&progress.to_bytes()), Some(progress));
+    fn progress_round_trips_through_bytes() {
+        for progress in [progress(0), Progress { calls: u64::MAX, activity: String::new() }] {
+            assert_eq!(Progress::from_bytes(&progress.to_bytes()), Some(progress));
         }
-        assert_eq!(Progress::of_bytes(b"short"), None);
+        assert_eq!(Progress::from_bytes(b"short"), None);
     }
 
     #[test]
-    fn the_silent_the_gone_and_the_hanging_are_named() {
+    fn timed_out_disconnected_and_stalled_ranks_are_named() {
         let now = Instant::now();
-        let text =
-            |watch: &Watch, later: u64| watch.trouble(now + Duration::from_secs(later)).map(|fault| fault.to_string());
-        assert_eq!(text(&watch(), 10), None);
-        let silent = watch();
-        lock(&silent.seen)[1].heard = now + Duration::from_secs(15);
-        assert_eq!(text(&silent, 30).unwrap(), "nothing came from rank 2 in 30 s; step 7");
-        let gone = watch();
-        gone.leaves(1);
-        gone.gone(1);
-        assert_eq!(text(&gone, 0), None);
-        gone.gone(2);
-        assert_eq!(text(&gone, 0).unwrap(), "rank 2 has ended, or the connection to it; step 7");
-        let hangs = watch();
+        let text = |watchdog: &Watchdog, later: u64| {
+            watchdog.detect_fault(now + Duration::from_secs(later)).map(|fault| fault.to_string())
+        };
+        assert_eq!(text(&watchdog(), 10), None);
+        let timed_out = watchdog();
+        lock(&timed_out.ranks)[1].last_message = now + Duration::from_secs(15);
+        assert!(text(&timed_out, 30).unwrap().starts_with("rank 2 timed out: no message for 30 s during step 7;"));
+        let disconnected = watchdog();
+        disconnected.mark_leaving(1);
+        disconnected.mark_disconnected(1);
+        assert_eq!(text(&disconnected, 0), None);
+        disconnected.mark_disconnected(2);
+        assert!(text(&disconnected, 0).unwrap().starts_with("rank 2 disconnected during step 7:"));
+        let stalled = watchdog();
         for (i, calls) in [(0, 9), (1, 8), (2, 9)] {
-            hangs.heard(i, Some(progress(calls)));
-            lock(&hangs.seen)[i].heard = now + Duration::from_secs(70);
+            stalled.record_message(i, Some(progress(calls)));
+            lock(&stalled.ranks)[i].last_message = now + Duration::from_secs(70);
         }
-        assert_eq!(text(&hangs, 50), None);
-        assert_eq!(text(&hangs, 70).unwrap(), "rank 1 stands still for 70 s; step 8");
-        // Whoever has just gone on has not hung.
+        assert_eq!(text(&stalled, 50), None);
+        assert!(text(&stalled, 70).unwrap().starts_with("rank 1 made no progress for 70 s during step 8;"));
+        // Recent progress resets the timer.
         for i in 0..3 {
-            lock(&hangs.seen)[i].since = now + Duration::from_mins(1);
+            lock(&stalled.ranks)[i].last_progress = now + Duration::from_mins(1);
         }
-        assert_eq!(text(&hangs, 70), None);
+        assert_eq!(text(&stalled, 70), None);
     }
 
     #[test]
-    fn the_start_has_a_deadline_of_its_own() {
-        let watch = watch();
-        let later = |seconds| {
+    fn changing_the_stall_timeout_resets_the_timer() {
+        let watchdog = watchdog();
+        let fails_after = |seconds| {
             let then = Instant::now() + Duration::from_secs(seconds);
-            lock(&watch.seen).iter_mut().for_each(|seen| seen.heard = then);
-            watch.trouble(then).is_some()
+            lock(&watchdog.ranks).iter_mut().for_each(|rank| rank.last_message = then);
+            watchdog.detect_fault(then).is_some()
         };
-        assert!(!later(50) && later(70));
-        watch.set_patience(Duration::from_secs(90));
-        assert!(!later(70) && later(100));
-        // Time that has passed does not count against a shorter one.
-        lock(&watch.seen)[1].since = Instant::now().checked_sub(Duration::from_secs(30)).unwrap();
-        watch.set_patience(Duration::from_secs(20));
-        assert!(!later(10) && later(25));
+        assert!(!fails_after(50) && fails_after(70));
+        watchdog.set_stall_timeout(Duration::from_secs(90));
+        assert!(!fails_after(70) && fails_after(100));
+        lock(&watchdog.ranks)[1].last_progress = Instant::now().checked_sub(Duration::from_secs(30)).unwrap();
+        watchdog.set_stall_timeout(Duration::from_secs(20));
+        assert!(!fails_after(10) && fails_after(25));
     }
 
-    /// Fails once it is told to.
+    /// A device whose collectives fail on request.
     #[derive(Default)]
-    struct Collectives {
-        broken: AtomicBool,
+    struct FakeDevice {
+        failed: AtomicBool,
         aborted: AtomicBool,
     }
 
-    impl Device for Collectives {
+    impl FakeDevice {
+        fn wait_for_abort(&self) {
+            let deadline = Instant::now() + 3 * HEARTBEAT_INTERVAL;
+            while !self.aborted.load(Ordering::Relaxed) {
+                assert!(Instant::now() < deadline, "the collectives were not aborted");
+                thread::sleep(HEARTBEAT_INTERVAL / 20);
+            }
+        }
+    }
+
+    impl DeviceMonitor for FakeDevice {
         fn check(&self) -> Result<()> {
-            anyhow::ensure!(!self.broken.load(Ordering::Relaxed), "ncclRemoteError");
+            anyhow::ensure!(!self.failed.load(Ordering::Relaxed), "ncclRemoteError");
             Ok(())
         }
 
@@ -331,47 +345,40 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_on_the_device_is_told_and_aborted() {
-        let (watch, device) = (Arc::new(watch()), Arc::new(Collectives::default()));
-        watch.set_device(device.clone());
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let telling = told.clone();
-        watch.start(|_| {}, move |fault| lock(&telling).push(fault.to_string())).unwrap();
-        thread::sleep(BEAT * 3 / 2);
-        assert!(watch.verdict().is_none() && !device.aborted.load(Ordering::Relaxed));
-        device.broken.store(true, Ordering::Relaxed);
-        let deadline = Instant::now() + 3 * BEAT;
-        while !device.aborted.load(Ordering::Relaxed) {
-            assert!(Instant::now() < deadline, "nothing is aborted");
-            thread::sleep(BEAT / 20);
-        }
-        watch.is_over();
-        let fault = watch.verdict().unwrap();
-        assert_eq!((fault.to_string(), fault.is_loss()), ("ncclRemoteError; step 7".to_owned(), true));
-        assert_eq!(*lock(&told), ["ncclRemoteError; step 7"]);
+    fn device_errors_are_announced_and_collectives_aborted() {
+        let (watchdog, device) = (Arc::new(watchdog()), Arc::new(FakeDevice::default()));
+        watchdog.set_device(device.clone());
+        let announced = Arc::new(Mutex::new(Vec::new()));
+        let log = announced.clone();
+        watchdog.start(|_| {}, move |fault| lock(&log).push(fault.to_string())).unwrap();
+        thread::sleep(HEARTBEAT_INTERVAL * 3 / 2);
+        assert!(watchdog.fault().is_none() && !device.aborted.load(Ordering::Relaxed));
+        device.failed.store(true, Ordering::Relaxed);
+        device.wait_for_abort();
+        watchdog.stop();
+        let fault = watchdog.fault().unwrap();
+        let text = "ncclRemoteError; during step 7";
+        assert_eq!((fault.to_string(), fault.is_recoverable()), (text.to_owned(), true));
+        assert_eq!(*lock(&announced), [text]);
     }
 
     #[test]
-    fn collectives_are_aborted_when_a_rank_is_lost() {
-        let (watch, device) = (Arc::new(watch()), Arc::new(Collectives::default()));
-        watch.set_device(device.clone());
-        watch.gone(2);
-        watch.start(|_| {}, |_| {}).unwrap();
-        let deadline = Instant::now() + 3 * BEAT;
-        while !device.aborted.load(Ordering::Relaxed) {
-            assert!(Instant::now() < deadline, "nothing is aborted");
-            thread::sleep(BEAT / 20);
-        }
-        watch.is_over();
-        assert!(watch.verdict().unwrap().to_string().starts_with("rank 2 has ended"));
+    fn collectives_are_aborted_when_a_rank_disconnects() {
+        let (watchdog, device) = (Arc::new(watchdog()), Arc::new(FakeDevice::default()));
+        watchdog.set_device(device.clone());
+        watchdog.mark_disconnected(2);
+        watchdog.start(|_| {}, |_| {}).unwrap();
+        device.wait_for_abort();
+        watchdog.stop();
+        assert!(watchdog.fault().unwrap().to_string().starts_with("rank 2 disconnected"));
     }
 
     #[test]
-    fn the_first_verdict_stays() {
-        let watch = watch();
-        assert!(watch.verdict().is_none());
-        watch.decide(Fault::Start("first".into()));
-        watch.decide(Fault::Start("second".into()));
-        assert_eq!(watch.verdict().unwrap().to_string(), "first");
+    fn the_first_fault_is_kept() {
+        let watchdog = watchdog();
+        assert!(watchdog.fault().is_none());
+        watchdog.report_fault(Fault::Startup("first".into()));
+        watchdog.report_fault(Fault::Startup("second".into()));
+        assert_eq!(watchdog.fault().unwrap().to_string(), "first");
     }
 }

@@ -10,7 +10,7 @@ use super::params::Unit;
 use super::sharding::LayerHooks;
 use anyhow::Context;
 use distributed::Ranks;
-use distributed::star::Reduction;
+use distributed::tcp_group::Reduction;
 use engine::{Engine, Result};
 
 /// State of the two buffers that alternate between layers, see [`sharding`](crate::sharding).
@@ -40,7 +40,7 @@ impl DataParallel<'_> {
     /// Reports whether the passes of a micro-batch communicate.
     pub fn communicates(&self) -> bool {
         if self.last {
-            !matches!(self.ranks, Ranks::Alone) || self.model.zero.is_sharded()
+            !matches!(self.ranks, Ranks::Single) || self.model.zero.is_sharded()
         } else {
             self.model.zero.shards_gradients()
         }
@@ -50,7 +50,7 @@ impl DataParallel<'_> {
     pub fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
         self.buffers.gathering = [false; 2];
         self.buffers.reducing = [false; 2];
-        self.ranks.settle(engine)
+        self.ranks.wait_on_stream(engine)
     }
 
     /// Computes the step's loss, summed over the ranks, and the gradient norm in the model's stats.
@@ -58,7 +58,7 @@ impl DataParallel<'_> {
         let Training { stats, squares, .. } = self.training()?;
         self.model.measure(engine)?;
         for sum in [Some(stats.slice(0, 1)), squares].into_iter().flatten() {
-            self.ranks.total(engine, sum)?;
+            self.ranks.all_reduce_sum(engine, sum)?;
         }
         self.wait_on_stream(engine)?;
         self.model.finish_norm(engine)
@@ -114,7 +114,7 @@ impl LayerHooks for DataParallel<'_> {
         let training = self.training()?;
         let store = self.model.grad_store(&training);
         match (self.model.zero.stage(), unit) {
-            (0, _) if self.last => self.ranks.average(engine, store.unit(unit)),
+            (0, _) if self.last => self.ranks.all_reduce_mean(engine, store.unit(unit)),
             (1, _) if self.last => self.ranks.reduce_scatter(engine, store.sharded(unit), Reduction::Mean),
             (2.., Unit::Layer(layer)) => {
                 // Waits for the reduction that overlapped this layer; the next one is not waited for yet.

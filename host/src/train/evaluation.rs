@@ -16,8 +16,8 @@ impl Run<'_> {
             evaluate::loss(self.model, self.engine, hooks, val, self.settings.val_batches)?
         };
         let mut sum = [loss];
-        self.ranks.sum(&mut sum)?;
-        let loss = sum[0] / self.ranks.count() as f64;
+        self.ranks.all_reduce_sum_f64(&mut sum)?;
+        let loss = sum[0] / self.ranks.world_size() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
         self.log.validation(step, loss)?;
@@ -27,7 +27,7 @@ impl Run<'_> {
     pub(super) fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
         let Some(set) = &self.hellaswag else { return Ok(()) };
         let planned = self.train.layout();
-        let n = self.ranks.count();
+        let n = self.ranks.world_size();
         let share = set.share(self.ranks.rank(), n);
         // If ranks shard the parameters, all of them run the same number of batches.
         let shares = (0..n).filter(|_| self.model.zero.shards_parameters()).map(|rank| set.share(rank, n));
@@ -37,7 +37,7 @@ impl Run<'_> {
             multiple_choice::score(self.model, self.engine, hooks, planned, set, share, batches)?
         };
         let mut counts = [score.correct as f64, score.examples as f64];
-        self.ranks.sum(&mut counts)?;
+        self.ranks.all_reduce_sum_f64(&mut counts)?;
         let [correct, examples] = counts.map(|count| count as usize);
         let score = Score { correct, examples };
         self.log.hellaswag(step, score)?;
@@ -70,6 +70,6 @@ impl Run<'_> {
             tensors.extend([("m", training.m), ("v", training.v)]);
             tensors.extend(training.master.map(|master| ("master", master)));
         }
-        self.ranks.check_same(self.engine, &tensors)
+        self.ranks.check_replicas(self.engine, &tensors)
     }
 }

@@ -4,27 +4,27 @@ use super::{LaunchedStep, Run, Session, loss_and_norm};
 use crate::log::Step;
 use crate::mfu::mfu;
 use anyhow::{Result, bail};
-use checkpoint::before::way_on;
+use checkpoint::recovery::recovery_hint;
 use model::guards::{Limits, Skipped};
 
 impl Run<'_> {
     /// Waits for a step's loss and reports it.
     pub(super) fn log_step(&mut self, launched: Option<LaunchedStep>, session: &mut Session) -> Result<()> {
         let Some(LaunchedStep { step, learning_rate, stats, verdict }) = launched else { return Ok(()) };
-        self.ranks.doing("waiting for the GPU");
+        self.ranks.set_operation("waiting for the GPU");
         let read = self.engine.wait(stats)?;
         // Aborted collectives leave values that are no loss.
         self.ranks.check()?;
         let layout = self.train.layout();
-        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.count();
+        let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.world_size();
         let [loss, norm] = loss_and_norm(&read, tokens)?;
         let progress = &mut self.state.progress;
         let verdict = verdict.unwrap_or_else(|| progress.guards.judge(loss, norm, &self.settings.limits));
-        let elapsed = session.clock.step_ended(read.completed_at, &mut progress.pace);
+        let elapsed = session.clock.step_ended(read.completed_at, &mut progress.step_time);
         let tokens_per_second = tokens as f64 / elapsed.as_secs_f64();
         progress.tokens += tokens as u64;
         progress.training_seconds += elapsed.as_secs_f64();
-        let smoothed = progress.pace.smoothed().unwrap_or(elapsed.as_secs_f64());
+        let smoothed = progress.step_time.smoothed().unwrap_or(elapsed.as_secs_f64());
         let flops = self.model.descriptor.flops_per_token(layout.t);
         let step = Step {
             step,
@@ -33,7 +33,7 @@ impl Run<'_> {
             norm,
             ms: 1e3 * elapsed.as_secs_f64(),
             tokens_per_second,
-            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.count() as f64, &peak)),
+            mfu: self.engine.peak().map(|peak| mfu(flops, tokens_per_second / self.ranks.world_size() as f64, &peak)),
             tokens: progress.tokens,
             verdict,
         };
@@ -69,13 +69,13 @@ impl Run<'_> {
         self.console.finish();
         self.log.finish()?;
         let first = (number + 1).saturating_sub(bad);
-        let kept = self.checkpoints.as_ref().map(|checkpoints| checkpoints.before(first)).transpose()?;
+        let kept = self.checkpoints.as_ref().map(|checkpoints| checkpoints.recovery_point(first)).transpose()?;
         bail!(
             "the last {bad} steps, {} to {}, had no finite loss and gradient norm (loss {loss}, norm {norm}) and changed \
              nothing: {}",
             first + 1,
             number + 1,
-            way_on(kept.as_ref())
+            recovery_hint(kept.as_ref())
         )
     }
 }

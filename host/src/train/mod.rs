@@ -13,7 +13,7 @@ use crate::log::Log;
 use crate::signals::Stop;
 use anyhow::{Context, Error, Result, bail};
 use checkpoint::RunState;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use data::tokenizer::Tokenizer;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
@@ -80,7 +80,7 @@ pub struct Run<'a> {
     /// The state between two steps: the start of the run, then its progress.
     pub state: RunState,
     /// Set if the run writes checkpoints.
-    pub checkpoints: Option<Checkpoints>,
+    pub checkpoints: Option<CheckpointWriter>,
     /// Stop requests by signals.
     pub stop: Stop,
 }
@@ -152,13 +152,13 @@ impl Due {
 impl Run<'_> {
     /// Trains to the last step or until a stop is requested.
     pub fn train(&mut self) -> Result<Outcome> {
-        self.ranks.begin();
+        self.ranks.end_startup();
         match self.run_steps() {
             Ok(outcome) => self.ranks.close().map(|()| outcome),
             Err(error) => {
                 let stage = format!("step {} of {}", self.state.step + 1, self.settings.steps);
-                let cause = self.ranks.cause(error, &stage);
-                self.ranks.abandon();
+                let cause = self.ranks.failure_cause(error, &stage);
+                self.ranks.abort_collectives();
                 Err(cause)
             }
         }
@@ -170,7 +170,7 @@ impl Run<'_> {
             clock: Clock::start(self.engine_time(&training)?),
             step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
             last_val_loss: None,
-            model_file: self.checkpoints.as_ref().and_then(Checkpoints::model_file),
+            model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
             unsaved: None,
             stopped: None,
         };
@@ -206,10 +206,10 @@ impl Run<'_> {
     /// Reports whether any rank was asked to stop.
     fn poll_stop(&mut self, step: usize) -> Result<bool> {
         let steps = self.settings.steps;
-        self.ranks.note(|| format!("step {} of {steps}", step + 1));
-        self.ranks.doing("waiting for the others");
-        let stop = self.ranks.any(self.stop.requested())?;
-        self.ranks.doing("computing");
+        self.ranks.set_stage(|| format!("step {} of {steps}", step + 1));
+        self.ranks.set_operation("waiting for the others");
+        let stop = self.ranks.any_rank(self.stop.requested())?;
+        self.ranks.set_operation("computing");
         Ok(stop)
     }
 
@@ -253,7 +253,7 @@ impl Run<'_> {
     fn launch_step(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<LaunchedStep> {
         let Self { settings, engine, model, state, ranks, train, .. } = self;
         let layout = train.layout();
-        let tokens = layout.b * layout.t * settings.grad_accum * ranks.count();
+        let tokens = layout.b * layout.t * settings.grad_accum * ranks.world_size();
         let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
         let learning_rate = settings.schedule.at(step);
         let mut verdict = None;
@@ -312,7 +312,7 @@ impl Run<'_> {
             tokens: progress.tokens,
             skips: progress.guards.skips,
             training: Duration::from_secs_f64(progress.training_seconds),
-            step: progress.pace.mean().map(Duration::from_secs_f64),
+            step: progress.step_time.mean().map(Duration::from_secs_f64),
             model_file: session.model_file,
             stopped: session.stopped,
         })

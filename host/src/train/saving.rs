@@ -1,8 +1,8 @@
-//! Checkpoints of the training loop.
+//! CheckpointWriter of the training loop.
 
 use super::{Run, Session};
 use anyhow::Result;
-use checkpoint::writer::{Report, Written, size};
+use checkpoint::writer::{WriteOutcome, WriteSummary, format_bytes};
 
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
@@ -13,7 +13,7 @@ impl Run<'_> {
     }
 
     /// Waits for the checkpoint that is being written.
-    pub(super) fn wait_for_checkpoint(&mut self) -> Result<Option<Written>> {
+    pub(super) fn wait_for_checkpoint(&mut self) -> Result<Option<WriteOutcome>> {
         let Self { checkpoints, ranks, .. } = self;
         checkpoints.as_mut().map_or(Ok(None), |checkpoints| checkpoints.wait(ranks))
     }
@@ -39,19 +39,19 @@ impl Run<'_> {
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),
-            Err(error) => self.report_checkpoint(Some(Written { step: self.state.step, result: Err(error) }), session),
+            Err(error) => self.report_checkpoint(Some(WriteOutcome { step: self.state.step, result: Err(error) }), session),
         }
     }
 
     /// Reports the result of writing a checkpoint.
-    pub(super) fn report_checkpoint(&mut self, written: Option<Written>, session: &mut Session) -> Result<()> {
-        let (Some(Written { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
+    pub(super) fn report_checkpoint(&mut self, written: Option<WriteOutcome>, session: &mut Session) -> Result<()> {
+        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
         match result {
-            Ok(Report { model_file, bytes, time, pause, warning }) => {
+            Ok(WriteSummary { model_file, bytes, time, pause, warning }) => {
                 self.console.line(&format!(
                     "checkpoint of step {step}: {}, {} in {:.2} s after a pause of {:.3} s",
                     model_file.display(),
-                    size(bytes),
+                    format_bytes(bytes),
                     time.as_secs_f64(),
                     pause.as_secs_f64()
                 ))?;

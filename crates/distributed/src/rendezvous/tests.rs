@@ -1,299 +1,310 @@
-//! Ranks that meet, are refused, or find somebody else.
+//! Tests of the rendezvous: accepted, missing and refused ranks, and unknown programs.
 
-use super::join::STRANGERS;
+use super::client::UNKNOWN_SERVER_TIMEOUT;
 use super::*;
 use std::thread;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(400);
 
-fn world(rank: usize, ranks: usize, job: &str) -> World {
-    World { rank, ranks, local_rank: None, local_ranks: None, job: Some(job.to_owned()) }
+fn world(rank: usize, world_size: usize, job: &str) -> World {
+    World { rank, world_size, local_rank: None, local_world_size: None, job: Some(job.to_owned()) }
 }
 
-/// What becomes of processes that are threads here: local rank and a sum over all, or what is said.
-fn met(worlds: Vec<World>, place: Option<&Place>, timeout: Duration) -> Vec<Result<(usize, f64), String>> {
-    let meet = move |world: World| {
-        let mut met = meet(&world, place, timeout, TIMEOUT).map_err(|error| format!("{error:#}"))?;
+/// Runs ranks as threads of this process. Returns the local rank and a sum over all ranks, or the error message, of each.
+fn rendezvous(worlds: Vec<World>, endpoint: Option<&Endpoint>, timeout: Duration) -> Vec<Result<(usize, f64), String>> {
+    let run = move |world: World| {
+        let timeouts = Timeouts { rendezvous: timeout, step: TIMEOUT };
+        let mut connected = connect(&world, endpoint, timeouts).map_err(|error| format!("{error:#}"))?;
         let mut sum = [1.0 + world.rank as f64];
-        met.star.sum(&mut sum).map_err(|error| error.to_string())?;
-        met.star.end();
-        Ok((met.local_rank, sum[0]))
+        connected.group.all_reduce_sum_f64(&mut sum).map_err(|error| error.to_string())?;
+        connected.group.leave();
+        Ok((connected.local_rank, sum[0]))
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = worlds.into_iter().map(|world| scope.spawn(move || meet(world))).collect();
+        let threads: Vec<_> = worlds.into_iter().map(|world| scope.spawn(move || run(world))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-/// A port that is free just now.
-fn tcp() -> Place {
+/// Returns an endpoint with a port that is free now.
+fn free_endpoint() -> Endpoint {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    Place::Tcp(format!("127.0.0.1:{port}"))
+    Endpoint::Tcp(format!("127.0.0.1:{port}"))
 }
 
 #[test]
-fn places_are_parsed_or_refused_with_what_was_expected() {
-    assert_eq!("tcp://node1:29400".parse(), Ok(Place::Tcp("node1:29400".to_owned())));
-    assert_eq!("tcp://[::1]:5".parse(), Ok(Place::Tcp("[::1]:5".to_owned())));
-    assert_eq!("file:///shared/a".parse(), Ok(Place::File("/shared/a".into())));
+fn endpoints_are_parsed_or_refused() {
+    assert_eq!("tcp://node1:29400".parse(), Ok(Endpoint::Tcp("node1:29400".to_owned())));
+    assert_eq!("tcp://[::1]:5".parse(), Ok(Endpoint::Tcp("[::1]:5".to_owned())));
+    assert_eq!("file:///shared/a".parse(), Ok(Endpoint::File("/shared/a".into())));
     for wrong in ["tcp://node1", "tcp://:1", "tcp://a:0", "tcp://a:66000", "file://here", "node:1", ""] {
-        assert!(wrong.parse::<Place>().unwrap_err().contains("expected tcp://HOST:PORT"), "{wrong}");
+        assert!(wrong.parse::<Endpoint>().unwrap_err().contains("expected tcp://HOST:PORT"), "{wrong}");
     }
 }
 
 #[test]
-fn ranks_meet_in_every_place() {
+fn ranks_connect_by_every_kind_of_endpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let file = Place::File(dir.path().to_owned());
-    for (i, place) in [Some(tcp()), Some(file), None].iter().enumerate() {
-        // Not in the order of their ranks.
+    let file = Endpoint::File(dir.path().to_owned());
+    for (i, endpoint) in [Some(free_endpoint()), Some(file), None].iter().enumerate() {
+        // Ranks start out of order.
         let worlds = [2, 0, 3, 1].map(|rank| world(rank, 4, &format!("test {} {i}", std::process::id()))).to_vec();
-        let met = met(worlds, place.as_ref(), TIMEOUT);
-        assert_eq!(met, [2, 0, 3, 1].map(|local_rank| Ok((local_rank, 10.0))), "{place:?}");
+        let results = rendezvous(worlds, endpoint.as_ref(), TIMEOUT);
+        assert_eq!(results, [2, 0, 3, 1].map(|local_rank| Ok((local_rank, 10.0))), "{endpoint:?}");
     }
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "the notice is gone");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "the rendezvous file is removed");
 }
 
 #[test]
-fn what_the_launcher_says_of_local_ranks_counts() {
+fn the_local_rank_of_the_launcher_takes_precedence() {
     let worlds = vec![world(0, 2, "local"), World { local_rank: Some(5), ..world(1, 2, "local") }];
-    assert_eq!(met(worlds, Some(&tcp()), TIMEOUT), [Ok((0, 3.0)), Ok((5, 3.0))]);
+    assert_eq!(rendezvous(worlds, Some(&free_endpoint()), TIMEOUT), [Ok((0, 3.0)), Ok((5, 3.0))]);
 }
 
 #[test]
-fn ranks_that_never_come_are_named_on_all() {
-    let all = met(vec![world(0, 5, "few"), world(1, 5, "few"), world(3, 5, "few")], Some(&tcp()), SHORT);
-    let text = "ranks 2, 4 of 5 never came: after 0 s only 3 are here (ranks 0, 1, 3); look for what they said, check that \
-                all are started and reach rank 0, or allow more time with --rendezvous-timeout";
+fn missing_ranks_are_named_on_all_ranks() {
+    let all =
+        rendezvous(vec![world(0, 5, "few"), world(1, 5, "few"), world(3, 5, "few")], Some(&free_endpoint()), SHORT);
+    let text = "rendezvous: expected 5 ranks within 0 s, found 3 (ranks 0, 1, 3), missing ranks 2, 4; see the output of the \
+                missing ranks, check that they can reach rank 0, or increase --rendezvous-timeout";
     assert_eq!(all, [Err(text.to_owned()), Err(text.to_owned()), Err(text.to_owned())]);
-    let alone = met(vec![world(0, 2, "few")], Some(&tcp()), SHORT).remove(0).unwrap_err();
+    let single = rendezvous(vec![world(0, 2, "few")], Some(&free_endpoint()), SHORT).remove(0).unwrap_err();
     assert!(
-        alone.starts_with("rank 1 of 2 never came: after 0 s only 1 is here (rank 0); look for what it said"),
-        "{alone}"
+        single.starts_with("rendezvous: expected 2 ranks within 0 s, found 1 (rank 0), missing rank 1;"),
+        "{single}"
     );
 }
 
-/// What ranks 0 and 2 of 4 hear when rank 1 greets so, and ends while rank 3 is waited for.
-fn after_a_guest(greeting: &str) -> Vec<Result<(usize, f64), String>> {
-    let place = tcp();
-    let Place::Tcp(address) = &place else { unreachable!() };
+/// Returns the results of ranks 0 and 2 of 4 when rank 1 sends `protocol` and disconnects before rank 3 connects.
+fn results_after_client(protocol: &str) -> Vec<Result<(usize, f64), String>> {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| met(vec![world(0, 4, "ends"), world(2, 4, "ends")], Some(&place), TIMEOUT));
+        let waiting =
+            scope.spawn(|| rendezvous(vec![world(0, 4, "ends"), world(2, 4, "ends")], Some(&endpoint), TIMEOUT));
         thread::sleep(SHORT);
         let stream = TcpStream::connect(address).unwrap();
         let host = Host { name: "node7".to_owned(), boot: String::new() };
-        let (greeting, run) = (greeting.to_owned(), "ends".to_owned());
-        say(&stream, &Hello { greeting, run, rank: 1, ranks: 4, host, process: 5 }).unwrap();
-        assert!(matches!(hear(&stream).unwrap(), Answer::Wait));
+        let (protocol, run) = (protocol.to_owned(), "ends".to_owned());
+        send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 4, host, process: 5 }).unwrap();
+        assert!(matches!(receive_json(&stream).unwrap(), Reply::Wait));
         drop(stream);
         waiting.join().unwrap()
     })
 }
 
 #[test]
-fn a_rank_that_ends_while_others_are_waited_for_is_named_on_all() {
-    let text = "rank 1 (node7, process 5) has ended, or the connection to it; the ranks were meeting";
-    assert_eq!(after_a_guest(GREETING), [Err(text.to_owned()), Err(text.to_owned())]);
+fn a_rank_that_disconnects_during_the_rendezvous_is_named_on_all_ranks() {
+    let text = "rank 1 (node7, process 5) disconnected during the rendezvous: its process ended or the network failed; see the \
+                output of that rank";
+    assert_eq!(results_after_client(PROTOCOL), [Err(text.to_owned()), Err(text.to_owned())]);
 }
 
 #[test]
-fn a_rank_of_another_version_is_named_on_all() {
-    let text = "rank 1 (node7, process 5) runs another version of the program than rank 0: install one on all hosts";
-    assert_eq!(after_a_guest("llm.rs ranks 1"), [Err(text.to_owned()), Err(text.to_owned())]);
+fn a_rank_of_another_version_is_named_on_all_ranks() {
+    let text = "rank 1 (node7, process 5): expected the same version of the program as on rank 0, found another; install one \
+                version on all hosts";
+    assert_eq!(results_after_client("llm.rs ranks 1"), [Err(text.to_owned()), Err(text.to_owned())]);
 }
 
 #[test]
-fn rank_0_that_never_comes_is_told_by_each() {
-    for (place, why) in [(tcp(), "Connection refused"), (Place::File("/tmp".into()), "nothing to be found there")] {
-        let text = met(vec![world(1, 2, "no rank 0")], Some(&place), SHORT).remove(0).unwrap_err();
-        assert!(text.starts_with("rank 1 of 2 did not find rank 0 at ") && text.contains(why), "{text}");
+fn a_missing_rank_0_is_reported() {
+    for (endpoint, reason) in
+        [(free_endpoint(), "Connection refused"), (Endpoint::File("/tmp".into()), "no address was found there")]
+    {
+        let text = rendezvous(vec![world(1, 2, "no rank 0")], Some(&endpoint), SHORT).remove(0).unwrap_err();
+        assert!(text.starts_with("rank 1 of 2: expected rank 0 at ") && text.contains(reason), "{text}");
     }
 }
 
 #[test]
-fn two_processes_of_one_rank_and_other_world_sizes_are_refused() {
-    let all = met(vec![world(0, 3, "twice"), world(1, 3, "twice"), world(1, 3, "twice")], Some(&tcp()), TIMEOUT);
+fn duplicate_ranks_and_different_world_sizes_are_refused() {
+    let all = rendezvous(
+        vec![world(0, 3, "twice"), world(1, 3, "twice"), world(1, 3, "twice")],
+        Some(&free_endpoint()),
+        TIMEOUT,
+    );
     let text = all[0].clone().unwrap_err();
     assert!(
-        text.starts_with("two processes say that they are rank 1: rank 1 (") && all == vec![Err(text); 3],
+        text.starts_with("rank 1: expected one process, found two, rank 1 (") && all == vec![Err(text); 3],
         "{all:?}"
     );
-    let all = met(vec![world(0, 2, "size"), world(1, 3, "size")], Some(&tcp()), TIMEOUT);
+    let all = rendezvous(vec![world(0, 2, "size"), world(1, 3, "size")], Some(&free_endpoint()), TIMEOUT);
     let text = all[0].clone().unwrap_err();
-    assert!(text.contains("says there are 3 ranks, rank 0 says 2") && all[1] == Err(text), "{all:?}");
+    assert!(text.contains(": expected world size 2 as on rank 0, found 3;") && all[1] == Err(text), "{all:?}");
 }
 
 #[test]
-fn runs_do_not_mix() {
-    let place = tcp();
-    let all = met(vec![world(0, 2, "mine"), world(1, 2, "yours")], Some(&place), SHORT);
-    assert!(all[0].as_ref().unwrap_err().starts_with("rank 1 of 2 never came"), "{all:?}");
+fn ranks_of_different_runs_do_not_connect() {
+    let endpoint = free_endpoint();
+    let all = rendezvous(vec![world(0, 2, "mine"), world(1, 2, "yours")], Some(&endpoint), SHORT);
+    assert!(all[0].as_ref().unwrap_err().starts_with("rendezvous: expected 2 ranks"), "{all:?}");
     assert!(all[1].as_ref().unwrap_err().contains("is rank 0 of another run"), "{all:?}");
     // Two runs in one directory.
     let dir = tempfile::tempdir().unwrap();
-    let file = Place::File(dir.path().to_owned());
+    let file = Endpoint::File(dir.path().to_owned());
     let worlds = [(0, "a"), (0, "b"), (1, "b"), (1, "a")].map(|(rank, job)| world(rank, 2, job)).to_vec();
-    assert!(met(worlds, Some(&file), TIMEOUT).iter().all(Result::is_ok));
+    assert!(rendezvous(worlds, Some(&file), TIMEOUT).iter().all(Result::is_ok));
 }
 
 #[test]
-fn a_notice_of_an_earlier_run_leads_to_nobody() {
+fn the_rendezvous_file_of_an_earlier_run_is_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(format!("rendezvous-{:016x}.json", xxh3_64(b"again")));
-    // Its port has another owner by now, who is of another run, or says nothing.
+    // By now its port belongs to a process of another run.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
-    let stale = Notice::new("again 1 2".to_owned(), other.local_addr().unwrap().port());
+    let stale = RendezvousFile::new("again 1 2".to_owned(), other.local_addr().unwrap().port());
     fs::write(&path, serde_json::to_vec(&stale).unwrap()).unwrap();
-    let place = Place::File(dir.path().to_owned());
-    let met = thread::scope(|scope| {
+    let endpoint = Endpoint::File(dir.path().to_owned());
+    let results = thread::scope(|scope| {
         scope.spawn(|| {
             let (stream, _) = other.accept().unwrap();
-            let hello: Hello = hear(&stream).unwrap();
+            let hello: Hello = receive_json(&stream).unwrap();
             assert_eq!(hello.run, "again 1 2");
-            say(&stream, &Answer::OtherRun).unwrap();
+            send_json(&stream, &Reply::OtherRun).unwrap();
         });
-        let late = scope.spawn(|| met(vec![world(1, 2, "again")], Some(&place), TIMEOUT).remove(0));
+        let late = scope.spawn(|| rendezvous(vec![world(1, 2, "again")], Some(&endpoint), TIMEOUT).remove(0));
         thread::sleep(SHORT);
-        let first = met(vec![world(0, 2, "again")], Some(&place), TIMEOUT).remove(0);
+        let first = rendezvous(vec![world(0, 2, "again")], Some(&endpoint), TIMEOUT).remove(0);
         (first, late.join().unwrap())
     });
-    assert_eq!(met, (Ok((0, 3.0)), Ok((1, 3.0))));
+    assert_eq!(results, (Ok((0, 3.0)), Ok((1, 3.0))));
 }
 
 #[test]
-fn strangers_at_the_port_are_ignored() {
-    let place = tcp();
-    let Place::Tcp(address) = &place else { unreachable!() };
-    let met = thread::scope(|scope| {
-        let zero = scope.spawn(|| met(vec![world(0, 2, "strangers")], Some(&place), TIMEOUT).remove(0));
-        let knock = || {
+fn connections_of_unknown_programs_are_ignored() {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
+    let results = thread::scope(|scope| {
+        let zero = scope.spawn(|| rendezvous(vec![world(0, 2, "unknown")], Some(&endpoint), TIMEOUT).remove(0));
+        let open = || {
             (0..200)
                 .find_map(|_| {
-                    thread::sleep(PAUSE / 10);
+                    thread::sleep(RETRY_INTERVAL / 10);
                     TcpStream::connect(address).ok()
                 })
                 .unwrap()
         };
-        knock().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        drop(knock());
-        let one = met(vec![world(1, 2, "strangers")], Some(&place), TIMEOUT).remove(0);
+        open().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        drop(open());
+        let one = rendezvous(vec![world(1, 2, "unknown")], Some(&endpoint), TIMEOUT).remove(0);
         (zero.join().unwrap(), one)
     });
-    assert_eq!(met, (Ok((0, 3.0)), Ok((1, 3.0))));
+    assert_eq!(results, (Ok((0, 3.0)), Ok((1, 3.0))));
 }
 
 #[test]
-fn a_place_where_rank_0_cannot_listen_is_named_with_what_to_do() {
-    let zero = |place: &Place| met(vec![world(0, 2, "port")], Some(place), SHORT).remove(0).unwrap_err();
+fn an_address_that_rank_0_cannot_listen_on_is_reported() {
+    let zero =
+        |endpoint: &Endpoint| rendezvous(vec![world(0, 2, "port")], Some(endpoint), SHORT).remove(0).unwrap_err();
     let used = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = used.local_addr().unwrap();
     assert_eq!(
-        zero(&Place::Tcp(address.to_string())),
+        zero(&Endpoint::Tcp(address.to_string())),
         format!(
-            "rank 0 cannot listen at {address}: Address already in use (os error 98); another process listens there, which \
-             `ss -ltnp` may name: end it, or give all ranks another port, --rendezvous tcp://HOST:PORT"
+            "rank 0: cannot listen on {address}: Address already in use (os error 98); find the process that uses the port \
+             with `ss -ltnp` and stop it, or give all ranks another port with --rendezvous tcp://HOST:PORT"
         )
     );
-    let text = zero(&Place::Tcp("no.such.host.invalid:5000".to_owned()));
+    let text = zero(&Endpoint::Tcp("no.such.host.invalid:5000".to_owned()));
     assert!(
-        text.starts_with("rank 0 cannot listen at no.such.host.invalid:5000: ")
-            && text.contains("; expected an address or a name of rank 0's host: give all ranks another, --rendezvous"),
+        text.starts_with("rank 0: cannot listen on no.such.host.invalid:5000: ")
+            && text.contains("; give all ranks an address or a name of rank 0's host with --rendezvous"),
         "{text}"
     );
-    // An address of another host, or one that is translated on the way here.
-    let Place::Tcp(free) = tcp() else { unreachable!() };
+    // An address that is not local, as behind NAT.
+    let Endpoint::Tcp(free) = free_endpoint() else { unreachable!() };
     let elsewhere = free.replace("127.0.0.1", "192.0.2.1");
-    let text = zero(&Place::Tcp(elsewhere));
+    let text = zero(&Endpoint::Tcp(elsewhere));
     let here = Host::here().name;
     assert!(
-        text.starts_with("rank 1 of 2 never came")
-            && text.contains(&format!(" reach rank 0 (192.0.2.1 is no address of its host, {here}), or allow ")),
+        text.starts_with("rendezvous: expected 2 ranks")
+            && text.contains(&format!(" reach rank 0 (192.0.2.1 is not an address of its host, {here}), or increase ")),
         "{text}"
     );
-    let hosts = World { local_ranks: Some(1), ..world(0, 2, "hosts") };
-    let text = met(vec![hosts], None, TIMEOUT).remove(0).unwrap_err();
-    assert!(text.starts_with("the 2 ranks are on several hosts: give --rendezvous tcp://HOST:PORT"), "{text}");
+    let hosts = World { local_world_size: Some(1), ..world(0, 2, "hosts") };
+    let text = rendezvous(vec![hosts], None, TIMEOUT).remove(0).unwrap_err();
+    assert!(text.starts_with("--rendezvous: expected an address, because the 2 ranks are on several hosts"), "{text}");
 }
 
-/// Answers everybody who connects, as long as this process lives.
-fn answers(listener: TcpListener, answer: impl Fn(TcpStream) + Send + 'static) {
+/// Answers every connection until this process ends.
+fn serve(listener: TcpListener, answer: impl Fn(TcpStream) + Send + 'static) {
     thread::spawn(move || listener.incoming().flatten().for_each(answer));
 }
 
-/// What rank 1 says, and after how long, of a place where somebody gives this answer.
-fn in_place_of_rank_0(timeout: Duration, answer: impl Fn(TcpStream) + Send + 'static) -> (String, Duration) {
+/// Returns the error of rank 1, and the time until it, when another server answers in place of rank 0.
+fn error_with_other_server(timeout: Duration, answer: impl Fn(TcpStream) + Send + 'static) -> (String, Duration) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let place = Place::Tcp(listener.local_addr().unwrap().to_string());
-    answers(listener, answer);
-    let began = Instant::now();
-    let text = met(vec![world(1, 2, "stranger")], Some(&place), timeout).remove(0).unwrap_err();
-    assert!(text.starts_with("rank 1 of 2 did not find rank 0 at tcp://127.0.0.1:"), "{text}");
-    let end = "look for what rank 0 said, and if that place is not its own, give all ranks another, --rendezvous \
-               tcp://HOST:PORT";
+    let endpoint = Endpoint::Tcp(listener.local_addr().unwrap().to_string());
+    serve(listener, answer);
+    let start = Instant::now();
+    let text = rendezvous(vec![world(1, 2, "other")], Some(&endpoint), timeout).remove(0).unwrap_err();
+    assert!(text.starts_with("rank 1 of 2: expected rank 0 at tcp://127.0.0.1:"), "{text}");
+    let end = "see the output of rank 0; if the address belongs to another program, give all ranks another one with \
+               --rendezvous tcp://HOST:PORT";
     assert!(text.ends_with(end), "{text}");
-    (text, began.elapsed())
+    (text, start.elapsed())
 }
 
 #[test]
-fn another_program_where_rank_0_should_be_is_told_soon() {
+fn another_program_in_place_of_rank_0_is_reported_early() {
     let http = |mut stream: TcpStream| stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap_or_default();
     let short = |mut stream: TcpStream| stream.write_all(b"\x05\0\0\0hello").unwrap_or_default();
     let other = |stream: TcpStream| {
-        let _: Result<Hello, _> = hear(&stream);
-        say(&stream, &Answer::OtherRun).unwrap_or_default();
+        let _: Result<Hello, _> = receive_json(&stream);
+        send_json(&stream, &Reply::OtherRun).unwrap_or_default();
     };
     thread::scope(|scope| {
-        let http = scope.spawn(move || in_place_of_rank_0(TIMEOUT, http));
-        let short = scope.spawn(move || in_place_of_rank_0(TIMEOUT, short));
-        let other = scope.spawn(move || in_place_of_rank_0(TIMEOUT, other));
-        for (found, why) in [
-            (http, "(another program listens at 127.0.0.1:PORT, which says \"HTTP\")"),
-            (short, "(another program listens at 127.0.0.1:PORT, which says \"hello\")"),
+        let http = scope.spawn(move || error_with_other_server(TIMEOUT, http));
+        let short = scope.spawn(move || error_with_other_server(TIMEOUT, short));
+        let other = scope.spawn(move || error_with_other_server(TIMEOUT, other));
+        for (found, expected) in [
+            (http, "(another program listens at 127.0.0.1:PORT and sent \"HTTP\")"),
+            (short, "(another program listens at 127.0.0.1:PORT and sent \"hello\")"),
             (other, "(127.0.0.1:PORT is rank 0 of another run)"),
         ] {
             let (text, after) = found.join().unwrap();
-            let (before_port, after_port) = why.split_once("PORT").unwrap();
+            let (before_port, after_port) = expected.split_once("PORT").unwrap();
             assert!(text.contains(before_port) && text.contains(after_port), "{text}");
-            assert!(text.contains(" within 5 s ") && after < STRANGERS + SHORT, "{after:?}: {text}");
+            assert!(text.contains(" within 5 s, ") && after < UNKNOWN_SERVER_TIMEOUT + SHORT, "{after:?}: {text}");
         }
     });
 }
 
-/// It may be what makes connections before rank 0 is there.
+/// A proxy may accept connections before rank 0 listens, so this waits for the full timeout.
 #[test]
-fn whoever_says_nothing_where_rank_0_should_be_is_told_in_time() {
+fn a_silent_server_in_place_of_rank_0_is_reported_after_the_timeout() {
     let silent = |stream: TcpStream| std::mem::forget(stream);
-    let (text, after) = in_place_of_rank_0(SHORT, silent);
-    assert!(text.contains("(whoever listens at 127.0.0.1:") && text.contains(" does not answer)"), "{text}");
+    let (text, after) = error_with_other_server(SHORT, silent);
+    assert!(text.contains("(the server at 127.0.0.1:") && text.contains(" does not reply)"), "{text}");
     assert!(after < 3 * SHORT, "{after:?}");
-    let (text, after) = in_place_of_rank_0(SHORT, drop);
-    assert!(text.contains(" closes the connection without an answer)") && after < 3 * SHORT, "{after:?}: {text}");
+    let (text, after) = error_with_other_server(SHORT, drop);
+    assert!(text.contains(" closes the connection without a reply)") && after < 3 * SHORT, "{after:?}: {text}");
 }
 
-/// And so does a run of one host whose first port is taken.
 #[test]
-fn ranks_meet_although_somebody_else_is_at_their_first_ports() {
+fn ranks_connect_if_their_first_ports_are_in_use() {
     let run = format!("taken {}", std::process::id());
-    let ports = ports_of(&run);
+    let ports = ports_of_run(&run);
     let listen = |port| TcpListener::bind(("127.0.0.1", port)).unwrap();
-    answers(listen(ports.start), drop);
-    answers(listen(ports.start + 1), |mut stream| stream.write_all(b"SSH-2.0-other\r\n").unwrap_or_default());
-    let both = met(vec![world(1, 2, &run), world(0, 2, &run)], None, TIMEOUT);
+    serve(listen(ports.start), drop);
+    serve(listen(ports.start + 1), |mut stream| stream.write_all(b"SSH-2.0-other\r\n").unwrap_or_default());
+    let both = rendezvous(vec![world(1, 2, &run), world(0, 2, &run)], None, TIMEOUT);
     assert_eq!(both, [Ok((1, 3.0)), Ok((0, 3.0))]);
-    // Where all are, that is told.
-    answers(listen(ports.start + 2), drop);
-    answers(listen(ports.start + 3), drop);
-    let both = met(vec![world(0, 2, &run), world(1, 2, &run)], None, SHORT);
-    let zero = format!("rank 0 cannot listen at 127.0.0.1:{}: Address already in use", ports.start);
+    // All ports of the run are in use.
+    serve(listen(ports.start + 2), drop);
+    serve(listen(ports.start + 3), drop);
+    let both = rendezvous(vec![world(0, 2, &run), world(1, 2, &run)], None, SHORT);
+    let zero = format!("rank 0: cannot listen on 127.0.0.1:{}: Address already in use", ports.start);
     assert!(both[0].as_ref().unwrap_err().starts_with(&zero), "{both:?}");
-    let one = format!("rank 1 of 2 did not find rank 0 at 127.0.0.1, ports {} to {}", ports.start, ports.start + 3);
+    let one = format!("rank 1 of 2: expected rank 0 at 127.0.0.1, ports {} to {}", ports.start, ports.start + 3);
     assert!(both[1].as_ref().unwrap_err().starts_with(&one), "{both:?}");
 }
 
 #[test]
-fn every_run_has_its_ports_in_range() {
-    let all: Vec<_> = (0..2000).map(|i| ports_of(&i.to_string())).collect();
+fn the_ports_of_every_run_are_in_range() {
+    let all: Vec<_> = (0..2000).map(|i| ports_of_run(&i.to_string())).collect();
     assert!(all.iter().all(|ports| ports.len() == 4 && PORTS.contains(&ports.start) && ports.end <= PORTS.end));
     let starts: std::collections::BTreeSet<_> = all.iter().map(|ports| ports.start).collect();
     assert!(starts.len() > 1800);

@@ -5,7 +5,7 @@ use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::commands::train::{Launch, together};
 use anyhow::Context;
-use checkpoint::preflight::{self, Facts};
+use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine, Interval, Result};
@@ -61,9 +61,9 @@ pub fn run(options: &Step) -> Result<()> {
     let (mut ranks, local_rank) = together::meet(&options.launch)?;
     // An error here ends the others, too.
     bench(options, &mut ranks, local_rank).map_err(|error| {
-        let cause = ranks.cause(error, "bench step");
-        ranks.abandon();
-        ranks.give_up(cause)
+        let cause = ranks.failure_cause(error, "bench step");
+        ranks.abort_collectives();
+        ranks.abort(cause)
     })
 }
 
@@ -74,12 +74,12 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let descriptor: Descriptor = options.model.parse()?;
     let layout = BatchLayout { b: options.batch, t: options.seq };
     let recompute = options.recompute;
-    let zero = Zero::new(options.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.count() });
+    let zero = Zero::new(options.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
     let plan_options = PlanOptions { recompute, zero, ..PlanOptions::training(layout.b, layout.t) };
     let (model, plan) = fit::plan(descriptor, plan_options, engine)?;
     engine.allocate(&plan)?;
     options.agree(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;
-    ranks.join(engine, model.params)?;
+    ranks.init_communicator(engine, model.params)?;
     let tuned = together::tune_together(ranks, &model, engine, layout)?;
     if let Some(text) = tuned.filter(|_| ranks.is_first()) {
         println!("{text}");
@@ -91,7 +91,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     }
     layout.sort(&mut words);
     engine.load_batch(model.batch, layout, words)?;
-    ranks.begin();
+    ranks.end_startup();
 
     let on_gpu = engine.device_tensor(model.params)?.is_some();
     let mut bench = StepBench {
@@ -115,7 +115,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let waiting = bench.waiting(ranks, options.steps)?;
     let profile = bench.profile(ranks)?;
     let by = ranks.describe();
-    let (first, count) = (ranks.is_first(), ranks.count());
+    let (first, count) = (ranks.is_first(), ranks.world_size());
     ranks.close()?;
     if !first {
         return Ok(());
@@ -170,7 +170,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
 impl Step {
     /// Whether the ranks measure the same thing, each on a GPU of its own.
     fn agree(&self, ranks: &mut Ranks, gpu: Option<usize>) -> Result<()> {
-        let Some(star) = ranks.star() else { return Ok(()) };
+        let Some(group) = ranks.tcp_group() else { return Ok(()) };
         let settings = json!({
             "model": self.model,
             "batch": self.batch,
@@ -182,7 +182,7 @@ impl Step {
         });
         let Value::Object(settings) = settings else { unreachable!("written as an object above") };
         let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
-        preflight::agree(star, &Facts::of_settings(settings, gpu)?)
+        preflight::check_ranks(group, &RankInfo::without_data(settings, gpu)?)
     }
 }
 
@@ -266,7 +266,7 @@ impl StepBench<'_> {
     /// Its seconds on the engine's clock. All ranks begin together.
     fn timed_step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<f64> {
         self.now()?;
-        ranks.any(false)?;
+        ranks.any_rank(false)?;
         let start = self.now()?;
         self.step(ranks, queueing)?;
         Ok(self.now()?.saturating_sub(start).as_secs_f64())
@@ -274,12 +274,12 @@ impl StepBench<'_> {
 
     /// What the other ranks cost, if there are some; of all ranks on rank 0.
     fn waiting(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Option<Waiting>> {
-        if ranks.count() == 1 {
+        if ranks.world_size() == 1 {
             return Ok(None);
         }
-        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Alone, Queueing::ByPiece));
+        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Single, Queueing::ByPiece));
         let alone = Spread::of(alone.collect::<Result<_>>()?);
-        let waits = ranks.time(self.model.training.context("planned for training")?.stats);
+        let waits = ranks.time_communication(self.model.training.context("planned for training")?.stats);
         let (mut together, mut sums, mut places) = (Vec::new(), Vec::new(), 0);
         for _ in 0..steps {
             together.push(self.timed_step(ranks, Queueing::ByPiece)?);
@@ -288,8 +288,8 @@ impl StepBench<'_> {
             sums.push(waits.iter().map(Duration::as_secs_f64).sum());
         }
         let own = Spread::of(sums).median;
-        let star = ranks.star().context("there are other ranks")?;
-        let each = star
+        let group = ranks.tcp_group().context("there are other ranks")?;
+        let each = group
             .gather(&own.to_le_bytes())?
             .into_iter()
             .map(|bytes| Ok(f64::from_le_bytes(bytes.as_slice().try_into()?)));

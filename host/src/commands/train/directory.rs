@@ -4,24 +4,24 @@ use super::Options;
 use crate::log::Log;
 use anyhow::{Result, ensure};
 use checkpoint::config::Config;
-use checkpoint::directory::{Locked, Retention, done_steps, remove_unfinished};
-use checkpoint::resume::{self, Found};
+use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_temporary_files};
+use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use std::path::{Path, PathBuf};
 
 pub struct OutDirectory {
     path: PathBuf,
     /// `None` as long as there is no such directory.
-    locked: Option<Locked>,
-    pub found: Found,
+    locked: Option<DirectoryLock>,
+    pub found: FoundCheckpoint,
 }
 
 impl OutDirectory {
     /// Finds the checkpoint to go on from, if `--resume` asks for it. Nothing is made or changed.
     pub fn look(path: &Path, options: &Options) -> Result<Self> {
-        let locked = path.exists().then(|| Locked::open(path)).transpose()?;
-        let found = if options.resume { resume::newest(path)? } else { Found::default() };
+        let locked = path.exists().then(|| DirectoryLock::acquire(path)).transpose()?;
+        let found = if options.resume { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         if !options.resume {
             let newest = done_steps(path)?.pop();
             ensure!(
@@ -42,9 +42,9 @@ impl OutDirectory {
         identity: Identity,
         newest: Option<usize>,
         evaluated: bool,
-    ) -> Result<(Log, Checkpoints)> {
-        let locked = self.locked.map_or_else(|| Locked::open(&self.path), Ok)?;
-        remove_unfinished(&self.path)?;
+    ) -> Result<(Log, CheckpointWriter)> {
+        let locked = self.locked.map_or_else(|| DirectoryLock::acquire(&self.path), Ok)?;
+        remove_temporary_files(&self.path)?;
         config.save(&self.path)?;
         let log = match newest {
             Some(step) => Log::resume(&self.path, step, evaluated)?,
@@ -53,6 +53,6 @@ impl OutDirectory {
         let retention = Retention { keep: config.keep, major_every: config.major_every };
         // What a killed run had no time to delete.
         newest.map(|step| retention.apply(&self.path, step)).transpose()?;
-        Ok((log, Checkpoints::new(locked, retention, identity, newest)))
+        Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
     }
 }

@@ -16,9 +16,9 @@ use crate::train::{Outcome, Run, Settings};
 use anyhow::{Result, ensure};
 use checkpoint::config::Config;
 use checkpoint::model_file::ModelFile;
-use checkpoint::resume::{Checkpoint, Found};
+use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
-use checkpoint::writer::Checkpoints;
+use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::Prefetch;
 use data::tokenizer::Tokenizer;
@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 pub fn run(args: &Options) -> Result<()> {
     let (mut ranks, local_rank) = together::meet(&args.launch)?;
     // An error here ends the run everywhere.
-    train(args, &mut ranks, local_rank).map_err(|error| ranks.give_up(error))
+    train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
 }
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
@@ -46,16 +46,16 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     // Rank 0 keeps what is kept, and goes on from it.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
     let mut out = out.map(|path| OutDirectory::look(path, args)).transpose()?;
-    let Found { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
-    let resumed = ranks.tell(checkpoint.as_ref().map(Checkpoint::descriptor))?;
+    let FoundCheckpoint { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
+    let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
     let Resolved { config, descriptor, weights, mut train, val, hellaswag } =
-        Resolved::new(args, &opened, resumed, ranks.rank(), ranks.count())?;
-    let settings = settings(&config, ranks.count());
+        Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
+    let settings = settings(&config, ranks.world_size());
     let mut console = together::console(ranks, args, config.steps)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
-        ranks: ranks.count(),
+        ranks: ranks.world_size(),
         descriptor,
         train: &train,
         val: val.as_ref(),
@@ -69,17 +69,17 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let identity = Identity::new(
         &config,
         engine.describe(),
-        fingerprint::of(&train)?,
-        val.as_ref().map(fingerprint::of).transpose()?,
-        ranks.count(),
+        fingerprint::of_loader(&train)?,
+        val.as_ref().map(fingerprint::of_loader).transpose()?,
+        ranks.world_size(),
     )?;
     let on_gpu = opened.device == Device::Cuda && !opened.plans_only;
     together::agree(ranks, &identity, on_gpu.then_some(gpu))?;
     if let Some(checkpoint) = &checkpoint {
-        notes.extend(checkpoint.compare(&identity, descriptor, args.force_resume)?);
+        notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
-    let zero = Zero::new(config.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.count() });
-    let (model, plan) = plan(&config, descriptor, zero, ranks.count(), engine, &console)?;
+    let zero = Zero::new(config.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
+    let (model, plan) = plan(&config, descriptor, zero, ranks.world_size(), engine, &console)?;
     if args.dry_run {
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
@@ -89,9 +89,9 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         console.tell_of(info, config.gpu_info_every);
     }
     engine.allocate(&plan)?;
-    ranks.join(engine, model.params)?;
+    ranks.init_communicator(engine, model.params)?;
     if let Some(text) = ranks.describe() {
-        console.line(&format!("{} ranks, connected by {text}\n", ranks.count()))?;
+        console.line(&format!("{} ranks, connected by {text}\n", ranks.world_size()))?;
     }
     if checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
         notes
@@ -100,7 +100,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(text) = together::tune_together(ranks, &model, engine, train.layout())? {
         console.line(&text)?;
     }
-    let newest = ranks.tell(checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
+    let newest = ranks.broadcast(checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
     let state = match checkpoint {
         Some(checkpoint) => {
             checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
@@ -114,7 +114,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let (log, mut checkpoints) = match (out, &config.out) {
         (Some(out), _) => Some(out.open(&config, identity, newest, evaluated)?).unzip(),
         (None, Some(out)) if zero.shards_optimizer() => {
-            (None, Some(Checkpoints::of_another_rank(out.clone(), identity, newest)))
+            (None, Some(CheckpointWriter::for_other_rank(out.clone(), identity, newest)))
         }
         _ => (None, None),
     };

@@ -3,7 +3,7 @@
 use crate::cli::{count, level, non_negative, switch};
 use crate::commands::resources::Hardware;
 use clap::ArgAction;
-use distributed::rendezvous::Place;
+use distributed::rendezvous::Endpoint;
 use model::Recompute;
 use model::schedule::Kind;
 use std::path::PathBuf;
@@ -135,23 +135,23 @@ pub struct Options {
     pub sample_length: Option<usize>,
 
     /// With --out: write a checkpoint every N steps and at the end; 0: only when asked to stop [default: at the end]
-    #[arg(short = 'n', long, value_name = "N", value_parser = every, allow_hyphen_values = true, requires = "out", help_heading = "Checkpoints")]
+    #[arg(short = 'n', long, value_name = "N", value_parser = every, allow_hyphen_values = true, requires = "out", help_heading = "CheckpointWriter")]
     pub checkpoint_every: Option<usize>,
 
     /// Keep the newest N checkpoints; 0: all
-    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "Checkpoints")]
+    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "CheckpointWriter")]
     pub keep: usize,
 
     /// With --keep: keep those of every N-th step besides; 0: none
-    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "Checkpoints")]
+    #[arg(long, value_name = "N", default_value = "0", requires = "out", help_heading = "CheckpointWriter")]
     pub major_every: usize,
 
     /// Go on from the newest whole checkpoint in --out, if there is one; other settings are as before
-    #[arg(short = 'y', long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_value = "0", default_missing_value = "1", requires = "out", help_heading = "Checkpoints")]
+    #[arg(short = 'y', long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_value = "0", default_missing_value = "1", requires = "out", help_heading = "CheckpointWriter")]
     pub resume: bool,
 
     /// Go on although settings or data are not those of the checkpoint
-    #[arg(long, requires = "resume", help_heading = "Checkpoints")]
+    #[arg(long, requires = "resume", help_heading = "CheckpointWriter")]
     pub force_resume: bool,
 
     /// Activations that the backward pass computes again, so that larger batches fit: 0 none, 1 the GELUs, 2 the LayerNorms too
@@ -204,7 +204,7 @@ pub struct Launch {
     /// Where the processes meet: tcp://HOST:PORT of rank 0, or file:///DIR of a directory that all see [default: a port of
     /// this host]
     #[arg(long, value_name = "PLACE", help_heading = "Several processes")]
-    pub rendezvous: Option<Place>,
+    pub rendezvous: Option<Endpoint>,
 
     /// Seconds that they may take to meet
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = "Several processes")]

@@ -5,7 +5,7 @@ use crate::console::Console;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
 use checkpoint::config::Config;
-use checkpoint::preflight::{self, Facts};
+use checkpoint::preflight::{self, RankInfo};
 use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
@@ -24,13 +24,13 @@ pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
     let flags = Flags { rank: launch.rank, ranks: launch.world_size, local_rank: launch.local_rank };
     let world = launcher::of_this_process(flags)?;
     if world.ranks == 1 {
-        return Ok((Ranks::Alone, launch.local_rank.unwrap_or(GPU)));
+        return Ok((Ranks::Single, launch.local_rank.unwrap_or(GPU)));
     }
     let timeout = Duration::from_secs(launch.rendezvous_timeout as u64);
     let patience = Duration::from_secs(launch.step_timeout as u64);
     let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, patience)?;
     met.star.begins_within(Duration::from_secs(launch.start_timeout as u64));
-    Ok((Ranks::Met(met.star), met.local_rank))
+    Ok((Ranks::Connected(met.star), met.local_rank))
 }
 
 /// The GPU of a local rank: its own among those of the host, or the one that it has been given.
@@ -52,9 +52,9 @@ pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
 
 /// Finds out whether the ranks belong together; `gpu` is the one that this one computes on.
 pub fn agree(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -> Result<()> {
-    let Some(star) = ranks.star() else { return Ok(()) };
+    let Some(group) = ranks.tcp_group() else { return Ok(()) };
     let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
-    preflight::agree(star, &Facts::new(identity, gpu)?)
+    preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
 }
 
 /// A person watches rank 0; the others write into files beside its logs.
@@ -76,7 +76,7 @@ pub fn tune_together(
     layout: BatchLayout,
 ) -> Result<Option<String>> {
     let told = if ranks.is_first() { model.tune(engine, layout)? } else { None };
-    let algorithms = ranks.tell(engine.algorithms())?;
+    let algorithms = ranks.broadcast(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
         engine.adopt_algorithms(&algorithms);
         // What another kind of GPU has to find out itself.
@@ -107,12 +107,12 @@ pub fn share(
     let master = model.training.and_then(|training| training.master);
     let tensors: Vec<_> = tensors.into_iter().chain([master]).flatten().collect();
     if !model.zero.shards_optimizer() {
-        ranks.share(engine, &tensors)?;
+        ranks.broadcast_tensors(engine, &tensors)?;
     }
     let RunState { step, rounding, rounding_before_update, progress, .. } = state;
     let standing =
         Standing { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
-    let Standing { step, rounding, rounding_before_update, progress } = ranks.tell(standing)?;
+    let Standing { step, rounding, rounding_before_update, progress } = ranks.broadcast(standing)?;
     if !ranks.is_first() {
         loader.skip_tokens(progress.tokens);
     }

@@ -1,18 +1,18 @@
-//! Data in order: every number of ranks reads the same tokens in the same step.
+//! Without shuffling, any number of ranks reads the same tokens in the same step.
 
 use crate::threads::numbers;
-use crate::world::{World, ended, only_step, said};
+use crate::world::{PERMANENT, World, copy_checkpoint, error_of_rank_0, output_text, wait_for_all};
 use std::fs;
 
-/// An epoch is 23 steps of the first shard and 31 of the second; neither is a whole number of steps.
+/// An epoch takes 23 steps of the first shard and 31 of the second. Neither shard is a whole number of steps.
 const STEPS: [&str; 6] = ["--steps", "60", "--checkpoint-every", "20", "--keep", "0"];
 
 fn losses(world: &World, out: &str) -> Vec<f64> {
     numbers(&world.path(out), "loss")
 }
 
-/// Sums are of another order; other tokens have losses that are a hundred times as far away.
-fn same(got: &[f64], expected: &[f64], what: &str) {
+/// Checks that losses agree up to the summation order. Losses of other tokens differ a hundred times as much.
+fn assert_same_losses(got: &[f64], expected: &[f64], what: &str) {
     assert!(got.len() == 60 && expected.len() == 60, "{what}");
     for (step, (got, expected)) in got.iter().zip(expected).enumerate() {
         assert!((got - expected).abs() < 2e-5 * expected, "{what}, step {step}: {got}, {expected}");
@@ -20,11 +20,11 @@ fn same(got: &[f64], expected: &[f64], what: &str) {
 }
 
 fn train(world: &World, ranks: usize, out: &str, more: &[&str]) {
-    // The model stays nearly as it is, so that a loss tells of its tokens.
+    // The learning rate is low, so a loss depends mostly on its tokens.
     let order = if more.contains(&"--shuffle") { &[][..] } else { &["--shuffle", "0"] };
     let more = [&STEPS[..], &["--lr", "0.0001"], order, more].concat();
     for (rank, output) in world.ranks(ranks, out, out, &more).iter().enumerate() {
-        assert!(output.status.success(), "{ranks} ranks, rank {rank}: {:?}", said(output));
+        assert!(output.status.success(), "{ranks} ranks, rank {rank}: {:?}", output_text(output));
     }
 }
 
@@ -38,21 +38,21 @@ fn ranks_read_the_same_tokens_in_the_same_step_over_shards_and_epochs() {
     for ranks in [2, 4] {
         let out = format!("{ranks}");
         train(&world, ranks, &out, &[]);
-        same(&losses(&world, &out), &one, &format!("{ranks} ranks"));
+        assert_same_losses(&losses(&world, &out), &one, &format!("{ranks} ranks"));
     }
-    // Shuffled they are other tokens.
+    // With shuffling the tokens differ.
     train(&world, 2, "shuffled", &["--shuffle", "1"]);
     let shuffled = losses(&world, "shuffled");
     assert!(shuffled.iter().zip(&one).filter(|(a, b)| (*a - *b).abs() > 2e-3 * *b).count() > 40);
 
-    // Within the first shard and within the second, on as many ranks and on others.
+    // Resume within the first and within the second shard, with the same and with other world sizes.
     for step in [20, 40] {
         for (from, to) in [("2", 2), ("one", 1), ("2", 4), ("4", 1), ("one", 2)] {
             let out = format!("{step}_{from}_{to}");
-            only_step(&world, from, step, &out);
+            copy_checkpoint(&world, from, step, &out);
             train(&world, to, &out, &["--resume"]);
-            let what = format!("from {from} after {step} with {to}");
-            same(&losses(&world, &out), &one, &what);
+            let what = format!("run {from} resumed after step {step} with {to} ranks");
+            assert_same_losses(&losses(&world, &out), &one, &what);
             if (from, to) == ("2", 2) || (from, to) == ("one", 1) {
                 for name in ["model_00000060.bin", "state_00000060_00000.bin", "main.log"] {
                     let read = |out: &str| fs::read(world.path(out).join(name)).unwrap();
@@ -64,11 +64,11 @@ fn ranks_read_the_same_tokens_in_the_same_step_over_shards_and_epochs() {
 }
 
 #[test]
-fn ranks_that_differ_in_the_order_of_their_data_are_refused() {
+fn ranks_with_different_shuffle_settings_are_refused() {
     let world = World::new();
     let children = [("0", "1"), ("1", "0")]
         .map(|(rank, shuffle)| world.rank(rank.parse().unwrap(), 2, "order", "out", &["--shuffle", shuffle]));
-    let outputs = ended(children);
-    let message = crate::world::one_message(&outputs, crate::world::UNFIT);
-    assert!(message.contains("has --shuffle false, rank 0 has true: start all ranks"), "{message}");
+    let outputs = wait_for_all(children);
+    let message = error_of_rank_0(&outputs, PERMANENT);
+    assert!(message.contains("expected --shuffle true as on rank 0, found false; start all ranks"), "{message}");
 }

@@ -1,0 +1,168 @@
+//! Ranks other than rank 0: finding rank 0 and connecting to it.
+
+use super::{
+    Attempt, Connected, HELLO_TIMEOUT, Hello, Host, PROTOCOL, RETRY_INTERVAL, ReceiveError, Reply, receive_json,
+    send_json,
+};
+use crate::fault::Fault;
+use crate::tcp_group::Connection;
+use anyhow::{Result, bail};
+use std::io;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Additional time for the reply of rank 0, so that its reason for a refusal arrives.
+const REPLY_MARGIN: Duration = Duration::from_secs(5);
+
+/// Time that another program must answer in place of rank 0 until the rendezvous fails. A run that has just ended has
+/// released its port by then.
+pub const UNKNOWN_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What was found at the candidate addresses, for the error message.
+struct Findings {
+    unreachable: String,
+    silent: Option<String>,
+    unknown: Option<String>,
+}
+
+impl Attempt<'_> {
+    /// Connects to rank 0 at one of the addresses that `candidates` returns, each with its run identifier.
+    /// `fixed` means that the candidates never change. `place` names them in messages.
+    pub fn connect_to_rank_0(
+        &self,
+        place: &str,
+        fixed: bool,
+        candidates: impl Fn() -> Result<Vec<(String, String)>>,
+    ) -> Result<Connected> {
+        let start = Instant::now();
+        let mut findings =
+            Findings { unreachable: "no address was found there".to_owned(), silent: None, unknown: None };
+        let mut unknown_since = None;
+        loop {
+            // Rank 0 may still appear if an address is unreachable or if the candidates may change.
+            let (mut found_unknown, mut may_appear) = (false, !fixed);
+            for (address, run) in candidates()? {
+                let sockets: Vec<_> = match address.to_socket_addrs() {
+                    Ok(sockets) => sockets.collect(),
+                    Err(error) => {
+                        (findings.unreachable, may_appear) = (format!("{address}: {error}"), true);
+                        continue;
+                    }
+                };
+                for socket in sockets {
+                    match self.request(socket, run.clone()) {
+                        Ok((stream, Reply::Accepted { local_rank })) => {
+                            return self.group(vec![Connection { peer: "rank 0".to_owned(), stream }], local_rank);
+                        }
+                        Ok((_, Reply::Refused { text, recoverable })) => {
+                            bail!(Fault::ReportedByRank0 { text, recoverable })
+                        }
+                        Ok((_, Reply::OtherRun)) => {
+                            (found_unknown, findings.unknown) =
+                                (true, Some(format!("{address} is rank 0 of another run")));
+                        }
+                        Ok((_, Reply::Wait)) => {
+                            findings.silent = Some(format!("the server at {address} sent an invalid reply"));
+                        }
+                        Err(RequestError::Unreachable(error)) => {
+                            (findings.unreachable, may_appear) = (format!("{address}: {error}"), true);
+                        }
+                        Err(RequestError::NoReply(problem)) => {
+                            findings.silent = Some(format!("the server at {address} {problem}"));
+                        }
+                        Err(RequestError::UnknownServer(data)) => {
+                            let text = format!("another program listens at {address} and sent {data:?}");
+                            (found_unknown, findings.unknown) = (true, Some(text));
+                        }
+                    }
+                }
+            }
+            let now = Instant::now();
+            if may_appear {
+                unknown_since = None;
+            } else if found_unknown {
+                unknown_since.get_or_insert(now);
+            }
+            if now >= self.deadline || unknown_since.is_some_and(|since| now - since >= UNKNOWN_SERVER_TIMEOUT) {
+                bail!(self.not_found(place, now - start, &findings));
+            }
+            sleep(RETRY_INTERVAL);
+        }
+    }
+
+    fn not_found(&self, place: &str, waited: Duration, findings: &Findings) -> Fault {
+        let (found, fix) = match findings.unknown.as_ref().or(findings.silent.as_ref()) {
+            Some(found) => (
+                found,
+                "see the output of rank 0; if the address belongs to another program, give all ranks another one with \
+                 --rendezvous tcp://HOST:PORT",
+            ),
+            None => (
+                &findings.unreachable,
+                "check that rank 0 is running and reachable; ranks on several hosts need --rendezvous",
+            ),
+        };
+        Fault::Startup(format!(
+            "rank {} of {}: expected rank 0 at {place} within {:.0} s, found none ({found}); {fix}",
+            self.world.rank,
+            self.world.world_size,
+            waited.as_secs_f64()
+        ))
+    }
+
+    /// Connects to a server, sends [`Hello`], and returns the final reply.
+    fn request(&self, address: SocketAddr, run: String) -> Result<(TcpStream, Reply), RequestError> {
+        let limit = |timeout: Duration| {
+            timeout.min(self.deadline.saturating_duration_since(Instant::now())).max(RETRY_INTERVAL)
+        };
+        let stream = TcpStream::connect_timeout(&address, limit(HELLO_TIMEOUT)).map_err(RequestError::Unreachable)?;
+        // TCP may connect a socket to itself if nothing listens on an ephemeral port.
+        if is_self_connected(&stream) {
+            return Err(RequestError::Unreachable(io::ErrorKind::ConnectionRefused.into()));
+        }
+        let hello = Hello {
+            protocol: PROTOCOL.to_owned(),
+            run,
+            rank: self.world.rank,
+            world_size: self.world.world_size,
+            host: Host::here(),
+            process: std::process::id(),
+        };
+        let receive_within = |timeout| {
+            stream.set_read_timeout(Some(timeout)).map_err(ReceiveError::Io)?;
+            receive_json(&stream)
+        };
+        // If the server has closed the connection, it may have sent a message before. The error appears when reading.
+        let _ = send_json(&stream, &hello);
+        let reply = receive_within(limit(2 * HELLO_TIMEOUT)).and_then(|reply| match reply {
+            Reply::Wait => receive_within(self.timeouts.rendezvous + REPLY_MARGIN),
+            reply => Ok(reply),
+        });
+        match reply {
+            Ok(reply) => Ok((stream, reply)),
+            Err(ReceiveError::Unknown(data)) => Err(RequestError::UnknownServer(data)),
+            Err(ReceiveError::Io(error)) => Err(RequestError::NoReply(match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "does not reply".to_owned(),
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                    "closes the connection without a reply".to_owned()
+                }
+                _ => format!("does not reply: {error}"),
+            })),
+        }
+    }
+}
+
+/// Why a request to join was not answered.
+enum RequestError {
+    /// No connection could be made.
+    Unreachable(io::Error),
+    /// The connection was made but no reply arrived. A proxy may accept connections before rank 0 listens.
+    NoReply(String),
+    /// The reply is from another program. Contains its beginning.
+    UnknownServer(String),
+}
+
+fn is_self_connected(stream: &TcpStream) -> bool {
+    matches!((stream.local_addr(), stream.peer_addr()), (Ok(local), Ok(peer)) if local == peer)
+}

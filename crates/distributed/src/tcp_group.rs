@@ -1,0 +1,776 @@
+//! A group of processes connected by TCP, in a star: rank 0 is connected to all other ranks and relays their messages.
+//!
+//! All ranks make the same calls in the same order. A message has a header (u32 call number, u8 message kind, u64 payload
+//! bytes, little endian) and a payload. The call number and the kind reveal ranks that make different calls. Rank 0 reduces
+//! values in rank order, so a result does not depend on the order of arrival.
+//!
+//! An error on any rank ends the run on all: rank 0 announces it to the others and prints it. A thread per connection
+//! receives messages, so a disconnection is detected while the training loop is busy; see [`watchdog`](super::watchdog).
+
+use super::fault::{self, Fault};
+use super::watchdog::{DeviceMonitor, Progress, Watchdog, lock};
+use anyhow::bail;
+use cuda_std::{Element, bf16};
+use engine::Result;
+use engine::tensor::DType;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::ops::AddAssign;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How the values of all ranks are combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduction {
+    /// Sum over the ranks.
+    Sum,
+    /// Sum over the ranks divided by the world size.
+    Mean,
+}
+
+/// The kind of a message. The discriminant is the wire format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum MessageKind {
+    Gather,
+    Broadcast,
+    Reduce,
+    /// The sender ended the run because of a permanent error. The payload is the error message.
+    Failed,
+    /// The sender ended the run because of a recoverable error. The payload is the error message.
+    FailedRecoverably,
+    /// The sender is alive. The payload is its [`Progress`]. Not part of any call.
+    Heartbeat,
+    /// The sender leaves because the run has ended for it.
+    Goodbye,
+}
+
+impl MessageKind {
+    const ALL: [Self; 7] = [
+        Self::Gather,
+        Self::Broadcast,
+        Self::Reduce,
+        Self::Failed,
+        Self::FailedRecoverably,
+        Self::Heartbeat,
+        Self::Goodbye,
+    ];
+
+    fn from_u8(number: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(number)).copied()
+    }
+
+    fn failure(recoverable: bool) -> Self {
+        if recoverable { Self::FailedRecoverably } else { Self::Failed }
+    }
+
+    /// Returns whether the failure is recoverable, or `None` if the message announces no failure.
+    fn as_failure(self) -> Option<bool> {
+        match self {
+            Self::Failed => Some(false),
+            Self::FailedRecoverably => Some(true),
+            _ => None,
+        }
+    }
+}
+
+const HEADER_BYTES: usize = 13;
+
+/// Largest payload of a message.
+const MAX_PAYLOAD_BYTES: usize = 64 << 20;
+
+/// Bytes of a tensor per message. Rank 0 holds at most this much of the data of each rank.
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// Interval at which a waiting call checks whether the run has failed.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Time that a failed rank waits for the announcement of rank 0, and rank 0 for the others to read it.
+const ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The connections of one rank to the other ranks of a run.
+#[derive(Debug)]
+pub struct TcpGroup {
+    /// Index of this rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// On rank 0: ranks 1, 2, … in order. On other ranks: rank 0.
+    peers: Vec<Peer>,
+    /// Number of calls so far, wrapping.
+    calls: u32,
+    /// Whether rank 0 has announced a failure.
+    announced: bool,
+    step_timeout: Duration,
+    /// Stage of the run for messages, for example `step 17`.
+    stage: String,
+    watchdog: Arc<Watchdog>,
+}
+
+/// An established connection to another rank.
+#[derive(Debug)]
+pub struct Connection {
+    /// Name of the other rank, for example `rank 2 (node7, process 4711)`.
+    pub peer: String,
+    /// The TCP stream.
+    pub stream: TcpStream,
+}
+
+/// A connection whose messages are received by a thread.
+#[derive(Debug)]
+struct Peer {
+    name: String,
+    /// Shared by the training loop and the watchdog.
+    writer: Arc<Mutex<TcpStream>>,
+    inbox: Receiver<io::Result<Message>>,
+}
+
+/// A received message.
+#[derive(Debug)]
+struct Message {
+    /// Number of calls before it.
+    call: u32,
+    /// `None` if the kind is unknown to this program.
+    kind: Option<MessageKind>,
+    payload: Vec<u8>,
+}
+
+impl TcpGroup {
+    /// Creates the group from established connections: those of rank 0 to ranks 1, 2, …, or that of another rank to rank 0.
+    ///
+    /// A rank that sends no message of a call for `step_timeout`, or makes no call for that long, has failed.
+    pub fn new(rank: usize, world_size: usize, connections: Vec<Connection>, step_timeout: Duration) -> Result<Self> {
+        assert_eq!(connections.len(), if rank == 0 { world_size - 1 } else { 1 }, "one connection per peer");
+        let names = connections.iter().map(|connection| &*connection.peer);
+        let watchdog = Arc::new(Watchdog::new(names, step_timeout));
+        let open = |(i, connection)| Peer::new(connection, rank == 0, i + 1, &watchdog, step_timeout);
+        let peers = connections.into_iter().enumerate().map(open).collect::<Result<_>>()?;
+        let stage = watchdog.progress().activity;
+        Ok(Self { rank, world_size, peers, calls: 0, announced: false, step_timeout, stage, watchdog })
+    }
+
+    /// Sets the time that a rank may take between calls until [`end_startup`](Self::end_startup).
+    pub fn set_startup_timeout(&self, timeout: Duration) {
+        self.watchdog.set_stall_timeout(timeout);
+    }
+
+    /// Ends the startup phase. From now on the step timeout applies.
+    pub fn end_startup(&self) {
+        self.watchdog.set_stall_timeout(self.step_timeout);
+    }
+
+    /// Makes the watchdog monitor the collectives of a device.
+    pub fn monitor_device(&self, device: Arc<dyn DeviceMonitor>) {
+        self.watchdog.set_device(device);
+    }
+
+    /// Starts the watchdog. After a fault it ends this process, even if the training loop is blocked.
+    pub fn start_watchdog(self) -> Result<Self> {
+        let writers: Vec<_> = self.peers.iter().map(|peer| Arc::clone(&peer.writer)).collect();
+        let announce_writers = writers.clone();
+        let send_heartbeat = move |progress: &Progress| {
+            for writer in &writers {
+                // A busy writer is sending another message, which also counts as a sign of life.
+                if let Ok(mut writer) = writer.try_lock() {
+                    let _ = write_message(&mut writer, 0, MessageKind::Heartbeat, &progress.to_bytes());
+                }
+            }
+        };
+        let is_rank_0 = self.rank == 0;
+        let announce = move |fault: &Fault| {
+            // Rank 0 announces every fault. Other ranks announce only faults of their own device.
+            for writer in announce_writers.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
+                // A writer to a failed peer may be blocked for ever, so it is skipped.
+                if let Ok(mut writer) = writer.try_lock() {
+                    let kind = MessageKind::failure(fault.is_recoverable());
+                    let _ = write_message(&mut writer, 0, kind, fault.to_string().as_bytes());
+                }
+            }
+        };
+        self.watchdog.start(send_heartbeat, announce)?;
+        Ok(self)
+    }
+
+    /// Returns the groups of `world_size` ranks that are threads of this process.
+    pub fn in_process(world_size: usize, step_timeout: Duration) -> Result<Vec<Self>> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let (mut connections, mut groups) = (Vec::new(), Vec::new());
+        for rank in 1..world_size {
+            let stream = TcpStream::connect(listener.local_addr()?)?;
+            let to_rank_0 = vec![Connection { peer: "rank 0".to_owned(), stream }];
+            groups.push(Self::new(rank, world_size, to_rank_0, step_timeout)?);
+            connections.push(Connection { peer: format!("rank {rank}"), stream: listener.accept()?.0 });
+        }
+        groups.insert(0, Self::new(0, world_size, connections, step_timeout)?);
+        Ok(groups)
+    }
+
+    /// Sets the stage of the run for messages, for example `step 17`.
+    pub fn set_stage(&mut self, stage: impl Into<String>) {
+        self.stage = stage.into();
+        self.watchdog.set_progress(Progress { calls: self.calls.into(), activity: self.stage.clone() });
+    }
+
+    /// Sets the operation within the stage.
+    pub fn set_operation(&mut self, operation: &str) {
+        let activity = format!("{}, {operation}", self.stage);
+        self.watchdog.set_progress(Progress { calls: self.calls.into(), activity });
+    }
+
+    /// Returns the stage of the run.
+    pub fn stage(&self) -> &str {
+        &self.stage
+    }
+
+    /// Returns the stage and the operation.
+    pub fn activity(&self) -> String {
+        self.watchdog.progress().activity
+    }
+
+    /// Leaves the group after the run has ended in order. No calls may follow.
+    pub fn leave(&self) {
+        self.watchdog.stop();
+        for Peer { writer, .. } in &self.peers {
+            let _ = write_message(&mut lock(writer), self.calls, MessageKind::Goodbye, &[]);
+        }
+    }
+
+    /// Returns the name of a rank for messages.
+    pub fn peer_name(&self, rank: usize) -> String {
+        let peer = if self.rank == 0 { rank.checked_sub(1) } else { (rank == 0).then_some(0) };
+        peer.and_then(|peer| self.peers.get(peer)).map_or_else(|| format!("rank {rank}"), |peer| peer.name.clone())
+    }
+
+    /// Returns the bytes of every rank in rank order on rank 0, and nothing on the other ranks.
+    pub fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.collective(|group| {
+            if group.rank > 0 {
+                group.send(0, MessageKind::Gather, bytes)?;
+                return Ok(Vec::new());
+            }
+            let mut all = vec![bytes.to_vec()];
+            for peer in 0..group.peers.len() {
+                all.push(group.receive(peer, MessageKind::Gather, None)?);
+            }
+            Ok(all)
+        })
+    }
+
+    /// Returns the message of rank 0 on all ranks. Its length need not be known to the other ranks.
+    pub fn broadcast_message(&mut self, message: Vec<u8>) -> Result<Vec<u8>> {
+        self.collective(|group| {
+            if group.rank > 0 {
+                return group.receive(0, MessageKind::Broadcast, None);
+            }
+            group.send_to_all(MessageKind::Broadcast, &message)?;
+            Ok(message)
+        })
+    }
+
+    /// Returns the logical or of `value` over all ranks.
+    pub fn any_rank(&mut self, value: bool) -> Result<bool> {
+        let mut values = [f64::from(u8::from(value))];
+        self.all_reduce_sum_f64(&mut values)?;
+        Ok(values[0] > 0.0)
+    }
+
+    /// Sums `values` over all ranks, in place.
+    pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+        let decode = |bytes: &[u8]| Ok(read_pods::<f64>(bytes));
+        self.collective(|group| group.all_reduce_chunk(bytes, decode, |sum| bytemuck::cast_slice(sum).to_vec()))
+    }
+
+    /// Reduces values of type `dtype` over all ranks, in place. Accumulates in f32. All ranks receive the same bits.
+    pub fn all_reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
+        let scale = match reduction {
+            Reduction::Sum => 1.0,
+            Reduction::Mean => 1.0 / self.world_size as f32,
+        };
+        let encode = |sum: &mut [f32]| {
+            for value in sum.iter_mut() {
+                *value *= scale;
+            }
+            encode_f32(sum, dtype)
+        };
+        self.collective(|group| {
+            let decode = |bytes: &[u8]| decode_f32(bytes, dtype);
+            bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, encode))
+        })
+    }
+
+    /// Sums values of type `T` on rank 0, and sends the encoded result to all ranks.
+    fn all_reduce_chunk<T: AddAssign>(
+        &mut self,
+        bytes: &mut [u8],
+        decode: impl Fn(&[u8]) -> Result<Vec<T>>,
+        encode: impl Fn(&mut [T]) -> Vec<u8>,
+    ) -> Result<()> {
+        if self.rank > 0 {
+            self.send(0, MessageKind::Reduce, bytes)?;
+            bytes.copy_from_slice(&self.receive(0, MessageKind::Reduce, Some(bytes.len()))?);
+            return Ok(());
+        }
+        let mut sum = decode(bytes)?;
+        for peer in 0..self.peers.len() {
+            let values = decode(&self.receive(peer, MessageKind::Reduce, Some(bytes.len()))?)?;
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        }
+        bytes.copy_from_slice(&encode(&mut sum));
+        self.send_to_all(MessageKind::Reduce, bytes)
+    }
+
+    /// Copies `bytes` of rank 0 to all ranks.
+    pub fn broadcast_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
+        self.collective(|group| {
+            for chunk in bytes.chunks_mut(CHUNK_BYTES) {
+                if group.rank == 0 {
+                    group.send_to_all(MessageKind::Broadcast, chunk)?;
+                } else {
+                    chunk.copy_from_slice(&group.receive(0, MessageKind::Broadcast, Some(chunk.len()))?);
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns the concatenated bytes of all ranks on all ranks. Every rank passes the same number of bytes.
+    pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
+        let mut all = vec![0; self.world_size * bytes.len()];
+        self.collective(|group| {
+            let chunk_bytes = (CHUNK_BYTES / group.world_size).max(1);
+            for (i, chunk) in bytes.chunks(chunk_bytes).enumerate() {
+                let chunks = group.all_gather_chunk(chunk)?;
+                for (rank, chunk) in chunks.chunks_exact(chunk.len()).enumerate() {
+                    all[rank * bytes.len() + i * chunk_bytes..][..chunk.len()].copy_from_slice(chunk);
+                }
+            }
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    fn all_gather_chunk(&mut self, chunk: &[u8]) -> Result<Vec<u8>> {
+        if self.rank > 0 {
+            self.send(0, MessageKind::Gather, chunk)?;
+            return self.receive(0, MessageKind::Gather, Some(self.world_size * chunk.len()));
+        }
+        let mut chunks = chunk.to_vec();
+        for peer in 0..self.peers.len() {
+            chunks.extend(self.receive(peer, MessageKind::Gather, Some(chunk.len()))?);
+        }
+        self.send_to_all(MessageKind::Gather, &chunks)?;
+        Ok(chunks)
+    }
+
+    /// Runs a call that all ranks make. If it fails on rank 0, rank 0 announces the failure.
+    fn collective<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        let outcome = self.check().and_then(|()| call(self));
+        self.calls = self.calls.wrapping_add(1);
+        self.watchdog.set_progress(Progress { calls: self.calls.into(), activity: self.activity() });
+        if let Err(error) = &outcome
+            && self.rank == 0
+        {
+            self.announce_failure(&format!("{error:#}"), fault::is_recoverable(error));
+        }
+        outcome
+    }
+
+    /// Returns the fault that the watchdog has detected, if any.
+    pub fn check(&self) -> Result<()> {
+        self.watchdog.fault().map_or(Ok(()), |fault| Err(fault.into()))
+    }
+
+    /// Ends the run on all ranks because of an error on this rank. Returns the error that this rank has to report, which is
+    /// [`Fault::ReportedByRank0`] if rank 0 reports it.
+    pub fn abort_run(&mut self, error: anyhow::Error) -> anyhow::Error {
+        let (text, recoverable) = (format!("{error:#}"), fault::is_recoverable(&error));
+        if self.rank == 0 {
+            self.announce_failure(&text, recoverable);
+            return error;
+        }
+        let known = matches!(error.downcast_ref(), Some(Fault::ReportedByRank0 { .. } | Fault::Disconnected { .. }));
+        if known || self.send(0, MessageKind::failure(recoverable), text.as_bytes()).is_err() {
+            return error;
+        }
+        let Some(peer) = self.peers.first() else { return error };
+        // Messages that rank 0 sent before it read the failure come first.
+        while let Ok(Ok(Message { kind, payload, .. })) = peer.inbox.recv_timeout(ANNOUNCE_TIMEOUT) {
+            if let Some(recoverable) = kind.and_then(MessageKind::as_failure) {
+                return failure("", false, &payload, recoverable).into();
+            }
+        }
+        error
+    }
+
+    /// Sends the failure from rank 0 to all ranks, once. Ranks that cannot be reached detect the disconnection.
+    fn announce_failure(&mut self, text: &str, recoverable: bool) {
+        if !std::mem::replace(&mut self.announced, true) {
+            for peer in 0..self.peers.len() {
+                let _ = self.send(peer, MessageKind::failure(recoverable), text.as_bytes());
+            }
+            // Closing a connection early may discard the message, so this waits until the peers have closed their ends.
+            let deadline = Instant::now() + ANNOUNCE_TIMEOUT;
+            for Peer { writer, inbox, .. } in &self.peers {
+                let _ = lock(writer).shutdown(Shutdown::Write);
+                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {}
+            }
+        }
+    }
+
+    fn send_to_all(&mut self, kind: MessageKind, payload: &[u8]) -> Result<()> {
+        (0..self.peers.len()).try_for_each(|peer| self.send(peer, kind, payload))
+    }
+
+    fn send(&mut self, peer: usize, kind: MessageKind, payload: &[u8]) -> Result<()> {
+        let Peer { name, writer, inbox } = &self.peers[peer];
+        let sent = write_message(&mut lock(writer), self.calls, kind, payload);
+        match sent {
+            Ok(()) => Ok(()),
+            // The peer may have sent the cause before it closed the connection.
+            Err(error) => match inbox.recv_timeout(ANNOUNCE_TIMEOUT) {
+                Ok(Ok(Message {
+                    kind: Some(kind @ (MessageKind::Failed | MessageKind::FailedRecoverably)),
+                    payload,
+                    ..
+                })) => {
+                    let recoverable = kind == MessageKind::FailedRecoverably;
+                    Err(failure(name, self.rank == 0, &payload, recoverable).into())
+                }
+                _ => Err(self.connection_fault(name.clone(), &error)),
+            },
+        }
+    }
+
+    /// Receives the payload of a message of `kind` from a peer. Its length must be `len` if that is known.
+    fn receive(&mut self, peer: usize, kind: MessageKind, len: Option<usize>) -> Result<Vec<u8>> {
+        let Peer { name, inbox, .. } = &self.peers[peer];
+        let start = Instant::now();
+        let message = loop {
+            match inbox.recv_timeout(POLL_INTERVAL) {
+                Ok(message) => break message,
+                Err(RecvTimeoutError::Disconnected) => break Err(io::ErrorKind::ConnectionAborted.into()),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if let Some(fault) = self.watchdog.fault() {
+                return Err(fault.into());
+            }
+            if start.elapsed() >= self.step_timeout {
+                break Err(io::ErrorKind::TimedOut.into());
+            }
+        };
+        let found = message.map_err(|error| self.connection_fault(name.clone(), &error))?;
+        if let Some(recoverable) = found.kind.and_then(MessageKind::as_failure) {
+            return Err(failure(name, self.rank == 0, &found.payload, recoverable).into());
+        }
+        let found_len = found.payload.len();
+        if (found.call, found.kind) != (self.calls, Some(kind)) || len.is_some_and(|len| len != found_len) {
+            let describe = |kind, call, len| format!("call {call}, {kind:?}, {len} bytes");
+            let expected = describe(kind, self.calls, len.unwrap_or(found_len));
+            let found = found.kind.map(|kind| describe(kind, found.call, found_len));
+            let found = found.unwrap_or_else(|| "a message of another program".to_owned());
+            bail!(Fault::CollectiveMismatch { peer: name.clone(), expected, found });
+        }
+        Ok(found.payload)
+    }
+
+    fn connection_fault(&self, peer: String, error: &io::Error) -> anyhow::Error {
+        let activity = self.activity();
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                Fault::TimedOut { peer, waited: self.step_timeout, activity }.into()
+            }
+            _ => Fault::Disconnected { peer, activity }.into(),
+        }
+    }
+}
+
+impl Drop for TcpGroup {
+    fn drop(&mut self) {
+        self.watchdog.stop();
+        for Peer { writer, .. } in &self.peers {
+            // The receiving thread also owns the stream, so dropping it would not close the connection.
+            let _ = lock(writer).shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Peer {
+    /// Starts a thread that receives messages. `index` identifies the peer to the watchdog.
+    fn new(
+        connection: Connection,
+        on_rank_0: bool,
+        index: usize,
+        watchdog: &Arc<Watchdog>,
+        step_timeout: Duration,
+    ) -> Result<Self> {
+        let Connection { peer: name, stream } = connection;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(Some(step_timeout))?;
+        let (sender, inbox) = channel();
+        let mut reader = stream.try_clone()?;
+        let watchdog = Arc::downgrade(watchdog);
+        let peer = name.clone();
+        let run = move || {
+            loop {
+                let message = read_message(&mut reader);
+                let Some(watchdog) = watchdog.upgrade() else { return };
+                match &message {
+                    Ok(Message { kind: Some(MessageKind::Heartbeat), payload, .. }) => {
+                        watchdog.record_message(index, Progress::from_bytes(payload));
+                        continue;
+                    }
+                    Ok(Message { kind: Some(MessageKind::Goodbye), .. }) => {
+                        watchdog.mark_leaving(index);
+                        continue;
+                    }
+                    Ok(Message { kind, payload, .. }) => match kind.and_then(MessageKind::as_failure) {
+                        Some(recoverable) => watchdog.report_fault(failure(&peer, on_rank_0, payload, recoverable)),
+                        None => watchdog.record_message(index, None),
+                    },
+                    Err(_) => watchdog.mark_disconnected(index),
+                }
+                let ended = message.is_err();
+                if sender.send(message).is_err() || ended {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name(format!("from {name}")).spawn(run)?;
+        Ok(Self { name, writer: Arc::new(Mutex::new(stream)), inbox })
+    }
+}
+
+/// Returns the fault for a failure message received from `peer`.
+fn failure(peer: &str, on_rank_0: bool, text: &[u8], recoverable: bool) -> Fault {
+    let text = String::from_utf8_lossy(text).into_owned();
+    if on_rank_0 {
+        Fault::RankFailed { peer: peer.to_owned(), text, recoverable }
+    } else {
+        Fault::ReportedByRank0 { text, recoverable }
+    }
+}
+
+fn write_message(stream: &mut TcpStream, call: u32, kind: MessageKind, payload: &[u8]) -> io::Result<()> {
+    let mut header = [0; HEADER_BYTES];
+    header[..4].copy_from_slice(&call.to_le_bytes());
+    header[4] = kind as u8;
+    header[5..].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    stream.write_all(&header)?;
+    stream.write_all(payload)
+}
+
+fn read_message(stream: &mut TcpStream) -> io::Result<Message> {
+    let mut header = [0; HEADER_BYTES];
+    stream.read_exact(&mut header)?;
+    let [a, b, c, d, kind, len @ ..] = header;
+    let len = usize::try_from(u64::from_le_bytes(len)).ok().filter(|&len| len <= MAX_PAYLOAD_BYTES);
+    let len = len.ok_or_else(|| io::Error::other("the message is too long"))?;
+    let mut payload = vec![0; len];
+    stream.read_exact(&mut payload)?;
+    Ok(Message { call: u32::from_le_bytes([a, b, c, d]), kind: MessageKind::from_u8(kind), payload })
+}
+
+/// Reads values from bytes of any alignment.
+fn read_pods<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn decode_f32(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
+    match dtype {
+        DType::F32 => Ok(read_pods(bytes)),
+        DType::Bf16 => Ok(read_pods::<bf16>(bytes).into_iter().map(bf16::to_f32).collect()),
+        DType::I32 => bail!("reduction over ranks: expected a tensor of f32 or bf16, found i32"),
+    }
+}
+
+fn encode_f32(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::Bf16 => {
+            let values: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+            bytemuck::cast_slice(&values).to_vec()
+        }
+        _ => bytemuck::cast_slice(values).to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    /// Runs `rank` on one thread per rank and returns the results in rank order.
+    fn on_ranks<R: Send>(
+        world_size: usize,
+        step_timeout: Duration,
+        rank: impl Fn(&mut TcpGroup) -> R + Sync,
+    ) -> Vec<R> {
+        let rank = &rank;
+        thread::scope(|scope| {
+            let groups = TcpGroup::in_process(world_size, step_timeout).unwrap();
+            let threads: Vec<_> = groups.into_iter().map(|mut group| scope.spawn(move || rank(&mut group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn reductions_are_bitwise_identical_and_in_rank_order() {
+        // The tensor is longer than a chunk, and the sum of its values depends on the order.
+        let value = |rank: usize, i: usize| [1e8f32, 3.0, -1e8, 0.1][rank] + i as f32 * 1e-3;
+        let n = CHUNK_BYTES / 4 + 100;
+        let sums = on_ranks(4, TIMEOUT, |group| {
+            let mut values: Vec<f32> = (0..n).map(|i| value(group.rank, i)).collect();
+            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Sum).unwrap();
+            values
+        });
+        let expected: Vec<f32> = (0..n).map(|i| (0..4).map(|rank| value(rank, i)).fold(0.0, |a, b| a + b)).collect();
+        assert!(sums.iter().all(|sum| *sum == expected));
+        let means = on_ranks(3, TIMEOUT, |group| {
+            let mut values = [1.0, 2.5, 256.0].map(|x| bf16::from_f32(x + group.rank as f32));
+            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::Bf16, Reduction::Mean).unwrap();
+            values.map(bf16::to_f32)
+        });
+        // 257 lies between two bf16 values and rounds to the even one. Only the final result is rounded.
+        assert_eq!(means, [[2.0, 3.5, 256.0]; 3]);
+        let ints =
+            on_ranks(2, TIMEOUT, |group| group.all_reduce_bytes(&mut [0; 4], DType::I32, Reduction::Sum).is_err());
+        assert_eq!(ints, [true, true]);
+    }
+
+    #[test]
+    fn host_collectives_return_the_values_of_the_right_ranks() {
+        for (rank, got) in on_ranks(3, TIMEOUT, |group| {
+            let all = group.gather(&[group.rank as u8; 2]).unwrap();
+            let message = group.broadcast_message(vec![9; group.rank + 1]).unwrap();
+            let mut sums = [0.1 * group.rank as f64, 1.0];
+            group.all_reduce_sum_f64(&mut sums).unwrap();
+            let mut root = vec![group.rank as u8; CHUNK_BYTES + 3];
+            group.broadcast_bytes(&mut root).unwrap();
+            (
+                all,
+                message,
+                sums,
+                root.iter().all(|&byte| byte == 0),
+                group.any_rank(group.rank == 1).unwrap(),
+                group.any_rank(false).unwrap(),
+            )
+        })
+        .into_iter()
+        .enumerate()
+        {
+            let all = if rank == 0 { vec![vec![0, 0], vec![1, 1], vec![2, 2]] } else { vec![] };
+            assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], true, true, false));
+        }
+    }
+
+    #[test]
+    fn all_gather_concatenates_the_parts_on_each_rank() {
+        // Longer than a chunk, and empty.
+        for n in [CHUNK_BYTES / 3 + 5, 0] {
+            let byte = |rank: usize, i: usize| (7 * rank + i % 251) as u8;
+            let wholes = on_ranks(3, TIMEOUT, |group| {
+                let part: Vec<u8> = (0..n).map(|i| byte(group.rank, i)).collect();
+                group.all_gather_bytes(&part).unwrap()
+            });
+            let expected: Vec<u8> = (0..3).flat_map(|rank| (0..n).map(move |i| byte(rank, i))).collect();
+            assert!(wholes.iter().all(|whole| *whole == expected), "{n}");
+        }
+    }
+
+    #[test]
+    fn a_group_of_one_rank_needs_no_peers() {
+        let got = on_ranks(1, TIMEOUT, |group| {
+            let mut values = [2.0f32];
+            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Mean).unwrap();
+            let gathered = group.gather(b"x").unwrap();
+            (values, group.any_rank(false).unwrap(), gathered, group.broadcast_message(vec![1]).unwrap())
+        });
+        assert_eq!(got, [([2.0], false, vec![b"x".to_vec()], vec![1])]);
+    }
+
+    #[test]
+    fn a_disconnected_rank_is_named_on_all_ranks() {
+        let texts = on_ranks(4, TIMEOUT, |group| {
+            group.set_stage("step 17");
+            group.any_rank(false).unwrap();
+            if group.rank == 2 {
+                return String::new();
+            }
+            group.any_rank(false).unwrap_err().to_string()
+        });
+        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity: "step 17".to_owned() };
+        let text = fault.to_string();
+        assert_eq!(texts, [text.clone(), text.clone(), String::new(), text]);
+    }
+
+    #[test]
+    fn the_end_of_rank_0_is_detected() {
+        let texts = on_ranks(3, TIMEOUT, |group| match group.rank {
+            0 => String::new(),
+            _ => group.broadcast_message(vec![]).unwrap_err().to_string(),
+        });
+        assert!(texts[1].starts_with("rank 0 disconnected during startup:"), "{texts:?}");
+        assert_eq!(texts[1], texts[2]);
+    }
+
+    #[test]
+    fn a_rank_that_makes_no_call_times_out() {
+        let timeout = Duration::from_millis(200);
+        let start = Instant::now();
+        let texts = on_ranks(3, timeout, |group| {
+            if group.rank == 1 {
+                thread::sleep(4 * timeout);
+                return String::new();
+            }
+            group.any_rank(false).unwrap_err().to_string()
+        });
+        assert!(start.elapsed() < 10 * timeout);
+        assert!(texts[0].starts_with("rank 1 timed out: no message for 0 s during startup;"), "{texts:?}");
+        // Rank 2 waits for rank 0 for as long as rank 0 waits for rank 1, so either timeout may expire first.
+        assert!(texts[2] == texts[0] || texts[2].starts_with("rank 0 timed out"), "{texts:?}");
+    }
+
+    #[test]
+    fn an_error_on_another_rank_is_reported_by_rank_0() {
+        let ends = on_ranks(3, TIMEOUT, |group| {
+            group.any_rank(false).unwrap();
+            let error = if group.rank == 1 {
+                anyhow::anyhow!("train_3.bin: no such file").context("--train")
+            } else {
+                group.any_rank(false).unwrap_err()
+            };
+            let error = group.abort_run(error);
+            (error.to_string(), matches!(error.downcast_ref(), Some(Fault::ReportedByRank0 { recoverable: false, .. })))
+        });
+        let text = "rank 1 failed: --train: train_3.bin: no such file".to_owned();
+        assert_eq!(ends, [(text.clone(), false), (text.clone(), true), (text, true)]);
+    }
+
+    #[test]
+    fn an_error_on_rank_0_reaches_the_other_ranks() {
+        let ends = on_ranks(2, TIMEOUT, |group| match group.rank {
+            0 => group.abort_run(anyhow::anyhow!("disk full")).to_string(),
+            _ => group.any_rank(false).unwrap_err().to_string(),
+        });
+        assert_eq!(ends, ["disk full", "disk full"]);
+    }
+
+    #[test]
+    fn ranks_that_call_different_collectives_are_detected() {
+        let texts = on_ranks(2, TIMEOUT, |group| match group.rank {
+            0 => group.any_rank(false).unwrap_err().to_string(),
+            _ => group.gather(&[]).and_then(|_| group.any_rank(true)).unwrap_err().to_string(),
+        });
+        let text = "rank 1: expected call 0, Reduce, 8 bytes, found call 0, Gather, 0 bytes; the ranks called different \
+                    collectives, which is a bug in this program";
+        assert_eq!(texts, [text, text]);
+        let texts = on_ranks(2, TIMEOUT, |group| {
+            group.all_reduce_sum_f64(&mut vec![0.0; 1 + group.rank]).unwrap_err().to_string()
+        });
+        let text = "expected call 0, Reduce, 8 bytes, found call 0, Reduce, 16 bytes";
+        assert!(texts[1].contains(text), "{texts:?}");
+    }
+}
