@@ -9,7 +9,7 @@ use tempfile::TempDir;
 const TINY: &[&str] = &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];
 
 fn host(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_host")).args(args).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
 }
 
 fn succeed(args: &[&str]) -> String {
@@ -301,7 +301,7 @@ fn wrong_flags_are_refused_by_name() {
 #[test]
 fn a_closed_pipe_is_no_error() {
     use std::process::Stdio;
-    let mut child = Command::new(env!("CARGO_BIN_EXE_host"))
+    let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
         .args(["train", "--device", "cpu", "--steps", "20"])
         .args(TINY)
         .stdout(Stdio::piped())
@@ -318,7 +318,7 @@ fn kernels_are_timed_against_ceilings() {
     let dir = tempfile::tempdir().unwrap();
     let json = dir.path().join("kernels.json");
     let args = "bench kernels layernorm --device cpu -e d12,d24 -b 1 -t 32 --copy 100000 --product 64 --json";
-    let output = Command::new(env!("CARGO_BIN_EXE_host")).args(args.split(' ')).arg(&json).output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args.split(' ')).arg(&json).output().unwrap();
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();

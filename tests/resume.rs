@@ -36,7 +36,7 @@ impl World {
 
     /// `train` into the directory `out`, with 40 steps of 4 sequences.
     fn command(&self, out: &str, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
         let settings = [
             ("--train", "train_*.bin"),
@@ -167,7 +167,7 @@ fn killed_runs_end_as_if_nothing_had_happened() {
             resume = &["--resume"];
         }
         let printed = world.succeed(&out, &["--resume"]);
-        let step = printed.lines().find_map(|line| line.strip_prefix("going on after "));
+        let step = printed.lines().find_map(|line| line.strip_prefix("resumed after "));
         taken_up.push(step.map_or(0, |rest| rest.split(' ').next().unwrap().parse::<usize>().unwrap()));
         Kept::of(&world.path(&out), 40).assert_equals(&whole, &format!("seed {seed}, run {i}, after {taken_up:?}"));
     }
@@ -205,7 +205,7 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
 
     // What the numbers do not depend on may change, and is told.
     let printed = world.succeed("run", &resume(&["--checkpoint-every", "5", "--val-every", "2"]));
-    for part in ["--checkpoint-every was 3, is 5", "--val-every was 7, is 2", "going on after 6 of 6 steps", "next: "] {
+    for part in ["--checkpoint-every was 3, is 5", "--val-every was 7, is 2", "resumed after 6 of 6 steps", "next: "] {
         assert!(printed.contains(part), "{part}: {printed}");
     }
     // So is what does not change by another name.
@@ -240,7 +240,7 @@ fn a_run_in_order_goes_on_in_order() {
     for step in [39, 30, 18, 12, 3] {
         forget_from(step + 1);
         let printed = world.succeed("run", &resume(&[]));
-        assert!(printed.contains(&format!("going on after {step} of 40 steps")), "{printed}");
+        assert!(printed.contains(&format!("resumed after {step} of 40 steps")), "{printed}");
         Kept::of(&out, 40).assert_equals(&whole, &format!("after step {step}"));
     }
     // With other batches it reads the same, if not to the last bit.
@@ -264,7 +264,7 @@ fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
     sidecar.write(&mut bytes).unwrap();
     fs::write(&path, bytes).unwrap();
     let printed = world.succeed("run", &["--resume", "--steps", "3"]);
-    assert!(printed.contains("going on after 3 of 3 steps") && !printed.contains("--shuffle"), "{printed}");
+    assert!(printed.contains("resumed after 3 of 3 steps") && !printed.contains("--shuffle"), "{printed}");
     let in_order = ["--resume", "--steps", "3", "--shuffle", "0"];
     world.fail("run", &in_order, &["--shuffle was true, is false", "--force-resume"]);
     // llm.c leaves no sidecar.
@@ -448,7 +448,7 @@ fn a_second_signal_ends_the_run_at_once_and_leaves_nothing_half_written() {
 #[test]
 fn a_stop_without_a_directory_says_that_nothing_is_kept() {
     let world = World::new();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
     command.current_dir(world.dir.path()).args([
         "train",
         "--device",
@@ -560,7 +560,7 @@ fn with_a_small_disk(world: &World, settings: &[&str], script: &str) -> Option<S
     }
     let command = world.command("full/run", settings);
     let words: Vec<_> = command.get_args().map(|arg| format!("'{}'", arg.to_str().unwrap())).collect();
-    let train = format!("train() {{ '{}' {} \"$@\"; }}", env!("CARGO_BIN_EXE_host"), words.join(" "));
+    let train = format!("train() {{ '{}' {} \"$@\"; }}", env!("CARGO_BIN_EXE_llm-rs"), words.join(" "));
     let output = unshared(&format!("set -e\n{mount}\n{train}\n{script}")).unwrap();
     let printed = [output.stdout, output.stderr].concat();
     let printed = String::from_utf8_lossy(&printed).into_owned();

@@ -213,7 +213,7 @@ struct Ran {
 const TINY: &[&str] = &["--device", "cpu", "--layers", "2", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"];
 
 fn host(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_host")).args(args).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
 }
 
 /// Trains with `args`, on the text that comes with the program if they name no data.
@@ -457,7 +457,7 @@ fn one_batch_stays_the_same_over_a_resume() {
     let config = ran.file("config.toml");
     let output = host(&["train", "--config", config.to_str().unwrap(), "--resume"]);
     let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && printed.contains("going on after 2 of 4 steps"), "{printed}{err}");
+    assert!(output.status.success() && printed.contains("resumed after 2 of 4 steps"), "{printed}{err}");
     assert_eq!(ran.logged("trl"), losses);
 }
 

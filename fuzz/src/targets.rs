@@ -250,7 +250,7 @@ fn logs() -> Vec<Vec<u8>> {
 fn read_config(data: &[u8]) -> Result<()> {
     as_file(data, |path| {
         let command_line = ["host", "train", "--steps", "3", "--config"].map(OsString::from);
-        Cli::of(command_line.into_iter().chain([path.into()])).map(drop)
+        Cli::from_arguments(command_line.into_iter().chain([path.into()])).map(drop)
     })
 }
 

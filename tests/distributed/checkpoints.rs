@@ -174,7 +174,7 @@ fn checkpoints_of_any_ranks_and_stage_go_on_with_any_others() {
             if !world.path(&out).exists() {
                 only_step(&world, &first, 4, &out);
                 let printed = run(to, stage, &out, &["--resume"]);
-                assert!(printed.contains("going on after 4 of 8 steps"), "{printed}");
+                assert!(printed.contains("resumed after 4 of 8 steps"), "{printed}");
             }
             out
         });
@@ -290,8 +290,7 @@ fn texts_and_scores_take_all_ranks_where_they_divide_the_parameters() {
         let texts: Vec<_> = texts.collect();
         assert_eq!(texts.len(), 2, "{printed}");
         let printed = run(3, stage, &scores);
-        let scores: Vec<_> =
-            printed.lines().filter(|line| line.starts_with("HellaSwag: ")).map(str::to_owned).collect();
+        let scores: Vec<_> = printed.lines().filter(|line| line.contains("HellaSwag: ")).map(str::to_owned).collect();
         assert_eq!(scores.len(), 2, "{printed}");
         (texts, scores)
     });

@@ -100,7 +100,7 @@ pub fn ended(children: impl IntoIterator<Item = Child>) -> Vec<Output> {
 }
 
 pub fn program() -> &'static Path {
-    Path::new(env!("CARGO_BIN_EXE_host"))
+    Path::new(env!("CARGO_BIN_EXE_llm-rs"))
 }
 
 pub fn said(output: &Output) -> (String, String) {

@@ -1,26 +1,28 @@
-//! `bench gemm`: the matrix products of a model.
+//! `bench gemm`: times the GEMMs of a model.
 
 use super::table::{Cell, Column, Json, Table};
-use crate::cli::count;
 use crate::commands::resources::Hardware;
+use crate::values::count;
 use cublaslt::Epilogue;
 use engine::plan::{Group, Plan};
 use engine::tensor::Tensor;
 use engine::{Ending, Engine, GeluForward, GeluInput, Linear, Result, Scope, Timing};
 use model::Descriptor;
 
-/// The matrix products of a model: cuBLASLt's first choice, the fastest of its candidates, and the fastest Rust kernel
+/// Time the GEMMs of a model: cuBLASLt's first choice, its fastest candidate, and the fastest Rust kernel
 #[derive(Clone, Debug, clap::Args)]
 pub struct Gemm {
-    /// d12, d24, gpt3:c768 …
-    #[arg(short = 'e', long, default_value = "d12")]
+    /// Model size, such as d12, gpt2-xl or gpt3:c768
+    #[arg(short = 'e', long, value_name = "NAME", default_value = "d12")]
     model: String,
-    #[arg(short, long, default_value = "64")]
+    /// Sequences in a batch
+    #[arg(short, long, value_name = "B", default_value = "64", value_parser = count)]
     batch: usize,
-    #[arg(short = 't', long, default_value = "1024")]
+    /// Tokens in a sequence
+    #[arg(short = 't', long, value_name = "T", default_value = "1024", value_parser = count)]
     seq: usize,
 
-    /// Square matrices of this size instead of a model's
+    /// Time square matrices of this size instead
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
@@ -32,14 +34,14 @@ pub struct Gemm {
 }
 
 const COLUMNS: &[Column] = &[
-    Column::text("product", "product", 90),
+    Column::text("product", "GEMM", 90),
     Column::number("candidates", "candidates", 10, 0),
     Column::number("first_us", "first us", 9, 1),
     Column::number("best_us", "best us", 9, 1),
     Column::number("best_tflops", "TFLOP/s", 9, 0),
     Column::number("rust_us", "Rust us", 9, 1),
     Column::number("rust_tflops", "TFLOP/s", 9, 0),
-    Column::text("rust_tiling", "tiles", 22),
+    Column::text("rust_tiling", "tile configuration", 22),
 ];
 
 pub fn run(options: &Gemm) -> Result<()> {
@@ -71,7 +73,7 @@ pub fn run(options: &Gemm) -> Result<()> {
                 timing.kernel.map(|(tiling, _)| tiling.to_string()).into(),
             ])?;
             if p.epilogue == Epilogue::DGeluAndGelu {
-                // Another way to compute the product before it.
+                // An alternative to the previous GEMM, which the sum already contains.
                 continue;
             }
             first += us(library.first);
@@ -84,11 +86,11 @@ pub fn run(options: &Gemm) -> Result<()> {
         table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, taken, Cell::Empty, Cell::Empty])
     };
     sum("all", [Some(first), Some(best), None])?;
-    sum("all, each by the faster of the two", [None, None, Some(taken)])?;
+    sum("all, faster of the two for each", [None, None, Some(taken)])?;
     table.finish()
 }
 
-/// Tunes one linear layer, forward and backward. `gelu`: behind it if it widens, before it if it narrows.
+/// Tunes one linear layer, forward and backward. With `gelu`, a GELU follows a layer that widens, and precedes one that narrows.
 fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Result<Vec<Timing>> {
     let Linear { rows, c, oc } = shape;
     let mut plan = Plan::new();
@@ -107,13 +109,13 @@ fn layer(engine: &mut dyn Engine, shape: Linear, bias: bool, gelu: bool) -> Resu
         let (widened, narrowed) = (gelu && oc > c, gelu && oc < c);
         let ending = match bias {
             _ if widened => Ending::Gelu(pre_gelu),
-            // What gives as many columns as a model has channels goes to the residual stream.
+            // A layer with as many outputs as the model has channels adds to the residual stream.
             true if oc <= c => Ending::Residual(dout),
             _ => Ending::Sum,
         };
         let bias = |tensor: Tensor| bias.then_some(tensor);
         engine.matmul_forward(out, inp, weight, bias(biases), ending, shape)?;
-        // As where inp is not kept: the layer before made it of as many columns as this one gives.
+        // The setting in which inp is recomputed: the previous layer computed it from as many columns as this one outputs.
         let before = Linear { rows, c: oc, oc: c };
         let again = Some(GeluForward { inp: out, weight: dweight, bias: bias(biases), shape: before });
         let before_gelu = narrowed.then_some(GeluInput { pre_gelu: pre_inp, again });
