@@ -5,7 +5,7 @@
 //! and on GPUs in `engine`, data files in `data`, checkpoints in `checkpoint`, communication between processes in
 //! `distributed`, comparisons with references in `verify`.
 //!
-//! * [`cli`] parses the command line with [`values`] and [`config_file`]; [`commands`] implements each command.
+//! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default.
 //! * [`console`], [`log`], [`hints`] and [`version`] produce what a user reads.
 //! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`kernels`] embeds the GPU kernels.
@@ -14,7 +14,7 @@
 
 pub mod cli;
 pub mod clock;
-pub mod commands;
+mod commands;
 pub mod config_file;
 pub mod console;
 pub mod corpus;

@@ -34,6 +34,7 @@ pub struct Selftest {
     #[arg(long, value_name = "N", value_parser = count, default_value = "100", requires = "determinism")]
     pub steps: usize,
 
+    /// Flags of the device.
     #[command(flatten)]
     pub hardware: Hardware,
 }

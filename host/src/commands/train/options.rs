@@ -61,7 +61,7 @@ pub struct Options {
     #[arg(long, value_name = "FILE", help_heading = DATA)]
     pub config: Option<PathBuf>,
 
-    /// 1: shuffle the shards and the sequences of each shard, anew each epoch and for each rank. 0: read them in order, so that
+    /// 1: shuffle the shards and the sequences of each shard, differently each epoch and on each rank. 0: read them in order, so that
     /// a step has the same tokens for any number of ranks and any --batch; tokens at the end of a shard that do not fill a
     /// --total-batch are skipped
     #[arg(long, value_name = "0|1", value_parser = switch, default_value = "1", action = ArgAction::Set, help_heading = DATA)]
@@ -207,9 +207,11 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = DISTRIBUTED)]
     pub check_ranks: usize,
 
+    /// Flags of distributed training.
     #[command(flatten)]
     pub launch: Launch,
 
+    /// Flags of the device.
     #[command(flatten)]
     pub hardware: Hardware,
 
