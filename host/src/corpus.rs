@@ -1,30 +1,28 @@
-//! The built-in corpus: the sources and documents of this project, gathered by the build script.
+//! The corpus that comes with the program: its own sources and documents, gathered by the build.
 
 use data::Tokens;
 use data::tokenizer::Tokenizer;
 
 static TEXT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
-/// The text is split into blocks of about this many bytes. Every tenth block is validation data, so that both parts hold
-/// every kind of text.
+/// Lines are dealt out in blocks of about this many bytes, every tenth of them to validation: it sees all kinds of text.
 const BLOCK: usize = 8 << 10;
 const VALIDATION_EVERY: usize = 10;
 
-/// Returns the training tokens and the validation tokens.
+/// Training and validation tokens.
 pub fn tokens(tokenizer: Tokenizer) -> (Tokens, Tokens) {
     let (train, val) = split(&String::from_utf8_lossy(TEXT));
     let encode = |name, text: &str| Tokens::in_memory(name, tokenizer.encode(text));
-    (encode("the built-in corpus", &train), encode("the built-in corpus (validation part)", &val))
+    (encode("the built-in corpus", &train), encode("the built-in corpus' validation part", &val))
 }
 
-/// Splits a text at line boundaries.
 fn split(text: &str) -> (String, String) {
     let (mut train, mut val) = (String::new(), String::new());
     let mut read = 0;
     for line in text.split_inclusive('\n') {
         let block = read / BLOCK;
-        let part = if block % VALIDATION_EVERY == VALIDATION_EVERY - 1 { &mut val } else { &mut train };
-        part.push_str(line);
+        let to = if block % VALIDATION_EVERY == VALIDATION_EVERY - 1 { &mut val } else { &mut train };
+        to.push_str(line);
         read += line.len();
     }
     (train, val)
@@ -35,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenth_of_the_corpus_is_validation_data() {
+    fn a_tenth_of_the_lines_is_kept_for_validation() {
         let (train, val) = tokens(Tokenizer::Bytes);
         let share = val.len() as f64 / (train.len() + val.len()) as f64;
         assert!((0.05..0.12).contains(&share), "{share}");
