@@ -387,7 +387,7 @@ impl Program {
 
     /// Runs `train` and returns its exit code and output.
     fn train(&self, more: &[&str]) -> (i32, String) {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--train", "train.bin"]);
         command.args(["--model", "tiny.bin", "--batch", "2", "--seq", "16", "--schedule", "constant"]);
         command.args(["--sample-every", "0"]).args(more);
@@ -424,7 +424,7 @@ fn diverged_run_resumes_from_the_checkpoint_named_in_its_error() {
         assert!(printed.contains(part), "expected '{part}' in: {printed}");
     }
     let printed = succeed(&[&again[..], &["--lr", "0.003"]].concat());
-    assert!(printed.contains("going on after 6 of 20 steps") && !printed.contains("skipped: 4"), "{printed}");
+    assert!(printed.contains("resumed after 6 of 20 steps") && !printed.contains("skipped: 4"), "{printed}");
     for name in ["model_00000020.bin", "main.log"] {
         assert!(program.read(&format!("run/{name}")) == program.read(&format!("whole/{name}")), "{name}");
     }

@@ -12,7 +12,7 @@ use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{Precision, emulated};
 use engine::tensor::Tensor;
-use model::{PlanOptions, Gpt2, Recompute};
+use model::{Gpt2, PlanOptions, Recompute};
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! The program as a user meets it: whole runs on small models, and every kind of bad input.
+//! The program as users run it: complete runs of small models, the command line, and every kind of invalid input.
 
 use data::{Tokens, tokens};
 use std::fs;
@@ -8,20 +8,20 @@ use tempfile::TempDir;
 
 const TINY: &[&str] = &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];
 
-fn host(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_host")).args(args).output().unwrap()
+fn llm_rs(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
 }
 
 fn succeed(args: &[&str]) -> String {
-    let output = host(args);
+    let output = llm_rs(args);
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{args:?}: {out}{err}");
     out.into_owned()
 }
 
-/// Checks that the program fails with one line that holds all of `parts`.
+/// Asserts that the program fails with one error line that contains all of `parts`.
 fn fail(args: &[&str], parts: &[&str]) {
-    let output = host(args);
+    let output = llm_rs(args);
     let err = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{args:?}: {err}");
     let lines: Vec<&str> = err.lines().filter(|line| line.starts_with("error: ")).collect();
@@ -41,11 +41,12 @@ fn write_tokens(dir: &Path, name: &str, ids: &[u16]) -> PathBuf {
     path
 }
 
+/// Concatenates arguments.
 fn with<'a>(first: &[&'a str], rest: &[&'a str]) -> Vec<&'a str> {
     [first, rest].concat()
 }
 
-/// A directory with train.bin and val.bin of bytes.
+/// Creates a directory with train.bin and val.bin, whose tokens are bytes.
 fn data() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let ids = |n: usize| (0..n).map(|i| b"to be, or not to be; "[i % 21].into()).collect::<Vec<u16>>();
@@ -62,19 +63,19 @@ fn entries(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn two_runs_of_the_selftest_are_identical() {
+fn selftest_determinism_reports_identical_runs() {
     let printed = succeed(&["selftest", "--determinism", "--steps", "1", "--device", "cpu"]);
     for group in ["losses", "gradients", "gradient norm", "m", "v", "weights"] {
         let row = printed.lines().find(|line| line.starts_with(&format!("{group:<16} ")));
         assert!(row.is_some_and(|row| row.ends_with("  identical")), "{group}: {printed}");
     }
     assert!(printed.contains("CPU, ") && printed.contains("\nidentical\n"), "{printed}");
-    let output = host(&["selftest", "--determinism", "--small"]);
+    let output = llm_rs(&["selftest", "--determinism", "--small"]);
     assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]
-fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on() {
+fn a_run_writes_logs_and_a_model_for_evaluation_sampling_and_training() {
     let dir = data();
     let out = dir.path().join("run");
     let (train, val) = (dir.path().join("train.bin"), dir.path().join("val.bin"));
@@ -82,7 +83,7 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
         ["train", "--device", "cpu", "--steps", "6", "--out", text(&out), "--checkpoint-every", "4", "--lr", "0.01"];
     let from = |data: &[&str]| succeed(&with(&with(&run, TINY), data));
     let printed = from(&["--val-every", "3", "--total-batch", "64", "--warmup", "0"]);
-    assert!(printed.contains("step    6/6 | loss ") && printed.contains("next: "), "{printed}");
+    assert!(printed.contains("step    6/6 | loss ") && printed.contains("step    3/6 | val loss "), "{printed}");
     assert_eq!(
         entries(&out),
         [
@@ -116,7 +117,7 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
     let losses: Vec<f64> = records.iter().filter_map(|r| r["val_loss"].as_f64()).collect();
     assert!(losses[2] < losses[0] - 0.05, "{losses:?}");
 
-    // Going on from the model begins where it stopped, and evaluation agrees with training's own.
+    // Training that starts from the model file begins with its loss, and `eval` computes the same loss.
     let model = out.join("model_00000006.bin");
     let on = |lr| {
         let args = ["train", "--model", text(&model), "--train", text(&train), "--val", text(&val), "--device", "cpu"];
@@ -150,7 +151,7 @@ fn a_run_leaves_its_log_and_a_model_that_can_be_measured_sampled_and_trained_on(
 }
 
 #[test]
-fn hellaswag_is_scored_while_a_model_trains_and_afterwards() {
+fn hellaswag_is_scored_during_and_after_training() {
     let dir = data();
     let out = dir.path().join("run");
     let (train, set) = (dir.path().join("train.bin"), dir.path().join("sets/hellaswag.bin"));
@@ -163,7 +164,7 @@ fn hellaswag_is_scored_while_a_model_trains_and_afterwards() {
     let run = ["train", "--device", "cpu", "--train", text(&train), "--hellaswag", text(&set)];
     let settings = ["--out", text(&out), "--steps", "5", "--val-every", "2", "--hellaswag-examples", "3"];
     let printed = succeed(&with(&with(&run, &shape), &settings));
-    let scores: Vec<&str> = printed.lines().filter_map(|line| line.strip_prefix("HellaSwag: ")).collect();
+    let scores: Vec<&str> = printed.lines().filter_map(|line| Some(line.split_once("| HellaSwag: ")?.1)).collect();
     assert!(scores.len() == 3 && scores.iter().all(|s| s.contains("/3 = 0.") || s.contains("3/3 = 1.")), "{printed}");
     let log = fs::read_to_string(out.join("main.log")).unwrap();
     let logged: Vec<(&str, &str)> = log.lines().filter_map(|line| line.split_once(" eval:")).collect();
@@ -189,7 +190,7 @@ fn hellaswag_is_scored_while_a_model_trains_and_afterwards() {
 }
 
 #[test]
-fn text_becomes_shards_that_train() {
+fn tokenized_text_can_be_trained_on() {
     let dir = tempfile::tempdir().unwrap();
     let play = dir.path().join("play.txt");
     fs::write(&play, "All the world's a stage,\nAnd all the men and women merely players.\n".repeat(40)).unwrap();
@@ -201,14 +202,14 @@ fn text_becomes_shards_that_train() {
     assert!(Tokens::open_all(text(&train)).unwrap()[0].len() > 400);
     let args = ["train", "--device", "cpu", "--train", text(&train), "--val", text(&val), "--steps", "2", "-m", "-1"];
     let printed = succeed(&with(&args, TINY));
-    // Next to uniform over GPT-2's 50257 tokens at first.
-    let first = printed.lines().find_map(|line| line.strip_prefix("val loss ")).unwrap();
+    // Untrained, the model predicts the 50257 tokens of GPT-2 almost uniformly.
+    let first = printed.lines().find_map(|line| line.strip_prefix("step    0/2 | val loss ")).unwrap();
     assert!((first.parse::<f64>().unwrap() - 50257f64.ln()).abs() < 0.1, "{first}");
     fail(&["data", "text", text(&play), "--out", text(&out)], &["train_000000.bin", "--overwrite"]);
 }
 
 #[test]
-fn bad_token_files_are_named() {
+fn errors_name_invalid_token_files() {
     let dir = data();
     let run = |path: &Path, parts: &[&str]| {
         let out = dir.path().join("out");
@@ -230,20 +231,20 @@ fn bad_token_files_are_named() {
 }
 
 #[test]
-fn bad_models_and_settings_are_named() {
+fn errors_name_invalid_models_and_settings() {
     let dir = data();
     let train = dir.path().join("train.bin");
     let base = ["train", "--device", "cpu", "--train", text(&train)];
-    let refuse = |rest: &[&str], parts: &[&str]| fail(&with(&base, rest), parts);
-    refuse(&["--model", "d13"], &["--model", "d13", "d12"]);
-    refuse(&["--model", "none.bin"], &["none.bin", "No such file"]);
-    refuse(&["--model", text(&train)], &["train.bin", "expected magic 20240326, found 20240520"]);
-    refuse(&with(TINY, &["--total-batch", "1000"]), &["--total-batch 1000", "2 x 16 = 32"]);
-    refuse(&["--model", "d12", "--seq", "2048"], &["--seq 2048", "1024"]);
-    refuse(&["--layers", "1", "--heads", "3", "--channels", "16", "-b", "1", "-t", "16"], &["3 heads", "16 channels"]);
-    refuse(&with(TINY, &["--precision", "bf16"]), &["--precision bf16", "fp32"]);
-    refuse(&with(TINY, &["--val", "/nowhere/*.bin"]), &["--val", "/nowhere/*.bin"]);
-    refuse(&with(TINY, &["--out", "/proc/nothing/here"]), &["/proc/nothing/here"]);
+    let rejects = |rest: &[&str], parts: &[&str]| fail(&with(&base, rest), parts);
+    rejects(&["--model", "d13"], &["--model", "d13", "gpt2-medium", "d12"]);
+    rejects(&["--model", "none.bin"], &["none.bin", "No such file"]);
+    rejects(&["--model", text(&train)], &["train.bin", "expected magic 20240326, found 20240520"]);
+    rejects(&with(TINY, &["--total-batch", "1000"]), &["--total-batch 1000", "2 x 16 = 32"]);
+    rejects(&["--model", "d12", "--seq", "2048"], &["--seq 2048", "1024"]);
+    rejects(&["--layers", "1", "--heads", "3", "--channels", "16", "-b", "1", "-t", "16"], &["3 heads", "16 channels"]);
+    rejects(&with(TINY, &["--precision", "bf16"]), &["--precision bf16", "fp32"]);
+    rejects(&with(TINY, &["--val", "/nowhere/*.bin"]), &["--val", "/nowhere/*.bin"]);
+    rejects(&with(TINY, &["--out", "/proc/nothing/here"]), &["/proc/nothing/here"]);
     fail(
         &["train", "--device", "cpu", "--model", "gpt3:c12288"],
         &["does not fit", "GiB more than", "not even --batch 1 fits"],
@@ -255,17 +256,17 @@ fn bad_models_and_settings_are_named() {
 }
 
 #[test]
-fn numbers_beyond_any_machine_are_refused() {
+fn sizes_beyond_the_limits_are_rejected() {
     let most = "2147483647";
     let plan = ["train", "--device", "cpu", "--dry-run"];
     let shape = |l, c| ["--layers", l, "--heads", "1", "--channels", c];
-    let refuse = |rest: &[&str], parts: &[&str]| fail(&with(&plan, rest), parts);
-    refuse(&shape(most, "64"), &["--layers", "at most 8192, found 2147483647"]);
-    refuse(&shape("1", most), &["--channels", "beyond what any memory holds"]);
-    refuse(&with(&shape("8192", "2048"), &["--batch", "16", "--seq", "64"]), &["does not fit"]);
-    refuse(&["--batch", most, "--seq", "64"], &["built-in corpus", "--batch"]);
-    refuse(&with(&shape("1", "64"), &["--batch", most, "--seq", most]), &["built-in corpus", "--batch"]);
-    refuse(&["--total-batch", most], &["--total-batch 2147483647", "multiple of batch x seq = 8 x 64"]);
+    let rejects = |rest: &[&str], parts: &[&str]| fail(&with(&plan, rest), parts);
+    rejects(&shape(most, "64"), &["--layers", "at most 8192, found 2147483647"]);
+    rejects(&shape("1", most), &["--channels", "beyond what any memory holds"]);
+    rejects(&with(&shape("8192", "2048"), &["--batch", "16", "--seq", "64"]), &["does not fit"]);
+    rejects(&["--batch", most, "--seq", "64"], &["built-in corpus", "--batch"]);
+    rejects(&with(&shape("1", "64"), &["--batch", most, "--seq", most]), &["built-in corpus", "--batch"]);
+    rejects(&["--total-batch", most], &["--total-batch 2147483647", "multiple of batch x seq = 8 x 64"]);
     let all =
         ["--total-batch", "2147483136", "--steps", most, "-m", most, "-g", most, "--warmup", "18446744073709551615"];
     succeed(&with(&plan, &all));
@@ -279,11 +280,22 @@ fn numbers_beyond_any_machine_are_refused() {
 }
 
 #[test]
-fn wrong_flags_are_refused_by_name() {
+fn errors_name_invalid_flags() {
     for (args, part) in [
-        (&["train", "--batch", "0"][..], "--batch"),
-        (&["train", "--batch", "2147483648"], "--batch"),
-        (&["train", "--lr=-1"], "--lr"),
+        (&["train", "--batch", "0"][..], "'0' for '--batch <B>': expected a whole number from 1 to 2147483647"),
+        (&["train", "--batch", "2147483648"], "'2147483648' for '--batch <B>'"),
+        (&["train", "--lr", "-1"], "'-1' for '--lr <LR>': expected a finite number of at least 0"),
+        (&["train", "-l", "-1e-3"], "'-1e-3' for '--lr <LR>'"),
+        (&["train", "--lr", "nan"], "'nan' for '--lr <LR>': expected a finite number of at least 0"),
+        (&["train", "--keep", "-2"], "'-2' for '--keep <N>': expected a whole number of at least 0"),
+        (&["train", "--zero-stage", "4"], "'4' for '--zero-stage <0|1|2|3>': expected 0, 1, 2 or 3"),
+        (&["sample", "--model", "x.bin", "--seed", "-1"], "'-1' for '--seed <N>': expected a whole number from 0"),
+        (
+            &["data", "text", "x", "-o", "y", "--val-fraction", "2"],
+            "'2' for '--val-fraction <X>': expected a number from 0",
+        ),
+        (&["train", "-h", "1"], "--hellaswag FILE"),
+        (&["train", "-h", "0"], "--hellaswag FILE"),
         (&["train", "--layers", "2"], "--heads"),
         (&["train", "--checkpoint-every", "2"], "--out"),
         (&["train", "--val", "x.bin"], "--train"),
@@ -291,7 +303,7 @@ fn wrong_flags_are_refused_by_name() {
         (&["train", "--hellaswag-examples", "5"], "--hellaswag"),
         (&["nothing"], "nothing"),
     ] {
-        let output = host(args);
+        let output = llm_rs(args);
         let err = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{args:?}: {err}");
         assert!(err.contains(part) && !err.contains("panicked"), "{args:?}: {err}");
@@ -299,9 +311,9 @@ fn wrong_flags_are_refused_by_name() {
 }
 
 #[test]
-fn a_closed_pipe_is_no_error() {
+fn a_closed_pipe_is_not_an_error() {
     use std::process::Stdio;
-    let mut child = Command::new(env!("CARGO_BIN_EXE_host"))
+    let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
         .args(["train", "--device", "cpu", "--steps", "20"])
         .args(TINY)
         .stdout(Stdio::piped())
@@ -314,29 +326,149 @@ fn a_closed_pipe_is_no_error() {
 }
 
 #[test]
-fn kernels_are_timed_against_ceilings() {
+fn bench_kernels_compares_operations_with_the_roofline() {
     let dir = tempfile::tempdir().unwrap();
     let json = dir.path().join("kernels.json");
-    let args = "bench kernels layernorm --device cpu -e d12,d24 -b 1 -t 32 --copy 100000 --product 64 --json";
-    let output = Command::new(env!("CARGO_BIN_EXE_host")).args(args.split(' ')).arg(&json).output().unwrap();
+    let args = "bench kernels layernorm --device cpu -e d12,d24 -b 1 -t 32 --copy 100000 --gemm 64 --json";
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args.split(' ')).arg(&json).output().unwrap();
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
     let rows = json["rows"].as_array().unwrap();
     let names: Vec<_> = rows.iter().map(|row| row["operation"].as_str().unwrap()).collect();
     let norms = ["layernorm_forward", "layernorm_backward"];
-    assert_eq!(names, [&["copy", "product"][..], &norms, &norms].concat());
+    assert_eq!(names, [&["copy", "gemm"][..], &norms, &norms].concat());
     for (row, line) in rows.iter().zip(printed.lines().skip(1)) {
         let number = |key: &str| row[key].as_f64().unwrap();
         assert!(number("us") > 0.0 && number("us_least") <= number("us") && number("us") <= number("us_most"), "{row}");
         assert!(line.contains(&format!("{:.1}", number("us"))), "{row} is not in {line}");
         let (rate, share) =
-            if row["operation"] == "product" { ("tflops", "percent_of_product") } else { ("gbs", "percent_of_copy") };
+            if row["operation"] == "gemm" { ("tflops", "percent_of_product") } else { ("gbs", "percent_of_copy") };
         assert!(number(rate) > 0.0 && number(share) > 0.0, "{row}");
     }
     assert_eq!((&rows[2]["model"], &rows[5]["model"]), (&"d12".into(), &"d24".into()));
-    // What moves 4 bytes for each of 2 x 32 x 768 floats, and 8 for each row.
+    // LayerNorm forward moves 4 bytes for each of 2 x 32 x 768 floats, and 8 bytes for each row.
     let row = &rows[2];
     let bytes = row["gbs"].as_f64().unwrap() * row["us"].as_f64().unwrap() * 1e3;
     assert!((bytes - f64::from(2 * 32 * 768 * 4 + 32 * 8)).abs() < 1.0, "{bytes}");
+}
+
+/// Runs the program as if the user had started it directly rather than through cargo.
+fn directly(args: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).env_remove("CARGO").output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn version_names_commit_build_and_kernels() {
+    let printed = directly(&["--version"]);
+    assert!(printed.starts_with(concat!("llm-rs ", env!("CARGO_PKG_VERSION"), "\n")), "{printed}");
+    let value = |name: &str| printed.lines().find_map(|line| line.strip_prefix(name)).map(str::to_owned).unwrap();
+    let hash = value("commit: ");
+    let hash = hash.strip_suffix("-dirty").unwrap_or(&hash);
+    assert!(hash == "unknown" || hash.chars().all(|c| c.is_ascii_hexdigit()), "{printed}");
+    assert!(value("build: ").starts_with(if cfg!(debug_assertions) { "debug, " } else { "release, " }), "{printed}");
+    let kernels = value("GPU kernels: ");
+    assert!(kernels.contains("sm_90a") || kernels.starts_with("none ("), "{printed}");
+    assert_eq!(directly(&["-V"]).lines().count(), 1);
+}
+
+#[test]
+fn hints_repeat_the_command_as_it_was_called() {
+    let program = env!("CARGO_BIN_EXE_llm-rs");
+    let next = |printed: &str| printed.lines().find_map(|line| line.strip_prefix("next: ")).unwrap().to_owned();
+    let plan = with(&["train", "--device", "cpu", "--dry-run"], TINY);
+    assert_eq!(next(&directly(&plan)), format!("{program} train --device cpu {}", TINY.join(" ")));
+
+    let dir = data();
+    let train = dir.path().join("tr*n.bin");
+    let run = with(&["train", "--device", "cpu", "--steps", "1", "--train", text(&train)], TINY);
+    let expected =
+        format!("{program} train --device cpu --steps 1 --train '{}' {} --out run", text(&train), TINY.join(" "));
+    assert_eq!(next(&directly(&run)), expected);
+    let through_cargo =
+        Command::new(program).args(&plan).env("CARGO", "cargo").env("CARGO_PKG_NAME", "host").output().unwrap();
+    let hint = next(&String::from_utf8(through_cargo.stdout).unwrap());
+    assert!(hint.starts_with("cargo run ") && hint.contains(" -p host -- train --device cpu"), "{hint}");
+}
+
+#[test]
+fn the_last_value_of_a_repeated_flag_wins() {
+    let plan = ["train", "--device", "cpu", "--dry-run", "--steps", "7", "--seed", "1", "-x", "3", "--seed", "5"];
+    let printed = succeed(&with(&plan, TINY));
+    let row =
+        |name: &str| printed.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().to_owned())).unwrap();
+    assert!(row("steps").starts_with("3, "), "{printed}");
+    assert_eq!(row("seed"), "5");
+}
+
+#[test]
+fn train_help_starts_with_the_data_and_ends_with_examples() {
+    let printed = succeed(&["train", "--help"]);
+    let headings: Vec<&str> =
+        printed.lines().filter(|line| !line.starts_with([' ', 'U']) && line.ends_with(':')).collect();
+    assert_eq!((headings[0], headings[1]), ("Data and output:", "Model:"), "{printed}");
+    assert_eq!(headings[headings.len() - 2..], ["General:", "Examples:"], "{printed}");
+    assert!(
+        !headings.contains(&"Options:") && printed.contains("gpt2-medium") && printed.contains("--help"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn the_model_accepts_the_names_of_gpt2() {
+    for (name, layers) in [("gpt2", 12), ("gpt2-medium", 24), ("gpt2-large", 36), ("gpt2-xl", 48)] {
+        let printed = succeed(&["train", "--device", "cuda", "--dry-run", "--model", name]);
+        assert!(printed.contains(&format!("{name}: {layers} layers")), "{printed}");
+    }
+}
+
+#[test]
+fn the_memory_table_is_short_unless_verbose() {
+    let run = with(&["train", "--device", "cpu", "--steps", "1", "--val-every", "0", "--sample-every", "0"], TINY);
+    let short = succeed(&run);
+    for group in ["parameters", "gradients", "optimizer", "activations", "workspace", "total"] {
+        let rows = short.lines().filter(|line| line.starts_with(&format!("  {group} ")) && line.ends_with(" MiB"));
+        assert_eq!(rows.count(), 1, "{group}: {short}");
+    }
+    assert!(!short.contains("  wte "), "{short}");
+    for flag in ["--verbose", "--dry-run"] {
+        let long = succeed(&with(&run, &[flag]));
+        assert!(long.contains("  wte ") && long.contains("\nTotal "), "{long}");
+    }
+}
+
+#[test]
+fn a_run_reports_steps_without_z_scores_and_ends_with_losses_and_model() {
+    let dir = data();
+    let (train, val, out) = (dir.path().join("train.bin"), dir.path().join("val.bin"), dir.path().join("run"));
+    let run = ["train", "--device", "cpu", "--steps", "2", "--train", text(&train), "--val", text(&val)];
+    let printed = succeed(&with(&with(&run, TINY), &["--out", text(&out)]));
+    assert!(!printed.contains("nan"), "{printed}");
+    let loss = |line: &str| -> f64 {
+        let line = printed.lines().find_map(|l| l.strip_prefix(line)).unwrap();
+        line.split(' ').next().unwrap().parse().unwrap()
+    };
+    let (last, before, after) =
+        (loss("step    2/2 | loss "), loss("step    0/2 | val loss "), loss("step    2/2 | val loss "));
+    let losses = format!("final train loss {last:.4}, validation loss {after:.4} ({before:.4} before training)");
+    assert!(printed.contains(&format!("\n{losses}\n")), "{losses}: {printed}");
+    let model = format!("\nmodel: {}\n", out.join("model_00000002.bin").display());
+    assert!(printed.contains(&model), "{printed}");
+    assert!(
+        printed.find(&losses) < printed.find(&model) && printed.find(&model) < printed.find("\nnext: "),
+        "{printed}"
+    );
+}
+
+#[test]
+fn the_cpu_fallback_is_explained_in_one_short_line() {
+    let printed = succeed(&with(&["train", "--dry-run"], TINY));
+    let device = printed.lines().next().unwrap();
+    // A machine with a GPU has no fallback to explain.
+    if device.contains("CPU") {
+        assert!(device.ends_with("; see llm-rs doctor)") && device.len() < 100, "{device}");
+        assert_eq!(printed.matches("GPU").count(), 1, "{printed}");
+    }
 }

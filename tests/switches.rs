@@ -1,4 +1,4 @@
-//! What each switch of `train` does to a run: by its effect, on the CPU and on the emulated GPU.
+//! The effect of each flag of `train` on a run, on the CPU and on the emulated GPU.
 
 use data::tokens;
 use engine::cpu::Cpu;
@@ -19,16 +19,16 @@ const CHANNELS: usize = 64;
 fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
     let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
-    // Three chunks of logits.
+    // The logits take three chunks.
     Gpt2::plan_in_chunks(descriptor, capacity, 13, engine)
 }
 
-/// What two steps leave.
+/// The state after two steps.
 #[derive(Debug, PartialEq)]
 struct Trained {
     grads: Vec<f32>,
     params: Vec<f32>,
-    /// In f32, where they were kept.
+    /// Master weights, if the run has them.
     master: Option<Vec<f32>>,
 }
 
@@ -73,7 +73,7 @@ fn gpu(precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine>
     emulated_as(EmulatedGpu::default(), precision, gelu_fusion)
 }
 
-/// Same bits, NaN included.
+/// Asserts bitwise equality, NaN included.
 fn assert_same(got: &Trained, expected: &Trained, what: &str) {
     let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
     assert!(expected.grads.iter().any(|grad| *grad != 0.0));
@@ -81,57 +81,58 @@ fn assert_same(got: &Trained, expected: &Trained, what: &str) {
     assert_eq!(bits(&got.params), bits(&expected.params), "parameters, {what}");
 }
 
-fn recomputes_to_the_same_bits(mut engine: impl FnMut() -> Box<dyn Engine>, what: &str) {
-    let mut of = |recompute| trained(&mut *engine(), recompute, true, 1e-2);
-    let kept = of(Recompute::Nothing);
+/// Asserts that activation checkpointing does not change a bit of the gradients and the parameters.
+fn assert_recomputation_is_exact(mut engine: impl FnMut() -> Box<dyn Engine>, what: &str) {
+    let mut train = |recompute| trained(&mut *engine(), recompute, true, 1e-2);
+    let stored = train(Recompute::Nothing);
     for recompute in [Recompute::Gelu, Recompute::GeluAndNorms] {
-        assert_same(&of(recompute), &kept, &format!("{what}, {recompute:?}"));
+        assert_same(&train(recompute), &stored, &format!("{what}, {recompute:?}"));
     }
 }
 
 #[test]
-fn recomputed_gradients_are_the_kept_ones_on_the_cpu() {
-    recomputes_to_the_same_bits(|| Box::new(Cpu::new()), "CPU");
+fn recomputation_is_exact_on_the_cpu() {
+    assert_recomputation_is_exact(|| Box::new(Cpu::new()), "CPU");
 }
 
 #[test]
-fn recomputed_gradients_are_the_kept_ones_in_f32() {
-    recomputes_to_the_same_bits(|| gpu(Precision::Fp32, None), "f32");
+fn recomputation_is_exact_in_f32() {
+    assert_recomputation_is_exact(|| gpu(Precision::Fp32, None), "f32");
 }
 
 #[test]
-fn recomputed_gradients_are_the_kept_ones_in_bf16() {
+fn recomputation_is_exact_in_bf16() {
     for fusion in GeluFusion::ALL {
-        recomputes_to_the_same_bits(|| gpu(Precision::Bf16, Some(fusion)), &format!("bf16, {fusion:?}"));
+        assert_recomputation_is_exact(|| gpu(Precision::Bf16, Some(fusion)), &format!("bf16, {fusion:?}"));
     }
 }
 
-/// MatmulBackend by the kernels for sm_90a, whose GELU backward writes the GELU again.
+/// Uses the Rust GEMM kernels for sm_90a, whose GELU backward epilogue also recomputes the GELU.
 #[test]
-fn recomputed_gradients_are_the_kept_ones_by_kernels() {
+fn recomputation_is_exact_with_rust_gemm_kernels() {
     let emulation = EmulatedGpu { hopper: true, ..EmulatedGpu::default() };
     for fusion in GeluFusion::ALL {
         let gpu = || emulated_as(emulation, Precision::Bf16, Some(fusion));
-        recomputes_to_the_same_bits(gpu, &format!("kernels, {fusion:?}"));
+        assert_recomputation_is_exact(gpu, &format!("kernels, {fusion:?}"));
     }
 }
 
 #[test]
-fn recomputation_frees_what_it_says() {
+fn recomputation_saves_the_expected_memory() {
     for mut engine in [Box::new(Cpu::new()) as Box<dyn Engine>, gpu(Precision::Bf16, None)] {
         let float = engine.dtype().bytes();
         let mut bytes = |recompute| planned(&mut *engine, recompute, true).1.bytes();
         let [nothing, gelu, norms] = Recompute::ALL.map(&mut bytes);
         let btc = LAYOUT.b * LAYOUT.t * CHANNELS * float;
-        // One (B, T, 4C) for all layers instead of one for each; no ln1 and ln2 of any layer.
+        // One GELU output (B, T, 4C) for all layers instead of one per layer; no outputs of ln1 and ln2.
         assert_eq!(nothing - gelu, (LAYERS - 1) * 4 * btc);
         assert_eq!(gelu - norms, 2 * LAYERS * btc);
     }
 }
 
-/// Attention keeps nothing of T x T elements.
+/// Attention stores no tensor of T x T elements.
 #[test]
-fn memory_grows_with_the_tokens_not_with_their_squares() {
+fn memory_grows_linearly_with_the_sequence_length() {
     let bytes = |b, t| {
         let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
         let capacity = PlanOptions::training(b, t);
@@ -142,7 +143,7 @@ fn memory_grows_with_the_tokens_not_with_their_squares() {
 }
 
 #[test]
-fn each_fused_gelu_spares_a_rounding() {
+fn each_fused_gelu_saves_one_rounding() {
     let of = |fusion| trained(&mut *gpu(Precision::Bf16, Some(fusion)), Recompute::Nothing, true, 0.0).grads;
     let [none, forward, both] = GeluFusion::ALL.map(of);
     assert!(none != forward && forward != both && none != both);
@@ -154,17 +155,17 @@ fn each_fused_gelu_spares_a_rounding() {
         (sum / squares).sqrt()
     };
     assert!(distance(&none, &both) < 2e-2 && distance(&forward, &both) < 2e-2);
-    // What is fastest on Hopper is the default; the levels are llm.c's numbers.
+    // The default is the fastest level on Hopper. The levels have llm.c's numbers.
     assert_eq!(gpu(Precision::Bf16, None).gelu_fusion(), GeluFusion::Both);
     assert_eq!(gpu(Precision::Fp32, None).gelu_fusion(), GeluFusion::None);
     assert_eq!(GeluFusion::ALL.map(u8::from), [0, 1, 2]);
-    // In f32 nothing is rounded in between.
+    // In f32 the unfused GELU loses no precision.
     let of = |fusion| trained(&mut *gpu(Precision::Fp32, Some(fusion)), Recompute::Nothing, true, 0.0).grads;
     assert!(distance(&of(GeluFusion::None), &of(GeluFusion::Both)) < 1e-5);
 }
 
 #[test]
-fn tf32_rounds_the_factors_of_products() {
+fn tf32_rounds_the_inputs_of_gemms() {
     let of = |tf32, precision| {
         let engine = &mut *emulated_as(EmulatedGpu { tf32, ..EmulatedGpu::default() }, precision, None);
         trained(engine, Recompute::Nothing, true, 0.0).grads
@@ -172,12 +173,12 @@ fn tf32_rounds_the_factors_of_products() {
     let (exact, rounded) = (of(false, Precision::Fp32), of(true, Precision::Fp32));
     let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
     let error = norm(&mut exact.iter().zip(&rounded).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
-    // 2^-11 for each factor.
+    // Each input has a relative rounding error of up to 2^-11.
     assert!((1e-5..2e-3).contains(&error), "{error}");
     assert_eq!(of(false, Precision::Bf16), of(true, Precision::Bf16));
 }
 
-/// Updates far below a step of bf16: masters take each of them, and without masters the rounding takes them on average.
+/// The updates are far below the resolution of bf16. Master weights accumulate them; stochastic rounding applies them on average.
 #[test]
 fn without_master_weights_updates_are_rounded_stochastically() {
     let learning_rate = 1e-5;
@@ -186,25 +187,25 @@ fn without_master_weights_updates_are_rounded_stochastically() {
     assert_eq!((with.master.is_some(), without.master), (true, None));
     let start = trained(&mut *gpu(Precision::Bf16, None), Recompute::Nothing, true, 0.0).params;
     let master = with.master.unwrap();
-    // Every master moves; only some of the bf16 weights, or the rounding would not be in proportion.
+    // Every master weight changes, but only a fraction of the bf16 weights.
     let moved = |values: &[f32], i: usize| values[i].to_bits() != start[i].to_bits();
     let large: Vec<usize> = (0..start.len()).filter(|&i| start[i].abs() > 0.01 && moved(&master, i)).collect();
     let rounded = large.iter().filter(|&&i| moved(&without.params, i)).count();
     assert!(large.len() > 10_000 && rounded > large.len() / 100 && rounded < large.len() / 2, "{rounded}");
-    // The mean update in its own direction is the masters'.
+    // The mean update equals that of the master weights.
     let mean = |params: &[f32]| {
         let along = large.iter().map(|&i| f64::from(params[i] - start[i]) * f64::from((master[i] - start[i]).signum()));
         along.sum::<f64>() / large.len() as f64
     };
     let (expected, got) = (mean(&master), mean(&without.params));
     assert!((got / expected - 1.0).abs() < 0.15, "{got:e}, expected {expected:e}");
-    // Where parameters are f32 there is nothing to keep besides.
+    // With f32 parameters there are no master weights.
     let (model, _) = planned(&mut *gpu(Precision::Fp32, None), Recompute::Nothing, true);
     assert!(model.training.unwrap().master.is_none());
     assert_eq!(model.params.dtype, DType::F32);
 }
 
-/// A run of the program on the CPU, on a model so small that it takes no time.
+/// The output of a finished run of a tiny model on the CPU.
 struct Ran {
     printed: String,
     dir: TempDir,
@@ -212,24 +213,24 @@ struct Ran {
 
 const TINY: &[&str] = &["--device", "cpu", "--layers", "2", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"];
 
-fn host(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_host")).args(args).output().unwrap()
+fn llm_rs(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
 }
 
-/// Trains with `args`, on the text that comes with the program if they name no data.
+/// Trains with `args`, on the built-in corpus if they name no data.
 fn train(args: &[&str]) -> Ran {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
     let all = [&["train", "--out", out.to_str().unwrap()], TINY, args].concat();
-    let output = host(&all);
+    let output = llm_rs(&all);
     let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{args:?}: {printed}{err}");
     Ran { printed: printed.into_owned(), dir }
 }
 
-/// Checks that the program fails with one line that holds all of `parts`.
-fn refuse(args: &[&str], parts: &[&str]) {
-    let output = host(args);
+/// Asserts that the program fails with one line that contains all of `parts`.
+fn rejects(args: &[&str], parts: &[&str]) {
+    let output = llm_rs(args);
     let err = String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), err.lines().count()), (Some(1), 1), "{args:?}: {err}");
     for part in parts {
@@ -246,13 +247,13 @@ impl Ran {
         fs::read_to_string(self.file(name)).unwrap()
     }
 
-    /// What follows `key:` in the lines of main.log that have it.
+    /// Returns the values of `key:` in main.log.
     fn logged(&self, key: &str) -> Vec<String> {
         let log = self.text("main.log");
         log.lines().filter_map(|line| line.split_once(&format!("{key}:"))).map(|(_, v)| first_word(v)).collect()
     }
 
-    /// Steps whose lines have `key:`.
+    /// Returns the steps whose lines in main.log have `key:`.
     fn steps_with(&self, key: &str) -> Vec<usize> {
         let log = self.text("main.log");
         let with = log.lines().filter(|line| line.contains(&format!(" {key}:")));
@@ -265,7 +266,7 @@ impl Ran {
         records.filter_map(|record| record["loss"].as_f64()).collect()
     }
 
-    /// A row of the table.
+    /// Returns a row of the settings table.
     fn row(&self, name: &str) -> Option<&str> {
         self.printed.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start()))
     }
@@ -284,7 +285,7 @@ fn first_word(text: &str) -> String {
     text.split(' ').next().unwrap().to_owned()
 }
 
-/// Names of train.bin and val.bin in a directory, with so many tokens each.
+/// Creates train.bin and val.bin with the given numbers of tokens. Returns their directory and paths.
 fn token_files(train: usize, val: usize) -> (TempDir, String, String) {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, n: usize| {
@@ -298,12 +299,12 @@ fn token_files(train: usize, val: usize) -> (TempDir, String, String) {
 }
 
 #[test]
-fn schedules_warmup_and_final_fraction() {
+fn learning_rates_follow_schedule_warmup_and_final_fraction() {
     let rates = |schedule: &str| {
         train(&["-x", "10", "-k", schedule, "-u", "2", "-q", "0.1", "-l", "0.01", "-v", "0", "-s", "0"]).logged("lr")
     };
     let expected = |values: [&str; 10]| values.map(str::to_owned).to_vec();
-    // Two steps of warmup; 0.001 + 0.0045 (1 + cos(pi (s - 2) / 8)) from there on.
+    // Two steps of warmup, then 0.001 + 0.0045 (1 + cos(pi (s - 2) / 8)).
     let cosine = [
         "0.005000", "0.010000", "0.010000", "0.009657", "0.008682", "0.007222", "0.005500", "0.003778", "0.002318",
         "0.001343",
@@ -315,7 +316,7 @@ fn schedules_warmup_and_final_fraction() {
     ];
     assert_eq!(rates("linear"), expected(linear));
     assert_eq!(rates("constant"), expected(["0.010000"; 10]));
-    // Down from step 8 on: 0.001 + 0.009 (1 - sqrt(1/2)) at 9.
+    // The decay starts at step 8: 0.001 + 0.009 (1 - sqrt(1/2)) at step 9.
     let wsd = [
         "0.005000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000", "0.010000",
         "0.003636",
@@ -324,7 +325,7 @@ fn schedules_warmup_and_final_fraction() {
 }
 
 #[test]
-fn validation_sampling_and_model_files_come_when_they_should() {
+fn validation_samples_and_checkpoints_occur_at_their_intervals() {
     let ran = train(&["-x", "5", "-v", "2", "-s", "3", "-g", "5", "-n", "2", "-m", "1"]);
     assert_eq!(ran.steps_with("tel"), [0, 2, 4, 5]);
     assert_eq!(ran.steps_with("trl"), [0, 1, 2, 3, 4]);
@@ -340,53 +341,53 @@ fn validation_sampling_and_model_files_come_when_they_should() {
         assert_eq!(ran.printed.matches("generating:").count(), 0);
         assert_eq!(kept(&ran), [0; 0]);
     }
-    // A text may be longer than the model's sequences.
+    // A generated text may be longer than the model's maximum sequence.
     let long = train(&["-x", "1", "-v", "0", "-s", "1", "-g", "100"]);
     let text = |ran: &Ran| ran.printed.split("---").nth(1).unwrap().chars().count();
     assert!(text(&long) > 60 && text(&ran) <= 5 + 2, "{} {}", text(&long), text(&ran));
 }
 
 #[test]
-fn steps_are_an_epoch_and_validations_all_there_is() {
+fn minus_one_means_one_epoch_and_the_whole_validation_set() {
     let (_dir, data, val) = token_files(400, 170);
     let base = ["-i", &data, "-j", &val, "-s", "0", "-l", "0"];
     let run = |more: &[&str]| train(&[&base, more].concat());
-    // 400 tokens are 6 steps of 64, and a rest.
+    // 400 tokens make 6 steps of 64 tokens, with a remainder.
     let whole = run(&["-x", "-1", "-d", "64", "-m", "-1", "-n", "0"]);
     assert_eq!(whole.steps_with("trl"), [0, 1, 2, 3, 4, 5]);
     assert_eq!(run(&["-d", "64"]).steps_with("trl"), [0, 1, 2, 3, 4, 5]);
-    assert_eq!(whole.row("an epoch"), Some("384 tokens in 12 batches, 6 steps, shuffled"));
-    assert_eq!(whole.row("batch"), Some("2 x 16 tokens x 2 = 64 a step"));
-    // 170 tokens are 5 batches of 32; more than there are begin again.
+    assert_eq!(whole.row("epoch"), Some("384 tokens in 12 batches, 6 steps, shuffled"));
+    assert_eq!(whole.row("batch"), Some("2 x 16 tokens x 2 = 64 per step"));
+    // 170 tokens make 5 batches of 32 tokens. Further batches start over.
     assert_eq!(whole.config()["val-batches"].as_integer(), Some(5));
     let mean = |m: &str| run(&["-x", "1", "-m", m]).logged("tel")[0].clone();
     assert_eq!(mean("5"), whole.logged("tel")[0]);
     assert_eq!(mean("10"), whole.logged("tel")[0]);
     assert_ne!(mean("1"), whole.logged("tel")[0]);
-    // Every token counts.
+    // The log counts all tokens of a step.
     let last = |ran: &Ran| serde_json::from_str::<serde_json::Value>(ran.text("main.jsonl").lines().nth(1).unwrap());
     assert_eq!(last(&run(&["-x", "1", "-d", "96"])).unwrap()["tokens"], 96);
 }
 
 #[test]
-fn data_in_order_are_those_of_a_validation_and_shuffled_are_not() {
+fn unshuffled_training_reads_the_batches_of_a_validation() {
     let (_dir, data, _) = token_files(384, 170);
-    // The model stays as it is: the first step's loss is that of its tokens alone.
+    // The learning rate is 0, so the loss depends on the tokens alone.
     let base = ["-i", &data, "-j", &data, "-s", "0", "-l", "0", "-d", "96", "-m", "3", "-n", "0"];
     let run = |more: &[&str]| train(&[&base, more].concat());
-    // How far the first step's loss is from that of the first three batches of the data.
+    // The difference between the first step's loss and that of the first three batches of the data.
     let distance = |ran: &Ran| {
         let line: serde_json::Value = serde_json::from_str(ran.text("main.jsonl").lines().next().unwrap()).unwrap();
         (line["val_loss"].as_f64().unwrap() - ran.losses()[0]).abs()
     };
     let ordered = run(&["--shuffle", "0"]);
     assert!(distance(&ordered) < 2e-6, "{}", distance(&ordered));
-    assert_eq!(ordered.row("an epoch"), Some("288 tokens in 9 batches, 3 steps, in order"));
+    assert_eq!(ordered.row("epoch"), Some("288 tokens in 9 batches, 3 steps, in order"));
     assert_eq!(ordered.steps_with("trl"), [0, 1, 2]);
-    // Three steps, not 384 / 96 of them, since a target follows the last token; and then the same again.
+    // Three steps rather than 384 / 96, since the last token needs a target. Then the data starts over.
     let (once, twice) = (ordered.losses(), run(&["--shuffle", "0", "-x", "6"]).losses());
     assert_eq!((&twice[..3], &twice[3..]), (&once[..], &once[..]));
-    // With the tokens between.
+    // Steps of 32 tokens read the same tokens in the same order.
     let of_32 = train(&["-i", &data, "-s", "0", "-l", "0", "-n", "0", "--shuffle", "0", "-d", "32"]).losses();
     for (loss, parts) in once.iter().zip(of_32.chunks(3)) {
         assert!((loss - parts.iter().sum::<f64>() / 3.0).abs() < 1e-5, "{once:?} {of_32:?}");
@@ -394,23 +395,23 @@ fn data_in_order_are_those_of_a_validation_and_shuffled_are_not() {
     for shuffled in [run(&[]), run(&["--shuffle", "1"])] {
         assert!(distance(&shuffled) > 2e-5, "{}", distance(&shuffled));
         assert_eq!(shuffled.config()["shuffle"].as_bool(), Some(true));
-        assert_eq!(shuffled.row("an epoch"), Some("352 tokens in 11 batches, 3 steps, shuffled"));
+        assert_eq!(shuffled.row("epoch"), Some("352 tokens in 11 batches, 3 steps, shuffled"));
     }
-    // By a file, over which the flag wins.
+    // A file can set it, and the flag overrides the file.
     let file = ordered.file("config.toml");
     let file = ["--config", file.to_str().unwrap()];
     assert_eq!(train(&file).losses(), once);
     assert_ne!(train(&[&file[..], &["--shuffle", "1"]].concat()).losses(), once);
     let args = [&["train"], TINY, &["-i", &data, "--shuffle", "0", "-d", "416"]].concat();
-    refuse(&args, &["holds 384 tokens, expected at least 417", "--total-batch", "--shuffle 1"]);
+    rejects(&args, &["holds 384 tokens, expected at least 417", "--total-batch", "--shuffle 1"]);
 }
 
 #[test]
-fn weight_decay_pulls_matrices_and_spares_the_rest() {
+fn weight_decay_applies_to_matrices_only() {
     let run = |decay| train(&["-x", "3", "-c", decay, "-l", "0.01", "-k", "constant", "-v", "0", "-s", "0"]);
     let (plain, decayed) = (run("0").weights(3), run("5").weights(3));
     let square = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
-    // wte (256, 16) is decayed by 0.95 each step; lnfw, the last 16 but 16 of the file, is not.
+    // Each step scales wte (256, 16) by 0.95. lnfw, the second to last 16 values of the file, has no weight decay.
     let share = square(&decayed[..256 * 16]) / square(&plain[..256 * 16]);
     assert!(share < 0.95, "{share}");
     let lnfw = plain.len() - 32..plain.len() - 16;
@@ -418,15 +419,15 @@ fn weight_decay_pulls_matrices_and_spares_the_rest() {
     assert!((share - 1.0).abs() < 0.05, "{share}");
 }
 
-/// llm.c takes as many batches as a step has micro-steps.
+/// llm.c instead takes a different batch for each gradient accumulation step.
 #[test]
-fn one_batch_is_overfitted_however_many_micro_steps_there_are() {
+fn overfitting_one_batch_does_not_depend_on_gradient_accumulation() {
     let base = ["-a", "1", "-x", "40", "-l", "0.03", "-k", "constant", "-s", "0", "-m", "1", "-n", "0"];
     let run = |d: &str| train(&[&base, &["-d", d][..]].concat());
     let one = run("32");
     let losses = one.losses();
     assert!(losses[39] < 0.3 * losses[0], "{losses:?}");
-    // The same gradient, summed in another order.
+    // The gradient is the same up to the order of summation.
     for d in ["64", "128"] {
         for (step, (got, expected)) in run(d).losses().iter().zip(&losses).take(10).enumerate() {
             assert!((got / expected - 1.0).abs() < 1e-5, "step {step}, -d {d}: {got}, expected {expected}");
@@ -434,7 +435,7 @@ fn one_batch_is_overfitted_however_many_micro_steps_there_are() {
     }
     // It is the first batch of the validation data.
     assert_eq!(one.logged("tel")[0], one.logged("trl")[0]);
-    assert!(one.row("training data").unwrap().contains("one batch, over and over"));
+    assert!(one.row("training data").unwrap().contains("one batch, repeated"));
     let other = train(&["-x", "2", "-s", "0", "-m", "1"]);
     assert_ne!(other.logged("tel")[0], other.logged("trl")[0]);
 
@@ -446,51 +447,51 @@ fn one_batch_is_overfitted_however_many_micro_steps_there_are() {
 }
 
 #[test]
-fn one_batch_stays_the_same_over_a_resume() {
+fn overfitting_continues_with_the_same_batch_after_a_resume() {
     let args = ["-a", "1", "-x", "4", "-n", "2", "-s", "0", "-d", "64", "-l", "0.01"];
     let ran = train(&args);
     let losses = ran.logged("trl");
-    // As if it had been killed before the last checkpoint was whole.
+    // Simulates a run that was killed before its last checkpoint was complete.
     for name in ["DONE_00000004", "model_00000004.bin", "state_00000004_00000.bin", "run_00000004.json"] {
         fs::remove_file(ran.file(name)).unwrap();
     }
     let config = ran.file("config.toml");
-    let output = host(&["train", "--config", config.to_str().unwrap(), "--resume"]);
+    let output = llm_rs(&["train", "--config", config.to_str().unwrap(), "--resume"]);
     let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && printed.contains("going on after 2 of 4 steps"), "{printed}{err}");
+    assert!(output.status.success() && printed.contains("resumed after 2 of 4 steps"), "{printed}{err}");
     assert_eq!(ran.logged("trl"), losses);
 }
 
 #[test]
-fn memory_switches_change_the_plan_and_not_the_losses() {
+fn memory_flags_change_the_plan_and_not_the_losses() {
     let run = |more: &[&str]| train(&[&["-x", "3", "-v", "0", "-s", "0", "-n", "0"], more].concat());
     let plain = run(&[]);
     for more in [&["-r", "1"], &["-r", "2"], &["-w", "0"], &["-f", "1"], &["-ge", "2"]] {
         assert_eq!(run(more).losses(), plain.losses(), "{more:?}");
     }
     let of = |level: &str| {
-        let ran = run(&["-r", level]);
+        let ran = run(&["-r", level, "--verbose"]);
         let named = |name: &str| ran.printed.lines().find(|line| line.starts_with(&format!("  {name}  "))).is_some();
         let shape = ran.printed.lines().find(|line| line.starts_with("  fc gelu")).unwrap().to_owned();
-        (shape.contains("(2, 2, 16, 64)"), named("ln1"), ran.row("recomputed").unwrap().to_owned())
+        (shape.contains("(2, 2, 16, 64)"), named("ln1"), ran.row("recomputation").unwrap().to_owned())
     };
-    assert_eq!(of("0"), (true, true, "nothing".into()));
+    assert_eq!(of("0"), (true, true, "none".into()));
     assert_eq!(of("1"), (false, true, "GELU".into()));
-    assert_eq!(of("2"), (false, false, "GELU and LayerNorms".into()));
-    // The CPU has no fused products, and no tf32.
+    assert_eq!(of("2"), (false, false, "GELU and LayerNorm".into()));
+    // The CPU engine has neither fused GELU nor TF32.
     let config = run(&["-ge", "2", "--tf32"]).config();
     assert_eq!((config["gelu-fusion"].as_integer(), config["tf32"].as_bool()), (Some(0), Some(false)));
 }
 
 #[test]
-fn gpu_information_that_cannot_be_had_is_no_reason_to_stop() {
+fn missing_gpu_information_does_not_stop_a_run() {
     let ran = train(&["-x", "1", "-lg", "1", "-s", "0", "-v", "0"]);
-    assert_eq!(ran.row("GPU information"), Some("none: the run is on the CPU"));
+    assert_eq!(ran.row("GPU information"), Some("none: the run uses the CPU"));
     assert_eq!(train(&["-x", "1", "-lg", "-1", "-s", "0", "-v", "0"]).row("GPU information"), None);
 }
 
 #[test]
-fn flags_win_over_the_file_and_the_file_over_defaults() {
+fn flags_override_the_file_and_the_file_overrides_defaults() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run.toml");
     let file = path.to_str().unwrap();
@@ -500,7 +501,7 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
                       val-every = 0\nsample-every = -1\nweight-decay = 1\noverfit-one-batch = false\nmodel = \"d6\"\n",
     )
     .unwrap();
-    // TINY's shape excludes the file's model.
+    // The shape in TINY excludes the model of the file.
     let ran = train(&["--config", file, "-l", "0.01", "-r2"]);
     let config = ran.config();
     let number = |key: &str| config[key].as_integer().unwrap();
@@ -508,19 +509,19 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
     assert_eq!((config["lr"].as_float(), config["weight-decay"].as_float()), (Some(0.01), Some(1.0)));
     assert_eq!((config["schedule"].as_str(), config.contains_key("model")), (Some("linear"), false));
     assert_eq!(ran.logged("lr"), ["0.010000", "0.007000", "0.004000"]);
-    // What a flag needs may be in the file.
+    // The file may give a flag that another flag requires.
     let (_dir, data, val) = token_files(400, 170);
     fs::write(&path, format!("train = '{data}'\nsteps = 1\n")).unwrap();
     assert_eq!(train(&["--config", file, "-j", &val]).steps_with("tel"), [0, 1]);
 }
 
 #[test]
-fn what_a_run_leaves_starts_it_again() {
+fn the_saved_config_reproduces_a_run() {
     let first = train(&["-x", "4", "-l", "0.0123", "-k", "wsd", "-q", "0.3", "-d", "64", "-a", "-r", "2", "-g", "7"]);
     let dir = tempfile::tempdir().unwrap();
     let again = dir.path().join("again");
     let config = first.file("config.toml");
-    let output = host(&["train", "--config", config.to_str().unwrap(), "--out", again.to_str().unwrap()]);
+    let output = llm_rs(&["train", "--config", config.to_str().unwrap(), "--out", again.to_str().unwrap()]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(fs::read_to_string(again.join("main.log")).unwrap(), first.text("main.log"));
     let without_out =
@@ -530,12 +531,12 @@ fn what_a_run_leaves_starts_it_again() {
 }
 
 #[test]
-fn mistakes_in_a_file_are_named_with_their_line() {
+fn errors_in_a_file_name_the_line() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run.toml");
     let refused = |text: &str, parts: &[&str]| {
         fs::write(&path, text).unwrap();
-        refuse(&["train", "--config", path.to_str().unwrap(), "--dry-run"], &[&["run.toml"], parts].concat());
+        rejects(&["train", "--config", path.to_str().unwrap(), "--dry-run"], &[&["run.toml"], parts].concat());
     };
     refused("steps = 2\nbatch_size = 3", &["line 2: batch_size: unknown key", "did you mean 'batch'?"]);
     refused("\n\nlearning-rate = 1", &["line 3", "did you mean "]);
@@ -554,24 +555,24 @@ fn mistakes_in_a_file_are_named_with_their_line() {
     refused("steps = 1\nsteps = 2", &["line 2", "duplicate key"]);
     refused("seed = 1\nsteps = \n", &["line 2"]);
     refused("model = 'd6'\nlayers = 1\nheads = 1\nchannels = 16", &["--model"]);
-    refuse(&["train", "--config", "/nowhere.toml"], &["--config /nowhere.toml", "No such file"]);
+    rejects(&["train", "--config", "/nowhere.toml"], &["--config /nowhere.toml", "No such file"]);
     fs::write(&path, [b'a', 0xff]).unwrap();
-    refuse(&["train", "--config", path.to_str().unwrap()], &["run.toml", "UTF-8"]);
-    // A mistake on the command line is not the file's.
+    rejects(&["train", "--config", path.to_str().unwrap()], &["run.toml", "UTF-8"]);
+    // An error on the command line is not attributed to the file.
     fs::write(&path, "lr = 1").unwrap();
-    let output = host(&["train", "--lr", "much", "--config", path.to_str().unwrap()]);
+    let output = llm_rs(&["train", "--lr", "much", "--config", path.to_str().unwrap()]);
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && err.contains("'much' for '--lr <LR>'"), "{err}");
 }
 
 #[test]
-fn a_dry_run_plans_and_leaves_nothing() {
+fn a_dry_run_prints_the_plan_and_writes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
     let (_dir, data, val) = token_files(400, 170);
     let plan = |more: &[&str]| {
         let base = ["train", "--dry-run", "-i", &data, "-j", &val, "-o", out.to_str().unwrap(), "-b", "2", "-t", "16"];
-        let output = host(&[&base, more].concat());
+        let output = llm_rs(&[&base, more].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
@@ -580,7 +581,7 @@ fn a_dry_run_plans_and_leaves_nothing() {
         "train.bin, 400 tokens",
         "val.bin, 170 tokens",
         "384 tokens in 12 batches, 6 steps",
-        "2 x 16 tokens x 2 = 64 a step",
+        "2 x 16 tokens x 2 = 64 per step",
         "6, 1.00 epochs",
         "Total",
         "planned: 0.",
@@ -588,13 +589,13 @@ fn a_dry_run_plans_and_leaves_nothing() {
     ] {
         assert!(shown.contains(part), "expected '{part}' in: {shown}");
     }
-    // A GPU's plan, in bf16, with or without a GPU.
+    // Planning for a GPU works without one.
     let shown = plan(&["--model", "d6", "--device", "cuda", "-w", "0"]);
     assert!(shown.contains("bf16, updated with stochastic rounding") && !shown.contains("  master "), "{shown}");
     assert!(plan(&["--model", "d6", "--device", "cuda"]).contains("  master "));
     assert!(!out.exists());
-    // What would fail is said now.
-    refuse(&["train", "--dry-run", "-i", "/nowhere.bin"], &["/nowhere.bin"]);
+    // A dry run reports the errors of the real run.
+    rejects(&["train", "--dry-run", "-i", "/nowhere.bin"], &["/nowhere.bin"]);
     let huge = ["train", "--dry-run", "--device", "cpu", "--model", "gpt3:c12288"];
-    refuse(&huge, &["does not fit", "not even --batch 1 fits"]);
+    rejects(&huge, &["does not fit", "not even --batch 1 fits"]);
 }

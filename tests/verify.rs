@@ -50,7 +50,7 @@ impl Files {
 
     /// Runs `verify` and returns whether it succeeds, and its output.
     fn verify(&self) -> (bool, String) {
-        let output = Command::new(env!("CARGO_BIN_EXE_host"))
+        let output = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
             .args(["verify", "--device", "cpu", "--losses"])
             .args(["losses.txt", "model.bin", "state.bin"].map(|name| self.path(name)))
             .output()

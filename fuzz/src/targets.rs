@@ -18,7 +18,7 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
-use model::{PlanOptions, Descriptor, Gpt2, Params, Recompute, Shard};
+use model::{Descriptor, Gpt2, Params, PlanOptions, Recompute, Shard};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
@@ -245,7 +245,7 @@ fn logs() -> Vec<Vec<u8>> {
 fn read_config(data: &[u8]) -> Result<()> {
     as_file(data, |path| {
         let command_line = ["host", "train", "--steps", "3", "--config"].map(OsString::from);
-        Cli::of(command_line.into_iter().chain([path.into()])).map(drop)
+        Cli::from_arguments(command_line.into_iter().chain([path.into()])).map(drop)
     })
 }
 

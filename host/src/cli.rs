@@ -1,24 +1,27 @@
-//! The command line.
+//! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train, verify};
 use crate::config_file::ConfigFile;
+use crate::version;
 use anyhow::{Context, Result};
-use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Pretrains GPT-2 and GPT-3 models: every line of it, GPU kernels included, is Rust.
+/// Pretrains GPT-2 and GPT-3 models in pure Rust, GPU kernels included
 ///
-/// `train` with no argument needs no file and no GPU, and takes less than a minute.
+/// `llm-rs train` without flags trains a small model. It needs no data and no GPU, and takes less than a minute.
 #[derive(Debug, Parser)]
-#[command(version, propagate_version = true, max_term_width = 110)]
+#[command(name = "llm-rs", version = version::short(), long_version = version::long())]
+#[command(max_term_width = 110, args_override_self = true)]
 pub struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Subcommands,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum Subcommands {
     Train(Box<train::Options>),
     Eval(eval::Eval),
     Sample(sample::Sample),
@@ -31,8 +34,8 @@ enum Command {
     Bench(bench::Bench),
 }
 
-/// llm.c's flags of two letters, which would be read as one letter and its value.
-const TWO_LETTERS: [(&str, &str); 6] = [
+/// llm.c's two-letter flags, which clap would read as a one-letter flag and its value.
+const TWO_LETTER_FLAGS: [(&str, &str); 6] = [
     ("-ge", "--gelu-fusion"),
     ("-lg", "--gpu-info-every"),
     ("-nk", "--keep"),
@@ -42,76 +45,85 @@ const TWO_LETTERS: [(&str, &str); 6] = [
 ];
 
 impl Cli {
-    /// From the command line, and from the file that `train --config` names. What is wrong with the command line itself is a
-    /// [`clap::Error`], and so is `--help`.
-    pub fn of(arguments: impl IntoIterator<Item = OsString>) -> Result<Self> {
-        let mut arguments: Vec<OsString> = arguments.into_iter().map(in_full).collect();
-        let command = Self::command();
+    /// Parses the command line, and the file that `train --config` names.
+    ///
+    /// Invalid flags are a [`clap::Error`]; so are `--help` and `--version`.
+    pub fn from_arguments(arguments: impl IntoIterator<Item = OsString>) -> Result<Self> {
+        let mut arguments: Vec<OsString> = arguments.into_iter().map(long_flag).collect();
+        let command = parser();
+        reject_hellaswag_switch(&command, &arguments)?;
         let partial = command.clone().ignore_errors(true).try_get_matches_from(&arguments).unwrap_or_default();
         let train = partial.subcommand().filter(|(name, _)| *name == "train");
         let path = |given: &ArgMatches| given.get_one::<PathBuf>("config").cloned();
         let Some((name, given, path)) = train.and_then(|(name, given)| Some((name, given, path(given)?))) else {
-            return Ok(Self::try_parse_from(arguments)?);
+            return Ok(parse(command, &arguments)?);
         };
         let file = ConfigFile::read(&path)?;
         let subcommand = command.find_subcommand(name).context("train is a command")?;
         let flags = file.arguments(subcommand, given)?;
         let after = arguments.iter().position(|argument| argument == name).map_or(arguments.len(), |at| at + 1);
         arguments.splice(after..after, flags);
-        Self::try_parse_from(arguments).map_err(|error| file.explain(error).unwrap_or_else(anyhow::Error::from))
+        parse(command, &arguments).map_err(|error| file.explain(error).unwrap_or_else(anyhow::Error::from))
     }
 
+    /// Runs the command.
     pub fn run(&self) -> Result<()> {
         match &self.command {
-            Command::Train(args) => train::run(args),
-            Command::Eval(args) => eval::run(args),
-            Command::Sample(args) => sample::run(args),
-            Command::Data(args) => data::run(args),
-            Command::Doctor(args) => doctor::run(args),
-            Command::Inspect(args) => inspect::run(args),
-            Command::Verify(args) => verify::run(args),
-            Command::Selftest(args) => selftest::run(args),
-            Command::Bench(args) => bench::run(args),
+            Subcommands::Train(args) => train::run(args),
+            Subcommands::Eval(args) => eval::run(args),
+            Subcommands::Sample(args) => sample::run(args),
+            Subcommands::Data(args) => data::run(args),
+            Subcommands::Doctor(args) => doctor::run(args),
+            Subcommands::Inspect(args) => inspect::run(args),
+            Subcommands::Verify(args) => verify::run(args),
+            Subcommands::Selftest(args) => selftest::run(args),
+            Subcommands::Bench(args) => bench::run(args),
         }
     }
 }
 
-fn in_full(argument: OsString) -> OsString {
-    TWO_LETTERS.iter().find(|(short, _)| argument == *short).map_or(argument, |(_, long)| OsString::from(long))
+/// Returns the parser: the derived one, with negative numbers accepted as values, and `train --help` in sections.
+///
+/// A negative number has to reach the parser of its flag: only that parser can say which values the flag takes.
+pub fn parser() -> Command {
+    let help = Arg::new("help").short('h').long("help").action(ArgAction::Help).help_heading(train::GENERAL);
+    // The built-in flag would form a section of its own before all others.
+    let in_sections = |train: Command| train.disable_help_flag(true).arg(help.help("Print help"));
+    accept_negative_numbers(Cli::command()).mut_subcommand("train", in_sections)
 }
 
-/// Most of anything: files count steps and tokens in 31 bits, and products of two such numbers do not overflow.
-const MOST: usize = i32::MAX as usize;
+fn accept_negative_numbers(command: Command) -> Command {
+    let accept = |arg: Arg| {
+        let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    };
+    command.mut_args(accept).mut_subcommands(accept_negative_numbers)
+}
 
-/// Parses a whole number of at least 1.
-pub fn count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(n) if (1..=MOST).contains(&n) => Ok(n),
-        _ => Err(format!("expected a whole number of 1 to {MOST}")),
+fn parse(command: Command, arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    Cli::from_arg_matches(&command.try_get_matches_from(arguments)?)
+}
+
+fn long_flag(argument: OsString) -> OsString {
+    TWO_LETTER_FLAGS.iter().find(|(short, _)| argument == *short).map_or(argument, |(_, long)| OsString::from(long))
+}
+
+/// Rejects llm.c's `-h 0` and `-h 1`, which would print the help text instead of training.
+fn reject_hellaswag_switch(command: &Command, arguments: &[OsString]) -> Result<(), clap::Error> {
+    let pairs = arguments.iter().zip(arguments.iter().skip(1).map(Some).chain([None]));
+    for (flag, value) in pairs {
+        let digit = value.filter(|value| *value == "0" || *value == "1");
+        let given = match digit {
+            Some(digit) if flag == "-h" => format!("-h {}", digit.display()),
+            _ if flag == "-h0" || flag == "-h1" => flag.display().to_string(),
+            _ => continue,
+        };
+        let message = format!(
+            "{given}: expected no value, since -h prints help; use --hellaswag FILE to score HellaSwag as llm.c's -h 1 does"
+        );
+        return Err(command.clone().error(ErrorKind::UnknownArgument, message));
     }
-}
-
-/// Parses a number that is finite and at least 0.
-pub fn non_negative(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(x) if x.is_finite() && x >= 0.0 => Ok(x),
-        _ => Err("expected a number of at least 0".to_owned()),
-    }
-}
-
-/// Parses 0 or 1, or their names.
-pub fn switch(text: &str) -> Result<bool, String> {
-    match text {
-        "1" | "true" | "on" => Ok(true),
-        "0" | "false" | "off" => Ok(false),
-        _ => Err("expected 1 (true, on) or 0 (false, off)".to_owned()),
-    }
-}
-
-/// Parses a level that has a number.
-pub fn level<L: TryFrom<u8, Error = &'static str>>(text: &str) -> Result<L, &'static str> {
-    // No level has so high a number, so that one message serves for what is no number, too.
-    L::try_from(text.parse().unwrap_or(u8::MAX))
+    Ok(())
 }
 
 #[cfg(test)]
@@ -119,7 +131,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_well_formed() {
-        Cli::command().debug_assert();
+    fn the_command_line_definition_is_consistent() {
+        parser().debug_assert();
+    }
+
+    /// Returns the error for a command line.
+    fn error(line: &str) -> clap::Error {
+        let arguments = line.split(' ').map(OsString::from);
+        Cli::from_arguments(arguments).unwrap_err().downcast().unwrap()
+    }
+
+    #[test]
+    fn the_hellaswag_switch_of_llm_c_is_rejected() {
+        for line in ["llm-rs train -h 1", "llm-rs train -h 0", "llm-rs train -x 3 -h1", "llm-rs train -h0"] {
+            let error = error(line);
+            assert!(error.exit_code() == 2 && error.to_string().contains("--hellaswag FILE"), "{line}: {error}");
+        }
+        assert_eq!(error("llm-rs train -h").kind(), ErrorKind::DisplayHelp);
+    }
+
+    #[test]
+    fn every_flag_has_a_help_text() {
+        fn check(command: &Command) {
+            assert!(command.get_about().is_some(), "{} has no description", command.get_name());
+            for arg in command.get_arguments() {
+                assert!(arg.get_help().is_some(), "{}: {} has no help text", command.get_name(), arg.get_id());
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&parser());
     }
 }

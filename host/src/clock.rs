@@ -1,25 +1,28 @@
-//! Times steps from the end of one to the end of the next, on the engine's clock.
+//! Step times, measured on the engine's clock from the end of one step to the end of the next.
 
 use checkpoint::StepTimeAverage;
 use std::time::Duration;
 
+/// Measures the time of each training step.
 #[derive(Default)]
 pub struct Clock {
     last: Duration,
-    /// Whether a step has ended: the first is often slower, and does not count.
+    /// Whether a step has ended. The first step is often slower, so averages leave it out.
     warm: bool,
 }
 
 impl Clock {
+    /// Starts a clock at the engine's time `now`.
     pub fn start(now: Duration) -> Self {
         Self { last: now, warm: false }
     }
 
-    /// Forgets the time since the last step: it went into something else.
+    /// Excludes the time since the last step, which was spent on something else.
     pub fn resume(&mut self, now: Duration) {
         self.last = now;
     }
 
+    /// Returns the time of the step that ended at `at`, and adds it to the averages.
     pub fn step_ended(&mut self, at: Duration, pace: &mut StepTimeAverage) -> Duration {
         let elapsed = at.saturating_sub(self.last).max(Duration::from_nanos(1));
         self.last = at;
@@ -36,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_step_and_pauses_do_not_count() {
+    fn averages_exclude_the_first_step_and_pauses() {
         let start = Duration::from_secs(3);
         let ms = Duration::from_millis;
         let (mut clock, mut pace) = (Clock::start(start), StepTimeAverage::default());
@@ -49,7 +52,7 @@ mod tests {
         let smoothed = (0.95 * 0.05 * 0.1 + 0.05 * 0.2) / (1.0 - 0.95f64.powi(2));
         assert!((pace.smoothed().unwrap() - smoothed).abs() < 1e-9);
         assert!((pace.mean().unwrap() - 0.15).abs() < 1e-9);
-        // Taken up again: the average goes on.
+        // The averages of a resumed run continue, without its first step.
         let mut clock = Clock::start(ms(0));
         clock.step_ended(ms(700), &mut pace);
         clock.step_ended(ms(850), &mut pace);

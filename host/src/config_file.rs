@@ -1,5 +1,6 @@
-//! `--config`: a TOML file whose keys are a command's flags. It becomes arguments of that command, so that flags and file
-//! are read and checked by the same rules.
+//! The file of `--config`: TOML whose keys are the flags of a command.
+//!
+//! The file is converted into arguments of the command, so that the same parser checks flags and file.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -13,21 +14,23 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use toml::{Spanned, Value};
 
-/// Flags that a file cannot give.
+/// Flags that are no keys of a file.
 const NOT_KEYS: [&str; 3] = ["config", "help", "version"];
 
+/// A parsed configuration file.
 pub struct ConfigFile {
     path: PathBuf,
     entries: BTreeMap<String, Entry>,
 }
 
 struct Entry {
-    /// From 1.
+    /// Line number, from 1.
     line: usize,
     value: Value,
 }
 
 impl ConfigFile {
+    /// Reads and parses a file.
     pub fn read(path: &Path) -> Result<Self> {
         let text = fs::read_to_string(path).with_context(|| format!("--config {}", path.display()))?;
         let line = |span: Range<usize>| 1 + text[..span.start].matches('\n').count();
@@ -42,7 +45,9 @@ impl ConfigFile {
         Ok(Self { path: path.to_owned(), entries: parsed.into_iter().map(entry).collect() })
     }
 
-    /// The file as arguments of `command`: what the command line has `given`, or excludes, is left out.
+    /// Returns the file as arguments of `command`.
+    ///
+    /// Keys that the command line also gives, or that conflict with its flags, are left out: the command line wins.
     pub fn arguments(&self, command: &Command, given: &ArgMatches) -> Result<Vec<OsString>> {
         let is_given = |arg: &Arg| given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
         let excludes = |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id());
@@ -66,9 +71,14 @@ impl ConfigFile {
         if let Some((_, arg)) = keys().find(|(long, _)| *long == key) {
             return Ok(arg);
         }
-        let alike = |long: &str| strsim::jaro_winkler(long, &key.replace('_', "-").to_lowercase());
-        let nearest = keys().map(|(long, _)| long).max_by(|a, b| alike(a).total_cmp(&alike(b))).unwrap_or_default();
-        bail!("{}: unknown key: did you mean '{nearest}'? Keys are the flags of '{}'", self.at(key), command.get_name())
+        let similarity = |long: &str| strsim::jaro_winkler(long, &key.replace('_', "-").to_lowercase());
+        let nearest =
+            keys().map(|(long, _)| long).max_by(|a, b| similarity(a).total_cmp(&similarity(b))).unwrap_or_default();
+        bail!(
+            "{}: unknown key: expected a flag of '{}' without its dashes; did you mean '{nearest}'?",
+            self.at(key),
+            command.get_name()
+        )
     }
 
     fn argument(&self, key: &str, value: &Value, arg: &Arg) -> Result<Option<OsString>> {
@@ -82,7 +92,7 @@ impl ConfigFile {
         Ok((value.as_bool() == Some(true)).then(|| format!("--{key}").into()))
     }
 
-    /// What is wrong with a value of the file; an error of anything else comes back as it is.
+    /// Rewrites an error about a value of the file to name its line. Returns any other error unchanged.
     pub fn explain(&self, error: clap::Error) -> Result<anyhow::Error, clap::Error> {
         let key = match error.get(ContextKind::InvalidArg) {
             Some(ContextValue::String(arg)) => {
@@ -91,7 +101,7 @@ impl ConfigFile {
             _ => return Err(error),
         };
         let Some(Entry { value, .. }) = self.entries.get(key) else { return Err(error) };
-        // The command line may give the same flag, and wins.
+        // The invalid value may come from the command line, which overrides the file.
         if let Some(ContextValue::String(wrong)) = error.get(ContextKind::InvalidValue)
             && *wrong != text(value).unwrap_or_default()
         {
@@ -113,12 +123,12 @@ impl ConfigFile {
     }
 }
 
-/// As it would stand on a command line.
+/// Formats a value as a command-line argument.
 fn text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Integer(number) => Some(number.to_string()),
-        // With a point or an exponent, so that it is not taken for a whole number.
+        // Debug formatting keeps a decimal point or an exponent, so that flags for whole numbers reject the value.
         Value::Float(number) => Some(format!("{number:?}")),
         Value::Boolean(on) => Some(on.to_string()),
         _ => None,
@@ -127,21 +137,20 @@ fn text(value: &Value) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use crate::cli::Cli;
+    use crate::cli::parser;
     use checkpoint::config::Config;
-    use clap::CommandFactory;
     use engine::GeluFusion;
     use engine::open::{Device, MatmulBackend, Precision};
     use model::Recompute;
     use model::schedule::Kind;
     use std::collections::BTreeSet;
 
-    /// What is done with a run, as opposed to what the run is.
+    /// Flags that control one process and are not settings of the run.
     const ACTIONS: [&str; 13] = [
         "config",
         "dry-run",
         "help",
-        "version",
+        "verbose",
         "resume",
         "force-resume",
         "rank",
@@ -153,7 +162,7 @@ mod tests {
         "step-timeout",
     ];
 
-    fn whole() -> Config {
+    fn config() -> Config {
         Config {
             train: Some("data/train_*.bin".into()),
             val: Some("data/val_*.bin".into()),
@@ -201,21 +210,21 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_the_flags_of_train() {
-        let command = Cli::command();
+    fn keys_of_a_saved_file_are_the_flags_of_train() {
+        let command = parser();
         let train = command.find_subcommand("train").unwrap();
         let flags: BTreeSet<_> = train.get_arguments().filter_map(|a| a.get_long().map(str::to_owned)).collect();
         let keys: BTreeSet<_> =
-            whole().to_toml().unwrap().parse::<toml::Table>().unwrap().into_iter().map(|(key, _)| key).collect();
+            config().to_toml().unwrap().parse::<toml::Table>().unwrap().into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, flags.into_iter().filter(|flag| !ACTIONS.contains(&&**flag)).collect());
     }
 
     #[test]
-    fn a_written_file_reads_back_the_same_and_in_short_numbers() {
+    fn a_saved_file_round_trips_with_short_numbers() {
         let dir = tempfile::tempdir().unwrap();
-        whole().save(dir.path()).unwrap();
+        config().save(dir.path()).unwrap();
         let text = std::fs::read_to_string(dir.path().join(Config::FILE)).unwrap();
-        assert_eq!(toml::from_str::<Config>(&text).unwrap(), whole());
+        assert_eq!(toml::from_str::<Config>(&text).unwrap(), config());
         assert!(text.contains("\nlr = 0.0006\n") && text.contains("\nschedule = \"wsd\"\n"), "{text}");
     }
 }

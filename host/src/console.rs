@@ -1,69 +1,84 @@
-//! What a person sees of a run: lines on standard output, and on a terminal a progress bar below them.
+//! What a run prints: lines on standard output and, in a terminal, a progress bar below them.
 
+use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;
 use crate::log::Step;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
+/// Prints the progress of a run.
 pub struct Console {
     steps: usize,
-    /// Told of every so many steps.
+    /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
-    /// None where a terminal is missing; each step is a line then.
+    /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
-    to: To,
+    output: Output,
+    last_train_loss: Cell<Option<f32>>,
 }
 
-/// Where lines go.
-enum To {
-    Output,
+/// The destination of lines.
+enum Output {
+    Stdout,
     File(File, PathBuf),
-    Nowhere,
+    Discard,
 }
 
 impl Console {
+    /// Creates a console for a run of `steps` steps that prints to standard output.
     pub fn new(steps: usize) -> Self {
         let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
-                .expect("the template is well formed")
+                .expect("the template is valid")
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { steps, gpu: None, bar, to: To::Output }
+        Self { bar, ..Self::with_output(steps, Output::Stdout) }
     }
 
-    /// For a process beside the one that a person watches: into a file, or nowhere. With `append`, the file goes on.
-    pub fn aside(steps: usize, path: Option<PathBuf>, append: bool) -> Result<Self> {
-        let Some(path) = path else { return Ok(Self { steps, gpu: None, bar: None, to: To::Nowhere }) };
+    /// Creates a console for a rank other than 0, which prints to a file, or nowhere without a path.
+    ///
+    /// `append` continues an existing file instead of replacing it.
+    pub fn to_file(steps: usize, path: Option<PathBuf>, append: bool) -> Result<Self> {
+        let Some(path) = path else { return Ok(Self::with_output(steps, Output::Discard)) };
         let file = File::options().create(true).write(true).append(append).truncate(!append).open(&path);
         let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { steps, gpu: None, bar: None, to: To::File(file, path) })
+        Ok(Self::with_output(steps, Output::File(file, path)))
     }
 
-    /// Tells what the GPU is doing after every `every` steps.
-    pub fn tell_of(&mut self, gpu: GpuInfo, every: usize) {
+    fn with_output(steps: usize, output: Output) -> Self {
+        Self { steps, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
+    }
+
+    /// Prints the state of the GPU after every `every` steps.
+    pub fn report_gpu(&mut self, gpu: GpuInfo, every: usize) {
         self.gpu = Some((gpu, every));
     }
 
+    /// Prints a line, above the progress bar if there is one.
     pub fn line(&self, text: &str) -> Result<()> {
-        let write = || match &self.to {
-            To::Output => writeln!(stdout(), "{text}").context("cannot write to standard output"),
-            To::File(file, path) => {
+        let write = || match &self.output {
+            Output::Stdout => writeln!(stdout(), "{text}").context("cannot write to standard output"),
+            Output::File(file, path) => {
                 writeln!(&mut &*file, "{text}").with_context(|| format!("cannot write {}", path.display()))
             }
-            To::Nowhere => Ok(()),
+            Output::Discard => Ok(()),
         };
         match &self.bar {
-            Some(bar) => bar.suspend(write),
-            None => write(),
+            Some(bar) if !bar.is_finished() => bar.suspend(write),
+            _ => write(),
         }
     }
 
-    /// `rate` is the smoothed number of tokens per second.
+    /// Prints a training step; `rate` is the smoothed number of tokens per second.
+    ///
+    /// In a terminal, the step updates the progress bar instead of printing a line.
     pub fn step(&self, step: &Step, rate: f64) -> Result<()> {
+        self.last_train_loss.set(Some(step.loss));
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
@@ -71,7 +86,7 @@ impl Console {
             self.line(&step_line(step, self.steps, rate))?;
         }
         match &self.gpu {
-            // A reading that fails is told of; it is no reason to end a run.
+            // An error of NVML does not end the run.
             Some((gpu, every)) if (step.step + 1).is_multiple_of(*every) => {
                 self.line(&gpu.line().unwrap_or_else(|error| format!("GPU: {error:#}")))
             }
@@ -79,6 +94,22 @@ impl Console {
         }
     }
 
+    /// Prints the validation loss after `step` steps.
+    pub fn validation(&self, step: usize, loss: f64) -> Result<()> {
+        self.line(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
+    }
+
+    /// Prints the HellaSwag score after `step` steps.
+    pub fn hellaswag(&self, step: usize, score: Score) -> Result<()> {
+        self.line(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
+    }
+
+    /// Returns the loss of the last training step that was printed.
+    pub fn last_train_loss(&self) -> Option<f32> {
+        self.last_train_loss.get()
+    }
+
+    /// Removes the progress bar. Lines printed from here on stay on the screen.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -86,12 +117,12 @@ impl Console {
     }
 }
 
-/// llm.c's, z-scores too.
+/// Formats a step as llm.c does, without the z-scores while their window is not full.
 fn step_line(step: &Step, steps: usize, rate: f64) -> String {
-    let z = |z: Option<f64>| z.map_or("+nan".to_owned(), |z| format!("{z:+.2}"));
+    let z = |z: Option<f64>| z.map_or(" ".to_owned(), |z| format!(" ({z:+.2}z)"));
     let mfu = step.mfu.map_or(String::new(), |mfu| format!(" {:.1}% MFU |", 100.0 * mfu));
     format!(
-        "step {:4}/{steps} | loss {:7.6} ({}z)| norm {:6.4} ({}z)| lr {:.2e} | {:.2} ms |{mfu} {rate:.0} tok/s",
+        "step {:4}/{steps} | loss {:7.6}{}| norm {:6.4}{}| lr {:.2e} | {:.2} ms |{mfu} {rate:.0} tok/s",
         step.step + 1,
         step.loss,
         z(step.verdict.loss_z),
@@ -108,7 +139,7 @@ mod tests {
     use model::guards::Verdict;
 
     #[test]
-    fn the_loss_is_where_llm_cs_checker_reads_it() {
+    fn step_lines_have_the_format_of_llm_c() {
         let step = Step {
             step: 0,
             loss: 5.270_007,
@@ -123,11 +154,24 @@ mod tests {
         let line = step_line(&step, 10, 25_600.0);
         assert_eq!(
             line,
-            "step    1/10 | loss 5.270007 (+nanz)| norm 2.5000 (+nanz)| lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s"
+            "step    1/10 | loss 5.270007 | norm 2.5000 | lr 1.00e-4 | 10.00 ms | 50.0% MFU | 25600 tok/s"
         );
+        // llm.c's script that checks losses reads these columns.
         assert_eq!(&line[20..28], "5.270007");
         let verdict = Verdict { loss_z: Some(1.234), norm_z: Some(-0.5), skipped: None };
         let line = step_line(&Step { verdict, ..step }, 10, 25_600.0);
         assert!(line.contains("| loss 5.270007 (+1.23z)| norm 2.5000 (-0.50z)| lr"), "{line}");
+    }
+
+    #[test]
+    fn evaluations_name_their_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rank-1.log");
+        let console = Console::to_file(100, Some(path.clone()), false).unwrap();
+        console.validation(20, 3.25).unwrap();
+        console.hellaswag(20, Score { correct: 3, examples: 4 }).unwrap();
+        console.finish();
+        let printed = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(printed, "step   20/100 | val loss 3.250000\nstep   20/100 | HellaSwag: 3/4 = 0.750000\n");
     }
 }

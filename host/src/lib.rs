@@ -1,29 +1,31 @@
-//! GPT-2/GPT-3 pretraining.
+//! The library behind the `llm-rs` program: everything that connects the crates of this workspace to a user.
 //!
-//! * [`tensor`], [`plan`], [`fit`]: named regions of one memory arena, planned and printed before the first step.
-//! * [`engine`]: the operations of training behind one trait, on the CPU (f32) and on CUDA (bf16 or f32).
-//! * [`model`]: GPT-2 as a sequence of those operations; its parameters and their initialisation.
-//! * [`data`], [`tokenizer`]: text to token files, and from those to batches.
-//! * [`config`], [`config_file`]: a run's settings, as they are kept with it and read again.
-//! * [`train`], [`evaluate`], [`sample`], [`schedule`]: what is done with a model; [`guards`]: which steps may change it;
-//!   [`checkpoint`]: what is kept of it.
-//! * [`selftest`], [`verify`]: whether an engine computes what another one, or another program, does.
-//! * [`signals`]: how it is asked to stop.
-//! * [`log`], [`console`], [`gpu_info`], [`mfu`]: what is told of a run.
-//! * [`cli`], [`commands`]: the program.
-//! * [`rng`]: random numbers as `PyTorch` and llm.c draw them.
+//! These modules belong here: the command line, the training loop, evaluation and sampling, and what a run prints and logs.
+//! Code that works without a command line belongs in a crate of its own: the model in `model`, its operations on the CPU
+//! and on GPUs in `engine`, data files in `data`, checkpoints in `checkpoint`, communication between processes in
+//! `distributed`, comparisons with references in `verify`.
+//!
+//! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
+//! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default.
+//! * [`console`], [`log`], [`hints`] and [`version`] produce what a user reads.
+//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`kernels`] embeds the GPU kernels.
+
+#![warn(missing_docs)]
 
 pub mod cli;
 pub mod clock;
-pub mod commands;
+mod commands;
 pub mod config_file;
 pub mod console;
 pub mod corpus;
 pub mod evaluate;
 pub mod gpu_info;
+pub mod hints;
 pub mod kernels;
 pub mod log;
 pub mod mfu;
 pub mod sample;
 pub mod signals;
 pub mod train;
+pub mod values;
+pub mod version;

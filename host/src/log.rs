@@ -1,4 +1,4 @@
-//! What a run leaves in its directory: `main.log` in llm.c's format, and `main.jsonl` with everything known of each step.
+//! The log files of a run: `main.log` in llm.c's format, and `main.jsonl` with every measured value of each step.
 
 use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
@@ -11,20 +11,24 @@ use std::path::{Path, PathBuf};
 /// One training step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Step {
-    /// Counted from 0.
+    /// Number of the step, from 0.
     pub step: usize,
-    /// Mean over the step's tokens.
+    /// Mean loss over the step's tokens.
     pub loss: f32,
+    /// Learning rate.
     pub lr: f32,
-    /// L2 norm of the gradients, before clipping.
+    /// L2 norm of the gradients before clipping.
     pub norm: f32,
+    /// Time of the step in milliseconds.
     pub ms: f64,
+    /// Throughput of this step.
     pub tokens_per_second: f64,
-    /// In 0..1.
+    /// Model FLOPs utilization as a fraction, if the peak of the device is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Tokens trained on, this step included.
+    /// Tokens trained on so far, including this step.
     pub tokens: u64,
+    /// Z-scores, and whether the update was skipped.
     #[serde(flatten)]
     pub verdict: Verdict,
 }
@@ -36,20 +40,23 @@ struct Validation {
 }
 
 #[derive(Serialize)]
-struct Choices {
+struct Hellaswag {
     step: usize,
-    /// Share of the examples, in 0..=1.
+    /// Accuracy as a fraction.
     hellaswag: f64,
     correct: usize,
     examples: usize,
 }
 
-/// Both files, or none where a run has no directory. Every line is in its file when the call returns; if it cannot be, as on
-/// a full disk, it waits for the next call.
+/// The log files of a run; none for a run without a directory.
+///
+/// Each call writes its line to the files before it returns. A line that cannot be written, as on a full disk, is kept in
+/// memory and written by a later call.
 #[derive(Debug, Default)]
 pub struct Log {
     files: Option<[Output; 2]>,
-    trouble: Option<String>,
+    /// The write error that has not been reported yet.
+    error: Option<String>,
 }
 
 const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
@@ -58,44 +65,44 @@ const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 struct Output {
     path: PathBuf,
     file: File,
-    /// Bytes in the file.
-    written: u64,
+    /// Length of the file in bytes.
+    len: u64,
     /// Lines that could not be written yet.
-    waiting: String,
+    pending: String,
 }
 
 impl Output {
-    /// Goes on at the end of a file.
+    /// Opens a file for appending.
     fn open(path: PathBuf) -> Result<Self> {
         let open = || {
             let file = File::options().append(true).create(true).open(&path)?;
-            let written = file.metadata()?.len();
-            Ok::<_, io::Error>((file, written))
+            let len = file.metadata()?.len();
+            Ok::<_, io::Error>((file, len))
         };
-        let (file, written) = open().with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { path, file, written, waiting: String::new() })
+        let (file, len) = open().with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Self { path, file, len, pending: String::new() })
     }
 
     fn line(&mut self, line: &str) -> Result<()> {
-        self.waiting.push_str(line);
-        self.waiting.push('\n');
+        self.pending.push_str(line);
+        self.pending.push('\n');
         self.flush()
     }
 
     fn flush(&mut self) -> Result<()> {
-        if let Err(error) = self.file.write_all(self.waiting.as_bytes()) {
-            // Half a line would be joined by the next one.
-            let _ = self.file.set_len(self.written);
+        if let Err(error) = self.file.write_all(self.pending.as_bytes()) {
+            // Remove a partly written line, so that the next attempt does not continue it.
+            let _ = self.file.set_len(self.len);
             return Err(error).with_context(|| format!("cannot write {}", self.path.display()));
         }
-        self.written += self.waiting.len() as u64;
-        self.waiting.clear();
+        self.len += self.pending.len() as u64;
+        self.pending.clear();
         Ok(())
     }
 }
 
 impl Log {
-    /// Starts both files afresh.
+    /// Creates both files, replacing existing ones.
     pub fn create(directory: Option<&Path>) -> Result<Self> {
         let Some(directory) = directory else { return Ok(Self::default()) };
         for name in NAMES {
@@ -105,86 +112,90 @@ impl Log {
         Self::open(directory)
     }
 
-    /// Goes on with the files of a run that is taken up again before `step`'s update: what was logged after that is cut off.
-    /// Validations at `step` stay if they are `evaluated`.
+    /// Opens the files of a run that resumes before the update of `step`, and removes the lines that were logged after it.
+    ///
+    /// Evaluations at `step` are kept if the checkpoint was written after them (`evaluated`).
     pub fn resume(directory: &Path, step: usize, evaluated: bool) -> Result<Self> {
-        let stays = |line: Option<Line>| match line {
+        let keep = |line: Option<Line>| match line {
             Some(Line { step: s, training: true }) => s < step,
             Some(Line { step: s, training: false }) => s < step || (s == step && evaluated),
             None => true,
         };
         let [main, jsonl] = NAMES.map(|name| directory.join(name));
-        cut(&main, |line| stays(Line::of_main(line)))?;
-        cut(&jsonl, |line| stays(Line::of_jsonl(line)))?;
+        retain_lines(&main, |line| keep(Line::from_main(line)))?;
+        retain_lines(&jsonl, |line| keep(Line::from_jsonl(line)))?;
         Self::open(directory)
     }
 
     fn open(directory: &Path) -> Result<Self> {
         let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
-        Ok(Self { files: Some([main?, jsonl?]), trouble: None })
+        Ok(Self { files: Some([main?, jsonl?]), error: None })
     }
 
-    /// Handles of the files.
+    /// Returns handles of the files.
     pub fn files(&self) -> Result<Vec<File>> {
         self.files.iter().flatten().map(|output| output.file.try_clone().context("cannot share the log")).collect()
     }
 
-    /// Why lines wait; told once each time it begins.
+    /// Returns the reason why lines are kept in memory, once each time that writing starts to fail.
     pub fn take_trouble(&mut self) -> Option<String> {
-        self.trouble.take()
+        self.error.take()
     }
 
-    /// Writes the lines that wait; that some cannot be written is an error now.
+    /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
         self.files.iter_mut().flatten().try_for_each(Output::flush)
     }
 
+    /// Logs a training step.
     pub fn step(&mut self, step: &Step) -> Result<()> {
         let Step { step: s, loss, lr, norm, .. } = step;
         self.write(format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}"), step)
     }
 
+    /// Logs a validation loss.
     pub fn validation(&mut self, step: usize, val_loss: f64) -> Result<()> {
         self.write(format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss })
     }
 
+    /// Logs a HellaSwag score.
     pub fn hellaswag(&mut self, step: usize, score: Score) -> Result<()> {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
-        self.write(format!("s:{step} eval:{hellaswag:.4}"), &Choices { step, hellaswag, correct, examples })
+        self.write(format!("s:{step} eval:{hellaswag:.4}"), &Hellaswag { step, hellaswag, correct, examples })
     }
 
     fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {
         let Some(files) = &mut self.files else { return Ok(()) };
         for (output, line) in files.iter_mut().zip([line, serde_json::to_string(record)?]) {
-            let waited = !output.waiting.is_empty();
+            let failed_before = !output.pending.is_empty();
             if let Err(error) = output.line(&line)
-                && !waited
+                && !failed_before
             {
-                self.trouble = Some(format!("{error:#}"));
+                self.error = Some(format!("{error:#}"));
             }
         }
         Ok(())
     }
 }
 
-/// What a line of a log is about.
+/// The content of a log line, as far as resuming needs it.
 struct Line {
     step: usize,
-    /// Of a step's update, as opposed to a validation before it.
+    /// Whether the line logs a training step rather than an evaluation.
     training: bool,
 }
 
 impl Line {
-    fn of_main(line: &str) -> Option<Self> {
+    fn from_main(line: &str) -> Option<Self> {
         let (step, rest) = line.strip_prefix("s:")?.split_once(' ')?;
         Some(Self { step: step.parse().ok()?, training: rest.starts_with("trl:") })
     }
 
-    fn of_jsonl(line: &str) -> Option<Self> {
+    fn from_jsonl(line: &str) -> Option<Self> {
         #[derive(Deserialize)]
         struct Record {
             step: usize,
-            /// Steps have one; their loss is null if it is not finite.
+            /// Only training steps have a learning rate. Their loss is null if it is not finite.
             lr: Option<serde_json::Value>,
         }
         let record: Record = serde_json::from_str(line).ok()?;
@@ -192,14 +203,14 @@ impl Line {
     }
 }
 
-/// Keeps the whole lines of a file that `stay`, if there is such a file.
-fn cut(path: &Path, stays: impl Fn(&str) -> bool) -> Result<()> {
+/// Removes the lines of a file for which `keep` is false, and an incomplete last line. A missing file is no error.
+fn retain_lines(path: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
     let text = match fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         read => read.with_context(|| format!("cannot read {}", path.display()))?,
     };
     let text = String::from_utf8_lossy(&text);
-    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && stays(line.trim_end()));
+    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && keep(line.trim_end()));
     atomic_file::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
 }
 
@@ -209,7 +220,7 @@ mod tests {
     use model::guards::Skipped;
 
     #[test]
-    fn lines_are_llm_cs_and_records_json() {
+    fn main_log_has_the_format_of_llm_c_and_main_jsonl_holds_records() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = Log::create(Some(dir.path())).unwrap();
         log.validation(0, 10.98765).unwrap();
@@ -236,7 +247,7 @@ mod tests {
         assert!(["loss_z", "norm_z", "skipped"].iter().all(|key| records[1].get(key).is_none()), "{}", records[1]);
         Log::default().step(&step).unwrap();
 
-        // JSON has no NaN, and a step is one all the same.
+        // JSON has no NaN: the loss is null, and the line still counts as a training step.
         let verdict = Verdict { loss_z: None, norm_z: Some(-0.5), skipped: Some(Skipped::NotFinite) };
         log.step(&Step { step: 21, loss: f32::NAN, norm: f32::INFINITY, verdict, ..step }).unwrap();
         let read = |name| fs::read_to_string(dir.path().join(name)).unwrap();

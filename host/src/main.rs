@@ -1,24 +1,26 @@
+//! The `llm-rs` program: parses the command line, runs the command, and prints one line if it fails.
+
 use distributed::fault::Fault;
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match host::cli::Cli::of(env::args_os()).and_then(|cli| cli.run()) {
+    match host::cli::Cli::from_arguments(env::args_os()).and_then(|cli| cli.run()) {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read the output wants no more of it, as `head` does.
+        // The reader of the output has closed the pipe, as `head` does.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => match error.downcast::<clap::Error>() {
-            // `--help`, too.
-            Ok(wrong_flags) => wrong_flags.exit(),
+            // Invalid flags, but also `--help` and `--version`, which exit with 0.
+            Ok(error) => error.exit(),
             Err(error) => {
                 let fault = error.downcast_ref::<Fault>();
                 let code = fault.map_or(ExitCode::FAILURE, |fault| ExitCode::from(fault.exit_code()));
                 if let Some(Fault::ReportedByRank0 { .. }) = fault {
                     return code;
                 }
-                // Nobody is left to hear of a standard error that is closed.
-                let _ = writeln!(stderr(), "error: {}", one_line(&format!("{error:#}")));
+                // Standard error may be closed; there is no other place to report to.
+                let _ = writeln!(stderr(), "error: {}", on_one_line(&format!("{error:#}")));
                 code
             }
         },
@@ -30,6 +32,6 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
         || error.root_cause().downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
-fn one_line(text: &str) -> String {
+fn on_one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM: the first asks a run to stop at the next step, the second ends the program.
+//! SIGINT and SIGTERM. The first signal stops a run after its current step; a second one ends the process immediately.
 
 use anyhow::{Context, Result};
 use checkpoint::directory::remove_temporary_files;
@@ -11,38 +11,41 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// Whether a run was asked to stop. Clones share it.
+/// A request to stop a run. Clones share the request.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
 impl Stop {
+    /// Requests a stop.
     pub fn request(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
+    /// Returns whether a stop was requested.
     pub fn requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Listens for signals from now on, on a thread. A second one ends the program with the code a shell has for it, after
-    /// what is half written in `directory` has been removed.
+    /// Starts a thread that handles signals, and returns the request that the first signal makes.
+    ///
+    /// A second signal removes unfinished checkpoint files from `directory` and exits with 128 plus the signal's number.
     pub fn on_signals(directory: Option<PathBuf>) -> Result<Self> {
         let stop = Self::default();
         let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot listen for signals")?;
-        let asked = stop.clone();
+        let handled = stop.clone();
         let listen = move || {
             for signal in &mut signals {
-                if asked.requested() {
-                    // The writer may still be at it: what it makes now, the next run removes.
+                if handled.requested() {
+                    // The checkpoint writer may still create files; the next run removes those.
                     let _ = directory.as_deref().map(remove_temporary_files);
                     low_level::exit(128 + signal);
                 }
-                asked.request();
-                let name = low_level::signal_name(signal).unwrap_or("a signal");
-                let _ = writeln!(stderr(), "{name}: stopping after this step; once more to stop at once");
+                handled.request();
+                let name = low_level::signal_name(signal).unwrap_or("signal");
+                let _ = writeln!(stderr(), "{name}: stopping after this step; repeat the signal to stop immediately");
             }
         };
-        thread::Builder::new().name("signals".into()).spawn(listen).context("cannot start a thread for signals")?;
+        thread::Builder::new().name("signals".into()).spawn(listen).context("cannot start the signal thread")?;
         Ok(stop)
     }
 }

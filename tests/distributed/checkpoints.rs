@@ -175,7 +175,7 @@ fn checkpoints_resume_with_any_world_size_and_zero_stage() {
             if !world.path(&out).exists() {
                 copy_checkpoint(&world, &first, 4, &out);
                 let printed = run(to, stage, &out, &["--resume"]);
-                assert!(printed.contains("going on after 4 of 8 steps"), "{printed}");
+                assert!(printed.contains("resumed after 4 of 8 steps"), "{printed}");
             }
             out
         });
@@ -291,8 +291,7 @@ fn sampling_and_hellaswag_with_sharded_parameters_match_unsharded() {
         let texts: Vec<_> = texts.collect();
         assert_eq!(texts.len(), 2, "{printed}");
         let printed = run(3, stage, &scores);
-        let scores: Vec<_> =
-            printed.lines().filter(|line| line.starts_with("HellaSwag: ")).map(str::to_owned).collect();
+        let scores: Vec<_> = printed.lines().filter(|line| line.contains("HellaSwag: ")).map(str::to_owned).collect();
         assert_eq!(scores.len(), 2, "{printed}");
         (texts, scores)
     });

@@ -15,7 +15,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{PlanOptions, Descriptor, Gpt2, Param, Params, Recompute, Shard, Store, Zero};
+use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Recompute, Shard, Store, Zero};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;

@@ -100,7 +100,7 @@ pub fn wait_for_all(children: impl IntoIterator<Item = Child>) -> Vec<Output> {
 }
 
 pub fn program() -> &'static Path {
-    Path::new(env!("CARGO_BIN_EXE_host"))
+    Path::new(env!("CARGO_BIN_EXE_llm-rs"))
 }
 
 /// Returns stdout and stderr.

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result};
 use engine::GeluFusion;
-use engine::open::{Device, Precision, MatmulBackend};
+use engine::open::{Device, MatmulBackend, Precision};
 use model::Recompute;
 use model::guards::Limits;
 use model::schedule::Kind;

@@ -61,7 +61,7 @@ pub struct OptimizerState<'a> {
 /// Writes the state file of one rank. `layout` is that of the optimizer state, if it is not sharded.
 pub fn write(
     out: &mut impl Write,
-    share: Share,
+    share: Shard,
     state: &RunState,
     layout: &Params,
     optimizer: OptimizerState,
@@ -186,7 +186,7 @@ impl StateFiles {
 struct StateFile {
     file: BufReader<File>,
     has_master_weights: bool,
-    share: Share,
+    share: Shard,
     /// Whether the file contains only this share of every tensor.
     sharded: bool,
     rounding: XorShift,

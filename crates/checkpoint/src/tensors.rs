@@ -34,7 +34,7 @@ impl FileShape {
     }
 
     /// Returns the number of elements of a shard, which is a share of each tensor of each layer.
-    pub fn shard_elements(&self, share: Share) -> u128 {
+    pub fn shard_elements(&self, share: Shard) -> u128 {
         let elements = |param: Param| {
             let (rows, columns) = match param {
                 Param::Wte => (self.padded_vocab, self.descriptor.channels),

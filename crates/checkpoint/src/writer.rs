@@ -433,7 +433,7 @@ impl HostLayout {
                 }
             } else {
                 let whole = Tensor { len: range.len(), dtype: model.params.dtype, ..gathered };
-                ranks.all_gather(engine, Sharded { whole, part: params.own(unit) })?;
+                ranks.all_gather(engine, Sharded { whole, shard: params.own(unit) })?;
                 ranks.wait_on_stream(engine)?;
                 if let Some(block) = &self.params {
                     let at = block.start + range.start * size;
@@ -443,7 +443,7 @@ impl HostLayout {
             for (block, tensor) in &blocks {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };
                 let whole = gathered.slice(0, range.len());
-                ranks.all_gather(engine, Sharded { whole, part: store.own(unit) })?;
+                ranks.all_gather(engine, Sharded { whole, shard: store.own(unit) })?;
                 ranks.wait_on_stream(engine)?;
                 read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
             }
@@ -471,7 +471,7 @@ fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine,
 /// The inputs of the writing thread on every rank.
 struct WriteJob {
     staging_path: PathBuf,
-    share: Share,
+    share: Shard,
     layout: Params,
     float: DType,
     host_layout: HostLayout,

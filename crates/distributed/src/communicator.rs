@@ -80,7 +80,7 @@ impl Communicator for TcpGroup {
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        let Sharded { whole, part } = of.over(self.world_size)?;
+        let Sharded { whole, shard: part } = of.over(self.world_size)?;
         let mut bytes = vec![0; whole.bytes()];
         engine.read_bytes(whole, &mut bytes)?;
         self.all_reduce_bytes(&mut bytes, whole.dtype, reduction)?;
@@ -88,7 +88,7 @@ impl Communicator for TcpGroup {
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        let Sharded { whole, part } = of.over(self.world_size)?;
+        let Sharded { whole, shard: part } = of.over(self.world_size)?;
         let mut bytes = vec![0; part.bytes()];
         engine.read_bytes(part, &mut bytes)?;
         engine.write_bytes(whole, &self.all_gather_bytes(&bytes)?)

@@ -6,7 +6,7 @@ use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
 use engine::tensor::{DType, Sharded, Tensor};
-use engine::{Engine, DeviceTensor, Result};
+use engine::{DeviceTensor, Engine, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl Nccl {
         let id = if group.rank == 0 { UniqueId::new()?.to_bytes().to_vec() } else { Vec::new() };
         let id = group.broadcast_message(id)?.try_into().ok().context("rank 0 sent no valid NCCL id")?;
         let communicator =
-            nccl_rs::Communicator::new(gpu, UniqueId::of_bytes(id), group.rank, group.world_size, TIMEOUT)?;
+            nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), group.rank, group.world_size, TIMEOUT)?;
         group.monitor_device(Arc::new(communicator.monitor()));
         let (engine_event, collectives_event) = (Event::new(gpu)?, Event::new(gpu)?);
         Ok(Self { group, communicator, stream: Stream::new(gpu)?, engine_event, collectives_event, pending: false })
@@ -50,7 +50,7 @@ impl Nccl {
     }
 
     /// Like [`begin`](Self::begin). Returns the addresses of the whole and of the part.
-    fn begin_sharded(&mut self, engine: &dyn Engine, Sharded { whole, part }: Sharded) -> Result<(u64, u64)> {
+    fn begin_sharded(&mut self, engine: &dyn Engine, Sharded { whole, shard: part }: Sharded) -> Result<(u64, u64)> {
         let DeviceTensor { address, .. } = on_device(engine, part)?;
         Ok((self.begin(engine, whole)?, address))
     }

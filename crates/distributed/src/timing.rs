@@ -3,7 +3,7 @@
 use super::communicator::Communicator;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
-use engine::{Engine, Result, PendingRead};
+use engine::{Engine, PendingRead, Result};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
@@ -17,8 +17,8 @@ impl CommunicationTimings {
     pub fn take(&self, engine: &mut dyn Engine) -> Result<Vec<Duration>> {
         let mut waits = Vec::new();
         for [begin, end] in self.0.take() {
-            let begin = engine.wait(begin)?.at;
-            waits.push(engine.wait(end)?.at.saturating_sub(begin));
+            let begin = engine.wait(begin)?.completed_at;
+            waits.push(engine.wait(end)?.completed_at.saturating_sub(begin));
         }
         Ok(waits)
     }

@@ -1,16 +1,22 @@
-//! What memory a run needs, decided before any of it is allocated.
+//! The memory plan of a run: every buffer of the arena, laid out before anything is allocated.
 
 use crate::tensor::{DType, Tensor};
 use std::fmt;
 
-/// What a buffer is for; the printed table sums over each.
+/// The purpose of a buffer. Printed tables have a subtotal for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
+    /// Parameters of the model.
     Parameters,
+    /// Gradients of the parameters.
     Gradients,
+    /// Optimizer state: AdamW's m and v, and master weights.
     Optimizer,
+    /// Values that the forward pass keeps for the backward pass.
     Activations,
+    /// Temporary buffers of operations.
     Workspace,
+    /// Tokens and targets.
     Batch,
 }
 
@@ -22,27 +28,34 @@ impl Group {
 /// One named buffer of the arena.
 #[derive(Clone, Debug)]
 pub struct Entry {
+    /// Name in the printed table.
     pub name: String,
+    /// Extent of each dimension.
     pub shape: Vec<usize>,
+    /// Place and storage type.
     pub tensor: Tensor,
 }
 
-/// What a buffer is to be: name, shape and storage type.
+/// A requested buffer: name, shape and storage type.
 pub type Wanted<'a> = (&'a str, &'a [usize], DType);
 
-/// Memory for one buffer, or for several that take turns.
+/// Memory for one buffer, or for several that are never in use at the same time.
 #[derive(Clone, Debug)]
 pub struct Block {
+    /// Purpose of the memory.
     pub group: Group,
+    /// Offset in the arena, in bytes.
     pub offset: usize,
+    /// Size in bytes.
     pub bytes: usize,
+    /// The buffers.
     pub entries: Vec<Entry>,
-    /// Entries lie over one another: at no time are all of them in use.
+    /// Whether entries overlap. The phases of a step use them one after another.
     pub shared: bool,
 }
 
 impl Block {
-    /// Of its entries.
+    /// Returns the names of the entries, separated by bars.
     pub fn name(&self) -> String {
         self.entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>().join(" | ")
     }
@@ -55,10 +68,11 @@ pub struct Plan {
     bytes: usize,
 }
 
-/// Buffers begin at multiples of this, which suits vector loads, TMA and cuBLASLt.
+/// Alignment of buffers in bytes. It satisfies vector loads, TMA and cuBLASLt.
 const ALIGNMENT: usize = 1024;
 
 impl Plan {
+    /// Creates an empty plan.
     pub fn new() -> Self {
         Self::default()
     }
@@ -71,8 +85,9 @@ impl Plan {
         tensor
     }
 
-    /// Adds memory that the phases of a step use in turn, as large as the largest needs it. The buffers of a phase lie side
-    /// by side; what they hold is lost when the next phase writes its own.
+    /// Adds memory that the phases of a step use one after another, sized for the largest phase.
+    ///
+    /// The buffers of one phase do not overlap. Writing the buffers of a phase overwrites those of the other phases.
     pub fn share<const N: usize>(&mut self, group: Group, phases: [&[Wanted]; N]) -> [Vec<Tensor>; N] {
         let (start, mut end, mut entries) = (self.bytes, self.bytes, Vec::new());
         let tensors = phases.map(|buffers| {
@@ -95,19 +110,27 @@ impl Plan {
         self.blocks.push(block);
     }
 
-    /// Size of the arena.
+    /// Returns the size of the arena in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// In ascending order.
+    /// Returns the blocks in ascending order of their offsets.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// Bytes of the buffers of one group.
+    /// Returns the size of one group's buffers in bytes.
     pub fn group_bytes(&self, group: Group) -> usize {
         self.blocks.iter().filter(|block| block.group == group).map(|block| block.bytes).sum()
+    }
+
+    /// Returns a table with one row for each group and one for the total. `Display` lists every buffer.
+    pub fn summary(&self) -> String {
+        let row = |name: &str, bytes| format!("{name:<20} {:>9.1} MiB\n", mib(bytes));
+        let groups = Group::ALL.map(|group| (format!("{group:?}").to_lowercase(), self.group_bytes(group)));
+        let rows = groups.iter().filter(|(_, bytes)| *bytes > 0).map(|(name, bytes)| row(&format!("  {name}"), *bytes));
+        format!("memory\n{}{}", rows.collect::<String>(), row("  total", self.bytes))
     }
 }
 
@@ -134,7 +157,7 @@ impl fmt::Display for Plan {
                     writeln!(f, "{:<44} {:>21.1} MiB", format!("{group:?}"), mib(self.group_bytes(group)))?;
                 }
                 if block.shared {
-                    writeln!(f, "  {:<54} {:>9.1} MiB", "in turn, in the same memory", mib(block.bytes))?;
+                    writeln!(f, "  {:<54} {:>9.1} MiB", "shared by phases of a step", mib(block.bytes))?;
                 }
                 for entry in &block.entries {
                     writeln!(f, "{}", entry.row(if block.shared { 4 } else { 2 }))?;
@@ -150,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn phases_share_memory_and_their_buffers_do_not() {
+    fn buffers_of_different_phases_overlap_and_those_of_one_phase_do_not() {
         let mut plan = Plan::new();
         let before = plan.add(Group::Activations, "before", &[3], DType::F32);
         let [one, two] = plan.share(
@@ -170,8 +193,11 @@ mod tests {
         assert_eq!(block.name(), "a | b | c | d");
         assert_eq!(plan.group_bytes(Group::Activations), 12 + 3072 + 14 + 4);
         let text = plan.to_string();
-        assert!(text.contains("\n  in turn, in the same memory ") && text.contains("\n    a       "), "{text}");
-        let width = |line: &str| line.len();
-        assert!(text.lines().all(|line| width(line) == width(text.lines().next().unwrap())), "{text}");
+        assert!(text.contains("\n  shared by phases of a step ") && text.contains("\n    a       "), "{text}");
+        let width = text.lines().next().unwrap().len();
+        assert!(text.lines().all(|line| line.len() == width), "{text}");
+        let summary = plan.summary();
+        assert!(summary.starts_with("memory\n  activations ") && !summary.contains("workspace"), "{summary}");
+        assert!(summary.lines().count() == 3 && summary.ends_with(" MiB\n"), "{summary}");
     }
 }

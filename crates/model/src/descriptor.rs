@@ -1,49 +1,71 @@
-//! The shape of a model, and the names it goes by.
+//! The shape of a model, and the names of known shapes.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// Everything that fixes a model's parameters.
+/// The hyperparameters that determine the shapes of a model's parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Descriptor {
+    /// Number of layers.
     pub layers: usize,
+    /// Number of attention heads.
     pub heads: usize,
+    /// Number of channels.
     pub channels: usize,
-    /// Longest sequence there are position embeddings for.
+    /// Longest sequence that has position embeddings.
     pub max_seq_len: usize,
-    /// Tokens there are, before padding.
+    /// Size of the vocabulary without padding.
     pub vocab: usize,
 }
 
-/// Tokens of the GPT-2 encoding.
+/// Size of the vocabulary of the GPT-2 encoding.
 pub const GPT2_VOCAB: usize = 50257;
 
+/// An invalid shape or an unknown name.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum DescriptorError {
+    /// The name is unknown.
     #[error(
-        "model '{0}' is not known: expected dN (d6, d12, d24, d36, d48, d60, d72, d84), gpt2:dN or gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288)"
+        "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84) or \
+         gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288)"
     )]
     Unknown(String),
+    /// The number of channels is not a multiple of the number of heads.
     #[error("{heads} heads do not divide {channels} channels")]
-    HeadsDoNotDivide { heads: usize, channels: usize },
+    HeadsDoNotDivide {
+        /// Number of heads found.
+        heads: usize,
+        /// Number of channels found.
+        channels: usize,
+    },
+    /// A size is 0.
     #[error("{0} must be at least 1")]
     Zero(&'static str),
+    /// A size is above its limit.
     #[error("{name} must be at most {most}, found {found}")]
-    TooMany { name: &'static str, most: usize, found: usize },
+    TooMany {
+        /// Name of the size.
+        name: &'static str,
+        /// Its limit.
+        most: usize,
+        /// Value found.
+        found: usize,
+    },
+    /// The number of parameters is above the limit.
     #[error("{0} parameters are beyond what any memory holds")]
     TooLarge(u128),
 }
 
-/// Sizes up to these, with batches of less than 2^31 tokens, are planned without an overflow.
+/// Limits within which planning cannot overflow, for batches of less than 2^31 tokens.
 const MOST_LAYERS: usize = 8192;
 const MOST_PARAMETERS: u128 = 1 << 41;
-/// Tokens are 16 bits wide.
+/// Tokens are stored in 16 bits.
 const MOST_VOCAB: usize = 1 << 16;
 
 impl Descriptor {
-    /// A free shape.
+    /// Creates a custom shape.
     pub fn new(
         layers: usize,
         heads: usize,
@@ -65,32 +87,33 @@ impl Descriptor {
             }
         }
         let [c, l, t, vp] = [channels, layers, max_seq_len, vocab.next_multiple_of(128)].map(|n| n as u128);
-        // None: beyond even 128 bits.
-        let of_a_layer = c.checked_mul(c).and_then(|square| square.checked_mul(12 * l));
+        // `None` if the number overflows 128 bits.
+        let in_layers = c.checked_mul(c).and_then(|square| square.checked_mul(12 * l));
         let elsewhere = (t + vp).checked_mul(c);
-        let parameters = of_a_layer.zip(elsewhere).and_then(|(a, b)| a.checked_add(b)).unwrap_or(u128::MAX);
+        let parameters = in_layers.zip(elsewhere).and_then(|(a, b)| a.checked_add(b)).unwrap_or(u128::MAX);
         if parameters > MOST_PARAMETERS {
             return Err(DescriptorError::TooLarge(parameters));
         }
         Ok(Self { layers, heads, channels, max_seq_len, vocab })
     }
 
-    /// Vocabulary rounded up to 128, as wte and the logits store it.
+    /// Returns the vocabulary size rounded up to a multiple of 128, the number of rows of wte and of columns of the logits.
     pub const fn padded_vocab(&self) -> usize {
         self.vocab.next_multiple_of(128)
     }
 
+    /// Returns the number of channels of a head.
     pub const fn head_size(&self) -> usize {
         self.channels / self.heads
     }
 
-    /// Parameters, padded vocabulary counted (llm.c's N).
+    /// Returns the number of parameters with the padded vocabulary (llm.c's N).
     pub const fn parameters(&self) -> usize {
         let c = self.channels;
         self.padded_vocab() * c + self.max_seq_len * c + self.layers * (12 * c * c + 13 * c) + 2 * c
     }
 
-    /// llm.c's estimate of a training step's FLOPs per token: 6N + 6LCT.
+    /// Returns llm.c's estimate of the training FLOPs per token: 6N + 6LCT.
     pub const fn flops_per_token(&self, t: usize) -> usize {
         6 * self.parameters() + 6 * self.layers * self.channels * t
     }
@@ -101,7 +124,14 @@ impl FromStr for Descriptor {
 
     fn from_str(text: &str) -> Result<Self, DescriptorError> {
         let unknown = || DescriptorError::Unknown(text.to_owned());
-        let (family, size) = text.split_once(':').unwrap_or(("gpt2", text));
+        let size = match text {
+            "gpt2" => "d12",
+            "gpt2-medium" => "d24",
+            "gpt2-large" => "d36",
+            "gpt2-xl" => "d48",
+            other => other,
+        };
+        let (family, size) = size.split_once(':').unwrap_or(("gpt2", size));
         let number = |prefix| size.strip_prefix(prefix).and_then(|n: &str| n.parse::<usize>().ok());
         let (layers, heads, channels, max_seq_len) = match family {
             "gpt2" => {
@@ -152,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parameter_counts_are_llm_cs() {
+    fn parameter_counts_match_llm_c() {
         let counts = [
             ("d6", 30_357_504),
             ("d12", 124_475_904),
@@ -170,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_no_machine_holds_are_refused() {
+    fn shapes_beyond_the_limits_are_rejected() {
         let error = |l, h, c, t, v| Descriptor::new(l, h, c, t, v).unwrap_err().to_string();
         assert_eq!(error(8193, 1, 64, 8, 256), "layers must be at most 8192, found 8193");
         assert_eq!(error(1, 1, 64, 8, 65_537), "vocab must be at most 65536, found 65537");
@@ -184,8 +214,15 @@ mod tests {
     }
 
     #[test]
-    fn unknown_names_are_refused() {
-        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x"] {
+    fn the_names_of_gpt2_are_aliases() {
+        for (name, alias) in [("gpt2", "d12"), ("gpt2-medium", "d24"), ("gpt2-large", "d36"), ("gpt2-xl", "d48")] {
+            assert_eq!(name.parse::<Descriptor>(), alias.parse(), "{name}");
+        }
+    }
+
+    #[test]
+    fn unknown_names_are_rejected() {
+        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x", "gpt2-small", "gpt2:gpt2"] {
             assert_eq!(name.parse::<Descriptor>(), Err(DescriptorError::Unknown(name.into())), "{name}");
         }
     }

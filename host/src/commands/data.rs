@@ -1,16 +1,15 @@
-//! `data`: text to token files, and questions to evaluation files.
+//! `data`: converts text to token files, and HellaSwag to an evaluation file.
 
-use super::PROGRAM;
-use crate::cli::count;
+use crate::hints::Invocation;
+use crate::values::{count, fraction};
 use anyhow::Result;
 use data::{hellaswag, multiple_choice, text, tinyshakespeare};
 use indicatif::{ProgressBar, ProgressStyle};
-use std::fmt::Write as _;
 use std::fs;
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
-/// Makes token files (.bin) from text, and evaluation files, with GPT-2's encoding
+/// Convert text to token files (.bin), and HellaSwag to an evaluation file, with the GPT-2 encoding
 #[derive(Debug, clap::Args)]
 pub struct Data {
     #[command(subcommand)]
@@ -24,50 +23,50 @@ enum Source {
     Hellaswag(Hellaswag),
 }
 
-/// From any text files; each is a document
+/// Tokenize text files, each as one document
 #[derive(Debug, clap::Args)]
 struct Text {
-    /// Text files, or directories to search for them
-    #[arg(required = true)]
+    /// Text files, or directories to search
+    #[arg(required = true, value_name = "PATH")]
     files: Vec<PathBuf>,
 
-    /// Directory for the shards, `train_NNNNNN.bin` and `val_NNNNNN.bin`
-    #[arg(short, long)]
+    /// Directory for the shards train_NNNNNN.bin and val_NNNNNN.bin
+    #[arg(short, long, value_name = "DIR")]
     out: PathBuf,
 
-    /// Share of the documents kept for validation; of each document's end, where there are few
-    #[arg(long, default_value = "0")]
+    /// Fraction of the documents used for validation; with few documents, the fraction at the end of each
+    #[arg(long, value_name = "X", default_value = "0", value_parser = fraction)]
     val_fraction: f64,
 
-    /// In directories, take files with these endings only, such as rs,md
-    #[arg(long, value_delimiter = ',')]
+    /// In directories, use only files with these extensions, such as rs,md
+    #[arg(long, value_name = "EXT", value_delimiter = ',')]
     extensions: Vec<String>,
 
     /// Tokens in a shard
-    #[arg(long, default_value = "100000000", value_parser = count)]
+    #[arg(long, value_name = "N", default_value = "100000000", value_parser = count)]
     shard_tokens: usize,
 
-    /// Replace the shards that lie in the directory
+    /// Replace existing shards in the directory
     #[arg(long)]
     overwrite: bool,
 }
 
-/// The works of Shakespeare, 338,025 tokens, split as llm.c splits them
+/// Download and tokenize Tiny Shakespeare: 338,025 tokens, split as in llm.c
 #[derive(Debug, clap::Args)]
 struct Tinyshakespeare {
-    /// The text, if it is not to be downloaded
+    /// Read the text from this file instead of downloading it
     #[arg(long, value_name = "FILE")]
     from: Option<PathBuf>,
 
-    /// Directory for `tiny_shakespeare_train.bin` and `tiny_shakespeare_val.bin`
-    #[arg(short, long, default_value = "data/tinyshakespeare")]
+    /// Directory for tiny_shakespeare_train.bin and tiny_shakespeare_val.bin
+    #[arg(short, long, value_name = "DIR", default_value = "data/tinyshakespeare")]
     out: PathBuf,
 }
 
-/// The HellaSwag set, for `--hellaswag`: four endings of a text, of which a model should find one likeliest
+/// Convert HellaSwag for --hellaswag: questions that ask for the most plausible of four endings
 #[derive(Debug, clap::Args)]
 struct Hellaswag {
-    /// The set as JSON lines with ctx, endings and label: hellaswag_val.jsonl of <https://github.com/rowanz/hellaswag>
+    /// JSON lines with ctx, endings and label, such as hellaswag_val.jsonl of <https://github.com/rowanz/hellaswag>
     #[arg(long, value_name = "FILE")]
     from: PathBuf,
 
@@ -76,6 +75,7 @@ struct Hellaswag {
     out: PathBuf,
 }
 
+/// Converts a data set.
 pub fn run(args: &Data) -> Result<()> {
     match &args.source {
         Source::Text(args) => from_text(args),
@@ -96,7 +96,7 @@ fn from_text(args: &Text) -> Result<()> {
     let mut out = stdout();
     writeln!(out, "read {} documents, {} bytes", written.documents, written.bytes)?;
     let directory = args.out.display();
-    let mut next = format!("{PROGRAM} train --model d12");
+    let mut next: Vec<String> = ["train", "--model", "d12"].map(str::to_owned).into();
     for (name, part) in [("train", &written.train), ("val", &written.val)] {
         if part.shards > 0 {
             let shards = if part.shards == 1 { "shard" } else { "shards" };
@@ -105,10 +105,10 @@ fn from_text(args: &Text) -> Result<()> {
                 "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin",
                 part.tokens, part.shards
             )?;
-            write!(next, " --{name} '{directory}/{name}_*.bin'")?;
+            next.extend([format!("--{name}"), format!("{directory}/{name}_*.bin")]);
         }
     }
-    writeln!(out, "\nnext: {next}")?;
+    writeln!(out, "\nnext: {}", Invocation::current().command(next.iter().map(String::as_str)))?;
     Ok(())
 }
 
@@ -118,8 +118,10 @@ fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
     for (path, tokens) in [&written.val, &written.train] {
         writeln!(out, "wrote {tokens} tokens to {}", path.display())?;
     }
-    let (train, val) = (written.train.0.display(), written.val.0.display());
-    writeln!(out, "\nnext: {PROGRAM} train --train {train} --val {val} --model d6 --batch 4 --seq 64 --steps 100")?;
+    let (train, val) = (written.train.0.to_string_lossy(), written.val.0.to_string_lossy());
+    let settings = ["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"];
+    let next = ["train", "--train", &train, "--val", &val].into_iter().chain(settings);
+    writeln!(out, "\nnext: {}", Invocation::current().command(next))?;
     Ok(())
 }
 
@@ -129,11 +131,8 @@ fn from_hellaswag(args: &Hellaswag) -> Result<()> {
         atomic_file::create_directory(directory)?;
     }
     multiple_choice::write(&args.out, &examples)?;
-    let file = args.out.display();
-    writeln!(
-        stdout(),
-        "wrote {} examples to {file}\n\nnext: {PROGRAM} eval --model FILE --hellaswag {file}",
-        examples.len()
-    )?;
+    let file = args.out.to_string_lossy();
+    let next = Invocation::current().command(["eval", "--model", "FILE", "--hellaswag", &file]);
+    writeln!(stdout(), "wrote {} examples to {file}\n\nnext: {next}", examples.len())?;
     Ok(())
 }

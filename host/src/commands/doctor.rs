@@ -1,5 +1,5 @@
-//! `doctor`: what this machine has for training on a GPU and for building the kernels, what is missing, and the command
-//! that mends it.
+//! `doctor`: lists what this machine has for training on a GPU and for building the kernels, what is missing, and how to
+//! install it.
 
 use crate::kernels::{MODULES, MODULES_MISSING};
 use anyhow::Result;
@@ -8,27 +8,41 @@ use cuda_driver::library::SearchPath;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Shows what this machine has for GPU training, what is missing, and the command that mends it
+/// Check this machine for GPU training: list what was found, what is missing, and how to fix it
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Doctor {}
 
-/// One thing that was looked for.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
+    /// Name of the component.
     pub name: String,
+    /// Whether it was found.
     pub state: State,
 }
 
+/// The state of a component.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// What it is, and where.
+    /// Found: its version and path.
     Found(String),
-    /// Without it there is no training on a GPU: what was found instead, and what to do.
-    Missing { why: String, mend: String },
-    /// Training works without it.
-    Optional { why: String, mend: String },
+    /// Missing, and required for training on a GPU.
+    Missing {
+        /// The problem.
+        reason: String,
+        /// How to fix it.
+        fix: String,
+    },
+    /// Missing, but not required.
+    Optional {
+        /// The problem, or what the component is for.
+        reason: String,
+        /// How to install it.
+        fix: String,
+    },
 }
 
+/// Prints all findings.
 pub fn run(_: &Doctor) -> Result<()> {
     let findings = examine();
     match print(&findings, &mut io::stdout().lock()) {
@@ -37,7 +51,7 @@ pub fn run(_: &Doctor) -> Result<()> {
     }
 }
 
-/// Looks at the machine and at this program.
+/// Runs all checks of this machine and of this program.
 pub fn examine() -> Vec<Finding> {
     let mut findings = vec![driver()];
     findings.extend(gpus());
@@ -46,8 +60,8 @@ pub fn examine() -> Vec<Finding> {
         cublaslt(),
         nccl(),
         toolchain(),
-        tool("ptxas", "makes machine code at build time; without it the driver compiles PTX at start"),
-        tool("cuobjdump", "lets `inspect --sass` show machine code"),
+        tool("ptxas", "assembles machine code at build time; without it the driver compiles PTX at startup"),
+        tool("cuobjdump", "needed by `inspect --sass`"),
     ]);
     findings
 }
@@ -56,23 +70,23 @@ fn found(name: impl Into<String>, what: String) -> Finding {
     Finding { name: name.into(), state: State::Found(what) }
 }
 
-fn missing(name: impl Into<String>, why: String, mend: &str) -> Finding {
-    Finding { name: name.into(), state: State::Missing { why, mend: mend.into() } }
+fn missing(name: impl Into<String>, reason: String, fix: &str) -> Finding {
+    Finding { name: name.into(), state: State::Missing { reason, fix: fix.into() } }
 }
 
-fn optional(name: impl Into<String>, why: String, mend: &str) -> Finding {
-    Finding { name: name.into(), state: State::Optional { why, mend: mend.into() } }
+fn optional(name: impl Into<String>, reason: String, fix: &str) -> Finding {
+    Finding { name: name.into(), state: State::Optional { reason, fix: fix.into() } }
 }
 
-const INSTALL_DRIVER: &str = "install NVIDIA's driver, 525 or later (Debian: apt-get install nvidia-driver); in a \
-                              container: start it with --gpus all";
+const INSTALL_DRIVER: &str = "install the NVIDIA driver, version 525 or later (Debian: apt-get install nvidia-driver); \
+                              start a container with --gpus all";
 
 fn driver() -> Finding {
     let name = "CUDA driver";
     match cuda_driver::driver_version() {
-        // A driver of CUDA 12 has every call that the kernels' launches need.
+        // Kernel launches use driver functions of CUDA 12.
         Ok((major, minor)) if major < 12 => {
-            missing(name, format!("supports CUDA {major}.{minor} only"), INSTALL_DRIVER)
+            missing(name, format!("expected support for CUDA 12, found CUDA {major}.{minor}"), INSTALL_DRIVER)
         }
         Ok((major, minor)) => found(name, format!("supports CUDA {major}.{minor}")),
         Err(cuda_driver::Error::NoDriver { reason }) => missing(name, reason, INSTALL_DRIVER),
@@ -83,7 +97,7 @@ fn driver() -> Finding {
 fn gpus() -> Vec<Finding> {
     let count = match cuda_driver::device_count() {
         Ok(count) => count,
-        // The driver's finding has said so.
+        // The check of the driver has reported it.
         Err(cuda_driver::Error::NoDriver { .. }) => return Vec::new(),
         Err(error) => return vec![missing("GPU", error.to_string(), "check nvidia-smi and CUDA_VISIBLE_DEVICES")],
     };
@@ -98,8 +112,7 @@ fn gpu(index: usize) -> Finding {
     };
     let (major, minor) = info.compute_capability;
     let what = format!(
-        "{}, compute capability {major}.{minor}, {} multiprocessors at {} MHz, {:.0} GiB, {:.0} MiB L2, {} KiB shared \
-         memory a block",
+        "{}, compute capability {major}.{minor}, {} SMs at {} MHz, {:.0} GiB, {:.0} MiB L2, {} KiB shared memory per block",
         info.name,
         info.sm_count,
         info.clock_khz / 1000,
@@ -107,13 +120,13 @@ fn gpu(index: usize) -> Finding {
         info.l2_bytes as f64 / f64::from(1 << 20),
         info.shared_per_block >> 10,
     );
-    if major >= 8 { found(name, what) } else { optional(name, what, "needs compute capability 8.0: use another GPU") }
+    if major >= 8 { found(name, what) } else { optional(name, what, "use a GPU of compute capability 8.0 or later") }
 }
 
 fn kernels() -> Finding {
     let name = "GPU kernels in this program";
     if MODULES.is_empty() {
-        return missing(name, MODULES_MISSING.unwrap_or("none").into(), "scripts/setup, then build again");
+        return missing(name, MODULES_MISSING.unwrap_or("none").into(), "run scripts/setup, then build again");
     }
     let each = MODULES.iter().map(|module| {
         let code = if module.cubin.is_some() { "PTX and cubin" } else { "PTX" };
@@ -134,11 +147,11 @@ fn cublaslt() -> Finding {
 
 fn nccl() -> Finding {
     let name = "libnccl";
-    let mend = "for training on several GPUs: pip install nvidia-nccl-cu13 (or -cu12)";
+    let fix = "for training on several GPUs: pip install nvidia-nccl-cu13 (or -cu12)";
     match SearchPath::detect().open(&["libnccl.so.2"]) {
         Ok(opened) => {
             let mut version = 0;
-            // SAFETY: the signature is that of nccl.h; the call writes one integer.
+            // SAFETY: the signature matches nccl.h, and the call writes one integer through the valid pointer.
             let status = unsafe {
                 opened
                     .library
@@ -150,10 +163,10 @@ fn nccl() -> Finding {
                     let (major, minor, patch) = (version / 10000, version / 100 % 100, version % 100);
                     found(name, format!("{major}.{minor}.{patch}, {}", opened.path.display()))
                 }
-                _ => optional(name, format!("{} does not say its version", opened.path.display()), mend),
+                _ => optional(name, format!("{}: the version is unknown", opened.path.display()), fix),
             }
         }
-        Err(error) => optional(name, error.to_string(), mend),
+        Err(error) => optional(name, error.to_string(), fix),
     }
 }
 
@@ -161,37 +174,37 @@ fn toolchain() -> Finding {
     let name = "device toolchain";
     match Toolchain::find() {
         Ok(toolchain) => found(name, toolchain.to_string()),
-        Err(none) => optional(name, none.to_string(), "scripts/setup (needed only to build the kernels)"),
+        Err(none) => optional(name, none.to_string(), "run scripts/setup (needed only to build the kernels)"),
     }
 }
 
-fn tool(name: &str, what: &str) -> Finding {
+fn tool(name: &str, purpose: &str) -> Finding {
     match find_cuda_tool(name, Some(workspace())) {
         Some(path) => found(name, path.display().to_string()),
-        None => optional(name, format!("not found; {what}"), "scripts/setup"),
+        None => optional(name, format!("not found; {purpose}"), "run scripts/setup"),
     }
 }
 
-/// Where this program was built; tools lie below it, if it is still there.
+/// Returns the checkout that this program was built in. `scripts/setup` installs tools there.
 pub(super) fn workspace() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
-/// One line for each finding, what to do about it below, and what it comes to at the end.
+/// Prints one line for each finding, followed by its fix, and a conclusion at the end.
 pub fn print(findings: &[Finding], out: &mut impl Write) -> io::Result<()> {
     for Finding { name, state } in findings {
         match state {
             State::Found(what) => writeln!(out, "ok       {name}: {what}")?,
-            State::Missing { why, mend } => writeln!(out, "MISSING  {name}: {why}\n         mend: {mend}")?,
-            State::Optional { why, mend } => writeln!(out, "-        {name}: {why}\n         mend: {mend}")?,
+            State::Missing { reason, fix } => writeln!(out, "MISSING  {name}: {reason}\n         fix: {fix}")?,
+            State::Optional { reason, fix } => writeln!(out, "-        {name}: {reason}\n         fix: {fix}")?,
         }
     }
-    let lacking: Vec<_> =
+    let required: Vec<_> =
         findings.iter().filter(|f| matches!(f.state, State::Missing { .. })).map(|f| f.name.as_str()).collect();
-    if lacking.is_empty() {
+    if required.is_empty() {
         writeln!(out, "\nReady to train on a GPU.")
     } else {
-        writeln!(out, "\nReady to train on the CPU. For a GPU, mend: {}.", lacking.join(", "))
+        writeln!(out, "\nReady to train on the CPU. To train on a GPU, fix: {}.", required.join(", "))
     }
 }
 
@@ -206,19 +219,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_decides_and_what_is_optional_does_not() {
+    fn the_conclusion_depends_on_required_components_only() {
         let driver = found("CUDA driver", "supports CUDA 13.0".into());
         let nccl = optional("libnccl", "not found".into(), "pip install it");
         let text = printed(&[driver.clone(), nccl.clone()]);
         assert!(text.ends_with("Ready to train on a GPU.\n"), "{text}");
-        assert!(text.contains("-        libnccl: not found\n         mend: pip install it\n"), "{text}");
+        assert!(text.contains("-        libnccl: not found\n         fix: pip install it\n"), "{text}");
 
         let text = printed(&[driver, missing("libcublasLt", "not found".into(), "pip install that"), nccl]);
-        assert!(text.ends_with("Ready to train on the CPU. For a GPU, mend: libcublasLt.\n"), "{text}");
+        assert!(text.ends_with("Ready to train on the CPU. To train on a GPU, fix: libcublasLt.\n"), "{text}");
     }
 
     #[test]
-    fn this_machine_is_examined_whatever_it_has() {
+    fn every_component_is_checked_on_any_machine() {
         let names: Vec<_> = examine().into_iter().map(|finding| finding.name).collect();
         for name in
             ["CUDA driver", "GPU kernels in this program", "libcublasLt", "libnccl", "device toolchain", "ptxas"]

@@ -1,8 +1,8 @@
-//! `eval`: the loss of a model file on token files, and its score on HellaSwag.
+//! `eval`: the loss of a model on token files, and its HellaSwag accuracy.
 
 use super::resources::{Hardware, load};
-use crate::cli::count;
 use crate::evaluate::{self, multiple_choice};
+use crate::values::count;
 use anyhow::{Result, ensure};
 use checkpoint::model_file::ModelFile;
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
@@ -11,50 +11,51 @@ use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-/// Measures a model's loss on token files, and how often it finds the right ending of a text
+/// Compute a model's loss on token files, and its HellaSwag accuracy
 #[derive(Debug, clap::Args)]
 pub struct Eval {
-    /// Model file (.bin), as training writes it
+    /// Model file (.bin) of a checkpoint
     #[arg(short = 'e', long, value_name = "FILE")]
     model: PathBuf,
 
-    /// Token files (.bin) to measure on; quote the pattern
+    /// Token files (.bin); quote the pattern
     #[arg(short = 'j', long, value_name = "GLOB", required_unless_present = "hellaswag")]
     val: Option<String>,
 
-    /// Evaluation file (.bin), as `data hellaswag` makes it
+    /// Evaluation file (.bin) of `llm-rs data hellaswag`
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
 
-    /// Examples of --hellaswag to take, the first ones [default: all there are]
+    /// Use only the first N examples of --hellaswag [default: all]
     #[arg(long, value_name = "N", value_parser = count, requires = "hellaswag")]
     hellaswag_examples: Option<usize>,
 
     /// Sequences in a batch
-    #[arg(short, long, default_value = "4", value_parser = count)]
+    #[arg(short, long, value_name = "B", default_value = "4", value_parser = count)]
     batch: usize,
 
-    /// Tokens in a sequence [default: as many as the model takes, 1024 at most]
-    #[arg(short = 't', long, value_parser = count)]
+    /// Tokens in a sequence [default: 1024, or the model's maximum if that is smaller]
+    #[arg(short = 't', long, value_name = "T", value_parser = count)]
     seq: Option<usize>,
 
-    /// Batches to take [default: all there are]
-    #[arg(short = 'm', long, value_parser = count)]
+    /// Number of batches [default: all]
+    #[arg(short = 'm', long, value_name = "N", value_parser = count)]
     val_batches: Option<usize>,
 
     #[command(flatten)]
     hardware: Hardware,
 }
 
+/// Prints the loss and the accuracy.
 pub fn run(args: &Eval) -> Result<()> {
     let file = ModelFile::open(&args.model)?;
     let descriptor = file.descriptor();
     let (b, t) = (args.batch, args.seq.unwrap_or(descriptor.max_seq_len.min(1024)));
     ensure!(
         t <= descriptor.max_seq_len,
-        "--seq {t}: {} takes sequences of up to {} tokens",
-        args.model.display(),
-        descriptor.max_seq_len
+        "--seq {t}: expected at most {}, the longest sequence that {} supports",
+        descriptor.max_seq_len,
+        args.model.display()
     );
     let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
     let loader = args.val.as_ref().map(loader).transpose()?;

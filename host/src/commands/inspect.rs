@@ -1,4 +1,4 @@
-//! `inspect`: the kernels in this program as the GPU gets them.
+//! `inspect`: shows the embedded GPU kernels as PTX, as machine code, or as a table of their resources.
 
 use super::doctor::workspace;
 use crate::kernels::EMBEDDED;
@@ -7,28 +7,30 @@ use cuda_builder::{Kernel, Module, find_cuda_tool};
 use std::io::{self, Write};
 use std::process::Command;
 
-/// Shows the GPU kernels in this program: their resources, PTX or machine code
+/// Show the GPU kernels in this program: resources, PTX or machine code
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Inspect {
-    /// Only kernels whose name contains this
+    /// Show only kernels whose name contains this text
+    #[arg(value_name = "NAME")]
     pub kernel: Option<String>,
-    /// Only this architecture, such as `sm_90a` (default: all of them for a table, else the newest)
+    /// Show only this architecture, such as sm_90a [default: all for the table, otherwise the newest]
     #[arg(long)]
     pub arch: Option<String>,
-    /// The PTX
+    /// Show the PTX
     #[arg(long, conflicts_with_all = ["sass", "resources"])]
     pub ptx: bool,
-    /// The machine code, through cuobjdump or nvdisasm
+    /// Show the machine code, through cuobjdump or nvdisasm
     #[arg(long, conflicts_with = "resources")]
     pub sass: bool,
-    /// Registers, shared memory, stack and spills of each kernel (this is the default)
+    /// Show a table of registers, shared memory, stack and spills (the default)
     #[arg(long)]
     pub resources: bool,
 }
 
+/// Prints the kernels.
 pub fn run(options: &Inspect) -> Result<()> {
     match inspect(options, EMBEDDED.modules()?, &mut io::stdout().lock()) {
-        // `inspect … | head` is no failure.
+        // `inspect … | head` closes the pipe early.
         Err(error) if is_broken_pipe(&error) => Ok(()),
         outcome => outcome,
     }
@@ -38,7 +40,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Writes what `options` ask for of `modules`.
+/// Writes the requested view of `modules` to `out`.
 pub fn inspect(options: &Inspect, modules: &[Module], out: &mut impl Write) -> Result<()> {
     let chosen: Vec<&Module> = match &options.arch {
         Some(arch) => modules.iter().filter(|module| module.arch == arch).collect(),
@@ -48,7 +50,7 @@ pub fn inspect(options: &Inspect, modules: &[Module], out: &mut impl Write) -> R
     let list = |names: Vec<&str>| names.join(", ");
     ensure!(
         !chosen.is_empty(),
-        "--arch {}: this program has kernels for {}",
+        "--arch {}: expected one of the embedded architectures {}",
         options.arch.as_deref().unwrap_or_default(),
         list(modules.iter().map(|module| module.arch).collect())
     );
@@ -57,7 +59,9 @@ pub fn inspect(options: &Inspect, modules: &[Module], out: &mut impl Write) -> R
         && !chosen.iter().any(|module| module.kernels.iter().any(|kernel| wanted(&kernel)))
     {
         let archs = list(chosen.iter().map(|module| module.arch).collect());
-        bail!("no kernel of {archs} has {part} in its name; `inspect` without a name lists them");
+        bail!(
+            "{part}: expected a part of a kernel name, found no such kernel for {archs}; list all names with `inspect`"
+        );
     }
     for module in &chosen {
         let kernels: Vec<&Kernel> = module.kernels.iter().filter(wanted).collect();
@@ -101,29 +105,29 @@ fn resources(module: &Module, kernels: &[&Kernel], out: &mut impl Write) -> Resu
         }
         writeln!(out)?;
     }
-    let note = "threads and blocks per multiprocessor are launch bounds; bytes are per block (static shared memory) and \
-                per thread (stack, spilled)";
+    let note =
+        "threads and blocks/SM are launch bounds; shared: static bytes per block; stack and spilled: bytes per thread";
     writeln!(out, "{note}\n")?;
     if kernels.iter().any(|kernel| kernel.resources.is_none()) {
-        writeln!(out, "-: this program was built without cubins; run scripts/setup and build with LLM_RS_CUBINS=1\n")?;
+        writeln!(out, "-: unknown, since no ptxas was found at build time; `doctor` shows how to install it\n")?;
     }
     Ok(())
 }
 
-fn ptx(module: &Module, kernels: &[&Kernel], some: bool, out: &mut impl Write) -> Result<()> {
-    if !some {
+fn ptx(module: &Module, kernels: &[&Kernel], filtered: bool, out: &mut impl Write) -> Result<()> {
+    if !filtered {
         return Ok(out.write_all(module.ptx.as_bytes())?);
     }
     for kernel in kernels {
-        let text = entry_of(module.ptx, &kernel.name)
+        let text = find_entry(module.ptx, &kernel.name)
             .with_context(|| format!("the PTX of {} has no entry {}", module.arch, kernel.name))?;
         writeln!(out, "{text}\n")?;
     }
     Ok(())
 }
 
-/// A kernel's part of a module's PTX: from `.visible .entry name` to the brace that closes its body.
-fn entry_of<'a>(ptx: &'a str, kernel: &str) -> Option<&'a str> {
+/// Returns the part of a module's PTX that defines a kernel: from `.visible .entry name` to the closing brace of its body.
+fn find_entry<'a>(ptx: &'a str, kernel: &str) -> Option<&'a str> {
     let named = |start: &usize| {
         let after = ptx[start + ".entry".len()..].trim_start();
         after.strip_prefix(kernel).is_some_and(|rest| rest.starts_with(|c: char| c == '(' || c.is_whitespace()))
@@ -140,27 +144,30 @@ fn entry_of<'a>(ptx: &'a str, kernel: &str) -> Option<&'a str> {
     None
 }
 
-fn sass(module: &Module, kernels: &[&Kernel], some: bool, out: &mut impl Write) -> Result<()> {
+fn sass(module: &Module, kernels: &[&Kernel], filtered: bool, out: &mut impl Write) -> Result<()> {
     let cubin = module.cubin.with_context(|| {
-        format!("this program has no cubin for {}; run scripts/setup and build with LLM_RS_CUBINS=1", module.arch)
+        format!(
+            "--sass: expected machine code for {}, found PTX only, since no ptxas was found at build time; run scripts/setup, then build again",
+            module.arch
+        )
     })?;
-    let mut file = tempfile::Builder::new().suffix(".cubin").tempfile().context("a temporary file for the cubin")?;
-    file.write_all(cubin).context("writing the cubin to a temporary file")?;
+    let mut file = tempfile::Builder::new().suffix(".cubin").tempfile().context("cannot create a temporary file")?;
+    file.write_all(cubin).context("cannot write the cubin to a temporary file")?;
     let mut command = if let Some(cuobjdump) = find_cuda_tool("cuobjdump", Some(workspace())) {
         let mut command = Command::new(cuobjdump);
         command.arg("--dump-sass");
-        if some {
+        if filtered {
             let names: Vec<_> = kernels.iter().map(|kernel| &*kernel.name).collect();
             command.arg("--function").arg(names.join(","));
         }
         command
     } else if let Some(nvdisasm) = find_cuda_tool("nvdisasm", Some(workspace())) {
-        // It prints all functions of the cubin.
+        // nvdisasm has no filter; it prints all kernels.
         Command::new(nvdisasm)
     } else {
-        bail!("neither cuobjdump nor nvdisasm was found, which show machine code; run scripts/setup");
+        bail!("--sass: expected cuobjdump or nvdisasm, found neither; run scripts/setup");
     };
-    let output = command.arg(file.path()).output().with_context(|| format!("running {command:?}"))?;
+    let output = command.arg(file.path()).output().with_context(|| format!("cannot run {command:?}"))?;
     ensure!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     Ok(out.write_all(&output.stdout)?)
 }
@@ -208,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_of_every_architecture() {
+    fn the_table_lists_resources_of_every_architecture() {
         let text = shown(&Inspect::default()).unwrap();
         let row = text.lines().find(|line| line.starts_with("scale_f32")).unwrap();
         assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["scale_f32", "256", "2", "40", "128", "16", "32", "1"]);
@@ -220,30 +227,33 @@ mod tests {
     }
 
     #[test]
-    fn ptx_of_one_kernel_is_its_entry() {
-        assert_eq!(entry_of(PTX, "scale").unwrap(), ".visible .entry scale(.param .u64 p)\n{\n    ret;\n}");
-        let text = entry_of(PTX, "scale_f32").unwrap();
+    fn ptx_of_one_kernel_is_its_entry_only() {
+        assert_eq!(find_entry(PTX, "scale").unwrap(), ".visible .entry scale(.param .u64 p)\n{\n    ret;\n}");
+        let text = find_entry(PTX, "scale_f32").unwrap();
         assert!(text.starts_with(".visible .entry scale_f32(") && text.ends_with("ret;\n}"), "{text}");
-        assert!(entry_of(PTX, "scal").is_none());
+        assert!(find_entry(PTX, "scal").is_none());
         assert_eq!(shown(&Inspect { ptx: true, ..Inspect::default() }).unwrap(), PTX);
         let both = shown(&Inspect { ptx: true, kernel: Some("scale".into()), ..Inspect::default() }).unwrap();
         assert_eq!(both.matches(".entry").count(), 2);
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn errors_name_what_is_missing() {
         let error = |options| shown(&options).unwrap_err().to_string();
         let text = error(Inspect { kernel: Some("gelu".into()), ..Inspect::default() });
-        assert_eq!(text, "no kernel of sm_80, sm_90a has gelu in its name; `inspect` without a name lists them");
+        assert_eq!(
+            text,
+            "gelu: expected a part of a kernel name, found no such kernel for sm_80, sm_90a; list all names with `inspect`"
+        );
         let text = error(Inspect { arch: Some("sm_75".into()), ..Inspect::default() });
-        assert_eq!(text, "--arch sm_75: this program has kernels for sm_80, sm_90a");
+        assert_eq!(text, "--arch sm_75: expected one of the embedded architectures sm_80, sm_90a");
         let text = error(Inspect { sass: true, ..Inspect::default() });
-        assert!(text.contains("no cubin for sm_90a") && text.contains("scripts/setup"), "{text}");
+        assert!(text.contains("expected machine code for sm_90a") && text.contains("scripts/setup"), "{text}");
     }
 
-    /// Machine code of a real kernel, where the program has any and the tools are there; else the reason.
+    /// Passes with an explanatory error if the program has no machine code or the tools are missing.
     #[test]
-    fn sass_of_an_embedded_kernel() {
+    fn sass_of_an_embedded_kernel_names_the_kernel() {
         let options = Inspect { sass: true, kernel: Some("gelu_forward_f32".into()), ..Inspect::default() };
         let mut out = Vec::new();
         match EMBEDDED.modules().and_then(|modules| inspect(&options, modules, &mut out)) {

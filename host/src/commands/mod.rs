@@ -1,4 +1,6 @@
-//! The program's commands, one file each.
+//! The commands of the program. Each module holds the flags of one command and its `run` function.
+//!
+//! Code that several commands share belongs in [`resources`]; code that is useful without a command line belongs outside.
 
 pub mod bench;
 pub mod data;
@@ -11,6 +13,3 @@ pub mod sample;
 pub mod selftest;
 pub mod train;
 pub mod verify;
-
-/// How this program is started from its sources, for commands that are suggested.
-pub const PROGRAM: &str = "cargo run --release -p host --";

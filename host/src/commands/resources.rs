@@ -1,7 +1,7 @@
-//! Options that several commands share.
+//! Flags and functions that several commands share.
 
-use crate::cli::{level, switch};
 use crate::kernels::EMBEDDED;
+use crate::values::{level, switch};
 use anyhow::Result;
 use checkpoint::model_file::ModelFile;
 use clap::ArgAction;
@@ -12,48 +12,52 @@ use model::fit;
 use model::{Gpt2, PlanOptions};
 use std::io::{Write, stderr};
 
-/// Where to compute, and how precisely.
+const DEVICE: &str = "Device and precision";
+
+/// The device to compute on, and the precision.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Hardware {
-    #[arg(long, value_enum, default_value_t)]
+    /// Device to compute on
+    #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
     pub device: Device,
 
     /// Number format of weights and activations [default: bf16 on a GPU, fp32 on the CPU]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = DEVICE)]
     pub precision: Option<Precision>,
 
-    /// With --precision fp32 on a GPU: multiply on tensor cores, with 10 bits of mantissa
-    #[arg(short = 'f', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set)]
+    /// With --precision fp32 on a GPU: compute matmuls in TF32 on tensor cores
+    #[arg(short = 'f', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DEVICE)]
     pub tf32: bool,
 
-    /// GELUs that are part of a matrix product on a GPU: 0 none, 1 the forward's, 2 the backward's too; also -ge [default:
-    /// what is fastest there]
-    #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>)]
+    /// Fuse GELU into matmuls on a GPU. 0: never, 1: in the forward pass, 2: in both passes [default: the fastest]. Also -ge
+    #[arg(long, value_name = "0|1|2", value_parser = level::<GeluFusion>, help_heading = DEVICE)]
     pub gelu_fusion: Option<GeluFusion>,
 
-    /// What computes matrix products on a GPU
-    #[arg(long, value_enum, default_value_t)]
+    /// Kernels that compute matmuls on a GPU
+    #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
     pub matmul: MatmulBackend,
 
-    /// Run a GPU's kernels for this architecture, as sm_80 [default: the newest that it can run]
-    #[arg(long, value_name = "ARCH")]
+    /// Architecture of the GPU kernels, such as sm_80 [default: the newest that the GPU supports]
+    #[arg(long, value_name = "ARCH", help_heading = DEVICE)]
     pub kernels: Option<String>,
 
+    /// Index of the tile configuration that each GEMM uses instead of the fastest one. `selftest` sets it.
     #[arg(skip)]
     pub kernel_config: Option<usize>,
 }
 
 impl Hardware {
+    /// Opens the engine, on the first GPU if it runs on a GPU.
     pub fn open(&self) -> Result<Opened> {
         self.open_on(open::GPU)
     }
 
-    /// As [`open`](Self::open), the GPU `gpu` if it is one.
+    /// Opens the engine, on GPU `gpu` if it runs on a GPU.
     pub fn open_on(&self, gpu: usize) -> Result<Opened> {
         open::open(self.device, self.precision, &self.gpu(gpu))
     }
 
-    /// As [`open_on`](Self::open_on), to plan a run, not to compute it.
+    /// Opens an engine that can plan memory, even for a GPU that this machine does not have.
     pub fn open_to_plan(&self, gpu: usize) -> Result<Opened> {
         open::open_to_plan(self.device, self.precision, &self.gpu(gpu))
     }
@@ -71,23 +75,32 @@ impl Hardware {
         }
     }
 
-    /// As [`open`](Self::open), for commands whose standard output is their result.
+    /// Opens the engine for a command whose standard output is its result; prints the device to standard error.
     pub fn open_quietly(&self) -> Result<Box<dyn Engine>> {
         self.open_quietly_on(open::GPU)
     }
 
-    /// As [`open_quietly`](Self::open_quietly), the GPU `gpu` if it is one.
+    /// Opens the engine as [`open_quietly`](Self::open_quietly) does, on GPU `gpu` if it runs on a GPU.
     pub fn open_quietly_on(&self, gpu: usize) -> Result<Box<dyn Engine>> {
-        let Opened { engine, note, .. } = self.open_on(gpu)?;
-        if let Some(note) = note {
-            writeln!(stderr(), "{note}")?;
-        }
-        writeln!(stderr(), "running on {}, {}", engine.describe(), engine.dtype().name())?;
-        Ok(engine)
+        let opened = self.open_on(gpu)?;
+        writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+        Ok(opened.engine)
     }
 }
 
-/// Loads a model for its forward pass on batches of up to b x t tokens.
+/// Returns the name of the device and, if `--device auto` has fallen back to the CPU, the reason in a few words.
+pub fn describe(opened: &Opened) -> String {
+    let device = opened.engine.describe();
+    if opened.note.is_none() || opened.device != Device::Cpu {
+        return device;
+    }
+    match cuda_driver::device_count() {
+        Ok(1..) => format!("{device} (the GPU cannot be used; see llm-rs doctor)"),
+        _ => format!("{device} (no NVIDIA GPU found; see llm-rs doctor)"),
+    }
+}
+
+/// Loads a model for forward passes on batches of up to b x t tokens.
 pub fn load(file: ModelFile, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
     let capacity = PlanOptions::inference(b, t);
     let (model, plan) = fit::plan(file.descriptor(), capacity, engine)?;

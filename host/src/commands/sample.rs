@@ -1,8 +1,8 @@
-//! `sample`: text from a model file.
+//! `sample`: generates text with a model file.
 
 use super::resources::{Hardware, load};
-use crate::cli::{count, non_negative};
 use crate::sample::{Sampling, generate};
+use crate::values::{count, non_negative, seed, whole_number};
 use anyhow::Result;
 use checkpoint::model_file::ModelFile;
 use data::tokenizer::Tokenizer;
@@ -10,37 +10,38 @@ use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-/// Writes text with a model
+/// Generate text with a model
 #[derive(Debug, clap::Args)]
 pub struct Sample {
-    /// Model file (.bin), as training writes it
+    /// Model file (.bin) of a checkpoint
     #[arg(short = 'e', long, value_name = "FILE")]
     model: PathBuf,
 
-    /// Text to continue; without it the model begins a document of its own
-    #[arg(short, long, default_value = "")]
+    /// Text to continue [default: none; the model starts a new document]
+    #[arg(short, long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
 
-    /// Tokens to write
-    #[arg(short = 'g', long, default_value = "256", value_parser = count)]
+    /// Number of tokens to generate
+    #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
     tokens: usize,
 
-    /// Choose among the likeliest so many tokens only; 0: among all
-    #[arg(long, default_value = "0")]
+    /// Sample from the N most likely tokens; 0: from all
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number)]
     top_k: usize,
 
-    /// Below 1 the likely tokens come more often than the model says, above 1 less often; 0: always the likeliest
-    #[arg(long, default_value = "1.0", value_parser = non_negative)]
+    /// Divides the logits: values below 1 favor likely tokens; 0 always takes the most likely token
+    #[arg(long, value_name = "X", default_value = "1.0", value_parser = non_negative)]
     temperature: f32,
 
-    /// Another number, another text
-    #[arg(long, default_value = "1337")]
+    /// Seed of the random numbers
+    #[arg(long, value_name = "N", default_value = "1337", value_parser = seed)]
     seed: u32,
 
     #[command(flatten)]
     hardware: Hardware,
 }
 
+/// Prints the prompt and its continuation.
 pub fn run(args: &Sample) -> Result<()> {
     let file = ModelFile::open(&args.model)?;
     let descriptor = file.descriptor();
@@ -53,7 +54,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let sampling = Sampling { top_k: args.top_k, temperature: args.temperature, seed: args.seed };
     let mut out = stdout();
     out.write_all(args.prompt.as_bytes())?;
-    // Bytes as they come: a character may be spread over several tokens.
+    // Write bytes rather than text: a character may consist of several tokens.
     generate(&model, &mut *engine, &mut Unsharded, &prompt, args.tokens, sampling, |token| {
         out.write_all(&tokenizer.decode(&[token]))?;
         Ok(out.flush()?)

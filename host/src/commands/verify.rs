@@ -1,4 +1,4 @@
-//! `verify`: whether this program computes what llm.c's or PyTorch's debug state says.
+//! `verify`: compares this program with a debug state of llm.c or PyTorch.
 
 use super::resources::Hardware;
 use anyhow::{Context, Result, bail, ensure};
@@ -7,19 +7,19 @@ use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use verify::llmc::{Bound, Comparison, Verification};
 
-/// Steps of the test.
+/// Number of optimizer steps that are compared.
 const STEPS: usize = 10;
 
-/// Compares logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test program does
+/// Compare logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test program does
 #[derive(Clone, Debug, clap::Args)]
 pub struct Verify {
     /// Model file (.bin)
     model: PathBuf,
 
-    /// What another program computed with it (…_debug_state.bin)
+    /// Debug state of the model, written by llm.c or PyTorch (…_debug_state.bin)
     state: PathBuf,
 
-    /// The losses that ten AdamW steps should have, one a line
+    /// Expected losses of ten AdamW steps, one per line
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
 
@@ -27,7 +27,7 @@ pub struct Verify {
     hardware: Hardware,
 }
 
-/// Fails unless all comparisons hold; the last line on standard output says so.
+/// Prints all comparisons, and fails if one exceeds its tolerance.
 pub fn run(args: &Verify) -> Result<()> {
     let expected = args.losses.as_deref().map(read_losses).transpose()?;
     let mut engine = args.hardware.open_quietly()?;
@@ -39,14 +39,15 @@ pub fn run(args: &Verify) -> Result<()> {
     let mut out = stdout().lock();
     writeln!(out)?;
     for (i, loss) in losses.iter().enumerate() {
-        let verdict = steps.get(i).map_or(String::new(), |c| format!("  off by {:.1e}  {}", c.max_abs_error, word(c)));
+        let verdict =
+            steps.get(i).map_or(String::new(), |c| format!("  difference {:.1e}  {}", c.max_abs_error, verdict(c)));
         writeln!(out, "step {:>2}: loss {loss:.6}{verdict}", i + 1)?;
     }
     comparisons.extend(steps);
     let failed = comparisons.iter().filter(|c| !c.ok()).count();
     writeln!(out, "overall okay: {}", u8::from(failed == 0))?;
     if failed > 0 {
-        bail!("{failed} of {} comparisons are beyond their tolerance", comparisons.len());
+        bail!("{failed} of {} comparisons exceed their tolerance", comparisons.len());
     }
     Ok(())
 }
@@ -55,17 +56,23 @@ fn print(comparisons: &[Comparison]) -> Result<()> {
     let mut out = stdout().lock();
     writeln!(out, "{:<12} {:>12} {:>12} {:>22}", "tensor", "absolute", "relative", "allowed")?;
     for c in comparisons {
-        let bound = match c.bound {
+        let allowed = match c.bound {
             Bound::Absolute(bound) => format!("{bound:.0e} absolute"),
             Bound::Relative(bound) => format!("{bound:.0e} relative"),
         };
-        let (abs, rel) = (c.max_abs_error, c.max_rel_error);
-        writeln!(out, "{:<12} {abs:>12.2e} {rel:>12.2e} {bound:>22}  {}", c.name, word(c))?;
+        writeln!(
+            out,
+            "{:<12} {:>12.2e} {:>12.2e} {allowed:>22}  {}",
+            c.name,
+            c.max_abs_error,
+            c.max_rel_error,
+            verdict(c)
+        )?;
     }
     Ok(())
 }
 
-fn word(comparison: &Comparison) -> &'static str {
+fn verdict(comparison: &Comparison) -> &'static str {
     if comparison.ok() { "ok" } else { "FAILED" }
 }
 
@@ -77,11 +84,6 @@ fn read_losses(path: &Path) -> Result<Vec<f32>> {
     };
     let losses = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(number);
     let losses = losses.collect::<Result<Vec<_>>>()?;
-    ensure!(
-        losses.len() == STEPS,
-        "{}: expected the losses of {STEPS} steps, one a line, found {}",
-        path.display(),
-        losses.len()
-    );
+    ensure!(losses.len() == STEPS, "{}: expected {STEPS} losses, one per line, found {}", path.display(), losses.len());
     Ok(losses)
 }

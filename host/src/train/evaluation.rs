@@ -21,7 +21,7 @@ impl Run<'_> {
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
         self.log.validation(step, loss)?;
-        self.console.line(&format!("val loss {loss:.6}"))
+        self.console.validation(step, loss)
     }
 
     pub(super) fn score(&mut self, step: usize, session: &mut Session) -> Result<()> {
@@ -41,7 +41,7 @@ impl Run<'_> {
         let [correct, examples] = counts.map(|count| count as usize);
         let score = Score { correct, examples };
         self.log.hellaswag(step, score)?;
-        self.console.line(&format!("HellaSwag: {score}"))
+        self.console.hellaswag(step, score)
     }
 
     pub(super) fn sample(&mut self, tokenizer: Tokenizer, session: &mut Session) -> Result<()> {

@@ -39,13 +39,17 @@ impl Run<'_> {
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),
-            Err(error) => self.report_checkpoint(Some(WriteOutcome { step: self.state.step, result: Err(error) }), session),
+            Err(error) => {
+                self.report_checkpoint(Some(WriteOutcome { step: self.state.step, result: Err(error) }), session)
+            }
         }
     }
 
     /// Reports the result of writing a checkpoint.
     pub(super) fn report_checkpoint(&mut self, written: Option<WriteOutcome>, session: &mut Session) -> Result<()> {
-        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else { return Ok(()) };
+        let (Some(WriteOutcome { step, result }), Some(checkpoints)) = (written, &self.checkpoints) else {
+            return Ok(());
+        };
         match result {
             Ok(WriteSummary { model_file, bytes, time, pause, warning }) => {
                 self.console.line(&format!(

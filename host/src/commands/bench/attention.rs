@@ -1,4 +1,4 @@
-//! `bench attention`: causal attention, forward and backward.
+//! `bench attention`: times causal attention, forward and backward.
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
@@ -8,10 +8,10 @@ use engine::ops::AttentionShape;
 use std::str::FromStr;
 use verify::selftest::{Case, attention};
 
-/// Causal attention, forward and backward: time and rate, with the FLOPs that the mask hides left out
+/// Time causal attention, forward and backward. Rates do not count FLOPs on masked elements
 #[derive(Clone, Debug, clap::Args)]
 pub struct Attention {
-    /// B,NH,T,HS; may be given several times
+    /// Batch, heads, sequence length and head size; may be repeated
     #[arg(short, long = "shape", value_name = "B,NH,T,HS", default_values = DEFAULT)]
     shapes: Vec<Shape>,
 
@@ -22,18 +22,18 @@ pub struct Attention {
     json: Json,
 }
 
-/// d12 with 64 sequences; longer ones; and larger heads.
+/// d12 with 64 sequences; longer sequences; larger heads.
 const DEFAULT: [&str; 3] = ["64,12,1024,64", "16,12,4096,64", "16,16,4096,128"];
 
 const COLUMNS: &[Column] = &[
     Column::text("shape", "shape", 24),
-    Column::text("operation", "operation, its kernels below", 44),
+    Column::text("operation", "operation, kernels indented", 44),
     Column::number("us", "us", 9, 1),
-    Column::number("us_least", "least", 9, 1),
-    Column::number("us_most", "most", 9, 1),
+    Column::number("us_least", "min", 9, 1),
+    Column::number("us_most", "max", 9, 1),
     Column::number("tflops", "TFLOP/s", 8, 0),
-    Column::number("tflops_least", "least", 8, 0),
-    Column::number("tflops_most", "most", 8, 0),
+    Column::number("tflops_least", "min", 8, 0),
+    Column::number("tflops_most", "max", 8, 0),
 ];
 
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +43,7 @@ impl FromStr for Shape {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let expected = || format!("{text:?} is no shape: expected B,NH,T,HS, as {}", DEFAULT[0]);
+        let expected = || format!("expected B,NH,T,HS, such as {}, found {text:?}", DEFAULT[0]);
         let numbers = text.split(',').map(|number| number.trim().parse::<usize>());
         let numbers = numbers.collect::<Result<Vec<_>, _>>().with_context(expected)?;
         let [b, heads, t, head_size] = <[usize; 4]>::try_from(numbers).ok().with_context(expected)?;
@@ -70,7 +70,7 @@ pub fn run(options: &Attention) -> Result<()> {
     table.finish()
 }
 
-/// `flops` 0: of a part, whose rate means nothing.
+/// Returns the cells of a row. Kernels of an operation have no rate of their own: their `flops` is 0.
 fn cells(case: &Case, operation: &str, seconds: Spread, flops: usize) -> [Cell; 8] {
     let rate = |seconds: f64| Cell::from((flops > 0).then(|| flops as f64 / seconds / 1e12));
     let us = |seconds: f64| Cell::from(1e6 * seconds);
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shapes_are_four_positive_numbers() {
+    fn a_shape_is_four_positive_numbers() {
         let Shape(heads) = "2, 3,100,64".parse().unwrap();
         assert_eq!((heads.b, heads.heads, heads.t, heads.head_size), (2, 3, 100, 64));
         for text in ["", "1,2,3", "1,2,3,4,5", "1,2,0,64", "1,2,x,64", "-1,2,3,64"] {
@@ -101,9 +101,9 @@ mod tests {
     }
 
     #[test]
-    fn half_of_all_pairs_of_positions_count() {
+    fn flops_count_half_of_all_query_key_pairs() {
         let [forward, backward] = attention(AttentionShape { b: 2, t: 100, heads: 3, head_size: 64 });
-        // Two products of 2 FLOPs for each pair and channel, and five.
+        // Two GEMMs forward and five backward, each with 2 FLOPs per pair and channel.
         assert_eq!(forward.work.flops, 2 * 2 * 2 * 3 * 100 * 100 / 2 * 64);
         assert_eq!(backward.work.flops, 5 * forward.work.flops / 2);
     }

@@ -1,8 +1,8 @@
 //! `bench gemm`: the GEMMs of a model's linear layers.
 
 use super::table::{Cell, Column, Json, Table};
-use crate::cli::count;
 use crate::commands::resources::Hardware;
+use crate::values::count;
 use engine::gemm::{GemmEpilogue, Timing};
 use engine::ops::{Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
 use engine::plan::{Group, Plan};

@@ -1,33 +1,35 @@
-//! `bench kernels`: how fast each operation is, and how near to what the machine could do.
+//! `bench kernels`: times each operation and compares it with the roofline of the machine.
 
 use super::table::{Cell, Column, Json, Spread, Table};
-use crate::cli::count;
 use crate::commands::resources::Hardware;
+use crate::values::count;
 use engine::Result;
 use engine::tensor::DType;
 use model::Descriptor;
 use verify::selftest::{Case, Work, copy, square_matmul, training_step_cases};
 
-/// Every operation of a training step at the shapes of models, each after a short rest: time, rate, and share of the ceilings
-/// measured in the same run
+/// Time every operation of a training step, each after a short cooldown, as a percentage of the bandwidth of a copy or of the
+/// throughput of a GEMM measured in the same run
 #[derive(Clone, Debug, clap::Args)]
 pub struct Kernels {
-    /// Only operations whose name contains this
+    /// Time only operations whose name contains this text
+    #[arg(value_name = "NAME")]
     filter: Option<String>,
-    /// d12, d24, gpt3:c768 …; several with commas [default: d12 with 64, d24 with 32, d48 with 16 sequences at once]
-    #[arg(short = 'e', long, value_delimiter = ',')]
+    /// Model sizes, separated by commas [default: d12 with batch 64, d24 with 32, d48 with 16]
+    #[arg(short = 'e', long, value_name = "NAME", value_delimiter = ',')]
     model: Vec<String>,
-    /// Sequences at once, for every model
-    #[arg(short, long, value_parser = count)]
+    /// Sequences in a batch, for every model
+    #[arg(short, long, value_name = "B", value_parser = count)]
     batch: Option<usize>,
-    #[arg(short = 't', long, default_value = "1024", value_parser = count)]
+    /// Tokens in a sequence
+    #[arg(short = 't', long, value_name = "T", default_value = "1024", value_parser = count)]
     seq: usize,
-    /// Floats of the copy that is the ceiling for operations that wait for memory
-    #[arg(long, default_value = "536870912", value_parser = count)]
+    /// Elements of the copy that is the ceiling of memory-bound operations
+    #[arg(long, value_name = "N", default_value = "536870912", value_parser = count)]
     copy: usize,
-    /// Rows and columns of the matrix product that is the ceiling for the others
-    #[arg(long, default_value = "8192", value_parser = count)]
-    product: usize,
+    /// Rows and columns of the GEMM that is the ceiling of compute-bound operations
+    #[arg(long, alias = "product", value_name = "N", default_value = "8192", value_parser = count)]
+    gemm: usize,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -36,23 +38,23 @@ pub struct Kernels {
     json: Json,
 }
 
-/// Models and batches that are timed where none are named.
+/// The models and batches that are timed by default.
 const DEFAULT: [(&str, usize); 3] = [("d12", 64), ("d24", 32), ("d48", 16)];
 
 const COLUMNS: &[Column] = &[
     Column::text("model", "model", 9),
-    Column::text("operation", "operation, its kernels below", 76),
+    Column::text("operation", "operation, kernels indented", 76),
     Column::text("shape", "shape", 26),
     Column::number("us", "us", 9, 1),
-    Column::number("us_least", "least", 9, 1),
-    Column::number("us_most", "most", 9, 1),
+    Column::number("us_least", "min", 9, 1),
+    Column::number("us_most", "max", 9, 1),
     Column::number("gbs", "GB/s", 6, 0),
     Column::number("percent_of_copy", "% copy", 7, 1),
     Column::number("tflops", "TFLOP/s", 8, 0),
-    Column::number("percent_of_product", "% prod.", 7, 1),
+    Column::number("percent_of_product", "% GEMM", 7, 1),
 ];
 
-/// Bytes and operations a second at best.
+/// The roofline: bytes and FLOPs per second.
 #[derive(Clone, Copy)]
 struct Ceilings {
     bytes: f64,
@@ -78,10 +80,10 @@ pub fn run(options: &Kernels) -> Result<()> {
     let time = Spread::of(case.time(engine)?.samples);
     ceilings.bytes = case.work.bytes(float) as f64 / time.median;
     table.row(&cells("", case.operation, &case.shape, time, Work { flops: 0, ..case.work }, float, ceilings))?;
-    let case = square_matmul(options.product);
+    let case = square_matmul(options.gemm);
     let time = Spread::of(case.time(engine)?.samples);
     ceilings.flops = case.work.flops as f64 / time.median;
-    table.row(&cells("", "product", &case.shape, time, case.work, float, ceilings))?;
+    table.row(&cells("", "gemm", &case.shape, time, case.work, float, ceilings))?;
     table.note("copy_gbs", ceilings.bytes / 1e9);
     table.note("product_tflops", ceilings.flops / 1e12);
 
@@ -103,7 +105,7 @@ pub fn run(options: &Kernels) -> Result<()> {
     table.finish()
 }
 
-/// What computes is held to the product, everything else to the copy.
+/// Returns the cells of a row. Operations with FLOPs are compared with the GEMM, all others with the copy.
 fn cells(
     model: &str,
     operation: &str,
@@ -135,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_are_of_the_median_and_shares_of_the_ceilings() {
+    fn rates_use_the_median_and_percentages_the_ceilings() {
         let seconds = Spread { median: 1e-3, least: 5e-4, most: 2e-3 };
         let ceilings = Ceilings { bytes: 4e12, flops: 8e14 };
         let row = |work| cells("d12", "sum", "8", seconds, work, DType::Bf16, ceilings);

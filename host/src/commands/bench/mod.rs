@@ -1,4 +1,4 @@
-//! `bench`: how fast the parts of training are.
+//! `bench`: times the parts of training.
 
 mod attention;
 mod gemm;
@@ -8,7 +8,7 @@ mod table;
 
 use engine::Result;
 
-/// Times the parts of a training step
+/// Time the parts of a training step
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Bench {
     Attention(attention::Attention),
@@ -17,6 +17,7 @@ pub enum Bench {
     Step(step::Step),
 }
 
+/// Runs a benchmark and prints its table.
 pub fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Attention(options) => attention::run(options),

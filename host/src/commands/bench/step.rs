@@ -1,9 +1,9 @@
 //! `bench step`: where the time of a training step goes.
 
 use super::table::{Column, Json, Spread, Table};
-use crate::cli::{count, level};
 use crate::commands::resources::Hardware;
 use crate::commands::train::{Launch, together};
+use crate::values::{count, level};
 use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
@@ -22,8 +22,10 @@ pub struct Step {
     /// d12, d24, gpt3:c768 …
     #[arg(short = 'e', long, default_value = "d12")]
     model: String,
+    /// Sequences in a micro-batch
     #[arg(short, long, default_value = "64", value_parser = count)]
     batch: usize,
+    /// Tokens in a sequence
     #[arg(short = 't', long, default_value = "1024", value_parser = count)]
     seq: usize,
     /// Micro-batches of a step

@@ -1,4 +1,4 @@
-//! A table that is printed row by row as it comes about, and kept as JSON with `--json`.
+//! Tables of measurements: each row is printed when it is complete, and `--json` saves them all.
 
 use engine::{Engine, Result};
 use serde::Serialize;
@@ -6,28 +6,30 @@ use serde_json::{Map, Value, json};
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-/// Where to keep what is printed.
+/// The file for the measurements.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Json {
-    /// Write the figures to this file as well
+    /// Also write the measurements to this file as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
-/// A column; its unit is part of the heading.
+/// A column. The heading contains the unit.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
-    /// In JSON.
+    /// Key in JSON.
     pub key: &'static str,
     pub heading: &'static str,
     pub width: usize,
-    /// Decimals of its numbers when they are printed. Text is aligned left, numbers right.
     pub format: Format,
 }
 
+/// Format of the printed cells of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
+    /// Left-aligned text.
     Text,
+    /// Right-aligned numbers with this many decimals.
     Number(usize),
 }
 
@@ -41,7 +43,7 @@ impl Column {
     }
 }
 
-/// What a row has in a column.
+/// A cell of a row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cell {
     Text(String),
@@ -79,16 +81,17 @@ impl<T: Into<Self>> From<Option<T>> for Cell {
     }
 }
 
+/// A table that is printed and saved.
 pub struct Table {
     json: Json,
     columns: &'static [Column],
-    /// What holds for the whole table: the machine, ceilings, sums.
+    /// Values of the whole table: the machine, ceilings, sums.
     about: Map<String, Value>,
     rows: Vec<Value>,
 }
 
 impl Table {
-    /// Says which program and machine the figures are of.
+    /// Creates a table that records the program version, the machine and the precision.
     pub fn new(bench: &str, columns: &'static [Column], engine: &dyn Engine, json: &Json) -> Self {
         let mut table = Self { json: json.clone(), columns, about: Map::new(), rows: Vec::new() };
         table.note("bench", bench);
@@ -98,23 +101,24 @@ impl Table {
         table
     }
 
-    /// Adds to what holds for the whole table, in JSON only.
+    /// Records a value of the whole table, in JSON only.
     pub fn note(&mut self, key: &str, value: impl Serialize) {
         self.about.insert(key.to_owned(), json!(value));
     }
 
+    /// Prints the headings.
     pub fn print_heading(&self) -> Result<()> {
         let headings = self.columns.iter().map(|column| Cell::from(column.heading)).collect::<Vec<_>>();
         self.print(&headings)
     }
 
-    /// Prints a row, one cell for each column, and keeps it.
+    /// Prints and records a row with one cell for each column.
     pub fn row(&mut self, cells: &[Cell]) -> Result<()> {
-        self.keep(cells);
+        self.record(cells);
         self.print(cells)
     }
 
-    fn keep(&mut self, cells: &[Cell]) {
+    fn record(&mut self, cells: &[Cell]) {
         debug_assert_eq!(cells.len(), self.columns.len());
         let values = self.columns.iter().zip(cells).filter_map(|(column, cell)| {
             let value = match cell {
@@ -133,7 +137,7 @@ impl Table {
         Ok(out.flush()?)
     }
 
-    /// Writes the JSON if it was asked for.
+    /// Writes the JSON file if `--json` was given.
     pub fn finish(self) -> Result<()> {
         let Some(path) = &self.json.json else { return Ok(()) };
         let mut all = self.about;
@@ -157,7 +161,7 @@ fn line(columns: &[Column], cells: &[Cell]) -> String {
     cells.collect::<Vec<_>>().join(" ").trim_end().to_owned()
 }
 
-/// Median, least and most of some measurements.
+/// Median, minimum and maximum of measurements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
     pub median: f64,
@@ -166,8 +170,10 @@ pub struct Spread {
 }
 
 impl Spread {
+    /// Computes the spread.
+    ///
     /// # Panics
-    /// If there are none.
+    /// If `samples` is empty.
     pub fn of(mut samples: Vec<f64>) -> Self {
         samples.sort_by(f64::total_cmp);
         let (middle, n) = (samples.len() / 2, samples.len());
@@ -189,7 +195,7 @@ mod tests {
     ];
 
     #[test]
-    fn numbers_stand_right_and_text_left() {
+    fn numbers_are_right_aligned_and_text_is_left_aligned() {
         let row = |cells: &[Cell]| line(COLUMNS, cells);
         assert_eq!(row(&["operation".into(), "us".into(), "GB/s".into(), "".into()]), "operation        us   GB/s");
         assert_eq!(row(&["sum".into(), 12.345.into(), 3999.6.into(), "x".into()]), "sum            12.3   4000 x");
@@ -197,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_what_was_printed_in_full() {
+    fn json_holds_every_printed_row_in_full_precision() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out.json");
         let mut table = Table::new("kernels", COLUMNS, &Cpu::new(), &Json { json: Some(path.clone()) });
@@ -221,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spread_is_of_the_sorted_samples() {
+    fn spread_sorts_the_samples() {
         assert_eq!(Spread::of(vec![3.0, 1.0, 2.0]), Spread { median: 2.0, least: 1.0, most: 3.0 });
         assert_eq!(Spread::of(vec![4.0, 1.0, 2.0, 3.0]), Spread { median: 2.5, least: 1.0, most: 4.0 });
     }

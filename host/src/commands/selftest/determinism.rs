@@ -1,19 +1,21 @@
-//! `selftest --determinism`: two runs from one seed, the second with its micro-steps recorded, where the engine records.
+//! `selftest --determinism`: compares two runs from the same seed. The second one uses CUDA graphs where the engine supports them.
 
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Hardware, describe};
 use anyhow::bail;
-use engine::open::{Device, Opened, Precision};
+use engine::open::{Device, Precision};
 use engine::{Algorithms, Result};
 use std::time::Instant;
 use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
 
-/// Fails unless both runs leave the same bits after every step: in the precision that was asked for, or in each there is.
+/// Fails unless both runs are bitwise equal after every step, in the requested precision or in each that the device supports.
 pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
-    let Opened { engine, device, note, .. } = hardware.open()?;
-    drop(engine);
-    if let Some(note) = note {
-        eprintln!("{note}");
+    let opened = hardware.open()?;
+    let device = opened.device;
+    if opened.note.is_some() {
+        eprintln!("device: {}", describe(&opened));
     }
+    // The device's memory is needed by the runs.
+    drop(opened);
     let precisions = match (hardware.precision, device) {
         (Some(precision), _) => vec![precision],
         (None, Device::Cuda) => vec![Precision::Bf16, Precision::Fp32],
@@ -28,20 +30,20 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
 fn compare(hardware: &Hardware, steps: usize) -> Result<()> {
     let (first, algorithms) = trace(hardware, steps, 1, None)?;
     let (second, _) = trace(hardware, steps, 2, algorithms.as_ref())?;
-    println!("{:<16} {:<16}  run 2", "of every step", "run 1");
+    println!("{:<16} {:<16}  run 2", "all steps", "run 1");
     for group in Group::ALL {
         if let Some((a, b)) = first.hash(group).zip(second.hash(group)) {
             println!("{:<16} {a:016x}  {b:016x}  {}", group.name(), if a == b { "identical" } else { "DIFFERENT" });
         }
     }
     if let Some((step, part)) = first.first_difference(&second) {
-        bail!("two runs from one seed are not the same: they differ first after step {step}, in {part}");
+        bail!("two runs from the same seed differ, first after step {step}, in {part}");
     }
     println!("identical\n");
     Ok(())
 }
 
-/// A run on an engine of its own, which finds out how to compute matrix products, or computes them as another run did.
+/// Trains on a new engine, with the GEMM algorithms of an earlier run if given, and returns hashes of every step.
 fn trace(
     hardware: &Hardware,
     steps: usize,
@@ -53,14 +55,14 @@ fn trace(
     if number == 1 {
         let Scale { layers, channels, b, t, .. } = scale;
         println!(
-            "{}, {}: {layers} layers of {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
+            "{}, {}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),
             engine.dtype().name()
         );
     }
     let began = Instant::now();
     let trial = Trial::new(&mut *engine, scale, algorithms)?;
-    // Recorded or queued piece by piece, the work is the same.
+    // A CUDA graph must compute the same as separate launches.
     let mut trial = if number == 1 { trial } else { trial.with_cuda_graph() };
     for _ in 0..steps {
         trial.step()?;

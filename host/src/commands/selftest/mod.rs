@@ -1,55 +1,58 @@
-//! `selftest`: every operation of the engine at hand against the CPU engine or the emulator; whether two runs agree.
+//! `selftest`: compares every operation of the engine with the CPU engine or the emulator, and checks determinism.
 
 mod determinism;
 
 use super::resources::Hardware;
-use crate::cli::count;
+use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
 use engine::open::MatmulBackend;
 use engine::{Engine, Result};
 use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 
-/// Checks every operation of a GPU against the CPU
+/// Check every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
-    /// Only operations whose name contains this
+    /// Check only operations whose name contains this text
+    #[arg(value_name = "NAME")]
     pub filter: Option<String>,
-    /// Only the small, awkward shapes (for compute-sanitizer, which slows a kernel down a hundredfold)
+    /// Check only small edge_cases-case shapes, for slow tools such as compute-sanitizer
     #[arg(long)]
     pub small: bool,
-    /// Compare with the same kernels in the emulator instead: the same bits where a kernel's operations are exact, the same
-    /// values within rounding where sums run in another order
+    /// Compare with the same kernels in the emulator instead. Results must be bitwise equal, or equal within rounding where
+    /// the order of a sum differs
     #[arg(long)]
     pub emulator: bool,
-    /// With --matmul rust: the N-th of the tilings of each product that may be the fastest on this GPU, counted round, instead of
-    /// the one that was found to be
-    #[arg(long, value_name = "N", requires = "matmul")]
-    pub kernel_config: Option<usize>,
-    /// Train a small model twice from one seed instead, in bf16 and in fp32 where there are both: weights, m, v, gradients and
-    /// losses must be the same in every bit after every step; the second records its micro-steps, as `train` does
+    /// With --matmul rust: use the N-th candidate tile configuration of each GEMM (modulo their number) instead of the fastest
+    #[arg(long, alias = "tiling", value_name = "N", requires = "matmul", value_parser = whole_number)]
+    pub tile_config: Option<usize>,
+    /// Train a small model twice from the same seed instead, in each supported precision. Weights, m, v, gradients and losses
+    /// must be bitwise equal after every step. Only the second run uses CUDA graphs
     #[arg(long, conflicts_with_all = ["filter", "small", "emulator"])]
     pub determinism: bool,
-    /// Steps of each of these runs
+    /// Steps of each run of --determinism
     #[arg(long, value_name = "N", value_parser = count, default_value = "100", requires = "determinism")]
     pub steps: usize,
 
+    /// Flags of the device.
     #[command(flatten)]
     pub hardware: Hardware,
 }
 
-/// Fails if an operation differs from the reference by more than allowed.
+/// Fails if an operation differs from the reference by more than its tolerance.
 pub fn run(options: &Selftest) -> Result<()> {
     if options.determinism {
         return determinism::run(&options.hardware, options.steps);
     }
     ensure!(
-        options.kernel_config.is_none() || options.hardware.matmul == MatmulBackend::Rust,
-        "--kernel-config: expected --matmul rust, which it configures"
+        options.tile_config.is_none() || options.hardware.matmul == MatmulBackend::Rust,
+        "--tile-config: expected --matmul rust, found another kernel choice; tile configurations exist only for the Rust kernels"
     );
-    let engine = &mut *Hardware { kernel_config: options.kernel_config, ..options.hardware.clone() }.open_quietly()?;
+    let engine = &mut *Hardware { kernel_config: options.tile_config, ..options.hardware.clone() }.open_quietly()?;
     let reference: &mut dyn Engine = if options.emulator {
-        &mut *engine.emulated().context("--emulator: the CPU engine has no kernels; use --device cuda")?
+        &mut *engine
+            .emulated()
+            .context("--emulator: expected a GPU, found the CPU, which has no kernels; use --device cuda")?
     } else {
         &mut Cpu::new()
     };
@@ -80,13 +83,12 @@ fn check<'a>(
                 continue;
             }
             println!(
-                "{:<28} {:<30} {tensor}[{}] is {}, the reference has {}",
-                case.operation, case.shape, error.index, error.actual, error.expected
+                "{:<28} {:<30} {tensor}[{}]: expected {}, found {}",
+                case.operation, case.shape, error.index, error.expected, error.actual
             );
         }
-        let share =
-            |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
-        let worst = outcome.errors.iter().max_by(|a, b| share(&a.1).total_cmp(&share(&b.1)));
+        let severity = |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
+        let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
         if let Some((tensor, error)) = worst {
             let verdict = if error.ok() { "ok" } else { "FAILED" };
             println!(
@@ -105,6 +107,6 @@ fn check<'a>(
         }
     }
     println!("{passed} cases passed, {failed} failed");
-    ensure!(failed == 0, "{failed} cases differ from the reference by more than allowed");
+    ensure!(failed == 0, "{failed} cases differ from the reference by more than their tolerance");
     Ok(())
 }

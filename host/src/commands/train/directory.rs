@@ -1,4 +1,4 @@
-//! A run's directory: whether there is something to go on from, and what is kept in it.
+//! The output directory of a run: finds the checkpoint to resume from, and opens the log and the checkpoint writer.
 
 use super::Options;
 use crate::log::Log;
@@ -10,23 +10,24 @@ use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use std::path::{Path, PathBuf};
 
+/// The output directory before the run starts to write.
 pub struct OutDirectory {
     path: PathBuf,
-    /// `None` as long as there is no such directory.
+    /// `None` while the directory does not exist.
     locked: Option<DirectoryLock>,
     pub found: FoundCheckpoint,
 }
 
 impl OutDirectory {
-    /// Finds the checkpoint to go on from, if `--resume` asks for it. Nothing is made or changed.
-    pub fn look(path: &Path, options: &Options) -> Result<Self> {
+    /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
+    pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
         let locked = path.exists().then(|| DirectoryLock::acquire(path)).transpose()?;
         let found = if options.resume { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         if !options.resume {
             let newest = done_steps(path)?.pop();
             ensure!(
                 newest.is_none(),
-                "{} has a checkpoint of step {}: go on from it with --resume, or take another --out",
+                "--out: {} has a checkpoint of step {}; add --resume to continue that run, or use another --out",
                 path.display(),
                 newest.unwrap_or_default()
             );
@@ -34,8 +35,9 @@ impl OutDirectory {
         Ok(Self { path: path.to_owned(), locked, found })
     }
 
-    /// Makes the directory, if need be, removes what killed runs left half written, and opens it for a run that goes on from
-    /// the checkpoint of step `newest`, or begins anew.
+    /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings.
+    ///
+    /// The log continues after step `newest`, the step of the checkpoint that the run resumes from.
     pub fn open(
         self,
         config: &Config,
@@ -51,7 +53,7 @@ impl OutDirectory {
             None => Log::create(Some(&self.path))?,
         };
         let retention = Retention { keep: config.keep, major_every: config.major_every };
-        // What a killed run had no time to delete.
+        // A killed run may not have deleted its old checkpoints.
         newest.map(|step| retention.apply(&self.path, step)).transpose()?;
         Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
     }

@@ -1,16 +1,16 @@
-//! `train`: from flags to a run.
+//! `train`: resolves the flags, plans the memory, and runs the training loop.
 
 mod directory;
 mod options;
 mod resolve;
 pub mod together;
 
-pub use options::{Launch, Options};
+pub use options::{GENERAL, Launch, Options};
 
-use super::PROGRAM;
-use super::report::{Setup, planned, stages, summary};
+use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
 use crate::gpu_info::GpuInfo;
+use crate::hints::Invocation;
 use crate::signals::Stop;
 use crate::train::{Outcome, Run, Settings};
 use anyhow::{Result, ensure};
@@ -20,8 +20,8 @@ use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::Prefetch;
 use data::tokenizer::Tokenizer;
+use data::{Loader, MultipleChoice, Prefetch};
 use directory::OutDirectory;
 use distributed::Ranks;
 use engine::Engine;
@@ -33,24 +33,42 @@ use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 
+/// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
     let (mut ranks, local_rank) = together::meet(&args.launch)?;
-    // An error here ends the run everywhere.
+    // An error on one rank ends the run on all ranks.
     train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
+}
+
+/// A run whose memory is planned; nothing has been allocated or written yet.
+struct PlannedRun {
+    config: Config,
+    descriptor: Descriptor,
+    weights: Option<ModelFile>,
+    train: Loader,
+    val: Option<Loader>,
+    hellaswag: Option<MultipleChoice>,
+    identity: Identity,
+    checkpoint: Option<Checkpoint>,
+    notes: Vec<String>,
+    out: Option<OutDirectory>,
+    model: Gpt2,
+    plan: Plan,
+    console: Console,
 }
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let started = Instant::now();
     let gpu = together::gpu_of(local_rank, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
-    // Rank 0 keeps what is kept, and goes on from it.
+    // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
-    let mut out = out.map(|path| OutDirectory::look(path, args)).transpose()?;
-    let FoundCheckpoint { checkpoint, mut notes } = out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
+    let mut out = out.map(|path| OutDirectory::inspect(path, args)).transpose()?;
+    let FoundCheckpoint { checkpoint, mut notes } =
+        out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
-    let Resolved { config, descriptor, weights, mut train, val, hellaswag } =
+    let Resolved { config, descriptor, weights, train, val, hellaswag } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
-    let settings = settings(&config, ranks.world_size());
     let mut console = together::console(ranks, args, config.steps)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
@@ -60,8 +78,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         train: &train,
         val: val.as_ref(),
         hellaswag: hellaswag.as_ref(),
-        engine: &*opened.engine,
-        note: opened.note.as_deref(),
+        opened: &opened,
         gpu_info: gpu_info.as_ref(),
     };
     console.line(&setup.table())?;
@@ -79,114 +96,151 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
     let zero = Zero::new(config.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
-    let (model, plan) = plan(&config, descriptor, zero, ranks.world_size(), engine, &console)?;
+    let (model, plan, stages) = plan(&config, descriptor, zero, ranks.world_size(), engine)?;
+    let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
+    console.line(&format!("\n{buffers}\n{stages}"))?;
     if args.dry_run {
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
-        return console.line(&planned(&plan, free));
+        let next = Invocation::current().repeated(&["--dry-run"], &[]);
+        return console.line(&format!("{}\n\nnext: {next}", planned(&plan, free)));
     }
     if let Some(Ok(info)) = gpu_info {
-        console.tell_of(info, config.gpu_info_every);
+        console.report_gpu(info, config.gpu_info_every);
     }
-    engine.allocate(&plan)?;
-    ranks.init_communicator(engine, model.params)?;
-    if let Some(text) = ranks.describe() {
-        console.line(&format!("{} ranks, connected by {text}\n", ranks.world_size()))?;
-    }
-    if checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
-        notes
-            .push("matrix products were computed by algorithms of another GPU or library: last bits may differ".into());
-    }
-    if let Some(text) = together::tune_together(ranks, &model, engine, train.layout())? {
-        console.line(&text)?;
-    }
-    let newest = ranks.broadcast(checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
-    let state = match checkpoint {
-        Some(checkpoint) => {
-            checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
-        }
-        None => RunState::fresh(train.position()),
-    };
-    fill(newest, weights, &model, engine, ranks, &config)?;
-    let state = together::share(ranks, &model, engine, state, &mut train)?;
-    tell_of_start(&console, &notes, state.step, config.steps)?;
-    let evaluated = state.progress.evaluated;
-    let (log, mut checkpoints) = match (out, &config.out) {
-        (Some(out), _) => Some(out.open(&config, identity, newest, evaluated)?).unzip(),
-        (None, Some(out)) if zero.shards_optimizer() => {
-            (None, Some(CheckpointWriter::for_other_rank(out.clone(), identity, newest)))
-        }
-        _ => (None, None),
-    };
-    if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
-        checkpoints.prepare(&model, engine, &state)?;
-    }
-    let kept_by_this = config.out.clone().filter(|_| ranks.is_first());
-    let mut run = Run {
-        settings: &settings,
-        ranks,
-        model: &model,
-        tokenizer: Tokenizer::of_vocab(descriptor.vocab).ok(),
-        train: Prefetch::start(train, engine)?,
-        val: val.map(|val| Prefetch::start(val.rewinding_after(config.val_batches), engine)).transpose()?,
+    let planned = PlannedRun {
+        config,
+        descriptor,
+        weights,
+        train,
+        val,
         hellaswag,
-        engine,
+        identity,
+        checkpoint,
+        notes,
+        out,
+        model,
+        plan,
         console,
-        log: log.unwrap_or_default(),
-        state,
-        checkpoints,
-        stop: Stop::on_signals(kept_by_this)?,
     };
-    let outcome = run.train()?;
-    tell_how_it_went(&run.console, &outcome, &config, started.elapsed())
+    planned.execute(ranks, engine, args.force_resume, started)
 }
 
-/// Plans the memory and tells of it.
+impl PlannedRun {
+    /// Allocates the memory, loads the weights and the state, and trains.
+    fn execute(
+        mut self,
+        ranks: &mut Ranks,
+        engine: &mut dyn Engine,
+        force_resume: bool,
+        started: Instant,
+    ) -> Result<()> {
+        self.allocate(ranks, engine)?;
+        let Self { config, model, console, mut train, mut notes, .. } = self;
+        let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
+        let state = match self.checkpoint {
+            Some(checkpoint) => {
+                checkpoint.load(&model, engine, &mut train, config.total_batch, force_resume, &mut notes)?
+            }
+            None => RunState::fresh(train.position()),
+        };
+        load_weights(newest, self.weights, &model, engine, ranks, &config)?;
+        let state = together::share(ranks, &model, engine, state, &mut train)?;
+        report_start(&console, &notes, state.step, config.steps)?;
+        let (log, mut checkpoints) = match (self.out, &config.out) {
+            (Some(out), _) => Some(out.open(&config, self.identity, newest, state.progress.evaluated)?).unzip(),
+            (None, Some(out)) if model.zero.shards_optimizer() => {
+                (None, Some(CheckpointWriter::for_other_rank(out.clone(), self.identity, newest)))
+            }
+            _ => (None, None),
+        };
+        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
+            checkpoints.prepare(&model, engine, &state)?;
+        }
+        let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
+        let mut run = Run {
+            settings: &settings(&config, ranks.world_size()),
+            ranks,
+            model: &model,
+            tokenizer: Tokenizer::of_vocab(self.descriptor.vocab).ok(),
+            train: Prefetch::start(train, engine)?,
+            val: self.val.map(|val| Prefetch::start(val.rewinding_after(config.val_batches), engine)).transpose()?,
+            hellaswag: self.hellaswag,
+            engine,
+            console,
+            log: log.unwrap_or_default(),
+            state,
+            checkpoints,
+            stop: Stop::on_signals(written_by_this_rank)?,
+        };
+        let outcome = run.train()?;
+        report_end(&run.console, &outcome, &config, started.elapsed())
+    }
+
+    /// Allocates the memory, connects the ranks, and tunes the GEMMs.
+    fn allocate(&mut self, ranks: &mut Ranks, engine: &mut dyn Engine) -> Result<()> {
+        engine.allocate(&self.plan)?;
+        ranks.init_communicator(engine, self.model.params)?;
+        if let Some(text) = ranks.describe() {
+            self.console.line(&format!("{} ranks, connected by {text}\n", ranks.world_size()))?;
+        }
+        if self.checkpoint.as_ref().is_some_and(|checkpoint| !checkpoint.adopt_algorithms(engine)) {
+            self.notes.push(
+                "the checkpoint used GEMM algorithms of another GPU or cuBLASLt version: results may differ in the last bits"
+                    .into(),
+            );
+        }
+        if let Some(text) = together::tune_together(ranks, &self.model, engine, self.train.layout())? {
+            self.console.line(&text)?;
+        }
+        Ok(())
+    }
+}
+
+/// Plans the memory. The text compares the ZeRO stages if there are several ranks.
 fn plan(
     config: &Config,
     descriptor: Descriptor,
     zero: Zero,
     ranks: usize,
     engine: &mut dyn Engine,
-    console: &Console,
-) -> Result<(Gpt2, Plan)> {
-    let of_stages = |engine: &mut dyn Engine| stages(descriptor, plan_options(config), zero.stage(), ranks, engine);
-    let stages = if ranks > 1 { of_stages(engine) } else { String::new() };
-    let (model, plan) = fit::plan(descriptor, PlanOptions { zero, ..plan_options(config) }, engine)?;
-    console.line(&format!("\n{plan}\n{stages}"))?;
-    Ok((model, plan))
+) -> Result<(Gpt2, Plan, String)> {
+    let compare = |engine: &mut dyn Engine| zero_stages(descriptor, capacity(config), zero.stage(), ranks, engine);
+    let stages = if ranks > 1 { compare(engine) } else { String::new() };
+    let (model, plan) = fit::plan(descriptor, PlanOptions { zero, ..capacity(config) }, engine)?;
+    Ok((model, plan, stages))
 }
 
-fn tell_of_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {
+fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) -> Result<()> {
     notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
-    if step > 0 { console.line(&format!("going on after {step} of {steps} steps\n")) } else { Ok(()) }
+    if step > 0 { console.line(&format!("resumed after {step} of {steps} steps\n")) } else { Ok(()) }
 }
 
-fn tell_how_it_went(console: &Console, outcome: &Outcome, config: &Config, wall: Duration) -> Result<()> {
-    console.line(&summary(outcome, config.total_batch, wall, config.out.as_deref()))?;
-    if let Some(step) = outcome.stopped {
-        return console.line(&format!("\n{}", stopped(step, config)));
+fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Duration) -> Result<()> {
+    console.line(&summary(outcome, console.last_train_loss(), config, wall))?;
+    match outcome.stopped {
+        Some(step) => console.line(&format!("\n{}", stopped(step, config))),
+        None => console.line(&format!("\nnext: {}", next_command(config, outcome))),
     }
-    console.line(&format!("\nnext: {}", next_command(config, outcome)))
 }
 
-/// How a run that was asked to stop can go on.
+/// Returns the last lines of a run that was asked to stop.
 fn stopped(step: usize, config: &Config) -> String {
-    let how = match config.out {
-        Some(_) => "go on with the same command and --resume",
-        None => "nothing is kept without --out",
-    };
-    format!("stopped after {step} of {} steps; {how}", config.steps)
+    let stopped = format!("stopped after {step} of {} steps", config.steps);
+    match config.out {
+        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().repeated(&["--resume"], &["--resume"])),
+        None => format!("{stopped}; nothing is kept without --out"),
+    }
 }
 
 fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
-    ensure!(device == Device::Cuda, "the run is on the CPU");
+    ensure!(device == Device::Cuda, "the run uses the CPU");
     GpuInfo::open(gpu)
 }
 
-/// Gives the model its first weights, from a file or from the seed, or on ranks other than the first, their part of the
-/// checkpoint of step `newest`: what each rank does not get from the first.
-fn fill(
+/// Loads what this rank does not receive from rank 0: initial weights from a file or from the seed, or this rank's shard of the
+/// checkpoint of step `newest`.
+fn load_weights(
     newest: Option<usize>,
     file: Option<ModelFile>,
     model: &Gpt2,
@@ -194,21 +248,21 @@ fn fill(
     ranks: &Ranks,
     config: &Config,
 ) -> Result<()> {
-    let divided = model.zero.shards_optimizer();
+    let sharded = model.zero.shards_optimizer();
     match (newest, file) {
-        (Some(step), _) if divided && !ranks.is_first() => together::load_part(config, step, model, engine),
-        (None, Some(file)) if divided || ranks.is_first() => file.load(model, engine),
-        (None, None) if divided || ranks.is_first() => model.initialize(engine, config.seed),
+        (Some(step), _) if sharded && !ranks.is_first() => together::load_shard(config, step, model, engine),
+        (None, Some(file)) if sharded || ranks.is_first() => file.load(model, engine),
+        (None, None) if sharded || ranks.is_first() => model.initialize(engine, config.seed),
         _ => Ok(()),
     }
 }
 
-fn plan_options(config: &Config) -> PlanOptions {
+fn capacity(config: &Config) -> PlanOptions {
     let Config { batch: b, seq: t, master_weights, recompute, .. } = *config;
     PlanOptions { master_weights, recompute, ..PlanOptions::training(b, t) }
 }
 
-/// What the loop reads of the configuration.
+/// Returns the settings of the training loop.
 fn settings(config: &Config, ranks: usize) -> Settings {
     let every = |n: usize| (n > 0).then_some(n);
     Settings {
@@ -233,10 +287,14 @@ fn settings(config: &Config, ranks: usize) -> Settings {
     }
 }
 
+/// Suggests a command to run after a finished run.
 fn next_command(config: &Config, outcome: &Outcome) -> String {
+    let invocation = Invocation::current();
     match &outcome.model_file {
-        Some(file) => format!("{PROGRAM} sample --model {} --prompt 'Once upon a time'", file.display()),
-        None if config.train.is_some() => "the same with --out DIR, to keep the log and the model".to_owned(),
-        None => format!("{PROGRAM} data tinyshakespeare"),
+        Some(file) => {
+            invocation.command(["sample", "--model", &file.to_string_lossy(), "--prompt", "Once upon a time"])
+        }
+        None if config.train.is_some() => invocation.repeated(&[], &["--out", "run"]),
+        None => invocation.command(["data", "tinyshakespeare"]),
     }
 }

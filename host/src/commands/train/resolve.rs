@@ -1,7 +1,8 @@
-//! From flags to settings: opens the model's description and the data, and fills in what was not given.
+//! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
-use super::options::{Count, Options};
+use super::options::Options;
 use crate::corpus;
+use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
 use checkpoint::model_file::ModelFile;
@@ -12,18 +13,18 @@ use model::Descriptor;
 use model::descriptor::GPT2_VOCAB;
 use std::path::Path;
 
-/// A run that is settled; nothing has been computed or written yet.
+/// The complete settings of a run. Nothing has been computed or written yet.
 pub struct Resolved {
     pub config: Config,
     pub descriptor: Descriptor,
-    /// Where the weights come from, if not from the seed.
+    /// The file of the initial weights; `None` initializes them from the seed.
     pub weights: Option<ModelFile>,
     pub train: Loader,
     pub val: Option<Loader>,
     pub hellaswag: Option<MultipleChoice>,
 }
 
-/// What flags default to.
+/// Defaults of flags.
 struct Defaults {
     b: usize,
     t: usize,
@@ -38,7 +39,7 @@ struct Defaults {
     sample_length: usize,
 }
 
-/// llm.c's.
+/// The defaults for token files, which are llm.c's.
 const FOR_FILES: Defaults = Defaults {
     b: 4,
     t: 1024,
@@ -52,7 +53,7 @@ const FOR_FILES: Defaults = Defaults {
     sample_length: 64,
 };
 
-/// For the small model on the text that comes with the program: under a minute on two CPU cores.
+/// The defaults for the built-in corpus: a small model that trains in less than a minute on two CPU cores.
 const FOR_CORPUS: Defaults = Defaults {
     b: 8,
     t: 64,
@@ -68,12 +69,13 @@ const FOR_CORPUS: Defaults = Defaults {
 
 const VAL_BATCHES: usize = 20;
 
-/// (layers, heads, channels), with heads of a size that GPUs take.
+/// LayerHooks, heads and channels of the default model for the built-in corpus. GPUs support its head size.
 const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 impl Resolved {
-    /// A run that goes on has the model `resumed`; the file that it began from need not be there any more.
-    /// `rank` of `ranks` reads its own part of the data.
+    /// Resolves the flags for rank `rank` of `ranks`.
+    ///
+    /// A resumed run has the model `resumed`; the file of its initial weights may have been deleted.
     pub fn new(
         options: &Options,
         opened: &Opened,
@@ -83,108 +85,147 @@ impl Resolved {
     ) -> Result<Self> {
         let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
         let (shape, descriptor, weights) = shape(options, &defaults, resumed)?;
-        let b = options.batch.unwrap_or(defaults.b);
-        let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
-        ensure!(
-            t <= descriptor.max_seq_len,
-            "--seq {t}: expected at most {}, the longest sequence the model has position embeddings for",
-            descriptor.max_seq_len
-        );
-        let at_once = b * t * ranks;
-        let total_batch = options.total_batch.unwrap_or(at_once);
-        ensure!(
-            total_batch.is_multiple_of(at_once),
-            "--total-batch {total_batch}: expected a multiple of batch x seq{} = {b} x {t}{} = {at_once}",
-            if ranks > 1 { " x ranks" } else { "" },
-            if ranks > 1 { format!(" x {ranks}") } else { String::new() }
-        );
-        let geometry = Geometry { b, t, ranks, rank };
-        let (train, val) = tokens(options, descriptor)?;
-        let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
-        let train = if options.overfit_one_batch {
-            // The same for every micro-batch of a step, too.
-            in_order(val.clone().unwrap_or(train))?.rewinding_after(1)
-        } else if options.shuffle {
-            Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
-        } else {
-            in_order(train)?.with_whole_steps(total_batch / at_once)?
-        };
-        let val = val.map(in_order).transpose()?;
+        let batch = Batch::new(options, &defaults, descriptor, ranks)?;
+        let (train, val) = loaders(options, descriptor, &batch, rank)?;
         let hellaswag = options.hellaswag.as_deref();
         let hellaswag =
             hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
         if let Some(set) = &hellaswag {
-            set.check(descriptor.vocab, t)?;
+            set.check(descriptor.vocab, batch.t)?;
         }
-        let steps = match options.steps.unwrap_or(defaults.steps) {
-            Count::Some(steps) => steps,
-            // Without a shuffle each shard has a tail that fills no step.
-            Count::All if !train.shuffles() => train.batches_per_epoch() * at_once / total_batch,
-            Count::All => train.tokens() / total_batch,
-        };
-        ensure!(
-            steps > 0,
-            "{} tokens to train on are less than one --total-batch of {total_batch}: use a smaller one, or give --steps",
-            train.tokens()
-        );
-        let config = Config {
-            train: options.train.clone(),
-            val: options.val.clone(),
-            shuffle: options.shuffle,
-            overfit_one_batch: options.overfit_one_batch,
-            out: options.out.clone(),
-            model: shape.model,
-            layers: shape.free.map(|(layers, _, _)| layers),
-            heads: shape.free.map(|(_, heads, _)| heads),
-            channels: shape.free.map(|(_, _, channels)| channels),
-            seed: options.seed,
-            batch: b,
-            seq: t,
-            total_batch,
-            steps,
-            schedule: options.schedule,
-            lr: options.lr.unwrap_or(defaults.lr),
-            warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
-            final_fraction: options.final_fraction.unwrap_or(defaults.final_fraction),
-            weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
-            skip_loss_z: options.skip_loss_z,
-            skip_norm_z: options.skip_norm_z,
-            max_bad_steps: options.max_bad_steps,
-            val_every: options.val_every.unwrap_or(defaults.val_every),
-            val_batches: match (options.val_batches, &val) {
-                (Some(Count::All), Some(val)) => val.batches_per_epoch(),
-                (Some(Count::Some(n)), _) => n,
-                _ => VAL_BATCHES,
-            },
-            hellaswag: options.hellaswag.clone(),
-            hellaswag_examples: options.hellaswag_examples,
-            sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
-            sample_length: options.sample_length.unwrap_or(defaults.sample_length),
-            checkpoint_every: options.checkpoint_every.unwrap_or(steps),
-            gpu_info_every: options.gpu_info_every,
-            check_ranks: options.check_ranks,
-            zero_stage: options.zero_stage,
-            recompute: options.recompute,
-            master_weights: options.master_weights,
-            keep: options.keep,
-            major_every: options.major_every,
-            device: opened.device,
-            precision: opened.precision(),
-            tf32: opened.tf32,
-            gelu_fusion: opened.engine.gelu_fusion(),
-            matmul: options.hardware.matmul,
-            kernels: options.hardware.kernels.clone(),
-        };
+        let steps = steps(options.steps.unwrap_or(defaults.steps), &train, &batch)?;
+        let mut config = config(options, &defaults, &batch, steps, opened);
+        if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
+            config.val_batches = val.batches_per_epoch();
+        }
+        config.model = shape.model;
+        if let Some((layers, heads, channels)) = shape.custom {
+            (config.layers, config.heads, config.channels) = (Some(layers), Some(heads), Some(channels));
+        }
         Ok(Self { config, descriptor, weights, train, val, hellaswag })
     }
 }
 
-/// How the shape was given: by a name or a file, or as (layers, heads, channels).
-struct Shape {
-    model: Option<String>,
-    free: Option<(usize, usize, usize)>,
+/// The batch of a step.
+struct Batch {
+    b: usize,
+    t: usize,
+    ranks: usize,
+    /// Tokens in one micro-batch of all ranks.
+    tokens: usize,
+    /// Tokens in an optimizer step.
+    total: usize,
 }
 
+impl Batch {
+    fn new(options: &Options, defaults: &Defaults, descriptor: Descriptor, ranks: usize) -> Result<Self> {
+        let b = options.batch.unwrap_or(defaults.b);
+        let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
+        ensure!(
+            t <= descriptor.max_seq_len,
+            "--seq {t}: expected at most {}, the longest sequence that the model has position embeddings for",
+            descriptor.max_seq_len
+        );
+        let tokens = b * t * ranks;
+        let total = options.total_batch.unwrap_or(tokens);
+        ensure!(
+            total.is_multiple_of(tokens),
+            "--total-batch {total}: expected a multiple of batch x seq{} = {b} x {t}{} = {tokens}",
+            if ranks > 1 { " x ranks" } else { "" },
+            if ranks > 1 { format!(" x {ranks}") } else { String::new() }
+        );
+        Ok(Self { b, t, ranks, tokens, total })
+    }
+}
+
+/// Opens the training data and the validation data.
+fn loaders(options: &Options, descriptor: Descriptor, batch: &Batch, rank: usize) -> Result<(Loader, Option<Loader>)> {
+    let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
+    let (train, val) = tokens(options, descriptor)?;
+    let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
+    let train = if options.overfit_one_batch {
+        // All micro-batches of a step are the same batch, too.
+        in_order(val.clone().unwrap_or(train))?.rewinding_after(1)
+    } else if options.shuffle {
+        Loader::new(train, geometry, descriptor.vocab, Some(options.seed))?
+    } else {
+        in_order(train)?.with_whole_steps(batch.total / batch.tokens)?
+    };
+    Ok((train, val.map(in_order).transpose()?))
+}
+
+/// Returns the number of steps of the run.
+fn steps(wanted: Count, train: &Loader, batch: &Batch) -> Result<usize> {
+    let steps = match wanted {
+        Count::Some(steps) => steps,
+        // Without shuffling, the tokens at the end of a shard that do not fill a step are skipped.
+        Count::All if !train.shuffles() => train.batches_per_epoch() * batch.tokens / batch.total,
+        Count::All => train.tokens() / batch.total,
+    };
+    ensure!(
+        steps > 0,
+        "--total-batch {}: expected at most the {} tokens of the training data; use a smaller one, or set --steps",
+        batch.total,
+        train.tokens()
+    );
+    Ok(steps)
+}
+
+/// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
+fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Config {
+    Config {
+        train: options.train.clone(),
+        val: options.val.clone(),
+        shuffle: options.shuffle,
+        overfit_one_batch: options.overfit_one_batch,
+        out: options.out.clone(),
+        model: None,
+        layers: None,
+        heads: None,
+        channels: None,
+        seed: options.seed,
+        batch: batch.b,
+        seq: batch.t,
+        total_batch: batch.total,
+        steps,
+        schedule: options.schedule,
+        lr: options.lr.unwrap_or(defaults.lr),
+        warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
+        final_fraction: options.final_fraction.unwrap_or(defaults.final_fraction),
+        weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
+        skip_loss_z: options.skip_loss_z,
+        skip_norm_z: options.skip_norm_z,
+        max_bad_steps: options.max_bad_steps,
+        val_every: options.val_every.unwrap_or(defaults.val_every),
+        val_batches: if let Some(Count::Some(n)) = options.val_batches { n } else { VAL_BATCHES },
+        hellaswag: options.hellaswag.clone(),
+        hellaswag_examples: options.hellaswag_examples,
+        sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
+        sample_length: options.sample_length.unwrap_or(defaults.sample_length),
+        checkpoint_every: options.checkpoint_every.unwrap_or(steps),
+        gpu_info_every: options.gpu_info_every,
+        check_ranks: options.check_ranks,
+        zero_stage: options.zero_stage,
+        recompute: options.recompute,
+        master_weights: options.master_weights,
+        keep: options.keep,
+        major_every: options.major_every,
+        device: opened.device,
+        precision: opened.precision(),
+        tf32: opened.tf32,
+        gelu_fusion: opened.engine.gelu_fusion(),
+        matmul: options.hardware.matmul,
+        kernels: options.hardware.kernels.clone(),
+    }
+}
+
+/// How the user gave the shape of the model: as a name or a file, or as layers, heads and channels.
+struct Shape {
+    model: Option<String>,
+    custom: Option<(usize, usize, usize)>,
+}
+
+/// Returns the shape of the model and, for a model file, the opened file.
 fn shape(
     options: &Options,
     defaults: &Defaults,
@@ -197,27 +238,27 @@ fn shape(
     match model {
         Some(name) if Path::new(&name).extension().is_some_and(|e| e == "bin") => {
             if let Some(descriptor) = resumed {
-                return Ok((Shape { model: Some(name), free: None }, descriptor, None));
+                return Ok((Shape { model: Some(name), custom: None }, descriptor, None));
             }
             let file = ModelFile::open(Path::new(&name))?;
-            Ok((Shape { model: Some(name), free: None }, file.descriptor(), Some(file)))
+            Ok((Shape { model: Some(name), custom: None }, file.descriptor(), Some(file)))
         }
         Some(name) => {
             let known: Descriptor = name.parse().context("--model")?;
-            Ok((Shape { model: Some(name), free: None }, Descriptor { vocab, ..known }, None))
+            Ok((Shape { model: Some(name), custom: None }, Descriptor { vocab, ..known }, None))
         }
         None => {
-            let free = given.unwrap_or(SMALL);
-            let (layers, heads, channels) = free;
+            let custom = given.unwrap_or(SMALL);
+            let (layers, heads, channels) = custom;
             let seq = options.seq.unwrap_or(defaults.t);
             let descriptor =
                 Descriptor::new(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
-            Ok((Shape { model: None, free: Some(free) }, descriptor, None))
+            Ok((Shape { model: None, custom: Some(custom) }, descriptor, None))
         }
     }
 }
 
-/// Shards to train on and to validate on.
+/// Opens the shards of the training data and of the validation data.
 fn tokens(options: &Options, descriptor: Descriptor) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
     let Some(train) = &options.train else {
         let tokenizer = Tokenizer::of_vocab(descriptor.vocab).context("the built-in corpus")?;

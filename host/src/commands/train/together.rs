@@ -1,4 +1,4 @@
-//! What the processes of a run settle between them before it begins.
+//! Start of a run with several ranks: rendezvous, checks that the ranks agree, and the state that rank 0 broadcasts.
 
 use super::options::{Launch, Options};
 use crate::console::Console;
@@ -19,23 +19,25 @@ use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// All processes of the run, and which GPU is this one's.
+/// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
-    let flags = Flags { rank: launch.rank, ranks: launch.world_size, local_rank: launch.local_rank };
-    let world = launcher::of_this_process(flags)?;
-    if world.ranks == 1 {
+    let flags = Flags { rank: launch.rank, world_size: launch.world_size, local_rank: launch.local_rank };
+    let world = launcher::from_environment(flags)?;
+    if world.world_size == 1 {
         return Ok((Ranks::Single, launch.local_rank.unwrap_or(GPU)));
     }
-    let timeout = Duration::from_secs(launch.rendezvous_timeout as u64);
-    let patience = Duration::from_secs(launch.step_timeout as u64);
-    let met = rendezvous::meet(&world, launch.rendezvous.as_ref(), timeout, patience)?;
-    met.star.begins_within(Duration::from_secs(launch.start_timeout as u64));
-    Ok((Ranks::Connected(met.star), met.local_rank))
+    let timeouts = rendezvous::Timeouts {
+        rendezvous: Duration::from_secs(launch.rendezvous_timeout as u64),
+        step: Duration::from_secs(launch.step_timeout as u64),
+    };
+    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), timeouts)?;
+    connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
+    Ok((Ranks::Connected(connected.group), connected.local_rank))
 }
 
-/// The GPU of a local rank: its own among those of the host, or the one that it has been given.
+/// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank.
 pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
-    // That there is none, opening it will say.
+    // Without a GPU, opening the engine reports the error.
     let gpus = if device == Device::Cpu { 0 } else { cuda_driver::device_count().unwrap_or(0) };
     match gpus {
         0 => Ok(local_rank),
@@ -43,21 +45,22 @@ pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
         _ => {
             ensure!(
                 local_rank < gpus,
-                "this is local rank {local_rank}, counted from 0, of a host with {gpus} GPUs: start at most {gpus} ranks there"
+                "local rank {local_rank}: expected a number from 0 to {}, since this host has {gpus} GPUs; start at most {gpus} ranks on it",
+                gpus - 1
             );
             Ok(local_rank)
         }
     }
 }
 
-/// Finds out whether the ranks belong together; `gpu` is the one that this one computes on.
+/// Checks that all ranks have the same program, settings and data, and that no two share a GPU; `gpu` is this rank's.
 pub fn agree(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -> Result<()> {
     let Some(group) = ranks.tcp_group() else { return Ok(()) };
     let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
     preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
 }
 
-/// A person watches rank 0; the others write into files beside its logs.
+/// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
     if ranks.is_first() {
         return Ok(Console::new(steps));
@@ -65,37 +68,36 @@ pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
     let out = args.out.as_deref().filter(|_| !args.dry_run);
     out.map(create_directory).transpose()?;
     let path = out.map(|out| out.join(format!("rank-{}.log", ranks.rank())));
-    Console::aside(steps, path, args.resume)
+    Console::to_file(steps, path, args.resume)
 }
 
-/// Has rank 0 find out how to compute matrix products, and all do it so: the same kind of GPU computes the same bits.
+/// Tunes the GEMMs on rank 0 and broadcasts the result, so that equal GPUs compute equal bits.
 pub fn tune_together(
     ranks: &mut Ranks,
     model: &Gpt2,
     engine: &mut dyn Engine,
     layout: BatchLayout,
 ) -> Result<Option<String>> {
-    let told = if ranks.is_first() { model.tune(engine, layout)? } else { None };
+    let report = if ranks.is_first() { model.tune(engine, layout)? } else { None };
     let algorithms = ranks.broadcast(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
         engine.adopt_algorithms(&algorithms);
-        // What another kind of GPU has to find out itself.
+        // Tunes only shapes for which the broadcast algorithms do not run on this GPU.
         return model.tune(engine, layout);
     }
-    Ok(told)
+    Ok(report)
 }
 
-/// Where a run stands, but for the data.
+/// The state of a run without the position in the data.
 #[derive(Serialize, Deserialize)]
-struct Standing {
+struct SharedState {
     step: usize,
     rounding: u64,
     rounding_before_update: u64,
     progress: Progress,
 }
 
-/// Where the run stands, on all ranks: rank 0 knows it as `state`; the tensors of the model and the optimizer are its, unless
-/// each has its own part.
+/// Broadcasts the state of rank 0, and the tensors of model and optimizer unless the ranks shard them.
 pub fn share(
     ranks: &mut Ranks,
     model: &Gpt2,
@@ -110,9 +112,9 @@ pub fn share(
         ranks.broadcast_tensors(engine, &tensors)?;
     }
     let RunState { step, rounding, rounding_before_update, progress, .. } = state;
-    let standing =
-        Standing { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
-    let Standing { step, rounding, rounding_before_update, progress } = ranks.broadcast(standing)?;
+    let shared =
+        SharedState { step, rounding: rounding.state, rounding_before_update: rounding_before_update.state, progress };
+    let SharedState { step, rounding, rounding_before_update, progress } = ranks.broadcast(shared)?;
     if !ranks.is_first() {
         loader.skip_tokens(progress.tokens);
     }
@@ -125,10 +127,10 @@ pub fn share(
     })
 }
 
-/// Fills what a rank other than the first keeps of the checkpoint of `step`, which the first has checked.
-pub fn load_part(config: &Config, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
-    let out = config.out.as_deref().context("there is no --out to go on from")?;
-    let every = "each rank reads its part of the checkpoint: --out must be a directory that all hosts share";
-    let mut checkpoint = Checkpoint::open_checked(out, step).context(every)?;
+/// Loads this rank's shard of the checkpoint of `step`, which rank 0 has checked.
+pub fn load_shard(config: &Config, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+    let out = config.out.as_deref().context("--out: expected a directory to resume from")?;
+    let shared = "--out: expected a directory that all hosts share, since each rank reads its shard of the checkpoint";
+    let mut checkpoint = Checkpoint::open_verified(out, step).context(shared)?;
     checkpoint.load_tensors(model, engine, &mut Vec::new())
 }

@@ -1,0 +1,70 @@
+//! Suggested commands, spelled the way the user called the program and quoted for a shell.
+
+use std::env;
+
+/// How this process was called.
+pub struct Invocation {
+    program: String,
+    arguments: Vec<String>,
+}
+
+impl Invocation {
+    /// Returns the invocation of this process.
+    pub fn current() -> Self {
+        let mut arguments = env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+        let typed = arguments.next().unwrap_or_else(|| "llm-rs".to_owned());
+        // `cargo run` sets these variables for the program that it starts.
+        let by_cargo = env::var_os("CARGO").is_some()
+            && env::var("CARGO_PKG_NAME").is_ok_and(|package| package == env!("CARGO_PKG_NAME"));
+        Self::new(&typed, by_cargo, arguments.collect())
+    }
+
+    fn new(typed: &str, by_cargo: bool, arguments: Vec<String>) -> Self {
+        let program = match by_cargo {
+            true if cfg!(debug_assertions) => "cargo run -p host --".to_owned(),
+            true => "cargo run --release -p host --".to_owned(),
+            false => quote(typed),
+        };
+        Self { program, arguments }
+    }
+
+    /// Returns a command of this program with the given arguments.
+    pub fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> String {
+        arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
+    }
+
+    /// Returns this command without the flags `removed`, and with the arguments `added` at its end.
+    pub fn repeated(&self, removed: &[&str], added: &[&str]) -> String {
+        let kept = self.arguments.iter().map(String::as_str).filter(|argument| !removed.contains(argument));
+        self.command(kept.chain(added.iter().copied()))
+    }
+}
+
+/// Quotes an argument for a POSIX shell.
+fn quote(argument: &str) -> String {
+    shlex::Quoter::new().allow_nul(true).quote(argument).map_or_else(|_| argument.to_owned(), Into::into)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn commands_repeat_the_program_as_typed_and_quote_arguments() {
+        let typed = Invocation::new("./my programs/llm-rs", false, arguments("train --dry-run --train a*.bin"));
+        assert_eq!(typed.command(["sample", "--prompt", "it's"]), r#"'./my programs/llm-rs' sample --prompt "it's""#);
+        let repeated = typed.repeated(&["--dry-run"], &["--out", "run 1"]);
+        assert_eq!(repeated, "'./my programs/llm-rs' train --train 'a*.bin' --out 'run 1'");
+    }
+
+    #[test]
+    fn commands_run_through_cargo_repeat_cargo() {
+        let command = Invocation::new("target/release/llm-rs", true, Vec::new()).command(["train"]);
+        let profile = if cfg!(debug_assertions) { "" } else { " --release" };
+        assert_eq!(command, format!("cargo run{profile} -p host -- train"));
+    }
+}
