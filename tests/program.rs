@@ -285,7 +285,7 @@ fn errors_name_invalid_flags() {
         (&["train", "--batch", "0"][..], "'0' for '--batch <B>': expected a whole number from 1 to 2147483647"),
         (&["train", "--batch", "2147483648"], "'2147483648' for '--batch <B>'"),
         (&["train", "--lr", "-1"], "'-1' for '--lr <LR>': expected a finite number of at least 0"),
-        (&["train", "-l", "-1e-3"], "'-1e-3' for '--lr <LR>'"),
+        (&["train", "-l", "-0.001"], "'-0.001' for '--lr <LR>'"),
         (&["train", "--lr", "nan"], "'nan' for '--lr <LR>': expected a finite number of at least 0"),
         (&["train", "--keep", "-2"], "'-2' for '--keep <N>': expected a whole number of at least 0"),
         (&["train", "--zero-stage", "4"], "'4' for '--zero-stage <0|1|2|3>': expected 0, 1, 2 or 3"),
@@ -432,10 +432,10 @@ fn the_memory_table_is_short_unless_verbose() {
         let rows = short.lines().filter(|line| line.starts_with(&format!("  {group} ")) && line.ends_with(" MiB"));
         assert_eq!(rows.count(), 1, "{group}: {short}");
     }
-    assert!(!short.contains("  wte "), "{short}");
+    assert!(!short.contains("  params "), "{short}");
     for flag in ["--verbose", "--dry-run"] {
         let long = succeed(&with(&run, &[flag]));
-        assert!(long.contains("  wte ") && long.contains("\nTotal "), "{long}");
+        assert!(long.contains("  params ") && long.contains("\nTotal "), "{long}");
     }
 }
 
