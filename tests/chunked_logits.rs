@@ -1,10 +1,10 @@
 //! Chunked logits: losses and gradients do not depend on the number of rows whose logits are in memory at once.
 
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated, emulated_checked};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine};
-use model::{CHUNK, Descriptor, Gpt2, Param, PlanOptions, Recompute};
+use model::{Descriptor, Gpt2, LOGIT_ROWS, Param, PlanOptions, Recompute};
 
 const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
@@ -19,7 +19,7 @@ fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Gpt2, Plan
 
 fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
     let (model, plan) = planned(engine, chunk, training);
-    assert_eq!(model.chunk(), chunk);
+    assert_eq!(model.logit_rows(), chunk);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
     let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
@@ -46,12 +46,12 @@ fn trained(engine: &mut dyn Engine, chunk: usize) -> Trained {
     engine.zero(grads).unwrap();
     let mut dwte = Vec::new();
     for step in 0..2 {
-        model.forward(engine, LAYOUT).unwrap();
+        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
         model.loss(engine, LAYOUT, Some(1.0 / ROWS as f32)).unwrap();
         if step == 0 {
             dwte = engine.read(model.layout.of(grads, Param::Wte, 0)).unwrap();
         }
-        model.backward(engine, LAYOUT).unwrap();
+        model.backward(engine, LAYOUT, &mut Unsharded).unwrap();
     }
     Trained { losses: engine.read(model.losses).unwrap(), grads: engine.read(grads).unwrap(), dwte }
 }
@@ -75,7 +75,9 @@ const CHUNKS: [usize; 3] = [17, 20, 1];
 
 #[test]
 fn f32_losses_and_gradients_do_not_depend_on_the_chunk_size() {
-    for engine in [|| Box::new(Cpu::new()) as Box<dyn Engine>, || emulated(Precision::Fp32, false)] {
+    for engine in
+        [|| Box::new(Cpu::new()) as Box<dyn Engine>, || emulated(EmulatedGpu::new(false), Precision::Fp32, None, false)]
+    {
         let whole = trained(&mut *engine(), ROWS);
         for chunk in CHUNKS {
             let parts = trained(&mut *engine(), chunk);
@@ -93,9 +95,9 @@ fn f32_losses_and_gradients_do_not_depend_on_the_chunk_size() {
 fn bf16_gradients_are_rounded_once_for_any_chunk_size() {
     let exact = trained(&mut Cpu::new(), ROWS);
     for hopper in [false, true] {
-        let whole = trained(&mut *emulated(Precision::Bf16, hopper), ROWS);
+        let whole = trained(&mut *emulated(EmulatedGpu::new(hopper), Precision::Bf16, None, false), ROWS);
         for chunk in CHUNKS {
-            let parts = trained(&mut *emulated(Precision::Bf16, hopper), chunk);
+            let parts = trained(&mut *emulated(EmulatedGpu::new(hopper), Precision::Bf16, None, false), chunk);
             let what = format!("chunks of {chunk}, hopper {hopper}");
             assert!(equal_fraction(&parts.losses, &whole.losses) > 0.9, "{what}");
             assert!(distance(&parts.losses, &whole.losses) < 1e-5, "{what}");
@@ -111,7 +113,7 @@ fn bf16_gradients_are_rounded_once_for_any_chunk_size() {
 #[test]
 fn chunked_training_has_no_memory_errors() {
     let expected = trained(&mut Cpu::new(), ROWS);
-    let got = trained(&mut *emulated_checked(Precision::Bf16, true), 20);
+    let got = trained(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, true), 20);
     assert!(distance(&got.grads, &expected.grads) < 2e-2, "{}", distance(&got.grads, &expected.grads));
 }
 
@@ -120,7 +122,7 @@ fn inference_model_has_the_same_losses_and_logits() {
     let run = |training, chunk| {
         let engine = &mut Cpu::new();
         let model = loaded(engine, chunk, training);
-        model.forward(engine, LAYOUT).unwrap();
+        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
         let (mut logits, vp) = (Vec::new(), model.descriptor.padded_vocab());
         for first in (0..ROWS).step_by(chunk) {
             let rows = model.logits(engine, first..ROWS.min(first + chunk)).unwrap();
@@ -143,7 +145,7 @@ fn inference_model_has_the_same_losses_and_logits() {
     }
     let engine = &mut Cpu::new();
     let model = loaded(engine, 20, false);
-    model.forward(engine, LAYOUT).unwrap();
+    model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
     let text = model.loss(engine, LAYOUT, Some(1.0)).unwrap_err().to_string();
     assert_eq!(text, "this model was planned for inference only");
 }
@@ -151,19 +153,19 @@ fn inference_model_has_the_same_losses_and_logits() {
 /// Uses GPT-2 124M with B = 64 and T = 1024, whose logits would take 6.1 GiB.
 #[test]
 fn memory_plan_contains_one_chunk_of_logits() {
-    let mut engine = emulated(Precision::Bf16, true);
+    let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, false);
     let descriptor: Descriptor = "d12".parse().unwrap();
     let mut plan = |b, training| {
         let capacity = PlanOptions { training, ..PlanOptions::training(b, 1024) };
         let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
-        (model.chunk(), plan.bytes())
+        (model.logit_rows(), plan.bytes())
     };
     let (chunk, bytes) = plan(64, true);
-    assert_eq!(chunk, CHUNK);
+    assert_eq!(chunk, LOGIT_ROWS);
     assert!(bytes < 24_000_000_000, "{bytes}");
-    assert_eq!([3, 11, 12].map(|b| plan(b, true).0), [3072, CHUNK, CHUNK]);
+    assert_eq!([3, 11, 12].map(|b| plan(b, true).0), [3072, LOGIT_ROWS, LOGIT_ROWS]);
     let without = plan(64, false);
-    assert_eq!(without.0, CHUNK);
+    assert_eq!(without.0, LOGIT_ROWS);
     // Doubling the batch does not double the logits.
-    assert!(2 * without.1 - plan(128, false).1 > CHUNK * 50304 * 2);
+    assert!(2 * without.1 - plan(128, false).1 > LOGIT_ROWS * 50304 * 2);
 }

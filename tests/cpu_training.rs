@@ -75,7 +75,7 @@ impl Run {
     /// Returns the mean loss, summed over the tokens in double precision.
     fn loss(&mut self) -> f64 {
         self.engine.zero(self.model.losses).unwrap();
-        self.model.forward(&mut self.engine, self.layout).unwrap();
+        self.model.forward(&mut self.engine, self.layout, &mut Unsharded).unwrap();
         self.model.loss(&mut self.engine, self.layout, None).unwrap();
         let losses = self.engine.read(self.model.losses).unwrap();
         losses.iter().map(|&loss| f64::from(loss)).sum::<f64>() / losses.len() as f64
@@ -87,9 +87,9 @@ impl Run {
         let dloss = 1.0 / (layout.b * layout.t) as f32;
         engine.zero(model.training.unwrap().grads).unwrap();
         engine.zero(model.losses).unwrap();
-        model.forward(engine, *layout).unwrap();
+        model.forward(engine, *layout, &mut Unsharded).unwrap();
         model.loss(engine, *layout, Some(dloss)).unwrap();
-        model.backward(engine, *layout).unwrap();
+        model.backward(engine, *layout, &mut Unsharded).unwrap();
     }
 
     /// Runs an optimizer step and returns its mean loss and gradient norm.
@@ -185,9 +185,9 @@ fn gradients_of_micro_batches_accumulate() {
     let mut run = reference.run();
     run.gradients();
     let dloss = 1.0 / run.tokens();
-    run.model.forward(&mut run.engine, run.layout).unwrap();
+    run.model.forward(&mut run.engine, run.layout, &mut Unsharded).unwrap();
     run.model.loss(&mut run.engine, run.layout, Some(dloss)).unwrap();
-    run.model.backward(&mut run.engine, run.layout).unwrap();
+    run.model.backward(&mut run.engine, run.layout, &mut Unsharded).unwrap();
     for ((param, layer), expected) in &reference.gradients {
         let twice: Vec<f32> = expected.iter().map(|x| 2.0 * x).collect();
         assert_close(&format!("d{} of layer {layer}, twice", param.name()), &run.gradient(*param, *layer), &twice);
@@ -333,7 +333,7 @@ fn inference_model_gives_the_same_logits() {
     let mut words = engine.host_buffer(layout.words()).unwrap();
     words[layout.inputs()].copy_from_slice(&reference.batch.inputs);
     engine.load_batch(model.batch, layout, words).unwrap();
-    model.forward(&mut engine, layout).unwrap();
+    model.forward(&mut engine, layout, &mut Unsharded).unwrap();
     let vp = reference.descriptor.padded_vocab();
     let found = model.logits(&mut engine, 0..layout.b * layout.t).unwrap();
     let found = engine.read(found).unwrap();
@@ -351,7 +351,7 @@ fn tokens_outside_the_vocabulary_are_rejected() {
         words[part.start + 5] = bad;
         layout.sort(&mut words);
         run.engine.load_batch(run.model.batch, layout, words).unwrap();
-        let forward = run.model.forward(&mut run.engine, layout);
+        let forward = run.model.forward(&mut run.engine, layout, &mut Unsharded);
         let result = forward.and_then(|()| run.model.loss(&mut run.engine, layout, None));
         let message = result.unwrap_err().to_string();
         assert!(message.contains(&format!("{bad} at position 5")), "{message}");

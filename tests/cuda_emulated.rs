@@ -2,19 +2,19 @@
 
 use data::{Geometry, Loader, Prefetch, Tokens};
 use engine::cpu::Cpu;
-use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated, emulated_checked, emulated_checked_as};
+use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{
     AdamW, BatchLayout, Engine, Epilogue, GeluForward, GeluFusion, GeluInput, GraphKey, MatmulShape, Optimized,
     UpdateRange,
 };
-use gpu::matmul::launch::MOST_TILINGS;
+use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
 use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, Unit, Unsharded, Zero};
 use verify::selftest::edge_cases;
 
 fn assert_operations_match(precision: Precision, hopper: bool) {
-    assert_cases_match("", emulated_checked(precision, hopper));
+    assert_cases_match("", emulated(EmulatedGpu::new(hopper), precision, None, true));
 }
 
 /// Checks the edge cases of all operations whose names contain `operation`.
@@ -45,10 +45,10 @@ fn sm_90a_operations_match_cpu_engine() {
 
 #[test]
 fn matmuls_match_cpu_engine_in_every_tile_configuration() {
-    for tiling in 0..MOST_TILINGS {
+    for tiling in 0..MAX_CANDIDATE_CONFIGS {
         let products = MatmulBackend::Rust;
         let emulation = EmulatedGpu { hopper: true, products, kernel_config: Some(tiling), ..EmulatedGpu::default() };
-        assert_cases_match("matmul", emulated_checked_as(emulation, Precision::Bf16, None));
+        assert_cases_match("matmul", emulated(emulation, Precision::Bf16, None, true));
     }
 }
 
@@ -77,9 +77,9 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
         engine.load_batch(model.batch, layout, words).unwrap();
         engine.zero(training.grads).unwrap();
         engine.zero(model.losses).unwrap();
-        model.forward(engine, layout).unwrap();
+        model.forward(engine, layout, &mut Unsharded).unwrap();
         model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
-        model.backward(engine, layout).unwrap();
+        model.backward(engine, layout, &mut Unsharded).unwrap();
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
         model.update(engine, &adamw).unwrap();
@@ -99,7 +99,7 @@ fn training_steps_match_cpu_engine_without_memory_errors() {
         (Precision::Bf16, true, stored, 2e-2),
         (Precision::Bf16, true, recomputed, 2e-2),
     ] {
-        let got = trained(&mut *emulated_checked(precision, hopper), recompute);
+        let got = trained(&mut *emulated(EmulatedGpu::new(hopper), precision, None, true), recompute);
         if hopper {
             sm_90a_stats.push(got.clone());
         }
@@ -130,9 +130,9 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     let training = model.training.unwrap();
     engine.zero(training.grads).unwrap();
     engine.zero(model.losses).unwrap();
-    model.forward(engine, layout).unwrap();
+    model.forward(engine, layout, &mut Unsharded).unwrap();
     model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
-    model.backward(engine, layout).unwrap();
+    model.backward(engine, layout, &mut Unsharded).unwrap();
     let read = |(param, layer)| {
         let values = engine.read(model.grad_store(&training).tensor(param, layer)).unwrap();
         (format!("{param:?} of layer {layer}"), values)
@@ -150,7 +150,7 @@ fn bias_gradients_match_from_layernorm_or_matmul_backward() {
         (Precision::Bf16, 128, false, 3e-2),
         (Precision::Bf16, 1088, true, 3e-2),
     ] {
-        let (engine, reference) = (&mut *emulated_checked(precision, false), &mut Cpu::new());
+        let (engine, reference) = (&mut *emulated(EmulatedGpu::new(false), precision, None, true), &mut Cpu::new());
         assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (by_norms, true));
         for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
             let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
@@ -224,7 +224,7 @@ fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(std::ops::Range<u
 #[test]
 fn fused_update_matches_updating_each_range() {
     for precision in [Precision::Bf16, Precision::Fp32] {
-        let engine = &mut *emulated_checked(precision, false);
+        let engine = &mut *emulated(EmulatedGpu::new(false), precision, None, true);
         let model = before_update(engine, Zero::NONE);
         model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
         let fused = after_update(&model, engine);
@@ -250,7 +250,7 @@ fn fused_update_matches_updating_each_range() {
 
 #[test]
 fn updates_cannot_be_captured_in_a_cuda_graph() {
-    let engine = &mut *emulated_checked(Precision::Bf16, false);
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let (model, recurring) = (before_update(engine, Zero::NONE), GraphKey::new());
     let mut update =
         || engine.capture_or_replay(&recurring, &mut |engine| model.apply(engine, &UPDATE, &mut Unsharded)).unwrap();
@@ -283,7 +283,7 @@ impl LayerHooks for UpdatedUnits {
 #[test]
 fn sharded_updates_match_unsharded_update() {
     // The models are allocated on the engine one after the other.
-    let engine = &mut *emulated_checked(Precision::Bf16, false);
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let model = before_update(engine, Zero::NONE);
     let mut told = UpdatedUnits(Vec::new());
     model.apply(engine, &UPDATE, &mut told).unwrap();
@@ -313,7 +313,7 @@ fn sharded_updates_match_unsharded_update() {
 /// Returns a checked engine and tensors with these names, lengths and types. The first 8 elements of each tensor are
 /// initialized.
 fn checked(tensors: &[(&str, usize, DType)]) -> (Box<dyn Engine>, Vec<Tensor>) {
-    let mut engine = emulated_checked(Precision::Fp32, false);
+    let mut engine = emulated(EmulatedGpu::new(false), Precision::Fp32, None, true);
     let mut plan = Plan::new();
     let mut add = |&(name, len, dtype)| plan.add(Group::Activations, name, &[len], dtype);
     let tensors: Vec<_> = tensors.iter().map(&mut add).collect();
@@ -362,7 +362,7 @@ fn memory_errors_name_the_tensor() {
 fn matmuls_use_the_selected_backend() {
     let backend = |products, hopper, shape: Linear| {
         let mut engine =
-            emulated_checked_as(EmulatedGpu { hopper, products, ..EmulatedGpu::default() }, Precision::Bf16, None);
+            emulated(EmulatedGpu { hopper, products, ..EmulatedGpu::default() }, Precision::Bf16, None, true);
         let mut plan = Plan::new();
         let mut add = |name: &str, len| plan.add(Group::Activations, name, &[len], DType::Bf16);
         let MatmulShape { rows, c, oc } = shape;
@@ -395,7 +395,7 @@ fn matmuls_use_the_selected_backend() {
 fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
     let first_error = |products, hopper, precision, gelu_fusion| {
         let emulation = EmulatedGpu { hopper, products, ..EmulatedGpu::default() };
-        let mut engine = emulated_checked_as(emulation, precision, Some(gelu_fusion));
+        let mut engine = emulated(emulation, precision, Some(gelu_fusion), true);
         let shape = MatmulShape { rows: 5, c: 32, oc: 8 };
         let MatmulShape { rows, c, oc } = shape;
         let (mut plan, float) = (Plan::new(), engine.dtype());
@@ -433,7 +433,7 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
 
 /// Returns an engine with one tensor of `len` elements.
 fn with_tensor(precision: Precision, len: usize, dtype: DType) -> (Box<dyn Engine>, Tensor) {
-    let mut engine = emulated(precision, false);
+    let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
     let mut plan = Plan::new();
     let tensor = plan.add(Group::Activations, "x", &[len], dtype);
     engine.allocate(&plan).unwrap();
@@ -496,7 +496,7 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
 fn out_of_memory_error_states_the_missing_amount() {
     let mut plan = Plan::new();
     plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
-    let text = emulated(Precision::Fp32, false).allocate(&plan).unwrap_err().to_string();
+    let text = emulated(EmulatedGpu::new(false), Precision::Fp32, None, false).allocate(&plan).unwrap_err().to_string();
     assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
 }
 
@@ -540,7 +540,7 @@ impl Graph {
             let dtype = if name == "wide" { DType::F32 } else { DType::Bf16 };
             plan.add(Group::Parameters, name, &[SIDE, SIDE], dtype)
         });
-        let mut engine = emulated_checked(Precision::Bf16, true);
+        let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
         engine.allocate(&plan).unwrap();
         Self { engine, plan, tensors }
     }

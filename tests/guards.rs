@@ -10,7 +10,7 @@ use data::{Geometry, Loader, Prefetch, Tokens, tokens};
 use distributed::Ranks;
 use engine::Engine;
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
@@ -70,8 +70,8 @@ impl Trial {
     fn train(&self, out: &Path) -> anyhow::Result<Outcome> {
         let mut engine: Box<dyn Engine> = match self.target {
             Target::Cpu => Box::new(Cpu::new()),
-            Target::Bf16 { .. } => emulated(Precision::Bf16, false),
-            Target::Fp32 => emulated(Precision::Fp32, false),
+            Target::Bf16 { .. } => emulated(EmulatedGpu::new(false), Precision::Bf16, None, false),
+            Target::Fp32 => emulated(EmulatedGpu::new(false), Precision::Fp32, None, false),
         };
         let engine = &mut *engine;
         let descriptor = Descriptor::new(1, 1, CHANNELS, SEQ, VOCAB).unwrap();

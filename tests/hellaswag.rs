@@ -4,7 +4,7 @@
 use data::hellaswag;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice, write};
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::{BatchLayout, Engine};
 use host::evaluate::multiple_choice::{Score, score};
 use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute, init};
@@ -104,7 +104,7 @@ fn reference_losses(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
             *word = i32::from(token);
         }
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words).unwrap();
-        model.forward(&mut engine, layout).unwrap();
+        model.forward(&mut engine, layout, &mut Unsharded).unwrap();
         let logits = model.logits(&mut engine, 0..row.len()).unwrap();
         let logits = engine.read(logits).unwrap();
         let sum: f64 = (context.len()..row.len())
@@ -164,7 +164,7 @@ fn emulated_kernels_give_the_same_score() {
         example.label = lowest(&losses);
     }
     let set = set_of(&examples);
-    let mut engine = emulated(Precision::Fp32, false);
+    let mut engine = emulated(EmulatedGpu::new(false), Precision::Fp32, None, false);
     let (model, layout) = planned(&mut *engine, 5, 70);
     randomize(&model, &mut *engine);
     assert_eq!(score(&model, &mut *engine, layout, &set, 0..6).unwrap().correct, 6);

@@ -10,7 +10,7 @@ use data::{Geometry, Loader, Tokens};
 use distributed::Ranks;
 use engine::Engine;
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::Tensor;
 use model::{Gpt2, PlanOptions, Recompute};
 use std::fs;
@@ -98,7 +98,7 @@ fn every_value_is_read_from_its_position_in_llm_c_files() {
         ("bf16_without_masters", Precision::Bf16, false),
         ("fp32", Precision::Fp32, true),
     ] {
-        let mut loaded = Loaded::new(name, emulated(precision, false), masters);
+        let mut loaded = Loaded::new(name, emulated(EmulatedGpu::new(false), precision, None, false), masters);
         let (model, bf16) = (loaded.model.clone(), precision == Precision::Bf16);
         let training = model.training.unwrap();
         loaded.assert_holds(model.params, |i| {
@@ -121,7 +121,7 @@ fn every_value_is_read_from_its_position_in_llm_c_files() {
 
 #[test]
 fn sharded_state_files_of_two_ranks_are_assembled() {
-    let mut loaded = Loaded::new("two_ranks", emulated(Precision::Bf16, false), true);
+    let mut loaded = Loaded::new("two_ranks", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), true);
     let (model, training) = (loaded.model.clone(), loaded.model.training.unwrap());
     loaded.assert_holds(model.params, |i| truncated(value(Values::Params, i)));
     loaded.assert_holds(training.m, |i| value(Values::M, i));
@@ -146,7 +146,7 @@ fn the_precision_may_change_when_resuming() {
     let params = loaded.model.params;
     loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
     // f32 weights are rounded to nearest bf16, and become the master weights.
-    let mut loaded = Loaded::new("fp32", emulated(Precision::Bf16, false), true);
+    let mut loaded = Loaded::new("fp32", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), true);
     let (params, master) = (loaded.model.params, loaded.model.training.unwrap().master.unwrap());
     loaded.assert_holds(params, |i| half::bf16::from_f32(value(Values::Params, i)).to_f32());
     loaded.assert_holds(master, |i| value(Values::Params, i));
@@ -154,11 +154,12 @@ fn the_precision_may_change_when_resuming() {
 
 #[test]
 fn master_weights_may_be_enabled_or_disabled_when_resuming() {
-    let mut loaded = Loaded::new("bf16_without_masters", emulated(Precision::Bf16, false), true);
+    let mut loaded =
+        Loaded::new("bf16_without_masters", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), true);
     let master = loaded.model.training.unwrap().master.unwrap();
     loaded.assert_holds(master, |i| truncated(value(Values::Params, i)));
     assert!(loaded.notes[1].contains("no master weights"), "{:?}", loaded.notes);
-    let mut loaded = Loaded::new("bf16", emulated(Precision::Bf16, false), false);
+    let mut loaded = Loaded::new("bf16", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), false);
     let params = loaded.model.params;
     loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
 }
@@ -171,7 +172,7 @@ fn checkpoints_round_trip_byte_for_byte() {
         ("fp32", Precision::Fp32, true),
     ] {
         let engine: Box<dyn Engine> = match precision {
-            Precision::Bf16 => emulated(precision, false),
+            Precision::Bf16 => emulated(EmulatedGpu::new(false), precision, None, false),
             Precision::Fp32 => Box::new(Cpu::new()),
         };
         let Loaded { mut engine, model, mut state, .. } = Loaded::new(name, engine, masters);

@@ -252,9 +252,9 @@ fn assert_steps_match_reference_adamw(tokens: &Tokens) -> Vec<f64> {
             loader.next(&mut words).unwrap();
             LAYOUT.sort(&mut words);
             engine.load_batch(model.batch, LAYOUT, words).unwrap();
-            model.forward(&mut engine, LAYOUT).unwrap();
+            model.forward(&mut engine, LAYOUT, &mut Unsharded).unwrap();
             model.loss(&mut engine, LAYOUT, Some(1.0 / (2.0 * 8.0 * ACCUM as f32))).unwrap();
-            model.backward(&mut engine, LAYOUT).unwrap();
+            model.backward(&mut engine, LAYOUT, &mut Unsharded).unwrap();
         }
         let losses = engine.read(model.losses).unwrap();
         let loss = losses.iter().map(|x| f64::from(*x)).sum::<f64>() / (16 * ACCUM) as f64;

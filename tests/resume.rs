@@ -1,6 +1,6 @@
 //! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
 
-use checkpoint::resume::newest;
+use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
 use data::tokens;
 use rng::XorShift;

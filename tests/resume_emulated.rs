@@ -7,7 +7,7 @@ use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
 use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
@@ -26,7 +26,7 @@ const VOCAB: usize = 60;
 
 /// Trains to the end in `out`, from the newest checkpoint there.
 fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
-    let mut engine = emulated(precision, false);
+    let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
     let descriptor = Descriptor::new(1, 1, 64, 16, VOCAB).unwrap();
     let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
     let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);

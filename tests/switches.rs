@@ -2,7 +2,7 @@
 
 use data::tokens;
 use engine::cpu::Cpu;
-use engine::cuda::{EmulatedGpu, Precision, emulated_as};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::plan::Plan;
 use engine::tensor::DType;
 use engine::{AdamW, BatchLayout, Engine, GeluFusion};
@@ -47,9 +47,9 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
         engine.load_batch(model.batch, LAYOUT, words).unwrap();
         engine.zero(model.losses).unwrap();
         engine.zero(training.grads).unwrap();
-        model.forward(engine, LAYOUT).unwrap();
+        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
         model.loss(engine, LAYOUT, Some(1.0 / 32.0)).unwrap();
-        model.backward(engine, LAYOUT).unwrap();
+        model.backward(engine, LAYOUT, &mut Unsharded).unwrap();
         let settings = AdamW {
             learning_rate,
             beta1: 0.9,
@@ -70,7 +70,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
 }
 
 fn gpu(precision: Precision, gelu_fusion: Option<GeluFusion>) -> Box<dyn Engine> {
-    emulated_as(EmulatedGpu::default(), precision, gelu_fusion)
+    emulated(EmulatedGpu::default(), precision, gelu_fusion, false)
 }
 
 /// Asserts bitwise equality, NaN included.
@@ -112,7 +112,7 @@ fn recomputation_is_exact_in_bf16() {
 fn recomputation_is_exact_with_rust_gemm_kernels() {
     let emulation = EmulatedGpu { hopper: true, ..EmulatedGpu::default() };
     for fusion in GeluFusion::ALL {
-        let gpu = || emulated_as(emulation, Precision::Bf16, Some(fusion));
+        let gpu = || emulated(emulation, Precision::Bf16, Some(fusion), false);
         assert_recomputation_is_exact(gpu, &format!("kernels, {fusion:?}"));
     }
 }
@@ -167,7 +167,7 @@ fn each_fused_gelu_saves_one_rounding() {
 #[test]
 fn tf32_rounds_the_inputs_of_gemms() {
     let of = |tf32, precision| {
-        let engine = &mut *emulated_as(EmulatedGpu { tf32, ..EmulatedGpu::default() }, precision, None);
+        let engine = &mut *emulated(EmulatedGpu { tf32, ..EmulatedGpu::default() }, precision, None, false);
         trained(engine, Recompute::Nothing, true, 0.0).grads
     };
     let (exact, rounded) = (of(false, Precision::Fp32), of(true, Precision::Fp32));

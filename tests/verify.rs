@@ -3,7 +3,7 @@
 
 use engine::Engine;
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -102,13 +102,13 @@ fn cpu_engine_matches_pytorch() {
 
 #[test]
 fn f32_kernels_match_pytorch() {
-    assert_matches_pytorch(&mut *emulated(Precision::Fp32, false));
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, false));
 }
 
 #[test]
 fn bf16_kernels_match_pytorch() {
-    assert_matches_pytorch(&mut *emulated(Precision::Bf16, false));
-    assert_matches_pytorch(&mut *emulated(Precision::Bf16, true));
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, false));
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, false));
 }
 
 /// The model has V = 97, Vp = 128, C = 48, L = 2 and maxT = 20; the batch has B = 2 and T = 16.

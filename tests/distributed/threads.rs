@@ -7,7 +7,7 @@ use distributed::communicator::Communicator;
 use distributed::tcp_group::{Reduction, TcpGroup};
 use engine::Engine;
 use engine::cpu::Cpu;
-use engine::cuda::{Precision, emulated};
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::{Sharded, Tensor};
 use host::console::Console;
 use host::log::Log;
@@ -123,7 +123,7 @@ impl Threads {
         let rank = group.rank;
         let mut engine: Box<dyn Engine> = match self.engine {
             EngineKind::Cpu => Box::new(Cpu::new()),
-            _ => emulated(Precision::Bf16, false),
+            _ => emulated(EmulatedGpu::new(false), Precision::Bf16, None, false),
         };
         let (mut ranks, model) = self.prepare(group, &mut *engine);
         if self.corrupt && rank == 1 {

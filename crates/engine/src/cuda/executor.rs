@@ -29,6 +29,13 @@ pub struct EmulatedGpu {
     pub kernel_config: Option<usize>,
 }
 
+impl EmulatedGpu {
+    /// Returns the default GPU with kernels for sm_90a (`hopper`) or sm_80.
+    pub fn new(hopper: bool) -> Self {
+        Self { hopper, ..Self::default() }
+    }
+}
+
 impl Default for EmulatedGpu {
     /// Returns a GPU with so few SMs that small tests fill more than one wave.
     fn default() -> Self {

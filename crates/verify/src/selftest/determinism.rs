@@ -269,7 +269,7 @@ mod tests {
     const STEPS: usize = 3;
 
     fn emulated(precision: Precision, hopper: bool) -> Box<dyn Engine> {
-        engine::cuda::emulated(EmulatedGpu { hopper, ..EmulatedGpu::default() }, precision, None, false)
+        engine::cuda::emulated(EmulatedGpu::new(hopper), precision, None, false)
     }
 
     /// Trains and calls `disturb` before each step, counted from 1.

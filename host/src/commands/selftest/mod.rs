@@ -87,7 +87,8 @@ fn check<'a>(
                 case.operation, case.shape, error.index, error.expected, error.actual
             );
         }
-        let severity = |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
+        let severity =
+            |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
         let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
         if let Some((tensor, error)) = worst {
             let verdict = if error.ok() { "ok" } else { "FAILED" };
