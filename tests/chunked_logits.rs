@@ -1,10 +1,11 @@
 //! Chunked logits: losses and gradients do not depend on the number of rows whose logits are in memory at once.
 
+use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine};
-use model::{Descriptor, Gpt2, LOGIT_ROWS, Param, PlanOptions, Recompute};
+use model::{Descriptor, Gpt2, LOGIT_ROWS, Param, PlanOptions, Recompute, TrainStep, Unsharded};
 
 const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
@@ -12,9 +13,9 @@ const VOCAB: usize = 300;
 
 fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(2, 1, 64, 24, VOCAB).unwrap();
-    let capacity =
-        PlanOptions { training, recompute: Recompute::GeluAndNorms, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
-    Gpt2::plan_in_chunks(descriptor, capacity, chunk, engine)
+    let recompute = Recompute::GeluAndNorms;
+    let options = PlanOptions { training, recompute, logit_rows: chunk, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    Gpt2::plan(descriptor, options, engine)
 }
 
 fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
@@ -32,11 +33,11 @@ fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
     model
 }
 
-/// The results of two gradient accumulation steps.
+/// The results of a step with two gradient accumulation steps.
 struct Trained {
     losses: Vec<f32>,
     grads: Vec<f32>,
-    /// The head's gradient of wte in the first step.
+    /// The head's gradient of wte in one forward pass.
     dwte: Vec<f32>,
 }
 
@@ -44,15 +45,11 @@ fn trained(engine: &mut dyn Engine, chunk: usize) -> Trained {
     let model = loaded(engine, chunk, true);
     let grads = model.training.unwrap().grads;
     engine.zero(grads).unwrap();
-    let mut dwte = Vec::new();
-    for step in 0..2 {
-        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
-        model.loss(engine, LAYOUT, Some(1.0 / ROWS as f32)).unwrap();
-        if step == 0 {
-            dwte = engine.read(model.layout.of(grads, Param::Wte, 0)).unwrap();
-        }
-        model.backward(engine, LAYOUT, &mut Unsharded).unwrap();
-    }
+    model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
+    model.loss(engine, LAYOUT, Some(1.0 / ROWS as f32)).unwrap();
+    let dwte = engine.read(model.layout.of(grads, Param::Wte, 0)).unwrap();
+    let mut step = TrainStep::new(&model, LAYOUT, 2);
+    step.gradients(engine, &mut Ranks::default(), &mut |_| Ok(())).unwrap();
     Trained { losses: engine.read(model.losses).unwrap(), grads: engine.read(grads).unwrap(), dwte }
 }
 
@@ -156,8 +153,8 @@ fn memory_plan_contains_one_chunk_of_logits() {
     let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, false);
     let descriptor: Descriptor = "d12".parse().unwrap();
     let mut plan = |b, training| {
-        let capacity = PlanOptions { training, ..PlanOptions::training(b, 1024) };
-        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+        let options = PlanOptions { training, ..PlanOptions::training(b, 1024) };
+        let (model, plan) = Gpt2::plan(descriptor, options, &mut *engine);
         (model.logit_rows(), plan.bytes())
     };
     let (chunk, bytes) = plan(64, true);

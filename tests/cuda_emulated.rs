@@ -1,16 +1,19 @@
 //! The CUDA engine on the emulator against the CPU engine. Every kernel runs with the launch configuration of a GPU.
 
 use data::{Geometry, Loader, Prefetch, Tokens};
+use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
+use engine::ops::{
+    AdamW, AdamWUpdate, EncoderForward, Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape,
+    Sum, UpdateRange,
+};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
-use engine::{
-    AdamW, BatchLayout, Engine, Epilogue, GeluForward, GeluFusion, GeluInput, GraphKey, MatmulShape, Optimized,
-    UpdateRange,
-};
+use engine::{BatchLayout, Engine, GeluFusion, GraphKey};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
-use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, Unit, Unsharded, Zero};
+use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, TrainStep, Unit, Unsharded, Zero};
+use std::ops::Range;
 use verify::selftest::edge_cases;
 
 fn assert_operations_match(precision: Precision, hopper: bool) {
@@ -45,10 +48,10 @@ fn sm_90a_operations_match_cpu_engine() {
 
 #[test]
 fn matmuls_match_cpu_engine_in_every_tile_configuration() {
-    for tiling in 0..MAX_CANDIDATE_CONFIGS {
-        let products = MatmulBackend::Rust;
-        let emulation = EmulatedGpu { hopper: true, products, kernel_config: Some(tiling), ..EmulatedGpu::default() };
-        assert_cases_match("matmul", emulated(emulation, Precision::Bf16, None, true));
+    for config in 0..MAX_CANDIDATE_CONFIGS {
+        let matmul = MatmulBackend::Rust;
+        let gpu = EmulatedGpu { hopper: true, matmul, kernel_config: Some(config), ..EmulatedGpu::default() };
+        assert_cases_match("matmul", emulated(gpu, Precision::Bf16, None, true));
     }
 }
 
@@ -57,33 +60,33 @@ fn f32_operations_match_cpu_engine() {
     assert_operations_match(Precision::Fp32, false);
 }
 
+/// Loads a fixed batch of tokens below 50.
+fn load_batch(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<()> {
+    let mut words = engine.host_buffer(layout.words())?;
+    for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
+        *word = (i * i % 50) as i32;
+    }
+    layout.sort(&mut words);
+    layout.set_seed(&mut words, seed);
+    engine.load_batch(model.batch, layout, words).map(drop)
+}
+
 /// Trains a small model for two steps and returns the losses and gradient norms.
-fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
+fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout { b: 3, t: 17 };
-    let capacity = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
-    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
+    let (model, plan) = Gpt2::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
-    let training = model.training.unwrap();
+    let (mut train_step, ranks) = (TrainStep::new(&model, layout, 1), &mut Ranks::default());
     let mut stats = Vec::new();
     for step in 1..3 {
-        let mut words = engine.host_buffer(layout.words()).unwrap();
-        for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
-            *word = (i * i % 50) as i32;
-        }
-        layout.sort(&mut words);
-        layout.set_seed(&mut words, step);
-        engine.load_batch(model.batch, layout, words).unwrap();
-        engine.zero(training.grads).unwrap();
-        engine.zero(model.losses).unwrap();
-        model.forward(engine, layout, &mut Unsharded).unwrap();
-        model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
-        model.backward(engine, layout, &mut Unsharded).unwrap();
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
-        model.update(engine, &adamw).unwrap();
-        stats.extend(engine.read(training.stats).unwrap());
+        let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, step);
+        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw))).unwrap();
+        stats.extend(engine.read(model.training.unwrap().stats).unwrap());
     }
     stats
 }
@@ -91,7 +94,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
 #[test]
 fn training_steps_match_cpu_engine_without_memory_errors() {
     let (stored, recomputed) = (Recompute::Nothing, Recompute::GeluAndNorms);
-    let expected = trained(&mut Cpu::new(), stored);
+    let expected = train(&mut Cpu::new(), stored);
     let mut sm_90a_stats = Vec::new();
     for (precision, hopper, recompute, tolerance) in [
         (Precision::Fp32, false, recomputed, 1e-4),
@@ -99,7 +102,7 @@ fn training_steps_match_cpu_engine_without_memory_errors() {
         (Precision::Bf16, true, stored, 2e-2),
         (Precision::Bf16, true, recomputed, 2e-2),
     ] {
-        let got = trained(&mut *emulated(EmulatedGpu::new(hopper), precision, None, true), recompute);
+        let got = train(&mut *emulated(EmulatedGpu::new(hopper), precision, None, true), recompute);
         if hopper {
             sm_90a_stats.push(got.clone());
         }
@@ -116,23 +119,13 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     let descriptor = Descriptor::new(2, channels / 64, channels, 16, 50).unwrap();
     let layout = BatchLayout { b: 2, t: 9 };
     let recompute = Recompute::GeluAndNorms;
-    let capacity = PlanOptions { master_weights: false, recompute, ..PlanOptions::training(layout.b, layout.t) };
-    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    let options = PlanOptions { master_weights: false, recompute, ..PlanOptions::training(layout.b, layout.t) };
+    let (model, plan) = Gpt2::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
-    let mut words = engine.host_buffer(layout.words()).unwrap();
-    for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
-        *word = (i * i % 50) as i32;
-    }
-    layout.sort(&mut words);
-    layout.set_seed(&mut words, 1);
-    engine.load_batch(model.batch, layout, words).unwrap();
+    let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, 1);
+    TrainStep::new(&model, layout, 1).gradients(engine, &mut Ranks::default(), &mut load).unwrap();
     let training = model.training.unwrap();
-    engine.zero(training.grads).unwrap();
-    engine.zero(model.losses).unwrap();
-    model.forward(engine, layout, &mut Unsharded).unwrap();
-    model.loss(engine, layout, Some(1.0 / (layout.b * layout.t) as f32)).unwrap();
-    model.backward(engine, layout, &mut Unsharded).unwrap();
     let read = |(param, layer)| {
         let values = engine.read(model.grad_store(&training).tensor(param, layer)).unwrap();
         (format!("{param:?} of layer {layer}"), values)
@@ -140,18 +133,18 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     model.layout.file_order().map(read).collect()
 }
 
-/// Bias gradients are column sums, computed by the LayerNorm backward or by the matmul backward. The CPU engine always
-/// uses the former, the CUDA engine only if a whole block processes a row.
+/// Bias gradients are column sums, which either the LayerNorm or the matmul backward computes. The CPU engine always
+/// uses the former. The CUDA engine uses it only if a whole block processes a row.
 #[test]
 fn bias_gradients_match_from_layernorm_or_matmul_backward() {
-    for (precision, channels, by_norms, tolerance) in [
+    for (precision, channels, in_layernorm, tolerance) in [
         (Precision::Fp32, 128, false, 1e-4),
         (Precision::Fp32, 576, true, 1e-4),
         (Precision::Bf16, 128, false, 3e-2),
         (Precision::Bf16, 1088, true, 3e-2),
     ] {
         let (engine, reference) = (&mut *emulated(EmulatedGpu::new(false), precision, None, true), &mut Cpu::new());
-        assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (by_norms, true));
+        assert_eq!((engine.fuses_column_sums(channels), reference.fuses_column_sums(channels)), (in_layernorm, true));
         for ((name, got), (_, want)) in gradients(engine, channels).iter().zip(&gradients(reference, channels)) {
             let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
             for (i, (got, want)) in got.iter().zip(want).enumerate() {
@@ -169,8 +162,8 @@ const UPDATE: AdamW =
 /// Returns a rank's shard of a small model. Parameters, gradients and moments are pseudorandom and equal on all ranks.
 fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
     let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
-    let capacity = PlanOptions::training(1, 24);
-    let (model, plan) = Gpt2::plan(descriptor, capacity, zero, engine);
+    let options = PlanOptions { zero, ..PlanOptions::training(1, 24) };
+    let (model, plan) = Gpt2::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     fill(&model, engine);
     model
@@ -199,7 +192,7 @@ fn updated(model: &Gpt2) -> Vec<Store<'_>> {
 
 /// Returns, for each parameter tensor, the range of elements that this rank updates and their bits in all updated
 /// tensors.
-fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(std::ops::Range<usize>, Vec<Vec<u32>>)> {
+fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(Range<usize>, Vec<Vec<u32>>)> {
     let mut all = Vec::new();
     for (param, layer) in model.layout.file_order() {
         let held: Vec<_> = updated(model).into_iter().filter_map(|store| store.held(param, layer)).collect();
@@ -226,23 +219,24 @@ fn fused_update_matches_updating_each_range() {
     for precision in [Precision::Bf16, Precision::Fp32] {
         let engine = &mut *emulated(EmulatedGpu::new(false), precision, None, true);
         let model = before_update(engine, Zero::NONE);
-        model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
+        model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
         let fused = after_update(&model, engine);
         fill(&model, engine);
         let training = model.training.unwrap();
         for range in model.layout.decay_ranges() {
-            let of = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
-            let of = Optimized {
-                params: of(model.params),
-                grads: of(training.grads),
-                m: of(training.m),
-                v: of(training.v),
-                master: training.master.map(of),
-            };
+            let slice = |tensor: Tensor| tensor.slice(range.elements.start, range.elements.len());
             let weight_decay = if range.decayed { UPDATE.weight_decay } else { 0.0 };
-            let settings = AdamW { weight_decay, seed: UPDATE.seed + range.number as u32, ..UPDATE };
-            let all = UpdateRange { elements: 0..of.params.len, decayed: true, seed: 0 };
-            engine.adamw(of, &[all], training.stats, &settings).unwrap();
+            let update = AdamWUpdate {
+                params: slice(model.params),
+                grads: slice(training.grads),
+                m: slice(training.m),
+                v: slice(training.v),
+                master: training.master.map(slice),
+                ranges: &[UpdateRange { elements: 0..range.elements.len(), decayed: true, seed: 0 }],
+                stats: training.stats,
+                settings: AdamW { weight_decay, seed: UPDATE.seed + range.unsharded_start as u32, ..UPDATE },
+            };
+            engine.run(update).unwrap();
         }
         assert!(after_update(&model, engine) == fused, "{precision:?}");
     }
@@ -251,30 +245,31 @@ fn fused_update_matches_updating_each_range() {
 #[test]
 fn updates_cannot_be_captured_in_a_cuda_graph() {
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
-    let (model, recurring) = (before_update(engine, Zero::NONE), GraphKey::new());
+    let (model, key) = (before_update(engine, Zero::NONE), GraphKey::new());
     let mut update =
-        || engine.capture_or_replay(&recurring, &mut |engine| model.apply(engine, &UPDATE, &mut Unsharded)).unwrap();
+        || engine.capture_or_replay(&key, &mut |engine| model.apply_adamw(engine, &UPDATE, &mut Unsharded)).unwrap();
     assert_eq!(update(), None);
-    assert!(update().is_some_and(|why| why.contains("a table of ranges cannot be recorded")));
+    assert!(update().is_some_and(|reason| reason.contains("a table of update ranges cannot be captured")));
 }
 
-/// Records which units were updated.
+/// Hooks that record which units were updated.
+#[derive(Default)]
 struct UpdatedUnits(Vec<Unit>);
 
 impl LayerHooks for UpdatedUnits {
-    fn parameters(&mut self, _: &mut dyn Engine, _: usize, _: Option<usize>) -> anyhow::Result<()> {
+    fn gather_parameters(&mut self, _: &mut dyn Engine, _: usize, _: Option<usize>) -> anyhow::Result<()> {
         Ok(())
     }
 
-    fn gradients(&mut self, _: &mut dyn Engine, _: usize) -> anyhow::Result<()> {
+    fn begin_gradients(&mut self, _: &mut dyn Engine, _: usize) -> anyhow::Result<()> {
         Ok(())
     }
 
-    fn differentiated(&mut self, _: &mut dyn Engine, _: Unit) -> anyhow::Result<()> {
+    fn gradients_ready(&mut self, _: &mut dyn Engine, _: Unit) -> anyhow::Result<()> {
         Ok(())
     }
 
-    fn updated(&mut self, _: &mut dyn Engine, unit: Unit) -> anyhow::Result<()> {
+    fn parameters_updated(&mut self, _: &mut dyn Engine, unit: Unit) -> anyhow::Result<()> {
         self.0.push(unit);
         Ok(())
     }
@@ -285,20 +280,20 @@ fn sharded_updates_match_unsharded_update() {
     // The models are allocated on the engine one after the other.
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let model = before_update(engine, Zero::NONE);
-    let mut told = UpdatedUnits(Vec::new());
-    model.apply(engine, &UPDATE, &mut told).unwrap();
-    assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
+    let mut hooks = UpdatedUnits::default();
+    model.apply_adamw(engine, &UPDATE, &mut hooks).unwrap();
+    assert_eq!(hooks.0, model.layout.units().collect::<Vec<_>>());
     let whole = after_update(&model, engine);
     for (stage, ranks) in [(1, 2), (2, 3), (3, 5)] {
         let mut seen = 0;
         for rank in 0..ranks {
             let model = before_update(engine, Zero::new(stage, Shard { rank, ranks }));
             // The second update reuses the range tables of the first.
-            model.apply(engine, &UPDATE, &mut Unsharded).unwrap();
+            model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
             fill(&model, engine);
-            let mut told = UpdatedUnits(Vec::new());
-            model.apply(engine, &UPDATE, &mut told).unwrap();
-            assert_eq!(told.0, model.layout.units().collect::<Vec<_>>());
+            let mut hooks = UpdatedUnits::default();
+            model.apply_adamw(engine, &UPDATE, &mut hooks).unwrap();
+            assert_eq!(hooks.0, model.layout.units().collect::<Vec<_>>());
             for ((elements, part), (_, whole)) in after_update(&model, engine).into_iter().zip(&whole) {
                 seen += elements.len();
                 for (part, whole) in part.iter().zip(whole) {
@@ -332,7 +327,7 @@ fn memory_errors_name_the_tensor() {
     let f32 = DType::F32;
     let (mut engine, x) = checked(&[("out", 16, f32), ("a", 16, f32), ("b", 8, f32)]);
     let text = engine.run(Sum { out: x[2].slice(0, 1), values: x[1] }).unwrap_err().to_string();
-    assert!(text.contains("read of what was never written: read of 4 bytes at a + 32"), "{text}");
+    assert!(text.contains("uninitialized read: read of 4 bytes at a + 32"), "{text}");
     let text = engine.read(x[0]).unwrap_err().to_string();
     assert_eq!(text, "out + 32 was never written");
 
@@ -354,15 +349,15 @@ fn memory_errors_name_the_tensor() {
             .run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: None, epilogue: Epilogue::None, shape })
             .unwrap_err()
     );
-    assert!(text.starts_with("matrix product 4x4") && text.ends_with("weight + 32 was never written"), "{text}");
+    assert!(text.starts_with("GEMM 4x4x4 NT f32") && text.ends_with("weight + 32 was never written"), "{text}");
 }
 
 /// The backend that computes a matmul reports that an operand was never written, which identifies it.
 #[test]
 fn matmuls_use_the_selected_backend() {
-    let backend = |products, hopper, shape: Linear| {
-        let mut engine =
-            emulated(EmulatedGpu { hopper, products, ..EmulatedGpu::default() }, Precision::Bf16, None, true);
+    let backend = |matmul, hopper, shape: MatmulShape| {
+        let gpu = EmulatedGpu { hopper, matmul, ..EmulatedGpu::default() };
+        let mut engine = emulated(gpu, Precision::Bf16, None, true);
         let mut plan = Plan::new();
         let mut add = |name: &str, len| plan.add(Group::Activations, name, &[len], DType::Bf16);
         let MatmulShape { rows, c, oc } = shape;
@@ -372,15 +367,14 @@ fn matmuls_use_the_selected_backend() {
             "{:#}",
             engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape }).unwrap_err()
         );
-        let found = ["kernel matmul_pingpong", "matrix product", "no kernel computes"].map(|part| text.contains(part));
+        let found = ["kernel matmul_pingpong", "GEMM", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
     let (rust_kernel, cublaslt, none) = (0, 1, 2);
     let shape = MatmulShape { rows: 5, c: 16, oc: 24 };
-    assert_eq!(
-        [MatmulBackend::Rust, MatmulBackend::Auto].map(|products| backend(products, true, shape)),
-        [rust_kernel; 2]
-    );
+    for matmul in [MatmulBackend::Rust, MatmulBackend::Auto] {
+        assert_eq!(backend(matmul, true, shape), rust_kernel);
+    }
     assert_eq!(backend(MatmulBackend::Cublaslt, true, shape), cublaslt);
     assert_eq!(backend(MatmulBackend::Auto, false, shape), cublaslt);
     // TMA requires row sizes that are multiples of 16 bytes.
@@ -393,9 +387,9 @@ fn matmuls_use_the_selected_backend() {
 /// The kernel that recomputes `inp` is the first to report that its operands were never written, which identifies it.
 #[test]
 fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
-    let first_error = |products, hopper, precision, gelu_fusion| {
-        let emulation = EmulatedGpu { hopper, products, ..EmulatedGpu::default() };
-        let mut engine = emulated(emulation, precision, Some(gelu_fusion), true);
+    let first_error = |matmul, hopper, precision, gelu_fusion| {
+        let gpu = EmulatedGpu { hopper, matmul, ..EmulatedGpu::default() };
+        let mut engine = emulated(gpu, precision, Some(gelu_fusion), true);
         let shape = MatmulShape { rows: 5, c: 32, oc: 8 };
         let MatmulShape { rows, c, oc } = shape;
         let (mut plan, float) = (Plan::new(), engine.dtype());
@@ -407,27 +401,31 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
         engine.allocate(&plan).unwrap();
         engine.write(weight, &vec![1.0; oc * c]).unwrap();
         engine.write(dout, &vec![1.0; rows * oc]).unwrap();
-        let forward = MatmulShape { rows, c: oc, oc: c };
-        let again = GeluForward { inp: inp_before, weight: weight_before, bias: Some(bias), shape: forward };
-        let gelu = Some(GeluInput { pre_gelu, recompute: Some(again) });
+        let forward = GeluForward {
+            inp: inp_before,
+            weight: weight_before,
+            bias: Some(bias),
+            shape: MatmulShape { rows, c: oc, oc: c },
+        };
+        let gelu = Some(GeluInput { pre_gelu, recompute: Some(forward) });
         format!(
             "{:#}",
             engine.run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, gelu, shape }).unwrap_err()
         )
     };
     let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
-    for (products, hopper, precision, fusion, expected) in [
+    for (matmul, hopper, precision, fusion, expected) in [
         (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
         (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
         (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel gelu_forward_bf16"),
         (rust, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
-        (cublaslt, true, Precision::Bf16, GeluFusion::Both, "matrix product 32x5 = 32x8 A^T"),
+        (cublaslt, true, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
         (cublaslt, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
-        (auto, false, Precision::Bf16, GeluFusion::Both, "matrix product 32x5 = 32x8 A^T"),
+        (auto, false, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),
         (auto, false, Precision::Fp32, GeluFusion::None, "kernel gelu_forward_f32"),
     ] {
-        let found = first_error(products, hopper, precision, fusion);
-        assert!(found.starts_with(expected), "{products:?} {hopper} {fusion:?}: {found}, expected {expected}");
+        let found = first_error(matmul, hopper, precision, fusion);
+        assert!(found.starts_with(expected), "{matmul:?} {hopper} {fusion:?}: {found}, expected {expected}");
     }
 }
 
@@ -458,10 +456,11 @@ fn asynchronous_read_returns_the_values_at_the_time_of_the_call() {
     let first = engine.read_async(tensor).unwrap();
     engine.write(tensor, &[3.0, 4.0]).unwrap();
     let second = engine.read_async(tensor).unwrap();
-    let again = engine::PendingRead(second.0);
     assert_eq!(engine.wait(second).unwrap().values, [3.0, 4.0]);
     assert_eq!(engine.wait(first).unwrap().values, [1.0, 2.0]);
-    assert!(engine.wait(again).unwrap_err().to_string().contains("not under way"));
+    let (mut other, tensor) = with_tensor(Precision::Fp32, 2, DType::F32);
+    let read = other.read_async(tensor).unwrap();
+    assert_eq!(engine.wait(read).unwrap_err().to_string(), "read 1 is not pending");
 }
 
 #[test]
@@ -476,11 +475,11 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
         epilogue: Epilogue::None,
         shape,
     });
-    assert_eq!(short.unwrap_err().to_string(), "inp has 32 elements, this operation needs 64");
+    assert_eq!(short.unwrap_err().to_string(), "inp: expected at least 64 elements, found 32");
     let text = engine.read_async(tensor).unwrap_err().to_string();
-    assert_eq!(text, "the tensor read is bf16, this operation takes f32");
+    assert_eq!(text, "the tensor read: expected f32, found bf16");
     let text = engine.cast(tensor, tensor).unwrap_err().to_string();
-    assert!(text.contains("cast of bf16 to bf16"), "{text}");
+    assert_eq!(text, "cast: expected bf16 or f32, found bf16 to bf16");
 
     let mut elsewhere = tensor;
     elsewhere.offset = 1 << 20;
@@ -489,15 +488,16 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
 
     let layout = BatchLayout { b: 1, t: 8 };
     let words = engine.host_buffer(3).unwrap();
-    assert!(engine.load_batch(tensor, layout, words).is_err_and(|e| e.to_string().contains("a batch of 3 words")));
+    let text = engine.load_batch(tensor, layout, words).map(drop).unwrap_err().to_string();
+    assert!(text.starts_with("load_batch: expected ") && text.ends_with(", found 3"), "{text}");
 }
 
 #[test]
-fn out_of_memory_error_states_the_missing_amount() {
+fn out_of_memory_error_states_the_required_and_the_free_memory() {
     let mut plan = Plan::new();
     plan.add(Group::Activations, "huge", &[1 << 61], DType::F32);
     let text = emulated(EmulatedGpu::new(false), Precision::Fp32, None, false).allocate(&plan).unwrap_err().to_string();
-    assert!(text.contains("the model needs 8589934592.00 GiB") && text.contains("GiB too little"), "{text}");
+    assert!(text.starts_with("GPU memory: expected 8589934592.00 GiB free, found "), "{text}");
 }
 
 /// Sampling between training steps loads smaller batches, whose buffers may be returned to the prefetcher.
@@ -524,8 +524,8 @@ fn prefetch_continues_after_smaller_batches() {
     }
 }
 
-/// An engine with the kernels for sm_90a, and work for it that consists of casts, a copy, a memset and a matmul.
-struct Graph {
+/// An engine with the kernels for sm_90a, and work to capture: casts, a copy, a memset and a matmul.
+struct GraphTest {
     engine: Box<dyn Engine>,
     plan: Plan,
     tensors: [Tensor; 5],
@@ -533,10 +533,10 @@ struct Graph {
 
 const SIDE: usize = 16;
 
-impl Graph {
+impl GraphTest {
     fn new() -> Self {
         let mut plan = Plan::new();
-        let tensors = ["a", "b", "wide", "copy", "product"].map(|name| {
+        let tensors = ["a", "b", "wide", "copy", "out"].map(|name| {
             let dtype = if name == "wide" { DType::F32 } else { DType::Bf16 };
             plan.add(Group::Parameters, name, &[SIDE, SIDE], dtype)
         });
@@ -545,10 +545,9 @@ impl Graph {
         Self { engine, plan, tensors }
     }
 
-    /// Returns the work `product = b + a @ copy.T`, where `copy` is `a`, cast to f32 and back, with its second half set
-    /// to zero.
+    /// Returns the work `out = b + a @ copy.T`, where `copy` is `a`, cast to f32 and back, with its second half zeroed.
     fn work(&self) -> impl Fn(&mut dyn Engine) -> anyhow::Result<()> + use<> {
-        let [a, b, wide, copy, product] = self.tensors;
+        let [a, b, wide, copy, out] = self.tensors;
         let half = SIDE * SIDE / 2;
         move |engine| {
             engine.cast(wide, a)?;
@@ -556,18 +555,12 @@ impl Graph {
             engine.copy(copy.slice(0, half), a.slice(0, half))?;
             engine.zero(copy.slice(half, half))?;
             let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
-            engine.run(MatmulForward {
-                out: product,
-                inp: a,
-                weight: copy,
-                bias: None,
-                epilogue: Epilogue::Residual(b),
-                shape,
-            })
+            let epilogue = Epilogue::Residual(b);
+            engine.run(MatmulForward { out, inp: a, weight: copy, bias: None, epilogue, shape })
         }
     }
 
-    /// Writes the operands of round `i` and returns the expected product.
+    /// Writes the operands of round `i` and returns the expected output.
     fn fill(&mut self, i: usize) -> Vec<f32> {
         let values = |shift| (0..SIDE * SIDE).map(move |k| ((k * 7 + i * shift) % 5) as f32 - 2.0).collect::<Vec<_>>();
         let (a, b) = (values(1), values(3));
@@ -581,27 +574,28 @@ impl Graph {
         (0..SIDE * SIDE).map(|i| at(i / SIDE, i % SIDE)).collect()
     }
 
-    fn made(&mut self) -> Vec<f32> {
+    /// Returns the output of the work.
+    fn output(&mut self) -> Vec<f32> {
         self.engine.read(self.tensors[4]).unwrap()
     }
 }
 
 #[test]
 fn captured_work_is_replayed_on_current_memory() {
-    let mut repeating = Graph::new();
-    let (work, recurring, mut calls) = (repeating.work(), GraphKey::new(), Vec::new());
+    let mut test = GraphTest::new();
+    let (work, key, mut calls) = (test.work(), GraphKey::new(), Vec::new());
     for i in 0..8 {
         if i == 5 {
-            repeating.engine.allocate(&repeating.plan).unwrap();
+            test.engine.allocate(&test.plan).unwrap();
         }
-        let expected = repeating.fill(i);
+        let expected = test.fill(i);
         let mut called = 0;
-        let told = repeating.engine.capture_or_replay(&recurring, &mut |engine| {
+        let reason = test.engine.capture_or_replay(&key, &mut |engine| {
             called += 1;
             work(engine)
         });
-        assert_eq!(told.unwrap(), None);
-        assert_eq!(repeating.made(), expected, "round {i}");
+        assert_eq!(reason.unwrap(), None);
+        assert_eq!(test.output(), expected, "round {i}");
         calls.push(called);
     }
     // The first call runs the work, the second captures it, and later calls replay it. An allocation invalidates the
@@ -609,76 +603,64 @@ fn captured_work_is_replayed_on_current_memory() {
     assert_eq!(calls, [1, 1, 0, 0, 0, 1, 1, 0]);
 
     // Another key identifies other work.
-    let expected = repeating.fill(8);
-    let product = repeating.tensors[4];
-    repeating.engine.capture_or_replay(&GraphKey::new(), &mut |engine| engine.zero(product)).unwrap();
-    assert_eq!(repeating.made(), [0.0; SIDE * SIDE]);
-    repeating.engine.capture_or_replay(&recurring, &mut |_| panic!("it has been recorded")).unwrap();
-    assert_eq!(repeating.made(), expected);
+    let expected = test.fill(8);
+    let out = test.tensors[4];
+    test.engine.capture_or_replay(&GraphKey::new(), &mut |engine| engine.zero(out)).unwrap();
+    assert_eq!(test.output(), [0.0; SIDE * SIDE]);
+    test.engine.capture_or_replay(&key, &mut |_| panic!("the graph exists")).unwrap();
+    assert_eq!(test.output(), expected);
 }
 
 #[test]
 fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
     type Work = Box<dyn Fn(&mut dyn Engine, usize) -> anyhow::Result<()>>;
-    let mut repeating = Graph::new();
-    let [a, b, _, _, product] = repeating.tensors;
-    let shape = |rows| MatmulShape { rows, c: SIDE, oc: SIDE };
+    let mut test = GraphTest::new();
+    let [a, b, _, _, out] = test.tensors;
     let reads: Work = Box::new(move |engine, _| engine.read(a).map(drop));
     let writes: Work = Box::new(move |engine, _| engine.write(a.slice(0, 0), &[]));
     let loads: Work = Box::new(move |engine, _| engine.write_bytes(a.slice(0, 0), &[]));
-    let others: Work = Box::new(move |engine, _| engine.device_tensor(a).map(drop));
+    let exports: Work = Box::new(move |engine, _| engine.device_tensor(a).map(drop));
     // Each call uses a new shape, for which there are no tensor maps yet.
     let varies: Work = Box::new(move |engine, i| {
-        engine.run(MatmulForward {
-            out: product.slice(0, (8 + i) * SIDE),
-            inp: b,
-            weight: a,
-            bias: None,
-            epilogue: Epilogue::None,
-            shape: shape(8 + i),
-        })
+        let shape = MatmulShape { rows: 8 + i, c: SIDE, oc: SIDE };
+        let out = out.slice(0, shape.rows * SIDE);
+        engine.run(MatmulForward { out, inp: b, weight: a, bias: None, epilogue: Epilogue::None, shape })
     });
     for (before, reason) in [
-        (reads, "a copy to the host cannot be recorded"),
-        (writes, "a copy from the host cannot be recorded"),
-        (loads, "a copy from the host cannot be recorded"),
-        (others, "what others queue cannot be recorded"),
-        (varies, "cannot be made in a recording"),
+        (reads, "a copy to the host cannot be captured"),
+        (writes, "a copy from the host cannot be captured"),
+        (loads, "a copy from the host cannot be captured"),
+        (exports, "work of another library cannot be captured"),
+        (varies, "none can be created during graph capture"),
     ] {
-        let (work, recurring) = (repeating.work(), GraphKey::new());
+        let (work, key) = (test.work(), GraphKey::new());
         let mut reasons = Vec::new();
         for i in 0..4 {
-            let expected = repeating.fill(i);
-            let why = repeating.engine.capture_or_replay(&recurring, &mut |engine| {
+            let expected = test.fill(i);
+            let outcome = test.engine.capture_or_replay(&key, &mut |engine| {
                 before(engine, i)?;
                 work(engine)
             });
-            assert_eq!(repeating.made(), expected, "{reason}, round {i}");
-            reasons.push(why.unwrap());
+            assert_eq!(test.output(), expected, "{reason}, round {i}");
+            reasons.push(outcome.unwrap());
         }
-        assert!(reasons[1].as_ref().is_some_and(|why| why.contains(reason)), "{reasons:?}");
+        assert!(reasons[1].as_ref().is_some_and(|found| found.contains(reason)), "{reasons:?}");
         assert!([0, 2, 3].iter().all(|&i| reasons[i].is_none()), "{reasons:?}");
     }
 }
 
 #[test]
 fn errors_in_captured_work_are_returned() {
-    let mut repeating = Graph::new();
-    let [a, .., product] = repeating.tensors;
-    let recurring = GraphKey::new();
+    let mut test = GraphTest::new();
+    let [a, .., out] = test.tensors;
+    let key = GraphKey::new();
     for _ in 0..3 {
         let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
         let mut work = |engine: &mut dyn Engine| {
-            engine.run(MatmulForward {
-                out: product,
-                inp: a.slice(0, 8),
-                weight: a,
-                bias: None,
-                epilogue: Epilogue::None,
-                shape,
-            })
+            let inp = a.slice(0, 8);
+            engine.run(MatmulForward { out, inp, weight: a, bias: None, epilogue: Epilogue::None, shape })
         };
-        let text = repeating.engine.capture_or_replay(&recurring, &mut work).unwrap_err().to_string();
-        assert_eq!(text, "inp has 8 elements, this operation needs 256");
+        let text = test.engine.capture_or_replay(&key, &mut work).unwrap_err().to_string();
+        assert_eq!(text, "inp: expected at least 256 elements, found 8");
     }
 }

@@ -1,12 +1,14 @@
 //! The effect of each flag of `train` on a run, on the CPU and on the emulated GPU.
 
 use data::tokens;
+use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::AdamW;
 use engine::plan::Plan;
 use engine::tensor::DType;
-use engine::{AdamW, BatchLayout, Engine, GeluFusion};
-use model::{Descriptor, Gpt2, PlanOptions, Recompute};
+use engine::{BatchLayout, Engine, GeluFusion};
+use model::{Descriptor, Gpt2, PlanOptions, Recompute, TrainStep};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -18,9 +20,10 @@ const CHANNELS: usize = 64;
 
 fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Gpt2, Plan) {
     let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
-    let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
     // The logits take three chunks.
-    Gpt2::plan_in_chunks(descriptor, capacity, 13, engine)
+    let options =
+        PlanOptions { master_weights, recompute, logit_rows: 13, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    Gpt2::plan(descriptor, options, engine)
 }
 
 /// The state after two steps.
@@ -37,19 +40,17 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
     let training = model.training.unwrap();
+    let (mut train_step, ranks) = (TrainStep::new(&model, LAYOUT, 1), &mut Ranks::default());
     for step in 1..=2 {
-        let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
-        for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
-            *word = (i * i % 97) as i32;
-        }
-        LAYOUT.sort(&mut words);
-        LAYOUT.set_seed(&mut words, step);
-        engine.load_batch(model.batch, LAYOUT, words).unwrap();
-        engine.zero(model.losses).unwrap();
-        engine.zero(training.grads).unwrap();
-        model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
-        model.loss(engine, LAYOUT, Some(1.0 / 32.0)).unwrap();
-        model.backward(engine, LAYOUT, &mut Unsharded).unwrap();
+        let mut load = |engine: &mut dyn Engine| {
+            let mut words = engine.host_buffer(LAYOUT.words())?;
+            for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
+                *word = (i * i % 97) as i32;
+            }
+            LAYOUT.sort(&mut words);
+            LAYOUT.set_seed(&mut words, step);
+            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+        };
         let settings = AdamW {
             learning_rate,
             beta1: 0.9,
@@ -60,7 +61,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
             clip: 1.0,
             seed: 100 * step,
         };
-        model.update(engine, &settings).unwrap();
+        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(settings))).unwrap();
     }
     Trained {
         grads: engine.read(training.grads).unwrap(),
@@ -135,8 +136,8 @@ fn recomputation_saves_the_expected_memory() {
 fn memory_grows_linearly_with_the_sequence_length() {
     let bytes = |b, t| {
         let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
-        let capacity = PlanOptions::training(b, t);
-        Gpt2::plan(descriptor, capacity, &mut *gpu(Precision::Bf16, None)).1.bytes()
+        let options = PlanOptions::training(b, t);
+        Gpt2::plan(descriptor, options, &mut *gpu(Precision::Bf16, None)).1.bytes()
     };
     let (short, long) = (bytes(64, 64), bytes(1, 4096));
     assert!(long.abs_diff(short) < short / 100, "{long} bytes, expected {short}");

@@ -8,6 +8,13 @@ use engine::ops::AdamW;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, GraphKey, Result};
 
+/// Copies the next micro-batch, with its seed, to the model's batch.
+pub type LoadBatch<'a> = dyn FnMut(&mut dyn Engine) -> Result<()> + 'a;
+
+/// Receives the model's stats (loss sum and gradient norm) before the update. Returns its hyperparameters, or `None` to skip the
+/// update.
+pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<AdamW>> + 'a;
+
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
     model: Gpt2,
@@ -29,18 +36,13 @@ impl TrainStep {
         Self { graph: Some(GraphKey::new()), ..self }
     }
 
-    /// Runs one step.
-    ///
-    /// `load` copies the next micro-batch, with its seed, to the model's batch. `decide` receives the model's stats (loss sum and
-    /// gradient norm) before the update, and returns its hyperparameters, or `None` to skip the update.
-    ///
-    /// Returns the reason if a CUDA graph could not be captured, once.
+    /// Runs one step. Returns the reason if a CUDA graph could not be captured, once.
     pub fn run(
         &mut self,
         engine: &mut dyn Engine,
         ranks: &mut Ranks,
-        load: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
-        decide: &mut dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<AdamW>>,
+        load: &mut LoadBatch,
+        decide: &mut DecideUpdate,
     ) -> Result<Option<String>> {
         let capture_error = self.gradients(engine, ranks, load)?;
         self.measure(engine, ranks)?;
@@ -56,7 +58,7 @@ impl TrainStep {
         &mut self,
         engine: &mut dyn Engine,
         ranks: &mut Ranks,
-        load: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
+        load: &mut LoadBatch,
     ) -> Result<Option<String>> {
         let mut capture_error = None;
         engine.zero(self.model.losses)?;

@@ -83,8 +83,8 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     });
 }
 
-pub(super) fn backward(arena: &mut Arena, op: MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, gelu, shape } = op;
+pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
+    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, gelu, shape } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let pre_gelu = gelu.map(|gelu| gelu.pre_gelu);
     if let Some(GeluInput { pre_gelu, recompute: Some(_) }) = gelu {

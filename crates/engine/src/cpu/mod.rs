@@ -98,7 +98,7 @@ impl Engine for Cpu {
             Operation::LayerNormForward(op) => layernorm::forward(arena, op),
             Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
             Operation::MatmulForward(op) => matmul::forward(arena, op),
-            Operation::MatmulBackward(op) => matmul::backward(arena, op),
+            Operation::MatmulBackward(op) => matmul::backward(arena, &op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
                 attention::forward(&mut self.arena, scratch, op)

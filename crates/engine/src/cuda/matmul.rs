@@ -128,14 +128,14 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result
     }
 }
 
-pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: MatmulBackward) -> Result<()> {
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
     // The bias gradient's scratch memory is checked before anything is launched.
     let bias_kernels = match op.dbias {
         Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,
         None => Vec::new(),
     };
-    backward_input(cuda, &op)?;
-    backward_weight(cuda, &op, bias_kernels)
+    backward_input(cuda, op)?;
+    backward_weight(cuda, op, bias_kernels)
 }
 
 /// dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of GELU where the input is one

@@ -261,7 +261,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::LayerNormForward(op) => layernorm::forward(self, op),
             Operation::LayerNormBackward(op) => layernorm::backward(self, op),
             Operation::MatmulForward(op) => matmul::forward(self, op),
-            Operation::MatmulBackward(op) => matmul::backward(self, op),
+            Operation::MatmulBackward(op) => matmul::backward(self, &op),
             Operation::AttentionForward(op) => attention::forward(self, op),
             Operation::AttentionBackward(op) => attention::backward(self, op),
             Operation::Classifier(op) => classifier::classifier(self, op),

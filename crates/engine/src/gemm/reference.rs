@@ -59,7 +59,9 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
         out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
     }
     if gemm.precision == GemmPrecision::Tf32 {
-        a.iter_mut().chain(&mut b).for_each(|x| *x = round_to_tf32(*x));
+        for x in a.iter_mut().chain(&mut b) {
+            *x = round_to_tf32(*x);
+        }
     }
     multiply_add(gemm, &a, &b, &mut out);
     if matches!(epilogue, GemmEpilogue::Bias | GemmEpilogue::BiasResidual | GemmEpilogue::BiasGelu) {
