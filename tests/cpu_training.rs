@@ -1,9 +1,11 @@
 //! Training on the CPU engine against PyTorch in double precision (`scripts/pytorch_reference.py`), against finite
 //! differences, and against itself with other numbers of threads.
 
+use distributed::Ranks;
 use engine::cpu::Cpu;
-use engine::{AdamW, BatchLayout, Engine};
-use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Recompute, init};
+use engine::ops::AdamW;
+use engine::{BatchLayout, Engine};
+use model::{Descriptor, Gpt2, Param, Params, PlanOptions, TrainStep, Unsharded, init};
 use rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
@@ -54,8 +56,8 @@ impl Run {
     fn new(descriptor: Descriptor, batch: &Batch, parameter: impl Fn(Param, usize) -> Vec<f32>) -> Self {
         let layout = batch.layout;
         let mut engine = Cpu::new();
-        let capacity = PlanOptions::training(layout.b, layout.t);
-        let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
+        let options = PlanOptions::training(layout.b, layout.t);
+        let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
         engine.allocate(&plan).unwrap();
         for (param, layer) in model.layout.file_order() {
             engine.write(model.layout.of(model.params, param, layer), &parameter(param, layer)).unwrap();
@@ -83,21 +85,17 @@ impl Run {
 
     /// Computes the gradients of the batch.
     fn gradients(&mut self) {
-        let Self { engine, model, layout } = self;
-        let dloss = 1.0 / (layout.b * layout.t) as f32;
-        engine.zero(model.training.unwrap().grads).unwrap();
-        engine.zero(model.losses).unwrap();
-        model.forward(engine, *layout, &mut Unsharded).unwrap();
-        model.loss(engine, *layout, Some(dloss)).unwrap();
-        model.backward(engine, *layout, &mut Unsharded).unwrap();
+        let mut step = TrainStep::new(&self.model, self.layout, 1);
+        step.gradients(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(())).unwrap();
     }
 
     /// Runs an optimizer step and returns its mean loss and gradient norm.
     fn step(&mut self, settings: &AdamW) -> [f64; 2] {
-        self.gradients();
-        self.model.update(&mut self.engine, settings).unwrap();
-        let ticket = self.engine.read_async(self.model.training.unwrap().stats).unwrap();
-        let stats = self.engine.wait(ticket).unwrap().values;
+        let mut step = TrainStep::new(&self.model, self.layout, 1);
+        let settings = Some(*settings);
+        step.run(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(()), &mut |_, _| Ok(settings)).unwrap();
+        let stats = self.engine.read_async(self.model.training.unwrap().stats).unwrap();
+        let stats = self.engine.wait(stats).unwrap().values;
         [f64::from(stats[0] / self.tokens()), f64::from(stats[1])]
     }
 
@@ -324,8 +322,8 @@ fn inference_model_gives_the_same_logits() {
     let reference = Reference::load();
     let layout = reference.batch.layout;
     let mut engine = Cpu::new();
-    let capacity = PlanOptions::inference(layout.b + 1, layout.t + 2);
-    let (model, plan) = Gpt2::plan(reference.descriptor, capacity, &mut engine);
+    let options = PlanOptions::inference(layout.b + 1, layout.t + 2);
+    let (model, plan) = Gpt2::plan(reference.descriptor, options, &mut engine);
     engine.allocate(&plan).unwrap();
     for ((param, layer), values) in &reference.parameters {
         engine.write(model.layout.of(model.params, *param, *layer), values).unwrap();

@@ -339,7 +339,7 @@ fn memory_errors_name_the_tensor() {
         .run(EncoderForward { out: x[2], batch: x[0], layout, wte: x[1], wpe: x[2], c: 8 })
         .unwrap_err()
         .to_string();
-    assert!(text.contains("out of bounds") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
+    assert!(text.contains("out-of-bounds access") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
 
     let (mut engine, x) = checked(&[("out", 16, f32), ("inp", 16, f32), ("weight", 16, f32)]);
     let shape = MatmulShape { rows: 4, c: 4, oc: 4 };
@@ -367,7 +367,7 @@ fn matmuls_use_the_selected_backend() {
             "{:#}",
             engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape }).unwrap_err()
         );
-        let found = ["kernel matmul_pingpong", "GEMM", "no kernel computes"].map(|part| text.contains(part));
+        let found = ["kernel matmul_wgmma", "GEMM", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
     };
     let (rust_kernel, cublaslt, none) = (0, 1, 2);
@@ -415,8 +415,8 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
     };
     let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
     for (matmul, hopper, precision, fusion, expected) in [
-        (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
-        (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_pingpong_ab_gelu_backward_and_gelu_"),
+        (auto, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_wgmma_ab_gelu_backward_and_gelu_"),
+        (rust, true, Precision::Bf16, GeluFusion::Both, "kernel matmul_wgmma_ab_gelu_backward_and_gelu_"),
         (rust, true, Precision::Bf16, GeluFusion::Forward, "kernel gelu_forward_bf16"),
         (rust, true, Precision::Bf16, GeluFusion::None, "kernel gelu_forward_bf16"),
         (cublaslt, true, Precision::Bf16, GeluFusion::Both, "GEMM 5x32x8 NT bf16 bias+gelu"),

@@ -11,7 +11,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, PlanOptions, Recompute};
+use model::{Descriptor, Gpt2, PlanOptions};
 use rng::Mt19937;
 use std::fs;
 
@@ -20,8 +20,8 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let dir = tempfile::tempdir().unwrap();
     let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
     let mut engine = Cpu::new();
-    let capacity = PlanOptions::training(b, 16);
-    let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
+    let options = PlanOptions::training(b, 16);
+    let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
     engine.allocate(&plan).unwrap();
     model.initialize(&mut engine, 42).unwrap();
     let mut rng = Mt19937::new(1);

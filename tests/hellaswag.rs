@@ -6,9 +6,10 @@ use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice, write};
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::{BatchLayout, Engine};
-use host::evaluate::multiple_choice::{Score, score};
-use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute, init};
+use host::evaluate::multiple_choice::{self, Score};
+use model::{Descriptor, Gpt2, Param, PlanOptions, Unsharded, init};
 use rng::Mt19937;
+use std::ops::Range;
 use std::path::Path;
 
 const JSONL: &str = "data/hellaswag.jsonl";
@@ -73,11 +74,22 @@ fn random_examples(n: usize) -> Vec<Example> {
 }
 
 fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
-    let capacity = PlanOptions::inference(b, t);
     // Some batches need several chunks of logits.
-    let (model, plan) = Gpt2::plan_in_chunks(descriptor(), capacity, 100, engine);
+    let options = PlanOptions { logit_rows: 100, ..PlanOptions::inference(b, t) };
+    let (model, plan) = Gpt2::plan(descriptor(), options, engine);
     engine.allocate(&plan).unwrap();
     (model, BatchLayout { b, t })
+}
+
+/// Scores examples without sharding.
+fn score(
+    model: &Gpt2,
+    engine: &mut dyn Engine,
+    planned: BatchLayout,
+    set: &MultipleChoice,
+    range: Range<usize>,
+) -> engine::Result<Score> {
+    multiple_choice::score(model, engine, &mut Unsharded, planned, set, range, 0)
 }
 
 /// Initializes weights so large that the losses of completions differ by more than rounding errors.

@@ -1,4 +1,4 @@
-//! CheckpointWriter in the format of llm.c, written by the independent `scripts/llmc_checkpoint.py`: they are read correctly, and
+//! Checkpoints in the format of llm.c, written by the independent `scripts/llmc_checkpoint.py`. They are read correctly, and
 //! writing them again gives the same bytes.
 
 use checkpoint::directory::{DirectoryLock, Retention};
@@ -12,7 +12,7 @@ use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::Tensor;
-use model::{Gpt2, PlanOptions, Recompute};
+use model::{Gpt2, PlanOptions};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -62,8 +62,8 @@ impl Loaded {
         let checkpoint = checkpoint.unwrap();
         assert_eq!(checkpoint.step, STEP);
         assert!(notes[0].contains("has no run_00000009.json (llm.c writes none)"), "{notes:?}");
-        let capacity = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
-        let (model, plan) = Gpt2::plan(checkpoint.descriptor(), capacity, &mut *engine);
+        let options = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
+        let (model, plan) = Gpt2::plan(checkpoint.descriptor(), options, &mut *engine);
         engine.allocate(&plan).unwrap();
         let mut loader = loader(name != "fp32");
         let state = checkpoint.load(&model, &mut *engine, &mut loader, TOTAL_BATCH, false, &mut notes).unwrap();

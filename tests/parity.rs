@@ -16,7 +16,7 @@ use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, Param, PlanOptions, Recompute};
+use model::{Descriptor, Gpt2, Param, PlanOptions, TrainStep};
 use rng::Mt19937;
 use std::fs;
 
@@ -173,8 +173,8 @@ fn loader(tokens: &Tokens) -> Loader {
 fn planned(engine: &mut Cpu) -> Gpt2 {
     let descriptor = Descriptor::new(2, 2, 16, LAYOUT.t, 50).unwrap();
     let BatchLayout { b, t } = LAYOUT;
-    let capacity = PlanOptions::training(b, t);
-    let (model, plan) = Gpt2::plan(descriptor, capacity, engine);
+    let options = PlanOptions::training(b, t);
+    let (model, plan) = Gpt2::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, SEED).unwrap();
     model
@@ -245,17 +245,13 @@ fn assert_steps_match_reference_adamw(tokens: &Tokens) -> Vec<f64> {
     let mut norms = Vec::new();
     for (step, rate) in RATES.into_iter().enumerate() {
         let before = engine.read(model.params).unwrap();
-        engine.zero(training.grads).unwrap();
-        engine.zero(model.losses).unwrap();
-        for _ in 0..ACCUM {
-            let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
-            loader.next(&mut words).unwrap();
+        let mut load = |engine: &mut dyn Engine| {
+            let mut words = engine.host_buffer(LAYOUT.words())?;
+            loader.next(&mut words)?;
             LAYOUT.sort(&mut words);
-            engine.load_batch(model.batch, LAYOUT, words).unwrap();
-            model.forward(&mut engine, LAYOUT, &mut Unsharded).unwrap();
-            model.loss(&mut engine, LAYOUT, Some(1.0 / (2.0 * 8.0 * ACCUM as f32))).unwrap();
-            model.backward(&mut engine, LAYOUT, &mut Unsharded).unwrap();
-        }
+            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+        };
+        TrainStep::new(&model, LAYOUT, ACCUM).gradients(&mut engine, &mut Ranks::default(), &mut load).unwrap();
         let losses = engine.read(model.losses).unwrap();
         let loss = losses.iter().map(|x| f64::from(*x)).sum::<f64>() / (16 * ACCUM) as f64;
         let grads = engine.read(training.grads).unwrap();

@@ -1,4 +1,4 @@
-//! Nothing is ever lost: runs that are killed, stopped or out of room, and checkpoints that are damaged.
+//! Resuming: killed and stopped runs, full disks, and damaged checkpoints.
 
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
@@ -12,7 +12,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tempfile::TempDir;
 
-/// A data set of three shards, through which a run of 40 steps goes several times, and a small model to begin from.
+/// A temporary directory with a small model and a data set of three shards. A run of 40 steps reads it several times.
 struct World {
     dir: TempDir,
 }
@@ -34,7 +34,7 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// `train` into the directory `out`, with 40 steps of 4 sequences.
+    /// Returns the `train` command with 40 steps of 4 sequences, and output directory `out`.
     fn command(&self, out: &str, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
@@ -76,7 +76,7 @@ impl World {
         printed.into_owned()
     }
 
-    /// Checks that it fails with one line that holds all of `parts`.
+    /// Checks that the run fails with an error line that contains all of `parts`.
     fn fail(&self, out: &str, more: &[&str], parts: &[&str]) -> String {
         let output = self.output(out, more);
         let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -101,8 +101,8 @@ fn entries(dir: &Path) -> Vec<String> {
     names
 }
 
-/// What must not depend on how often a run was interrupted: its logs but for times, its last weights, optimizer and data.
-struct Kept {
+/// The results of a run that must not depend on interruptions: logs without times, and the last checkpoint.
+struct Results {
     main_log: String,
     records: Vec<serde_json::Value>,
     model: Vec<u8>,
@@ -111,9 +111,9 @@ struct Kept {
     names: Vec<String>,
 }
 
-impl Kept {
-    fn of(dir: &Path, step: usize) -> Self {
-        let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
+impl Results {
+    fn read(dir: &Path, step: usize) -> Self {
+        let text = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
         let without_times = |mut value: serde_json::Value| {
             for key in ["ms", "tokens_per_second", "training_seconds", "pace"] {
                 value.as_object_mut().unwrap().remove(key);
@@ -122,11 +122,11 @@ impl Kept {
         };
         let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
         Self {
-            main_log: read("main.log"),
-            records: read("main.jsonl").lines().map(|line| without_times(json(line))).collect(),
+            main_log: text("main.log"),
+            records: text("main.jsonl").lines().map(|line| without_times(json(line))).collect(),
             model: fs::read(dir.join(format!("model_{step:08}.bin"))).unwrap(),
             state: fs::read(dir.join(format!("state_{step:08}_00000.bin"))).unwrap(),
-            progress: without_times(json(&read(&format!("run_{step:08}.json")))["run"]["progress"].clone()),
+            progress: without_times(json(&text(&format!("run_{step:08}.json")))["run"]["progress"].clone()),
             names: entries(dir),
         }
     }
@@ -139,26 +139,26 @@ impl Kept {
         let first = |a: &[u8], b: &[u8]| a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
         for (name, got, expected) in [("model", &self.model, &expected.model), ("state", &self.state, &expected.state)]
         {
-            assert!(got == expected, "{when}: the {name} differs from byte {} on", first(got, expected));
+            assert!(got == expected, "{when}: the {name} file differs from byte {}", first(got, expected));
         }
     }
 }
 
 #[test]
-fn killed_runs_end_as_if_nothing_had_happened() {
+fn resumed_killed_runs_match_an_uninterrupted_run() {
     let world = World::new();
     let began = Instant::now();
-    world.succeed("whole", &[]);
+    world.succeed("reference", &[]);
     let length = began.elapsed();
-    let whole = Kept::of(&world.path("whole"), 40);
-    assert_eq!(whole.main_log.lines().filter(|line| line.contains("trl:")).count(), 40);
+    let reference = Results::read(&world.path("reference"), 40);
+    assert_eq!(reference.main_log.lines().filter(|line| line.contains("trl:")).count(), 40);
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64;
     let mut rng = XorShift { state: seed };
-    let mut taken_up = Vec::new();
+    let mut resumed_at = Vec::new();
     for i in 0..20 {
         let out = format!("killed{i}");
         let mut resume = &["--resume"][..0];
-        // The first run and sometimes the second are killed, from before the first step to the last one.
+        // Kills the first run, and sometimes the second, at a random time.
         for _ in 0..=rng.next_u32() % 2 {
             let mut child = world.start(&out, resume);
             sleep(length.mul_f32(0.05 + rng.next_f32()));
@@ -168,18 +168,19 @@ fn killed_runs_end_as_if_nothing_had_happened() {
         }
         let printed = world.succeed(&out, &["--resume"]);
         let step = printed.lines().find_map(|line| line.strip_prefix("resumed after "));
-        taken_up.push(step.map_or(0, |rest| rest.split(' ').next().unwrap().parse::<usize>().unwrap()));
-        Kept::of(&world.path(&out), 40).assert_equals(&whole, &format!("seed {seed}, run {i}, after {taken_up:?}"));
+        resumed_at.push(step.map_or(0, |rest| rest.split(' ').next().unwrap().parse::<usize>().unwrap()));
+        Results::read(&world.path(&out), 40)
+            .assert_equals(&reference, &format!("seed {seed}, run {i}, after {resumed_at:?}"));
     }
-    println!("seed {seed}: taken up after steps {taken_up:?}");
+    println!("seed {seed}: resumed after steps {resumed_at:?}");
     assert!(
-        taken_up.iter().any(|&step| step > 0 && step < 40),
+        resumed_at.iter().any(|&step| step > 0 && step < 40),
         "no run was killed between its first and last checkpoint"
     );
 }
 
 #[test]
-fn a_run_with_other_settings_is_refused_with_what_changed() {
+fn changed_settings_are_refused_and_named() {
     let world = World::new();
     let short = ["--steps", "6"];
     world.succeed("run", &short);
@@ -203,12 +204,12 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
     world.fail("run", &resume(&["--model", "d6"]), &["2 layers", "6 layers", "step 6"]);
     assert_eq!(entries(&world.path("run")), before);
 
-    // What the numbers do not depend on may change, and is told.
+    // Settings that do not affect the results may change, with a note.
     let printed = world.succeed("run", &resume(&["--checkpoint-every", "5", "--val-every", "2"]));
     for part in ["--checkpoint-every was 3, is 5", "--val-every was 7, is 2", "resumed after 6 of 6 steps", "next: "] {
         assert!(printed.contains(part), "{part}: {printed}");
     }
-    // So is what does not change by another name.
+    // Renamed data files with the same contents are accepted.
     fs::rename(world.path("train_0.bin"), world.path("train_00.bin")).unwrap();
     world.succeed("run", &resume(&["--train", "./train_*.bin"]));
 
@@ -217,17 +218,17 @@ fn a_run_with_other_settings_is_refused_with_what_changed() {
     assert!(printed.contains("--lr was 0.003, is 0.001") && printed.contains("step    9/9"), "{printed}");
     fs::remove_file(world.path("train_00.bin")).unwrap();
     let printed = world.succeed("run", &["--resume", "--force-resume", "--steps", "12", "--lr", "0.001"]);
-    assert!(printed.contains("the training data begins anew") && printed.contains("step   12/12"), "{printed}");
+    assert!(printed.contains("the training data starts anew") && printed.contains("step   12/12"), "{printed}");
 }
 
-/// An epoch is 14 steps, 4, 7 and 3 of its shards, which have odd ends.
+/// An epoch takes 14 steps. No shard is a whole number of steps.
 #[test]
-fn a_run_in_order_goes_on_in_order() {
+fn a_run_without_shuffling_resumes_in_order() {
     let world = World::new();
     let in_order = ["--shuffle", "0", "--keep", "0"];
     world.succeed("run", &in_order);
     let out = world.path("run");
-    let whole = Kept::of(&out, 40);
+    let reference = Results::read(&out, 40);
     let resume = |more: &[&'static str]| [&in_order[..], &["--resume"], more].concat();
     let forget_from = |step: usize| {
         for name in entries(&out) {
@@ -241,18 +242,18 @@ fn a_run_in_order_goes_on_in_order() {
         forget_from(step + 1);
         let printed = world.succeed("run", &resume(&[]));
         assert!(printed.contains(&format!("resumed after {step} of 40 steps")), "{printed}");
-        Kept::of(&out, 40).assert_equals(&whole, &format!("after step {step}"));
+        Results::read(&out, 40).assert_equals(&reference, &format!("after step {step}"));
     }
-    // With other batches it reads the same, if not to the last bit.
+    // With another batch size it reads the same tokens, and losses agree up to rounding.
     forget_from(31);
     world.succeed("run", &resume(&["--batch", "4", "--force-resume"]));
-    let losses = |kept: &Kept| kept.records.iter().filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>();
-    let (got, expected) = (losses(&Kept::of(&out, 40)), losses(&whole));
+    let losses = |kept: &Results| kept.records.iter().filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>();
+    let (got, expected) = (losses(&Results::read(&out, 40)), losses(&reference));
     assert!(got.len() == 40 && got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4), "{got:?} {expected:?}");
 }
 
 #[test]
-fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
+fn checkpoints_without_a_shuffle_setting_are_shuffled() {
     let world = World::new();
     world.succeed("run", &["--steps", "3"]);
     let path = world.path("run/run_00000003.json");
@@ -267,12 +268,12 @@ fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
     assert!(printed.contains("resumed after 3 of 3 steps") && !printed.contains("--shuffle"), "{printed}");
     let in_order = ["--resume", "--steps", "3", "--shuffle", "0"];
     world.fail("run", &in_order, &["--shuffle was true, is false", "--force-resume"]);
-    // llm.c leaves no sidecar.
+    // Checkpoints of llm.c have no sidecar.
     fs::remove_file(&path).unwrap();
-    world.fail("run", &in_order, &["the data position is of data shuffled, this is to be data in order (--shuffle)"]);
+    world.fail("run", &in_order, &["expected data shuffled, as in the checkpoint, found data in order", "--shuffle"]);
     let forced = ["--resume", "--steps", "6", "--shuffle", "0", "--force-resume", "--lr", "0"];
     world.succeed("run", &forced);
-    // After as many tokens as have been trained on.
+    // The data resumes after the tokens trained on.
     let losses = |out: &str| {
         let text = fs::read_to_string(world.path(out).join("main.jsonl")).unwrap();
         let records = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
@@ -283,7 +284,7 @@ fn checkpoints_of_before_there_was_a_choice_are_of_shuffled_data() {
     assert_eq!(losses("run")[3..], losses("order")[3..]);
 }
 
-/// A run's directory with whole checkpoints of steps 39 and 40, the files of the latter, and the step it would go on from.
+/// A run with complete checkpoints of steps 39 and 40, and the files of the latter.
 struct Damaged {
     world: World,
     out: PathBuf,
@@ -299,16 +300,16 @@ impl Damaged {
         Self { world, out, files }
     }
 
-    /// With other bytes in one of the files, for as long as it takes to look for a checkpoint.
+    /// Searches for the newest checkpoint while a file has other contents.
     fn found(&self, file: &Path, bytes: &[u8]) -> (Option<usize>, Vec<String>) {
         let good = fs::read(file).unwrap();
         fs::write(file, bytes).unwrap();
-        let found = newest(&self.out).unwrap();
+        let found = find_newest(&self.out).unwrap();
         fs::write(file, good).unwrap();
         (found.checkpoint.map(|checkpoint| checkpoint.step), found.notes)
     }
 
-    fn assert_noticed(&self, file: &Path, bytes: &[u8], what: &str) {
+    fn assert_detected(&self, file: &Path, bytes: &[u8], what: &str) {
         let name = file.file_name().unwrap().to_str().unwrap();
         let (step, notes) = self.found(file, bytes);
         assert_eq!(step, Some(39), "{what} of {name}: {notes:?}");
@@ -317,9 +318,9 @@ impl Damaged {
 }
 
 #[test]
-fn every_flipped_bit_and_every_cut_is_noticed_and_the_checkpoint_before_is_taken() {
+fn flipped_bits_and_truncation_are_detected() {
     let damaged = Damaged::new();
-    assert_eq!(newest(&damaged.out).unwrap().checkpoint.unwrap().step, 40);
+    assert_eq!(find_newest(&damaged.out).unwrap().checkpoint.unwrap().step, 40);
     let mut tried = 0;
     for file in &damaged.files {
         let good = fs::read(file).unwrap();
@@ -328,45 +329,45 @@ fn every_flipped_bit_and_every_cut_is_noticed_and_the_checkpoint_before_is_taken
         for at in (0..near).chain(spread).chain(good.len() - near..good.len()) {
             let mut bytes = good.clone();
             bytes[at] ^= 1 << (at % 8);
-            damaged.assert_noticed(file, &bytes, &format!("a bit flipped at {at}"));
+            damaged.assert_detected(file, &bytes, &format!("a bit flipped at {at}"));
             tried += 1;
         }
         for len in (0..40).map(|i| good.len() * i / 40).chain([1, 1023, 1024, 1025, good.len() - 2]) {
-            damaged.assert_noticed(file, &good[..len.min(good.len() - 2)], &format!("all but the first {len} bytes"));
+            damaged.assert_detected(file, &good[..len.min(good.len() - 2)], &format!("all but the first {len} bytes"));
             tried += 1;
         }
-        damaged.assert_noticed(file, &[&good[..], b"x"].concat(), "a byte after the end");
+        damaged.assert_detected(file, &[&good[..], b"x"].concat(), "a byte after the end");
     }
-    println!("{tried} damages");
+    println!("{tried} damaged files");
 }
 
 #[test]
-fn a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_end() {
+fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
     let Damaged { world, out, files: [model, state, sidecar] } = Damaged::new();
-    let whole = Kept::of(&out, 40);
+    let reference = Results::read(&out, 40);
     let mut bytes = fs::read(&state).unwrap();
     bytes[5000] ^= 4;
     fs::write(&state, bytes).unwrap();
     let printed = world.succeed("run", &["--resume"]);
     for part in [
-        "checkpoint of step 40 is not whole",
+        "checkpoint of step 40 is damaged and ignored",
         "state_00000040_00000.bin is damaged: expected checksum",
         "after 39 of 40",
     ] {
         assert!(printed.contains(part), "{part}: {printed}");
     }
-    Kept::of(&out, 40).assert_equals(&whole, "after a damage");
+    Results::read(&out, 40).assert_equals(&reference, "after damaging a file");
 
-    // Without its sidecar a checkpoint is like one of llm.c's.
+    // A checkpoint without a sidecar is treated like one of llm.c.
     fs::remove_file(&sidecar).unwrap();
     let printed = world.succeed("run", &["--resume"]);
-    assert!(printed.contains("has no run_00000040.json, as llm.c leaves none"), "{printed}");
+    assert!(printed.contains("has no run_00000040.json (llm.c writes none)"), "{printed}");
     fs::remove_file(&model).unwrap();
     let printed = world.succeed("run", &["--resume"]);
     assert!(printed.contains("cannot open model file run/model_00000040.bin"), "{printed}");
-    Kept::of(&out, 40).assert_equals(&whole, "after a loss");
+    Results::read(&out, 40).assert_equals(&reference, "after removing a file");
 
-    // Where nothing is whole, nothing begins anew over it.
+    // If all checkpoints are damaged, the run fails and changes nothing.
     let before = entries(&out);
     for step in [39, 40] {
         fs::write(out.join(format!("model_{step:08}.bin")), "").unwrap();
@@ -374,16 +375,16 @@ fn a_run_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_end() {
     world.fail(
         "run",
         &["--resume"],
-        &["there is no whole checkpoint in run", "model_00000039.bin", "model_00000040.bin"],
+        &["run: expected a complete checkpoint, found only damaged ones", "model_00000039.bin", "model_00000040.bin"],
     );
     assert_eq!(entries(&out), before);
 }
 
-/// Waits until it holds, which it must soon.
-fn wait_until(what: &str, holds: impl Fn() -> bool) {
+/// Waits until `condition` holds, for at most a minute.
+fn wait_until(description: &str, condition: impl Fn() -> bool) {
     let began = Instant::now();
-    while !holds() {
-        assert!(began.elapsed() < Duration::from_mins(1), "waited too long until {what}");
+    while !condition() {
+        assert!(began.elapsed() < Duration::from_mins(1), "waited too long until {description}");
         sleep(Duration::from_millis(5));
     }
 }
@@ -397,17 +398,17 @@ fn signal(child: &Child, name: &str) {
 }
 
 #[test]
-fn a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_happened() {
+fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let world = World::new();
     let long = ["--steps", "400", "--checkpoint-every", "400", "--keep", "1", "--val-every", "1"];
-    world.succeed("whole", &long);
+    world.succeed("reference", &long);
     let resume = [&long[..], &["-y", "1"]].concat();
     let log = world.path("run").join("main.log");
     for name in ["TERM", "INT"] {
         let mut child = world.command("run", &resume);
         let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let before = lines(&log);
-        wait_until("it has logged some steps", || lines(&log) > before + 50);
+        wait_until("the run has logged some steps", || lines(&log) > before + 50);
         signal(&child, name);
         let output = child.wait_with_output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -421,21 +422,22 @@ fn a_run_that_is_asked_to_stop_goes_on_as_if_nothing_had_happened() {
         assert_eq!(trained, step);
     }
     world.succeed("run", &resume);
-    Kept::of(&world.path("run"), 400).assert_equals(&Kept::of(&world.path("whole"), 400), "after two stops");
+    Results::read(&world.path("run"), 400)
+        .assert_equals(&Results::read(&world.path("reference"), 400), "after two stops");
 }
 
 #[test]
-fn a_second_signal_ends_the_run_at_once_and_leaves_nothing_half_written() {
+fn a_second_signal_ends_the_run_immediately_and_removes_temporary_files() {
     let world = World::new();
     for (first, second, code) in [("INT", "INT", 130), ("INT", "TERM", 143)] {
-        // One step takes minutes.
+        // A step takes minutes.
         let mut child = world.start(second, &["--total-batch", "32000000"]);
         let log = world.path(second).join("main.log");
-        wait_until("it has begun", || lines(&log) == 1);
+        wait_until("the run has started", || lines(&log) == 1);
         signal(&child, first);
         sleep(Duration::from_millis(300));
-        assert_eq!(child.try_wait().unwrap(), None, "one signal must not end it within a step");
-        // What the writer of a checkpoint would have been at.
+        assert_eq!(child.try_wait().unwrap(), None, "one signal must not end the run within a step");
+        // The staging directory of a checkpoint.
         fs::create_dir(world.path(second).join(".unfinished-checkpoint")).unwrap();
         let began = Instant::now();
         signal(&child, second);
@@ -446,7 +448,7 @@ fn a_second_signal_ends_the_run_at_once_and_leaves_nothing_half_written() {
 }
 
 #[test]
-fn a_stop_without_a_directory_says_that_nothing_is_kept() {
+fn stopping_without_an_output_directory_says_that_nothing_is_kept() {
     let world = World::new();
     let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
     command.current_dir(world.dir.path()).args([
@@ -469,17 +471,17 @@ fn a_stop_without_a_directory_says_that_nothing_is_kept() {
 }
 
 #[test]
-fn two_runs_cannot_use_one_directory() {
+fn two_runs_cannot_use_the_same_directory() {
     let world = World::new();
     let mut child = world.start("run", &["--total-batch", "32000000"]);
-    wait_until("it has begun", || lines(&world.path("run").join("main.log")) == 1);
-    world.fail("run", &["--resume"], &["run is in use by a run that has not ended", "--out"]);
+    wait_until("the run has started", || lines(&world.path("run").join("main.log")) == 1);
+    world.fail("run", &["--resume"], &["run is in use by another run", "--out"]);
     child.kill().unwrap();
     child.wait().unwrap();
     world.succeed("run", &["--resume", "--steps", "2"]);
 }
 
-/// `train` by way of a shell, with `setup` done first.
+/// Returns a shell command that runs `setup`, then `command`.
 fn in_shell(command: &Command, setup: &str) -> Command {
     let mut shell = Command::new("sh");
     shell.current_dir(command.get_current_dir().unwrap());
@@ -488,19 +490,19 @@ fn in_shell(command: &Command, setup: &str) -> Command {
 }
 
 #[test]
-fn a_checkpoint_that_cannot_be_written_is_told_and_costs_neither_the_run_nor_the_ones_before() {
+fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
     let world = World::new();
-    world.succeed("whole", &["--checkpoint-every", "10"]);
-    let whole = Kept::of(&world.path("whole"), 40);
-    // Files of at most 200 KB (the unit is 512 bytes, in some shells twice that): logs fit, checkpoints do not.
+    world.succeed("reference", &["--checkpoint-every", "10"]);
+    let reference = Results::read(&world.path("reference"), 40);
+    // Limits files to 200 blocks of 512 or 1024 bytes, depending on the shell: logs fit, checkpoints do not.
     let limited = |more: &[&str]| {
         let command = world.command("run", &[&["--checkpoint-every", "10"], more].concat());
         let output = in_shell(&command, "trap '' XFSZ; ulimit -f 200").output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert_eq!(output.status.code(), Some(1), "{out}{err}");
-        assert!(err.contains("error: the last checkpoint, of step 40, is not written: "), "{err}");
+        assert!(err.contains("error: the last checkpoint (step 40) could not be written: "), "{err}");
         assert!(err.contains("model_00000040.bin: File too large"), "{err}");
-        assert_eq!(fs::read_to_string(world.path("run").join("main.log")).unwrap(), whole.main_log);
+        assert_eq!(fs::read_to_string(world.path("run").join("main.log")).unwrap(), reference.main_log);
         out.into_owned()
     };
     let printed = limited(&[]);
@@ -515,20 +517,23 @@ fn a_checkpoint_that_cannot_be_written_is_told_and_costs_neither_the_run_nor_the
     wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());
     child.kill().unwrap();
     child.wait().unwrap();
-    let newest = newest(&world.path("run")).unwrap().checkpoint.unwrap().step;
+    let newest = find_newest(&world.path("run")).unwrap().checkpoint.unwrap().step;
     if newest < 40 {
         let printed = limited(&["--resume"]);
-        assert!(printed.contains(&format!("no checkpoint of step 40, the newest is of step {newest}:")), "{printed}");
+        assert!(
+            printed.contains(&format!("no checkpoint of step 40, the newest one is of step {newest}:")),
+            "{printed}"
+        );
     }
     world.succeed("run", &["--checkpoint-every", "10", "--resume"]);
-    Kept::of(&world.path("run"), 40).assert_equals(&whole, "after failed checkpoints");
+    Results::read(&world.path("run"), 40).assert_equals(&reference, "after failed checkpoints");
 }
 
 #[test]
-fn a_directory_that_goes_away_for_a_while_costs_no_more_than_the_checkpoints_of_that_time() {
+fn a_temporarily_missing_directory_loses_only_the_checkpoints_of_that_time() {
     let world = World::new();
     let long = ["--steps", "1500", "--checkpoint-every", "10", "--keep", "1"];
-    world.succeed("whole", &long);
+    world.succeed("reference", &long);
     let mut child = world.command("run", &long);
     let child = child.stdout(Stdio::piped()).spawn().unwrap();
     let (run, away) = (world.path("run"), world.path("away"));
@@ -542,11 +547,12 @@ fn a_directory_that_goes_away_for_a_while_costs_no_more_than_the_checkpoints_of_
     let warning = printed.lines().find(|line| line.starts_with("warning: no checkpoint of step")).unwrap();
     assert!(warning.contains("No such file or directory") && warning.contains("run"), "{warning}");
     world.succeed("run", &[&long[..], &["--resume"]].concat());
-    Kept::of(&run, 1500).assert_equals(&Kept::of(&world.path("whole"), 1500), "after it came back");
+    Results::read(&run, 1500)
+        .assert_equals(&Results::read(&world.path("reference"), 1500), "after the directory came back");
 }
 
-/// Runs a script in which `full` is a file system of 2.8 MB, and `train` the program with its settings; `None` where this user
-/// may not mount one.
+/// Runs a script in which `full` is a file system of 2.8 MB and `train` runs the program with its settings. Returns `None` if
+/// this user may not mount file systems.
 fn with_a_small_disk(world: &World, settings: &[&str], script: &str) -> Option<String> {
     let unshared = |script: &str| {
         let mut command = Command::new("unshare");
@@ -569,13 +575,13 @@ fn with_a_small_disk(world: &World, settings: &[&str], script: &str) -> Option<S
 }
 
 #[test]
-fn a_full_disk_is_told_beforehand_and_a_run_goes_on_once_there_is_room() {
+fn a_full_disk_is_reported_before_writing_and_the_run_resumes_when_there_is_space() {
     let world = World::new();
-    world.succeed("whole", &["--checkpoint-every", "10"]);
+    world.succeed("reference", &["--checkpoint-every", "10"]);
     let script = "
         train && exit 9
         ls full/run
-        # Not even the settings can be written.
+        # Now even config.toml cannot be written.
         head -c 9m /dev/zero >full/filler || true
         train --resume && exit 9
         rm full/filler
@@ -584,25 +590,28 @@ fn a_full_disk_is_told_beforehand_and_a_run_goes_on_once_there_is_room() {
         train --resume
         cp -r full/run result";
     let Some(printed) = with_a_small_disk(&world, &["--checkpoint-every", "10"], script) else {
-        println!("skipped: no user namespaces here");
+        println!("skipped: user namespaces are not available");
         return;
     };
     let line = |start: &str| printed.lines().find(|line| line.starts_with(start)).unwrap_or_default();
     assert!(printed.contains("checkpoint of step 10: full/run/model_00000010.bin"), "{printed}");
-    let warning = line("warning: no checkpoint of step 20, the newest is of step 10: full/run has ");
-    assert!(warning.contains(" free, a checkpoint takes 2.1 MB: make room, or take another --out"), "{printed}");
+    let warning = line(
+        "warning: no checkpoint of step 20, the newest one is of step 10: full/run: expected 2.1 MB of free space for a checkpoint, found ",
+    );
+    assert!(warning.contains("; free some space, or choose another --out"), "{printed}");
     assert!(printed.contains("DONE_00000010\nconfig.toml\nmain.jsonl\nmain.log\nmodel_00000010.bin\n"), "{printed}");
     assert!(printed.contains("cannot write full/run/config.toml: No space left on device"), "{printed}");
-    assert!(printed.contains("error: full/run has "), "{printed}");
-    Kept::of(&world.path("result"), 40).assert_equals(&Kept::of(&world.path("whole"), 40), "on a full disk");
+    assert!(printed.contains("error: full/run: expected 2.1 MB of free space"), "{printed}");
+    Results::read(&world.path("result"), 40)
+        .assert_equals(&Results::read(&world.path("reference"), 40), "after a full disk");
 }
 
 #[test]
-fn log_lines_wait_for_room() {
+fn log_lines_wait_for_disk_space() {
     let world = World::new();
     let more = ["--steps", "1500", "--checkpoint-every", "1500"];
-    world.succeed("whole", &more);
-    // The checkpoint needs room, too: it comes after the filler has gone.
+    world.succeed("reference", &more);
+    // The checkpoint also needs space, so it is written after the filler is removed.
     let script = "
         mount -o remount,size=9m full
         train >printed & pid=$!
@@ -617,9 +626,10 @@ fn log_lines_wait_for_room() {
         cat printed
         cp -r full/run result";
     let Some(printed) = with_a_small_disk(&world, &more, script) else {
-        println!("skipped: no user namespaces here");
+        println!("skipped: user namespaces are not available");
         return;
     };
     assert!(printed.contains("warning: log lines wait in memory: cannot write full/run/main."), "{printed}");
-    Kept::of(&world.path("result"), 1500).assert_equals(&Kept::of(&world.path("whole"), 1500), "on a full disk");
+    Results::read(&world.path("result"), 1500)
+        .assert_equals(&Results::read(&world.path("reference"), 1500), "after a full disk");
 }

@@ -1,4 +1,4 @@
-//! Resumed runs on the CUDA engine, emulated: bit for bit in bf16, where updates are rounded stochastically.
+//! Resumed runs on the emulated CUDA engine are bitwise identical, also in bf16 with stochastic rounding.
 
 use checkpoint::directory::{DirectoryLock, Retention, done_name, model_name, sidecar_name, state_name};
 use checkpoint::resume::find_newest;
@@ -24,12 +24,12 @@ const EVERY: usize = 3;
 const GRAD_ACCUM: usize = 2;
 const VOCAB: usize = 60;
 
-/// Trains to the end in `out`, from the newest checkpoint there.
+/// Trains to the end in `out`, resuming from the newest checkpoint there.
 fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
     let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
     let descriptor = Descriptor::new(1, 1, 64, 16, VOCAB).unwrap();
-    let capacity = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
-    let (model, plan) = Gpt2::plan(descriptor, capacity, &mut *engine);
+    let options = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
+    let (model, plan) = Gpt2::plan(descriptor, options, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
     let mut shard =
@@ -96,7 +96,7 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
     let batch = run.train.layout();
     run.train().unwrap();
 
-    // Each micro-step draws a seed, then the update does; the last batch is still there.
+    // Each micro-batch draws a seed, then the update draws one. The last batch is still in memory.
     let mut rounding = RunState::fresh(run.state.data).rounding;
     let draws = (0..STEPS * (GRAD_ACCUM + 1) - 1).map(|_| rounding.next_u32());
     let mut bytes = [0; 4];
@@ -104,13 +104,13 @@ fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Reco
     assert_eq!(Some(u32::from_le_bytes(bytes)), draws.last());
 }
 
-/// The files of a checkpoint.
+/// Returns the file names of a checkpoint.
 fn names(step: usize) -> [String; 4] {
     [model_name(step), state_name(step, 0), sidecar_name(step), done_name(step)]
 }
 
-/// A directory with what `from` had after the first checkpoint, and the lines that were logged until the process ended.
-fn as_left_by_a_kill(from: &Path) -> tempfile::TempDir {
+/// Copies the first checkpoint and the complete logs of a run, as a killed process leaves them.
+fn killed_after_first_checkpoint(from: &Path) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in names(EVERY).iter().map(String::as_str).chain(["main.log", "main.jsonl"]) {
         fs::copy(from.join(name), dir.path().join(name)).unwrap();
@@ -118,10 +118,10 @@ fn as_left_by_a_kill(from: &Path) -> tempfile::TempDir {
     dir
 }
 
-fn is_the_same_after_a_kill(precision: Precision, master_weights: bool) {
+fn assert_resumed_run_matches(precision: Precision, master_weights: bool) {
     let whole = tempfile::tempdir().unwrap();
     train(whole.path(), precision, master_weights, Recompute::Nothing);
-    let killed = as_left_by_a_kill(whole.path());
+    let killed = killed_after_first_checkpoint(whole.path());
     train(killed.path(), precision, master_weights, Recompute::Nothing);
     for name in [model_name(STEPS), state_name(STEPS, 0), "main.log".to_owned()] {
         let read = |dir: &Path| fs::read(dir.join(&name)).unwrap();
@@ -130,21 +130,21 @@ fn is_the_same_after_a_kill(precision: Precision, master_weights: bool) {
 }
 
 #[test]
-fn bf16_with_master_weights() {
-    is_the_same_after_a_kill(Precision::Bf16, true);
+fn resumed_bf16_run_with_master_weights_is_identical() {
+    assert_resumed_run_matches(Precision::Bf16, true);
 }
 
 #[test]
-fn bf16_without_master_weights() {
-    is_the_same_after_a_kill(Precision::Bf16, false);
+fn resumed_bf16_run_without_master_weights_is_identical() {
+    assert_resumed_run_matches(Precision::Bf16, false);
 }
 
 #[test]
-fn fp32() {
-    is_the_same_after_a_kill(Precision::Fp32, true);
+fn resumed_fp32_run_is_identical() {
+    assert_resumed_run_matches(Precision::Fp32, true);
 }
 
-/// The losses after the first checkpoint.
+/// Returns the losses after the first checkpoint.
 fn losses(dir: &Path) -> Vec<f64> {
     let records = fs::read_to_string(dir.join("main.jsonl")).unwrap();
     let records = records.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
@@ -152,16 +152,16 @@ fn losses(dir: &Path) -> Vec<f64> {
 }
 
 #[test]
-fn precision_and_recompute_may_change_on_the_way() {
+fn precision_and_recompute_may_change_when_resuming() {
     for (was, is) in [(Precision::Bf16, Precision::Fp32), (Precision::Fp32, Precision::Bf16)] {
         let whole = tempfile::tempdir().unwrap();
         train(whole.path(), was, true, Recompute::Nothing);
         let expected = losses(whole.path());
-        let changed = as_left_by_a_kill(whole.path());
+        let changed = killed_after_first_checkpoint(whole.path());
         train(changed.path(), is, true, Recompute::GeluAndNorms);
         let got = losses(changed.path());
         assert_eq!((got.len(), expected.len()), (STEPS - EVERY, STEPS - EVERY));
-        assert!(got != expected, "nothing has changed");
+        assert!(got != expected, "the change has no effect");
         for (got, expected) in got.iter().zip(expected) {
             assert!((got - expected).abs() < 0.02, "{was:?} to {is:?}: {got}, {expected}");
         }

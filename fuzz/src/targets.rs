@@ -1,7 +1,7 @@
-//! What each target does with its bytes, and the valid files it begins from.
+//! The fuzz targets and their seeds.
 //!
-//! A target goes as far as the program would: what a reader accepts is used. Its only ways to fail are a panic, an overflow,
-//! an endless loop and too much memory.
+//! A target reads its input as the program would, and uses what a reader accepts. It fails by a panic, an arithmetic overflow,
+//! an endless loop or excessive memory use.
 
 use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
@@ -18,7 +18,7 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
-use model::{Descriptor, Gpt2, Params, PlanOptions, Recompute, Shard};
+use model::{Descriptor, Gpt2, Params, PlanOptions, Shard, Unsharded};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
@@ -28,48 +28,61 @@ use tempfile::NamedTempFile;
 use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
+/// A reader to fuzz.
 pub struct Target {
+    /// Name, which is also the name of its directory of findings.
     pub name: &'static str,
-    /// Whether the bytes were a good file.
+    /// Reads a file; an error means that it was rejected.
     read: fn(&[u8]) -> Result<()>,
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
+/// Token shards.
 pub static TOKENS: Target = Target { name: "tokens", read: read_tokens, seeds: token_files };
+/// Model files.
 pub static MODEL: Target = Target { name: "model", read: read_model, seeds: model_files };
+/// State files of checkpoints.
 pub static STATE: Target = Target { name: "state", read: read_state, seeds: state_files };
+/// Sidecars of checkpoints.
 pub static SIDECAR: Target = Target { name: "sidecar", read: read_sidecar, seeds: sidecars };
+/// Logs of a resumed run.
 pub static LOG: Target = Target { name: "log", read: read_log, seeds: logs };
+/// llm.c's debug states.
 pub static DEBUG_STATE: Target = Target { name: "debug_state", read: read_debug_state, seeds: debug_states };
+/// Configuration files.
 pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: configs };
+/// Multiple-choice evaluation files.
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
+/// HellaSwag in JSON lines.
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
+/// Text and tokens.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 
 impl Target {
+    /// Reads `data` and reports whether it is valid.
     pub fn accepts(&self, data: &[u8]) -> bool {
         (self.read)(data).is_ok()
     }
 
-    /// Small valid files, from the program's own writers.
+    /// Returns small valid files, written by the program's own writers.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         (self.seeds)()
     }
 }
 
-/// Hands the bytes over as a file, in TMPDIR.
+/// Calls `read` with a temporary file that contains `data`.
 fn as_file<T>(data: &[u8], read: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let mut file = NamedTempFile::new()?;
     file.write_all(data)?;
     read(file.path())
 }
 
-/// What a writer that wants a path writes.
+/// Returns the bytes that `write` writes to a path.
 fn written(write: impl FnOnce(&Path) -> Result<()>) -> Vec<u8> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("seed");
-    write(&path).expect("the writer takes what it is given");
-    fs::read(path).expect("it was just written")
+    write(&path).expect("the input is valid");
+    fs::read(path).expect("the file exists")
 }
 
 fn read_tokens(data: &[u8]) -> Result<()> {
@@ -87,11 +100,11 @@ fn token_files() -> Vec<Vec<u8>> {
     vec![written(|path| tokens::write(path, &[50_256, 1, 2, 3])), written(|path| tokens::write(path, &[7; 100]))]
 }
 
-/// A model for sequences of up to 8 tokens.
+/// Plans a model for sequences of up to 8 tokens.
 fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
     let mut engine = Cpu::new();
-    let capacity = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
-    let (model, plan) = Gpt2::plan(descriptor, capacity, &mut engine);
+    let options = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
+    let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
     engine.allocate(&plan)?;
     Ok((model, engine))
 }
@@ -102,7 +115,7 @@ fn read_model(data: &[u8]) -> Result<()> {
         let (model, mut engine) = planned(file.descriptor())?;
         file.load(&model, &mut engine)?;
         let sampling = Sampling { top_k: 3, temperature: 1.0, seed: 1 };
-        sample::generate(&model, &mut engine, &[0], 2, sampling, |_| Ok(()))
+        sample::generate(&model, &mut engine, &mut Unsharded, &[0], 2, sampling, |_| Ok(()))
     })
 }
 
@@ -110,20 +123,20 @@ fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
     let layout = Params::new(descriptor);
     let params = vec![0x3d; layout.elements() * dtype.bytes()];
     let mut file = Vec::new();
-    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("memory takes it");
+    model_file::write(&mut file, descriptor, &layout, &params, dtype).expect("writing to memory succeeds");
     file
 }
 
 fn model_files() -> Vec<Vec<u8>> {
-    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is one");
+    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is valid");
     vec![model_file(smallest, DType::F32), model_file(small(), DType::Bf16), model_file(small(), DType::F32)]
 }
 
 fn small() -> Descriptor {
-    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is one")
+    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is valid")
 }
 
-/// What the checkpoints below are of.
+/// The model file of the checkpoints.
 static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DType::F32));
 const STEP: usize = 7;
 
@@ -131,7 +144,7 @@ fn small_loader() -> Result<Loader> {
     Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
-/// Goes on from a checkpoint of these files, `compare`d with `identity` if there is a sidecar.
+/// Resumes from a checkpoint with these files. With a sidecar, compares its settings with an identity.
 fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
     let directory = tempfile::tempdir()?;
     let write = |name: String, bytes: &[u8]| fs::write(directory.path().join(name), bytes);
@@ -142,13 +155,12 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
         write(sidecar_name(STEP), sidecar)?;
     }
     let found = resume::find_newest(directory.path())?;
-    let checkpoint = found.checkpoint.context("the checkpoint was not seen")?;
+    let checkpoint = found.checkpoint.context("expected a checkpoint, found none")?;
     if let Some((_, identity)) = sidecar {
         checkpoint.check_settings(identity, small(), false)?;
     }
     let mut engine = Cpu::new();
-    let capacity = PlanOptions::training(1, 3);
-    let (model, plan) = Gpt2::plan(small(), capacity, &mut engine);
+    let (model, plan) = Gpt2::plan(small(), PlanOptions::training(1, 3), &mut engine);
     engine.allocate(&plan)?;
     let mut loader = small_loader()?;
     checkpoint.adopt_algorithms(&mut engine);
@@ -175,37 +187,37 @@ fn read_state(data: &[u8]) -> Result<()> {
 }
 
 fn state_files() -> Vec<Vec<u8>> {
-    [false, true].map(|masters| state_file(masters).expect("memory takes it")).into()
+    [false, true].map(|masters| state_file(masters).expect("writing to memory succeeds")).into()
 }
 
-static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("memory takes it"));
+static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect("writing to memory succeeds"));
 
 fn good_sidecar() -> Sidecar {
     let sum =
         |name, bytes: &[u8]| FileChecksum { name, bytes: bytes.len() as u64, xxh3: format_checksum(xxh3_64(bytes)) };
     let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "shuffle": true, "train": "data/*.bin"}"#;
     let identity = Identity {
-        program: "host 0.1.0".to_owned(),
+        program: "llm-rs 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
         config: serde_json::from_str(settings).expect("the settings are JSON"),
-        train: fingerprint::of_loader(&small_loader().expect("the tokens suffice")).expect("they lie in memory"),
+        train: fingerprint::of_loader(&small_loader().expect("the tokens suffice")).expect("the tokens are in memory"),
         val: None,
         ranks: 1,
     };
-    let product = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
+    let gemm = r#"{"problem": {"m": 64, "n": 32, "k": 16, "transpose_a": true, "transpose_b": false, "element": "Bf16",
         "epilogue": "Bias", "accumulate": false, "batch": 1}, "alignments": [256, 16, 256, 64, 0],
         "algo": [1, 2, 3, 4, 5, 6, 7, 18446744073709551615]}"#;
-    let product = serde_json::from_str(product).expect("the choice is one");
+    let gemm = serde_json::from_str(gemm).expect("the choice is valid JSON");
     Sidecar {
         step: STEP,
         identity,
         progress: Progress { first_val_loss: Some(1.5), ..Progress::default() },
-        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![product] }),
+        algorithms: Some(Algorithms { machine: "none".to_owned(), choices: vec![gemm] }),
         files: vec![sum(model_name(STEP), &SMALL_MODEL), sum(state_name(STEP, 0), &STATE_FILE)],
     }
 }
 
-/// Takes a file as it is, or what stands in one under a checksum, which no fuzzer would guess.
+/// Reads a sidecar. Input that is not a valid sidecar is wrapped in one with the right checksum, which a fuzzer cannot guess.
 fn read_sidecar(data: &[u8]) -> Result<()> {
     static NOW: LazyLock<Identity> = LazyLock::new(|| good_sidecar().identity);
     let sealed;
@@ -222,11 +234,11 @@ fn read_sidecar(data: &[u8]) -> Result<()> {
 
 fn sidecars() -> Vec<Vec<u8>> {
     let mut file = Vec::new();
-    good_sidecar().write(&mut file).expect("memory takes it");
-    vec![file, serde_json::to_vec(&good_sidecar()).expect("memory takes it")]
+    good_sidecar().write(&mut file).expect("writing to memory succeeds");
+    vec![file, serde_json::to_vec(&good_sidecar()).expect("writing to memory succeeds")]
 }
 
-/// Both logs of a run that goes on at a step in their midst.
+/// Resumes both logs at a step in their middle.
 fn read_log(data: &[u8]) -> Result<()> {
     let directory = tempfile::tempdir()?;
     for name in ["main.log", "main.jsonl"] {
@@ -244,18 +256,17 @@ fn logs() -> Vec<Vec<u8>> {
 
 fn read_config(data: &[u8]) -> Result<()> {
     as_file(data, |path| {
-        let command_line = ["host", "train", "--steps", "3", "--config"].map(OsString::from);
+        let command_line = ["llm-rs", "train", "--steps", "3", "--config"].map(OsString::from);
         Cli::from_arguments(command_line.into_iter().chain([path.into()])).map(drop)
     })
 }
 
 fn configs() -> Vec<Vec<u8>> {
-    let every_kind =
-        "# of every kind\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
-    vec![every_kind.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
+    let all_types = "# a value of each type\nsteps = 7\nlr = 6e-4\nmodel = 'd12'\nval-batches = -1\nschedule = \"wsd\"\ntf32 = true\n";
+    vec![all_types.into(), "layers = 2\nheads = 2\nchannels = 64\nrecompute = 2\nmaster-weights = 0\n".into()]
 }
 
-/// The states are of a model that is all alike.
+/// Compares debug states with a model whose weights are all equal.
 fn read_debug_state(data: &[u8]) -> Result<()> {
     as_file(&SMALL_MODEL, |model| {
         as_file(data, |state| {
@@ -265,7 +276,7 @@ fn read_debug_state(data: &[u8]) -> Result<()> {
     })
 }
 
-/// Of any content: the program has no writer of them.
+/// Returns files with arbitrary contents; the program has no writer for debug states.
 fn debug_states() -> Vec<Vec<u8>> {
     let state = |b: usize, t: usize| {
         let header = [20_240_327, 2, b as i32, t as i32].into_iter().chain([0; 252]);

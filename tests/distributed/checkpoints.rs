@@ -257,7 +257,7 @@ fn a_rank_that_cannot_write_its_state_is_reported_and_the_run_continues() {
     let cause = "rank 1: cannot write out/.unfinished-checkpoint/state_0000000";
     assert!(printed.contains(&format!("warning: no checkpoint of step 4, there is none yet: {cause}")), "{printed}");
     assert!(
-        printed.contains("step    8/8 | loss") && message.contains("the last checkpoint, of step 8, is not"),
+        printed.contains("step    8/8 | loss") && message.contains("the last checkpoint (step 8) could not be written"),
         "{message}"
     );
 }

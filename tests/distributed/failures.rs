@@ -49,7 +49,7 @@ fn a_different_build_is_reported_by_rank_0() {
 }
 
 #[test]
-fn an_error_for_other_rank_is_reported_by_rank_0() {
+fn an_error_of_another_rank_is_reported_by_rank_0() {
     let world = World::new();
     // The working directory of rank 1 has no model file.
     let empty = tempfile::tempdir().unwrap();

@@ -196,14 +196,15 @@ fn restarts_end_if_a_run_makes_no_progress() {
     let starts = |name: &str| fs::read_to_string(world.path(name)).unwrap().lines().count();
     let output = run("9", "echo >>stands; kill -KILL $$");
     let text =
-        "restarts: exit code 137: 3 times the run has not got further than the beginning: there is no checkpoint\n";
+        "restarts: exit code 137: no restart after 3 failures without progress past the beginning (no checkpoint)\n";
     assert!(output_text(&output).1.ends_with(text), "{:?}", output_text(&output));
     assert_eq!((output.status.code(), starts("stands")), (Some(137), 3));
     // Each start makes progress and fails. All starts but the first get --resume.
     let further = "n=$(cat DONE 2>/dev/null || echo 0); echo \"$@\" >>goes; echo $((n + 9)) >DONE; \
                    touch out/DONE_0000$(printf %04d $n); exit 4";
     let output = run("4", further);
-    let text = "exit code 4 after 4 restarts; the same command with --resume goes on from the checkpoint of step 36\n";
+    let text =
+        "exit code 4 after 4 restarts; run the same command with --resume to continue from the checkpoint of step 36\n";
     assert!(output_text(&output).1.ends_with(text), "{:?}", output_text(&output));
     let arguments = fs::read_to_string(world.path("goes")).unwrap();
     assert_eq!(arguments, format!("--out out\n{}", "--out out --resume\n".repeat(4)));

@@ -32,7 +32,7 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     assert!(printed.contains("2 ranks, connected by TCP") && printed.contains("in 10 places"), "{printed}");
     let tokens = two["tokens_per_second"].as_f64().unwrap() * step / 1e3;
     assert!((tokens - 64.0).abs() < 1e-6, "{tokens}");
-    assert!(two["alone_step_ms"].as_f64().unwrap() > 0.0);
+    assert!(two["single_rank_step_ms"].as_f64().unwrap() > 0.0);
     // Ranks with different settings are refused.
     let endpoint = free_endpoint();
     let rank = |rank: &str, t: &str| {

@@ -15,7 +15,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Recompute, Shard, Store, Zero};
+use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Shard, Store, Zero};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -142,7 +142,7 @@ impl Threads {
             val: Some(Prefetch::start(val, &*engine).unwrap()),
             hellaswag: None,
             engine: &mut *engine,
-            console: Console::aside(self.steps, None, false).unwrap(),
+            console: Console::to_file(self.steps, None, false).unwrap(),
             log: Log::create(Some(dir.path())).unwrap(),
             state,
             checkpoints: None,
@@ -171,9 +171,9 @@ impl Threads {
         let rank = group.rank;
         let descriptor = Descriptor::new(layers, heads, channels, T, VOCAB).unwrap();
         let master_weights = self.engine == EngineKind::EmulatedWithMasters;
-        let capacity = PlanOptions { master_weights, ..PlanOptions::training(b, T) };
         let zero = Zero::new(self.stage, Shard { rank, ranks: n });
-        let (model, plan) = Gpt2::plan(descriptor, capacity, zero, engine);
+        let options = PlanOptions { master_weights, zero, ..PlanOptions::training(b, T) };
+        let (model, plan) = Gpt2::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         // Without sharding, only rank 0 initializes the model and broadcasts it.
         if rank == 0 || zero.shards_optimizer() {

@@ -36,16 +36,6 @@ impl Matmuls {
         Ok(Self { plans: HashMap::new(), chosen: HashMap::new(), workspace, handle })
     }
 
-    /// Returns the number of plans.
-    pub fn len(&self) -> usize {
-        self.plans.len()
-    }
-
-    /// Returns whether there are no plans.
-    pub fn is_empty(&self) -> bool {
-        self.plans.is_empty()
-    }
-
     /// Queues a matmul. All matmuls of `self` must use the same `stream`, because they share a workspace.
     ///
     /// # Safety

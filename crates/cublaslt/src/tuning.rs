@@ -45,11 +45,6 @@ pub struct Timing {
 }
 
 impl Matmuls {
-    /// Returns whether an algorithm was selected by [`tune`](Self::tune) or [`adopt`](Self::adopt).
-    pub fn is_selected(&self, problem: &Problem, operands: &Operands) -> bool {
-        self.chosen.contains_key(&(*problem, operands.alignments()))
-    }
-
     /// Uses these algorithms from now on, if this version of cuBLASLt supports them.
     pub fn adopt(&mut self, choices: &[Choice]) {
         for choice in choices {
@@ -60,12 +55,6 @@ impl Matmuls {
     /// Returns the algorithm selected for a problem by [`tune`](Self::tune) or [`adopt`](Self::adopt).
     pub fn algorithm(&self, problem: &Problem, alignments: [u32; 5]) -> Option<MatmulAlgo> {
         self.chosen.get(&(*problem, alignments)).copied()
-    }
-
-    /// Returns the algorithms selected so far.
-    pub fn choices(&self) -> Vec<Choice> {
-        let choice = |(&(problem, alignments), &algo): (&Key, &MatmulAlgo)| Choice { problem, alignments, algo };
-        self.chosen.iter().map(choice).collect()
     }
 
     /// Times the matmul with each candidate algorithm and selects the fastest. Waits for the stream.

@@ -52,8 +52,8 @@ pub enum Error {
 
     /// Launch bounds are invalid.
     #[error(
-        "launch bounds of kernel {kernel}: expected maxntid, minctasm, maxnreg or cluster, =, and a positive number \
-         (maxntid and cluster: up to three, separated by commas), found {found:?}"
+        "launch bounds of kernel {kernel}: expected maxntid, minctasm or maxnreg, =, and a positive number \
+         (maxntid: up to three, separated by commas), found {found:?}"
     )]
     BadBounds { kernel: String, found: String },
 

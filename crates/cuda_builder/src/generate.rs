@@ -38,10 +38,10 @@ fn module_literal(out_dir: &Path, module: &BuiltModule) -> String {
 }
 
 fn kernel_literal(Kernel { name, bounds, resources }: &Kernel) -> String {
-    let LaunchBounds { threads, blocks_per_sm, registers, cluster } = bounds;
+    let LaunchBounds { threads, blocks_per_sm, registers } = bounds;
     let bounds = format!(
         "::cuda_builder::LaunchBounds {{ threads: {threads:?}, blocks_per_sm: {blocks_per_sm:?}, \
-         registers: {registers:?}, cluster: {cluster:?} }}"
+         registers: {registers:?} }}"
     );
     let resources = match resources {
         None => "None".to_owned(),

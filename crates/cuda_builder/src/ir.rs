@@ -101,7 +101,6 @@ fn parse_launch(line: &str) -> Result<(String, LaunchBounds), Error> {
         let [x, y, z] = extent(value).ok_or_else(bad)?;
         match key {
             "maxntid" => bounds.threads = Some([x, y, z]),
-            "cluster" => bounds.cluster = Some([x, y, z]),
             "minctasm" if (y, z) == (1, 1) => bounds.blocks_per_sm = Some(x),
             "maxnreg" if (y, z) == (1, 1) => bounds.registers = Some(x),
             _ => return Err(bad()),
@@ -129,7 +128,6 @@ impl LaunchBounds {
             ("nvvm.maxntid", self.threads.map(triple)),
             ("nvvm.minctasm", self.blocks_per_sm.map(single)),
             ("nvvm.maxnreg", self.registers.map(single)),
-            ("nvvm.cluster_dim", self.cluster.map(triple)),
         ];
         for (name, value) in values {
             if let Some(value) = value {
@@ -292,22 +290,17 @@ mod tests {
 
     #[test]
     fn launch_bounds_become_attributes_of_their_kernel() -> Result<(), Error> {
-        let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64 cluster=2\"\n\
+        let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64\"\n\
                   define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
                   define ptx_kernel void @plain() {\n";
         let marked = mark(ir)?;
         assert_eq!(
             marked.ir,
             "define ptx_kernel void @k(ptr %p) unnamed_addr convergent \"nvvm.maxntid\"=\"512,1,1\" \
-             \"nvvm.minctasm\"=\"2\" \"nvvm.maxnreg\"=\"64\" \"nvvm.cluster_dim\"=\"2,1,1\" #0 {\n\
+             \"nvvm.minctasm\"=\"2\" \"nvvm.maxnreg\"=\"64\" #0 {\n\
              define ptx_kernel void @plain() convergent {\n"
         );
-        let bounds = LaunchBounds {
-            threads: Some([512, 1, 1]),
-            blocks_per_sm: Some(2),
-            registers: Some(64),
-            cluster: Some([2, 1, 1]),
-        };
+        let bounds = LaunchBounds { threads: Some([512, 1, 1]), blocks_per_sm: Some(2), registers: Some(64) };
         let expected = [("k".to_owned(), bounds), ("plain".to_owned(), LaunchBounds::default())];
         assert_eq!(marked.kernels, expected.into());
         Ok(())

@@ -37,8 +37,6 @@ pub struct LaunchBounds {
     pub blocks_per_sm: Option<u32>,
     /// The most registers per thread (`.maxnreg`).
     pub registers: Option<u32>,
-    /// The blocks per cluster, in x, y, z (`.reqnctapercluster`, since `sm_90`).
-    pub cluster: Option<[u32; 3]>,
 }
 
 /// The resources of a kernel as reported by `ptxas -v`.

@@ -99,13 +99,13 @@ fn struct_parameters_are_passed_by_value_with_the_c_layout() {
 fn launch_bounds_are_in_the_ptx_and_in_the_module() {
     assert_count("bounded", &[".maxntid 384", ".minnctapersm 1"], 2);
     let [ampere, hopper] = &PROBES.modules[..] else { panic!("two modules") };
-    let clustered = entry(&ptx(hopper), "clustered");
-    assert!(clustered.contains(".reqnctapercluster 2") && clustered.contains(".maxntid 128"), "{clustered}");
+    let hopper_only = entry(&ptx(hopper), "hopper_only");
+    assert!(hopper_only.contains(".maxntid 128"), "{hopper_only}");
     let bounds = |module: &BuiltModule, name| kernel(module, name).map(|kernel| kernel.bounds);
     let bounded = LaunchBounds { threads: Some([384, 1, 1]), blocks_per_sm: Some(1), ..LaunchBounds::default() };
-    let clustered = LaunchBounds { threads: Some([128, 1, 1]), cluster: Some([2, 1, 1]), ..LaunchBounds::default() };
+    let hopper_only = LaunchBounds { threads: Some([128, 1, 1]), ..LaunchBounds::default() };
     assert_eq!([bounds(ampere, "bounded"), bounds(hopper, "bounded")], [Some(bounded); 2]);
-    assert_eq!([bounds(ampere, "clustered"), bounds(hopper, "clustered")], [None, Some(clustered)]);
+    assert_eq!([bounds(ampere, "hopper_only"), bounds(hopper, "hopper_only")], [None, Some(hopper_only)]);
 }
 
 fn kernel<'a>(module: &'a BuiltModule, name: &str) -> Option<&'a Kernel> {

@@ -31,8 +31,6 @@ pub struct LaunchConfig {
     pub block: [u32; 3],
     /// Bytes of dynamic shared memory per block.
     pub shared_bytes: u32,
-    /// Blocks in a cluster, along x. 1 means no cluster; more needs compute capability 9.0.
-    pub cluster: u32,
 }
 
 /// One kernel of a [`Module`].
@@ -106,21 +104,20 @@ impl Function {
     /// cover all that the kernel accesses in this launch shape, until the kernel has completed.
     pub unsafe fn launch(&self, stream: &Stream, config: &LaunchConfig, arguments: &mut [*mut c_void]) -> Result<()> {
         self.opt_in(config.shared_bytes)?;
-        if config.cluster <= 1 {
-            let ([x, y, z], [block_x, block_y, block_z]) = (config.grid, config.block);
-            let (grid, block) = (GridSize::xyz(x, y, z), BlockSize::xyz(block_x, block_y, block_z));
-            // SAFETY: the arguments are the caller's promise.
-            match unsafe { stream.as_cust().launch(&self.handle, grid, block, config.shared_bytes, arguments) } {
-                Ok(()) => return Ok(()),
-                // A code that cust does not know, such as those of stream capture. Nothing was queued: launching again
-                // below returns the exact code.
-                Err(CudaError::UnknownError) => {}
-                Err(error) => return Err(from_cust(error, self.describe_launch(config))),
-            }
-        }
+        let ([x, y, z], [block_x, block_y, block_z]) = (config.grid, config.block);
+        let (grid, block) = (GridSize::xyz(x, y, z), BlockSize::xyz(block_x, block_y, block_z));
         // SAFETY: the arguments are the caller's promise.
-        let launched = unsafe { beyond_cust::kernel::launch_cluster(&self.handle, stream, config, arguments) };
-        launched.map_err(|code| call_error(code, self.describe_launch(config)))
+        match unsafe { stream.as_cust().launch(&self.handle, grid, block, config.shared_bytes, arguments) } {
+            Ok(()) => Ok(()),
+            // A code that cust does not know, such as those of stream capture. Nothing was queued: launching again returns
+            // the exact code.
+            Err(CudaError::UnknownError) => {
+                // SAFETY: the arguments are the caller's promise.
+                let launched = unsafe { beyond_cust::kernel::launch(&self.handle, stream, config, arguments) };
+                launched.map_err(|code| call_error(code, self.describe_launch(config)))
+            }
+            Err(error) => Err(from_cust(error, self.describe_launch(config))),
+        }
     }
 
     fn describe_launch(&self, config: &LaunchConfig) -> String {

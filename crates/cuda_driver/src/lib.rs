@@ -18,7 +18,7 @@
 //! `beyond_cust` holds the raw driver calls that `cust` 0.3.2 has no public API for:
 //! - stream capture and CUDA graphs ([`Graph`], [`GraphExec`]);
 //! - tensor maps for TMA ([`TensorMap`]);
-//! - launches with a cluster dimension, and the opt-in to more than 48 KiB of dynamic shared memory;
+//! - the opt-in to more than 48 KiB of dynamic shared memory;
 //! - events that streams wait for repeatedly ([`Event`]): `cust::stream::Stream::wait_event` destroys its event;
 //! - asynchronous copies and fills of raw device addresses ([`Stream::upload`] and others);
 //! - the JIT compiler's log of a module that fails to load;

@@ -285,11 +285,11 @@ pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, positi
     assert_rows_same(&earlier, &got, &[Tensor::DK, Tensor::DV], |place| (place[1] >= position).then_some(place));
 }
 
-/// Checks that heads, of all sequences, do not depend on each other or on their position: shifts them by `turn`.
-pub fn check_heads(attend: impl Attend, inputs: &Inputs, turn: usize) {
+/// Checks that heads, of all sequences, do not depend on each other or on their position: shifts them by `shift`.
+pub fn check_heads(attend: impl Attend, inputs: &Inputs, shift: usize) {
     let Shape { b, nh, .. } = inputs.shape;
     let origin = |[sequence, t, h]: Place| {
-        let head = (sequence * nh + h + turn) % (b * nh);
+        let head = (sequence * nh + h + shift) % (b * nh);
         [head / nh, t, head % nh]
     };
     let mut turned = inputs.clone();

@@ -1,4 +1,4 @@
-//! Which completion a model finds likeliest.
+//! Multiple-choice evaluation by the mean loss of each completion, as for HellaSwag.
 
 use anyhow::Result;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
@@ -8,35 +8,41 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 
-/// Sequences are padded to a multiple of this, so that an engine sees shapes it is good at.
+/// Sequences are padded to a multiple of this length, so that GEMM tiles are full.
 const PADDING: usize = 64;
 
-/// Batches that are queued before the losses of the first are waited for.
+/// Batches that are launched before the evaluation waits for the losses of the first one.
 const AHEAD: usize = 2;
 
-/// How many examples a model got right.
+/// The number of examples that a model answers correctly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Score {
+    /// Correctly answered examples.
     pub correct: usize,
+    /// Evaluated examples.
     pub examples: usize,
 }
 
 impl Score {
+    /// Returns the fraction of correctly answered examples.
     pub fn accuracy(self) -> f64 {
         self.correct as f64 / self.examples as f64
     }
 }
 
-/// As llm.c tells of it: `2955/10042 = 0.294264`.
+/// Formats the score like llm.c: `2955/10042 = 0.294264`.
 impl fmt::Display for Score {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{} = {:.6}", self.correct, self.examples, self.accuracy())
     }
 }
 
-/// Counts the examples of `range` whose right completion has the lowest mean loss per token, the first one where several
-/// have. `planned` is what the model was planned for. Batches hold as many tokens as that, in rows no longer than the set
-/// needs: each row is a context with one completion.
+/// Counts the examples of `range` whose correct completion has the lowest mean loss per token. The first one wins a tie.
+///
+/// Each row of a batch is a context with one completion. Rows are as short as the longest example permits, and a batch holds at
+/// most as many tokens as the layout for which the model was `planned`.
+///
+/// With fewer than `at_least` batches, further forward passes follow: all ranks must run equally many collectives.
 pub fn score(
     model: &Gpt2,
     engine: &mut dyn Engine,
@@ -47,7 +53,7 @@ pub fn score(
     at_least: usize,
 ) -> Result<Score> {
     set.check(model.descriptor.vocab, planned.t)?;
-    let more = at_least.saturating_sub(batches(set, range.clone(), planned));
+    let extra_passes = at_least.saturating_sub(batches(set, range.clone(), planned));
     let examples = &set.examples()[range];
     let rows = COMPLETIONS * examples.len();
     let layout = layout_of(examples, planned);
@@ -62,7 +68,7 @@ pub fn score(
         };
         fill(&mut words, layout, examples, first..rows.min(first + layout.b));
         let returned = engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
-        // It may be one of somebody else's smaller batches.
+        // The returned buffer may belong to a smaller batch that was loaded before this evaluation.
         spare.extend(returned.filter(|buffer| buffer.len() >= layout.words()));
         let batch_losses = model.losses.slice(0, layout.b * t);
         engine.zero(batch_losses)?;
@@ -75,10 +81,10 @@ pub fn score(
             losses.take(&engine.wait(oldest)?.values);
         }
     }
-    for ticket in queued {
-        losses.take(&engine.wait(ticket)?.values);
+    for read in queued {
+        losses.take(&engine.wait(read)?.values);
     }
-    for _ in 0..more {
+    for _ in 0..extra_passes {
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
@@ -87,24 +93,25 @@ pub fn score(
     Ok(losses.score())
 }
 
-/// Forward passes that [`score`] takes.
+/// Returns the number of batches that [`score`] needs for `range`.
 pub fn batches(set: &MultipleChoice, range: Range<usize>, planned: BatchLayout) -> usize {
     let examples = &set.examples()[range];
     (COMPLETIONS * examples.len()).div_ceil(layout_of(examples, planned).b)
 }
 
+/// Returns the layout of the batches for some examples.
 fn layout_of(examples: &[Example], planned: BatchLayout) -> BatchLayout {
     let t = examples.iter().map(Example::longest).max().unwrap_or(1).next_multiple_of(PADDING).min(planned.t);
     BatchLayout { b: (planned.b * planned.t / t).min(COMPLETIONS * examples.len()).max(1), t }
 }
 
-/// The example and completion of a row.
+/// Returns the example and the completion of a row.
 const fn of_row(row: usize) -> (usize, usize) {
     (row / COMPLETIONS, row % COMPLETIONS)
 }
 
-/// Puts rows into a batch: each position's target is the token after it. What is left of the batch is token 0, whose losses
-/// nobody reads. The forward pass needs no sorted tokens.
+/// Writes rows to a batch. The target of each position is the next token. The rest of the batch is token 0, whose losses are
+/// ignored. The tokens are not sorted, because only the backward pass needs that.
 fn fill(words: &mut [i32], layout: BatchLayout, examples: &[Example], rows: Range<usize>) {
     words[..layout.words()].fill(0);
     let (inputs, targets) = words.split_at_mut(layout.targets().start);
@@ -117,7 +124,7 @@ fn fill(words: &mut [i32], layout: BatchLayout, examples: &[Example], rows: Rang
     }
 }
 
-/// Mean losses of the rows so far.
+/// The mean losses of the completions of all rows so far.
 struct Losses<'a> {
     examples: &'a [Example],
     t: usize,
@@ -125,12 +132,12 @@ struct Losses<'a> {
 }
 
 impl Losses<'_> {
-    /// Takes the losses (b, t) of the next batch.
+    /// Adds the rows of the next batch, given the losses (b, t) of its tokens.
     fn take(&mut self, values: &[f32]) {
         for row in values.chunks_exact(self.t) {
             let (example, completion) = of_row(self.rows.len());
             let Some(Example { context, completions, .. }) = self.examples.get(example) else { return };
-            // A completion's first token is predicted at the context's last.
+            // The last position of the context predicts the first token of the completion.
             let predicting = &row[context.len() - 1..][..completions[completion].len()];
             let sum: f64 = predicting.iter().map(|&loss| f64::from(loss)).sum();
             self.rows.push(sum / predicting.len() as f64);
@@ -140,8 +147,8 @@ impl Losses<'_> {
     fn score(&self) -> Score {
         let chosen =
             |losses: &[f64]| (1..COMPLETIONS).fold(0, |best, i| if losses[i] < losses[best] { i } else { best });
-        let right = self.rows.chunks_exact(COMPLETIONS).zip(self.examples);
-        let correct = right.filter(|(losses, example)| chosen(losses) == example.label).count();
+        let answered = self.rows.chunks_exact(COMPLETIONS).zip(self.examples);
+        let correct = answered.filter(|(losses, example)| chosen(losses) == example.label).count();
         Score { correct, examples: self.examples.len() }
     }
 }

@@ -1,4 +1,4 @@
-//! Function attributes and extended launches.
+//! Function attributes, and launches with exact error codes.
 
 use super::sys;
 use crate::error::{Result, check};
@@ -14,28 +14,25 @@ pub(crate) fn set_max_dynamic_shared(function: &Function<'_>, name: &str, bytes:
     check(code, || format!("cuFuncSetAttribute({name}, MaxDynamicSharedSizeBytes, {bytes})"))
 }
 
-/// Launches `function` in clusters of `config.cluster` blocks. Returns the driver's code on failure.
+/// Launches `function`. Returns the driver's code on failure.
 ///
 /// # Safety
 /// See [`crate::Function::launch`].
-pub(crate) unsafe fn launch_cluster(
+pub(crate) unsafe fn launch(
     function: &Function<'_>,
     stream: &Stream,
     config: &LaunchConfig,
     arguments: &mut [*mut c_void],
 ) -> Result<(), u32> {
-    let mut cluster = sys::CUlaunchAttribute { id: sys::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, pad: 0, value: [0; 16] };
-    cluster.value[..3].copy_from_slice(&[config.cluster, 1, 1]);
     let raw = sys::CUlaunchConfig {
         grid: config.grid,
         block: config.block,
         shared_bytes: config.shared_bytes,
         stream: stream.as_raw(),
-        attributes: &raw const cluster,
-        attribute_count: u32::from(config.cluster > 1),
+        attributes: std::ptr::null(),
+        attribute_count: 0,
     };
-    // SAFETY: the handles are live, and the attribute list has at least `attribute_count` entries. The arguments are the
-    // caller's promise.
+    // SAFETY: the handles are live, and the attribute list is empty. The arguments are the caller's promise.
     let code = unsafe {
         sys::cuLaunchKernelEx(&raw const raw, function.to_raw(), arguments.as_mut_ptr(), std::ptr::null_mut())
     };

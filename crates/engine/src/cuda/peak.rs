@@ -76,13 +76,13 @@ pub fn peak(info: &DeviceInfo, dtype: DType) -> Option<Peak> {
 mod tests {
     use super::*;
 
-    fn gpu(name: &str, compute_capability: (u32, u32), multiprocessors: u32, clock_khz: u32) -> DeviceInfo {
+    fn gpu(name: &str, compute_capability: (u32, u32), sm_count: u32, clock_khz: u32) -> DeviceInfo {
         DeviceInfo {
             index: 0,
             name: name.into(),
             pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
-            sm_count: multiprocessors,
+            sm_count: sm_count,
             clock_khz,
             memory_clock_khz: 0,
             memory_bus_bits: 0,

@@ -29,8 +29,11 @@ pub fn edge_cases() -> Vec<Case> {
     cases.push(encoder_backward(4, 300, 80, 3));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
         let shape = MatmulShape { rows, c, oc };
-        cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
-        cases.extend([matmul_forward(shape, false, EndsIn::Sum), matmul_backward(shape, true, true)]);
+        cases.extend(
+            [EpilogueKind::None, EpilogueKind::Residual, EpilogueKind::Gelu]
+                .map(|kind| matmul_forward(shape, true, kind)),
+        );
+        cases.extend([matmul_forward(shape, false, EpilogueKind::None), matmul_backward(shape, true, true)]);
         cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
         cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias)));
         cases.push(head_backward(shape));
@@ -61,7 +64,10 @@ pub fn model_cases() -> Vec<Case> {
     }
     for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
         let shape = MatmulShape { rows, c, oc };
-        cases.extend([EndsIn::Sum, EndsIn::Residual, EndsIn::Gelu].map(|ending| matmul_forward(shape, true, ending)));
+        cases.extend(
+            [EpilogueKind::None, EpilogueKind::Residual, EpilogueKind::Gelu]
+                .map(|kind| matmul_forward(shape, true, kind)),
+        );
         cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
         cases.push(head_backward(shape));
     }
@@ -97,12 +103,12 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
     vec![
         encoder_forward(b, t, c, v),
         layernorm_forward(rows, c),
-        matmul_forward(linear(c, 3 * c), true, EndsIn::Sum),
+        matmul_forward(linear(c, 3 * c), true, EpilogueKind::None),
         attention_forward(shape),
-        matmul_forward(linear(c, c), true, EndsIn::Residual),
-        matmul_forward(linear(c, 4 * c), true, EndsIn::Gelu),
-        matmul_forward(linear(4 * c, c), true, EndsIn::Residual),
-        matmul_forward(head, false, EndsIn::Sum),
+        matmul_forward(linear(c, c), true, EpilogueKind::Residual),
+        matmul_forward(linear(c, 4 * c), true, EpilogueKind::Gelu),
+        matmul_forward(linear(4 * c, c), true, EpilogueKind::Residual),
+        matmul_forward(head, false, EpilogueKind::None),
         classifier(chunk, v, vp, false),
         classifier(chunk, v, vp, true),
         head_backward(head),
@@ -131,7 +137,7 @@ pub fn copy(n: usize) -> Case {
 
 /// Returns a GEMM of square matrices with `n` rows.
 pub fn square_matmul(n: usize) -> Case {
-    matmul_forward(MatmulShape { rows: n, c: n, oc: n }, false, EndsIn::Sum)
+    matmul_forward(MatmulShape { rows: n, c: n, oc: n }, false, EpilogueKind::None)
 }
 
 const UNIT: Init = Init::Uniform { mean: 0.0, spread: 1.0 };
@@ -279,8 +285,8 @@ fn linear_workload(shape: MatmulShape) -> Workload {
 
 /// The epilogue of a forward matmul, without its tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum EndsIn {
-    Sum,
+enum EpilogueKind {
+    None,
     Residual,
     Gelu,
 }
@@ -290,7 +296,7 @@ fn linear_name(shape: MatmulShape, bias: bool) -> String {
     format!("{rows}x{oc}x{c}{}", if bias { " bias" } else { "" })
 }
 
-fn matmul_forward(shape: MatmulShape, bias: bool, ending: EndsIn) -> Case {
+fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let mut operands = vec![
         output("out", rows * oc, Tolerance::CHAIN),
@@ -298,14 +304,14 @@ fn matmul_forward(shape: MatmulShape, bias: bool, ending: EndsIn) -> Case {
         input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
         input("bias", oc, UNIT),
     ];
-    let (name, matrices) = match ending {
-        EndsIn::Sum => ("", 1),
-        EndsIn::Residual => {
+    let (name, matrices) = match kind {
+        EpilogueKind::None => ("", 1),
+        EpilogueKind::Residual => {
             operands[0].checked = Some(Tolerance::ACCUMULATED);
             operands.push(input("residual", rows * oc, UNIT));
             (" residual", 2)
         }
-        EndsIn::Gelu => {
+        EpilogueKind::Gelu => {
             operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
             (" gelu", 2)
         }
@@ -313,12 +319,12 @@ fn matmul_forward(shape: MatmulShape, bias: bool, ending: EndsIn) -> Case {
     let work = Work { floats: rows * c + oc * c + rows * oc * matrices, bytes: 0, flops: 2 * rows * c * oc };
     let name = linear_name(shape, bias) + name;
     let case = case("matmul_forward", name, linear_workload(shape), operands, work, move |e, x| {
-        let ending = match ending {
-            EndsIn::Sum => Epilogue::None,
-            EndsIn::Residual => Epilogue::Residual(x[4]),
-            EndsIn::Gelu => Epilogue::Gelu(x[4]),
+        let kind = match kind {
+            EpilogueKind::None => Epilogue::None,
+            EpilogueKind::Residual => Epilogue::Residual(x[4]),
+            EpilogueKind::Gelu => Epilogue::Gelu(x[4]),
         };
-        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: bias.then_some(x[3]), epilogue: ending, shape })
+        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: bias.then_some(x[3]), epilogue: kind, shape })
     });
     let pass = Work { floats: 2 * rows * oc, ..Work::default() };
     Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Gemm, Work { floats: 0, ..work })], ..case }

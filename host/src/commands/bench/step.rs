@@ -1,13 +1,14 @@
-//! `bench step`: where the time of a training step goes.
+//! `bench step`: the time of a training step, by kernel and by rank.
 
 use super::table::{Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
-use crate::commands::train::{Launch, together};
+use crate::commands::train::{Launch, multi_rank};
 use crate::values::{count, level};
 use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
 use engine::ops::AdamW;
+use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use model::fit;
 use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, TrainStep, Zero};
@@ -15,11 +16,11 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Where the time of a training step goes: on a GPU every kernel and matrix product, and the gaps between them; with several
-/// processes, started as `train` is, what they cost each other
+/// Time a training step. On a GPU, list each kernel, each GEMM and the gaps between them. With several ranks, started like
+/// `train`, measure the cost of communication
 #[derive(Clone, Debug, clap::Args)]
 pub struct Step {
-    /// d12, d24, gpt3:c768 …
+    /// Model, for example d12, d24 or gpt3:c768
     #[arg(short = 'e', long, default_value = "d12")]
     model: String,
     /// Sequences in a micro-batch
@@ -31,13 +32,13 @@ pub struct Step {
     /// Micro-batches of a step
     #[arg(short = 'a', long, default_value = "8", value_parser = count)]
     grad_accum: usize,
-    /// As of `train`
+    /// Recomputation level, as in `train`
     #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>)]
     recompute: Recompute,
-    /// As of `train`
+    /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
-    /// Steps that are timed, after three that are not
+    /// Timed steps, after three warm-up steps
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
 
@@ -52,16 +53,17 @@ pub struct Step {
 }
 
 const COLUMNS: &[Column] = &[
-    Column::text("name", "kernel or product", 92),
+    Column::text("name", "kernel or GEMM", 72),
     Column::number("times", "times", 6, 0),
     Column::number("us_each", "us each", 9, 1),
     Column::number("ms", "ms", 9, 2),
     Column::number("percent", "%", 6, 2),
 ];
 
+/// Runs the command.
 pub fn run(options: &Step) -> Result<()> {
-    let (mut ranks, local_rank) = together::meet(&options.launch)?;
-    // An error here ends the others, too.
+    let (mut ranks, local_rank) = multi_rank::connect(&options.launch)?;
+    // An error on this rank must end the other ranks.
     bench(options, &mut ranks, local_rank).map_err(|error| {
         let cause = ranks.failure_cause(error, "bench step");
         ranks.abort_collectives();
@@ -70,31 +72,11 @@ pub fn run(options: &Step) -> Result<()> {
 }
 
 fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let gpu = together::gpu_of(local_rank, options.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, options.hardware.device)?;
     let mut engine = options.hardware.open_quietly_on(gpu)?;
     let engine = &mut *engine;
-    let descriptor: Descriptor = options.model.parse()?;
     let layout = BatchLayout { b: options.batch, t: options.seq };
-    let recompute = options.recompute;
-    let zero = Zero::new(options.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
-    let plan_options = PlanOptions { recompute, zero, ..PlanOptions::training(layout.b, layout.t) };
-    let (model, plan) = fit::plan(descriptor, plan_options, engine)?;
-    engine.allocate(&plan)?;
-    options.agree(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;
-    ranks.init_communicator(engine, model.params)?;
-    let tuned = together::tune_together(ranks, &model, engine, layout)?;
-    if let Some(text) = tuned.filter(|_| ranks.is_first()) {
-        println!("{text}");
-    }
-    model.initialize(engine, 42)?;
-    let mut words = engine.host_buffer(layout.words())?;
-    for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
-        *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;
-    }
-    layout.sort(&mut words);
-    engine.load_batch(model.batch, layout, words)?;
-    ranks.end_startup();
-
+    let (model, plan) = options.prepare(engine, ranks, gpu)?;
     let on_gpu = engine.device_tensor(model.params)?.is_some();
     let mut bench = StepBench {
         engine,
@@ -104,74 +86,64 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         individually: TrainStep::new(&model, layout, options.grad_accum),
     };
     for _ in 0..3 {
-        bench.timed_step(ranks, Queueing::AsTrain)?;
+        bench.timed_step(ranks, Mode::AsTrain)?;
     }
-    let (mut times, mut by_piece) = (Vec::new(), Vec::new());
+    let (mut times, mut individually) = (Vec::new(), Vec::new());
     for _ in 0..options.steps {
-        // By turns, so that both find the GPU as warm.
-        times.push(bench.timed_step(ranks, Queueing::AsTrain)?);
+        // Alternates, so that both find the GPU at the same temperature.
+        times.push(bench.timed_step(ranks, Mode::AsTrain)?);
         if on_gpu {
-            by_piece.push(bench.timed_step(ranks, Queueing::ByPiece)?);
+            individually.push(bench.timed_step(ranks, Mode::Individually)?);
         }
     }
-    let waiting = bench.waiting(ranks, options.steps)?;
+    let communication = bench.communication(ranks, options.steps)?;
     let profile = bench.profile(ranks)?;
-    let by = ranks.describe();
-    let (first, count) = (ranks.is_first(), ranks.world_size());
+    let backend = ranks.describe();
+    let (first, world_size) = (ranks.is_first(), ranks.world_size());
     ranks.close()?;
     if !first {
         return Ok(());
     }
-
-    let tokens = (layout.b * layout.t * options.grad_accum * count) as f64;
-    let (step, by_piece) = (Spread::of(times), on_gpu.then(|| Spread::of(by_piece)));
-    let mut table = Table::new("step", COLUMNS, engine, &options.json);
-    table.note("model", &options.model);
-    table.note("batch", [layout.b, layout.t, options.grad_accum]);
-    table.note("recompute", recompute);
-    table.note("memory_bytes", plan.bytes());
-    table.note("step_ms", [step.median, step.least, step.most].map(|seconds| 1e3 * seconds));
-    table.note("tokens_per_second", tokens / step.median);
-    if let Some(by_piece) = &by_piece {
-        table.note("step_by_piece_ms", [by_piece.median, by_piece.least, by_piece.most].map(|seconds| 1e3 * seconds));
-    }
-    table.note("ranks", count);
-    table.note("zero_stage", zero.stage());
-    if let Some(waiting) = &waiting {
-        table.note("waiting_ms", waiting.each.iter().map(|seconds| 1e3 * seconds).collect::<Vec<_>>());
-        table.note("waits", waiting.places);
-        table.note("together_step_ms", 1e3 * waiting.together.median);
-        table.note("alone_step_ms", 1e3 * waiting.alone.median);
-    }
-    if let Some(profile) = profile {
-        print_profile(&profile, step.median, &mut table)?;
-    }
-    table.finish()?;
-    println!(
-        "a step: {:.2} ms in the median of {} ({:.2} to {:.2}), {:.0} tokens/s",
-        1e3 * step.median,
-        options.steps,
-        1e3 * step.least,
-        1e3 * step.most,
-        tokens / step.median
-    );
-    if let Some(by_piece) = by_piece {
-        println!(
-            "with its work queued piece by piece: {:.2} ms ({:.2} to {:.2})",
-            1e3 * by_piece.median,
-            1e3 * by_piece.least,
-            1e3 * by_piece.most
-        );
-    }
-    if let Some((waiting, by)) = waiting.zip(by) {
-        println!("{}", waiting.told(count, &by));
-    }
-    Ok(())
+    let results = Results {
+        world_size,
+        memory_bytes: plan.bytes(),
+        step: Spread::of(times),
+        individually: on_gpu.then(|| Spread::of(individually)),
+        communication: communication.zip(backend),
+        profile,
+    };
+    results.print(options, engine)
 }
 
 impl Step {
-    /// Whether the ranks measure the same thing, each on a GPU of its own.
-    fn agree(&self, ranks: &mut Ranks, gpu: Option<usize>) -> Result<()> {
+    /// Plans and initializes the model on all ranks and loads a batch of random tokens.
+    fn prepare(&self, engine: &mut dyn Engine, ranks: &mut Ranks, gpu: usize) -> Result<(Gpt2, Plan)> {
+        let descriptor: Descriptor = self.model.parse()?;
+        let layout = BatchLayout { b: self.batch, t: self.seq };
+        let recompute = self.recompute;
+        let zero = Zero::new(self.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
+        let plan_options = PlanOptions { recompute, zero, ..PlanOptions::training(layout.b, layout.t) };
+        let (model, plan) = fit::plan(descriptor, plan_options, engine)?;
+        engine.allocate(&plan)?;
+        self.check_ranks(ranks, engine.device_tensor(model.params)?.is_some().then_some(gpu))?;
+        ranks.init_communicator(engine, model.params)?;
+        let tuned = multi_rank::tune(ranks, &model, engine, layout)?;
+        if let Some(text) = tuned.filter(|_| ranks.is_first()) {
+            println!("{text}");
+        }
+        model.initialize(engine, 42)?;
+        let mut words = engine.host_buffer(layout.words())?;
+        for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
+            *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;
+        }
+        layout.sort(&mut words);
+        engine.load_batch(model.batch, layout, words)?;
+        ranks.end_startup();
+        Ok((model, plan))
+    }
+
+    /// Checks that all ranks have the same settings and that each has its own GPU.
+    fn check_ranks(&self, ranks: &mut Ranks, gpu: Option<usize>) -> Result<()> {
         let Some(group) = ranks.tcp_group() else { return Ok(()) };
         let settings = json!({
             "model": self.model,
@@ -188,61 +160,115 @@ impl Step {
     }
 }
 
-/// What the other ranks cost a step. Seconds.
-struct Waiting {
-    /// That each rank's engine waits in the median of the steps.
-    each: Vec<f64>,
-    /// How often in a step.
-    places: usize,
-    /// A step, and one of a rank that exchanges nothing, both queued piece by piece: what is exchanged decides what can be recorded.
-    together: Spread,
-    alone: Spread,
+/// The measurements of rank 0. Times are in seconds.
+struct Results {
+    world_size: usize,
+    memory_bytes: usize,
+    step: Spread,
+    individually: Option<Spread>,
+    /// With the name of the communication backend.
+    communication: Option<(Communication, String)>,
+    profile: Option<Vec<Interval>>,
 }
 
-impl Waiting {
-    fn told(&self, ranks: usize, by: &str) -> String {
-        let step = self.together.median;
+impl Results {
+    fn print(&self, options: &Step, engine: &dyn Engine) -> Result<()> {
+        let Self { step, individually, .. } = self;
+        let tokens = (options.batch * options.seq * options.grad_accum * self.world_size) as f64;
+        let milliseconds = |spread: &Spread| [spread.median, spread.least, spread.most].map(|seconds| 1e3 * seconds);
+        let mut table = Table::new("step", COLUMNS, engine, &options.json);
+        table.note("model", &options.model);
+        table.note("batch", [options.batch, options.seq, options.grad_accum]);
+        table.note("recompute", options.recompute);
+        table.note("memory_bytes", self.memory_bytes);
+        table.note("step_ms", milliseconds(step));
+        table.note("tokens_per_second", tokens / step.median);
+        if let Some(individually) = individually {
+            table.note("step_without_graphs_ms", milliseconds(individually));
+        }
+        table.note("ranks", self.world_size);
+        table.note("zero_stage", options.zero_stage);
+        if let Some((communication, _)) = &self.communication {
+            communication.note(&mut table);
+        }
+        if let Some(profile) = &self.profile {
+            print_profile(profile, step.median, &mut table)?;
+        }
+        table.finish()?;
+        let [median, least, most] = milliseconds(step);
+        let (steps, rate) = (options.steps, tokens / step.median);
+        println!("step: {median:.2} ms, median of {steps} ({least:.2} to {most:.2}), {rate:.0} tokens/s");
+        if let Some(individually) = individually {
+            let [median, least, most] = milliseconds(individually);
+            println!("without CUDA graphs: {median:.2} ms ({least:.2} to {most:.2})");
+        }
+        if let Some((communication, backend)) = &self.communication {
+            println!("{}", communication.describe(self.world_size, backend));
+        }
+        Ok(())
+    }
+}
+
+/// The cost of communication in a step, in seconds. CUDA graphs are off, because steps that communicate cannot be captured.
+struct Communication {
+    /// Median time that each rank's engine waits for others.
+    waits: Vec<f64>,
+    /// Number of waits in a step.
+    wait_count: usize,
+    /// A step of all ranks.
+    all_ranks: Spread,
+    /// A step of one rank that does not communicate.
+    single_rank: Spread,
+}
+
+impl Communication {
+    fn note(&self, table: &mut Table) {
+        table.note("waiting_ms", self.waits.iter().map(|seconds| 1e3 * seconds).collect::<Vec<_>>());
+        table.note("waits", self.wait_count);
+        table.note("all_ranks_step_ms", 1e3 * self.all_ranks.median);
+        table.note("single_rank_step_ms", 1e3 * self.single_rank.median);
+    }
+
+    fn describe(&self, ranks: usize, backend: &str) -> String {
+        let step = self.all_ranks.median;
         let percent = |seconds: f64| 100.0 * seconds / step;
-        let most = self.each.iter().copied().fold(0.0, f64::max);
-        let more = step - self.alone.median;
+        let longest = self.waits.iter().copied().fold(0.0, f64::max);
+        let added = step - self.single_rank.median;
         format!(
-            "{ranks} ranks, connected by {by}: in a step queued piece by piece, rank 0 waits {:.2} ms for the others ({:.2} %), in {} places; the \
-             rank that waits most, {:.2} ms ({:.2} %). Without exchange a step takes {:.2} ms: all of it costs {:.2} ms \
-             ({:.2} %)",
-            1e3 * self.each[0],
-            percent(self.each[0]),
-            self.places,
-            1e3 * most,
-            percent(most),
-            1e3 * self.alone.median,
-            1e3 * more,
-            percent(more)
+            "{ranks} ranks, connected by {backend}: rank 0 waits {:.2} ms per step ({:.2} %) in {} places, the slowest rank \
+             {:.2} ms ({:.2} %); a step without communication takes {:.2} ms, communication adds {:.2} ms ({:.2} %)",
+            1e3 * self.waits[0],
+            percent(self.waits[0]),
+            self.wait_count,
+            1e3 * longest,
+            percent(longest),
+            1e3 * self.single_rank.median,
+            1e3 * added,
+            percent(added)
         )
     }
 }
 
-/// How a step is given to the engine.
+/// Determines how a step is launched.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Queueing {
-    /// Micro-steps recorded where they can be.
+enum Mode {
+    /// As in `train`: with CUDA graphs where possible.
     AsTrain,
-    /// Each kernel and product by itself.
-    ByPiece,
+    /// Each kernel individually.
+    Individually,
 }
 
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
     model: &'a Gpt2,
     step: u32,
-    /// Launches kernels as `train` does, with CUDA graphs.
     with_graphs: TrainStep,
-    /// Launches each kernel individually.
     individually: TrainStep,
 }
 
 impl StepBench<'_> {
-    /// Launches one optimizer step as `train` does. Every micro-batch is the one that was loaded.
-    fn step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<()> {
+    /// Launches one optimizer step. Every micro-batch is the one that was loaded.
+    fn step(&mut self, ranks: &mut Ranks, mode: Mode) -> Result<()> {
         self.step += 1;
         let settings = AdamW {
             learning_rate: 1e-4,
@@ -254,9 +280,9 @@ impl StepBench<'_> {
             clip: 1.0,
             seed: self.step,
         };
-        let step = match queueing {
-            Queueing::AsTrain => &mut self.with_graphs,
-            Queueing::ByPiece => &mut self.individually,
+        let step = match mode {
+            Mode::AsTrain => &mut self.with_graphs,
+            Mode::Individually => &mut self.individually,
         };
         let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings));
         if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
@@ -265,64 +291,62 @@ impl StepBench<'_> {
         Ok(())
     }
 
-    /// Its seconds on the engine's clock. All ranks begin together.
-    fn timed_step(&mut self, ranks: &mut Ranks, queueing: Queueing) -> Result<f64> {
+    /// Returns the duration of a step in seconds, on the engine's clock. All ranks start together.
+    fn timed_step(&mut self, ranks: &mut Ranks, mode: Mode) -> Result<f64> {
         self.now()?;
         ranks.any_rank(false)?;
         let start = self.now()?;
-        self.step(ranks, queueing)?;
+        self.step(ranks, mode)?;
         Ok(self.now()?.saturating_sub(start).as_secs_f64())
     }
 
-    /// What the other ranks cost, if there are some; of all ranks on rank 0.
-    fn waiting(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Option<Waiting>> {
+    /// Measures the cost of communication if there are several ranks. Rank 0 receives the waits of all ranks.
+    fn communication(&mut self, ranks: &mut Ranks, steps: usize) -> Result<Option<Communication>> {
         if ranks.world_size() == 1 {
             return Ok(None);
         }
-        let alone = (0..steps).map(|_| self.timed_step(&mut Ranks::Single, Queueing::ByPiece));
-        let alone = Spread::of(alone.collect::<Result<_>>()?);
-        let waits = ranks.time_communication(self.model.training.context("planned for training")?.stats);
-        let (mut together, mut sums, mut places) = (Vec::new(), Vec::new(), 0);
+        let single_rank = (0..steps).map(|_| self.timed_step(&mut Ranks::Single, Mode::Individually));
+        let single_rank = Spread::of(single_rank.collect::<Result<_>>()?);
+        let timings = ranks.time_communication(self.model.training.context("planned for inference only")?.stats);
+        let (mut all_ranks, mut sums, mut wait_count) = (Vec::new(), Vec::new(), 0);
         for _ in 0..steps {
-            together.push(self.timed_step(ranks, Queueing::ByPiece)?);
-            let waits = waits.take(self.engine)?;
-            places = waits.len();
+            all_ranks.push(self.timed_step(ranks, Mode::Individually)?);
+            let waits = timings.take(self.engine)?;
+            wait_count = waits.len();
             sums.push(waits.iter().map(Duration::as_secs_f64).sum());
         }
         let own = Spread::of(sums).median;
-        let group = ranks.tcp_group().context("there are other ranks")?;
-        let each = group
-            .gather(&own.to_le_bytes())?
-            .into_iter()
-            .map(|bytes| Ok(f64::from_le_bytes(bytes.as_slice().try_into()?)));
-        Ok(Some(Waiting { each: each.collect::<Result<_>>()?, places, together: Spread::of(together), alone }))
+        let group = ranks.tcp_group().context("several ranks have a TCP group")?;
+        let waits = group.gather(&own.to_le_bytes())?.into_iter();
+        let waits = waits.map(|bytes| Ok(f64::from_le_bytes(bytes.as_slice().try_into()?))).collect::<Result<_>>()?;
+        Ok(Some(Communication { waits, wait_count, all_ranks: Spread::of(all_ranks), single_rank }))
     }
 
-    /// Every kernel of one step, where there are kernels.
+    /// Returns every kernel of one step, if the engine runs on a GPU.
     fn profile(&mut self, ranks: &mut Ranks) -> Result<Option<Vec<Interval>>> {
         if self.engine.device_tensor(self.model.params)?.is_none() {
             return Ok(None);
         }
         self.engine.start_profile()?;
-        self.step(ranks, Queueing::ByPiece)?;
+        self.step(ranks, Mode::Individually)?;
         Ok(Some(self.engine.profile()?))
     }
 
     fn now(&mut self) -> Result<Duration> {
-        let stats = self.model.training.context("planned for training")?.stats;
-        let ticket = self.engine.read_async(stats)?;
-        Ok(self.engine.wait(ticket)?.completed_at)
+        let stats = self.model.training.context("planned for inference only")?.stats;
+        let read = self.engine.read_async(stats)?;
+        Ok(self.engine.wait(read)?.completed_at)
     }
 }
 
-/// Sums over one name.
+/// Sum of the intervals with one name.
 #[derive(Default)]
 struct Row {
     times: usize,
     seconds: f64,
 }
 
-/// `step` in seconds.
+/// Prints the intervals by name; `step` is the duration of a step in seconds.
 fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<()> {
     let mut rows: HashMap<&str, Row> = HashMap::new();
     let mut gaps = Row::default();
@@ -346,7 +370,7 @@ fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<(
     for (name, row) in &rows {
         print(name, row)?;
     }
-    print("between them, two marks included", &gaps)?;
+    print("gaps between them, with two timing events", &gaps)?;
     let sum = Row {
         times: profile.len(),
         seconds: match profile {
@@ -354,5 +378,5 @@ fn print_profile(profile: &[Interval], step: f64, table: &mut Table) -> Result<(
             _ => 0.0,
         },
     };
-    print("all", &sum)
+    print("sum", &sum)
 }

@@ -1,9 +1,9 @@
 //! `train`: resolves the flags, plans the memory, and runs the training loop.
 
 mod directory;
+pub mod multi_rank;
 mod options;
 mod resolve;
-pub mod together;
 
 pub use options::{GENERAL, Launch, Options};
 
@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
-    let (mut ranks, local_rank) = together::meet(&args.launch)?;
+    let (mut ranks, local_rank) = multi_rank::connect(&args.launch)?;
     // An error on one rank ends the run on all ranks.
     train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
 }
@@ -59,7 +59,7 @@ struct PlannedRun {
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let started = Instant::now();
-    let gpu = together::gpu_of(local_rank, args.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
@@ -69,7 +69,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
     let Resolved { config, descriptor, weights, train, val, hellaswag } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
-    let mut console = together::console(ranks, args, config.steps)?;
+    let mut console = multi_rank::console(ranks, args, config.steps)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
     let setup = Setup {
         config: &config,
@@ -91,7 +91,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         ranks.world_size(),
     )?;
     let on_gpu = opened.device == Device::Cuda && !opened.plans_only;
-    together::agree(ranks, &identity, on_gpu.then_some(gpu))?;
+    multi_rank::check_ranks(ranks, &identity, on_gpu.then_some(gpu))?;
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
@@ -145,7 +145,7 @@ impl PlannedRun {
             None => RunState::fresh(train.position()),
         };
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
-        let state = together::share(ranks, &model, engine, state, &mut train)?;
+        let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match (self.out, &config.out) {
             (Some(out), _) => Some(out.open(&config, self.identity, newest, state.progress.evaluated)?).unzip(),
@@ -190,7 +190,7 @@ impl PlannedRun {
                     .into(),
             );
         }
-        if let Some(text) = together::tune_together(ranks, &self.model, engine, self.train.layout())? {
+        if let Some(text) = multi_rank::tune(ranks, &self.model, engine, self.train.layout())? {
             self.console.line(&text)?;
         }
         Ok(())
@@ -250,7 +250,7 @@ fn load_weights(
 ) -> Result<()> {
     let sharded = model.zero.shards_optimizer();
     match (newest, file) {
-        (Some(step), _) if sharded && !ranks.is_first() => together::load_shard(config, step, model, engine),
+        (Some(step), _) if sharded && !ranks.is_first() => multi_rank::load_shard(config, step, model, engine),
         (None, Some(file)) if sharded || ranks.is_first() => file.load(model, engine),
         (None, None) if sharded || ranks.is_first() => model.initialize(engine, config.seed),
         _ => Ok(()),

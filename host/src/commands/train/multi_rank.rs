@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
-pub fn meet(launch: &Launch) -> Result<(Ranks, usize)> {
+pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
     let flags = Flags { rank: launch.rank, world_size: launch.world_size, local_rank: launch.local_rank };
     let world = launcher::from_environment(flags)?;
     if world.world_size == 1 {
@@ -54,7 +54,7 @@ pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
 }
 
 /// Checks that all ranks have the same program, settings and data, and that no two share a GPU; `gpu` is this rank's.
-pub fn agree(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -> Result<()> {
+pub fn check_ranks(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -> Result<()> {
     let Some(group) = ranks.tcp_group() else { return Ok(()) };
     let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
     preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
@@ -72,12 +72,7 @@ pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
 }
 
 /// Tunes the GEMMs on rank 0 and broadcasts the result, so that equal GPUs compute equal bits.
-pub fn tune_together(
-    ranks: &mut Ranks,
-    model: &Gpt2,
-    engine: &mut dyn Engine,
-    layout: BatchLayout,
-) -> Result<Option<String>> {
+pub fn tune(ranks: &mut Ranks, model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
     let report = if ranks.is_first() { model.tune(engine, layout)? } else { None };
     let algorithms = ranks.broadcast(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
@@ -98,7 +93,7 @@ struct SharedState {
 }
 
 /// Broadcasts the state of rank 0, and the tensors of model and optimizer unless the ranks shard them.
-pub fn share(
+pub fn broadcast_start(
     ranks: &mut Ranks,
     model: &Gpt2,
     engine: &mut dyn Engine,
