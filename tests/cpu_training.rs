@@ -344,7 +344,12 @@ fn tokens_outside_the_vocabulary_are_rejected() {
     let reference = Reference::load();
     let mut run = reference.run();
     let layout = run.layout;
-    for (bad, part) in [(-1, layout.inputs()), (128, layout.inputs()), (97, layout.targets()), (-1, layout.targets())] {
+    for (bad, part, limit) in [
+        (-1, layout.inputs(), 128),
+        (128, layout.inputs(), 128),
+        (97, layout.targets(), 97),
+        (-1, layout.targets(), 97),
+    ] {
         let mut words = run.engine.host_buffer(layout.words()).unwrap();
         words[part.start + 5] = bad;
         layout.sort(&mut words);
@@ -352,6 +357,7 @@ fn tokens_outside_the_vocabulary_are_rejected() {
         let forward = run.model.forward(&mut run.engine, layout, &mut Unsharded);
         let result = forward.and_then(|()| run.model.loss(&mut run.engine, layout, None));
         let message = result.unwrap_err().to_string();
-        assert!(message.contains(&format!("{bad} at position 5")), "{message}");
+        let expected = format!("at position 5 of the batch: expected an id below {limit}, found {bad};");
+        assert!(message.contains(&expected), "{message}");
     }
 }

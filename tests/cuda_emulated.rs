@@ -349,7 +349,7 @@ fn memory_errors_name_the_tensor() {
             .run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: None, epilogue: Epilogue::None, shape })
             .unwrap_err()
     );
-    assert!(text.starts_with("GEMM 4x4x4 NT f32") && text.ends_with("weight + 32 was never written"), "{text}");
+    assert!(text.starts_with("GEMM 4x4x4 NT f32") && text.ends_with("a: inp + 32 was never written"), "{text}");
 }
 
 /// The backend that computes a matmul reports that an operand was never written, which identifies it.

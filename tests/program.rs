@@ -224,7 +224,10 @@ fn errors_name_invalid_token_files() {
         fs::write(&path, bytes).unwrap();
         path
     };
-    run(&bad("cut.bin", &good[..2000]), &["truncated", "expected 5024 bytes, found 2000"]);
+    run(
+        &bad("cut.bin", &good[..2000]),
+        &["truncated", "expected 5024 bytes for the 2000 tokens in the header, found 2000"],
+    );
     run(&bad("magic.bin", &[&[1], &good[1..]].concat()), &["magic 20240520"]);
     run(&write_tokens(dir.path(), "short.bin", &[1; 20]), &["20 tokens", "at least 33", "--batch"]);
     run(&write_tokens(dir.path(), "beyond.bin", &[60000; 100]), &["token 60000", "below 50257"]);
@@ -242,7 +245,7 @@ fn errors_name_invalid_models_and_settings() {
     rejects(&with(TINY, &["--total-batch", "1000"]), &["--total-batch 1000", "2 x 16 = 32"]);
     rejects(&["--model", "d12", "--seq", "2048"], &["--seq 2048", "1024"]);
     rejects(&["--layers", "1", "--heads", "3", "--channels", "16", "-b", "1", "-t", "16"], &["3 heads", "16 channels"]);
-    rejects(&with(TINY, &["--precision", "bf16"]), &["--precision bf16", "fp32"]);
+    rejects(&with(TINY, &["--precision", "bf16"]), &["--precision: expected fp32", "found bf16"]);
     rejects(&with(TINY, &["--val", "/nowhere/*.bin"]), &["--val", "/nowhere/*.bin"]);
     rejects(&with(TINY, &["--out", "/proc/nothing/here"]), &["/proc/nothing/here"]);
     fail(

@@ -179,7 +179,7 @@ fn verify_command_rejects_invalid_files() {
     assert!(cut(length + 1).contains("too long"));
 
     let losses = |text: &str| refusal(&|files| fs::write(files.path("losses.txt"), text).unwrap());
-    assert!(losses("1.0\n2.0\n").contains("expected the losses of 10 steps, one a line, found 2"));
+    assert!(losses("1.0\n2.0\n").contains("expected 10 losses, one per line, found 2"));
     assert!(losses("1.0\nabout 2\n").contains("line 2: expected a loss, found 'about 2'"));
     let text = refusal(&|files| fs::remove_file(files.path("state.bin")).unwrap());
     assert!(text.contains("cannot open debug state"), "{text}");

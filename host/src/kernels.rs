@@ -6,4 +6,4 @@ use engine::cuda::EmbeddedKernels;
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
 /// All embedded modules, or the reason why there are none.
-pub const EMBEDDED: EmbeddedKernels = EmbeddedKernels { modules: MODULES, missing: MODULES_MISSING };
+pub static EMBEDDED: EmbeddedKernels = EmbeddedKernels { modules: MODULES, missing: MODULES_MISSING };
