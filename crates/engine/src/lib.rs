@@ -6,7 +6,7 @@
 //! * [`cpu`]: the engine on the CPU in f32, the reference of every test. [`cuda`]: the engine on a GPU or its emulator, in bf16 or f32.
 //! * [`open`]: selection of an engine from command-line settings.
 //!
-//! What a model is, what ranks exchange, and file formats do not belong here.
+//! Models, communication between ranks, and file formats belong to other crates.
 
 pub mod batch;
 pub mod cpu;

@@ -160,7 +160,7 @@ pub struct MatmulForward {
     pub weight: Tensor,
     /// (OC) float
     pub bias: Option<Tensor>,
-    /// What is done with the sums.
+    /// Determines how the sums become the output.
     pub epilogue: Epilogue,
     /// Sizes.
     pub shape: MatmulShape,

@@ -64,7 +64,7 @@ impl Emulated {
     /// Runs a command, or captures it.
     ///
     /// # Safety
-    /// As the method of [`Executor`] that creates the command.
+    /// The requirements are those of the [`Executor`] method that creates the command.
     unsafe fn submit(&mut self, command: Command) -> Result<()> {
         if self.graphs.is_capturing() {
             self.captured.push(command);
@@ -75,7 +75,7 @@ impl Emulated {
     }
 
     /// # Safety
-    /// As [`submit`](Self::submit).
+    /// The requirements are those of [`submit`](Self::submit).
     unsafe fn run(&mut self, command: &Command) -> Result<()> {
         match *command {
             Command::Launch { ref launch, grid, shared_bytes } if self.checked => {

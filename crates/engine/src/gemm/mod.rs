@@ -56,7 +56,7 @@ pub enum GemmEpilogue {
     BiasGelu,
     /// out = sum ⊙ gelu'(pre_gelu (M, N))
     GeluBackward,
-    /// As `GeluBackward`, and gelu (M, N) = gelu(pre_gelu). cuBLASLt lacks it.
+    /// out = sum ⊙ gelu'(pre_gelu); gelu (M, N) = gelu(pre_gelu). cuBLASLt lacks it.
     GeluBackwardRecompute,
     /// out += sum
     Accumulate,
@@ -98,7 +98,7 @@ pub struct Gemm {
     pub layout: GemmLayout,
     /// Storage type.
     pub precision: GemmPrecision,
-    /// What happens to the sums.
+    /// Determines how the sums become the output.
     pub epilogue: GemmEpilogue,
     /// Stores the output in f32 where `precision` is bf16.
     pub f32_output: bool,

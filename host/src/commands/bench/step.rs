@@ -252,9 +252,9 @@ impl Communication {
 /// Determines how a step is launched.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// As in `train`: with CUDA graphs where possible.
+    /// Uses CUDA graphs where possible, as `train` does.
     AsTrain,
-    /// Each kernel individually.
+    /// Launches each kernel individually.
     Individually,
 }
 
