@@ -11,6 +11,9 @@
 //! f32). Arrays of packets are 16-byte aligned and the length of a row is a multiple of the packet.
 //!
 //! Host code that chooses a kernel or runs one does not belong here. The grid and shared memory size of each kernel do.
+
+// The device build has functions without docs: the instances of kernels.
+#![cfg_attr(not(target_arch = "nvptx64"), warn(missing_docs))]
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_gpu_kernel, asm_experimental_arch))]
 
 pub mod adamw;

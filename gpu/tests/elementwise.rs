@@ -125,7 +125,7 @@ fn gelu_satisfies_its_symmetry<T: Tolerance>() {
     });
 }
 
-/// Where x^2 and x^3 overflow, gelu is x or 0 and its derivative 1 or 0.
+/// If x^2 or x^3 overflows, gelu(x) is x or 0 and its derivative is 1 or 0.
 fn gelu_of_large_values_does_not_overflow<T: Tolerance>() {
     let x = rounded::<T>(&[20.0, 1e4, 1e13, 1e18, 2e19, 1e25, 1e38, 3e38].map(|x| [x, -x]).concat());
     let grad = vec![T::from_f32(3.0); x.len()];

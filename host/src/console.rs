@@ -1,4 +1,4 @@
-//! What a run prints: lines on standard output and, in a terminal, a progress bar below them.
+//! Output of a run: lines on standard output and, in a terminal, a progress bar below them.
 
 use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;

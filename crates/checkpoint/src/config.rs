@@ -109,7 +109,7 @@ pub struct Config {
     pub precision: Precision,
     /// Whether fp32 GEMMs use TF32 tensor cores.
     pub tf32: bool,
-    /// Where the GELU is fused into GEMMs.
+    /// Which GELU kernels are fused into GEMM epilogues.
     pub gelu_fusion: GeluFusion,
     /// Which GEMM implementation is used.
     pub matmul: MatmulBackend,

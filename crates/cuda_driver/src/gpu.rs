@@ -64,7 +64,7 @@ pub fn device_count() -> Result<usize> {
     match cust::init(cust::CudaFlags::empty()) {
         Ok(()) => {}
         Err(CudaError::NoDevice) => return Err(Error::NoDevice),
-        // Such as 803, a kernel module and a libcuda of different versions.
+        // cust does not know all codes, for example 803 (kernel module and libcuda have different versions).
         Err(CudaError::UnknownError) => beyond_cust::device::initialize()?,
         Err(error) => return Err(from_cust(error, "cuInit")),
     }

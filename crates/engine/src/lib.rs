@@ -8,6 +8,8 @@
 //!
 //! Models, communication between ranks, and file formats belong to other crates.
 
+#![warn(missing_docs)]
+
 pub mod batch;
 pub mod cpu;
 pub mod cuda;

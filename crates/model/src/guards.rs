@@ -1,27 +1,26 @@
-//! Steps that must not change the model: those whose loss or gradient norm is not finite, always, and outliers where they are
-//! asked for.
+//! Skipping of updates: always if the loss or the gradient norm is not finite, and on request if one of them is an outlier.
 //!
-//! The outliers are llm.c's: a value far above the mean of the last 128. Of what it is compared with nothing else is known, so
-//! outliers stay in the window; what is not finite never gets there.
+//! The outlier rule is llm.c's: the z-score of a value within the window of the last 128 values, itself included. An outlier
+//! remains in the window, because later values may be equally large; a value that is not finite is never added.
 //!
-//! A skipped step counts as one all the same, as in llm.c: its batch is gone, and the learning rate and t of AdamW's bias
-//! correction go on.
+//! As in llm.c, a skipped step still counts: its batch is consumed, and the learning rate schedule and t of AdamW's bias
+//! correction advance.
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
 
-/// Values that one is compared with, itself included.
+/// Size of the window in values.
 const WINDOW: usize = 128;
 
-/// The latest values, the oldest first.
+/// Window of the last finite values, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 struct Detector(VecDeque<f32>);
 
 impl Detector {
-    /// How many standard deviations a value is above the mean of the window that it is the newest of. `None` if it is not
-    /// finite, and for the first 128.
+    /// Adds `value` to the window and returns its z-score, (value - mean) / standard deviation. Returns `None` if the value
+    /// is not finite or the window was not yet full.
     fn z(&mut self, value: f32) -> Option<f64> {
         if !value.is_finite() {
             return None;
@@ -32,7 +31,7 @@ impl Detector {
         }
         self.0.push_back(value);
         full.then(|| {
-            // Anew each time: one huge value would take the last digits of running sums with it for good.
+            // Sums are recomputed each time: in running sums, one huge value would permanently destroy the low digits.
             let mean = self.mean_of(|x| x);
             let deviation = self.mean_of(|x| (x - mean).powi(2)).sqrt();
             if deviation == 0.0 { 0.0 } else { (f64::from(value) - mean) / deviation }
@@ -44,42 +43,46 @@ impl Detector {
     }
 }
 
-/// What a step may be without being skipped, and a run without being stopped.
+/// Limits above which an update is skipped or the run ends.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// z-scores above which an update is skipped.
+    /// z-score of the loss above which the update is skipped.
     pub loss_z: Option<f64>,
+    /// z-score of the gradient norm above which the update is skipped.
     pub norm_z: Option<f64>,
-    /// Steps in a row, not finite, that end the run.
+    /// Number of consecutive non-finite steps that end the run.
     pub bad_steps: usize,
 }
 
 impl Limits {
-    /// Whether the host must know loss and norm before the update. Whether they are finite the engine sees for itself.
+    /// Whether the host must read loss and norm before the update. The engine itself checks whether they are finite.
     pub fn decide_before_update(&self) -> bool {
         self.loss_z.is_some() || self.norm_z.is_some()
     }
 }
 
-/// What a run knows of its steps so far.
+/// Windows and counters of a run. They are saved in checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Guards {
     loss: Detector,
     norm: Detector,
-    /// Steps up to the last one that were not finite, without a finite one between them.
+    /// Number of consecutive non-finite steps up to the latest step.
     pub bad_in_a_row: usize,
+    /// Skipped updates since the start of the run.
     pub skips: Skips,
 }
 
-/// How many updates were skipped.
+/// Number of skipped updates by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skips {
+    /// Loss or gradient norm was not finite.
     pub not_finite: usize,
+    /// Loss or gradient norm was an outlier.
     pub outliers: usize,
 }
 
 impl Guards {
-    /// Judges a step. Each is judged once, in their order.
+    /// Decides whether the update of a step is skipped. Must be called exactly once per step, in order.
     pub fn judge(&mut self, loss: f32, norm: f32, limits: &Limits) -> Verdict {
         let (loss_z, norm_z) = (self.loss.z(loss), self.norm.z(norm));
         let above = |z: Option<f64>, limit: Option<f64>| z.zip(limit).is_some_and(|(z, limit)| z > limit);
@@ -99,24 +102,29 @@ impl Guards {
     }
 }
 
-/// What was found of a step.
+/// Result of [`Guards::judge`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Verdict {
+    /// z-score of the loss, once the window is full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_z: Option<f64>,
+    /// z-score of the gradient norm, once the window is full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub norm_z: Option<f64>,
-    /// Why the update was.
+    /// Why the update was skipped, or `None` if it was applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<Skipped>,
 }
 
+/// Why an update was skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Skipped {
-    /// Loss or gradient norm.
+    /// The loss or the gradient norm was not finite.
     NotFinite,
+    /// The z-score of the loss exceeded its limit.
     Loss,
+    /// The z-score of the gradient norm exceeded its limit.
     Norm,
 }
 
@@ -133,7 +141,7 @@ mod tests {
 
     const OFF: Limits = Limits { loss_z: None, norm_z: None, bad_steps: 10 };
 
-    /// After 64 times -1 and 64 times 1.
+    /// Returns a detector whose window contains 64 times -1 and 64 times 1.
     fn filled() -> Detector {
         let mut detector = Detector::default();
         for i in 0..128 {
@@ -165,7 +173,7 @@ mod tests {
             let z = detector.z(2.0).unwrap();
             assert!((-0.1..0.0).contains(&z), "{z} after {i}");
         }
-        // The huge value has left, and nothing of it remains: 128 equal values do not deviate.
+        // The huge value has left the window without a trace: 128 equal values have a z-score of 0.
         assert_eq!(detector.z(2.0), Some(0.0));
         assert_eq!(detector.0.len(), 128);
     }
@@ -181,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_counted_skipped_and_never_in_a_window() {
+    fn non_finite_values_are_counted_and_skipped_but_not_added_to_the_window() {
         let mut guards = Guards::default();
         guards.judge(1.0, 2.0, &OFF);
         let bad = [(f32::NAN, 3.0), (4.0, f32::INFINITY), (f32::NEG_INFINITY, f32::NAN)];
@@ -194,7 +202,7 @@ mod tests {
         assert_eq!((guards.bad_in_a_row, guards.skips), (0, Skips { not_finite: 3, outliers: 0 }));
     }
 
-    /// Guards with full windows of alternating values, and what they say of the next step.
+    /// Returns guards with full windows of alternating values 0 and 1, and their verdict on the next step.
     fn judged(loss: f32, norm: f32, limits: Limits) -> (Guards, Verdict) {
         let mut guards = Guards::default();
         for i in 0..128 {
@@ -206,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn an_update_is_skipped_above_the_limit_and_the_loss_is_looked_at_first() {
+    fn updates_above_the_limit_are_skipped_and_the_loss_is_checked_first() {
         let limits = |loss_z, norm_z| Limits { loss_z, norm_z, ..OFF };
         let skipped = |loss, norm, limits| judged(loss, norm, limits).1.skipped;
         let both = limits(Some(5.0), Some(5.0));
@@ -225,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_come_back_from_text_bit_for_bit() {
+    fn windows_survive_a_json_round_trip_bit_for_bit() {
         let mut rng = rng::Mt19937::new(6);
         let mut guards = Guards::default();
         for _ in 0..200 {

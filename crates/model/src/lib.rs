@@ -6,7 +6,9 @@
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
-//! How operations are computed is the engine's concern; files and the command line are the concern of other crates.
+//! Kernels and operations belong to the engine; files and the command line belong to other crates.
+
+#![warn(missing_docs)]
 
 pub mod data_parallel;
 pub mod descriptor;

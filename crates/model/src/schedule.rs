@@ -1,41 +1,45 @@
-//! Learning rates over a run.
+//! Learning rate schedules, bit-exact to those of llm.c.
 
 use serde::{Deserialize, Serialize};
 use std::f64::consts::PI;
 
+/// Shape of a schedule after warmup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// Half a cosine, from the peak to the end
+    /// Half a cosine period from the peak to the final learning rate
     Cosine,
-    /// A straight line from the peak to the end
+    /// Linear from the peak to the final learning rate
     Linear,
-    /// The peak throughout, warmup included
+    /// The peak in every step, without warmup
     Constant,
-    /// Warmup, stable, decay: the peak until 80 % of the steps, then down with the square root
+    /// Warmup-stable-decay: the peak until 80 % of the steps, then 1 - sqrt decay
     Wsd,
 }
 
+/// A learning rate schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
+    /// Shape after warmup.
     pub kind: Kind,
     /// Highest learning rate.
     pub peak: f32,
-    /// Steps over which it rises from `peak / warmup`.
+    /// Number of steps of the linear warmup from `peak / warmup` to `peak`.
     pub warmup: usize,
+    /// Number of steps of the run.
     pub steps: usize,
-    /// Last learning rate, as a fraction of `peak`.
+    /// Final learning rate as a fraction of `peak`.
     pub final_fraction: f32,
 }
 
 impl Schedule {
-    /// Learning rate of a step, counted from 0.
+    /// Returns the learning rate of a step, counted from 0.
     pub fn at(&self, step: usize) -> f32 {
         let Self { kind, peak, warmup, steps, final_fraction } = *self;
         if kind == Kind::Constant {
             return peak;
         }
-        // The order of operations is llm.c's, to the last bit.
+        // The order of operations follows llm.c, so that the bits agree.
         if step < warmup {
             let (done, all) = ((step + 1) as f32, warmup as f32);
             return if kind == Kind::Wsd { peak * (done / all) } else { peak * done / all };
@@ -72,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_llm_cs() {
+    fn values_agree_with_the_formulas() {
         close(&rates(Kind::Cosine, &[0, 9, 10, 60, 110]), &[0.1, 1.0, 1.0, 0.55, 0.1]);
         // 0.1 + 0.45 (1 + cos(pi / 4))
         close(&rates(Kind::Cosine, &[35]), &[0.868_198_05]);
@@ -85,9 +89,9 @@ mod tests {
         );
     }
 
-    /// Computed by llm.c's own code, at these steps of 100.
+    /// The expected bits were computed with llm.c's code for 100 steps.
     #[test]
-    fn the_bits_are_llm_cs() {
+    fn bits_agree_with_llm_c() {
         let steps = [0, 1, 6, 7, 8, 40, 79, 80, 81, 99, 100];
         let peak = 0x3a1d4952;
         let rates = |kind| {

@@ -103,10 +103,13 @@ pub fn matmul_split_k_reduce<O: AccumulateInto>(
         }
         let row = row + warp * 16 + g;
         let column = column + packet * 8 + c * 2;
-        for (row, low, high) in [(row, sums[0], sums[1]), (row + 8, sums[2], sums[3])] {
+        // A loop over an array of the two rows is placed in local memory.
+        let add = |row: u32, sums: [f32; 2]| {
             if row < m && column < n {
-                O::add(out, row as usize * n as usize + column as usize, [low, high]);
+                O::add(out, row as usize * n as usize + column as usize, sums);
             }
-        }
+        };
+        add(row, [sums[0], sums[1]]);
+        add(row + 8, [sums[2], sums[3]]);
     }
 }

@@ -1,4 +1,4 @@
-//! What `train` prints before its first step and after its last.
+//! Output of `train` before the first step and after the last.
 
 use super::resources::describe;
 use crate::gpu_info::GpuInfo;

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 /// Additional time for the reply of rank 0, so that its reason for a refusal arrives.
 const REPLY_MARGIN: Duration = Duration::from_secs(5);
 
-/// Time that another program must answer in place of rank 0 until the rendezvous fails. A run that has just ended has
-/// released its port by then.
+/// How long a server that is not rank 0 of this run may answer at the address before the rendezvous fails. The port of a run
+/// that has just ended is free by then.
 pub const UNKNOWN_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What was found at the candidate addresses, for the error message.
+/// Results of the attempts at each candidate address, for the error message.
 struct Findings {
     unreachable: String,
     silent: Option<String>,

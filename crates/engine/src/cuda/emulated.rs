@@ -117,7 +117,7 @@ impl Executor for Emulated {
     }
 
     fn best_gelu_fusion(&self, dtype: DType) -> GeluFusion {
-        // As on Hopper.
+        // The emulated device has the defaults of Hopper.
         if dtype == DType::Bf16 { GeluFusion::Both } else { GeluFusion::None }
     }
 

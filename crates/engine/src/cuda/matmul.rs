@@ -108,7 +108,7 @@ impl<T: Float> Cuda<T> {
             self.run_gemm(call)?;
             return Ok(None);
         }
-        // Where cuBLASLt computes dinp without recomputation it must do so with it, so that recomputation does not change bits.
+        // Recomputation must not change bits: dinp uses the same backend as without recomputation.
         if fused && self.runs_on_wgmma(dinp)? {
             return Ok(Some(kernel));
         }

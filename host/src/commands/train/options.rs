@@ -199,7 +199,7 @@ pub struct Options {
     #[arg(short = 'w', long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set, help_heading = MEMORY)]
     pub master_weights: bool,
 
-    /// What the ranks shard. 0: nothing, 1: optimizer state, 2: and gradients of the layers, 3: and parameters of the layers
+    /// ZeRO stage. 0: nothing is sharded, 1: optimizer state, 2: also gradients of layers, 3: also parameters of layers
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]
     pub zero_stage: u8,
 
@@ -240,8 +240,8 @@ pub struct Launch {
     #[arg(long, value_name = "N", value_parser = whole_number, help_heading = DISTRIBUTED)]
     pub local_rank: Option<usize>,
 
-    /// Where the ranks meet: tcp://HOST:PORT on rank 0's host, or file:///DIR in a shared directory [default: a port of this
-    /// host]
+    /// Address of the rendezvous: tcp://HOST:PORT on the host of rank 0, or file:///DIR in a shared directory [default: a
+    /// port of this host]
     #[arg(long, value_name = "PLACE", help_heading = DISTRIBUTED)]
     pub rendezvous: Option<Endpoint>,
 
