@@ -26,7 +26,8 @@ enum Subcommands {
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),
-    Doctor(doctor::Doctor),
+    /// Check this machine for GPU training: list what was found, what is missing, and how to fix it
+    Doctor,
     Inspect(inspect::Inspect),
     Verify(verify::Verify),
     Selftest(selftest::Selftest),
@@ -73,7 +74,7 @@ impl Cli {
             Subcommands::Eval(args) => eval::run(args),
             Subcommands::Sample(args) => sample::run(args),
             Subcommands::Data(args) => data::run(args),
-            Subcommands::Doctor(args) => doctor::run(args),
+            Subcommands::Doctor => doctor::run(),
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),
             Subcommands::Selftest(args) => selftest::run(args),

@@ -40,7 +40,7 @@ struct Validation {
 }
 
 #[derive(Serialize)]
-struct Hellaswag {
+struct ScoreLine {
     step: usize,
     /// Accuracy as a fraction.
     hellaswag: f64,
@@ -161,7 +161,7 @@ impl Log {
     /// Logs a HellaSwag score.
     pub fn hellaswag(&mut self, step: usize, score: Score) -> Result<()> {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
-        self.write(format!("s:{step} eval:{hellaswag:.4}"), &Hellaswag { step, hellaswag, correct, examples })
+        self.write(format!("s:{step} eval:{hellaswag:.4}"), &ScoreLine { step, hellaswag, correct, examples })
     }
 
     fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {

@@ -8,10 +8,6 @@ use cuda_driver::library::SearchPath;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Check this machine for GPU training: list what was found, what is missing, and how to fix it
-#[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Doctor {}
-
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
@@ -43,7 +39,7 @@ pub enum State {
 }
 
 /// Prints all findings.
-pub fn run(_: &Doctor) -> Result<()> {
+pub fn run() -> Result<()> {
     let findings = examine();
     match print(&findings, &mut io::stdout().lock()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

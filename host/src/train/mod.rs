@@ -132,6 +132,7 @@ struct Session {
 }
 
 /// The tasks that are due before a step.
+#[expect(clippy::struct_excessive_bools, reason = "the tasks are due independently of each other")]
 struct Due {
     validate: bool,
     score: bool,

@@ -82,7 +82,7 @@ mod tests {
             name: name.into(),
             pci_bus_id: "00000000:01:00.0".into(),
             compute_capability,
-            sm_count: sm_count,
+            sm_count,
             clock_khz,
             memory_clock_khz: 0,
             memory_bus_bits: 0,

@@ -71,7 +71,9 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
     match epilogue {
         GemmEpilogue::BiasGelu => {
             matrices.write::<T>("pre_gelu", pre_gelu, &out)?;
-            out.iter_mut().for_each(|x| *x = gelu(*x));
+            for x in &mut out {
+                *x = gelu(*x);
+            }
         }
         GemmEpilogue::GeluBackward => {
             let pre_gelu = matrices.read::<T>("pre_gelu", pre_gelu, m * n)?;

@@ -16,7 +16,7 @@ pub struct Selftest {
     /// Check only operations whose name contains this text
     #[arg(value_name = "NAME")]
     pub filter: Option<String>,
-    /// Check only small edge_cases-case shapes, for slow tools such as compute-sanitizer
+    /// Check only small edge-case shapes, for slow tools such as compute-sanitizer
     #[arg(long)]
     pub small: bool,
     /// Compare with the same kernels in the emulator instead. Results must be bitwise equal, or equal within rounding where
