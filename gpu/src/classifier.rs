@@ -56,7 +56,7 @@ pub struct Scalars {
     pub gradients: u32,
 }
 
-/// Computes losses (rows) += -log softmax(logits)[target], and optionally the gradient of the logits.
+/// Computes losses (rows) += `-log softmax(logits)[target]`, and optionally the gradient of the logits.
 ///
 /// The gradient replaces logits (rows, Vp) with (softmax(logits) - onehot(target)) * dloss, and with 0 in columns
 /// V..Vp. Grid: rows. Shared memory: [`shared`].

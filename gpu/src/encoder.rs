@@ -1,4 +1,4 @@
-//! Token and position embedding: out[b, t] = wte[token[b, t]] + wpe[t].
+//! Token and position embedding: `out[b, t] = wte[token[b, t]] + wpe[t]`.
 //!
 //! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C). C is a multiple of the
 //! packet, and B * T is below 2^31.
@@ -41,7 +41,7 @@ pub const fn encoder_forward_grid(positions: usize) -> u32 {
     positions.div_ceil(WARPS) as u32
 }
 
-/// Computes out (B, T, C) = wte[tokens] + wpe.
+/// Computes out (B, T, C) = `wte[tokens] + wpe`.
 ///
 /// `positions` is B * T. One warp per position. Grid: [`encoder_forward_grid`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]

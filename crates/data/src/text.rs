@@ -13,7 +13,7 @@ const BATCH_BYTES: usize = 64 << 20;
 /// Minimum size of the chunks of a document that are encoded in parallel.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Settings of [`write`].
+/// Settings of [`write()`].
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Fraction of the text in the validation split, in [0, 1).

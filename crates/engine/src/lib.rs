@@ -165,7 +165,7 @@ pub trait Engine {
     /// Allocates the arena, zeroed, and frees the previous one.
     fn allocate(&mut self, plan: &Plan) -> Result<()>;
 
-    /// Launches an operation. [`run`](dyn Engine::run) is the convenient form.
+    /// Launches an operation. The method `run` of `dyn Engine` is the convenient form.
     fn execute(&mut self, operation: Operation) -> Result<()>;
 
     /// Copies values into a tensor of the same length, rounded to its type.

@@ -6,7 +6,7 @@ use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
 
 impl Gpt2 {
-    /// Computes the sum of `losses` in stats[0] and the gradient norm in stats[1].
+    /// Computes the sum of `losses` in `stats[0]` and the gradient norm in `stats[1]`.
     ///
     /// If ranks shard the update, it computes the squared norm of this rank's shard in `squares` instead; after the sum over
     /// the ranks, [`finish_norm`](Self::finish_norm) completes the norm.
@@ -19,7 +19,7 @@ impl Gpt2 {
         }
     }
 
-    /// Computes the square root of `squares`, if present, in stats[1].
+    /// Computes the square root of `squares`, if present, in `stats[1]`.
     pub fn finish_norm(&self, engine: &mut dyn Engine) -> Result<()> {
         let training = self.training()?;
         let Some(value) = training.squares else { return Ok(()) };

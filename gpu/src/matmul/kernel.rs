@@ -119,7 +119,7 @@ pub fn matmul_accumulate_f32<T: Tile>(
 }
 
 /// out (M, N) += a (K, M)ᵀ · b (K, N) in bf16, and partial column sums of a in `column_sums`
-/// ([`partial_rows`](super::column_sums::partial_rows), M) f32. `m` and `n` are multiples of 8.
+/// (`partial_rows`, M) f32. `m` and `n` are multiples of 8.
 ///
 /// Grid: (number of SMs).
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
@@ -151,7 +151,7 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
 /// [`matmul_split_k_reduce`](super::matmul_split_k_reduce). `m` and `n` are multiples of 8.
 ///
 /// `partials` has `split_k` · tiles · `TILE_M` · `TILE_N` elements. With `COLUMN_SUMS`, also writes partial column sums
-/// of a to `column_sums` (`split_k` · [`partial_rows`](super::column_sums::partial_rows), M).
+/// of a to `column_sums` (`split_k` · `partial_rows`, M).
 ///
 /// Grid: (number of SMs).
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(

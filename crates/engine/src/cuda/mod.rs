@@ -1,6 +1,6 @@
 //! The CUDA engine: selects the kernel and grid of each operation. One file per operation, as in `gpu/`.
 //!
-//! Operations check their tensors against the shape they are given, and launch kernels on an [`executor::Executor`]: a GPU, or
+//! Operations check their tensors against the shape they are given, and launch kernels on an `Executor`: a GPU, or
 //! the emulator, which runs the same kernels with the same launch geometry on the CPU.
 
 mod adamw;

@@ -2,7 +2,7 @@
 //!
 //! A model operation such as [`MatmulBackward`](crate::ops::MatmulBackward) becomes one or more [`Gemm`]s. Three backends
 //! compute them: cuBLASLt ([`cublaslt`]), this project's wgmma kernels (`cuda/wgmma.rs`), and a CPU reference for the
-//! emulator ([`reference`]). `cuda/gemm_dispatch.rs` selects the backend, and `cuda/gemm_tuner.rs` times the alternatives.
+//! emulator ([`mod@reference`]). `cuda/gemm_dispatch.rs` selects the backend, and `cuda/gemm_tuner.rs` times the alternatives.
 //! Column-major terms appear in [`cublaslt`] only.
 //!
 //! A new storage type is a variant of [`GemmPrecision`]. A new fusion is a variant of [`GemmEpilogue`] with, if cuBLASLt lacks
