@@ -42,7 +42,9 @@ impl Stop {
                 }
                 handled.request();
                 let name = low_level::signal_name(signal).unwrap_or("signal");
-                let _ = writeln!(stderr(), "{name}: stopping after this step; repeat the signal to stop immediately");
+                // One write, so that the messages of several ranks do not mix within a line.
+                let message = format!("{name}: stopping after this step; repeat the signal to stop immediately\n");
+                let _ = stderr().write_all(message.as_bytes());
             }
         };
         thread::Builder::new().name("signals".into()).spawn(listen).context("cannot start the signal thread")?;
