@@ -71,7 +71,7 @@ pub fn interval(text: &str) -> Result<usize, &'static str> {
 /// A number of steps or batches, or all that the data set holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Count {
-    /// As many as the data set holds.
+    /// The number that the data set holds.
     All,
     /// Exactly this many.
     Some(usize),

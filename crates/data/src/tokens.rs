@@ -25,7 +25,7 @@ pub struct Tokens {
     source: Source,
 }
 
-/// Where the tokens are stored. A file is read with `pread` instead of being mapped, so truncating it during a run is
+/// Storage of the tokens. A file is read with `pread` instead of being mapped, so truncating it during a run is
 /// an error instead of a SIGBUS.
 #[derive(Clone, Debug)]
 enum Source {
