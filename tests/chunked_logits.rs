@@ -1,4 +1,4 @@
-//! Chunked logits: losses and gradients do not depend on the number of rows whose logits are in memory at once.
+//! Chunked logits: losses and gradients do not depend on the number of rows per chunk.
 
 use distributed::Ranks;
 use engine::cpu::Cpu;
@@ -147,7 +147,7 @@ fn inference_model_has_the_same_losses_and_logits() {
     assert_eq!(text, "this model was planned for inference only");
 }
 
-/// Uses GPT-2 124M with B = 64 and T = 1024, whose logits would take 6.1 GiB.
+/// Uses GPT-2 124M with B = 64 and T = 1024. Its unchunked logits would take 6.1 GiB.
 #[test]
 fn memory_plan_contains_one_chunk_of_logits() {
     let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, false);

@@ -1,4 +1,4 @@
-//! Guards: steps whose update is skipped must not change the model, on the CPU engine and on the emulated CUDA engine.
+//! Guards: a step with a skipped update must not change the model, on the CPU engine and on the emulated CUDA engine.
 //! The CUDA kernels decide on the device whether to skip an update.
 
 use checkpoint::directory::{DirectoryLock, Retention, done_name, done_steps, model_name, sidecar_name, state_name};

@@ -83,7 +83,7 @@ fn verify_command_passes_against_pytorch() {
     assert!(text.contains("\noverall okay: 1\n") && !text.contains("FAILED"), "{text}");
 }
 
-/// Checks an engine with a model whose head size the GPU kernels support.
+/// Checks an engine with a model that has a head size of the GPU kernels.
 fn assert_matches_pytorch(engine: &mut dyn Engine) {
     let (model, state) = (data("wide.bin"), data("wide_debug_state.bin"));
     let mut verification = Verification::open(Path::new(&model), Path::new(&state), engine).unwrap();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// The checkpoints before and after the first failing step.
 #[derive(Debug)]
 pub struct RecoveryPoint {
-    /// Step and model file of the last checkpoint whose weights were good for at least one step.
+    /// Step and model file of the last checkpoint from which at least one step succeeded.
     pub last_good: Option<(usize, PathBuf)>,
     /// The DONE file of the newest checkpoint, if it is later. Its weights may be the cause of the failure.
     pub suspect: Option<PathBuf>,

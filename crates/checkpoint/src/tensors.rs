@@ -18,7 +18,7 @@ const CHUNK: usize = 1 << 20;
 pub struct FileShape {
     /// Shape of the model.
     pub descriptor: Descriptor,
-    /// Rows of wte in the file. Rows beyond the vocabulary are padding, whose number depends on the program.
+    /// Rows of wte in the file: V or more. llm.c and llm.rs pad the vocabulary to different numbers of rows.
     pub padded_vocab: usize,
 }
 

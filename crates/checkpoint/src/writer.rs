@@ -115,7 +115,7 @@ impl CheckpointWriter {
         Self { path, rank_0: None, identity, copy: None, thread: None, exchange_pending: false, newest }
     }
 
-    /// Returns the checkpoints around `step`, whose update was the first to fail.
+    /// Returns the checkpoints before and after `step`, the first step with a bad update.
     pub fn recovery_point(&self, step: usize) -> Result<RecoveryPoint> {
         let path = &self.path;
         let last_good = done_steps(path)?.into_iter().rfind(|&done| done < step);

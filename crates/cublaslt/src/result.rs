@@ -4,7 +4,7 @@ use crate::sys::{self, Functions, Status};
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 
-/// A result whose error is [`Error`] by default.
+/// `Result` with the error type [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of cuBLASLt or of a check before a call.
@@ -127,7 +127,7 @@ impl Owned {
         self.raw
     }
 
-    /// Sets an attribute whose type in cublasLt.h has the size of `T`. cuBLASLt rejects another size.
+    /// Sets an attribute to `value`. `T` must have the size of the attribute's type in cublasLt.h; cuBLASLt rejects other sizes.
     pub fn set<T: Copy>(&mut self, attribute: c_int, value: T) -> Result<()> {
         // SAFETY: the handle is live, and the call reads at most the size of `value`.
         let status = unsafe { (self.set)(self.raw, attribute, (&raw const value).cast(), size_of::<T>()) };

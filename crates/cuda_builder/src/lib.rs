@@ -69,7 +69,7 @@ pub struct Built {
     pub missing: Option<String>,
     /// The warnings, each printed as `cargo::warning`.
     pub warnings: Vec<String>,
-    /// The paths whose changes require another build, each printed as `cargo::rerun-if-changed`.
+    /// The input files and directories, printed as `cargo::rerun-if-changed`.
     pub watched: Vec<PathBuf>,
 }
 

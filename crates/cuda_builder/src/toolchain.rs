@@ -9,7 +9,7 @@ use crate::compile::clean;
 /// The rustup toolchain that is used if it is installed.
 pub const NIGHTLY: &str = "nightly-2026-05-20";
 
-/// The oldest rustc whose NVPTX back end supports the flags that this crate uses.
+/// The oldest supported rustc. Earlier versions lack NVPTX flags that this crate uses.
 const OLDEST: (u32, u32) = (1, 96);
 
 const LLVM_TOOLS: [&str; 4] = ["llvm-link", "llvm-dis", "opt", "llc"];
@@ -201,7 +201,7 @@ mod tests {
 
     type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-    /// Creates a complete toolchain of Debian whose rustc reports `release` and LLVM 22.
+    /// Creates a complete Debian toolchain with LLVM 22. Its rustc reports version `release`.
     fn fake_system(prefix: &Path, release: &str) -> Outcome {
         for directory in ["bin", "lib/llvm-22/bin", "lib/rustlib/src/rust/library/core/src"] {
             fs::create_dir_all(prefix.join(directory))?;

@@ -4,7 +4,7 @@ use crate::sys;
 use cust::error::{CudaError, CudaResult};
 use std::ffi::{CStr, c_char};
 
-/// A result whose error is [`Error`] by default.
+/// `Result` with the error type [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the CUDA driver or of a check before a driver call.

@@ -31,7 +31,7 @@ impl Module {
         self.0.module.gpu()
     }
 
-    /// Returns the kernel whose entry point is named `kernel`.
+    /// Returns the kernel with the entry point `kernel`.
     pub fn function(&self, kernel: &str) -> Result<Function> {
         let absent = || Error::NoKernel { module: self.0.name.clone(), kernel: kernel.into() };
         if kernel.contains('\0') {

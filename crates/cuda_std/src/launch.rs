@@ -45,7 +45,7 @@ impl Argument {
     }
 }
 
-/// Returns the entry point of the instance whose generic arguments are those of `K`.
+/// Returns the entry point of the instance with the generic arguments of `K`.
 #[doc(hidden)]
 pub fn entry_of<K: 'static>(kernel: &str, entries: &[(TypeId, &'static str)]) -> &'static str {
     let Some((_, entry)) = entries.iter().find(|(key, _)| *key == TypeId::of::<K>()) else {

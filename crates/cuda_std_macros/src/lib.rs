@@ -9,7 +9,12 @@ use proc_macro::TokenStream;
 ///
 /// ```ignore
 /// #[kernel(threads = 256, blocks_per_sm = 2, instances(bf16 = <bf16>, f32 = <f32>))]
-/// pub fn gelu_forward<T: Element>(out: GlobalMut<T>, inp: Global<T>, n: u64) { todo!() }
+/// pub fn gelu_forward<T: Element>(out: GlobalMut<T>, inp: Global<T>, n: u64) {
+///     let i = thread::index_1d();
+///     if i < n as usize {
+///         out.set(i, T::from_f32(gelu(inp.at(i).to_f32())));
+///     }
+/// }
 /// ```
 ///
 /// On the device, each instance becomes a PTX entry point: `gelu_forward_bf16` and `gelu_forward_f32` in this example.

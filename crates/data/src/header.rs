@@ -18,7 +18,7 @@ pub struct Format {
     pub version: i32,
 }
 
-/// A header whose magic number and version have been checked.
+/// A header with a valid magic number and version.
 #[derive(Clone, Debug)]
 pub struct Header([u8; HEADER_BYTES]);
 

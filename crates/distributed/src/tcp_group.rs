@@ -117,7 +117,7 @@ pub struct Connection {
     pub stream: TcpStream,
 }
 
-/// A connection whose messages are received by a thread.
+/// A connection with a thread that receives its messages.
 #[derive(Debug)]
 struct Peer {
     name: String,

@@ -1,7 +1,7 @@
 //! Detects failed ranks and ends the process if the training loop cannot.
 //!
 //! A thread of every rank sends a heartbeat each second with the progress of that rank. A rank without heartbeats has timed
-//! out. A rank whose progress does not change has stalled. The training loop receives the fault at its next collective.
+//! out. A rank that makes no progress has stalled. The training loop receives the fault at its next collective.
 //! A loop that waits for a GPU may never get there, because that GPU waits for the failed rank. The watchdog then exits the
 //! process.
 
@@ -316,7 +316,7 @@ mod tests {
         assert!(!fails_after(10) && fails_after(25));
     }
 
-    /// A device whose collectives fail on request.
+    /// A device with collectives that fail on request.
     #[derive(Default)]
     struct FakeDevice {
         failed: AtomicBool,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// A result whose error is [`Error`] by default.
+/// `Result` with the error type [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of NCCL or of a check before a call.

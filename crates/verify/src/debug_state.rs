@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 const FORMAT: Format = Format { name: "debug state", magic: 20240327, version: 2 };
 
-/// An open debug state, whose size has been checked. It is read sequentially.
+/// An open debug state of the expected size. It is read sequentially.
 #[derive(Debug)]
 pub struct DebugState {
     path: PathBuf,

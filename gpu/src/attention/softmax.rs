@@ -1,4 +1,4 @@
-//! Online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867): the softmax of a row whose scores arrive in tiles.
+//! Online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867): the softmax of a row of scores that is computed tile by tile.
 //!
 //! With c = scale · log2 e and the running maximum m, the weight of a score s is 2^(c s - c m): one fused multiply-add
 //! and one `ex2`. The scale is applied here and not to Q, because scaled queries would lose bits in bf16. The sums are

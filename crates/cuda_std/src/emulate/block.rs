@@ -37,7 +37,7 @@ pub struct Block {
     size: [u32; 3],
     pub threads: u32,
     pub index: [u32; 3],
-    /// Index of the thread whose fiber is running.
+    /// Index of the running thread.
     pub current: usize,
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],
@@ -285,7 +285,7 @@ impl Block {
     }
 }
 
-/// A launch whose parameters have not been validated yet.
+/// A launch with parameters that have not been validated yet.
 pub struct Grid<'a> {
     pub kernel: &'static str,
     pub body: &'a (dyn Fn() + Sync),

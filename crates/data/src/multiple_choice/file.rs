@@ -18,7 +18,7 @@ const FORMAT: Format = Format { name: "evaluation file", magic: 20240522, versio
 const EXAMPLE_MARKER: u16 = u16::MAX;
 /// Words of an example's prefix: marker, size, index, label, number of completions.
 const PREFIX_WORDS: usize = 5;
-/// Size of an example whose context and completions have one token each.
+/// Size of the smallest example: one token in the context and in each completion.
 const MIN_EXAMPLE_BYTES: usize = 2 * (PREFIX_WORDS + 2 + 2 * COMPLETIONS);
 /// The prefix stores an example's size as a u16.
 const MAX_EXAMPLE_BYTES: usize = u16::MAX as usize;

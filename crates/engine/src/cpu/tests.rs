@@ -9,7 +9,7 @@ use crate::ops::{
 use proptest::prelude::*;
 use rng::Mt19937;
 
-/// An engine whose tensors are filled with normally distributed values by default.
+/// An engine that fills its tensors with normally distributed values by default.
 struct Bench {
     engine: Cpu,
     plan: Plan,

@@ -167,7 +167,7 @@ pub trait Executor {
     /// Returns a host buffer of `len` words for batches.
     fn host_buffer(&self, len: usize) -> Result<HostBuffer>;
 
-    /// Begins to copy the first `len` words and keeps the buffer until the copy is done. Returns a buffer whose copy is done.
+    /// Starts a copy of the first `len` words and keeps the buffer until the copy is complete. Returns the buffer of a complete copy.
     ///
     /// # Safety
     /// `to` covers `len` words of the allocated memory; `buffer` holds as many.

@@ -54,7 +54,7 @@ impl Work {
     }
 }
 
-/// A part of an operation whose work is known separately.
+/// A part of an operation with its own amount of work (FLOPs or bytes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The kernel with this name.

@@ -348,16 +348,7 @@ fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
     let name = linear_name(shape, bias) + if gelu { " gelu" } else { "" };
     let case = case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
         let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], recompute: None });
-        e.run(MatmulBackward {
-            dinp: x[0],
-            dweight: x[1],
-            dbias: bias.then_some(x[2]),
-            dout: x[3],
-            inp: x[4],
-            weight: x[5],
-            gelu,
-            shape,
-        })
+        e.run(matmul_backward_operation(x, gelu, bias, shape))
     });
     let sums = Work { floats: rows * oc, ..Work::default() };
     let gelu_backward = Work { floats: 3 * rows * c, ..Work::default() };
@@ -367,7 +358,21 @@ fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
     Case { parts, ..case }
 }
 
-/// Returns a matmul backward whose `inp` is the GELU of another matmul and is recomputed (activation checkpointing).
+/// Returns the operation on the operands of [`matmul_backward`].
+fn matmul_backward_operation(x: &[Tensor], gelu: Option<GeluInput>, bias: bool, shape: MatmulShape) -> MatmulBackward {
+    MatmulBackward {
+        dinp: x[0],
+        dweight: x[1],
+        dbias: bias.then_some(x[2]),
+        dout: x[3],
+        inp: x[4],
+        weight: x[5],
+        gelu,
+        shape,
+    }
+}
+
+/// Returns a matmul backward with activation checkpointing: its `inp`, the GELU of another matmul, is recomputed.
 fn matmul_backward_recompute(shape: MatmulShape, bias: bool) -> Case {
     let MatmulShape { rows, c, oc } = shape;
     let before = MatmulShape { rows, c: oc, oc: c };
@@ -400,16 +405,7 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool) -> Case {
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
         let gelu = GeluInput { pre_gelu: x[6], recompute: Some(again) };
-        e.run(MatmulBackward {
-            dinp: x[0],
-            dweight: x[1],
-            dbias: bias.then_some(x[2]),
-            dout: x[3],
-            inp: x[4],
-            weight: x[5],
-            gelu: Some(gelu),
-            shape,
-        })
+        e.run(matmul_backward_operation(x, Some(gelu), bias, shape))
     };
     Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }

@@ -17,7 +17,7 @@ impl Tolerance {
     pub const ELEMENTWISE: Self = Self { f32: 2e-6, bf16: 2.5e-3 };
     /// Sums of at most a few thousand terms, computed in f32 from inputs of the storage type.
     pub const REDUCTION: Self = Self { f32: 2e-5, bf16: 4e-3 };
-    /// Chained operations whose intermediate results are rounded to the storage type, such as a normalized sum.
+    /// Chained operations with intermediate results in the storage type, such as a normalized sum.
     pub const CHAIN: Self = Self { f32: 5e-5, bf16: 2e-2 };
     /// GEMMs that accumulate into their output. cuBLASLt rounds to bf16 before the addition and after it.
     pub const ACCUMULATED: Self = Self { f32: 2e-5, bf16: 8e-3 };
