@@ -83,10 +83,3 @@ pub fn sqrt_rn(x: f32) -> f32 {
 pub fn tanh(x: f32) -> f32 {
     fma(-2.0, recip(exp(2.0 * x) + 1.0), 1.0)
 }
-
-/// Returns tanh x in one instruction with a relative error of 2^-11 (`tanh.approx.f32`).
-#[inline(always)]
-#[track_caller]
-pub fn tanh_fast(x: f32) -> f32 {
-    backend::tanh(x)
-}

@@ -32,8 +32,6 @@ pub trait TensorCore: Element {
     #[doc(hidden)]
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A;
     #[doc(hidden)]
-    unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A;
-    #[doc(hidden)]
     unsafe fn load_b(tile: *const Self, stride: usize) -> [Self::B; 2];
     #[doc(hidden)]
     unsafe fn load_b_transposed(tile: *const Self, stride: usize) -> [Self::B; 2];
@@ -78,13 +76,6 @@ impl TensorCore for bf16 {
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A {
         // SAFETY: the caller guarantees that the 16 x 16 elements at `tile` are valid shared memory.
         unsafe { backend::ldmatrix_x4(ldmatrix_row::<true>(tile, stride).cast()) }
-    }
-
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: see `load_a`.
-        unsafe { backend::ldmatrix_x4_trans(ldmatrix_row::<false>(tile, stride).cast()) }
     }
 
     #[inline(always)]
@@ -163,13 +154,6 @@ impl TensorCore for f32 {
     unsafe fn load_a(tile: *const Self, stride: usize) -> Self::A {
         // SAFETY: the caller guarantees that the 16 x 16 elements at `tile` are valid.
         unsafe { fragment_a(tile, stride, 1) }
-    }
-
-    #[inline(always)]
-    #[track_caller]
-    unsafe fn load_a_transposed(tile: *const Self, stride: usize) -> Self::A {
-        // SAFETY: see `load_a`.
-        unsafe { fragment_a(tile, 1, stride) }
     }
 
     #[inline(always)]

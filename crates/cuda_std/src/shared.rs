@@ -204,14 +204,6 @@ impl<T: TensorCore, const R: usize, const C: usize> SharedTile<T, R, C> {
         unsafe { T::load_a(self.pointer(row, col), Self::STRIDE) }
     }
 
-    /// Loads the 16 x 16 fragment `A[m][k] = tile[row + k][col + m]`.
-    #[inline(always)]
-    #[track_caller]
-    pub fn a_transposed(self, row: usize, col: usize) -> T::A {
-        // SAFETY: see `a`.
-        unsafe { T::load_a_transposed(self.pointer(row, col), Self::STRIDE) }
-    }
-
     /// Loads two fragments that are adjacent in n: `B[k][n] = tile[row + n][col + k]` for k in 0..16 and n in 0..16.
     #[inline(always)]
     #[track_caller]

@@ -61,13 +61,6 @@ pub fn sqrt(x: f32) -> f32 {
 
 #[inline]
 #[track_caller]
-pub fn tanh(x: f32) -> f32 {
-    check_operands([x], Location::caller());
-    x.tanh()
-}
-
-#[inline]
-#[track_caller]
 pub fn sqrt_rn(x: f32) -> f32 {
     check_operands([x], Location::caller());
     x.sqrt()

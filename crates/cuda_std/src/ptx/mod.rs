@@ -77,7 +77,6 @@ unary! {
     rsqrt = "rsqrt.approx.ftz.f32"
     sqrt = "sqrt.approx.ftz.f32"
     sqrt_rn = "sqrt.rn.f32"
-    tanh = "tanh.approx.f32"
     tf32 = "cvt.rna.tf32.f32"
 }
 
