@@ -11,11 +11,7 @@ const K: usize = 64;
 /// Computes out (M, N) = a (M, K) · b (K, N) in one warp. B is stored in shared memory as is or transposed.
 #[kernel(threads = 32, instances(
     bf16_nn = <bf16, false>, bf16_nt = <bf16, true>, f32_nn = <f32, false>, f32_nt = <f32, true>))]
-fn matmul<T: TensorCore, const B_TRANSPOSED: bool>(
-    out: GlobalMut<T>,
-    a: Global<T>,
-    b: Global<T>,
-) {
+fn matmul<T: TensorCore, const B_TRANSPOSED: bool>(out: GlobalMut<T>, a: Global<T>, b: Global<T>) {
     let mut layout = Layout::new();
     let tile_a: SharedTile<T, M, K> = layout.tile();
     let tile_b: SharedTile<T, K, N> = layout.tile();
@@ -59,8 +55,7 @@ fn check<T: TensorCore, const B_TRANSPOSED: bool>(tolerance: f64) {
     let mut out = vec![T::default(); M * N];
     let views = (GlobalMut::new(out.as_mut_ptr()), Global::new(a.as_ptr()), Global::new(b.as_ptr()));
     // SAFETY: the kernel's indices are inside the three matrices, and its tiles use less than 100 KiB.
-    unsafe { matmul::<T, B_TRANSPOSED>(views.0, views.1, views.2).emulate([1, 1, 1], 100 << 10) }
-        .unwrap();
+    unsafe { matmul::<T, B_TRANSPOSED>(views.0, views.1, views.2).emulate([1, 1, 1], 100 << 10) }.unwrap();
     for m in 0..M {
         for n in 0..N {
             let want: f64 = (0..K).map(|k| f64::from(a[m * K + k].to_f32()) * f64::from(b[k * N + n].to_f32())).sum();
