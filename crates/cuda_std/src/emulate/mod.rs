@@ -2,7 +2,7 @@
 //!
 //! * `block` schedules the fibers and holds the state of a block.
 //! * `collective` implements warp-wide operations and barriers.
-//! * `tensor` computes `ldmatrix` and `mma`; `hopper` implements the `sm_90a` instructions.
+//! * `tensor` computes `ldmatrix` and `mma`; `hopper`, `mbarrier`, `tma` and `wgmma` implement the `sm_90a` instructions.
 //! * `access` performs memory accesses. `checker` validates them with the access history in `shadow` and the buffers in
 //!   `memory`.
 //! * `arithmetic` implements special functions and conversions.
@@ -13,11 +13,14 @@ mod block;
 mod checker;
 mod collective;
 pub mod hopper;
+mod mbarrier;
 mod memory;
 mod report;
 mod shadow;
 mod stack;
 mod tensor;
+mod tma;
+mod wgmma;
 
 pub use access::{
     async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, evict_first, evict_last,

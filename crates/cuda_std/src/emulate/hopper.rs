@@ -4,30 +4,28 @@
 //! a wgmma or TMA store executes when a thread waits for it. Until then the target of a load and the accumulators of a
 //! wgmma contain NaN, so a premature use is visible.
 
-mod mbarrier;
-mod tma;
-mod wgmma;
-
 use super::LANES;
 use super::access::check;
 use super::block::{Block, fail, with};
 use super::checker::Kind;
 use super::collective::{Operation, Slot, Slots, Wait, collective};
+use super::mbarrier::MBarrier;
 use super::report::{Fault, Line, Report, Site};
-use mbarrier::MBarrier;
+use super::tma::{Load, Store};
+use super::wgmma::Warpgroup;
 use std::array;
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
-use tma::{Load, Store};
-use wgmma::Warpgroup;
 
 pub use super::access::load128 as load_x4;
-pub use mbarrier::{fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_try_wait};
-pub use tma::{
+pub use super::mbarrier::{
+    fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_try_wait,
+};
+pub use super::tma::{
     complete_one_load, tensor_map, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch, tma_store_2d, tma_wait,
     tma_wait_read,
 };
-pub use wgmma::{
+pub use super::wgmma::{
     check_accumulator_read, fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192,
     fence_accumulators_n256, k_major_operand, load_a_x4, mn_major_operand, wgmma_commit, wgmma_fence, wgmma_rs_n64,
     wgmma_rs_n128, wgmma_rs_n192, wgmma_rs_n256, wgmma_ss_n64, wgmma_ss_n128, wgmma_ss_n192, wgmma_ss_n256, wgmma_wait,
@@ -37,14 +35,14 @@ pub use wgmma::{
 #[derive(Default)]
 pub struct State {
     /// mbarriers by offset in shared memory.
-    barriers: BTreeMap<usize, MBarrier>,
+    pub(super) barriers: BTreeMap<usize, MBarrier>,
     /// Pending TMA loads, oldest first.
-    loads: VecDeque<Load>,
+    pub(super) loads: VecDeque<Load>,
     /// Pending TMA stores of each thread, oldest first.
-    stores: BTreeMap<usize, Vec<Store>>,
+    pub(super) stores: BTreeMap<usize, Vec<Store>>,
     /// Number of committed groups of TMA stores of each thread.
-    store_groups: BTreeMap<usize, usize>,
-    warpgroups: BTreeMap<usize, Warpgroup>,
+    pub(super) store_groups: BTreeMap<usize, usize>,
+    pub(super) warpgroups: BTreeMap<usize, Warpgroup>,
 }
 
 impl State {
@@ -81,7 +79,7 @@ impl State {
 
 /// Returns the offset of `pointer` in the running block's shared memory. Stops the kernel if the `bytes` bytes there
 /// are out of bounds or misaligned.
-fn shared_offset<T>(pointer: *const T, bytes: usize, align: usize, at: Site, what: &str) -> usize {
+pub(super) fn shared_offset<T>(pointer: *const T, bytes: usize, align: usize, at: Site, what: &str) -> usize {
     let (start, size) = with(|block| (block.shared_base().addr(), block.shared().len()));
     let offset = pointer.addr().wrapping_sub(start);
     let line = Line(at);
@@ -100,7 +98,7 @@ fn shared_offset<T>(pointer: *const T, bytes: usize, align: usize, at: Site, wha
 
 /// Applies the 128-byte swizzle to the address of a byte in 128-byte rows, as TMA and wgmma do.
 #[inline(always)]
-fn swizzle(address: usize) -> usize {
+pub(super) fn swizzle(address: usize) -> usize {
     address ^ (address >> 7 & 7) << 4
 }
 

@@ -1,12 +1,12 @@
 //! mbarriers: a phase completes when all expected threads have arrived and all expected bytes have been copied.
 
-use super::super::access::check;
-use super::super::block::{Block, fail, suspend, with};
-use super::super::checker::{Kind, VectorClock, join};
-use super::super::collective::{Operation, Wait};
-use super::super::report::{Fault, Line, Site};
-use super::super::shadow::Access;
-use super::shared_offset;
+use super::access::check;
+use super::block::{Block, fail, suspend, with};
+use super::checker::{Kind, VectorClock, join};
+use super::collective::{Operation, Wait};
+use super::hopper::shared_offset;
+use super::report::{Fault, Line, Site};
+use super::shadow::Access;
 use std::panic::Location;
 
 /// State of an mbarrier.

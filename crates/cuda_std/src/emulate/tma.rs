@@ -1,12 +1,12 @@
 //! TMA: copies between boxes of a tensor in global memory and tiles of 128-byte rows in shared memory, with the
 //! 128-byte swizzle.
 
-use super::super::access::check;
-use super::super::block::{Block, fail, with};
-use super::super::checker::{Kind, VectorClock};
-use super::super::report::{Fault, Line, Site};
+use super::access::check;
+use super::block::{Block, fail, with};
+use super::checker::{Kind, VectorClock};
+use super::hopper::{shared_offset, swizzle};
 use super::mbarrier::{complete_bytes, locate_fenced};
-use super::{shared_offset, swizzle};
+use super::report::{Fault, Line, Site};
 use std::ops::Range;
 use std::panic::Location;
 use std::{mem, ptr};

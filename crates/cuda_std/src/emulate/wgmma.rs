@@ -6,14 +6,14 @@
 //! a write to the array in the meantime. [`check_accumulator_read`] detects a value computed from the array, because
 //! arithmetic preserves all bits of the NaN except the signaling bit.
 
-use super::super::LANES;
-use super::super::access::check;
-use super::super::block::{Block, fail, suspend, with};
-use super::super::checker::{Kind, VectorClock, join};
-use super::super::collective::{Operation, Wait};
-use super::super::report::{Fault, Line, Site};
-use super::super::tensor::{a_position, ldmatrix_x4};
-use super::swizzle;
+use super::LANES;
+use super::access::check;
+use super::block::{Block, fail, suspend, with};
+use super::checker::{Kind, VectorClock, join};
+use super::collective::{Operation, Wait};
+use super::hopper::swizzle;
+use super::report::{Fault, Line, Site};
+use super::tensor::{a_position, ldmatrix_x4};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
 
@@ -527,7 +527,7 @@ fn compute(group: &Group) {
     for instruction in &group.instructions {
         let operands = instruction.operands;
         let (rows, length) = operands.b_shape();
-        if super::super::block::is_checked() {
+        if super::block::is_checked() {
             Tile::decode(operands.b).check(rows, length, base, instruction.at);
             if let Some(a) = operands.a {
                 let (rows, length) = operands.a_shape();
