@@ -380,7 +380,7 @@ impl Program {
         let dir = tempfile::tempdir().unwrap();
         let mut rng = Mt19937::new(7);
         let ids: Vec<u16> = (0..1500).map(|_| rng.below(97) as u16).collect();
-        tokens::write(&dir.path().join("train.bin"), &ids).unwrap();
+        tokens::write(&dir.path().join("train.bin"), &ids, tokens::Width::U16).unwrap();
         fs::write(dir.path().join("tiny.bin"), include_bytes!("data/tiny.bin")).unwrap();
         Self { dir }
     }

@@ -37,7 +37,7 @@ fn text(path: &Path) -> &str {
 
 fn write_tokens(dir: &Path, name: &str, ids: &[u16]) -> PathBuf {
     let path = dir.join(name);
-    tokens::write(&path, ids).unwrap();
+    tokens::write(&path, ids, tokens::Width::U16).unwrap();
     path
 }
 

@@ -23,9 +23,10 @@ impl World {
         let mut rng = rng::Mt19937::new(7);
         let mut ids = |n: usize| (0..n).map(|_| rng.below(97).min(rng.below(97)) as u16).collect::<Vec<u16>>();
         for (i, samples) in [9, 14, 6].into_iter().enumerate() {
-            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(samples * 32 + 5)).unwrap();
+            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(samples * 32 + 5), tokens::Width::U16)
+                .unwrap();
         }
-        tokens::write(&dir.path().join("val_0.bin"), &ids(200)).unwrap();
+        tokens::write(&dir.path().join("val_0.bin"), &ids(200), tokens::Width::U16).unwrap();
         fs::write(dir.path().join("tiny.bin"), include_bytes!("data/tiny.bin")).unwrap();
         Self { dir }
     }

@@ -292,7 +292,7 @@ fn token_files(train: usize, val: usize) -> (TempDir, String, String) {
     let write = |name: &str, n: usize| {
         let path = dir.path().join(name);
         let ids: Vec<u16> = (0..n).map(|i| ((i * i + n) % 211) as u16).collect();
-        tokens::write(&path, &ids).unwrap();
+        tokens::write(&path, &ids, tokens::Width::U16).unwrap();
         path.to_str().unwrap().to_owned()
     };
     let (train, val) = (write("train.bin", train), write("val.bin", val));

@@ -10,7 +10,6 @@ use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::tokenizer::Tokenizer;
 use data::{Geometry, Loader, Tokens, hellaswag, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
@@ -25,6 +24,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::LazyLock;
 use tempfile::NamedTempFile;
+use tokenizer::Tokenizer;
 use verify::llmc::Verification;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -97,7 +97,10 @@ fn read_tokens(data: &[u8]) -> Result<()> {
 }
 
 fn token_files() -> Vec<Vec<u8>> {
-    vec![written(|path| tokens::write(path, &[50_256, 1, 2, 3])), written(|path| tokens::write(path, &[7; 100]))]
+    vec![
+        written(|path| tokens::write(path, &[50_256u16, 1, 2, 3], tokens::Width::U16)),
+        written(|path| tokens::write(path, &[7u16; 100], tokens::Width::U16)),
+    ]
 }
 
 /// Plans a model for sequences of up to 8 tokens.
@@ -141,7 +144,7 @@ static SMALL_MODEL: LazyLock<Vec<u8>> = LazyLock::new(|| model_file(small(), DTy
 const STEP: usize = 7;
 
 fn small_loader() -> Result<Loader> {
-    Loader::new(vec![Tokens::in_memory("tokens", [1; 20])], Geometry::single(1, 3), 5, Some(42))
+    Loader::new(vec![Tokens::in_memory("tokens", [1u16; 20])], Geometry::single(1, 3), 5, Some(42))
 }
 
 /// Resumes from a checkpoint with these files. With a sidecar, compares its settings with an identity.
@@ -312,15 +315,17 @@ fn hellaswag_files() -> Vec<Vec<u8>> {
 }
 
 fn encode_and_decode(data: &[u8]) -> Result<()> {
-    let ids: Vec<u16> = data.as_chunks().0.iter().map(|&id| u16::from_le_bytes(id)).collect();
-    for tokenizer in [Tokenizer::Gpt2, Tokenizer::Bytes] {
+    let ids: Vec<u32> = data.as_chunks().0.iter().map(|&id| u32::from_le_bytes(id)).collect();
+    let tokenizers = [Tokenizer::gpt2(), Tokenizer::bytes()];
+    for tokenizer in &tokenizers {
         tokenizer.decode(&ids);
     }
     let text = str::from_utf8(data)?;
-    for tokenizer in [Tokenizer::Gpt2, Tokenizer::Bytes] {
-        let encoded = tokenizer.encode(text);
-        assert!(encoded.iter().all(|&id| usize::from(id) < tokenizer.vocab()));
-        assert_eq!(tokenizer.text(&encoded), text);
+    for tokenizer in &tokenizers {
+        for encoded in [tokenizer.encode(text)?, tokenizer.encode_with_special(text)?] {
+            assert!(encoded.iter().all(|&id| (id as usize) < tokenizer.vocab()));
+            assert_eq!(tokenizer.text(&encoded), text);
+        }
     }
     Ok(())
 }

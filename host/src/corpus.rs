@@ -1,7 +1,8 @@
 //! The built-in corpus: the project's own sources and documents, which the build script concatenates.
 
+use anyhow::Result;
 use data::Tokens;
-use data::tokenizer::Tokenizer;
+use tokenizer::Tokenizer;
 
 static TEXT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
@@ -11,10 +12,10 @@ const BLOCK_BYTES: usize = 8 << 10;
 const VALIDATION_EVERY: usize = 10;
 
 /// Returns the training and the validation tokens.
-pub fn tokens(tokenizer: Tokenizer) -> (Tokens, Tokens) {
+pub fn tokens(tokenizer: &Tokenizer) -> Result<(Tokens, Tokens)> {
     let (train, val) = split(&String::from_utf8_lossy(TEXT));
-    let encode = |name, text: &str| Tokens::in_memory(name, tokenizer.encode(text));
-    (encode("the built-in corpus", &train), encode("the built-in corpus' validation part", &val))
+    let encode = |name, text: &str| Ok::<_, anyhow::Error>(Tokens::in_memory(name, tokenizer.encode(text)?));
+    Ok((encode("the built-in corpus", &train)?, encode("the built-in corpus' validation part", &val)?))
 }
 
 /// Splits text into training and validation text.
@@ -36,7 +37,7 @@ mod tests {
 
     #[test]
     fn validation_split_has_a_tenth_of_the_lines() {
-        let (train, val) = tokens(Tokenizer::Bytes);
+        let (train, val) = tokens(&Tokenizer::bytes()).unwrap();
         let fraction = val.len() as f64 / (train.len() + val.len()) as f64;
         assert!((0.05..0.12).contains(&fraction), "{fraction}");
         assert!(train.len() > 50_000, "{} bytes", train.len());

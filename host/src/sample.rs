@@ -26,10 +26,10 @@ pub fn generate(
     model: &Gpt2,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
-    prompt: &[u16],
+    prompt: &[u32],
     tokens: usize,
     sampling: Sampling,
-    mut each: impl FnMut(u16) -> Result<()>,
+    mut each: impl FnMut(u32) -> Result<()>,
 ) -> Result<()> {
     ensure!(!prompt.is_empty(), "prompt: expected at least one token, found none; pass a non-empty --prompt");
     let (v, vp) = (model.descriptor.vocab, model.descriptor.padded_vocab());
@@ -42,7 +42,7 @@ pub fn generate(
         let mut words = engine.host_buffer(layout.words())?;
         words.fill(0);
         // Attention is causal, so the padding after the text does not affect its logits.
-        words[..seen.len()].iter_mut().zip(seen).for_each(|(word, &token)| *word = i32::from(token));
+        words[..seen.len()].iter_mut().zip(seen).for_each(|(word, &token)| *word = token as i32);
         layout.sort(&mut words);
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words)?;
         model.forward(engine, layout, hooks)?;
@@ -51,7 +51,7 @@ pub fn generate(
         let first = last / rows * rows;
         let logits = model.logits(engine, first..layout.t.min(first + rows))?;
         let logits = engine.read(logits.slice((last - first) * vp, v))?;
-        let token = pick(&logits, sampling, rng.next_f32()) as u16;
+        let token = pick(&logits, sampling, rng.next_f32()) as u32;
         text.push(token);
         each(token)?;
     }

@@ -22,9 +22,9 @@ impl World {
         let mut rng = Mt19937::new(7);
         let mut ids = |n: usize| (0..n).map(|_| rng.below(97).min(rng.below(97)) as u16).collect::<Vec<u16>>();
         for (i, n) in [3000, 4005].into_iter().enumerate() {
-            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(n)).unwrap();
+            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(n), tokens::Width::U16).unwrap();
         }
-        tokens::write(&dir.path().join("val_0.bin"), &ids(600)).unwrap();
+        tokens::write(&dir.path().join("val_0.bin"), &ids(600), tokens::Width::U16).unwrap();
         fs::write(dir.path().join("tiny.bin"), include_bytes!("../data/tiny.bin")).unwrap();
         Self { dir }
     }

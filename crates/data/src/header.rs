@@ -1,7 +1,7 @@
 //! The header shared by llm.c's data files: 256 little-endian i32 words, of which the first two are a magic number and
 //! a version.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::io::{self, Read};
 
 /// Size of a header in bytes.
@@ -22,20 +22,30 @@ pub struct Format {
 #[derive(Clone, Debug)]
 pub struct Header([u8; HEADER_BYTES]);
 
+/// Reads a header and returns the index of its format in `formats`, which have the same name. `file` names the file in error
+/// messages.
+pub fn read_one_of(formats: &[Format], file: &str, from: &mut impl Read) -> Result<(usize, Header)> {
+    let name = formats[0].name;
+    let mut header = Header([0; HEADER_BYTES]);
+    let found = read_available(from, &mut header.0).with_context(|| format!("cannot read {file}"))?;
+    ensure!(
+        found == HEADER_BYTES,
+        "{file}: not a {name}: expected a header of {HEADER_BYTES} bytes, found {found} bytes"
+    );
+    let [magic, version] = [0, 1].map(|i| header.word(i));
+    let Some(which) = formats.iter().position(|format| format.magic == magic) else {
+        let expected: Vec<String> = formats.iter().map(|format| format.magic.to_string()).collect();
+        bail!("{file}: not a {name}: expected magic {}, found {magic}", expected.join(" or "));
+    };
+    let expected = formats[which].version;
+    ensure!(version == expected, "{file}: expected {name} version {expected}, found {version}");
+    Ok((which, header))
+}
+
 impl Format {
     /// Reads a header and checks its magic number and version. `file` names the file in error messages.
     pub fn read_header(&self, file: &str, from: &mut impl Read) -> Result<Header> {
-        let Self { name, magic, version } = self;
-        let mut header = Header([0; HEADER_BYTES]);
-        let found = read_available(from, &mut header.0).with_context(|| format!("cannot read {file}"))?;
-        ensure!(
-            found == HEADER_BYTES,
-            "{file}: not a {name}: expected a header of {HEADER_BYTES} bytes, found {found} bytes"
-        );
-        let [found_magic, found_version] = [0, 1].map(|i| header.word(i));
-        ensure!(found_magic == *magic, "{file}: not a {name}: expected magic {magic}, found {found_magic}");
-        ensure!(found_version == *version, "{file}: expected {name} version {version}, found {found_version}");
-        Ok(header)
+        read_one_of(&[*self], file, from).map(|(_, header)| header)
     }
 
     /// Returns the bytes of a header. `words` follow the magic number and the version; the remaining words are zero.

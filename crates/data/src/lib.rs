@@ -1,6 +1,6 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
-//! Text becomes tokens ([`tokenizer`]), tokens become shards on disk ([`text`], [`tinyshakespeare`]), and shards become
+//! Text becomes tokens ([`tokenizer`](::tokenizer)), tokens become shards on disk ([`text`], [`tinyshakespeare`]), and shards become
 //! batches ([`Loader`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on
 //! them does not belong here.
 
@@ -13,7 +13,6 @@ pub mod multiple_choice;
 pub mod prefetch;
 pub mod text;
 pub mod tinyshakespeare;
-pub mod tokenizer;
 pub mod tokens;
 
 pub use loader::{Geometry, Loader};

@@ -61,7 +61,7 @@ pub struct Loader {
     rewind_after: Option<usize>,
     batches_since_rewind: usize,
     /// The tokens of one batch: inputs, shifted by one for the targets.
-    window: Vec<u16>,
+    window: Vec<u32>,
 }
 
 impl Loader {
@@ -246,7 +246,7 @@ impl Loader {
         let start = self.position.sample_index() * self.geometry.sample_tokens() + self.geometry.rank * window_tokens;
         let shard = &self.shards[self.position.shard_index()];
         shard.read(start, &mut self.window)?;
-        if let Some(i) = self.window.iter().position(|&token| usize::from(token) >= self.vocab) {
+        if let Some(i) = self.window.iter().position(|&token| token as usize >= self.vocab) {
             anyhow::bail!(
                 "{shard}: token {} at position {}: expected ids below {}, the vocabulary size; \
                  tokenize the text for this model",
@@ -256,9 +256,10 @@ impl Loader {
             );
         }
         let layout = self.layout();
-        let widen = |(to, from): (&mut i32, &u16)| *to = i32::from(*from);
-        words[layout.inputs()].iter_mut().zip(&self.window).for_each(widen);
-        words[layout.targets()].iter_mut().zip(&self.window[1..]).for_each(widen);
+        // Ids are below the vocabulary size, which fits into an i32.
+        let convert = |(to, from): (&mut i32, &u32)| *to = *from as i32;
+        words[layout.inputs()].iter_mut().zip(&self.window).for_each(convert);
+        words[layout.targets()].iter_mut().zip(&self.window[1..]).for_each(convert);
         self.advance();
         Ok(())
     }

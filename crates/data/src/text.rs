@@ -1,12 +1,12 @@
 //! Conversion of text files to token shards, on all cores.
 
-use super::tokens;
-use crate::tokenizer::Tokenizer;
+use super::tokens::{self, Width};
 use anyhow::{Context, Result, ensure};
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 use std::fs;
 use std::path::{Path, PathBuf};
+use tokenizer::Tokenizer;
 
 /// Bytes of text that are read and encoded before their tokens are written.
 const BATCH_BYTES: usize = 64 << 20;
@@ -112,6 +112,7 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
     );
     atomic_file::create_directory(out)?;
     remove_old_shards(out, options.overwrite)?;
+    let tokenizer = Tokenizer::gpt2();
     let by_document = files.len() as f64 * options.val_fraction >= 1.0;
     let mut train = ShardWriter::new(out, "train", options.shard_tokens);
     let mut val = ShardWriter::new(out, "val", options.shard_tokens);
@@ -127,7 +128,7 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
             next += 1;
         }
         let first = next - batch.len();
-        for (i, document) in encode(&batch, progress).into_iter().enumerate() {
+        for (i, document) in encode(&tokenizer, &batch, progress)?.into_iter().enumerate() {
             if !by_document {
                 let val_tokens = (document.len() as f64 * options.val_fraction) as usize;
                 let (head, tail) = document.split_at(document.len() - val_tokens);
@@ -152,25 +153,25 @@ fn is_validation(document: usize, fraction: f64) -> bool {
 }
 
 /// Returns the tokens of each document, with `<|endoftext|>` first.
-fn encode(documents: &[String], progress: &ProgressBar) -> Vec<Vec<u16>> {
+fn encode(tokenizer: &Tokenizer, documents: &[String], progress: &ProgressBar) -> Result<Vec<Vec<u32>>> {
     let chunks: Vec<(usize, &str)> = documents
         .iter()
         .enumerate()
         .flat_map(|(i, document)| chunks(document, CHUNK_BYTES).map(move |chunk| (i, chunk)))
         .collect();
-    let encoded: Vec<Vec<u16>> = chunks
+    let encoded: Vec<Vec<u32>> = chunks
         .par_iter()
         .map(|(_, chunk)| {
-            let ids = Tokenizer::Gpt2.encode(chunk);
+            let ids = tokenizer.encode(chunk)?;
             progress.inc(chunk.len() as u64);
-            ids
+            Ok(ids)
         })
-        .collect();
-    let mut tokens = vec![vec![Tokenizer::Gpt2.document()]; documents.len()];
+        .collect::<Result<_>>()?;
+    let mut tokens = vec![vec![tokenizer.document()]; documents.len()];
     for ((document, _), ids) in chunks.iter().zip(encoded) {
         tokens[*document].extend(ids);
     }
-    tokens
+    Ok(tokens)
 }
 
 /// Splits text into chunks that encode to the same tokens as the whole text. All chunks but the last have at least
@@ -225,7 +226,7 @@ struct ShardWriter<'a> {
     out: &'a Path,
     split: &'a str,
     size: usize,
-    pending: Vec<u16>,
+    pending: Vec<u32>,
     written: Split,
 }
 
@@ -234,7 +235,7 @@ impl<'a> ShardWriter<'a> {
         Self { out, split, size, pending: Vec::new(), written: Split::default() }
     }
 
-    fn extend(&mut self, mut ids: &[u16]) -> Result<()> {
+    fn extend(&mut self, mut ids: &[u32]) -> Result<()> {
         while !ids.is_empty() {
             let (head, tail) = ids.split_at(ids.len().min(self.size - self.pending.len()));
             self.pending.extend_from_slice(head);
@@ -247,7 +248,11 @@ impl<'a> ShardWriter<'a> {
     }
 
     fn flush(&mut self) -> Result<()> {
-        tokens::write(&self.out.join(format!("{}_{:06}.bin", self.split, self.written.shards)), &self.pending)?;
+        tokens::write(
+            &self.out.join(format!("{}_{:06}.bin", self.split, self.written.shards)),
+            &self.pending,
+            Width::U16,
+        )?;
         self.written.shards += 1;
         self.written.tokens += self.pending.len();
         self.pending.clear();
@@ -272,7 +277,7 @@ mod tests {
         Options { val_fraction, shard_tokens, overwrite: false }
     }
 
-    fn read_all(pattern: &Path) -> (usize, Vec<u16>) {
+    fn read_all(pattern: &Path) -> (usize, Vec<u32>) {
         let shards = Tokens::open_all(&pattern.to_string_lossy()).unwrap();
         let mut all = Vec::new();
         for shard in &shards {
@@ -302,8 +307,8 @@ mod tests {
         assert_eq!(summary.train, Split { shards: train_shards, tokens: train.len() });
         assert_eq!(summary.val, Split { shards: val_shards, tokens: val.len() });
         assert_eq!(train_shards, train.len().div_ceil(100));
-        let decode = |ids: &[u16]| {
-            Tokenizer::Gpt2.text(ids).split("<|endoftext|>").skip(1).map(String::from).collect::<Vec<_>>()
+        let decode = |ids: &[u32]| {
+            Tokenizer::gpt2().text(ids).split("<|endoftext|>").skip(1).map(String::from).collect::<Vec<_>>()
         };
         let (train, val) = (decode(&train), decode(&val));
         assert_eq!((train.len(), val.len()), (36, 4));
@@ -318,7 +323,7 @@ mod tests {
         let summary = write(&files, dir.path(), &options(0.25, 1000), &ProgressBar::hidden()).unwrap();
         assert_eq!((summary.train.tokens, summary.val.tokens), (9, 2));
         let (_, val) = read_all(&dir.path().join("val_*.bin"));
-        assert_eq!(Tokenizer::Gpt2.text(&val), ".\n");
+        assert_eq!(Tokenizer::gpt2().text(&val), ".\n");
     }
 
     #[test]
@@ -354,8 +359,9 @@ mod tests {
         #[test]
         fn chunks_encode_like_the_whole_text(text in "([a-z0-9é.!' ]{0,4}[ \n\t\r\u{a0}]{0,3}){0,30}", size in 1..20usize) {
             prop_assert_eq!(chunks(&text, size).collect::<String>(), text.clone());
-            let ids: Vec<u16> = chunks(&text, size).flat_map(|chunk| Tokenizer::Gpt2.encode(chunk)).collect();
-            prop_assert_eq!(ids, Tokenizer::Gpt2.encode(&text));
+            let encode = |text: &str| Tokenizer::gpt2().encode(text).unwrap();
+            let ids: Vec<u32> = chunks(&text, size).flat_map(encode).collect();
+            prop_assert_eq!(ids, encode(&text));
         }
     }
 }

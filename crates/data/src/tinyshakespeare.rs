@@ -1,10 +1,10 @@
 //! The tinyshakespeare data set, with the same tokens and split as llm.c's.
 
-use super::tokens;
-use crate::tokenizer::Tokenizer;
+use super::tokens::{self, Width};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
+use tokenizer::Tokenizer;
 
 const URL: &str = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt";
 const VALIDATION_TOKENS: usize = 32_768;
@@ -26,7 +26,7 @@ pub fn write(from: Option<&Path>, out: &Path) -> Result<Written> {
             format!("cannot download {URL}; without a network connection, pass the text with --from FILE")
         })?,
     };
-    let ids = encode(&text);
+    let ids = encode(&text)?;
     ensure!(
         ids.len() > VALIDATION_TOKENS,
         "tinyshakespeare: expected more than {VALIDATION_TOKENS} tokens (the validation split), found {}; \
@@ -35,28 +35,30 @@ pub fn write(from: Option<&Path>, out: &Path) -> Result<Written> {
     );
     let (val, train) = ids.split_at(VALIDATION_TOKENS);
     atomic_file::create_directory(out)?;
-    let write = |split: &str, ids: &[u16]| {
+    let write = |split: &str, ids: &[u32]| {
         let path = out.join(format!("tiny_shakespeare_{split}.bin"));
-        tokens::write(&path, ids).map(|()| (path, ids.len()))
+        tokens::write(&path, ids, Width::U16).map(|()| (path, ids.len()))
     };
     Ok(Written { val: write("val", val)?, train: write("train", train)? })
 }
 
 /// Returns the tokens of the text. Each section is a document, which includes the blank line at its end.
-fn encode(text: &str) -> Vec<u16> {
+fn encode(text: &str) -> Result<Vec<u32>> {
+    let tokenizer = Tokenizer::gpt2();
     let mut ids = Vec::new();
     let mut rest = text;
     let mut document = |text: &str| {
-        ids.push(Tokenizer::Gpt2.document());
-        ids.extend(Tokenizer::Gpt2.encode(text));
+        ids.push(tokenizer.document());
+        ids.extend(tokenizer.encode(text)?);
+        Ok::<_, anyhow::Error>(())
     };
     while let Some(end) = rest.find("\n\n") {
         let (section, after) = rest.split_at(end + 2);
-        document(section);
+        document(section)?;
         rest = after;
     }
-    document(rest);
-    ids
+    document(rest)?;
+    Ok(ids)
 }
 
 fn download() -> Result<String> {
@@ -70,12 +72,14 @@ mod tests {
     #[test]
     fn sections_are_documents_that_include_their_blank_line() {
         let eot = 50256;
-        let hi = Tokenizer::Gpt2.encode("Hi\n\n");
+        let encode_plain = |text| Tokenizer::gpt2().encode(text).unwrap();
+        let encode = |text| encode(text).unwrap();
+        let hi = encode_plain("Hi\n\n");
         assert_eq!(encode("Hi\n\nHi\n\nHi"), [&[eot][..], &hi, &[eot], &hi, &[eot], &hi[..1]].concat());
         assert_eq!(encode("Hi\n\n"), [&[eot][..], &hi, &[eot]].concat());
         assert_eq!(
             encode("\n\n\n\n"),
-            [&[eot][..], &Tokenizer::Gpt2.encode("\n\n"), &[eot], &Tokenizer::Gpt2.encode("\n\n"), &[eot]].concat()
+            [&[eot][..], &encode_plain("\n\n"), &[eot], &encode_plain("\n\n"), &[eot]].concat()
         );
     }
 

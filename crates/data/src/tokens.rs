@@ -1,9 +1,9 @@
 //! Token files: llm.c's `.bin` shards.
 //!
-//! A file consists of a [header](crate::header) (magic 20240520, version 1, number of tokens) and the tokens as
-//! little-endian u16.
+//! A file consists of a [header](crate::header) (magic, version, number of tokens) and the tokens in little-endian order:
+//! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
 
-use crate::header::{Format, HEADER_BYTES};
+use crate::header::{self, Format, HEADER_BYTES};
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs::File;
@@ -12,7 +12,35 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-const FORMAT: Format = Format { name: "token file", magic: 20240520, version: 1 };
+/// The number of bytes that a file stores per token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// Two bytes, for vocabularies of up to 65,536 tokens.
+    U16,
+    /// Four bytes.
+    U32,
+}
+
+impl Width {
+    /// Returns the smallest width for a vocabulary of `vocab` tokens.
+    pub const fn of_vocab(vocab: usize) -> Self {
+        if vocab <= 1 << 16 { Self::U16 } else { Self::U32 }
+    }
+
+    const fn bytes(self) -> usize {
+        match self {
+            Self::U16 => 2,
+            Self::U32 => 4,
+        }
+    }
+
+    const fn format(self) -> Format {
+        match self {
+            Self::U16 => Format { name: "token file", magic: 20240520, version: 1 },
+            Self::U32 => Format { name: "token file", magic: 20240801, version: 7 },
+        }
+    }
+}
 
 /// The largest number of tokens in a shard. The header stores the number as an i32.
 pub const MAX_SHARD_TOKENS: usize = i32::MAX as usize;
@@ -29,8 +57,8 @@ pub struct Tokens {
 /// an error instead of a SIGBUS.
 #[derive(Clone, Debug)]
 enum Source {
-    File(Arc<File>),
-    Memory(Arc<[u16]>),
+    File(Arc<File>, Width),
+    Memory(Arc<[u32]>),
 }
 
 impl Tokens {
@@ -39,16 +67,18 @@ impl Tokens {
         let name = path.display().to_string();
         let file = File::open(path).with_context(|| format!("cannot open token file {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
-        let count = FORMAT.read_header(&name, &mut &file)?.word(2);
+        let widths = [Width::U16, Width::U32];
+        let (which, header) = header::read_one_of(&widths.map(Width::format), &name, &mut &file)?;
+        let (width, count) = (widths[which], header.word(2));
         ensure!(count > 0, "{name}: expected a token count above 0 in the header, found {count}");
         let len = count as usize;
-        let expected = (HEADER_BYTES + 2 * len) as u64;
+        let expected = (HEADER_BYTES + width.bytes() * len) as u64;
         ensure!(
             size == expected,
             "{name} is {}: expected {expected} bytes for the {len} tokens in the header, found {size}",
             if size < expected { "truncated" } else { "too long" }
         );
-        Ok(Self { name, len, source: Source::File(Arc::new(file)) })
+        Ok(Self { name, len, source: Source::File(Arc::new(file), width) })
     }
 
     /// Opens every file that matches a glob pattern, sorted by name.
@@ -65,8 +95,8 @@ impl Tokens {
     }
 
     /// Creates a shard in memory. `name` identifies it in messages.
-    pub fn in_memory(name: impl Into<String>, tokens: impl Into<Arc<[u16]>>) -> Self {
-        let tokens = tokens.into();
+    pub fn in_memory(name: impl Into<String>, tokens: impl IntoIterator<Item: Into<u32>>) -> Self {
+        let tokens: Arc<[u32]> = tokens.into_iter().map(Into::into).collect();
         Self { name: name.into(), len: tokens.len(), source: Source::Memory(tokens) }
     }
 
@@ -86,15 +116,23 @@ impl Tokens {
     }
 
     /// Reads tokens `start..start + out.len()` into `out`. The range must lie in the shard.
-    pub fn read(&self, start: usize, out: &mut [u16]) -> Result<()> {
+    pub fn read(&self, start: usize, out: &mut [u32]) -> Result<()> {
         debug_assert!(start + out.len() <= self.len);
         match &self.source {
             Source::Memory(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
-            Source::File(file) => {
-                file.read_exact_at(bytemuck::cast_slice_mut(out), (HEADER_BYTES + 2 * start) as u64)
+            Source::File(file, width) => {
+                let mut bytes = vec![0; width.bytes() * out.len()];
+                file.read_exact_at(&mut bytes, (HEADER_BYTES + width.bytes() * start) as u64)
                     .with_context(|| format!("cannot read tokens {start}..{} of {}", start + out.len(), self.name))?;
-                for token in out {
-                    *token = u16::from_le(*token);
+                match width {
+                    Width::U16 => {
+                        let tokens = bytes.as_chunks().0.iter().map(|&token| u32::from(u16::from_le_bytes(token)));
+                        out.iter_mut().zip(tokens).for_each(|(to, token)| *to = token);
+                    }
+                    Width::U32 => {
+                        let tokens = bytes.as_chunks().0.iter().map(|&token| u32::from_le_bytes(token));
+                        out.iter_mut().zip(tokens).for_each(|(to, token)| *to = token);
+                    }
                 }
             }
         }
@@ -108,8 +146,8 @@ impl fmt::Display for Tokens {
     }
 }
 
-/// Writes a `.bin` file atomically.
-pub fn write(path: &Path, tokens: &[u16]) -> Result<()> {
+/// Writes a `.bin` file atomically. Every token must fit into `width`.
+pub fn write<T: Copy + Into<u32>>(path: &Path, tokens: &[T], width: Width) -> Result<()> {
     ensure!(
         (1..=MAX_SHARD_TOKENS).contains(&tokens.len()),
         "cannot write {}: expected 1 to {MAX_SHARD_TOKENS} tokens, found {}",
@@ -117,9 +155,16 @@ pub fn write(path: &Path, tokens: &[u16]) -> Result<()> {
         tokens.len()
     );
     atomic_file::write(path, |out| {
-        out.write_all(&FORMAT.header_bytes(&[tokens.len() as i32]))?;
+        out.write_all(&width.format().header_bytes(&[tokens.len() as i32]))?;
+        let mut bytes = Vec::new();
         for chunk in tokens.chunks(1 << 16) {
-            out.write_all(&chunk.iter().flat_map(|t| t.to_le_bytes()).collect::<Vec<_>>())?;
+            bytes.clear();
+            for &token in chunk {
+                let token: u32 = token.into();
+                debug_assert!(width == Width::U32 || token <= u32::from(u16::MAX), "token {token} in 16 bits");
+                bytes.extend_from_slice(&token.to_le_bytes()[..width.bytes()]);
+            }
+            out.write_all(&bytes)?;
         }
         Ok(())
     })
@@ -143,7 +188,7 @@ mod tests {
     fn written_file_has_the_llm_c_layout_and_can_be_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("shard.bin");
-        write(&path, &[50256, 1, 258]).unwrap();
+        write(&path, &[50256u16, 1, 258], Width::U16).unwrap();
         let bytes = fs::read(&path).unwrap();
         assert_eq!(bytes.len(), 1024 + 6);
         assert_eq!(bytes[..12], [0x88, 0xd8, 0x34, 1, 1, 0, 0, 0, 3, 0, 0, 0]);
@@ -155,12 +200,26 @@ mod tests {
         assert_eq!((tokens.len(), two), (3, [1, 258]));
     }
 
+    #[test]
+    fn wide_file_has_the_llama_layout_and_can_be_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("shard.bin");
+        write(&path, &[128_000u32, 7], Width::of_vocab(128_256)).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        assert_eq!(bytes[..12], [0xa1, 0xd9, 0x34, 1, 7, 0, 0, 0, 2, 0, 0, 0]);
+        assert_eq!(bytes[1024..], [0, 0xf4, 1, 0, 7, 0, 0, 0]);
+        let mut one = [0];
+        Tokens::open(&path).unwrap().read(1, &mut one).unwrap();
+        assert_eq!(one, [7]);
+        assert_eq!([65_536, 65_537].map(Width::of_vocab), [Width::U16, Width::U32]);
+    }
+
     /// The file is sparse, so it takes almost no disk space.
     #[test]
     fn last_tokens_of_the_largest_shard_can_be_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("shard.bin");
-        write(&path, &[1]).unwrap();
+        write(&path, &[1u16], Width::U16).unwrap();
         let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
         file.write_all_at(&i32::MAX.to_le_bytes(), 8).unwrap();
         let bytes = (HEADER_BYTES + 2 * MAX_SHARD_TOKENS) as u64;
@@ -176,7 +235,7 @@ mod tests {
     fn errors_name_the_file_and_the_expected_and_found_values() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("good.bin");
-        write(&path, &[7; 100]).unwrap();
+        write(&path, &[7u16; 100], Width::U16).unwrap();
         let good = fs::read(&path).unwrap();
         let with = |word: usize, value: i32| {
             let mut bytes = good.clone();
@@ -189,8 +248,8 @@ mod tests {
                 .contains("truncated: expected 1224 bytes for the 100 tokens in the header, found 1222")
         );
         assert!(error_of(&[&good[..], &[0]].concat()).contains("too long"));
-        assert!(with(0, 20240326).contains("expected magic 20240520, found 20240326"));
-        assert!(with(1, 7).contains("expected token file version 1, found 7"));
+        assert!(with(0, 20240326).contains("expected magic 20240520 or 20240801, found 20240326"));
+        assert!(with(1, 2).contains("expected token file version 1, found 2"));
         assert!(with(2, -5).contains("found -5"));
         assert!(with(2, 0).contains("found 0"));
         assert!(with(2, i32::MAX).contains("truncated"));

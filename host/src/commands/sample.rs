@@ -5,10 +5,10 @@ use crate::sample::{Sampling, generate};
 use crate::values::{count, non_negative, seed, whole_number};
 use anyhow::Result;
 use checkpoint::model_file::ModelFile;
-use data::tokenizer::Tokenizer;
 use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
+use tokenizer::Tokenizer;
 
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
@@ -47,7 +47,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let descriptor = file.descriptor();
     let tokenizer = Tokenizer::of_vocab(descriptor.vocab)?;
     let mut prompt = vec![tokenizer.document()];
-    prompt.extend(tokenizer.encode(&args.prompt));
+    prompt.extend(tokenizer.encode_with_special(&args.prompt)?);
     let mut engine = args.hardware.open_quietly()?;
     let t = descriptor.max_seq_len.min(prompt.len() + args.tokens);
     let model = load(file, 1, t, &mut *engine)?;

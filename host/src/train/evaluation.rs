@@ -5,8 +5,8 @@ use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
-use data::tokenizer::Tokenizer;
 use model::{Training, Unit};
+use tokenizer::Tokenizer;
 
 impl Run<'_> {
     pub(super) fn validate(&mut self, step: usize, session: &mut Session) -> Result<()> {
@@ -44,7 +44,7 @@ impl Run<'_> {
         self.console.hellaswag(step, score)
     }
 
-    pub(super) fn sample(&mut self, tokenizer: Tokenizer, session: &mut Session) -> Result<()> {
+    pub(super) fn sample(&mut self, tokenizer: &Tokenizer, session: &mut Session) -> Result<()> {
         // The seed is fixed, so that samples differ only by what the model has learned.
         let sampling = Sampling { top_k: 0, temperature: 1.0, seed: 1337 };
         let mut tokens = Vec::new();

@@ -14,7 +14,6 @@ use crate::signals::Stop;
 use anyhow::{Context, Error, Result, bail};
 use checkpoint::RunState;
 use checkpoint::writer::CheckpointWriter;
-use data::tokenizer::Tokenizer;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
 use engine::ops::AdamW;
@@ -25,6 +24,7 @@ use model::schedule::Schedule;
 use model::{Gpt2, TrainStep, Training};
 use std::path::PathBuf;
 use std::time::Duration;
+use tokenizer::Tokenizer;
 
 /// Settings of the loop. An interval ("every") counts steps; the end of the run counts as due; `None` means never.
 #[derive(Clone, Debug)]
@@ -225,7 +225,7 @@ impl Run<'_> {
         Due {
             validate: evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some())),
             score: evaluate && self.hellaswag.is_some() && due(val_every),
-            sample: self.tokenizer.filter(|_| evaluate && due(sample_every) && samples),
+            sample: self.tokenizer.clone().filter(|_| evaluate && due(sample_every) && samples),
             save: step > first && (due(checkpoint_every) || stop),
             end: last || stop,
             evaluated: evaluate,
@@ -239,7 +239,7 @@ impl Run<'_> {
         if due.score {
             self.score(step, session)?;
         }
-        if let Some(tokenizer) = due.sample {
+        if let Some(tokenizer) = &due.sample {
             self.sample(tokenizer, session)?;
         }
         self.state.progress.evaluated |= due.evaluated;

@@ -20,7 +20,6 @@ use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use checkpoint::{RunState, fingerprint};
-use data::tokenizer::Tokenizer;
 use data::{Loader, MultipleChoice, Prefetch};
 use directory::OutDirectory;
 use distributed::Ranks;
@@ -32,6 +31,7 @@ use model::schedule::Schedule;
 use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
+use tokenizer::Tokenizer;
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {

@@ -6,12 +6,12 @@ use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
 use checkpoint::model_file::ModelFile;
-use data::tokenizer::{BYTE_VOCAB, Tokenizer};
 use data::{Geometry, Loader, MultipleChoice, Tokens};
 use engine::open::Opened;
 use model::Descriptor;
 use model::descriptor::GPT2_VOCAB;
 use std::path::Path;
+use tokenizer::{BYTE_VOCAB, Tokenizer};
 
 /// The complete settings of a run. Nothing has been computed or written yet.
 pub struct Resolved {
@@ -262,7 +262,7 @@ fn shape(
 fn tokens(options: &Options, descriptor: Descriptor) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
     let Some(train) = &options.train else {
         let tokenizer = Tokenizer::of_vocab(descriptor.vocab).context("the built-in corpus")?;
-        let (train, val) = corpus::tokens(tokenizer);
+        let (train, val) = corpus::tokens(&tokenizer)?;
         return Ok((vec![train], Some(vec![val])));
     };
     let train = Tokens::open_all(train).context("--train")?;

@@ -1,0 +1,37 @@
+//! The alphabet in which GPT-2's vocabulary files write bytes as printable characters
+//! ([encoder.py](https://github.com/openai/gpt-2/blob/master/src/encoder.py), `bytes_to_unicode`).
+
+/// Returns the character of a byte: itself if it is printable, else one of the characters from U+0100 on.
+pub fn character(byte: u8) -> char {
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if printable(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|&other| !printable(other)).count() as u32;
+    char::from_u32(0x100 + before).expect("68 characters follow U+0100")
+}
+
+/// Returns the bytes of a token in this alphabet, or its UTF-8 bytes if it has other characters.
+pub fn bytes(token: &str) -> Vec<u8> {
+    let byte = |c: char| match c as u32 {
+        0x100..=0x143 => (0..=255).find(|&byte| character(byte) == c),
+        0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => u8::try_from(c as u32).ok(),
+        _ => None,
+    };
+    token.chars().map(byte).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.as_bytes().to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alphabet_is_a_bijection_with_the_known_characters() {
+        for byte in 0..=255 {
+            assert_eq!(bytes(&character(byte).to_string()), [byte], "{byte}");
+        }
+        assert_eq!([b' ', b'\n', b'a', 0x7f, 0xad].map(character), ['Ġ', 'Ċ', 'a', 'ġ', 'Ń']);
+        assert_eq!(bytes("Ġhi"), b" hi");
+        assert_eq!(bytes("中"), "中".as_bytes());
+    }
+}

@@ -1,0 +1,334 @@
+//! Tokenizers: text to token ids and back.
+//!
+//! GPT-2's encoding and plain bytes are built in. [`Tokenizer::open`] reads Hugging Face's `tokenizer.json` and Llama 3's
+//! `tokenizer.model`. Token files and the choice of a tokenizer for a data set do not belong here.
+
+#![warn(missing_docs)]
+
+mod bpe;
+mod classes;
+mod split;
+mod tiktoken_file;
+
+use aho_corasick::AhoCorasick;
+use anyhow::{Context, Result, bail, ensure};
+use bpe::Bpe;
+use split::Pattern;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+use xxhash_rust::xxh3::Xxh3;
+
+/// Vocabulary size of GPT-2's encoding.
+pub const GPT2_VOCAB: usize = 50257;
+
+/// Vocabulary size of the byte-level encoding.
+pub const BYTE_VOCAB: usize = 256;
+
+/// GPT-2's special token, which precedes each document.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// Special tokens that may precede each document, the preferred one first.
+const DOCUMENT_TOKENS: [&str; 5] = [END_OF_TEXT, "<|begin_of_text|>", "<|end_of_text|>", "<s>", "</s>"];
+
+/// A mapping between text and token ids. Clones share the vocabulary.
+#[derive(Clone, Debug)]
+pub struct Tokenizer(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    name: String,
+    encoding: Encoding,
+    special: Vec<Special>,
+    /// Finds special tokens in text; the index of a pattern is its index in `special`.
+    matcher: AhoCorasick,
+    vocab: usize,
+    document: u32,
+    /// Hash of the vocabulary.
+    fingerprint: u64,
+}
+
+#[derive(Debug)]
+enum Encoding {
+    Bytes,
+    Bpe(Bpe),
+    HuggingFace(Box<tokenizers::Tokenizer>),
+}
+
+/// A token that ordinary text never produces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Special {
+    /// The text that stands for the token, such as `<|endoftext|>`.
+    pub text: String,
+    /// The id.
+    pub id: u32,
+}
+
+/// The identity of a tokenizer. Equal identities encode every text alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// `gpt2`, `bytes`, or the name of the file.
+    pub name: String,
+    /// Number of ids.
+    pub vocab: usize,
+    /// Hash of the vocabulary: xxh3 of each id and its bytes, as 16 hexadecimal digits.
+    pub fingerprint: String,
+}
+
+static GPT2: LazyLock<Tokenizer> = LazyLock::new(|| {
+    let ranks = tiktoken_rs::r50k_base_singleton();
+    let token = |id| ranks.decode_bytes(&[id]).expect("r50k has an id for each rank").into_boxed_slice();
+    let tokens = (0..GPT2_VOCAB as u32 - 1).map(token).collect();
+    let bpe = Bpe::new(Pattern::Gpt2, tokens).expect("r50k is a byte-level encoding");
+    let special = vec![Special { text: END_OF_TEXT.into(), id: GPT2_VOCAB as u32 - 1 }];
+    Tokenizer::new("gpt2", Encoding::Bpe(bpe), special, GPT2_VOCAB).expect("the special token precedes documents")
+});
+
+impl Tokenizer {
+    /// Returns GPT-2's encoding: 50,257 tokens.
+    pub fn gpt2() -> Self {
+        GPT2.clone()
+    }
+
+    /// Returns the byte-level encoding: the id of a byte is its value. A newline precedes each document.
+    pub fn bytes() -> Self {
+        Self::new("bytes", Encoding::Bytes, Vec::new(), BYTE_VOCAB).expect("a newline precedes documents")
+    }
+
+    /// Returns the built-in tokenizer of a model with this vocabulary size.
+    pub fn of_vocab(vocab: usize) -> Result<Self> {
+        match vocab {
+            GPT2_VOCAB => Ok(Self::gpt2()),
+            BYTE_VOCAB => Ok(Self::bytes()),
+            _ => bail!(
+                "no built-in tokenizer has {vocab} tokens: expected {GPT2_VOCAB} (GPT-2) or {BYTE_VOCAB} (bytes); pass the \
+                 model's tokenizer with --tokenizer FILE"
+            ),
+        }
+    }
+
+    /// Returns the tokenizer that a user names: `gpt2`, `bytes`, or the path of a file or a directory for [`open`](Self::open).
+    pub fn named(name: &str) -> Result<Self> {
+        match name {
+            "gpt2" => Ok(Self::gpt2()),
+            "bytes" => Ok(Self::bytes()),
+            path => Self::open(Path::new(path)),
+        }
+    }
+
+    /// Opens a `tokenizer.json` (Hugging Face) or a `tokenizer.model` (Llama 3), or a directory that contains one of them.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = if path.is_dir() { find_in(path)? } else { path.to_owned() };
+        let name = file.display().to_string();
+        let bytes = fs::read(&file).with_context(|| {
+            format!(
+                "cannot read the tokenizer {name}: expected gpt2, bytes, a tokenizer.json or Llama 3's tokenizer.model"
+            )
+        })?;
+        let text = std::str::from_utf8(&bytes).ok().with_context(|| {
+            format!(
+                "{name}: expected a tokenizer.json or a tiktoken file with base64 lines, found binary data; SentencePiece \
+                 models are not supported: use the tokenizer.json of the model"
+            )
+        })?;
+        if text.trim_start().starts_with('{') { open_json(&name, text) } else { open_tiktoken(&name, text) }
+    }
+
+    fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize) -> Result<Self> {
+        let matcher = AhoCorasick::builder()
+            .match_kind(aho_corasick::MatchKind::LeftmostLongest)
+            .build(special.iter().map(|token| &token.text))
+            .with_context(|| format!("{name}: the special tokens cannot be searched"))?;
+        let document = match &encoding {
+            Encoding::Bytes => u32::from(b'\n'),
+            _ => {
+                DOCUMENT_TOKENS
+                    .iter()
+                    .find_map(|text| special.iter().find(|token| token.text == *text))
+                    .with_context(|| {
+                        format!(
+                            "{name}: expected a special token that precedes documents, one of {}",
+                            DOCUMENT_TOKENS.join(", ")
+                        )
+                    })?
+                    .id
+            }
+        };
+        let fingerprint = fingerprint(&encoding, &special);
+        Ok(Self(Arc::new(Inner { name: name.to_owned(), encoding, special, matcher, vocab, document, fingerprint })))
+    }
+
+    /// Returns the name: `gpt2`, `bytes`, or the path of the file.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Returns the number of ids.
+    pub fn vocab(&self) -> usize {
+        self.0.vocab
+    }
+
+    /// Returns the token that precedes each document: `<|endoftext|>` for GPT-2, `<|begin_of_text|>` for Llama 3, a newline for
+    /// bytes.
+    pub fn document(&self) -> u32 {
+        self.0.document
+    }
+
+    /// Returns the special tokens.
+    pub fn special(&self) -> &[Special] {
+        &self.0.special
+    }
+
+    /// Returns the identity.
+    pub fn identity(&self) -> Identity {
+        let Inner { name, vocab, fingerprint, .. } = &*self.0;
+        Identity { name: name.clone(), vocab: *vocab, fingerprint: format!("{fingerprint:016x}") }
+    }
+
+    /// Reports whether the ids of a text are those of its parts, if it is divided between a line break and a non-whitespace
+    /// character that both follow a non-whitespace character.
+    pub fn divides_at_line_breaks(&self) -> bool {
+        !matches!(self.0.encoding, Encoding::HuggingFace(_))
+    }
+
+    /// Returns the ids of plain text. Special tokens in the text are encoded as ordinary text.
+    ///
+    /// Fails only if a `tokenizer.json` cannot encode the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        self.encode_plain(text, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// Returns the ids of text. Special tokens in the text become their ids.
+    pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let mut plain = 0;
+        for found in self.0.matcher.find_iter(text) {
+            self.encode_plain(&text[plain..found.start()], &mut ids)?;
+            ids.push(self.0.special[found.pattern().as_usize()].id);
+            plain = found.end();
+        }
+        self.encode_plain(&text[plain..], &mut ids)?;
+        Ok(ids)
+    }
+
+    fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
+        match &self.0.encoding {
+            Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),
+            Encoding::Bpe(bpe) => bpe.encode(text, ids),
+            Encoding::HuggingFace(tokenizer) if !text.is_empty() => {
+                let encoding = tokenizer.encode_fast(text, false);
+                let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
+                ids.extend_from_slice(encoding.get_ids());
+            }
+            Encoding::HuggingFace(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes of tokens, which may end inside a character. Ids outside the vocabulary, such as those of a padded
+    /// vocabulary, decode to nothing.
+    pub fn decode(&self, ids: &[u32]) -> Vec<u8> {
+        let special = |id: u32| self.0.special.iter().find(|token| token.id == id).map(|token| token.text.as_bytes());
+        match &self.0.encoding {
+            Encoding::Bytes => ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect(),
+            Encoding::Bpe(bpe) => {
+                let bytes = |&id: &u32| bpe.tokens().get(id as usize).map(|token| &**token).or_else(|| special(id));
+                ids.iter().filter_map(bytes).flatten().copied().collect()
+            }
+            Encoding::HuggingFace(tokenizer) => tokenizer.decode(ids, false).unwrap_or_default().into_bytes(),
+        }
+    }
+
+    /// Decodes tokens to text. Invalid UTF-8 becomes U+FFFD.
+    pub fn text(&self, ids: &[u32]) -> String {
+        String::from_utf8_lossy(&self.decode(ids)).into_owned()
+    }
+}
+
+impl PartialEq for Tokenizer {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.vocab == other.0.vocab && self.0.fingerprint == other.0.fingerprint
+    }
+}
+
+impl fmt::Display for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} tokens)", self.0.name, self.0.vocab)
+    }
+}
+
+/// Returns the tokenizer file in a directory.
+fn find_in(directory: &Path) -> Result<PathBuf> {
+    let candidates = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"].map(|name| directory.join(name));
+    let Some(found) = candidates.into_iter().find(|file| file.is_file()) else {
+        bail!("{}: expected tokenizer.json or tokenizer.model in this directory, found neither", directory.display());
+    };
+    Ok(found)
+}
+
+fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
+    let (bpe, special) = tiktoken_file::parse(name, text)?;
+    let vocab = bpe.tokens().len() + special.len();
+    Tokenizer::new(name, Encoding::Bpe(bpe), special, vocab)
+}
+
+fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
+    let mut tokenizer: tokenizers::Tokenizer =
+        text.parse().map_err(|error| anyhow::anyhow!("{name}: not a valid tokenizer.json: {error}"))?;
+    // A data set is never truncated or padded.
+    tokenizer.with_padding(None);
+    tokenizer
+        .with_truncation(None)
+        .map_err(|error| anyhow::anyhow!("{name}: truncation cannot be disabled: {error}"))?;
+    // Ordinary text must not become special tokens; `encode_with_special` handles them.
+    tokenizer.set_encode_special_tokens(true);
+    let mut special: Vec<Special> = tokenizer
+        .get_added_tokens_decoder()
+        .into_iter()
+        .filter(|(_, token)| token.special)
+        .map(|(id, token)| Special { text: token.content, id })
+        .collect();
+    special.sort_by_key(|token| token.id);
+    // Ids may have gaps, so the vocabulary extends to the highest id.
+    let highest = tokenizer.get_vocab(true).into_values().max();
+    let vocab = highest.with_context(|| format!("{name}: expected a vocabulary, found none"))? as usize + 1;
+    ensure!(i32::try_from(vocab).is_ok(), "{name}: expected ids below {}, found {}", i32::MAX, vocab - 1);
+    Tokenizer::new(name, Encoding::HuggingFace(Box::new(tokenizer)), special, vocab)
+}
+
+/// Returns a hash of all ids and their bytes.
+fn fingerprint(encoding: &Encoding, special: &[Special]) -> u64 {
+    let mut hash = Xxh3::new();
+    let mut add = |id: u32, bytes: &[u8]| {
+        hash.update(&id.to_le_bytes());
+        hash.update(&(bytes.len() as u32).to_le_bytes());
+        hash.update(bytes);
+    };
+    match encoding {
+        Encoding::Bytes => (0..=255).for_each(|byte: u8| add(u32::from(byte), &[byte])),
+        Encoding::Bpe(bpe) => bpe.tokens().iter().enumerate().for_each(|(id, token)| add(id as u32, token)),
+        Encoding::HuggingFace(tokenizer) => {
+            // Byte-level vocabularies store bytes as other characters; this restores them, so that the hash does not depend on
+            // the file format.
+            let mut tokens: Vec<(u32, String)> =
+                tokenizer.get_vocab(false).into_iter().map(|(t, id)| (id, t)).collect();
+            tokens.retain(|(id, _)| !special.iter().any(|token| token.id == *id));
+            tokens.sort();
+            for (id, token) in &tokens {
+                add(*id, &byte_level::bytes(token));
+            }
+        }
+    }
+    for token in special {
+        add(token.id, token.text.as_bytes());
+    }
+    hash.digest()
+}
+
+mod byte_level;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,143 @@
+use super::*;
+use proptest::prelude::*;
+
+fn gpt2(text: &str) -> Vec<u32> {
+    Tokenizer::gpt2().encode(text).unwrap()
+}
+
+/// Writes a tokenizer.json with GPT-2's split pattern, all bytes, one merge and two special tokens.
+fn small_json() -> (tempfile::TempDir, PathBuf) {
+    let mut vocab: Vec<String> = (0..=255).map(|byte| byte_level::character(byte).to_string()).collect();
+    vocab.push("Ġh".into());
+    let escaped = |token: &String| token.replace('\\', "\\\\").replace('"', "\\\"");
+    let entry = |(id, token): (usize, &String)| format!("\"{}\": {id}", escaped(token));
+    let vocab: Vec<String> = vocab.iter().enumerate().map(entry).collect();
+    let special = |id, text| {
+        format!(
+            r#"{{"id": {id}, "content": "{text}", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}}"#
+        )
+    };
+    let text = format!(
+        r#"{{"version": "1.0", "truncation": {{"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}},
+        "padding": null, "added_tokens": [{}, {}], "normalizer": null,
+        "pre_tokenizer": {{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}},
+        "post_processor": null, "decoder": {{"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}},
+        "model": {{"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": {{{}}}, "merges": ["Ġ h"]}}}}"#,
+        special(257, "<|endoftext|>"),
+        special(258, "<|pad|>"),
+        vocab.join(", ")
+    );
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("tokenizer.json");
+    fs::write(&path, text).unwrap();
+    (directory, path)
+}
+
+#[test]
+fn ids_match_gpt2() {
+    assert_eq!(gpt2("Hello, world!"), [15496, 11, 995, 0]);
+    assert_eq!(gpt2("First Citizen:\nBefore we proceed"), [5962, 22307, 25, 198, 8421, 356, 5120]);
+    assert_eq!(Tokenizer::gpt2().text(&[50256, 15496]), "<|endoftext|>Hello");
+    assert_eq!(Tokenizer::gpt2().text(&[60000]), "");
+    assert_eq!(Tokenizer::bytes().encode("né").unwrap(), [110, 0xc3, 0xa9]);
+    assert_eq!(Tokenizer::bytes().text(&[0xc3, 256]), "\u{fffd}");
+}
+
+#[test]
+fn special_tokens_are_recognized_on_request() {
+    let text = "a<|endoftext|><|endoftext|>b";
+    let with = Tokenizer::gpt2().encode_with_special(text).unwrap();
+    assert_eq!(with, [64, 50256, 50256, 65]);
+    let plain = gpt2(text);
+    assert!(!plain.contains(&50256));
+    assert_eq!(Tokenizer::gpt2().text(&plain), text);
+    assert_eq!(Tokenizer::bytes().encode_with_special("<|endoftext|>").unwrap().len(), 13);
+}
+
+#[test]
+fn long_runs_match_tiktoken() {
+    let reference = tiktoken_rs::r50k_base_singleton();
+    for unit in [" ", "\n", "a", "é", "7", "!", "\u{3000}", "ab", "=-"] {
+        let text = format!("before {} after", unit.repeat(700));
+        assert_eq!(gpt2(&text), reference.encode_ordinary(&text), "{unit:?}");
+    }
+    // Linear time: the reference takes minutes for a run of this length.
+    assert_eq!(Tokenizer::gpt2().text(&gpt2(&"a".repeat(1 << 20))).len(), 1 << 20);
+}
+
+#[test]
+fn tokenizer_json_encodes_like_its_vocabulary() {
+    let (directory, path) = small_json();
+    let tokenizer = Tokenizer::open(&path).unwrap();
+    assert_eq!(tokenizer, Tokenizer::open(directory.path()).unwrap());
+    assert_eq!((tokenizer.vocab(), tokenizer.document()), (259, 257));
+    let id = |c: char| u32::from(c as u8);
+    assert_eq!(tokenizer.encode(" hé").unwrap(), [256, 0xc3, 0xa9]);
+    assert_eq!(tokenizer.encode("<|pad|>").unwrap(), "<|pad|>".chars().map(id).collect::<Vec<_>>());
+    assert_eq!(tokenizer.encode_with_special("a<|pad|>").unwrap(), [id('a'), 258]);
+    assert_eq!(tokenizer.text(&[256, 0xc3, 0xa9, 257]), " hé<|endoftext|>");
+}
+
+#[test]
+fn identities_differ_with_the_vocabulary() {
+    let (directory, path) = small_json();
+    let tokenizer = Tokenizer::open(&path).unwrap();
+    let other = directory.path().join("other.json");
+    fs::write(&other, fs::read_to_string(&path).unwrap().replace("\"<|pad|>\"", "\"<|end|>\"")).unwrap();
+    assert_ne!(tokenizer, Tokenizer::open(&other).unwrap());
+    assert_ne!(Tokenizer::gpt2(), Tokenizer::bytes());
+    assert_eq!(Tokenizer::gpt2().identity().vocab, GPT2_VOCAB);
+    assert_eq!(Tokenizer::named("gpt2").unwrap(), Tokenizer::of_vocab(GPT2_VOCAB).unwrap());
+}
+
+#[test]
+fn unusable_files_are_errors_that_name_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let error = |name: &str, bytes: &[u8]| {
+        let path = directory.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        let message = format!("{:#}", Tokenizer::open(&path).unwrap_err());
+        assert!(message.contains(name), "{message}");
+        message
+    };
+    assert!(error("a.json", b"{}").contains("not a valid tokenizer.json"));
+    assert!(error("b.model", &[0xff, 0xfe, 0]).contains("SentencePiece"));
+    assert!(error("c.model", b"hello").contains("expected a base64 token"));
+    let (_keep, path) = small_json();
+    let text = fs::read_to_string(path).unwrap().replace("<|endoftext|>", "<|stop|>");
+    assert!(error("d.json", text.as_bytes()).contains("special token that precedes documents"));
+    let empty = tempfile::tempdir().unwrap();
+    assert!(Tokenizer::open(empty.path()).unwrap_err().to_string().contains("found neither"));
+    assert!(format!("{:#}", Tokenizer::named("/nowhere/t.json").unwrap_err()).contains("/nowhere/t.json"));
+    assert!(Tokenizer::of_vocab(300).unwrap_err().to_string().contains("has 300 tokens"));
+}
+
+proptest! {
+    #[test]
+    fn ids_match_tiktoken(text in "(?s)\\PC*|.{0,200}|([a-zA-Zé中0-9½.!'\u{345} \n\t\r\u{a0}]{0,6}){0,40}") {
+        let tokenizer = Tokenizer::gpt2();
+        let ids = tokenizer.encode(&text).unwrap();
+        prop_assert_eq!(&ids, &tiktoken_rs::r50k_base_singleton().encode_ordinary(&text));
+        prop_assert_eq!(tokenizer.text(&ids), text);
+    }
+
+
+    #[test]
+    fn llama3_pieces_match_a_regex(text in "(?s).{0,60}|([a-zA-Zſé中0-9½.!'\u{345} \n\t\r\u{a0}]{0,6}){0,20}") {
+        let pattern = concat!(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
+            r"\s*[\r\n]+|\s+(?!\S)|\s+"
+        );
+        let regex = fancy_regex::Regex::new(pattern).unwrap();
+        let expected: Vec<&str> = regex.find_iter(&text).map(|found| found.unwrap().as_str()).collect();
+        let (mut rest, mut pieces) = (text.as_str(), Vec::new());
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at(Pattern::Llama3.piece(rest));
+            pieces.push(piece);
+            rest = after;
+        }
+        prop_assert_eq!(pieces, expected);
+    }
+}
