@@ -161,7 +161,7 @@ pub fn write<T: Copy + Into<u32>>(path: &Path, tokens: &[T], width: Width) -> Re
             bytes.clear();
             for &token in chunk {
                 let token: u32 = token.into();
-                debug_assert!(width == Width::U32 || token <= u32::from(u16::MAX), "token {token} in 16 bits");
+                debug_assert!(width == Width::U32 || u16::try_from(token).is_ok(), "token {token} in 16 bits");
                 bytes.extend_from_slice(&token.to_le_bytes()[..width.bytes()]);
             }
             out.write_all(&bytes)?;
