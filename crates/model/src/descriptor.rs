@@ -61,8 +61,7 @@ pub enum DescriptorError {
 /// Limits within which planning cannot overflow, for batches of less than 2^31 tokens.
 const MOST_LAYERS: usize = 8192;
 const MOST_PARAMETERS: u128 = 1 << 41;
-/// Tokens are stored in 16 bits.
-const MOST_VOCAB: usize = 1 << 16;
+const MOST_VOCAB: usize = 1 << 20;
 
 impl Descriptor {
     /// Creates a custom shape.
@@ -203,13 +202,13 @@ mod tests {
     fn shapes_beyond_the_limits_are_rejected() {
         let error = |l, h, c, t, v| Descriptor::new(l, h, c, t, v).unwrap_err().to_string();
         assert_eq!(error(8193, 1, 64, 8, 256), "layers must be at most 8192, found 8193");
-        assert_eq!(error(1, 1, 64, 8, 65_537), "vocab must be at most 65536, found 65537");
+        assert_eq!(error(1, 1, 64, 8, 1_048_577), "vocab must be at most 1048576, found 1048577");
         let many = usize::MAX;
         for (c, t) in [(1 << 20, 8), (64, 1 << 40), (many, 8), (64, many), (many, many)] {
             assert!(error(1, 1, c, t, 256).ends_with("parameters are beyond what any memory holds"), "{c} {t}");
         }
         assert_eq!(error(1, 1, 1 << 20, 8, 256), "13194416357376 parameters are beyond what any memory holds");
-        let largest = Descriptor::new(8192, 1, 4096, 1 << 20, 1 << 16).unwrap();
+        let largest = Descriptor::new(8192, 1, 4096, 1 << 20, 1 << 20).unwrap();
         assert!(largest.parameters() > 1 << 40);
     }
 

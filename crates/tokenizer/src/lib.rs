@@ -238,6 +238,14 @@ impl Tokenizer {
                 let bytes = |&id: &u32| bpe.tokens().get(id as usize).map(|token| &**token).or_else(|| special(id));
                 ids.iter().filter_map(bytes).flatten().copied().collect()
             }
+            Encoding::HuggingFace(tokenizer) if is_byte_level(tokenizer) => {
+                let bytes = |&id: &u32| {
+                    special(id)
+                        .map(<[u8]>::to_vec)
+                        .or_else(|| tokenizer.id_to_token(id).map(|token| byte_level::bytes(&token)))
+                };
+                ids.iter().filter_map(bytes).flatten().collect()
+            }
             Encoding::HuggingFace(tokenizer) => tokenizer.decode(ids, false).unwrap_or_default().into_bytes(),
         }
     }
@@ -258,6 +266,11 @@ impl fmt::Display for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({} tokens)", self.0.name, self.0.vocab)
     }
+}
+
+/// Reports whether tokens are bytes in GPT-2's alphabet, so that each token can be decoded by itself.
+fn is_byte_level(tokenizer: &tokenizers::Tokenizer) -> bool {
+    matches!(tokenizer.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_)))
 }
 
 /// Returns the tokenizer file in a directory.

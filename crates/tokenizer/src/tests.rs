@@ -77,6 +77,7 @@ fn tokenizer_json_encodes_like_its_vocabulary() {
     assert_eq!(tokenizer.encode(" hé").unwrap(), [256, 0xc3, 0xa9]);
     assert_eq!(tokenizer.encode("<|pad|>").unwrap(), "<|pad|>".chars().map(id).collect::<Vec<_>>());
     assert_eq!(tokenizer.encode_with_special("a<|pad|>").unwrap(), [id('a'), 258]);
+    assert_eq!(tokenizer.decode(&[0xc3, 1000]), [0xc3], "half of a character");
     assert_eq!(tokenizer.text(&[256, 0xc3, 0xa9, 257]), " hé<|endoftext|>");
 }
 

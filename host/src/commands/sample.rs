@@ -3,7 +3,7 @@
 use super::resources::{Hardware, load};
 use crate::sample::{Sampling, generate};
 use crate::values::{count, non_negative, seed, whole_number};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use checkpoint::model_file::ModelFile;
 use model::Unsharded;
 use std::io::{Write, stdout};
@@ -20,6 +20,10 @@ pub struct Sample {
     /// Text to continue [default: none; the model starts a new document]
     #[arg(short, long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
+
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: by the model's vocabulary size]
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
 
     /// Number of tokens to generate
     #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
@@ -45,7 +49,14 @@ pub struct Sample {
 pub fn run(args: &Sample) -> Result<()> {
     let file = ModelFile::open(&args.model)?;
     let descriptor = file.descriptor();
-    let tokenizer = Tokenizer::of_vocab(descriptor.vocab)?;
+    let tokenizer =
+        args.tokenizer.as_deref().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Tokenizer::named)?;
+    ensure!(
+        tokenizer.vocab() <= descriptor.vocab,
+        "--tokenizer {tokenizer}: expected at most {} tokens, the vocabulary of {}; use the model's tokenizer",
+        descriptor.vocab,
+        args.model.display()
+    );
     let mut prompt = vec![tokenizer.document()];
     prompt.extend(tokenizer.encode_with_special(&args.prompt)?);
     let mut engine = args.hardware.open_quietly()?;
