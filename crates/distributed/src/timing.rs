@@ -27,7 +27,7 @@ impl CommunicationTimings {
 /// A communicator that records a timestamp before and after each wait of the engine.
 pub struct TimedCommunicator {
     inner: Box<dyn Communicator>,
-    /// A small f32 tensor. ReadResult it yields a timestamp of the engine.
+    /// A small f32 tensor. Reading it returns a timestamp of the engine.
     probe: Tensor,
     timings: CommunicationTimings,
 }

@@ -72,8 +72,8 @@ impl TrainStep {
         Ok(capture_error)
     }
 
-    /// Forward pass, loss and backward pass of the loaded micro-batch. Gradients are reduced while the last one's backward pass runs,
-    /// under ZeRO-2 and 3 while every one's does.
+    /// Runs the forward pass, loss and backward pass of the loaded micro-batch. Gradients are reduced during the backward pass: of the
+    /// last micro-batch under ZeRO-0 and 1, of every micro-batch under ZeRO-2 and 3.
     fn micro_batch(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, last: bool) -> Result<Option<String>> {
         let (model, layout) = (&self.model, self.layout);
         let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);

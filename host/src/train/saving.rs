@@ -1,4 +1,4 @@
-//! CheckpointWriter of the training loop.
+//! Checkpoints of the training loop.
 
 use super::{Run, Session};
 use anyhow::Result;

@@ -69,7 +69,7 @@ const FOR_CORPUS: Defaults = Defaults {
 
 const VAL_BATCHES: usize = 20;
 
-/// LayerHooks, heads and channels of the default model for the built-in corpus. GPUs support its head size.
+/// Layers, heads and channels of the default model for the built-in corpus. GPUs support its head size.
 const SMALL: (usize, usize, usize) = (2, 2, 128);
 
 impl Resolved {
