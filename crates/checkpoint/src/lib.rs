@@ -17,6 +17,7 @@
 pub mod config;
 pub mod directory;
 pub mod fingerprint;
+pub mod finite;
 pub mod model_file;
 pub mod preflight;
 pub mod recovery;

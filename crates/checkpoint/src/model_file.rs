@@ -231,6 +231,41 @@ mod tests {
     }
 
     #[test]
+    fn non_finite_weights_are_an_error_that_names_the_tensor() {
+        let dir = tempfile::tempdir().unwrap();
+        let (model, mut engine) = initialized();
+        let path = dir.path().join("model.bin");
+        for dtype in [DType::F32, DType::Bf16] {
+            save(&path, &model, &mut engine, dtype).unwrap();
+            let good = fs::read(&path).unwrap();
+            let load_with = |changes: &[(usize, f32)]| {
+                let mut bytes = good.clone();
+                for &(element, value) in changes {
+                    let at = 1024 + element * dtype.bytes();
+                    match dtype {
+                        DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+                        DType::F32 | DType::I32 => bytes[at..at + 4].copy_from_slice(&value.to_le_bytes()),
+                    }
+                }
+                fs::write(&path, bytes).unwrap();
+                let (model, mut engine) = planned(model.descriptor);
+                ModelFile::open(&path).unwrap().load(&model, &mut engine).map_err(|error| format!("{error:#}"))
+            };
+            // wte (256, 8), wpe (16, 8), ln1w (2, 8), ln1b (2, 8), then qkvw (2, 24, 8).
+            let qkvw = 256 * 8 + 16 * 8 + 2 * 8 + 2 * 8;
+            let layer = 24 * 8;
+            let message = load_with(&[(qkvw + layer, f32::NAN), (qkvw + 2 * layer - 1, f32::NAN)]).unwrap_err();
+            assert!(message.contains("model.bin: qkvw of layer 1: expected finite values, found 2 NaN"), "{message}");
+            let message = load_with(&[(qkvw + layer - 1, f32::NEG_INFINITY)]).unwrap_err();
+            assert!(message.contains("qkvw of layer 0: expected finite values, found 1 infinite"), "{message}");
+            let message = load_with(&[(0, f32::NAN)]).unwrap_err();
+            assert!(message.contains("model.bin: wte: expected"), "{message}");
+            // The rows of wte beyond the vocabulary are not used.
+            assert_eq!(load_with(&[(200 * 8, f32::NAN)]), Ok(()));
+        }
+    }
+
+    #[test]
     fn invalid_files_are_rejected_when_opened() {
         let dir = tempfile::tempdir().unwrap();
         let (model, mut engine) = initialized();

@@ -172,11 +172,11 @@ impl StateFiles {
     pub fn load(&mut self, model: &Gpt2, master_weights: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
         let (m, v) = (model.state_store(training.m), model.state_store(training.v));
-        let blocks =
-            [Some(vec![m]), Some(vec![v]), self.has_master_weights.then(|| master_weights.into_iter().collect())];
-        for stores in blocks.into_iter().flatten() {
+        let masters: Vec<_> = master_weights.into_iter().collect();
+        let blocks = [("m", vec![m]), ("v", vec![v]), ("master weights", masters)];
+        for (name, stores) in blocks.into_iter().take(if self.has_master_weights { 3 } else { 2 }) {
             tensors::read(&mut self.files, self.shape, DType::F32, &stores, engine)
-                .with_context(|| format!("cannot load {}", self.path))?;
+                .with_context(|| format!("cannot load {name} of {}", self.path))?;
         }
         Ok(())
     }

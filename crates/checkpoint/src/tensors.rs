@@ -2,6 +2,7 @@
 //!
 //! The tensors follow each other in [`Param::ALL`] order without gaps. All layers of a tensor are together.
 
+use crate::finite::NonFinite;
 use anyhow::{Context, Result};
 use engine::Engine;
 use engine::tensor::{DType, Tensor};
@@ -67,7 +68,7 @@ pub fn write(out: &mut impl Write, layout: &Params, block: &[u8], size: usize) -
 }
 
 /// Reads all tensors from `files` into `stores`. Each file contains its share of every tensor of every layer, of type `dtype`.
-/// Each store receives only the ranges that it holds.
+/// Each store receives only the ranges that it holds. NaN and infinite values are an error that names the tensor.
 pub fn read<R: Read + Seek>(
     files: &mut [BufReader<R>],
     shape: FileShape,
@@ -81,6 +82,7 @@ pub fn read<R: Read + Seek>(
     for (param, layer) in Params::new(shape.descriptor).file_order() {
         let len = shape.tensor_elements(param);
         let used = if param == Param::Wte { vocab * channels } else { len };
+        let mut non_finite = NonFinite::default();
         let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
         for (rank, file) in files.iter_mut().enumerate() {
             let share = Shard { rank, ranks }.of(len);
@@ -93,6 +95,7 @@ pub fn read<R: Read + Seek>(
                 }
                 bytes.resize(chunk.len() * dtype.bytes(), 0);
                 file.read_exact(&mut bytes).with_context(|| format!("cannot read {}", param.name()))?;
+                non_finite.add(&bytes[..chunk.end.min(used).saturating_sub(chunk.start) * dtype.bytes()], dtype);
                 for (kept, tensor) in &held {
                     let wanted = wanted(kept);
                     if !wanted.is_empty() {
@@ -103,8 +106,14 @@ pub fn read<R: Read + Seek>(
                 }
             }
         }
+        non_finite.check(&name(param, layer))?;
     }
     Ok(())
+}
+
+/// Returns the name of a tensor of one layer in messages.
+fn name(param: Param, layer: usize) -> String {
+    if param.layered() { format!("{} of layer {layer}", param.name()) } else { param.name().to_owned() }
 }
 
 /// Converts elements of type `dtype` to the type of the tensor `to` and writes them.
