@@ -8,13 +8,15 @@ mod targets;
 
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
-use targets::{CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MODEL, SIDECAR, STATE, TOKENIZER, TOKENS, Target};
+use targets::{
+    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MMLU, MODEL, SIDECAR, STATE, TOKENIZER, TOKENS, Target,
+};
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-static TARGETS: [&Target; 10] =
-    [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &CONFIG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &TOKENIZER];
+static TARGETS: [&Target; 11] =
+    [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &CONFIG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &MMLU, &TOKENIZER];
 
 /// Returns copies of a file with one of its first words replaced, truncated copies, and copies with trailing bytes.
 fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {

@@ -1,4 +1,4 @@
-//! HellaSwag: the evaluation file against one written by `scripts/hellaswag_reference.py`, and scores against losses
+//! HellaSwag: the evaluation file against one written by `scripts/multiple_choice_reference.py`, and scores against losses
 //! computed from the logits of one row at a time.
 
 use data::hellaswag;

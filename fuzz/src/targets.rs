@@ -10,7 +10,7 @@ use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::{Geometry, Loader, Tokens, hellaswag, tokens};
+use data::{Geometry, Loader, Tokens, hellaswag, mmlu, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
 use engine::{Algorithms, Engine};
@@ -55,6 +55,8 @@ pub static CONFIG: Target = Target { name: "config", read: read_config, seeds: c
 pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluation, seeds: evaluation_files };
 /// HellaSwag in JSON lines.
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
+/// MMLU's CSV files.
+pub static MMLU: Target = Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files };
 /// Text and tokens.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 
@@ -312,6 +314,22 @@ fn read_hellaswag(data: &[u8]) -> Result<()> {
 fn hellaswag_files() -> Vec<Vec<u8>> {
     let line = r#"{"ind": 1, "ctx": "He", "label": 2, "endings": ["eats.", "sl\u0065eps \ud83d\ude42", "", "né"]}"#;
     vec![line.into(), format!("{line}\n\n{line}\r\n").into()]
+}
+
+/// Reads the questions twice: as they are, and with shortened contexts.
+fn read_mmlu(data: &[u8]) -> Result<()> {
+    as_file(data, |path| {
+        let files = [path.to_owned()];
+        let longest = mmlu::read(&files, usize::MAX)?.examples.iter().map(Example::longest).max().unwrap_or(0);
+        let short = mmlu::read(&files, longest - 1)?;
+        assert!(short.shortened > 0 && short.examples.iter().all(|example| example.longest() < longest));
+        Ok(())
+    })
+}
+
+fn mmlu_files() -> Vec<Vec<u8>> {
+    let rows = "What is 2 + 2?,3,4,5,22,B\n\"Which, \"\"if\"\" any?\nné\",nan,,\" c, d \",9,D\r\n";
+    vec!["Q,1,2,3,4,A".into(), rows.into()]
 }
 
 fn encode_and_decode(data: &[u8]) -> Result<()> {

@@ -9,6 +9,7 @@
 pub mod header;
 pub mod hellaswag;
 pub mod loader;
+pub mod mmlu;
 pub mod multiple_choice;
 pub mod prefetch;
 pub mod text;

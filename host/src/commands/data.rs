@@ -1,15 +1,17 @@
-//! `data`: converts text to token files, and HellaSwag to an evaluation file.
+//! `data`: converts text to token files, and HellaSwag and MMLU to evaluation files.
 
 use crate::hints::Invocation;
 use crate::values::{count, fraction};
 use anyhow::Result;
-use data::{hellaswag, multiple_choice, text, tinyshakespeare};
+use data::mmlu::{self, Split};
+use data::multiple_choice::{self, Example};
+use data::{hellaswag, text, tinyshakespeare};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fs;
 use std::io::{IsTerminal, Write, stderr, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Convert text to token files (.bin), and HellaSwag to an evaluation file, with the GPT-2 encoding
+/// Convert text to token files (.bin), and HellaSwag and MMLU to evaluation files, with the GPT-2 encoding
 #[derive(Debug, clap::Args)]
 pub struct Data {
     #[command(subcommand)]
@@ -21,6 +23,7 @@ enum Source {
     Text(Text),
     Tinyshakespeare(Tinyshakespeare),
     Hellaswag(Hellaswag),
+    Mmlu(Mmlu),
 }
 
 /// Tokenize text files, each as one document
@@ -75,12 +78,38 @@ struct Hellaswag {
     out: PathBuf,
 }
 
+/// Convert MMLU for --mmlu: questions about 57 subjects, with four choices each
+#[derive(Debug, clap::Args)]
+struct Mmlu {
+    /// CSV file, or directory with SUBJECT_test.csv files, such as data.tar of <https://github.com/hendrycks/test>
+    #[arg(long, value_name = "DIR|FILE")]
+    from: PathBuf,
+
+    /// Part to convert: dev, val or test. Determines which files of a directory are read
+    #[arg(long, value_name = "NAME", default_value = "test", value_parser = split)]
+    split: Split,
+
+    /// Tokens of the longest question with its longest choice. Longer questions lose their beginning. llm.c requires fewer than 1024
+    #[arg(long, value_name = "N", default_value = "1023", value_parser = count)]
+    max_tokens: usize,
+
+    /// Evaluation file to write [default: data/mmlu/mmlu_SPLIT.bin]
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+fn split(text: &str) -> Result<Split, &'static str> {
+    let splits = [Split::Dev, Split::Val, Split::Test];
+    splits.into_iter().find(|split| split.to_string() == text).ok_or("expected dev, val or test")
+}
+
 /// Converts a data set.
 pub fn run(args: &Data) -> Result<()> {
     match &args.source {
         Source::Text(args) => from_text(args),
         Source::Tinyshakespeare(args) => from_tinyshakespeare(args),
         Source::Hellaswag(args) => from_hellaswag(args),
+        Source::Mmlu(args) => from_mmlu(args),
     }
 }
 
@@ -126,13 +155,29 @@ fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
 }
 
 fn from_hellaswag(args: &Hellaswag) -> Result<()> {
-    let examples = hellaswag::read(&args.from)?;
-    if let Some(directory) = args.out.parent() {
+    write_evaluation("--hellaswag", &args.out, &hellaswag::read(&args.from)?)
+}
+
+fn from_mmlu(args: &Mmlu) -> Result<()> {
+    let files = mmlu::find(&args.from, args.split)?;
+    let questions = mmlu::read(&files, args.max_tokens)?;
+    writeln!(stdout(), "read {} questions in {} files", questions.examples.len(), files.len())?;
+    if questions.shortened > 0 {
+        let (shortened, most) = (questions.shortened, args.max_tokens);
+        writeln!(stdout(), "{shortened} questions of more than {most} tokens lost their beginning (--max-tokens)")?;
+    }
+    let default = || PathBuf::from(format!("data/mmlu/mmlu_{}.bin", args.split));
+    write_evaluation("--mmlu", &args.out.clone().unwrap_or_else(default), &questions.examples)
+}
+
+/// Writes an evaluation file for `flag` of `eval`.
+fn write_evaluation(flag: &str, out: &Path, examples: &[Example]) -> Result<()> {
+    if let Some(directory) = out.parent() {
         atomic_file::create_directory(directory)?;
     }
-    multiple_choice::write(&args.out, &examples)?;
-    let file = args.out.to_string_lossy();
-    let next = Invocation::current().command(["eval", "--model", "FILE", "--hellaswag", &file]);
+    multiple_choice::write(out, examples)?;
+    let file = out.to_string_lossy();
+    let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
     writeln!(stdout(), "wrote {} examples to {file}\n\nnext: {next}", examples.len())?;
     Ok(())
 }
