@@ -6,8 +6,9 @@ use engine::Engine;
 use model::{Gpt2, LayerHooks};
 
 pub mod multiple_choice;
+pub mod text;
 
-/// Mean loss per token over the next `batches` batches of a model . `hooks` provides the parameters.
+/// Mean loss per token over the next `batches` batches of a model. `hooks` provides the parameters.
 pub fn loss(
     model: &Gpt2,
     engine: &mut dyn Engine,

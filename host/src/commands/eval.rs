@@ -1,17 +1,21 @@
-//! `eval`: the loss of a model on token files, and its HellaSwag accuracy.
+//! `eval`: the loss of a model on token files, and its accuracy on HellaSwag and MMLU.
 
+use super::json;
 use super::resources::{Hardware, load};
-use crate::evaluate::{self, multiple_choice};
+use crate::evaluate::multiple_choice::{self, Score};
+use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
 use anyhow::{Result, ensure};
 use checkpoint::model_file::ModelFile;
+use data::tokenizer::Tokenizer;
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
-use engine::BatchLayout;
-use model::Unsharded;
+use engine::{BatchLayout, Engine};
+use model::{Descriptor, Gpt2, Unsharded};
+use serde::Serialize;
 use std::io::{Write, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Compute a model's loss on token files, and its HellaSwag accuracy
+/// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 #[derive(Debug, clap::Args)]
 pub struct Eval {
     /// Model file (.bin) of a checkpoint
@@ -19,7 +23,7 @@ pub struct Eval {
     model: PathBuf,
 
     /// Token files (.bin); quote the pattern
-    #[arg(short = 'j', long, value_name = "GLOB", required_unless_present = "hellaswag")]
+    #[arg(short = 'j', long, value_name = "GLOB", required_unless_present_any = ["hellaswag", "mmlu"])]
     val: Option<String>,
 
     /// Evaluation file (.bin) of `llm-rs data hellaswag`
@@ -29,6 +33,14 @@ pub struct Eval {
     /// Use only the first N examples of --hellaswag [default: all]
     #[arg(long, value_name = "N", value_parser = count, requires = "hellaswag")]
     hellaswag_examples: Option<usize>,
+
+    /// Evaluation file (.bin) of `llm-rs data mmlu`
+    #[arg(long, value_name = "FILE")]
+    mmlu: Option<PathBuf>,
+
+    /// Use only the first N examples of --mmlu [default: all]
+    #[arg(long, value_name = "N", value_parser = count, requires = "mmlu")]
+    mmlu_examples: Option<usize>,
 
     /// Sequences in a batch
     #[arg(short, long, value_name = "B", default_value = "4", value_parser = count)]
@@ -42,48 +54,180 @@ pub struct Eval {
     #[arg(short = 'm', long, value_name = "N", value_parser = count)]
     val_batches: Option<usize>,
 
+    /// Also write the results to this file as JSON. Without FILE, print JSON instead of text
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = STANDARD_OUTPUT)]
+    json: Option<PathBuf>,
+
     #[command(flatten)]
     hardware: Hardware,
 }
 
-/// Prints the loss and the accuracy.
+/// The file name that stands for standard output.
+const STANDARD_OUTPUT: &str = "-";
+
+/// The results, as they are written to JSON.
+#[derive(Debug, Serialize)]
+struct Results {
+    model: String,
+    version: &'static str,
+    machine: String,
+    precision: &'static str,
+    /// Sequences in a batch, and tokens in a sequence.
+    batch: [usize; 2],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    validation: Option<Validation>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hellaswag: Option<SetScore>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mmlu: Option<SetScore>,
+}
+
+/// The loss on token files.
+#[derive(Debug, Serialize)]
+struct Validation {
+    data: String,
+    loss: f64,
+    perplexity: f64,
+    /// `None` if the vocabulary has no tokenizer, or if all tokens are special.
+    bits_per_byte: Option<f64>,
+    tokens: usize,
+    /// Bytes of the tokens' text. `None` if the vocabulary has no tokenizer.
+    bytes: Option<u64>,
+}
+
+/// The score on a multiple-choice set.
+#[derive(Debug, Serialize)]
+struct SetScore {
+    data: String,
+    accuracy: f64,
+    correct: usize,
+    examples: usize,
+}
+
+/// The data to evaluate on. Nothing has been computed yet.
+struct Inputs {
+    loader: Option<Loader>,
+    hellaswag: Option<MultipleChoice>,
+    mmlu: Option<MultipleChoice>,
+}
+
+/// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
     let file = ModelFile::open(&args.model)?;
     let descriptor = file.descriptor();
-    let (b, t) = (args.batch, args.seq.unwrap_or(descriptor.max_seq_len.min(1024)));
-    ensure!(
-        t <= descriptor.max_seq_len,
-        "--seq {t}: expected at most {}, the longest sequence that {} supports",
-        descriptor.max_seq_len,
-        args.model.display()
-    );
-    let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
-    let loader = args.val.as_ref().map(loader).transpose()?;
-    let hellaswag = args.hellaswag.as_deref();
-    let hellaswag = hellaswag.map(|path| MultipleChoice::open_first(path, args.hellaswag_examples)).transpose()?;
-    if let Some(set) = &hellaswag {
-        set.check(descriptor.vocab, t)?;
-    }
+    let layout = args.layout(descriptor)?;
+    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, layout)?;
     let mut engine = args.hardware.open_quietly()?;
-    let model = load(file, b, t, &mut *engine)?;
+    let engine = &mut *engine;
+    let model = load(file, layout.b, layout.t, engine)?;
+    let mut results = Results {
+        model: args.model.display().to_string(),
+        version: env!("CARGO_PKG_VERSION"),
+        machine: engine.describe(),
+        precision: engine.dtype().name(),
+        batch: [layout.b, layout.t],
+        validation: None,
+        hellaswag: None,
+        mmlu: None,
+    };
     if let Some(loader) = loader {
-        let batches = args.val_batches.unwrap_or(loader.batches_per_epoch());
-        let mut data = Prefetch::start(loader, &*engine)?;
-        let loss = evaluate::loss(&model, &mut *engine, &mut Unsharded, &mut data, batches)?;
-        let tokens = batches * b * t;
-        writeln!(stdout(), "val loss {loss:.6} | perplexity {:.2} | {tokens} tokens", loss.exp())?;
+        let validation = args.validate(&model, engine, loader)?;
+        args.print(&validation.describe())?;
+        results.validation = Some(validation);
     }
-    if let Some(set) = hellaswag {
-        let score = multiple_choice::score(
-            &model,
-            &mut *engine,
-            &mut Unsharded,
-            BatchLayout { b, t },
-            &set,
-            set.share(0, 1),
-            0,
-        )?;
-        writeln!(stdout(), "HellaSwag: {score}")?;
+    let sets = [("HellaSwag", hellaswag, &mut results.hellaswag), ("MMLU", mmlu, &mut results.mmlu)];
+    for (name, set, result) in sets {
+        let Some(set) = set else { continue };
+        let all = set.share(0, 1);
+        let score = multiple_choice::score(&model, engine, &mut Unsharded, layout, &set, all, 0)?;
+        args.print(&format!("{name}: {score}"))?;
+        *result = Some(SetScore::new(&set, score));
     }
-    Ok(())
+    match args.json.as_deref() {
+        Some(path) if path == Path::new(STANDARD_OUTPUT) => {
+            writeln!(stdout(), "{}", serde_json::to_string_pretty(&results)?)?;
+            Ok(())
+        }
+        Some(path) => json::write(path, &results),
+        None => Ok(()),
+    }
+}
+
+impl Eval {
+    fn layout(&self, descriptor: Descriptor) -> Result<BatchLayout> {
+        let t = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
+        ensure!(
+            t <= descriptor.max_seq_len,
+            "--seq {t}: expected at most {}, the longest sequence that {} supports",
+            descriptor.max_seq_len,
+            self.model.display()
+        );
+        Ok(BatchLayout { b: self.batch, t })
+    }
+
+    /// Opens the data, and checks that it fits the model.
+    fn inputs(&self, descriptor: Descriptor, BatchLayout { b, t }: BatchLayout) -> Result<Inputs> {
+        let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
+        let open = |path: Option<&Path>, examples| {
+            let set = path.map(|path| MultipleChoice::open_first(path, examples)).transpose()?;
+            if let Some(set) = &set {
+                set.check(descriptor.vocab, t)?;
+            }
+            anyhow::Ok(set)
+        };
+        Ok(Inputs {
+            loader: self.val.as_ref().map(loader).transpose()?,
+            hellaswag: open(self.hellaswag.as_deref(), self.hellaswag_examples)?,
+            mmlu: open(self.mmlu.as_deref(), self.mmlu_examples)?,
+        })
+    }
+
+    fn validate(&self, model: &Gpt2, engine: &mut dyn Engine, loader: Loader) -> Result<Validation> {
+        let token_bytes = Tokenizer::of_vocab(model.descriptor.vocab).ok().map(TokenBytes::new);
+        let batches = self.val_batches.unwrap_or(loader.batches_per_epoch());
+        let mut data = Prefetch::start(loader, engine)?;
+        let lengths = token_bytes.clone().unwrap_or_default();
+        let score = text::score(model, engine, &mut Unsharded, &mut data, batches, &lengths)?;
+        Ok(Validation::new(self.val.clone().unwrap_or_default(), &score, token_bytes.is_some()))
+    }
+
+    /// Prints a line, unless standard output is for JSON.
+    fn print(&self, line: &str) -> Result<()> {
+        if self.json.as_deref() != Some(Path::new(STANDARD_OUTPUT)) {
+            writeln!(stdout(), "{line}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Validation {
+    /// `has_bytes` states whether the lengths of the tokens are known.
+    fn new(data: String, score: &TextScore, has_bytes: bool) -> Self {
+        Self {
+            data,
+            loss: score.loss,
+            perplexity: score.perplexity(),
+            bits_per_byte: score.bits_per_byte(),
+            tokens: score.tokens,
+            bytes: has_bytes.then_some(score.bytes),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let Self { loss, perplexity, tokens, .. } = self;
+        let bits = match self.bits_per_byte {
+            Some(bits) => format!("{bits:.4} bits per byte"),
+            None if self.bytes.is_some() => "no bits per byte: all tokens are special".to_owned(),
+            None => "no bits per byte: the vocabulary has no tokenizer".to_owned(),
+        };
+        let bytes = self.bytes.map(|bytes| format!(", {bytes} bytes")).unwrap_or_default();
+        format!("val loss {loss:.6} | perplexity {perplexity:.2} | {bits} | {tokens} tokens{bytes}")
+    }
+}
+
+impl SetScore {
+    fn new(set: &MultipleChoice, score: Score) -> Self {
+        let Score { correct, examples } = score;
+        Self { data: set.name().to_owned(), accuracy: score.accuracy(), correct, examples }
+    }
 }

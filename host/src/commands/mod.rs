@@ -7,6 +7,7 @@ pub mod data;
 pub mod doctor;
 pub mod eval;
 pub mod inspect;
+mod json;
 mod report;
 pub mod resources;
 pub mod sample;

@@ -1,5 +1,6 @@
 //! Tables of measurements: each row is printed when it is complete, and `--json` saves them all.
 
+use crate::commands::json as json_file;
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -142,10 +143,7 @@ impl Table {
         let Some(path) = &self.json.json else { return Ok(()) };
         let mut all = self.about;
         all.insert("rows".to_owned(), Value::Array(self.rows));
-        atomic_file::write(path, |file| {
-            serde_json::to_writer_pretty(&mut *file, &all)?;
-            Ok(writeln!(file)?)
-        })
+        json_file::write(path, &all)
     }
 }
 

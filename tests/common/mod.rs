@@ -1,0 +1,35 @@
+//! Runs the program as a user does.
+
+#![allow(dead_code, reason = "each test uses some of the functions")]
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+pub fn llm_rs(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
+}
+
+/// Returns what the program prints.
+pub fn succeed(args: &[&str]) -> String {
+    let output = llm_rs(args);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {out}{err}");
+    out.into_owned()
+}
+
+/// Asserts that the program fails with one error, which contains all of `parts`.
+pub fn fail(args: &[&str], parts: &[&str]) {
+    let output = llm_rs(args);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_ne!(output.status.code(), Some(0), "{args:?}: {err}");
+    let errors = err.lines().filter(|line| line.starts_with("error: ")).count();
+    assert_eq!((errors, err.contains("panicked")), (1, false), "{args:?}: {err}");
+    let message = &err[err.find("error: ").unwrap()..];
+    for part in parts {
+        assert!(message.contains(part), "{args:?}: expected '{part}' in: {err}");
+    }
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
