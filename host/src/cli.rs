@@ -1,6 +1,6 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
-use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, train, verify};
+use crate::commands::{bench, data, doctor, eval, inspect, sample, selftest, sweep, train, verify};
 use crate::config_file::ConfigFile;
 use crate::version;
 use anyhow::{Context, Result};
@@ -23,6 +23,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Subcommands {
     Train(Box<train::Options>),
+    Sweep(sweep::Sweep),
     Eval(eval::Eval),
     Sample(sample::Sample),
     Data(data::Data),
@@ -71,6 +72,7 @@ impl Cli {
     pub fn run(&self) -> Result<()> {
         match &self.command {
             Subcommands::Train(args) => train::run(args),
+            Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),
             Subcommands::Sample(args) => sample::run(args),
             Subcommands::Data(args) => data::run(args),

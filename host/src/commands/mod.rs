@@ -12,5 +12,6 @@ mod report;
 pub mod resources;
 pub mod sample;
 pub mod selftest;
+pub mod sweep;
 pub mod train;
 pub mod verify;
