@@ -78,8 +78,8 @@ pub fn run(args: &Sweep) -> Result<()> {
     writeln!(out, "\n{}", table::markdown(&args.axes, &outcomes))?;
     let (csv, markdown) = (args.out.join(table::CSV), args.out.join(table::MARKDOWN));
     writeln!(out, "wrote {} and {}", csv.display(), markdown.display())?;
-    if outcomes.len() < runs.len() {
-        writeln!(out, "stopped after {} of {} runs; repeat the command to continue", outcomes.len(), runs.len())?;
+    if stop.requested() {
+        writeln!(out, "stopped; repeat the command to continue")?;
     }
     ensure!(
         outcomes.iter().any(|(_, outcome)| outcome.is_finished()) || stop.requested(),
