@@ -27,14 +27,14 @@ impl Fixture {
         let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data");
         let (val, hellaswag, mmlu, out) = (path("val.bin"), path("hellaswag.bin"), path("mmlu.bin"), path("run"));
-        tokens::write(Path::new(&val), &VAL).unwrap();
+        tokens::write(Path::new(&val), &VAL, tokens::Width::U16).unwrap();
         succeed(&["data", "hellaswag", "--from", text(&data.join("hellaswag.jsonl")), "--out", &hellaswag]);
         let printed = succeed(&["data", "mmlu", "--from", text(&data.join("mmlu")), "--out", &mmlu]);
         assert!(printed.starts_with("read 5 questions in 2 files\nwrote 5 examples to "), "{printed}");
         assert!(printed.contains(&format!("eval --model FILE --mmlu {mmlu}")), "{printed}");
         let shape = ["--layers", "2", "--heads", "2", "--channels", "8", "--batch", "1", "--seq", "64"];
         let train = path("train.bin");
-        tokens::write(Path::new(&train), &VAL.repeat(10)).unwrap();
+        tokens::write(Path::new(&train), &VAL.repeat(10), tokens::Width::U16).unwrap();
         let run = ["train", "--device", "cpu", "--train", &train, "--steps", "2", "--sample-every", "0", "--out", &out];
         succeed(&[&run[..], &shape].concat());
         let model = directory.path().join("run/model_00000002.bin");
@@ -121,7 +121,7 @@ fn eval_names_invalid_sets_and_files() {
 fn bits_per_byte_are_left_out_without_a_tokenizer_or_text() {
     let fixture = Fixture::new();
     let marks = fixture.directory.path().join("marks.bin");
-    tokens::write(&marks, &[50256; 15]).unwrap();
+    tokens::write(&marks, &[50256u16; 15], tokens::Width::U16).unwrap();
     let printed = succeed(&[&fixture.all()[..9], &["--val", text(&marks)]].concat());
     assert!(printed.contains(" | no bits per byte: all tokens are special | 14 tokens, 0 bytes\n"), "{printed}");
     let json = succeed(&[&fixture.all()[..9], &["--val", text(&marks), "--json"]].concat());
@@ -131,7 +131,7 @@ fn bits_per_byte_are_left_out_without_a_tokenizer_or_text() {
     // A model whose vocabulary of 200 tokens has no tokenizer.
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny.bin");
     let low = fixture.directory.path().join("low.bin");
-    tokens::write(&low, &[1; 15]).unwrap();
+    tokens::write(&low, &[1u16; 15], tokens::Width::U16).unwrap();
     let printed =
         succeed(&["eval", "--device", "cpu", "--model", text(&tiny), "--val", text(&low), "-b", "2", "-t", "7"]);
     assert!(printed.ends_with(" | no bits per byte: the vocabulary has no tokenizer | 14 tokens\n"), "{printed}");

@@ -78,7 +78,7 @@ fn every_recipe_plans_with_the_settings_of_llm_c_and_the_memory_that_it_states()
     let (data, out) = (dir.path().join("tokens.bin"), dir.path().join("run"));
     let set = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/hellaswag.bin");
     // A sparse file, which takes almost no disk space.
-    tokens::write(&data, &[0]).unwrap();
+    tokens::write(&data, &[0u16], tokens::Width::U16).unwrap();
     let file = fs::OpenOptions::new().write(true).open(&data).unwrap();
     let count = 1 << 21;
     file.write_all_at(&i32::to_le_bytes(count), 8).unwrap();

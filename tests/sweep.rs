@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 fn sweep(dir: &Path) -> (Vec<String>, PathBuf) {
     let ids = |n: usize| (0..n).map(|i| b"to be, or not to be; "[i % 21].into()).collect::<Vec<u16>>();
     let (train, val, out) = (dir.join("train.bin"), dir.join("val.bin"), dir.join("sweep"));
-    tokens::write(&train, &ids(2000)).unwrap();
-    tokens::write(&val, &ids(500)).unwrap();
+    tokens::write(&train, &ids(2000), tokens::Width::U16).unwrap();
+    tokens::write(&val, &ids(500), tokens::Width::U16).unwrap();
     let common =
         ["--device", "cpu", "--train", text(&train), "--val", text(&val), "--steps", "4", "--sample-every", "0"];
     let shape = ["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];

@@ -1,12 +1,11 @@
 //! Conversion of HellaSwag's JSON lines to multiple-choice examples, tokenized with GPT-2's encoding.
 
-use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES};
+use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
 use anyhow::{Context, Result, bail, ensure};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
-use tokenizer::Tokenizer;
 
 /// Reads a file with one JSON object per line.
 ///
@@ -46,7 +45,7 @@ fn parse_example(line: &str) -> Result<Example> {
         .iter()
         .map(|ending| {
             let ending = ending.as_str().ok_or_else(|| invalid("endings", "strings", ending))?;
-            ids_of(&format!(" {ending}"))
+            gpt2_ids(&format!(" {ending}"))
         })
         .collect::<Result<Vec<_>>>()?;
     let completions = <[Vec<u16>; COMPLETIONS]>::try_from(completions)
@@ -55,12 +54,7 @@ fn parse_example(line: &str) -> Result<Example> {
     let in_range = |label: &u64| *label < COMPLETIONS as u64;
     let expected = "0, 1, 2 or 3 (a test set without labels cannot be scored)";
     let label = label.as_u64().filter(in_range).ok_or_else(|| invalid("label", expected, label))?;
-    Ok(Example { context: ids_of(context)?, completions, label: label as usize })
-}
-
-/// Returns the ids of a text in GPT-2's encoding, which fit into 16 bits.
-fn ids_of(text: &str) -> Result<Vec<u16>> {
-    Ok(Tokenizer::gpt2().encode(text)?.into_iter().map(|id| id as u16).collect())
+    Ok(Example { context: gpt2_ids(context)?, completions, label: label as usize })
 }
 
 /// Describes a value in an error message: scalars by their value, others by their type.

@@ -4,8 +4,7 @@
 //! letter of the correct choice; there is no header. Examples are rendered without demonstrations, as in llm.c's
 //! `dev/data/mmlu.py`: the context is `Question: …`, an empty line and `Answer:`, and a completion is a space and the choice.
 
-use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES};
-use crate::tokenizer::Tokenizer;
+use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
 use anyhow::{Context, Result, ensure};
 use rayon::prelude::*;
 use std::fmt;
@@ -149,7 +148,7 @@ impl Row<'_> {
         })?;
         let mut completions: [Vec<u16>; COMPLETIONS] = Default::default();
         for (i, completion) in completions.iter_mut().enumerate() {
-            *completion = Tokenizer::Gpt2.encode(&format!(" {}", column(1 + i)?));
+            *completion = gpt2_ids(&format!(" {}", column(1 + i)?))?;
             let tokens = completion.len();
             ensure!(
                 tokens < max_tokens,
@@ -157,7 +156,7 @@ impl Row<'_> {
                 COLUMNS[1 + i]
             );
         }
-        let mut context = Tokenizer::Gpt2.encode(&format!("Question: {question}\n\nAnswer:"));
+        let mut context = gpt2_ids(&format!("Question: {question}\n\nAnswer:"))?;
         let longest = completions.iter().map(Vec::len).max().unwrap_or(0);
         let excess = (context.len() + longest).saturating_sub(max_tokens);
         context.drain(..excess);

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::ops::Range;
 use std::path::Path;
+use tokenizer::Tokenizer;
 
 /// Number of completions of an example.
 pub const COMPLETIONS: usize = 4;
@@ -41,6 +42,11 @@ impl Example {
     fn parts(&self) -> impl Iterator<Item = &Vec<u16>> {
         std::iter::once(&self.context).chain(&self.completions)
     }
+}
+
+/// Returns the ids of a text in GPT-2's encoding, which fit into 16 bits.
+pub(crate) fn gpt2_ids(text: &str) -> Result<Vec<u16>> {
+    Ok(Tokenizer::gpt2().encode(text)?.into_iter().map(|id| id as u16).collect())
 }
 
 /// A set of examples.

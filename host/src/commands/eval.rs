@@ -7,13 +7,13 @@ use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
 use anyhow::{Result, ensure};
 use checkpoint::model_file::ModelFile;
-use data::tokenizer::Tokenizer;
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::{BatchLayout, Engine};
 use model::{Descriptor, Gpt2, Unsharded};
 use serde::Serialize;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
+use tokenizer::Tokenizer;
 
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 #[derive(Debug, clap::Args)]
@@ -183,7 +183,7 @@ impl Eval {
     }
 
     fn validate(&self, model: &Gpt2, engine: &mut dyn Engine, loader: Loader) -> Result<Validation> {
-        let token_bytes = Tokenizer::of_vocab(model.descriptor.vocab).ok().map(TokenBytes::new);
+        let token_bytes = Tokenizer::of_vocab(model.descriptor.vocab).ok().map(|tokenizer| TokenBytes::new(&tokenizer));
         let batches = self.val_batches.unwrap_or(loader.batches_per_epoch());
         let mut data = Prefetch::start(loader, engine)?;
         let lengths = token_bytes.clone().unwrap_or_default();

@@ -2,10 +2,10 @@
 
 use anyhow::{Result, ensure};
 use data::Prefetch;
-use data::tokenizer::Tokenizer;
 use engine::{BatchLayout, Engine};
 use model::{Gpt2, LayerHooks};
 use std::f64::consts::LN_2;
+use tokenizer::Tokenizer;
 
 /// The number of bytes that each token stands for. Special tokens, and tokens that are not in the list, stand for none.
 #[derive(Clone, Debug, Default)]
@@ -13,11 +13,11 @@ pub struct TokenBytes(Vec<u32>);
 
 impl TokenBytes {
     /// Returns the lengths of all tokens of a tokenizer.
-    pub fn new(tokenizer: Tokenizer) -> Self {
+    pub fn new(tokenizer: &Tokenizer) -> Self {
         // A newline marks documents in the byte-level encoding, but it is text.
-        let is_special = |id| tokenizer == Tokenizer::Gpt2 && id == tokenizer.document();
+        let is_special = |id| tokenizer.special().iter().any(|token| token.id == id);
         let length = |id| if is_special(id) { 0 } else { tokenizer.decode(&[id]).len() as u32 };
-        Self((0..tokenizer.vocab()).map(|id| length(id as u16)).collect())
+        Self((0..tokenizer.vocab()).map(|id| length(id as u32)).collect())
     }
 
     /// Returns the number of bytes of a token.
@@ -113,15 +113,15 @@ mod tests {
 
     #[test]
     fn token_bytes_are_the_lengths_of_the_text() {
-        let gpt2 = TokenBytes::new(Tokenizer::Gpt2);
+        let gpt2 = TokenBytes::new(&Tokenizer::gpt2());
         // "!", " world", "\n", "\n\n", <|endoftext|>.
         assert_eq!([0, 995, 198, 628, 50256].map(|id| gpt2.of(id)), [1, 6, 1, 2, 0]);
         assert_eq!(gpt2.0.len(), 50257);
         assert_eq!((gpt2.of(-1), gpt2.of(50257)), (0, 0));
         // The three tokens of a character of four bytes.
-        let parts = Tokenizer::Gpt2.encode("\u{1f642}");
-        assert_eq!((parts.len() > 1, parts.iter().map(|&id| gpt2.of(id.into())).sum::<u32>()), (true, 4));
-        let bytes = TokenBytes::new(Tokenizer::Bytes);
+        let parts = Tokenizer::gpt2().encode("\u{1f642}").unwrap();
+        assert_eq!((parts.len() > 1, parts.iter().map(|&id| gpt2.of(id as i32)).sum::<u32>()), (true, 4));
+        let bytes = TokenBytes::new(&Tokenizer::bytes());
         assert_eq!((0..256).map(|id| bytes.of(id)).sum::<u32>(), 256);
     }
 
@@ -137,8 +137,10 @@ mod tests {
         for &(token, logit) in logits {
             engine.write(wte.slice(4 * token, 1), &[logit]).unwrap();
         }
-        let loader =
-            || Loader::new(vec![Tokens::in_memory("tokens", tokens)], Geometry::single(2, 3), vocab, None).unwrap();
+        let loader = || {
+            Loader::new(vec![Tokens::in_memory("tokens", tokens.to_vec())], Geometry::single(2, 3), vocab, None)
+                .unwrap()
+        };
         let batches = loader().batches_per_epoch();
         let mut data = Prefetch::start(loader(), &engine).unwrap();
         let score = score(&model, &mut engine, &mut Unsharded, &mut data, batches, token_bytes)?;
@@ -170,7 +172,7 @@ mod tests {
     #[test]
     fn a_uniform_prediction_of_bytes_needs_eight_bits_per_byte() {
         let text: Vec<u16> = (0..=40 * 6).map(|i| (i * 7 % 256) as u16).collect();
-        let bytes = TokenBytes::new(Tokenizer::Bytes);
+        let bytes = TokenBytes::new(&Tokenizer::bytes());
         let found = score_of(256, &[], &text, &bytes).unwrap();
         assert_eq!((found.tokens, found.bytes), (240, 240));
         assert!((found.bits_per_byte().unwrap() - 8.0).abs() < 1e-6, "{found:?}");
