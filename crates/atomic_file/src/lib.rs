@@ -1,6 +1,10 @@
-//! Atomic file writes: a file appears complete or not at all.
+//! Atomic writes of files and directories: they appear complete or not at all.
 
 #![warn(missing_docs)]
+
+mod directory;
+
+pub use directory::write_directory;
 
 use anyhow::{Context, Result};
 use std::fs::{self, File};

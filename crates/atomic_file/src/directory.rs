@@ -1,0 +1,118 @@
+//! Atomic writes of directories.
+
+use super::{TEMPORARY_PREFIX, create_directory, sync_directory};
+use anyhow::{Context, Result, ensure};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+use std::fs::{self, File};
+use std::path::Path;
+
+/// Creates a temporary directory next to `path`, fills it with files by `fill`, syncs them to disk and renames the directory to
+/// `path`. On error the temporary directory is removed and an existing directory at `path` is unchanged.
+///
+/// An existing directory is replaced with all its files. The caller must have checked that this is wanted.
+pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    let cannot = || format!("cannot write {}", path.display());
+    ensure!(path.file_name().is_some(), "{}: expected a path that ends with the name of a directory", path.display());
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    create_directory(parent)?;
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        // The permissions of `fs::create_dir`. The umask of the process still applies.
+        builder.permissions(fs::Permissions::from_mode(0o777));
+    }
+    let temporary = builder.prefix(TEMPORARY_PREFIX).tempdir_in(parent).with_context(cannot)?;
+    let result = fill(temporary.path()).with_context(cannot)?;
+    for entry in fs::read_dir(temporary.path()).with_context(cannot)? {
+        File::open(entry.with_context(cannot)?.path()).and_then(|file| file.sync_all()).with_context(cannot)?;
+    }
+    sync_directory(temporary.path())?;
+    if path.exists() {
+        exchange(temporary.path(), path).with_context(cannot)?;
+        sync_directory(parent)?;
+        // The temporary name is now that of the old directory, which is removed.
+        temporary.close().with_context(|| format!("cannot remove the previous {}", path.display()))?;
+    } else {
+        fs::rename(temporary.path(), path).with_context(cannot)?;
+        // The temporary name no longer exists.
+        let _ = temporary.keep();
+        sync_directory(parent)?;
+    }
+    Ok(result)
+}
+
+/// Exchanges the names of two directories in one step, or in three where the file system cannot.
+fn exchange(new: &Path, old: &Path) -> Result<()> {
+    match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            let aside = new.with_extension("old");
+            fs::rename(old, &aside)?;
+            fs::rename(new, old)?;
+            Ok(fs::rename(aside, new)?)
+        }
+        result => Ok(result?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::bail;
+
+    fn names(path: &Path) -> Vec<String> {
+        let mut names: Vec<String> =
+            fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_directory_appears_complete_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a/model");
+        let fill = |name: &'static str| {
+            move |at: &Path| {
+                fs::write(at.join(name), name)?;
+                assert!(at.file_name().unwrap().to_str().unwrap().starts_with(TEMPORARY_PREFIX));
+                Ok(3)
+            }
+        };
+        assert_eq!(write_directory(&path, fill("x")).unwrap(), 3);
+        assert_eq!(
+            (names(&path), names(dir.path().join("a").as_path())),
+            (vec!["x".to_owned()], vec!["model".to_owned()])
+        );
+        let failed: Result<()> = write_directory(&path, |at| {
+            fs::write(at.join("half"), "")?;
+            bail!("disk full")
+        });
+        let message = format!("{:#}", failed.unwrap_err());
+        assert!(message.contains("a/model: disk full"), "{message}");
+        assert_eq!(
+            (names(&path), names(dir.path().join("a").as_path())),
+            (vec!["x".to_owned()], vec!["model".to_owned()])
+        );
+        // An existing directory is replaced.
+        write_directory(&path, fill("y")).unwrap();
+        assert_eq!(
+            (names(&path), names(dir.path().join("a").as_path())),
+            (vec!["y".to_owned()], vec!["model".to_owned()])
+        );
+        let message = write_directory(Path::new("/"), |_| Ok(())).unwrap_err().to_string();
+        assert!(message.contains("expected a path that ends with the name of a directory"), "{message}");
+    }
+
+    #[test]
+    fn directories_are_exchanged() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = ["a", "b"].map(|name| dir.path().join(name));
+        for path in [&a, &b] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join(path.file_name().unwrap()), "").unwrap();
+        }
+        exchange(&a, &b).unwrap();
+        assert_eq!((names(&a), names(&b)), (vec!["b".to_owned()], vec!["a".to_owned()]));
+    }
+}
