@@ -8,9 +8,10 @@ use super::tensors::{self, FileShape};
 use anyhow::{Context, Result, bail, ensure};
 use engine::Engine;
 use engine::tensor::DType;
-use model::{Descriptor, Gpt2, Params};
+use model::{Descriptor, Gpt2, Param, Params};
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 const MAGIC: i32 = 20240326;
@@ -94,6 +95,18 @@ impl ModelFile {
         self.shape
     }
 
+    /// Reads the little-endian elements of a tensor of one layer, without padding of the vocabulary.
+    pub fn read_tensor(&self, param: Param, layer: usize) -> Result<Vec<u8>> {
+        let (before, len) = self.shape.place(param, layer);
+        let size = self.dtype.bytes();
+        let mut bytes = vec![0; len * size];
+        self.file
+            .get_ref()
+            .read_exact_at(&mut bytes, HEADER_BYTES as u64 + before * size as u64)
+            .with_context(|| format!("cannot read {} of {}", param.name(), self.path.display()))?;
+        Ok(bytes)
+    }
+
     /// Reads the parameters that this rank keeps into `model`, and into its master weights if it has them. The model must have
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ.
     pub fn load(mut self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
@@ -111,6 +124,13 @@ impl ModelFile {
 
 /// Writes a model file. `params` contains the parameters, of type `dtype` (f32 or bf16), in `layout`.
 pub fn write(out: &mut impl Write, descriptor: Descriptor, layout: &Params, params: &[u8], dtype: DType) -> Result<()> {
+    write_header(out, descriptor, dtype)?;
+    tensors::write(out, layout, params, dtype.bytes())
+}
+
+/// Writes the header of a model file. All tensors must follow in the order of [`Params::file_order`], with the vocabulary padded
+/// to [`Descriptor::padded_vocab`] rows.
+pub fn write_header(out: &mut impl Write, descriptor: Descriptor, dtype: DType) -> Result<()> {
     let Descriptor { layers, heads, channels, max_seq_len, vocab } = descriptor;
     let words = [max_seq_len, vocab, layers, heads, channels, descriptor.padded_vocab()].map(|word| word as i32);
     let mut header = [0; HEADER_BYTES];
@@ -119,8 +139,7 @@ pub fn write(out: &mut impl Write, descriptor: Descriptor, layout: &Params, para
     {
         *slot = word.to_le_bytes();
     }
-    out.write_all(&header)?;
-    tensors::write(out, layout, params, dtype.bytes())
+    Ok(out.write_all(&header)?)
 }
 
 /// Returns the size of a model file in bytes.
@@ -223,11 +242,26 @@ mod tests {
         let (model, mut engine) = initialized();
         let path = dir.path().join("model.bin");
         save(&path, &model, &mut engine, DType::F32).unwrap();
+        assert_tensors_are_read(&path, &model, &mut engine);
         let mut bytes = fs::read(&path).unwrap();
         bytes[28..32].copy_from_slice(&200i32.to_le_bytes());
         bytes.drain(1024 + 4 * 200 * 8..1024 + 4 * 256 * 8);
         fs::write(&path, bytes).unwrap();
         assert_eq!(loaded(&path), engine.read(model.params).unwrap());
+        assert_tensors_are_read(&path, &model, &mut engine);
+    }
+
+    /// Asserts that single tensors have the values of the model, without padding of the vocabulary.
+    fn assert_tensors_are_read(path: &Path, model: &Gpt2, engine: &mut dyn Engine) {
+        let file = ModelFile::open(path).unwrap();
+        for (param, layer) in model.layout.file_order() {
+            let mut values = engine.read(model.layout.of(model.params, param, layer)).unwrap();
+            if param == Param::Wte {
+                values.truncate(200 * 8);
+            }
+            let bytes: Vec<u8> = values.into_iter().flat_map(f32::to_le_bytes).collect();
+            assert_eq!(file.read_tensor(param, layer).unwrap(), bytes, "{} of layer {layer}", param.name());
+        }
     }
 
     #[test]

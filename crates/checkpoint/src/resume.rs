@@ -90,6 +90,18 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
     Ok(FoundCheckpoint::default())
 }
 
+/// Returns the model file of the newest complete checkpoint in a directory, after verifying its checksum if there is a sidecar.
+pub fn newest_model_file(directory: &Path) -> Result<Option<PathBuf>> {
+    let Some(step) = done_steps(directory)?.pop() else { return Ok(None) };
+    let name = model_name(step);
+    let (path, sidecar) = Checkpoint::open_sidecar(directory, step)?;
+    if let Some(sidecar) = sidecar {
+        let sum = sidecar.files.iter().find(|file| file.name == name);
+        sum.with_context(|| format!("{} has no checksum of {name}", path.display()))?.verify(directory)?;
+    }
+    Ok(Some(directory.join(name)))
+}
+
 impl Checkpoint {
     /// Opens the files of a checkpoint and verifies their checksums, if there is a sidecar.
     fn open(directory: &Path, step: usize) -> Result<Self> {

@@ -49,6 +49,17 @@ impl FileShape {
         Param::ALL.into_iter().map(elements).sum()
     }
 
+    /// Returns the number of elements before a tensor of one layer in the file, and of the tensor without padding of the
+    /// vocabulary.
+    pub(crate) fn place(&self, param: Param, layer: usize) -> (u64, usize) {
+        let layers = |param: Param| if param.layered() { self.descriptor.layers } else { 1 };
+        let before = Param::ALL.into_iter().take_while(|other| *other != param);
+        let before: u64 = before.map(|other| (layers(other) * self.tensor_elements(other)) as u64).sum();
+        let len = self.tensor_elements(param);
+        let used = if param == Param::Wte { self.descriptor.vocab * self.descriptor.channels } else { len };
+        (before + (layer * len) as u64, used)
+    }
+
     /// Returns the number of elements of a tensor of one layer in the file.
     fn tensor_elements(&self, param: Param) -> usize {
         match param {
