@@ -1,0 +1,258 @@
+//! Export of models to Hugging Face directories, llm.c's `.bin` files and GGUF files.
+//!
+//! Tensors are converted one at a time, so a model of any size needs memory for its largest tensor only.
+
+use crate::ModelSource;
+use crate::architecture::{TensorNames, of_layer};
+use crate::config::{self, ModelConfig};
+use crate::element::{Element, transpose};
+use crate::gguf::{self, Value};
+use crate::hugging_face::WEIGHTS;
+use crate::safetensors_file::{self, NewTensor};
+use crate::tokenizer::{self, Vocabulary, pretty};
+use anyhow::{Context, Result, bail, ensure};
+use atomic_file::write_directory;
+use checkpoint::model_file;
+use engine::tensor::DType;
+use model::{Param, Params};
+use serde_json::json;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// Name of the file with the defaults of text generation.
+const GENERATION: &str = "generation_config.json";
+
+/// Names of all files that an export may write to a directory, besides those of the tokenizer.
+const DIRECTORY_FILES: [&str; 3] = [config::FILE, GENERATION, WEIGHTS];
+
+/// The tokenizer of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WrittenTokenizer {
+    /// The files of the source directory were copied.
+    Copied,
+    /// Written for the built-in tokenizer of this vocabulary size.
+    BuiltIn(usize),
+    /// There is no tokenizer for the vocabulary.
+    None,
+}
+
+/// Writes a directory that transformers loads: `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer.
+pub fn hugging_face(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> Result<WrittenTokenizer> {
+    check_directory(out, overwrite)?;
+    let descriptor = source.descriptor();
+    let vocabulary = Vocabulary::built_in(descriptor.vocab);
+    let [bos, eos] = vocabulary.as_ref().map_or([None; 2], |vocabulary| [vocabulary.bos, vocabulary.eos]);
+    let config = match source.hugging_face() {
+        Some(model) => model.config().clone(),
+        None => ModelConfig::new(source.architecture(), descriptor, bos, eos),
+    };
+    write_directory(out, |directory| {
+        let write = |name: &str, bytes: &[u8]| fs::write(directory.join(name), bytes);
+        write(config::FILE, &pretty(&config.exported(dtype))?)?;
+        write(GENERATION, &generation_config(source, bos, eos)?)?;
+        let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
+        write_safetensors(&mut file, source, dtype)?;
+        file.flush()?;
+        let copied = copy_tokenizer(source, directory)?;
+        match vocabulary {
+            _ if copied => Ok(WrittenTokenizer::Copied),
+            Some(vocabulary) => {
+                for (name, bytes) in vocabulary.files(descriptor.max_seq_len)? {
+                    write(name, &bytes)?;
+                }
+                Ok(WrittenTokenizer::BuiltIn(descriptor.vocab))
+            }
+            None => Ok(WrittenTokenizer::None),
+        }
+    })
+}
+
+/// Writes llm.c's model file.
+pub fn llmc(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> Result<()> {
+    check_file(out, overwrite)?;
+    let descriptor = source.descriptor();
+    let padding = (descriptor.padded_vocab() - descriptor.vocab) * descriptor.channels * dtype.bytes();
+    atomic_file::write(out, |file| {
+        model_file::write_header(file, descriptor, dtype)?;
+        for (param, layer) in Params::new(descriptor).file_order() {
+            file.write_all(&source.read(param, layer, dtype)?)?;
+            if param == Param::Wte {
+                file.write_all(&vec![0; padding])?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes a GGUF file for llama.cpp, tokenizer included. `name` is the name of the model in its metadata.
+///
+/// Vectors and position embeddings are always f32, because llama.cpp has no operations for others.
+pub fn gguf(source: &ModelSource, out: &Path, name: &str, dtype: DType, overwrite: bool) -> Result<WrittenTokenizer> {
+    check_file(out, overwrite)?;
+    let (vocabulary, written) = gguf_vocabulary(source)?;
+    let all: Vec<(&TensorNames, usize)> = source.architecture().all_tensors(source.descriptor().layers).collect();
+    let tensor = |&(names, layer): &(&TensorNames, usize)| gguf::Tensor {
+        name: of_layer(names.gguf, layer),
+        shape: names.shape(&source.descriptor()),
+        element: Element::from(gguf_dtype(names, dtype)),
+    };
+    let tensors: Vec<gguf::Tensor> = all.iter().map(tensor).collect();
+    let metadata = gguf_metadata(source, name, dtype, vocabulary);
+    atomic_file::write(out, |file| {
+        gguf::write_header(file, &metadata, &tensors)?;
+        for ((names, layer), tensor) in all.iter().zip(&tensors) {
+            file.write_all(&source.read(names.param, *layer, gguf_dtype(names, dtype))?)?;
+            file.write_all(&gguf::padding(tensor))?;
+        }
+        Ok(())
+    })?;
+    Ok(written)
+}
+
+/// Checks that `out` does not exist, is empty, or holds nothing but an earlier export that may be replaced.
+fn check_directory(out: &Path, overwrite: bool) -> Result<()> {
+    let name = out.display();
+    let cannot = || format!("cannot list {name}");
+    match fs::metadata(out) {
+        Err(_) => return Ok(()),
+        Ok(metadata) => ensure!(metadata.is_dir(), "{name}: expected a directory or a new name, found a file"),
+    }
+    for entry in fs::read_dir(out).with_context(cannot)? {
+        let file = entry.with_context(cannot)?.file_name();
+        ensure!(
+            overwrite,
+            "{name}: expected a new or empty directory, found {}; add --overwrite to replace it",
+            file.display()
+        );
+        let of_export = |known: &&str| file == *known;
+        ensure!(
+            DIRECTORY_FILES.iter().any(of_export) || tokenizer::FILES.iter().any(of_export),
+            "{name}: expected only files of an export, found {}; --overwrite would delete it, so remove it or choose another \
+             directory",
+            file.display()
+        );
+    }
+    Ok(())
+}
+
+/// Checks that the file `out` does not exist or may be replaced.
+fn check_file(out: &Path, overwrite: bool) -> Result<()> {
+    let name = out.display();
+    ensure!(!out.is_dir(), "{name}: expected the name of a file, found a directory");
+    ensure!(
+        overwrite || !out.exists(),
+        "{name}: expected a new file, found an existing one; add --overwrite to replace it"
+    );
+    match out.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => atomic_file::create_directory(parent),
+        _ => Ok(()),
+    }
+}
+
+fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -> Result<()> {
+    let (architecture, descriptor) = (source.architecture(), source.descriptor());
+    let described = |(names, layer): (&'static TensorNames, usize)| {
+        let name = format!("{}{}", architecture.prefix, of_layer(names.hugging_face, layer));
+        (NewTensor { name, shape: names.hugging_face_shape(&descriptor), element: dtype.into() }, names, layer)
+    };
+    let mut all: Vec<_> = architecture.all_tensors(descriptor.layers).map(described).collect();
+    all.sort_by(|(a, ..), (b, ..)| a.name.cmp(&b.name));
+    let header: Vec<NewTensor> = all.iter().map(|(tensor, ..)| tensor.clone()).collect();
+    safetensors_file::write_header(out, &header)?;
+    for (_, names, layer) in all {
+        let bytes = source.read(names.param, layer, dtype)?;
+        if names.transposed {
+            out.write_all(&transpose(&bytes, names.shape(&descriptor)[0], dtype.bytes()))?;
+        } else {
+            out.write_all(&bytes)?;
+        }
+    }
+    Ok(())
+}
+
+fn generation_config(source: &ModelSource, bos: Option<u32>, eos: Option<u32>) -> Result<Vec<u8>> {
+    let mut tokens = [bos, eos];
+    if let Some(model) = source.hugging_face() {
+        let path = model.directory().join(GENERATION);
+        if path.exists() {
+            return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
+        }
+        tokens = ["bos_token_id", "eos_token_id"].map(|key| model.config().token(key));
+    }
+    pretty(&json!({"_from_model_config": true, "bos_token_id": tokens[0], "eos_token_id": tokens[1]}))
+}
+
+/// Copies the tokenizer of a Hugging Face directory, if it has one.
+fn copy_tokenizer(source: &ModelSource, out: &Path) -> Result<bool> {
+    let Some(model) = source.hugging_face() else { return Ok(false) };
+    let existing: Vec<&str> =
+        tokenizer::FILES.into_iter().filter(|name| model.directory().join(name).exists()).collect();
+    if !["tokenizer.json", "vocab.json", "tokenizer.model"].iter().any(|name| existing.contains(name)) {
+        return Ok(false);
+    }
+    for name in existing {
+        let path = model.directory().join(name);
+        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        fs::write(out.join(name), bytes)?;
+    }
+    Ok(true)
+}
+
+fn gguf_vocabulary(source: &ModelSource) -> Result<(Vocabulary, WrittenTokenizer)> {
+    if let Some(model) = source.hugging_face().filter(|model| model.directory().join(tokenizer::FILES[0]).exists()) {
+        return Ok((Vocabulary::read(model.directory(), model.config())?, WrittenTokenizer::Copied));
+    }
+    let size = source.descriptor().vocab;
+    match Vocabulary::built_in(size) {
+        Some(vocabulary) => Ok((vocabulary, WrittenTokenizer::BuiltIn(size))),
+        None => bail!(
+            "{}: expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json, found a vocabulary of {size}; a GGUF \
+             file needs its tokenizer",
+            source.path().display()
+        ),
+    }
+}
+
+/// Returns the storage type of a tensor. llama.cpp adds vectors and position embeddings to f32 activations.
+fn gguf_dtype(names: &TensorNames, dtype: DType) -> DType {
+    if names.is_matrix() && names.param != Param::Wpe { dtype } else { DType::F32 }
+}
+
+/// Returns the metadata. `llama_model` of llama.cpp lists the keys of each architecture.
+fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Vocabulary) -> Vec<(String, Value)> {
+    const NORMAL: i32 = 1;
+    const CONTROL: i32 = 3;
+    let (kind, descriptor) = (source.architecture().model_type, source.descriptor());
+    // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
+    let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
+    let size = |n: usize| Value::U32(n as u32);
+    let text = |text: &str| Value::Text(text.to_owned());
+    let types =
+        (0..vocabulary.tokens.len() as u32).map(|id| if vocabulary.special.contains(&id) { CONTROL } else { NORMAL });
+    let types = types.collect();
+    let merges = vocabulary.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
+    let [bos, eos] = [vocabulary.bos, vocabulary.eos];
+    let mut metadata = vec![
+        ("general.architecture".to_owned(), text(kind)),
+        ("general.name".to_owned(), text(name)),
+        ("general.file_type".to_owned(), Value::U32(file_type)),
+        (format!("{kind}.block_count"), size(descriptor.layers)),
+        (format!("{kind}.context_length"), size(descriptor.max_seq_len)),
+        (format!("{kind}.embedding_length"), size(descriptor.channels)),
+        (format!("{kind}.feed_forward_length"), size(4 * descriptor.channels)),
+        (format!("{kind}.attention.head_count"), size(descriptor.heads)),
+        (format!("{kind}.attention.layer_norm_epsilon"), Value::F32(1e-5)),
+        ("tokenizer.ggml.model".to_owned(), text("gpt2")),
+        ("tokenizer.ggml.pre".to_owned(), text("gpt-2")),
+        ("tokenizer.ggml.tokens".to_owned(), Value::Texts(vocabulary.tokens)),
+        ("tokenizer.ggml.token_type".to_owned(), Value::I32s(types)),
+        ("tokenizer.ggml.merges".to_owned(), Value::Texts(merges)),
+        ("tokenizer.ggml.add_bos_token".to_owned(), Value::Bool(false)),
+        ("tokenizer.ggml.add_space_prefix".to_owned(), Value::Bool(false)),
+    ];
+    // llama.cpp would use id 11 for both. Id 0 of the byte vocabulary never occurs in text.
+    metadata.push(("tokenizer.ggml.bos_token_id".to_owned(), Value::U32(bos.unwrap_or(0))));
+    metadata.push(("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(eos.unwrap_or(0))));
+    metadata
+}

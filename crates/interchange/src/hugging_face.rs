@@ -1,0 +1,231 @@
+//! Hugging Face directories: `config.json` and one or several safetensors files.
+
+use crate::architecture::{Architecture, TensorNames, of_layer};
+use crate::config::ModelConfig;
+use crate::element::{Element, transpose};
+use crate::safetensors_file::{SafetensorsFile, TensorInfo};
+use anyhow::{Context, Result, bail, ensure};
+use engine::tensor::DType;
+use model::{Descriptor, Param};
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Name of the only safetensors file.
+pub const WEIGHTS: &str = "model.safetensors";
+/// Name of the file that maps tensors to several safetensors files.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// Bytes of two tensors that are compared at a time.
+const CHUNK: usize = 1 << 20;
+
+/// An open directory. All tensors have been found, and their types and shapes checked; their data is still in the files.
+#[derive(Debug)]
+pub struct HuggingFaceModel {
+    directory: PathBuf,
+    config: ModelConfig,
+    files: Vec<SafetensorsFile>,
+    tensors: HashMap<(Param, usize), Located>,
+}
+
+/// A tensor in one of the files.
+#[derive(Clone, Debug)]
+struct Located {
+    file: usize,
+    name: String,
+    info: TensorInfo,
+}
+
+impl HuggingFaceModel {
+    /// Opens a directory, and checks its configuration and all tensors.
+    pub fn open(directory: &Path) -> Result<Self> {
+        let config = ModelConfig::read(directory)?;
+        let files = open_files(directory)?;
+        let mut model = Self { directory: directory.to_owned(), config, files, tensors: HashMap::new() };
+        let architecture = model.config.architecture;
+        let mut found = model.all_tensors(architecture)?;
+        for (names, layer) in architecture.all_tensors(model.config.descriptor.layers) {
+            let name = of_layer(names.hugging_face, layer);
+            let shape = names.hugging_face_shape(&model.config.descriptor);
+            let located = found
+                .remove(&name)
+                .with_context(|| format!("{}: expected a tensor {name} {shape:?}, found none", directory.display()))?;
+            model.check(&located, &shape)?;
+            model.tensors.insert((names.param, layer), located);
+        }
+        if let Some(head) = found.remove(architecture.head) {
+            model.check_head(&head)?;
+        }
+        let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
+        if let Some((_, Located { file, name, info })) = unexpected {
+            bail!(
+                "{}: expected only the tensors of {}, found {name} {}; llm-rs would ignore it",
+                model.files[file].path().display(),
+                architecture.class,
+                info.describe()
+            );
+        }
+        Ok(model)
+    }
+
+    /// Returns the tensors of all files by their names without the prefix of the class.
+    fn all_tensors(&self, architecture: &Architecture) -> Result<BTreeMap<String, Located>> {
+        let mut found = BTreeMap::new();
+        for (file, opened) in self.files.iter().enumerate() {
+            for (name, info) in opened.tensors() {
+                let short = name.strip_prefix(architecture.prefix).unwrap_or(name);
+                let located = Located { file, name: name.clone(), info: info.clone() };
+                if let Some(other) = found.insert(short.to_owned(), located) {
+                    bail!(
+                        "{}: expected one tensor {short}, found {name} and, in {}, {}",
+                        opened.path().display(),
+                        self.files[other.file].path().display(),
+                        other.name
+                    );
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Checks the type and the shape of a tensor.
+    fn check(&self, located: &Located, shape: &[usize]) -> Result<()> {
+        let Located { file, name, info } = located;
+        let same_shape = info.shape.len() == shape.len() && info.shape.iter().zip(shape).all(|(&a, &b)| a == b as u64);
+        ensure!(
+            same_shape && Element::named(&info.dtype).is_some(),
+            "{}: tensor {name}: expected F32, BF16 or F16 {shape:?}, found {}",
+            self.files[*file].path().display(),
+            info.describe()
+        );
+        Ok(())
+    }
+
+    /// Checks that the head has the values of the token embedding, because the engine has one tensor for both.
+    fn check_head(&self, head: &Located) -> Result<()> {
+        let embedding = &self.tensors[&(Param::Wte, 0)];
+        let [a, b] = [embedding, head].map(|located| &located.info);
+        let path = self.files[head.file].path().display();
+        ensure!(
+            a.dtype == b.dtype && a.shape == b.shape,
+            "{path}: tensor {}: expected {} as {}, found {}; llm-rs supports only tied embeddings",
+            head.name,
+            a.describe(),
+            embedding.name,
+            b.describe()
+        );
+        let bytes = a.data_offsets.1 - a.data_offsets.0;
+        let mut buffers = [vec![0; CHUNK], vec![0; CHUNK]];
+        for start in (0..bytes).step_by(CHUNK) {
+            let len = CHUNK.min((bytes - start) as usize);
+            for (buffer, located) in buffers.iter_mut().zip([embedding, head]) {
+                self.files[located.file].read(&located.info, start, &mut buffer[..len])?;
+            }
+            ensure!(
+                buffers[0][..len] == buffers[1][..len],
+                "{path}: tensor {}: expected the values of {}, found others; llm-rs supports only tied embeddings",
+                head.name,
+                embedding.name
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns the path of the directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Returns the configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Returns the shape of the model.
+    pub fn descriptor(&self) -> Descriptor {
+        self.config.descriptor
+    }
+
+    /// Returns the smallest storage type that holds all parameters exactly.
+    pub fn dtype(&self) -> DType {
+        let all_bf16 = self.tensors.values().all(|located| element(located).dtype() == DType::Bf16);
+        if all_bf16 { DType::Bf16 } else { DType::F32 }
+    }
+
+    /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements.
+    pub fn read(&self, param: Param, layer: usize) -> Result<(Element, Vec<u8>)> {
+        let located = &self.tensors[&(param, layer)];
+        let names: &TensorNames = self.config.architecture.names_of(param);
+        let element = element(located);
+        let mut bytes = vec![0; names.elements(&self.config.descriptor) * element.bytes()];
+        self.files[located.file].read(&located.info, 0, &mut bytes)?;
+        if names.transposed {
+            let rows = names.hugging_face_shape(&self.config.descriptor)[0];
+            bytes = transpose(&bytes, rows, element.bytes());
+        }
+        Ok((element, bytes))
+    }
+}
+
+fn element(located: &Located) -> Element {
+    Element::named(&located.info.dtype).expect("the type is checked when the directory is opened")
+}
+
+/// The contents of [`INDEX`].
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Opens all safetensors files of a directory. One file takes precedence over an index, as in transformers.
+fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
+    let single = directory.join(WEIGHTS);
+    if single.exists() {
+        return Ok(vec![SafetensorsFile::open(&single)?]);
+    }
+    let path = directory.join(INDEX);
+    if !path.exists() {
+        let pickled =
+            ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| directory.join(name).exists());
+        bail!(
+            "{}: expected {WEIGHTS} or {INDEX}, found {}",
+            directory.display(),
+            if pickled {
+                "only pytorch_model.bin; load it with transformers and save it again with save_pretrained"
+            } else {
+                "neither"
+            }
+        );
+    }
+    let name = path.display();
+    let text = fs::read(&path).with_context(|| format!("cannot read {name}"))?;
+    let index: Index = serde_json::from_slice(&text).with_context(|| format!("{name}: not an index"))?;
+    let names: BTreeSet<&String> = index.weight_map.values().collect();
+    ensure!(!names.is_empty(), "{name}: expected at least one tensor in weight_map, found none");
+    let mut files = Vec::new();
+    for file in names {
+        // The index must not make the program read files elsewhere.
+        ensure!(
+            Path::new(file).file_name().is_some_and(|plain| plain == file.as_str()),
+            "{name}: expected file names in weight_map, found the path {file}"
+        );
+        let opened = SafetensorsFile::open(&directory.join(file))?;
+        for tensor in opened.tensors().keys() {
+            let listed = index.weight_map.get(tensor);
+            ensure!(
+                listed == Some(file),
+                "{name}: expected tensor {tensor} in {file}, which contains it, found {}",
+                listed.map_or("none", String::as_str)
+            );
+        }
+        files.push(opened);
+    }
+    let contains = |file: &str, tensor: &str| {
+        files.iter().any(|opened| opened.path().ends_with(file) && opened.tensors().contains_key(tensor))
+    };
+    if let Some((tensor, file)) = index.weight_map.iter().find(|(tensor, file)| !contains(file, tensor)) {
+        bail!("{}: expected tensor {tensor}, which {INDEX} lists, found none", directory.join(file).display());
+    }
+    Ok(files)
+}

@@ -1,0 +1,24 @@
+//! Reads and writes the model formats of other programs: Hugging Face directories and GGUF.
+//!
+//! * [`ModelSource`] is a model that a user names by its path: a `.bin` file, the directory of a run, or a Hugging Face
+//!   directory.
+//! * [`export`] writes a source as a Hugging Face directory, a `.bin` file or a GGUF file.
+//! * [`architecture`] holds one table per architecture: tensor names, and the keys of `config.json`.
+//! * [`config`], [`safetensors_file`] and [`hugging_face`] read Hugging Face directories; [`tokenizer`] makes tokenizer files;
+//!   [`gguf`] is the GGUF container.
+//!
+//! llm.c's own formats belong to `checkpoint`.
+
+#![warn(missing_docs)]
+
+pub mod architecture;
+pub mod config;
+pub mod element;
+pub mod export;
+pub mod gguf;
+pub mod hugging_face;
+pub mod safetensors_file;
+pub mod source;
+pub mod tokenizer;
+
+pub use source::ModelSource;

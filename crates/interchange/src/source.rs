@@ -1,0 +1,167 @@
+//! Models that a user names by their path.
+
+use crate::architecture::{Architecture, GPT2};
+use crate::config;
+use crate::element::Element;
+use crate::hugging_face::HuggingFaceModel;
+use anyhow::{Context, Result, bail, ensure};
+use checkpoint::model_file::ModelFile;
+use checkpoint::resume::newest_model_file;
+use engine::Engine;
+use engine::tensor::{DType, Tensor};
+use model::{Descriptor, Gpt2, Param};
+use std::path::Path;
+
+/// An open model: a `.bin` file, the newest checkpoint of a run, or a Hugging Face directory.
+#[derive(Debug)]
+pub struct ModelSource(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    LlmC(ModelFile),
+    HuggingFace(Box<HuggingFaceModel>),
+}
+
+impl ModelSource {
+    /// Opens a model. Its shape and the types, shapes and places of its tensors have been checked.
+    pub fn open(path: &Path) -> Result<Self> {
+        let name = path.display();
+        if path.is_dir() {
+            return Self::open_directory(path);
+        }
+        let known = name.to_string().parse::<Descriptor>().is_ok();
+        ensure!(
+            !known || path.exists(),
+            "{name}: expected a model file (.bin) or a directory, found the name of a shape, which has no weights; pass the \
+             result of `llm-rs train --model {name} --out DIR` or a Hugging Face directory"
+        );
+        let has_extension = |extension: &str| path.extension().is_some_and(|found| found == extension);
+        ensure!(
+            !has_extension("safetensors") || !path.exists(),
+            "{name}: expected the directory that contains the file and its {}; pass the directory",
+            config::FILE
+        );
+        ensure!(
+            !has_extension("gguf") || !path.exists(),
+            "{name}: expected a model file (.bin) or a Hugging Face directory, found a GGUF file, which llm-rs only writes"
+        );
+        Ok(Self(Kind::LlmC(ModelFile::open(path)?)))
+    }
+
+    fn open_directory(path: &Path) -> Result<Self> {
+        if path.join(config::FILE).exists() {
+            return Ok(Self(Kind::HuggingFace(Box::new(HuggingFaceModel::open(path)?))));
+        }
+        match newest_model_file(path)? {
+            Some(file) => Ok(Self(Kind::LlmC(ModelFile::open(&file)?))),
+            None => bail!(
+                "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither",
+                path.display(),
+                config::FILE
+            ),
+        }
+    }
+
+    /// Returns the path of the file or of the Hugging Face directory.
+    pub fn path(&self) -> &Path {
+        match &self.0 {
+            Kind::LlmC(file) => file.path(),
+            Kind::HuggingFace(model) => model.directory(),
+        }
+    }
+
+    /// Returns the Hugging Face directory, if the model comes from one.
+    pub fn hugging_face(&self) -> Option<&HuggingFaceModel> {
+        match &self.0 {
+            Kind::LlmC(_) => None,
+            Kind::HuggingFace(model) => Some(model),
+        }
+    }
+
+    /// Returns the names of the tensors in other programs.
+    pub fn architecture(&self) -> &'static Architecture {
+        match &self.0 {
+            Kind::LlmC(_) => &GPT2,
+            Kind::HuggingFace(model) => model.config().architecture,
+        }
+    }
+
+    /// Returns the shape of the model.
+    pub fn descriptor(&self) -> Descriptor {
+        match &self.0 {
+            Kind::LlmC(file) => file.descriptor(),
+            Kind::HuggingFace(model) => model.descriptor(),
+        }
+    }
+
+    /// Returns the number of rows of wte in llm.c's files of this model.
+    pub fn padded_vocab(&self) -> usize {
+        match &self.0 {
+            Kind::LlmC(file) => file.padded_vocab(),
+            Kind::HuggingFace(model) => model.descriptor().padded_vocab(),
+        }
+    }
+
+    /// Returns the smallest storage type that holds all parameters exactly.
+    pub fn dtype(&self) -> DType {
+        match &self.0 {
+            Kind::LlmC(file) => file.dtype(),
+            Kind::HuggingFace(model) => model.dtype(),
+        }
+    }
+
+    /// Reads a tensor, one row per output, without padding of the vocabulary, as little-endian elements of type `dtype`.
+    pub fn read(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
+        let (element, bytes) = match &self.0 {
+            Kind::LlmC(file) => (Element::from(file.dtype()), file.read_tensor(param, layer)?),
+            Kind::HuggingFace(model) => model.read(param, layer)?,
+        };
+        Ok(element.convert(bytes, dtype))
+    }
+
+    /// Reads the parameters that this rank keeps into `model`, and into its master weights if it has them. The model must have
+    /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ.
+    pub fn load(self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+        match self.0 {
+            Kind::LlmC(file) => file.load(model, engine),
+            Kind::HuggingFace(source) => {
+                load(&source, model, engine).with_context(|| format!("cannot load {}", source.directory().display()))
+            }
+        }
+    }
+}
+
+fn load(source: &HuggingFaceModel, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+    assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
+    let master = model.training.and_then(|training| training.master).map(|master| model.state_store(master));
+    let stores: Vec<_> = [Some(model.param_store()), master].into_iter().flatten().collect();
+    for (param, layer) in model.layout.file_order() {
+        let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
+        if held.is_empty() {
+            continue;
+        }
+        let (element, bytes) = source.read(param, layer)?;
+        let elements = bytes.len() / element.bytes();
+        for (range, tensor) in held {
+            // Rows that pad the vocabulary are not in the file. The arena is zero before the first write.
+            let wanted = range.start.min(elements)..range.end.min(elements);
+            if !wanted.is_empty() {
+                let to = tensor.slice(0, wanted.len());
+                write(to, element, &bytes[wanted.start * element.bytes()..wanted.end * element.bytes()], engine)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes elements to a tensor, in steps that bound the memory of a conversion.
+fn write(to: Tensor, element: Element, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
+    const CHUNK: usize = 1 << 20;
+    if element == Element::from(to.dtype) {
+        return engine.write_bytes(to, bytes);
+    }
+    for (i, chunk) in bytes.chunks(CHUNK * element.bytes()).enumerate() {
+        engine.write(to.slice(i * CHUNK, chunk.len() / element.bytes()), &element.widen(chunk))?;
+    }
+    Ok(())
+}

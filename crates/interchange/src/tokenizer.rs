@@ -1,0 +1,363 @@
+//! Tokenizer files for other programs, and the vocabulary that GGUF contains.
+//!
+//! Byte-level vocabularies are text files: each byte of a token is one printable character. GPT-2's vocabulary and its merges
+//! follow from the ranks that the `data` crate's tokenizer has built in.
+
+use crate::config::ModelConfig;
+use anyhow::{Context, Result, bail, ensure};
+use data::tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+/// Names of tokenizer files in Hugging Face directories.
+pub const FILES: [&str; 8] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+];
+
+/// GPT-2's special token.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
+/// A byte-level BPE vocabulary.
+#[derive(Clone, Debug)]
+pub struct Vocabulary {
+    /// All tokens by id, in the alphabet of [`character`]. Special tokens are plain text.
+    pub tokens: Vec<String>,
+    /// Pairs of tokens in the order in which they are merged.
+    pub merges: Vec<(String, String)>,
+    /// Ids of special tokens.
+    pub special: Vec<u32>,
+    /// The token that precedes each document.
+    pub bos: Option<u32>,
+    /// The token that ends each document.
+    pub eos: Option<u32>,
+}
+
+/// Returns the printable character of a byte: itself if it is printable in Latin-1, or else the next one from U+0100.
+pub fn character(byte: u8) -> char {
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if printable(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|&other| !printable(other)).count();
+    char::from_u32(256 + before as u32).expect("U+0100 to U+0143 are characters")
+}
+
+impl Vocabulary {
+    /// Returns the vocabulary of the built-in tokenizer of this size.
+    pub fn built_in(size: usize) -> Option<Self> {
+        match size {
+            GPT2_VOCAB => Some(Self::gpt2()),
+            BYTE_VOCAB => Some(Self::bytes()),
+            _ => None,
+        }
+    }
+
+    fn gpt2() -> Self {
+        let document = u32::from(Tokenizer::Gpt2.document());
+        let plain: Vec<Vec<u8>> = (0..document as u16).map(|id| Tokenizer::Gpt2.decode(&[id])).collect();
+        let text = |bytes: &[u8]| bytes.iter().map(|&byte| character(byte)).collect::<String>();
+        let ranks: HashMap<&[u8], usize> = plain.iter().enumerate().map(|(id, token)| (&token[..], id)).collect();
+        let merges = (0..plain.len()).filter(|&id| plain[id].len() > 1).map(|id| {
+            let (left, right) = plain[id].split_at(last_merge(&plain[id], id, &ranks));
+            (text(left), text(right))
+        });
+        let merges = merges.collect();
+        let tokens = plain.iter().map(|token| text(token)).chain([END_OF_TEXT.to_owned()]).collect();
+        Self { tokens, merges, special: vec![document], bos: Some(document), eos: Some(document) }
+    }
+
+    /// Returns the vocabulary of bytes. It has no special token: a newline precedes each document, and nothing ends one.
+    fn bytes() -> Self {
+        let tokens = (0..=u8::MAX).map(|byte| character(byte).to_string()).collect();
+        Self {
+            tokens,
+            merges: Vec::new(),
+            special: Vec::new(),
+            bos: Some(Tokenizer::Bytes.document().into()),
+            eos: None,
+        }
+    }
+
+    /// Reads the vocabulary from the `tokenizer.json` of a Hugging Face directory. Only byte-level BPE is supported.
+    pub fn read(directory: &Path, config: &ModelConfig) -> Result<Self> {
+        let path = directory.join(FILES[0]);
+        let name = path.display();
+        let text = fs::read(&path).with_context(|| format!("cannot read {name}"))?;
+        let file: Value = serde_json::from_slice(&text).with_context(|| format!("{name}: not valid JSON"))?;
+        Self::parse(&file, config).with_context(|| name.to_string())
+    }
+
+    fn parse(file: &Value, config: &ModelConfig) -> Result<Self> {
+        let model = &file["model"];
+        ensure!(
+            model["type"] == "BPE" && file["pre_tokenizer"]["type"] == "ByteLevel",
+            "expected a byte-level BPE tokenizer, found model {} and pre-tokenizer {}; gguf export supports no other",
+            model["type"],
+            file["pre_tokenizer"]["type"]
+        );
+        let size = config.descriptor.vocab;
+        let mut tokens = vec![None; size];
+        let mut add = |token: &str, id: &Value| -> Result<u32> {
+            let slot = id.as_u64().filter(|&id| id < size as u64);
+            let slot = slot.with_context(|| format!("token {token}: expected an id below {size}, found {id}"))?;
+            tokens[slot as usize] = Some(token.to_owned());
+            Ok(slot as u32)
+        };
+        let vocab = model["vocab"].as_object().context("model.vocab: expected an object")?;
+        vocab.iter().try_for_each(|(token, id)| add(token, id).map(drop))?;
+        let mut special = Vec::new();
+        for added in file["added_tokens"].as_array().unwrap_or(&Vec::new()) {
+            let id = add(added["content"].as_str().context("added_tokens: expected content")?, &added["id"])?;
+            if added["special"] == true {
+                special.push(id);
+            }
+        }
+        let merges = model["merges"].as_array().context("model.merges: expected an array")?;
+        let merges = merges.iter().map(parse_merge).collect::<Result<_>>()?;
+        // Rows of the embedding without a token, which pad the vocabulary.
+        let named = |(id, token): (usize, Option<String>)| token.unwrap_or_else(|| format!("[PAD{id}]"));
+        let tokens = tokens.into_iter().enumerate().map(named).collect();
+        let [bos, eos] = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
+        Ok(Self { tokens, merges, special, bos, eos })
+    }
+
+    /// Returns the names and contents of all tokenizer files of a Hugging Face directory, for texts of up to `max_tokens` tokens.
+    pub fn files(&self, max_tokens: usize) -> Result<Vec<(&'static str, Vec<u8>)>> {
+        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}"));
+        let merges: String = ["#version: 0.2".to_owned()].into_iter().chain(merges).map(|line| line + "\n").collect();
+        Ok(vec![
+            ("tokenizer.json", pretty(&self.tokenizer())?),
+            ("tokenizer_config.json", pretty(&self.tokenizer_config(max_tokens))?),
+            ("vocab.json", serde_json::to_vec(&Ids(&self.tokens))?),
+            ("merges.txt", merges.into_bytes()),
+            ("special_tokens_map.json", pretty(&self.special_tokens())?),
+        ])
+    }
+
+    fn added_tokens(&self) -> Vec<(u32, Value)> {
+        let added = |&id: &u32| {
+            let flags = json!({
+                "content": self.tokens[id as usize],
+                "lstrip": false, "normalized": false, "rstrip": false, "single_word": false, "special": true,
+            });
+            (id, flags)
+        };
+        self.special.iter().map(added).collect()
+    }
+
+    /// Returns the contents of `tokenizer.json`.
+    fn tokenizer(&self) -> Value {
+        let added = self.added_tokens().into_iter().map(|(id, mut token)| {
+            token["id"] = id.into();
+            token
+        });
+        let plain = self.tokens.iter().enumerate();
+        let vocab: serde_json::Map<String, Value> = plain.map(|(id, token)| (token.clone(), id.into())).collect();
+        // Texts instead of pairs, for versions of tokenizers before 0.20.
+        let merges: Vec<String> = self.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": added.collect::<Vec<_>>(),
+            "normalizer": null,
+            "pre_tokenizer": byte_level,
+            "post_processor": byte_level,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": merges,
+            },
+        })
+    }
+
+    fn tokenizer_config(&self, max_tokens: usize) -> Value {
+        let added: serde_json::Map<String, Value> =
+            self.added_tokens().into_iter().map(|(id, token)| (id.to_string(), token)).collect();
+        let mut config = json!({
+            "add_prefix_space": false,
+            "added_tokens_decoder": added,
+            // Decoding must not change the spaces of the text.
+            "clean_up_tokenization_spaces": false,
+            "errors": "replace",
+            "model_max_length": max_tokens,
+            // The class for GPT-2 always has <|endoftext|>.
+            "tokenizer_class": if self.special.is_empty() { "PreTrainedTokenizerFast" } else { "GPT2Tokenizer" },
+        });
+        if let (Some(all), Value::Object(special)) = (config.as_object_mut(), self.special_tokens()) {
+            all.extend(special);
+        }
+        config
+    }
+
+    fn special_tokens(&self) -> Value {
+        match self.special[..] {
+            [] => json!({}),
+            [id, ..] => {
+                let token = &self.tokens[id as usize];
+                json!({"bos_token": token, "eos_token": token, "unk_token": token})
+            }
+        }
+    }
+}
+
+/// A merge is a pair of tokens, or text in which a space separates them.
+fn parse_merge(value: &Value) -> Result<(String, String)> {
+    let pair = match value {
+        Value::String(text) => text.split_once(' '),
+        Value::Array(pair) => match &pair[..] {
+            [Value::String(left), Value::String(right)] => Some((&left[..], &right[..])),
+            _ => None,
+        },
+        _ => None,
+    };
+    match pair {
+        Some((left, right)) => Ok((left.to_owned(), right.to_owned())),
+        None => bail!("model.merges: expected a pair of tokens, found {value}"),
+    }
+}
+
+/// Returns the position at which the last merge joins two tokens to `token`, whose id is `id`: applies all merges of lower rank.
+fn last_merge(token: &[u8], id: usize, ranks: &HashMap<&[u8], usize>) -> usize {
+    // Starts of the parts, and the end.
+    let mut cuts: Vec<usize> = (0..=token.len()).collect();
+    while cuts.len() > 3 {
+        let rank = |i: usize| ranks.get(&token[cuts[i - 1]..cuts[i + 1]]).copied().filter(|&rank| rank < id);
+        let next = (1..cuts.len() - 1).filter_map(|i| rank(i).map(|rank| (rank, i))).min();
+        let (_, i) = next.expect("a token is the result of two merges of lower rank");
+        cuts.remove(i);
+    }
+    cuts[1]
+}
+
+/// Serializes tokens as an object from token to id, in the order of the ids.
+struct Ids<'a>(&'a [String]);
+
+impl Serialize for Ids<'_> {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().enumerate().map(|(id, token)| (token, id)))
+    }
+}
+
+/// Returns JSON text that ends with a newline.
+pub fn pretty(value: &impl Serialize) -> Result<Vec<u8>> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::architecture::GPT2;
+    use model::Descriptor;
+    use xxhash_rust::xxh3::xxh3_64;
+
+    fn file<'a>(files: &'a [(&str, Vec<u8>)], name: &str) -> &'a [u8] {
+        &files.iter().find(|(found, _)| *found == name).unwrap().1
+    }
+
+    #[test]
+    fn the_alphabet_is_gpt2s() {
+        let characters: Vec<char> = [b'!', b'~', b' ', b'\n', 0, 0x7f, 0xa0, 0xad, 0xff].map(character).into();
+        assert_eq!(characters, ['!', '~', 'Ġ', 'Ċ', 'Ā', 'ġ', 'ł', 'Ń', 'ÿ']);
+        let distinct: std::collections::BTreeSet<char> = (0..=255).map(character).collect();
+        assert_eq!(distinct.len(), 256);
+    }
+
+    #[test]
+    fn gpt2s_merges_are_those_of_openai() {
+        let vocabulary = Vocabulary::built_in(50257).unwrap();
+        assert_eq!((vocabulary.tokens.len(), vocabulary.merges.len()), (50257, 50000));
+        let pair = |i: usize| (&vocabulary.merges[i].0[..], &vocabulary.merges[i].1[..]);
+        assert_eq!([pair(0), pair(1), pair(2)], [("Ġ", "t"), ("Ġ", "a"), ("h", "e")]);
+        assert_eq!(pair(49_999), ("Ġg", "azed"));
+        assert_eq!((&vocabulary.tokens[0][..], &vocabulary.tokens[50256][..]), ("!", "<|endoftext|>"));
+        // Each merge creates the token of the same rank.
+        for (i, (left, right)) in vocabulary.merges.iter().enumerate() {
+            assert_eq!(format!("{left}{right}"), vocabulary.tokens[256 + i]);
+        }
+        let files = vocabulary.files(1024).unwrap();
+        // scripts/check_hf_export compares the file with the SHA-256 sum of OpenAI's vocab.bpe.
+        assert_eq!(xxh3_64(file(&files, "merges.txt")), MERGES_XXH3);
+        assert!(file(&files, "vocab.json").starts_with(br##"{"!":0,"\"":1,"#":2,"##));
+    }
+
+    #[test]
+    fn tokenizer_files_are_read_back() {
+        for (size, special) in [(50257, vec![50256]), (256, vec![])] {
+            let vocabulary = Vocabulary::built_in(size).unwrap();
+            let directory = tempfile::tempdir().unwrap();
+            for (name, bytes) in vocabulary.files(64).unwrap() {
+                assert!(FILES.contains(&name));
+                fs::write(directory.path().join(name), bytes).unwrap();
+            }
+            let descriptor = Descriptor::new(1, 1, 8, 64, size).unwrap();
+            let config = ModelConfig::new(&GPT2, descriptor, vocabulary.bos, vocabulary.eos);
+            let read = Vocabulary::read(directory.path(), &config).unwrap();
+            assert_eq!((&read.tokens, &read.merges), (&vocabulary.tokens, &vocabulary.merges));
+            assert_eq!((read.special, read.bos, read.eos), (special, vocabulary.bos, vocabulary.eos));
+            let text = fs::read(directory.path().join("tokenizer_config.json")).unwrap();
+            let config: Value = serde_json::from_slice(&text).unwrap();
+            assert_eq!(config["model_max_length"], 64);
+            assert_eq!(config["tokenizer_class"] == "GPT2Tokenizer", size == 50257);
+            assert_eq!(config["eos_token"], if size == 50257 { json!("<|endoftext|>") } else { Value::Null });
+        }
+        assert!(Vocabulary::built_in(300).is_none());
+    }
+
+    type Change = fn(&mut Value);
+
+    #[test]
+    fn other_tokenizers_are_read_or_rejected() {
+        let tokenizer = |change: &dyn Fn(&mut Value)| {
+            let mut file = json!({
+                "pre_tokenizer": {"type": "ByteLevel"},
+                "added_tokens": [{"id": 4, "content": "<s>", "special": true}, {"id": 3, "content": "x", "special": false}],
+                "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b", ["ab", "ab"]]},
+            });
+            change(&mut file);
+            let descriptor = Descriptor::new(1, 1, 8, 64, 6).unwrap();
+            Vocabulary::parse(&file, &ModelConfig::new(&GPT2, descriptor, Some(4), None))
+        };
+        let read = tokenizer(&|_| ()).unwrap();
+        assert_eq!(read.tokens, ["a", "b", "ab", "x", "<s>", "[PAD5]"]);
+        assert_eq!(read.merges, [("a".into(), "b".into()), ("ab".into(), "ab".into())]);
+        assert_eq!((read.special, read.bos, read.eos), (vec![4], Some(4), None));
+        let changes: [(Change, &str); 8] = [
+            (
+                |f| f["model"]["type"] = "WordPiece".into(),
+                r#"expected a byte-level BPE tokenizer, found model "WordPiece""#,
+            ),
+            (|f| f["pre_tokenizer"] = Value::Null, "and pre-tokenizer null; gguf export supports no other"),
+            (|f| f["model"]["vocab"]["ab"] = 6.into(), "token ab: expected an id below 6, found 6"),
+            (|f| f["added_tokens"][0]["id"] = (-1).into(), "token <s>: expected an id below 6, found -1"),
+            (|f| f["added_tokens"][0]["content"] = 1.into(), "added_tokens: expected content"),
+            (|f| f["model"]["vocab"] = json!([]), "model.vocab: expected an object"),
+            (|f| f["model"]["merges"] = Value::Null, "model.merges: expected an array"),
+            (|f| f["model"]["merges"][0] = "ab".into(), r#"model.merges: expected a pair of tokens, found "ab""#),
+        ];
+        for (change, expected) in changes {
+            let message = format!("{:#}", tokenizer(&change).unwrap_err());
+            assert!(message.contains(expected), "{expected}: {message}");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let config = ModelConfig::new(&GPT2, Descriptor::new(1, 1, 8, 64, 6).unwrap(), None, None);
+        let message = format!("{:#}", Vocabulary::read(directory.path(), &config).unwrap_err());
+        assert!(message.contains("cannot read ") && message.contains("tokenizer.json"), "{message}");
+    }
+
+    const MERGES_XXH3: u64 = 16258279301553006112;
+}

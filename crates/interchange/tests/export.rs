@@ -1,0 +1,387 @@
+//! Export: bits survive every format, directories are complete, and nothing is lost on errors.
+
+mod common;
+
+use checkpoint::model_file::ModelFile;
+use common::{Tensors, config, contents, descriptor, directory, expected, file, open, tensors};
+use engine::tensor::DType;
+use half::bf16;
+use interchange::ModelSource;
+use interchange::export::{self, WrittenTokenizer};
+use model::{Descriptor, Params};
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+fn exported(source: &ModelSource, dtype: DType) -> (TempDir, WrittenTokenizer) {
+    let dir = tempfile::tempdir().unwrap();
+    // An empty directory counts as new.
+    let tokenizer = export::hugging_face(source, dir.path(), dtype, false).unwrap();
+    (dir, tokenizer)
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn import_then_export_reproduces_the_file() {
+    for (dtype, storage) in [(Dtype::F32, DType::F32), (Dtype::BF16, DType::Bf16)] {
+        let tensors = tensors(dtype);
+        let source = directory(&tensors);
+        let (out, tokenizer) = exported(&open(source.path()).unwrap(), storage);
+        assert_eq!(fs::read(out.path().join("model.safetensors")).unwrap(), file(&tensors));
+        assert_eq!(tokenizer, WrittenTokenizer::None);
+        // The bits also survive llm.c's format.
+        let bin = out.path().join("model.bin");
+        export::llmc(&open(source.path()).unwrap(), &bin, storage, false).unwrap();
+        let (again, _) = exported(&open(&bin).unwrap(), storage);
+        assert_eq!(fs::read(again.path().join("model.safetensors")).unwrap(), file(&tensors));
+        // Keys of the source are kept.
+        let kept = json(&out.path().join("config.json"));
+        assert_eq!((&kept["transformers_version"], &kept["bos_token_id"]), (&json!("5.0.0"), &json!(3)));
+        let generated = json(&out.path().join("generation_config.json"));
+        assert_eq!((&generated["bos_token_id"], &generated["eos_token_id"]), (&json!(3), &json!(4)));
+    }
+}
+
+#[test]
+fn other_types_are_widened_or_rounded_to_nearest() {
+    for (from, to, dtype) in [
+        (Dtype::F32, Dtype::BF16, DType::Bf16),
+        (Dtype::BF16, Dtype::F32, DType::F32),
+        (Dtype::F16, Dtype::F32, DType::F32),
+        (Dtype::F16, Dtype::BF16, DType::Bf16),
+    ] {
+        let before = tensors(from);
+        let (out, _) = exported(&open(directory(&before).path()).unwrap(), dtype);
+        let bytes = fs::read(out.path().join("model.safetensors")).unwrap();
+        let written = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(written.len(), before.len());
+        for (name, tensor) in &before {
+            let view = written.tensor(name).unwrap();
+            assert_eq!((view.dtype(), view.shape()), (to, &tensor.shape[..]), "{name}");
+            let rounded = |value: &f32| match from {
+                Dtype::BF16 => bf16::from_f32(*value).to_f32(),
+                Dtype::F16 => half::f16::from_f32(*value).to_f32(),
+                _ => *value,
+            };
+            let wanted =
+                common::Tensor { values: tensor.values.iter().map(rounded).collect(), dtype: to, ..tensor.clone() };
+            assert_eq!(view.data(), wanted.bytes(), "{name}");
+        }
+        let config = json(&out.path().join("config.json"));
+        let name = if to == Dtype::F32 { "float32" } else { "bfloat16" };
+        assert_eq!((&config["dtype"], &config["torch_dtype"]), (&json!(name), &json!(name)));
+    }
+}
+
+#[test]
+fn model_files_have_llm_cs_layout_with_a_padded_vocabulary() {
+    let tensors = tensors(Dtype::F32);
+    let source = open(directory(&tensors).path()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("new/model.bin");
+    export::llmc(&source, &path, DType::F32, false).unwrap();
+    let opened = ModelFile::open(&path).unwrap();
+    assert_eq!((opened.descriptor(), opened.padded_vocab(), opened.dtype()), (descriptor(), 128, DType::F32));
+    let bytes = fs::read(&path).unwrap();
+    let mut at = 1024;
+    for (param, layer) in Params::new(descriptor()).file_order() {
+        let mut values = expected(&tensors, param, layer);
+        values.resize(param.len(&descriptor()), 0.0);
+        for value in values {
+            assert_eq!(bytes[at..at + 4], value.to_le_bytes(), "{} of layer {layer}", param.name());
+            at += 4;
+        }
+    }
+    assert_eq!(at, bytes.len());
+}
+
+/// Writes a model file with arbitrary values and a vocabulary of bytes or of GPT-2.
+fn model_file(vocab: usize) -> (TempDir, ModelSource) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.bin");
+    let descriptor = Descriptor::new(1, 2, 4, 8, vocab).unwrap();
+    let layout = Params::new(descriptor);
+    let params: Vec<u8> = (0..layout.elements()).flat_map(|i| (i as f32 * 1e-5).to_le_bytes()).collect();
+    let mut out = fs::File::create(&path).unwrap();
+    checkpoint::model_file::write(&mut out, descriptor, &layout, &params, DType::F32).unwrap();
+    let source = open(&path).unwrap();
+    (dir, source)
+}
+
+#[test]
+fn directories_of_trained_models_are_complete() {
+    let complete = [
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ];
+    for (vocab, bos, eos) in [(50257, json!(50256), json!(50256)), (256, json!(10), Value::Null)] {
+        let (_dir, source) = model_file(vocab);
+        let (out, tokenizer) = exported(&source, DType::F32);
+        assert_eq!(tokenizer, WrittenTokenizer::BuiltIn(vocab));
+        assert_eq!(contents(out.path()).keys().collect::<Vec<_>>(), complete);
+        let config = json(&out.path().join("config.json"));
+        assert_eq!(
+            (&config["vocab_size"], &config["n_layer"], &config["n_head"]),
+            (&json!(vocab), &json!(1), &json!(2))
+        );
+        assert_eq!((&config["n_embd"], &config["n_positions"]), (&json!(4), &json!(8)));
+        assert_eq!((&config["bos_token_id"], &config["eos_token_id"]), (&bos, &eos));
+        assert_eq!((&config["model_type"], &config["tie_word_embeddings"]), (&json!("gpt2"), &json!(true)));
+        let generation = json(&out.path().join("generation_config.json"));
+        assert_eq!((&generation["bos_token_id"], &generation["eos_token_id"]), (&bos, &eos));
+        // The exported directory has the values of the file, and is exported again without changes.
+        let again = open(out.path()).unwrap();
+        assert_eq!((again.descriptor(), again.dtype()), (source.descriptor(), DType::F32));
+        for (param, layer) in Params::new(source.descriptor()).file_order() {
+            let [a, b] = [&source, &again].map(|source| source.read(param, layer, DType::F32).unwrap());
+            assert_eq!(a, b, "{}", param.name());
+        }
+        let (third, tokenizer) = exported(&again, DType::F32);
+        assert_eq!((contents(third.path()), tokenizer), (contents(out.path()), WrittenTokenizer::Copied));
+    }
+}
+
+/// Name, dimensions, type and data of a tensor.
+type GgufTensor<'a> = (String, Vec<usize>, u32, &'a [u8]);
+
+/// A reader of GGUF files.
+struct Gguf<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl Gguf<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        self.at += N;
+        self.bytes[self.at - N..self.at].try_into().unwrap()
+    }
+
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.take())
+    }
+
+    fn u64(&mut self) -> usize {
+        u64::from_le_bytes(self.take()) as usize
+    }
+
+    fn text(&mut self) -> String {
+        let len = self.u64();
+        self.at += len;
+        String::from_utf8(self.bytes[self.at - len..self.at].to_vec()).unwrap()
+    }
+
+    fn value(&mut self, code: u32) -> Value {
+        match code {
+            4 => self.u32().into(),
+            5 => (self.u32() as i32).into(),
+            6 => f64::from(f32::from_le_bytes(self.take())).into(),
+            7 => (self.take::<1>()[0] == 1).into(),
+            8 => self.text().into(),
+            9 => {
+                let (code, len) = (self.u32(), self.u64());
+                (0..len).map(|_| self.value(code)).collect()
+            }
+            other => panic!("type {other}"),
+        }
+    }
+
+    /// Returns the metadata and all tensors.
+    fn read(bytes: &[u8]) -> (serde_json::Map<String, Value>, Vec<GgufTensor<'_>>) {
+        let mut file = Gguf { bytes, at: 0 };
+        assert_eq!((file.take(), file.u32()), (*b"GGUF", 3));
+        let (tensors, keys) = (file.u64(), file.u64());
+        let metadata = (0..keys).map(|_| {
+            let (key, code) = (file.text(), file.u32());
+            (key, file.value(code))
+        });
+        let metadata = metadata.collect();
+        let infos: Vec<(String, Vec<usize>, u32, usize)> = (0..tensors)
+            .map(|_| {
+                let (name, dimensions) = (file.text(), file.u32());
+                let shape = (0..dimensions).map(|_| file.u64()).collect();
+                (name, shape, file.u32(), file.u64())
+            })
+            .collect();
+        let data = &bytes[file.at.next_multiple_of(32)..];
+        let size = |shape: &[usize], code| shape.iter().product::<usize>() * if code == 0 { 4 } else { 2 };
+        let end = infos.last().map(|(_, shape, code, at)| (at + size(shape, *code)).next_multiple_of(32));
+        assert_eq!(end, Some(data.len()));
+        let with_data = infos.into_iter().map(|(name, shape, code, at)| {
+            assert!(at % 32 == 0);
+            let bytes = &data[at..at + size(&shape, code)];
+            (name, shape, code, bytes)
+        });
+        (metadata, with_data.collect())
+    }
+}
+
+#[test]
+fn gguf_files_have_all_tensors_and_the_tokenizer() {
+    for (vocab, dtype) in [(256, DType::Bf16), (50257, DType::F32)] {
+        let (dir, source) = model_file(vocab);
+        let path = dir.path().join("model.gguf");
+        assert_eq!(export::gguf(&source, &path, "a name", dtype, false).unwrap(), WrittenTokenizer::BuiltIn(vocab));
+        let bytes = fs::read(&path).unwrap();
+        let (metadata, tensors) = Gguf::read(&bytes);
+        for (key, value) in [
+            ("general.architecture", json!("gpt2")),
+            ("general.name", json!("a name")),
+            ("general.file_type", json!(if dtype == DType::Bf16 { 32 } else { 0 })),
+            ("gpt2.block_count", json!(1)),
+            ("gpt2.context_length", json!(8)),
+            ("gpt2.embedding_length", json!(4)),
+            ("gpt2.feed_forward_length", json!(16)),
+            ("gpt2.attention.head_count", json!(2)),
+            ("tokenizer.ggml.model", json!("gpt2")),
+            ("tokenizer.ggml.pre", json!("gpt-2")),
+            ("tokenizer.ggml.bos_token_id", json!(if vocab == 256 { 10 } else { 50256 })),
+            ("tokenizer.ggml.eos_token_id", json!(if vocab == 256 { 0 } else { 50256 })),
+        ] {
+            assert_eq!(metadata[key], value, "{key}");
+        }
+        assert_eq!(metadata["gpt2.attention.layer_norm_epsilon"], json!(f64::from(1e-5f32)));
+        let len = |key: &str| metadata[key].as_array().unwrap().len();
+        assert_eq!((len("tokenizer.ggml.tokens"), len("tokenizer.ggml.token_type")), (vocab, vocab));
+        assert_eq!(len("tokenizer.ggml.merges"), vocab.saturating_sub(257));
+        let control = metadata["tokenizer.ggml.token_type"].as_array().unwrap().iter().position(|kind| kind == 3);
+        assert_eq!(control, (vocab == 50257).then_some(50256));
+
+        assert_eq!(tensors.len(), 16);
+        let matrix = if dtype == DType::Bf16 { 30 } else { 0 };
+        for (name, param, shape, code) in [
+            ("token_embd.weight", model::Param::Wte, vec![4, vocab], matrix),
+            ("position_embd.weight", model::Param::Wpe, vec![4, 8], 0),
+            ("blk.0.attn_qkv.weight", model::Param::Qkvw, vec![4, 12], matrix),
+            ("blk.0.attn_qkv.bias", model::Param::Qkvb, vec![12], 0),
+            ("blk.0.ffn_down.weight", model::Param::Fcprojw, vec![16, 4], matrix),
+            ("output_norm.weight", model::Param::Lnfw, vec![4], 0),
+        ] {
+            let (_, found, kind, data) = tensors.iter().find(|(found, ..)| found == name).unwrap();
+            assert_eq!((found, *kind), (&shape, code), "{name}");
+            let stored = if code == 0 { DType::F32 } else { DType::Bf16 };
+            assert_eq!(*data, source.read(param, 0, stored).unwrap(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn gguf_takes_the_tokenizer_of_the_directory() {
+    let tensors = tensors(Dtype::F32);
+    let source = directory(&tensors);
+    let out = source.path().join("model.gguf");
+    let write = || export::gguf(&open(source.path()).unwrap(), &out, "x", DType::F32, true);
+    let message = write().unwrap_err().to_string();
+    assert!(message.contains("expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json"), "{message}");
+    assert!(message.contains("found a vocabulary of 33") && !out.exists(), "{message}");
+    let vocab: serde_json::Map<String, Value> = (0..33).map(|id| (format!("t{id}"), id.into())).collect();
+    let tokenizer = json!({"pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": [],
+        "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+    fs::write(source.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    assert_eq!(write().unwrap(), WrittenTokenizer::Copied);
+    let bytes = fs::read(&out).unwrap();
+    let (metadata, _) = Gguf::read(&bytes);
+    assert_eq!(metadata["tokenizer.ggml.tokens"][32], "t32");
+    assert_eq!(
+        (&metadata["tokenizer.ggml.bos_token_id"], &metadata["tokenizer.ggml.eos_token_id"]),
+        (&json!(3), &json!(4))
+    );
+    // A directory export copies the files.
+    let (copy, written) = exported(&open(source.path()).unwrap(), DType::F32);
+    assert_eq!(written, WrittenTokenizer::Copied);
+    assert_eq!(json(&copy.path().join("tokenizer.json")), tokenizer);
+}
+
+#[test]
+fn existing_files_are_replaced_only_on_request() {
+    let source_directory = directory(&tensors(Dtype::F32));
+    let source = open(source_directory.path()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let error = |result: anyhow::Result<WrittenTokenizer>| format!("{:#}", result.unwrap_err());
+    let directory_of = |name, overwrite| export::hugging_face(&source, &at(name), DType::F32, overwrite);
+    directory_of("model", false).unwrap();
+    let before = contents(&at("model"));
+    let message = error(directory_of("model", false));
+    assert!(
+        message.contains("expected a new or empty directory, found ") && message.contains("add --overwrite"),
+        "{message}"
+    );
+    export::hugging_face(&source, &at("model"), DType::Bf16, true).unwrap();
+    assert_ne!(contents(&at("model")), before);
+    directory_of("model", true).unwrap();
+    assert_eq!(contents(&at("model")), before);
+    // Files of the user are never deleted.
+    fs::write(at("model/notes.txt"), "mine").unwrap();
+    let message = error(directory_of("model", true));
+    assert!(message.contains("expected only files of an export, found notes.txt"), "{message}");
+    assert_eq!(contents(&at("model")).len(), before.len() + 1);
+    fs::write(at("file"), "mine").unwrap();
+    assert!(error(directory_of("file", true)).contains("expected a directory or a new name, found a file"));
+
+    let llmc =
+        |name, overwrite| export::llmc(&source, &at(name), DType::F32, overwrite).map(|()| WrittenTokenizer::None);
+    assert!(error(llmc("file", false)).contains("expected a new file, found an existing one; add --overwrite"));
+    assert!(error(llmc("model", true)).contains("expected the name of a file, found a directory"));
+    assert_eq!(fs::read(at("file")).unwrap(), b"mine");
+    llmc("file", true).unwrap();
+    assert!(ModelFile::open(&at("file")).is_ok());
+    let gguf = |name, overwrite| export::gguf(&source, &at(name), "x", DType::F32, overwrite);
+    assert!(error(gguf("file", false)).contains("expected a new file"));
+    assert!(error(gguf("model", true)).contains("found a directory"));
+    // Nothing but the results is left.
+    let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["file", "model"]);
+}
+
+#[test]
+fn a_failed_export_leaves_the_earlier_one() {
+    let source_directory = directory(&tensors(Dtype::F32));
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let open_source = || open(source_directory.path()).unwrap();
+    export::hugging_face(&open_source(), &at("model"), DType::F32, false).unwrap();
+    export::llmc(&open_source(), &at("model.bin"), DType::F32, false).unwrap();
+    let before = [contents(&at("model")), contents(&at("model.bin"))];
+    // The file is truncated after it was opened.
+    let source = open_source();
+    let weights = source_directory.path().join("model.safetensors");
+    let len = fs::metadata(&weights).unwrap().len();
+    fs::File::options().write(true).open(&weights).unwrap().set_len(len - 100).unwrap();
+    for result in [
+        export::hugging_face(&source, &at("model"), DType::F32, true).map(drop),
+        export::llmc(&source, &at("model.bin"), DType::F32, true),
+    ] {
+        let message = format!("{:#}", result.unwrap_err());
+        assert!(message.contains("cannot write ") && message.contains("model.safetensors"), "{message}");
+    }
+    assert_eq!([contents(&at("model")), contents(&at("model.bin"))], before);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn the_configuration_of_an_untied_source_becomes_tied() {
+    let mut with_head: Tensors = tensors(Dtype::F32);
+    with_head.insert("lm_head.weight".into(), with_head["transformer.wte.weight"].clone());
+    let source = directory(&with_head);
+    let mut untied = config();
+    untied["tie_word_embeddings"] = false.into();
+    untied["architectures"] = json!(["GPT2Model"]);
+    fs::write(source.path().join("config.json"), untied.to_string()).unwrap();
+    let (out, _) = exported(&open(source.path()).unwrap(), DType::F32);
+    let config = json(&out.path().join("config.json"));
+    assert_eq!((&config["tie_word_embeddings"], &config["architectures"]), (&json!(true), &json!(["GPT2LMHeadModel"])));
+    assert_eq!(fs::read(out.path().join("model.safetensors")).unwrap(), file(&tensors(Dtype::F32)));
+}

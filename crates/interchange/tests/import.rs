@@ -1,0 +1,235 @@
+//! Reading Hugging Face directories: values on every engine, and every kind of invalid directory.
+
+mod common;
+
+use common::{Tensor, Tensors, config, contents, directory, error, expected, file, open, tensors};
+use engine::cpu::Cpu;
+use engine::cuda::EmulatedGpu;
+use engine::open::Precision;
+use engine::tensor::DType;
+use engine::{Engine, cuda};
+use half::bf16;
+use model::{Gpt2, Param, PlanOptions};
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+/// Asserts that an engine holds the values of a directory after loading it, and zeros in the rows that pad the vocabulary.
+fn assert_loaded(path: &Path, tensors: &Tensors, engine: &mut dyn Engine, options: PlanOptions) {
+    let source = open(path).unwrap();
+    let (model, plan) = Gpt2::plan(source.descriptor(), options, engine);
+    engine.allocate(&plan).unwrap();
+    source.load(&model, engine).unwrap();
+    let master = model.training.and_then(|training| training.master);
+    let copies = [Some((model.params, engine.dtype())), master.map(|master| (master, DType::F32))];
+    for (block, dtype) in copies.into_iter().flatten() {
+        for (param, layer) in model.layout.file_order() {
+            let mut wanted = expected(tensors, param, layer);
+            if dtype == DType::Bf16 {
+                wanted = wanted.into_iter().map(|value| bf16::from_f32(value).to_f32()).collect();
+            }
+            wanted.resize(param.len(&model.descriptor), 0.0);
+            let values = engine.read(model.layout.of(block, param, layer)).unwrap();
+            assert_eq!(values, wanted, "{} of layer {layer}, {}", param.name(), dtype.name());
+        }
+    }
+    assert_eq!(master.is_some(), engine.dtype() == DType::Bf16 && options.master_weights);
+}
+
+#[test]
+fn every_element_type_is_loaded_into_f32_and_bf16_engines() {
+    for (dtype, storage) in [(Dtype::F32, DType::F32), (Dtype::BF16, DType::Bf16), (Dtype::F16, DType::F32)] {
+        let tensors = tensors(dtype);
+        let directory = directory(&tensors);
+        assert_eq!(open(directory.path()).unwrap().dtype(), storage);
+        assert_loaded(directory.path(), &tensors, &mut Cpu::new(), PlanOptions::inference(1, 8));
+        let mut gpu = cuda::emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
+        // Master weights receive the values before rounding.
+        let options = PlanOptions { master_weights: true, ..PlanOptions::training(1, 8) };
+        assert_loaded(directory.path(), &tensors, &mut *gpu, options);
+    }
+}
+
+#[test]
+fn types_may_differ_between_tensors_and_names_may_lack_the_prefix() {
+    let mut mixed: Tensors = tensors(Dtype::BF16);
+    mixed.get_mut("transformer.h.1.ln_1.weight").unwrap().dtype = Dtype::F32;
+    let mut stored = mixed.clone();
+    let bare = stored.remove("transformer.h.0.mlp.c_fc.weight").unwrap();
+    stored.insert("h.0.mlp.c_fc.weight".into(), bare);
+    // Buffers of old versions.
+    stored.insert("h.1.attn.bias".into(), Tensor { shape: vec![1, 1, 4, 4], values: vec![1.0; 16], dtype: Dtype::U8 });
+    stored.insert(
+        "transformer.h.0.attn.masked_bias".into(),
+        Tensor { shape: vec![], values: vec![-1e4], dtype: Dtype::F32 },
+    );
+    // A copy of the embedding, with a configuration that does not tie them.
+    stored.insert("lm_head.weight".into(), stored["transformer.wte.weight"].clone());
+    let directory = directory(&stored);
+    let mut untied = config();
+    untied["tie_word_embeddings"] = false.into();
+    fs::write(directory.path().join("config.json"), untied.to_string()).unwrap();
+    let source = open(directory.path()).unwrap();
+    assert_eq!((source.dtype(), source.descriptor()), (DType::F32, common::descriptor()));
+    assert_loaded(directory.path(), &mixed, &mut Cpu::new(), PlanOptions::inference(1, 8));
+}
+
+/// Splits tensors into two files with an index.
+fn sharded(tensors: &Tensors) -> (tempfile::TempDir, Value) {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), config().to_string()).unwrap();
+    let names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let mut parts: [Tensors; 2] = Default::default();
+    let mut map = serde_json::Map::new();
+    for (i, (name, tensor)) in tensors.iter().enumerate() {
+        parts[i % 2].insert(name.clone(), tensor.clone());
+        map.insert(name.clone(), names[i % 2].into());
+    }
+    for (part, name) in parts.iter().zip(names) {
+        fs::write(dir.path().join(name), file(part)).unwrap();
+    }
+    let index = json!({"metadata": {"total_size": 1}, "weight_map": map});
+    fs::write(dir.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+    (dir, index)
+}
+
+#[test]
+fn several_files_with_an_index_are_read() {
+    let tensors = tensors(Dtype::F32);
+    let (dir, _) = sharded(&tensors);
+    assert_loaded(dir.path(), &tensors, &mut Cpu::new(), PlanOptions::inference(1, 8));
+}
+
+#[test]
+fn invalid_indexes_name_the_file() {
+    type Change = fn(&mut Value);
+    let changes: [(Change, &str); 6] = [
+        (|index| *index = json!([]), "model.safetensors.index.json: not an index"),
+        (|index| index["weight_map"] = json!({}), "expected at least one tensor in weight_map, found none"),
+        (
+            |index| index["weight_map"]["transformer.wte.weight"] = "../model.safetensors".into(),
+            "expected file names in weight_map, found the path ../model.safetensors",
+        ),
+        (
+            |index| index["weight_map"]["transformer.wte.weight"] = "other.safetensors".into(),
+            "expected tensor transformer.wte.weight in model-00002-of-00002.safetensors, which contains it, found other.safetensors",
+        ),
+        (
+            |index| drop(index["weight_map"].as_object_mut().unwrap().remove("transformer.wte.weight")),
+            "expected tensor transformer.wte.weight in model-00002-of-00002.safetensors, which contains it, found none",
+        ),
+        (
+            |index| index["weight_map"]["more"] = "model-00001-of-00002.safetensors".into(),
+            "model-00001-of-00002.safetensors: expected tensor more, which model.safetensors.index.json lists, found none",
+        ),
+    ];
+    let tensors = tensors(Dtype::F32);
+    for (change, expected) in changes {
+        let (dir, mut index) = sharded(&tensors);
+        change(&mut index);
+        fs::write(dir.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+        let message = error(dir.path());
+        assert!(message.contains(expected), "{expected}: {message}");
+    }
+    let (dir, _) = sharded(&tensors);
+    fs::remove_file(dir.path().join("model-00002-of-00002.safetensors")).unwrap();
+    assert!(error(dir.path()).contains("model-00002-of-00002.safetensors: No such file"));
+}
+
+#[test]
+fn invalid_tensors_are_named_with_their_file() {
+    type Change = fn(&mut Tensors);
+    let changes: [(Change, &str); 9] = [
+        (|t| drop(t.remove("transformer.h.1.ln_2.bias")), "expected a tensor h.1.ln_2.bias [6], found none"),
+        (
+            |t| t.get_mut("transformer.wpe.weight").unwrap().shape = vec![6, 10],
+            "model.safetensors: tensor transformer.wpe.weight: expected F32, BF16 or F16 [10, 6], found F32 [6, 10]",
+        ),
+        (
+            // The transposed shape, as PyTorch's Linear stores it.
+            |t| t.get_mut("transformer.h.0.mlp.c_fc.weight").unwrap().shape = vec![24, 6],
+            "tensor transformer.h.0.mlp.c_fc.weight: expected F32, BF16 or F16 [6, 24], found F32 [24, 6]",
+        ),
+        (
+            |t| t.get_mut("transformer.ln_f.bias").unwrap().shape = vec![1, 6],
+            "tensor transformer.ln_f.bias: expected F32, BF16 or F16 [6], found F32 [1, 6]",
+        ),
+        (
+            |t| t.get_mut("transformer.ln_f.bias").unwrap().dtype = Dtype::U8,
+            "tensor transformer.ln_f.bias: expected F32, BF16 or F16 [6], found U8 [6]",
+        ),
+        (
+            |t| drop(t.insert("transformer.h.2.ln_1.weight".into(), t["transformer.h.1.ln_1.weight"].clone())),
+            "model.safetensors: expected only the tensors of GPT2LMHeadModel, found transformer.h.2.ln_1.weight F32 [6]",
+        ),
+        (
+            |t| drop(t.insert("wpe.weight".into(), t["transformer.wpe.weight"].clone())),
+            "expected one tensor wpe.weight, found wpe.weight and, in ",
+        ),
+        (
+            |t| drop(t.insert("lm_head.weight".into(), t["transformer.wpe.weight"].clone())),
+            "tensor lm_head.weight: expected F32 [33, 6] as transformer.wte.weight, found F32 [10, 6]; llm-rs supports only tied",
+        ),
+        (
+            |t| {
+                let mut head = t["transformer.wte.weight"].clone();
+                *head.values.last_mut().unwrap() += 1.0;
+                t.insert("lm_head.weight".into(), head);
+            },
+            "tensor lm_head.weight: expected the values of transformer.wte.weight, found others; llm-rs supports only tied",
+        ),
+    ];
+    for (change, expected) in changes {
+        let mut tensors = tensors(Dtype::F32);
+        change(&mut tensors);
+        let message = error(directory(&tensors).path());
+        assert!(message.contains(expected), "{expected}: {message}");
+    }
+}
+
+#[test]
+fn paths_that_are_no_model_say_what_is_expected() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    assert!(error(dir.path()).contains("expected config.json (a Hugging Face directory) or a complete checkpoint"));
+    fs::write(path("config.json"), config().to_string()).unwrap();
+    assert!(error(dir.path()).contains("expected model.safetensors or model.safetensors.index.json, found neither"));
+    fs::write(path("pytorch_model.bin"), "").unwrap();
+    assert!(error(dir.path()).contains("found only pytorch_model.bin; load it with transformers"));
+    fs::write(path("model.safetensors"), "").unwrap();
+    assert!(error(dir.path()).contains("model.safetensors: not a safetensors file"));
+    assert!(error(&path("model.safetensors")).contains("pass the directory"));
+    fs::write(path("model.gguf"), "").unwrap();
+    assert!(error(&path("model.gguf")).contains("found a GGUF file, which llm-rs only writes"));
+    assert!(error(&path("missing.bin")).contains("cannot open model file"));
+    assert!(error(&path("missing")).contains("cannot open model file"));
+    for name in ["gpt2", "d12", "gpt3:c768"] {
+        let message = error(Path::new(name));
+        assert!(message.contains(&format!("{name}: expected a model file (.bin) or a directory")), "{message}");
+    }
+    fs::write(path("other.bin"), "x").unwrap();
+    assert!(error(&path("other.bin")).contains("is not a model file"));
+}
+
+#[test]
+fn the_directory_of_a_run_means_its_newest_complete_checkpoint() {
+    let directory = directory(&tensors(Dtype::F32));
+    let run = tempfile::tempdir().unwrap();
+    let file = |step: usize| run.path().join(checkpoint::directory::model_name(step));
+    let source = open(directory.path()).unwrap();
+    for step in [2, 5, 9] {
+        interchange::export::llmc(&source, &file(step), DType::F32, false).unwrap();
+    }
+    for step in [2, 5] {
+        fs::write(run.path().join(checkpoint::directory::done_name(step)), "").unwrap();
+    }
+    let newest = open(run.path()).unwrap();
+    assert_eq!(newest.path(), file(5));
+    let wte = newest.read(Param::Wte, 0, DType::F32).unwrap();
+    assert_eq!(wte, source.read(Param::Wte, 0, DType::F32).unwrap());
+    assert_eq!(contents(&file(5)), contents(&file(9)));
+    // A sidecar without the file's checksum is damaged, and so is a file with another one.
+    fs::write(run.path().join(checkpoint::directory::sidecar_name(5)), "{}").unwrap();
+    assert!(error(run.path()).contains("run_00000005.json is damaged"));
+}
