@@ -5,11 +5,11 @@ pub use crate::debug_state::DebugState;
 
 use crate::tolerance::Tolerance;
 use anyhow::{Context, Result};
-use checkpoint::model_file::ModelFile;
 use distributed::Ranks;
 use engine::ops::AdamW;
 use engine::tensor::DType;
 use engine::{BatchLayout, Engine};
+use interchange::ModelSource;
 use model::fit;
 use model::{Gpt2, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
@@ -86,10 +86,10 @@ pub struct Verification<'a> {
 }
 
 impl<'a> Verification<'a> {
-    /// Opens the model file and the debug state, and loads the parameters and the batch into the engine.
+    /// Opens the model and the debug state, and loads the parameters and the batch into the engine.
     pub fn open(model: &Path, state: &Path, engine: &'a mut dyn Engine) -> Result<Self> {
-        let file = ModelFile::open(model)?;
-        let (descriptor, padded_vocab) = (file.descriptor(), file.padded_vocab());
+        let source = ModelSource::open(model)?;
+        let (descriptor, padded_vocab) = (source.descriptor(), source.padded_vocab());
         let mut state = DebugState::open(state, &descriptor, padded_vocab)?;
         let layout = state.layout();
         let inputs = state.tokens("inputs", descriptor.vocab)?;
@@ -98,7 +98,7 @@ impl<'a> Verification<'a> {
         let capacity = PlanOptions::training(b, t);
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;
-        file.load(&model, engine)?;
+        source.load(&model, engine)?;
         let mut words = engine.host_buffer(layout.words())?;
         words[layout.inputs()].copy_from_slice(&inputs);
         words[layout.targets()].copy_from_slice(&targets);

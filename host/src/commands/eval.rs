@@ -6,9 +6,9 @@ use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
 use anyhow::{Result, ensure};
-use checkpoint::model_file::ModelFile;
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::{BatchLayout, Engine};
+use interchange::ModelSource;
 use model::{Descriptor, Gpt2, Unsharded};
 use serde::Serialize;
 use std::io::{Write, stdout};
@@ -18,8 +18,8 @@ use tokenizer::Tokenizer;
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 #[derive(Debug, clap::Args)]
 pub struct Eval {
-    /// Model file (.bin) of a checkpoint
-    #[arg(short = 'e', long, value_name = "FILE")]
+    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    #[arg(short = 'e', long, value_name = "FILE|DIR")]
     model: PathBuf,
 
     /// Token files (.bin); quote the pattern
@@ -113,7 +113,7 @@ struct Inputs {
 
 /// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
-    let file = ModelFile::open(&args.model)?;
+    let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;
     let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, layout)?;

@@ -6,6 +6,7 @@ pub mod bench;
 pub mod data;
 pub mod doctor;
 pub mod eval;
+pub mod export;
 pub mod inspect;
 mod json;
 mod report;

@@ -3,11 +3,11 @@
 use crate::kernels::EMBEDDED;
 use crate::values::{level, switch};
 use anyhow::Result;
-use checkpoint::model_file::ModelFile;
 use clap::ArgAction;
 use engine::cuda::Options;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::{Engine, GeluFusion};
+use interchange::ModelSource;
 use model::fit;
 use model::{Gpt2, PlanOptions};
 use std::io::{Write, stderr};
@@ -101,10 +101,10 @@ pub fn describe(opened: &Opened) -> String {
 }
 
 /// Loads a model for forward passes on batches of up to b x t tokens.
-pub fn load(file: ModelFile, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
+pub fn load(source: ModelSource, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
     let capacity = PlanOptions::inference(b, t);
-    let (model, plan) = fit::plan(file.descriptor(), capacity, engine)?;
+    let (model, plan) = fit::plan(source.descriptor(), capacity, engine)?;
     engine.allocate(&plan)?;
-    file.load(&model, engine)?;
+    source.load(&model, engine)?;
     Ok(model)
 }

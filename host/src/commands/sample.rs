@@ -1,10 +1,10 @@
-//! `sample`: generates text with a model file.
+//! `sample`: generates text with a model.
 
 use super::resources::{Hardware, load};
 use crate::sample::{Sampling, generate};
 use crate::values::{count, non_negative, seed, whole_number};
 use anyhow::{Result, ensure};
-use checkpoint::model_file::ModelFile;
+use interchange::ModelSource;
 use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use tokenizer::Tokenizer;
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
 pub struct Sample {
-    /// Model file (.bin) of a checkpoint
-    #[arg(short = 'e', long, value_name = "FILE")]
+    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    #[arg(short = 'e', long, value_name = "FILE|DIR")]
     model: PathBuf,
 
     /// Text to continue [default: none; the model starts a new document]
@@ -47,7 +47,7 @@ pub struct Sample {
 
 /// Prints the prompt and its continuation.
 pub fn run(args: &Sample) -> Result<()> {
-    let file = ModelFile::open(&args.model)?;
+    let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
     let tokenizer =
         args.tokenizer.as_deref().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Tokenizer::named)?;

@@ -13,7 +13,8 @@ const STEPS: usize = 10;
 /// Compare logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test program does
 #[derive(Clone, Debug, clap::Args)]
 pub struct Verify {
-    /// Model file (.bin)
+    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    #[arg(value_name = "FILE|DIR")]
     model: PathBuf,
 
     /// Debug state of the model, written by llm.c or PyTorch (…_debug_state.bin)

@@ -10,18 +10,20 @@ use distributed::Ranks;
 use engine::ops::AdamW;
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
+use interchange::ModelSource;
 use model::fit;
 use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, TrainStep, Zero};
 use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::path::Path;
 use std::time::Duration;
 
 /// Time a training step. On a GPU, list each kernel, each GEMM and the gaps between them. With several ranks, started like
 /// `train`, measure the cost of communication
 #[derive(Clone, Debug, clap::Args)]
 pub struct Step {
-    /// Model, for example d12, d24 or gpt3:c768
-    #[arg(short = 'e', long, default_value = "d12")]
+    /// Model size, for example d12, d24 or gpt3:c768; or a model file (.bin) or directory, as in `train`
+    #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", default_value = "d12")]
     model: String,
     /// Sequences in a micro-batch
     #[arg(short, long, default_value = "64", value_parser = count)]
@@ -118,7 +120,14 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
 impl Step {
     /// Plans and initializes the model on all ranks and loads a batch of random tokens.
     fn prepare(&self, engine: &mut dyn Engine, ranks: &mut Ranks, gpu: usize) -> Result<(Gpt2, Plan)> {
-        let descriptor: Descriptor = self.model.parse()?;
+        let (descriptor, source) = match self.model.parse::<Descriptor>() {
+            Ok(descriptor) => (descriptor, None),
+            Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
+            Err(_) => {
+                let source = ModelSource::open(Path::new(&self.model)).context("--model")?;
+                (source.descriptor(), Some(source))
+            }
+        };
         let layout = BatchLayout { b: self.batch, t: self.seq };
         let recompute = self.recompute;
         let zero = Zero::new(self.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
@@ -131,7 +140,10 @@ impl Step {
         if let Some(text) = tuned.filter(|_| ranks.is_first()) {
             println!("{text}");
         }
-        model.initialize(engine, 42)?;
+        match source {
+            Some(source) => source.load(&model, engine)?,
+            None => model.initialize(engine, 42)?,
+        }
         let mut words = engine.host_buffer(layout.words())?;
         for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
             *word = (gpu::noise::squirrel5(i as u32, 0) % descriptor.vocab as u32) as i32;

@@ -15,7 +15,6 @@ use crate::signals::Stop;
 use crate::train::{Outcome, Run, Settings};
 use anyhow::{Result, ensure};
 use checkpoint::config::Config;
-use checkpoint::model_file::ModelFile;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
@@ -26,6 +25,7 @@ use distributed::Ranks;
 use engine::Engine;
 use engine::open::Device;
 use engine::plan::Plan;
+use interchange::ModelSource;
 use model::fit;
 use model::schedule::Schedule;
 use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
@@ -44,7 +44,7 @@ pub fn run(args: &Options) -> Result<()> {
 struct PlannedRun {
     config: Config,
     descriptor: Descriptor,
-    weights: Option<ModelFile>,
+    weights: Option<ModelSource>,
     train: Loader,
     val: Option<Loader>,
     hellaswag: Option<MultipleChoice>,
@@ -238,20 +238,20 @@ fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
     GpuInfo::open(gpu)
 }
 
-/// Loads what this rank does not receive from rank 0: initial weights from a file or from the seed, or this rank's shard of the
+/// Loads what this rank does not receive from rank 0: initial weights from a model or from the seed, or this rank's shard of the
 /// checkpoint of step `newest`.
 fn load_weights(
     newest: Option<usize>,
-    file: Option<ModelFile>,
+    source: Option<ModelSource>,
     model: &Gpt2,
     engine: &mut dyn Engine,
     ranks: &Ranks,
     config: &Config,
 ) -> Result<()> {
     let sharded = model.zero.shards_optimizer();
-    match (newest, file) {
+    match (newest, source) {
         (Some(step), _) if sharded && !ranks.is_first() => multi_rank::load_shard(config, step, model, engine),
-        (None, Some(file)) if sharded || ranks.is_first() => file.load(model, engine),
+        (None, Some(source)) if sharded || ranks.is_first() => source.load(model, engine),
         (None, None) if sharded || ranks.is_first() => model.initialize(engine, config.seed),
         _ => Ok(()),
     }

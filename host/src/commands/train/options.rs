@@ -31,6 +31,9 @@ Examples:
     llm-rs train --model gpt2 --train 'data/train_*.bin' --val 'data/val_*.bin' \\
       --batch 16 --total-batch 524288 --out runs/a --checkpoint-every 1000
 
+  Fine-tune a Hugging Face model with a fresh schedule and optimizer:
+    llm-rs train --model ./gpt2 --train 'data/train_*.bin' --lr 3e-5 --warmup 20 --steps 200 --out runs/b
+
   Resume that run from its newest checkpoint:
     llm-rs train --config runs/a/config.toml --resume
 
@@ -72,9 +75,9 @@ pub struct Options {
     pub overfit_one_batch: bool,
 
     /// Model size: gpt2 (d12), gpt2-medium (d24), gpt2-large (d36), gpt2-xl (d48), d6, d60, d72, d84, or gpt3:cN with N channels
-    /// (384, 768, 1024, 1536, 2048, 2560, 4096, 12288); or a model file (.bin) to start from [default: d12; a small model for
-    /// the built-in text]
-    #[arg(short = 'e', long, value_name = "NAME|FILE", help_heading = MODEL)]
+    /// (384, 768, 1024, 1536, 2048, 2560, 4096, 12288); or a model to start from: a model file (.bin), the directory of a run or a
+    /// Hugging Face directory, such as ./gpt2 [default: d12; a small model for the built-in text]
+    #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", help_heading = MODEL)]
     pub model: Option<String>,
 
     /// Number of layers. With --heads and --channels, replaces --model

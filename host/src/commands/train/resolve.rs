@@ -5,9 +5,9 @@ use crate::corpus;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
-use checkpoint::model_file::ModelFile;
 use data::{Geometry, Loader, MultipleChoice, Tokens};
 use engine::open::Opened;
+use interchange::ModelSource;
 use model::Descriptor;
 use model::descriptor::GPT2_VOCAB;
 use std::path::Path;
@@ -17,8 +17,8 @@ use tokenizer::{BYTE_VOCAB, Tokenizer};
 pub struct Resolved {
     pub config: Config,
     pub descriptor: Descriptor,
-    /// The file of the initial weights; `None` initializes them from the seed.
-    pub weights: Option<ModelFile>,
+    /// The model with the initial weights; `None` initializes them from the seed.
+    pub weights: Option<ModelSource>,
     pub train: Loader,
     pub val: Option<Loader>,
     pub hellaswag: Option<MultipleChoice>,
@@ -75,7 +75,7 @@ const SMALL: (usize, usize, usize) = (2, 2, 128);
 impl Resolved {
     /// Resolves the flags for rank `rank` of `ranks`.
     ///
-    /// A resumed run has the model `resumed`; the file of its initial weights may have been deleted.
+    /// A resumed run has the model `resumed`; the files of its initial weights may have been deleted.
     pub fn new(
         options: &Options,
         opened: &Opened,
@@ -219,43 +219,47 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
     }
 }
 
-/// How the user gave the shape of the model: as a name or a file, or as layers, heads and channels.
+/// How the user gave the shape of the model: as a name or a path, or as layers, heads and channels.
 struct Shape {
     model: Option<String>,
     custom: Option<(usize, usize, usize)>,
 }
 
-/// Returns the shape of the model and, for a model file, the opened file.
+/// Returns the shape of the model and, for a path, the opened model.
 fn shape(
     options: &Options,
     defaults: &Defaults,
     resumed: Option<Descriptor>,
-) -> Result<(Shape, Descriptor, Option<ModelFile>)> {
+) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
     let from_files = options.train.is_some();
     let vocab = if from_files { GPT2_VOCAB } else { BYTE_VOCAB };
     let given = options.layers.zip(options.heads).zip(options.channels).map(|((l, h), c)| (l, h, c));
     let model = options.model.clone().or_else(|| (from_files && given.is_none()).then(|| "d12".to_owned()));
-    match model {
-        Some(name) if Path::new(&name).extension().is_some_and(|e| e == "bin") => {
-            if let Some(descriptor) = resumed {
-                return Ok((Shape { model: Some(name), custom: None }, descriptor, None));
-            }
-            let file = ModelFile::open(Path::new(&name))?;
-            Ok((Shape { model: Some(name), custom: None }, file.descriptor(), Some(file)))
-        }
-        Some(name) => {
-            let known: Descriptor = name.parse().context("--model")?;
-            Ok((Shape { model: Some(name), custom: None }, Descriptor { vocab, ..known }, None))
-        }
-        None => {
-            let custom = given.unwrap_or(SMALL);
-            let (layers, heads, channels) = custom;
-            let seq = options.seq.unwrap_or(defaults.t);
-            let descriptor =
-                Descriptor::new(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
-            Ok((Shape { model: None, custom: Some(custom) }, descriptor, None))
+    let Some(name) = model else {
+        let custom = given.unwrap_or(SMALL);
+        let (layers, heads, channels) = custom;
+        let seq = options.seq.unwrap_or(defaults.t);
+        let descriptor =
+            Descriptor::new(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
+        return Ok((Shape { model: None, custom: Some(custom) }, descriptor, None));
+    };
+    let shape = Shape { model: Some(name.clone()), custom: None };
+    // A known name is always a shape, even if there is a file or directory of that name.
+    match (name.parse::<Descriptor>(), resumed) {
+        (Ok(known), _) => Ok((shape, Descriptor { vocab, ..known }, None)),
+        (Err(error), _) if !is_path(&name) => Err(error).context("--model"),
+        (Err(_), Some(descriptor)) => Ok((shape, descriptor, None)),
+        (Err(_), None) => {
+            let source = ModelSource::open(Path::new(&name)).context("--model")?;
+            Ok((shape, source.descriptor(), Some(source)))
         }
     }
+}
+
+/// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.
+fn is_path(name: &str) -> bool {
+    let path = Path::new(name);
+    path.exists() || path.components().count() > 1 || path.extension().is_some_and(|extension| extension == "bin")
 }
 
 /// Opens the shards of the training data and of the validation data.

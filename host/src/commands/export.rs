@@ -1,0 +1,120 @@
+//! `export`: writes a model in a format of another program.
+
+use crate::hints::Invocation;
+use anyhow::Result;
+use engine::open::Precision;
+use engine::tensor::DType;
+use interchange::export::{self, WrittenTokenizer};
+use interchange::{ModelSource, tokenizer};
+use std::fs;
+use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
+
+const EXAMPLES: &str = "\
+Examples:
+  Load a trained model with transformers:
+    llm-rs export --format hf runs/a model
+    python -c \"from transformers import pipeline; print(pipeline('text-generation', 'model')('The '))\"
+
+  Run it with llama.cpp:
+    llm-rs export --format gguf runs/a model.gguf
+    llama-cli -m model.gguf -p 'The '
+
+  Convert a Hugging Face model for llm.c:
+    llm-rs export --format llmc --dtype bf16 gpt2/ gpt2_124M_bf16.bin";
+
+/// Write a model for other programs: transformers, llama.cpp or llm.c
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Export {
+    /// Format of the output
+    #[arg(long, value_enum)]
+    format: Format,
+
+    /// Number format of the weights [default: that of the checkpoint]
+    #[arg(long, value_enum)]
+    dtype: Option<Precision>,
+
+    /// Replace an existing export
+    #[arg(long)]
+    overwrite: bool,
+
+    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    checkpoint: PathBuf,
+
+    /// Directory (hf) or file (llmc, gguf) to write
+    out: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Format {
+    /// Hugging Face directory, for transformers
+    Hf,
+    /// Model file (.bin), for llm.c
+    Llmc,
+    /// GGUF file, for llama.cpp
+    Gguf,
+}
+
+/// Writes the model and prints a summary.
+pub fn run(args: &Export) -> Result<()> {
+    let source = ModelSource::open(&args.checkpoint)?;
+    let dtype = match args.dtype {
+        Some(Precision::Bf16) => DType::Bf16,
+        Some(Precision::Fp32) => DType::F32,
+        None => source.dtype(),
+    };
+    let (out, overwrite) = (args.out.as_path(), args.overwrite);
+    let tokenizer = match args.format {
+        Format::Hf => Some(export::hugging_face(&source, out, dtype, overwrite)?),
+        Format::Gguf => {
+            let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
+            Some(export::gguf(&source, out, &name, dtype, overwrite)?)
+        }
+        Format::Llmc => {
+            export::llmc(&source, out, dtype, overwrite)?;
+            None
+        }
+    };
+    let rounded = if dtype == DType::Bf16 && source.dtype() == DType::F32 { ", rounded from fp32" } else { "" };
+    let mut lines = stdout().lock();
+    writeln!(lines, "read {}: {}", source.path().display(), source.descriptor())?;
+    writeln!(
+        lines,
+        "wrote {}: {}{rounded}, {:.1} MB{}",
+        out.display(),
+        dtype.name(),
+        bytes(out)? as f64 / 1e6,
+        tokenizer.map_or(String::new(), |tokenizer| format!(", {}", describe(tokenizer)))
+    )?;
+    if let (Format::Hf, Some(WrittenTokenizer::None)) = (args.format, tokenizer) {
+        writeln!(
+            lines,
+            "note: there is no built-in tokenizer for a vocabulary of {}; add {} to the directory before using text",
+            source.descriptor().vocab,
+            tokenizer::FILES[0]
+        )?;
+    }
+    if let Format::Hf | Format::Llmc = args.format {
+        let command = ["sample", "--model", &out.to_string_lossy(), "--prompt", "Once upon a time"];
+        writeln!(lines, "\nnext: {}", Invocation::current().command(command))?;
+    }
+    Ok(())
+}
+
+fn describe(tokenizer: WrittenTokenizer) -> String {
+    match tokenizer {
+        WrittenTokenizer::Copied => "tokenizer of the source".to_owned(),
+        WrittenTokenizer::BuiltIn(size) if size == data::tokenizer::BYTE_VOCAB => "byte-level tokenizer".to_owned(),
+        WrittenTokenizer::BuiltIn(_) => "GPT-2's tokenizer".to_owned(),
+        WrittenTokenizer::None => "no tokenizer".to_owned(),
+    }
+}
+
+/// Returns the size of a file, or of the files in a directory.
+fn bytes(path: &Path) -> Result<u64> {
+    if !path.is_dir() {
+        return Ok(fs::metadata(path)?.len());
+    }
+    fs::read_dir(path)?.map(|entry| Ok(entry?.metadata()?.len())).sum()
+}
