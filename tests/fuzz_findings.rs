@@ -9,14 +9,30 @@ mod targets;
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
 use targets::{
-    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MMLU, MODEL, SIDECAR, STATE, TOKENIZER, TOKENS, Target,
+    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, LOG, MMLU, MODEL, SAFETENSORS, SIDECAR,
+    STATE, TOKENIZER, TOKENS, Target,
 };
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-static TARGETS: [&Target; 11] =
-    [&TOKENS, &MODEL, &STATE, &SIDECAR, &LOG, &CONFIG, &DEBUG_STATE, &EVALUATION, &HELLASWAG, &MMLU, &TOKENIZER];
+static TARGETS: [&Target; 15] = [
+    &TOKENS,
+    &MODEL,
+    &STATE,
+    &SIDECAR,
+    &LOG,
+    &CONFIG,
+    &DEBUG_STATE,
+    &EVALUATION,
+    &HELLASWAG,
+    &MMLU,
+    &TOKENIZER,
+    &HF_CONFIG,
+    &HF_INDEX,
+    &HF_TOKENIZER,
+    &SAFETENSORS,
+];
 
 /// Returns copies of a file with one of its first words replaced, truncated copies, and copies with trailing bytes.
 fn damaged(good: &[u8]) -> impl Iterator<Item = Vec<u8>> {

@@ -17,6 +17,9 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
+use interchange::config::ModelConfig;
+use interchange::tokenizer::Vocabulary;
+use interchange::{ModelSource, export};
 use model::{Descriptor, Gpt2, Params, PlanOptions, Shard, Unsharded};
 use std::ffi::OsString;
 use std::fs;
@@ -59,6 +62,14 @@ pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag,
 pub static MMLU: Target = Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files };
 /// Text and tokens.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
+/// `config.json` of Hugging Face directories.
+pub static HF_CONFIG: Target = Target { name: "hf_config", read: read_hf_config, seeds: hf_configs };
+/// `model.safetensors.index.json` of Hugging Face directories.
+pub static HF_INDEX: Target = Target { name: "hf_index", read: read_hf_index, seeds: hf_indexes };
+/// `tokenizer.json` of Hugging Face directories.
+pub static HF_TOKENIZER: Target = Target { name: "hf_tokenizer", read: read_hf_tokenizer, seeds: hf_tokenizers };
+/// Safetensors files.
+pub static SAFETENSORS: Target = Target { name: "safetensors", read: read_safetensors, seeds: safetensors_files };
 
 impl Target {
     /// Reads `data` and reports whether it is valid.
@@ -139,6 +150,76 @@ fn model_files() -> Vec<Vec<u8>> {
 
 fn small() -> Descriptor {
     Descriptor::new(2, 2, 2, 3, 5).expect("the shape is valid")
+}
+
+/// Loads the Hugging Face directory with these files and generates text.
+fn load_directory(files: &[(&str, &[u8])]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    for (name, bytes) in files {
+        fs::write(directory.path().join(name), bytes)?;
+    }
+    let source = ModelSource::open(directory.path())?;
+    let (model, mut engine) = planned(source.descriptor())?;
+    source.load(&model, &mut engine)?;
+    let sampling = Sampling { top_k: 3, temperature: 1.0, seed: 1 };
+    sample::generate(&model, &mut engine, &mut Unsharded, &[0], 2, sampling, |_| Ok(()))
+}
+
+/// Returns `config.json` and `model.safetensors` of a small model.
+fn hf_files(dtype: DType) -> [Vec<u8>; 2] {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let (bin, out) = (directory.path().join("model.bin"), directory.path().join("hf"));
+    fs::write(&bin, model_file(small(), dtype)).expect("the directory is writable");
+    let source = ModelSource::open(&bin).expect("the file is valid");
+    export::hugging_face(&source, &out, dtype, false).expect("the directory is writable");
+    ["config.json", "model.safetensors"].map(|name| fs::read(out.join(name)).expect("the export is complete"))
+}
+
+static HF_FILES: LazyLock<[Vec<u8>; 2]> = LazyLock::new(|| hf_files(DType::F32));
+
+fn read_hf_config(data: &[u8]) -> Result<()> {
+    load_directory(&[("config.json", data), ("model.safetensors", &HF_FILES[1])])
+}
+
+fn hf_configs() -> Vec<Vec<u8>> {
+    let short =
+        br#"{"model_type":"gpt2","n_embd":2,"n_head":2,"n_layer":2,"n_positions":3,"vocab_size":5,"n_inner":8}"#;
+    vec![HF_FILES[0].clone(), short.to_vec()]
+}
+
+fn read_safetensors(data: &[u8]) -> Result<()> {
+    load_directory(&[("config.json", &HF_FILES[0]), ("model.safetensors", data)])
+}
+
+fn safetensors_files() -> Vec<Vec<u8>> {
+    [DType::F32, DType::Bf16].map(|dtype| hf_files(dtype)[1].clone()).into()
+}
+
+fn read_hf_index(data: &[u8]) -> Result<()> {
+    let [config, weights] = &*HF_FILES;
+    load_directory(&[("config.json", config), ("a.safetensors", weights), ("model.safetensors.index.json", data)])
+}
+
+fn hf_indexes() -> Vec<Vec<u8>> {
+    let [_, weights] = &*HF_FILES;
+    let header = u64::from_le_bytes(weights[..8].try_into().expect("eight bytes")) as usize;
+    let header: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(&weights[8..8 + header]).expect("the header is JSON");
+    let names = header.keys().filter(|name| *name != "__metadata__");
+    let map: serde_json::Map<_, _> = names.map(|name| (name.clone(), "a.safetensors".into())).collect();
+    vec![serde_json::json!({ "weight_map": map }).to_string().into_bytes()]
+}
+
+fn read_hf_tokenizer(data: &[u8]) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    fs::write(directory.path().join("tokenizer.json"), data)?;
+    Vocabulary::read(directory.path(), &ModelConfig::parse(&HF_FILES[0])?).map(drop)
+}
+
+fn hf_tokenizers() -> Vec<Vec<u8>> {
+    let file = br#"{"pre_tokenizer":{"type":"ByteLevel"},"added_tokens":[{"id":4,"content":"<s>","special":true}],
+        "model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2,"aba":3},"merges":["a b",["ab","a"]]}}"#;
+    vec![file.to_vec()]
 }
 
 /// The model file of the checkpoints.
