@@ -44,7 +44,7 @@ fn trained() -> Trained {
     let dir = tempfile::tempdir().unwrap();
     let (run, tokens) = (dir.path().join("run"), dir.path().join("val.bin"));
     let ids: Vec<u16> = (0..600).map(|i| b"to be, or not to be; "[i % 21].into()).collect();
-    tokens::write(&tokens, &ids).unwrap();
+    tokens::write(&tokens, &ids, tokens::Width::U16).unwrap();
     let shape = ["train", "--layers", "2", "--heads", "2", "--channels", "16", "--steps", "4", "--val-every", "0"];
     succeed(&[&shape[..], &BATCH, &["--sample-every", "0", "--out", text(&run)]].concat());
     Trained { dir, run, tokens }
@@ -125,7 +125,7 @@ fn invalid_models_are_one_error_line() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let tokens = at("tokens.bin");
-    tokens::write(&tokens, &[1; 100]).unwrap();
+    tokens::write(&tokens, &[1u16; 100], tokens::Width::U16).unwrap();
     let needs_weights = "expected a model file (.bin) or a directory, found the name of a shape, which has no weights";
     let out = at("out");
     for name in ["gpt2", "d12"] {

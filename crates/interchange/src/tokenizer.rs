@@ -1,16 +1,17 @@
 //! Tokenizer files for other programs, and the vocabulary that GGUF contains.
 //!
 //! Byte-level vocabularies are text files: each byte of a token is one printable character. GPT-2's vocabulary and its merges
-//! follow from the ranks that the `data` crate's tokenizer has built in.
+//! follow from the ranks that the `tokenizer` crate has built in.
 
 use crate::config::ModelConfig;
 use anyhow::{Context, Result, bail, ensure};
-use data::tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
+use tokenizer::byte_level::character;
+use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer};
 
 /// Names of tokenizer files in Hugging Face directories.
 pub const FILES: [&str; 8] = [
@@ -42,16 +43,6 @@ pub struct Vocabulary {
     pub eos: Option<u32>,
 }
 
-/// Returns the printable character of a byte: itself if it is printable in Latin-1, or else the next one from U+0100.
-pub fn character(byte: u8) -> char {
-    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if printable(byte) {
-        return char::from(byte);
-    }
-    let before = (0..byte).filter(|&other| !printable(other)).count();
-    char::from_u32(256 + before as u32).expect("U+0100 to U+0143 are characters")
-}
-
 impl Vocabulary {
     /// Returns the vocabulary of the built-in tokenizer of this size.
     pub fn built_in(size: usize) -> Option<Self> {
@@ -63,8 +54,9 @@ impl Vocabulary {
     }
 
     fn gpt2() -> Self {
-        let document = u32::from(Tokenizer::Gpt2.document());
-        let plain: Vec<Vec<u8>> = (0..document as u16).map(|id| Tokenizer::Gpt2.decode(&[id])).collect();
+        let tokenizer = Tokenizer::gpt2();
+        let document = tokenizer.document();
+        let plain: Vec<Vec<u8>> = (0..document).map(|id| tokenizer.decode(&[id])).collect();
         let text = |bytes: &[u8]| bytes.iter().map(|&byte| character(byte)).collect::<String>();
         let ranks: HashMap<&[u8], usize> = plain.iter().enumerate().map(|(id, token)| (&token[..], id)).collect();
         let merges = (0..plain.len()).filter(|&id| plain[id].len() > 1).map(|id| {
@@ -83,7 +75,7 @@ impl Vocabulary {
             tokens,
             merges: Vec::new(),
             special: Vec::new(),
-            bos: Some(Tokenizer::Bytes.document().into()),
+            bos: Some(Tokenizer::bytes().document()),
             eos: None,
         }
     }

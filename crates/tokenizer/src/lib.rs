@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 
 mod bpe;
+pub mod byte_level;
 mod classes;
 mod split;
 mod tiktoken_file;
@@ -340,8 +341,6 @@ fn fingerprint(encoding: &Encoding, special: &[Special]) -> u64 {
     }
     hash.digest()
 }
-
-mod byte_level;
 
 #[cfg(test)]
 mod tests;
