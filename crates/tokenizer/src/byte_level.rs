@@ -30,7 +30,8 @@ mod tests {
         for byte in 0..=255 {
             assert_eq!(bytes(&character(byte).to_string()), [byte], "{byte}");
         }
-        assert_eq!([b' ', b'\n', b'a', 0x7f, 0xad].map(character), ['Ġ', 'Ċ', 'a', 'ġ', 'Ń']);
+        let bytes_of_all_kinds = [b'!', b'~', b' ', b'\n', 0, 0x7f, 0xa0, 0xad, 0xff];
+        assert_eq!(bytes_of_all_kinds.map(character), ['!', '~', 'Ġ', 'Ċ', 'Ā', 'ġ', 'ł', 'Ń', 'ÿ']);
         assert_eq!(bytes("Ġhi"), b" hi");
         assert_eq!(bytes("中"), "中".as_bytes());
     }

@@ -105,7 +105,7 @@ pub fn run(args: &Export) -> Result<()> {
 fn describe(tokenizer: WrittenTokenizer) -> String {
     match tokenizer {
         WrittenTokenizer::Copied => "tokenizer of the source".to_owned(),
-        WrittenTokenizer::BuiltIn(size) if size == tokenizer::BYTE_VOCAB => "byte-level tokenizer".to_owned(),
+        WrittenTokenizer::BuiltIn(size) if size == ::tokenizer::BYTE_VOCAB => "byte-level tokenizer".to_owned(),
         WrittenTokenizer::BuiltIn(_) => "GPT-2's tokenizer".to_owned(),
         WrittenTokenizer::None => "no tokenizer".to_owned(),
     }
