@@ -229,7 +229,7 @@ mod tests {
             ("vocab_size", Some("null"), "vocab_size: expected a whole number, found null"),
             ("n_head", Some("7"), "not a supported shape: 7 heads do not divide 768 channels"),
             ("n_layer", Some("0"), "not a supported shape: layers must be at least 1"),
-            ("vocab_size", Some("65537"), "not a supported shape: vocab must be at most 65536, found 65537"),
+            ("vocab_size", Some("1048577"), "not a supported shape: vocab must be at most 1048576, found 1048577"),
             ("n_embd", Some("18446744073709551615"), "not a supported shape"),
         ] {
             let message = format!("{:#}", with(key, value).unwrap_err());
