@@ -6,6 +6,7 @@
 
 #![warn(missing_docs)]
 
+pub mod check;
 pub mod header;
 pub mod hellaswag;
 pub mod loader;

@@ -7,9 +7,10 @@ use crate::header::{self, Format, HEADER_BYTES};
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs::File;
-use std::io::Write;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The number of bytes that a file stores per token.
@@ -27,14 +28,15 @@ impl Width {
         if vocab <= 1 << 16 { Self::U16 } else { Self::U32 }
     }
 
-    const fn bytes(self) -> usize {
+    /// Returns the number of bytes.
+    pub const fn bytes(self) -> usize {
         match self {
             Self::U16 => 2,
             Self::U32 => 4,
         }
     }
 
-    const fn format(self) -> Format {
+    pub(crate) const fn format(self) -> Format {
         match self {
             Self::U16 => Format { name: "token file", magic: 20240520, version: 1 },
             Self::U32 => Format { name: "token file", magic: 20240801, version: 7 },
@@ -57,8 +59,49 @@ pub struct Tokens {
 /// an error instead of a SIGBUS.
 #[derive(Clone, Debug)]
 enum Source {
-    File(Arc<File>, Width),
+    File(Arc<Shard>),
     Memory(Arc<[u32]>),
+}
+
+/// A file of tokens. It is opened for each read: a data set may have more shards than a process may have open files.
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    width: Width,
+    version: FileVersion,
+}
+
+/// Identifies the contents of a file without reading them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileVersion {
+    inode: u64,
+    size: u64,
+    /// Time of the last change, in seconds and nanoseconds.
+    modified: (i64, i64),
+}
+
+impl FileVersion {
+    fn of(file: &File) -> io::Result<Self> {
+        let found = file.metadata()?;
+        Ok(Self { inode: found.ino(), size: found.len(), modified: (found.mtime(), found.mtime_nsec()) })
+    }
+}
+
+impl Shard {
+    /// Reads bytes at a position of the file. Fails if the file has changed since [`Tokens::open`].
+    fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> Result<()> {
+        let file = File::open(&self.path)?;
+        let found = FileVersion::of(&file)?;
+        ensure!(
+            found == self.version,
+            "the file changed after it was opened: expected {} bytes, unmodified, found {} bytes{}; do not replace token \
+             files during a run",
+            self.version.size,
+            found.size,
+            if found.size == self.version.size { ", modified" } else { "" }
+        );
+        Ok(file.read_exact_at(bytes, at)?)
+    }
 }
 
 impl Tokens {
@@ -66,7 +109,8 @@ impl Tokens {
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).with_context(|| format!("cannot open token file {name}"))?;
-        let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+        let version = FileVersion::of(&file).with_context(|| format!("cannot read {name}"))?;
+        let size = version.size;
         let widths = [Width::U16, Width::U32];
         let (which, header) = header::read_one_of(&widths.map(Width::format), &name, &mut &file)?;
         let (width, count) = (widths[which], header.word(2));
@@ -78,20 +122,13 @@ impl Tokens {
             "{name} is {}: expected {expected} bytes for the {len} tokens in the header, found {size}",
             if size < expected { "truncated" } else { "too long" }
         );
-        Ok(Self { name, len, source: Source::File(Arc::new(file), width) })
+        let shard = Shard { path: path.to_owned(), width, version };
+        Ok(Self { name, len, source: Source::File(Arc::new(shard)) })
     }
 
     /// Opens every file that matches a glob pattern, sorted by name.
     pub fn open_all(pattern: &str) -> Result<Vec<Self>> {
-        let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
-        let shards = paths
-            .map(|path| Self::open(&path.with_context(|| format!("cannot read a path that matches '{pattern}'"))?))
-            .collect::<Result<Vec<_>>>()?;
-        ensure!(
-            !shards.is_empty(),
-            "no file matches '{pattern}': expected token files (.bin); create them with the `data` command"
-        );
-        Ok(shards)
+        find(pattern)?.iter().map(|path| Self::open(path)).collect()
     }
 
     /// Creates a shard in memory. `name` identifies it in messages.
@@ -115,14 +152,43 @@ impl Tokens {
         &self.name
     }
 
+    /// Returns the number of bytes per token in the file, or `None` in memory.
+    pub fn width(&self) -> Option<Width> {
+        match &self.source {
+            Source::File(shard) => Some(shard.width),
+            Source::Memory(_) => None,
+        }
+    }
+
+    /// Returns the largest id in a range of the shard. `buffer` is reused by later calls.
+    pub(crate) fn largest_in(&self, range: Range<usize>, buffer: &mut Vec<u8>) -> Result<u32> {
+        let largest = match &self.source {
+            Source::Memory(tokens) => tokens[range].iter().copied().max(),
+            Source::File(shard) => {
+                let width = shard.width;
+                buffer.resize(width.bytes() * range.len(), 0);
+                shard
+                    .read_exact_at(buffer, (HEADER_BYTES + width.bytes() * range.start) as u64)
+                    .with_context(|| format!("cannot read tokens {}..{} of {}", range.start, range.end, self.name))?;
+                match width {
+                    Width::U16 => buffer.as_chunks().0.iter().map(|&id| u16::from_le_bytes(id)).max().map(u32::from),
+                    Width::U32 => buffer.as_chunks().0.iter().map(|&id| u32::from_le_bytes(id)).max(),
+                }
+            }
+        };
+        Ok(largest.unwrap_or(0))
+    }
+
     /// Reads tokens `start..start + out.len()` into `out`. The range must lie in the shard.
     pub fn read(&self, start: usize, out: &mut [u32]) -> Result<()> {
         debug_assert!(start + out.len() <= self.len);
         match &self.source {
             Source::Memory(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
-            Source::File(file, width) => {
+            Source::File(shard) => {
+                let width = shard.width;
                 let mut bytes = vec![0; width.bytes() * out.len()];
-                file.read_exact_at(&mut bytes, (HEADER_BYTES + width.bytes() * start) as u64)
+                shard
+                    .read_exact_at(&mut bytes, (HEADER_BYTES + width.bytes() * start) as u64)
                     .with_context(|| format!("cannot read tokens {start}..{} of {}", start + out.len(), self.name))?;
                 match width {
                     Width::U16 => {
@@ -144,6 +210,19 @@ impl fmt::Display for Tokens {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)
     }
+}
+
+/// Returns the files that match a glob pattern, sorted by name.
+pub fn find(pattern: &str) -> Result<Vec<PathBuf>> {
+    let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
+    let paths = paths
+        .map(|path| path.with_context(|| format!("cannot read a path that matches '{pattern}'")))
+        .collect::<Result<Vec<_>>>()?;
+    ensure!(
+        !paths.is_empty(),
+        "no file matches '{pattern}': expected token files (.bin); create them with the `data` command"
+    );
+    Ok(paths)
 }
 
 /// Writes a `.bin` file atomically. Every token must fit into `width`.
@@ -212,6 +291,26 @@ mod tests {
         Tokens::open(&path).unwrap().read(1, &mut one).unwrap();
         assert_eq!(one, [7]);
         assert_eq!([65_536, 65_537].map(Width::of_vocab), [Width::U16, Width::U32]);
+    }
+
+    #[test]
+    fn changed_files_are_errors_that_name_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("shard.bin");
+        let change = |change: &dyn Fn()| {
+            write(&path, &[1u16, 2, 3], Width::U16).unwrap();
+            let tokens = Tokens::open(&path).unwrap();
+            tokens.read(0, &mut [0; 3]).unwrap();
+            change();
+            let message = format!("{:#}", tokens.read(0, &mut [0; 3]).unwrap_err());
+            assert!(message.contains("shard.bin"), "{message}");
+            message
+        };
+        let shorter = || fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1028).unwrap();
+        assert!(change(&shorter).contains("expected 1030 bytes, unmodified, found 1028 bytes"));
+        let replaced = || write(&path, &[4u16, 5, 6], Width::U16).unwrap();
+        assert!(change(&replaced).contains("found 1030 bytes, modified"));
+        assert!(change(&|| fs::remove_file(&path).unwrap()).contains("No such file"));
     }
 
     /// The file is sparse, so it takes almost no disk space.

@@ -5,7 +5,7 @@ use crate::corpus;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
-use data::{Geometry, Loader, MultipleChoice, Tokens};
+use data::{Geometry, Loader, MultipleChoice, Tokens, check};
 use engine::open::Opened;
 use interchange::ModelSource;
 use model::Descriptor;
@@ -142,6 +142,7 @@ impl Batch {
 fn loaders(options: &Options, descriptor: Descriptor, batch: &Batch, rank: usize) -> Result<(Loader, Option<Loader>)> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
     let (train, val) = tokens(options, descriptor)?;
+    check_vocabulary(&train, val.as_deref(), descriptor, geometry)?;
     let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
     let train = if options.overfit_one_batch {
         // All micro-batches of a step are the same batch, too.
@@ -152,6 +153,20 @@ fn loaders(options: &Options, descriptor: Descriptor, batch: &Batch, rank: usize
         in_order(train)?.with_whole_steps(batch.total / batch.tokens)?
     };
     Ok((train, val.map(in_order).transpose()?))
+}
+
+/// Checks that the ids of the data are below the vocabulary size. Each rank checks its share of the shards.
+fn check_vocabulary(
+    train: &[Tokens],
+    val: Option<&[Tokens]>,
+    descriptor: Descriptor,
+    geometry: Geometry,
+) -> Result<()> {
+    let share = |shards: &[Tokens]| -> Vec<Tokens> {
+        shards.iter().skip(geometry.rank).step_by(geometry.ranks).cloned().collect()
+    };
+    check::vocabulary(&share(train), descriptor.vocab).context("--train")?;
+    val.map_or(Ok(()), |val| check::vocabulary(&share(val), descriptor.vocab).context("--val"))
 }
 
 /// Returns the number of steps of the run.
