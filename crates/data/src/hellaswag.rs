@@ -1,11 +1,20 @@
 //! Conversion of HellaSwag's JSON lines to multiple-choice examples, tokenized with GPT-2's encoding.
 
 use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
+use crate::download::Remote;
 use anyhow::{Context, Result, bail, ensure};
 use rayon::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
+
+const URL: &str = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl";
+const SHA256: &str = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588";
+
+/// Returns the address of the validation split.
+pub fn remote() -> Remote {
+    Remote::with_sha256(URL, SHA256)
+}
 
 /// Reads a file with one JSON object per line.
 ///

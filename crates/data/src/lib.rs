@@ -7,14 +7,22 @@
 #![warn(missing_docs)]
 
 pub mod check;
+pub mod download;
+pub mod encode;
+pub mod fineweb;
 pub mod header;
 pub mod hellaswag;
 pub mod loader;
+mod local_files;
 pub mod mmlu;
 pub mod multiple_choice;
+pub mod parquet_text;
 pub mod prefetch;
+mod python_random;
+pub mod shard_set;
 pub mod text;
 pub mod tinyshakespeare;
+pub mod tinystories;
 pub mod tokens;
 
 pub use loader::{Geometry, Loader};

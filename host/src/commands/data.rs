@@ -1,17 +1,25 @@
-//! `data`: converts text to token files, and HellaSwag and MMLU to evaluation files.
+//! `data`: converts text and named data sets to token files, and shows and checks them.
+
+mod check;
+mod fineweb;
+mod evaluation;
+mod hellaswag;
+mod mmlu;
+mod named;
+mod show;
+mod tinyshakespeare;
+mod tinystories;
 
 use crate::hints::Invocation;
 use crate::values::{count, fraction};
 use anyhow::Result;
-use data::mmlu::{self, Split};
-use data::multiple_choice::{self, Example};
-use data::{hellaswag, text, tinyshakespeare};
+use data::text;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fs;
 use std::io::{IsTerminal, Write, stderr, stdout};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// Convert text to token files (.bin), and HellaSwag and MMLU to evaluation files, with the GPT-2 encoding
+/// Convert text and named data sets to token files (.bin), and show and check them
 #[derive(Debug, clap::Args)]
 pub struct Data {
     #[command(subcommand)]
@@ -21,9 +29,13 @@ pub struct Data {
 #[derive(Debug, clap::Subcommand)]
 enum Source {
     Text(Text),
-    Tinyshakespeare(Tinyshakespeare),
-    Hellaswag(Hellaswag),
-    Mmlu(Mmlu),
+    Tinyshakespeare(tinyshakespeare::Tinyshakespeare),
+    Tinystories(tinystories::Tinystories),
+    Fineweb(fineweb::Fineweb),
+    Hellaswag(hellaswag::Hellaswag),
+    Mmlu(mmlu::Mmlu),
+    Check(check::Check),
+    Show(show::Show),
 }
 
 /// Tokenize text files, each as one document
@@ -54,62 +66,17 @@ struct Text {
     overwrite: bool,
 }
 
-/// Download and tokenize Tiny Shakespeare: 338,025 tokens, split as in llm.c
-#[derive(Debug, clap::Args)]
-struct Tinyshakespeare {
-    /// Read the text from this file instead of downloading it
-    #[arg(long, value_name = "FILE")]
-    from: Option<PathBuf>,
-
-    /// Directory for tiny_shakespeare_train.bin and tiny_shakespeare_val.bin
-    #[arg(short, long, value_name = "DIR", default_value = "data/tinyshakespeare")]
-    out: PathBuf,
-}
-
-/// Convert HellaSwag for --hellaswag: questions that ask for the most plausible of four endings
-#[derive(Debug, clap::Args)]
-struct Hellaswag {
-    /// JSON lines with ctx, endings and label, such as hellaswag_val.jsonl of <https://github.com/rowanz/hellaswag>
-    #[arg(long, value_name = "FILE")]
-    from: PathBuf,
-
-    /// Evaluation file to write
-    #[arg(short, long, value_name = "FILE", default_value = "data/hellaswag/hellaswag_val.bin")]
-    out: PathBuf,
-}
-
-/// Convert MMLU for --mmlu: questions about 57 subjects, with four choices each
-#[derive(Debug, clap::Args)]
-struct Mmlu {
-    /// CSV file, or directory with SUBJECT_test.csv files, such as data.tar of <https://github.com/hendrycks/test>
-    #[arg(long, value_name = "DIR|FILE")]
-    from: PathBuf,
-
-    /// Part to convert: dev, val or test. Determines which files of a directory are read
-    #[arg(long, value_name = "NAME", default_value = "test", value_parser = split)]
-    split: Split,
-
-    /// Tokens of the longest question with its longest choice. Longer questions lose their beginning. llm.c requires fewer than 1024
-    #[arg(long, value_name = "N", default_value = "1023", value_parser = count)]
-    max_tokens: usize,
-
-    /// Evaluation file to write [default: data/mmlu/mmlu_SPLIT.bin]
-    #[arg(short, long, value_name = "FILE")]
-    out: Option<PathBuf>,
-}
-
-fn split(text: &str) -> Result<Split, &'static str> {
-    let splits = [Split::Dev, Split::Val, Split::Test];
-    splits.into_iter().find(|split| split.to_string() == text).ok_or("expected dev, val or test")
-}
-
-/// Converts a data set.
+/// Converts, shows or checks data.
 pub fn run(args: &Data) -> Result<()> {
     match &args.source {
         Source::Text(args) => from_text(args),
-        Source::Tinyshakespeare(args) => from_tinyshakespeare(args),
-        Source::Hellaswag(args) => from_hellaswag(args),
-        Source::Mmlu(args) => from_mmlu(args),
+        Source::Tinyshakespeare(args) => tinyshakespeare::run(args),
+        Source::Tinystories(args) => tinystories::run(args),
+        Source::Fineweb(args) => fineweb::run(args),
+        Source::Hellaswag(args) => hellaswag::run(args),
+        Source::Mmlu(args) => mmlu::run(args),
+        Source::Check(args) => check::run(args),
+        Source::Show(args) => show::run(args),
     }
 }
 
@@ -138,46 +105,5 @@ fn from_text(args: &Text) -> Result<()> {
         }
     }
     writeln!(out, "\nnext: {}", Invocation::current().command(next.iter().map(String::as_str)))?;
-    Ok(())
-}
-
-fn from_tinyshakespeare(args: &Tinyshakespeare) -> Result<()> {
-    let written = tinyshakespeare::write(args.from.as_deref(), &args.out)?;
-    let mut out = stdout();
-    for (path, tokens) in [&written.val, &written.train] {
-        writeln!(out, "wrote {tokens} tokens to {}", path.display())?;
-    }
-    let (train, val) = (written.train.0.to_string_lossy(), written.val.0.to_string_lossy());
-    let settings = ["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"];
-    let next = ["train", "--train", &train, "--val", &val].into_iter().chain(settings);
-    writeln!(out, "\nnext: {}", Invocation::current().command(next))?;
-    Ok(())
-}
-
-fn from_hellaswag(args: &Hellaswag) -> Result<()> {
-    write_evaluation("--hellaswag", &args.out, &hellaswag::read(&args.from)?)
-}
-
-fn from_mmlu(args: &Mmlu) -> Result<()> {
-    let files = mmlu::find(&args.from, args.split)?;
-    let questions = mmlu::read(&files, args.max_tokens)?;
-    writeln!(stdout(), "read {} questions in {} files", questions.examples.len(), files.len())?;
-    if questions.shortened > 0 {
-        let (shortened, most) = (questions.shortened, args.max_tokens);
-        writeln!(stdout(), "{shortened} questions of more than {most} tokens lost their beginning (--max-tokens)")?;
-    }
-    let default = || PathBuf::from(format!("data/mmlu/mmlu_{}.bin", args.split));
-    write_evaluation("--mmlu", &args.out.clone().unwrap_or_else(default), &questions.examples)
-}
-
-/// Writes an evaluation file for `flag` of `eval`.
-fn write_evaluation(flag: &str, out: &Path, examples: &[Example]) -> Result<()> {
-    if let Some(directory) = out.parent() {
-        atomic_file::create_directory(directory)?;
-    }
-    multiple_choice::write(out, examples)?;
-    let file = out.to_string_lossy();
-    let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
-    writeln!(stdout(), "wrote {} examples to {file}\n\nnext: {next}", examples.len())?;
     Ok(())
 }

@@ -1,0 +1,116 @@
+//! `data check`.
+
+use super::show::default_tokenizer;
+use crate::values::count;
+use anyhow::{Result, ensure};
+use data::check::{self, Report};
+use data::{Tokens, tokens};
+use std::io::{Write, stdout};
+use std::path::Path;
+use tokenizer::Tokenizer;
+
+/// Vocabulary size and document token of llm.c's 32-bit files.
+const LLAMA3: (usize, u32) = (128_256, 128_000);
+
+/// Check token files: header, size, ids, and the tokens that precede documents
+#[derive(Debug, clap::Args)]
+pub struct Check {
+    /// Token files (.bin), or patterns for them
+    #[arg(required = true, value_name = "GLOB")]
+    shards: Vec<String>,
+
+    /// Vocabulary size [default: that of --tokenizer]
+    #[arg(long, value_name = "N", value_parser = count)]
+    vocab: Option<usize>,
+
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: gpt2 for 16-bit files, the ids
+    /// of Llama 3 for 32-bit files]
+    #[arg(long, value_name = "NAME|PATH")]
+    tokenizer: Option<String>,
+}
+
+/// Prints a table of the files, and each problem. Fails if there are any.
+pub fn run(args: &Check) -> Result<()> {
+    let limits = Limits::new(args)?;
+    let mut files = Vec::new();
+    for pattern in &args.shards {
+        // The name of an existing file may contain the characters of a pattern.
+        let path = Path::new(pattern);
+        files.extend(if path.exists() { vec![path.to_owned()] } else { tokens::find(pattern)? });
+    }
+    let mut out = stdout();
+    writeln!(
+        out,
+        "{:>12} {:>5} {:>10} {:>10} {:>8}  start     file",
+        "tokens", "bits", "documents", "longest", "largest"
+    )?;
+    let (mut total, mut documents, mut problems) = (0, 0, 0);
+    for file in &files {
+        match check_file(file, &limits) {
+            Ok((tokens, report)) => {
+                writeln!(out, "{}", row(&tokens, &report))?;
+                total += tokens.len();
+                documents += report.documents;
+                problems += report.invalid + usize::from(report.documents == 0);
+                print_problems(&tokens, &report, &limits)?;
+            }
+            Err(error) => {
+                problems += 1;
+                writeln!(out, "problem: {error:#}")?;
+            }
+        }
+    }
+    writeln!(out, "{total} tokens, {documents} documents in {} files", files.len())?;
+    ensure!(problems == 0, "expected valid token files, found {problems} problems in {} files", files.len());
+    Ok(())
+}
+
+/// The ids that the files may contain.
+struct Limits {
+    vocab: Option<usize>,
+    tokenizer: Option<Tokenizer>,
+}
+
+impl Limits {
+    fn new(args: &Check) -> Result<Self> {
+        let tokenizer = args.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
+        Ok(Self { vocab: args.vocab, tokenizer })
+    }
+
+    /// Returns the vocabulary size and the token that precedes documents.
+    fn of(&self, tokens: &Tokens) -> (usize, u32) {
+        let tokenizer = self.tokenizer.clone().or_else(|| default_tokenizer(tokens));
+        let (vocab, document) = tokenizer.map_or(LLAMA3, |tokenizer| (tokenizer.vocab(), tokenizer.document()));
+        (self.vocab.unwrap_or(vocab), document)
+    }
+}
+
+fn check_file(file: &Path, limits: &Limits) -> Result<(Tokens, Report)> {
+    let tokens = Tokens::open(file)?;
+    let (vocab, document) = limits.of(&tokens);
+    let report = check::shard(&tokens, vocab, document)?;
+    Ok((tokens, report))
+}
+
+fn row(tokens: &Tokens, report: &Report) -> String {
+    let Report { documents, longest, largest, .. } = report;
+    let bits = tokens.width().map_or(0, |width| 8 * width.bytes());
+    let start = if report.starts_with_document { "document" } else { "inside" };
+    format!("{:>12} {bits:>5} {documents:>10} {longest:>10} {largest:>8}  {start:<8}  {tokens}", tokens.len())
+}
+
+fn print_problems(tokens: &Tokens, report: &Report, limits: &Limits) -> Result<()> {
+    let mut out = stdout();
+    let (vocab, document) = limits.of(tokens);
+    for (position, id) in &report.first_invalid {
+        writeln!(out, "problem: {tokens}: token {id} at position {position}: expected ids below {vocab}")?;
+    }
+    let more = report.invalid - report.first_invalid.len();
+    if more > 0 {
+        writeln!(out, "problem: {tokens}: {more} more ids of at least {vocab}")?;
+    }
+    if report.documents == 0 {
+        writeln!(out, "problem: {tokens}: expected token {document} before each document, found none")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,19 @@
+//! Writes evaluation files of the `data` commands.
+
+use crate::hints::Invocation;
+use anyhow::Result;
+use data::multiple_choice::{self, Example};
+use std::io::{Write, stdout};
+use std::path::Path;
+
+/// Writes an evaluation file for `flag` of `eval`, and prints the next command.
+pub fn write(flag: &str, out: &Path, examples: &[Example]) -> Result<()> {
+    if let Some(directory) = out.parent() {
+        atomic_file::create_directory(directory)?;
+    }
+    multiple_choice::write(out, examples)?;
+    let file = out.to_string_lossy();
+    let next = Invocation::current().command(["eval", "--model", "FILE", flag, &file]);
+    writeln!(stdout(), "wrote {} examples to {file}\n\nnext: {next}", examples.len())?;
+    Ok(())
+}

@@ -1,0 +1,61 @@
+//! `data fineweb`.
+
+use super::named::{downloaded, print_next, progress};
+use crate::values::count;
+use anyhow::Result;
+use data::fineweb::{self, Options, Sample, Version};
+use std::io::{Write, stdout};
+use std::path::{Path, PathBuf};
+use tokenizer::Tokenizer;
+
+/// Download and tokenize a sample of FineWeb or FineWeb-Edu, sharded as in llm.c
+#[derive(Debug, clap::Args)]
+pub struct Fineweb {
+    /// Sample: 10B (28 GB to download) or 100B (280 GB) tokens
+    #[arg(long, value_name = "10B|100B", default_value = "10B")]
+    version: Version,
+
+    /// FineWeb-Edu instead of FineWeb
+    #[arg(long)]
+    edu: bool,
+
+    /// Read a parquet file, or the parquet files in a directory, instead of downloading them
+    #[arg(long, value_name = "FILE|DIR")]
+    from: Option<PathBuf>,
+
+    /// Directory for the shards [default: data/fineweb10B, data/edu_fineweb10B, ...]
+    #[arg(short, long, value_name = "DIR")]
+    out: Option<PathBuf>,
+
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory
+    #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
+    tokenizer: String,
+
+    /// Tokens in a shard. The first shard is the validation split
+    #[arg(long, value_name = "N", default_value = "100000000", value_parser = count)]
+    shard_tokens: usize,
+}
+
+/// Writes the data set.
+pub fn run(args: &Fineweb) -> Result<()> {
+    let tokenizer = Tokenizer::named(&args.tokenizer)?;
+    let sample = Sample { edu: args.edu, version: args.version };
+    let out = args.out.clone().unwrap_or_else(|| Path::new("data").join(sample.directory()));
+    let files = match &args.from {
+        Some(from) => fineweb::files(from)?,
+        None => {
+            let remote = sample.remote_files()?;
+            remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
+        }
+    };
+    let bar = progress(fineweb::rows(&files)? as u64, "{bar:30} {pos}/{len} documents | {per_sec} | {eta} left")?;
+    let prefix = sample.prefix();
+    let options = Options { prefix, shard_tokens: args.shard_tokens, tokenizer };
+    let written = fineweb::write(&files, &out, &options, &bar)?;
+    bar.finish_and_clear();
+    let tokens: usize = written.iter().map(|shard| shard.tokens).sum();
+    let directory = out.display();
+    writeln!(stdout(), "wrote {tokens} tokens to {} shards: {directory}/{prefix}_*.bin", written.len())?;
+    let pattern = |split| format!("{directory}/{prefix}_{split}_*.bin");
+    print_next(&pattern("train"), &pattern("val"), &["--model", "d12"])
+}

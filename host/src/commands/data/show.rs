@@ -1,0 +1,66 @@
+//! `data show`.
+
+use crate::values::{count, whole_number};
+use anyhow::{Result, ensure};
+use data::Tokens;
+use data::tokens::Width;
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+use tokenizer::Tokenizer;
+
+/// Show the tokens and the text around a position of a token file
+#[derive(Debug, clap::Args)]
+pub struct Show {
+    /// Token file (.bin)
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+
+    /// Position of the token in the middle
+    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number)]
+    at: usize,
+
+    /// Number of tokens
+    #[arg(long, value_name = "M", default_value = "32", value_parser = count)]
+    count: usize,
+
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: gpt2 for 16-bit files]
+    #[arg(long, value_name = "NAME|PATH")]
+    tokenizer: Option<String>,
+}
+
+/// Prints the tokens, one per line, and the text.
+pub fn run(args: &Show) -> Result<()> {
+    let tokens = Tokens::open(&args.file)?;
+    let len = tokens.len();
+    ensure!(args.at < len, "--at {}: expected a position below {len}, the number of tokens in {tokens}", args.at);
+    let start = args.at.saturating_sub(args.count / 2).min(len.saturating_sub(args.count));
+    let mut ids = vec![0; args.count.min(len - start)];
+    tokens.read(start, &mut ids)?;
+    let named = args.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
+    let tokenizer = named.or_else(|| default_tokenizer(&tokens));
+    let mut out = stdout();
+    writeln!(out, "{tokens}: {len} tokens\n\n  {:>10} {:>7}  text", "position", "id")?;
+    for (position, &id) in (start..).zip(&ids) {
+        let marker = if position == args.at { '>' } else { ' ' };
+        let text = tokenizer.as_ref().map_or_else(String::new, |tokenizer| text_of(tokenizer, id));
+        writeln!(out, "{}", format!("{marker} {position:>10} {id:>7}  {text}").trim_end())?;
+    }
+    match tokenizer {
+        Some(tokenizer) => writeln!(out, "\n{}", tokenizer.text(&ids))?,
+        None => writeln!(out, "\nFor the text, pass the tokenizer of these 32-bit tokens with --tokenizer FILE.")?,
+    }
+    Ok(())
+}
+
+/// Returns the text of a token on one line.
+fn text_of(tokenizer: &Tokenizer, id: u32) -> String {
+    if id as usize >= tokenizer.vocab() {
+        return format!("(outside the vocabulary of {} tokens)", tokenizer.vocab());
+    }
+    tokenizer.text(&[id]).escape_debug().to_string()
+}
+
+/// Returns the tokenizer of a file without `--tokenizer`: GPT-2's for 16-bit tokens, unknown for 32-bit tokens.
+pub fn default_tokenizer(tokens: &Tokens) -> Option<Tokenizer> {
+    (tokens.width() == Some(Width::U16)).then(Tokenizer::gpt2)
+}

@@ -1,0 +1,33 @@
+//! `data tinyshakespeare`.
+
+use super::named::{local_or_downloaded, print_files, print_next};
+use anyhow::Result;
+use data::tinyshakespeare;
+use std::path::PathBuf;
+use tokenizer::Tokenizer;
+
+/// Download and tokenize Tiny Shakespeare: 338,025 tokens, split as in llm.c
+#[derive(Debug, clap::Args)]
+pub struct Tinyshakespeare {
+    /// Read the text from this file instead of downloading it
+    #[arg(long, value_name = "FILE")]
+    from: Option<PathBuf>,
+
+    /// Directory for tiny_shakespeare_train.bin and tiny_shakespeare_val.bin
+    #[arg(short, long, value_name = "DIR", default_value = "data/tinyshakespeare")]
+    out: PathBuf,
+
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory
+    #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
+    tokenizer: String,
+}
+
+/// Writes the data set.
+pub fn run(args: &Tinyshakespeare) -> Result<()> {
+    let tokenizer = Tokenizer::named(&args.tokenizer)?;
+    let text = local_or_downloaded(args.from.as_deref(), || Ok(tinyshakespeare::remote()), &args.out)?;
+    let written = tinyshakespeare::write(&text, &args.out, &tokenizer)?;
+    print_files(&written)?;
+    let [val, train] = written.map(|file| file.path.to_string_lossy().into_owned());
+    print_next(&train, &val, &["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"])
+}

@@ -1,0 +1,39 @@
+//! `data tinystories`.
+
+use super::named::{local_or_downloaded, print_files, print_next, progress};
+use anyhow::{Context, Result};
+use data::{download, tinystories};
+use std::path::PathBuf;
+use tokenizer::Tokenizer;
+
+/// Download (1.6 GB) and tokenize TinyStories: 944,697,029 tokens, split as in llm.c
+#[derive(Debug, clap::Args)]
+pub struct Tinystories {
+    /// Read TinyStories_all_data.tar.gz, or a directory with its JSON files, instead of downloading it
+    #[arg(long, value_name = "FILE|DIR")]
+    from: Option<PathBuf>,
+
+    /// Directory for TinyStories_train.bin and TinyStories_val.bin
+    #[arg(short, long, value_name = "DIR", default_value = "data/tinystories")]
+    out: PathBuf,
+
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory
+    #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
+    tokenizer: String,
+}
+
+/// Writes the data set.
+pub fn run(args: &Tinystories) -> Result<()> {
+    let tokenizer = Tokenizer::named(&args.tokenizer)?;
+    let remote = || {
+        let files = download::huggingface_files(tinystories::DATA_SET, "", tinystories::ARCHIVE)?;
+        files.into_iter().next().context("the list of files is empty")
+    };
+    let from = local_or_downloaded(args.from.as_deref(), remote, &args.out)?;
+    let bar = progress(0, "{bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left")?;
+    let written = tinystories::write(&from, &args.out, &tokenizer, &bar)?;
+    bar.finish_and_clear();
+    print_files(&written)?;
+    let [val, train] = written.map(|file| file.path.to_string_lossy().into_owned());
+    print_next(&train, &val, &["--model", "d12"])
+}

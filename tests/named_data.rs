@@ -1,0 +1,202 @@
+//! The commands of named data sets, `data check` and `data show`, and training on many or damaged shards.
+
+use data::tokens::{self, Width};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const TINY: &[&str] = &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];
+/// Nothing listens on this port.
+const NO_SERVER: &str = "http://127.0.0.1:1";
+
+fn llm_rs(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
+}
+
+fn printed(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn succeed(args: &[&str]) -> String {
+    let output = llm_rs(args);
+    assert!(output.status.success(), "{args:?}: {}", printed(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Asserts that the program fails with status 1 and prints all of `parts`.
+fn fail(args: &[&str], parts: &[&str]) -> String {
+    let output = llm_rs(args);
+    let printed = printed(&output);
+    assert_eq!(output.status.code(), Some(1), "{args:?}: {printed}");
+    for part in parts {
+        assert!(printed.contains(part), "{args:?}: expected '{part}' in: {printed}");
+    }
+    assert!(!printed.contains("panicked"), "{printed}");
+    printed
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn write(dir: &Path, name: &str, ids: &[u16]) -> PathBuf {
+    let path = dir.join(name);
+    tokens::write(&path, ids, Width::U16).unwrap();
+    path
+}
+
+#[test]
+fn training_reads_more_shards_than_a_process_may_open_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let shard = fs::read(write(dir.path(), "train_0000.bin", &[7; 40])).unwrap();
+    for i in 1..3000 {
+        fs::write(dir.path().join(format!("train_{i:04}.bin")), &shard).unwrap();
+    }
+    let pattern = dir.path().join("train_*.bin");
+    let program = env!("CARGO_BIN_EXE_llm-rs");
+    let command =
+        format!("ulimit -n 256; exec {program} train --device cpu --train '{}' --steps 3 \"$@\"", pattern.display());
+    for shuffle in ["0", "1"] {
+        let mut bash = Command::new("bash");
+        bash.args(["-c", &command, "bash", "--shuffle", shuffle, "--out", text(&dir.path().join(shuffle))]).args(TINY);
+        let output = bash.output().unwrap();
+        assert!(output.status.success(), "{}", printed(&output));
+        assert!(printed(&output).contains("step    3/3 | loss "), "{}", printed(&output));
+    }
+}
+
+#[test]
+fn damaged_ids_are_found_before_the_first_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = vec![7u16; 1000];
+    let mut bad = good.clone();
+    bad[995] = 50257;
+    for i in 0..8 {
+        write(dir.path(), &format!("train_{i}.bin"), if i == 6 { &bad } else { &good });
+    }
+    let train = dir.path().join("train_*.bin");
+    let out = dir.path().join("out");
+    let args = ["train", "--device", "cpu", "--train", text(&train), "--steps", "2", "--out", text(&out)];
+    let expected = ["train_6.bin: token 50257 at position 995", "below 50257"];
+    let printed = fail(&[&args[..], TINY].concat(), &expected);
+    assert!(!printed.contains("step "), "{printed}");
+    assert!(!out.join("main.log").exists());
+    let good = write(dir.path(), "good.bin", &good);
+    let val = write(dir.path(), "val.bin", &bad);
+    let args = ["train", "--device", "cpu", "--train", text(&good), "--val", text(&val), "--steps", "2"];
+    fail(&[&args[..], TINY].concat(), &["--val", "val.bin: token 50257 at position 995"]);
+}
+
+#[test]
+fn check_prints_a_table_and_each_problem() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "a_0.bin", &[50256, 1, 2, 50256, 3, 4, 5]);
+    write(dir.path(), "a_1.bin", &[6, 7, 50256, 8]);
+    let all = dir.path().join("a_*.bin");
+    let table = succeed(&["data", "check", text(&all)]);
+    let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(rows[1][..6], ["7", "16", "2", "4", "50256", "document"], "{table}");
+    assert_eq!(rows[2][..6], ["4", "16", "1", "2", "50256", "inside"], "{table}");
+    assert!(table.ends_with("11 tokens, 3 documents in 2 files\n"), "{table}");
+
+    let bad = dir.path().join("a_2.bin");
+    fs::write(&bad, &fs::read(dir.path().join("a_0.bin")).unwrap()[..1030]).unwrap();
+    write(dir.path(), "a_3.bin", &[50256, 60000, 1, 50257]);
+    write(dir.path(), "a_4.bin", &[1, 2, 3]);
+    let printed = fail(
+        &["data", "check", text(&all)],
+        &[
+            "a_2.bin is truncated: expected 1038 bytes for the 7 tokens in the header, found 1030",
+            "a_3.bin: token 60000 at position 1: expected ids below 50257",
+            "a_3.bin: token 50257 at position 3: expected ids below 50257",
+            "a_4.bin: expected token 50256 before each document, found none",
+            "error: expected valid token files, found 4 problems in 5 files",
+        ],
+    );
+    assert_eq!(printed.matches("problem: ").count(), 4, "{printed}");
+    let second = dir.path().join("a_1.bin");
+    fail(&["data", "check", text(&second), "--vocab", "8"], &["token 50256 at position 2", "token 8 at position 3"]);
+    fail(
+        &["data", "check", text(&second), "--tokenizer", "bytes"],
+        &["token 50256 at position 2: expected ids below 256"],
+    );
+    fail(&["data", "check", "/nowhere/*.bin"], &["no file matches '/nowhere/*.bin'"]);
+
+    let wide = dir.path().join("wide.bin");
+    tokens::write(&wide, &[128_000u32, 128_255, 5], Width::U32).unwrap();
+    assert!(succeed(&["data", "check", text(&wide)]).contains("1 documents in 1 files"));
+    tokens::write(&wide, &[128_000u32, 128_256], Width::U32).unwrap();
+    fail(&["data", "check", text(&wide)], &["token 128256 at position 1: expected ids below 128256"]);
+}
+
+#[test]
+fn show_prints_tokens_and_text_around_a_position() {
+    let dir = tempfile::tempdir().unwrap();
+    // "Hello world" and a line break.
+    let file = write(dir.path(), "a.bin", &[50256, 15496, 995, 198, 65535, 50256]);
+    let printed = succeed(&["data", "show", text(&file), "--at", "2", "--count", "3"]);
+    let lines: Vec<Vec<&str>> = printed.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(lines[3], ["1", "15496", "Hello"]);
+    assert_eq!(lines[4], [">", "2", "995", "world"]);
+    assert_eq!(lines[5], ["3", "198", "\\n"]);
+    assert!(printed.ends_with("\n\nHello world\n\n"), "{printed}");
+    let printed = succeed(&["data", "show", text(&file), "--at", "5", "--count", "2"]);
+    assert!(printed.contains("65535  (outside the vocabulary of 50257 tokens)"), "{printed}");
+    assert!(printed.contains(">          5   50256  <|endoftext|>"), "{printed}");
+    assert_eq!(succeed(&["data", "show", text(&file)]).matches("<|endoftext|>").count(), 4);
+    fail(&["data", "show", text(&file), "--at", "6"], &["--at 6: expected a position below 6"]);
+    fail(&["data", "show", "/nowhere/a.bin"], &["/nowhere/a.bin"]);
+    let wide = dir.path().join("wide.bin");
+    tokens::write(&wide, &[128_000u32, 5], Width::U32).unwrap();
+    let printed = succeed(&["data", "show", text(&wide)]);
+    assert!(printed.contains("128000") && printed.contains("--tokenizer FILE"), "{printed}");
+}
+
+#[test]
+fn tinystories_are_written_and_can_be_trained_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let from = dir.path().join("json");
+    fs::create_dir(&from).unwrap();
+    let json = r#"[{"story": "\nOnce upon a time there was a cat.\n", "source": "GPT-4"}, {"story": "The end."}]"#;
+    for i in 0..9 {
+        fs::write(from.join(format!("data0{i}.json")), json).unwrap();
+    }
+    let out = dir.path().join("out");
+    let printed = succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&out)]);
+    // Ids of tiktoken: 1 + 9 and 1 + 3 tokens.
+    assert!(printed.contains("wrote 14 tokens") && printed.contains("wrote 112 tokens"), "{printed}");
+    let train = out.join("TinyStories_train.bin");
+    succeed(&[&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat());
+    let bytes = dir.path().join("bytes");
+    succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&bytes), "--tokenizer", "bytes"]);
+    // The stories have 33 and 8 bytes.
+    let val = tokens::find(text(&bytes.join("TinyStories_val.bin"))).unwrap();
+    assert_eq!(data::Tokens::open(&val[0]).unwrap().len(), 33 + 8 + 2);
+    fail(
+        &["data", "tinystories", "--from", text(&from), "--out", text(&out), "--tokenizer", "none.json"],
+        &["none.json"],
+    );
+}
+
+#[test]
+fn without_a_network_errors_name_the_address_and_the_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let hub = format!("{NO_SERVER}/api/datasets");
+    fail(
+        &["data", "tinystories", "--out", text(&out)],
+        &[&format!("cannot download {hub}/roneneldan/TinyStories/tree/main;"), "--from FILE|DIR"],
+    );
+    for (flags, path) in [
+        (&[][..], "fineweb/tree/main/sample/10BT"),
+        (&["--edu", "--version", "100B"], "fineweb-edu/tree/main/sample/100BT"),
+    ] {
+        let args = [&["data", "fineweb", "--out", text(&out)], flags].concat();
+        fail(&args, &[&format!("cannot download {hub}/HuggingFaceFW/{path};"), "--from FILE|DIR"]);
+    }
+    fail(&["data", "fineweb", "--from", text(dir.path()), "--out", text(&out)], &["end in .parquet, found none"]);
+    assert!(!out.exists());
+    let output = llm_rs(&["data", "fineweb", "--version", "1B"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(printed(&output).contains("expected 10B or 100B"));
+}
