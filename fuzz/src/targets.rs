@@ -10,7 +10,8 @@ use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::{Geometry, Loader, Tokens, hellaswag, mmlu, tokens};
+use data::parquet_text::TextColumn;
+use data::{Geometry, Loader, Tokens, hellaswag, mmlu, tinystories, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
 use engine::{Algorithms, Engine};
@@ -21,11 +22,16 @@ use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
 use model::{Descriptor, Gpt2, Params, PlanOptions, Shard, Unsharded};
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use tempfile::NamedTempFile;
 use tokenizer::Tokenizer;
 use verify::llmc::Verification;
@@ -60,6 +66,10 @@ pub static EVALUATION: Target = Target { name: "evaluation", read: read_evaluati
 pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag, seeds: hellaswag_files };
 /// MMLU's CSV files.
 pub static MMLU: Target = Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files };
+/// TinyStories' JSON files.
+pub static TINYSTORIES: Target = Target { name: "tinystories", read: read_stories, seeds: story_files };
+/// Parquet files with a column of text.
+pub static PARQUET: Target = Target { name: "parquet", read: read_parquet, seeds: parquet_files };
 /// Text and tokens.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
 /// `config.json` of Hugging Face directories.
@@ -411,6 +421,39 @@ fn read_mmlu(data: &[u8]) -> Result<()> {
 fn mmlu_files() -> Vec<Vec<u8>> {
     let rows = "What is 2 + 2?,3,4,5,22,B\n\"Which, \"\"if\"\" any?\nné\",nan,,\" c, d \",9,D\r\n";
     vec!["Q,1,2,3,4,A".into(), rows.into()]
+}
+
+fn read_stories(data: &[u8]) -> Result<()> {
+    as_file(data, tinystories::stories).map(drop)
+}
+
+fn story_files() -> Vec<Vec<u8>> {
+    vec![br#"[{"story": "\n Once \u00e9\ud83d\ude42 ", "words": ["a"]}, {"source": "GPT-4", "story": ""}]"#.to_vec()]
+}
+
+fn read_parquet(data: &[u8]) -> Result<()> {
+    as_file(data, |path| TextColumn::open(path, "text")?.read(&mut |_| Ok(())))
+}
+
+/// Returns files with two row groups, one for each compression.
+fn parquet_files() -> Vec<Vec<u8>> {
+    let schema = "message schema { OPTIONAL BYTE_ARRAY text (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).expect("the schema is valid"));
+    let file = |compression| {
+        let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
+        let mut file = SerializedFileWriter::new(Vec::new(), schema.clone(), properties).expect("the schema is valid");
+        for text in ["Once upon a time", "The end"] {
+            let mut group = file.next_row_group().expect("the group before is closed");
+            let mut column = group.next_column().expect("writing to memory succeeds").expect("there is a column");
+            let values = [ByteArray::from(text), ByteArray::from("again")];
+            let written = column.typed::<ByteArrayType>().write_batch(&values, Some(&[1, 1]), None);
+            written.expect("writing to memory succeeds");
+            column.close().expect("writing to memory succeeds");
+            group.close().expect("writing to memory succeeds");
+        }
+        file.into_inner().expect("writing to memory succeeds")
+    };
+    [Compression::UNCOMPRESSED, Compression::SNAPPY, Compression::ZSTD(ZstdLevel::default())].map(file).to_vec()
 }
 
 fn encode_and_decode(data: &[u8]) -> Result<()> {
