@@ -9,23 +9,14 @@ mod targets;
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
 use targets::{
-<<<<<<< HEAD
-    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, LOG, MMLU, MODEL, SAFETENSORS,
-    SIDECAR, STATE, TOKENIZER, TOKENS, Target,
-=======
-    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, LOG, MODEL, PARQUET, SIDECAR, STATE, TINYSTORIES, TOKENIZER, TOKENS,
-    Target,
->>>>>>> 7288c82 (fuzz: add targets for parquet and TinyStories' JSON)
+    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, LOG, MMLU, MODEL, PARQUET,
+    SAFETENSORS, SIDECAR, STATE, TINYSTORIES, TOKENIZER, TOKENS, Target,
 };
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-<<<<<<< HEAD
-static TARGETS: [&Target; 15] = [
-=======
-static TARGETS: [&Target; 12] = [
->>>>>>> 7288c82 (fuzz: add targets for parquet and TinyStories' JSON)
+static TARGETS: [&Target; 17] = [
     &TOKENS,
     &MODEL,
     &STATE,
@@ -35,18 +26,14 @@ static TARGETS: [&Target; 12] = [
     &DEBUG_STATE,
     &EVALUATION,
     &HELLASWAG,
-<<<<<<< HEAD
     &MMLU,
+    &TINYSTORIES,
+    &PARQUET,
     &TOKENIZER,
     &HF_CONFIG,
     &HF_INDEX,
     &HF_TOKENIZER,
     &SAFETENSORS,
-=======
-    &TINYSTORIES,
-    &PARQUET,
-    &TOKENIZER,
->>>>>>> 7288c82 (fuzz: add targets for parquet and TinyStories' JSON)
 ];
 
 /// Returns copies of a file with one of its first words replaced, truncated copies, and copies with trailing bytes.

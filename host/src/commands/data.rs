@@ -1,8 +1,8 @@
 //! `data`: converts text and named data sets to token files, and shows and checks them.
 
 mod check;
-mod fineweb;
 mod evaluation;
+mod fineweb;
 mod hellaswag;
 mod mmlu;
 mod named;

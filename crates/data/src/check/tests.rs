@@ -30,7 +30,9 @@ fn documents_may_cross_chunks() {
     let len = 3 * CHUNK + 17;
     let marks = [5, CHUNK - 1, CHUNK, 3 * CHUNK + 1];
     let mut ids = vec![1u16; len];
-    marks.iter().for_each(|&at| ids[at] = 7);
+    for at in marks {
+        ids[at] = 7;
+    }
     ids[2 * CHUNK] = 100;
     let report = shard(&Tokens::in_memory("tokens", ids), 100, 7).unwrap();
     assert_eq!((report.documents, report.longest), (4, 2 * CHUNK + 1));

@@ -55,10 +55,6 @@ fn write_schema(path: &Path, schema: &str, compression: Compression, groups: &[&
     file.close().unwrap();
 }
 
-fn row(text: &str) -> Option<&[u8]> {
-    Some(text.as_bytes())
-}
-
 fn options(shard_tokens: usize) -> Options {
     Options { prefix: "edu_fineweb", shard_tokens, tokenizer: Tokenizer::gpt2() }
 }
@@ -114,7 +110,7 @@ fn parquet_files_become_llm_cs_shards() {
     let texts: Vec<String> = (0..900)
         .map(|i| format!("Page {i}.\n{}<|endoftext|> é\u{a0}", " All the world's a stage,".repeat(i % 9)))
         .collect();
-    let all: Vec<Option<&[u8]>> = texts.iter().map(|text| row(text)).collect();
+    let all: Vec<Option<&[u8]>> = texts.iter().map(|text| Some(text.as_bytes())).collect();
     let from = dir.path().join("10BT");
     fs::create_dir(&from).unwrap();
     // The order of the names is not the order in which the files are created.
@@ -145,7 +141,7 @@ fn parquet_files_become_llm_cs_shards() {
 fn one_and_three_threads_write_the_same_files() {
     let dir = tempfile::tempdir().unwrap();
     let texts: Vec<String> = (0..300).map(|i| "some text of the web ".repeat(i * 20)).collect();
-    let all: Vec<Option<&[u8]>> = texts.iter().map(|text| row(text)).collect();
+    let all: Vec<Option<&[u8]>> = texts.iter().map(|text| Some(text.as_bytes())).collect();
     let file = dir.path().join("a.parquet");
     write_parquet(&file, Compression::UNCOMPRESSED, &[&all]);
     let [one, three] = [1, 3].map(|threads| {
@@ -177,7 +173,7 @@ fn file_with(dir: &TempDir, schema: &str, rows: &[Option<&[u8]>]) -> PathBuf {
 #[test]
 fn bad_input_is_an_error_that_keeps_the_old_shards() {
     let dir = tempfile::tempdir().unwrap();
-    let good = [row("one two three four five six")];
+    let good = [Some("one two three four five six".as_bytes())];
     let message = error(&file_with(&dir, SCHEMA, &[good[0], good[0], None, good[0]]));
     assert!(message.contains("bad.parquet, row 2, column 'text': expected a string, found null"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[None, None]));
@@ -188,7 +184,7 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     assert!(message.contains("expected a column 'text', found id, n"), "{message}");
     let message = error(&file_with(&dir, "message schema { OPTIONAL INT64 text; }", &good));
     assert!(message.contains("column 'text': expected strings, found INT64"), "{message}");
-    let message = error(&file_with(&dir, SCHEMA, &[row("hi")]));
+    let message = error(&file_with(&dir, SCHEMA, &[Some("hi".as_bytes())]));
     assert!(message.contains("use a smaller --shard-tokens"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[]));
     assert!(message.contains("--shard-tokens"), "{message}");
@@ -213,7 +209,11 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
 #[test]
 fn damaged_files_do_not_end_the_program() {
     let dir = tempfile::tempdir().unwrap();
-    let rows = [row("All the world's a stage"), row("And all the men and women"), row("merely players")];
+    let rows = [
+        Some("All the world's a stage".as_bytes()),
+        Some("And all the men and women".as_bytes()),
+        Some("merely players".as_bytes()),
+    ];
     let good = fs::read(file_with(&dir, "message schema { OPTIONAL BYTE_ARRAY text (UTF8); }", &rows)).unwrap();
     let path = dir.path().join("damaged.parquet");
     let mut rejected = 0;

@@ -74,7 +74,9 @@ fn stories_are_stripped_shuffled_and_split_as_in_llm_c() {
     archive(&tar, &files);
     let directory = dir.path().join("json");
     fs::create_dir(&directory).unwrap();
-    json_files().iter().for_each(|(name, bytes)| fs::write(directory.join(name), bytes).unwrap());
+    for (name, bytes) in json_files() {
+        fs::write(directory.join(name), bytes).unwrap();
+    }
     for from in [&tar, &directory] {
         let out = dir.path().join("out");
         let [val, train] = run(from, &out).unwrap();

@@ -41,12 +41,11 @@ pub fn run(args: &Fineweb) -> Result<()> {
     let tokenizer = Tokenizer::named(&args.tokenizer)?;
     let sample = Sample { edu: args.edu, version: args.version };
     let out = args.out.clone().unwrap_or_else(|| Path::new("data").join(sample.directory()));
-    let files = match &args.from {
-        Some(from) => fineweb::files(from)?,
-        None => {
-            let remote = sample.remote_files()?;
-            remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
-        }
+    let files = if let Some(from) = &args.from {
+        fineweb::files(from)?
+    } else {
+        let remote = sample.remote_files()?;
+        remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
     };
     let bar = progress(fineweb::rows(&files)? as u64, "{bar:30} {pos}/{len} documents | {per_sec} | {eta} left")?;
     let prefix = sample.prefix();
