@@ -1,12 +1,14 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
-//! Text becomes tokens ([`tokenizer`](::tokenizer)), tokens become shards on disk ([`text`], [`tinyshakespeare`]), and shards become
-//! batches ([`Loader`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on
+//! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`](::tokenizer)), tokens become shards on disk
+//! ([`text`], [`tinyshakespeare`]) with a description ([`dataset`]), and shards become batches ([`Loader`], [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on
 //! them does not belong here.
 
 #![warn(missing_docs)]
 
 pub mod check;
+pub mod dataset;
+pub mod documents;
 pub mod download;
 pub mod encode;
 pub mod fineweb;

@@ -7,7 +7,7 @@ use crate::header::{self, Format, HEADER_BYTES};
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -249,6 +249,70 @@ pub fn write<T: Copy + Into<u32>>(path: &Path, tokens: &[T], width: Width) -> Re
     })
 }
 
+/// Writes a `.bin` file token by token, without holding it in memory. The file has no valid header before [`finish`](Self::finish).
+#[derive(Debug)]
+pub struct Writer {
+    path: PathBuf,
+    file: BufWriter<File>,
+    width: Width,
+    len: usize,
+}
+
+impl Writer {
+    /// Creates the file.
+    pub fn create(path: &Path, width: Width) -> Result<Self> {
+        let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+        let mut writer = Self { path: path.to_owned(), file: BufWriter::with_capacity(1 << 20, file), width, len: 0 };
+        writer.write(&[0; HEADER_BYTES])?;
+        Ok(writer)
+    }
+
+    /// Returns the number of tokens so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns whether there are no tokens yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Appends tokens. Each must fit into the width.
+    pub fn push(&mut self, tokens: &[u32]) -> Result<()> {
+        ensure!(
+            tokens.len() <= MAX_SHARD_TOKENS - self.len,
+            "cannot write {}: expected at most {MAX_SHARD_TOKENS} tokens, found more",
+            self.path.display()
+        );
+        self.len += tokens.len();
+        let mut bytes = Vec::with_capacity(tokens.len().min(1 << 14) * self.width.bytes());
+        for chunk in tokens.chunks(1 << 14) {
+            bytes.clear();
+            for token in chunk {
+                debug_assert!(self.width == Width::U32 || u16::try_from(*token).is_ok(), "token {token} in 16 bits");
+                bytes.extend_from_slice(&token.to_le_bytes()[..self.width.bytes()]);
+            }
+            self.write(&bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the header and syncs the file to disk.
+    pub fn finish(mut self) -> Result<()> {
+        let header = self.width.format().header_bytes(&[self.len as i32]);
+        let finish = |file: &mut BufWriter<File>| {
+            file.flush()?;
+            file.get_ref().write_all_at(&header, 0)?;
+            file.get_ref().sync_all()
+        };
+        finish(&mut self.file).with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -311,6 +375,23 @@ mod tests {
         let replaced = || write(&path, &[4u16, 5, 6], Width::U16).unwrap();
         assert!(change(&replaced).contains("found 1030 bytes, modified"));
         assert!(change(&|| fs::remove_file(&path).unwrap()).contains("No such file"));
+    }
+
+    #[test]
+    fn writer_creates_the_same_file_as_write() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = ["a.bin", "b.bin"].map(|name| dir.path().join(name));
+        for width in [Width::U16, Width::U32] {
+            let tokens: Vec<u32> = (0..40_000).collect();
+            write(&paths[0], &tokens, width).unwrap();
+            let mut writer = Writer::create(&paths[1], width).unwrap();
+            assert!(writer.is_empty());
+            writer.push(&tokens[..7]).unwrap();
+            writer.push(&tokens[7..]).unwrap();
+            assert_eq!(writer.len(), 40_000);
+            writer.finish().unwrap();
+            assert!(fs::read(&paths[0]).unwrap() == fs::read(&paths[1]).unwrap());
+        }
     }
 
     /// The file is sparse, so it takes almost no disk space.

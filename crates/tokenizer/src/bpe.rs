@@ -50,6 +50,11 @@ impl Bpe {
         Ok(Self { pattern, tokens, ids, bytes, merges })
     }
 
+    /// Returns the pattern that splits text into pieces.
+    pub fn pattern(&self) -> Pattern {
+        self.pattern
+    }
+
     /// Returns the tokens in the order of their ids.
     pub fn tokens(&self) -> &[Box<[u8]>] {
         &self.tokens

@@ -187,10 +187,21 @@ impl Tokenizer {
         Identity { name: name.clone(), vocab: *vocab, fingerprint: format!("{fingerprint:016x}") }
     }
 
-    /// Reports whether the ids of a text are those of its parts, if it is divided between a line break and a non-whitespace
-    /// character that both follow a non-whitespace character.
-    pub fn divides_at_line_breaks(&self) -> bool {
-        !matches!(self.0.encoding, Encoding::HuggingFace(_))
+    /// Reports whether a text may be cut between these adjacent characters: the ids of the text are then those of its two
+    /// parts. No special token extends across such a cut.
+    pub fn divides_between(&self, before: char, after: char) -> bool {
+        let divides = match &self.0.encoding {
+            Encoding::Bytes => true,
+            Encoding::Bpe(bpe) => bpe.pattern().divides_between(before, after),
+            Encoding::HuggingFace(_) => false,
+        };
+        divides && !self.special_token_contains(before, after)
+    }
+
+    /// Reports whether a special token contains these characters, one after the other.
+    pub fn special_token_contains(&self, before: char, after: char) -> bool {
+        let contains = |text: &str| text.chars().zip(text.chars().skip(1)).any(|pair| pair == (before, after));
+        self.0.special.iter().any(|token| contains(&token.text))
     }
 
     /// Returns the ids of plain text. Special tokens in the text are encoded as ordinary text.

@@ -7,8 +7,7 @@
 //! * Llama 3: `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 //!   ([tokenizer.py](https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py))
 //!
-//! Both patterns match every character, so the pieces add up to the text. Both end a piece between a line break and a
-//! non-whitespace character, which allows long texts to be split there.
+//! Both patterns match every character, so the pieces add up to the text.
 
 use crate::classes::{Class, class};
 
@@ -28,6 +27,21 @@ impl Pattern {
         match self {
             Self::Gpt2 => gpt2_piece(text),
             Self::Llama3 => llama3_piece(text),
+        }
+    }
+
+    /// Reports whether a piece always ends between these adjacent characters, and the pieces before it do not depend on the
+    /// text after it.
+    pub fn divides_between(self, before: char, after: char) -> bool {
+        let starts_space = class(before) != Class::Space && class(after) == Class::Space;
+        match self {
+            Self::Gpt2 => starts_space,
+            // Line breaks may belong to the punctuation or the whitespace before them.
+            Self::Llama3 => {
+                let line_break = |c| matches!(c, '\r' | '\n');
+                let ends_line = line_break(before) && class(after) != Class::Space;
+                ends_line || (starts_space && !line_break(after))
+            }
         }
     }
 }
@@ -130,6 +144,7 @@ fn llama3_piece(text: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn pieces(pattern: Pattern, mut text: &str) -> Vec<&str> {
         let mut pieces = Vec::new();
@@ -158,5 +173,21 @@ mod tests {
         assert_eq!(pieces(" \n\n  z"), [" \n\n", " ", " z"]);
         assert_eq!(pieces("'ſ"), ["'ſ"]);
         assert_eq!(pieces("a\r\nb"), ["a", "\r\n", "b"]);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_are_those_of_the_parts_where_the_pattern_divides(text in "([a'sR1é.中]{0,3}[ \n\t\r\u{a0}]{0,3}){0,8}") {
+            for pattern in [Pattern::Gpt2, Pattern::Llama3] {
+                let whole = pieces(pattern, &text);
+                for (at, after) in text.char_indices().skip(1) {
+                    let before = text[..at].chars().next_back().unwrap();
+                    if pattern.divides_between(before, after) {
+                        let parts = [pieces(pattern, &text[..at]), pieces(pattern, &text[at..])].concat();
+                        prop_assert_eq!(&parts, &whole, "{:?} at {}", pattern, at);
+                    }
+                }
+            }
+        }
     }
 }

@@ -1,0 +1,140 @@
+//! The description of a directory of shards: `dataset.json`.
+//!
+//! It states the tokenizer and the amounts of data. [`Replacement`] writes shards and description into a directory at once.
+
+mod replacement;
+
+pub use replacement::Replacement;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tokenizer::Tokenizer;
+
+/// Name of the file.
+pub const FILE_NAME: &str = "dataset.json";
+
+/// A description of the shards in a directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dataset {
+    /// The tokenizer of all shards.
+    pub tokenizer: Encoding,
+    /// The shards `train_NNNNNN.bin`.
+    pub train: Split,
+    /// The shards `val_NNNNNN.bin`.
+    pub val: Split,
+    /// The input.
+    pub input: Input,
+    /// Version of the program that wrote the shards.
+    pub program: String,
+}
+
+/// The identity of a tokenizer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Encoding {
+    /// `gpt2`, `bytes`, or the path of the tokenizer file.
+    pub name: String,
+    /// Number of ids.
+    pub vocab: usize,
+    /// Hash of the vocabulary.
+    pub fingerprint: String,
+}
+
+/// The amount of data of a split.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Split {
+    /// Number of shards.
+    pub shards: usize,
+    /// Tokens in all shards.
+    pub tokens: usize,
+}
+
+/// The amount of text that was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Input {
+    /// Files with text.
+    pub files: usize,
+    /// Documents with at least one character.
+    pub documents: usize,
+    /// Documents without text, which are left out.
+    pub empty_documents: usize,
+    /// Bytes of text, as UTF-8.
+    pub bytes: usize,
+    /// Invalid UTF-8 sequences, each replaced by U+FFFD.
+    pub invalid_utf8: usize,
+    /// Paths that were not read.
+    pub skipped: usize,
+}
+
+impl From<&Tokenizer> for Encoding {
+    fn from(tokenizer: &Tokenizer) -> Self {
+        let tokenizer::Identity { name, vocab, fingerprint } = tokenizer.identity();
+        Self { name, vocab, fingerprint }
+    }
+}
+
+impl Dataset {
+    /// Reads the description in a directory; `None` if there is none.
+    pub fn read(directory: &Path) -> Result<Option<Self>> {
+        let path = directory.join(FILE_NAME);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
+        };
+        let dataset = serde_json::from_str(&text).with_context(|| {
+            format!(
+                "{}: expected the description of a data set; make the data set again, or remove the file",
+                path.display()
+            )
+        })?;
+        Ok(Some(dataset))
+    }
+
+    /// Checks that a model with `vocab` ids accepts the tokens. `model` names it.
+    pub fn check_vocab(&self, directory: &Path, model: &str, vocab: usize) -> Result<()> {
+        let Encoding { name, vocab: ids, .. } = &self.tokenizer;
+        ensure!(
+            *ids <= vocab,
+            "{}: expected a tokenizer with at most {vocab} ids, the vocabulary of {model}, found {name} with {ids}; tokenize the \
+             text again with the tokenizer of the model",
+            directory.display()
+        );
+        Ok(())
+    }
+}
+
+/// Returns the descriptions of the shards that match a glob pattern, each with its directory.
+///
+/// Fails if the replacement of such a data set was interrupted, because its shards may be partly old.
+pub fn read_for_shards(pattern: &str) -> Result<Vec<(PathBuf, Dataset)>> {
+    let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
+    let parts = paths.filter_map(Result::ok).filter(|path| is_part(path));
+    let directories: BTreeSet<PathBuf> = parts.filter_map(|path| path.parent().map(Path::to_owned)).collect();
+    let mut found = Vec::new();
+    for directory in directories {
+        Replacement::check_finished(&directory)?;
+        if let Some(dataset) = Dataset::read(&directory)? {
+            found.push((directory, dataset));
+        }
+    }
+    Ok(found)
+}
+
+/// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
+pub(crate) fn is_part(path: &Path) -> bool {
+    let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
+    name == FILE_NAME || is_shard(name) || name.starts_with(atomic_file::TEMPORARY_PREFIX)
+}
+
+/// Reports whether a name has the form `train_NNNNNN.bin` or `val_NNNNNN.bin`.
+fn is_shard(name: &str) -> bool {
+    let number = name.strip_prefix("train_").or_else(|| name.strip_prefix("val_"));
+    let number = number.and_then(|rest| rest.strip_suffix(".bin"));
+    number.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|digit| digit.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests;

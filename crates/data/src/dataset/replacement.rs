@@ -1,0 +1,129 @@
+//! Replaces the data set in a directory when the new one is complete.
+//!
+//! New shards are written into the directory `.unfinished-dataset` inside the output directory. The file `COMPLETE` in it lists
+//! them when all are synced. Only then are they moved to their names, and old shards that remain are removed. A replacement that
+//! was interrupted before that point is discarded by the next one; later, the next one completes it first.
+
+use super::{Dataset, FILE_NAME, is_shard};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs::{self, File, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Lists the new files.
+const COMPLETE: &str = "COMPLETE";
+
+/// A data set that is being written. Dropping it removes the unfinished files.
+#[derive(Debug)]
+pub struct Replacement {
+    out: PathBuf,
+    staging: PathBuf,
+    /// Holds the lock of the directory.
+    _lock: File,
+}
+
+impl Replacement {
+    /// Starts to write a data set into `out`. Fails if it contains shards and `overwrite` is not set.
+    pub fn begin(out: &Path, overwrite: bool) -> Result<Self> {
+        atomic_file::create_directory(out)?;
+        let lock = File::open(out).with_context(|| format!("cannot open {}", out.display()))?;
+        // File systems without locks report other errors.
+        if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
+            bail!(
+                "{}: expected no other process that writes into this directory, found one; wait for it",
+                out.display()
+            );
+        }
+        complete(out)?;
+        let staging = staging(out);
+        if staging.exists() {
+            fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
+        }
+        if let Some(old) = names(out)?.into_iter().find(|name| is_shard(name)) {
+            ensure!(
+                overwrite,
+                "{} already exists: expected a directory without shards; use another --out directory, or --overwrite",
+                out.join(old).display()
+            );
+        }
+        atomic_file::create_directory(&staging)?;
+        Ok(Self { out: out.to_owned(), staging, _lock: lock })
+    }
+
+    /// Returns the directory for the new shards.
+    pub fn directory(&self) -> &Path {
+        &self.staging
+    }
+
+    /// Writes the description and replaces the old data set. The shards must be synced to disk.
+    pub fn commit(self, dataset: &Dataset) -> Result<()> {
+        atomic_file::write(&self.staging.join(FILE_NAME), |file| {
+            serde_json::to_writer_pretty(&mut *file, dataset)?;
+            Ok(file.write_all(b"\n")?)
+        })?;
+        let names = names(&self.staging)?;
+        atomic_file::write(&self.staging.join(COMPLETE), |file| Ok(file.write_all(names.join("\n").as_bytes())?))?;
+        complete(&self.out)
+    }
+
+    /// Fails if a complete data set in `out` has not replaced the old one yet.
+    pub(super) fn check_finished(out: &Path) -> Result<()> {
+        ensure!(
+            !staging(out).join(COMPLETE).exists(),
+            "{}: expected one data set, found an old one that is partly replaced, because the program was interrupted; run \
+             `data text` with this --out directory again, which completes the replacement first",
+            out.display()
+        );
+        Ok(())
+    }
+}
+
+impl Drop for Replacement {
+    fn drop(&mut self) {
+        if !self.staging.join(COMPLETE).exists() {
+            // After an error, which is reported; the next run tries again.
+            let _ = fs::remove_dir_all(&self.staging);
+        }
+    }
+}
+
+fn staging(out: &Path) -> PathBuf {
+    out.join(format!("{}dataset", atomic_file::TEMPORARY_PREFIX))
+}
+
+/// Returns the names of the files in a directory, sorted.
+fn names(directory: &Path) -> Result<Vec<String>> {
+    let context = || format!("cannot list {}", directory.display());
+    let entries =
+        fs::read_dir(directory).with_context(context)?.collect::<Result<Vec<_>, _>>().with_context(context)?;
+    let mut names: Vec<String> = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Moves the files of a complete data set to their names, and removes the old files that remain. Does nothing if there is no
+/// complete data set.
+fn complete(out: &Path) -> Result<()> {
+    let staging = staging(out);
+    let list = match fs::read_to_string(staging.join(COMPLETE)) {
+        Ok(list) => list,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", staging.join(COMPLETE).display())),
+    };
+    let new: Vec<&str> = list.lines().collect();
+    for name in &new {
+        let from = staging.join(name);
+        // An interrupted replacement has moved some files already.
+        if from.exists() {
+            fs::rename(&from, out.join(name)).with_context(|| format!("cannot write {}", out.join(name).display()))?;
+        }
+    }
+    atomic_file::sync_directory(out)?;
+    for old in names(out)? {
+        if (is_shard(&old) || old == FILE_NAME) && !new.contains(&old.as_str()) {
+            fs::remove_file(out.join(&old)).with_context(|| format!("cannot remove {}", out.join(&old).display()))?;
+        }
+    }
+    fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
+    atomic_file::sync_directory(out)
+}

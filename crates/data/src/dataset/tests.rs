@@ -1,0 +1,118 @@
+use super::*;
+
+fn dataset(tokens: usize) -> Dataset {
+    Dataset {
+        tokenizer: Encoding::from(&Tokenizer::gpt2()),
+        train: Split { shards: 1, tokens },
+        val: Split::default(),
+        input: Input::default(),
+        program: "test".into(),
+    }
+}
+
+fn shard(directory: &Path, name: &str, content: &str) {
+    fs::write(directory.join(name), content).unwrap();
+}
+
+fn replace(out: &Path, names: &[&str]) {
+    let replacement = Replacement::begin(out, true).unwrap();
+    for name in names {
+        shard(replacement.directory(), name, "new");
+    }
+    replacement.commit(&dataset(names.len())).unwrap();
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn replacement_removes_old_shards_and_keeps_other_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a/b");
+    replace(&out, &["train_000000.bin", "train_000001.bin", "val_000000.bin"]);
+    shard(&out, "notes.txt", "mine");
+    shard(&out, "train_tokens.bin", "mine");
+    replace(&out, &["train_000000.bin"]);
+    assert_eq!(names(&out), ["dataset.json", "notes.txt", "train_000000.bin", "train_tokens.bin"]);
+    assert_eq!(Dataset::read(&out).unwrap(), Some(dataset(1)));
+}
+
+#[test]
+fn an_unfinished_replacement_is_discarded() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path();
+    shard(out, "train_000000.bin", "old");
+    // A killed process leaves the directory behind.
+    let replacement = Replacement::begin(out, true).unwrap();
+    shard(replacement.directory(), "train_000000.bin", "new");
+    std::mem::forget(replacement);
+    assert!(out.join(".unfinished-dataset/train_000000.bin").exists());
+    assert_eq!(fs::read_to_string(out.join("train_000000.bin")).unwrap(), "old");
+    assert!(read_for_shards(&out.join("train_*.bin").to_string_lossy()).unwrap().is_empty());
+}
+
+#[test]
+fn two_processes_cannot_write_into_one_directory_and_a_dropped_replacement_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    shard(dir.path(), "train_000000.bin", "old");
+    let first = Replacement::begin(dir.path(), true).unwrap();
+    shard(first.directory(), "train_000000.bin", "new");
+    let message = Replacement::begin(dir.path(), true).unwrap_err().to_string();
+    assert!(message.contains("no other process"), "{message}");
+    drop(first);
+    assert_eq!(names(dir.path()), ["train_000000.bin"]);
+    let message = Replacement::begin(dir.path(), false).unwrap_err().to_string();
+    assert!(message.contains("train_000000.bin already exists") && message.contains("--overwrite"), "{message}");
+    assert_eq!(names(dir.path()), ["train_000000.bin"]);
+}
+
+/// The state after a crash while files are moved: some are at their place, others are not.
+#[test]
+fn an_interrupted_replacement_is_reported_and_then_completed() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path();
+    let staging = out.join(".unfinished-dataset");
+    fs::create_dir(&staging).unwrap();
+    shard(out, "train_000000.bin", "new");
+    shard(out, "train_000001.bin", "old");
+    shard(out, "train_000002.bin", "old");
+    shard(&staging, "train_000001.bin", "new");
+    shard(&staging, "dataset.json", &serde_json::to_string(&dataset(2)).unwrap());
+    shard(&staging, "COMPLETE", "dataset.json\ntrain_000000.bin\ntrain_000001.bin");
+    let pattern = out.join("train_*.bin").to_string_lossy().into_owned();
+    let message = read_for_shards(&pattern).unwrap_err().to_string();
+    assert!(message.contains("interrupted") && message.contains("data text"), "{message}");
+    // It completes the replacement, although it then fails.
+    assert!(Replacement::begin(out, false).is_err());
+    assert_eq!(names(out), ["dataset.json", "train_000000.bin", "train_000001.bin"]);
+    assert_eq!(fs::read_to_string(out.join("train_000001.bin")).unwrap(), "new");
+    assert_eq!(read_for_shards(&pattern).unwrap(), [(out.to_owned(), dataset(2))]);
+}
+
+#[test]
+fn descriptions_are_found_for_shards_only_and_errors_name_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    shard(dir.path(), "tiny_shakespeare_train.bin", "");
+    shard(dir.path(), "dataset.json", "{}");
+    let find = |name: &str| read_for_shards(&dir.path().join(name).to_string_lossy());
+    assert!(find("*.bin").unwrap().is_empty());
+    shard(dir.path(), "val_000000.bin", "");
+    let message = format!("{:#}", find("*.bin").unwrap_err());
+    assert!(message.contains("dataset.json") && message.contains("tokenizer"), "{message}");
+    assert!(find("train_*.bin").unwrap().is_empty());
+    assert!(find("[").is_err());
+}
+
+#[test]
+fn vocabulary_of_the_model_must_hold_all_ids() {
+    let directory = Path::new("shards");
+    assert!(dataset(1).check_vocab(directory, "--model d12", 50257).is_ok());
+    let message = dataset(1).check_vocab(directory, "--model tiny.bin", 256).unwrap_err().to_string();
+    for part in ["shards", "gpt2 with 50257", "--model tiny.bin", "at most 256"] {
+        assert!(message.contains(part), "{message}");
+    }
+}

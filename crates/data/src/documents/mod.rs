@@ -1,0 +1,131 @@
+//! Documents in text, JSON lines, CSV and parquet files, also compressed with gzip or zstd.
+//!
+//! [`find`] selects the files and [`read`] passes their documents to a [`Sink`] in bounded memory. Tokenization does not belong
+//! here.
+
+mod csv;
+mod find;
+mod jsonl;
+mod parquet;
+mod source;
+mod text;
+
+pub use find::{Found, Reason, Skipped, find};
+
+use anyhow::{Result, bail, ensure};
+use indicatif::ProgressBar;
+use source::Source;
+use std::path::Path;
+
+/// Largest record of a JSON lines or CSV file. Text files have no such limit.
+const MAX_RECORD_BYTES: usize = 128 << 20;
+
+/// The path that stands for standard input.
+pub const STDIN: &str = "-";
+
+/// Format of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Plain text: one document, or several with a separator.
+    Text,
+    /// One JSON object per line.
+    Jsonl,
+    /// Columns in compressed pages.
+    Parquet,
+    /// Comma-separated values; the first row names the columns.
+    Csv,
+}
+
+impl Format {
+    /// Returns the format that a file name implies. The endings `.gz` and `.zst` are ignored.
+    pub fn of_name(path: &Path) -> Self {
+        let inner = source::without_compression(path);
+        match inner.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase).as_deref() {
+            Some("jsonl" | "ndjson") => Self::Jsonl,
+            Some("parquet") => Self::Parquet,
+            Some("csv") => Self::Csv,
+            _ => Self::Text,
+        }
+    }
+}
+
+/// How files are read.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    /// The format; `None` infers it from each name.
+    pub format: Option<Format>,
+    /// The field or column with the text. `a.b` names field `b` of field `a`.
+    pub field: String,
+    /// Ends a document in a text file. A line break directly after it belongs to it.
+    pub separator: Option<String>,
+}
+
+impl Default for Reading {
+    fn default() -> Self {
+        Self { format: None, field: "text".into(), separator: None }
+    }
+}
+
+/// Receives documents, in pieces of any size.
+pub trait Sink {
+    /// Appends text to the current document.
+    fn text(&mut self, text: &str) -> Result<()>;
+    /// Ends the current document.
+    fn end(&mut self) -> Result<()>;
+}
+
+/// The result of reading a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileReport {
+    /// Invalid UTF-8 sequences, each replaced by U+FFFD.
+    pub invalid_utf8: usize,
+    /// Set if the file was not read.
+    pub skipped: Option<Reason>,
+}
+
+/// Passes the documents of a file to `sink`. `progress` counts the bytes of the file.
+pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+    let name = path.display();
+    let format = reading.format.unwrap_or_else(|| Format::of_name(path));
+    if format == Format::Parquet {
+        ensure!(
+            path != Path::new(STDIN) && source::without_compression(path) == path,
+            "{name}: expected a parquet file, found {}; parquet is read at random positions: pass an uncompressed file",
+            if path == Path::new(STDIN) { "standard input" } else { "a compressed one" }
+        );
+        return parquet::read(path, &reading.field, progress, sink);
+    }
+    let mut source = Source::open(path, progress)?;
+    if source.is_empty()? {
+        return Ok(FileReport { skipped: Some(Reason::Empty), ..FileReport::default() });
+    }
+    match format {
+        Format::Text if source.is_binary()? => {
+            if path == Path::new(STDIN) {
+                bail!("standard input: expected text, found a NUL byte; decompress or convert the input");
+            }
+            Ok(FileReport { skipped: Some(Reason::Binary), ..FileReport::default() })
+        }
+        Format::Text => text::read(&mut source, reading.separator.as_deref(), sink),
+        Format::Jsonl => jsonl::read(&mut source, &reading.field, sink),
+        Format::Csv => csv::read(&mut source, &reading.field, sink),
+        Format::Parquet => unreachable!("parquet files are read above"),
+    }
+}
+
+/// Passes bytes as one document to `sink` and returns the number of invalid UTF-8 sequences.
+fn document(bytes: &[u8], sink: &mut dyn Sink) -> Result<usize> {
+    let mut invalid = 0;
+    for chunk in bytes.utf8_chunks() {
+        sink.text(chunk.valid())?;
+        if !chunk.invalid().is_empty() {
+            invalid += 1;
+            sink.text("\u{fffd}")?;
+        }
+    }
+    sink.end()?;
+    Ok(invalid)
+}
+
+#[cfg(test)]
+mod tests;

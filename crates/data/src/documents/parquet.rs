@@ -1,0 +1,87 @@
+//! Parquet files. Only the column with the text is read, page by page.
+
+use super::{FileReport, Sink, document};
+use ::parquet::basic::Type;
+use ::parquet::column::reader::ColumnReader;
+use ::parquet::file::reader::{FileReader, SerializedFileReader};
+use ::parquet::schema::types::SchemaDescriptor;
+use anyhow::{Context, Result, bail, ensure};
+use indicatif::ProgressBar;
+use std::fs::File;
+use std::path::Path;
+
+/// Rows that are decoded at a time.
+const ROWS: usize = 256;
+
+/// Passes the column `field` of each row to `sink` as a document.
+pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+    let name = path.display();
+    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
+    let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    if size == 0 {
+        return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
+    }
+    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
+    let reader = SerializedFileReader::new(file).with_context(invalid)?;
+    let metadata = reader.metadata();
+    let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
+    let mut report = FileReport::default();
+    let groups = metadata.num_row_groups();
+    let mut rows = 0;
+    for group in 0..groups {
+        let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
+        let row_group = reader.get_row_group(group).with_context(place)?;
+        let ColumnReader::ByteArrayColumnReader(mut values) =
+            row_group.get_column_reader(column).with_context(place)?
+        else {
+            bail!("{name}: expected a column of strings in \"{field}\"");
+        };
+        let (mut batch, mut levels) = (Vec::new(), Vec::new());
+        let expected = metadata.row_group(group).num_rows();
+        let mut read = 0;
+        loop {
+            batch.clear();
+            levels.clear();
+            let (records, ..) = values.read_records(ROWS, Some(&mut levels), None, &mut batch).with_context(|| {
+                format!("cannot read row {} of {name}: expected valid pages; download it again", rows + 1)
+            })?;
+            if records == 0 {
+                break;
+            }
+            for value in &batch {
+                report.invalid_utf8 += document(value.data(), sink)?;
+            }
+            // Null values are empty documents.
+            for _ in batch.len()..records {
+                sink.end()?;
+            }
+            rows += records;
+            read += records as i64;
+        }
+        ensure!(
+            read == expected,
+            "{name}, row group {group}: expected {expected} rows, found {read}; download the file again"
+        );
+        progress.inc(size * (group as u64 + 1) / groups as u64 - size * group as u64 / groups as u64);
+    }
+    Ok(report)
+}
+
+/// Returns the index of a column of strings.
+fn find_column(schema: &SchemaDescriptor, field: &str) -> Result<usize> {
+    let columns = schema.columns();
+    let Some(index) = columns.iter().position(|column| column.path().string() == field) else {
+        let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+        bail!(
+            "expected a column \"{field}\", found {}; name the column with the text with --field",
+            if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+        );
+    };
+    let column = &columns[index];
+    ensure!(
+        column.physical_type() == Type::BYTE_ARRAY && column.max_rep_level() == 0,
+        "column \"{field}\": expected strings, found {}; name the column with the text with --field",
+        if column.max_rep_level() > 0 { "lists".to_owned() } else { column.physical_type().to_string() }
+    );
+    Ok(index)
+}

@@ -1,0 +1,83 @@
+//! Text files, as one document or split at a separator.
+
+use super::source::Source;
+use super::{FileReport, Sink};
+use anyhow::Result;
+
+/// Passes the documents of a text file to `sink`, in blocks.
+pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -> Result<FileReport> {
+    let mut report = FileReport::default();
+    let mut splitter = Splitter { separator: separator.unwrap_or(""), kept: String::new(), after_separator: false };
+    let mut bytes = Vec::new();
+    loop {
+        let block = source.next_block()?;
+        let last = block.is_empty();
+        bytes.extend(block);
+        let mut text = String::with_capacity(bytes.len());
+        let mut incomplete = 0;
+        let mut chunks = bytes.utf8_chunks().peekable();
+        while let Some(chunk) = chunks.next() {
+            text.push_str(chunk.valid());
+            let invalid = chunk.invalid();
+            if invalid.is_empty() {
+                continue;
+            }
+            // The rest of a character at the end of a block is in the next block.
+            let cut_off = std::str::from_utf8(invalid).is_err_and(|error| error.error_len().is_none());
+            if !last && cut_off && chunks.peek().is_none() {
+                incomplete = invalid.len();
+            } else {
+                report.invalid_utf8 += 1;
+                text.push('\u{fffd}');
+            }
+        }
+        bytes.drain(..bytes.len() - incomplete);
+        splitter.push(text, last, sink)?;
+        if last {
+            sink.end()?;
+            return Ok(report);
+        }
+    }
+}
+
+/// Splits a text at a separator.
+struct Splitter<'a> {
+    /// Empty: the text is one document.
+    separator: &'a str,
+    /// The end of the text so far, which may contain the beginning of a separator.
+    kept: String,
+    /// Set if a line break here belongs to the separator.
+    after_separator: bool,
+}
+
+impl Splitter<'_> {
+    fn push(&mut self, text: String, last: bool, sink: &mut dyn Sink) -> Result<()> {
+        if self.separator.is_empty() {
+            return sink.text(&text);
+        }
+        self.kept.push_str(&text);
+        let kept = std::mem::take(&mut self.kept);
+        let mut rest = kept.as_str();
+        loop {
+            rest = match (self.after_separator, rest) {
+                (true, "" | "\r") if !last => break,
+                (true, rest) => rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest),
+                (false, rest) => rest,
+            };
+            self.after_separator = false;
+            let Some(at) = rest.find(self.separator) else { break };
+            sink.text(&rest[..at])?;
+            sink.end()?;
+            rest = &rest[at + self.separator.len()..];
+            self.after_separator = true;
+        }
+        let keep = if last { 0 } else { self.separator.len() - 1 };
+        let mut ready = if self.after_separator { 0 } else { rest.len().saturating_sub(keep) };
+        while !rest.is_char_boundary(ready) {
+            ready -= 1;
+        }
+        sink.text(&rest[..ready])?;
+        rest[ready..].clone_into(&mut self.kept);
+        Ok(())
+    }
+}
