@@ -197,7 +197,8 @@ fn tokenized_text_can_be_trained_on() {
     let out = dir.path().join("shards");
     let printed = succeed(&["data", "text", text(&play), "--out", text(&out), "--val-fraction", "0.2"]);
     assert!(printed.contains("next: "), "{printed}");
-    assert_eq!(entries(&out), ["train_000000.bin", "val_000000.bin"]);
+    assert!(printed.contains("validation split: expected at least 4097 tokens"), "{printed}");
+    assert_eq!(entries(&out), ["dataset.json", "train_000000.bin", "val_000000.bin"]);
     let (train, val) = (out.join("train_*.bin"), out.join("val_*.bin"));
     assert!(Tokens::open_all(text(&train)).unwrap()[0].len() > 400);
     let args = ["train", "--device", "cpu", "--train", text(&train), "--val", text(&val), "--steps", "2", "-m", "-1"];
@@ -206,6 +207,10 @@ fn tokenized_text_can_be_trained_on() {
     let first = printed.lines().find_map(|line| line.strip_prefix("step    0/2 | val loss ")).unwrap();
     assert!((first.parse::<f64>().unwrap() - 50257f64.ln()).abs() < 0.1, "{first}");
     fail(&["data", "text", text(&play), "--out", text(&out)], &["train_000000.bin", "--overwrite"]);
+    let description = fs::read_to_string(out.join("dataset.json")).unwrap();
+    fs::write(out.join("dataset.json"), description.replace("50257", "128256")).unwrap();
+    let larger = ["gpt2 with 128256", "at most 50257", "the model"];
+    fail(&with(&["train", "--device", "cpu", "--train", text(&train), "--steps", "2"], TINY), &larger);
 }
 
 #[test]
@@ -296,6 +301,10 @@ fn errors_name_invalid_flags() {
         (
             &["data", "text", "x", "-o", "y", "--val-fraction", "2"],
             "'2' for '--val-fraction <X>': expected a number from 0",
+        ),
+        (
+            &["data", "text", "x", "-o", "y", "--format", "xml"],
+            "'xml' for '--format <text|jsonl|parquet|csv>': expected text, jsonl, parquet or csv",
         ),
         (&["train", "-h", "1"], "--hellaswag FILE"),
         (&["train", "-h", "0"], "--hellaswag FILE"),

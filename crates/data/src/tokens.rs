@@ -249,7 +249,8 @@ pub fn write<T: Copy + Into<u32>>(path: &Path, tokens: &[T], width: Width) -> Re
     })
 }
 
-/// Writes a `.bin` file token by token, without holding it in memory. The file has no valid header before [`finish`](Self::finish).
+/// Writes a `.bin` file in parts, without holding it in memory. The file has no valid header before
+/// [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,

@@ -1,1 +1,351 @@
+use super::*;
+use ::parquet::basic::Compression;
+use ::parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
+use ::parquet::file::properties::WriterProperties;
+use ::parquet::file::writer::SerializedFileWriter;
+use ::parquet::schema::parser::parse_message_type;
+use flate2::write::GzEncoder;
+use proptest::prelude::*;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
 
+/// Collects documents.
+#[derive(Default)]
+struct Collector {
+    documents: Vec<String>,
+    current: String,
+}
+
+impl Sink for Collector {
+    fn text(&mut self, text: &str) -> Result<()> {
+        self.current.push_str(text);
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.documents.push(std::mem::take(&mut self.current));
+        Ok(())
+    }
+}
+
+fn read_with(path: &Path, reading: &Reading) -> Result<(Vec<String>, FileReport)> {
+    let mut sink = Collector::default();
+    let report = read(path, reading, &ProgressBar::hidden(), &mut sink)?;
+    assert!(sink.current.is_empty(), "every document ends");
+    Ok((sink.documents, report))
+}
+
+/// A directory with one file.
+struct Input {
+    _dir: TempDir,
+    path: PathBuf,
+}
+
+fn input(name: &str, bytes: &[u8]) -> Input {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(name);
+    fs::write(&path, bytes).unwrap();
+    Input { _dir: dir, path }
+}
+
+fn documents(name: &str, bytes: &[u8]) -> Vec<String> {
+    read_with(&input(name, bytes).path, &Reading::default()).unwrap().0
+}
+
+fn field(name: &str) -> Reading {
+    Reading { field: name.into(), ..Reading::default() }
+}
+
+/// Expects an error that names the file and contains all `parts`.
+fn fails(name: &str, bytes: &[u8], reading: &Reading, parts: &[&str]) {
+    let message = format!("{:#}", read_with(&input(name, bytes).path, reading).map(|_| ()).unwrap_err());
+    for part in parts.iter().chain([&name]) {
+        assert!(message.contains(part), "{part} is not in: {message}");
+    }
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::default());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn formats_follow_the_names() {
+    for (name, format) in [
+        ("a.txt", Format::Text),
+        ("a", Format::Text),
+        ("a.json", Format::Text),
+        ("a.gz", Format::Text),
+        ("a.jsonl.gz", Format::Jsonl),
+        ("a.NDJSON.zst", Format::Jsonl),
+        ("a.csv", Format::Csv),
+        ("a.parquet", Format::Parquet),
+    ] {
+        assert_eq!(Format::of_name(Path::new(name)), format, "{name}");
+    }
+}
+
+#[test]
+fn a_text_file_is_one_document_or_split_at_separators() {
+    let text = "one<|end|>two\n<|end|>\r\nthree<|end|>\n\nfour<|en";
+    assert_eq!(documents("a.txt", text.as_bytes()), [text]);
+    let split = Reading { separator: Some("<|end|>".into()), ..Reading::default() };
+    let split = |text: &str| read_with(&input("a.txt", text.as_bytes()).path, &split).unwrap().0;
+    assert_eq!(split(text), ["one", "two\n", "three", "\nfour<|en"]);
+    assert_eq!(split("one<|end|>"), ["one", ""]);
+    assert_eq!(split("<|end|>\r"), ["", "\r"]);
+}
+
+#[test]
+fn characters_and_separators_across_blocks_stay_whole() {
+    let split = Reading { separator: Some("é|é".into()), ..Reading::default() };
+    for shift in 0..8 {
+        let first = format!("{}{}", "x".repeat(shift), "中é".repeat(60_000));
+        let text = format!("{first}é|é\nlast 😀");
+        let file = input("a.txt", text.as_bytes());
+        let (found, report) = read_with(&file.path, &split).unwrap();
+        assert_eq!(report.invalid_utf8, 0);
+        assert!(found == [first.as_str(), "last 😀"], "{shift}");
+    }
+}
+
+#[test]
+fn invalid_utf8_is_replaced_and_counted_as_in_the_standard_library() {
+    let mut bytes = "ä".repeat(200_000).into_bytes();
+    bytes.extend(b"\xff\xe4\xb8 \xf0\x9f\x98");
+    let (found, report) = read_with(&input("a.txt", &bytes).path, &Reading::default()).unwrap();
+    assert!(found == [String::from_utf8_lossy(&bytes)]);
+    assert_eq!(report.invalid_utf8, 3);
+    let (found, report) = read_with(&input("a.jsonl", b"{\"text\": \"a\xffb\"}").path, &Reading::default()).unwrap();
+    assert_eq!((found[0].as_str(), report.invalid_utf8), ("a\u{fffd}b", 1));
+    let (found, report) = read_with(&input("a.csv", b"text\n\xff\xff\n").path, &Reading::default()).unwrap();
+    assert_eq!((found[0].as_str(), report.invalid_utf8), ("\u{fffd}\u{fffd}", 2));
+}
+
+#[test]
+fn binary_and_empty_files_are_skipped() {
+    let skipped = |name: &str, bytes: &[u8]| {
+        let (found, report) = read_with(&input(name, bytes).path, &Reading::default()).unwrap();
+        assert!(found.is_empty());
+        report.skipped
+    };
+    assert_eq!(skipped("a.txt", b"text\0"), Some(Reason::Binary));
+    assert_eq!(skipped("a.txt.gz", &gzip(b"text\0")), Some(Reason::Binary));
+    for name in ["a.txt", "a.jsonl", "a.csv", "a.parquet"] {
+        assert_eq!(skipped(name, b""), Some(Reason::Empty), "{name}");
+    }
+    assert_eq!(skipped("a.txt.gz", &gzip(b"")), Some(Reason::Empty));
+}
+
+#[test]
+fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
+    let text = "some text, ".repeat(10_000);
+    let zst = zstd::encode_all(text.as_bytes(), 1).unwrap();
+    let gz = gzip(text.as_bytes());
+    assert_eq!(documents("a.txt.gz", &gz), [text.as_str()]);
+    assert_eq!(documents("a.txt.zst", &zst), [text.as_str()]);
+    // Both formats allow concatenated files.
+    assert_eq!(documents("a.gz", &[&gz[..], &gz].concat()), [text.repeat(2)]);
+    assert_eq!(documents("a.zst", &[&zst[..], &zst].concat()), [text.repeat(2)]);
+    assert_eq!(documents("a.jsonl.gz", &gzip(b"{\"text\": \"x\"}\n")), ["x"]);
+    let parts = ["cannot decompress", "download or compress it again"];
+    for (name, bytes) in [("a.txt.gz", &gz), ("a.txt.zst", &zst)] {
+        fails(name, &bytes[..bytes.len() / 2], &Reading::default(), &parts);
+        fails(name, &bytes[..bytes.len() - 1], &Reading::default(), &parts);
+        fails(name, b"plain text", &Reading::default(), &parts);
+    }
+}
+
+#[test]
+fn json_lines_have_nested_fields_and_escapes() {
+    let lines = b"{\"id\": 1, \"text\": \"a \\u00e9\\n\"}\r\n\n  \n{\"text\": \"b\", \"more\": [1, {\"text\": 2}]}\n{\"text\": null}";
+    assert_eq!(documents("a.jsonl", lines), ["a é\n", "b", ""]);
+    assert_eq!(documents("a.jsonl", b"\xef\xbb\xbf{\"text\": \"a\"}"), ["a"]);
+    let nested = input("a.jsonl", b"{\"a\": {\"b\": {\"c\": \"x\"}}}\n{\"a.b.c\": \"y\"}\n{\"a\": {\"b.c\": \"z\"}}");
+    assert_eq!(read_with(&nested.path, &field("a.b.c")).unwrap().0, ["x", "y", "z"]);
+}
+
+#[test]
+fn errors_in_json_lines_name_the_line_and_the_field() {
+    let good = "{\"text\": \"a\", \"id\": 7}\n";
+    let line = |bad: &str, reading: &Reading, parts: &[&str]| {
+        fails("a.jsonl", format!("{good}{bad}").as_bytes(), reading, &[parts, &["line 2"]].concat());
+    };
+    let text = field("text");
+    line("{\"body\": \"x\", \"id\": 1}", &text, &["expected a field \"text\", found body, id", "--field"]);
+    line("{}", &text, &["found no field"]);
+    line("{\"text\": 7}", &text, &["expected a string, found a number"]);
+    line("{\"text\": [\"x\"]}", &text, &["expected a string, found an array"]);
+    line("{\"text\": \"x\"", &text, &["expected a JSON object, found EOF", "column 12"]);
+    line("{\"text\": \"x\"} extra", &text, &["found trailing characters"]);
+    line("[1, 2]", &text, &["expected a JSON object, found an array", "--format"]);
+    line("plain text", &text, &["expected a JSON object, found"]);
+    line("\"x\"", &text, &["found a string"]);
+    line("{\"text\": \"a\tb\"}", &text, &["control character"]);
+    line("{\"text\": \"\\ud800\"}", &text, &["line 2"]);
+    let id = "{\"a\": {\"b\": 1}}\n";
+    fails("a.jsonl", id.as_bytes(), &field("a.c"), &["line 1", "expected a field \"c\", found b"]);
+    fails("a.jsonl", id.as_bytes(), &field("a.b.c"), &["line 1", "found a number"]);
+    fails("a.jsonl.gz", &gzip(b"{\"text\": 1}"), &text, &["line 1"]);
+}
+
+#[test]
+fn csv_rows_may_contain_quotes_and_line_breaks() {
+    let rows = "id,text\n1,\"two\nlines, \"\"quoted\"\"\"\r\n2,plain\n3,\n";
+    assert_eq!(documents("a.csv", rows.as_bytes()), ["two\nlines, \"quoted\"", "plain", ""]);
+    assert_eq!(documents("a.csv", b"\xef\xbb\xbftext,id\na,1\n"), ["a"]);
+}
+
+#[test]
+fn errors_in_csv_name_the_row_and_the_column() {
+    fails(
+        "a.csv",
+        b"id,body\n1,x\n",
+        &field("text"),
+        &["row 1", "expected a column \"text\", found id, body", "--field"],
+    );
+    let short = b"id,text\n1,x\n2\n";
+    fails("a.csv", short, &field("text"), &["row 3, line 3", "expected 2 columns", "found 1"]);
+    let endless = [b"text\n\"".to_vec(), vec![b'x'; MAX_RECORD_BYTES + (1 << 20)]].concat();
+    fails("a.csv", &endless, &field("text"), &["missing quotation mark"]);
+}
+
+#[test]
+fn an_endless_json_line_is_an_error_instead_of_filling_the_memory() {
+    let endless = vec![b'x'; MAX_RECORD_BYTES + 1];
+    fails("a.jsonl", &endless, &field("text"), &["line 1", "at most 134217728 bytes", "found more"]);
+}
+
+/// Writes a file with the columns id, text (optional), meta.title and words (a list), in groups of rows.
+fn parquet_file(path: &Path, groups: &[&[Option<&str>]], compression: Compression) {
+    let schema = "message m { required int64 id; optional binary text (UTF8); required group meta { required binary title \
+                  (UTF8); } repeated binary words (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, properties).unwrap();
+    for rows in groups {
+        let n = rows.len();
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<Int64Type>().write_batch(&vec![7; n], None, None).unwrap();
+        column.close().unwrap();
+        let texts: Vec<ByteArray> = rows.iter().flatten().map(|text| ByteArray::from(*text)).collect();
+        let levels: Vec<i16> = rows.iter().map(|text| i16::from(text.is_some())).collect();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&texts, Some(&levels), None).unwrap();
+        column.close().unwrap();
+        let titles: Vec<ByteArray> = (0..n).map(|i| ByteArray::from(format!("title {i}").as_str())).collect();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&titles, None, None).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&[], Some(&vec![0; n]), Some(&vec![0; n])).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+    }
+    writer.close().unwrap();
+}
+
+#[test]
+fn parquet_columns_are_read_with_every_compression() {
+    let many: Vec<String> = (0..1000).map(|i| format!("document {i}, é")).collect();
+    let many: Vec<Option<&str>> = many.iter().map(|text| Some(text.as_str())).collect();
+    for compression in [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::GZIP(Default::default()),
+        Compression::ZSTD(Default::default()),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.parquet");
+        parquet_file(&path, &[&[Some("one"), None, Some("")], &many], compression);
+        let (found, report) = read_with(&path, &field("text")).unwrap();
+        assert_eq!(report, FileReport::default());
+        assert_eq!((found.len(), &found[..4]), (1003, &["one", "", "", "document 0, é"].map(String::from)[..]));
+        assert_eq!(found[1002], "document 999, é");
+        assert_eq!(read_with(&path, &field("meta.title")).unwrap().0[4], "title 1");
+    }
+}
+
+#[test]
+fn errors_in_parquet_name_the_file_and_the_column() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    parquet_file(&path, &[&[Some("one"), Some("two")]], Compression::SNAPPY);
+    let bytes = fs::read(&path).unwrap();
+    let text = field("text");
+    fails("a.parquet", &bytes, &field("body"), &["expected a column \"body\", found id, text, meta.title, words"]);
+    fails("a.parquet", &bytes, &field("id"), &["expected strings, found INT64", "--field"]);
+    fails("a.parquet", &bytes, &field("words"), &["expected strings, found lists"]);
+    fails("a.parquet", &bytes[..bytes.len() - 9], &text, &["expected a complete parquet file", "download it again"]);
+    fails("a.parquet", &bytes[..3], &text, &["expected a complete parquet file"]);
+    fails("a.parquet", b"plain text, not parquet", &text, &["expected a complete parquet file"]);
+    fails("a.parquet.gz", &gzip(&bytes), &text, &["found a compressed one", "uncompressed file"]);
+    let forced = Reading { format: Some(Format::Parquet), ..Reading::default() };
+    let message = read_with(Path::new(STDIN), &forced).unwrap_err().to_string();
+    assert!(message.contains("standard input"), "{message}");
+}
+
+#[test]
+fn find_searches_directories_patterns_and_errors_name_missing_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    fs::create_dir_all(root.join("b/.git")).unwrap();
+    for name in ["z.rs", "b/a.rs", "b/c.md.gz", "b/.git/x.rs", "x.bin"] {
+        fs::write(root.join(name), "text").unwrap();
+    }
+    let names = |found: &Found| -> Vec<String> {
+        found.files.iter().map(|p| p.strip_prefix(root).unwrap_or(p).to_str().unwrap().to_owned()).collect()
+    };
+    let extensions = ["rs".to_owned(), "md".to_owned()];
+    let found = find(&[root.to_owned()], &extensions, None).unwrap();
+    assert_eq!(names(&found), ["b/a.rs", "b/c.md.gz", "z.rs"]);
+    assert_eq!((found.skipped.count(Reason::Extension), found.skipped.count(Reason::VersionControl)), (1, 1));
+    assert_eq!(found.bytes(), Some(12));
+    let found = find(&[root.join("*.rs"), root.join("b/a.rs"), STDIN.into(), root.to_owned()], &[], None).unwrap();
+    assert_eq!(names(&found), ["z.rs", "b/a.rs", "-", "b/c.md.gz", "x.bin"]);
+    assert_eq!((found.skipped.count(Reason::Repeated), found.bytes()), (2, None));
+    let error = |paths: &[PathBuf], extensions: &[String]| format!("{:#}", find(paths, extensions, None).unwrap_err());
+    assert!(error(&["/nowhere".into()], &[]).contains("cannot read /nowhere"));
+    let message = error(&[root.to_owned()], &["tex".to_owned()]);
+    assert!(message.contains("found none with extension .tex") || message.contains(".tex"), "{message}");
+    assert!(message.contains("skipped files with other extensions: 4"), "{message}");
+    assert!(error(&[root.join("*.none")], &[]).contains("no file matches"));
+    assert!(error(&[STDIN.into(), STDIN.into()], &[]).contains("found it twice"));
+}
+
+#[test]
+fn find_reports_links_and_leaves_out_the_output_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, out) = (dir.path(), dir.path().join("out"));
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("train_000000.bin"), "old").unwrap();
+    fs::write(root.join("a.txt"), "text").unwrap();
+    std::os::unix::fs::symlink(root, root.join("cycle")).unwrap();
+    std::os::unix::fs::symlink("missing", root.join("dangling")).unwrap();
+    let found = find(&[root.to_owned()], &[], Some(&out)).unwrap();
+    assert_eq!(found.files, [root.join("a.txt")]);
+    assert_eq!((found.skipped.count(Reason::SymbolicLink), found.skipped.count(Reason::Output)), (2, 1));
+    // The output may also be in the input directory itself.
+    fs::write(root.join("dataset.json"), "{}").unwrap();
+    let found = find(&[root.to_owned()], &["json".to_owned(), "txt".to_owned()], Some(root)).unwrap();
+    assert_eq!(found.files, [root.join("a.txt")]);
+}
+
+proptest! {
+    #[test]
+    fn damaged_parquet_files_never_panic(at in 0..2000usize, byte: u8) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.parquet");
+        parquet_file(&path, &[&[Some("one"), Some("two")]], Compression::SNAPPY);
+        let mut bytes = fs::read(&path).unwrap();
+        let at = at % bytes.len();
+        bytes[at] = byte;
+        fs::write(&path, &bytes).unwrap();
+        let _ = read_with(&path, &field("text"));
+    }
+}

@@ -5,7 +5,7 @@ use crate::corpus;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
-use data::{Geometry, Loader, MultipleChoice, Tokens, check};
+use data::{Geometry, Loader, MultipleChoice, Tokens, check, dataset};
 use engine::open::Opened;
 use interchange::ModelSource;
 use model::Descriptor;
@@ -284,7 +284,32 @@ fn tokens(options: &Options, descriptor: Descriptor) -> Result<(Vec<Tokens>, Opt
         let (train, val) = corpus::tokens(&tokenizer)?;
         return Ok((vec![train], Some(vec![val])));
     };
+    check_tokenizers(options, train, descriptor)?;
     let train = Tokens::open_all(train).context("--train")?;
     let val = options.val.as_deref().map(Tokens::open_all).transpose().context("--val")?;
     Ok((train, val))
+}
+
+/// Compares the tokenizers of the data sets with each other and with the vocabulary of the model.
+fn check_tokenizers(options: &Options, train: &str, descriptor: Descriptor) -> Result<()> {
+    let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
+    let mut datasets = dataset::read_for_shards(train).context("--train")?;
+    if let Some(val) = &options.val {
+        datasets.extend(dataset::read_for_shards(val).context("--val")?);
+    }
+    for (directory, dataset) in &datasets {
+        dataset.check_vocab(directory, &model, descriptor.vocab)?;
+    }
+    for pair in datasets.windows(2) {
+        let [(first, a), (second, b)] = pair else { continue };
+        ensure!(
+            a.tokenizer.fingerprint == b.tokenizer.fingerprint,
+            "{}: expected the tokenizer of {}, {}, found {}; tokenize both with the same one",
+            second.display(),
+            first.display(),
+            a.tokenizer.name,
+            b.tokenizer.name
+        );
+    }
+    Ok(())
 }

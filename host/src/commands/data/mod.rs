@@ -1,0 +1,47 @@
+//! `data`: converts text and named data sets to token files, and shows and checks them.
+
+mod check;
+mod evaluation;
+mod fineweb;
+mod hellaswag;
+mod mmlu;
+mod named;
+mod show;
+mod text;
+mod tinyshakespeare;
+mod tinystories;
+
+use anyhow::Result;
+
+/// Convert text and named data sets to token files (.bin), and show and check them
+#[derive(Debug, clap::Args)]
+pub struct Data {
+    #[command(subcommand)]
+    source: Source,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Source {
+    Text(text::Text),
+    Tinyshakespeare(tinyshakespeare::Tinyshakespeare),
+    Tinystories(tinystories::Tinystories),
+    Fineweb(fineweb::Fineweb),
+    Hellaswag(hellaswag::Hellaswag),
+    Mmlu(mmlu::Mmlu),
+    Check(check::Check),
+    Show(show::Show),
+}
+
+/// Converts, shows or checks data.
+pub fn run(args: &Data) -> Result<()> {
+    match &args.source {
+        Source::Text(args) => text::run(args),
+        Source::Tinyshakespeare(args) => tinyshakespeare::run(args),
+        Source::Tinystories(args) => tinystories::run(args),
+        Source::Fineweb(args) => fineweb::run(args),
+        Source::Hellaswag(args) => hellaswag::run(args),
+        Source::Mmlu(args) => mmlu::run(args),
+        Source::Check(args) => check::run(args),
+        Source::Show(args) => show::run(args),
+    }
+}
