@@ -31,13 +31,8 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
         }
         // A byte order mark may precede the first line.
         let content = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&line);
-        let text = match std::str::from_utf8(content) {
-            Ok(text) => Cow::Borrowed(text),
-            Err(_) => {
-                report.invalid_utf8 += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
-                String::from_utf8_lossy(content)
-            }
-        };
+        report.invalid_utf8 += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
+        let text = String::from_utf8_lossy(content);
         if let Some(document) = value(&text, field).with_context(place)? {
             sink.text(&document)?;
         }
@@ -49,9 +44,7 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
 /// Returns the text in a field of an object; `None` if it is null.
 fn value(json: &str, field: &str) -> Result<Option<String>> {
     let fields = fields(json).map_err(|error| not_an_object(json, &error))?;
-    let raw = if let Some(raw) = fields.get(field) {
-        raw
-    } else {
+    let Some(raw) = fields.get(field) else {
         let inner = field.split_once('.').and_then(|(outer, inner)| Some((fields.get(outer)?, inner)));
         let Some((outer, inner)) = inner else {
             let names: Vec<&str> = fields.keys().map(AsRef::as_ref).collect();

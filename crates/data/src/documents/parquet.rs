@@ -1,20 +1,30 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
 use super::{FileReport, Sink, document};
-use ::parquet::basic::Type;
+use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::ColumnReader;
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
 use std::fs::File;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 
 /// Rows that are decoded at a time.
 const ROWS: usize = 256;
 
 /// Passes the column `field` of each row to `sink` as a document.
+///
+/// The parquet crate panics for some damaged files, so a panic is an error of the file.
 pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+    let read = AssertUnwindSafe(|| read_rows(path, field, progress, sink));
+    panic::catch_unwind(read).unwrap_or_else(|_| {
+        bail!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
+    })
+}
+
+fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
     let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
@@ -30,6 +40,15 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
+        let compression = metadata.row_group(group).column(column).compression();
+        ensure!(
+            matches!(
+                compression,
+                Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)
+            ),
+            "{name}: expected a parquet file without compression or with snappy, gzip or zstd, found {compression}; write it again \
+             with one of them"
+        );
         let row_group = reader.get_row_group(group).with_context(place)?;
         let ColumnReader::ByteArrayColumnReader(mut values) =
             row_group.get_column_reader(column).with_context(place)?

@@ -32,7 +32,7 @@ pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -
             }
         }
         bytes.drain(..bytes.len() - incomplete);
-        splitter.push(text, last, sink)?;
+        splitter.push(&text, last, sink)?;
         if last {
             sink.end()?;
             return Ok(report);
@@ -51,11 +51,11 @@ struct Splitter<'a> {
 }
 
 impl Splitter<'_> {
-    fn push(&mut self, text: String, last: bool, sink: &mut dyn Sink) -> Result<()> {
+    fn push(&mut self, text: &str, last: bool, sink: &mut dyn Sink) -> Result<()> {
         if self.separator.is_empty() {
-            return sink.text(&text);
+            return sink.text(text);
         }
-        self.kept.push_str(&text);
+        self.kept.push_str(text);
         let kept = std::mem::take(&mut self.kept);
         let mut rest = kept.as_str();
         loop {

@@ -170,13 +170,11 @@ struct ShardWriter {
 impl ShardWriter {
     fn extend(&mut self, mut ids: &[u32]) -> Result<()> {
         while !ids.is_empty() {
-            let shard = match &mut self.current {
-                Some(shard) => shard,
-                None => {
-                    let path = self.directory.join(format!("{}_{:06}.bin", self.name, self.written.shards));
-                    self.current.insert(tokens::Writer::create(&path, self.width)?)
-                }
-            };
+            if self.current.is_none() {
+                let path = self.directory.join(format!("{}_{:06}.bin", self.name, self.written.shards));
+                self.current = Some(tokens::Writer::create(&path, self.width)?);
+            }
+            let Some(shard) = &mut self.current else { unreachable!("a shard was created") };
             let (head, tail) = ids.split_at(ids.len().min(self.size - shard.len()));
             shard.push(head)?;
             ids = tail;

@@ -100,7 +100,7 @@ fn special_tokens_in_the_text_become_special_unless_kept() {
     let file = dir.path().join("a.txt");
     fs::write(&file, "one<|endoftext|>two").unwrap();
     let special = [&[50256][..], &plain("one"), &[50256], &plain("two")].concat();
-    run(&[file.clone()], &dir.path().join("special"), &options(0.0, 1000)).unwrap();
+    run(std::slice::from_ref(&file), &dir.path().join("special"), &options(0.0, 1000)).unwrap();
     assert_eq!(train_tokens(&dir.path().join("special")), special);
     let keep = Options { keep_special: true, ..options(0.0, 1000) };
     run(&[file], &dir.path().join("kept"), &keep).unwrap();
@@ -183,7 +183,7 @@ fn what_is_not_read_or_not_valid_is_reported() {
     fs::write(input.join("empty.txt"), "").unwrap();
     std::os::unix::fs::symlink(input.join("a.txt"), input.join("link.txt")).unwrap();
     let out = dir.path().join("out");
-    let summary = run(&[input.clone()], &out, &options(0.0, 1000)).unwrap();
+    let summary = run(std::slice::from_ref(&input), &out, &options(0.0, 1000)).unwrap();
     for reason in [Reason::VersionControl, Reason::Binary, Reason::Empty, Reason::SymbolicLink] {
         assert_eq!(summary.skipped.count(reason), 1, "{reason}");
     }
