@@ -64,7 +64,10 @@ fn an_error_of_another_rank_is_reported_by_rank_0() {
     };
     let children = ["0", "1", "2"].map(start);
     let message = error_of_rank_0(&wait_for_all(children), PERMANENT);
-    assert!(message.contains("rank 1 (") && message.contains("failed: --model: cannot open model file tiny.bin"), "{message}");
+    assert!(
+        message.contains("rank 1 (") && message.contains("failed: --model: cannot open model file tiny.bin"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
-//! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`](::tokenizer)), tokens become shards on disk
+//! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), tokens become shards on disk
 //! ([`text`], [`tinyshakespeare`]) with a description ([`dataset`]), and shards become batches ([`Loader`],
 //! [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
 

@@ -1,6 +1,6 @@
 //! Token files: llm.c's `.bin` shards.
 //!
-//! A file consists of a [header](crate::header) (magic, version, number of tokens) and the tokens in little-endian order:
+//! A file consists of a [`header`] (magic, version, number of tokens) and the tokens in little-endian order:
 //! as u16 with magic 20240520 and version 1, or as u32 with magic 20240801 and version 7 (llm.c's format for Llama 3).
 
 use crate::header::{self, Format, HEADER_BYTES};
