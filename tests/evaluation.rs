@@ -128,7 +128,7 @@ fn bits_per_byte_are_left_out_without_a_tokenizer_or_text() {
     let json: Value = serde_json::from_str(&json).unwrap();
     assert_eq!((&json["validation"]["bits_per_byte"], integer(&json["validation"]["bytes"])), (&Value::Null, 0));
 
-    // A model whose vocabulary of 200 tokens has no tokenizer.
+    // A model with a vocabulary of 200 tokens, which has no tokenizer.
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny.bin");
     let low = fixture.directory.path().join("low.bin");
     tokens::write(&low, &[1u16; 15], tokens::Width::U16).unwrap();

@@ -1,35 +1,18 @@
 //! The program with models of other programs: every command reads a Hugging Face directory, and `export` writes one.
 
+mod common;
+
+use common::{succeed, text};
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 use tempfile::TempDir;
 
 const BATCH: [&str; 6] = ["--batch", "2", "--seq", "16", "--device", "cpu"];
 
-fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
-}
-
-fn succeed(args: &[&str]) -> String {
-    let output = llm_rs(args);
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{args:?}: {out}{err}");
-    out.into_owned()
-}
-
-/// Asserts that the program fails with one error line that contains `part`.
+/// Asserts that the program fails with one error that contains `part`.
 fn fail(args: &[&str], part: &str) {
-    let output = llm_rs(args);
-    let err = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?}: {err}");
-    let lines: Vec<&str> = err.lines().filter(|line| line.starts_with("error: ")).collect();
-    assert!(lines.len() == 1 && lines[0].contains(part), "{args:?}: expected '{part}' in: {err}");
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
+    common::fail(args, &[part]);
 }
 
 /// A trained model with a vocabulary of bytes, and token files.

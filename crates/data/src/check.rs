@@ -30,7 +30,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Number of invalid ids whose positions are kept.
+    /// Maximum number of positions of invalid ids that are kept.
     pub const MOST_POSITIONS: usize = 5;
 }
 

@@ -41,7 +41,7 @@ impl fmt::Display for Split {
 pub struct Questions {
     /// The examples, in the order of the files.
     pub examples: Vec<Example>,
-    /// The number of examples whose context was shortened.
+    /// The number of examples with a shortened context.
     pub shortened: usize,
 }
 

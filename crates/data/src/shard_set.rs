@@ -61,7 +61,7 @@ impl ShardSet {
         Ok(())
     }
 
-    /// Replaces the files of an older data set, whose names match the glob patterns `old`, by the completed files.
+    /// Replaces an older data set, the files that match the glob patterns `old`, by the completed files.
     ///
     /// All old files are removed before the first new one appears, so that a crash never leaves a mixture of both.
     pub fn commit(self, old: &[&str]) -> Result<Vec<Written>> {
@@ -81,7 +81,7 @@ impl ShardSet {
     }
 }
 
-/// Returns the files in a directory whose names match one of the patterns.
+/// Returns the files in a directory that match one of the patterns.
 fn matching(directory: &Path, patterns: &[&str]) -> Result<Vec<PathBuf>> {
     let escaped = glob::Pattern::escape(&directory.to_string_lossy());
     let mut files = Vec::new();

@@ -21,7 +21,7 @@ pub struct Architecture {
     pub tensors: &'static [TensorNames],
     /// Keys of the model's sizes.
     pub sizes: SizeKeys,
-    /// Settings of which the engine implements only some values.
+    /// Settings that the engine supports only with some values.
     pub settings: &'static [Setting],
 }
 
@@ -51,7 +51,7 @@ pub struct SizeKeys {
     pub mlp: &'static str,
 }
 
-/// A setting of which the engine implements only some values. If the key is absent, transformers uses the first one.
+/// A setting that the engine supports only with some values. If the key is absent, transformers uses the first one.
 #[derive(Debug)]
 pub struct Setting {
     /// Key in `config.json`.

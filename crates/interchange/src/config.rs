@@ -104,7 +104,7 @@ impl ModelConfig {
         keys
     }
 
-    /// Returns the id of a token under a key such as `bos_token_id`. Some files have a list, of which this is the first.
+    /// Returns the id of a token under a key such as `bos_token_id`. If the key has a list, returns its first entry.
     pub fn token(&self, key: &str) -> Option<u32> {
         let value = self.keys.get(key)?;
         let id = value.as_array().map_or(Some(value), |list| list.first())?.as_u64()?;

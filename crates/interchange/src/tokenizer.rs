@@ -215,7 +215,7 @@ fn parse_merge(value: &Value) -> Result<(String, String)> {
     }
 }
 
-/// Returns the position at which the last merge joins two tokens to `token`, whose id is `id`: applies all merges of lower rank.
+/// Returns the position in `token` at which its last merge joins two tokens. Applies all merges with a rank below `id`, the id of `token`.
 fn last_merge(token: &[u8], id: usize, ranks: &HashMap<&[u8], usize>) -> usize {
     // Starts of the parts, and the end.
     let mut cuts: Vec<usize> = (0..=token.len()).collect();

@@ -3,7 +3,7 @@
 //! The outlier rule is llm.c's: the z-score of a value within the window of the last 128 values, itself included. An outlier
 //! remains in the window, because later values may be equally large; a value that is not finite is never added.
 //!
-//! As in llm.c, a skipped step still counts: its batch is consumed, and the learning rate schedule and t of AdamW's bias
+//! A skipped step still counts, as in llm.c: its batch is consumed, and the learning rate schedule and t of AdamW's bias
 //! correction advance.
 
 use serde::{Deserialize, Serialize};
@@ -141,7 +141,7 @@ mod tests {
 
     const OFF: Limits = Limits { loss_z: None, norm_z: None, bad_steps: 10 };
 
-    /// Returns a detector whose window contains 64 times -1 and 64 times 1.
+    /// Returns a detector with a window of 64 values of -1 and 64 values of 1.
     fn filled() -> Detector {
         let mut detector = Detector::default();
         for i in 0..128 {

@@ -125,7 +125,7 @@ mod tests {
         assert_eq!((0..256).map(|id| bytes.of(id)).sum::<u32>(), 256);
     }
 
-    /// Returns the score of a model whose prediction is the same everywhere: all parameters are zero, except that the last
+    /// Returns the score of a model with the same prediction at every position: all parameters are zero, except that the last
     /// LayerNorm gives (1, 0, …) and the first channel of `wte` holds the logit of each token.
     fn score_of(vocab: usize, logits: &[(usize, f32)], tokens: &[u16], token_bytes: &TokenBytes) -> Result<TextScore> {
         let descriptor = Descriptor::new(1, 1, 4, 8, vocab).unwrap();

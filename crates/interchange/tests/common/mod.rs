@@ -1,5 +1,5 @@
 //! Small GPT-2 models in the files of other programs, written with the `safetensors` crate.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test crate uses only some of the helpers")]
 
 use anyhow::Result;
 use interchange::ModelSource;
