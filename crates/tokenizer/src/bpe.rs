@@ -1,5 +1,5 @@
-//! Byte-pair encoding with a rank for each token: the pair of adjacent tokens that merges to the lowest rank is merged
-//! first (Sennrich et al. 2016, arXiv:1508.07909; byte level as in GPT-2).
+//! Byte-pair encoding with a rank for each merge: the pair of adjacent tokens with the lowest rank is merged first, the
+//! leftmost one if there are several (Sennrich et al. 2016, arXiv:1508.07909; byte level as in GPT-2).
 
 use crate::split::Pattern;
 use anyhow::{Context, Result, ensure};
@@ -7,47 +7,87 @@ use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The vocabulary of a byte-level byte-pair encoding. A token's id is its rank.
+/// The vocabulary and the merges of a byte-level byte-pair encoding.
 #[derive(Debug)]
 pub struct Bpe {
     pattern: Pattern,
     tokens: Vec<Box<[u8]>>,
-    ids: FxHashMap<Box<[u8]>, u32>,
+    /// The ids of pieces that become one token.
+    pieces: FxHashMap<Box<[u8]>, u32>,
     /// The ids of the 256 single bytes.
     bytes: Box<[u32; 256]>,
-    /// The id that two adjacent tokens merge to.
-    merges: FxHashMap<(u32, u32), u32>,
+    merges: FxHashMap<(u32, u32), Merge>,
+}
+
+/// The rank of a merge in the upper 32 bits, and the id of the merged token in the lower ones.
+type Merge = u64;
+
+/// A merge in a tokenizer file. Its rank is its position in the list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pair {
+    /// The ids of the tokens that are merged.
+    pub parts: (u32, u32),
+    /// The id of the merged token.
+    pub merged: u32,
 }
 
 /// Pieces with more bytes are merged with a heap instead of repeated scans.
 const LONGEST_SCANNED_PIECE: usize = 64;
 
 /// No token.
-const NONE: u32 = u32::MAX;
+const NO_TOKEN: u32 = u32::MAX;
+/// No merge.
+const NO_MERGE: Merge = Merge::MAX;
 
 impl Bpe {
-    /// Creates an encoding from its tokens in the order of their ids.
+    /// Creates an encoding from its tokens in the order of their ids. Two tokens merge if their bytes together are a token,
+    /// whose id is the rank of the merge.
     pub fn new(pattern: Pattern, tokens: Vec<Box<[u8]>>) -> Result<Self> {
-        let mut ids = FxHashMap::default();
-        for (id, token) in tokens.iter().enumerate() {
-            let previous = ids.insert(token.clone(), id as u32);
+        let mut bpe = Self::without_merges(pattern, tokens)?;
+        for (id, token) in bpe.tokens.iter().enumerate() {
+            for at in 1..token.len() {
+                if let (Some(&left), Some(&right)) = (bpe.pieces.get(&token[..at]), bpe.pieces.get(&token[at..])) {
+                    bpe.merges.insert((left, right), (id as Merge) << 32 | id as Merge);
+                }
+            }
+        }
+        Ok(bpe)
+    }
+
+    /// Creates an encoding from its tokens and merges. An unused id has an empty token.
+    ///
+    /// A piece that is a token is encoded as this token if `ignore_merges` is set, and otherwise only if its merges lead to it.
+    pub fn with_merges(pattern: Pattern, tokens: Vec<Box<[u8]>>, merges: &[Pair], ignore_merges: bool) -> Result<Self> {
+        let mut bpe = Self::without_merges(pattern, tokens)?;
+        let ranked = merges.iter().enumerate();
+        bpe.merges =
+            ranked.map(|(rank, pair)| (pair.parts, (rank as Merge) << 32 | Merge::from(pair.merged))).collect();
+        if !ignore_merges {
+            let mut pieces = std::mem::take(&mut bpe.pieces);
+            let mut ids = Vec::new();
+            pieces.retain(|piece, id| {
+                ids.clear();
+                bpe.merge(piece, &mut ids);
+                ids == [*id]
+            });
+            bpe.pieces = pieces;
+        }
+        Ok(bpe)
+    }
+
+    fn without_merges(pattern: Pattern, tokens: Vec<Box<[u8]>>) -> Result<Self> {
+        let mut pieces = FxHashMap::default();
+        for (id, token) in tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
+            let previous = pieces.insert(token.clone(), id as u32);
             ensure!(previous.is_none(), "token {id}: expected distinct tokens, found {token:?} twice");
         }
         let mut bytes = Box::new([0; 256]);
         for (byte, id) in bytes.iter_mut().enumerate() {
-            *id = *ids
+            *id = *pieces
                 .get(&[byte as u8][..])
                 .with_context(|| format!("expected a token for every byte, found none for byte {byte}"))?;
         }
-        let mut merges = FxHashMap::default();
-        for (id, token) in tokens.iter().enumerate() {
-            for at in 1..token.len() {
-                if let (Some(&left), Some(&right)) = (ids.get(&token[..at]), ids.get(&token[at..])) {
-                    merges.insert((left, right), id as u32);
-                }
-            }
-        }
-        Ok(Self { pattern, tokens, ids, bytes, merges })
+        Ok(Self { pattern, tokens, pieces, bytes, merges: FxHashMap::default() })
     }
 
     /// Returns the pattern that splits text into pieces.
@@ -55,7 +95,7 @@ impl Bpe {
         self.pattern
     }
 
-    /// Returns the tokens in the order of their ids.
+    /// Returns the tokens in the order of their ids. An unused id has an empty token.
     pub fn tokens(&self) -> &[Box<[u8]>] {
         &self.tokens
     }
@@ -66,50 +106,58 @@ impl Bpe {
         while !rest.is_empty() {
             let (piece, after) = rest.split_at(self.pattern.piece(rest));
             rest = after;
-            match self.ids.get(piece.as_bytes()) {
+            match self.pieces.get(piece.as_bytes()) {
                 Some(&id) => out.push(id),
-                None if piece.len() <= LONGEST_SCANNED_PIECE => self.merge_by_scanning(piece.as_bytes(), out),
-                None => self.merge_by_heap(piece.as_bytes(), out),
+                None => self.merge(piece.as_bytes(), out),
             }
         }
     }
 
-    fn merged(&self, left: u32, right: u32) -> u32 {
-        self.merges.get(&(left, right)).copied().unwrap_or(NONE)
+    /// Appends the ids of a piece, which is not empty.
+    fn merge(&self, piece: &[u8], out: &mut Vec<u32>) {
+        if piece.len() <= LONGEST_SCANNED_PIECE {
+            self.merge_by_scanning(piece, out);
+        } else {
+            self.merge_by_heap(piece, out);
+        }
+    }
+
+    fn merge_of(&self, left: u32, right: u32) -> Merge {
+        self.merges.get(&(left, right)).copied().unwrap_or(NO_MERGE)
     }
 
     /// Merges a short piece: each round finds the lowest rank in the list of pairs.
     fn merge_by_scanning(&self, piece: &[u8], out: &mut Vec<u32>) {
         let mut ids = [0; LONGEST_SCANNED_PIECE];
-        // `ranks[i]` is the rank of merging tokens i and i + 1.
-        let mut ranks = [NONE; LONGEST_SCANNED_PIECE];
+        // `merges[i]` is the merge of tokens i and i + 1.
+        let mut merges = [NO_MERGE; LONGEST_SCANNED_PIECE];
         let mut len = piece.len();
         for (id, &byte) in ids.iter_mut().zip(piece) {
             *id = self.bytes[usize::from(byte)];
         }
         for i in 0..len - 1 {
-            ranks[i] = self.merged(ids[i], ids[i + 1]);
+            merges[i] = self.merge_of(ids[i], ids[i + 1]);
         }
         loop {
-            let (mut at, mut lowest) = (0, NONE);
-            for (i, &rank) in ranks[..len - 1].iter().enumerate() {
-                if rank < lowest {
-                    (at, lowest) = (i, rank);
+            let (mut at, mut lowest) = (0, NO_MERGE);
+            for (i, &merge) in merges[..len - 1].iter().enumerate() {
+                if merge < lowest {
+                    (at, lowest) = (i, merge);
                 }
             }
-            if lowest == NONE {
+            if lowest == NO_MERGE {
                 break;
             }
-            ids[at] = lowest;
+            ids[at] = lowest as u32;
             ids.copy_within(at + 2..len, at + 1);
-            ranks.copy_within(at + 1..len - 1, at);
+            merges.copy_within(at + 1..len - 1, at);
             len -= 1;
-            ranks[len - 1] = NONE;
+            merges[len - 1] = NO_MERGE;
             if at > 0 {
-                ranks[at - 1] = self.merged(ids[at - 1], ids[at]);
+                merges[at - 1] = self.merge_of(ids[at - 1], ids[at]);
             }
             if at + 1 < len {
-                ranks[at] = self.merged(ids[at], ids[at + 1]);
+                merges[at] = self.merge_of(ids[at], ids[at + 1]);
             }
         }
         out.extend_from_slice(&ids[..len]);
@@ -124,21 +172,21 @@ impl Bpe {
         let mut previous: Vec<usize> = (0..n).map(|i| i.wrapping_sub(1)).collect();
         let mut heap = BinaryHeap::new();
         let push = |heap: &mut BinaryHeap<_>, ids: &[u32], left: usize, right: usize| {
-            let rank = self.merged(ids[left], ids[right]);
-            if rank != NONE {
-                heap.push(Reverse((rank, left, right)));
+            let merge = self.merge_of(ids[left], ids[right]);
+            if merge != NO_MERGE {
+                heap.push(Reverse((merge, left, right)));
             }
         };
         for left in 0..n - 1 {
             push(&mut heap, &ids, left, left + 1);
         }
-        while let Some(Reverse((rank, left, right))) = heap.pop() {
-            let exists = ids[left] != NONE && next[left] == right && self.merged(ids[left], ids[right]) == rank;
+        while let Some(Reverse((merge, left, right))) = heap.pop() {
+            let exists = ids[left] != NO_TOKEN && next[left] == right && self.merge_of(ids[left], ids[right]) == merge;
             if !exists {
                 continue;
             }
-            ids[left] = rank;
-            ids[right] = NONE;
+            ids[left] = merge as u32;
+            ids[right] = NO_TOKEN;
             next[left] = next[right];
             if next[left] < n {
                 previous[next[left]] = left;
@@ -148,7 +196,7 @@ impl Bpe {
                 push(&mut heap, &ids, previous[left], left);
             }
         }
-        out.extend(ids.into_iter().filter(|&id| id != NONE));
+        out.extend(ids.into_iter().filter(|&id| id != NO_TOKEN));
     }
 }
 
@@ -169,12 +217,12 @@ mod tests {
         let mut parts: Vec<Vec<u8>> = piece.iter().map(|&byte| vec![byte]).collect();
         loop {
             let pairs = parts.windows(2).enumerate();
-            let ranked = pairs.filter_map(|(i, pair)| Some((*bpe.ids.get(&pair.concat()[..])?, i)));
+            let ranked = pairs.filter_map(|(i, pair)| Some((*bpe.pieces.get(&pair.concat()[..])?, i)));
             let Some((_, at)) = ranked.min() else { break };
             let right = parts.remove(at + 1);
             parts[at].extend(right);
         }
-        parts.iter().map(|part| bpe.ids[&part[..]]).collect()
+        parts.iter().map(|part| bpe.pieces[&part[..]]).collect()
     }
 
     #[test]

@@ -8,12 +8,15 @@
 mod bpe;
 pub mod byte_level;
 mod classes;
+mod json_file;
+mod matcher;
 mod split;
 mod tiktoken_file;
 
-use aho_corasick::AhoCorasick;
 use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
+use json_file::ByteLevel;
+use matcher::{Matcher, Part};
 use split::Pattern;
 use std::fmt;
 use std::fs;
@@ -41,9 +44,7 @@ pub struct Tokenizer(Arc<Inner>);
 struct Inner {
     name: String,
     encoding: Encoding,
-    special: Vec<Special>,
-    /// Finds special tokens in text; the index of a pattern is its index in `special`.
-    matcher: AhoCorasick,
+    special: Matcher,
     vocab: usize,
     document: u32,
     /// Hash of the vocabulary.
@@ -53,11 +54,11 @@ struct Inner {
 #[derive(Debug)]
 enum Encoding {
     Bytes,
-    Bpe(Bpe),
+    ByteLevel(Box<ByteLevel>),
     HuggingFace(Box<tokenizers::Tokenizer>),
 }
 
-/// A token that ordinary text never produces.
+/// A token with a text of its own, which ordinary text never produces.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Special {
     /// The text that stands for the token, such as `<|endoftext|>`.
@@ -83,7 +84,9 @@ static GPT2: LazyLock<Tokenizer> = LazyLock::new(|| {
     let tokens = (0..GPT2_VOCAB as u32 - 1).map(token).collect();
     let bpe = Bpe::new(Pattern::Gpt2, tokens).expect("r50k is a byte-level encoding");
     let special = vec![Special { text: END_OF_TEXT.into(), id: GPT2_VOCAB as u32 - 1 }];
-    Tokenizer::new("gpt2", Encoding::Bpe(bpe), special, GPT2_VOCAB).expect("the special token precedes documents")
+    let encoding = ByteLevel::new(bpe).expect("there are no added tokens");
+    Tokenizer::new("gpt2", Encoding::ByteLevel(Box::new(encoding)), special, GPT2_VOCAB)
+        .expect("the special token precedes documents")
 });
 
 impl Tokenizer {
@@ -137,10 +140,6 @@ impl Tokenizer {
     }
 
     fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize) -> Result<Self> {
-        let matcher = AhoCorasick::builder()
-            .match_kind(aho_corasick::MatchKind::LeftmostLongest)
-            .build(special.iter().map(|token| &token.text))
-            .with_context(|| format!("{name}: the special tokens cannot be searched"))?;
         let document = match &encoding {
             Encoding::Bytes => u32::from(b'\n'),
             _ => {
@@ -157,7 +156,9 @@ impl Tokenizer {
             }
         };
         let fingerprint = fingerprint(&encoding, &special);
-        Ok(Self(Arc::new(Inner { name: name.to_owned(), encoding, special, matcher, vocab, document, fingerprint })))
+        let special =
+            Matcher::new(special).with_context(|| format!("{name}: the special tokens cannot be searched"))?;
+        Ok(Self(Arc::new(Inner { name: name.to_owned(), encoding, special, vocab, document, fingerprint })))
     }
 
     /// Returns the name: `gpt2`, `bytes`, or the path of the file.
@@ -178,7 +179,7 @@ impl Tokenizer {
 
     /// Returns the special tokens.
     pub fn special(&self) -> &[Special] {
-        &self.0.special
+        self.0.special.tokens()
     }
 
     /// Returns the identity.
@@ -192,16 +193,19 @@ impl Tokenizer {
     pub fn divides_between(&self, before: char, after: char) -> bool {
         let divides = match &self.0.encoding {
             Encoding::Bytes => true,
-            Encoding::Bpe(bpe) => bpe.pattern().divides_between(before, after),
+            Encoding::ByteLevel(encoding) => encoding.bpe.pattern().divides_between(before, after),
             Encoding::HuggingFace(_) => false,
         };
         divides && !self.special_token_contains(before, after)
     }
 
-    /// Reports whether a special token contains these characters, one after the other.
+    /// Reports whether a special or added token contains these characters, one after the other.
     pub fn special_token_contains(&self, before: char, after: char) -> bool {
-        let contains = |text: &str| text.chars().zip(text.chars().skip(1)).any(|pair| pair == (before, after));
-        self.0.special.iter().any(|token| contains(&token.text))
+        let added = match &self.0.encoding {
+            Encoding::ByteLevel(encoding) => encoding.added.contains(before, after),
+            Encoding::Bytes | Encoding::HuggingFace(_) => false,
+        };
+        added || self.0.special.contains(before, after)
     }
 
     /// Returns the ids of plain text. Special tokens in the text are encoded as ordinary text.
@@ -216,20 +220,20 @@ impl Tokenizer {
     /// Returns the ids of text. Special tokens in the text become their ids.
     pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = Vec::with_capacity(text.len() / 3);
-        let mut plain = 0;
-        for found in self.0.matcher.find_iter(text) {
-            self.encode_plain(&text[plain..found.start()], &mut ids)?;
-            ids.push(self.0.special[found.pattern().as_usize()].id);
-            plain = found.end();
-        }
-        self.encode_plain(&text[plain..], &mut ids)?;
+        self.0.special.split(text, |part| {
+            match part {
+                Part::Token(id) => ids.push(id),
+                Part::Text(text) => self.encode_plain(text, &mut ids)?,
+            }
+            Ok(())
+        })?;
         Ok(ids)
     }
 
     fn encode_plain(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         match &self.0.encoding {
             Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),
-            Encoding::Bpe(bpe) => bpe.encode(text, ids),
+            Encoding::ByteLevel(encoding) => encoding.encode(text, ids)?,
             Encoding::HuggingFace(tokenizer) if !text.is_empty() => {
                 let encoding = tokenizer.encode_fast(text, false);
                 let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
@@ -243,18 +247,15 @@ impl Tokenizer {
     /// Returns the bytes of tokens, which may end inside a character. Ids outside the vocabulary, such as those of a padded
     /// vocabulary, decode to nothing.
     pub fn decode(&self, ids: &[u32]) -> Vec<u8> {
-        let special = |id: u32| self.0.special.iter().find(|token| token.id == id).map(|token| token.text.as_bytes());
+        let special = |id: u32| self.0.special.bytes(id);
         match &self.0.encoding {
             Encoding::Bytes => ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect(),
-            Encoding::Bpe(bpe) => {
-                let bytes = |&id: &u32| bpe.tokens().get(id as usize).map(|token| &**token).or_else(|| special(id));
-                ids.iter().filter_map(bytes).flatten().copied().collect()
+            Encoding::ByteLevel(encoding) => {
+                ids.iter().filter_map(|&id| encoding.bytes(id).or_else(|| special(id))).flatten().copied().collect()
             }
             Encoding::HuggingFace(tokenizer) if is_byte_level(tokenizer) => {
                 let bytes = |&id: &u32| {
-                    special(id)
-                        .map(<[u8]>::to_vec)
-                        .or_else(|| tokenizer.id_to_token(id).map(|token| byte_level::bytes(&token)))
+                    special(id).map(<[u8]>::to_vec).or_else(|| tokenizer.id_to_token(id).map(|token| bytes_of(&token)))
                 };
                 ids.iter().filter_map(bytes).flatten().collect()
             }
@@ -285,6 +286,11 @@ fn is_byte_level(tokenizer: &tokenizers::Tokenizer) -> bool {
     matches!(tokenizer.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_)))
 }
 
+/// Returns the bytes of a token in a byte-level vocabulary. Added tokens may be plain text.
+fn bytes_of(token: &str) -> Vec<u8> {
+    byte_level::bytes(token).unwrap_or_else(|| token.as_bytes().to_vec())
+}
+
 /// Returns the tokenizer file in a directory.
 fn find_in(directory: &Path) -> Result<PathBuf> {
     let candidates = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"].map(|name| directory.join(name));
@@ -297,7 +303,8 @@ fn find_in(directory: &Path) -> Result<PathBuf> {
 fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
     let (bpe, special) = tiktoken_file::parse(name, text)?;
     let vocab = bpe.tokens().len() + special.len();
-    Tokenizer::new(name, Encoding::Bpe(bpe), special, vocab)
+    let encoding = ByteLevel::new(bpe)?;
+    Tokenizer::new(name, Encoding::ByteLevel(Box::new(encoding)), special, vocab)
 }
 
 fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
@@ -321,7 +328,11 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     let highest = tokenizer.get_vocab(true).into_values().max();
     let vocab = highest.with_context(|| format!("{name}: expected a vocabulary, found none"))? as usize + 1;
     ensure!(i32::try_from(vocab).is_ok(), "{name}: expected ids below {}, found {}", i32::MAX, vocab - 1);
-    Tokenizer::new(name, Encoding::HuggingFace(Box::new(tokenizer)), special, vocab)
+    let encoding = match ByteLevel::of_json(text) {
+        Some(encoding) => Encoding::ByteLevel(Box::new(encoding)),
+        None => Encoding::HuggingFace(Box::new(tokenizer)),
+    };
+    Tokenizer::new(name, encoding, special, vocab)
 }
 
 /// Returns a hash of all ids and their bytes.
@@ -334,16 +345,19 @@ fn fingerprint(encoding: &Encoding, special: &[Special]) -> u64 {
     };
     match encoding {
         Encoding::Bytes => (0..=255).for_each(|byte: u8| add(u32::from(byte), &[byte])),
-        Encoding::Bpe(bpe) => bpe.tokens().iter().enumerate().for_each(|(id, token)| add(id as u32, token)),
+        Encoding::ByteLevel(encoding) => {
+            let highest = encoding.added.tokens().iter().map(|token| token.id).max().unwrap_or(0);
+            let ids = 0..(encoding.bpe.tokens().len() as u32).max(highest + 1);
+            ids.for_each(|id| encoding.bytes(id).into_iter().for_each(|bytes| add(id, bytes)));
+        }
         Encoding::HuggingFace(tokenizer) => {
             // Byte-level vocabularies store bytes as other characters; this restores them, so that the hash does not depend on
             // the file format.
-            let mut tokens: Vec<(u32, String)> =
-                tokenizer.get_vocab(false).into_iter().map(|(t, id)| (id, t)).collect();
+            let mut tokens: Vec<(u32, String)> = tokenizer.get_vocab(true).into_iter().map(|(t, id)| (id, t)).collect();
             tokens.retain(|(id, _)| !special.iter().any(|token| token.id == *id));
             tokens.sort();
             for (id, token) in &tokens {
-                add(*id, &byte_level::bytes(token));
+                add(*id, &bytes_of(token));
             }
         }
     }

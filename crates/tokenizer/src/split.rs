@@ -6,8 +6,10 @@
 //!   ([encoder.py](https://github.com/openai/gpt-2/blob/master/src/encoder.py))
 //! * Llama 3: `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 //!   ([tokenizer.py](https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py))
+//! * Qwen 2 and later: Llama 3's with `\p{N}` instead of `\p{N}{1,3}`
+//!   ([tokenization_qwen2.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen2/tokenization_qwen2.py))
 //!
-//! Both patterns match every character, so the pieces add up to the text.
+//! Each pattern matches every character, so the pieces add up to the text.
 
 use crate::classes::{Class, class};
 
@@ -18,15 +20,33 @@ pub enum Pattern {
     Gpt2,
     /// Llama 3.
     Llama3,
+    /// Qwen 2 and later.
+    Qwen2,
 }
 
 impl Pattern {
+    /// Returns the pattern of a regular expression in a `tokenizer.json`.
+    pub fn of_regex(regex: &str) -> Option<Self> {
+        const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+        const CONTRACTIONS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|";
+        const OTHER: &str = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+        if regex == GPT2 {
+            return Some(Self::Gpt2);
+        }
+        match regex.strip_prefix(CONTRACTIONS)?.strip_suffix(OTHER)? {
+            r"\p{N}{1,3}" => Some(Self::Llama3),
+            r"\p{N}" => Some(Self::Qwen2),
+            _ => None,
+        }
+    }
+
     /// Returns the length of the first piece of a text that is not empty, in bytes.
     #[inline]
     pub fn piece(self, text: &str) -> usize {
         match self {
             Self::Gpt2 => gpt2_piece(text),
-            Self::Llama3 => llama3_piece(text),
+            Self::Llama3 => llama3_piece(text, 3),
+            Self::Qwen2 => llama3_piece(text, 1),
         }
     }
 
@@ -37,7 +57,7 @@ impl Pattern {
         match self {
             Self::Gpt2 => starts_space,
             // Line breaks may belong to the punctuation or the whitespace before them.
-            Self::Llama3 => {
+            Self::Llama3 | Self::Qwen2 => {
                 let line_break = |c| matches!(c, '\r' | '\n');
                 let ends_line = line_break(before) && class(after) != Class::Space;
                 ends_line || (starts_space && !line_break(after))
@@ -109,7 +129,8 @@ fn gpt2_piece(text: &str) -> usize {
     }
 }
 
-fn llama3_piece(text: &str) -> usize {
+/// Numbers have at most `digits` characters.
+fn llama3_piece(text: &str, digits: i32) -> usize {
     let contraction = contraction(text, true);
     if contraction > 0 {
         return contraction;
@@ -123,7 +144,7 @@ fn llama3_piece(text: &str) -> usize {
         return c.len_utf8() + run_of(after, Class::Letter);
     }
     if kind == Class::Number {
-        let mut left = 3;
+        let mut left = digits;
         return run(text, |_, kind| {
             left -= 1;
             kind == Class::Number && left >= 0
@@ -175,10 +196,29 @@ mod tests {
         assert_eq!(pieces("a\r\nb"), ["a", "\r\n", "b"]);
     }
 
+    #[test]
+    fn qwen2_pieces_have_one_digit() {
+        assert_eq!(pieces(Pattern::Qwen2, "in 2026: x"), ["in", " ", "2", "0", "2", "6", ":", " x"]);
+    }
+
+    #[test]
+    fn other_regular_expressions_are_unknown() {
+        assert_eq!(Pattern::of_regex(r"\s+|\S+"), None);
+        let digits = |digits: &str| {
+            let (before, after) = (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            );
+            Pattern::of_regex(&format!("{before}{digits}{after}"))
+        };
+        let expected = [Some(Pattern::Llama3), Some(Pattern::Qwen2), None];
+        assert_eq!([r"\p{N}{1,3}", r"\p{N}", r"\p{N}+"].map(digits), expected);
+    }
+
     proptest! {
         #[test]
         fn pieces_are_those_of_the_parts_where_the_pattern_divides(text in "([a'sR1é.中]{0,3}[ \n\t\r\u{a0}]{0,3}){0,8}") {
-            for pattern in [Pattern::Gpt2, Pattern::Llama3] {
+            for pattern in [Pattern::Gpt2, Pattern::Llama3, Pattern::Qwen2] {
                 let whole = pieces(pattern, &text);
                 for (at, after) in text.char_indices().skip(1) {
                     let before = text[..at].chars().next_back().unwrap();

@@ -115,6 +115,129 @@ fn unusable_files_are_errors_that_name_the_file() {
     assert!(Tokenizer::of_vocab(300).unwrap_err().to_string().contains("has 300 tokens"));
 }
 
+/// Trains a byte-level BPE with the `tokenizers` crate. Its special token has id 0, so the ids are not the ranks.
+fn trained(pre_tokenizer: serde_json::Value, change: impl FnOnce(&mut serde_json::Value)) -> String {
+    use tokenizers::AddedToken;
+    use tokenizers::models::TrainerWrapper;
+    use tokenizers::models::bpe::{BPE, BpeTrainer};
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+    let trainer = BpeTrainer::builder()
+        .vocab_size(700)
+        .special_tokens(vec![AddedToken::from("<|endoftext|>", true)])
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .show_progress(false)
+        .build();
+    let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
+    let pre_tokenizer: tokenizers::PreTokenizerWrapper = serde_json::from_value(pre_tokenizer).unwrap();
+    tokenizer.with_pre_tokenizer(Some(pre_tokenizer)).with_decoder(Some(ByteLevel::default()));
+    let text = include_str!("../../../README.md").lines().chain(["Ärger über Öl, it's 1999, I'LL\r\n\r\n  go"]);
+    tokenizer.train(&mut TrainerWrapper::from(trainer), text).unwrap();
+    let mut file = serde_json::to_value(&tokenizer).unwrap();
+    change(&mut file);
+    file.to_string()
+}
+
+fn split_with(regex: &str) -> serde_json::Value {
+    serde_json::json!({"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+    ]})
+}
+
+/// Returns files that [`ByteLevel`] encodes, with the steps of GPT-2, Llama 3 and Qwen 3.
+fn byte_level_files() -> Vec<String> {
+    let byte_level =
+        serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let nfc = |file: &mut serde_json::Value| {
+        file["normalizer"] = serde_json::json!({"type": "NFC"});
+        // An added token that is not special.
+        let mut added = file["added_tokens"][0].clone();
+        (added["id"], added["content"], added["special"]) = (700.into(), "<think>".into(), false.into());
+        file["added_tokens"].as_array_mut().unwrap().push(added);
+    };
+    vec![
+        trained(byte_level, |_| ()),
+        trained(split_with(LLAMA3), |file| file["model"]["ignore_merges"] = true.into()),
+        trained(split_with(QWEN2), nfc),
+        // Tokens that no merge leads to, and a merge of its own for each way to split a token.
+        trained(split_with(LLAMA3), |file| {
+            let merges = file["model"]["merges"].as_array_mut().unwrap();
+            merges.remove(20);
+            merges.swap(3, 90);
+        }),
+    ]
+}
+
+const LLAMA3: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+const QWEN2: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+const TEXTS: &str = "(?s).{0,60}|([a-zA-Zſé中0-9½.!'\u{301}\u{345} \n\t\r\u{a0}]{0,6}|<think>){0,20}";
+
+/// Pairs of a file's encoding with that of the `tokenizers` crate.
+static PAIRS: LazyLock<Vec<(Tokenizer, tokenizers::Tokenizer)>> = LazyLock::new(|| {
+    let pair = |text: String| {
+        let mut reference: tokenizers::Tokenizer = text.parse().unwrap();
+        reference.set_encode_special_tokens(true);
+        (open_json("tokenizer.json", &text).unwrap(), reference)
+    };
+    byte_level_files().into_iter().map(pair).collect()
+});
+
+#[test]
+fn byte_level_files_do_not_need_the_tokenizers_crate() {
+    for (tokenizer, reference) in PAIRS.iter() {
+        assert!(matches!(tokenizer.0.encoding, Encoding::ByteLevel(_)));
+        let text = include_str!("../../../docs/testing.md");
+        let ids = tokenizer.encode(text).unwrap();
+        assert_eq!(ids, reference.encode(text, false).unwrap().get_ids());
+        assert_eq!((tokenizer.text(&ids), tokenizer.document()), (text.to_owned(), 0));
+        let slow = Encoding::HuggingFace(Box::new(reference.clone()));
+        assert_eq!(format!("{:016x}", fingerprint(&slow, tokenizer.special())), tokenizer.identity().fingerprint);
+    }
+    let (qwen, _) = &PAIRS[2];
+    assert_eq!(qwen.encode("<think>").unwrap(), [700]);
+    assert_eq!(qwen.decode(&[700, 0]), b"<think><|endoftext|>");
+    assert!(!qwen.divides_between('t', 'h') && qwen.special_token_contains('t', 'h'));
+}
+
+#[test]
+fn files_with_other_steps_need_the_tokenizers_crate() {
+    let json = |text| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let changes: [(&str, serde_json::Value); 9] = [
+        ("/normalizer", json(r#"{"type": "NFKC"}"#)),
+        ("/decoder", json("null")),
+        ("/pre_tokenizer/add_prefix_space", true.into()),
+        ("/pre_tokenizer", json(r#"{"type": "Whitespace"}"#)),
+        ("/model/byte_fallback", true.into()),
+        ("/model/dropout", 0.5.into()),
+        ("/model/end_of_word_suffix", "</w>".into()),
+        (
+            "/added_tokens/0",
+            json(
+                r#"{"id": 0, "content": "<m>", "single_word": true, "lstrip": false, "rstrip": false, "normalized": false, "special": false}"#,
+            ),
+        ),
+        ("/model/merges", json(r#"["missing tokens"]"#)),
+    ];
+    let text = &byte_level_files()[0];
+    assert!(ByteLevel::of_json(text).is_some());
+    for (key, value) in changes {
+        let mut file = json(text);
+        *file.pointer_mut(key).unwrap() = value;
+        assert!(ByteLevel::of_json(&file.to_string()).is_none(), "{key}");
+    }
+    // A vocabulary without all bytes.
+    let mut file = json(text);
+    file["model"]["vocab"].as_object_mut().unwrap().remove("!");
+    assert!(ByteLevel::of_json(&file.to_string()).is_none());
+}
+
 proptest! {
     #[test]
     fn ids_match_tiktoken(text in "(?s)\\PC*|.{0,200}|([a-zA-Zé中0-9½.!'\u{345} \n\t\r\u{a0}]{0,6}){0,40}") {
@@ -124,14 +247,17 @@ proptest! {
         prop_assert_eq!(tokenizer.text(&ids), text);
     }
 
+    #[test]
+    fn byte_level_ids_match_the_tokenizers_crate(text in TEXTS) {
+        for (tokenizer, reference) in PAIRS.iter() {
+            let expected = reference.encode(text.as_str(), false).unwrap();
+            prop_assert_eq!(&tokenizer.encode(&text).unwrap(), expected.get_ids());
+        }
+    }
 
     #[test]
-    fn llama3_pieces_match_a_regex(text in "(?s).{0,60}|([a-zA-Zſé中0-9½.!'\u{345} \n\t\r\u{a0}]{0,6}){0,20}") {
-        let pattern = concat!(
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
-            r"\s*[\r\n]+|\s+(?!\S)|\s+"
-        );
-        let regex = fancy_regex::Regex::new(pattern).unwrap();
+    fn llama3_pieces_match_a_regex(text in TEXTS) {
+        let regex = fancy_regex::Regex::new(LLAMA3).unwrap();
         let expected: Vec<&str> = regex.find_iter(&text).map(|found| found.unwrap().as_str()).collect();
         let (mut rest, mut pieces) = (text.as_str(), Vec::new());
         while !rest.is_empty() {

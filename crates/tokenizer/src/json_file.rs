@@ -1,0 +1,177 @@
+//! Byte-level byte-pair encodings in Hugging Face's `tokenizer.json`.
+//!
+//! GPT-2, Llama 3, Qwen and models trained with the `tokenizers` library have such files. [`Bpe`] encodes them many times faster
+//! than the `tokenizers` crate, with the same ids. That crate encodes all other files.
+
+use crate::Special;
+use crate::bpe::{Bpe, Pair};
+use crate::byte_level;
+use crate::matcher::{Matcher, Part};
+use crate::split::Pattern;
+use anyhow::Result;
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::HashMap;
+use unicode_normalization::{UnicodeNormalization, is_nfc};
+
+/// A byte-level byte-pair encoding with the steps before it.
+#[derive(Debug)]
+pub struct ByteLevel {
+    pub bpe: Bpe,
+    /// Tokens that are not special, but are recognized in any text.
+    pub added: Matcher,
+    /// Whether text is normalized to the composed form (NFC).
+    nfc: bool,
+}
+
+impl ByteLevel {
+    /// Creates an encoding without other steps.
+    pub fn new(bpe: Bpe) -> Result<Self> {
+        Ok(Self { bpe, added: Matcher::new(Vec::new())?, nfc: false })
+    }
+
+    /// Reads a `tokenizer.json`. Returns `None` if the file has steps that this type does not have.
+    pub fn of_json(text: &str) -> Option<Self> {
+        let file: File = serde_json::from_str(text).ok()?;
+        let nfc = match &file.normalizer {
+            Value::Null => false,
+            Value::Object(normalizer) if normalizer.get("type")? == "NFC" => true,
+            _ => return None,
+        };
+        if file.decoder.get("type")? != "ByteLevel" || !file.model.is_plain() {
+            return None;
+        }
+        let pattern = pattern(&file.pre_tokenizer)?;
+        let (special, added): (Vec<Added>, _) = file.added_tokens.into_iter().partition(|token| token.special);
+        // Text around such a token would belong to it, or its text would be normalized.
+        if added.iter().any(|token| token.single_word || token.lstrip || token.rstrip || (nfc && token.normalized)) {
+            return None;
+        }
+        let is_added = |id: u32| special.iter().chain(&added).any(|token| token.id == id);
+        let bpe = file.model.bpe(pattern, is_added)?;
+        let added = added.into_iter().map(|token| Special { text: token.content, id: token.id }).collect();
+        Some(Self { bpe, added: Matcher::new(added).ok()?, nfc })
+    }
+
+    /// Appends the ids of a text without special tokens to `out`.
+    pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<()> {
+        self.added.split(text, |part| {
+            match part {
+                Part::Token(id) => out.push(id),
+                Part::Text(text) if self.nfc && !is_nfc(text) => self.bpe.encode(&text.nfc().collect::<String>(), out),
+                Part::Text(text) => self.bpe.encode(text, out),
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns the bytes of a token; none if the id is unused.
+    pub fn bytes(&self, id: u32) -> Option<&[u8]> {
+        let token = self.bpe.tokens().get(id as usize).map(|token| &**token);
+        token.filter(|token| !token.is_empty()).or_else(|| self.added.bytes(id))
+    }
+}
+
+/// The parts of a file that matter for encoding.
+#[derive(Deserialize)]
+struct File {
+    added_tokens: Vec<Added>,
+    normalizer: Value,
+    pre_tokenizer: Value,
+    decoder: Value,
+    model: Model,
+}
+
+#[derive(Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "keys of the file")]
+struct Added {
+    id: u32,
+    content: String,
+    single_word: bool,
+    lstrip: bool,
+    rstrip: bool,
+    normalized: bool,
+    special: bool,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    #[serde(rename = "type")]
+    kind: String,
+    dropout: Option<f32>,
+    continuing_subword_prefix: Option<String>,
+    end_of_word_suffix: Option<String>,
+    #[serde(default)]
+    byte_fallback: bool,
+    #[serde(default)]
+    ignore_merges: bool,
+    vocab: HashMap<String, u32>,
+    merges: Vec<MergedPair>,
+}
+
+/// Versions of `tokenizers` before 0.20 write text with a space between the tokens.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum MergedPair {
+    Text(String),
+    Pair(String, String),
+}
+
+impl MergedPair {
+    fn parts(&self) -> Option<(&str, &str)> {
+        match self {
+            Self::Text(text) => text.split_once(' '),
+            Self::Pair(left, right) => Some((left, right)),
+        }
+    }
+}
+
+impl Model {
+    fn is_plain(&self) -> bool {
+        let is_absent = |text: &Option<String>| text.as_deref().unwrap_or_default().is_empty();
+        self.kind == "BPE"
+            && self.dropout.is_none_or(|dropout| dropout == 0.0)
+            && is_absent(&self.continuing_subword_prefix)
+            && is_absent(&self.end_of_word_suffix)
+            && !self.byte_fallback
+    }
+
+    /// Returns the encoding. `is_added` reports whether an id belongs to an added token, which is no result of merges.
+    fn bpe(&self, pattern: Pattern, is_added: impl Fn(u32) -> bool) -> Option<Bpe> {
+        let pair = |merge: &MergedPair| {
+            let (left, right) = merge.parts()?;
+            let id = |token: &str| self.vocab.get(token).copied();
+            Some(Pair { parts: (id(left)?, id(right)?), merged: id(&format!("{left}{right}"))? })
+        };
+        let merges: Vec<Pair> = self.merges.iter().map(pair).collect::<Option<_>>()?;
+        let used = self.vocab.iter().filter(|(_, id)| !is_added(**id));
+        let len = used.clone().map(|(_, id)| *id as usize + 1).max()?;
+        // Ids may have gaps, but a file with few tokens and a huge id is damaged.
+        if len > 2 * self.vocab.len() + (1 << 16) {
+            return None;
+        }
+        let mut tokens = vec![Box::default(); len];
+        for (token, id) in used {
+            tokens[*id as usize] = byte_level::bytes(token)?.into_boxed_slice();
+        }
+        Bpe::with_merges(pattern, tokens, &merges, self.ignore_merges).ok()
+    }
+}
+
+/// Returns the split pattern of a pre-tokenizer.
+fn pattern(pre_tokenizer: &Value) -> Option<Pattern> {
+    let is_byte_level = |value: &Value, use_regex: bool| {
+        let found = value.get("use_regex").and_then(Value::as_bool).unwrap_or(true);
+        value["type"] == "ByteLevel" && value["add_prefix_space"] == false && found == use_regex
+    };
+    if is_byte_level(pre_tokenizer, true) {
+        return Some(Pattern::Gpt2);
+    }
+    let steps = (pre_tokenizer["type"] == "Sequence").then(|| pre_tokenizer["pretokenizers"].as_array())??;
+    let [split, byte_level] = &steps[..] else { return None };
+    let isolates = split["type"] == "Split" && split["behavior"] == "Isolated" && split["invert"] == false;
+    if !isolates || !is_byte_level(byte_level, false) {
+        return None;
+    }
+    Pattern::of_regex(split["pattern"]["Regex"].as_str()?)
+}
