@@ -159,7 +159,7 @@ fn byte_level_files() -> Vec<String> {
         trained(byte_level, |_| ()),
         trained(split_with(LLAMA3), |file| file["model"]["ignore_merges"] = true.into()),
         trained(split_with(QWEN2), nfc),
-        // Tokens that no merge leads to, and a merge of its own for each way to split a token.
+        // A token that no merge leads to, and merges in another order than the ids.
         trained(split_with(LLAMA3), |file| {
             let merges = file["model"]["merges"].as_array_mut().unwrap();
             merges.remove(20);
