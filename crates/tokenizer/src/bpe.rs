@@ -16,11 +16,11 @@ pub struct Bpe {
     pieces: FxHashMap<Box<[u8]>, u32>,
     /// The ids of the 256 single bytes.
     bytes: Box<[u32; 256]>,
-    merges: FxHashMap<(u32, u32), Merge>,
+    /// The rank of merging two adjacent tokens.
+    ranks: FxHashMap<(u32, u32), u32>,
+    /// The id of the merged token for each rank.
+    merged: Vec<u32>,
 }
-
-/// The rank of a merge in the upper 32 bits, and the id of the merged token in the lower ones.
-type Merge = u64;
 
 /// A merge in a tokenizer file. Its rank is its position in the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +36,8 @@ const LONGEST_SCANNED_PIECE: usize = 64;
 
 /// No token.
 const NO_TOKEN: u32 = u32::MAX;
-/// No merge.
-const NO_MERGE: Merge = Merge::MAX;
+/// The rank of two tokens that do not merge.
+const NO_RANK: u32 = u32::MAX;
 
 impl Bpe {
     /// Creates an encoding from its tokens in the order of their ids. Two tokens merge if their bytes together are a token,
@@ -47,10 +47,11 @@ impl Bpe {
         for (id, token) in bpe.tokens.iter().enumerate() {
             for at in 1..token.len() {
                 if let (Some(&left), Some(&right)) = (bpe.pieces.get(&token[..at]), bpe.pieces.get(&token[at..])) {
-                    bpe.merges.insert((left, right), (id as Merge) << 32 | id as Merge);
+                    bpe.ranks.insert((left, right), id as u32);
                 }
             }
         }
+        bpe.merged = (0..bpe.tokens.len() as u32).collect();
         Ok(bpe)
     }
 
@@ -59,9 +60,8 @@ impl Bpe {
     /// A piece that is a token is encoded as this token if `ignore_merges` is set, and otherwise only if its merges lead to it.
     pub fn with_merges(pattern: Pattern, tokens: Vec<Box<[u8]>>, merges: &[Pair], ignore_merges: bool) -> Result<Self> {
         let mut bpe = Self::without_merges(pattern, tokens)?;
-        let ranked = merges.iter().enumerate();
-        bpe.merges =
-            ranked.map(|(rank, pair)| (pair.parts, (rank as Merge) << 32 | Merge::from(pair.merged))).collect();
+        bpe.ranks = merges.iter().zip(0..).map(|(pair, rank)| (pair.parts, rank)).collect();
+        bpe.merged = merges.iter().map(|pair| pair.merged).collect();
         if !ignore_merges {
             let mut pieces = std::mem::take(&mut bpe.pieces);
             let mut ids = Vec::new();
@@ -87,7 +87,7 @@ impl Bpe {
                 .get(&[byte as u8][..])
                 .with_context(|| format!("expected a token for every byte, found none for byte {byte}"))?;
         }
-        Ok(Self { pattern, tokens, pieces, bytes, merges: FxHashMap::default() })
+        Ok(Self { pattern, tokens, pieces, bytes, ranks: FxHashMap::default(), merged: Vec::new() })
     }
 
     /// Returns the pattern that splits text into pieces.
@@ -122,42 +122,42 @@ impl Bpe {
         }
     }
 
-    fn merge_of(&self, left: u32, right: u32) -> Merge {
-        self.merges.get(&(left, right)).copied().unwrap_or(NO_MERGE)
+    fn rank(&self, left: u32, right: u32) -> u32 {
+        self.ranks.get(&(left, right)).copied().unwrap_or(NO_RANK)
     }
 
     /// Merges a short piece: each round finds the lowest rank in the list of pairs.
     fn merge_by_scanning(&self, piece: &[u8], out: &mut Vec<u32>) {
         let mut ids = [0; LONGEST_SCANNED_PIECE];
-        // `merges[i]` is the merge of tokens i and i + 1.
-        let mut merges = [NO_MERGE; LONGEST_SCANNED_PIECE];
+        // `ranks[i]` is the rank of merging tokens i and i + 1.
+        let mut ranks = [NO_RANK; LONGEST_SCANNED_PIECE];
         let mut len = piece.len();
         for (id, &byte) in ids.iter_mut().zip(piece) {
             *id = self.bytes[usize::from(byte)];
         }
         for i in 0..len - 1 {
-            merges[i] = self.merge_of(ids[i], ids[i + 1]);
+            ranks[i] = self.rank(ids[i], ids[i + 1]);
         }
         loop {
-            let (mut at, mut lowest) = (0, NO_MERGE);
-            for (i, &merge) in merges[..len - 1].iter().enumerate() {
-                if merge < lowest {
-                    (at, lowest) = (i, merge);
+            let (mut at, mut lowest) = (0, NO_RANK);
+            for (i, &rank) in ranks[..len - 1].iter().enumerate() {
+                if rank < lowest {
+                    (at, lowest) = (i, rank);
                 }
             }
-            if lowest == NO_MERGE {
+            if lowest == NO_RANK {
                 break;
             }
-            ids[at] = lowest as u32;
+            ids[at] = self.merged[lowest as usize];
             ids.copy_within(at + 2..len, at + 1);
-            merges.copy_within(at + 1..len - 1, at);
+            ranks.copy_within(at + 1..len - 1, at);
             len -= 1;
-            merges[len - 1] = NO_MERGE;
+            ranks[len - 1] = NO_RANK;
             if at > 0 {
-                merges[at - 1] = self.merge_of(ids[at - 1], ids[at]);
+                ranks[at - 1] = self.rank(ids[at - 1], ids[at]);
             }
             if at + 1 < len {
-                merges[at] = self.merge_of(ids[at], ids[at + 1]);
+                ranks[at] = self.rank(ids[at], ids[at + 1]);
             }
         }
         out.extend_from_slice(&ids[..len]);
@@ -172,20 +172,20 @@ impl Bpe {
         let mut previous: Vec<usize> = (0..n).map(|i| i.wrapping_sub(1)).collect();
         let mut heap = BinaryHeap::new();
         let push = |heap: &mut BinaryHeap<_>, ids: &[u32], left: usize, right: usize| {
-            let merge = self.merge_of(ids[left], ids[right]);
-            if merge != NO_MERGE {
-                heap.push(Reverse((merge, left, right)));
+            let rank = self.rank(ids[left], ids[right]);
+            if rank != NO_RANK {
+                heap.push(Reverse((rank, left, right)));
             }
         };
         for left in 0..n - 1 {
             push(&mut heap, &ids, left, left + 1);
         }
-        while let Some(Reverse((merge, left, right))) = heap.pop() {
-            let exists = ids[left] != NO_TOKEN && next[left] == right && self.merge_of(ids[left], ids[right]) == merge;
+        while let Some(Reverse((rank, left, right))) = heap.pop() {
+            let exists = ids[left] != NO_TOKEN && next[left] == right && self.rank(ids[left], ids[right]) == rank;
             if !exists {
                 continue;
             }
-            ids[left] = merge as u32;
+            ids[left] = self.merged[rank as usize];
             ids[right] = NO_TOKEN;
             next[left] = next[right];
             if next[left] < n {
