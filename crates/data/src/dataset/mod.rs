@@ -2,9 +2,11 @@
 //!
 //! It states the tokenizer and the amounts of data. [`Replacement`] writes shards and description into a directory at once.
 
+mod names;
 mod replacement;
 
-pub use replacement::Replacement;
+pub use names::ShardNames;
+pub use replacement::{Replacement, Replaces};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -19,11 +21,14 @@ pub const FILE_NAME: &str = "dataset.json";
 /// A description of the shards in a directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dataset {
+    /// Name of the data set, which the names of its shards begin with; empty for `data text`.
+    #[serde(default)]
+    pub name: String,
     /// The tokenizer of all shards.
     pub tokenizer: Encoding,
-    /// The shards `train_NNNNNN.bin`.
+    /// The training split.
     pub train: Split,
-    /// The shards `val_NNNNNN.bin`.
+    /// The validation split.
     pub val: Split,
     /// The input.
     pub input: Input,
@@ -58,7 +63,7 @@ pub struct Input {
     pub files: usize,
     /// Documents with at least one character.
     pub documents: usize,
-    /// Documents without text, which are left out.
+    /// Documents without text. `data text` leaves them out; in named data sets, they consist of a document token, as in llm.c.
     pub empty_documents: usize,
     /// Bytes of text, as UTF-8.
     pub bytes: usize,
@@ -126,14 +131,7 @@ pub fn read_for_shards(pattern: &str) -> Result<Vec<(PathBuf, Dataset)>> {
 /// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
 pub(crate) fn is_part(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
-    name == FILE_NAME || is_shard(name) || name.starts_with(atomic_file::TEMPORARY_PREFIX)
-}
-
-/// Reports whether a name has the form `train_NNNNNN.bin` or `val_NNNNNN.bin`.
-fn is_shard(name: &str) -> bool {
-    let number = name.strip_prefix("train_").or_else(|| name.strip_prefix("val_"));
-    let number = number.and_then(|rest| rest.strip_suffix(".bin"));
-    number.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|digit| digit.is_ascii_digit()))
+    name == FILE_NAME || ShardNames::of_shard(name).is_some() || name.starts_with(atomic_file::TEMPORARY_PREFIX)
 }
 
 #[cfg(test)]
