@@ -187,6 +187,10 @@ fn tinystories_are_written_and_can_be_trained_on() {
     assert_eq!(fs::read_to_string(out.join("dataset.json")).unwrap(), description);
     let bytes = dir.path().join("bytes");
     succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&bytes), "--tokenizer", "bytes"]);
+    // The tokenizer is that of dataset.json.
+    let table = succeed(&["data", "check", text(&bytes.join("*.bin"))]);
+    assert!(table.contains("18 documents in 2 files"), "{table}");
+    assert!(succeed(&["data", "show", text(&bytes.join("TinyStories_val.bin"))]).contains("Once upon a time"));
     // The stories have 33 and 8 bytes.
     let val = tokens::find(text(&bytes.join("TinyStories_val.bin"))).unwrap();
     assert_eq!(data::Tokens::open(&val[0]).unwrap().len(), 33 + 8 + 2);
@@ -255,6 +259,7 @@ fn an_interrupted_replacement_is_reported_and_completed() {
     fs::rename(out.join("tiny_shakespeare_val.bin"), staging.join("tiny_shakespeare_val.bin")).unwrap();
     let train = out.join("tiny_shakespeare_train.bin");
     let interrupted = [text(&out), "the program was interrupted", "the `data` command with this --out"];
+    fail(&["data", "check", text(&train)], &interrupted);
     fail(&[&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat(), &interrupted);
     // The replacement is completed, although the input is too short.
     fs::write(&play, "short").unwrap();

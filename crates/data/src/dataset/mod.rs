@@ -10,7 +10,7 @@ pub use replacement::{Replacement, Replaces};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
@@ -116,16 +116,22 @@ impl Dataset {
 /// Fails if the replacement of such a data set was interrupted, because its shards may be partly old.
 pub fn read_for_shards(pattern: &str) -> Result<Vec<(PathBuf, Dataset)>> {
     let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
-    let parts = paths.filter_map(Result::ok).filter(|path| is_part(path));
-    let directories: BTreeSet<PathBuf> = parts.filter_map(|path| path.parent().map(Path::to_owned)).collect();
-    let mut found = Vec::new();
-    for directory in directories {
-        Replacement::check_finished(&directory)?;
-        if let Some(dataset) = Dataset::read(&directory)? {
-            found.push((directory, dataset));
+    let mut found = BTreeMap::new();
+    for path in paths.filter_map(Result::ok) {
+        let directory = path.parent().unwrap_or(Path::new("")).to_owned();
+        if is_part(&path) && !found.contains_key(&directory) {
+            let dataset = read_for_shard(&path)?;
+            found.insert(directory, dataset);
         }
     }
-    Ok(found)
+    Ok(found.into_iter().filter_map(|(directory, dataset)| Some((directory, dataset?))).collect())
+}
+
+/// Returns the description of the data set of a shard. Returns `None` for other files. Fails as [`read_for_shards`] does.
+pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
+    let Some(directory) = path.parent().filter(|_| is_part(path)) else { return Ok(None) };
+    Replacement::check_finished(directory)?;
+    Dataset::read(directory)
 }
 
 /// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
