@@ -39,6 +39,14 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
+/// Returns the names of the files in a directory.
+fn entries(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
 fn write(dir: &Path, name: &str, ids: &[u16]) -> PathBuf {
     let path = dir.join(name);
     tokens::write(&path, ids, Width::U16).unwrap();
@@ -163,12 +171,26 @@ fn tinystories_are_written_and_can_be_trained_on() {
     }
     let out = dir.path().join("out");
     let printed = succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&out)]);
+    assert!(printed.contains("read 18 documents, 369 bytes, from 9 files"), "{printed}");
     // Ids of tiktoken: 1 + 9 and 1 + 3 tokens.
-    assert!(printed.contains("wrote 14 tokens") && printed.contains("wrote 112 tokens"), "{printed}");
-    let train = out.join("TinyStories_train.bin");
-    succeed(&[&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat());
+    let (train, val) = (out.join("TinyStories_train.bin"), out.join("TinyStories_val.bin"));
+    assert!(printed.contains(&format!("wrote 112 tokens for train, 1 shard: {}", train.display())), "{printed}");
+    assert!(printed.contains(&format!("wrote 14 tokens for val, 1 shard: {}", val.display())), "{printed}");
+    assert!(printed.contains(&format!("--train {} --val {} --model d12", train.display(), val.display())), "{printed}");
+    let training = [&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat();
+    succeed(&training);
+    let description = fs::read_to_string(out.join("dataset.json")).unwrap();
+    fs::write(out.join("dataset.json"), description.replace("50257", "128256")).unwrap();
+    fail(&training, &["gpt2 with 128256", "at most 50257", "the model"]);
+    // The data set is replaced without a flag.
+    succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&out)]);
+    assert_eq!(fs::read_to_string(out.join("dataset.json")).unwrap(), description);
     let bytes = dir.path().join("bytes");
     succeed(&["data", "tinystories", "--from", text(&from), "--out", text(&bytes), "--tokenizer", "bytes"]);
+    // The tokenizer is that of dataset.json.
+    let table = succeed(&["data", "check", text(&bytes.join("*.bin"))]);
+    assert!(table.contains("18 documents in 2 files"), "{table}");
+    assert!(succeed(&["data", "show", text(&bytes.join("TinyStories_val.bin"))]).contains("Once upon a time"));
     // The stories have 33 and 8 bytes.
     let val = tokens::find(text(&bytes.join("TinyStories_val.bin"))).unwrap();
     assert_eq!(data::Tokens::open(&val[0]).unwrap().len(), 33 + 8 + 2);
@@ -199,4 +221,49 @@ fn without_a_network_errors_name_the_address_and_the_flag() {
     let output = llm_rs(&["data", "fineweb", "--version", "1B"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(printed(&output).contains("expected 10B or 100B"));
+}
+
+#[test]
+fn a_directory_holds_one_data_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let play = dir.path().join("play.txt");
+    fs::write(&play, "All the world's a stage,\nAnd all the men and women merely players.\n\n".repeat(2000)).unwrap();
+    let out = dir.path().join("out");
+    let plays = ["data", "tinyshakespeare", "--from", text(&play), "--out", text(&out)];
+    succeed(&plays);
+    let named = ["dataset.json", "tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"];
+    assert_eq!(entries(&out), named);
+    let words = ["data", "text", text(&play), "--out", text(&out)];
+    fail(&words, &["tiny_shakespeare_train.bin already exists", "another --out directory, or --overwrite"]);
+    assert_eq!(entries(&out), named);
+    succeed(&[&words[..], &["--overwrite"]].concat());
+    assert_eq!(entries(&out), ["dataset.json", "train_000000.bin"]);
+    let message = fail(&plays, &[text(&out), "train_000000.bin", "use another --out directory"]);
+    assert!(!message.contains("--overwrite"), "{message}");
+    assert_eq!(entries(&out), ["dataset.json", "train_000000.bin"]);
+    fail(&["data", "tinyshakespeare", "--from", text(&play), "--out", text(&play)], &["play.txt"]);
+}
+
+/// The state after a crash while the files are moved.
+#[test]
+fn an_interrupted_replacement_is_reported_and_completed() {
+    let dir = tempfile::tempdir().unwrap();
+    let play = dir.path().join("play.txt");
+    fs::write(&play, "All the world's a stage,\n\n".repeat(5000)).unwrap();
+    let out = dir.path().join("out");
+    let plays = ["data", "tinyshakespeare", "--from", text(&play), "--out", text(&out)];
+    succeed(&plays);
+    let staging = out.join(".unfinished-dataset");
+    fs::create_dir(&staging).unwrap();
+    fs::write(staging.join("COMPLETE"), "dataset.json\ntiny_shakespeare_train.bin\ntiny_shakespeare_val.bin").unwrap();
+    fs::rename(out.join("tiny_shakespeare_val.bin"), staging.join("tiny_shakespeare_val.bin")).unwrap();
+    let train = out.join("tiny_shakespeare_train.bin");
+    let interrupted = [text(&out), "the program was interrupted", "the `data` command with this --out"];
+    fail(&["data", "check", text(&train)], &interrupted);
+    fail(&[&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat(), &interrupted);
+    // The replacement is completed, although the input is too short.
+    fs::write(&play, "short").unwrap();
+    fail(&plays, &["expected more than 32768 tokens"]);
+    assert_eq!(entries(&out), ["dataset.json", "tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"]);
+    succeed(&["data", "check", text(&out.join("*.bin"))]);
 }

@@ -9,8 +9,8 @@ use checkpoint::model_file::{self, ModelFile};
 use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use checkpoint::state::{self, OptimizerState};
 use checkpoint::{Progress, RunState, fingerprint, resume};
+use data::documents::{self, Format, Reading, Sink};
 use data::multiple_choice::{self, Example, MultipleChoice};
-use data::parquet_text::TextColumn;
 use data::{Geometry, Loader, Tokens, hellaswag, mmlu, tinystories, tokens};
 use engine::cpu::Cpu;
 use engine::tensor::DType;
@@ -18,6 +18,7 @@ use engine::{Algorithms, Engine};
 use host::cli::Cli;
 use host::log::Log;
 use host::sample::{self, Sampling};
+use indicatif::ProgressBar;
 use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
@@ -432,7 +433,17 @@ fn story_files() -> Vec<Vec<u8>> {
 }
 
 fn read_parquet(data: &[u8]) -> Result<()> {
-    as_file(data, |path| TextColumn::open(path, "text")?.read(&mut |_| Ok(())))
+    struct Ignore;
+    impl Sink for Ignore {
+        fn text(&mut self, _: &str) -> Result<()> {
+            Ok(())
+        }
+        fn end(&mut self) -> Result<()> {
+            Ok(())
+        }
+    }
+    let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
+    as_file(data, |path| documents::read(path, &reading, &ProgressBar::hidden(), &mut Ignore).map(drop))
 }
 
 /// Returns files with two row groups, one for each compression.

@@ -1,17 +1,15 @@
 //! FineWeb and FineWeb-Edu, with the shards of llm.c's `dev/data/fineweb.py`.
 
+use crate::dataset::{Input, Replacement, Replaces, ShardNames};
+use crate::documents::{self, FileReport, Format, Reading};
 use crate::download::{self, Remote};
-use crate::encode::{self, Push};
-use crate::parquet_text::TextColumn;
-use crate::shard_set::{ShardFile, ShardSet, Written};
-use crate::tokens::{MAX_SHARD_TOKENS, Width};
-use anyhow::{Result, bail, ensure};
+use crate::text::{self, Encoder, Layout, Summary, Validation};
+use anyhow::{Result, ensure};
 use indicatif::ProgressBar;
 use std::fmt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
-
-const COLUMN: &str = "text";
 
 /// The size of a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,14 +51,14 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Returns the prefix of the file names: `fineweb` or `edu_fineweb`.
-    pub fn prefix(self) -> &'static str {
-        if self.edu { "edu_fineweb" } else { "fineweb" }
+    /// Returns the names of the shards.
+    pub fn names(self) -> ShardNames {
+        if self.edu { ShardNames::EDU_FINEWEB } else { ShardNames::FINEWEB }
     }
 
     /// Returns the name of llm.c's directory, such as `edu_fineweb10B`.
     pub fn directory(self) -> String {
-        format!("{}{}", self.prefix(), self.version)
+        format!("{}{}", self.names().data_set, self.version)
     }
 
     /// Returns the parquet files on the Hugging Face Hub.
@@ -78,101 +76,43 @@ pub fn files(from: &Path) -> Result<Vec<PathBuf>> {
 /// Settings of [`write()`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Prefix of the file names.
-    pub prefix: &'static str,
+    /// The names of the shards.
+    pub names: ShardNames,
     /// Tokens per shard. The last shard holds the remaining tokens.
     pub shard_tokens: usize,
     /// The encoding.
     pub tokenizer: Tokenizer,
+    /// Version of the program, for the description of the data set.
+    pub program: String,
 }
 
-/// Opens the files and returns their number of rows.
-pub fn rows(files: &[PathBuf]) -> Result<usize> {
-    files.iter().map(|file| TextColumn::open(file, COLUMN).map(|column| column.rows())).sum()
-}
-
-/// Tokenizes the column `text` of parquet files and writes `PREFIX_val_000000.bin` and `PREFIX_train_NNNNNN.bin` into
-/// `out`.
+/// Tokenizes the column `text` of parquet files and writes `NAME_val_000000.bin`, `NAME_train_NNNNNN.bin` and `dataset.json`
+/// into `out`. `progress` counts the bytes of the files.
 ///
 /// The documents form one sequence of tokens, each after a document token. A shard is a range of `shard_tokens` tokens of it,
 /// so a document may continue in the next shard. Shard 0 is the validation split.
-pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &ProgressBar) -> Result<Vec<Written>> {
-    let Options { prefix, shard_tokens, tokenizer } = options;
-    ensure!(
-        (1..=MAX_SHARD_TOKENS).contains(shard_tokens),
-        "--shard-tokens {shard_tokens}: expected 1 to {MAX_SHARD_TOKENS}"
-    );
-    let mut shards = Shards {
-        set: ShardSet::create(out, Width::of_vocab(tokenizer.vocab()))?,
-        prefix,
-        size: *shard_tokens,
-        current: None,
-        index: 0,
-    };
-    let read = |push: &mut Push| {
+pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &ProgressBar) -> Result<Summary> {
+    let Options { names, shard_tokens, tokenizer, program } = options;
+    text::check_shard_tokens(*shard_tokens)?;
+    let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
+    // A damaged file is found before hours of work.
+    files.iter().try_for_each(|file| documents::check_parquet(file, &reading.field))?;
+    progress.set_length(files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum());
+    let replacement = Replacement::begin(out, Replaces::Same(*names))?;
+    let validation = Validation::FirstTokens(*shard_tokens);
+    let layout = Layout { names: *names, shard_tokens: *shard_tokens, validation };
+    text::write_shards(replacement, &Encoder::of_llmc(tokenizer), layout, program, |sink| {
         for file in files {
-            TextColumn::open(file, COLUMN)?.read(&mut |text| {
-                progress.inc(1);
-                push(text)
-            })?;
+            let FileReport { null, invalid_utf8, .. } = documents::read(file, &reading, progress, sink)?;
+            ensure!(
+                null == 0 && invalid_utf8 == 0,
+                "{}: expected UTF-8 text in each row, found {null} null values and {invalid_utf8} invalid UTF-8 sequences; \
+                 download the file again",
+                file.display()
+            );
         }
-        Ok(())
-    };
-    encode::documents(tokenizer, read, |ids| shards.extend(ids))?;
-    let (set, shards) = shards.finish()?;
-    if shards < 2 {
-        bail!(
-            "{prefix}: expected more than {shard_tokens} tokens, because the first shard is the validation split, found one \
-             shard; use a smaller --shard-tokens"
-        );
-    }
-    let digits = "[0-9]".repeat(6);
-    set.commit(&[&format!("{prefix}_train_{digits}.bin"), &format!("{prefix}_val_{digits}.bin")])
-}
-
-/// Divides a sequence of tokens into shards.
-struct Shards<'a> {
-    set: ShardSet,
-    prefix: &'a str,
-    size: usize,
-    current: Option<ShardFile>,
-    /// Number of completed shards.
-    index: usize,
-}
-
-impl Shards<'_> {
-    fn extend(&mut self, mut ids: &[u32]) -> Result<()> {
-        while !ids.is_empty() {
-            let mut shard = match self.current.take() {
-                Some(shard) => shard,
-                None => self.set.shard(&self.name())?,
-            };
-            let (head, tail) = ids.split_at(ids.len().min(self.size - shard.len()));
-            shard.extend(head)?;
-            ids = tail;
-            if shard.len() == self.size {
-                self.set.finish(shard)?;
-                self.index += 1;
-            } else {
-                self.current = Some(shard);
-            }
-        }
-        Ok(())
-    }
-
-    fn name(&self) -> String {
-        let split = if self.index == 0 { "val" } else { "train" };
-        format!("{}_{split}_{:06}.bin", self.prefix, self.index)
-    }
-
-    /// Returns the set and its number of shards.
-    fn finish(mut self) -> Result<(ShardSet, usize)> {
-        if let Some(shard) = self.current.take() {
-            self.set.finish(shard)?;
-            self.index += 1;
-        }
-        Ok((self.set, self.index))
-    }
+        Ok(Summary { input: Input { files: files.len(), ..Input::default() }, ..Summary::default() })
+    })
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
 //! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), tokens become shards on disk
-//! ([`text`], [`tinyshakespeare`]) with a description ([`dataset`]), and shards become batches ([`Loader`],
+//! ([`text`], [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]), and shards become batches ([`Loader`],
 //! [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
 
 #![warn(missing_docs)]
@@ -10,7 +10,6 @@ pub mod check;
 pub mod dataset;
 pub mod documents;
 pub mod download;
-pub mod encode;
 pub mod fineweb;
 pub mod header;
 pub mod hellaswag;
@@ -18,10 +17,8 @@ pub mod loader;
 mod local_files;
 pub mod mmlu;
 pub mod multiple_choice;
-pub mod parquet_text;
 pub mod prefetch;
 mod python_random;
-pub mod shard_set;
 pub mod text;
 pub mod tinyshakespeare;
 pub mod tinystories;

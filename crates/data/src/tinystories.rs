@@ -1,8 +1,7 @@
 //! TinyStories, with the stories, split and order of llm.c's `dev/data/tinystories.py`.
 
-use crate::encode::{self, Push};
-use crate::shard_set::{ShardSet, Written};
-use crate::tokens::Width;
+use crate::dataset::{Input, Replacement, Replaces, ShardNames};
+use crate::text::{self, Encoder, Layout, Summary, Validation};
 use crate::{local_files, python_random};
 use anyhow::{Context, Result, bail, ensure};
 use flate2::read::GzDecoder;
@@ -21,7 +20,9 @@ pub const ARCHIVE: &str = "TinyStories_all_data.tar.gz";
 
 /// Seed of the order of the stories of the first file of a split.
 const SEED: u32 = 1337;
-const NAMES: [&str; 2] = ["TinyStories_val.bin", "TinyStories_train.bin"];
+
+/// The names of the files.
+pub const NAMES: ShardNames = ShardNames::TINY_STORIES;
 
 /// An object of a file. Other fields are ignored.
 #[derive(Deserialize)]
@@ -29,41 +30,40 @@ struct Story {
     story: String,
 }
 
-/// Tokenizes the stories and writes `TinyStories_val.bin` and `TinyStories_train.bin` into `out`.
+/// Tokenizes the stories and writes `TinyStories_val.bin`, `TinyStories_train.bin` and `dataset.json` into `out`.
 ///
 /// `from` is the archive `TinyStories_all_data.tar.gz` or a directory with its JSON files. The first file, by name, is the
 /// validation split. The stories of each file are shuffled as in llm.c. The files follow one another by name; in llm.c, their
 /// order varies from run to run.
-pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, progress: &ProgressBar) -> Result<[Written; 2]> {
+pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str, progress: &ProgressBar) -> Result<Summary> {
     let is_directory = fs::metadata(from).with_context(|| format!("cannot read {}", from.display()))?.is_dir();
     let files = if is_directory { local_files::find(from, "json")? } else { Vec::new() };
-    let mut set = ShardSet::create(out, Width::of_vocab(tokenizer.vocab()))?;
-    let files = if is_directory { files } else { extract(from, set.temporary())? };
+    let replacement = Replacement::begin(out, Replaces::Same(NAMES))?;
+    let files = if is_directory { files } else { extract(from, &replacement.directory().join("source"))? };
     ensure!(
         files.len() >= 2,
         "{}: expected at least 2 JSON files, because the first one is the validation split, found {}",
         from.display(),
         files.len()
     );
-    let size = files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum();
-    progress.set_length(size);
+    let size = |file: &PathBuf| fs::metadata(file).map_or(0, |found| found.len());
+    progress.set_length(files.iter().map(size).sum());
     progress.set_position(0);
-    for (name, files) in NAMES.into_iter().zip([&files[..1], &files[1..]]) {
-        let mut shard = set.shard(name)?;
-        let read = |push: &mut Push| {
-            for (i, file) in files.iter().enumerate() {
-                let mut stories = stories(file)?;
-                python_random::shuffle(SEED + i as u32, &mut stories);
-                stories.into_iter().try_for_each(&mut *push)?;
-                progress.inc(fs::metadata(file).map_or(0, |found| found.len()));
+    let validation = Validation::FirstDocuments(stories(&files[0])?.len());
+    let layout = Layout { names: NAMES, shard_tokens: usize::MAX, validation };
+    text::write_shards(replacement, &Encoder::of_llmc(tokenizer), layout, program, |sink| {
+        for (i, file) in files.iter().enumerate() {
+            let mut stories = stories(file)?;
+            // In each split, the seeds count from SEED.
+            python_random::shuffle(SEED + i.saturating_sub(1) as u32, &mut stories);
+            for story in stories {
+                sink.text(&story)?;
+                sink.end()?;
             }
-            Ok(())
-        };
-        encode::documents(tokenizer, read, |ids| shard.extend(ids))?;
-        set.finish(shard)?;
-    }
-    let written = set.commit(&NAMES)?;
-    Ok(written.try_into().expect("two files were written"))
+            progress.inc(size(file));
+        }
+        Ok(Summary { input: Input { files: files.len(), ..Input::default() }, ..Summary::default() })
+    })
 }
 
 /// Returns the stories of a JSON file: an array of objects with a field `story`. White space at their ends is removed.
@@ -81,9 +81,10 @@ fn strip(text: &str) -> &str {
     text.trim_matches(|c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c))
 }
 
-/// Extracts the JSON files of an archive into a directory. Returns their paths, sorted by name.
+/// Extracts the JSON files of an archive into a new directory. Returns their paths, sorted by name.
 fn extract(archive: &Path, directory: &Path) -> Result<Vec<PathBuf>> {
     let name = archive.display();
+    atomic_file::create_directory(directory)?;
     let file = File::open(archive).with_context(|| format!("cannot open {name}"))?;
     let damaged = || format!("{name}: expected a complete .tar.gz archive or a directory of JSON files");
     let mut entries = Archive::new(GzDecoder::new(BufReader::new(file)));

@@ -2,13 +2,15 @@
 //!
 //! It states the tokenizer and the amounts of data. [`Replacement`] writes shards and description into a directory at once.
 
+mod names;
 mod replacement;
 
-pub use replacement::Replacement;
+pub use names::ShardNames;
+pub use replacement::{Replacement, Replaces};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
@@ -19,11 +21,14 @@ pub const FILE_NAME: &str = "dataset.json";
 /// A description of the shards in a directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dataset {
+    /// Name of the data set, which the names of its shards begin with; empty for `data text`.
+    #[serde(default)]
+    pub name: String,
     /// The tokenizer of all shards.
     pub tokenizer: Encoding,
-    /// The shards `train_NNNNNN.bin`.
+    /// The training split.
     pub train: Split,
-    /// The shards `val_NNNNNN.bin`.
+    /// The validation split.
     pub val: Split,
     /// The input.
     pub input: Input,
@@ -58,7 +63,7 @@ pub struct Input {
     pub files: usize,
     /// Documents with at least one character.
     pub documents: usize,
-    /// Documents without text, which are left out.
+    /// Documents without text. `data text` leaves them out; in named data sets, they consist of a document token, as in llm.c.
     pub empty_documents: usize,
     /// Bytes of text, as UTF-8.
     pub bytes: usize,
@@ -111,29 +116,28 @@ impl Dataset {
 /// Fails if the replacement of such a data set was interrupted, because its shards may be partly old.
 pub fn read_for_shards(pattern: &str) -> Result<Vec<(PathBuf, Dataset)>> {
     let paths = glob::glob(pattern).with_context(|| format!("'{pattern}': not a glob pattern"))?;
-    let parts = paths.filter_map(Result::ok).filter(|path| is_part(path));
-    let directories: BTreeSet<PathBuf> = parts.filter_map(|path| path.parent().map(Path::to_owned)).collect();
-    let mut found = Vec::new();
-    for directory in directories {
-        Replacement::check_finished(&directory)?;
-        if let Some(dataset) = Dataset::read(&directory)? {
-            found.push((directory, dataset));
+    let mut found = BTreeMap::new();
+    for path in paths.filter_map(Result::ok) {
+        let directory = path.parent().unwrap_or(Path::new("")).to_owned();
+        if is_part(&path) && !found.contains_key(&directory) {
+            let dataset = read_for_shard(&path)?;
+            found.insert(directory, dataset);
         }
     }
-    Ok(found)
+    Ok(found.into_iter().filter_map(|(directory, dataset)| Some((directory, dataset?))).collect())
+}
+
+/// Returns the description of the data set of a shard. Returns `None` for other files. Fails as [`read_for_shards`] does.
+pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
+    let Some(directory) = path.parent().filter(|_| is_part(path)) else { return Ok(None) };
+    Replacement::check_finished(directory)?;
+    Dataset::read(directory)
 }
 
 /// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
 pub(crate) fn is_part(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
-    name == FILE_NAME || is_shard(name) || name.starts_with(atomic_file::TEMPORARY_PREFIX)
-}
-
-/// Reports whether a name has the form `train_NNNNNN.bin` or `val_NNNNNN.bin`.
-fn is_shard(name: &str) -> bool {
-    let number = name.strip_prefix("train_").or_else(|| name.strip_prefix("val_"));
-    let number = number.and_then(|rest| rest.strip_suffix(".bin"));
-    number.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|digit| digit.is_ascii_digit()))
+    name == FILE_NAME || ShardNames::of_shard(name).is_some() || name.starts_with(atomic_file::TEMPORARY_PREFIX)
 }
 
 #[cfg(test)]

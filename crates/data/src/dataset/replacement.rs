@@ -4,7 +4,7 @@
 //! them when all are synced. Only then are they moved to their names, and old shards that remain are removed. A replacement that
 //! was interrupted before that point is discarded by the next one; later, the next one completes it first.
 
-use super::{Dataset, FILE_NAME, is_shard};
+use super::{Dataset, FILE_NAME, ShardNames};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -12,6 +12,17 @@ use std::path::{Path, PathBuf};
 
 /// Lists the new files.
 const COMPLETE: &str = "COMPLETE";
+
+/// The shards in the output directory that a new data set may replace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replaces {
+    /// None.
+    Nothing,
+    /// Those of the data set with the same name.
+    Same(ShardNames),
+    /// Those of any data set.
+    Everything,
+}
 
 /// A data set that is being written. Dropping it removes the unfinished files.
 #[derive(Debug)]
@@ -23,8 +34,9 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Starts to write a data set into `out`. Fails if it contains shards and `overwrite` is not set.
-    pub fn begin(out: &Path, overwrite: bool) -> Result<Self> {
+    /// Starts to write a data set into `out`. Fails if `out` contains shards that it may not replace: a directory holds one data
+    /// set.
+    pub fn begin(out: &Path, replaces: Replaces) -> Result<Self> {
         atomic_file::create_directory(out)?;
         let lock = File::open(out).with_context(|| format!("cannot open {}", out.display()))?;
         // File systems without locks report other errors.
@@ -39,18 +51,18 @@ impl Replacement {
         if staging.exists() {
             fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
         }
-        if let Some(old) = names(out)?.into_iter().find(|name| is_shard(name)) {
-            ensure!(
-                overwrite,
-                "{} already exists: expected a directory without shards; use another --out directory, or --overwrite",
-                out.join(old).display()
-            );
+        for old in names(out)? {
+            check_old(out, &old, replaces)?;
+        }
+        if replaces != Replaces::Everything {
+            // Another program's file with this name is not replaced.
+            Dataset::read(out)?;
         }
         atomic_file::create_directory(&staging)?;
         Ok(Self { out: out.to_owned(), staging, _lock: lock })
     }
 
-    /// Returns the directory for the new shards.
+    /// Returns the directory for the new shards. Directories in it are temporary.
     pub fn directory(&self) -> &Path {
         &self.staging
     }
@@ -61,7 +73,8 @@ impl Replacement {
             serde_json::to_writer_pretty(&mut *file, dataset)?;
             Ok(file.write_all(b"\n")?)
         })?;
-        let names = names(&self.staging)?;
+        let names: Vec<String> =
+            names(&self.staging)?.into_iter().filter(|name| self.staging.join(name).is_file()).collect();
         atomic_file::write(&self.staging.join(COMPLETE), |file| Ok(file.write_all(names.join("\n").as_bytes())?))?;
         complete(&self.out)
     }
@@ -71,7 +84,7 @@ impl Replacement {
         ensure!(
             !staging(out).join(COMPLETE).exists(),
             "{}: expected one data set, found an old one that is partly replaced, because the program was interrupted; run \
-             `data text` with this --out directory again, which completes the replacement first",
+             the `data` command with this --out directory again, which completes the replacement first",
             out.display()
         );
         Ok(())
@@ -85,6 +98,31 @@ impl Drop for Replacement {
             let _ = fs::remove_dir_all(&self.staging);
         }
     }
+}
+
+/// Fails if a file in the output directory is a shard that may not be replaced.
+fn check_old(out: &Path, old: &str, replaces: Replaces) -> Result<()> {
+    let Some(found) = ShardNames::of_shard(old) else { return Ok(()) };
+    let path = out.join(old);
+    ensure!(
+        !path.is_dir(),
+        "{}: expected a token file, found a directory; use another --out directory",
+        path.display()
+    );
+    match replaces {
+        Replaces::Nothing => bail!(
+            "{} already exists: expected a directory without shards; use another --out directory, or --overwrite",
+            path.display()
+        ),
+        Replaces::Same(names) => ensure!(
+            found == names,
+            "{}: expected no shards but those of {}, found {old}; use another --out directory",
+            out.display(),
+            names.data_set
+        ),
+        Replaces::Everything => {}
+    }
+    Ok(())
 }
 
 fn staging(out: &Path) -> PathBuf {
@@ -120,7 +158,7 @@ fn complete(out: &Path) -> Result<()> {
     }
     atomic_file::sync_directory(out)?;
     for old in names(out)? {
-        if (is_shard(&old) || old == FILE_NAME) && !new.contains(&old.as_str()) {
+        if (ShardNames::of_shard(&old).is_some() || old == FILE_NAME) && !new.contains(&old.as_str()) {
             fs::remove_file(out.join(&old)).with_context(|| format!("cannot remove {}", out.join(&old).display()))?;
         }
     }

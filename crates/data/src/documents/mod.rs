@@ -11,6 +11,7 @@ mod source;
 mod text;
 
 pub use find::{Found, Reason, Skipped, find};
+pub use parquet::check as check_parquet;
 
 use anyhow::{Result, bail, ensure};
 use indicatif::ProgressBar;
@@ -79,6 +80,8 @@ pub trait Sink {
 pub struct FileReport {
     /// Invalid UTF-8 sequences, each replaced by U+FFFD.
     pub invalid_utf8: usize,
+    /// Null values of a parquet file, each read as a document without text.
+    pub null: usize,
     /// Set if the file was not read.
     pub skipped: Option<Reason>,
 }

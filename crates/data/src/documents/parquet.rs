@@ -7,7 +7,7 @@ use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
-use std::fs::File;
+use std::fs::{self, File};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 
@@ -15,26 +15,41 @@ use std::path::Path;
 const ROWS: usize = 256;
 
 /// Passes the column `field` of each row to `sink` as a document.
-///
-/// The parquet crate panics for some damaged files, so a panic is an error of the file.
 pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
-    let read = AssertUnwindSafe(|| read_rows(path, field, progress, sink));
-    panic::catch_unwind(read).unwrap_or_else(|_| {
+    without_panics(path, || read_rows(path, field, progress, sink))
+}
+
+/// Checks that a file is a parquet file with a column `field` of strings. Rows are not read.
+pub fn check(path: &Path, field: &str) -> Result<()> {
+    without_panics(path, || open(path, field).map(drop))
+}
+
+/// Calls the parquet crate, which panics for some damaged files. A panic is an error of the file.
+fn without_panics<T>(path: &Path, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
         bail!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
     })
 }
 
-fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+/// Opens a file. Returns the index of its column `field`.
+fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
-    let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
+    let reader = SerializedFileReader::new(file).with_context(invalid)?;
+    let schema = reader.metadata().file_metadata().schema_descr();
+    let column = find_column(schema, field).with_context(|| name.to_string())?;
+    Ok((reader, column))
+}
+
+fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
+    let name = path.display();
+    let size = fs::metadata(path).with_context(|| format!("cannot read {name}"))?.len();
     if size == 0 {
         return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
     }
-    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
-    let reader = SerializedFileReader::new(file).with_context(invalid)?;
+    let (reader, column) = open(path, field)?;
     let metadata = reader.metadata();
-    let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
     let mut report = FileReport::default();
     let groups = metadata.num_row_groups();
     let mut rows = 0;
@@ -70,7 +85,7 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
             for value in &batch {
                 report.invalid_utf8 += document(value.data(), sink)?;
             }
-            // Null values are empty documents.
+            report.null += records - batch.len();
             for _ in batch.len()..records {
                 sink.end()?;
             }
@@ -92,14 +107,14 @@ fn find_column(schema: &SchemaDescriptor, field: &str) -> Result<usize> {
     let Some(index) = columns.iter().position(|column| column.path().string() == field) else {
         let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
         bail!(
-            "expected a column \"{field}\", found {}; name the column with the text with --field",
+            "expected a column \"{field}\", found {}; name the column with the text with `data text --field`",
             if names.is_empty() { "none".to_owned() } else { names.join(", ") }
         );
     };
     let column = &columns[index];
     ensure!(
         column.physical_type() == Type::BYTE_ARRAY && column.max_rep_level() == 0,
-        "column \"{field}\": expected strings, found {}; name the column with the text with --field",
+        "column \"{field}\": expected strings, found {}; name the column with the text with `data text --field`",
         if column.max_rep_level() > 0 { "lists".to_owned() } else { column.physical_type().to_string() }
     );
     Ok(index)

@@ -1,5 +1,6 @@
 use super::*;
 use crate::Tokens;
+use crate::dataset::{Dataset, Split};
 use parquet::basic::{Compression, Type, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
 use parquet::file::properties::WriterProperties;
@@ -56,13 +57,11 @@ fn write_schema(path: &Path, schema: &str, compression: Compression, groups: &[&
 }
 
 fn options(shard_tokens: usize) -> Options {
-    Options { prefix: "edu_fineweb", shard_tokens, tokenizer: Tokenizer::gpt2() }
+    Options { names: ShardNames::EDU_FINEWEB, shard_tokens, tokenizer: Tokenizer::gpt2(), program: "test".into() }
 }
 
-fn run(from: &Path, out: &Path, options: &Options) -> Result<Vec<Written>> {
-    let files = files(from)?;
-    rows(&files)?;
-    write(&files, out, options, &ProgressBar::hidden())
+fn run(from: &Path, out: &Path, options: &Options) -> Result<Summary> {
+    write(&files(from)?, out, options, &ProgressBar::hidden())
 }
 
 fn shards(out: &Path) -> Vec<(String, Vec<u32>)> {
@@ -124,7 +123,7 @@ fn parquet_files_become_llm_cs_shards() {
     let out = dir.path().join("out");
     // The last size divides the number of tokens.
     for size in [100, 1000, 4097, total.div_ceil(2)] {
-        let written = run(&from, &out, &options(size)).unwrap();
+        let summary = run(&from, &out, &options(size)).unwrap();
         let expected = llmc_shards(&documents, size);
         let found = shards(&out);
         assert_eq!(found.len(), expected.len(), "size {size}");
@@ -133,7 +132,11 @@ fn parquet_files_become_llm_cs_shards() {
             assert_eq!(*name, format!("edu_fineweb_{split}_{i:06}.bin"));
             assert!(ids == expected, "{name}, size {size}");
         }
-        assert_eq!(written.iter().map(|shard| shard.tokens).sum::<usize>(), total);
+        let dataset = Dataset::read(&out).unwrap().unwrap();
+        assert_eq!((dataset.name.as_str(), dataset.input.files, dataset.input.documents), ("edu_fineweb", 2, 900));
+        assert_eq!(dataset.val, Split { shards: 1, tokens: size });
+        assert_eq!(dataset.train, Split { shards: found.len() - 1, tokens: total - size });
+        assert_eq!((dataset.train, dataset.val, dataset.input), (summary.train, summary.val, summary.input));
     }
 }
 
@@ -175,19 +178,19 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     let dir = tempfile::tempdir().unwrap();
     let good = [Some("one two three four five six".as_bytes())];
     let message = error(&file_with(&dir, SCHEMA, &[good[0], good[0], None, good[0]]));
-    assert!(message.contains("bad.parquet, row 2, column 'text': expected a string, found null"), "{message}");
+    assert!(message.contains("bad.parquet: expected UTF-8 text in each row, found 1 null values"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[None, None]));
-    assert!(message.contains("row 0, column 'text': expected a string, found null"), "{message}");
+    assert!(message.contains("bad.parquet") && message.contains("found 2 null values"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[good[0], Some(&[b'a', 0xff, b'b'])]));
-    assert!(message.contains("row 1") && message.contains("expected UTF-8"), "{message}");
+    assert!(message.contains("bad.parquet") && message.contains("1 invalid UTF-8 sequences"), "{message}");
     let message = error(&file_with(&dir, "message schema { OPTIONAL BYTE_ARRAY id; OPTIONAL INT64 n; }", &good));
-    assert!(message.contains("expected a column 'text', found id, n"), "{message}");
+    assert!(message.contains("expected a column \"text\", found id, n"), "{message}");
     let message = error(&file_with(&dir, "message schema { OPTIONAL INT64 text; }", &good));
-    assert!(message.contains("column 'text': expected strings, found INT64"), "{message}");
+    assert!(message.contains("column \"text\": expected strings, found INT64"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[Some("hi".as_bytes())]));
-    assert!(message.contains("use a smaller --shard-tokens"), "{message}");
+    assert!(message.contains("found 2; use more text or a smaller --shard-tokens"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[]));
-    assert!(message.contains("--shard-tokens"), "{message}");
+    assert!(message.contains("expected at least one document with text"), "{message}");
     let message = error(&dir.path().join("none.parquet"));
     assert!(message.contains("--from") && message.contains("none.parquet"), "{message}");
     let empty = tempfile::tempdir().unwrap();
@@ -195,7 +198,7 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     let text = dir.path().join("text.parquet");
     fs::write(&text, "This is a text file, not a parquet file.").unwrap();
     let message = error(&text);
-    assert!(message.contains("text.parquet") && message.contains("not a parquet file"), "{message}");
+    assert!(message.contains("text.parquet") && message.contains("expected a complete parquet file"), "{message}");
     let complete = fs::read(file_with(&dir, SCHEMA, &good)).unwrap();
     fs::write(&text, &complete[..complete.len() / 2]).unwrap();
     assert!(error(&text).contains("text.parquet"));
@@ -205,26 +208,23 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     );
 }
 
-/// Each byte is changed in turn: the reader returns text or an error, and does not panic.
+/// The last file is checked before the first one is read.
 #[test]
-fn damaged_files_do_not_end_the_program() {
+fn damaged_files_are_found_first() {
     let dir = tempfile::tempdir().unwrap();
-    let rows = [
-        Some("All the world's a stage".as_bytes()),
-        Some("And all the men and women".as_bytes()),
-        Some("merely players".as_bytes()),
-    ];
-    let good = fs::read(file_with(&dir, "message schema { OPTIONAL BYTE_ARRAY text (UTF8); }", &rows)).unwrap();
-    let path = dir.path().join("damaged.parquet");
-    let mut rejected = 0;
-    for i in 0..good.len() {
-        for flip in [1, 0x80, 0xff] {
-            let mut bytes = good.clone();
-            bytes[i] ^= flip;
-            fs::write(&path, &bytes).unwrap();
-            let read = || TextColumn::open(&path, COLUMN)?.read(&mut |_| Ok(()));
-            rejected += usize::from(read().is_err());
-        }
-    }
-    assert!(rejected > good.len() / 2, "{rejected} of {}", 3 * good.len());
+    write_parquet(&dir.path().join("000.parquet"), Compression::SNAPPY, &[&[None]]);
+    fs::write(dir.path().join("001.parquet"), "PAR1").unwrap();
+    assert!(error(dir.path()).contains("001.parquet: expected a complete parquet file"));
+}
+
+/// Rows without text are documents, as in llm.c.
+#[test]
+fn empty_text_becomes_a_document_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = file_with(&dir, SCHEMA, &[Some(b""), Some(b"a"), Some(b"")]);
+    let out = dir.path().join("out");
+    let summary = run(&file, &out, &options(2)).unwrap();
+    let ids: Vec<u32> = shards(&out).into_iter().flat_map(|(_, ids)| ids).collect();
+    assert_eq!(ids, [50256, 50256, 64, 50256]);
+    assert_eq!((summary.input.documents, summary.input.empty_documents), (1, 2));
 }

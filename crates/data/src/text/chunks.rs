@@ -1,5 +1,6 @@
 //! Collects documents into chunks that are encoded in parallel.
 
+use super::Encoder;
 use crate::documents::Sink;
 use anyhow::{Result, anyhow};
 use std::sync::mpsc::SyncSender;
@@ -58,6 +59,7 @@ pub struct Counts {
 /// Sends batches of chunks.
 pub struct Chunker<'a> {
     tokenizer: &'a Tokenizer,
+    keep_empty: bool,
     sizes: Sizes,
     batches: SyncSender<Vec<Chunk>>,
     batch: Vec<Chunk>,
@@ -72,9 +74,11 @@ pub struct Chunker<'a> {
 }
 
 impl<'a> Chunker<'a> {
-    pub fn new(tokenizer: &'a Tokenizer, sizes: Sizes, batches: SyncSender<Vec<Chunk>>) -> Self {
+    pub fn new(encoder: &Encoder<'a>, batches: SyncSender<Vec<Chunk>>) -> Self {
+        let Encoder { tokenizer, keep_empty, sizes, .. } = *encoder;
         Self {
             tokenizer,
+            keep_empty,
             sizes,
             batches,
             batch: Vec::new(),
@@ -89,7 +93,7 @@ impl<'a> Chunker<'a> {
 
     /// Sends what is left.
     pub fn finish(mut self) -> Result<Counts> {
-        if !self.chunk.text.is_empty() {
+        if !self.chunk.text.is_empty() || !self.chunk.starts.is_empty() {
             self.end_chunk(self.chunk.text.len())?;
         }
         self.send()?;
@@ -166,6 +170,9 @@ impl Sink for Chunker<'_> {
     fn end(&mut self) -> Result<()> {
         if !self.in_document {
             self.counts.empty += 1;
+            if self.keep_empty {
+                self.chunk.starts.push(self.chunk.text.len());
+            }
             return Ok(());
         }
         self.in_document = false;
@@ -194,7 +201,8 @@ mod tests {
     /// Returns the chunks of documents that arrive in pieces of `piece` bytes.
     fn chunks(documents: &[&str], tokenizer: &Tokenizer, sizes: Sizes, piece: usize) -> (Vec<Chunk>, Counts) {
         let (send, receive) = sync_channel(1000);
-        let mut chunker = Chunker::new(tokenizer, sizes, send);
+        let encoder = Encoder { tokenizer, keep_special: false, keep_empty: false, sizes };
+        let mut chunker = Chunker::new(&encoder, send);
         for document in documents {
             let mut rest = *document;
             while !rest.is_empty() {

@@ -1,23 +1,22 @@
 //! Tokenization of documents to shards, on all cores and in bounded memory.
 //!
-//! A thread reads documents into chunks, the thread pool encodes a batch of chunks, and another thread writes their tokens in
-//! order. The shards do not depend on the number of threads or the size of the batches.
+//! [`write()`] makes a data set of any documents. The modules of named data sets call `write_shards` with llm.c's rules.
 
 mod chunks;
+mod encoder;
 mod splits;
 
-use crate::dataset::{Dataset, Encoding, Input, Replacement, Split};
-use crate::documents::{self, Found, Reading, Skipped};
-use crate::tokens::{self, Width};
-use anyhow::{Result, anyhow, ensure};
-use chunks::{Chunk, Chunker, Counts, SIZES, Sizes};
+pub(crate) use encoder::Encoder;
+pub(crate) use splits::{Layout, Validation};
+
+use crate::dataset::{Dataset, Encoding, Input, Replacement, Replaces, ShardNames, Split};
+use crate::documents::{self, Found, Reading, Sink, Skipped};
+use crate::tokens::{MAX_SHARD_TOKENS, Width};
+use anyhow::{Result, ensure};
+use chunks::{Counts, SIZES, Sizes};
 use indicatif::ProgressBar;
-use rayon::prelude::*;
-use splits::{Encoded, Splits};
-use std::panic;
+use splits::Splits;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::{self, ScopedJoinHandle};
 use tokenizer::Tokenizer;
 
 /// Settings of [`write()`].
@@ -70,65 +69,68 @@ fn write_with(found: &Found, out: &Path, options: &Options, progress: &ProgressB
         "--val-fraction {}: expected at least 0 and less than 1",
         options.val_fraction
     );
-    ensure!(
-        (1..=tokens::MAX_SHARD_TOKENS).contains(&options.shard_tokens),
-        "--shard-tokens {}: expected 1 to {}",
-        options.shard_tokens,
-        tokens::MAX_SHARD_TOKENS
-    );
+    check_shard_tokens(options.shard_tokens)?;
     ensure!(
         options.reading.separator.as_deref() != Some(""),
         "--separator: expected at least one character, found none; without it, a text file is one document"
     );
-    let replacement = Replacement::begin(out, options.overwrite)?;
-    let width = Width::of_vocab(options.tokenizer.vocab());
-    let mut splits = Splits::new(replacement.directory(), width, options.val_fraction, options.shard_tokens)?;
-    let mut summary = thread::scope(|scope| {
-        let (send_chunks, chunks) = sync_channel(1);
-        let (send_tokens, tokens) = sync_channel(1);
-        let reader = scope.spawn(move || read_all(found, options, progress, sizes, send_chunks));
-        let writer = scope.spawn(|| write_all(tokens, &mut splits));
-        let encoded = encode_all(chunks, &send_tokens, options);
-        drop(send_tokens);
-        let (written, read) = (join(writer), join(reader));
-        // If the writer or the encoder failed, the reader only reports that they stopped.
-        written?;
-        encoded?;
-        read
-    })?;
+    let replaces = if options.overwrite { Replaces::Everything } else { Replaces::Nothing };
+    let replacement = Replacement::begin(out, replaces)?;
+    let Options { tokenizer, keep_special, val_fraction, shard_tokens, program, .. } = options;
+    let encoder = Encoder { tokenizer, keep_special: *keep_special, keep_empty: false, sizes };
+    let validation = Validation::Fraction(*val_fraction);
+    let layout = Layout { names: ShardNames::TEXT, shard_tokens: *shard_tokens, validation };
+    write_shards(replacement, &encoder, layout, program, |sink| read_all(found, &options.reading, progress, sink))
+}
+
+/// Checks the value of `--shard-tokens`.
+pub(crate) fn check_shard_tokens(shard_tokens: usize) -> Result<()> {
     ensure!(
-        summary.input.documents > 0,
+        (1..=MAX_SHARD_TOKENS).contains(&shard_tokens),
+        "--shard-tokens {shard_tokens}: expected 1 to {MAX_SHARD_TOKENS}"
+    );
+    Ok(())
+}
+
+/// Tokenizes the documents that `read` writes into its sink, and replaces the data set. `read` returns a summary without the
+/// amounts of text and tokens.
+pub(crate) fn write_shards(
+    replacement: Replacement,
+    encoder: &Encoder,
+    layout: Layout,
+    program: &str,
+    read: impl FnOnce(&mut dyn Sink) -> Result<Summary> + Send,
+) -> Result<Summary> {
+    let width = Width::of_vocab(encoder.tokenizer.vocab());
+    let mut splits = Splits::new(replacement.directory(), width, layout)?;
+    let (mut summary, counts) = encoder.run(read, |encoded| splits.push(encoded))?;
+    let Counts { documents, empty, bytes, forced_cuts } = counts;
+    summary.forced_cuts = forced_cuts;
+    let skipped = summary.skipped.total();
+    summary.input = Input { documents, empty_documents: empty, bytes, skipped, ..summary.input };
+    ensure!(
+        documents > 0,
         "expected at least one document with text, found none in {} files{}",
-        found.files.len(),
-        if summary.skipped.total() > 0 { format!("\n{}", summary.skipped) } else { String::new() }
+        summary.input.files + skipped,
+        if skipped > 0 { format!("\n{}", summary.skipped) } else { String::new() }
     );
     (summary.train, summary.val) = splits.finish()?;
     replacement.commit(&Dataset {
-        tokenizer: Encoding::from(&options.tokenizer),
+        name: layout.names.data_set.to_owned(),
+        tokenizer: Encoding::from(encoder.tokenizer),
         train: summary.train.clone(),
         val: summary.val.clone(),
         input: summary.input.clone(),
-        program: options.program.clone(),
+        program: program.to_owned(),
     })?;
     Ok(summary)
 }
 
-fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
-    thread.join().unwrap_or_else(|panic| panic::resume_unwind(panic))
-}
-
-/// Reads all files. Returns the summary without the amounts of the splits.
-fn read_all(
-    found: &Found,
-    options: &Options,
-    progress: &ProgressBar,
-    sizes: Sizes,
-    send: SyncSender<Vec<Chunk>>,
-) -> Result<Summary> {
+/// Reads all files.
+fn read_all(found: &Found, reading: &Reading, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<Summary> {
     let mut summary = Summary { skipped: found.skipped.clone(), ..Summary::default() };
-    let mut chunker = Chunker::new(&options.tokenizer, sizes, send);
     for file in &found.files {
-        let report = documents::read(file, &options.reading, progress, &mut chunker)?;
+        let report = documents::read(file, reading, progress, sink)?;
         if let Some(reason) = report.skipped {
             summary.skipped.add(reason, file);
             continue;
@@ -139,52 +141,7 @@ fn read_all(
             summary.invalid_utf8.push((file.clone(), report.invalid_utf8));
         }
     }
-    let Counts { documents, empty, bytes, forced_cuts } = chunker.finish()?;
-    summary.forced_cuts = forced_cuts;
-    let skipped = summary.skipped.total();
-    summary.input = Input { documents, empty_documents: empty, bytes, skipped, ..summary.input };
     Ok(summary)
-}
-
-/// Encodes batches of chunks and passes them on in order.
-fn encode_all(batches: Receiver<Vec<Chunk>>, send: &SyncSender<Vec<Encoded>>, options: &Options) -> Result<()> {
-    for batch in batches {
-        let encoded = batch.into_par_iter().map(|chunk| encode(&chunk, options)).collect::<Result<_>>()?;
-        if send.send(encoded).is_err() {
-            // The writer failed and reports the reason.
-            break;
-        }
-    }
-    Ok(())
-}
-
-/// Returns the tokens of a chunk. A token precedes each document.
-fn encode(chunk: &Chunk, options: &Options) -> Result<Encoded> {
-    let tokenizer = &options.tokenizer;
-    let mut encoded = Encoded { ids: Vec::with_capacity(chunk.text.len() / 3), starts: Vec::new() };
-    for (begins, text) in chunk.parts() {
-        if begins {
-            encoded.starts.push(encoded.ids.len());
-            encoded.ids.push(tokenizer.document());
-        }
-        let ids = if options.keep_special { tokenizer.encode(text) } else { tokenizer.encode_with_special(text) }?;
-        encoded.ids.extend(ids);
-    }
-    // Parts of a tokenizer.json may not be consistent with each other.
-    let highest = encoded.ids.iter().max();
-    if let Some(id) = highest.filter(|&&id| id as usize >= tokenizer.vocab()) {
-        return Err(anyhow!("{tokenizer}: expected ids below {}, found {id}; check the tokenizer", tokenizer.vocab()));
-    }
-    Ok(encoded)
-}
-
-fn write_all(batches: Receiver<Vec<Encoded>>, splits: &mut Splits) -> Result<()> {
-    for batch in batches {
-        for encoded in batch {
-            splits.push(&encoded)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,13 +1,10 @@
 //! Divides documents into a training and a validation split and writes the shards of both.
-//!
-//! The validation split consists of evenly spaced documents. With fewer than `1 / fraction` documents, it consists of the end of
-//! each document instead. The number of documents is unknown while they arrive, so the first ones wait in a file until
-//! there are `1 / fraction` of them or the input ends.
 
 use super::chunks::parts;
-use crate::dataset::Split;
+use super::encoder::Encoded;
+use crate::dataset::{ShardNames, Split};
 use crate::tokens::{self, Width};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
@@ -15,17 +12,31 @@ use std::path::{Path, PathBuf};
 /// Tokens that are moved at a time from the file of waiting documents.
 const BLOCK: usize = 64 << 10;
 
-/// The encoding of a chunk.
-#[derive(Debug, Default)]
-pub struct Encoded {
-    pub ids: Vec<u32>,
-    /// The positions at which documents begin. The ids before the first continue a document.
-    pub starts: Vec<usize>,
+/// Selects the validation split.
+#[derive(Clone, Copy, Debug)]
+pub enum Validation {
+    /// A fraction of the documents, evenly spaced. With fewer than `1 / fraction` documents, the end of each document instead.
+    /// The number of documents is unknown while they arrive, so the first ones wait in a file until there are `1 / fraction` of
+    /// them or the input ends.
+    Fraction(f64),
+    /// The first documents.
+    FirstDocuments(usize),
+    /// The first tokens. Numbers of training shards follow that of the validation shard.
+    FirstTokens(usize),
+}
+
+/// The files of a data set.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    pub names: ShardNames,
+    /// Tokens per shard. The last shard of a split holds the remaining tokens. `usize::MAX` if a split is one file.
+    pub shard_tokens: usize,
+    pub validation: Validation,
 }
 
 /// Writes both splits.
 pub struct Splits {
-    fraction: f64,
+    layout: Layout,
     documents: usize,
     train: ShardWriter,
     val: ShardWriter,
@@ -33,17 +44,22 @@ pub struct Splits {
 }
 
 impl Splits {
-    pub fn new(directory: &Path, width: Width, fraction: f64, shard_tokens: usize) -> Result<Self> {
-        let shards = |name| ShardWriter {
+    pub fn new(directory: &Path, width: Width, layout: Layout) -> Result<Self> {
+        let Layout { names, shard_tokens: size, validation } = layout;
+        let shards = |split, first| ShardWriter {
             directory: directory.to_owned(),
-            name,
+            names,
+            split,
+            first,
             width,
-            size: shard_tokens,
+            size,
             current: None,
             written: Split::default(),
         };
-        let waiting = (fraction > 0.0).then(|| Waiting::create(directory.join("waiting"))).transpose()?;
-        Ok(Self { fraction, documents: 0, train: shards("train"), val: shards("val"), waiting })
+        let waits = matches!(validation, Validation::Fraction(fraction) if fraction > 0.0);
+        let waiting = waits.then(|| Waiting::create(directory.join("waiting"))).transpose()?;
+        let first_train = usize::from(matches!(validation, Validation::FirstTokens(_)));
+        Ok(Self { layout, documents: 0, train: shards("train", first_train), val: shards("val", 0), waiting })
     }
 
     /// Adds the tokens of a chunk.
@@ -52,7 +68,8 @@ impl Splits {
             let ids = &encoded.ids[range];
             if begins {
                 self.documents += 1;
-                if self.documents as f64 * self.fraction >= 1.0
+                if let Validation::Fraction(fraction) = self.layout.validation
+                    && self.documents as f64 * fraction >= 1.0
                     && let Some(waiting) = self.waiting.take()
                 {
                     self.divide_by_document(waiting)?;
@@ -60,7 +77,7 @@ impl Splits {
             }
             match &mut self.waiting {
                 Some(waiting) => waiting.push(begins, ids)?,
-                None => self.split_of(self.documents - 1).extend(ids)?,
+                None => self.write(self.documents - 1, ids)?,
             }
         }
         Ok(())
@@ -68,31 +85,55 @@ impl Splits {
 
     /// Writes the remaining tokens. Returns the amounts of the training and the validation split.
     pub fn finish(mut self) -> Result<(Split, Split)> {
-        if let Some(waiting) = self.waiting.take() {
-            self.divide_at_ends(waiting)?;
+        if let (Some(waiting), Validation::Fraction(fraction)) = (self.waiting.take(), self.layout.validation) {
+            self.divide_at_ends(waiting, fraction)?;
         }
-        Ok((self.train.finish()?, self.val.finish()?))
+        let (train, val) = (self.train.finish()?, self.val.finish()?);
+        if let Validation::FirstTokens(first) = self.layout.validation {
+            ensure!(
+                train.tokens > 0,
+                "expected more than {first} tokens, because the first {first} are the validation split, found {}; use more \
+                 text{}",
+                val.tokens,
+                if self.layout.names.numbered { " or a smaller --shard-tokens" } else { "" }
+            );
+        }
+        Ok((train, val))
     }
 
-    /// Returns the split of a document. The validation split takes `fraction` of the documents, evenly spaced.
-    fn split_of(&mut self, document: usize) -> &mut ShardWriter {
-        let before = |document: usize| (document as f64 * self.fraction).floor();
-        if before(document) < before(document + 1) { &mut self.val } else { &mut self.train }
+    /// Writes tokens of a document into the splits to which they belong.
+    fn write(&mut self, document: usize, ids: &[u32]) -> Result<()> {
+        let val = match self.layout.validation {
+            Validation::Fraction(fraction) => {
+                let before = |document: usize| (document as f64 * fraction).floor();
+                if before(document) < before(document + 1) { ids.len() } else { 0 }
+            }
+            Validation::FirstDocuments(first) => {
+                if document < first {
+                    ids.len()
+                } else {
+                    0
+                }
+            }
+            Validation::FirstTokens(first) => ids.len().min(first - self.val.written.tokens),
+        };
+        let (val, train) = ids.split_at(val);
+        self.val.extend(val)?;
+        self.train.extend(train)
     }
 
     fn divide_by_document(&mut self, waiting: Waiting) -> Result<()> {
         let (lengths, mut tokens) = waiting.read()?;
         for (document, len) in lengths.into_iter().enumerate() {
-            let split = self.split_of(document);
-            tokens.take(len, |ids| split.extend(ids))?;
+            tokens.take(len, |ids| self.write(document, ids))?;
         }
         tokens.remove()
     }
 
-    fn divide_at_ends(&mut self, waiting: Waiting) -> Result<()> {
+    fn divide_at_ends(&mut self, waiting: Waiting, fraction: f64) -> Result<()> {
         let (lengths, mut tokens) = waiting.read()?;
         for len in lengths {
-            let val = (len as f64 * self.fraction) as usize;
+            let val = (len as f64 * fraction) as usize;
             tokens.take(len - val, |ids| self.train.extend(ids))?;
             tokens.take(val, |ids| self.val.extend(ids))?;
         }
@@ -160,7 +201,10 @@ impl WaitingTokens {
 /// Writes the tokens of a split as shards of `size` tokens.
 struct ShardWriter {
     directory: PathBuf,
-    name: &'static str,
+    names: ShardNames,
+    split: &'static str,
+    /// Number of the first shard.
+    first: usize,
     width: Width,
     size: usize,
     current: Option<tokens::Writer>,
@@ -171,12 +215,13 @@ impl ShardWriter {
     fn extend(&mut self, mut ids: &[u32]) -> Result<()> {
         while !ids.is_empty() {
             if self.current.is_none() {
-                let path = self.directory.join(format!("{}_{:06}.bin", self.name, self.written.shards));
+                let path = self.directory.join(self.names.file(self.split, self.first + self.written.shards));
                 self.current = Some(tokens::Writer::create(&path, self.width)?);
             }
             let Some(shard) = &mut self.current else { unreachable!("a shard was created") };
             let (head, tail) = ids.split_at(ids.len().min(self.size - shard.len()));
             shard.push(head)?;
+            self.written.tokens += head.len();
             ids = tail;
             if shard.len() == self.size {
                 self.end_shard()?;
@@ -188,7 +233,6 @@ impl ShardWriter {
     fn end_shard(&mut self) -> Result<()> {
         if let Some(shard) = self.current.take() {
             self.written.shards += 1;
-            self.written.tokens += shard.len();
             shard.finish()?;
         }
         Ok(())

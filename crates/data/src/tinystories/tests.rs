@@ -1,5 +1,6 @@
 use super::*;
 use crate::Tokens;
+use crate::dataset::Dataset;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::json;
@@ -41,15 +42,14 @@ fn archive(path: &Path, files: &[(String, Vec<u8>)]) {
     builder.into_inner().unwrap().finish().unwrap();
 }
 
-fn run(from: &Path, out: &Path) -> Result<[Written; 2]> {
-    write(from, out, &Tokenizer::gpt2(), &ProgressBar::hidden())
+fn run(from: &Path, out: &Path) -> Result<Summary> {
+    write(from, out, &Tokenizer::gpt2(), "test", &ProgressBar::hidden())
 }
 
-fn tokens(written: &Written) -> Vec<u32> {
-    let file = Tokens::open(&written.path).unwrap();
+fn tokens(path: &Path) -> Vec<u32> {
+    let file = Tokens::open(path).unwrap();
     let mut ids = vec![0; file.len()];
     file.read(0, &mut ids).unwrap();
-    assert_eq!(ids.len(), written.tokens);
     ids
 }
 
@@ -79,13 +79,19 @@ fn stories_are_stripped_shuffled_and_split_as_in_llm_c() {
     }
     for from in [&tar, &directory] {
         let out = dir.path().join("out");
-        let [val, train] = run(from, &out).unwrap();
-        assert!(tokens(&val) == expected(&[(0, ORDER_1337)]));
+        let summary = run(from, &out).unwrap();
+        let (val, train) = (tokens(&out.join("TinyStories_val.bin")), tokens(&out.join("TinyStories_train.bin")));
+        assert!(val == expected(&[(0, ORDER_1337)]));
         // The seeds of the training files count from 1337 again.
-        assert!(tokens(&train) == expected(&[(1, ORDER_1337), (2, ORDER_1338)]));
+        assert!(train == expected(&[(1, ORDER_1337), (2, ORDER_1338)]));
+        let dataset = Dataset::read(&out).unwrap().unwrap();
+        assert_eq!((dataset.name.as_str(), dataset.tokenizer.name.as_str()), ("TinyStories", "gpt2"));
+        assert_eq!((dataset.val.tokens, dataset.train.tokens), (val.len(), train.len()));
+        assert_eq!((dataset.input.files, dataset.input.documents), (3, 30));
+        assert_eq!(dataset.input, summary.input);
         let mut names: Vec<_> = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, ["TinyStories_train.bin", "TinyStories_val.bin"]);
+        assert_eq!(names, ["TinyStories_train.bin", "TinyStories_val.bin", "dataset.json"]);
     }
 }
 
@@ -131,4 +137,30 @@ fn bad_input_is_an_error_that_keeps_the_old_files() {
     assert!(error(&tar).contains("expected one file data00.json, found two"));
     archive(&tar, &[("a.txt".into(), b"text".to_vec())]);
     assert!(error(&tar).contains("expected JSON files, found none"));
+}
+
+#[test]
+fn stories_without_text_are_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, json) in [r#"[{"story": " "}]"#, r#"[{"story": ""}, {"story": "a"}]"#].into_iter().enumerate() {
+        fs::write(dir.path().join(format!("data0{i}.json")), json).unwrap();
+    }
+    let out = dir.path().join("out");
+    run(dir.path(), &out).unwrap();
+    assert_eq!(tokens(&out.join("TinyStories_val.bin")), [50256]);
+    assert_eq!(tokens(&out.join("TinyStories_train.bin")).len(), 3);
+}
+
+#[test]
+fn shards_of_another_data_set_are_not_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, bytes) in json_files() {
+        fs::write(dir.path().join(name), bytes).unwrap();
+    }
+    let out = dir.path().join("out");
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("train_000000.bin"), "other").unwrap();
+    let message = run(dir.path(), &out).unwrap_err().to_string();
+    assert!(message.contains("train_000000.bin") && message.contains("use another --out"), "{message}");
+    assert_eq!(fs::read_dir(&out).unwrap().count(), 1);
 }

@@ -23,15 +23,15 @@ pub struct Check {
     #[arg(long, value_name = "N", value_parser = count)]
     vocab: Option<usize>,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: gpt2 for 16-bit files, the ids
-    /// of Llama 3 for 32-bit files]
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: that of dataset.json, or
+    /// gpt2 for 16-bit files and the ids of Llama 3 for 32-bit files]
     #[arg(long, value_name = "NAME|PATH")]
     tokenizer: Option<String>,
 }
 
 /// Prints a table of the files, and each problem. Fails if there are any.
 pub fn run(args: &Check) -> Result<()> {
-    let limits = Limits::new(args)?;
+    let tokenizer = args.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
     let mut files = Vec::new();
     for pattern in &args.shards {
         // The name of an existing file may contain the characters of a pattern.
@@ -46,8 +46,8 @@ pub fn run(args: &Check) -> Result<()> {
     )?;
     let (mut total, mut documents, mut problems) = (0, 0, 0);
     for file in &files {
-        match check_file(file, &limits) {
-            Ok((tokens, report)) => {
+        match check_file(file, args.vocab, tokenizer.as_ref()) {
+            Ok((tokens, limits, report)) => {
                 writeln!(out, "{}", row(&tokens, &report))?;
                 total += tokens.len();
                 documents += report.documents;
@@ -65,31 +65,23 @@ pub fn run(args: &Check) -> Result<()> {
     Ok(())
 }
 
-/// The ids that the files may contain.
+/// The ids that a file may contain.
 struct Limits {
-    vocab: Option<usize>,
-    tokenizer: Option<Tokenizer>,
+    vocab: usize,
+    /// The token that precedes each document.
+    document: u32,
 }
 
-impl Limits {
-    fn new(args: &Check) -> Result<Self> {
-        let tokenizer = args.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
-        Ok(Self { vocab: args.vocab, tokenizer })
-    }
-
-    /// Returns the vocabulary size and the token that precedes documents.
-    fn of(&self, tokens: &Tokens) -> (usize, u32) {
-        let tokenizer = self.tokenizer.clone().or_else(|| default_tokenizer(tokens));
-        let (vocab, document) = tokenizer.map_or(LLAMA3, |tokenizer| (tokenizer.vocab(), tokenizer.document()));
-        (self.vocab.unwrap_or(vocab), document)
-    }
-}
-
-fn check_file(file: &Path, limits: &Limits) -> Result<(Tokens, Report)> {
+fn check_file(file: &Path, vocab: Option<usize>, tokenizer: Option<&Tokenizer>) -> Result<(Tokens, Limits, Report)> {
     let tokens = Tokens::open(file)?;
-    let (vocab, document) = limits.of(&tokens);
-    let report = check::shard(&tokens, vocab, document)?;
-    Ok((tokens, report))
+    let tokenizer = match tokenizer {
+        Some(tokenizer) => Some(tokenizer.clone()),
+        None => default_tokenizer(file, &tokens)?,
+    };
+    let (default, document) = tokenizer.map_or(LLAMA3, |tokenizer| (tokenizer.vocab(), tokenizer.document()));
+    let limits = Limits { vocab: vocab.unwrap_or(default), document };
+    let report = check::shard(&tokens, limits.vocab, document)?;
+    Ok((tokens, limits, report))
 }
 
 fn row(tokens: &Tokens, report: &Report) -> String {
@@ -101,7 +93,7 @@ fn row(tokens: &Tokens, report: &Report) -> String {
 
 fn print_problems(tokens: &Tokens, report: &Report, limits: &Limits) -> Result<()> {
     let mut out = stdout();
-    let (vocab, document) = limits.of(tokens);
+    let Limits { vocab, document } = limits;
     for (position, id) in &report.first_invalid {
         writeln!(out, "problem: {tokens}: token {id} at position {position}: expected ids below {vocab}")?;
     }

@@ -1,10 +1,10 @@
 //! `data fineweb`.
 
-use super::named::{downloaded, print_next, progress};
+use super::download::downloaded;
+use super::output::{print_next, print_summary, program, progress};
 use crate::values::count;
 use anyhow::Result;
 use data::fineweb::{self, Options, Sample, Version};
-use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
 
@@ -47,14 +47,11 @@ pub fn run(args: &Fineweb) -> Result<()> {
         let remote = sample.remote_files()?;
         remote.iter().map(|remote| downloaded(remote, &out, "FILE|DIR")).collect::<Result<_>>()?
     };
-    let bar = progress(fineweb::rows(&files)? as u64, "{bar:30} {pos}/{len} documents | {per_sec} | {eta} left")?;
-    let prefix = sample.prefix();
-    let options = Options { prefix, shard_tokens: args.shard_tokens, tokenizer };
+    let names = sample.names();
+    let options = Options { names, shard_tokens: args.shard_tokens, tokenizer, program: program() };
+    let bar = progress(Some(0))?;
     let written = fineweb::write(&files, &out, &options, &bar)?;
     bar.finish_and_clear();
-    let tokens: usize = written.iter().map(|shard| shard.tokens).sum();
-    let directory = out.display();
-    writeln!(stdout(), "wrote {tokens} tokens to {} shards: {directory}/{prefix}_*.bin", written.len())?;
-    let pattern = |split| format!("{directory}/{prefix}_{split}_*.bin");
-    print_next(&pattern("train"), &pattern("val"), &["--model", "d12"])
+    print_summary(&out, names, &written)?;
+    print_next(&out, names, &written, &["--model", "d12"])
 }

@@ -1,7 +1,7 @@
 //! `data hellaswag`.
 
+use super::download::local_or_downloaded;
 use super::evaluation;
-use super::named::local_or_downloaded;
 use anyhow::Result;
 use data::hellaswag;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,12 @@
 //! `data`: converts text and named data sets to token files, and shows and checks them.
 
 mod check;
+mod download;
 mod evaluation;
 mod fineweb;
 mod hellaswag;
 mod mmlu;
-mod named;
+mod output;
 mod show;
 mod text;
 mod tinyshakespeare;

@@ -3,9 +3,10 @@
 use crate::values::{count, whole_number};
 use anyhow::{Result, ensure};
 use data::Tokens;
+use data::dataset::{self, Dataset, Encoding};
 use data::tokens::Width;
 use std::io::{Write, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
 
 /// Show the tokens and the text around a position of a token file
@@ -23,7 +24,8 @@ pub struct Show {
     #[arg(long, value_name = "M", default_value = "32", value_parser = count)]
     count: usize,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: gpt2 for 16-bit files]
+    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: that of dataset.json, or
+    /// gpt2 for 16-bit files]
     #[arg(long, value_name = "NAME|PATH")]
     tokenizer: Option<String>,
 }
@@ -37,7 +39,10 @@ pub fn run(args: &Show) -> Result<()> {
     let mut ids = vec![0; args.count.min(len - start)];
     tokens.read(start, &mut ids)?;
     let named = args.tokenizer.as_deref().map(Tokenizer::named).transpose()?;
-    let tokenizer = named.or_else(|| default_tokenizer(&tokens));
+    let tokenizer = match named {
+        Some(tokenizer) => Some(tokenizer),
+        None => default_tokenizer(&args.file, &tokens)?,
+    };
     let mut out = stdout();
     writeln!(out, "{tokens}: {len} tokens\n\n  {:>10} {:>7}  text", "position", "id")?;
     for (position, &id) in (start..).zip(&ids) {
@@ -60,7 +65,14 @@ fn text_of(tokenizer: &Tokenizer, id: u32) -> String {
     tokenizer.text(&[id]).escape_debug().to_string()
 }
 
-/// Returns the tokenizer of a file without `--tokenizer`: GPT-2's for 16-bit tokens, unknown for 32-bit tokens.
-pub fn default_tokenizer(tokens: &Tokens) -> Option<Tokenizer> {
-    (tokens.width() == Some(Width::U16)).then(Tokenizer::gpt2)
+/// Returns the tokenizer of a file without `--tokenizer`: the one in the description of its data set, or else GPT-2's for 16-bit
+/// tokens.
+pub fn default_tokenizer(file: &Path, tokens: &Tokens) -> Result<Option<Tokenizer>> {
+    if let Some(Dataset { tokenizer: expected, .. }) = dataset::read_for_shard(file)?
+        && let Ok(tokenizer) = Tokenizer::named(&expected.name)
+        && Encoding::from(&tokenizer).fingerprint == expected.fingerprint
+    {
+        return Ok(Some(tokenizer));
+    }
+    Ok((tokens.width() == Some(Width::U16)).then(Tokenizer::gpt2))
 }

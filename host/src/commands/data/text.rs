@@ -1,13 +1,12 @@
 //! `data text`: tokenizes documents in text, JSON lines, CSV and parquet files.
 
-use crate::hints::Invocation;
+use super::output::{print_next, print_summary, program, progress};
 use crate::values::{count, fraction};
-use crate::version;
 use anyhow::Result;
+use data::dataset::ShardNames;
 use data::documents::{self, Format, Reading};
-use data::text::{self, Summary};
-use indicatif::{ProgressBar, ProgressStyle};
-use std::io::{IsTerminal, Write, stderr, stdout};
+use data::text;
+use std::io::{Write, stdout};
 use std::path::PathBuf;
 use tokenizer::Tokenizer;
 
@@ -82,77 +81,19 @@ pub fn run(args: &Text) -> Result<()> {
         val_fraction: args.val_fraction,
         shard_tokens: args.shard_tokens,
         overwrite: args.overwrite,
-        program: format!("llm-rs {}", version::short()),
+        program: program(),
     };
     let progress = progress(found.bytes())?;
     let written = text::write(&found, &args.out, &options, &progress)?;
     progress.finish_and_clear();
-    report(args, &written)
-}
-
-/// Returns a progress bar over the bytes of the input files.
-fn progress(bytes: Option<u64>) -> Result<ProgressBar> {
-    if !stderr().is_terminal() {
-        return Ok(ProgressBar::hidden());
-    }
-    let Some(bytes) = bytes else {
-        let style = ProgressStyle::with_template("{spinner} {bytes} | {bytes_per_sec}")?;
-        return Ok(ProgressBar::no_length().with_style(style));
-    };
-    let style = ProgressStyle::with_template("{bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left")?;
-    Ok(ProgressBar::new(bytes).with_style(style))
-}
-
-/// Prints the amounts of data, everything that was left out or changed, and the next command.
-fn report(args: &Text, written: &Summary) -> Result<()> {
-    let mut out = stdout();
-    let input = &written.input;
-    writeln!(out, "read {} documents, {} bytes, from {} files", input.documents, input.bytes, input.files)?;
-    if written.skipped.total() > 0 {
-        writeln!(out, "{}", written.skipped)?;
-    }
-    if input.empty_documents > 0 {
-        writeln!(out, "skipped empty documents: {}", input.empty_documents)?;
-    }
-    if input.invalid_utf8 > 0 {
-        let name = |(path, count): &(PathBuf, usize)| format!("{} ({count})", path.display());
-        let names: Vec<String> = written.invalid_utf8.iter().take(3).map(name).collect();
-        let (count, files, more) = (input.invalid_utf8, written.invalid_utf8.len(), written.invalid_utf8.len() > 3);
-        let more = if more { ", …" } else { "" };
-        let names = names.join(", ");
-        writeln!(
-            out,
-            "warning: expected UTF-8, found {count} invalid sequences in {files} files: {names}{more}; each became U+FFFD"
-        )?;
-    }
-    if written.forced_cuts > 0 {
-        writeln!(
-            out,
-            "warning: long documents were cut at {} places where the tokens may differ from those of the whole document",
-            written.forced_cuts
-        )?;
-    }
-    let directory = args.out.display();
-    let mut next: Vec<String> = ["train", "--model", "d12"].map(str::to_owned).into();
-    for (name, part) in [("train", &written.train), ("val", &written.val)] {
-        if part.shards > 0 {
-            let shards = if part.shards == 1 { "shard" } else { "shards" };
-            writeln!(
-                out,
-                "wrote {} tokens for {name}, {} {shards}: {directory}/{name}_*.bin",
-                part.tokens, part.shards
-            )?;
-            next.extend([format!("--{name}"), format!("{directory}/{name}_*.bin")]);
-        }
-    }
+    print_summary(&args.out, ShardNames::TEXT, &written)?;
     if args.val_fraction > 0.0 && written.val.tokens < DEFAULT_BATCH_TOKENS {
         writeln!(
-            out,
+            stdout(),
             "warning: validation split: expected at least {DEFAULT_BATCH_TOKENS} tokens, one batch of train's defaults --batch 4 \
              --seq 1024, found {}; use more text or a larger --val-fraction, or train with smaller batches",
             written.val.tokens
         )?;
     }
-    writeln!(out, "\nnext: {}", Invocation::current().command(next.iter().map(String::as_str)))?;
-    Ok(())
+    print_next(&args.out, ShardNames::TEXT, &written, &["--model", "d12"])
 }

@@ -1,8 +1,9 @@
 //! `data tinyshakespeare`.
 
-use super::named::{local_or_downloaded, print_files, print_next};
+use super::download::local_or_downloaded;
+use super::output::{print_next, print_summary, program};
 use anyhow::Result;
-use data::tinyshakespeare;
+use data::tinyshakespeare::{self, NAMES};
 use std::path::PathBuf;
 use tokenizer::Tokenizer;
 
@@ -26,8 +27,8 @@ pub struct Tinyshakespeare {
 pub fn run(args: &Tinyshakespeare) -> Result<()> {
     let tokenizer = Tokenizer::named(&args.tokenizer)?;
     let text = local_or_downloaded(args.from.as_deref(), || Ok(tinyshakespeare::remote()), &args.out)?;
-    let written = tinyshakespeare::write(&text, &args.out, &tokenizer)?;
-    print_files(&written)?;
-    let [val, train] = written.map(|file| file.path.to_string_lossy().into_owned());
-    print_next(&train, &val, &["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"])
+    let written = tinyshakespeare::write(&text, &args.out, &tokenizer, &program())?;
+    print_summary(&args.out, NAMES, &written)?;
+    let settings = ["--model", "d6", "--batch", "4", "--seq", "64", "--steps", "100"];
+    print_next(&args.out, NAMES, &written, &settings)
 }

@@ -1,8 +1,10 @@
 //! `data tinystories`.
 
-use super::named::{local_or_downloaded, print_files, print_next, progress};
+use super::download::local_or_downloaded;
+use super::output::{print_next, print_summary, program, progress};
 use anyhow::{Context, Result};
-use data::{download, tinystories};
+use data::download;
+use data::tinystories::{self, NAMES};
 use std::path::PathBuf;
 use tokenizer::Tokenizer;
 
@@ -30,10 +32,9 @@ pub fn run(args: &Tinystories) -> Result<()> {
         files.into_iter().next().context("the list of files is empty")
     };
     let from = local_or_downloaded(args.from.as_deref(), remote, &args.out)?;
-    let bar = progress(0, "{bar:30} {bytes}/{total_bytes} | {bytes_per_sec} | {eta} left")?;
-    let written = tinystories::write(&from, &args.out, &tokenizer, &bar)?;
+    let bar = progress(Some(0))?;
+    let written = tinystories::write(&from, &args.out, &tokenizer, &program(), &bar)?;
     bar.finish_and_clear();
-    print_files(&written)?;
-    let [val, train] = written.map(|file| file.path.to_string_lossy().into_owned());
-    print_next(&train, &val, &["--model", "d12"])
+    print_summary(&args.out, NAMES, &written)?;
+    print_next(&args.out, NAMES, &written, &["--model", "d12"])
 }
