@@ -16,7 +16,7 @@ fn fixture() -> PathBuf {
 fn evaluation_file_matches_the_reference_writer() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("set.bin");
-    let files = mmlu::find(&fixture(), Split::Test).unwrap();
+    let files = mmlu::find(&fixture(), Split::Test, dir.path()).unwrap();
     let names: Vec<_> = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap()).collect();
     assert_eq!(names, ["arithmetic_test.csv", "world_literature_test.csv"]);
     let questions = mmlu::read(&files, 1023).unwrap();
@@ -41,7 +41,7 @@ fn files_are_found_in_the_directories_of_the_archive() {
         fs::write(&path, "Q,1,2,3,4,A\n").unwrap();
         path
     };
-    let find = |split| mmlu::find(dir.path(), split);
+    let find = |split| mmlu::find(dir.path(), split, Path::new("unused"));
     let message = find(Split::Val).unwrap_err().to_string();
     assert!(
         message.contains("expected files *_val.csv in it, in val/ or in data/val/, found none; extract"),
@@ -57,7 +57,7 @@ fn files_are_found_in_the_directories_of_the_archive() {
     let nearest = file("c_test.csv");
     assert_eq!(find(Split::Test).unwrap(), slice::from_ref(&nearest));
     // A file is taken whatever its name is.
-    assert_eq!(mmlu::find(&nearest, Split::Dev).unwrap(), [nearest]);
+    assert_eq!(mmlu::find(&nearest, Split::Dev, Path::new("unused")).unwrap(), [nearest]);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 #![warn(missing_docs)]
 
+mod archive;
 pub mod check;
 pub mod dataset;
 pub mod documents;

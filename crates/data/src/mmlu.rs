@@ -4,12 +4,23 @@
 //! letter of the correct choice; there is no header. Examples are rendered without demonstrations, as in llm.c's
 //! `dev/data/mmlu.py`: the context is `Question: …`, an empty line and `Answer:`, and a completion is a space and the choice.
 
-use super::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
+use crate::archive;
+use crate::download::Remote;
+use crate::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
 use anyhow::{Context, Result, ensure};
 use rayon::prelude::*;
 use std::fmt;
-use std::fs;
+use std::fs::{self, File};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
+
+const URL: &str = "https://people.eecs.berkeley.edu/~hendrycks/data.tar";
+const SHA256: &str = "bec563ba4bac1d6aaf04141cd7d1605d7a5ca833e38f994051e818489592989b";
+
+/// Returns the address of the archive with all splits.
+pub fn remote() -> Remote {
+    Remote::with_sha256(URL, SHA256)
+}
 
 /// The columns of a row.
 const COLUMNS: [&str; 6] = ["question", "A", "B", "C", "D", "answer"];
@@ -46,12 +57,22 @@ pub struct Questions {
 }
 
 /// Returns the files of a split, sorted by name. They may be in `from`, or in a directory named after the split in `from` or
-/// `from/data`, as in the published archive. If `from` is a file, it is the only one.
-pub fn find(from: &Path, split: Split) -> Result<Vec<PathBuf>> {
+/// `from/data`, as in the published archive. If `from` is that archive, the files are extracted into `extracted`. If it is
+/// another file, it is the only one.
+pub fn find(from: &Path, split: Split, extracted: &Path) -> Result<Vec<PathBuf>> {
+    let (name, suffix) = (split.to_string(), format!("_{split}.csv"));
+    if from.extension().is_some_and(|extension| extension == "tar") {
+        let archive = from.display().to_string();
+        let file = File::open(from).with_context(|| format!("cannot open {archive}"))?;
+        let expected = format!("a complete .tar archive with files {name}/*{suffix}");
+        let is_wanted = |path: &Path| {
+            path.parent().is_some_and(|parent| parent.ends_with(&name)) && path.to_string_lossy().ends_with(&suffix)
+        };
+        return archive::extract(BufReader::new(file), &archive, &expected, extracted, is_wanted);
+    }
     if !from.is_dir() {
         return Ok(vec![from.to_owned()]);
     }
-    let (name, suffix) = (split.to_string(), format!("_{split}.csv"));
     for directory in [from.to_owned(), from.join(&name), from.join("data").join(&name)] {
         if !directory.is_dir() {
             continue;
@@ -68,7 +89,7 @@ pub fn find(from: &Path, split: Split) -> Result<Vec<PathBuf>> {
     }
     anyhow::bail!(
         "{}: expected files *{suffix} in it, in {name}/ or in data/{name}/, found none; extract data.tar of \
-         https://github.com/hendrycks/test there",
+         https://github.com/hendrycks/test there, or pass data.tar itself",
         from.display()
     )
 }

@@ -2,15 +2,14 @@
 
 use crate::dataset::{Input, Replacement, Replaces, ShardNames};
 use crate::text::{self, Encoder, Layout, Summary, Validation};
-use crate::{local_files, python_random};
-use anyhow::{Context, Result, bail, ensure};
+use crate::{archive, local_files, python_random};
+use anyhow::{Context, Result, ensure};
 use flate2::read::GzDecoder;
 use indicatif::ProgressBar;
 use serde::Deserialize;
 use std::fs::{self, File};
-use std::io::{self, BufReader};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
-use tar::Archive;
 use tokenizer::Tokenizer;
 
 /// Repository of the archive on the Hugging Face Hub.
@@ -83,34 +82,11 @@ fn strip(text: &str) -> &str {
 
 /// Extracts the JSON files of an archive into a new directory. Returns their paths, sorted by name.
 fn extract(archive: &Path, directory: &Path) -> Result<Vec<PathBuf>> {
-    let name = archive.display();
-    atomic_file::create_directory(directory)?;
+    let name = archive.display().to_string();
     let file = File::open(archive).with_context(|| format!("cannot open {name}"))?;
-    let damaged = || format!("{name}: expected a complete .tar.gz archive or a directory of JSON files");
-    let mut entries = Archive::new(GzDecoder::new(BufReader::new(file)));
-    let mut files = Vec::new();
-    for entry in entries.entries().with_context(damaged)? {
-        let mut entry = entry.with_context(damaged)?;
-        let path = entry.path().with_context(damaged)?.into_owned();
-        // Only the last part of the path is used, so no entry is written outside of the directory. Archives made on a Mac
-        // contain hidden files that start with `._`.
-        let Some(last) = path.file_name().filter(|last| !last.as_encoded_bytes().starts_with(b".")) else { continue };
-        if !entry.header().entry_type().is_file() || path.extension().is_none_or(|extension| extension != "json") {
-            continue;
-        }
-        let to = directory.join(last);
-        let mut out = match File::create_new(&to) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                bail!("{name}: expected one file {}, found two", last.display())
-            }
-            created => created.with_context(|| format!("cannot write {}", to.display()))?,
-        };
-        io::copy(&mut entry, &mut out).with_context(damaged)?;
-        files.push(to);
-    }
-    ensure!(!files.is_empty(), "{name}: expected JSON files, found none");
-    files.sort();
-    Ok(files)
+    let expected = "a complete .tar.gz archive or a directory of JSON files";
+    let is_json = |path: &Path| path.extension().is_some_and(|extension| extension == "json");
+    archive::extract(GzDecoder::new(BufReader::new(file)), &name, expected, directory, is_json)
 }
 
 #[cfg(test)]

@@ -1,18 +1,20 @@
 //! `data mmlu`: converts MMLU to an evaluation file.
 
+use super::download::local_or_downloaded;
 use super::evaluation;
 use crate::values::count;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use data::mmlu::{self, Split};
 use std::io::{Write, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Convert MMLU for --mmlu: questions about 57 subjects, with four choices each
+/// Download and convert MMLU for --mmlu: questions about 57 subjects, with four choices each
 #[derive(Debug, clap::Args)]
 pub struct Mmlu {
-    /// CSV file, or directory with SUBJECT_test.csv files, such as data.tar of <https://github.com/hendrycks/test>
+    /// Read a CSV file, a directory with SUBJECT_test.csv files, or data.tar of <https://github.com/hendrycks/test> instead of
+    /// downloading data.tar (166 MB)
     #[arg(long, value_name = "DIR|FILE")]
-    from: PathBuf,
+    from: Option<PathBuf>,
 
     /// Part to convert: dev, val or test. Determines which files of a directory are read
     #[arg(long, value_name = "NAME", default_value = "test", value_parser = split)]
@@ -34,13 +36,16 @@ fn split(text: &str) -> Result<Split, &'static str> {
 
 /// Converts the files and prints a summary.
 pub fn run(args: &Mmlu) -> Result<()> {
-    let files = mmlu::find(&args.from, args.split)?;
+    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("data/mmlu/mmlu_{}.bin", args.split)));
+    let directory = out.parent().unwrap_or(Path::new(""));
+    let from = local_or_downloaded(args.from.as_deref(), || Ok(mmlu::remote()), directory)?;
+    let extracted = tempfile::tempdir().context("cannot create a temporary directory for the CSV files")?;
+    let files = mmlu::find(&from, args.split, extracted.path())?;
     let questions = mmlu::read(&files, args.max_tokens)?;
     writeln!(stdout(), "read {} questions in {} files", questions.examples.len(), files.len())?;
     if questions.shortened > 0 {
         let (shortened, most) = (questions.shortened, args.max_tokens);
         writeln!(stdout(), "{shortened} questions of more than {most} tokens lost their beginning (--max-tokens)")?;
     }
-    let default = || PathBuf::from(format!("data/mmlu/mmlu_{}.bin", args.split));
-    evaluation::write("--mmlu", &args.out.clone().unwrap_or_else(default), &questions.examples)
+    evaluation::write("--mmlu", &out, &questions.examples)
 }
