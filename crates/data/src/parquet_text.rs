@@ -1,11 +1,11 @@
 //! Columns of text in parquet files.
 
+use crate::quiet_panic;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use parquet::basic::Type;
 use parquet::column::reader::ColumnReader;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 /// Rows that are decoded together.
@@ -96,8 +96,8 @@ impl TextColumn {
 
 /// Calls the parquet crate, which panics on some damaged files.
 fn decode<T>(name: &str, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    match catch_unwind(AssertUnwindSafe(call)) {
-        Ok(result) => result.with_context(|| format!("{name}: the file is damaged or not a parquet file")),
-        Err(_) => bail!("{name}: the file is damaged: its contents cannot be decoded"),
+    match quiet_panic::catch(call) {
+        Some(result) => result.with_context(|| format!("{name}: the file is damaged or not a parquet file")),
+        None => bail!("{name}: the file is damaged: its contents cannot be decoded"),
     }
 }

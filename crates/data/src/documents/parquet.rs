@@ -1,38 +1,34 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
 use super::{FileReport, Sink, document};
+use crate::quiet_panic;
 use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::ColumnReader;
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
-use std::fs::File;
-use std::panic::{self, AssertUnwindSafe};
+use std::fs::{self, File};
 use std::path::Path;
 
 /// Rows that are decoded at a time.
 const ROWS: usize = 256;
 
 /// Passes the column `field` of each row to `sink` as a document.
-///
-/// The parquet crate panics for some damaged files, so a panic is an error of the file.
 pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
-    let read = AssertUnwindSafe(|| read_rows(path, field, progress, sink));
-    panic::catch_unwind(read).unwrap_or_else(|_| {
-        bail!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
-    })
-}
-
-fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
     let name = path.display();
-    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
-    let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    let kind = fs::metadata(path).with_context(|| format!("cannot read {name}"))?;
+    ensure!(
+        kind.is_file(),
+        "{name}: expected a parquet file, found a pipe or device; parquet is read at random positions: store it in a file"
+    );
+    let size = kind.len();
     if size == 0 {
         return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
     }
+    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
-    let reader = SerializedFileReader::new(file).with_context(invalid)?;
+    let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
     let metadata = reader.metadata();
     let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
     let mut report = FileReport::default();
@@ -40,19 +36,9 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
-        let compression = metadata.row_group(group).column(column).compression();
-        ensure!(
-            matches!(
-                compression,
-                Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)
-            ),
-            "{name}: expected a parquet file without compression or with snappy, gzip or zstd, found {compression}; write it again \
-             with one of them"
-        );
-        let row_group = reader.get_row_group(group).with_context(place)?;
-        let ColumnReader::ByteArrayColumnReader(mut values) =
-            row_group.get_column_reader(column).with_context(place)?
-        else {
+        check_compression(path, decode(path, || metadata.row_group(group).column(column).compression())?)?;
+        let values = decode(path, || reader.get_row_group(group)?.get_column_reader(column))?.with_context(place)?;
+        let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
         let (mut batch, mut levels) = (Vec::new(), Vec::new());
@@ -61,7 +47,8 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
         loop {
             batch.clear();
             levels.clear();
-            let (records, ..) = values.read_records(ROWS, Some(&mut levels), None, &mut batch).with_context(|| {
+            let records = decode(path, || values.read_records(ROWS, Some(&mut levels), None, &mut batch))?;
+            let (records, ..) = records.with_context(|| {
                 format!("cannot read row {} of {name}: expected valid pages; download it again", rows + 1)
             })?;
             if records == 0 {
@@ -84,6 +71,23 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
         progress.inc(size * (group as u64 + 1) / groups as u64 - size * group as u64 / groups as u64);
     }
     Ok(report)
+}
+
+/// Calls the parquet crate, which panics for some damaged files. Such a panic is an error of the file.
+fn decode<T>(path: &Path, call: impl FnOnce() -> T) -> Result<T> {
+    quiet_panic::catch(call).with_context(|| {
+        format!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
+    })
+}
+
+fn check_compression(path: &Path, found: Compression) -> Result<()> {
+    ensure!(
+        matches!(found, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)),
+        "{}: expected a parquet file without compression or with snappy, gzip or zstd, found {found}; write it again with one \
+         of them",
+        path.display()
+    );
+    Ok(())
 }
 
 /// Returns the index of a column of strings.
