@@ -79,6 +79,8 @@ pub trait Sink {
 pub struct FileReport {
     /// Invalid UTF-8 sequences, each replaced by U+FFFD.
     pub invalid_utf8: usize,
+    /// Set if a separator was given that a text file does not contain.
+    pub without_separator: bool,
     /// Set if the file was not read.
     pub skipped: Option<Reason>,
 }

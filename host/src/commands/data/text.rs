@@ -125,6 +125,13 @@ fn report(args: &Text, written: &Summary) -> Result<()> {
             "warning: expected UTF-8, found {count} invalid sequences in {files} files: {names}{more}; each became U+FFFD"
         )?;
     }
+    if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
+        let files = written.without_separator;
+        writeln!(
+            out,
+            "warning: --separator: expected '{separator}' in each text file, found {files} files without it"
+        )?;
+    }
     if written.forced_cuts > 0 {
         writeln!(
             out,
