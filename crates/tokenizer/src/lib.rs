@@ -14,7 +14,9 @@ mod tiktoken_file;
 use aho_corasick::AhoCorasick;
 use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
+use serde::Deserialize;
 use split::Pattern;
+use std::collections::HashMap;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -303,6 +305,7 @@ fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
 fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     let mut tokenizer: tokenizers::Tokenizer =
         text.parse().map_err(|error| anyhow::anyhow!("{name}: not a valid tokenizer.json: {error}"))?;
+    check_ids(text, &tokenizer).with_context(|| name.to_owned())?;
     // A data set is never truncated or padded.
     tokenizer.with_padding(None);
     tokenizer
@@ -322,6 +325,40 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     let vocab = highest.with_context(|| format!("{name}: expected a vocabulary, found none"))? as usize + 1;
     ensure!(i32::try_from(vocab).is_ok(), "{name}: expected ids below {}, found {}", i32::MAX, vocab - 1);
     Tokenizer::new(name, Encoding::HuggingFace(Box::new(tokenizer)), special, vocab)
+}
+
+/// Checks that each token has an id of its own, and that added tokens have the ids in the file. The `tokenizers` crate assigns
+/// other ids to added tokens that leave a gap or repeat an id.
+fn check_ids(text: &str, tokenizer: &tokenizers::Tokenizer) -> Result<()> {
+    let file: AddedTokens = serde_json::from_str(text).context("not a valid tokenizer.json")?;
+    for AddedToken { id, content } in &file.added_tokens {
+        if let Some(expected) = tokenizer.token_to_id(content).filter(|expected| expected != id) {
+            bail!(
+                "added token {content:?}: expected id {expected}, its place in the vocabulary, found {id}; repair the file"
+            );
+        }
+    }
+    let mut tokens = HashMap::new();
+    for (token, id) in tokenizer.get_vocab(true) {
+        if let Some(other) = tokens.insert(id, token.clone()) {
+            let [first, second] = if token < other { [token, other] } else { [other, token] };
+            bail!("expected one token with id {id}, found {first:?} and {second:?}; repair the file");
+        }
+    }
+    Ok(())
+}
+
+/// The part of a tokenizer.json that [`check_ids`] compares.
+#[derive(Deserialize)]
+struct AddedTokens {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
 }
 
 /// Returns a hash of all ids and their bytes.
