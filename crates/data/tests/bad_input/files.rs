@@ -110,7 +110,7 @@ fn paths(kinds: &mut Kinds) {
     symlink("loop.txt", &path).unwrap();
     missing(kinds, "symbolic link to itself", path, &["loop.txt", "symbolic links"]);
     let path = kinds.file("secret.txt", b"text");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
     // The root user may read it.
     if fs::File::open(&path).is_err() {
         missing(kinds, "file without permission", path, &["secret.txt", "Permission denied"]);
