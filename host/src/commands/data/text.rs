@@ -127,10 +127,7 @@ fn report(args: &Text, written: &Summary) -> Result<()> {
     }
     if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
         let files = written.without_separator;
-        writeln!(
-            out,
-            "warning: --separator: expected '{separator}' in each text file, found {files} files without it"
-        )?;
+        writeln!(out, "warning: --separator: expected '{separator}' in each text file, found {files} without it")?;
     }
     if written.forced_cuts > 0 {
         writeln!(
