@@ -21,7 +21,6 @@ pub mod multiple_choice;
 pub mod parquet_text;
 pub mod prefetch;
 mod python_random;
-mod quiet_panic;
 pub mod shard_set;
 pub mod text;
 pub mod tinyshakespeare;

@@ -1,6 +1,5 @@
 //! Columns of text in parquet files.
 
-use crate::quiet_panic;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use parquet::basic::Type;
 use parquet::column::reader::ColumnReader;

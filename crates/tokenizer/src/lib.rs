@@ -233,7 +233,8 @@ impl Tokenizer {
             Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),
             Encoding::Bpe(bpe) => bpe.encode(text, ids),
             Encoding::HuggingFace(tokenizer) if !text.is_empty() => {
-                let encoding = tokenizer.encode_fast(text, false);
+                let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
+                    .with_context(|| format!("{self} cannot encode the text: its parts contradict each other"))?;
                 let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
                 ids.extend_from_slice(encoding.get_ids());
             }
@@ -260,7 +261,10 @@ impl Tokenizer {
                 };
                 ids.iter().filter_map(bytes).flatten().collect()
             }
-            Encoding::HuggingFace(tokenizer) => tokenizer.decode(ids, false).unwrap_or_default().into_bytes(),
+            Encoding::HuggingFace(tokenizer) => {
+                let text = quiet_panic::catch(|| tokenizer.decode(ids, false));
+                text.and_then(tokenizers::Result::ok).unwrap_or_default().into_bytes()
+            }
         }
     }
 
@@ -303,9 +307,12 @@ fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
 }
 
 fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
-    let mut tokenizer: tokenizers::Tokenizer =
-        text.parse().map_err(|error| anyhow::anyhow!("{name}: not a valid tokenizer.json: {error}"))?;
-    check_ids(text, &tokenizer).with_context(|| name.to_owned())?;
+    let invalid = || format!("{name}: not a valid tokenizer.json");
+    let file: AddedTokens = serde_json::from_str(text).with_context(invalid)?;
+    // The tokenizers crate panics for some invalid files.
+    let parsed = quiet_panic::catch(|| text.parse::<tokenizers::Tokenizer>()).with_context(invalid)?;
+    let mut tokenizer = parsed.map_err(|error| anyhow::anyhow!("{}: {error}", invalid()))?;
+    check_ids(&file, &tokenizer).with_context(|| name.to_owned())?;
     // A data set is never truncated or padded.
     tokenizer.with_padding(None);
     tokenizer
@@ -329,8 +336,7 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
 
 /// Checks that each token has an id of its own, and that added tokens have the ids in the file. The `tokenizers` crate assigns
 /// other ids to added tokens that leave a gap or repeat an id.
-fn check_ids(text: &str, tokenizer: &tokenizers::Tokenizer) -> Result<()> {
-    let file: AddedTokens = serde_json::from_str(text).context("not a valid tokenizer.json")?;
+fn check_ids(file: &AddedTokens, tokenizer: &tokenizers::Tokenizer) -> Result<()> {
     for AddedToken { id, content } in &file.added_tokens {
         if let Some(expected) = tokenizer.token_to_id(content).filter(|expected| expected != id) {
             bail!(

@@ -1,7 +1,6 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
 use super::{FileReport, Sink, document};
-use crate::quiet_panic;
 use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::ColumnReader;
 use ::parquet::file::reader::{FileReader, SerializedFileReader};

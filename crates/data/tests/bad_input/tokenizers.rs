@@ -45,6 +45,11 @@ pub fn run(kinds: &mut Kinds) {
     let invalid = "not a valid tokenizer.json";
     for (kind, text, parts) in [
         ("JSON that ends early", good[..good.len() / 2].to_owned(), &[invalid][..]),
+        (
+            "decoder that is no JSON",
+            good.replace("\"add_prefix_space\": true", "\"add_prefix_space\": drue"),
+            &[invalid],
+        ),
         ("empty object", "{}".into(), &[invalid]),
         ("no model", r#"{"version": "1.0", "added_tokens": [], "model": null}"#.into(), &[invalid]),
         ("unknown model", good.replace("\"BPE\"", "\"Markov\""), &[invalid]),

@@ -1,4 +1,7 @@
-//! Turns the panics of a dependency into errors, without the message that a panic prints.
+//! Turns the panics of a dependency into errors, without the message that a panic prints. The crates `parquet` and
+//! `tokenizers` panic for some damaged files.
+
+#![warn(missing_docs)]
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
