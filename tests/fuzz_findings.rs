@@ -9,14 +9,14 @@ mod targets;
 use memory::{BUDGET, Limited, within};
 use std::path::Path;
 use targets::{
-    CONFIG, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, LOG, MMLU, MODEL, PARQUET,
-    SAFETENSORS, SIDECAR, STATE, TINYSTORIES, TOKENIZER, TOKENS, Target,
+    CONFIG, CSV, DEBUG_STATE, EVALUATION, HELLASWAG, HF_CONFIG, HF_INDEX, HF_TOKENIZER, JSONL, LOG, MMLU, MODEL,
+    PARQUET, SAFETENSORS, SIDECAR, STATE, TEXT, TINYSTORIES, TOKENIZER, TOKENIZER_FILE, TOKENS, Target,
 };
 
 #[global_allocator]
 static ALLOCATOR: Limited = Limited;
 
-static TARGETS: [&Target; 17] = [
+static TARGETS: [&Target; 21] = [
     &TOKENS,
     &MODEL,
     &STATE,
@@ -28,8 +28,12 @@ static TARGETS: [&Target; 17] = [
     &HELLASWAG,
     &MMLU,
     &TINYSTORIES,
+    &JSONL,
+    &CSV,
+    &TEXT,
     &PARQUET,
     &TOKENIZER,
+    &TOKENIZER_FILE,
     &HF_CONFIG,
     &HF_INDEX,
     &HF_TOKENIZER,

@@ -207,6 +207,9 @@ fn tokenized_text_can_be_trained_on() {
     let first = printed.lines().find_map(|line| line.strip_prefix("step    0/2 | val loss ")).unwrap();
     assert!((first.parse::<f64>().unwrap() - 50257f64.ln()).abs() < 0.1, "{first}");
     fail(&["data", "text", text(&play), "--out", text(&out)], &["train_000000.bin", "--overwrite"]);
+    let split = dir.path().join("split");
+    let printed = succeed(&["data", "text", text(&play), "--out", text(&split), "--separator", "<|x|>"]);
+    assert!(printed.contains("expected '<|x|>' in each text file, found 1 without it"), "{printed}");
     let description = fs::read_to_string(out.join("dataset.json")).unwrap();
     fs::write(out.join("dataset.json"), description.replace("50257", "128256")).unwrap();
     let larger = ["gpt2 with 128256", "at most 50257", "the model"];

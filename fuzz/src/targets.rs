@@ -69,10 +69,19 @@ pub static HELLASWAG: Target = Target { name: "hellaswag", read: read_hellaswag,
 pub static MMLU: Target = Target { name: "mmlu", read: read_mmlu, seeds: mmlu_files };
 /// TinyStories' JSON files.
 pub static TINYSTORIES: Target = Target { name: "tinystories", read: read_stories, seeds: story_files };
+/// Documents in JSON lines.
+pub static JSONL: Target = Target { name: "jsonl", read: read_jsonl, seeds: jsonl_files };
+/// Documents in CSV files.
+pub static CSV: Target = Target { name: "csv", read: read_csv, seeds: csv_files };
+/// Documents in text files with a separator.
+pub static TEXT: Target = Target { name: "text", read: read_text, seeds: text_files };
 /// Parquet files with a column of text.
 pub static PARQUET: Target = Target { name: "parquet", read: read_parquet, seeds: parquet_files };
 /// Text and tokens.
 pub static TOKENIZER: Target = Target { name: "tokenizer", read: encode_and_decode, seeds: texts };
+/// Tokenizers in `tokenizer.json` or Llama 3's format, with which text is encoded.
+pub static TOKENIZER_FILE: Target =
+    Target { name: "tokenizer_file", read: read_tokenizer_file, seeds: tokenizer_files };
 /// `config.json` of Hugging Face directories.
 pub static HF_CONFIG: Target = Target { name: "hf_config", read: read_hf_config, seeds: hf_configs };
 /// `model.safetensors.index.json` of Hugging Face directories.
@@ -231,6 +240,31 @@ fn hf_tokenizers() -> Vec<Vec<u8>> {
     let file = br#"{"pre_tokenizer":{"type":"ByteLevel"},"added_tokens":[{"id":4,"content":"<s>","special":true}],
         "model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2,"aba":3},"merges":["a b",["ab","a"]]}}"#;
     vec![file.to_vec()]
+}
+
+fn read_tokenizer_file(data: &[u8]) -> Result<()> {
+    let tokenizer = as_file(data, Tokenizer::open)?;
+    for text in ["", "aba b<s> \u{e9}\n", "<|endoftext|>"] {
+        let ids = tokenizer.encode_with_special(text)?;
+        tokenizer.decode(&ids);
+        tokenizer.decode(&tokenizer.encode(text)?);
+    }
+    tokenizer.decode(&[0, 4, u32::MAX]);
+    Ok(())
+}
+
+fn tokenizer_files() -> Vec<Vec<u8>> {
+    let json = br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":4,"content":"<s>",
+        "single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],"normalizer":{"type":"NFC"},
+        "pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
+        "post_processor":null,"decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},
+        "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,"end_of_word_suffix":null,
+        "fuse_unk":false,"byte_fallback":false,"vocab":{"a":0,"b":1,"ab":2,"aba":3},"merges":["a b","ab a"]}}"#;
+    // A token for each byte, in base64.
+    let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let digit = |i: usize| char::from(digits[i]);
+    let lines = (0..256).map(|byte| format!("{}{}== {byte}\n", digit(byte >> 2), digit((byte & 3) << 4)));
+    vec![json.to_vec(), lines.collect::<String>().into_bytes()]
 }
 
 /// The model file of the checkpoints.
@@ -432,18 +466,63 @@ fn story_files() -> Vec<Vec<u8>> {
     vec![br#"[{"story": "\n Once \u00e9\ud83d\ude42 ", "words": ["a"]}, {"source": "GPT-4", "story": ""}]"#.to_vec()]
 }
 
-fn read_parquet(data: &[u8]) -> Result<()> {
-    struct Ignore;
-    impl Sink for Ignore {
-        fn text(&mut self, _: &str) -> Result<()> {
-            Ok(())
-        }
-        fn end(&mut self) -> Result<()> {
-            Ok(())
-        }
+/// Counts the bytes of documents.
+#[derive(Default)]
+struct DocumentBytes(usize);
+
+impl Sink for DocumentBytes {
+    fn text(&mut self, text: &str) -> Result<()> {
+        self.0 += text.len();
+        Ok(())
     }
-    let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
-    as_file(data, |path| documents::read(path, &reading, &ProgressBar::hidden(), &mut Ignore).map(drop))
+
+    fn end(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Reads the documents of a file. Returns the bytes of their text.
+fn read_documents(data: &[u8], format: Format, field: &str) -> Result<usize> {
+    let reading = Reading { format: Some(format), field: field.into(), separator: Some("<|end|>".into()) };
+    let mut bytes = DocumentBytes::default();
+    as_file(data, |path| documents::read(path, &reading, &ProgressBar::hidden(), &mut bytes))?;
+    Ok(bytes.0)
+}
+
+/// Each byte becomes at most one character of three bytes, U+FFFD.
+fn read_limited(data: &[u8], format: Format, field: &str) -> Result<()> {
+    assert!(read_documents(data, format, field)? <= 3 * data.len());
+    Ok(())
+}
+
+fn read_jsonl(data: &[u8]) -> Result<()> {
+    read_limited(data, Format::Jsonl, "a.text")
+}
+
+fn jsonl_files() -> Vec<Vec<u8>> {
+    let lines =
+        "{\"id\": [1, {\"x\": null}], \"a\": {\"text\": \"One \\u00e9\\ud83d\\ude42\\n\"}}\r\n\n{\"a.text\": \"\"}";
+    vec![lines.into(), "\u{feff}{\"a\": {\"text\": null}}\n".into()]
+}
+
+fn read_csv(data: &[u8]) -> Result<()> {
+    read_limited(data, Format::Csv, "text")
+}
+
+fn csv_files() -> Vec<Vec<u8>> {
+    vec!["id,text\n1,\"One, \"\"two\"\"\nthree\"\r\n2,né\n".into(), "\u{feff}text\n\nplain".into()]
+}
+
+fn read_text(data: &[u8]) -> Result<()> {
+    read_limited(data, Format::Text, "text")
+}
+
+fn text_files() -> Vec<Vec<u8>> {
+    vec!["One<|end|>\r\ntwo né 日本 \u{1f642}<|end|><|en".into()]
+}
+
+fn read_parquet(data: &[u8]) -> Result<()> {
+    read_documents(data, Format::Parquet, "text").map(drop)
 }
 
 /// Returns files with two row groups, one for each compression.

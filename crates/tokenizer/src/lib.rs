@@ -17,7 +17,9 @@ use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
 use json_file::ByteLevel;
 use matcher::{Matcher, Part};
+use serde::Deserialize;
 use split::Pattern;
+use std::collections::HashMap;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -235,7 +237,8 @@ impl Tokenizer {
             Encoding::Bytes => ids.extend(text.bytes().map(u32::from)),
             Encoding::ByteLevel(encoding) => encoding.encode(text, ids)?,
             Encoding::HuggingFace(tokenizer) if !text.is_empty() => {
-                let encoding = tokenizer.encode_fast(text, false);
+                let encoding = quiet_panic::catch(|| tokenizer.encode_fast(text, false))
+                    .with_context(|| format!("{self} cannot encode the text: its parts contradict each other"))?;
                 let encoding = encoding.map_err(|error| anyhow::anyhow!("{self} cannot encode the text: {error}"))?;
                 ids.extend_from_slice(encoding.get_ids());
             }
@@ -259,7 +262,10 @@ impl Tokenizer {
                 };
                 ids.iter().filter_map(bytes).flatten().collect()
             }
-            Encoding::HuggingFace(tokenizer) => tokenizer.decode(ids, false).unwrap_or_default().into_bytes(),
+            Encoding::HuggingFace(tokenizer) => {
+                let text = quiet_panic::catch(|| tokenizer.decode(ids, false));
+                text.and_then(tokenizers::Result::ok).unwrap_or_default().into_bytes()
+            }
         }
     }
 
@@ -308,8 +314,12 @@ fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
 }
 
 fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
-    let mut tokenizer: tokenizers::Tokenizer =
-        text.parse().map_err(|error| anyhow::anyhow!("{name}: not a valid tokenizer.json: {error}"))?;
+    let invalid = || format!("{name}: not a valid tokenizer.json");
+    let file: AddedTokens = serde_json::from_str(text).with_context(invalid)?;
+    // The tokenizers crate panics for some invalid files.
+    let parsed = quiet_panic::catch(|| text.parse::<tokenizers::Tokenizer>()).with_context(invalid)?;
+    let mut tokenizer = parsed.map_err(|error| anyhow::anyhow!("{}: {error}", invalid()))?;
+    check_ids(&file, &tokenizer).with_context(|| name.to_owned())?;
     // A data set is never truncated or padded.
     tokenizer.with_padding(None);
     tokenizer
@@ -333,6 +343,39 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
         None => Encoding::HuggingFace(Box::new(tokenizer)),
     };
     Tokenizer::new(name, encoding, special, vocab)
+}
+
+/// Checks that each token has an id of its own, and that added tokens have the ids in the file. The `tokenizers` crate assigns
+/// other ids to added tokens that leave a gap or repeat an id.
+fn check_ids(file: &AddedTokens, tokenizer: &tokenizers::Tokenizer) -> Result<()> {
+    for AddedToken { id, content } in &file.added_tokens {
+        if let Some(expected) = tokenizer.token_to_id(content).filter(|expected| expected != id) {
+            bail!(
+                "added token {content:?}: expected id {expected}, its place in the vocabulary, found {id}; repair the file"
+            );
+        }
+    }
+    let mut tokens = HashMap::new();
+    for (token, id) in tokenizer.get_vocab(true) {
+        if let Some(other) = tokens.insert(id, token.clone()) {
+            let [first, second] = if token < other { [token, other] } else { [other, token] };
+            bail!("expected one token with id {id}, found {first:?} and {second:?}; repair the file");
+        }
+    }
+    Ok(())
+}
+
+/// The part of a tokenizer.json that [`check_ids`] compares.
+#[derive(Deserialize)]
+struct AddedTokens {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
 }
 
 /// Returns a hash of all ids and their bytes.

@@ -5,10 +5,12 @@ use super::{FileReport, MAX_RECORD_BYTES, Sink, document};
 use anyhow::{Context, Result, anyhow, ensure};
 use std::io::{self, Read};
 
-/// A reader that fails when a record is too long, so that a missing quotation mark does not read the whole file into memory.
+/// A reader that fails when a record is too long, so that a missing quotation mark does not read the whole file into memory. It
+/// also fails if the input ends within quotation marks, which the csv crate accepts.
 struct Limited<R> {
     inner: R,
     left: usize,
+    quotes: Quotes,
 }
 
 impl<R: Read> Read for Limited<R> {
@@ -20,8 +22,59 @@ impl<R: Read> Read for Limited<R> {
         }
         let n = buffer.len().min(self.left);
         let n = self.inner.read(&mut buffer[..n])?;
+        if n == 0 && n < buffer.len() {
+            self.quotes.end()?;
+        }
+        self.quotes.push(&buffer[..n]);
         self.left -= n;
         Ok(n)
+    }
+}
+
+/// A position relative to quotation marks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    FieldStart,
+    Unquoted,
+    Quoted,
+    /// After a quotation mark within quotation marks, which ends them unless another one follows.
+    AfterQuote,
+}
+
+/// Finds quoted fields in the bytes of a file, by the rules of the csv crate.
+struct Quotes {
+    place: Place,
+    line: u64,
+    /// Line in which the current quoted field begins.
+    first_line: u64,
+}
+
+impl Quotes {
+    const START: Self = Self { place: Place::FieldStart, line: 1, first_line: 1 };
+
+    fn push(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            if self.place == Place::FieldStart && byte == b'"' {
+                self.first_line = self.line;
+            }
+            self.place = match (self.place, byte) {
+                (Place::Quoted, b'"') => Place::AfterQuote,
+                (Place::FieldStart | Place::AfterQuote, b'"') | (Place::Quoted, _) => Place::Quoted,
+                (_, b',' | b'\n' | b'\r') => Place::FieldStart,
+                _ => Place::Unquoted,
+            };
+            self.line += u64::from(byte == b'\n');
+        }
+    }
+
+    fn end(&self) -> io::Result<()> {
+        if self.place == Place::Quoted {
+            return Err(io::Error::other(format!(
+                "line {}: expected a quotation mark that ends the field, found the end of the file; add it",
+                self.first_line
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -29,7 +82,8 @@ impl<R: Read> Read for Limited<R> {
 pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<FileReport> {
     let mut report = FileReport::default();
     let name = source.name().to_owned();
-    let mut reader = ::csv::Reader::from_reader(Limited { inner: source.stream(), left: MAX_RECORD_BYTES });
+    let mut reader =
+        ::csv::Reader::from_reader(Limited { inner: source.stream(), left: MAX_RECORD_BYTES, quotes: Quotes::START });
     let headers = reader.byte_headers().map_err(|error| explain(error, &name))?;
     let text =
         |bytes: &[u8]| String::from_utf8_lossy(bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes)).into_owned();
@@ -40,6 +94,8 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
             columns.join(", ")
         )
     })?;
+    let same = columns.iter().filter(|column| *column == field).count();
+    ensure!(same == 1, "{name}, row 1: expected one column \"{field}\", found {same}; rename or remove the others");
     let mut record = ::csv::ByteRecord::new();
     loop {
         reader.get_mut().left = MAX_RECORD_BYTES;

@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 pub enum Reason {
     /// The file contains a NUL byte near its beginning.
     Binary,
+    /// The file starts with a byte order mark of UTF-16 or UTF-32.
+    Utf16,
     /// The file has no bytes.
     Empty,
     /// A symbolic link in a directory; links could form a cycle.
@@ -33,6 +35,7 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Binary => "binary files (with a NUL byte)",
+            Self::Utf16 => "UTF-16 files (convert them to UTF-8)",
             Self::Empty => "empty files",
             Self::SymbolicLink => "symbolic links",
             Self::VersionControl => "version control directories",

@@ -3,9 +3,10 @@
 use super::source::{Source, cannot_read};
 use super::{FileReport, MAX_RECORD_BYTES, Sink};
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
-use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{BufRead, Read};
 
 /// Passes the field `field` of each line to `sink` as a document.
@@ -43,11 +44,14 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
 
 /// Returns the text in a field of an object; `None` if it is null.
 fn value(json: &str, field: &str) -> Result<Option<String>> {
-    let fields = fields(json).map_err(|error| not_an_object(json, &error))?;
-    let Some(raw) = fields.get(field) else {
-        let inner = field.split_once('.').and_then(|(outer, inner)| Some((fields.get(outer)?, inner)));
+    let fields: Fields = serde_json::from_str(json).map_err(|error| not_an_object(json, &error))?;
+    let Some(raw) = fields.get(field)? else {
+        let inner = match field.split_once('.') {
+            Some((outer, inner)) => fields.get(outer)?.map(|outer| (outer, inner)),
+            None => None,
+        };
         let Some((outer, inner)) = inner else {
-            let names: Vec<&str> = fields.keys().map(AsRef::as_ref).collect();
+            let names: Vec<&str> = fields.0.iter().map(|(name, _)| name.as_str()).collect();
             bail!(
                 "expected a field \"{field}\", found {}; name the field with the text with --field",
                 if names.is_empty() { "no field".to_owned() } else { names.join(", ") }
@@ -55,26 +59,64 @@ fn value(json: &str, field: &str) -> Result<Option<String>> {
         };
         return value(outer.get(), inner);
     };
-    serde_json::from_str(raw.get()).map_err(|_| {
-        anyhow!(
-            "field \"{field}\": expected a string, found {}; name the field with the text with --field",
-            kind(raw.get())
-        )
+    serde_json::from_str(raw.get()).map_err(|error| match kind(raw.get()) {
+        "a string" => {
+            anyhow!("field \"{field}\": expected a valid string, found {}; repair or remove the line", what(&error))
+        }
+        other => {
+            anyhow!("field \"{field}\": expected a string, found {other}; name the field with the text with --field")
+        }
     })
 }
 
-fn fields(json: &str) -> serde_json::Result<BTreeMap<Cow<'_, str>, &RawValue>> {
-    serde_json::from_str(json)
+/// The fields of an object, in their order.
+struct Fields<'a>(Vec<(String, &'a RawValue)>);
+
+impl<'a> Fields<'a> {
+    /// Returns the value of a field. Fails if the object contains the field twice.
+    fn get(&self, name: &str) -> Result<Option<&'a RawValue>> {
+        let mut values = self.0.iter().filter(|(found, _)| found == name).map(|(_, value)| *value);
+        let first = values.next();
+        ensure!(values.next().is_none(), "expected one field \"{name}\", found several; remove all but one");
+        Ok(first)
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+struct FieldsVisitor;
+
+impl<'de> Visitor<'de> for FieldsVisitor {
+    type Value = Fields<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut fields = Vec::new();
+        while let Some(field) = map.next_entry()? {
+            fields.push(field);
+        }
+        Ok(Fields(fields))
+    }
 }
 
 fn not_an_object(json: &str, error: &serde_json::Error) -> anyhow::Error {
     if error.is_data() {
         return anyhow!("expected a JSON object, found {}; check --format and --field", kind(json.trim_start()));
     }
-    // The line of the error is always 1.
-    let what = error.to_string();
-    let what = what.split(" at line ").next().unwrap_or(&what).to_owned();
-    anyhow!("expected a JSON object, found {what} at column {}; repair or remove the line", error.column())
+    anyhow!("expected a JSON object, found {} at column {}; repair or remove the line", what(error), error.column())
+}
+
+/// Returns the description of an error without its position, which is relative to the line or the field.
+fn what(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
 /// Returns the kind of a JSON value.

@@ -82,6 +82,8 @@ pub struct FileReport {
     pub invalid_utf8: usize,
     /// Null values of a parquet file, each read as a document without text.
     pub null: usize,
+    /// Set if a separator was given that a text file does not contain.
+    pub without_separator: bool,
     /// Set if the file was not read.
     pub skipped: Option<Reason>,
 }
@@ -102,6 +104,16 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
     if source.is_empty()? {
         return Ok(FileReport { skipped: Some(Reason::Empty), ..FileReport::default() });
     }
+    if source.is_utf16()? {
+        if format == Format::Text && path != Path::new(STDIN) {
+            return Ok(FileReport { skipped: Some(Reason::Utf16), ..FileReport::default() });
+        }
+        bail!(
+            "{}: expected UTF-8, found a byte order mark of UTF-16 or UTF-32; convert the input, for example with \
+             `iconv -f UTF-16 -t UTF-8`",
+            source.name()
+        );
+    }
     match format {
         Format::Text if source.is_binary()? => {
             if path == Path::new(STDIN) {
@@ -111,6 +123,12 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         }
         Format::Text => text::read(&mut source, reading.separator.as_deref(), sink),
         Format::Jsonl => jsonl::read(&mut source, &reading.field, sink),
+        Format::Csv if source.is_binary()? => {
+            bail!(
+                "{}: expected comma-separated values, found a NUL byte; convert the file, or check --format",
+                source.name()
+            )
+        }
         Format::Csv => csv::read(&mut source, &reading.field, sink),
         Format::Parquet => unreachable!("parquet files are read above"),
     }

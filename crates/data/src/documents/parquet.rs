@@ -8,7 +8,6 @@ use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
 use std::fs::{self, File};
-use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
 
 /// Rows that are decoded at a time.
@@ -16,35 +15,13 @@ const ROWS: usize = 256;
 
 /// Passes the column `field` of each row to `sink` as a document.
 pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
-    without_panics(path, || read_rows(path, field, progress, sink))
-}
-
-/// Checks that a file is a parquet file with a column `field` of strings. Rows are not read.
-pub fn check(path: &Path, field: &str) -> Result<()> {
-    without_panics(path, || open(path, field).map(drop))
-}
-
-/// Calls the parquet crate, which panics for some damaged files. A panic is an error of the file.
-fn without_panics<T>(path: &Path, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
-        bail!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
-    })
-}
-
-/// Opens a file. Returns the index of its column `field`.
-fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
-    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
-    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
-    let reader = SerializedFileReader::new(file).with_context(invalid)?;
-    let schema = reader.metadata().file_metadata().schema_descr();
-    let column = find_column(schema, field).with_context(|| name.to_string())?;
-    Ok((reader, column))
-}
-
-fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
-    let name = path.display();
-    let size = fs::metadata(path).with_context(|| format!("cannot read {name}"))?.len();
+    let kind = fs::metadata(path).with_context(|| format!("cannot read {name}"))?;
+    ensure!(
+        kind.is_file(),
+        "{name}: expected a parquet file, found a pipe or device; parquet is read at random positions: store it in a file"
+    );
+    let size = kind.len();
     if size == 0 {
         return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
     }
@@ -55,19 +32,9 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
-        let compression = metadata.row_group(group).column(column).compression();
-        ensure!(
-            matches!(
-                compression,
-                Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)
-            ),
-            "{name}: expected a parquet file without compression or with snappy, gzip or zstd, found {compression}; write it again \
-             with one of them"
-        );
-        let row_group = reader.get_row_group(group).with_context(place)?;
-        let ColumnReader::ByteArrayColumnReader(mut values) =
-            row_group.get_column_reader(column).with_context(place)?
-        else {
+        check_compression(path, decode(path, || metadata.row_group(group).column(column).compression())?)?;
+        let values = decode(path, || reader.get_row_group(group)?.get_column_reader(column))?.with_context(place)?;
+        let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
         let (mut batch, mut levels) = (Vec::new(), Vec::new());
@@ -76,7 +43,8 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
         loop {
             batch.clear();
             levels.clear();
-            let (records, ..) = values.read_records(ROWS, Some(&mut levels), None, &mut batch).with_context(|| {
+            let records = decode(path, || values.read_records(ROWS, Some(&mut levels), None, &mut batch))?;
+            let (records, ..) = records.with_context(|| {
                 format!("cannot read row {} of {name}: expected valid pages; download it again", rows + 1)
             })?;
             if records == 0 {
@@ -99,6 +67,39 @@ fn read_rows(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Si
         progress.inc(size * (group as u64 + 1) / groups as u64 - size * group as u64 / groups as u64);
     }
     Ok(report)
+}
+
+/// Checks that a file is a parquet file with a column `field` of strings. Rows are not read.
+pub fn check(path: &Path, field: &str) -> Result<()> {
+    open(path, field).map(drop)
+}
+
+/// Opens a file. Returns the index of its column `field`.
+fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
+    let name = path.display();
+    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
+    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
+    let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
+    let schema = reader.metadata().file_metadata().schema_descr();
+    let column = find_column(schema, field).with_context(|| name.to_string())?;
+    Ok((reader, column))
+}
+
+/// Calls the parquet crate, which panics for some damaged files. Such a panic is an error of the file.
+fn decode<T>(path: &Path, call: impl FnOnce() -> T) -> Result<T> {
+    quiet_panic::catch(call).with_context(|| {
+        format!("{}: expected a complete parquet file, found contradictory data; download it again", path.display())
+    })
+}
+
+fn check_compression(path: &Path, found: Compression) -> Result<()> {
+    ensure!(
+        matches!(found, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)),
+        "{}: expected a parquet file without compression or with snappy, gzip or zstd, found {found}; write it again with one \
+         of them",
+        path.display()
+    );
+    Ok(())
 }
 
 /// Returns the index of a column of strings.

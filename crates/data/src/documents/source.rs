@@ -81,6 +81,13 @@ impl Source {
         Ok(next[..next.len().min(BINARY_PROBE_BYTES)].contains(&0))
     }
 
+    /// Returns whether the next bytes are a byte order mark of UTF-16 or UTF-32.
+    pub fn is_utf16(&mut self) -> Result<bool> {
+        let name = &self.name;
+        let next = self.stream.fill_buf().with_context(|| cannot_read(name))?;
+        Ok(next.starts_with(b"\xff\xfe") || next.starts_with(b"\xfe\xff") || next.starts_with(b"\0\0\xfe\xff"))
+    }
+
     /// Returns the next bytes; none at the end.
     pub fn next_block(&mut self) -> Result<Vec<u8>> {
         let mut block = Vec::with_capacity(BUFFER_BYTES);

@@ -5,6 +5,7 @@ use ::parquet::file::properties::WriterProperties;
 use ::parquet::file::writer::SerializedFileWriter;
 use ::parquet::schema::parser::parse_message_type;
 use flate2::write::GzEncoder;
+use proptest::prelude::*;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::PathBuf;
@@ -197,6 +198,20 @@ fn csv_rows_may_contain_quotes_and_line_breaks() {
     let rows = "id,text\n1,\"two\nlines, \"\"quoted\"\"\"\r\n2,plain\n3,\n";
     assert_eq!(documents("a.csv", rows.as_bytes()), ["two\nlines, \"quoted\"", "plain", ""]);
     assert_eq!(documents("a.csv", b"\xef\xbb\xbftext,id\na,1\n"), ["a"]);
+}
+
+proptest! {
+    /// No quotation marks are reported as missing in the files of a CSV writer.
+    #[test]
+    fn csv_of_a_writer_is_read_back(rows in proptest::collection::vec("[a\"\n\r, é]{0,9}", 1..9), crlf in proptest::bool::ANY) {
+        let terminator = if crlf { ::csv::Terminator::CRLF } else { ::csv::Terminator::Any(b'\n') };
+        let mut writer = ::csv::WriterBuilder::new().terminator(terminator).from_writer(Vec::new());
+        writer.write_record(["id", "text"]).unwrap();
+        for row in &rows {
+            writer.write_record([row, row]).unwrap();
+        }
+        prop_assert_eq!(documents("a.csv", &writer.into_inner().unwrap()), rows);
+    }
 }
 
 #[test]

@@ -7,7 +7,8 @@ use anyhow::Result;
 /// Passes the documents of a text file to `sink`, in blocks.
 pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -> Result<FileReport> {
     let mut report = FileReport::default();
-    let mut splitter = Splitter { separator: separator.unwrap_or(""), kept: String::new(), after_separator: false };
+    let mut splitter =
+        Splitter { separator: separator.unwrap_or(""), kept: String::new(), after_separator: false, found: false };
     let mut bytes = Vec::new();
     loop {
         let block = source.next_block()?;
@@ -35,6 +36,7 @@ pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -
         splitter.push(&text, last, sink)?;
         if last {
             sink.end()?;
+            report.without_separator = separator.is_some() && !splitter.found;
             return Ok(report);
         }
     }
@@ -48,6 +50,8 @@ struct Splitter<'a> {
     kept: String,
     /// Set if a line break here belongs to the separator.
     after_separator: bool,
+    /// Set after the first separator.
+    found: bool,
 }
 
 impl Splitter<'_> {
@@ -70,6 +74,7 @@ impl Splitter<'_> {
             sink.end()?;
             rest = &rest[at + self.separator.len()..];
             self.after_separator = true;
+            self.found = true;
         }
         let keep = if last { 0 } else { self.separator.len() - 1 };
         let mut ready = if self.after_separator { 0 } else { rest.len().saturating_sub(keep) };

@@ -47,6 +47,8 @@ pub struct Summary {
     pub skipped: Skipped,
     /// Files with invalid UTF-8, each with the number of invalid sequences.
     pub invalid_utf8: Vec<(PathBuf, usize)>,
+    /// Text files without the separator that was given, each read as one document.
+    pub without_separator: usize,
     /// Cuts in long documents at which the tokens may differ from those of the whole document.
     pub forced_cuts: usize,
     /// The training split.
@@ -136,6 +138,7 @@ fn read_all(found: &Found, reading: &Reading, progress: &ProgressBar, sink: &mut
             continue;
         }
         summary.input.files += 1;
+        summary.without_separator += usize::from(report.without_separator);
         if report.invalid_utf8 > 0 {
             summary.input.invalid_utf8 += report.invalid_utf8;
             summary.invalid_utf8.push((file.clone(), report.invalid_utf8));

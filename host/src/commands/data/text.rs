@@ -87,6 +87,10 @@ pub fn run(args: &Text) -> Result<()> {
     let written = text::write(&found, &args.out, &options, &progress)?;
     progress.finish_and_clear();
     print_summary(&args.out, ShardNames::TEXT, &written)?;
+    if let Some(separator) = args.separator.as_ref().filter(|_| written.without_separator > 0) {
+        let files = written.without_separator;
+        writeln!(stdout(), "warning: --separator: expected '{separator}' in each text file, found {files} without it")?;
+    }
     if args.val_fraction > 0.0 && written.val.tokens < DEFAULT_BATCH_TOKENS {
         writeln!(
             stdout(),

@@ -1,0 +1,5 @@
+#![no_main]
+
+use fuzz::targets::JSONL;
+
+libfuzzer_sys::fuzz_target!(init: fuzz::begin(&JSONL), |data: &[u8]| fuzz::run(&JSONL, data));

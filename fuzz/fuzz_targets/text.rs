@@ -1,0 +1,5 @@
+#![no_main]
+
+use fuzz::targets::TEXT;
+
+libfuzzer_sys::fuzz_target!(init: fuzz::begin(&TEXT), |data: &[u8]| fuzz::run(&TEXT, data));
