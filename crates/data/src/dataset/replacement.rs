@@ -4,7 +4,7 @@
 //! them when all are synced. Only then are they moved to their names, and old shards that remain are removed. A replacement that
 //! was interrupted before that point is discarded by the next one; later, the next one completes it first.
 
-use super::{Dataset, FILE_NAME, is_shard};
+use super::{Dataset, FILE_NAME, is_content};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -23,7 +23,7 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Starts to write a data set into `out`. Fails if it contains shards and `overwrite` is not set.
+    /// Starts to write a data set into `out`. Fails if it contains shards or a tokenizer and `overwrite` is not set.
     pub fn begin(out: &Path, overwrite: bool) -> Result<Self> {
         atomic_file::create_directory(out)?;
         let lock = File::open(out).with_context(|| format!("cannot open {}", out.display()))?;
@@ -39,10 +39,10 @@ impl Replacement {
         if staging.exists() {
             fs::remove_dir_all(&staging).with_context(|| format!("cannot remove {}", staging.display()))?;
         }
-        if let Some(old) = names(out)?.into_iter().find(|name| is_shard(name)) {
+        if let Some(old) = names(out)?.into_iter().find(|name| is_content(name)) {
             ensure!(
                 overwrite,
-                "{} already exists: expected a directory without shards; use another --out directory, or --overwrite",
+                "{} already exists: expected a directory without shards or a tokenizer; use another --out directory, or --overwrite",
                 out.join(old).display()
             );
         }
@@ -55,8 +55,11 @@ impl Replacement {
         &self.staging
     }
 
-    /// Writes the description and replaces the old data set. The shards must be synced to disk.
-    pub fn commit(self, dataset: &Dataset) -> Result<()> {
+    /// Writes the description and the tokenizer's file, and replaces the old data set. The shards must be synced to disk.
+    pub fn commit(self, dataset: &Dataset, tokenizer: Option<&tokenizer::File>) -> Result<()> {
+        if let Some(file) = tokenizer {
+            atomic_file::write(&self.staging.join(file.name), |out| Ok(out.write_all(&file.bytes)?))?;
+        }
         atomic_file::write(&self.staging.join(FILE_NAME), |file| {
             serde_json::to_writer_pretty(&mut *file, dataset)?;
             Ok(file.write_all(b"\n")?)
@@ -120,7 +123,7 @@ fn complete(out: &Path) -> Result<()> {
     }
     atomic_file::sync_directory(out)?;
     for old in names(out)? {
-        if (is_shard(&old) || old == FILE_NAME) && !new.contains(&old.as_str()) {
+        if (is_content(&old) || old == FILE_NAME) && !new.contains(&old.as_str()) {
             fs::remove_file(out.join(&old)).with_context(|| format!("cannot remove {}", out.join(&old).display()))?;
         }
     }

@@ -1,4 +1,5 @@
 use super::*;
+use tokenizer::Tokenizer;
 
 fn dataset(tokens: usize) -> Dataset {
     Dataset {
@@ -19,7 +20,7 @@ fn replace(out: &Path, names: &[&str]) {
     for name in names {
         shard(replacement.directory(), name, "new");
     }
-    replacement.commit(&dataset(names.len())).unwrap();
+    replacement.commit(&dataset(names.len()), None).unwrap();
 }
 
 fn names(directory: &Path) -> Vec<String> {
@@ -39,6 +40,28 @@ fn replacement_removes_old_shards_and_keeps_other_files() {
     replace(&out, &["train_000000.bin"]);
     assert_eq!(names(&out), ["dataset.json", "notes.txt", "train_000000.bin", "train_tokens.bin"]);
     assert_eq!(Dataset::read(&out).unwrap(), Some(dataset(1)));
+}
+
+#[test]
+fn the_tokenizer_file_belongs_to_the_data_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path();
+    let file = |name, text: &str| tokenizer::File { name, bytes: text.into() };
+    let replacement = Replacement::begin(out, false).unwrap();
+    assert_eq!(names(out), [".unfinished-dataset"]);
+    replacement.commit(&dataset(0), Some(&file("tokenizer.json", "first"))).unwrap();
+    assert_eq!(names(out), ["dataset.json", "tokenizer.json"]);
+    // It is never replaced by accident.
+    let message = Replacement::begin(out, false).unwrap_err().to_string();
+    assert!(message.contains("tokenizer.json already exists: expected a directory without shards or"), "{message}");
+    drop(Replacement::begin(out, true).unwrap());
+    assert_eq!(fs::read_to_string(out.join("tokenizer.json")).unwrap(), "first");
+    let replacement = Replacement::begin(out, true).unwrap();
+    replacement.commit(&dataset(0), Some(&file("tokenizer.model", "second"))).unwrap();
+    assert_eq!(names(out), ["dataset.json", "tokenizer.model"]);
+    assert_eq!(fs::read_to_string(out.join("tokenizer.model")).unwrap(), "second");
+    Replacement::begin(out, true).unwrap().commit(&dataset(0), None).unwrap();
+    assert_eq!(names(out), ["dataset.json"]);
 }
 
 #[test]
