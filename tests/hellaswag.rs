@@ -11,6 +11,7 @@ use model::{Descriptor, Gpt2, Param, PlanOptions, Unsharded, init};
 use rng::Mt19937;
 use std::ops::Range;
 use std::path::Path;
+use tokenizer::Tokenizer;
 
 const JSONL: &str = "data/hellaswag.jsonl";
 const BIN: &[u8] = include_bytes!("data/hellaswag.bin");
@@ -67,7 +68,7 @@ fn random_examples(n: usize) -> Vec<Example> {
     let mut below = |n: usize| rng.next_u32() as usize % n;
     (0..n)
         .map(|_| {
-            let mut tokens = |longest: usize| (0..=below(longest)).map(|_| below(VOCAB) as u16).collect::<Vec<_>>();
+            let mut tokens = |longest: usize| (0..=below(longest)).map(|_| below(VOCAB) as u32).collect::<Vec<_>>();
             Example { context: tokens(40), completions: std::array::from_fn(|_| tokens(30)), label: 0 }
         })
         .collect()
@@ -108,12 +109,12 @@ fn reference_losses(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
     let (model, _) = planned(&mut engine, 1, 96);
     randomize(&model, &mut engine);
     let vp = descriptor().padded_vocab();
-    let mut mean = |context: &[u16], completion: &[u16]| {
+    let mut mean = |context: &[u32], completion: &[u32]| {
         let row = [context, completion].concat();
         let layout = BatchLayout { b: 1, t: row.len() };
         let mut words = engine.host_buffer(layout.words()).unwrap();
         for (word, &token) in words.iter_mut().zip(&row) {
-            *word = i32::from(token);
+            *word = token as i32;
         }
         engine.load_batch(model.batch.slice(0, layout.words()), layout, words).unwrap();
         model.forward(&mut engine, layout, &mut Unsharded).unwrap();
@@ -123,7 +124,7 @@ fn reference_losses(examples: &[Example]) -> Vec<[f64; COMPLETIONS]> {
             .map(|at| {
                 let logits = &logits[(at - 1) * vp..][..VOCAB];
                 let total: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
-                total.ln() - f64::from(logits[usize::from(row[at])])
+                total.ln() - f64::from(logits[row[at] as usize])
             })
             .sum();
         sum / completion.len() as f64
@@ -201,9 +202,9 @@ fn constant_model(b: usize, t: usize) -> (Gpt2, Cpu, BatchLayout) {
 #[test]
 fn constant_model_prefers_the_completion_with_the_lowest_mean_loss() {
     let (model, mut engine, layout) = constant_model(4, 32);
-    let example = |completions: [&[u16]; 4], label| Example {
+    let example = |completions: [&[u32]; 4], label| Example {
         context: vec![9, 9, 9, 1],
-        completions: completions.map(<[u16]>::to_vec),
+        completions: completions.map(<[u32]>::to_vec),
         label,
     };
     let mut is_correct = |completions, label| {
@@ -212,7 +213,7 @@ fn constant_model_prefers_the_completion_with_the_lowest_mean_loss() {
     };
     // The completion of the likeliest tokens wins at any index.
     for best in 0..COMPLETIONS {
-        let mut completions: [&[u16]; 4] = [&[8, 3], &[1], &[2, 9], &[3, 3, 3]];
+        let mut completions: [&[u32]; 4] = [&[8, 3], &[1], &[2, 9], &[3, 3, 3]];
         completions[best] = &[9, 9];
         assert!(is_correct(completions, best));
         assert!(!is_correct(completions, (best + 1) % COMPLETIONS));
@@ -342,5 +343,24 @@ fn json_errors_name_the_line_and_the_field() {
     let long = Example { context: vec![1; 33_000], completions: std::array::from_fn(|_| vec![1]), label: 0 };
     let message = write(&path, &[long]).unwrap_err().to_string();
     assert!(message.contains("example 0 takes 66028 bytes, expected at most 65535"), "{message}");
+    let wide = Example { context: vec![1, 65536], completions: std::array::from_fn(|_| vec![1]), label: 0 };
+    let message = write(&path, &[wide]).unwrap_err().to_string();
+    assert!(message.contains("example 0: expected ids below 65536, found 65536"), "{message}");
     assert_eq!(std::fs::read(&path).unwrap(), b"\n");
+}
+
+/// Models with another tokenizer read the same texts.
+#[test]
+fn examples_are_encoded_again_for_other_tokenizers() {
+    let set = MultipleChoice::read("set.bin".into(), BIN).unwrap();
+    let gpt2 = Tokenizer::gpt2();
+    assert_eq!(set.clone().with_tokenizer(Some(&gpt2)).unwrap().examples(), set.examples());
+    let bytes = set.clone().with_tokenizer(Some(&Tokenizer::bytes())).unwrap();
+    assert!(bytes.check(256, 1024).is_ok());
+    for (before, after) in set.examples().iter().zip(bytes.examples()) {
+        let ids = |tokens: &[u32]| gpt2.text(tokens).bytes().map(u32::from).collect::<Vec<_>>();
+        assert_eq!((ids(&before.context), before.label), (after.context.clone(), after.label));
+        assert_eq!(before.completions.each_ref().map(|tokens| ids(tokens)), after.completions);
+    }
+    assert!(gpt2.text(&set.examples()[0].completions[0]).starts_with(' '));
 }

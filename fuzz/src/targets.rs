@@ -191,7 +191,7 @@ fn hf_files(dtype: DType) -> [Vec<u8>; 2] {
     let (bin, out) = (directory.path().join("model.bin"), directory.path().join("hf"));
     fs::write(&bin, model_file(small(), dtype)).expect("the directory is writable");
     let source = ModelSource::open(&bin).expect("the file is valid");
-    export::hugging_face(&source, &out, dtype, false).expect("the directory is writable");
+    export::hugging_face(&source, None, &out, dtype, false).expect("the directory is writable");
     ["config.json", "model.safetensors"].map(|name| fs::read(out.join(name)).expect("the export is complete"))
 }
 
@@ -423,7 +423,7 @@ fn read_evaluation(data: &[u8]) -> Result<()> {
 }
 
 fn evaluation_files() -> Vec<Vec<u8>> {
-    let example = |context: &[u16], lengths: [usize; 4], label| Example {
+    let example = |context: &[u32], lengths: [usize; 4], label| Example {
         context: context.to_vec(),
         completions: lengths.map(|n| vec![3; n]),
         label,

@@ -166,6 +166,7 @@ mod tests {
         Config {
             train: Some("data/train_*.bin".into()),
             val: Some("data/val_*.bin".into()),
+            tokenizer: Some("tokenizer.json".into()),
             shuffle: false,
             overfit_one_batch: false,
             out: Some("run".into()),

@@ -6,7 +6,8 @@
 //! `distributed`, comparisons with references in `verify`.
 //!
 //! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
-//! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default.
+//! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
+//!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`log`], [`hints`] and [`version`] produce what a user reads.
 //! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`kernels`] embeds the GPU kernels.
 
@@ -18,6 +19,7 @@ mod commands;
 pub mod config_file;
 pub mod console;
 pub mod corpus;
+pub mod datasets;
 pub mod evaluate;
 pub mod gpu_info;
 pub mod hints;

@@ -22,6 +22,8 @@ pub struct Config {
     pub train: Option<String>,
     /// File patterns of the validation data.
     pub val: Option<String>,
+    /// Name or file of the tokenizer. If absent, it is that of the model or of the data.
+    pub tokenizer: Option<String>,
     /// Whether the training data is read in a random order.
     pub shuffle: bool,
     /// Whether every step trains on the first batch.

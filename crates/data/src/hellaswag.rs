@@ -57,7 +57,7 @@ fn parse_example(line: &str) -> Result<Example> {
             gpt2_ids(&format!(" {ending}"))
         })
         .collect::<Result<Vec<_>>>()?;
-    let completions = <[Vec<u16>; COMPLETIONS]>::try_from(completions)
+    let completions = <[Vec<u32>; COMPLETIONS]>::try_from(completions)
         .map_err(|found| anyhow::anyhow!("field 'endings': expected {COMPLETIONS} strings, found {}", found.len()))?;
     let label = field("label")?;
     let in_range = |label: &u64| *label < COMPLETIONS as u64;

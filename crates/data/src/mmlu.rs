@@ -167,7 +167,7 @@ impl Row<'_> {
         let label = label.with_context(|| {
             format!("column answer: expected A, B, C or D, found '{answer}' (the files have no header)")
         })?;
-        let mut completions: [Vec<u16>; COMPLETIONS] = Default::default();
+        let mut completions: [Vec<u32>; COMPLETIONS] = Default::default();
         for (i, completion) in completions.iter_mut().enumerate() {
             *completion = gpt2_ids(&format!(" {}", column(1 + i)?))?;
             let tokens = completion.len();

@@ -5,6 +5,7 @@ mod file;
 pub use file::write;
 
 use anyhow::{Context, Result, bail, ensure};
+use rayon::prelude::*;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::ops::Range;
@@ -21,9 +22,9 @@ pub const MAX_EXAMPLES: usize = u16::MAX as usize;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Example {
     /// Tokens of the context.
-    pub context: Vec<u16>,
+    pub context: Vec<u32>,
     /// Tokens of each completion.
-    pub completions: [Vec<u16>; COMPLETIONS],
+    pub completions: [Vec<u32>; COMPLETIONS],
     /// Index of the correct completion.
     pub label: usize,
 }
@@ -34,19 +35,19 @@ impl Example {
         self.context.len() + self.completions.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    fn tokens(&self) -> impl Iterator<Item = u16> {
+    fn tokens(&self) -> impl Iterator<Item = u32> {
         self.parts().flatten().copied()
     }
 
     /// Returns the context and the completions.
-    fn parts(&self) -> impl Iterator<Item = &Vec<u16>> {
+    fn parts(&self) -> impl Iterator<Item = &Vec<u32>> {
         std::iter::once(&self.context).chain(&self.completions)
     }
 }
 
-/// Returns the ids of a text in GPT-2's encoding, which fit into 16 bits.
-pub(crate) fn gpt2_ids(text: &str) -> Result<Vec<u16>> {
-    Ok(Tokenizer::gpt2().encode(text)?.into_iter().map(|id| id as u16).collect())
+/// Returns the ids of a text in GPT-2's encoding, that of evaluation files.
+pub(crate) fn gpt2_ids(text: &str) -> Result<Vec<u32>> {
+    Tokenizer::gpt2().encode(text)
 }
 
 /// A set of examples.
@@ -79,6 +80,22 @@ impl MultipleChoice {
         Ok(Self { name, examples })
     }
 
+    /// Encodes the texts again with the tokenizer of a model, because files contain ids of GPT-2's encoding. `None` keeps the ids.
+    pub fn with_tokenizer(mut self, tokenizer: Option<&Tokenizer>) -> Result<Self> {
+        let gpt2 = Tokenizer::gpt2();
+        let Some(tokenizer) = tokenizer.filter(|tokenizer| **tokenizer != gpt2) else { return Ok(self) };
+        let encode = |ids: &mut Vec<u32>| -> Result<()> {
+            *ids = tokenizer.encode(&gpt2.text(ids))?;
+            ensure!(!ids.is_empty(), "expected at least one token of {tokenizer} for each text, found none");
+            Ok(())
+        };
+        self.examples.par_iter_mut().enumerate().try_for_each(|(index, example)| {
+            let mut parts = std::iter::once(&mut example.context).chain(&mut example.completions);
+            parts.try_for_each(encode).with_context(|| format!("{}, example {index}", self.name))
+        })?;
+        Ok(self)
+    }
+
     /// Returns the path of the file.
     pub fn name(&self) -> &str {
         &self.name
@@ -100,7 +117,7 @@ impl MultipleChoice {
     /// Checks that every token is below `vocab` and that every context with its completion fits in `seq` tokens.
     pub fn check(&self, vocab: usize, seq: usize) -> Result<()> {
         for (index, example) in self.examples.iter().enumerate() {
-            if let Some(token) = example.tokens().find(|&token| usize::from(token) >= vocab) {
+            if let Some(token) = example.tokens().find(|&token| token as usize >= vocab) {
                 bail!(
                     "{}, example {index}: token {token}, expected tokens below {vocab}, the vocabulary size; \
                      tokenize the set for this model",

@@ -55,12 +55,7 @@ impl ModelConfig {
     }
 
     /// Returns the configuration of a model of this program.
-    pub fn new(
-        architecture: &'static Architecture,
-        descriptor: Descriptor,
-        bos: Option<u32>,
-        eos: Option<u32>,
-    ) -> Self {
+    pub fn new(architecture: &'static Architecture, descriptor: Descriptor, [bos, eos]: [Option<u32>; 2]) -> Self {
         let Descriptor { layers, heads, channels, max_seq_len, vocab } = descriptor;
         let sizes = &architecture.sizes;
         let keys = json!({
@@ -102,6 +97,12 @@ impl ModelConfig {
         ];
         keys.extend(changed.map(|(key, value)| (key.to_owned(), value)));
         keys
+    }
+
+    /// Sets the ids of the tokens before and after a document.
+    pub fn set_tokens(&mut self, [bos, eos]: [Option<u32>; 2]) {
+        self.keys.insert("bos_token_id".to_owned(), bos.into());
+        self.keys.insert("eos_token_id".to_owned(), eos.into());
     }
 
     /// Returns the id of a token under a key such as `bos_token_id`. If the key has a list, returns its first entry.
@@ -256,7 +257,7 @@ mod tests {
     #[test]
     fn exported_configurations_are_accepted_again() {
         let descriptor = Descriptor::new(2, 3, 12, 16, 256).unwrap();
-        let config = ModelConfig::new(&GPT2, descriptor, Some(10), None);
+        let config = ModelConfig::new(&GPT2, descriptor, [Some(10), None]);
         for (dtype, name) in [(DType::F32, "float32"), (DType::Bf16, "bfloat16")] {
             let keys = config.exported(dtype);
             let again = ModelConfig::parse(&serde_json::to_vec(&keys).unwrap()).unwrap();

@@ -10,6 +10,7 @@ use crate::gguf::{self, Value};
 use crate::hugging_face::WEIGHTS;
 use crate::safetensors_file::{self, NewTensor};
 use crate::tokenizer::{self, Vocabulary, pretty};
+use ::tokenizer::Tokenizer;
 use anyhow::{Context, Result, bail, ensure};
 use atomic_file::write_directory;
 use checkpoint::model_file;
@@ -18,10 +19,13 @@ use model::{Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Name of the file with the defaults of text generation.
 const GENERATION: &str = "generation_config.json";
+
+/// Names of the files that contain the vocabulary of a tokenizer.
+const VOCABULARY_FILES: [&str; 3] = ["tokenizer.json", "vocab.json", "tokenizer.model"];
 
 /// Names of all files that an export may write to a directory, besides those of the tokenizer.
 const DIRECTORY_FILES: [&str; 3] = [config::FILE, GENERATION, WEIGHTS];
@@ -29,7 +33,7 @@ const DIRECTORY_FILES: [&str; 3] = [config::FILE, GENERATION, WEIGHTS];
 /// The tokenizer of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WrittenTokenizer {
-    /// The files of the source directory were copied.
+    /// The tokenizer files of the source, or the file that the user named, were copied.
     Copied,
     /// Written for the built-in tokenizer of this vocabulary size.
     BuiltIn(usize),
@@ -37,34 +41,52 @@ pub enum WrittenTokenizer {
     None,
 }
 
+impl From<&Tokenizer> for WrittenTokenizer {
+    fn from(tokenizer: &Tokenizer) -> Self {
+        if tokenizer.file().is_some() { Self::Copied } else { Self::BuiltIn(tokenizer.vocab()) }
+    }
+}
+
 /// Writes a directory that transformers loads: `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer.
-pub fn hugging_face(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> Result<WrittenTokenizer> {
+/// The tokenizer is the one `named` with `--tokenizer`, or that of the source.
+pub fn hugging_face(
+    source: &ModelSource,
+    named: Option<&str>,
+    out: &Path,
+    dtype: DType,
+    overwrite: bool,
+) -> Result<WrittenTokenizer> {
     check_directory(out, overwrite)?;
     let descriptor = source.descriptor();
-    let vocabulary = Vocabulary::built_in(descriptor.vocab);
-    let [bos, eos] = vocabulary.as_ref().map_or([None; 2], |vocabulary| [vocabulary.bos, vocabulary.eos]);
-    let config = match source.hugging_face() {
+    let copied = if named.is_none() { tokenizer_files(source) } else { Vec::new() };
+    // Files are copied even if llm-rs cannot read them.
+    let tokenizer = if copied.is_empty() { source.tokenizer(named)? } else { None };
+    let special = tokenizer.as_ref().map_or([None; 2], tokenizer::marks);
+    let mut config = match source.hugging_face() {
         Some(model) => model.config().clone(),
-        None => ModelConfig::new(source.architecture(), descriptor, bos, eos),
+        None => ModelConfig::new(source.architecture(), descriptor, special),
     };
+    if named.is_some() {
+        config.set_tokens(special);
+    }
     write_directory(out, |directory| {
         let write = |name: &str, bytes: &[u8]| fs::write(directory.join(name), bytes);
         write(config::FILE, &pretty(&config.exported(dtype))?)?;
-        write(GENERATION, &generation_config(source, bos, eos)?)?;
+        write(GENERATION, &generation_config(source, &config, named.is_none())?)?;
         let mut file = BufWriter::new(File::create(directory.join(WEIGHTS))?);
         write_safetensors(&mut file, source, dtype)?;
         file.flush()?;
-        let copied = copy_tokenizer(source, directory)?;
-        match vocabulary {
-            _ if copied => Ok(WrittenTokenizer::Copied),
-            Some(vocabulary) => {
-                for (name, bytes) in vocabulary.files(descriptor.max_seq_len)? {
-                    write(name, &bytes)?;
-                }
-                Ok(WrittenTokenizer::BuiltIn(descriptor.vocab))
-            }
-            None => Ok(WrittenTokenizer::None),
+        for path in &copied {
+            let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+            write(&path.file_name().unwrap_or_default().to_string_lossy(), &bytes)?;
         }
+        let Some(tokenizer) = tokenizer else {
+            return Ok(if copied.is_empty() { WrittenTokenizer::None } else { WrittenTokenizer::Copied });
+        };
+        for (name, bytes) in tokenizer::files(&tokenizer, descriptor.max_seq_len)? {
+            write(name, &bytes)?;
+        }
+        Ok(WrittenTokenizer::from(&tokenizer))
     })
 }
 
@@ -85,12 +107,20 @@ pub fn llmc(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> 
     })
 }
 
-/// Writes a GGUF file for llama.cpp, tokenizer included. `name` is the name of the model in its metadata.
+/// Writes a GGUF file for llama.cpp, tokenizer included: the one `named` with `--tokenizer`, or that of the source.
 ///
-/// Vectors and position embeddings are always f32, because llama.cpp has no operations for others.
-pub fn gguf(source: &ModelSource, out: &Path, name: &str, dtype: DType, overwrite: bool) -> Result<WrittenTokenizer> {
+/// Vectors and position embeddings are always f32, because llama.cpp has no operations for others. The metadata contains the name
+/// of the file.
+pub fn gguf(
+    source: &ModelSource,
+    named: Option<&str>,
+    out: &Path,
+    dtype: DType,
+    overwrite: bool,
+) -> Result<WrittenTokenizer> {
     check_file(out, overwrite)?;
-    let (vocabulary, written) = gguf_vocabulary(source)?;
+    let (vocabulary, written) = gguf_vocabulary(source, named)?;
+    let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<(&TensorNames, usize)> = source.architecture().all_tensors(source.descriptor().layers).collect();
     let tensor = |&(names, layer): &(&TensorNames, usize)| gguf::Tensor {
         name: of_layer(names.gguf, layer),
@@ -98,7 +128,7 @@ pub fn gguf(source: &ModelSource, out: &Path, name: &str, dtype: DType, overwrit
         element: Element::from(gguf_dtype(names, dtype)),
     };
     let tensors: Vec<gguf::Tensor> = all.iter().map(tensor).collect();
-    let metadata = gguf_metadata(source, name, dtype, vocabulary);
+    let metadata = gguf_metadata(source, &name, dtype, vocabulary);
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
         for ((names, layer), tensor) in all.iter().zip(&tensors) {
@@ -171,44 +201,36 @@ fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -
     Ok(())
 }
 
-fn generation_config(source: &ModelSource, bos: Option<u32>, eos: Option<u32>) -> Result<Vec<u8>> {
-    let mut tokens = [bos, eos];
-    if let Some(model) = source.hugging_face() {
-        let path = model.directory().join(GENERATION);
-        if path.exists() {
-            return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
-        }
-        tokens = ["bos_token_id", "eos_token_id"].map(|key| model.config().token(key));
+/// Returns the generation settings: those of the source if `keep` is set and it has them.
+fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> Result<Vec<u8>> {
+    let of_source = source.hugging_face().map(|model| model.directory().join(GENERATION));
+    if let Some(path) = of_source.filter(|path| keep && path.exists()) {
+        return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
     }
-    pretty(&json!({"_from_model_config": true, "bos_token_id": tokens[0], "eos_token_id": tokens[1]}))
+    let [bos, eos] = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
+    pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))
 }
 
-/// Copies the tokenizer of a Hugging Face directory, if it has one.
-fn copy_tokenizer(source: &ModelSource, out: &Path) -> Result<bool> {
-    let Some(model) = source.hugging_face() else { return Ok(false) };
-    let existing: Vec<&str> =
-        tokenizer::FILES.into_iter().filter(|name| model.directory().join(name).exists()).collect();
-    if !["tokenizer.json", "vocab.json", "tokenizer.model"].iter().any(|name| existing.contains(name)) {
-        return Ok(false);
-    }
-    for name in existing {
-        let path = model.directory().join(name);
-        let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        fs::write(out.join(name), bytes)?;
-    }
-    Ok(true)
+/// Returns the tokenizer files of a Hugging Face directory.
+fn tokenizer_files(source: &ModelSource) -> Vec<PathBuf> {
+    let Some(model) = source.hugging_face() else { return Vec::new() };
+    let files = tokenizer::FILES.map(|name| model.directory().join(name)).into_iter().filter(|file| file.exists());
+    let files: Vec<PathBuf> = files.collect();
+    let is_vocabulary = |file: &PathBuf| VOCABULARY_FILES.iter().any(|name| file.ends_with(name));
+    if files.iter().any(is_vocabulary) { files } else { Vec::new() }
 }
 
-fn gguf_vocabulary(source: &ModelSource) -> Result<(Vocabulary, WrittenTokenizer)> {
-    if let Some(model) = source.hugging_face().filter(|model| model.directory().join(tokenizer::FILES[0]).exists()) {
+fn gguf_vocabulary(source: &ModelSource, named: Option<&str>) -> Result<(Vocabulary, WrittenTokenizer)> {
+    let in_directory = source.hugging_face().filter(|model| model.directory().join(tokenizer::FILES[0]).exists());
+    if let (Some(model), None) = (in_directory, named) {
         return Ok((Vocabulary::read(model.directory(), model.config())?, WrittenTokenizer::Copied));
     }
     let size = source.descriptor().vocab;
-    match Vocabulary::built_in(size) {
-        Some(vocabulary) => Ok((vocabulary, WrittenTokenizer::BuiltIn(size))),
+    match source.tokenizer(named)? {
+        Some(tokenizer) => Ok((Vocabulary::of(&tokenizer, size)?, WrittenTokenizer::from(&tokenizer))),
         None => bail!(
             "{}: expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json, found a vocabulary of {size}; a GGUF \
-             file needs its tokenizer",
+             file needs its tokenizer: pass it with --tokenizer FILE",
             source.path().display()
         ),
     }

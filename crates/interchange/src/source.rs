@@ -11,6 +11,8 @@ use engine::Engine;
 use engine::tensor::{DType, Tensor};
 use model::{Descriptor, Gpt2, Param};
 use std::path::Path;
+use tokenizer::Tokenizer;
+use tokenizer::stored::{Found, Search};
 
 /// An open model: a `.bin` file, the newest checkpoint of a run, or a Hugging Face directory.
 #[derive(Debug)]
@@ -68,6 +70,28 @@ impl ModelSource {
             Kind::LlmC(file) => file.path(),
             Kind::HuggingFace(model) => model.directory(),
         }
+    }
+
+    /// Returns the directory in which the tokenizer of the model is stored, if it has one.
+    pub fn directory(&self) -> &Path {
+        match &self.0 {
+            Kind::LlmC(file) => {
+                let parent = file.path().parent().unwrap_or(Path::new(""));
+                if parent.as_os_str().is_empty() { Path::new(".") } else { parent }
+            }
+            Kind::HuggingFace(model) => model.directory(),
+        }
+    }
+
+    /// Returns the tokenizer `named` with `--tokenizer`, or that of the model by the order of [`Search::find`]. Returns `None` if
+    /// there is none, and fails if it cannot be opened.
+    pub fn tokenizer(&self, named: Option<&str>) -> Result<Option<Tokenizer>> {
+        let named = named.map(Tokenizer::named).transpose().context("--tokenizer")?;
+        let vocab = self.descriptor().vocab;
+        let search = Search { named: named.as_ref(), model: Some(self.directory()), data: None, vocab };
+        let Found { tokenizer, note, .. } = search.find()?;
+        ensure!(note.is_none(), "{}; pass another one with --tokenizer", note.unwrap_or_default());
+        Ok(tokenizer)
     }
 
     /// Returns the Hugging Face directory, if the model comes from one.

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 use tokenizer::byte_level::character;
-use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer};
+use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer, stored};
 
 /// Names of tokenizer files in Hugging Face directories.
 pub const FILES: [&str; 8] = [
@@ -77,13 +77,33 @@ impl Vocabulary {
     /// Reads the vocabulary from the `tokenizer.json` of a Hugging Face directory. Only byte-level BPE is supported.
     pub fn read(directory: &Path, config: &ModelConfig) -> Result<Self> {
         let path = directory.join(FILES[0]);
-        let name = path.display();
-        let text = fs::read(&path).with_context(|| format!("cannot read {name}"))?;
-        let file: Value = serde_json::from_slice(&text).with_context(|| format!("{name}: not valid JSON"))?;
-        Self::parse(&file, config).with_context(|| name.to_string())
+        let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let special = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
+        Self::parse(&text, config.descriptor.vocab, special).with_context(|| path.display().to_string())
     }
 
-    fn parse(file: &Value, config: &ModelConfig) -> Result<Self> {
+    /// Returns the vocabulary of a tokenizer for a model with `size` ids. Of files, only byte-level BPE in a `tokenizer.json` is
+    /// supported.
+    pub fn of(tokenizer: &Tokenizer, size: usize) -> Result<Self> {
+        let mut vocabulary = match tokenizer.file() {
+            Some(file) if file.name == stored::JSON => {
+                Self::parse(&file.bytes, size, marks(tokenizer)).with_context(|| tokenizer.name().to_owned())?
+            }
+            Some(file) => bail!(
+                "{tokenizer}: expected a byte-level BPE tokenizer in a {}, found a {}; gguf export supports no other",
+                stored::JSON,
+                file.name
+            ),
+            None => Self::built_in(tokenizer.vocab()).context("only GPT-2's tokenizer and bytes are built in")?,
+        };
+        vocabulary.tokens.extend((vocabulary.tokens.len()..size).map(padding));
+        Ok(vocabulary)
+    }
+
+    /// Parses a `tokenizer.json` for a model with `size` ids. `special` are the tokens before and after a document.
+    fn parse(text: &[u8], size: usize, special: [Option<u32>; 2]) -> Result<Self> {
+        let file: Value = serde_json::from_slice(text).context("not valid JSON")?;
+        let [bos, eos] = special;
         let model = &file["model"];
         ensure!(
             model["type"] == "BPE" && file["pre_tokenizer"]["type"] == "ByteLevel",
@@ -91,7 +111,6 @@ impl Vocabulary {
             model["type"],
             file["pre_tokenizer"]["type"]
         );
-        let size = config.descriptor.vocab;
         let mut tokens = vec![None; size];
         let mut add = |token: &str, id: &Value| -> Result<u32> {
             let slot = id.as_u64().filter(|&id| id < size as u64);
@@ -110,10 +129,8 @@ impl Vocabulary {
         }
         let merges = model["merges"].as_array().context("model.merges: expected an array")?;
         let merges = merges.iter().map(parse_merge).collect::<Result<_>>()?;
-        // Rows of the embedding without a token, which pad the vocabulary.
-        let named = |(id, token): (usize, Option<String>)| token.unwrap_or_else(|| format!("[PAD{id}]"));
+        let named = |(id, token): (usize, Option<String>)| token.unwrap_or_else(|| padding(id));
         let tokens = tokens.into_iter().enumerate().map(named).collect();
-        let [bos, eos] = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
         Ok(Self { tokens, merges, special, bos, eos })
     }
 
@@ -197,6 +214,35 @@ impl Vocabulary {
             }
         }
     }
+}
+
+/// Returns the name of an id without a token, which pads the vocabulary.
+fn padding(id: usize) -> String {
+    format!("[PAD{id}]")
+}
+
+/// Returns the tokens before and after a document. A model predicts the token of the next document after the end of one. A
+/// newline, which precedes documents of bytes, ends nothing.
+pub fn marks(tokenizer: &Tokenizer) -> [Option<u32>; 2] {
+    let document = tokenizer.document();
+    let is_special = tokenizer.special().iter().any(|token| token.id == document);
+    [Some(document), is_special.then_some(document)]
+}
+
+/// Returns the names and contents of the tokenizer files of a Hugging Face directory: a tokenizer's own file with what
+/// transformers needs besides it, or the files of a built-in tokenizer. Texts have up to `max_tokens` tokens.
+pub fn files(tokenizer: &Tokenizer, max_tokens: usize) -> Result<Vec<(&'static str, Vec<u8>)>> {
+    let Some(file) = tokenizer.file() else { return Vocabulary::of(tokenizer, 0)?.files(max_tokens) };
+    let document = tokenizer.document();
+    let special = tokenizer.special().iter().find(|token| token.id == document).map(|token| &token.text);
+    let config = json!({
+        "bos_token": special,
+        "clean_up_tokenization_spaces": false,
+        "eos_token": special,
+        "model_max_length": max_tokens,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    });
+    Ok(vec![(file.name, file.bytes.clone()), ("tokenizer_config.json", pretty(&config)?)])
 }
 
 /// A merge is a pair of tokens, or text in which a space separates them.
@@ -283,7 +329,7 @@ mod tests {
                 fs::write(directory.path().join(name), bytes).unwrap();
             }
             let descriptor = Descriptor::new(1, 1, 8, 64, size).unwrap();
-            let config = ModelConfig::new(&GPT2, descriptor, vocabulary.bos, vocabulary.eos);
+            let config = ModelConfig::new(&GPT2, descriptor, [vocabulary.bos, vocabulary.eos]);
             let read = Vocabulary::read(directory.path(), &config).unwrap();
             assert_eq!((&read.tokens, &read.merges), (&vocabulary.tokens, &vocabulary.merges));
             assert_eq!((read.special, read.bos, read.eos), (special, vocabulary.bos, vocabulary.eos));
@@ -292,6 +338,12 @@ mod tests {
             assert_eq!(config["model_max_length"], 64);
             assert_eq!(config["tokenizer_class"] == "GPT2Tokenizer", size == 50257);
             assert_eq!(config["eos_token"], if size == 50257 { json!("<|endoftext|>") } else { Value::Null });
+            // A run that starts from the directory has the tokenizer of data that was encoded with the built-in one.
+            let built_in = Tokenizer::of_vocab(size).unwrap();
+            assert_eq!(stored::in_directory(directory.path()).unwrap(), Some(built_in.clone()));
+            let padded = Vocabulary::of(&built_in, size + 2).unwrap();
+            assert_eq!((padded.tokens.len(), &padded.tokens[size + 1]), (size + 2, &format!("[PAD{}]", size + 1)));
+            assert_eq!(padded.tokens[..size], vocabulary.tokens);
         }
         assert!(Vocabulary::built_in(300).is_none());
     }
@@ -307,8 +359,7 @@ mod tests {
                 "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b", ["ab", "ab"]]},
             });
             change(&mut file);
-            let descriptor = Descriptor::new(1, 1, 8, 64, 6).unwrap();
-            Vocabulary::parse(&file, &ModelConfig::new(&GPT2, descriptor, Some(4), None))
+            Vocabulary::parse(file.to_string().as_bytes(), 6, [Some(4), None])
         };
         let read = tokenizer(&|_| ()).unwrap();
         assert_eq!(read.tokens, ["a", "b", "ab", "x", "<s>", "[PAD5]"]);
@@ -332,7 +383,7 @@ mod tests {
             assert!(message.contains(expected), "{expected}: {message}");
         }
         let directory = tempfile::tempdir().unwrap();
-        let config = ModelConfig::new(&GPT2, Descriptor::new(1, 1, 8, 64, 6).unwrap(), None, None);
+        let config = ModelConfig::new(&GPT2, Descriptor::new(1, 1, 8, 64, 6).unwrap(), [None; 2]);
         let message = format!("{:#}", Vocabulary::read(directory.path(), &config).unwrap_err());
         assert!(message.contains("cannot read ") && message.contains("tokenizer.json"), "{message}");
     }

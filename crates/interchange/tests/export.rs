@@ -19,7 +19,7 @@ use tempfile::TempDir;
 fn exported(source: &ModelSource, dtype: DType) -> (TempDir, WrittenTokenizer) {
     let dir = tempfile::tempdir().unwrap();
     // An empty directory counts as new.
-    let tokenizer = export::hugging_face(source, dir.path(), dtype, false).unwrap();
+    let tokenizer = export::hugging_face(source, None, dir.path(), dtype, false).unwrap();
     (dir, tokenizer)
 }
 
@@ -231,8 +231,8 @@ impl Gguf<'_> {
 fn gguf_files_have_all_tensors_and_the_tokenizer() {
     for (vocab, dtype) in [(256, DType::Bf16), (50257, DType::F32)] {
         let (dir, source) = model_file(vocab);
-        let path = dir.path().join("model.gguf");
-        assert_eq!(export::gguf(&source, &path, "a name", dtype, false).unwrap(), WrittenTokenizer::BuiltIn(vocab));
+        let path = dir.path().join("a name.gguf");
+        assert_eq!(export::gguf(&source, None, &path, dtype, false).unwrap(), WrittenTokenizer::BuiltIn(vocab));
         let bytes = fs::read(&path).unwrap();
         let (metadata, tensors) = Gguf::read(&bytes);
         for (key, value) in [
@@ -281,7 +281,7 @@ fn gguf_takes_the_tokenizer_of_the_directory() {
     let tensors = tensors(Dtype::F32);
     let source = directory(&tensors);
     let out = source.path().join("model.gguf");
-    let write = || export::gguf(&open(source.path()).unwrap(), &out, "x", DType::F32, true);
+    let write = || export::gguf(&open(source.path()).unwrap(), None, &out, DType::F32, true);
     let message = write().unwrap_err().to_string();
     assert!(message.contains("expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json"), "{message}");
     assert!(message.contains("found a vocabulary of 33") && !out.exists(), "{message}");
@@ -310,7 +310,7 @@ fn existing_files_are_replaced_only_on_request() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let error = |result: anyhow::Result<WrittenTokenizer>| format!("{:#}", result.unwrap_err());
-    let directory_of = |name, overwrite| export::hugging_face(&source, &at(name), DType::F32, overwrite);
+    let directory_of = |name, overwrite| export::hugging_face(&source, None, &at(name), DType::F32, overwrite);
     directory_of("model", false).unwrap();
     let before = contents(&at("model"));
     let message = error(directory_of("model", false));
@@ -318,7 +318,7 @@ fn existing_files_are_replaced_only_on_request() {
         message.contains("expected a new or empty directory, found ") && message.contains("add --overwrite"),
         "{message}"
     );
-    export::hugging_face(&source, &at("model"), DType::Bf16, true).unwrap();
+    export::hugging_face(&source, None, &at("model"), DType::Bf16, true).unwrap();
     assert_ne!(contents(&at("model")), before);
     directory_of("model", true).unwrap();
     assert_eq!(contents(&at("model")), before);
@@ -337,7 +337,7 @@ fn existing_files_are_replaced_only_on_request() {
     assert_eq!(fs::read(at("file")).unwrap(), b"mine");
     llmc("file", true).unwrap();
     assert!(ModelFile::open(&at("file")).is_ok());
-    let gguf = |name, overwrite| export::gguf(&source, &at(name), "x", DType::F32, overwrite);
+    let gguf = |name, overwrite| export::gguf(&source, None, &at(name), DType::F32, overwrite);
     assert!(error(gguf("file", false)).contains("expected a new file"));
     assert!(error(gguf("model", true)).contains("found a directory"));
     // Nothing but the results is left.
@@ -352,7 +352,7 @@ fn a_failed_export_leaves_the_earlier_one() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let open_source = || open(source_directory.path()).unwrap();
-    export::hugging_face(&open_source(), &at("model"), DType::F32, false).unwrap();
+    export::hugging_face(&open_source(), None, &at("model"), DType::F32, false).unwrap();
     export::llmc(&open_source(), &at("model.bin"), DType::F32, false).unwrap();
     let before = [contents(&at("model")), contents(&at("model.bin"))];
     // The file is truncated after it was opened.
@@ -361,7 +361,7 @@ fn a_failed_export_leaves_the_earlier_one() {
     let len = fs::metadata(&weights).unwrap().len();
     fs::File::options().write(true).open(&weights).unwrap().set_len(len - 100).unwrap();
     for result in [
-        export::hugging_face(&source, &at("model"), DType::F32, true).map(drop),
+        export::hugging_face(&source, None, &at("model"), DType::F32, true).map(drop),
         export::llmc(&source, &at("model.bin"), DType::F32, true),
     ] {
         let message = format!("{:#}", result.unwrap_err());
@@ -384,4 +384,113 @@ fn the_configuration_of_an_untied_source_becomes_tied() {
     let config = json(&out.path().join("config.json"));
     assert_eq!((&config["tie_word_embeddings"], &config["architectures"]), (&json!(true), &json!(["GPT2LMHeadModel"])));
     assert_eq!(fs::read(out.path().join("model.safetensors")).unwrap(), file(&tensors(Dtype::F32)));
+}
+
+/// Returns a byte-level tokenizer.json with 258 ids, in which `<|endoftext|>` has id 257.
+fn tokenizer_json() -> String {
+    let mut vocab: serde_json::Map<String, Value> =
+        (0..=255).map(|byte| (tokenizer::byte_level::character(byte).to_string(), byte.into())).collect();
+    vocab.insert("th".to_owned(), 256.into());
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let special = json!({"id": 257, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": true});
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [special], "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": ["t h"]},
+    })
+    .to_string()
+}
+
+#[test]
+fn the_tokenizer_beside_a_model_file_is_exported() {
+    let (dir, source) = model_file(258);
+    let (out, written) = exported(&source, DType::F32);
+    assert_eq!(written, WrittenTokenizer::None);
+    assert!(!out.path().join("tokenizer.json").exists());
+    let text = tokenizer_json();
+    fs::write(dir.path().join("tokenizer.json"), &text).unwrap();
+    let (out, written) = exported(&source, DType::F32);
+    assert_eq!(written, WrittenTokenizer::Copied);
+    assert_eq!(fs::read_to_string(out.path().join("tokenizer.json")).unwrap(), text);
+    let settings = json(&out.path().join("tokenizer_config.json"));
+    for (key, value) in [
+        ("tokenizer_class", json!("PreTrainedTokenizerFast")),
+        ("bos_token", json!("<|endoftext|>")),
+        ("eos_token", json!("<|endoftext|>")),
+        ("model_max_length", json!(8)),
+    ] {
+        assert_eq!(settings[key], value, "{key}");
+    }
+    for name in ["config.json", "generation_config.json"] {
+        let file = json(&out.path().join(name));
+        assert_eq!((&file["bos_token_id"], &file["eos_token_id"]), (&json!(257), &json!(257)), "{name}");
+    }
+    let gguf = dir.path().join("model.gguf");
+    assert_eq!(export::gguf(&source, None, &gguf, DType::F32, false).unwrap(), WrittenTokenizer::Copied);
+    let bytes = fs::read(&gguf).unwrap();
+    let (metadata, _) = Gguf::read(&bytes);
+    let tokens = &metadata["tokenizer.ggml.tokens"];
+    assert_eq!(
+        (&tokens[256], &tokens[257], tokens.as_array().unwrap().len()),
+        (&json!("th"), &json!("<|endoftext|>"), 258)
+    );
+    assert_eq!(metadata["tokenizer.ggml.merges"], json!(["t h"]));
+    assert_eq!(metadata["tokenizer.ggml.bos_token_id"], 257);
+}
+
+#[test]
+fn a_named_tokenizer_replaces_that_of_the_source() {
+    let (dir, source) = model_file(258);
+    let file = dir.path().join("mine.json");
+    fs::write(&file, tokenizer_json()).unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let hf = |source: &ModelSource, named: &str, name: &str| {
+        export::hugging_face(source, Some(named), &at(name), DType::F32, false)
+    };
+    assert_eq!(hf(&source, "bytes", "bytes").unwrap(), WrittenTokenizer::BuiltIn(256));
+    let of_bytes = open(&at("bytes")).unwrap();
+    assert_eq!(json(&at("bytes/config.json"))["bos_token_id"], 10);
+    // The directory has a tokenizer of its own, which is not copied.
+    assert_eq!(hf(&of_bytes, file.to_str().unwrap(), "named").unwrap(), WrittenTokenizer::Copied);
+    assert_eq!(fs::read_to_string(at("named/tokenizer.json")).unwrap(), tokenizer_json());
+    assert!(!at("named/vocab.json").exists());
+    for name in ["config.json", "generation_config.json"] {
+        let file = json(&at("named").join(name));
+        assert_eq!((&file["bos_token_id"], &file["eos_token_id"]), (&json!(257), &json!(257)), "{name}");
+    }
+    let message = format!("{:#}", hf(&source, "gpt2", "large").unwrap_err());
+    assert!(message.contains("--tokenizer: expected a tokenizer with at most 258 ids"), "{message}");
+    let message = format!("{:#}", hf(&source, "/nowhere/t.json", "large").unwrap_err());
+    assert!(message.contains("--tokenizer: cannot read the tokenizer /nowhere/t.json"), "{message}");
+    assert!(!at("large").exists());
+}
+
+#[test]
+fn gguf_names_a_tokenizer_that_it_cannot_hold() {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    // Llama 3's format: base64 of each byte, and its rank. 256 special tokens follow.
+    let digit = |bits: usize| char::from(DIGITS[bits & 63]);
+    let line = |byte: usize| format!("{}{}== {byte}\n", digit(byte >> 2), digit(byte << 4));
+    let lines = (0..256).map(line).collect::<Vec<_>>().concat();
+    let (dir, source) = model_file(512);
+    fs::write(dir.path().join("tokenizer.model"), &lines).unwrap();
+    let gguf = dir.path().join("model.gguf");
+    let message = format!("{:#}", export::gguf(&source, None, &gguf, DType::F32, false).unwrap_err());
+    let expected = "expected a byte-level BPE tokenizer in a tokenizer.json, found a tokenizer.model";
+    assert!(message.contains(expected) && !gguf.exists(), "{message}");
+    // A Hugging Face directory holds the file, which llm-rs reads.
+    let (out, written) = exported(&source, DType::F32);
+    assert_eq!(written, WrittenTokenizer::Copied);
+    assert_eq!(fs::read_to_string(out.path().join("tokenizer.model")).unwrap(), lines);
+    assert_eq!(open(out.path()).unwrap().tokenizer(None).unwrap().unwrap().document(), 256);
+    fs::write(dir.path().join("tokenizer.model"), "?").unwrap();
+    let message = format!("{:#}", exported_error(&source));
+    assert!(message.contains("tokenizer.model:1: expected") && message.contains("pass another one with"), "{message}");
+}
+
+fn exported_error(source: &ModelSource) -> anyhow::Error {
+    let dir = tempfile::tempdir().unwrap();
+    export::hugging_face(source, None, dir.path(), DType::F32, false).unwrap_err()
 }

@@ -1,7 +1,7 @@
 //! Tokenizers: text to token ids and back.
 //!
 //! GPT-2's encoding and plain bytes are built in. [`Tokenizer::open`] reads Hugging Face's `tokenizer.json` and Llama 3's
-//! `tokenizer.model`. Token files and the choice of a tokenizer for a data set do not belong here.
+//! `tokenizer.model`. [`stored`] finds the tokenizer of a model or a data set in its directory. Token files do not belong here.
 
 #![warn(missing_docs)]
 
@@ -11,18 +11,19 @@ mod classes;
 mod json_file;
 mod matcher;
 mod split;
+pub mod stored;
 mod tiktoken_file;
 
 use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
 use json_file::ByteLevel;
 use matcher::{Matcher, Part};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use split::Pattern;
 use std::collections::HashMap;
 use std::fmt;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -51,6 +52,17 @@ struct Inner {
     document: u32,
     /// Hash of the vocabulary.
     fingerprint: u64,
+    /// `None` for the built-in encodings.
+    file: Option<File>,
+}
+
+/// The file of a tokenizer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct File {
+    /// The standard name of its format: `tokenizer.json` or `tokenizer.model`.
+    pub name: &'static str,
+    /// The contents.
+    pub bytes: Vec<u8>,
 }
 
 #[derive(Debug)]
@@ -69,8 +81,8 @@ pub struct Special {
     pub id: u32,
 }
 
-/// The identity of a tokenizer. Equal identities encode every text alike.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The identity of a tokenizer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// `gpt2`, `bytes`, or the name of the file.
     pub name: String,
@@ -80,6 +92,25 @@ pub struct Identity {
     pub fingerprint: String,
 }
 
+impl Identity {
+    /// Reports whether both tokenizers have the same vocabulary. The names, which may be paths, are not compared.
+    pub fn has_vocabulary_of(&self, other: &Self) -> bool {
+        (self.vocab, &self.fingerprint) == (other.vocab, &other.fingerprint)
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} tokens, hash {})", self.name, self.vocab, self.fingerprint)
+    }
+}
+
+impl From<&Tokenizer> for Identity {
+    fn from(tokenizer: &Tokenizer) -> Self {
+        tokenizer.identity()
+    }
+}
+
 static GPT2: LazyLock<Tokenizer> = LazyLock::new(|| {
     let ranks = tiktoken_rs::r50k_base_singleton();
     let token = |id| ranks.decode_bytes(&[id]).expect("r50k has an id for each rank").into_boxed_slice();
@@ -87,7 +118,7 @@ static GPT2: LazyLock<Tokenizer> = LazyLock::new(|| {
     let bpe = Bpe::new(Pattern::Gpt2, tokens).expect("r50k is a byte-level encoding");
     let special = vec![Special { text: END_OF_TEXT.into(), id: GPT2_VOCAB as u32 - 1 }];
     let encoding = ByteLevel::new(bpe).expect("there are no added tokens");
-    Tokenizer::new("gpt2", Encoding::ByteLevel(Box::new(encoding)), special, GPT2_VOCAB)
+    Tokenizer::new("gpt2", Encoding::ByteLevel(Box::new(encoding)), special, GPT2_VOCAB, None)
         .expect("the special token precedes documents")
 });
 
@@ -99,7 +130,7 @@ impl Tokenizer {
 
     /// Returns the byte-level encoding: the id of a byte is its value. A newline precedes each document.
     pub fn bytes() -> Self {
-        Self::new("bytes", Encoding::Bytes, Vec::new(), BYTE_VOCAB).expect("a newline precedes documents")
+        Self::new("bytes", Encoding::Bytes, Vec::new(), BYTE_VOCAB, None).expect("a newline precedes documents")
     }
 
     /// Returns the built-in tokenizer of a model with this vocabulary size.
@@ -125,7 +156,10 @@ impl Tokenizer {
 
     /// Opens a `tokenizer.json` (Hugging Face) or a `tokenizer.model` (Llama 3), or a directory that contains one of them.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = if path.is_dir() { find_in(path)? } else { path.to_owned() };
+        let file = if path.is_dir() { stored::files_in(path).next() } else { Some(path.to_owned()) };
+        let file = file.with_context(|| {
+            format!("{}: expected tokenizer.json or tokenizer.model in this directory, found neither", path.display())
+        })?;
         let name = file.display().to_string();
         let bytes = fs::read(&file).with_context(|| {
             format!(
@@ -141,9 +175,11 @@ impl Tokenizer {
         if text.trim_start().starts_with('{') { open_json(&name, text) } else { open_tiktoken(&name, text) }
     }
 
-    fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize) -> Result<Self> {
+    fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize, file: Option<File>) -> Result<Self> {
+        let fingerprint = fingerprint(&encoding, &special);
         let document = match &encoding {
-            Encoding::Bytes => u32::from(b'\n'),
+            // Also if the vocabulary comes from a file, such as that of an exported model of bytes.
+            _ if fingerprint == self::fingerprint(&Encoding::Bytes, &[]) => u32::from(b'\n'),
             _ => {
                 DOCUMENT_TOKENS
                     .iter()
@@ -157,10 +193,10 @@ impl Tokenizer {
                     .id
             }
         };
-        let fingerprint = fingerprint(&encoding, &special);
         let special =
             Matcher::new(special).with_context(|| format!("{name}: the special tokens cannot be searched"))?;
-        Ok(Self(Arc::new(Inner { name: name.to_owned(), encoding, special, vocab, document, fingerprint })))
+        let name = name.to_owned();
+        Ok(Self(Arc::new(Inner { name, encoding, special, vocab, document, fingerprint, file })))
     }
 
     /// Returns the name: `gpt2`, `bytes`, or the path of the file.
@@ -182,6 +218,11 @@ impl Tokenizer {
     /// Returns the special tokens.
     pub fn special(&self) -> &[Special] {
         self.0.special.tokens()
+    }
+
+    /// Returns the file; `None` for the built-in encodings.
+    pub fn file(&self) -> Option<&File> {
+        self.0.file.as_ref()
     }
 
     /// Returns the identity.
@@ -297,20 +338,12 @@ fn bytes_of(token: &str) -> Vec<u8> {
     byte_level::bytes(token).unwrap_or_else(|| token.as_bytes().to_vec())
 }
 
-/// Returns the tokenizer file in a directory.
-fn find_in(directory: &Path) -> Result<PathBuf> {
-    let candidates = ["tokenizer.json", "tokenizer.model", "original/tokenizer.model"].map(|name| directory.join(name));
-    let Some(found) = candidates.into_iter().find(|file| file.is_file()) else {
-        bail!("{}: expected tokenizer.json or tokenizer.model in this directory, found neither", directory.display());
-    };
-    Ok(found)
-}
-
 fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
     let (bpe, special) = tiktoken_file::parse(name, text)?;
     let vocab = bpe.tokens().len() + special.len();
-    let encoding = ByteLevel::new(bpe)?;
-    Tokenizer::new(name, Encoding::ByteLevel(Box::new(encoding)), special, vocab)
+    let encoding = Encoding::ByteLevel(Box::new(ByteLevel::new(bpe)?));
+    let file = File { name: stored::TIKTOKEN, bytes: text.into() };
+    Tokenizer::new(name, encoding, special, vocab, Some(file))
 }
 
 fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
@@ -342,7 +375,8 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
         Some(encoding) => Encoding::ByteLevel(Box::new(encoding)),
         None => Encoding::HuggingFace(Box::new(tokenizer)),
     };
-    Tokenizer::new(name, encoding, special, vocab)
+    let file = File { name: stored::JSON, bytes: text.into() };
+    Tokenizer::new(name, encoding, special, vocab, Some(file))
 }
 
 /// Checks that each token has an id of its own, and that added tokens have the ids in the file. The `tokenizers` crate assigns

@@ -1,12 +1,13 @@
 use super::*;
 use proptest::prelude::*;
+use std::path::PathBuf;
 
 fn gpt2(text: &str) -> Vec<u32> {
     Tokenizer::gpt2().encode(text).unwrap()
 }
 
 /// Writes a tokenizer.json with GPT-2's split pattern, all bytes, one merge and two special tokens.
-fn small_json() -> (tempfile::TempDir, PathBuf) {
+pub(crate) fn small_json() -> (tempfile::TempDir, PathBuf) {
     let mut vocab: Vec<String> = (0..=255).map(|byte| byte_level::character(byte).to_string()).collect();
     vocab.push("Ġh".into());
     let escaped = |token: &String| token.replace('\\', "\\\\").replace('"', "\\\"");
@@ -90,7 +91,31 @@ fn identities_differ_with_the_vocabulary() {
     assert_ne!(tokenizer, Tokenizer::open(&other).unwrap());
     assert_ne!(Tokenizer::gpt2(), Tokenizer::bytes());
     assert_eq!(Tokenizer::gpt2().identity().vocab, GPT2_VOCAB);
+    let [gpt2, named] = [Tokenizer::gpt2(), Tokenizer::named("gpt2").unwrap()].map(|t| t.identity());
+    assert!(gpt2.has_vocabulary_of(&Identity { name: "a copy".into(), ..named.clone() }));
+    assert!(!gpt2.has_vocabulary_of(&Identity { fingerprint: "0".into(), ..named.clone() }));
+    assert!(!gpt2.has_vocabulary_of(&Identity { vocab: 50256, ..named }));
+    assert_eq!(gpt2.to_string(), format!("gpt2 (50257 tokens, hash {})", gpt2.fingerprint));
     assert_eq!(Tokenizer::named("gpt2").unwrap(), Tokenizer::of_vocab(GPT2_VOCAB).unwrap());
+}
+
+/// Exports of models of bytes have such a file.
+#[test]
+fn a_file_with_the_vocabulary_of_bytes_needs_no_special_token() {
+    let (directory, path) = small_json();
+    let text = fs::read_to_string(&path).unwrap();
+    let start = text.find("\"added_tokens\": [").unwrap();
+    let end = start + text[start..].find("], \"normalizer\"").unwrap();
+    let text = format!("{}\"added_tokens\": [{}", &text[..start], &text[end..]);
+    let text = text.replace(", \"Ġh\": 256", "").replace("[\"Ġ h\"]", "[]");
+    let bytes = directory.path().join("bytes.json");
+    fs::write(&bytes, &text).unwrap();
+    let tokenizer = Tokenizer::open(&bytes).unwrap();
+    assert_eq!(tokenizer, Tokenizer::bytes());
+    assert_eq!(tokenizer.document(), u32::from(b'\n'));
+    assert_eq!(tokenizer.encode("né h").unwrap(), Tokenizer::bytes().encode("né h").unwrap());
+    assert_eq!(tokenizer.file().unwrap(), &File { name: "tokenizer.json", bytes: text.into_bytes() });
+    assert_eq!(Tokenizer::bytes().file(), None);
 }
 
 #[test]

@@ -2,18 +2,20 @@
 
 use super::json;
 use super::resources::{Hardware, load};
+use crate::datasets::Datasets;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use model::{Descriptor, Gpt2, Unsharded};
 use serde::Serialize;
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
+use tokenizer::stored::Search;
 
 /// Compute a model's loss, perplexity and bits per byte on token files, and its accuracy on HellaSwag and MMLU
 #[derive(Debug, clap::Args)]
@@ -25,6 +27,11 @@ pub struct Eval {
     /// Token files (.bin); quote the pattern
     #[arg(short = 'j', long, value_name = "GLOB", required_unless_present_any = ["hellaswag", "mmlu"])]
     val: Option<String>,
+
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or that of the token files,
+    /// or by the vocabulary size]
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
 
     /// Evaluation file (.bin) of `llm-rs data hellaswag`
     #[arg(long, value_name = "FILE")]
@@ -116,7 +123,8 @@ pub fn run(args: &Eval) -> Result<()> {
     let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;
-    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, layout)?;
+    let tokenizer = args.tokenizer(&file)?;
+    let Inputs { loader, hellaswag, mmlu } = args.inputs(descriptor, layout, tokenizer.as_ref())?;
     let mut engine = args.hardware.open_quietly()?;
     let engine = &mut *engine;
     let model = load(file, layout.b, layout.t, engine)?;
@@ -131,7 +139,7 @@ pub fn run(args: &Eval) -> Result<()> {
         mmlu: None,
     };
     if let Some(loader) = loader {
-        let validation = args.validate(&model, engine, loader)?;
+        let validation = args.validate(&model, engine, loader, tokenizer.as_ref())?;
         args.print(&validation.describe())?;
         results.validation = Some(validation);
     }
@@ -165,11 +173,31 @@ impl Eval {
         Ok(BatchLayout { b: self.batch, t })
     }
 
+    /// Finds the tokenizer. An unknown one is reported, because only bits per byte and the evaluation sets need it.
+    fn tokenizer(&self, model: &ModelSource) -> Result<Option<Tokenizer>> {
+        let named = self.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
+        let datasets = Datasets::open(None, self.val.as_deref())?;
+        let vocab = model.descriptor().vocab;
+        datasets.check_vocab(&self.model.display().to_string(), vocab)?;
+        let (named, data) = (named.as_ref(), datasets.tokenizer());
+        let found = Search { named, model: Some(model.directory()), data, vocab }.find()?;
+        if let Some(note) = &found.note {
+            writeln!(stderr(), "warning: {note}")?;
+        }
+        Ok(found.tokenizer)
+    }
+
     /// Opens the data, and checks that it fits the model.
-    fn inputs(&self, descriptor: Descriptor, BatchLayout { b, t }: BatchLayout) -> Result<Inputs> {
+    fn inputs(
+        &self,
+        descriptor: Descriptor,
+        BatchLayout { b, t }: BatchLayout,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Inputs> {
         let loader = |val: &String| Loader::new(Tokens::open_all(val)?, Geometry::single(b, t), descriptor.vocab, None);
         let open = |path: Option<&Path>, examples| {
-            let set = path.map(|path| MultipleChoice::open_first(path, examples)).transpose()?;
+            let set =
+                path.map(|path| MultipleChoice::open_first(path, examples)?.with_tokenizer(tokenizer)).transpose()?;
             if let Some(set) = &set {
                 set.check(descriptor.vocab, t)?;
             }
@@ -182,8 +210,14 @@ impl Eval {
         })
     }
 
-    fn validate(&self, model: &Gpt2, engine: &mut dyn Engine, loader: Loader) -> Result<Validation> {
-        let token_bytes = Tokenizer::of_vocab(model.descriptor.vocab).ok().map(|tokenizer| TokenBytes::new(&tokenizer));
+    fn validate(
+        &self,
+        model: &Gpt2,
+        engine: &mut dyn Engine,
+        loader: Loader,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Validation> {
+        let token_bytes = tokenizer.map(TokenBytes::new);
         let batches = self.val_batches.unwrap_or(loader.batches_per_epoch());
         let mut data = Prefetch::start(loader, engine)?;
         let lengths = token_bytes.clone().unwrap_or_default();

@@ -35,6 +35,10 @@ pub struct Export {
     #[arg(long, value_enum)]
     dtype: Option<Precision>,
 
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by the vocabulary size]
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
+
     /// Replace an existing export
     #[arg(long)]
     overwrite: bool,
@@ -64,13 +68,10 @@ pub fn run(args: &Export) -> Result<()> {
         Some(Precision::Fp32) => DType::F32,
         None => source.dtype(),
     };
-    let (out, overwrite) = (args.out.as_path(), args.overwrite);
+    let (out, named, overwrite) = (args.out.as_path(), args.tokenizer.as_deref(), args.overwrite);
     let tokenizer = match args.format {
-        Format::Hf => Some(export::hugging_face(&source, out, dtype, overwrite)?),
-        Format::Gguf => {
-            let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
-            Some(export::gguf(&source, out, &name, dtype, overwrite)?)
-        }
+        Format::Hf => Some(export::hugging_face(&source, named, out, dtype, overwrite)?),
+        Format::Gguf => Some(export::gguf(&source, named, out, dtype, overwrite)?),
         Format::Llmc => {
             export::llmc(&source, out, dtype, overwrite)?;
             None
@@ -90,7 +91,7 @@ pub fn run(args: &Export) -> Result<()> {
     if let (Format::Hf, Some(WrittenTokenizer::None)) = (args.format, tokenizer) {
         writeln!(
             lines,
-            "note: there is no built-in tokenizer for a vocabulary of {}; add {} to the directory before using text",
+            "note: there is no built-in tokenizer for a vocabulary of {}; pass --tokenizer FILE, or add {} to the directory",
             source.descriptor().vocab,
             tokenizer::FILES[0]
         )?;

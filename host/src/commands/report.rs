@@ -12,6 +12,7 @@ use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
 use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, Zero};
 use std::time::Duration;
+use tokenizer::Tokenizer;
 
 /// The settings of a run, for the table that `train` prints first.
 pub struct Setup<'a> {
@@ -22,6 +23,7 @@ pub struct Setup<'a> {
     pub train: &'a Loader,
     pub val: Option<&'a Loader>,
     pub hellaswag: Option<&'a MultipleChoice>,
+    pub tokenizer: Option<&'a Tokenizer>,
     pub opened: &'a Opened,
     /// NVML if --gpu-info-every asks for it, or the reason why it is not available.
     pub gpu_info: Option<&'a Result<GpuInfo>>,
@@ -41,6 +43,7 @@ impl Setup<'_> {
         ]);
         rows.extend(self.training_data());
         rows.push(("validation data", self.val.map_or("none".to_owned(), describe_data)));
+        rows.push(("tokenizer", self.tokenizer.map_or("unknown".to_owned(), ToString::to_string)));
         rows.extend(self.optimizer());
         rows.extend(self.evaluation());
         if let Some(info) = self.gpu_info {

@@ -3,12 +3,11 @@
 use super::resources::{Hardware, load};
 use crate::sample::{Sampling, generate};
 use crate::values::{count, non_negative, seed, whole_number};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result};
 use interchange::ModelSource;
 use model::Unsharded;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
-use tokenizer::Tokenizer;
 
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
@@ -21,7 +20,8 @@ pub struct Sample {
     #[arg(short, long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: by the model's vocabulary size]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
+    /// the vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
     tokenizer: Option<String>,
 
@@ -49,14 +49,14 @@ pub struct Sample {
 pub fn run(args: &Sample) -> Result<()> {
     let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
-    let tokenizer =
-        args.tokenizer.as_deref().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Tokenizer::named)?;
-    ensure!(
-        tokenizer.vocab() <= descriptor.vocab,
-        "--tokenizer {tokenizer}: expected at most {} tokens, the vocabulary of {}; use the model's tokenizer",
-        descriptor.vocab,
-        args.model.display()
-    );
+    let tokenizer = file.tokenizer(args.tokenizer.as_deref())?.with_context(|| {
+        format!(
+            "{}: expected a tokenizer.json or tokenizer.model next to the model, or a vocabulary of 50257 (GPT-2) or 256 (bytes), \
+             found a vocabulary of {}; pass the model's tokenizer with --tokenizer FILE",
+            file.path().display(),
+            descriptor.vocab
+        )
+    })?;
     let mut prompt = vec![tokenizer.document()];
     prompt.extend(tokenizer.encode_with_special(&args.prompt)?);
     let mut engine = args.hardware.open_quietly()?;

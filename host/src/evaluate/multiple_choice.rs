@@ -118,7 +118,7 @@ fn fill(words: &mut [i32], layout: BatchLayout, examples: &[Example], rows: Rang
     for (i, row) in rows.enumerate() {
         let (example, completion) = of_row(row);
         let Example { context, completions, .. } = &examples[example];
-        let tokens = || context.iter().chain(&completions[completion]).map(|&token| i32::from(token));
+        let tokens = || context.iter().chain(&completions[completion]).map(|&token| token as i32);
         inputs[i * layout.t..][..layout.t].iter_mut().zip(tokens()).for_each(|(to, token)| *to = token);
         targets[i * layout.t..][..layout.t].iter_mut().zip(tokens().skip(1)).for_each(|(to, token)| *to = token);
     }

@@ -1,6 +1,7 @@
 //! The description of a directory of shards: `dataset.json`.
 //!
-//! It states the tokenizer and the amounts of data. [`Replacement`] writes shards and description into a directory at once.
+//! It states the tokenizer and the amounts of data. [`Replacement`] writes shards, description and a copy of the tokenizer file
+//! into a directory at once.
 
 mod names;
 mod replacement;
@@ -13,7 +14,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use tokenizer::Tokenizer;
+pub use tokenizer::Identity as Encoding;
+use tokenizer::stored;
 
 /// Name of the file.
 pub const FILE_NAME: &str = "dataset.json";
@@ -34,17 +36,6 @@ pub struct Dataset {
     pub input: Input,
     /// Version of the program that wrote the shards.
     pub program: String,
-}
-
-/// The identity of a tokenizer.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Encoding {
-    /// `gpt2`, `bytes`, or the path of the tokenizer file.
-    pub name: String,
-    /// Number of ids.
-    pub vocab: usize,
-    /// Hash of the vocabulary.
-    pub fingerprint: String,
 }
 
 /// The amount of data of a split.
@@ -71,13 +62,6 @@ pub struct Input {
     pub invalid_utf8: usize,
     /// Paths that were not read.
     pub skipped: usize,
-}
-
-impl From<&Tokenizer> for Encoding {
-    fn from(tokenizer: &Tokenizer) -> Self {
-        let tokenizer::Identity { name, vocab, fingerprint } = tokenizer.identity();
-        Self { name, vocab, fingerprint }
-    }
 }
 
 impl Dataset {
@@ -138,6 +122,11 @@ pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
 pub(crate) fn is_part(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
     name == FILE_NAME || ShardNames::of_shard(name).is_some() || name.starts_with(atomic_file::TEMPORARY_PREFIX)
+}
+
+/// Reports whether a name is that of a copy of a tokenizer file.
+fn is_tokenizer(name: &str) -> bool {
+    [stored::JSON, stored::TIKTOKEN].contains(&name)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! them when all are synced. Only then are they moved to their names, and old shards that remain are removed. A replacement that
 //! was interrupted before that point is discarded by the next one; later, the next one completes it first.
 
-use super::{Dataset, FILE_NAME, ShardNames};
+use super::{Dataset, FILE_NAME, ShardNames, is_tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, TryLockError};
 use std::io::Write;
@@ -34,8 +34,8 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Starts to write a data set into `out`. Fails if `out` contains shards that it may not replace: a directory holds one data
-    /// set.
+    /// Starts to write a data set into `out`. Fails if `out` contains shards or a tokenizer that it may not replace: a directory
+    /// holds one data set.
     pub fn begin(out: &Path, replaces: Replaces) -> Result<Self> {
         atomic_file::create_directory(out)?;
         let lock = File::open(out).with_context(|| format!("cannot open {}", out.display()))?;
@@ -67,8 +67,11 @@ impl Replacement {
         &self.staging
     }
 
-    /// Writes the description and replaces the old data set. The shards must be synced to disk.
-    pub fn commit(self, dataset: &Dataset) -> Result<()> {
+    /// Writes the description and the tokenizer's file, and replaces the old data set. The shards must be synced to disk.
+    pub fn commit(self, dataset: &Dataset, tokenizer: Option<&tokenizer::File>) -> Result<()> {
+        if let Some(file) = tokenizer {
+            atomic_file::write(&self.staging.join(file.name), |out| Ok(out.write_all(&file.bytes)?))?;
+        }
         atomic_file::write(&self.staging.join(FILE_NAME), |file| {
             serde_json::to_writer_pretty(&mut *file, dataset)?;
             Ok(file.write_all(b"\n")?)
@@ -100,10 +103,23 @@ impl Drop for Replacement {
     }
 }
 
-/// Fails if a file in the output directory is a shard that may not be replaced.
+/// Fails if a file in the output directory is a shard or a tokenizer that may not be replaced.
 fn check_old(out: &Path, old: &str, replaces: Replaces) -> Result<()> {
-    let Some(found) = ShardNames::of_shard(old) else { return Ok(()) };
     let path = out.join(old);
+    if is_tokenizer(old) {
+        ensure!(
+            out.join(FILE_NAME).exists(),
+            "{}: expected a directory for a data set, found a tokenizer without {FILE_NAME}, perhaps that of a model; use another \
+             --out directory",
+            path.display()
+        );
+        ensure!(
+            replaces != Replaces::Nothing,
+            "{} already exists: expected a directory without a data set; use another --out directory, or --overwrite",
+            path.display()
+        );
+    }
+    let Some(found) = ShardNames::of_shard(old) else { return Ok(()) };
     ensure!(
         !path.is_dir(),
         "{}: expected a token file, found a directory; use another --out directory",
@@ -158,7 +174,8 @@ fn complete(out: &Path) -> Result<()> {
     }
     atomic_file::sync_directory(out)?;
     for old in names(out)? {
-        if (ShardNames::of_shard(&old).is_some() || old == FILE_NAME) && !new.contains(&old.as_str()) {
+        let is_content = ShardNames::of_shard(&old).is_some() || is_tokenizer(&old) || old == FILE_NAME;
+        if is_content && !new.contains(&old.as_str()) {
             fs::remove_file(out.join(&old)).with_context(|| format!("cannot remove {}", out.join(&old).display()))?;
         }
     }

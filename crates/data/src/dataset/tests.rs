@@ -1,4 +1,5 @@
 use super::*;
+use tokenizer::Tokenizer;
 
 fn dataset(tokens: usize) -> Dataset {
     Dataset {
@@ -20,7 +21,7 @@ fn replace(out: &Path, names: &[&str]) {
     for name in names {
         shard(replacement.directory(), name, "new");
     }
-    replacement.commit(&dataset(names.len())).unwrap();
+    replacement.commit(&dataset(names.len()), None).unwrap();
 }
 
 fn names(directory: &Path) -> Vec<String> {
@@ -40,6 +41,36 @@ fn replacement_removes_old_shards_and_keeps_other_files() {
     replace(&out, &["train_000000.bin"]);
     assert_eq!(names(&out), ["dataset.json", "notes.txt", "train_000000.bin", "train_tokens.bin"]);
     assert_eq!(Dataset::read(&out).unwrap(), Some(dataset(1)));
+}
+
+#[test]
+fn the_tokenizer_file_belongs_to_the_data_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path();
+    let file = |name, text: &str| tokenizer::File { name, bytes: text.into() };
+    let replacement = Replacement::begin(out, Replaces::Nothing).unwrap();
+    assert_eq!(names(out), [".unfinished-dataset"]);
+    replacement.commit(&dataset(0), Some(&file("tokenizer.json", "first"))).unwrap();
+    assert_eq!(names(out), ["dataset.json", "tokenizer.json"]);
+    // It is never replaced by accident.
+    let message = Replacement::begin(out, Replaces::Nothing).unwrap_err().to_string();
+    assert!(message.contains("tokenizer.json already exists: expected a directory without a data set"), "{message}");
+    drop(Replacement::begin(out, Replaces::Everything).unwrap());
+    assert_eq!(fs::read_to_string(out.join("tokenizer.json")).unwrap(), "first");
+    let replacement = Replacement::begin(out, Replaces::Everything).unwrap();
+    replacement.commit(&dataset(0), Some(&file("tokenizer.model", "second"))).unwrap();
+    assert_eq!(names(out), ["dataset.json", "tokenizer.model"]);
+    assert_eq!(fs::read_to_string(out.join("tokenizer.model")).unwrap(), "second");
+    Replacement::begin(out, Replaces::Everything).unwrap().commit(&dataset(0), None).unwrap();
+    assert_eq!(names(out), ["dataset.json"]);
+    // The directory of a model.
+    fs::remove_file(out.join("dataset.json")).unwrap();
+    fs::write(out.join("tokenizer.json"), "model").unwrap();
+    for replaces in [Replaces::Nothing, Replaces::Everything, Replaces::Same(ShardNames::FINEWEB)] {
+        let message = Replacement::begin(out, replaces).unwrap_err().to_string();
+        assert!(message.contains("found a tokenizer without dataset.json"), "{message}");
+    }
+    assert_eq!(fs::read_to_string(out.join("tokenizer.json")).unwrap(), "model");
 }
 
 #[test]
@@ -137,7 +168,7 @@ fn a_directory_holds_one_data_set() {
     shard(replacement.directory(), "edu_fineweb_val_000000.bin", "new");
     fs::create_dir(replacement.directory().join("source")).unwrap();
     shard(replacement.directory(), "source/data00.json", "temporary");
-    replacement.commit(&dataset(1)).unwrap();
+    replacement.commit(&dataset(1), None).unwrap();
     assert_eq!(names(out), ["dataset.json", "edu_fineweb_val_000000.bin", "hellaswag_val.bin"]);
     assert_eq!(fs::read_to_string(out.join("edu_fineweb_val_000000.bin")).unwrap(), "new");
     replace(out, &["train_000000.bin"]);

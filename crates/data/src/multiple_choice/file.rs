@@ -71,12 +71,12 @@ fn read_example(from: &mut impl Read, index: usize, longest: usize) -> Result<Ex
     ensure!(found == body.len(), "truncated: expected {bytes} bytes, found {}", prefix.len() + found);
     let body = words(&body);
     let mut rest = &body[..];
-    let mut next_part = |name: &str| -> Result<Vec<u16>> {
+    let mut next_part = |name: &str| -> Result<Vec<u32>> {
         let split = rest.split_first().and_then(|(&len, tokens)| tokens.split_at_checked(usize::from(len)));
         let (tokens, after) = split.with_context(|| format!("{name} extends beyond the example's {bytes} bytes"))?;
         ensure!(!tokens.is_empty(), "{name} has no tokens");
         rest = after;
-        Ok(tokens.to_vec())
+        Ok(tokens.iter().copied().map(u32::from).collect())
     };
     let context = next_part("the context")?;
     let completions = [
@@ -115,6 +115,11 @@ pub fn write(path: &Path, examples: &[Example]) -> Result<()> {
             example.parts().all(|part| !part.is_empty()),
             "cannot write {name}: example {index} has an empty context or completion"
         );
+        let widest = example.tokens().max().unwrap_or(0);
+        ensure!(
+            u16::try_from(widest).is_ok(),
+            "cannot write {name}: example {index}: expected ids below 65536, found {widest}"
+        );
         ensure!(
             example.label < COMPLETIONS,
             "cannot write {name}: example {index}: expected a label of 0 to {}, found {}",
@@ -130,7 +135,7 @@ pub fn write(path: &Path, examples: &[Example]) -> Result<()> {
             let mut words = vec![EXAMPLE_MARKER, size, index as u16, example.label as u16, COMPLETIONS as u16];
             for part in example.parts() {
                 words.push(part.len() as u16);
-                words.extend(part);
+                words.extend(part.iter().map(|&token| token as u16));
             }
             out.write_all(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())?;
         }

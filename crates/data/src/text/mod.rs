@@ -57,7 +57,8 @@ pub struct Summary {
     pub val: Split,
 }
 
-/// Tokenizes documents and writes `train_NNNNNN.bin`, `val_NNNNNN.bin` and `dataset.json` into `out`.
+/// Tokenizes documents and writes `train_NNNNNN.bin`, `val_NNNNNN.bin`, `dataset.json` and a copy of the tokenizer's file into
+/// `out`.
 ///
 /// A data set in `out` is replaced when the new one is complete. The validation split consists of evenly spaced documents. With
 /// fewer than `1 / val_fraction` documents, it consists of the end of each document instead. Invalid UTF-8 becomes U+FFFD.
@@ -117,14 +118,15 @@ pub(crate) fn write_shards(
         if skipped > 0 { format!("\n{}", summary.skipped) } else { String::new() }
     );
     (summary.train, summary.val) = splits.finish()?;
-    replacement.commit(&Dataset {
+    let dataset = Dataset {
         name: layout.names.data_set.to_owned(),
         tokenizer: Encoding::from(encoder.tokenizer),
         train: summary.train.clone(),
         val: summary.val.clone(),
         input: summary.input.clone(),
         program: program.to_owned(),
-    })?;
+    };
+    replacement.commit(&dataset, encoder.tokenizer.file())?;
     Ok(summary)
 }
 

@@ -237,6 +237,7 @@ fn a_large_vocabulary_is_stored_in_32_bits() {
     assert_eq!(train_tokens(&out), [begin, u32::from(b'a'), begin]);
     let bytes = fs::read(out.join("train_000000.bin")).unwrap();
     assert_eq!((bytes.len(), &bytes[..8]), (1024 + 12, &[0xa1, 0xd9, 0x34, 1, 7, 0, 0, 0][..]));
+    assert_eq!(fs::read(out.join("tokenizer.model")).unwrap(), fs::read(&path).unwrap());
     let dataset = Dataset::read(&out).unwrap().unwrap();
     let message = dataset.check_vocab(&out, "--model d12", 50257).unwrap_err().to_string();
     assert!(message.contains("d12") && message.contains("50257") && message.contains("tokenizer.model"), "{message}");

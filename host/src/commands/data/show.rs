@@ -3,11 +3,11 @@
 use crate::values::{count, whole_number};
 use anyhow::{Result, ensure};
 use data::Tokens;
-use data::dataset::{self, Dataset, Encoding};
+use data::dataset;
 use data::tokens::Width;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
-use tokenizer::Tokenizer;
+use tokenizer::{Tokenizer, stored};
 
 /// Show the tokens and the text around a position of a token file
 #[derive(Debug, clap::Args)]
@@ -68,9 +68,8 @@ fn text_of(tokenizer: &Tokenizer, id: u32) -> String {
 /// Returns the tokenizer of a file without `--tokenizer`: the one in the description of its data set, or else GPT-2's for 16-bit
 /// tokens.
 pub fn default_tokenizer(file: &Path, tokens: &Tokens) -> Result<Option<Tokenizer>> {
-    if let Some(Dataset { tokenizer: expected, .. }) = dataset::read_for_shard(file)?
-        && let Ok(tokenizer) = Tokenizer::named(&expected.name)
-        && Encoding::from(&tokenizer).fingerprint == expected.fingerprint
+    if let Some(dataset) = dataset::read_for_shard(file)?
+        && let Ok(tokenizer) = stored::with_identity(&dataset.tokenizer, file.parent().unwrap_or(Path::new("")))
     {
         return Ok(Some(tokenizer));
     }

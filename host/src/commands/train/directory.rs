@@ -9,6 +9,7 @@ use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use std::path::{Path, PathBuf};
+use tokenizer::stored::{self, Found};
 
 /// The output directory before the run starts to write.
 pub struct OutDirectory {
@@ -35,12 +36,14 @@ impl OutDirectory {
         Ok(Self { path: path.to_owned(), locked, found })
     }
 
-    /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings.
+    /// Opens the directory for writing: creates it if necessary, removes unfinished files of killed runs, saves the settings and the
+    /// tokenizer.
     ///
     /// The log continues after step `newest`, the step of the checkpoint that the run resumes from.
     pub fn open(
         self,
         config: &Config,
+        tokenizer: &Found,
         identity: Identity,
         newest: Option<usize>,
         evaluated: bool,
@@ -48,6 +51,9 @@ impl OutDirectory {
         let locked = self.locked.map_or_else(|| DirectoryLock::acquire(&self.path), Ok)?;
         remove_temporary_files(&self.path)?;
         config.save(&self.path)?;
+        if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
+            stored::write(tokenizer, &self.path)?;
+        }
         let log = match newest {
             Some(step) => Log::resume(&self.path, step, evaluated)?,
             None => Log::create(Some(&self.path))?,

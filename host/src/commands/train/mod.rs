@@ -31,7 +31,7 @@ use model::schedule::Schedule;
 use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
-use tokenizer::Tokenizer;
+use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
@@ -43,11 +43,11 @@ pub fn run(args: &Options) -> Result<()> {
 /// A run whose memory is planned; nothing has been allocated or written yet.
 struct PlannedRun {
     config: Config,
-    descriptor: Descriptor,
     weights: Option<ModelSource>,
     train: Loader,
     val: Option<Loader>,
     hellaswag: Option<MultipleChoice>,
+    tokenizer: Found,
     identity: Identity,
     checkpoint: Option<Checkpoint>,
     notes: Vec<String>,
@@ -67,7 +67,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let FoundCheckpoint { checkpoint, mut notes } =
         out.as_mut().map(|out| std::mem::take(&mut out.found)).unwrap_or_default();
     let resumed = ranks.broadcast(checkpoint.as_ref().map(Checkpoint::descriptor))?;
-    let Resolved { config, descriptor, weights, train, val, hellaswag } =
+    let Resolved { config, descriptor, weights, train, val, hellaswag, tokenizer } =
         Resolved::new(args, &opened, resumed, ranks.rank(), ranks.world_size())?;
     let mut console = multi_rank::console(ranks, args, config.steps)?;
     let gpu_info = (config.gpu_info_every > 0).then(|| gpu_info(opened.device, gpu));
@@ -78,6 +78,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         train: &train,
         val: val.as_ref(),
         hellaswag: hellaswag.as_ref(),
+        tokenizer: tokenizer.tokenizer.as_ref(),
         opened: &opened,
         gpu_info: gpu_info.as_ref(),
     };
@@ -92,6 +93,8 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     )?;
     let on_gpu = opened.device == Device::Cuda && !opened.plans_only;
     multi_rank::check_ranks(ranks, &identity, on_gpu.then_some(gpu))?;
+    multi_rank::check_tokenizer(ranks, tokenizer.tokenizer.as_ref(), config.zero_stage)?;
+    notes.extend(tokenizer.note.clone().filter(|_| config.sample_every > 0));
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
@@ -110,11 +113,11 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     }
     let planned = PlannedRun {
         config,
-        descriptor,
         weights,
         train,
         val,
         hellaswag,
+        tokenizer,
         identity,
         checkpoint,
         notes,
@@ -148,7 +151,10 @@ impl PlannedRun {
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match (self.out, &config.out) {
-            (Some(out), _) => Some(out.open(&config, self.identity, newest, state.progress.evaluated)?).unzip(),
+            (Some(out), _) => {
+                let evaluated = state.progress.evaluated;
+                Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated)?).unzip()
+            }
             (None, Some(out)) if model.zero.shards_optimizer() => {
                 (None, Some(CheckpointWriter::for_other_rank(out.clone(), self.identity, newest)))
             }
@@ -162,7 +168,7 @@ impl PlannedRun {
             settings: &settings(&config, ranks.world_size()),
             ranks,
             model: &model,
-            tokenizer: Tokenizer::of_vocab(self.descriptor.vocab).ok(),
+            tokenizer: self.tokenizer.tokenizer,
             train: Prefetch::start(train, engine)?,
             val: self.val.map(|val| Prefetch::start(val.rewinding_after(config.val_batches), engine)).transpose()?,
             hellaswag: self.hellaswag,

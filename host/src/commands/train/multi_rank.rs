@@ -18,6 +18,7 @@ use model::Gpt2;
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
+use tokenizer::{Identity as TokenizerIdentity, Tokenizer};
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
@@ -58,6 +59,29 @@ pub fn check_ranks(ranks: &mut Ranks, identity: &Identity, gpu: Option<usize>) -
     let Some(group) = ranks.tcp_group() else { return Ok(()) };
     let gpu = gpu.map(cuda_driver::device_uuid).transpose()?;
     preflight::check_ranks(group, &RankInfo::new(identity, gpu)?)
+}
+
+/// Checks that all ranks have the tokenizer of rank 0 if they generate text together, which is the case under ZeRO-3.
+pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_stage: u8) -> Result<()> {
+    if zero_stage < 3 {
+        return Ok(());
+    }
+    let first = ranks.broadcast(tokenizer.map(Tokenizer::identity))?;
+    let found = tokenizer.map(Tokenizer::identity);
+    let same = match (&first, &found) {
+        (Some(first), Some(found)) => found.has_vocabulary_of(first),
+        (first, found) => first.is_none() && found.is_none(),
+    };
+    let describe =
+        |identity: Option<TokenizerIdentity>| identity.map_or_else(|| "none".to_owned(), |found| found.to_string());
+    ensure!(
+        same,
+        "rank {}: expected the tokenizer of rank 0, {}, found {}; copy dataset.json and the tokenizer to all hosts",
+        ranks.rank(),
+        describe(first),
+        describe(found)
+    );
+    Ok(())
 }
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.

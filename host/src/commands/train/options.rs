@@ -55,6 +55,11 @@ pub struct Options {
     #[arg(short = 'j', long, value_name = "GLOB", requires = "train", help_heading = DATA)]
     pub val: Option<String>,
 
+    /// Tokenizer of the token files: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that of the model, or that in
+    /// dataset.json next to the token files, or by the vocabulary size]
+    #[arg(long, value_name = "NAME|FILE", help_heading = DATA)]
+    pub tokenizer: Option<String>,
+
     /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is saved]
     #[arg(short, long, value_name = "DIR", help_heading = DATA)]
     pub out: Option<PathBuf>,

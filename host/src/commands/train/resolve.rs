@@ -2,15 +2,17 @@
 
 use super::options::Options;
 use crate::corpus;
+use crate::datasets::Datasets;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
-use data::{Geometry, Loader, MultipleChoice, Tokens, check, dataset};
+use data::{Geometry, Loader, MultipleChoice, Tokens, check};
 use engine::open::Opened;
 use interchange::ModelSource;
 use model::Descriptor;
 use model::descriptor::GPT2_VOCAB;
 use std::path::Path;
+use tokenizer::stored::{Found, Search};
 use tokenizer::{BYTE_VOCAB, Tokenizer};
 
 /// The complete settings of a run. Nothing has been computed or written yet.
@@ -22,6 +24,7 @@ pub struct Resolved {
     pub train: Loader,
     pub val: Option<Loader>,
     pub hellaswag: Option<MultipleChoice>,
+    pub tokenizer: Found,
 }
 
 /// Defaults of flags.
@@ -84,12 +87,27 @@ impl Resolved {
         ranks: usize,
     ) -> Result<Self> {
         let defaults = if options.train.is_some() { FOR_FILES } else { FOR_CORPUS };
-        let (shape, descriptor, weights) = shape(options, &defaults, resumed)?;
+        let named = options.tokenizer.as_deref().map(Tokenizer::named).transpose().context("--tokenizer")?;
+        let datasets = Datasets::open(options.train.as_deref(), options.val.as_deref())?;
+        let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
+        let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
+        let (shape, descriptor, weights) = shape(options, &defaults, vocab, resumed)?;
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
-        let (train, val) = loaders(options, descriptor, &batch, rank)?;
+        let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
+        datasets.check_vocab(&model, descriptor.vocab)?;
+        let resumed_from = options.out.as_deref().filter(|_| resumed.is_some());
+        let search = Search {
+            named: named.as_ref(),
+            model: weights.as_ref().map(ModelSource::directory).or(resumed_from),
+            data: datasets.tokenizer(),
+            vocab: descriptor.vocab,
+        };
+        let tokenizer = search.find()?;
+        let (train, val) = loaders(options, descriptor, &tokenizer, &batch, rank)?;
         let hellaswag = options.hellaswag.as_deref();
         let hellaswag =
             hellaswag.map(|path| MultipleChoice::open_first(path, options.hellaswag_examples)).transpose()?;
+        let hellaswag = hellaswag.map(|set| set.with_tokenizer(tokenizer.tokenizer.as_ref())).transpose()?;
         if let Some(set) = &hellaswag {
             set.check(descriptor.vocab, batch.t)?;
         }
@@ -102,7 +120,7 @@ impl Resolved {
         if let Some((layers, heads, channels)) = shape.custom {
             (config.layers, config.heads, config.channels) = (Some(layers), Some(heads), Some(channels));
         }
-        Ok(Self { config, descriptor, weights, train, val, hellaswag })
+        Ok(Self { config, descriptor, weights, train, val, hellaswag, tokenizer })
     }
 }
 
@@ -139,9 +157,15 @@ impl Batch {
 }
 
 /// Opens the training data and the validation data.
-fn loaders(options: &Options, descriptor: Descriptor, batch: &Batch, rank: usize) -> Result<(Loader, Option<Loader>)> {
+fn loaders(
+    options: &Options,
+    descriptor: Descriptor,
+    tokenizer: &Found,
+    batch: &Batch,
+    rank: usize,
+) -> Result<(Loader, Option<Loader>)> {
     let geometry = Geometry { b: batch.b, t: batch.t, ranks: batch.ranks, rank };
-    let (train, val) = tokens(options, descriptor)?;
+    let (train, val) = tokens(options, descriptor, tokenizer)?;
     check_vocabulary(&train, val.as_deref(), descriptor, geometry)?;
     let in_order = |shards| Loader::new(shards, geometry, descriptor.vocab, None);
     let train = if options.overfit_one_batch {
@@ -191,6 +215,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
     Config {
         train: options.train.clone(),
         val: options.val.clone(),
+        tokenizer: options.tokenizer.clone(),
         shuffle: options.shuffle,
         overfit_one_batch: options.overfit_one_batch,
         out: options.out.clone(),
@@ -240,14 +265,18 @@ struct Shape {
     custom: Option<(usize, usize, usize)>,
 }
 
-/// Returns the shape of the model and, for a path, the opened model.
+/// Returns the shape of the model and, for a path, the opened model. `vocab` is the vocabulary size of the tokenizer, if it is
+/// known; otherwise it is that of GPT-2 for files and that of bytes for the built-in text.
 fn shape(
     options: &Options,
     defaults: &Defaults,
+    vocab: Option<usize>,
     resumed: Option<Descriptor>,
 ) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
     let from_files = options.train.is_some();
-    let vocab = if from_files { GPT2_VOCAB } else { BYTE_VOCAB };
+    let vocab = vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB });
+    // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
+    let vocab = resumed.map_or(vocab, |descriptor| descriptor.vocab);
     let given = options.layers.zip(options.heads).zip(options.channels).map(|((l, h), c)| (l, h, c));
     let model = options.model.clone().or_else(|| (from_files && given.is_none()).then(|| "d12".to_owned()));
     let Some(name) = model else {
@@ -278,38 +307,13 @@ fn is_path(name: &str) -> bool {
 }
 
 /// Opens the shards of the training data and of the validation data.
-fn tokens(options: &Options, descriptor: Descriptor) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
+fn tokens(options: &Options, descriptor: Descriptor, tokenizer: &Found) -> Result<(Vec<Tokens>, Option<Vec<Tokens>>)> {
     let Some(train) = &options.train else {
-        let tokenizer = Tokenizer::of_vocab(descriptor.vocab).context("the built-in corpus")?;
-        let (train, val) = corpus::tokens(&tokenizer)?;
+        let tokenizer = tokenizer.tokenizer.clone().map_or_else(|| Tokenizer::of_vocab(descriptor.vocab), Ok);
+        let (train, val) = corpus::tokens(&tokenizer.context("the built-in corpus")?)?;
         return Ok((vec![train], Some(vec![val])));
     };
-    check_tokenizers(options, train, descriptor)?;
     let train = Tokens::open_all(train).context("--train")?;
     let val = options.val.as_deref().map(Tokens::open_all).transpose().context("--val")?;
     Ok((train, val))
-}
-
-/// Compares the tokenizers of the data sets with each other and with the vocabulary of the model.
-fn check_tokenizers(options: &Options, train: &str, descriptor: Descriptor) -> Result<()> {
-    let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
-    let mut datasets = dataset::read_for_shards(train).context("--train")?;
-    if let Some(val) = &options.val {
-        datasets.extend(dataset::read_for_shards(val).context("--val")?);
-    }
-    for (directory, dataset) in &datasets {
-        dataset.check_vocab(directory, &model, descriptor.vocab)?;
-    }
-    for pair in datasets.windows(2) {
-        let [(first, a), (second, b)] = pair else { continue };
-        ensure!(
-            a.tokenizer.fingerprint == b.tokenizer.fingerprint,
-            "{}: expected the tokenizer of {}, {}, found {}; tokenize both with the same one",
-            second.display(),
-            first.display(),
-            a.tokenizer.name,
-            b.tokenizer.name
-        );
-    }
-    Ok(())
 }
