@@ -2,7 +2,7 @@
 //!
 //! Names and meanings are those of NVIDIA's `cublasLt.h`; see the cuBLAS documentation.
 
-#![allow(missing_docs, reason = "the names and their documentation are NVIDIA's")]
+#![expect(missing_docs, reason = "the names and their documentation are NVIDIA's")]
 
 use crate::result::Error;
 use std::ffi::{c_int, c_void};

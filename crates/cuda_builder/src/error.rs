@@ -6,7 +6,7 @@ use std::process::ExitStatus;
 
 /// The reason why a device crate could not be built.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the fields")]
+#[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum Error {
     /// There is no output directory.
     #[error("OUT_DIR is not set: call CudaBuilder::build from a build script, or set an out_dir")]

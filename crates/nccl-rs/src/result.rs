@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of NCCL or of a check before a call.
 #[derive(Debug, Clone, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages describe the fields")]
+#[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum Error {
     /// The library was not found.
     #[error(

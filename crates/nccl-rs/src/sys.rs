@@ -2,7 +2,7 @@
 //!
 //! Names and meanings are those of NVIDIA's `nccl.h`; see the NCCL documentation.
 
-#![allow(missing_docs, reason = "the names and their documentation are NVIDIA's")]
+#![expect(missing_docs, reason = "the names and their documentation are NVIDIA's")]
 
 use crate::result::Error;
 use std::ffi::{c_char, c_int, c_void};

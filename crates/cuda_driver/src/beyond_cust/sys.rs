@@ -3,7 +3,7 @@
 //! Names and meanings are those of NVIDIA's `cuda.h`; see the CUDA Driver API documentation. The functions return the
 //! driver's code as a number, because the code of a newer driver is not a value of `cust`'s enum.
 
-#![allow(missing_docs, reason = "the names and their documentation are NVIDIA's")]
+#![expect(missing_docs, reason = "the names and their documentation are NVIDIA's")]
 
 use std::ffi::{c_char, c_int, c_void};
 
