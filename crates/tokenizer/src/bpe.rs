@@ -102,15 +102,10 @@ impl Bpe {
 
     /// Appends the ids of a text to `out`.
     pub fn encode(&self, text: &str, out: &mut Vec<u32>) {
-        let mut rest = text;
-        while !rest.is_empty() {
-            let (piece, after) = rest.split_at(self.pattern.piece(rest));
-            rest = after;
-            match self.pieces.get(piece.as_bytes()) {
-                Some(&id) => out.push(id),
-                None => self.merge(piece.as_bytes(), out),
-            }
-        }
+        self.pattern.split(text, |piece| match self.pieces.get(piece.as_bytes()) {
+            Some(&id) => out.push(id),
+            None => self.merge(piece.as_bytes(), out),
+        });
     }
 
     /// Appends the ids of a piece, which is not empty.

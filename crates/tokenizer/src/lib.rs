@@ -23,6 +23,7 @@ use split::Pattern;
 use std::collections::HashMap;
 use std::fmt;
 use std::fs;
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use xxhash_rust::xxh3::Xxh3;
@@ -68,7 +69,7 @@ pub struct File {
 #[derive(Debug)]
 enum Encoding {
     Bytes,
-    ByteLevel(Box<ByteLevel>),
+    ByteLevel(ByteLevelRef),
     HuggingFace(Box<tokenizers::Tokenizer>),
 }
 
@@ -111,21 +112,41 @@ impl From<&Tokenizer> for Identity {
     }
 }
 
-static GPT2: LazyLock<Tokenizer> = LazyLock::new(|| {
+/// A byte-level encoding. GPT-2's is created at its first use, which takes 50 ms.
+#[derive(Debug)]
+enum ByteLevelRef {
+    Gpt2,
+    Own(Box<ByteLevel>),
+}
+
+impl Deref for ByteLevelRef {
+    type Target = ByteLevel;
+
+    fn deref(&self) -> &ByteLevel {
+        match self {
+            Self::Gpt2 => &GPT2,
+            Self::Own(encoding) => encoding,
+        }
+    }
+}
+
+static GPT2: LazyLock<ByteLevel> = LazyLock::new(|| {
     let ranks = tiktoken_rs::r50k_base_singleton();
     let token = |id| ranks.decode_bytes(&[id]).expect("r50k has an id for each rank").into_boxed_slice();
     let tokens = (0..GPT2_VOCAB as u32 - 1).map(token).collect();
     let bpe = Bpe::new(Pattern::Gpt2, tokens).expect("r50k is a byte-level encoding");
-    let special = vec![Special { text: END_OF_TEXT.into(), id: GPT2_VOCAB as u32 - 1 }];
-    let encoding = ByteLevel::new(bpe).expect("there are no added tokens");
-    Tokenizer::new("gpt2", Encoding::ByteLevel(Box::new(encoding)), special, GPT2_VOCAB, None)
-        .expect("the special token precedes documents")
+    ByteLevel::new(bpe).expect("there are no added tokens")
 });
+
+/// The hash of GPT-2's vocabulary.
+const GPT2_FINGERPRINT: u64 = 0x649f48594584c1c6;
 
 impl Tokenizer {
     /// Returns GPT-2's encoding: 50,257 tokens.
     pub fn gpt2() -> Self {
-        GPT2.clone()
+        let special = vec![Special { text: END_OF_TEXT.into(), id: GPT2_VOCAB as u32 - 1 }];
+        Self::new("gpt2", Encoding::ByteLevel(ByteLevelRef::Gpt2), special, GPT2_VOCAB, None)
+            .expect("the special token precedes documents")
     }
 
     /// Returns the byte-level encoding: the id of a byte is its value. A newline precedes each document.
@@ -176,7 +197,10 @@ impl Tokenizer {
     }
 
     fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize, file: Option<File>) -> Result<Self> {
-        let fingerprint = fingerprint(&encoding, &special);
+        let fingerprint = match &encoding {
+            Encoding::ByteLevel(ByteLevelRef::Gpt2) => GPT2_FINGERPRINT,
+            encoding => fingerprint(encoding, &special),
+        };
         let document = match &encoding {
             // Also if the vocabulary comes from a file, such as that of an exported model of bytes.
             _ if fingerprint == self::fingerprint(&Encoding::Bytes, &[]) => u32::from(b'\n'),
@@ -341,7 +365,7 @@ fn bytes_of(token: &str) -> Vec<u8> {
 fn open_tiktoken(name: &str, text: &str) -> Result<Tokenizer> {
     let (bpe, special) = tiktoken_file::parse(name, text)?;
     let vocab = bpe.tokens().len() + special.len();
-    let encoding = Encoding::ByteLevel(Box::new(ByteLevel::new(bpe)?));
+    let encoding = Encoding::ByteLevel(ByteLevelRef::Own(Box::new(ByteLevel::new(bpe)?)));
     let file = File { name: stored::TIKTOKEN, bytes: text.into() };
     Tokenizer::new(name, encoding, special, vocab, Some(file))
 }
@@ -372,7 +396,7 @@ fn open_json(name: &str, text: &str) -> Result<Tokenizer> {
     let vocab = highest.with_context(|| format!("{name}: expected a vocabulary, found none"))? as usize + 1;
     ensure!(i32::try_from(vocab).is_ok(), "{name}: expected ids below {}, found {}", i32::MAX, vocab - 1);
     let encoding = match ByteLevel::of_json(text) {
-        Some(encoding) => Encoding::ByteLevel(Box::new(encoding)),
+        Some(encoding) => Encoding::ByteLevel(ByteLevelRef::Own(Box::new(encoding))),
         None => Encoding::HuggingFace(Box::new(tokenizer)),
     };
     let file = File { name: stored::JSON, bytes: text.into() };

@@ -40,13 +40,13 @@ impl Pattern {
         }
     }
 
-    /// Returns the length of the first piece of a text that is not empty, in bytes.
-    #[inline]
-    pub fn piece(self, text: &str) -> usize {
+    /// Passes the pieces of a text to `put`, in order.
+    pub fn split<'a>(self, text: &'a str, put: impl FnMut(&'a str)) {
+        // One loop for each pattern, so that its matcher is inlined.
         match self {
-            Self::Gpt2 => gpt2_piece(text),
-            Self::Llama3 => llama3_piece(text, 3),
-            Self::Qwen2 => llama3_piece(text, 1),
+            Self::Gpt2 => split_by(text, gpt2_piece, put),
+            Self::Llama3 => split_by(text, |text| llama3_piece(text, 3), put),
+            Self::Qwen2 => split_by(text, |text| llama3_piece(text, 1), put),
         }
     }
 
@@ -63,6 +63,16 @@ impl Pattern {
                 ends_line || (starts_space && !line_break(after))
             }
         }
+    }
+}
+
+/// Splits a text. `first_piece` returns the length of the first piece of a text that is not empty, in bytes.
+#[inline]
+fn split_by<'a>(mut text: &'a str, first_piece: impl Fn(&str) -> usize, mut put: impl FnMut(&'a str)) {
+    while !text.is_empty() {
+        let (piece, rest) = text.split_at(first_piece(text));
+        put(piece);
+        text = rest;
     }
 }
 
@@ -167,13 +177,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn pieces(pattern: Pattern, mut text: &str) -> Vec<&str> {
+    fn pieces(pattern: Pattern, text: &str) -> Vec<&str> {
         let mut pieces = Vec::new();
-        while !text.is_empty() {
-            let (piece, rest) = text.split_at(pattern.piece(text));
-            pieces.push(piece);
-            text = rest;
-        }
+        pattern.split(text, |piece| pieces.push(piece));
         pieces
     }
 

@@ -47,6 +47,12 @@ fn ids_match_gpt2() {
 }
 
 #[test]
+fn the_hash_of_gpt2_is_that_of_its_vocabulary() {
+    let tokenizer = Tokenizer::gpt2();
+    assert_eq!(GPT2_FINGERPRINT, fingerprint(&tokenizer.0.encoding, tokenizer.special()));
+}
+
+#[test]
 fn special_tokens_are_recognized_on_request() {
     let text = "a<|endoftext|><|endoftext|>b";
     let with = Tokenizer::gpt2().encode_with_special(text).unwrap();
@@ -284,12 +290,8 @@ proptest! {
     fn llama3_pieces_match_a_regex(text in TEXTS) {
         let regex = fancy_regex::Regex::new(LLAMA3).unwrap();
         let expected: Vec<&str> = regex.find_iter(&text).map(|found| found.unwrap().as_str()).collect();
-        let (mut rest, mut pieces) = (text.as_str(), Vec::new());
-        while !rest.is_empty() {
-            let (piece, after) = rest.split_at(Pattern::Llama3.piece(rest));
-            pieces.push(piece);
-            rest = after;
-        }
+        let mut pieces = Vec::new();
+        Pattern::Llama3.split(&text, |piece| pieces.push(piece));
         prop_assert_eq!(pieces, expected);
     }
 }
