@@ -40,8 +40,8 @@ const NO_TOKEN: u32 = u32::MAX;
 const NO_RANK: u32 = u32::MAX;
 
 impl Bpe {
-    /// Creates an encoding from its tokens in the order of their ids. Two tokens merge if their bytes together are a token,
-    /// whose id is the rank of the merge.
+    /// Creates an encoding from its tokens in the order of their ids. Two tokens merge if their joined bytes are a token.
+    /// The id of that token is the rank of the merge.
     pub fn new(pattern: Pattern, tokens: Vec<Box<[u8]>>) -> Result<Self> {
         let mut bpe = Self::without_merges(pattern, tokens)?;
         for (id, token) in bpe.tokens.iter().enumerate() {

@@ -4,6 +4,7 @@ use super::STDIN;
 use super::source::without_compression;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -151,6 +152,10 @@ fn expand(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(matches)
 }
 
+fn is_version_control(name: &OsStr) -> bool {
+    [".git", ".hg", ".svn"].iter().any(|known| name == *known)
+}
+
 struct Search<'a> {
     extensions: &'a [String],
     out: Option<PathBuf>,
@@ -162,7 +167,15 @@ impl Search<'_> {
     /// Adds a path that the user named.
     fn add(&mut self, path: &Path) -> Result<()> {
         let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
-        if kind.is_dir() { self.walk(path) } else { self.add_file(path) }
+        if !kind.is_dir() {
+            return self.add_file(path);
+        }
+        // Patterns such as `*` match it too.
+        if path.file_name().is_some_and(is_version_control) {
+            self.found.skipped.add(Reason::VersionControl, path);
+            return Ok(());
+        }
+        self.walk(path)
     }
 
     fn add_file(&mut self, path: &Path) -> Result<()> {
@@ -186,7 +199,7 @@ impl Search<'_> {
             let name = entry.file_name();
             let reason = if kind.is_symlink() {
                 Reason::SymbolicLink
-            } else if name == ".git" || name == ".hg" || name == ".svn" {
+            } else if is_version_control(&name) {
                 Reason::VersionControl
             } else if self.is_output(&path, kind.is_dir()) {
                 Reason::Output

@@ -74,6 +74,19 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+fn named_and_matched_version_control_directories_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join(".git")).unwrap();
+    fs::write(dir.path().join(".git/HEAD"), "ref").unwrap();
+    let message = format!("{:#}", find(&[dir.path().join(".git")], &[], None).unwrap_err());
+    assert!(message.contains("found none") && message.contains("version control directories"), "{message}");
+    fs::write(dir.path().join("a.txt"), "text").unwrap();
+    let found = find(&[dir.path().join("*")], &[], None).unwrap();
+    assert_eq!(found.files, [dir.path().join("a.txt")]);
+    assert_eq!(found.skipped.count(Reason::VersionControl), 1);
+}
+
+#[test]
 fn formats_follow_the_names() {
     for (name, format) in [
         ("a.txt", Format::Text),
