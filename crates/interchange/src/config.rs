@@ -11,6 +11,9 @@ use std::path::Path;
 /// Name of the file.
 pub const FILE: &str = "config.json";
 
+/// Key that tells whether the head is the token embedding.
+const TIED: &str = "tie_word_embeddings";
+
 /// A configuration that the engine supports.
 #[derive(Clone, Debug)]
 pub struct ModelConfig {
@@ -93,10 +96,21 @@ impl ModelConfig {
             ("architectures", json!([self.architecture.class])),
             ("dtype", name.into()),
             ("torch_dtype", name.into()),
-            ("tie_word_embeddings", true.into()),
+            (TIED, true.into()),
         ];
         keys.extend(changed.map(|(key, value)| (key.to_owned(), value)));
         keys
+    }
+
+    /// Checks that the head is tied to the token embedding. A file without a head then has all parameters of the model.
+    pub fn check_tied(&self) -> Result<()> {
+        ensure!(
+            self.keys.get(TIED) != Some(&Value::Bool(false)),
+            "{TIED}: expected true, because the files have no {}, found false; if the model was trained with tied embeddings, set \
+             it to true",
+            self.architecture.head
+        );
+        Ok(())
     }
 
     /// Sets the ids of the tokens before and after a document.
@@ -127,7 +141,7 @@ fn descriptor(names: &SizeKeys, keys: &Map<String, Value>) -> Result<Descriptor>
     let size = |key: &str| {
         let value = keys.get(key).with_context(|| format!("{key}: expected a whole number, found none"))?;
         let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-        size.with_context(|| format!("{key}: expected a whole number, found {}", text_of(value)))
+        size.with_context(|| format!("{key}: expected a whole number, found {value}"))
     };
     let [layers, heads, channels] = [size(names.layers)?, size(names.heads)?, size(names.channels)?];
     let [max_seq_len, vocab] = [size(names.max_seq_len)?, size(names.vocab)?];
@@ -138,11 +152,10 @@ fn descriptor(names: &SizeKeys, keys: &Map<String, Value>) -> Result<Descriptor>
     let mlp = keys.get(names.mlp).unwrap_or(&Value::Null);
     ensure!(
         mlp.is_null() || mlp.as_u64() == Some(4 * channels as u64),
-        "{}: expected null or 4 x {} = {}, found {}; llm-rs has no other MLP width",
+        "{}: expected null or 4 x {} = {}, found {mlp}; llm-rs has no other MLP width",
         names.mlp,
         names.channels,
-        4 * channels,
-        text_of(mlp)
+        4 * channels
     );
     Ok(descriptor)
 }
@@ -226,7 +239,10 @@ mod tests {
             ("n_layer", None, "n_layer: expected a whole number, found none"),
             ("n_head", Some("-1"), "n_head: expected a whole number, found -1"),
             ("n_embd", Some("1.5"), "n_embd: expected a whole number, found 1.5"),
-            ("n_positions", Some(r#""many""#), "n_positions: expected a whole number, found many"),
+            ("n_positions", Some(r#""many""#), r#"n_positions: expected a whole number, found "many""#),
+            ("n_head", Some(r#""12""#), r#"n_head: expected a whole number, found "12""#),
+            ("n_embd", Some("768.0"), "n_embd: expected a whole number, found 768.0"),
+            ("n_inner", Some(r#""3072""#), r#"n_inner: expected null or 4 x n_embd = 3072, found "3072""#),
             ("vocab_size", Some("null"), "vocab_size: expected a whole number, found null"),
             ("n_head", Some("7"), "not a supported shape: 7 heads do not divide 768 channels"),
             ("n_layer", Some("0"), "not a supported shape: layers must be at least 1"),

@@ -1,7 +1,7 @@
 //! Hugging Face directories: `config.json` and one or several safetensors files.
 
 use crate::architecture::{Architecture, TensorNames, of_layer};
-use crate::config::ModelConfig;
+use crate::config::{self, ModelConfig};
 use crate::element::{Element, transpose};
 use crate::safetensors_file::{SafetensorsFile, TensorInfo};
 use anyhow::{Context, Result, bail, ensure};
@@ -54,8 +54,9 @@ impl HuggingFaceModel {
             model.check(&located, &shape)?;
             model.tensors.insert((names.param, layer), located);
         }
-        if let Some(head) = found.remove(architecture.head) {
-            model.check_head(&head)?;
+        match found.remove(architecture.head) {
+            Some(head) => model.check_head(&head)?,
+            None => model.config.check_tied().with_context(|| directory.join(config::FILE).display().to_string())?,
         }
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
         if let Some((_, Located { file, name, info })) = unexpected {
@@ -151,6 +152,11 @@ impl HuggingFaceModel {
     pub fn dtype(&self) -> DType {
         let all_bf16 = self.tensors.values().all(|located| element(located).dtype() == DType::Bf16);
         if all_bf16 { DType::Bf16 } else { DType::F32 }
+    }
+
+    /// Returns the name of a tensor in its file.
+    pub fn name(&self, param: Param, layer: usize) -> &str {
+        &self.tensors[&(param, layer)].name
     }
 
     /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements.

@@ -5,6 +5,7 @@ use crate::config;
 use crate::element::Element;
 use crate::hugging_face::HuggingFaceModel;
 use anyhow::{Context, Result, bail, ensure};
+use checkpoint::finite::NonFinite;
 use checkpoint::model_file::ModelFile;
 use checkpoint::resume::newest_model_file;
 use engine::Engine;
@@ -144,7 +145,8 @@ impl ModelSource {
     }
 
     /// Reads the parameters that this rank keeps into `model`, and into its master weights if it has them. The model must have
-    /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ.
+    /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
+    /// infinite values are an error that names the tensor.
     pub fn load(self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
         match self.0 {
             Kind::LlmC(file) => file.load(model, engine),
@@ -165,6 +167,7 @@ fn load(source: &HuggingFaceModel, model: &Gpt2, engine: &mut dyn Engine) -> Res
             continue;
         }
         let (element, bytes) = source.read(param, layer)?;
+        check_finite(element, &bytes, source.name(param, layer))?;
         let elements = bytes.len() / element.bytes();
         for (range, tensor) in held {
             // Rows that pad the vocabulary are not in the file. The arena is zero before the first write.
@@ -178,9 +181,25 @@ fn load(source: &HuggingFaceModel, model: &Gpt2, engine: &mut dyn Engine) -> Res
     Ok(())
 }
 
-/// Writes elements to a tensor, in steps that bound the memory of a conversion.
+/// Elements that are converted at a time, which bounds the memory of a conversion.
+const CHUNK: usize = 1 << 20;
+
+/// Checks that the elements of a tensor are finite.
+fn check_finite(element: Element, bytes: &[u8], tensor: &str) -> Result<()> {
+    let mut non_finite = NonFinite::default();
+    match element {
+        Element::F32 | Element::Bf16 => non_finite.add(bytes, element.dtype()),
+        Element::F16 => {
+            for chunk in bytes.chunks(CHUNK * element.bytes()) {
+                non_finite.add(&element.convert(chunk.to_vec(), DType::F32), DType::F32);
+            }
+        }
+    }
+    non_finite.check(tensor)
+}
+
+/// Writes elements to a tensor.
 fn write(to: Tensor, element: Element, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
-    const CHUNK: usize = 1 << 20;
     if element == Element::from(to.dtype) {
         return engine.write_bytes(to, bytes);
     }

@@ -75,6 +75,39 @@ fn types_may_differ_between_tensors_and_names_may_lack_the_prefix() {
     assert_loaded(directory.path(), &mixed, &mut Cpu::new(), PlanOptions::inference(1, 8));
 }
 
+#[test]
+fn non_finite_values_are_errors_that_name_the_tensor() {
+    for (dtype, value, found) in [
+        (Dtype::F32, f32::NAN, "1 NaN"),
+        (Dtype::BF16, f32::INFINITY, "1 infinite"),
+        (Dtype::F16, f32::NEG_INFINITY, "1 infinite"),
+        (Dtype::F16, f32::NAN, "1 NaN"),
+    ] {
+        let mut damaged = tensors(dtype);
+        damaged.get_mut("transformer.h.1.attn.c_proj.weight").unwrap().values[7] = value;
+        let directory = directory(&damaged);
+        let source = open(directory.path()).unwrap();
+        let mut cpu = Cpu::new();
+        let (model, plan) = Gpt2::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);
+        cpu.allocate(&plan).unwrap();
+        let message = format!("{:#}", source.load(&model, &mut cpu).unwrap_err());
+        let expected = format!("transformer.h.1.attn.c_proj.weight: expected finite values, found {found} values");
+        assert!(message.contains(&expected) && message.contains(directory.path().to_str().unwrap()), "{message}");
+    }
+}
+
+#[test]
+fn a_file_without_the_head_needs_tied_embeddings() {
+    let directory = directory(&tensors(Dtype::F32));
+    let mut untied = config();
+    untied["tie_word_embeddings"] = false.into();
+    fs::write(directory.path().join("config.json"), untied.to_string()).unwrap();
+    let message = error(directory.path());
+    let expected =
+        "config.json: tie_word_embeddings: expected true, because the files have no lm_head.weight, found false";
+    assert!(message.contains(expected), "{message}");
+}
+
 /// Splits tensors into two files with an index.
 fn sharded(tensors: &Tensors) -> (tempfile::TempDir, Value) {
     let dir = tempfile::tempdir().unwrap();
