@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 use tokenizer::byte_level::character;
-use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer, stored};
+use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer, byte_level_bpe, stored};
 
 /// Names of tokenizer files in Hugging Face directories.
 pub const FILES: [&str; 8] = [
@@ -166,24 +166,8 @@ impl Vocabulary {
         });
         let plain = self.tokens.iter().enumerate();
         let vocab: serde_json::Map<String, Value> = plain.map(|(id, token)| (token.clone(), id.into())).collect();
-        // Texts instead of pairs, for versions of tokenizers before 0.20.
-        let merges: Vec<String> = self.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
-        let byte_level =
-            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-        json!({
-            "version": "1.0",
-            "truncation": null,
-            "padding": null,
-            "added_tokens": added.collect::<Vec<_>>(),
-            "normalizer": null,
-            "pre_tokenizer": byte_level,
-            "post_processor": byte_level,
-            "decoder": byte_level,
-            "model": {
-                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": merges,
-            },
-        })
+        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
+        byte_level_bpe(vocab, merges, added.collect(), false)
     }
 
     fn tokenizer_config(&self, max_tokens: usize) -> Value {

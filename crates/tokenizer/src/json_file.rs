@@ -10,7 +10,7 @@ use crate::matcher::{Matcher, Part};
 use crate::split::Pattern;
 use anyhow::Result;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use unicode_normalization::{UnicodeNormalization, is_nfc};
 
@@ -96,8 +96,9 @@ struct Added {
 
 #[derive(Deserialize)]
 struct Model {
+    /// Absent in files of old versions of `tokenizers`, such as OpenAI's GPT-2.
     #[serde(rename = "type")]
-    kind: String,
+    kind: Option<String>,
     dropout: Option<f32>,
     continuing_subword_prefix: Option<String>,
     end_of_word_suffix: Option<String>,
@@ -129,7 +130,7 @@ impl MergedPair {
 impl Model {
     fn is_plain(&self) -> bool {
         let is_absent = |text: &Option<String>| text.as_deref().unwrap_or_default().is_empty();
-        self.kind == "BPE"
+        self.kind.as_deref().is_none_or(|kind| kind == "BPE")
             && self.dropout.is_none_or(|dropout| dropout == 0.0)
             && is_absent(&self.continuing_subword_prefix)
             && is_absent(&self.end_of_word_suffix)
@@ -156,6 +157,32 @@ impl Model {
         }
         Bpe::with_merges(pattern, tokens, &merges, self.ignore_merges).ok()
     }
+}
+
+/// Returns a `tokenizer.json` with GPT-2's split pattern. Each merge is text with a space between its two tokens, for versions of
+/// `tokenizers` before 0.20. `added` has the form of the key `added_tokens`.
+pub fn byte_level_bpe(
+    vocab: Map<String, Value>,
+    merges: Vec<String>,
+    added: Vec<Value>,
+    add_prefix_space: bool,
+) -> Value {
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": true});
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": added,
+        "normalizer": null,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+            "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": merges,
+        },
+    })
 }
 
 /// Returns the split pattern of a pre-tokenizer.

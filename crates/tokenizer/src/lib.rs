@@ -1,7 +1,7 @@
 //! Tokenizers: text to token ids and back.
 //!
-//! GPT-2's encoding and plain bytes are built in. [`Tokenizer::open`] reads Hugging Face's `tokenizer.json` and Llama 3's
-//! `tokenizer.model`. [`stored`] finds the tokenizer of a model or a data set in its directory. Token files do not belong here.
+//! GPT-2's encoding and plain bytes are built in. [`Tokenizer::open`] reads Hugging Face's `tokenizer.json`, GPT-2's `vocab.json`
+//! with `merges.txt`, and Llama 3's `tokenizer.model`. [`stored`] finds the tokenizer of a model or a data set in its directory. Token files do not belong here.
 
 #![warn(missing_docs)]
 
@@ -13,6 +13,9 @@ mod matcher;
 mod split;
 pub mod stored;
 mod tiktoken_file;
+mod vocab_and_merges;
+
+pub use json_file::byte_level_bpe;
 
 use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
@@ -175,13 +178,20 @@ impl Tokenizer {
         }
     }
 
-    /// Opens a `tokenizer.json` (Hugging Face) or a `tokenizer.model` (Llama 3), or a directory that contains one of them.
+    /// Opens a `tokenizer.json` (Hugging Face), a `tokenizer.model` (Llama 3) or a `vocab.json` with a `merges.txt` beside it
+    /// (GPT-2), or a directory that contains one of them.
     pub fn open(path: &Path) -> Result<Self> {
         let file = if path.is_dir() { stored::files_in(path).next() } else { Some(path.to_owned()) };
         let file = file.with_context(|| {
-            format!("{}: expected tokenizer.json or tokenizer.model in this directory, found neither", path.display())
+            format!(
+                "{}: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt in this directory, found none",
+                path.display()
+            )
         })?;
         let name = file.display().to_string();
+        if file.file_name().is_some_and(|name| name == vocab_and_merges::VOCAB) {
+            return open_json(&name, &vocab_and_merges::to_json(&file)?);
+        }
         let bytes = fs::read(&file).with_context(|| {
             format!(
                 "cannot read the tokenizer {name}: expected gpt2, bytes, a tokenizer.json or Llama 3's tokenizer.model"
@@ -193,7 +203,9 @@ impl Tokenizer {
                  models are not supported: use the tokenizer.json of the model"
             )
         })?;
-        if text.trim_start().starts_with('{') { open_json(&name, text) } else { open_tiktoken(&name, text) }
+        // A byte order mark is not allowed in JSON, as the error will say.
+        let is_json = text.trim_start_matches(|c: char| c.is_whitespace() || c == '\u{feff}').starts_with('{');
+        if is_json { open_json(&name, text) } else { open_tiktoken(&name, text) }
     }
 
     fn new(name: &str, encoding: Encoding, special: Vec<Special>, vocab: usize, file: Option<File>) -> Result<Self> {

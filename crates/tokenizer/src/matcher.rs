@@ -21,7 +21,9 @@ pub enum Part<'a> {
 }
 
 impl Matcher {
-    pub fn new(tokens: Vec<Special>) -> Result<Self> {
+    /// Creates a matcher. A token without text is never found.
+    pub fn new(mut tokens: Vec<Special>) -> Result<Self> {
+        tokens.retain(|token| !token.text.is_empty());
         let automaton = AhoCorasick::builder()
             .match_kind(MatchKind::LeftmostLongest)
             .build(tokens.iter().map(|token| &token.text))?;
@@ -65,7 +67,7 @@ mod tests {
 
     #[test]
     fn the_leftmost_and_longest_token_is_found() {
-        let tokens = ["<a>", "<a><b>", "b"].into_iter().zip(7..);
+        let tokens = ["<a>", "<a><b>", "b", ""].into_iter().zip(7..);
         let matcher = Matcher::new(tokens.map(|(text, id)| Special { text: text.into(), id }).collect()).unwrap();
         let mut parts = Vec::new();
         matcher
@@ -78,6 +80,7 @@ mod tests {
             })
             .unwrap();
         assert_eq!(parts, ["x", "8", "7", "y"]);
+        assert_eq!(matcher.tokens().len(), 3);
         assert_eq!((matcher.bytes(7), matcher.bytes(10)), (Some(&b"<a>"[..]), None));
         assert_eq!((matcher.contains('>', '<'), matcher.contains('a', 'b')), (true, false));
     }

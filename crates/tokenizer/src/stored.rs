@@ -1,8 +1,9 @@
 //! The tokenizer in the directory of a model, a run or a data set.
 //!
-//! A Hugging Face directory has a `tokenizer.json` or a `tokenizer.model`. The directory of a run has, in addition,
+//! A Hugging Face directory has a `tokenizer.json`, a `tokenizer.model`, or a `vocab.json` with a `merges.txt`. The directory of a run has, in addition,
 //! [`IDENTITY`], which also names built-in tokenizers.
 
+use crate::vocab_and_merges::{MERGES, VOCAB};
 use crate::{Identity, Tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -155,7 +156,9 @@ fn read_identity(directory: &Path) -> Result<Option<Identity>> {
 /// Returns the tokenizer files in a directory, the preferred one first.
 pub(crate) fn files_in(directory: &Path) -> impl Iterator<Item = PathBuf> {
     let names = [JSON, TIKTOKEN, "original/tokenizer.model"];
-    names.map(|name| directory.join(name)).into_iter().filter(|file| file.is_file())
+    let pair = directory.join(MERGES).is_file().then_some(VOCAB);
+    let files: Vec<PathBuf> = names.into_iter().chain(pair).map(|name| directory.join(name)).collect();
+    files.into_iter().filter(|file| file.is_file())
 }
 
 #[cfg(test)]

@@ -135,13 +135,15 @@ fn unusable_files_are_errors_that_name_the_file() {
         message
     };
     assert!(error("a.json", b"{}").contains("not a valid tokenizer.json"));
+    let message = error("bom.json", "\u{feff}{\"added_tokens\": []}".as_bytes());
+    assert!(message.contains("bom.json: not a valid tokenizer.json: expected value"), "{message}");
     assert!(error("b.model", &[0xff, 0xfe, 0]).contains("SentencePiece"));
     assert!(error("c.model", b"hello").contains("expected a base64 token"));
     let (_keep, path) = small_json();
     let text = fs::read_to_string(path).unwrap().replace("<|endoftext|>", "<|stop|>");
     assert!(error("d.json", text.as_bytes()).contains("special token that precedes documents"));
     let empty = tempfile::tempdir().unwrap();
-    assert!(Tokenizer::open(empty.path()).unwrap_err().to_string().contains("found neither"));
+    assert!(Tokenizer::open(empty.path()).unwrap_err().to_string().contains("found none"));
     assert!(format!("{:#}", Tokenizer::named("/nowhere/t.json").unwrap_err()).contains("/nowhere/t.json"));
     assert!(Tokenizer::of_vocab(300).unwrap_err().to_string().contains("has 300 tokens"));
 }
@@ -258,6 +260,10 @@ fn files_with_other_steps_need_the_tokenizers_crate() {
     ];
     let text = &byte_level_files()[0];
     assert!(ByteLevel::of_json(text).is_some());
+    // Old versions of the library do not write the type of the model.
+    let mut old = json(text);
+    old["model"].as_object_mut().unwrap().remove("type").unwrap();
+    assert!(ByteLevel::of_json(&old.to_string()).is_some());
     for (key, value) in changes {
         let mut file = json(text);
         *file.pointer_mut(key).unwrap() = value;
