@@ -245,14 +245,15 @@ fn gguf_dtype(names: &TensorNames, dtype: DType) -> DType {
 fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Vocabulary) -> Vec<(String, Value)> {
     const NORMAL: i32 = 1;
     const CONTROL: i32 = 3;
+    const USER_DEFINED: i32 = 4;
     let (kind, descriptor) = (source.architecture().model_type, source.descriptor());
     // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
     let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
     let size = |n: usize| Value::U32(n as u32);
     let text = |text: &str| Value::Text(text.to_owned());
-    let types =
-        (0..vocabulary.tokens.len() as u32).map(|id| if vocabulary.special.contains(&id) { CONTROL } else { NORMAL });
-    let types = types.collect();
+    let mut types = vec![NORMAL; vocabulary.tokens.len()];
+    vocabulary.special.iter().for_each(|&id| types[id as usize] = CONTROL);
+    vocabulary.added.iter().for_each(|&id| types[id as usize] = USER_DEFINED);
     let merges = vocabulary.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
     let [bos, eos] = [vocabulary.bos, vocabulary.eos];
     let mut metadata = vec![

@@ -37,6 +37,8 @@ pub struct Vocabulary {
     pub merges: Vec<(String, String)>,
     /// Ids of special tokens.
     pub special: Vec<u32>,
+    /// Ids of added tokens that are not special. Any text may contain them.
+    pub added: Vec<u32>,
     /// The token that precedes each document.
     pub bos: Option<u32>,
     /// The token that ends each document.
@@ -65,13 +67,14 @@ impl Vocabulary {
         });
         let merges = merges.collect();
         let tokens = plain.iter().map(|token| text(token)).chain([END_OF_TEXT.to_owned()]).collect();
-        Self { tokens, merges, special: vec![document], bos: Some(document), eos: Some(document) }
+        Self { tokens, merges, special: vec![document], added: Vec::new(), bos: Some(document), eos: Some(document) }
     }
 
     /// Returns the vocabulary of bytes. It has no special token: a newline precedes each document, and nothing ends one.
     fn bytes() -> Self {
         let tokens = (0..=u8::MAX).map(|byte| character(byte).to_string()).collect();
-        Self { tokens, merges: Vec::new(), special: Vec::new(), bos: Some(Tokenizer::bytes().document()), eos: None }
+        let bos = Some(Tokenizer::bytes().document());
+        Self { tokens, merges: Vec::new(), special: Vec::new(), added: Vec::new(), bos, eos: None }
     }
 
     /// Reads the vocabulary from the `tokenizer.json` of a Hugging Face directory. Only byte-level BPE is supported.
@@ -104,34 +107,43 @@ impl Vocabulary {
     fn parse(text: &[u8], size: usize, special: [Option<u32>; 2]) -> Result<Self> {
         let file: Value = serde_json::from_slice(text).context("not valid JSON")?;
         let [bos, eos] = special;
-        let model = &file["model"];
+        let (model, splitter, normalizer) = (&file["model"], &file["pre_tokenizer"], &file["normalizer"]);
+        // Old versions of tokenizers do not write the type of the model.
+        let is_bpe = model["type"] == "BPE" || (model.is_object() && model["type"].is_null());
+        let is_gpt2 = splitter["type"] == "ByteLevel"
+            && splitter["add_prefix_space"] != true
+            && splitter["use_regex"] != false
+            && normalizer.is_null();
         ensure!(
-            model["type"] == "BPE" && file["pre_tokenizer"]["type"] == "ByteLevel",
-            "expected a byte-level BPE tokenizer, found model {} and pre-tokenizer {}; gguf export supports no other",
-            model["type"],
-            file["pre_tokenizer"]["type"]
+            is_bpe && is_gpt2,
+            "expected a byte-level BPE tokenizer like GPT-2's, found model {}, pre-tokenizer {splitter} and normalizer \
+             {normalizer}; gguf export supports no other",
+            model["type"]
         );
         let mut tokens = vec![None; size];
         let mut add = |token: &str, id: &Value| -> Result<u32> {
             let slot = id.as_u64().filter(|&id| id < size as u64);
             let slot = slot.with_context(|| format!("token {token}: expected an id below {size}, found {id}"))?;
-            tokens[slot as usize] = Some(token.to_owned());
+            let other = tokens[slot as usize].replace(token.to_owned());
+            ensure!(
+                other.as_deref().is_none_or(|other| other == token),
+                "token {token}: expected an id of its own, found {id} of token {}",
+                other.unwrap_or_default()
+            );
             Ok(slot as u32)
         };
         let vocab = model["vocab"].as_object().context("model.vocab: expected an object")?;
         vocab.iter().try_for_each(|(token, id)| add(token, id).map(drop))?;
-        let mut special = Vec::new();
-        for added in file["added_tokens"].as_array().unwrap_or(&Vec::new()) {
-            let id = add(added["content"].as_str().context("added_tokens: expected content")?, &added["id"])?;
-            if added["special"] == true {
-                special.push(id);
-            }
+        let (mut special, mut added) = (Vec::new(), Vec::new());
+        for token in file["added_tokens"].as_array().unwrap_or(&Vec::new()) {
+            let id = add(token["content"].as_str().context("added_tokens: expected content")?, &token["id"])?;
+            if token["special"] == true { &mut special } else { &mut added }.push(id);
         }
         let merges = model["merges"].as_array().context("model.merges: expected an array")?;
         let merges = merges.iter().map(parse_merge).collect::<Result<_>>()?;
         let named = |(id, token): (usize, Option<String>)| token.unwrap_or_else(|| padding(id));
         let tokens = tokens.into_iter().enumerate().map(named).collect();
-        Ok(Self { tokens, merges, special, bos, eos })
+        Ok(Self { tokens, merges, special, added, bos, eos })
     }
 
     /// Returns the names and contents of all tokenizer files of a Hugging Face directory, for texts of up to `max_tokens` tokens.
@@ -325,6 +337,17 @@ mod tests {
             // A run that starts from the directory has the tokenizer of data that was encoded with the built-in one.
             let built_in = Tokenizer::of_vocab(size).unwrap();
             assert_eq!(stored::in_directory(directory.path()).unwrap(), Some(built_in.clone()));
+            if size == GPT2_VOCAB {
+                // The two files of old directories are the same tokenizer.
+                fs::remove_file(directory.path().join(FILES[0])).unwrap();
+                let of_two_files = stored::in_directory(directory.path()).unwrap().unwrap();
+                assert_eq!(of_two_files, built_in);
+                let text = "I'll go<|endoftext|>, 42 times: né!\n\n";
+                assert_eq!(
+                    of_two_files.encode_with_special(text).unwrap(),
+                    built_in.encode_with_special(text).unwrap()
+                );
+            }
             let padded = Vocabulary::of(&built_in, size + 2).unwrap();
             assert_eq!((padded.tokens.len(), &padded.tokens[size + 1]), (size + 2, &format!("[PAD{}]", size + 1)));
             assert_eq!(padded.tokens[..size], vocabulary.tokens);
@@ -348,13 +371,23 @@ mod tests {
         let read = tokenizer(&|_| ()).unwrap();
         assert_eq!(read.tokens, ["a", "b", "ab", "x", "<s>", "[PAD5]"]);
         assert_eq!(read.merges, [("a".into(), "b".into()), ("ab".into(), "ab".into())]);
-        assert_eq!((read.special, read.bos, read.eos), (vec![4], Some(4), None));
-        let changes: [(Change, &str); 8] = [
+        assert_eq!((read.special, read.added, read.bos, read.eos), (vec![4], vec![3], Some(4), None));
+        let old = tokenizer(&|f| drop(f["model"].as_object_mut().unwrap().remove("type"))).unwrap();
+        assert_eq!(old.tokens, read.tokens);
+        let changes: [(Change, &str); 13] = [
             (
                 |f| f["model"]["type"] = "WordPiece".into(),
-                r#"expected a byte-level BPE tokenizer, found model "WordPiece""#,
+                r#"expected a byte-level BPE tokenizer like GPT-2's, found model "WordPiece", pre"#,
             ),
-            (|f| f["pre_tokenizer"] = Value::Null, "and pre-tokenizer null; gguf export supports no other"),
+            (|f| f["pre_tokenizer"]["add_prefix_space"] = true.into(), r#"pre-tokenizer {"add_prefix_space":true,"#),
+            (|f| f["pre_tokenizer"]["use_regex"] = false.into(), r#""use_regex":false} and normalizer null"#),
+            (|f| f["normalizer"] = json!({"type": "NFC"}), r#"and normalizer {"type":"NFC"}; gguf export supports"#),
+            (|f| f["model"] = Value::Null, "found model null, "),
+            (|f| f["model"]["vocab"]["ab"] = 1.into(), "token b: expected an id of its own, found 1 of token ab"),
+            (
+                |f| f["pre_tokenizer"] = Value::Null,
+                "pre-tokenizer null and normalizer null; gguf export supports no other",
+            ),
             (|f| f["model"]["vocab"]["ab"] = 6.into(), "token ab: expected an id below 6, found 6"),
             (|f| f["added_tokens"][0]["id"] = (-1).into(), "token <s>: expected an id below 6, found -1"),
             (|f| f["added_tokens"][0]["content"] = 1.into(), "added_tokens: expected content"),

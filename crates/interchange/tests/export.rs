@@ -285,14 +285,30 @@ fn gguf_takes_the_tokenizer_of_the_directory() {
     let message = write().unwrap_err().to_string();
     assert!(message.contains("expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json"), "{message}");
     assert!(message.contains("found a vocabulary of 33") && !out.exists(), "{message}");
+    // vocab.json and merges.txt suffice.
+    let mut vocab: serde_json::Map<String, Value> = (0..32).map(|id| (format!("t{id}"), id.into())).collect();
+    vocab.insert("<|endoftext|>".into(), 32.into());
+    let vocab_file = source.path().join("vocab.json");
+    fs::write(&vocab_file, json!(vocab).to_string()).unwrap();
+    fs::write(source.path().join("merges.txt"), "#version: 0.2\n").unwrap();
+    assert_eq!(write().unwrap(), WrittenTokenizer::Copied);
+    let bytes = fs::read(&out).unwrap();
+    let (metadata, _) = Gguf::read(&bytes);
+    assert_eq!(metadata["tokenizer.ggml.tokens"][31], "t31");
+    assert_eq!(metadata["tokenizer.ggml.token_type"][32], 3);
+    assert_eq!(metadata["tokenizer.ggml.bos_token_id"], 32);
+
     let vocab: serde_json::Map<String, Value> = (0..33).map(|id| (format!("t{id}"), id.into())).collect();
-    let tokenizer = json!({"pre_tokenizer": {"type": "ByteLevel"}, "added_tokens": [],
+    let tokenizer = json!({"pre_tokenizer": {"type": "ByteLevel"},
+        "added_tokens": [{"id": 3, "content": "t3", "special": true}, {"id": 5, "content": "t5", "special": false}],
         "model": {"type": "BPE", "vocab": vocab, "merges": []}});
     fs::write(source.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
     assert_eq!(write().unwrap(), WrittenTokenizer::Copied);
     let bytes = fs::read(&out).unwrap();
     let (metadata, _) = Gguf::read(&bytes);
     assert_eq!(metadata["tokenizer.ggml.tokens"][32], "t32");
+    let types = &metadata["tokenizer.ggml.token_type"];
+    assert_eq!([&types[3], &types[4], &types[5]].map(Value::as_u64), [Some(3), Some(1), Some(4)]);
     assert_eq!(
         (&metadata["tokenizer.ggml.bos_token_id"], &metadata["tokenizer.ggml.eos_token_id"]),
         (&json!(3), &json!(4))
