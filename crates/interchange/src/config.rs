@@ -14,6 +14,9 @@ pub const FILE: &str = "config.json";
 /// Key that tells whether the head is the token embedding.
 const TIED: &str = "tie_word_embeddings";
 
+/// Keys of the ids of the tokens before and after a document.
+const MARKS: [&str; 2] = ["bos_token_id", "eos_token_id"];
+
 /// A configuration that the engine supports.
 #[derive(Clone, Debug)]
 pub struct ModelConfig {
@@ -114,16 +117,20 @@ impl ModelConfig {
     }
 
     /// Sets the ids of the tokens before and after a document.
-    pub fn set_tokens(&mut self, [bos, eos]: [Option<u32>; 2]) {
-        self.keys.insert("bos_token_id".to_owned(), bos.into());
-        self.keys.insert("eos_token_id".to_owned(), eos.into());
+    pub fn set_tokens(&mut self, ids: [Option<u32>; 2]) {
+        for (key, id) in MARKS.into_iter().zip(ids) {
+            self.keys.insert(key.to_owned(), id.into());
+        }
     }
 
-    /// Returns the id of a token under a key such as `bos_token_id`. If the key has a list, returns its first entry.
-    pub fn token(&self, key: &str) -> Option<u32> {
-        let value = self.keys.get(key)?;
-        let id = value.as_array().map_or(Some(value), |list| list.first())?.as_u64()?;
-        u32::try_from(id).ok().filter(|&id| (id as usize) < self.descriptor.vocab)
+    /// Returns the ids of the tokens before and after a document, the first one if the file has a list. An id beyond the vocabulary
+    /// counts as none.
+    pub fn tokens(&self) -> [Option<u32>; 2] {
+        MARKS.map(|key| {
+            let value = self.keys.get(key)?;
+            let id = value.as_array().map_or(Some(value), |list| list.first())?.as_u64()?;
+            u32::try_from(id).ok().filter(|&id| (id as usize) < self.descriptor.vocab)
+        })
     }
 }
 
@@ -188,7 +195,7 @@ mod tests {
     fn configurations_of_transformers_are_read() {
         let config = ModelConfig::parse(GPT2_124M.as_bytes()).unwrap();
         assert_eq!(config.descriptor, "d12".parse().unwrap());
-        assert_eq!((config.token("bos_token_id"), config.token("pad_token_id")), (Some(50256), None));
+        assert_eq!(config.tokens(), [Some(50256); 2]);
         for (key, value) in [
             ("activation_function", Some(r#""gelu_pytorch_tanh""#)),
             ("activation_function", None),
@@ -208,8 +215,9 @@ mod tests {
         ] {
             assert_eq!(with(key, value).unwrap().descriptor, config.descriptor, "{key} {value:?}");
         }
-        assert_eq!(with("eos_token_id", Some("[7, 8]")).unwrap().token("eos_token_id"), Some(7));
-        assert_eq!(with("eos_token_id", Some("50257")).unwrap().token("eos_token_id"), None);
+        for (value, id) in [(Some("[7, 8]"), Some(7)), (Some("50257"), None), (Some("null"), None), (None, None)] {
+            assert_eq!(with("eos_token_id", value).unwrap().tokens(), [Some(50256), id]);
+        }
     }
 
     #[test]
@@ -277,7 +285,7 @@ mod tests {
         for (dtype, name) in [(DType::F32, "float32"), (DType::Bf16, "bfloat16")] {
             let keys = config.exported(dtype);
             let again = ModelConfig::parse(&serde_json::to_vec(&keys).unwrap()).unwrap();
-            assert_eq!((again.descriptor, again.token("bos_token_id")), (descriptor, Some(10)));
+            assert_eq!((again.descriptor, again.tokens()), (descriptor, [Some(10), None]));
             assert_eq!((&keys["dtype"], &keys["torch_dtype"]), (&json!(name), &json!(name)));
             assert_eq!(keys["architectures"], json!(["GPT2LMHeadModel"]));
             assert_eq!(keys["eos_token_id"], Value::Null);

@@ -1,4 +1,4 @@
-//! Element types of tensors in files, and their conversion.
+//! Tensors in files: element types, their conversion, and descriptions of new tensors.
 
 use engine::tensor::DType;
 use half::{bf16, f16};
@@ -82,6 +82,24 @@ impl From<DType> for Element {
 impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// A tensor of a new file.
+#[derive(Clone, Debug)]
+pub struct NewTensor {
+    /// Name.
+    pub name: String,
+    /// Extent of each dimension, the contiguous one last.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub element: Element,
+}
+
+impl NewTensor {
+    /// Returns the size of the data in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * self.element.bytes() as u64
     }
 }
 

@@ -5,10 +5,10 @@
 use crate::ModelSource;
 use crate::architecture::{TensorNames, of_layer};
 use crate::config::{self, ModelConfig};
-use crate::element::{Element, transpose};
+use crate::element::{Element, NewTensor, transpose};
 use crate::gguf::{self, Value};
 use crate::hugging_face::WEIGHTS;
-use crate::safetensors_file::{self, NewTensor};
+use crate::safetensors_file;
 use crate::tokenizer::{self, Vocabulary, pretty};
 use ::tokenizer::Tokenizer;
 use anyhow::{Context, Result, bail, ensure};
@@ -122,12 +122,12 @@ pub fn gguf(
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
     let all: Vec<(&TensorNames, usize)> = source.architecture().all_tensors(source.descriptor().layers).collect();
-    let tensor = |&(names, layer): &(&TensorNames, usize)| gguf::Tensor {
+    let tensor = |&(names, layer): &(&TensorNames, usize)| NewTensor {
         name: of_layer(names.gguf, layer),
         shape: names.shape(&source.descriptor()),
         element: Element::from(gguf_dtype(names, dtype)),
     };
-    let tensors: Vec<gguf::Tensor> = all.iter().map(tensor).collect();
+    let tensors: Vec<NewTensor> = all.iter().map(tensor).collect();
     let metadata = gguf_metadata(source, &name, dtype, vocabulary);
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
@@ -207,7 +207,7 @@ fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> 
     if let Some(path) = of_source.filter(|path| keep && path.exists()) {
         return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
     }
-    let [bos, eos] = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
+    let [bos, eos] = config.tokens();
     pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))
 }
 
@@ -254,7 +254,7 @@ fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Voc
     let mut types = vec![NORMAL; vocabulary.tokens.len()];
     vocabulary.special.iter().for_each(|&id| types[id as usize] = CONTROL);
     vocabulary.added.iter().for_each(|&id| types[id as usize] = USER_DEFINED);
-    let merges = vocabulary.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
+    let merges = vocabulary.merge_lines();
     let [bos, eos] = [vocabulary.bos, vocabulary.eos];
     let mut metadata = vec![
         ("general.architecture".to_owned(), text(kind)),

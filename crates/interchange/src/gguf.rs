@@ -2,7 +2,7 @@
 //!
 //! No crate that writes it streams the tensors; the container is small enough to write here.
 
-use crate::element::Element;
+use crate::element::{Element, NewTensor};
 use anyhow::Result;
 use std::io::Write;
 
@@ -24,23 +24,6 @@ pub enum Value {
     I32s(Vec<i32>),
     /// Array of texts
     Texts(Vec<String>),
-}
-
-/// A tensor of the file.
-#[derive(Clone, Debug)]
-pub struct Tensor {
-    /// Name.
-    pub name: String,
-    /// Extent of each dimension, the contiguous one last.
-    pub shape: Vec<usize>,
-    /// Element type.
-    pub element: Element,
-}
-
-impl Tensor {
-    fn bytes(&self) -> u64 {
-        self.shape.iter().product::<usize>() as u64 * self.element.bytes() as u64
-    }
 }
 
 impl Value {
@@ -67,7 +50,7 @@ const fn code(element: Element) -> u32 {
 }
 
 /// Writes everything before the data of the tensors. The data follows in the order of `tensors`, each with [`padding`].
-pub fn write_header(out: &mut impl Write, metadata: &[(String, Value)], tensors: &[Tensor]) -> Result<()> {
+pub fn write_header(out: &mut impl Write, metadata: &[(String, Value)], tensors: &[NewTensor]) -> Result<()> {
     let mut header = Vec::new();
     header.extend(b"GGUF");
     header.extend(3u32.to_le_bytes());
@@ -93,7 +76,7 @@ pub fn write_header(out: &mut impl Write, metadata: &[(String, Value)], tensors:
 }
 
 /// Returns the zeros that follow the data of a tensor.
-pub fn padding(tensor: &Tensor) -> Vec<u8> {
+pub fn padding(tensor: &NewTensor) -> Vec<u8> {
     vec![0; (tensor.bytes().next_multiple_of(ALIGNMENT) - tensor.bytes()) as usize]
 }
 
@@ -141,7 +124,7 @@ mod tests {
             ("f".to_owned(), Value::Texts(vec!["x".to_owned(), String::new()])),
         ];
         let tensor =
-            |name: &str, shape: &[usize], element| Tensor { name: name.to_owned(), shape: shape.to_vec(), element };
+            |name: &str, shape: &[usize], element| NewTensor { name: name.to_owned(), shape: shape.to_vec(), element };
         let tensors = [tensor("t", &[3, 5], Element::Bf16), tensor("u", &[9], Element::F32)];
         let mut written = Vec::new();
         write_header(&mut written, &metadata, &tensors).unwrap();

@@ -4,7 +4,7 @@
 //! `safetensors` crate reads only from memory, and its errors do not name the tensor. This reader leaves the data in the file
 //! and uses `pread`, so a file that is truncated meanwhile is an error.
 
-use crate::element::Element;
+use crate::element::{Element, NewTensor};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -124,25 +124,6 @@ fn check_offsets(tensors: &BTreeMap<String, TensorInfo>, bytes: u64) -> Result<(
         if bytes < end { "truncated" } else { "too long" }
     );
     Ok(())
-}
-
-/// A tensor of a new file.
-#[derive(Clone, Debug)]
-pub struct NewTensor {
-    /// Name.
-    pub name: String,
-    /// Extent of each dimension.
-    pub shape: Vec<usize>,
-    /// Element type.
-    pub element: Element,
-}
-
-impl NewTensor {
-    /// Returns the size of the data in bytes.
-    /// Returns the size of the data in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.shape.iter().product::<usize>() as u64 * self.element.bytes() as u64
-    }
 }
 
 /// The value of a key of the header.

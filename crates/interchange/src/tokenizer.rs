@@ -81,8 +81,7 @@ impl Vocabulary {
     pub fn read(directory: &Path, config: &ModelConfig) -> Result<Self> {
         let path = directory.join(FILES[0]);
         let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let special = ["bos_token_id", "eos_token_id"].map(|key| config.token(key));
-        Self::parse(&text, config.descriptor.vocab, special).with_context(|| path.display().to_string())
+        Self::parse(&text, config.descriptor.vocab, config.tokens()).with_context(|| path.display().to_string())
     }
 
     /// Returns the vocabulary of a tokenizer for a model with `size` ids. Of files, only byte-level BPE in a `tokenizer.json` is
@@ -148,8 +147,8 @@ impl Vocabulary {
 
     /// Returns the names and contents of all tokenizer files of a Hugging Face directory, for texts of up to `max_tokens` tokens.
     pub fn files(&self, max_tokens: usize) -> Result<Vec<(&'static str, Vec<u8>)>> {
-        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}"));
-        let merges: String = ["#version: 0.2".to_owned()].into_iter().chain(merges).map(|line| line + "\n").collect();
+        let merges: String =
+            ["#version: 0.2".to_owned()].into_iter().chain(self.merge_lines()).map(|line| line + "\n").collect();
         Ok(vec![
             ("tokenizer.json", pretty(&self.tokenizer())?),
             ("tokenizer_config.json", pretty(&self.tokenizer_config(max_tokens))?),
@@ -177,9 +176,13 @@ impl Vocabulary {
             token
         });
         let plain = self.tokens.iter().enumerate();
-        let vocab: serde_json::Map<String, Value> = plain.map(|(id, token)| (token.clone(), id.into())).collect();
-        let merges = self.merges.iter().map(|(left, right)| format!("{left} {right}")).collect();
-        byte_level_bpe(vocab, merges, added.collect(), false)
+        let vocab = plain.map(|(id, token)| (token.clone(), id.into())).collect();
+        byte_level_bpe(&vocab, &self.merge_lines(), &added.collect::<Vec<_>>(), false)
+    }
+
+    /// Returns each merge as text with a space between its two tokens.
+    pub fn merge_lines(&self) -> Vec<String> {
+        self.merges.iter().map(|(left, right)| format!("{left} {right}")).collect()
     }
 
     fn tokenizer_config(&self, max_tokens: usize) -> Value {

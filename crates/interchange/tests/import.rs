@@ -2,18 +2,24 @@
 
 mod common;
 
-use common::{Tensor, Tensors, config, contents, directory, error, expected, file, open, tensors};
+use common::{Tensor, Tensors, config, contents, directory, expected, file, open, tensors};
 use engine::cpu::Cpu;
 use engine::cuda::EmulatedGpu;
 use engine::open::Precision;
 use engine::tensor::DType;
 use engine::{Engine, cuda};
 use half::bf16;
+use interchange::ModelSource;
 use model::{Gpt2, Param, PlanOptions};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
+
+/// Returns the error of opening a path.
+pub fn error(path: &Path) -> String {
+    format!("{:#}", ModelSource::open(path).unwrap_err())
+}
 
 /// Asserts that an engine holds the values of a directory after loading it, and zeros in the rows that pad the vocabulary.
 fn assert_loaded(path: &Path, tensors: &Tensors, engine: &mut dyn Engine, options: PlanOptions) {

@@ -161,12 +161,7 @@ impl Model {
 
 /// Returns a `tokenizer.json` with GPT-2's split pattern. Each merge is text with a space between its two tokens, for versions of
 /// `tokenizers` before 0.20. `added` has the form of the key `added_tokens`.
-pub fn byte_level_bpe(
-    vocab: Map<String, Value>,
-    merges: Vec<String>,
-    added: Vec<Value>,
-    add_prefix_space: bool,
-) -> Value {
+pub fn byte_level_bpe(vocab: &Map<String, Value>, merges: &[String], added: &[Value], add_prefix_space: bool) -> Value {
     let byte_level =
         json!({"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": true, "use_regex": true});
     json!({

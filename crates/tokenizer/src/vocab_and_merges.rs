@@ -95,7 +95,8 @@ pub fn to_json(path: &Path) -> Result<String> {
         tokens.insert(id, token.into());
     }
     let vocab = vocab.into_iter().map(|(token, id)| (token, id.into())).collect();
-    Ok(json_file::byte_level_bpe(vocab, merges, tokens.into_values().collect(), add_prefix_space).to_string())
+    let tokens: Vec<Value> = tokens.into_values().collect();
+    Ok(json_file::byte_level_bpe(&vocab, &merges, &tokens, add_prefix_space).to_string())
 }
 
 /// Returns the lines of a `merges.txt`, after checking that its tokens are in the vocabulary.

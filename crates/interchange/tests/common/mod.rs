@@ -1,5 +1,4 @@
 //! Small GPT-2 models in the files of other programs, written with the `safetensors` crate.
-#![allow(dead_code, reason = "each test crate uses only some of the helpers")]
 
 use anyhow::Result;
 use interchange::ModelSource;
@@ -146,11 +145,6 @@ pub fn expected(tensors: &Tensors, param: Param, layer: usize) -> Vec<f32> {
 
 pub fn open(path: &Path) -> Result<ModelSource> {
     ModelSource::open(path)
-}
-
-/// Returns the error of opening a path.
-pub fn error(path: &Path) -> String {
-    format!("{:#}", ModelSource::open(path).unwrap_err())
 }
 
 /// Returns the names and contents of the files of a directory, or the contents of a file.
