@@ -46,14 +46,21 @@ pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
 /// Exchanges the names of two directories in one step, or in three where the file system cannot.
 fn exchange(new: &Path, old: &Path) -> Result<()> {
     match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-            let aside = new.with_extension("old");
-            fs::rename(old, &aside)?;
-            fs::rename(new, old)?;
-            Ok(fs::rename(aside, new)?)
-        }
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => exchange_in_steps(new, old),
         result => Ok(result?),
     }
+}
+
+/// Exchanges the names of two directories by three renames. On error `old` keeps its name.
+fn exchange_in_steps(new: &Path, old: &Path) -> Result<()> {
+    let aside = new.with_extension("old");
+    fs::rename(old, &aside)?;
+    if let Err(error) = fs::rename(new, old) {
+        fs::rename(&aside, old)
+            .with_context(|| format!("{error}; the previous directory is now {}", aside.display()))?;
+        return Err(error.into());
+    }
+    Ok(fs::rename(aside, new)?)
 }
 
 #[cfg(test)]
@@ -80,26 +87,17 @@ mod tests {
             }
         };
         assert_eq!(write_directory(&path, fill("x")).unwrap(), 3);
-        assert_eq!(
-            (names(&path), names(dir.path().join("a").as_path())),
-            (vec!["x".to_owned()], vec!["model".to_owned()])
-        );
+        assert_eq!([names(&path), names(&dir.path().join("a"))], [["x"], ["model"]]);
         let failed: Result<()> = write_directory(&path, |at| {
             fs::write(at.join("half"), "")?;
             bail!("disk full")
         });
         let message = format!("{:#}", failed.unwrap_err());
         assert!(message.contains("a/model: disk full"), "{message}");
-        assert_eq!(
-            (names(&path), names(dir.path().join("a").as_path())),
-            (vec!["x".to_owned()], vec!["model".to_owned()])
-        );
+        assert_eq!([names(&path), names(&dir.path().join("a"))], [["x"], ["model"]]);
         // An existing directory is replaced.
         write_directory(&path, fill("y")).unwrap();
-        assert_eq!(
-            (names(&path), names(dir.path().join("a").as_path())),
-            (vec!["y".to_owned()], vec!["model".to_owned()])
-        );
+        assert_eq!([names(&path), names(&dir.path().join("a"))], [["y"], ["model"]]);
         let message = write_directory(Path::new("/"), |_| Ok(())).unwrap_err().to_string();
         assert!(message.contains("expected a path that ends with the name of a directory"), "{message}");
     }
@@ -113,6 +111,10 @@ mod tests {
             fs::write(path.join(path.file_name().unwrap()), "").unwrap();
         }
         exchange(&a, &b).unwrap();
-        assert_eq!((names(&a), names(&b)), (vec!["b".to_owned()], vec!["a".to_owned()]));
+        assert_eq!([names(&a), names(&b)], [["b"], ["a"]]);
+        exchange_in_steps(&a, &b).unwrap();
+        assert_eq!([names(&a), names(&b)], [["a"], ["b"]]);
+        exchange_in_steps(&dir.path().join("missing"), &b).unwrap_err();
+        assert_eq!((names(&b), names(dir.path())), (vec!["b".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
     }
 }
