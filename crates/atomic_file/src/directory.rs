@@ -1,6 +1,6 @@
 //! Atomic writes of directories.
 
-use super::{TEMPORARY_PREFIX, create_directory, sync_directory};
+use super::{TEMPORARY_PREFIX, create_directory, parent, sync_directory};
 use anyhow::{Context, Result, ensure};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -14,7 +14,7 @@ use std::path::Path;
 pub fn write_directory<T>(path: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
     ensure!(path.file_name().is_some(), "{}: expected a path that ends with the name of a directory", path.display());
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = parent(path);
     create_directory(parent)?;
     let mut builder = tempfile::Builder::new();
     #[cfg(unix)]

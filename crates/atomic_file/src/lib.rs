@@ -18,7 +18,7 @@ pub const TEMPORARY_PREFIX: &str = ".unfinished-";
 /// is removed and an existing file at `path` is unchanged.
 pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = parent(path);
     let mut builder = tempfile::Builder::new();
     #[cfg(unix)]
     {
@@ -37,6 +37,11 @@ pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T
     Ok(result)
 }
 
+/// Returns the directory that contains `path`.
+pub fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// Syncs a directory to disk. Without it, a new name may be lost in a power failure although the file was synced.
 pub fn sync_directory(path: &Path) -> Result<()> {
     File::open(path)
@@ -53,6 +58,13 @@ pub fn create_directory(path: &Path) -> Result<()> {
 mod tests {
     use super::*;
     use anyhow::bail;
+
+    #[test]
+    fn the_parent_of_a_plain_name_is_the_current_directory() {
+        for (path, expected) in [("x", "."), ("a/x", "a"), ("a/b/", "a"), ("/x", "/")] {
+            assert_eq!(parent(Path::new(path)), Path::new(expected), "{path}");
+        }
+    }
 
     #[test]
     fn a_failed_write_keeps_the_old_file_and_removes_the_temporary_file() {

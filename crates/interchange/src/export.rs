@@ -174,10 +174,7 @@ fn check_file(out: &Path, overwrite: bool) -> Result<()> {
         overwrite || !out.exists(),
         "{name}: expected a new file, found an existing one; add --overwrite to replace it"
     );
-    match out.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => atomic_file::create_directory(parent),
-        _ => Ok(()),
-    }
+    atomic_file::create_directory(atomic_file::parent(out))
 }
 
 fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -> Result<()> {

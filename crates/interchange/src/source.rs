@@ -58,9 +58,11 @@ impl ModelSource {
         match newest_model_file(path)? {
             Some(file) => Ok(Self(Kind::LlmC(ModelFile::open(&file)?))),
             None => bail!(
-                "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither",
+                "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither{}",
                 path.display(),
-                config::FILE
+                config::FILE,
+                // The directory of a model in the cache of Hugging Face.
+                if path.join("snapshots").is_dir() { "; pass one of the directories in snapshots/" } else { "" }
             ),
         }
     }
@@ -76,10 +78,7 @@ impl ModelSource {
     /// Returns the directory in which the tokenizer of the model is stored, if it has one.
     pub fn directory(&self) -> &Path {
         match &self.0 {
-            Kind::LlmC(file) => {
-                let parent = file.path().parent().unwrap_or(Path::new(""));
-                if parent.as_os_str().is_empty() { Path::new(".") } else { parent }
-            }
+            Kind::LlmC(file) => atomic_file::parent(file.path()),
             Kind::HuggingFace(model) => model.directory(),
         }
     }

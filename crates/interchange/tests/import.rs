@@ -252,6 +252,25 @@ fn paths_that_are_no_model_say_what_is_expected() {
 }
 
 #[test]
+fn the_links_of_a_hugging_face_cache_are_followed() {
+    let tensors = tensors(Dtype::BF16);
+    let source = directory(&tensors);
+    let cache = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (cache.path().join("blobs"), cache.path().join("snapshots/1a2b"));
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir(&blobs).unwrap();
+    for (i, name) in ["config.json", "model.safetensors"].iter().enumerate() {
+        fs::copy(source.path().join(name), blobs.join(i.to_string())).unwrap();
+        std::os::unix::fs::symlink(format!("../../blobs/{i}"), snapshot.join(name)).unwrap();
+    }
+    assert_loaded(&snapshot, &tensors, &mut Cpu::new(), PlanOptions::inference(1, 8));
+    assert!(error(cache.path()).ends_with("found neither; pass one of the directories in snapshots/"));
+    // An incomplete download has links without a file.
+    fs::remove_file(blobs.join("1")).unwrap();
+    assert!(error(&snapshot).contains("expected model.safetensors or model.safetensors.index.json, found neither"));
+}
+
+#[test]
 fn the_directory_of_a_run_means_its_newest_complete_checkpoint() {
     let directory = directory(&tensors(Dtype::F32));
     let run = tempfile::tempdir().unwrap();
