@@ -14,8 +14,8 @@ pub const FILE: &str = "config.json";
 /// Key that tells whether the head is the token embedding.
 const TIED: &str = "tie_word_embeddings";
 
-/// Keys of the ids of the tokens before and after a document.
-const MARKS: [&str; 2] = ["bos_token_id", "eos_token_id"];
+/// Keys of the ids of the tokens before (BOS) and after (EOS) a document.
+const BOS_EOS_KEYS: [&str; 2] = ["bos_token_id", "eos_token_id"];
 
 /// A configuration that the engine supports.
 #[derive(Clone, Debug)]
@@ -116,17 +116,16 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Sets the ids of the tokens before and after a document.
-    pub fn set_tokens(&mut self, ids: [Option<u32>; 2]) {
-        for (key, id) in MARKS.into_iter().zip(ids) {
+    /// Sets the ids of the BOS and EOS tokens.
+    pub fn set_bos_eos(&mut self, ids: [Option<u32>; 2]) {
+        for (key, id) in BOS_EOS_KEYS.into_iter().zip(ids) {
             self.keys.insert(key.to_owned(), id.into());
         }
     }
 
-    /// Returns the ids of the tokens before and after a document, the first one if the file has a list. An id beyond the vocabulary
-    /// counts as none.
-    pub fn tokens(&self) -> [Option<u32>; 2] {
-        MARKS.map(|key| {
+    /// Returns the ids of the BOS and EOS tokens, or the first id if the file has a list. An id beyond the vocabulary counts as none.
+    pub fn bos_eos(&self) -> [Option<u32>; 2] {
+        BOS_EOS_KEYS.map(|key| {
             let value = self.keys.get(key)?;
             let id = value.as_array().map_or(Some(value), |list| list.first())?.as_u64()?;
             u32::try_from(id).ok().filter(|&id| (id as usize) < self.descriptor.vocab)
@@ -195,7 +194,7 @@ mod tests {
     fn configurations_of_transformers_are_read() {
         let config = ModelConfig::parse(GPT2_124M.as_bytes()).unwrap();
         assert_eq!(config.descriptor, "d12".parse().unwrap());
-        assert_eq!(config.tokens(), [Some(50256); 2]);
+        assert_eq!(config.bos_eos(), [Some(50256); 2]);
         for (key, value) in [
             ("activation_function", Some(r#""gelu_pytorch_tanh""#)),
             ("activation_function", None),
@@ -216,7 +215,7 @@ mod tests {
             assert_eq!(with(key, value).unwrap().descriptor, config.descriptor, "{key} {value:?}");
         }
         for (value, id) in [(Some("[7, 8]"), Some(7)), (Some("50257"), None), (Some("null"), None), (None, None)] {
-            assert_eq!(with("eos_token_id", value).unwrap().tokens(), [Some(50256), id]);
+            assert_eq!(with("eos_token_id", value).unwrap().bos_eos(), [Some(50256), id]);
         }
     }
 
@@ -285,7 +284,7 @@ mod tests {
         for (dtype, name) in [(DType::F32, "float32"), (DType::Bf16, "bfloat16")] {
             let keys = config.exported(dtype);
             let again = ModelConfig::parse(&serde_json::to_vec(&keys).unwrap()).unwrap();
-            assert_eq!((again.descriptor, again.tokens()), (descriptor, [Some(10), None]));
+            assert_eq!((again.descriptor, again.bos_eos()), (descriptor, [Some(10), None]));
             assert_eq!((&keys["dtype"], &keys["torch_dtype"]), (&json!(name), &json!(name)));
             assert_eq!(keys["architectures"], json!(["GPT2LMHeadModel"]));
             assert_eq!(keys["eos_token_id"], Value::Null);

@@ -2,7 +2,6 @@
 
 use engine::tensor::DType;
 use half::{bf16, f16};
-use std::fmt;
 
 /// The type of a tensor's elements in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,12 +75,6 @@ impl From<DType> for Element {
             DType::Bf16 => Self::Bf16,
             DType::F32 | DType::I32 => Self::F32,
         }
-    }
-}
-
-impl fmt::Display for Element {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

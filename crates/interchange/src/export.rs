@@ -61,13 +61,13 @@ pub fn hugging_face(
     let copied = if named.is_none() { tokenizer_files(source) } else { Vec::new() };
     // Files are copied even if llm-rs cannot read them.
     let tokenizer = if copied.is_empty() { source.tokenizer(named)? } else { None };
-    let special = tokenizer.as_ref().map_or([None; 2], tokenizer::marks);
+    let special = tokenizer.as_ref().map_or([None; 2], tokenizer::bos_eos);
     let mut config = match source.hugging_face() {
         Some(model) => model.config().clone(),
         None => ModelConfig::new(source.architecture(), descriptor, special),
     };
     if named.is_some() {
-        config.set_tokens(special);
+        config.set_bos_eos(special);
     }
     write_directory(out, |directory| {
         let write = |name: &str, bytes: &[u8]| fs::write(directory.join(name), bytes);
@@ -204,7 +204,7 @@ fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> 
     if let Some(path) = of_source.filter(|path| keep && path.exists()) {
         return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
     }
-    let [bos, eos] = config.tokens();
+    let [bos, eos] = config.bos_eos();
     pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))
 }
 

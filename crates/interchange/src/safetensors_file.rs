@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// Limit of the format for the header.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Key of the header that is no tensor.
+/// Key of the header that is not a tensor.
 const METADATA: &str = "__metadata__";
 
 /// A tensor in the header of a file.

@@ -81,7 +81,7 @@ impl Vocabulary {
     pub fn read(directory: &Path, config: &ModelConfig) -> Result<Self> {
         let path = directory.join(FILES[0]);
         let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        Self::parse(&text, config.descriptor.vocab, config.tokens()).with_context(|| path.display().to_string())
+        Self::parse(&text, config.descriptor.vocab, config.bos_eos()).with_context(|| path.display().to_string())
     }
 
     /// Returns the vocabulary of a tokenizer for a model with `size` ids. Of files, only byte-level BPE in a `tokenizer.json` is
@@ -89,7 +89,7 @@ impl Vocabulary {
     pub fn of(tokenizer: &Tokenizer, size: usize) -> Result<Self> {
         let mut vocabulary = match tokenizer.file() {
             Some(file) if file.name == stored::JSON => {
-                Self::parse(&file.bytes, size, marks(tokenizer)).with_context(|| tokenizer.name().to_owned())?
+                Self::parse(&file.bytes, size, bos_eos(tokenizer)).with_context(|| tokenizer.name().to_owned())?
             }
             Some(file) => bail!(
                 "{tokenizer}: expected a byte-level BPE tokenizer in a {}, found a {}; gguf export supports no other",
@@ -102,10 +102,10 @@ impl Vocabulary {
         Ok(vocabulary)
     }
 
-    /// Parses a `tokenizer.json` for a model with `size` ids. `special` are the tokens before and after a document.
-    fn parse(text: &[u8], size: usize, special: [Option<u32>; 2]) -> Result<Self> {
+    /// Parses a `tokenizer.json` for a model with `size` ids. `bos_eos` are the tokens before and after a document.
+    fn parse(text: &[u8], size: usize, bos_eos: [Option<u32>; 2]) -> Result<Self> {
         let file: Value = serde_json::from_slice(text).context("not valid JSON")?;
-        let [bos, eos] = special;
+        let [bos, eos] = bos_eos;
         let (model, splitter, normalizer) = (&file["model"], &file["pre_tokenizer"], &file["normalizer"]);
         // Old versions of tokenizers do not write the type of the model.
         let is_bpe = model["type"] == "BPE" || (model.is_object() && model["type"].is_null());
@@ -220,9 +220,9 @@ fn padding(id: usize) -> String {
     format!("[PAD{id}]")
 }
 
-/// Returns the tokens before and after a document. A model predicts the token of the next document after the end of one. A
+/// Returns the tokens before (BOS) and after (EOS) a document. A model predicts the token of the next document after the end of one. A
 /// newline, which precedes documents of bytes, ends nothing.
-pub fn marks(tokenizer: &Tokenizer) -> [Option<u32>; 2] {
+pub fn bos_eos(tokenizer: &Tokenizer) -> [Option<u32>; 2] {
     let document = tokenizer.document();
     let is_special = tokenizer.special().iter().any(|token| token.id == document);
     [Some(document), is_special.then_some(document)]

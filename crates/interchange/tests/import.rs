@@ -228,7 +228,7 @@ fn invalid_tensors_are_named_with_their_file() {
 }
 
 #[test]
-fn paths_that_are_no_model_say_what_is_expected() {
+fn errors_for_other_paths_say_what_is_expected() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     assert!(error(dir.path()).contains("expected config.json (a Hugging Face directory) or a complete checkpoint"));

@@ -23,7 +23,7 @@ use json_file::ByteLevel;
 use matcher::{Matcher, Part};
 use serde::{Deserialize, Serialize};
 use split::Pattern;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::fs;
 use std::ops::Deref;
@@ -459,9 +459,12 @@ fn fingerprint(encoding: &Encoding, special: &[Special]) -> u64 {
     match encoding {
         Encoding::Bytes => (0..=255).for_each(|byte: u8| add(u32::from(byte), &[byte])),
         Encoding::ByteLevel(encoding) => {
-            let highest = encoding.added.tokens().iter().map(|token| token.id).max().unwrap_or(0);
-            let ids = 0..(encoding.bpe.tokens().len() as u32).max(highest + 1);
-            ids.for_each(|id| encoding.bytes(id).into_iter().for_each(|bytes| add(id, bytes)));
+            let added = encoding.added.tokens().iter().map(|token| token.id);
+            // An added token may have a huge id.
+            let ids: BTreeSet<u32> = (0..encoding.bpe.tokens().len() as u32).chain(added).collect();
+            for id in ids {
+                encoding.bytes(id).into_iter().for_each(|bytes| add(id, bytes));
+            }
         }
         Encoding::HuggingFace(tokenizer) => {
             // Byte-level vocabularies store bytes as other characters; this restores them, so that the hash does not depend on

@@ -19,7 +19,7 @@ pub const JSON: &str = "tokenizer.json";
 /// Name of Llama 3's tokenizer files.
 pub const TIKTOKEN: &str = "tokenizer.model";
 
-/// The places in which the tokenizer of a model is searched.
+/// Places to search for the tokenizer of a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Search<'a> {
     /// The tokenizer of the flag `--tokenizer`.
