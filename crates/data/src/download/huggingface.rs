@@ -51,7 +51,7 @@ pub(super) fn files_at(endpoint: &str, data_set: &str, directory: &str, suffix: 
     Ok(files.into_iter().map(remote).collect())
 }
 
-/// Returns the entries of a directory, which the server may divide into pages.
+/// Returns the entries of a directory, from all pages of the answer.
 fn list(first: &str) -> Result<Vec<Entry>> {
     let agent = agent();
     let mut next = Some(first.to_owned());
