@@ -101,10 +101,10 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         return parquet::read(path, &reading.field, progress, sink);
     }
     let mut source = Source::open(path, progress)?;
-    if source.is_empty()? {
+    if source.is_empty() {
         return Ok(FileReport { skipped: Some(Reason::Empty), ..FileReport::default() });
     }
-    if source.is_utf16()? {
+    if source.is_utf16() {
         if format == Format::Text && path != Path::new(STDIN) {
             return Ok(FileReport { skipped: Some(Reason::Utf16), ..FileReport::default() });
         }
@@ -115,7 +115,7 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         );
     }
     match format {
-        Format::Text if source.is_binary()? => {
+        Format::Text if source.is_binary() => {
             if path == Path::new(STDIN) {
                 bail!("standard input: expected text, found a NUL byte; decompress or convert the input");
             }
@@ -123,7 +123,7 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         }
         Format::Text => text::read(&mut source, reading.separator.as_deref(), sink),
         Format::Jsonl => jsonl::read(&mut source, &reading.field, sink),
-        Format::Csv if source.is_binary()? => {
+        Format::Csv if source.is_binary() => {
             bail!(
                 "{}: expected comma-separated values, found a NUL byte; convert the file, or check --format",
                 source.name()
@@ -136,16 +136,30 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
 
 /// Passes bytes as one document to `sink` and returns the number of invalid UTF-8 sequences.
 fn document(bytes: &[u8], sink: &mut dyn Sink) -> Result<usize> {
-    let mut invalid = 0;
-    for chunk in bytes.utf8_chunks() {
-        sink.text(chunk.valid())?;
-        if !chunk.invalid().is_empty() {
-            invalid += 1;
-            sink.text("\u{fffd}")?;
-        }
-    }
+    let (invalid, _) = valid_text(bytes, true, &mut |text| sink.text(text))?;
     sink.end()?;
     Ok(invalid)
+}
+
+/// Passes UTF-8 text to `put`, with U+FFFD in place of each invalid sequence. Returns the number of these sequences, and the
+/// number of bytes at the end that are not passed, because they begin a character that may continue. At the `last` bytes of a
+/// text, such a beginning is invalid.
+fn valid_text(mut bytes: &[u8], last: bool, put: &mut dyn FnMut(&str) -> Result<()>) -> Result<(usize, usize)> {
+    let mut invalid = 0;
+    loop {
+        let error = match std::str::from_utf8(bytes) {
+            Ok(text) => return put(text).map(|()| (invalid, 0)),
+            Err(error) => error,
+        };
+        let (valid, rest) = bytes.split_at(error.valid_up_to());
+        put(std::str::from_utf8(valid).expect("the bytes up to the error are valid"))?;
+        if error.error_len().is_none() && !last {
+            return Ok((invalid, rest.len()));
+        }
+        invalid += 1;
+        put("\u{fffd}")?;
+        bytes = &rest[error.error_len().unwrap_or(rest.len())..];
+    }
 }
 
 #[cfg(test)]

@@ -96,6 +96,7 @@ fn formats_follow_the_names() {
         ("a.jsonl.gz", Format::Jsonl),
         ("a.NDJSON.zst", Format::Jsonl),
         ("a.csv", Format::Csv),
+        ("A.CSV.GZ", Format::Csv),
         ("a.parquet", Format::Parquet),
     ] {
         assert_eq!(Format::of_name(Path::new(name)), format, "{name}");
@@ -153,6 +154,10 @@ fn binary_and_empty_files_are_skipped() {
     }
     assert_eq!(skipped("a.txt.gz", &gzip(b"")), Some(Reason::Empty));
 }
+    // The first read returns less than what the decision needs, as from a pipe.
+    assert_eq!(skipped("a.txt.gz", &[gzip(b"text"), gzip(b"\0")].concat()), Some(Reason::Binary));
+    assert_eq!(skipped("a.txt.gz", &[gzip(b"\xff"), gzip(b"\xfea\0")].concat()), Some(Reason::Utf16));
+    assert_eq!(skipped("a.txt.gz", &[gzip(b""), gzip(b"\0")].concat()), Some(Reason::Binary));
 
 #[test]
 fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
@@ -165,6 +170,8 @@ fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
     assert_eq!(documents("a.gz", &[&gz[..], &gz].concat()), [text.repeat(2)]);
     assert_eq!(documents("a.zst", &[&zst[..], &zst].concat()), [text.repeat(2)]);
     assert_eq!(documents("a.jsonl.gz", &gzip(b"{\"text\": \"x\"}\n")), ["x"]);
+    assert_eq!(documents("A.TXT.GZ", &gz), [text.as_str()]);
+    assert_eq!(documents("A.TXT.ZST", &zst), [text.as_str()]);
     let parts = ["cannot decompress", "download or compress it again"];
     for (name, bytes) in [("a.txt.gz", &gz), ("a.txt.zst", &zst)] {
         fails(name, &bytes[..bytes.len() / 2], &Reading::default(), &parts);
