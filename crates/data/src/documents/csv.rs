@@ -1,7 +1,7 @@
 //! Comma-separated values. The first row names the columns.
 
 use super::source::{Source, cannot_read};
-use super::{FileReport, MAX_RECORD_BYTES, Sink, document};
+use super::{FileReport, MAX_RECORD_BYTES, Sink, document, list_names};
 use anyhow::{Context, Result, anyhow, ensure};
 use std::io::{self, Read};
 
@@ -91,7 +91,7 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
     let column = columns.iter().position(|column| column == field).with_context(|| {
         format!(
             "{name}, row 1: expected a column \"{field}\", found {}; name the column with the text with --field",
-            columns.join(", ")
+            list_names(columns.iter())
         )
     })?;
     let same = columns.iter().filter(|column| *column == field).count();

@@ -162,5 +162,24 @@ fn valid_text(mut bytes: &[u8], last: bool, put: &mut dyn FnMut(&str) -> Result<
     }
 }
 
+/// Names that a message lists. The rest is left out, since a file in the wrong format may have thousands, of any length.
+const LISTED_NAMES: usize = 20;
+/// Characters of a listed name.
+const LISTED_CHARACTERS: usize = 100;
+
+/// Lists names of fields, columns or files for a message.
+pub(crate) fn list_names(names: impl ExactSizeIterator<Item: AsRef<str>>) -> String {
+    let more = names.len().saturating_sub(LISTED_NAMES);
+    let shortened = |name: &str| match name.char_indices().nth(LISTED_CHARACTERS) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
+    };
+    let mut listed: Vec<String> = names.take(LISTED_NAMES).map(|name| shortened(name.as_ref())).collect();
+    if more > 0 {
+        listed.push(format!("and {more} more"));
+    }
+    if listed.is_empty() { "none".to_owned() } else { listed.join(", ") }
+}
+
 #[cfg(test)]
 mod tests;

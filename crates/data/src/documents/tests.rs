@@ -197,7 +197,7 @@ fn errors_in_json_lines_name_the_line_and_the_field() {
     };
     let text = field("text");
     line("{\"body\": \"x\", \"id\": 1}", &text, &["expected a field \"text\", found body, id", "--field"]);
-    line("{}", &text, &["found no field"]);
+    line("{}", &text, &["found none"]);
     line("{\"text\": 7}", &text, &["expected a string, found a number"]);
     line("{\"text\": [\"x\"]}", &text, &["expected a string, found an array"]);
     line("{\"text\": \"x\"", &text, &["expected a JSON object, found EOF", "column 12"]);
@@ -249,6 +249,16 @@ fn errors_in_csv_name_the_row_and_the_column() {
 }
 
 #[test]
+#[test]
+fn errors_list_a_part_of_many_or_long_names() {
+    let many = (0..1000).map(|i| format!("column{i}")).collect::<Vec<_>>();
+    let header = [&many.join(",")[..], ",", &"é".repeat(100_000), "\n"].concat();
+    fails("a.csv", header.as_bytes(), &field("text"), &["found column0, column1,", "column19, and 981 more;"]);
+    let long = format!("{{\"{}\": 1}}", "é".repeat(100_000));
+    fails("a.jsonl", long.as_bytes(), &field("text"), &[&format!("found {}…;", "é".repeat(LISTED_CHARACTERS))]);
+    fails("a.csv", b"\n\n", &field("text"), &["found none;"]);
+}
+
 fn an_endless_json_line_is_an_error_instead_of_filling_the_memory() {
     let endless = vec![b'x'; MAX_RECORD_BYTES + 1];
     fails("a.jsonl", &endless, &field("text"), &["line 1", "at most 134217728 bytes", "found more"]);
