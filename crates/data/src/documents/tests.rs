@@ -8,6 +8,7 @@ use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -95,8 +96,8 @@ fn formats_follow_the_names() {
         ("a.gz", Format::Text),
         ("a.jsonl.gz", Format::Jsonl),
         ("a.NDJSON.zst", Format::Jsonl),
-        ("a.csv", Format::Csv),
         ("A.CSV.GZ", Format::Csv),
+        ("a.csv", Format::Csv),
         ("a.parquet", Format::Parquet),
     ] {
         assert_eq!(Format::of_name(Path::new(name)), format, "{name}");
@@ -153,11 +154,11 @@ fn binary_and_empty_files_are_skipped() {
         assert_eq!(skipped(name, b""), Some(Reason::Empty), "{name}");
     }
     assert_eq!(skipped("a.txt.gz", &gzip(b"")), Some(Reason::Empty));
-}
     // The first read returns less than what the decision needs, as from a pipe.
     assert_eq!(skipped("a.txt.gz", &[gzip(b"text"), gzip(b"\0")].concat()), Some(Reason::Binary));
     assert_eq!(skipped("a.txt.gz", &[gzip(b"\xff"), gzip(b"\xfea\0")].concat()), Some(Reason::Utf16));
     assert_eq!(skipped("a.txt.gz", &[gzip(b""), gzip(b"\0")].concat()), Some(Reason::Binary));
+}
 
 #[test]
 fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
@@ -169,9 +170,9 @@ fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
     // Both formats allow concatenated files.
     assert_eq!(documents("a.gz", &[&gz[..], &gz].concat()), [text.repeat(2)]);
     assert_eq!(documents("a.zst", &[&zst[..], &zst].concat()), [text.repeat(2)]);
-    assert_eq!(documents("a.jsonl.gz", &gzip(b"{\"text\": \"x\"}\n")), ["x"]);
     assert_eq!(documents("A.TXT.GZ", &gz), [text.as_str()]);
     assert_eq!(documents("A.TXT.ZST", &zst), [text.as_str()]);
+    assert_eq!(documents("a.jsonl.gz", &gzip(b"{\"text\": \"x\"}\n")), ["x"]);
     let parts = ["cannot decompress", "download or compress it again"];
     for (name, bytes) in [("a.txt.gz", &gz), ("a.txt.zst", &zst)] {
         fails(name, &bytes[..bytes.len() / 2], &Reading::default(), &parts);
@@ -249,7 +250,6 @@ fn errors_in_csv_name_the_row_and_the_column() {
 }
 
 #[test]
-#[test]
 fn errors_list_a_part_of_many_or_long_names() {
     let many = (0..1000).map(|i| format!("column{i}")).collect::<Vec<_>>();
     let header = [&many.join(",")[..], ",", &"é".repeat(100_000), "\n"].concat();
@@ -259,6 +259,7 @@ fn errors_list_a_part_of_many_or_long_names() {
     fails("a.csv", b"\n\n", &field("text"), &["found none;"]);
 }
 
+#[test]
 fn an_endless_json_line_is_an_error_instead_of_filling_the_memory() {
     let endless = vec![b'x'; MAX_RECORD_BYTES + 1];
     fails("a.jsonl", &endless, &field("text"), &["line 1", "at most 134217728 bytes", "found more"]);
@@ -375,9 +376,33 @@ fn find_reports_links_and_leaves_out_the_output_directory() {
     assert_eq!(found.files, [root.join("a.txt")]);
     assert_eq!((found.skipped.count(Reason::SymbolicLink), found.skipped.count(Reason::Output)), (2, 1));
     // The output may also be in the input directory itself.
-    fs::write(root.join("dataset.json"), "{}").unwrap();
-    let found = find(&[root.to_owned()], &["json".to_owned(), "txt".to_owned()], Some(root)).unwrap();
-    assert_eq!(found.files, [root.join("a.txt")]);
+    for name in ["dataset.json", "tokenizer.json", "train_000000.bin"] {
+        fs::write(root.join(name), "{}").unwrap();
+    }
+    for input in [root.to_owned(), root.join("[adt]*.*")] {
+        let found = find(&[input], &["json".to_owned(), "txt".to_owned()], Some(root)).unwrap();
+        assert_eq!(found.files, [root.join("a.txt")]);
+        assert_eq!(found.skipped.count(Reason::Output), 3);
+    }
+}
+
+/// Such as `data text <(zcat a.txt.gz)`.
+#[test]
+fn pipes_with_a_name_are_read() {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let path = PathBuf::from(format!("/dev/fd/{}", reader.as_raw_fd()));
+    let found = find(&[path.clone(), path.clone()], &[], Some(Path::new("/"))).unwrap();
+    assert_eq!((&found.files, found.skipped.count(Reason::Repeated)), (&vec![path.clone()], 1));
+    // The reader decides nothing before it has the first bytes.
+    let slow = std::thread::spawn(move || {
+        for part in [&b"\xff"[..], b"\xfe", b"text"] {
+            writer.write_all(part).unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    });
+    let (_, report) = read_with(&path, &Reading::default()).unwrap();
+    assert_eq!(report.skipped, Some(Reason::Utf16));
+    slow.join().unwrap();
 }
 
 #[test]
