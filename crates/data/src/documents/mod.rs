@@ -136,30 +136,25 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
 
 /// Passes bytes as one document to `sink` and returns the number of invalid UTF-8 sequences.
 fn document(bytes: &[u8], sink: &mut dyn Sink) -> Result<usize> {
-    let (invalid, _) = valid_text(bytes, true, &mut |text| sink.text(text))?;
+    let invalid = valid_text(bytes, &mut |text| sink.text(text))?;
     sink.end()?;
     Ok(invalid)
 }
 
-/// Passes UTF-8 text to `put`, with U+FFFD in place of each invalid sequence. Returns the number of these sequences, and the
-/// number of bytes at the end that are not passed, because they begin a character that may continue. At the `last` bytes of a
-/// text, such a beginning is invalid.
-fn valid_text(mut bytes: &[u8], last: bool, put: &mut dyn FnMut(&str) -> Result<()>) -> Result<(usize, usize)> {
-    let mut invalid = 0;
-    loop {
-        let error = match std::str::from_utf8(bytes) {
-            Ok(text) => return put(text).map(|()| (invalid, 0)),
-            Err(error) => error,
-        };
-        let (valid, rest) = bytes.split_at(error.valid_up_to());
-        put(std::str::from_utf8(valid).expect("the bytes up to the error are valid"))?;
-        if error.error_len().is_none() && !last {
-            return Ok((invalid, rest.len()));
-        }
-        invalid += 1;
-        put("\u{fffd}")?;
-        bytes = &rest[error.error_len().unwrap_or(rest.len())..];
+/// Passes UTF-8 text to `put`, with U+FFFD in place of each invalid sequence. Returns the number of these sequences.
+fn valid_text(bytes: &[u8], put: &mut dyn FnMut(&str) -> Result<()>) -> Result<usize> {
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        return put(text).map(|()| 0);
     }
+    let mut invalid = 0;
+    for chunk in bytes.utf8_chunks() {
+        put(chunk.valid())?;
+        if !chunk.invalid().is_empty() {
+            invalid += 1;
+            put("\u{fffd}")?;
+        }
+    }
+    Ok(invalid)
 }
 
 /// Names that a message lists. The rest is left out, since a file in the wrong format may have thousands, of any length.

@@ -12,10 +12,9 @@ pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -
     let mut bytes = Vec::new();
     loop {
         let last = source.read_block(&mut bytes)? == 0;
-        // The rest of a character at the end of a block is in the next block.
-        let (invalid, incomplete) = valid_text(&bytes, last, &mut |text| splitter.push(text, false, sink))?;
-        report.invalid_utf8 += invalid;
-        bytes.drain(..bytes.len() - incomplete);
+        let complete = bytes.len() - if last { 0 } else { incomplete_character(&bytes) };
+        report.invalid_utf8 += valid_text(&bytes[..complete], &mut |text| splitter.push(text, false, sink))?;
+        bytes.drain(..complete);
         if last {
             splitter.push("", true, sink)?;
             sink.end()?;
@@ -23,6 +22,15 @@ pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -
             return Ok(report);
         }
     }
+}
+
+/// Returns the number of bytes at the end of a block that begin a character. Its other bytes are in the next block.
+fn incomplete_character(block: &[u8]) -> usize {
+    let begins = |len: &usize| {
+        let end = block.len().checked_sub(*len).map(|start| std::str::from_utf8(&block[start..]));
+        end.is_some_and(|end| end.is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none()))
+    };
+    (1..=3).find(begins).unwrap_or(0)
 }
 
 /// Splits a text at a separator.
