@@ -108,6 +108,15 @@ impl Source {
         [&b"\xff\xfe"[..], b"\xfe\xff", b"\0\0\xfe\xff"].iter().any(|mark| self.head.starts_with(mark))
     }
 
+    /// Skips a byte order mark of UTF-8 at the beginning. Nothing may have been read before.
+    pub fn skip_byte_order_mark(&mut self) -> Result<()> {
+        if self.head.starts_with(b"\xef\xbb\xbf") {
+            let name = &self.name;
+            self.stream.read_exact(&mut [0; 3]).with_context(|| cannot_read(name))?;
+        }
+        Ok(())
+    }
+
     /// Appends the next bytes to `bytes` and returns their number, which is 0 at the end.
     pub fn read_block(&mut self, bytes: &mut Vec<u8>) -> Result<usize> {
         let name = &self.name;

@@ -219,6 +219,8 @@ fn csv_rows_may_contain_quotes_and_line_breaks() {
     let rows = "id,text\n1,\"two\nlines, \"\"quoted\"\"\"\r\n2,plain\n3,\n";
     assert_eq!(documents("a.csv", rows.as_bytes()), ["two\nlines, \"quoted\"", "plain", ""]);
     assert_eq!(documents("a.csv", b"\xef\xbb\xbftext,id\na,1\n"), ["a"]);
+    assert_eq!(documents("a.csv", b"\xef\xbb\xbf\"id,\"\"x\"\"\",text\n1,a\n"), ["a"]);
+    assert_eq!(documents("a.csv", b"text,id\n\"a\" ,1\nb\"c,2\n"), ["a ", "b\"c"]);
 }
 
 proptest! {
