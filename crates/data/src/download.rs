@@ -123,7 +123,7 @@ impl From<Error> for Failure {
 
 /// Downloads the rest of a file, with several attempts.
 fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -> Result<()> {
-    let agent = agent();
+    let agent = agent(TIMEOUT);
     let mut attempt = 1;
     loop {
         let start = file.metadata()?.len();
@@ -147,11 +147,13 @@ fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -
     }
 }
 
-fn agent() -> Agent {
+/// Returns a client that fails if it receives nothing for the time `timeout`.
+fn agent(timeout: Duration) -> Agent {
     let config = Agent::config_builder()
         .http_status_as_error(false)
-        .timeout_connect(Some(TIMEOUT))
-        .timeout_recv_response(Some(TIMEOUT));
+        .timeout_connect(Some(timeout))
+        .timeout_recv_response(Some(timeout))
+        .timeout_per_read(Some(timeout));
     config.build().new_agent()
 }
 
