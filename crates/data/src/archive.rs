@@ -1,10 +1,14 @@
 //! Extraction of the files of published tar archives.
 
+use crate::header::read_available;
+use crate::local_files::is_hidden;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use tar::Archive;
+
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// Extracts the files that `wanted` accepts into `directory`, which is created. Returns their paths, sorted by name.
 ///
@@ -20,23 +24,36 @@ pub fn extract(
     atomic_file::create_directory(directory)?;
     let mut entries = Archive::new(archive);
     let mut files = Vec::new();
+    let mut buffer = vec![0; BUFFER_BYTES];
     for entry in entries.entries().with_context(damaged)? {
         let mut entry = entry.with_context(damaged)?;
         let path = entry.path().with_context(damaged)?.into_owned();
-        // Only the last part of the path is used, so no entry is written outside of the directory. Archives made on a Mac
-        // contain hidden files that start with `._`.
-        let Some(last) = path.file_name().filter(|last| !last.as_encoded_bytes().starts_with(b".")) else { continue };
-        if !entry.header().entry_type().is_file() || !wanted(&path) {
+        // Only the last part of the path is used, so no entry is written outside of the directory.
+        let Some(last) = path.file_name().filter(|_| !is_hidden(&path)) else { continue };
+        let kind = entry.header().entry_type();
+        if kind.is_dir() || !wanted(&path) {
             continue;
         }
+        ensure!(
+            kind.is_file(),
+            "{name}: expected a regular file {}, found a link or a special file; extract the archive and pass the directory",
+            path.display()
+        );
         let to = directory.join(last);
+        let cannot_write = || format!("cannot write {}", to.display());
         let mut out = match File::create_new(&to) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 bail!("{name}: expected one file {}, found two", last.display())
             }
-            created => created.with_context(|| format!("cannot write {}", to.display()))?,
+            created => created.with_context(cannot_write)?,
         };
-        io::copy(&mut entry, &mut out).with_context(damaged)?;
+        loop {
+            let len = read_available(&mut entry, &mut buffer).with_context(damaged)?;
+            if len == 0 {
+                break;
+            }
+            out.write_all(&buffer[..len]).with_context(cannot_write)?;
+        }
         files.push(to);
     }
     ensure!(!files.is_empty(), "{name}: expected {expected}, found none of its files");
@@ -81,6 +98,17 @@ mod tests {
         assert_eq!(find(&archive(&names)).unwrap(), ["data/val/b_val.csv"]);
         let names = ["data/val/b_val.csv", "../val/a_val.csv"];
         assert_eq!(find(&archive(&names)).unwrap(), ["../val/a_val.csv", "data/val/b_val.csv"]);
+    }
+
+    #[test]
+    fn a_link_is_an_error() {
+        let mut builder = Builder::new(Vec::new());
+        let mut header = Header::new_gnu();
+        header.set_entry_type(tar::EntryType::Link);
+        header.set_size(0);
+        builder.append_link(&mut header, "data/val/b_val.csv", "data/val/a_val.csv").unwrap();
+        let message = find(&builder.into_inner().unwrap()).unwrap_err().to_string();
+        assert!(message.contains("data.tar: expected a regular file data/val/b_val.csv, found a link"), "{message}");
     }
 
     #[test]

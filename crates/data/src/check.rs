@@ -2,7 +2,7 @@
 
 use crate::Tokens;
 use crate::tokens::Width;
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -142,22 +142,18 @@ fn vocabulary_of_up_to(shards: &[Tokens], vocab: usize, most: usize) -> Result<(
 
 /// Returns the error for the first invalid id in a range.
 fn invalid_in(shard: &Tokens, range: Range<usize>, vocab: usize) -> anyhow::Error {
-    let find = || {
-        let mut ids = vec![0; range.len()];
-        shard.read(range.start, &mut ids)?;
-        if let Some(i) = ids.iter().position(|&id| id as usize >= vocab) {
-            bail!(
-                "{shard}: token {} at position {}: expected ids below {vocab}, the vocabulary size; tokenize the text for \
-                 this model",
-                ids[i],
-                range.start + i
-            );
-        }
-        bail!("{shard}: the file changed during its check");
-    };
-    match find() {
-        Ok(()) => unreachable!("each path fails"),
-        Err(error) => error,
+    let mut ids = vec![0; range.len()];
+    if let Err(error) = shard.read(range.start, &mut ids) {
+        return error;
+    }
+    match ids.iter().position(|&id| id as usize >= vocab) {
+        Some(i) => anyhow!(
+            "{shard}: token {} at position {}: expected ids below {vocab}, the vocabulary size; tokenize the text for this \
+             model",
+            ids[i],
+            range.start + i
+        ),
+        None => anyhow!("{shard}: the file changed during its check; do not replace token files during a run"),
     }
 }
 

@@ -64,8 +64,9 @@ fn with_pause(remote: &Remote, to: &Path, pause: Duration) -> Result<()> {
     }
     let partial = partial_path(to);
     let cannot_write = || format!("cannot write {}", partial.display());
-    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&partial);
-    let file = file.as_mut().map_err(|error| anyhow!("{error}")).with_context(cannot_write)?;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    let mut file = options.open(&partial).with_context(cannot_write)?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -74,7 +75,7 @@ fn with_pause(remote: &Remote, to: &Path, pause: Duration) -> Result<()> {
         Err(TryLockError::Error(error)) => return Err(error).with_context(cannot_write),
     }
     let bar = progress_bar(remote);
-    let fetched = fetch(remote, file, pause, &bar);
+    let fetched = fetch(remote, &mut file, pause, &bar);
     bar.finish_and_clear();
     let size = file.metadata().with_context(cannot_write)?.len();
     if size == 0 && fetched.is_err() {
@@ -84,7 +85,7 @@ fn with_pause(remote: &Remote, to: &Path, pause: Duration) -> Result<()> {
         0 => "nothing was received".to_owned(),
         _ => format!("{size} bytes are kept in {}; the same command resumes the download", partial.display()),
     })?;
-    if let Err(error) = verify(remote, file, size) {
+    if let Err(error) = verify(remote, &mut file, size) {
         fs::remove_file(&partial).with_context(cannot_write)?;
         return Err(error);
     }
@@ -122,7 +123,7 @@ impl From<Error> for Failure {
 
 /// Downloads the rest of a file, with several attempts.
 fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -> Result<()> {
-    let agent = agent();
+    let agent = agent(TIMEOUT);
     let mut attempt = 1;
     loop {
         let start = file.metadata()?.len();
@@ -146,11 +147,13 @@ fn fetch(remote: &Remote, file: &mut File, pause: Duration, bar: &ProgressBar) -
     }
 }
 
-fn agent() -> Agent {
+/// Returns a client that fails if it receives nothing for the time `timeout`.
+fn agent(timeout: Duration) -> Agent {
     let config = Agent::config_builder()
         .http_status_as_error(false)
-        .timeout_connect(Some(TIMEOUT))
-        .timeout_recv_response(Some(TIMEOUT));
+        .timeout_connect(Some(timeout))
+        .timeout_recv_response(Some(timeout))
+        .timeout_per_read(Some(timeout));
     config.build().new_agent()
 }
 

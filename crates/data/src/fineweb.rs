@@ -4,7 +4,7 @@ use crate::dataset::{Input, Replacement, Replaces, ShardNames};
 use crate::documents::{self, FileReport, Format, Reading};
 use crate::download::{self, Remote};
 use crate::text::{self, Encoder, Layout, Summary, Validation};
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use indicatif::ProgressBar;
 use std::fmt;
 use std::fs;
@@ -96,7 +96,17 @@ pub fn write(files: &[PathBuf], out: &Path, options: &Options, progress: &Progre
     text::check_shard_tokens(*shard_tokens)?;
     let reading = Reading { format: Some(Format::Parquet), ..Reading::default() };
     // A damaged file is found before hours of work.
-    files.iter().try_for_each(|file| documents::check_parquet(file, &reading.field))?;
+    let mut has_rows = false;
+    for file in files {
+        has_rows |= documents::check_parquet(file, &reading.field)?;
+    }
+    if !has_rows {
+        let names = files.iter().map(|file| file.display().to_string());
+        bail!(
+            "{}: expected parquet files with documents, found no rows; download the files again, or pass others with --from",
+            documents::list_names(names)
+        );
+    }
     progress.set_length(files.iter().filter_map(|file| fs::metadata(file).ok()).map(|found| found.len()).sum());
     let replacement = Replacement::begin(out, Replaces::Same(*names))?;
     let validation = Validation::FirstTokens(*shard_tokens);

@@ -1,7 +1,7 @@
 //! Tokenization, token files, batches and evaluation sets.
 //!
-//! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), tokens become shards on disk
-//! ([`text`], [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]), and shards become batches ([`Loader`],
+//! Files contain documents ([`documents`]), text becomes tokens ([`tokenizer`]), and tokens become shards on disk ([`text`],
+//! [`tinyshakespeare`], [`tinystories`], [`fineweb`]) with a description ([`dataset`]). Shards become batches ([`Loader`],
 //! [`Prefetch`]). [`MultipleChoice`] holds evaluation sets such as HellaSwag. Scoring a model on them does not belong here.
 
 #![warn(missing_docs)]

@@ -4,9 +4,9 @@
 //! letter of the correct choice; there is no header. Examples are rendered without demonstrations, as in llm.c's
 //! `dev/data/mmlu.py`: the context is `Question: …`, an empty line and `Answer:`, and a completion is a space and the choice.
 
-use crate::archive;
 use crate::download::Remote;
 use crate::multiple_choice::{COMPLETIONS, Example, MAX_EXAMPLES, gpt2_ids};
+use crate::{archive, local_files};
 use anyhow::{Context, Result, ensure};
 use rayon::prelude::*;
 use std::fmt;
@@ -77,13 +77,8 @@ pub fn find(from: &Path, split: Split, extracted: &Path) -> Result<Vec<PathBuf>>
         if !directory.is_dir() {
             continue;
         }
-        let cannot = || format!("cannot read directory {}", directory.display());
-        let entries = fs::read_dir(&directory).with_context(cannot)?;
-        let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>().with_context(cannot)?;
-        let is_wanted = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(&suffix));
-        let mut files: Vec<PathBuf> = paths.into_iter().filter(is_wanted).collect();
+        let files = local_files::with_suffix(&directory, &suffix)?;
         if !files.is_empty() {
-            files.sort();
             return Ok(files);
         }
     }

@@ -29,23 +29,21 @@ fn seeded(seed: u32) -> Mt19937 {
         let last = state[i - 1];
         state[i] ^ (last ^ (last >> 30)).wrapping_mul(factor)
     };
-    let mut i = 1;
-    let mut advance = |state: &mut [u32]| {
-        i += 1;
-        if i == n {
-            state[0] = state[n - 1];
-            i = 1;
+    let next = |state: &mut [u32], i: usize| {
+        if i + 1 < n {
+            return i + 1;
         }
-        i
+        state[0] = state[n - 1];
+        1
     };
     let mut at = 1;
     for _ in 0..n {
         state[at] = mixed(state, at, 1664525).wrapping_add(seed);
-        at = advance(state);
+        at = next(state, at);
     }
     for _ in 1..n {
         state[at] = mixed(state, at, 1566083941).wrapping_sub(at as u32);
-        at = advance(state);
+        at = next(state, at);
     }
     state[0] = 0x8000_0000;
     rng

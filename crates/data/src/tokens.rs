@@ -88,6 +88,14 @@ impl FileVersion {
 }
 
 impl Shard {
+    /// Fills `bytes` with the tokens from `start` on.
+    fn read_tokens(&self, start: usize, bytes: &mut [u8]) -> Result<()> {
+        let width = self.width.bytes();
+        let end = start + bytes.len() / width;
+        self.read_exact_at(bytes, (HEADER_BYTES + width * start) as u64)
+            .with_context(|| format!("cannot read tokens {start}..{end} of {}", self.path.display()))
+    }
+
     /// Reads bytes at a position of the file. Fails if the file has changed since [`Tokens::open`].
     fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> Result<()> {
         let file = File::open(&self.path)?;
@@ -165,12 +173,9 @@ impl Tokens {
         let largest = match &self.source {
             Source::Memory(tokens) => tokens[range].iter().copied().max(),
             Source::File(shard) => {
-                let width = shard.width;
-                buffer.resize(width.bytes() * range.len(), 0);
-                shard
-                    .read_exact_at(buffer, (HEADER_BYTES + width.bytes() * range.start) as u64)
-                    .with_context(|| format!("cannot read tokens {}..{} of {}", range.start, range.end, self.name))?;
-                match width {
+                buffer.resize(shard.width.bytes() * range.len(), 0);
+                shard.read_tokens(range.start, buffer)?;
+                match shard.width {
                     Width::U16 => buffer.as_chunks().0.iter().map(|&id| u16::from_le_bytes(id)).max().map(u32::from),
                     Width::U32 => buffer.as_chunks().0.iter().map(|&id| u32::from_le_bytes(id)).max(),
                 }
@@ -185,12 +190,9 @@ impl Tokens {
         match &self.source {
             Source::Memory(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
             Source::File(shard) => {
-                let width = shard.width;
-                let mut bytes = vec![0; width.bytes() * out.len()];
-                shard
-                    .read_exact_at(&mut bytes, (HEADER_BYTES + width.bytes() * start) as u64)
-                    .with_context(|| format!("cannot read tokens {start}..{} of {}", start + out.len(), self.name))?;
-                match width {
+                let mut bytes = vec![0; shard.width.bytes() * out.len()];
+                shard.read_tokens(start, &mut bytes)?;
+                match shard.width {
                     Width::U16 => {
                         let tokens = bytes.as_chunks().0.iter().map(|&token| u32::from(u16::from_le_bytes(token)));
                         out.iter_mut().zip(tokens).for_each(|(to, token)| *to = token);

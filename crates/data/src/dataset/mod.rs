@@ -118,8 +118,13 @@ pub fn read_for_shard(path: &Path) -> Result<Option<Dataset>> {
     Dataset::read(directory)
 }
 
+/// Reports whether a file in an output directory belongs to its data set: a part of it, or a copy of the tokenizer file.
+pub(crate) fn is_output(path: &Path) -> bool {
+    is_part(path) || path.file_name().and_then(|name| name.to_str()).is_some_and(is_tokenizer)
+}
+
 /// Reports whether a file name is one of those in a data set: a shard, its description, or an unfinished file.
-pub(crate) fn is_part(path: &Path) -> bool {
+fn is_part(path: &Path) -> bool {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return false };
     name == FILE_NAME || ShardNames::of_shard(name).is_some() || name.starts_with(atomic_file::TEMPORARY_PREFIX)
 }

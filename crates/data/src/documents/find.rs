@@ -20,7 +20,7 @@ pub enum Reason {
     Empty,
     /// A symbolic link in a directory; links could form a cycle.
     SymbolicLink,
-    /// `.git` and the like.
+    /// A directory of a version control system, such as `.git`.
     VersionControl,
     /// The output of this command.
     Output,
@@ -167,10 +167,15 @@ impl Search<'_> {
     /// Adds a path that the user named.
     fn add(&mut self, path: &Path) -> Result<()> {
         let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
-        if !kind.is_dir() {
-            return self.add_file(path);
+        // Patterns such as `*` match these too.
+        if self.is_output(path, false) {
+            self.found.skipped.add(Reason::Output, path);
+            return Ok(());
         }
-        // Patterns such as `*` match it too.
+        if !kind.is_dir() {
+            self.add_file(path);
+            return Ok(());
+        }
         if path.file_name().is_some_and(is_version_control) {
             self.found.skipped.add(Reason::VersionControl, path);
             return Ok(());
@@ -178,14 +183,14 @@ impl Search<'_> {
         self.walk(path)
     }
 
-    fn add_file(&mut self, path: &Path) -> Result<()> {
-        let real = fs::canonicalize(path).with_context(|| format!("cannot read {}", path.display()))?;
+    fn add_file(&mut self, path: &Path) {
+        // A pipe such as `/dev/fd/63` has no canonical path.
+        let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if self.seen.insert(real) {
             self.found.files.push(path.to_owned());
         } else {
             self.found.skipped.add(Reason::Repeated, path);
         }
-        Ok(())
     }
 
     fn walk(&mut self, directory: &Path) -> Result<()> {
@@ -211,7 +216,7 @@ impl Search<'_> {
             } else if !self.has_extension(&path) {
                 Reason::Extension
             } else {
-                self.add_file(&path)?;
+                self.add_file(&path);
                 continue;
             };
             self.found.skipped.add(reason, &path);
@@ -219,10 +224,11 @@ impl Search<'_> {
         Ok(())
     }
 
+    /// Reports whether a path is a file of the data set in the output directory, or that `directory` itself.
     fn is_output(&self, path: &Path, directory: bool) -> bool {
         let Some(out) = &self.out else { return false };
         let Ok(real) = fs::canonicalize(path) else { return false };
-        let inside = real.parent() == Some(out) && crate::dataset::is_part(&real);
+        let inside = real.parent() == Some(out) && crate::dataset::is_output(&real);
         inside || (directory && real == *out)
     }
 

@@ -1,11 +1,12 @@
 //! JSON lines: one object per line.
 
 use super::source::{Source, cannot_read};
-use super::{FileReport, MAX_RECORD_BYTES, Sink};
+use super::{FileReport, MAX_RECORD_BYTES, Sink, list_names};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::value::RawValue;
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{BufRead, Read};
 
@@ -27,13 +28,15 @@ pub fn read(source: &mut Source, field: &str, sink: &mut dyn Sink) -> Result<Fil
         if line.is_empty() {
             break;
         }
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
         // A byte order mark may precede the first line.
         let content = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&line);
-        report.invalid_utf8 += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
+        if content.trim_ascii().is_empty() {
+            continue;
+        }
         let text = String::from_utf8_lossy(content);
+        if let Cow::Owned(_) = text {
+            report.invalid_utf8 += content.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count();
+        }
         if let Some(document) = value(&text, field).with_context(place)? {
             sink.text(&document)?;
         }
@@ -51,10 +54,9 @@ fn value(json: &str, field: &str) -> Result<Option<String>> {
             None => None,
         };
         let Some((outer, inner)) = inner else {
-            let names: Vec<&str> = fields.0.iter().map(|(name, _)| name.as_str()).collect();
             bail!(
                 "expected a field \"{field}\", found {}; name the field with the text with --field",
-                if names.is_empty() { "no field".to_owned() } else { names.join(", ") }
+                list_names(fields.0.iter().map(|(name, _)| name))
             );
         };
         return value(outer.get(), inner);

@@ -101,10 +101,10 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         return parquet::read(path, &reading.field, progress, sink);
     }
     let mut source = Source::open(path, progress)?;
-    if source.is_empty()? {
+    if source.is_empty() {
         return Ok(FileReport { skipped: Some(Reason::Empty), ..FileReport::default() });
     }
-    if source.is_utf16()? {
+    if source.is_utf16() {
         if format == Format::Text && path != Path::new(STDIN) {
             return Ok(FileReport { skipped: Some(Reason::Utf16), ..FileReport::default() });
         }
@@ -115,7 +115,7 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         );
     }
     match format {
-        Format::Text if source.is_binary()? => {
+        Format::Text if source.is_binary() => {
             if path == Path::new(STDIN) {
                 bail!("standard input: expected text, found a NUL byte; decompress or convert the input");
             }
@@ -123,7 +123,7 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
         }
         Format::Text => text::read(&mut source, reading.separator.as_deref(), sink),
         Format::Jsonl => jsonl::read(&mut source, &reading.field, sink),
-        Format::Csv if source.is_binary()? => {
+        Format::Csv if source.is_binary() => {
             bail!(
                 "{}: expected comma-separated values, found a NUL byte; convert the file, or check --format",
                 source.name()
@@ -136,16 +136,44 @@ pub fn read(path: &Path, reading: &Reading, progress: &ProgressBar, sink: &mut d
 
 /// Passes bytes as one document to `sink` and returns the number of invalid UTF-8 sequences.
 fn document(bytes: &[u8], sink: &mut dyn Sink) -> Result<usize> {
-    let mut invalid = 0;
-    for chunk in bytes.utf8_chunks() {
-        sink.text(chunk.valid())?;
-        if !chunk.invalid().is_empty() {
-            invalid += 1;
-            sink.text("\u{fffd}")?;
-        }
-    }
+    let invalid = valid_text(bytes, &mut |text| sink.text(text))?;
     sink.end()?;
     Ok(invalid)
+}
+
+/// Passes UTF-8 text to `put`, with U+FFFD in place of each invalid sequence. Returns the number of these sequences.
+fn valid_text(bytes: &[u8], put: &mut dyn FnMut(&str) -> Result<()>) -> Result<usize> {
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        return put(text).map(|()| 0);
+    }
+    let mut invalid = 0;
+    for chunk in bytes.utf8_chunks() {
+        put(chunk.valid())?;
+        if !chunk.invalid().is_empty() {
+            invalid += 1;
+            put("\u{fffd}")?;
+        }
+    }
+    Ok(invalid)
+}
+
+/// Names that a message lists. The rest is left out, since a file in the wrong format may have thousands, of any length.
+const LISTED_NAMES: usize = 20;
+/// Characters of a listed name.
+const LISTED_CHARACTERS: usize = 100;
+
+/// Lists names of fields, columns or files for a message.
+pub(crate) fn list_names(names: impl ExactSizeIterator<Item: AsRef<str>>) -> String {
+    let more = names.len().saturating_sub(LISTED_NAMES);
+    let shortened = |name: &str| match name.char_indices().nth(LISTED_CHARACTERS) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
+    };
+    let mut listed: Vec<String> = names.take(LISTED_NAMES).map(|name| shortened(name.as_ref())).collect();
+    if more > 0 {
+        listed.push(format!("and {more} more"));
+    }
+    if listed.is_empty() { "none".to_owned() } else { listed.join(", ") }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
-use super::{FileReport, Sink, document};
+use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
 use ::parquet::column::reader::ColumnReader;
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
@@ -16,12 +16,7 @@ const ROWS: usize = 256;
 /// Passes the column `field` of each row to `sink` as a document.
 pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sink) -> Result<FileReport> {
     let name = path.display();
-    let kind = fs::metadata(path).with_context(|| format!("cannot read {name}"))?;
-    ensure!(
-        kind.is_file(),
-        "{name}: expected a parquet file, found a pipe or device; parquet is read at random positions: store it in a file"
-    );
-    let size = kind.len();
+    let size = size(path)?;
     if size == 0 {
         return Ok(FileReport { skipped: Some(super::Reason::Empty), ..FileReport::default() });
     }
@@ -32,7 +27,6 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
-        check_compression(path, decode(path, || metadata.row_group(group).column(column).compression())?)?;
         let values = decode(path, || reader.get_row_group(group)?.get_column_reader(column))?.with_context(place)?;
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
@@ -54,6 +48,7 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
                 report.invalid_utf8 += document(value.data(), sink)?;
             }
             report.null += records - batch.len();
+            // A document without text has no place among the others: it is left out, or an error.
             for _ in batch.len()..records {
                 sink.end()?;
             }
@@ -69,19 +64,35 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
     Ok(report)
 }
 
-/// Checks that a file is a parquet file with a column `field` of strings. Rows are not read.
-pub fn check(path: &Path, field: &str) -> Result<()> {
-    open(path, field).map(drop)
+/// Checks that a file is a parquet file with a column `field` of strings. Returns whether it has rows, which are not read.
+pub fn check(path: &Path, field: &str) -> Result<bool> {
+    size(path)?;
+    let (reader, _) = open(path, field)?;
+    Ok(reader.metadata().row_groups().iter().any(|group| group.num_rows() > 0))
 }
 
-/// Opens a file. Returns the index of its column `field`.
+/// Returns the size of a file. Fails for a pipe, which would also block when it is opened.
+fn size(path: &Path) -> Result<u64> {
+    let found = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+    ensure!(
+        found.is_file(),
+        "{}: expected a parquet file, found a pipe or device; parquet is read at random positions: store it in a file",
+        path.display()
+    );
+    Ok(found.len())
+}
+
+/// Opens a file. Returns the index of its column `field`, all of which can be decompressed.
 fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
     let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
-    let schema = reader.metadata().file_metadata().schema_descr();
-    let column = find_column(schema, field).with_context(|| name.to_string())?;
+    let metadata = reader.metadata();
+    let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
+    for group in metadata.row_groups() {
+        check_compression(path, field, decode(path, || group.column(column).compression())?)?;
+    }
     Ok((reader, column))
 }
 
@@ -92,11 +103,14 @@ fn decode<T>(path: &Path, call: impl FnOnce() -> T) -> Result<T> {
     })
 }
 
-fn check_compression(path: &Path, found: Compression) -> Result<()> {
+fn check_compression(path: &Path, field: &str, found: Compression) -> Result<()> {
+    // The crate adds a level, which a file does not contain: `BROTLI(BrotliLevel(1))`.
+    let name = found.to_string();
+    let name = name.split('(').next().unwrap_or_default();
     ensure!(
         matches!(found, Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_)),
-        "{}: expected a parquet file without compression or with snappy, gzip or zstd, found {found}; write it again with one \
-         of them",
+        "{}: expected column \"{field}\" without compression or with snappy, gzip or zstd, found {name}; write the file again \
+         with zstd, for example with pyarrow.parquet.write_table(table, file, compression=\"zstd\")",
         path.display()
     );
     Ok(())
@@ -105,14 +119,16 @@ fn check_compression(path: &Path, found: Compression) -> Result<()> {
 /// Returns the index of a column of strings.
 fn find_column(schema: &SchemaDescriptor, field: &str) -> Result<usize> {
     let columns = schema.columns();
-    let Some(index) = columns.iter().position(|column| column.path().string() == field) else {
-        let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+    let mut found = columns.iter().enumerate().filter(|(_, column)| column.path().string() == field);
+    let Some((index, column)) = found.next() else {
+        let names = columns.iter().map(|column| column.path().string());
         bail!(
             "expected a column \"{field}\", found {}; name the column with the text with `data text --field`",
-            if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+            list_names(names)
         );
     };
-    let column = &columns[index];
+    let same = 1 + found.count();
+    ensure!(same == 1, "expected one column \"{field}\", found {same}; rename or remove the others");
     ensure!(
         column.physical_type() == Type::BYTE_ARRAY && column.max_rep_level() == 0,
         "column \"{field}\": expected strings, found {}; name the column with the text with `data text --field`",

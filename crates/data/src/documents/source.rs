@@ -1,22 +1,46 @@
 //! Opens files and standard input, and decompresses them while they are read.
 
 use super::STDIN;
+use crate::header::read_available;
 use anyhow::{Context, Result};
 use flate2::bufread::MultiGzDecoder;
 use indicatif::ProgressBar;
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::{Path, PathBuf};
 
 /// Size of the buffers of compressed and of decompressed bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// A NUL byte in this many first bytes marks a file as binary.
-const BINARY_PROBE_BYTES: usize = 8 << 10;
+/// Bytes at the beginning that determine whether a file is binary.
+const HEAD_BYTES: usize = 8 << 10;
 
 /// A decompressed stream.
 pub struct Source {
     name: String,
+    /// The first bytes. All of them are read at once: what a pipe has ready must not change the result.
+    head: Vec<u8>,
     stream: BufReader<Box<dyn Read>>,
+}
+
+/// A compression that the extension of a file names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Compression {
+    Gzip,
+    Zstd,
+}
+
+impl Compression {
+    fn of_name(path: &Path) -> Option<Self> {
+        let extension = path.extension().and_then(OsStr::to_str)?;
+        if extension.eq_ignore_ascii_case("gz") {
+            Some(Self::Gzip)
+        } else if extension.eq_ignore_ascii_case("zst") {
+            Some(Self::Zstd)
+        } else {
+            None
+        }
+    }
 }
 
 /// Counts the bytes that pass through a reader.
@@ -35,10 +59,7 @@ impl<R: Read> Read for Counted<R> {
 
 /// Returns the path without `.gz` or `.zst`.
 pub fn without_compression(path: &Path) -> PathBuf {
-    match path.extension().and_then(|e| e.to_str()) {
-        Some("gz" | "zst") => path.with_extension(""),
-        _ => path.to_owned(),
-    }
+    if Compression::of_name(path).is_some() { path.with_extension("") } else { path.to_owned() }
 }
 
 impl Source {
@@ -52,15 +73,19 @@ impl Source {
             let inner = File::open(path).with_context(|| format!("cannot read {name}"))?;
             Box::new(Counted { inner, progress })
         };
-        let stream: Box<dyn Read> = match path.extension().and_then(|e| e.to_str()) {
-            Some("gz") => Box::new(MultiGzDecoder::new(BufReader::with_capacity(BUFFER_BYTES, raw))),
-            Some("zst") => Box::new(
-                zstd::Decoder::with_buffer(BufReader::with_capacity(BUFFER_BYTES, raw))
-                    .with_context(|| format!("cannot decompress {name}"))?,
+        let buffered = |raw| BufReader::with_capacity(BUFFER_BYTES, raw);
+        let mut stream: Box<dyn Read> = match Compression::of_name(path) {
+            Some(Compression::Gzip) => Box::new(MultiGzDecoder::new(buffered(raw))),
+            Some(Compression::Zstd) => Box::new(
+                zstd::Decoder::with_buffer(buffered(raw)).with_context(|| format!("cannot decompress {name}"))?,
             ),
-            _ => raw,
+            None => raw,
         };
-        Ok(Self { name, stream: BufReader::with_capacity(BUFFER_BYTES, stream) })
+        let mut head = vec![0; HEAD_BYTES];
+        let len = read_available(&mut stream, &mut head).with_context(|| cannot_read(&name))?;
+        head.truncate(len);
+        let whole: Box<dyn Read> = Box::new(Cursor::new(head.clone()).chain(stream));
+        Ok(Self { name, head, stream: BufReader::with_capacity(BUFFER_BYTES, whole) })
     }
 
     /// Returns the name in messages.
@@ -68,32 +93,34 @@ impl Source {
         &self.name
     }
 
-    /// Returns whether no byte is left.
-    pub fn is_empty(&mut self) -> Result<bool> {
-        let name = &self.name;
-        Ok(self.stream.fill_buf().with_context(|| cannot_read(name))?.is_empty())
+    /// Returns whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.head.is_empty()
     }
 
-    /// Returns whether the next bytes contain a NUL byte.
-    pub fn is_binary(&mut self) -> Result<bool> {
-        let name = &self.name;
-        let next = self.stream.fill_buf().with_context(|| cannot_read(name))?;
-        Ok(next[..next.len().min(BINARY_PROBE_BYTES)].contains(&0))
+    /// Returns whether the first bytes contain a NUL byte.
+    pub fn is_binary(&self) -> bool {
+        self.head.contains(&0)
     }
 
-    /// Returns whether the next bytes are a byte order mark of UTF-16 or UTF-32.
-    pub fn is_utf16(&mut self) -> Result<bool> {
-        let name = &self.name;
-        let next = self.stream.fill_buf().with_context(|| cannot_read(name))?;
-        Ok(next.starts_with(b"\xff\xfe") || next.starts_with(b"\xfe\xff") || next.starts_with(b"\0\0\xfe\xff"))
+    /// Returns whether the first bytes are a byte order mark of UTF-16 or UTF-32.
+    pub fn is_utf16(&self) -> bool {
+        [&b"\xff\xfe"[..], b"\xfe\xff", b"\0\0\xfe\xff"].iter().any(|mark| self.head.starts_with(mark))
     }
 
-    /// Returns the next bytes; none at the end.
-    pub fn next_block(&mut self) -> Result<Vec<u8>> {
-        let mut block = Vec::with_capacity(BUFFER_BYTES);
+    /// Skips a byte order mark of UTF-8 at the beginning. Nothing may have been read before.
+    pub fn skip_byte_order_mark(&mut self) -> Result<()> {
+        if self.head.starts_with(b"\xef\xbb\xbf") {
+            let name = &self.name;
+            self.stream.read_exact(&mut [0; 3]).with_context(|| cannot_read(name))?;
+        }
+        Ok(())
+    }
+
+    /// Appends the next bytes to `bytes` and returns their number, which is 0 at the end.
+    pub fn read_block(&mut self, bytes: &mut Vec<u8>) -> Result<usize> {
         let name = &self.name;
-        (&mut self.stream).take(BUFFER_BYTES as u64).read_to_end(&mut block).with_context(|| cannot_read(name))?;
-        Ok(block)
+        (&mut self.stream).take(BUFFER_BYTES as u64).read_to_end(bytes).with_context(|| cannot_read(name))
     }
 
     /// Returns the stream.
@@ -104,8 +131,7 @@ impl Source {
 
 /// Returns the context of a read error.
 pub fn cannot_read(name: &str) -> String {
-    let compressed = matches!(Path::new(name).extension().and_then(|e| e.to_str()), Some("gz" | "zst"));
-    if compressed {
+    if Compression::of_name(Path::new(name)).is_some() {
         format!("cannot decompress {name}: expected complete compressed data; download or compress it again")
     } else {
         format!("cannot read {name}")

@@ -8,6 +8,7 @@ use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -95,6 +96,7 @@ fn formats_follow_the_names() {
         ("a.gz", Format::Text),
         ("a.jsonl.gz", Format::Jsonl),
         ("a.NDJSON.zst", Format::Jsonl),
+        ("A.CSV.GZ", Format::Csv),
         ("a.csv", Format::Csv),
         ("a.parquet", Format::Parquet),
     ] {
@@ -152,6 +154,10 @@ fn binary_and_empty_files_are_skipped() {
         assert_eq!(skipped(name, b""), Some(Reason::Empty), "{name}");
     }
     assert_eq!(skipped("a.txt.gz", &gzip(b"")), Some(Reason::Empty));
+    // The first read returns less than what the decision needs, as from a pipe.
+    assert_eq!(skipped("a.txt.gz", &[gzip(b"text"), gzip(b"\0")].concat()), Some(Reason::Binary));
+    assert_eq!(skipped("a.txt.gz", &[gzip(b"\xff"), gzip(b"\xfea\0")].concat()), Some(Reason::Utf16));
+    assert_eq!(skipped("a.txt.gz", &[gzip(b""), gzip(b"\0")].concat()), Some(Reason::Binary));
 }
 
 #[test]
@@ -164,6 +170,8 @@ fn compressed_files_are_decompressed_and_damaged_ones_rejected() {
     // Both formats allow concatenated files.
     assert_eq!(documents("a.gz", &[&gz[..], &gz].concat()), [text.repeat(2)]);
     assert_eq!(documents("a.zst", &[&zst[..], &zst].concat()), [text.repeat(2)]);
+    assert_eq!(documents("A.TXT.GZ", &gz), [text.as_str()]);
+    assert_eq!(documents("A.TXT.ZST", &zst), [text.as_str()]);
     assert_eq!(documents("a.jsonl.gz", &gzip(b"{\"text\": \"x\"}\n")), ["x"]);
     let parts = ["cannot decompress", "download or compress it again"];
     for (name, bytes) in [("a.txt.gz", &gz), ("a.txt.zst", &zst)] {
@@ -190,7 +198,7 @@ fn errors_in_json_lines_name_the_line_and_the_field() {
     };
     let text = field("text");
     line("{\"body\": \"x\", \"id\": 1}", &text, &["expected a field \"text\", found body, id", "--field"]);
-    line("{}", &text, &["found no field"]);
+    line("{}", &text, &["found none"]);
     line("{\"text\": 7}", &text, &["expected a string, found a number"]);
     line("{\"text\": [\"x\"]}", &text, &["expected a string, found an array"]);
     line("{\"text\": \"x\"", &text, &["expected a JSON object, found EOF", "column 12"]);
@@ -211,6 +219,8 @@ fn csv_rows_may_contain_quotes_and_line_breaks() {
     let rows = "id,text\n1,\"two\nlines, \"\"quoted\"\"\"\r\n2,plain\n3,\n";
     assert_eq!(documents("a.csv", rows.as_bytes()), ["two\nlines, \"quoted\"", "plain", ""]);
     assert_eq!(documents("a.csv", b"\xef\xbb\xbftext,id\na,1\n"), ["a"]);
+    assert_eq!(documents("a.csv", b"\xef\xbb\xbf\"id,\"\"x\"\"\",text\n1,a\n"), ["a"]);
+    assert_eq!(documents("a.csv", b"text,id\n\"a\" ,1\nb\"c,2\n"), ["a ", "b\"c"]);
 }
 
 proptest! {
@@ -239,6 +249,16 @@ fn errors_in_csv_name_the_row_and_the_column() {
     fails("a.csv", short, &field("text"), &["row 3, line 3", "expected 2 columns", "found 1"]);
     let endless = [b"text\n\"".to_vec(), vec![b'x'; MAX_RECORD_BYTES + (1 << 20)]].concat();
     fails("a.csv", &endless, &field("text"), &["missing quotation mark"]);
+}
+
+#[test]
+fn errors_list_a_part_of_many_or_long_names() {
+    let many = (0..1000).map(|i| format!("column{i}")).collect::<Vec<_>>();
+    let header = [&many.join(",")[..], ",", &"é".repeat(100_000), "\n"].concat();
+    fails("a.csv", header.as_bytes(), &field("text"), &["found column0, column1,", "column19, and 981 more;"]);
+    let long = format!("{{\"{}\": 1}}", "é".repeat(100_000));
+    fails("a.jsonl", long.as_bytes(), &field("text"), &[&format!("found {}…;", "é".repeat(LISTED_CHARACTERS))]);
+    fails("a.csv", b"\n\n", &field("text"), &["found none;"]);
 }
 
 #[test]
@@ -358,9 +378,33 @@ fn find_reports_links_and_leaves_out_the_output_directory() {
     assert_eq!(found.files, [root.join("a.txt")]);
     assert_eq!((found.skipped.count(Reason::SymbolicLink), found.skipped.count(Reason::Output)), (2, 1));
     // The output may also be in the input directory itself.
-    fs::write(root.join("dataset.json"), "{}").unwrap();
-    let found = find(&[root.to_owned()], &["json".to_owned(), "txt".to_owned()], Some(root)).unwrap();
-    assert_eq!(found.files, [root.join("a.txt")]);
+    for name in ["dataset.json", "tokenizer.json", "train_000000.bin"] {
+        fs::write(root.join(name), "{}").unwrap();
+    }
+    for input in [root.to_owned(), root.join("[adt]*.*")] {
+        let found = find(&[input], &["json".to_owned(), "txt".to_owned()], Some(root)).unwrap();
+        assert_eq!(found.files, [root.join("a.txt")]);
+        assert_eq!(found.skipped.count(Reason::Output), 3);
+    }
+}
+
+/// Such as `data text <(zcat a.txt.gz)`.
+#[test]
+fn pipes_with_a_name_are_read() {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let path = PathBuf::from(format!("/dev/fd/{}", reader.as_raw_fd()));
+    let found = find(&[path.clone(), path.clone()], &[], Some(Path::new("/"))).unwrap();
+    assert_eq!((&found.files, found.skipped.count(Reason::Repeated)), (&vec![path.clone()], 1));
+    // The reader decides nothing before it has the first bytes.
+    let slow = std::thread::spawn(move || {
+        for part in [&b"\xff"[..], b"\xfe", b"text"] {
+            writer.write_all(part).unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    });
+    let (_, report) = read_with(&path, &Reading::default()).unwrap();
+    assert_eq!(report.skipped, Some(Reason::Utf16));
+    slow.join().unwrap();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Text files, as one document or split at a separator.
 
 use super::source::Source;
-use super::{FileReport, Sink};
+use super::{FileReport, Sink, valid_text};
 use anyhow::Result;
 
 /// Passes the documents of a text file to `sink`, in blocks.
@@ -11,35 +11,26 @@ pub fn read(source: &mut Source, separator: Option<&str>, sink: &mut dyn Sink) -
         Splitter { separator: separator.unwrap_or(""), kept: String::new(), after_separator: false, found: false };
     let mut bytes = Vec::new();
     loop {
-        let block = source.next_block()?;
-        let last = block.is_empty();
-        bytes.extend(block);
-        let mut text = String::with_capacity(bytes.len());
-        let mut incomplete = 0;
-        let mut chunks = bytes.utf8_chunks().peekable();
-        while let Some(chunk) = chunks.next() {
-            text.push_str(chunk.valid());
-            let invalid = chunk.invalid();
-            if invalid.is_empty() {
-                continue;
-            }
-            // The rest of a character at the end of a block is in the next block.
-            let cut_off = std::str::from_utf8(invalid).is_err_and(|error| error.error_len().is_none());
-            if !last && cut_off && chunks.peek().is_none() {
-                incomplete = invalid.len();
-            } else {
-                report.invalid_utf8 += 1;
-                text.push('\u{fffd}');
-            }
-        }
-        bytes.drain(..bytes.len() - incomplete);
-        splitter.push(&text, last, sink)?;
+        let last = source.read_block(&mut bytes)? == 0;
+        let complete = bytes.len() - if last { 0 } else { incomplete_character(&bytes) };
+        report.invalid_utf8 += valid_text(&bytes[..complete], &mut |text| splitter.push(text, false, sink))?;
+        bytes.drain(..complete);
         if last {
+            splitter.push("", true, sink)?;
             sink.end()?;
             report.without_separator = separator.is_some() && !splitter.found;
             return Ok(report);
         }
     }
+}
+
+/// Returns the number of bytes at the end of a block that begin a character. Its other bytes are in the next block.
+fn incomplete_character(block: &[u8]) -> usize {
+    let begins = |len: &usize| {
+        let end = block.len().checked_sub(*len).map(|start| std::str::from_utf8(&block[start..]));
+        end.is_some_and(|end| end.is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none()))
+    };
+    (1..=3).find(begins).unwrap_or(0)
 }
 
 /// Splits a text at a separator.

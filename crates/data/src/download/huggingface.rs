@@ -1,6 +1,6 @@
 //! Lists the files of a data set on the Hugging Face Hub, with their sizes and checksums.
 
-use super::{Remote, agent, without_network};
+use super::{Remote, TIMEOUT, agent, without_network};
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use std::env;
@@ -51,9 +51,9 @@ pub(super) fn files_at(endpoint: &str, data_set: &str, directory: &str, suffix: 
     Ok(files.into_iter().map(remote).collect())
 }
 
-/// Returns the entries of a directory, which the server may divide into pages.
+/// Returns the entries of a directory, from all pages of the answer.
 fn list(first: &str) -> Result<Vec<Entry>> {
-    let agent = agent();
+    let agent = agent(TIMEOUT);
     let mut next = Some(first.to_owned());
     let mut entries = Vec::new();
     while let Some(url) = next {

@@ -172,6 +172,30 @@ fn errors_of_the_server_are_reported() {
     case.assert_complete();
 }
 
+/// Such an attempt is followed by another one, which resumes.
+#[test]
+fn a_transfer_that_stalls_fails_after_a_time() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/file.bin", listener.local_addr().unwrap());
+    let (end, ended) = channel::<()>();
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        range_of_request(&stream);
+        stream.write_all(&whole(&BODY[..7])).unwrap();
+        // Keeps the connection open until the client gives up.
+        let _ = ended.recv_timeout(Duration::from_secs(20));
+    });
+    let mut file = tempfile::tempfile().unwrap();
+    let agent = agent(Duration::from_millis(200));
+    let failed = try_fetch(&agent, &remote(&url), &mut file, 0, &ProgressBar::hidden()).err().unwrap();
+    assert!(!server.is_finished(), "the server ended the connection");
+    drop(end);
+    server.join().unwrap();
+    let Failure::Transient(error) = failed else { panic!("expected another attempt") };
+    assert!(format!("{error:#}").contains("the connection failed: timeout"), "{error:#}");
+    assert_eq!(file.metadata().unwrap().len(), 7);
+}
+
 #[test]
 fn a_transfer_that_keeps_failing_ends_with_the_way_to_resume() {
     let case = Case::new();

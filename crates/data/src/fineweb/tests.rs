@@ -190,7 +190,9 @@ fn bad_input_is_an_error_that_keeps_the_old_shards() {
     let message = error(&file_with(&dir, SCHEMA, &[Some("hi".as_bytes())]));
     assert!(message.contains("found 2; use more text or a smaller --shard-tokens"), "{message}");
     let message = error(&file_with(&dir, SCHEMA, &[]));
-    assert!(message.contains("expected at least one document with text"), "{message}");
+    assert!(message.contains("bad.parquet: expected parquet files with documents, found no rows"), "{message}");
+    let message = error(&file_with(&dir, SCHEMA, &[Some(b"")]));
+    assert!(message.contains("expected at least one document with text, found none in 1 file"), "{message}");
     let message = error(&dir.path().join("none.parquet"));
     assert!(message.contains("--from") && message.contains("none.parquet"), "{message}");
     let empty = tempfile::tempdir().unwrap();

@@ -9,7 +9,7 @@ use tokenizer::Tokenizer;
 /// Limits of memory. They do not affect the tokens, except `uncut`.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Minimum size of a chunk in bytes. Longer documents consist of several chunks.
+    /// Minimum size of a chunk in bytes, with the positions of its documents. Longer documents consist of several chunks.
     pub chunk: usize,
     /// Minimum size of a batch of chunks in bytes.
     pub batch: usize,
@@ -32,13 +32,18 @@ pub struct Chunk {
 }
 
 impl Chunk {
+    /// Returns the size in memory.
+    fn bytes(&self) -> usize {
+        self.text.len() + size_of_val(&self.starts[..])
+    }
+
     /// Returns the parts of the text, and whether each begins a document.
     pub fn parts(&self) -> impl Iterator<Item = (bool, &str)> {
         parts(&self.starts, self.text.len()).map(|(begins, range)| (begins, &self.text[range]))
     }
 }
 
-/// Divides `0..len` at the `starts` of documents. Returns the ranges, and whether each begins a document.
+/// Splits `0..len` at the `starts` of documents. Returns the ranges, and whether each begins a document.
 pub fn parts(starts: &[usize], len: usize) -> impl Iterator<Item = (bool, std::ops::Range<usize>)> {
     let first = starts.first().copied().unwrap_or(len);
     let continued = (first > 0).then_some((false, 0..first));
@@ -134,7 +139,7 @@ impl<'a> Chunker<'a> {
     /// Ends the chunk before position `at` of its text.
     fn end_chunk(&mut self, at: usize) -> Result<()> {
         let rest = self.chunk.text.split_off(at);
-        self.batch_bytes += at;
+        self.batch_bytes += self.chunk.bytes();
         self.batch.push(std::mem::replace(&mut self.chunk, Chunk { text: rest, starts: Vec::new() }));
         self.begin = 0;
         self.searched = 0;
@@ -170,14 +175,13 @@ impl Sink for Chunker<'_> {
     fn end(&mut self) -> Result<()> {
         if !self.in_document {
             self.counts.empty += 1;
-            if self.keep_empty {
-                self.chunk.starts.push(self.chunk.text.len());
+            if !self.keep_empty {
+                return Ok(());
             }
-            return Ok(());
+            self.chunk.starts.push(self.chunk.text.len());
         }
         self.in_document = false;
-        let len = self.chunk.text.len();
-        if len >= self.sizes.chunk { self.end_chunk(len) } else { Ok(()) }
+        if self.chunk.bytes() >= self.sizes.chunk { self.end_chunk(self.chunk.text.len()) } else { Ok(()) }
     }
 }
 
@@ -232,6 +236,25 @@ mod tests {
         let tokenizer = Tokenizer::gpt2();
         assert_eq!(forced_cut("one\ntwo three", 9, &tokenizer), 4);
         assert_eq!(forced_cut("aaaa<|endoftext|>bbbb", 12, &tokenizer), 4);
+    }
+
+    /// The positions of documents need more memory than the text of short documents.
+    #[test]
+    fn short_documents_do_not_exceed_the_size_of_a_chunk() {
+        let sizes = Sizes { chunk: 1000, batch: 3000, uncut: 4000 };
+        let (one, counts) = chunks(&vec!["a"; 10_000], &Tokenizer::gpt2(), sizes, 10);
+        assert_eq!((counts.documents, one.iter().map(|chunk| chunk.starts.len()).sum::<usize>()), (10_000, 10_000));
+        assert!(one.iter().all(|chunk| chunk.bytes() < 1010), "{} chunks", one.len());
+        let (send, receive) = sync_channel(1000);
+        let gpt2 = Tokenizer::gpt2();
+        let mut chunker = Chunker::new(&Encoder { sizes, ..Encoder::of_llmc(&gpt2) }, send);
+        (0..10_000).for_each(|_| chunker.end().unwrap());
+        chunker.finish().unwrap();
+        let batches: Vec<Vec<Chunk>> = receive.into_iter().collect();
+        assert!(batches.iter().all(|batch| batch.len() <= 3), "{batches:?}");
+        let empty = batches.iter().flatten();
+        assert_eq!(empty.clone().map(|chunk| chunk.starts.len()).sum::<usize>(), 10_000);
+        assert!(empty.clone().all(|chunk| chunk.bytes() <= 1000));
     }
 
     #[test]

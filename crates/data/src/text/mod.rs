@@ -111,10 +111,11 @@ pub(crate) fn write_shards(
     summary.forced_cuts = forced_cuts;
     let skipped = summary.skipped.total();
     summary.input = Input { documents, empty_documents: empty, bytes, skipped, ..summary.input };
+    let files = summary.input.files + skipped;
     ensure!(
         documents > 0,
-        "expected at least one document with text, found none in {} files{}",
-        summary.input.files + skipped,
+        "expected at least one document with text, found none in {files} {}{}",
+        if files == 1 { "file" } else { "files" },
         if skipped > 0 { format!("\n{}", summary.skipped) } else { String::new() }
     );
     (summary.train, summary.val) = splits.finish()?;

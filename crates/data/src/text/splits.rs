@@ -1,4 +1,4 @@
-//! Divides documents into a training and a validation split and writes the shards of both.
+//! Splits documents into training and validation data, and writes the shards of both.
 
 use super::chunks::parts;
 use super::encoder::Encoded;
@@ -72,7 +72,7 @@ impl Splits {
                     && self.documents as f64 * fraction >= 1.0
                     && let Some(waiting) = self.waiting.take()
                 {
-                    self.divide_by_document(waiting)?;
+                    self.split_by_document(waiting)?;
                 }
             }
             match &mut self.waiting {
@@ -86,7 +86,7 @@ impl Splits {
     /// Writes the remaining tokens. Returns the amounts of the training and the validation split.
     pub fn finish(mut self) -> Result<(Split, Split)> {
         if let (Some(waiting), Validation::Fraction(fraction)) = (self.waiting.take(), self.layout.validation) {
-            self.divide_at_ends(waiting, fraction)?;
+            self.split_at_ends(waiting, fraction)?;
         }
         let (train, val) = (self.train.finish()?, self.val.finish()?);
         if let Validation::FirstTokens(first) = self.layout.validation {
@@ -108,13 +108,8 @@ impl Splits {
                 let before = |document: usize| (document as f64 * fraction).floor();
                 if before(document) < before(document + 1) { ids.len() } else { 0 }
             }
-            Validation::FirstDocuments(first) => {
-                if document < first {
-                    ids.len()
-                } else {
-                    0
-                }
-            }
+            Validation::FirstDocuments(first) if document < first => ids.len(),
+            Validation::FirstDocuments(_) => 0,
             Validation::FirstTokens(first) => ids.len().min(first - self.val.written.tokens),
         };
         let (val, train) = ids.split_at(val);
@@ -122,7 +117,7 @@ impl Splits {
         self.train.extend(train)
     }
 
-    fn divide_by_document(&mut self, waiting: Waiting) -> Result<()> {
+    fn split_by_document(&mut self, waiting: Waiting) -> Result<()> {
         let (lengths, mut tokens) = waiting.read()?;
         for (document, len) in lengths.into_iter().enumerate() {
             tokens.take(len, |ids| self.write(document, ids))?;
@@ -130,7 +125,7 @@ impl Splits {
         tokens.remove()
     }
 
-    fn divide_at_ends(&mut self, waiting: Waiting, fraction: f64) -> Result<()> {
+    fn split_at_ends(&mut self, waiting: Waiting, fraction: f64) -> Result<()> {
         let (lengths, mut tokens) = waiting.read()?;
         for len in lengths {
             let val = (len as f64 * fraction) as usize;

@@ -3,6 +3,7 @@ use crate::Tokens;
 use crate::documents::{Reason, find};
 use std::fs;
 use std::io::Write;
+use tempfile::TempDir;
 
 fn options(val_fraction: f64, shard_tokens: usize) -> Options {
     Options {
@@ -107,13 +108,28 @@ fn special_tokens_in_the_text_become_special_unless_kept() {
     assert_eq!(train_tokens(&dir.path().join("kept")), [&[50256][..], &plain("one<|endoftext|>two")].concat());
 }
 
+/// Four documents, and a data set of them.
+struct Existing {
+    dir: TempDir,
+    files: Vec<PathBuf>,
+    out: PathBuf,
+    before: Vec<(String, Vec<u8>)>,
+}
+
+impl Existing {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let files = documents(dir.path(), 4);
+        let out = dir.path().join("out");
+        run(&files, &out, &options(0.25, 10)).unwrap();
+        let before = snapshot(&out);
+        Self { dir, files, out, before }
+    }
+}
+
 #[test]
 fn existing_shards_are_replaced_only_with_overwrite() {
-    let dir = tempfile::tempdir().unwrap();
-    let files = documents(dir.path(), 4);
-    let out = dir.path().join("out");
-    run(&files, &out, &options(0.25, 10)).unwrap();
-    let before = snapshot(&out);
+    let Existing { dir: _dir, files, out, before } = Existing::new();
     let message = run(&files, &out, &options(0.0, 1000)).unwrap_err().to_string();
     assert!(message.contains("train_000000.bin") && message.contains("--overwrite"), "{message}");
     assert_eq!(snapshot(&out), before);
@@ -125,11 +141,7 @@ fn existing_shards_are_replaced_only_with_overwrite() {
 /// Each error leaves the old data set as it was.
 #[test]
 fn a_failed_overwrite_keeps_the_old_data_set() {
-    let dir = tempfile::tempdir().unwrap();
-    let files = documents(dir.path(), 4);
-    let out = dir.path().join("out");
-    run(&files, &out, &options(0.25, 10)).unwrap();
-    let before = snapshot(&out);
+    let Existing { dir, files, out, before } = Existing::new();
     let overwrite = Options { overwrite: true, ..options(0.0, 10) };
     let fails = |path: &Path, part: &str| {
         let message = format!("{:#}", run(&[files[0].clone(), path.to_owned()], &out, &overwrite).unwrap_err());

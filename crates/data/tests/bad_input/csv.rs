@@ -1,6 +1,6 @@
 //! Comma-separated values.
 
-use crate::files::utf16;
+use crate::files::{gzip, utf16};
 use crate::kinds::Kinds;
 
 pub fn run(kinds: &mut Kinds) {
@@ -24,9 +24,17 @@ pub fn run(kinds: &mut Kinds) {
         b"id,text\n1,\"a\"\"\n\"\n2,\"b\"\"",
         &["line 4: expected a quotation mark"],
     );
+    rejects(
+        "missing quotation mark before a quoted field",
+        b"id,text\n1,\"a\n2,b\n3,\"c\"\n",
+        &["a.csv, line 4: expected a comma or the end of the row after the quoted field from line 2", "twice"],
+    );
+    rejects("quotation marks that are not doubled", b"text\n\"a \"b\" c\"\n", &["line 2: expected a comma"]);
     rejects("NUL byte", b"text\na\0\n", &["expected comma-separated values, found a NUL byte", "--format"]);
     rejects("UTF-16", &utf16("text\na\n"), &["expected UTF-8, found a byte order mark of UTF-16", "iconv"]);
     rejects("parquet named .csv", b"PAR1\x15\x04\0\0", &["found a NUL byte"]);
+    let open = gzip(b"text\n\"a\n");
+    kinds.rejects("unterminated in a compressed file", "a.csv.gz", &open, &["a.csv.gz, line 2: expected a quotation"]);
     let path = kinds.file("header.csv", b"id,text\n");
     kinds.skips("header only", path, &["expected at least one document with text, found none in 1 file"]);
     let path = kinds.file("none.csv", b"");

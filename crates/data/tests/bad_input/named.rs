@@ -10,6 +10,7 @@ use data::{fineweb, tinystories};
 use indicatif::ProgressBar;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use tar::{Builder, EntryType, Header};
 use tokenizer::Tokenizer;
 
@@ -50,17 +51,20 @@ fn story_files(kinds: &mut Kinds) {
             write_stories(kinds, &directory)
         });
     }
-    let missing = kinds.path("none.tar.gz");
-    kinds.fails("TinyStories, missing file", &["cannot read", "none.tar.gz", "No such file"], |kinds| {
-        write_stories(kinds, &missing)
-    });
-    let empty = kinds.path("of nothing");
+    without_files(kinds, "TinyStories", "json", write_stories);
+}
+
+/// Paths without files of a data set, which end in `extension`.
+fn without_files(kinds: &mut Kinds, name: &str, extension: &str, write: fn(&Kinds, &Path) -> Result<()>) {
+    let missing = kinds.path(&format!("none.{extension}"));
+    let parts = ["cannot read", &format!("none.{extension}"), "No such file"];
+    kinds.fails(&format!("{name}, missing file"), &parts, |kinds| write(kinds, &missing));
+    let empty = kinds.path(&format!("without {extension}"));
     fs::create_dir(&empty).unwrap();
-    kinds.fails(
-        "TinyStories, empty directory",
-        &["of nothing: expected files that end in .json, found none"],
-        |kinds| write_stories(kinds, &empty),
-    );
+    // A Mac stores metadata in such files.
+    fs::write(empty.join(format!("._a.{extension}")), "metadata").unwrap();
+    let part = format!("without {extension}: expected files that end in .{extension}, found none");
+    kinds.fails(&format!("{name}, directory without files"), &[&part], |kinds| write(kinds, &empty));
 }
 
 /// Returns an archive. The names are not checked, unlike those of `tar::Builder::append_data`.
@@ -99,7 +103,11 @@ fn archives(kinds: &mut Kinds) {
             gzip(&archive(&[("a/data00.json", regular), ("b/data00.json", regular)])),
             "expected one file data00.json, found two",
         ),
-        ("link in the archive", gzip(&archive(&[("data00.json", link)])), "found none of its files"),
+        (
+            "link in the archive",
+            gzip(&archive(&[("data00.json", regular), ("data01.json", link)])),
+            "expected a regular file data01.json, found a link",
+        ),
         (
             "path out of the directory",
             gzip(&archive(&[("../../escaped.json", regular)])),
@@ -144,20 +152,17 @@ fn fineweb_files(kinds: &mut Kinds) {
             with("message m { OPTIONAL INT64 text; }", &[text]),
             &["web.parquet", "expected strings, found INT64"],
         ),
-        ("one shard", with(SCHEMA, &[Some(b"hi")]), &["a smaller --shard-tokens"]),
+        ("too little for two shards", with(SCHEMA, &[Some(b"hi")]), &["expected more than 4 tokens", "--shard-tokens"]),
+        ("no rows", with(SCHEMA, &[]), &["web.parquet: expected parquet files with documents, found no rows"]),
+        ("no text", with(SCHEMA, &[Some(b"")]), &["expected at least one document with text, found none in 1 file"]),
     ] {
         let path = kinds.file("web.parquet", &bytes);
         kinds.fails(&format!("FineWeb, {kind}"), parts, |kinds| write_fineweb(kinds, &path));
     }
-    let missing = kinds.path("none.parquet");
-    kinds.fails("FineWeb, missing file", &["--from", "none.parquet", "No such file"], |kinds| {
-        write_fineweb(kinds, &missing)
-    });
-    let empty = kinds.path("of no parquet");
-    fs::create_dir(&empty).unwrap();
-    kinds.fails(
-        "FineWeb, empty directory",
-        &["of no parquet: expected files that end in .parquet, found none"],
-        |kinds| write_fineweb(kinds, &empty),
-    );
+    without_files(kinds, "FineWeb", "parquet", write_fineweb);
+    let fifo = kinds.path("fifo");
+    if Command::new("mkfifo").arg(&fifo).status().is_ok_and(|status| status.success()) {
+        let parts = ["fifo: expected a parquet file, found a pipe or device"];
+        kinds.fails("FineWeb, pipe", &parts, |kinds| write_fineweb(kinds, &fifo));
+    }
 }

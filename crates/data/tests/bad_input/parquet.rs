@@ -135,6 +135,9 @@ fn columns(kinds: &mut Kinds) {
     rejects("integers", "id", &["column \"id\": expected strings, found INT64"]);
     rejects("floats", "score", &["column \"score\": expected strings, found DOUBLE"]);
     rejects("lists", "words", &["column \"words\": expected strings, found lists"]);
+    let twice = "message m { OPTIONAL BYTE_ARRAY text (UTF8); OPTIONAL BYTE_ARRAY text (UTF8); }";
+    let twice = file(twice, &[Some(b"a")], Compression::UNCOMPRESSED);
+    kinds.rejects("duplicate column", "a.parquet", &twice, &["expected one column \"text\", found 2", "rename"]);
     let nested = "message m { OPTIONAL GROUP text { OPTIONAL BYTE_ARRAY body (UTF8); } }";
     let nested = file(nested, &[Some(b"a")], Compression::UNCOMPRESSED);
     kinds.rejects("struct", "a.parquet", &nested, &["expected a column \"text\", found text.body", "--field"]);
@@ -152,24 +155,32 @@ fn opened(bytes: &[u8]) -> Option<SerializedFileReader<fs::File>> {
 /// Files with a codec that is not supported. No writer for them is at hand, so the number of the codec is replaced.
 fn codecs(kinds: &mut Kinds) {
     let good = good(Compression::UNCOMPRESSED);
-    let footer_bytes = u32::from_le_bytes(good[good.len() - 8..good.len() - 4].try_into().unwrap()) as usize;
-    let footer = good.len() - 8 - footer_bytes..good.len() - 8;
-    let has_codec = |bytes: &[u8], name: &str| {
-        opened(bytes).is_some_and(|reader| {
-            let group = reader.metadata().row_group(0);
-            group.columns().len() == 4 && group.column(1).compression().to_string().starts_with(name)
-        })
-    };
-    // Thrift stores the number n as 2n. 8 is brotli.
-    let at = footer.into_iter().find(|&at| has_codec(&with(&good, at, &[8]), "BROTLI")).expect("the codec is one byte");
+    let at = codec_position(&good);
     for (codec, name) in [(6, "LZO"), (8, "BROTLI"), (10, "LZ4"), (14, "LZ4_RAW")] {
         let bytes = with(&good, at, &[codec]);
         assert!(has_codec(&bytes, name));
-        let parts = ["with snappy, gzip or zstd, found", name, "write it again"];
+        let found = format!("with snappy, gzip or zstd, found {name};");
+        let parts = ["expected column \"text\" without compression", &found, "write the file again with zstd"];
         kinds.rejects(&format!("codec {name}"), "a.parquet", &bytes, &parts);
     }
     let unknown = ["expected a complete parquet file", "download it again"];
     kinds.rejects("codec that does not exist", "a.parquet", &with(&good, at, &[0x40]), &unknown);
+}
+
+/// Reports whether the column `text` of a file has a codec.
+fn has_codec(bytes: &[u8], name: &str) -> bool {
+    opened(bytes).is_some_and(|reader| {
+        let group = reader.metadata().row_group(0);
+        group.columns().len() == 4 && group.column(1).compression().to_string().split('(').next() == Some(name)
+    })
+}
+
+/// Returns the position of the codec of the column `text` in an uncompressed file.
+fn codec_position(good: &[u8]) -> usize {
+    let footer_bytes = u32::from_le_bytes(good[good.len() - 8..good.len() - 4].try_into().unwrap()) as usize;
+    let mut footer = good.len() - 8 - footer_bytes..good.len() - 8;
+    // Thrift stores the number n as 2n. 8 is brotli.
+    footer.find(|&at| has_codec(&with(good, at, &[8]), "BROTLI")).expect("the codec is one byte")
 }
 
 /// Changes a byte at 200 positions. Some changes are only found by the text that results.
