@@ -107,6 +107,8 @@ fn eval_names_invalid_sets_and_files() {
     with(&["--mmlu", "none.bin"], &["none.bin"]);
     let shape = ["-b", "2", "-t", "7", "--val", &fixture.val];
     with(&[&shape[..], &["--json", "/nowhere/results.json"]].concat(), &["cannot write /nowhere/results.json"]);
+    let here = text(fixture.directory.path());
+    with(&[&shape[..], &["--json", here]].concat(), &["cannot write ", "the name of a file, found a directory"]);
     with(&["--mmlu-examples", "3", "--val", &fixture.val], &["--mmlu <FILE>"]);
     with(&[], &["required arguments"]);
     let from = |rest: &[&str], parts: &[&str]| fail(&[&["data", "mmlu", "--from"], rest].concat(), parts);

@@ -6,6 +6,7 @@ use common::{succeed, text};
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 use tempfile::TempDir;
 
 const BATCH: [&str; 6] = ["--batch", "2", "--seq", "16", "--device", "cpu"];
@@ -13,6 +14,11 @@ const BATCH: [&str; 6] = ["--batch", "2", "--seq", "16", "--device", "cpu"];
 /// Asserts that the program fails with one error that contains `part`.
 fn fail(args: &[&str], part: &str) {
     common::fail(args, &[part]);
+}
+
+/// Runs the program in a directory.
+fn llm_rs_in(directory: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).current_dir(directory).args(args).output().unwrap()
 }
 
 /// A trained model with a vocabulary of bytes, and token files.
@@ -75,6 +81,16 @@ fn every_command_reads_an_exported_directory() {
     fs::rename(&out, &moved).unwrap();
     let printed = succeed(&["train", "--config", text(&tuned.join("config.toml")), "--resume"]);
     assert!(printed.contains("resumed after 2 of 2 steps"), "{printed}");
+    fs::rename(&moved, &out).unwrap();
+    // The same for a directory whose name looks like the name of a model.
+    let in_exports = |args: &[&str]| {
+        let output = llm_rs_in(out.parent().unwrap(), args);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let train = ["train", "--model", "hf", "--train", text(&tokens), "--steps", "1", "--out", "run"];
+    in_exports(&[&train[..], &BATCH].concat());
+    fs::rename(&out, &moved).unwrap();
+    in_exports(&["train", "--config", "run/config.toml", "--resume"]);
     fs::rename(&moved, &out).unwrap();
 
     let step = ["bench", "step", "--model", text(&out), "-x", "1", "-a", "1"];

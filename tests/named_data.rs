@@ -1,42 +1,18 @@
 //! The commands of named data sets, `data check` and `data show`, and training on many or damaged shards.
 
+mod common;
+
+use common::{NO_SERVER, fail, llm_rs, succeed, text};
 use data::tokens::{self, Width};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use tempfile::TempDir;
 
 const TINY: &[&str] = &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];
-/// Nothing listens on this port.
-const NO_SERVER: &str = "http://127.0.0.1:1";
-
-fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
-}
 
 fn printed(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
-
-fn succeed(args: &[&str]) -> String {
-    let output = llm_rs(args);
-    assert!(output.status.success(), "{args:?}: {}", printed(&output));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-/// Asserts that the program fails with status 1 and prints all of `parts`.
-fn fail(args: &[&str], parts: &[&str]) -> String {
-    let output = llm_rs(args);
-    let printed = printed(&output);
-    assert_eq!(output.status.code(), Some(1), "{args:?}: {printed}");
-    for part in parts {
-        assert!(printed.contains(part), "{args:?}: expected '{part}' in: {printed}");
-    }
-    assert!(!printed.contains("panicked"), "{printed}");
-    printed
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
 }
 
 /// Returns the names of the files in a directory.
@@ -111,30 +87,42 @@ fn check_prints_a_table_and_each_problem() {
     fs::write(&bad, &fs::read(dir.path().join("a_0.bin")).unwrap()[..1030]).unwrap();
     write(dir.path(), "a_3.bin", &[50256, 60000, 1, 50257]);
     write(dir.path(), "a_4.bin", &[1, 2, 3]);
-    let printed = fail(
-        &["data", "check", text(&all)],
+    reports(
+        &[text(&all)],
         &[
             "a_2.bin is truncated: expected 1038 bytes for the 7 tokens in the header, found 1030",
             "a_3.bin: token 60000 at position 1: expected ids below 50257",
             "a_3.bin: token 50257 at position 3: expected ids below 50257",
             "a_4.bin: expected token 50256 before each document, found none",
-            "error: expected valid token files, found 4 problems in 5 files",
         ],
+        5,
     );
-    assert_eq!(printed.matches("problem: ").count(), 4, "{printed}");
     let second = dir.path().join("a_1.bin");
-    fail(&["data", "check", text(&second), "--vocab", "8"], &["token 50256 at position 2", "token 8 at position 3"]);
-    fail(
-        &["data", "check", text(&second), "--tokenizer", "bytes"],
-        &["token 50256 at position 2: expected ids below 256"],
-    );
+    let problems = ["token 50256 at position 2: expected ids below 8", "token 8 at position 3: expected ids below 8"];
+    reports(&[text(&second), "--vocab", "8"], &problems, 1);
+    let problems =
+        ["token 50256 at position 2: expected ids below 256", "expected token 10 before each document, found none"];
+    reports(&[text(&second), "--tokenizer", "bytes"], &problems, 1);
+    let problems = ["expected a token file (.bin), found a directory; use the pattern"];
+    reports(&[text(dir.path())], &problems, 1);
     fail(&["data", "check", "/nowhere/*.bin"], &["no file matches '/nowhere/*.bin'"]);
 
     let wide = dir.path().join("wide.bin");
     tokens::write(&wide, &[128_000u32, 128_255, 5], Width::U32).unwrap();
     assert!(succeed(&["data", "check", text(&wide)]).contains("1 documents in 1 files"));
     tokens::write(&wide, &[128_000u32, 128_256], Width::U32).unwrap();
-    fail(&["data", "check", text(&wide)], &["token 128256 at position 1: expected ids below 128256"]);
+    reports(&[text(&wide)], &["token 128256 at position 1: expected ids below 128256"], 1);
+}
+
+/// Asserts that `data check` prints these problems in this number of files, and no others.
+fn reports(args: &[&str], problems: &[&str], files: usize) {
+    let error = format!("expected valid token files, found {} problems in {files} files", problems.len());
+    let printed = fail(&[&["data", "check"], args].concat(), &[&error]);
+    let found: Vec<&str> = printed.lines().filter(|line| line.starts_with("problem: ")).collect();
+    assert_eq!(found.len(), problems.len(), "{printed}");
+    for (found, problem) in found.iter().zip(problems) {
+        assert!(found.contains(problem), "expected '{problem}' in: {found}");
+    }
 }
 
 #[test]
@@ -221,12 +209,17 @@ fn without_a_network_errors_name_the_address_and_the_flag() {
     assert!(printed(&output).contains("expected 10B or 100B"));
 }
 
+/// Returns a temporary directory, a text in it that is long enough for Tiny Shakespeare's splits, and an unused path.
+fn play() -> (TempDir, PathBuf, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let (play, out) = (dir.path().join("play.txt"), dir.path().join("out"));
+    fs::write(&play, "All the world's a stage,\nAnd all the men and women merely players.\n\n".repeat(2000)).unwrap();
+    (dir, play, out)
+}
+
 #[test]
 fn a_directory_holds_one_data_set() {
-    let dir = tempfile::tempdir().unwrap();
-    let play = dir.path().join("play.txt");
-    fs::write(&play, "All the world's a stage,\nAnd all the men and women merely players.\n\n".repeat(2000)).unwrap();
-    let out = dir.path().join("out");
+    let (_dir, play, out) = play();
     let plays = ["data", "tinyshakespeare", "--from", text(&play), "--out", text(&out)];
     succeed(&plays);
     let named = ["dataset.json", "tiny_shakespeare_train.bin", "tiny_shakespeare_val.bin"];
@@ -245,10 +238,7 @@ fn a_directory_holds_one_data_set() {
 /// The state after a crash while the files are moved.
 #[test]
 fn an_interrupted_replacement_is_reported_and_completed() {
-    let dir = tempfile::tempdir().unwrap();
-    let play = dir.path().join("play.txt");
-    fs::write(&play, "All the world's a stage,\n\n".repeat(5000)).unwrap();
-    let out = dir.path().join("out");
+    let (_dir, play, out) = play();
     let plays = ["data", "tinyshakespeare", "--from", text(&play), "--out", text(&out)];
     succeed(&plays);
     let staging = out.join(".unfinished-dataset");
@@ -257,7 +247,7 @@ fn an_interrupted_replacement_is_reported_and_completed() {
     fs::rename(out.join("tiny_shakespeare_val.bin"), staging.join("tiny_shakespeare_val.bin")).unwrap();
     let train = out.join("tiny_shakespeare_train.bin");
     let interrupted = [text(&out), "the program was interrupted", "the `data` command with this --out"];
-    fail(&["data", "check", text(&train)], &interrupted);
+    reports(&[text(&train)], &["the program was interrupted"], 1);
     fail(&[&["train", "--device", "cpu", "--train", text(&train), "--steps", "1"], TINY].concat(), &interrupted);
     // The replacement is completed, although the input is too short.
     fs::write(&play, "short").unwrap();

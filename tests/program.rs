@@ -1,39 +1,15 @@
 //! The program as users run it: complete runs of small models, the command line, and every kind of invalid input.
 
+mod common;
+
+use common::{fail, llm_rs, succeed, text};
 use data::{Tokens, tokens};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use tempfile::TempDir;
 
 const TINY: &[&str] = &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16"];
-
-fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
-}
-
-fn succeed(args: &[&str]) -> String {
-    let output = llm_rs(args);
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{args:?}: {out}{err}");
-    out.into_owned()
-}
-
-/// Asserts that the program fails with one error line that contains all of `parts`.
-fn fail(args: &[&str], parts: &[&str]) {
-    let output = llm_rs(args);
-    let err = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?}: {err}");
-    let lines: Vec<&str> = err.lines().filter(|line| line.starts_with("error: ")).collect();
-    assert_eq!((lines.len(), err.contains("panicked")), (1, false), "{args:?}: {err}");
-    for part in parts {
-        assert!(lines[0].contains(part), "{args:?}: expected '{part}' in: {err}");
-    }
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
 
 fn write_tokens(dir: &Path, name: &str, ids: &[u16]) -> PathBuf {
     let path = dir.join(name);
@@ -208,6 +184,8 @@ fn tokenized_text_can_be_trained_on() {
     assert!((first.parse::<f64>().unwrap() - 50257f64.ln()).abs() < 0.1, "{first}");
     fail(&["data", "text", text(&play), "--out", text(&out)], &["train_000000.bin", "--overwrite"]);
     let split = dir.path().join("split");
+    let extensions = ["data", "text", text(dir.path()), "--out", text(&split), "--extensions", ".tex"];
+    fail(&extensions, &["expected input files with extension .tex, found none; skipped files with other extensions: "]);
     let printed = succeed(&["data", "text", text(&play), "--out", text(&split), "--separator", "<|x|>"]);
     assert!(printed.contains("expected '<|x|>' in each text file, found 1 without it"), "{printed}");
     let smaller = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/tiny.bin");

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{succeed, text};
+use common::{fail, succeed, text};
 use data::tokens;
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -88,6 +88,8 @@ fn every_recipe_plans_with_the_settings_of_llm_c_and_the_memory_that_it_states()
         let path = configs().join(file);
         let overrides = ["--train", text(&data), "--val", text(&data), "--hellaswag", text(&set), "--out", text(&out)];
         let run = ["train", "--config", text(&path), "--device", "cuda", "--dry-run"];
+        // Without the data, the error names its files.
+        fail(&run, &["--train: no file matches 'data/"]);
         let printed = succeed(&[&run[..], &overrides].concat());
         assert!(row(&printed, "model").starts_with(&format!("{model}: ")), "{printed}");
         assert_eq!(row(&printed, "batch"), batch, "{file}");

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{fail, llm_rs, succeed, text};
+use common::{fail, succeed, text};
 use data::tokens;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -105,14 +105,13 @@ fn sweeps_reject_invalid_flags_before_the_first_run() {
     reject(&["--flag", "lr=1,1"], &["expected different values for each run"]);
     reject(&["--flag", "lr=1", "--launcher", "'"], &["--launcher: expected a command as for a shell"]);
     let mut after = with_flags(&arguments, &["--flag", "lr=1"]);
-    after.extend(["--out", "x"]);
+    after.push("-ox");
     fail(&after, &["--out: expected before --, found after it"]);
     fail(&with_flags(&arguments, &[]), &["--flag <NAME=VALUE,VALUE>"]);
     assert!(!out.exists());
     // If no run finishes, the exit code says so.
     reject(&["--flag", "val=/nowhere.bin"], &["expected at least one finished run, found none; see output.txt"]);
-    let launched = llm_rs(&with_flags(&arguments, &["--flag", "lr=0.5", "--launcher", "env LLM_RS_X=1"]));
-    assert!(launched.status.success(), "{}", String::from_utf8_lossy(&launched.stderr));
+    succeed(&with_flags(&arguments, &["--flag", "lr=0.5", "--launcher", "env LLM_RS_X=1"]));
     let missing = with_flags(&arguments, &["--flag", "lr=0.25", "--launcher", "/nowhere/launcher"]);
     fail(&missing, &["cannot start /nowhere/launcher"]);
 }

@@ -152,6 +152,14 @@ fn the_tokenizer_of_the_data_goes_through_training_to_the_export() {
         fs::rename(fixture.at("moved"), fixture.at(name)).unwrap();
     }
     assert_eq!(fs::read(fixture.at("tuned/tokenizer.json")).unwrap(), file);
+
+    // Without the file of the tokenizer, tokens are not shown as text of GPT-2.
+    fs::remove_file(fixture.at("data/tokenizer.json")).unwrap();
+    let shard = fixture.at("data/val_000000.bin");
+    let show = ["data", "show", text(&shard)];
+    fail(&show, &["val_000000.bin: pass the tokenizer with --tokenizer", "expected the tokenizer ", "found none"]);
+    let tokenizer = fixture.at("run/tokenizer.json");
+    assert!(succeed(&[&show[..], &["--tokenizer", text(&tokenizer)]].concat()).contains("the"));
 }
 
 #[test]

@@ -155,7 +155,7 @@ fn verify_command_rejects_invalid_files() {
     };
     let word = |i: usize, value: i32| refusal(&|files| files.overwrite("state.bin", 4 * i, &value.to_le_bytes()));
     let text = word(0, 20240326);
-    assert!(text.contains("state.bin: not a debug state: expected magic 20240327, found 20240326"), "{text}");
+    assert!(text.contains("state.bin: not a valid debug state: expected magic 20240327, found 20240326"), "{text}");
     let text = word(1, 1);
     assert!(text.contains("expected debug state version 2, found 1"), "{text}");
     let text = word(2, -1);

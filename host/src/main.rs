@@ -32,6 +32,8 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
         || error.root_cause().downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
+/// Joins the lines of an error with semicolons.
 fn on_one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    text.lines().map(words).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }

@@ -1,12 +1,13 @@
 //! Runs the program as a user does.
 
-#![allow(dead_code, reason = "each test uses some of the functions")]
-
 use std::path::Path;
 use std::process::{Command, Output};
 
+/// The address that replaces the Hugging Face Hub. Nothing listens on this port.
+pub const NO_SERVER: &str = "http://127.0.0.1:1";
+
 pub fn llm_rs(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).env("HF_ENDPOINT", NO_SERVER).output().unwrap()
 }
 
 /// Returns what the program prints.
@@ -17,8 +18,8 @@ pub fn succeed(args: &[&str]) -> String {
     out.into_owned()
 }
 
-/// Asserts that the program fails with one error, which contains all of `parts`.
-pub fn fail(args: &[&str], parts: &[&str]) {
+/// Asserts that the program fails with one error, which contains all of `parts`. Returns all that it prints.
+pub fn fail(args: &[&str], parts: &[&str]) -> String {
     let output = llm_rs(args);
     let err = String::from_utf8_lossy(&output.stderr);
     assert_ne!(output.status.code(), Some(0), "{args:?}: {err}");
@@ -28,6 +29,7 @@ pub fn fail(args: &[&str], parts: &[&str]) {
     for part in parts {
         assert!(message.contains(part), "{args:?}: expected '{part}' in: {err}");
     }
+    format!("{}{err}", String::from_utf8_lossy(&output.stdout))
 }
 
 pub fn text(path: &Path) -> &str {

@@ -32,7 +32,7 @@ pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T
     writer.flush().with_context(cannot)?;
     drop(writer);
     temporary.as_file().sync_all().with_context(cannot)?;
-    temporary.persist(path).with_context(cannot)?;
+    temporary.persist(path).map_err(|error| error.error).with_context(cannot)?;
     sync_directory(directory)?;
     Ok(result)
 }
@@ -78,6 +78,16 @@ mod tests {
         let message = format!("{:#}", failed.unwrap_err());
         assert!(message.contains("x.bin") && message.contains("disk full"), "{message}");
         assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_does_not_replace_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        fs::create_dir(&path).unwrap();
+        let message = format!("{:#}", write(&path, |_| Ok(())).unwrap_err());
+        assert_eq!(message, format!("cannot write {}: Is a directory (os error 21)", path.display()));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

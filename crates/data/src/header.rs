@@ -30,12 +30,12 @@ pub fn read_one_of(formats: &[Format], file: &str, from: &mut impl Read) -> Resu
     let found = read_available(from, &mut header.0).with_context(|| format!("cannot read {file}"))?;
     ensure!(
         found == HEADER_BYTES,
-        "{file}: not a {name}: expected a header of {HEADER_BYTES} bytes, found {found} bytes"
+        "{file}: not a valid {name}: expected a header of {HEADER_BYTES} bytes, found {found} bytes"
     );
     let [magic, version] = [0, 1].map(|i| header.word(i));
     let Some(which) = formats.iter().position(|format| format.magic == magic) else {
         let expected: Vec<String> = formats.iter().map(|format| format.magic.to_string()).collect();
-        bail!("{file}: not a {name}: expected magic {}, found {magic}", expected.join(" or "));
+        bail!("{file}: not a valid {name}: expected magic {}, found {magic}", expected.join(" or "));
     };
     let expected = formats[which].version;
     ensure!(version == expected, "{file}: expected {name} version {expected}, found {version}");

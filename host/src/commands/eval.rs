@@ -120,6 +120,7 @@ struct Inputs {
 
 /// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
+    args.json.as_deref().map_or(Ok(()), json::check)?;
     let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;

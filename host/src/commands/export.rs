@@ -14,7 +14,8 @@ const EXAMPLES: &str = "\
 Examples:
   Load a trained model with transformers:
     llm-rs export --format hf runs/a model
-    python -c \"from transformers import pipeline; print(pipeline('text-generation', 'model')('The '))\"
+    python -c \"from transformers import pipeline; \\
+      print(pipeline('text-generation', 'model')('The '))\"
 
   Run it with llama.cpp:
     llm-rs export --format gguf runs/a model.gguf
@@ -32,7 +33,7 @@ pub struct Export {
     format: Format,
 
     /// Number format of the weights [default: that of the checkpoint]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, value_name = "bf16|fp32", hide_possible_values = true)]
     dtype: Option<Precision>,
 
     /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by the vocabulary size]

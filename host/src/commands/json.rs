@@ -1,9 +1,18 @@
 //! Results in JSON files.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
+
+/// Fails if `path` cannot become a file. A command calls it before it computes for a long time.
+pub fn check(path: &Path) -> Result<()> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let (file, at) = (path.display(), directory.display());
+    ensure!(directory.is_dir(), "cannot write {file}: expected the directory {at}, found none; create it");
+    ensure!(!path.is_dir(), "cannot write {file}: expected the name of a file, found a directory");
+    Ok(())
+}
 
 /// Writes a value to a file atomically, with a newline at the end.
 pub fn write(path: &Path, value: &impl Serialize) -> Result<()> {

@@ -13,8 +13,8 @@ pub struct Tokenizer {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
 
-    /// Tokenizer: gpt2, bytes, or the path of a tokenizer file
-    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory
+    #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
     tokenizer: String,
 }
 

@@ -23,7 +23,7 @@ pub struct Check {
     #[arg(long, value_name = "N", value_parser = count)]
     vocab: Option<usize>,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: that of dataset.json, or
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory [default: that of dataset.json, or
     /// gpt2 for 16-bit files and the ids of Llama 3 for 32-bit files]
     #[arg(long, value_name = "NAME|PATH")]
     tokenizer: Option<String>,

@@ -27,7 +27,7 @@ pub struct Fineweb {
     #[arg(short, long, value_name = "DIR")]
     out: Option<PathBuf>,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory
     #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
     tokenizer: String,
 

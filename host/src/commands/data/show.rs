@@ -1,7 +1,7 @@
 //! `data show`.
 
 use crate::values::{count, whole_number};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use data::Tokens;
 use data::dataset;
 use data::tokens::Width;
@@ -24,7 +24,7 @@ pub struct Show {
     #[arg(long, value_name = "M", default_value = "32", value_parser = count)]
     count: usize,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory [default: that of dataset.json, or
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory [default: that of dataset.json, or
     /// gpt2 for 16-bit files]
     #[arg(long, value_name = "NAME|PATH")]
     tokenizer: Option<String>,
@@ -66,12 +66,12 @@ fn text_of(tokenizer: &Tokenizer, id: u32) -> String {
 }
 
 /// Returns the tokenizer of a file without `--tokenizer`: the one in the description of its data set, or else GPT-2's for 16-bit
-/// tokens.
+/// tokens. Fails if the data set has a description, but its tokenizer is missing.
 pub fn default_tokenizer(file: &Path, tokens: &Tokens) -> Result<Option<Tokenizer>> {
-    if let Some(dataset) = dataset::read_for_shard(file)?
-        && let Ok(tokenizer) = stored::with_identity(&dataset.tokenizer, file.parent().unwrap_or(Path::new("")))
-    {
-        return Ok(Some(tokenizer));
+    if let Some(dataset) = dataset::read_for_shard(file)? {
+        let directory = file.parent().unwrap_or(Path::new(""));
+        let tokenizer = stored::with_identity(&dataset.tokenizer, directory);
+        return tokenizer.map(Some).with_context(|| format!("{}: pass the tokenizer with --tokenizer", file.display()));
     }
     Ok((tokens.width() == Some(Width::U16)).then(Tokenizer::gpt2))
 }

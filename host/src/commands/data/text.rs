@@ -36,8 +36,8 @@ pub struct Text {
     #[arg(long, value_name = "TEXT")]
     separator: Option<String>,
 
-    /// Tokenizer: gpt2, bytes, or a tokenizer.json, a Llama 3 tokenizer.model, or a directory with one of them
-    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory
+    #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
     tokenizer: String,
 
     /// Encode special tokens in the text, such as <|endoftext|>, as ordinary text
@@ -49,7 +49,7 @@ pub struct Text {
     val_fraction: f64,
 
     /// In directories, use only files with these extensions, such as rs,md
-    #[arg(long, value_name = "EXT", value_delimiter = ',')]
+    #[arg(long, value_name = "EXT,EXT", value_delimiter = ',', value_parser = extension)]
     extensions: Vec<String>,
 
     /// Tokens in a shard
@@ -69,6 +69,12 @@ fn format(text: &str) -> Result<Format, &'static str> {
         "csv" => Ok(Format::Csv),
         _ => Err("expected text, jsonl, parquet or csv"),
     }
+}
+
+/// Accepts an extension with or without its dot.
+fn extension(text: &str) -> Result<String, &'static str> {
+    let name = text.strip_prefix('.').unwrap_or(text);
+    if name.is_empty() { Err("expected extensions, such as rs,md") } else { Ok(name.to_owned()) }
 }
 
 /// Tokenizes the files.

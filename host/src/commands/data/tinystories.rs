@@ -19,7 +19,7 @@ pub struct Tinystories {
     #[arg(short, long, value_name = "DIR", default_value = "data/tinystories")]
     out: PathBuf,
 
-    /// gpt2, bytes, or a tokenizer.json or tokenizer.model (Llama 3), or its directory
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or Llama 3 tokenizer.model, or its directory
     #[arg(long, value_name = "NAME|PATH", default_value = "gpt2")]
     tokenizer: String,
 }

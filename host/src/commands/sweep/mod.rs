@@ -25,11 +25,12 @@ const EXAMPLES: &str = "\
 Example:
   Compare three learning rates, each with and without warmup:
     llm-rs sweep --flag lr=1e-4,3e-4,1e-3 --flag warmup=0,100 --out runs/lr -- \\
-      --train 'data/train_*.bin' --val 'data/val_*.bin' --layers 4 --heads 4 --channels 256 --steps 1000
+      --train 'data/train_*.bin' --val 'data/val_*.bin' --steps 1000 \\
+      --layers 4 --heads 4 --channels 256
 
 The same command continues an interrupted sweep: finished runs are skipped, others resume from their last checkpoint.";
 
-/// Train with every combination of some flag values, and list the runs by their final validation loss
+/// Train once for every combination of flag values, and list the runs by their final validation loss
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Sweep {
@@ -100,7 +101,7 @@ impl Sweep {
     /// Returns the flags for all runs. The word `train` before them is optional.
     fn train_flags(&self) -> Result<&[String]> {
         let flags = self.train.strip_prefix(&["train".to_owned()][..]).unwrap_or(&self.train);
-        let is_out = |flag: &String| flag == "-o" || flag == "--out" || flag.starts_with("--out=");
+        let is_out = |flag: &String| flag == "--out" || flag.starts_with("--out=") || flag.starts_with("-o");
         ensure!(
             !flags.iter().any(is_out),
             "--out: expected before --, found after it; the sweep gives each run a directory in its own --out"

@@ -291,8 +291,9 @@ fn shape(
     // A known name is always a shape, even if there is a file or directory of that name.
     match (name.parse::<Descriptor>(), resumed) {
         (Ok(known), _) => Ok((shape, Descriptor { vocab, ..known }, None)),
-        (Err(error), _) if !is_path(&name) => Err(error).context("--model"),
+        // The path of the initial weights may no longer exist.
         (Err(_), Some(descriptor)) => Ok((shape, descriptor, None)),
+        (Err(error), None) if !is_path(&name) => Err(error).context("--model"),
         (Err(_), None) => {
             let source = ModelSource::open(Path::new(&name)).context("--model")?;
             Ok((shape, source.descriptor(), Some(source)))
@@ -300,7 +301,7 @@ fn shape(
     }
 }
 
-/// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.
+/// Returns whether a value of `--model` is a path, also of a file that is missing, rather than an unknown name.
 fn is_path(name: &str) -> bool {
     let path = Path::new(name);
     path.exists() || path.components().count() > 1 || path.extension().is_some_and(|extension| extension == "bin")
