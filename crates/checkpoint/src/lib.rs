@@ -24,7 +24,7 @@ pub mod recovery;
 pub mod resume;
 pub mod sidecar;
 pub mod state;
-mod tensors;
+pub mod tensors;
 pub mod writer;
 
 use data::loader::Position;

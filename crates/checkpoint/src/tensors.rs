@@ -123,7 +123,7 @@ pub fn read<R: Read + Seek>(
 }
 
 /// Returns the name of a tensor of one layer in messages.
-fn name(param: Param, layer: usize) -> String {
+pub fn name(param: Param, layer: usize) -> String {
     if param.layered() { format!("{} of layer {layer}", param.name()) } else { param.name().to_owned() }
 }
 

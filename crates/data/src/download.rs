@@ -59,9 +59,7 @@ fn with_pause(remote: &Remote, to: &Path, pause: Duration) -> Result<()> {
     if fs::metadata(to).is_ok_and(|found| found.is_file() && remote.bytes.is_none_or(|bytes| bytes == found.len())) {
         return Ok(());
     }
-    if let Some(directory) = to.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        atomic_file::create_directory(directory)?;
-    }
+    atomic_file::create_directory(atomic_file::parent(to))?;
     let partial = partial_path(to);
     let cannot_write = || format!("cannot write {}", partial.display());
     let mut options = OpenOptions::new();

@@ -168,7 +168,7 @@ impl Row<'_> {
             let tokens = completion.len();
             ensure!(
                 tokens < max_tokens,
-                "column {}: expected a choice of fewer than {max_tokens} tokens, found {tokens}; use more --max-tokens",
+                "column {}: expected a choice of fewer than {max_tokens} tokens, found {tokens}; use a larger --max-tokens",
                 COLUMNS[1 + i]
             );
         }

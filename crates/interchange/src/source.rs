@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use checkpoint::finite::NonFinite;
 use checkpoint::model_file::ModelFile;
 use checkpoint::resume::newest_model_file;
+use checkpoint::tensors;
 use engine::Engine;
 use engine::tensor::{DType, Tensor};
 use model::{Descriptor, Gpt2, Param};
@@ -134,12 +135,19 @@ impl ModelSource {
         }
     }
 
-    /// Reads a tensor, one row per output, without padding of the vocabulary, as little-endian elements of type `dtype`.
+    /// Reads a tensor, one row per output, without padding of the vocabulary, as little-endian elements of type `dtype`. NaN and
+    /// infinite values are an error that names the tensor.
     pub fn read(&self, param: Param, layer: usize, dtype: DType) -> Result<Vec<u8>> {
-        let (element, bytes) = match &self.0 {
-            Kind::LlmC(file) => (Element::from(file.dtype()), file.read_tensor(param, layer)?),
-            Kind::HuggingFace(model) => model.read(param, layer)?,
+        let (element, bytes, name) = match &self.0 {
+            Kind::LlmC(file) => {
+                (Element::from(file.dtype()), file.read_tensor(param, layer)?, tensors::name(param, layer))
+            }
+            Kind::HuggingFace(model) => {
+                let (element, bytes) = model.read(param, layer)?;
+                (element, bytes, model.name(param, layer).to_owned())
+            }
         };
+        check_finite(element, &bytes, &name).with_context(|| self.path().display().to_string())?;
         Ok(element.convert(bytes, dtype))
     }
 

@@ -96,9 +96,13 @@ fn non_finite_values_are_errors_that_name_the_tensor() {
         let mut cpu = Cpu::new();
         let (model, plan) = Gpt2::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);
         cpu.allocate(&plan).unwrap();
-        let message = format!("{:#}", source.load(&model, &mut cpu).unwrap_err());
+        let read = source.read(Param::Attprojw, 1, DType::Bf16).unwrap_err();
+        source.read(Param::Attprojw, 0, DType::Bf16).unwrap();
+        let loaded = source.load(&model, &mut cpu).unwrap_err();
         let expected = format!("transformer.h.1.attn.c_proj.weight: expected finite values, found {found} values");
-        assert!(message.contains(&expected) && message.contains(directory.path().to_str().unwrap()), "{message}");
+        for message in [read, loaded].map(|error| format!("{error:#}")) {
+            assert!(message.contains(&expected) && message.contains(directory.path().to_str().unwrap()), "{message}");
+        }
     }
 }
 

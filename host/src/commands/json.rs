@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Fails if `path` cannot become a file. A command calls it before it computes for a long time.
 pub fn check(path: &Path) -> Result<()> {
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = atomic_file::parent(path);
     let (file, at) = (path.display(), directory.display());
     ensure!(directory.is_dir(), "cannot write {file}: expected the directory {at}, found none; create it");
     ensure!(!path.is_dir(), "cannot write {file}: expected the name of a file, found a directory");

@@ -86,7 +86,8 @@ fn size(path: &Path) -> Result<u64> {
 fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
-    let invalid = || format!("{name}: expected a complete parquet file; download it again, or check --format");
+    let invalid =
+        || format!("{name}: expected a complete parquet file, found another or a damaged one; download it again");
     let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;
     let metadata = reader.metadata();
     let column = find_column(metadata.file_metadata().schema_descr(), field).with_context(|| name.to_string())?;
