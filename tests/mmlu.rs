@@ -80,7 +80,7 @@ fn long_questions_lose_their_beginning() {
     assert_eq!(mmlu::read(&files, longest).unwrap(), whole);
     let message = format!("{:#}", mmlu::read(&files, 3).unwrap_err());
     let expected =
-        "long_test.csv, line 1: column C: expected a choice of fewer than 3 tokens, found 3; use more --max-tokens";
+        "long_test.csv, line 1: column C: expected a choice of fewer than 3 tokens, found 3; use a larger --max-tokens";
     assert!(message.ends_with(expected), "{message}");
 }
 
