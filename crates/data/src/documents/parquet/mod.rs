@@ -1,12 +1,15 @@
 //! Parquet files. Only the column with the text is read, page by page.
 
+mod pages;
+
 use super::{FileReport, Sink, document, list_names};
 use ::parquet::basic::{Compression, Type};
-use ::parquet::column::reader::ColumnReader;
+use ::parquet::column::reader::{ColumnReader, get_column_reader};
 use ::parquet::file::reader::{FileReader, SerializedFileReader};
 use ::parquet::schema::types::SchemaDescriptor;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
+use pages::CheckedPages;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -22,12 +25,15 @@ pub fn read(path: &Path, field: &str, progress: &ProgressBar, sink: &mut dyn Sin
     }
     let (reader, column) = open(path, field)?;
     let metadata = reader.metadata();
+    let descriptor = metadata.file_metadata().schema_descr().column(column);
     let mut report = FileReport::default();
     let groups = metadata.num_row_groups();
     let mut rows = 0;
     for group in 0..groups {
         let place = || format!("cannot read rows from {} of {name}: expected valid pages; download it again", rows + 1);
-        let values = decode(path, || reader.get_row_group(group)?.get_column_reader(column))?.with_context(place)?;
+        let pages =
+            decode(path, || reader.get_row_group(group)?.get_column_page_reader(column))?.with_context(place)?;
+        let values = get_column_reader(descriptor.clone(), Box::new(CheckedPages(pages)));
         let ColumnReader::ByteArrayColumnReader(mut values) = values else {
             bail!("{name}: expected a column of strings in \"{field}\"");
         };
