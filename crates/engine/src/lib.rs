@@ -25,6 +25,7 @@ pub use gemm::{Algorithms, Tuning};
 pub use graph::GraphKey;
 pub use ops::Operation;
 
+use crate::ops::AttentionShape;
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -81,14 +82,14 @@ impl TryFrom<u8> for GeluFusion {
 /// Sizes from which an engine plans its own scratch memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
-    /// Sequences of a batch.
-    pub b: usize,
-    /// Tokens of a sequence.
-    pub t: usize,
+    /// Sizes of attention, which include those of the batch.
+    pub attention: AttentionShape,
     /// Channels (C).
     pub channels: usize,
-    /// Attention heads (NH).
-    pub heads: usize,
+    /// Output channels of the MLP's first layer: F, or 2 F for a gated activation.
+    pub fc_channels: usize,
+    /// Input channels of the MLP's second layer (F).
+    pub mlp_channels: usize,
     /// Padded vocabulary (Vp).
     pub padded_vocab: usize,
     /// Elements of the parameter block.
@@ -99,6 +100,20 @@ pub struct Workload {
     pub update_ranges: usize,
     /// Runs backward passes and updates.
     pub training: bool,
+}
+
+impl Workload {
+    /// Returns the tokens of a batch, B·T.
+    pub fn rows(&self) -> usize {
+        self.attention.b * self.attention.t
+    }
+
+    /// Returns (OC, C) of the linear layers of a transformer layer.
+    pub fn linear_layers(&self) -> [(usize, usize); 4] {
+        let Self { attention, channels: c, fc_channels, mlp_channels, .. } = *self;
+        let AttentionShape { heads, head_size, .. } = attention;
+        [(attention.packed_heads() * head_size, c), (c, heads * head_size), (fc_channels, c), (c, mlp_channels)]
+    }
 }
 
 /// A kernel, GEMM or copy in a profile. Times are in seconds from the start of the profile.
@@ -162,7 +177,7 @@ pub trait Engine {
     /// Adds the engine's scratch buffers to the plan.
     fn plan(&mut self, plan: &mut Plan, workload: &Workload);
 
-    /// Allocates the arena, zeroed, and frees the previous one.
+    /// Allocates the arena, zeroed except for the constants of the plan, and frees the previous one.
     fn allocate(&mut self, plan: &Plan) -> Result<()>;
 
     /// Launches an operation. The method `run` of `dyn Engine` is the convenient form.
@@ -217,8 +232,8 @@ pub trait Engine {
         work: &mut dyn FnMut(&mut dyn Engine) -> Result<()>,
     ) -> Result<Option<String>>;
 
-    /// Chooses the fastest implementation of each GEMM that `pass` launches. During the pass nothing is computed; the arena is zero
-    /// afterwards. GEMMs that an earlier run on this machine tuned are timed again only if `retune`.
+    /// Chooses the fastest implementation of each GEMM that `pass` launches. During the pass nothing is computed; afterwards the arena
+    /// is zero except for the constants of the plan. GEMMs that an earlier run on this machine tuned are timed again only if `retune`.
     fn tune(&mut self, _retune: bool, _pass: &mut dyn FnMut(&mut dyn Engine) -> Result<()>) -> Result<Tuning> {
         Ok(Tuning::default())
     }

@@ -11,6 +11,7 @@ use crate::Result;
 use crate::batch::BatchLayout;
 use crate::tensor::Tensor;
 use anyhow::ensure;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Declares [`Operation`] with one variant for each argument struct, and the conversions into it.
@@ -35,6 +36,10 @@ operations!(
     EncoderBackward,
     LayerNormForward,
     LayerNormBackward,
+    RmsNormForward,
+    RmsNormBackward,
+    RotaryForward,
+    RotaryBackward,
     MatmulForward,
     MatmulBackward,
     AttentionForward,
@@ -47,7 +52,7 @@ operations!(
     AdamWUpdate<'a>,
 );
 
-/// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`.
+/// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if there is no `wpe`.
 #[derive(Clone, Copy, Debug)]
 pub struct EncoderForward {
     /// (B, T, C) float
@@ -59,7 +64,7 @@ pub struct EncoderForward {
     /// (Vp, C) float
     pub wte: Tensor,
     /// (max T, C) float
-    pub wpe: Tensor,
+    pub wpe: Option<Tensor>,
     /// Channels.
     pub c: usize,
 }
@@ -72,7 +77,7 @@ pub struct EncoderBackward {
     /// (Vp, C) float, accumulated
     pub dwte: Tensor,
     /// (max T, C) float, accumulated
-    pub dwpe: Tensor,
+    pub dwpe: Option<Tensor>,
     /// (B, T, C) float
     pub dout: Tensor,
     /// The batch, sorted by [`BatchLayout::sort`].
@@ -127,6 +132,105 @@ pub struct LayerNormBackward {
     pub c: usize,
 }
 
+/// Computes `out = inp · rstd · weight` for each row, where rstd = 1 / √(mean(inp²) + eps) (Zhang and Sennrich, 2019,
+/// arXiv:1910.07467), and keeps rstd for the backward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNormForward {
+    /// (rows, C) float
+    pub out: Tensor,
+    /// (rows) f32
+    pub rstd: Tensor,
+    /// (rows, C) float
+    pub inp: Tensor,
+    /// (C) float; all ones if absent.
+    pub weight: Option<Tensor>,
+    /// Channels.
+    pub c: usize,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// Adds the gradient through an RMSNorm to `dinp`, and the gradient of its weight.
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNormBackward {
+    /// (rows, C) float, accumulated
+    pub dinp: Tensor,
+    /// (C) float, accumulated; present if `weight` is.
+    pub dweight: Option<Tensor>,
+    /// (rows, C) float
+    pub dout: Tensor,
+    /// (rows, C) float
+    pub inp: Tensor,
+    /// (C) float
+    pub weight: Option<Tensor>,
+    /// (rows) f32
+    pub rstd: Tensor,
+    /// Channels.
+    pub c: usize,
+}
+
+/// Determines which two channels of a head form the pair that a rotary embedding rotates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RotaryPairs {
+    /// Channels i and i + HS/2, as in transformers.
+    HalfSplit,
+    /// Channels 2i and 2i + 1, as in Meta's Llama and llm.c.
+    Interleaved,
+}
+
+/// Sizes of a [`RotaryForward`] and its gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RotaryShape {
+    /// Sizes of the attention that reads the result.
+    pub attention: AttentionShape,
+    /// The pairs that are rotated.
+    pub pairs: RotaryPairs,
+}
+
+/// RMSNorm of each head's query and key before the rotation (QK-norm).
+#[derive(Clone, Copy, Debug)]
+pub struct QkNorm {
+    /// (B, T, NH + KV, HS) float: the queries and keys before the norm, for the backward pass.
+    pub saved: Tensor,
+    /// (HS) float weights of queries and keys; all ones if absent.
+    pub weights: Option<[Tensor; 2]>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Factor of the normalized queries and keys.
+    pub gain: f32,
+}
+
+/// Rotates queries and keys by their positions (RoPE; Su et al., 2021, arXiv:2104.09864), after an optional norm.
+///
+/// The pair (x, y) number i at position t becomes (x cos - y sin, y cos + x sin) with the cosine and sine of `table[t, i]`.
+#[derive(Clone, Copy, Debug)]
+pub struct RotaryForward {
+    /// (B, T, NH + 2 KV, HS) float: queries and keys are replaced, values are not read.
+    pub qkv: Tensor,
+    /// (max T, HS/2, 2) f32: cosine and sine of each angle.
+    pub table: Tensor,
+    /// Set if queries and keys are normalized before.
+    pub qk_norm: Option<QkNorm>,
+    /// Sizes.
+    pub shape: RotaryShape,
+}
+
+/// Computes the gradient of a [`RotaryForward`]: rotates back, then propagates through the norm.
+#[derive(Clone, Copy, Debug)]
+pub struct RotaryBackward {
+    /// (B, T, NH + 2 KV, HS) float: the gradients of queries and keys are replaced, those of values are not read.
+    pub dqkv: Tensor,
+    /// (max T, HS/2, 2) f32
+    pub table: Tensor,
+    /// The norm of the forward pass.
+    pub qk_norm: Option<QkNorm>,
+    /// (HS) float gradients of the norm's weights, accumulated; present if the weights are.
+    pub dweights: Option<[Tensor; 2]>,
+    /// Sizes.
+    pub shape: RotaryShape,
+}
+
 /// Sizes of a linear layer: out (rows, OC) = inp (rows, C) · weightᵀ (C, OC).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulShape {
@@ -138,6 +242,29 @@ pub struct MatmulShape {
     pub oc: usize,
 }
 
+/// An activation function between two linear layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Activation {
+    /// gelu(x), in its tanh approximation
+    Gelu,
+    /// up · silu(gate), where x is (rows, 2 F) with up in the first F columns and gate in the others (Shazeer, 2020,
+    /// arXiv:2002.05202)
+    SwiGlu,
+    /// max(x, 0)² (So et al., 2021, arXiv:2109.08668)
+    ReluSquared,
+}
+
+impl Activation {
+    /// Returns the number of input columns for each output column.
+    pub const fn inputs(self) -> usize {
+        match self {
+            Self::Gelu | Self::ReluSquared => 1,
+            Self::SwiGlu => 2,
+        }
+    }
+}
+
 /// Determines how a linear layer's sums become its output. The tensors are (rows, OC) float and distinct from `out`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
@@ -145,8 +272,8 @@ pub enum Epilogue {
     None,
     /// out = residual + sum
     Residual(Tensor),
-    /// pre_gelu = sum, out = gelu(sum)
-    Gelu(Tensor),
+    /// preactivation = sum, out = activation(sum); out is (rows, OC / [`Activation::inputs`])
+    Activation(Activation, Tensor),
 }
 
 /// Computes a linear layer: the epilogue of `inp (rows, C) · weight (OC, C)ᵀ + bias (OC)`.
@@ -168,11 +295,11 @@ pub struct MatmulForward {
 
 /// Computes the gradients of a linear layer.
 ///
-/// `dinp = dout · weight`, times gelu'(pre_gelu) if `gelu` is given; `dweight += doutᵀ · inp`;
+/// `dinp = dout · weight`, multiplied by the derivative of the activation if `activation` is given; `dweight += doutᵀ · inp`;
 /// `dbias += Σ_rows dout`.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulBackward {
-    /// (rows, C) float
+    /// (rows, C) float; with an activation its gradient (rows, C · [`Activation::inputs`])
     pub dinp: Tensor,
     /// (OC, C) float or f32, accumulated
     pub dweight: Tensor,
@@ -180,28 +307,30 @@ pub struct MatmulBackward {
     pub dbias: Option<Tensor>,
     /// (rows, OC) float
     pub dout: Tensor,
-    /// (rows, C) float
+    /// (rows, C) float. Its contents are lost with [`Activation::SwiGlu`].
     pub inp: Tensor,
     /// (OC, C) float
     pub weight: Tensor,
-    /// Set if `inp` is a GELU.
-    pub gelu: Option<GeluInput>,
+    /// Set if `inp` is the output of an activation.
+    pub activation: Option<ActivationInput>,
     /// Sizes.
     pub shape: MatmulShape,
 }
 
-/// States that a linear layer's input (rows, C) is gelu(pre_gelu).
+/// States that a linear layer's input (rows, C) is activation(preactivation).
 #[derive(Clone, Copy, Debug)]
-pub struct GeluInput {
-    /// (rows, C) float
-    pub pre_gelu: Tensor,
+pub struct ActivationInput {
+    /// The activation.
+    pub activation: Activation,
+    /// (rows, C · [`Activation::inputs`]) float
+    pub preactivation: Tensor,
     /// Set if the input was not kept: the layer that computed it. The input is recomputed, bit for bit, before it is read.
-    pub recompute: Option<GeluForward>,
+    pub recompute: Option<ActivationForward>,
 }
 
-/// Operands of a [`MatmulForward`] with [`Epilogue::Gelu`].
+/// Operands of a [`MatmulForward`] with [`Epilogue::Activation`].
 #[derive(Clone, Copy, Debug)]
-pub struct GeluForward {
+pub struct ActivationForward {
     /// (rows, C) float
     pub inp: Tensor,
     /// (OC, C) float
@@ -212,17 +341,38 @@ pub struct GeluForward {
     pub shape: MatmulShape,
 }
 
-/// Sizes of a multi-head attention.
+/// Sizes of a grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245): query head h reads key-value head
+/// h / (NH / KV). With KV = NH it is multi-head attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
     /// Sequences.
     pub b: usize,
     /// Tokens of a sequence.
     pub t: usize,
-    /// Heads (NH).
+    /// Query heads (NH).
     pub heads: usize,
+    /// Key-value heads (KV), a divisor of NH.
+    pub kv_heads: usize,
     /// Channels of a head (HS).
     pub head_size: usize,
+}
+
+impl AttentionShape {
+    /// Returns the heads of a row of qkv: NH + 2 KV.
+    pub const fn packed_heads(self) -> usize {
+        self.heads + 2 * self.kv_heads
+    }
+
+    /// Checks that each key-value head has the same number of query heads.
+    pub(crate) fn check(self) -> Result<()> {
+        ensure!(
+            self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads),
+            "attention: expected a number of key-value heads that divides {} heads, found {}",
+            self.heads,
+            self.kv_heads
+        );
+        Ok(())
+    }
 }
 
 /// Computes causal attention.
@@ -232,7 +382,7 @@ pub struct AttentionForward {
     pub out: Tensor,
     /// (B, NH, T) f32: log-sum-exp of each query's scores, for the backward pass.
     pub lse: Tensor,
-    /// (B, T, 3, NH, HS) float
+    /// (B, T, NH + 2 KV, HS) float
     pub qkv: Tensor,
     /// Sizes.
     pub shape: AttentionShape,
@@ -241,11 +391,11 @@ pub struct AttentionForward {
 /// Computes the gradient of queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward {
-    /// (B, T, 3, NH, HS) float
+    /// (B, T, NH + 2 KV, HS) float
     pub dqkv: Tensor,
     /// (B, T, NH, HS) float
     pub dout: Tensor,
-    /// (B, T, 3, NH, HS) float
+    /// (B, T, NH + 2 KV, HS) float
     pub qkv: Tensor,
     /// (B, T, NH, HS) float
     pub out: Tensor,
@@ -270,6 +420,8 @@ pub struct Classifier {
     pub vp: usize,
     /// Gradient of each row's loss.
     pub dloss: Option<f32>,
+    /// Bounds the logits: they are replaced by softcap · tanh(logit / softcap) first.
+    pub softcap: Option<f32>,
 }
 
 /// Computes `out = Σ values`, in a fixed order.

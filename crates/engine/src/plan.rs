@@ -2,6 +2,7 @@
 
 use crate::tensor::{DType, Tensor};
 use std::fmt;
+use std::sync::Arc;
 
 /// The purpose of a buffer. Printed tables have a subtotal for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +67,7 @@ impl Block {
 pub struct Plan {
     blocks: Vec<Block>,
     bytes: usize,
+    constants: Vec<(Tensor, Arc<[f32]>)>,
 }
 
 /// Alignment of buffers in bytes. It satisfies vector loads, TMA and cuBLASLt.
@@ -83,6 +85,19 @@ impl Plan {
         let entry = Entry { name: name.into(), shape: shape.to_vec(), tensor };
         self.push(Block { group, offset: self.bytes, bytes: tensor.bytes(), entries: vec![entry], shared: false });
         tensor
+    }
+
+    /// Adds an f32 buffer that has these values from its allocation on. No operation may change it.
+    pub fn add_constant(&mut self, name: impl Into<String>, shape: &[usize], values: Arc<[f32]>) -> Tensor {
+        let tensor = self.add(Group::Workspace, name, shape, DType::F32);
+        assert_eq!(tensor.len, values.len(), "values of a constant");
+        self.constants.push((tensor, values));
+        tensor
+    }
+
+    /// Returns the constants and their values.
+    pub fn constants(&self) -> &[(Tensor, Arc<[f32]>)] {
+        &self.constants
     }
 
     /// Adds memory that the phases of a step use one after another, sized for the largest phase.

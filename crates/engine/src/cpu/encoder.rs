@@ -1,4 +1,4 @@
-use super::arena::{Arena, Operand};
+use super::arena::{ABSENT, Arena, Operand};
 use crate::ops::{EncoderBackward, EncoderForward};
 use crate::tensor::Tensor;
 use crate::{BatchLayout, Result};
@@ -28,15 +28,18 @@ fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
     }
 }
 
-fn check_positions(layout: BatchLayout, rows: usize) -> Result<()> {
+/// Returns the position embeddings, or an absent tensor, and their number.
+fn positions(name: &'static str, wpe: Option<Tensor>, layout: BatchLayout, c: usize) -> Result<(Tensor, usize)> {
+    let Some(wpe) = wpe else { return Ok((ABSENT, 0)) };
+    let rows = embedding_rows(name, wpe, c)?;
     ensure!(layout.t <= rows, "sequence length: expected at most {rows}, the positions of wpe, found {}", layout.t);
-    Ok(())
+    Ok((wpe, rows))
 }
 
 pub(super) fn forward(arena: &mut Arena, op: EncoderForward) -> Result<()> {
     let EncoderForward { out, batch, layout, wte, wpe, c } = op;
-    let (vocab, positions) = (embedding_rows("wte", wte, c)?, embedding_rows("wpe", wpe, c)?);
-    check_positions(layout, positions)?;
+    let vocab = embedding_rows("wte", wte, c)?;
+    let (wpe, positions) = positions("wpe", wpe, layout, c)?;
     let tokens = layout.tensor(batch, layout.inputs());
     let operands: [Operand; 4] = [
         ("out", out, layout.b * layout.t * c),
@@ -50,9 +53,11 @@ pub(super) fn forward(arena: &mut Arena, op: EncoderForward) -> Result<()> {
     let (wte, wpe) = (&*wte, &*wpe);
     out.par_chunks_mut(c).zip(tokens).enumerate().with_min_len(16).for_each(|(i, (out, &token))| {
         let (token, position) = (token as usize, i % layout.t);
-        let embeddings = wte[token * c..][..c].iter().zip(&wpe[position * c..][..c]);
-        for (out, (te, pe)) in out.iter_mut().zip(embeddings) {
-            *out = te + pe;
+        out.copy_from_slice(&wte[token * c..][..c]);
+        if let Some(wpe) = wpe.get(position * c..(position + 1) * c) {
+            for (out, pe) in out.iter_mut().zip(wpe) {
+                *out += pe;
+            }
         }
     });
     Ok(())
@@ -72,8 +77,8 @@ fn runs<'a>(table: &'a mut [f32], c: usize, sorted: &[i32]) -> Vec<(&'a mut [f32
 
 pub(super) fn backward(arena: &mut Arena, op: EncoderBackward) -> Result<()> {
     let EncoderBackward { dwte, dwpe, dout, batch, layout, c } = op;
-    let (vocab, positions) = (embedding_rows("dwte", dwte, c)?, embedding_rows("dwpe", dwpe, c)?);
-    check_positions(layout, positions)?;
+    let vocab = embedding_rows("dwte", dwte, c)?;
+    let (dwpe, positions) = positions("dwpe", dwpe, layout, c)?;
     let words = batch.slice(0, layout.words());
     let operands: [Operand; 4] = [
         ("dwte", dwte, vocab * c),
@@ -108,7 +113,7 @@ pub(super) fn backward(arena: &mut Arena, op: EncoderBackward) -> Result<()> {
         || vec![0.0; c],
         |sum, (row, run)| sum_into(sum, row, &mut order[run].iter().map(|&i| i as usize)),
     );
-    dwpe[..layout.t * c].par_chunks_mut(c).enumerate().with_min_len(8).for_each_init(
+    dwpe[..(layout.t * c).min(positions * c)].par_chunks_mut(c).enumerate().with_min_len(8).for_each_init(
         || vec![0.0; c],
         |sum, (t, row)| sum_into(sum, row, &mut (0..layout.b).map(|b| b * layout.t + t)),
     );

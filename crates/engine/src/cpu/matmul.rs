@@ -1,8 +1,8 @@
+use super::activation;
 use super::arena::{ABSENT, Arena};
-use super::gelu::{derivative, gelu};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
 use crate::Result;
-use crate::ops::{Epilogue, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
+use crate::ops::{Activation, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
@@ -15,22 +15,22 @@ const ALL: Parallelism = Parallelism::Rayon(0);
 pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
     let MatmulForward { out, inp, weight, bias, epilogue, shape } = op;
     let MatmulShape { rows, c, oc } = shape;
-    let (residual, pre_gelu) = match epilogue {
-        Epilogue::None => (ABSENT, ABSENT),
-        Epilogue::Residual(residual) => (residual, ABSENT),
-        Epilogue::Gelu(pre_gelu) => (ABSENT, pre_gelu),
+    let (residual, preactivation, inputs) = match epilogue {
+        Epilogue::None => (ABSENT, ABSENT, 1),
+        Epilogue::Residual(residual) => (residual, ABSENT, 1),
+        Epilogue::Activation(activation, preactivation) => (ABSENT, preactivation, activation.inputs()),
     };
     let whole = |tensor: Tensor| if tensor.len == 0 { 0 } else { rows * oc };
     let operands = [
-        ("out", out, rows * oc),
+        ("out", out, rows * (oc / inputs)),
         ("inp", inp, rows * c),
         ("weight", weight, oc * c),
         ("bias", bias.unwrap_or(ABSENT), bias.map_or(0, |_| oc)),
         ("residual", residual, whole(residual)),
-        ("pre_gelu", pre_gelu, whole(pre_gelu)),
+        ("preactivation", preactivation, whole(preactivation)),
     ];
-    let [out, inp, weight, bias, residual, pre_gelu] = arena.split("matmul_forward", operands)?;
-    let sums = if pre_gelu.is_empty() { &mut *out } else { &mut *pre_gelu };
+    let [out, inp, weight, bias, residual, preactivation] = arena.split("matmul_forward", operands)?;
+    let sums = if preactivation.is_empty() { &mut *out } else { &mut *preactivation };
     let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
     multiply(sums, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
     if !bias.is_empty() {
@@ -47,25 +47,10 @@ pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
             }
         });
     }
-    if !pre_gelu.is_empty() {
-        gelu_of(out, pre_gelu);
+    if let Epilogue::Activation(activation, _) = epilogue {
+        activation::forward(activation, out, preactivation, oc / inputs);
     }
     Ok(())
-}
-
-/// out (n) = gelu(pre_gelu (n))
-fn gelu_forward(arena: &mut Arena, out: Tensor, pre_gelu: Tensor, n: usize) -> Result<()> {
-    let [out, pre_gelu] = arena.split("gelu_forward", [("out", out, n), ("pre_gelu", pre_gelu, n)])?;
-    gelu_of(out, pre_gelu);
-    Ok(())
-}
-
-fn gelu_of(out: &mut [f32], pre_gelu: &[f32]) {
-    out.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(out, x)| {
-        for (out, &x) in out.iter_mut().zip(x) {
-            *out = gelu(x);
-        }
-    });
 }
 
 /// to (columns, or empty) += sums over the rows of values (rows, columns)
@@ -84,33 +69,39 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
 }
 
 pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, gelu, shape } = *op;
+    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation, shape } = *op;
     let MatmulShape { rows, c, oc } = shape;
-    let pre_gelu = gelu.map(|gelu| gelu.pre_gelu);
-    if let Some(GeluInput { pre_gelu, recompute: Some(_) }) = gelu {
-        // `pre_gelu` holds the unrounded sums, so only GELU is recomputed.
-        gelu_forward(arena, inp, pre_gelu, rows * c)?;
-    }
+    let (preactivation, inputs) = match activation {
+        Some(ActivationInput { activation, preactivation, .. }) => (preactivation, activation.inputs()),
+        None => (ABSENT, 1),
+    };
     let operands = [
-        ("dinp", dinp, rows * c),
+        ("dinp", dinp, rows * c * inputs),
         ("dweight", dweight, oc * c),
         ("dbias", dbias.unwrap_or(ABSENT), dbias.map_or(0, |_| oc)),
         ("dout", dout, rows * oc),
         ("inp", inp, rows * c),
         ("weight", weight, oc * c),
-        ("pre_gelu", pre_gelu.unwrap_or(ABSENT), pre_gelu.map_or(0, |_| rows * c)),
+        ("preactivation", preactivation, activation.map_or(0, |_| rows * c * inputs)),
     ];
-    let [dinp, dweight, dbias, dout, inp, weight, pre_gelu] = arena.split("matmul_backward", operands)?;
+    let [dinp, dweight, dbias, dout, inp, weight, preactivation] = arena.split("matmul_backward", operands)?;
+    if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
+        // `preactivation` holds the unrounded sums, so only the activation is recomputed.
+        activation::forward(activation, inp, preactivation, c);
+    }
     let dout_matrix = Matrix::row_major(dout, rows, oc);
-    multiply(dinp, Into::Overwrite, 1.0, dout_matrix, Matrix::row_major(weight, oc, c), ALL);
     multiply(dweight, Into::Add, 1.0, dout_matrix.transposed(), Matrix::row_major(inp, rows, c), ALL);
     add_column_sums(dbias, dout, oc);
-    if !pre_gelu.is_empty() {
-        dinp.par_chunks_mut(super::CHUNK).zip(pre_gelu.par_chunks(super::CHUNK)).for_each(|(dinp, x)| {
-            for (dinp, &x) in dinp.iter_mut().zip(x) {
-                *dinp *= derivative(x);
-            }
-        });
+    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
+    let dinp_of_matmul = if swiglu { &mut *inp } else { &mut *dinp };
+    multiply(dinp_of_matmul, Into::Overwrite, 1.0, dout_matrix, Matrix::row_major(weight, oc, c), ALL);
+    match activation.map(|input| input.activation) {
+        Some(Activation::Gelu) => activation::backward_in_place(activation::gelu_derivative, dinp, preactivation),
+        Some(Activation::ReluSquared) => {
+            activation::backward_in_place(activation::relu_squared_derivative, dinp, preactivation);
+        }
+        Some(Activation::SwiGlu) => activation::swiglu_backward(dinp, inp, preactivation, c),
+        None => {}
     }
     Ok(())
 }

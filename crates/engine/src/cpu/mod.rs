@@ -3,21 +3,24 @@
 //! It is the reference for every other engine. Functions are libm's, statistics and sums are in double precision, and results do
 //! not depend on the number of threads.
 
+mod activation;
 mod adamw;
 mod arena;
 mod attention;
 mod cast;
 mod classifier;
 mod encoder;
-mod gelu;
 mod gemm;
 mod global_norm;
 mod layernorm;
 mod matmul;
 mod memory;
+mod rmsnorm;
+mod rotary;
 #[cfg(test)]
 mod tests;
 
+use crate::ops::AttentionShape;
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{BatchLayout, Engine, GraphKey, HostBuffer, Operation, Peak, PendingRead, ReadResult, Result, Workload};
@@ -34,7 +37,7 @@ const CHUNK: usize = 1 << 15;
 #[derive(Debug)]
 pub struct Cpu {
     arena: Arena,
-    /// (3, B, T, C): per-head gradients of attention. The first third also holds its per-head outputs.
+    /// (B, NH + 2 KV, T, HS): per-head gradients of attention. The first B NH heads also hold its per-head outputs.
     scratch: Option<Tensor>,
     reads: BTreeMap<u64, ReadResult>,
     start: Instant,
@@ -97,6 +100,10 @@ impl Engine for Cpu {
             Operation::EncoderBackward(op) => encoder::backward(arena, op),
             Operation::LayerNormForward(op) => layernorm::forward(arena, op),
             Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
+            Operation::RmsNormForward(op) => rmsnorm::forward(arena, op),
+            Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
+            Operation::RotaryForward(op) => rotary::forward(arena, op),
+            Operation::RotaryBackward(op) => rotary::backward(arena, op),
             Operation::MatmulForward(op) => matmul::forward(arena, op),
             Operation::MatmulBackward(op) => matmul::backward(arena, &op),
             Operation::AttentionForward(op) => {
@@ -129,10 +136,10 @@ impl Engine for Cpu {
     }
 
     fn plan(&mut self, plan: &mut Plan, workload: &Workload) {
-        let Workload { b, t, channels, heads, training, .. } = *workload;
-        let parts = if training { 3 } else { 1 };
-        let shape = [parts, b, heads, t, channels / heads];
-        self.scratch = Some(plan.add(Group::Workspace, "attention heads", &shape, DType::F32));
+        let Workload { attention, training, .. } = *workload;
+        let AttentionShape { b, t, heads, head_size, .. } = attention;
+        let parts = if training { attention.packed_heads() } else { heads };
+        self.scratch = Some(plan.add(Group::Workspace, "attention heads", &[b, parts, t, head_size], DType::F32));
     }
 
     fn allocate(&mut self, plan: &Plan) -> Result<()> {
@@ -145,7 +152,7 @@ impl Engine for Cpu {
             free >> 20
         );
         self.arena = Arena::new(plan.bytes());
-        Ok(())
+        plan.constants().iter().try_for_each(|(to, values)| self.write(*to, values))
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
