@@ -6,7 +6,8 @@ use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, rea
 use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
 use gpu::column_sum;
-use gpu::layernorm::{Shape, dispatch, dispatch_backward, layernorm_backward_reduce, reduce_grid};
+use gpu::layernorm::{dispatch_backward, layernorm_backward_reduce, layernorm_forward, reduce_grid};
+use gpu::norm_rows::{Shape, dispatch};
 use proptest::prop_oneof;
 
 tests! {
