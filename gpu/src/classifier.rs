@@ -10,7 +10,11 @@
 //! Both passes compute exponentials of the same argument, (x - max) log2(e), so probabilities sum to 1 up to rounding.
 //! Subtracting first is essential: max log2(e) has a rounding error, which for logits above about 2^31 exceeds the
 //! whole range of exponents.
+//!
+//! [`classifier_softcap`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
+//! those of the bounded logits; the gradient is that of the logits in memory.
 
+use crate::softcap::Softcap;
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, block, kernel, math, thread};
@@ -62,45 +66,93 @@ pub struct Scalars {
 /// V..Vp. Grid: rows. Shared memory: [`shared`].
 #[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
+    process_row::<T, false>(logits, losses, targets, scalars, 0.0);
+}
+
+/// Computes [`classifier`] of softcap · tanh(logits / softcap), and the gradient of `logits`.
+///
+/// Without gradients, the logits do not change. Grid: rows. Shared memory: [`shared`].
+#[kernel(threads = 1024, blocks_per_sm = 2, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn classifier_softcap<T: Element>(
+    logits: GlobalMut<T>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    softcap: f32,
+) {
+    process_row::<T, true>(logits, losses, targets, scalars, softcap);
+}
+
+/// Starts the copies of the thread's staged columns, from `first` on in steps of `step`. Returns the end of the first half.
+///
+/// No barrier is needed: each thread reads only the data it copied. The columns are copied in two halves, so that the
+/// first can be processed while the second is in flight.
+#[inline(always)]
+fn copy_columns<T: Element>(stage: SharedArray<T>, logits: Global<T>, staged: u32, first: u32, step: u32) -> u32 {
+    let half = (staged / 2).next_multiple_of(step).min(staged);
+    let mut i = first;
+    while i < half {
+        stage.copy_packet_async(i as usize, logits, i as usize, true);
+        i += step;
+    }
+    async_copy::commit();
+    while i < staged {
+        stage.copy_packet_async(i as usize, logits, i as usize, true);
+        i += step;
+    }
+    async_copy::commit();
+    half
+}
+
+/// Processes the row of the calling block. `softcap` is only used if SOFTCAP is true.
+#[inline(always)]
+fn process_row<T: Element, const SOFTCAP: bool>(
+    logits: GlobalMut<T>,
+    losses: GlobalMut<f32>,
+    targets: Global<i32>,
+    scalars: Scalars,
+    softcap: f32,
+) {
     let Scalars { dloss, vocabulary, padded, staged, gradients } = scalars;
     let (scratch, stage) = shared::<T>(&mut Layout::new(), staged as usize);
     let row = thread::block_idx_x() as usize;
     let logits = logits.skip(row * padded as usize);
     let target = targets.at(row) as u32;
-    let target_logit = logits.at(target as usize).to_f32();
+    let (mut target_logit, mut target_gradient) = (logits.at(target as usize).to_f32(), dloss);
+    let softcap = Softcap::new(softcap);
+    if SOFTCAP {
+        let [z, slope] = softcap.value_and_slope(target_logit);
+        (target_logit, target_gradient) = (z, dloss * slope);
+    }
     // Column indices of a row fit in 32 bits, which halves their registers.
     let packet = T::PACKET as u32;
     let first = thread::thread_idx_x() * packet;
     let step = THREADS * packet;
 
-    // No barrier is needed: each thread reads only the data it copied. The columns are copied in two halves, so that
-    // the first can be processed while the second is in flight.
-    let half = (staged / 2).next_multiple_of(step).min(staged);
-    let mut i = first;
-    while i < half {
-        stage.copy_packet_async(i as usize, logits.reader(), i as usize, true);
-        i += step;
-    }
-    async_copy::commit();
-    while i < staged {
-        stage.copy_packet_async(i as usize, logits.reader(), i as usize, true);
-        i += step;
-    }
-    async_copy::commit();
+    let half = copy_columns(stage, logits.reader(), staged, first, step);
 
     let (mut max, mut sum) = (LOWEST, 0.0);
     let mut fold = |i: u32, mut x: Packet<T>| {
         if i + packet > vocabulary {
             x = Packet::from_fn(|k| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY });
         }
+        let mut bounded = [f32::NEG_INFINITY; 8];
+        if SOFTCAP {
+            for k in 0..T::PACKET {
+                if i + (k as u32) < vocabulary {
+                    bounded[k] = softcap.value(x.get(k));
+                }
+            }
+        }
+        let logit = |k: usize| if SOFTCAP { bounded[k] } else { x.get(k) };
         let mut new = max;
         for k in 0..T::PACKET {
-            new = math::max(new, x.get(k));
+            new = math::max(new, logit(k));
         }
         sum *= exp_below(max, new);
         max = new;
         for k in 0..T::PACKET {
-            sum += exp_below(x.get(k), max);
+            sum += exp_below(logit(k), max);
         }
     };
     let mut i = first;
@@ -132,11 +184,16 @@ pub fn classifier<T: Element>(logits: GlobalMut<T>, losses: GlobalMut<f32>, targ
     let gradient = |i: u32, x: Packet<T>| {
         let mut p = [0.0; 8];
         for k in 0..T::PACKET {
-            p[k] = exp_below(x.get(k), row_max) * scale;
+            if SOFTCAP {
+                let [z, slope] = softcap.value_and_slope(x.get(k));
+                p[k] = exp_below(z, row_max) * scale * slope;
+            } else {
+                p[k] = exp_below(x.get(k), row_max) * scale;
+            }
         }
         if target.wrapping_sub(i) < packet || i + packet > vocabulary {
             for k in 0..T::PACKET {
-                let with_target = if i + k as u32 == target { p[k] - dloss } else { p[k] };
+                let with_target = if i + k as u32 == target { p[k] - target_gradient } else { p[k] };
                 p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
             }
         }

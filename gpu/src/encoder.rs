@@ -1,4 +1,6 @@
-//! Token and position embedding: `out[b, t] = wte[token[b, t]] + wpe[t]`.
+//! Token and position embedding: `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if POSITIONS is false.
+//!
+//! Instances without positions neither read wpe nor write dwpe, which may be null. All others are those of GPT-2.
 //!
 //! Shapes: tokens (B, T) i32 in 0..V, wte (V, C), wpe (at least T, C), out and dout (B, T, C). C is a multiple of the
 //! packet, and B * T is below 2^31.
@@ -41,11 +43,19 @@ pub const fn encoder_forward_grid(positions: usize) -> u32 {
     positions.div_ceil(WARPS) as u32
 }
 
-/// Computes out (B, T, C) = `wte[tokens] + wpe`.
+/// Computes out (B, T, C) = `wte[tokens] + wpe`, or `wte[tokens]` without POSITIONS.
 ///
 /// `positions` is B * T. One warp per position. Grid: [`encoder_forward_grid`].
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn encoder_forward<T: Element>(
+#[kernel(
+    threads = 256,
+    instances(
+        bf16 = <cuda_std::bf16, true>,
+        f32 = <f32, true>,
+        bf16_tokens_only = <cuda_std::bf16, false>,
+        f32_tokens_only = <f32, false>,
+    )
+)]
+pub fn encoder_forward<T: Element, const POSITIONS: bool>(
     out: GlobalMut<T>,
     tokens: Global<i32>,
     wte: Global<T>,
@@ -64,8 +74,12 @@ pub fn encoder_forward<T: Element>(
     let place = wpe.skip((position as u32 % sequence.max(1)) as usize * channels);
     let mut column = warp::lane() as usize * T::PACKET;
     while column < channels {
-        let (a, b) = (token.packet(column), place.packet(column));
-        out.set_packet(column, Packet::from_fn(|k| a.get(k) + b.get(k)));
+        if POSITIONS {
+            let (a, b) = (token.packet(column), place.packet(column));
+            out.set_packet(column, Packet::from_fn(|k| a.get(k) + b.get(k)));
+        } else {
+            out.set_packet(column, token.packet(column));
+        }
         column += LANES * T::PACKET;
     }
 }
@@ -206,13 +220,14 @@ pub fn encoder_backward_wte<T: Element>(
 const SET: usize = LANES;
 
 /// Returns the grid size of [`encoder_backward_rest`].
-pub const fn encoder_backward_rest_grid<T: Element>(
+pub const fn encoder_backward_rest_grid<T: Element, const POSITIONS: bool>(
     batch: usize,
     sequence: usize,
     channels: usize,
     chunk: usize,
 ) -> u32 {
-    (run_blocks::<T>(batch * sequence, channels, chunk) + position_blocks::<T>(sequence, channels)) as u32
+    let positions = if POSITIONS { position_blocks::<T>(sequence, channels) } else { 0 };
+    (run_blocks::<T>(batch * sequence, channels, chunk) + positions) as u32
 }
 
 /// Returns the number of blocks that reduce runs: one per [`SET`] chunks and group of 32 packets of channels.
@@ -258,10 +273,18 @@ pub fn encoder_backward_rest_shared<T: Element>(layout: &mut Layout) -> Shared {
 ///
 /// Adds the partial sums of the runs that cross chunks to dwte (V, C), and the sum over b of dout (B, T, C) to dwpe (T,
 /// C). The runs are latency-bound: a few dependent loads. dwpe is bandwidth-bound. Blocks of the two kinds alternate in
-/// the grid, so that they overlap. `chunk_len` is the number of positions per chunk, as in [`WteSizes`]. Grid:
-/// [`encoder_backward_rest_grid`]. Shared memory: [`encoder_backward_rest_shared`].
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn encoder_backward_rest<T: Element>(
+/// the grid, so that they overlap. Without POSITIONS, all blocks reduce runs. `chunk_len` is the number of positions per
+/// chunk, as in [`WteSizes`]. Grid: [`encoder_backward_rest_grid`]. Shared memory: [`encoder_backward_rest_shared`].
+#[kernel(
+    threads = 256,
+    instances(
+        bf16 = <cuda_std::bf16, true>,
+        f32 = <f32, true>,
+        bf16_tokens_only = <cuda_std::bf16, false>(blocks_per_sm = 3),
+        f32_tokens_only = <f32, false>,
+    )
+)]
+pub fn encoder_backward_rest<T: Element, const POSITIONS: bool>(
     dwte: GlobalMut<T>,
     dwpe: GlobalMut<T>,
     partials: Global<f32>,
@@ -276,6 +299,11 @@ pub fn encoder_backward_rest<T: Element>(
     let seed = seed.at(0) as u32;
     let (batch, sequence, channels, chunk_len) =
         (batch as usize, sequence as usize, channels as usize, chunk_len as usize);
+    if !POSITIONS {
+        let gradient = WteGradient { dwte, partials, channels, seed };
+        add_runs::<T>(thread::block_idx_x() as usize, gradient, sorted, batch * sequence, chunk_len);
+        return;
+    }
     let runs = run_blocks::<T>(batch * sequence, channels, chunk_len.max(1));
     let places = position_blocks::<T>(sequence, channels);
     let (block, of_each) = (thread::block_idx_x() as usize, runs.min(places));

@@ -4,7 +4,8 @@ mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
-use gpu::classifier::{Scalars, classifier, shared, staged};
+use gpu::classifier::{Scalars, classifier, classifier_softcap, shared, staged};
+use gpu::softcap::tanh_and_slope;
 use proptest::prelude::any;
 use std::slice;
 
@@ -13,7 +14,10 @@ tests! {
     for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
         random_shapes_match_f64_reference, staging_does_not_change_the_result,
         shifting_logits_does_not_change_the_result,
-        large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row;
+        large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row,
+        softcap_matches_f64_reference, softcap_of_random_shapes_matches_f64_reference,
+        softcap_bounds_infinite_logits, large_vocabularies_match_f64_reference;
+    once: tanh_and_its_slope_are_accurate_to_a_few_ulp;
 }
 
 const DLOSS: f64 = 0.125;
@@ -24,6 +28,7 @@ struct Case<T> {
     targets: Vec<i32>,
     vocabulary: usize,
     padded: usize,
+    softcap: Option<f64>,
 }
 
 struct Got {
@@ -38,7 +43,11 @@ impl<T: Tolerance> Case<T> {
         let vocabulary = logits.len() / targets.len();
         let padding = vec![f64::NAN; padded - vocabulary];
         let logits: Vec<_> = logits.chunks(vocabulary).flat_map(|row| [row, &padding].concat()).collect();
-        Self { logits: rounded(&logits), targets, vocabulary, padded }
+        Self { logits: rounded(&logits), targets, vocabulary, padded, softcap: None }
+    }
+
+    fn with_softcap(self, softcap: f64) -> Self {
+        Self { softcap: Some(softcap), ..self }
     }
 
     fn random(rows: usize, vocabulary: usize, padded: usize, scale: f64, seed: u32) -> Self {
@@ -60,7 +69,11 @@ impl<T: Tolerance> Case<T> {
             staged: staged as u32,
             gradients: u32::from(gradients),
         };
-        let launch = classifier(logits, losses, memory.input("targets", &self.targets), scalars);
+        let targets = memory.input("targets", &self.targets);
+        let launch = match self.softcap {
+            None => classifier(logits, losses, targets, scalars),
+            Some(softcap) => classifier_softcap(logits, losses, targets, scalars, softcap as f32),
+        };
         run(&mut memory, &launch, self.targets.len() as u32, shared_bytes(|layout| shared::<T>(layout, staged)));
         Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
     }
@@ -69,11 +82,13 @@ impl<T: Tolerance> Case<T> {
     fn reference(&self) -> Got {
         let mut want = Got { losses: vec![], gradients: vec![] };
         for (row, &target) in wide(&self.logits).chunks(self.padded).zip(&self.targets) {
-            let row = &row[..self.vocabulary];
+            let logits = &row[..self.vocabulary];
+            let row: Vec<_> = logits.iter().map(|x| self.softcap.map_or(*x, |cap| cap * (x / cap).tanh())).collect();
+            let slope = |c: usize| self.softcap.map_or(1.0, |cap| (logits[c] / cap).cosh().powi(-2));
             let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = row.iter().map(|x| (x - max).exp()).sum();
             want.losses.push(0.5 + sum.ln() + (max - row[target as usize]));
-            let gradient = |c: usize| ((row[c] - max).exp() / sum - f64::from(c == target as usize)) * DLOSS;
+            let gradient = |c: usize| ((row[c] - max).exp() / sum - f64::from(c == target as usize)) * DLOSS * slope(c);
             want.gradients.extend((0..self.padded).map(|c| if c < row.len() { gradient(c) } else { 0.0 }));
         }
         want
@@ -82,7 +97,7 @@ impl<T: Tolerance> Case<T> {
     /// The gradient of the target is a difference from 1, so its error is relative to 1. All others have a small
     /// relative error, except for subnormal numbers.
     fn assert_near(&self, mut got: Got, mut want: Got) {
-        assert_close("losses", &got.losses, &want.losses, 2e-6, 1.0);
+        assert_close("losses", &got.losses, &want.losses, 2e-6, self.loss_scale());
         for (row, &target) in self.targets.iter().enumerate() {
             let i = row * self.padded + target as usize;
             let (of_target, wanted) = (&mut got.gradients[i], &mut want.gradients[i]);
@@ -93,10 +108,15 @@ impl<T: Tolerance> Case<T> {
         assert_close("gradients", &got.gradients, &want.gradients, T::ROUNDING.max(2e-5), 1e-33);
     }
 
+    /// Returns the size of the values whose rounding errors are visible in a loss.
+    fn loss_scale(&self) -> f64 {
+        self.softcap.unwrap_or(1.0).max(1.0)
+    }
+
     fn check(&self, capacity: usize) {
         self.assert_near(self.run(capacity, true), self.reference());
         let alone = self.run(capacity, false);
-        assert_close("losses without gradients", &alone.losses, &self.reference().losses, 2e-6, 1.0);
+        assert_close("losses without gradients", &alone.losses, &self.reference().losses, 2e-6, self.loss_scale());
         assert_close("logits", &alone.gradients, &wide(&self.logits), 0.0, 0.0);
     }
 }
@@ -205,23 +225,94 @@ fn infinite_logits_match_f64_reference<T: Tolerance>() {
     Case::<T>::new(&logits, vec![33, 8], 520).check(1 << 20);
 }
 
-/// A row of NaN also results if all logits are -inf or one is +inf. Other rows do not change.
+/// A row of NaN also results if all logits are -inf or one is +inf. Other rows do not change. With a softcap, only NaN has
+/// this effect.
 fn nan_stays_in_its_row<T: Tolerance>() {
     let (v, padded) = (517, 520);
     let clean = noise(3 * v, 1);
-    let want = Case::<T>::new(&clean, vec![1, 2, 3], padded).run(1 << 20, true);
+    let case = |logits: &[f64], softcap| Case::<T> { softcap, ..Case::new(logits, vec![1, 2, 3], padded) };
     let bad_rows = [
         (0..v).map(|c| if c == 516 { f64::NAN } else { clean[v + c] }).collect::<Vec<_>>(),
         (0..v).map(|c| if c == 0 { f64::INFINITY } else { clean[v + c] }).collect(),
         vec![f64::NEG_INFINITY; v],
     ];
-    for bad in bad_rows {
-        let logits = [&clean[..v], &bad, &clean[2 * v..]].concat();
-        let got = Case::<T>::new(&logits, vec![1, 2, 3], padded).run(1 << 20, true);
-        let mut want = Got { losses: want.losses.clone(), gradients: want.gradients.clone() };
+    for (bad, softcap) in bad_rows.iter().map(|bad| (bad, None)).chain([(&bad_rows[0], Some(15.0))]) {
+        let logits = [&clean[..v], bad, &clean[2 * v..]].concat();
+        let got = case(&logits, softcap).run(1 << 20, true);
+        let mut want = case(&clean, softcap).run(1 << 20, true);
         want.losses[1] = f64::NAN;
         want.gradients[padded..padded + v].fill(f64::NAN);
         assert_close("losses", &got.losses, &want.losses, 0.0, 0.0);
         assert_close("gradients", &got.gradients, &want.gradients, 0.0, 0.0);
     }
+}
+
+/// Logits far below, near and far above the bound, with all, some and none of the columns staged.
+fn softcap_matches_f64_reference<T: Tolerance>() {
+    for (rows, vocabulary, padded, capacity) in [
+        (1, 1, 8, 1 << 20),
+        (63, 3, 8, 1 << 20),
+        (3, 517, 520, 0),
+        (2, 8192, 8192, 1 << 20),
+        (3, 9001, 9088, 9000),
+        (3, 9001, 9088, 36_000),
+    ] {
+        for (softcap, scale) in [(15.0, 0.01), (15.0, 20.0), (30.0, 200.0), (0.5, 3.0)] {
+            Case::<T>::random(rows, vocabulary, padded, scale, 4).with_softcap(softcap).check(capacity);
+        }
+    }
+}
+
+fn softcap_of_random_shapes_matches_f64_reference<T: Tolerance>() {
+    let shape = (1..4usize, 1..400usize, any::<usize>(), 0..8000usize);
+    for_all(48, (shape, 0.0..60f64, 1.0..50f64), |((rows, packets, v, capacity), scale, softcap)| {
+        let padded = packets * T::PACKET;
+        let case = Case::<T>::random(rows, 1 + v % padded, padded, scale, packets as u32);
+        case.with_softcap(softcap).check(capacity);
+    });
+}
+
+/// An infinite or huge logit becomes ±softcap, with a gradient of 0.
+fn softcap_bounds_infinite_logits<T: Tolerance>() {
+    let mut logits = noise(2 * 517, 1);
+    logits[100..200].fill(f64::NEG_INFINITY);
+    logits[250] = f64::INFINITY;
+    logits[300] = f64::from(T::nearest(3.38e38));
+    logits[301] = -logits[300];
+    for target in [7, 150, 250, 300, 301] {
+        Case::<T>::new(&logits, vec![target, 8], 520).with_softcap(15.0).check(1 << 20);
+    }
+    for all in [f64::INFINITY, f64::NEG_INFINITY] {
+        Case::<T>::new(&[all; 517], vec![3], 520).with_softcap(15.0).check(1 << 20);
+    }
+}
+
+/// The vocabularies of Llama 3 and Qwen, with the shared memory of one of two blocks on an H100.
+fn large_vocabularies_match_f64_reference<T: Tolerance>() {
+    let capacity = (228 << 10) / 2 - 1024;
+    for vocabulary in [128_256, 151_936] {
+        assert!((1..vocabulary).contains(&staged::<T>(vocabulary, capacity)));
+        Case::<T>::random(1, vocabulary, vocabulary, 20.0, 5).check(capacity);
+        Case::<T>::random(1, vocabulary - 5, vocabulary, 20.0, 6).with_softcap(15.0).check(capacity);
+    }
+}
+
+fn tanh_and_its_slope_are_accurate_to_a_few_ulp() {
+    let ulp = f64::from(f32::EPSILON);
+    for exponent in -40..6 {
+        for (i, m) in noise(300, (exponent + 40) as u32).into_iter().enumerate() {
+            let u = (f64::from(exponent).exp2() * (1.5 + m / 2.0) * if i % 2 == 0 { 1.0 } else { -1.0 }) as f32;
+            let [tanh, slope] = tanh_and_slope(u).map(f64::from);
+            let u = f64::from(u);
+            assert!((tanh / u.tanh() - 1.0).abs() <= 3.0 * ulp, "tanh({u}): {tanh}, expected {}", u.tanh());
+            // The rounding error of the exponent of e^(-2 |u|) grows with u.
+            let exact = u.cosh().powi(-2);
+            let bound = (3.0 + 2.0 * u.abs()) * ulp * exact + 1e-37;
+            assert!((slope - exact).abs() <= bound, "slope at {u}: {slope}, expected {exact}");
+        }
+    }
+    for (u, want) in [(0.0, [0.0, 1.0]), (f32::INFINITY, [1.0, 0.0]), (f32::MIN, [-1.0, 0.0])] {
+        assert_same("tanh and slope", &tanh_and_slope(u).map(f64::from), &want);
+    }
+    assert!(tanh_and_slope(f32::NAN).iter().all(|x| x.is_nan()));
 }

@@ -2,8 +2,10 @@
 
 mod common;
 
+use bytemuck::bytes_of;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
+use cuda_std::{Global, GlobalMut};
 use gpu::encoder::{
     WteSizes, encoder_backward_chunk, encoder_backward_partials, encoder_backward_rest, encoder_backward_rest_grid,
     encoder_backward_rest_shared, encoder_backward_wte, encoder_backward_wte_grid, encoder_forward,
@@ -17,7 +19,8 @@ const VOCABULARY: usize = 11;
 tests! {
     kernels of "encoder.rs";
     for both types: forward_matches_reference, forward_of_random_tokens_matches_reference, dwpe_matches_reference,
-        dwpe_of_random_shapes_matches_reference, dwte_matches_reference, dwte_of_random_tokens_matches_reference,
+        dwpe_of_random_shapes_matches_reference, forward_without_positions_copies_rows,
+        backward_without_positions_has_the_same_dwte, dwte_matches_reference, dwte_of_random_tokens_matches_reference,
         chunks_fill_the_sms, rounding_depends_on_the_seed, rounding_is_unbiased, nan_stays_in_its_element;
 }
 
@@ -33,7 +36,7 @@ fn check_forward<T: Tolerance>(tokens: &[i32], sequence: usize, channels: usize,
     let wpe = rounded::<T>(&noise((sequence + more) * channels, 2));
     let mut memory = Memory::new();
     let out = memory.output::<T>("out", n * channels);
-    let launch = encoder_forward(
+    let launch = encoder_forward::<T, true>(
         out,
         memory.input("tokens", tokens),
         memory.input("wte", &wte),
@@ -56,6 +59,24 @@ fn forward_matches_reference<T: Tolerance>() {
     for (batch, sequence, channels) in [(1, 1, 8), (3, 5, 80), (1, 63, 160), (3, 21, 264), (2, 7, 1040)] {
         let tokens: Vec<_> = (0..batch * sequence).map(|i| (i * 5 % VOCABULARY) as i32).collect();
         check_forward::<T>(&tokens, sequence, channels, batch % 2);
+    }
+}
+
+/// Without positions each row of out is one of wte, bit for bit, NaN included.
+fn forward_without_positions_copies_rows<T: Tolerance>() {
+    for (positions, sequence, channels) in [(1, 1, 8), (63, 21, 80), (9, 3, 264), (14, 7, 1040)] {
+        let tokens: Vec<_> = (0..positions).map(|i| (i * 5 % VOCABULARY) as i32).collect();
+        let mut wte = rounded::<T>(&noise(VOCABULARY * channels, 1));
+        (wte[0], wte[channels - 1]) = (T::from_f32(f32::NAN), T::from_f32(f32::INFINITY));
+        let mut memory = Memory::new();
+        let out = memory.output::<T>("out", positions * channels);
+        let (n, t, c) = (positions as u32, sequence as u32, channels as u32);
+        let wpe = Global::new(std::ptr::null());
+        let (tokens_in, wte_in) = (memory.input("tokens", &tokens), memory.input("wte", &wte));
+        let launch = encoder_forward::<T, false>(out, tokens_in, wte_in, wpe, n, t, c);
+        run(&mut memory, &launch, encoder_forward_grid(positions), 0);
+        let want: Vec<_> = tokens.iter().flat_map(|&token| &wte[token as usize * channels..][..channels]).collect();
+        assert!(memory.read(out).iter().zip(want).all(|(got, want)| bytes_of(got) == bytes_of(want)));
     }
 }
 
@@ -89,6 +110,18 @@ fn gradients<T: Tolerance>(
     chunk: usize,
     seed: u32,
 ) -> (Vec<f64>, Vec<f64>) {
+    run_backward::<T, true>(dwte, dwpe, dout, tokens, chunk, seed)
+}
+
+/// Returns dwte and dwpe (T, C) after the backward kernels. Without positions, dwpe is unchanged and gives only T.
+fn run_backward<T: Tolerance, const POSITIONS: bool>(
+    dwte: &[T],
+    dwpe: &[T],
+    dout: &[T],
+    tokens: &[i32],
+    chunk: usize,
+    seed: u32,
+) -> (Vec<f64>, Vec<f64>) {
     let (n, channels) = (tokens.len(), dwte.len() / VOCABULARY);
     let (batch, sequence) = (dout.len() / dwpe.len(), dwpe.len() / channels);
     let mut order: Vec<_> = (0..n as i32).collect();
@@ -103,9 +136,11 @@ fn gradients<T: Tolerance>(
     let sizes = WteSizes { positions: n as u32, channels: c, chunk_len: length };
     let launch = encoder_backward_wte(dwte, partials, dout, order, sorted, seed, sizes);
     run(&mut memory, &launch, encoder_backward_wte_grid::<T>(n, channels, chunk), 0);
-    let launch = encoder_backward_rest(dwte, dwpe, partials.reader(), dout, sorted, seed, b, t, c, length);
+    let kept = if POSITIONS { dwpe } else { GlobalMut::new(std::ptr::null_mut()) };
+    let partials = partials.reader();
+    let launch = encoder_backward_rest::<T, POSITIONS>(dwte, kept, partials, dout, sorted, seed, b, t, c, length);
     let shared = shared_bytes(encoder_backward_rest_shared::<T>);
-    run(&mut memory, &launch, encoder_backward_rest_grid::<T>(batch, sequence, channels, chunk), shared);
+    run(&mut memory, &launch, encoder_backward_rest_grid::<T, POSITIONS>(batch, sequence, channels, chunk), shared);
     (read(&memory, dwte), read(&memory, dwpe))
 }
 
@@ -205,6 +240,21 @@ fn dwte_of_random_tokens_matches_reference<T: Tolerance>() {
         let tokens: Vec<_> = tokens.into_iter().map(|(rare, often)| if often > 1 { often } else { rare }).collect();
         check_tokens::<T>("dwte", &tokens, packets * T::PACKET, chunk, seed);
     });
+}
+
+/// The absence of positions does not change a bit of dwte. The tokens make short runs, long runs and runs of one chunk.
+fn backward_without_positions_has_the_same_dwte<T: Tolerance>() {
+    for (tokens, channels) in [(vec![3], 8), (vec![1; 33 * 32], 16), ((0..96).map(|i| i % 3).collect(), 264)] {
+        let dwte = rounded::<T>(&noise(VOCABULARY * channels, 6));
+        let dout = rounded::<T>(&noise(tokens.len() * channels, 5));
+        let dwpe = vec![T::from_f32(1.0); dout.len()];
+        for chunk in [8, 28] {
+            let want = gradients(&dwte, &dwpe, &dout, &tokens, chunk, 7).0;
+            let (got, unchanged) = run_backward::<T, false>(&dwte, &dwpe, &dout, &tokens, chunk, 7);
+            assert_same("dwte", &got, &want);
+            assert_same("dwpe", &unchanged, &wide(&dwpe));
+        }
+    }
 }
 
 /// The seed determines the stochastic rounding bit for bit: of runs inside a chunk, of runs across chunks, and of dwpe.
