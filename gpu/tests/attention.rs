@@ -4,7 +4,8 @@ mod common;
 
 use common::attention::{
     Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
-    check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_sums, check_zeros,
+    check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
+    check_sums, check_zeros, multi_head,
 };
 use common::{for_all, read, rounded, run};
 use cuda_std::bf16;
@@ -21,19 +22,21 @@ tests! {
         outputs_are_convex_combinations_of_values,
         later_positions_do_not_affect_earlier_ones, heads_are_independent, gradients_sum_as_probabilities_require,
         zero_scores_give_running_means, equal_scores_give_running_means, dominant_key_takes_all_attention,
-        large_scores_do_not_overflow, nan_stays_in_its_head, nan_at_a_position_spreads_only_as_documented;
+        large_scores_do_not_overflow, nan_stays_in_its_head, nan_of_a_query_head_reaches_only_its_group,
+        grouped_queries_match_f64_reference, groups_share_keys_and_values, nan_at_a_position_spreads_only_as_documented;
     once: unsupported_head_sizes_have_no_kernel;
 }
 
 fn attend<T: Precision>(inputs: &Inputs) -> Results {
     let shape = inputs.shape;
     let rows = shape.b * shape.t * shape.nh;
+    let packed = shape.b * shape.t * (shape.nh + 2 * shape.kv) * shape.hs;
     let mut memory = Memory::new();
     let qkv = memory.input("qkv", &rounded::<T>(&inputs.qkv));
     let dout = memory.input("dout", &rounded::<T>(&inputs.dout));
     let out = memory.output::<T>("out", rows * shape.hs);
     let lse = memory.output("lse", rows);
-    let dqkv = memory.output::<T>("dqkv", 3 * rows * shape.hs);
+    let dqkv = memory.output::<T>("dqkv", packed);
     let d = memory.output("d", rows);
     let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
     run(&launch::forward(out, lse, qkv, shape).unwrap());
@@ -58,7 +61,7 @@ const SHAPES: [(usize, usize, usize); 10] = [
 
 fn check_head_size<T: Precision>(hs: usize) {
     for (b, t, nh) in SHAPES {
-        let inputs = Inputs::random::<T>(Shape { b, t, nh, hs }, 2.0, 1 + t as u32);
+        let inputs = Inputs::random::<T>(multi_head(b, t, nh, hs), 2.0, 1 + t as u32);
         assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
     }
 }
@@ -79,8 +82,33 @@ fn head_size_128_matches_f64_reference<T: Precision>() {
     check_head_size::<T>(128);
 }
 
+/// (T, NH, KV): groups of 1, 2, 4 and 8 heads, multi-query attention among them.
+const GROUPS: [(usize, usize, usize); 6] = [(1, 2, 1), (65, 4, 2), (17, 8, 1), (90, 4, 1), (130, 6, 3), (129, 8, 4)];
+
+fn grouped_queries_match_f64_reference<T: Precision>() {
+    for (i, (t, nh, kv)) in GROUPS.into_iter().enumerate() {
+        for b in [1, 2] {
+            let hs = HEAD_SIZES[(i + b) % 4];
+            let inputs = Inputs::random::<T>(Shape { b, t, nh, kv, hs }, 2.0, 1 + t as u32);
+            assert_agrees(&inputs, &attend::<T>(&inputs), T::ERRORS);
+        }
+    }
+}
+
+fn groups_share_keys_and_values<T: Precision>() {
+    for_all(4, (shapes(), 0.1..3.0, 0..u32::MAX), |(shape, range, seed)| {
+        check_groups(attend::<T>, &Inputs::random::<T>(shape, range, seed), 4.0 * T::ROUNDING);
+    });
+}
+
 fn shapes() -> impl Strategy<Value = Shape> {
-    (1..4usize, 1..140usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, nh, hs)| Shape { b, t, nh, hs })
+    (1..4usize, 1..140usize, 1..4usize, 1..4usize, select(&HEAD_SIZES)).prop_map(|(b, t, kv, group, hs)| Shape {
+        b,
+        t,
+        nh: kv * group,
+        kv,
+        hs,
+    })
 }
 
 fn outputs_are_convex_combinations_of_values<T: Precision>() {
@@ -110,38 +138,45 @@ fn gradients_sum_as_probabilities_require<T: Precision>() {
 
 fn zero_scores_give_running_means<T: Precision>() {
     for hs in HEAD_SIZES {
-        check_zeros(attend::<T>, Shape { b: 1, t: 65, nh: 1, hs }, T::ERRORS);
+        check_zeros(attend::<T>, multi_head(1, 65, 1, hs), T::ERRORS);
     }
 }
 
 fn equal_scores_give_running_means<T: Precision>() {
     for hs in HEAD_SIZES {
-        check_equal_scores::<T>(attend::<T>, Shape { b: 1, t: 90, nh: 1, hs });
+        check_equal_scores::<T>(attend::<T>, multi_head(1, 90, 1, hs));
     }
 }
 
 fn dominant_key_takes_all_attention<T: Precision>() {
     for (hs, key) in HEAD_SIZES.into_iter().zip([0, 20, 67, 129]) {
-        check_dominant_key::<T>(attend::<T>, Shape { b: 1, t: 130, nh: 1, hs }, key);
+        check_dominant_key::<T>(attend::<T>, multi_head(1, 130, 1, hs), key);
     }
 }
 
 fn large_scores_do_not_overflow<T: Precision>() {
     for hs in HEAD_SIZES {
-        check_large_scores::<T>(attend::<T>, Shape { b: 1, t: 70, nh: 3, hs });
+        check_large_scores::<T>(attend::<T>, multi_head(1, 70, 3, hs));
     }
 }
 
 /// The lengths are not multiples of a tile: the rows that fill the last tile must not come from the next sequence.
 fn nan_stays_in_its_head<T: Precision>() {
     for (hs, t) in HEAD_SIZES.into_iter().zip([65, 33, 70, 17]) {
-        check_spoilt_head::<T>(attend::<T>, Shape { b: 3, t, nh: 3, hs }, [1, 1]);
+        check_spoilt_head::<T>(attend::<T>, multi_head(3, t, 3, hs), [1, 1]);
+        check_spoilt_head::<T>(attend::<T>, Shape { b: 2, t, nh: 6, kv: 3, hs }, [1, 1]);
+    }
+}
+
+fn nan_of_a_query_head_reaches_only_its_group<T: Precision>() {
+    for (hs, h) in HEAD_SIZES.into_iter().zip(0..4) {
+        check_spoilt_query_head::<T>(attend::<T>, Shape { b: 2, t: 66, nh: 4, kv: 2, hs }, [1, h]);
     }
 }
 
 fn nan_at_a_position_spreads_only_as_documented<T: Precision>() {
     for (hs, position) in HEAD_SIZES.into_iter().zip([80, 130, 5, 70]) {
-        check_spoilt_position::<T>(attend::<T>, Shape { b: 1, t: 140, nh: 1, hs }, position, 128);
+        check_spoilt_position::<T>(attend::<T>, multi_head(1, 140, 1, hs), position, 128);
     }
 }
 
@@ -150,6 +185,6 @@ fn unsupported_head_sizes_have_no_kernel() {
     let (input, out, lse) = (memory.input("qkv", &[]), memory.output::<bf16>("out", 0), memory.output("lse", 0));
     for hs in [0, 16, 72, 112, 160] {
         assert!(!HEAD_SIZES.contains(&hs));
-        assert!(launch::forward::<bf16>(out, lse, input, Shape { b: 1, t: 1, nh: 1, hs }).is_none());
+        assert!(launch::forward::<bf16>(out, lse, input, multi_head(1, 1, 1, hs)).is_none());
     }
 }

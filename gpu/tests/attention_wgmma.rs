@@ -4,7 +4,8 @@ mod common;
 
 use common::attention::{
     Inputs, Precision, Results, assert_agrees, check_causal, check_convex, check_dominant_key, check_equal_scores,
-    check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_sums, check_zeros,
+    check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
+    check_sums, check_zeros, multi_head,
 };
 use common::{Tolerance, for_all, read, rounded, run};
 use cuda_std::bf16;
@@ -23,7 +24,8 @@ tests! {
         only_head_sizes_64_and_128_are_supported, outputs_are_convex_combinations_of_values, attention_is_causal,
         heads_are_independent, gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference,
         equal_scores_average_values, dominant_key_takes_all_attention, large_scores_match_reference,
-        non_finite_head_does_not_spread, non_finite_position_spreads_only_within_its_tile;
+        non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
+        grouped_queries_match_reference, groups_share_keys_and_values, non_finite_position_spreads_only_within_its_tile;
 }
 
 /// Fewer blocks than work tiles for most shapes, so that a block computes several tiles.
@@ -32,16 +34,16 @@ const BLOCKS: usize = 3;
 fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
     move |inputs| {
         let shape = inputs.shape;
-        let Shape { b, t, nh, hs } = shape;
+        let Shape { b, t, nh, kv, hs } = shape;
         let rows = b * t * nh;
         let mut memory = Memory::new();
         let qkv = memory.input("qkv", &rounded(&inputs.qkv));
         let dout = memory.input("dout", &rounded(&inputs.dout));
-        let qkv_map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, 3 * nh * hs], BOX)]);
+        let qkv_map = memory.input("map of qkv", &[TensorMap::emulated_3d(qkv, [b, t, (nh + 2 * kv) * hs], BOX)]);
         let dout_map = memory.input("map of dout", &[TensorMap::emulated_3d(dout, [b, t, nh * hs], BOX)]);
         let out = memory.output::<bf16>("out", rows * hs);
         let lse = memory.output("lse", rows);
-        let dqkv = memory.output::<bf16>("dqkv", 3 * rows * hs);
+        let dqkv = memory.output::<bf16>("dqkv", b * t * (nh + 2 * kv) * hs);
         let d = memory.output("d", rows);
         let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
         run(&launch::forward(out, lse, qkv_map, shape, blocks));
@@ -50,10 +52,6 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         launch::backward(operands, shape, blocks).iter().for_each(&mut run);
         Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
     }
-}
-
-fn shape(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
-    Shape { b, t, nh, hs }
 }
 
 /// Supported head sizes.
@@ -68,42 +66,66 @@ fn check(shape: Shape, blocks: usize) {
 
 fn one_position_matches_reference() {
     for hs in SIZES {
-        check(shape(1, 1, 1, hs), BLOCKS);
-        check(shape(3, 1, 3, hs), BLOCKS);
+        check(multi_head(1, 1, 1, hs), BLOCKS);
+        check(multi_head(3, 1, 3, hs), BLOCKS);
     }
 }
 
 fn partial_tile_matches_reference() {
     for (t, hs) in [(17, 64), (63, 64), (63, 128), (64, 128), (65, 64), (65, 128), (127, 64)] {
-        check(shape(1, t, 3, hs), 1);
-        check(shape(3, t, 1, hs), BLOCKS);
+        check(multi_head(1, t, 3, hs), 1);
+        check(multi_head(3, t, 1, hs), BLOCKS);
     }
 }
 
 fn full_tile_matches_reference() {
     for (t, hs) in [(128, 64), (128, 128), (129, 64), (191, 128), (193, 64)] {
-        check(shape(1, t, 3, hs), BLOCKS);
+        check(multi_head(1, t, 3, hs), BLOCKS);
     }
 }
 
 fn several_tiles_match_reference() {
-    check(shape(1, 300, 3, 64), 5);
-    check(shape(1, 300, 2, 128), 5);
-    check(shape(2, 640, 1, 64), 4);
-    check(shape(1, 640, 1, 128), 2);
+    check(multi_head(1, 300, 3, 64), 5);
+    check(multi_head(1, 300, 2, 128), 5);
+    check(multi_head(2, 640, 1, 64), 4);
+    check(multi_head(1, 640, 1, 128), 2);
 }
 
 /// Covers fewer work tiles than blocks.
 fn idle_blocks_match_reference() {
-    check(shape(1, 128, 1, 64), BLOCKS);
-    check(shape(1, 200, 1, 128), 5);
+    check(multi_head(1, 128, 1, 64), BLOCKS);
+    check(multi_head(1, 200, 1, 128), 5);
 }
 
 /// All pipelines wrap around many times, so that the parity of every barrier changes.
 fn one_block_matches_reference() {
     for hs in SIZES {
-        check(shape(3, 260, 2, hs), 1);
+        check(multi_head(3, 260, 2, hs), 1);
     }
+}
+
+/// Covers groups of 1, 2, 4 and 8 heads, multi-query attention, and both parities of every pipeline at the boundary of
+/// two heads.
+fn grouped_queries_match_reference() {
+    for (b, t, nh, kv, hs, blocks) in [
+        (1, 1, 2, 1, 64, BLOCKS),
+        (2, 65, 4, 2, 64, BLOCKS),
+        (2, 65, 4, 2, 128, 2),
+        (1, 130, 8, 1, 64, 1),
+        (1, 130, 8, 1, 128, BLOCKS),
+        (2, 200, 4, 1, 128, 1),
+        (1, 300, 6, 3, 64, 5),
+        (1, 257, 6, 2, 128, 4),
+        (3, 100, 8, 4, 64, 7),
+    ] {
+        check(Shape { b, t, nh, kv, hs }, blocks);
+    }
+}
+
+fn groups_share_keys_and_values() {
+    for_all(4, (shapes(), 1..8usize, 0.1..3.0, 0..u32::MAX), |(shape, blocks, range, seed)| {
+        check_groups(attend(blocks), &Inputs::random::<bf16>(shape, range, seed), 4.0 * bf16::ROUNDING);
+    });
 }
 
 fn only_head_sizes_64_and_128_are_supported() {
@@ -111,7 +133,13 @@ fn only_head_sizes_64_and_128_are_supported() {
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    (1..4usize, 1..300usize, 1..4usize, 0..2usize).prop_map(|(b, t, nh, size)| shape(b, t, nh, SIZES[size]))
+    (1..4usize, 1..300usize, 1..4usize, 1..3usize, 0..2usize).prop_map(|(b, t, kv, group, size)| Shape {
+        b,
+        t,
+        nh: kv * group,
+        kv,
+        hs: SIZES[size],
+    })
 }
 
 fn outputs_are_convex_combinations_of_values() {
@@ -141,37 +169,44 @@ fn gradients_of_keys_and_values_sum_correctly() {
 
 fn zero_inputs_match_reference() {
     for hs in SIZES {
-        check_zeros(attend(BLOCKS), shape(1, 65, 1, hs), bf16::ERRORS);
+        check_zeros(attend(BLOCKS), multi_head(1, 65, 1, hs), bf16::ERRORS);
     }
 }
 
 fn equal_scores_average_values() {
     for hs in SIZES {
-        check_equal_scores::<bf16>(attend(BLOCKS), shape(1, 190, 1, hs));
+        check_equal_scores::<bf16>(attend(BLOCKS), multi_head(1, 190, 1, hs));
     }
 }
 
 fn dominant_key_takes_all_attention() {
     for (key, hs) in [(0, 64), (0, 128), (20, 64), (67, 64), (67, 128), (129, 64)] {
-        check_dominant_key::<bf16>(attend(BLOCKS), shape(1, 200, 1, hs), key);
+        check_dominant_key::<bf16>(attend(BLOCKS), multi_head(1, 200, 1, hs), key);
     }
 }
 
 fn large_scores_match_reference() {
     for hs in SIZES {
-        check_large_scores::<bf16>(attend(BLOCKS), shape(1, 190, 3, hs));
+        check_large_scores::<bf16>(attend(BLOCKS), multi_head(1, 190, 3, hs));
     }
 }
 
 /// Covers lengths that are not multiples of a tile: padding rows must not come from the next sequence.
 fn non_finite_head_does_not_spread() {
     for (t, hs) in [(17, 64), (65, 128), (200, 64)] {
-        check_spoilt_head::<bf16>(attend(BLOCKS), shape(3, t, 3, hs), [1, 1]);
+        check_spoilt_head::<bf16>(attend(BLOCKS), multi_head(3, t, 3, hs), [1, 1]);
+        check_spoilt_head::<bf16>(attend(BLOCKS), Shape { b: 2, t, nh: 6, kv: 3, hs }, [1, 1]);
+    }
+}
+
+fn non_finite_query_head_reaches_only_its_group() {
+    for (hs, h) in [(64, 0), (64, 1), (128, 2), (128, 3)] {
+        check_spoilt_query_head::<bf16>(attend(BLOCKS), Shape { b: 2, t: 130, nh: 4, kv: 2, hs }, [1, h]);
     }
 }
 
 fn non_finite_position_spreads_only_within_its_tile() {
     for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (280, 64)] {
-        check_spoilt_position::<bf16>(attend(BLOCKS), shape(1, 300, 1, hs), position, TILE);
+        check_spoilt_position::<bf16>(attend(BLOCKS), multi_head(1, 300, 1, hs), position, TILE);
     }
 }

@@ -1,13 +1,13 @@
 //! The second kernel of the backward pass: dK and dV.
 //!
-//! A block owns ROWS keys of one head and iterates over tiles of queries, from the diagonal on. It computes the
-//! transposed scores, so that Pᵀ and dSᵀ are in the accumulator layout that the left operand of the next matmul needs:
-//! dV = Pᵀ dout, dK = dSᵀ Q / sqrt(HS).
+//! A block owns ROWS keys of one key-value head. For each query head of its group, it iterates over tiles of queries,
+//! from the diagonal on. It computes the transposed scores, so that Pᵀ and dSᵀ are in the accumulator layout that the
+//! left operand of the next matmul needs: dV = Pᵀ dout, dK = dSᵀ Q / sqrt(HS).
 
+use super::Head;
 use super::mask::mask_scores_transposed;
 use super::softmax::{exponent_scale, exponent_shift, scale};
-use super::tiles::{Accumulators, Columns, LeftOperand, load_async, stage, warp_row};
-use super::{Head, KEY, QUERY, VALUE};
+use super::tiles::{Accumulators, Columns, LeftOperand, Rows, THREADS, load_async, stage, warp_row};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, SharedTile, async_copy, bf16, kernel, math, thread};
@@ -23,6 +23,8 @@ struct QueryTile<T, const QUERIES: usize, const HS: usize> {
 
 /// Shared memory: the keys and values of the block, and a double buffer of query tiles.
 struct Shared<T, const HS: usize, const ROWS: usize, const QUERIES: usize> {
+    /// The number of the query head within its group, one copy per thread. In f32 no register is left for it.
+    member: SharedArray<u32>,
     k: SharedTile<T, ROWS, HS>,
     v: SharedTile<T, ROWS, HS>,
     stages: [QueryTile<T, QUERIES, HS>; 2],
@@ -31,6 +33,7 @@ struct Shared<T, const HS: usize, const ROWS: usize, const QUERIES: usize> {
 impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Shared<T, HS, ROWS, QUERIES> {
     #[inline(always)]
     fn new(layout: &mut Layout) -> Self {
+        let member = layout.array(THREADS);
         let (k, v) = (layout.tile(), layout.tile());
         let mut tile = || QueryTile {
             q: layout.tile(),
@@ -38,7 +41,7 @@ impl<T: TensorCore, const HS: usize, const ROWS: usize, const QUERIES: usize> Sh
             shift: layout.array(QUERIES),
             d: layout.array(QUERIES),
         };
-        Self { k, v, stages: [tile(), tile()] }
+        Self { member, k, v, stages: [tile(), tile()] }
     }
 
     /// Returns the buffer of query tile `tile`.
@@ -62,9 +65,9 @@ pub(super) fn dkdv_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usiz
     layout.bytes()
 }
 
-/// Computes the K and V parts of dqkv (B,T,3,NH,HS) from dout (B,T,NH,HS), qkv (B,T,3,NH,HS), lse and d (B,NH,T).
+/// Computes the K and V parts of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 ///
-/// Grid: (tiles of ROWS keys, NH, B).
+/// Grid: (tiles of ROWS keys, KV, B).
 #[kernel(threads = 128, instances(
     bf16_64 = <bf16, 64, 64, 32>(blocks_per_sm = 3),
     bf16_80 = <bf16, 80, 64, 64>(blocks_per_sm = 2),
@@ -82,28 +85,34 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
     lse: Global<f32>,
     d: Global<f32>,
     t: u32,
-    nh: u32,
+    kv: u32,
+    group: u32,
 ) {
-    let head = Head::of_block(t, nh, HS);
     // The first keys are visible to the most queries, so the blocks with the most work start first.
     let first_key = thread::block_idx_x() as usize * ROWS;
-    let tiles = head.t.div_ceil(QUERIES);
-    let first_tile = first_key / QUERIES;
+    let tiles = t.div_ceil(QUERIES as u32);
+    let head_of_group = |member: u32| Head::of_group(member, t, kv, group, HS);
 
     let shared = Shared::<T, HS, ROWS, QUERIES>::new(&mut Layout::new());
-    let load = |tile: usize| {
-        let to = shared.stage(tile);
-        load_async(to.q, qkv, head.packed(QUERY), tile * QUERIES);
-        load_async(to.dout, dout, head.plain(), tile * QUERIES);
+    // The compiler keeps the addresses of all passes of a copy in registers. In f32, and with seven passes for 96
+    // channels, there are not enough. With an opaque stride it adds them up in each copy.
+    let opaque_stride = size_of::<T>() == 4 || HS == 96;
+    let rows = |rows: Rows| {
+        if opaque_stride { Rows { stride: thread::opaque(rows.stride as u32) as usize, ..rows } } else { rows }
+    };
+    let load = |head: Head, tile: u32| {
+        let (to, first) = (shared.stage(tile as usize), tile as usize * QUERIES);
+        load_async(to.q, qkv, rows(head.query()), first);
+        load_async(to.dout, dout, rows(head.plain()), first);
         async_copy::commit();
     };
     // Threads 0..QUERIES load the exponent shifts and the next QUERIES threads load D. They use registers and not
     // asynchronous 16-byte copies, because rows of (B,NH,T) are only 4-byte aligned.
     let thread = thread::thread_idx_x() as usize;
-    let statistic = |tile: usize| {
-        let query = tile * QUERIES + thread % QUERIES;
-        let inside = query < head.t;
-        let at = head.statistics() + query;
+    let statistic = |head: Head, tile: u32| {
+        let query = tile * QUERIES as u32 + (thread % QUERIES) as u32;
+        let at = head.statistics() + query as usize;
+        let inside = query < t;
         if thread < QUERIES {
             exponent_shift(inside.then(|| lse.at(at)))
         } else if inside && thread < 2 * QUERIES {
@@ -112,8 +121,8 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
             0.0
         }
     };
-    let set_statistic = |tile: usize, value: f32| {
-        let to = shared.stage(tile);
+    let set_statistic = |tile: u32, value: f32| {
+        let to = shared.stage(tile as usize);
         if thread < QUERIES {
             to.shift.set(thread, value);
         } else if thread < 2 * QUERIES {
@@ -121,53 +130,69 @@ pub fn attention_backward_dkdv<T: TensorCore, const HS: usize, const ROWS: usize
         }
     };
 
-    load_async(shared.k, qkv, head.packed(KEY), first_key);
-    load_async(shared.v, qkv, head.packed(VALUE), first_key);
-    load(first_tile);
-    set_statistic(first_tile, statistic(first_tile));
-    async_copy::wait::<0>();
-    thread::sync_threads();
-    let keep = size_of::<T>() * HS <= 128;
-    let (k, v) = (LeftOperand::new(shared.k, keep), LeftOperand::new(shared.v, keep));
-
+    load_async(shared.k, qkv, head_of_group(0).key(), first_key);
+    load_async(shared.v, qkv, head_of_group(0).value(), first_key);
     let exponent_scale = exponent_scale::<HS>();
     let last_key = first_key + warp_row::<ROWS>() + ROWS / 4 - 1;
     let mut dk = Accumulators::<ROWS, HS>::zero();
     let mut dv = Accumulators::<ROWS, HS>::zero();
-    for tile in first_tile..tiles {
-        let mut next = 0.0;
-        if tile + 1 < tiles {
-            load(tile + 1);
-            next = statistic(tile + 1);
+    let mut member = 0;
+    loop {
+        if size_of::<T>() == 4 {
+            shared.member.set(thread, member);
         }
-        let queries = shared.stage(tile);
-        let first_query = tile * QUERIES;
-
-        let mut p = Accumulators::<ROWS, QUERIES>::zero();
-        p.add_matmul_transposed::<T, HS>(|strip, i| k.fragment(strip, i), queries.q);
-        if last_key > first_query {
-            mask_scores_transposed(&mut p, first_key, first_query);
-        }
-        let shift = Columns::load::<QUERIES>(queries.shift);
-        p.map(|_, _, col, s| math::exp2(math::fma(s, exponent_scale, shift.at(col))));
-        dv.add_matmul::<T, QUERIES>(|strip, i| p.fragment::<T>(strip, i), queries.dout);
-
-        let mut ds = Accumulators::<ROWS, QUERIES>::zero();
-        ds.add_matmul_transposed::<T, HS>(|strip, i| v.fragment(strip, i), queries.dout);
-        let d = Columns::load::<QUERIES>(queries.d);
-        ds.zip(&p, |_, _, col, dp, p| p * (dp - d.at(col)));
-        dk.add_matmul::<T, QUERIES>(|strip, i| ds.fragment::<T>(strip, i), queries.q);
-
-        if tile + 1 < tiles {
-            set_statistic(tile + 1, next);
-        }
-        // Makes the next tile visible to all threads, and ensures that all have finished reading this one.
+        // All threads have finished reading the previous head's tiles. The first wait is also that for K and V.
+        let head = head_of_group(member);
+        let first_tile = thread::opaque(thread::block_idx_x()) * (ROWS / QUERIES) as u32;
+        load(head, first_tile);
+        set_statistic(first_tile, statistic(head, first_tile));
         async_copy::wait::<0>();
         thread::sync_threads();
+        let keep = size_of::<T>() * HS <= 128;
+        let (k, v) = (LeftOperand::new(shared.k, keep), LeftOperand::new(shared.v, keep));
+
+        for tile in first_tile..tiles {
+            let mut next = 0.0;
+            if tile + 1 < tiles {
+                load(head, tile + 1);
+                next = statistic(head, tile + 1);
+            }
+            let queries = shared.stage(tile as usize);
+            let first_query = tile as usize * QUERIES;
+
+            let mut p = Accumulators::<ROWS, QUERIES>::zero();
+            p.add_matmul_transposed::<T, HS>(|strip, i| k.fragment(strip, i), queries.q);
+            if last_key > first_query {
+                mask_scores_transposed(&mut p, first_key, first_query);
+            }
+            let shift = Columns::load::<QUERIES>(queries.shift);
+            p.map(|_, _, col, s| math::exp2(math::fma(s, exponent_scale, shift.at(col))));
+            dv.add_matmul::<T, QUERIES>(|strip, i| p.fragment::<T>(strip, i), queries.dout);
+
+            let mut ds = Accumulators::<ROWS, QUERIES>::zero();
+            ds.add_matmul_transposed::<T, HS>(|strip, i| v.fragment(strip, i), queries.dout);
+            let d = Columns::load::<QUERIES>(queries.d);
+            ds.zip(&p, |_, _, col, dp, p| p * (dp - d.at(col)));
+            dk.add_matmul::<T, QUERIES>(|strip, i| ds.fragment::<T>(strip, i), queries.q);
+
+            if tile + 1 < tiles {
+                set_statistic(tile + 1, next);
+            }
+            // Makes the next tile visible to all threads, and ensures that all have finished reading this one.
+            async_copy::wait::<0>();
+            thread::sync_threads();
+        }
+        if size_of::<T>() == 4 {
+            member = shared.member.at(thread);
+        }
+        member += 1;
+        if member == group {
+            break;
+        }
     }
 
     let scale = scale::<HS>();
     dk.map(|_, _, _, dk| dk * scale);
-    dk.store(dqkv, head.packed(KEY), first_key, shared.k);
-    dv.store(dqkv, head.packed(VALUE), first_key, shared.v);
+    dk.store(dqkv, head_of_group(0).key(), first_key, shared.k);
+    dv.store(dqkv, head_of_group(0).value(), first_key, shared.v);
 }

@@ -19,7 +19,8 @@ pub fn attention_backward_dot<T: Element>(
     nh: u32,
     hs: u32,
 ) {
-    let head = Head::of_block(t, nh, hs as usize);
+    // out and dout have no key-value heads.
+    let head = Head::of_block(t, nh, 1, hs as usize);
     let thread = thread::thread_idx_x() as usize;
     let row = thread::block_idx_x() as usize * DOT_ROWS + thread / LANES_PER_ROW;
     let mut sum = 0.0;

@@ -2,10 +2,10 @@
 //!
 //! A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal: dQ = dS K / sqrt(HS).
 
+use super::Head;
 use super::mask::{crosses_diagonal, mask_scores};
 use super::softmax::{exponent_scale, exponent_shift, scale};
 use super::tiles::{Accumulators, LeftOperand, lane_row, load_async, stage, warp_row};
-use super::{Head, KEY, QUERY, VALUE};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, math, thread};
@@ -48,7 +48,7 @@ pub(super) fn dq_shared_bytes<T: TensorCore, const HS: usize, const ROWS: usize,
     layout.bytes()
 }
 
-/// Computes the Q part of dqkv (B,T,3,NH,HS) from dout (B,T,NH,HS), qkv (B,T,3,NH,HS), lse and d (B,NH,T).
+/// Computes the Q part of dqkv (B,T,NH+2KV,HS) from dout (B,T,NH,HS), qkv (B,T,NH+2KV,HS), lse and d (B,NH,T).
 ///
 /// Grid: (tiles of ROWS queries, NH, B).
 #[kernel(threads = 128, instances(
@@ -68,9 +68,10 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     lse: Global<f32>,
     d: Global<f32>,
     t: u32,
-    nh: u32,
+    kv: u32,
+    group: u32,
 ) {
-    let head = Head::of_block(t, nh, HS);
+    let head = Head::of_block(t, kv, group, HS);
     // The queries with the most keys first, as in the forward kernel.
     let tiles = head.t.div_ceil(ROWS);
     let first_query = (tiles - 1 - thread::block_idx_x() as usize) * ROWS;
@@ -79,11 +80,11 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
     let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
     let load = |tile: usize| {
         let to = shared.stage(tile);
-        load_async(to.k, qkv, head.packed(KEY), tile * KEYS);
-        load_async(to.v, qkv, head.packed(VALUE), tile * KEYS);
+        load_async(to.k, qkv, head.key(), tile * KEYS);
+        load_async(to.v, qkv, head.value(), tile * KEYS);
         async_copy::commit();
     };
-    load_async(shared.q, qkv, head.packed(QUERY), first_query);
+    load_async(shared.q, qkv, head.query(), first_query);
     load_async(shared.dout, dout, head.plain(), first_query);
     load(0);
 
@@ -130,5 +131,5 @@ pub fn attention_backward_dq<T: TensorCore, const HS: usize, const ROWS: usize, 
 
     let scale = scale::<HS>();
     dq.map(|_, _, _, dq| dq * scale);
-    dq.store(dqkv, head.packed(QUERY), first_query, shared.q);
+    dq.store(dqkv, head.query(), first_query, shared.q);
 }

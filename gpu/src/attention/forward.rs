@@ -1,9 +1,9 @@
 //! The forward kernel. A block owns ROWS queries of one head and iterates over tiles of keys up to the diagonal.
 
+use super::Head;
 use super::mask::{crosses_diagonal, mask_scores};
 use super::softmax::{OnlineSoftmax, exponent_scale, scale};
 use super::tiles::{Accumulators, LeftOperand, lane_column, lane_row, load_async, stage, warp_row};
-use super::{Head, KEY, QUERY, VALUE};
 use cuda_std::mma::TensorCore;
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedTile, async_copy, bf16, kernel, thread};
@@ -45,7 +45,7 @@ pub(super) fn forward_shared_bytes<T: TensorCore, const HS: usize, const ROWS: u
     layout.bytes()
 }
 
-/// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,3,NH,HS).
+/// Computes out (B,T,NH,HS) = softmax(Q Kᵀ / sqrt(HS) + causal mask) V from qkv (B,T,NH+2KV,HS).
 ///
 /// Also writes lse (B,NH,T), the natural log-sum-exp of each query's scaled scores. Grid: (tiles of ROWS queries, NH,
 /// B).
@@ -64,9 +64,10 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     lse: GlobalMut<f32>,
     qkv: Global<T>,
     t: u32,
-    nh: u32,
+    kv: u32,
+    group: u32,
 ) {
-    let head = Head::of_block(t, nh, HS);
+    let head = Head::of_block(t, kv, group, HS);
     // Blocks start in the order of x. The queries with the most keys come first, so that the blocks that start last are
     // short. Tiles of one head run concurrently and share its keys in L2.
     let tiles = head.t.div_ceil(ROWS);
@@ -76,11 +77,11 @@ pub fn attention_forward<T: TensorCore, const HS: usize, const ROWS: usize, cons
     let shared = Shared::<T, HS, ROWS, KEYS>::new(&mut Layout::new());
     let load = |tile: usize| {
         let pair = shared.stage(tile);
-        load_async(pair.k, qkv, head.packed(KEY), tile * KEYS);
-        load_async(pair.v, qkv, head.packed(VALUE), tile * KEYS);
+        load_async(pair.k, qkv, head.key(), tile * KEYS);
+        load_async(pair.v, qkv, head.value(), tile * KEYS);
         async_copy::commit();
     };
-    load_async(shared.q, qkv, head.packed(QUERY), first_query);
+    load_async(shared.q, qkv, head.query(), first_query);
     async_copy::commit();
     load(0);
     async_copy::wait::<1>();

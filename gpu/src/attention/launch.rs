@@ -19,36 +19,44 @@ pub struct Shape {
     pub b: usize,
     /// T, the sequence length.
     pub t: usize,
-    /// NH, the number of heads.
+    /// NH, the number of query heads.
     pub nh: usize,
+    /// KV, the number of key-value heads, a divisor of NH.
+    pub kv: usize,
     /// HS, the head size, one of [`HEAD_SIZES`].
     pub hs: usize,
 }
 
 impl Shape {
-    /// Returns the grid with one block per `rows` positions of each head.
-    fn grid(self, rows: usize) -> [u32; 3] {
-        [self.t.div_ceil(rows) as u32, self.nh as u32, self.b as u32]
+    /// Returns the number of query heads of a key-value head.
+    pub(crate) fn group(self) -> usize {
+        self.nh / self.kv
+    }
+
+    /// Returns the grid with one block per `rows` positions of each of `heads` heads.
+    fn grid(self, rows: usize, heads: usize) -> [u32; 3] {
+        [self.t.div_ceil(rows) as u32, heads as u32, self.b as u32]
     }
 }
 
 /// Selects the instance of `$kernel` for `T` and the head size of the shape, or `None` for other head sizes.
 ///
 /// The table maps each head size to the tile sizes of bf16, then of f32: (rows that the block owns, rows of a tile that
-/// it iterates over). They must match the instances in the `#[kernel]` attribute.
+/// it iterates over). They must match the instances in the `#[kernel]` attribute. A block owns rows of one of `$heads`
+/// heads.
 macro_rules! instance {
-    ($kernel:ident $arguments:tt, $shared_bytes:ident, $shape:expr;
+    ($kernel:ident $arguments:tt, $shared_bytes:ident, $shape:expr, $heads:expr;
      $($hs:literal => ($rows:literal, $columns:literal), ($rows_f32:literal, $columns_f32:literal);)*) => {
         match (size_of::<T>(), $shape.hs) {
             $(
                 (2, $hs) => Some(KernelLaunch {
                     launch: $kernel::<T, $hs, $rows, $columns> $arguments,
-                    grid: $shape.grid($rows),
+                    grid: $shape.grid($rows, $heads),
                     shared_bytes: $shared_bytes::<T, $hs, $rows, $columns>(),
                 }),
                 (4, $hs) => Some(KernelLaunch {
                     launch: $kernel::<T, $hs, $rows_f32, $columns_f32> $arguments,
-                    grid: $shape.grid($rows_f32),
+                    grid: $shape.grid($rows_f32, $heads),
                     shared_bytes: $shared_bytes::<T, $hs, $rows_f32, $columns_f32>(),
                 }),
             )*
@@ -57,7 +65,7 @@ macro_rules! instance {
     };
 }
 
-/// Returns the forward kernel, which computes out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,3,NH,HS).
+/// Returns the forward kernel, which computes out (B,T,NH,HS) and lse (B,NH,T) from qkv (B,T,NH+2KV,HS).
 ///
 /// `None` if the head size is not one of [`HEAD_SIZES`].
 pub fn forward<T: TensorCore>(
@@ -66,9 +74,9 @@ pub fn forward<T: TensorCore>(
     qkv: Global<T>,
     shape: Shape,
 ) -> Option<KernelLaunch> {
-    let (t, nh) = (shape.t as u32, shape.nh as u32);
+    let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
     instance! {
-        attention_forward(out, lse, qkv, t, nh), forward_shared_bytes, shape;
+        attention_forward(out, lse, qkv, t, kv, group), forward_shared_bytes, shape, shape.nh;
         64 => (128, 64), (64, 32);
         80 => (64, 32), (64, 32);
         96 => (64, 64), (64, 32);
@@ -80,14 +88,14 @@ pub fn forward<T: TensorCore>(
 pub fn backward_dot<T: TensorCore>(d: GlobalMut<f32>, dout: Global<T>, out: Global<T>, shape: Shape) -> KernelLaunch {
     KernelLaunch {
         launch: attention_backward_dot::<T>(d, dout, out, shape.t as u32, shape.nh as u32, shape.hs as u32),
-        grid: shape.grid(DOT_ROWS),
+        grid: shape.grid(DOT_ROWS, shape.nh),
         shared_bytes: 0,
     }
 }
 
 /// Returns the three backward kernels in the order in which they must run.
 ///
-/// They compute dqkv (B,T,3,NH,HS) from dout and out (B,T,NH,HS), qkv (B,T,3,NH,HS) and lse (B,NH,T); `d` (B,NH,T) is
+/// They compute dqkv (B,T,NH+2KV,HS) from dout and out (B,T,NH,HS), qkv (B,T,NH+2KV,HS) and lse (B,NH,T); `d` (B,NH,T) is
 /// scratch. `None` if the head size is not one of [`HEAD_SIZES`].
 pub fn backward<T: TensorCore>(
     dqkv: GlobalMut<T>,
@@ -98,18 +106,18 @@ pub fn backward<T: TensorCore>(
     lse: Global<f32>,
     shape: Shape,
 ) -> Option<[KernelLaunch; 3]> {
-    let (t, nh) = (shape.t as u32, shape.nh as u32);
+    let (t, kv, group) = (shape.t as u32, shape.kv as u32, shape.group() as u32);
     let dot = backward_dot(d, dout, out, shape);
     let d = d.reader();
     let dkdv = instance! {
-        attention_backward_dkdv(dqkv, dout, qkv, lse, d, t, nh), dkdv_shared_bytes, shape;
+        attention_backward_dkdv(dqkv, dout, qkv, lse, d, t, kv, group), dkdv_shared_bytes, shape, shape.kv;
         64 => (64, 32), (64, 32);
         80 => (64, 64), (64, 32);
         96 => (64, 64), (64, 16);
         128 => (64, 32), (64, 16);
     }?;
     let dq = instance! {
-        attention_backward_dq(dqkv, dout, qkv, lse, d, t, nh), dq_shared_bytes, shape;
+        attention_backward_dq(dqkv, dout, qkv, lse, d, t, kv, group), dq_shared_bytes, shape, shape.nh;
         64 => (64, 64), (64, 32);
         80 => (64, 64), (64, 32);
         96 => (64, 64), (64, 16);

@@ -1,12 +1,14 @@
 //! The structure that both backward kernels share.
 //!
 //! A consumer owns 64 rows of two matrices, its resident panels, and streams over panels of the other two. For dK and
-//! dV, K and V are resident, Q and dout streamed. For dQ, the roles are swapped.
+//! dV, K and V of a key-value head are resident, Q and dout of its query heads streamed. For dQ, Q and dout of a query
+//! head are resident, K and V of its key-value head streamed.
 
 use super::epilogue::{OutputRows, store_rows};
 use super::panel::Panel;
 use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile};
+use super::sizes::Sizes;
 use super::{CONSUMERS, Head, ROWS, TILE};
 use cuda_std::hopper::{MBarrier, TensorMap};
 use cuda_std::shared::{Layout, SharedArray};
@@ -95,7 +97,8 @@ impl<H: Head> SharedStorage<H> {
 #[derive(Clone, Copy)]
 pub struct Backward<H> {
     pub shared: SharedStorage<H>,
-    pub scheduler: TileScheduler<H>,
+    pub sizes: Sizes<H>,
+    pub scheduler: TileScheduler,
     pub dqkv: GlobalMut<bf16>,
     pub qkv: Global<TensorMap>,
     pub dout: Global<TensorMap>,
@@ -113,17 +116,17 @@ impl<H: Head> Backward<H> {
         self.shared.streamed_barriers.init(STAGES, arrivals, CONSUMERS);
     }
 
-    /// Returns K and V of a head.
+    /// Returns K and V of a key-value head.
     #[inline(always)]
-    pub fn keys_and_values(self, tile: WorkTile) -> [PanelSource; 2] {
-        [1, 2].map(|part| PanelSource { map: self.qkv, column: self.scheduler.column(tile, part) })
+    pub fn keys_and_values(self, kv_head: u32) -> [PanelSource; 2] {
+        [self.sizes.key(kv_head), self.sizes.value(kv_head)]
+            .map(|index| PanelSource { map: self.qkv, column: index * H::HS })
     }
 
-    /// Returns Q and dout of a head.
+    /// Returns Q and dout of a query head.
     #[inline(always)]
-    pub fn queries_and_dout(self, tile: WorkTile) -> [PanelSource; 2] {
-        let q = PanelSource { map: self.qkv, column: self.scheduler.column(tile, 0) };
-        [q, PanelSource { map: self.dout, column: tile.h * H::HS }]
+    pub fn queries_and_dout(self, h: u32) -> [PanelSource; 2] {
+        [self.qkv, self.dout].map(|map| PanelSource { map, column: h * H::HS })
     }
 
     /// Starts the loads of both consumers' resident panels.
@@ -144,12 +147,12 @@ impl<H: Head> Backward<H> {
         self.shared.streamed.after(stage).load(sources, row, tile.b, full);
     }
 
-    /// Stores the gradient of a consumer's rows of part 0 (Q), 1 (K) or 2 (V), multiplied by `scale`.
+    /// Stores the gradient of a consumer's rows of head `index` of qkv, multiplied by `scale`.
     #[inline(always)]
     pub fn store_gradient(
         self,
         tile: WorkTile,
-        part: u32,
+        index: u32,
         consumer: u32,
         gradient: &mut H::OutputAccumulators,
         scale: f32,
@@ -157,9 +160,9 @@ impl<H: Head> Backward<H> {
         let row = tile.tile * TILE + consumer * ROWS;
         let rows = OutputRows {
             out: self.dqkv,
-            first: self.scheduler.packed_row(tile, part, row),
-            stride: (3 * self.scheduler.nh * H::HS) as usize,
-            rows: self.scheduler.t.saturating_sub(row),
+            first: self.sizes.packed_row(tile.b, index, row),
+            stride: self.sizes.packed_stride(),
+            rows: self.sizes.t.saturating_sub(row),
         };
         store_rows::<H>(rows, gradient, [scale; 2], self.shared.output.after(consumer));
     }

@@ -10,6 +10,7 @@ use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal;
 use super::panel::{ScoreSquare, square_fragments, thread_row};
 use super::scheduler::{TileScheduler, WorkTile, work_index};
+use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
@@ -27,9 +28,9 @@ pub fn dq_shared_bytes<H: Head>() -> usize {
     SharedStorage::<H>::bytes(STATISTICS)
 }
 
-/// dQ in dqkv (B, T, 3, NH, HS).
+/// dQ in dqkv (B, T, NH + 2 KV, HS).
 ///
-/// `qkv` maps (B, T, 3 NH HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
+/// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
 /// d = rowsum(dout ∘ out) are (B, NH, T).
 ///
 /// Grid: (number of SMs).
@@ -42,11 +43,13 @@ pub fn attention_backward_dq_wgmma<H: Head>(
     d: Global<f32>,
     b: u32,
     t: u32,
-    nh: u32,
+    kv: u32,
+    group: u32,
 ) {
     let shared = SharedStorage::new(&mut Layout::new(), STATISTICS);
-    let scheduler = TileScheduler::<H>::new(b, t, nh);
-    warp_specialized::run(Dq(Backward { shared, scheduler, dqkv, qkv, dout, lse, d }));
+    let sizes = Sizes::<H>::new(t, kv, group);
+    let scheduler = TileScheduler::new(b, t, sizes.nh());
+    warp_specialized::run(Dq(Backward { shared, sizes, scheduler, dqkv, qkv, dout, lse, d }));
 }
 
 #[derive(Clone, Copy)]
@@ -92,13 +95,14 @@ impl<H: Head> Producer<H> {
         let shared = self.kernel.shared;
         shared.resident_barriers.empty.at(0).wait(self.resident.parity());
         self.resident.advance();
-        self.kernel.load_resident(self.kernel.queries_and_dout(tile), tile);
+        self.kernel.load_resident(self.kernel.queries_and_dout(tile.h), tile);
 
+        let sources = self.kernel.keys_and_values(self.kernel.sizes.kv_head(tile.h));
         let mut panel = 0;
         while panel < CONSUMERS * (tile.tile + 1) {
             shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
             let stage = self.stream.advance();
-            self.kernel.load_streamed(self.kernel.keys_and_values(tile), tile, panel * ROWS, stage);
+            self.kernel.load_streamed(sources, tile, panel * ROWS, stage);
             panel += 1;
         }
     }
@@ -121,18 +125,18 @@ struct Consumer<H, const INDEX: u32> {
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn run(&mut self, kernel: Backward<H>) {
-        let Backward { scheduler, lse, d, .. } = kernel;
+        let Backward { sizes, scheduler, lse, d, .. } = kernel;
         let mut round = 0;
         while work_index(round) < scheduler.work_tiles() {
             let tile = scheduler.work_tile::<false>(work_index(round));
             let first = tile.tile * TILE + INDEX * ROWS + thread_row();
             let statistics = |query: u32| {
-                let at = scheduler.statistics(tile) + query as usize;
-                let inside = query < scheduler.t;
+                let at = sizes.statistics(tile.b, tile.h) + query as usize;
+                let inside = query < sizes.t;
                 Statistics { lse_log2: lse_log2(lse, at, inside), d: if inside { d.at(at) } else { 0.0 } }
             };
             let mut dq = self.gradient(tile.tile, [statistics(first), statistics(first + 8)]);
-            kernel.store_gradient(tile, 0, INDEX, &mut dq, H::SCALE);
+            kernel.store_gradient(tile, tile.h, INDEX, &mut dq, H::SCALE);
             round += 1;
         }
     }

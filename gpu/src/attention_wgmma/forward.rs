@@ -10,6 +10,7 @@ use super::mask::mask_diagonal;
 use super::panel::{Panel, a_fragment, thread_row};
 use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile, work_index};
+use super::sizes::Sizes;
 use super::softmax::Softmax;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
@@ -81,7 +82,7 @@ pub fn forward_shared_bytes<H: Head>() -> usize {
 
 /// out (B, T, NH, HS), and lse (B, NH, T), the natural log-sum-exp of the scaled scores.
 ///
-/// `qkv` maps (B, T, 3 NH HS) with box [`super::BOX`].
+/// `qkv` maps (B, T, (NH + 2 KV) HS) with box [`super::BOX`].
 ///
 /// Grid: (number of SMs).
 #[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
@@ -91,16 +92,20 @@ pub fn attention_forward_wgmma<H: Head>(
     qkv: Global<TensorMap>,
     b: u32,
     t: u32,
-    nh: u32,
+    kv: u32,
+    group: u32,
 ) {
+    let sizes = Sizes::<H>::new(t, kv, group);
+    let scheduler = TileScheduler::new(b, t, sizes.nh());
     let shared = SharedStorage::new(&mut Layout::new());
-    warp_specialized::run(Forward { shared, scheduler: TileScheduler::<H>::new(b, t, nh), out, lse, qkv });
+    warp_specialized::run(Forward { shared, sizes, scheduler, out, lse, qkv });
 }
 
 #[derive(Clone, Copy)]
 struct Forward<H> {
     shared: SharedStorage<H>,
-    scheduler: TileScheduler<H>,
+    sizes: Sizes<H>,
+    scheduler: TileScheduler,
     out: GlobalMut<bf16>,
     lse: GlobalMut<f32>,
     qkv: Global<TensorMap>,
@@ -117,12 +122,12 @@ impl<H: Head> WarpSpecialized for Forward<H> {
 
     #[inline(always)]
     fn produce(self) {
-        let Self { shared, scheduler, qkv, .. } = self;
+        let Self { shared, sizes, scheduler, qkv, .. } = self;
         let (mut round, work_tiles) = (0, scheduler.work_tiles());
         if thread::thread_idx_x() == 0 && work_index(round) < work_tiles {
             let mut producer = Producer {
                 shared,
-                scheduler,
+                sizes,
                 qkv,
                 q: PipelineState::producer(q_stages::<H>()),
                 k: PipelineState::producer(STAGES),
@@ -151,7 +156,7 @@ impl<H: Head> WarpSpecialized for Forward<H> {
 /// The producer: one thread.
 struct Producer<H> {
     shared: SharedStorage<H>,
-    scheduler: TileScheduler<H>,
+    sizes: Sizes<H>,
     qkv: Global<TensorMap>,
     q: PipelineState,
     k: PipelineState,
@@ -169,39 +174,41 @@ impl<H: Head> Producer<H> {
         full.arrive_expect_tx(CONSUMERS * Panel::<H>::BYTES);
         for i in 0..CONSUMERS {
             let y = tile.tile * TILE + i * ROWS;
-            to.after(i).load(self.qkv, self.scheduler.column(tile, 0), y, tile.b, full);
+            to.after(i).load(self.qkv, tile.h * H::HS, y, tile.b, full);
         }
     }
 
     /// Loads keys and values from the last consumer's diagonal down to key 0.
     #[inline(always)]
     fn load_panels(&mut self, tile: WorkTile) {
+        let kv_head = self.sizes.kv_head(tile.h);
         let mut i = Self::stages_of(tile);
         while i > 0 {
             i -= 1;
-            self.load_keys(tile, i);
+            self.load_keys(tile.b, kv_head, i);
             self.shared.v_barriers.empty.at(self.v.stage()).wait(self.v.parity());
             let full = self.shared.v_barriers.full.at(self.v.stage());
             let to = self.shared.v.after(self.v.advance() * panels::<H>());
-            self.load(to, 2, tile, i, full);
+            self.load(to, self.sizes.value(kv_head), tile.b, i, full);
         }
     }
 
     /// Loads the keys of both consumers' diagonals.
     #[inline(always)]
     fn load_diagonal_keys(&mut self, tile: WorkTile) {
+        let kv_head = self.sizes.kv_head(tile.h);
         for i in 0..=skipped_stages::<H>(0) {
-            self.load_keys(tile, Self::stages_of(tile) - 1 - i);
+            self.load_keys(tile.b, kv_head, Self::stages_of(tile) - 1 - i);
         }
     }
 
-    /// Loads the `i`-th stage of a head's keys.
+    /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
     #[inline(always)]
-    fn load_keys(&mut self, tile: WorkTile, i: u32) {
+    fn load_keys(&mut self, b: u32, kv_head: u32, i: u32) {
         self.shared.k_barriers.empty.at(self.k.stage()).wait(self.k.parity());
         let full = self.shared.k_barriers.full.at(self.k.stage());
         let to = self.shared.k.after(self.k.advance() * panels::<H>());
-        self.load(to, 1, tile, i, full);
+        self.load(to, self.sizes.key(kv_head), b, i, full);
     }
 
     /// Returns the stages of keys up to the last consumer's diagonal.
@@ -210,13 +217,13 @@ impl<H: Head> Producer<H> {
         (tile.tile + 1) * CONSUMERS / panels::<H>()
     }
 
-    /// Starts the loads of the `stage`-th stage of K (`part` 1) or V (`part` 2) of a head.
+    /// Starts the loads of the `stage`-th stage of head `index` of qkv, K or V of sequence `b`.
     #[inline(always)]
-    fn load(&self, to: Panel<H>, part: u32, tile: WorkTile, stage: u32, full: MBarrier) {
+    fn load(&self, to: Panel<H>, index: u32, b: u32, stage: u32, full: MBarrier) {
         full.arrive_expect_tx(panels::<H>() * Panel::<H>::BYTES);
         for i in 0..panels::<H>() {
             let y = (stage * panels::<H>() + i) * ROWS;
-            to.after(i).load(self.qkv, self.scheduler.column(tile, part), y, tile.b, full);
+            to.after(i).load(self.qkv, index * H::HS, y, b, full);
         }
     }
 }
@@ -433,18 +440,18 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// Normalizes and stores the output, and stores lse.
     #[inline(always)]
     fn store(&self, kernel: Forward<H>, o: &mut H::OutputAccumulators, softmax: &Softmax<H>, tile: WorkTile) {
-        let Forward { scheduler, out, lse, .. } = kernel;
+        let Forward { sizes, out, lse, .. } = kernel;
         let row = tile.tile * TILE + INDEX * ROWS;
-        let (first, stride) = (scheduler.row(tile, row), (scheduler.nh * H::HS) as usize);
+        let (first, stride) = (sizes.row(tile.b, tile.h, row), sizes.stride());
         let sums = [softmax.row_sum(0), softmax.row_sum(1)];
-        let rows = OutputRows { out, first, stride, rows: scheduler.t.saturating_sub(row) };
+        let rows = OutputRows { out, first, stride, rows: sizes.t.saturating_sub(row) };
         store_rows::<H>(rows, o, [math::recip(sums[0]), math::recip(sums[1])], self.shared.output.after(INDEX));
         // The four lanes of a row have the same statistics. The first two lanes store those of the two rows.
         let lane = warp::lane() % 4;
         let query = row + thread_row() + 8 * lane;
-        if lane < 2 && query < scheduler.t {
+        if lane < 2 && query < sizes.t {
             let value = if lane == 0 { softmax.log_sum_exp(0, sums[0]) } else { softmax.log_sum_exp(1, sums[1]) };
-            lse.set(scheduler.statistics(tile) + query as usize, value);
+            lse.set(sizes.statistics(tile.b, tile.h) + query as usize, value);
         }
     }
 }

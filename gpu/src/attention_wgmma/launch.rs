@@ -32,13 +32,18 @@ macro_rules! with_head {
     };
 }
 
+/// Returns the kernels' arguments B, T, KV and group.
+fn sizes(shape: Shape) -> (u32, u32, u32, u32) {
+    (shape.b as u32, shape.t as u32, shape.kv as u32, shape.group() as u32)
+}
+
 /// Launches one block per SM.
 fn persistent(launch: Launch, shared_bytes: usize, sm_count: usize) -> KernelLaunch {
     KernelLaunch { launch, grid: [sm_count as u32, 1, 1], shared_bytes }
 }
 
 /// Returns the launch of the forward pass: out (B, T, NH, HS) and lse (B, NH, T) from the tensor map over
-/// qkv (B, T, 3 NH HS).
+/// qkv (B, T, (NH + 2 KV) HS).
 ///
 /// # Panics
 /// Panics if the head size is not [supported](supports).
@@ -49,16 +54,16 @@ pub fn forward(
     shape: Shape,
     sm_count: usize,
 ) -> KernelLaunch {
-    let (b, t, nh) = (shape.b as u32, shape.t as u32, shape.nh as u32);
+    let (b, t, kv, group) = sizes(shape);
     with_head!(shape.hs, H => {
-        persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, nh), forward_shared_bytes::<H>(), sm_count)
+        persistent(attention_forward_wgmma::<H>(out, lse, qkv, b, t, kv, group), forward_shared_bytes::<H>(), sm_count)
     })
 }
 
 /// The operands of the backward pass.
 #[derive(Clone, Copy)]
 pub struct BackwardOperands {
-    /// Gradient of qkv (B, T, 3, NH, HS), the output.
+    /// Gradient of qkv (B, T, NH + 2 KV, HS), the output.
     pub dqkv: GlobalMut<bf16>,
     /// Scratch memory (B, NH, T).
     pub d: GlobalMut<f32>,
@@ -68,7 +73,7 @@ pub struct BackwardOperands {
     pub out: Global<bf16>,
     /// Log-sum-exp of the forward pass (B, NH, T).
     pub lse: Global<f32>,
-    /// Tensor map over qkv (B, T, 3 NH HS).
+    /// Tensor map over qkv (B, T, (NH + 2 KV) HS).
     pub qkv_map: Global<TensorMap>,
     /// Tensor map over dout (B, T, NH HS).
     pub dout_map: Global<TensorMap>,
@@ -81,10 +86,10 @@ pub struct BackwardOperands {
 pub fn backward(operands: BackwardOperands, shape: Shape, sm_count: usize) -> [KernelLaunch; 3] {
     let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
     let dot = backward_dot(d, dout, out, shape);
-    let (d, b, t, nh) = (d.reader(), shape.b as u32, shape.t as u32, shape.nh as u32);
+    let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
     with_head!(shape.hs, H => {
-        let dkdv = attention_backward_dkdv_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, nh);
-        let dq = attention_backward_dq_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, nh);
+        let dkdv = attention_backward_dkdv_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+        let dq = attention_backward_dq_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
         let dkdv = persistent(dkdv, dkdv_shared_bytes::<H>(), sm_count);
         [dot, dkdv, persistent(dq, dq_shared_bytes::<H>(), sm_count)]
     })

@@ -6,15 +6,32 @@
 //! registers, as A fragments and accumulators, or reads them from shared memory if registers do not suffice. The
 //! streamed panels are the B operands, in shared memory. Scores and probabilities stay in registers.
 //!
-//! The kernels read qkv (B, T, 3, NH, HS) in place through a tensor map over (B, T, 3 NH HS). Rows past the end of a
+//! The kernels read qkv (B, T, NH + 2 KV, HS) in place through a tensor map over (B, T, (NH + 2 KV) HS). Rows past the end of a
 //! sequence are read as zeros. As keys they lie above the diagonal. As queries they are not stored, or their
 //! probabilities are set to zero. [`crate::attention`] describes how far NaN and infinity spread.
+//!
+//! # Data flow
+//!
+//! A row of qkv has NH query heads, KV key heads and KV value heads. Query head h reads key-value head h / group, with
+//! group = NH / KV (grouped-query attention; KV = NH is multi-head attention). K and V are never replicated. A work tile
+//! is 128 rows of one head of one sequence:
+//! ```text
+//! kernel       work tile    resident               streamed, in this order
+//! forward      (b, h, i)    Q of h                 K, V of h / group: from the diagonal down to key 0
+//! dq           (b, h, i)    Q, dout of h           K, V of h / group: from key 0 up to the diagonal
+//! dkdv         (b, kv, i)   K, V of kv             for h in kv group .. (kv + 1) group:
+//!                                                    Q, dout, lse, D of h: from the diagonal up to the last query
+//! ```
+//! In dkdv, dK and dV stay in the accumulators for the whole group: their sums over its heads have a fixed order and need
+//! neither atomics nor memory. In forward and dq, the heads of a group are neighbours in the order of the work tiles, so
+//! K and V come from L2. The producer computes h / group once per work tile.
 //!
 //! Modules:
 //! * `head`: types that depend on the head size
 //! * `panel`: 64 rows of a head in shared memory
 //! * `pipeline`: barriers of the shared-memory stages
-//! * `scheduler`: work tiles, and their addresses in global memory
+//! * `scheduler`: work tiles
+//! * `sizes`: sizes of the operation, and addresses of heads in global memory
 //! * `mask`, `softmax`, `epilogue`: operations on accumulators
 //! * `warp_specialized`: setup and roles of all kernels
 //! * `forward`; `backward` with `dkdv` and `dq`: the kernels
@@ -32,6 +49,7 @@ mod mask;
 mod panel;
 mod pipeline;
 mod scheduler;
+mod sizes;
 mod softmax;
 mod warp_specialized;
 
@@ -42,7 +60,7 @@ pub use head::{Head, Head64, Head128};
 
 /// Rows of a consumer, and of a streamed panel.
 const ROWS: u32 = 64;
-/// Rows and columns of the TMA box of the tensor maps over qkv (B, T, 3 NH HS) and dout (B, T, NH HS).
+/// Rows and columns of the TMA box of the tensor maps over qkv (B, T, (NH + 2 KV) HS) and dout (B, T, NH HS).
 pub const BOX: (u32, u32) = (ROWS, 64);
 /// Threads of a warpgroup.
 const WARPGROUP: u32 = 128;

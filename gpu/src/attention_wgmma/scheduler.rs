@@ -1,14 +1,14 @@
-//! Work tiles: their assignment to thread blocks, and their addresses in global memory.
+//! Work tiles, and their assignment to thread blocks.
 
-use super::{Head, TILE};
-use core::marker::PhantomData;
+use super::TILE;
 use cuda_std::thread;
 
-/// Work tiles of a group of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of
-/// the group in L2.
-const GROUP_ROUNDS: u32 = 8;
+/// Work tiles of a chunk of heads, per thread block. Enough tiles balance the load. Few enough keep keys and values of
+/// the chunk in L2.
+const CHUNK_ROUNDS: u32 = 8;
 
-/// Rows [`TILE`] `tile` .. [`TILE`] (`tile` + 1), queries or keys, of head `h` of sequence `b`.
+/// Rows [`TILE`] `tile` .. [`TILE`] (`tile` + 1) of head `h` of sequence `b`: queries of a query head, or keys of a
+/// key-value head.
 #[derive(Clone, Copy)]
 pub struct WorkTile {
     pub b: u32,
@@ -18,18 +18,17 @@ pub struct WorkTile {
 
 /// Assigns work tiles to persistent thread blocks.
 #[derive(Clone, Copy)]
-pub struct TileScheduler<H> {
-    pub b: u32,
-    pub t: u32,
-    pub nh: u32,
-    head: PhantomData<H>,
+pub struct TileScheduler {
+    b: u32,
+    t: u32,
+    heads: u32,
 }
 
-impl<H: Head> TileScheduler<H> {
-    /// Creates the scheduler of `b` sequences of length `t` with `nh` heads.
+impl TileScheduler {
+    /// Creates the scheduler of `b` sequences of length `t` with `heads` heads: query heads or key-value heads.
     #[inline(always)]
-    pub fn new(b: u32, t: u32, nh: u32) -> Self {
-        Self { b, t, nh, head: PhantomData }
+    pub fn new(b: u32, t: u32, heads: u32) -> Self {
+        Self { b, t, heads }
     }
 
     /// Returns the number of tiles of a head.
@@ -41,47 +40,23 @@ impl<H: Head> TileScheduler<H> {
     /// Returns the total number of work tiles.
     #[inline(always)]
     pub fn work_tiles(self) -> u32 {
-        self.tiles() * self.b * self.nh
+        self.tiles() * self.b * self.heads
     }
 
     /// Returns work tile `i`.
     ///
-    /// Heads are scheduled in groups, so that the operands that their tiles share stay in L2. Within a group, the tiles
-    /// that take longest come first: those with high index, or with low index if `LOW_FIRST`.
+    /// Heads are scheduled in chunks, so that the operands that their tiles share stay in L2. Within a chunk, the tiles
+    /// that take longest come first: those with high index, or with low index if `LOW_FIRST`. Query heads that share
+    /// keys and values are neighbours, so their tiles run at the same time.
     #[inline(always)]
     pub fn work_tile<const LOW_FIRST: bool>(self, i: u32) -> WorkTile {
-        let (tiles, heads) = (self.tiles(), self.b * self.nh);
-        let group = (GROUP_ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
-        let first = i / (group * tiles) * group;
-        let group = group.min(heads - first);
+        let (tiles, heads) = (self.tiles(), self.b * self.heads);
+        let chunk = (CHUNK_ROUNDS * thread::grid_dim_x() / tiles).clamp(1, heads);
+        let first = i / (chunk * tiles) * chunk;
+        let chunk = chunk.min(heads - first);
         let within = i - first * tiles;
-        let (head, tile) = (first + within % group, within / group);
-        WorkTile { b: head / self.nh, h: head % self.nh, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
-    }
-
-    /// Returns the first element of row `row` of the sequence for a head in (B, T, NH, HS).
-    #[inline(always)]
-    pub fn row(self, tile: WorkTile, row: u32) -> usize {
-        ((tile.b as usize * self.t as usize + row as usize) * self.nh as usize + tile.h as usize) * H::HS as usize
-    }
-
-    /// Returns the first element of row `row` of part 0 (Q), 1 (K) or 2 (V) for a head in (B, T, 3, NH, HS).
-    #[inline(always)]
-    pub fn packed_row(self, tile: WorkTile, part: u32, row: u32) -> usize {
-        let at = tile.b as usize * self.t as usize + row as usize;
-        ((at * 3 + part as usize) * self.nh as usize + tile.h as usize) * H::HS as usize
-    }
-
-    /// Returns the first column of a part of a head in the tensor map over qkv.
-    #[inline(always)]
-    pub fn column(self, tile: WorkTile, part: u32) -> u32 {
-        (part * self.nh + tile.h) * H::HS
-    }
-
-    /// Returns the element of row 0 of a head in (B, NH, T).
-    #[inline(always)]
-    pub fn statistics(self, tile: WorkTile) -> usize {
-        (tile.b as usize * self.nh as usize + tile.h as usize) * self.t as usize
+        let (head, tile) = (first + within % chunk, within / chunk);
+        WorkTile { b: head / self.heads, h: head % self.heads, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
     }
 }
 
