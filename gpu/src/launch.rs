@@ -12,3 +12,15 @@ pub struct KernelLaunch {
     /// Dynamic shared memory of a block, in bytes.
     pub shared_bytes: usize,
 }
+
+/// Extents of a tensor with a TMA tensor map. The last dimension is contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Extents {
+    /// A matrix: (rows, columns).
+    Matrix([usize; 2]),
+    /// A batch of matrices: (matrices, rows, columns). Boxes have rows of one matrix.
+    Matrices([usize; 3]),
+    /// Matrices of which each row is followed by the same row of the next: (rows, matrices, columns). Boxes have rows of
+    /// one matrix.
+    Interleaved([usize; 3]),
+}

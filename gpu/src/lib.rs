@@ -34,3 +34,9 @@ pub mod layernorm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod matmul;
 pub mod noise;
+pub mod norm_rows;
+pub mod relu_squared;
+pub mod rmsnorm;
+pub mod rotary;
+pub mod softcap;
+pub mod swiglu;

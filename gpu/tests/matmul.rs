@@ -8,6 +8,7 @@ use cuda_std::hopper::TensorMap;
 use cuda_std::{Element, GlobalMut};
 use cuda_std::{Global, bf16};
 use gpu::gelu::{self, gelu_forward};
+use gpu::launch::Extents;
 use gpu::matmul::launch::{self, GemmOp, GemmShape, KernelOperands, Map, TileConfig, TileShape, candidate_configs};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
@@ -18,21 +19,33 @@ tests! {
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, any_grid_size_matches_reference,
         several_tile_groups_match_reference, long_k_matches_reference, random_shapes_match_reference,
         rows_of_a_are_independent, non_finite_elements_do_not_spread, gelu_is_accurate_over_its_whole_range,
-        gelu_beside_its_backward_has_the_same_bits, unsupported_shapes_are_rejected, split_k_matches_reference,
+        relu_squared_is_exact_over_its_whole_range, gelu_beside_its_backward_has_the_same_bits, unsupported_shapes_are_rejected, split_k_matches_reference,
         candidate_configs_are_supported_and_fill_the_gpu;
 }
 
-const OPS: [GemmOp; 10] = [
+/// All operations but those of SwiGLU, which `matmul_swiglu.rs` tests.
+const OPS: [GemmOp; 14] = [
     GemmOp::ABt,
     GemmOp::ABtBias,
     GemmOp::ABtBiasResidual,
     GemmOp::ABtBiasGelu,
+    GemmOp::ABtResidual,
+    GemmOp::ABtReluSquared,
     GemmOp::AB,
     GemmOp::ABGeluBackward,
     GemmOp::ABGeluBackwardAndGelu,
+    GemmOp::ABReluSquaredBackward,
+    GemmOp::ABReluSquaredBackwardAndReluSquared,
     GemmOp::AtBAccumulate,
     GemmOp::AtBAccumulateColumnSums,
     GemmOp::AtBAccumulateF32,
+];
+
+const BACKWARD: [GemmOp; 4] = [
+    GemmOp::ABGeluBackward,
+    GemmOp::ABGeluBackwardAndGelu,
+    GemmOp::ABReluSquaredBackward,
+    GemmOp::ABReluSquaredBackwardAndReluSquared,
 ];
 
 /// Returns true for a weight gradient.
@@ -65,17 +78,23 @@ impl Case {
     fn offset_in_b(self, l: usize, j: usize) -> usize {
         match self.op {
             op if accumulates(op) => l * self.n + j,
-            GemmOp::AB | GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu => l * self.n + j,
+            op if op == GemmOp::AB || BACKWARD.contains(&op) => l * self.n + j,
             _ => j * self.k + l,
         }
     }
 
     fn reads_aux(self) -> bool {
-        matches!(self.op, GemmOp::ABtBiasResidual | GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu)
+        matches!(self.op, GemmOp::ABtBiasResidual | GemmOp::ABtResidual) || BACKWARD.contains(&self.op)
     }
 
     fn has_second(self) -> bool {
-        matches!(self.op, GemmOp::ABtBiasGelu | GemmOp::ABGeluBackwardAndGelu)
+        matches!(
+            self.op,
+            GemmOp::ABtBiasGelu
+                | GemmOp::ABGeluBackwardAndGelu
+                | GemmOp::ABtReluSquared
+                | GemmOp::ABReluSquaredBackwardAndReluSquared
+        )
     }
 
     fn has_bias(self) -> bool {
@@ -158,16 +177,17 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outputs {
     let second = if case.has_second() { memory.output("second", len) } else { as_bf16 };
     let scratch_len = case.config.scratch_len(case.op, case.shape());
     let scratch = if scratch_len > 0 { memory.output("scratch", scratch_len) } else { GlobalMut::from_address(0) };
-    let [a_map, b_map, out_map] = launch::maps(case.op, case.shape(), case.config.tile);
-    let mut map = |name: &str, base: Global<bf16>, Map { extents: [rows, columns], tile }: Map| {
+    let maps = launch::maps(case.op, case.shape(), case.config.tile);
+    let mut map = |name: &str, base: Global<bf16>, Map { extents, tile }: Map| {
+        let Extents::Matrix([rows, columns]) = extents else { panic!("expected a matrix, found {extents:?}") };
         memory.input(name, &[TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1)])
     };
     let operands = KernelOperands {
-        a: map("map of a", a, a_map),
-        b: map("map of b", b, b_map),
-        out: map("map of out", as_bf16.reader(), out_map),
-        aux: map("map of aux", aux, out_map),
-        second: map("map of second", second.reader(), out_map),
+        a: map("map of a", a, maps.a),
+        b: map("map of b", b, maps.b),
+        out: map("map of out", as_bf16.reader(), maps.out),
+        aux: map("map of aux", aux, maps.aux),
+        second: map("map of second", second.reader(), maps.second),
         bias,
         out_address: out.pointer().addr() as u64,
         scratch,
@@ -202,7 +222,12 @@ fn gelu_slope(x: f64) -> f64 {
     s + 2.0 * x * s * (1.0 - s) * scale() * (1.0 + 3.0 * 0.044715 * x * x)
 }
 
-/// Computes unrounded outputs. For a GELU epilogue, out is [`gelu`] of `stored`, the kernel's rounded second output.
+fn relu_squared(x: f64) -> f64 {
+    if x > 0.0 { x * x } else { x * 0.0 }
+}
+
+/// Computes unrounded outputs. For a GELU or ReLU² epilogue, out is the activation of `stored`, the kernel's rounded second
+/// output.
 fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outputs {
     let Case { m, n, k, .. } = case;
     let sum = |i: usize, j: usize| {
@@ -217,17 +242,24 @@ fn reference(case: Case, inputs: &Inputs, stored: &[f64]) -> Outputs {
     }
     let with_aux = |f: fn(f64, f64) -> f64| sums.iter().zip(&inputs.aux).map(|(&sum, &aux)| f(sum, aux)).collect();
     let backward = |sum, aux| sum * gelu_slope(aux);
+    let relu_backward = |sum, aux: f64| sum * if aux < 0.0 { 0.0 } else { 2.0 * aux };
     let (out, second) = match case.op {
         GemmOp::ABtBiasGelu => (stored.iter().map(|&x| gelu(x)).collect(), sums),
         GemmOp::ABGeluBackward => (with_aux(backward), Vec::new()),
         GemmOp::ABGeluBackwardAndGelu => (with_aux(backward), with_aux(|_, aux| gelu(aux))),
-        op if accumulates(op) || op == GemmOp::ABtBiasResidual => (with_aux(|sum, aux| sum + aux), Vec::new()),
+        GemmOp::ABtReluSquared => (stored.iter().map(|&x| relu_squared(x)).collect(), sums),
+        GemmOp::ABReluSquaredBackward => (with_aux(relu_backward), Vec::new()),
+        GemmOp::ABReluSquaredBackwardAndReluSquared => (with_aux(relu_backward), with_aux(|_, aux| relu_squared(aux))),
+        op if accumulates(op) || [GemmOp::ABtBiasResidual, GemmOp::ABtResidual].contains(&op) => {
+            (with_aux(|sum, aux| sum + aux), Vec::new())
+        }
         _ => (sums, Vec::new()),
     };
     Outputs { out, second, bias }
 }
 
-/// Checks integer operands, whose sums are exact in f32. Without GELU the result must match bit for bit.
+/// Checks integer operands, whose sums are exact in f32. Without GELU or a product with aux, the result must match bit for
+/// bit.
 fn check(case: Case) {
     let inputs = Inputs::integers(case);
     let got = run(case, &inputs);
@@ -245,11 +277,14 @@ fn check(case: Case) {
             closely("out", &got.out, &want.out);
             exactly("second", &got.second, &want.second);
         }
-        GemmOp::ABGeluBackward | GemmOp::ABGeluBackwardAndGelu => {
+        op if BACKWARD.contains(&op) => {
             closely("out", &got.out, &want.out);
             closely("second", &got.second, &want.second);
         }
-        _ => exactly("out", &got.out, &want.out),
+        _ => {
+            exactly("out", &got.out, &want.out);
+            exactly("second", &got.second, &want.second);
+        }
     }
 }
 
@@ -286,6 +321,8 @@ fn any_grid_size_matches_reference() {
     for blocks in [1, 4, 17] {
         let ops = [
             GemmOp::ABtBiasResidual,
+            GemmOp::ABtReluSquared,
+            GemmOp::ABReluSquaredBackward,
             GemmOp::ABGeluBackward,
             GemmOp::ABGeluBackwardAndGelu,
             GemmOp::AtBAccumulateColumnSums,
@@ -363,7 +400,10 @@ fn non_finite_elements_do_not_spread() {
             inputs.aux[7 * n + 9] = f64::NAN;
             let got = run(case, &inputs);
             let want = reference(case, &inputs, &got.second);
-            for (i, (got, want)) in got.out.iter().zip(&want.out).enumerate() {
+            // ReLU² is 0 where its argument is -∞.
+            let (got, want) =
+                if op == GemmOp::ABtReluSquared { (got.second, want.second) } else { (got.out, want.out) };
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
                 let (row, column) = (i / n, i % n);
                 let in_bias = case.has_bias() && column == 100;
                 let in_aux = (case.reads_aux() || accumulates(op)) && (row, column) == (7, 9);
@@ -405,6 +445,26 @@ fn gelu_is_accurate_over_its_whole_range() {
     }
 }
 
+/// Checks all bf16 values of a ReLU² argument but NaN and values whose result is not finite.
+fn relu_squared_is_exact_over_its_whole_range() {
+    let n = 1024;
+    let values = (0..=u16::MAX).map(|bits| f64::from(bf16::from_bits(bits).to_f32()));
+    let mut points: Vec<f64> = values.filter(|x| x.abs() < 1e19).collect();
+    points.resize(points.len().next_multiple_of(n), 0.0);
+    let m = points.len() / n;
+    for config in configs(GemmOp::ABtReluSquared, GemmShape { m, n, k: 8 }) {
+        // Each row of a · b is zero, and each element of the product with aux is 1.
+        let case = Case { op: GemmOp::ABReluSquaredBackwardAndReluSquared, m, n, k: 8, config, blocks: 2 };
+        let inputs = Inputs { a: vec![0.125; m * 8], b: vec![1.0; n * 8], bias: vec![0.0; n], aux: points.clone() };
+        let Outputs { out, second, .. } = run(case, &inputs);
+        let nearest = |f: fn(f64) -> f64| points.iter().map(|&x| case.nearest(f(x))).collect::<Vec<_>>();
+        assert_close("slope", &out, &nearest(|x| 2.0 * x.max(0.0)), 0.0, 0.0);
+        assert_close("relu squared", &second, &nearest(|x| x.max(0.0) * x.max(0.0)), 0.0, 1e-37);
+        let alone = run(Case { op: GemmOp::ABReluSquaredBackward, ..case }, &inputs);
+        assert_close("alone", &alone.out, &out, 0.0, 0.0);
+    }
+}
+
 /// Checks all bf16 values of aux. out has the bits of the GEMM without a second output, and second those of the
 /// separate GELU kernel.
 fn gelu_beside_its_backward_has_the_same_bits() {
@@ -436,6 +496,9 @@ fn unsupported_shapes_are_rejected() {
     ] {
         assert!(!rejected.is_supported(GemmOp::AB), "{rejected:?}");
     }
+    // Half of the columns are a tensor of their own.
+    assert!(shape.is_supported(GemmOp::ABtSwiGlu) && !GemmShape { n: 24, ..shape }.is_supported(GemmOp::ABtSwiGlu));
+    assert!(GemmShape { n: 24, ..shape }.is_supported(GemmOp::ABSwiGluBackward));
 }
 
 /// Covers slices of K of which the last is shorter, with more and with fewer work tiles than blocks.
@@ -471,7 +534,14 @@ fn candidate_configs_are_supported_and_fill_the_gpu() {
             let work_tiles = tiles * best.split_k;
             let busy = work_tiles as f64 / (work_tiles.next_multiple_of(SM_COUNT)) as f64;
             assert!(k < 16384 || busy > 0.8, "{shape:?} {best:?}: {busy}");
-            for op in [GemmOp::ABGeluBackward, GemmOp::ABGeluBackwardAndGelu] {
+            let of_pingpong_tiles = [
+                GemmOp::ABGeluBackward,
+                GemmOp::ABGeluBackwardAndGelu,
+                GemmOp::ABReluSquaredBackwardAndReluSquared,
+                GemmOp::ABtSwiGlu,
+                GemmOp::ABSwiGluBackwardAndSwiGlu,
+            ];
+            for op in of_pingpong_tiles {
                 let candidates = candidate_configs(op, shape, SM_COUNT, 1 << 24);
                 let pingpong = [TileShape::T128x128, TileShape::T128x192];
                 let supported = |config: &TileConfig| config.split_k == 1 && pingpong.contains(&config.tile);

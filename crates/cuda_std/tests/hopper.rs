@@ -3,7 +3,7 @@
 use cuda_std::emulate::{Fault, Memory, Report};
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, tma, wgmma};
+use cuda_std::hopper::{self, MBarrier, NarrowTile, SwizzledTile, TensorMap, tma, wgmma};
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, bf16, element, kernel, math, thread, warp};
@@ -102,6 +102,97 @@ fn tma_load_3d_does_not_cross_matrices() {
             let inside = z < 3 && r < 20 && c < 72;
             let want = if inside { tensor[(z as usize * 20 + r) * 72 + c].to_f32() } else { 0.0 };
             assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, chunk {chunk}, element {element}");
+        }
+    }
+}
+
+/// Copies a box of 16 rows of 32 columns of matrix `y` to the same place in out, through a narrow tile whose memory it
+/// also copies to `seen`. The last 16 columns are doubled.
+#[kernel(threads = 32)]
+fn double_half_of_narrow_box(
+    out: Global<TensorMap>,
+    flat: Global<TensorMap>,
+    seen: GlobalMut<bf16>,
+    map: Global<TensorMap>,
+    x: u32,
+    y: u32,
+    z: u32,
+) {
+    let (tile, plain, barriers) = shared::<16>();
+    let tile = tile.narrow::<16>(8);
+    init_barriers(barriers, 1);
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_expect_tx(NarrowTile::<16>::BYTES);
+        tile.load_interleaved(map, x, y, z, barriers.at(0));
+    }
+    barriers.at(0).wait(0);
+    for i in (warp::lane() as usize..16 * 32).step_by(32) {
+        seen.set(i, plain.at(8 * 64 + i));
+    }
+    warp::sync();
+    for k in 0..2 {
+        let words = tile.load_a_fragment(0, k).map(|word| {
+            let [even, odd] = element::unpack_pair(word);
+            let factor = (k + 1) as f32;
+            element::pack_pair(factor * even, factor * odd)
+        });
+        tile.store_matrices(warp::lane() % 16, 2 * k + warp::lane() / 16, words);
+    }
+    hopper::fence_async_proxy();
+    warp::sync();
+    if warp::lane() == 0 {
+        tile.store_interleaved(out, x, y, z);
+        tile.store(flat, x, z);
+        tma::commit_stores();
+        tma::wait_stores();
+    }
+}
+
+/// The 64-byte swizzle permutes chunks within pairs of rows. Interleaved matrices are clipped at their own last column,
+/// not at that of the tensor.
+#[test]
+fn narrow_boxes_of_interleaved_matrices_are_loaded_and_stored() {
+    let (rows, matrices, columns) = (20, 2, 72);
+    let tensor = values(rows * matrices * columns);
+    for (x, y, z) in [(0, 0, 0), (64, 0, 8), (64, 1, 19), (32, 1, 3), (0, 2, 0)] {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &tensor);
+        let untouched = bf16::from_f32(77.0);
+        let out = memory.buffer("out", &vec![untouched; tensor.len()]);
+        let flat = memory.buffer("flat", &vec![untouched; rows * columns]);
+        let seen = memory.output("seen", 16 * 32);
+        let mut map = |base| {
+            let map = TensorMap::emulated_interleaved(base, [rows, matrices, columns], (16, 32));
+            memory.input("map", &[map])
+        };
+        let (map, out_map) = (map(base), map(out.reader()));
+        let flat_map =
+            memory.input("flat map", &[TensorMap::emulated(flat.reader(), rows, columns, 2 * columns, 16, 32)]);
+        let launch = double_half_of_narrow_box(out_map, flat_map, seen, map, x, y, z);
+        launch.emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        let at = |row: usize, column: usize| (row * matrices + y as usize) * columns + column;
+        let inside = |row: usize, column: usize| y < 2 && row < rows && column < columns;
+        for (i, got) in wide(&memory.read(seen)).into_iter().enumerate() {
+            let (row, chunk, element) = (i / 32, i / 8 % 4, i % 8);
+            let (r, c) = (z as usize + row, x as usize + (chunk ^ (row / 2 % 4)) * 8 + element);
+            let want = if inside(r, c) { tensor[at(r, c)].to_f32() } else { 0.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): row {row}, chunk {chunk}, element {element}");
+        }
+        let factor = |column: usize| if column - x as usize >= 16 { 2.0 } else { 1.0 };
+        let in_box = |row: usize, column: usize| {
+            (z as usize..z as usize + 16).contains(&row) && (x as usize..x as usize + 32).contains(&column)
+        };
+        for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
+            let (row, matrix, column) = (i / columns / matrices, i / columns % matrices, i % columns);
+            let written = matrix == y as usize && in_box(row, column);
+            let want = if written { factor(column) * tensor[i].to_f32() } else { 77.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): {row}, {matrix}, {column}");
+        }
+        for (i, got) in wide(&memory.read(flat)).into_iter().enumerate() {
+            let (row, column) = (i / columns, i % columns);
+            let value = |column| if y < 2 { factor(column) * tensor[at(row, column)].to_f32() } else { 0.0 };
+            let want = if in_box(row, column) { value(column) } else { 77.0 };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): {row}, {column}");
         }
     }
 }

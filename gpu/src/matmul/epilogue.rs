@@ -1,4 +1,4 @@
-//! Epilogues: bias, residual and GELU, applied to accumulators on their way to global memory.
+//! Epilogues: bias, residual, GELU and ReLU², applied to accumulators on their way to global memory.
 //!
 //! A consumer processes its rows of a tile in subtiles of 64 x 64. TMA loads each subtile of aux into a buffer in
 //! shared memory, and stores each subtile of the outputs from one.
@@ -6,7 +6,7 @@
 use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
-use crate::gelu;
+use crate::{gelu, relu_squared};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
@@ -43,6 +43,14 @@ pub struct BiasGelu;
 pub struct GeluBackward;
 /// out = a · b ⊙ gelu'(aux), second = gelu(aux)
 pub struct GeluBackwardAndGelu;
+/// second = a · b, out = max(second, 0)².
+///
+/// ReLU² reads second after its rounding to bf16, as GELU does.
+pub struct ReluSquared;
+/// out = a · b ⊙ 2 max(aux, 0)
+pub struct ReluSquaredBackward;
+/// out = a · b ⊙ 2 max(aux, 0), second = max(aux, 0)²
+pub struct ReluSquaredBackwardAndReluSquared;
 /// out = aux + a · b. aux may be out.
 pub struct Accumulate;
 
@@ -101,6 +109,37 @@ impl Epilogue for GeluBackwardAndGelu {
         let [even, even_slope] = gelu::gelu_and_slope(aux[0]);
         let [odd, odd_slope] = gelu::gelu_and_slope(aux[1]);
         [pack_pair(acc[0] * even_slope, acc[1] * odd_slope), pack_pair(even, odd)]
+    }
+}
+
+impl Epilogue for ReluSquared {
+    const SECOND: bool = true;
+
+    #[inline(always)]
+    fn apply([even, odd]: [f32; 2], _: [f32; 2]) -> [u32; 2] {
+        let stored = pack_pair(even, odd);
+        let x = unpack_pair(stored);
+        [pack_pair(relu_squared::relu_squared(x[0]), relu_squared::relu_squared(x[1])), stored]
+    }
+}
+
+impl Epilogue for ReluSquaredBackward {
+    const AUX: bool = true;
+
+    #[inline(always)]
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        [pack_pair(acc[0] * relu_squared::slope(aux[0]), acc[1] * relu_squared::slope(aux[1])), 0]
+    }
+}
+
+impl Epilogue for ReluSquaredBackwardAndReluSquared {
+    const AUX: bool = true;
+    const SECOND: bool = true;
+
+    #[inline(always)]
+    fn apply(acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        let [out, _] = ReluSquaredBackward::apply(acc, aux);
+        [out, pack_pair(relu_squared::relu_squared(aux[0]), relu_squared::relu_squared(aux[1]))]
     }
 }
 

@@ -13,7 +13,7 @@ use super::accumulate::AccumulateF32;
 use super::column_sums::{ColumnSums, SUMMING_WARPS, sum_columns};
 use super::epilogue::{
     Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, EpilogueOperands, EpilogueStore, GeluBackward,
-    GeluBackwardAndGelu, Plain, TmaEpilogue,
+    GeluBackwardAndGelu, Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, TmaEpilogue,
 };
 use super::mainloop::{AB, ABt, AtB, OperandLayout, load_stage, multiply};
 use super::shared::{SharedStorage, WARPGROUP};
@@ -51,8 +51,16 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
     abt_bias_residual_256x192 = <ABt, BiasResidual, Cooperative256x192>,
     abt_bias_residual_128x256 = <ABt, BiasResidual, Cooperative128x256>,
     abt_bias_residual_128x320 = <ABt, BiasResidual, Cooperative128x320>,
+    abt_residual_128x128 = <ABt, Accumulate, Pingpong128x128>,
+    abt_residual_128x192 = <ABt, Accumulate, Pingpong128x192>,
+    abt_residual_256x128 = <ABt, Accumulate, Cooperative256x128>,
+    abt_residual_256x192 = <ABt, Accumulate, Cooperative256x192>,
+    abt_residual_128x256 = <ABt, Accumulate, Cooperative128x256>,
+    abt_residual_128x320 = <ABt, Accumulate, Cooperative128x320>,
     abt_bias_gelu_128x128 = <ABt, BiasGelu, Pingpong128x128>,
     abt_bias_gelu_128x192 = <ABt, BiasGelu, Pingpong128x192>,
+    abt_relu_squared_128x128 = <ABt, ReluSquared, Pingpong128x128>,
+    abt_relu_squared_128x192 = <ABt, ReluSquared, Pingpong128x192>,
     ab_128x128 = <AB, Plain, Pingpong128x128>,
     ab_128x192 = <AB, Plain, Pingpong128x192>,
     ab_256x128 = <AB, Plain, Cooperative256x128>,
@@ -63,6 +71,14 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
     ab_gelu_backward_128x192 = <AB, GeluBackward, Pingpong128x192>,
     ab_gelu_backward_and_gelu_128x128 = <AB, GeluBackwardAndGelu, Pingpong128x128>,
     ab_gelu_backward_and_gelu_128x192 = <AB, GeluBackwardAndGelu, Pingpong128x192>,
+    ab_relu_squared_backward_128x128 = <AB, ReluSquaredBackward, Pingpong128x128>,
+    ab_relu_squared_backward_128x192 = <AB, ReluSquaredBackward, Pingpong128x192>,
+    ab_relu_squared_backward_256x128 = <AB, ReluSquaredBackward, Cooperative256x128>,
+    ab_relu_squared_backward_256x192 = <AB, ReluSquaredBackward, Cooperative256x192>,
+    ab_relu_squared_backward_128x256 = <AB, ReluSquaredBackward, Cooperative128x256>,
+    ab_relu_squared_backward_128x320 = <AB, ReluSquaredBackward, Cooperative128x320>,
+    ab_relu_squared_backward_and_relu_squared_128x128 = <AB, ReluSquaredBackwardAndReluSquared, Pingpong128x128>,
+    ab_relu_squared_backward_and_relu_squared_128x192 = <AB, ReluSquaredBackwardAndReluSquared, Pingpong128x192>,
     atb_accumulate_128x128 = <AtB, Accumulate, Pingpong128x128>,
     atb_accumulate_128x192 = <AtB, Accumulate, Pingpong128x192>,
     atb_accumulate_256x128 = <AtB, Accumulate, Cooperative256x128>,
@@ -182,13 +198,13 @@ pub fn matmul_split_k<T: Tile, const COLUMN_SUMS: bool>(
     run_persistent::<AtB, T, _, COLUMN_SUMS>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
 }
 
-const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::new(core::ptr::null_mut()), m: 0, n: 0 };
+pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::new(core::ptr::null_mut()), m: 0, n: 0 };
 
 /// Initializes the barriers, assigns roles to the warpgroups, and computes all work tiles of this block.
 ///
 /// `epilogue` creates a consumer's epilogue. `column_sums` is used with `COLUMN_SUMS` only.
 #[inline(always)]
-fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_SUMS: bool>(
+pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     scheduler: TileScheduler,

@@ -1,18 +1,22 @@
 //! Host side: the kernels, tensor maps and tile configurations for a GEMM.
 
 use super::column_sums::partial_rows;
-use super::epilogue::{Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain};
+use super::epilogue::{
+    Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain, ReluSquared,
+    ReluSquaredBackward, ReluSquaredBackwardAndReluSquared,
+};
 use super::kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
 use super::mainloop::{A_BOX_ROWS, AB, ABt, AtB, OperandLayout};
 use super::shared::SharedStorage;
 use super::split_k::{matmul_split_k_reduce, reduce_grid};
+use super::swiglu::{COLUMNS, matmul_swiglu_backward, matmul_swiglu_forward};
 use super::tile::{
     Cooperative128x256, Cooperative128x320, Cooperative256x128, Cooperative256x192, EPILOGUE_TILE, Pingpong128x128,
     Pingpong128x192, TILE_K, Tile,
 };
 use crate::bias::bias_backward_reduce;
 use crate::column_sum;
-use crate::launch::KernelLaunch;
+use crate::launch::{Extents, KernelLaunch};
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
 use cuda_std::shared::Layout;
@@ -29,12 +33,27 @@ pub enum GemmOp {
     ABtBiasResidual,
     /// second (M, N) = a · bᵀ + bias, out = gelu(second)
     ABtBiasGelu,
+    /// out = aux (M, N) + a · bᵀ
+    ABtResidual,
+    /// second (M, N) = a · bᵀ, out = max(second, 0)²
+    ABtReluSquared,
+    /// second (M, N) = a · bᵀ, whose columns are those of up, then those of gate; out (M, N / 2) = up · silu(gate)
+    ABtSwiGlu,
     /// out (M, N) = a (M, K) · b (K, N)
     AB,
     /// out = a · b ⊙ gelu'(aux (M, N))
     ABGeluBackward,
     /// out = a · b ⊙ gelu'(aux (M, N)), second (M, N) = gelu(aux)
     ABGeluBackwardAndGelu,
+    /// out = a · b ⊙ 2 max(aux (M, N), 0)
+    ABReluSquaredBackward,
+    /// out = a · b ⊙ 2 max(aux (M, N), 0), second (M, N) = max(aux, 0)²
+    ABReluSquaredBackwardAndReluSquared,
+    /// out (M, 2 N) = the gradient of aux (M, 2 N), the columns of up, then those of gate. a · b is the gradient of
+    /// up · silu(gate)
+    ABSwiGluBackward,
+    /// As `ABSwiGluBackward`, and second (M, N) = up · silu(gate)
+    ABSwiGluBackwardAndSwiGlu,
     /// out (M, N) += a (K, M)ᵀ · b (K, N)
     AtBAccumulate,
     /// out (M, N) += a (K, M)ᵀ · b (K, N), bias (M) += column sums of a
@@ -51,12 +70,40 @@ impl GemmOp {
 
     /// Returns true if b is stored as (K, N).
     fn b_n_major(self) -> bool {
-        self.is_weight_gradient() || matches!(self, Self::AB | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
+        match self {
+            Self::ABt
+            | Self::ABtBias
+            | Self::ABtBiasResidual
+            | Self::ABtBiasGelu
+            | Self::ABtResidual
+            | Self::ABtReluSquared
+            | Self::ABtSwiGlu => false,
+            Self::AB
+            | Self::ABGeluBackward
+            | Self::ABGeluBackwardAndGelu
+            | Self::ABReluSquaredBackward
+            | Self::ABReluSquaredBackwardAndReluSquared
+            | Self::ABSwiGluBackward
+            | Self::ABSwiGluBackwardAndSwiGlu
+            | Self::AtBAccumulate
+            | Self::AtBAccumulateColumnSums
+            | Self::AtBAccumulateF32 => true,
+        }
     }
 
-    /// Returns true if the epilogue is long enough that only ping-pong kernels are instantiated.
+    /// Returns true if the epilogue is long enough, or needs enough buffers, that only ping-pong kernels are instantiated.
     fn needs_pingpong(self) -> bool {
-        matches!(self, Self::ABtBiasGelu | Self::ABGeluBackward | Self::ABGeluBackwardAndGelu)
+        matches!(
+            self,
+            Self::ABtBiasGelu
+                | Self::ABGeluBackward
+                | Self::ABGeluBackwardAndGelu
+                | Self::ABtReluSquared
+                | Self::ABReluSquaredBackwardAndReluSquared
+                | Self::ABtSwiGlu
+                | Self::ABSwiGluBackward
+                | Self::ABSwiGluBackwardAndSwiGlu
+        )
     }
 }
 
@@ -109,6 +156,19 @@ macro_rules! with_tile {
     };
 }
 
+/// As `with_tile!`, for ping-pong tiles only.
+macro_rules! with_pingpong_tile {
+    ($shape:expr, $tile:ident => $call:expr) => {
+        if $shape.tile_n() == Pingpong128x128::TILE_N {
+            type $tile = Pingpong128x128;
+            $call
+        } else {
+            type $tile = Pingpong128x192;
+            $call
+        }
+    };
+}
+
 impl TileShape {
     /// All tile shapes.
     pub const ALL: [Self; 6] =
@@ -157,7 +217,8 @@ impl GemmShape {
     pub fn is_supported(self, op: GemmOp) -> bool {
         let fits = |extent: usize| (1..1 << 31).contains(&extent);
         let row_of_a = if op.is_weight_gradient() { self.m } else { self.k };
-        let aligned = self.n.is_multiple_of(8) && row_of_a.is_multiple_of(8);
+        let columns = if op == GemmOp::ABtSwiGlu { 2 * 8 } else { 8 };
+        let aligned = self.n.is_multiple_of(columns) && row_of_a.is_multiple_of(8);
         aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(TileShape::T128x128.tiles(self))
     }
 }
@@ -165,19 +226,48 @@ impl GemmShape {
 /// The dimensions of a tensor map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Map {
-    /// Rows and columns of the tensor.
-    pub extents: [usize; 2],
+    /// Extents of the tensor.
+    pub extents: Extents,
     /// Rows and columns of the box that a TMA instruction copies.
     pub tile: (u32, u32),
 }
 
-/// Returns the tensor maps of a, of b, and of out, aux and second.
-pub fn maps(op: GemmOp, shape: GemmShape, tile: TileShape) -> [Map; 3] {
+/// The tensor maps of a GEMM. Those of operands that the [`GemmOp`] does not use are arbitrary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Maps {
+    /// Map of a.
+    pub a: Map,
+    /// Map of b.
+    pub b: Map,
+    /// Map of out.
+    pub out: Map,
+    /// Map of aux.
+    pub aux: Map,
+    /// Map of second.
+    pub second: Map,
+}
+
+/// Returns the tensor maps of a GEMM.
+pub fn maps(op: GemmOp, shape: GemmShape, tile: TileShape) -> Maps {
     let GemmShape { m, n, k } = shape;
-    let map = |rows, columns, box_rows| Map { extents: [rows, columns], tile: (box_rows, TILE_K) };
+    let map = |rows, columns, box_rows| Map { extents: Extents::Matrix([rows, columns]), tile: (box_rows, TILE_K) };
     let a = if op.is_weight_gradient() { map(k, m, TILE_K) } else { map(m, k, A_BOX_ROWS) };
-    let b = if op.b_n_major() { map(k, n, TILE_K) } else { map(n, k, with_tile!(tile, T => T::B_BOX_ROWS)) };
-    [a, b, Map { extents: [m, n], tile: (EPILOGUE_TILE, EPILOGUE_TILE) }]
+    let b = match op {
+        GemmOp::ABtSwiGlu => Map { extents: Extents::Matrices([2, n / 2, k]), tile: (tile.tile_n() / 2, TILE_K) },
+        _ if op.b_n_major() => map(k, n, TILE_K),
+        _ => map(n, k, with_tile!(tile, T => T::B_BOX_ROWS)),
+    };
+    let narrow = |extents| Map { extents, tile: (EPILOGUE_TILE, COLUMNS) };
+    let activation = |f| narrow(Extents::Matrix([m, f]));
+    let preactivation = |f| narrow(Extents::Interleaved([m, 2, f]));
+    let (out, aux, second) = match op {
+        GemmOp::ABtSwiGlu => (activation(n / 2), activation(n / 2), preactivation(n / 2)),
+        GemmOp::ABSwiGluBackward | GemmOp::ABSwiGluBackwardAndSwiGlu => {
+            (preactivation(n), preactivation(n), activation(n))
+        }
+        _ => [map(m, n, EPILOGUE_TILE); 3].into(),
+    };
+    Maps { a, b, out, aux, second }
 }
 
 /// The operands of a GEMM. Operands that the [`GemmOp`] does not use may be arbitrary.
@@ -344,16 +434,31 @@ fn gemm(
     operands: KernelOperands,
     column_sums: GlobalMut<f32>,
 ) -> Launch {
-    let KernelOperands { a, b, out, out_address, scratch, .. } = operands;
+    let KernelOperands { a, b, out, aux, second, out_address, scratch, .. } = operands;
     let (m, n, k) = (shape.m as u32, shape.n as u32, shape.k as u32);
     match op {
         GemmOp::ABt => any_tile::<ABt, Plain>(shape, tile, operands),
         GemmOp::ABtBias => any_tile::<ABt, Bias>(shape, tile, operands),
         GemmOp::ABtBiasResidual => any_tile::<ABt, BiasResidual>(shape, tile, operands),
         GemmOp::ABtBiasGelu => pingpong::<ABt, BiasGelu>(shape, tile, operands),
+        GemmOp::ABtResidual => any_tile::<ABt, Accumulate>(shape, tile, operands),
+        GemmOp::ABtReluSquared => pingpong::<ABt, ReluSquared>(shape, tile, operands),
+        GemmOp::ABtSwiGlu => {
+            with_pingpong_tile!(tile, T => matmul_swiglu_forward::<T>(a, b, out, second, m, n / 2, k))
+        }
         GemmOp::AB => any_tile::<AB, Plain>(shape, tile, operands),
         GemmOp::ABGeluBackward => pingpong::<AB, GeluBackward>(shape, tile, operands),
         GemmOp::ABGeluBackwardAndGelu => pingpong::<AB, GeluBackwardAndGelu>(shape, tile, operands),
+        GemmOp::ABReluSquaredBackward => any_tile::<AB, ReluSquaredBackward>(shape, tile, operands),
+        GemmOp::ABReluSquaredBackwardAndReluSquared => {
+            pingpong::<AB, ReluSquaredBackwardAndReluSquared>(shape, tile, operands)
+        }
+        GemmOp::ABSwiGluBackward => {
+            with_pingpong_tile!(tile, T => matmul_swiglu_backward::<T, false>(a, b, out, aux, second, m, n, k))
+        }
+        GemmOp::ABSwiGluBackwardAndSwiGlu => {
+            with_pingpong_tile!(tile, T => matmul_swiglu_backward::<T, true>(a, b, out, aux, second, m, n, k))
+        }
         GemmOp::AtBAccumulateColumnSums if split_k > 1 => {
             with_tile!(tile, T => matmul_split_k::<T, true>(a, b, scratch, column_sums, m, n, k, split_k as u32))
         }
@@ -381,11 +486,7 @@ fn any_tile<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, op
 }
 
 fn pingpong<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, operands: KernelOperands) -> Launch {
-    if tile.tile_n() == Pingpong128x128::TILE_N {
-        matmul::<L, E, Pingpong128x128>(shape, operands)
-    } else {
-        matmul::<L, E, Pingpong128x192>(shape, operands)
-    }
+    with_pingpong_tile!(tile, T => matmul::<L, E, T>(shape, operands))
 }
 
 fn matmul<L: OperandLayout, E: Epilogue, T: Tile>(shape: GemmShape, operands: KernelOperands) -> Launch {

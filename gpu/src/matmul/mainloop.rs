@@ -15,12 +15,16 @@ pub trait OperandLayout: 'static {
     const A_M_MAJOR: bool;
     /// True if b is stored as (K, N), false if as (N, K).
     const B_N_MAJOR: bool;
+    /// True if b is two matrices (N, K). A tile then has the same columns of the product with each of them.
+    const B_PAIR: bool = false;
 }
 
 /// a (M, K) · b (K, N)
 pub struct AB;
 /// a (M, K) · b (N, K)ᵀ
 pub struct ABt;
+/// a (M, K) · b (2, N, K)ᵀ
+pub struct ABtPair;
 /// a (K, M)ᵀ · b (K, N)
 pub struct AtB;
 
@@ -32,6 +36,12 @@ impl OperandLayout for AB {
 impl OperandLayout for ABt {
     const A_M_MAJOR: bool = false;
     const B_N_MAJOR: bool = false;
+}
+
+impl OperandLayout for ABtPair {
+    const A_M_MAJOR: bool = false;
+    const B_N_MAJOR: bool = false;
+    const B_PAIR: bool = true;
 }
 
 impl OperandLayout for AtB {
@@ -66,6 +76,11 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     if L::B_N_MAJOR {
         for i in 0..T::TILE_N / 64 {
             b_tile.offset_tiles(i).load(b, column + i * 64, k, full);
+        }
+    } else if L::B_PAIR {
+        for matrix in 0..2 {
+            let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + matrix * (T::TILE_N / 2));
+            b_rows.load_3d(b, k, column, matrix, full);
         }
     } else {
         for i in 0..T::TILE_N / T::B_BOX_ROWS {

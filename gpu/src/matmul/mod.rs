@@ -3,7 +3,7 @@
 //! A thread block has three warpgroups: a producer, which issues the TMA loads, and two consumers, which multiply and
 //! run the epilogue. A tile is one of two kinds, named as in CUTLASS:
 //! * Ping-pong (128 x 128, 128 x 192): each consumer has its own tiles, so that one consumer's epilogue overlaps with
-//!   the other consumer's mainloop. Epilogues that compute GELU exist for these tiles only.
+//!   the other consumer's mainloop. Epilogues with a second output exist for these tiles only.
 //! * Cooperative (256 x 128, 256 x 192, 128 x 256, 128 x 320): the consumers share a tile, half of its rows each. A
 //!   tile loads a quarter to a third less per FLOP than a ping-pong tile, but nothing overlaps with its epilogue.
 //!
@@ -14,11 +14,12 @@
 //! * `tile`: tile shapes, and the scheduler that assigns tiles to thread blocks
 //! * `shared`: the layout of shared memory
 //! * `mainloop`: loads of operands, and the multiplication
-//! * `epilogue`: bias, residual and GELU, and the stores through shared memory
+//! * `epilogue`: bias, residual, GELU and ReLU², and the stores through shared memory
 //! * `accumulate`: accumulation into an output in global memory without shared memory
 //! * `split_k`: partial sums over slices of K, and the kernel that reduces them
 //! * `column_sums`: the gradient of a bias, computed beside the gradient of its weight
 //! * `kernel`: the warp-specialized kernels and their entry points
+//! * `swiglu`: kernels with a SwiGLU epilogue, whose tiles pair columns of up and gate
 //! * `launch` (host): the kernels and tensor maps for a GEMM
 
 mod accumulate;
@@ -30,7 +31,9 @@ pub mod launch;
 mod mainloop;
 mod shared;
 mod split_k;
+mod swiglu;
 mod tile;
 
 pub use kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
 pub use split_k::matmul_split_k_reduce;
+pub use swiglu::{matmul_swiglu_backward, matmul_swiglu_forward};

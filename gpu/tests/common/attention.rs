@@ -5,24 +5,35 @@ use cuda_std::Element;
 use cuda_std::mma::TensorCore;
 use gpu::attention::launch::Shape;
 
-/// Index of the queries in the third dimension of qkv.
+/// Denotes the queries, the first NH heads of qkv.
 pub const Q: usize = 0;
-/// Index of the keys.
+/// Denotes the keys, the next KV heads.
 pub const K: usize = 1;
-/// Index of the values.
+/// Denotes the values, the last KV heads.
 pub const V: usize = 2;
 /// Denotes the gradient of the output, a tensor of its own.
 pub const DOUT: usize = 3;
 
-/// The indices of a row: (sequence, position, head).
-pub type Place = [usize; 3];
-
-/// Returns the indices of all rows.
-pub fn places(Shape { b, t, nh, .. }: Shape) -> impl Iterator<Item = Place> {
-    (0..b).flat_map(move |b| (0..t).flat_map(move |t| (0..nh).map(move |h| [b, t, h])))
+/// Returns a shape in which each query head has keys and values of its own.
+pub fn multi_head(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
+    Shape { b, t, nh, kv: nh, hs }
 }
 
-/// qkv (B,T,3,NH,HS) and dout (B,T,NH,HS).
+/// Returns the number of query heads of a key-value head.
+fn group(shape: Shape) -> usize {
+    shape.nh / shape.kv
+}
+
+/// The indices of a row: (sequence, position, head). The head of K and V, and of their gradients, is a key-value head.
+pub type Place = [usize; 3];
+
+/// Returns the indices of all rows of a part.
+pub fn places(Shape { b, t, nh, kv, .. }: Shape, part: usize) -> impl Iterator<Item = Place> {
+    let heads = if part == K || part == V { kv } else { nh };
+    (0..b).flat_map(move |b| (0..t).flat_map(move |t| (0..heads).map(move |h| [b, t, h])))
+}
+
+/// qkv (B,T,NH+2KV,HS) and dout (B,T,NH,HS).
 #[derive(Clone)]
 pub struct Inputs {
     pub shape: Shape,
@@ -33,16 +44,29 @@ pub struct Inputs {
 impl Inputs {
     /// Returns random Q, K and V in ±`range` and dout in ±1, all representable in `T`.
     pub fn random<T: Element>(shape: Shape, range: f64, seed: u32) -> Self {
-        let rows = shape.b * shape.t * shape.nh * shape.hs;
-        let qkv: Vec<_> = noise(3 * rows, seed).iter().map(|x| range * x).collect();
+        let zeros = Self::zeros(shape);
+        let qkv: Vec<_> = noise(zeros.qkv.len(), seed).iter().map(|x| range * x).collect();
         let exact = |values: &[f64]| wide(&rounded::<T>(values));
-        Self { shape, qkv: exact(&qkv), dout: exact(&noise(rows, seed ^ 0xd0)) }
+        Self { shape, qkv: exact(&qkv), dout: exact(&noise(zeros.dout.len(), seed ^ 0xd0)) }
     }
 
     /// Returns inputs of zeros.
     pub fn zeros(shape: Shape) -> Self {
-        let rows = shape.b * shape.t * shape.nh * shape.hs;
-        Self { shape, qkv: vec![0.0; 3 * rows], dout: vec![0.0; rows] }
+        let elements = |heads: usize| vec![0.0; shape.b * shape.t * heads * shape.hs];
+        Self { shape, qkv: elements(shape.nh + 2 * shape.kv), dout: elements(shape.nh) }
+    }
+
+    /// Returns the same attention with a copy of K and V for each query head.
+    pub fn replicated(&self) -> Self {
+        let Shape { b, t, nh, hs, .. } = self.shape;
+        let mut copies = Self { dout: self.dout.clone(), ..Self::zeros(multi_head(b, t, nh, hs)) };
+        for place in places(copies.shape, Q) {
+            copies.row_mut(Q, place).copy_from_slice(self.row(Q, place));
+            for part in [K, V] {
+                copies.row_mut(part, place).copy_from_slice(self.row(part, key_place(self.shape, place)));
+            }
+        }
+        copies
     }
 
     /// Returns a row of Q, K, V or dout.
@@ -60,11 +84,17 @@ impl Inputs {
     }
 }
 
+/// Returns the indices of the keys and values that a query head reads at its own position.
+fn key_place(shape: Shape, [b, t, h]: Place) -> Place {
+    [b, t, h / group(shape)]
+}
+
 /// Returns the index of the first element of a row in qkv or dout.
-fn element(Shape { t: length, nh, hs, .. }: Shape, part: usize, [b, t, h]: Place) -> usize {
+fn element(Shape { t: length, nh, kv, hs, .. }: Shape, part: usize, [b, t, h]: Place) -> usize {
+    let row = b * length + t;
     match part {
-        DOUT => ((b * length + t) * nh + h) * hs,
-        _ => (((b * length + t) * 3 + part) * nh + h) * hs,
+        DOUT => (row * nh + h) * hs,
+        _ => (row * (nh + 2 * kv) + [0, nh, nh + kv][part] + h) * hs,
     }
 }
 
@@ -78,10 +108,21 @@ pub enum Tensor {
     DV,
 }
 
+impl Tensor {
+    /// Returns the part of the inputs with the same heads.
+    fn part(self) -> usize {
+        match self {
+            Self::Out | Self::Lse | Self::DQ => Q,
+            Self::DK => K,
+            Self::DV => V,
+        }
+    }
+}
+
 /// All results.
 pub const ALL: [Tensor; 5] = [Tensor::Out, Tensor::Lse, Tensor::DQ, Tensor::DK, Tensor::DV];
 
-/// out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,3,NH,HS).
+/// out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,NH+2KV,HS).
 pub struct Results {
     pub shape: Shape,
     pub out: Vec<f64>,
@@ -105,25 +146,25 @@ impl Results {
 
     /// Returns all rows of a tensor, concatenated.
     pub fn all(&self, tensor: Tensor) -> Vec<f64> {
-        places(self.shape).flat_map(|place| self.row(tensor, place)).copied().collect()
+        places(self.shape, tensor.part()).flat_map(|place| self.row(tensor, place)).copied().collect()
     }
 }
 
 /// Computes softmax(Q Kᵀ / sqrt(HS) + causal mask) V and its derivatives.
 pub fn reference(inputs: &Inputs) -> Results {
     let shape = inputs.shape;
-    let Shape { b, t, nh, hs } = shape;
-    let mut results = Results {
-        shape,
-        out: vec![0.0; b * t * nh * hs],
-        lse: vec![0.0; b * nh * t],
-        dqkv: vec![0.0; b * t * 3 * nh * hs],
-    };
+    let Shape { b, t, nh, hs, .. } = shape;
+    let zeros = Inputs::zeros(shape);
+    let mut results = Results { shape, out: zeros.dout, lse: vec![0.0; b * nh * t], dqkv: zeros.qkv };
     let scale = 1.0 / (hs as f64).sqrt();
     let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
-    for place in places(shape) {
+    for place in places(shape, Q) {
         let [b, query, h] = place;
-        let row = |part, t| inputs.row(part, [b, t, h]);
+        let place = |part, t| match part {
+            K | V => key_place(shape, [b, t, h]),
+            _ => [b, t, h],
+        };
+        let row = |part, t| inputs.row(part, place(part, t));
         let scores: Vec<_> = (0..=query).map(|key| dot(row(Q, query), row(K, key)) * scale).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
@@ -133,7 +174,7 @@ pub fn reference(inputs: &Inputs) -> Results {
         let mean = dot(&p, &dp);
         for key in 0..=query {
             let ds = p[key] * (dp[key] - mean) * scale;
-            let at = |part, t| element(shape, part, [b, t, h]);
+            let at = |part, t| element(shape, part, place(part, t));
             for i in 0..hs {
                 results.out[at(DOUT, query) + i] += p[key] * row(V, key)[i];
                 results.dqkv[at(Q, query) + i] += ds * row(K, key)[i];
@@ -218,13 +259,18 @@ pub fn assert_agrees(inputs: &Inputs, got: &Results, errors: Errors) {
     }
 }
 
-/// Fails unless each row of these tensors is bit-identical to the row of `want` at the index that `from` returns, if
-/// any. All NaNs are considered equal.
+/// Fails unless each row of these tensors is bit-identical to the row of `want` at the index that `from` returns for the
+/// row's part and index, if any. All NaNs are considered equal.
 #[track_caller]
-pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from: impl Fn(Place) -> Option<Place>) {
+pub fn assert_rows_from(
+    got: &Results,
+    want: &Results,
+    tensors: &[Tensor],
+    from: impl Fn(usize, Place) -> Option<Place>,
+) {
     for &tensor in tensors {
-        for place in places(got.shape) {
-            let Some(origin) = from(place) else { continue };
+        for place in places(got.shape, tensor.part()) {
+            let Some(origin) = from(tensor.part(), place) else { continue };
             let (got_row, want_row) = (got.row(tensor, place), want.row(tensor, origin));
             let same = |(x, y): (&f64, &f64)| x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan();
             let differs = got_row.iter().zip(want_row).position(|pair| !same(pair));
@@ -239,6 +285,12 @@ pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from:
     }
 }
 
+/// Same as [`assert_rows_from`], where the index in `want` is the same for each part.
+#[track_caller]
+pub fn assert_rows_same(got: &Results, want: &Results, tensors: &[Tensor], from: impl Fn(Place) -> Option<Place>) {
+    assert_rows_from(got, want, tensors, |_, place| from(place));
+}
+
 /// An implementation of attention, forward and backward.
 pub trait Attend: Fn(&Inputs) -> Results {}
 
@@ -249,10 +301,10 @@ impl<F: Fn(&Inputs) -> Results> Attend for F {}
 /// `slack` is the allowed error, relative to the largest magnitude of these values.
 pub fn check_convex(attend: impl Attend, inputs: &Inputs, slack: f64) {
     let got = attend(inputs);
-    for place in places(inputs.shape) {
+    for place in places(inputs.shape, Q) {
         let [b, query, h] = place;
         for (i, &out) in got.row(Tensor::Out, place).iter().enumerate() {
-            let seen = || (0..=query).map(|key| inputs.row(V, [b, key, h])[i]);
+            let seen = || (0..=query).map(|key| inputs.row(V, key_place(inputs.shape, [b, key, h]))[i]);
             let (low, high) = (seen().fold(f64::INFINITY, f64::min), seen().fold(f64::NEG_INFINITY, f64::max));
             let slack = slack * low.abs().max(high.abs());
             assert!(
@@ -270,8 +322,8 @@ pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, positi
     let got = attend(inputs);
     let mix = |parts: &[usize], swap: &dyn Fn(usize) -> bool| {
         let mut mixed = inputs.clone();
-        for place in places(inputs.shape).filter(|place| swap(place[1])) {
-            for &part in parts {
+        for &part in parts {
+            for place in places(inputs.shape, part).filter(|place| swap(place[1])) {
                 mixed.row_mut(part, place).copy_from_slice(other.row(part, place));
             }
         }
@@ -285,33 +337,62 @@ pub fn check_causal(attend: impl Attend, inputs: &Inputs, other: &Inputs, positi
     assert_rows_same(&earlier, &got, &[Tensor::DK, Tensor::DV], |place| (place[1] >= position).then_some(place));
 }
 
-/// Checks that heads, of all sequences, do not depend on each other or on their position: shifts them by `shift`.
+/// Checks that groups of heads, of all sequences, do not depend on each other or on their position: shifts them by
+/// `shift`.
 pub fn check_heads(attend: impl Attend, inputs: &Inputs, shift: usize) {
-    let Shape { b, nh, .. } = inputs.shape;
-    let origin = |[sequence, t, h]: Place| {
-        let head = (sequence * nh + h + shift) % (b * nh);
-        [head / nh, t, head % nh]
+    let Shape { b, nh, kv, .. } = inputs.shape;
+    let origin = |part, [sequence, t, h]: Place| {
+        let (heads, shift) = if part == K || part == V { (kv, shift) } else { (nh, shift * group(inputs.shape)) };
+        let head = (sequence * heads + h + shift) % (b * heads);
+        [head / heads, t, head % heads]
     };
     let mut turned = inputs.clone();
-    for place in places(inputs.shape) {
-        for part in [Q, K, V, DOUT] {
-            turned.row_mut(part, place).copy_from_slice(inputs.row(part, origin(place)));
+    for part in [Q, K, V, DOUT] {
+        for place in places(inputs.shape, part) {
+            turned.row_mut(part, place).copy_from_slice(inputs.row(part, origin(part, place)));
         }
     }
-    assert_rows_same(&attend(&turned), &attend(inputs), &ALL, |place| Some(origin(place)));
+    assert_rows_from(&attend(&turned), &attend(inputs), &ALL, |part, place| Some(origin(part, place)));
+}
+
+/// Checks that the heads of a group share K and V: out, lse and dQ have the bits of attention with a copy of K and V for
+/// each head. dK and dV are the sums over the copies. `part` is their allowed error relative to the sum of magnitudes,
+/// each at least the root mean square of the copies' gradients.
+pub fn check_groups(attend: impl Attend, inputs: &Inputs, part: f64) {
+    let (got, copies) = (attend(inputs), attend(&inputs.replicated()));
+    assert_rows_same(&got, &copies, &[Tensor::Out, Tensor::Lse, Tensor::DQ], Some);
+    let (shape, group) = (inputs.shape, group(inputs.shape));
+    for tensor in [Tensor::DK, Tensor::DV] {
+        let scale = root_mean_square(copies.all(tensor).into_iter()).max(1e-3);
+        for place @ [b, t, kv_head] in places(shape, K) {
+            for (i, &found) in got.row(tensor, place).iter().enumerate() {
+                let heads = kv_head * group..(kv_head + 1) * group;
+                let copies = || heads.clone().map(|h| copies.row(tensor, [b, t, h])[i]);
+                let sum = copies().sum::<f64>();
+                let bound = part * copies().map(|copy| copy.abs().max(scale)).sum::<f64>();
+                assert!(
+                    (found - sum).abs() <= bound,
+                    "{tensor:?} of {shape:?}, channel {i} at {place:?} is {found}, the sum over the group {sum}; \
+                     allowed error {bound:.2e}"
+                );
+            }
+        }
+    }
 }
 
 /// Checks the sums of dV and dK over keys.
 ///
 /// The probabilities of a query sum to 1 and the gradients of its scores to 0. The sum of dV is therefore the sum of
-/// dout over queries, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of the
+/// dout over the queries of the group, and the sum of dK is 0. `part` is the allowed error relative to the root mean square of the
 /// summands times the square root of their number.
 pub fn check_sums(attend: impl Attend, inputs: &Inputs, part: f64) {
-    let Shape { b, t, nh, hs } = inputs.shape;
+    let Shape { b, t, kv, hs, .. } = inputs.shape;
+    let group = group(inputs.shape);
     let got = attend(inputs);
-    for (b, h, i) in (0..b).flat_map(|b| (0..nh).flat_map(move |h| (0..hs).map(move |i| (b, h, i)))) {
+    for (b, h, i) in (0..b).flat_map(|b| (0..kv).flat_map(move |h| (0..hs).map(move |i| (b, h, i)))) {
         let column = |tensor| (0..t).map(|t| got.row(tensor, [b, t, h])[i]).collect::<Vec<_>>();
-        let dout = (0..t).map(|t| inputs.row(DOUT, [b, t, h])[i]).sum::<f64>();
+        let queries = (0..t).flat_map(|t| (h * group..(h + 1) * group).map(move |h| [b, t, h]));
+        let dout = queries.map(|place| inputs.row(DOUT, place)[i]).sum::<f64>();
         for (tensor, want) in [(Tensor::DV, dout), (Tensor::DK, 0.0)] {
             let all = root_mean_square(got.all(tensor).into_iter());
             let bound = part * all.max(1e-3) * (t as f64).sqrt();
@@ -341,7 +422,7 @@ pub fn check_zeros(attend: impl Attend, shape: Shape, errors: Errors) {
 pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     let mut inputs = Inputs::random::<T>(shape, 4.0, 11);
     let key = inputs.row(K, [0, 0, 0]).to_vec();
-    for place in places(shape) {
+    for place in places(shape, K) {
         inputs.row_mut(K, place).copy_from_slice(&key);
     }
     let got = attend(&inputs);
@@ -361,18 +442,17 @@ pub fn check_equal_scores<T: Precision>(attend: impl Attend, shape: Shape) {
 pub fn check_dominant_key<T: Precision>(attend: impl Attend, shape: Shape, key: usize) {
     let mut inputs = Inputs::random::<T>(shape, 2.0, 12);
     let strong = 48.0;
-    for place in places(shape) {
+    for place in places(shape, Q) {
         inputs.row_mut(Q, place).fill(strong);
-        inputs.row_mut(K, place).fill(-strong / 2.0);
-        if place[1] == key {
-            inputs.row_mut(K, place).fill(strong / 2.0);
-        }
+    }
+    for place in places(shape, K) {
+        inputs.row_mut(K, place).fill(if place[1] == key { strong / 2.0 } else { -strong / 2.0 });
     }
     let got = attend(&inputs);
     let lse = strong * strong / 2.0 * (shape.hs as f64).sqrt();
     assert!((8e3..2e4).contains(&lse));
-    for place in places(shape).filter(|place| place[1] >= key) {
-        let value = inputs.row(V, [place[0], key, place[2]]);
+    for place in places(shape, Q).filter(|place| place[1] >= key) {
+        let value = inputs.row(V, key_place(shape, [place[0], key, place[2]]));
         super::assert_close("output", got.row(Tensor::Out, place), value, T::ROUNDING, 0.0);
         let found = got.row(Tensor::Lse, place)[0];
         assert!((found / lse - 1.0).abs() < 1e-6, "lse at {place:?} of {shape:?} is {found}, expected {lse}");
@@ -405,21 +485,52 @@ pub fn check_large_scores<T: Precision>(attend: impl Attend, shape: Shape) {
     }
 }
 
-/// Checks that NaN and infinity in one head of one sequence do not change other heads.
-pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]: [usize; 2]) {
+/// Checks that NaN and infinity in one key-value head of one sequence and its query heads do not change other groups.
+pub fn check_spoilt_head<T: Precision>(attend: impl Attend, shape: Shape, [b, kv_head]: [usize; 2]) {
     let clean = Inputs::random::<T>(shape, 2.0, 13);
     let want = attend(&clean);
+    let in_group = |part, [sequence, _, h]: Place| {
+        let kv = if part == K || part == V { h } else { h / group(shape) };
+        [sequence, kv] == [b, kv_head]
+    };
     for x in [f64::NAN, f64::INFINITY] {
         let mut spoilt = clean.clone();
-        for place in (0..shape.t).map(|t| [b, t, h]) {
-            for part in [Q, K, V, DOUT] {
+        for part in [Q, K, V, DOUT] {
+            for place in places(shape, part).filter(|&place| in_group(part, place)) {
                 spoilt.row_mut(part, place).fill(x);
             }
         }
         let got = attend(&spoilt);
-        assert_rows_same(&got, &want, &ALL, |place| ([place[0], place[2]] != [b, h]).then_some(place));
+        assert_rows_from(&got, &want, &ALL, |part, place| (!in_group(part, place)).then_some(place));
         for tensor in ALL {
-            assert!(got.row(tensor, [b, 0, h]).iter().all(|x| x.is_nan()), "{tensor:?}");
+            let part = tensor.part();
+            for place in places(shape, part).filter(|&place| place[1] == 0 && in_group(part, place)) {
+                assert!(got.row(tensor, place).iter().all(|x| x.is_nan()), "{tensor:?} at {place:?}");
+            }
+        }
+    }
+}
+
+/// Checks that NaN and infinity in Q and dout of one query head of one sequence do not change other heads, except dK and
+/// dV of its group.
+pub fn check_spoilt_query_head<T: Precision>(attend: impl Attend, shape: Shape, [b, h]: [usize; 2]) {
+    let clean = Inputs::random::<T>(shape, 2.0, 15);
+    let want = attend(&clean);
+    for x in [f64::NAN, f64::INFINITY] {
+        let mut spoilt = clean.clone();
+        for t in 0..shape.t {
+            for part in [Q, DOUT] {
+                spoilt.row_mut(part, [b, t, h]).fill(x);
+            }
+        }
+        let got = attend(&spoilt);
+        assert_rows_from(&got, &want, &ALL, |part, place| {
+            let head = if part == K || part == V { h / group(shape) } else { h };
+            ([place[0], place[2]] != [b, head]).then_some(place)
+        });
+        for tensor in [Tensor::DK, Tensor::DV] {
+            let row = got.row(tensor, key_place(shape, [b, 0, h]));
+            assert!(row.iter().all(|x| x.is_nan()), "{tensor:?}");
         }
     }
 }
@@ -435,7 +546,7 @@ pub fn check_spoilt_position<T: Precision>(attend: impl Attend, shape: Shape, po
     let (tile_begin, tile_end) = (position / tile * tile, position / tile * tile + tile);
     for (part, x) in [Q, K, V, DOUT].into_iter().flat_map(|part| [(part, f64::NAN), (part, f64::INFINITY)]) {
         let mut spoilt = clean.clone();
-        for place in places(shape).filter(|place| place[1] == position) {
+        for place in places(shape, part).filter(|place| place[1] == position) {
             spoilt.row_mut(part, place).fill(x);
         }
         let got = attend(&spoilt);

@@ -22,8 +22,8 @@ pub use super::mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_try_wait,
 };
 pub use super::tma::{
-    complete_one_load, tensor_map, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch, tma_store_2d, tma_wait,
-    tma_wait_read,
+    complete_one_load, tensor_map, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch, tma_store_2d, tma_store_3d,
+    tma_wait, tma_wait_read,
 };
 pub use super::wgmma::{
     check_accumulator_read, fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192,

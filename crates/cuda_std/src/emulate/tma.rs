@@ -1,5 +1,5 @@
-//! TMA: copies between boxes of a tensor in global memory and tiles of 128-byte rows in shared memory, with the
-//! 128-byte swizzle.
+//! TMA: copies between boxes of a tensor in global memory and tiles in shared memory: rows of 128 bytes with the 128-byte
+//! swizzle, or of 64 bytes with the 64-byte swizzle.
 
 use super::access::check;
 use super::block::{Block, fail, with};
@@ -11,9 +11,8 @@ use std::ops::Range;
 use std::panic::Location;
 use std::{mem, ptr};
 
-/// Columns in a box: 128 bytes of bf16.
-const COLUMNS: u32 = 64;
-const ROW_BYTES: usize = 128;
+/// Bytes of the longest row of a box.
+const MAX_ROW_BYTES: usize = 128;
 /// First word of an encoded tensor map.
 const MAGIC: u64 = u64::from_le_bytes(*b"tensor2d");
 
@@ -25,20 +24,19 @@ struct Map {
     columns: u64,
     row_bytes: u64,
     box_rows: u64,
-    /// Number of consecutive matrices, for a map with three dimensions.
-    matrices: Option<u64>,
+    box_columns: u64,
+    /// Number of matrices and the distance of one to the next in bytes, for a map with three dimensions.
+    matrices: Option<[u64; 2]>,
 }
 
-/// Encodes a tensor map of two dimensions, or of three if `matrices` is given, as the 128 bytes that the emulator
-/// reads.
+/// Encodes a tensor map of two dimensions, or of three if `matrices` gives their number and distance in bytes, as the
+/// 128 bytes that the emulator reads.
 pub fn tensor_map(
     base: *const u8,
-    matrices: Option<u64>,
-    rows: u64,
-    columns: u64,
+    [rows, columns]: [u64; 2],
     row_bytes: u64,
-    box_rows: u32,
-    box_columns: u32,
+    matrices: Option<[u64; 2]>,
+    [box_rows, box_columns]: [u32; 2],
 ) -> [u64; 16] {
     assert!(base.addr().is_multiple_of(16), "tensor map: the base must be aligned to 16 bytes");
     assert!(
@@ -50,20 +48,28 @@ pub fn tensor_map(
         "tensor map: expected a row stride of a multiple of 16 bytes for {columns} bf16, found {row_bytes} bytes"
     );
     assert!((1..=256).contains(&box_rows), "tensor map: expected a box of 1 to 256 rows, found {box_rows}");
-    assert!(box_columns == COLUMNS, "tensor map: expected a box of {COLUMNS} bf16 columns, found {box_columns}");
     assert!(
-        matrices.is_none_or(|matrices| (1..1 << 32).contains(&matrices) && rows * row_bytes < 1 << 40),
-        "tensor map: expected 1 to 2^32-1 matrices below 2^40 bytes, found {matrices:?} of {rows} x {row_bytes} bytes"
+        [32, 64].contains(&box_columns),
+        "tensor map: expected a box of 32 or 64 bf16 columns, found {box_columns}"
     );
+    assert!(
+        matrices.is_none_or(|[count, bytes]| (1..1 << 32).contains(&count)
+            && bytes.is_multiple_of(16)
+            && (1..1 << 40).contains(&bytes)),
+        "tensor map: expected 1 to 2^32-1 matrices, a multiple of 16 bytes below 2^40 apart, found {matrices:?}"
+    );
+    let [matrices, matrix_bytes] = matrices.unwrap_or_default();
     let mut words = [0; 16];
-    words[..7].copy_from_slice(&[
+    words[..9].copy_from_slice(&[
         MAGIC,
         base.expose_provenance() as u64,
         rows,
         columns,
         row_bytes,
         u64::from(box_rows),
-        matrices.unwrap_or(0),
+        u64::from(box_columns),
+        matrices,
+        matrix_bytes,
     ]);
     words
 }
@@ -75,31 +81,35 @@ impl Map {
         check(Kind::Read, map.addr(), 128, 64, at);
         // SAFETY: guaranteed by the caller.
         let words = unsafe { map.cast::<[u64; 16]>().read_unaligned() };
-        let [magic, base, rows, columns, row_bytes, box_rows, matrices, ..] = words;
+        let [magic, base, rows, columns, row_bytes, box_rows, box_columns, matrices, matrix_bytes, ..] = words;
         if magic != MAGIC {
-            let message = format!(
-                "invalid operand: the tensor map was not encoded by TensorMap::emulated or emulated_3d ({})",
-                Line(at)
-            );
+            let message =
+                format!("invalid operand: the tensor map was not encoded by TensorMap::emulated… ({})", Line(at));
             fail(Fault::Operand, at, None, message);
         }
-        let matrices = (matrices > 0).then_some(matrices);
-        Self { base, rows, columns, row_bytes, box_rows, matrices }
+        let matrices = (matrices > 0).then_some([matrices, matrix_bytes]);
+        Self { base, rows, columns, row_bytes, box_rows, box_columns, matrices }
     }
 
-    /// Returns the 2-D map of matrix `z` if the map has three dimensions, or the map itself if it has two and `z` is
-    /// `None`.
-    fn matrix(self, z: Option<u32>, at: Site) -> Self {
-        match (self.matrices, z) {
-            (None, None) => self,
-            (Some(matrices), Some(z)) if u64::from(z) < matrices => {
-                Self { base: self.base + u64::from(z) * self.rows * self.row_bytes, ..self }
+    /// Returns the map of the matrix at these coordinates, and the column and row in it.
+    ///
+    /// The map must have as many dimensions as there are coordinates. They are in order of increasing stride: column,
+    /// row and matrix, or column, matrix and row if the rows of the matrices are interleaved.
+    fn matrix(self, coordinates: &[u32], at: Site) -> (Self, [i32; 2]) {
+        match (self.matrices, coordinates) {
+            (None, &[x, y]) => (self, [x as i32, y as i32]),
+            (Some([count, bytes]), &[x, y, z]) => {
+                let (row, matrix) = if bytes < self.row_bytes { (z, y) } else { (y, z) };
+                let inside = u64::from(matrix) < count;
+                let rows = if inside { self.rows } else { 0 };
+                let base = self.base + if inside { u64::from(matrix) * bytes } else { 0 };
+                (Self { base, rows, ..self }, [x as i32, row as i32])
             }
-            (Some(_), Some(_)) => Self { rows: 0, ..self },
             (matrices, _) => {
-                let (found, expected) = if matrices.is_some() { (3, 2) } else { (2, 3) };
+                let found = if matrices.is_some() { 3 } else { 2 };
                 let message = format!(
-                    "invalid operand: tensor map: expected {expected} dimensions, found {found} ({})",
+                    "invalid operand: tensor map: expected {} dimensions, found {found} ({})",
+                    coordinates.len(),
                     Line(at)
                 );
                 fail(Fault::Operand, at, None, message)
@@ -107,16 +117,32 @@ impl Map {
         }
     }
 
+    /// Returns the bytes of a row of the box.
+    fn box_row_bytes(&self) -> usize {
+        2 * self.box_columns as usize
+    }
+
     fn bytes(&self) -> usize {
-        self.box_rows as usize * ROW_BYTES
+        self.box_rows as usize * self.box_row_bytes()
+    }
+
+    /// Returns the alignment of a tile: the bytes after which the swizzle repeats.
+    fn alignment(&self) -> usize {
+        8 * self.box_row_bytes()
+    }
+
+    /// Returns the offset in the tile of byte `byte` of `row`.
+    fn swizzled(&self, row: usize, byte: usize) -> usize {
+        let at = row * self.box_row_bytes() + byte;
+        if self.box_columns == 64 { swizzle(at) } else { at ^ (at >> 7 & 3) << 4 }
     }
 
     /// Returns the part of the box at column `x` and row `y` that is inside the tensor: the row of the box, the columns
     /// of the box, and the address of the first of these columns.
     fn inside(self, x: i32, y: i32) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
-        let (x, y) = (i64::from(x), i64::from(y));
-        let first = (-x).clamp(0, i64::from(COLUMNS));
-        let last = (self.columns as i64 - x).clamp(first, i64::from(COLUMNS));
+        let (x, y, box_columns) = (i64::from(x), i64::from(y), self.box_columns as i64);
+        let first = (-x).clamp(0, box_columns);
+        let last = (self.columns as i64 - x).clamp(first, box_columns);
         let rows = (-y).max(0)..(self.rows as i64 - y).min(self.box_rows as i64);
         rows.filter(move |_| first < last).map(move |row| {
             let at = self.base as i64 + (y + row) * self.row_bytes as i64 + 2 * (x + first);
@@ -176,7 +202,7 @@ pub unsafe fn tma_prefetch(map: *const u8) {
 #[track_caller]
 pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: *mut u64) {
     // SAFETY: guaranteed by the caller.
-    unsafe { load(to, map, [x, y], None, barrier, Location::caller()) }
+    unsafe { load(to, map, &[x, y], barrier, Location::caller()) }
 }
 
 /// # Safety
@@ -184,17 +210,16 @@ pub unsafe fn tma_load_2d(to: *mut u8, map: *const u8, x: u32, y: u32, barrier: 
 #[track_caller]
 pub unsafe fn tma_load_3d(to: *mut u8, map: *const u8, x: u32, y: u32, z: u32, barrier: *mut u64) {
     // SAFETY: guaranteed by the caller.
-    unsafe { load(to, map, [x, y], Some(z), barrier, Location::caller()) }
+    unsafe { load(to, map, &[x, y, z], barrier, Location::caller()) }
 }
 
 /// # Safety
 /// Same as [`tma_load_2d`].
-unsafe fn load(to: *mut u8, map: *const u8, [x, y]: [u32; 2], z: Option<u32>, barrier: *mut u64, at: Site) {
+unsafe fn load(to: *mut u8, map: *const u8, coordinates: &[u32], barrier: *mut u64, at: Site) {
     // SAFETY: guaranteed by the caller.
-    let map = unsafe { Map::read(map, at) }.matrix(z, at);
+    let (map, [x, y]) = unsafe { Map::read(map, at) }.matrix(coordinates, at);
     let address = to.addr();
-    let to = shared_offset(to, map.bytes(), 1024, at, "TMA load");
-    let (x, y) = (x as i32, y as i32);
+    let to = shared_offset(to, map.bytes(), map.alignment(), at, "TMA load");
     for (_, columns, from) in map.inside(x, y) {
         check(Kind::Read, from, columns.len() * 2, 2, at);
     }
@@ -218,13 +243,13 @@ pub fn complete_one_load(block: &mut Block) -> bool {
     let tile = &mut block.shared()[to..to + map.bytes()];
     tile.fill(0);
     for (row, columns, from) in map.inside(x, y) {
-        let mut bytes = [0; ROW_BYTES];
+        let mut bytes = [0; MAX_ROW_BYTES];
         let part = &mut bytes[columns.start * 2..columns.end * 2];
         let from = ptr::with_exposed_provenance::<u8>(from);
         // SAFETY: the caller of the load guarantees that the tensor is valid for reads, and `inside` stays within it.
         unsafe { ptr::copy_nonoverlapping(from, part.as_mut_ptr(), part.len()) };
-        for (chunk, bytes) in bytes.chunks(16).enumerate() {
-            tile[swizzle(row * ROW_BYTES + chunk * 16)..][..16].copy_from_slice(bytes);
+        for (chunk, bytes) in bytes[..map.box_row_bytes()].chunks(16).enumerate() {
+            tile[map.swizzled(row, chunk * 16)..][..16].copy_from_slice(bytes);
         }
     }
     let bytes = map.bytes();
@@ -239,14 +264,28 @@ pub fn complete_one_load(block: &mut Block) -> bool {
 /// shared memory of the size of the map's box.
 #[track_caller]
 pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
-    let at = Location::caller();
     // SAFETY: guaranteed by the caller.
-    let map = unsafe { Map::read(map, at) }.matrix(None, at);
+    unsafe { store(map, &[x, y], from, Location::caller()) }
+}
+
+/// # Safety
+/// Same as [`tma_store_2d`], with a map of three dimensions.
+#[track_caller]
+pub unsafe fn tma_store_3d(map: *const u8, x: u32, y: u32, z: u32, from: *const u8) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { store(map, &[x, y, z], from, Location::caller()) }
+}
+
+/// # Safety
+/// Same as [`tma_store_2d`].
+unsafe fn store(map: *const u8, coordinates: &[u32], from: *const u8, at: Site) {
+    // SAFETY: guaranteed by the caller.
+    let (map, [x, y]) = unsafe { Map::read(map, at) }.matrix(coordinates, at);
     check(Kind::AsyncRead, from.addr(), map.bytes(), 16, at);
-    let from = shared_offset(from, map.bytes(), 1024, at, "TMA store");
+    let from = shared_offset(from, map.bytes(), map.alignment(), at, "TMA store");
     with(|block| {
         let tile = block.shared()[from..from + map.bytes()].to_vec();
-        let store = Store { map, x: x as i32, y: y as i32, from, tile, group: None, at };
+        let store = Store { map, x, y, from, tile, group: None, at };
         block.hopper.stores.entry(block.current).or_default().push(store);
     });
 }
@@ -287,7 +326,7 @@ pub fn tma_wait_read<const PENDING: u32>() {
             check(Kind::Write, to, columns.len() * 2, 2, at);
             let to = ptr::with_exposed_provenance_mut::<[u8; 2]>(to);
             for (i, column) in columns.enumerate() {
-                let element = swizzle(row * ROW_BYTES + column * mem::size_of::<u16>());
+                let element = map.swizzled(row, column * mem::size_of::<u16>());
                 // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays
                 // within it.
                 unsafe { to.add(i).write_unaligned([tile[element], tile[element + 1]]) };

@@ -15,7 +15,7 @@ pub mod wgmma;
 pub use mbarrier::MBarrier;
 pub use pipeline::PipelineState;
 pub use tma::TensorMap;
-pub use wgmma::SwizzledTile;
+pub use wgmma::{NarrowTile, SwizzledTile};
 
 /// Orders this thread's ordinary accesses to shared memory before later accesses by TMA and wgmma
 /// (`fence.proxy.async.shared::cta`).

@@ -1,7 +1,7 @@
 //! The tensor memory accelerator (TMA): asynchronous copies of boxes between a tensor in global memory and tiles in
 //! shared memory, issued by one thread. Outside the tensor, loads read zeros and stores write nothing.
 
-use super::{MBarrier, SwizzledTile};
+use super::{MBarrier, NarrowTile, SwizzledTile};
 use crate::backend;
 use crate::element::bf16;
 use crate::global::Global;
@@ -19,12 +19,12 @@ pub struct TensorMap(
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
     /// Creates a map for emulated kernels: a bf16 tensor of `rows` x `columns` at `base` with a row stride of
-    /// `row_bytes`, boxes of `box_rows` x `box_columns`, and the 128-byte swizzle. Validates the parameters like the
-    /// driver.
+    /// `row_bytes`, boxes of `box_rows` x `box_columns`, and the swizzle of a box row: 128 bytes for 64 columns
+    /// ([`SwizzledTile`]), 64 bytes for 32 columns ([`NarrowTile`]). Validates the parameters like the driver.
     ///
     /// # Panics
     /// If the base or `row_bytes` is not a multiple of 16 bytes, rows overlap, or the box does not have 1 to 256 rows
-    /// and 64 columns.
+    /// and 32 or 64 columns.
     pub fn emulated(
         base: Global<bf16>,
         rows: usize,
@@ -33,19 +33,12 @@ impl TensorMap {
         box_rows: u32,
         box_columns: u32,
     ) -> Self {
-        Self(backend::hopper::tensor_map(
-            base.0.cast(),
-            None,
-            rows as u64,
-            columns as u64,
-            row_bytes as u64,
-            box_rows,
-            box_columns,
-        ))
+        let matrix = [rows, columns].map(|extent| extent as u64);
+        Self(backend::hopper::tensor_map(base.0.cast(), matrix, row_bytes as u64, None, [box_rows, box_columns]))
     }
 
-    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`matrices`, `rows`, `columns`), for
-    /// [`SwizzledTile::load_3d`].
+    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`matrices`, `rows`, `columns`), for loads at
+    /// (column, row, matrix).
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).
@@ -54,15 +47,26 @@ impl TensorMap {
         [matrices, rows, columns]: [usize; 3],
         (box_rows, box_columns): (u32, u32),
     ) -> Self {
-        Self(backend::hopper::tensor_map(
-            base.0.cast(),
-            Some(matrices as u64),
-            rows as u64,
-            columns as u64,
-            (columns * size_of::<bf16>()) as u64,
-            box_rows,
-            box_columns,
-        ))
+        let [matrices, rows, columns] = [matrices, rows, columns].map(|extent| extent as u64);
+        let row_bytes = columns * size_of::<bf16>() as u64;
+        let outer = Some([matrices, rows * row_bytes]);
+        Self(backend::hopper::tensor_map(base.0.cast(), [rows, columns], row_bytes, outer, [box_rows, box_columns]))
+    }
+
+    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`), each row of which
+    /// holds a row of every matrix. A box has rows of one matrix. Loads and stores are at (column, matrix, row).
+    ///
+    /// # Panics
+    /// See [`emulated`](Self::emulated).
+    pub fn emulated_interleaved(
+        base: Global<bf16>,
+        [rows, matrices, columns]: [usize; 3],
+        (box_rows, box_columns): (u32, u32),
+    ) -> Self {
+        let [rows, matrices, columns] = [rows, matrices, columns].map(|extent| extent as u64);
+        let matrix_bytes = columns * size_of::<bf16>() as u64;
+        let (row_bytes, outer) = (matrices * matrix_bytes, Some([matrices, matrix_bytes]));
+        Self(backend::hopper::tensor_map(base.0.cast(), [rows, columns], row_bytes, outer, [box_rows, box_columns]))
     }
 }
 
@@ -106,6 +110,37 @@ impl<const R: usize> SwizzledTile<R> {
 
     /// Size of the tile in bytes, which its load adds to the mbarrier.
     pub const BYTES: u32 = (R * 64 * size_of::<bf16>()) as u32;
+}
+
+impl<const R: usize> NarrowTile<R> {
+    /// Starts a copy of `R` rows by 32 columns from column `x`, matrix `y` and row `z` of an interleaved map into this
+    /// tile (`cp.async.bulk.tensor.3d`). See [`SwizzledTile::load`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_interleaved(self, map: Global<TensorMap>, x: u32, y: u32, z: u32, barrier: MBarrier) {
+        // SAFETY: the launch contract guarantees a map with a box of R x 1 x 32 bf16 and the 64-byte swizzle.
+        unsafe { backend::hopper::tma_load_3d(self.pointer().cast(), map.0.cast(), x, y, z, barrier.pointer()) }
+    }
+
+    /// Starts a copy of this tile to the box at column `x` and row `y`. See [`SwizzledTile::store`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn store(self, map: Global<TensorMap>, x: u32, y: u32) {
+        // SAFETY: as in `load_interleaved`, for a map of two dimensions; no other thread writes this box.
+        unsafe { backend::hopper::tma_store_2d(map.0.cast(), x, y, self.pointer().cast()) }
+    }
+
+    /// Starts a copy of this tile to column `x`, matrix `y` and row `z` of an interleaved map
+    /// (`cp.async.bulk.tensor.3d.global.shared::cta.bulk_group`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_interleaved(self, map: Global<TensorMap>, x: u32, y: u32, z: u32) {
+        // SAFETY: see `load_interleaved`; no other thread writes this box.
+        unsafe { backend::hopper::tma_store_3d(map.0.cast(), x, y, z, self.pointer().cast()) }
+    }
+
+    /// Size of the tile in bytes, which its load adds to the mbarrier.
+    pub const BYTES: u32 = (R * 32 * size_of::<bf16>()) as u32;
 }
 
 /// Commits this thread's stores since the last commit as a group (`cp.async.bulk.commit_group`).

@@ -42,6 +42,12 @@ impl<const R: usize> SwizzledTile<R> {
         Self(self.0.wrapping_add(count as usize * R * 64))
     }
 
+    /// Returns the memory from `row`, a multiple of 8, on as a tile of `S` rows of 64 bytes.
+    #[inline(always)]
+    pub fn narrow<const S: usize>(self, row: u32) -> NarrowTile<S> {
+        NarrowTile(self.rows::<R>(row).0)
+    }
+
     /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m
     /// (or n).
     #[inline(always)]
@@ -90,6 +96,49 @@ impl<const R: usize> SwizzledTile<R> {
         let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
         // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
         unsafe { backend::hopper::stmatrix_x4(at.cast(), words) }
+    }
+}
+
+/// A tile of `R` rows of 32 bf16 (64 bytes) in shared memory with the 64-byte swizzle: 16-byte chunk c of row r is stored
+/// at chunk c ^ (r / 2 % 4). The tile is aligned to 512 bytes, and `R` is a multiple of 8.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct NarrowTile<const R: usize>(*mut bf16);
+
+impl<const R: usize> NarrowTile<R> {
+    #[inline(always)]
+    pub(super) fn pointer(self) -> *mut bf16 {
+        self.0
+    }
+
+    /// Returns the tile of the same size that starts `count` tiles after this one.
+    #[must_use]
+    #[inline(always)]
+    pub fn offset_tiles(self, count: u32) -> Self {
+        Self(self.0.wrapping_add(count as usize * R * 32))
+    }
+
+    /// Returns a pointer to 16-byte chunk `chunk` of `row`.
+    #[inline(always)]
+    fn chunk(self, row: u32, chunk: u32) -> *mut bf16 {
+        self.0.wrapping_add((row * 32 + (chunk ^ (row / 2 % 4)) * 8) as usize)
+    }
+
+    /// Loads rows `row` .. `row` + 16, columns 16 `k` .. 16 `k` + 16 in the layout of [`SwizzledTile::load_a_fragment`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_a_fragment(self, row: u32, k: u32) -> [u32; 4] {
+        let lane = crate::warp::lane();
+        // SAFETY: `Layout` reserved the memory of the tile, and the kernel's rows stay within it.
+        unsafe { backend::hopper::load_a_x4(self.chunk(row + lane % 16, 2 * k + lane / 16).cast()) }
+    }
+
+    /// Stores four 8 x 8 bf16 matrices. See [`SwizzledTile::store_matrices`].
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
+        // SAFETY: see `load_a_fragment`.
+        unsafe { backend::hopper::stmatrix_x4(self.chunk(row, chunk).cast(), words) }
     }
 }
 

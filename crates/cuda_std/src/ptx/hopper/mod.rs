@@ -139,6 +139,16 @@ pub unsafe fn tma_store_2d(map: *const u8, x: u32, y: u32, from: *const u8) {
 }
 
 #[inline(always)]
+pub unsafe fn tma_store_3d(map: *const u8, x: u32, y: u32, z: u32, from: *const u8) {
+    // SAFETY: see `tma_store_2d`, with a map of three dimensions.
+    unsafe {
+        asm!("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [{}, {{{}, {}, {}}}], [{}];",
+            in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) address(from),
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
 pub unsafe fn stmatrix_x4(row: *mut u32, [a, b, c, d]: [u32; 4]) {
     // SAFETY: the caller guarantees 16 bytes of shared memory, aligned to 16 bytes.
     unsafe {
