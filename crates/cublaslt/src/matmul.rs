@@ -43,13 +43,31 @@ pub enum Epilogue {
     DGeluAndGelu,
     /// bias (n) = sums of op(B) over k; overwritten.
     BiasGradB,
+    /// aux (m, n) = A · B; D = max(aux, 0)². cuBLASLt has neither this epilogue nor those below.
+    ReluSquaredAux,
+    /// D = A · B ⊙ 2 max(aux (m, n), 0)
+    DReluSquared,
+    /// The same as `DReluSquared`, with a second output max(aux, 0)².
+    DReluSquaredAndReluSquared,
+    /// aux (m, n) = A · B; D (m / 2, n) = swiglu(aux)
+    SwiGluAux,
+    /// D (2 m, n) = the gradient of aux (2 m, n), where A · B is that of swiglu(aux)
+    DSwiGlu,
+    /// The same as `DSwiGlu`, with a second output swiglu(aux).
+    DSwiGluAndSwiGlu,
 }
 
 impl Epilogue {
     /// Returns cuBLASLt's value, or `None` if cuBLASLt has no such epilogue.
     pub(crate) fn raw(self) -> Option<u32> {
         Some(match self {
-            Self::DGeluAndGelu => return None,
+            Self::DGeluAndGelu
+            | Self::ReluSquaredAux
+            | Self::DReluSquared
+            | Self::DReluSquaredAndReluSquared
+            | Self::SwiGluAux
+            | Self::DSwiGlu
+            | Self::DSwiGluAndSwiGlu => return None,
             Self::None => sys::EPILOGUE_DEFAULT,
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,

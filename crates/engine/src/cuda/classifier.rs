@@ -10,12 +10,17 @@ use gpu::classifier;
 const RESIDENT_BLOCKS: usize = 2;
 
 pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result<()> {
-    let Classifier { logits, losses, targets, v, vp, dloss } = op;
+    let Classifier { logits, losses, targets, v, vp, dloss, softcap } = op;
     let rows = losses.len;
     ensure!(
         v <= vp && vp.is_multiple_of(T::PACKET),
         "classifier: expected at least {v} columns and a multiple of {}, found {vp}",
         T::PACKET
+    );
+    ensure!(
+        softcap.is_none_or(|softcap| softcap > 0.0 && softcap.is_finite()),
+        "classifier: expected a positive softcap, found {}",
+        softcap.unwrap_or_default()
     );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
     let scalars = classifier::Scalars {
@@ -25,11 +30,12 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         staged: staged as u32,
         gradients: u32::from(dloss.is_some()),
     };
-    let launch = classifier::classifier::<T>(
-        cuda.output("logits", logits, rows * vp)?,
-        cuda.output("losses", losses, rows)?,
-        cuda.input("targets", targets, rows)?,
-        scalars,
-    );
+    let logits = cuda.output("logits", logits, rows * vp)?;
+    let losses = cuda.output("losses", losses, rows)?;
+    let targets = cuda.input("targets", targets, rows)?;
+    let launch = match softcap {
+        None => classifier::classifier::<T>(logits, losses, targets, scalars),
+        Some(softcap) => classifier::classifier_softcap::<T>(logits, losses, targets, scalars, softcap),
+    };
     cuda.launch(&launch, [rows as u32, 1, 1], shared_bytes(|layout| classifier::shared::<T>(layout, staged)))
 }

@@ -3,11 +3,12 @@
 use super::{Cuda, Float, shared_bytes};
 use crate::ops::{EncoderBackward, EncoderForward};
 use crate::{BatchLayout, Result, Workload};
+use cuda_std::{Global, GlobalMut};
 use gpu::encoder;
 
 /// Returns the f32 elements of scratch memory.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
-    let (positions, c) = (workload.b * workload.t, workload.channels);
+    let (positions, c) = (workload.rows(), workload.channels);
     let chunk = encoder::encoder_backward_chunk::<T>(positions, c, sm_count);
     encoder::encoder_backward_partials(positions, c, chunk)
 }
@@ -15,16 +16,18 @@ pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: EncoderForward) -> Result<()> {
     let EncoderForward { out, batch, layout, wte, wpe, c } = op;
     let BatchLayout { b, t } = layout;
-    let launch = encoder::encoder_forward::<T>(
-        cuda.output("out", out, b * t * c)?,
-        cuda.input("tokens", layout.tensor(batch, layout.inputs()), b * t)?,
-        cuda.input("wte", wte, wte.len)?,
-        cuda.input("wpe", wpe, t * c)?,
-        (b * t) as u32,
-        t as u32,
-        c as u32,
-    );
-    cuda.launch(&launch, [encoder::encoder_forward_grid(b * t), 1, 1], 0)
+    let out = cuda.output("out", out, b * t * c)?;
+    let tokens = cuda.input("tokens", layout.tensor(batch, layout.inputs()), b * t)?;
+    let wte = cuda.input("wte", wte, wte.len)?;
+    let (positions, t, c) = ((b * t) as u32, t as u32, c as u32);
+    let launch = if let Some(wpe) = wpe {
+        let wpe = cuda.input("wpe", wpe, layout.t * op.c)?;
+        encoder::encoder_forward::<T, true>(out, tokens, wte, wpe, positions, t, c)
+    } else {
+        let absent = Global::new(std::ptr::null());
+        encoder::encoder_forward::<T, false>(out, tokens, wte, absent, positions, t, c)
+    };
+    cuda.launch(&launch, [encoder::encoder_forward_grid(b * layout.t), 1, 1], 0)
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Result<()> {
@@ -48,18 +51,20 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: EncoderBackward) -> Res
         encoder::WteSizes { positions: positions as u32, channels: c as u32, chunk_len: chunk as u32 },
     );
     cuda.launch(&launch, [encoder::encoder_backward_wte_grid::<T>(positions, c, chunk), 1, 1], 0)?;
-    let launch = encoder::encoder_backward_rest::<T>(
-        dwte,
-        cuda.output("dwpe", dwpe, t * c)?,
-        cuda.input("scratch", scratch, len)?,
-        dout,
-        sorted,
-        seed,
-        b as u32,
-        t as u32,
-        c as u32,
-        chunk as u32,
-    );
-    let grid = encoder::encoder_backward_rest_grid::<T>(b, t, c, chunk);
+    let partials = cuda.input("scratch", scratch, len)?;
+    let [sequences, sequence, channels, chunk_len] = [b, t, c, chunk].map(|size| size as u32);
+    let (launch, grid) = if let Some(dwpe) = dwpe {
+        let dwpe = cuda.output("dwpe", dwpe, t * c)?;
+        let launch = encoder::encoder_backward_rest::<T, true>(
+            dwte, dwpe, partials, dout, sorted, seed, sequences, sequence, channels, chunk_len,
+        );
+        (launch, encoder::encoder_backward_rest_grid::<T, true>(b, t, c, chunk))
+    } else {
+        let absent = GlobalMut::new(std::ptr::null_mut());
+        let launch = encoder::encoder_backward_rest::<T, false>(
+            dwte, absent, partials, dout, sorted, seed, sequences, sequence, channels, chunk_len,
+        );
+        (launch, encoder::encoder_backward_rest_grid::<T, false>(b, t, c, chunk))
+    };
     cuda.launch(&launch, [grid, 1, 1], shared_bytes(encoder::encoder_backward_rest_shared::<T>))
 }

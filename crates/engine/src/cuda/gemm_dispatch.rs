@@ -85,6 +85,11 @@ impl GemmDispatch {
         valid
     }
 
+    /// Reports whether a kernel could compute a GEMM, whether or not it is the fastest.
+    pub fn may_use_kernel(&self, call: &GemmCall) -> bool {
+        self.hopper && self.backend != MatmulBackend::Cublaslt && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
+    }
+
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
     pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
         if !self.hopper || self.backend == MatmulBackend::Cublaslt {
@@ -121,7 +126,7 @@ impl GemmDispatch {
     /// As [`Executor::library_gemm`] for the operands and [`Executor::launch`] for the fallback.
     pub unsafe fn run(&mut self, call: GemmCall, executor: &mut dyn Executor) -> Result<()> {
         if let Some(collected) = &mut self.collected {
-            collected.push(call);
+            collect(call, collected);
             return Ok(());
         }
         call.gemm.validate(&call.operands)?;
@@ -130,23 +135,290 @@ impl GemmDispatch {
             // SAFETY: the caller's promise.
             return unsafe { executor.launch_group(&|| format!("{} wgmma {config}", call.gemm), &kernels) };
         }
-        for KernelLaunch { launch, grid, shared_bytes } in &call.fallback {
+        let part = call.part();
+        if part.gemm == call.gemm {
             // SAFETY: the caller's promise.
-            unsafe { executor.launch(launch, *grid, *shared_bytes) }?;
+            return unsafe { executor.library_gemm(&call.gemm, &call.operands) };
         }
-        let part = call.library_part();
-        if part.gemm != call.gemm {
-            // SAFETY: the caller's promise.
-            return unsafe { self.run(part, executor) };
+        // If the part has kernels that run after it, they are those of this GEMM.
+        let after = if part.after.is_empty() { call.after } else { Vec::new() };
+        // SAFETY: the caller's promise, also for the operands of a part.
+        unsafe {
+            launch_all(&call.fallback, executor)?;
+            self.run(part, executor)?;
+            launch_all(&after, executor)
         }
-        // SAFETY: the caller's promise.
-        unsafe { executor.library_gemm(&part.gemm, &part.operands) }
     }
+}
+
+/// Launches kernels in order.
+///
+/// # Safety
+/// As [`Executor::launch`], for each of them.
+unsafe fn launch_all(kernels: &[KernelLaunch], executor: &mut dyn Executor) -> Result<()> {
+    kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
+        // SAFETY: the caller's promise.
+        unsafe { executor.launch(launch, *grid, *shared_bytes) }
+    })
+}
+
+/// Adds a GEMM to those of a tuning pass. If its alternative is a GEMM and a kernel after it, that GEMM is tuned before, on its
+/// own.
+fn collect(call: GemmCall, collected: &mut Vec<GemmCall>) {
+    if !call.after.is_empty() {
+        collect(call.part(), collected);
+    }
+    collected.push(call);
 }
 
 /// Returns the key of the library part of a GEMM.
 pub(super) fn library_key(&(gemm, alignments): &GemmKey) -> GemmKey {
     let part = gemm.library_part();
-    let [b, a, out, bias, pre_gelu] = alignments;
-    (part, [b, a, out, if part.epilogue.uses_bias() { bias } else { 0 }, pre_gelu])
+    let [b, a, out, bias, preactivation] = alignments;
+    // A GEMM whose output is not that of its part is tuned after the part, which has a choice of its own.
+    let keeps_preactivation = part.epilogue.uses_preactivation();
+    let out = if !keeps_preactivation && gemm.epilogue.writes_preactivation() { preactivation } else { out };
+    let bias = if part.epilogue.uses_bias() { bias } else { 0 };
+    (part, [b, a, out, bias, if keeps_preactivation { preactivation } else { 0 }])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::arena::Arena;
+    use super::super::emulated::Emulated;
+    use super::*;
+    use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+    use crate::plan::{Group, Plan};
+    use crate::tensor::{DType, Tensor};
+    use cublaslt::sys::MatmulAlgo;
+    use cuda_std::{Element, GlobalMut, bf16};
+    use gpu::swiglu;
+
+    const ROWS: usize = 130;
+    const F: usize = 104;
+    const C: usize = 24;
+
+    /// An emulated GPU with the tensors of an MLP with SwiGLU: names and elements.
+    struct Mlp {
+        executor: Emulated,
+        arena: Arena,
+        tensors: Vec<Tensor>,
+    }
+
+    const TENSORS: [(&str, usize); 8] = [
+        ("inp", ROWS * C),
+        ("fc", 2 * F * C),
+        ("preactivation", ROWS * 2 * F),
+        ("activation", ROWS * F),
+        ("dout", ROWS * C),
+        ("proj", C * F),
+        ("dinp", ROWS * 2 * F),
+        ("sums", ROWS * F),
+    ];
+
+    impl Mlp {
+        /// Creates the tensors. The inputs of the GEMMs hold values, the others are uninitialized.
+        fn new(gpu: EmulatedGpu) -> Self {
+            let (mut plan, mut executor) = (Plan::new(), Emulated::new(gpu, true));
+            let tensors = TENSORS.map(|(name, len)| plan.add(Group::Activations, name, &[len], DType::Bf16)).to_vec();
+            let arena = executor.allocate(&plan).unwrap();
+            let mut mlp = Self { executor, arena, tensors };
+            for (i, (name, len)) in TENSORS.into_iter().enumerate() {
+                if ["inp", "fc", "dout", "proj"].contains(&name) {
+                    let value = |j: usize| ((j * 37 + i * 11) % 64) as f32 / 64.0 - 0.5;
+                    let values: Vec<_> = (0..len).map(|j| bf16::from_f32(value(j))).collect();
+                    let to = mlp.pointer(name).cast();
+                    // SAFETY: the tensor has that many elements.
+                    unsafe { mlp.executor.upload(to, bytemuck::cast_slice(&values)) }.unwrap();
+                }
+            }
+            mlp
+        }
+
+        fn pointer(&self, name: &str) -> *mut bf16 {
+            let i = TENSORS.iter().position(|tensor| tensor.0 == name).unwrap();
+            self.arena.address(name, self.tensors[i], TENSORS[i].1).unwrap()
+        }
+
+        fn address(&self, name: &str) -> u64 {
+            self.pointer(name).addr() as u64
+        }
+
+        fn read(&mut self, name: &str) -> Vec<f32> {
+            let len = TENSORS.iter().find(|tensor| tensor.0 == name).unwrap().1;
+            let (mut values, from) = (vec![bf16::default(); len], self.pointer(name).cast());
+            // SAFETY: the tensor has that many elements.
+            unsafe { self.executor.download(bytemuck::cast_slice_mut(&mut values), from) }.unwrap();
+            values.iter().map(|value| value.to_f32()).collect()
+        }
+
+        fn forward_kernel(&self) -> KernelLaunch {
+            let (out, inp) =
+                (GlobalMut::new(self.pointer("activation")), GlobalMut::new(self.pointer("preactivation")));
+            let launch = swiglu::swiglu_forward::<bf16>(out, inp.reader(), (ROWS * F) as u64, F as u32);
+            KernelLaunch { launch, grid: [swiglu::grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 }
+        }
+
+        fn forward(&self) -> GemmCall {
+            let gemm = Gemm {
+                m: ROWS,
+                n: 2 * F,
+                k: C,
+                layout: GemmLayout::Nt,
+                precision: GemmPrecision::Bf16,
+                epilogue: GemmEpilogue::SwiGlu,
+                f32_output: false,
+            };
+            let operands = GemmOperands {
+                a: self.address("inp"),
+                b: self.address("fc"),
+                out: self.address("activation"),
+                preactivation: Some(self.address("preactivation")),
+                ..GemmOperands::default()
+            };
+            GemmCall { gemm, operands, fallback: Vec::new(), after: vec![self.forward_kernel()] }
+        }
+
+        /// Returns the GEMM of dinp, which recomputes the activation.
+        fn backward(&self) -> GemmCall {
+            let forward = self.forward();
+            let epilogue = GemmEpilogue::SwiGluBackwardRecompute;
+            let gemm = Gemm { n: F, layout: GemmLayout::Nn, epilogue, ..forward.gemm };
+            let operands = GemmOperands {
+                a: self.address("dout"),
+                b: self.address("proj"),
+                out: self.address("dinp"),
+                activation: Some(forward.operands.out),
+                sums: Some(self.address("sums")),
+                ..forward.operands
+            };
+            let global = |name| GlobalMut::new(self.pointer(name));
+            let launch = swiglu::swiglu_backward::<bf16>(
+                global("dinp"),
+                global("sums").reader(),
+                global("preactivation").reader(),
+                (ROWS * F) as u64,
+                F as u32,
+            );
+            let after = KernelLaunch { launch, grid: [swiglu::grid::<bf16>(ROWS * F), 1, 1], shared_bytes: 0 };
+            GemmCall { gemm, operands, fallback: vec![self.forward_kernel()], after: vec![after] }
+        }
+
+        fn run(&mut self, dispatch: &mut GemmDispatch, call: GemmCall) {
+            // SAFETY: the tensors have the sizes that the GEMM implies.
+            unsafe { dispatch.run(call, &mut self.executor) }.unwrap();
+        }
+    }
+
+    fn gpu(matmul: MatmulBackend) -> EmulatedGpu {
+        EmulatedGpu { hopper: true, matmul, ..EmulatedGpu::default() }
+    }
+
+    /// Returns the dispatch that a tuner would leave, with the choices of these GEMMs.
+    fn tuned(mlp: &mut Mlp, choices: &[(&GemmCall, bool)]) -> GemmDispatch {
+        let mut dispatch = GemmDispatch::new(gpu(MatmulBackend::Auto), None, &mut mlp.executor);
+        dispatch.untimed = false;
+        let choices: Vec<_> = choices
+            .iter()
+            .map(|&(call, kernel_wins)| {
+                let (gemm, alignments) = call.key();
+                let kernel = WgmmaGemm::new(&gemm, &call.operands).map(|gemm| gemm.configs(4, Scratch::NONE)[0]);
+                Choice { gemm, alignments, algo: MatmulAlgo([0; 8]), kernel, kernel_wins }
+            })
+            .collect();
+        dispatch.set_choices(&choices, &mut mlp.executor);
+        dispatch
+    }
+
+    /// Runs both passes and returns the tensors that they write, but not those that only unfused GEMMs use.
+    fn results(mut mlp: Mlp, mut dispatch: GemmDispatch) -> Vec<Vec<f32>> {
+        let (forward, backward) = (mlp.forward(), mlp.backward());
+        mlp.run(&mut dispatch, forward);
+        let activation = mlp.read("activation");
+        mlp.run(&mut dispatch, backward);
+        [activation].into_iter().chain(["preactivation", "activation", "dinp"].map(|name| mlp.read(name))).collect()
+    }
+
+    /// However many steps of an epilogue a kernel computes, the results are the same within rounding. The kernels around the
+    /// part run exactly if the part lacks their step: they read tensors that nothing else has written.
+    #[test]
+    fn kernels_around_a_part_compute_the_steps_that_it_lacks() {
+        let whole = || {
+            let mut mlp = Mlp::new(gpu(MatmulBackend::Rust));
+            let dispatch = GemmDispatch::new(gpu(MatmulBackend::Rust), None, &mut mlp.executor);
+            results(mlp, dispatch)
+        };
+        let library = || {
+            let mut mlp = Mlp::new(gpu(MatmulBackend::Cublaslt));
+            let dispatch = GemmDispatch::new(gpu(MatmulBackend::Cublaslt), None, &mut mlp.executor);
+            results(mlp, dispatch)
+        };
+        let chosen = |part_wins: bool, plain_wins: bool| {
+            let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+            let (forward, backward) = (mlp.forward(), mlp.backward());
+            let (part, plain) = (backward.part(), backward.library_part());
+            let choices = [
+                (&forward, false),
+                (&forward.part(), plain_wins),
+                (&backward, false),
+                (&part, part_wins),
+                (&plain, plain_wins),
+            ];
+            let dispatch = tuned(&mut mlp, &choices);
+            results(mlp, dispatch)
+        };
+        let want = whole();
+        for (name, got) in [
+            ("library", library()),
+            ("part", chosen(true, false)),
+            ("plain", chosen(false, true)),
+            ("none", chosen(false, false)),
+        ] {
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.02 * b.abs().max(0.05);
+                assert!(got.iter().zip(want).all(near), "{name}, tensor {i}");
+            }
+        }
+    }
+
+    /// A GEMM that competes with a plain GEMM and kernels around it is timed after that plain GEMM.
+    #[test]
+    fn parts_are_tuned_before_the_gemm_that_uses_them() {
+        use GemmEpilogue::{SwiGlu, SwiGluBackward, SwiGluBackwardRecompute};
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        let mut dispatch = tuned(&mut mlp, &[]);
+        dispatch.begin_tuning();
+        let (forward, backward) = (mlp.forward(), mlp.backward());
+        mlp.run(&mut dispatch, forward);
+        mlp.run(&mut dispatch, backward);
+        let collected = dispatch.collected.take().unwrap();
+        let epilogues: Vec<_> = collected.iter().map(|call| call.gemm.epilogue).collect();
+        assert_eq!(
+            epilogues,
+            [GemmEpilogue::None, SwiGlu, GemmEpilogue::None, SwiGluBackward, SwiGluBackwardRecompute]
+        );
+        for call in &collected {
+            call.gemm.validate(&call.operands).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_unfused_competitor_includes_the_kernels_around_the_part() {
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        let backward = mlp.backward();
+        let (part, plain) = (backward.part(), backward.library_part());
+        let mut names = |choices: &[(&GemmCall, bool)]| {
+            let dispatch = tuned(&mut mlp, choices);
+            let kernels = dispatch.unfused_kernels(&backward, &mut mlp.executor).unwrap();
+            kernels.map(|kernels| kernels.iter().map(|kernel| kernel.launch.name()).collect::<Vec<_>>())
+        };
+        assert_eq!(names(&[]), None);
+        assert_eq!(names(&[(&part, false), (&plain, false)]), None);
+        let found = names(&[(&part, true), (&plain, true)]).unwrap();
+        assert!(found.len() == 2 && found[0] == "swiglu_forward_bf16", "{found:?}");
+        assert!(found[1].starts_with("matmul_swiglu_backward_tile"), "{found:?}");
+        let found = names(&[(&part, false), (&plain, true)]).unwrap();
+        assert!(found.len() == 3 && found[0] == "swiglu_forward_bf16", "{found:?}");
+        assert!(found[1].starts_with("matmul_wgmma_ab_1") && found[2] == "swiglu_backward_bf16", "{found:?}");
+    }
 }

@@ -1,12 +1,13 @@
 //! The autotuner: times the backends of each GEMM once and keeps the fastest.
 
 use super::executor::{Executor, GemmTimer};
-use super::gemm_dispatch::{GemmDispatch, library_key};
+use super::gemm_dispatch::GemmDispatch;
 use super::wgmma::WgmmaGemm;
 use crate::gemm::{Choice, GemmCall, KernelConfig, Timing, Tuning};
 use crate::{COOLDOWN, Result};
 use anyhow::Context;
 use cublaslt::sys::MatmulAlgo;
+use gpu::launch::KernelLaunch;
 use std::thread::sleep;
 use std::time::Instant;
 
@@ -60,10 +61,10 @@ impl GemmDispatch {
         Ok(timing)
     }
 
-    /// Times cuBLASLt's algorithms for the library part, plus the fallback kernels for the rest.
+    /// Times cuBLASLt's algorithms for the library part, plus the kernels for the rest.
     fn time_library(call: &GemmCall, executor: &mut dyn Executor) -> Result<(MatmulAlgo, Timing)> {
         let part = call.library_part();
-        let (key, timer) = (library_key(&call.key()), timer_of(executor)?);
+        let (key, timer) = (part.key(), timer_of(executor)?);
         let previous = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm);
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
         let library = unsafe { timer.time_library(&part.gemm, &part.operands) }?;
@@ -73,8 +74,9 @@ impl GemmDispatch {
         }
         let algo = timer.library_algorithm(&key);
         let algo = algo.with_context(|| format!("cuBLASLt has no algorithm for {}", part.gemm))?;
+        let others: Vec<_> = call.fallback.iter().chain(&call.after).cloned().collect();
         // SAFETY: as above.
-        let added = if call.fallback.is_empty() { 0.0 } else { unsafe { timer.time_kernels(&call.fallback) }? };
+        let added = if others.is_empty() { 0.0 } else { unsafe { timer.time_kernels(&others) }? };
         let timing = Timing {
             gemm: call.gemm,
             candidates: library.candidates,
@@ -104,18 +106,34 @@ impl GemmDispatch {
         Ok(fastest)
     }
 
-    /// Times the fallback kernels followed by a wgmma kernel for the library part, if that kernel beats cuBLASLt.
+    /// Times a wgmma kernel for a part of the GEMM, with the kernels for the rest, if that kernel beats cuBLASLt.
     fn time_unfused(&self, call: &GemmCall, cool_down: &dyn Fn(), executor: &mut dyn Executor) -> Result<Option<f32>> {
-        let part = call.library_part();
-        if part.gemm == call.gemm {
-            return Ok(None);
-        }
-        let Some((gemm, config)) = self.kernel_for(&part, executor.sm_count())? else { return Ok(None) };
-        let mut kernels = call.fallback.clone();
-        kernels.extend(gemm.launches(config, self.scratch, executor)?);
+        let Some(kernels) = self.unfused_kernels(call, executor)? else { return Ok(None) };
         cool_down();
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
         Ok(Some(unsafe { timer_of(executor)?.time_kernels(&kernels) }?))
+    }
+
+    /// Returns the kernels that [`run`](Self::run) launches if no kernel computes the whole GEMM; `None` if cuBLASLt computes a
+    /// part of it.
+    pub(super) fn unfused_kernels(
+        &self,
+        call: &GemmCall,
+        executor: &mut dyn Executor,
+    ) -> Result<Option<Vec<KernelLaunch>>> {
+        let part = call.part();
+        if part.gemm == call.gemm {
+            return Ok(None);
+        }
+        let of_part = match self.kernel_for(&part, executor.sm_count())? {
+            Some((gemm, config)) => gemm.launches(config, self.scratch, executor)?,
+            None => match self.unfused_kernels(&part, executor)? {
+                Some(kernels) => kernels,
+                None => return Ok(None),
+            },
+        };
+        let after: &[KernelLaunch] = if part.after.is_empty() { &call.after } else { &[] };
+        Ok(Some([&call.fallback, &of_part[..], after].concat()))
     }
 }
 

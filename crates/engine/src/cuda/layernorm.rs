@@ -6,13 +6,13 @@ use crate::{Result, Workload};
 use anyhow::Context;
 use cuda_std::GlobalMut;
 use gpu::column_sum;
-use gpu::layernorm::{self, Shape};
+use gpu::layernorm::{self, layernorm_forward};
+use gpu::norm_rows::{Shape, dispatch};
 
 /// Returns the f32 elements of scratch memory; 0 for channels that no kernel supports, which the first operation reports.
 pub(super) fn scratch<T: Float>(workload: &Workload, sm_count: usize) -> usize {
-    let partials = |shape: Shape| {
-        shape.backward_partials(workload.b * workload.t, workload.channels, sm_count, shape.sums_columns())
-    };
+    let partials =
+        |shape: Shape| shape.backward_partials(workload.rows(), workload.channels, sm_count, shape.sums_columns());
     Shape::of::<T>(workload.channels).map_or(0, partials)
 }
 
@@ -27,14 +27,14 @@ fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
             "LayerNorm in {}: expected a multiple of {} channels up to {}, found {channels}",
             T::DTYPE.name(),
             T::PACKET,
-            T::PACKET * 32 * 64
+            Shape::max_channels::<T>()
         )
     })
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: LayerNormForward) -> Result<()> {
     let (shape, rows, n) = (shape_of::<T>(op.c)?, op.mean.len, op.mean.len * op.c);
-    let launch = layernorm::dispatch!(
+    let launch = dispatch!(
         shape,
         layernorm_forward::<T>(
             cuda.output("out", op.out, n)?,

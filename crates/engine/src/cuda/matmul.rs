@@ -2,11 +2,14 @@
 
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
-use super::{Cuda, Float, MatmulBackend, bias, gelu};
+use super::{Cuda, Float, MatmulBackend, activation, bias};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
-use crate::ops::{Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
+use crate::ops::{
+    Activation, ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape,
+};
 use crate::tensor::{DType, Tensor};
 use crate::{GeluFusion, Result, Workload};
+use anyhow::Context;
 use gpu::launch::KernelLaunch;
 
 /// Returns the f32 elements of scratch memory for partial sums of weight gradients, where wgmma kernels compute them.
@@ -42,23 +45,26 @@ impl<T: Float> Cuda<T> {
         Ok(self.gemms.kernel_for(call, self.executor.sm_count())?.is_some())
     }
 
-    /// Reports whether the GEMM with `oc` output columns and a bias applies GELU in its epilogue.
-    fn fuses_gelu_forward(&self, bias: Option<Tensor>, oc: usize) -> bool {
-        self.gelu_fusion >= GeluFusion::Forward && bias.is_some() && oc.is_multiple_of(GELU_COLUMNS)
+    /// Reports whether the GEMM with `oc` output columns applies the activation in its epilogue.
+    fn fuses_forward(&self, activation: Activation, bias: Option<Tensor>, oc: usize) -> bool {
+        activation == Activation::Gelu
+            && self.gelu_fusion >= GeluFusion::Forward
+            && bias.is_some()
+            && oc.is_multiple_of(GELU_COLUMNS)
     }
 
     /// Returns the GEMM of a forward pass.
     fn forward_gemm(&self, op: MatmulForward) -> Result<GemmCall> {
         let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
-        let (residual, pre_gelu) = match epilogue {
+        let (residual, preactivation) = match epilogue {
             Epilogue::None => (None, None),
             Epilogue::Residual(residual) => (Some(residual), None),
-            Epilogue::Gelu(pre_gelu) => (None, Some(pre_gelu)),
+            Epilogue::Activation(_, preactivation) => (None, Some(preactivation)),
         };
         let epilogue = match (bias, epilogue) {
             (Some(_), Epilogue::None) => GemmEpilogue::Bias,
             (Some(_), Epilogue::Residual(_)) => GemmEpilogue::BiasResidual,
-            (Some(_), Epilogue::Gelu(_)) => GemmEpilogue::BiasGelu,
+            (Some(_), Epilogue::Activation(..)) => GemmEpilogue::BiasGelu,
             (None, Epilogue::Residual(_)) => GemmEpilogue::Residual,
             (None, _) => GemmEpilogue::None,
         };
@@ -70,41 +76,113 @@ impl<T: Float> Cuda<T> {
             out: self.operand("out", out, rows * oc)?,
             bias: bias.map(|bias| self.operand("bias", bias, oc)).transpose()?,
             residual: residual.map(|residual| self.operand("residual", residual, rows * oc)).transpose()?,
-            pre_gelu: pre_gelu.map(|pre_gelu| self.operand("pre_gelu", pre_gelu, rows * oc)).transpose()?,
-            gelu: None,
+            preactivation: preactivation.map(|tensor| self.operand("preactivation", tensor, rows * oc)).transpose()?,
+            ..GemmOperands::default()
         };
-        Ok(GemmCall { gemm, operands, fallback: Vec::new() })
+        Ok(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
     }
 
-    /// Returns the GEMM that recomputes `out`, the GELU of `pre_gelu`, or `None` if a GELU kernel gives the same bits.
+    /// Returns the GEMM of a forward pass that applies ReLU² or SwiGLU in its epilogue, if there is a wgmma kernel for it.
     ///
-    /// cuBLASLt applies GELU before it rounds the sum to `pre_gelu`; wgmma kernels apply it to the rounded value.
-    fn gelu_recompute_gemm(&self, out: Tensor, pre_gelu: Tensor, forward: GeluForward) -> Result<Option<GemmCall>> {
-        let GeluForward { inp, weight, bias, shape } = forward;
-        if !self.fuses_gelu_forward(bias, shape.oc) {
+    /// cuBLASLt lacks these epilogues: without the kernel, an activation kernel runs after the GEMM. Both apply the activation
+    /// to rounded sums, so both give the bits of recomputing it.
+    fn fused_forward(
+        &self,
+        op: MatmulForward,
+        activation: Activation,
+        preactivation: Tensor,
+    ) -> Result<Option<GemmCall>> {
+        let epilogue = match activation {
+            Activation::Gelu => return Ok(None),
+            Activation::ReluSquared => GemmEpilogue::ReluSquared,
+            Activation::SwiGlu => GemmEpilogue::SwiGlu,
+        };
+        if op.bias.is_some() {
             return Ok(None);
         }
-        let epilogue = Epilogue::Gelu(pre_gelu);
+        let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
+        let unfused = self.forward_gemm(MatmulForward { out: preactivation, epilogue: Epilogue::None, ..op })?;
+        let operands = GemmOperands {
+            out: self.operand("out", op.out, shape.rows * shape.columns)?,
+            preactivation: Some(unfused.operands.out),
+            ..unfused.operands
+        };
+        let after = vec![activation::forward_kernel(self, activation, op.out, preactivation, shape)?];
+        let call = GemmCall { gemm: Gemm { epilogue, ..unfused.gemm }, operands, fallback: Vec::new(), after };
+        Ok(self.gemms.may_use_kernel(&call).then_some(call))
+    }
+
+    /// Returns the GEMM of dinp that applies the derivative of ReLU² or SwiGLU in its epilogue, if there is a wgmma kernel for
+    /// it. Without the kernel, an activation kernel runs after the GEMM.
+    fn fused_backward(&self, op: &MatmulBackward, input: ActivationInput) -> Result<Option<GemmCall>> {
+        let MatmulBackward { dinp, dout, inp, weight, shape: MatmulShape { rows, c, oc }, .. } = *op;
+        let ActivationInput { activation, preactivation, .. } = input;
+        let (epilogue, sums) = match activation {
+            Activation::Gelu => return Ok(None),
+            Activation::ReluSquared => (GemmEpilogue::ReluSquaredBackward, None),
+            Activation::SwiGlu => (GemmEpilogue::SwiGluBackward, Some(inp)),
+        };
+        let precision = self.gemm_precision();
+        let gemm = Gemm { m: rows, n: c, k: oc, layout: GemmLayout::Nn, precision, epilogue, f32_output: false };
+        let inputs = rows * c * activation.inputs();
+        let operands = GemmOperands {
+            a: self.operand("dout", dout, rows * oc)?,
+            b: self.operand("weight", weight, oc * c)?,
+            out: self.operand("dinp", dinp, inputs)?,
+            preactivation: Some(self.operand("preactivation", preactivation, inputs)?),
+            sums: sums.map(|sums| self.operand("inp", sums, rows * c)).transpose()?,
+            ..GemmOperands::default()
+        };
+        let (shape, dact) = (activation::Shape { rows, columns: c }, sums.unwrap_or(dinp));
+        let after = vec![activation::backward_kernel(self, activation, dinp, dact, preactivation, shape)?];
+        let call = GemmCall { gemm, operands, fallback: Vec::new(), after };
+        Ok(self.gemms.may_use_kernel(&call).then_some(call))
+    }
+
+    /// Returns the GEMM that also recomputes the activation `inp`, for which `kernel` is the fallback.
+    fn with_recompute(&self, call: &GemmCall, inp: Tensor, kernel: KernelLaunch) -> Result<GemmCall> {
+        let epilogue = call.gemm.epilogue.with_recompute().context("this GEMM reads no activation")?;
+        let gemm = Gemm { epilogue, ..call.gemm };
+        let activation = Some(self.operand("inp", inp, gemm.m * gemm.n)?);
+        let operands = GemmOperands { activation, ..call.operands };
+        Ok(GemmCall { gemm, operands, fallback: vec![kernel], after: call.after.clone() })
+    }
+
+    /// Returns the GEMM that recomputes `out`, the GELU of a GEMM's sums, or `None` if an activation kernel gives the same bits.
+    ///
+    /// cuBLASLt applies GELU before it rounds the sum to `pre_gelu`; wgmma kernels apply it to the rounded value.
+    fn gelu_recompute_gemm(
+        &self,
+        out: Tensor,
+        input: ActivationInput,
+        forward: ActivationForward,
+    ) -> Result<Option<GemmCall>> {
+        let ActivationForward { inp, weight, bias, shape } = forward;
+        if !self.fuses_forward(input.activation, bias, shape.oc) {
+            return Ok(None);
+        }
+        let epilogue = Epilogue::Activation(input.activation, input.preactivation);
         let call = self.forward_gemm(MatmulForward { out, inp, weight, bias, epilogue, shape })?;
         Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
     }
 
-    /// Recomputes `inp`, the GELU of `pre_gelu`, or returns the kernel that does if the GEMM of dinp is to do it instead.
-    fn recompute_gelu(
+    /// Recomputes `inp`, the output of an activation, or returns the kernel that does if the GEMM of dinp is to do it instead.
+    fn recompute(
         &mut self,
         inp: Tensor,
-        pre_gelu: Tensor,
-        forward: GeluForward,
+        input: ActivationInput,
+        forward: ActivationForward,
         dinp: &GemmCall,
     ) -> Result<Option<KernelLaunch>> {
-        let kernel = gelu::forward_kernel(self, inp, pre_gelu, dinp.gemm.m * dinp.gemm.n)?;
+        let shape = activation::Shape { rows: dinp.gemm.m, columns: dinp.gemm.n };
+        let kernel = activation::forward_kernel(self, input.activation, inp, input.preactivation, shape)?;
         let fused = dinp.gemm.epilogue == GemmEpilogue::GeluBackward;
         if fused && self.gemms.is_collecting() {
             // No backend is chosen yet for the forward GEMM nor for this one, so the autotuner must see both variants.
             self.run_gemm(dinp.clone())?;
             return Ok(Some(kernel));
         }
-        if let Some(call) = self.gelu_recompute_gemm(inp, pre_gelu, forward)? {
+        if let Some(call) = self.gelu_recompute_gemm(inp, input, forward)? {
             self.run_gemm(call)?;
             return Ok(None);
         }
@@ -119,10 +197,14 @@ impl<T: Float> Cuda<T> {
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result<()> {
     match op.epilogue {
-        Epilogue::Gelu(pre_gelu) if !cuda.fuses_gelu_forward(op.bias, op.shape.oc) => {
-            let unfused = MatmulForward { out: pre_gelu, epilogue: Epilogue::None, ..op };
+        Epilogue::Activation(activation, preactivation) if !cuda.fuses_forward(activation, op.bias, op.shape.oc) => {
+            if let Some(call) = cuda.fused_forward(op, activation, preactivation)? {
+                return cuda.run_gemm(call);
+            }
+            let unfused = MatmulForward { out: preactivation, epilogue: Epilogue::None, ..op };
             cuda.run_gemm(cuda.forward_gemm(unfused)?)?;
-            gelu::forward(cuda, op.out, pre_gelu, op.shape.rows * op.shape.oc)
+            let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
+            activation::forward(cuda, activation, op.out, preactivation, shape)
         }
         _ => cuda.run_gemm(cuda.forward_gemm(op)?),
     }
@@ -134,14 +216,80 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Res
         Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,
         None => Vec::new(),
     };
-    backward_input(cuda, op)?;
-    backward_weight(cuda, op, bias_kernels)
+    if let Some(input) = op.activation
+        && let Some(call) = cuda.fused_backward(op, input)?
+    {
+        return backward_fused(cuda, op, input, call, bias_kernels);
+    }
+    match op.activation {
+        Some(input) if input.activation == Activation::SwiGlu => backward_swiglu(cuda, op, input, bias_kernels),
+        _ => {
+            backward_input(cuda, op)?;
+            backward_weight(cuda, op, bias_kernels)
+        }
+    }
 }
 
-/// dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of GELU where the input is one
+/// Computes the gradients of a layer whose input is an activation. `call` computes dinp, by a wgmma kernel where that is the
+/// fastest.
+fn backward_fused<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: &MatmulBackward,
+    input: ActivationInput,
+    call: GemmCall,
+    bias_kernels: Vec<KernelLaunch>,
+) -> Result<()> {
+    let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
+    let forward = activation::forward_kernel(cuda, input.activation, op.inp, input.preactivation, shape)?;
+    let forward = input.recompute.map(|_| forward);
+    let recomputing = forward.clone().map(|kernel| cuda.with_recompute(&call, op.inp, kernel)).transpose()?;
+    if cuda.gemms.is_collecting() {
+        cuda.run_gemm(call)?;
+        if let Some(recomputing) = recomputing {
+            cuda.run_gemm(recomputing)?;
+        }
+        return backward_weight(cuda, op, bias_kernels);
+    }
+    // Recomputation must not change bits: dinp uses the same backend as without recomputation.
+    if cuda.runs_on_wgmma(&call)? {
+        cuda.run_gemm(recomputing.unwrap_or(call))?;
+        return backward_weight(cuda, op, bias_kernels);
+    }
+    if let Some(kernel) = forward {
+        cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
+    }
+    // The sums of a SwiGLU's GEMM replace `inp`, which the weight gradient reads before.
+    backward_weight(cuda, op, bias_kernels)?;
+    cuda.run_gemm(call)
+}
+
+/// Computes the gradients of a layer whose input is a SwiGLU.
+///
+/// The gradient of the SwiGLU's output replaces that output, `inp`, which the weight gradient reads before.
+fn backward_swiglu<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: &MatmulBackward,
+    input: ActivationInput,
+    bias_kernels: Vec<KernelLaunch>,
+) -> Result<()> {
+    let ActivationInput { activation, preactivation, recompute } = input;
+    let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.c };
+    if recompute.is_some() {
+        // GEMM epilogues apply SwiGLU to rounded sums, so this kernel gives the bits of the forward pass.
+        activation::forward(cuda, activation, op.inp, preactivation, shape)?;
+    }
+    backward_weight(cuda, op, bias_kernels)?;
+    backward_input(cuda, &MatmulBackward { dinp: op.inp, activation: None, ..*op })?;
+    activation::backward(cuda, activation, op.dinp, op.inp, preactivation, shape)
+}
+
+/// dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of an activation of one input
 fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dout, inp, weight, gelu, shape: MatmulShape { rows, c, oc }, .. } = *op;
-    let fused = gelu.filter(|_| cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS));
+    let MatmulBackward { dinp, dout, inp, weight, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let fused = activation.filter(|input| {
+        let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
+        fuses && input.activation == Activation::Gelu
+    });
     let gemm = Gemm {
         m: rows,
         n: c,
@@ -155,24 +303,23 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
         a: cuda.operand("dout", dout, rows * oc)?,
         b: cuda.operand("weight", weight, oc * c)?,
         out: cuda.operand("dinp", dinp, rows * c)?,
-        pre_gelu: fused.map(|gelu| cuda.operand("pre_gelu", gelu.pre_gelu, rows * c)).transpose()?,
+        preactivation: fused.map(|input| cuda.operand("preactivation", input.preactivation, rows * c)).transpose()?,
         ..GemmOperands::default()
     };
-    let call = GemmCall { gemm, operands, fallback: Vec::new() };
-    let recompute_kernel = match gelu {
-        Some(GeluInput { pre_gelu, recompute: Some(forward) }) => cuda.recompute_gelu(inp, pre_gelu, forward, &call)?,
+    let call = GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() };
+    let recompute_kernel = match activation {
+        Some(input @ ActivationInput { recompute: Some(forward), .. }) => cuda.recompute(inp, input, forward, &call)?,
         _ => None,
     };
     match recompute_kernel {
-        Some(kernel) => {
-            let gemm = Gemm { epilogue: GemmEpilogue::GeluBackwardRecompute, ..gemm };
-            let operands = GemmOperands { gelu: Some(cuda.operand("inp", inp, rows * c)?), ..operands };
-            cuda.run_gemm(GemmCall { gemm, operands, fallback: vec![kernel] })?;
-        }
+        Some(kernel) => cuda.run_gemm(cuda.with_recompute(&call, inp, kernel)?)?,
         None => cuda.run_gemm(call)?,
     }
-    match gelu {
-        Some(gelu) if fused.is_none() => gelu::backward(cuda, dinp, gelu.pre_gelu, rows * c),
+    match activation {
+        Some(ActivationInput { activation, preactivation, .. }) if fused.is_none() => {
+            let shape = activation::Shape { rows, columns: c };
+            activation::backward(cuda, activation, dinp, dinp, preactivation, shape)
+        }
         _ => Ok(()),
     }
 }
@@ -201,5 +348,5 @@ fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kerne
         bias: dbias.map(|dbias| cuda.operand("dbias", dbias, oc)).transpose()?,
         ..GemmOperands::default()
     };
-    cuda.run_gemm(GemmCall { gemm, operands, fallback: bias_kernels })
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: bias_kernels, after: Vec::new() })
 }

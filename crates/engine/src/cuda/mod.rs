@@ -3,6 +3,7 @@
 //! Operations check their tensors against the shape they are given, and launch kernels on an `Executor`: a GPU, or
 //! the emulator, which runs the same kernels with the same launch geometry on the CPU.
 
+mod activation;
 mod adamw;
 mod arena;
 mod attention;
@@ -15,7 +16,6 @@ mod emulated;
 mod encoder;
 mod executor;
 mod functions;
-mod gelu;
 mod gemm_cache;
 mod gemm_dispatch;
 mod gemm_tuner;
@@ -26,6 +26,8 @@ mod modules;
 mod noise;
 mod peak;
 mod profile;
+mod rmsnorm;
+mod rotary;
 mod tensor_maps;
 mod wgmma;
 
@@ -52,6 +54,7 @@ use gpu::launch::KernelLaunch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
+use std::sync::Arc;
 use wgmma::Scratch;
 
 /// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
@@ -158,6 +161,8 @@ struct Cuda<T> {
     scratch: Option<Tensor>,
     update_ranges: adamw::Tables,
     gelu_fusion: GeluFusion,
+    /// Constants of the plan, which the autotuner overwrites.
+    constants: Vec<(Tensor, Arc<[f32]>)>,
     /// Whether launches are captured into a graph instead of run.
     capturing: bool,
     element: PhantomData<T>,
@@ -181,9 +186,14 @@ impl<T: Float> Cuda<T> {
             scratch: None,
             update_ranges: adamw::Tables::default(),
             gelu_fusion,
+            constants: Vec::new(),
             capturing: false,
             element: PhantomData,
         }
+    }
+
+    fn write_constants(&mut self) -> Result<()> {
+        self.constants.clone().iter().try_for_each(|(to, values)| self.write(*to, values))
     }
 
     /// Captures what `work` launches into a graph.
@@ -260,6 +270,10 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::EncoderBackward(op) => encoder::backward(self, op),
             Operation::LayerNormForward(op) => layernorm::forward(self, op),
             Operation::LayerNormBackward(op) => layernorm::backward(self, op),
+            Operation::RmsNormForward(op) => rmsnorm::forward(self, op),
+            Operation::RmsNormBackward(op) => rmsnorm::backward(self, op),
+            Operation::RotaryForward(op) => rotary::forward(self, op),
+            Operation::RotaryBackward(op) => rotary::backward(self, op),
             Operation::MatmulForward(op) => matmul::forward(self, op),
             Operation::MatmulBackward(op) => matmul::backward(self, &op),
             Operation::AttentionForward(op) => attention::forward(self, op),
@@ -301,7 +315,9 @@ impl<T: Float> Engine for Cuda<T> {
         // Timing overwrites the memory.
         self.update_ranges.invalidate();
         let tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
-        passed.map(|()| tuning)
+        passed?;
+        self.write_constants()?;
+        Ok(tuning)
     }
 
     fn start_profile(&mut self) -> Result<()> {
@@ -354,6 +370,8 @@ impl<T: Float> Engine for Cuda<T> {
         let needs = [
             encoder::scratch::<T>(workload, sm_count),
             layernorm::scratch::<T>(workload, sm_count),
+            rmsnorm::scratch::<T>(workload, sm_count),
+            rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
             attention::scratch(workload),
             global_norm::scratch::<T>(workload, sm_count),
@@ -384,7 +402,8 @@ impl<T: Float> Engine for Cuda<T> {
             None => Scratch::NONE,
         };
         self.gemms.set_scratch(scratch);
-        Ok(())
+        self.constants = plan.constants().to_vec();
+        self.write_constants()
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {

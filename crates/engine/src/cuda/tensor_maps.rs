@@ -5,6 +5,7 @@ use anyhow::ensure;
 use cuda_driver::{DeviceMemory, ElementType, Gpu, L2Promotion, Stream, Swizzle};
 use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
+pub use gpu::launch::Extents;
 use std::collections::HashMap;
 
 /// Maximum number of maps. A run needs about fifty for each layer and batch shape.
@@ -16,13 +17,6 @@ pub struct Key {
     pub tensor: u64,
     pub extents: Extents,
     pub tile: (u32, u32),
-}
-
-/// Extents of a mapped tensor: a matrix (rows, columns), or a batch of matrices (matrices, rows, columns).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Extents {
-    Matrix([usize; 2]),
-    Matrices([usize; 3]),
 }
 
 pub struct TensorMaps {
@@ -66,9 +60,13 @@ impl TensorMaps {
 }
 
 fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
-    let (Extents::Matrix([rows, columns]) | Extents::Matrices([_, rows, columns])) = extents;
+    let (Extents::Matrix([rows, columns])
+    | Extents::Matrices([_, rows, columns])
+    | Extents::Interleaved([rows, _, columns])) = extents;
     ensure!(columns.is_multiple_of(8), "TMA: expected rows of a multiple of 8 bf16, found {columns}");
-    let (element, swizzle, l2) = (ElementType::Bf16, Swizzle::B128, L2Promotion::B256);
+    // The swizzle spans a row of the box.
+    let swizzle = if tile_columns == 32 { Swizzle::B64 } else { Swizzle::B128 };
+    let (element, l2) = (ElementType::Bf16, L2Promotion::B256);
     let wide = |extent: usize| extent as u64;
     let (row, matrix) = (2 * wide(columns), 2 * wide(rows * columns));
     let map = match extents {
@@ -79,6 +77,11 @@ fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Resu
         Extents::Matrices([matrices, ..]) => {
             let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
             cuda_driver::TensorMap::tiled(element, tensor, extents, &[row, matrix], tile, swizzle, l2)
+        }
+        Extents::Interleaved([_, matrices, _]) => {
+            let (extents, tile) = ([columns, matrices, rows].map(wide), [tile_columns, 1, tile_rows]);
+            let strides = [row, row * wide(matrices)];
+            cuda_driver::TensorMap::tiled(element, tensor, extents, &strides, tile, swizzle, l2)
         }
     };
     Ok(map?)

@@ -1,7 +1,6 @@
 //! The wgmma backend: GEMMs by this project's kernels, in bf16 on sm_90a.
 
 use super::executor::Executor;
-use super::tensor_maps::Extents;
 use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, KernelConfig};
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
@@ -27,10 +26,9 @@ impl Scratch {
 
     /// Returns the number of elements that the weights of a transformer layer and the vocabulary need.
     pub fn needed(workload: &Workload, sm_count: usize) -> usize {
-        let c = workload.channels;
-        let weights = [(3 * c, c), (c, c), (4 * c, c), (c, 4 * c), (workload.padded_vocab, c)];
-        let lengths = weights.into_iter().flat_map(|(m, n)| {
-            let (op, shape) = (GemmOp::AtBAccumulateColumnSums, GemmShape { m, n, k: workload.b * workload.t });
+        let head = (workload.padded_vocab, workload.channels);
+        let lengths = workload.linear_layers().into_iter().chain([head]).flat_map(|(m, n)| {
+            let (op, shape) = (GemmOp::AtBAccumulateColumnSums, GemmShape { m, n, k: workload.rows() });
             let configs = launch::candidate_configs(op, shape, sm_count, Self::MAX_LEN);
             configs.into_iter().map(move |config| config.scratch_len(op, shape))
         });
@@ -42,6 +40,8 @@ impl Scratch {
 #[derive(Clone, Copy, Debug)]
 pub struct WgmmaGemm {
     op: GemmOp,
+    /// Whether the epilogue writes the preactivation rather than reading it.
+    writes_preactivation: bool,
     shape: GemmShape,
     operands: GemmOperands,
 }
@@ -54,9 +54,18 @@ impl WgmmaGemm {
             (GemmLayout::Nt, GemmEpilogue::Bias, false) => GemmOp::ABtBias,
             (GemmLayout::Nt, GemmEpilogue::BiasResidual, false) => GemmOp::ABtBiasResidual,
             (GemmLayout::Nt, GemmEpilogue::BiasGelu, false) => GemmOp::ABtBiasGelu,
+            (GemmLayout::Nt, GemmEpilogue::Residual, false) => GemmOp::ABtResidual,
+            (GemmLayout::Nt, GemmEpilogue::ReluSquared, false) => GemmOp::ABtReluSquared,
+            (GemmLayout::Nt, GemmEpilogue::SwiGlu, false) => GemmOp::ABtSwiGlu,
             (GemmLayout::Nn, GemmEpilogue::None, false) => GemmOp::AB,
             (GemmLayout::Nn, GemmEpilogue::GeluBackward, false) => GemmOp::ABGeluBackward,
             (GemmLayout::Nn, GemmEpilogue::GeluBackwardRecompute, false) => GemmOp::ABGeluBackwardAndGelu,
+            (GemmLayout::Nn, GemmEpilogue::ReluSquaredBackward, false) => GemmOp::ABReluSquaredBackward,
+            (GemmLayout::Nn, GemmEpilogue::ReluSquaredBackwardRecompute, false) => {
+                GemmOp::ABReluSquaredBackwardAndReluSquared
+            }
+            (GemmLayout::Nn, GemmEpilogue::SwiGluBackward, false) => GemmOp::ABSwiGluBackward,
+            (GemmLayout::Nn, GemmEpilogue::SwiGluBackwardRecompute, false) => GemmOp::ABSwiGluBackwardAndSwiGlu,
             (GemmLayout::Tn, GemmEpilogue::Accumulate, false) => GemmOp::AtBAccumulate,
             (GemmLayout::Tn, GemmEpilogue::AccumulateBiasGrad, false) => GemmOp::AtBAccumulateColumnSums,
             (GemmLayout::Tn, GemmEpilogue::Accumulate, true) => GemmOp::AtBAccumulateF32,
@@ -64,7 +73,8 @@ impl WgmmaGemm {
         };
         let shape = GemmShape { m: gemm.m, n: gemm.n, k: gemm.k };
         let possible = gemm.precision == GemmPrecision::Bf16 && shape.is_supported(op);
-        possible.then_some(Self { op, shape, operands: *operands })
+        let writes_preactivation = gemm.epilogue.writes_preactivation();
+        possible.then_some(Self { op, writes_preactivation, shape, operands: *operands })
     }
 
     /// Returns the configurations that may be the fastest, most promising first.
@@ -102,16 +112,20 @@ impl WgmmaGemm {
             needed <= scratch_len,
             "{self:?} with {config:?}: expected {needed} f32 of scratch memory, found {scratch_len}"
         );
-        let GemmOperands { a, b, out, residual, bias, pre_gelu, gelu } = self.operands;
-        // The forward pass writes pre_gelu; the backward pass reads it.
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, .. } = self.operands;
         let (aux, second) =
-            if self.op == GemmOp::ABtBiasGelu { (None, pre_gelu) } else { (pre_gelu.or(residual), gelu) };
+            if self.writes_preactivation { (None, preactivation) } else { (preactivation.or(residual), activation) };
         let mut map = |address: u64, Map { extents, tile }: Map| {
-            executor.tensor_map(Global::from_address(address), Extents::Matrix(extents), tile)
+            executor.tensor_map(Global::from_address(address), extents, tile)
         };
-        let [a_map, b_map, out_map] = launch::maps(self.op, self.shape, config.tile);
-        let (a, b, out_tensor) = (map(a, a_map)?, map(b, b_map)?, map(out, out_map)?);
-        let (aux, second) = (map(aux.unwrap_or(out), out_map)?, map(second.unwrap_or(out), out_map)?);
+        let maps = launch::maps(self.op, self.shape, config.tile);
+        let (a, b, out_tensor) = (map(a, maps.a)?, map(b, maps.b)?, map(out, maps.out)?);
+        // An operand that the epilogue does not use has the map of out.
+        let mut optional = |address: Option<u64>, dimensions: Map| match address {
+            Some(address) => map(address, dimensions),
+            None => Ok(out_tensor),
+        };
+        let (aux, second) = (optional(aux, maps.aux)?, optional(second, maps.second)?);
         let (Some(a), Some(b), Some(out_tensor), Some(aux), Some(second)) = (a, b, out_tensor, aux, second) else {
             return Ok(Vec::new());
         };

@@ -107,11 +107,11 @@ pub struct Timing {
     pub candidates: usize,
     /// cuBLASLt's own first choice.
     pub library_first: f32,
-    /// cuBLASLt's fastest algorithm, with the fallback kernels for what it lacks.
+    /// cuBLASLt's fastest algorithm, with the kernels for what it lacks.
     pub library: f32,
     /// The fastest wgmma kernel, if one computes this GEMM.
     pub kernel: Option<(KernelConfig, f32)>,
-    /// The fallback kernels followed by a wgmma kernel for the library part, if that kernel beats cuBLASLt.
+    /// A wgmma kernel for a part of the GEMM with the kernels for the rest, if that kernel beats cuBLASLt.
     pub unfused: Option<f32>,
 }
 

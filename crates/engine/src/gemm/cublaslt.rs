@@ -37,8 +37,8 @@ pub fn problem(gemm: &Gemm) -> Problem {
 
 /// Returns cuBLASLt's problem and operands for a [library part](Gemm::library_part) and its addresses.
 pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
-    let GemmOperands { a, b, out, residual, bias, pre_gelu, .. } = *operands;
-    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: pre_gelu, gelu: None })
+    let GemmOperands { a, b, out, residual, bias, preactivation, .. } = *operands;
+    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None })
 }
 
 /// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
@@ -57,6 +57,12 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         (GemmLayout::Nt, Epilogue::GeluAuxBias, false) => GemmEpilogue::BiasGelu,
         (GemmLayout::Nn, Epilogue::DGelu, false) => GemmEpilogue::GeluBackward,
         (GemmLayout::Nn, Epilogue::DGeluAndGelu, false) => GemmEpilogue::GeluBackwardRecompute,
+        (GemmLayout::Nt, Epilogue::ReluSquaredAux, false) => GemmEpilogue::ReluSquared,
+        (GemmLayout::Nn, Epilogue::DReluSquared, false) => GemmEpilogue::ReluSquaredBackward,
+        (GemmLayout::Nn, Epilogue::DReluSquaredAndReluSquared, false) => GemmEpilogue::ReluSquaredBackwardRecompute,
+        (GemmLayout::Nt, Epilogue::SwiGluAux, false) => GemmEpilogue::SwiGlu,
+        (GemmLayout::Nn, Epilogue::DSwiGlu, false) => GemmEpilogue::SwiGluBackward,
+        (GemmLayout::Nn, Epilogue::DSwiGluAndSwiGlu, false) => GemmEpilogue::SwiGluBackwardRecompute,
         (GemmLayout::Tn, Epilogue::None, true) => GemmEpilogue::Accumulate,
         (GemmLayout::Tn, Epilogue::BiasGradB, true) => GemmEpilogue::AccumulateBiasGrad,
         _ => return None,
@@ -74,11 +80,18 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
 /// Returns the problem under which checkpoints store a GEMM's algorithm: also for epilogues that cuBLASLt lacks.
 pub(super) fn stored_problem(gemm: &Gemm) -> Problem {
     let problem = problem(gemm);
-    match gemm.epilogue {
-        GemmEpilogue::GeluBackwardRecompute => Problem { epilogue: Epilogue::DGeluAndGelu, ..problem },
-        GemmEpilogue::AccumulateBiasGrad => Problem { epilogue: Epilogue::BiasGradB, ..problem },
-        _ => problem,
-    }
+    let epilogue = match gemm.epilogue {
+        GemmEpilogue::GeluBackwardRecompute => Epilogue::DGeluAndGelu,
+        GemmEpilogue::ReluSquared => Epilogue::ReluSquaredAux,
+        GemmEpilogue::ReluSquaredBackward => Epilogue::DReluSquared,
+        GemmEpilogue::ReluSquaredBackwardRecompute => Epilogue::DReluSquaredAndReluSquared,
+        GemmEpilogue::SwiGlu => Epilogue::SwiGluAux,
+        GemmEpilogue::SwiGluBackward => Epilogue::DSwiGlu,
+        GemmEpilogue::SwiGluBackwardRecompute => Epilogue::DSwiGluAndSwiGlu,
+        GemmEpilogue::AccumulateBiasGrad => Epilogue::BiasGradB,
+        _ => problem.epilogue,
+    };
+    Problem { epilogue, ..problem }
 }
 
 #[cfg(test)]
@@ -89,10 +102,21 @@ mod tests {
     fn every_gemm_of_the_model_survives_the_round_trip_through_the_stored_problem() {
         use GemmEpilogue::{
             Accumulate, AccumulateBiasGrad, Bias, BiasGelu, BiasResidual, GeluBackward, GeluBackwardRecompute, None,
-            Residual,
+            ReluSquared, ReluSquaredBackward, ReluSquaredBackwardRecompute, Residual, SwiGlu, SwiGluBackward,
+            SwiGluBackwardRecompute,
         };
-        let nt = [None, Bias, Residual, BiasResidual, BiasGelu].map(|epilogue| (GemmLayout::Nt, epilogue));
-        let nn = [None, GeluBackward, GeluBackwardRecompute].map(|epilogue| (GemmLayout::Nn, epilogue));
+        let nt = [None, Bias, Residual, BiasResidual, BiasGelu, ReluSquared, SwiGlu];
+        let nt = nt.map(|epilogue| (GemmLayout::Nt, epilogue));
+        let nn = [
+            None,
+            GeluBackward,
+            GeluBackwardRecompute,
+            ReluSquaredBackward,
+            ReluSquaredBackwardRecompute,
+            SwiGluBackward,
+            SwiGluBackwardRecompute,
+        ];
+        let nn = nn.map(|epilogue| (GemmLayout::Nn, epilogue));
         let tn = [Accumulate, AccumulateBiasGrad].map(|epilogue| (GemmLayout::Tn, epilogue));
         for (layout, epilogue) in nt.into_iter().chain(nn).chain(tn) {
             for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32] {

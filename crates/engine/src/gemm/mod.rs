@@ -6,7 +6,7 @@
 //! Column-major terms appear in [`cublaslt`] only.
 //!
 //! A new storage type is a variant of [`GemmPrecision`]. A new fusion is a variant of [`GemmEpilogue`] with, if cuBLASLt lacks
-//! it, an entry in [`Gemm::library_part`]. Callers do not change.
+//! it, an entry in `GemmEpilogue::part`. Callers do not change.
 
 mod choice;
 pub mod cublaslt;
@@ -41,7 +41,9 @@ pub enum GemmLayout {
     Tn,
 }
 
-/// Determines how the sums become the output. GELU is the tanh approximation.
+/// Determines how the sums become the output. GELU is the tanh approximation. relu² is max(x, 0)².
+///
+/// SwiGLU has F outputs for 2 F columns of its preactivation: those of up, then those of gate. Its output is up · silu(gate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GemmEpilogue {
     /// out = sum
@@ -52,12 +54,24 @@ pub enum GemmEpilogue {
     Residual,
     /// out = residual (M, N) + sum + bias (N)
     BiasResidual,
-    /// pre_gelu (M, N) = sum + bias (N); out = gelu(pre_gelu)
+    /// preactivation (M, N) = sum + bias (N); out = gelu(preactivation)
     BiasGelu,
-    /// out = sum ⊙ gelu'(pre_gelu (M, N))
+    /// out = sum ⊙ gelu'(preactivation (M, N))
     GeluBackward,
-    /// out = sum ⊙ gelu'(pre_gelu); gelu (M, N) = gelu(pre_gelu). cuBLASLt lacks it.
+    /// out = sum ⊙ gelu'(preactivation); activation (M, N) = gelu(preactivation). cuBLASLt lacks it.
     GeluBackwardRecompute,
+    /// preactivation (M, N) = sum; out = relu²(preactivation). cuBLASLt lacks it.
+    ReluSquared,
+    /// out = sum ⊙ 2 max(preactivation (M, N), 0). cuBLASLt lacks it.
+    ReluSquaredBackward,
+    /// out = sum ⊙ 2 max(preactivation, 0); activation (M, N) = relu²(preactivation). cuBLASLt lacks it.
+    ReluSquaredBackwardRecompute,
+    /// preactivation (M, N) = sum; out (M, N / 2) = swiglu(preactivation). cuBLASLt lacks it.
+    SwiGlu,
+    /// out (M, 2 N) = the gradient of preactivation (M, 2 N), where sum is that of swiglu(preactivation). cuBLASLt lacks it.
+    SwiGluBackward,
+    /// As `SwiGluBackward`; activation (M, N) = swiglu(preactivation). cuBLASLt lacks it.
+    SwiGluBackwardRecompute,
     /// out += sum
     Accumulate,
     /// out += sum; bias (M) += column sums of a (K, M). cuBLASLt lacks it.
@@ -70,9 +84,62 @@ impl GemmEpilogue {
         matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::AccumulateBiasGrad)
     }
 
-    /// Reports whether the epilogue reads or writes `pre_gelu`.
-    pub(crate) fn uses_pre_gelu(self) -> bool {
-        matches!(self, Self::BiasGelu | Self::GeluBackward | Self::GeluBackwardRecompute)
+    /// Reports whether the epilogue reads or writes `preactivation`.
+    pub(crate) fn uses_preactivation(self) -> bool {
+        match self {
+            Self::None
+            | Self::Bias
+            | Self::Residual
+            | Self::BiasResidual
+            | Self::Accumulate
+            | Self::AccumulateBiasGrad => false,
+            Self::BiasGelu
+            | Self::GeluBackward
+            | Self::GeluBackwardRecompute
+            | Self::ReluSquared
+            | Self::ReluSquaredBackward
+            | Self::ReluSquaredBackwardRecompute
+            | Self::SwiGlu
+            | Self::SwiGluBackward
+            | Self::SwiGluBackwardRecompute => true,
+        }
+    }
+
+    /// Reports whether the epilogue writes `preactivation`.
+    pub(crate) fn writes_preactivation(self) -> bool {
+        matches!(self, Self::BiasGelu | Self::ReluSquared | Self::SwiGlu)
+    }
+
+    /// Returns the epilogue that also recomputes the activation, for one that multiplies by its derivative.
+    pub(crate) fn with_recompute(self) -> Option<Self> {
+        match self {
+            Self::GeluBackward => Some(Self::GeluBackwardRecompute),
+            Self::ReluSquaredBackward => Some(Self::ReluSquaredBackwardRecompute),
+            Self::SwiGluBackward => Some(Self::SwiGluBackwardRecompute),
+            _ => None,
+        }
+    }
+
+    /// Reports whether the epilogue recomputes an activation.
+    fn recomputes(self) -> bool {
+        matches!(self, Self::GeluBackwardRecompute | Self::ReluSquaredBackwardRecompute | Self::SwiGluBackwardRecompute)
+    }
+
+    /// Reports whether the output has other columns than the sums, so that the unfused sums need memory of their own.
+    fn uses_sums(self) -> bool {
+        matches!(self, Self::SwiGluBackward | Self::SwiGluBackwardRecompute)
+    }
+
+    /// Returns the epilogue without one step, which fallback kernels then compute. See [`GemmCall::part`].
+    fn part(self) -> Self {
+        match self {
+            Self::AccumulateBiasGrad => Self::Accumulate,
+            Self::GeluBackwardRecompute => Self::GeluBackward,
+            Self::ReluSquaredBackwardRecompute => Self::ReluSquaredBackward,
+            Self::SwiGluBackwardRecompute => Self::SwiGluBackward,
+            Self::ReluSquared | Self::ReluSquaredBackward | Self::SwiGlu | Self::SwiGluBackward => Self::None,
+            epilogue => epilogue,
+        }
     }
 
     fn uses_residual(self) -> bool {
@@ -117,13 +184,15 @@ pub struct GemmOperands {
     pub residual: Option<u64>,
     /// A bias, or its gradient.
     pub bias: Option<u64>,
-    /// Argument of a GELU.
-    pub pre_gelu: Option<u64>,
-    /// Output of [`GemmEpilogue::GeluBackwardRecompute`].
-    pub gelu: Option<u64>,
+    /// Argument of an activation function.
+    pub preactivation: Option<u64>,
+    /// Where an activation is recomputed.
+    pub activation: Option<u64>,
+    /// Where the part of [`GemmEpilogue::SwiGluBackward`] that cuBLASLt computes stores the sums (M, N).
+    pub sums: Option<u64>,
 }
 
-/// Alignments of the operands b, a, output (and residual), bias and pre_gelu: the largest power of two up to 256 that divides each
+/// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
 /// address, 0 for none. An algorithm may rely on them.
 pub type Alignments = [u32; 5];
 
@@ -137,8 +206,10 @@ pub struct GemmCall {
     pub gemm: Gemm,
     /// The addresses.
     pub operands: GemmOperands,
-    /// Kernels that compute what [`Gemm::library_part`] omits. They run before it, if no wgmma kernel computes the whole GEMM.
+    /// Kernels that run before the [part](Self::part), if no wgmma kernel computes the whole GEMM.
     pub fallback: Vec<KernelLaunch>,
+    /// Kernels that compute the output from the sums, after the part that has no such epilogue.
+    pub after: Vec<KernelLaunch>,
 }
 
 impl GemmCall {
@@ -147,15 +218,33 @@ impl GemmCall {
         (self.gemm, self.operands.alignments())
     }
 
-    /// Returns the part that cuBLASLt can compute.
-    pub fn library_part(&self) -> Self {
-        let gemm = self.gemm.library_part();
+    /// Returns the GEMM without one step of its epilogue, which [`fallback`](Self::fallback) or, if the part has none,
+    /// [`after`](Self::after) computes. Returns the same GEMM if cuBLASLt can compute it.
+    pub fn part(&self) -> Self {
+        let epilogue = self.gemm.epilogue.part();
+        let gemm = Gemm { epilogue, ..self.gemm };
+        let GemmOperands { out, preactivation, sums, .. } = self.operands;
+        let plain_out = match self.gemm.epilogue {
+            GemmEpilogue::ReluSquared | GemmEpilogue::SwiGlu => preactivation,
+            GemmEpilogue::SwiGluBackward => sums,
+            _ => None,
+        };
         let operands = GemmOperands {
-            bias: self.operands.bias.filter(|_| gemm.epilogue.uses_bias()),
-            gelu: None,
+            out: plain_out.unwrap_or(out),
+            bias: self.operands.bias.filter(|_| epilogue.uses_bias()),
+            preactivation: preactivation.filter(|_| epilogue.uses_preactivation()),
+            activation: self.operands.activation.filter(|_| epilogue.recomputes()),
+            sums: sums.filter(|_| epilogue.uses_sums()),
             ..self.operands
         };
-        Self { gemm, operands, fallback: Vec::new() }
+        let after = if epilogue == epilogue.part() { Vec::new() } else { self.after.clone() };
+        Self { gemm, operands, fallback: Vec::new(), after }
+    }
+
+    /// Returns the part that cuBLASLt can compute.
+    pub fn library_part(&self) -> Self {
+        let part = self.part();
+        if part.gemm == self.gemm { part } else { part.library_part() }
     }
 }
 
@@ -164,33 +253,28 @@ impl GemmOperands {
     pub fn alignments(&self) -> Alignments {
         let of = |address: u64| 1 << address.trailing_zeros().min(8);
         let out = self.out | self.residual.unwrap_or(0);
-        [of(self.b), of(self.a), of(out), self.bias.map_or(0, of), self.pre_gelu.map_or(0, of)]
+        [of(self.b), of(self.a), of(out), self.bias.map_or(0, of), self.preactivation.map_or(0, of)]
     }
 }
 
-/// cuBLASLt requires a leading dimension of `pre_gelu` that is a multiple of this.
+/// The columns of a `preactivation` are a multiple of this: cuBLASLt requires it of a leading dimension.
 pub const GELU_COLUMNS: usize = 8;
 
 impl Gemm {
-    /// Returns the part that cuBLASLt can compute: without the bias gradient and the recomputed GELU.
+    /// Returns the part that cuBLASLt can compute.
     pub fn library_part(self) -> Self {
-        let epilogue = match self.epilogue {
-            GemmEpilogue::AccumulateBiasGrad => GemmEpilogue::Accumulate,
-            GemmEpilogue::GeluBackwardRecompute => GemmEpilogue::GeluBackward,
-            epilogue => epilogue,
-        };
-        Self { epilogue, ..self }
+        Self { epilogue: self.epilogue.part().part(), ..self }
     }
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, pre_gelu, gelu } = *operands;
-        let recomputes = self.epilogue == GemmEpilogue::GeluBackwardRecompute;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums } = *operands;
         let optional = [
             ("residual", residual, self.epilogue.uses_residual()),
             ("bias", bias, self.epilogue.uses_bias()),
-            ("pre_gelu", pre_gelu, self.epilogue.uses_pre_gelu()),
-            ("gelu", gelu, recomputes),
+            ("preactivation", preactivation, self.epilogue.uses_preactivation()),
+            ("activation", activation, self.epilogue.recomputes()),
+            ("sums", sums, self.epilogue.uses_sums()),
         ];
         for (name, address, used) in optional {
             if address.is_some() != used {
@@ -206,8 +290,8 @@ impl Gemm {
                 bail!("{self}: operand {name}: expected an address that is a multiple of 16 bytes, found {address:#x}");
             }
         }
-        if self.epilogue.uses_pre_gelu() && !self.n.is_multiple_of(GELU_COLUMNS) {
-            bail!("{self}: GELU epilogues: expected a multiple of {GELU_COLUMNS} columns, found {}", self.n);
+        if self.epilogue.uses_preactivation() && !self.n.is_multiple_of(GELU_COLUMNS) {
+            bail!("{self}: activation epilogues: expected a multiple of {GELU_COLUMNS} columns, found {}", self.n);
         }
         Ok(())
     }
@@ -234,6 +318,12 @@ impl fmt::Display for Gemm {
             GemmEpilogue::BiasGelu => " bias+gelu",
             GemmEpilogue::GeluBackward => " gelu-backward",
             GemmEpilogue::GeluBackwardRecompute => " gelu-backward+gelu",
+            GemmEpilogue::ReluSquared => " relu²",
+            GemmEpilogue::ReluSquaredBackward => " relu²-backward",
+            GemmEpilogue::ReluSquaredBackwardRecompute => " relu²-backward+relu²",
+            GemmEpilogue::SwiGlu => " swiglu",
+            GemmEpilogue::SwiGluBackward => " swiglu-backward",
+            GemmEpilogue::SwiGluBackwardRecompute => " swiglu-backward+swiglu",
             GemmEpilogue::Accumulate => " accumulate",
             GemmEpilogue::AccumulateBiasGrad => " accumulate+bias-grad",
         };
@@ -261,8 +351,9 @@ mod tests {
         out: 0x3020,
         residual: None,
         bias: Some(0x4040),
-        pre_gelu: None,
-        gelu: None,
+        preactivation: None,
+        activation: None,
+        sums: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
@@ -282,14 +373,14 @@ mod tests {
         assert!(refusal(FORWARD, GemmOperands { bias: None, ..AT }).ends_with("bias: expected an address, found none"));
         let gelu = Gemm { layout: GemmLayout::Nn, epilogue: GemmEpilogue::GeluBackward, ..FORWARD };
         assert!(refusal(gelu, AT).ends_with("bias: expected none, found an address"));
-        let at = GemmOperands { bias: None, pre_gelu: Some(0x5000), ..AT };
+        let at = GemmOperands { bias: None, preactivation: Some(0x5000), ..AT };
         gelu.validate(&at).unwrap();
         assert!(refusal(Gemm { n: 2300, ..gelu }, at).ends_with("expected a multiple of 8 columns, found 2300"));
         let recompute = Gemm { epilogue: GemmEpilogue::GeluBackwardRecompute, ..gelu };
-        assert!(refusal(recompute, at).ends_with("gelu: expected an address, found none"));
-        let both = GemmOperands { gelu: Some(0x6000), ..at };
+        assert!(refusal(recompute, at).ends_with("activation: expected an address, found none"));
+        let both = GemmOperands { activation: Some(0x6000), ..at };
         recompute.validate(&both).unwrap();
-        assert!(refusal(gelu, both).ends_with("gelu: expected none, found an address"));
+        assert!(refusal(gelu, both).ends_with("activation: expected none, found an address"));
         let residual = GemmOperands { residual: Some(0x5000), ..AT };
         Gemm { epilogue: GemmEpilogue::BiasResidual, ..FORWARD }.validate(&residual).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
@@ -300,10 +391,49 @@ mod tests {
     #[test]
     fn the_library_part_omits_what_cublaslt_lacks() {
         let gemm = Gemm { layout: GemmLayout::Tn, epilogue: GemmEpilogue::AccumulateBiasGrad, ..FORWARD };
-        let call = GemmCall { gemm, operands: AT, fallback: Vec::new() }.library_part();
+        let call = GemmCall { gemm, operands: AT, fallback: Vec::new(), after: Vec::new() }.library_part();
         assert_eq!((call.gemm.epilogue, call.operands.bias), (GemmEpilogue::Accumulate, None));
         call.gemm.validate(&call.operands).unwrap();
         assert_eq!(FORWARD.library_part(), FORWARD);
+    }
+
+    /// A part keeps the kernels of the steps that it still has.
+    #[test]
+    fn parts_of_activation_gemms_store_the_sums_where_the_kernels_read_them() {
+        use GemmEpilogue::{
+            None as Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardRecompute, SwiGlu, SwiGluBackward,
+            SwiGluBackwardRecompute,
+        };
+        let launch = gpu::gelu::gelu_forward::<f32>(
+            cuda_std::GlobalMut::from_address(16),
+            cuda_std::Global::from_address(16),
+            4,
+        );
+        let kernel = KernelLaunch { launch, grid: [1; 3], shared_bytes: 0 };
+        let both = GemmOperands { bias: None, preactivation: Some(0x5000), ..AT };
+        let again = GemmOperands { activation: Some(0x6000), ..both };
+        let sums = Some(0x7000);
+        for (epilogue, operands, part, out) in [
+            (ReluSquared, both, Plain, 0x5000),
+            (SwiGlu, both, Plain, 0x5000),
+            (ReluSquaredBackward, both, Plain, AT.out),
+            (SwiGluBackward, GemmOperands { sums, ..both }, Plain, 0x7000),
+            (ReluSquaredBackwardRecompute, again, ReluSquaredBackward, AT.out),
+            (SwiGluBackwardRecompute, GemmOperands { sums, ..again }, SwiGluBackward, AT.out),
+        ] {
+            let gemm = Gemm { epilogue, ..FORWARD };
+            gemm.validate(&operands).unwrap();
+            let call = GemmCall { gemm, operands, fallback: vec![kernel.clone()], after: vec![kernel.clone()] };
+            let found = call.part();
+            found.gemm.validate(&found.operands).unwrap();
+            assert_eq!((found.gemm.epilogue, found.operands.out), (part, out));
+            assert_eq!((found.fallback.len(), found.after.len()), (0, usize::from(part != Plain)));
+            let library = call.library_part();
+            library.gemm.validate(&library.operands).unwrap();
+            assert_eq!((library.gemm, library.after.len()), (Gemm { epilogue: Plain, ..gemm }, 0));
+            assert_eq!(gemm.library_part(), library.gemm);
+            assert_eq!(found.part().operands.out, library.operands.out);
+        }
     }
 
     #[test]

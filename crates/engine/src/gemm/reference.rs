@@ -51,7 +51,7 @@ impl Matrices<'_> {
 fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     let Gemm { m, n, k, epilogue, .. } = *gemm;
     let mut matrices = Matrices { memory };
-    let (bias, pre_gelu) = (operands.bias.unwrap_or_default(), operands.pre_gelu.unwrap_or_default());
+    let (bias, preactivation) = (operands.bias.unwrap_or_default(), operands.preactivation.unwrap_or_default());
     let mut a = matrices.read::<T>("a", operands.a, m * k)?;
     let mut b = matrices.read::<T>("b", operands.b, k * n)?;
     let mut out = vec![0.0; m * n];
@@ -70,19 +70,28 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
     }
     match epilogue {
         GemmEpilogue::BiasGelu => {
-            matrices.write::<T>("pre_gelu", pre_gelu, &out)?;
+            matrices.write::<T>("preactivation", preactivation, &out)?;
             for x in &mut out {
                 *x = gelu(*x);
             }
         }
         GemmEpilogue::GeluBackward => {
-            let pre_gelu = matrices.read::<T>("pre_gelu", pre_gelu, m * n)?;
-            out.iter_mut().zip(pre_gelu).for_each(|(x, pre_gelu)| *x *= gelu_derivative(pre_gelu));
+            let preactivation = matrices.read::<T>("preactivation", preactivation, m * n)?;
+            out.iter_mut().zip(preactivation).for_each(|(x, preactivation)| *x *= gelu_derivative(preactivation));
         }
-        GemmEpilogue::GeluBackwardRecompute | GemmEpilogue::AccumulateBiasGrad => {
-            bail!("expected the library part of a GEMM, found {gemm}")
-        }
-        _ => {}
+        GemmEpilogue::None
+        | GemmEpilogue::Bias
+        | GemmEpilogue::Residual
+        | GemmEpilogue::BiasResidual
+        | GemmEpilogue::Accumulate => {}
+        GemmEpilogue::GeluBackwardRecompute
+        | GemmEpilogue::ReluSquared
+        | GemmEpilogue::ReluSquaredBackward
+        | GemmEpilogue::ReluSquaredBackwardRecompute
+        | GemmEpilogue::SwiGlu
+        | GemmEpilogue::SwiGluBackward
+        | GemmEpilogue::SwiGluBackwardRecompute
+        | GemmEpilogue::AccumulateBiasGrad => bail!("expected the library part of a GEMM, found {gemm}"),
     }
     matrices.write::<Out>("out", operands.out, &out)
 }
