@@ -5,7 +5,7 @@
 //! collective waits only for the work launched before it. The engine waits for it only when the next collective is already
 //! launched.
 
-use super::gpt2::{Gpt2, Training};
+use super::decoder::{Decoder, Training};
 use super::params::Unit;
 use super::sharding::LayerHooks;
 use anyhow::Context;
@@ -27,7 +27,7 @@ pub struct LayerBuffers {
 /// Communicates on behalf of a model's passes.
 pub struct DataParallel<'a> {
     /// The model.
-    pub model: &'a Gpt2,
+    pub model: &'a Decoder,
     /// The ranks of the run.
     pub ranks: &'a mut Ranks,
     /// State of the layer buffers.

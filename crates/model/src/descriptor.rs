@@ -1,23 +1,116 @@
 //! The shape of a model, and the names of known shapes.
 
+mod overrides;
+mod presets;
+mod rotary;
+
+pub use overrides::Overrides;
+pub use rotary::{Rotary, RotaryScaling};
+
+use crate::Param;
+use engine::ops::{Activation, AttentionShape};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::str::FromStr;
 use thiserror::Error;
 
-/// The hyperparameters that determine the shapes of a model's parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The hyperparameters that determine a decoder: the sizes of its parameters, and the operations between them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Descriptor {
     /// Number of layers.
     pub layers: usize,
-    /// Number of attention heads.
+    /// Number of query heads (NH).
     pub heads: usize,
-    /// Number of channels.
+    /// Number of key-value heads (KV), a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Channels of a head (HS).
+    pub head_size: usize,
+    /// Number of channels (C).
     pub channels: usize,
-    /// Longest sequence that has position embeddings.
+    /// Channels between the two linear layers of the MLP (F).
+    pub mlp_channels: usize,
+    /// Longest sequence.
     pub max_seq_len: usize,
-    /// Size of the vocabulary without padding.
+    /// Size of the vocabulary without padding (V).
     pub vocab: usize,
+    /// Normalization before attention, MLP and head.
+    pub norm: Norm,
+    /// How attention knows the positions of tokens.
+    pub positions: Positions,
+    /// Normalization of queries and keys.
+    pub qk_norm: Option<QkNorm>,
+    /// Activation of the MLP.
+    pub activation: Activation,
+    /// Linear layers with a bias.
+    pub biases: Biases,
+    /// Whether the head is the token embedding.
+    pub tied: bool,
+    /// Whether token embeddings are normalized.
+    pub embedding_norm: bool,
+    /// Bound of the logits: they become softcap · tanh(logit / softcap).
+    pub softcap: Option<f32>,
+    /// Distribution of the initial weights.
+    pub init: Init,
+}
+
+/// A normalization.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Norm {
+    /// LayerNorm with weight and bias, eps 1e-5
+    LayerNorm,
+    /// RMSNorm
+    RmsNorm {
+        /// Added to the mean square.
+        eps: f32,
+        /// Whether it has weights.
+        weights: bool,
+    },
+}
+
+/// How attention knows the positions of tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Positions {
+    /// An embedding of each position is added to that of the token (wpe).
+    Learned,
+    /// Queries and keys are rotated (RoPE).
+    Rotary(Rotary),
+}
+
+/// A normalization of each head's query and key (RMSNorm), before they are rotated.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct QkNorm {
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Whether it has weights.
+    pub weights: bool,
+    /// Factor of the normalized values.
+    pub gain: f32,
+}
+
+/// Linear layers with a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Biases {
+    /// All except the head.
+    All,
+    /// That of queries, keys and values.
+    Qkv,
+    /// None.
+    None,
+}
+
+/// A distribution of the initial weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Init {
+    /// Standard deviation 0.02; projections onto the residual stream are scaled by 1 / √(2 L) (Radford et al., 2019).
+    Gpt2,
+    /// Standard deviation 0.02, as in transformers' Llama and Qwen.
+    Normal,
+    /// Standard deviation C^-1/2; projections onto the residual stream are 0, token embeddings have 0.8 and the head 0.001, as in
+    /// nanochat.
+    DepthScaled,
 }
 
 /// Size of the vocabulary of the GPT-2 encoding.
@@ -28,8 +121,9 @@ pub const GPT2_VOCAB: usize = 50257;
 pub enum DescriptorError {
     /// The name is unknown.
     #[error(
-        "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84) or \
-         gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288)"
+        "unknown model '{0}': expected gpt2, gpt2-medium, gpt2-large, gpt2-xl, dN (d6, d12, d24, d36, d48, d60, d72, d84), \
+         gpt3:cN (c384, c768, c1024, c1536, c2048, c2560, c4096, c12288), llama3:N (1b, 3b, 8b), qwen2.5:N (0.5b, 1.5b), \
+         qwen3:N (0.6b, 1.7b) or modern:dN (d2 to d64)"
     )]
     Unknown(String),
     /// The number of channels is not a multiple of the number of heads.
@@ -39,6 +133,25 @@ pub enum DescriptorError {
         heads: usize,
         /// Number of channels found.
         channels: usize,
+    },
+    /// The number of query heads is not a multiple of the number of key-value heads.
+    #[error("{kv_heads} key-value heads do not divide {heads} heads")]
+    KvHeadsDoNotDivide {
+        /// Number of query heads found.
+        heads: usize,
+        /// Number of key-value heads found.
+        kv_heads: usize,
+    },
+    /// Rotary embeddings rotate pairs of channels.
+    #[error("rotary embeddings: expected an even head size, found {0}")]
+    OddHeadSize(usize),
+    /// A number is not positive and finite.
+    #[error("{name}: expected a positive number, found {found}")]
+    NotPositive {
+        /// Name of the number.
+        name: &'static str,
+        /// Value found.
+        found: String,
     },
     /// A size is 0.
     #[error("{0} must be at least 1")]
@@ -64,36 +177,99 @@ const MOST_PARAMETERS: u128 = 1 << 41;
 const MOST_VOCAB: usize = 1 << 20;
 
 impl Descriptor {
-    /// Creates a custom shape.
-    pub fn new(
+    /// Creates the shape of a GPT-2 model.
+    pub fn gpt2(
         layers: usize,
         heads: usize,
         channels: usize,
         max_seq_len: usize,
         vocab: usize,
     ) -> Result<Self, DescriptorError> {
-        let sizes =
-            [(layers, "layers"), (heads, "heads"), (channels, "channels"), (max_seq_len, "seq"), (vocab, "vocab")];
+        if heads > 0 && !channels.is_multiple_of(heads) {
+            return Err(DescriptorError::HeadsDoNotDivide { heads, channels });
+        }
+        Self {
+            layers,
+            heads,
+            kv_heads: heads,
+            head_size: channels.checked_div(heads).unwrap_or(0),
+            channels,
+            mlp_channels: channels.saturating_mul(4),
+            max_seq_len,
+            vocab,
+            norm: Norm::LayerNorm,
+            positions: Positions::Learned,
+            qk_norm: None,
+            activation: Activation::Gelu,
+            biases: Biases::All,
+            tied: true,
+            embedding_norm: false,
+            softcap: None,
+            init: Init::Gpt2,
+        }
+        .checked()
+    }
+
+    /// Returns the descriptor if a model of its sizes is possible.
+    pub fn checked(self) -> Result<Self, DescriptorError> {
+        let Self { layers, heads, kv_heads, channels, max_seq_len, vocab, .. } = self;
+        let sizes = [
+            (layers, "layers"),
+            (heads, "heads"),
+            (kv_heads, "key-value heads"),
+            (channels, "channels"),
+            (self.head_size, "head size"),
+            (self.mlp_channels, "MLP channels"),
+            (max_seq_len, "seq"),
+            (vocab, "vocab"),
+        ];
         if let Some((_, name)) = sizes.iter().find(|(size, _)| *size == 0) {
             return Err(DescriptorError::Zero(name));
         }
-        if !channels.is_multiple_of(heads) {
-            return Err(DescriptorError::HeadsDoNotDivide { heads, channels });
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(DescriptorError::KvHeadsDoNotDivide { heads, kv_heads });
         }
         for (name, found, most) in [("layers", layers, MOST_LAYERS), ("vocab", vocab, MOST_VOCAB)] {
             if found > most {
                 return Err(DescriptorError::TooMany { name, most, found });
             }
         }
-        let [c, l, t, vp] = [channels, layers, max_seq_len, vocab.next_multiple_of(128)].map(|n| n as u128);
-        // `None` if the number overflows 128 bits.
-        let in_layers = c.checked_mul(c).and_then(|square| square.checked_mul(12 * l));
-        let elsewhere = (t + vp).checked_mul(c);
-        let parameters = in_layers.zip(elsewhere).and_then(|(a, b)| a.checked_add(b)).unwrap_or(u128::MAX);
+        let parameters = self.parameters_or_overflow().unwrap_or(u128::MAX);
         if parameters > MOST_PARAMETERS {
             return Err(DescriptorError::TooLarge(parameters));
         }
-        Ok(Self { layers, heads, channels, max_seq_len, vocab })
+        if let Positions::Rotary(rotary) = self.positions {
+            if !self.head_size.is_multiple_of(2) {
+                return Err(DescriptorError::OddHeadSize(self.head_size));
+            }
+            rotary.check()?;
+        }
+        let numbers = [("norm eps", self.norm.eps()), ("QK-norm eps", self.qk_norm.map(|norm| norm.eps))];
+        let numbers = numbers
+            .into_iter()
+            .chain([("QK-norm gain", self.qk_norm.map(|norm| norm.gain)), ("softcap", self.softcap)]);
+        numbers.filter_map(|(name, number)| Some((name, number?))).try_for_each(|(name, x)| positive(name, x))?;
+        Ok(self)
+    }
+
+    /// Reports whether the model is a GPT-2, whose checkpoints have llm.c's format.
+    pub fn is_gpt2(&self) -> bool {
+        let Self { layers, heads, channels, max_seq_len, vocab, .. } = *self;
+        Self::gpt2(layers, heads, channels, max_seq_len, vocab) == Ok(*self)
+    }
+
+    /// Returns the number of parameters, or `None` if it overflows.
+    fn parameters_or_overflow(&self) -> Option<u128> {
+        let wide = |n: usize| n as u128;
+        let attention = wide(self.heads).checked_mul(wide(self.head_size))?;
+        let packed = attention.checked_add(wide(self.kv_heads).checked_mul(2 * wide(self.head_size))?)?;
+        let inputs = wide(self.activation.inputs() + 1).checked_mul(wide(self.mlp_channels))?;
+        let layer = packed.checked_add(attention)?.checked_add(inputs)?.checked_mul(wide(self.channels))?;
+        let positions = if self.positions == Positions::Learned { wide(self.max_seq_len) } else { 0 };
+        let heads = if self.tied { 1 } else { 2 };
+        let embeddings =
+            (heads * wide(self.vocab.next_multiple_of(128)) + positions).checked_mul(wide(self.channels))?;
+        layer.checked_mul(wide(self.layers))?.checked_add(embeddings)
     }
 
     /// Returns the vocabulary size rounded up to a multiple of 128, the number of rows of wte and of columns of the logits.
@@ -101,78 +277,84 @@ impl Descriptor {
         self.vocab.next_multiple_of(128)
     }
 
-    /// Returns the number of channels of a head.
-    pub const fn head_size(&self) -> usize {
-        self.channels / self.heads
+    /// Returns the sizes of attention for batches of (b, t) tokens.
+    pub const fn attention(&self, b: usize, t: usize) -> AttentionShape {
+        AttentionShape { b, t, heads: self.heads, kv_heads: self.kv_heads, head_size: self.head_size }
+    }
+
+    /// Returns the channels of attention's output, NH · HS.
+    pub const fn attention_channels(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    /// Returns the channels of queries, keys and values, (NH + 2 KV) · HS.
+    pub const fn qkv_channels(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    /// Returns the output channels of the MLP's first layer: F, or 2 F for a gated activation.
+    pub const fn fc_channels(&self) -> usize {
+        self.activation.inputs() * self.mlp_channels
+    }
+
+    /// Returns the parameter tensors that the model has, in file order.
+    pub fn params(&self) -> impl Iterator<Item = Param> + Clone + use<> {
+        let descriptor = *self;
+        Param::ALL.into_iter().filter(move |param| param.is_in(&descriptor))
     }
 
     /// Returns the number of parameters with the padded vocabulary (llm.c's N).
-    pub const fn parameters(&self) -> usize {
-        let c = self.channels;
-        self.padded_vocab() * c + self.max_seq_len * c + self.layers * (12 * c * c + 13 * c) + 2 * c
+    pub fn parameters(&self) -> usize {
+        self.params().map(|param| param.len(self) * if param.layered() { self.layers } else { 1 }).sum()
     }
 
-    /// Returns llm.c's estimate of the training FLOPs per token: 6N + 6LCT.
-    pub const fn flops_per_token(&self, t: usize) -> usize {
-        6 * self.parameters() + 6 * self.layers * self.channels * t
+    /// Returns llm.c's estimate of the training FLOPs per token, 6N + 6 L NH HS T. An embedding that is not the head is not counted,
+    /// because it takes no FLOPs.
+    pub fn flops_per_token(&self, t: usize) -> usize {
+        let lookup = if self.tied { 0 } else { Param::Wte.len(self) };
+        6 * (self.parameters() - lookup) + 6 * self.layers * self.attention_channels() * t
     }
 }
 
-impl FromStr for Descriptor {
-    type Err = DescriptorError;
+impl Norm {
+    /// Returns the number that is added to the mean square, or `None` for LayerNorm, where it is fixed.
+    pub const fn eps(self) -> Option<f32> {
+        match self {
+            Self::LayerNorm => None,
+            Self::RmsNorm { eps, .. } => Some(eps),
+        }
+    }
 
-    fn from_str(text: &str) -> Result<Self, DescriptorError> {
-        let unknown = || DescriptorError::Unknown(text.to_owned());
-        let size = match text {
-            "gpt2" => "d12",
-            "gpt2-medium" => "d24",
-            "gpt2-large" => "d36",
-            "gpt2-xl" => "d48",
-            other => other,
-        };
-        let (family, size) = size.split_once(':').unwrap_or(("gpt2", size));
-        let number = |prefix| size.strip_prefix(prefix).and_then(|n: &str| n.parse::<usize>().ok());
-        let (layers, heads, channels, max_seq_len) = match family {
-            "gpt2" => {
-                let layers = number('d').ok_or_else(unknown)?;
-                let (channels, heads) = match layers {
-                    6 => (384, 6),
-                    12 => (768, 12),
-                    24 => (1024, 16),
-                    36 => (1280, 20),
-                    48 => (1600, 25),
-                    60 => (1920, 30),
-                    72 => (2880, 30),
-                    84 => (3456, 36),
-                    _ => return Err(unknown()),
-                };
-                (layers, heads, channels, 1024)
-            }
-            "gpt3" => {
-                let channels = number('c').ok_or_else(unknown)?;
-                let (layers, head_size) = match channels {
-                    384 => (6, 64),
-                    768 => (12, 64),
-                    1024 => (24, 64),
-                    1536 => (24, 96),
-                    2048 => (24, 128),
-                    2560 => (32, 80),
-                    4096 => (32, 128),
-                    12288 => (96, 128),
-                    _ => return Err(unknown()),
-                };
-                (layers, channels / head_size, channels, 2048)
-            }
-            _ => return Err(unknown()),
-        };
-        Self::new(layers, heads, channels, max_seq_len, GPT2_VOCAB)
+    /// Reports whether the norm has weights.
+    pub const fn has_weights(self) -> bool {
+        matches!(self, Self::LayerNorm | Self::RmsNorm { weights: true, .. })
+    }
+}
+
+/// Checks that a number is positive and finite.
+pub(crate) fn positive(name: &'static str, found: f32) -> Result<(), DescriptorError> {
+    if found > 0.0 && found.is_finite() {
+        Ok(())
+    } else {
+        Err(DescriptorError::NotPositive { name, found: found.to_string() })
     }
 }
 
 impl fmt::Display for Descriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { layers, heads, channels, max_seq_len, vocab } = self;
-        write!(f, "{layers} layers, {heads} heads, {channels} channels, up to {max_seq_len} tokens, vocabulary {vocab}")
+        let Self { layers, heads, kv_heads, channels, max_seq_len, vocab, .. } = self;
+        write!(f, "{layers} layers, {heads} heads")?;
+        if kv_heads != heads {
+            write!(f, " ({kv_heads} key-value)")?;
+        }
+        if self.attention_channels() != *channels {
+            write!(f, " of {}", self.head_size)?;
+        }
+        write!(f, ", {channels} channels")?;
+        if self.mlp_channels != 4 * channels {
+            write!(f, " ({} in the MLP)", self.mlp_channels)?;
+        }
+        write!(f, ", up to {max_seq_len} tokens, vocabulary {vocab}")
     }
 }
 
@@ -200,7 +382,7 @@ mod tests {
 
     #[test]
     fn shapes_beyond_the_limits_are_rejected() {
-        let error = |l, h, c, t, v| Descriptor::new(l, h, c, t, v).unwrap_err().to_string();
+        let error = |l, h, c, t, v| Descriptor::gpt2(l, h, c, t, v).unwrap_err().to_string();
         assert_eq!(error(8193, 1, 64, 8, 256), "layers must be at most 8192, found 8193");
         assert_eq!(error(1, 1, 64, 8, 1_048_577), "vocab must be at most 1048576, found 1048577");
         let many = usize::MAX;
@@ -208,7 +390,7 @@ mod tests {
             assert!(error(1, 1, c, t, 256).ends_with("parameters are beyond what any memory holds"), "{c} {t}");
         }
         assert_eq!(error(1, 1, 1 << 20, 8, 256), "13194416357376 parameters are beyond what any memory holds");
-        let largest = Descriptor::new(8192, 1, 4096, 1 << 20, 1 << 20).unwrap();
+        let largest = Descriptor::gpt2(8192, 1, 4096, 1 << 20, 1 << 20).unwrap();
         assert!(largest.parameters() > 1 << 40);
     }
 

@@ -1,6 +1,6 @@
 //! Check that a run fits into memory, before anything is allocated.
 
-use crate::{Descriptor, Gpt2, PlanOptions, Recompute};
+use crate::{Decoder, Descriptor, PlanOptions, Recompute};
 use anyhow::{Result, ensure};
 use engine::Engine;
 use engine::plan::Plan;
@@ -9,14 +9,14 @@ use engine::plan::Plan;
 const MAX_TOKENS: usize = i32::MAX as usize;
 
 /// Plans a model. If its memory exceeds the engine's, the error states by how much, and what would fit.
-pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> Result<(Gpt2, Plan)> {
+pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> Result<(Decoder, Plan)> {
     let PlanOptions { b, t, .. } = options;
     ensure!(
         b.checked_mul(t).is_some_and(|tokens| tokens <= MAX_TOKENS),
         "--batch {b} x --seq {t}: expected at most {MAX_TOKENS} tokens at once"
     );
     let free = engine.free_memory()?;
-    let (model, plan) = Gpt2::plan(descriptor, options, engine);
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     let needed = plan.bytes();
     ensure!(
         needed <= free,
@@ -58,7 +58,7 @@ fn advice(options: PlanOptions, free: usize, bytes: &mut dyn FnMut(PlanOptions) 
 }
 
 fn bytes(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> usize {
-    Gpt2::plan(descriptor, options, engine).1.bytes()
+    Decoder::plan(descriptor, options, engine).1.bytes()
 }
 
 /// Returns the largest batch below `options.b` that fits, or 0 if none does.
@@ -110,19 +110,19 @@ mod tests {
     fn advice_names_the_least_change_that_fits() {
         let bytes = |b, recompute| of_d12(options(b, recompute));
         let advice = |b, recompute, free| advice(options(b, recompute), free, &mut of_d12);
-        let [nothing, gelu, norms] = Recompute::ALL;
-        assert!(bytes(8, norms) < bytes(8, gelu) && bytes(8, gelu) < bytes(8, nothing));
+        let [nothing, gelu, norms, layers] = Recompute::ALL;
+        assert!([layers, norms, gelu, nothing].map(|level| bytes(8, level)).is_sorted());
         let text = advice(8, nothing, bytes(8, gelu));
         assert!(text.starts_with("--recompute 1 makes it fit; without, the largest that fits is --batch "), "{text}");
         let text = advice(8, nothing, bytes(8, gelu) - 1);
         assert!(text.starts_with("--recompute 2 makes it fit"), "{text}");
         assert_eq!(advice(1, nothing, bytes(1, norms)), "--recompute 2 makes it fit");
         // 20 sequences fit without recomputation, more with it, but fewer than requested.
-        let text = advice(64, nothing, bytes(20, nothing));
-        assert!(text.starts_with("the largest that fits is --batch 20, or --batch 3"), "{text}");
-        assert!(text.ends_with(" with --recompute 2"), "{text}");
-        assert_eq!(advice(64, norms, bytes(20, norms)), "the largest that fits is --batch 20");
-        assert_eq!(advice(64, nothing, bytes(1, norms)), "--batch 1 with --recompute 2 fits");
+        let text = advice(256, nothing, bytes(20, nothing));
+        assert!(text.starts_with("the largest that fits is --batch 20, or --batch "), "{text}");
+        assert!(text.ends_with(" with --recompute 3"), "{text}");
+        assert_eq!(advice(64, layers, bytes(20, layers)), "the largest that fits is --batch 20");
+        assert_eq!(advice(64, nothing, bytes(1, layers)), "--batch 1 with --recompute 3 fits");
         let inference = PlanOptions { training: false, ..options(64, nothing) };
         let free = of_d12(PlanOptions { b: 5, ..inference });
         assert_eq!(super::advice(inference, free, &mut of_d12), "the largest that fits is --batch 5");
@@ -135,9 +135,10 @@ mod tests {
         let message = plan(descriptor, options, &mut Cpu::new()).unwrap_err().to_string();
         assert!(message.contains("GiB more than") && message.contains("not even --batch 1"), "{message}");
     }
+
     #[test]
     fn batches_with_too_many_tokens_are_refused() {
-        let descriptor = Descriptor::new(1, 1, 1, MAX_TOKENS, 50_257).unwrap();
+        let descriptor = Descriptor::gpt2(1, 1, 1, MAX_TOKENS, 50_257).unwrap();
         let error = |b, t| {
             plan(descriptor, PlanOptions { t, ..options(b, Recompute::Nothing) }, &mut Cpu::new())
                 .unwrap_err()

@@ -1,6 +1,7 @@
 //! Initial weights, bit-identical to PyTorch's from the same seed.
 
-use super::{Descriptor, Gpt2, Param};
+use super::descriptor::Init;
+use super::{Decoder, Descriptor, Param};
 use anyhow::Result;
 use engine::Engine;
 use rng::Mt19937;
@@ -10,14 +11,19 @@ use std::thread;
 /// Default seed of the initial weights.
 pub const SEED: u32 = 42;
 
-/// Standard deviation of the weights, before residual projections are scaled down.
+/// Standard deviation of the weights of [`Init::Gpt2`] and [`Init::Normal`], before residual projections are scaled down.
 const STD: f32 = 0.02;
+
+/// Standard deviations of [`Init::DepthScaled`] (nanochat).
+const WTE_STD: f32 = 0.8;
+const HEAD_STD: f32 = 0.001;
+/// Factor of the MLP's first layer.
+const FC_FACTOR: f32 = 0.4;
 
 /// Generates the initial values of every parameter and passes them to `write`, one tensor of one layer at a time. `values` holds the
 /// whole tensor, including zeros for the padded rows of the vocabulary. An error of `write` ends the generation.
 ///
-/// Matrices and embeddings are normally distributed. Projections onto the residual stream are scaled by 1 / sqrt(2 L), because
-/// each of the 2 L projections adds to its variance (Radford et al. 2019). LayerNorm weights are 1, biases 0.
+/// Matrices and embeddings are normally distributed as [`Init`] states. Weights of norms are 1, biases 0.
 pub fn generate(
     descriptor: &Descriptor,
     seed: u32,
@@ -48,9 +54,9 @@ pub fn generate(
         }
         Ok::<_, anyhow::Error>(())
     })?;
-    let vectors = Param::ALL.into_iter().filter(|param| param.shape(descriptor).0 == 1);
+    let vectors = descriptor.params().filter(|param| !param.is_matrix());
     for param in vectors {
-        let value = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 0.0 };
+        let value = if param.is_norm_weight() { 1.0 } else { 0.0 };
         for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
             write(param, layer, &vec![value; param.len(descriptor)])?;
         }
@@ -58,7 +64,7 @@ pub fn generate(
     Ok(())
 }
 
-impl Gpt2 {
+impl Decoder {
     /// Writes the initial weights of a fresh model to the parts that this rank keeps.
     pub fn initialize(&self, engine: &mut dyn Engine, seed: u32) -> Result<()> {
         let params = self.param_store();
@@ -74,15 +80,29 @@ impl Gpt2 {
 }
 
 /// Returns the random tensors in generation order: tensor, layer, number of random values, standard deviation.
-fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usize, f32)> {
-    let residual = STD * (1.0 / (2.0 * descriptor.layers as f32).sqrt());
-    let layered = [(Param::Qkvw, STD), (Param::Attprojw, residual), (Param::Fcw, STD), (Param::Fcprojw, residual)];
-    let embeddings = [
-        (Param::Wte, 0, descriptor.vocab * descriptor.channels, STD),
-        (Param::Wpe, 0, Param::Wpe.len(descriptor), STD),
-    ];
-    let of_layer = move |layer| layered.map(|(param, std)| (param, layer, param.len(descriptor), std));
-    embeddings.into_iter().chain((0..descriptor.layers).flat_map(of_layer))
+fn matrices(descriptor: &Descriptor) -> impl Iterator<Item = (Param, usize, usize, f32)> + use<> {
+    let d = *descriptor;
+    // Each of the 2 L projections adds to the variance of the residual stream.
+    let residual = STD * (1.0 / (2.0 * d.layers as f32).sqrt());
+    let fan_in = 1.0 / (d.channels as f32).sqrt();
+    let std = move |param| match (d.init, param) {
+        (Init::Gpt2, Param::Attprojw | Param::Fcprojw) => residual,
+        (Init::Gpt2 | Init::Normal, _) => STD,
+        (Init::DepthScaled, Param::Wte) => WTE_STD,
+        (Init::DepthScaled, Param::LmHead) => HEAD_STD,
+        (Init::DepthScaled, Param::Attprojw | Param::Fcprojw) => 0.0,
+        (Init::DepthScaled, Param::Fcw) => FC_FACTOR * fan_in,
+        (Init::DepthScaled, _) => fan_in,
+    };
+    let drawn = move |param: Param, layer| {
+        let rows = if param.has_vocab_rows() { d.vocab } else { param.shape(&d).0 };
+        let values = if std(param) == 0.0 { 0 } else { rows * param.shape(&d).1 };
+        (param, layer, values, std(param))
+    };
+    let of_model = d.params().filter(|param| param.is_matrix());
+    let embeddings = of_model.clone().filter(|param| !param.layered()).map(move |param| drawn(param, 0));
+    let of_layer = move |layer| of_model.clone().filter(|param| param.layered()).map(move |param| drawn(param, layer));
+    embeddings.chain((0..d.layers).flat_map(of_layer))
 }
 
 #[cfg(test)]
@@ -92,7 +112,7 @@ mod tests {
 
     #[test]
     fn every_tensor_is_written_once_with_its_distribution() {
-        let descriptor = Descriptor::new(3, 2, 64, 40, 200).unwrap();
+        let descriptor = Descriptor::gpt2(3, 2, 64, 40, 200).unwrap();
         let mut seen = BTreeSet::new();
         generate(&descriptor, SEED, |param, layer, values| {
             assert!(seen.insert((param.name(), layer)), "{} of layer {layer} twice", param.name());

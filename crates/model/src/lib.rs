@@ -1,8 +1,9 @@
-//! GPT-2: its shape, its parameters, and its training step as a sequence of engine operations.
+//! Decoders (GPT-2, Llama 3, Qwen, nanochat's shape): their parameters, and their training step as a sequence of engine
+//! operations.
 //!
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
-//! * [`gpt2`]: forward pass, loss and backward pass. [`update`](Gpt2::apply_adamw): gradient norm and AdamW.
+//! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`](Decoder::apply_adamw): gradient norm and AdamW.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
@@ -10,12 +11,15 @@
 
 #![warn(missing_docs)]
 
+pub mod backward;
 pub mod data_parallel;
+pub mod decoder;
 pub mod descriptor;
 pub mod fit;
-pub mod gpt2;
+pub mod forward;
 pub mod guards;
 pub mod init;
+pub mod loss;
 pub mod memory_plan;
 pub mod params;
 pub mod schedule;
@@ -25,8 +29,8 @@ mod tune;
 mod update;
 
 pub use data_parallel::{DataParallel, LayerBuffers};
+pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
-pub use gpt2::{Gpt2, Training};
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use params::{Param, Params, Shard, Unit};
 pub use sharding::{LayerHooks, Store, Unsharded, Zero};

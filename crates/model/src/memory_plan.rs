@@ -1,7 +1,7 @@
-//! GPT-2's memory plan: every buffer that a run needs, before any of it is allocated.
+//! The memory plan of a model: every buffer that a run needs, before any of it is allocated.
 
-use super::Descriptor;
-use super::gpt2::{Gpt2, Layer, Norm, Training};
+use super::decoder::{Decoder, Layer, Norm, Training};
+use super::descriptor::{self, Descriptor, Positions};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
 use engine::plan::{Group, Plan};
@@ -10,22 +10,24 @@ use engine::{BatchLayout, Engine, Result, Workload};
 use serde::{Deserialize, Serialize};
 
 /// Selects the activations that the backward pass recomputes instead of keeping them for every layer. The numbers are llm.c's
-/// (`-r`).
+/// (`-r`), except 3, which llm.c lacks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "u8", try_from = "u8")]
 pub enum Recompute {
     /// Keeps all activations.
     #[default]
     Nothing,
-    /// Recomputes the output of GELU.
-    Gelu,
-    /// Recomputes the outputs of GELU and of the layers' norms.
-    GeluAndNorms,
+    /// Recomputes the output of the activation.
+    Activation,
+    /// Recomputes the outputs of the activation and of the layers' norms.
+    ActivationAndNorms,
+    /// Recomputes everything in a layer from its input.
+    Layers,
 }
 
 impl Recompute {
     /// All levels in order.
-    pub const ALL: [Self; 3] = [Self::Nothing, Self::Gelu, Self::GeluAndNorms];
+    pub const ALL: [Self; 4] = [Self::Nothing, Self::Activation, Self::ActivationAndNorms, Self::Layers];
 }
 
 impl From<Recompute> for u8 {
@@ -38,7 +40,7 @@ impl TryFrom<u8> for Recompute {
     type Error = &'static str;
 
     fn try_from(number: u8) -> Result<Self, Self::Error> {
-        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1 or 2")
+        Self::ALL.get(usize::from(number)).copied().ok_or("expected 0, 1, 2 or 3")
     }
 }
 
@@ -96,7 +98,7 @@ pub(super) fn chunk_rows(rows: usize, most: usize) -> usize {
 /// Buffers that share memory, because the phases of a step use them one after another.
 struct SharedBuffers {
     logits: Tensor,
-    dwte: Option<Tensor>,
+    dhead: Option<Tensor>,
     /// dresidual and dwide.
     backward: Option<[Tensor; 2]>,
     gathered: Option<Tensor>,
@@ -105,19 +107,22 @@ struct SharedBuffers {
 impl SharedBuffers {
     fn plan(plan: &mut Plan, options: &PlanOptions, layout: &Params, dtype: DType) -> Self {
         let PlanOptions { b, t, training, zero, logit_rows, .. } = *options;
-        let (vp, c) = Param::Wte.shape(layout.descriptor());
+        let descriptor = layout.descriptor();
+        let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
-        let (stream, wide, dwte) = ([b, t, c], [b, t, 4 * c], [vp, c]);
+        let widest = descriptor.fc_channels().max(descriptor.qkv_channels());
+        let (stream, wide, dhead) = ([b, t, c], [b, t, widest], [vp, c]);
         let backward = [("d residual", &stream[..], dtype), ("d wide", &wide[..], dtype)];
         let backward = if training { &backward[..] } else { &[] };
         let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
         let backward_bytes = backward_bytes * dtype.bytes();
         // In bf16 the sum over chunks would be rounded after each of them.
-        let dwte = (training && dtype != f32).then_some(("d wte", &dwte[..], f32));
-        let beside = dwte.map_or(0, |_| 4 * vp * c);
+        let name = if descriptor.tied { "d wte" } else { "d lm_head" };
+        let dhead = (training && dtype != f32).then_some((name, &dhead[..], f32));
+        let beside = dhead.map_or(0, |_| 4 * vp * c);
         let free = backward_bytes.saturating_sub(beside) / (vp * dtype.bytes()) / CHUNK_MULTIPLE * CHUNK_MULTIPLE;
         let logits = [(b * t).min(logit_rows.max(free)), vp];
-        let head: Vec<_> = [("logits", &logits[..], dtype)].into_iter().chain(dwte).collect();
+        let head: Vec<_> = [("logits", &logits[..], dtype)].into_iter().chain(dhead).collect();
         // Used between two steps, when the other buffers are idle.
         let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
@@ -125,7 +130,7 @@ impl SharedBuffers {
         let [head, backward, unit] = plan.share(Group::Activations, [&head, backward, unit]);
         Self {
             logits: head[0],
-            dwte: head.get(1).copied(),
+            dhead: head.get(1).copied(),
             backward: backward.try_into().ok(),
             gathered: unit.first().copied(),
         }
@@ -135,6 +140,7 @@ impl SharedBuffers {
 /// The activations of all layers.
 struct Activations {
     encoded: Tensor,
+    embedding_norm: Option<Norm>,
     layers: Vec<Layer>,
     final_norm: Norm,
     losses: Tensor,
@@ -142,55 +148,60 @@ struct Activations {
 
 impl Activations {
     /// A forward pass alone reuses the activations of one layer for all layers.
-    fn plan(plan: &mut Plan, descriptor: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
+    fn plan(plan: &mut Plan, d: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
         let PlanOptions { b, t, training, recompute, .. } = *options;
-        let Descriptor { layers: l, heads, channels: c, .. } = *descriptor;
-        let f32 = DType::F32;
+        let (l, c, f32) = (d.layers, d.channels, DType::F32);
         let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
-        let kept = if training { l } else { 1 };
+        let kept_residuals = if training { l } else { 1 };
+        let kept = if recompute < Recompute::Layers { kept_residuals } else { 1 };
         let encoded = add("encoded", &[b, t, c], dtype);
-        let kept_norms = if training && recompute < Recompute::GeluAndNorms { l } else { 0 };
+        let kept_norms = if training && recompute < Recompute::ActivationAndNorms { l } else { 0 };
         let normed = add("normed", &[b, t, c], dtype);
         let mut norm = |name: &str, n: usize, outs: usize| {
             let out = (outs > 0).then(|| add(name, &[outs, b, t, c], dtype));
-            let mean = add(&format!("{name} mean"), &[n, b, t], f32);
+            let mean = d.norm == descriptor::Norm::LayerNorm;
+            let mean = mean.then(|| add(&format!("{name} mean"), &[n, b, t], f32));
             let rstd = add(&format!("{name} rstd"), &[n, b, t], f32);
             move |i: usize| Norm {
                 out: out.map_or(normed, |out| out.part(i, outs)),
-                mean: mean.part(i, n),
+                mean: mean.map(|mean| mean.part(i, n)),
                 rstd: rstd.part(i, n),
             }
         };
         let (ln1, ln2) = (norm("ln1", kept, kept_norms), norm("ln2", kept, kept_norms));
         let lnf = norm("lnf", 1, 0);
-        let qkv = add("qkv", &[kept, b, t, 3 * c], dtype);
-        let attention = add("attention", &[kept, b, t, c], dtype);
-        let lse = add("attention lse", &[kept, b, heads, t], f32);
+        let embedding_norm = d.embedding_norm.then(|| Norm { mean: None, ..norm("embedding norm", 1, 1)(0) });
+        let qkv = add("qkv", &[kept, b, t, d.qkv_channels()], dtype);
+        let qk_channels = (d.heads + d.kv_heads) * d.head_size;
+        let qk_saved = d.qk_norm.map(|_| add("q and k before norm", &[kept, b, t, qk_channels], dtype));
+        let attention = add("attention", &[kept, b, t, d.attention_channels()], dtype);
+        let lse = add("attention lse", &[kept, b, d.heads, t], f32);
         let residual2 = add("residual2", &[kept, b, t, c], dtype);
-        let fc = add("fc", &[kept, b, t, 4 * c], dtype);
-        let kept_gelus = if recompute < Recompute::Gelu { kept } else { 1 };
-        let fc_gelu = add("fc gelu", &[kept_gelus, b, t, 4 * c], dtype);
-        let residual3 = add("residual3", &[kept, b, t, c], dtype);
+        let fc = add("fc", &[kept, b, t, d.fc_channels()], dtype);
+        let kept_activated = if recompute < Recompute::Activation { kept } else { 1 };
+        let activated = add("activated", &[kept_activated, b, t, d.mlp_channels], dtype);
+        let residual3 = add("residual3", &[kept_residuals, b, t, c], dtype);
         let losses = add("losses", &[b, t], f32);
         let layer = |i: usize| {
             let k = i % kept;
             Layer {
                 ln1: ln1(k),
                 qkv: qkv.part(k, kept),
+                qk_saved: qk_saved.map(|saved| saved.part(k, kept)),
                 attention: attention.part(k, kept),
                 lse: lse.part(k, kept),
                 residual2: residual2.part(k, kept),
                 ln2: ln2(k),
                 fc: fc.part(k, kept),
-                fc_gelu: fc_gelu.part(k % kept_gelus, kept_gelus),
-                residual3: residual3.part(k, kept),
+                activated: activated.part(k % kept_activated, kept_activated),
+                residual3: residual3.part(i % kept_residuals, kept_residuals),
             }
         };
-        Self { encoded, layers: (0..l).map(layer).collect(), final_norm: lnf(0), losses }
+        Self { encoded, embedding_norm, layers: (0..l).map(layer).collect(), final_norm: lnf(0), losses }
     }
 }
 
-impl Gpt2 {
+impl Decoder {
     /// Plans every buffer that a run needs and returns the handles. Nothing is allocated.
     pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> (Self, Plan) {
         let PlanOptions { b, t, training, recompute, zero, .. } = options;
@@ -202,11 +213,18 @@ impl Gpt2 {
         let grads = training
             .then(|| Store::plan(&mut plan, (Group::Gradients, "grads"), &layout, dtype, zero.shards_gradients()));
 
-        let Activations { encoded, layers, final_norm, losses } =
+        let rotary_table = match descriptor.positions {
+            Positions::Learned => None,
+            Positions::Rotary(rotary) => {
+                let hs = descriptor.head_size;
+                Some(plan.add_constant("rotary table", &[t, hs / 2, 2], rotary.table(t, hs)))
+            }
+        };
+        let Activations { encoded, embedding_norm, layers, final_norm, losses } =
             Activations::plan(&mut plan, &descriptor, &options, dtype);
-        let dchannels =
-            training.then(|| plan.add(Group::Activations, "d channels", &[b, t, descriptor.channels], dtype));
-        let SharedBuffers { logits, dwte, backward, gathered } =
+        let widest = descriptor.channels.max(descriptor.attention_channels());
+        let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
+        let SharedBuffers { logits, dhead, backward, gathered } =
             SharedBuffers::plan(&mut plan, &options, &layout, dtype);
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
@@ -225,7 +243,7 @@ impl Gpt2 {
                 stats,
                 squares,
                 gathered,
-                dwte,
+                dhead,
                 dresidual,
                 dchannels,
                 dwide,
@@ -234,10 +252,10 @@ impl Gpt2 {
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
         let workload = Workload {
-            b,
-            t,
+            attention: descriptor.attention(b, t),
             channels: descriptor.channels,
-            heads: descriptor.heads,
+            fc_channels: descriptor.fc_channels(),
+            mlp_channels: descriptor.mlp_channels,
             padded_vocab: descriptor.padded_vocab(),
             parameters: layout.elements(),
             norm_tensors: if zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
@@ -255,7 +273,9 @@ impl Gpt2 {
             losses,
             logits,
             training,
+            rotary_table,
             encoded,
+            embedding_norm,
             layers,
             final_norm,
         };

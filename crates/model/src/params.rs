@@ -1,29 +1,37 @@
-//! The 16 parameter tensors and their layout in memory.
+//! The parameter tensors and their layout in memory.
 //!
 //! One contiguous block per layer, so that a layer's gradients can be reduced, or its parameters gathered, in one call:
-//! `[wte wpe] [layer 0] … [layer L-1] [lnfw lnfb]`. In a layer's block the matrices (weight-decayed) come first. llm.c's
+//! `[wte wpe lm_head] [layer 0] … [layer L-1] [lnfw lnfb]`. Tensors that a model lacks take no memory. In a layer's block the matrices (weight-decayed) come first. llm.c's
 //! files hold the tensors in [`Param::ALL`] order with all layers of one tensor together; [`Params::file_order`] translates.
 
-use super::Descriptor;
+use super::descriptor::{Biases, Descriptor, Norm, Positions};
 use engine::ops::UpdateRange;
 use engine::tensor::Tensor;
 use gpu::noise;
 use std::ops::Range;
 
-/// A parameter tensor of GPT-2, by llm.c's name.
+/// A parameter tensor of a decoder, by llm.c's name where it has one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the names are llm.c's; `shape` states their sizes")]
 pub enum Param {
     Wte,
     Wpe,
+    /// The head, if it is not `Wte`.
+    LmHead,
     Ln1w,
     Ln1b,
+    /// Rows of queries, keys and values.
     Qkvw,
     Qkvb,
+    /// Weight of the norm of queries.
+    QNormw,
+    /// Weight of the norm of keys.
+    KNormw,
     Attprojw,
     Attprojb,
     Ln2w,
     Ln2b,
+    /// With SwiGLU: rows of up, then of gate.
     Fcw,
     Fcb,
     Fcprojw,
@@ -32,21 +40,50 @@ pub enum Param {
     Lnfb,
 }
 
-use Param::{Attprojb, Attprojw, Fcb, Fcprojb, Fcprojw, Fcw, Ln1b, Ln1w, Ln2b, Ln2w, Lnfb, Lnfw, Qkvb, Qkvw, Wpe, Wte};
+use Param::{
+    Attprojb, Attprojw, Fcb, Fcprojb, Fcprojw, Fcw, KNormw, LmHead, Ln1b, Ln1w, Ln2b, Ln2w, Lnfb, Lnfw, QNormw, Qkvb,
+    Qkvw, Wpe, Wte,
+};
 
 impl Param {
     /// All tensors in the order of llm.c's files.
-    pub const ALL: [Self; 16] =
-        [Wte, Wpe, Ln1w, Ln1b, Qkvw, Qkvb, Attprojw, Attprojb, Ln2w, Ln2b, Fcw, Fcb, Fcprojw, Fcprojb, Lnfw, Lnfb];
+    pub const ALL: [Self; 19] = [
+        Wte, Wpe, LmHead, Ln1w, Ln1b, Qkvw, Qkvb, QNormw, KNormw, Attprojw, Attprojb, Ln2w, Ln2b, Fcw, Fcb, Fcprojw,
+        Fcprojb, Lnfw, Lnfb,
+    ];
 
+    const EMBEDDINGS: [Self; 3] = [Wte, Wpe, LmHead];
     const LAYER_MATRICES: [Self; 4] = [Qkvw, Attprojw, Fcw, Fcprojw];
-    const LAYER_VECTORS: [Self; 8] = [Ln1w, Ln1b, Qkvb, Attprojb, Ln2w, Ln2b, Fcb, Fcprojb];
+    const LAYER_VECTORS: [Self; 10] = [Ln1w, Ln1b, Qkvb, QNormw, KNormw, Attprojb, Ln2w, Ln2b, Fcb, Fcprojb];
+    const LAST_NORM: [Self; 2] = [Lnfw, Lnfb];
+
+    /// Reports whether the model has this tensor.
+    pub fn is_in(self, d: &Descriptor) -> bool {
+        match self {
+            Wte | Qkvw | Attprojw | Fcw | Fcprojw => true,
+            Wpe => d.positions == Positions::Learned,
+            LmHead => !d.tied,
+            Ln1w | Ln2w | Lnfw => d.norm.has_weights(),
+            Ln1b | Ln2b | Lnfb => d.norm == Norm::LayerNorm,
+            Qkvb => d.biases != Biases::None,
+            QNormw | KNormw => d.qk_norm.is_some_and(|norm| norm.weights),
+            Attprojb | Fcb | Fcprojb => d.biases == Biases::All,
+        }
+    }
+
+    /// Reports whether the tensor has one row for each token of the padded vocabulary.
+    pub const fn has_vocab_rows(self) -> bool {
+        matches!(self, Wte | LmHead)
+    }
 
     /// Returns llm.c's name.
     pub const fn name(self) -> &'static str {
         match self {
             Wte => "wte",
             Wpe => "wpe",
+            LmHead => "lm_head",
+            QNormw => "qnormw",
+            KNormw => "knormw",
             Ln1w => "ln1w",
             Ln1b => "ln1b",
             Qkvw => "qkvw",
@@ -66,23 +103,34 @@ impl Param {
 
     /// Reports whether every layer has such a tensor.
     pub const fn layered(self) -> bool {
-        !matches!(self, Wte | Wpe | Lnfw | Lnfb)
+        !matches!(self, Wte | Wpe | LmHead | Lnfw | Lnfb)
     }
 
     /// Returns (rows, columns) of a matrix or (1, length) of a vector, for one layer.
     pub const fn shape(self, d: &Descriptor) -> (usize, usize) {
         let c = d.channels;
         match self {
-            Wte => (d.padded_vocab(), c),
+            Wte | LmHead => (d.padded_vocab(), c),
             Wpe => (d.max_seq_len, c),
-            Qkvw => (3 * c, c),
-            Attprojw => (c, c),
-            Fcw => (4 * c, c),
-            Fcprojw => (c, 4 * c),
-            Qkvb => (1, 3 * c),
-            Fcb => (1, 4 * c),
+            Qkvw => (d.qkv_channels(), c),
+            Attprojw => (c, d.attention_channels()),
+            Fcw => (d.fc_channels(), c),
+            Fcprojw => (c, d.mlp_channels),
+            Qkvb => (1, d.qkv_channels()),
+            QNormw | KNormw => (1, d.head_size),
+            Fcb => (1, d.fc_channels()),
             Ln1w | Ln1b | Attprojb | Ln2w | Ln2b | Fcprojb | Lnfw | Lnfb => (1, c),
         }
+    }
+
+    /// Reports whether the tensor has two dimensions. A matrix may have one row.
+    pub const fn is_matrix(self) -> bool {
+        matches!(self, Wte | Wpe | LmHead | Qkvw | Attprojw | Fcw | Fcprojw)
+    }
+
+    /// Reports whether the tensor is the weight of a norm, which is initially 1.
+    pub const fn is_norm_weight(self) -> bool {
+        matches!(self, Ln1w | Ln2w | Lnfw | QNormw | KNormw)
     }
 
     /// Returns the number of elements, for one layer.
@@ -94,6 +142,12 @@ impl Param {
 
 /// Parameters begin at multiples of this many elements, because vector loads and cuBLASLt require aligned rows.
 const ALIGNMENT: usize = 64;
+
+/// Returns the elements that the tensors of a block take, without those that the model lacks.
+fn block_elements(descriptor: &Descriptor, block: &[Param]) -> usize {
+    let present = block.iter().filter(|param| param.is_in(descriptor));
+    present.map(|param| param.len(descriptor).next_multiple_of(ALIGNMENT)).sum()
+}
 
 /// One of several equal shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,7 +172,7 @@ impl Shard {
 /// A group of tensors that is reduced, gathered and sharded as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// wte and wpe.
+    /// wte, wpe and lm_head.
     Embeddings,
     /// All tensors of a layer. The last layer includes lnfw and lnfb.
     Layer(usize),
@@ -132,8 +186,9 @@ pub enum Unit {
 pub struct Params {
     descriptor: Descriptor,
     shard: Shard,
-    /// Elements of the embeddings, of a layer, and of lnfw and lnfb, without padding at their ends.
+    /// Elements of the embeddings, of a layer's matrices, of a layer, and of lnfw and lnfb, without padding at their ends.
     embeddings: usize,
+    layer_matrices: usize,
     layer_elements: usize,
     last_norm: usize,
     layers_at: usize,
@@ -177,14 +232,14 @@ impl Params {
 
     /// Returns the layout for ranks that shard each unit.
     pub fn sharded(descriptor: Descriptor, shard: Shard) -> Self {
-        let total = |params: &[Param]| params.iter().map(|p| p.len(&descriptor).next_multiple_of(ALIGNMENT)).sum();
-        let embeddings: usize = total(&[Wte, Wpe]);
-        let layer_elements: usize = total(&Param::LAYER_MATRICES) + total(&Param::LAYER_VECTORS);
-        let last_norm: usize = total(&[Lnfw, Lnfb]);
+        let embeddings = block_elements(&descriptor, &Param::EMBEDDINGS);
+        let layer_matrices = block_elements(&descriptor, &Param::LAYER_MATRICES);
+        let layer_elements = layer_matrices + block_elements(&descriptor, &Param::LAYER_VECTORS);
+        let last_norm = block_elements(&descriptor, &Param::LAST_NORM);
         let padded = |n: usize| n.div_ceil(shard.ranks).next_multiple_of(ALIGNMENT) * shard.ranks;
         let (layers_at, stride) = (padded(embeddings), padded(layer_elements));
         let elements = layers_at + (descriptor.layers - 1) * stride + padded(layer_elements + last_norm);
-        Self { descriptor, shard, embeddings, layer_elements, last_norm, layers_at, stride, elements }
+        Self { descriptor, shard, embeddings, layer_matrices, layer_elements, last_norm, layers_at, stride, elements }
     }
 
     /// Returns the sizes of the model.
@@ -202,21 +257,16 @@ impl Params {
         self.elements
     }
 
-    /// Returns the range of `param` in `layer` (0 for tensors that are not layered).
+    /// Returns the range of `param`, which the model has, in `layer` (0 for tensors that are not layered).
     pub fn range(&self, param: Param, layer: usize) -> Range<usize> {
-        let block: Vec<Param> = match param {
-            Wte | Wpe => vec![Wte, Wpe],
-            Lnfw | Lnfb => vec![Lnfw, Lnfb],
-            _ => [&Param::LAYER_MATRICES[..], &Param::LAYER_VECTORS[..]].concat(),
+        let (block, block_at): (&[Param], usize) = match param {
+            Wte | Wpe | LmHead => (&Param::EMBEDDINGS, 0),
+            Lnfw | Lnfb => (&Param::LAST_NORM, self.last_norm_at()),
+            Qkvw | Attprojw | Fcw | Fcprojw => (&Param::LAYER_MATRICES, self.layers_at + layer * self.stride),
+            _ => (&Param::LAYER_VECTORS, self.layers_at + layer * self.stride + self.layer_matrices),
         };
-        let block_at = match param {
-            Wte | Wpe => 0,
-            Lnfw | Lnfb => self.last_norm_at(),
-            _ => self.layers_at + layer * self.stride,
-        };
-        let before = block.iter().take_while(|p| **p != param);
-        let start: usize =
-            block_at + before.map(|p| p.len(&self.descriptor).next_multiple_of(ALIGNMENT)).sum::<usize>();
+        let before = block.iter().position(|p| *p == param).unwrap_or(0);
+        let start = block_at + block_elements(&self.descriptor, &block[..before]);
         start..start + param.len(&self.descriptor)
     }
 
@@ -232,7 +282,7 @@ impl Params {
     /// Returns the unit that contains a tensor.
     pub fn unit_of(&self, param: Param, layer: usize) -> Unit {
         match param {
-            Wte | Wpe => Unit::Embeddings,
+            Wte | Wpe | LmHead => Unit::Embeddings,
             Lnfw | Lnfb => Unit::Layer(self.descriptor.layers - 1),
             _ => Unit::Layer(layer),
         }
@@ -272,7 +322,7 @@ impl Params {
     /// Returns every (tensor, layer) in the order of llm.c's files.
     pub fn file_order(&self) -> impl Iterator<Item = (Param, usize)> {
         let layers = self.descriptor.layers;
-        Param::ALL.into_iter().flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
+        self.descriptor.params().flat_map(move |p| (0..if p.layered() { layers } else { 1 }).map(move |l| (p, l)))
     }
 
     /// Returns the ranges of the block by weight decay, which applies to matrices and embeddings only. Padding belongs to none.
@@ -287,13 +337,14 @@ impl Params {
         for layer in 0..self.descriptor.layers {
             let (unit, start) = (Unit::Layer(layer), self.layers_at + layer * self.stride);
             let number = self.embeddings + layer * self.layer_elements;
-            let matrices = self.range(Param::LAYER_VECTORS[0], layer).start - start;
+            let matrices = self.layer_matrices;
             ranges.push(range(unit, start, matrices, true, number));
             ranges.push(range(unit, start + matrices, self.layer_elements - matrices, false, number + matrices));
         }
         let layers = self.descriptor.layers;
         let number = self.embeddings + layers * self.layer_elements;
         ranges.push(range(Unit::Layer(layers - 1), self.last_norm_at(), self.last_norm, false, number));
+        ranges.retain(|range| !range.elements.is_empty());
         ranges
     }
 }
@@ -312,7 +363,7 @@ mod tests {
 
     #[test]
     fn shards_of_all_ranks_cover_every_tensor_once() {
-        let descriptor = Descriptor::new(3, 2, 24, 10, 60).unwrap();
+        let descriptor = Descriptor::gpt2(3, 2, 24, 10, 60).unwrap();
         for ranks in 1..6 {
             let layouts = (0..ranks).map(|rank| Params::sharded(descriptor, Shard { rank, ranks }));
             let layouts: Vec<Params> = layouts.collect();

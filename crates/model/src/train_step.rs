@@ -1,7 +1,7 @@
 //! One optimizer step: forward pass, loss, backward pass, gradient reduction, clipping and update.
 
 use super::data_parallel::{DataParallel, LayerBuffers};
-use super::gpt2::Gpt2;
+use super::decoder::Decoder;
 use super::sharding::LayerHooks;
 use distributed::Ranks;
 use engine::ops::AdamW;
@@ -17,7 +17,7 @@ pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<
 
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
-    model: Gpt2,
+    model: Decoder,
     layout: BatchLayout,
     grad_accum: usize,
     buffers: LayerBuffers,
@@ -27,7 +27,7 @@ pub struct TrainStep {
 
 impl TrainStep {
     /// Creates a step over `grad_accum` micro-batches of `layout` on each rank.
-    pub fn new(model: &Gpt2, layout: BatchLayout, grad_accum: usize) -> Self {
+    pub fn new(model: &Decoder, layout: BatchLayout, grad_accum: usize) -> Self {
         Self { model: model.clone(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
     }
 

@@ -1,9 +1,9 @@
 //! Autotuning of the model's GEMMs.
 
-use super::{Gpt2, Unsharded};
+use super::{Decoder, Unsharded};
 use engine::{BatchLayout, Engine, Result};
 
-impl Gpt2 {
+impl Decoder {
     /// Lets the engine time the GEMMs of a training step and choose the fastest implementation of each. Returns a message if
     /// that took time.
     pub fn tune(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {

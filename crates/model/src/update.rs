@@ -1,11 +1,11 @@
 //! The optimizer update: gradient norm, clipping and AdamW.
 
-use super::gpt2::Gpt2;
+use super::decoder::Decoder;
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
 
-impl Gpt2 {
+impl Decoder {
     /// Computes the sum of `losses` in `stats[0]` and the gradient norm in `stats[1]`.
     ///
     /// If ranks shard the update, it computes the squared norm of this rank's shard in `squares` instead; after the sum over

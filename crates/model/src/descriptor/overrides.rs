@@ -1,0 +1,98 @@
+//! Free shapes: a known shape with other sizes.
+
+use super::{Activation, Descriptor, DescriptorError};
+
+/// Sizes that replace those of a known shape.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Overrides {
+    /// Number of layers.
+    pub layers: Option<usize>,
+    /// Number of query heads.
+    pub heads: Option<usize>,
+    /// Number of key-value heads. By default that of the shape, or one for each head if the shape has as many.
+    pub kv_heads: Option<usize>,
+    /// Channels of a head. By default the channels are divided among the heads, if one of the two is replaced.
+    pub head_size: Option<usize>,
+    /// Number of channels.
+    pub channels: Option<usize>,
+    /// Channels of the MLP. By default 4 C, or 8 C / 3 rounded up to a multiple of 256 if gated, if the channels are replaced.
+    pub mlp_channels: Option<usize>,
+}
+
+impl Overrides {
+    /// Reports whether nothing is replaced.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl Descriptor {
+    /// Returns the shape with other sizes.
+    pub fn with(self, overrides: Overrides) -> Result<Self, DescriptorError> {
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = overrides;
+        let (new_heads, new_channels) = (heads.unwrap_or(self.heads), channels.unwrap_or(self.channels));
+        let new_head_size = match head_size {
+            Some(head_size) => head_size,
+            None if heads.is_none() && channels.is_none() => self.head_size,
+            None if new_heads == 0 || !new_channels.is_multiple_of(new_heads) => {
+                return Err(DescriptorError::HeadsDoNotDivide { heads: new_heads, channels: new_channels });
+            }
+            None => new_channels / new_heads,
+        };
+        let default_kv_heads = if self.kv_heads == self.heads { new_heads } else { self.kv_heads };
+        let default_mlp_channels = match (channels, self.activation) {
+            (None, _) => self.mlp_channels,
+            (Some(c), Activation::SwiGlu) => c.saturating_mul(8).div_ceil(3).next_multiple_of(256),
+            (Some(c), Activation::Gelu | Activation::ReluSquared) => c.saturating_mul(4),
+        };
+        Self {
+            layers: layers.unwrap_or(self.layers),
+            heads: new_heads,
+            kv_heads: kv_heads.unwrap_or(default_kv_heads),
+            head_size: new_head_size,
+            channels: new_channels,
+            mlp_channels: mlp_channels.unwrap_or(default_mlp_channels),
+            ..self
+        }
+        .checked()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(name: &str, overrides: Overrides) -> Result<Descriptor, DescriptorError> {
+        name.parse::<Descriptor>().unwrap().with(overrides)
+    }
+
+    #[test]
+    fn sizes_that_are_not_given_follow_from_the_others() {
+        let none = Overrides::default();
+        for name in ["d12", "llama3:1b", "qwen3:0.6b", "modern:d12"] {
+            assert_eq!(with(name, none), name.parse(), "{name}");
+        }
+        let overrides = Overrides { layers: Some(2), channels: Some(512), heads: Some(8), ..none };
+        let gpt2 = with("d12", overrides).unwrap();
+        assert_eq!(gpt2, Descriptor::gpt2(2, 8, 512, 1024, 50257).unwrap());
+        let llama = with("llama3:1b", overrides).unwrap();
+        assert_eq!((llama.kv_heads, llama.head_size, llama.mlp_channels, llama.layers), (8, 64, 1536, 2));
+        let free = Overrides { kv_heads: Some(2), head_size: Some(128), mlp_channels: Some(960), ..overrides };
+        let llama = with("llama3:1b", free).unwrap();
+        assert_eq!((llama.kv_heads, llama.head_size, llama.mlp_channels), (2, 128, 960));
+        assert_eq!((llama.attention_channels(), llama.qkv_channels()), (1024, 1536));
+    }
+
+    #[test]
+    fn impossible_sizes_are_rejected() {
+        let error = |overrides| with("llama3:1b", overrides).unwrap_err().to_string();
+        let none = Overrides::default();
+        assert_eq!(error(Overrides { kv_heads: Some(5), ..none }), "5 key-value heads do not divide 32 heads");
+        assert_eq!(error(Overrides { heads: Some(24), ..none }), "24 heads do not divide 2048 channels");
+        assert_eq!(
+            error(Overrides { head_size: Some(65), ..none }),
+            "rotary embeddings: expected an even head size, found 65"
+        );
+        assert_eq!(error(Overrides { mlp_channels: Some(0), ..none }), "MLP channels must be at least 1");
+    }
+}

@@ -1,0 +1,175 @@
+//! The names of known shapes: `FAMILY:SIZE`, where GPT-2 is the default family.
+
+use super::RotaryScaling;
+use super::{Activation, Biases, Descriptor, DescriptorError, GPT2_VOCAB, Init, Norm, Positions, QkNorm, Rotary};
+use engine::ops::RotaryPairs;
+use std::str::FromStr;
+
+/// Size of the vocabulary of Llama 3.
+const LLAMA3_VOCAB: usize = 128_256;
+/// Rows of the embedding of Qwen 2.5 and 3.
+const QWEN_VOCAB: usize = 151_936;
+/// nanochat's vocabulary.
+const MODERN_VOCAB: usize = 32_768;
+const MODERN_HEAD_SIZE: usize = 128;
+/// The machine epsilon of f32, which is PyTorch's default.
+const MODERN_EPS: f32 = f32::EPSILON;
+
+/// The sizes in which the models of a family differ.
+#[derive(Clone, Copy)]
+struct Sizes {
+    layers: usize,
+    channels: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_size: usize,
+    mlp_channels: usize,
+}
+
+impl FromStr for Descriptor {
+    type Err = DescriptorError;
+
+    fn from_str(text: &str) -> Result<Self, DescriptorError> {
+        let unknown = || DescriptorError::Unknown(text.to_owned());
+        let name = match text {
+            "gpt2" => "d12",
+            "gpt2-medium" => "d24",
+            "gpt2-large" => "d36",
+            "gpt2-xl" => "d48",
+            other => other,
+        };
+        let (family, size) = name.split_once(':').unwrap_or(("gpt2", name));
+        let number = |prefix| size.strip_prefix(prefix).and_then(|n: &str| n.parse::<usize>().ok());
+        match family {
+            "gpt2" => number('d').and_then(gpt2).ok_or_else(unknown)?,
+            "gpt3" => number('c').and_then(gpt3).ok_or_else(unknown)?,
+            "llama3" => llama3(size).ok_or_else(unknown)?.checked(),
+            "qwen2.5" => qwen2_5(size).ok_or_else(unknown)?.checked(),
+            "qwen3" => qwen3(size).ok_or_else(unknown)?.checked(),
+            "modern" => number('d').and_then(modern).ok_or_else(unknown)?.checked(),
+            _ => Err(unknown()),
+        }
+    }
+}
+
+fn gpt2(layers: usize) -> Option<Result<Descriptor, DescriptorError>> {
+    let (channels, heads) = match layers {
+        6 => (384, 6),
+        12 => (768, 12),
+        24 => (1024, 16),
+        36 => (1280, 20),
+        48 => (1600, 25),
+        60 => (1920, 30),
+        72 => (2880, 30),
+        84 => (3456, 36),
+        _ => return None,
+    };
+    Some(Descriptor::gpt2(layers, heads, channels, 1024, GPT2_VOCAB))
+}
+
+fn gpt3(channels: usize) -> Option<Result<Descriptor, DescriptorError>> {
+    let (layers, head_size) = match channels {
+        384 => (6, 64),
+        768 => (12, 64),
+        1024 => (24, 64),
+        1536 => (24, 96),
+        2048 => (24, 128),
+        2560 => (32, 80),
+        4096 => (32, 128),
+        12288 => (96, 128),
+        _ => return None,
+    };
+    Some(Descriptor::gpt2(layers, channels / head_size, channels, 2048, GPT2_VOCAB))
+}
+
+impl Descriptor {
+    /// The layers of Llama: RMSNorm, rotary positions, SwiGLU and no biases.
+    fn llama(sizes: Sizes, rotary: Rotary, eps: f32) -> Self {
+        let Sizes { layers, channels, heads, kv_heads, head_size, mlp_channels } = sizes;
+        Self {
+            layers,
+            heads,
+            kv_heads,
+            head_size,
+            channels,
+            mlp_channels,
+            max_seq_len: 131_072,
+            vocab: LLAMA3_VOCAB,
+            norm: Norm::RmsNorm { eps, weights: true },
+            positions: Positions::Rotary(rotary),
+            qk_norm: None,
+            activation: Activation::SwiGlu,
+            biases: Biases::None,
+            tied: true,
+            embedding_norm: false,
+            softcap: None,
+            init: Init::Normal,
+        }
+    }
+}
+
+/// Llama 3.2 1B and 3B, and Llama 3.1 8B (`config.json` of meta-llama on Hugging Face).
+fn llama3(size: &str) -> Option<Descriptor> {
+    let (layers, channels, heads, head_size, mlp_channels, factor) = match size {
+        "1b" => (16, 2048, 32, 64, 8192, 32.0),
+        "3b" => (28, 3072, 24, 128, 8192, 32.0),
+        "8b" => (32, 4096, 32, 128, 14_336, 8.0),
+        _ => return None,
+    };
+    let sizes = Sizes { layers, channels, heads, kv_heads: 8, head_size, mlp_channels };
+    let scaling = RotaryScaling { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_seq_len: 8192 };
+    let rotary = Rotary { theta: 500_000.0, scaling: Some(scaling), pairs: RotaryPairs::HalfSplit };
+    Some(Descriptor { tied: size != "8b", ..Descriptor::llama(sizes, rotary, 1e-5) })
+}
+
+const QWEN_ROTARY: Rotary = Rotary { theta: 1e6, scaling: None, pairs: RotaryPairs::HalfSplit };
+
+/// Qwen2.5 (`config.json` of Qwen on Hugging Face): Llama's layers with biases of queries, keys and values.
+fn qwen2_5(size: &str) -> Option<Descriptor> {
+    let (layers, channels, heads, head_size, mlp_channels, max_seq_len) = match size {
+        "0.5b" => (24, 896, 14, 64, 4864, 32_768),
+        "1.5b" => (28, 1536, 12, 128, 8960, 131_072),
+        _ => return None,
+    };
+    let sizes = Sizes { layers, channels, heads, kv_heads: 2, head_size, mlp_channels };
+    let llama = Descriptor::llama(sizes, QWEN_ROTARY, 1e-6);
+    Some(Descriptor { vocab: QWEN_VOCAB, biases: Biases::Qkv, max_seq_len, ..llama })
+}
+
+/// Qwen3 (`config.json` of Qwen on Hugging Face): Llama's layers with QK-norm.
+fn qwen3(size: &str) -> Option<Descriptor> {
+    let (channels, mlp_channels) = match size {
+        "0.6b" => (1024, 3072),
+        "1.7b" => (2048, 6144),
+        _ => return None,
+    };
+    let sizes = Sizes { layers: 28, channels, heads: 16, kv_heads: 8, head_size: 128, mlp_channels };
+    let qk_norm = Some(QkNorm { eps: 1e-6, weights: true, gain: 1.0 });
+    let llama = Descriptor::llama(sizes, QWEN_ROTARY, 1e-6);
+    Some(Descriptor { vocab: QWEN_VOCAB, qk_norm, max_seq_len: 40_960, ..llama })
+}
+
+/// nanochat's shape of a depth: 64 channels for each layer, heads of 128 channels, ReLU², QK-norm, logits within ±15, and norms
+/// without weights.
+fn modern(layers: usize) -> Option<Descriptor> {
+    if !(2..=64).contains(&layers) {
+        return None;
+    }
+    let channels = (64 * layers).next_multiple_of(MODERN_HEAD_SIZE);
+    let heads = channels / MODERN_HEAD_SIZE;
+    let sizes =
+        Sizes { layers, channels, heads, kv_heads: heads, head_size: MODERN_HEAD_SIZE, mlp_channels: 4 * channels };
+    let rotary = Rotary { theta: 1e5, scaling: None, pairs: RotaryPairs::HalfSplit };
+    Some(Descriptor {
+        max_seq_len: 2048,
+        vocab: MODERN_VOCAB,
+        norm: Norm::RmsNorm { eps: MODERN_EPS, weights: false },
+        qk_norm: Some(QkNorm { eps: MODERN_EPS, weights: false, gain: 1.2 }),
+        activation: Activation::ReluSquared,
+        tied: false,
+        embedding_norm: true,
+        softcap: Some(15.0),
+        init: Init::DepthScaled,
+        ..Descriptor::llama(sizes, rotary, MODERN_EPS)
+    })
+}

@@ -1,0 +1,181 @@
+//! The forward pass of every decoder.
+//!
+//! Data flow of a layer (B, T, C):
+//! ```text
+//! residual ─┬─ ln1 ─ qkv ─ rotary ─ attention ─ attproj ─┐
+//!           └────────────────────────────────────────────┴─ residual2 ─┬─ ln2 ─ fc ─ activation ─ fcproj ─┐
+//!                                                                      └──────────────────────────────────┴─ residual3
+//! ```
+//! attproj and fcproj add the residual stream in their epilogue. Layer `l` ends with the ln1 of layer `l + 1`. The [`Descriptor`]
+//! selects the operations:
+//!
+//! | | GPT-2 | Llama 3 | Qwen3 |
+//! |---|---|---|---|
+//! | norms | LayerNorm | RMSNorm | RMSNorm |
+//! | positions | wpe | rotary | rotary, after a norm of queries and keys |
+//! | key-value heads | NH | NH / 4 | NH / 2 |
+//! | activation | GELU of 4 C | SwiGLU of F | SwiGLU of F |
+//!
+//! [`Descriptor`]: super::Descriptor
+
+use super::decoder::{Decoder, Layer, Norm, NormOf};
+use super::descriptor::{self, Positions};
+use super::params::Param;
+use super::sharding::LayerHooks;
+use engine::ops::{
+    AttentionForward, EncoderForward, Epilogue, LayerNormForward, MatmulForward, MatmulShape, QkNorm, RmsNormForward,
+    RotaryForward, RotaryShape,
+};
+use engine::tensor::Tensor;
+use engine::{BatchLayout, Engine, Result};
+
+/// Added to the mean square of embeddings in a model whose norms have no eps of their own.
+const EMBEDDING_EPS: f32 = 1e-5;
+
+impl Decoder {
+    /// Computes the batch, whose `layout` must fit the plan, up to the final norm. `hooks` provides the parameters of each layer.
+    pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Result<()> {
+        let rows = layout.b * layout.t;
+        let layers: Vec<Layer> = self.layers.iter().map(|layer| layer.rows(rows, &self.descriptor)).collect();
+        let final_norm = self.final_norm.rows(rows, self.descriptor.channels);
+        let after = |layer: usize| (layer + 1 < layers.len()).then_some(layer + 1);
+
+        let mut residual = self.embed(engine, layout)?;
+        hooks.gather_parameters(engine, 0, after(0))?;
+        self.norm(engine, NormOf::Attention(0), layers[0].ln1, residual)?;
+        for (l, layer) in layers.iter().enumerate() {
+            self.attention_layer(engine, l, layer, layout, residual)?;
+            self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
+            self.mlp_input(engine, l, layer)?;
+            self.mlp_output(engine, l, layer)?;
+            match after(l) {
+                Some(next) => {
+                    hooks.gather_parameters(engine, next, None)?;
+                    self.norm(engine, NormOf::Attention(next), layers[next].ln1, layer.residual3)?;
+                    hooks.gather_parameters(engine, next, after(next))?;
+                }
+                None => self.norm(engine, NormOf::Head, final_norm, layer.residual3)?,
+            }
+            residual = layer.residual3;
+        }
+        Ok(())
+    }
+
+    /// Embeds the tokens and returns the residual stream of the first layer.
+    fn embed(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Tensor> {
+        let (rows, c) = (layout.b * layout.t, self.descriptor.channels);
+        let (wte, wpe) = (self.param(Param::Wte, 0), self.optional(self.param_store(), Param::Wpe, 0));
+        let encoded = self.encoded.slice(0, rows * c);
+        engine.run(EncoderForward { out: encoded, batch: self.batch, layout, wte, wpe, c })?;
+        let Some(norm) = self.embedding_norm else { return Ok(encoded) };
+        let norm = norm.rows(rows, c);
+        self.norm(engine, NormOf::Embedding, norm, encoded)?;
+        Ok(norm.out)
+    }
+
+    /// qkv, rotary positions, attention and attproj of a layer; `residual` is the layer's input.
+    fn attention_layer(
+        &self,
+        engine: &mut dyn Engine,
+        l: usize,
+        layer: &Layer,
+        layout: BatchLayout,
+        residual: Tensor,
+    ) -> Result<()> {
+        let (d, rows) = (&self.descriptor, layout.b * layout.t);
+        let Layer { ln1, qkv, attention, lse, residual2, .. } = *layer;
+        let (p, bias) = (|param| self.param(param, l), |param| self.optional(self.param_store(), param, l));
+        engine.run(MatmulForward {
+            out: qkv,
+            inp: ln1.out,
+            weight: p(Param::Qkvw),
+            bias: bias(Param::Qkvb),
+            epilogue: Epilogue::None,
+            shape: MatmulShape { rows, c: d.channels, oc: d.qkv_channels() },
+        })?;
+        if let Some(Rotation { table, qk_norm, shape }) = self.rotation(l, layer, layout) {
+            engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
+        }
+        engine.run(AttentionForward { out: attention, lse, qkv, shape: d.attention(layout.b, layout.t) })?;
+        engine.run(MatmulForward {
+            out: residual2,
+            inp: attention,
+            weight: p(Param::Attprojw),
+            bias: bias(Param::Attprojb),
+            epilogue: Epilogue::Residual(residual),
+            shape: MatmulShape { rows, c: d.attention_channels(), oc: d.channels },
+        })
+    }
+
+    /// fc and activation of a layer.
+    fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
+        let (d, Layer { ln2, fc, activated, .. }) = (&self.descriptor, *layer);
+        engine.run(MatmulForward {
+            out: activated,
+            inp: ln2.out,
+            weight: self.param(Param::Fcw, l),
+            bias: self.optional(self.param_store(), Param::Fcb, l),
+            epilogue: Epilogue::Activation(d.activation, fc),
+            shape: MatmulShape { rows: ln2.rstd.len, c: d.channels, oc: d.fc_channels() },
+        })
+    }
+
+    /// fcproj of a layer.
+    fn mlp_output(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
+        let (d, Layer { residual2, ln2, activated, residual3, .. }) = (&self.descriptor, *layer);
+        engine.run(MatmulForward {
+            out: residual3,
+            inp: activated,
+            weight: self.param(Param::Fcprojw, l),
+            bias: self.optional(self.param_store(), Param::Fcprojb, l),
+            epilogue: Epilogue::Residual(residual2),
+            shape: MatmulShape { rows: ln2.rstd.len, c: d.mlp_channels, oc: d.channels },
+        })
+    }
+
+    /// Recomputes the activations of a layer from its input `residual`, except its output.
+    pub(super) fn recompute_layer(
+        &self,
+        engine: &mut dyn Engine,
+        l: usize,
+        layer: &Layer,
+        layout: BatchLayout,
+        residual: Tensor,
+    ) -> Result<()> {
+        self.norm(engine, NormOf::Attention(l), layer.ln1, residual)?;
+        self.attention_layer(engine, l, layer, layout, residual)?;
+        self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
+        self.mlp_input(engine, l, layer)
+    }
+
+    /// Normalizes `inp` (rows, C).
+    pub(super) fn norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
+        let (c, params) = (self.descriptor.channels, self.norm_params(self.param_store(), of));
+        let Norm { out, mean, rstd } = norm;
+        if let (Some(mean), Some(weight), Some(bias)) = (mean, params.weight, params.bias) {
+            return engine.run(LayerNormForward { out, mean, rstd, inp, weight, bias, c });
+        }
+        let eps = self.descriptor.norm.eps().unwrap_or(EMBEDDING_EPS);
+        engine.run(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps })
+    }
+
+    /// Returns the rotation of a layer's queries and keys, or `None` if positions are learned.
+    pub(super) fn rotation(&self, l: usize, layer: &Layer, layout: BatchLayout) -> Option<Rotation> {
+        let d = &self.descriptor;
+        let (Positions::Rotary(rotary), Some(table)) = (d.positions, self.rotary_table) else { return None };
+        let qk_norm = d.qk_norm.zip(layer.qk_saved).map(|(norm, saved)| {
+            let descriptor::QkNorm { eps, weights, gain } = norm;
+            let weights = weights.then(|| [self.param(Param::QNormw, l), self.param(Param::KNormw, l)]);
+            QkNorm { saved, weights, eps, gain }
+        });
+        let shape = RotaryShape { attention: d.attention(layout.b, layout.t), pairs: rotary.pairs };
+        Some(Rotation { table, qk_norm, shape })
+    }
+}
+
+/// The operands that the rotation of queries and keys and its gradient share.
+pub(super) struct Rotation {
+    pub(super) table: Tensor,
+    pub(super) qk_norm: Option<QkNorm>,
+    pub(super) shape: RotaryShape,
+}

@@ -1,0 +1,76 @@
+//! Logits and loss. Logits, V for every token, never exist all at once: they are computed in chunks of rows, from the output of the
+//! final norm to the gradients of that output and of the head.
+
+use super::decoder::{Decoder, Training};
+use super::memory_plan::chunk_rows;
+use engine::ops::{Classifier, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
+use engine::tensor::Tensor;
+use engine::{BatchLayout, Engine, Result};
+use std::ops::Range;
+
+impl Decoder {
+    /// Returns the most rows of logits that can exist at a time.
+    pub fn logit_rows(&self) -> usize {
+        self.logits.len / self.descriptor.padded_vocab()
+    }
+
+    /// Computes the logits (rows, Vp) of at most [`logit_rows`](Self::logit_rows) rows of the batch, after a forward pass, without
+    /// softcap. They are valid until the model's next operation.
+    ///
+    /// # Panics
+    /// If there are more rows.
+    pub fn logits(&self, engine: &mut dyn Engine, rows: Range<usize>) -> Result<Tensor> {
+        let (c, vp) = (self.descriptor.channels, self.descriptor.padded_vocab());
+        let (first, rows) = (rows.start, rows.len());
+        let out = self.logits.slice(0, rows * vp);
+        engine.run(MatmulForward {
+            out,
+            inp: self.final_norm.out.slice(first * c, rows * c),
+            weight: self.param(self.head_param(), 0),
+            bias: None,
+            epilogue: Epilogue::None,
+            shape: MatmulShape { rows, c, oc: vp },
+        })?;
+        Ok(out)
+    }
+
+    /// Adds each token's loss to `losses`, after a forward pass.
+    ///
+    /// With `dloss`, the gradient of each token's loss, it also begins the backward pass: it adds the gradient of the head and
+    /// computes the gradient of the final norm's output.
+    pub fn loss(&self, engine: &mut dyn Engine, layout: BatchLayout, dloss: Option<f32>) -> Result<()> {
+        let (c, v) = (self.descriptor.channels, self.descriptor.vocab);
+        let (vp, softcap) = (self.descriptor.padded_vocab(), self.descriptor.softcap);
+        let (rows, targets) = (layout.b * layout.t, layout.tensor(self.batch, layout.targets()));
+        let training = dloss.map(|_| self.training()).transpose()?;
+        let dhead = |training: &Training| self.grad_store(training).tensor(self.head_param(), 0);
+        if let Some(training) = training
+            && let Some(sum) = training.dhead
+        {
+            engine.cast(sum, dhead(training))?;
+        }
+        let chunk = chunk_rows(rows, self.logit_rows());
+        for first in (0..rows).step_by(chunk) {
+            let rows = chunk.min(rows - first);
+            let logits = self.logits(engine, first..first + rows)?;
+            let (losses, targets) = (self.losses.slice(first, rows), targets.slice(first, rows));
+            engine.run(Classifier { logits, losses, targets, v, vp, dloss, softcap })?;
+            if let Some(training) = training {
+                engine.run(MatmulBackward {
+                    dinp: training.dchannels.slice(first * c, rows * c),
+                    dweight: training.dhead.unwrap_or_else(|| dhead(training)),
+                    dbias: None,
+                    dout: logits,
+                    inp: self.final_norm.out.slice(first * c, rows * c),
+                    weight: self.param(self.head_param(), 0),
+                    activation: None,
+                    shape: MatmulShape { rows, c, oc: vp },
+                })?;
+            }
+        }
+        match training {
+            Some(training) => training.dhead.map_or(Ok(()), |sum| engine.cast(dhead(training), sum)),
+            None => Ok(()),
+        }
+    }
+}
