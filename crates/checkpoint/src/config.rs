@@ -31,7 +31,7 @@ pub struct Config {
     /// Directory of logs and checkpoints.
     pub out: Option<PathBuf>,
 
-    /// Name or file of the model. If absent, the next three settings define its shape.
+    /// Name or file of the model. If absent, the next three settings define its shape; otherwise the next six replace its sizes.
     pub model: Option<String>,
     /// Number of transformer layers.
     pub layers: Option<usize>,
@@ -39,6 +39,12 @@ pub struct Config {
     pub heads: Option<usize>,
     /// Width of the residual stream.
     pub channels: Option<usize>,
+    /// Number of key-value heads.
+    pub kv_heads: Option<usize>,
+    /// Channels of a head.
+    pub head_size: Option<usize>,
+    /// Channels between the two linear layers of the MLP.
+    pub ffn: Option<usize>,
     /// Seed of the initial weights and of shuffling.
     pub seed: u32,
 

@@ -6,9 +6,20 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Returns the name of the model file of a step.
+/// Returns the name of the model file of a step of a GPT-2 model.
 pub fn model_name(step: usize) -> String {
     format!("model_{step:08}.bin")
+}
+
+/// Returns the name of the model file of a step of another model.
+pub fn decoder_name(step: usize) -> String {
+    format!("model_{step:08}.safetensors")
+}
+
+/// Returns the name of the model file of a step in a directory. If there is none, returns that of a GPT-2 model.
+pub(crate) fn existing_model_name(directory: &Path, step: usize) -> String {
+    let name = decoder_name(step);
+    if directory.join(&name).exists() { name } else { model_name(step) }
 }
 
 /// Returns the name of the state file of a rank.
@@ -37,7 +48,7 @@ fn step_of(name: &str) -> Option<(usize, bool)> {
     }
     let file = |prefix, suffix| name.strip_prefix(prefix).and_then(|rest: &str| rest.strip_suffix(suffix));
     let of_rank = |rest: &str| rest.split_once('_').and_then(|(step, rank)| rank.parse::<u32>().ok().and(number(step)));
-    let step = file("model_", ".bin").and_then(number);
+    let step = file("model_", ".bin").or_else(|| file("model_", ".safetensors")).and_then(number);
     let step = step.or_else(|| file("run_", ".json").and_then(number));
     Some((step.or_else(|| file("state_", ".bin").and_then(of_rank))?, false))
 }

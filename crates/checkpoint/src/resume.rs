@@ -1,6 +1,6 @@
 //! Finds the newest complete checkpoint of a run and resumes from it.
 
-use super::directory::{done_steps, model_name, sidecar_name, state_name};
+use super::directory::{done_steps, existing_model_name, sidecar_name, state_name};
 use super::fingerprint;
 use super::model_file::ModelFile;
 use super::sidecar::{Identity, Sidecar};
@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use data::Loader;
 use engine::Engine;
 use engine::tensor::DType;
-use model::{Descriptor, Gpt2};
+use model::{Decoder, Descriptor};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -93,7 +93,7 @@ pub fn find_newest(directory: &Path) -> Result<FoundCheckpoint> {
 /// Returns the model file of the newest complete checkpoint in a directory, after verifying its checksum if there is a sidecar.
 pub fn newest_model_file(directory: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = done_steps(directory)?.pop() else { return Ok(None) };
-    let name = model_name(step);
+    let name = existing_model_name(directory, step);
     let (path, sidecar) = Checkpoint::open_sidecar(directory, step)?;
     if let Some(sidecar) = sidecar {
         let sum = sidecar.files.iter().find(|file| file.name == name);
@@ -116,9 +116,10 @@ impl Checkpoint {
         if let Some(sidecar) = &sidecar {
             ensure!(sidecar.step == step, "{}: expected step {step}, found {}", path.display(), sidecar.step);
         }
-        verify(&model_name(step))?;
+        let model_name = existing_model_name(directory, step);
+        verify(&model_name)?;
         verify(&state_name(step, 0))?;
-        let model = ModelFile::open(&directory.join(model_name(step)))?;
+        let model = ModelFile::open(&directory.join(model_name))?;
         let state = StateFiles::open(directory, step, model.shape())?;
         (1..state.count()).try_for_each(|rank| verify(&state_name(step, rank)))?;
         Ok(Self { step, model, state, sidecar })
@@ -127,7 +128,7 @@ impl Checkpoint {
     /// Opens a checkpoint that another rank has verified, without reading its files completely.
     pub fn open_verified(directory: &Path, step: usize) -> Result<Self> {
         let (_, sidecar) = Self::open_sidecar(directory, step)?;
-        let model = ModelFile::open(&directory.join(model_name(step)))?;
+        let model = ModelFile::open(&directory.join(existing_model_name(directory, step)))?;
         let state = StateFiles::open(directory, step, model.shape())?;
         Ok(Self { step, model, state, sidecar })
     }
@@ -209,7 +210,7 @@ impl Checkpoint {
     /// weights or, without them, those of the model file, rounded to nearest if necessary.
     pub fn load(
         mut self,
-        model: &Gpt2,
+        model: &Decoder,
         engine: &mut dyn Engine,
         loader: &mut Loader,
         total_batch: usize,
@@ -252,7 +253,7 @@ impl Checkpoint {
     }
 
     /// Loads the tensors that this rank keeps. See [`load`](Self::load).
-    pub fn load_tensors(&mut self, model: &Gpt2, engine: &mut dyn Engine, notes: &mut Vec<String>) -> Result<()> {
+    pub fn load_tensors(&mut self, model: &Decoder, engine: &mut dyn Engine, notes: &mut Vec<String>) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
         self.model.load_tensors(model, engine)?;
         let masters = match training.master {

@@ -19,7 +19,7 @@ use anyhow::{Context, Result, ensure};
 use data::loader::{Position, Shuffle};
 use engine::Engine;
 use engine::tensor::DType;
-use model::{Gpt2, Params, Shard, Store};
+use model::{Decoder, Params, Shard, Store};
 use rng::{Mt19937, XorShift};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
@@ -169,7 +169,7 @@ impl StateFiles {
     }
 
     /// Reads the shares of m and v that the model keeps, and those of the master weights into `master_weights`.
-    pub fn load(&mut self, model: &Gpt2, master_weights: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
+    pub fn load(&mut self, model: &Decoder, master_weights: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
         let (m, v) = (model.state_store(training.m), model.state_store(training.v));
         let masters: Vec<_> = master_weights.into_iter().collect();

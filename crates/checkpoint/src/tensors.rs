@@ -1,6 +1,6 @@
-//! Blocks of tensors in the files of llm.c: the 16 parameter tensors, or the optimizer state of each.
+//! Blocks of tensors in the files of llm.c: the parameter tensors, or the optimizer state of each.
 //!
-//! The tensors follow each other in [`Param::ALL`] order without gaps. All layers of a tensor are together.
+//! The tensors that the model has follow each other in [`Param::ALL`] order without gaps. All layers of a tensor are together.
 
 use crate::finite::NonFinite;
 use anyhow::{Context, Result};
@@ -15,18 +15,63 @@ use std::ops::Range;
 const CHUNK: usize = 1 << 20;
 
 /// The tensor shapes of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FileShape {
     /// Shape of the model.
     pub descriptor: Descriptor,
-    /// Rows of wte in the file: V or more. llm.c and llm.rs pad the vocabulary to different numbers of rows.
+    /// Rows of wte and lm_head in the file: V or more. llm.c and llm.rs pad the vocabulary to different numbers of rows.
     pub padded_vocab: usize,
+    /// The tensors of the file.
+    pub order: Order,
+}
+
+/// The tensors of a file and their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The model's tensors in [`Param::ALL`] order.
+    Params,
+    /// The 16 tensors of llm.c's Llama: the head follows the embedding, and there are zeros in place of biases.
+    LlmCLlama,
+}
+
+/// Tensors of all layers that follow each other in a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Slot {
+    /// The tensor, or `None` for zeros that no tensor of the model has.
+    pub param: Option<Param>,
+    /// Elements of one layer.
+    pub elements: usize,
+    /// Number of layers.
+    pub layers: usize,
 }
 
 impl FileShape {
     /// Returns the shape of files written by this program.
     pub fn new(descriptor: Descriptor) -> Self {
-        Self { descriptor, padded_vocab: descriptor.padded_vocab() }
+        Self { descriptor, padded_vocab: descriptor.padded_vocab(), order: Order::Params }
+    }
+
+    /// Returns the tensors of the file in order.
+    pub fn slots(&self) -> Vec<Slot> {
+        let d = &self.descriptor;
+        let layers = |param: Param| if param.layered() { d.layers } else { 1 };
+        let slot = |param| Slot { param: Some(param), elements: self.tensor_elements(param), layers: layers(param) };
+        match self.order {
+            Order::Params => d.params().map(slot).collect(),
+            Order::LlmCLlama => {
+                let zeros = |after, elements| [slot(after), Slot { param: None, elements, layers: layers(after) }];
+                let vectors = [
+                    zeros(Param::Ln1w, d.channels),
+                    zeros(Param::Qkvw, d.qkv_channels()),
+                    zeros(Param::Attprojw, d.channels),
+                    zeros(Param::Ln2w, d.channels),
+                    zeros(Param::Fcw, d.fc_channels()),
+                    zeros(Param::Fcprojw, d.channels),
+                    zeros(Param::Lnfw, d.channels),
+                ];
+                [slot(Param::Wte), slot(Param::LmHead)].into_iter().chain(vectors.into_iter().flatten()).collect()
+            }
+        }
     }
 
     /// Returns the number of elements of all tensors. The header of a damaged file may describe more than fits a `usize`.
@@ -36,36 +81,33 @@ impl FileShape {
 
     /// Returns the number of elements of a shard, which is a share of each tensor of each layer.
     pub fn shard_elements(&self, share: Shard) -> u128 {
-        let elements = |param: Param| {
-            let (rows, columns) = match param {
-                Param::Wte => (self.padded_vocab, self.descriptor.channels),
-                _ => param.shape(&self.descriptor),
-            };
-            let n = rows as u128 * columns as u128;
+        let elements = |Slot { elements, layers, .. }: Slot| {
+            let n = elements as u128;
             let part = n.div_ceil(share.ranks as u128);
             let own = n.min((share.rank as u128 + 1) * part) - n.min(share.rank as u128 * part);
-            own * if param.layered() { self.descriptor.layers as u128 } else { 1 }
+            own * layers as u128
         };
-        Param::ALL.into_iter().map(elements).sum()
+        self.slots().into_iter().map(elements).sum()
     }
 
     /// Returns the number of elements before a tensor of one layer in the file, and of the tensor without padding of the
     /// vocabulary.
     pub(crate) fn place(&self, param: Param, layer: usize) -> (u64, usize) {
-        let layers = |param: Param| if param.layered() { self.descriptor.layers } else { 1 };
-        let before = Param::ALL.into_iter().take_while(|other| *other != param);
-        let before: u64 = before.map(|other| (layers(other) * self.tensor_elements(other)) as u64).sum();
+        let before = self.slots().into_iter().take_while(|slot| slot.param != Some(param));
+        let before: u64 = before.map(|slot| (slot.layers * slot.elements) as u64).sum();
         let len = self.tensor_elements(param);
-        let used = if param == Param::Wte { self.descriptor.vocab * self.descriptor.channels } else { len };
-        (before + (layer * len) as u64, used)
+        (before + (layer * len) as u64, self.used(param))
     }
 
     /// Returns the number of elements of a tensor of one layer in the file.
     fn tensor_elements(&self, param: Param) -> usize {
-        match param {
-            Param::Wte => self.padded_vocab * self.descriptor.channels,
-            _ => param.len(&self.descriptor),
-        }
+        if param.has_vocab_rows() { self.padded_vocab * self.descriptor.channels } else { param.len(&self.descriptor) }
+    }
+
+    /// Returns the number of elements of a tensor of one layer without padding of the vocabulary.
+    fn used(&self, param: Param) -> usize {
+        let Descriptor { vocab, channels, .. } = self.descriptor;
+        if param.has_vocab_rows() { vocab * channels } else { param.len(&self.descriptor) }
     }
 }
 
@@ -87,14 +129,14 @@ pub fn read<R: Read + Seek>(
     stores: &[Store],
     engine: &mut dyn Engine,
 ) -> Result<()> {
-    let Descriptor { vocab, channels, .. } = shape.descriptor;
     let ranks = files.len();
     let mut bytes = Vec::new();
-    for (param, layer) in Params::new(shape.descriptor).file_order() {
-        let len = shape.tensor_elements(param);
-        let used = if param == Param::Wte { vocab * channels } else { len };
+    let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
+    for (Slot { param, elements: len, .. }, layer) in tensors {
+        let used = param.map_or(0, |param| shape.used(param));
         let mut non_finite = NonFinite::default();
-        let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
+        let held = param.map(|param| stores.iter().filter_map(|store| store.held(param, layer)).collect());
+        let held: Vec<_> = held.unwrap_or_default();
         for (rank, file) in files.iter_mut().enumerate() {
             let share = Shard { rank, ranks }.of(len);
             for start in share.clone().step_by(CHUNK) {
@@ -105,7 +147,7 @@ pub fn read<R: Read + Seek>(
                     continue;
                 }
                 bytes.resize(chunk.len() * dtype.bytes(), 0);
-                file.read_exact(&mut bytes).with_context(|| format!("cannot read {}", param.name()))?;
+                file.read_exact(&mut bytes).with_context(|| format!("cannot read {}", slot_name(param, layer)))?;
                 non_finite.add(&bytes[..chunk.end.min(used).saturating_sub(chunk.start) * dtype.bytes()], dtype);
                 for (kept, tensor) in &held {
                     let wanted = wanted(kept);
@@ -117,7 +159,7 @@ pub fn read<R: Read + Seek>(
                 }
             }
         }
-        non_finite.check(&name(param, layer))?;
+        non_finite.check(&slot_name(param, layer))?;
     }
     Ok(())
 }
@@ -125,6 +167,10 @@ pub fn read<R: Read + Seek>(
 /// Returns the name of a tensor of one layer in messages.
 pub fn name(param: Param, layer: usize) -> String {
     if param.layered() { format!("{} of layer {layer}", param.name()) } else { param.name().to_owned() }
+}
+
+fn slot_name(param: Option<Param>, layer: usize) -> String {
+    param.map_or_else(|| "zeros".to_owned(), |param| name(param, layer))
 }
 
 /// Converts elements of type `dtype` to the type of the tensor `to` and writes them.

@@ -2,9 +2,9 @@
 
 use super::RunState;
 use super::directory::{
-    DirectoryLock, Retention, done_name, done_steps, model_name, remove_file, sidecar_name, state_name,
+    DirectoryLock, Retention, done_name, done_steps, existing_model_name, remove_file, sidecar_name, state_name,
 };
-use super::model_file;
+use super::model_file::{self, Format};
 use super::recovery::RecoveryPoint;
 use super::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
 use super::state::{self, OptimizerState};
@@ -13,7 +13,7 @@ use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use distributed::Ranks;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
-use model::{Descriptor, Gpt2, Params, Shard, Unit};
+use model::{Decoder, Descriptor, Params, Shard, Unit};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -121,14 +121,14 @@ impl CheckpointWriter {
         let last_good = done_steps(path)?.into_iter().rfind(|&done| done < step);
         let suspect = self.newest.filter(|&newest| newest >= step);
         Ok(RecoveryPoint {
-            last_good: last_good.map(|step| (step, path.join(model_name(step)))),
+            last_good: last_good.map(|step| (step, path.join(existing_model_name(path, step)))),
             suspect: suspect.map(|step| path.join(done_name(step))),
         })
     }
 
     /// Returns the model file of the newest complete checkpoint.
     pub fn model_file(&self) -> Option<PathBuf> {
-        self.newest.map(|step| self.path.join(model_name(step)))
+        self.newest.map(|step| self.path.join(existing_model_name(&self.path, step)))
     }
 
     /// Returns the step of the newest complete checkpoint.
@@ -137,12 +137,12 @@ impl CheckpointWriter {
     }
 
     /// Checks that there is disk space for one checkpoint of `model`, and allocates host memory for it.
-    pub fn prepare(&mut self, model: &Gpt2, engine: &dyn Engine, state: &RunState) -> Result<()> {
+    pub fn prepare(&mut self, model: &Decoder, engine: &dyn Engine, state: &RunState) -> Result<()> {
         self.check_disk_space(model, engine, state)?;
         self.host_copy(&self.layout(model)?, engine).map(|copy| self.copy = Some(copy))
     }
 
-    fn layout(&self, model: &Gpt2) -> Result<HostLayout> {
+    fn layout(&self, model: &Decoder) -> Result<HostLayout> {
         HostLayout::new(model, self.rank_0.is_some())
     }
 
@@ -152,7 +152,7 @@ impl CheckpointWriter {
     /// `logs` are synced to disk before the checkpoint is complete, so that they contain all lines before it.
     pub fn begin(
         &mut self,
-        model: &Gpt2,
+        model: &Decoder,
         engine: &mut dyn Engine,
         ranks: &mut Ranks,
         state: RunState,
@@ -208,7 +208,7 @@ impl CheckpointWriter {
     /// Performs the steps of [`begin`](Self::begin) that can fail on one rank alone.
     fn prepare_write(
         &mut self,
-        model: &Gpt2,
+        model: &Decoder,
         engine: &dyn Engine,
         state: &RunState,
         logs: Vec<File>,
@@ -303,7 +303,7 @@ impl CheckpointWriter {
         })
     }
 
-    fn check_disk_space(&self, model: &Gpt2, engine: &dyn Engine, state: &RunState) -> Result<()> {
+    fn check_disk_space(&self, model: &Decoder, engine: &dyn Engine, state: &RunState) -> Result<()> {
         if self.rank_0.is_none() {
             return Ok(());
         }
@@ -312,7 +312,7 @@ impl CheckpointWriter {
         // The share of rank 0 is the largest.
         let parameters = FileShape::new(model.descriptor).shard_elements(Shard { rank: 0, ranks }) as usize;
         let masters = self.layout(model)?.masters.is_some();
-        let needed = model_file::file_bytes(model.descriptor, engine.dtype())
+        let needed = model_file::file_bytes(model.descriptor, engine.dtype())?
             + ranks as u64 * state::file_bytes(parameters, masters, &state.data)
             + SPACE_MARGIN;
         let space = rustix::fs::statvfs(path)
@@ -382,7 +382,7 @@ struct HostLayout {
 }
 
 impl HostLayout {
-    fn new(model: &Gpt2, with_params: bool) -> Result<Self> {
+    fn new(model: &Decoder, with_params: bool) -> Result<Self> {
         let training = model.training.context("the model was planned for inference only")?;
         let share = model.zero.shard();
         let whole = |tensor: Tensor| model.layout.elements() * tensor.dtype.bytes();
@@ -406,7 +406,7 @@ impl HostLayout {
     }
 
     /// Copies the tensors to host memory. Sharded tensors are gathered first, one unit of the model at a time.
-    fn copy(&self, model: &Gpt2, engine: &mut dyn Engine, ranks: &mut Ranks, to: &mut [u8]) -> Result<()> {
+    fn copy(&self, model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, to: &mut [u8]) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
         let own_masters = training.master.or((model.params.dtype == DType::F32).then_some(model.params));
         let blocks = [
@@ -453,7 +453,7 @@ impl HostLayout {
 }
 
 /// Copies this rank's share of each tensor of a whole unit (f32) to its position in the file.
-fn read_shares(model: &Gpt2, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
+fn read_shares(model: &Decoder, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
     let (layout, share) = (&model.layout, model.zero.shard());
     let mut at = 0;
     for (param, layer) in layout.file_order() {
@@ -539,7 +539,7 @@ impl Rank0Job {
         atomic_file::write(&done, |_| Ok(()))?;
         let warning = self.retention.apply(&self.directory, step).err();
         Ok(WriteSummary {
-            model_file: self.directory.join(model_name(step)),
+            model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),
             time: start.elapsed(),
             pause: job.pause,
@@ -550,7 +550,7 @@ impl Rank0Job {
     /// Writes the model file and the state file of rank 0.
     fn write_files(&self, job: &WriteJob, copy: &[u8]) -> Result<Vec<FileChecksum>> {
         let params = job.host_layout.params.clone().context("rank 0 copied no parameters")?;
-        let model = write_file(&self.staging.0, &model_name(job.state.step), |out| {
+        let model = write_file(&self.staging.0, &Format::of(&self.descriptor).name(job.state.step), |out| {
             model_file::write(out, self.descriptor, &job.layout, &copy[params], job.float)
         })?;
         Ok(vec![model, job.write_state(copy)?])
