@@ -1,6 +1,7 @@
 //! `config.json` of a Hugging Face directory: the architecture, its sizes, and settings that the engine must support.
 
-use crate::architecture::{ARCHITECTURES, Architecture, SizeKeys};
+use crate::architecture::{ARCHITECTURES, Architecture};
+use crate::keys::Keys;
 use anyhow::{Context, Result, bail, ensure};
 use engine::tensor::DType;
 use model::Descriptor;
@@ -46,7 +47,7 @@ impl ModelConfig {
         let architecture = architecture.with_context(|| {
             format!("model_type: expected {}, found {found}; llm-rs has no other architecture", known())
         })?;
-        let descriptor = descriptor(&architecture.sizes, &keys)?;
+        let descriptor = (architecture.descriptor)(Keys(&keys))?;
         for setting in architecture.settings {
             let Some(value) = keys.get(setting.key) else { continue };
             let found = text_of(value);
@@ -62,32 +63,19 @@ impl ModelConfig {
 
     /// Returns the configuration of a model of this program.
     pub fn new(architecture: &'static Architecture, descriptor: Descriptor, [bos, eos]: [Option<u32>; 2]) -> Self {
-        let Descriptor { layers, heads, channels, max_seq_len, vocab } = descriptor;
-        let sizes = &architecture.sizes;
-        let keys = json!({
-            "model_type": architecture.model_type,
-            sizes.layers: layers,
-            sizes.heads: heads,
-            sizes.channels: channels,
-            sizes.max_seq_len: max_seq_len,
-            sizes.vocab: vocab,
-            sizes.mlp: null,
-            "activation_function": "gelu_new",
-            // llm.rs trains without dropout.
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "bos_token_id": bos,
-            "eos_token_id": eos,
-            "initializer_range": 0.02,
-            "layer_norm_epsilon": 1e-5,
-            "use_cache": true,
-        });
-        let Value::Object(keys) = keys else { unreachable!("written as an object above") };
+        let mut keys = (architecture.keys)(&descriptor);
+        let common = [
+            ("model_type", architecture.model_type.into()),
+            ("bos_token_id", bos.into()),
+            ("eos_token_id", eos.into()),
+            ("initializer_range", json!(0.02)),
+            ("use_cache", true.into()),
+        ];
+        keys.extend(common.map(|(key, value)| (key.to_owned(), value)));
         Self { architecture, descriptor, keys }
     }
 
-    /// Returns the file of an export with parameters of type `dtype`: the class with a tied head, and the type under the keys of
+    /// Returns the file of an export with parameters of type `dtype`: the class, whether the head is tied, and the type under the keys of
     /// transformers 4 (`torch_dtype`) and 5 (`dtype`).
     pub fn exported(&self, dtype: DType) -> Map<String, Value> {
         let mut keys = self.keys.clone();
@@ -99,7 +87,7 @@ impl ModelConfig {
             ("architectures", json!([self.architecture.class])),
             ("dtype", name.into()),
             ("torch_dtype", name.into()),
-            (TIED, true.into()),
+            (TIED, self.descriptor.tied.into()),
         ];
         keys.extend(changed.map(|(key, value)| (key.to_owned(), value)));
         keys
@@ -108,7 +96,7 @@ impl ModelConfig {
     /// Checks that the head is tied to the token embedding. A file without a head then has all parameters of the model.
     pub fn check_tied(&self) -> Result<()> {
         ensure!(
-            self.keys.get(TIED) != Some(&Value::Bool(false)),
+            self.keys.get(TIED) != Some(&Value::Bool(false)) || !self.descriptor.tied,
             "{TIED}: expected true, because the files have no {}, found false; if the model was trained with tied embeddings, set \
              it to true",
             self.architecture.head
@@ -141,29 +129,6 @@ pub fn text_of(value: &Value) -> String {
         Value::Number(number) if number.is_f64() => (number.as_f64().unwrap_or(f64::NAN) as f32).to_string(),
         other => other.to_string(),
     }
-}
-
-fn descriptor(names: &SizeKeys, keys: &Map<String, Value>) -> Result<Descriptor> {
-    let size = |key: &str| {
-        let value = keys.get(key).with_context(|| format!("{key}: expected a whole number, found none"))?;
-        let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-        size.with_context(|| format!("{key}: expected a whole number, found {value}"))
-    };
-    let [layers, heads, channels] = [size(names.layers)?, size(names.heads)?, size(names.channels)?];
-    let [max_seq_len, vocab] = [size(names.max_seq_len)?, size(names.vocab)?];
-    let descriptor = Descriptor::new(layers, heads, channels, max_seq_len, vocab).with_context(|| {
-        let SizeKeys { layers, heads, channels, max_seq_len, vocab, .. } = names;
-        format!("{layers}, {heads}, {channels}, {max_seq_len}, {vocab}: not a supported shape")
-    })?;
-    let mlp = keys.get(names.mlp).unwrap_or(&Value::Null);
-    ensure!(
-        mlp.is_null() || mlp.as_u64() == Some(4 * channels as u64),
-        "{}: expected null or 4 x {} = {}, found {mlp}; llm-rs has no other MLP width",
-        names.mlp,
-        names.channels,
-        4 * channels
-    );
-    Ok(descriptor)
 }
 
 #[cfg(test)]
@@ -222,8 +187,12 @@ mod tests {
     #[test]
     fn unsupported_settings_name_the_key_and_both_values() {
         for (key, value, expected) in [
-            ("model_type", Some(r#""opt""#), "model_type: expected gpt2, found opt; llm-rs has no other architecture"),
-            ("model_type", None, "model_type: expected gpt2, found none"),
+            (
+                "model_type",
+                Some(r#""opt""#),
+                "model_type: expected gpt2 or llama or qwen2 or qwen3, found opt; llm-rs has no other architecture",
+            ),
+            ("model_type", None, "model_type: expected gpt2 or llama or qwen2 or qwen3, found none"),
             (
                 "activation_function",
                 Some(r#""relu""#),
@@ -274,12 +243,15 @@ mod tests {
         assert!(message.starts_with("cannot read ") && message.contains("config.json: No such file"), "{message}");
         fs::write(directory.path().join(FILE), "{}").unwrap();
         let message = format!("{:#}", ModelConfig::read(directory.path()).unwrap_err());
-        assert!(message.contains("config.json: model_type: expected gpt2, found none"), "{message}");
+        assert!(
+            message.contains("config.json: model_type: expected gpt2 or llama or qwen2 or qwen3, found none"),
+            "{message}"
+        );
     }
 
     #[test]
     fn exported_configurations_are_accepted_again() {
-        let descriptor = Descriptor::new(2, 3, 12, 16, 256).unwrap();
+        let descriptor = Descriptor::gpt2(2, 3, 12, 16, 256).unwrap();
         let config = ModelConfig::new(&GPT2, descriptor, [Some(10), None]);
         for (dtype, name) in [(DType::F32, "float32"), (DType::Bf16, "bfloat16")] {
             let keys = config.exported(dtype);

@@ -3,7 +3,7 @@
 //! Tensors are converted one at a time, so a model of any size needs memory for its largest tensor only.
 
 use crate::ModelSource;
-use crate::architecture::{TensorNames, of_layer};
+use crate::architecture::{LLAMA, TensorNames, of_layer};
 use crate::config::{self, ModelConfig};
 use crate::element::{Element, NewTensor, transpose};
 use crate::gguf::{self, Value};
@@ -14,7 +14,10 @@ use ::tokenizer::Tokenizer;
 use anyhow::{Context, Result, bail, ensure};
 use atomic_file::write_directory;
 use checkpoint::model_file;
+use checkpoint::tensors::{FileShape, Order, Slot};
+use engine::ops::RotaryPairs;
 use engine::tensor::DType;
+use model::descriptor::Positions;
 use model::{Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
@@ -64,7 +67,7 @@ pub fn hugging_face(
     let special = tokenizer.as_ref().map_or([None; 2], tokenizer::bos_eos);
     let mut config = match source.hugging_face() {
         Some(model) => model.config().clone(),
-        None => ModelConfig::new(source.architecture(), descriptor, special),
+        None => ModelConfig::new(source.architecture()?, descriptor, special),
     };
     if named.is_some() {
         config.set_bos_eos(special);
@@ -94,6 +97,9 @@ pub fn hugging_face(
 pub fn llmc(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> Result<()> {
     check_file(out, overwrite)?;
     let descriptor = source.descriptor();
+    if !descriptor.is_gpt2() {
+        return llmc_llama(source, out, dtype);
+    }
     let padding = (descriptor.padded_vocab() - descriptor.vocab) * descriptor.channels * dtype.bytes();
     atomic_file::write(out, |file| {
         model_file::write_header(file, descriptor, dtype)?;
@@ -101,6 +107,28 @@ pub fn llmc(source: &ModelSource, out: &Path, dtype: DType, overwrite: bool) -> 
             file.write_all(&source.read(param, layer, dtype)?)?;
             if param == Param::Wte {
                 file.write_all(&vec![0; padding])?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes the model file of llm.c's branch `llama3`. A tied head is written twice, because the format has no tied head.
+fn llmc_llama(source: &ModelSource, out: &Path, dtype: DType) -> Result<()> {
+    let descriptor = source.descriptor();
+    let shape = FileShape { descriptor, padded_vocab: descriptor.vocab, order: Order::LlmCLlama };
+    atomic_file::write(out, |file| {
+        model_file::llama::write_header(file, &descriptor, dtype)?;
+        let tensors = shape.slots().into_iter().flat_map(|slot| (0..slot.layers).map(move |layer| (slot, layer)));
+        for (Slot { param, elements, .. }, layer) in tensors {
+            match param {
+                None => file.write_all(&vec![0; elements * dtype.bytes()])?,
+                Some(Param::LmHead) if descriptor.tied => file.write_all(&source.read(Param::Wte, 0, dtype)?)?,
+                Some(param) => {
+                    for (_, names) in LLAMA.parts_of(param) {
+                        file.write_all(&source.read_part(names, layer, dtype, RotaryPairs::Interleaved)?)?;
+                    }
+                }
             }
         }
         Ok(())
@@ -121,18 +149,19 @@ pub fn gguf(
     check_file(out, overwrite)?;
     let (vocabulary, written) = gguf_vocabulary(source, named)?;
     let name = out.file_stem().map(|stem| stem.to_string_lossy()).unwrap_or_default();
-    let all: Vec<(&TensorNames, usize)> = source.architecture().all_tensors(source.descriptor().layers).collect();
-    let tensor = |&(names, layer): &(&TensorNames, usize)| NewTensor {
+    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+    let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
+    let tensor = |&(_, names, layer): &(usize, &TensorNames, usize)| NewTensor {
         name: of_layer(names.gguf, layer),
-        shape: names.shape(&source.descriptor()),
+        shape: names.shape(&descriptor),
         element: Element::from(gguf_dtype(names, dtype)),
     };
     let tensors: Vec<NewTensor> = all.iter().map(tensor).collect();
-    let metadata = gguf_metadata(source, &name, dtype, vocabulary);
+    let metadata = gguf_metadata(source, &name, dtype, vocabulary)?;
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
-        for ((names, layer), tensor) in all.iter().zip(&tensors) {
-            file.write_all(&source.read(names.param, *layer, gguf_dtype(names, dtype))?)?;
+        for ((_, names, layer), tensor) in all.iter().zip(&tensors) {
+            file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), architecture.gguf_pairs)?)?;
             file.write_all(&gguf::padding(tensor))?;
         }
         Ok(())
@@ -178,17 +207,19 @@ fn check_file(out: &Path, overwrite: bool) -> Result<()> {
 }
 
 fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -> Result<()> {
-    let (architecture, descriptor) = (source.architecture(), source.descriptor());
-    let described = |(names, layer): (&'static TensorNames, usize)| {
-        let name = format!("{}{}", architecture.prefix, of_layer(names.hugging_face, layer));
+    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+    let described = |(_, names, layer): (usize, &'static TensorNames, usize)| {
+        // The head is not part of the model that the prefix names.
+        let prefix = if names.param == Param::LmHead { "" } else { architecture.prefix };
+        let name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
         (NewTensor { name, shape: names.hugging_face_shape(&descriptor), element: dtype.into() }, names, layer)
     };
-    let mut all: Vec<_> = architecture.all_tensors(descriptor.layers).map(described).collect();
+    let mut all: Vec<_> = architecture.all_tensors(&descriptor).map(described).collect();
     all.sort_by(|(a, ..), (b, ..)| a.name.cmp(&b.name));
     let header: Vec<NewTensor> = all.iter().map(|(tensor, ..)| tensor.clone()).collect();
     safetensors_file::write_header(out, &header)?;
     for (_, names, layer) in all {
-        let bytes = source.read(names.param, layer, dtype)?;
+        let bytes = source.read_part(names, layer, dtype, RotaryPairs::HalfSplit)?;
         if names.transposed {
             out.write_all(&transpose(&bytes, names.shape(&descriptor)[0], dtype.bytes()))?;
         } else {
@@ -235,15 +266,20 @@ fn gguf_vocabulary(source: &ModelSource, named: Option<&str>) -> Result<(Vocabul
 
 /// Returns the storage type of a tensor. llama.cpp adds vectors and position embeddings to f32 activations.
 fn gguf_dtype(names: &TensorNames, dtype: DType) -> DType {
-    if names.is_matrix() && names.param != Param::Wpe { dtype } else { DType::F32 }
+    if names.param.is_matrix() && names.param != Param::Wpe { dtype } else { DType::F32 }
 }
 
 /// Returns the metadata. `llama_model` of llama.cpp lists the keys of each architecture.
-fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Vocabulary) -> Vec<(String, Value)> {
+fn gguf_metadata(
+    source: &ModelSource,
+    name: &str,
+    dtype: DType,
+    vocabulary: Vocabulary,
+) -> Result<Vec<(String, Value)>> {
     const NORMAL: i32 = 1;
     const CONTROL: i32 = 3;
     const USER_DEFINED: i32 = 4;
-    let (kind, descriptor) = (source.architecture().model_type, source.descriptor());
+    let (kind, descriptor) = (source.architecture()?.model_type, source.descriptor());
     // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
     let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
     let size = |n: usize| Value::U32(n as u32);
@@ -260,9 +296,8 @@ fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Voc
         (format!("{kind}.block_count"), size(descriptor.layers)),
         (format!("{kind}.context_length"), size(descriptor.max_seq_len)),
         (format!("{kind}.embedding_length"), size(descriptor.channels)),
-        (format!("{kind}.feed_forward_length"), size(4 * descriptor.channels)),
+        (format!("{kind}.feed_forward_length"), size(descriptor.mlp_channels)),
         (format!("{kind}.attention.head_count"), size(descriptor.heads)),
-        (format!("{kind}.attention.layer_norm_epsilon"), Value::F32(1e-5)),
         ("tokenizer.ggml.model".to_owned(), text("gpt2")),
         ("tokenizer.ggml.pre".to_owned(), text("gpt-2")),
         ("tokenizer.ggml.tokens".to_owned(), Value::Texts(vocabulary.tokens)),
@@ -274,5 +309,25 @@ fn gguf_metadata(source: &ModelSource, name: &str, dtype: DType, vocabulary: Voc
     // llama.cpp would use id 11 for both. Id 0 of the byte vocabulary never occurs in text.
     metadata.push(("tokenizer.ggml.bos_token_id".to_owned(), Value::U32(bos.unwrap_or(0))));
     metadata.push(("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(eos.unwrap_or(0))));
-    metadata
+    metadata.push(match descriptor.norm.eps() {
+        None => (format!("{kind}.attention.layer_norm_epsilon"), Value::F32(1e-5)),
+        Some(eps) => (format!("{kind}.attention.layer_norm_rms_epsilon"), Value::F32(eps)),
+    });
+    if let Positions::Rotary(rotary) = descriptor.positions {
+        metadata.extend([
+            (format!("{kind}.attention.head_count_kv"), size(descriptor.kv_heads)),
+            (format!("{kind}.attention.key_length"), size(descriptor.head_size)),
+            (format!("{kind}.attention.value_length"), size(descriptor.head_size)),
+            (format!("{kind}.rope.dimension_count"), size(descriptor.head_size)),
+            (format!("{kind}.rope.freq_base"), Value::F32(rotary.theta)),
+            (format!("{kind}.vocab_size"), size(descriptor.vocab)),
+        ]);
+        ensure!(
+            rotary.scaling.is_none(),
+            "gguf: expected rotary embeddings without scaling, found {:?}; export with --format hf and use llama.cpp's \
+             convert_hf_to_gguf.py",
+            rotary.scaling
+        );
+    }
+    Ok(metadata)
 }

@@ -26,7 +26,8 @@ pub struct HuggingFaceModel {
     directory: PathBuf,
     config: ModelConfig,
     files: Vec<SafetensorsFile>,
-    tensors: HashMap<(Param, usize), Located>,
+    /// By row of the architecture's table and layer.
+    tensors: HashMap<(usize, usize), Located>,
 }
 
 /// A tensor in one of the files.
@@ -45,17 +46,18 @@ impl HuggingFaceModel {
         let mut model = Self { directory: directory.to_owned(), config, files, tensors: HashMap::new() };
         let architecture = model.config.architecture;
         let mut found = model.all_tensors(architecture)?;
-        for (names, layer) in architecture.all_tensors(model.config.descriptor.layers) {
+        for (row, names, layer) in architecture.all_tensors(&model.config.descriptor) {
             let name = of_layer(names.hugging_face, layer);
             let shape = names.hugging_face_shape(&model.config.descriptor);
             let located = found
                 .remove(&name)
                 .with_context(|| format!("{}: expected a tensor {name} {shape:?}, found none", directory.display()))?;
             model.check(&located, &shape)?;
-            model.tensors.insert((names.param, layer), located);
+            model.tensors.insert((row, layer), located);
         }
         match found.remove(architecture.head) {
             Some(head) => model.check_head(&head)?,
+            None if !model.config.descriptor.tied => {}
             None => model.config.check_tied().with_context(|| directory.join(config::FILE).display().to_string())?,
         }
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
@@ -105,12 +107,17 @@ impl HuggingFaceModel {
 
     /// Checks that the head has the values of the token embedding, because the engine has one tensor for both.
     fn check_head(&self, head: &Located) -> Result<()> {
-        let embedding = &self.tensors[&(Param::Wte, 0)];
+        let embedding = self.tensor(Param::Wte, 0);
         let [a, b] = [embedding, head].map(|located| &located.info);
         let path = self.files[head.file].path().display();
+        let advice = if self.config.architecture.parts_of(Param::LmHead).next().is_some() {
+            "if the head is not tied, set tie_word_embeddings to false"
+        } else {
+            "llm-rs supports only tied embeddings of this architecture"
+        };
         ensure!(
             a.dtype == b.dtype && a.shape == b.shape,
-            "{path}: tensor {}: expected {} as {}, found {}; llm-rs supports only tied embeddings",
+            "{path}: tensor {}: expected {} as {}, found {}; {advice}",
             head.name,
             a.describe(),
             embedding.name,
@@ -125,7 +132,7 @@ impl HuggingFaceModel {
             }
             ensure!(
                 buffers[0][..len] == buffers[1][..len],
-                "{path}: tensor {}: expected the values of {}, found others; llm-rs supports only tied embeddings",
+                "{path}: tensor {}: expected the values of {}, found others; {advice}",
                 head.name,
                 embedding.name
             );
@@ -154,17 +161,36 @@ impl HuggingFaceModel {
         if all_bf16 { DType::Bf16 } else { DType::F32 }
     }
 
-    /// Returns the name of a tensor in its file.
+    /// Returns the first part of a tensor.
+    fn tensor(&self, param: Param, layer: usize) -> &Located {
+        let mut parts = self.config.architecture.parts_of(param);
+        let (row, _) = parts.next().expect("the architecture has a row for each tensor of its models");
+        &self.tensors[&(row, layer)]
+    }
+
+    /// Returns the name of a tensor, or of its first part, in its file.
     pub fn name(&self, param: Param, layer: usize) -> &str {
-        &self.tensors[&(param, layer)].name
+        &self.tensor(param, layer).name
     }
 
     /// Reads a tensor, one row per output, without padding of the vocabulary. Returns the type and the bytes of its elements.
     pub fn read(&self, param: Param, layer: usize) -> Result<(Element, Vec<u8>)> {
-        let located = &self.tensors[&(param, layer)];
-        let names: &TensorNames = self.config.architecture.names_of(param);
+        let parts = self.config.architecture.parts_of(param).map(|(row, names)| self.read_part(row, names, layer));
+        let mut parts: Vec<(Element, Vec<u8>)> = parts.collect::<Result<_>>()?;
+        if parts.windows(2).any(|pair| pair[0].0 != pair[1].0) {
+            let widen = |(element, bytes): (Element, Vec<u8>)| (Element::F32, element.convert(bytes, DType::F32));
+            parts = parts.into_iter().map(widen).collect();
+        }
+        let mut parts = parts.into_iter();
+        let (element, mut bytes) = parts.next().expect("the architecture has a row for each tensor of its models");
+        parts.for_each(|(_, part)| bytes.extend(part));
+        Ok((element, bytes))
+    }
+
+    fn read_part(&self, row: usize, names: &TensorNames, layer: usize) -> Result<(Element, Vec<u8>)> {
+        let located = &self.tensors[&(row, layer)];
         let element = element(located);
-        let mut bytes = vec![0; names.elements(&self.config.descriptor) * element.bytes()];
+        let mut bytes = vec![0; names.elements(&self.config.descriptor).len() * element.bytes()];
         self.files[located.file].read(&located.info, 0, &mut bytes)?;
         if names.transposed {
             let rows = names.hugging_face_shape(&self.config.descriptor)[0];

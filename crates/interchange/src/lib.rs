@@ -4,7 +4,7 @@
 //!   directory.
 //! * [`export`] writes a source as a Hugging Face directory, a `.bin` file or a GGUF file.
 //! * [`architecture`] holds one table per architecture: tensor names, and the keys of `config.json`.
-//! * [`config`], [`safetensors_file`] and [`hugging_face`] read Hugging Face directories; [`tokenizer`] makes tokenizer files;
+//! * [`config`], [`keys`], [`safetensors_file`] and [`hugging_face`] read Hugging Face directories; [`tokenizer`] makes tokenizer files;
 //!   [`gguf`] is the GGUF container.
 //!
 //! llm.c's own formats belong to `checkpoint`.
@@ -17,6 +17,7 @@ pub mod element;
 pub mod export;
 pub mod gguf;
 pub mod hugging_face;
+pub mod keys;
 pub mod safetensors_file;
 pub mod source;
 pub mod tokenizer;

@@ -1,6 +1,6 @@
 //! Models that a user names by their path.
 
-use crate::architecture::{Architecture, GPT2};
+use crate::architecture::{Architecture, TensorNames};
 use crate::config;
 use crate::element::Element;
 use crate::hugging_face::HuggingFaceModel;
@@ -10,8 +10,10 @@ use checkpoint::model_file::ModelFile;
 use checkpoint::resume::newest_model_file;
 use checkpoint::tensors;
 use engine::Engine;
+use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
-use model::{Descriptor, Gpt2, Param};
+use model::descriptor::Positions;
+use model::{Decoder, Descriptor, Param};
 use std::path::Path;
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
@@ -22,7 +24,7 @@ pub struct ModelSource(Kind);
 
 #[derive(Debug)]
 enum Kind {
-    LlmC(ModelFile),
+    LlmC(Box<ModelFile>),
     HuggingFace(Box<HuggingFaceModel>),
 }
 
@@ -49,7 +51,7 @@ impl ModelSource {
             !has_extension("gguf") || !path.exists(),
             "{name}: expected a model file (.bin) or a Hugging Face directory, found a GGUF file, which llm-rs only writes"
         );
-        Ok(Self(Kind::LlmC(ModelFile::open(path)?)))
+        Ok(Self(Kind::LlmC(Box::new(ModelFile::open(path)?))))
     }
 
     fn open_directory(path: &Path) -> Result<Self> {
@@ -57,7 +59,7 @@ impl ModelSource {
             return Ok(Self(Kind::HuggingFace(Box::new(HuggingFaceModel::open(path)?))));
         }
         match newest_model_file(path)? {
-            Some(file) => Ok(Self(Kind::LlmC(ModelFile::open(&file)?))),
+            Some(file) => Ok(Self(Kind::LlmC(Box::new(ModelFile::open(&file)?)))),
             None => bail!(
                 "{}: expected {} (a Hugging Face directory) or a complete checkpoint (the directory of a run), found neither{}",
                 path.display(),
@@ -104,10 +106,10 @@ impl ModelSource {
     }
 
     /// Returns the names of the tensors in other programs.
-    pub fn architecture(&self) -> &'static Architecture {
+    pub fn architecture(&self) -> Result<&'static Architecture> {
         match &self.0 {
-            Kind::LlmC(_) => &GPT2,
-            Kind::HuggingFace(model) => model.config().architecture,
+            Kind::LlmC(file) => Architecture::of(&file.descriptor()).with_context(|| file.path().display().to_string()),
+            Kind::HuggingFace(model) => Ok(model.config().architecture),
         }
     }
 
@@ -151,10 +153,26 @@ impl ModelSource {
         Ok(element.convert(bytes, dtype))
     }
 
+    /// Reads part of a tensor like [`read`](Self::read), for a program with these rotary pairs.
+    pub fn read_part(&self, names: &TensorNames, layer: usize, dtype: DType, pairs: RotaryPairs) -> Result<Vec<u8>> {
+        let descriptor = self.descriptor();
+        let (mut bytes, size) = (self.read(names.param, layer, dtype)?, dtype.bytes());
+        let elements = names.elements(&descriptor);
+        bytes.truncate(elements.end * size);
+        bytes.drain(..elements.start * size);
+        Ok(match descriptor.positions {
+            Positions::Rotary(rotary) if names.is_rotated() && rotary.pairs != pairs => {
+                let columns = if names.param.is_matrix() { descriptor.channels } else { 1 };
+                convert_pairs(&bytes, columns * size, descriptor.head_size, pairs)
+            }
+            _ => bytes,
+        })
+    }
+
     /// Reads the parameters that this rank keeps into `model`, and into its master weights if it has them. The model must have
     /// been planned for [`descriptor`](Self::descriptor). Values are widened or rounded to nearest if the types differ. NaN and
     /// infinite values are an error that names the tensor.
-    pub fn load(self, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+    pub fn load(self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
         match self.0 {
             Kind::LlmC(file) => file.load(model, engine),
             Kind::HuggingFace(source) => {
@@ -164,7 +182,18 @@ impl ModelSource {
     }
 }
 
-fn load(source: &HuggingFaceModel, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+/// Reorders the rows of each head, of `row` bytes each, to these rotary pairs from the others.
+fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPairs) -> Vec<u8> {
+    let half = head_size / 2;
+    let source = |i: usize| match pairs {
+        RotaryPairs::Interleaved => i % 2 * half + i / 2,
+        RotaryPairs::HalfSplit => i % half * 2 + i / half,
+    };
+    let head = |head: &[u8]| (0..head_size).flat_map(|i| head[source(i) * row..][..row].to_vec()).collect::<Vec<u8>>();
+    rows.chunks(head_size * row).flat_map(head).collect()
+}
+
+fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
     assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
     let master = model.training.and_then(|training| training.master).map(|master| model.state_store(master));
     let stores: Vec<_> = [Some(model.param_store()), master].into_iter().flatten().collect();

@@ -327,7 +327,7 @@ mod tests {
                 assert!(FILES.contains(&name));
                 fs::write(directory.path().join(name), bytes).unwrap();
             }
-            let descriptor = Descriptor::new(1, 1, 8, 64, size).unwrap();
+            let descriptor = Descriptor::gpt2(1, 1, 8, 64, size).unwrap();
             let config = ModelConfig::new(&GPT2, descriptor, [vocabulary.bos, vocabulary.eos]);
             let read = Vocabulary::read(directory.path(), &config).unwrap();
             assert_eq!((&read.tokens, &read.merges), (&vocabulary.tokens, &vocabulary.merges));
@@ -403,7 +403,7 @@ mod tests {
             assert!(message.contains(expected), "{expected}: {message}");
         }
         let directory = tempfile::tempdir().unwrap();
-        let config = ModelConfig::new(&GPT2, Descriptor::new(1, 1, 8, 64, 6).unwrap(), [None; 2]);
+        let config = ModelConfig::new(&GPT2, Descriptor::gpt2(1, 1, 8, 64, 6).unwrap(), [None; 2]);
         let message = format!("{:#}", Vocabulary::read(directory.path(), &config).unwrap_err());
         assert!(message.contains("cannot read ") && message.contains("tokenizer.json"), "{message}");
     }

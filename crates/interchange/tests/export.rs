@@ -105,7 +105,7 @@ fn model_files_have_llm_cs_layout_with_a_padded_vocabulary() {
 fn model_file(vocab: usize) -> (TempDir, ModelSource) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.bin");
-    let descriptor = Descriptor::new(1, 2, 4, 8, vocab).unwrap();
+    let descriptor = Descriptor::gpt2(1, 2, 4, 8, vocab).unwrap();
     let layout = Params::new(descriptor);
     let params: Vec<u8> = (0..layout.elements()).flat_map(|i| (i as f32 * 1e-5).to_le_bytes()).collect();
     let mut out = fs::File::create(&path).unwrap();

@@ -10,7 +10,7 @@ use engine::tensor::DType;
 use engine::{Engine, cuda};
 use half::bf16;
 use interchange::ModelSource;
-use model::{Gpt2, Param, PlanOptions};
+use model::{Decoder, Param, PlanOptions};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs;
@@ -24,7 +24,7 @@ pub fn error(path: &Path) -> String {
 /// Asserts that an engine holds the values of a directory after loading it, and zeros in the rows that pad the vocabulary.
 fn assert_loaded(path: &Path, tensors: &Tensors, engine: &mut dyn Engine, options: PlanOptions) {
     let source = open(path).unwrap();
-    let (model, plan) = Gpt2::plan(source.descriptor(), options, engine);
+    let (model, plan) = Decoder::plan(source.descriptor(), options, engine);
     engine.allocate(&plan).unwrap();
     source.load(&model, engine).unwrap();
     let master = model.training.and_then(|training| training.master);
@@ -94,7 +94,7 @@ fn non_finite_values_are_errors_that_name_the_tensor() {
         let directory = directory(&damaged);
         let source = open(directory.path()).unwrap();
         let mut cpu = Cpu::new();
-        let (model, plan) = Gpt2::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);
+        let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(1, 8), &mut cpu);
         cpu.allocate(&plan).unwrap();
         let read = source.read(Param::Attprojw, 1, DType::Bf16).unwrap_err();
         source.read(Param::Attprojw, 0, DType::Bf16).unwrap();

@@ -15,7 +15,7 @@ pub const SHAPE: (usize, usize, usize, usize, usize) = (2, 2, 6, 10, 33);
 
 pub fn descriptor() -> Descriptor {
     let (layers, heads, channels, positions, vocab) = SHAPE;
-    Descriptor::new(layers, heads, channels, positions, vocab).unwrap()
+    Descriptor::gpt2(layers, heads, channels, positions, vocab).unwrap()
 }
 
 /// A tensor: shape and values.
@@ -127,6 +127,7 @@ pub fn expected(tensors: &Tensors, param: Param, layer: usize) -> Vec<f32> {
         Param::Fcprojb => ("h.L.mlp.c_proj.bias", false),
         Param::Lnfw => ("ln_f.weight", false),
         Param::Lnfb => ("ln_f.bias", false),
+        Param::LmHead | Param::QNormw | Param::KNormw => unreachable!("GPT-2 has no {}", param.name()),
     };
     let name = format!("transformer.{}", name.replace('L', &layer.to_string()));
     let Tensor { shape, values, dtype } = &tensors[&name];

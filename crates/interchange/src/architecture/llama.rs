@@ -1,0 +1,324 @@
+//! Llama 2 and 3, Qwen2 (with Qwen2.5) and Qwen3: one table of tensors.
+
+use super::{Architecture, Part, Setting, TensorNames, tensor};
+use crate::keys::Keys;
+use anyhow::{Context, Result, bail, ensure};
+use engine::ops::{Activation, RotaryPairs};
+use model::descriptor::{Biases, Init, Norm, Positions, QkNorm, Rotary, RotaryScaling};
+use model::{Descriptor, Param};
+use serde_json::{Map, Value, json};
+
+const fn part(param: Param, part: Part, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
+    TensorNames { param, part, hugging_face, gguf, transposed: false }
+}
+
+/// All tensors. Those that a model lacks are not in its files.
+const TENSORS: &[TensorNames] = &[
+    tensor(Param::Wte, "embed_tokens.weight", "token_embd.weight"),
+    tensor(Param::LmHead, "lm_head.weight", "output.weight"),
+    tensor(Param::Ln1w, "layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
+    part(Param::Qkvw, Part::Query, "layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight"),
+    part(Param::Qkvw, Part::Key, "layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight"),
+    part(Param::Qkvw, Part::Value, "layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight"),
+    part(Param::Qkvb, Part::Query, "layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias"),
+    part(Param::Qkvb, Part::Key, "layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias"),
+    part(Param::Qkvb, Part::Value, "layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias"),
+    tensor(Param::QNormw, "layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),
+    tensor(Param::KNormw, "layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
+    tensor(Param::Attprojw, "layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight"),
+    tensor(Param::Ln2w, "layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    part(Param::Fcw, Part::Up, "layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
+    part(Param::Fcw, Part::Gate, "layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
+    tensor(Param::Fcprojw, "layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+    tensor(Param::Lnfw, "norm.weight", "output_norm.weight"),
+];
+
+/// Frequencies, which old versions of transformers saved.
+const IGNORED: &[&str] = &["layers.{}.self_attn.rotary_emb.inv_freq"];
+
+/// Llama.
+pub static LLAMA: Architecture = Architecture {
+    model_type: "llama",
+    class: "LlamaForCausalLM",
+    prefix: "model.",
+    head: "lm_head.weight",
+    ignored: IGNORED,
+    tensors: TENSORS,
+    settings: &[
+        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "attention_bias", accepted: &["false"] },
+        Setting { key: "mlp_bias", accepted: &["false"] },
+        // Changes how the GEMMs are split, but not their formula.
+        Setting { key: "pretraining_tp", accepted: &["1"] },
+        Setting { key: "is_encoder_decoder", accepted: &["false"] },
+        Setting { key: "quantization_config", accepted: &["null"] },
+    ],
+    gguf_pairs: RotaryPairs::Interleaved,
+    descriptor: |keys| descriptor(keys, Biases::None, None, None),
+    keys: |descriptor| keys(descriptor, json!({ "attention_bias": false, "mlp_bias": false })),
+};
+
+/// Qwen2 and Qwen2.5.
+pub static QWEN2: Architecture = Architecture {
+    model_type: "qwen2",
+    class: "Qwen2ForCausalLM",
+    settings: &[
+        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "use_sliding_window", accepted: &["false"] },
+        Setting { key: "is_encoder_decoder", accepted: &["false"] },
+        Setting { key: "quantization_config", accepted: &["null"] },
+    ],
+    gguf_pairs: RotaryPairs::HalfSplit,
+    descriptor: |keys| descriptor(keys, Biases::Qkv, None, None),
+    keys: |descriptor| keys(descriptor, json!({ "use_sliding_window": false })),
+    ..LLAMA
+};
+
+/// Qwen3.
+pub static QWEN3: Architecture = Architecture {
+    model_type: "qwen3",
+    class: "Qwen3ForCausalLM",
+    settings: &[
+        Setting { key: "hidden_act", accepted: &["silu", "swish"] },
+        Setting { key: "attention_bias", accepted: &["false"] },
+        Setting { key: "use_sliding_window", accepted: &["false"] },
+        Setting { key: "is_encoder_decoder", accepted: &["false"] },
+        Setting { key: "quantization_config", accepted: &["null"] },
+    ],
+    gguf_pairs: RotaryPairs::HalfSplit,
+    descriptor: |keys| {
+        let eps = keys.float("rms_norm_eps", EPS)?;
+        descriptor(keys, Biases::None, Some(QkNorm { eps, weights: true, gain: 1.0 }), Some(QWEN3_HEAD_SIZE))
+    },
+    keys: |descriptor| keys(descriptor, json!({ "attention_bias": false, "use_sliding_window": false })),
+    ..LLAMA
+};
+
+/// The defaults of transformers.
+const EPS: f32 = 1e-6;
+const THETA: f32 = 10_000.0;
+const QWEN3_HEAD_SIZE: usize = 128;
+
+/// Returns the model of a configuration. `head_size` is that of configurations without `head_dim`; by default, the heads share the
+/// channels.
+fn descriptor(keys: Keys, biases: Biases, qk_norm: Option<QkNorm>, head_size: Option<usize>) -> Result<Descriptor> {
+    let [layers, heads] = [keys.size("num_hidden_layers")?, keys.size("num_attention_heads")?];
+    let [channels, mlp_channels] = [keys.size("hidden_size")?, keys.size("intermediate_size")?];
+    let head_size = if let Some(head_size) = keys.optional_size("head_dim")?.or(head_size) {
+        head_size
+    } else {
+        ensure!(
+            heads > 0 && channels.is_multiple_of(heads),
+            "num_attention_heads: expected a divisor of hidden_size = {channels}, found {heads}"
+        );
+        channels / heads
+    };
+    layer_types(keys)?;
+    let descriptor = Descriptor {
+        layers,
+        heads,
+        kv_heads: keys.optional_size("num_key_value_heads")?.unwrap_or(heads),
+        head_size,
+        channels,
+        mlp_channels,
+        max_seq_len: keys.size("max_position_embeddings")?,
+        vocab: keys.size("vocab_size")?,
+        norm: Norm::RmsNorm { eps: keys.float("rms_norm_eps", EPS)?, weights: true },
+        positions: Positions::Rotary(rotary(keys)?),
+        qk_norm,
+        activation: Activation::SwiGlu,
+        biases,
+        tied: keys.flag("tie_word_embeddings", false)?,
+        embedding_norm: false,
+        softcap: None,
+        init: Init::Normal,
+    };
+    descriptor.checked().context("not a supported shape")
+}
+
+/// Checks that every layer attends to all earlier positions.
+fn layer_types(keys: Keys) -> Result<()> {
+    let types = keys.get("layer_types");
+    let Some(types) = types.as_array() else { return Ok(()) };
+    match types.iter().find(|kind| *kind != "full_attention") {
+        Some(other) => bail!("layer_types: expected full_attention, found {other}; llm-rs computes no other attention"),
+        None => Ok(()),
+    }
+}
+
+/// Returns the rotary embedding: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4.
+fn rotary(keys: Keys) -> Result<Rotary> {
+    let (name, found) = match (keys.get("rope_parameters"), keys.get("rope_scaling")) {
+        (Value::Null, scaling) => ("rope_scaling", scaling),
+        (parameters, _) => ("rope_parameters", parameters),
+    };
+    let empty = Map::new();
+    let scaling = match found {
+        Value::Null => &empty,
+        Value::Object(scaling) => scaling,
+        other => bail!("{name}: expected an object or null, found {other}"),
+    };
+    let scaling = Keys(scaling);
+    let theta = match scaling.get("rope_theta") {
+        Value::Null => keys.float("rope_theta", THETA)?,
+        _ => scaling.float("rope_theta", THETA).context(name)?,
+    };
+    let kind = match (scaling.get("rope_type"), scaling.get("type")) {
+        (Value::Null, Value::Null) => "default",
+        (Value::Null, kind) | (kind, _) => kind.as_str().unwrap_or("of another type"),
+    };
+    let partial = scaling.float("partial_rotary_factor", 1.0)? * keys.float("partial_rotary_factor", 1.0)?;
+    ensure!(
+        (partial - 1.0).abs() < f32::EPSILON,
+        "partial_rotary_factor: expected 1, found {partial}; llm-rs rotates all channels"
+    );
+    let required = |key: &str| {
+        ensure!(!scaling.get(key).is_null(), "{name}: {key}: expected a number, found none");
+        scaling.float(key, 0.0).context(name)
+    };
+    let scaling = match kind {
+        "default" => None,
+        "llama3" => Some(RotaryScaling {
+            factor: required("factor")?,
+            low_freq_factor: required("low_freq_factor")?,
+            high_freq_factor: required("high_freq_factor")?,
+            original_max_seq_len: scaling.size("original_max_position_embeddings").context(name)?,
+        }),
+        other => bail!("{name}: rope_type: expected default or llama3, found {other}; llm-rs has no other scaling"),
+    };
+    Ok(Rotary { theta, scaling, pairs: RotaryPairs::HalfSplit })
+}
+
+/// Returns the keys of transformers 4 and 5, with those of one architecture.
+fn keys(d: &Descriptor, own: Value) -> Map<String, Value> {
+    let shortest = |x: f32| x.to_string().parse::<f64>().unwrap_or(f64::from(x));
+    let mut keys = Map::new();
+    let mut insert = |key: &str, value: Value| drop(keys.insert(key.to_owned(), value));
+    insert("num_hidden_layers", d.layers.into());
+    insert("num_attention_heads", d.heads.into());
+    insert("num_key_value_heads", d.kv_heads.into());
+    insert("head_dim", d.head_size.into());
+    insert("hidden_size", d.channels.into());
+    insert("intermediate_size", d.mlp_channels.into());
+    insert("max_position_embeddings", d.max_seq_len.into());
+    insert("vocab_size", d.vocab.into());
+    insert("hidden_act", "silu".into());
+    insert("attention_dropout", 0.0.into());
+    insert("tie_word_embeddings", d.tied.into());
+    if let Some(eps) = d.norm.eps() {
+        insert("rms_norm_eps", shortest(eps).into());
+    }
+    if let Positions::Rotary(Rotary { theta, scaling, .. }) = d.positions {
+        insert("rope_theta", shortest(theta).into());
+        let scaling = scaling.map(|scaling| {
+            let RotaryScaling { factor, low_freq_factor, high_freq_factor, original_max_seq_len } = scaling;
+            json!({
+                "rope_type": "llama3",
+                "factor": shortest(factor),
+                "low_freq_factor": shortest(low_freq_factor),
+                "high_freq_factor": shortest(high_freq_factor),
+                "original_max_position_embeddings": original_max_seq_len,
+            })
+        });
+        let mut parameters = scaling.clone().unwrap_or_else(|| json!({ "rope_type": "default" }));
+        parameters["rope_theta"] = shortest(theta).into();
+        insert("rope_parameters", parameters);
+        insert("rope_scaling", scaling.unwrap_or(Value::Null));
+    }
+    if let Value::Object(own) = own {
+        keys.extend(own);
+    }
+    keys
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Llama 3.2 1B's keys as transformers 4 writes them.
+    const LLAMA_1B: &str = r#"{
+        "attention_bias": false, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": true, "vocab_size": 128256}"#;
+
+    fn parse(text: &str) -> Map<String, Value> {
+        let Value::Object(keys) = serde_json::from_str(text).unwrap() else { unreachable!() };
+        keys
+    }
+
+    /// Returns the keys of Llama 3.2 1B with others in their place.
+    fn with(changes: &str) -> Map<String, Value> {
+        let mut keys = parse(LLAMA_1B);
+        keys.extend(parse(changes));
+        keys
+    }
+
+    fn llama(keys: &Map<String, Value>) -> Result<Descriptor> {
+        (LLAMA.descriptor)(Keys(keys))
+    }
+
+    #[test]
+    fn keys_of_transformers_4_and_5_describe_the_same_model() {
+        let expected: Descriptor = "llama3:1b".parse().unwrap();
+        assert_eq!(llama(&parse(LLAMA_1B)).unwrap(), expected);
+        let new = with(
+            r#"{"rope_scaling": null, "rope_theta": null, "rope_parameters": {"rope_theta": 500000.0, "factor": 32.0,
+            "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}}"#,
+        );
+        assert_eq!(llama(&new).unwrap(), expected);
+    }
+
+    #[test]
+    fn written_keys_describe_the_same_model() {
+        for (name, architecture) in [
+            ("llama3:1b", &LLAMA),
+            ("llama3:8b", &LLAMA),
+            ("qwen2.5:0.5b", &QWEN2),
+            ("qwen2.5:1.5b", &QWEN2),
+            ("qwen3:0.6b", &QWEN3),
+        ] {
+            let descriptor: Descriptor = name.parse().unwrap();
+            assert!(std::ptr::eq(Architecture::of(&descriptor).unwrap(), architecture), "{name}");
+            let keys = (architecture.keys)(&descriptor);
+            assert_eq!((architecture.descriptor)(Keys(&keys)).unwrap(), descriptor, "{name}");
+        }
+        let message = Architecture::of(&"modern:d12".parse().unwrap()).unwrap_err().to_string();
+        assert!(message.contains("transformers has no class for it"), "{message}");
+    }
+
+    #[test]
+    fn absent_keys_have_the_defaults_of_transformers() {
+        let absent = with(
+            r#"{"head_dim": null, "num_key_value_heads": null, "rms_norm_eps": null, "rope_theta": null,
+            "rope_scaling": null, "tie_word_embeddings": null}"#,
+        );
+        let descriptor = llama(&absent).unwrap();
+        assert_eq!((descriptor.head_size, descriptor.kv_heads, descriptor.tied), (64, 32, false));
+        assert_eq!(descriptor.norm, Norm::RmsNorm { eps: 1e-6, weights: true });
+        let rotary = Rotary { theta: 10_000.0, scaling: None, pairs: RotaryPairs::HalfSplit };
+        assert_eq!(descriptor.positions, Positions::Rotary(rotary));
+    }
+
+    #[test]
+    fn unsupported_values_name_the_key() {
+        for (changes, expected) in [
+            (r#"{"num_key_value_heads": 5}"#, "5 key-value heads do not divide 32 heads"),
+            (r#"{"hidden_size": "2048"}"#, r#"hidden_size: expected a whole number, found "2048""#),
+            (r#"{"num_hidden_layers": null}"#, "num_hidden_layers: expected a whole number, found null"),
+            (r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}"#, "expected default or llama3, found yarn"),
+            (r#"{"rope_scaling": {"type": "linear", "factor": 4.0}}"#, "expected default or llama3, found linear"),
+            (r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}"#, "low_freq_factor: expected a number"),
+            (r#"{"rope_scaling": [1]}"#, "rope_scaling: expected an object or null, found [1]"),
+            (r#"{"partial_rotary_factor": 0.5}"#, "partial_rotary_factor: expected 1, found 0.5"),
+            (r#"{"layer_types": ["full_attention", "sliding_attention"]}"#, r#"found "sliding_attention""#),
+            (r#"{"rope_theta": -1.0}"#, "rope theta: expected a positive number, found -1"),
+            (r#"{"tie_word_embeddings": 1}"#, "tie_word_embeddings: expected true or false, found 1"),
+        ] {
+            let message = format!("{:#}", llama(&with(changes)).unwrap_err());
+            assert!(message.contains(expected), "{changes}: {message}");
+        }
+    }
+}

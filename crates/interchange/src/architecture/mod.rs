@@ -1,0 +1,254 @@
+//! One table per architecture: the names of its tensors in other programs, and the keys of its `config.json`.
+
+mod gpt2;
+mod llama;
+
+pub use gpt2::GPT2;
+pub use llama::{LLAMA, QWEN2, QWEN3};
+
+use crate::keys::Keys;
+use anyhow::{Result, bail};
+use engine::ops::RotaryPairs;
+use model::descriptor::{Init, Positions, Rotary};
+use model::{Descriptor, Param};
+use serde_json::{Map, Value};
+use std::ops::Range;
+
+/// The names of an architecture in other programs.
+#[derive(Debug)]
+pub struct Architecture {
+    /// `model_type` in `config.json`, which is also `general.architecture` in GGUF.
+    pub model_type: &'static str,
+    /// Class of transformers that loads the model with its language-modeling head.
+    pub class: &'static str,
+    /// Prefix of the tensor names of that class. Files of the class without a head do not have it.
+    pub prefix: &'static str,
+    /// The head of a file that does not tie it to the token embedding.
+    pub head: &'static str,
+    /// Buffers that old versions of transformers saved. `{}` is the layer.
+    pub ignored: &'static [&'static str],
+    /// All parameter tensors. Parts of a tensor follow each other in the order of their rows.
+    pub tensors: &'static [TensorNames],
+    /// Settings that the engine supports only with some values.
+    pub settings: &'static [Setting],
+    /// Channels of a rotary pair in GGUF files. Hugging Face has the half-split pairs always.
+    pub gguf_pairs: RotaryPairs,
+    /// Returns the model that the keys of a `config.json` describe.
+    pub descriptor: fn(Keys) -> Result<Descriptor>,
+    /// Returns the keys of the `config.json` of a model.
+    pub keys: fn(&Descriptor) -> Map<String, Value>,
+}
+
+/// A parameter tensor, or a part of its rows, in other programs. `{}` in a name is the layer.
+#[derive(Debug)]
+pub struct TensorNames {
+    /// The tensor.
+    pub param: Param,
+    /// The rows.
+    pub part: Part,
+    /// Name in safetensors files, without the prefix of the class.
+    pub hugging_face: &'static str,
+    /// Name in GGUF files.
+    pub gguf: &'static str,
+    /// Whether Hugging Face stores the transposed matrix. Its `Conv1D` has one row per input.
+    pub transposed: bool,
+}
+
+/// Rows of a parameter matrix, or elements of a vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All.
+    All,
+    /// Queries of [`Param::Qkvw`] or [`Param::Qkvb`].
+    Query,
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+    /// Up of [`Param::Fcw`] with a gated activation.
+    Up,
+    /// Gate.
+    Gate,
+}
+
+/// A setting that the engine supports only with some values. If the key is absent, transformers uses the first one.
+#[derive(Debug)]
+pub struct Setting {
+    /// Key in `config.json`.
+    pub key: &'static str,
+    /// Accepted values in the notation of [`config::text_of`](crate::config::text_of).
+    pub accepted: &'static [&'static str],
+}
+
+/// All known architectures.
+pub static ARCHITECTURES: &[&Architecture] = &[&GPT2, &LLAMA, &QWEN2, &QWEN3];
+
+const fn tensor(param: Param, hugging_face: &'static str, gguf: &'static str) -> TensorNames {
+    TensorNames { param, part: Part::All, hugging_face, gguf, transposed: false }
+}
+
+/// Returns a name with the layer in place of `{}`.
+pub fn of_layer(name: &str, layer: usize) -> String {
+    name.replacen("{}", &layer.to_string(), 1)
+}
+
+impl Part {
+    /// Returns the rows of `param` without padding of the vocabulary; the elements of a vector.
+    pub fn rows(self, param: Param, d: &Descriptor) -> Range<usize> {
+        let (queries, keys) = (d.attention_channels(), d.kv_heads * d.head_size);
+        let of = |start: usize, len: usize| start..start + len;
+        match self {
+            Self::All if param.has_vocab_rows() => 0..d.vocab,
+            Self::All if param.is_matrix() => 0..param.shape(d).0,
+            Self::All => 0..param.len(d),
+            Self::Query => of(0, queries),
+            Self::Key => of(queries, keys),
+            Self::Value => of(queries + keys, keys),
+            Self::Up => of(0, d.mlp_channels),
+            Self::Gate => of(d.mlp_channels, d.mlp_channels),
+        }
+    }
+}
+
+impl TensorNames {
+    /// Returns the shape in a safetensors file. The vocabulary is not padded.
+    pub fn hugging_face_shape(&self, descriptor: &Descriptor) -> Vec<usize> {
+        let shape = self.shape(descriptor);
+        match shape[..] {
+            [rows, columns] if self.transposed => vec![columns, rows],
+            _ => shape,
+        }
+    }
+
+    /// Returns the shape without padding of the vocabulary, with one row per output. A vector has one dimension.
+    pub fn shape(&self, descriptor: &Descriptor) -> Vec<usize> {
+        let rows = self.part.rows(self.param, descriptor).len();
+        if self.param.is_matrix() { vec![rows, self.param.shape(descriptor).1] } else { vec![rows] }
+    }
+
+    /// Returns the elements of the part in the whole tensor.
+    pub fn elements(&self, descriptor: &Descriptor) -> Range<usize> {
+        let columns = if self.param.is_matrix() { self.param.shape(descriptor).1 } else { 1 };
+        let rows = self.part.rows(self.param, descriptor);
+        rows.start * columns..rows.end * columns
+    }
+
+    /// Reports whether the rotary embedding changes the meaning of the order of rows.
+    pub fn is_rotated(&self) -> bool {
+        matches!(self.part, Part::Query | Part::Key) || matches!(self.param, Param::QNormw | Param::KNormw)
+    }
+}
+
+impl Architecture {
+    /// Returns the architecture that represents a model.
+    pub fn of(descriptor: &Descriptor) -> Result<&'static Self> {
+        let represents = |architecture: &&Self| {
+            let keys = (architecture.keys)(descriptor);
+            let again = (architecture.descriptor)(Keys(&keys));
+            again.is_ok_and(|again| comparable(&again) == comparable(descriptor))
+        };
+        match ARCHITECTURES.iter().copied().find(represents) {
+            Some(architecture) => Ok(architecture),
+            None => bail!(
+                "the model: expected the operations of GPT-2, Llama, Qwen2 or Qwen3, found others; transformers has no class for it"
+            ),
+        }
+    }
+
+    /// Returns the parts of a tensor.
+    pub fn parts_of(&self, param: Param) -> impl Iterator<Item = (usize, &'static TensorNames)> + use<> {
+        self.tensors.iter().enumerate().filter(move |(_, names)| names.param == param)
+    }
+
+    /// Returns the row of the table, with its index, and the layer of every tensor that the model has.
+    pub fn all_tensors(
+        &self,
+        descriptor: &Descriptor,
+    ) -> impl Iterator<Item = (usize, &'static TensorNames, usize)> + use<> {
+        let (tensors, descriptor) = (self.tensors, *descriptor);
+        let present = tensors.iter().enumerate().filter(move |(_, names)| names.param.is_in(&descriptor));
+        present.flat_map(move |(row, names)| {
+            let count = if names.param.layered() { descriptor.layers } else { 1 };
+            (0..count).map(move |layer| (row, names, layer))
+        })
+    }
+
+    /// Returns whether `name`, without the prefix, is a buffer of any layer that holds no parameters.
+    pub fn ignores(&self, name: &str) -> bool {
+        self.ignored.iter().any(|pattern| {
+            let (before, after) = pattern.split_once("{}").unwrap_or((pattern, ""));
+            let layer = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after));
+            layer.is_some_and(|layer| !layer.is_empty() && layer.bytes().all(|byte| byte.is_ascii_digit()))
+        })
+    }
+}
+
+/// Returns the model without what another program does not store: the initialization, and the pairs, to which weights are
+/// converted.
+fn comparable(descriptor: &Descriptor) -> Descriptor {
+    let positions = match descriptor.positions {
+        Positions::Rotary(rotary) => Positions::Rotary(Rotary { pairs: RotaryPairs::HalfSplit, ..rotary }),
+        Positions::Learned => Positions::Learned,
+    };
+    Descriptor { init: Init::Normal, positions, ..*descriptor }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn the_table_has_every_parameter_once() {
+        let gpt2 = Descriptor::gpt2(3, 2, 8, 16, 200).unwrap();
+        let small = |name: &str| Descriptor { layers: 3, vocab: 200, ..name.parse().unwrap() };
+        let models = [
+            (&GPT2, gpt2),
+            (&LLAMA, small("llama3:1b")),
+            (&LLAMA, small("llama3:8b")),
+            (&QWEN2, small("qwen2.5:0.5b")),
+            (&QWEN3, small("qwen3:0.6b")),
+        ];
+        for (architecture, descriptor) in models {
+            assert!(std::ptr::eq(Architecture::of(&descriptor).unwrap(), architecture), "{}", architecture.model_type);
+            let name = architecture.model_type;
+            let mut params: Vec<Param> =
+                architecture.all_tensors(&descriptor).map(|(_, names, _)| names.param).collect();
+            params.dedup();
+            assert_eq!(params, descriptor.params().collect::<Vec<_>>(), "{name}");
+            let all: Vec<_> = architecture.all_tensors(&descriptor).collect();
+            for name in [|names: &TensorNames| names.hugging_face, |names: &TensorNames| names.gguf] {
+                let distinct: BTreeSet<String> =
+                    all.iter().map(|(_, names, layer)| of_layer(name(names), *layer)).collect();
+                assert_eq!(distinct.len(), all.len());
+            }
+            let elements: usize = all.iter().map(|(_, names, _)| names.elements(&descriptor).len()).sum();
+            let padding = descriptor.padded_vocab() - descriptor.vocab;
+            let padded = descriptor.params().filter(|param| param.has_vocab_rows()).count() * padding;
+            assert_eq!(elements, descriptor.parameters() - padded * descriptor.channels);
+        }
+    }
+
+    #[test]
+    fn shapes_are_those_of_transformers() {
+        let descriptor = Descriptor::gpt2(1, 1, 1, 1, 5).unwrap();
+        let shape = |param| GPT2.parts_of(param).next().unwrap().1.hugging_face_shape(&descriptor);
+        assert_eq!([shape(Param::Wte), shape(Param::Wpe), shape(Param::Qkvw)], [vec![5, 1], vec![1, 1], vec![1, 3]]);
+        assert_eq!([shape(Param::Attprojw), shape(Param::Fcprojw)], [vec![1, 1], vec![4, 1]]);
+        assert_eq!([shape(Param::Ln1w), shape(Param::Fcb)], [vec![1], vec![4]]);
+    }
+
+    #[test]
+    fn buffers_are_ignored_in_any_layer() {
+        for (name, ignored) in [
+            ("h.0.attn.bias", true),
+            ("h.11.attn.masked_bias", true),
+            ("h.x.attn.bias", false),
+            ("h..attn.bias", false),
+            ("h.0.attn.c_attn.bias", false),
+            ("attn.bias", false),
+        ] {
+            assert_eq!(GPT2.ignores(name), ignored, "{name}");
+        }
+    }
+}
