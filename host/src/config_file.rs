@@ -29,6 +29,9 @@ struct Entry {
     value: Value,
 }
 
+/// Keys that replace sizes of the model.
+const SIZES: [&str; 6] = ["layers", "heads", "kv-heads", "head-size", "channels", "ffn"];
+
 impl ConfigFile {
     /// Reads and parses a file.
     pub fn read(path: &Path) -> Result<Self> {
@@ -47,18 +50,15 @@ impl ConfigFile {
 
     /// Returns the file as arguments of `command`.
     ///
-    /// Keys that the command line also gives, or that conflict with its flags, are left out: the command line wins.
+    /// Keys that the command line also gives are left out: the command line wins. `--model` there also replaces the sizes in the file.
     pub fn arguments(&self, command: &Command, given: &ArgMatches) -> Result<Vec<OsString>> {
-        let is_given = |arg: &Arg| given.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
-        let excludes = |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id());
+        let is_given = |id: &str| given.value_source(id) == Some(ValueSource::CommandLine);
         let mut arguments = Vec::new();
         for (key, Entry { value, .. }) in &self.entries {
             let arg = self.flag(command, key)?;
             let argument = self.argument(key, value, arg)?;
-            let excluded = command.get_arguments().any(|other| {
-                other.get_id() != arg.get_id() && is_given(other) && (excludes(arg, other) || excludes(other, arg))
-            });
-            if !is_given(arg) && !excluded {
+            let replaced = SIZES.contains(&&**key) && is_given("model");
+            if !is_given(arg.get_id().as_str()) && !replaced {
                 arguments.extend(argument);
             }
         }
@@ -174,6 +174,9 @@ mod tests {
             layers: Some(2),
             heads: Some(4),
             channels: Some(64),
+            kv_heads: Some(2),
+            head_size: Some(32),
+            ffn: Some(192),
             seed: 42,
             batch: 4,
             seq: 64,
@@ -197,7 +200,7 @@ mod tests {
             gpu_info_every: 0,
             zero_stage: 2,
             check_ranks: 100,
-            recompute: Recompute::Gelu,
+            recompute: Recompute::Activation,
             master_weights: true,
             keep: 3,
             major_every: 50_000,

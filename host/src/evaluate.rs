@@ -3,14 +3,14 @@
 use anyhow::Result;
 use data::Prefetch;
 use engine::Engine;
-use model::{Gpt2, LayerHooks};
+use model::{Decoder, LayerHooks};
 
 pub mod multiple_choice;
 pub mod text;
 
 /// Mean loss per token over the next `batches` batches of a model. `hooks` provides the parameters.
 pub fn loss(
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
     data: &mut Prefetch,

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use engine::{BatchLayout, Engine};
-use model::{Gpt2, LayerHooks};
+use model::{Decoder, LayerHooks};
 use rng::Mt19937;
 
 /// Settings of text generation.
@@ -23,7 +23,7 @@ const PADDING: usize = 64;
 ///
 /// `hooks` gathers the parameters of each layer. If the text exceeds the planned length, the model reads the end of it.
 pub fn generate(
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
     prompt: &[u32],
@@ -50,7 +50,12 @@ pub fn generate(
         let (last, rows) = (seen.len() - 1, PADDING.min(model.logit_rows()));
         let first = last / rows * rows;
         let logits = model.logits(engine, first..layout.t.min(first + rows))?;
-        let logits = engine.read(logits.slice((last - first) * vp, v))?;
+        let mut logits = engine.read(logits.slice((last - first) * vp, v))?;
+        if let Some(cap) = model.descriptor.softcap {
+            for logit in &mut logits {
+                *logit = cap * (*logit / cap).tanh();
+            }
+        }
         let token = pick(&logits, sampling, rng.next_f32()) as u32;
         text.push(token);
         each(token)?;
@@ -132,11 +137,11 @@ mod tests {
 
     #[test]
     fn padding_batch_size_and_chunk_size_do_not_change_the_text() {
-        let descriptor = Descriptor::new(2, 2, 16, 160, 50).unwrap();
+        let descriptor = Descriptor::gpt2(2, 2, 16, 160, 50).unwrap();
         let text = |b, t, n, logit_rows| {
             let mut engine = Cpu::new();
             let options = PlanOptions { logit_rows, ..PlanOptions::inference(b, t) };
-            let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
+            let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
             engine.allocate(&plan).unwrap();
             init::generate(&descriptor, 42, |p, l, values| {
                 // Makes the distribution far from uniform.

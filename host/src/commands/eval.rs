@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
-use model::{Descriptor, Gpt2, Unsharded};
+use model::{Decoder, Descriptor, Unsharded};
 use serde::Serialize;
 use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
@@ -213,7 +213,7 @@ impl Eval {
 
     fn validate(
         &self,
-        model: &Gpt2,
+        model: &Decoder,
         engine: &mut dyn Engine,
         loader: Loader,
         tokenizer: Option<&Tokenizer>,

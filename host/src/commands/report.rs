@@ -10,7 +10,7 @@ use engine::open::{Device, Opened, Precision};
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, Zero};
+use model::{Decoder, Descriptor, PlanOptions, Recompute, Shard, Zero};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -134,7 +134,7 @@ pub fn zero_stages(
 ) -> String {
     let mut planned = |stage| {
         let zero = Zero::new(stage, Shard { rank: 0, ranks });
-        let (_, plan) = Gpt2::plan(descriptor, PlanOptions { zero, ..options }, engine);
+        let (_, plan) = Decoder::plan(descriptor, PlanOptions { zero, ..options }, engine);
         let groups = [Group::Parameters, Group::Gradients, Group::Optimizer].map(|group| plan.group_bytes(group));
         (groups, plan.bytes())
     };
@@ -197,8 +197,9 @@ fn matmuls(config: &Config) -> String {
 fn recomputation(recompute: Recompute) -> &'static str {
     match recompute {
         Recompute::Nothing => "none",
-        Recompute::Gelu => "GELU",
-        Recompute::GeluAndNorms => "GELU and LayerNorm",
+        Recompute::Activation => "activation",
+        Recompute::ActivationAndNorms => "activation and norms",
+        Recompute::Layers => "whole layers",
     }
 }
 

@@ -9,7 +9,7 @@ use engine::open::{self, Device, MatmulBackend, Opened, Precision};
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
-use model::{Gpt2, PlanOptions};
+use model::{Decoder, PlanOptions};
 use std::io::{Write, stderr};
 
 const DEVICE: &str = "Device and precision";
@@ -101,7 +101,7 @@ pub fn describe(opened: &Opened) -> String {
 }
 
 /// Loads a model for forward passes on batches of up to b x t tokens.
-pub fn load(source: ModelSource, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Gpt2> {
+pub fn load(source: ModelSource, b: usize, t: usize, engine: &mut dyn Engine) -> Result<Decoder> {
     let capacity = PlanOptions::inference(b, t);
     let (model, plan) = fit::plan(source.descriptor(), capacity, engine)?;
     engine.allocate(&plan)?;

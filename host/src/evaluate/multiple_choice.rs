@@ -3,7 +3,7 @@
 use anyhow::Result;
 use data::multiple_choice::{COMPLETIONS, Example, MultipleChoice};
 use engine::{BatchLayout, Engine, HostBuffer, PendingRead};
-use model::{Gpt2, LayerHooks};
+use model::{Decoder, LayerHooks};
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -44,7 +44,7 @@ impl fmt::Display for Score {
 ///
 /// With fewer than `at_least` batches, further forward passes follow: all ranks must run equally many collectives.
 pub fn score(
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
     planned: BatchLayout,

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use data::Prefetch;
 use engine::{BatchLayout, Engine};
-use model::{Gpt2, LayerHooks};
+use model::{Decoder, LayerHooks};
 use std::f64::consts::LN_2;
 use tokenizer::Tokenizer;
 
@@ -56,7 +56,7 @@ impl TextScore {
 
 /// Computes the loss on the next `batches` batches. `hooks` provides the parameters.
 pub fn score(
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     hooks: &mut dyn LayerHooks,
     data: &mut Prefetch,
@@ -96,7 +96,7 @@ pub fn score(
 }
 
 /// Returns the target tokens of the loaded batch.
-fn targets(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Vec<i32>> {
+fn targets(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Vec<i32>> {
     let targets = layout.tensor(model.batch, layout.targets());
     let mut bytes = vec![0; targets.bytes()];
     engine.read_bytes(targets, &mut bytes)?;
@@ -128,9 +128,9 @@ mod tests {
     /// Returns the score of a model with the same prediction at every position: all parameters are zero, except that the last
     /// LayerNorm gives (1, 0, …) and the first channel of `wte` holds the logit of each token.
     fn score_of(vocab: usize, logits: &[(usize, f32)], tokens: &[u16], token_bytes: &TokenBytes) -> Result<TextScore> {
-        let descriptor = Descriptor::new(1, 1, 4, 8, vocab).unwrap();
+        let descriptor = Descriptor::gpt2(1, 1, 4, 8, vocab).unwrap();
         let mut engine = Cpu::new();
-        let (model, plan) = Gpt2::plan(descriptor, PlanOptions::inference(2, 3), &mut engine);
+        let (model, plan) = Decoder::plan(descriptor, PlanOptions::inference(2, 3), &mut engine);
         engine.allocate(&plan).unwrap();
         engine.write(model.layout.of(model.params, Param::Lnfb, 0), &[1.0, 0.0, 0.0, 0.0]).unwrap();
         let wte = model.layout.of(model.params, Param::Wte, 0);

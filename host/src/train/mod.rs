@@ -21,7 +21,7 @@ use engine::tensor::Tensor;
 use engine::{Engine, PendingRead, ReadResult};
 use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
-use model::{Gpt2, TrainStep, Training};
+use model::{Decoder, TrainStep, Training};
 use std::path::PathBuf;
 use std::time::Duration;
 use tokenizer::Tokenizer;
@@ -64,7 +64,7 @@ pub struct Run<'a> {
     /// The engine.
     pub engine: &'a mut dyn Engine,
     /// The model.
-    pub model: &'a Gpt2,
+    pub model: &'a Decoder,
     /// Set if samples are written.
     pub tokenizer: Option<Tokenizer>,
     /// Training data.

@@ -48,7 +48,7 @@ impl FromStr for Shape {
         let numbers = numbers.collect::<Result<Vec<_>, _>>().with_context(expected)?;
         let [b, heads, t, head_size] = <[usize; 4]>::try_from(numbers).ok().with_context(expected)?;
         ensure!([b, heads, t, head_size].iter().all(|&extent| extent > 0), expected());
-        Ok(Self(AttentionShape { b, t, heads, head_size }))
+        Ok(Self(AttentionShape { b, t, heads, kv_heads: heads, head_size }))
     }
 }
 
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn flops_count_half_of_all_query_key_pairs() {
-        let [forward, backward] = attention(AttentionShape { b: 2, t: 100, heads: 3, head_size: 64 });
+        let [forward, backward] = attention(AttentionShape { b: 2, t: 100, heads: 3, kv_heads: 3, head_size: 64 });
         // Two GEMMs forward and five backward, each with 2 FLOPs per pair and channel.
         assert_eq!(forward.work.flops, 2 * 2 * 2 * 3 * 100 * 100 / 2 * 64);
         assert_eq!(backward.work.flops, 5 * forward.work.flops / 2);

@@ -4,7 +4,10 @@ use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
 use crate::values::count;
 use engine::gemm::{GemmEpilogue, Timing};
-use engine::ops::{Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape};
+use engine::ops::{
+    Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, MatmulBackward, MatmulForward,
+    MatmulShape,
+};
 use engine::plan::{Group, Plan};
 use engine::tensor::Tensor;
 use engine::{Engine, Result, Workload};
@@ -121,10 +124,10 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
     let (weight, dweight) = (add("weight", oc * c), add("dweight", oc * c));
     let (biases, dbias) = (add("bias", c.max(oc)), add("dbias", oc));
     let workload = Workload {
-        b: 1,
-        t: rows,
+        attention: AttentionShape { b: 1, t: rows, heads: 1, kv_heads: 1, head_size: c.min(oc) },
         channels: c.min(oc),
-        heads: 1,
+        fc_channels: 4 * c.min(oc),
+        mlp_channels: 4 * c.min(oc),
         padded_vocab: c.max(oc),
         parameters: 0,
         norm_tensors: 1,
@@ -136,7 +139,7 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
     let tuning = engine.tune(true, &mut |engine| {
         let (widens, narrows) = (gelu && oc > c, gelu && oc < c);
         let epilogue = match bias {
-            _ if widens => Epilogue::Gelu(pre_gelu),
+            _ if widens => Epilogue::Activation(Activation::Gelu, pre_gelu),
             // A layer with as many output channels as the model adds to the residual stream.
             true if oc <= c => Epilogue::Residual(dout),
             _ => Epilogue::None,
@@ -145,9 +148,10 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
         engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
-        let forward = GeluForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
-        let gelu = narrows.then_some(GeluInput { pre_gelu: pre_inp, recompute: Some(forward) });
-        engine.run(MatmulBackward { dinp, dweight, dbias: bias(dbias), dout, inp, weight, gelu, shape })
+        let forward = ActivationForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
+        let input = ActivationInput { activation: Activation::Gelu, preactivation: pre_inp, recompute: Some(forward) };
+        let activation = narrows.then_some(input);
+        engine.run(MatmulBackward { dinp, dweight, dbias: bias(dbias), dout, inp, weight, activation, shape })
     })?;
     Ok(tuning.timings)
 }

@@ -12,7 +12,7 @@ use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit;
-use model::{Descriptor, Gpt2, PlanOptions, Recompute, Shard, TrainStep, Zero};
+use model::{Decoder, Descriptor, PlanOptions, Recompute, Shard, TrainStep, Zero};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -35,7 +35,7 @@ pub struct Step {
     #[arg(short = 'a', long, default_value = "8", value_parser = count)]
     grad_accum: usize,
     /// Recomputation level, as in `train`
-    #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>)]
+    #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>)]
     recompute: Recompute,
     /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
@@ -119,7 +119,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
 
 impl Step {
     /// Plans and initializes the model on all ranks and loads a batch of random tokens.
-    fn prepare(&self, engine: &mut dyn Engine, ranks: &mut Ranks, gpu: usize) -> Result<(Gpt2, Plan)> {
+    fn prepare(&self, engine: &mut dyn Engine, ranks: &mut Ranks, gpu: usize) -> Result<(Decoder, Plan)> {
         let (descriptor, source) = match self.model.parse::<Descriptor>() {
             Ok(descriptor) => (descriptor, None),
             Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
@@ -272,7 +272,7 @@ enum Mode {
 
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
-    model: &'a Gpt2,
+    model: &'a Decoder,
     step: u32,
     with_graphs: TrainStep,
     individually: TrainStep,

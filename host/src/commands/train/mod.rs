@@ -4,6 +4,7 @@ mod directory;
 pub mod multi_rank;
 mod options;
 mod resolve;
+mod shape;
 
 pub use options::{GENERAL, Launch, Options};
 
@@ -28,7 +29,7 @@ use engine::plan::Plan;
 use interchange::ModelSource;
 use model::fit;
 use model::schedule::Schedule;
-use model::{Descriptor, Gpt2, PlanOptions, Shard, Zero};
+use model::{Decoder, Descriptor, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 use tokenizer::stored::Found;
@@ -52,7 +53,7 @@ struct PlannedRun {
     checkpoint: Option<Checkpoint>,
     notes: Vec<String>,
     out: Option<OutDirectory>,
-    model: Gpt2,
+    model: Decoder,
     plan: Plan,
     console: Console,
 }
@@ -210,7 +211,7 @@ fn plan(
     zero: Zero,
     ranks: usize,
     engine: &mut dyn Engine,
-) -> Result<(Gpt2, Plan, String)> {
+) -> Result<(Decoder, Plan, String)> {
     let compare = |engine: &mut dyn Engine| zero_stages(descriptor, capacity(config), zero.stage(), ranks, engine);
     let stages = if ranks > 1 { compare(engine) } else { String::new() };
     let (model, plan) = fit::plan(descriptor, PlanOptions { zero, ..capacity(config) }, engine)?;
@@ -249,7 +250,7 @@ fn gpu_info(device: Device, gpu: usize) -> Result<GpuInfo> {
 fn load_weights(
     newest: Option<usize>,
     source: Option<ModelSource>,
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     ranks: &Ranks,
     config: &Config,

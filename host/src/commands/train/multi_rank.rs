@@ -14,7 +14,7 @@ use distributed::launcher::{self, Flags};
 use distributed::{Ranks, rendezvous};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
-use model::Gpt2;
+use model::Decoder;
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -96,7 +96,12 @@ pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
 }
 
 /// Tunes the GEMMs on rank 0 and broadcasts the result, so that equal GPUs compute equal bits.
-pub fn tune(ranks: &mut Ranks, model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
+pub fn tune(
+    ranks: &mut Ranks,
+    model: &Decoder,
+    engine: &mut dyn Engine,
+    layout: BatchLayout,
+) -> Result<Option<String>> {
     let report = if ranks.is_first() { model.tune(engine, layout)? } else { None };
     let algorithms = ranks.broadcast(engine.algorithms())?;
     if let Some(algorithms) = algorithms.filter(|_| !ranks.is_first()) {
@@ -119,7 +124,7 @@ struct SharedState {
 /// Broadcasts the state of rank 0, and the tensors of model and optimizer unless the ranks shard them.
 pub fn broadcast_start(
     ranks: &mut Ranks,
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     state: RunState,
     loader: &mut Loader,
@@ -147,7 +152,7 @@ pub fn broadcast_start(
 }
 
 /// Loads this rank's shard of the checkpoint of `step`, which rank 0 has checked.
-pub fn load_shard(config: &Config, step: usize, model: &Gpt2, engine: &mut dyn Engine) -> Result<()> {
+pub fn load_shard(config: &Config, step: usize, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
     let out = config.out.as_deref().context("--out: expected a directory to resume from")?;
     let shared = "--out: expected a directory that all hosts share, since each rank reads its shard of the checkpoint";
     let mut checkpoint = Checkpoint::open_verified(out, step).context(shared)?;

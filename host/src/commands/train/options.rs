@@ -79,23 +79,37 @@ pub struct Options {
     #[arg(short = 'a', long, value_name = "0|1", value_parser = switch, default_value = "0", num_args = 0..=1, default_missing_value = "1", action = ArgAction::Set, help_heading = DATA)]
     pub overfit_one_batch: bool,
 
-    /// Model size: gpt2 (d12), gpt2-medium (d24), gpt2-large (d36), gpt2-xl (d48), d6, d60, d72, d84, or gpt3:cN with N channels
-    /// (384, 768, 1024, 1536, 2048, 2560, 4096, 12288); or a model to start from: a model file (.bin), the directory of a run or a
-    /// Hugging Face directory, such as ./gpt2 [default: d12; a small model for the built-in text]
+    /// Shape: gpt2 (d12), gpt2-medium (d24), gpt2-large (d36), gpt2-xl (d48), d6, d60, d72, d84; gpt3:cN with N channels (384,
+    /// 768, 1024, 1536, 2048, 2560, 4096, 12288); llama3:1b, 3b or 8b; qwen2.5:0.5b or 1.5b; qwen3:0.6b or 1.7b; modern:dN with N
+    /// layers, nanochat's shape. Or a model to start from: a model file (.bin), the directory of a run or a Hugging Face directory,
+    /// such as ./gpt2 [default: d12; a small model for the built-in text]
     #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", help_heading = MODEL)]
     pub model: Option<String>,
 
-    /// Number of layers. With --heads and --channels, replaces --model
-    #[arg(long, value_name = "N", value_parser = count, requires = "heads", requires = "channels", conflicts_with = "model", help_heading = MODEL)]
+    /// Number of layers. Replaces that of the shape. Without --model: a GPT-2 of --layers, --heads and --channels
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub layers: Option<usize>,
 
     /// Number of attention heads
-    #[arg(long, value_name = "N", value_parser = count, requires = "layers", conflicts_with = "model", help_heading = MODEL)]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub heads: Option<usize>,
 
-    /// Number of channels, a multiple of --heads. A GPU needs 64, 80, 96 or 128 channels per head
-    #[arg(long, value_name = "N", value_parser = count, requires = "layers", conflicts_with = "model", help_heading = MODEL)]
+    /// Number of key-value heads, a divisor of --heads [default: that of the shape]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    pub kv_heads: Option<usize>,
+
+    /// Channels of a head. A GPU needs 64, 80, 96 or 128 [default: channels / heads]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    pub head_size: Option<usize>,
+
+    /// Number of channels
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
     pub channels: Option<usize>,
+
+    /// Channels between the two linear layers of the MLP [default: that of the shape; with --channels 4 C, or 8 C / 3 rounded up to a
+    /// multiple of 256 for SwiGLU]
+    #[arg(long, value_name = "N", value_parser = count, help_heading = MODEL)]
+    pub ffn: Option<usize>,
 
     /// Seed of the initial weights and of the data order
     #[arg(long, value_name = "N", value_parser = seed, default_value = "42", help_heading = MODEL)]
@@ -198,9 +212,9 @@ pub struct Options {
     #[arg(long, requires = "resume", help_heading = CHECKPOINTS)]
     pub force_resume: bool,
 
-    /// Activation checkpointing: recompute activations in the backward pass to save memory. 0: none, 1: GELU, 2: GELU and
-    /// LayerNorm
-    #[arg(short, long, value_name = "0|1|2", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
+    /// Activation checkpointing: recompute activations in the backward pass to save memory. 0: none, 1: activation
+    /// function, 2: activation function and norms, 3: whole layers
+    #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
     pub recompute: Recompute,
 
     /// With bf16: keep a copy of the weights in f32. Without it, updates are rounded stochastically to bf16

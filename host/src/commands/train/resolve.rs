@@ -1,6 +1,7 @@
 //! Resolves flags to settings: opens the model and the data, and fills in defaults.
 
 use super::options::Options;
+use super::shape;
 use crate::corpus;
 use crate::datasets::Datasets;
 use crate::values::Count;
@@ -10,10 +11,8 @@ use data::{Geometry, Loader, MultipleChoice, Tokens, check};
 use engine::open::Opened;
 use interchange::ModelSource;
 use model::Descriptor;
-use model::descriptor::GPT2_VOCAB;
-use std::path::Path;
+use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
-use tokenizer::{BYTE_VOCAB, Tokenizer};
 
 /// The complete settings of a run. Nothing has been computed or written yet.
 pub struct Resolved {
@@ -72,9 +71,6 @@ const FOR_CORPUS: Defaults = Defaults {
 
 const VAL_BATCHES: usize = 20;
 
-/// Layers, heads and channels of the default model for the built-in corpus. GPUs support its head size.
-const SMALL: (usize, usize, usize) = (2, 2, 128);
-
 impl Resolved {
     /// Resolves the flags for rank `rank` of `ranks`.
     ///
@@ -91,7 +87,8 @@ impl Resolved {
         let datasets = Datasets::open(options.train.as_deref(), options.val.as_deref())?;
         let of_data = datasets.tokenizer().map(|(_, identity)| identity.vocab);
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
-        let (shape, descriptor, weights) = shape(options, &defaults, vocab, resumed)?;
+        let seq = options.seq.unwrap_or(defaults.t);
+        let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, resumed)?;
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
         datasets.check_vocab(&model, descriptor.vocab)?;
@@ -116,10 +113,7 @@ impl Resolved {
         if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
             config.val_batches = val.batches_per_epoch();
         }
-        config.model = shape.model;
-        if let Some((layers, heads, channels)) = shape.custom {
-            (config.layers, config.heads, config.channels) = (Some(layers), Some(heads), Some(channels));
-        }
+        shape.save(&mut config);
         Ok(Self { config, descriptor, weights, train, val, hellaswag, tokenizer })
     }
 }
@@ -223,6 +217,9 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         layers: None,
         heads: None,
         channels: None,
+        kv_heads: None,
+        head_size: None,
+        ffn: None,
         seed: options.seed,
         batch: batch.b,
         seq: batch.t,
@@ -257,54 +254,6 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         matmul: options.hardware.matmul,
         kernels: options.hardware.kernels.clone(),
     }
-}
-
-/// How the user gave the shape of the model: as a name or a path, or as layers, heads and channels.
-struct Shape {
-    model: Option<String>,
-    custom: Option<(usize, usize, usize)>,
-}
-
-/// Returns the shape of the model and, for a path, the opened model. `vocab` is the vocabulary size of the tokenizer, if it is
-/// known; otherwise it is that of GPT-2 for files and that of bytes for the built-in text.
-fn shape(
-    options: &Options,
-    defaults: &Defaults,
-    vocab: Option<usize>,
-    resumed: Option<Descriptor>,
-) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
-    let from_files = options.train.is_some();
-    let vocab = vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB });
-    // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
-    let vocab = resumed.map_or(vocab, |descriptor| descriptor.vocab);
-    let given = options.layers.zip(options.heads).zip(options.channels).map(|((l, h), c)| (l, h, c));
-    let model = options.model.clone().or_else(|| (from_files && given.is_none()).then(|| "d12".to_owned()));
-    let Some(name) = model else {
-        let custom = given.unwrap_or(SMALL);
-        let (layers, heads, channels) = custom;
-        let seq = options.seq.unwrap_or(defaults.t);
-        let descriptor =
-            Descriptor::new(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
-        return Ok((Shape { model: None, custom: Some(custom) }, descriptor, None));
-    };
-    let shape = Shape { model: Some(name.clone()), custom: None };
-    // A known name is always a shape, even if there is a file or directory of that name.
-    match (name.parse::<Descriptor>(), resumed) {
-        (Ok(known), _) => Ok((shape, Descriptor { vocab, ..known }, None)),
-        // The path of the initial weights may no longer exist.
-        (Err(_), Some(descriptor)) => Ok((shape, descriptor, None)),
-        (Err(error), None) if !is_path(&name) => Err(error).context("--model"),
-        (Err(_), None) => {
-            let source = ModelSource::open(Path::new(&name)).context("--model")?;
-            Ok((shape, source.descriptor(), Some(source)))
-        }
-    }
-}
-
-/// Returns whether a value of `--model` is a path, also of a file that is missing, rather than an unknown name.
-fn is_path(name: &str) -> bool {
-    let path = Path::new(name);
-    path.exists() || path.components().count() > 1 || path.extension().is_some_and(|extension| extension == "bin")
 }
 
 /// Opens the shards of the training data and of the validation data.

@@ -1,0 +1,93 @@
+//! The shape of the model, from `--model` and the flags that replace its sizes.
+
+use super::options::Options;
+use anyhow::{Context, Result, ensure};
+use checkpoint::config::Config;
+use interchange::ModelSource;
+use model::Descriptor;
+use model::descriptor::{GPT2_VOCAB, Overrides};
+use std::path::Path;
+use tokenizer::BYTE_VOCAB;
+
+/// Layers, heads and channels of the default model for the built-in corpus. GPUs support its head size.
+const SMALL: (usize, usize, usize) = (2, 2, 128);
+
+/// The settings from which the shape of the model follows.
+pub struct Shape {
+    model: Option<String>,
+    overrides: Overrides,
+}
+
+impl Shape {
+    /// Writes the settings to the configuration of the run.
+    pub fn save(self, config: &mut Config) {
+        let Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels } = self.overrides;
+        config.model = self.model;
+        (config.layers, config.heads, config.channels) = (layers, heads, channels);
+        (config.kv_heads, config.head_size, config.ffn) = (kv_heads, head_size, mlp_channels);
+    }
+}
+
+/// Returns the shape of the model and, for a path, the opened model.
+///
+/// `vocab` is the vocabulary size of the tokenizer, if it is known. Otherwise it is that of the named shape, of GPT-2 for files
+/// and of bytes for the built-in text. `seq` is the length of sequences. The model of a resumed run is `resumed`.
+pub fn resolve(
+    options: &Options,
+    vocab: Option<usize>,
+    seq: usize,
+    resumed: Option<Descriptor>,
+) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
+    let Options { layers, heads, kv_heads, head_size, channels, ffn: mlp_channels, .. } = *options;
+    let overrides = Overrides { layers, heads, kv_heads, head_size, channels, mlp_channels };
+    let from_files = options.train.is_some();
+    // Earlier versions of the program trained models of 50,257 ids on the data of any tokenizer.
+    let vocab = resumed.map(|descriptor| descriptor.vocab).or(vocab);
+    let default = (from_files && overrides.is_empty()).then(|| "d12".to_owned());
+    let Some(name) = options.model.clone().or(default) else {
+        return custom(overrides, vocab.unwrap_or(if from_files { GPT2_VOCAB } else { BYTE_VOCAB }), seq);
+    };
+    let shape = Shape { model: Some(name.clone()), overrides };
+    // A known name is always a shape, even if there is a file or directory of that name.
+    match (name.parse::<Descriptor>(), resumed) {
+        (Ok(known), _) => {
+            let of_shape = if from_files { known.vocab } else { BYTE_VOCAB };
+            let known = Descriptor { vocab: vocab.unwrap_or(of_shape), ..known };
+            Ok((shape, known.with(overrides).context("the shape of the model")?, None))
+        }
+        (Err(error), None) if !is_path(&name) => Err(error).context("--model"),
+        (Err(_), resumed) => {
+            ensure!(
+                overrides.is_empty(),
+                "--model {name}: expected no other sizes for a model with weights, found --layers, --heads, --kv-heads, \
+                 --head-size, --channels or --ffn; name a shape such as llama3:1b instead"
+            );
+            if let Some(descriptor) = resumed {
+                return Ok((shape, descriptor, None));
+            }
+            let source = ModelSource::open(Path::new(&name)).context("--model")?;
+            Ok((shape, source.descriptor(), Some(source)))
+        }
+    }
+}
+
+/// Returns a GPT-2 of the given sizes, or the default model of the built-in text.
+fn custom(overrides: Overrides, vocab: usize, seq: usize) -> Result<(Shape, Descriptor, Option<ModelSource>)> {
+    let small = Overrides { layers: Some(SMALL.0), heads: Some(SMALL.1), channels: Some(SMALL.2), ..overrides };
+    let overrides = if overrides.is_empty() { small } else { overrides };
+    let (Some(layers), Some(heads), Some(channels)) = (overrides.layers, overrides.heads, overrides.channels) else {
+        anyhow::bail!(
+            "--layers, --heads, --channels: expected all three without --model, found some of them; name a shape with --model to \
+             replace only some of its sizes"
+        );
+    };
+    let gpt2 = Descriptor::gpt2(layers, heads, channels, seq, vocab).context("--layers, --heads, --channels")?;
+    let descriptor = gpt2.with(overrides).context("the shape of the model")?;
+    Ok((Shape { model: None, overrides }, descriptor, None))
+}
+
+/// Returns whether a value of `--model` is a path. The files may have been deleted when a run is resumed.
+fn is_path(name: &str) -> bool {
+    let path = Path::new(name);
+    path.exists() || path.components().count() > 1 || path.extension().is_some_and(|extension| extension == "bin")
+}
