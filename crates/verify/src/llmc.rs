@@ -11,7 +11,7 @@ use engine::tensor::DType;
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
 use model::fit;
-use model::{Gpt2, Param, PlanOptions, TrainStep, Unsharded};
+use model::{Decoder, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
 
 /// Largest number of logit rows that are read at once.
@@ -78,7 +78,7 @@ impl MaxError {
 /// A model on an engine, and the debug state that it is compared with.
 pub struct Verification<'a> {
     engine: &'a mut dyn Engine,
-    model: Gpt2,
+    model: Decoder,
     state: DebugState,
     layout: BatchLayout,
     padded_vocab: usize,
@@ -120,7 +120,7 @@ impl<'a> Verification<'a> {
         let mut error = MaxError::default();
         error.add(&[loss], &self.state.floats(1)?);
         comparisons.push(error.comparison("loss", Bound::Absolute(self.tolerance.loss)));
-        for param in Param::ALL {
+        for param in self.model.descriptor.params() {
             comparisons.push(self.gradient(param)?);
         }
         Ok(comparisons)

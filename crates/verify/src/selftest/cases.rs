@@ -3,12 +3,14 @@
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use engine::ops::{
-    AdamW, AdamWUpdate, AttentionBackward, AttentionForward, AttentionShape, Classifier, EncoderBackward,
-    EncoderForward, Epilogue, GeluForward, GeluInput, GlobalNorm, LayerNormBackward, LayerNormForward, MatmulBackward,
-    MatmulForward, MatmulShape, Sum, UpdateRange,
+    Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
+    AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward,
+    LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward,
+    RotaryBackward, RotaryForward, RotaryPairs, RotaryShape, Sum, UpdateRange,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
+use model::descriptor::{Biases, Norm, Positions};
 use model::{Descriptor, LOGIT_ROWS, Params};
 
 /// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
@@ -16,37 +18,67 @@ use model::{Descriptor, LOGIT_ROWS, Params};
 pub fn edge_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(1, 1, 64), (3, 7, 80), (2, 33, 200)] {
-        cases.extend([encoder_forward(b, t, c, 37), encoder_backward(b, t, c, 37)]);
+        for positions in [true, false] {
+            cases.extend([encoder_forward(b, t, c, 37, positions), encoder_backward(b, t, c, 37, positions)]);
+        }
         cases.push(layernorm_forward(b * t, c));
         cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
+        cases.extend(rmsnorm(b * t, c));
     }
     // Rows so long that a whole block processes one, and tokens so frequent that many warps accumulate the gradient of
     // one.
     for (rows, c) in [(9, 1600), (3, 4200)] {
         cases.push(layernorm_forward(rows, c));
         cases.extend([false, true].map(|sums| layernorm_backward(rows, c, sums)));
+        cases.extend(rmsnorm(rows, c));
     }
-    cases.push(encoder_backward(4, 300, 80, 3));
+    cases.extend([(5, 896), (3, 2048)].into_iter().flat_map(|(rows, c)| rmsnorm(rows, c)));
+    cases.extend([true, false].map(|positions| encoder_backward(4, 300, 80, 3, positions)));
     for (rows, c, oc) in [(1, 64, 64), (37, 80, 240), (130, 64, 136)] {
         let shape = MatmulShape { rows, c, oc };
-        cases.extend(
-            [EpilogueKind::None, EpilogueKind::Residual, EpilogueKind::Gelu]
-                .map(|kind| matmul_forward(shape, true, kind)),
-        );
-        cases.extend([matmul_forward(shape, false, EpilogueKind::None), matmul_backward(shape, true, true)]);
-        cases.extend([matmul_backward(shape, false, false), matmul_backward(shape, true, false)]);
-        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias)));
+        cases.extend([EpilogueKind::None, EpilogueKind::Residual, GELU].map(|kind| matmul_forward(shape, true, kind)));
+        cases.extend([
+            matmul_forward(shape, false, EpilogueKind::None),
+            matmul_backward(shape, true, Some(Activation::Gelu)),
+        ]);
+        cases.extend([matmul_backward(shape, false, None), matmul_backward(shape, true, None)]);
+        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias, Activation::Gelu)));
         cases.push(head_backward(shape));
+    }
+    // SwiGLU and ReLU², whose rows are not a multiple of a block's packets.
+    for (rows, c, oc) in [(1, 64, 16), (37, 80, 240), (130, 208, 80)] {
+        let shape = MatmulShape { rows, c, oc };
+        for activation in [Activation::SwiGlu, Activation::ReluSquared] {
+            let kind = EpilogueKind::Activation(activation);
+            cases.extend([true, false].map(|bias| matmul_forward(shape, bias, kind)));
+            cases.extend([true, false].map(|bias| matmul_backward(shape, bias, Some(activation))));
+            cases.push(matmul_backward_recompute(shape, false, activation));
+        }
     }
     cases.extend([copy(8), copy(1001)]);
     for (b, t, heads) in [(1, 1, 1), (2, 17, 3), (1, 63, 2), (1, 64, 1), (2, 65, 2), (1, 130, 1), (3, 129, 1)] {
         for head_size in [64, 80, 96, 128] {
-            let shape = AttentionShape { b, t, heads, head_size };
-            cases.extend([attention_forward(shape), attention_backward(shape)]);
+            let shape = AttentionShape { b, t, heads, kv_heads: heads, head_size };
+            cases.extend(attention(shape));
+        }
+    }
+    for (b, t, heads, kv_heads) in [(1, 1, 2, 1), (2, 65, 4, 2), (1, 130, 8, 1), (1, 129, 6, 3)] {
+        for head_size in [64, 80, 96, 128] {
+            cases.extend(attention(AttentionShape { b, t, heads, kv_heads, head_size }));
+        }
+    }
+    for head_size in [16, 64, 80, 96, 128, 256] {
+        for (b, t, heads, kv_heads) in [(1, 1, 1, 1), (2, 9, 14, 2), (3, 5, 4, 4)] {
+            let shape = AttentionShape { b, t, heads, kv_heads, head_size };
+            for pairs in [RotaryPairs::HalfSplit, RotaryPairs::Interleaved] {
+                cases.extend(rotary(RotaryShape { attention: shape, pairs }));
+            }
         }
     }
     for (rows, v, vp) in [(1, 5, 128), (19, 257, 384), (3, 1000, 1024)] {
-        cases.extend([classifier(rows, v, vp, true), classifier(rows, v, vp, false)]);
+        for softcap in [None, Some(1.5)] {
+            cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
+        }
     }
     for n in [8, 1000, 12_344] {
         cases.extend([global_norm(n), sum(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
@@ -58,30 +90,52 @@ pub fn edge_cases() -> Vec<Case> {
 pub fn model_cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (b, t, c) in [(4, 1024, 768), (2, 512, 1600), (1, 256, 4096)] {
-        cases.extend([encoder_forward(b, t, c, 50257), encoder_backward(b, t, c, 50257)]);
+        cases.extend([encoder_forward(b, t, c, 50257, true), encoder_backward(b, t, c, 50257, true)]);
         cases.push(layernorm_forward(b * t, c));
         cases.extend([false, true].map(|sums| layernorm_backward(b * t, c, sums)));
+        cases.extend(rmsnorm(b * t, c));
     }
+    for (rows, c) in [(2048, 896), (1024, 1536), (1024, 2048), (1024, 3072)] {
+        cases.extend(rmsnorm(rows, c));
+    }
+    cases.extend([encoder_forward(2, 512, 896, 151_936, false), encoder_backward(2, 512, 896, 151_936, false)]);
     for (rows, c, oc) in [(2048, 768, 2304), (1024, 768, 768), (512, 1600, 6400), (512, 768, 50304)] {
         let shape = MatmulShape { rows, c, oc };
-        cases.extend(
-            [EpilogueKind::None, EpilogueKind::Residual, EpilogueKind::Gelu]
-                .map(|kind| matmul_forward(shape, true, kind)),
-        );
-        cases.extend([matmul_backward(shape, true, true), matmul_backward(shape, false, false)]);
+        cases.extend([EpilogueKind::None, EpilogueKind::Residual, GELU].map(|kind| matmul_forward(shape, true, kind)));
+        cases.extend([matmul_backward(shape, true, Some(Activation::Gelu)), matmul_backward(shape, false, None)]);
         cases.push(head_backward(shape));
     }
     for (rows, c) in [(2048, 768), (512, 1600)] {
         let shape = MatmulShape { rows, c: 4 * c, oc: c };
-        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias)));
+        cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias, Activation::Gelu)));
+    }
+    for (activation, c, f) in [(Activation::SwiGlu, 896, 4864), (Activation::ReluSquared, 768, 3072)] {
+        let (fc, proj) =
+            (MatmulShape { rows: 512, c, oc: f * activation.inputs() }, MatmulShape { rows: 512, c: f, oc: c });
+        cases.push(matmul_forward(fc, false, EpilogueKind::Activation(activation)));
+        cases.push(matmul_backward(proj, false, Some(activation)));
+        cases.push(matmul_backward_recompute(proj, false, activation));
     }
     for (b, t, heads, head_size) in
         [(1, 1024, 12, 64), (16, 1024, 12, 64), (1, 1000, 4, 80), (1, 777, 4, 96), (1, 2048, 4, 128), (3, 1000, 2, 128)]
     {
-        let shape = AttentionShape { b, t, heads, head_size };
-        cases.extend([attention_forward(shape), attention_backward(shape)]);
+        cases.extend(attention(AttentionShape { b, t, heads, kv_heads: heads, head_size }));
     }
-    cases.extend([classifier(256, 50257, 50304, true), classifier(256, 50257, 50304, false)]);
+    for (b, t, heads, kv_heads, head_size) in [(4, 1024, 32, 8, 64), (2, 1000, 12, 2, 128), (1, 777, 8, 1, 96)] {
+        cases.extend(attention(AttentionShape { b, t, heads, kv_heads, head_size }));
+    }
+    for (rows, v, vp, softcap) in [
+        (256, 50257, 50304, None),
+        (64, 128_256, 128_256, None),
+        (64, 151_665, 151_936, None),
+        (64, 50304, 50304, Some(15.0)),
+    ] {
+        cases.extend([true, false].map(|gradient| classifier(rows, v, vp, gradient, softcap)));
+    }
+    for (b, t, heads, kv_heads, head_size) in [(2, 512, 32, 8, 64), (1, 1024, 32, 8, 128), (3, 333, 14, 2, 64)] {
+        let attention = AttentionShape { b, t, heads, kv_heads, head_size };
+        cases.extend(rotary(RotaryShape { attention, pairs: RotaryPairs::HalfSplit }));
+    }
     for n in [1 << 20, 7_087_872] {
         cases.extend([global_norm(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
     }
@@ -92,36 +146,46 @@ pub fn model_cases() -> Vec<Case> {
 /// Returns every operation of a training step of a model with batches of `b` x `t` tokens, as `engine` executes them,
 /// for timing.
 pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: &dyn Engine) -> Vec<Case> {
-    let Descriptor { channels: c, heads, vocab: v, .. } = *descriptor;
-    let layout = Params::new(*descriptor);
-    let (rows, vp, n) = (b * t, descriptor.padded_vocab(), layout.elements());
+    let d = *descriptor;
+    let (c, v, vp) = (d.channels, d.vocab, d.padded_vocab());
+    let layout = Params::new(d);
+    let (rows, n) = (b * t, layout.elements());
     let chunk = rows.min(LOGIT_ROWS);
-    let shape = AttentionShape { b, t, heads, head_size: descriptor.head_size() };
+    let shape = d.attention(b, t);
     let linear = |c, oc| MatmulShape { rows, c, oc };
     let head = MatmulShape { rows: chunk, c, oc: vp };
-    let norms_sum_columns = engine.fuses_column_sums(c);
+    let [qkv, attproj] = [linear(c, d.qkv_channels()), linear(d.attention_channels(), c)];
+    let [fc, fcproj] = [linear(c, d.fc_channels()), linear(d.mlp_channels, c)];
+    let (qkv_bias, biases) = (d.biases != Biases::None, d.biases == Biases::All);
+    let norms_sum_columns = d.norm == Norm::LayerNorm && biases && engine.fuses_column_sums(c);
+    let residual_biases = biases && !norms_sum_columns;
+    let learned = d.positions == Positions::Learned;
+    let (norm_forward, norm_backward) = match d.norm {
+        Norm::LayerNorm => (layernorm_forward(rows, c), layernorm_backward(rows, c, norms_sum_columns)),
+        Norm::RmsNorm { weights, .. } => (rmsnorm_forward(rows, c, weights), rmsnorm_backward(rows, c, weights)),
+    };
     vec![
-        encoder_forward(b, t, c, v),
-        layernorm_forward(rows, c),
-        matmul_forward(linear(c, 3 * c), true, EpilogueKind::None),
+        encoder_forward(b, t, c, v, learned),
+        norm_forward,
+        matmul_forward(qkv, qkv_bias, EpilogueKind::None),
         attention_forward(shape),
-        matmul_forward(linear(c, c), true, EpilogueKind::Residual),
-        matmul_forward(linear(c, 4 * c), true, EpilogueKind::Gelu),
-        matmul_forward(linear(4 * c, c), true, EpilogueKind::Residual),
+        matmul_forward(attproj, biases, EpilogueKind::Residual),
+        matmul_forward(fc, biases, EpilogueKind::Activation(d.activation)),
+        matmul_forward(fcproj, biases, EpilogueKind::Residual),
         matmul_forward(head, false, EpilogueKind::None),
-        classifier(chunk, v, vp, false),
-        classifier(chunk, v, vp, true),
+        classifier(chunk, v, vp, false, d.softcap),
+        classifier(chunk, v, vp, true, d.softcap),
         head_backward(head),
         cast_from_float(vp * c),
         cast_to_float(vp * c),
-        layernorm_backward(rows, c, norms_sum_columns),
-        matmul_backward(linear(4 * c, c), !norms_sum_columns, true),
-        matmul_backward_recompute(linear(4 * c, c), !norms_sum_columns),
-        matmul_backward(linear(c, 4 * c), true, false),
-        matmul_backward(linear(c, c), !norms_sum_columns, false),
+        norm_backward,
+        matmul_backward(fcproj, residual_biases, Some(d.activation)),
+        matmul_backward_recompute(fcproj, residual_biases, d.activation),
+        matmul_backward(fc, biases, None),
+        matmul_backward(attproj, residual_biases, None),
         attention_backward(shape),
-        matmul_backward(linear(c, 3 * c), true, false),
-        encoder_backward(b, t, c, v),
+        matmul_backward(qkv, qkv_bias, None),
+        encoder_backward(b, t, c, v, learned),
         sum(rows),
         global_norm(n),
         adamw(layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect()),
@@ -166,7 +230,17 @@ fn i32(operand: Operand) -> Operand {
 }
 
 fn workload(b: usize, t: usize, channels: usize, heads: usize, padded_vocab: usize, parameters: usize) -> Workload {
-    Workload { b, t, channels, heads, padded_vocab, parameters, norm_tensors: 1, update_ranges: 0, training: true }
+    Workload {
+        attention: AttentionShape { b, t, heads, kv_heads: heads, head_size: channels / heads },
+        channels,
+        fc_channels: 4 * channels,
+        mlp_channels: 4 * channels,
+        padded_vocab,
+        parameters,
+        norm_tensors: 1,
+        update_ranges: 0,
+        training: true,
+    }
 }
 
 fn case(
@@ -185,7 +259,16 @@ fn exact(case: Case) -> Case {
     Case { exact: true, ..case }
 }
 
-fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
+/// Returns a number that is `n` if `present`, else 0.
+const fn if_present(present: bool, n: usize) -> usize {
+    if present { n } else { 0 }
+}
+
+fn encoder_name(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> String {
+    format!("B{b} T{t} C{c} V{vocab}{}", if positions { "" } else { " tokens only" })
+}
+
+fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> Case {
     let layout = BatchLayout { b, t };
     let operands = vec![
         i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
@@ -193,15 +276,15 @@ fn encoder_forward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
         input("wpe", t * c, UNIT),
         output("out", b * t * c, Tolerance::ELEMENTWISE),
     ];
-    let work = Work { floats: 2 * b * t * c + t * c, bytes: 4 * b * t, flops: 0 };
-    let shape = format!("B{b} T{t} C{c} V{vocab}");
+    let work = Work { floats: 2 * b * t * c + if_present(positions, t * c), bytes: 4 * b * t, flops: 0 };
+    let shape = encoder_name(b, t, c, vocab, positions);
     let case = case("encoder_forward", shape, workload(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
-        e.run(EncoderForward { out: x[3], batch: x[0], layout, wte: x[1], wpe: x[2], c })
+        e.run(EncoderForward { out: x[3], batch: x[0], layout, wte: x[1], wpe: positions.then_some(x[2]), c })
     });
     Case { batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
 
-fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
+fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize, positions: bool) -> Case {
     let layout = BatchLayout { b, t };
     let operands = vec![
         i32(input("batch", layout.words(), Init::Tokens { below: 1 })),
@@ -216,12 +299,12 @@ fn encoder_backward(b: usize, t: usize, c: usize, vocab: usize) -> Case {
     let of = |rows: usize, accumulated: usize| Work { floats: (rows + 2 * accumulated) * c, bytes: 0, flops: 0 };
     let parts = vec![
         (Part::Kernel("encoder_backward_wte"), of(rows, distinct)),
-        (Part::Kernel("encoder_backward_rest"), of(rows, t)),
+        (Part::Kernel("encoder_backward_rest"), of(if_present(positions, rows), if_present(positions, t))),
     ];
-    let work = of(2 * rows, distinct + t);
-    let shape = format!("B{b} T{t} C{c} V{vocab}");
+    let work = of(rows + if_present(positions, rows), distinct + if_present(positions, t));
+    let shape = encoder_name(b, t, c, vocab, positions);
     let case = case("encoder_backward", shape, workload(b, t, c, 1, vocab, 0), operands, work, move |e, x| {
-        e.run(EncoderBackward { dwte: x[2], dwpe: x[3], dout: x[1], batch: x[0], layout, c })
+        e.run(EncoderBackward { dwte: x[2], dwpe: positions.then_some(x[3]), dout: x[1], batch: x[0], layout, c })
     });
     Case { parts, batch: Some((layout, vocab as i32)), exact: true, ..case }
 }
@@ -279,8 +362,65 @@ fn layernorm_backward(rows: usize, c: usize, column_sums: bool) -> Case {
     Case { parts: vec![(Part::Kernel("layernorm_backward"), work)], ..case }
 }
 
+/// Returns an RMSNorm and its gradient, with and without weight.
+fn rmsnorm(rows: usize, c: usize) -> [Case; 4] {
+    [
+        rmsnorm_forward(rows, c, true),
+        rmsnorm_forward(rows, c, false),
+        rmsnorm_backward(rows, c, true),
+        rmsnorm_backward(rows, c, false),
+    ]
+}
+
+fn rmsnorm_shape(rows: usize, c: usize, weighted: bool) -> String {
+    format!("{rows}x{c}{}", if weighted { "" } else { " without weight" })
+}
+
+fn rmsnorm_forward(rows: usize, c: usize, weighted: bool) -> Case {
+    let operands = vec![
+        output("out", rows * c, Tolerance::REDUCTION),
+        f32(output("rstd", rows, Tolerance::REDUCTION)),
+        input("inp", rows * c, Init::Uniform { mean: 0.3, spread: 2.0 }),
+        input("weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
+    ];
+    let work = Work { floats: 2 * rows * c, bytes: 4 * rows, flops: 0 };
+    let (shape, workload) = (rmsnorm_shape(rows, c, weighted), workload(1, rows, c, 1, 128, 0));
+    case("rmsnorm_forward", shape, workload, operands, work, move |e, x| {
+        let weight = weighted.then_some(x[3]);
+        // A large eps, so that an ignored one shows.
+        e.run(RmsNormForward { out: x[0], rstd: x[1], inp: x[2], weight, c, eps: 0.25 })
+    })
+}
+
+fn rmsnorm_backward(rows: usize, c: usize, weighted: bool) -> Case {
+    let operands = vec![
+        accumulated("dinp", rows * c, Tolerance::REDUCTION),
+        accumulated("dweight", c, Tolerance::REDUCTION),
+        input("dout", rows * c, UNIT),
+        input("inp", rows * c, UNIT),
+        f32(input("rstd", rows, Init::Uniform { mean: 1.0, spread: 0.1 })),
+        input("weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
+    ];
+    let work = Work { floats: 4 * rows * c, bytes: 4 * rows, flops: 0 };
+    let (shape, workload) = (rmsnorm_shape(rows, c, weighted), workload(1, rows, c, 1, 128, 0));
+    let case = case("rmsnorm_backward", shape, workload, operands, work, move |e, x| {
+        let [dweight, weight] = [x[1], x[5]].map(|tensor| weighted.then_some(tensor));
+        e.run(RmsNormBackward { dinp: x[0], dweight, dout: x[2], inp: x[3], weight, rstd: x[4], c })
+    });
+    Case { parts: vec![(Part::Kernel("rmsnorm_backward"), work)], ..case }
+}
+
 fn linear_workload(shape: MatmulShape) -> Workload {
     workload(1, shape.rows, shape.c.max(shape.oc / 4), 1, shape.oc.max(shape.c), 0)
+}
+
+/// Returns the name of an activation in the name of a case, and those of its forward and backward kernels.
+const fn activation_names(activation: Activation) -> [&'static str; 3] {
+    match activation {
+        Activation::Gelu => ["gelu", "gelu_forward", "gelu_backward"],
+        Activation::SwiGlu => ["swiglu", "swiglu_forward", "swiglu_backward"],
+        Activation::ReluSquared => ["relu²", "relu_squared_forward", "relu_squared_backward"],
+    }
 }
 
 /// The epilogue of a forward matmul, without its tensors.
@@ -288,8 +428,10 @@ fn linear_workload(shape: MatmulShape) -> Workload {
 enum EpilogueKind {
     None,
     Residual,
-    Gelu,
+    Activation(Activation),
 }
+
+const GELU: EpilogueKind = EpilogueKind::Activation(Activation::Gelu);
 
 fn linear_name(shape: MatmulShape, bias: bool) -> String {
     let MatmulShape { rows, c, oc } = shape;
@@ -298,68 +440,81 @@ fn linear_name(shape: MatmulShape, bias: bool) -> String {
 
 fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
     let MatmulShape { rows, c, oc } = shape;
+    let out = if let EpilogueKind::Activation(activation) = kind { oc / activation.inputs() } else { oc };
     let mut operands = vec![
-        output("out", rows * oc, Tolerance::CHAIN),
+        output("out", rows * out, Tolerance::CHAIN),
         input("inp", rows * c, UNIT),
         input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
         input("bias", oc, UNIT),
     ];
-    let (name, matrices) = match kind {
-        EpilogueKind::None => ("", 1),
+    let (name, columns) = match kind {
+        EpilogueKind::None => (String::new(), oc),
         EpilogueKind::Residual => {
             operands[0].checked = Some(Tolerance::ACCUMULATED);
             operands.push(input("residual", rows * oc, UNIT));
-            (" residual", 2)
+            (" residual".to_owned(), 2 * oc)
         }
-        EpilogueKind::Gelu => {
-            operands.push(output("pre_gelu", rows * oc, Tolerance::REDUCTION));
-            (" gelu", 2)
+        EpilogueKind::Activation(activation) => {
+            operands.push(output("preactivation", rows * oc, Tolerance::REDUCTION));
+            (format!(" {}", activation_names(activation)[0]), oc + out)
         }
     };
-    let work = Work { floats: rows * c + oc * c + rows * oc * matrices, bytes: 0, flops: 2 * rows * c * oc };
-    let name = linear_name(shape, bias) + name;
+    let work = Work { floats: rows * c + oc * c + rows * columns, bytes: 0, flops: 2 * rows * c * oc };
+    let name = linear_name(shape, bias) + &name;
     let case = case("matmul_forward", name, linear_workload(shape), operands, work, move |e, x| {
         let kind = match kind {
             EpilogueKind::None => Epilogue::None,
             EpilogueKind::Residual => Epilogue::Residual(x[4]),
-            EpilogueKind::Gelu => Epilogue::Gelu(x[4]),
+            EpilogueKind::Activation(activation) => Epilogue::Activation(activation, x[4]),
         };
         e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: bias.then_some(x[3]), epilogue: kind, shape })
     });
-    let pass = Work { floats: 2 * rows * oc, ..Work::default() };
-    Case { parts: vec![(Part::Kernel("gelu_forward"), pass), (Part::Gemm, Work { floats: 0, ..work })], ..case }
+    let mut parts = vec![(Part::Gemm, Work { floats: 0, ..work })];
+    if let EpilogueKind::Activation(activation) = kind {
+        let pass = Work { floats: rows * (oc + out), ..Work::default() };
+        parts.push((Part::Kernel(activation_names(activation)[1]), pass));
+    }
+    Case { parts, ..case }
 }
 
-fn matmul_backward(shape: MatmulShape, bias: bool, gelu: bool) -> Case {
+fn matmul_backward(shape: MatmulShape, bias: bool, activation: Option<Activation>) -> Case {
     let MatmulShape { rows, c, oc } = shape;
+    let inputs = activation.map_or(1, Activation::inputs);
     let mut operands = vec![
-        output("dinp", rows * c, Tolerance::CHAIN),
+        output("dinp", rows * c * inputs, Tolerance::CHAIN),
         accumulated("dweight", oc * c, Tolerance::ACCUMULATED),
         accumulated("dbias", oc, Tolerance::REDUCTION),
         input("dout", rows * oc, UNIT),
         input("inp", rows * c, UNIT),
         input("weight", oc * c, Init::Uniform { mean: 0.0, spread: 0.2 }),
     ];
-    if gelu {
-        operands.push(input("pre_gelu", rows * c, UNIT));
-    }
-    let floats = 2 * rows * oc + 2 * oc * c + rows * c * if gelu { 3 } else { 2 };
-    let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
-    let name = linear_name(shape, bias) + if gelu { " gelu" } else { "" };
-    let case = case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
-        let gelu = gelu.then(|| GeluInput { pre_gelu: x[6], recompute: None });
-        e.run(matmul_backward_operation(x, gelu, bias, shape))
-    });
+    let mut floats = 2 * rows * oc + 2 * oc * c + rows * c * (1 + inputs);
+    let mut name = linear_name(shape, bias);
     let sums = Work { floats: rows * oc, ..Work::default() };
-    let gelu_backward = Work { floats: 3 * rows * c, ..Work::default() };
     let gemm = Work { flops: 2 * rows * c * oc, ..Work::default() };
-    let parts =
-        vec![(Part::Kernel("bias_backward"), sums), (Part::Kernel("gelu_backward"), gelu_backward), (Part::Gemm, gemm)];
+    let mut parts = vec![(Part::Kernel("bias_backward"), sums), (Part::Gemm, gemm)];
+    if let Some(activation) = activation {
+        operands.push(input("preactivation", rows * c * inputs, UNIT));
+        floats += rows * c * inputs;
+        let [of_case, _, kernel] = activation_names(activation);
+        name = format!("{name} {of_case}");
+        parts.push((Part::Kernel(kernel), Work { floats: rows * c * (1 + 2 * inputs), ..Work::default() }));
+    }
+    let work = Work { floats, bytes: 0, flops: 4 * rows * c * oc };
+    let case = case("matmul_backward", name, linear_workload(shape), operands, work, move |e, x| {
+        let input = activation.map(|activation| ActivationInput { activation, preactivation: x[6], recompute: None });
+        e.run(matmul_backward_operation(x, input, bias, shape))
+    });
     Case { parts, ..case }
 }
 
 /// Returns the operation on the operands of [`matmul_backward`].
-fn matmul_backward_operation(x: &[Tensor], gelu: Option<GeluInput>, bias: bool, shape: MatmulShape) -> MatmulBackward {
+fn matmul_backward_operation(
+    x: &[Tensor],
+    activation: Option<ActivationInput>,
+    bias: bool,
+    shape: MatmulShape,
+) -> MatmulBackward {
     MatmulBackward {
         dinp: x[0],
         dweight: x[1],
@@ -367,64 +522,73 @@ fn matmul_backward_operation(x: &[Tensor], gelu: Option<GeluInput>, bias: bool, 
         dout: x[3],
         inp: x[4],
         weight: x[5],
-        gelu,
+        activation,
         shape,
     }
 }
 
-/// Returns a matmul backward with activation checkpointing: its `inp`, the GELU of another matmul, is recomputed.
-fn matmul_backward_recompute(shape: MatmulShape, bias: bool) -> Case {
+/// Returns a matmul backward with activation checkpointing: its `inp`, the activation of another matmul, is recomputed.
+fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activation) -> Case {
     let MatmulShape { rows, c, oc } = shape;
-    let before = MatmulShape { rows, c: oc, oc: c };
-    let mut case = matmul_backward(shape, bias, true);
+    let sums = c * activation.inputs();
+    let before = MatmulShape { rows, c: oc, oc: sums };
+    let mut case = matmul_backward(shape, bias, Some(activation));
     // dweight is a GEMM with the recomputed, rounded inp.
-    case.operands[1].checked = Some(Tolerance::CHAIN);
+    case.operands[1].checked = Some(match activation {
+        Activation::ReluSquared | Activation::SwiGlu => Tolerance::SQUARED_CHAIN,
+        Activation::Gelu => Tolerance::CHAIN,
+    });
     case.operands[4] = output("inp", rows * c, Tolerance::CHAIN);
-    case.operands[6] = output("pre_gelu", rows * c, Tolerance::REDUCTION);
+    if activation == Activation::SwiGlu {
+        case.operands[4].checked = None;
+    }
+    case.operands[6] = output("preactivation", rows * sums, Tolerance::REDUCTION);
     case.operands.extend([
         input("inp before", rows * oc, UNIT),
-        // This spread keeps the input of GELU near 1 for any length of the sums. Otherwise gelu' would amplify rounding
-        // errors.
-        input("weight before", oc * c, Init::Uniform { mean: 0.0, spread: 3.0 / (oc as f32).sqrt() }),
-        input("bias before", c, UNIT),
-        Operand { checked: None, ..output("gelu", rows * c, Tolerance::CHAIN) },
+        // This spread keeps the input of the activation near 1 for any length of the sums. Otherwise its derivative would
+        // amplify rounding errors.
+        input("weight before", oc * sums, Init::Uniform { mean: 0.0, spread: 3.0 / (oc as f32).sqrt() }),
+        input("bias before", sums, UNIT),
+        Operand { checked: None, ..output("activation", rows * c, Tolerance::CHAIN) },
     ]);
     case.shape += " again";
     case.work.floats += rows * c;
-    case.parts.push((Part::Kernel("gelu_forward"), Work { floats: 2 * rows * c, ..Work::default() }));
+    let pass = Work { floats: rows * (c + sums), ..Work::default() };
+    case.parts.push((Part::Kernel(activation_names(activation)[1]), pass));
     let forward = move |e: &mut dyn Engine, x: &[Tensor]| {
         e.run(MatmulForward {
             out: x[10],
             inp: x[7],
             weight: x[8],
             bias: Some(x[9]),
-            epilogue: Epilogue::Gelu(x[6]),
+            epilogue: Epilogue::Activation(activation, x[6]),
             shape: before,
         })
     };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
-        let again = GeluForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
-        let gelu = GeluInput { pre_gelu: x[6], recompute: Some(again) };
-        e.run(matmul_backward_operation(x, Some(gelu), bias, shape))
+        let again = ActivationForward { inp: x[7], weight: x[8], bias: Some(x[9]), shape: before };
+        let input = ActivationInput { activation, preactivation: x[6], recompute: Some(again) };
+        e.run(matmul_backward_operation(x, Some(input), bias, shape))
     };
     Case { before: Some(Box::new(forward)), run: Box::new(run), ..case }
 }
 
 /// Returns the backward pass of the model's head: no bias, and a weight gradient in f32 for every engine type.
 fn head_backward(shape: MatmulShape) -> Case {
-    let mut case = matmul_backward(shape, false, false);
+    let mut case = matmul_backward(shape, false, None);
     case.operands[1].dtype = Some(DType::F32);
     case.shape += " to f32";
     case
 }
 
 fn attention_workload(shape: AttentionShape) -> Workload {
-    workload(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0)
+    Workload { attention: shape, ..workload(shape.b, shape.t, shape.heads * shape.head_size, shape.heads, 128, 0) }
 }
 
 fn heads_name(shape: AttentionShape) -> String {
-    let AttentionShape { b, t, heads, head_size } = shape;
-    format!("B{b} T{t} NH{heads} HS{head_size}")
+    let AttentionShape { b, t, heads, kv_heads, head_size } = shape;
+    let kv = if kv_heads == heads { String::new() } else { format!(" KV{kv_heads}") };
+    format!("B{b} T{t} NH{heads}{kv} HS{head_size}")
 }
 
 /// Returns the forward and the backward pass of attention.
@@ -434,15 +598,15 @@ pub fn attention(shape: AttentionShape) -> [Case; 2] {
 
 fn attention_forward(shape: AttentionShape) -> Case {
     let rows = shape.b * shape.t;
-    let c = shape.heads * shape.head_size;
+    let (c, packed) = (shape.heads * shape.head_size, shape.packed_heads() * shape.head_size);
     let operands = vec![
         output("out", rows * c, Tolerance::ATTENTION),
         f32(output("lse", rows * shape.heads, Tolerance::CHAIN)),
-        input("qkv", rows * 3 * c, UNIT),
+        input("qkv", rows * packed, UNIT),
     ];
     // Half of T x T is masked. The scores and the values take a multiplication and an addition per unmasked element.
     let flops = 2 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats: 4 * rows * c, bytes: 4 * rows * shape.heads, flops };
+    let work = Work { floats: rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
     case("attention_forward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
         e.run(AttentionForward { out: x[0], lse: x[1], qkv: x[2], shape })
     })
@@ -450,16 +614,16 @@ fn attention_forward(shape: AttentionShape) -> Case {
 
 fn attention_backward(shape: AttentionShape) -> Case {
     let rows = shape.b * shape.t;
-    let c = shape.heads * shape.head_size;
+    let (c, packed) = (shape.heads * shape.head_size, shape.packed_heads() * shape.head_size);
     let operands = vec![
-        output("dqkv", rows * 3 * c, Tolerance::ATTENTION_BACKWARD),
+        output("dqkv", rows * packed, Tolerance::attention_backward(shape.heads / shape.kv_heads)),
         input("dout", rows * c, UNIT),
-        input("qkv", rows * 3 * c, UNIT),
+        input("qkv", rows * packed, UNIT),
         input("out", rows * c, Init::Zero),
         f32(input("lse", rows * shape.heads, Init::Zero)),
     ];
     let flops = 5 * shape.b * shape.heads * shape.t * shape.t * shape.head_size;
-    let work = Work { floats: 8 * rows * c, bytes: 4 * rows * shape.heads, flops };
+    let work = Work { floats: 2 * rows * (c + packed), bytes: 4 * rows * shape.heads, flops };
     let case = case("attention_backward", heads_name(shape), attention_workload(shape), operands, work, move |e, x| {
         e.run(AttentionBackward { dqkv: x[0], dout: x[1], qkv: x[2], out: x[3], lse: x[4], shape })
     });
@@ -470,7 +634,78 @@ fn attention_backward(shape: AttentionShape) -> Case {
     }
 }
 
-fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
+/// Returns the forward and the backward pass without a norm, with a norm, and with a weighted norm.
+fn rotary(shape: RotaryShape) -> Vec<Case> {
+    let norms = [None, Some(false), Some(true)];
+    norms.into_iter().flat_map(|norm| [rotary_forward(shape, norm), rotary_backward(shape, norm)]).collect()
+}
+
+/// Returns the name of a case, and the number of rotated elements. `norm` is whether a norm has weights.
+fn rotary_name(shape: RotaryShape, norm: Option<bool>) -> (String, usize) {
+    let AttentionShape { b, t, heads, kv_heads, head_size } = shape.attention;
+    let norm = match norm {
+        None => "",
+        Some(false) => " norm",
+        Some(true) => " weighted norm",
+    };
+    let pairs = if shape.pairs == RotaryPairs::Interleaved { " interleaved" } else { "" };
+    (format!("B{b} T{t} NH{heads} KV{kv_heads} HS{head_size}{pairs}{norm}"), b * t * (heads + kv_heads) * head_size)
+}
+
+/// Returns the operands qkv (or its gradient), table, saved, and the weights of queries and keys.
+fn rotary_operands(shape: RotaryShape, rotated: usize, name: &'static str) -> Vec<Operand> {
+    let AttentionShape { b, t, head_size, .. } = shape.attention;
+    let weight = |name| input(name, head_size, Init::Uniform { mean: 1.0, spread: 0.5 });
+    vec![
+        accumulated(name, b * t * shape.attention.packed_heads() * head_size, Tolerance::REDUCTION),
+        f32(input("table", t * head_size, UNIT)),
+        input("saved", rotated, UNIT),
+        weight("q weight"),
+        weight("k weight"),
+    ]
+}
+
+fn rotary_workload(shape: RotaryShape) -> Workload {
+    let attention = shape.attention;
+    let channels = attention.heads * attention.head_size;
+    Workload { attention, ..workload(attention.b, attention.t, channels, attention.heads, 128, 0) }
+}
+
+/// Returns the norm of a case with the operands of [`rotary_operands`].
+fn qk_norm(x: &[Tensor], weighted: bool) -> QkNorm {
+    QkNorm { saved: x[2], weights: weighted.then_some([x[3], x[4]]), eps: 1e-5, gain: 1.25 }
+}
+
+fn rotary_forward(shape: RotaryShape, norm: Option<bool>) -> Case {
+    let (name, rotated) = rotary_name(shape, norm);
+    let mut operands = rotary_operands(shape, rotated, "qkv");
+    if norm.is_some() {
+        operands[2] = output("saved", rotated, Tolerance::ELEMENTWISE);
+    }
+    let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
+    let case = case("rotary_forward", name, rotary_workload(shape), operands, work, move |e, x| {
+        let qk_norm = norm.map(|weighted| qk_norm(x, weighted));
+        e.run(RotaryForward { qkv: x[0], table: x[1], qk_norm, shape })
+    });
+    Case { exact: norm.is_none(), ..case }
+}
+
+fn rotary_backward(shape: RotaryShape, norm: Option<bool>) -> Case {
+    let (name, rotated) = rotary_name(shape, norm);
+    let mut operands = rotary_operands(shape, rotated, "dqkv");
+    for name in ["dq weight", "dk weight"] {
+        operands.push(accumulated(name, shape.attention.head_size, Tolerance::REDUCTION));
+    }
+    let work = Work { floats: rotated * if norm.is_some() { 3 } else { 2 }, bytes: 0, flops: 0 };
+    let case = case("rotary_backward", name, rotary_workload(shape), operands, work, move |e, x| {
+        let qk_norm = norm.map(|weighted| qk_norm(x, weighted));
+        let dweights = (norm == Some(true)).then_some([x[5], x[6]]);
+        e.run(RotaryBackward { dqkv: x[0], table: x[1], qk_norm, dweights, shape })
+    });
+    Case { exact: norm.is_none(), ..case }
+}
+
+fn classifier(rows: usize, v: usize, vp: usize, gradient: bool, softcap: Option<f32>) -> Case {
     let logits = Operand {
         checked: Some(Tolerance::CHAIN),
         ..input("logits", rows * vp, Init::Uniform { mean: 0.0, spread: 4.0 })
@@ -482,9 +717,10 @@ fn classifier(rows: usize, v: usize, vp: usize, gradient: bool) -> Case {
     ];
     let dloss = gradient.then_some(0.25);
     let work = Work { floats: rows * vp * if gradient { 2 } else { 1 }, bytes: 12 * rows, flops: 0 };
-    let name = format!("{rows}x{v}/{vp}{}", if gradient { " gradient" } else { "" });
+    let bound = softcap.map_or(String::new(), |softcap| format!(" softcap {softcap}"));
+    let name = format!("{rows}x{v}/{vp}{}{bound}", if gradient { " gradient" } else { "" });
     case("classifier", name, workload(1, rows, 64, 1, vp, 0), operands, work, move |e, x| {
-        e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss })
+        e.run(Classifier { logits: x[0], losses: x[1], targets: x[2], v, vp, dloss, softcap })
     })
 }
 

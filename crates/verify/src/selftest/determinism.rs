@@ -8,7 +8,7 @@ use engine::tensor::Tensor;
 use engine::{Algorithms, Engine, Result};
 use model::descriptor::GPT2_VOCAB;
 use model::fit;
-use model::{Descriptor, Gpt2, Param, PlanOptions, TrainStep};
+use model::{Decoder, Descriptor, Param, PlanOptions, TrainStep};
 use rng::{Mt19937, XorShift};
 use std::cell::RefCell;
 use std::fmt;
@@ -137,7 +137,7 @@ impl Trace {
 /// A training run from a fixed seed, which records a [`Trace`].
 pub struct Trial<'a> {
     engine: &'a mut dyn Engine,
-    model: Gpt2,
+    model: Decoder,
     train: Prefetch,
     rounding: XorShift,
     trace: Trace,
@@ -150,7 +150,7 @@ impl<'a> Trial<'a> {
     /// are tuned.
     pub fn new(engine: &'a mut dyn Engine, scale: Scale, algorithms: Option<&Algorithms>) -> Result<Self> {
         let Scale { layers, heads, channels, vocab, b, t } = scale;
-        let descriptor = Descriptor::new(layers, heads, channels, t, vocab)?;
+        let descriptor = Descriptor::gpt2(layers, heads, channels, t, vocab)?;
         let capacity = PlanOptions::training(b, t);
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;
@@ -245,7 +245,7 @@ impl<'a> Trial<'a> {
 }
 
 /// Returns the groups of a model and their tensors, in the order of [`Group::ALL`].
-fn groups(model: &Gpt2) -> Result<Vec<(Group, Tensor)>> {
+fn groups(model: &Decoder) -> Result<Vec<(Group, Tensor)>> {
     let training = model.training.context("the model was planned for training")?;
     let of = |group| match group {
         Group::Losses => Some(model.losses),
