@@ -5,20 +5,20 @@ use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine};
-use model::{Descriptor, Gpt2, LOGIT_ROWS, Param, PlanOptions, Recompute, TrainStep, Unsharded};
+use model::{Decoder, Descriptor, LOGIT_ROWS, Param, PlanOptions, Recompute, TrainStep, Unsharded};
 
 const LAYOUT: BatchLayout = BatchLayout { b: 3, t: 17 };
 const ROWS: usize = LAYOUT.b * LAYOUT.t;
 const VOCAB: usize = 300;
 
-fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Gpt2, Plan) {
-    let descriptor = Descriptor::new(2, 1, 64, 24, VOCAB).unwrap();
-    let recompute = Recompute::GeluAndNorms;
+fn planned(engine: &mut dyn Engine, chunk: usize, training: bool) -> (Decoder, Plan) {
+    let descriptor = Descriptor::gpt2(2, 1, 64, 24, VOCAB).unwrap();
+    let recompute = Recompute::ActivationAndNorms;
     let options = PlanOptions { training, recompute, logit_rows: chunk, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
-    Gpt2::plan(descriptor, options, engine)
+    Decoder::plan(descriptor, options, engine)
 }
 
-fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Gpt2 {
+fn loaded(engine: &mut dyn Engine, chunk: usize, training: bool) -> Decoder {
     let (model, plan) = planned(engine, chunk, training);
     assert_eq!(model.logit_rows(), chunk);
     engine.allocate(&plan).unwrap();
@@ -154,7 +154,7 @@ fn memory_plan_contains_one_chunk_of_logits() {
     let descriptor: Descriptor = "d12".parse().unwrap();
     let mut plan = |b, training| {
         let options = PlanOptions { training, ..PlanOptions::training(b, 1024) };
-        let (model, plan) = Gpt2::plan(descriptor, options, &mut *engine);
+        let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
         (model.logit_rows(), plan.bytes())
     };
     let (chunk, bytes) = plan(64, true);

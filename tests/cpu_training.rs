@@ -5,7 +5,7 @@ use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
-use model::{Descriptor, Gpt2, Param, Params, PlanOptions, TrainStep, Unsharded, init};
+use model::{Decoder, Descriptor, Param, Params, PlanOptions, TrainStep, Unsharded, init};
 use rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
@@ -48,7 +48,7 @@ struct Batch {
 
 struct Run {
     engine: Cpu,
-    model: Gpt2,
+    model: Decoder,
     layout: BatchLayout,
 }
 
@@ -57,7 +57,7 @@ impl Run {
         let layout = batch.layout;
         let mut engine = Cpu::new();
         let options = PlanOptions::training(layout.b, layout.t);
-        let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
+        let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
         engine.allocate(&plan).unwrap();
         for (param, layer) in model.layout.file_order() {
             engine.write(model.layout.of(model.params, param, layer), &parameter(param, layer)).unwrap();
@@ -119,7 +119,7 @@ impl Reference {
         let mut model = Words::new(MODEL);
         let sizes: Vec<usize> = model.header[..8].iter().map(|&size| size as usize).collect();
         assert_eq!(sizes[..2], [20_240_326, 3]);
-        let descriptor = Descriptor::new(sizes[4], sizes[5], sizes[6], sizes[2], sizes[3]).unwrap();
+        let descriptor = Descriptor::gpt2(sizes[4], sizes[5], sizes[6], sizes[2], sizes[3]).unwrap();
         assert_eq!(sizes[7], descriptor.padded_vocab());
         let tensors = |words: &mut Words| {
             let order = Params::new(descriptor).file_order().collect::<Vec<_>>().into_iter();
@@ -237,7 +237,7 @@ fn reference_weights_are_four_times_the_initial_weights() {
 
 /// Returns a model and a batch with odd shapes, which are multiples of no block size.
 fn odd_run() -> Run {
-    let descriptor = Descriptor::new(2, 3, 27, 13, 61).unwrap();
+    let descriptor = Descriptor::gpt2(2, 3, 27, 13, 61).unwrap();
     let layout = BatchLayout { b: 3, t: 11 };
     let mut rng = Mt19937::new(7);
     let mut tokens = || (0..33).map(|_| rng.below(61) as i32).collect();
@@ -323,7 +323,7 @@ fn inference_model_gives_the_same_logits() {
     let layout = reference.batch.layout;
     let mut engine = Cpu::new();
     let options = PlanOptions::inference(layout.b + 1, layout.t + 2);
-    let (model, plan) = Gpt2::plan(reference.descriptor, options, &mut engine);
+    let (model, plan) = Decoder::plan(reference.descriptor, options, &mut engine);
     engine.allocate(&plan).unwrap();
     for ((param, layer), values) in &reference.parameters {
         engine.write(model.layout.of(model.params, *param, *layer), values).unwrap();

@@ -5,14 +5,14 @@ use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
 use engine::ops::{
-    AdamW, AdamWUpdate, EncoderForward, Epilogue, GeluForward, GeluInput, MatmulBackward, MatmulForward, MatmulShape,
-    Sum, UpdateRange,
+    Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, EncoderForward, Epilogue, MatmulBackward,
+    MatmulForward, MatmulShape, RmsNormBackward, RmsNormForward, Sum, UpdateRange,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, GeluFusion, GraphKey};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
-use model::{Descriptor, Gpt2, LayerHooks, PlanOptions, Recompute, Shard, Store, TrainStep, Unit, Unsharded, Zero};
+use model::{Decoder, Descriptor, LayerHooks, PlanOptions, Recompute, Shard, Store, TrainStep, Unit, Unsharded, Zero};
 use std::ops::Range;
 use verify::selftest::edge_cases;
 
@@ -61,7 +61,7 @@ fn f32_operations_match_cpu_engine() {
 }
 
 /// Loads a fixed batch of tokens below 50.
-fn load_batch(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<()> {
+fn load_batch(model: &Decoder, engine: &mut dyn Engine, layout: BatchLayout, seed: u32) -> anyhow::Result<()> {
     let mut words = engine.host_buffer(layout.words())?;
     for (i, word) in words[..layout.targets().end].iter_mut().enumerate() {
         *word = (i * i % 50) as i32;
@@ -73,10 +73,10 @@ fn load_batch(model: &Gpt2, engine: &mut dyn Engine, layout: BatchLayout, seed: 
 
 /// Trains a small model for two steps and returns the losses and gradient norms.
 fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
-    let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
+    let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
     let layout = BatchLayout { b: 3, t: 17 };
     let options = PlanOptions { recompute, ..PlanOptions::training(layout.b, 24) };
-    let (model, plan) = Gpt2::plan(descriptor, options, engine);
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
     let (mut train_step, ranks) = (TrainStep::new(&model, layout, 1), &mut Ranks::default());
@@ -93,7 +93,7 @@ fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
 
 #[test]
 fn training_steps_match_cpu_engine_without_memory_errors() {
-    let (stored, recomputed) = (Recompute::Nothing, Recompute::GeluAndNorms);
+    let (stored, recomputed) = (Recompute::Nothing, Recompute::ActivationAndNorms);
     let expected = train(&mut Cpu::new(), stored);
     let mut sm_90a_stats = Vec::new();
     for (precision, hopper, recompute, tolerance) in [
@@ -116,11 +116,11 @@ fn training_steps_match_cpu_engine_without_memory_errors() {
 
 /// Returns the name and gradient of each parameter tensor after one micro-batch, for a model of two layers.
 fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)> {
-    let descriptor = Descriptor::new(2, channels / 64, channels, 16, 50).unwrap();
+    let descriptor = Descriptor::gpt2(2, channels / 64, channels, 16, 50).unwrap();
     let layout = BatchLayout { b: 2, t: 9 };
-    let recompute = Recompute::GeluAndNorms;
+    let recompute = Recompute::ActivationAndNorms;
     let options = PlanOptions { master_weights: false, recompute, ..PlanOptions::training(layout.b, layout.t) };
-    let (model, plan) = Gpt2::plan(descriptor, options, engine);
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
     let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, 1);
@@ -160,17 +160,17 @@ const UPDATE: AdamW =
     AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
 
 /// Returns a rank's shard of a small model. Parameters, gradients and moments are pseudorandom and equal on all ranks.
-fn before_update(engine: &mut dyn Engine, zero: Zero) -> Gpt2 {
-    let descriptor = Descriptor::new(2, 2, 128, 24, 50).unwrap();
+fn before_update(engine: &mut dyn Engine, zero: Zero) -> Decoder {
+    let descriptor = Descriptor::gpt2(2, 2, 128, 24, 50).unwrap();
     let options = PlanOptions { zero, ..PlanOptions::training(1, 24) };
-    let (model, plan) = Gpt2::plan(descriptor, options, engine);
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     fill(&model, engine);
     model
 }
 
 /// Fills the parameters, gradients and optimizer state with pseudorandom values.
-fn fill(model: &Gpt2, engine: &mut dyn Engine) {
+fn fill(model: &Decoder, engine: &mut dyn Engine) {
     let training = model.training.unwrap();
     engine.write(training.stats, &[7.0, 2.5]).unwrap();
     let grads = model.grad_store(&training);
@@ -184,7 +184,7 @@ fn fill(model: &Gpt2, engine: &mut dyn Engine) {
 }
 
 /// Returns the tensors that an update changes.
-fn updated(model: &Gpt2) -> Vec<Store<'_>> {
+fn updated(model: &Decoder) -> Vec<Store<'_>> {
     let training = model.training.unwrap();
     let state = [Some(training.m), Some(training.v), training.master];
     [model.param_store()].into_iter().chain(state.into_iter().flatten().map(|kept| model.state_store(kept))).collect()
@@ -192,7 +192,7 @@ fn updated(model: &Gpt2) -> Vec<Store<'_>> {
 
 /// Returns, for each parameter tensor, the range of elements that this rank updates and their bits in all updated
 /// tensors.
-fn after_update(model: &Gpt2, engine: &mut dyn Engine) -> Vec<(Range<usize>, Vec<Vec<u32>>)> {
+fn after_update(model: &Decoder, engine: &mut dyn Engine) -> Vec<(Range<usize>, Vec<Vec<u32>>)> {
     let mut all = Vec::new();
     for (param, layer) in model.layout.file_order() {
         let held: Vec<_> = updated(model).into_iter().filter_map(|store| store.held(param, layer)).collect();
@@ -336,7 +336,7 @@ fn memory_errors_name_the_tensor() {
     let (mut engine, x) = checked(&[("batch", layout.words(), DType::I32), ("wte", 8, f32), ("wpe", 64, f32)]);
     engine.write(x[2], &[0.0; 64]).unwrap();
     let text = engine
-        .run(EncoderForward { out: x[2], batch: x[0], layout, wte: x[1], wpe: x[2], c: 8 })
+        .run(EncoderForward { out: x[2], batch: x[0], layout, wte: x[1], wpe: Some(x[2]), c: 8 })
         .unwrap_err()
         .to_string();
     assert!(text.contains("out-of-bounds access") && text.contains("wte + 1184, which has 32 bytes"), "{text}");
@@ -401,16 +401,19 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
         engine.allocate(&plan).unwrap();
         engine.write(weight, &vec![1.0; oc * c]).unwrap();
         engine.write(dout, &vec![1.0; rows * oc]).unwrap();
-        let forward = GeluForward {
+        let forward = ActivationForward {
             inp: inp_before,
             weight: weight_before,
             bias: Some(bias),
             shape: MatmulShape { rows, c: oc, oc: c },
         };
-        let gelu = Some(GeluInput { pre_gelu, recompute: Some(forward) });
+        let activation =
+            Some(ActivationInput { activation: Activation::Gelu, preactivation: pre_gelu, recompute: Some(forward) });
         format!(
             "{:#}",
-            engine.run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, gelu, shape }).unwrap_err()
+            engine
+                .run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape })
+                .unwrap_err()
         )
     };
     let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
@@ -426,6 +429,71 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
     ] {
         let found = first_error(matmul, hopper, precision, fusion);
         assert!(found.starts_with(expected), "{matmul:?} {hopper} {fusion:?}: {found}, expected {expected}");
+    }
+}
+
+/// The first kernel of each pass reports that its operands were never written, which identifies it.
+#[test]
+fn activations_are_fused_where_a_kernel_computes_the_gemm() {
+    let first_errors = |matmul, hopper, precision, activation: Activation| {
+        let gpu = EmulatedGpu { hopper, matmul, ..EmulatedGpu::default() };
+        let mut engine = emulated(gpu, precision, None, true);
+        let shape = MatmulShape { rows: 5, c: 32, oc: 8 };
+        let MatmulShape { rows, c, oc } = shape;
+        let before = MatmulShape { rows, c: oc, oc: c * activation.inputs() };
+        let (mut plan, float) = (Plan::new(), engine.dtype());
+        let mut add = |name: &str, len: usize| plan.add(Group::Activations, name, &[len], float);
+        let (dinp, inp, preactivation) =
+            (add("dinp", rows * before.oc), add("inp", rows * c), add("preactivation", rows * before.oc));
+        let (weight, dweight, dout) = (add("weight", oc * c), add("dweight", oc * c), add("dout", rows * oc));
+        let (inp_before, weight_before) = (add("inp before", rows * oc), add("weight before", before.oc * oc));
+        engine.allocate(&plan).unwrap();
+        engine.write(weight, &vec![1.0; oc * c]).unwrap();
+        engine.write(dout, &vec![1.0; rows * oc]).unwrap();
+        let forward = ActivationForward { inp: inp_before, weight: weight_before, bias: None, shape: before };
+        let epilogue = Epilogue::Activation(activation, preactivation);
+        let first =
+            MatmulForward { out: inp, inp: inp_before, weight: weight_before, bias: None, epilogue, shape: before };
+        let first = format!("{:#}", engine.run(first).unwrap_err());
+        let second = [None, Some(forward)].map(|recompute| {
+            let activation = Some(ActivationInput { activation, preactivation, recompute });
+            let backward = MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape };
+            format!("{:#}", engine.run(backward).unwrap_err())
+        });
+        [first].into_iter().chain(second).collect::<Vec<_>>()
+    };
+    let (auto, rust, cublaslt) = (MatmulBackend::Auto, MatmulBackend::Rust, MatmulBackend::Cublaslt);
+    let (relu, swiglu) = (Activation::ReluSquared, Activation::SwiGlu);
+    let (bf16, fp32) = (Precision::Bf16, Precision::Fp32);
+    let fused_relu = [
+        "kernel matmul_wgmma_abt_relu_squared_",
+        "kernel matmul_wgmma_ab_relu_squared_backward_1",
+        "kernel matmul_wgmma_ab_relu_squared_backward_and_relu_squared_",
+    ];
+    let fused_swiglu = [
+        "kernel matmul_swiglu_forward_",
+        "kernel matmul_swiglu_backward_tile_",
+        "kernel matmul_swiglu_backward_activation_",
+    ];
+    // Without fusion, the weight gradient of a SwiGLU's layer comes before the gradient of its input.
+    let unfused_relu = ["GEMM 5x32x8 NT bf16", "kernel relu_squared_backward_bf16", "kernel relu_squared_forward_bf16"];
+    let unfused_swiglu = ["GEMM 5x64x8 NT bf16", "GEMM 8x32x5 TN bf16 accumulate", "kernel swiglu_forward_bf16"];
+    let f32_swiglu = ["GEMM 5x64x8 NT f32", "GEMM 8x32x5 TN f32 accumulate", "kernel swiglu_forward_f32"];
+    for (matmul, hopper, precision, activation, expected) in [
+        (auto, true, bf16, relu, fused_relu),
+        (rust, true, bf16, relu, fused_relu),
+        (cublaslt, true, bf16, relu, unfused_relu),
+        (auto, false, bf16, relu, unfused_relu),
+        (auto, true, bf16, swiglu, fused_swiglu),
+        (rust, true, bf16, swiglu, fused_swiglu),
+        (cublaslt, true, bf16, swiglu, unfused_swiglu),
+        (auto, false, bf16, swiglu, unfused_swiglu),
+        (auto, true, fp32, swiglu, f32_swiglu),
+    ] {
+        let found = first_errors(matmul, hopper, precision, activation);
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(found.starts_with(expected), "{matmul:?} {hopper} {activation:?}: {found}, expected {expected}");
+        }
     }
 }
 
@@ -490,6 +558,27 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
     let words = engine.host_buffer(3).unwrap();
     let text = engine.load_batch(tensor, layout, words).map(drop).unwrap_err().to_string();
     assert!(text.starts_with("load_batch: expected ") && text.ends_with(", found 3"), "{text}");
+}
+
+#[test]
+fn rmsnorm_rejects_unsupported_channels_and_incomplete_weights() {
+    for (precision, dtype, c, expected) in [
+        (Precision::Bf16, DType::Bf16, 12, "RMSNorm in bf16: expected a multiple of 8 channels up to 16384, found 12"),
+        (Precision::Fp32, DType::F32, 8196, "RMSNorm in f32: expected a multiple of 4 channels up to 8192, found 8196"),
+    ] {
+        let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
+        let mut plan = Plan::new();
+        let x = plan.add(Group::Activations, "x", &[c], dtype);
+        let rstd = plan.add(Group::Activations, "rstd", &[1], DType::F32);
+        engine.allocate(&plan).unwrap();
+        let forward = RmsNormForward { out: x, rstd, inp: x, weight: None, c, eps: 1e-5 };
+        assert_eq!(engine.run(forward).unwrap_err().to_string(), expected);
+        let backward = RmsNormBackward { dinp: x, dweight: None, dout: x, inp: x, weight: None, rstd, c };
+        assert_eq!(engine.run(backward).unwrap_err().to_string(), expected);
+        let dweight = Some(x.slice(0, 8));
+        let text = engine.run(RmsNormBackward { c: 8, dweight, ..backward }).unwrap_err().to_string();
+        assert_eq!(text, "rmsnorm_backward: expected both weight and dweight or neither, found one");
+    }
 }
 
 #[test]

@@ -11,17 +11,17 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, PlanOptions};
+use model::{Decoder, Descriptor, PlanOptions};
 use rng::Mt19937;
 use std::fs;
 
 /// Returns the training losses and gradient norms of 6 steps of 8 x 16 tokens, in micro-batches of `b` sequences.
 fn trained(b: usize) -> Vec<(f64, f64)> {
     let dir = tempfile::tempdir().unwrap();
-    let descriptor = Descriptor::new(2, 2, 16, 16, 60).unwrap();
+    let descriptor = Descriptor::gpt2(2, 2, 16, 16, 60).unwrap();
     let mut engine = Cpu::new();
     let options = PlanOptions::training(b, 16);
-    let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
+    let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
     engine.allocate(&plan).unwrap();
     model.initialize(&mut engine, 42).unwrap();
     let mut rng = Mt19937::new(1);

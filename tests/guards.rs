@@ -17,7 +17,7 @@ use host::signals::Stop;
 use host::train::{Outcome, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, Param, PlanOptions};
+use model::{Decoder, Descriptor, Param, PlanOptions};
 use rng::Mt19937;
 use serde_json::Value;
 use std::fs;
@@ -74,10 +74,10 @@ impl Trial {
             Target::Fp32 => emulated(EmulatedGpu::new(false), Precision::Fp32, None, false),
         };
         let engine = &mut *engine;
-        let descriptor = Descriptor::new(1, 1, CHANNELS, SEQ, VOCAB).unwrap();
+        let descriptor = Descriptor::gpt2(1, 1, CHANNELS, SEQ, VOCAB).unwrap();
         let master_weights = !matches!(self.target, Target::Bf16 { masters: false });
         let options = PlanOptions { master_weights, ..PlanOptions::training(1, SEQ) };
-        let (model, plan) = Gpt2::plan(descriptor, options, engine);
+        let (model, plan) = Decoder::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         let shards = vec![Tokens::in_memory("tokens", self.data.clone())];
         let mut loader = Loader::new(shards, Geometry::single(1, SEQ), VOCAB, None).unwrap();
@@ -152,7 +152,7 @@ impl Trial {
 ///
 /// The last LayerNorm outputs 10 in channel 1 for any input, and the embedding of `FATAL` is -3e38 there. Its softmax
 /// probability is 0, so it has no gradient unless it is the target.
-fn make_fatal(model: &Gpt2, engine: &mut dyn Engine) {
+fn make_fatal(model: &Decoder, engine: &mut dyn Engine) {
     let mut write = |param, at: usize, value| {
         engine.write(model.layout.of(model.params, param, 0).slice(at, 1), &[value]).unwrap();
     };

@@ -7,7 +7,7 @@ use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::{BatchLayout, Engine};
 use host::evaluate::multiple_choice::{self, Score};
-use model::{Descriptor, Gpt2, Param, PlanOptions, Unsharded, init};
+use model::{Decoder, Descriptor, Param, PlanOptions, Unsharded, init};
 use rng::Mt19937;
 use std::ops::Range;
 use std::path::Path;
@@ -59,7 +59,7 @@ const VOCAB: usize = 50;
 
 /// Returns a small model with a head size that the kernels support.
 fn descriptor() -> Descriptor {
-    Descriptor::new(2, 1, 64, 96, VOCAB).unwrap()
+    Descriptor::gpt2(2, 1, 64, 96, VOCAB).unwrap()
 }
 
 /// Returns examples with random lengths and tokens.
@@ -74,17 +74,17 @@ fn random_examples(n: usize) -> Vec<Example> {
         .collect()
 }
 
-fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Gpt2, BatchLayout) {
+fn planned(engine: &mut dyn Engine, b: usize, t: usize) -> (Decoder, BatchLayout) {
     // Some batches need several chunks of logits.
     let options = PlanOptions { logit_rows: 100, ..PlanOptions::inference(b, t) };
-    let (model, plan) = Gpt2::plan(descriptor(), options, engine);
+    let (model, plan) = Decoder::plan(descriptor(), options, engine);
     engine.allocate(&plan).unwrap();
     (model, BatchLayout { b, t })
 }
 
 /// Scores examples without sharding.
 fn score(
-    model: &Gpt2,
+    model: &Decoder,
     engine: &mut dyn Engine,
     planned: BatchLayout,
     set: &MultipleChoice,
@@ -94,7 +94,7 @@ fn score(
 }
 
 /// Initializes weights so large that the losses of completions differ by more than rounding errors.
-fn randomize(model: &Gpt2, engine: &mut dyn Engine) {
+fn randomize(model: &Decoder, engine: &mut dyn Engine) {
     init::generate(&descriptor(), 3, |param, layer, values| {
         let scale = if matches!(param, Param::Ln1w | Param::Ln2w | Param::Lnfw) { 1.0 } else { 12.0 };
         let values: Vec<f32> = values.iter().map(|v| v * scale).collect();
@@ -185,7 +185,7 @@ fn emulated_kernels_give_the_same_score() {
 
 /// Returns a model that gives token 9 the highest logit at every position, token 8 the second highest, and all others
 /// the same.
-fn constant_model(b: usize, t: usize) -> (Gpt2, Cpu, BatchLayout) {
+fn constant_model(b: usize, t: usize) -> (Decoder, Cpu, BatchLayout) {
     let mut engine = Cpu::new();
     let (model, layout) = planned(&mut engine, b, t);
     let c = descriptor().channels;

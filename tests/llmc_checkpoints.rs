@@ -12,7 +12,7 @@ use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::Tensor;
-use model::{Gpt2, PlanOptions};
+use model::{Decoder, PlanOptions};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -51,7 +51,7 @@ fn loader(shuffles: bool) -> Loader {
 
 struct Loaded {
     engine: Box<dyn Engine>,
-    model: Gpt2,
+    model: Decoder,
     state: RunState,
     notes: Vec<String>,
 }
@@ -63,7 +63,7 @@ impl Loaded {
         assert_eq!(checkpoint.step, STEP);
         assert!(notes[0].contains("has no run_00000009.json (llm.c writes none)"), "{notes:?}");
         let options = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
-        let (model, plan) = Gpt2::plan(checkpoint.descriptor(), options, &mut *engine);
+        let (model, plan) = Decoder::plan(checkpoint.descriptor(), options, &mut *engine);
         engine.allocate(&plan).unwrap();
         let mut loader = loader(name != "fp32");
         let state = checkpoint.load(&model, &mut *engine, &mut loader, TOTAL_BATCH, false, &mut notes).unwrap();

@@ -16,7 +16,7 @@ use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, Param, PlanOptions, TrainStep};
+use model::{Decoder, Descriptor, Param, PlanOptions, TrainStep};
 use rng::Mt19937;
 use std::fs;
 
@@ -120,7 +120,7 @@ fn initial_weights_of_gpt2_124m_match_pytorch() {
 
 #[test]
 fn initial_weights_of_a_small_model_match_pytorch() {
-    assert_initial_weights(&Descriptor::new(2, 3, 48, 20, 97).unwrap(), &SMALL);
+    assert_initial_weights(&Descriptor::gpt2(2, 3, 48, 20, 97).unwrap(), &SMALL);
 }
 
 /// Returns the first token of each batch. Token `i`, counted over all shards, is `i`.
@@ -170,11 +170,11 @@ fn loader(tokens: &Tokens) -> Loader {
     Loader::new(vec![tokens.clone()], Geometry::single(LAYOUT.b, LAYOUT.t), 50, Some(SEED)).unwrap()
 }
 
-fn planned(engine: &mut Cpu) -> Gpt2 {
-    let descriptor = Descriptor::new(2, 2, 16, LAYOUT.t, 50).unwrap();
+fn planned(engine: &mut Cpu) -> Decoder {
+    let descriptor = Descriptor::gpt2(2, 2, 16, LAYOUT.t, 50).unwrap();
     let BatchLayout { b, t } = LAYOUT;
     let options = PlanOptions::training(b, t);
-    let (model, plan) = Gpt2::plan(descriptor, options, engine);
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, SEED).unwrap();
     model

@@ -288,7 +288,6 @@ fn errors_name_invalid_flags() {
         ),
         (&["train", "-h", "1"], "--hellaswag FILE"),
         (&["train", "-h", "0"], "--hellaswag FILE"),
-        (&["train", "--layers", "2"], "--heads"),
         (&["train", "--checkpoint-every", "2"], "--out"),
         (&["train", "--val", "x.bin"], "--train"),
         (&["eval", "--model", "x.bin"], "--val"),

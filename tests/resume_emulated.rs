@@ -14,7 +14,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, PlanOptions, Recompute};
+use model::{Decoder, Descriptor, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -27,9 +27,9 @@ const VOCAB: usize = 60;
 /// Trains to the end in `out`, resuming from the newest checkpoint there.
 fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
     let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
-    let descriptor = Descriptor::new(1, 1, 64, 16, VOCAB).unwrap();
+    let descriptor = Descriptor::gpt2(1, 1, 64, 16, VOCAB).unwrap();
     let options = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
-    let (model, plan) = Gpt2::plan(descriptor, options, &mut *engine);
+    let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
     let mut shard =
@@ -158,7 +158,7 @@ fn precision_and_recompute_may_change_when_resuming() {
         train(whole.path(), was, true, Recompute::Nothing);
         let expected = losses(whole.path());
         let changed = killed_after_first_checkpoint(whole.path());
-        train(changed.path(), is, true, Recompute::GeluAndNorms);
+        train(changed.path(), is, true, Recompute::ActivationAndNorms);
         let got = losses(changed.path());
         assert_eq!((got.len(), expected.len()), (STEPS - EVERY, STEPS - EVERY));
         assert!(got != expected, "the change has no effect");

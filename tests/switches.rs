@@ -8,7 +8,7 @@ use engine::ops::AdamW;
 use engine::plan::Plan;
 use engine::tensor::DType;
 use engine::{BatchLayout, Engine, GeluFusion};
-use model::{Descriptor, Gpt2, PlanOptions, Recompute, TrainStep};
+use model::{Decoder, Descriptor, PlanOptions, Recompute, TrainStep};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -18,12 +18,12 @@ const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 16 };
 const LAYERS: usize = 3;
 const CHANNELS: usize = 64;
 
-fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Gpt2, Plan) {
-    let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
+fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Decoder, Plan) {
+    let descriptor = Descriptor::gpt2(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
     // The logits take three chunks.
     let options =
         PlanOptions { master_weights, recompute, logit_rows: 13, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
-    Gpt2::plan(descriptor, options, engine)
+    Decoder::plan(descriptor, options, engine)
 }
 
 /// The state after two steps.
@@ -86,7 +86,7 @@ fn assert_same(got: &Trained, expected: &Trained, what: &str) {
 fn assert_recomputation_is_exact(mut engine: impl FnMut() -> Box<dyn Engine>, what: &str) {
     let mut train = |recompute| trained(&mut *engine(), recompute, true, 1e-2);
     let stored = train(Recompute::Nothing);
-    for recompute in [Recompute::Gelu, Recompute::GeluAndNorms] {
+    for recompute in [Recompute::Activation, Recompute::ActivationAndNorms] {
         assert_same(&train(recompute), &stored, &format!("{what}, {recompute:?}"));
     }
 }
@@ -123,11 +123,15 @@ fn recomputation_saves_the_expected_memory() {
     for mut engine in [Box::new(Cpu::new()) as Box<dyn Engine>, gpu(Precision::Bf16, None)] {
         let float = engine.dtype().bytes();
         let mut bytes = |recompute| planned(&mut *engine, recompute, true).1.bytes();
-        let [nothing, gelu, norms] = Recompute::ALL.map(&mut bytes);
+        let [nothing, gelu, norms, layers] = Recompute::ALL.map(&mut bytes);
         let btc = LAYOUT.b * LAYOUT.t * CHANNELS * float;
         // One GELU output (B, T, 4C) for all layers instead of one per layer; no outputs of ln1 and ln2.
         assert_eq!(nothing - gelu, (LAYERS - 1) * 4 * btc);
         assert_eq!(gelu - norms, 2 * LAYERS * btc);
+        // Of all layers but one, only the output: neither qkv, attention, residual2 and fc nor the statistics of two norms and one
+        // head. Each of the nine buffers is rounded up to 1024 bytes.
+        let saved = (LAYERS - 1) * (9 * btc + 5 * LAYOUT.b * LAYOUT.t * size_of::<f32>());
+        assert!((norms - layers).abs_diff(saved) < 9 * 1024, "{norms} - {layers}, expected {saved}");
     }
 }
 
@@ -135,9 +139,9 @@ fn recomputation_saves_the_expected_memory() {
 #[test]
 fn memory_grows_linearly_with_the_sequence_length() {
     let bytes = |b, t| {
-        let descriptor = Descriptor::new(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
+        let descriptor = Descriptor::gpt2(LAYERS, 1, CHANNELS, 4096, 100).unwrap();
         let options = PlanOptions::training(b, t);
-        Gpt2::plan(descriptor, options, &mut *gpu(Precision::Bf16, None)).1.bytes()
+        Decoder::plan(descriptor, options, &mut *gpu(Precision::Bf16, None)).1.bytes()
     };
     let (short, long) = (bytes(64, 64), bytes(1, 4096));
     assert!(long.abs_diff(short) < short / 100, "{long} bytes, expected {short}");
@@ -473,12 +477,12 @@ fn memory_flags_change_the_plan_and_not_the_losses() {
     let of = |level: &str| {
         let ran = run(&["-r", level, "--verbose"]);
         let named = |name: &str| ran.printed.lines().find(|line| line.starts_with(&format!("  {name}  "))).is_some();
-        let shape = ran.printed.lines().find(|line| line.starts_with("  fc gelu")).unwrap().to_owned();
+        let shape = ran.printed.lines().find(|line| line.starts_with("  activated")).unwrap().to_owned();
         (shape.contains("(2, 2, 16, 64)"), named("ln1"), ran.row("recomputation").unwrap().to_owned())
     };
     assert_eq!(of("0"), (true, true, "none".into()));
-    assert_eq!(of("1"), (false, true, "GELU".into()));
-    assert_eq!(of("2"), (false, false, "GELU and LayerNorm".into()));
+    assert_eq!(of("1"), (false, true, "activation".into()));
+    assert_eq!(of("2"), (false, false, "activation and norms".into()));
     // The CPU engine has neither fused GELU nor TF32.
     let config = run(&["-ge", "2", "--tf32"]).config();
     assert_eq!((config["gelu-fusion"].as_integer(), config["tf32"].as_bool()), (Some(0), Some(false)));
@@ -502,14 +506,18 @@ fn flags_override_the_file_and_the_file_overrides_defaults() {
                       val-every = 0\nsample-every = -1\nweight-decay = 1\noverfit-one-batch = false\nmodel = \"d6\"\n",
     )
     .unwrap();
-    // The shape in TINY excludes the model of the file.
+    // The sizes in TINY replace those of the model in the file.
     let ran = train(&["--config", file, "-l", "0.01", "-r2"]);
     let config = ran.config();
     let number = |key: &str| config[key].as_integer().unwrap();
     assert_eq!((number("steps"), number("recompute"), number("val-every"), number("seed")), (3, 2, 0, 42));
     assert_eq!((config["lr"].as_float(), config["weight-decay"].as_float()), (Some(0.01), Some(1.0)));
-    assert_eq!((config["schedule"].as_str(), config.contains_key("model")), (Some("linear"), false));
+    assert_eq!((config["schedule"].as_str(), config["model"].as_str()), (Some("linear"), Some("d6")));
     assert_eq!(ran.logged("lr"), ["0.010000", "0.007000", "0.004000"]);
+    // --model replaces the sizes in the file.
+    fs::write(&path, "layers = 3\nheads = 3\nchannels = 48\nsteps = 1\n").unwrap();
+    let printed = llm_rs(&["train", "--config", file, "--model", "d6", "--dry-run", "--device", "cpu"]).stdout;
+    assert!(String::from_utf8_lossy(&printed).contains("6 layers, 6 heads, 384 channels"));
     // The file may give a flag that another flag requires.
     let (_dir, data, val) = token_files(400, 170);
     fs::write(&path, format!("train = '{data}'\nsteps = 1\n")).unwrap();
@@ -548,14 +556,13 @@ fn errors_in_a_file_name_the_line() {
     refused("schedule = 'cosin'", &["line 1: schedule", "cosine, linear, constant, wsd"]);
     refused("steps = 2.0", &["steps = 2.0", "a whole number"]);
     refused("batch = true", &["batch = true", "a whole number"]);
-    refused("recompute = 3", &["recompute = 3", "expected 0, 1 or 2"]);
+    refused("recompute = 4", &["recompute = 4", "expected 0, 1, 2 or 3"]);
     refused("master-weights = 2", &["master-weights = 2", "1 (true, on) or 0"]);
     refused("dry-run = 1", &["dry-run = 1", "true or false"]);
     refused("steps = [1]", &["line 1: steps", "found array"]);
     refused("[batch]\nsize = 1", &["line 1: batch", "found table"]);
     refused("steps = 1\nsteps = 2", &["line 2", "duplicate key"]);
     refused("seed = 1\nsteps = \n", &["line 2"]);
-    refused("model = 'd6'\nlayers = 1\nheads = 1\nchannels = 16", &["--model"]);
     rejects(&["train", "--config", "/nowhere.toml"], &["--config /nowhere.toml", "No such file"]);
     fs::write(&path, [b'a', 0xff]).unwrap();
     rejects(&["train", "--config", path.to_str().unwrap()], &["run.toml", "UTF-8"]);

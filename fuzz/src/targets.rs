@@ -22,7 +22,7 @@ use indicatif::ProgressBar;
 use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
-use model::{Descriptor, Gpt2, Params, PlanOptions, Shard, Unsharded};
+use model::{Decoder, Descriptor, Params, PlanOptions, Shard, Unsharded};
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
@@ -137,10 +137,10 @@ fn token_files() -> Vec<Vec<u8>> {
 }
 
 /// Plans a model for sequences of up to 8 tokens.
-fn planned(descriptor: Descriptor) -> Result<(Gpt2, Cpu)> {
+fn planned(descriptor: Descriptor) -> Result<(Decoder, Cpu)> {
     let mut engine = Cpu::new();
     let options = PlanOptions::inference(1, descriptor.max_seq_len.min(8));
-    let (model, plan) = Gpt2::plan(descriptor, options, &mut engine);
+    let (model, plan) = Decoder::plan(descriptor, options, &mut engine);
     engine.allocate(&plan)?;
     Ok((model, engine))
 }
@@ -164,12 +164,12 @@ fn model_file(descriptor: Descriptor, dtype: DType) -> Vec<u8> {
 }
 
 fn model_files() -> Vec<Vec<u8>> {
-    let smallest = Descriptor::new(1, 1, 1, 1, 1).expect("the shape is valid");
+    let smallest = Descriptor::gpt2(1, 1, 1, 1, 1).expect("the shape is valid");
     vec![model_file(smallest, DType::F32), model_file(small(), DType::Bf16), model_file(small(), DType::F32)]
 }
 
 fn small() -> Descriptor {
-    Descriptor::new(2, 2, 2, 3, 5).expect("the shape is valid")
+    Descriptor::gpt2(2, 2, 2, 3, 5).expect("the shape is valid")
 }
 
 /// Loads the Hugging Face directory with these files and generates text.
@@ -291,7 +291,7 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
         checkpoint.check_settings(identity, small(), false)?;
     }
     let mut engine = Cpu::new();
-    let (model, plan) = Gpt2::plan(small(), PlanOptions::training(1, 3), &mut engine);
+    let (model, plan) = Decoder::plan(small(), PlanOptions::training(1, 3), &mut engine);
     engine.allocate(&plan)?;
     let mut loader = small_loader()?;
     checkpoint.adopt_algorithms(&mut engine);

@@ -15,7 +15,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Descriptor, Gpt2, Param, Params, PlanOptions, Shard, Store, Zero};
+use model::{Decoder, Descriptor, Param, Params, PlanOptions, Shard, Store, Zero};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -166,14 +166,14 @@ impl Threads {
     }
 
     /// Plans, allocates and initializes the model of a rank, and creates its communicator.
-    fn prepare(self, group: TcpGroup, engine: &mut dyn Engine) -> (Ranks, Gpt2) {
+    fn prepare(self, group: TcpGroup, engine: &mut dyn Engine) -> (Ranks, Decoder) {
         let Self { ranks: n, descriptor: (layers, heads, channels), b, .. } = self;
         let rank = group.rank;
-        let descriptor = Descriptor::new(layers, heads, channels, T, VOCAB).unwrap();
+        let descriptor = Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap();
         let master_weights = self.engine == EngineKind::EmulatedWithMasters;
         let zero = Zero::new(self.stage, Shard { rank, ranks: n });
         let options = PlanOptions { master_weights, zero, ..PlanOptions::training(b, T) };
-        let (model, plan) = Gpt2::plan(descriptor, options, engine);
+        let (model, plan) = Decoder::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         // Without sharding, only rank 0 initializes the model and broadcasts it.
         if rank == 0 || zero.shards_optimizer() {
@@ -379,7 +379,7 @@ const SHARDED: Threads = Threads { descriptor: (3, 2, 24), ..ON_CPU };
 
 fn shape(threads: Threads) -> Descriptor {
     let (layers, heads, channels) = threads.descriptor;
-    Descriptor::new(layers, heads, channels, T, VOCAB).unwrap()
+    Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap()
 }
 
 pub fn close(got: &[f64], expected: &[f64], what: &str) {

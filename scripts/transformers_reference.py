@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Makes the reference files in tests/data/transformers: small random models of transformers, their loss, logits and gradients.
+
+    python3 scripts/transformers_reference.py FOLDER [NAME ...]
+
+For each model, FOLDER/NAME contains a Hugging Face directory (config.json, model.safetensors in fp32) and reference.safetensors:
+inputs and targets (B, T), logits (B, T, V), the gradient of every parameter under its name, and the losses and gradient norms of
+ten AdamW steps on that batch. Values are computed in double precision on the CPU and stored in single precision.
+Needs torch, transformers 5 and safetensors.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+B, T, V, STEPS = 2, 24, 97, 10
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+WEIGHT_DECAY, CLIP = 0.1, 1.0
+COMMON = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 32, "attn_implementation": "eager"}
+SCALED = {
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+MODELS = {
+    # Tied head, scaled rotary positions, three query heads for each key-value head.
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, rope_parameters=SCALED, **COMMON)),
+    # Untied head, head size unlike C / NH, one key-value head.
+    "llama-untied": (LlamaForCausalLM, LlamaConfig(
+        hidden_size=40, num_attention_heads=4, num_key_value_heads=1, head_dim=16, intermediate_size=72, rms_norm_eps=1e-3,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **COMMON)),
+    # Biases of queries, keys and values.
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(
+        hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+    # Norm of queries and keys, more attention channels than C.
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+}  # fmt: skip
+
+
+def make_model(name):
+    """Returns a model whose parameters exercise every term: norms differ from 1 and biases from 0, and the matrices are large
+    enough that attention is far from uniform."""
+    kind, config = MODELS[name]
+    torch.manual_seed(1234)
+    model = kind(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.08)
+            else:
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
+    return model
+
+
+def loss_of(model, inputs, targets):
+    logits = model(inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def main():
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:] or MODELS:
+        model = make_model(name)
+        model.save_pretrained(folder / name)
+        model = model.double()
+        tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        decayed = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, **ADAMW)
+        tensors, losses, norms = {"inputs": inputs.int(), "targets": targets.int()}, [], []
+        for step in range(STEPS):
+            loss, logits = loss_of(model, inputs, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 0:
+                tensors["logits"] = logits.detach().float()
+                tensors |= {name: p.grad.float() for name, p in model.named_parameters()}
+            losses.append(loss.item())
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+        tensors |= {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / name / "reference.safetensors")
+        (folder / name / "generation_config.json").unlink(missing_ok=True)
+        print(name, losses[0], losses[-1], norms[0])
+
+
+main()

@@ -1,0 +1,146 @@
+//! Llama, Qwen2 and Qwen3 on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
+//! steps. `scripts/transformers_reference.py` computes the references.
+
+use distributed::Ranks;
+use engine::cpu::Cpu;
+use engine::ops::AdamW;
+use engine::{BatchLayout, Engine};
+use interchange::ModelSource;
+use interchange::architecture::{Architecture, of_layer};
+use model::{Decoder, Param, PlanOptions, Recompute, TrainStep, Unsharded};
+use safetensors::SafeTensors;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const LAYOUT: BatchLayout = BatchLayout { b: 2, t: 24 };
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/transformers").join(name)
+}
+
+/// The values of a reference.
+struct Reference(Vec<u8>);
+
+impl Reference {
+    fn read(name: &str) -> Self {
+        Self(fs::read(folder(name).join("reference.safetensors")).unwrap())
+    }
+
+    fn floats(&self, name: &str) -> Vec<f32> {
+        let file = SafeTensors::deserialize(&self.0).unwrap();
+        let data = file.tensor(name).unwrap().data().to_vec();
+        data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
+    }
+
+    fn ints(&self, name: &str) -> Vec<i32> {
+        self.floats(name).into_iter().map(|bits| bits.to_bits().cast_signed()).collect()
+    }
+}
+
+/// Asserts that values agree within 1e-5 of the largest expected value.
+#[track_caller]
+fn assert_close(name: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{name}");
+    let scale = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(worst <= 1e-5 * scale, "{name}: largest difference {worst}, largest value {scale}");
+}
+
+/// A model on the CPU engine with the batch of its reference.
+struct Bench {
+    engine: Cpu,
+    model: Decoder,
+    architecture: &'static Architecture,
+    reference: Reference,
+}
+
+impl Bench {
+    fn new(name: &str, recompute: Recompute) -> Self {
+        let source = ModelSource::open(&folder(name)).unwrap();
+        let architecture = source.architecture().unwrap();
+        let (mut engine, reference) = (Cpu::new(), Reference::read(name));
+        let options = PlanOptions { recompute, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+        let (model, plan) = Decoder::plan(source.descriptor(), options, &mut engine);
+        engine.allocate(&plan).unwrap();
+        source.load(&model, &mut engine).unwrap();
+        let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+        words[LAYOUT.inputs()].copy_from_slice(&reference.ints("inputs"));
+        words[LAYOUT.targets()].copy_from_slice(&reference.ints("targets"));
+        LAYOUT.sort(&mut words);
+        engine.load_batch(model.batch, LAYOUT, words).unwrap();
+        Self { engine, model, architecture, reference }
+    }
+
+    fn logits(&mut self) {
+        self.model.forward(&mut self.engine, LAYOUT, &mut Unsharded).unwrap();
+        let (rows, vp) = (LAYOUT.b * LAYOUT.t, self.model.descriptor.padded_vocab());
+        let logits = self.model.logits(&mut self.engine, 0..rows).unwrap();
+        let values = self.engine.read(logits).unwrap();
+        let found: Vec<f32> = values.chunks(vp).flat_map(|row| &row[..self.model.descriptor.vocab]).copied().collect();
+        assert_close("logits", &found, &self.reference.floats("logits"));
+    }
+
+    /// Compares the gradients under their names in transformers.
+    fn gradients(&mut self) {
+        let (model, d) = (self.model.clone(), self.model.descriptor);
+        let grads = model.training.unwrap().grads;
+        for (_, names, layer) in self.architecture.all_tensors(&d) {
+            let all = self.engine.read(model.layout.of(grads, names.param, layer)).unwrap();
+            let prefix = if names.param == Param::LmHead { "" } else { self.architecture.prefix };
+            let name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
+            assert_close(&name, &all[names.elements(&d)], &self.reference.floats(&name));
+        }
+    }
+}
+
+fn assert_agreement(name: &str) {
+    for recompute in Recompute::ALL {
+        let mut bench = Bench::new(name, recompute);
+        bench.logits();
+        let (losses, norms) = (bench.reference.floats("losses"), bench.reference.floats("norms"));
+        let mut step = TrainStep::new(&bench.model, LAYOUT, 1);
+        for (i, (loss, norm)) in losses.into_iter().zip(norms).enumerate() {
+            let ranks = &mut Ranks::default();
+            step.gradients(&mut bench.engine, ranks, &mut |_| Ok(())).unwrap();
+            step.measure(&mut bench.engine, ranks).unwrap();
+            if i == 0 {
+                bench.gradients();
+            }
+            let stats = bench.engine.read(bench.model.training.unwrap().stats).unwrap();
+            let found = stats[0] / (LAYOUT.b * LAYOUT.t) as f32;
+            assert!((found - loss).abs() <= 1e-5, "{name}: loss of step {i}: {found}, expected {loss}");
+            assert!((stats[1] - norm).abs() <= 1e-4 * norm, "{name}: norm of step {i}: {}, expected {norm}", stats[1]);
+            let settings = AdamW {
+                learning_rate: 1e-2,
+                beta1: 0.9,
+                beta2: 0.95,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                step: i as u32 + 1,
+                clip: 1.0,
+                seed: 0,
+            };
+            step.update(&mut bench.engine, ranks, &settings).unwrap();
+        }
+    }
+}
+
+#[test]
+fn llama_with_a_tied_head_and_scaled_rotary_positions() {
+    assert_agreement("llama-tied");
+}
+
+#[test]
+fn llama_with_an_untied_head_and_its_own_head_size() {
+    assert_agreement("llama-untied");
+}
+
+#[test]
+fn qwen2() {
+    assert_agreement("qwen2");
+}
+
+#[test]
+fn qwen3() {
+    assert_agreement("qwen3");
+}
