@@ -12,13 +12,18 @@ pub enum Choice<'a> {
     /// Machine code.
     Cubin(&'a Module, &'a [u8]),
     /// PTX, which the driver compiles.
-    Ptx(&'a Module),
+    Ptx {
+        /// The module.
+        module: &'a Module,
+        /// The architecture of faster kernels that this GPU cannot run, because the program was built without their cubins.
+        missing_cubin: Option<&'static str>,
+    },
 }
 
 impl Choice<'_> {
     /// Returns the architecture, for example `sm_90a`.
     pub fn architecture(&self) -> &'static str {
-        let (Self::Cubin(module, _) | Self::Ptx(module)) = self;
+        let (Self::Cubin(module, _) | Self::Ptx { module, .. }) = self;
         module.arch
     }
 
@@ -31,7 +36,7 @@ impl Choice<'_> {
     pub fn image(&self) -> &[u8] {
         match self {
             Self::Cubin(_, cubin) => cubin,
-            Self::Ptx(module) => module.ptx.as_bytes(),
+            Self::Ptx { module, .. } => module.ptx.as_bytes(),
         }
     }
 }
@@ -40,7 +45,10 @@ impl fmt::Display for Choice<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cubin(module, _) => write!(f, "{} cubin", module.arch),
-            Self::Ptx(module) => write!(f, "{} PTX", module.arch),
+            Self::Ptx { module, missing_cubin: None } => write!(f, "{} PTX", module.arch),
+            Self::Ptx { module, missing_cubin: Some(arch) } => {
+                write!(f, "{} PTX (slow: built without the cubins of {arch}, see LLM_RS_CUBINS in README.md)", module.arch)
+            }
         }
     }
 }
@@ -103,9 +111,15 @@ pub fn select<'a>(modules: &'a [Module], info: &DeviceInfo, wanted: Option<&str>
             }
         )
     })?;
+    let made_for_this_gpu = |module: &&Module| {
+        Architecture::of(module).is_some_and(|arch| arch.exact && (arch.major, arch.minor) == (major, minor))
+    };
     Ok(match module.cubin {
         Some(cubin) if Architecture::of(module).is_some_and(|arch| arch.major == major) => Choice::Cubin(module, cubin),
-        _ => Choice::Ptx(module),
+        _ => {
+            let missing = modules.iter().find(|module| wanted.is_none() && made_for_this_gpu(module));
+            Choice::Ptx { module, missing_cubin: missing.map(|module| module.arch) }
+        }
     })
 }
 
@@ -167,7 +181,10 @@ mod tests {
             assert_eq!(select(&both, &gpu(capability), None).unwrap().to_string(), expected, "{capability:?}");
         }
         let without_cubins = [module("sm_80", None), module("sm_90a", None)];
-        assert_eq!(select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string(), "sm_80 PTX");
+        assert_eq!(select(&without_cubins, &gpu((8, 0)), None).unwrap().to_string(), "sm_80 PTX");
+        let text = select(&without_cubins, &gpu((9, 0)), None).unwrap().to_string();
+        assert!(text.starts_with("sm_80 PTX (slow: built without the cubins of sm_90a"), "{text}");
+        assert_eq!(select(&without_cubins, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
         let text = select(&without_cubins, &gpu((9, 0)), Some("sm_90a")).unwrap_err().to_string();
         assert!(text.contains("--kernels sm_90a was asked for") && text.contains("scripts/setup"), "{text}");
         assert_eq!(select(&both, &gpu((9, 0)), Some("sm_80")).unwrap().to_string(), "sm_80 PTX");
