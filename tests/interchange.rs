@@ -82,7 +82,7 @@ fn every_command_reads_an_exported_directory() {
     let printed = succeed(&["train", "--config", text(&tuned.join("config.toml")), "--resume"]);
     assert!(printed.contains("resumed after 2 of 2 steps"), "{printed}");
     fs::rename(&moved, &out).unwrap();
-    // The same for a directory whose name looks like the name of a model.
+    // The same for a directory with a name that looks like the name of a model.
     let in_exports = |args: &[&str]| {
         let output = llm_rs_in(out.parent().unwrap(), args);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

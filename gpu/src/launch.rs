@@ -20,7 +20,7 @@ pub enum Extents {
     Matrix([usize; 2]),
     /// A batch of matrices: (matrices, rows, columns). Boxes have rows of one matrix.
     Matrices([usize; 3]),
-    /// Matrices of which each row is followed by the same row of the next: (rows, matrices, columns). Boxes have rows of
+    /// Interleaved matrices: (rows, matrices, columns). Row r of the tensor holds row r of each matrix. Boxes have rows of
     /// one matrix.
     Interleaved([usize; 3]),
 }

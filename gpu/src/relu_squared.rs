@@ -8,7 +8,7 @@ use cuda_std::{Element, Global, GlobalMut, Packet, kernel, thread};
 
 const THREADS: usize = 512;
 
-/// Returns max(x, 0), and NaN for NaN, which `math::max` would turn into 0.
+/// Returns max(x, 0), and NaN for NaN. `math::max` would return 0 for NaN.
 #[inline(always)]
 fn relu(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }

@@ -39,7 +39,7 @@ impl<T: Element, const PACKETS: usize, const WARPS: usize, const ROWS: usize> Ro
         move |column| held.map_or_else(|| load(column), Packet::opaque)
     }
 
-    /// Normalizes ROWS rows from `row` on, whose packets are `x`. Packets past the end of a row must be zero.
+    /// Normalizes ROWS rows from `row` on. `x` holds their packets. Packets past the end of a row must be zero.
     ///
     /// Consecutive calls alternate `parity` between 0 and 1.
     #[inline(always)]

@@ -11,7 +11,7 @@
 //! A lane holds two packets of a head, which contain PACKET complete pairs: packets p of both halves, or packets 2p and
 //! 2p + 1 if INTERLEAVED. So HS / (2 PACKET) lanes hold a head. They are padded to a power of two, so that a warp
 //! consists of slots of equal size, one head each (`Slots`). A warp processes a batch of heads of the same token in
-//! each slot, whose angles are loaded once. All loads of a batch precede its first store.
+//! each slot, and loads the angles of the token once. All loads of a batch precede its first store.
 //!
 //! Memory traffic in elements per element of queries and keys: 2 for the rotation alone, 3 with the norm, forward
 //! and backward. The table stays in L2.
@@ -217,7 +217,7 @@ impl<T: Element, const INTERLEAVED: bool> Unit<T, INTERLEAVED> {
     /// Loads the lane's part of a weight.
     #[inline(always)]
     fn weights(self, weight: Global<T>) -> Part<T> {
-        // Lanes past the end of a head load the first part, whose values they do not use.
+        // Lanes past the end of a head load the first part. They do not use its values.
         let at = if self.count > 0 { self.channel() } else { 0 };
         [weight.packet(at), weight.packet(at + self.distance())]
     }

@@ -1,7 +1,7 @@
 //! Softcap: z = cap · tanh(x / cap), which bounds a logit x by ±cap (Gemma Team, 2024, arXiv:2408.00118).
 //!
-//! tanh is accurate to a few ULP for all arguments, unlike `math::tanh`, whose relative error is large near 0, and
-//! `tanh.approx`. Nothing overflows: the exponential is at most 1.
+//! tanh is accurate to a few ULP for all arguments. `math::tanh` and `tanh.approx` have a large relative error near 0.
+//! Nothing overflows: the exponential is at most 1.
 
 use cuda_std::math;
 

@@ -1,7 +1,7 @@
 //! SwiGLU: out = up · silu(gate), silu(x) = x / (1 + e^(-x)) (Shazeer, 2020, arXiv:2002.05202).
 //!
-//! Shapes: out and its gradient (rows, F), the preactivation and its gradient (rows, 2 F), whose rows hold F columns of
-//! up, then F columns of gate. F is a multiple of the packet, and rows * F is below 2^32 packets.
+//! Shapes: out and its gradient (rows, F), the preactivation and its gradient (rows, 2 F). The first F columns of the
+//! preactivation are up, the others gate. F is a multiple of the packet, and rows * F is below 2^32 packets.
 //!
 //! Both kernels are elementwise: each thread computes one packet of columns of one row. Memory traffic in elements per
 //! element of out: 3 in the forward kernel, 5 in the backward kernel.

@@ -269,7 +269,7 @@ fn relu_squared_matches_f64_reference<T: Tolerance>() {
     }
 }
 
-/// Also values near the largest, whose square is infinite.
+/// Also checks values near the largest. Their square is infinite.
 fn relu_squared_propagates_nan_and_infinity<T: Tolerance>() {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let x = rounded::<T>(&[nan, inf, -inf, 3e38, -3e38, 0.0, -0.0, 1.0]);

@@ -496,7 +496,7 @@ fn unsupported_shapes_are_rejected() {
     ] {
         assert!(!rejected.is_supported(GemmOp::AB), "{rejected:?}");
     }
-    // Half of the columns are a tensor of their own.
+    // Half of the columns are a separate tensor.
     assert!(shape.is_supported(GemmOp::ABtSwiGlu) && !GemmShape { n: 24, ..shape }.is_supported(GemmOp::ABtSwiGlu));
     assert!(GemmShape { n: 24, ..shape }.is_supported(GemmOp::ABSwiGluBackward));
 }

@@ -106,8 +106,8 @@ fn tma_load_3d_does_not_cross_matrices() {
     }
 }
 
-/// Copies a box of 16 rows of 32 columns of matrix `y` to the same place in out, through a narrow tile whose memory it
-/// also copies to `seen`. The last 16 columns are doubled.
+/// Copies a box of 16 rows of 32 columns of matrix `y` to the same place in out through a narrow tile, and doubles its
+/// last 16 columns. Also copies the memory of the tile to `seen`.
 #[kernel(threads = 32)]
 fn double_half_of_narrow_box(
     out: Global<TensorMap>,

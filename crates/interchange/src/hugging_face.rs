@@ -26,7 +26,7 @@ pub struct HuggingFaceModel {
     directory: PathBuf,
     config: ModelConfig,
     files: Vec<SafetensorsFile>,
-    /// By row of the architecture's table and layer.
+    /// The tensors, keyed by row of the architecture's table and layer.
     tensors: HashMap<(usize, usize), Located>,
 }
 

@@ -144,7 +144,7 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// fcproj, activation, fc and ln2 of a layer.
+    /// Computes the gradients of fcproj, activation, fc and ln2 of a layer.
     fn mlp(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
         let Layer { residual2, ln2, fc, activated, .. } = *layer;
         let (model, d) = (self.model, &self.model.descriptor);
@@ -183,7 +183,7 @@ impl BackwardPass<'_> {
         self.norm(engine, NormOf::Mlp(l), ln2, residual2, column_sums)
     }
 
-    /// attproj, attention, rotary positions and qkv of a layer; `residual` is the layer's input.
+    /// Computes the gradients of attproj, attention, rotary positions and qkv of a layer. `residual` is the layer's input.
     fn attention(&self, engine: &mut dyn Engine, l: usize, layer: &Layer, residual: Tensor) -> Result<()> {
         let Layer { ln1, qkv, attention, lse, .. } = *layer;
         let (model, d) = (self.model, &self.model.descriptor);
@@ -222,7 +222,7 @@ impl BackwardPass<'_> {
         })
     }
 
-    /// The norm of the embeddings, if there is one, and the embeddings.
+    /// Computes the gradients of the embeddings, and of their norm if there is one.
     fn embedding(&self, engine: &mut dyn Engine, norm: Option<Norm>, encoded: Tensor) -> Result<()> {
         let mut dout = self.dresidual;
         if let Some(norm) = norm {

@@ -10,7 +10,7 @@ use anyhow::Context;
 use engine::Result;
 use engine::tensor::Tensor;
 
-/// A model laid out for batches of up to (B, T) tokens: handles into an engine's arena, without memory of its own.
+/// A model laid out for batches of up to (B, T) tokens. It holds handles into an engine's arena and owns no memory.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     /// Sizes and operations.

@@ -94,7 +94,7 @@ pub struct QkNorm {
 pub enum Biases {
     /// All except the head.
     All,
-    /// That of queries, keys and values.
+    /// The layer that computes queries, keys and values.
     Qkv,
     /// None.
     None,
@@ -252,7 +252,7 @@ impl Descriptor {
         Ok(self)
     }
 
-    /// Reports whether the model is a GPT-2, whose checkpoints have llm.c's format.
+    /// Reports whether the model is a GPT-2. Checkpoints of a GPT-2 have llm.c's format.
     pub fn is_gpt2(&self) -> bool {
         let Self { layers, heads, channels, max_seq_len, vocab, .. } = *self;
         Self::gpt2(layers, heads, channels, max_seq_len, vocab) == Ok(*self)

@@ -29,11 +29,12 @@ use engine::ops::{
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
 
-/// Added to the mean square of embeddings in a model whose norms have no eps of their own.
+/// The eps of the norm of the embeddings in a model with LayerNorm, which has a fixed eps.
 const EMBEDDING_EPS: f32 = 1e-5;
 
 impl Decoder {
-    /// Computes the batch, whose `layout` must fit the plan, up to the final norm. `hooks` provides the parameters of each layer.
+    /// Computes the batch up to the final norm. The sizes in `layout` must not exceed those of the plan. `hooks` provides the
+    /// parameters of each layer.
     pub fn forward(&self, engine: &mut dyn Engine, layout: BatchLayout, hooks: &mut dyn LayerHooks) -> Result<()> {
         let rows = layout.b * layout.t;
         let layers: Vec<Layer> = self.layers.iter().map(|layer| layer.rows(rows, &self.descriptor)).collect();
@@ -73,7 +74,7 @@ impl Decoder {
         Ok(norm.out)
     }
 
-    /// qkv, rotary positions, attention and attproj of a layer; `residual` is the layer's input.
+    /// Computes qkv, rotary positions, attention and attproj of a layer. `residual` is the layer's input.
     fn attention_layer(
         &self,
         engine: &mut dyn Engine,
@@ -107,7 +108,7 @@ impl Decoder {
         })
     }
 
-    /// fc and activation of a layer.
+    /// Computes fc and the activation of a layer.
     fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
         let (d, Layer { ln2, fc, activated, .. }) = (&self.descriptor, *layer);
         engine.run(MatmulForward {
@@ -120,7 +121,7 @@ impl Decoder {
         })
     }
 
-    /// fcproj of a layer.
+    /// Computes fcproj of a layer.
     fn mlp_output(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
         let (d, Layer { residual2, ln2, activated, residual3, .. }) = (&self.descriptor, *layer);
         engine.run(MatmulForward {

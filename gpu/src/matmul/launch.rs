@@ -37,7 +37,7 @@ pub enum GemmOp {
     ABtResidual,
     /// second (M, N) = a · bᵀ, out = max(second, 0)²
     ABtReluSquared,
-    /// second (M, N) = a · bᵀ, whose columns are those of up, then those of gate; out (M, N / 2) = up · silu(gate)
+    /// second (M, N) = a · bᵀ, out (M, N / 2) = up · silu(gate). The first N / 2 columns of second are up, the others gate.
     ABtSwiGlu,
     /// out (M, N) = a (M, K) · b (K, N)
     AB,
@@ -49,10 +49,10 @@ pub enum GemmOp {
     ABReluSquaredBackward,
     /// out = a · b ⊙ 2 max(aux (M, N), 0), second (M, N) = max(aux, 0)²
     ABReluSquaredBackwardAndReluSquared,
-    /// out (M, 2 N) = the gradient of aux (M, 2 N), the columns of up, then those of gate. a · b is the gradient of
-    /// up · silu(gate)
+    /// out (M, 2 N) = the gradient of aux (M, 2 N), where a · b is the gradient of up · silu(gate). The first N columns of
+    /// aux are up, the others gate.
     ABSwiGluBackward,
-    /// As `ABSwiGluBackward`, and second (M, N) = up · silu(gate)
+    /// out of `ABSwiGluBackward`, second (M, N) = up · silu(gate)
     ABSwiGluBackwardAndSwiGlu,
     /// out (M, N) += a (K, M)ᵀ · b (K, N)
     AtBAccumulate,
@@ -156,7 +156,7 @@ macro_rules! with_tile {
     };
 }
 
-/// As `with_tile!`, for ping-pong tiles only.
+/// Evaluates `$call` with the type of the ping-pong tile of a shape as `$tile`.
 macro_rules! with_pingpong_tile {
     ($shape:expr, $tile:ident => $call:expr) => {
         if $shape.tile_n() == Pingpong128x128::TILE_N {

@@ -19,7 +19,7 @@
 //! * `split_k`: partial sums over slices of K, and the kernel that reduces them
 //! * `column_sums`: the gradient of a bias, computed beside the gradient of its weight
 //! * `kernel`: the warp-specialized kernels and their entry points
-//! * `swiglu`: kernels with a SwiGLU epilogue, whose tiles pair columns of up and gate
+//! * `swiglu`: kernels with a SwiGLU epilogue. Their tiles pair columns of up and gate.
 //! * `launch` (host): the kernels and tensor maps for a GEMM
 
 mod accumulate;

@@ -14,7 +14,7 @@ pub const V: usize = 2;
 /// Denotes the gradient of the output, a tensor of its own.
 pub const DOUT: usize = 3;
 
-/// Returns a shape in which each query head has keys and values of its own.
+/// Returns a shape of multi-head attention: one key-value head for each query head.
 pub fn multi_head(b: usize, t: usize, nh: usize, hs: usize) -> Shape {
     Shape { b, t, nh, kv: nh, hs }
 }

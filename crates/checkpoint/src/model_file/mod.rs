@@ -1,8 +1,8 @@
 //! Model files: the parameters of a model without optimizer state.
 //!
-//! * [`gpt2`]: llm.c's `.bin` of GPT-2 models, which checkpoints of these models consist of.
-//! * [`llama`]: the `.bin` of llm.c's branch `llama3`, which is read and exported.
-//! * [`decoder`]: safetensors files, which checkpoints of all other models consist of.
+//! * [`gpt2`]: llm.c's `.bin` of GPT-2 models, the format of their checkpoints.
+//! * [`llama`]: the `.bin` of llm.c's branch `llama3`, for import and export.
+//! * [`decoder`]: safetensors files, the format of the checkpoints of all other models.
 //!
 //! [`ModelFile::open`] recognizes the format by its first bytes.
 

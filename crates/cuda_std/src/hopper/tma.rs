@@ -53,8 +53,8 @@ impl TensorMap {
         Self(backend::hopper::tensor_map(base.0.cast(), [rows, columns], row_bytes, outer, [box_rows, box_columns]))
     }
 
-    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`), each row of which
-    /// holds a row of every matrix. A box has rows of one matrix. Loads and stores are at (column, matrix, row).
+    /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`). Row r of the tensor
+    /// holds row r of each matrix. A box has rows of one matrix. Loads and stores are at (column, matrix, row).
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).

@@ -52,7 +52,7 @@ enum Place {
     Quoted,
     /// After a quotation mark within quotation marks, which ends them unless another one follows.
     AfterQuote,
-    /// After spaces that follow the quotation mark at the end of a field.
+    /// Spaces after the quotation mark at the end of a field.
     AfterQuoteAndSpace,
 }
 

@@ -388,7 +388,7 @@ fn find_reports_links_and_leaves_out_the_output_directory() {
     }
 }
 
-/// Such as `data text <(zcat a.txt.gz)`.
+/// Reads a pipe, as in `data text <(zcat a.txt.gz)`.
 #[test]
 fn pipes_with_a_name_are_read() {
     let (reader, mut writer) = std::io::pipe().unwrap();

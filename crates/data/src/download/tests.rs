@@ -172,7 +172,7 @@ fn errors_of_the_server_are_reported() {
     case.assert_complete();
 }
 
-/// Such an attempt is followed by another one, which resumes.
+/// The next attempt resumes the download.
 #[test]
 fn a_transfer_that_stalls_fails_after_a_time() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

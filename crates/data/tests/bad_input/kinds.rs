@@ -125,7 +125,7 @@ impl Kinds {
         self.rejects_field(kind, name, bytes, "text", parts);
     }
 
-    /// As [`rejects`](Self::rejects), for `--field`.
+    /// Same as [`rejects`](Self::rejects), with `--field`.
     pub fn rejects_field(&mut self, kind: &str, name: &str, bytes: &[u8], field: &str, parts: &[&str]) {
         let path = self.file(&format!("input/{name}"), bytes);
         let mut options = options();

@@ -18,7 +18,7 @@ pub(super) fn gelu_derivative(x: f32) -> f32 {
     0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner
 }
 
-/// max(x, 0), and NaN for NaN, which `f32::max` would turn into 0.
+/// Returns max(x, 0), and NaN for NaN. `f32::max` would return 0 for NaN.
 fn relu(x: f32) -> f32 {
     if x <= 0.0 { 0.0 } else { x }
 }
@@ -31,7 +31,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// out = activation(preactivation), where out has rows of `columns` elements.
+/// Computes out = activation(preactivation). out has rows of `columns` elements.
 pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[f32], columns: usize) {
     let elementwise = |out: &mut [f32], f: fn(f32) -> f32| {
         out.par_chunks_mut(CHUNK).zip(preactivation.par_chunks(CHUNK)).for_each(|(out, x)| {
@@ -55,7 +55,7 @@ pub(super) fn forward(activation: Activation, out: &mut [f32], preactivation: &[
     }
 }
 
-/// grad = grad · activation'(preactivation), for activations of one input.
+/// Computes grad = grad · activation'(preactivation) for activations of one input.
 pub(super) fn backward_in_place(derivative: fn(f32) -> f32, grad: &mut [f32], preactivation: &[f32]) {
     grad.par_chunks_mut(CHUNK).zip(preactivation.par_chunks(CHUNK)).for_each(|(grad, x)| {
         for (grad, &x) in grad.iter_mut().zip(x) {
@@ -68,7 +68,7 @@ pub(super) fn relu_squared_derivative(x: f32) -> f32 {
     2.0 * relu(x)
 }
 
-/// dinp (rows, 2 columns) = the gradient of up and gate from dout (rows, columns).
+/// Computes dinp (rows, 2 columns), the gradient of up and gate, from dout (rows, columns).
 pub(super) fn swiglu_backward(dinp: &mut [f32], dout: &[f32], preactivation: &[f32], columns: usize) {
     let rows =
         dinp.par_chunks_mut(2 * columns).zip(dout.par_chunks(columns).zip(preactivation.par_chunks(2 * columns)));

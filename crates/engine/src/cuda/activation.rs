@@ -1,4 +1,4 @@
-//! Activations as kernels of their own, where no GEMM epilogue applies them.
+//! Activation kernels. They run if no GEMM epilogue applies the activation.
 
 use super::{Cuda, Float};
 use crate::Result;
@@ -59,7 +59,7 @@ pub(super) fn forward_kernel<T: Float>(
     Ok(KernelLaunch { launch, grid: [grid, 1, 1], shared_bytes: 0 })
 }
 
-/// out (rows, columns) = activation(preactivation)
+/// Computes out (rows, columns) = activation(preactivation).
 pub(super) fn forward<T: Float>(
     cuda: &mut Cuda<T>,
     activation: Activation,

@@ -116,7 +116,7 @@ pub trait Executor {
     /// Launches kernels that a profile shows as one interval.
     ///
     /// # Safety
-    /// As [`launch`](Self::launch), for each of them.
+    /// Same as [`launch`](Self::launch), for each kernel.
     unsafe fn launch_group(&mut self, name: &dyn Fn() -> String, kernels: &[KernelLaunch]) -> Result<()>;
 
     /// Runs the [library part](Gemm::library_part) of a GEMM: with cuBLASLt on a GPU, with the CPU reference in the emulator.
@@ -205,13 +205,13 @@ pub trait GemmTimer {
     /// Times cuBLASLt's algorithms for a GEMM's library part and keeps the fastest.
     ///
     /// # Safety
-    /// As [`Executor::library_gemm`]; outputs are undefined afterwards.
+    /// Same as [`Executor::library_gemm`]. The outputs are undefined afterwards.
     unsafe fn time_library(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<LibraryTiming>;
 
     /// Returns the mean time of launching the kernels, in milliseconds.
     ///
     /// # Safety
-    /// As [`Executor::launch`], for each of them; outputs are undefined afterwards.
+    /// Same as [`Executor::launch`], for each kernel. The outputs are undefined afterwards.
     unsafe fn time_kernels(&mut self, kernels: &[KernelLaunch]) -> Result<f32>;
 
     /// Returns the algorithm that cuBLASLt uses for a GEMM, if one was selected.

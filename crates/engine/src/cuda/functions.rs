@@ -21,7 +21,7 @@ impl Functions {
     /// Launches a kernel.
     ///
     /// # Safety
-    /// As [`Executor::launch`](super::executor::Executor::launch).
+    /// Same as [`Executor::launch`](super::executor::Executor::launch).
     pub unsafe fn launch(
         &mut self,
         stream: &Stream,

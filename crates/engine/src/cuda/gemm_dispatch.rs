@@ -123,7 +123,7 @@ impl GemmDispatch {
     /// Runs a GEMM, or collects it during a tuning pass.
     ///
     /// # Safety
-    /// As [`Executor::library_gemm`] for the operands and [`Executor::launch`] for the fallback.
+    /// Same as [`Executor::library_gemm`] for the operands and [`Executor::launch`] for the fallback.
     pub unsafe fn run(&mut self, call: GemmCall, executor: &mut dyn Executor) -> Result<()> {
         if let Some(collected) = &mut self.collected {
             collect(call, collected);
@@ -154,7 +154,7 @@ impl GemmDispatch {
 /// Launches kernels in order.
 ///
 /// # Safety
-/// As [`Executor::launch`], for each of them.
+/// Same as [`Executor::launch`], for each kernel.
 unsafe fn launch_all(kernels: &[KernelLaunch], executor: &mut dyn Executor) -> Result<()> {
     kernels.iter().try_for_each(|KernelLaunch { launch, grid, shared_bytes }| {
         // SAFETY: the caller's promise.
@@ -175,7 +175,7 @@ fn collect(call: GemmCall, collected: &mut Vec<GemmCall>) {
 pub(super) fn library_key(&(gemm, alignments): &GemmKey) -> GemmKey {
     let part = gemm.library_part();
     let [b, a, out, bias, preactivation] = alignments;
-    // A GEMM whose output is not that of its part is tuned after the part, which has a choice of its own.
+    // If the part writes the preactivation instead of the output, it is tuned before this GEMM and has a separate choice.
     let keeps_preactivation = part.epilogue.uses_preactivation();
     let out = if !keeps_preactivation && gemm.epilogue.writes_preactivation() { preactivation } else { out };
     let bias = if part.epilogue.uses_bias() { bias } else { 0 };

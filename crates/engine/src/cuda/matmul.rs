@@ -230,8 +230,8 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Res
     }
 }
 
-/// Computes the gradients of a layer whose input is an activation. `call` computes dinp, by a wgmma kernel where that is the
-/// fastest.
+/// Computes the gradients of a layer. Its input is the output of an activation. `call` computes dinp, by a wgmma kernel if
+/// that is the fastest.
 fn backward_fused<T: Float>(
     cuda: &mut Cuda<T>,
     op: &MatmulBackward,
@@ -258,14 +258,14 @@ fn backward_fused<T: Float>(
     if let Some(kernel) = forward {
         cuda.launch(&kernel.launch, kernel.grid, kernel.shared_bytes)?;
     }
-    // The sums of a SwiGLU's GEMM replace `inp`, which the weight gradient reads before.
+    // The weight gradient reads `inp`. Then the sums of a SwiGLU's GEMM replace it.
     backward_weight(cuda, op, bias_kernels)?;
     cuda.run_gemm(call)
 }
 
-/// Computes the gradients of a layer whose input is a SwiGLU.
+/// Computes the gradients of a layer. Its input `inp` is the output of a SwiGLU.
 ///
-/// The gradient of the SwiGLU's output replaces that output, `inp`, which the weight gradient reads before.
+/// The gradient of `inp` replaces `inp` after the weight gradient has read it.
 fn backward_swiglu<T: Float>(
     cuda: &mut Cuda<T>,
     op: &MatmulBackward,
@@ -283,7 +283,7 @@ fn backward_swiglu<T: Float>(
     activation::backward(cuda, activation, op.dinp, op.inp, preactivation, shape)
 }
 
-/// dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of an activation of one input
+/// Computes dinp (rows, C) = dout (rows, OC) · weight (OC, C), times the derivative of an activation of one input.
 fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
     let MatmulBackward { dinp, dout, inp, weight, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let fused = activation.filter(|input| {
@@ -324,7 +324,7 @@ fn backward_input<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<(
     }
 }
 
-/// dweight (OC, C) += dout (rows, OC)ᵀ · inp (rows, C), and dbias (OC) += column sums of dout
+/// Computes dweight (OC, C) += dout (rows, OC)ᵀ · inp (rows, C), and dbias (OC) += column sums of dout.
 fn backward_weight<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, bias_kernels: Vec<KernelLaunch>) -> Result<()> {
     let MatmulBackward { dweight, dbias, dout, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
     let f32_output = dweight.dtype != T::DTYPE;

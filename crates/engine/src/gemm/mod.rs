@@ -68,9 +68,9 @@ pub enum GemmEpilogue {
     ReluSquaredBackwardRecompute,
     /// preactivation (M, N) = sum; out (M, N / 2) = swiglu(preactivation). cuBLASLt lacks it.
     SwiGlu,
-    /// out (M, 2 N) = the gradient of preactivation (M, 2 N), where sum is that of swiglu(preactivation). cuBLASLt lacks it.
+    /// out (M, 2 N) = the gradient of preactivation (M, 2 N), where sum is the gradient of swiglu(preactivation). cuBLASLt lacks it.
     SwiGluBackward,
-    /// As `SwiGluBackward`; activation (M, N) = swiglu(preactivation). cuBLASLt lacks it.
+    /// The output of `SwiGluBackward`; activation (M, N) = swiglu(preactivation). cuBLASLt lacks it.
     SwiGluBackwardRecompute,
     /// out += sum
     Accumulate,
@@ -125,7 +125,7 @@ impl GemmEpilogue {
         matches!(self, Self::GeluBackwardRecompute | Self::ReluSquaredBackwardRecompute | Self::SwiGluBackwardRecompute)
     }
 
-    /// Reports whether the output has other columns than the sums, so that the unfused sums need memory of their own.
+    /// Reports whether the output has other columns than the sums. Then the unfused sums need separate memory.
     fn uses_sums(self) -> bool {
         matches!(self, Self::SwiGluBackward | Self::SwiGluBackwardRecompute)
     }
@@ -186,9 +186,9 @@ pub struct GemmOperands {
     pub bias: Option<u64>,
     /// Argument of an activation function.
     pub preactivation: Option<u64>,
-    /// Where an activation is recomputed.
+    /// Output for a recomputed activation.
     pub activation: Option<u64>,
-    /// Where the part of [`GemmEpilogue::SwiGluBackward`] that cuBLASLt computes stores the sums (M, N).
+    /// Output for the sums (M, N) if cuBLASLt computes the GEMM of [`GemmEpilogue::SwiGluBackward`].
     pub sums: Option<u64>,
 }
 

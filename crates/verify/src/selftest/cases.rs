@@ -45,7 +45,7 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend([true, false].map(|bias| matmul_backward_recompute(shape, bias, Activation::Gelu)));
         cases.push(head_backward(shape));
     }
-    // SwiGLU and ReLU², whose rows are not a multiple of a block's packets.
+    // SwiGLU and ReLU². Their rows are not a multiple of the packets of a block.
     for (rows, c, oc) in [(1, 64, 16), (37, 80, 240), (130, 208, 80)] {
         let shape = MatmulShape { rows, c, oc };
         for activation in [Activation::SwiGlu, Activation::ReluSquared] {

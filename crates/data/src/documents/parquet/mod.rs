@@ -88,7 +88,7 @@ fn size(path: &Path) -> Result<u64> {
     Ok(found.len())
 }
 
-/// Opens a file. Returns the index of its column `field`, all of which can be decompressed.
+/// Opens a file. Returns it with the index of its column `field`. Fails if the column has an unsupported compression.
 fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot read {name}"))?;

@@ -6,8 +6,8 @@ use ::parquet::errors::{ParquetError, Result};
 /// Bytes of the length of a string in a dictionary.
 const LENGTH_BYTES: usize = 4;
 
-/// A column of strings whose dictionaries have at most the values that fit into their pages. The crate reserves memory for as many
-/// values as a damaged header claims.
+/// Pages of a column of strings. A dictionary with more values than fit into its page is an error. Without this check, the crate
+/// reserves memory for all values that a damaged header claims.
 pub struct CheckedPages(pub Box<dyn PageReader>);
 
 fn check(page: &Page) -> Result<()> {

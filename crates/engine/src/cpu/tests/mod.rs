@@ -98,7 +98,7 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// Returns the activation of `x`, whose rows have `columns` outputs.
+/// Returns the activation of `x`: rows of `columns` outputs.
 fn activate(activation: Activation, x: &[f64], columns: usize) -> Vec<f64> {
     match activation {
         Activation::Gelu => x.iter().map(|&x| gelu(x)).collect(),
