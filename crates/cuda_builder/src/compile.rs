@@ -5,10 +5,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use serde_json::Value;
-
 use crate::BuiltModule;
 use crate::error::{Error, at};
+use serde_json::Value;
 use crate::module::{Kernel, arch_number};
 use crate::toolchain::Toolchain;
 use crate::{ir, ptx, resources};
@@ -56,7 +55,7 @@ pub struct Job<'a> {
     pub ptxas: Option<&'a Path>,
     pub krate: &'a Path,
     pub arch: &'a str,
-    /// The target directory of the device build, kept between builds.
+    /// The target directory of the device build, kept between builds. All architectures share it.
     pub target: &'a Path,
     pub out_dir: &'a Path,
 }
@@ -69,7 +68,7 @@ pub struct JobOutput {
 
 /// The output of cargo.
 #[derive(Default)]
-struct Crates {
+pub struct Crates {
     bitcode: Vec<PathBuf>,
     /// The manifests and source directories of the path dependencies, including the device crate.
     sources: Vec<PathBuf>,
@@ -78,48 +77,28 @@ struct Crates {
 }
 
 impl Job<'_> {
-    pub fn run(&self) -> Result<JobOutput, Error> {
+    /// Compiles the device crate and its dependencies to bitcode. Jobs with the same `target` must not compile at the same
+    /// time.
+    ///
+    /// The flags of dependencies do not depend on the architecture, so that `core` is compiled once for all. `ir::mark` sets the
+    /// architecture of functions.
+    pub fn compile(&self) -> Result<Crates, Error> {
         if arch_number(self.arch).is_none() {
             return Err(Error::BadArch { arch: self.arch.to_owned() });
         }
-        let target = self.target.join(self.arch);
-        create_directory(&target)?;
-        let lock_path = target.join(".builder-lock");
-        let lock = at(&lock_path, fs::File::create(&lock_path))?;
-        at(&lock_path, lock.lock())?;
-
-        let crates = self.compile(&target)?;
-        let name = self.krate.file_name().unwrap_or(self.krate.as_os_str());
-        let work = target.join("linked").join(name);
-        create_directory(&work)?;
-        let files = Files::in_directory(&work);
-        let fingerprint = self.fingerprint(&crates.bitcode)?;
-        if fs::read_to_string(&files.stamp).ok().as_ref() != Some(&fingerprint) {
-            if files.stamp.exists() {
-                at(&files.stamp, fs::remove_file(&files.stamp))?;
-            }
-            self.lower(&crates.bitcode, &files)?;
-            at(&files.stamp, fs::write(&files.stamp, &fingerprint))?;
-        }
-        self.deliver(&files, crates)
-    }
-
-    /// Compiles the device crate and its dependencies to bitcode.
-    fn compile(&self, target: &Path) -> Result<Crates, Error> {
-        let mut flags =
-            vec![format!("-Ctarget-cpu={}", self.arch), "--cfg".into(), format!("cuda_arch=\"{}\"", self.arch)];
-        flags.extend(RUSTFLAGS.map(str::to_owned));
         let mut command = Command::new(&self.toolchain.cargo);
         clean(&mut command)
             .current_dir(self.krate)
-            .args(["build", "--release", "-Zbuild-std=core", "--message-format=json", "--target", TARGET])
+            .args(["rustc", "--lib", "--release", "-Zbuild-std=core", "--message-format=json", "--target", TARGET])
             .arg("--target-dir")
-            .arg(target)
+            .arg(self.target)
+            .args(["--", "--cfg"])
+            .arg(format!("cuda_arch=\"{}\"", self.arch))
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("RUSTC_BOOTSTRAP", "1")
-            .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
+            .env("CARGO_ENCODED_RUSTFLAGS", RUSTFLAGS.join("\x1f"))
             .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)));
         let step = "compiling the device crate";
         let output = self.start(&mut command, step)?;
@@ -134,6 +113,23 @@ impl Job<'_> {
             return Err(self.failed(step, &command, &output, text, advice));
         }
         Ok(crates)
+    }
+
+    /// Builds the module from the output of [`compile`](Self::compile).
+    pub fn build_module(&self, crates: Crates) -> Result<JobOutput, Error> {
+        let name = self.krate.file_name().unwrap_or(self.krate.as_os_str());
+        let work = self.target.join("linked").join(self.arch).join(name);
+        create_directory(&work)?;
+        let files = Files::in_directory(&work);
+        let fingerprint = self.fingerprint(&crates.bitcode)?;
+        if fs::read_to_string(&files.stamp).ok().as_ref() != Some(&fingerprint) {
+            if files.stamp.exists() {
+                at(&files.stamp, fs::remove_file(&files.stamp))?;
+            }
+            self.lower(&crates.bitcode, &files)?;
+            at(&files.stamp, fs::write(&files.stamp, &fingerprint))?;
+        }
+        self.deliver(&files, crates)
     }
 
     fn read_messages(&self, messages: &str) -> Result<Crates, Error> {
@@ -206,7 +202,7 @@ impl Job<'_> {
         self.run_tool(tool("llvm-link").args(bitcode).arg("-o").arg(&files.linked), "linking bitcode", advice)?;
         self.run_tool(tool("llvm-dis").arg(&files.linked).arg("-o").arg(&files.raw), "disassembling bitcode", advice)?;
 
-        let marked = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?)?;
+        let marked = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch)?;
         if marked.kernels.is_empty() {
             return Err(Error::NoKernels { krate: self.krate.to_owned(), arch: self.arch.to_owned() });
         }
@@ -250,7 +246,7 @@ impl Job<'_> {
         let ptx_path = copy(&files.ptx, name("ptx"))?;
         let cubin = self.ptxas.map(|_| copy(&files.cubin, name("cubin"))).transpose()?;
 
-        let bounds = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?)?.kernels;
+        let bounds = ir::mark(&at(&files.raw, fs::read_to_string(&files.raw))?, self.arch)?.kernels;
         let arch = self.arch;
         let mut warnings = crates.warnings;
         let report = match self.ptxas {
@@ -333,6 +329,15 @@ impl Files {
             stamp: file("stamp"),
         }
     }
+}
+
+/// Locks the target directory of device builds for this process until the file is dropped.
+pub fn lock(target: &Path) -> Result<fs::File, Error> {
+    create_directory(target)?;
+    let path = target.join(".builder-lock");
+    let lock = at(&path, fs::File::create(&path))?;
+    at(&path, lock.lock())?;
+    Ok(lock)
 }
 
 fn create_directory(path: &Path) -> Result<(), Error> {

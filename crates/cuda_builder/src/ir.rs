@@ -8,6 +8,9 @@
 //! Dynamic shared memory: it is a global of address space 3, which Rust cannot name. Calls of `dynamic_shared_memory` and
 //! `dynamic_shared_address` are replaced by its generic pointer and its address. LLVM then knows which accesses are shared.
 //!
+//! Architecture: the dependencies of the device crate are compiled once for all architectures, so each function gets the
+//! `target-cpu` of the module here. LLVM inlines only between functions with the same one.
+//!
 //! Launch bounds: `#[kernel]` writes them as `// @launch KERNEL KEY=VALUE…` lines of module asm, which become function
 //! attributes.
 
@@ -27,8 +30,8 @@ pub struct Marked {
     pub kernels: BTreeMap<String, LaunchBounds>,
 }
 
-/// Marks asm calls and functions convergent, and adds launch bounds to kernels.
-pub fn mark(ir: &str) -> Result<Marked, Error> {
+/// Marks asm calls and functions convergent, sets the architecture of functions, and adds launch bounds to kernels.
+pub fn mark(ir: &str, arch: &str) -> Result<Marked, Error> {
     let mut launches = BTreeMap::new();
     for line in ir.lines().filter_map(|line| line.strip_prefix(LAUNCH)) {
         let (name, bounds) = parse_launch(line.trim_end_matches('"'))?;
@@ -39,7 +42,7 @@ pub fn mark(ir: &str) -> Result<Marked, Error> {
         if line.starts_with(LAUNCH) {
             continue;
         }
-        if let Some(replacement) = shared_memory(line) {
+        if let Some(replacement) = shared_memory(line).or_else(|| target_cpu(line, arch)) {
             marked.ir.push_str(&replacement);
             marked.ir.push('\n');
             continue;
@@ -88,6 +91,17 @@ fn shared_memory(line: &str) -> Option<String> {
     } else {
         format!("{result} = ptrtoint ptr addrspace(3) @dynamic_shared to i32")
     })
+}
+
+/// Returns a group of function attributes with `arch` as its `target-cpu`, or `None` for another line.
+fn target_cpu(line: &str, arch: &str) -> Option<String> {
+    const KEY: &str = "\"target-cpu\"=\"";
+    if !line.starts_with("attributes #") {
+        return None;
+    }
+    let (before, value) = line.split_once(KEY)?;
+    let (_, after) = value.split_once('"')?;
+    Some(format!("{before}{KEY}{arch}\"{after}"))
 }
 
 /// Parses `NAME KEY=VALUE…`.
@@ -221,7 +235,7 @@ mod tests {
     use super::*;
 
     fn marked(line: &str) -> String {
-        mark(line).unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
+        mark(line, "sm_80").unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
     }
 
     #[test]
@@ -280,6 +294,16 @@ mod tests {
     }
 
     #[test]
+    fn functions_get_the_architecture_of_the_module() {
+        assert_eq!(
+            marked(r#"attributes #0 = { convergent nounwind "target-cpu"="sm_30" "x"="y" }"#),
+            r#"attributes #0 = { convergent nounwind "target-cpu"="sm_80" "x"="y" }"#
+        );
+        let intrinsic = r#"attributes #1 = { nocallback nofree nosync nounwind }"#;
+        assert_eq!(marked(intrinsic), intrinsic);
+    }
+
+    #[test]
     fn functions_become_convergent() {
         assert_eq!(
             marked("define internal void @\"a(b\"(ptr align 4 dereferenceable(16) %p) unnamed_addr #1 {"),
@@ -293,7 +317,7 @@ mod tests {
         let ir = "module asm \"// @launch k maxntid=512 minctasm=2 maxnreg=64\"\n\
                   define ptx_kernel void @k(ptr %p) unnamed_addr #0 {\n\
                   define ptx_kernel void @plain() {\n";
-        let marked = mark(ir)?;
+        let marked = mark(ir, "sm_80")?;
         assert_eq!(
             marked.ir,
             "define ptx_kernel void @k(ptr %p) unnamed_addr convergent \"nvvm.maxntid\"=\"512,1,1\" \
@@ -310,10 +334,11 @@ mod tests {
     fn errors_of_invalid_launch_bounds_name_the_kernel() {
         for wrong in ["maxntid=0", "maxntid=1,2,3,4", "minctasm=1,2", "maxntid", "threads=3", "maxnreg=many"] {
             let ir = format!("module asm \"// @launch my_kernel {wrong}\"\ndefine ptx_kernel void @my_kernel() {{\n");
-            let error = mark(&ir).expect_err(wrong).to_string();
+            let error = mark(&ir, "sm_80").expect_err(wrong).to_string();
             assert!(error.contains("my_kernel") && error.contains(wrong), "{error}");
         }
-        let error = mark("module asm \"// @launch nobody maxntid=1\"").expect_err("no such kernel").to_string();
+        let error =
+            mark("module asm \"// @launch nobody maxntid=1\"", "sm_80").expect_err("no such kernel").to_string();
         assert!(error.contains("nobody"), "{error}");
     }
 }

@@ -13,7 +13,8 @@
 //!
 //! The device rustc ([`Toolchain`]) compiles the crate and its dependencies, including `core`, to LLVM bitcode. The bitcode
 //! is linked, annotated (see the module `ir`), internalized to the kernels, optimized and lowered to PTX. `ptxas` assembles
-//! the PTX to a cubin. The architectures are built in parallel.
+//! the PTX to a cubin. The architectures share the dependencies of the device crate. From bitcode on, they are built in
+//! parallel.
 //!
 //! # Cubins
 //!
@@ -93,7 +94,8 @@ impl CudaBuilder {
         Self { krate: krate.into(), archs: Vec::new(), out_dir: None, cubins: None, search: Search::default() }
     }
 
-    /// Adds an architecture, such as `sm_90a`. Device code sees it as `cfg(cuda_arch = "sm_90a")`.
+    /// Adds an architecture, such as `sm_90a`. The device crate, but not its dependencies, sees it as
+    /// `cfg(cuda_arch = "sm_90a")`.
     #[must_use]
     pub fn arch(mut self, arch: &str) -> Self {
         self.archs.push(arch.to_owned());
@@ -167,13 +169,18 @@ impl CudaBuilder {
         let archs = self.archs.iter();
         let jobs: Vec<_> =
             archs.map(|arch| Job { toolchain, ptxas: ptxas_path, krate, arch, target, out_dir }).collect();
-        let results: Vec<_> = std::thread::scope(|scope| {
-            let running: Vec<_> = jobs.iter().map(|job| scope.spawn(|| job.run())).collect();
-            running.into_iter().map(|job| job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let _lock = compile::lock(target)?;
+        let outputs: Result<Vec<compile::JobOutput>, Error> = std::thread::scope(|scope| {
+            let mut running = Vec::new();
+            for job in &jobs {
+                let crates = job.compile()?;
+                running.push(scope.spawn(move || job.build_module(crates)));
+            }
+            let running = running.into_iter();
+            running.map(|job| job.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         let mut built = Built { modules: Vec::new(), missing: None, warnings: Vec::new(), watched: Vec::new() };
-        for result in results {
-            let output = result?;
+        for output in outputs? {
             built.modules.push(output.module);
             built.warnings.extend(output.warnings);
             built.watched.extend(output.watched);

@@ -90,7 +90,6 @@ pub mod emulate {
 }
 pub mod fence;
 pub mod global;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod hopper;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;

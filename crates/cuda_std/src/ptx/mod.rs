@@ -6,7 +6,6 @@
 
 use core::arch::{asm, nvptx};
 
-#[cfg(cuda_arch = "sm_90a")]
 pub mod hopper;
 
 unsafe extern "C" {
