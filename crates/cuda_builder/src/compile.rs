@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use crate::BuiltModule;
 use crate::error::{Error, at};
-use serde_json::Value;
+use crate::json::Value;
 use crate::module::{Kernel, arch_number};
 use crate::toolchain::Toolchain;
 use crate::{ir, ptx, resources};
@@ -134,7 +134,7 @@ impl Job<'_> {
 
     fn read_messages(&self, messages: &str) -> Result<Crates, Error> {
         let mut crates = Crates::default();
-        for message in messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        for message in messages.lines().filter_map(Value::parse) {
             let is_ours = message["package_id"].as_str().is_some_and(|id| id.starts_with("path+"))
                 && !message["manifest_path"].as_str().is_some_and(|path| path.contains("/lib/rustlib/src/"));
             match message["reason"].as_str() {

@@ -30,6 +30,7 @@ mod compile;
 mod error;
 mod generate;
 mod ir;
+mod json;
 mod module;
 mod ptx;
 mod resources;
