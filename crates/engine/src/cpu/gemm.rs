@@ -1,10 +1,10 @@
-//! Matrix multiplication of slices, with the `gemm` crate.
+//! Matrix multiplication of slices, with the `gemm-f32` crate.
 
-pub(super) use gemm::Parallelism;
+pub(crate) use gemm_common::Parallelism;
 
 /// A matrix view of a slice.
 #[derive(Clone, Copy)]
-pub(super) struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     values: &'a [f32],
     rows: usize,
     cols: usize,
@@ -14,18 +14,18 @@ pub(super) struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// Creates a view whose rows of `cols` contiguous values begin `row_stride` apart.
-    pub(super) fn strided(values: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn strided(values: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         assert_inside(values, rows, cols, row_stride);
         Self { values, rows, cols, row_stride, col_stride: 1 }
     }
 
     /// Creates a view without gaps between rows.
-    pub(super) fn row_major(values: &'a [f32], rows: usize, cols: usize) -> Self {
+    pub(crate) fn row_major(values: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::strided(values, rows, cols, cols)
     }
 
     /// Returns the transposed view.
-    pub(super) fn transposed(self) -> Self {
+    pub(crate) fn transposed(self) -> Self {
         Self {
             rows: self.cols,
             cols: self.rows,
@@ -47,7 +47,7 @@ fn assert_inside(values: &[f32], rows: usize, cols: usize, row_stride: usize) {
 
 /// Determines whether results replace or add to the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Into {
+pub(crate) enum Into {
     /// out = a · b
     Overwrite,
     /// out += a · b
@@ -55,7 +55,7 @@ pub(super) enum Into {
 }
 
 /// Computes out (row-major) = or += scale · a · b. The order of summation depends on the shapes only, not on the number of threads.
-pub(super) fn multiply(
+pub(crate) fn multiply(
     out: &mut [f32],
     into: Into,
     scale: f32,
@@ -69,23 +69,28 @@ pub(super) fn multiply(
     if m == 0 || n == 0 {
         return;
     }
+    let (a, b) = (Operand::of(a), Operand::of(b));
+    let out_row_stride = n as isize;
+    // The kernels prefer a column-major output. A row-major output with several columns is its transpose: outᵀ = bᵀ · aᵀ.
+    let (m, n, out_column, out_row, a, b) =
+        if n > 1 { (n, m, out_row_stride, 1, b.transposed(), a.transposed()) } else { (m, n, 1, out_row_stride, a, b) };
     // SAFETY: every element of the three matrices lies in its slice, as `Matrix` and the assertion above check.
     // `out` is borrowed mutably, so it overlaps neither of the others, and its rows do not overlap each other.
     unsafe {
-        gemm::gemm(
+        gemm_f32::gemm::f32::get_gemm_fn()(
             m,
             n,
             k,
             out.as_mut_ptr(),
-            1,
-            n as isize,
+            out_column,
+            out_row,
             into == Into::Add,
-            a.values.as_ptr(),
-            a.col_stride as isize,
-            a.row_stride as isize,
-            b.values.as_ptr(),
-            b.col_stride as isize,
-            b.row_stride as isize,
+            a.first,
+            a.column_stride,
+            a.row_stride,
+            b.first,
+            b.column_stride,
+            b.row_stride,
             1.0,
             scale,
             false,
@@ -93,5 +98,23 @@ pub(super) fn multiply(
             false,
             parallelism,
         );
+    }
+}
+
+/// The arguments of a kernel for an operand.
+struct Operand {
+    first: *const f32,
+    column_stride: isize,
+    row_stride: isize,
+}
+
+impl Operand {
+    fn of(matrix: Matrix<'_>) -> Self {
+        let Matrix { values, row_stride, col_stride, .. } = matrix;
+        Self { first: values.as_ptr(), column_stride: col_stride as isize, row_stride: row_stride as isize }
+    }
+
+    fn transposed(self) -> Self {
+        Self { column_stride: self.row_stride, row_stride: self.column_stride, ..self }
     }
 }

@@ -10,7 +10,7 @@ mod attention;
 mod cast;
 mod classifier;
 mod encoder;
-mod gemm;
+pub(crate) mod gemm;
 mod global_norm;
 mod layernorm;
 mod matmul;

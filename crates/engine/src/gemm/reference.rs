@@ -5,6 +5,7 @@
 
 use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::Result;
+use crate::cpu::gemm::{Into, Matrix, Parallelism, multiply};
 use anyhow::{Context, bail};
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
@@ -99,33 +100,9 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
 /// Computes out += op(a) · op(b).
 fn multiply_add(gemm: &Gemm, a: &[f32], b: &[f32], out: &mut [f32]) {
     let Gemm { m, n, k, layout, .. } = *gemm;
-    let (a_column, a_row) = if layout == GemmLayout::Tn { (m, 1) } else { (1, k) };
-    let (b_column, b_row) = if layout == GemmLayout::Nt { (k, 1) } else { (1, n) };
-    assert!(a.len() == m * k && b.len() == k * n && out.len() == m * n);
-    // SAFETY: the three slices have the sizes that m, n, k and the strides imply.
-    unsafe {
-        ::gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            true,
-            a.as_ptr(),
-            a_column as isize,
-            a_row as isize,
-            b.as_ptr(),
-            b_column as isize,
-            b_row as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            ::gemm::Parallelism::Rayon(0),
-        );
-    }
+    let a = if layout == GemmLayout::Tn { Matrix::row_major(a, k, m).transposed() } else { Matrix::row_major(a, m, k) };
+    let b = if layout == GemmLayout::Nt { Matrix::row_major(b, n, k).transposed() } else { Matrix::row_major(b, k, n) };
+    multiply(out, Into::Add, 1.0, a, b, Parallelism::Rayon(0));
 }
 
 /// Rounds to 10 bits of mantissa, ties away from zero.
