@@ -9,7 +9,7 @@
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`log`], [`hints`] and [`version`] produce what a user reads.
-//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`kernels`] embeds the GPU kernels.
+//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop.
 
 #![warn(missing_docs)]
 
@@ -23,7 +23,6 @@ pub mod datasets;
 pub mod evaluate;
 pub mod gpu_info;
 pub mod hints;
-pub mod kernels;
 pub mod log;
 pub mod mfu;
 pub mod sample;

@@ -1,11 +1,11 @@
 //! The text of `--version`. The build script records the commit, the profile and the target.
 
-use crate::kernels::{MODULES, MODULES_MISSING};
+use engine::cuda::EMBEDDED;
 use std::sync::LazyLock;
 
 /// Short hash of the commit, with `-dirty` if tracked files differed from it; `unknown` outside a git checkout.
 ///
-/// The build script runs again when the checked-out commit or the GPU kernels change, not at every edit.
+/// The build script runs again when the checked-out commit changes, not at every edit.
 const COMMIT: &str = env!("LLM_RS_COMMIT");
 
 /// Returns one line: version and commit.
@@ -28,12 +28,12 @@ pub fn long() -> &'static str {
 }
 
 fn kernels() -> String {
-    if MODULES.is_empty() {
-        return format!("none ({})", MODULES_MISSING.unwrap_or("built without a device toolchain"));
+    if EMBEDDED.modules.is_empty() {
+        return format!("none ({})", EMBEDDED.missing.unwrap_or("built without a device toolchain"));
     }
     let describe = |module: &cuda_builder::Module| {
         let code = if module.cubin.is_some() { "PTX and cubin" } else { "PTX" };
         format!("{} ({code})", module.arch)
     };
-    MODULES.iter().map(describe).collect::<Vec<_>>().join(", ")
+    EMBEDDED.modules.iter().map(describe).collect::<Vec<_>>().join(", ")
 }

@@ -1,10 +1,10 @@
 //! `doctor`: lists what this machine has for training on a GPU and for building the kernels, what is missing, and how to
 //! install it.
 
-use crate::kernels::{MODULES, MODULES_MISSING};
 use anyhow::Result;
 use cuda_builder::{Toolchain, find_cuda_tool};
 use cuda_driver::library::SearchPath;
+use engine::cuda::EMBEDDED;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -121,10 +121,10 @@ fn gpu(index: usize) -> Finding {
 
 fn kernels() -> Finding {
     let name = "GPU kernels in this program";
-    if MODULES.is_empty() {
-        return missing(name, MODULES_MISSING.unwrap_or("none").into(), "run scripts/setup, then build again");
+    if EMBEDDED.modules.is_empty() {
+        return missing(name, EMBEDDED.missing.unwrap_or("none").into(), "run scripts/setup, then build again");
     }
-    let each = MODULES.iter().map(|module| {
+    let each = EMBEDDED.modules.iter().map(|module| {
         let code = if module.cubin.is_some() { "PTX and cubin" } else { "PTX" };
         format!("{} ({} kernels, {code})", module.arch, module.kernels.len())
     });

@@ -1,9 +1,9 @@
 //! `inspect`: shows the embedded GPU kernels as PTX, as machine code, or as a table of their resources.
 
 use super::doctor::workspace;
-use crate::kernels::EMBEDDED;
 use anyhow::{Context, Result, bail, ensure};
 use cuda_builder::{Kernel, Module, find_cuda_tool};
+use engine::cuda::EMBEDDED;
 use std::io::{self, Write};
 use std::process::Command;
 

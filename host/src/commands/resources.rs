@@ -1,6 +1,5 @@
 //! Flags and functions that several commands share.
 
-use crate::kernels::EMBEDDED;
 use crate::values::{level, switch};
 use anyhow::Result;
 use clap::ArgAction;
@@ -64,7 +63,6 @@ impl Hardware {
 
     fn gpu(&self, gpu: usize) -> Options {
         Options {
-            embedded: EMBEDDED,
             gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),
             tf32: self.tf32,

@@ -87,7 +87,7 @@ impl Device {
     /// Opens the GPU and loads the newest kernels that it can run.
     pub fn open(options: &Options) -> Result<Self> {
         let gpu = Gpu::open(options.gpu)?;
-        let choice = modules::select(options.embedded.modules()?, gpu.info(), options.kernels.as_deref())?;
+        let choice = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         ensure!(
             options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision == Precision::Bf16),

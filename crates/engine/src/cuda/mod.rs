@@ -32,7 +32,7 @@ mod tensor_maps;
 mod wgmma;
 
 pub use executor::EmulatedGpu;
-pub use modules::EmbeddedKernels;
+pub use modules::{EMBEDDED, EmbeddedKernels};
 
 use crate::gemm::{Algorithms, Tuning};
 use crate::plan::{Group, Plan};
@@ -70,8 +70,6 @@ pub enum Precision {
 /// Settings of an engine on a GPU.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The kernels to choose from.
-    pub embedded: EmbeddedKernels,
     /// The driver's index of the GPU.
     pub gpu: usize,
     /// Storage type.

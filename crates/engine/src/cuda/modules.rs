@@ -53,6 +53,14 @@ impl fmt::Display for Choice<'_> {
     }
 }
 
+/// The output of the build script.
+mod built {
+    include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+}
+
+/// All embedded modules, or the reason why there are none.
+pub static EMBEDDED: EmbeddedKernels = EmbeddedKernels { modules: built::MODULES, missing: built::MODULES_MISSING };
+
 /// The kernels that a program was built with: one module per architecture.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbeddedKernels {
