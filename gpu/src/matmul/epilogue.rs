@@ -228,6 +228,18 @@ impl<E: Epilogue, T: Tile> EpilogueStore<T> for TmaEpilogue<E, T> {
     }
 }
 
+/// Returns the slot of a subtile, and how many subtiles used that slot before. Each of the `tiles` tiles before had
+/// `subtiles` subtiles, which use `slots` slots in turn.
+#[inline(always)]
+pub fn slot(subtile: u32, tiles: u32, subtiles: u32, slots: u32) -> (u32, u32) {
+    if subtiles.is_multiple_of(slots) {
+        (subtile % slots, tiles * (subtiles / slots) + subtile / slots)
+    } else {
+        let before = tiles * subtiles + subtile;
+        (before % slots, before / slots)
+    }
+}
+
 impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     #[inline(always)]
     pub fn new(shared: SharedStorage, operands: EpilogueOperands, consumer: u32) -> Self {
@@ -243,13 +255,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     #[inline(always)]
     fn slot(&self, subtile: u32) -> (u32, u32) {
-        let (subtiles, slots) = (subtiles::<T>(), slots::<E, T>());
-        if subtiles.is_multiple_of(slots) {
-            (subtile % slots, self.stored_tiles * (subtiles / slots) + subtile / slots)
-        } else {
-            let before = self.stored_tiles * subtiles + subtile;
-            (before % slots, before / slots)
-        }
+        slot(subtile, self.stored_tiles, subtiles::<T>(), slots::<E, T>())
     }
 
     /// Returns the first buffer of a slot.

@@ -8,7 +8,7 @@
 //! 96 columns of up, which subtiles of 64 columns do not divide. Each subtile has a slot: a buffer for up and one for
 //! gate. Two more buffers, used alternately, are for the activation.
 
-use super::epilogue::EpilogueStore;
+use super::epilogue::{EpilogueStore, slot};
 use super::kernel::{NO_COLUMN_SUMS, run_persistent};
 use super::mainloop::{AB, ABtPair, ConsumerAccumulators};
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
@@ -144,13 +144,7 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     #[inline(always)]
     fn slot(&self, subtile: u32) -> (u32, u32) {
-        let (subtiles, slots) = (Self::SUBTILES, Self::SLOTS);
-        if subtiles.is_multiple_of(slots) {
-            (subtile % slots, self.stored_tiles * (subtiles / slots) + subtile / slots)
-        } else {
-            let before = self.stored_tiles * subtiles + subtile;
-            (before % slots, before / slots)
-        }
+        slot(subtile, self.stored_tiles, Self::SUBTILES, Self::SLOTS)
     }
 
     #[inline(always)]
