@@ -182,9 +182,11 @@ impl<T: Tile, const BACKWARD: bool, const ACTIVATION: bool> SwiGluEpilogue<T, BA
         if BACKWARD {
             self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
         }
-        let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
-        // Forward, the addresses of both fragments would occupy registers during the mainloop, and others would spill.
-        let lane = if BACKWARD { warp::lane() } else { thread::opaque(warp::lane()) };
+        // Forward, addresses that are computed early would occupy registers during the mainloop, and others would spill.
+        let thread = thread::thread_idx_x() % WARPGROUP;
+        let thread = if BACKWARD { thread } else { thread::opaque(thread) };
+        let lane = if BACKWARD { warp::lane() } else { thread % warp::LANES };
+        let first_row = thread / warp::LANES * 16;
         // See `TmaEpilogue`: a warp overwrites only elements that it has read itself.
         let (lane_row, lane_chunk) = (first_row + lane % 16, lane / 16);
         for fragment in 0..COLUMNS / FRAGMENT_COLUMNS {
