@@ -93,28 +93,16 @@ fn forward_of_random_tokens_matches_reference<T: Tolerance>() {
 fn gradient_wpe<T: Tolerance>(dwpe: &[T], dout: &[T], sequence: usize, seed: u32) -> Vec<f64> {
     let channels = dwpe.len() / sequence;
     let tokens: Vec<_> = (0..dout.len() / channels).map(|i| (i % VOCABULARY) as i32).collect();
-    gradients(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, 16, seed).1
+    gradients::<T, true>(&vec![T::from_f32(0.0); VOCABULARY * channels], dwpe, dout, &tokens, 16, seed).1
 }
 
 /// Returns dwte after the backward kernels.
 fn gradient_wte<T: Tolerance>(dwte: &[T], dout: &[T], tokens: &[i32], chunk: usize, seed: u32) -> Vec<f64> {
-    gradients(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, chunk, seed).0
-}
-
-/// Returns dwte and dwpe (T, C) after the backward kernels.
-fn gradients<T: Tolerance>(
-    dwte: &[T],
-    dwpe: &[T],
-    dout: &[T],
-    tokens: &[i32],
-    chunk: usize,
-    seed: u32,
-) -> (Vec<f64>, Vec<f64>) {
-    run_backward::<T, true>(dwte, dwpe, dout, tokens, chunk, seed)
+    gradients::<T, true>(dwte, &vec![T::from_f32(0.0); dout.len()], dout, tokens, chunk, seed).0
 }
 
 /// Returns dwte and dwpe (T, C) after the backward kernels. Without positions, dwpe is unchanged and gives only T.
-fn run_backward<T: Tolerance, const POSITIONS: bool>(
+fn gradients<T: Tolerance, const POSITIONS: bool>(
     dwte: &[T],
     dwpe: &[T],
     dout: &[T],
@@ -249,8 +237,8 @@ fn backward_without_positions_has_the_same_dwte<T: Tolerance>() {
         let dout = rounded::<T>(&noise(tokens.len() * channels, 5));
         let dwpe = vec![T::from_f32(1.0); dout.len()];
         for chunk in [8, 28] {
-            let want = gradients(&dwte, &dwpe, &dout, &tokens, chunk, 7).0;
-            let (got, unchanged) = run_backward::<T, false>(&dwte, &dwpe, &dout, &tokens, chunk, 7);
+            let want = gradients::<T, true>(&dwte, &dwpe, &dout, &tokens, chunk, 7).0;
+            let (got, unchanged) = gradients::<T, false>(&dwte, &dwpe, &dout, &tokens, chunk, 7);
             assert_same("dwte", &got, &want);
             assert_same("dwpe", &unchanged, &wide(&dwpe));
         }
@@ -272,7 +260,7 @@ fn rounding_depends_on_the_seed<T: Tolerance>() {
     let of_tokens = sums(&dwte, &dout, channels, |row| tokens[row] as usize);
     let of_positions = sums(&dwpe, &dout, channels, |row| row % sequence);
     for seed in [0, 7, 1 << 31, u32::MAX] {
-        let (got_tokens, got_positions) = gradients(&dwte, &dwpe, &dout, &tokens, 8, seed);
+        let (got_tokens, got_positions) = gradients::<T, true>(&dwte, &dwpe, &dout, &tokens, 8, seed);
         assert_same("dwte", &got_tokens, &rounded(&of_tokens, seed));
         assert_same("dwpe", &got_positions, &rounded(&of_positions, !seed));
     }

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::norm::shapes;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::GlobalMut;
 use cuda_std::emulate::Memory;
@@ -16,28 +17,6 @@ tests! {
         shifting_rows_does_not_change_normed, constant_rows_normalize_to_the_bias, large_rows_do_not_overflow,
         nan_stays_in_its_row, dinp_is_orthogonal_to_ones_and_normed, dbias_of_integers_is_exact,
         column_sums_of_integers_are_exact, nan_gradients_stay_in_their_row_and_column, every_channel_count_has_a_shape;
-}
-
-/// (rows, C). Covers one row, multiples of 80 that leave lanes idle, every [`Shape`] of both types, fewer rows than a
-/// block processes at a time, and several iterations per block.
-const SHAPES: [(usize, usize); 12] = [
-    (45, 1280),
-    (1, 8),
-    (63, 80),
-    (13, 240),
-    (9, 384),
-    (5, 480),
-    (17, 768),
-    (10, 1024),
-    (20, 1600),
-    (2, 4096),
-    (1, 4200),
-    (2, 8192),
-];
-
-/// `SHAPES`, and one row with the maximum number of channels.
-fn shapes<T: Tolerance>() -> impl Iterator<Item = (usize, usize)> {
-    SHAPES.into_iter().chain([(1, 64 * 32 * T::PACKET)])
 }
 
 struct Forward {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, entries, for_all, integers, noise, rounded, wide};
+use common::{Tolerance, assert_close, entries, for_all, integers, matrix_rows, multiples_of_8, noise, rounded, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Element, GlobalMut};
@@ -344,11 +344,8 @@ fn long_k_matches_reference() {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let rows = (1..=400usize, select(vec![1, 63, 64, 65, 127, 128, 129]), 0..2);
-    let rows = rows.prop_map(|(any, edge, which)| if which == 0 { any } else { edge });
-    let columns = |most: usize| (1..=most / 8).prop_map(|packets| 8 * packets);
     let ops = select(OPS.to_vec());
-    let sizes = (rows, columns(600), columns(300), ops, 1..9usize, any::<Index>());
+    let sizes = (matrix_rows(), multiples_of_8(600), multiples_of_8(300), ops, 1..9usize, any::<Index>());
     sizes.prop_map(|(m, n, k, op, blocks, which)| {
         let m = if accumulates(op) { m.next_multiple_of(8) } else { m };
         let config = *which.get(&configs(op, GemmShape { m, n, k }));

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Tolerance, assert_close, entries, for_all, integers, noise, rounded, wide};
+use common::{Tolerance, assert_close, entries, for_all, integers, matrix_rows, multiples_of_8, noise, rounded, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Element, Global, GlobalMut, bf16};
@@ -228,10 +228,13 @@ fn several_tile_groups_match_reference() {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let rows = (1..=400usize, select(vec![1, 63, 64, 65, 127, 128, 129]), 0..2);
-    let rows = rows.prop_map(|(any, edge, which)| if which == 0 { any } else { edge });
-    let columns = |most: usize| (1..=most / 8).prop_map(|packets| 8 * packets);
-    let sizes = (rows, columns(400), columns(300), select(vec![FORWARD, BACKWARD, RECOMPUTE]), 1..9usize);
+    let sizes = (
+        matrix_rows(),
+        multiples_of_8(400),
+        multiples_of_8(300),
+        select(vec![FORWARD, BACKWARD, RECOMPUTE]),
+        1..9usize,
+    );
     (sizes, any::<Index>()).prop_map(|((m, f, k, op, blocks), which)| {
         let tile = *which.get(&tiles(op));
         Case { op, m, f, k, tile, blocks }

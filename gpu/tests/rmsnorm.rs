@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::norm::shapes;
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use gpu::rmsnorm::launch::{
@@ -19,31 +20,6 @@ tests! {
 }
 
 const EPS: f32 = 1e-5;
-
-/// (rows, C). Covers one row, the channels of Llama and Qwen models, multiples of 80 that leave lanes idle, every
-/// `Shape` of both types, fewer rows than a block processes at a time, and several iterations per block.
-const SHAPES: [(usize, usize); 15] = [
-    (45, 1280),
-    (1, 8),
-    (37, 64),
-    (63, 80),
-    (13, 240),
-    (9, 384),
-    (5, 480),
-    (17, 896),
-    (10, 1024),
-    (11, 1536),
-    (9, 2048),
-    (3, 3072),
-    (2, 4096),
-    (1, 4200),
-    (2, 8192),
-];
-
-/// `SHAPES`, and one row with the maximum number of channels.
-fn shapes<T: Tolerance>() -> impl Iterator<Item = (usize, usize)> {
-    SHAPES.into_iter().chain([(1, 64 * 32 * T::PACKET)])
-}
 
 struct Forward {
     out: Vec<f64>,

@@ -3,11 +3,14 @@
 
 pub mod attention;
 pub mod entries;
+pub mod norm;
 
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
 use cuda_std::launch::Launch;
 use cuda_std::{Element, GlobalMut, bf16};
+use proptest::bool::ANY;
+use proptest::sample::select;
 use proptest::strategy::Strategy;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::cmp::Ordering;
@@ -47,6 +50,17 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value)) {
     if let Err(failure) = result {
         panic!("{failure}");
     }
+}
+
+/// Returns a strategy for the rows of a matrix, with the edges of tiles.
+pub fn matrix_rows() -> impl Strategy<Value = usize> {
+    let rows = (1..=400usize, select(vec![1, 63, 64, 65, 127, 128, 129]), ANY);
+    rows.prop_map(|(any, edge, is_edge)| if is_edge { edge } else { any })
+}
+
+/// Returns a strategy for multiples of 8 up to `most`.
+pub fn multiples_of_8(most: usize) -> impl Strategy<Value = usize> {
+    (1..=most / 8).prop_map(|packets| 8 * packets)
 }
 
 /// The rounding behaviour of a storage type.
