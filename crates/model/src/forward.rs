@@ -85,53 +85,45 @@ impl Decoder {
     ) -> Result<()> {
         let (d, rows) = (&self.descriptor, layout.b * layout.t);
         let Layer { ln1, qkv, attention, lse, residual2, .. } = *layer;
-        let (p, bias) = (|param| self.param(param, l), |param| self.optional(self.param_store(), param, l));
-        engine.run(MatmulForward {
-            out: qkv,
-            inp: ln1.out,
-            weight: p(Param::Qkvw),
-            bias: bias(Param::Qkvb),
-            epilogue: Epilogue::None,
-            shape: MatmulShape { rows, c: d.channels, oc: d.qkv_channels() },
-        })?;
+        let shape = MatmulShape { rows, c: d.channels, oc: d.qkv_channels() };
+        engine.run(self.linear(l, [Param::Qkvw, Param::Qkvb], qkv, ln1.out, Epilogue::None, shape))?;
         if let Some(Rotation { table, qk_norm, shape }) = self.rotation(l, layer, layout) {
             engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
         }
         engine.run(AttentionForward { out: attention, lse, qkv, shape: d.attention(layout.b, layout.t) })?;
-        engine.run(MatmulForward {
-            out: residual2,
-            inp: attention,
-            weight: p(Param::Attprojw),
-            bias: bias(Param::Attprojb),
-            epilogue: Epilogue::Residual(residual),
-            shape: MatmulShape { rows, c: d.attention_channels(), oc: d.channels },
-        })
+        let shape = MatmulShape { rows, c: d.attention_channels(), oc: d.channels };
+        let epilogue = Epilogue::Residual(residual);
+        engine.run(self.linear(l, [Param::Attprojw, Param::Attprojb], residual2, attention, epilogue, shape))
     }
 
     /// Computes fc and the activation of a layer.
     fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
         let (d, Layer { ln2, fc, activated, .. }) = (&self.descriptor, *layer);
-        engine.run(MatmulForward {
-            out: activated,
-            inp: ln2.out,
-            weight: self.param(Param::Fcw, l),
-            bias: self.optional(self.param_store(), Param::Fcb, l),
-            epilogue: Epilogue::Activation(d.activation, fc),
-            shape: MatmulShape { rows: ln2.rstd.len, c: d.channels, oc: d.fc_channels() },
-        })
+        let shape = MatmulShape { rows: ln2.rstd.len, c: d.channels, oc: d.fc_channels() };
+        let epilogue = Epilogue::Activation(d.activation, fc);
+        engine.run(self.linear(l, [Param::Fcw, Param::Fcb], activated, ln2.out, epilogue, shape))
     }
 
     /// Computes fcproj of a layer.
     fn mlp_output(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
         let (d, Layer { residual2, ln2, activated, residual3, .. }) = (&self.descriptor, *layer);
-        engine.run(MatmulForward {
-            out: residual3,
-            inp: activated,
-            weight: self.param(Param::Fcprojw, l),
-            bias: self.optional(self.param_store(), Param::Fcprojb, l),
-            epilogue: Epilogue::Residual(residual2),
-            shape: MatmulShape { rows: ln2.rstd.len, c: d.mlp_channels, oc: d.channels },
-        })
+        let shape = MatmulShape { rows: ln2.rstd.len, c: d.mlp_channels, oc: d.channels };
+        let epilogue = Epilogue::Residual(residual2);
+        engine.run(self.linear(l, [Param::Fcprojw, Param::Fcprojb], residual3, activated, epilogue, shape))
+    }
+
+    /// Returns a linear layer of layer `l` from `inp` to `out`. The model may lack the bias.
+    fn linear(
+        &self,
+        l: usize,
+        [weight, bias]: [Param; 2],
+        out: Tensor,
+        inp: Tensor,
+        epilogue: Epilogue,
+        shape: MatmulShape,
+    ) -> MatmulForward {
+        let (weight, bias) = (self.param(weight, l), self.optional(self.param_store(), bias, l));
+        MatmulForward { out, inp, weight, bias, epilogue, shape }
     }
 
     /// Recomputes the activations of a layer from its input `residual`, except its output.
