@@ -299,7 +299,7 @@ mod tests {
             marked(r#"attributes #0 = { convergent nounwind "target-cpu"="sm_30" "x"="y" }"#),
             r#"attributes #0 = { convergent nounwind "target-cpu"="sm_80" "x"="y" }"#
         );
-        let intrinsic = r#"attributes #1 = { nocallback nofree nosync nounwind }"#;
+        let intrinsic = "attributes #1 = { nocallback nofree nosync nounwind }";
         assert_eq!(marked(intrinsic), intrinsic);
     }
 
