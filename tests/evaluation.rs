@@ -4,6 +4,7 @@ mod common;
 
 use common::{fail, llm_rs, succeed, text};
 use data::tokens;
+use safetensors::SafeTensors;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -95,6 +96,32 @@ fn eval_reports_every_metric_in_text_and_json() {
     let lines: Vec<&str> = in_text.lines().collect();
     assert!(lines.len() == 2 && lines[0].starts_with("HellaSwag: ") && lines[0].contains("/4 = "), "{in_text}");
     assert!(lines[1].starts_with(&format!("MMLU: {}/4 = ", mmlu["correct"])), "{in_text}");
+}
+
+#[test]
+fn eval_writes_the_logits_and_losses_of_all_tokens() {
+    let fixture = Fixture::new();
+    let path = fixture.directory.path().join("logits.safetensors");
+    let printed = succeed(&[&fixture.all()[..], &["--logits", text(&path)]].concat());
+    let bytes = fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let floats = |name: &str, shape: &[usize]| -> Vec<f64> {
+        let tensor = file.tensor(name).unwrap();
+        assert_eq!(tensor.shape(), shape, "{name}");
+        tensor.data().as_chunks().0.iter().map(|&bytes| f64::from(f32::from_le_bytes(bytes))).collect()
+    };
+    let (logits, losses) = (floats("logits", &[14, 50257]), floats("losses", &[14]));
+    for ((row, loss), target) in logits.chunks(50257).zip(&losses).zip(&VAL[1..]) {
+        let sum: f64 = row.iter().map(|logit| logit.exp()).sum();
+        let expected = sum.ln() - row[usize::from(*target)];
+        assert!((loss - expected).abs() < 1e-5, "{loss}, expected {expected}");
+    }
+    let mean = losses.iter().sum::<f64>() / 14.0;
+    let found: f64 = printed.split(' ').nth(2).unwrap().parse().unwrap();
+    assert!((found - mean).abs() < 1e-6, "{printed}, mean {mean}");
+    let model = ["eval", "--device", "cpu", "--model", text(&fixture.model)];
+    fail(&[&model[..], &["--mmlu", &fixture.mmlu, "--logits", text(&path)]].concat(), &["--val <GLOB>"]);
+    fail(&[&fixture.all()[..], &["--logits", "/nowhere/x"]].concat(), &["cannot write /nowhere/x"]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ use engine::Engine;
 use model::{Decoder, LayerHooks};
 
 pub mod multiple_choice;
+pub mod predictions;
 pub mod text;
 
 /// Mean loss per token over the next `batches` batches of a model. `hooks` provides the parameters.

@@ -51,10 +51,8 @@ pub fn generate(
         let first = last / rows * rows;
         let logits = model.logits(engine, first..layout.t.min(first + rows))?;
         let mut logits = engine.read(logits.slice((last - first) * vp, v))?;
-        if let Some(cap) = model.descriptor.softcap {
-            for logit in &mut logits {
-                *logit = cap * (*logit / cap).tanh();
-            }
+        for logit in &mut logits {
+            *logit = model.descriptor.softcapped(*logit);
         }
         let token = pick(&logits, sampling, rng.next_f32()) as u32;
         text.push(token);

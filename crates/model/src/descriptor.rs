@@ -277,6 +277,11 @@ impl Descriptor {
         self.vocab.next_multiple_of(128)
     }
 
+    /// Applies the softcap, if there is one, to a logit.
+    pub fn softcapped(&self, logit: f32) -> f32 {
+        self.softcap.map_or(logit, |cap| cap * (logit / cap).tanh())
+    }
+
     /// Returns the sizes of attention for batches of (b, t) tokens.
     pub const fn attention(&self, b: usize, t: usize) -> AttentionShape {
         AttentionShape { b, t, heads: self.heads, kv_heads: self.kv_heads, head_size: self.head_size }

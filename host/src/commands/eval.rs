@@ -4,6 +4,7 @@ use super::json;
 use super::resources::{Hardware, load};
 use crate::datasets::Datasets;
 use crate::evaluate::multiple_choice::{self, Score};
+use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
 use anyhow::{Context, Result, ensure};
@@ -60,6 +61,11 @@ pub struct Eval {
     /// Number of batches [default: all]
     #[arg(short = 'm', long, value_name = "N", value_parser = count)]
     val_batches: Option<usize>,
+
+    /// Also write the logits and the loss of each target token of --val to this file, as safetensors of f32. It takes 4 bytes for
+    /// each token of the vocabulary and each target token
+    #[arg(long, value_name = "FILE", requires = "val")]
+    logits: Option<PathBuf>,
 
     /// Also write the results to this file as JSON. Without FILE, print JSON instead of text
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = STANDARD_OUTPUT)]
@@ -121,6 +127,7 @@ struct Inputs {
 /// Prints the loss and the accuracies.
 pub fn run(args: &Eval) -> Result<()> {
     args.json.as_deref().map_or(Ok(()), json::check)?;
+    args.logits.as_deref().map_or(Ok(()), json::check)?;
     let file = ModelSource::open(&args.model)?;
     let descriptor = file.descriptor();
     let layout = args.layout(descriptor)?;
@@ -222,7 +229,19 @@ impl Eval {
         let batches = self.val_batches.unwrap_or(loader.batches_per_epoch());
         let mut data = Prefetch::start(loader, engine)?;
         let lengths = token_bytes.clone().unwrap_or_default();
-        let score = text::score(model, engine, &mut Unsharded, &mut data, batches, &lengths)?;
+        let BatchLayout { b, t } = data.layout();
+        let mut score = |predictions: Option<&mut Predictions>| {
+            text::score(model, engine, &mut Unsharded, &mut data, batches, &lengths, predictions)
+        };
+        let score = match &self.logits {
+            Some(path) => atomic_file::write(path, |file| {
+                let mut predictions = Predictions::new(file, batches * b * t, model.descriptor.vocab)?;
+                let score = score(Some(&mut predictions))?;
+                predictions.finish()?;
+                Ok(score)
+            })?,
+            None => score(None)?,
+        };
         Ok(Validation::new(self.val.clone().unwrap_or_default(), &score, token_bytes.is_some()))
     }
 

@@ -1,5 +1,6 @@
 //! The loss of a model on text: perplexity and bits per byte.
 
+use super::predictions::Predictions;
 use anyhow::{Result, ensure};
 use data::Prefetch;
 use engine::{BatchLayout, Engine};
@@ -54,7 +55,7 @@ impl TextScore {
     }
 }
 
-/// Computes the loss on the next `batches` batches. `hooks` provides the parameters.
+/// Computes the loss on the next `batches` batches. `hooks` provides the parameters. `predictions` receives every batch.
 pub fn score(
     model: &Decoder,
     engine: &mut dyn Engine,
@@ -62,6 +63,7 @@ pub fn score(
     data: &mut Prefetch,
     batches: usize,
     token_bytes: &TokenBytes,
+    mut predictions: Option<&mut Predictions>,
 ) -> Result<TextScore> {
     let layout = data.layout();
     let tokens = layout.b * layout.t;
@@ -75,7 +77,11 @@ pub fn score(
         model.forward(engine, layout, hooks)?;
         model.loss(engine, layout, None)?;
         let targets = targets(model, engine, layout)?;
-        for ((sum, loss), target) in sums.iter_mut().zip(engine.read(losses)?).zip(targets) {
+        let of_batch = engine.read(losses)?;
+        if let Some(predictions) = &mut predictions {
+            predictions.append(model, engine, layout, &of_batch)?;
+        }
+        for ((sum, loss), target) in sums.iter_mut().zip(of_batch).zip(targets) {
             *sum += loss;
             let bytes = token_bytes.of(target);
             if bytes > 0 {
@@ -143,7 +149,7 @@ mod tests {
         };
         let batches = loader().batches_per_epoch();
         let mut data = Prefetch::start(loader(), &engine).unwrap();
-        let score = score(&model, &mut engine, &mut Unsharded, &mut data, batches, token_bytes)?;
+        let score = score(&model, &mut engine, &mut Unsharded, &mut data, batches, token_bytes, None)?;
         let mut data = Prefetch::start(loader(), &engine).unwrap();
         let of_training = evaluate::loss(&model, &mut engine, &mut Unsharded, &mut data, batches).unwrap();
         assert_eq!(score.loss.to_bits(), of_training.to_bits());
