@@ -6,6 +6,8 @@
 For each model, FOLDER/NAME contains a Hugging Face directory (config.json, model.safetensors in fp32) and reference.safetensors:
 inputs and targets (B, T), logits (B, T, V), the gradient of every parameter under its name, and the losses and gradient norms of
 ten AdamW steps on that batch. Values are computed in double precision on the CPU and stored in single precision.
+The weights of models named *-bf16 are in bf16. Their reference contains inputs, logits, and bf16_logits: the logits that
+transformers computes in bf16.
 Needs torch, transformers 5 and safetensors.
 """
 
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 B, T, V, STEPS = 2, 24, 97, 10
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -42,6 +44,16 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56, rms_norm_eps=1e-6,
         tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+    # Head sizes that the GPU kernels support.
+    "llama-bf16": (LlamaForCausalLM, LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, rope_parameters=SCALED, **COMMON)),
+    "qwen2-bf16": (Qwen2ForCausalLM, Qwen2Config(
+        hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
+    "qwen3-bf16": (Qwen3ForCausalLM, Qwen3Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=128, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, **COMMON)),
 }  # fmt: skip
 
 
@@ -60,6 +72,22 @@ def make_model(name):
     return model
 
 
+def tokens():
+    return torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def write_bf16(name, folder):
+    """Writes a model in bf16, and its logits in double precision and in bf16."""
+    make_model(name).bfloat16().save_pretrained(folder)
+    inputs = tokens()[:, :-1].contiguous()
+    load = lambda dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    exact, rounded = (load(dtype)(inputs).logits.double() for dtype in (torch.float64, torch.bfloat16))
+    save_file({"inputs": inputs.int(), "logits": exact.float(), "bf16_logits": rounded.float()}, folder / "reference.safetensors")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    print(name, "root mean square error of the logits in bf16", (rounded - exact).square().mean().sqrt().item())
+
+
 def loss_of(model, inputs, targets):
     logits = model(inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
@@ -68,11 +96,13 @@ def loss_of(model, inputs, targets):
 def main():
     folder = Path(sys.argv[1])
     for name in sys.argv[2:] or MODELS:
+        if name.endswith("-bf16"):
+            write_bf16(name, folder / name)
+            continue
         model = make_model(name)
         model.save_pretrained(folder / name)
         model = model.double()
-        tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(5))
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs, targets = tokens()[:, :-1].contiguous(), tokens()[:, 1:].contiguous()
         decayed = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]

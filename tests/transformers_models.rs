@@ -1,8 +1,9 @@
 //! Llama, Qwen2 and Qwen3 on the CPU engine against transformers in double precision: logits, loss, every gradient, and ten AdamW
-//! steps. `scripts/transformers_reference.py` computes the references.
+//! steps. The bf16 kernels, on the emulator, against transformers in bf16. `scripts/transformers_reference.py` computes the references.
 
 use distributed::Ranks;
 use engine::cpu::Cpu;
+use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
@@ -143,4 +144,48 @@ fn qwen2() {
 #[test]
 fn qwen3() {
     assert_agreement("qwen3");
+}
+
+/// Returns the logits (B, T, V) of a model on `engine` for the inputs of its reference.
+fn logits_on(engine: &mut dyn Engine, name: &str, reference: &Reference) -> Vec<f32> {
+    let source = ModelSource::open(&folder(name)).unwrap();
+    let (model, plan) = Decoder::plan(source.descriptor(), PlanOptions::inference(LAYOUT.b, LAYOUT.t), engine);
+    engine.allocate(&plan).unwrap();
+    source.load(&model, engine).unwrap();
+    let mut words = engine.host_buffer(LAYOUT.words()).unwrap();
+    words.fill(0);
+    words[LAYOUT.inputs()].copy_from_slice(&reference.ints("inputs"));
+    LAYOUT.sort(&mut words);
+    engine.load_batch(model.batch, LAYOUT, words).unwrap();
+    model.forward(engine, LAYOUT, &mut Unsharded).unwrap();
+    let (v, vp) = (model.descriptor.vocab, model.descriptor.padded_vocab());
+    let logits = model.logits(engine, 0..LAYOUT.b * LAYOUT.t).unwrap();
+    engine.read(logits).unwrap().chunks(vp).flat_map(|row| &row[..v]).copied().collect()
+}
+
+/// Returns the root mean square of the differences between `found` and `expected`.
+fn error(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let squares: f64 = found.iter().zip(expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    (squares / found.len() as f64).sqrt()
+}
+
+#[test]
+fn the_bf16_kernels_are_not_less_accurate_than_transformers_in_bf16() {
+    for name in ["llama-bf16", "qwen2-bf16", "qwen3-bf16"] {
+        let reference = Reference::read(name);
+        let expected = reference.floats("logits");
+        let of_transformers = error(&reference.floats("bf16_logits"), &expected);
+        let in_f32 = error(&logits_on(&mut Cpu::new(), name, &reference), &expected);
+        assert!(
+            in_f32 < 1e-2 * of_transformers,
+            "{name} in f32: error {in_f32}, of transformers in bf16 {of_transformers}"
+        );
+        for hopper in [false, true] {
+            let mut engine = emulated(EmulatedGpu::new(hopper), Precision::Bf16, None, true);
+            let found = error(&logits_on(&mut *engine, name, &reference), &expected);
+            println!("{name}, sm_90a {hopper}: {found:.6}, of transformers {of_transformers:.6}");
+            assert!(found <= of_transformers, "{name}, sm_90a {hopper}: {found}, of transformers {of_transformers}");
+        }
+    }
 }
