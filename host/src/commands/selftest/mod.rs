@@ -13,7 +13,7 @@ use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 /// Check every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
-    /// Check only operations whose name contains this text
+    /// Check only cases whose operation or shape contains this text, such as rotary or softcap
     #[arg(value_name = "NAME")]
     pub filter: Option<String>,
     /// Check only small edge-case shapes, for slow tools such as compute-sanitizer
@@ -57,7 +57,10 @@ pub fn run(options: &Selftest) -> Result<()> {
         &mut Cpu::new()
     };
     println!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
-    let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
+    let wanted = |case: &Case| {
+        let contains = |f: &String| case.operation.contains(f.as_str()) || case.shape.contains(f.as_str());
+        options.filter.as_ref().is_none_or(contains)
+    };
     let mut cases = edge_cases();
     if !options.small {
         cases.extend(model_cases());
