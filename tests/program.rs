@@ -229,7 +229,7 @@ fn errors_name_invalid_models_and_settings() {
     rejects(&["--model", text(&train)], &["train.bin", "expected magic 20240326, found 20240520"]);
     rejects(&with(TINY, &["--total-batch", "1000"]), &["--total-batch 1000", "2 x 16 = 32"]);
     rejects(&["--model", "d12", "--seq", "2048"], &["--seq 2048", "1024"]);
-    rejects(&["--layers", "1", "--heads", "3", "--channels", "16", "-b", "1", "-t", "16"], &["3 heads", "16 channels"]);
+    rejects(&["--layers", "1", "--heads", "3", "--channels", "16", "-b", "1", "-t", "16"], &["16 channels, found 3"]);
     rejects(&with(TINY, &["--precision", "bf16"]), &["--precision: expected fp32", "found bf16"]);
     rejects(&with(TINY, &["--val", "/nowhere/*.bin"]), &["--val", "/nowhere/*.bin"]);
     rejects(&with(TINY, &["--out", "/proc/nothing/here"]), &["/proc/nothing/here"]);
@@ -252,8 +252,9 @@ fn sizes_beyond_the_limits_are_rejected() {
     rejects(&shape(most, "64"), &["--layers", "at most 8192, found 2147483647"]);
     rejects(&shape("1", most), &["--channels", "beyond what any memory holds"]);
     rejects(&with(&shape("8192", "2048"), &["--batch", "16", "--seq", "64"]), &["does not fit"]);
-    rejects(&["--batch", most, "--seq", "64"], &["built-in corpus", "--batch"]);
-    rejects(&with(&shape("1", "64"), &["--batch", most, "--seq", most]), &["built-in corpus", "--batch"]);
+    rejects(&["--batch", "33554431", "--seq", "64"], &["built-in corpus", "--batch"]);
+    rejects(&["--batch", most, "--seq", "64"], &["--batch 2147483647 x --seq 64", "2147483647 tokens at once"]);
+    rejects(&with(&shape("1", "64"), &["--batch", most, "--seq", most]), &["--batch 2147483647 x --seq 2147483647"]);
     rejects(&["--total-batch", most], &["--total-batch 2147483647", "multiple of batch x seq = 8 x 64"]);
     let all =
         ["--total-batch", "2147483136", "--steps", most, "-m", most, "-g", most, "--warmup", "18446744073709551615"];

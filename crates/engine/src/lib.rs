@@ -162,6 +162,12 @@ pub trait Engine {
     /// Returns the bytes that [`allocate`](Self::allocate) could take.
     fn free_memory(&self) -> Result<usize>;
 
+    /// Returns an upper estimate of the bytes of device memory that a run on `ranks` ranks takes outside the arena after its
+    /// allocation.
+    fn reserved_memory(&self, _ranks: usize) -> usize {
+        0
+    }
+
     /// Returns the peak rate, or `None` where MFU is meaningless (a CPU).
     fn peak(&self) -> Option<Peak>;
 

@@ -2,7 +2,7 @@
 
 use crate::tensor::{DType, Tensor};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 /// The purpose of a buffer. Printed tables have a subtotal for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,25 @@ impl Block {
 pub struct Plan {
     blocks: Vec<Block>,
     bytes: usize,
-    constants: Vec<(Tensor, Arc<[f32]>)>,
+    constants: Vec<Constant>,
+}
+
+/// A buffer with fixed values.
+#[derive(Clone, Debug)]
+pub struct Constant {
+    /// The buffer.
+    pub tensor: Tensor,
+    values: Arc<LazyLock<Arc<[f32]>, Compute>>,
+}
+
+/// Computes the values of a constant.
+type Compute = Box<dyn FnOnce() -> Arc<[f32]> + Send>;
+
+impl Constant {
+    /// Returns the values. They are computed at the first call.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
 }
 
 /// Alignment of buffers in bytes. It satisfies vector loads, TMA and cuBLASLt.
@@ -87,16 +105,22 @@ impl Plan {
         tensor
     }
 
-    /// Adds an f32 buffer that has these values from its allocation on. No operation may change it.
-    pub fn add_constant(&mut self, name: impl Into<String>, shape: &[usize], values: Arc<[f32]>) -> Tensor {
+    /// Adds an f32 buffer that has these values from its allocation on. No operation may change it. The values are computed when
+    /// they are needed, so that a plan that is only measured costs nothing.
+    pub fn add_constant(
+        &mut self,
+        name: impl Into<String>,
+        shape: &[usize],
+        values: impl FnOnce() -> Arc<[f32]> + Send + 'static,
+    ) -> Tensor {
         let tensor = self.add(Group::Workspace, name, shape, DType::F32);
-        assert_eq!(tensor.len, values.len(), "values of a constant");
-        self.constants.push((tensor, values));
+        let values: Compute = Box::new(values);
+        self.constants.push(Constant { tensor, values: Arc::new(LazyLock::new(values)) });
         tensor
     }
 
-    /// Returns the constants and their values.
-    pub fn constants(&self) -> &[(Tensor, Arc<[f32]>)] {
+    /// Returns the constants.
+    pub fn constants(&self) -> &[Constant] {
         &self.constants
     }
 

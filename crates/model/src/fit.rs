@@ -1,6 +1,7 @@
 //! Check that a run fits into memory, before anything is allocated.
 
-use crate::{Decoder, Descriptor, PlanOptions, Recompute};
+use crate::descriptor::Positions;
+use crate::{Decoder, Descriptor, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
 use engine::Engine;
 use engine::plan::Plan;
@@ -8,77 +9,259 @@ use engine::plan::Plan;
 /// Most tokens of a batch: positions are stored as i32.
 const MAX_TOKENS: usize = i32::MAX as usize;
 
-/// Plans a model. If its memory exceeds the engine's, the error states by how much, and what would fit.
+/// Most values of activations. Up to it, the size of a plan in bytes fits a `usize`: a layer keeps less than 8 tensors of each width.
+const MAX_VALUES: u128 = 1 << 56;
+
+/// Shortest sequence that the advice names.
+const SHORTEST_ADVISED: usize = 64;
+
+/// Most ranks that the advice names.
+const MOST_RANKS_ADVISED: usize = 1024;
+
+/// Settings of a run that bound the changes by which it could fit.
+#[derive(Clone, Copy, Debug)]
+pub struct RunLimits {
+    /// Rank and number of ranks.
+    pub shard: Shard,
+    /// Tokens of an optimizer step, which must be a multiple of those of a micro-batch of all ranks.
+    pub total_batch: Option<usize>,
+}
+
+impl RunLimits {
+    /// One rank that accepts any batch.
+    pub const SINGLE: Self = Self { shard: Shard::UNSHARDED, total_batch: None };
+}
+
+/// Plans a model on one rank. If its memory exceeds the engine's, the error states by how much, and what would fit.
 pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> Result<(Decoder, Plan)> {
+    plan_run(descriptor, options, RunLimits::SINGLE, engine)
+}
+
+/// Plans a model on one of several ranks. If its memory exceeds the engine's, the error states by how much, and names settings whose
+/// plan fits.
+pub fn plan_run(
+    descriptor: Descriptor,
+    options: PlanOptions,
+    limits: RunLimits,
+    engine: &mut dyn Engine,
+) -> Result<(Decoder, Plan)> {
     let PlanOptions { b, t, .. } = options;
+    check_batch(&descriptor, b, t)?;
+    let free = engine.free_memory()?;
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
+    let reserved = engine.reserved_memory(limits.shard.ranks);
+    let needed = plan.bytes().saturating_add(reserved);
+    if needed > free {
+        let mut bytes = |options: PlanOptions| {
+            let reserved = engine.reserved_memory(options.zero.shard().ranks.max(limits.shard.ranks));
+            Decoder::plan(descriptor, options, engine).1.bytes().saturating_add(reserved)
+        };
+        let advice = Search { options, limits, free, bytes: &mut bytes }.advice();
+        let with = if reserved > 0 {
+            format!(" (with {} GiB for CUDA graphs, code and NCCL)", gib(reserved))
+        } else {
+            String::new()
+        };
+        anyhow::bail!(
+            "the model does not fit: batch {b} x seq {t} takes {} GiB{with}, {} GiB more than the {} GiB free on {}; {advice}",
+            gib(needed),
+            gib(needed - free),
+            gib(free),
+            engine.describe(),
+        );
+    }
+    Ok((model, plan))
+}
+
+/// Checks that the model accepts batches of `b` sequences of `t` tokens. Sizes within these limits do not overflow.
+pub fn check_batch(descriptor: &Descriptor, b: usize, t: usize) -> Result<()> {
     ensure!(
         b.checked_mul(t).is_some_and(|tokens| tokens <= MAX_TOKENS),
         "--batch {b} x --seq {t}: expected at most {MAX_TOKENS} tokens at once"
     );
-    let free = engine.free_memory()?;
-    let (model, plan) = Decoder::plan(descriptor, options, engine);
-    let needed = plan.bytes();
     ensure!(
-        needed <= free,
-        "the model does not fit: batch {} x seq {} takes {} GiB, {} GiB more than the {} GiB free on {}; {}",
-        options.b,
-        options.t,
-        gib(needed),
-        gib(needed - free),
-        gib(free),
-        engine.describe(),
-        advice(options, free, &mut |options| bytes(descriptor, options, engine))
+        t <= descriptor.max_seq_len,
+        "--seq {t}: expected at most {}, the longest sequence of the model; {}",
+        descriptor.max_seq_len,
+        match descriptor.positions {
+            Positions::Learned => "it has no embeddings for further positions",
+            Positions::Rotary(_) =>
+                "for longer ones, raise max_position_embeddings in the config.json of a Hugging Face directory",
+        }
     );
-    Ok((model, plan))
+    let widths = [descriptor.qkv_channels(), descriptor.fc_channels(), descriptor.mlp_channels, descriptor.channels];
+    let width: u128 = widths.iter().map(|&width| width as u128).sum();
+    let values = (b * t) as u128 * (descriptor.layers as u128 * width + descriptor.padded_vocab() as u128);
+    ensure!(
+        values < MAX_VALUES,
+        "--batch {b} x --seq {t}: expected activations that a memory could hold, found {values} values; use a smaller batch or model"
+    );
+    Ok(())
 }
 
 fn gib(bytes: usize) -> String {
     format!("{:.2}", bytes as f64 / (1u64 << 30) as f64)
 }
 
-/// Returns the changes that make `options` fit: the least recomputation, a smaller batch, or both.
-fn advice(options: PlanOptions, free: usize, bytes: &mut dyn FnMut(PlanOptions) -> usize) -> String {
-    let more: Vec<Recompute> =
-        Recompute::ALL.into_iter().filter(|&level| options.training && level > options.recompute).collect();
-    let enough = more.iter().copied().find(|&recompute| bytes(PlanOptions { recompute, ..options }) <= free);
-    let mut largest = |recompute| largest_batch(PlanOptions { recompute, ..options }, free, bytes);
-    let batch = largest(options.recompute);
-    let smaller = format!("the largest that fits is --batch {batch}");
-    if let Some(level) = enough.map(u8::from) {
-        let without = if batch > 0 { format!("; without, {smaller}") } else { String::new() };
-        return format!("--recompute {level} makes it fit{without}");
-    }
-    let most = more.last().map(|&level| (u8::from(level), largest(level)));
-    match (batch, most) {
-        (0, Some((level, b @ 1..))) => format!("--batch {b} with --recompute {level} fits"),
-        (0, _) => "not even --batch 1 fits: use a smaller --model or --seq".to_owned(),
-        (_, Some((level, b))) if b > batch => format!("{smaller}, or --batch {b} with --recompute {level}"),
-        _ => smaller,
-    }
+/// A search for settings that fit. Every setting that it names has been planned.
+struct Search<'a> {
+    /// The settings that do not fit.
+    options: PlanOptions,
+    limits: RunLimits,
+    /// Free memory in bytes.
+    free: usize,
+    /// Returns the bytes that a run takes.
+    bytes: &'a mut dyn FnMut(PlanOptions) -> usize,
 }
 
-fn bytes(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> usize {
-    Decoder::plan(descriptor, options, engine).1.bytes()
-}
+impl Search<'_> {
+    fn fits(&mut self, options: PlanOptions) -> bool {
+        (self.bytes)(options) <= self.free
+    }
 
-/// Returns the largest batch below `options.b` that fits, or 0 if none does.
-fn largest_batch(options: PlanOptions, free: usize, bytes: &mut dyn FnMut(PlanOptions) -> usize) -> usize {
-    let (mut fits, mut too_large) = (0, options.b);
-    while fits + 1 < too_large {
-        let b = fits.midpoint(too_large);
-        if bytes(PlanOptions { b, ..options }) <= free {
-            fits = b;
-        } else {
-            too_large = b;
+    /// Returns the changes that make the run fit: more recomputation or sharding, a smaller batch, or all of them.
+    fn advice(&mut self) -> String {
+        let same_storage = self.levels(self.options);
+        let enough = same_storage.iter().copied().skip(1).find(|&level| self.fits(level));
+        let unchanged = self.largest_batch(self.options);
+        let smaller = format!("the largest that fits is --batch {unchanged}");
+        if let Some(level) = enough {
+            let without = if unchanged > 0 { format!("; without, {smaller}") } else { String::new() };
+            return format!("{} makes it fit{without}", self.changes(level));
+        }
+        match (unchanged, self.largest_of(&same_storage)) {
+            (0, (b @ 1.., level)) => format!("--batch {b} with {} fits", self.changes(level)),
+            (0, _) => self.last_resorts(),
+            (_, (b, level)) if b > unchanged => format!("{smaller}, or --batch {b} with {}", self.changes(level)),
+            _ => smaller,
         }
     }
-    fits
+
+    /// Returns changes for a run that does not fit with one sequence at a time.
+    fn last_resorts(&mut self) -> String {
+        let compact: Vec<_> =
+            compact_storage(self.options).into_iter().flat_map(|storage| self.levels(storage)).collect();
+        if let (b @ 1.., level) = self.largest_of(&compact) {
+            return format!("--batch {b} with {} fits", self.changes(level));
+        }
+        let mut resorts = vec!["use a smaller --model".to_owned()];
+        let single = PlanOptions { b: 1, ..self.options };
+        let halves = std::iter::successors(Some(single.t / 2), |t| Some(t / 2)).take_while(|&t| t >= SHORTEST_ADVISED);
+        let shorter: Vec<_> = halves.flat_map(|t| self.levels(PlanOptions { t, ..single })).collect();
+        if let Some(found) = shorter.into_iter().find(|&level| self.is_allowed(level) && self.fits(level)) {
+            resorts.push(format!("--seq {} with {}", found.t, ["--batch 1", &self.changes(found)].join(" ").trim()));
+        }
+        let ranks = std::iter::successors(Some(2 * self.limits.shard.ranks), |ranks| Some(2 * ranks));
+        let ranks = ranks.take_while(|&ranks| self.options.training && ranks <= MOST_RANKS_ADVISED);
+        let sharded = ranks.map(|ranks| PlanOptions {
+            zero: Zero::new(3, Shard { rank: 0, ranks }),
+            recompute: Recompute::Layers,
+            ..single
+        });
+        let sharded: Vec<_> = sharded.collect();
+        if let Some(found) = sharded.into_iter().find(|&level| self.is_allowed(level) && self.fits(level)) {
+            let ranks = found.zero.shard().ranks;
+            resorts.push(format!("{ranks} ranks with --zero-stage 3 --recompute 3 --batch 1"));
+        }
+        if resorts.len() == 1 {
+            resorts.push("a smaller --seq".to_owned());
+        }
+        format!("not even --batch 1 fits: {}", resorts.join(", or "))
+    }
+
+    /// Returns `options` and those with more recomputation or sharding, in the order of the time that they cost.
+    fn levels(&self, options: PlanOptions) -> Vec<PlanOptions> {
+        // Rough percentages of a step. ZeRO-1 communicates as much as plain data parallelism.
+        const RECOMPUTE: [u32; 4] = [0, 1, 3, 30];
+        const ZERO: [u32; 4] = [0, 0, 2, 10];
+        if !options.training {
+            return vec![options];
+        }
+        let stages = if self.limits.shard.ranks > 1 { options.zero.stage()..=3 } else { 0..=0 };
+        let stages = stages.map(|stage| PlanOptions { zero: Zero::new(stage, self.limits.shard), ..options });
+        let with_recompute = |options: PlanOptions| {
+            let more = Recompute::ALL.into_iter().filter(move |&level| level >= options.recompute);
+            more.map(move |recompute| PlanOptions { recompute, ..options })
+        };
+        let mut levels: Vec<_> = stages.flat_map(with_recompute).collect();
+        levels.sort_by_key(|level| {
+            RECOMPUTE[usize::from(u8::from(level.recompute))] + ZERO[usize::from(level.zero.stage())]
+        });
+        levels
+    }
+
+    /// Returns the largest batch that fits with one of `levels`, and the first of them that permits it.
+    fn largest_of(&mut self, levels: &[PlanOptions]) -> (usize, PlanOptions) {
+        let mut largest = (0, self.options);
+        for &level in levels {
+            let b = self.largest_batch(level);
+            if b > largest.0 {
+                largest = (b, level);
+            }
+        }
+        largest
+    }
+
+    /// Returns the largest allowed batch up to that of the run that fits, or 0 if none does.
+    fn largest_batch(&mut self, options: PlanOptions) -> usize {
+        let allowed = self.allowed_batches();
+        let batch = |i: usize| allowed.as_ref().map_or(i, |allowed| allowed[i - 1]);
+        let (mut fits, mut too_large) = (0, allowed.as_ref().map_or(options.b, Vec::len) + 1);
+        while fits + 1 < too_large {
+            let middle = fits.midpoint(too_large);
+            if self.fits(PlanOptions { b: batch(middle), ..options }) {
+                fits = middle;
+            } else {
+                too_large = middle;
+            }
+        }
+        if fits == 0 { 0 } else { batch(fits) }
+    }
+
+    /// Returns all batches up to that of the run that divide a step, in ascending order, or `None` if any batch does.
+    fn allowed_batches(&self) -> Option<Vec<usize>> {
+        let PlanOptions { b, t, .. } = self.options;
+        let sequences = self.limits.total_batch? / (t * self.limits.shard.ranks);
+        let small = (1..).take_while(|i| i * i <= sequences).filter(|&i| sequences.is_multiple_of(i));
+        let mut all: Vec<usize> = small.flat_map(|i| [i, sequences / i]).filter(|&i| i <= b).collect();
+        all.sort_unstable();
+        all.dedup();
+        Some(all)
+    }
+
+    /// Reports whether a step consists of whole micro-batches of these settings.
+    fn is_allowed(&self, options: PlanOptions) -> bool {
+        let tokens = options.b * options.t * options.zero.shard().ranks.max(self.limits.shard.ranks);
+        self.limits.total_batch.is_none_or(|total| total.is_multiple_of(tokens))
+    }
+
+    /// Returns the flags in which `options` differ from those of the run, except batch and sequence.
+    fn changes(&self, options: PlanOptions) -> String {
+        let mut flags = Vec::new();
+        if options.zero.stage() != self.options.zero.stage() {
+            flags.push(format!("--zero-stage {}", options.zero.stage()));
+        }
+        if options.recompute != self.options.recompute {
+            flags.push(format!("--recompute {}", u8::from(options.recompute)));
+        }
+        if options.master_weights != self.options.master_weights {
+            flags.push(format!("--master-weights {}", u8::from(options.master_weights)));
+        }
+        flags.join(" ")
+    }
+}
+
+/// Returns the options with smaller types of the optimizer state, which change the results a little.
+fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
+    let without_master = PlanOptions { master_weights: false, ..options };
+    if options.training && options.master_weights { vec![without_master] } else { Vec::new() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use engine::cpu::Cpu;
+    use engine::cuda::{EmulatedGpu, Precision};
 
     fn d12() -> Descriptor {
         "d12".parse().unwrap()
@@ -88,28 +271,50 @@ mod tests {
         PlanOptions { recompute, ..PlanOptions::training(b, 1024) }
     }
 
+    fn bytes(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> usize {
+        Decoder::plan(descriptor, options, engine).1.bytes()
+    }
+
     fn of_d12(options: PlanOptions) -> usize {
         bytes(d12(), options, &mut Cpu::new())
+    }
+
+    fn advice(options: PlanOptions, free: usize) -> String {
+        Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }.advice()
     }
 
     #[test]
     fn the_largest_batch_fits_and_one_more_does_not() {
         let options = options(1000, Recompute::Nothing);
         let bytes = |b| of_d12(PlanOptions { b, ..options });
+        let largest =
+            |free| Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of_d12 }.largest_batch(options);
         for expected in [1, 2, 37, 999] {
             let (free, more) = (bytes(expected), bytes(expected + 1));
             for free in [free, more - 1] {
-                assert_eq!(largest_batch(options, free, &mut of_d12), expected);
+                assert_eq!(largest(free), expected);
             }
         }
-        let free = bytes(1) - 1;
-        assert_eq!(largest_batch(options, free, &mut of_d12), 0);
+        assert_eq!(largest(bytes(1) - 1), 0);
+    }
+
+    #[test]
+    fn batches_divide_the_step() {
+        let options = options(64, Recompute::Nothing);
+        let shard = Shard { rank: 0, ranks: 2 };
+        let limits = RunLimits { shard, total_batch: Some(2 * 1024 * 192) };
+        let search = |free| Search { options, limits, free, bytes: &mut of_d12 }.largest_batch(options);
+        let bytes = |b| of_d12(PlanOptions { b, ..options });
+        // 192 sequences of each rank in a step: 37 does not divide them.
+        assert_eq!([search(bytes(37)), search(bytes(32) - 1), search(bytes(1) - 1)], [32, 24, 0]);
+        let allowed = Search { options, limits, free: 0, bytes: &mut of_d12 }.allowed_batches();
+        assert_eq!(allowed.unwrap(), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]);
     }
 
     #[test]
     fn advice_names_the_least_change_that_fits() {
         let bytes = |b, recompute| of_d12(options(b, recompute));
-        let advice = |b, recompute, free| advice(options(b, recompute), free, &mut of_d12);
+        let advice = |b, recompute, free| advice(options(b, recompute), free);
         let [nothing, gelu, norms, layers] = Recompute::ALL;
         assert!([layers, norms, gelu, nothing].map(|level| bytes(8, level)).is_sorted());
         let text = advice(8, nothing, bytes(8, gelu));
@@ -125,7 +330,133 @@ mod tests {
         assert_eq!(advice(64, nothing, bytes(1, layers)), "--batch 1 with --recompute 3 fits");
         let inference = PlanOptions { training: false, ..options(64, nothing) };
         let free = of_d12(PlanOptions { b: 5, ..inference });
-        assert_eq!(super::advice(inference, free, &mut of_d12), "the largest that fits is --batch 5");
+        assert_eq!(super::tests::advice(inference, free), "the largest that fits is --batch 5");
+    }
+
+    /// A GPU that stores bf16, without its memory.
+    fn gpu() -> Box<dyn Engine> {
+        engine::cuda::emulated(EmulatedGpu::new(true), Precision::Bf16, None, false)
+    }
+
+    #[test]
+    fn ranks_shard_before_they_recompute_layers() {
+        let mut engine = gpu();
+        let descriptor: Descriptor = "llama3:1b".parse().unwrap();
+        let options = PlanOptions { t: 2048, ..options(8, Recompute::Nothing) };
+        let shard = Shard { rank: 1, ranks: 2 };
+        let limits = RunLimits { shard, total_batch: None };
+        let mut of = |options| bytes(descriptor, options, &mut *engine);
+        let at = |stage, recompute| PlanOptions { zero: Zero::new(stage, shard), recompute, ..options };
+        let [zero_1, zero_3] = [1, 3].map(|stage| of(at(stage, Recompute::Nothing)));
+        let all = of(at(3, Recompute::Layers));
+        assert!(of(options) > zero_1 && zero_1 > zero_3 && zero_3 > all);
+        let mut advice = |free| Search { options, limits, free, bytes: &mut of }.advice();
+        assert!(advice(zero_1).starts_with("--zero-stage 1 makes it fit; without, "), "{}", advice(zero_1));
+        assert!(advice(all).starts_with("--zero-stage 3 --recompute 3 makes it fit"), "{}", advice(all));
+        assert!(advice(all - 1).contains("--zero-stage 3 --recompute 3"), "{}", advice(all - 1));
+    }
+
+    /// Extracts the settings that a piece of advice names, and checks that their plan fits.
+    fn assert_fits(
+        text: &str,
+        options: PlanOptions,
+        ranks: usize,
+        free: usize,
+        of: &mut dyn FnMut(PlanOptions) -> usize,
+    ) {
+        let number = |flag: &str| {
+            let rest = text.split_once(flag)?.1;
+            rest.split(|c: char| !c.is_ascii_digit()).find(|digits| !digits.is_empty())?.parse::<usize>().ok()
+        };
+        let shard = Shard { rank: 0, ranks };
+        let changed = PlanOptions {
+            b: number("--batch ").unwrap_or(options.b),
+            t: number("--seq ").unwrap_or(options.t),
+            recompute: number("--recompute ").map_or(options.recompute, |level| (level as u8).try_into().unwrap()),
+            zero: number("--zero-stage ").map_or(options.zero, |stage| Zero::new(stage as u8, shard)),
+            master_weights: number("--master-weights ").map_or(options.master_weights, |on| on == 1),
+            ..options
+        };
+        assert!(of(changed) <= free, "{text}: {changed:?} takes {} of {free}", of(changed));
+    }
+
+    #[test]
+    fn every_named_setting_fits() {
+        const GIB: usize = 1 << 30;
+        let mut engine = gpu();
+        for (name, t, b) in [("llama3:1b", 8192, 8), ("llama3:8b", 4096, 2), ("qwen3:0.6b", 32_768, 4)] {
+            let descriptor: Descriptor = name.parse().unwrap();
+            let options = PlanOptions { t, ..options(b, Recompute::Nothing) };
+            for ranks in [1, 2] {
+                let limits = RunLimits { shard: Shard { rank: 0, ranks }, total_batch: Some(16 * t * ranks) };
+                let mut of = |options| bytes(descriptor, options, &mut *engine);
+                let whole = of(options);
+                for free in [24, 40, 80, 141].map(|gib| gib * GIB).into_iter().filter(|&free| free < whole) {
+                    let text = Search { options, limits, free, bytes: &mut of }.advice();
+                    for text in text.split("; ").flat_map(|text| text.split(", or ")) {
+                        // A model of another size, or more ranks, are not settings of this run.
+                        if text.contains("smaller --") || text.contains("ranks with") {
+                            continue;
+                        }
+                        assert_fits(text, options, ranks, free, &mut of);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn runs_that_need_more_ranks_say_how_many() {
+        const GIB: usize = 1 << 30;
+        let mut engine = gpu();
+        let descriptor: Descriptor = "llama3:8b".parse().unwrap();
+        let options = PlanOptions { t: 4096, ..options(2, Recompute::Nothing) };
+        let mut of = |options| bytes(descriptor, options, &mut *engine);
+        let free = 60 * GIB;
+        let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+        let expected =
+            "not even --batch 1 fits: use a smaller --model, or 4 ranks with --zero-stage 3 --recompute 3 --batch 1";
+        assert_eq!(text, expected);
+        let sharded = |ranks| PlanOptions {
+            b: 1,
+            zero: Zero::new(3, Shard { rank: 0, ranks }),
+            recompute: Recompute::Layers,
+            ..options
+        };
+        assert!(of(sharded(2)) > free && of(sharded(4)) <= free);
+        // Stochastic rounding without master weights takes a third of the state less.
+        let free = 100 * GIB;
+        let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+        assert!(text.starts_with("--batch ") && text.contains("--master-weights 0"), "{text}");
+        assert_fits(&text, options, 1, free, &mut of);
+    }
+
+    /// The sizes of the plan are products of 64-bit numbers, which the build of the tests checks for overflow.
+    #[test]
+    fn long_sequences_are_planned() {
+        let mut engine = gpu();
+        for (name, t, b) in [("llama3:1b", 32_768, 4), ("llama3:8b", 131_072, 64), ("qwen3:1.7b", 40_960, 52_428)] {
+            let descriptor: Descriptor = name.parse().unwrap();
+            check_batch(&descriptor, b, t).unwrap();
+            for recompute in Recompute::ALL {
+                let options = PlanOptions { t, ..options(b, recompute) };
+                let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
+                let rows = b * t;
+                // One tensor of the MLP has more elements than 32 bits count.
+                let fc = rows as u128 * descriptor.fc_channels() as u128;
+                assert!(fc > u128::from(u32::MAX) / 2, "{fc}");
+                let kept = if recompute == Recompute::Layers { 1 } else { descriptor.layers as u128 };
+                assert!(plan.bytes() as u128 > 2 * kept * fc, "{name} {recompute:?}: {}", plan.bytes());
+                assert_eq!(model.rotary_table.unwrap().len, t * descriptor.head_size);
+                assert!(model.logits.len <= rows * descriptor.padded_vocab());
+            }
+        }
+    }
+
+    #[test]
+    fn memory_outside_the_arena_is_reserved() {
+        assert!(gpu().reserved_memory(1) > 0 && gpu().reserved_memory(2) > gpu().reserved_memory(1));
+        assert_eq!(Cpu::new().reserved_memory(2), 0);
     }
 
     #[test]
@@ -134,6 +465,22 @@ mod tests {
         let options = PlanOptions { t: 2048, ..options(64, Recompute::Nothing) };
         let message = plan(descriptor, options, &mut Cpu::new()).unwrap_err().to_string();
         assert!(message.contains("GiB more than") && message.contains("not even --batch 1"), "{message}");
+    }
+
+    #[test]
+    fn sequences_longer_than_the_model_are_refused() {
+        let error = |name: &str, t| {
+            let descriptor = Descriptor { layers: 1, ..name.parse().unwrap() };
+            plan(descriptor, PlanOptions::inference(1, t), &mut Cpu::new()).map(drop).map_err(|error| error.to_string())
+        };
+        let text = error("d12", 1025).unwrap_err();
+        assert!(
+            text.starts_with("--seq 1025: expected at most 1024, the longest sequence of the model; it has no"),
+            "{text}"
+        );
+        let text = error("qwen3:0.6b", 40_961).unwrap_err();
+        assert!(text.contains("expected at most 40960") && text.contains("raise max_position_embeddings"), "{text}");
+        error("d12", 1024).unwrap();
     }
 
     #[test]

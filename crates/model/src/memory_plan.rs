@@ -217,7 +217,7 @@ impl Decoder {
             Positions::Learned => None,
             Positions::Rotary(rotary) => {
                 let hs = descriptor.head_size;
-                Some(plan.add_constant("rotary table", &[t, hs / 2, 2], rotary.table(t, hs)))
+                Some(plan.add_constant("rotary table", &[t, hs / 2, 2], move || rotary.table(t, hs)))
             }
         };
         let Activations { encoded, embedding_norm, layers, final_norm, losses } =

@@ -7,11 +7,11 @@ use crate::evaluate::multiple_choice::{self, Score};
 use crate::evaluate::predictions::Predictions;
 use crate::evaluate::text::{self, TextScore, TokenBytes};
 use crate::values::count;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use data::{Geometry, Loader, MultipleChoice, Prefetch, Tokens};
 use engine::{BatchLayout, Engine};
 use interchange::ModelSource;
-use model::{Decoder, Descriptor, Unsharded};
+use model::{Decoder, Descriptor, Unsharded, fit};
 use serde::Serialize;
 use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
@@ -172,12 +172,7 @@ pub fn run(args: &Eval) -> Result<()> {
 impl Eval {
     fn layout(&self, descriptor: Descriptor) -> Result<BatchLayout> {
         let t = self.seq.unwrap_or(descriptor.max_seq_len.min(1024));
-        ensure!(
-            t <= descriptor.max_seq_len,
-            "--seq {t}: expected at most {}, the longest sequence that {} supports",
-            descriptor.max_seq_len,
-            self.model.display()
-        );
+        fit::check_batch(&descriptor, self.batch, t).with_context(|| self.model.display().to_string())?;
         Ok(BatchLayout { b: self.batch, t })
     }
 

@@ -159,11 +159,14 @@ pub fn zero_stages(
     head + &rows.collect::<String>()
 }
 
-/// Returns the memory that a planned run needs; `free` is the free memory of the device, if known.
-pub fn planned(plan: &Plan, free: Option<usize>) -> String {
+/// Returns the memory that a planned run needs. `reserved` bytes are not in the plan. `free` is the free memory of the device, if
+/// known.
+pub fn planned(plan: &Plan, reserved: usize, free: Option<usize>) -> String {
     let gib = |bytes: usize| format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64);
     let free = free.map_or("free memory unknown".to_owned(), |free| format!("{} is free", gib(free)));
-    format!("planned: {} ({free}); nothing was computed or written", gib(plan.bytes()))
+    let more =
+        if reserved > 0 { format!(", and {} for CUDA graphs, code and NCCL", gib(reserved)) } else { String::new() };
+    format!("planned: {}{more} ({free}); nothing was computed or written", gib(plan.bytes()))
 }
 
 fn skipped_updates(config: &Config) -> String {

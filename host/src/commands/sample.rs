@@ -60,7 +60,7 @@ pub fn run(args: &Sample) -> Result<()> {
     let mut prompt = vec![tokenizer.document()];
     prompt.extend(tokenizer.encode_with_special(&args.prompt)?);
     let mut engine = args.hardware.open_quietly()?;
-    let t = descriptor.max_seq_len.min(prompt.len() + args.tokens);
+    let t = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
     let model = load(file, 1, t, &mut *engine)?;
     let sampling = Sampling { top_k: args.top_k, temperature: args.temperature, seed: args.seed };
     let mut out = stdout();

@@ -152,7 +152,7 @@ impl Engine for Cpu {
             free >> 20
         );
         self.arena = Arena::new(plan.bytes());
-        plan.constants().iter().try_for_each(|(to, values)| self.write(*to, values))
+        plan.constants().iter().try_for_each(|constant| self.write(constant.tensor, constant.values()))
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {

@@ -35,7 +35,7 @@ pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels};
 
 use crate::gemm::{Algorithms, Tuning};
-use crate::plan::{Group, Plan};
+use crate::plan::{Constant, Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{
     BatchLayout, DeviceTensor, Engine, GeluFusion, GraphKey, HostBuffer, Interval, Operation, Peak, PendingRead,
@@ -54,7 +54,6 @@ use gpu::launch::KernelLaunch;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
-use std::sync::Arc;
 use wgmma::Scratch;
 
 /// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
@@ -160,7 +159,7 @@ struct Cuda<T> {
     update_ranges: adamw::Tables,
     gelu_fusion: GeluFusion,
     /// Constants of the plan, which the autotuner overwrites.
-    constants: Vec<(Tensor, Arc<[f32]>)>,
+    constants: Vec<Constant>,
     /// Whether launches are captured into a graph instead of run.
     capturing: bool,
     element: PhantomData<T>,
@@ -191,7 +190,7 @@ impl<T: Float> Cuda<T> {
     }
 
     fn write_constants(&mut self) -> Result<()> {
-        self.constants.clone().iter().try_for_each(|(to, values)| self.write(*to, values))
+        self.constants.clone().iter().try_for_each(|constant| self.write(constant.tensor, constant.values()))
     }
 
     /// Captures what `work` launches into a graph.
@@ -357,6 +356,14 @@ impl<T: Float> Engine for Cuda<T> {
 
     fn free_memory(&self) -> Result<usize> {
         Ok(self.executor.free_memory()? + self.arena.bytes())
+    }
+
+    fn reserved_memory(&self, ranks: usize) -> usize {
+        /// CUDA graphs, code that is loaded when a kernel is first launched, and local memory of kernels.
+        const SINGLE: usize = 128 << 20;
+        /// NCCL's channels: buffers of each pair of neighbors for each protocol.
+        const NCCL: usize = 1 << 30;
+        if ranks > 1 { SINGLE + NCCL } else { SINGLE }
     }
 
     fn peak(&self) -> Option<Peak> {

@@ -27,7 +27,7 @@ use engine::Engine;
 use engine::open::Device;
 use engine::plan::Plan;
 use interchange::ModelSource;
-use model::fit;
+use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, PlanOptions, Shard, Zero};
 use resolve::Resolved;
@@ -99,15 +99,16 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(checkpoint) = &checkpoint {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
-    let zero = Zero::new(config.zero_stage, Shard { rank: ranks.rank(), ranks: ranks.world_size() });
-    let (model, plan, stages) = plan(&config, descriptor, zero, ranks.world_size(), engine)?;
+    let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
+    let (model, plan, stages) = plan(&config, descriptor, shard, engine)?;
     let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
     console.line(&format!("\n{buffers}\n{stages}"))?;
     if args.dry_run {
         ranks.close()?;
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         let next = Invocation::current().repeated(&["--dry-run"], &[]);
-        return console.line(&format!("{}\n\nnext: {next}", planned(&plan, free)));
+        let reserved = engine.reserved_memory(ranks.world_size());
+        return console.line(&format!("{}\n\nnext: {next}", planned(&plan, reserved, free)));
     }
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
@@ -204,17 +205,23 @@ impl PlannedRun {
     }
 }
 
-/// Plans the memory. The text compares the ZeRO stages if there are several ranks.
+/// Plans the memory of a rank. The text compares the ZeRO stages if there are several ranks.
 fn plan(
     config: &Config,
     descriptor: Descriptor,
-    zero: Zero,
-    ranks: usize,
+    shard: Shard,
     engine: &mut dyn Engine,
 ) -> Result<(Decoder, Plan, String)> {
-    let compare = |engine: &mut dyn Engine| zero_stages(descriptor, capacity(config), zero.stage(), ranks, engine);
-    let stages = if ranks > 1 { compare(engine) } else { String::new() };
-    let (model, plan) = fit::plan(descriptor, PlanOptions { zero, ..capacity(config) }, engine)?;
+    let zero = Zero::new(config.zero_stage, shard);
+    let options = PlanOptions { zero, ..capacity(config) };
+    let limits = RunLimits { shard, total_batch: Some(config.total_batch) };
+    let (model, plan) = fit::plan_run(descriptor, options, limits, engine)?;
+    if shard.ranks == 1 {
+        return Ok((model, plan, String::new()));
+    }
+    let stages = zero_stages(descriptor, capacity(config), zero.stage(), shard.ranks, engine);
+    // The engine keeps the places of the plan that it made last.
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
     Ok((model, plan, stages))
 }
 

@@ -10,7 +10,7 @@ use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check};
 use engine::open::Opened;
 use interchange::ModelSource;
-use model::Descriptor;
+use model::{Descriptor, fit};
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
 
@@ -133,11 +133,7 @@ impl Batch {
     fn new(options: &Options, defaults: &Defaults, descriptor: Descriptor, ranks: usize) -> Result<Self> {
         let b = options.batch.unwrap_or(defaults.b);
         let t = options.seq.unwrap_or(defaults.t.min(descriptor.max_seq_len));
-        ensure!(
-            t <= descriptor.max_seq_len,
-            "--seq {t}: expected at most {}, the longest sequence that the model has position embeddings for",
-            descriptor.max_seq_len
-        );
+        fit::check_batch(&descriptor, b, t)?;
         let tokens = b * t * ranks;
         let total = options.total_batch.unwrap_or(tokens);
         ensure!(
