@@ -220,9 +220,9 @@ mod tests {
             ("n_embd", Some("768.0"), "n_embd: expected a whole number, found 768.0"),
             ("n_inner", Some(r#""3072""#), r#"n_inner: expected null or 4 x n_embd = 3072, found "3072""#),
             ("vocab_size", Some("null"), "vocab_size: expected a whole number, found null"),
-            ("n_head", Some("7"), "not a supported shape: 7 heads do not divide 768 channels"),
-            ("n_layer", Some("0"), "not a supported shape: layers must be at least 1"),
-            ("vocab_size", Some("1048577"), "not a supported shape: vocab must be at most 1048576, found 1048577"),
+            ("n_head", Some("7"), "not a supported shape: heads: expected a divisor of the 768 channels, found 7"),
+            ("n_layer", Some("0"), "not a supported shape: layers: expected at least 1, found 0"),
+            ("vocab_size", Some("1048577"), "not a supported shape: vocab: expected at most 1048576, found 1048577"),
             ("n_embd", Some("18446744073709551615"), "not a supported shape"),
         ] {
             let message = format!("{:#}", with(key, value).unwrap_err());

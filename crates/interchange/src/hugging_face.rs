@@ -17,6 +17,9 @@ pub const WEIGHTS: &str = "model.safetensors";
 /// Name of the file that maps tensors to several safetensors files.
 pub const INDEX: &str = "model.safetensors.index.json";
 
+/// The advice of errors in which the tensors are not those of the configuration.
+const CHECK_CONFIG: &str = "check that config.json belongs to these weights";
+
 /// Bytes of two tensors that are compared at a time.
 const CHUNK: usize = 1 << 20;
 
@@ -49,9 +52,14 @@ impl HuggingFaceModel {
         for (row, names, layer) in architecture.all_tensors(&model.config.descriptor) {
             let name = of_layer(names.hugging_face, layer);
             let shape = names.hugging_face_shape(&model.config.descriptor);
-            let located = found
-                .remove(&name)
-                .with_context(|| format!("{}: expected a tensor {name} {shape:?}, found none", directory.display()))?;
+            let located = found.remove(&name).with_context(|| {
+                format!(
+                    "{}: tensor {}: expected {shape:?}, found none; {CHECK_CONFIG}{}",
+                    model.weights(),
+                    architecture.full_name(names, layer),
+                    if names.param == Param::LmHead { ", and whether tie_word_embeddings should be true" } else { "" }
+                )
+            })?;
             model.check(&located, &shape)?;
             model.tensors.insert((row, layer), located);
         }
@@ -63,13 +71,19 @@ impl HuggingFaceModel {
         let unexpected = found.into_iter().find(|(name, _)| !architecture.ignores(name));
         if let Some((_, Located { file, name, info })) = unexpected {
             bail!(
-                "{}: expected only the tensors of {}, found {name} {}; llm-rs would ignore it",
+                "{}: tensor {name}: expected only the tensors of {} with {}, found {}, which llm-rs would ignore; {CHECK_CONFIG}",
                 model.files[file].path().display(),
                 architecture.class,
+                model.config.descriptor,
                 info.describe()
             );
         }
         Ok(model)
+    }
+
+    /// Returns the names of all files.
+    fn weights(&self) -> String {
+        self.files.iter().map(|file| file.path().display().to_string()).collect::<Vec<_>>().join(", ")
     }
 
     /// Returns the tensors of all files by their names without the prefix of the class.
@@ -98,9 +112,10 @@ impl HuggingFaceModel {
         let same_shape = info.shape.len() == shape.len() && info.shape.iter().zip(shape).all(|(&a, &b)| a == b as u64);
         ensure!(
             same_shape && Element::named(&info.dtype).is_some(),
-            "{}: tensor {name}: expected F32, BF16 or F16 {shape:?}, found {}",
+            "{}: tensor {name}: expected F32, BF16 or F16 {shape:?}, found {}; {}",
             self.files[*file].path().display(),
-            info.describe()
+            info.describe(),
+            if same_shape { "llm-rs reads no other type, so convert the file" } else { CHECK_CONFIG }
         );
         Ok(())
     }

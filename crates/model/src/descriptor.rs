@@ -127,7 +127,9 @@ pub enum DescriptorError {
     )]
     Unknown(String),
     /// The number of channels is not a multiple of the number of heads.
-    #[error("{heads} heads do not divide {channels} channels")]
+    #[error(
+        "heads: expected a divisor of the {channels} channels, found {heads}; choose other heads or channels, or set the head size"
+    )]
     HeadsDoNotDivide {
         /// Number of heads found.
         heads: usize,
@@ -135,7 +137,9 @@ pub enum DescriptorError {
         channels: usize,
     },
     /// The number of query heads is not a multiple of the number of key-value heads.
-    #[error("{kv_heads} key-value heads do not divide {heads} heads")]
+    #[error(
+        "key-value heads: expected a divisor of the {heads} heads, found {kv_heads}; choose another number of either"
+    )]
     KvHeadsDoNotDivide {
         /// Number of query heads found.
         heads: usize,
@@ -143,7 +147,7 @@ pub enum DescriptorError {
         kv_heads: usize,
     },
     /// Rotary embeddings rotate pairs of channels.
-    #[error("rotary embeddings: expected an even head size, found {0}")]
+    #[error("head size: expected an even number for rotary embeddings, found {0}; choose another head size")]
     OddHeadSize(usize),
     /// A number is not positive and finite.
     #[error("{name}: expected a positive number, found {found}")]
@@ -154,10 +158,10 @@ pub enum DescriptorError {
         found: String,
     },
     /// A size is 0.
-    #[error("{0} must be at least 1")]
+    #[error("{0}: expected at least 1, found 0")]
     Zero(&'static str),
     /// A size is above its limit.
-    #[error("{name} must be at most {most}, found {found}")]
+    #[error("{name}: expected at most {most}, found {found}")]
     TooMany {
         /// Name of the size.
         name: &'static str,
@@ -167,7 +171,9 @@ pub enum DescriptorError {
         found: usize,
     },
     /// The number of parameters is above the limit.
-    #[error("{0} parameters are beyond what any memory holds")]
+    #[error(
+        "parameters: expected at most {MOST_PARAMETERS}, found {0}, which are beyond what any memory holds; choose smaller sizes"
+    )]
     TooLarge(u128),
 }
 
@@ -388,27 +394,36 @@ mod tests {
     #[test]
     fn shapes_beyond_the_limits_are_rejected() {
         let error = |l, h, c, t, v| Descriptor::gpt2(l, h, c, t, v).unwrap_err().to_string();
-        assert_eq!(error(8193, 1, 64, 8, 256), "layers must be at most 8192, found 8193");
-        assert_eq!(error(1, 1, 64, 8, 1_048_577), "vocab must be at most 1048576, found 1048577");
+        assert_eq!(error(8193, 1, 64, 8, 256), "layers: expected at most 8192, found 8193");
+        assert_eq!(error(1, 1, 64, 8, 1_048_577), "vocab: expected at most 1048576, found 1048577");
         let many = usize::MAX;
         for (c, t) in [(1 << 20, 8), (64, 1 << 40), (many, 8), (64, many), (many, many)] {
-            assert!(error(1, 1, c, t, 256).ends_with("parameters are beyond what any memory holds"), "{c} {t}");
+            assert!(error(1, 1, c, t, 256).contains("which are beyond what any memory holds"), "{c} {t}");
         }
-        assert_eq!(error(1, 1, 1 << 20, 8, 256), "13194416357376 parameters are beyond what any memory holds");
+        let text = error(1, 1, 1 << 20, 8, 256);
+        assert!(text.starts_with("parameters: expected at most 2199023255552, found 13194416357376, which"), "{text}");
         let largest = Descriptor::gpt2(8192, 1, 4096, 1 << 20, 1 << 20).unwrap();
         assert!(largest.parameters() > 1 << 40);
     }
 
     #[test]
-    fn the_names_of_gpt2_are_aliases() {
-        for (name, alias) in [("gpt2", "d12"), ("gpt2-medium", "d24"), ("gpt2-large", "d36"), ("gpt2-xl", "d48")] {
-            assert_eq!(name.parse::<Descriptor>(), alias.parse(), "{name}");
+    fn other_names_of_shapes_are_aliases() {
+        for (name, alias) in [
+            ("gpt2", "d12"),
+            ("gpt2-medium", "d24"),
+            ("gpt2-large", "d36"),
+            ("gpt2-xl", "d48"),
+            ("llama3.1:8b", "llama3:8b"),
+            ("llama3.2:1b", "llama3:1b"),
+            ("llama3.2:3b", "llama3:3b"),
+        ] {
+            assert_eq!(name.parse::<Descriptor>().unwrap(), alias.parse().unwrap(), "{name}");
         }
     }
 
     #[test]
     fn unknown_names_are_rejected() {
-        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x", "gpt2-small", "gpt2:gpt2"] {
+        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x", "gpt2-small", "gpt2:gpt2", "llama3.1:1b", "llama3.2:8b"] {
             assert_eq!(name.parse::<Descriptor>(), Err(DescriptorError::Unknown(name.into())), "{name}");
         }
     }

@@ -355,11 +355,11 @@ mod tests {
         assert!(error_of(&[&good[..], &[0; 4]].concat()).contains("too long"));
         assert!(with(0, 20240520).contains("expected magic 20240326, found 20240520"));
         assert!(with(1, 4).contains("version 3 (fp32) or 5 (bf16), found 4"));
-        assert!(with(4, -1).contains("layers must be at least 1"));
-        assert!(with(5, 3).contains("3 heads do not divide 8 channels"));
+        assert!(with(4, -1).contains("layers: expected at least 1, found 0"));
+        assert!(with(5, 3).contains("heads: expected a divisor of the 8 channels, found 3"));
         assert!(with(6, 10_000).contains("truncated"));
         assert!(with(6, i32::MAX - 1).contains("beyond what any memory holds"));
-        assert!(with(4, i32::MAX).contains("layers must be at most 8192"));
+        assert!(with(4, i32::MAX).contains("layers: expected at most 8192"));
         assert!(with(7, 199).contains("at least 200, found 199"));
     }
 }

@@ -167,6 +167,11 @@ fn rotary(keys: Keys) -> Result<Rotary> {
         (Value::Null, Value::Null) => "default",
         (Value::Null, kind) | (kind, _) => kind.as_str().unwrap_or("of another type"),
     };
+    // Vision models rotate sections of the channels by other positions; some models have other angles in some layers.
+    let other = scaling.0.iter().find(|(key, value)| *key == "mrope_section" || value.is_object());
+    if let Some((key, value)) = other.filter(|(_, value)| !value.is_null()) {
+        bail!("{name}: {key}: expected none, found {value}; llm-rs rotates all layers and channels by one position")
+    }
     let partial = scaling.float("partial_rotary_factor", 1.0)? * keys.float("partial_rotary_factor", 1.0)?;
     ensure!(
         (partial - 1.0).abs() < f32::EPSILON,
@@ -305,13 +310,35 @@ mod tests {
     #[test]
     fn unsupported_values_name_the_key() {
         for (changes, expected) in [
-            (r#"{"num_key_value_heads": 5}"#, "5 key-value heads do not divide 32 heads"),
+            (r#"{"num_key_value_heads": 5}"#, "key-value heads: expected a divisor of the 32 heads, found 5"),
             (r#"{"hidden_size": "2048"}"#, r#"hidden_size: expected a whole number, found "2048""#),
             (r#"{"num_hidden_layers": null}"#, "num_hidden_layers: expected a whole number, found null"),
             (r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}"#, "expected default or llama3, found yarn"),
             (r#"{"rope_scaling": {"type": "linear", "factor": 4.0}}"#, "expected default or llama3, found linear"),
             (r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}"#, "low_freq_factor: expected a number"),
             (r#"{"rope_scaling": [1]}"#, "rope_scaling: expected an object or null, found [1]"),
+            (
+                r#"{"rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}}"#,
+                "mrope_section: expected none, found [2,3]",
+            ),
+            (
+                r#"{"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}}"#,
+                r#"rope_parameters: full_attention: expected none, found {"rope_theta":1e4}"#,
+            ),
+            (r#"{"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}"#, "found dynamic"),
+            (r#"{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}"#, "found longrope"),
+            (r#"{"head_dim": 63}"#, "head size: expected an even number for rotary embeddings, found 63"),
+            (r#"{"head_dim": 0}"#, "head size: expected at least 1, found 0"),
+            (
+                r#"{"head_dim": null, "num_attention_heads": 48}"#,
+                "num_attention_heads: expected a divisor of hidden_size = 2048",
+            ),
+            (r#"{"intermediate_size": 0}"#, "MLP channels: expected at least 1, found 0"),
+            (r#"{"num_key_value_heads": 0}"#, "key-value heads: expected at least 1, found 0"),
+            (r#"{"hidden_size": 18446744073709551615}"#, "beyond what any memory holds"),
+            (r#"{"max_position_embeddings": 0}"#, "seq: expected at least 1, found 0"),
+            (r#"{"rms_norm_eps": 0.0}"#, "norm eps: expected a positive number, found 0"),
+            (r#"{"rms_norm_eps": "1e-5"}"#, "rms_norm_eps: expected a number, found"),
             (r#"{"partial_rotary_factor": 0.5}"#, "partial_rotary_factor: expected 1, found 0.5"),
             (r#"{"layer_types": ["full_attention", "sliding_attention"]}"#, r#"found "sliding_attention""#),
             (r#"{"rope_theta": -1.0}"#, "rope theta: expected a positive number, found -1"),

@@ -155,6 +155,13 @@ impl Architecture {
         }
     }
 
+    /// Returns the name of a tensor in a safetensors file of the class.
+    pub fn full_name(&self, names: &TensorNames, layer: usize) -> String {
+        // The head is not part of the model that the prefix names.
+        let prefix = if names.param == Param::LmHead { "" } else { self.prefix };
+        format!("{prefix}{}", of_layer(names.hugging_face, layer))
+    }
+
     /// Returns the parts of a tensor.
     pub fn parts_of(&self, param: Param) -> impl Iterator<Item = (usize, &'static TensorNames)> + use<> {
         self.tensors.iter().enumerate().filter(move |(_, names)| names.param == param)

@@ -1,4 +1,4 @@
-//! Small GPT-2 models in the files of other programs, written with the `safetensors` crate.
+//! Small models in the files of other programs, written with the `safetensors` crate.
 
 use anyhow::Result;
 use interchange::ModelSource;
@@ -100,12 +100,47 @@ pub fn file(tensors: &Tensors) -> Vec<u8> {
     serialize(views, Some(HashMap::from([("format".to_owned(), "pt".to_owned())]))).unwrap()
 }
 
-/// Writes a directory with a configuration and one safetensors file.
+/// Writes a directory with the configuration of GPT-2 and one safetensors file.
 pub fn directory(tensors: &Tensors) -> TempDir {
+    directory_of(&config(), tensors)
+}
+
+/// Writes a directory with a configuration and one safetensors file.
+pub fn directory_of(config: &Value, tensors: &Tensors) -> TempDir {
     let directory = tempfile::tempdir().unwrap();
-    fs::write(directory.path().join("config.json"), config().to_string()).unwrap();
+    fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
     fs::write(directory.path().join("model.safetensors"), file(tensors)).unwrap();
     directory
+}
+
+/// Returns the configuration and the tensors of a small Qwen2 with a tied head: L = 1, C = 32, NH = 4, KV = 2, F = 40, V = 97.
+pub fn qwen2() -> (Value, Tensors) {
+    let config = json!({
+        "model_type": "qwen2", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
+        "intermediate_size": 40, "max_position_embeddings": 64, "vocab_size": 97, "tie_word_embeddings": true,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "bos_token_id": 89, "eos_token_id": 89,
+    });
+    let shapes: [(&str, Vec<usize>); 14] = [
+        ("model.embed_tokens.weight", vec![97, 32]),
+        ("model.norm.weight", vec![32]),
+        ("model.layers.0.input_layernorm.weight", vec![32]),
+        ("model.layers.0.post_attention_layernorm.weight", vec![32]),
+        ("model.layers.0.self_attn.q_proj.weight", vec![32, 32]),
+        ("model.layers.0.self_attn.k_proj.weight", vec![16, 32]),
+        ("model.layers.0.self_attn.v_proj.weight", vec![16, 32]),
+        ("model.layers.0.self_attn.q_proj.bias", vec![32]),
+        ("model.layers.0.self_attn.k_proj.bias", vec![16]),
+        ("model.layers.0.self_attn.v_proj.bias", vec![16]),
+        ("model.layers.0.self_attn.o_proj.weight", vec![32, 32]),
+        ("model.layers.0.mlp.up_proj.weight", vec![40, 32]),
+        ("model.layers.0.mlp.gate_proj.weight", vec![40, 32]),
+        ("model.layers.0.mlp.down_proj.weight", vec![32, 40]),
+    ];
+    let tensor = |(i, (name, shape)): (usize, (&str, Vec<usize>))| {
+        let values = values(i, shape.iter().product());
+        (name.to_owned(), Tensor { shape, values, dtype: Dtype::F32 })
+    };
+    (config, shapes.into_iter().enumerate().map(tensor).collect())
 }
 
 /// Returns the values of a parameter of llm.rs (one row per output) by another route: the names are written out here.

@@ -87,12 +87,16 @@ mod tests {
     fn impossible_sizes_are_rejected() {
         let error = |overrides| with("llama3:1b", overrides).unwrap_err().to_string();
         let none = Overrides::default();
-        assert_eq!(error(Overrides { kv_heads: Some(5), ..none }), "5 key-value heads do not divide 32 heads");
-        assert_eq!(error(Overrides { heads: Some(24), ..none }), "24 heads do not divide 2048 channels");
+        assert_eq!(
+            error(Overrides { kv_heads: Some(5), ..none }),
+            "key-value heads: expected a divisor of the 32 heads, found 5; choose another number of either"
+        );
+        let text = error(Overrides { heads: Some(24), ..none });
+        assert!(text.starts_with("heads: expected a divisor of the 2048 channels, found 24; choose other"), "{text}");
         assert_eq!(
             error(Overrides { head_size: Some(65), ..none }),
-            "rotary embeddings: expected an even head size, found 65"
+            "head size: expected an even number for rotary embeddings, found 65; choose another head size"
         );
-        assert_eq!(error(Overrides { mlp_channels: Some(0), ..none }), "MLP channels must be at least 1");
+        assert_eq!(error(Overrides { mlp_channels: Some(0), ..none }), "MLP channels: expected at least 1, found 0");
     }
 }

@@ -36,6 +36,9 @@ impl FromStr for Descriptor {
             "gpt2-medium" => "d24",
             "gpt2-large" => "d36",
             "gpt2-xl" => "d48",
+            "llama3.1:8b" => "llama3:8b",
+            "llama3.2:1b" => "llama3:1b",
+            "llama3.2:3b" => "llama3:3b",
             other => other,
         };
         let (family, size) = name.split_once(':').unwrap_or(("gpt2", name));
