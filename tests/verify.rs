@@ -1,5 +1,5 @@
-//! The `verify` command on small models with PyTorch's results (`scripts/pytorch_reference.py`): it passes on every
-//! engine, and it detects wrong values and invalid files.
+//! The `verify` command on small models with PyTorch's results (`scripts/pytorch_reference.py` and
+//! `scripts/llmc_llama_reference.py`): it passes on every engine, and it detects wrong values and invalid files.
 
 use engine::Engine;
 use engine::cpu::Cpu;
@@ -155,7 +155,10 @@ fn verify_command_rejects_invalid_files() {
     };
     let word = |i: usize, value: i32| refusal(&|files| files.overwrite("state.bin", 4 * i, &value.to_le_bytes()));
     let text = word(0, 20240326);
-    assert!(text.contains("state.bin: not a valid debug state: expected magic 20240327, found 20240326"), "{text}");
+    assert!(
+        text.contains("state.bin: not a valid debug state: expected magic 20240327 or 20240803, found 20240326"),
+        "{text}"
+    );
     let text = word(1, 1);
     assert!(text.contains("expected debug state version 2, found 1"), "{text}");
     let text = word(2, -1);
@@ -183,4 +186,89 @@ fn verify_command_rejects_invalid_files() {
     assert!(losses("1.0\nabout 2\n").contains("line 2: expected a loss, found 'about 2'"));
     let text = refusal(&|files| fs::remove_file(files.path("state.bin")).unwrap());
     assert!(text.contains("cannot open debug state"), "{text}");
+}
+
+/// A temporary directory with the Llama of llm.c's format and its debug state.
+fn llama_files() -> Files {
+    let directory = tempfile::tempdir().unwrap();
+    fs::copy(data("llama.bin"), directory.path().join("model.bin")).unwrap();
+    fs::copy(data("llama_debug_state.bin"), directory.path().join("state.bin")).unwrap();
+    Files { directory }
+}
+
+/// Runs a command of the program on the CPU and returns whether it succeeds, and its output.
+fn llm_rs(args: &[&str], paths: &[PathBuf]) -> (bool, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_llm-rs")).args(args).args(paths).output().unwrap();
+    (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+}
+
+fn verify_llama(files: &Files, model: &str) -> (bool, String) {
+    llm_rs(&["verify", "--device", "cpu"], &[files.path(model), files.path("state.bin")])
+}
+
+#[test]
+fn the_debug_state_of_llm_cs_llama_is_verified() {
+    let files = llama_files();
+    let (ok, text) = verify_llama(&files, "model.bin");
+    assert!(ok, "{text}");
+    for tensor in ["logits", "dwte", "dlm_head", "dqkvw", "dfcw", "dlnfw"] {
+        assert!(text.lines().any(|line| line.starts_with(tensor) && line.ends_with("ok")), "{tensor}: {text}");
+    }
+    // The losses in the file are compared without --losses.
+    let step = text.lines().find(|line| line.starts_with("step 10: loss")).unwrap();
+    assert!(step.contains("difference") && step.ends_with("ok"), "{text}");
+
+    // A Hugging Face directory has half-split pairs and separate tensors of queries, keys, values, up and gate.
+    let (exported, text) =
+        llm_rs(&["export", "--format", "hf", "--dtype", "fp32"], &[files.path("model.bin"), files.path("hf")]);
+    assert!(exported, "{text}");
+    let (ok, text) = verify_llama(&files, "hf");
+    assert!(ok && text.contains("dlm_head"), "{text}");
+
+    // The head has the values of the embedding. If they are tied, their gradients are one sum, and the steps differ.
+    let config = fs::read_to_string(files.path("hf/config.json")).unwrap();
+    let tied = config.replace(r#""tie_word_embeddings": false"#, r#""tie_word_embeddings": true"#);
+    assert_ne!(config, tied);
+    fs::write(files.path("hf/config.json"), tied).unwrap();
+    let (ok, text) = verify_llama(&files, "hf");
+    assert!(ok && text.contains("dwte") && !text.contains("dlm_head") && !text.contains("difference"), "{text}");
+}
+
+/// The model has V = 97, C = 48, L = 2, NH = 4, KV = 2, F = 64 and maxT = 20; the batch has B = 2 and T = 16.
+#[test]
+fn a_wrong_value_in_the_debug_state_of_a_llama_is_detected() {
+    let check = |change: &dyn Fn(&Files)| {
+        let files = llama_files();
+        change(&files);
+        let (ok, text) = verify_llama(&files, "model.bin");
+        assert!(!ok, "{text}");
+        text
+    };
+    let gradients = HEADER + 4 * (2 * 2 * 16 + 2 * 16 * 97 + 1);
+    let (wte, ln1w) = (97 * 48, 2 * 48);
+    let lm_head = gradients + 4 * wte;
+    let ln1b = lm_head + 4 * (wte + ln1w);
+    let qkvw = ln1b + 4 * ln1w;
+    let key = qkvw + 4 * 48 * 48;
+    for (at, tensor) in [(gradients, "dwte"), (lm_head, "dlm_head"), (qkvw, "dqkvw"), (key, "dqkvw")] {
+        let text = check(&|files| files.add("state.bin", at, 0.5));
+        assert!(text.lines().any(|line| line.starts_with(tensor) && line.ends_with("FAILED")), "{tensor}: {text}");
+    }
+    let text = check(&|files| files.add("state.bin", ln1b + 4, 0.5));
+    assert!(text.contains("expected zeros in place of the gradients of biases, found 0.5"), "{text}");
+    let length = fs::metadata(data("llama_debug_state.bin")).unwrap().len() as usize;
+    let ninth_loss = length - 4 * (10 + 2);
+    let text = check(&|files| files.add("state.bin", ninth_loss, 1e-3));
+    assert!(text.lines().any(|line| line.starts_with("step  9") && line.ends_with("FAILED")), "{text}");
+
+    let word = |i: usize, value: i32| check(&|files| files.overwrite("state.bin", 4 * i, &value.to_le_bytes()));
+    let text = word(0, 20240326);
+    assert!(text.contains("expected magic 20240327 or 20240803, found 20240326"), "{text}");
+    assert!(word(1, 2).contains("expected debug state version 3, found 2"));
+    assert!(word(4, 11).contains("truncated"));
+    assert!(word(4, -1).contains("expected a number of steps of at least 0, found -1"));
+    let text = check(&|files| drop(fs::copy(MODEL, files.path("model.bin")).unwrap()));
+    assert!(text.contains("found one of llm.c's Llama, which has no wpe"), "{text}");
+    let text = check(&|files| drop(fs::copy(STATE, files.path("state.bin")).unwrap()));
+    assert!(text.contains("belongs to another model"), "{text}");
 }

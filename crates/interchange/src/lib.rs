@@ -22,4 +22,4 @@ pub mod safetensors_file;
 pub mod source;
 pub mod tokenizer;
 
-pub use source::ModelSource;
+pub use source::{ModelSource, convert_pairs};

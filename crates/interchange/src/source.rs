@@ -183,7 +183,7 @@ impl ModelSource {
 }
 
 /// Reorders the rows of each head, of `row` bytes each, to these rotary pairs from the others.
-fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPairs) -> Vec<u8> {
+pub fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPairs) -> Vec<u8> {
     let half = head_size / 2;
     let source = |i: usize| match pairs {
         RotaryPairs::Interleaved => i % 2 * half + i / 2,

@@ -4,12 +4,14 @@
 pub use crate::debug_state::DebugState;
 
 use crate::tolerance::Tolerance;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use checkpoint::tensors::{Order, Slot};
 use distributed::Ranks;
-use engine::ops::AdamW;
+use engine::ops::{AdamW, RotaryPairs};
 use engine::tensor::DType;
 use engine::{BatchLayout, Engine};
-use interchange::ModelSource;
+use interchange::{ModelSource, convert_pairs};
+use model::descriptor::Positions;
 use model::fit;
 use model::{Decoder, Param, PlanOptions, TrainStep, Unsharded};
 use std::path::Path;
@@ -81,7 +83,6 @@ pub struct Verification<'a> {
     model: Decoder,
     state: DebugState,
     layout: BatchLayout,
-    padded_vocab: usize,
     tolerance: Tolerance,
 }
 
@@ -89,8 +90,8 @@ impl<'a> Verification<'a> {
     /// Opens the model and the debug state, and loads the parameters and the batch into the engine.
     pub fn open(model: &Path, state: &Path, engine: &'a mut dyn Engine) -> Result<Self> {
         let source = ModelSource::open(model)?;
-        let (descriptor, padded_vocab) = (source.descriptor(), source.padded_vocab());
-        let mut state = DebugState::open(state, &descriptor, padded_vocab)?;
+        let descriptor = source.descriptor();
+        let mut state = DebugState::open(state, &descriptor, source.padded_vocab())?;
         let layout = state.layout();
         let inputs = state.tokens("inputs", descriptor.vocab)?;
         let targets = state.tokens("targets", descriptor.vocab)?;
@@ -105,7 +106,7 @@ impl<'a> Verification<'a> {
         layout.sort(&mut words);
         engine.load_batch(model.batch, layout, words)?;
         let tolerance = Tolerance::of(engine.dtype() == DType::Bf16);
-        Ok(Self { engine, model, state, layout, padded_vocab, tolerance })
+        Ok(Self { engine, model, state, layout, tolerance })
     }
 
     /// Runs a forward and a backward pass. Compares the logits, the loss and the gradient of each parameter tensor.
@@ -120,18 +121,46 @@ impl<'a> Verification<'a> {
         let mut error = MaxError::default();
         error.add(&[loss], &self.state.floats(1)?);
         comparisons.push(error.comparison("loss", Bound::Absolute(self.tolerance.loss)));
-        for param in self.model.descriptor.params() {
-            comparisons.push(self.gradient(param)?);
+        let mut tied = None;
+        for slot in self.state.slots() {
+            match slot.param {
+                // The file has the two gradients of a tied embedding one after the other.
+                Some(Param::Wte) if self.model.descriptor.tied && self.state.order() == Order::LlmCLlama => {
+                    tied = Some(self.state.floats(slot.elements)?);
+                }
+                Some(Param::LmHead) if self.model.descriptor.tied => {
+                    let wte = tied.take().context("the file has the head after wte")?;
+                    let head = self.state.floats(slot.elements)?;
+                    let sum: Vec<f32> = wte.iter().zip(&head).map(|(wte, head)| wte + head).collect();
+                    comparisons.push(self.gradient(Param::Wte, 1, &mut |_| Ok(sum.clone()))?);
+                }
+                Some(param) => {
+                    let elements = slot.elements;
+                    comparisons.push(self.gradient(param, slot.layers, &mut |state| state.floats(elements))?);
+                }
+                None => self.zeros(slot)?,
+            }
         }
         Ok(comparisons)
     }
 
+    /// Returns the losses of optimizer steps in the file, which follow the gradients. There are none if the model ties a head that the
+    /// other implementation trains separately.
+    pub fn recorded_losses(&mut self) -> Result<Vec<f32>> {
+        let losses = self.state.floats(self.state.steps())?;
+        Ok(if self.model.descriptor.tied { Vec::new() } else { losses })
+    }
+
     /// Runs `steps` AdamW steps on the batch, with the settings of llm.c's test, and returns their losses.
     pub fn steps(&mut self, steps: usize) -> Result<Vec<f32>> {
+        let learning_rate = match self.state.order() {
+            Order::Params => 1e-4,
+            Order::LlmCLlama => 1e-5,
+        };
         let mut losses = Vec::new();
         for step in 1..=steps {
             let settings = AdamW {
-                learning_rate: 1e-4,
+                learning_rate,
                 beta1: 0.9,
                 beta2: 0.95,
                 eps: 1e-8,
@@ -182,22 +211,52 @@ impl<'a> Verification<'a> {
         Ok((losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / rows as f64) as f32)
     }
 
-    fn gradient(&mut self, param: Param) -> Result<Comparison> {
+    /// Compares the gradient of a tensor. `expected` returns that of the next layer.
+    fn gradient(
+        &mut self,
+        param: Param,
+        layers: usize,
+        expected: &mut dyn FnMut(&mut DebugState) -> Result<Vec<f32>>,
+    ) -> Result<Comparison> {
         let grads = self.model.training.context("the model was planned for training")?.grads;
-        let descriptor = self.model.descriptor;
         let mut error = MaxError::default();
-        for layer in 0..if param.layered() { descriptor.layers } else { 1 } {
+        for layer in 0..layers {
             let actual = self.engine.read(self.model.layout.of(grads, param, layer))?;
-            let file_len = match param {
-                Param::Wte => self.padded_vocab * descriptor.channels,
-                _ => actual.len(),
-            };
+            let expected = expected(&mut self.state)?;
+            let expected = self.in_pairs_of_the_model(param, expected);
             // The padding rows of wte have no gradient. The file may have a different number of them.
-            let expected = self.state.floats(file_len)?;
             let common = actual.len().min(expected.len());
             error.add(&actual[..common], &expected[..common]);
             error.add(&actual[common..], &vec![0.0; actual.len() - common]);
         }
         Ok(error.comparison(format!("d{}", param.name()), Bound::Relative(self.tolerance.gradient)))
+    }
+
+    /// Reorders the rows of queries and keys in a gradient of the file to the rotary pairs of the model.
+    fn in_pairs_of_the_model(&self, param: Param, mut gradient: Vec<f32>) -> Vec<f32> {
+        let d = &self.model.descriptor;
+        if let (Positions::Rotary(rotary), Order::LlmCLlama, Param::Qkvw) = (d.positions, self.state.order(), param)
+            && rotary.pairs != RotaryPairs::Interleaved
+        {
+            let rotated = (d.heads + d.kv_heads) * d.head_size * d.channels;
+            let row = d.channels * size_of::<f32>();
+            let bytes = bytemuck::cast_slice(&gradient[..rotated]);
+            let converted = convert_pairs(bytes, row, d.head_size, rotary.pairs);
+            bytemuck::cast_slice_mut(&mut gradient[..rotated]).copy_from_slice(&converted);
+        }
+        gradient
+    }
+
+    /// Checks the gradients in place of biases that the model does not have.
+    fn zeros(&mut self, slot: Slot) -> Result<()> {
+        for _ in 0..slot.layers {
+            let found = self.state.floats(slot.elements)?.into_iter().find(|&value| value != 0.0);
+            ensure!(
+                found.is_none(),
+                "debug state: expected zeros in place of the gradients of biases, found {}; the model has no biases",
+                found.unwrap_or_default()
+            );
+        }
+        Ok(())
     }
 }

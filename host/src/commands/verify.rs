@@ -7,20 +7,20 @@ use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use verify::llmc::{Bound, Comparison, Verification};
 
-/// Number of optimizer steps that are compared.
+/// Number of optimizer steps that are compared if the debug state has no losses.
 const STEPS: usize = 10;
 
-/// Compare logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test program does
+/// Compare logits, loss, gradients and ten AdamW steps with a debug state, as llm.c's test programs do
 #[derive(Clone, Debug, clap::Args)]
 pub struct Verify {
     /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
     #[arg(value_name = "FILE|DIR")]
     model: PathBuf,
 
-    /// Debug state of the model, written by llm.c or PyTorch (…_debug_state.bin)
+    /// Debug state of the model, written by train_gpt2.py or train_llama3.py of llm.c (…_debug_state.bin)
     state: PathBuf,
 
-    /// Expected losses of ten AdamW steps, one per line
+    /// Expected losses of ten AdamW steps, one per line. By default those in the debug state, if it has any
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
 
@@ -35,8 +35,10 @@ pub fn run(args: &Verify) -> Result<()> {
     let mut verification = Verification::open(&args.model, &args.state, &mut *engine)?;
     let mut comparisons = verification.gradients()?;
     print(&comparisons)?;
-    let losses = verification.steps(STEPS)?;
-    let steps = expected.map_or(Vec::new(), |expected| verification.compare_losses(&losses, &expected));
+    let recorded = verification.recorded_losses()?;
+    let expected = expected.unwrap_or(recorded);
+    let losses = verification.steps(if expected.is_empty() { STEPS } else { expected.len() })?;
+    let steps = verification.compare_losses(&losses, &expected);
     let mut out = stdout().lock();
     writeln!(out)?;
     for (i, loss) in losses.iter().enumerate() {
