@@ -10,14 +10,14 @@ use crate::gguf::{self, Value};
 use crate::hugging_face::WEIGHTS;
 use crate::safetensors_file;
 use crate::tokenizer::{self, Vocabulary, pretty};
-use ::tokenizer::Tokenizer;
+use ::tokenizer::{Pattern, Tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use atomic_file::write_directory;
 use checkpoint::model_file;
 use checkpoint::tensors::{FileShape, Order, Slot};
 use engine::ops::RotaryPairs;
 use engine::tensor::DType;
-use model::descriptor::Positions;
+use model::descriptor::{Positions, Rotary};
 use model::{Param, Params};
 use serde_json::json;
 use std::fs::{self, File};
@@ -156,7 +156,13 @@ pub fn gguf(
         shape: names.shape(&descriptor),
         element: Element::from(gguf_dtype(names, dtype)),
     };
-    let tensors: Vec<NewTensor> = all.iter().map(tensor).collect();
+    let mut tensors: Vec<NewTensor> = all.iter().map(tensor).collect();
+    let factors = rope_factors(source)?;
+    tensors.extend(factors.as_ref().map(|factors| NewTensor {
+        name: "rope_freqs.weight".to_owned(),
+        shape: vec![factors.len()],
+        element: Element::F32,
+    }));
     let metadata = gguf_metadata(source, &name, dtype, vocabulary)?;
     atomic_file::write(out, |file| {
         gguf::write_header(file, &metadata, &tensors)?;
@@ -164,9 +170,30 @@ pub fn gguf(
             file.write_all(&source.read_part(names, *layer, gguf_dtype(names, dtype), architecture.gguf_pairs)?)?;
             file.write_all(&gguf::padding(tensor))?;
         }
+        if let (Some(factors), Some(tensor)) = (factors, tensors.last()) {
+            file.write_all(&factors.into_iter().flat_map(f32::to_le_bytes).collect::<Vec<u8>>())?;
+            file.write_all(&gguf::padding(tensor))?;
+        }
         Ok(())
     })?;
     Ok(written)
+}
+
+/// Returns the divisors of llama.cpp's rotary frequencies, one for each pair of a head, or `None` without scaling.
+fn rope_factors(source: &ModelSource) -> Result<Option<Vec<f32>>> {
+    let (architecture, descriptor) = (source.architecture()?, source.descriptor());
+    let Positions::Rotary(rotary @ Rotary { scaling: Some(scaling), .. }) = descriptor.positions else {
+        return Ok(None);
+    };
+    ensure!(
+        std::ptr::eq(architecture, &LLAMA),
+        "gguf: expected rotary embeddings without scaling for {}, found {scaling:?}; llama.cpp scales only Llama in this way, so \
+         export with --format hf",
+        architecture.model_type
+    );
+    let frequencies = |rotary: Rotary| rotary.frequencies(descriptor.head_size);
+    let pairs = frequencies(Rotary { scaling: None, ..rotary }).into_iter().zip(frequencies(rotary));
+    Ok(Some(pairs.map(|(plain, scaled)| plain / scaled).collect()))
 }
 
 /// Checks that `out` does not exist, is empty, or holds nothing but an earlier export that may be replaced.
@@ -209,9 +236,7 @@ fn check_file(out: &Path, overwrite: bool) -> Result<()> {
 fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -> Result<()> {
     let (architecture, descriptor) = (source.architecture()?, source.descriptor());
     let described = |(_, names, layer): (usize, &'static TensorNames, usize)| {
-        // The head is not part of the model that the prefix names.
-        let prefix = if names.param == Param::LmHead { "" } else { architecture.prefix };
-        let name = format!("{prefix}{}", of_layer(names.hugging_face, layer));
+        let name = architecture.full_name(names, layer);
         (NewTensor { name, shape: names.hugging_face_shape(&descriptor), element: dtype.into() }, names, layer)
     };
     let mut all: Vec<_> = architecture.all_tensors(&descriptor).map(described).collect();
@@ -279,6 +304,7 @@ fn gguf_metadata(
     const NORMAL: i32 = 1;
     const CONTROL: i32 = 3;
     const USER_DEFINED: i32 = 4;
+    const UNUSED: i32 = 5;
     let (kind, descriptor) = (source.architecture()?.model_type, source.descriptor());
     // llama.cpp's names of the types: ALL_F32, MOSTLY_BF16.
     let file_type = if dtype == DType::Bf16 { 32 } else { 0 };
@@ -287,6 +313,13 @@ fn gguf_metadata(
     let mut types = vec![NORMAL; vocabulary.tokens.len()];
     vocabulary.special.iter().for_each(|&id| types[id as usize] = CONTROL);
     vocabulary.added.iter().for_each(|&id| types[id as usize] = USER_DEFINED);
+    vocabulary.unused.iter().for_each(|&id| types[id as usize] = UNUSED);
+    // llama.cpp's names of the split patterns.
+    let splitter = match vocabulary.pattern {
+        Pattern::Gpt2 => "gpt-2",
+        Pattern::Llama3 => "llama-bpe",
+        Pattern::Qwen2 => "qwen2",
+    };
     let merges = vocabulary.merge_lines();
     let [bos, eos] = [vocabulary.bos, vocabulary.eos];
     let mut metadata = vec![
@@ -299,15 +332,15 @@ fn gguf_metadata(
         (format!("{kind}.feed_forward_length"), size(descriptor.mlp_channels)),
         (format!("{kind}.attention.head_count"), size(descriptor.heads)),
         ("tokenizer.ggml.model".to_owned(), text("gpt2")),
-        ("tokenizer.ggml.pre".to_owned(), text("gpt-2")),
+        ("tokenizer.ggml.pre".to_owned(), text(splitter)),
         ("tokenizer.ggml.tokens".to_owned(), Value::Texts(vocabulary.tokens)),
         ("tokenizer.ggml.token_type".to_owned(), Value::I32s(types)),
         ("tokenizer.ggml.merges".to_owned(), Value::Texts(merges)),
-        ("tokenizer.ggml.add_bos_token".to_owned(), Value::Bool(false)),
+        ("tokenizer.ggml.add_bos_token".to_owned(), Value::Bool(vocabulary.adds_bos)),
         ("tokenizer.ggml.add_space_prefix".to_owned(), Value::Bool(false)),
     ];
     // llama.cpp would use id 11 for both. Id 0 of the byte vocabulary never occurs in text.
-    metadata.push(("tokenizer.ggml.bos_token_id".to_owned(), Value::U32(bos.unwrap_or(0))));
+    metadata.push(("tokenizer.ggml.bos_token_id".to_owned(), Value::U32(bos.or(eos).unwrap_or(0))));
     metadata.push(("tokenizer.ggml.eos_token_id".to_owned(), Value::U32(eos.unwrap_or(0))));
     metadata.push(match descriptor.norm.eps() {
         None => (format!("{kind}.attention.layer_norm_epsilon"), Value::F32(1e-5)),
@@ -322,12 +355,6 @@ fn gguf_metadata(
             (format!("{kind}.rope.freq_base"), Value::F32(rotary.theta)),
             (format!("{kind}.vocab_size"), size(descriptor.vocab)),
         ]);
-        ensure!(
-            rotary.scaling.is_none(),
-            "gguf: expected rotary embeddings without scaling, found {:?}; export with --format hf and use llama.cpp's \
-             convert_hf_to_gguf.py",
-            rotary.scaling
-        );
     }
     Ok(metadata)
 }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 use tokenizer::byte_level::character;
-use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Tokenizer, byte_level_bpe, stored};
+use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Pattern, Tokenizer, byte_level_bpe, split_pattern, stored};
 
 /// Names of tokenizer files in Hugging Face directories.
 pub const FILES: [&str; 8] = [
@@ -31,6 +31,10 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 /// A byte-level BPE vocabulary.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
+    /// How text is split before its bytes are merged.
+    pub pattern: Pattern,
+    /// Whether the BOS token precedes any text.
+    pub adds_bos: bool,
     /// All tokens by id, in the alphabet of [`character`]. Special tokens are plain text.
     pub tokens: Vec<String>,
     /// Pairs of tokens in the order in which they are merged.
@@ -39,6 +43,8 @@ pub struct Vocabulary {
     pub special: Vec<u32>,
     /// Ids of added tokens that are not special. Any text may contain them.
     pub added: Vec<u32>,
+    /// Ids without a token, which pad the vocabulary.
+    pub unused: Vec<u32>,
     /// The token that precedes each document.
     pub bos: Option<u32>,
     /// The token that ends each document.
@@ -67,14 +73,34 @@ impl Vocabulary {
         });
         let merges = merges.collect();
         let tokens = plain.iter().map(|token| text(token)).chain([END_OF_TEXT.to_owned()]).collect();
-        Self { tokens, merges, special: vec![document], added: Vec::new(), bos: Some(document), eos: Some(document) }
+        Self {
+            pattern: Pattern::Gpt2,
+            adds_bos: false,
+            tokens,
+            merges,
+            special: vec![document],
+            added: Vec::new(),
+            unused: Vec::new(),
+            bos: Some(document),
+            eos: Some(document),
+        }
     }
 
     /// Returns the vocabulary of bytes. It has no special token: a newline precedes each document, and nothing ends one.
     fn bytes() -> Self {
         let tokens = (0..=u8::MAX).map(|byte| character(byte).to_string()).collect();
         let bos = Some(Tokenizer::bytes().document());
-        Self { tokens, merges: Vec::new(), special: Vec::new(), added: Vec::new(), bos, eos: None }
+        Self {
+            pattern: Pattern::Gpt2,
+            adds_bos: false,
+            tokens,
+            merges: Vec::new(),
+            special: Vec::new(),
+            added: Vec::new(),
+            unused: Vec::new(),
+            bos,
+            eos: None,
+        }
     }
 
     /// Reads the vocabulary from the `tokenizer.json` of a Hugging Face directory. Only byte-level BPE is supported.
@@ -98,7 +124,9 @@ impl Vocabulary {
             ),
             None => Self::built_in(tokenizer.vocab()).context("only GPT-2's tokenizer and bytes are built in")?,
         };
-        vocabulary.tokens.extend((vocabulary.tokens.len()..size).map(padding));
+        let unused = vocabulary.tokens.len()..size;
+        vocabulary.unused.extend(unused.clone().map(|id| id as u32));
+        vocabulary.tokens.extend(unused.map(padding));
         Ok(vocabulary)
     }
 
@@ -109,16 +137,19 @@ impl Vocabulary {
         let (model, splitter, normalizer) = (&file["model"], &file["pre_tokenizer"], &file["normalizer"]);
         // Old versions of tokenizers do not write the type of the model.
         let is_bpe = model["type"] == "BPE" || (model.is_object() && model["type"].is_null());
-        let is_gpt2 = splitter["type"] == "ByteLevel"
-            && splitter["add_prefix_space"] != true
-            && splitter["use_regex"] != false
-            && normalizer.is_null();
-        ensure!(
-            is_bpe && is_gpt2,
-            "expected a byte-level BPE tokenizer like GPT-2's, found model {}, pre-tokenizer {splitter} and normalizer \
-             {normalizer}; gguf export supports no other",
-            model["type"]
-        );
+        let is_gpt2 =
+            splitter["type"] == "ByteLevel" && splitter["add_prefix_space"] != true && splitter["use_regex"] != false;
+        let pattern = if is_gpt2 { Some(Pattern::Gpt2) } else { split_pattern(splitter) };
+        // llama.cpp does not normalize text. Its conversion of Qwen ignores this step, too.
+        let is_normalized =
+            |pattern| normalizer.is_null() || (pattern == Pattern::Qwen2 && normalizer["type"] == "NFC");
+        let pattern = pattern.filter(|&pattern| is_bpe && is_normalized(pattern)).with_context(|| {
+            format!(
+                "expected the byte-level BPE tokenizer of GPT-2, Llama 3 or Qwen 2, found model {}, pre-tokenizer {splitter} and \
+                 normalizer {normalizer}; gguf export supports no other",
+                model["type"]
+            )
+        })?;
         let mut tokens = vec![None; size];
         let mut add = |token: &str, id: &Value| -> Result<u32> {
             let slot = id.as_u64().filter(|&id| id < size as u64);
@@ -140,9 +171,11 @@ impl Vocabulary {
         }
         let merges = model["merges"].as_array().context("model.merges: expected an array")?;
         let merges = merges.iter().map(parse_merge).collect::<Result<_>>()?;
+        let unused = (0..size).filter(|&id| tokens[id].is_none()).map(|id| id as u32).collect();
         let named = |(id, token): (usize, Option<String>)| token.unwrap_or_else(|| padding(id));
         let tokens = tokens.into_iter().enumerate().map(named).collect();
-        Ok(Self { tokens, merges, special, added, bos, eos })
+        let adds_bos = bos.is_some() && adds_bos(&file["post_processor"]);
+        Ok(Self { pattern, adds_bos, tokens, merges, special, added, unused, bos, eos })
     }
 
     /// Returns the names and contents of all tokenizer files of a Hugging Face directory, for texts of up to `max_tokens` tokens.
@@ -242,6 +275,14 @@ pub fn files(tokenizer: &Tokenizer, max_tokens: usize) -> Result<Vec<(&'static s
         "tokenizer_class": "PreTrainedTokenizerFast",
     });
     Ok(vec![(file.name, file.bytes.clone()), ("tokenizer_config.json", pretty(&config)?)])
+}
+
+/// Reports whether the `post_processor` of a `tokenizer.json` puts a special token before a text.
+fn adds_bos(post_processor: &Value) -> bool {
+    let one = [post_processor.clone()];
+    let steps = post_processor["processors"].as_array().map_or(&one[..], Vec::as_slice);
+    let begins = |step: &Value| step["type"] == "TemplateProcessing" && step["single"][0]["SpecialToken"].is_object();
+    steps.iter().any(begins)
 }
 
 /// A merge is a pair of tokens, or text in which a space separates them.
@@ -380,7 +421,7 @@ mod tests {
         let changes: [(Change, &str); 13] = [
             (
                 |f| f["model"]["type"] = "WordPiece".into(),
-                r#"expected a byte-level BPE tokenizer like GPT-2's, found model "WordPiece", pre"#,
+                r#"expected the byte-level BPE tokenizer of GPT-2, Llama 3 or Qwen 2, found model "WordPiece", pre"#,
             ),
             (|f| f["pre_tokenizer"]["add_prefix_space"] = true.into(), r#"pre-tokenizer {"add_prefix_space":true,"#),
             (|f| f["pre_tokenizer"]["use_regex"] = false.into(), r#""use_regex":false} and normalizer null"#),

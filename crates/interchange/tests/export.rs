@@ -3,7 +3,7 @@
 mod common;
 
 use checkpoint::model_file::ModelFile;
-use common::{Tensors, config, contents, descriptor, directory, expected, file, open, tensors};
+use common::{Tensors, config, contents, descriptor, directory, directory_of, expected, file, open, qwen2, tensors};
 use engine::tensor::DType;
 use half::bf16;
 use interchange::ModelSource;
@@ -509,4 +509,151 @@ fn gguf_names_a_tokenizer_that_it_cannot_hold() {
 fn exported_error(source: &ModelSource) -> anyhow::Error {
     let dir = tempfile::tempdir().unwrap();
     export::hugging_face(source, None, dir.path(), DType::F32, false).unwrap_err()
+}
+
+/// The split patterns of Llama 3 and Qwen 2 in their `tokenizer.json`.
+const LLAMA3_SPLIT: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2_SPLIT: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Returns a `tokenizer.json` of 90 ids with this split pattern. Id 89 is special.
+fn split_tokenizer(split: &str, normalizer: &Value, post_processor: &Value) -> Value {
+    let vocab: serde_json::Map<String, Value> = (0..89).map(|id| (format!("t{id}"), id.into())).collect();
+    json!({
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]},
+        "post_processor": post_processor,
+        "added_tokens": [{"id": 89, "content": "<|begin_of_text|>", "special": true}],
+        "model": {"type": "BPE", "vocab": vocab, "merges": [["t", "1"]], "ignore_merges": true},
+    })
+}
+
+fn gguf_of(source: &Path) -> Vec<u8> {
+    let out = tempfile::tempdir().unwrap();
+    let out = out.path().join("model.gguf");
+    export::gguf(&open(source).unwrap(), None, &out, DType::F32, false).unwrap();
+    fs::read(&out).unwrap()
+}
+
+fn change_json(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut value = json(path);
+    change(&mut value);
+    fs::write(path, value.to_string()).unwrap();
+}
+
+/// The model of `tests/data/llama.bin` has V = 97, C = 48, NH = 4, KV = 2 and the scaling of Llama 3.1.
+#[test]
+fn gguf_of_llama_has_interleaved_pairs_and_scaled_frequencies() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/llama.bin");
+    let from_file = open(&file).unwrap();
+    let (hf, _) = exported(&from_file, DType::F32);
+    let begin = json!({"type": "Sequence", "processors": [
+        {"type": "ByteLevel", "add_prefix_space": true},
+        {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}},
+    ]});
+    let tokenizer = split_tokenizer(LLAMA3_SPLIT, &Value::Null, &begin);
+    fs::write(hf.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    change_json(&hf.path().join("config.json"), |config| config["bos_token_id"] = 89.into());
+    let bytes = gguf_of(hf.path());
+    let (metadata, tensors) = Gguf::read(&bytes);
+    for (key, value) in [
+        ("general.architecture", json!("llama")),
+        ("llama.block_count", json!(2)),
+        ("llama.context_length", json!(20)),
+        ("llama.embedding_length", json!(48)),
+        ("llama.feed_forward_length", json!(64)),
+        ("llama.attention.head_count", json!(4)),
+        ("llama.attention.head_count_kv", json!(2)),
+        ("llama.attention.key_length", json!(12)),
+        ("llama.rope.dimension_count", json!(12)),
+        ("llama.rope.freq_base", json!(500_000.0)),
+        ("llama.attention.layer_norm_rms_epsilon", json!(f64::from(1e-5f32))),
+        ("llama.vocab_size", json!(97)),
+        ("tokenizer.ggml.pre", json!("llama-bpe")),
+        ("tokenizer.ggml.add_bos_token", json!(true)),
+        ("tokenizer.ggml.bos_token_id", json!(89)),
+    ] {
+        assert_eq!(metadata[key], value, "{key}");
+    }
+    let types = &metadata["tokenizer.ggml.token_type"];
+    assert_eq!([&types[88], &types[89], &types[90]].map(Value::as_u64), [Some(1), Some(3), Some(5)]);
+    let data = |name: &str| tensors.iter().find(|(found, ..)| found == name).unwrap();
+    // llm.c's file and llama.cpp both have interleaved pairs; the directory in between has half-split ones.
+    let whole = from_file.read(model::Param::Qkvw, 1, DType::F32).unwrap();
+    let row = 4 * 48;
+    assert_eq!(data("blk.1.attn_q.weight").3, &whole[..48 * row]);
+    assert_eq!(data("blk.1.attn_k.weight").3, &whole[48 * row..72 * row]);
+    assert_eq!(data("blk.1.attn_v.weight").3, &whole[72 * row..]);
+    assert_eq!(data("output.weight").1, [48, 97]);
+    // Computed by hand: waves of 2 pi 500000^(2i / 12) tokens are 8 times longer if they are longer than 8192 tokens.
+    let (_, shape, code, factors) = data("rope_freqs.weight");
+    let factors: Vec<f32> = factors.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    let lengths: Vec<f64> = (0..6).map(|i| 2.0 * std::f64::consts::PI * 500_000f64.powf(f64::from(i) / 6.0)).collect();
+    assert!(lengths[2] < 2048.0 && lengths[3] > 2048.0 && lengths[3] < 8192.0 && lengths[4] > 8192.0);
+    let smooth = (8192.0 / lengths[3] - 1.0) / 3.0;
+    let expected = [1.0, 1.0, 1.0, 1.0 / ((1.0 - smooth) / 8.0 + smooth), 8.0, 8.0];
+    assert_eq!((&shape[..], *code, tensors.last().unwrap().0.as_str()), (&[6][..], 0, "rope_freqs.weight"));
+    for (found, expected) in factors.iter().zip(expected) {
+        assert!((f64::from(*found) / expected - 1.0).abs() < 1e-6, "{factors:?}");
+    }
+    // A tied head is not written, and without scaling there are no factors.
+    change_json(&hf.path().join("config.json"), |config| {
+        config["tie_word_embeddings"] = true.into();
+        config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 10_000.0});
+    });
+    let bytes = gguf_of(hf.path());
+    let (_, tensors) = Gguf::read(&bytes);
+    assert!(tensors.iter().all(|(name, ..)| name != "output.weight" && name != "rope_freqs.weight"));
+}
+
+#[test]
+fn gguf_of_qwen_has_half_split_pairs_and_its_tokenizer() {
+    let (config, tensors) = qwen2();
+    let directory = directory_of(&config, &tensors);
+    let nfc = json!({"type": "NFC"});
+    let write_tokenizer = |split, normalizer: &Value| {
+        let text = split_tokenizer(split, normalizer, &json!({"type": "ByteLevel"})).to_string();
+        fs::write(directory.path().join("tokenizer.json"), text).unwrap();
+    };
+    write_tokenizer(QWEN2_SPLIT, &nfc);
+    let bytes = gguf_of(directory.path());
+    let (metadata, found) = Gguf::read(&bytes);
+    for (key, value) in [
+        ("general.architecture", json!("qwen2")),
+        ("qwen2.attention.head_count_kv", json!(2)),
+        ("qwen2.rope.freq_base", json!(1e6)),
+        ("tokenizer.ggml.pre", json!("qwen2")),
+        ("tokenizer.ggml.add_bos_token", json!(false)),
+    ] {
+        assert_eq!(metadata[key], value, "{key}");
+    }
+    for (name, original) in [
+        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("blk.0.attn_k.bias", "model.layers.0.self_attn.k_proj.bias"),
+        ("blk.0.ffn_gate.weight", "model.layers.0.mlp.gate_proj.weight"),
+        ("token_embd.weight", "model.embed_tokens.weight"),
+    ] {
+        let (.., data) = found.iter().find(|(found, ..)| found == name).unwrap();
+        assert_eq!(*data, tensors[original].bytes(), "{name}");
+    }
+    assert_eq!(found.len(), tensors.len());
+
+    let out = directory.path().join("model.gguf");
+    let error = || {
+        let result = export::gguf(&open(directory.path()).unwrap(), None, &out, DType::F32, false);
+        format!("{:#}", result.unwrap_err())
+    };
+    // llama.cpp normalizes nothing, and Llama's tokenizer does not either.
+    write_tokenizer(LLAMA3_SPLIT, &nfc);
+    assert!(error().contains("expected the byte-level BPE tokenizer of GPT-2, Llama 3 or Qwen 2"), "{}", error());
+    write_tokenizer(QWEN2_SPLIT, &nfc);
+    change_json(&directory.path().join("config.json"), |config| {
+        config["rope_scaling"] = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192});
+    });
+    assert!(error().contains("gguf: expected rotary embeddings without scaling for qwen2, found"), "{}", error());
 }

@@ -180,8 +180,8 @@ pub fn byte_level_bpe(vocab: &Map<String, Value>, merges: &[String], added: &[Va
     })
 }
 
-/// Returns the split pattern of a pre-tokenizer.
-fn pattern(pre_tokenizer: &Value) -> Option<Pattern> {
+/// Returns the split pattern of the `pre_tokenizer` of a `tokenizer.json`.
+pub fn pattern(pre_tokenizer: &Value) -> Option<Pattern> {
     let is_byte_level = |value: &Value, use_regex: bool| {
         let found = value.get("use_regex").and_then(Value::as_bool).unwrap_or(true);
         value["type"] == "ByteLevel" && value["add_prefix_space"] == false && found == use_regex

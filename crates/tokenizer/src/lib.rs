@@ -15,14 +15,14 @@ pub mod stored;
 mod tiktoken_file;
 mod vocab_and_merges;
 
-pub use json_file::byte_level_bpe;
+pub use json_file::{byte_level_bpe, pattern as split_pattern};
+pub use split::Pattern;
 
 use anyhow::{Context, Result, bail, ensure};
 use bpe::Bpe;
 use json_file::ByteLevel;
 use matcher::{Matcher, Part};
 use serde::{Deserialize, Serialize};
-use split::Pattern;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::fs;
