@@ -142,13 +142,81 @@ fn llm_c_reads_and_writes_llama() {
 
 #[test]
 fn impossible_shapes_are_errors() {
+    const HUGE: &str = "18446744073709551615";
+    let llama = ["--model", "llama3:1b"];
+    let free = ["--layers", "2", "--heads", "2", "--channels", "64"];
+    let llama_with = |more: &[&'static str]| [&llama[..], more].concat();
+    let free_with = |more: &[&'static str]| [&free[..], more].concat();
+    let divisor = "heads: expected a divisor of the";
     for (args, parts) in [
-        (&["--model", "llama3:1b", "--kv-heads", "3"][..], &["3 key-value heads do not divide 32 heads"][..]),
-        (&["--model", "llama3:1b", "--heads", "3"], &["3 heads do not divide 2048 channels"]),
-        (&["--model", "llama3:2b"], &["unknown model 'llama3:2b'", "llama3:N (1b, 3b, 8b)"]),
-        (&["--model", "modern:d1"], &["unknown model 'modern:d1'"]),
-        (&["--layers", "2", "--kv-heads", "1"], &["expected all three without --model"]),
+        (llama_with(&["--kv-heads", "3"]), &["key-value heads: expected a divisor of the 32 heads, found 3; choose"][..]),
+        (llama_with(&["--kv-heads", "64"]), &["key-value heads: expected a divisor of the 32 heads, found 64"]),
+        (llama_with(&["--heads", "3"]), &[divisor, "2048 channels, found 3; choose other heads or channels, or set"]),
+        (free_with(&["--heads", "3"]), &[divisor, "64 channels, found 3"]),
+        (llama_with(&["--head-size", "63"]), &["head size: expected an even number for rotary embeddings, found 63"]),
+        (llama_with(&["--channels", "96"]), &["expected an even number for rotary embeddings, found 3"]),
+        (vec!["--model", "llama3:2b"], &["unknown model 'llama3:2b'", "llama3:N (1b, 3b, 8b)"]),
+        (vec!["--model", "modern:d1"], &["unknown model 'modern:d1'"]),
+        (vec!["--layers", "2", "--kv-heads", "1"], &["expected all three without --model"]),
+        (llama_with(&["--ffn", HUGE]), &["parameters: expected at most 2199023255552", "choose smaller sizes"]),
+        (llama_with(&["--channels", HUGE, "--heads", "1"]), &["beyond what any memory holds"]),
+        (llama_with(&["--head-size", HUGE]), &["beyond what any memory holds"]),
+        (llama_with(&["--heads", HUGE, "--kv-heads", "1", "--head-size", "2"]), &["beyond what any memory holds"]),
+        (llama_with(&["--layers", HUGE]), &["layers: expected at most 8192, found 18446744073709551615"]),
+        (llama_with(&["--seq", "131073"]), &["--seq 131073: expected at most 131072", "max_position_embeddings"]),
+        (llama_with(&["--seq", HUGE, "--batch", "2"]), &["tokens at once"]),
+        (llama_with(&["--batch", HUGE]), &["tokens at once"]),
+        (
+            llama_with(&["--layers", "1", "--channels", "2", "--heads", "1", "--ffn", "274877906944", "--batch", "2000000"]),
+            &["expected activations that a memory could hold"],
+        ),
     ] {
-        fail(&[&["train", "--device", "cpu"][..], args].concat(), parts);
+        fail(&[&["train", "--device", "cpu"][..], &args].concat(), parts);
     }
+    for flag in ["--layers", "--heads", "--kv-heads", "--head-size", "--channels", "--ffn", "--batch", "--seq"] {
+        for value in ["0", "-1", "1.5", "many", "18446744073709551616"] {
+            let flag_with_value = format!("{flag}={value}");
+            let args = [&["train", "--device", "cpu"][..], &llama, &[&flag_with_value]].concat();
+            fail(&args, &[flag, value]);
+        }
+    }
+    // A benchmark has the limits of a run.
+    let bench = ["bench", "step", "--device", "cpu", "-e"];
+    fail(&[&bench[..], &["d12", "-t", "1025", "-b", "1"]].concat(), &["--seq 1025: expected at most 1024"]);
+    fail(&[&bench[..], &["gpt3:c12288", "-b", "1"]].concat(), &["does not fit", "GiB more than", "not even --batch 1 fits"]);
+}
+
+/// llm.c's shards of Llama have 32-bit ids (magic 20240801, version 7).
+#[test]
+fn every_command_reads_shards_of_32_bit_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    let [shard, run, file] = ["wide.bin", "run", "llama.bin"].map(|name| dir.path().join(name));
+    let ids: Vec<u32> = (0..200).map(|i| if i % 40 == 0 { 128_000 } else { 100_000 + i * 7 % 256 }).collect();
+    data::tokens::write(&shard, &ids, data::tokens::Width::U32).unwrap();
+    let head: Vec<i32> = fs::read(&shard).unwrap()[..12].as_chunks().0.iter().map(|&word| i32::from_le_bytes(word)).collect();
+    assert_eq!(head, [20240801, 7, 200]);
+    let model = ["--model", "llama3.1:8b", "--layers", "1", "--channels", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "16"];
+    let data = ["--train", text(&shard), "--val", text(&shard), "--sample-every", "0"];
+    let printed = train(&model, &run, "2", &data);
+    assert!(printed.contains("128256") && printed.contains("step"), "{printed}");
+    // The vocabulary is the model's, and llm.c's model file keeps it.
+    succeed(&["export", "--format", "llmc", text(&run), text(&file)]);
+    let [of_run, of_file] = [&run, &file].map(|model| loss(model, &shard));
+    assert!((of_run - of_file).abs() < 1e-5 && of_run > 5.0, "{of_run} {of_file}");
+    // -e is llm.c's flag of the model; its default for Llama is the name of a file.
+    let more = ["train", "-e", text(&file), "-i", text(&shard), "-b", "1", "-t", "8", "-x", "1", "--device", "cpu"];
+    succeed(&[&more[..], &["--sample-every", "0", "-v", "0"]].concat());
+    fail(&["train", "-e", "llama3.2_1B_bf16.bin", "--device", "cpu"], &["llama3.2_1B_bf16.bin", "No such file"]);
+    assert!(succeed(&["data", "check", text(&shard)]).contains("5 documents in 1 files"));
+    assert!(succeed(&["data", "show", text(&shard), "--at", "40", "--count", "2"]).contains("128000"));
+    // Evaluation sets have 16-bit ids of GPT-2, which are below this vocabulary.
+    let sets = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/");
+    for (flag, set) in [("--hellaswag", "hellaswag.bin"), ("--mmlu", "mmlu.bin")] {
+        let set = format!("{sets}{set}");
+        succeed(&["eval", "--model", text(&file), flag, &set, "--device", "cpu", "-b", "4", "-t", "64"]);
+    }
+    // A larger id than the model has is an error in every command.
+    data::tokens::write(&shard, &[[128_256].as_slice(), &ids[1..]].concat(), data::tokens::Width::U32).unwrap();
+    fail(&["eval", "--model", text(&file), "--val", text(&shard), "--device", "cpu", "-b", "1", "-t", "8"], &["128256"]);
+    fail(&["data", "check", text(&shard)], &["1 problems"]);
 }
