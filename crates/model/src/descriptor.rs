@@ -423,7 +423,19 @@ mod tests {
 
     #[test]
     fn unknown_names_are_rejected() {
-        for name in ["", "d", "d13", "gpt3:c5140", "gpt4:d12", "dd12", "d12x", "gpt2-small", "gpt2:gpt2", "llama3.1:1b", "llama3.2:8b"] {
+        for name in [
+            "",
+            "d",
+            "d13",
+            "gpt3:c5140",
+            "gpt4:d12",
+            "dd12",
+            "d12x",
+            "gpt2-small",
+            "gpt2:gpt2",
+            "llama3.1:1b",
+            "llama3.2:8b",
+        ] {
             assert_eq!(name.parse::<Descriptor>(), Err(DescriptorError::Unknown(name.into())), "{name}");
         }
     }

@@ -323,7 +323,7 @@ mod tests {
             ),
             (
                 r#"{"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}}"#,
-                r#"rope_parameters: full_attention: expected none, found {"rope_theta":1e4}"#,
+                r#"rope_parameters: full_attention: expected none, found {"rope_theta":10000.0}"#,
             ),
             (r#"{"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}"#, "found dynamic"),
             (r#"{"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}"#, "found longrope"),
