@@ -23,7 +23,7 @@ const MOST_RANKS_ADVISED: usize = 1024;
 pub struct RunLimits {
     /// Rank and number of ranks.
     pub shard: Shard,
-    /// Tokens of an optimizer step, which must be a multiple of those of a micro-batch of all ranks.
+    /// Tokens of an optimizer step if they are fixed: a multiple of those of a micro-batch of all ranks.
     pub total_batch: Option<usize>,
 }
 
@@ -124,7 +124,8 @@ impl Search<'_> {
         let same_storage = self.levels(self.options);
         let enough = same_storage.iter().copied().skip(1).find(|&level| self.fits(level));
         let unchanged = self.largest_batch(self.options);
-        let smaller = format!("the largest that fits is --batch {unchanged}");
+        let divisors = if self.limits.total_batch.is_some() { " of those that divide --total-batch" } else { "" };
+        let smaller = format!("the largest{divisors} that fits is --batch {unchanged}");
         if let Some(level) = enough {
             let without = if unchanged > 0 { format!("; without, {smaller}") } else { String::new() };
             return format!("{} makes it fit{without}", self.changes(level));

@@ -100,7 +100,8 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         notes.extend(checkpoint.check_settings(&identity, descriptor, args.force_resume)?);
     }
     let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
-    let (model, plan, stages) = plan(&config, descriptor, shard, engine)?;
+    let limits = RunLimits { shard, total_batch: args.total_batch };
+    let (model, plan, stages) = plan(&config, descriptor, limits, engine)?;
     let buffers = if args.verbose || args.dry_run { plan.to_string() } else { plan.summary() };
     console.line(&format!("\n{buffers}\n{stages}"))?;
     if args.dry_run {
@@ -209,12 +210,12 @@ impl PlannedRun {
 fn plan(
     config: &Config,
     descriptor: Descriptor,
-    shard: Shard,
+    limits: RunLimits,
     engine: &mut dyn Engine,
 ) -> Result<(Decoder, Plan, String)> {
+    let shard = limits.shard;
     let zero = Zero::new(config.zero_stage, shard);
     let options = PlanOptions { zero, ..capacity(config) };
-    let limits = RunLimits { shard, total_batch: Some(config.total_batch) };
     let (model, plan) = fit::plan_run(descriptor, options, limits, engine)?;
     if shard.ranks == 1 {
         return Ok((model, plan, String::new()));
