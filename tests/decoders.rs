@@ -142,14 +142,17 @@ fn llm_c_reads_and_writes_llama() {
 
 #[test]
 fn impossible_shapes_are_errors() {
-    const HUGE: &str = "18446744073709551615";
+    const HUGE: &str = "2147483647";
     let llama = ["--model", "llama3:1b"];
     let free = ["--layers", "2", "--heads", "2", "--channels", "64"];
     let llama_with = |more: &[&'static str]| [&llama[..], more].concat();
     let free_with = |more: &[&'static str]| [&free[..], more].concat();
     let divisor = "heads: expected a divisor of the";
     for (args, parts) in [
-        (llama_with(&["--kv-heads", "3"]), &["key-value heads: expected a divisor of the 32 heads, found 3; choose"][..]),
+        (
+            llama_with(&["--kv-heads", "3"]),
+            &["key-value heads: expected a divisor of the 32 heads, found 3; choose"][..],
+        ),
         (llama_with(&["--kv-heads", "64"]), &["key-value heads: expected a divisor of the 32 heads, found 64"]),
         (llama_with(&["--heads", "3"]), &[divisor, "2048 channels, found 3; choose other heads or channels, or set"]),
         (free_with(&["--heads", "3"]), &[divisor, "64 channels, found 3"]),
@@ -159,15 +162,28 @@ fn impossible_shapes_are_errors() {
         (vec!["--model", "modern:d1"], &["unknown model 'modern:d1'"]),
         (vec!["--layers", "2", "--kv-heads", "1"], &["expected all three without --model"]),
         (llama_with(&["--ffn", HUGE]), &["parameters: expected at most 2199023255552", "choose smaller sizes"]),
-        (llama_with(&["--channels", HUGE, "--heads", "1"]), &["beyond what any memory holds"]),
+        (llama_with(&["--channels", HUGE, "--heads", "1", "--kv-heads", "1"]), &["beyond what any memory holds"]),
         (llama_with(&["--head-size", HUGE]), &["beyond what any memory holds"]),
         (llama_with(&["--heads", HUGE, "--kv-heads", "1", "--head-size", "2"]), &["beyond what any memory holds"]),
-        (llama_with(&["--layers", HUGE]), &["layers: expected at most 8192, found 18446744073709551615"]),
+        (llama_with(&["--layers", HUGE]), &["layers: expected at most 8192, found 2147483647"]),
         (llama_with(&["--seq", "131073"]), &["--seq 131073: expected at most 131072", "max_position_embeddings"]),
         (llama_with(&["--seq", HUGE, "--batch", "2"]), &["tokens at once"]),
         (llama_with(&["--batch", HUGE]), &["tokens at once"]),
         (
-            llama_with(&["--layers", "1", "--channels", "2", "--heads", "1", "--ffn", "274877906944", "--batch", "2000000"]),
+            llama_with(&[
+                "--layers",
+                "1",
+                "--channels",
+                "2",
+                "--heads",
+                "1",
+                "--kv-heads",
+                "1",
+                "--ffn",
+                HUGE,
+                "--batch",
+                "2000000",
+            ]),
             &["expected activations that a memory could hold"],
         ),
     ] {
@@ -183,7 +199,10 @@ fn impossible_shapes_are_errors() {
     // A benchmark has the limits of a run.
     let bench = ["bench", "step", "--device", "cpu", "-e"];
     fail(&[&bench[..], &["d12", "-t", "1025", "-b", "1"]].concat(), &["--seq 1025: expected at most 1024"]);
-    fail(&[&bench[..], &["gpt3:c12288", "-b", "1"]].concat(), &["does not fit", "GiB more than", "not even --batch 1 fits"]);
+    fail(
+        &[&bench[..], &["gpt3:c12288", "-b", "1"]].concat(),
+        &["does not fit", "GiB more than", "not even --batch 1 fits"],
+    );
 }
 
 /// llm.c's shards of Llama have 32-bit ids (magic 20240801, version 7).
@@ -193,9 +212,23 @@ fn every_command_reads_shards_of_32_bit_ids() {
     let [shard, run, file] = ["wide.bin", "run", "llama.bin"].map(|name| dir.path().join(name));
     let ids: Vec<u32> = (0..200).map(|i| if i % 40 == 0 { 128_000 } else { 100_000 + i * 7 % 256 }).collect();
     data::tokens::write(&shard, &ids, data::tokens::Width::U32).unwrap();
-    let head: Vec<i32> = fs::read(&shard).unwrap()[..12].as_chunks().0.iter().map(|&word| i32::from_le_bytes(word)).collect();
+    let head: Vec<i32> =
+        fs::read(&shard).unwrap()[..12].as_chunks().0.iter().map(|&word| i32::from_le_bytes(word)).collect();
     assert_eq!(head, [20240801, 7, 200]);
-    let model = ["--model", "llama3.1:8b", "--layers", "1", "--channels", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "16"];
+    let model = [
+        "--model",
+        "llama3.1:8b",
+        "--layers",
+        "1",
+        "--channels",
+        "16",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--ffn",
+        "16",
+    ];
     let data = ["--train", text(&shard), "--val", text(&shard), "--sample-every", "0"];
     let printed = train(&model, &run, "2", &data);
     assert!(printed.contains("128256") && printed.contains("step"), "{printed}");
@@ -217,6 +250,9 @@ fn every_command_reads_shards_of_32_bit_ids() {
     }
     // A larger id than the model has is an error in every command.
     data::tokens::write(&shard, &[[128_256].as_slice(), &ids[1..]].concat(), data::tokens::Width::U32).unwrap();
-    fail(&["eval", "--model", text(&file), "--val", text(&shard), "--device", "cpu", "-b", "1", "-t", "8"], &["128256"]);
+    fail(
+        &["eval", "--model", text(&file), "--val", text(&shard), "--device", "cpu", "-b", "1", "-t", "8"],
+        &["128256"],
+    );
     fail(&["data", "check", text(&shard)], &["1 problems"]);
 }

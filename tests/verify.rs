@@ -267,8 +267,8 @@ fn a_wrong_value_in_the_debug_state_of_a_llama_is_detected() {
     assert!(word(1, 2).contains("expected debug state version 3, found 2"));
     assert!(word(4, 11).contains("truncated"));
     assert!(word(4, -1).contains("expected a number of steps of at least 0, found -1"));
-    let text = check(&|files| drop(fs::copy(MODEL, files.path("model.bin")).unwrap()));
+    let text = check(&|files| _ = fs::copy(MODEL, files.path("model.bin")).unwrap());
     assert!(text.contains("found one of llm.c's Llama, which has no wpe"), "{text}");
-    let text = check(&|files| drop(fs::copy(STATE, files.path("state.bin")).unwrap()));
+    let text = check(&|files| _ = fs::copy(STATE, files.path("state.bin")).unwrap());
     assert!(text.contains("belongs to another model"), "{text}");
 }
