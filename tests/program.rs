@@ -265,7 +265,8 @@ fn sizes_beyond_the_limits_are_rejected() {
     succeed(&with(&["train", "--device", "cpu", "--train", text(&train), "--steps", "1", "--out", text(&out)], TINY));
     let model = out.join("model_00000001.bin");
     let eval = ["eval", "--model", text(&model), "--val", text(&train), "--device", "cpu"];
-    fail(&with(&eval, &["--batch", most, "--seq", "16"]), &["train.bin holds 2000 tokens", "--batch"]);
+    fail(&with(&eval, &["--batch", "134217727", "--seq", "16"]), &["train.bin holds 2000 tokens", "--batch"]);
+    fail(&with(&eval, &["--batch", most, "--seq", "16"]), &["--batch 2147483647 x --seq 16", "tokens at once"]);
 }
 
 #[test]
