@@ -5,14 +5,17 @@ use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, EncoderForward, Epilogue, MatmulBackward,
-    MatmulForward, MatmulShape, RmsNormBackward, RmsNormForward, Sum, UpdateRange,
+    Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, EncoderForward, Epilogue, Master,
+    MatmulBackward, MatmulForward, MatmulShape, RmsNormBackward, RmsNormForward, Sum, UpdateRange,
 };
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, GeluFusion, GraphKey};
 use gpu::matmul::launch::MAX_CANDIDATE_CONFIGS;
-use model::{Decoder, Descriptor, LayerHooks, PlanOptions, Recompute, Shard, Store, TrainStep, Unit, Unsharded, Zero};
+use model::{
+    Decoder, Descriptor, LayerHooks, MasterWeights, Moments, PlanOptions, Recompute, Shard, Store, TrainStep, Unit,
+    Unsharded, Zero,
+};
 use std::ops::Range;
 use verify::selftest::edge_cases;
 
@@ -119,7 +122,8 @@ fn gradients(engine: &mut dyn Engine, channels: usize) -> Vec<(String, Vec<f32>)
     let descriptor = Descriptor::gpt2(2, channels / 64, channels, 16, 50).unwrap();
     let layout = BatchLayout { b: 2, t: 9 };
     let recompute = Recompute::ActivationAndNorms;
-    let options = PlanOptions { master_weights: false, recompute, ..PlanOptions::training(layout.b, layout.t) };
+    let options =
+        PlanOptions { master_weights: MasterWeights::None, recompute, ..PlanOptions::training(layout.b, layout.t) };
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     engine.allocate(&plan).unwrap();
     model.initialize(engine, 42).unwrap();
@@ -186,7 +190,7 @@ fn fill(model: &Decoder, engine: &mut dyn Engine) {
 /// Returns the tensors that an update changes.
 fn updated(model: &Decoder) -> Vec<Store<'_>> {
     let training = model.training.unwrap();
-    let state = [Some(training.m), Some(training.v), training.master];
+    let state = [Some(training.m), Some(training.v), training.master.tensor()];
     [model.param_store()].into_iter().chain(state.into_iter().flatten().map(|kept| model.state_store(kept))).collect()
 }
 
@@ -240,6 +244,67 @@ fn fused_update_matches_updating_each_range() {
         }
         assert!(after_update(&model, engine) == fused, "{precision:?}");
     }
+}
+
+/// The parameters and moments after one update with compact state are those of the CPU engine, up to one rounding of each.
+#[test]
+fn compact_updates_match_the_cpu_engine() {
+    for master_weights in [MasterWeights::None, MasterWeights::F32, MasterWeights::Remainder] {
+        for moments in [Moments::F32, Moments::Bf16] {
+            let options = PlanOptions { master_weights, moments, ..PlanOptions::training(1, 24) };
+            let got = after_one_update(&mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true), options);
+            let want = after_one_update(&mut Cpu::new(), options);
+            // Relative to a value, a step of bf16 is at most 2^-7. Rounding to nearest errs by half of it.
+            let stochastic = 1.01 / 128.0;
+            let weights = if master_weights == MasterWeights::Remainder { stochastic / 2.0 } else { stochastic };
+            let rounding = if moments == Moments::Bf16 { stochastic } else { 1e-6 };
+            for (k, tolerance) in [weights, rounding, rounding].into_iter().enumerate() {
+                for (i, (got, want)) in got[k].iter().zip(&want[k]).enumerate() {
+                    let error = (got - want).abs() / want.abs();
+                    assert!(error <= tolerance, "{master_weights}, {moments:?}: tensor {k}[{i}]: {got}, not {want}");
+                }
+            }
+        }
+    }
+}
+
+/// Returns parameters, m and v after an update of pseudorandom values that bf16 represents.
+fn after_one_update(engine: &mut dyn Engine, options: PlanOptions) -> [Vec<f32>; 3] {
+    let descriptor = Descriptor::gpt2(1, 1, 64, 24, 50).unwrap();
+    let (model, plan) = Decoder::plan(descriptor, options, engine);
+    engine.allocate(&plan).unwrap();
+    let training = model.training.unwrap();
+    engine.write(training.stats, &[7.0, 2.5]).unwrap();
+    for (k, tensor) in [model.params, training.grads, training.m, training.v].into_iter().enumerate() {
+        let value = |i| gpu::noise::squirrel5(i, k as u32) as f32 / u32::MAX as f32 + 0.5;
+        let values = (0..tensor.len as u32).map(|i| half::bf16::from_f32(value(i)).to_f32());
+        engine.write(tensor, &values.collect::<Vec<_>>()).unwrap();
+    }
+    if let Master::F32(masters) = training.master {
+        engine.cast(masters, model.params).unwrap();
+    }
+    model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
+    [model.params, training.m, training.v].map(|tensor| engine.read(tensor).unwrap())
+}
+
+#[test]
+fn compact_updates_of_f32_parameters_are_refused() {
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, true);
+    let model = before_update(engine, Zero::NONE);
+    let training = model.training.unwrap();
+    let mut run = |m: Tensor, v: Tensor, master| {
+        let ranges = &[UpdateRange { elements: 0..8, decayed: true, seed: 0 }];
+        let [params, grads] = [model.params, training.grads];
+        let update = AdamWUpdate { params, grads, m, v, master, ranges, stats: training.stats, settings: UPDATE };
+        engine.run(update).unwrap_err().to_string()
+    };
+    let bf16 = |tensor: Tensor| Tensor { dtype: DType::Bf16, ..tensor };
+    let error = run(bf16(training.m), training.v, Master::None);
+    assert_eq!(error, "adamw: expected m and v of one type, found bf16 and f32");
+    let error = run(bf16(training.m), bf16(training.v), Master::None);
+    assert!(error.contains("found f32 parameters, bf16 moments"), "{error}");
+    let error = run(training.m, training.v, Master::Remainder(Tensor { dtype: DType::U16, ..training.v }));
+    assert!(error.contains("found f32 parameters, f32 moments, Remainder("), "{error}");
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Trial {
         let engine = &mut *engine;
         let descriptor = Descriptor::gpt2(1, 1, CHANNELS, SEQ, VOCAB).unwrap();
         let master_weights = !matches!(self.target, Target::Bf16 { masters: false });
-        let options = PlanOptions { master_weights, ..PlanOptions::training(1, SEQ) };
+        let options = PlanOptions { master_weights: master_weights.into(), ..PlanOptions::training(1, SEQ) };
         let (model, plan) = Decoder::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         let shards = vec![Tokens::in_memory("tokens", self.data.clone())];
@@ -159,7 +159,7 @@ fn make_fatal(model: &Decoder, engine: &mut dyn Engine) {
     write(Param::Wte, usize::from(FATAL) * CHANNELS + 1, -3e38);
     write(Param::Lnfw, 1, 0.0);
     write(Param::Lnfb, 1, 10.0);
-    if let Some(master) = model.training.and_then(|training| training.master) {
+    if let Some(master) = model.training.and_then(|training| training.master.tensor()) {
         engine.cast(master, model.params).unwrap();
     }
 }

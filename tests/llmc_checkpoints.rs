@@ -11,8 +11,9 @@ use distributed::Ranks;
 use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::Master;
 use engine::tensor::Tensor;
-use model::{Decoder, PlanOptions};
+use model::{Decoder, MasterWeights, Moments, PlanOptions};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -57,12 +58,19 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn new(name: &str, mut engine: Box<dyn Engine>, master_weights: bool) -> Self {
+    fn new(name: &str, engine: Box<dyn Engine>, master_weights: bool) -> Self {
+        Self::with_options(
+            name,
+            engine,
+            PlanOptions { master_weights: master_weights.into(), ..PlanOptions::training(1, 8) },
+        )
+    }
+
+    fn with_options(name: &str, mut engine: Box<dyn Engine>, options: PlanOptions) -> Self {
         let FoundCheckpoint { checkpoint, mut notes } = find_newest(&directory(name)).unwrap();
         let checkpoint = checkpoint.unwrap();
         assert_eq!(checkpoint.step, STEP);
         assert!(notes[0].contains("has no run_00000009.json (llm.c writes none)"), "{notes:?}");
-        let options = PlanOptions { master_weights, ..PlanOptions::training(1, 8) };
         let (model, plan) = Decoder::plan(checkpoint.descriptor(), options, &mut *engine);
         engine.allocate(&plan).unwrap();
         let mut loader = loader(name != "fp32");
@@ -107,8 +115,8 @@ fn every_value_is_read_from_its_position_in_llm_c_files() {
         });
         loaded.assert_holds(training.m, |i| value(Values::M, i));
         loaded.assert_holds(training.v, |i| value(Values::V, i));
-        assert_eq!(training.master.is_some(), bf16 && masters);
-        if let Some(master) = training.master {
+        assert_eq!(training.master.tensor().is_some(), bf16 && masters);
+        if let Some(master) = training.master.tensor() {
             loaded.assert_holds(master, |i| value(Values::Masters, i));
         }
         let RunState { step, rounding, rounding_before_update, progress, .. } = &loaded.state;
@@ -126,7 +134,7 @@ fn sharded_state_files_of_two_ranks_are_assembled() {
     loaded.assert_holds(model.params, |i| truncated(value(Values::Params, i)));
     loaded.assert_holds(training.m, |i| value(Values::M, i));
     loaded.assert_holds(training.v, |i| value(Values::V, i));
-    loaded.assert_holds(training.master.unwrap(), |i| value(Values::Masters, i));
+    loaded.assert_holds(training.master.tensor().unwrap(), |i| value(Values::Masters, i));
     assert_eq!(loaded.state.step, STEP);
     assert!(loaded.notes[1].starts_with("the world size was 2, is 1"), "{:?}", loaded.notes);
     // Each state file has half of the tensors of an unsharded one.
@@ -147,7 +155,7 @@ fn the_precision_may_change_when_resuming() {
     loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
     // f32 weights are rounded to nearest bf16, and become the master weights.
     let mut loaded = Loaded::new("fp32", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), true);
-    let (params, master) = (loaded.model.params, loaded.model.training.unwrap().master.unwrap());
+    let (params, master) = (loaded.model.params, loaded.model.training.unwrap().master.tensor().unwrap());
     loaded.assert_holds(params, |i| half::bf16::from_f32(value(Values::Params, i)).to_f32());
     loaded.assert_holds(master, |i| value(Values::Params, i));
 }
@@ -156,12 +164,88 @@ fn the_precision_may_change_when_resuming() {
 fn master_weights_may_be_enabled_or_disabled_when_resuming() {
     let mut loaded =
         Loaded::new("bf16_without_masters", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), true);
-    let master = loaded.model.training.unwrap().master.unwrap();
+    let master = loaded.model.training.unwrap().master.tensor().unwrap();
     loaded.assert_holds(master, |i| truncated(value(Values::Params, i)));
     assert!(loaded.notes[1].contains("no master weights"), "{:?}", loaded.notes);
     let mut loaded = Loaded::new("bf16", emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), false);
     let params = loaded.model.params;
     loaded.assert_holds(params, |i| truncated(value(Values::Params, i)));
+}
+
+/// Writes a checkpoint into a new directory.
+fn write_checkpoint(model: &Decoder, engine: &mut dyn Engine, state: RunState) -> tempfile::TempDir {
+    let out = tempfile::tempdir().unwrap();
+    let identity = Identity {
+        program: String::new(),
+        engine: String::new(),
+        config: serde_json::Map::new(),
+        train: Vec::new(),
+        val: None,
+        ranks: 1,
+    };
+    let lock = DirectoryLock::acquire(out.path()).unwrap();
+    let mut checkpoints = CheckpointWriter::new(lock, Retention::default(), identity, None);
+    let ranks = &mut Ranks::Single;
+    checkpoints.begin(model, engine, ranks, state, Ok(Vec::new())).unwrap();
+    checkpoints.wait(ranks).unwrap().unwrap().result.unwrap();
+    out
+}
+
+/// Master weights of a file become parameters and remainders, without loss. bf16 moments are rounded to nearest once.
+#[test]
+fn remainders_and_bf16_moments_are_read_and_written_in_llm_c_files() {
+    let nearest = |value: f32| half::bf16::from_f32(value).to_f32();
+    for name in ["bf16", "bf16_without_masters", "fp32", "two_ranks"] {
+        for moments in [Moments::F32, Moments::Bf16] {
+            let engine = || emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
+            let options =
+                PlanOptions { master_weights: MasterWeights::Remainder, moments, ..PlanOptions::training(1, 8) };
+            let mut loaded = Loaded::with_options(name, engine(), options);
+            let model = loaded.model.clone();
+            let training = model.training.unwrap();
+            let Master::Remainder(remainders) = training.master else { panic!("{:?}", training.master) };
+            let master = |i| match name {
+                "bf16_without_masters" => truncated(value(Values::Params, i)),
+                _ => value(Values::Masters, i),
+            };
+            let master = |i| if name == "fp32" { value(Values::Params, i) } else { master(i) };
+            loaded.assert_holds(model.params, |i| gpu::remainder::split(master(i)).0);
+            let mut bytes = vec![0; remainders.bytes()];
+            loaded.engine.read_bytes(remainders, &mut bytes).unwrap();
+            let mut i = 0;
+            for (param, layer) in model.layout.file_order() {
+                for element in model.layout.range(param, layer) {
+                    let low = u16::from_le_bytes([bytes[2 * element], bytes[2 * element + 1]]);
+                    let padding =
+                        VOCAB * model.descriptor.channels..model.descriptor.padded_vocab() * model.descriptor.channels;
+                    let expected = if padding.contains(&i) { 0 } else { gpu::remainder::split(master(i)).1 };
+                    assert_eq!(low, expected, "{name}, element {i}");
+                    i += 1;
+                }
+            }
+            let stored = |value: f32| if moments == Moments::Bf16 { nearest(value) } else { value };
+            loaded.assert_holds(training.m, |i| stored(value(Values::M, i)));
+            loaded.assert_holds(training.v, |i| stored(value(Values::V, i)));
+            if name != "bf16" {
+                continue;
+            }
+            // The state file contains the master weights of the original, and the stored moments.
+            let Loaded { mut engine, state, .. } = loaded;
+            let out = write_checkpoint(&model, &mut *engine, state);
+            let read = |dir: &Path| fs::read(dir.join("state_00000009_00000.bin")).unwrap();
+            let (got, expected) = (read(out.path()), read(&directory(name)));
+            let n = 4 * model.descriptor.parameters();
+            let block = |bytes: &[u8], k: usize| bytes[1024 + k * n..1024 + (k + 1) * n].to_vec();
+            assert!(block(&got, 2) == block(&expected, 2), "master weights");
+            for k in 0..2 {
+                let floats = |bytes: &[u8]| -> Vec<f32> {
+                    block(bytes, k).as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
+                };
+                let expected: Vec<f32> = floats(&expected).into_iter().map(stored).collect();
+                assert!(floats(&got) == expected, "moments {k}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -184,20 +268,7 @@ fn checkpoints_round_trip_byte_for_byte() {
             (0..9).for_each(|_| loader.next(&mut words).unwrap());
             state.data = loader.position();
         }
-        let out = tempfile::tempdir().unwrap();
-        let identity = Identity {
-            program: String::new(),
-            engine: String::new(),
-            config: serde_json::Map::new(),
-            train: Vec::new(),
-            val: None,
-            ranks: 1,
-        };
-        let lock = DirectoryLock::acquire(out.path()).unwrap();
-        let mut checkpoints = CheckpointWriter::new(lock, Retention::default(), identity, None);
-        let ranks = &mut Ranks::Single;
-        checkpoints.begin(&model, &mut *engine, ranks, state, Ok(Vec::new())).unwrap();
-        checkpoints.wait(ranks).unwrap().unwrap().result.unwrap();
+        let out = write_checkpoint(&model, &mut *engine, state);
         for file in ["model_00000009.bin", "state_00000009_00000.bin", "DONE_00000009"] {
             let mut expected = fs::read(directory(name).join(file)).unwrap();
             let got = fs::read(out.path().join(file)).unwrap();

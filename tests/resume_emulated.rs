@@ -14,7 +14,7 @@ use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Decoder, Descriptor, PlanOptions, Recompute};
+use model::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -24,11 +24,24 @@ const EVERY: usize = 3;
 const GRAD_ACCUM: usize = 2;
 const VOCAB: usize = 60;
 
+/// The storage of parameters and optimizer state.
+#[derive(Clone, Copy, Debug)]
+struct Storage {
+    precision: Precision,
+    master_weights: MasterWeights,
+    moments: Moments,
+}
+
+const BF16: Storage = Storage { precision: Precision::Bf16, master_weights: MasterWeights::F32, moments: Moments::F32 };
+const FP32: Storage = Storage { precision: Precision::Fp32, ..BF16 };
+const COMPACT: Storage = Storage { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..BF16 };
+
 /// Trains to the end in `out`, resuming from the newest checkpoint there.
-fn train(out: &Path, precision: Precision, master_weights: bool, recompute: Recompute) {
+fn train(out: &Path, storage: Storage, recompute: Recompute) {
+    let Storage { precision, master_weights, moments } = storage;
     let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
     let descriptor = Descriptor::gpt2(1, 1, 64, 16, VOCAB).unwrap();
-    let options = PlanOptions { master_weights, recompute, ..PlanOptions::training(1, 16) };
+    let options = PlanOptions { master_weights, moments, recompute, ..PlanOptions::training(1, 16) };
     let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
@@ -118,11 +131,11 @@ fn killed_after_first_checkpoint(from: &Path) -> tempfile::TempDir {
     dir
 }
 
-fn assert_resumed_run_matches(precision: Precision, master_weights: bool) {
+fn assert_resumed_run_matches(storage: Storage) {
     let whole = tempfile::tempdir().unwrap();
-    train(whole.path(), precision, master_weights, Recompute::Nothing);
+    train(whole.path(), storage, Recompute::Nothing);
     let killed = killed_after_first_checkpoint(whole.path());
-    train(killed.path(), precision, master_weights, Recompute::Nothing);
+    train(killed.path(), storage, Recompute::Nothing);
     for name in [model_name(STEPS), state_name(STEPS, 0), "main.log".to_owned()] {
         let read = |dir: &Path| fs::read(dir.join(&name)).unwrap();
         assert!(read(whole.path()) == read(killed.path()), "{name} differs");
@@ -131,17 +144,42 @@ fn assert_resumed_run_matches(precision: Precision, master_weights: bool) {
 
 #[test]
 fn resumed_bf16_run_with_master_weights_is_identical() {
-    assert_resumed_run_matches(Precision::Bf16, true);
+    assert_resumed_run_matches(BF16);
 }
 
 #[test]
 fn resumed_bf16_run_without_master_weights_is_identical() {
-    assert_resumed_run_matches(Precision::Bf16, false);
+    assert_resumed_run_matches(Storage { master_weights: MasterWeights::None, ..BF16 });
+}
+
+#[test]
+fn resumed_run_with_remainders_and_bf16_moments_is_identical() {
+    assert_resumed_run_matches(COMPACT);
+}
+
+#[test]
+fn resumed_run_with_bf16_moments_and_no_master_weights_is_identical() {
+    assert_resumed_run_matches(Storage { master_weights: MasterWeights::None, ..COMPACT });
 }
 
 #[test]
 fn resumed_fp32_run_is_identical() {
-    assert_resumed_run_matches(Precision::Fp32, true);
+    assert_resumed_run_matches(FP32);
+}
+
+/// The storage does not change the format of the files. Remainders and f32 master weights are the same numbers, which a run
+/// continues from with the other storage; only the rounding of bf16 parameters differs.
+#[test]
+fn storage_may_change_when_resuming() {
+    for (was, is) in [(BF16, COMPACT), (COMPACT, BF16)] {
+        let whole = tempfile::tempdir().unwrap();
+        train(whole.path(), was, Recompute::Nothing);
+        let changed = killed_after_first_checkpoint(whole.path());
+        train(changed.path(), is, Recompute::Nothing);
+        let size = |dir: &Path| fs::metadata(dir.join(state_name(STEPS, 0))).unwrap().len();
+        assert_eq!(size(whole.path()), size(changed.path()));
+        assert_close_losses(whole.path(), changed.path(), &format!("{was:?} to {is:?}"));
+    }
 }
 
 /// Returns the losses after the first checkpoint.
@@ -153,17 +191,21 @@ fn losses(dir: &Path) -> Vec<f64> {
 
 #[test]
 fn precision_and_recompute_may_change_when_resuming() {
-    for (was, is) in [(Precision::Bf16, Precision::Fp32), (Precision::Fp32, Precision::Bf16)] {
+    for (was, is) in [(BF16, FP32), (FP32, BF16)] {
         let whole = tempfile::tempdir().unwrap();
-        train(whole.path(), was, true, Recompute::Nothing);
-        let expected = losses(whole.path());
+        train(whole.path(), was, Recompute::Nothing);
         let changed = killed_after_first_checkpoint(whole.path());
-        train(changed.path(), is, true, Recompute::ActivationAndNorms);
-        let got = losses(changed.path());
-        assert_eq!((got.len(), expected.len()), (STEPS - EVERY, STEPS - EVERY));
-        assert!(got != expected, "the change has no effect");
-        for (got, expected) in got.iter().zip(expected) {
-            assert!((got - expected).abs() < 0.02, "{was:?} to {is:?}: {got}, {expected}");
-        }
+        train(changed.path(), is, Recompute::ActivationAndNorms);
+        assert_close_losses(whole.path(), changed.path(), &format!("{was:?} to {is:?}"));
+    }
+}
+
+/// Asserts that the losses after the first checkpoint differ, but by less than 0.02.
+fn assert_close_losses(whole: &Path, changed: &Path, what: &str) {
+    let (expected, got) = (losses(whole), losses(changed));
+    assert_eq!((got.len(), expected.len()), (STEPS - EVERY, STEPS - EVERY));
+    assert!(got != expected, "the change has no effect");
+    for (got, expected) in got.iter().zip(expected) {
+        assert!((got - expected).abs() < 0.02, "{what}: {got}, {expected}");
     }
 }

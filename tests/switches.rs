@@ -4,7 +4,7 @@ use data::tokens;
 use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::ops::AdamW;
+use engine::ops::{AdamW, Master};
 use engine::plan::Plan;
 use engine::tensor::DType;
 use engine::{BatchLayout, Engine, GeluFusion};
@@ -21,8 +21,12 @@ const CHANNELS: usize = 64;
 fn planned(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool) -> (Decoder, Plan) {
     let descriptor = Descriptor::gpt2(LAYERS, 1, CHANNELS, LAYOUT.t, 100).unwrap();
     // The logits take three chunks.
-    let options =
-        PlanOptions { master_weights, recompute, logit_rows: 13, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    let options = PlanOptions {
+        master_weights: master_weights.into(),
+        recompute,
+        logit_rows: 13,
+        ..PlanOptions::training(LAYOUT.b, LAYOUT.t)
+    };
     Decoder::plan(descriptor, options, engine)
 }
 
@@ -66,7 +70,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
     Trained {
         grads: engine.read(training.grads).unwrap(),
         params: engine.read(model.params).unwrap(),
-        master: training.master.map(|master| engine.read(master).unwrap()),
+        master: training.master.tensor().map(|master| engine.read(master).unwrap()),
     }
 }
 
@@ -206,7 +210,7 @@ fn without_master_weights_updates_are_rounded_stochastically() {
     assert!((got / expected - 1.0).abs() < 0.15, "{got:e}, expected {expected:e}");
     // With f32 parameters there are no master weights.
     let (model, _) = planned(&mut *gpu(Precision::Fp32, None), Recompute::Nothing, true);
-    assert!(model.training.unwrap().master.is_none());
+    assert_eq!(model.training.unwrap().master, Master::None);
     assert_eq!(model.params.dtype, DType::F32);
 }
 
@@ -557,7 +561,8 @@ fn errors_in_a_file_name_the_line() {
     refused("steps = 2.0", &["steps = 2.0", "a whole number"]);
     refused("batch = true", &["batch = true", "a whole number"]);
     refused("recompute = 4", &["recompute = 4", "expected 0, 1, 2 or 3"]);
-    refused("master-weights = 2", &["master-weights = 2", "1 (true, on) or 0"]);
+    refused("master-weights = 3", &["master-weights = 3", "0 (none), 1 (f32) or 2 (remainder)"]);
+    refused("moments = 'f16'", &["line 1: moments", "f32, bf16"]);
     refused("dry-run = 1", &["dry-run = 1", "true or false"]);
     refused("steps = [1]", &["line 1: steps", "found array"]);
     refused("[batch]\nsize = 1", &["line 1: batch", "found table"]);
@@ -601,6 +606,9 @@ fn a_dry_run_prints_the_plan_and_writes_nothing() {
     let shown = plan(&["--model", "d6", "--device", "cuda", "-w", "0"]);
     assert!(shown.contains("bf16, updated with stochastic rounding") && !shown.contains("  master "), "{shown}");
     assert!(plan(&["--model", "d6", "--device", "cuda"]).contains("  master "));
+    let shown = plan(&["--model", "d6", "--device", "cuda", "-w", "2", "--moments", "bf16", "--verbose"]);
+    assert!(shown.contains("bf16, master weights in f32 as 16-bit remainders, moments in bf16"), "{shown}");
+    assert!(shown.contains("  master remainder ") && shown.contains(" u16 "), "{shown}");
     assert!(!out.exists());
     // A dry run reports the errors of the real run.
     rejects(&["train", "--dry-run", "-i", "/nowhere.bin"], &["/nowhere.bin"]);

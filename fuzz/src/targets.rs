@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use checkpoint::directory::{done_name, model_name, sidecar_name, state_name};
 use checkpoint::model_file::{self, ModelFile};
 use checkpoint::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
-use checkpoint::state::{self, OptimizerState};
+use checkpoint::state::{self, OptimizerState, Values};
 use checkpoint::{Progress, RunState, fingerprint, resume};
 use data::documents::{self, Format, Reading, Sink};
 use data::multiple_choice::{self, Example, MultipleChoice};
@@ -306,8 +306,9 @@ fn resume(state: &[u8], sidecar: Option<(&[u8], &Identity)>) -> Result<()> {
 fn state_file(masters: bool) -> Result<Vec<u8>> {
     let layout = Params::new(small());
     let block = vec![0x3d; 4 * layout.elements()];
+    let block = Values::F32(&block);
     let state = RunState { step: STEP, ..RunState::fresh(small_loader()?.position()) };
-    let moments = OptimizerState { m: &block, v: &block, master: masters.then_some(&block) };
+    let moments = OptimizerState { m: block, v: block, master: masters.then_some(block) };
     let mut file = Vec::new();
     state::write(&mut file, Shard::UNSHARDED, &state, &layout, moments)?;
     Ok(file)

@@ -14,10 +14,25 @@
 //! which it finds by binary search in a table in device memory. The result for an element depends on its range and on
 //! its index in the range, not on the other ranges of the launch.
 //!
-//! m and v are f32. With f32 master weights, the update applies to the masters, and `params` receives a copy of them.
-//! The copy is rounded stochastically if T is bf16 ([`crate::noise`], keyed by index in the range and seed). Without
-//! master weights, the stochastically rounded parameters are the only copy: an update far below one bf16 step still
-//! moves them in expectation.
+//! The weights that receive the update have one of three forms ([`crate::weights`]):
+//!
+//! * f32 master weights. `params` receives a copy of them, rounded stochastically if T is bf16 ([`crate::noise`], keyed
+//!   by index in the range and seed).
+//! * bf16 parameters with 16-bit remainders, which together are f32 master weights ([`crate::remainder`]). Nothing is
+//!   rounded stochastically.
+//! * No master weights: the stochastically rounded parameters are the only copy. An update far below one bf16 step
+//!   still moves them in expectation.
+//!
+//! m and v are f32 or, beside bf16 parameters, bf16 with stochastic rounding. The random bits of parameter, m and v are
+//! independent. The parameter is computed from m and v before they are rounded.
+//!
+//! Bytes per bf16 parameter, read and written:
+//!
+//! | | m and v in f32 | m and v in bf16 |
+//! |---|---|---|
+//! | f32 master weights | 28 | 20 |
+//! | remainders | 26 | 18 |
+//! | no master weights | 22 | 14 |
 //!
 //! Gradients are clipped by their global norm. The kernel reads the norm from device memory, so the host does not have
 //! to synchronize between the norm and the update. It also decides on the device whether to skip the step. A gradient
@@ -29,7 +44,8 @@
 
 use crate::float4::Float4Tile;
 pub use crate::float4::grid;
-use crate::noise;
+use crate::noise::{self, Stream};
+use crate::weights::Master;
 use cuda_std::{Element, Global, GlobalMut, kernel, math, thread};
 
 /// A contiguous range of elements that share a seed and a weight decay setting, as stored in the device table.
@@ -159,18 +175,27 @@ fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
     Some(if norm > clip { math::div_rn(clip, norm) } else { 1.0 })
 }
 
-/// Applies one AdamW step to the elements of `ranges`.
+/// Applies one AdamW step to the elements of `ranges`. `M` is the type of the moments.
 ///
 /// `params`, `masters`, `m`, `v` and `grads` have the same length; `masters` is null if there are no master weights.
 /// The ranges ascend, do not overlap, and have blocks from [`assign_blocks`]. Elements outside the ranges do not
 /// change. `stats` (2) holds the sum of the losses and the norm of all gradients, including those of other tensors. The
 /// step is skipped unless both are finite. Grid: the return value of [`assign_blocks`].
-#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn adamw<T: Element>(
+#[kernel(
+    threads = 256,
+    instances(
+        bf16 = <cuda_std::bf16, f32, f32>,
+        f32 = <f32, f32, f32>,
+        bf16_moments = <cuda_std::bf16, cuda_std::bf16, f32>,
+        bf16_remainder = <cuda_std::bf16, f32, u16>,
+        bf16_moments_remainder = <cuda_std::bf16, cuda_std::bf16, u16>,
+    )
+)]
+pub fn adamw<T: Element, M: Element, W: Master>(
     params: GlobalMut<T>,
-    masters: GlobalMut<f32>,
-    m: GlobalMut<f32>,
-    v: GlobalMut<f32>,
+    masters: GlobalMut<W>,
+    m: GlobalMut<M>,
+    v: GlobalMut<M>,
     grads: Global<T>,
     stats: Global<f32>,
     ranges: Global<Range>,
@@ -193,34 +218,34 @@ pub fn adamw<T: Element>(
         let mut old = [[[0.0; 4]; 4]; 2];
         for part in 0..Float4Tile::<T>::VECTORS {
             let i = tile.vector(part);
-            let params = if has_masters { masters.four(i) } else { params.four(i) };
-            old[part] = [grads.four(i), m.four(i), v.four(i), params];
+            let old_weights = if has_masters { W::four(masters, params, i) } else { params.four(i) };
+            old[part] = [grads.four(i), m.four(i), v.four(i), old_weights];
         }
         for part in 0..Float4Tile::<T>::VECTORS {
             let [grad, old_m, old_v, old] = old[part];
             let mut new = [[0.0; 4]; 3];
             for k in 0..4 {
-                let [m, v, param] = update.apply(grad[k], old_m[k], old_v[k], old[k]);
-                (new[0][k], new[1][k], new[2][k]) = (m, v, param);
+                let [m, v, weight] = update.apply(grad[k], old_m[k], old_v[k], old[k]);
+                (new[0][k], new[1][k], new[2][k]) = (m, v, weight);
             }
             let i = tile.vector(part);
-            m.set_four(i, new[0]);
-            v.set_four(i, new[1]);
+            m.set_four(i, noise::round_four_from::<M>(Stream::M, new[0], i, seed));
+            v.set_four(i, noise::round_four_from::<M>(Stream::V, new[1], i, seed));
             if has_masters {
-                masters.set_four(i, new[2]);
+                W::set_four(masters, i, new[2]);
             }
-            params.set_four(i, noise::round_four::<T>(new[2], i, seed));
+            params.set_four(i, W::params::<T>(new[2], i, seed));
         }
     } else {
         for i in tile.tail(n) {
-            let old = if has_masters { masters.at(i) } else { params.at(i).to_f32() };
-            let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i), v.at(i), old);
-            m.set(i, new_m);
-            v.set(i, new_v);
+            let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
+            let [new_m, new_v, new] = update.apply(grads.at(i).to_f32(), m.at(i).to_f32(), v.at(i).to_f32(), old);
+            m.set(i, noise::round_from(Stream::M, new_m, i, seed));
+            v.set(i, noise::round_from(Stream::V, new_v, i, seed));
             if has_masters {
-                masters.set(i, new);
+                W::set(masters, i, new);
             }
-            params.set(i, noise::round(new, i, seed));
+            params.set(i, W::param(new, i, seed));
         }
     }
 }

@@ -43,10 +43,46 @@ pub const fn squirrel5_2d(x: u32, y: u32, seed: u32) -> u32 {
     squirrel5(point(x, y), seed)
 }
 
+/// Independent sequences of random bits with the same seed, one for each tensor that an update rounds.
+///
+/// The bits of all streams are functions of one hash. They keep the property of [`seed_from`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Parameters: the lower half of the hash.
+    Params,
+    /// First moments: the upper half of the hash.
+    M,
+    /// Second moments: the hash of the hash.
+    V,
+}
+
+impl Stream {
+    /// Returns random bits, of which the lower half is used, given the hash of an element.
+    #[inline(always)]
+    const fn bits(self, hash: u32) -> u32 {
+        match self {
+            Self::Params => hash,
+            Self::M => hash >> 16,
+            Self::V => squirrel5(hash, STEP),
+        }
+    }
+}
+
 /// Rounds `value` stochastically, as the new value of element `index` of a tensor.
 #[inline(always)]
 pub fn round<T: Element>(value: f32, index: usize, seed: u32) -> T {
-    T::from_f32(T::round_stochastic(value, squirrel5_2d(index as u32, (index >> 32) as u32, seed)))
+    round_from(Stream::Params, value, index, seed)
+}
+
+/// Rounds `value` with the random bits of a stream. See [`round`].
+#[inline(always)]
+pub fn round_from<T: Element>(stream: Stream, value: f32, index: usize, seed: u32) -> T {
+    // f32 is not rounded. Without a hash that nothing uses, instances with f32 moments are compiled as if they had no streams.
+    if const { size_of::<T>() == size_of::<f32>() } {
+        return T::from_f32(value);
+    }
+    let hash = squirrel5_2d(index as u32, (index >> 32) as u32, seed);
+    T::from_f32(T::round_stochastic(value, stream.bits(hash)))
 }
 
 /// Rounds `f(0) .. f(T::PACKET)` stochastically, as the new values of a tensor from element `index` on.
@@ -65,9 +101,18 @@ pub fn round_packet<T: Element>(index: usize, seed: u32, mut f: impl FnMut(usize
 /// Rounds four values with [`round`], as the new values of a tensor from element `index` on.
 #[inline(always)]
 pub fn round_four<T: Element>(values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
+    round_four_from::<T>(Stream::Params, values, index, seed)
+}
+
+/// Rounds four values with the random bits of a stream. See [`round_four`].
+#[inline(always)]
+pub fn round_four_from<T: Element>(stream: Stream, values: [f32; 4], index: usize, seed: u32) -> [f32; 4] {
+    if const { size_of::<T>() == size_of::<f32>() } {
+        return values;
+    }
     let mut rounded = [0.0; 4];
     for k in 0..4 {
-        rounded[k] = round::<T>(values[k], index + k, seed).to_f32();
+        rounded[k] = round_from::<T>(stream, values[k], index + k, seed).to_f32();
     }
     rounded
 }

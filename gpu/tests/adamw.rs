@@ -5,8 +5,8 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, Global, GlobalMut, bf16};
-use gpu::adamw;
-use gpu::noise::round;
+use gpu::noise::{Stream, round, round_from, seed_from};
+use gpu::{adamw, remainder};
 use std::ops::Range;
 
 tests! {
@@ -15,7 +15,10 @@ tests! {
         non_finite_loss_or_norm_skips_the_step, zero_gradients_only_decay, first_step_has_the_size_of_the_learning_rate,
         clipping_cancels_the_gradient_scale, nan_stays_in_its_element, result_does_not_depend_on_length,
         parameters_are_rounded_masters, parameters_are_neighbours_of_masters;
-    once: rounding_is_unbiased, rounding_depends_on_the_whole_index_and_the_seed;
+    once: rounding_is_unbiased, rounding_depends_on_the_whole_index_and_the_seed, bf16_moments_are_rounded_f32_moments,
+        bf16_moments_follow_the_average_of_small_gradients, streams_are_independent,
+        streams_of_a_slice_are_those_of_the_tensor, remainders_are_exact_master_weights, every_master_weight_can_be_updated,
+        compact_state_keeps_nan_in_its_element_and_skips_steps;
 }
 
 /// All lengths up to two packets, all remainders around one block's tile, and several blocks.
@@ -59,32 +62,75 @@ const EPSILON: f64 = 1e-8;
 const SETTINGS: Settings =
     Settings { loss: 7.0, norm: 0.5, clip: 1.0, rate: 0.01, beta1: 0.9, beta2: 0.95, step: 3, decay: 0.1, seed: 5 };
 
+/// The weights beside the parameters.
+#[derive(Clone, Debug)]
+enum Masters {
+    None,
+    F32(Vec<f32>),
+    Remainder(Vec<u16>),
+}
+
+impl Masters {
+    fn part(&self, elements: Range<usize>) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::F32(masters) => Self::F32(masters[elements].to_vec()),
+            Self::Remainder(remainders) => Self::Remainder(remainders[elements].to_vec()),
+        }
+    }
+}
+
+/// Parameters and moments of types `T` and `M`.
 #[derive(Clone)]
-struct State<T> {
+struct State<T, M = f32> {
     params: Vec<T>,
-    masters: Option<Vec<f32>>,
-    m: Vec<f32>,
-    v: Vec<f32>,
+    masters: Masters,
+    m: Vec<M>,
+    v: Vec<M>,
 }
 
 impl<T: Tolerance> State<T> {
+    fn fresh(n: usize, mastered: bool) -> Self {
+        Self { m: vec![0.0; n], v: vec![0.0; n], ..Self::new(n, mastered) }
+    }
+}
+
+impl<T: Tolerance, M: Tolerance> State<T, M> {
     fn new(n: usize, mastered: bool) -> Self {
         let values = noise(n, 1);
         Self {
             params: rounded(&values),
-            masters: mastered.then(|| rounded(&values)),
+            masters: if mastered { Masters::F32(rounded(&values)) } else { Masters::None },
             m: rounded(&noise(n, 2)),
             v: rounded(&noise(n, 3).iter().map(|x| x.abs()).collect::<Vec<_>>()),
         }
     }
 
-    fn fresh(n: usize, mastered: bool) -> Self {
-        Self { m: vec![0.0; n], v: vec![0.0; n], ..Self::new(n, mastered) }
+    /// Returns the master weights if there are any, else the parameters.
+    fn weights(&self) -> Vec<f32> {
+        let params = self.params.iter().map(|param| param.to_f32());
+        match &self.masters {
+            Masters::None => params.collect(),
+            Masters::F32(masters) => masters.clone(),
+            Masters::Remainder(remainders) => {
+                params.zip(remainders).map(|(param, low)| remainder::join(param, *low)).collect()
+            }
+        }
     }
 
-    /// Returns the master weights if there are any, else the parameters.
     fn exact(&self) -> Vec<f64> {
-        self.masters.as_ref().map_or_else(|| wide(&self.params), |masters| wide(masters))
+        wide(&self.weights())
+    }
+
+    /// Converts the moments to another type. They must be representable.
+    fn with_moments<N: Tolerance>(&self) -> State<T, N> {
+        let converted = |moments: &[M]| moments.iter().map(|x| N::from_f32(x.to_f32())).collect();
+        State {
+            params: self.params.clone(),
+            masters: self.masters.clone(),
+            m: converted(&self.m),
+            v: converted(&self.v),
+        }
     }
 
     fn updated(&self, grads: &[T], settings: Settings) -> Self {
@@ -92,41 +138,40 @@ impl<T: Tolerance> State<T> {
     }
 
     fn updated_in(&self, parts: &[Part], grads: &[T], settings: Settings) -> Self {
-        let Settings { loss, norm, clip, rate, beta1, beta2, step, decay, seed } = settings;
         let part = |part: &Part| adamw::Range::new(part.start, part.len, part.decayed, part.seed);
         let mut ranges: Vec<_> = parts.iter().map(part).collect();
         let grid = adamw::assign_blocks::<T>(&mut ranges);
         let table: Vec<u32> = ranges.iter().flat_map(adamw::Range::words).collect();
         let mut memory = Memory::new();
         let params = memory.buffer("params", &self.params);
-        let masters = self.masters.as_ref().map(|masters| memory.buffer("masters", masters));
         let (m, v) = (memory.buffer("m", &self.m), memory.buffer("v", &self.v));
-        let scalars = adamw::Scalars {
-            clip,
-            learning_rate: rate as f32,
-            beta1: beta1 as f32,
-            beta2: beta2 as f32,
-            correction1: (1.0 / (1.0 - beta1.powi(step))) as f32,
-            correction2: (1.0 / (1.0 - beta2.powi(step))) as f32,
-            epsilon: EPSILON as f32,
-            weight_decay: decay as f32,
-            seed,
-            range_count: ranges.len() as u32,
-        };
-        let masters_or_null = masters.unwrap_or(GlobalMut::new(std::ptr::null_mut()));
+        let scalars = settings.scalars(ranges.len());
         let grads = memory.input("grads", grads);
-        let stats = memory.input("stats", &[loss, norm]);
+        let stats = memory.input("stats", &[settings.loss, settings.norm]);
         let table = Global::new(memory.input("ranges", &table).pointer().cast());
-        let launch = adamw::adamw(params, masters_or_null, m, v, grads, stats, table, scalars);
-        if grid > 0 {
-            run(&mut memory, &launch, grid, 0);
-        }
-        Self {
-            params: memory.read(params),
-            masters: masters.map(|view| memory.read(view)),
-            m: memory.read(m),
-            v: memory.read(v),
-        }
+        let launch = |memory: &mut Memory, launch| {
+            if grid > 0 {
+                run(memory, &launch, grid, 0);
+            }
+        };
+        let masters = match &self.masters {
+            Masters::None => {
+                let none = GlobalMut::<f32>::new(std::ptr::null_mut());
+                launch(&mut memory, adamw::adamw(params, none, m, v, grads, stats, table, scalars));
+                Masters::None
+            }
+            Masters::F32(masters) => {
+                let masters = memory.buffer("masters", masters);
+                launch(&mut memory, adamw::adamw(params, masters, m, v, grads, stats, table, scalars));
+                Masters::F32(memory.read(masters))
+            }
+            Masters::Remainder(remainders) => {
+                let remainders = memory.buffer("remainders", remainders);
+                launch(&mut memory, adamw::adamw(params, remainders, m, v, grads, stats, table, scalars));
+                Masters::Remainder(memory.read(remainders))
+            }
+        };
+        Self { params: memory.read(params), masters, m: memory.read(m), v: memory.read(v) }
     }
 
     #[track_caller]
@@ -140,7 +185,7 @@ impl<T: Tolerance> State<T> {
     fn part(&self, elements: Range<usize>) -> Self {
         Self {
             params: self.params[elements.clone()].to_vec(),
-            masters: self.masters.as_ref().map(|masters| masters[elements.clone()].to_vec()),
+            masters: self.masters.part(elements.clone()),
             m: self.m[elements.clone()].to_vec(),
             v: self.v[elements].to_vec(),
         }
@@ -148,6 +193,24 @@ impl<T: Tolerance> State<T> {
 
     fn prefix(&self, n: usize) -> Self {
         self.part(0..n)
+    }
+}
+
+impl Settings {
+    fn scalars(self, ranges: usize) -> adamw::Scalars {
+        let Self { clip, rate, beta1, beta2, step, decay, seed, .. } = self;
+        adamw::Scalars {
+            clip,
+            learning_rate: rate as f32,
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
+            correction1: (1.0 / (1.0 - beta1.powi(step))) as f32,
+            correction2: (1.0 / (1.0 - beta2.powi(step))) as f32,
+            epsilon: EPSILON as f32,
+            weight_decay: decay as f32,
+            seed,
+            range_count: ranges as u32,
+        }
     }
 }
 
@@ -294,7 +357,7 @@ fn nan_stays_in_its_element<T: Tolerance>() {
         let clean = before.updated(&rounded(&grads), SETTINGS);
         grads[at] = f64::NAN;
         let mut want = clean;
-        let masters = want.masters.as_mut().unwrap();
+        let Masters::F32(masters) = &mut want.masters else { unreachable!() };
         (want.params[at], masters[at], want.m[at], want.v[at]) = (T::from_f32(f32::NAN), f32::NAN, f32::NAN, f32::NAN);
         before.updated(&rounded(&grads), SETTINGS).assert_same("one NaN", &want);
     }
@@ -316,7 +379,7 @@ fn parameters_are_rounded_masters<T: Tolerance>() {
     for (seed, n) in lengths().enumerate() {
         let settings = Settings { seed: seed as u32, ..SETTINGS };
         let after = State::<T>::new(n, true).updated(&rounded(&noise(n, 4)), settings);
-        let params: Vec<T> = all_rounded(after.masters.as_ref().unwrap(), settings.seed);
+        let params: Vec<T> = all_rounded(&after.weights(), settings.seed);
         assert_same("params", &wide(&params), &wide(&after.params));
     }
 }
@@ -378,5 +441,203 @@ fn rounding_depends_on_the_whole_index_and_the_seed() {
     for (first, seed) in [(1, 5), (0, 6), (1 << 32, 5), (1 << 33, 5)] {
         let same = agree(&mut rounded(0, 5), &mut rounded(first, seed));
         assert!(same.abs_diff(n / 2) < 5 * 32, "elements from {first}, seed {seed}: {same} of {n} results are equal");
+    }
+}
+
+/// Returns `(start, len, decayed, seed)` of ranges with gaps that together have every kind of tile, and the elements of all.
+fn compact_parts() -> (Vec<Part>, usize) {
+    let part = |start, len, decayed, seed| Part { start, len, decayed, seed };
+    let parts =
+        vec![part(8, 17, true, 3), part(32, 2048, false, 0), part(2088, 4101, true, 900), part(6200, 1, true, 7)];
+    (parts, 6210)
+}
+
+/// The weights do not depend on the type of the moments. bf16 moments are those in f32, rounded with the bits of their streams.
+fn bf16_moments_are_rounded_f32_moments() {
+    let (parts, n) = compact_parts();
+    for mastered in [false, true] {
+        let (before, grads) = (State::<bf16, bf16>::new(n, mastered), rounded(&noise(n, 4)));
+        let got = before.updated_in(&parts, &grads, SETTINGS);
+        let want = before.with_moments::<f32>().updated_in(&parts, &grads, SETTINGS);
+        assert_same("params", &wide(&got.params), &wide(&want.params));
+        assert_same("masters", &got.exact(), &want.exact());
+        let rounded = |stream, moments: &[f32]| {
+            let mut moments = moments.to_vec();
+            for part in &parts {
+                let seed = SETTINGS.seed.wrapping_add(part.seed);
+                for i in 0..part.len {
+                    let moment = &mut moments[part.start + i];
+                    *moment = round_from::<bf16>(stream, *moment, i, seed).to_f32();
+                }
+            }
+            wide(&moments)
+        };
+        assert_same("m", &wide(&got.m), &rounded(Stream::M, &want.m));
+        assert_same("v", &wide(&got.v), &rounded(Stream::V, &want.v));
+        let changed = |moments: &[bf16], exact: &[f32]| {
+            moments.iter().zip(exact).filter(|(a, b)| a.to_f32().to_bits() != b.to_bits()).count()
+        };
+        assert!(changed(&got.m, &want.m) > n / 2 && changed(&got.v, &want.v) > n / 2, "most moments are rounded");
+    }
+}
+
+/// Each step changes the moments by less than half of their last place: rounding to nearest would never change them. Their means
+/// follow the exact moments.
+fn bf16_moments_follow_the_average_of_small_gradients() {
+    const STEPS: i32 = 60;
+    let n = 8192;
+    let grads: Vec<bf16> = rounded(&vec![0.25; n]);
+    let settings = Settings { norm: 0.5, rate: 0.0, beta1: 0.999, beta2: 0.999, ..SETTINGS };
+    let mut state = State::<bf16, bf16>::new(n, false);
+    (state.m, state.v) = (rounded(&vec![0.5; n]), rounded(&vec![0.125; n]));
+    let (mut m, mut v) = (0.5, 0.125);
+    for step in 1..=STEPS {
+        state = state.updated(&grads, Settings { step, seed: 1000 * step as u32, ..settings });
+        (m, v) = (0.999 * m + 0.001 * 0.25, 0.999 * v + 0.001 * 0.0625);
+    }
+    // A step of bf16 below 0.5 is 2^-9, and below 0.125 it is 2^-11. The sum of `STEPS` roundings deviates by at most half a step
+    // times the root of their number, and the mean of n elements by the root of n less.
+    let deviation = |step: f64| 5.0 * step / 2.0 * f64::from(STEPS).sqrt() / (n as f64).sqrt();
+    let mean = |moments: &[bf16]| wide(moments).iter().sum::<f64>() / n as f64;
+    let (got_m, got_v) = (mean(&state.m), mean(&state.v));
+    assert!((got_m - m).abs() < deviation(2f64.powi(-9)), "m: {got_m}, expected {m}");
+    assert!((got_v - v).abs() < deviation(2f64.powi(-11)), "v: {got_v}, expected {v}");
+    assert!((m - 0.5).abs() > 20.0 * deviation(2f64.powi(-9)), "the test cannot detect moments that do not change");
+}
+
+/// Parameters and both moments are rounded up independently of each other, also in neighboring elements.
+fn streams_are_independent() {
+    let n = 16_384;
+    let streams = [Stream::Params, Stream::M, Stream::V];
+    let ups = streams.map(|stream| -> Vec<bool> {
+        let up = |i| round_from::<bf16>(stream, 1.0 + 1.0 / 256.0, i, 5).to_f32() > 1.0;
+        (0..n + 64).map(up).collect()
+    });
+    for (a, first) in ups.iter().enumerate() {
+        assert!(first[..n].iter().filter(|up| **up).count().abs_diff(n / 2) < 5 * 64, "stream {a} is biased");
+        for (b, second) in ups.iter().enumerate() {
+            for shift in (0..64).filter(|&shift| (a, 0) != (b, shift)) {
+                let same = (0..n).filter(|&i| first[i] == second[i + shift]).count();
+                assert!(same.abs_diff(n / 2) < 5 * 64, "streams {a} and {b}, {shift} apart: {same} of {n} agree");
+            }
+        }
+    }
+}
+
+fn streams_of_a_slice_are_those_of_the_tensor() {
+    for stream in [Stream::Params, Stream::M, Stream::V] {
+        for (first, i) in [(64, 0), (1000, 7), (1_000_000_007, 12)] {
+            let value = 1.0 + 1.0 / 256.0;
+            let slices = (0..64).map(|seed| round_from::<bf16>(stream, value, i, seed_from(seed, first)).to_bits());
+            let whole = (0..64).map(|seed| round_from::<bf16>(stream, value, first + i, seed).to_bits());
+            assert!(slices.eq(whole), "{stream:?} from {first}");
+        }
+    }
+}
+
+/// Splits f32 master weights into parameters and remainders.
+fn compact<M: Tolerance>(state: &State<bf16, M>) -> State<bf16, M> {
+    let (params, remainders) =
+        state.weights().into_iter().map(remainder::split).map(|(param, low)| (bf16::from_f32(param), low)).unzip();
+    State { params, masters: Masters::Remainder(remainders), ..state.clone() }
+}
+
+/// Several steps with equal gradients give the same bits as f32 master weights, and the parameters are the masters rounded to
+/// nearest. Elements outside of the ranges do not change.
+fn remainders_are_exact_master_weights() {
+    fn check<M: Tolerance>() {
+        let (parts, n) = compact_parts();
+        let mut exact = State::<bf16, M>::new(n, true);
+        let mut state = compact(&exact);
+        for step in 1..=5 {
+            let grads = rounded(&noise(n, 40 + step as u32));
+            let settings = Settings { step, seed: 77 * step as u32, norm: 2.0, ..SETTINGS };
+            exact = exact.updated_in(&parts, &grads, settings);
+            state = state.updated_in(&parts, &grads, settings);
+            state.assert_same(&format!("step {step}"), &compact(&exact));
+        }
+        let before = State::<bf16, M>::new(n, true).weights();
+        for (i, (new, old)) in state.weights().iter().zip(before).enumerate() {
+            let updated = parts.iter().any(|part| (part.start..part.end()).contains(&i));
+            assert_eq!(new.to_bits() != old.to_bits(), updated, "element {i}");
+        }
+    }
+    check::<f32>();
+    check::<bf16>();
+    // Full tiles and tails agree with an f64 reference.
+    for n in [1, 17, 2047, 2048, 2049] {
+        let before = compact(&State::<bf16>::new(n, true));
+        let grads = rounded::<bf16>(&noise(n, 4));
+        let after = before.updated(&grads, SETTINGS);
+        let Settings { rate, beta1, beta2, step, decay, .. } = SETTINGS;
+        let new = before.exact().into_iter().enumerate().map(|(i, old)| {
+            let g = f64::from(grads[i].to_f32());
+            let m = (beta1 * f64::from(before.m[i]) + (1.0 - beta1) * g) / (1.0 - beta1.powi(step));
+            let v = (beta2 * f64::from(before.v[i]) + (1.0 - beta2) * g * g) / (1.0 - beta2.powi(step));
+            old - rate * (m / (v.sqrt() + EPSILON) + decay * old)
+        });
+        let new: Vec<_> = new.collect();
+        assert_close("masters", &after.exact(), &new, 4e-6, 1e-1);
+        assert_close("params", &wide(&after.params), &new, bf16::ROUNDING, 1e-2);
+    }
+}
+
+/// Covers ties, subnormal numbers, zeros, and numbers whose parameter is infinite. Without gradients, a step changes nothing.
+fn every_master_weight_can_be_updated() {
+    let upper: [u32; 8] = [0, 1, 0x7f, 0x80, 0x3f7f, 0x3f80, 0x3f81, 0x7f7f];
+    let lower: [u32; 6] = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+    let bits = upper.into_iter().flat_map(|upper| lower.map(|lower| (upper << 16) | lower));
+    let masters: Vec<f32> = bits.flat_map(|bits| [bits, bits | (1 << 31)]).map(f32::from_bits).collect();
+    // A full tile and a tail.
+    let masters: Vec<f32> = masters.iter().copied().cycle().take(2048 + masters.len()).collect();
+    let n = masters.len();
+    let zeros = vec![0.0; n];
+    let exact =
+        State::<bf16> { masters: Masters::F32(masters.clone()), m: zeros.clone(), v: zeros, ..State::new(n, true) };
+    let before = compact(&exact);
+    let settings = Settings { norm: 0.0, decay: 0.0, ..SETTINGS };
+    let after = before.updated(&vec![bf16::from_f32(0.0); n], settings);
+    for (i, (got, want)) in after.weights().iter().zip(&masters).enumerate() {
+        assert_eq!(got.to_bits(), want.to_bits(), "element {i}, {want:e}");
+    }
+    // The same steps from f32 master weights.
+    let grads = rounded(&noise(n, 4));
+    let [got, want] = [&before, &exact].map(|state| state.updated(&grads, SETTINGS).weights());
+    assert!(got.iter().zip(&want).all(|(got, want)| got.to_bits() == want.to_bits()));
+}
+
+fn compact_state_keeps_nan_in_its_element_and_skips_steps() {
+    fn check<M: Tolerance>(n: usize, at: usize) {
+        let before = compact(&State::<bf16, M>::new(n, true));
+        let mut grads = noise(n, 4);
+        let mut want = before.updated(&rounded(&grads), SETTINGS);
+        grads[at] = f64::NAN;
+        let got = before.updated(&rounded(&grads), SETTINGS);
+        let nan = M::from_f32(f32::NAN);
+        (want.params[at], want.m[at], want.v[at]) = (bf16::from_f32(f32::NAN), nan, nan);
+        let Masters::Remainder(remainders) = &mut want.masters else { unreachable!() };
+        remainders[at] = 0;
+        got.assert_same("one NaN", &want);
+        // The NaN of GPUs, 0x7fffffff, has a carry into the sign.
+        let mut poisoned = before.clone();
+        poisoned.params[at] = bf16::from_bits(0x8000);
+        poisoned.masters = match poisoned.masters {
+            Masters::Remainder(mut remainders) => {
+                remainders[at] = 0xffff;
+                Masters::Remainder(remainders)
+            }
+            other => other,
+        };
+        assert_eq!(poisoned.weights()[at].to_bits(), 0x7fff_ffff);
+        let got = poisoned.updated(&rounded(&noise(n, 4)), SETTINGS);
+        assert!(got.params[at].to_f32().is_nan() && got.weights()[at].is_nan());
+        for bad in [f32::NAN, f32::INFINITY] {
+            let skipped = before.updated(&rounded(&grads), Settings { norm: bad, ..SETTINGS });
+            skipped.assert_same("skipped", &before);
+        }
+    }
+    for (n, at) in [(1, 0), (17, 16), (2049, 1031)] {
+        check::<f32>(n, at);
+        check::<bf16>(n, at);
     }
 }

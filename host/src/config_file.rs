@@ -141,8 +141,8 @@ mod tests {
     use checkpoint::config::Config;
     use engine::GeluFusion;
     use engine::open::{Device, MatmulBackend, Precision};
-    use model::Recompute;
     use model::schedule::Kind;
+    use model::{MasterWeights, Moments, Recompute};
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
@@ -201,7 +201,8 @@ mod tests {
             zero_stage: 2,
             check_ranks: 100,
             recompute: Recompute::Activation,
-            master_weights: true,
+            master_weights: MasterWeights::Remainder,
+            moments: Moments::Bf16,
             keep: 3,
             major_every: 50_000,
             device: Device::Cuda,
@@ -221,6 +222,17 @@ mod tests {
         let keys: BTreeSet<_> =
             config().to_toml().unwrap().parse::<toml::Table>().unwrap().into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, flags.into_iter().filter(|flag| !ACTIONS.contains(&&**flag)).collect());
+    }
+
+    /// Earlier versions had a switch for master weights, and no type of the moments.
+    #[test]
+    fn default_storage_is_saved_as_in_earlier_versions() {
+        for (master_weights, saved) in [(MasterWeights::F32, "true"), (MasterWeights::None, "false")] {
+            let config = Config { master_weights, moments: Moments::F32, ..config() };
+            let text = config.to_toml().unwrap();
+            assert!(text.contains(&format!("\nmaster-weights = {saved}\n")) && !text.contains("moments"), "{text}");
+            assert_eq!(toml::from_str::<Config>(&text).unwrap(), config);
+        }
     }
 
     #[test]

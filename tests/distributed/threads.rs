@@ -8,14 +8,14 @@ use distributed::tcp_group::{Reduction, TcpGroup};
 use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
-use engine::tensor::{Sharded, Tensor};
+use engine::tensor::{DType, Sharded, Tensor};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
 use host::train::{Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Decoder, Descriptor, Param, Params, PlanOptions, Shard, Store, Zero};
+use model::{Decoder, Descriptor, MasterWeights, Moments, Param, Params, PlanOptions, Shard, Store, Zero};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -35,6 +35,8 @@ enum EngineKind {
     Emulated,
     /// Emulated GPU, bf16 with master weights.
     EmulatedWithMasters,
+    /// Emulated GPU, bf16 with remainders and bf16 moments.
+    EmulatedCompact,
 }
 
 /// A training run with one thread per rank.
@@ -82,7 +84,14 @@ fn read_store(engine: &mut dyn Engine, layout: &Params, store: Store) -> Vec<Sto
     let mut all = Vec::new();
     for (param, layer) in layout.file_order() {
         if let Some((range, tensor)) = store.held(param, layer) {
-            all.push(StoredTensor { param, layer, first: range.start, values: engine.read(tensor).unwrap() });
+            let values = if tensor.dtype == DType::U16 {
+                let mut bytes = vec![0; tensor.bytes()];
+                engine.read_bytes(tensor, &mut bytes).unwrap();
+                bytes.as_chunks().0.iter().map(|&b| f32::from(u16::from_le_bytes(b))).collect()
+            } else {
+                engine.read(tensor).unwrap()
+            };
+            all.push(StoredTensor { param, layer, first: range.start, values });
         }
     }
     all
@@ -157,6 +166,7 @@ impl Threads {
             m: read_store(&mut *engine, &model.layout, model.state_store(training.m)),
             masters: training
                 .master
+                .tensor()
                 .map_or_else(Vec::new, |master| read_store(&mut *engine, &model.layout, model.state_store(master))),
             losses: numbers("loss"),
             norms: numbers("norm"),
@@ -170,9 +180,13 @@ impl Threads {
         let Self { ranks: n, descriptor: (layers, heads, channels), b, .. } = self;
         let rank = group.rank;
         let descriptor = Descriptor::gpt2(layers, heads, channels, T, VOCAB).unwrap();
-        let master_weights = self.engine == EngineKind::EmulatedWithMasters;
+        let (master_weights, moments) = match self.engine {
+            EngineKind::EmulatedCompact => (MasterWeights::Remainder, Moments::Bf16),
+            EngineKind::EmulatedWithMasters => (MasterWeights::F32, Moments::F32),
+            EngineKind::Cpu | EngineKind::Emulated => (MasterWeights::None, Moments::F32),
+        };
         let zero = Zero::new(self.stage, Shard { rank, ranks: n });
-        let options = PlanOptions { master_weights, zero, ..PlanOptions::training(b, T) };
+        let options = PlanOptions { master_weights, moments, zero, ..PlanOptions::training(b, T) };
         let (model, plan) = Decoder::plan(descriptor, options, engine);
         engine.allocate(&plan).unwrap();
         // Without sharding, only rank 0 initializes the model and broadcasts it.
@@ -187,7 +201,7 @@ impl Threads {
             ranks = Ranks::Ready(Box::new(DelayedCommunicator { inner, pending: Vec::new() }));
         }
         if !zero.shards_optimizer() {
-            let tensors = [Some(model.params), model.training.unwrap().master];
+            let tensors = [Some(model.params), model.training.unwrap().master.tensor()];
             ranks.broadcast_tensors(engine, &tensors.into_iter().flatten().collect::<Vec<_>>()).unwrap();
         }
         (ranks, model)
@@ -461,7 +475,7 @@ fn sharded_runs_are_deterministic() {
 
 #[test]
 fn kernels_round_shards_like_whole_tensors() {
-    for engine in [EngineKind::Emulated, EngineKind::EmulatedWithMasters] {
+    for engine in [EngineKind::Emulated, EngineKind::EmulatedWithMasters, EngineKind::EmulatedCompact] {
         let base = Threads {
             ranks: 2,
             engine,
@@ -479,7 +493,9 @@ fn kernels_round_shards_like_whole_tensors() {
             assert_eq!((results[0].losses.len(), results[0].error.as_ref()), (2, None));
             assert_eq!(results[0].losses, expected[0].losses, "stage {stage}");
             assert!(tensors(&results) == tensors(&expected), "stage {stage}");
-            if engine == EngineKind::EmulatedWithMasters {
+            let tensors = |results: &[RankResult]| assemble(results, |result| &result.m, shape(base));
+            assert!(tensors(&results) == tensors(&expected), "stage {stage}");
+            if engine != EngineKind::Emulated {
                 let tensors = |results: &[RankResult]| assemble(results, |result| &result.masters, shape(base));
                 assert!(tensors(&results) == tensors(&expected), "stage {stage}");
             }

@@ -5,9 +5,9 @@
 use anyhow::{Context, Result};
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Precision};
-use model::Recompute;
 use model::guards::Limits;
 use model::schedule::Kind;
+use model::{MasterWeights, Moments, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,6 @@ use std::path::{Path, PathBuf};
 /// and absent from the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of `train`")]
 pub struct Config {
     /// File patterns of the training data. If absent, the built-in text is used.
     pub train: Option<String>,
@@ -108,8 +107,11 @@ pub struct Config {
 
     /// Which activations are recomputed in the backward pass.
     pub recompute: Recompute,
-    /// Whether f32 master weights are kept for bf16 parameters.
-    pub master_weights: bool,
+    /// Storage of the f32 master weights of bf16 parameters.
+    pub master_weights: MasterWeights,
+    /// Type of the optimizer's moments beside bf16 parameters. Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Moments::is_default")]
+    pub moments: Moments,
 
     /// The device in use, never `auto`.
     pub device: Device,

@@ -9,13 +9,13 @@ use super::{Progress, RunState};
 use anyhow::{Context, Result, bail, ensure};
 use data::Loader;
 use engine::Engine;
-use engine::tensor::DType;
+use engine::ops::Master;
 use model::{Decoder, Descriptor};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 21] = [
+const MUTABLE_SETTINGS: [&str; 23] = [
     "device",
     "precision",
     "tf32",
@@ -23,6 +23,8 @@ const MUTABLE_SETTINGS: [&str; 21] = [
     "matmul",
     "kernels",
     "recompute",
+    "master-weights",
+    "moments",
     "zero-stage",
     "out",
     "val-every",
@@ -256,14 +258,10 @@ impl Checkpoint {
     pub fn load_tensors(&mut self, model: &Decoder, engine: &mut dyn Engine, notes: &mut Vec<String>) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
         self.model.load_tensors(model, engine)?;
-        let masters = match training.master {
-            Some(master) => Some(model.state_store(master)),
-            None => (model.params.dtype == DType::F32).then(|| model.param_store()),
-        };
-        if training.master.is_some() && !self.state.has_master_weights() {
+        if training.master != Master::None && !self.state.has_master_weights() {
             notes.push("the checkpoint has no master weights: they start as the weights of the model file".to_owned());
         }
-        self.state.load(model, masters, engine)
+        self.state.load(model, engine)
     }
 }
 

@@ -5,7 +5,8 @@
 //! 1. A header of 256 i32. Index 0 is the magic 20240527, 1 the version 1, 2 the world size, 3 the rank, 4 a flag for master
 //!    weights, 5 a flag for shuffling, 10 the step. As u64: index 20 is the generator of stochastic rounding, 22 its state
 //!    before the last update, 30 the shard of the loader, 32 its sample. All other words are 0.
-//! 2. The f32 blocks m, v and, if flagged, the master weights, in the layout of the `tensors` module.
+//! 2. The f32 blocks m, v and, if flagged, the master weights, in the layout of the `tensors` module. They are f32 also if the
+//!    run stores bf16 moments or remainders, so a run with other types can resume from the file.
 //! 3. If the loader shuffles: u64 n, n i32 (order of the shards), u64 n, n i32 (order of the samples), then the generator: u64
 //!    seed (uninitialized in llm.c), i32 left, u32 next, 624 u32 state, 2 u32 constants.
 //!
@@ -19,10 +20,13 @@ use anyhow::{Context, Result, ensure};
 use data::loader::{Position, Shuffle};
 use engine::Engine;
 use engine::tensor::DType;
-use model::{Decoder, Params, Shard, Store};
+use gpu::remainder;
+use half::bf16;
+use model::{Decoder, Params, Shard, WeightStore};
 use rng::{Mt19937, XorShift};
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -46,16 +50,72 @@ mod word {
     pub const SAMPLE: usize = 32;
 }
 
-/// The optimizer state as bytes of f32 blocks, in the layout of the parameters. If sharded, in file order instead, with this
-/// rank's share of each tensor.
+/// The optimizer state in the layout of the parameters. If sharded, in file order instead, with this rank's share of each
+/// tensor.
 #[derive(Clone, Copy)]
 pub struct OptimizerState<'a> {
-    /// First optimizer.
-    pub m: &'a [u8],
-    /// Second optimizer.
-    pub v: &'a [u8],
+    /// First moments.
+    pub m: Values<'a>,
+    /// Second moments.
+    pub v: Values<'a>,
     /// Master weights.
-    pub master: Option<&'a [u8]>,
+    pub master: Option<Values<'a>>,
+}
+
+/// Values of the optimizer state, as bytes. Files contain them as f32, which is exact.
+#[derive(Clone, Copy)]
+pub enum Values<'a> {
+    /// f32.
+    F32(&'a [u8]),
+    /// bf16.
+    Bf16(&'a [u8]),
+    /// f32 in two parts: bf16 parameters and u16 remainders ([`gpu::remainder`]).
+    Remainder {
+        /// The parameters.
+        params: &'a [u8],
+        /// The remainders.
+        remainders: &'a [u8],
+    },
+}
+
+/// Number of elements that are converted to f32 at a time.
+const CHUNK: usize = 1 << 16;
+
+impl Values<'_> {
+    /// Returns the number of elements.
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(bytes) => bytes.len() / 4,
+            Self::Bf16(bytes) | Self::Remainder { remainders: bytes, .. } => bytes.len() / 2,
+        }
+    }
+
+    /// Writes some elements as f32.
+    fn write(&self, out: &mut impl Write, elements: Range<usize>) -> Result<()> {
+        let of = |bytes: &[u8], chunk: &Range<usize>| bytes[2 * chunk.start..2 * chunk.end].as_chunks().0.to_vec();
+        let mut written = Vec::new();
+        for start in elements.clone().step_by(CHUNK) {
+            let chunk = start..elements.end.min(start + CHUNK);
+            match self {
+                Self::F32(bytes) => {
+                    out.write_all(&bytes[4 * chunk.start..4 * chunk.end])?;
+                    continue;
+                }
+                Self::Bf16(bytes) => {
+                    written.extend(of(bytes, &chunk).into_iter().map(|b| bf16::from_le_bytes(b).to_f32()))
+                }
+                Self::Remainder { params, remainders } => {
+                    let (params, remainders) = (of(params, &chunk), of(remainders, &chunk));
+                    let join =
+                        |(param, low)| remainder::join(bf16::from_le_bytes(param).to_f32(), u16::from_le_bytes(low));
+                    written.extend(params.into_iter().zip(remainders).map(join));
+                }
+            }
+            out.write_all(bytemuck::cast_slice(&written))?;
+            written.clear();
+        }
+        Ok(())
+    }
 }
 
 /// Writes the state file of one rank. `layout` is that of the optimizer state, if it is not sharded.
@@ -93,9 +153,10 @@ pub fn write(
     out.write_all(&header)?;
     for block in [Some(optimizer.m), Some(optimizer.v), optimizer.master].into_iter().flatten() {
         if share == Shard::UNSHARDED {
-            tensors::write(out, layout, block, size_of::<f32>())?;
+            let ranges = layout.file_order().map(|(param, layer)| layout.range(param, layer));
+            ranges.into_iter().try_for_each(|range| block.write(out, range))?;
         } else {
-            out.write_all(block)?;
+            block.write(out, 0..block.len())?;
         }
     }
     let Some(Shuffle { rng, shards, samples }) = shuffle else { return Ok(()) };
@@ -168,12 +229,12 @@ impl StateFiles {
         self.files.len()
     }
 
-    /// Reads the shares of m and v that the model keeps, and those of the master weights into `master_weights`.
-    pub fn load(&mut self, model: &Decoder, master_weights: Option<Store>, engine: &mut dyn Engine) -> Result<()> {
+    /// Reads the shares of m, v and the master weights that the model keeps, in its types. Values are rounded to nearest if they
+    /// come from a run with more precise ones.
+    pub fn load(&mut self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
-        let (m, v) = (model.state_store(training.m), model.state_store(training.v));
-        let masters: Vec<_> = master_weights.into_iter().collect();
-        let blocks = [("m", vec![m]), ("v", vec![v]), ("master weights", masters)];
+        let [m, v] = [training.m, training.v].map(|moments| vec![WeightStore::whole(model.state_store(moments))]);
+        let blocks = [("m", m), ("v", v), ("master weights", model.master_stores())];
         for (name, stores) in blocks.into_iter().take(if self.has_master_weights { 3 } else { 2 }) {
             tensors::read(&mut self.files, self.shape, DType::F32, &stores, engine)
                 .with_context(|| format!("cannot load {name} of {}", self.path))?;

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use engine::Engine;
 use engine::tensor::{DType, Tensor};
 use half::bf16;
-use model::{Descriptor, Param, Params, Shard, Store};
+use model::{Descriptor, Param, Params, Shard, WeightStore};
 use std::io::{BufReader, Read, Seek, Write};
 use std::ops::Range;
 
@@ -126,7 +126,7 @@ pub fn read<R: Read + Seek>(
     files: &mut [BufReader<R>],
     shape: FileShape,
     dtype: DType,
-    stores: &[Store],
+    stores: &[WeightStore],
     engine: &mut dyn Engine,
 ) -> Result<()> {
     let ranks = files.len();
@@ -135,26 +135,29 @@ pub fn read<R: Read + Seek>(
     for (Slot { param, elements: len, .. }, layer) in tensors {
         let used = param.map_or(0, |param| shape.used(param));
         let mut non_finite = NonFinite::default();
-        let held = param.map(|param| stores.iter().filter_map(|store| store.held(param, layer)).collect());
-        let held: Vec<_> = held.unwrap_or_default();
+        let held = |param| {
+            let place = |store: &WeightStore| store.held(param, layer);
+            stores.iter().filter_map(|store| place(store).map(|(kept, tensor)| (*store, kept, tensor))).collect()
+        };
+        let held: Vec<_> = param.map(held).unwrap_or_default();
         for (rank, file) in files.iter_mut().enumerate() {
             let share = Shard { rank, ranks }.of(len);
             for start in share.clone().step_by(CHUNK) {
                 let chunk = start..share.end.min(start + CHUNK);
                 let wanted = |kept: &Range<usize>| chunk.start.max(kept.start)..chunk.end.min(kept.end).min(used);
-                if held.iter().all(|(kept, _)| wanted(kept).is_empty()) {
+                if held.iter().all(|(_, kept, _)| wanted(kept).is_empty()) {
                     file.seek_relative((chunk.len() * dtype.bytes()) as i64)?;
                     continue;
                 }
                 bytes.resize(chunk.len() * dtype.bytes(), 0);
                 file.read_exact(&mut bytes).with_context(|| format!("cannot read {}", slot_name(param, layer)))?;
                 non_finite.add(&bytes[..chunk.end.min(used).saturating_sub(chunk.start) * dtype.bytes()], dtype);
-                for (kept, tensor) in &held {
+                for (store, kept, tensor) in &held {
                     let wanted = wanted(kept);
                     if !wanted.is_empty() {
                         let at = |element: usize| (element - chunk.start) * dtype.bytes();
                         let to = tensor.slice(wanted.start - kept.start, wanted.len());
-                        convert_and_write(to, dtype, &bytes[at(wanted.start)..at(wanted.end)], engine)?;
+                        convert_and_write(store, to, dtype, &bytes[at(wanted.start)..at(wanted.end)], engine)?;
                     }
                 }
             }
@@ -173,14 +176,20 @@ fn slot_name(param: Option<Param>, layer: usize) -> String {
     param.map_or_else(|| "zeros".to_owned(), |param| name(param, layer))
 }
 
-/// Converts elements of type `dtype` to the type of the tensor `to` and writes them.
-fn convert_and_write(to: Tensor, dtype: DType, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
+/// Converts elements of type `dtype` to those of `store` and writes them to its tensor `to`.
+fn convert_and_write(
+    store: &WeightStore,
+    to: Tensor,
+    dtype: DType,
+    bytes: &[u8],
+    engine: &mut dyn Engine,
+) -> Result<()> {
     if to.dtype == dtype {
         return engine.write_bytes(to, bytes);
     }
     let values: Vec<f32> = match dtype {
         DType::Bf16 => bytes.as_chunks().0.iter().map(|&b| bf16::from_le_bytes(b).to_f32()).collect(),
-        DType::F32 | DType::I32 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+        DType::F32 | DType::I32 | DType::U16 => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
     };
-    engine.write(to, &values)
+    store.write(engine, to, &values)
 }

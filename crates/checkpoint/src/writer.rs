@@ -7,10 +7,11 @@ use super::directory::{
 use super::model_file::{self, Format};
 use super::recovery::RecoveryPoint;
 use super::sidecar::{FileChecksum, Identity, Sidecar, format_checksum};
-use super::state::{self, OptimizerState};
+use super::state::{self, OptimizerState, Values};
 use super::tensors::FileShape;
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use distributed::Ranks;
+use engine::ops::Master;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
 use model::{Decoder, Descriptor, Params, Shard, Unit};
@@ -374,53 +375,80 @@ fn fail_if_any_rank_failed(ranks: &mut Ranks, error: Option<&anyhow::Error>) -> 
 struct HostLayout {
     /// All parameters in the layout of the model, on rank 0.
     params: Option<Range<usize>>,
-    /// First moments in the layout of the model. If sharded, this rank's share of each tensor in file order.
-    m: Range<usize>,
-    v: Range<usize>,
-    masters: Option<Range<usize>>,
+    /// Moments in the layout of the model. If sharded, this rank's share of each tensor in file order.
+    m: HostValues,
+    v: HostValues,
+    masters: Option<HostValues>,
+    /// The tensors of the optimizer state, and of the parameters that are part of it, with their ranges.
+    state: Vec<(Range<usize>, Tensor)>,
     bytes: usize,
+}
+
+/// Byte ranges of [`Values`] in the host copy.
+enum HostValues {
+    F32(Range<usize>),
+    Bf16(Range<usize>),
+    Remainder { params: Range<usize>, remainders: Range<usize> },
+}
+
+impl HostValues {
+    fn in_copy<'a>(&self, copy: &'a [u8]) -> Values<'a> {
+        let bytes = |range: &Range<usize>| &copy[range.clone()];
+        match self {
+            Self::F32(range) => Values::F32(bytes(range)),
+            Self::Bf16(range) => Values::Bf16(bytes(range)),
+            Self::Remainder { params, remainders } => {
+                Values::Remainder { params: bytes(params), remainders: bytes(remainders) }
+            }
+        }
+    }
 }
 
 impl HostLayout {
     fn new(model: &Decoder, with_params: bool) -> Result<Self> {
         let training = model.training.context("the model was planned for inference only")?;
-        let share = model.zero.shard();
-        let whole = |tensor: Tensor| model.layout.elements() * tensor.dtype.bytes();
-        let shard = || FileShape::new(model.descriptor).shard_elements(share) as usize * size_of::<f32>();
-        let state = |tensor| if share == Shard::UNSHARDED { whole(tensor) } else { shard() };
-        let mut bytes = 0;
-        let mut append = |n: usize| {
-            bytes += n;
-            bytes - n..bytes
+        let (share, all) = (model.zero.shard(), model.layout.elements());
+        let own = if share == Shard::UNSHARDED {
+            all
+        } else {
+            FileShape::new(model.descriptor).shard_elements(share) as usize
         };
-        let params = with_params.then(|| append(whole(model.params)));
-        let (m, v) = (append(state(training.m)), append(state(training.v)));
+        let (mut bytes, mut state) = (0, Vec::new());
+        let params = with_params.then(|| 0..all * model.params.dtype.bytes());
+        bytes += params.as_ref().map_or(0, Range::len);
+        let mut append = |tensor: Tensor| {
+            let range = bytes..bytes + own * tensor.dtype.bytes();
+            bytes = range.end;
+            state.push((range.clone(), tensor));
+            range
+        };
+        let mut moments = |tensor: Tensor| {
+            let range = append(tensor);
+            if tensor.dtype == DType::Bf16 { HostValues::Bf16(range) } else { HostValues::F32(range) }
+        };
+        let (m, v) = (moments(training.m), moments(training.v));
+        // If nothing is sharded, the master weights refer to the parameters of the model file.
+        let whole_params = params.clone().filter(|_| share == Shard::UNSHARDED);
         let masters = match (training.master, model.params.dtype) {
-            (Some(master), _) => Some(append(state(master))),
+            (Master::F32(masters), _) => Some(HostValues::F32(append(masters))),
+            (Master::Remainder(remainders), _) => Some(HostValues::Remainder {
+                params: whole_params.unwrap_or_else(|| append(model.params)),
+                remainders: append(remainders),
+            }),
             // f32 parameters are their own master weights.
-            (None, DType::F32) if share == Shard::UNSHARDED => params.clone(),
-            (None, DType::F32) => Some(append(shard())),
-            _ => None,
+            (Master::None, DType::F32) => Some(HostValues::F32(whole_params.unwrap_or_else(|| append(model.params)))),
+            (Master::None, _) => None,
         };
-        Ok(Self { params, m, v, masters, bytes })
+        Ok(Self { params, m, v, masters, state, bytes })
     }
 
     /// Copies the tensors to host memory. Sharded tensors are gathered first, one unit of the model at a time.
     fn copy(&self, model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, to: &mut [u8]) -> Result<()> {
         let training = model.training.context("the model was planned for inference only")?;
-        let own_masters = training.master.or((model.params.dtype == DType::F32).then_some(model.params));
-        let blocks = [
-            (Some(&self.m), Some(training.m)),
-            (Some(&self.v), Some(training.v)),
-            (self.masters.as_ref().filter(|masters| self.params.as_ref() != Some(masters)), own_masters),
-        ];
-        let blocks: Vec<_> = blocks.into_iter().filter_map(|(range, tensor)| Some((range?.clone(), tensor?))).collect();
         let Some(gathered) = training.gathered else {
             let params = self.params.iter().map(|range| (range.clone(), model.params));
-            return blocks
-                .into_iter()
-                .chain(params)
-                .try_for_each(|(range, tensor)| engine.read_bytes(tensor, &mut to[range]));
+            let state = self.state.iter().cloned();
+            return state.chain(params).try_for_each(|(range, tensor)| engine.read_bytes(tensor, &mut to[range]));
         };
         let size = model.params.dtype.bytes();
         let params = model.param_store();
@@ -440,9 +468,9 @@ impl HostLayout {
                     engine.read_bytes(whole, &mut to[at..at + whole.bytes()])?;
                 }
             }
-            for (block, tensor) in &blocks {
+            for (block, tensor) in &self.state {
                 let store = if *tensor == model.params { params } else { model.state_store(*tensor) };
-                let whole = gathered.slice(0, range.len());
+                let whole = Tensor { len: range.len(), dtype: tensor.dtype, ..gathered };
                 ranks.all_gather(engine, Sharded { whole, shard: store.own(unit) })?;
                 ranks.wait_on_stream(engine)?;
                 read_shares(model, unit, whole, engine, &mut to[block.clone()])?;
@@ -452,7 +480,7 @@ impl HostLayout {
     }
 }
 
-/// Copies this rank's share of each tensor of a whole unit (f32) to its position in the file.
+/// Copies this rank's share of each tensor of a whole unit to its position in the host copy.
 fn read_shares(model: &Decoder, unit: Unit, whole: Tensor, engine: &mut dyn Engine, to: &mut [u8]) -> Result<()> {
     let (layout, share) = (&model.layout, model.zero.shard());
     let mut at = 0;
@@ -463,7 +491,7 @@ fn read_shares(model: &Decoder, unit: Unit, whole: Tensor, engine: &mut dyn Engi
             let from = whole.slice(range.start - layout.unit(unit).start + own.start, own.len());
             engine.read_bytes(from, &mut to[at..at + from.bytes()])?;
         }
-        at += own.len() * size_of::<f32>();
+        at += own.len() * whole.dtype.bytes();
     }
     Ok(())
 }
@@ -481,10 +509,10 @@ struct WriteJob {
 
 impl WriteJob {
     fn write_state(&self, copy: &[u8]) -> Result<FileChecksum> {
-        let block = |range: &Range<usize>| &copy[range.clone()];
         let HostLayout { m, v, masters, .. } = &self.host_layout;
         write_file(&self.staging_path, &state_name(self.state.step, self.share.rank), |out| {
-            let optimizer = OptimizerState { m: block(m), v: block(v), master: masters.as_ref().map(block) };
+            let [m, v] = [m, v].map(|values| values.in_copy(copy));
+            let optimizer = OptimizerState { m, v, master: masters.as_ref().map(|values| values.in_copy(copy)) };
             state::write(out, self.share, &self.state, &self.layout, optimizer)
         })
     }

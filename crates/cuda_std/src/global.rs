@@ -260,6 +260,26 @@ impl GlobalMut<crate::bf16> {
     }
 }
 
+impl GlobalMut<u16> {
+    /// Reads elements `i` to `i` + 3 (`ld.global.v2.b32`). `i` must be a multiple of 4.
+    #[inline(always)]
+    #[track_caller]
+    pub fn four(self, i: usize) -> [u16; 4] {
+        // SAFETY: see `at`; the launch contract guarantees a 16-byte aligned base.
+        let [low, high] = unsafe { backend::load64(self.0.wrapping_add(i).cast()) };
+        [low as u16, (low >> 16) as u16, high as u16, (high >> 16) as u16]
+    }
+
+    /// Writes elements `i` to `i` + 3 (`st.global.v2.b32`). `i` must be a multiple of 4.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_four(self, i: usize, [a, b, c, d]: [u16; 4]) {
+        let pack = |low: u16, high: u16| u32::from(low) | u32::from(high) << 16;
+        // SAFETY: see `four`.
+        unsafe { backend::store64(self.0.wrapping_add(i).cast(), [pack(a, b), pack(c, d)]) }
+    }
+}
+
 impl Global<f32> {
     /// Reads elements `i` and `i` + 1 (`ld.global.b64`). `i` must be even.
     #[inline(always)]

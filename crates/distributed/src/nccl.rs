@@ -122,7 +122,9 @@ impl Communicator for Nccl {
         match tensor.dtype {
             DType::F32 => self.queue_all_reduce::<f32>(address, tensor.len, reduction),
             DType::Bf16 => self.queue_all_reduce::<bf16>(address, tensor.len, reduction),
-            DType::I32 => bail!("reduction over ranks: expected a tensor of f32 or bf16, found i32"),
+            DType::I32 | DType::U16 => {
+                bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
+            }
         }
     }
 
@@ -130,7 +132,7 @@ impl Communicator for Nccl {
         let address = self.begin(engine, tensor)?;
         match tensor.dtype {
             DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len),
-            DType::Bf16 => self.queue_broadcast::<bf16>(address, tensor.len),
+            DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len),
         }
     }
 
@@ -140,7 +142,9 @@ impl Communicator for Nccl {
         match of.shard.dtype {
             DType::F32 => self.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => self.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
-            DType::I32 => bail!("reduction over ranks: expected a tensor of f32 or bf16, found i32"),
+            DType::I32 | DType::U16 => {
+                bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", of.shard.dtype.name())
+            }
         }
     }
 
@@ -149,7 +153,7 @@ impl Communicator for Nccl {
         let (to, from) = self.begin_sharded(engine, of)?;
         match of.shard.dtype {
             DType::F32 | DType::I32 => self.queue_all_gather::<f32>(to, from, of.shard.len),
-            DType::Bf16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
+            DType::Bf16 | DType::U16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
         }
     }
 

@@ -492,6 +492,37 @@ pub struct UpdateRange {
     pub seed: u32,
 }
 
+/// The master weights of bf16 parameters. An update changes the master weights, and the parameters are copies of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Master {
+    /// There are none: the parameters are the weights. If they are bf16, updates are rounded stochastically.
+    None,
+    /// (n) f32. Parameters are rounded from them stochastically.
+    F32(Tensor),
+    /// (n) u16: the lower halves of f32 master weights, of which the parameters are the upper halves ([`gpu::remainder`]).
+    Remainder(Tensor),
+}
+
+impl Master {
+    /// Returns the tensor besides the parameters.
+    pub const fn tensor(self) -> Option<Tensor> {
+        match self {
+            Self::None => None,
+            Self::F32(tensor) | Self::Remainder(tensor) => Some(tensor),
+        }
+    }
+
+    /// Replaces the tensor by `f` of it.
+    #[must_use]
+    pub fn map(self, f: impl FnOnce(Tensor) -> Tensor) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::F32(tensor) => Self::F32(f(tensor)),
+            Self::Remainder(tensor) => Self::Remainder(f(tensor)),
+        }
+    }
+}
+
 /// Applies one AdamW update to ranges of the parameters. Nothing changes unless both values of `stats` are finite.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWUpdate<'a> {
@@ -499,12 +530,12 @@ pub struct AdamWUpdate<'a> {
     pub params: Tensor,
     /// (n) float
     pub grads: Tensor,
-    /// (n) f32, first moment
+    /// (n) f32 or float, first moment. bf16 is rounded stochastically.
     pub m: Tensor,
-    /// (n) f32, second moment
+    /// (n) second moment, of the type of `m`
     pub v: Tensor,
-    /// (n) f32 master weights, which receive the update; none if `params` are f32.
-    pub master: Option<Tensor>,
+    /// Master weights; none if `params` are f32.
+    pub master: Master,
     /// Ascending ranges that do not overlap and begin at multiples of 8 elements.
     pub ranges: &'a [UpdateRange],
     /// (2) f32: sum of the losses, and norm of all gradients.

@@ -11,6 +11,8 @@ pub enum DType {
     Bf16,
     /// 32-bit integer
     I32,
+    /// 16-bit unsigned integer
+    U16,
 }
 
 impl DType {
@@ -18,16 +20,17 @@ impl DType {
     pub const fn bytes(self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
-            Self::Bf16 => 2,
+            Self::Bf16 | Self::U16 => 2,
         }
     }
 
-    /// Returns the name: `f32`, `bf16` or `i32`.
+    /// Returns the name: `f32`, `bf16`, `i32` or `u16`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
             Self::I32 => "i32",
+            Self::U16 => "u16",
         }
     }
 }

@@ -13,7 +13,7 @@ use engine::Engine;
 use engine::ops::RotaryPairs;
 use engine::tensor::{DType, Tensor};
 use model::descriptor::Positions;
-use model::{Decoder, Descriptor, Param};
+use model::{Decoder, Descriptor, Param, WeightStore};
 use std::path::Path;
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
@@ -195,22 +195,23 @@ pub fn convert_pairs(rows: &[u8], row: usize, head_size: usize, pairs: RotaryPai
 
 fn load(source: &HuggingFaceModel, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
     assert_eq!(model.descriptor, source.descriptor(), "the model was planned for another directory");
-    let master = model.training.and_then(|training| training.master).map(|master| model.state_store(master));
-    let stores: Vec<_> = [Some(model.param_store()), master].into_iter().flatten().collect();
+    let stores = model.weight_stores();
     for (param, layer) in model.layout.file_order() {
-        let held: Vec<_> = stores.iter().filter_map(|store| store.held(param, layer)).collect();
+        let held = |store| WeightStore::held(store, param, layer).map(|(range, tensor)| (store, range, tensor));
+        let held: Vec<_> = stores.iter().filter_map(held).collect();
         if held.is_empty() {
             continue;
         }
         let (element, bytes) = source.read(param, layer)?;
         check_finite(element, &bytes, source.name(param, layer))?;
         let elements = bytes.len() / element.bytes();
-        for (range, tensor) in held {
+        for (store, range, tensor) in held {
             // Rows that pad the vocabulary are not in the file. The arena is zero before the first write.
             let wanted = range.start.min(elements)..range.end.min(elements);
             if !wanted.is_empty() {
                 let to = tensor.slice(0, wanted.len());
-                write(to, element, &bytes[wanted.start * element.bytes()..wanted.end * element.bytes()], engine)?;
+                let bytes = &bytes[wanted.start * element.bytes()..wanted.end * element.bytes()];
+                write(store, to, element, bytes, engine)?;
             }
         }
     }
@@ -234,13 +235,14 @@ fn check_finite(element: Element, bytes: &[u8], tensor: &str) -> Result<()> {
     non_finite.check(tensor)
 }
 
-/// Writes elements to a tensor.
-fn write(to: Tensor, element: Element, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
-    if element == Element::from(to.dtype) {
+/// Writes elements to a tensor of `store`.
+fn write(store: &WeightStore, to: Tensor, element: Element, bytes: &[u8], engine: &mut dyn Engine) -> Result<()> {
+    if element != Element::F16 && element.dtype() == to.dtype {
         return engine.write_bytes(to, bytes);
     }
     for (i, chunk) in bytes.chunks(CHUNK * element.bytes()).enumerate() {
-        engine.write(to.slice(i * CHUNK, chunk.len() / element.bytes()), &element.widen(chunk))?;
+        let to = to.slice(i * CHUNK, chunk.len() / element.bytes());
+        store.write(engine, to, &element.widen(chunk))?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use engine::tensor::DType;
 use engine::{Engine, cuda};
 use half::bf16;
 use interchange::ModelSource;
-use model::{Decoder, Param, PlanOptions};
+use model::{Decoder, MasterWeights, Param, PlanOptions};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs;
@@ -27,7 +27,7 @@ fn assert_loaded(path: &Path, tensors: &Tensors, engine: &mut dyn Engine, option
     let (model, plan) = Decoder::plan(source.descriptor(), options, engine);
     engine.allocate(&plan).unwrap();
     source.load(&model, engine).unwrap();
-    let master = model.training.and_then(|training| training.master);
+    let master = model.training.and_then(|training| training.master.tensor());
     let copies = [Some((model.params, engine.dtype())), master.map(|master| (master, DType::F32))];
     for (block, dtype) in copies.into_iter().flatten() {
         for (param, layer) in model.layout.file_order() {
@@ -40,7 +40,7 @@ fn assert_loaded(path: &Path, tensors: &Tensors, engine: &mut dyn Engine, option
             assert_eq!(values, wanted, "{} of layer {layer}, {}", param.name(), dtype.name());
         }
     }
-    assert_eq!(master.is_some(), engine.dtype() == DType::Bf16 && options.master_weights);
+    assert_eq!(master.is_some(), engine.dtype() == DType::Bf16 && options.master_weights == MasterWeights::F32);
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn every_element_type_is_loaded_into_f32_and_bf16_engines() {
         assert_loaded(directory.path(), &tensors, &mut Cpu::new(), PlanOptions::inference(1, 8));
         let mut gpu = cuda::emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
         // Master weights receive the values before rounding.
-        let options = PlanOptions { master_weights: true, ..PlanOptions::training(1, 8) };
+        let options = PlanOptions { master_weights: MasterWeights::F32, ..PlanOptions::training(1, 8) };
         assert_loaded(directory.path(), &tensors, &mut *gpu, options);
     }
 }

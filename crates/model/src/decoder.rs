@@ -8,6 +8,7 @@ use super::params::{Param, Params};
 use super::sharding::{Store, Zero};
 use anyhow::Context;
 use engine::Result;
+use engine::ops::Master;
 use engine::tensor::Tensor;
 
 /// A model laid out for batches of up to (B, T) tokens. It holds handles into an engine's arena and owns no memory.
@@ -45,12 +46,12 @@ pub struct Training {
     /// float gradients; a [`Store`] locates each of them.
     pub grads: Tensor,
     pub(super) grad_buffers: Option<Tensor>,
-    /// f32, first moments
+    /// f32 or float, first moments
     pub m: Tensor,
-    /// f32, second moments
+    /// second moments, of the type of `m`
     pub v: Tensor,
-    /// f32 master weights
-    pub master: Option<Tensor>,
+    /// Master weights beside bf16 parameters
+    pub master: Master,
     /// (2) f32: sum of the step's losses and gradient norm, read together
     pub stats: Tensor,
     /// (1) f32: squared norm of this rank's shard of the gradients, if they are sharded for the update
@@ -191,7 +192,7 @@ impl Decoder {
         Store::whole_or_buffered(&self.layout, training.grads, training.grad_buffers)
     }
 
-    /// Returns where the values of `m`, `v` or the master weights are.
+    /// Returns where the values of `m`, `v`, the master weights or their remainders are.
     pub fn state_store(&self, kept: Tensor) -> Store<'_> {
         Store::shards(&self.layout, kept)
     }

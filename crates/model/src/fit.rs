@@ -1,7 +1,7 @@
 //! Check that a run fits into memory, before anything is allocated.
 
 use crate::descriptor::Positions;
-use crate::{Decoder, Descriptor, PlanOptions, Recompute, Shard, Zero};
+use crate::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
 use engine::Engine;
 use engine::plan::Plan;
@@ -140,9 +140,14 @@ impl Search<'_> {
 
     /// Returns changes for a run that does not fit with one sequence at a time.
     fn last_resorts(&mut self) -> String {
-        let compact: Vec<_> =
-            compact_storage(self.options).into_iter().flat_map(|storage| self.levels(storage)).collect();
-        if let (b @ 1.., level) = self.largest_of(&compact) {
+        let mut compact = (0, self.options);
+        for storage in compact_storage(self.options) {
+            let found = self.largest_of(&self.levels(storage));
+            if found.0 > compact.0 {
+                compact = found;
+            }
+        }
+        if let (b @ 1.., level) = compact {
             return format!("--batch {b} with {} fits", self.changes(level));
         }
         let mut resorts = vec!["use a smaller --model".to_owned()];
@@ -246,16 +251,31 @@ impl Search<'_> {
             flags.push(format!("--recompute {}", u8::from(options.recompute)));
         }
         if options.master_weights != self.options.master_weights {
-            flags.push(format!("--master-weights {}", u8::from(options.master_weights)));
+            flags.push(format!("--master-weights {}", options.master_weights));
+        }
+        if options.moments != self.options.moments {
+            flags.push(format!("--moments {}", options.moments.name()));
         }
         flags.join(" ")
     }
 }
 
-/// Returns the options with smaller types of the optimizer state, which change the results a little.
+/// Returns the options with smaller types of the optimizer state, in the order of their effect on the results: remainders are exact.
 fn compact_storage(options: PlanOptions) -> Vec<PlanOptions> {
-    let without_master = PlanOptions { master_weights: false, ..options };
-    if options.training && options.master_weights { vec![without_master] } else { Vec::new() }
+    let masters = match options.master_weights {
+        MasterWeights::None => vec![MasterWeights::None],
+        MasterWeights::F32 | MasterWeights::Remainder => vec![MasterWeights::Remainder, MasterWeights::None],
+    };
+    let moments = [Moments::F32, Moments::Bf16]
+        .into_iter()
+        .filter(|&moments| options.moments == Moments::F32 || moments == Moments::Bf16);
+    let all = masters.into_iter().flat_map(|master_weights| {
+        moments.clone().map(move |moments| PlanOptions { master_weights, moments, ..options })
+    });
+    let smaller = all.filter(|storage| {
+        options.training && (storage.master_weights, storage.moments) != (options.master_weights, options.moments)
+    });
+    smaller.collect()
 }
 
 #[cfg(test)]
@@ -263,6 +283,7 @@ mod tests {
     use super::*;
     use engine::cpu::Cpu;
     use engine::cuda::{EmulatedGpu, Precision};
+    use engine::plan::Group;
 
     fn d12() -> Descriptor {
         "d12".parse().unwrap()
@@ -369,13 +390,16 @@ mod tests {
             let rest = text.split_once(flag)?.1;
             rest.split(|c: char| !c.is_ascii_digit()).find(|digits| !digits.is_empty())?.parse::<usize>().ok()
         };
+        let word = |flag: &str| text.split_once(flag)?.1.split_whitespace().next();
         let shard = Shard { rank: 0, ranks };
         let changed = PlanOptions {
             b: number("--batch ").unwrap_or(options.b),
             t: number("--seq ").unwrap_or(options.t),
             recompute: number("--recompute ").map_or(options.recompute, |level| (level as u8).try_into().unwrap()),
             zero: number("--zero-stage ").map_or(options.zero, |stage| Zero::new(stage as u8, shard)),
-            master_weights: number("--master-weights ").map_or(options.master_weights, |on| on == 1),
+            master_weights: word("--master-weights ").map_or(options.master_weights, |name| name.parse().unwrap()),
+            moments: word("--moments ")
+                .map_or(options.moments, |name| if name == "bf16" { Moments::Bf16 } else { Moments::F32 }),
             ..options
         };
         assert!(of(changed) <= free, "{text}: {changed:?} takes {} of {free}", of(changed));
@@ -425,11 +449,6 @@ mod tests {
             ..options
         };
         assert!(of(sharded(2)) > free && of(sharded(4)) <= free);
-        // Stochastic rounding without master weights takes a third of the state less.
-        let free = 100 * GIB;
-        let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
-        assert!(text.starts_with("--batch ") && text.contains("--master-weights 0"), "{text}");
-        assert_fits(&text, options, 1, free, &mut of);
     }
 
     /// The sizes of the plan are products of 64-bit numbers, which the build of the tests checks for overflow.
@@ -458,6 +477,55 @@ mod tests {
     fn memory_outside_the_arena_is_reserved() {
         assert!(gpu().reserved_memory(1) > 0 && gpu().reserved_memory(2) > gpu().reserved_memory(1));
         assert_eq!(Cpu::new().reserved_memory(2), 0);
+    }
+
+    /// Returns an engine that plans for one H200 in bf16.
+    fn h200() -> Box<dyn Engine> {
+        engine::cuda::emulated(EmulatedGpu::new(true), Precision::Bf16, None, false)
+    }
+
+    /// Returns the size of the optimizer state in bytes per parameter.
+    fn state_bytes(engine: &mut dyn Engine, master_weights: MasterWeights, moments: Moments) -> usize {
+        let options = PlanOptions { master_weights, moments, ..options(1, Recompute::Nothing) };
+        let (model, plan) = Decoder::plan(d12(), options, engine);
+        let (bytes, elements) = (plan.group_bytes(Group::Optimizer), model.layout.elements());
+        assert!(bytes.is_multiple_of(elements));
+        bytes / elements
+    }
+
+    #[test]
+    fn optimizer_state_takes_the_bytes_of_its_types() {
+        let masters = [MasterWeights::None, MasterWeights::F32, MasterWeights::Remainder];
+        for (moments, expected) in [(Moments::F32, [8, 12, 10]), (Moments::Bf16, [4, 8, 6])] {
+            assert_eq!(masters.map(|masters| state_bytes(&mut *h200(), masters, moments)), expected, "{moments:?}");
+            // An engine that stores f32 ignores both settings.
+            assert_eq!(masters.map(|masters| state_bytes(&mut Cpu::new(), masters, moments)), [8; 3]);
+        }
+    }
+
+    #[test]
+    fn llama3_8b_fits_an_h200() {
+        const GIB: usize = 1 << 30;
+        let descriptor: Descriptor = "llama3:8b".parse().unwrap();
+        let default = PlanOptions { t: 4096, ..options(1, Recompute::Layers) };
+        let compact = PlanOptions { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..default };
+        let (_, plan) = Decoder::plan(descriptor, compact, &mut *h200());
+        println!("{plan}");
+        assert!(plan.bytes() < 130 * GIB, "{plan}");
+        // The default storage does not fit 120 GiB, and the error names the one that changes the results least.
+        let mut of = |options| bytes(descriptor, options, &mut *h200());
+        assert!(of(default) > 120 * GIB);
+        let mut advice = |options, free| {
+            let text = Search { options, limits: RunLimits::SINGLE, free, bytes: &mut of }.advice();
+            assert_fits(&text, options, 1, free, &mut of);
+            text
+        };
+        let text = advice(PlanOptions { b: 2, ..default }, 120 * GIB);
+        assert!(text.starts_with("--batch 2 with --master-weights remainder fits"), "{text}");
+        let text = advice(PlanOptions { b: 2, ..default }, 90 * GIB);
+        assert!(text.contains("--master-weights remainder --moments bf16 fits"), "{text}");
+        let text = advice(PlanOptions { master_weights: MasterWeights::None, ..default }, 80 * GIB);
+        assert!(text.contains("--moments bf16 fits"), "{text}");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::descriptor::Init;
 use super::{Decoder, Descriptor, Param};
 use anyhow::Result;
 use engine::Engine;
+use engine::ops::Master;
 use rng::Mt19937;
 use std::sync::mpsc::{channel, sync_channel};
 use std::thread;
@@ -69,11 +70,14 @@ impl Decoder {
     pub fn initialize(&self, engine: &mut dyn Engine, seed: u32) -> Result<()> {
         let params = self.param_store();
         generate(&self.descriptor, seed, |param, layer, values| params.write(engine, param, layer, values))?;
-        let Some(master) = self.training.and_then(|training| training.master) else { return Ok(()) };
-        let masters = self.state_store(master);
         // Master weights start from the rounded weights, as in llm.c.
+        let masters = match self.training.map(|training| training.master) {
+            Some(Master::F32(masters)) => self.state_store(masters),
+            Some(Master::Remainder(remainders)) => return engine.zero(remainders),
+            Some(Master::None) | None => return Ok(()),
+        };
         if !self.zero.shards_optimizer() {
-            return engine.cast(master, self.params);
+            return engine.cast(masters.all(), self.params);
         }
         self.layout.units().try_for_each(|unit| engine.cast(masters.own(unit), params.own(unit)))
     }

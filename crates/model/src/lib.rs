@@ -5,6 +5,7 @@
 //! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`](Decoder::apply_adamw): gradient norm and AdamW.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
+//! * [`storage`]: types of the optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -24,6 +25,7 @@ pub mod memory_plan;
 pub mod params;
 pub mod schedule;
 pub mod sharding;
+pub mod storage;
 pub mod train_step;
 mod tune;
 mod update;
@@ -34,4 +36,5 @@ pub use descriptor::Descriptor;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use params::{Param, Params, Shard, Unit};
 pub use sharding::{LayerHooks, Store, Unsharded, Zero};
+pub use storage::{MasterWeights, Moments, WeightStore};
 pub use train_step::TrainStep;

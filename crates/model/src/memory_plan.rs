@@ -4,6 +4,8 @@ use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
+use super::storage::{MasterWeights, Moments};
+use engine::ops::Master;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
@@ -53,8 +55,10 @@ pub struct PlanOptions {
     pub t: usize,
     /// Plans gradients, optimizer state and the activations of every layer; otherwise a forward pass only.
     pub training: bool,
-    /// Keeps f32 master weights where the engine stores bf16.
-    pub master_weights: bool,
+    /// Master weights where the engine stores bf16.
+    pub master_weights: MasterWeights,
+    /// Type of the moments where the engine stores bf16.
+    pub moments: Moments,
     /// Activations to recompute in training.
     pub recompute: Recompute,
     /// Tensors that ranks shard.
@@ -64,13 +68,14 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
-    /// Plans training with master weights and without recomputation or sharding.
+    /// Plans training with master weights and moments in f32, without recomputation or sharding.
     pub const fn training(b: usize, t: usize) -> Self {
         Self {
             b,
             t,
             training: true,
-            master_weights: true,
+            master_weights: MasterWeights::F32,
+            moments: Moments::F32,
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
@@ -79,7 +84,7 @@ impl PlanOptions {
 
     /// Plans a forward pass.
     pub const fn inference(b: usize, t: usize) -> Self {
-        Self { training: false, master_weights: false, ..Self::training(b, t) }
+        Self { training: false, master_weights: MasterWeights::None, ..Self::training(b, t) }
     }
 }
 
@@ -228,9 +233,15 @@ impl Decoder {
             SharedBuffers::plan(&mut plan, &options, &layout, dtype);
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
-            let mut state = |name| plan.add(Group::Optimizer, name, &[Store::shard_elements(&layout)], f32);
-            let (m, v) = (state("m"), state("v"));
-            let master = (dtype != f32 && options.master_weights).then(|| state("master"));
+            let shape = [Store::shard_elements(&layout)];
+            let mut state = |name, dtype| plan.add(Group::Optimizer, name, &shape, dtype);
+            let moments = options.moments.dtype(dtype);
+            let (m, v) = (state("m", moments), state("v", moments));
+            let master = match options.master_weights {
+                MasterWeights::F32 if dtype != f32 => Master::F32(state("master", f32)),
+                MasterWeights::Remainder if dtype != f32 => Master::Remainder(state("master remainder", DType::U16)),
+                _ => Master::None,
+            };
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);

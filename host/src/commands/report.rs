@@ -10,7 +10,7 @@ use engine::open::{Device, Opened, Precision};
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Decoder, Descriptor, PlanOptions, Recompute, Shard, Zero};
+use model::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -176,12 +176,20 @@ fn skipped_updates(config: &Config) -> String {
     format!("not finite ({bad_steps} in a row end the run){}{}", above("loss", loss_z), above("gradient norm", norm_z))
 }
 
-fn parameter_storage(config: &Config) -> &'static str {
-    match (config.precision, config.master_weights) {
-        (Precision::Fp32, _) => "f32",
-        (Precision::Bf16, true) => "bf16, master weights in f32",
-        (Precision::Bf16, false) => "bf16, updated with stochastic rounding",
+fn parameter_storage(config: &Config) -> String {
+    if config.precision == Precision::Fp32 {
+        return "f32".to_owned();
     }
+    let weights = match config.master_weights {
+        MasterWeights::F32 => "bf16, master weights in f32",
+        MasterWeights::Remainder => "bf16, master weights in f32 as 16-bit remainders",
+        MasterWeights::None => "bf16, updated with stochastic rounding",
+    };
+    let moments = match config.moments {
+        Moments::F32 => "",
+        Moments::Bf16 => ", moments in bf16",
+    };
+    format!("{weights}{moments}")
 }
 
 fn matmuls(config: &Config) -> String {

@@ -67,8 +67,7 @@ impl Run<'_> {
             ("params", params)
         }];
         if !zero.shards_optimizer() {
-            tensors.extend([("m", training.m), ("v", training.v)]);
-            tensors.extend(training.master.map(|master| ("master", master)));
+            tensors.extend(training.state());
         }
         self.ranks.check_replicas(self.engine, &tensors)
     }

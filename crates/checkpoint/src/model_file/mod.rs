@@ -133,8 +133,7 @@ impl ModelFile {
     pub(super) fn load_tensors(&mut self, model: &Decoder, engine: &mut dyn Engine) -> Result<()> {
         let Header { shape, dtype, tensors_at } = self.header;
         assert_eq!(model.descriptor, shape.descriptor, "the model was planned for another file");
-        let master = model.training.and_then(|t| t.master).map(|master| model.state_store(master));
-        let stores: Vec<_> = [Some(model.param_store()), master].into_iter().flatten().collect();
+        let stores = model.weight_stores();
         let cannot = || format!("cannot load {}", self.path.display());
         self.file.seek(SeekFrom::Start(tensors_at)).with_context(cannot)?;
         tensors::read(std::slice::from_mut(&mut self.file), shape, dtype, &stores, engine).with_context(cannot)
@@ -167,7 +166,7 @@ pub fn file_bytes(descriptor: Descriptor, dtype: DType) -> Result<u64> {
 const fn version_of(dtype: DType) -> i32 {
     match dtype {
         DType::Bf16 => 5,
-        DType::F32 | DType::I32 => 3,
+        DType::F32 | DType::I32 | DType::U16 => 3,
     }
 }
 
@@ -192,7 +191,7 @@ mod tests {
         let values = engine.read(model.params)?;
         let bytes: Vec<u8> = match dtype {
             DType::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-            DType::F32 | DType::I32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            DType::F32 | DType::I32 | DType::U16 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
         };
         let mut out = File::create(path)?;
         write(&mut out, model.descriptor, &model.layout, &bytes, dtype)
@@ -311,7 +310,7 @@ mod tests {
                     let at = 1024 + element * dtype.bytes();
                     match dtype {
                         DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
-                        DType::F32 | DType::I32 => bytes[at..at + 4].copy_from_slice(&value.to_le_bytes()),
+                        DType::F32 | DType::I32 | DType::U16 => bytes[at..at + 4].copy_from_slice(&value.to_le_bytes()),
                     }
                 }
                 fs::write(&path, bytes).unwrap();

@@ -1,7 +1,7 @@
 use super::CHUNK;
 use super::arena::Arena;
 use crate::Result;
-use crate::ops::{AdamW, AdamWUpdate, UpdateRange};
+use crate::ops::{AdamW, AdamWUpdate, Master, UpdateRange};
 use anyhow::ensure;
 use rayon::prelude::*;
 
@@ -10,7 +10,7 @@ pub(super) fn adamw(arena: &mut Arena, op: AdamWUpdate) -> Result<()> {
     let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = op;
     let AdamW { learning_rate, beta1, beta2, eps, step, clip, .. } = settings;
     ensure!(step > 0, "adamw: expected a step of at least 1, found 0");
-    ensure!(master.is_none(), "adamw: the CPU engine's parameters are f32 and take no master weights");
+    ensure!(master == Master::None, "adamw: the CPU engine's parameters are f32 and take no master weights");
     let n = params.len;
     let operands = [("params", params, n), ("grads", grads, n), ("m", m, n), ("v", v, n), ("stats", stats, 2)];
     let [params, grads, m, v, stats] = arena.split("adamw", operands)?;

@@ -33,7 +33,11 @@ impl Arena {
 
     fn words(&self, name: &str, tensor: Tensor) -> Result<Range<usize>> {
         let start = tensor.offset / size_of::<f32>();
-        ensure!(tensor.dtype != DType::Bf16, "tensor {name}: expected f32 on the CPU engine, found bf16");
+        ensure!(
+            matches!(tensor.dtype, DType::F32 | DType::I32 | DType::U16),
+            "tensor {name}: expected f32 on the CPU engine, found {}",
+            tensor.dtype.name()
+        );
         ensure!(
             tensor.offset.is_multiple_of(size_of::<f32>()) && start + tensor.len <= self.words,
             "tensor {name} ({} elements at byte {}) does not lie in the CPU engine's arena of {} bytes; \

@@ -1,12 +1,12 @@
 //! The optimizer.
 
 use super::{Cuda, Float};
-use crate::ops::{AdamWUpdate, UpdateRange};
+use crate::ops::{AdamWUpdate, Master, UpdateRange};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
-use anyhow::{Context, ensure};
-use cuda_std::{Global, GlobalMut};
+use anyhow::{Context, bail, ensure};
+use cuda_std::{Global, GlobalMut, bf16};
 use gpu::adamw::{self, Range};
 
 /// The range tables of the updates on the device. They are the same in every step, so each is copied once.
@@ -57,8 +57,47 @@ fn table<T: Float>(cuda: &mut Cuda<T>, ranges: &[Range]) -> Result<Global<Range>
 
 pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()> {
     op.check_ranges()?;
-    let AdamWUpdate { params, grads, m, v, master, ranges, stats, settings } = op;
+    let AdamWUpdate { params, m, v, master, settings, .. } = op;
     ensure!(settings.step > 0, "adamw: expected a step of at least 1, found 0");
+    ensure!(m.dtype == v.dtype, "adamw: expected m and v of one type, found {} and {}", m.dtype.name(), v.dtype.name());
+    let n = params.len;
+    match (T::DTYPE, m.dtype, master) {
+        (_, DType::F32, Master::None) => launch::<T, f32, f32>(cuda, op, GlobalMut::new(std::ptr::null_mut())),
+        (_, DType::F32, Master::F32(masters)) => {
+            let masters = cuda.output("master", masters, n)?;
+            launch::<T, f32, f32>(cuda, op, masters)
+        }
+        (DType::Bf16, DType::Bf16, Master::None) => {
+            launch::<T, bf16, f32>(cuda, op, GlobalMut::new(std::ptr::null_mut()))
+        }
+        (DType::Bf16, DType::Bf16, Master::F32(masters)) => {
+            let masters = cuda.output("master", masters, n)?;
+            launch::<T, bf16, f32>(cuda, op, masters)
+        }
+        (DType::Bf16, DType::F32, Master::Remainder(remainders)) => {
+            let remainders = cuda.output("remainder", remainders, n)?;
+            launch::<T, f32, u16>(cuda, op, remainders)
+        }
+        (DType::Bf16, DType::Bf16, Master::Remainder(remainders)) => {
+            let remainders = cuda.output("remainder", remainders, n)?;
+            launch::<T, bf16, u16>(cuda, op, remainders)
+        }
+        (params, moments, _) => bail!(
+            "adamw: expected moments in f32, or bf16 parameters with moments in f32 or bf16; found {} parameters, {} moments, \
+             {master:?}",
+            params.name(),
+            moments.name()
+        ),
+    }
+}
+
+/// Launches the kernel for parameters `T`, moments `M` and master weights `W`.
+fn launch<T: Float, M: Float, W: gpu::weights::Master>(
+    cuda: &mut Cuda<T>,
+    op: AdamWUpdate,
+    masters: GlobalMut<W>,
+) -> Result<()> {
+    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
     let n = params.len;
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
@@ -66,10 +105,6 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     if grid == 0 {
         return Ok(());
     }
-    let masters = match master {
-        Some(master) => cuda.output("master", master, n)?,
-        None => GlobalMut::new(std::ptr::null_mut()),
-    };
     let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powi(settings.step as i32))) as f32;
     let table = table(cuda, &ranges)?;
     let scalars = adamw::Scalars {
@@ -84,7 +119,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
         seed: settings.seed,
         range_count: ranges.len() as u32,
     };
-    let launch = adamw::adamw::<T>(
+    let launch = adamw::adamw::<T, M, W>(
         cuda.output("params", params, n)?,
         masters,
         cuda.output("m", m, n)?,

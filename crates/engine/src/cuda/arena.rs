@@ -56,6 +56,7 @@ impl Arena {
             DType::F32 => Ok(self.address::<f32>(name, tensor, tensor.len)?.cast()),
             DType::Bf16 => Ok(self.address::<bf16>(name, tensor, tensor.len)?.cast()),
             DType::I32 => Ok(self.address::<i32>(name, tensor, tensor.len)?.cast()),
+            DType::U16 => Ok(self.address::<u16>(name, tensor, tensor.len)?.cast()),
         }
     }
 }

@@ -56,7 +56,7 @@ use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
 use wgmma::Scratch;
 
-/// Storage type of parameters, gradients and activations; optimizer state is f32 either way.
+/// Storage type of parameters, gradients and activations. Optimizer state is f32 by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
@@ -140,6 +140,9 @@ impl Stored for bf16 {
 }
 impl Stored for i32 {
     const DTYPE: DType = DType::I32;
+}
+impl Stored for u16 {
+    const DTYPE: DType = DType::U16;
 }
 
 /// An engine's storage type.
@@ -436,7 +439,7 @@ impl<T: Float> Engine for Cuda<T> {
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
-            DType::I32 => bail!("write: expected a float tensor, found i32"),
+            DType::I32 | DType::U16 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
         }
     }
 
@@ -458,7 +461,7 @@ impl<T: Float> Engine for Cuda<T> {
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
-            DType::I32 => bail!("read: expected a float tensor, found i32"),
+            DType::I32 | DType::U16 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
         }
     }
 

@@ -5,13 +5,13 @@ use super::compare::Tolerance;
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
     AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward,
-    LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward,
+    LayerNormForward, Master, MatmulBackward, MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward,
     RotaryBackward, RotaryForward, RotaryPairs, RotaryShape, Sum, UpdateRange,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
 use model::descriptor::{Biases, Norm, Positions};
-use model::{Descriptor, LOGIT_ROWS, Params};
+use model::{Descriptor, LOGIT_ROWS, MasterWeights, Moments, Params};
 
 /// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
 /// accepts.
@@ -82,6 +82,7 @@ pub fn edge_cases() -> Vec<Case> {
     }
     for n in [8, 1000, 12_344] {
         cases.extend([global_norm(n), sum(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
+        cases.extend(COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments)));
     }
     cases
 }
@@ -138,6 +139,7 @@ pub fn model_cases() -> Vec<Case> {
     }
     for n in [1 << 20, 7_087_872] {
         cases.extend([global_norm(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
+        cases.extend(COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments)));
     }
     cases.push(sum(65_536));
     cases
@@ -754,6 +756,57 @@ fn update_ranges(n: usize) -> Vec<UpdateRange> {
     ranges
 }
 
+/// The storage of the optimizer state beside bf16 parameters, except the default.
+const COMPACT: [(MasterWeights, Moments); 4] = [
+    (MasterWeights::None, Moments::F32),
+    (MasterWeights::None, Moments::Bf16),
+    (MasterWeights::Remainder, Moments::F32),
+    (MasterWeights::Remainder, Moments::Bf16),
+];
+
+const ADAMW: AdamW =
+    AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
+
+/// Returns AdamW updates of `n` elements with other storage of the optimizer state. Remainders start at 0, so they affect the
+/// parameters from the second update on.
+fn compact_adamw(n: usize, master_weights: MasterWeights, moments: Moments) -> Case {
+    let (remainder, bf16_moments) = (master_weights == MasterWeights::Remainder, moments == Moments::Bf16);
+    let moment = |name, init, tolerance| Operand { init, ..accumulated(name, n, tolerance) };
+    let positive = Init::Uniform { mean: 1.0, spread: 0.9 };
+    let [m, v] = if bf16_moments {
+        [moment("m", UNIT, Tolerance::STOCHASTIC), moment("v", positive, Tolerance::STOCHASTIC)]
+    } else {
+        [f32(moment("m", UNIT, Tolerance::REDUCTION)), f32(moment("v", positive, Tolerance::REDUCTION))]
+    };
+    let operands = vec![
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
+        input("grads", n, UNIT),
+        m,
+        v,
+        input("remainder", if remainder { n } else { 8 }, Init::Zero),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let updates = if remainder && !bf16_moments { 4 } else { 1 };
+    let bf16s = 3 + 2 * usize::from(remainder) + 4 * usize::from(bf16_moments);
+    let f32_bytes = if bf16_moments { 0 } else { 16 };
+    let work = Work { floats: bf16s * n * updates, bytes: f32_bytes * n * updates, flops: 0 };
+    let ranges = update_ranges(n);
+    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
+    let name = format!("{n}, masters {master_weights}, moments {}", if bf16_moments { "bf16" } else { "f32" });
+    exact(case("adamw", name, workload, operands, work, move |e, x| {
+        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
+        let master = match e.dtype() {
+            DType::Bf16 if remainder => Master::Remainder(Tensor { dtype: DType::U16, ..x[4] }),
+            _ => Master::None,
+        };
+        for update in 0..updates as u32 {
+            let settings = AdamW { step: ADAMW.step + update, seed: ADAMW.seed + update, ..ADAMW };
+            e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+        }
+        Ok(())
+    }))
+}
+
 /// Returns an AdamW update of all elements of the ranges.
 fn adamw(ranges: Vec<UpdateRange>) -> Case {
     let n = ranges.iter().map(|range| range.elements.len()).sum();
@@ -765,16 +818,7 @@ fn adamw(ranges: Vec<UpdateRange>) -> Case {
         f32(accumulated("master", n, Tolerance::REDUCTION)),
         f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
     ];
-    let settings = AdamW {
-        learning_rate: 0.05,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        step: 3,
-        clip: 1.0,
-        seed: 77,
-    };
+    let settings = ADAMW;
     let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
     let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
     exact(case("adamw", format!("{n}"), workload, operands, work, move |e, x| {
@@ -782,7 +826,7 @@ fn adamw(ranges: Vec<UpdateRange>) -> Case {
         if e.dtype() == DType::F32 {
             e.cast(x[0], x[4])?;
         }
-        let master = (e.dtype() != DType::F32).then_some(x[4]);
+        let master = if e.dtype() == DType::F32 { Master::None } else { Master::F32(x[4]) };
         let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
         e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
         if e.dtype() == DType::F32 {

@@ -253,7 +253,7 @@ fn groups(model: &Decoder) -> Result<Vec<(Group, Tensor)>> {
         Group::Norm => Some(training.stats.slice(1, 1)),
         Group::M => Some(training.m),
         Group::V => Some(training.v),
-        Group::Masters => training.master,
+        Group::Masters => training.master.tensor(),
         Group::Weights => Some(model.params),
     };
     Ok(Group::ALL.into_iter().filter_map(|group| Some((group, of(group)?))).collect())

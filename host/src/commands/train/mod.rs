@@ -273,8 +273,8 @@ fn load_weights(
 }
 
 fn capacity(config: &Config) -> PlanOptions {
-    let Config { batch: b, seq: t, master_weights, recompute, .. } = *config;
-    PlanOptions { master_weights, recompute, ..PlanOptions::training(b, t) }
+    let Config { batch: b, seq: t, master_weights, moments, recompute, .. } = *config;
+    PlanOptions { master_weights, moments, recompute, ..PlanOptions::training(b, t) }
 }
 
 /// Returns the settings of the training loop.

@@ -14,7 +14,7 @@ use distributed::launcher::{self, Flags};
 use distributed::{Ranks, rendezvous};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
-use model::Decoder;
+use model::{Decoder, Training};
 use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -129,9 +129,8 @@ pub fn broadcast_start(
     state: RunState,
     loader: &mut Loader,
 ) -> Result<RunState> {
-    let tensors = [Some(model.params), model.training.map(|t| t.m), model.training.map(|t| t.v)];
-    let master = model.training.and_then(|training| training.master);
-    let tensors: Vec<_> = tensors.into_iter().chain([master]).flatten().collect();
+    let kept = model.training.iter().flat_map(Training::state).map(|(_, tensor)| tensor);
+    let tensors: Vec<_> = [model.params].into_iter().chain(kept).collect();
     if !model.zero.shards_optimizer() {
         ranks.broadcast_tensors(engine, &tensors)?;
     }

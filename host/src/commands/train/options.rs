@@ -6,8 +6,8 @@ use crate::values::{
 };
 use clap::ArgAction;
 use distributed::rendezvous::Endpoint;
-use model::Recompute;
 use model::schedule::Kind;
+use model::{MasterWeights, Moments, Recompute};
 use std::path::PathBuf;
 
 const DATA: &str = "Data and output";
@@ -217,9 +217,14 @@ pub struct Options {
     #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>, help_heading = MEMORY)]
     pub recompute: Recompute,
 
-    /// With bf16: keep a copy of the weights in f32. Without it, updates are rounded stochastically to bf16
-    #[arg(short = 'w', long, value_name = "0|1", default_value = "1", value_parser = switch, action = ArgAction::Set, help_heading = MEMORY)]
-    pub master_weights: bool,
+    /// With bf16: f32 master weights. 0 (none): updates are rounded stochastically to bf16, 1 (f32): a copy in f32, 2 (remainder):
+    /// as exact, but 2 bytes per weight less
+    #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
+    pub master_weights: MasterWeights,
+
+    /// With bf16: type of AdamW's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
+    #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
+    pub moments: Moments,
 
     /// ZeRO stage. 0: nothing is sharded, 1: optimizer state, 2: also gradients of layers, 3: also parameters of layers
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = zero_stage, help_heading = DISTRIBUTED)]

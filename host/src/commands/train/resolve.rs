@@ -241,6 +241,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         zero_stage: options.zero_stage,
         recompute: options.recompute,
         master_weights: options.master_weights,
+        moments: options.moments,
         keep: options.keep,
         major_every: options.major_every,
         device: opened.device,

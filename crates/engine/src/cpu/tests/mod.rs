@@ -6,7 +6,7 @@ use super::*;
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
     AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward,
-    LayerNormForward, MatmulBackward, MatmulForward, MatmulShape, Sum, UpdateRange,
+    LayerNormForward, Master, MatmulBackward, MatmulForward, MatmulShape, Sum, UpdateRange,
 };
 use proptest::prelude::*;
 use rng::Mt19937;
@@ -467,7 +467,7 @@ fn adamw_matches_its_formula() {
         let scale = if norm_value > 1.0 { 1.0 / f64::from(norm_value) } else { 1.0 };
         let (mut m1, mut m2) = (vec![0.0; n], vec![0.0; n]);
         for step in 1..=3 {
-            let (master, settings) = (None, adamw_settings(step));
+            let (master, settings) = (Master::None, adamw_settings(step));
             bench
                 .dyn_engine()
                 .run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })
@@ -498,7 +498,7 @@ fn adamw_changes_nothing_unless_loss_and_norm_are_finite() {
         let [params, grads, m, v] = [(); 4].map(|()| bench.normal(40));
         let stats = bench.with(stats.to_vec());
         bench.ready();
-        let (master, ranges) = (None, &[UpdateRange { elements: 0..40, decayed: true, seed: 0 }]);
+        let (master, ranges) = (Master::None, &[UpdateRange { elements: 0..40, decayed: true, seed: 0 }]);
         let settings = adamw_settings(1);
         bench.dyn_engine().run(AdamWUpdate { params, grads, m, v, master, ranges, stats, settings }).unwrap();
         for tensor in [params, m, v] {
@@ -566,7 +566,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
     ] {
         let range = |elements| UpdateRange { elements, decayed: true, seed: 0 };
         let ranges: Vec<_> = ranges.into_iter().map(range).collect();
-        let (master, settings) = (None, adamw_settings(1));
+        let (master, settings) = (Master::None, adamw_settings(1));
         let update = AdamWUpdate { params: a, grads: b, m: a, v: b, master, ranges: &ranges, stats: a, settings };
         let text = message(&|engine| engine.run(update));
         assert!(text.contains(expected), "{text}");
