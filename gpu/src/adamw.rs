@@ -162,13 +162,13 @@ impl Update {
 
 /// Returns beta * old + (1 - beta) * new, rounded twice.
 #[inline(always)]
-fn lerp(new: f32, old: f32, beta: f32) -> f32 {
+pub(crate) fn lerp(new: f32, old: f32, beta: f32) -> f32 {
     math::fma(beta, old, math::fma(-beta, new, new))
 }
 
 /// Returns the clipping factor of the gradients, or `None` if the step must be skipped.
 #[inline(always)]
-fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
+pub(crate) fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
     if !(loss.is_finite() && norm.is_finite()) {
         return None;
     }

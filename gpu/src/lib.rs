@@ -33,6 +33,7 @@ pub mod launch;
 pub mod layernorm;
 #[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
 pub mod matmul;
+pub mod muon;
 pub mod noise;
 pub mod norm_rows;
 pub mod relu_squared;

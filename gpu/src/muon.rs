@@ -1,0 +1,170 @@
+//! The elementwise parts of Muon, momentum orthogonalized by Newton-Schulz iterations (Jordan et al., 2024,
+//! <https://kellerjordan.github.io/posts/muon/>).
+//!
+//! For a matrix with the clipped gradient g:
+//!
+//! ```text
+//! m = momentum * m + (1 - momentum) * g            muon_momentum
+//! update = momentum * m + (1 - momentum) * g
+//! x = update / (norm(update) * factor + epsilon)   muon_scale
+//! x = five Newton-Schulz steps of x                (GEMMs)
+//! param -= learning_rate * (scale * x + weight_decay * param)   muon_apply
+//! ```
+//!
+//! All kernels work on n elements; any n is allowed. Arrays of 16-bit elements are aligned to 8 bytes, arrays of f32 to
+//! 16 bytes. The weights and m have the forms that AdamW supports ([`crate::weights`], [`crate::adamw`]). bf16 m is
+//! rounded stochastically, and the update is computed from m before it is rounded.
+//!
+//! Like AdamW, the kernels clip by the global norm in `stats`, and change neither m nor the parameters
+//! unless loss and norm are finite. Then the update is not written either, so the matrices between the two kernels are
+//! meaningless. Every operation is correctly rounded, so every device computes the same bits.
+//!
+//! The kernels are memory-bound. Bytes per bf16 element, read and written: momentum 12, or 8 with bf16 m; scale 4; apply
+//! 6, 14 with f32 master weights, or 10 with remainders.
+
+use crate::adamw::{grad_scale, lerp};
+use crate::float4::Float4Tile;
+pub use crate::float4::grid;
+use crate::noise::{self, Stream};
+use crate::weights::Master;
+use cuda_std::{Element, Global, GlobalMut, kernel, math};
+
+/// Updates m (n) and computes update (n) from grads (n). `stats` (2) holds the sum of the losses and the norm of all
+/// gradients. Element i of bf16 m draws random number i of `seed`. Grid: [`grid`].
+#[kernel(
+    threads = 256,
+    instances(bf16 = <cuda_std::bf16, f32>, f32 = <f32, f32>, bf16_moments = <cuda_std::bf16, cuda_std::bf16>)
+)]
+pub fn muon_momentum<T: Element, M: Element>(
+    update: GlobalMut<T>,
+    m: GlobalMut<M>,
+    grads: Global<T>,
+    stats: Global<f32>,
+    momentum: f32,
+    clip: f32,
+    seed: u32,
+    n: u64,
+) {
+    let Some(grad_scale) = grad_scale(stats.at(0), stats.at(1), clip) else { return };
+    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
+    let step = |grad: f32, m: f32| {
+        let grad = grad * grad_scale;
+        let m = lerp(grad, m, momentum);
+        [m, lerp(grad, m, momentum)]
+    };
+    if tile.is_full(n) {
+        let mut old = [[[0.0; 4]; 2]; 2];
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let i = tile.vector(part);
+            old[part] = [grads.four(i), m.four(i)];
+        }
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let [grad, old_m] = old[part];
+            let mut new = [[0.0; 4]; 2];
+            for k in 0..4 {
+                let [m, update] = step(grad[k], old_m[k]);
+                (new[0][k], new[1][k]) = (m, update);
+            }
+            let i = tile.vector(part);
+            m.set_four(i, noise::round_four_from::<M>(Stream::M, new[0], i, seed));
+            update.set_four(i, new[1]);
+        }
+    } else {
+        for i in tile.tail(n) {
+            let [new_m, new_update] = step(grads.at(i).to_f32(), m.at(i).to_f32());
+            m.set(i, noise::round_from(Stream::M, new_m, i, seed));
+            update.set(i, T::from_f32(new_update));
+        }
+    }
+}
+
+/// Computes out (n) = inp (n) / (norm (1) · factor + epsilon). Grid: [`grid`].
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn muon_scale<T: Element>(out: GlobalMut<T>, inp: Global<T>, norm: Global<f32>, factor: f32, epsilon: f32, n: u64) {
+    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
+    let scale = math::div_rn(1.0, math::fma(norm.at(0), factor, epsilon));
+    if tile.is_full(n) {
+        let mut x = [[0.0; 4]; 2];
+        for part in 0..Float4Tile::<T>::VECTORS {
+            x[part] = inp.four(tile.vector(part));
+        }
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let mut scaled = [0.0; 4];
+            for k in 0..4 {
+                scaled[k] = x[part][k] * scale;
+            }
+            out.set_four(tile.vector(part), scaled);
+        }
+    } else {
+        for i in tile.tail(n) {
+            out.set(i, T::from_f32(inp.at(i).to_f32() * scale));
+        }
+    }
+}
+
+/// The scalar arguments of [`muon_apply`]. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scalars {
+    /// Learning rate of this step.
+    pub learning_rate: f32,
+    /// Factor of x.
+    pub scale: f32,
+    /// Weight decay coefficient.
+    pub weight_decay: f32,
+    /// Seed of the stochastic rounding: element i draws number i.
+    pub seed: u32,
+}
+
+/// Computes params (n) -= learning_rate · (scale · x (n) + weight_decay · params).
+///
+/// `masters` (n) is null if there are no master weights. `stats` (2) is that of [`muon_momentum`]. Grid: [`grid`].
+#[kernel(
+    threads = 256,
+    instances(bf16 = <cuda_std::bf16, f32>, f32 = <f32, f32>, bf16_remainder = <cuda_std::bf16, u16>)
+)]
+pub fn muon_apply<T: Element, W: Master>(
+    params: GlobalMut<T>,
+    masters: GlobalMut<W>,
+    x: Global<T>,
+    stats: Global<f32>,
+    scalars: Scalars,
+    n: u64,
+) {
+    if grad_scale(stats.at(0), stats.at(1), f32::INFINITY).is_none() {
+        return;
+    }
+    let Scalars { learning_rate, scale, weight_decay, seed } = scalars;
+    let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
+    let has_masters = !masters.is_null();
+    let step = |x: f32, old: f32| math::fma(-learning_rate, math::fma(weight_decay, old, scale * x), old);
+    if tile.is_full(n) {
+        let mut old = [[[0.0; 4]; 2]; 2];
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let i = tile.vector(part);
+            let weights = if has_masters { W::four(masters, params, i) } else { params.four(i) };
+            old[part] = [x.four(i), weights];
+        }
+        for part in 0..Float4Tile::<T>::VECTORS {
+            let [x, old] = old[part];
+            let mut new = [0.0; 4];
+            for k in 0..4 {
+                new[k] = step(x[k], old[k]);
+            }
+            let i = tile.vector(part);
+            if has_masters {
+                W::set_four(masters, i, new);
+            }
+            params.set_four(i, W::params::<T>(new, i, seed));
+        }
+    } else {
+        for i in tile.tail(n) {
+            let old = if has_masters { W::at(masters, params, i) } else { params.at(i).to_f32() };
+            let new = step(x.at(i).to_f32(), old);
+            if has_masters {
+                W::set(masters, i, new);
+            }
+            params.set(i, W::param(new, i, seed));
+        }
+    }
+}

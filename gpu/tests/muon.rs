@@ -1,0 +1,273 @@
+//! Muon's elementwise kernels against an f64 reference, for lengths that are not multiples of the vector size.
+
+mod common;
+
+use common::{Tolerance, assert_close, assert_same, noise, rounded, run, wide};
+use cuda_std::emulate::Memory;
+use cuda_std::{Element, GlobalMut, bf16};
+use gpu::muon::{self, Scalars};
+use gpu::noise::{Stream, round, round_from};
+use gpu::remainder;
+
+tests! {
+    kernels of "muon.rs";
+    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, apply_matches_f64_reference,
+        non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, result_does_not_depend_on_length,
+        parameters_are_rounded_masters, a_zero_matrix_stays_zero;
+    once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
+        remainders_keep_nan_in_its_element_and_skip_steps;
+}
+
+/// All lengths up to two packets, all remainders around one block's tile, and several blocks.
+fn lengths() -> impl Iterator<Item = usize> {
+    (1..=17).chain(1017..=1025).chain(2041..=2049).chain([5003])
+}
+
+const MOMENTUM: f64 = 0.9;
+const CLIP: f32 = 1.0;
+/// Sum of losses, and a norm below the threshold.
+const STATS: [f32; 2] = [7.0, 0.5];
+
+/// Returns m and the update after [`muon::muon_momentum`]. The update is 5 before.
+fn momentum<T: Tolerance, M: Tolerance>(m: &[M], grads: &[T], stats: [f32; 2], clip: f32) -> (Vec<M>, Vec<T>) {
+    let mut memory = Memory::new();
+    let n = grads.len();
+    let update = memory.buffer("update", &vec![T::from_f32(5.0); n]);
+    let m = memory.buffer("m", m);
+    let grads = memory.input("grads", grads);
+    let stats = memory.input("stats", &stats);
+    let launch = muon::muon_momentum(update, m, grads, stats, MOMENTUM as f32, clip, SCALARS.seed, n as u64);
+    run(&mut memory, &launch, muon::grid::<T>(n), 0);
+    (memory.read(m), memory.read(update))
+}
+
+fn scaled<T: Tolerance>(inp: &[T], norm: f32, factor: f32, epsilon: f32) -> Vec<T> {
+    let mut memory = Memory::new();
+    let n = inp.len();
+    let out = memory.output("out", n);
+    let inp = memory.input("inp", inp);
+    let norm = memory.input("norm", &[norm]);
+    run(&mut memory, &muon::muon_scale(out, inp, norm, factor, epsilon, n as u64), muon::grid::<T>(n), 0);
+    memory.read(out)
+}
+
+const SCALARS: Scalars = Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, seed: 9 };
+
+/// Returns parameters and masters after [`muon::muon_apply`].
+fn applied<T: Tolerance>(
+    params: &[T],
+    masters: Option<&[f32]>,
+    x: &[T],
+    stats: [f32; 2],
+    scalars: Scalars,
+) -> (Vec<T>, Option<Vec<f32>>) {
+    let mut memory = Memory::new();
+    let n = x.len();
+    let params = memory.buffer("params", params);
+    let masters = masters.map(|masters| memory.buffer("masters", masters));
+    let x = memory.input("x", x);
+    let stats = memory.input("stats", &stats);
+    let masters_or_null = masters.unwrap_or(GlobalMut::new(std::ptr::null_mut()));
+    let launch = muon::muon_apply(params, masters_or_null, x, stats, scalars, n as u64);
+    run(&mut memory, &launch, muon::grid::<T>(n), 0);
+    (memory.read(params), masters.map(|masters| memory.read(masters)))
+}
+
+/// Returns parameters and remainders after [`muon::muon_apply`].
+fn applied_to_remainders(
+    params: &[bf16],
+    remainders: &[u16],
+    x: &[bf16],
+    stats: [f32; 2],
+    scalars: Scalars,
+) -> (Vec<bf16>, Vec<u16>) {
+    let mut memory = Memory::new();
+    let n = x.len();
+    let params = memory.buffer("params", params);
+    let remainders = memory.buffer("remainders", remainders);
+    let x = memory.input("x", x);
+    let stats = memory.input("stats", &stats);
+    let launch = muon::muon_apply(params, remainders, x, stats, scalars, n as u64);
+    run(&mut memory, &launch, muon::grid::<bf16>(n), 0);
+    (memory.read(params), memory.read(remainders))
+}
+
+fn values<T: Tolerance>(n: usize, seed: u32) -> Vec<T> {
+    rounded(&noise(n, seed))
+}
+
+fn momentum_matches_f64_reference<T: Tolerance>() {
+    for n in lengths() {
+        for (norm, clip) in [(0.5f32, 1.0f32), (4.0, 1.0), (4.0, f32::INFINITY)] {
+            let (m, grads): (Vec<f32>, Vec<T>) = (values(n, 1), values(n, 2));
+            let (got_m, got_update) = momentum(&m, &grads, [7.0, norm], clip);
+            let scale = if norm > clip { f64::from(clip / norm) } else { 1.0 };
+            let grads: Vec<f64> = wide(&grads).iter().map(|g| g * scale).collect();
+            let want_m: Vec<f64> = wide(&m).iter().zip(&grads).map(|(m, g)| m + (1.0 - MOMENTUM) * (g - m)).collect();
+            let want: Vec<f64> = want_m.iter().zip(&grads).map(|(m, g)| g + MOMENTUM * (m - g)).collect();
+            assert_close("m", &wide(&got_m), &want_m, 1e-6, 0.5);
+            assert_close("update", &wide(&got_update), &want, T::ROUNDING, 0.1);
+        }
+    }
+}
+
+fn scale_matches_f64_reference<T: Tolerance>() {
+    for n in lengths() {
+        let inp = values::<T>(n, 3);
+        let want: Vec<f64> = wide(&inp).iter().map(|x| x / (3.0 * 1.01 + 1e-6)).collect();
+        assert_close("out", &wide(&scaled(&inp, 3.0, 1.01, 1e-6)), &want, T::ROUNDING, 1e-6);
+    }
+    // Epsilon matters where the norm is small.
+    let want: Vec<f64> = wide(&values::<T>(9, 3)).iter().map(|x| x / 1.5).collect();
+    assert_close("out", &wide(&scaled(&values::<T>(9, 3), 1.0, 1.0, 0.5)), &want, T::ROUNDING, 1e-6);
+}
+
+fn apply_matches_f64_reference<T: Tolerance>() {
+    for n in lengths() {
+        for mastered in [false, true] {
+            let (params, x): (Vec<T>, Vec<T>) = (values(n, 4), values(n, 5));
+            let masters: Vec<f32> = values(n, 6);
+            let masters = mastered.then_some(&masters[..]);
+            let (got, got_masters) = applied(&params, masters, &x, STATS, SCALARS);
+            let Scalars { learning_rate, scale, weight_decay, .. } = SCALARS;
+            let [rate, scale, decay] = [learning_rate, scale, weight_decay].map(f64::from);
+            let old = masters.map_or_else(|| wide(&params), wide);
+            let want: Vec<f64> =
+                old.iter().zip(wide(&x)).map(|(old, x)| old - rate * (scale * x + decay * old)).collect();
+            assert_close("params", &wide(&got), &want, T::STEP, 1e-2);
+            if let Some(masters) = got_masters {
+                assert_close("masters", &wide(&masters), &want, 1e-6, 1e-1);
+            }
+        }
+    }
+}
+
+/// A non-finite loss or norm suffices to skip the step, for full tiles and for the tail.
+fn non_finite_loss_or_norm_skips_the_step<T: Tolerance>() {
+    for n in [3, 2051] {
+        for stats in [[f32::NAN, 1.0], [7.0, f32::NAN], [f32::INFINITY, 1.0], [7.0, f32::INFINITY]] {
+            let (m, grads) = (values::<f32>(n, 1), vec![T::from_f32(f32::NAN); n]);
+            let (got_m, got_update) = momentum(&m, &grads, stats, CLIP);
+            assert_same("m", &wide(&got_m), &wide(&m));
+            assert_same("update", &wide(&got_update), &vec![5.0; n]);
+            let (params, masters) = (values::<T>(n, 4), values::<f32>(n, 6));
+            let (got, got_masters) = applied(&params, Some(&masters), &grads, stats, SCALARS);
+            assert_same("params", &wide(&got), &wide(&params));
+            assert_same("masters", &wide(&got_masters.unwrap()), &wide(&masters));
+        }
+    }
+    let (m, _) = momentum(&[0.5], &[T::from_f32(1.0)], [f32::MAX, f32::MAX], f32::INFINITY);
+    assert_ne!(m, [0.5], "the largest finite loss and norm do not skip the step");
+}
+
+fn nan_stays_in_its_element<T: Tolerance>() {
+    for (n, at) in [(1, 0), (17, 16), (2049, 1031)] {
+        let (m, mut grads) = (values::<f32>(n, 1), values::<T>(n, 2));
+        let (mut want_m, mut want_update) = momentum(&m, &grads, STATS, CLIP);
+        let mut want_scaled = scaled(&grads, 2.0, 1.0, 0.0);
+        let (params, masters) = (values::<T>(n, 4), values::<f32>(n, 6));
+        let (mut want, want_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
+        let (nan, mut want_masters) = (T::from_f32(f32::NAN), want_masters.unwrap());
+        (grads[at], want_m[at], want_update[at]) = (nan, f32::NAN, nan);
+        (want_scaled[at], want[at], want_masters[at]) = (nan, nan, f32::NAN);
+        let (got_m, got_update) = momentum(&m, &grads, STATS, CLIP);
+        assert_same("m", &wide(&got_m), &wide(&want_m));
+        assert_same("update", &wide(&got_update), &wide(&want_update));
+        assert_same("scaled", &wide(&scaled(&grads, 2.0, 1.0, 0.0)), &wide(&want_scaled));
+        let (got, got_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
+        assert_same("params", &wide(&got), &wide(&want));
+        assert_same("masters", &wide(&got_masters.unwrap()), &wide(&want_masters));
+    }
+}
+
+/// Full tiles and tails agree bit for bit.
+fn result_does_not_depend_on_length<T: Tolerance>() {
+    const ALL: usize = 5003;
+    let (m, grads) = (values::<f32>(ALL, 1), values::<T>(ALL, 2));
+    let (params, masters) = (values::<T>(ALL, 4), values::<f32>(ALL, 6));
+    let (all_m, all_update) = momentum(&m, &grads, STATS, CLIP);
+    let all_scaled = scaled(&grads, 2.0, 1.01, 1e-6);
+    let (all_params, all_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
+    let (all_alone, _) = applied(&params, None, &grads, STATS, SCALARS);
+    for n in lengths() {
+        let (got_m, got_update) = momentum(&m[..n], &grads[..n], STATS, CLIP);
+        assert_same("m", &wide(&got_m), &wide(&all_m[..n]));
+        assert_same("update", &wide(&got_update), &wide(&all_update[..n]));
+        assert_same("scaled", &wide(&scaled(&grads[..n], 2.0, 1.01, 1e-6)), &wide(&all_scaled[..n]));
+        let (got, got_masters) = applied(&params[..n], Some(&masters[..n]), &grads[..n], STATS, SCALARS);
+        assert_same("params", &wide(&got), &wide(&all_params[..n]));
+        assert_same("masters", &wide(&got_masters.unwrap()), &wide(&all_masters.as_ref().unwrap()[..n]));
+        let (alone, _) = applied(&params[..n], None, &grads[..n], STATS, SCALARS);
+        assert_same("without masters", &wide(&alone), &wide(&all_alone[..n]));
+    }
+}
+
+/// Each parameter is its master weight, stochastically rounded with its index and the seed.
+fn parameters_are_rounded_masters<T: Tolerance>() {
+    for (seed, n) in lengths().enumerate() {
+        let (params, masters, x) = (values::<T>(n, 4), values::<f32>(n, 6), values::<T>(n, 5));
+        let scalars = Scalars { seed: seed as u32, ..SCALARS };
+        let (got, masters) = applied(&params, Some(&masters), &x, STATS, scalars);
+        let masters = masters.unwrap();
+        let want: Vec<T> = masters.iter().enumerate().map(|(i, &x)| round(x, i, scalars.seed)).collect();
+        assert_same("params", &wide(&got), &wide(&want));
+    }
+}
+
+/// Epsilon keeps the scaled zero matrix from becoming NaN.
+fn a_zero_matrix_stays_zero<T: Tolerance>() {
+    let zeros = vec![T::from_f32(0.0); 1030];
+    assert_same("scaled", &wide(&scaled(&zeros, 0.0, 1.01, 1e-6)), &[0.0; 1030]);
+}
+
+/// The update does not depend on the type of m. bf16 m is that in f32, rounded with the bits of its stream.
+fn bf16_momentum_is_rounded_f32_momentum() {
+    for n in lengths() {
+        let (m, grads) = (values::<bf16>(n, 1), values::<bf16>(n, 2));
+        let wider: Vec<f32> = m.iter().map(|m| m.to_f32()).collect();
+        let (got_m, got_update) = momentum(&m, &grads, STATS, CLIP);
+        let (exact_m, want_update) = momentum(&wider, &grads, STATS, CLIP);
+        let want_m: Vec<bf16> =
+            exact_m.iter().enumerate().map(|(i, &m)| round_from(Stream::M, m, i, SCALARS.seed)).collect();
+        assert_same("update", &wide(&got_update), &wide(&want_update));
+        assert_same("m", &wide(&got_m), &wide(&want_m));
+    }
+    let (m, grads) = (values::<bf16>(2051, 1), values::<bf16>(2051, 2));
+    let (skipped, _) = momentum(&m, &grads, [7.0, f32::INFINITY], CLIP);
+    assert_same("m of a skipped step", &wide(&skipped), &wide(&m));
+}
+
+/// Returns parameters and remainders of `n` master weights.
+fn split(masters: &[f32]) -> (Vec<bf16>, Vec<u16>) {
+    masters.iter().map(|&master| remainder::split(master)).map(|(param, low)| (bf16::from_f32(param), low)).unzip()
+}
+
+/// Parameters and remainders have the bits of f32 master weights.
+fn remainders_are_exact_master_weights() {
+    for n in lengths() {
+        let (masters, x) = (values::<f32>(n, 6), values::<bf16>(n, 5));
+        let (params, remainders) = split(&masters);
+        let (_, want) = applied(&params, Some(&masters), &x, STATS, SCALARS);
+        let want = split(&want.unwrap());
+        assert!(n < 100 || want.1.iter().any(|&low| low >= 0x8000), "some parameters are rounded up");
+        let got = applied_to_remainders(&params, &remainders, &x, STATS, SCALARS);
+        assert_same("params", &wide(&got.0), &wide(&want.0));
+        assert_eq!(got.1, want.1);
+    }
+}
+
+fn remainders_keep_nan_in_its_element_and_skip_steps() {
+    for (n, at) in [(1, 0), (17, 16), (2049, 1031)] {
+        let (masters, mut x) = (values::<f32>(n, 6), values::<bf16>(n, 5));
+        let (params, remainders) = split(&masters);
+        let mut want = applied_to_remainders(&params, &remainders, &x, STATS, SCALARS);
+        x[at] = bf16::from_f32(f32::NAN);
+        (want.0[at], want.1[at]) = (x[at], 0);
+        let got = applied_to_remainders(&params, &remainders, &x, STATS, SCALARS);
+        assert_same("params", &wide(&got.0), &wide(&want.0));
+        assert_eq!(got.1, want.1);
+        let got = applied_to_remainders(&params, &remainders, &x, [f32::NAN, 1.0], SCALARS);
+        assert_same("skipped params", &wide(&got.0), &wide(&params));
+        assert_eq!(got.1, remainders);
+    }
+}
