@@ -153,8 +153,17 @@ impl Problem {
     }
 }
 
+/// The factors of a matmul that accumulates: D = alpha · A · B + beta · C. Algorithms do not depend on them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scale {
+    /// Factor of A · B.
+    pub alpha: f32,
+    /// Factor of C.
+    pub beta: f32,
+}
+
 /// The device addresses of a matmul's matrices. All are multiples of 16.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Operands {
     /// The address of A.
     pub a: u64,
@@ -170,6 +179,8 @@ pub struct Operands {
     pub aux: Option<u64>,
     /// The GELU output (m, n) with leading dimension m, for [`Epilogue::DGeluAndGelu`].
     pub gelu: Option<u64>,
+    /// The factors of a matmul that accumulates. `None` if both are 1.
+    pub scale: Option<Scale>,
 }
 
 impl Operands {
@@ -219,6 +230,9 @@ impl Operands {
         if self.c.is_some() && !problem.accumulate {
             return fail("C: expected none for a matmul that does not accumulate, found an address".into());
         }
+        if self.scale.is_some() && !problem.accumulate {
+            return fail("scale: expected none for a matmul that does not accumulate, found factors".into());
+        }
         if problem.epilogue.uses_aux() && !problem.m.is_multiple_of(8) {
             return fail(format!("m: expected a multiple of 8 for a GELU epilogue, found {}", problem.m));
         }
@@ -258,7 +272,7 @@ mod tests {
         output: None,
     };
     const OPERANDS: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NULL };
-    const NULL: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None };
+    const NULL: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None, scale: None };
 
     fn validation_error(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
@@ -292,6 +306,11 @@ mod tests {
         let residual = Operands { c: Some(0x5000), ..OPERANDS };
         residual.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
         assert!(validation_error(FORWARD, residual).contains("C: expected none for a matmul that does not accumulate"));
+        let scaled = Operands { scale: Some(Scale { alpha: 0.5, beta: 2.0 }), ..OPERANDS };
+        assert!(
+            validation_error(FORWARD, scaled).contains("scale: expected none for a matmul that does not accumulate")
+        );
+        scaled.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
         assert!(validation_error(FORWARD, Operands { c: Some(0x5008), ..OPERANDS }).contains("address of C"));
         assert!(validation_error(FORWARD, Operands { b: 0x2008, ..OPERANDS }).contains("address of B"));
         assert!(validation_error(FORWARD, Operands { d: 0, ..OPERANDS }).contains("address of D"));

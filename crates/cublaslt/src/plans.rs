@@ -1,7 +1,7 @@
 //! Matmul plans, which are prepared once and run many times.
 
 use crate::handle::{Handle, Workspace};
-use crate::matmul::{Element, Operands, Problem};
+use crate::matmul::{Element, Operands, Problem, Scale};
 use crate::result::{Error, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
@@ -146,14 +146,15 @@ impl Plan {
         operands: &Operands,
     ) -> Result<()> {
         self.desc.set_pointers(operands)?;
-        let (one, beta) = (1_f32, f32::from(u8::from(problem.accumulate)));
+        let unscaled = Scale { alpha: 1.0, beta: f32::from(u8::from(problem.accumulate)) };
+        let Scale { alpha, beta } = operands.scale.unwrap_or(unscaled);
         // SAFETY: the descriptors are live and describe the operands, which are the caller's promise. The workspace has the
         // size that the algorithm was selected for. The call reads alpha and beta before it returns.
         let status = unsafe {
             (handle.lt.matmul)(
                 handle.raw,
                 self.desc.raw(),
-                (&raw const one).cast(),
+                (&raw const alpha).cast(),
                 device(operands.a),
                 self.a.raw(),
                 device(operands.b),
@@ -302,6 +303,7 @@ mod tests {
                         bias: address_if(epilogue.uses_bias()),
                         aux: address_if(epilogue.uses_aux()),
                         gelu: None,
+                        scale: None,
                     };
                     operands.validate(&problem).unwrap();
                     describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));

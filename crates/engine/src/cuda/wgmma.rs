@@ -49,6 +49,9 @@ pub struct WgmmaGemm {
 impl WgmmaGemm {
     /// Returns the kernel's view of a GEMM, or `None` if no kernel computes it.
     pub fn new(gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
+        if operands.scale.is_some() {
+            return None;
+        }
         let op = match (gemm.layout, gemm.epilogue, gemm.f32_output) {
             (GemmLayout::Nt, GemmEpilogue::None, false) => GemmOp::ABt,
             (GemmLayout::Nt, GemmEpilogue::Bias, false) => GemmOp::ABtBias,

@@ -37,8 +37,8 @@ pub fn problem(gemm: &Gemm) -> Problem {
 
 /// Returns cuBLASLt's problem and operands for a [library part](Gemm::library_part) and its addresses.
 pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
-    let GemmOperands { a, b, out, residual, bias, preactivation, .. } = *operands;
-    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None })
+    let GemmOperands { a, b, out, residual, bias, preactivation, scale, .. } = *operands;
+    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None, scale })
 }
 
 /// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
@@ -52,7 +52,7 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
     let epilogue = match (layout, problem.epilogue, problem.accumulate) {
         (_, Epilogue::None, false) => GemmEpilogue::None,
         (GemmLayout::Nt, Epilogue::Bias, false) => GemmEpilogue::Bias,
-        (GemmLayout::Nt, Epilogue::None, true) => GemmEpilogue::Residual,
+        (GemmLayout::Nt | GemmLayout::Nn, Epilogue::None, true) => GemmEpilogue::Residual,
         (GemmLayout::Nt, Epilogue::Bias, true) => GemmEpilogue::BiasResidual,
         (GemmLayout::Nt, Epilogue::GeluAuxBias, false) => GemmEpilogue::BiasGelu,
         (GemmLayout::Nn, Epilogue::DGelu, false) => GemmEpilogue::GeluBackward,
@@ -109,6 +109,7 @@ mod tests {
         let nt = nt.map(|epilogue| (GemmLayout::Nt, epilogue));
         let nn = [
             None,
+            Residual,
             GeluBackward,
             GeluBackwardRecompute,
             ReluSquaredBackward,
@@ -117,7 +118,7 @@ mod tests {
             SwiGluBackwardRecompute,
         ];
         let nn = nn.map(|epilogue| (GemmLayout::Nn, epilogue));
-        let tn = [Accumulate, AccumulateBiasGrad].map(|epilogue| (GemmLayout::Tn, epilogue));
+        let tn = [None, Accumulate, AccumulateBiasGrad].map(|epilogue| (GemmLayout::Tn, epilogue));
         for (layout, epilogue) in nt.into_iter().chain(nn).chain(tn) {
             for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32] {
                 for f32_output in [false, true] {

@@ -12,6 +12,7 @@ mod choice;
 pub mod cublaslt;
 pub mod reference;
 
+pub use ::cublaslt::Scale;
 pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
 
 use crate::Result;
@@ -50,7 +51,7 @@ pub enum GemmEpilogue {
     None,
     /// out = sum + bias (N)
     Bias,
-    /// out = residual (M, N) + sum
+    /// out = residual (M, N) + sum, or with factors out = beta · residual + alpha · sum
     Residual,
     /// out = residual (M, N) + sum + bias (N)
     BiasResidual,
@@ -172,7 +173,7 @@ pub struct Gemm {
 }
 
 /// Device addresses of a GEMM's matrices, each a multiple of 16.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GemmOperands {
     /// Left operand.
     pub a: u64,
@@ -190,6 +191,9 @@ pub struct GemmOperands {
     pub activation: Option<u64>,
     /// Output for the sums (M, N) if cuBLASLt computes the GEMM of [`GemmEpilogue::SwiGluBackward`].
     pub sums: Option<u64>,
+    /// Factors of [`GemmEpilogue::Residual`]; both are 1 if absent. Algorithms do not depend on them, so they are not part of
+    /// the [`Gemm`].
+    pub scale: Option<Scale>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -268,7 +272,10 @@ impl Gemm {
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums } = *operands;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale } = *operands;
+        if scale.is_some() && self.epilogue != GemmEpilogue::Residual {
+            bail!("{self}: factors: expected none for this epilogue, found {scale:?}");
+        }
         let optional = [
             ("residual", residual, self.epilogue.uses_residual()),
             ("bias", bias, self.epilogue.uses_bias()),
@@ -354,6 +361,7 @@ mod tests {
         preactivation: None,
         activation: None,
         sums: None,
+        scale: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
@@ -384,6 +392,10 @@ mod tests {
         let residual = GemmOperands { residual: Some(0x5000), ..AT };
         Gemm { epilogue: GemmEpilogue::BiasResidual, ..FORWARD }.validate(&residual).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
+        let scale = Some(Scale { alpha: 1.0, beta: 0.5 });
+        let scaled = GemmOperands { bias: None, scale, ..residual };
+        Gemm { layout: GemmLayout::Nn, epilogue: GemmEpilogue::Residual, ..FORWARD }.validate(&scaled).unwrap();
+        assert!(refusal(FORWARD, GemmOperands { scale, ..AT }).contains("factors: expected none"));
         assert!(refusal(FORWARD, GemmOperands { a: 0x2008, ..AT }).ends_with("found 0x2008"));
         assert!(refusal(FORWARD, GemmOperands { out: 0, ..AT }).ends_with("found 0x0"));
     }

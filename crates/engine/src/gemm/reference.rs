@@ -3,7 +3,7 @@
 //! Inputs are widened to f32 (and rounded to 10 bits of mantissa for TF32). Sums and epilogues are in f32. Outputs are rounded
 //! to nearest.
 
-use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, Scale};
 use crate::Result;
 use crate::cpu::gemm::{Into, Matrix, Parallelism, multiply};
 use anyhow::{Context, bail};
@@ -59,12 +59,18 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
     if epilogue.accumulates() {
         out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
     }
+    let Scale { alpha, beta } = operands.scale.unwrap_or(Scale { alpha: 1.0, beta: 1.0 });
+    if operands.scale.is_some() {
+        for x in &mut out {
+            *x *= beta;
+        }
+    }
     if gemm.precision == GemmPrecision::Tf32 {
         for x in a.iter_mut().chain(&mut b) {
             *x = round_to_tf32(*x);
         }
     }
-    multiply_add(gemm, &a, &b, &mut out);
+    multiply_add(gemm, alpha, &a, &b, &mut out);
     if matches!(epilogue, GemmEpilogue::Bias | GemmEpilogue::BiasResidual | GemmEpilogue::BiasGelu) {
         let bias = matrices.read::<T>("bias", bias, n)?;
         out.iter_mut().enumerate().for_each(|(i, x)| *x += bias[i % n]);
@@ -97,12 +103,12 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
     matrices.write::<Out>("out", operands.out, &out)
 }
 
-/// Computes out += op(a) · op(b).
-fn multiply_add(gemm: &Gemm, a: &[f32], b: &[f32], out: &mut [f32]) {
+/// Computes out += alpha · op(a) · op(b).
+fn multiply_add(gemm: &Gemm, alpha: f32, a: &[f32], b: &[f32], out: &mut [f32]) {
     let Gemm { m, n, k, layout, .. } = *gemm;
     let a = if layout == GemmLayout::Tn { Matrix::row_major(a, k, m).transposed() } else { Matrix::row_major(a, m, k) };
     let b = if layout == GemmLayout::Nt { Matrix::row_major(b, n, k).transposed() } else { Matrix::row_major(b, k, n) };
-    multiply(out, Into::Add, 1.0, a, b, Parallelism::Rayon(0));
+    multiply(out, Into::Add, alpha, a, b, Parallelism::Rayon(0));
 }
 
 /// Rounds to 10 bits of mantissa, ties away from zero.
