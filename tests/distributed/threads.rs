@@ -252,7 +252,7 @@ struct DelayedCommunicator {
 
 enum Collective {
     AllReduce(Tensor, Reduction),
-    Broadcast(Tensor),
+    Broadcast(Tensor, usize),
     ReduceScatter(Sharded, Reduction),
     AllGather(Sharded),
 }
@@ -275,8 +275,8 @@ impl Communicator for DelayedCommunicator {
         Ok(())
     }
 
-    fn broadcast(&mut self, _: &mut dyn Engine, tensor: Tensor) -> anyhow::Result<()> {
-        self.pending.push(Collective::Broadcast(tensor));
+    fn broadcast(&mut self, _: &mut dyn Engine, tensor: Tensor, root: usize) -> anyhow::Result<()> {
+        self.pending.push(Collective::Broadcast(tensor, root));
         Ok(())
     }
 
@@ -294,7 +294,7 @@ impl Communicator for DelayedCommunicator {
         for collective in self.pending.drain(..) {
             match collective {
                 Collective::AllReduce(tensor, reduction) => self.inner.all_reduce(engine, tensor, reduction)?,
-                Collective::Broadcast(tensor) => self.inner.broadcast(engine, tensor)?,
+                Collective::Broadcast(tensor, root) => self.inner.broadcast(engine, tensor, root)?,
                 Collective::ReduceScatter(of, reduction) => self.inner.reduce_scatter(engine, of, reduction)?,
                 Collective::AllGather(of) => self.inner.all_gather(engine, of)?,
             }

@@ -24,8 +24,8 @@ pub trait Communicator {
     /// Reduces `tensor` over all ranks, in place.
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()>;
 
-    /// Copies `tensor` of rank 0 to all ranks.
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()>;
+    /// Copies `tensor` of rank `root` to all ranks.
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()>;
 
     /// Reduces the whole over all ranks and keeps this rank's part. The rest of the whole is unspecified afterwards.
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()>;
@@ -70,13 +70,13 @@ impl Communicator for TcpGroup {
         engine.write_bytes(tensor, &bytes)
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         let mut bytes = vec![0; tensor.bytes()];
-        if self.rank == 0 {
+        if self.rank == root {
             engine.read_bytes(tensor, &mut bytes)?;
         }
-        self.broadcast_bytes(&mut bytes)?;
-        if self.rank == 0 { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+        self.broadcast_bytes(&mut bytes, root)?;
+        if self.rank == root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {

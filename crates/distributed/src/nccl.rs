@@ -75,9 +75,9 @@ impl Nccl {
         Ok(unsafe { self.communicator.all_gather(whole, part, &self.stream) }?)
     }
 
-    fn queue_broadcast<T: Element>(&self, address: u64, len: usize) -> Result<()> {
+    fn queue_broadcast<T: Element>(&self, address: u64, len: usize, root: usize) -> Result<()> {
         // SAFETY: as in `queue_all_reduce`.
-        Ok(unsafe { self.communicator.broadcast(Buffer::<T>::new(address, len), 0, &self.stream) }?)
+        Ok(unsafe { self.communicator.broadcast(Buffer::<T>::new(address, len), root, &self.stream) }?)
     }
 }
 
@@ -128,11 +128,11 @@ impl Communicator for Nccl {
         }
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         let address = self.begin(engine, tensor)?;
         match tensor.dtype {
-            DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len),
-            DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len),
+            DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len, root),
+            DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len, root),
         }
     }
 

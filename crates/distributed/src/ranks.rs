@@ -187,8 +187,14 @@ impl Ranks {
     pub fn broadcast_tensors(&mut self, engine: &mut dyn Engine, tensors: &[Tensor]) -> Result<()> {
         self.set_operation("broadcasting the model");
         let Some(ranks) = self.communicator() else { return Ok(()) };
-        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor))?;
+        tensors.iter().try_for_each(|tensor| ranks.broadcast(engine, *tensor, 0))?;
         ranks.wait_on_stream(engine)
+    }
+
+    /// Copies `tensor` of rank `root` to all ranks. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn broadcast_from(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
+        self.set_operation("exchanging updates");
+        self.communicator().map_or(Ok(()), |ranks| ranks.broadcast(engine, tensor, root))
     }
 
     /// Makes work that is queued on the engine from now on wait for all collectives so far.

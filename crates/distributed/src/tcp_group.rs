@@ -321,11 +321,17 @@ impl TcpGroup {
         self.send_to_all(MessageKind::Reduce, bytes)
     }
 
-    /// Copies `bytes` of rank 0 to all ranks.
-    pub fn broadcast_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
+    /// Copies `bytes` of rank `root` to all ranks. Those of another rank than 0 pass through rank 0.
+    pub fn broadcast_bytes(&mut self, bytes: &mut [u8], root: usize) -> Result<()> {
         self.collective(|group| {
             for chunk in bytes.chunks_mut(CHUNK_BYTES) {
+                if root > 0 && group.rank == root {
+                    group.send(0, MessageKind::Broadcast, chunk)?;
+                }
                 if group.rank == 0 {
+                    if root > 0 {
+                        chunk.copy_from_slice(&group.receive(root - 1, MessageKind::Broadcast, Some(chunk.len()))?);
+                    }
                     group.send_to_all(MessageKind::Broadcast, chunk)?;
                 } else {
                     chunk.copy_from_slice(&group.receive(0, MessageKind::Broadcast, Some(chunk.len()))?);
@@ -649,22 +655,19 @@ mod tests {
             let message = group.broadcast_message(vec![9; group.rank + 1]).unwrap();
             let mut sums = [0.1 * group.rank as f64, 1.0];
             group.all_reduce_sum_f64(&mut sums).unwrap();
-            let mut root = vec![group.rank as u8; CHUNK_BYTES + 3];
-            group.broadcast_bytes(&mut root).unwrap();
-            (
-                all,
-                message,
-                sums,
-                root.iter().all(|&byte| byte == 0),
-                group.any_rank(group.rank == 1).unwrap(),
-                group.any_rank(false).unwrap(),
-            )
+            let mut roots = Vec::new();
+            for root in 0..3 {
+                let mut bytes = vec![group.rank as u8; CHUNK_BYTES + 3];
+                group.broadcast_bytes(&mut bytes, root).unwrap();
+                roots.push(bytes.iter().all(|&byte| usize::from(byte) == root));
+            }
+            (all, message, sums, roots, group.any_rank(group.rank == 1).unwrap(), group.any_rank(false).unwrap())
         })
         .into_iter()
         .enumerate()
         {
             let all = if rank == 0 { vec![vec![0, 0], vec![1, 1], vec![2, 2]] } else { vec![] };
-            assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], true, true, false));
+            assert_eq!(got, (all, vec![9], [0.1 + 0.2, 3.0], vec![true; 3], true, false));
         }
     }
 

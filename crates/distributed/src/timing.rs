@@ -81,8 +81,8 @@ impl Communicator for TimedCommunicator {
         self.collective(engine, |inner, engine| inner.all_reduce(engine, tensor, reduction))
     }
 
-    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
-        self.collective(engine, |inner, engine| inner.broadcast(engine, tensor))
+    fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
+        self.collective(engine, |inner, engine| inner.broadcast(engine, tensor, root))
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
