@@ -1,18 +1,21 @@
 //! The operations of training: one argument struct for each, declared once and implemented by every engine.
 //!
-//! "float" is the engine's storage type: f32, or bf16 on CUDA. Statistics, losses and optimizer state are f32.
+//! "float" is the engine's storage type: f32, or bf16 on CUDA. Statistics and losses are f32.
 //! Weights are (OC, C) row-major, as in llm.c. Parameter gradients accumulate (`+=`). Activation gradients are
 //! overwritten, except the residual stream's gradient, to which [`LayerNormBackward`] adds.
 //!
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
 
+mod update;
+
+pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
+
 use crate::Result;
 use crate::batch::BatchLayout;
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
 
 /// Declares [`Operation`] with one variant for each argument struct, and the conversions into it.
 macro_rules! operations {
@@ -50,6 +53,9 @@ operations!(
     SquaredSum<'a>,
     SquareRoot,
     AdamWUpdate<'a>,
+    MuonMomentum,
+    Orthogonalize,
+    MuonApply,
 );
 
 /// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if there is no `wpe`.
@@ -458,109 +464,4 @@ pub struct SquareRoot {
     pub out: Tensor,
     /// (1) f32
     pub value: Tensor,
-}
-
-/// Hyperparameters of one AdamW update.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamW {
-    /// Learning rate.
-    pub learning_rate: f32,
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the denominator.
-    pub eps: f32,
-    /// Decoupled weight decay, applied to the ranges that decay.
-    pub weight_decay: f32,
-    /// 1 for the first update.
-    pub step: u32,
-    /// Gradients are scaled by `clip / norm` if their norm exceeds `clip`.
-    pub clip: f32,
-    /// Seed of the stochastic rounding to bf16; each range adds its own.
-    pub seed: u32,
-}
-
-/// Elements of the parameters that AdamW treats alike.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UpdateRange {
-    /// Indices into the tensors of [`AdamWUpdate`].
-    pub elements: Range<usize>,
-    /// Applies weight decay.
-    pub decayed: bool,
-    /// Added to [`AdamW::seed`]. Elements at equal distance from their ranges' starts draw equal random numbers if these agree.
-    pub seed: u32,
-}
-
-/// The master weights of bf16 parameters. An update changes the master weights, and the parameters are copies of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Master {
-    /// There are none: the parameters are the weights. If they are bf16, updates are rounded stochastically.
-    None,
-    /// (n) f32. Parameters are rounded from them stochastically.
-    F32(Tensor),
-    /// (n) u16: the lower halves of f32 master weights, of which the parameters are the upper halves ([`gpu::remainder`]).
-    Remainder(Tensor),
-}
-
-impl Master {
-    /// Returns the tensor besides the parameters.
-    pub const fn tensor(self) -> Option<Tensor> {
-        match self {
-            Self::None => None,
-            Self::F32(tensor) | Self::Remainder(tensor) => Some(tensor),
-        }
-    }
-
-    /// Replaces the tensor by `f` of it.
-    #[must_use]
-    pub fn map(self, f: impl FnOnce(Tensor) -> Tensor) -> Self {
-        match self {
-            Self::None => Self::None,
-            Self::F32(tensor) => Self::F32(f(tensor)),
-            Self::Remainder(tensor) => Self::Remainder(f(tensor)),
-        }
-    }
-}
-
-/// Applies one AdamW update to ranges of the parameters. Nothing changes unless both values of `stats` are finite.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamWUpdate<'a> {
-    /// (n) float
-    pub params: Tensor,
-    /// (n) float
-    pub grads: Tensor,
-    /// (n) f32 or float, first moment. bf16 is rounded stochastically.
-    pub m: Tensor,
-    /// (n) second moment, of the type of `m`
-    pub v: Tensor,
-    /// Master weights; none if `params` are f32.
-    pub master: Master,
-    /// Ascending ranges that do not overlap and begin at multiples of 8 elements.
-    pub ranges: &'a [UpdateRange],
-    /// (2) f32: sum of the losses, and norm of all gradients.
-    pub stats: Tensor,
-    /// Hyperparameters.
-    pub settings: AdamW,
-}
-
-impl AdamWUpdate<'_> {
-    /// Checks that the ranges ascend, do not overlap, lie in the tensors and are aligned as AdamW's kernel requires.
-    pub(crate) fn check_ranges(&self) -> Result<()> {
-        let mut end = 0;
-        for Range { start, end: next } in self.ranges.iter().map(|range| range.elements.clone()) {
-            ensure!(
-                end <= start && start <= next && next <= self.params.len,
-                "adamw: range {start}..{next} after {end}, of {} parameters: ranges must ascend and lie in them",
-                self.params.len
-            );
-            let alignment = gpu::adamw::Range::ALIGNMENT;
-            ensure!(
-                start.is_multiple_of(alignment),
-                "adamw: range {start}..{next} does not begin at a multiple of {alignment} elements"
-            );
-            end = next;
-        }
-        Ok(())
-    }
 }

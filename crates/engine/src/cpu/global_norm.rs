@@ -5,7 +5,7 @@ use crate::ops::{GlobalNorm, SquareRoot, SquaredSum, Sum};
 use rayon::prelude::*;
 
 /// Returns the sum of `term(value)` in double precision, in an order that does not depend on the number of threads.
-fn total(values: &[f32], term: impl Fn(f64) -> f64 + Sync) -> f64 {
+pub(super) fn total(values: &[f32], term: impl Fn(f64) -> f64 + Sync) -> f64 {
     const LANES: usize = 16;
     let chunk_total = |chunk: &[f32]| {
         let mut lanes = [0.0; LANES];

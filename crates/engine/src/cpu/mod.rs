@@ -15,6 +15,7 @@ mod global_norm;
 mod layernorm;
 mod matmul;
 mod memory;
+mod muon;
 mod rmsnorm;
 mod rotary;
 #[cfg(test)]
@@ -120,6 +121,9 @@ impl Engine for Cpu {
             Operation::SquaredSum(op) => global_norm::squared_sum(arena, op),
             Operation::SquareRoot(op) => global_norm::square_root(arena, op),
             Operation::AdamWUpdate(op) => adamw::adamw(arena, op),
+            Operation::MuonMomentum(op) => muon::momentum(arena, op),
+            Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
+            Operation::MuonApply(op) => muon::apply(arena, op),
         }
     }
 

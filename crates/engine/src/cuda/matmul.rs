@@ -20,11 +20,11 @@ pub(super) fn scratch<T: Float>(workload: &Workload, gpu: EmulatedGpu) -> usize 
 
 impl<T: Float> Cuda<T> {
     /// Returns the address of an operand: `tensor`, which must hold at least `len` floats.
-    fn operand(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
+    pub(super) fn operand(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
         Ok(self.arena.address::<T>(name, tensor, len)?.addr() as u64)
     }
 
-    fn gemm_precision(&self) -> GemmPrecision {
+    pub(super) fn gemm_precision(&self) -> GemmPrecision {
         match T::DTYPE {
             DType::Bf16 => GemmPrecision::Bf16,
             _ if self.executor.tf32() => GemmPrecision::Tf32,
@@ -32,7 +32,7 @@ impl<T: Float> Cuda<T> {
         }
     }
 
-    fn run_gemm(&mut self, call: GemmCall) -> Result<()> {
+    pub(super) fn run_gemm(&mut self, call: GemmCall) -> Result<()> {
         if call.gemm.m == 0 || call.gemm.n == 0 {
             return Ok(());
         }

@@ -23,6 +23,7 @@ mod global_norm;
 mod layernorm;
 mod matmul;
 mod modules;
+mod muon;
 mod noise;
 mod peak;
 mod profile;
@@ -284,6 +285,9 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::SquaredSum(op) => global_norm::squared_sum(self, op),
             Operation::SquareRoot(op) => global_norm::square_root(self, op),
             Operation::AdamWUpdate(op) => adamw::adamw(self, op),
+            Operation::MuonMomentum(op) => muon::momentum(self, op),
+            Operation::Orthogonalize(op) => muon::orthogonalize(self, op),
+            Operation::MuonApply(op) => muon::apply(self, op),
         }
     }
 

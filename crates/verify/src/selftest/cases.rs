@@ -1,17 +1,19 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
+mod update;
+
 use super::case::{Case, Init, Operand, Part, Work};
 use super::compare::Tolerance;
 use engine::ops::{
-    Activation, ActivationForward, ActivationInput, AdamW, AdamWUpdate, AttentionBackward, AttentionForward,
-    AttentionShape, Classifier, EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward,
-    LayerNormForward, Master, MatmulBackward, MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward,
-    RotaryBackward, RotaryForward, RotaryPairs, RotaryShape, Sum, UpdateRange,
+    Activation, ActivationForward, ActivationInput, AttentionBackward, AttentionForward, AttentionShape, Classifier,
+    EncoderBackward, EncoderForward, Epilogue, GlobalNorm, LayerNormBackward, LayerNormForward, MatmulBackward,
+    MatmulForward, MatmulShape, QkNorm, RmsNormBackward, RmsNormForward, RotaryBackward, RotaryForward, RotaryPairs,
+    RotaryShape, Sum,
 };
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
 use model::descriptor::{Biases, Norm, Positions};
-use model::{Descriptor, LOGIT_ROWS, MasterWeights, Moments, Params};
+use model::{Descriptor, LOGIT_ROWS, Params};
 
 /// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
 /// accepts.
@@ -81,9 +83,9 @@ pub fn edge_cases() -> Vec<Case> {
         }
     }
     for n in [8, 1000, 12_344] {
-        cases.extend([global_norm(n), sum(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
-        cases.extend(COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments)));
+        cases.extend([global_norm(n), sum(n), cast_to_float(n), cast_from_float(n)]);
     }
+    cases.extend(update::edge_cases());
     cases
 }
 
@@ -138,10 +140,10 @@ pub fn model_cases() -> Vec<Case> {
         cases.extend(rotary(RotaryShape { attention, pairs: RotaryPairs::HalfSplit }));
     }
     for n in [1 << 20, 7_087_872] {
-        cases.extend([global_norm(n), adamw(update_ranges(n)), cast_to_float(n), cast_from_float(n)]);
-        cases.extend(COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments)));
+        cases.extend([global_norm(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.push(sum(65_536));
+    cases.extend(update::model_cases());
     cases
 }
 
@@ -190,7 +192,7 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
         encoder_backward(b, t, c, v, learned),
         sum(rows),
         global_norm(n),
-        adamw(layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect()),
+        update::adamw(layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect()),
     ]
 }
 
@@ -743,97 +745,6 @@ fn global_norm(n: usize) -> Case {
     case("global_norm", format!("{n}"), workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
         e.run(GlobalNorm { norm: x[0], grads: x[1] })
     })
-}
-
-/// Partitions `n` elements into ranges of 8, 24, 72, ... elements, with weight decay for every other range.
-fn update_ranges(n: usize) -> Vec<UpdateRange> {
-    let (mut ranges, mut start, mut len) = (Vec::new(), 0, 8);
-    while start < n {
-        let elements = start..n.min(start + len);
-        (start, len) = (elements.end, 3 * len);
-        ranges.push(UpdateRange { elements, decayed: ranges.len() % 2 == 0, seed: 5 * start as u32 });
-    }
-    ranges
-}
-
-/// The storage of the optimizer state beside bf16 parameters, except the default.
-const COMPACT: [(MasterWeights, Moments); 4] = [
-    (MasterWeights::None, Moments::F32),
-    (MasterWeights::None, Moments::Bf16),
-    (MasterWeights::Remainder, Moments::F32),
-    (MasterWeights::Remainder, Moments::Bf16),
-];
-
-const ADAMW: AdamW =
-    AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
-
-/// Returns AdamW updates of `n` elements with other storage of the optimizer state. Remainders start at 0, so they affect the
-/// parameters from the second update on.
-fn compact_adamw(n: usize, master_weights: MasterWeights, moments: Moments) -> Case {
-    let (remainder, bf16_moments) = (master_weights == MasterWeights::Remainder, moments == Moments::Bf16);
-    let moment = |name, init, tolerance| Operand { init, ..accumulated(name, n, tolerance) };
-    let positive = Init::Uniform { mean: 1.0, spread: 0.9 };
-    let [m, v] = if bf16_moments {
-        [moment("m", UNIT, Tolerance::STOCHASTIC), moment("v", positive, Tolerance::STOCHASTIC)]
-    } else {
-        [f32(moment("m", UNIT, Tolerance::REDUCTION)), f32(moment("v", positive, Tolerance::REDUCTION))]
-    };
-    let operands = vec![
-        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
-        input("grads", n, UNIT),
-        m,
-        v,
-        input("remainder", if remainder { n } else { 8 }, Init::Zero),
-        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
-    ];
-    let updates = if remainder && !bf16_moments { 4 } else { 1 };
-    let bf16s = 3 + 2 * usize::from(remainder) + 4 * usize::from(bf16_moments);
-    let f32_bytes = if bf16_moments { 0 } else { 16 };
-    let work = Work { floats: bf16s * n * updates, bytes: f32_bytes * n * updates, flops: 0 };
-    let ranges = update_ranges(n);
-    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
-    let name = format!("{n}, masters {master_weights}, moments {}", if bf16_moments { "bf16" } else { "f32" });
-    exact(case("adamw", name, workload, operands, work, move |e, x| {
-        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
-        let master = match e.dtype() {
-            DType::Bf16 if remainder => Master::Remainder(Tensor { dtype: DType::U16, ..x[4] }),
-            _ => Master::None,
-        };
-        for update in 0..updates as u32 {
-            let settings = AdamW { step: ADAMW.step + update, seed: ADAMW.seed + update, ..ADAMW };
-            e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
-        }
-        Ok(())
-    }))
-}
-
-/// Returns an AdamW update of all elements of the ranges.
-fn adamw(ranges: Vec<UpdateRange>) -> Case {
-    let n = ranges.iter().map(|range| range.elements.len()).sum();
-    let operands = vec![
-        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
-        input("grads", n, UNIT),
-        f32(accumulated("m", n, Tolerance::REDUCTION)),
-        f32(Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..accumulated("v", n, Tolerance::REDUCTION) }),
-        f32(accumulated("master", n, Tolerance::REDUCTION)),
-        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
-    ];
-    let settings = ADAMW;
-    let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
-    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
-    exact(case("adamw", format!("{n}"), workload, operands, work, move |e, x| {
-        // An f32 engine has no master weights. Copying keeps the values of both engines equal.
-        if e.dtype() == DType::F32 {
-            e.cast(x[0], x[4])?;
-        }
-        let master = if e.dtype() == DType::F32 { Master::None } else { Master::F32(x[4]) };
-        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
-        e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
-        if e.dtype() == DType::F32 {
-            e.cast(x[4], x[0])?;
-        }
-        Ok(())
-    }))
 }
 
 fn cast_to_float(n: usize) -> Case {

@@ -36,6 +36,8 @@ impl Tolerance {
         Self { f32: f32 * group * group, bf16: bf16 * group.sqrt() }
     }
 
+    /// Newton-Schulz iterations: rounding errors in directions of small singular values grow by up to a factor of a thousand.
+    pub const ORTHOGONALIZED: Self = Self { f32: 2e-3, bf16: 2e-1 };
     /// Stochastic rounding: up to one unit in the last place in either direction.
     pub const STOCHASTIC: Self = Self { f32: 2e-5, bf16: 1e-2 };
 }

@@ -1,0 +1,91 @@
+//! Muon.
+
+use super::CHUNK;
+use super::arena::Arena;
+use super::gemm::{Into, Matrix, Parallelism, multiply};
+use super::global_norm::total;
+use crate::Result;
+use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
+use anyhow::ensure;
+use rayon::prelude::*;
+
+/// Uses all threads of the current pool.
+const ALL: Parallelism = Parallelism::Rayon(0);
+
+pub(super) fn momentum(arena: &mut Arena, op: MuonMomentum) -> Result<()> {
+    let MuonMomentum { update, m, grads, stats, momentum, clip, seed: _ } = op;
+    let n = update.len;
+    let operands = [("update", update, n), ("m", m, n), ("grads", grads, n), ("stats", stats, 2)];
+    let [update, m, grads, stats] = arena.split("muon_momentum", operands)?;
+    let (loss, norm) = (stats[0], stats[1]);
+    if !(loss.is_finite() && norm.is_finite()) {
+        return Ok(());
+    }
+    let grad_scale = if norm > clip { clip / norm } else { 1.0 };
+    let chunks = update.par_chunks_mut(CHUNK).zip(m.par_chunks_mut(CHUNK)).zip(grads.par_chunks(CHUNK));
+    chunks.for_each(|((update, m), grads)| {
+        for ((update, m), grad) in update.iter_mut().zip(m).zip(grads) {
+            let grad = grad * grad_scale;
+            *m = momentum * *m + (1.0 - momentum) * grad;
+            *update = momentum * *m + (1.0 - momentum) * grad;
+        }
+    });
+    Ok(())
+}
+
+pub(super) fn orthogonalize(arena: &mut Arena, op: Orthogonalize) -> Result<()> {
+    let Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients } = op;
+    let (n, side) = (rows * cols, op.side());
+    let operands = [
+        ("matrix", matrix, n),
+        ("next", next, n),
+        ("gram", gram, side * side),
+        ("polynomial", polynomial, side * side),
+        ("norm", norm, 1),
+    ];
+    let [matrix, next, gram, polynomial, norm] = arena.split("orthogonalize", operands)?;
+    norm[0] = total(matrix, |x| x * x).sqrt() as f32;
+    let (factor, epsilon) = coefficients.scaling();
+    scale_into(next, 1.0 / (norm[0] * factor + epsilon), matrix);
+    let (mut from, mut to) = (next, matrix);
+    for [a, b, c] in coefficients.steps() {
+        let x = Matrix::row_major(from, rows, cols);
+        let (left, right) = if rows <= cols { (x, x.transposed()) } else { (x.transposed(), x) };
+        multiply(gram, Into::Overwrite, 1.0, left, right, ALL);
+        scale_into(polynomial, b, gram);
+        let square = Matrix::row_major(gram, side, side);
+        multiply(polynomial, Into::Add, c, square, square, ALL);
+        scale_into(to, a, from);
+        let factor = Matrix::row_major(polynomial, side, side);
+        let (left, right) = if rows <= cols { (factor, x) } else { (x, factor) };
+        multiply(to, Into::Add, 1.0, left, right, ALL);
+        std::mem::swap(&mut from, &mut to);
+    }
+    Ok(())
+}
+
+/// to = scale · from
+fn scale_into(to: &mut [f32], scale: f32, from: &[f32]) {
+    to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = scale * from;
+        }
+    });
+}
+
+pub(super) fn apply(arena: &mut Arena, op: MuonApply) -> Result<()> {
+    let MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed: _ } = op;
+    ensure!(master == Master::None, "muon: the CPU engine's parameters are f32 and take no master weights");
+    let n = params.len;
+    let operands = [("params", params, n), ("update", update, n), ("stats", stats, 2)];
+    let [params, update, stats] = arena.split("muon_apply", operands)?;
+    if !(stats[0].is_finite() && stats[1].is_finite()) {
+        return Ok(());
+    }
+    params.par_chunks_mut(CHUNK).zip(update.par_chunks(CHUNK)).for_each(|(params, update)| {
+        for (param, update) in params.iter_mut().zip(update) {
+            *param -= learning_rate * (scale * update + weight_decay * *param);
+        }
+    });
+    Ok(())
+}

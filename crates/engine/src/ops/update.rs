@@ -1,0 +1,233 @@
+//! The operations of the optimizers.
+
+use crate::Result;
+use crate::tensor::Tensor;
+use anyhow::ensure;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// Hyperparameters of one AdamW update.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    /// Learning rate.
+    pub learning_rate: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// Decoupled weight decay, applied to the ranges that decay.
+    pub weight_decay: f32,
+    /// 1 for the first update.
+    pub step: u32,
+    /// Gradients are scaled by `clip / norm` if their norm exceeds `clip`.
+    pub clip: f32,
+    /// Seed of the stochastic rounding to bf16; each range adds its own.
+    pub seed: u32,
+}
+
+/// Elements of the parameters that AdamW treats alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpdateRange {
+    /// Indices into the tensors of [`AdamWUpdate`].
+    pub elements: Range<usize>,
+    /// Applies weight decay.
+    pub decayed: bool,
+    /// Added to [`AdamW::seed`]. Elements at equal distance from their ranges' starts draw equal random numbers if these agree.
+    pub seed: u32,
+}
+
+/// The master weights of bf16 parameters. An update changes the master weights, and the parameters are copies of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Master {
+    /// There are none: the parameters are the weights. If they are bf16, updates are rounded stochastically.
+    None,
+    /// (n) f32. Parameters are rounded from them stochastically.
+    F32(Tensor),
+    /// (n) u16: the lower halves of f32 master weights, of which the parameters are the upper halves ([`gpu::remainder`]).
+    Remainder(Tensor),
+}
+
+impl Master {
+    /// Returns the tensor besides the parameters.
+    pub const fn tensor(self) -> Option<Tensor> {
+        match self {
+            Self::None => None,
+            Self::F32(tensor) | Self::Remainder(tensor) => Some(tensor),
+        }
+    }
+
+    /// Replaces the tensor by `f` of it.
+    #[must_use]
+    pub fn map(self, f: impl FnOnce(Tensor) -> Tensor) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::F32(tensor) => Self::F32(f(tensor)),
+            Self::Remainder(tensor) => Self::Remainder(f(tensor)),
+        }
+    }
+}
+
+/// Applies one AdamW update to ranges of the parameters. Nothing changes unless both values of `stats` are finite.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWUpdate<'a> {
+    /// (n) float
+    pub params: Tensor,
+    /// (n) float
+    pub grads: Tensor,
+    /// (n) f32 or float, first moment. bf16 is rounded stochastically.
+    pub m: Tensor,
+    /// (n) second moment, of the type of `m`
+    pub v: Tensor,
+    /// Master weights; none if `params` are f32.
+    pub master: Master,
+    /// Ascending ranges that do not overlap and begin at multiples of 8 elements.
+    pub ranges: &'a [UpdateRange],
+    /// (2) f32: sum of the losses, and norm of all gradients.
+    pub stats: Tensor,
+    /// Hyperparameters.
+    pub settings: AdamW,
+}
+
+impl AdamWUpdate<'_> {
+    /// Checks that the ranges ascend, do not overlap, lie in the tensors and are aligned as AdamW's kernel requires.
+    pub(crate) fn check_ranges(&self) -> Result<()> {
+        let mut end = 0;
+        for Range { start, end: next } in self.ranges.iter().map(|range| range.elements.clone()) {
+            ensure!(
+                end <= start && start <= next && next <= self.params.len,
+                "adamw: range {start}..{next} after {end}, of {} parameters: ranges must ascend and lie in them",
+                self.params.len
+            );
+            let alignment = gpu::adamw::Range::ALIGNMENT;
+            ensure!(
+                start.is_multiple_of(alignment),
+                "adamw: range {start}..{next} does not begin at a multiple of {alignment} elements"
+            );
+            end = next;
+        }
+        Ok(())
+    }
+}
+
+/// Updates Muon's momentum and computes the update before its orthogonalization (Jordan et al., 2024,
+/// <https://kellerjordan.github.io/posts/muon/>): `m = momentum · m + (1 - momentum) · grad`, then
+/// `update = momentum · m + (1 - momentum) · grad` (Nesterov). Nothing changes unless both values of `stats` are finite.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonMomentum {
+    /// (n) float
+    pub update: Tensor,
+    /// (n) f32 or float, momentum. bf16 is rounded stochastically.
+    pub m: Tensor,
+    /// (n) float
+    pub grads: Tensor,
+    /// (2) f32: sum of the losses, and norm of all gradients.
+    pub stats: Tensor,
+    /// Decay of the momentum.
+    pub momentum: f32,
+    /// Gradients are scaled by `clip / norm` if their norm exceeds `clip`.
+    pub clip: f32,
+    /// Seed of the stochastic rounding to bf16.
+    pub seed: u32,
+}
+
+/// The coefficients of the Newton-Schulz iterations in [`Orthogonalize`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MuonCoefficients {
+    /// The optimal polynomial of each step (Amsel et al., 2025, arXiv:2505.16932)
+    #[default]
+    PolarExpress,
+    /// The same polynomial in each step (Jordan et al., 2024)
+    Classic,
+}
+
+impl MuonCoefficients {
+    /// Number of steps. It is odd, see [`Orthogonalize`].
+    pub const STEPS: usize = 5;
+
+    /// Returns a, b and c of each step, which maps a singular value x to a x + b x³ + c x⁵.
+    pub const fn steps(self) -> [[f32; 3]; Self::STEPS] {
+        match self {
+            Self::PolarExpress => [
+                [8.156_554, -22.483_293, 15.878_77],
+                [4.042_93, -2.808_917_5, 0.500_017_8],
+                [3.891_667_8, -2.772_484, 0.506_064_82],
+                [3.285_753_7, -2.368_129_5, 0.464_490_23],
+                [2.346_541_3, -1.709_782_8, 0.423_235_5],
+            ],
+            Self::Classic => [[3.4445, -4.775, 2.0315]; Self::STEPS],
+        }
+    }
+
+    /// Returns the factor of the Frobenius norm and the addend of the first scaling: x / (norm · factor + epsilon).
+    pub const fn scaling(self) -> (f32, f32) {
+        match self {
+            Self::PolarExpress => (1.01, 1e-6),
+            Self::Classic => (1.0, 1e-7),
+        }
+    }
+}
+
+/// Replaces a matrix by an approximation of the nearest semi-orthogonal one: scales it by its Frobenius norm, then runs five
+/// Newton-Schulz steps, each `A = X·Xᵀ`, `B = b·A + c·A·A`, `X = a·X + B·X`. Matrices with more rows than columns are multiplied
+/// from the right, so that A is square of the shorter side.
+///
+/// A step reads one of `matrix` and `next` and writes the other. The scaling writes `next`, so an odd number of steps ends in
+/// `matrix`.
+#[derive(Clone, Copy, Debug)]
+pub struct Orthogonalize {
+    /// (rows, cols) float, replaced
+    pub matrix: Tensor,
+    /// (rows, cols) float, overwritten
+    pub next: Tensor,
+    /// (s, s) float, A of a step, where s is the smaller of rows and cols; overwritten
+    pub gram: Tensor,
+    /// (s, s) float, B of a step; overwritten
+    pub polynomial: Tensor,
+    /// (1) f32, the Frobenius norm of `matrix`; overwritten
+    pub norm: Tensor,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Coefficients of the steps.
+    pub coefficients: MuonCoefficients,
+}
+
+impl Orthogonalize {
+    /// Returns the shorter side of a matrix.
+    pub fn side(self) -> usize {
+        self.rows.min(self.cols)
+    }
+
+    /// Returns the floating-point operations for a matrix of this shape.
+    pub const fn flops(rows: usize, cols: usize) -> usize {
+        let (short, long) = if rows < cols { (rows, cols) } else { (cols, rows) };
+        // The Gram matrix, its square, and the product with X.
+        MuonCoefficients::STEPS * 2 * short * short * (2 * long + short)
+    }
+}
+
+/// Applies Muon's update: `param -= learning_rate · (scale · update + weight_decay · param)`. Nothing changes unless both
+/// values of `stats` are finite.
+#[derive(Clone, Copy, Debug)]
+pub struct MuonApply {
+    /// (n) float
+    pub params: Tensor,
+    /// Master weights; none if `params` are f32.
+    pub master: Master,
+    /// (n) float, orthogonalized
+    pub update: Tensor,
+    /// (2) f32: sum of the losses, and norm of all gradients.
+    pub stats: Tensor,
+    /// Learning rate.
+    pub learning_rate: f32,
+    /// Factor of the update.
+    pub scale: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// Seed of the stochastic rounding to bf16.
+    pub seed: u32,
+}

@@ -1,0 +1,211 @@
+//! The cases of the optimizers.
+
+use super::{Case, UNIT, accumulated, case, exact, f32, input, output, workload};
+use crate::selftest::case::{Init, Operand, Work};
+use crate::selftest::compare::Tolerance;
+use engine::Workload;
+use engine::ops::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
+use engine::tensor::{DType, Tensor};
+use model::{MasterWeights, Moments};
+
+/// Returns every operation at small and odd sizes.
+pub(super) fn edge_cases() -> Vec<Case> {
+    let mut cases: Vec<Case> = [8, 1000, 12_344].into_iter().flat_map(adamw_forms).collect();
+    // Matrices need not divide into vectors.
+    cases.extend([8, 1001, 12_344].into_iter().flat_map(muon_forms));
+    for (rows, cols) in [(8, 40), (96, 24), (16, 72)] {
+        let kinds = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
+        cases.extend(kinds.map(|kind| orthogonalize(rows, cols, kind)));
+    }
+    cases
+}
+
+/// Returns every operation at sizes of GPT-2.
+pub(super) fn model_cases() -> Vec<Case> {
+    let mut cases: Vec<Case> = [1 << 20, 7_087_872].into_iter().flat_map(adamw_forms).collect();
+    cases.extend(muon_forms(1 << 20));
+    cases.extend([(768, 3072), (3072, 768)].map(|(r, c)| orthogonalize(r, c, MuonCoefficients::PolarExpress)));
+    cases
+}
+
+/// Returns AdamW with each storage of the optimizer state.
+fn adamw_forms(n: usize) -> Vec<Case> {
+    let compact = COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments));
+    [adamw(update_ranges(n))].into_iter().chain(compact).collect()
+}
+
+/// Returns the elementwise operations of Muon with each storage of the optimizer state.
+fn muon_forms(n: usize) -> Vec<Case> {
+    let masters = [MasterWeights::None, MasterWeights::F32, MasterWeights::Remainder];
+    let moments = [Moments::F32, Moments::Bf16].map(|moments| muon_momentum(n, moments));
+    moments.into_iter().chain(masters.map(|masters| muon_apply(n, masters))).collect()
+}
+
+/// Partitions `n` elements into ranges of 8, 24, 72, ... elements, with weight decay for every other range.
+fn update_ranges(n: usize) -> Vec<UpdateRange> {
+    let (mut ranges, mut start, mut len) = (Vec::new(), 0, 8);
+    while start < n {
+        let elements = start..n.min(start + len);
+        (start, len) = (elements.end, 3 * len);
+        ranges.push(UpdateRange { elements, decayed: ranges.len() % 2 == 0, seed: 5 * start as u32 });
+    }
+    ranges
+}
+
+/// The storage of the optimizer state beside bf16 parameters, except the default.
+const COMPACT: [(MasterWeights, Moments); 4] = [
+    (MasterWeights::None, Moments::F32),
+    (MasterWeights::None, Moments::Bf16),
+    (MasterWeights::Remainder, Moments::F32),
+    (MasterWeights::Remainder, Moments::Bf16),
+];
+
+const ADAMW: AdamW =
+    AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
+
+/// Returns AdamW updates of `n` elements with other storage of the optimizer state. Remainders start at 0, so they affect the
+/// parameters from the second update on.
+fn compact_adamw(n: usize, master_weights: MasterWeights, moments: Moments) -> Case {
+    let (remainder, bf16_moments) = (master_weights == MasterWeights::Remainder, moments == Moments::Bf16);
+    let moment = |name, init, tolerance| Operand { init, ..accumulated(name, n, tolerance) };
+    let positive = Init::Uniform { mean: 1.0, spread: 0.9 };
+    let [m, v] = if bf16_moments {
+        [moment("m", UNIT, Tolerance::STOCHASTIC), moment("v", positive, Tolerance::STOCHASTIC)]
+    } else {
+        [f32(moment("m", UNIT, Tolerance::REDUCTION)), f32(moment("v", positive, Tolerance::REDUCTION))]
+    };
+    let operands = vec![
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
+        input("grads", n, UNIT),
+        m,
+        v,
+        input("remainder", if remainder { n } else { 8 }, Init::Zero),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let updates = if remainder && !bf16_moments { 4 } else { 1 };
+    let bf16s = 3 + 2 * usize::from(remainder) + 4 * usize::from(bf16_moments);
+    let f32_bytes = if bf16_moments { 0 } else { 16 };
+    let work = Work { floats: bf16s * n * updates, bytes: f32_bytes * n * updates, flops: 0 };
+    let ranges = update_ranges(n);
+    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
+    let name = format!("{n}, masters {master_weights}, moments {}", moments.name());
+    exact(case("adamw", name, workload, operands, work, move |e, x| {
+        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
+        let master = match e.dtype() {
+            DType::Bf16 if remainder => Master::Remainder(Tensor { dtype: DType::U16, ..x[4] }),
+            _ => Master::None,
+        };
+        for update in 0..updates as u32 {
+            let settings = AdamW { step: ADAMW.step + update, seed: ADAMW.seed + update, ..ADAMW };
+            e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+        }
+        Ok(())
+    }))
+}
+
+/// Returns an AdamW update of all elements of the ranges.
+pub(super) fn adamw(ranges: Vec<UpdateRange>) -> Case {
+    let n = ranges.iter().map(|range| range.elements.len()).sum();
+    let operands = vec![
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
+        input("grads", n, UNIT),
+        f32(accumulated("m", n, Tolerance::REDUCTION)),
+        f32(Operand { init: Init::Uniform { mean: 1.0, spread: 0.9 }, ..accumulated("v", n, Tolerance::REDUCTION) }),
+        f32(accumulated("master", n, Tolerance::REDUCTION)),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let settings = ADAMW;
+    let work = Work { floats: 2 * n, bytes: 24 * n, flops: 0 };
+    let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
+    exact(case("adamw", format!("{n}"), workload, operands, work, move |e, x| {
+        // An f32 engine has no master weights. Copying keeps the values of both engines equal.
+        if e.dtype() == DType::F32 {
+            e.cast(x[0], x[4])?;
+        }
+        let master = if e.dtype() == DType::F32 { Master::None } else { Master::F32(x[4]) };
+        let [params, grads, m, v, stats] = [x[0], x[1], x[2], x[3], x[5]];
+        e.run(AdamWUpdate { params, grads, m, v, master, ranges: &ranges, stats, settings })?;
+        if e.dtype() == DType::F32 {
+            e.cast(x[4], x[0])?;
+        }
+        Ok(())
+    }))
+}
+
+/// Returns a momentum update of `n` elements.
+fn muon_momentum(n: usize, moments: Moments) -> Case {
+    let m = match moments {
+        Moments::F32 => f32(accumulated("m", n, Tolerance::ELEMENTWISE)),
+        Moments::Bf16 => accumulated("m", n, Tolerance::STOCHASTIC),
+    };
+    let operands = vec![
+        output("update", n, Tolerance::ELEMENTWISE),
+        m,
+        input("grads", n, UNIT),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let work = match moments {
+        Moments::F32 => Work { floats: 2 * n, bytes: 8 * n, flops: 0 },
+        Moments::Bf16 => Work { floats: 4 * n, bytes: 0, flops: 0 },
+    };
+    let name = format!("{n}, m {}", moments.name());
+    exact(case("muon_momentum", name, workload(1, 1, 8, 1, 128, n), operands, work, |e, x| {
+        let [update, m, grads, stats] = [x[0], x[1], x[2], x[3]];
+        e.run(MuonMomentum { update, m, grads, stats, momentum: 0.95, clip: 1.0, seed: 77 })
+    }))
+}
+
+/// Returns an update of `n` weights, or four with remainders: they start at 0, so they affect the parameters from the second on.
+fn muon_apply(n: usize, master_weights: MasterWeights) -> Case {
+    let masters = input("masters", n, Init::Zero);
+    let (masters, moved) = match master_weights {
+        MasterWeights::None => (Operand { len: 8, ..masters }, [3, 0]),
+        MasterWeights::F32 => (f32(accumulated("masters", n, Tolerance::REDUCTION)), [2, 8]),
+        MasterWeights::Remainder => (masters, [5, 0]),
+    };
+    let operands = vec![
+        Operand { checked: Some(Tolerance::STOCHASTIC), ..input("params", n, UNIT) },
+        masters,
+        input("update", n, UNIT),
+        f32(input("stats", 2, Init::Values(vec![7.0, 2.5]))),
+    ];
+    let updates = if master_weights == MasterWeights::Remainder { 4 } else { 1 };
+    let work = Work { floats: moved[0] * n * updates, bytes: moved[1] * n * updates, flops: 0 };
+    let name = format!("{n}, masters {master_weights}");
+    exact(case("muon_apply", name, workload(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
+        let [params, masters, update, stats] = [x[0], x[1], x[2], x[3]];
+        // An f32 engine has no master weights. Copying keeps the values of both engines equal.
+        let copies = master_weights == MasterWeights::F32 && e.dtype() == DType::F32;
+        if copies {
+            e.cast(params, masters)?;
+        }
+        let master = match (e.dtype(), master_weights) {
+            (DType::Bf16, MasterWeights::F32) => Master::F32(masters),
+            (DType::Bf16, MasterWeights::Remainder) => Master::Remainder(Tensor { dtype: DType::U16, ..masters }),
+            _ => Master::None,
+        };
+        for seed in 0..updates as u32 {
+            let (learning_rate, scale, weight_decay) = (0.02, 1.5, 0.1);
+            e.run(MuonApply { params, master, update, stats, learning_rate, scale, weight_decay, seed })?;
+        }
+        if copies { e.cast(masters, params) } else { Ok(()) }
+    }))
+}
+
+/// Returns an orthogonalization of a random matrix. Matrices that are far from square have no small singular values.
+fn orthogonalize(rows: usize, cols: usize, coefficients: MuonCoefficients) -> Case {
+    let (n, side) = (rows * cols, rows.min(cols));
+    let operands = vec![
+        accumulated("matrix", n, Tolerance::ORTHOGONALIZED),
+        input("next", n, Init::Poison),
+        input("gram", side * side, Init::Poison),
+        input("polynomial", side * side, Init::Poison),
+        f32(output("norm", 1, Tolerance::REDUCTION)),
+    ];
+    let work = Work { floats: 0, bytes: 0, flops: Orthogonalize::flops(rows, cols) };
+    let name = format!("{rows}x{cols} {coefficients:?}");
+    case("orthogonalize", name, workload(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
+        let [matrix, next, gram, polynomial, norm] = [x[0], x[1], x[2], x[3], x[4]];
+        e.run(Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients })
+    })
+}
