@@ -5,7 +5,7 @@ use distributed::Ranks;
 use engine::cpu::Cpu;
 use engine::ops::AdamW;
 use engine::{BatchLayout, Engine};
-use model::{Decoder, Descriptor, Param, Params, PlanOptions, TrainStep, Unsharded, init};
+use model::{Decoder, Descriptor, Param, Params, PlanOptions, TrainStep, Unsharded, Update, init};
 use rng::Mt19937;
 
 const MODEL: &[u8] = include_bytes!("data/tiny.bin");
@@ -92,7 +92,7 @@ impl Run {
     /// Runs an optimizer step and returns its mean loss and gradient norm.
     fn step(&mut self, settings: &AdamW) -> [f64; 2] {
         let mut step = TrainStep::new(&self.model, self.layout, 1);
-        let settings = Some(*settings);
+        let settings = Some(Update::from(*settings));
         step.run(&mut self.engine, &mut Ranks::default(), &mut |_| Ok(()), &mut |_, _| Ok(settings)).unwrap();
         let stats = self.engine.read_async(self.model.training.unwrap().stats).unwrap();
         let stats = self.engine.wait(stats).unwrap().values;

@@ -88,7 +88,7 @@ fn train(engine: &mut dyn Engine, recompute: Recompute) -> Vec<f32> {
         let (learning_rate, weight_decay, clip) = (1e-3, 0.1, 1.0);
         let adamw = AdamW { learning_rate, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay, step, clip, seed: step };
         let mut load = |engine: &mut dyn Engine| load_batch(&model, engine, layout, step);
-        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw))).unwrap();
+        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(adamw.into()))).unwrap();
         stats.extend(engine.read(model.training.unwrap().stats).unwrap());
     }
     stats
@@ -190,8 +190,8 @@ fn fill(model: &Decoder, engine: &mut dyn Engine) {
 /// Returns the tensors that an update changes.
 fn updated(model: &Decoder) -> Vec<Store<'_>> {
     let training = model.training.unwrap();
-    let state = [Some(training.m), Some(training.v), training.master.tensor()];
-    [model.param_store()].into_iter().chain(state.into_iter().flatten().map(|kept| model.state_store(kept))).collect()
+    let state = training.state().into_iter().map(|(_, kept)| model.state_store(kept));
+    [model.param_store()].into_iter().chain(state).collect()
 }
 
 /// Returns, for each parameter tensor, the range of elements that this rank updates and their bits in all updated
@@ -223,7 +223,7 @@ fn fused_update_matches_updating_each_range() {
     for precision in [Precision::Bf16, Precision::Fp32] {
         let engine = &mut *emulated(EmulatedGpu::new(false), precision, None, true);
         let model = before_update(engine, Zero::NONE);
-        model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
+        model.apply_update(engine, &UPDATE.into(), &mut Unsharded).unwrap();
         let fused = after_update(&model, engine);
         fill(&model, engine);
         let training = model.training.unwrap();
@@ -283,7 +283,7 @@ fn after_one_update(engine: &mut dyn Engine, options: PlanOptions) -> [Vec<f32>;
     if let Master::F32(masters) = training.master {
         engine.cast(masters, model.params).unwrap();
     }
-    model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
+    model.apply_update(engine, &UPDATE.into(), &mut Unsharded).unwrap();
     [model.params, training.m, training.v].map(|tensor| engine.read(tensor).unwrap())
 }
 
@@ -311,8 +311,11 @@ fn compact_updates_of_f32_parameters_are_refused() {
 fn updates_cannot_be_captured_in_a_cuda_graph() {
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let (model, key) = (before_update(engine, Zero::NONE), GraphKey::new());
-    let mut update =
-        || engine.capture_or_replay(&key, &mut |engine| model.apply_adamw(engine, &UPDATE, &mut Unsharded)).unwrap();
+    let mut update = || {
+        engine
+            .capture_or_replay(&key, &mut |engine| model.apply_update(engine, &UPDATE.into(), &mut Unsharded))
+            .unwrap()
+    };
     assert_eq!(update(), None);
     assert!(update().is_some_and(|reason| reason.contains("a table of update ranges cannot be captured")));
 }
@@ -346,7 +349,7 @@ fn sharded_updates_match_unsharded_update() {
     let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, true);
     let model = before_update(engine, Zero::NONE);
     let mut hooks = UpdatedUnits::default();
-    model.apply_adamw(engine, &UPDATE, &mut hooks).unwrap();
+    model.apply_update(engine, &UPDATE.into(), &mut hooks).unwrap();
     assert_eq!(hooks.0, model.layout.units().collect::<Vec<_>>());
     let whole = after_update(&model, engine);
     for (stage, ranks) in [(1, 2), (2, 3), (3, 5)] {
@@ -354,10 +357,10 @@ fn sharded_updates_match_unsharded_update() {
         for rank in 0..ranks {
             let model = before_update(engine, Zero::new(stage, Shard { rank, ranks }));
             // The second update reuses the range tables of the first.
-            model.apply_adamw(engine, &UPDATE, &mut Unsharded).unwrap();
+            model.apply_update(engine, &UPDATE.into(), &mut Unsharded).unwrap();
             fill(&model, engine);
             let mut hooks = UpdatedUnits::default();
-            model.apply_adamw(engine, &UPDATE, &mut hooks).unwrap();
+            model.apply_update(engine, &UPDATE.into(), &mut hooks).unwrap();
             assert_eq!(hooks.0, model.layout.units().collect::<Vec<_>>());
             for ((elements, part), (_, whole)) in after_update(&model, engine).into_iter().zip(&whole) {
                 seen += elements.len();

@@ -8,7 +8,7 @@ use engine::cpu::Cpu;
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{Run, Settings};
+use host::train::{OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, PlanOptions};
@@ -30,7 +30,8 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
     let settings = Settings {
         steps: 6,
         grad_accum: 8 / b,
-        schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0 },
+        schedule: Schedule { kind: Kind::Linear, peak: 1e-2, warmup: 2, steps: 6, final_fraction: 0.0, warmdown: 0.0 },
+        optimizer: OptimizerSettings::default(),
         weight_decay: 0.1,
         clip: 1.0,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },

@@ -14,7 +14,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{Outcome, Run, Settings};
+use host::train::{OptimizerSettings, Outcome, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, Param, PlanOptions};
@@ -106,7 +106,8 @@ impl Trial {
         let settings = Settings {
             steps: self.steps,
             grad_accum: self.grad_accum,
-            schedule: Schedule { kind, peak, warmup: 0, steps: self.steps, final_fraction: 1.0 },
+            schedule: Schedule { kind, peak, warmup: 0, steps: self.steps, final_fraction: 1.0, warmdown: 0.0 },
+            optimizer: OptimizerSettings::default(),
             weight_decay: 0.0,
             clip: 1.0,
             limits: self.limits,

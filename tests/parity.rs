@@ -12,7 +12,7 @@ use engine::{BatchLayout, Engine};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{Run, Settings};
+use host::train::{OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::init::{SEED, generate};
 use model::schedule::{Kind, Schedule};
@@ -188,7 +188,8 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
     let settings = Settings {
         steps,
         grad_accum: ACCUM,
-        schedule: Schedule { kind: Kind::Linear, peak: 0.02, warmup: 2, steps: 10, final_fraction: 0.1 },
+        schedule: Schedule { kind: Kind::Linear, peak: 0.02, warmup: 2, steps: 10, final_fraction: 0.1, warmdown: 0.0 },
+        optimizer: OptimizerSettings::default(),
         weight_decay: DECAY,
         clip: Config::CLIP,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },

@@ -11,10 +11,10 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{Run, Settings};
+use host::train::{MuonSettings, OptimizerSettings, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
-use model::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute};
+use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute};
 use rng::Mt19937;
 use std::fs;
 use std::path::Path;
@@ -24,24 +24,30 @@ const EVERY: usize = 3;
 const GRAD_ACCUM: usize = 2;
 const VOCAB: usize = 60;
 
-/// The storage of parameters and optimizer state.
+/// The optimizer, and the storage of parameters and optimizer state.
 #[derive(Clone, Copy, Debug)]
 struct Storage {
+    optimizer: Optimizer,
     precision: Precision,
     master_weights: MasterWeights,
     moments: Moments,
 }
 
-const BF16: Storage = Storage { precision: Precision::Bf16, master_weights: MasterWeights::F32, moments: Moments::F32 };
+const BF16: Storage = Storage {
+    optimizer: Optimizer::AdamW,
+    precision: Precision::Bf16,
+    master_weights: MasterWeights::F32,
+    moments: Moments::F32,
+};
 const FP32: Storage = Storage { precision: Precision::Fp32, ..BF16 };
 const COMPACT: Storage = Storage { master_weights: MasterWeights::Remainder, moments: Moments::Bf16, ..BF16 };
 
 /// Trains to the end in `out`, resuming from the newest checkpoint there.
 fn train(out: &Path, storage: Storage, recompute: Recompute) {
-    let Storage { precision, master_weights, moments } = storage;
+    let Storage { optimizer, precision, master_weights, moments } = storage;
     let mut engine = emulated(EmulatedGpu::new(false), precision, None, false);
     let descriptor = Descriptor::gpt2(1, 1, 64, 16, VOCAB).unwrap();
-    let options = PlanOptions { master_weights, moments, recompute, ..PlanOptions::training(1, 16) };
+    let options = PlanOptions { optimizer, master_weights, moments, recompute, ..PlanOptions::training(1, 16) };
     let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
     engine.allocate(&plan).unwrap();
     let mut rng = Mt19937::new(3);
@@ -75,7 +81,19 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
     let settings = Settings {
         steps: STEPS,
         grad_accum: GRAD_ACCUM,
-        schedule: Schedule { kind: Kind::Constant, peak: 1e-2, warmup: 0, steps: STEPS, final_fraction: 1.0 },
+        schedule: Schedule {
+            kind: Kind::Constant,
+            peak: 1e-2,
+            warmup: 0,
+            steps: STEPS,
+            final_fraction: 1.0,
+            warmdown: 0.0,
+        },
+        optimizer: OptimizerSettings {
+            // The momentum changes in each step.
+            muon: (optimizer == Optimizer::Muon).then_some(MuonSettings { warmup: STEPS, ..MuonSettings::DEFAULT }),
+            ..OptimizerSettings::default()
+        },
         weight_decay: 0.1,
         clip: 1.0,
         limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
@@ -160,6 +178,16 @@ fn resumed_run_with_remainders_and_bf16_moments_is_identical() {
 #[test]
 fn resumed_run_with_bf16_moments_and_no_master_weights_is_identical() {
     assert_resumed_run_matches(Storage { master_weights: MasterWeights::None, ..COMPACT });
+}
+
+#[test]
+fn resumed_muon_run_with_master_weights_is_identical() {
+    assert_resumed_run_matches(Storage { optimizer: Optimizer::Muon, ..BF16 });
+}
+
+#[test]
+fn resumed_muon_run_with_remainders_and_bf16_momentum_is_identical() {
+    assert_resumed_run_matches(Storage { optimizer: Optimizer::Muon, ..COMPACT });
 }
 
 #[test]

@@ -65,7 +65,7 @@ fn trained(engine: &mut dyn Engine, recompute: Recompute, master_weights: bool, 
             clip: 1.0,
             seed: 100 * step,
         };
-        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(settings))).unwrap();
+        train_step.run(engine, ranks, &mut load, &mut |_, _| Ok(Some(settings.into()))).unwrap();
     }
     Trained {
         grads: engine.read(training.grads).unwrap(),

@@ -121,7 +121,7 @@ fn assert_agreement(name: &str) {
                 clip: 1.0,
                 seed: 0,
             };
-            step.update(&mut bench.engine, ranks, &settings).unwrap();
+            step.update(&mut bench.engine, ranks, &settings.into()).unwrap();
         }
     }
 }

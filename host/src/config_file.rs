@@ -141,8 +141,9 @@ mod tests {
     use checkpoint::config::Config;
     use engine::GeluFusion;
     use engine::open::{Device, MatmulBackend, Precision};
+    use engine::ops::MuonCoefficients;
     use model::schedule::Kind;
-    use model::{MasterWeights, Moments, Recompute};
+    use model::{MasterWeights, Moments, Optimizer, Recompute};
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
@@ -182,8 +183,16 @@ mod tests {
             seq: 64,
             total_batch: 524_288,
             steps: 18_865,
+            optimizer: Optimizer::Muon,
             schedule: Kind::Wsd,
+            warmdown: Some(0.65),
             lr: 6e-4,
+            embedding_lr: Some(0.3),
+            head_lr: Some(0.008),
+            muon_lr: Some(0.02),
+            muon_momentum: Some(0.95),
+            muon_momentum_warmup: Some(300),
+            muon_coefficients: Some(MuonCoefficients::Classic),
             warmup: 700,
             final_fraction: 0.1,
             weight_decay: 0.1,
@@ -242,5 +251,6 @@ mod tests {
         let text = std::fs::read_to_string(dir.path().join(Config::FILE)).unwrap();
         assert_eq!(toml::from_str::<Config>(&text).unwrap(), config());
         assert!(text.contains("\nlr = 0.0006\n") && text.contains("\nschedule = \"wsd\"\n"), "{text}");
+        assert!(text.contains("\noptimizer = \"muon\"\n") && text.contains("\nmuon-lr = 0.02\n"), "{text}");
     }
 }

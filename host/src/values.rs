@@ -37,6 +37,14 @@ pub fn fraction(text: &str) -> Result<f64, &'static str> {
     }
 }
 
+/// Parses a decay of a momentum: a number of at least 0 and below 1.
+pub fn momentum(text: &str) -> Result<f32, &'static str> {
+    match text.parse::<f32>() {
+        Ok(x) if (0.0..1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number of at least 0 and below 1"),
+    }
+}
+
 /// Parses a switch: 0 or 1, or their names.
 pub fn switch(text: &str) -> Result<bool, &'static str> {
     match text {
@@ -100,6 +108,10 @@ mod tests {
         for text in ["-0.1", "1.1", "nan"] {
             assert!(fraction(text).is_err(), "{text}");
         }
+        for text in ["-0.1", "1", "nan", "x"] {
+            assert_eq!(momentum(text), Err("expected a number of at least 0 and below 1"), "{text}");
+        }
+        assert_eq!((momentum("0"), momentum("0.95")), (Ok(0.0), Ok(0.95)));
         assert_eq!((zero_stage("3"), zero_stage("4").is_err()), (Ok(3), true));
     }
 

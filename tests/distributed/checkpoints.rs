@@ -189,6 +189,40 @@ fn checkpoints_resume_with_any_world_size_and_zero_stage() {
     }
 }
 
+/// The state files hold Muon's momentum in place of the first moments, so any number of ranks can resume. Whether they shard
+/// the update changes only the order of sums.
+#[test]
+fn muon_resumes_with_any_world_size_and_zero_stage() {
+    let world = World::new();
+    let run = |ranks: usize, stage: &str, out: &str, more: &[&str]| {
+        let muon =
+            ["--total-batch", "384", "--optimizer", "muon", "--muon-momentum-warmup", "4", "--zero-stage", stage];
+        succeed(&world.ranks(ranks, out, out, &[&muon[..], more].concat()), out)
+    };
+    run(1, "0", "from_1", &[]);
+    run(2, "1", "from_2", &[]);
+    for (from, ranks, stage) in [("from_2", 1, "0"), ("from_2", 3, "1"), ("from_1", 2, "2"), ("from_1", 2, "3")] {
+        let [end, plain] = [stage, "0"].map(|stage| {
+            let out = format!("{from}_to_{ranks}_{stage}");
+            if !world.path(&out).exists() {
+                copy_checkpoint(&world, from, 4, &out);
+                let printed = run(ranks, stage, &out, &["--resume"]);
+                assert!(printed.contains("resumed after 4 of 8 steps"), "{printed}");
+            }
+            let files = if stage == "0" { 1 } else { ranks };
+            assemble_files(&world.path(&out), 8, files, &tiny_tensors())
+        });
+        assert!(distance(&end, &plain) < 1e-3, "{from} to {ranks}, stage {stage}: {}", distance(&end, &plain));
+    }
+    // The same world size and stage as before gives the same bits.
+    copy_checkpoint(&world, "from_2", 4, "again");
+    run(2, "1", "again", &["--resume"]);
+    for name in ["model_00000008.bin", "state_00000008_00000.bin", "state_00000008_00001.bin"] {
+        let [whole, again] = ["from_2", "again"].map(|out| fs::read(world.path(out).join(name)).unwrap());
+        assert!(whole == again, "{name}");
+    }
+}
+
 #[test]
 fn resumed_sharded_runs_are_bitwise_identical() {
     let world = World::new();

@@ -5,9 +5,10 @@
 use anyhow::{Context, Result};
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Precision};
+use engine::ops::MuonCoefficients;
 use model::guards::Limits;
 use model::schedule::Kind;
-use model::{MasterWeights, Moments, Recompute};
+use model::{MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -56,17 +57,37 @@ pub struct Config {
 
     /// Number of optimizer steps.
     pub steps: usize,
+    /// Optimizer of the layers' matrices.
+    pub optimizer: Optimizer,
     /// Learning rate schedule.
     pub schedule: Kind,
+    /// Fraction of the steps in which a trapezoidal schedule decays.
+    pub warmdown: Option<f64>,
     /// Peak learning rate.
     #[serde(serialize_with = "shortest")]
     pub lr: f32,
+    /// Peak learning rate of the embeddings. If absent, `lr`.
+    #[serde(serialize_with = "shortest_if_present")]
+    pub embedding_lr: Option<f32>,
+    /// Peak learning rate of a head of its own. If absent, `lr`.
+    #[serde(serialize_with = "shortest_if_present")]
+    pub head_lr: Option<f32>,
+    /// Peak learning rate of Muon. Present if Muon is the optimizer, as are the next three.
+    #[serde(serialize_with = "shortest_if_present")]
+    pub muon_lr: Option<f32>,
+    /// Momentum of Muon.
+    #[serde(serialize_with = "shortest_if_present")]
+    pub muon_momentum: Option<f32>,
+    /// Steps in which the momentum increases to its value.
+    pub muon_momentum_warmup: Option<usize>,
+    /// Coefficients of the Newton-Schulz iterations.
+    pub muon_coefficients: Option<MuonCoefficients>,
     /// Steps of linear warmup.
     pub warmup: usize,
     /// Final learning rate as a fraction of the peak.
     #[serde(serialize_with = "shortest")]
     pub final_fraction: f32,
-    /// Weight decay of AdamW.
+    /// Weight decay of matrices and embeddings.
     #[serde(serialize_with = "shortest")]
     pub weight_decay: f32,
     /// An update is skipped if the z-score of its loss is above this value; 0 disables the check.
@@ -131,6 +152,15 @@ pub struct Config {
 fn shortest<S: Serializer>(value: &impl ToString, serializer: S) -> Result<S::Ok, S::Error> {
     let digits = value.to_string();
     serializer.serialize_f64(digits.parse().map_err(serde::ser::Error::custom)?)
+}
+
+/// Serializes an optional f32 like [`shortest`].
+#[expect(clippy::ref_option, reason = "the signature that serde calls")]
+fn shortest_if_present<S: Serializer>(value: &Option<impl ToString>, serializer: S) -> Result<S::Ok, S::Error> {
+    match value {
+        Some(value) => shortest(value, serializer),
+        None => serializer.serialize_none(),
+    }
 }
 
 impl Config {

@@ -121,6 +121,8 @@ impl Sidecar {
         let mut run: Self = serde_json::from_str(run.get())?;
         // Versions of the program without this setting always shuffled.
         run.identity.config.entry("shuffle").or_insert(true.into());
+        // Versions without this setting had no other optimizer.
+        run.identity.config.entry("optimizer").or_insert("adamw".into());
         Ok(run)
     }
 }

@@ -102,7 +102,7 @@ impl Values<'_> {
                     continue;
                 }
                 Self::Bf16(bytes) => {
-                    written.extend(of(bytes, &chunk).into_iter().map(|b| bf16::from_le_bytes(b).to_f32()))
+                    written.extend(of(bytes, &chunk).into_iter().map(|b| bf16::from_le_bytes(b).to_f32()));
                 }
                 Self::Remainder { params, remainders } => {
                     let (params, remainders) = (of(params, &chunk), of(remainders, &chunk));

@@ -11,6 +11,7 @@ use super::sharding::LayerHooks;
 use anyhow::Context;
 use distributed::Ranks;
 use distributed::tcp_group::Reduction;
+use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 
 /// State of the two buffers that alternate between layers, see [`sharding`](crate::sharding).
@@ -142,5 +143,17 @@ impl LayerHooks for DataParallel<'_> {
         }
         let store = self.model.param_store();
         self.ranks.all_gather(engine, store.sharded(unit))
+    }
+
+    fn gather_update(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
+        self.ranks.all_gather(engine, of)?;
+        self.wait_on_stream(engine)
+    }
+
+    fn exchange_matrices(&mut self, engine: &mut dyn Engine, matrices: &[(usize, Tensor)]) -> Result<()> {
+        for &(owner, matrix) in matrices {
+            self.ranks.broadcast_from(engine, matrix, owner)?;
+        }
+        self.wait_on_stream(engine)
     }
 }

@@ -4,6 +4,7 @@
 
 use super::descriptor::Descriptor;
 use super::memory_plan::Recompute;
+use super::muon::MuonBuffers;
 use super::params::{Param, Params};
 use super::sharding::{Store, Zero};
 use anyhow::Context;
@@ -67,6 +68,8 @@ pub struct Training {
     /// (B, T, the larger of qkv and fc)
     pub(super) dwide: Tensor,
     pub(super) recompute: Recompute,
+    /// Set if the model was planned for Muon.
+    pub(super) muon: Option<MuonBuffers>,
 }
 
 /// Output and statistics of a norm.

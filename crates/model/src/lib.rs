@@ -3,7 +3,7 @@
 //!
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
-//! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`](Decoder::apply_adamw): gradient norm and AdamW.
+//! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`storage`]: types of the optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
@@ -22,19 +22,22 @@ pub mod guards;
 pub mod init;
 pub mod loss;
 pub mod memory_plan;
+pub mod muon;
 pub mod params;
 pub mod schedule;
 pub mod sharding;
 pub mod storage;
 pub mod train_step;
 mod tune;
-mod update;
+pub mod update;
 
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
+pub use muon::Muon;
 pub use params::{Param, Params, Shard, Unit};
 pub use sharding::{LayerHooks, Store, Unsharded, Zero};
 pub use storage::{MasterWeights, Moments, WeightStore};
 pub use train_step::TrainStep;
+pub use update::{Optimizer, Update};

@@ -2,9 +2,11 @@
 
 use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
+use super::muon::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
+use super::update::Optimizer;
 use engine::ops::Master;
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
@@ -65,6 +67,8 @@ pub struct PlanOptions {
     pub zero: Zero,
     /// Most rows of logits that exist at a time. More are used if the memory is available anyway.
     pub logit_rows: usize,
+    /// Optimizer of the layers' matrices.
+    pub optimizer: Optimizer,
 }
 
 impl PlanOptions {
@@ -79,6 +83,7 @@ impl PlanOptions {
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
+            optimizer: Optimizer::AdamW,
         }
     }
 
@@ -107,11 +112,12 @@ struct SharedBuffers {
     /// dresidual and dwide.
     backward: Option<[Tensor; 2]>,
     gathered: Option<Tensor>,
+    muon: Option<MuonBuffers>,
 }
 
 impl SharedBuffers {
     fn plan(plan: &mut Plan, options: &PlanOptions, layout: &Params, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, zero, logit_rows, .. } = *options;
+        let PlanOptions { b, t, training, zero, logit_rows, optimizer, .. } = *options;
         let descriptor = layout.descriptor();
         let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
@@ -132,12 +138,15 @@ impl SharedBuffers {
         let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
         let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
-        let [head, backward, unit] = plan.share(Group::Activations, [&head, backward, unit]);
+        let sizes = (training && optimizer == Optimizer::Muon).then(|| MuonSizes::new(layout));
+        let muon: Vec<_> = sizes.iter().flat_map(|sizes| sizes.wanted(dtype)).collect();
+        let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, backward, unit, &muon]);
         Self {
             logits: head[0],
             dhead: head.get(1).copied(),
             backward: backward.try_into().ok(),
             gathered: unit.first().copied(),
+            muon: muon.try_into().ok().map(MuonBuffers::new),
         }
     }
 }
@@ -229,7 +238,7 @@ impl Decoder {
             Activations::plan(&mut plan, &descriptor, &options, dtype);
         let widest = descriptor.channels.max(descriptor.attention_channels());
         let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
-        let SharedBuffers { logits, dhead, backward, gathered } =
+        let SharedBuffers { logits, dhead, backward, gathered, muon } =
             SharedBuffers::plan(&mut plan, &options, &layout, dtype);
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
@@ -259,6 +268,7 @@ impl Decoder {
                 dchannels,
                 dwide,
                 recompute,
+                muon,
             }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
@@ -270,7 +280,8 @@ impl Decoder {
             padded_vocab: descriptor.padded_vocab(),
             parameters: layout.elements(),
             norm_tensors: if zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
-            update_ranges: layout.decay_ranges().len(),
+            // The embeddings are two ranges if the head has a learning rate of its own.
+            update_ranges: layout.decay_ranges().len() + usize::from(layout.head().is_some()),
             training: training.is_some(),
         };
         engine.plan(&mut plan, &workload);

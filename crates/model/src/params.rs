@@ -53,7 +53,7 @@ impl Param {
     ];
 
     const EMBEDDINGS: [Self; 3] = [Wte, Wpe, LmHead];
-    const LAYER_MATRICES: [Self; 4] = [Qkvw, Attprojw, Fcw, Fcprojw];
+    pub(super) const LAYER_MATRICES: [Self; 4] = [Qkvw, Attprojw, Fcw, Fcprojw];
     const LAYER_VECTORS: [Self; 10] = [Ln1w, Ln1b, Qkvb, QNormw, KNormw, Attprojb, Ln2w, Ln2b, Fcb, Fcprojb];
     const LAST_NORM: [Self; 2] = [Lnfw, Lnfb];
 
@@ -208,14 +208,24 @@ pub struct DecayRange {
     pub decayed: bool,
     /// Start of the range in an unsharded block. It makes the range's random numbers distinct and independent of sharding.
     pub unsharded_start: usize,
+    /// Elements that precede this part of a whole range, see [`part`](Self::part).
+    pub first: usize,
 }
 
 impl DecayRange {
+    /// Returns the part of the range that lies in `elements`. An element draws the same random number as in the whole range.
+    pub fn part(&self, elements: &Range<usize>) -> Self {
+        let start = self.elements.start.max(elements.start);
+        let elements = start..self.elements.end.min(elements.end);
+        Self { elements, first: self.first + start - self.elements.start, ..*self }
+    }
+
     /// Returns the intersection with `shard`, relative to its start. An element draws the same random number in any shard.
     pub fn within(&self, shard: &Range<usize>) -> Option<UpdateRange> {
         let (start, end) = (self.elements.start.max(shard.start), self.elements.end.min(shard.end));
         // Each range has its own seed; otherwise elements of equal index would be rounded alike.
-        let seed = |start: usize| noise::seed_from(self.unsharded_start as u32, start - self.elements.start);
+        let seed =
+            |start: usize| noise::seed_from(self.unsharded_start as u32, self.first + start - self.elements.start);
         (start < end).then(|| UpdateRange {
             elements: start - shard.start..end - shard.start,
             decayed: self.decayed,
@@ -268,6 +278,11 @@ impl Params {
         let before = block.iter().position(|p| *p == param).unwrap_or(0);
         let start = block_at + block_elements(&self.descriptor, &block[..before]);
         start..start + param.len(&self.descriptor)
+    }
+
+    /// Returns the start of lm_head, which follows the other embeddings, or `None` if the model has no head of its own.
+    pub fn head(&self) -> Option<usize> {
+        LmHead.is_in(&self.descriptor).then(|| self.range(LmHead, 0).start)
     }
 
     fn last_norm_at(&self) -> usize {
@@ -332,6 +347,7 @@ impl Params {
             elements: start..start + len,
             decayed,
             unsharded_start,
+            first: 0,
         };
         let mut ranges = vec![range(Unit::Embeddings, 0, self.embeddings, true, 0)];
         for layer in 0..self.descriptor.layers {
@@ -359,6 +375,20 @@ mod tests {
         assert_eq!(shards(12, 3), [0..4, 4..8, 8..12]);
         assert_eq!(shards(10, 4), [0..3, 3..6, 6..9, 9..10]);
         assert_eq!(shards(4, 3), [0..2, 2..4, 4..4]);
+    }
+
+    #[test]
+    fn parts_of_a_range_draw_the_random_numbers_of_the_whole() {
+        let layout = Params::new(Descriptor::gpt2(3, 2, 24, 10, 60).unwrap());
+        let range = &layout.decay_ranges()[3];
+        let start = range.elements.start;
+        let part = range.part(&(start + 64..start + 320));
+        assert_eq!((part.elements.clone(), part.first), (start + 64..start + 320, 64));
+        let shard = start + 128..start + 1000;
+        let expected = range.within(&(start + 128..start + 320)).unwrap();
+        assert_eq!(part.within(&shard).unwrap(), expected);
+        assert_eq!(part.part(&shard).within(&shard).unwrap(), expected);
+        assert_eq!(expected.seed, noise::seed_from(range.unsharded_start as u32, 128));
     }
 
     #[test]

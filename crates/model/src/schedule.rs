@@ -15,6 +15,8 @@ pub enum Kind {
     Constant,
     /// Warmup-stable-decay: the peak until 80 % of the steps, then 1 - sqrt decay
     Wsd,
+    /// The peak, then linear to the final learning rate during the last --warmdown of the steps
+    Trapezoidal,
 }
 
 /// A learning rate schedule.
@@ -30,12 +32,14 @@ pub struct Schedule {
     pub steps: usize,
     /// Final learning rate as a fraction of `peak`.
     pub final_fraction: f32,
+    /// Fraction of the steps in which a trapezoidal schedule decays.
+    pub warmdown: f64,
 }
 
 impl Schedule {
     /// Returns the learning rate of a step, counted from 0.
     pub fn at(&self, step: usize) -> f32 {
-        let Self { kind, peak, warmup, steps, final_fraction } = *self;
+        let Self { kind, peak, warmup, steps, final_fraction, warmdown } = *self;
         if kind == Kind::Constant {
             return peak;
         }
@@ -56,6 +60,10 @@ impl Schedule {
                 let decay = (0.8 * steps as f32) as usize;
                 if step < decay { peak } else { last + (1.0 - share(decay).sqrt()) * (peak - last) }
             }
+            Kind::Trapezoidal => {
+                let decay = (steps - ((warmdown * steps as f64).round() as usize).min(steps)).max(warmup);
+                if step < decay { peak } else { peak - share(decay) * (peak - last) }
+            }
             Kind::Constant => peak,
         }
     }
@@ -66,7 +74,7 @@ mod tests {
     use super::*;
 
     fn rates(kind: Kind, steps: &[usize]) -> Vec<f32> {
-        let schedule = Schedule { kind, peak: 1.0, warmup: 10, steps: 110, final_fraction: 0.1 };
+        let schedule = Schedule { kind, peak: 1.0, warmup: 10, steps: 110, final_fraction: 0.1, warmdown: 0.5 };
         steps.iter().map(|&s| schedule.at(s)).collect()
     }
 
@@ -89,13 +97,24 @@ mod tests {
         );
     }
 
+    #[test]
+    fn a_trapezoidal_schedule_decays_in_the_last_steps() {
+        // Decay begins at step 55 of 110.
+        close(&rates(Kind::Trapezoidal, &[0, 9, 10, 54, 55, 66, 110]), &[0.1, 1.0, 1.0, 1.0, 1.0, 0.82, 0.1]);
+        let at = |warmdown, step| {
+            let kind = Kind::Trapezoidal;
+            Schedule { kind, peak: 2.0, warmup: 10, steps: 20, final_fraction: 0.0, warmdown }.at(step)
+        };
+        close(&[at(0.0, 19), at(1.0, 10), at(1.0, 15), at(1.0, 20)], &[2.0, 2.0, 1.0, 0.0]);
+    }
+
     /// The expected bits were computed with llm.c's code for 100 steps.
     #[test]
     fn bits_agree_with_llm_c() {
         let steps = [0, 1, 6, 7, 8, 40, 79, 80, 81, 99, 100];
         let peak = 0x3a1d4952;
         let rates = |kind| {
-            let schedule = Schedule { kind, peak: 6e-4, warmup: 7, steps: 100, final_fraction: 0.1 };
+            let schedule = Schedule { kind, peak: 6e-4, warmup: 7, steps: 100, final_fraction: 0.1, warmdown: 0.5 };
             steps.map(|step| schedule.at(step).to_bits())
         };
         let cosine = [
@@ -115,9 +134,9 @@ mod tests {
 
     #[test]
     fn short_runs_stay_in_bounds() {
-        for kind in [Kind::Cosine, Kind::Linear, Kind::Constant, Kind::Wsd] {
+        for kind in [Kind::Cosine, Kind::Linear, Kind::Constant, Kind::Wsd, Kind::Trapezoidal] {
             for (warmup, steps) in [(0, 0), (0, 1), (5, 3), (3, 3)] {
-                let schedule = Schedule { kind, peak: 1.0, warmup, steps, final_fraction: 0.0 };
+                let schedule = Schedule { kind, peak: 1.0, warmup, steps, final_fraction: 0.0, warmdown: 0.4 };
                 for step in 0..=steps {
                     assert!((0.0..=1.0).contains(&schedule.at(step)), "{kind:?} {warmup} {steps} {step}");
                 }

@@ -220,6 +220,16 @@ pub trait LayerHooks {
 
     /// Called when this rank's shard of `unit` is updated.
     fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()>;
+
+    /// Called when this rank has computed its shard of Muon's update of a layer. The pass then reads the whole update.
+    fn gather_update(&mut self, _engine: &mut dyn Engine, _of: Sharded) -> Result<()> {
+        Ok(())
+    }
+
+    /// Called with the orthogonalized matrices of a layer and the ranks that computed them. The pass then reads all of them.
+    fn exchange_matrices(&mut self, _engine: &mut dyn Engine, _matrices: &[(usize, Tensor)]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The hooks of a model that is not sharded: they do nothing.

@@ -1,4 +1,4 @@
-//! Storage of the optimizer state beside bf16 parameters: its types, and the writing of weights in them.
+//! Storage of the optimizer state beside bf16 parameters, for every optimizer: its types, and the writing of weights in them.
 //!
 //! An engine that stores f32 has moments in f32 and no master weights, whatever is selected.
 
@@ -88,7 +88,7 @@ impl fmt::Display for MasterWeights {
     }
 }
 
-/// Storage type of AdamW's moments.
+/// Storage type of the optimizer's moments: AdamW's m and v, and Muon's momentum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Moments {

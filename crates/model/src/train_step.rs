@@ -3,8 +3,8 @@
 use super::data_parallel::{DataParallel, LayerBuffers};
 use super::decoder::Decoder;
 use super::sharding::LayerHooks;
+use super::update::Update;
 use distributed::Ranks;
-use engine::ops::AdamW;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, GraphKey, Result};
 
@@ -13,7 +13,7 @@ pub type LoadBatch<'a> = dyn FnMut(&mut dyn Engine) -> Result<()> + 'a;
 
 /// Receives the model's stats (loss sum and gradient norm) before the update. Returns its hyperparameters, or `None` to skip the
 /// update.
-pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<AdamW>> + 'a;
+pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<Update>> + 'a;
 
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
@@ -47,8 +47,8 @@ impl TrainStep {
         let capture_error = self.gradients(engine, ranks, load)?;
         self.measure(engine, ranks)?;
         let stats = self.model.training()?.stats;
-        if let Some(settings) = decide(engine, stats)? {
-            self.update(engine, ranks, &settings)?;
+        if let Some(update) = decide(engine, stats)? {
+            self.update(engine, ranks, &update)?;
         }
         Ok(capture_error)
     }
@@ -97,10 +97,10 @@ impl TrainStep {
     }
 
     /// Clips the measured gradients, updates this rank's shard of the parameters, and gathers the others' shards.
-    pub fn update(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, settings: &AdamW) -> Result<()> {
+    pub fn update(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, update: &Update) -> Result<()> {
         let sharded = self.model.zero.shards_optimizer();
         let mut data_parallel = self.data_parallel(ranks, true);
-        data_parallel.model.apply_adamw(engine, settings, &mut data_parallel)?;
+        data_parallel.model.apply_update(engine, update, &mut data_parallel)?;
         if sharded { data_parallel.wait_on_stream(engine) } else { Ok(()) }
     }
 

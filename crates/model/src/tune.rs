@@ -11,7 +11,8 @@ impl Decoder {
             // Only the shapes of the GEMMs are collected; nothing is computed.
             self.forward(engine, layout, &mut Unsharded)?;
             self.loss(engine, layout, Some(1.0))?;
-            self.backward(engine, layout, &mut Unsharded)
+            self.backward(engine, layout, &mut Unsharded)?;
+            self.tune_muon(engine)
         })?;
         if tuning.timings.is_empty() {
             return Ok(None);

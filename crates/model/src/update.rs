@@ -1,9 +1,45 @@
-//! The optimizer update: gradient norm, clipping and AdamW.
+//! The optimizer update: gradient norm, clipping, and AdamW or Muon.
 
 use super::decoder::Decoder;
+use super::muon::Muon;
+use super::params::{DecayRange, Unit};
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{AdamW, AdamWUpdate, GlobalNorm, SquareRoot, SquaredSum, Sum};
 use engine::{Engine, Result};
+use serde::{Deserialize, Serialize};
+
+/// The optimizer of the layers' matrices. AdamW updates everything else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    /// AdamW
+    #[default]
+    #[value(name = "adamw")]
+    AdamW,
+    /// Muon, and AdamW for embeddings, head, norms and biases
+    Muon,
+}
+
+/// Hyperparameters of one update.
+#[derive(Clone, Copy, Debug)]
+pub struct Update {
+    /// AdamW.
+    pub adamw: AdamW,
+    /// AdamW's learning rate of the embeddings.
+    pub embedding_learning_rate: f32,
+    /// AdamW's learning rate of a head of its own.
+    pub head_learning_rate: f32,
+    /// Updates the layers' matrices instead of AdamW.
+    pub muon: Option<Muon>,
+}
+
+impl From<AdamW> for Update {
+    /// Updates all parameters with AdamW.
+    fn from(adamw: AdamW) -> Self {
+        let rate = adamw.learning_rate;
+        Self { adamw, embedding_learning_rate: rate, head_learning_rate: rate, muon: None }
+    }
+}
 
 impl Decoder {
     /// Computes the sum of `losses` in `stats[0]` and the gradient norm in `stats[1]`.
@@ -26,20 +62,65 @@ impl Decoder {
         engine.run(SquareRoot { out: training.stats.slice(1, 1), value })
     }
 
-    /// Clips the gradients by the measured norm and applies AdamW to this rank's shard, with weight decay on matrices and
-    /// embeddings only. Nothing changes unless loss and norm are finite.
+    /// Clips the gradients by the measured norm and updates this rank's shard, with weight decay on matrices and embeddings only.
+    /// Nothing changes unless loss and norm are finite.
     ///
     /// If ranks shard the update, it proceeds unit by unit and calls `hooks` after each.
-    pub fn apply_adamw(&self, engine: &mut dyn Engine, settings: &AdamW, hooks: &mut dyn LayerHooks) -> Result<()> {
-        let training = self.training()?;
+    pub fn apply_update(&self, engine: &mut dyn Engine, update: &Update, hooks: &mut dyn LayerHooks) -> Result<()> {
         let sharded = self.zero.shards_optimizer();
+        let (matrices, others) = self.ranges(update);
+        if !sharded {
+            self.apply_adamw(engine, None, &others, &update.adamw)?;
+        }
+        for unit in self.layout.units() {
+            if sharded {
+                let others: Vec<_> = others.iter().filter(|(range, _)| range.unit == unit).cloned().collect();
+                self.apply_adamw(engine, Some(unit), &others, &update.adamw)?;
+            }
+            if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit) {
+                self.apply_muon(engine, (layer, &matrices[layer]), update, muon, hooks)?;
+            }
+            hooks.parameters_updated(engine, unit)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the ranges of the layers' matrices, if Muon updates them, and all other ranges with AdamW's learning rates.
+    fn ranges(&self, update: &Update) -> (Vec<DecayRange>, Vec<(DecayRange, f32)>) {
+        let is_matrices = |range: &DecayRange| range.decayed && range.unit != Unit::Embeddings;
         let ranges = self.layout.decay_ranges();
-        for ranges in ranges.chunk_by(|a, b| !sharded || a.unit == b.unit) {
-            let unit = sharded.then_some(ranges[0].unit);
-            let own = unit.map_or(0..self.layout.elements(), |unit| self.layout.own(unit));
-            let of = |store: Store| unit.map_or_else(|| store.all(), |unit| store.own(unit));
-            let state = |tensor| of(self.state_store(tensor));
-            let own_ranges: Vec<_> = ranges.iter().filter_map(|range| range.within(&own)).collect();
+        let (matrices, others): (Vec<_>, Vec<_>) =
+            ranges.into_iter().partition(|range| update.muon.is_some() && is_matrices(range));
+        let (embeddings, head) = (update.embedding_learning_rate, update.head_learning_rate);
+        let mut rated = Vec::new();
+        for range in others {
+            match (range.unit, self.layout.head()) {
+                (Unit::Embeddings, Some(at)) if embeddings.to_bits() != head.to_bits() => {
+                    rated.push((range.part(&(range.elements.start..at)), embeddings));
+                    rated.push((range.part(&(at..range.elements.end)), head));
+                }
+                (Unit::Embeddings, _) => rated.push((range, embeddings)),
+                (Unit::Layer(_), _) => rated.push((range, update.adamw.learning_rate)),
+            }
+        }
+        (matrices, rated)
+    }
+
+    /// Applies AdamW to this rank's shard of `ranges`, which lie in `unit` if ranks shard the update. Ranges with equal learning
+    /// rates are updated together.
+    fn apply_adamw(
+        &self,
+        engine: &mut dyn Engine,
+        unit: Option<Unit>,
+        ranges: &[(DecayRange, f32)],
+        settings: &AdamW,
+    ) -> Result<()> {
+        let training = self.training()?;
+        let own = unit.map_or(0..self.layout.elements(), |unit| self.layout.own(unit));
+        let of = |store: Store| unit.map_or_else(|| store.all(), |unit| store.own(unit));
+        let state = |tensor| of(self.state_store(tensor));
+        for ranges in ranges.chunk_by(|a, b| a.1.to_bits() == b.1.to_bits()) {
+            let own_ranges: Vec<_> = ranges.iter().filter_map(|(range, _)| range.within(&own)).collect();
             engine.run(AdamWUpdate {
                 params: of(self.param_store()),
                 grads: of(self.grad_store(training)),
@@ -48,11 +129,8 @@ impl Decoder {
                 master: training.master.map(state),
                 ranges: &own_ranges,
                 stats: training.stats,
-                settings: *settings,
+                settings: AdamW { learning_rate: ranges[0].1, ..*settings },
             })?;
-            for ranges in ranges.chunk_by(|a, b| a.unit == b.unit) {
-                hooks.parameters_updated(engine, ranges[0].unit)?;
-            }
         }
         Ok(())
     }

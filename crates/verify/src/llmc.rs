@@ -170,7 +170,7 @@ impl<'a> Verification<'a> {
                 seed: step as u32,
             };
             let mut step = TrainStep::new(&self.model, self.layout, 1);
-            let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings));
+            let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings.into()));
             step.run(self.engine, &mut Ranks::default(), &mut |_| Ok(()), decide)?;
             losses.push(self.mean_loss()?);
         }

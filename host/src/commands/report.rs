@@ -10,7 +10,7 @@ use engine::open::{Device, Opened, Precision};
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
+use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard, Zero};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -86,15 +86,19 @@ impl Setup<'_> {
         let config = self.config;
         let Config { batch, seq, total_batch, lr, warmup, .. } = config;
         let micro_batches = format!("{}{}", config.grad_accum(self.ranks), self.by_ranks());
-        let schedule = format!("{:?}", config.schedule).to_lowercase();
+        let warmdown = config.warmdown.map_or_else(String::new, |part| format!(", warmdown {part} of the steps"));
+        let schedule = format!("{:?}", config.schedule).to_lowercase() + &warmdown;
         let last = lr * config.final_fraction;
-        vec![
+        let rows = vec![
             ("batch", format!("{batch} x {seq} tokens x {micro_batches} = {total_batch} per step")),
+            ("optimizer", optimizer_name(config)),
             ("learning rate", format!("{schedule}, peak {lr:.2e}, warmup {warmup} steps, final {last:.2e}")),
             ("weight decay, clip", format!("{}, {}", config.weight_decay, Config::CLIP)),
             ("skipped updates", skipped_updates(config)),
             ("seed", config.seed.to_string()),
-        ]
+        ];
+        let default = config.optimizer == Optimizer::AdamW && config.embedding_lr.or(config.head_lr).is_none();
+        rows.into_iter().filter(|(name, _)| !default || *name != "optimizer").collect()
     }
 
     fn evaluation(&self) -> Vec<(&'static str, String)> {
@@ -167,6 +171,18 @@ pub fn planned(plan: &Plan, reserved: usize, free: Option<usize>) -> String {
     let more =
         if reserved > 0 { format!(", and {} for CUDA graphs, code and NCCL", gib(reserved)) } else { String::new() };
     format!("planned: {}{more} ({free}); nothing was computed or written", gib(plan.bytes()))
+}
+
+/// Returns the optimizer and the learning rates that differ from the others.
+fn optimizer_name(config: &Config) -> String {
+    let optimizer = match (config.optimizer, config.muon_lr, config.muon_momentum) {
+        (Optimizer::Muon, Some(lr), Some(momentum)) => {
+            format!("Muon for the layers' matrices, peak {lr:.2e}, momentum {momentum}; AdamW")
+        }
+        _ => "AdamW".to_owned(),
+    };
+    let rate = |name, lr: Option<f32>| lr.map_or_else(String::new, |lr| format!(", {name} peak {lr:.2e}"));
+    [optimizer, rate("embeddings", config.embedding_lr), rate("head", config.head_lr)].concat()
 }
 
 fn skipped_updates(config: &Config) -> String {

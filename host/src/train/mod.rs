@@ -5,7 +5,10 @@
 
 mod evaluation;
 mod logging;
+mod optimizer;
 mod saving;
+
+pub use optimizer::{MuonSettings, OptimizerSettings};
 
 use crate::clock::Clock;
 use crate::console::Console;
@@ -16,7 +19,6 @@ use checkpoint::RunState;
 use checkpoint::writer::CheckpointWriter;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
-use engine::ops::AdamW;
 use engine::tensor::Tensor;
 use engine::{Engine, PendingRead, ReadResult};
 use model::guards::{Limits, Skips, Verdict};
@@ -35,6 +37,8 @@ pub struct Settings {
     pub grad_accum: usize,
     /// Learning rate over the steps.
     pub schedule: Schedule,
+    /// Optimizer, and learning rates of groups of parameters.
+    pub optimizer: OptimizerSettings,
     /// Decoupled weight decay.
     pub weight_decay: f32,
     /// Maximum gradient norm.
@@ -103,10 +107,6 @@ pub struct Outcome {
     /// The step before which a stop was requested.
     pub stopped: Option<usize>,
 }
-
-/// AdamW's decay rates and epsilon, as in llm.c.
-const BETAS: (f32, f32) = (0.9, 0.95);
-const EPS: f32 = 1e-8;
 
 /// Multiplied by the rank, makes the rounding seeds of the ranks distinct (golden ratio in 32 bits).
 const RANK_SEED: u32 = 0x9e37_79b9;
@@ -276,16 +276,7 @@ impl Run<'_> {
                 verdict = Some(state.progress.guards.judge(loss, norm, &settings.limits));
             }
             let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
-            Ok((!skipped).then_some(AdamW {
-                learning_rate,
-                beta1: BETAS.0,
-                beta2: BETAS.1,
-                eps: EPS,
-                weight_decay: settings.weight_decay,
-                step: step as u32 + 1,
-                clip: settings.clip,
-                seed,
-            }))
+            Ok((!skipped).then(|| settings.update(step, seed)))
         };
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
         if let Some(error) = capture_error {

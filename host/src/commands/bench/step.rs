@@ -298,7 +298,7 @@ impl StepBench<'_> {
             Mode::AsTrain => &mut self.with_graphs,
             Mode::Individually => &mut self.individually,
         };
-        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings));
+        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings.into()));
         if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
             println!("warning: CUDA graph capture failed, kernels are launched individually: {error}");
         }

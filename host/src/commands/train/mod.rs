@@ -13,7 +13,7 @@ use crate::console::Console;
 use crate::gpu_info::GpuInfo;
 use crate::hints::Invocation;
 use crate::signals::Stop;
-use crate::train::{Outcome, Run, Settings};
+use crate::train::{MuonSettings, OptimizerSettings, Outcome, Run, Settings};
 use anyhow::{Result, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
@@ -29,7 +29,7 @@ use engine::plan::Plan;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, PlanOptions, Shard, Zero};
+use model::{Decoder, Descriptor, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 use tokenizer::stored::Found;
@@ -273,8 +273,8 @@ fn load_weights(
 }
 
 fn capacity(config: &Config) -> PlanOptions {
-    let Config { batch: b, seq: t, master_weights, moments, recompute, .. } = *config;
-    PlanOptions { master_weights, moments, recompute, ..PlanOptions::training(b, t) }
+    let Config { batch: b, seq: t, master_weights, moments, recompute, optimizer, .. } = *config;
+    PlanOptions { master_weights, moments, recompute, optimizer, ..PlanOptions::training(b, t) }
 }
 
 /// Returns the settings of the training loop.
@@ -289,7 +289,9 @@ fn settings(config: &Config, ranks: usize) -> Settings {
             warmup: config.warmup,
             steps: config.steps,
             final_fraction: config.final_fraction,
+            warmdown: config.warmdown.unwrap_or(0.0),
         },
+        optimizer: optimizer(config),
         weight_decay: config.weight_decay,
         clip: Config::CLIP,
         limits: config.limits(),
@@ -299,6 +301,21 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
         check_ranks_every: every(config.check_ranks),
+    }
+}
+
+/// Returns the settings of the optimizer.
+fn optimizer(config: &Config) -> OptimizerSettings {
+    let default = MuonSettings::DEFAULT;
+    OptimizerSettings {
+        embedding_lr: config.embedding_lr,
+        head_lr: config.head_lr,
+        muon: (config.optimizer == Optimizer::Muon).then(|| MuonSettings {
+            lr: config.muon_lr.unwrap_or(default.lr),
+            momentum: config.muon_momentum.unwrap_or(default.momentum),
+            warmup: config.muon_momentum_warmup.unwrap_or(default.warmup),
+            coefficients: config.muon_coefficients.unwrap_or_default(),
+        }),
     }
 }
 

@@ -2,12 +2,14 @@
 
 use crate::commands::resources::Hardware;
 use crate::values::{
-    Count, count, count_or_all, interval, level, non_negative, seed, switch, whole_number, zero_stage,
+    Count, count, count_or_all, fraction, interval, level, momentum, non_negative, seed, switch, whole_number,
+    zero_stage,
 };
 use clap::ArgAction;
 use distributed::rendezvous::Endpoint;
+use engine::ops::MuonCoefficients;
 use model::schedule::Kind;
-use model::{MasterWeights, Moments, Recompute};
+use model::{MasterWeights, Moments, Optimizer, Recompute};
 use std::path::PathBuf;
 
 const DATA: &str = "Data and output";
@@ -131,19 +133,51 @@ pub struct Options {
     #[arg(short = 'x', long, value_name = "N", value_parser = count_or_all, help_heading = OPTIMIZER)]
     pub steps: Option<Count>,
 
+    /// Optimizer of the layers' matrices
+    #[arg(long, value_enum, default_value = "adamw", help_heading = OPTIMIZER)]
+    pub optimizer: Optimizer,
+
     /// Schedule of the learning rate
     #[arg(short = 'k', long, value_enum, default_value = "cosine", help_heading = OPTIMIZER)]
     pub schedule: Kind,
+
+    /// With --schedule trapezoidal: fraction of the steps, at the end, in which the learning rate decays [default: 0.4]
+    #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = OPTIMIZER)]
+    pub warmdown: Option<f64>,
 
     /// Peak learning rate [default: 3e-4]
     #[arg(short, long, value_parser = non_negative, help_heading = OPTIMIZER)]
     pub lr: Option<f32>,
 
+    /// Peak learning rate of the embeddings [default: --lr]
+    #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
+    pub embedding_lr: Option<f32>,
+
+    /// Peak learning rate of the head, if it is not the token embedding [default: --lr]
+    #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
+    pub head_lr: Option<f32>,
+
+    /// Peak learning rate of Muon [default: 0.02]
+    #[arg(long, value_name = "LR", value_parser = non_negative, help_heading = OPTIMIZER)]
+    pub muon_lr: Option<f32>,
+
+    /// Momentum of Muon [default: 0.95]
+    #[arg(long, value_name = "X", value_parser = momentum, help_heading = OPTIMIZER)]
+    pub muon_momentum: Option<f32>,
+
+    /// Steps in which Muon's momentum increases from 0.85 to --muon-momentum [default: 300]
+    #[arg(long, value_name = "STEPS", value_parser = whole_number, help_heading = OPTIMIZER)]
+    pub muon_momentum_warmup: Option<usize>,
+
+    /// Coefficients of Muon's Newton-Schulz iterations [default: polar-express]
+    #[arg(long, value_enum, help_heading = OPTIMIZER)]
+    pub muon_coefficients: Option<MuonCoefficients>,
+
     /// Steps of linear warmup [default: 0]
     #[arg(short = 'u', long, value_name = "N", value_parser = whole_number, help_heading = OPTIMIZER)]
     pub warmup: Option<usize>,
 
-    /// Final learning rate as a fraction of the peak [default: 1]
+    /// Final learning rate as a fraction of the peak [default: 1; 0 with --schedule trapezoidal]
     #[arg(short = 'q', long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
     pub final_fraction: Option<f32>,
 
@@ -222,7 +256,7 @@ pub struct Options {
     #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1", help_heading = MEMORY)]
     pub master_weights: MasterWeights,
 
-    /// With bf16: type of AdamW's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
+    /// With bf16: type of the optimizer's moments. bf16 takes 4 bytes per weight less, and is rounded stochastically
     #[arg(long, value_name = "TYPE", value_enum, default_value = "f32", help_heading = MEMORY)]
     pub moments: Moments,
 

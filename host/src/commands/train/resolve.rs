@@ -4,13 +4,15 @@ use super::options::Options;
 use super::shape;
 use crate::corpus;
 use crate::datasets::Datasets;
+use crate::train::MuonSettings;
 use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check};
-use engine::open::Opened;
+use engine::open::{MatmulBackend, Opened, Precision};
 use interchange::ModelSource;
-use model::{Descriptor, fit};
+use model::schedule::Kind;
+use model::{Descriptor, MasterWeights, Moments, Optimizer, fit};
 use tokenizer::Tokenizer;
 use tokenizer::stored::{Found, Search};
 
@@ -71,6 +73,9 @@ const FOR_CORPUS: Defaults = Defaults {
 
 const VAL_BATCHES: usize = 20;
 
+/// Fraction of the steps in which a trapezoidal schedule decays.
+const WARMDOWN: f64 = 0.4;
+
 impl Resolved {
     /// Resolves the flags for rank `rank` of `ranks`.
     ///
@@ -89,6 +94,7 @@ impl Resolved {
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
         let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, resumed)?;
+        check_optimizer(options, descriptor, opened.precision())?;
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
         datasets.check_vocab(&model, descriptor.vocab)?;
@@ -116,6 +122,40 @@ impl Resolved {
         shape.save(&mut config);
         Ok(Self { config, descriptor, weights, train, val, hellaswag, tokenizer })
     }
+}
+
+/// Checks that the flags of the optimizer and of the schedule apply.
+fn check_optimizer(options: &Options, descriptor: Descriptor, precision: Precision) -> Result<()> {
+    let Options { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
+    let muon = options.optimizer == Optimizer::Muon;
+    for (flag, given) in [
+        ("--muon-lr", muon_lr.is_some()),
+        ("--muon-momentum", muon_momentum.is_some()),
+        ("--muon-momentum-warmup", muon_momentum_warmup.is_some()),
+        ("--muon-coefficients", muon_coefficients.is_some()),
+    ] {
+        ensure!(muon || !given, "{flag}: expected --optimizer muon, found adamw; add it or omit this flag");
+    }
+    for (flag, given) in [
+        ("--moments bf16", options.moments == Moments::Bf16),
+        ("--master-weights 2", options.master_weights == MasterWeights::Remainder),
+    ] {
+        let bf16 = precision == Precision::Bf16;
+        ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found --precision fp32; omit this flag");
+    }
+    ensure!(
+        !muon || options.hardware.matmul != MatmulBackend::Rust,
+        "--optimizer muon: no kernel of --matmul rust computes its GEMMs; expected --matmul auto or cublaslt"
+    );
+    ensure!(
+        options.warmdown.is_none() || options.schedule == Kind::Trapezoidal,
+        "--warmdown: expected --schedule trapezoidal, found another schedule; add it or omit this flag"
+    );
+    ensure!(
+        options.head_lr.is_none() || !descriptor.tied,
+        "--head-lr: expected a model with a head of its own, found one whose head is the token embedding; use --embedding-lr"
+    );
+    Ok(())
 }
 
 /// The batch of a step.
@@ -202,6 +242,9 @@ fn steps(wanted: Count, train: &Loader, batch: &Batch) -> Result<usize> {
 
 /// Returns the settings, except those that depend on the shape of the model and on the size of the validation data.
 fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, opened: &Opened) -> Config {
+    let trapezoidal = options.schedule == Kind::Trapezoidal;
+    let final_fraction = if trapezoidal { 0.0 } else { defaults.final_fraction };
+    let muon = options.optimizer == Optimizer::Muon;
     Config {
         train: options.train.clone(),
         val: options.val.clone(),
@@ -221,10 +264,18 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         seq: batch.t,
         total_batch: batch.total,
         steps,
+        optimizer: options.optimizer,
         schedule: options.schedule,
+        warmdown: trapezoidal.then(|| options.warmdown.unwrap_or(WARMDOWN)),
         lr: options.lr.unwrap_or(defaults.lr),
+        embedding_lr: options.embedding_lr,
+        head_lr: options.head_lr,
+        muon_lr: muon.then(|| options.muon_lr.unwrap_or(MuonSettings::DEFAULT.lr)),
+        muon_momentum: muon.then(|| options.muon_momentum.unwrap_or(MuonSettings::DEFAULT.momentum)),
+        muon_momentum_warmup: muon.then(|| options.muon_momentum_warmup.unwrap_or(MuonSettings::DEFAULT.warmup)),
+        muon_coefficients: muon.then(|| options.muon_coefficients.unwrap_or_default()),
         warmup: options.warmup.unwrap_or(defaults.warmup.min(steps / 10)),
-        final_fraction: options.final_fraction.unwrap_or(defaults.final_fraction),
+        final_fraction: options.final_fraction.unwrap_or(final_fraction),
         weight_decay: options.weight_decay.unwrap_or(defaults.weight_decay),
         skip_loss_z: options.skip_loss_z,
         skip_norm_z: options.skip_norm_z,

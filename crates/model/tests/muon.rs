@@ -1,0 +1,429 @@
+//! Muon against f64 references, and on several ranks.
+
+use distributed::Ranks;
+use distributed::tcp_group::TcpGroup;
+use engine::cpu::Cpu;
+use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::{Activation, AdamW, MuonCoefficients, Orthogonalize};
+use engine::plan::{Group, Plan};
+use engine::tensor::DType;
+use engine::tensor::Tensor;
+use engine::{BatchLayout, Engine};
+use model::{Decoder, Descriptor, Muon, Optimizer, Param, PlanOptions, Store, Unsharded, Update};
+use model::{Shard, TrainStep, Zero};
+use std::thread;
+use std::time::Duration;
+
+/// The published coefficients in double precision.
+fn coefficients(kind: MuonCoefficients) -> ([[f64; 3]; 5], f64, f64) {
+    let polar_express = [
+        [8.156_554_524_902_461, -22.483_292_925_577_95, 15.878_769_915_207_462],
+        [4.042_929_935_166_739, -2.808_917_465_908_714, 0.500_017_845_105_131_6],
+        [3.891_667_802_292_660_7, -2.772_484_153_217_685, 0.506_064_817_850_339_3],
+        [3.285_753_657_755_655, -2.368_129_493_342_537_6, 0.464_490_242_330_031_06],
+        [2.346_541_325_859_637_7, -1.709_782_838_268_708_1, 0.423_235_511_693_053_23],
+    ];
+    match kind {
+        MuonCoefficients::PolarExpress => (polar_express, 1.01, 1e-6),
+        MuonCoefficients::Classic => ([[3.4445, -4.775, 2.0315]; 5], 1.0, 1e-7),
+    }
+}
+
+/// A row-major matrix in double precision.
+#[derive(Clone)]
+struct Dense {
+    rows: usize,
+    cols: usize,
+    values: Vec<f64>,
+}
+
+impl Dense {
+    fn new(rows: usize, cols: usize, values: &[f32]) -> Self {
+        assert_eq!(values.len(), rows * cols);
+        Self { rows, cols, values: values.iter().map(|&x| f64::from(x)).collect() }
+    }
+
+    fn at(&self, i: usize, j: usize) -> f64 {
+        self.values[i * self.cols + j]
+    }
+
+    fn times(&self, other: &Self) -> Self {
+        let (rows, cols) = (self.rows, other.cols);
+        let dot = |i, j| (0..self.cols).map(|k| self.at(i, k) * other.at(k, j)).sum();
+        let values = (0..rows * cols).map(|at| dot(at / cols, at % cols)).collect();
+        Self { rows, cols, values }
+    }
+
+    fn transposed(&self) -> Self {
+        let (rows, cols) = (self.cols, self.rows);
+        Self { rows, cols, values: (0..rows * cols).map(|at| self.at(at % cols, at / cols)).collect() }
+    }
+
+    /// Returns the Newton-Schulz iterations, always multiplied from the left.
+    fn orthogonalized(&self, kind: MuonCoefficients) -> Self {
+        let (steps, factor, epsilon) = coefficients(kind);
+        let norm = self.values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let mut x = self.clone();
+        x.values.iter_mut().for_each(|value| *value /= norm * factor + epsilon);
+        for [a, b, c] in steps {
+            let gram = x.times(&x.transposed());
+            let (once, twice) = (gram.times(&x), gram.times(&gram.times(&x)));
+            let terms = once.values.iter().zip(&twice.values);
+            x.values.iter_mut().zip(terms).for_each(|(x, (once, twice))| *x = a * *x + b * once + c * twice);
+        }
+        x
+    }
+
+    /// Returns the singular values, by one-sided Jacobi rotations of the rows of the wider orientation.
+    fn singular_values(&self) -> Vec<f64> {
+        let wide = if self.rows >= self.cols { self.transposed() } else { self.clone() };
+        let mut rows: Vec<Vec<f64>> = wide.values.chunks(wide.cols).map(<[f64]>::to_vec).collect();
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        for _ in 0..30 {
+            for i in 0..rows.len() {
+                for j in i + 1..rows.len() {
+                    let (a, b, c) = (dot(&rows[i], &rows[i]), dot(&rows[j], &rows[j]), dot(&rows[i], &rows[j]));
+                    if c.abs() < 1e-14 * (a * b).sqrt() {
+                        continue;
+                    }
+                    let tau = (b - a) / (2.0 * c);
+                    let t = tau.signum() / (tau.abs() + tau.hypot(1.0));
+                    let cos = 1.0 / t.hypot(1.0);
+                    for k in 0..rows[i].len() {
+                        let (x, y) = (rows[i][k], rows[j][k]);
+                        (rows[i][k], rows[j][k]) = (cos * (x - t * y), cos * (t * x + y));
+                    }
+                }
+            }
+        }
+        rows.iter().map(|row| dot(row, row).sqrt()).collect()
+    }
+}
+
+/// Returns pseudorandom values in ±1.
+fn random(len: usize, seed: u32) -> Vec<f32> {
+    (0..len as u32).map(|i| gpu::noise::squirrel5(i, seed) as f32 / u32::MAX as f32 * 2.0 - 1.0).collect()
+}
+
+fn orthogonalized(
+    engine: &mut dyn Engine,
+    (rows, cols): (usize, usize),
+    values: &[f32],
+    coefficients: MuonCoefficients,
+) -> Vec<f32> {
+    let mut plan = Plan::new();
+    let (dtype, side) = (engine.dtype(), rows.min(cols));
+    let mut add = |name, len, dtype| plan.add(Group::Activations, name, &[len], dtype);
+    let [matrix, next] = ["matrix", "next"].map(|name| add(name, rows * cols, dtype));
+    let [gram, polynomial] = ["gram", "polynomial"].map(|name| add(name, side * side, dtype));
+    let norm = add("norm", 1, DType::F32);
+    let attention = Descriptor::gpt2(1, 1, 8, 8, 8).unwrap().attention(1, 8);
+    let workload = engine::Workload {
+        attention,
+        channels: 8,
+        fc_channels: 8,
+        mlp_channels: 8,
+        padded_vocab: 128,
+        parameters: rows * cols,
+        norm_tensors: 1,
+        update_ranges: 0,
+        training: true,
+    };
+    engine.plan(&mut plan, &workload);
+    engine.allocate(&plan).unwrap();
+    engine.write(matrix, values).unwrap();
+    engine.run(Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients }).unwrap();
+    engine.read(matrix).unwrap()
+}
+
+const SHAPES: [(usize, usize); 6] = [(1, 8), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96)];
+const BOTH: [MuonCoefficients; 2] = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
+
+/// Returns the largest difference between an engine's and the reference's orthogonalization, of all shapes and coefficients.
+fn largest_error(engine: &mut dyn Engine, shapes: &[(usize, usize)]) -> f64 {
+    let mut largest = 0.0f64;
+    for (i, &(rows, cols)) in shapes.iter().enumerate() {
+        let values = random(rows * cols, 7 + i as u32);
+        for kind in BOTH {
+            let got = orthogonalized(engine, (rows, cols), &values, kind);
+            let want = Dense::new(rows, cols, &values).orthogonalized(kind);
+            for (got, want) in got.iter().zip(&want.values) {
+                let error = (f64::from(*got) - want).abs();
+                assert!(error.is_finite(), "{rows}x{cols} {kind:?}: {got}");
+                largest = largest.max(error);
+            }
+        }
+    }
+    largest
+}
+
+#[test]
+fn newton_schulz_matches_f64_reference() {
+    let error = largest_error(&mut Cpu::new(), &SHAPES);
+    assert!(error < 1e-3, "CPU: {error}");
+    let error = largest_error(&mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, true), &SHAPES);
+    assert!(error < 1e-3, "f32: {error}");
+    // Rounding errors of bf16 grow in directions of small singular values, which only nearly square matrices have.
+    let wide = [(1, 8), (16, 64), (64, 16), (32, 96)];
+    let error = largest_error(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, true), &wide);
+    assert!(error < 5e-2, "bf16: {error}");
+}
+
+#[test]
+fn singular_values_approach_one() {
+    for (i, (rows, cols)) in SHAPES.into_iter().enumerate() {
+        for scale in [1e-4, 1.0, 1e4] {
+            let values: Vec<f32> = random(rows * cols, 7 + i as u32).iter().map(|x| x * scale).collect();
+            for kind in BOTH {
+                let got = orthogonalized(&mut Cpu::new(), (rows, cols), &values, kind);
+                let singular_values = Dense::new(rows, cols, &got).singular_values();
+                assert_eq!(singular_values.len(), rows.min(cols));
+                for sigma in singular_values {
+                    assert!((0.6..1.3).contains(&sigma), "{rows}x{cols} {kind:?} x {scale}: {sigma}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_zero_matrix_stays_zero() {
+    assert_eq!(orthogonalized(&mut Cpu::new(), (3, 8), &[0.0; 24], MuonCoefficients::PolarExpress), [0.0; 24]);
+}
+
+const ADAMW: AdamW =
+    AdamW { learning_rate: 0.01, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
+const MUON: Muon = Muon { learning_rate: 0.02, momentum: 0.9, coefficients: MuonCoefficients::PolarExpress };
+/// Gradient norm, above the threshold of clipping.
+const NORM: f32 = 2.5;
+
+/// Two query heads share a key-value head, and the MLP is gated.
+fn descriptor() -> Descriptor {
+    let gpt2 = Descriptor::gpt2(2, 2, 16, 24, 50).unwrap();
+    Descriptor { kv_heads: 1, activation: Activation::SwiGlu, mlp_channels: 24, tied: false, ..gpt2 }
+}
+
+/// Plans a model whose parameters, gradients and moments are pseudorandom.
+fn filled(engine: &mut dyn Engine, optimizer: Optimizer) -> Decoder {
+    let options = PlanOptions { optimizer, ..PlanOptions::training(1, 24) };
+    let (model, plan) = Decoder::plan(descriptor(), options, engine);
+    engine.allocate(&plan).unwrap();
+    let training = model.training.unwrap();
+    engine.write(training.stats, &[7.0, NORM]).unwrap();
+    for (i, (param, layer)) in model.layout.file_order().enumerate() {
+        for (k, store) in stores(&model).into_iter().enumerate() {
+            let values = random(param.len(&model.descriptor), (4 * i + k) as u32);
+            // Second moments are positive.
+            let values: Vec<f32> = values.iter().map(|x| if k == 2 { x.abs() } else { *x }).collect();
+            store.write(engine, param, layer, &values).unwrap();
+        }
+    }
+    model
+}
+
+/// Returns parameters, m, v and gradients.
+fn stores(model: &Decoder) -> [Store<'_>; 4] {
+    let training = model.training.as_ref().unwrap();
+    let [m, v] = [training.m, training.v].map(|kept| model.state_store(kept));
+    [model.param_store(), m, v, model.grad_store(training)]
+}
+
+fn values(engine: &mut dyn Engine, model: &Decoder, param: Param, layer: usize) -> [Vec<f32>; 4] {
+    stores(model).map(|store| engine.read(store.held(param, layer).unwrap().1).unwrap())
+}
+
+/// Returns the rows of each matrix that Muon updates in a tensor, or `None` if AdamW updates it.
+fn matrices(param: Param) -> Option<Vec<usize>> {
+    match param {
+        Param::Qkvw => Some(vec![16, 8, 8]),
+        Param::Attprojw | Param::Fcprojw => Some(vec![16]),
+        Param::Fcw => Some(vec![24, 24]),
+        _ => None,
+    }
+}
+
+/// Returns one matrix and its momentum after a step, in double precision.
+fn reference_step(cols: usize, param: &[f32], m: &[f32], grads: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    let rows = param.len() / cols;
+    let mu = f64::from(MUON.momentum);
+    let wide = |values: &[f32]| Dense::new(rows, cols, values).values;
+    let grads: Vec<f64> = wide(grads).iter().map(|g| g / f64::from(NORM)).collect();
+    let m: Vec<f64> = wide(m).iter().zip(&grads).map(|(m, g)| m + (1.0 - mu) * (g - m)).collect();
+    let nesterov = m.iter().zip(&grads).map(|(m, g)| g + mu * (m - g)).collect();
+    let x = Dense { rows, cols, values: nesterov }.orthogonalized(MUON.coefficients);
+    let scale = (rows as f64 / cols as f64).max(1.0).sqrt();
+    let (rate, decay) = (f64::from(MUON.learning_rate), f64::from(ADAMW.weight_decay));
+    let new = wide(param).iter().zip(&x.values).map(|(w, x)| w - rate * (scale * x + decay * w)).collect();
+    (new, m)
+}
+
+#[test]
+fn a_step_matches_f64_reference_and_adamw_updates_the_rest() {
+    let (engine, plain) = (&mut Cpu::new(), &mut Cpu::new());
+    let model = filled(engine, Optimizer::Muon);
+    let before: Vec<_> = model.layout.file_order().map(|(param, l)| values(engine, &model, param, l)).collect();
+    model.apply_update(engine, &Update { muon: Some(MUON), ..ADAMW.into() }, &mut Unsharded).unwrap();
+    let alone = filled(plain, Optimizer::AdamW);
+    alone.apply_update(plain, &ADAMW.into(), &mut Unsharded).unwrap();
+    let mut compared = 0;
+    for ((param, layer), before) in model.layout.file_order().zip(before) {
+        let got = values(engine, &model, param, layer);
+        let Some(parts) = matrices(param) else {
+            assert!(got == values(plain, &alone, param, layer), "{} of layer {layer}", param.name());
+            continue;
+        };
+        assert!(got[2] == before[2], "v of {}", param.name());
+        let (cols, mut start) = (param.shape(&model.descriptor).1, 0);
+        for rows in parts {
+            let part = |values: &[Vec<f32>; 4], k: usize| values[k][start..start + rows * cols].to_vec();
+            let (want, want_m) = reference_step(cols, &part(&before, 0), &part(&before, 1), &part(&before, 3));
+            let close = |got: Vec<f32>, want: Vec<f64>, what: &str| {
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((f64::from(*got) - want).abs() < 1e-5, "{what} of {}: {got}, {want}", param.name());
+                }
+            };
+            close(part(&got, 0), want, "weights");
+            close(part(&got, 1), want_m, "momentum");
+            start += rows * cols;
+            compared += 1;
+        }
+        assert_eq!(start, got[0].len());
+    }
+    assert_eq!(compared, 2 * 7);
+}
+
+#[test]
+fn non_finite_stats_skip_the_step() {
+    for stats in [[f32::NAN, 1.0], [7.0, f32::INFINITY]] {
+        for engine in
+            [&mut Cpu::new() as &mut dyn Engine, &mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, false)]
+        {
+            let model = filled(engine, Optimizer::Muon);
+            engine.write(model.training.unwrap().stats, &stats).unwrap();
+            let all = |engine: &mut dyn Engine| {
+                model.layout.file_order().map(|(param, l)| values(engine, &model, param, l)).collect::<Vec<_>>()
+            };
+            let before = all(engine);
+            model.apply_update(engine, &Update { muon: Some(MUON), ..ADAMW.into() }, &mut Unsharded).unwrap();
+            assert!(all(engine) == before, "{stats:?}");
+        }
+    }
+}
+
+#[test]
+fn groups_have_their_own_learning_rates() {
+    let engine = &mut Cpu::new();
+    let after = |engine: &mut Cpu, update: Update| {
+        let model = filled(engine, Optimizer::AdamW);
+        model.apply_update(engine, &update, &mut Unsharded).unwrap();
+        [Param::Wte, Param::Wpe, Param::LmHead, Param::Fcw, Param::Lnfw].map(|param| values(engine, &model, param, 0))
+    };
+    let mut at = |rate| after(engine, AdamW { learning_rate: rate, ..ADAMW }.into());
+    let [base, slow, fast] = [0.01, 0.001, 0.1].map(&mut at);
+    let rates = Update { embedding_learning_rate: 0.1, head_learning_rate: 0.001, ..ADAMW.into() };
+    let got = after(engine, rates);
+    assert!(got[0] == fast[0] && got[1] == fast[1] && got[2] == slow[2] && got[3] == base[3] && got[4] == base[4]);
+}
+
+/// A model planned for AdamW has no memory for Muon.
+#[test]
+fn muon_needs_its_memory() {
+    let engine = &mut Cpu::new();
+    let model = filled(engine, Optimizer::AdamW);
+    let update = Update { muon: Some(MUON), ..ADAMW.into() };
+    let text = model.apply_update(engine, &update, &mut Unsharded).unwrap_err().to_string();
+    assert!(text.contains("planned for AdamW only"), "{text}");
+}
+
+/// Collects the GEMMs of an update without computing anything; the emulator has none to time.
+#[test]
+fn autotuning_includes_the_update() {
+    let engine = &mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
+    let options = PlanOptions { optimizer: Optimizer::Muon, ..PlanOptions::training(1, 16) };
+    let (model, plan) = Decoder::plan(Descriptor::gpt2(1, 1, 64, 16, 50).unwrap(), options, engine);
+    engine.allocate(&plan).unwrap();
+    assert_eq!(model.tune(engine, BatchLayout { b: 1, t: 16 }).unwrap(), None);
+}
+
+const LAYOUT: BatchLayout = BatchLayout { b: 1, t: 16 };
+
+type NewEngine = fn() -> Box<dyn Engine>;
+
+/// The elements of a tensor that a rank keeps: parameters (0) or momentum (1), the tensor, its layer, the first element, bits.
+type Part = (usize, Param, usize, usize, Vec<u32>);
+
+/// Returns this rank's parts of the parameters and of m after three steps: tensor, layer, first element and bits.
+fn trained(group: TcpGroup, engine: &mut dyn Engine, stage: u8) -> Vec<Part> {
+    let (rank, ranks) = (group.rank, group.world_size);
+    let zero = Zero::new(stage, Shard { rank, ranks });
+    let options = PlanOptions { optimizer: Optimizer::Muon, zero, ..PlanOptions::training(LAYOUT.b, LAYOUT.t) };
+    let (model, plan) = Decoder::plan(Descriptor::gpt2(3, 1, 64, LAYOUT.t, 60).unwrap(), options, engine);
+    engine.allocate(&plan).unwrap();
+    model.initialize(engine, 42).unwrap();
+    let mut ranks = Ranks::Connected(group);
+    ranks.init_communicator(engine, model.params).unwrap();
+    let mut step = TrainStep::new(&model, LAYOUT, 1);
+    for number in 1..=3 {
+        let mut load = |engine: &mut dyn Engine| {
+            let mut words = engine.host_buffer(LAYOUT.words())?;
+            for (i, word) in words[..LAYOUT.targets().end].iter_mut().enumerate() {
+                *word = ((7 * rank + i * (i + number as usize)) % 57) as i32;
+            }
+            LAYOUT.sort(&mut words);
+            LAYOUT.set_seed(&mut words, 9 * number + rank as u32);
+            engine.load_batch(model.batch, LAYOUT, words).map(drop)
+        };
+        // The order of the norm's sum depends on the stage, so nothing is clipped.
+        let adamw = AdamW { step: number, clip: f32::INFINITY, seed: number, ..ADAMW };
+        let mut decide = |_: &mut dyn Engine, _: Tensor| Ok(Some(Update { muon: Some(MUON), ..adamw.into() }));
+        step.run(engine, &mut ranks, &mut load, &mut decide).unwrap();
+    }
+    let training = model.training.unwrap();
+    let mut parts = Vec::new();
+    for (kind, store) in [model.param_store(), model.state_store(training.m)].into_iter().enumerate() {
+        for (param, layer) in model.layout.file_order() {
+            if let Some((elements, tensor)) = store.held(param, layer) {
+                let bits = engine.read(tensor).unwrap().into_iter().map(f32::to_bits).collect();
+                parts.push((kind, param, layer, elements.start, bits));
+            }
+        }
+    }
+    ranks.close().unwrap();
+    parts
+}
+
+/// Trains on `ranks` threads. Returns the parts of all ranks.
+fn trained_together(ranks: usize, stage: u8, engine: NewEngine) -> Vec<Part> {
+    let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
+    thread::scope(|scope| {
+        let run = |group| scope.spawn(move || trained(group, &mut *engine(), stage));
+        let threads: Vec<_> = groups.into_iter().map(run).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The result does not depend on which rank orthogonalizes a matrix, nor on the boundaries of the shards.
+#[test]
+fn every_zero_stage_gives_the_same_bits() {
+    let on_gpu = || emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
+    let engines: [(&str, NewEngine); 2] = [("CPU", || Box::new(Cpu::new())), ("bf16", on_gpu)];
+    for (name, engine) in engines {
+        // The division by a power of two ranks is exact; that by three is not, but stage 1 divides like stage 0.
+        for (ranks, stages) in [(2, 1..=3), (3, 1..=1)] {
+            let whole = trained_together(ranks, 0, engine);
+            for stage in stages {
+                let parts = trained_together(ranks, stage, engine);
+                let mut elements = 0;
+                for (kind, param, layer, first, bits) in parts {
+                    let of = whole.iter().find(|of| (of.0, of.1, of.2) == (kind, param, layer)).unwrap();
+                    let expected = &of.4[first..first + bits.len()];
+                    let what = format!("{name}, {ranks} ranks, stage {stage}, {} of layer {layer}", param.name());
+                    assert!(bits == expected, "{what}, store {kind}, from element {first}");
+                    elements += bits.len();
+                }
+                // Each element at least once: some are stored by all ranks.
+                assert!(elements >= whole.iter().map(|of| of.4.len()).sum::<usize>() / ranks);
+            }
+        }
+    }
+}
