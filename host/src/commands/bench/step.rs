@@ -7,12 +7,15 @@ use crate::values::{count, level};
 use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
-use engine::ops::AdamW;
+use engine::ops::{AdamW, MuonCoefficients};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
-use model::{Decoder, Descriptor, PlanOptions, Recompute, Shard, TrainStep, Zero};
+use model::{
+    Decoder, Descriptor, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep, Update,
+    Zero,
+};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -37,6 +40,15 @@ pub struct Step {
     /// Recomputation level, as in `train`
     #[arg(short, long, value_name = "0|1|2|3", default_value = "0", value_parser = level::<Recompute>)]
     recompute: Recompute,
+    /// Optimizer of the layers' matrices, as in `train`
+    #[arg(long, value_enum, default_value = "adamw")]
+    optimizer: Optimizer,
+    /// Storage of f32 master weights, as in `train`
+    #[arg(short = 'w', long, value_name = "0|1|2", default_value = "1")]
+    master_weights: MasterWeights,
+    /// Type of the optimizer's moments, as in `train`
+    #[arg(long, value_name = "TYPE", value_enum, default_value = "f32")]
+    moments: Moments,
     /// ZeRO stage, as in `train`
     #[arg(short = 'z', long, value_name = "0|1|2|3", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
     zero_stage: u8,
@@ -83,6 +95,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let mut bench = StepBench {
         engine,
         model: &model,
+        optimizer: options.optimizer,
         step: 0,
         with_graphs: TrainStep::new(&model, layout, options.grad_accum).capture_graphs(),
         individually: TrainStep::new(&model, layout, options.grad_accum),
@@ -98,6 +111,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
             individually.push(bench.timed_step(ranks, Mode::Individually)?);
         }
     }
+    let update = (0..options.steps).map(|_| bench.timed_update(ranks)).collect::<Result<_>>()?;
     let communication = bench.communication(ranks, options.steps)?;
     let profile = bench.profile(ranks)?;
     let backend = ranks.describe();
@@ -111,6 +125,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         memory_bytes: plan.bytes(),
         step: Spread::of(times),
         individually: on_gpu.then(|| Spread::of(individually)),
+        update: Spread::of(update),
         communication: communication.zip(backend),
         profile,
     };
@@ -129,10 +144,17 @@ impl Step {
             }
         };
         let layout = BatchLayout { b: self.batch, t: self.seq };
-        let recompute = self.recompute;
+        let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
         let zero = Zero::new(self.zero_stage, shard);
-        let plan_options = PlanOptions { recompute, zero, ..PlanOptions::training(layout.b, layout.t) };
+        let plan_options = PlanOptions {
+            recompute,
+            zero,
+            optimizer,
+            master_weights,
+            moments,
+            ..PlanOptions::training(layout.b, layout.t)
+        };
         let limits = RunLimits { shard, total_batch: None };
         let (model, plan) = fit::plan_run(descriptor, plan_options, limits, engine)?;
         engine.allocate(&plan)?;
@@ -165,6 +187,9 @@ impl Step {
             "seq": self.seq,
             "grad-accum": self.grad_accum,
             "recompute": self.recompute,
+            "optimizer": self.optimizer,
+            "master-weights": self.master_weights,
+            "moments": self.moments,
             "zero-stage": self.zero_stage,
             "steps": self.steps,
         });
@@ -180,6 +205,8 @@ struct Results {
     memory_bytes: usize,
     step: Spread,
     individually: Option<Spread>,
+    /// The update alone: launches do not overlap with the passes.
+    update: Spread,
     /// With the name of the communication backend.
     communication: Option<(Communication, String)>,
     profile: Option<Vec<Interval>>,
@@ -194,9 +221,13 @@ impl Results {
         table.note("model", &options.model);
         table.note("batch", [options.batch, options.seq, options.grad_accum]);
         table.note("recompute", options.recompute);
+        table.note("optimizer", options.optimizer);
+        table.note("master_weights", options.master_weights);
+        table.note("moments", options.moments);
         table.note("memory_bytes", self.memory_bytes);
         table.note("step_ms", milliseconds(step));
         table.note("tokens_per_second", tokens / step.median);
+        table.note("update_ms", milliseconds(&self.update));
         if let Some(individually) = individually {
             table.note("step_without_graphs_ms", milliseconds(individually));
         }
@@ -212,6 +243,8 @@ impl Results {
         let [median, least, most] = milliseconds(step);
         let (steps, rate) = (options.steps, tokens / step.median);
         println!("step: {median:.2} ms, median of {steps} ({least:.2} to {most:.2}), {rate:.0} tokens/s");
+        let [median, least, most] = milliseconds(&self.update);
+        println!("update alone: {median:.2} ms ({least:.2} to {most:.2})");
         if let Some(individually) = individually {
             let [median, least, most] = milliseconds(individually);
             println!("without CUDA graphs: {median:.2} ms ({least:.2} to {most:.2})");
@@ -275,30 +308,32 @@ enum Mode {
 struct StepBench<'a> {
     engine: &'a mut dyn Engine,
     model: &'a Decoder,
+    optimizer: Optimizer,
     step: u32,
     with_graphs: TrainStep,
     individually: TrainStep,
 }
 
 impl StepBench<'_> {
+    /// Returns the hyperparameters of the next step.
+    fn next_update(&mut self) -> Update {
+        self.step += 1;
+        let (learning_rate, beta1, beta2, eps) = (1e-4, 0.9, 0.95, 1e-8);
+        let (weight_decay, step, clip, seed) = (0.1, self.step, 1.0, self.step);
+        let adamw = AdamW { learning_rate, beta1, beta2, eps, weight_decay, step, clip, seed };
+        let (momentum, coefficients) = (0.95, MuonCoefficients::default());
+        let muon = Muon { learning_rate: 1e-3, momentum, coefficients };
+        Update { muon: (self.optimizer == Optimizer::Muon).then_some(muon), ..adamw.into() }
+    }
+
     /// Launches one optimizer step. Every micro-batch is the one that was loaded.
     fn step(&mut self, ranks: &mut Ranks, mode: Mode) -> Result<()> {
-        self.step += 1;
-        let settings = AdamW {
-            learning_rate: 1e-4,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            step: self.step,
-            clip: 1.0,
-            seed: self.step,
-        };
+        let update = self.next_update();
         let step = match mode {
             Mode::AsTrain => &mut self.with_graphs,
             Mode::Individually => &mut self.individually,
         };
-        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(settings.into()));
+        let decide = &mut |_: &mut dyn Engine, _| Ok(Some(update));
         if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
             println!("warning: CUDA graph capture failed, kernels are launched individually: {error}");
         }
@@ -311,6 +346,16 @@ impl StepBench<'_> {
         ranks.any_rank(false)?;
         let start = self.now()?;
         self.step(ranks, mode)?;
+        Ok(self.now()?.saturating_sub(start).as_secs_f64())
+    }
+
+    /// Returns the duration of an update with the gradients of the last step, in seconds.
+    fn timed_update(&mut self, ranks: &mut Ranks) -> Result<f64> {
+        let update = self.next_update();
+        self.now()?;
+        ranks.any_rank(false)?;
+        let start = self.now()?;
+        self.individually.update(self.engine, ranks, &update)?;
         Ok(self.now()?.saturating_sub(start).as_secs_f64())
     }
 
