@@ -2,7 +2,7 @@
 
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use engine::Result;
 use engine::ops::AttentionShape;
 use std::str::FromStr;
@@ -11,8 +11,8 @@ use verify::selftest::{Case, attention};
 /// Time causal attention, forward and backward. Rates do not count FLOPs on masked elements
 #[derive(Clone, Debug, clap::Args)]
 pub struct Attention {
-    /// Batch, heads, sequence length and head size; may be repeated
-    #[arg(short, long = "shape", value_name = "B,NH,T,HS", default_values = DEFAULT)]
+    /// Batch, heads, sequence length, head size, and key-value heads (default: NH); may be repeated
+    #[arg(short, long = "shape", value_name = "B,NH,T,HS[,KV]", default_values = DEFAULT)]
     shapes: Vec<Shape>,
 
     #[command(flatten)]
@@ -43,12 +43,20 @@ impl FromStr for Shape {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let expected = || format!("expected B,NH,T,HS, such as {}, found {text:?}", DEFAULT[0]);
+        let expected = || {
+            let example = DEFAULT[0];
+            format!("expected B,NH,T,HS or B,NH,T,HS,KV with a divisor KV of NH, such as {example}, found {text:?}")
+        };
         let numbers = text.split(',').map(|number| number.trim().parse::<usize>());
         let numbers = numbers.collect::<Result<Vec<_>, _>>().with_context(expected)?;
-        let [b, heads, t, head_size] = <[usize; 4]>::try_from(numbers).ok().with_context(expected)?;
-        ensure!([b, heads, t, head_size].iter().all(|&extent| extent > 0), expected());
-        Ok(Self(AttentionShape { b, t, heads, kv_heads: heads, head_size }))
+        let (b, heads, t, head_size, kv_heads) = match numbers[..] {
+            [b, heads, t, head_size] => (b, heads, t, head_size, heads),
+            [b, heads, t, head_size, kv_heads] => (b, heads, t, head_size, kv_heads),
+            _ => bail!(expected()),
+        };
+        ensure!([b, heads, t, head_size, kv_heads].iter().all(|&extent| extent > 0), expected());
+        ensure!(heads.is_multiple_of(kv_heads), expected());
+        Ok(Self(AttentionShape { b, t, heads, kv_heads, head_size }))
     }
 }
 
@@ -91,10 +99,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shape_is_four_positive_numbers() {
+    fn a_shape_is_four_positive_numbers_and_optional_key_value_heads() {
         let Shape(heads) = "2, 3,100,64".parse().unwrap();
-        assert_eq!((heads.b, heads.heads, heads.t, heads.head_size), (2, 3, 100, 64));
-        for text in ["", "1,2,3", "1,2,3,4,5", "1,2,0,64", "1,2,x,64", "-1,2,3,64"] {
+        assert_eq!((heads.b, heads.heads, heads.kv_heads, heads.t, heads.head_size), (2, 3, 3, 100, 64));
+        let Shape(grouped) = "2,6,100,64,3".parse().unwrap();
+        assert_eq!((grouped.heads, grouped.kv_heads), (6, 3));
+        for text in ["", "1,2,3", "1,2,3,4,5", "1,2,3,4,0", "1,2,3,4,2,1", "1,2,0,64", "1,2,x,64", "-1,2,3,64"] {
             let error = text.parse::<Shape>().unwrap_err();
             assert!(format!("{error:#}").contains("expected B,NH,T,HS"), "{text:?}: {error:#}");
         }
