@@ -154,6 +154,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// True if K and V are A fragments in registers. For HS = 128 the accumulators leave no registers for them, so
     /// wgmma reads them from shared memory.
     const IN_REGISTERS: bool = H::HS == 64;
+    /// 16-column steps of K that are A fragments in registers although the rest of K is not, which saves their
+    /// shared-memory traffic. ptxas serializes wgmma with 4 of them.
+    const K_STEPS: u32 = if Self::IN_REGISTERS { 0 } else { 3 };
 
     #[inline(always)]
     fn run(&mut self, kernel: Backward<H>) {
@@ -177,6 +180,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         if Self::IN_REGISTERS {
             (k, v) = (resident.first.row_fragments(), resident.second.row_fragments());
             shared.resident_barriers.release_after_reads(self.resident.stage(), INDEX);
+        }
+        for step in 0..Self::K_STEPS {
+            // No barrier follows: these reads end before the wgmma that use them, which all warps finish together.
+            k[step as usize] = resident.first.row_fragment(step);
         }
         let mut gradients = (H::OutputAccumulators::ZERO, H::OutputAccumulators::ZERO);
         loop {
@@ -225,7 +232,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             if Self::IN_REGISTERS {
                 q.start_scores(&mut s, k, false);
             } else {
-                q.start_scores_from_shared(&mut s, keys, false);
+                q.start_scores_from_both(&mut s, k, Self::K_STEPS, keys);
             }
             wgmma::commit();
             if !Self::IN_REGISTERS {

@@ -71,9 +71,15 @@ impl<H: Head> Panel<H> {
     pub fn row_fragments(self) -> H::RowFragments {
         let mut rows = H::ZERO_ROWS;
         for step in 0..H::HS / 16 {
-            rows[step as usize] = self.tile(step / 4).load_a_fragment(warp_row(), step % 4);
+            rows[step as usize] = self.row_fragment(step);
         }
         rows
+    }
+
+    /// Loads columns 16 `step` .. of this warp's 16 rows as an A fragment.
+    #[inline(always)]
+    pub fn row_fragment(self, step: u32) -> [u32; 4] {
+        self.tile(step / 4).load_a_fragment(warp_row(), step % 4)
     }
 
     /// Starts d = a · rowsᵀ, or d += a · rowsᵀ, summed over the HS columns.
@@ -91,6 +97,18 @@ impl<H: Head> Panel<H> {
     pub fn start_scores_from_shared<D: Accumulators>(self, d: &mut D, a: Self, accumulate: bool) {
         for step in 0..H::HS / 16 {
             d.mma(a.k_major_operand(step), self.k_major_operand(step), accumulate || step > 0);
+        }
+    }
+
+    /// Starts d = a · rowsᵀ, with the first `steps` steps of a in `fragments` and the others in shared memory.
+    #[inline(always)]
+    pub fn start_scores_from_both(self, d: &mut ScoreSquare, fragments: &H::RowFragments, steps: u32, a: Self) {
+        for step in 0..H::HS / 16 {
+            if step < steps {
+                d.mma_with_a_registers(fragments[step as usize], self.k_major_operand(step), step > 0);
+            } else {
+                d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
+            }
         }
     }
 
