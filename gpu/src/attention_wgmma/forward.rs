@@ -1,51 +1,57 @@
-//! Forward pass: 64 queries per consumer, keys and values streamed in panels of 64, from the diagonal down to key 0.
+//! Forward pass: 64 queries per consumer, keys and values streamed in stages of 128, from the diagonal down to key 0.
 //!
-//! The exponentials of one panel's scores overlap with two wgmma groups: the scores of the next panel, and the
-//! multiplication of the previous panel's probabilities with V. For HS = 64, a panel takes as long in the exponential
-//! unit as in the tensor cores, so the overlap determines the speed. It continues across work tiles: the last panel of
-//! a tile overlaps with the first scores of the next tile.
+//! The exponentials overlap with wgmma, in one of two orders:
+//!
+//! * HS = 64: the exponentials of one stage overlap with the scores of the next stage and with the multiplication of the
+//!   previous stage's probabilities with V. A stage takes as long in the exponential unit as in the tensor cores, so the
+//!   overlap determines the speed. It needs two sets of scores.
+//! * HS = 128: the exponentials of one stage overlap with the multiplication of the previous stage's probabilities with
+//!   V, and with the wgmma of the other consumer. A stage takes twice as long in the tensor cores as in the exponential
+//!   unit. One set of scores leaves registers for the output of 128 channels.
+//!
+//! The overlap continues across work tiles: the last stage of a tile overlaps with the first scores of the next tile.
 
 use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal;
-use super::panel::{Panel, a_fragment, thread_row};
+use super::panel::{PairFragments, Panel, ScorePair, WidePanel, pair_fragments, thread_row};
 use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::Softmax;
 use super::warp_specialized::{self, WarpSpecialized};
-use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE, WARPGROUP};
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{MBarrier, PipelineState, TensorMap, wgmma};
+use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
 use cuda_std::shared::{Layout, SharedArray};
 use cuda_std::{Global, GlobalMut, bf16, kernel, math, thread, warp};
 
-/// Pipeline stages of keys, and of values.
-const STAGES: u32 = 5;
+/// Panels of keys or values in a stage: the keys of both consumers' diagonals.
+const PANELS: u32 = CONSUMERS;
 /// Work tiles that the producer announces at a time: the tile whose results are being stored, up to two tiles whose
 /// queries have arrived, and the tile that the producer continues with.
 const WORK_TILES: u32 = 4;
 
-/// Pipeline stages of queries. The next work tile's queries arrive while the current ones are in use. For HS = 128, one
-/// stage suffices, because the current queries are in registers.
-const fn q_stages<H: Head>() -> u32 {
-    if H::HS == 128 { 1 } else { 2 }
-}
-
-/// Panels of keys or values in a stage.
-const fn panels<H: Head>() -> u32 {
-    H::ScoreAccumulators::COLUMNS / ROWS
-}
+/// Pipeline stages of queries. The next work tile's queries arrive while the current ones are in use.
+const Q_STAGES: u32 = 2;
+/// Named barrier of the first consumer's turn, followed by that of the second consumer.
+const TURN_BARRIER: u32 = 3;
 
 /// Stages that consumer `index` skips, because all of their keys come after its queries.
-const fn skipped_stages<H: Head>(index: u32) -> u32 {
-    (CONSUMERS - 1 - index) / panels::<H>()
+const fn skipped_stages(index: u32) -> u32 {
+    (CONSUMERS - 1 - index) / PANELS
+}
+
+/// Pipeline stages of keys, and of values. For HS = 128, shared memory has space for two.
+const fn stages<H: Head>() -> u32 {
+    if H::HS == 128 { 2 } else { 5 }
 }
 
 #[derive(Clone, Copy)]
 struct SharedStorage<H> {
     /// In each stage, one panel for each consumer.
     q: Panel<H>,
-    k: Panel<H>,
+    k: WidePanel<H>,
+    /// In each stage, [`PANELS`] panels.
     v: Panel<H>,
     /// One buffer for each consumer's stores.
     output: Panel<H>,
@@ -60,14 +66,14 @@ struct SharedStorage<H> {
 impl<H: Head> SharedStorage<H> {
     fn new(layout: &mut Layout) -> Self {
         Self {
-            q: Panel::take(layout, q_stages::<H>() * CONSUMERS),
-            k: Panel::take(layout, STAGES * panels::<H>()),
-            v: Panel::take(layout, STAGES * panels::<H>()),
+            q: Panel::take(layout, Q_STAGES * CONSUMERS),
+            k: WidePanel::take(layout, stages::<H>()),
+            v: Panel::take(layout, stages::<H>() * PANELS),
             output: Panel::take(layout, CONSUMERS),
             work_tiles: layout.array(WORK_TILES as usize),
-            q_barriers: PipelineBarriers::new(layout, q_stages::<H>()),
-            k_barriers: PipelineBarriers::new(layout, STAGES),
-            v_barriers: PipelineBarriers::new(layout, STAGES),
+            q_barriers: PipelineBarriers::new(layout, Q_STAGES),
+            k_barriers: PipelineBarriers::new(layout, stages::<H>()),
+            v_barriers: PipelineBarriers::new(layout, stages::<H>()),
         }
     }
 }
@@ -115,9 +121,9 @@ impl<H: Head> WarpSpecialized for Forward<H> {
     #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
-        self.shared.q_barriers.init(q_stages::<H>(), 1, CONSUMERS);
-        self.shared.k_barriers.init(STAGES, 1, CONSUMERS);
-        self.shared.v_barriers.init(STAGES, 1, CONSUMERS);
+        self.shared.q_barriers.init(Q_STAGES, 1, CONSUMERS);
+        self.shared.k_barriers.init(stages::<H>(), 1, CONSUMERS);
+        self.shared.v_barriers.init(stages::<H>(), 1, CONSUMERS);
     }
 
     #[inline(always)]
@@ -129,9 +135,9 @@ impl<H: Head> WarpSpecialized for Forward<H> {
                 shared,
                 sizes,
                 qkv,
-                q: PipelineState::producer(q_stages::<H>()),
-                k: PipelineState::producer(STAGES),
-                v: PipelineState::producer(STAGES),
+                q: PipelineState::producer(Q_STAGES),
+                k: PipelineState::producer(stages::<H>()),
+                v: PipelineState::producer(stages::<H>()),
             };
             let mut tile = scheduler.work_tile::<false>(work_index(round));
             while work_index(round) < work_tiles {
@@ -186,10 +192,7 @@ impl<H: Head> Producer<H> {
         while i > 0 {
             i -= 1;
             self.load_keys(tile.b, kv_head, i);
-            self.shared.v_barriers.empty.at(self.v.stage()).wait(self.v.parity());
-            let full = self.shared.v_barriers.full.at(self.v.stage());
-            let to = self.shared.v.after(self.v.advance() * panels::<H>());
-            self.load(to, self.sizes.value(kv_head), tile.b, i, full);
+            self.load_values(tile.b, kv_head, i);
         }
     }
 
@@ -197,9 +200,15 @@ impl<H: Head> Producer<H> {
     #[inline(always)]
     fn load_diagonal_keys(&mut self, tile: WorkTile) {
         let kv_head = self.sizes.kv_head(tile.h);
-        for i in 0..=skipped_stages::<H>(0) {
+        for i in 0..=skipped_stages(0) {
             self.load_keys(tile.b, kv_head, Self::stages_of(tile) - 1 - i);
         }
+    }
+
+    /// Returns the stages of keys up to the last consumer's diagonal.
+    #[inline(always)]
+    fn stages_of(tile: WorkTile) -> u32 {
+        (tile.tile + 1) * CONSUMERS / PANELS
     }
 
     /// Loads the `i`-th stage of the keys of a key-value head of sequence `b`.
@@ -207,23 +216,21 @@ impl<H: Head> Producer<H> {
     fn load_keys(&mut self, b: u32, kv_head: u32, i: u32) {
         self.shared.k_barriers.empty.at(self.k.stage()).wait(self.k.parity());
         let full = self.shared.k_barriers.full.at(self.k.stage());
-        let to = self.shared.k.after(self.k.advance() * panels::<H>());
-        self.load(to, self.sizes.key(kv_head), b, i, full);
+        let to = self.shared.k.after(self.k.advance());
+        full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
+        to.load(self.qkv, self.sizes.key(kv_head) * H::HS, i * PANELS * ROWS, b, full);
     }
 
-    /// Returns the stages of keys up to the last consumer's diagonal.
+    /// Loads the `i`-th stage of the values of a key-value head of sequence `b`.
     #[inline(always)]
-    fn stages_of(tile: WorkTile) -> u32 {
-        (tile.tile + 1) * CONSUMERS / panels::<H>()
-    }
-
-    /// Starts the loads of the `stage`-th stage of head `index` of qkv, K or V of sequence `b`.
-    #[inline(always)]
-    fn load(&self, to: Panel<H>, index: u32, b: u32, stage: u32, full: MBarrier) {
-        full.arrive_expect_tx(panels::<H>() * Panel::<H>::BYTES);
-        for i in 0..panels::<H>() {
-            let y = (stage * panels::<H>() + i) * ROWS;
-            to.after(i).load(self.qkv, index * H::HS, y, b, full);
+    fn load_values(&mut self, b: u32, kv_head: u32, i: u32) {
+        self.shared.v_barriers.empty.at(self.v.stage()).wait(self.v.parity());
+        let full = self.shared.v_barriers.full.at(self.v.stage());
+        let to = self.shared.v.after(self.v.advance() * PANELS);
+        full.arrive_expect_tx(PANELS * Panel::<H>::BYTES);
+        for panel in 0..PANELS {
+            let y = (i * PANELS + panel) * ROWS;
+            to.after(panel).load(self.qkv, self.sizes.value(kv_head) * H::HS, y, b, full);
         }
     }
 }
@@ -246,20 +253,15 @@ struct Progress {
 }
 
 impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
-    /// True if the queries are A fragments in registers.
-    ///
-    /// For HS = 64, the scores leave no registers for them. For HS = 128, wgmma has only 64 columns: reading A from
-    /// shared memory would double its shared-memory traffic.
-    const IN_REGISTERS: bool = H::HS == 128;
     /// True if the second of the two panels on this consumer's diagonal contains only keys after its queries.
-    const SECOND_PANEL_MASKED: bool = panels::<H>() == 2 && INDEX == 0;
+    const SECOND_PANEL_MASKED: bool = INDEX == 0;
     /// Columns of the first scores that contain a visible key.
-    const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { H::ScoreAccumulators::COLUMNS };
+    const FIRST_COLUMNS: u32 = if Self::SECOND_PANEL_MASKED { ROWS } else { PANELS * ROWS };
 
     #[inline(always)]
     fn new(shared: SharedStorage<H>) -> Self {
-        let q = PipelineState::consumer(q_stages::<H>());
-        Self { shared, q, k: PipelineState::consumer(STAGES), v: PipelineState::consumer(STAGES) }
+        let q = PipelineState::consumer(Q_STAGES);
+        Self { shared, q, k: PipelineState::consumer(stages::<H>()), v: PipelineState::consumer(stages::<H>()) }
     }
 
     /// Computes this consumer's queries of all work tiles of this block.
@@ -269,17 +271,27 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         if work_index(round) >= work_tiles {
             return;
         }
-        let mut queries = H::ZERO_ROWS;
-        let mut scores = H::ScoreAccumulators::ZERO;
-        self.compute_first_scores(&mut scores, &mut queries);
+        let mut scores = ScorePair::ZERO;
+        if H::HS == 128 && INDEX == 1 {
+            Self::pass_turn();
+        }
+        self.compute_first_scores(&mut scores);
         loop {
-            let stages = (self.work_tile(round).tile * CONSUMERS + INDEX) / panels::<H>();
-            let (mut o, softmax) = self.attend(&mut scores, &mut queries, stages);
+            let stages = (self.work_tile(round).tile * CONSUMERS + INDEX) / PANELS;
+            let (mut o, softmax) = if H::HS == 128 {
+                self.attend_with_one_set(&mut scores, stages)
+            } else {
+                self.attend_with_two_sets(&mut scores, stages)
+            };
             self.store(kernel, &mut o, &softmax, self.work_tile(round));
             round += 1;
             if work_index(round) >= work_tiles {
                 break;
             }
+        }
+        if H::HS == 128 && INDEX == 0 {
+            // The other consumer has passed its last turn. No arrival stays pending.
+            Self::wait_for_turn();
         }
     }
 
@@ -291,9 +303,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Acquires the queries of the first work tile and computes their first scores.
     #[inline(always)]
-    fn compute_first_scores(&mut self, scores: &mut H::ScoreAccumulators, queries: &mut H::RowFragments) {
-        self.acquire_queries(queries);
-        let keys = self.start_scores(scores, queries);
+    fn compute_first_scores(&mut self, scores: &mut ScorePair) {
+        self.acquire_queries();
+        self.wait_for_keys();
+        let keys = self.start_scores(scores);
         wgmma::wait::<0>();
         scores.fence_accumulators();
         self.shared.k_barriers.release(keys);
@@ -301,24 +314,17 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Waits for the queries of the next work tile, and skips the stages of keys after them.
     #[inline(always)]
-    fn acquire_queries(&mut self, queries: &mut H::RowFragments) {
+    fn acquire_queries(&mut self) {
         self.shared.q_barriers.full.at(self.q.stage()).wait(self.q.parity());
-        if Self::IN_REGISTERS {
-            *queries = self.query_panel().row_fragments();
-            self.shared.q_barriers.release_after_reads(self.q.stage(), INDEX);
-        }
-        for _ in 0..skipped_stages::<H>(INDEX) {
+        for _ in 0..skipped_stages(INDEX) {
             self.shared.k_barriers.skip(&mut self.k);
         }
     }
 
-    /// Releases the current queries, unless that was done when they were loaded into registers.
+    /// Releases the current queries.
     #[inline(always)]
     fn release_queries(&mut self) {
-        let stage = self.q.advance();
-        if !Self::IN_REGISTERS {
-            self.shared.q_barriers.release(stage);
-        }
+        self.shared.q_barriers.release(self.q.advance());
     }
 
     #[inline(always)]
@@ -326,47 +332,133 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         self.shared.q.after(self.q.stage() * CONSUMERS + INDEX)
     }
 
-    /// Starts s = Q Kᵀ for the next stage of keys and returns that stage.
+    /// Waits for the next stage of keys.
     #[inline(always)]
-    fn start_scores(&mut self, s: &mut H::ScoreAccumulators, queries: &H::RowFragments) -> u32 {
+    fn wait_for_keys(&self) {
         self.shared.k_barriers.full.at(self.k.stage()).wait(self.k.parity());
+    }
+
+    /// Waits for the next stage of values.
+    #[inline(always)]
+    fn wait_for_values(&self) {
+        self.shared.v_barriers.full.at(self.v.stage()).wait(self.v.parity());
+    }
+
+    /// Starts s = Q Kᵀ for the next stage of keys, which has arrived, and returns that stage.
+    #[inline(always)]
+    fn start_scores(&mut self, s: &mut ScorePair) -> u32 {
         wgmma::fence();
-        let k = self.shared.k.after(self.k.stage() * panels::<H>());
-        if Self::IN_REGISTERS {
-            k.start_scores(s, queries, false);
-        } else {
-            k.start_scores_from_shared(s, self.query_panel(), false);
-        }
+        let k = self.shared.k.after(self.k.stage());
+        k.start_scores(s, self.query_panel());
         wgmma::commit();
         self.k.advance()
     }
 
-    /// Computes the unnormalized output of the queries `queries`.
-    ///
-    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, `queries` and
-    /// `scores` are those of the next work tile.
+    /// Starts o += P V for the next stage of values. The caller has executed [`wgmma::fence`].
     #[inline(always)]
-    fn attend(
-        &mut self,
-        scores: &mut H::ScoreAccumulators,
-        queries: &mut H::RowFragments,
-        stages: u32,
-    ) -> (H::OutputAccumulators, Softmax<H>) {
-        for _ in 0..skipped_stages::<H>(INDEX) {
+    fn start_output(&self, o: &mut H::OutputAccumulators, p: &PairFragments) {
+        self.shared.v.after(self.v.stage() * PANELS).start_accumulate(o, p, PANELS);
+        wgmma::commit();
+    }
+
+    /// Waits for o += P V and releases its values.
+    #[inline(always)]
+    fn finish_output(&mut self, o: &mut H::OutputAccumulators) {
+        wgmma::wait::<0>();
+        o.fence_accumulators();
+        self.shared.v_barriers.release(self.v.advance());
+    }
+
+    /// Computes the unnormalized output of the current queries, in the order for HS = 128: one set of scores.
+    ///
+    /// `scores` are the scores of the diagonal, which `stages` stages of keys precede. On return, the
+    /// queries and `scores` are those of the next work tile.
+    #[inline(always)]
+    fn attend_with_one_set(&mut self, scores: &mut ScorePair, mut stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
+        for _ in 0..skipped_stages(INDEX) {
             self.shared.v_barriers.skip(&mut self.v);
         }
-        mask_diagonal(scores, INDEX % panels::<H>() * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        mask_diagonal(scores, INDEX % PANELS * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
+        scores.fence_accumulators();
+        let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
+        softmax.exponentiate::<0>(scores);
+        if Self::SECOND_PANEL_MASKED {
+            Softmax::<H>::zero_masked::<1>(scores);
+        } else {
+            softmax.exponentiate::<1>(scores);
+        }
+        let mut p = pair_fragments(scores);
+        let mut o = H::OutputAccumulators::ZERO;
+        while stages > 0 {
+            self.start_scores_and_output(scores, &mut o, &p);
+            let max = softmax.maximum_with(scores);
+            softmax.raise(max);
+            softmax.exponentiate::<0>(scores);
+            softmax.exponentiate::<1>(scores);
+            self.finish_output(&mut o);
+            for i in 0..H::HS as usize / 2 {
+                o[i] *= softmax.factor(i / 2 % 2);
+            }
+            p = pair_fragments(scores);
+            stages -= 1;
+        }
+        self.release_queries();
+        self.acquire_queries();
+        self.start_scores_and_output(scores, &mut o, &p);
+        self.finish_output(&mut o);
+        (o, softmax)
+    }
+
+    /// Waits until the other consumer has started its wgmma of this step.
+    #[inline(always)]
+    fn wait_for_turn() {
+        thread::sync_named(TURN_BARRIER + INDEX, CONSUMERS * WARPGROUP);
+    }
+
+    /// Lets the other consumer start its wgmma.
+    #[inline(always)]
+    fn pass_turn() {
+        thread::arrive_named(TURN_BARRIER + 1 - INDEX, CONSUMERS * WARPGROUP);
+    }
+
+    /// Computes the next scores and starts o += P V, which is in flight on return.
+    ///
+    /// The consumers take turns (ping-pong): the exponentials of one run while the tensor cores compute the wgmma of the
+    /// other.
+    #[inline(always)]
+    fn start_scores_and_output(&mut self, scores: &mut ScorePair, o: &mut H::OutputAccumulators, p: &PairFragments) {
+        // These waits precede the turn, so that they do not delay the other consumer.
+        self.wait_for_keys();
+        self.wait_for_values();
+        Self::wait_for_turn();
+        let keys = self.start_scores(scores);
+        self.start_output(o, p);
+        Self::pass_turn();
+        wgmma::wait::<1>();
+        scores.fence_accumulators();
+        self.shared.k_barriers.release(keys);
+    }
+
+    /// Computes the unnormalized output of the current queries, in the order for HS = 64: two sets of scores.
+    ///
+    /// See [`attend_with_one_set`](Self::attend_with_one_set).
+    #[inline(always)]
+    fn attend_with_two_sets(&mut self, scores: &mut ScorePair, stages: u32) -> (H::OutputAccumulators, Softmax<H>) {
+        for _ in 0..skipped_stages(INDEX) {
+            self.shared.v_barriers.skip(&mut self.v);
+        }
+        mask_diagonal(scores, INDEX % PANELS * ROWS, Self::FIRST_COLUMNS, f32::NEG_INFINITY);
         // Moves all scores to registers of their own. If some stayed in the registers of the wgmma, ptxas would
         // serialize it.
         scores.fence_accumulators();
         let mut softmax = Softmax::new(scores, Self::FIRST_COLUMNS);
         let mut o = H::OutputAccumulators::ZERO;
         // Two sets of score accumulators alternate.
-        let mut others = H::ScoreAccumulators::ZERO;
+        let mut others = ScorePair::ZERO;
         let mut remaining = stages;
         loop {
             let progress = Progress { remaining, pv_in_flight: remaining < stages };
-            let max = self.step(scores, &mut others, &mut o, &mut softmax, queries, progress);
+            let max = self.step(scores, &mut others, &mut o, &mut softmax, progress);
             if remaining == 0 {
                 *scores = others;
                 break;
@@ -374,7 +466,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             remaining -= 1;
             softmax.raise(max);
             let progress = Progress { remaining, pv_in_flight: true };
-            let max = self.step(&mut others, scores, &mut o, &mut softmax, queries, progress);
+            let max = self.step(&mut others, scores, &mut o, &mut softmax, progress);
             if remaining == 0 {
                 break;
             }
@@ -394,18 +486,18 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     #[inline(always)]
     fn step(
         &mut self,
-        scores: &mut H::ScoreAccumulators,
-        next: &mut H::ScoreAccumulators,
+        scores: &mut ScorePair,
+        next: &mut ScorePair,
         o: &mut H::OutputAccumulators,
         softmax: &mut Softmax<H>,
-        queries: &mut H::RowFragments,
         Progress { remaining, pv_in_flight }: Progress,
     ) -> [f32; 2] {
         if remaining == 0 {
             self.release_queries();
-            self.acquire_queries(queries);
+            self.acquire_queries();
         }
-        let keys = self.start_scores(next, queries);
+        self.wait_for_keys();
+        let keys = self.start_scores(next);
         softmax.exponentiate::<0>(scores);
         let second_masked = Self::SECOND_PANEL_MASKED && !pv_in_flight;
         if second_masked {
@@ -425,15 +517,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         for i in 0..H::HS as usize / 2 {
             o[i] *= softmax.factor(i / 2 % 2);
         }
-        let mut p = H::ZERO_PROBABILITIES;
-        for k in 0..4 * panels::<H>() as usize {
-            p[k] = a_fragment(scores, k);
-        }
-        self.shared.v_barriers.full.at(self.v.stage()).wait(self.v.parity());
+        let p = pair_fragments(scores);
+        self.wait_for_values();
         wgmma::fence();
-        let values = self.shared.v.after(self.v.stage() * panels::<H>());
-        values.start_accumulate(o, &p, panels::<H>());
-        wgmma::commit();
+        self.start_output(o, &p);
         max
     }
 

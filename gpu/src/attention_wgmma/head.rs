@@ -11,12 +11,6 @@ pub trait Head: Copy + 'static {
     const SCALE: f32;
     /// Accumulators of 64 rows x HS columns: the output, or a gradient.
     type OutputAccumulators: Accumulators;
-    /// Accumulators of 64 queries x the keys of a forward step.
-    type ScoreAccumulators: Accumulators;
-    /// The scores after softmax, as A fragments of the multiplication with V.
-    type ProbabilityFragments: Copy + IndexMut<usize, Output = [u32; 4]>;
-    /// All zeros.
-    const ZERO_PROBABILITIES: Self::ProbabilityFragments;
     /// 64 rows x HS columns as A fragments: HS / 16 steps.
     type RowFragments: Copy + IndexMut<usize, Output = [u32; 4]>;
     /// All zeros.
@@ -31,9 +25,6 @@ impl Head for Head64 {
     const HS: u32 = 64;
     const SCALE: f32 = 0.125;
     type OutputAccumulators = [f32; 32];
-    type ScoreAccumulators = [f32; 64];
-    type ProbabilityFragments = [[u32; 4]; 8];
-    const ZERO_PROBABILITIES: Self::ProbabilityFragments = [[0; 4]; 8];
     type RowFragments = [[u32; 4]; 4];
     const ZERO_ROWS: Self::RowFragments = [[0; 4]; 4];
 }
@@ -46,9 +37,6 @@ impl Head for Head128 {
     const HS: u32 = 128;
     const SCALE: f32 = core::f32::consts::FRAC_1_SQRT_2 / 8.0;
     type OutputAccumulators = [f32; 64];
-    type ScoreAccumulators = [f32; 32];
-    type ProbabilityFragments = [[u32; 4]; 4];
-    const ZERO_PROBABILITIES: Self::ProbabilityFragments = [[0; 4]; 4];
     type RowFragments = [[u32; 4]; 8];
     const ZERO_ROWS: Self::RowFragments = [[0; 4]; 8];
 }

@@ -1,6 +1,6 @@
 //! Panels of 64 rows of a head in shared memory, and the wgmma operands made of them.
 
-use super::{Head, WARPGROUP};
+use super::{Head, ROWS, WARPGROUP};
 use core::marker::PhantomData;
 use core::ops::Index;
 use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand, MnMajorOperand};
@@ -12,6 +12,10 @@ use cuda_std::{Global, element, thread, warp};
 pub type ScoreSquare = [f32; 32];
 /// 64 x 64 scores, rounded to bf16, as A fragments.
 pub type SquareFragments = [[u32; 4]; 4];
+/// A thread's accumulators of 64 x 128 scores: 64 queries and the keys of two panels.
+pub type ScorePair = [f32; 64];
+/// 64 x 128 scores, rounded to bf16, as A fragments.
+pub type PairFragments = [[u32; 4]; 8];
 
 /// 64 rows of HS columns in shared memory: HS / 64 consecutive tiles of 64 columns.
 #[derive(Clone, Copy)]
@@ -83,10 +87,8 @@ impl<H: Head> Panel<H> {
     }
 
     /// Starts d = a · rowsᵀ, or d += a · rowsᵀ, summed over the HS columns.
-    ///
-    /// An accumulator with 128 columns also uses the rows of the next panel, which must follow this one: HS = 64.
     #[inline(always)]
-    pub fn start_scores<D: Accumulators>(self, d: &mut D, a: &H::RowFragments, accumulate: bool) {
+    pub fn start_scores(self, d: &mut ScoreSquare, a: &H::RowFragments, accumulate: bool) {
         for step in 0..H::HS / 16 {
             d.mma_with_a_registers(a[step as usize], self.k_major_operand(step), accumulate || step > 0);
         }
@@ -94,7 +96,7 @@ impl<H: Head> Panel<H> {
 
     /// Same as [`start_scores`](Self::start_scores), with a in shared memory.
     #[inline(always)]
-    pub fn start_scores_from_shared<D: Accumulators>(self, d: &mut D, a: Self, accumulate: bool) {
+    pub fn start_scores_from_shared(self, d: &mut ScoreSquare, a: Self, accumulate: bool) {
         for step in 0..H::HS / 16 {
             d.mma(a.k_major_operand(step), self.k_major_operand(step), accumulate || step > 0);
         }
@@ -126,6 +128,57 @@ impl<H: Head> Panel<H> {
     }
 }
 
+/// 128 rows of HS columns in shared memory. One wgmma reads all rows as its N dimension, so the two tiles of each 64
+/// columns are consecutive, unlike those of two panels.
+#[derive(Clone, Copy)]
+pub struct WidePanel<H> {
+    first: SwizzledTile<64>,
+    head: PhantomData<H>,
+}
+
+impl<H: Head> WidePanel<H> {
+    const TILES: u32 = 2 * H::HS / 64;
+
+    /// Takes `count` consecutive panels from `layout` and returns the first.
+    pub fn take(layout: &mut Layout, count: u32) -> Self {
+        let first = layout.swizzled();
+        for _ in 1..count * Self::TILES {
+            layout.swizzled::<64>();
+        }
+        Self { first, head: PhantomData }
+    }
+
+    /// Returns the panel that is `count` panels after this one.
+    #[inline(always)]
+    pub fn after(self, count: u32) -> Self {
+        Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
+    }
+
+    /// Starts the load of columns `x` .., rows `y` .. of sequence `b`.
+    #[inline(always)]
+    pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, b: u32, full: MBarrier) {
+        for half in 0..2 {
+            for i in 0..H::HS / 64 {
+                self.first.offset_tiles(2 * i + half).load_3d(map, x + 64 * i, y + half * ROWS, b, full);
+            }
+        }
+    }
+
+    /// Starts d = a · rowsᵀ, summed over the HS columns.
+    #[inline(always)]
+    pub fn start_scores(self, d: &mut ScorePair, a: Panel<H>) {
+        for step in 0..H::HS / 16 {
+            d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
+        }
+    }
+
+    /// Returns columns 16 `step` .. as the K dimension of an operand with the 128 rows as N dimension.
+    #[inline(always)]
+    fn k_major_operand(self, step: u32) -> KMajorOperand {
+        self.first.offset_tiles(step / 4 * 2).k_major_operand(step % 4)
+    }
+}
+
 /// Rounds the accumulators of columns 16 `step` .. 16 `step` + 16 to bf16, as an A fragment of the next multiplication.
 #[inline(always)]
 pub fn a_fragment(d: &impl Index<usize, Output = f32>, step: usize) -> [u32; 4] {
@@ -137,6 +190,16 @@ pub fn a_fragment(d: &impl Index<usize, Output = f32>, step: usize) -> [u32; 4] 
 #[inline(always)]
 pub fn square_fragments(d: &ScoreSquare) -> SquareFragments {
     [a_fragment(d, 0), a_fragment(d, 1), a_fragment(d, 2), a_fragment(d, 3)]
+}
+
+/// Rounds 64 x 128 accumulators to bf16, as A fragments.
+#[inline(always)]
+pub fn pair_fragments(d: &ScorePair) -> PairFragments {
+    let mut fragments = [[0; 4]; 8];
+    for step in 0..8 {
+        fragments[step] = a_fragment(d, step);
+    }
+    fragments
 }
 
 /// Returns this warp's first row of 16 among its warpgroup's 64 rows.

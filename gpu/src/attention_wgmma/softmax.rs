@@ -1,6 +1,7 @@
 //! The online softmax of the forward pass, and the probabilities that the backward pass recomputes from lse.
 
 use super::Head;
+use super::panel::ScorePair;
 use core::marker::PhantomData;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::{Global, math, warp};
@@ -13,8 +14,8 @@ fn scale_log2<H: Head>() -> f32 {
 
 /// Returns the accumulators of half `HALF` of the columns.
 #[inline(always)]
-fn half_of<H: Head, const HALF: usize>() -> core::ops::Range<usize> {
-    let half = H::ScoreAccumulators::COLUMNS as usize / 4;
+fn half_of<const HALF: usize>() -> core::ops::Range<usize> {
+    let half = ScorePair::COLUMNS as usize / 4;
     HALF * half..(HALF + 1) * half
 }
 
@@ -32,24 +33,24 @@ pub struct Softmax<H> {
 impl<H: Head> Softmax<H> {
     /// Creates the state for rows whose first scores are the first `columns` columns of `s`.
     #[inline(always)]
-    pub fn new(s: &H::ScoreAccumulators, columns: u32) -> Self {
+    pub fn new(s: &ScorePair, columns: u32) -> Self {
         let empty = Self { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], factor: [1.0; 2], head: PhantomData };
         Self { max: empty.maximum_over(s, columns), ..empty }
     }
 
     /// Returns the running maximum including the scores `s`.
     #[inline(always)]
-    pub fn maximum_with(&self, s: &H::ScoreAccumulators) -> [f32; 2] {
-        self.maximum_over(s, H::ScoreAccumulators::COLUMNS)
+    pub fn maximum_with(&self, s: &ScorePair) -> [f32; 2] {
+        self.maximum_over(s, ScorePair::COLUMNS)
     }
 
     #[inline(always)]
-    fn maximum_over(&self, s: &H::ScoreAccumulators, columns: u32) -> [f32; 2] {
+    fn maximum_over(&self, s: &ScorePair, columns: u32) -> [f32; 2] {
         [self.row_maximum_over::<0>(s, columns), self.row_maximum_over::<1>(s, columns)]
     }
 
     #[inline(always)]
-    fn row_maximum_over<const ROW: usize>(&self, s: &H::ScoreAccumulators, columns: u32) -> f32 {
+    fn row_maximum_over<const ROW: usize>(&self, s: &ScorePair, columns: u32) -> f32 {
         let mut max = self.max[ROW];
         for j in 0..columns as usize / 8 {
             max = math::max(max, math::max(s[4 * j + 2 * ROW], s[4 * j + 2 * ROW + 1]));
@@ -71,9 +72,9 @@ impl<H: Head> Softmax<H> {
 
     /// Replaces half `HALF` of the scores by exp(scale (s - max)) and adds them to the sums.
     #[inline(always)]
-    pub fn exponentiate<const HALF: usize>(&mut self, s: &mut H::ScoreAccumulators) {
+    pub fn exponentiate<const HALF: usize>(&mut self, s: &mut ScorePair) {
         let shift = [self.max[0] * scale_log2::<H>(), self.max[1] * scale_log2::<H>()];
-        for i in half_of::<H, HALF>() {
+        for i in half_of::<HALF>() {
             let row = i / 2 % 2;
             s[i] = math::exp2(math::fma(s[i], scale_log2::<H>(), -shift[row]));
             self.sum[row] += s[i];
@@ -82,8 +83,8 @@ impl<H: Head> Softmax<H> {
 
     /// Same as [`exponentiate`](Self::exponentiate) for scores that are all masked.
     #[inline(always)]
-    pub fn zero_masked<const HALF: usize>(s: &mut H::ScoreAccumulators) {
-        for i in half_of::<H, HALF>() {
+    pub fn zero_masked<const HALF: usize>(s: &mut ScorePair) {
+        for i in half_of::<HALF>() {
             s[i] = 0.0;
         }
     }
