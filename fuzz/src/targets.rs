@@ -327,7 +327,7 @@ static STATE_FILE: LazyLock<Vec<u8>> = LazyLock::new(|| state_file(true).expect(
 fn good_sidecar() -> Sidecar {
     let sum =
         |name, bytes: &[u8]| FileChecksum { name, bytes: bytes.len() as u64, xxh3: format_checksum(xxh3_64(bytes)) };
-    let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "shuffle": true, "train": "data/*.bin"}"#;
+    let settings = r#"{"lr": 0.1, "schedule": "cosine", "device": "cpu", "shuffle": true, "optimizer": "adamw", "train": "data/*.bin"}"#;
     let identity = Identity {
         program: "llm-rs 0.1.0".to_owned(),
         engine: "CPU, 1 thread".to_owned(),
