@@ -47,7 +47,11 @@ impl fmt::Display for Choice<'_> {
             Self::Cubin(module, _) => write!(f, "{} cubin", module.arch),
             Self::Ptx { module, missing_cubin: None } => write!(f, "{} PTX", module.arch),
             Self::Ptx { module, missing_cubin: Some(arch) } => {
-                write!(f, "{} PTX (slow: built without the cubins of {arch}, see LLM_RS_CUBINS in README.md)", module.arch)
+                write!(
+                    f,
+                    "{} PTX (slow: built without the cubins of {arch}, see LLM_RS_CUBINS in README.md)",
+                    module.arch
+                )
             }
         }
     }
