@@ -186,7 +186,7 @@ fn rope_factors(source: &ModelSource) -> Result<Option<Vec<f32>>> {
         return Ok(None);
     };
     ensure!(
-        std::ptr::eq(architecture, &LLAMA),
+        architecture.model_type == LLAMA.model_type,
         "gguf: expected rotary embeddings without scaling for {}, found {scaling:?}; llama.cpp scales only Llama in this way, so \
          export with --format hf",
         architecture.model_type

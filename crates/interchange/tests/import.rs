@@ -234,103 +234,103 @@ fn invalid_tensors_are_named_with_their_file() {
     }
 }
 
+type DecoderChange = fn(&mut Value, &mut Tensors);
+
+fn renamed(tensors: &mut Tensors, from: &str, to: &str) {
+    let tensor = tensors.remove(from).unwrap();
+    tensors.insert(to.into(), tensor);
+}
+
 /// A configuration and weights that do not belong together, or that llm-rs does not support: what is changed, and the error.
+const UNREADABLE: [(DecoderChange, &str); 24] = [
+    (
+        |c, _| c["num_hidden_layers"] = 2.into(),
+        "model.safetensors: tensor model.layers.1.input_layernorm.weight: expected [32], found none; check that config.json",
+    ),
+    (
+        |c, _| c["hidden_size"] = 64.into(),
+        "tensor model.embed_tokens.weight: expected F32, BF16 or F16 [97, 64], found F32 [97, 32]; check that config.json",
+    ),
+    (
+        |c, _| c["num_key_value_heads"] = 4.into(),
+        "self_attn.k_proj.weight: expected F32, BF16 or F16 [32, 32], found F32 [16, 32]",
+    ),
+    (
+        |c, _| c["num_key_value_heads"] = 3.into(),
+        "config.json: not a supported shape: key-value heads: expected a divisor of the 4",
+    ),
+    (
+        |c, _| c["head_dim"] = 16.into(),
+        "self_attn.q_proj.weight: expected F32, BF16 or F16 [64, 32], found F32 [32, 32]",
+    ),
+    (
+        |c, _| c["intermediate_size"] = 48.into(),
+        "mlp.up_proj.weight: expected F32, BF16 or F16 [48, 32], found F32 [40, 32]",
+    ),
+    (
+        |c, _| c["vocab_size"] = 96.into(),
+        "model.embed_tokens.weight: expected F32, BF16 or F16 [96, 32], found F32 [97, 32]",
+    ),
+    (
+        |c, _| c["tie_word_embeddings"] = false.into(),
+        "tensor lm_head.weight: expected [97, 32], found none; check that config.json belongs to these weights, and whether tie",
+    ),
+    // Llama has no biases, Qwen3 has norms of queries and keys.
+    (
+        |c, _| c["model_type"] = "llama".into(),
+        "tensor model.layers.0.self_attn.k_proj.bias: expected only the tensors of LlamaForCausalLM with 1 layers",
+    ),
+    (
+        |c, _| (c["model_type"], c["head_dim"]) = ("qwen3".into(), 8.into()),
+        "tensor model.layers.0.self_attn.q_norm.weight: expected [8], found none",
+    ),
+    (
+        |c, _| c["model_type"] = "qwen2_moe".into(),
+        "model_type: expected gpt2 or llama or qwen2 or qwen3, found qwen2_moe",
+    ),
+    (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs has no other architecture"),
+    (|c, _| c["use_sliding_window"] = true.into(), "use_sliding_window: expected false, found true"),
+    (
+        |c, _| c["layer_types"] = json!(["sliding_attention"]),
+        r#"layer_types: expected full_attention, found "sliding_attention""#,
+    ),
+    (
+        |c, _| c["rope_scaling"] = json!({"type": "yarn", "factor": 4.0}),
+        "rope_scaling: rope_type: expected default or llama3, found yarn",
+    ),
+    (
+        |c, _| c["rope_scaling"] = json!({"type": "mrope", "mrope_section": [2, 1, 1]}),
+        "rope_scaling: mrope_section: expected none, found [2,1,1]",
+    ),
+    (|c, _| c["hidden_act"] = "gelu".into(), "hidden_act: expected silu or swish, found gelu"),
+    (|c, _| c["quantization_config"] = json!({"bits": 4}), "quantization_config: expected null"),
+    (
+        |_, t| renamed(t, "model.norm.weight", "model.final_norm.weight"),
+        "model.safetensors: tensor model.norm.weight: expected [32], found none",
+    ),
+    (
+        |_, t| drop(t.insert("model.layers.0.mlp.router.weight".into(), t["model.norm.weight"].clone())),
+        "tensor model.layers.0.mlp.router.weight: expected only the tensors of Qwen2ForCausalLM with 1 layers",
+    ),
+    (
+        |_, t| t.get_mut("model.layers.0.self_attn.k_proj.bias").unwrap().dtype = Dtype::U8,
+        "tensor model.layers.0.self_attn.k_proj.bias: expected F32, BF16 or F16 [16], found U8 [16]; llm-rs reads no other",
+    ),
+    (
+        // The transposed matrix of GPT-2's Conv1D.
+        |_, t| t.get_mut("model.layers.0.mlp.down_proj.weight").unwrap().shape = vec![40, 32],
+        "tensor model.layers.0.mlp.down_proj.weight: expected F32, BF16 or F16 [32, 40], found F32 [40, 32]",
+    ),
+    (
+        |_, t| drop(t.insert("lm_head.weight".into(), t["model.layers.0.mlp.up_proj.weight"].clone())),
+        "tensor lm_head.weight: expected F32 [97, 32] as model.embed_tokens.weight, found F32 [40, 32]; if the head is not tied",
+    ),
+    (|c, _| drop(c.as_object_mut().unwrap().remove("hidden_size")), "hidden_size: expected a whole number, found none"),
+];
+
 #[test]
 fn decoders_that_cannot_be_read_are_refused_with_a_reason() {
-    type Change = fn(&mut Value, &mut Tensors);
-    fn renamed(t: &mut Tensors, from: &str, to: &str) {
-        let tensor = t.remove(from).unwrap();
-        t.insert(to.into(), tensor);
-    }
-    let changes: [(Change, &str); 24] = [
-        (
-            |c, _| c["num_hidden_layers"] = 2.into(),
-            "model.safetensors: tensor model.layers.1.input_layernorm.weight: expected [32], found none; check that config.json",
-        ),
-        (
-            |c, _| c["hidden_size"] = 64.into(),
-            "tensor model.embed_tokens.weight: expected F32, BF16 or F16 [97, 64], found F32 [97, 32]; check that config.json",
-        ),
-        (
-            |c, _| c["num_key_value_heads"] = 4.into(),
-            "self_attn.k_proj.weight: expected F32, BF16 or F16 [32, 32], found F32 [16, 32]",
-        ),
-        (
-            |c, _| c["num_key_value_heads"] = 3.into(),
-            "config.json: not a supported shape: key-value heads: expected a divisor of the 4",
-        ),
-        (
-            |c, _| c["head_dim"] = 16.into(),
-            "self_attn.q_proj.weight: expected F32, BF16 or F16 [64, 32], found F32 [32, 32]",
-        ),
-        (
-            |c, _| c["intermediate_size"] = 48.into(),
-            "mlp.up_proj.weight: expected F32, BF16 or F16 [48, 32], found F32 [40, 32]",
-        ),
-        (
-            |c, _| c["vocab_size"] = 96.into(),
-            "model.embed_tokens.weight: expected F32, BF16 or F16 [96, 32], found F32 [97, 32]",
-        ),
-        (
-            |c, _| c["tie_word_embeddings"] = false.into(),
-            "tensor lm_head.weight: expected [97, 32], found none; check that config.json belongs to these weights, and whether tie",
-        ),
-        // Llama has no biases, Qwen3 has norms of queries and keys.
-        (
-            |c, _| c["model_type"] = "llama".into(),
-            "tensor model.layers.0.self_attn.k_proj.bias: expected only the tensors of LlamaForCausalLM with 1 layers",
-        ),
-        (
-            |c, _| (c["model_type"], c["head_dim"]) = ("qwen3".into(), 8.into()),
-            "tensor model.layers.0.self_attn.q_norm.weight: expected [8], found none",
-        ),
-        (
-            |c, _| c["model_type"] = "qwen2_moe".into(),
-            "model_type: expected gpt2 or llama or qwen2 or qwen3, found qwen2_moe",
-        ),
-        (|c, _| c["model_type"] = "mixtral".into(), "found mixtral; llm-rs has no other architecture"),
-        (|c, _| c["use_sliding_window"] = true.into(), "use_sliding_window: expected false, found true"),
-        (
-            |c, _| c["layer_types"] = json!(["sliding_attention"]),
-            r#"layer_types: expected full_attention, found "sliding_attention""#,
-        ),
-        (
-            |c, _| c["rope_scaling"] = json!({"type": "yarn", "factor": 4.0}),
-            "rope_scaling: rope_type: expected default or llama3, found yarn",
-        ),
-        (
-            |c, _| c["rope_scaling"] = json!({"type": "mrope", "mrope_section": [2, 1, 1]}),
-            "rope_scaling: mrope_section: expected none, found [2,1,1]",
-        ),
-        (|c, _| c["hidden_act"] = "gelu".into(), "hidden_act: expected silu or swish, found gelu"),
-        (|c, _| c["quantization_config"] = json!({"bits": 4}), "quantization_config: expected null"),
-        (
-            |_, t| renamed(t, "model.norm.weight", "model.final_norm.weight"),
-            "model.safetensors: tensor model.norm.weight: expected [32], found none",
-        ),
-        (
-            |_, t| drop(t.insert("model.layers.0.mlp.router.weight".into(), t["model.norm.weight"].clone())),
-            "tensor model.layers.0.mlp.router.weight: expected only the tensors of Qwen2ForCausalLM with 1 layers",
-        ),
-        (
-            |_, t| t.get_mut("model.layers.0.self_attn.k_proj.bias").unwrap().dtype = Dtype::U8,
-            "tensor model.layers.0.self_attn.k_proj.bias: expected F32, BF16 or F16 [16], found U8 [16]; llm-rs reads no other",
-        ),
-        (
-            // The transposed matrix of GPT-2's Conv1D.
-            |_, t| t.get_mut("model.layers.0.mlp.down_proj.weight").unwrap().shape = vec![40, 32],
-            "tensor model.layers.0.mlp.down_proj.weight: expected F32, BF16 or F16 [32, 40], found F32 [40, 32]",
-        ),
-        (
-            |_, t| drop(t.insert("lm_head.weight".into(), t["model.layers.0.mlp.up_proj.weight"].clone())),
-            "tensor lm_head.weight: expected F32 [97, 32] as model.embed_tokens.weight, found F32 [40, 32]; if the head is not tied",
-        ),
-        (
-            |c, _| drop(c.as_object_mut().unwrap().remove("hidden_size")),
-            "hidden_size: expected a whole number, found none",
-        ),
-    ];
-    for (change, expected) in changes {
+    for (change, expected) in UNREADABLE {
         let (mut config, mut tensors) = qwen2();
         change(&mut config, &mut tensors);
         let directory = directory_of(&config, &tensors);
