@@ -674,8 +674,9 @@ fn premature_accumulator_accesses_are_reported() {
     }
 }
 
-/// A warpgroup multiplies tiles that a fifth warp loads into a single stage. The warpgroup releases the stage after the
-/// wait, or before it if `early` is 1.
+/// A warpgroup multiplies tiles twice that a fifth warp loads into a single stage. The warpgroup releases the stage after
+/// the wait for both products, before it if `early` is 1, or after a wait for the first product if `early` is 2. One warp
+/// releases it for the warpgroup if `early` is 2 or 3, otherwise each warp.
 #[kernel(threads = 160)]
 fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     let mut layout = Layout::new();
@@ -684,7 +685,7 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     let thread = thread::thread_idx_x();
     if thread == 0 {
         full.init(1);
-        empty.init(4);
+        empty.init(if early < 2 { 4 } else { 1 });
         MBarrier::fence_init();
     }
     thread::sync_threads();
@@ -698,17 +699,24 @@ fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     if thread >= 128 {
         return;
     }
-    let mut d = <[f32; 32]>::ZERO;
+    let (mut d, mut again) = (<[f32; 32]>::ZERO, <[f32; 32]>::ZERO);
     for round in 0..3 {
         full.wait(round % 2);
         wgmma::fence();
         d.mma(tile.k_major_operand(0), tile.k_major_operand(1), round > 0); // multiply
         wgmma::commit();
+        again.mma(tile.k_major_operand(0), tile.k_major_operand(1), round > 0); // multiply_again
+        wgmma::commit();
         if early == 1 && thread.is_multiple_of(32) {
             empty.arrive();
         }
+        wgmma::wait::<1>();
+        if early == 2 && thread == 0 {
+            empty.arrive();
+        }
         wgmma::wait::<0>();
-        if early == 0 && thread.is_multiple_of(32) {
+        again.fence_accumulators();
+        if early == 0 && thread.is_multiple_of(32) || early == 3 && thread == 0 {
             empty.arrive();
         }
         d.fence_accumulators();
@@ -730,5 +738,8 @@ fn stage_released_before_the_wgmma_wait_is_a_data_race() {
     let term = |i: usize| tensor[i / 16 * 4096 + i % 16].to_f64() * tensor[i / 16 * 4096 + 16 + i % 16].to_f64();
     let want: f64 = (0..3 * 16).map(term).sum();
     assert!((f64::from(run(0).unwrap()) - want).abs() < 1e-4);
-    expect(&run(1).unwrap_err(), Fault::DataRace, "refill", Some("multiply"));
+    assert!((f64::from(run(3).unwrap()) - want).abs() < 1e-4);
+    expect(&run(1).unwrap_err(), Fault::DataRace, "refill", Some("multiply_again"));
+    // Threads that wait later than others have not waited for what those have.
+    expect(&run(2).unwrap_err(), Fault::DataRace, "refill", Some("multiply_again"));
 }

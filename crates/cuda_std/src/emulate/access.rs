@@ -34,7 +34,7 @@ fn check_access(request: Request) {
                 false
             }
         };
-        let thread = block.current;
+        let thread = block.reader.unwrap_or(block.current);
         (block.checker.as_mut().map_or(Ok(()), |checker| checker.access(thread, request)), polls)
     });
     if let Err(Finding { fault, other, message }) = result {

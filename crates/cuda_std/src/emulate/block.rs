@@ -39,6 +39,8 @@ pub struct Block {
     pub index: [u32; 3],
     /// Index of the running thread.
     pub current: usize,
+    /// The thread on whose behalf the race check records accesses, if it is not the running one. See `wgmma::compute`.
+    pub reader: Option<usize>,
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],
     pub copies: Vec<AsyncCopies>,
@@ -155,6 +157,7 @@ impl Block {
             threads: grid.threads,
             index: [0; 3],
             current: 0,
+            reader: None,
             warps: (0..threads.div_ceil(LANES)).map(|w| Warp::new((threads - w * LANES).min(LANES))).collect(),
             barriers: Default::default(),
             copies: (0..threads).map(|_| AsyncCopies::default()).collect(),

@@ -423,7 +423,9 @@ impl Checker {
     #[cold]
     fn conflict(&self, request: Request, with: Access, conflict: &Conflict) -> Finding {
         let same_block = with.block == self.order.block;
-        let thread = if same_block {
+        let thread = if same_block && with.warp() >= self.order.warps {
+            "wgmma".to_owned()
+        } else if same_block {
             format!("thread {}", with.thread())
         } else {
             format!("thread {} of block number {}", with.thread(), with.block)

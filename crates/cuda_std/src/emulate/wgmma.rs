@@ -43,6 +43,9 @@ pub struct Warpgroup {
     waiting: Vec<usize>,
     /// Joined clocks of the computed groups.
     clock: VectorClock,
+    /// The same up to each computed group, of the groups from number `first_clock` on.
+    clocks: VecDeque<VectorClock>,
+    first_clock: usize,
     /// Source lines of the wgmma instructions.
     lines: Vec<Site>,
 }
@@ -124,6 +127,8 @@ impl Default for Warpgroup {
             threads: vec![Thread::default(); THREADS],
             waiting: Vec::new(),
             clock: VectorClock::default(),
+            clocks: VecDeque::new(),
+            first_clock: 0,
             lines: Vec::new(),
         }
     }
@@ -183,6 +188,29 @@ impl Block {
     fn warpgroup(&mut self) -> (&mut Warpgroup, usize) {
         let (group, thread) = (self.current / THREADS, self.current % THREADS);
         (self.hopper.warpgroups.entry(group).or_default(), thread)
+    }
+
+    /// Returns the warp of the tensor cores of the running thread's warpgroup in the race check: the last warp numbers, which
+    /// smaller blocks do not use. Without a free number, it is the running thread's warp, and fewer races are found.
+    fn tensor_core_warp(&self) -> usize {
+        let warp = LANES - 1 - self.current / THREADS;
+        if warp < (self.threads as usize).div_ceil(LANES) { self.current / LANES } else { warp }
+    }
+
+    /// Lets the tensor cores read operands after `committed`.
+    fn start_reads(&mut self, committed: &VectorClock) {
+        let warp = self.tensor_core_warp();
+        self.acquire(warp, committed);
+        if warp != self.current / LANES {
+            self.reader = Some(warp * LANES);
+        }
+    }
+
+    /// Ends the reads of the tensor cores and returns their clock.
+    fn finish_reads(&mut self) -> VectorClock {
+        self.reader = None;
+        let warp = self.tensor_core_warp();
+        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp))
     }
 }
 
@@ -516,14 +544,26 @@ pub fn wgmma_wait<const N: u32>() {
         let warp = block.warp_and_lane().0;
         let (warpgroup, index) = block.warpgroup();
         warpgroup.threads[index].done = target;
-        let clock = warpgroup.clock;
-        block.acquire(warp, &clock);
+        // Another thread may already have computed later groups. This thread has not waited for them.
+        let newest = target.checked_sub(1 + warpgroup.first_clock).and_then(|i| warpgroup.clocks.get(i).copied());
+        let unneeded = warpgroup.threads.iter().map(|thread| thread.done).min().unwrap_or(0);
+        while warpgroup.first_clock + 1 < unneeded {
+            warpgroup.clocks.pop_front();
+            warpgroup.first_clock += 1;
+        }
+        if let Some(clock) = newest {
+            block.acquire(warp, &clock);
+        }
     });
 }
 
 /// Computes all instructions of a group.
+///
+/// The tensor cores read the operands at any time between the commits and the wait. For the race check, they are therefore a
+/// warp of their own: its reads follow the commits of all threads, and precede only what a thread does after its wait.
 fn compute(group: &Group) {
     let base = with(Block::shared_base).addr();
+    with(|block| block.start_reads(&group.clock));
     for instruction in &group.instructions {
         let operands = instruction.operands;
         let (rows, length) = operands.b_shape();
@@ -543,10 +583,11 @@ fn compute(group: &Group) {
         });
     }
     with(|block| {
-        let clock = block.release();
+        let clock = block.finish_reads();
         let (warpgroup, _) = block.warpgroup();
         join(&mut warpgroup.clock, &group.clock);
         join(&mut warpgroup.clock, &clock);
+        warpgroup.clocks.push_back(warpgroup.clock);
     });
 }
 
