@@ -57,7 +57,7 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// Returns random bits, of which the lower half is used, given the hash of an element.
+    /// Returns random bits for an element, given its hash. Rounding uses the lower 16 bits.
     #[inline(always)]
     const fn bits(self, hash: u32) -> u32 {
         match self {

@@ -582,7 +582,8 @@ fn remainders_are_exact_master_weights() {
     }
 }
 
-/// Covers ties, subnormal numbers, zeros, and numbers whose parameter is infinite. Without gradients, a step changes nothing.
+/// Covers ties, subnormal numbers, zeros, and master weights that round to an infinite parameter. Without gradients, a step
+/// changes nothing.
 fn every_master_weight_can_be_updated() {
     let upper: [u32; 8] = [0, 1, 0x7f, 0x80, 0x3f7f, 0x3f80, 0x3f81, 0x7f7f];
     let lower: [u32; 6] = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];

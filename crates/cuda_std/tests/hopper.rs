@@ -674,9 +674,13 @@ fn premature_accumulator_accesses_are_reported() {
     }
 }
 
-/// A warpgroup multiplies tiles twice that a fifth warp loads into a single stage. The warpgroup releases the stage after
-/// the wait for both products, before it if `early` is 1, or after a wait for the first product if `early` is 2. One warp
-/// releases it for the warpgroup if `early` is 2 or 3, otherwise each warp.
+/// A fifth warp loads three tiles into a single stage, one after the other. A warpgroup issues two wgmma for each tile.
+/// `early` selects who releases the stage, and when:
+///
+/// * 0: each warp, after it has waited for both wgmma.
+/// * 1: each warp, before it waits. A data race.
+/// * 2: one warp, after it has waited for the first wgmma. A data race.
+/// * 3: one warp, after it has waited for both wgmma.
 #[kernel(threads = 160)]
 fn pipeline(out: GlobalMut<f32>, map: Global<TensorMap>, early: u32) {
     let mut layout = Layout::new();

@@ -37,8 +37,8 @@ pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engin
     plan_run(descriptor, options, RunLimits::SINGLE, engine)
 }
 
-/// Plans a model on one of several ranks. If its memory exceeds the engine's, the error states by how much, and names settings whose
-/// plan fits.
+/// Plans a model on one of several ranks. If it needs more memory than the engine has, the error states how much is missing and
+/// names settings that fit.
 pub fn plan_run(
     descriptor: Descriptor,
     options: PlanOptions,
@@ -451,7 +451,7 @@ mod tests {
         assert!(of(sharded(2)) > free && of(sharded(4)) <= free);
     }
 
-    /// The sizes of the plan are products of 64-bit numbers, which the build of the tests checks for overflow.
+    /// Sizes are computed in 64 bits. Test builds in the dev profile panic if one overflows.
     #[test]
     fn long_sequences_are_planned() {
         let mut engine = gpu();

@@ -203,7 +203,7 @@ fn descriptor() -> Descriptor {
     Descriptor { kv_heads: 1, activation: Activation::SwiGlu, mlp_channels: 24, tied: false, ..gpt2 }
 }
 
-/// Plans a model whose parameters, gradients and moments are pseudorandom.
+/// Plans and allocates a model, and fills its parameters, gradients and moments with pseudorandom numbers.
 fn filled(engine: &mut dyn Engine, optimizer: Optimizer) -> Decoder {
     let options = PlanOptions { optimizer, ..PlanOptions::training(1, 24) };
     let (model, plan) = Decoder::plan(descriptor(), options, engine);

@@ -15,7 +15,7 @@ pub trait OperandLayout: 'static {
     const A_M_MAJOR: bool;
     /// True if b is stored as (K, N), false if as (N, K).
     const B_N_MAJOR: bool;
-    /// True if b is two matrices (N, K). A tile then has the same columns of the product with each of them.
+    /// True if b consists of two matrices (N, K). A tile then computes the same columns of both products.
     const B_PAIR: bool = false;
 }
 

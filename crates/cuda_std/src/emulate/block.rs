@@ -39,7 +39,7 @@ pub struct Block {
     pub index: [u32; 3],
     /// Index of the running thread.
     pub current: usize,
-    /// The thread on whose behalf the race check records accesses, if it is not the running one. See `wgmma::compute`.
+    /// The thread number that the race check records for accesses. `None`: the running thread. Set while `wgmma::compute` reads.
     pub reader: Option<usize>,
     pub warps: Vec<Warp>,
     pub barriers: [Barrier; 16],

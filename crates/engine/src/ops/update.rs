@@ -45,7 +45,7 @@ pub enum Master {
     None,
     /// (n) f32. Parameters are rounded from them stochastically.
     F32(Tensor),
-    /// (n) u16: the lower halves of f32 master weights, of which the parameters are the upper halves ([`gpu::remainder`]).
+    /// (n) u16: the lower halves of f32 master weights. The parameters are the upper halves ([`gpu::remainder`]).
     Remainder(Tensor),
 }
 
@@ -205,7 +205,7 @@ impl Orthogonalize {
     /// Returns the floating-point operations for a matrix of this shape.
     pub const fn flops(rows: usize, cols: usize) -> usize {
         let (short, long) = if rows < cols { (rows, cols) } else { (cols, rows) };
-        // The Gram matrix, its square, and the product with X.
+        // Three GEMMs per step, for a matrix X with the sides s <= l: X Xᵀ takes 2 s² l FLOPs, its square 2 s³, B X again 2 s² l.
         MuonCoefficients::STEPS * 2 * short * short * (2 * long + short)
     }
 }
