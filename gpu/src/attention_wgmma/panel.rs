@@ -24,6 +24,15 @@ pub struct Panel<H> {
     head: PhantomData<H>,
 }
 
+/// Takes `count` consecutive tiles from `layout` and returns the first.
+fn take_tiles(layout: &mut Layout, count: u32) -> SwizzledTile<64> {
+    let first = layout.swizzled();
+    for _ in 1..count {
+        layout.swizzled::<64>();
+    }
+    first
+}
+
 impl<H: Head> Panel<H> {
     const TILES: u32 = H::HS / 64;
     /// The size of a panel in bytes.
@@ -31,11 +40,7 @@ impl<H: Head> Panel<H> {
 
     /// Takes `count` consecutive panels from `layout` and returns the first.
     pub fn take(layout: &mut Layout, count: u32) -> Self {
-        let first = layout.swizzled();
-        for _ in 1..count * Self::TILES {
-            layout.swizzled::<64>();
-        }
-        Self { first, head: PhantomData }
+        Self { first: take_tiles(layout, count * Self::TILES), head: PhantomData }
     }
 
     /// Returns the panel that is `count` panels after this one.
@@ -141,11 +146,7 @@ impl<H: Head> WidePanel<H> {
 
     /// Takes `count` consecutive panels from `layout` and returns the first.
     pub fn take(layout: &mut Layout, count: u32) -> Self {
-        let first = layout.swizzled();
-        for _ in 1..count * Self::TILES {
-            layout.swizzled::<64>();
-        }
-        Self { first, head: PhantomData }
+        Self { first: take_tiles(layout, count * Self::TILES), head: PhantomData }
     }
 
     /// Returns the panel that is `count` panels after this one.
