@@ -109,21 +109,21 @@ def ranges(source, mutant):
         group = next((c for c in inside if c.start < mutant.start and mutant.end < c.end), None)
     result = []
     for group in reversed(path):
-        result += expression(group, mutant)
         if group.text != "{":
+            result += expression(group, mutant)
             continue
-        covered = statements(source, group)
-        first = next((i for i, s in enumerate(covered) if any(touches(c, mutant) for c in s)), None)
-        if first is None:
+        lines = statements(source, group)
+        touched = [i for i, nodes in enumerate(lines) if any(touches(node, mutant) for node in nodes)]
+        if not touched:
             continue
-        covered = [s for i, s in enumerate(covered) if i >= first]
-        if covered[0][0].text in ITEMS:
+        first, last = touched[0], touched[-1]
+        if lines[first][0].text in ITEMS:
             break
-        last = max(i for i, s in enumerate(covered) if any(touches(c, mutant) for c in s))
+        result += expression(group, mutant)
         # The scope of a variable ends with the block.
-        if any(s[0].text == "let" for s in covered[: last + 1]) or re.search(r"\blet\b", mutant.text):
-            last = len(covered) - 1
-        result.append((covered[0][0].start, covered[last][-1].end, False))
+        if any(nodes[0].text == "let" for nodes in lines[first : last + 1]) or re.search(r"\blet\b", mutant.text):
+            last = len(lines) - 1
+        result.append((lines[first][0].start, lines[last][-1].end, False))
         result.append((group.children[0].start, group.children[-1].end, False))
     return list(dict.fromkeys(result))
 
