@@ -350,14 +350,61 @@ fn wgmma_matches_scalar_matmul() {
     check_matmul(320, 4, matmul::<[f32; 160], 320, 4>);
 }
 
-/// Stores accumulators to a tile with `stmatrix`.
+/// Copies a box of matrix `z` of one batch to the same place in another.
 #[kernel(threads = 32)]
-fn store_fragments(out: GlobalMut<bf16>) {
+fn copy_box_of(out: Global<TensorMap>, inp: Global<TensorMap>, x: u32, y: u32, z: u32) {
+    let (tile, _, barriers) = shared::<16>();
+    init_barriers(barriers, 1);
+    if warp::lane() == 0 {
+        barriers.at(0).arrive_expect_tx(SwizzledTile::<16>::BYTES);
+        tile.load_3d(inp, x, y, z, barriers.at(0));
+        barriers.at(0).wait(0);
+        tile.store_3d(out, x, y, z);
+        tma::commit_stores();
+        tma::wait_stores();
+    }
+}
+
+/// The matrices of both batches have different distances. Rows past the end of a matrix must not be written to what follows.
+#[test]
+fn boxes_of_a_batch_are_loaded_and_stored() {
+    const STRIDES: [usize; 2] = [20 * 72, 20 * 72 + 24];
+    let tensor = values(3 * STRIDES[0]);
+    for (x, y, z) in [(0, 0, 0), (0, 8, 1), (64, 19, 2), (0, 20, 1), (0, 0, 3)] {
+        let mut memory = Memory::new();
+        let base = memory.input("tensor", &tensor);
+        let out = memory.buffer("out", &[bf16::from_f32(77.0); 3 * STRIDES[1]]);
+        let mut map =
+            |base, stride| memory.input("map", &[TensorMap::emulated_batch(base, [3, 20, 72], stride, (16, 64))]);
+        let (inp_map, out_map) = (map(base, STRIDES[0]), map(out.reader(), STRIDES[1]));
+        copy_box_of(out_map, inp_map, x, y, z).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        for (i, got) in wide(&memory.read(out)).into_iter().enumerate() {
+            let (matrix, row, column) = (i / STRIDES[1], i % STRIDES[1] / 72, i % STRIDES[1] % 72);
+            let (x, y) = (x as usize, y as usize);
+            let in_box = row < 20 && (y..y + 16).contains(&row) && (x..x + 64).contains(&column);
+            let want = if matrix == z as usize && in_box {
+                tensor[matrix * STRIDES[0] + row * 72 + column].to_f32()
+            } else {
+                77.0
+            };
+            assert_eq!(got.to_bits(), want.to_bits(), "({x}, {y}, {z}): {matrix}, {row}, {column}");
+        }
+    }
+}
+
+/// Stores accumulators to a tile with `stmatrix`, or their transpose with `stmatrix.trans`.
+#[kernel(threads = 32, instances(plain = <false>, transposed = <true>))]
+fn store_fragments<const TRANSPOSED: bool>(out: GlobalMut<bf16>) {
     let (tile, plain, _) = shared::<16>();
     let (g, c) = (warp::lane() / 4, warp::lane() % 4);
     let pair = |row: u32, column: u32| element::pack_pair((row * 16 + column) as f32, (row * 16 + column + 1) as f32);
     let words = [pair(g, 2 * c), pair(g + 8, 2 * c), pair(g, 2 * c + 8), pair(g + 8, 2 * c + 8)];
-    tile.store_matrices(warp::lane() % 16, 2 + warp::lane() / 16, words);
+    if TRANSPOSED {
+        let (row, chunk) = (warp::lane() / 16 * 8 + warp::lane() % 8, warp::lane() % 16 / 8);
+        tile.store_transposed_matrices(row, 2 + chunk, words);
+    } else {
+        tile.store_matrices(warp::lane() % 16, 2 + warp::lane() / 16, words);
+    }
     warp::sync();
     for i in (warp::lane() as usize..256).step_by(32) {
         let (row, column) = (i / 16, 16 + i % 16);
@@ -366,12 +413,17 @@ fn store_fragments(out: GlobalMut<bf16>) {
 }
 
 #[test]
-fn stmatrix_stores_the_accumulator_layout() {
-    let mut memory = Memory::new();
-    let out = memory.output("out", 256);
-    store_fragments(out).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+fn stmatrix_stores_the_accumulator_layout_or_its_transpose() {
+    let stored = |launch: fn(GlobalMut<bf16>) -> Launch| {
+        let mut memory = Memory::new();
+        let out = memory.output("out", 256);
+        launch(out).emulate_checked(&mut memory, [1, 1, 1], SHARED).unwrap();
+        wide(&memory.read(out))
+    };
     let want: Vec<f32> = (0..256u16).map(f32::from).collect();
-    assert_eq!(wide(&memory.read(out)), want);
+    assert_eq!(stored(store_fragments::<false>), want);
+    let transposed: Vec<f32> = (0..256u16).map(|i| f32::from(i % 16 * 16 + i / 16)).collect();
+    assert_eq!(stored(store_fragments::<true>), transposed);
 }
 
 /// Returns the number of the line of this file that ends with `// <mark>`.

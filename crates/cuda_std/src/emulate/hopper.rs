@@ -132,15 +132,48 @@ pub fn decrease_registers<const N: u32>() {
 /// `row` must be valid for writes of 16 bytes and 16-byte aligned.
 #[track_caller]
 pub unsafe fn stmatrix_x4(row: *mut u32, words: [u32; 4]) {
+    // A thread holds elements 2 · (lane % 4) and the next of row lane / 4 of each matrix.
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        store_matrices(row, words, |slots, matrix, row, column| (slots[row * 4 + column / 2].0[matrix], column % 2));
+    }
+}
+
+/// Stores the transposes of the matrices of [`stmatrix_x4`].
+///
+/// # Safety
+/// See [`stmatrix_x4`].
+#[track_caller]
+pub unsafe fn stmatrix_x4_trans(row: *mut u32, words: [u32; 4]) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { store_matrices(row, words, |slots, matrix, row, column| (slots[column * 4 + row / 2].0[matrix], row % 2)) }
+}
+
+/// Stores four 8 x 8 matrices of 16-bit elements. `element` returns the word that holds an element of a matrix, and which
+/// half of the word it is.
+///
+/// # Safety
+/// See [`stmatrix_x4`].
+#[track_caller]
+unsafe fn store_matrices(
+    row: *mut u32,
+    words: [u32; 4],
+    element: impl Fn(&Slots, usize, usize, usize) -> (u32, usize),
+) {
     let wait = Wait { operation: Operation::StMatrix, at: Location::caller() };
     check(Kind::Write, row.addr(), 16, 16, wait.at);
     let deposit = |slot: &mut Slot| slot.0[..4].copy_from_slice(&words);
     let distribute = |slots: &mut Slots| {
-        let words: [[u32; 4]; LANES] = array::from_fn(|lane| array::from_fn(|i| slots[lane].0[i]));
-        for (lane, slot) in slots.iter_mut().enumerate() {
-            for i in 0..4 {
-                slot.0[i] = words[lane % 8 * 4 + i][lane / 8];
-            }
+        let half = |slots: &Slots, matrix, row, column| {
+            let (word, half) = element(slots, matrix, row, column);
+            word >> (16 * half) & 0xffff
+        };
+        let rows: [[u32; 4]; LANES] = array::from_fn(|lane| {
+            let (matrix, row) = (lane / 8, lane % 8);
+            array::from_fn(|i| half(slots, matrix, row, 2 * i) | half(slots, matrix, row, 2 * i + 1) << 16)
+        });
+        for (slot, row) in slots.iter_mut().zip(rows) {
+            slot.0[..4].copy_from_slice(&row);
         }
     };
     let row_words =

@@ -42,15 +42,26 @@ impl TensorMap {
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).
-    pub fn emulated_3d(
+    pub fn emulated_3d(base: Global<bf16>, extents: [usize; 3], tile: (u32, u32)) -> Self {
+        let [_, rows, columns] = extents;
+        Self::emulated_batch(base, extents, rows * columns, tile)
+    }
+
+    /// Creates a map for emulated kernels of `matrices` contiguous bf16 matrices (`rows`, `columns`), each of which
+    /// begins `stride` elements after the one before, for loads and stores at (column, row, matrix).
+    ///
+    /// # Panics
+    /// See [`emulated`](Self::emulated).
+    pub fn emulated_batch(
         base: Global<bf16>,
         [matrices, rows, columns]: [usize; 3],
+        stride: usize,
         (box_rows, box_columns): (u32, u32),
     ) -> Self {
-        let [matrices, rows, columns] = [matrices, rows, columns].map(|extent| extent as u64);
-        let row_bytes = columns * size_of::<bf16>() as u64;
-        let outer = Some([matrices, rows * row_bytes]);
-        Self(backend::hopper::tensor_map(base.0.cast(), [rows, columns], row_bytes, outer, [box_rows, box_columns]))
+        let wide = |extent: usize| extent as u64;
+        let (matrix, bytes) = ([rows, columns].map(wide), |elements: usize| wide(elements * size_of::<bf16>()));
+        let outer = Some([wide(matrices), bytes(stride)]);
+        Self(backend::hopper::tensor_map(base.0.cast(), matrix, bytes(columns), outer, [box_rows, box_columns]))
     }
 
     /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`). Row r of the tensor
@@ -106,6 +117,15 @@ impl<const R: usize> SwizzledTile<R> {
     pub fn store(self, map: Global<TensorMap>, x: u32, y: u32) {
         // SAFETY: see `load`; no other thread writes this box.
         unsafe { backend::hopper::tma_store_2d(map.0.cast(), x, y, self.pointer().cast()) }
+    }
+
+    /// Starts a copy of this tile to the box at column `x` and row `y` of matrix `z` of a three-dimensional map
+    /// (`cp.async.bulk.tensor.3d.global.shared::cta.bulk_group`). Rows past the end of that matrix are not written.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_3d(self, map: Global<TensorMap>, x: u32, y: u32, z: u32) {
+        // SAFETY: see `load_3d`; no other thread writes this box.
+        unsafe { backend::hopper::tma_store_3d(map.0.cast(), x, y, z, self.pointer().cast()) }
     }
 
     /// Size of the tile in bytes, which its load adds to the mbarrier.

@@ -97,6 +97,19 @@ impl<const R: usize> SwizzledTile<R> {
         // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
         unsafe { backend::hopper::stmatrix_x4(at.cast(), words) }
     }
+
+    /// Stores the transposes of four 8 x 8 bf16 matrices in one instruction
+    /// (`stmatrix.sync.aligned.m8n8.x4.trans.shared.b16`).
+    ///
+    /// `words` is that of [`store_matrices`](Self::store_matrices). Lane l of the warp gives the destination of column
+    /// l % 8 of matrix l / 8: 16-byte chunk `chunk` of `row`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_transposed_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
+        let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
+        // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
+        unsafe { backend::hopper::stmatrix_x4_trans(at.cast(), words) }
+    }
 }
 
 /// A tile of `R` rows of 32 bf16 (64 bytes) in shared memory with the 64-byte swizzle: 16-byte chunk c of row r is stored

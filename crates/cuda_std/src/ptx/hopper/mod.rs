@@ -157,6 +157,15 @@ pub unsafe fn stmatrix_x4(row: *mut u32, [a, b, c, d]: [u32; 4]) {
     }
 }
 
+#[inline(always)]
+pub unsafe fn stmatrix_x4_trans(row: *mut u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: see `stmatrix_x4`.
+    unsafe {
+        asm!("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{}], {{{}, {}, {}, {}}};", in(reg32) address(row),
+            in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack, preserves_flags));
+    }
+}
+
 /// `ldmatrix.sync.aligned.m8n8.x4.shared.b16`, for a warp's fragment of A in registers.
 #[inline(always)]
 pub unsafe fn load_a_x4(row: *const u32) -> [u32; 4] {
