@@ -6,20 +6,21 @@
 //! ```text
 //! m = momentum * m + (1 - momentum) * g            muon_momentum
 //! update = momentum * m + (1 - momentum) * g
-//! x = update / (norm(update) * factor + epsilon)   muon_scale
+//! x = update / (norm(update) * factor + epsilon)   muon_squared_sums, muon_scale
 //! x = five Newton-Schulz steps of x                (GEMMs)
 //! param -= learning_rate * (scale * x + weight_decay * param)   muon_apply
 //! ```
 //!
 //! All kernels work on n elements; any n is allowed. Arrays of 16-bit elements are aligned to 8 bytes, arrays of f32 to
-//! 16 bytes. The weights and m have the forms that AdamW supports ([`crate::weights`], [`crate::adamw`]). bf16 m is
+//! 16 bytes; those of `muon_squared_sums` to 16 bytes. `muon_squared_sums` and `muon_scale` work on a batch of matrices of
+//! n elements each. The result for a matrix depends on nothing else in its batch. The weights and m have the forms that AdamW supports ([`crate::weights`], [`crate::adamw`]). bf16 m is
 //! rounded stochastically, and the update is computed from m before it is rounded.
 //!
 //! Like AdamW, the kernels clip by the global norm in `stats`, and change neither m nor the parameters
 //! unless loss and norm are finite. Then the update is not written either, so the matrices between the two kernels are
 //! meaningless. Every operation is correctly rounded, so every device computes the same bits.
 //!
-//! The kernels are memory-bound. Bytes per bf16 element, read and written: momentum 12, or 8 with bf16 m; scale 4; apply
+//! The kernels are memory-bound. Bytes per bf16 element, read and written: momentum 12, or 8 with bf16 m; squared sums 2; scale 4; apply
 //! 6, 14 with f32 master weights, or 10 with remainders.
 
 use crate::adamw::{grad_scale, lerp};
@@ -27,7 +28,8 @@ use crate::float4::Float4Tile;
 pub use crate::float4::grid;
 use crate::noise::{self, Stream};
 use crate::weights::Master;
-use cuda_std::{Element, Global, GlobalMut, kernel, math};
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
 
 /// Updates m (n) and computes update (n) from grads (n). `stats` (2) holds the sum of the losses and the norm of all
 /// gradients. Element i of bf16 m draws random number i of `seed`. Grid: [`grid`].
@@ -78,11 +80,74 @@ pub fn muon_momentum<T: Element, M: Element>(
     }
 }
 
-/// Computes out (n) = inp (n) / (norm (1) · factor + epsilon). Grid: [`grid`].
+/// Partial sums of a matrix: the blocks of [`muon_squared_sums`] for each matrix.
+pub const PARTIALS: u32 = 128;
+
+/// Lays out the shared memory of [`muon_squared_sums`] and [`muon_scale`].
+pub fn shared(layout: &mut Layout) -> SharedArray<f32> {
+    layout.array(32)
+}
+
+/// Computes partials (matrices, [`PARTIALS`]), each block's share of the sum of squares of a matrix.
+///
+/// Matrix i has n elements and begins at element i · stride of `matrices`. stride is a multiple of 8. Grid: ([`PARTIALS`],
+/// number of matrices). Shared memory: [`shared`].
 #[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn muon_scale<T: Element>(out: GlobalMut<T>, inp: Global<T>, norm: Global<f32>, factor: f32, epsilon: f32, n: u64) {
+pub fn muon_squared_sums<T: Element>(partials: GlobalMut<f32>, matrices: Global<T>, stride: u64, n: u64) {
+    let (n, matrix) = (n as usize, thread::block_idx_y() as usize);
+    let values = matrices.skip(matrix * stride as usize);
+    let mut sum = 0.0;
+    let mut i = thread::index_1d() * T::PACKET;
+    while i + T::PACKET <= n {
+        let packet = values.packet(i);
+        for k in 0..T::PACKET {
+            sum = math::fma(packet.get(k), packet.get(k), sum);
+        }
+        i += thread::count_1d() * T::PACKET;
+    }
+    let tail = n / T::PACKET * T::PACKET + thread::index_1d();
+    if tail < n {
+        let value = values.at(tail).to_f32();
+        sum = math::fma(value, value, sum);
+    }
+    let sum = block::sum(sum, shared(&mut Layout::new()));
+    if thread::thread_idx_x() == 0 {
+        partials.set(matrix * PARTIALS as usize + thread::block_idx_x() as usize, sum);
+    }
+}
+
+/// The scalar arguments of [`muon_scale`]. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scaling {
+    /// Factor of the norm.
+    pub factor: f32,
+    /// Added to the product.
+    pub epsilon: f32,
+}
+
+/// Computes out (matrices, n) = inp (matrices, n) / (norm · factor + epsilon), where norm is the Frobenius norm of a matrix:
+/// the square root of the sum of its partials (matrices, [`PARTIALS`]).
+///
+/// Matrix i begins at element i · `out_stride` of out and i · `inp_stride` of inp. Grid: ([`grid`] of n, number of
+/// matrices). Shared memory: [`shared`].
+#[kernel(threads = 256, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+pub fn muon_scale<T: Element>(
+    out: GlobalMut<T>,
+    inp: Global<T>,
+    partials: Global<f32>,
+    scaling: Scaling,
+    out_stride: u64,
+    inp_stride: u64,
+    n: u64,
+) {
     let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
-    let scale = math::div_rn(1.0, math::fma(norm.at(0), factor, epsilon));
+    let matrix = thread::block_idx_y() as usize;
+    let (out, inp) = (out.skip(matrix * out_stride as usize), inp.skip(matrix * inp_stride as usize));
+    let thread = thread::thread_idx_x();
+    let partial = if thread < PARTIALS { partials.at(matrix * PARTIALS as usize + thread as usize) } else { 0.0 };
+    let norm = math::sqrt(block::sum(partial, shared(&mut Layout::new())));
+    let scale = math::div_rn(1.0, math::fma(norm, scaling.factor, scaling.epsilon));
     if tile.is_full(n) {
         let mut x = [[0.0; 4]; 2];
         for part in 0..Float4Tile::<T>::VECTORS {

@@ -92,6 +92,7 @@ impl Epilogue {
 /// The matmul D (m, n) = op(A) (m, k) · op(B) (k, n). Matrices are column-major and contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "StoredProblem", into = "StoredProblem")]
+#[expect(clippy::struct_excessive_bools, reason = "the properties of a matmul are independent")]
 pub struct Problem {
     /// Rows of op(A) and D.
     pub m: usize,
@@ -111,10 +112,14 @@ pub struct Problem {
     pub accumulate: bool,
     /// The storage type of D if it is not `element`. [`Element::F32`] is the only other one.
     pub output: Option<Element>,
+    /// Whether the operands are batches of matrices. The number of matrices is not part of the problem: each number uses
+    /// the same algorithm, so that the result for a matrix does not depend on the rest of its batch.
+    pub batched: bool,
 }
 
 /// The serialized form of a [`Problem`] in checkpoints and in the cache of algorithms.
 #[derive(Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "the properties of a matmul are independent")]
 struct StoredProblem {
     m: usize,
     n: usize,
@@ -124,25 +129,38 @@ struct StoredProblem {
     element: Element,
     epilogue: Epilogue,
     accumulate: bool,
-    /// Always 1. Ignored, and written for programs of earlier versions, which require it.
+    /// Always 1, for batched problems too. Ignored, and written for programs of earlier versions, which require it.
     #[serde(default)]
     batch: usize,
     #[serde(default)]
     output: Option<Element>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    batched: bool,
 }
 
 impl From<StoredProblem> for Problem {
     fn from(stored: StoredProblem) -> Self {
-        let StoredProblem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batch: _ } =
-            stored;
-        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output }
+        let StoredProblem {
+            m,
+            n,
+            k,
+            transpose_a,
+            transpose_b,
+            element,
+            epilogue,
+            accumulate,
+            output,
+            batched,
+            batch: _,
+        } = stored;
+        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batched }
     }
 }
 
 impl From<Problem> for StoredProblem {
     fn from(problem: Problem) -> Self {
-        let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output } = problem;
-        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, batch: 1, output }
+        let Problem { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, output, batched } = problem;
+        Self { m, n, k, transpose_a, transpose_b, element, epilogue, accumulate, batch: 1, output, batched }
     }
 }
 
@@ -160,6 +178,24 @@ pub struct Scale {
     pub alpha: f32,
     /// Factor of C.
     pub beta: f32,
+}
+
+/// The matrices of a batched matmul: their number, and the elements from the start of one to that of the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Batch {
+    /// The number of matrices.
+    pub count: usize,
+    /// The stride of A.
+    pub a: usize,
+    /// The stride of B.
+    pub b: usize,
+    /// The stride of C and D.
+    pub d: usize,
+}
+
+impl Batch {
+    /// Strides are multiples of this many elements, so that all matrices of a batch have the alignment of the first.
+    pub const ALIGNMENT: usize = 128;
 }
 
 /// The device addresses of a matmul's matrices. All are multiples of 16.
@@ -181,6 +217,8 @@ pub struct Operands {
     pub gelu: Option<u64>,
     /// The factors of a matmul that accumulates. `None` if both are 1.
     pub scale: Option<Scale>,
+    /// The matrices of a batched matmul.
+    pub batch: Option<Batch>,
 }
 
 impl Operands {
@@ -233,6 +271,21 @@ impl Operands {
         if self.scale.is_some() && !problem.accumulate {
             return fail("scale: expected none for a matmul that does not accumulate, found factors".into());
         }
+        if self.batch.is_some() != problem.batched {
+            let (expected, found) = if problem.batched { ("strides", "none") } else { ("none", "strides") };
+            return fail(format!("batch: expected {expected}, found {found}"));
+        }
+        if let Some(Batch { a, b, d, .. }) = self.batch {
+            let strides = [a, b, d];
+            let fits = |(stride, len): (usize, usize)| stride >= len && stride.is_multiple_of(Batch::ALIGNMENT);
+            let Problem { m, n, k, .. } = *problem;
+            if !strides.into_iter().zip([m * k, k * n, m * n]).all(fits) {
+                let alignment = Batch::ALIGNMENT;
+                return fail(format!(
+                    "strides: expected multiples of {alignment} that cover the matrices, found {strides:?}"
+                ));
+            }
+        }
         if problem.epilogue.uses_aux() && !problem.m.is_multiple_of(8) {
             return fail(format!("m: expected a multiple of 8 for a GELU epilogue, found {}", problem.m));
         }
@@ -252,6 +305,9 @@ impl fmt::Display for Problem {
         if let Some(output) = self.output {
             write!(f, " in {output:?}")?;
         }
+        if self.batched {
+            write!(f, ", batched")?;
+        }
         Ok(())
     }
 }
@@ -270,9 +326,11 @@ mod tests {
         epilogue: Epilogue::Bias,
         accumulate: false,
         output: None,
+        batched: false,
     };
     const OPERANDS: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NULL };
-    const NULL: Operands = Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None, scale: None };
+    const NULL: Operands =
+        Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None, scale: None, batch: None };
 
     fn validation_error(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
@@ -312,6 +370,17 @@ mod tests {
         );
         scaled.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
         assert!(validation_error(FORWARD, Operands { c: Some(0x5008), ..OPERANDS }).contains("address of C"));
+        let batched = Problem { batched: true, ..FORWARD };
+        let strides = Batch { count: 3, a: 2304 * 768, b: 256 * 768, d: 2304 * 256 };
+        Operands { batch: Some(strides), ..OPERANDS }.validate(&batched).unwrap();
+        assert!(validation_error(batched, OPERANDS).ends_with("batch: expected strides, found none"));
+        assert!(
+            validation_error(FORWARD, Operands { batch: Some(strides), ..OPERANDS }).contains("batch: expected none")
+        );
+        for wrong in [Batch { a: 2304 * 768 - 128, ..strides }, Batch { d: 2304 * 256 + 64, ..strides }] {
+            let text = validation_error(batched, Operands { batch: Some(wrong), ..OPERANDS });
+            assert!(text.contains("strides: expected multiples of 128"), "{text}");
+        }
         assert!(validation_error(FORWARD, Operands { b: 0x2008, ..OPERANDS }).contains("address of B"));
         assert!(validation_error(FORWARD, Operands { d: 0, ..OPERANDS }).contains("address of D"));
     }
@@ -331,5 +400,9 @@ mod tests {
         for stored in [text, &text.replace(r#","output":null"#, ""), &text.replace(r#""batch":1,"#, "")] {
             assert_eq!(serde_json::from_str::<Problem>(stored).unwrap(), FORWARD, "{stored}");
         }
+        let batched = Problem { batched: true, ..FORWARD };
+        let stored = serde_json::to_string(&batched).unwrap();
+        assert_eq!(stored, text.replace('}', ",\"batched\":true}"));
+        assert_eq!(serde_json::from_str::<Problem>(&stored).unwrap(), batched);
     }
 }

@@ -1,7 +1,7 @@
 //! Matmul plans, which are prepared once and run many times.
 
 use crate::handle::{Handle, Workspace};
-use crate::matmul::{Element, Operands, Problem, Scale};
+use crate::matmul::{Batch, Element, Operands, Problem, Scale};
 use crate::result::{Error, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
@@ -13,7 +13,7 @@ pub(crate) type Key = (Problem, [u32; 5]);
 
 /// The matmuls of one stream. The descriptors and the algorithm of a matmul are created at its first run and kept.
 pub struct Matmuls {
-    pub(crate) plans: HashMap<Key, Plan>,
+    pub(crate) plans: HashMap<(Key, Option<Batch>), Plan>,
     /// Selected algorithms. A plan that is created later uses them.
     pub(crate) chosen: HashMap<Key, MatmulAlgo>,
     workspace: Workspace,
@@ -44,11 +44,12 @@ impl Matmuls {
     pub unsafe fn run(&mut self, stream: &Stream, problem: &Problem, operands: &Operands) -> Result<()> {
         operands.validate(problem)?;
         let key = (*problem, operands.alignments());
-        if !self.plans.contains_key(&key) {
+        let plan_key = (key, operands.batch);
+        if !self.plans.contains_key(&plan_key) {
             let plan = Plan::new(&self.handle, problem, operands, self.chosen.get(&key))?;
-            self.plans.insert(key, plan);
+            self.plans.insert(plan_key, plan);
         }
-        let plan = self.plans.get_mut(&key).expect("inserted above");
+        let plan = self.plans.get_mut(&plan_key).expect("inserted above");
         // SAFETY: the caller's promise.
         unsafe { plan.run(&self.handle, &self.workspace, stream, problem, operands) }
     }
@@ -231,9 +232,20 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     desc.set_pointers(operands)?;
 
     let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
-    let layout = |element: Element, (rows, columns)| Owned::layout(lt, element.raw(), rows, columns);
+    let layout = |element: Element, (rows, columns), stride: fn(Batch) -> usize| -> Result<Owned> {
+        let mut layout = Owned::layout(lt, element.raw(), rows, columns)?;
+        if let Some(batch) = operands.batch {
+            layout.set(sys::LAYOUT_BATCH_COUNT, batch.count as i32)?;
+            layout.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, stride(batch) as i64)?;
+        }
+        Ok(layout)
+    };
     let (a, b) = (swap_if(transpose_a, (m, k)), swap_if(transpose_b, (k, n)));
-    let layouts = [layout(element, a)?, layout(element, b)?, layout(problem.stored(), (m, n))?];
+    let layouts = [
+        layout(element, a, |batch| batch.a)?,
+        layout(element, b, |batch| batch.b)?,
+        layout(problem.stored(), (m, n), |batch| batch.d)?,
+    ];
     Ok((desc, layouts))
 }
 
@@ -293,6 +305,7 @@ mod tests {
                         epilogue,
                         accumulate: false,
                         output: (transpose_b && epilogue == Plain).then_some(Element::F32),
+                        batched: epilogue == Plain && !transpose_b,
                     };
                     let address_if = |used: bool| used.then_some(0x1000);
                     let operands = Operands {
@@ -304,6 +317,12 @@ mod tests {
                         aux: address_if(epilogue.uses_aux()),
                         gelu: None,
                         scale: None,
+                        batch: problem.batched.then_some(Batch {
+                            count: 5,
+                            a: 3072 * 768,
+                            b: 768 * 256,
+                            d: 3072 * 256,
+                        }),
                     };
                     operands.validate(&problem).unwrap();
                     describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));
@@ -325,6 +344,7 @@ mod tests {
             epilogue: Epilogue::None,
             accumulate: false,
             output: None,
+            batched: false,
         };
         let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
         let keys = [
@@ -340,6 +360,7 @@ mod tests {
             (Problem { accumulate: true, ..problem }, at),
             (Problem { accumulate: true, ..problem }, Operands { c: Some(0x410), ..at }),
             (Problem { output: Some(Element::F32), ..problem }, at),
+            (Problem { batched: true, ..problem }, at),
             (problem, Operands { b: 0x210, ..at }),
         ];
         let distinct: std::collections::HashSet<_> = keys.iter().map(|(p, o)| (*p, o.alignments())).collect();

@@ -35,6 +35,9 @@ pub const DESC_EPILOGUE_AUX_LD: c_int = 12;
 pub const DESC_EPILOGUE_AUX_DATA_TYPE: c_int = 22;
 pub const DESC_BIAS_DATA_TYPE: c_int = 26;
 
+pub const LAYOUT_BATCH_COUNT: c_int = 5;
+pub const LAYOUT_STRIDED_BATCH_OFFSET: c_int = 6;
+
 pub const PREF_MAX_WORKSPACE_BYTES: c_int = 1;
 pub const PREF_REDUCTION_SCHEME_MASK: c_int = 3;
 pub const PREF_MIN_ALIGNMENT_A_BYTES: c_int = 5;

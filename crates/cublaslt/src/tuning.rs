@@ -91,6 +91,6 @@ impl Matmuls {
 
     fn select(&mut self, key: Key, algo: MatmulAlgo) {
         self.chosen.insert(key, algo);
-        self.plans.remove(&key);
+        self.plans.retain(|(other, _), _| *other != key);
     }
 }

@@ -54,7 +54,7 @@ operations!(
     SquareRoot,
     AdamWUpdate<'a>,
     MuonMomentum,
-    Orthogonalize,
+    Orthogonalize<'a>,
     MuonApply,
 );
 

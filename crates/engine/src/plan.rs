@@ -40,6 +40,14 @@ pub struct Entry {
 /// A requested buffer: name, shape and storage type.
 pub type Wanted<'a> = (&'a str, &'a [usize], DType);
 
+/// Returns the bytes of these buffers as one phase of [`Plan::share`].
+pub fn bytes(buffers: &[Wanted]) -> usize {
+    let place = |end: usize, &(_, shape, dtype): &Wanted| {
+        end.next_multiple_of(ALIGNMENT) + shape.iter().product::<usize>() * dtype.bytes()
+    };
+    buffers.iter().fold(0, place)
+}
+
 /// Memory for one buffer, or for several that are never in use at the same time.
 #[derive(Clone, Debug)]
 pub struct Block {

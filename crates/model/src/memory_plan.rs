@@ -138,7 +138,9 @@ impl SharedBuffers {
         let unit = [layout.largest_layer().max(layout.unit(Unit::Embeddings).len())];
         let unit = [("one unit's optimizer state", &unit[..], f32)];
         let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
-        let sizes = (training && optimizer == Optimizer::Muon).then(|| MuonSizes::new(layout));
+        // Muon updates as many layers at a time as fit in the memory that the other phases need anyway.
+        let free = [&head[..], backward, unit].map(engine::plan::bytes).into_iter().max().unwrap_or(0);
+        let sizes = (training && optimizer == Optimizer::Muon).then(|| MuonSizes::new(layout, dtype, free));
         let muon: Vec<_> = sizes.iter().flat_map(|sizes| sizes.wanted(dtype)).collect();
         let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, backward, unit, &muon]);
         Self {
@@ -146,7 +148,7 @@ impl SharedBuffers {
             dhead: head.get(1).copied(),
             backward: backward.try_into().ok(),
             gathered: unit.first().copied(),
-            muon: muon.try_into().ok().map(MuonBuffers::new),
+            muon: sizes.zip(muon.try_into().ok()).map(|(sizes, muon)| MuonBuffers::new(&sizes, muon)),
         }
     }
 }

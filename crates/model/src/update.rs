@@ -65,7 +65,8 @@ impl Decoder {
     /// Clips the gradients by the measured norm and updates this rank's shard, with weight decay on matrices and embeddings only.
     /// Nothing changes unless loss and norm are finite.
     ///
-    /// If ranks shard the update, it proceeds unit by unit and calls `hooks` after each.
+    /// If ranks shard the update, it proceeds unit by unit and calls `hooks` after each. Muon updates several layers before the
+    /// first of them.
     pub fn apply_update(&self, engine: &mut dyn Engine, update: &Update, hooks: &mut dyn LayerHooks) -> Result<()> {
         let sharded = self.zero.shards_optimizer();
         let (matrices, others) = self.ranges(update);
@@ -77,8 +78,11 @@ impl Decoder {
                 let others: Vec<_> = others.iter().filter(|(range, _)| range.unit == unit).cloned().collect();
                 self.apply_adamw(engine, Some(unit), &others, &update.adamw)?;
             }
-            if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit) {
-                self.apply_muon(engine, (layer, &matrices[layer]), update, muon, hooks)?;
+            if let (Some(muon), Unit::Layer(layer)) = (&update.muon, unit)
+                && layer.is_multiple_of(self.muon_layers()?)
+            {
+                let layers = layer..matrices.len().min(layer + self.muon_layers()?);
+                self.apply_muon(engine, (layers.clone(), &matrices[layers]), update, muon, hooks)?;
             }
             hooks.parameters_updated(engine, unit)?;
         }

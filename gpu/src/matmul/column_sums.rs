@@ -7,7 +7,7 @@
 //! with odd j columns 128..256. Each tile that shares the same columns writes its own row of the result.
 
 use super::shared::SharedStorage;
-use super::tile::{Tile, TileScheduler};
+use super::tile::{Scheduler, Tile};
 use cuda_std::element::unpack_pair;
 use cuda_std::hopper::PipelineState;
 use cuda_std::{GlobalMut, warp};
@@ -35,7 +35,7 @@ pub const fn partial_rows<T: Tile>(n: u32) -> u32 {
 
 /// Sums columns of a over all of this block's work tiles. `summing_warp` is 0 or 1.
 #[inline(always)]
-pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: TileScheduler, output: ColumnSums, summing_warp: u32) {
+pub fn sum_columns<T: Tile>(shared: SharedStorage, scheduler: impl Scheduler, output: ColumnSums, summing_warp: u32) {
     let ColumnSums { partials, m, n } = output;
     let mut state = PipelineState::consumer(T::STAGES);
     let tiles = n.div_ceil(T::TILE_N);

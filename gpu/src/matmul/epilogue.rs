@@ -1,7 +1,12 @@
-//! Epilogues: bias, residual, GELU and ReLU², applied to accumulators on their way to global memory.
+//! Epilogues: bias, residual, factors, GELU and ReLU², applied to accumulators on their way to global memory.
 //!
 //! A consumer processes its rows of a tile in subtiles of 64 x 64. TMA loads each subtile of aux into a buffer in
 //! shared memory, and stores each subtile of the outputs from one.
+//!
+//! If the output is symmetric, tiles exist only where they have elements on or above the diagonal. A subtile above the
+//! diagonal is stored twice: in its place, and transposed in the mirrored place. A subtile on the diagonal takes its
+//! elements below the diagonal from those above it. So elements (i, j) and (j, i) have the same bits, however the
+//! tensor cores sum. Subtiles below the diagonal are not stored.
 
 use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
@@ -10,7 +15,7 @@ use crate::{gelu, relu_squared};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
-use cuda_std::{Global, bf16, thread, warp};
+use cuda_std::{Global, bf16, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
 /// N).
@@ -21,11 +26,44 @@ pub trait Epilogue: 'static {
     const AUX: bool = false;
     /// True if the epilogue writes a second output.
     const SECOND: bool = false;
+    /// True if the outputs and aux are batches of matrices, with tensor maps of three dimensions.
+    const BATCHED: bool = false;
+    /// True if the output is symmetric, and its subtiles below the diagonal are copies of those above it.
+    const SYMMETRIC: bool = false;
+
+    /// True if a subtile has a second buffer, for the second output or for the mirrored subtile.
+    const TWO_BUFFERS: bool = Self::SECOND || Self::SYMMETRIC;
 
     /// Computes two adjacent elements of out, and of second if there is one, packed as bf16 pairs.
     #[inline(always)]
     fn apply([even, odd]: [f32; 2], _aux: [f32; 2]) -> [u32; 2] {
         [pack_pair(even, odd), 0]
+    }
+
+    /// Computes [`apply`](Self::apply), with the factors of an epilogue that has some.
+    #[inline(always)]
+    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], _scale: Scale) -> [u32; 2] {
+        Self::apply(acc, aux)
+    }
+}
+
+/// The factors of an epilogue: alpha of a · b, beta of aux.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scale {
+    /// Factor of a · b.
+    pub alpha: f32,
+    /// Factor of aux.
+    pub beta: f32,
+}
+
+impl Scale {
+    /// The factors of an epilogue that has none.
+    pub const ONE: Self = Self { alpha: 1.0, beta: 1.0 };
+
+    #[inline(always)]
+    fn apply(self, acc: [f32; 2], aux: [f32; 2]) -> [u32; 2] {
+        let sum = |acc, aux| math::fma(self.alpha, acc, self.beta * aux);
+        [pack_pair(sum(acc[0], aux[0]), sum(acc[1], aux[1])), 0]
     }
 }
 
@@ -53,6 +91,12 @@ pub struct ReluSquaredBackward;
 pub struct ReluSquaredBackwardAndReluSquared;
 /// out = aux + a · b. aux may be out.
 pub struct Accumulate;
+/// out = beta · aux + alpha · a · b, for each matrix of a batch
+pub struct Scaled;
+/// out = a · b, which is symmetric, for each matrix of a batch
+pub struct Symmetric;
+/// out = beta · aux + alpha · a · b, where aux and a · b are symmetric, for each matrix of a batch
+pub struct SymmetricScaled;
 
 impl Epilogue for Plain {}
 
@@ -143,6 +187,32 @@ impl Epilogue for ReluSquaredBackwardAndReluSquared {
     }
 }
 
+impl Epilogue for Scaled {
+    const AUX: bool = true;
+    const BATCHED: bool = true;
+
+    #[inline(always)]
+    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], scale: Scale) -> [u32; 2] {
+        scale.apply(acc, aux)
+    }
+}
+
+impl Epilogue for Symmetric {
+    const BATCHED: bool = true;
+    const SYMMETRIC: bool = true;
+}
+
+impl Epilogue for SymmetricScaled {
+    const AUX: bool = true;
+    const BATCHED: bool = true;
+    const SYMMETRIC: bool = true;
+
+    #[inline(always)]
+    fn apply_scaled(acc: [f32; 2], aux: [f32; 2], scale: Scale) -> [u32; 2] {
+        scale.apply(acc, aux)
+    }
+}
+
 /// Moves a consumer's accumulators to global memory.
 pub trait EpilogueStore<T: Tile> {
     /// Starts the loads that the epilogue of `tile` needs, before the mainloop.
@@ -153,9 +223,9 @@ pub trait EpilogueStore<T: Tile> {
     fn finish(&self);
 }
 
-/// Buffers of a subtile: one for out, which is also that of aux, and one for second.
+/// Buffers of a subtile: one for out, which is also that of aux, and one for second or the mirrored subtile.
 const fn buffers_per_subtile<E: Epilogue>() -> u32 {
-    1 + E::SECOND as u32
+    1 + E::TWO_BUFFERS as u32
 }
 
 /// Subtiles of a consumer's rows of a tile.
@@ -181,6 +251,7 @@ pub struct EpilogueOperands {
     pub bias: Global<bf16>,
     /// Columns of the output.
     pub n: u32,
+    pub scale: Scale,
 }
 
 /// Applies the epilogue `E` and stores through shared memory by TMA.
@@ -195,27 +266,27 @@ pub struct TmaEpilogue<E, T> {
 
 impl<E: Epilogue, T: Tile> EpilogueStore<T> for TmaEpilogue<E, T> {
     #[inline(always)]
-    fn prefetch(&self, WorkTile { row, column, .. }: WorkTile) {
+    fn prefetch(&self, tile: WorkTile) {
         if E::AUX && is_warpgroup_leader() {
             tma::wait_stores_read();
             for subtile in 0..slots::<E, T>() {
-                self.load_aux(subtile, row, column);
+                self.load_aux(subtile, tile);
             }
         }
     }
 
     #[inline(always)]
-    fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, WorkTile { row, column, .. }: WorkTile) {
-        self.store_columns::<0>(d, row, column);
-        self.store_columns::<1>(d, row, column);
+    fn store(&mut self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
+        self.store_columns::<0>(d, tile);
+        self.store_columns::<1>(d, tile);
         if T::TILE_N > 128 {
-            self.store_columns::<2>(d, row, column);
+            self.store_columns::<2>(d, tile);
         }
         if T::TILE_N > 192 {
-            self.store_columns::<3>(d, row, column);
+            self.store_columns::<3>(d, tile);
         }
         if T::TILE_N > 256 {
-            self.store_columns::<4>(d, row, column);
+            self.store_columns::<4>(d, tile);
         }
         self.stored_tiles += 1;
     }
@@ -266,20 +337,24 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     }
 
     #[inline(always)]
-    fn load_aux(&self, subtile: u32, row: u32, column: u32) {
+    fn load_aux(&self, subtile: u32, WorkTile { matrix, row, column, .. }: WorkTile) {
         let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
         let full = self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot);
         full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
         let (x, y) = (column + subtile / halves * EPILOGUE_TILE, row + subtile % halves * EPILOGUE_TILE);
-        self.buffer(slot).load(self.operands.aux, x, y, full);
+        if E::BATCHED {
+            self.buffer(slot).load_3d(self.operands.aux, x, y, matrix, full);
+        } else {
+            self.buffer(slot).load(self.operands.aux, x, y, full);
+        }
     }
 
     /// Stores the subtiles of columns 64 `BLOCK` .. 64 `BLOCK` + 64 of the tile.
     #[inline(always)]
-    fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, row: u32, column: u32) {
+    fn store_columns<const BLOCK: u32>(&self, d: &ConsumerAccumulators<T::Accumulator>, tile: WorkTile) {
         let mut bias = [[0.0; 2]; 8];
         if E::BIAS {
-            let first = column + BLOCK * EPILOGUE_TILE + warp::lane() % 4 * 2;
+            let first = tile.column + BLOCK * EPILOGUE_TILE + warp::lane() % 4 * 2;
             for j in 0..8 {
                 let at = first + j as u32 * 8;
                 if at < self.operands.n {
@@ -287,9 +362,9 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
                 }
             }
         }
-        self.store_subtile::<BLOCK, 0>(&d.upper, &bias, row, column);
+        self.store_subtile::<BLOCK, 0>(&d.upper, &bias, tile);
         if T::CONSUMER_M > EPILOGUE_TILE {
-            self.store_subtile::<BLOCK, 1>(&d.lower, &bias, row, column);
+            self.store_subtile::<BLOCK, 1>(&d.lower, &bias, tile);
         }
     }
 
@@ -298,14 +373,13 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         &self,
         d: &T::Accumulator,
         bias: &[[f32; 2]; 8],
-        row: u32,
-        column: u32,
+        tile: WorkTile,
     ) {
         let subtile = BLOCK * (T::CONSUMER_M / EPILOGUE_TILE) + HALF;
         let (slot, uses) = self.slot(subtile);
         // out overwrites aux: each warp overwrites only elements that it has read itself.
         let out = self.buffer(slot);
-        let second = if E::SECOND { out.offset_tiles(1) } else { out };
+        let second = if E::TWO_BUFFERS { out.offset_tiles(1) } else { out };
         if E::AUX {
             self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
         } else {
@@ -314,15 +388,21 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
             }
             self.sync();
         }
+        // The first column and row of the subtile.
+        let (column, row) = (|| tile.column + BLOCK * EPILOGUE_TILE, || tile.row + HALF * EPILOGUE_TILE);
+        if E::SYMMETRIC && column() < row() {
+            self.skip_subtile(subtile, tile);
+            return;
+        }
         let first_row = thread::thread_idx_x() % WARPGROUP / 32 * 16;
         // This lane's row address for stmatrix. Matrices 0 and 1 are rows 0..8 and 8..16 of columns 0..8, matrices 2
         // and 3 those rows of columns 8..16.
         let (lane_row, lane_column) = (first_row + warp::lane() % 16, warp::lane() / 16);
         for quarter in 0..4 {
-            // With a second output there are only two slots. The next load of aux waits for the store of the previous
+            // With two buffers there are only two slots. The next load of aux waits for the store of the previous
             // subtile, so it is issued in the middle of this one.
-            if E::SECOND && quarter == 2 {
-                self.load_next_aux::<0>(subtile, row, column);
+            if E::TWO_BUFFERS && quarter == 2 {
+                self.load_next_aux::<0>(subtile, tile);
             }
             let mut x = [0.0; 8];
             for i in 0..8 {
@@ -334,37 +414,87 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
             let aux = if E::AUX { out.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut words, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
-                [words[i], second_words[i]] = E::apply([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
+                [words[i], second_words[i]] =
+                    E::apply_scaled([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]), self.operands.scale);
             }
             let at = quarter as u32 * 2 + lane_column;
             out.store_matrices(lane_row, at, words);
             if E::SECOND {
                 second.store_matrices(lane_row, at, second_words);
             }
+            if E::SYMMETRIC {
+                // Transposed, matrices 0 and 1 are columns 0..8 and 8..16 of rows 0..8.
+                let lane_row = quarter as u32 * 16 + warp::lane() / 16 * 8 + warp::lane() % 8;
+                second.store_transposed_matrices(lane_row, (first_row + warp::lane() % 16) / 8, words);
+            }
+        }
+        if E::SYMMETRIC && column() == row() {
+            self.sync();
+            copy_upper_triangle(out, second, first_row);
         }
         hopper::fence_async_proxy();
         self.sync();
         if is_warpgroup_leader() {
-            let (x, y) = (column + BLOCK * EPILOGUE_TILE, row + HALF * EPILOGUE_TILE);
-            out.store(self.operands.out, x, y);
+            let (x, y) = (column(), row());
+            if E::BATCHED {
+                out.store_3d(self.operands.out, x, y, tile.matrix);
+            } else {
+                out.store(self.operands.out, x, y);
+            }
             if E::SECOND {
                 second.store(self.operands.second, x, y);
             }
+            if E::SYMMETRIC && x != y {
+                second.store_3d(self.operands.out, y, x, tile.matrix);
+            }
             tma::commit_stores();
         }
-        if !E::SECOND {
-            self.load_next_aux::<1>(subtile, row, column);
+        if !E::TWO_BUFFERS {
+            self.load_next_aux::<1>(subtile, tile);
+        }
+    }
+
+    /// Skips a subtile below the diagonal. All warps of this consumer must call it.
+    #[inline(always)]
+    fn skip_subtile(&self, subtile: u32, tile: WorkTile) {
+        if E::AUX {
+            // All warps have seen the phase of this aux buffer before its next phase can begin.
+            self.sync();
+            self.load_next_aux::<0>(subtile, tile);
+        }
+        if is_warpgroup_leader() {
+            // An empty group: `wait_for_free_slot` counts one for each subtile.
+            tma::commit_stores();
         }
     }
 
     /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest
     /// must have read their buffers before.
     #[inline(always)]
-    fn load_next_aux<const PENDING: u32>(&self, subtile: u32, row: u32, column: u32) {
+    fn load_next_aux<const PENDING: u32>(&self, subtile: u32, tile: WorkTile) {
         if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {
             tma::wait_stores_read_all_but::<PENDING>();
-            self.load_aux(subtile - 1 + slots::<E, T>(), row, column);
+            self.load_aux(subtile - 1 + slots::<E, T>(), tile);
         }
+    }
+}
+
+/// Replaces the elements below the diagonal of `tile` by those of its transpose `transposed`, in this warp's rows
+/// `first_row` .. `first_row` + 16.
+#[inline(always)]
+fn copy_upper_triangle(tile: SwizzledTile<64>, transposed: SwizzledTile<64>, first_row: u32) {
+    let lane = warp::lane();
+    for quarter in 0..4 {
+        let (mut words, mirrored) =
+            (tile.load_a_fragment(first_row, quarter), transposed.load_a_fragment(first_row, quarter));
+        for i in 0..4 {
+            // Words 0 and 1 are rows 0..8 and 8..16 of columns 0..8, words 2 and 3 those rows of columns 8..16.
+            let (row, column) = (first_row + lane / 4 + i % 2 * 8, quarter * 16 + lane % 4 * 2 + i / 2 * 8);
+            let below = |column: u32, half: u32| if column < row { half } else { 0 };
+            let mask = below(column, 0xffff) | below(column + 1, 0xffff_0000);
+            words[i as usize] = words[i as usize] & !mask | mirrored[i as usize] & mask;
+        }
+        tile.store_matrices(first_row + lane % 16, quarter * 2 + lane / 16, words);
     }
 }
 

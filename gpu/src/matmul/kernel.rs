@@ -13,14 +13,15 @@ use super::accumulate::AccumulateF32;
 use super::column_sums::{ColumnSums, SUMMING_WARPS, sum_columns};
 use super::epilogue::{
     Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, EpilogueOperands, EpilogueStore, GeluBackward,
-    GeluBackwardAndGelu, Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, TmaEpilogue,
+    GeluBackwardAndGelu, Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, Scale,
+    TmaEpilogue,
 };
 use super::mainloop::{AB, ABt, AtB, OperandLayout, load_stage, multiply};
 use super::shared::{SharedStorage, WARPGROUP};
 use super::split_k::StorePartials;
 use super::tile::{
     CONSUMERS, Cooperative128x256, Cooperative128x320, Cooperative256x128, Cooperative256x192, MAX_EPILOGUE_BUFFERS,
-    Pingpong128x128, Pingpong128x192, Tile, TileScheduler, WorkTile,
+    Pingpong128x128, Pingpong128x192, Scheduler, Tile, TileScheduler, WorkTile,
 };
 use cuda_std::hopper::{self, MBarrier, PipelineState, TensorMap};
 use cuda_std::shared::Layout;
@@ -106,7 +107,7 @@ pub fn matmul_wgmma<L: OperandLayout, E: Epilogue, T: Tile>(
         }
     }
     let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let operands = EpilogueOperands { out, aux, second, bias, n };
+    let operands = EpilogueOperands { out, aux, second, bias, n, scale: Scale::ONE };
     let epilogue = |shared, consumer| TmaEpilogue::<E, T>::new(shared, operands, consumer);
     run_persistent::<L, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
 }
@@ -158,7 +159,8 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
         out.prefetch();
     }
     let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let operands = EpilogueOperands { out, aux: out, second: out, bias: Global::new(core::ptr::null()), n };
+    let bias = Global::new(core::ptr::null());
+    let operands = EpilogueOperands { out, aux: out, second: out, bias, n, scale: Scale::ONE };
     let epilogue = |shared, consumer| TmaEpilogue::<Accumulate, T>::new(shared, operands, consumer);
     run_persistent::<AtB, T, _, true>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
 }
@@ -207,7 +209,7 @@ pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::new(cor
 pub fn run_persistent<L: OperandLayout, T: Tile, E: EpilogueStore<T>, const COLUMN_SUMS: bool>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
-    scheduler: TileScheduler,
+    scheduler: impl Scheduler,
     column_sums: ColumnSums,
     epilogue: impl FnOnce(SharedStorage, u32) -> E,
 ) {
@@ -279,7 +281,7 @@ fn produce<L: OperandLayout, T: Tile>(
     shared: SharedStorage,
     a: Global<TensorMap>,
     b: Global<TensorMap>,
-    scheduler: TileScheduler,
+    scheduler: impl Scheduler,
 ) {
     let mut state = PipelineState::producer(T::STAGES);
     let mut i = 0;
@@ -300,7 +302,7 @@ fn produce<L: OperandLayout, T: Tile>(
 #[inline(always)]
 fn consume_cooperative<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
-    scheduler: TileScheduler,
+    scheduler: impl Scheduler,
     consumer: u32,
     epilogue: &mut E,
 ) {
@@ -320,7 +322,7 @@ fn consume_cooperative<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
 #[inline(always)]
 fn consume_pingpong<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
     shared: SharedStorage,
-    scheduler: TileScheduler,
+    scheduler: impl Scheduler,
     consumer: u32,
     epilogue: &mut E,
 ) {

@@ -1,9 +1,11 @@
 //! Host side: the kernels, tensor maps and tile configurations for a GEMM.
 
+use super::batched::{matmul_batched, matmul_symmetric};
 use super::column_sums::partial_rows;
+pub use super::epilogue::Scale;
 use super::epilogue::{
     Accumulate, Bias, BiasGelu, BiasResidual, Epilogue, GeluBackward, GeluBackwardAndGelu, Plain, ReluSquared,
-    ReluSquaredBackward, ReluSquaredBackwardAndReluSquared,
+    ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, Symmetric, SymmetricScaled,
 };
 use super::kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
 use super::mainloop::{A_BOX_ROWS, AB, ABt, AtB, OperandLayout};
@@ -60,12 +62,36 @@ pub enum GemmOp {
     AtBAccumulateColumnSums,
     /// out (M, N) f32 += a (K, M)ᵀ · b (K, N)
     AtBAccumulateF32,
+    /// out (M, N) = beta · aux (M, N) + alpha · a (M, K) · b (K, N), for each matrix of a batch
+    ABScaled,
+    /// out (N, N) = a (N, K) · b (N, K)ᵀ, where b is a, for each matrix of a batch
+    ABtSymmetric,
+    /// out (N, N) = beta · aux (N, N) + alpha · a (N, K) · b (N, K)ᵀ, where b is a and aux is symmetric, for each matrix of a
+    /// batch
+    ABtSymmetricScaled,
+    /// out (N, N) = a (K, N)ᵀ · b (K, N), where b is a, for each matrix of a batch
+    AtBSymmetric,
 }
 
 impl GemmOp {
     /// Returns true for a weight gradient: a is stored as (K, M), and K may be split.
     fn is_weight_gradient(self) -> bool {
         matches!(self, Self::AtBAccumulate | Self::AtBAccumulateColumnSums | Self::AtBAccumulateF32)
+    }
+
+    /// Returns true if a is stored as (K, M).
+    fn a_m_major(self) -> bool {
+        self.is_weight_gradient() || self == Self::AtBSymmetric
+    }
+
+    /// Returns true if the operands are batches of matrices.
+    pub fn is_batched(self) -> bool {
+        self == Self::ABScaled || self.is_symmetric()
+    }
+
+    /// Returns true if the output is symmetric. The kernels compute only its tiles on and above the diagonal.
+    pub fn is_symmetric(self) -> bool {
+        matches!(self, Self::ABtSymmetric | Self::ABtSymmetricScaled | Self::AtBSymmetric)
     }
 
     /// Returns true if b is stored as (K, N).
@@ -77,7 +103,9 @@ impl GemmOp {
             | Self::ABtBiasGelu
             | Self::ABtResidual
             | Self::ABtReluSquared
-            | Self::ABtSwiGlu => false,
+            | Self::ABtSwiGlu
+            | Self::ABtSymmetric
+            | Self::ABtSymmetricScaled => false,
             Self::AB
             | Self::ABGeluBackward
             | Self::ABGeluBackwardAndGelu
@@ -87,7 +115,9 @@ impl GemmOp {
             | Self::ABSwiGluBackwardAndSwiGlu
             | Self::AtBAccumulate
             | Self::AtBAccumulateColumnSums
-            | Self::AtBAccumulateF32 => true,
+            | Self::AtBAccumulateF32
+            | Self::ABScaled
+            | Self::AtBSymmetric => true,
         }
     }
 
@@ -103,6 +133,9 @@ impl GemmOp {
                 | Self::ABtSwiGlu
                 | Self::ABSwiGluBackward
                 | Self::ABSwiGluBackwardAndSwiGlu
+                | Self::ABtSymmetric
+                | Self::ABtSymmetricScaled
+                | Self::AtBSymmetric
         )
     }
 }
@@ -197,6 +230,12 @@ impl TileShape {
     fn tiles(self, shape: GemmShape) -> usize {
         shape.m.div_ceil(self.tile_m() as usize) * shape.n.div_ceil(self.tile_n() as usize)
     }
+
+    /// Returns the number of tiles that the kernels compute for a symmetric output (n, n).
+    pub fn symmetric_tiles(self, n: usize) -> usize {
+        let (tile_m, tile_n) = (self.tile_m() as usize, self.tile_n() as usize);
+        (0..n).step_by(tile_m).map(|row| n.div_ceil(tile_n) - row / tile_n).sum()
+    }
 }
 
 /// The dimensions of a GEMM: out (M, N), summed over K.
@@ -216,11 +255,31 @@ impl GemmShape {
     /// TMA requires rows of multiples of 16 bytes. Dimensions and tile indices are 32-bit integers.
     pub fn is_supported(self, op: GemmOp) -> bool {
         let fits = |extent: usize| (1..1 << 31).contains(&extent);
-        let row_of_a = if op.is_weight_gradient() { self.m } else { self.k };
+        let row_of_a = if op.a_m_major() { self.m } else { self.k };
         let columns = if op == GemmOp::ABtSwiGlu { 2 * 8 } else { 8 };
         let aligned = self.n.is_multiple_of(columns) && row_of_a.is_multiple_of(8);
-        aligned && fits(self.m) && fits(self.n) && fits(self.k) && fits(TileShape::T128x128.tiles(self))
+        let square = !op.is_symmetric() || self.m == self.n;
+        aligned && square && fits(self.m) && fits(self.n) && fits(self.k) && fits(TileShape::T128x128.tiles(self))
     }
+}
+
+/// The matrices of a batched GEMM: their number, and the elements from the start of a matrix to that of the next. out and aux
+/// have the same stride. Strides are multiples of 8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Number of matrices.
+    pub count: usize,
+    /// Stride of a.
+    pub a: usize,
+    /// Stride of b.
+    pub b: usize,
+    /// Stride of out and aux.
+    pub out: usize,
+}
+
+impl Batch {
+    /// The batch of a GEMM that is not batched.
+    pub const ONE: Self = Self { count: 1, a: 0, b: 0, out: 0 };
 }
 
 /// The dimensions of a tensor map.
@@ -247,11 +306,14 @@ pub struct Maps {
     pub second: Map,
 }
 
-/// Returns the tensor maps of a GEMM.
-pub fn maps(op: GemmOp, shape: GemmShape, tile: TileShape) -> Maps {
+/// Returns the tensor maps of a GEMM. `batch` is used by batched operations only.
+pub fn maps(op: GemmOp, shape: GemmShape, batch: Batch, tile: TileShape) -> Maps {
     let GemmShape { m, n, k } = shape;
+    if op.is_batched() {
+        return batched_maps(op, shape, batch, tile);
+    }
     let map = |rows, columns, box_rows| Map { extents: Extents::Matrix([rows, columns]), tile: (box_rows, TILE_K) };
-    let a = if op.is_weight_gradient() { map(k, m, TILE_K) } else { map(m, k, A_BOX_ROWS) };
+    let a = if op.a_m_major() { map(k, m, TILE_K) } else { map(m, k, A_BOX_ROWS) };
     let b = match op {
         GemmOp::ABtSwiGlu => Map { extents: Extents::Matrices([2, n / 2, k]), tile: (tile.tile_n() / 2, TILE_K) },
         _ if op.b_n_major() => map(k, n, TILE_K),
@@ -268,6 +330,21 @@ pub fn maps(op: GemmOp, shape: GemmShape, tile: TileShape) -> Maps {
         _ => [map(m, n, EPILOGUE_TILE); 3].into(),
     };
     Maps { a, b, out, aux, second }
+}
+
+fn batched_maps(op: GemmOp, GemmShape { m, n, k }: GemmShape, batch: Batch, tile: TileShape) -> Maps {
+    let map = |rows, columns, stride, box_rows| Map {
+        extents: Extents::Batch([batch.count, rows, columns], stride),
+        tile: (box_rows, TILE_K),
+    };
+    let a = if op.a_m_major() { map(k, m, batch.a, TILE_K) } else { map(m, k, batch.a, A_BOX_ROWS) };
+    let b = if op.b_n_major() {
+        map(k, n, batch.b, TILE_K)
+    } else {
+        map(n, k, batch.b, with_tile!(tile, T => T::B_BOX_ROWS))
+    };
+    let out = map(m, n, batch.out, EPILOGUE_TILE);
+    Maps { a, b, out, aux: out, second: out }
 }
 
 /// The operands of a GEMM. Operands that the [`GemmOp`] does not use may be arbitrary.
@@ -291,6 +368,10 @@ pub struct KernelOperands {
     pub scratch: GlobalMut<f32>,
     /// Elements of `scratch`.
     pub scratch_len: usize,
+    /// The factors of a scaled operation.
+    pub scale: Scale,
+    /// The number of matrices of a batched operation.
+    pub count: usize,
 }
 
 /// A tile configuration: how a GEMM is divided among thread blocks.
@@ -434,8 +515,9 @@ fn gemm(
     operands: KernelOperands,
     column_sums: GlobalMut<f32>,
 ) -> Launch {
-    let KernelOperands { a, b, out, aux, second, out_address, scratch, .. } = operands;
-    let (m, n, k) = (shape.m as u32, shape.n as u32, shape.k as u32);
+    let KernelOperands { a, b, out, aux, second, out_address, scratch, scale: Scale { alpha, beta }, count, .. } =
+        operands;
+    let (m, n, k, count) = (shape.m as u32, shape.n as u32, shape.k as u32, count as u32);
     match op {
         GemmOp::ABt => any_tile::<ABt, Plain>(shape, tile, operands),
         GemmOp::ABtBias => any_tile::<ABt, Bias>(shape, tile, operands),
@@ -472,7 +554,17 @@ fn gemm(
         GemmOp::AtBAccumulateF32 => {
             with_tile!(tile, T => matmul_accumulate_f32::<T>(a, b, GlobalMut::from_address(out_address), m, n, k))
         }
+        GemmOp::ABScaled => with_tile!(tile, T => matmul_batched::<T>(a, b, out, aux, alpha, beta, m, n, k, count)),
+        GemmOp::ABtSymmetric => symmetric::<ABt, Symmetric>(shape, tile, operands),
+        GemmOp::ABtSymmetricScaled => symmetric::<ABt, SymmetricScaled>(shape, tile, operands),
+        GemmOp::AtBSymmetric => symmetric::<AtB, Symmetric>(shape, tile, operands),
     }
+}
+
+fn symmetric<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, operands: KernelOperands) -> Launch {
+    let KernelOperands { a, b, out, aux, scale: Scale { alpha, beta }, count, .. } = operands;
+    let (n, k, count) = (shape.n as u32, shape.k as u32, count as u32);
+    with_pingpong_tile!(tile, T => matmul_symmetric::<L, E, T>(a, b, out, aux, alpha, beta, n, k, count))
 }
 
 fn any_tile<L: OperandLayout, E: Epilogue>(shape: GemmShape, tile: TileShape, operands: KernelOperands) -> Launch {

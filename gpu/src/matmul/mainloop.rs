@@ -2,9 +2,10 @@
 
 use super::shared::{SharedStorage, is_warpgroup_leader};
 use super::tile::{TILE_K, Tile, WorkTile};
+use core::marker::PhantomData;
 use cuda_std::Global;
 use cuda_std::hopper::wgmma::Accumulators;
-use cuda_std::hopper::{MBarrier, PipelineState, TensorMap, wgmma};
+use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, wgmma};
 
 /// Rows of a TMA load of a (M, K).
 pub const A_BOX_ROWS: u32 = 128;
@@ -17,6 +18,8 @@ pub trait OperandLayout: 'static {
     const B_N_MAJOR: bool;
     /// True if b consists of two matrices (N, K). A tile then computes the same columns of both products.
     const B_PAIR: bool = false;
+    /// True if a and b are batches of matrices, with tensor maps of three dimensions.
+    const BATCHED: bool = false;
 }
 
 /// a (M, K) · b (K, N)
@@ -27,6 +30,8 @@ pub struct ABt;
 pub struct ABtPair;
 /// a (K, M)ᵀ · b (K, N)
 pub struct AtB;
+/// The layout `L` of each matrix of a batch.
+pub struct Batched<L>(PhantomData<L>);
 
 impl OperandLayout for AB {
     const A_M_MAJOR: bool = false;
@@ -49,6 +54,27 @@ impl OperandLayout for AtB {
     const B_N_MAJOR: bool = true;
 }
 
+impl<L: OperandLayout> OperandLayout for Batched<L> {
+    const A_M_MAJOR: bool = L::A_M_MAJOR;
+    const B_N_MAJOR: bool = L::B_N_MAJOR;
+    const BATCHED: bool = true;
+}
+
+/// Starts the load of a box at column `x` and row `y`, of matrix `matrix` if `L` is batched.
+#[inline(always)]
+fn load_box<L: OperandLayout, const R: usize>(
+    to: SwizzledTile<R>,
+    map: Global<TensorMap>,
+    [x, y, matrix]: [u32; 3],
+    full: MBarrier,
+) {
+    if L::BATCHED {
+        to.load_3d(map, x, y, matrix, full);
+    } else {
+        to.load(map, x, y, full);
+    }
+}
+
 /// Starts the loads of step `step` of K into a stage.
 #[inline(always)]
 pub fn load_stage<L: OperandLayout, T: Tile>(
@@ -57,7 +83,7 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     a: Global<TensorMap>,
     b: Global<TensorMap>,
     step: u32,
-    WorkTile { row, column, .. }: WorkTile,
+    WorkTile { matrix, row, column, .. }: WorkTile,
 ) {
     let k = step * TILE_K;
     let full = shared.full.at(stage);
@@ -65,17 +91,18 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     full.arrive_expect_tx(T::STAGE_ROWS * 128);
     if L::A_M_MAJOR {
         for i in 0..T::TILE_M / 64 {
-            shared.pool.rows::<64>(first_row + i * 64).load(a, row + i * 64, k, full);
+            load_box::<L, 64>(shared.pool.rows(first_row + i * 64), a, [row + i * 64, k, matrix], full);
         }
     } else {
         for i in 0..T::TILE_M / A_BOX_ROWS {
-            shared.pool.rows::<128>(first_row + i * A_BOX_ROWS).load(a, k, row + i * A_BOX_ROWS, full);
+            let a_rows = shared.pool.rows(first_row + i * A_BOX_ROWS);
+            load_box::<L, 128>(a_rows, a, [k, row + i * A_BOX_ROWS, matrix], full);
         }
     }
     let b_tile = shared.pool.rows::<64>(first_row + T::TILE_M);
     if L::B_N_MAJOR {
         for i in 0..T::TILE_N / 64 {
-            b_tile.offset_tiles(i).load(b, column + i * 64, k, full);
+            load_box::<L, 64>(b_tile.offset_tiles(i), b, [column + i * 64, k, matrix], full);
         }
     } else if L::B_PAIR {
         for matrix in 0..2 {
@@ -85,7 +112,7 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     } else {
         for i in 0..T::TILE_N / T::B_BOX_ROWS {
             let b_rows = shared.pool.rows::<64>(first_row + T::TILE_M + i * T::B_BOX_ROWS);
-            b_rows.load(b, k, column + i * T::B_BOX_ROWS, full);
+            load_box::<L, 64>(b_rows, b, [k, column + i * T::B_BOX_ROWS, matrix], full);
         }
     }
 }

@@ -19,10 +19,12 @@
 //! * `split_k`: partial sums over slices of K, and the kernel that reduces them
 //! * `column_sums`: the gradient of a bias, computed beside the gradient of its weight
 //! * `kernel`: the warp-specialized kernels and their entry points
+//! * `batched`: kernels for batches of matrices, and for symmetric outputs
 //! * `swiglu`: kernels with a SwiGLU epilogue. Their tiles pair columns of up and gate.
 //! * `launch` (host): the kernels and tensor maps for a GEMM
 
 mod accumulate;
+mod batched;
 mod column_sums;
 mod epilogue;
 mod kernel;
@@ -34,6 +36,7 @@ mod split_k;
 mod swiglu;
 mod tile;
 
+pub use batched::{matmul_batched, matmul_symmetric};
 pub use kernel::{matmul_accumulate_column_sums, matmul_accumulate_f32, matmul_split_k, matmul_wgmma};
 pub use split_k::matmul_split_k_reduce;
 pub use swiglu::{matmul_swiglu_backward, matmul_swiglu_forward};

@@ -116,6 +116,8 @@ pub struct TileScheduler {
 /// An output tile, and the slice of K to compute it over.
 #[derive(Clone, Copy)]
 pub struct WorkTile {
+    /// Index of the matrix in its batch. 0 for a GEMM that is not batched.
+    pub matrix: u32,
     /// Index among all work tiles: slice by slice, and tile by tile within a slice.
     pub index: u32,
     /// First row of the output.
@@ -132,6 +134,18 @@ pub struct WorkTile {
 #[inline(always)]
 fn index(i: u32) -> u32 {
     thread::block_idx_x() + i * thread::grid_dim_x()
+}
+
+/// Assigns work tiles to persistent thread blocks.
+pub trait Scheduler: Copy {
+    /// Returns true if this block has an `i`-th work tile.
+    fn has(self, i: u32) -> bool;
+    /// Returns the steps of this block's `i`-th work tile, or an arbitrary number if there is no such tile.
+    fn steps(self, i: u32) -> u32;
+    /// Returns this block's `i`-th work tile, which must exist.
+    fn work_tile(self, i: u32) -> WorkTile;
+    /// Returns the slice of K of the work tile with this index.
+    fn slice(self, index: u32) -> u32;
 }
 
 impl TileScheduler {
@@ -160,32 +174,135 @@ impl TileScheduler {
         let height = (self.tiles_m - group * group_tiles).min(group_tiles);
         ((group * group_tiles + within % height) * self.tile_m, within / height * self.tile_n)
     }
+}
 
-    /// Returns the slice of K of the work tile with this index.
+impl Scheduler for TileScheduler {
     #[inline(always)]
-    pub fn slice(self, index: u32) -> u32 {
-        if self.split_k == 1 { 0 } else { index / self.tiles() }
-    }
-
-    /// Returns true if this block has an `i`-th work tile.
-    #[inline(always)]
-    pub fn has(self, i: u32) -> bool {
+    fn has(self, i: u32) -> bool {
         index(i) < self.tiles() * self.split_k
     }
 
-    /// Returns the steps of this block's `i`-th work tile, or an arbitrary number if there is no such tile.
     #[inline(always)]
-    pub fn steps(self, i: u32) -> u32 {
+    fn steps(self, i: u32) -> u32 {
         let first_step = self.slice(index(i)) * self.slice_steps;
         self.slice_steps.min(self.k_steps.saturating_sub(first_step))
     }
 
-    /// Returns this block's `i`-th work tile, which must exist.
     #[inline(always)]
-    pub fn work_tile(self, i: u32) -> WorkTile {
+    fn work_tile(self, i: u32) -> WorkTile {
         let index = index(i);
         let slice = self.slice(index);
         let (row, column) = self.tile(index - slice * self.tiles());
-        WorkTile { index, row, column, first_step: slice * self.slice_steps, steps: self.steps(i) }
+        WorkTile { matrix: 0, index, row, column, first_step: slice * self.slice_steps, steps: self.steps(i) }
+    }
+
+    #[inline(always)]
+    fn slice(self, index: u32) -> u32 {
+        if self.split_k == 1 { 0 } else { index / self.tiles() }
+    }
+}
+
+/// Assigns the tiles of a batch of matrices, matrix by matrix.
+#[derive(Clone, Copy)]
+pub struct BatchScheduler {
+    tiles: TileScheduler,
+    count: u32,
+}
+
+impl BatchScheduler {
+    /// Creates the scheduler of `count` outputs (m, n) in tiles of `tile_m` x `tile_n`.
+    #[inline(always)]
+    pub fn new(tile: [u32; 2], m: u32, n: u32, k: u32, count: u32) -> Self {
+        Self { tiles: TileScheduler::new(tile, m, n, k, 1), count }
+    }
+}
+
+impl Scheduler for BatchScheduler {
+    #[inline(always)]
+    fn has(self, i: u32) -> bool {
+        index(i) < self.tiles.tiles() * self.count
+    }
+
+    #[inline(always)]
+    fn steps(self, _: u32) -> u32 {
+        self.tiles.k_steps
+    }
+
+    #[inline(always)]
+    fn work_tile(self, i: u32) -> WorkTile {
+        let index = index(i);
+        let matrix = index / self.tiles.tiles();
+        let (row, column) = self.tiles.tile(index - matrix * self.tiles.tiles());
+        WorkTile { matrix, index, row, column, first_step: 0, steps: self.tiles.k_steps }
+    }
+
+    #[inline(always)]
+    fn slice(self, _: u32) -> u32 {
+        0
+    }
+}
+
+/// Assigns the tiles of a batch of symmetric matrices that have elements on or above the diagonal, matrix by matrix and
+/// row of tiles by row of tiles.
+#[derive(Clone, Copy)]
+pub struct SymmetricScheduler {
+    tile_m: u32,
+    tile_n: u32,
+    /// Tiles of a row of the output.
+    tiles_n: u32,
+    /// Assigned tiles of a matrix.
+    tiles: u32,
+    count: u32,
+    k_steps: u32,
+}
+
+impl SymmetricScheduler {
+    /// Creates the scheduler of `count` outputs (n, n) in tiles of `tile_m` x `tile_n`.
+    #[inline(always)]
+    pub fn new([tile_m, tile_n]: [u32; 2], n: u32, k: u32, count: u32) -> Self {
+        let (tiles_n, k_steps) = (n.div_ceil(tile_n), k.div_ceil(TILE_K));
+        let mut scheduler = Self { tile_m, tile_n, tiles_n, tiles: 0, count, k_steps };
+        let mut row = 0;
+        while row < n {
+            scheduler.tiles += tiles_n - scheduler.first_tile(row);
+            row += tile_m;
+        }
+        scheduler
+    }
+
+    /// Returns the index of the first assigned tile of the row of tiles that starts at `row`: the one on the diagonal.
+    #[inline(always)]
+    fn first_tile(self, row: u32) -> u32 {
+        row / self.tile_n
+    }
+}
+
+impl Scheduler for SymmetricScheduler {
+    #[inline(always)]
+    fn has(self, i: u32) -> bool {
+        index(i) < self.tiles * self.count
+    }
+
+    #[inline(always)]
+    fn steps(self, _: u32) -> u32 {
+        self.k_steps
+    }
+
+    #[inline(always)]
+    fn work_tile(self, i: u32) -> WorkTile {
+        let index = index(i);
+        let matrix = index / self.tiles;
+        let (mut row, mut tile) = (0, index - matrix * self.tiles);
+        while tile >= self.tiles_n - self.first_tile(row) {
+            tile -= self.tiles_n - self.first_tile(row);
+            row += self.tile_m;
+        }
+        let column = (self.first_tile(row) + tile) * self.tile_n;
+        WorkTile { matrix, index, row, column, first_step: 0, steps: self.k_steps }
+    }
+
+    #[inline(always)]
+    fn slice(self, _: u32) -> u32 {
+        0
     }
 }

@@ -6,6 +6,7 @@ use super::gemm::{Into, Matrix, Parallelism, multiply};
 use super::global_norm::total;
 use crate::Result;
 use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
+use crate::tensor::Tensor;
 use anyhow::ensure;
 use rayon::prelude::*;
 
@@ -34,20 +35,26 @@ pub(super) fn momentum(arena: &mut Arena, op: MuonMomentum) -> Result<()> {
 }
 
 pub(super) fn orthogonalize(arena: &mut Arena, op: Orthogonalize) -> Result<()> {
-    let Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients } = op;
+    (0..op.matrices.len()).try_for_each(|i| orthogonalize_one(arena, op, i))
+}
+
+/// Orthogonalizes matrix `i` of the batch.
+fn orthogonalize_one(arena: &mut Arena, op: Orthogonalize, i: usize) -> Result<()> {
+    let Orthogonalize { next, gram, polynomial, rows, cols, coefficients, .. } = op;
     let (n, side) = (rows * cols, op.side());
+    let part = |batch: Tensor, elements: usize| batch.slice(i * Orthogonalize::stride(elements), elements);
     let operands = [
-        ("matrix", matrix, n),
-        ("next", next, n),
-        ("gram", gram, side * side),
-        ("polynomial", polynomial, side * side),
-        ("norm", norm, 1),
+        ("matrix", op.matrices[i], n),
+        ("out", op.result(i), n),
+        ("next", part(next, n), n),
+        ("gram", part(gram, side * side), side * side),
+        ("polynomial", part(polynomial, side * side), side * side),
     ];
-    let [matrix, next, gram, polynomial, norm] = arena.split("orthogonalize", operands)?;
-    norm[0] = total(matrix, |x| x * x).sqrt() as f32;
+    let [matrix, out, next, gram, polynomial] = arena.split("orthogonalize", operands)?;
+    let norm = total(matrix, |x| x * x).sqrt() as f32;
     let (factor, epsilon) = coefficients.scaling();
-    scale_into(next, 1.0 / (norm[0] * factor + epsilon), matrix);
-    let (mut from, mut to) = (next, matrix);
+    scale_into(next, 1.0 / (norm * factor + epsilon), matrix);
+    let (mut from, mut to) = (next, out);
     for [a, b, c] in coefficients.steps() {
         let x = Matrix::row_major(from, rows, cols);
         let (left, right) = if rows <= cols { (x, x.transposed()) } else { (x.transposed(), x) };

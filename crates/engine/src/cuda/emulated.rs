@@ -143,6 +143,7 @@ impl Executor for Emulated {
                     TensorMap::emulated(tensor, rows, columns, 2 * columns, tile.0, tile.1)
                 }
                 Extents::Matrices(extents) => TensorMap::emulated_3d(tensor, extents, tile),
+                Extents::Batch(extents, stride) => TensorMap::emulated_batch(tensor, extents, stride, tile),
                 Extents::Interleaved(extents) => TensorMap::emulated_interleaved(tensor, extents, tile),
             };
             self.memory.input(&format!("tensor map of {extents:?}"), &[map])

@@ -1,11 +1,11 @@
 //! Muon: elementwise kernels, and Newton-Schulz iterations as GEMMs.
 
-use super::{Cuda, Float, global_norm};
+use super::{Cuda, Float, shared_bytes};
 use crate::Result;
-use crate::gemm::{Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Scale};
-use crate::ops::{GlobalNorm, Master, MuonApply, MuonMomentum, Orthogonalize};
+use crate::gemm::{Batch, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, Scale};
+use crate::ops::{Master, MuonApply, MuonMomentum, Orthogonalize};
 use crate::tensor::{DType, Tensor};
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use cuda_std::{GlobalMut, bf16};
 use gpu::muon;
 
@@ -72,20 +72,17 @@ fn launch_apply<T: Float, W: gpu::weights::Master>(
 }
 
 pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> Result<()> {
-    let Orthogonalize { matrix, next, norm, rows, cols, coefficients, .. } = op;
-    let n = rows * cols;
-    global_norm::global_norm(cuda, GlobalNorm { norm, grads: matrix.slice(0, n) })?;
-    let (factor, epsilon) = coefficients.scaling();
-    let launch = muon::muon_scale::<T>(
-        cuda.output("next", next, n)?,
-        cuda.input("matrix", matrix, n)?,
-        cuda.input("norm", norm, 1)?,
-        factor,
-        epsilon,
-        n as u64,
-    );
-    cuda.launch(&launch, [muon::grid::<T>(n), 1, 1], 0)?;
-    let (mut from, mut to) = (next, matrix);
+    let Orthogonalize { matrices, out, next, coefficients, .. } = op;
+    if matrices.is_empty() {
+        return Ok(());
+    }
+    let mut first = 0;
+    while first < matrices.len() {
+        let run = evenly_spaced(&matrices[first..]);
+        scale(cuda, op, first, run)?;
+        first += run.count;
+    }
+    let (mut from, mut to) = (next, out);
     for coefficients in coefficients.steps() {
         step(cuda, op, coefficients, from, to)?;
         std::mem::swap(&mut from, &mut to);
@@ -93,51 +90,128 @@ pub(super) fn orthogonalize<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize) -> 
     Ok(())
 }
 
-/// Computes one Newton-Schulz step from the matrix `from` to the matrix `to`.
+/// Matrices at equal distances.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Run {
+    /// The memory from the first matrix to the end of the last.
+    tensor: Tensor,
+    count: usize,
+    /// Elements from the start of a matrix to that of the next.
+    stride: usize,
+}
+
+/// Returns as many matrices as possible, from the first on.
+fn evenly_spaced(matrices: &[Tensor]) -> Run {
+    let first = matrices[0];
+    let bytes = first.dtype.bytes();
+    let distance = |pair: &[Tensor]| pair[1].offset.checked_sub(pair[0].offset).map(|distance| distance / bytes);
+    // The kernels read vectors of 8 elements.
+    let stride = matrices.windows(2).next().and_then(distance).filter(|stride| stride.is_multiple_of(8));
+    let Some(stride) = stride else { return Run { tensor: first, count: 1, stride: 0 } };
+    let count = 1 + matrices.windows(2).take_while(|pair| distance(pair) == Some(stride)).count();
+    Run { tensor: Tensor { len: (count - 1) * stride + first.len, ..first }, count, stride }
+}
+
+/// Writes the matrices of a run, divided by their norms, to `next`, where they begin with number `first`.
+fn scale<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, first: usize, run: Run) -> Result<()> {
+    let Orthogonalize { next, partials, rows, cols, coefficients, .. } = op;
+    let (n, matrices) = (rows * cols, run.count as u32);
+    ensure!(
+        op.matrices[first..first + run.count].iter().all(|matrix| matrix.len == n),
+        "orthogonalize: expected matrices of {n} elements, found {:?}",
+        op.matrices
+    );
+    let len = run.count * muon::PARTIALS as usize;
+    let partials = partials.slice(first * muon::PARTIALS as usize, len);
+    let inp = cuda.input("matrices", run.tensor, run.tensor.len)?;
+    let sums = muon::muon_squared_sums::<T>(cuda.output("partials", partials, len)?, inp, run.stride as u64, n as u64);
+    cuda.launch(&sums, [muon::PARTIALS, matrices, 1], shared_bytes(muon::shared))?;
+    let stride = Orthogonalize::stride(n);
+    let out_len = (run.count - 1) * stride + n;
+    let (factor, epsilon) = coefficients.scaling();
+    let launch = muon::muon_scale::<T>(
+        cuda.output("next", next.slice(first * stride, out_len), out_len)?,
+        inp,
+        cuda.input("partials", partials, len)?,
+        muon::Scaling { factor, epsilon },
+        stride as u64,
+        run.stride as u64,
+        n as u64,
+    );
+    cuda.launch(&launch, [muon::grid::<T>(n), matrices, 1], shared_bytes(muon::shared))
+}
+
+/// The matrices of one operand of the steps.
+#[derive(Clone, Copy)]
+struct Operand {
+    address: u64,
+    /// Elements from the start of a matrix to that of the next.
+    stride: usize,
+}
+
+/// Returns the address of a batch of matrices with `elements` elements each.
+fn operand<T: Float>(cuda: &Cuda<T>, name: &str, batch: Tensor, op: Orthogonalize, elements: usize) -> Result<Operand> {
+    let stride = Orthogonalize::stride(elements);
+    let address = cuda.operand(name, batch, (op.matrices.len() - 1) * stride + elements)?;
+    Ok(Operand { address, stride })
+}
+
+/// Computes one Newton-Schulz step from the matrices `from` to the matrices `to`.
 fn step<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, [a, b, c]: [f32; 3], from: Tensor, to: Tensor) -> Result<()> {
-    let Orthogonalize { gram, polynomial, rows, cols, .. } = op;
+    let Orthogonalize { rows, cols, .. } = op;
     let side = op.side();
-    compute_gram(cuda, op, from)?;
-    let gram = cuda.operand("gram", gram, side * side)?;
-    let square = GemmOperands {
-        a: gram,
-        b: gram,
-        out: cuda.operand("polynomial", polynomial, side * side)?,
-        residual: Some(gram),
-        scale: Some(Scale { alpha: c, beta: b }),
-        ..GemmOperands::default()
-    };
-    run(cuda, [side; 3], GemmLayout::Nn, GemmEpilogue::Residual, square)?;
-    let x = cuda.operand("matrix", from, rows * cols)?;
-    let (left, right) = if rows <= cols { (square.out, x) } else { (x, square.out) };
-    let product = GemmOperands {
-        a: left,
-        b: right,
-        out: cuda.operand("matrix", to, rows * cols)?,
-        residual: Some(x),
-        scale: Some(Scale { alpha: 1.0, beta: a }),
-        ..GemmOperands::default()
-    };
-    run(cuda, [rows, cols, side], GemmLayout::Nn, GemmEpilogue::Residual, product)
+    let x = operand(cuda, "matrices", from, op, rows * cols)?;
+    let out = operand(cuda, "out", to, op, rows * cols)?;
+    let gram = operand(cuda, "gram", op.gram, op, side * side)?;
+    let polynomial = operand(cuda, "polynomial", op.polynomial, op, side * side)?;
+    let count = op.matrices.len();
+
+    let layout = if rows <= cols { GemmLayout::Nt } else { GemmLayout::Tn };
+    run(cuda, [side, side, rows.max(cols)], layout, GemmEpilogue::Symmetric, count, [x, x, gram], None)?;
+    let scale = Some((gram, Scale { alpha: c, beta: b }));
+    let operands = [gram, gram, polynomial];
+    run(cuda, [side; 3], GemmLayout::Nt, GemmEpilogue::SymmetricResidual, count, operands, scale)?;
+    let (left, right) = if rows <= cols { (polynomial, x) } else { (x, polynomial) };
+    let scale = Some((x, Scale { alpha: 1.0, beta: a }));
+    run(cuda, [rows, cols, side], GemmLayout::Nn, GemmEpilogue::BatchedResidual, count, [left, right, out], scale)
 }
 
-/// Computes X·Xᵀ, or Xᵀ·X if that is smaller. The result is symmetric: a kernel that computes half of its tiles would do.
-fn compute_gram<T: Float>(cuda: &mut Cuda<T>, op: Orthogonalize, x: Tensor) -> Result<()> {
-    let Orthogonalize { gram, rows, cols, .. } = op;
-    let (side, layout) = (op.side(), if rows <= cols { GemmLayout::Nt } else { GemmLayout::Tn });
-    let x = cuda.operand("matrix", x, rows * cols)?;
-    let out = cuda.operand("gram", gram, side * side)?;
-    let operands = GemmOperands { a: x, b: x, out, ..GemmOperands::default() };
-    run(cuda, [side, side, rows.max(cols)], layout, GemmEpilogue::None, operands)
-}
-
+/// Runs a GEMM on a batch of `count` matrices a, b and out, with the residual and the factors of the epilogue.
 fn run<T: Float>(
     cuda: &mut Cuda<T>,
     [m, n, k]: [usize; 3],
     layout: GemmLayout,
     epilogue: GemmEpilogue,
-    operands: GemmOperands,
+    count: usize,
+    [a, b, out]: [Operand; 3],
+    scale: Option<(Operand, Scale)>,
 ) -> Result<()> {
     let gemm = Gemm { m, n, k, layout, precision: cuda.gemm_precision(), epilogue, f32_output: false };
+    let operands = GemmOperands {
+        a: a.address,
+        b: b.address,
+        out: out.address,
+        residual: scale.map(|(residual, _)| residual.address),
+        scale: scale.map(|(_, scale)| scale),
+        batch: Some(Batch { count, a: a.stride, b: b.stride, d: out.stride }),
+        ..GemmOperands::default()
+    };
     cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_as_long_as_possible() {
+        let at = |i: usize| Tensor { offset: 2 * i, len: 24, dtype: DType::Bf16 };
+        let of = |starts: &[usize]| evenly_spaced(&starts.iter().map(|&i| at(i)).collect::<Vec<_>>());
+        let run = |count, stride, len| Run { tensor: Tensor { len, ..at(8) }, count, stride };
+        assert_eq!(of(&[8]), run(1, 0, 24));
+        assert_eq!(of(&[8, 32, 56]), run(3, 24, 72));
+        assert_eq!(of(&[8, 108, 148, 188]), run(1, 0, 24), "100 is not a multiple of 8");
+        assert_eq!(of(&[8, 48, 88, 120]), run(3, 40, 104));
+        assert_eq!(of(&[8, 0]), run(1, 0, 24), "descending");
+    }
 }

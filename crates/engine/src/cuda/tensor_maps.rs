@@ -62,6 +62,7 @@ impl TensorMaps {
 fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
     let (Extents::Matrix([rows, columns])
     | Extents::Matrices([_, rows, columns])
+    | Extents::Batch([_, rows, columns], _)
     | Extents::Interleaved([rows, _, columns])) = extents;
     ensure!(columns.is_multiple_of(8), "TMA: expected rows of a multiple of 8 bf16, found {columns}");
     // The swizzle spans a row of the box.
@@ -77,6 +78,11 @@ fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Resu
         Extents::Matrices([matrices, ..]) => {
             let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
             cuda_driver::TensorMap::tiled(element, tensor, extents, &[row, matrix], tile, swizzle, l2)
+        }
+        Extents::Batch([matrices, ..], stride) => {
+            let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
+            let strides = [row, 2 * wide(stride)];
+            cuda_driver::TensorMap::tiled(element, tensor, extents, &strides, tile, swizzle, l2)
         }
         Extents::Interleaved([_, matrices, _]) => {
             let (extents, tile) = ([columns, matrices, rows].map(wide), [tile_columns, 1, tile_rows]);

@@ -6,7 +6,7 @@ use crate::{Result, Workload};
 use anyhow::{Context, ensure};
 use cuda_std::{Global, GlobalMut};
 use gpu::launch::KernelLaunch;
-use gpu::matmul::launch::{self, GemmOp, GemmShape, KernelOperands, Map, TileConfig, TileShape};
+use gpu::matmul::launch::{self, Batch, GemmOp, GemmShape, KernelOperands, Map, Scale, TileConfig, TileShape};
 
 /// Device memory for the partial sums of weight gradients.
 #[derive(Clone, Copy)]
@@ -49,9 +49,6 @@ pub struct WgmmaGemm {
 impl WgmmaGemm {
     /// Returns the kernel's view of a GEMM, or `None` if no kernel computes it.
     pub fn new(gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
-        if operands.scale.is_some() {
-            return None;
-        }
         let op = match (gemm.layout, gemm.epilogue, gemm.f32_output) {
             (GemmLayout::Nt, GemmEpilogue::None, false) => GemmOp::ABt,
             (GemmLayout::Nt, GemmEpilogue::Bias, false) => GemmOp::ABtBias,
@@ -72,6 +69,10 @@ impl WgmmaGemm {
             (GemmLayout::Tn, GemmEpilogue::Accumulate, false) => GemmOp::AtBAccumulate,
             (GemmLayout::Tn, GemmEpilogue::AccumulateBiasGrad, false) => GemmOp::AtBAccumulateColumnSums,
             (GemmLayout::Tn, GemmEpilogue::Accumulate, true) => GemmOp::AtBAccumulateF32,
+            (GemmLayout::Nn, GemmEpilogue::BatchedResidual, false) => GemmOp::ABScaled,
+            (GemmLayout::Nt, GemmEpilogue::Symmetric, false) => GemmOp::ABtSymmetric,
+            (GemmLayout::Nt, GemmEpilogue::SymmetricResidual, false) => GemmOp::ABtSymmetricScaled,
+            (GemmLayout::Tn, GemmEpilogue::Symmetric, false) => GemmOp::AtBSymmetric,
             _ => return None,
         };
         let shape = GemmShape { m: gemm.m, n: gemm.n, k: gemm.k };
@@ -115,13 +116,16 @@ impl WgmmaGemm {
             needed <= scratch_len,
             "{self:?} with {config:?}: expected {needed} f32 of scratch memory, found {scratch_len}"
         );
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, .. } = self.operands;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, .. } = self.operands;
+        let scale = scale.map_or(Scale::ONE, |scale| Scale { alpha: scale.alpha, beta: scale.beta });
+        let batch =
+            batch.map_or(Batch::ONE, |batch| Batch { count: batch.count, a: batch.a, b: batch.b, out: batch.d });
         let (aux, second) =
             if self.writes_preactivation { (None, preactivation) } else { (preactivation.or(residual), activation) };
         let mut map = |address: u64, Map { extents, tile }: Map| {
             executor.tensor_map(Global::from_address(address), extents, tile)
         };
-        let maps = launch::maps(self.op, self.shape, config.tile);
+        let maps = launch::maps(self.op, self.shape, batch, config.tile);
         let (a, b, out_tensor) = (map(a, maps.a)?, map(b, maps.b)?, map(out, maps.out)?);
         // An operand that the epilogue does not use has the map of out.
         let mut optional = |address: Option<u64>, dimensions: Map| match address {
@@ -133,8 +137,19 @@ impl WgmmaGemm {
             return Ok(Vec::new());
         };
         let bias = GlobalMut::from_address(bias.unwrap_or_default());
-        let operands =
-            KernelOperands { a, b, out: out_tensor, aux, second, bias, out_address: out, scratch, scratch_len };
+        let operands = KernelOperands {
+            a,
+            b,
+            out: out_tensor,
+            aux,
+            second,
+            bias,
+            out_address: out,
+            scratch,
+            scratch_len,
+            scale,
+            count: batch.count,
+        };
         Ok(launch::launches(self.op, self.shape, config, operands, executor.sm_count()))
     }
 }

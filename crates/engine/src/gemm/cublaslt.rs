@@ -4,7 +4,7 @@
 //! column-major outᵀ = op(b)ᵀ · op(a)ᵀ: cuBLASLt's A is our b, its B is our a, its m is our n, and its n is our m.
 
 use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
-use cublaslt::{Element, Epilogue, Operands, Problem};
+use cublaslt::{Batch, Element, Epilogue, Operands, Problem};
 
 /// Returns cuBLASLt's problem for a GEMM that is its own [library part](Gemm::library_part).
 pub fn problem(gemm: &Gemm) -> Problem {
@@ -32,13 +32,15 @@ pub fn problem(gemm: &Gemm) -> Problem {
         },
         accumulate: gemm.epilogue.accumulates(),
         output: gemm.f32_output.then_some(Element::F32),
+        batched: gemm.epilogue.is_batched(),
     }
 }
 
 /// Returns cuBLASLt's problem and operands for a [library part](Gemm::library_part) and its addresses.
 pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
-    let GemmOperands { a, b, out, residual, bias, preactivation, scale, .. } = *operands;
-    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None, scale })
+    let GemmOperands { a, b, out, residual, bias, preactivation, scale, batch, .. } = *operands;
+    let batch = batch.map(|batch| Batch { a: batch.b, b: batch.a, ..batch });
+    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None, scale, batch })
 }
 
 /// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
@@ -50,6 +52,10 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         (true, true) => return None,
     };
     let epilogue = match (layout, problem.epilogue, problem.accumulate) {
+        (GemmLayout::Nt | GemmLayout::Tn, Epilogue::None, false) if problem.batched => GemmEpilogue::Symmetric,
+        (GemmLayout::Nt, Epilogue::None, true) if problem.batched => GemmEpilogue::SymmetricResidual,
+        (GemmLayout::Nn, Epilogue::None, true) if problem.batched => GemmEpilogue::BatchedResidual,
+        _ if problem.batched => return None,
         (_, Epilogue::None, false) => GemmEpilogue::None,
         (GemmLayout::Nt, Epilogue::Bias, false) => GemmEpilogue::Bias,
         (GemmLayout::Nt | GemmLayout::Nn, Epilogue::None, true) => GemmEpilogue::Residual,
@@ -101,11 +107,11 @@ mod tests {
     #[test]
     fn every_gemm_of_the_model_survives_the_round_trip_through_the_stored_problem() {
         use GemmEpilogue::{
-            Accumulate, AccumulateBiasGrad, Bias, BiasGelu, BiasResidual, GeluBackward, GeluBackwardRecompute, None,
-            ReluSquared, ReluSquaredBackward, ReluSquaredBackwardRecompute, Residual, SwiGlu, SwiGluBackward,
-            SwiGluBackwardRecompute,
+            Accumulate, AccumulateBiasGrad, BatchedResidual, Bias, BiasGelu, BiasResidual, GeluBackward,
+            GeluBackwardRecompute, None, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardRecompute, Residual,
+            SwiGlu, SwiGluBackward, SwiGluBackwardRecompute, Symmetric, SymmetricResidual,
         };
-        let nt = [None, Bias, Residual, BiasResidual, BiasGelu, ReluSquared, SwiGlu];
+        let nt = [None, Bias, Residual, BiasResidual, BiasGelu, ReluSquared, SwiGlu, Symmetric, SymmetricResidual];
         let nt = nt.map(|epilogue| (GemmLayout::Nt, epilogue));
         let nn = [
             None,
@@ -116,9 +122,10 @@ mod tests {
             ReluSquaredBackwardRecompute,
             SwiGluBackward,
             SwiGluBackwardRecompute,
+            BatchedResidual,
         ];
         let nn = nn.map(|epilogue| (GemmLayout::Nn, epilogue));
-        let tn = [None, Accumulate, AccumulateBiasGrad].map(|epilogue| (GemmLayout::Tn, epilogue));
+        let tn = [None, Accumulate, AccumulateBiasGrad, Symmetric].map(|epilogue| (GemmLayout::Tn, epilogue));
         for (layout, epilogue) in nt.into_iter().chain(nn).chain(tn) {
             for precision in [GemmPrecision::Bf16, GemmPrecision::F32, GemmPrecision::Tf32] {
                 for f32_output in [false, true] {

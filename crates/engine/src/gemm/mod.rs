@@ -12,7 +12,7 @@ mod choice;
 pub mod cublaslt;
 pub mod reference;
 
-pub use ::cublaslt::Scale;
+pub use ::cublaslt::{Batch, Scale};
 pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
 
 use crate::Result;
@@ -51,7 +51,7 @@ pub enum GemmEpilogue {
     None,
     /// out = sum + bias (N)
     Bias,
-    /// out = residual (M, N) + sum, or with factors out = beta · residual + alpha · sum
+    /// out = residual (M, N) + sum
     Residual,
     /// out = residual (M, N) + sum + bias (N)
     BiasResidual,
@@ -77,6 +77,13 @@ pub enum GemmEpilogue {
     Accumulate,
     /// out += sum; bias (M) += column sums of a (K, M). cuBLASLt lacks it.
     AccumulateBiasGrad,
+    /// out = beta · residual (M, N) + alpha · sum, for each matrix of a batch
+    BatchedResidual,
+    /// out = sum, for each matrix of a batch. b is a, so out is symmetric. cuBLASLt computes all of it, the kernels only the tiles
+    /// on and above the diagonal.
+    Symmetric,
+    /// out = beta · residual (M, N) + alpha · sum, for each matrix of a batch. b is a, and residual is symmetric, so out is, too.
+    SymmetricResidual,
 }
 
 impl GemmEpilogue {
@@ -93,7 +100,10 @@ impl GemmEpilogue {
             | Self::Residual
             | Self::BiasResidual
             | Self::Accumulate
-            | Self::AccumulateBiasGrad => false,
+            | Self::AccumulateBiasGrad
+            | Self::BatchedResidual
+            | Self::Symmetric
+            | Self::SymmetricResidual => false,
             Self::BiasGelu
             | Self::GeluBackward
             | Self::GeluBackwardRecompute
@@ -144,7 +154,22 @@ impl GemmEpilogue {
     }
 
     fn uses_residual(self) -> bool {
-        matches!(self, Self::Residual | Self::BiasResidual)
+        matches!(self, Self::Residual | Self::BiasResidual) || self.uses_scale()
+    }
+
+    /// Reports whether the epilogue has factors.
+    fn uses_scale(self) -> bool {
+        matches!(self, Self::BatchedResidual | Self::SymmetricResidual)
+    }
+
+    /// Reports whether the output is symmetric.
+    fn is_symmetric(self) -> bool {
+        matches!(self, Self::Symmetric | Self::SymmetricResidual)
+    }
+
+    /// Reports whether the operands are batches of matrices.
+    pub(crate) fn is_batched(self) -> bool {
+        self == Self::BatchedResidual || self.is_symmetric()
     }
 
     /// Reports whether the sums are added to something.
@@ -181,7 +206,7 @@ pub struct GemmOperands {
     pub b: u64,
     /// Output.
     pub out: u64,
-    /// Added to the sums by [`GemmEpilogue::Residual`] and [`GemmEpilogue::BiasResidual`].
+    /// Added to the sums by epilogues with a residual.
     pub residual: Option<u64>,
     /// A bias, or its gradient.
     pub bias: Option<u64>,
@@ -191,9 +216,13 @@ pub struct GemmOperands {
     pub activation: Option<u64>,
     /// Output for the sums (M, N) if cuBLASLt computes the GEMM of [`GemmEpilogue::SwiGluBackward`].
     pub sums: Option<u64>,
-    /// Factors of [`GemmEpilogue::Residual`]; both are 1 if absent. Algorithms do not depend on them, so they are not part of
-    /// the [`Gemm`].
+    /// Factors of [`GemmEpilogue::BatchedResidual`] and [`GemmEpilogue::SymmetricResidual`]. Algorithms do not depend on them,
+    /// so they are not part of the [`Gemm`].
     pub scale: Option<Scale>,
+    /// The batch of a batched epilogue: the number of matrices, and the elements from the start of one to that of the next in
+    /// a, b, and `d`: out and residual. Algorithms must not depend on the number, so that the bits of a matrix do not depend
+    /// on the others. So the batch is not part of the [`Gemm`].
+    pub batch: Option<Batch>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -272,9 +301,18 @@ impl Gemm {
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale } = *operands;
-        if scale.is_some() && self.epilogue != GemmEpilogue::Residual {
-            bail!("{self}: factors: expected none for this epilogue, found {scale:?}");
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch } = *operands;
+        for (name, given, used) in [
+            ("factors", scale.is_some(), self.epilogue.uses_scale()),
+            ("batch", batch.is_some(), self.epilogue.is_batched()),
+        ] {
+            if given != used {
+                let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
+                bail!("{self}: {name}: expected {expected} for this epilogue, found {found}");
+            }
+        }
+        if self.epilogue.is_symmetric() && (a != b || self.m != self.n || self.layout == GemmLayout::Nn) {
+            bail!("{self}: a symmetric output: expected one matrix as a and b, multiplied by its transpose");
         }
         let optional = [
             ("residual", residual, self.epilogue.uses_residual()),
@@ -333,6 +371,9 @@ impl fmt::Display for Gemm {
             GemmEpilogue::SwiGluBackwardRecompute => " swiglu-backward+swiglu",
             GemmEpilogue::Accumulate => " accumulate",
             GemmEpilogue::AccumulateBiasGrad => " accumulate+bias-grad",
+            GemmEpilogue::BatchedResidual => " batched residual",
+            GemmEpilogue::Symmetric => " batched symmetric",
+            GemmEpilogue::SymmetricResidual => " batched symmetric residual",
         };
         let output = if self.f32_output { " f32-out" } else { "" };
         write!(f, "{}x{}x{} {layout} {precision}{epilogue}{output}", self.m, self.n, self.k)
@@ -362,6 +403,7 @@ mod tests {
         activation: None,
         sums: None,
         scale: None,
+        batch: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
@@ -393,9 +435,21 @@ mod tests {
         Gemm { epilogue: GemmEpilogue::BiasResidual, ..FORWARD }.validate(&residual).unwrap();
         assert!(refusal(FORWARD, residual).contains("residual"));
         let scale = Some(Scale { alpha: 1.0, beta: 0.5 });
-        let scaled = GemmOperands { bias: None, scale, ..residual };
-        Gemm { layout: GemmLayout::Nn, epilogue: GemmEpilogue::Residual, ..FORWARD }.validate(&scaled).unwrap();
+        let batch = Some(Batch { count: 2, a: 256 * 768, b: 768 * 2304, d: 256 * 2304 });
+        let batched = Gemm { layout: GemmLayout::Nn, epilogue: GemmEpilogue::BatchedResidual, ..FORWARD };
+        let scaled = GemmOperands { bias: None, scale, batch, ..residual };
+        batched.validate(&scaled).unwrap();
+        assert!(refusal(batched, GemmOperands { scale: None, ..scaled }).contains("factors: expected some"));
+        assert!(refusal(batched, GemmOperands { batch: None, ..scaled }).contains("batch: expected some"));
         assert!(refusal(FORWARD, GemmOperands { scale, ..AT }).contains("factors: expected none"));
+        assert!(refusal(FORWARD, GemmOperands { batch, ..AT }).contains("batch: expected none"));
+        let symmetric = Gemm { n: 256, layout: GemmLayout::Tn, epilogue: GemmEpilogue::Symmetric, ..FORWARD };
+        let gram = GemmOperands { b: AT.a, residual: None, scale: None, ..scaled };
+        symmetric.validate(&gram).unwrap();
+        assert!(
+            refusal(symmetric, GemmOperands { b: AT.b, ..gram }).contains("a symmetric output: expected one matrix")
+        );
+        assert!(refusal(Gemm { m: 128, ..symmetric }, gram).contains("a symmetric output"));
         assert!(refusal(FORWARD, GemmOperands { a: 0x2008, ..AT }).ends_with("found 0x2008"));
         assert!(refusal(FORWARD, GemmOperands { out: 0, ..AT }).ends_with("found 0x0"));
     }

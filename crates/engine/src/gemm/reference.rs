@@ -14,9 +14,21 @@ use cuda_std::{GlobalMut, bf16};
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
 
-/// Runs a GEMM that is its own [library part](Gemm::library_part). Fails if an operand does not lie in one buffer or if what it
-/// reads was never written.
+/// Runs a GEMM that is its own [library part](Gemm::library_part), for each matrix of its batch. Fails if an operand does not lie
+/// in one buffer or if what it reads was never written.
 pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
+    let Some(batch) = operands.batch else { return run_one(gemm, operands, memory) };
+    let bytes = if gemm.precision == GemmPrecision::Bf16 { size_of::<bf16>() } else { size_of::<f32>() };
+    (0..batch.count).try_for_each(|i| {
+        let at = |address: u64, stride: usize| address + (i * stride * bytes) as u64;
+        let GemmOperands { a, b, out, residual, .. } = *operands;
+        let residual = residual.map(|residual| at(residual, batch.d));
+        let one = GemmOperands { a: at(a, batch.a), b: at(b, batch.b), out: at(out, batch.d), residual, ..*operands };
+        run_one(gemm, &one, memory)
+    })
+}
+
+fn run_one(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     match gemm.precision {
         GemmPrecision::Bf16 if gemm.f32_output => typed::<bf16, f32>(gemm, operands, memory),
         GemmPrecision::Bf16 => typed::<bf16, bf16>(gemm, operands, memory),
@@ -90,7 +102,10 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
         | GemmEpilogue::Bias
         | GemmEpilogue::Residual
         | GemmEpilogue::BiasResidual
-        | GemmEpilogue::Accumulate => {}
+        | GemmEpilogue::Accumulate
+        | GemmEpilogue::BatchedResidual
+        | GemmEpilogue::Symmetric
+        | GemmEpilogue::SymmetricResidual => {}
         GemmEpilogue::GeluBackwardRecompute
         | GemmEpilogue::ReluSquared
         | GemmEpilogue::ReluSquaredBackward

@@ -170,24 +170,28 @@ impl MuonCoefficients {
     }
 }
 
-/// Replaces a matrix by an approximation of the nearest semi-orthogonal one: scales it by its Frobenius norm, then runs five
-/// Newton-Schulz steps, each `A = X·Xᵀ`, `B = b·A + c·A·A`, `X = a·X + B·X`. Matrices with more rows than columns are multiplied
-/// from the right, so that A is square of the shorter side.
+/// Computes an approximation of the nearest semi-orthogonal matrix to each of several matrices of one shape: scales it by its
+/// Frobenius norm, then runs five Newton-Schulz steps, each `A = X·Xᵀ`, `B = b·A + c·A·A`, `X = a·X + B·X`. Matrices with more
+/// rows than columns are multiplied from the right, so that A is square of the shorter side.
 ///
-/// A step reads one of `matrix` and `next` and writes the other. The scaling writes `next`, so an odd number of steps ends in
-/// `matrix`.
+/// The matrices are processed as a batch. The bits of a result do not depend on the other matrices of the batch.
+///
+/// The scaling writes `next`. A step reads one of `next` and `out` and writes the other, so an odd number of steps ends in `out`.
+/// In these and in A and B, matrix i begins at element i · [`stride`](Self::stride).
 #[derive(Clone, Copy, Debug)]
-pub struct Orthogonalize {
-    /// (rows, cols) float, replaced
-    pub matrix: Tensor,
-    /// (rows, cols) float, overwritten
+pub struct Orthogonalize<'a> {
+    /// The matrices, each (rows, cols) float; only read
+    pub matrices: &'a [Tensor],
+    /// (matrices, rows, cols) float, the results
+    pub out: Tensor,
+    /// (matrices, rows, cols) float; overwritten
     pub next: Tensor,
-    /// (s, s) float, A of a step, where s is the smaller of rows and cols; overwritten
+    /// (matrices, s, s) float, A of a step, where s is the smaller of rows and cols; overwritten
     pub gram: Tensor,
-    /// (s, s) float, B of a step; overwritten
+    /// (matrices, s, s) float, B of a step; overwritten
     pub polynomial: Tensor,
-    /// (1) f32, the Frobenius norm of `matrix`; overwritten
-    pub norm: Tensor,
+    /// (matrices, [`PARTIALS`](gpu::muon::PARTIALS)) f32, partial sums of the squared norms; overwritten
+    pub partials: Tensor,
     /// Rows.
     pub rows: usize,
     /// Columns.
@@ -196,13 +200,25 @@ pub struct Orthogonalize {
     pub coefficients: MuonCoefficients,
 }
 
-impl Orthogonalize {
+impl Orthogonalize<'_> {
     /// Returns the shorter side of a matrix.
     pub fn side(self) -> usize {
         self.rows.min(self.cols)
     }
 
-    /// Returns the floating-point operations for a matrix of this shape.
+    /// Returns the elements from the start of a matrix of `elements` elements to that of the next in a batch. All matrices of
+    /// a batch have the alignment of the first.
+    pub const fn stride(elements: usize) -> usize {
+        elements.next_multiple_of(cublaslt::Batch::ALIGNMENT)
+    }
+
+    /// Returns the place of result `i` in `out`.
+    pub fn result(self, i: usize) -> Tensor {
+        let n = self.rows * self.cols;
+        self.out.slice(i * Self::stride(n), n)
+    }
+
+    /// Returns the floating-point operations for a matrix of this shape if all elements of A and B are computed.
     pub const fn flops(rows: usize, cols: usize) -> usize {
         let (short, long) = if rows < cols { (rows, cols) } else { (cols, rows) };
         // Three GEMMs per step, for a matrix X with the sides s <= l: X Xᵀ takes 2 s² l FLOPs, its square 2 s³, B X again 2 s² l.

@@ -9,7 +9,7 @@ use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check};
-use engine::open::{MatmulBackend, Opened, Precision};
+use engine::open::{Opened, Precision};
 use interchange::ModelSource;
 use model::schedule::Kind;
 use model::{Descriptor, MasterWeights, Moments, Optimizer, fit};
@@ -143,10 +143,6 @@ fn check_optimizer(options: &Options, descriptor: Descriptor, precision: Precisi
         let bf16 = precision == Precision::Bf16;
         ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found --precision fp32; omit this flag");
     }
-    ensure!(
-        !muon || options.hardware.matmul != MatmulBackend::Rust,
-        "--optimizer muon: no kernel of --matmul rust computes its GEMMs; expected --matmul auto or cublaslt"
-    );
     ensure!(
         options.warmdown.is_none() || options.schedule == Kind::Trapezoidal,
         "--warmdown: expected --schedule trapezoidal, found another schedule; add it or omit this flag"

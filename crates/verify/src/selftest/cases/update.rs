@@ -6,6 +6,7 @@ use crate::selftest::compare::Tolerance;
 use engine::Workload;
 use engine::ops::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 use engine::tensor::{DType, Tensor};
+use gpu::muon::PARTIALS;
 use model::{MasterWeights, Moments};
 
 /// Returns every operation at small and odd sizes.
@@ -13,9 +14,11 @@ pub(super) fn edge_cases() -> Vec<Case> {
     let mut cases: Vec<Case> = [8, 1000, 12_344].into_iter().flat_map(adamw_forms).collect();
     // Matrices need not divide into vectors.
     cases.extend([8, 1001, 12_344].into_iter().flat_map(muon_forms));
+    // More than one tile of 128 x 128 or 128 x 192.
+    cases.extend([(136, 456), (520, 200)].map(|(r, c)| orthogonalize(2, r, c, MuonCoefficients::PolarExpress)));
     for (rows, cols) in [(8, 40), (96, 24), (16, 72)] {
         let kinds = [MuonCoefficients::PolarExpress, MuonCoefficients::Classic];
-        cases.extend(kinds.map(|kind| orthogonalize(rows, cols, kind)));
+        cases.extend(kinds.map(|kind| orthogonalize(3, rows, cols, kind)));
     }
     cases
 }
@@ -24,7 +27,7 @@ pub(super) fn edge_cases() -> Vec<Case> {
 pub(super) fn model_cases() -> Vec<Case> {
     let mut cases: Vec<Case> = [1 << 20, 7_087_872].into_iter().flat_map(adamw_forms).collect();
     cases.extend(muon_forms(1 << 20));
-    cases.extend([(768, 3072), (3072, 768)].map(|(r, c)| orthogonalize(r, c, MuonCoefficients::PolarExpress)));
+    cases.extend([(768, 3072), (3072, 768)].map(|(r, c)| orthogonalize(4, r, c, MuonCoefficients::PolarExpress)));
     cases
 }
 
@@ -192,20 +195,29 @@ fn muon_apply(n: usize, master_weights: MasterWeights) -> Case {
     }))
 }
 
-/// Returns an orthogonalization of a random matrix. Matrices that are far from square have no small singular values.
-fn orthogonalize(rows: usize, cols: usize, coefficients: MuonCoefficients) -> Case {
+/// Returns an orthogonalization of `count` random matrices as a batch. Matrices that are far from square have no small singular
+/// values.
+fn orthogonalize(count: usize, rows: usize, cols: usize, coefficients: MuonCoefficients) -> Case {
     let (n, side) = (rows * cols, rows.min(cols));
+    let (batch, square) = (count * Orthogonalize::stride(n), count * Orthogonalize::stride(side * side));
     let operands = vec![
-        accumulated("matrix", n, Tolerance::ORTHOGONALIZED),
-        input("next", n, Init::Poison),
-        input("gram", side * side, Init::Poison),
-        input("polynomial", side * side, Init::Poison),
-        f32(output("norm", 1, Tolerance::REDUCTION)),
+        input("matrices", count * n, UNIT),
+        // The elements between the matrices of a batch are not written.
+        output("results", count * n, Tolerance::ORTHOGONALIZED),
+        input("out", batch, Init::Poison),
+        input("next", batch, Init::Poison),
+        input("gram", square, Init::Poison),
+        input("polynomial", square, Init::Poison),
+        f32(input("partials", count * PARTIALS as usize, Init::Poison)),
     ];
-    let work = Work { floats: 0, bytes: 0, flops: Orthogonalize::flops(rows, cols) };
-    let name = format!("{rows}x{cols} {coefficients:?}");
+    let work = Work { floats: 0, bytes: 0, flops: count * Orthogonalize::flops(rows, cols) };
+    let name = format!("{count} of {rows}x{cols} {coefficients:?}");
     case("orthogonalize", name, workload(1, 1, 8, 1, 128, n), operands, work, move |e, x| {
-        let [matrix, next, gram, polynomial, norm] = [x[0], x[1], x[2], x[3], x[4]];
-        e.run(Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients })
+        let [all, results, out, next, gram, polynomial, partials] = [x[0], x[1], x[2], x[3], x[4], x[5], x[6]];
+        let matrices: Vec<Tensor> = (0..count).map(|i| all.part(i, count)).collect();
+        let matrices = &matrices;
+        let op = Orthogonalize { matrices, out, next, gram, polynomial, partials, rows, cols, coefficients };
+        e.run(op)?;
+        (0..count).try_for_each(|i| e.copy(results.part(i, count), op.result(i)))
     })
 }
