@@ -58,6 +58,16 @@ fn matmuls_match_cpu_engine_in_every_tile_configuration() {
     }
 }
 
+/// Symmetric outputs have two tile configurations, others six.
+#[test]
+fn orthogonalization_matches_cpu_engine_in_every_tile_configuration() {
+    for config in 0..6 {
+        let matmul = MatmulBackend::Rust;
+        let gpu = EmulatedGpu { hopper: true, matmul, kernel_config: Some(config), ..EmulatedGpu::default() };
+        assert_cases_match("orthogonalize", emulated(gpu, Precision::Bf16, None, true));
+    }
+}
+
 #[test]
 fn f32_operations_match_cpu_engine() {
     assert_operations_match(Precision::Fp32, false);

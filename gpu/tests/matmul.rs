@@ -9,7 +9,9 @@ use cuda_std::{Element, GlobalMut};
 use cuda_std::{Global, bf16};
 use gpu::gelu::{self, gelu_forward};
 use gpu::launch::Extents;
-use gpu::matmul::launch::{self, GemmOp, GemmShape, KernelOperands, Map, TileConfig, TileShape, candidate_configs};
+use gpu::matmul::launch::{
+    self, Batch, GemmOp, GemmShape, KernelOperands, Map, Scale, TileConfig, TileShape, candidate_configs,
+};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
 use proptest::strategy::Strategy;
@@ -177,7 +179,7 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outputs {
     let second = if case.has_second() { memory.output("second", len) } else { as_bf16 };
     let scratch_len = case.config.scratch_len(case.op, case.shape());
     let scratch = if scratch_len > 0 { memory.output("scratch", scratch_len) } else { GlobalMut::from_address(0) };
-    let maps = launch::maps(case.op, case.shape(), case.config.tile);
+    let maps = launch::maps(case.op, case.shape(), Batch::ONE, case.config.tile);
     let mut map = |name: &str, base: Global<bf16>, Map { extents, tile }: Map| {
         let Extents::Matrix([rows, columns]) = extents else { panic!("expected a matrix, found {extents:?}") };
         memory.input(name, &[TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1)])
@@ -192,6 +194,8 @@ fn run_to<O: Tolerance>(case: Case, inputs: &Inputs) -> Outputs {
         out_address: out.pointer().addr() as u64,
         scratch,
         scratch_len,
+        scale: Scale::ONE,
+        count: 1,
     };
     for kernel in launch::launches(case.op, case.shape(), case.config, operands, case.blocks) {
         entries::launched(&kernel.launch);

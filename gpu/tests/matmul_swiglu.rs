@@ -7,7 +7,7 @@ use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Element, Global, GlobalMut, bf16};
 use gpu::launch::Extents;
-use gpu::matmul::launch::{self, GemmOp, GemmShape, KernelOperands, Map, TileConfig, TileShape};
+use gpu::matmul::launch::{self, Batch, GemmOp, GemmShape, KernelOperands, Map, Scale, TileConfig, TileShape};
 use gpu::swiglu::{self, swiglu_forward};
 use proptest::arbitrary::any;
 use proptest::sample::{Index, select};
@@ -92,11 +92,12 @@ fn run(case: Case, inputs: &Inputs) -> Outputs {
     let (out_len, second_len) = if op == FORWARD { (m * f, 2 * m * f) } else { (2 * m * f, m * f) };
     let out = memory.output::<bf16>("out", out_len);
     let second = if op == BACKWARD { out } else { memory.output::<bf16>("second", second_len) };
-    let maps = launch::maps(op, case.shape(), case.tile);
+    let maps = launch::maps(op, case.shape(), Batch::ONE, case.tile);
     let mut map = |name: &str, base: Global<bf16>, Map { extents, tile }: Map| {
         let map = match extents {
             Extents::Matrix([rows, columns]) => TensorMap::emulated(base, rows, columns, 2 * columns, tile.0, tile.1),
             Extents::Matrices(extents) => TensorMap::emulated_3d(base, extents, tile),
+            Extents::Batch(..) => panic!("expected matrices, found {extents:?}"),
             Extents::Interleaved(extents) => TensorMap::emulated_interleaved(base, extents, tile),
         };
         memory.input(name, &[map])
@@ -111,6 +112,8 @@ fn run(case: Case, inputs: &Inputs) -> Outputs {
         out_address: out.pointer().addr() as u64,
         scratch: GlobalMut::from_address(0),
         scratch_len: 0,
+        scale: Scale::ONE,
+        count: 1,
     };
     for kernel in launch::launches(op, case.shape(), case.config(), operands, case.blocks) {
         entries::launched(&kernel.launch);

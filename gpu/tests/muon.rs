@@ -5,14 +5,14 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, GlobalMut, bf16};
-use gpu::muon::{self, Scalars};
+use gpu::muon::{self, Scalars, Scaling};
 use gpu::noise::{Stream, round, round_from};
 use gpu::remainder;
 
 tests! {
     kernels of "muon.rs";
-    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, apply_matches_f64_reference,
-        non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, result_does_not_depend_on_length,
+    for both types: momentum_matches_f64_reference, scale_matches_f64_reference, matrices_are_scaled_independently,
+        apply_matches_f64_reference, non_finite_loss_or_norm_skips_the_step, nan_stays_in_its_element, result_does_not_depend_on_length,
         parameters_are_rounded_masters, a_zero_matrix_stays_zero;
     once: bf16_momentum_is_rounded_f32_momentum, remainders_are_exact_master_weights,
         remainders_keep_nan_in_its_element_and_skip_steps;
@@ -41,14 +41,31 @@ fn momentum<T: Tolerance, M: Tolerance>(m: &[M], grads: &[T], stats: [f32; 2], c
     (memory.read(m), memory.read(update))
 }
 
-fn scaled<T: Tolerance>(inp: &[T], norm: f32, factor: f32, epsilon: f32) -> Vec<T> {
+/// Returns matrices after [`muon::muon_squared_sums`] and [`muon::muon_scale`]. They begin at odd multiples of 8 elements, and
+/// the elements between them are not written.
+fn scaled<T: Tolerance>(matrices: &[&[T]], factor: f32, epsilon: f32) -> Vec<Vec<T>> {
     let mut memory = Memory::new();
-    let n = inp.len();
-    let out = memory.output("out", n);
-    let inp = memory.input("inp", inp);
-    let norm = memory.input("norm", &[norm]);
-    run(&mut memory, &muon::muon_scale(out, inp, norm, factor, epsilon, n as u64), muon::grid::<T>(n), 0);
-    memory.read(out)
+    let (n, count) = (matrices[0].len(), matrices.len());
+    let (inp_stride, out_stride) = (n.next_multiple_of(8) + 8, n.next_multiple_of(8) + 24);
+    // A NaN between the matrices would spread.
+    let mut all = vec![T::from_f32(f32::NAN); count * inp_stride];
+    for (at, matrix) in all.chunks_mut(inp_stride).zip(matrices) {
+        at[..n].copy_from_slice(matrix);
+    }
+    let inp = memory.input("inp", &all);
+    let out = memory.buffer("out", &vec![T::from_f32(5.0); count * out_stride]);
+    let partials = memory.output("partials", count * muon::PARTIALS as usize);
+    let (blocks, bytes) = (count as u32, common::shared_bytes(muon::shared));
+    let sums = muon::muon_squared_sums(partials, inp, inp_stride as u64, n as u64);
+    run(&mut memory, &sums, [muon::PARTIALS, blocks, 1], bytes);
+    let (strides, scaling) = ([out_stride, inp_stride].map(|x| x as u64), Scaling { factor, epsilon });
+    let scale = muon::muon_scale(out, inp, partials.reader(), scaling, strides[0], strides[1], n as u64);
+    run(&mut memory, &scale, [muon::grid::<T>(n), blocks, 1], bytes);
+    let split = |out: &[T]| {
+        assert!(wide(&out[n..]).iter().all(|x| x.to_bits() == 5f64.to_bits()), "n {n}: writes behind a matrix");
+        out[..n].to_vec()
+    };
+    memory.read(out).chunks(out_stride).map(split).collect()
 }
 
 const SCALARS: Scalars = Scalars { learning_rate: 0.02, scale: 1.5, weight_decay: 0.1, seed: 9 };
@@ -111,15 +128,45 @@ fn momentum_matches_f64_reference<T: Tolerance>() {
     }
 }
 
+/// Returns matrices of n elements with norms of different magnitudes.
+fn matrices<T: Tolerance>(n: usize) -> [Vec<T>; 3] {
+    [(1.0, 3), (1e-3, 4), (300.0, 5)].map(|(scale, seed)| {
+        let values: Vec<f64> = noise(n, seed).iter().map(|x| x * scale).collect();
+        rounded(&values)
+    })
+}
+
 fn scale_matches_f64_reference<T: Tolerance>() {
-    for n in lengths() {
-        let inp = values::<T>(n, 3);
-        let want: Vec<f64> = wide(&inp).iter().map(|x| x / (3.0 * 1.01 + 1e-6)).collect();
-        assert_close("out", &wide(&scaled(&inp, 3.0, 1.01, 1e-6)), &want, T::ROUNDING, 1e-6);
+    // In the longest matrix, each block sums more than once.
+    for n in lengths().chain([300_001]) {
+        // Epsilon matters where the norm is small.
+        for (factor, epsilon) in [(1.01, 1e-6), (1.0, 0.5)] {
+            let matrices = matrices::<T>(n);
+            let got = scaled(&matrices.each_ref().map(|matrix| &matrix[..]), factor, epsilon);
+            for (got, matrix) in got.iter().zip(&matrices) {
+                let norm = wide(matrix).iter().map(|x| x * x).sum::<f64>().sqrt();
+                let divisor = norm * f64::from(factor) + f64::from(epsilon);
+                let want: Vec<f64> = wide(matrix).iter().map(|x| x / divisor).collect();
+                assert_close("out", &wide(got), &want, 2.0 * T::ROUNDING, 1e-6);
+            }
+        }
     }
-    // Epsilon matters where the norm is small.
-    let want: Vec<f64> = wide(&values::<T>(9, 3)).iter().map(|x| x / 1.5).collect();
-    assert_close("out", &wide(&scaled(&values::<T>(9, 3), 1.0, 1.0, 0.5)), &want, T::ROUNDING, 1e-6);
+}
+
+/// The result for a matrix has the same bits in any batch. NaN stays in its matrix.
+fn matrices_are_scaled_independently<T: Tolerance>() {
+    for n in [1, 17, 2048, 5003] {
+        let mut matrices = matrices::<T>(n);
+        let together = scaled(&matrices.each_ref().map(|matrix| &matrix[..]), 1.01, 1e-6);
+        for (matrix, want) in matrices.iter().zip(&together) {
+            assert_same("alone", &wide(&scaled(&[matrix], 1.01, 1e-6)[0]), &wide(want));
+        }
+        matrices[1][n - 1] = T::from_f32(f32::NAN);
+        let got = scaled(&matrices.each_ref().map(|matrix| &matrix[..]), 1.01, 1e-6);
+        assert_same("first", &wide(&got[0]), &wide(&together[0]));
+        assert_same("last", &wide(&got[2]), &wide(&together[2]));
+        assert!(got[1].iter().all(|x| x.to_f32().is_nan()));
+    }
 }
 
 fn apply_matches_f64_reference<T: Tolerance>() {
@@ -164,16 +211,14 @@ fn nan_stays_in_its_element<T: Tolerance>() {
     for (n, at) in [(1, 0), (17, 16), (2049, 1031)] {
         let (m, mut grads) = (values::<f32>(n, 1), values::<T>(n, 2));
         let (mut want_m, mut want_update) = momentum(&m, &grads, STATS, CLIP);
-        let mut want_scaled = scaled(&grads, 2.0, 1.0, 0.0);
         let (params, masters) = (values::<T>(n, 4), values::<f32>(n, 6));
         let (mut want, want_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
         let (nan, mut want_masters) = (T::from_f32(f32::NAN), want_masters.unwrap());
         (grads[at], want_m[at], want_update[at]) = (nan, f32::NAN, nan);
-        (want_scaled[at], want[at], want_masters[at]) = (nan, nan, f32::NAN);
+        (want[at], want_masters[at]) = (nan, f32::NAN);
         let (got_m, got_update) = momentum(&m, &grads, STATS, CLIP);
         assert_same("m", &wide(&got_m), &wide(&want_m));
         assert_same("update", &wide(&got_update), &wide(&want_update));
-        assert_same("scaled", &wide(&scaled(&grads, 2.0, 1.0, 0.0)), &wide(&want_scaled));
         let (got, got_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
         assert_same("params", &wide(&got), &wide(&want));
         assert_same("masters", &wide(&got_masters.unwrap()), &wide(&want_masters));
@@ -186,14 +231,12 @@ fn result_does_not_depend_on_length<T: Tolerance>() {
     let (m, grads) = (values::<f32>(ALL, 1), values::<T>(ALL, 2));
     let (params, masters) = (values::<T>(ALL, 4), values::<f32>(ALL, 6));
     let (all_m, all_update) = momentum(&m, &grads, STATS, CLIP);
-    let all_scaled = scaled(&grads, 2.0, 1.01, 1e-6);
     let (all_params, all_masters) = applied(&params, Some(&masters), &grads, STATS, SCALARS);
     let (all_alone, _) = applied(&params, None, &grads, STATS, SCALARS);
     for n in lengths() {
         let (got_m, got_update) = momentum(&m[..n], &grads[..n], STATS, CLIP);
         assert_same("m", &wide(&got_m), &wide(&all_m[..n]));
         assert_same("update", &wide(&got_update), &wide(&all_update[..n]));
-        assert_same("scaled", &wide(&scaled(&grads[..n], 2.0, 1.01, 1e-6)), &wide(&all_scaled[..n]));
         let (got, got_masters) = applied(&params[..n], Some(&masters[..n]), &grads[..n], STATS, SCALARS);
         assert_same("params", &wide(&got), &wide(&all_params[..n]));
         assert_same("masters", &wide(&got_masters.unwrap()), &wide(&all_masters.as_ref().unwrap()[..n]));
@@ -217,7 +260,7 @@ fn parameters_are_rounded_masters<T: Tolerance>() {
 /// Epsilon keeps the scaled zero matrix from becoming NaN.
 fn a_zero_matrix_stays_zero<T: Tolerance>() {
     let zeros = vec![T::from_f32(0.0); 1030];
-    assert_same("scaled", &wide(&scaled(&zeros, 0.0, 1.01, 1e-6)), &[0.0; 1030]);
+    assert_same("scaled", &wide(&scaled(&[&zeros], 1.01, 1e-6)[0]), &[0.0; 1030]);
 }
 
 /// The update does not depend on the type of m. bf16 m is that in f32, rounded with the bits of its stream.

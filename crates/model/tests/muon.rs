@@ -3,7 +3,7 @@
 use distributed::Ranks;
 use distributed::tcp_group::TcpGroup;
 use engine::cpu::Cpu;
-use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::cuda::{EmulatedGpu, MatmulBackend, Precision, emulated};
 use engine::ops::{Activation, AdamW, MuonCoefficients, Orthogonalize};
 use engine::plan::{Group, Plan};
 use engine::tensor::DType;
@@ -105,18 +105,24 @@ fn random(len: usize, seed: u32) -> Vec<f32> {
     (0..len as u32).map(|i| gpu::noise::squirrel5(i, seed) as f32 / u32::MAX as f32 * 2.0 - 1.0).collect()
 }
 
-fn orthogonalized(
+/// Orthogonalizes matrices as one batch.
+fn orthogonalized_together(
     engine: &mut dyn Engine,
     (rows, cols): (usize, usize),
-    values: &[f32],
+    values: &[Vec<f32>],
     coefficients: MuonCoefficients,
-) -> Vec<f32> {
+) -> Vec<Vec<f32>> {
     let mut plan = Plan::new();
-    let (dtype, side) = (engine.dtype(), rows.min(cols));
+    let (dtype, side, count) = (engine.dtype(), rows.min(cols), values.len());
     let mut add = |name, len, dtype| plan.add(Group::Activations, name, &[len], dtype);
-    let [matrix, next] = ["matrix", "next"].map(|name| add(name, rows * cols, dtype));
-    let [gram, polynomial] = ["gram", "polynomial"].map(|name| add(name, side * side, dtype));
-    let norm = add("norm", 1, DType::F32);
+    // Two matrices at equal distances, then others.
+    let places = [0, 1, 2, 5, 6].map(|i| i * (rows * cols + 8));
+    let all = add("matrices", places[4] + rows * cols, dtype);
+    let matrices: Vec<Tensor> = places[..count].iter().map(|&start| all.slice(start, rows * cols)).collect();
+    let [out, next] = ["out", "next"].map(|name| add(name, count * Orthogonalize::stride(rows * cols), dtype));
+    let square = count * Orthogonalize::stride(side * side);
+    let [gram, polynomial] = ["gram", "polynomial"].map(|name| add(name, square, dtype));
+    let partials = add("partials", count * gpu::muon::PARTIALS as usize, DType::F32);
     let attention = Descriptor::gpt2(1, 1, 8, 8, 8).unwrap().attention(1, 8);
     let workload = engine::Workload {
         attention,
@@ -131,9 +137,24 @@ fn orthogonalized(
     };
     engine.plan(&mut plan, &workload);
     engine.allocate(&plan).unwrap();
-    engine.write(matrix, values).unwrap();
-    engine.run(Orthogonalize { matrix, next, gram, polynomial, norm, rows, cols, coefficients }).unwrap();
-    engine.read(matrix).unwrap()
+    for (matrix, values) in matrices.iter().zip(values) {
+        engine.write(*matrix, values).unwrap();
+    }
+    let op = Orthogonalize { matrices: &matrices, out, next, gram, polynomial, partials, rows, cols, coefficients };
+    engine.run(op).unwrap();
+    for (matrix, values) in matrices.iter().zip(values) {
+        assert!(dtype != DType::F32 || engine.read(*matrix).unwrap() == *values, "the input is only read");
+    }
+    (0..count).map(|i| engine.read(op.result(i)).unwrap()).collect()
+}
+
+fn orthogonalized(
+    engine: &mut dyn Engine,
+    shape: (usize, usize),
+    values: &[f32],
+    coefficients: MuonCoefficients,
+) -> Vec<f32> {
+    orthogonalized_together(engine, shape, &[values.to_vec()], coefficients).remove(0)
 }
 
 const SHAPES: [(usize, usize); 6] = [(1, 8), (16, 16), (24, 40), (40, 24), (64, 16), (32, 96)];
@@ -167,6 +188,55 @@ fn newton_schulz_matches_f64_reference() {
     let wide = [(1, 8), (16, 64), (64, 16), (32, 96)];
     let error = largest_error(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, true), &wide);
     assert!(error < 5e-2, "bf16: {error}");
+}
+
+/// Returns an emulated GPU in bf16 with cuBLASLt's or this program's GEMMs. The latter choose configuration `config`.
+fn bf16(matmul: MatmulBackend, config: Option<usize>) -> Box<dyn Engine> {
+    let gpu = EmulatedGpu { hopper: true, matmul, kernel_config: config, ..EmulatedGpu::default() };
+    emulated(gpu, Precision::Bf16, None, true)
+}
+
+/// This program's GEMMs sum in another order than the reference that stands for cuBLASLt. With all tile shapes they have the same
+/// bits, so a matrix has the same bits however it is batched.
+#[test]
+fn kernels_of_all_tile_shapes_agree() {
+    for (rows, cols) in [(16, 64), (200, 136), (72, 264)] {
+        let values = random(rows * cols, 3);
+        let kind = MuonCoefficients::PolarExpress;
+        let of = |matmul, config| orthogonalized(&mut *bf16(matmul, config), (rows, cols), &values, kind);
+        let library = of(MatmulBackend::Cublaslt, None);
+        let kernels = of(MatmulBackend::Rust, None);
+        for (got, want) in kernels.iter().zip(&library) {
+            assert!((got - want).abs() < 5e-2, "{rows}x{cols}: {got}, {want}");
+        }
+        for config in 0..6 {
+            assert!(of(MatmulBackend::Rust, Some(config)) == kernels, "{rows}x{cols}, configuration {config}");
+        }
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_rest_of_the_batch() {
+    let kind = MuonCoefficients::Classic;
+    let engines: [fn() -> Box<dyn Engine>; 4] = [
+        || Box::new(Cpu::new()),
+        || emulated(EmulatedGpu::new(false), Precision::Fp32, None, true),
+        || bf16(MatmulBackend::Cublaslt, None),
+        || bf16(MatmulBackend::Rust, None),
+    ];
+    for engine in engines {
+        for shape in [(24, 40), (136, 72)] {
+            // Norms differ by orders of magnitude.
+            let matrix = |i: u32| random(shape.0 * shape.1, i).iter().map(|x| x * 100f32.powi(i as i32)).collect();
+            let values: Vec<Vec<f32>> = (0..5).map(matrix).collect();
+            let together = orthogonalized_together(&mut *engine(), shape, &values, kind);
+            for (i, (values, got)) in values.iter().zip(&together).enumerate() {
+                assert!(*got == orthogonalized(&mut *engine(), shape, values, kind), "{shape:?}, matrix {i}");
+            }
+            let pair = orthogonalized_together(&mut *engine(), shape, &[values[4].clone(), values[1].clone()], kind);
+            assert!(pair[0] == together[4] && pair[1] == together[1], "{shape:?}");
+        }
+    }
 }
 
 #[test]
@@ -406,7 +476,12 @@ fn trained_together(ranks: usize, stage: u8, engine: NewEngine) -> Vec<Part> {
 #[test]
 fn every_zero_stage_gives_the_same_bits() {
     let on_gpu = || emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);
-    let engines: [(&str, NewEngine); 2] = [("CPU", || Box::new(Cpu::new())), ("bf16", on_gpu)];
+    let kernels = || {
+        let gpu = EmulatedGpu { hopper: true, matmul: MatmulBackend::Rust, ..EmulatedGpu::default() };
+        emulated(gpu, Precision::Bf16, None, false)
+    };
+    let engines: [(&str, NewEngine); 3] =
+        [("CPU", || Box::new(Cpu::new())), ("bf16", on_gpu), ("bf16 with this program's GEMMs", kernels)];
     for (name, engine) in engines {
         // The division by a power of two ranks is exact; that by three is not, but stage 1 divides like stage 0.
         for (ranks, stages) in [(2, 1..=3), (3, 1..=1)] {
