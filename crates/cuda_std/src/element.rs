@@ -193,9 +193,16 @@ impl<T: Element> Packet<T> {
         Self::from_words([0; 4])
     }
 
+    /// Creates a packet from its memory representation. A word holds one f32, or two bf16, the first in the lower half.
     #[inline(always)]
-    pub(crate) fn from_words(words: [u32; 4]) -> Self {
+    pub const fn from_words(words: [u32; 4]) -> Self {
         Self { words, element: PhantomData }
+    }
+
+    /// Returns the memory representation. See [`from_words`](Self::from_words).
+    #[inline(always)]
+    pub const fn words(self) -> [u32; 4] {
+        self.words
     }
 
     /// Returns the packet unchanged, but hides its value from the compiler.

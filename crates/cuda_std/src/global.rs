@@ -278,6 +278,22 @@ impl GlobalMut<u16> {
         // SAFETY: see `four`.
         unsafe { backend::store64(self.0.wrapping_add(i).cast(), [pack(a, b), pack(c, d)]) }
     }
+
+    /// Reads elements `i` to `i` + 7, two in each word, the lower half first (`ld.global.v4.b32`). `i` must be a multiple of 8.
+    #[inline(always)]
+    #[track_caller]
+    pub fn eight(self, i: usize) -> [u32; 4] {
+        // SAFETY: see `four`.
+        unsafe { backend::load128(self.0.wrapping_add(i).cast()) }
+    }
+
+    /// Writes elements `i` to `i` + 7 (`st.global.v4.b32`). See [`eight`](Self::eight).
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_eight(self, i: usize, words: [u32; 4]) {
+        // SAFETY: see `four`.
+        unsafe { backend::store128(self.0.wrapping_add(i).cast(), words) }
+    }
 }
 
 impl Global<f32> {

@@ -2,8 +2,8 @@
 //! special-function unit and have errors of a few ulp.
 //!
 //! The device compiler contracts multiplications and additions to fused multiply-adds and approximates `/`, so these
-//! results can differ from the CPU's. A kernel that uses only [`fma`], [`div_rn`], [`sqrt_rn`], and multiplications and
-//! additions that cannot be contracted computes the same bits on both.
+//! results can differ from the CPU's. A kernel that uses only [`fma`], [`div_rn`], [`sqrt_rn`], their bounded forms, and
+//! multiplications and additions that cannot be contracted computes the same bits on both.
 
 use crate::backend;
 
@@ -77,9 +77,79 @@ pub fn sqrt_rn(x: f32) -> f32 {
     backend::sqrt_rn(x)
 }
 
+/// Returns the square root of `x`, correctly rounded, in fewer instructions than [`sqrt_rn`].
+///
+/// `x` must be 0 or at least 2^-100. The result is NaN if `x` is negative, -0, infinite or NaN.
+#[inline(always)]
+#[track_caller]
+pub fn sqrt_rn_bounded(x: f32) -> f32 {
+    // This is what ptxas makes of `sqrt.rn`, without its branch for operands outside of a range. It does not need the bound, which
+    // replaces the infinity of 0.
+    let y = backend::min_or_nan(rsqrt(x), const { f32::from_bits((127 + 60) << 23) });
+    let root = x * y;
+    fma(fma(-root, root, x), 0.5 * y, root)
+}
+
+/// Returns a / b, correctly rounded, in fewer instructions than [`div_rn`].
+///
+/// |a| must be 0 or at least 2^-86, and `b` from 2^-40 to 2^40. The result is infinite or NaN if an operand is, and if the quotient
+/// overflows. It may be so from 2^127 on.
+#[inline(always)]
+#[track_caller]
+pub fn div_rn_bounded(a: f32, b: f32) -> f32 {
+    // This is what ptxas makes of `div.rn`, without its branch for operands outside of a range.
+    let y = recip(b);
+    let y = fma(y, fma(-b, y, 1.0), y);
+    let quotient = a * y;
+    fma(y, fma(-b, quotient, a), quotient)
+}
+
 /// Returns tanh x, computed as 1 - 2 / (e^2x + 1) with an absolute error below 1e-6. Saturates to ±1.
 #[inline(always)]
 #[track_caller]
 pub fn tanh(x: f32) -> f32 {
     fma(-2.0, recip(exp(2.0 * x) + 1.0), 1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{div_rn_bounded, sqrt_rn_bounded};
+
+    /// Returns numbers with random mantissas and exponents in `exponents`.
+    fn numbers(seed: u64, exponents: std::ops::Range<i32>) -> impl Iterator<Item = f32> {
+        let mut state = seed;
+        std::iter::repeat_with(move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let exponent = exponents.start + ((state >> 33) % exponents.len() as u64) as i32;
+            // Half of the mantissas are near a power of two.
+            let mantissa = (state >> 10) as u32 & 0x7f_ffff;
+            let mantissa = if state >> 63 == 0 { mantissa } else { (mantissa & 0x1f).wrapping_sub(16) & 0x7f_ffff };
+            f32::from_bits(((127 + exponent) as u32) << 23 | mantissa)
+        })
+    }
+
+    /// Covers every mantissa. The root of 4x is twice that of x.
+    #[test]
+    fn bounded_roots_are_correctly_rounded() {
+        for x in (1f32.to_bits()..4f32.to_bits()).map(f32::from_bits).chain(numbers(1, -100..128).take(1 << 20)) {
+            assert_eq!(sqrt_rn_bounded(x).to_bits(), x.sqrt().to_bits(), "{x:e}");
+        }
+        let roots = [0.0, f32::MAX].map(|x| sqrt_rn_bounded(x).to_bits());
+        assert_eq!(roots, [0, f32::MAX.sqrt().to_bits()]);
+        assert!([-1.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN].iter().all(|&x| sqrt_rn_bounded(x).is_nan()));
+    }
+
+    #[test]
+    fn bounded_quotients_are_correctly_rounded() {
+        for (a, b) in numbers(2, -86..128).zip(numbers(3, -40..40)).take(1 << 22) {
+            for a in [a, -a] {
+                let (got, want) = (div_rn_bounded(a, b), a / b);
+                let overflows = want.abs() >= 2f32.powi(127) && !got.is_finite();
+                assert!(got.to_bits() == want.to_bits() || overflows, "{a:e} / {b:e} = {got:e}");
+            }
+        }
+        assert_eq!(div_rn_bounded(0.0, 3.0).to_bits(), 0);
+        assert!([f32::INFINITY, f32::NEG_INFINITY, f32::NAN].iter().all(|&a| div_rn_bounded(a, 3.0).is_nan()));
+        assert!(div_rn_bounded(3.0, f32::NAN).is_nan() && !div_rn_bounded(f32::MAX, 0.1).is_finite());
+    }
 }

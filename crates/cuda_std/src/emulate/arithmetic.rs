@@ -88,6 +88,14 @@ pub fn max(a: f32, b: f32) -> f32 {
     a.max(b)
 }
 
+/// Returns the smaller operand, or NaN if one operand is NaN.
+#[inline]
+#[track_caller]
+pub fn min_or_nan(a: f32, b: f32) -> f32 {
+    check_operands([a, b], Location::caller());
+    if a.is_nan() || b.is_nan() { f32::NAN } else { a.min(b) }
+}
+
 /// Rounds `x` to bf16 bits, to nearest even. Every NaN becomes 0x7fff, as in `cvt.rn.bf16x2.f32`.
 #[inline]
 fn bf16_bits(x: f32) -> u32 {

@@ -100,6 +100,18 @@ pub fn div_rn(a: f32, b: f32) -> f32 {
     quotient
 }
 
+/// Returns the smaller operand, or NaN if one operand is NaN.
+#[inline(always)]
+pub fn min_or_nan(a: f32, b: f32) -> f32 {
+    let smaller;
+    // SAFETY: the instruction only operates on registers.
+    unsafe {
+        asm!("min.NaN.f32 {}, {}, {};", out(reg32) smaller, in(reg32) a, in(reg32) b,
+            options(pure, nomem, nostack, preserves_flags));
+    }
+    smaller
+}
+
 /// Rounds `low` and `high` to bf16 and packs them into one word, with `high` in the upper half.
 #[inline(always)]
 pub fn bf16x2(low: f32, high: f32) -> u32 {
