@@ -24,7 +24,8 @@
 //!   still moves them in expectation.
 //!
 //! m and v are f32 or, beside bf16 parameters, bf16 with stochastic rounding. The random bits of parameter, m and v are
-//! independent. The parameter is computed from m and v before they are rounded.
+//! independent. The parameter is computed from m and v before they are rounded. [`compact`] has the kernel for remainders with
+//! bf16 moments.
 //!
 //! Bytes per bf16 parameter, read and written:
 //!
@@ -39,13 +40,14 @@
 //! scale of 0 would not skip it: 0 times NaN is NaN, and m, v and weight decay would still change. The loss is checked
 //! as well as the norm, because a target logit of -inf gives an infinite loss but finite gradients.
 //!
-//! Every operation is correctly rounded, so every device computes the same bits. The kernel is memory-bound, so
-//! correctly rounded division and square root cost nothing.
+//! Every operation is correctly rounded, so every device computes the same bits.
+
+pub mod compact;
 
 use crate::float4::Float4Tile;
 pub use crate::float4::grid;
 use crate::noise::{self, Stream};
-use crate::weights::Master;
+use crate::weights::{self, Master};
 use cuda_std::{Element, Global, GlobalMut, kernel, math, thread};
 
 /// A contiguous range of elements that share a seed and a weight decay setting, as stored in the device table.
@@ -188,7 +190,6 @@ pub(crate) fn grad_scale(loss: f32, norm: f32, clip: f32) -> Option<f32> {
         f32 = <f32, f32, f32>,
         bf16_moments = <cuda_std::bf16, cuda_std::bf16, f32>,
         bf16_remainder = <cuda_std::bf16, f32, u16>,
-        bf16_moments_remainder = <cuda_std::bf16, cuda_std::bf16, u16>,
     )
 )]
 pub fn adamw<T: Element, M: Element, W: Master>(
@@ -209,7 +210,7 @@ pub fn adamw<T: Element, M: Element, W: Master>(
     let weight_decay = if range.decayed == 0 { 0.0 } else { scalars.weight_decay };
     let update = Update { grad_scale, learning_rate, beta1, beta2, correction1, correction2, epsilon, weight_decay };
     let seed = scalars.seed.wrapping_add(range.seed);
-    let has_masters = !masters.is_null();
+    let has_masters = weights::exist(masters);
     let start = range.start as usize;
     let (params, masters, grads) = (params.skip(start), masters.skip(start), grads.skip(start));
     let (m, v) = (m.skip(start), v.skip(start));

@@ -27,7 +27,7 @@ use crate::adamw::{grad_scale, lerp};
 use crate::float4::Float4Tile;
 pub use crate::float4::grid;
 use crate::noise::{self, Stream};
-use crate::weights::Master;
+use crate::weights::{self, Master};
 use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
 
@@ -201,7 +201,7 @@ pub fn muon_apply<T: Element, W: Master>(
     }
     let Scalars { learning_rate, scale, weight_decay, seed } = scalars;
     let (tile, n) = (Float4Tile::<T>::of_thread(), n as usize);
-    let has_masters = !masters.is_null();
+    let has_masters = weights::exist(masters);
     let step = |x: f32, old: f32| math::fma(-learning_rate, math::fma(weight_decay, old, scale * x), old);
     if tile.is_full(n) {
         let mut old = [[[0.0; 4]; 2]; 2];

@@ -25,8 +25,13 @@ pub const fn split(master: f32) -> (f32, u16) {
 /// Returns the master weight of a parameter and its remainder.
 #[inline(always)]
 pub const fn join(param: f32, remainder: u16) -> f32 {
-    let lower = remainder as u32;
-    f32::from_bits(param.to_bits().wrapping_sub(lower >> 15 << 16) | lower)
+    f32::from_bits(join_bits(param.to_bits() | remainder as u32))
+}
+
+/// Returns the bits of the master weight of a parameter, given in the upper half of `bits`, and its remainder in the lower half.
+#[inline(always)]
+pub const fn join_bits(bits: u32) -> u32 {
+    bits.wrapping_sub((bits & 0x8000) << 1)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //!
 //! bf16 parameters of the first two forms are rounded stochastically ([`crate::noise`]).
 //!
-//! A kernel tests for null itself, as [`crate::adamw`] does.
+//! A kernel tests for null itself ([`exist`]), as [`crate::adamw`] does.
 
 use crate::noise;
 use crate::remainder;
@@ -15,6 +15,9 @@ use cuda_std::{Element, GlobalMut};
 
 /// A form of master weights, named by the element type of a kernel's `masters`, which is not null here.
 pub trait Master: Copy + Send + Sync + 'static {
+    /// Whether `masters` may be null.
+    const OPTIONAL: bool;
+
     /// Reads the weight of element `i`.
     fn at<T: Element>(masters: GlobalMut<Self>, params: GlobalMut<T>, i: usize) -> f32;
 
@@ -34,8 +37,19 @@ pub trait Master: Copy + Send + Sync + 'static {
     fn params<T: Element>(new: [f32; 4], i: usize, seed: u32) -> [f32; 4];
 }
 
+/// Returns whether there are master weights.
+///
+/// The answer is a constant for remainders. With a test for null, they would be loaded in a branch, after the other loads of a
+/// thread have arrived.
+#[inline(always)]
+pub fn exist<W: Master>(masters: GlobalMut<W>) -> bool {
+    !W::OPTIONAL || !masters.is_null()
+}
+
 /// f32 master weights.
 impl Master for f32 {
+    const OPTIONAL: bool = true;
+
     #[inline(always)]
     #[track_caller]
     fn at<T: Element>(masters: GlobalMut<Self>, _: GlobalMut<T>, i: usize) -> f32 {
@@ -73,6 +87,8 @@ impl Master for f32 {
 
 /// Remainders of bf16 parameters.
 impl Master for u16 {
+    const OPTIONAL: bool = false;
+
     #[inline(always)]
     #[track_caller]
     fn at<T: Element>(remainders: GlobalMut<Self>, params: GlobalMut<T>, i: usize) -> f32 {

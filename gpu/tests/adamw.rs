@@ -5,12 +5,13 @@ mod common;
 use common::{Tolerance, assert_close, assert_same, for_all, noise, rounded, run, wide};
 use cuda_std::emulate::Memory;
 use cuda_std::{Element, Global, GlobalMut, bf16};
+use gpu::adamw::compact::{Scaled, adamw_compact};
 use gpu::noise::{Stream, round, round_from, seed_from};
 use gpu::{adamw, remainder};
 use std::ops::Range;
 
 tests! {
-    kernels of "adamw.rs";
+    kernels of "adamw.rs", "adamw";
     for both types: step_matches_f64_reference, random_steps_match_f64_reference, ranges_match_separate_launches,
         non_finite_loss_or_norm_skips_the_step, zero_gradients_only_decay, first_step_has_the_size_of_the_learning_rate,
         clipping_cancels_the_gradient_scale, nan_stays_in_its_element, result_does_not_depend_on_length,
@@ -18,7 +19,7 @@ tests! {
     once: rounding_is_unbiased, rounding_depends_on_the_whole_index_and_the_seed, bf16_moments_are_rounded_f32_moments,
         bf16_moments_follow_the_average_of_small_gradients, streams_are_independent,
         streams_of_a_slice_are_those_of_the_tensor, remainders_are_exact_master_weights, every_master_weight_can_be_updated,
-        compact_state_keeps_nan_in_its_element_and_skips_steps;
+        compact_state_keeps_nan_in_its_element_and_skips_steps, compact_state_gets_the_bits_of_f32_masters;
 }
 
 /// All lengths up to two packets, all remainders around one block's tile, and several blocks.
@@ -36,6 +37,7 @@ struct Settings {
     beta2: f64,
     step: i32,
     decay: f64,
+    epsilon: f64,
     seed: u32,
 }
 
@@ -59,8 +61,18 @@ impl Part {
 }
 
 const EPSILON: f64 = 1e-8;
-const SETTINGS: Settings =
-    Settings { loss: 7.0, norm: 0.5, clip: 1.0, rate: 0.01, beta1: 0.9, beta2: 0.95, step: 3, decay: 0.1, seed: 5 };
+const SETTINGS: Settings = Settings {
+    loss: 7.0,
+    norm: 0.5,
+    clip: 1.0,
+    rate: 0.01,
+    beta1: 0.9,
+    beta2: 0.95,
+    step: 3,
+    decay: 0.1,
+    epsilon: EPSILON,
+    seed: 5,
+};
 
 /// The weights beside the parameters.
 #[derive(Clone, Debug)]
@@ -167,7 +179,16 @@ impl<T: Tolerance, M: Tolerance> State<T, M> {
             }
             Masters::Remainder(remainders) => {
                 let remainders = memory.buffer("remainders", remainders);
-                launch(&mut memory, adamw::adamw(params, remainders, m, v, grads, stats, table, scalars));
+                let kernel = if size_of::<M>() == size_of::<bf16>() {
+                    let bf16 = |view: GlobalMut<M>| GlobalMut::<bf16>::new(view.pointer().cast());
+                    let (params, grads) =
+                        (GlobalMut::new(params.pointer().cast()), Global::new(grads.pointer().cast()));
+                    let scaled = Scaled::new(&scalars);
+                    adamw_compact(params, remainders, bf16(m), bf16(v), grads, stats, table, scalars, scaled)
+                } else {
+                    adamw::adamw(params, remainders, m, v, grads, stats, table, scalars)
+                };
+                launch(&mut memory, kernel);
                 Masters::Remainder(memory.read(remainders))
             }
         };
@@ -198,7 +219,7 @@ impl<T: Tolerance, M: Tolerance> State<T, M> {
 
 impl Settings {
     fn scalars(self, ranges: usize) -> adamw::Scalars {
-        let Self { clip, rate, beta1, beta2, step, decay, seed, .. } = self;
+        let Self { clip, rate, beta1, beta2, step, decay, epsilon, seed, .. } = self;
         adamw::Scalars {
             clip,
             learning_rate: rate as f32,
@@ -206,7 +227,7 @@ impl Settings {
             beta2: beta2 as f32,
             correction1: (1.0 / (1.0 - beta1.powi(step))) as f32,
             correction2: (1.0 / (1.0 - beta2.powi(step))) as f32,
-            epsilon: EPSILON as f32,
+            epsilon: epsilon as f32,
             weight_decay: decay as f32,
             seed,
             range_count: ranges as u32,
@@ -641,4 +662,37 @@ fn compact_state_keeps_nan_in_its_element_and_skips_steps() {
         check::<f32>(n, at);
         check::<bf16>(n, at);
     }
+}
+
+/// Covers all finite moments and gradients, subnormal ones in particular, all finite weights from 2^-70 on, and scalars for which the
+/// kernel cannot scale its operands.
+fn compact_state_gets_the_bits_of_f32_masters() {
+    let sized = |[size, x]: [u32; 2]| {
+        f32::from_bits(match size % 16 {
+            0 if x & 0x7f80_0000 < 0x7f80_0000 => x,
+            0..=6 => x & 0x80ff_ffff,
+            _ => x & 0x87ff_ffff | 0x3000_0000,
+        })
+    };
+    let column = || proptest::collection::vec(proptest::array::uniform2(proptest::num::u32::ANY), 400);
+    let epsilon = proptest::sample::select(vec![1e-8, 1e-10, 0.0, 1e-20, 1.0, 1e5]);
+    let rate = proptest::sample::select(vec![1e-3, 0.0, -1e-3, 1e-17, 1e-19, 1e-30]);
+    let scalars = (epsilon, rate, proptest::sample::select(vec![0.0, 0.1, 1e20]), 1..9i32, 0..99u32);
+    for_all(300, (1..400usize, [column(), column(), column(), column()], scalars), |(n, columns, scalars)| {
+        let (epsilon, rate, decay, step, seed) = scalars;
+        let [masters, m, v, grads] = columns.map(|column| column[..n].iter().copied().map(sized).collect::<Vec<f32>>());
+        // Smaller weights can differ in their last bits.
+        let masters: Vec<_> = masters.iter().map(|x| if x.abs() < 2f32.powi(-70) { 0.02 } else { *x }).collect();
+        let upper = |x: &f32| bf16::from_bits((x.to_bits() >> 16) as u16);
+        let exact = State::<bf16, bf16> {
+            params: masters.iter().map(upper).collect(),
+            masters: Masters::F32(masters),
+            m: m.iter().map(upper).collect(),
+            v: v.iter().map(|v| upper(&v.abs())).collect(),
+        };
+        let grads: Vec<bf16> = grads.iter().map(upper).collect();
+        let settings = Settings { rate, step, decay, epsilon, seed, ..SETTINGS };
+        let want = exact.updated(&grads, settings);
+        compact(&exact).updated(&grads, settings).assert_same(&format!("{scalars:?}"), &compact(&want));
+    });
 }

@@ -1,13 +1,13 @@
 //! The optimizer.
 
 use super::{Cuda, Float};
-use crate::ops::{AdamWUpdate, Master, UpdateRange};
+use crate::ops::{AdamW, AdamWUpdate, Master, UpdateRange};
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
 use anyhow::{Context, bail, ensure};
 use cuda_std::{Global, GlobalMut, bf16};
-use gpu::adamw::{self, Range};
+use gpu::adamw::{self, Range, compact};
 
 /// The range tables of the updates on the device. They are the same in every step, so each is copied once.
 #[derive(Default)]
@@ -80,7 +80,7 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
         }
         (DType::Bf16, DType::Bf16, Master::Remainder(remainders)) => {
             let remainders = cuda.output("remainder", remainders, n)?;
-            launch::<T, bf16, u16>(cuda, op, remainders)
+            launch_compact(cuda, op, remainders)
         }
         (params, moments, _) => bail!(
             "adamw: expected moments in f32, or bf16 parameters with moments in f32 or bf16; found {} parameters, {} moments, \
@@ -91,22 +91,22 @@ pub(super) fn adamw<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate) -> Result<()>
     }
 }
 
-/// Launches the kernel for parameters `T`, moments `M` and master weights `W`.
-fn launch<T: Float, M: Float, W: gpu::weights::Master>(
-    cuda: &mut Cuda<T>,
-    op: AdamWUpdate,
-    masters: GlobalMut<W>,
-) -> Result<()> {
-    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
-    let n = params.len;
+/// The arguments of the kernels that do not depend on the storage of the optimizer state.
+struct Arguments {
+    grid: u32,
+    ranges: Global<Range>,
+    scalars: adamw::Scalars,
+}
+
+/// Returns the arguments, or `None` if there are no elements to update.
+fn arguments<T: Float>(cuda: &mut Cuda<T>, ranges: &[UpdateRange], settings: AdamW) -> Result<Option<Arguments>> {
     let range = |range: &UpdateRange| Range::new(range.elements.start, range.elements.len(), range.decayed, range.seed);
     let mut ranges: Vec<_> = ranges.iter().map(range).collect();
     let grid = adamw::assign_blocks::<T>(&mut ranges);
     if grid == 0 {
-        return Ok(());
+        return Ok(None);
     }
     let correction = |beta: f32| (1.0 / (1.0 - f64::from(beta).powi(settings.step as i32))) as f32;
-    let table = table(cuda, &ranges)?;
     let scalars = adamw::Scalars {
         clip: settings.clip,
         learning_rate: settings.learning_rate,
@@ -119,6 +119,18 @@ fn launch<T: Float, M: Float, W: gpu::weights::Master>(
         seed: settings.seed,
         range_count: ranges.len() as u32,
     };
+    Ok(Some(Arguments { grid, ranges: table(cuda, &ranges)?, scalars }))
+}
+
+/// Launches the kernel for parameters `T`, moments `M` and master weights `W`.
+fn launch<T: Float, M: Float, W: gpu::weights::Master>(
+    cuda: &mut Cuda<T>,
+    op: AdamWUpdate,
+    masters: GlobalMut<W>,
+) -> Result<()> {
+    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
+    let n = params.len;
+    let Some(Arguments { grid, ranges, scalars }) = arguments(cuda, ranges, settings)? else { return Ok(()) };
     let launch = adamw::adamw::<T, M, W>(
         cuda.output("params", params, n)?,
         masters,
@@ -126,8 +138,27 @@ fn launch<T: Float, M: Float, W: gpu::weights::Master>(
         cuda.output("v", v, n)?,
         cuda.input("grads", grads, n)?,
         cuda.input("stats", stats, 2)?,
-        table,
+        ranges,
         scalars,
+    );
+    cuda.launch(&launch, [grid, 1, 1], 0)
+}
+
+/// Launches the kernel for bf16 parameters and moments, and remainders.
+fn launch_compact<T: Float>(cuda: &mut Cuda<T>, op: AdamWUpdate, remainders: GlobalMut<u16>) -> Result<()> {
+    let AdamWUpdate { params, grads, m, v, ranges, stats, settings, .. } = op;
+    let n = params.len;
+    let Some(Arguments { grid, ranges, scalars }) = arguments(cuda, ranges, settings)? else { return Ok(()) };
+    let launch = compact::adamw_compact(
+        cuda.output("params", params, n)?,
+        remainders,
+        cuda.output("m", m, n)?,
+        cuda.output("v", v, n)?,
+        cuda.input("grads", grads, n)?,
+        cuda.input("stats", stats, 2)?,
+        ranges,
+        scalars,
+        compact::Scaled::new(&scalars),
     );
     cuda.launch(&launch, [grid, 1, 1], 0)
 }

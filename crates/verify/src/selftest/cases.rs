@@ -13,7 +13,7 @@ use engine::ops::{
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
 use model::descriptor::{Biases, Norm, Positions};
-use model::{Descriptor, LOGIT_ROWS, Params};
+use model::{Descriptor, LOGIT_ROWS, MasterWeights, Moments, Params};
 
 /// Returns every operation at small and odd shapes, which are multiples of the smallest factor that an operation
 /// accepts.
@@ -168,6 +168,7 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
         Norm::LayerNorm => (layernorm_forward(rows, c), layernorm_backward(rows, c, norms_sum_columns)),
         Norm::RmsNorm { weights, .. } => (rmsnorm_forward(rows, c, weights), rmsnorm_backward(rows, c, weights)),
     };
+    let update_ranges: Vec<_> = layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect();
     vec![
         encoder_forward(b, t, c, v, learned),
         norm_forward,
@@ -192,7 +193,8 @@ pub fn training_step_cases(descriptor: &Descriptor, b: usize, t: usize, engine: 
         encoder_backward(b, t, c, v, learned),
         sum(rows),
         global_norm(n),
-        update::adamw(layout.decay_ranges().iter().filter_map(|range| range.within(&(0..n))).collect()),
+        update::adamw(update_ranges.clone()),
+        update::compact_adamw(update_ranges, MasterWeights::Remainder, Moments::Bf16),
     ]
 }
 

@@ -33,7 +33,7 @@ pub(super) fn model_cases() -> Vec<Case> {
 
 /// Returns AdamW with each storage of the optimizer state.
 fn adamw_forms(n: usize) -> Vec<Case> {
-    let compact = COMPACT.map(|(masters, moments)| compact_adamw(n, masters, moments));
+    let compact = COMPACT.map(|(masters, moments)| compact_adamw(update_ranges(n), masters, moments));
     [adamw(update_ranges(n))].into_iter().chain(compact).collect()
 }
 
@@ -66,9 +66,10 @@ const COMPACT: [(MasterWeights, Moments); 4] = [
 const ADAMW: AdamW =
     AdamW { learning_rate: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 3, clip: 1.0, seed: 77 };
 
-/// Returns AdamW updates of `n` elements with other storage of the optimizer state. Remainders start at 0, so they affect the
-/// parameters from the second update on.
-fn compact_adamw(n: usize, master_weights: MasterWeights, moments: Moments) -> Case {
+/// Returns AdamW updates of all elements of the ranges with other storage of the optimizer state. Remainders start at 0, so they
+/// affect the parameters from the second update on.
+pub(super) fn compact_adamw(ranges: Vec<UpdateRange>, master_weights: MasterWeights, moments: Moments) -> Case {
+    let n = ranges.iter().map(|range| range.elements.len()).sum();
     let (remainder, bf16_moments) = (master_weights == MasterWeights::Remainder, moments == Moments::Bf16);
     let moment = |name, init, tolerance| Operand { init, ..accumulated(name, n, tolerance) };
     let positive = Init::Uniform { mean: 1.0, spread: 0.9 };
@@ -89,7 +90,6 @@ fn compact_adamw(n: usize, master_weights: MasterWeights, moments: Moments) -> C
     let bf16s = 3 + 2 * usize::from(remainder) + 4 * usize::from(bf16_moments);
     let f32_bytes = if bf16_moments { 0 } else { 16 };
     let work = Work { floats: bf16s * n * updates, bytes: f32_bytes * n * updates, flops: 0 };
-    let ranges = update_ranges(n);
     let workload = Workload { update_ranges: ranges.len(), ..workload(1, 1, 8, 1, 128, n) };
     let name = format!("{n}, masters {master_weights}, moments {}", moments.name());
     exact(case("adamw", name, workload, operands, work, move |e, x| {
