@@ -14,6 +14,8 @@
 //! [`classifier_softcap`] bounds the logits first ([`crate::softcap`]), in both passes. Its loss and probabilities are
 //! those of the bounded logits; the gradient is that of the logits in memory.
 
+pub mod wide;
+
 use crate::softcap::Softcap;
 use core::f32::consts::LOG2_E;
 use cuda_std::shared::Layout;
@@ -104,6 +106,28 @@ fn copy_columns<T: Element>(stage: SharedArray<T>, logits: Global<T>, staged: u3
     half
 }
 
+/// Adds `logit(0)` to `logit(T::PACKET - 1)` to the maximum of logits and the sum of e^(logit - max).
+#[inline(always)]
+fn fold_logits<T: Element>(max: &mut f32, sum: &mut f32, logit: impl Fn(usize) -> f32) {
+    let mut new = *max;
+    for k in 0..T::PACKET {
+        new = math::max(new, logit(k));
+    }
+    *sum *= exp_below(*max, new);
+    *max = new;
+    for k in 0..T::PACKET {
+        *sum += exp_below(logit(k), *max);
+    }
+}
+
+/// Sets columns from `vocabulary` on to -inf in the packet of columns from `i` on.
+#[inline(always)]
+fn mask_padding<T: Element>(x: &mut Packet<T>, i: u32, vocabulary: u32) {
+    if i + T::PACKET as u32 > vocabulary {
+        *x = Packet::from_fn(|k| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY });
+    }
+}
+
 /// Processes the row of the calling block. `softcap` is only used if SOFTCAP is true.
 #[inline(always)]
 fn process_row<T: Element, const SOFTCAP: bool>(
@@ -133,9 +157,7 @@ fn process_row<T: Element, const SOFTCAP: bool>(
 
     let (mut max, mut sum) = (LOWEST, 0.0);
     let mut fold = |i: u32, mut x: Packet<T>| {
-        if i + packet > vocabulary {
-            x = Packet::from_fn(|k| if i + (k as u32) < vocabulary { x.get(k) } else { f32::NEG_INFINITY });
-        }
+        mask_padding(&mut x, i, vocabulary);
         let mut bounded = [f32::NEG_INFINITY; 8];
         if SOFTCAP {
             for k in 0..T::PACKET {
@@ -144,16 +166,7 @@ fn process_row<T: Element, const SOFTCAP: bool>(
                 }
             }
         }
-        let logit = |k: usize| if SOFTCAP { bounded[k] } else { x.get(k) };
-        let mut new = max;
-        for k in 0..T::PACKET {
-            new = math::max(new, logit(k));
-        }
-        sum *= exp_below(max, new);
-        max = new;
-        for k in 0..T::PACKET {
-            sum += exp_below(logit(k), max);
-        }
+        fold_logits::<T>(&mut max, &mut sum, |k| if SOFTCAP { bounded[k] } else { x.get(k) });
     };
     let mut i = first;
     async_copy::wait::<1>();

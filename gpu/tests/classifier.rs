@@ -4,20 +4,21 @@ mod common;
 
 use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
 use cuda_std::emulate::Memory;
-use gpu::classifier::{Scalars, classifier, classifier_softcap, shared, staged};
+use cuda_std::{Element, bf16};
+use gpu::classifier::{Scalars, classifier, classifier_softcap, shared, staged, wide};
 use gpu::softcap::tanh_and_slope;
 use proptest::prelude::any;
 use std::slice;
 
 tests! {
-    kernels of "classifier.rs";
+    kernels of "classifier.rs", "classifier";
     for both types: losses_and_gradients_match_f64_reference, losses_without_gradients_match_f64_reference,
         random_shapes_match_f64_reference, staging_does_not_change_the_result,
         shifting_logits_does_not_change_the_result,
         large_logits_match_f64_reference, infinite_logits_match_f64_reference, nan_stays_in_its_row,
         softcap_matches_f64_reference, softcap_of_random_shapes_matches_f64_reference,
         softcap_bounds_infinite_logits, large_vocabularies_match_f64_reference;
-    once: tanh_and_its_slope_are_accurate_to_a_few_ulp;
+    once: tanh_and_its_slope_are_accurate_to_a_few_ulp, wide_kernel_gets_the_bits_of_the_other, wide_kernel_holds_whole_rows;
 }
 
 const DLOSS: f64 = 0.125;
@@ -285,6 +286,62 @@ fn softcap_bounds_infinite_logits<T: Tolerance>() {
     for all in [f64::INFINITY, f64::NEG_INFINITY] {
         Case::<T>::new(&[all; 517], vec![3], 520).with_softcap(15.0).check(1 << 20);
     }
+}
+
+/// Runs [`classifier_wide`] with `staged` packets of each thread in shared memory.
+fn run_wide(case: &Case<bf16>, staged: u32, grid: u32) -> Got {
+    let mut memory = Memory::new();
+    let logits = memory.buffer("logits", &case.logits);
+    let losses = memory.buffer("losses", &vec![0.5f32; case.targets.len()]);
+    let targets = memory.input("targets", &case.targets);
+    let scalars = wide::Scalars {
+        dloss: DLOSS as f32,
+        vocabulary: case.vocabulary as u32,
+        padded: case.padded as u32,
+        staged,
+        rows: case.targets.len() as u32,
+    };
+    let launch = wide::classifier_wide(logits, losses, targets, scalars);
+    run(&mut memory, &launch, grid, shared_bytes(|layout| wide::shared(layout, staged)));
+    Got { losses: read(&memory, losses), gradients: read(&memory, logits) }
+}
+
+/// Any number of rows per block, from no packet to all packets of a row in shared memory, and vocabularies that end anywhere.
+fn wide_kernel_gets_the_bits_of_the_other() {
+    let check = |case: &Case<bf16>, staged, grid| {
+        let (got, want) = (run_wide(case, staged, grid), case.run(40_000, true));
+        let what = format!("{} of {} columns, {staged} staged, grid {grid}", case.vocabulary, case.padded);
+        assert_same(&format!("losses, {what}"), &got.losses, &want.losses);
+        assert_same(&format!("gradients, {what}"), &got.gradients, &want.gradients);
+    };
+    for_all(40, (1..6usize, 1..6000usize, any::<usize>(), 0..9u32, 1..5u32), |(rows, packets, v, extra, grid)| {
+        let padded = packets * bf16::PACKET;
+        // Padding has at most one packet of each thread in most cases.
+        let vocabulary = if v % 4 == 0 { 1 + v % padded } else { padded - v % padded.min(8192) };
+        let case = Case::<bf16>::random(rows, vocabulary, padded, 20.0, packets as u32);
+        let least = (padded as u32).div_ceil(8192).saturating_sub(5);
+        check(&case, least + extra, grid);
+    });
+    // NaN and infinities stay in their rows.
+    let mut case = Case::<bf16>::random(4, 9001, 9008, 20.0, 1);
+    case.logits[9008 + 17] = bf16::from_f32(f32::NAN);
+    case.logits[2 * 9008..][..9001].fill(bf16::from_f32(f32::NEG_INFINITY));
+    for staged in [0, 1, 2] {
+        check(&case, staged, 2);
+    }
+}
+
+/// The vocabularies of Llama 3 and Qwen fit on an SM of an H100.
+fn wide_kernel_holds_whole_rows() {
+    for (vocabulary, padded) in [(128_256, 128_256), (151_665, 151_936)] {
+        let staged = wide::staged(padded, 227 << 10).unwrap();
+        assert!(shared_bytes(|layout| wide::shared(layout, staged)) <= 227 << 10);
+        let case = Case::<bf16>::random(3, vocabulary, padded, 20.0, 5);
+        case.assert_near(run_wide(&case, staged, 2), case.reference());
+    }
+    assert_eq!(wide::staged(8192, 1 << 20), Some(1));
+    assert_eq!([155_648, 155_656].map(|padded| wide::staged(padded, 227 << 10)), [Some(14), None]);
+    assert_eq!([40_960, 40_968].map(|padded| wide::staged(padded, 0)), [Some(0), None]);
 }
 
 /// The vocabularies of Llama 3 and Qwen, with the shared memory of one of two blocks on an H100.

@@ -3,8 +3,9 @@
 use super::{Cuda, Float, shared_bytes};
 use crate::Result;
 use crate::ops::Classifier;
+use crate::tensor::DType;
 use anyhow::ensure;
-use gpu::classifier;
+use gpu::classifier::{self, wide};
 
 /// Blocks of the kernel per SM (its `blocks_per_sm`).
 const RESIDENT_BLOCKS: usize = 2;
@@ -23,6 +24,21 @@ pub(super) fn classifier<T: Float>(cuda: &mut Cuda<T>, op: Classifier) -> Result
         softcap.unwrap_or_default()
     );
     let staged = classifier::staged::<T>(vp, cuda.executor.shared_memory(RESIDENT_BLOCKS));
+    // Without gradients, a row is read once anyway.
+    if T::DTYPE == DType::Bf16
+        && let Some(dloss) = dloss
+        && softcap.is_none()
+        && 2 * staged < vp
+        && let Some(staged) = wide::staged(vp, cuda.executor.shared_memory(1))
+    {
+        let scalars = wide::Scalars { dloss, vocabulary: v as u32, padded: vp as u32, staged, rows: rows as u32 };
+        let logits = cuda.output("logits", logits, rows * vp)?;
+        let losses = cuda.output("losses", losses, rows)?;
+        let targets = cuda.input("targets", targets, rows)?;
+        let launch = wide::classifier_wide(logits, losses, targets, scalars);
+        let grid = rows.min(cuda.executor.sm_count()) as u32;
+        return cuda.launch(&launch, [grid, 1, 1], shared_bytes(|layout| wide::shared(layout, staged)));
+    }
     let scalars = classifier::Scalars {
         dloss: dloss.unwrap_or(0.0),
         vocabulary: v as u32,

@@ -1,0 +1,203 @@
+//! The classifier for large vocabularies, of which [`classifier`](super::classifier) keeps less than half of a row in shared
+//! memory.
+//!
+//! A block keeps a whole row in the shared memory and the registers of an SM. On Hopper, 224 KiB and 80 KiB hold 155,648 bf16. So
+//! there is one block per SM, and no other block that loads while this one stores. Therefore the kernel is persistent, and loads
+//! of the next row overlap the stores of the current one: when a thread has computed the gradient of a packet of columns, it loads
+//! the same packet of the block's next row in its place.
+//!
+//! A thread reads only packets that it has loaded itself, so no barrier is needed. The order of operations is that of
+//! [`classifier`](super::classifier), and so are the bits of the results.
+
+use super::{LOWEST, SCRATCH, THREADS, exp_below, fold_logits, mask_padding};
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut, Packet, SharedArray, async_copy, bf16, block, kernel, math, thread};
+
+/// Columns of a packet of each thread.
+const STEP: u32 = THREADS * bf16::PACKET as u32;
+/// Packets that a thread keeps in registers.
+const HELD: u32 = 5;
+/// Groups of asynchronous copies in a row. The first pass begins when the first group has arrived.
+const GROUPS: u32 = 4;
+
+/// Returns how many packets of a row of `padded` columns each thread keeps in `shared_bytes` of shared memory per block, or `None`
+/// if the row does not fit into shared memory and registers.
+pub const fn staged(padded: usize, shared_bytes: usize) -> Option<u32> {
+    let row = (padded as u32).div_ceil(STEP);
+    let capacity =
+        (shared_bytes.saturating_sub(SCRATCH * size_of::<f32>()) / (STEP as usize * size_of::<bf16>())) as u32;
+    let staged = if row < capacity { row } else { capacity };
+    if row <= staged + HELD { Some(staged) } else { None }
+}
+
+/// Lays out the shared memory of [`classifier_wide`]: scratch for the block reductions, and `staged` packets of each thread.
+pub fn shared(layout: &mut Layout, staged: u32) -> (SharedArray<f32>, SharedArray<bf16>) {
+    (layout.array(SCRATCH), layout.array((staged * STEP) as usize))
+}
+
+/// The scalar arguments of [`classifier_wide`]. Passed to the kernel by value.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Scalars {
+    /// Gradient of each loss.
+    pub dloss: f32,
+    /// V, the number of columns that the softmax covers.
+    pub vocabulary: u32,
+    /// Vp, the number of columns of a row.
+    pub padded: u32,
+    /// Number of packets that each thread keeps in shared memory, from [`staged`].
+    pub staged: u32,
+    /// Number of rows.
+    pub rows: u32,
+}
+
+/// The columns of the calling thread, in packets.
+#[derive(Clone, Copy)]
+struct Columns {
+    /// First column of packet 0.
+    first: u32,
+    padded: u32,
+    staged: u32,
+    stage: SharedArray<bf16>,
+}
+
+impl Columns {
+    /// Returns the first column of packet `j`.
+    #[inline(always)]
+    const fn of(self, j: u32) -> u32 {
+        self.first + j * STEP
+    }
+
+    /// Returns the first packet of group `group` in shared memory. The group ends where the next one begins.
+    #[inline(always)]
+    const fn begin(self, group: u32) -> u32 {
+        self.staged * group / GROUPS
+    }
+
+    /// Starts the copy of packet `j` of a row to shared memory.
+    #[inline(always)]
+    #[track_caller]
+    fn copy(self, j: u32, row: Global<bf16>) {
+        let i = self.of(j);
+        self.stage.copy_packet_async(i as usize, row, i as usize, true);
+    }
+
+    /// Loads packet `k` of those in registers.
+    #[inline(always)]
+    #[track_caller]
+    fn load(self, k: u32, row: Global<bf16>) -> Packet<bf16> {
+        let i = self.of(self.staged + k);
+        if i < self.padded { row.packet(i as usize) } else { Packet::zero() }
+    }
+}
+
+/// Waits for group `group` of a row, the newest.
+#[inline(always)]
+fn wait_for(group: u32) {
+    match group {
+        0 => async_copy::wait::<3>(),
+        1 => async_copy::wait::<2>(),
+        2 => async_copy::wait::<1>(),
+        _ => async_copy::wait::<0>(),
+    }
+}
+
+/// Computes losses (rows) += `-log softmax(logits)[target]`, and replaces logits (rows, Vp) by their gradient, as
+/// [`classifier`](super::classifier).
+///
+/// Grid: any, ideally as many blocks as SMs. Shared memory: [`shared`].
+#[kernel(threads = 1024, blocks_per_sm = 1)]
+pub fn classifier_wide(logits: GlobalMut<bf16>, losses: GlobalMut<f32>, targets: Global<i32>, scalars: Scalars) {
+    let Scalars { dloss, vocabulary, padded, staged, rows } = scalars;
+    let (scratch, stage) = shared(&mut Layout::new(), staged);
+    let first = thread::thread_idx_x() * bf16::PACKET as u32;
+    let columns = Columns { first, padded, staged, stage };
+    let row_of = |row: u32| logits.skip(row as usize * padded as usize);
+    let mut row = thread::block_idx_x();
+    if row >= rows {
+        return;
+    }
+
+    let logits = row_of(row).reader();
+    for group in 0..GROUPS {
+        let mut j = columns.begin(group);
+        while j < columns.begin(group + 1) && columns.of(j) < padded {
+            columns.copy(j, logits);
+            j += 1;
+        }
+        async_copy::commit();
+    }
+    let mut held = [Packet::zero(); HELD as usize];
+    for k in 0..HELD {
+        held[k as usize] = columns.load(k, logits);
+    }
+
+    while row < rows {
+        let logits = row_of(row);
+        let (mut max, mut sum) = (LOWEST, 0.0);
+        let mut fold = |i: u32, mut x: Packet<bf16>| {
+            mask_padding(&mut x, i, vocabulary);
+            fold_logits::<bf16>(&mut max, &mut sum, |k| x.get(k));
+        };
+        for group in 0..GROUPS {
+            wait_for(group);
+            let mut j = columns.begin(group);
+            while j < columns.begin(group + 1) && columns.of(j) < vocabulary {
+                fold(columns.of(j), stage.packet(columns.of(j) as usize));
+                j += 1;
+            }
+        }
+        for k in 0..HELD {
+            let i = columns.of(staged + k);
+            if i < vocabulary {
+                fold(i, held[k as usize]);
+            }
+        }
+        // The reductions delay the gradient of every thread until all have read the target's logit.
+        let target = targets.at(row as usize) as u32;
+        let target_logit = logits.at(target as usize).to_f32();
+        let row_max = block::max(max, scratch);
+        let sum = block::sum(sum * exp_below(max, row_max), scratch);
+        if first == 0 {
+            let loss = math::ln(sum) - (target_logit - row_max);
+            losses.set(row as usize, losses.at(row as usize) + loss);
+        }
+
+        let scale = dloss * math::recip(sum);
+        let gradient = |i: u32, x: Packet<bf16>| {
+            let mut p = [0.0; bf16::PACKET];
+            for k in 0..bf16::PACKET {
+                p[k] = exp_below(x.get(k), row_max) * scale;
+            }
+            if target.wrapping_sub(i) < bf16::PACKET as u32 || i + bf16::PACKET as u32 > vocabulary {
+                for k in 0..bf16::PACKET {
+                    let with_target = if i + k as u32 == target { p[k] - dloss } else { p[k] };
+                    p[k] = if i + (k as u32) < vocabulary { with_target } else { 0.0 };
+                }
+            }
+            logits.set_packet_streaming(i as usize, Packet::from_fn(|k| p[k]));
+        };
+        row += thread::grid_dim_x();
+        let (continues, next) = (row < rows, row_of(row).reader());
+        for group in 0..GROUPS {
+            let mut j = columns.begin(group);
+            while j < columns.begin(group + 1) && columns.of(j) < padded {
+                gradient(columns.of(j), stage.packet(columns.of(j) as usize));
+                if continues {
+                    columns.copy(j, next);
+                }
+                j += 1;
+            }
+            async_copy::commit();
+        }
+        for k in 0..HELD {
+            let i = columns.of(staged + k);
+            if i < padded {
+                gradient(i, held[k as usize]);
+            }
+            if continues {
+                held[k as usize] = columns.load(k, next);
+            }
+        }
+    }
+}
