@@ -48,7 +48,7 @@ pub fn matmul_batched<T: Tile>(
 }
 
 /// out (N, N) = a · b in bf16, where b is aᵀ, for each of `count` matrices: with the layout `ABt`, a is (N, K); with
-/// `AtB`, a is stored as (K, N). With [`SymmetricScaled`], out = beta · aux (N, N) + alpha · a · b for a symmetric aux.
+/// `AtB`, a is stored as (K, N). With `SymmetricScaled`, out = beta · aux (N, N) + alpha · a · b for a symmetric aux.
 ///
 /// Computes the tiles that have elements on or above the diagonal, and stores them in the mirrored places, too: elements
 /// (i, j) and (j, i) have the same bits. `n` and `k` are multiples of 8.
