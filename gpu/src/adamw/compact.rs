@@ -4,8 +4,8 @@
 //! Weights and moments get the bits that [`adamw`](super::adamw) computes with f32 master weights and bf16 moments. Only weights
 //! below about 1e-20 can differ, because intermediate results that are subnormal there are exact here.
 //!
-//! The kernel moves 18 bytes per parameter. In that time, an H200 issues 127 instructions per parameter and warp, of which 63 may
-//! be integer operations. These differences from [`adamw`](super::adamw) keep the kernel below both limits:
+//! The kernel moves 18 bytes per parameter. In that time, an H200 issues 127 instructions per parameter and warp. At most 63
+//! of them may be integer operations. These differences from [`adamw`](super::adamw) keep the kernel below both limits:
 //!
 //! * A thread updates eight adjacent elements and accesses each array by one vector of 16 bytes.
 //! * Division and square root have no branch for operands outside of a range ([`Scaled`]).

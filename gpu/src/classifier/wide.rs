@@ -1,4 +1,4 @@
-//! The classifier for large vocabularies, of which [`classifier`](super::classifier) keeps less than half of a row in shared
+//! The classifier for large vocabularies. [`classifier`](super::classifier) keeps less than half of such a row in shared
 //! memory.
 //!
 //! A block keeps a whole row in the shared memory and the registers of an SM. On Hopper, 224 KiB and 80 KiB hold 155,648 bf16. So

@@ -47,8 +47,8 @@ impl TensorMap {
         Self::emulated_batch(base, extents, rows * columns, tile)
     }
 
-    /// Creates a map for emulated kernels of `matrices` contiguous bf16 matrices (`rows`, `columns`), each of which
-    /// begins `stride` elements after the one before, for loads and stores at (column, row, matrix).
+    /// Creates a map for emulated kernels of `matrices` contiguous bf16 matrices (`rows`, `columns`). They begin
+    /// `stride` elements apart. Loads and stores are at (column, row, matrix).
     ///
     /// # Panics
     /// See [`emulated`](Self::emulated).
