@@ -33,6 +33,7 @@ pub enum Operation {
     ArriveNamed { id: u32, threads: u32 },
     MBarrier { offset: u32, parity: u32 },
     WgmmaWait,
+    Counter { address: usize, value: u32 },
 }
 
 impl fmt::Display for Operation {
@@ -51,6 +52,7 @@ impl fmt::Display for Operation {
                 write!(f, "wait({parity}) on the mbarrier at shared memory + {offset}")
             }
             Self::WgmmaWait => f.write_str("wgmma::wait"),
+            Self::Counter { value, .. } => write!(f, "acquire_wait for the value {value}"),
         }
     }
 }
