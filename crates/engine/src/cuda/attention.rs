@@ -6,7 +6,7 @@ use super::{Cuda, Float};
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use cuda_std::hopper::TensorMap;
 use cuda_std::{Global, GlobalMut, bf16};
 use gpu::attention::launch::{self, HEAD_SIZES, Shape};
@@ -48,10 +48,17 @@ fn packed(shape: AttentionShape) -> usize {
     shape.b * shape.t * shape.packed_heads() * shape.head_size
 }
 
+/// Checks that kernels exist for the head size.
+pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
+    let shape = workload.attention;
+    ensure!(HEAD_SIZES.contains(&shape.head_size), no_instance(shape, T::DTYPE));
+    Ok(())
+}
+
 fn no_instance(shape: AttentionShape, dtype: DType) -> String {
     let sizes = HEAD_SIZES.map(|size| size.to_string()).join(", ");
     format!(
-        "attention in {}: expected a head size of {sizes}, found {}; change --heads or --channels",
+        "attention in {}: expected a head size of {sizes}, found {}; change --head-size, --heads or --channels, or use --device cpu",
         dtype.name(),
         shape.head_size
     )

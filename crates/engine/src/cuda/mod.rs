@@ -386,6 +386,12 @@ impl<T: Float> Engine for Cuda<T> {
         self.executor.peak(T::DTYPE)
     }
 
+    fn check(&self, workload: &Workload) -> Result<()> {
+        attention::check::<T>(workload)?;
+        layernorm::check::<T>(workload)?;
+        activation::check::<T>(workload)
+    }
+
     fn plan(&mut self, plan: &mut Plan, workload: &Workload) {
         let sm_count = self.executor.sm_count();
         let needs = [
