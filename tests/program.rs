@@ -303,19 +303,36 @@ fn errors_name_invalid_flags() {
     }
 }
 
-#[test]
-fn a_closed_pipe_is_not_an_error() {
+/// Runs the program while nobody reads its output. Returns its exit code and its standard error.
+fn with_closed_output(args: &[&str]) -> (Option<i32>, String) {
     use std::process::Stdio;
-    let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
-        .args(["train", "--device", "cpu", "--steps", "20"])
-        .args(TINY)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
-    assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stderr)), (Some(0), ""));
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn a_closed_pipe_ends_commands_as_sigpipe_does() {
+    let dir = data();
+    let train = dir.path().join("train.bin");
+    let show = ["data", "show", text(&train), "--tokenizer", "bytes"];
+    assert_eq!(with_closed_output(&show), (Some(141), String::new()));
+    let (code, err) = with_closed_output(&["selftest", "--determinism", "--steps", "1", "--device", "cpu"]);
+    assert!(code == Some(141) && !err.contains("panicked"), "{err}");
+}
+
+#[test]
+fn training_without_output_and_directory_is_an_error() {
+    let (code, err) = with_closed_output(&with(&["train", "--device", "cpu", "--steps", "20"], TINY));
+    assert_eq!(code, Some(1), "{err}");
+    assert!(
+        err.starts_with("error: ")
+            && err.contains("standard output: expected an open file or pipe, found a closed one"),
+        "{err}"
+    );
+    assert!(err.contains("--out DIR") && !err.contains("panicked"), "{err}");
 }
 
 #[test]

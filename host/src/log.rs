@@ -54,15 +54,16 @@ struct ScoreLine {
 /// memory and written by a later call.
 #[derive(Debug, Default)]
 pub struct Log {
-    files: Option<[Output; 2]>,
+    files: Option<[LineFile; 2]>,
     /// The write error that has not been reported yet.
     error: Option<String>,
 }
 
 const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 
+/// A file of lines. Lines that cannot be written, as on a full disk, are kept in memory and written with a later line.
 #[derive(Debug)]
-struct Output {
+pub(crate) struct LineFile {
     path: PathBuf,
     file: File,
     /// Length of the file in bytes.
@@ -71,9 +72,9 @@ struct Output {
     pending: String,
 }
 
-impl Output {
+impl LineFile {
     /// Opens a file for appending.
-    fn open(path: PathBuf) -> Result<Self> {
+    pub(crate) fn open(path: PathBuf) -> Result<Self> {
         let open = || {
             let file = File::options().append(true).create(true).open(&path)?;
             let len = file.metadata()?.len();
@@ -83,7 +84,8 @@ impl Output {
         Ok(Self { path, file, len, pending: String::new() })
     }
 
-    fn line(&mut self, line: &str) -> Result<()> {
+    /// Writes a line and all lines before it that could not be written.
+    pub(crate) fn line(&mut self, line: &str) -> Result<()> {
         self.pending.push_str(line);
         self.pending.push('\n');
         self.flush()
@@ -128,7 +130,7 @@ impl Log {
     }
 
     fn open(directory: &Path) -> Result<Self> {
-        let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
+        let [main, jsonl] = NAMES.map(|name| LineFile::open(directory.join(name)));
         Ok(Self { files: Some([main?, jsonl?]), error: None })
     }
 
@@ -144,7 +146,7 @@ impl Log {
 
     /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
-        self.files.iter_mut().flatten().try_for_each(Output::flush)
+        self.files.iter_mut().flatten().try_for_each(LineFile::flush)
     }
 
     /// Logs a training step.

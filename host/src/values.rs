@@ -54,6 +54,27 @@ pub fn switch(text: &str) -> Result<bool, &'static str> {
     }
 }
 
+/// The value of `--resume`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// Start a new run.
+    No,
+    /// Resume from a checkpoint, which must exist.
+    Required,
+    /// Resume from a checkpoint if there is one, otherwise start a new run.
+    Auto,
+}
+
+/// Parses the value of `--resume`.
+pub fn resume(text: &str) -> Result<Resume, &'static str> {
+    match switch(text) {
+        Ok(true) => Ok(Resume::Required),
+        Ok(false) => Ok(Resume::No),
+        Err(_) if text == "auto" => Ok(Resume::Auto),
+        Err(_) => Err("expected 1 (a checkpoint must exist), auto (start a new run if there is none) or 0"),
+    }
+}
+
 /// Parses a numbered level, such as 0, 1 or 2.
 pub fn level<L: TryFrom<u8, Error = &'static str>>(text: &str) -> Result<L, &'static str> {
     // No type has a level 255, so text that is not a number yields the same error as a level out of range.
@@ -111,6 +132,11 @@ mod tests {
         for text in ["-0.1", "1", "nan", "x"] {
             assert_eq!(momentum(text), Err("expected a number of at least 0 and below 1"), "{text}");
         }
+        assert_eq!(
+            [resume("0"), resume("1"), resume("auto")].map(Result::unwrap),
+            [Resume::No, Resume::Required, Resume::Auto]
+        );
+        assert!(resume("yes").is_err());
         assert_eq!((momentum("0"), momentum("0.95")), (Ok(0.0), Ok(0.95)));
         assert_eq!((zero_stage("3"), zero_stage("4").is_err()), (Ok(3), true));
     }

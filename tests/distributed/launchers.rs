@@ -207,7 +207,7 @@ fn restarts_end_if_a_run_makes_no_progress() {
         "exit code 4 after 4 restarts; run the same command with --resume to continue from the checkpoint of step 36\n";
     assert!(output_text(&output).1.ends_with(text), "{:?}", output_text(&output));
     let arguments = fs::read_to_string(world.path("goes")).unwrap();
-    assert_eq!(arguments, format!("--out out\n{}", "--out out --resume\n".repeat(4)));
+    assert_eq!(arguments, format!("--out out\n{}", "--out out --resume=auto\n".repeat(4)));
     assert_eq!(output.status.code(), Some(RECOVERABLE));
     // Without --out there are no checkpoints to resume from.
     let output = Command::new(script("restarts")).args(["1", "true"]).output().unwrap();

@@ -8,6 +8,7 @@ use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
 use engine::open::MatmulBackend;
 use engine::{Engine, Result};
+use std::io::{Write, stdout};
 use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 
 /// Check every operation of a GPU against the CPU
@@ -56,7 +57,7 @@ pub fn run(options: &Selftest) -> Result<()> {
     } else {
         &mut Cpu::new()
     };
-    println!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
+    writeln!(stdout(), "{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe())?;
     let wanted = |case: &Case| {
         let contains = |f: &String| case.operation.contains(f.as_str()) || case.shape.contains(f.as_str());
         options.filter.as_ref().is_none_or(contains)
@@ -74,10 +75,16 @@ fn check<'a>(
     reference: &mut dyn Engine,
     emulator: bool,
 ) -> Result<()> {
-    println!(
+    writeln!(
+        stdout(),
         "\n{:<28} {:<30} {:<10} {:>10} {:>10} {:>10}",
-        "operation", "shape", "worst in", "differing", "error", "allowed"
-    );
+        "operation",
+        "shape",
+        "worst in",
+        "differing",
+        "error",
+        "allowed"
+    )?;
     let (mut passed, mut failed) = (0, 0);
     for case in cases {
         let outcome = if emulator { case.check_emulated(engine, reference)? } else { case.check(engine, reference)? };
@@ -85,24 +92,30 @@ fn check<'a>(
             if error.ok() {
                 continue;
             }
-            println!(
+            writeln!(
+                stdout(),
                 "{:<28} {:<30} {tensor}[{}]: expected {}, found {}",
-                case.operation, case.shape, error.index, error.expected, error.actual
-            );
+                case.operation,
+                case.shape,
+                error.index,
+                error.expected,
+                error.actual
+            )?;
         }
         let severity =
             |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
         let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
         if let Some((tensor, error)) = worst {
             let verdict = if error.ok() { "ok" } else { "FAILED" };
-            println!(
+            writeln!(
+                stdout(),
                 "{:<28} {:<30} {tensor:<10} {:>9.4}% {:>10.1e} {:>10.1e} {verdict}",
                 case.operation,
                 case.shape,
                 100.0 * error.mismatches as f64 / error.elements as f64,
                 error.max_rel_error,
                 error.tolerance
-            );
+            )?;
         }
         if outcome.errors.iter().all(|(_, error)| error.ok()) {
             passed += 1;
@@ -110,7 +123,7 @@ fn check<'a>(
             failed += 1;
         }
     }
-    println!("{passed} cases passed, {failed} failed");
+    writeln!(stdout(), "{passed} cases passed, {failed} failed")?;
     ensure!(failed == 0, "{failed} cases differ from the reference by more than their tolerance");
     Ok(())
 }

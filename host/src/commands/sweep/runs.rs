@@ -97,7 +97,7 @@ fn directory_name(settings: &[String]) -> String {
 impl Run {
     /// Returns the arguments of `train`.
     pub fn arguments(&self) -> impl Iterator<Item = OsString> {
-        let directory = ["--out".into(), self.directory.clone().into(), "--resume".into()];
+        let directory = ["--out".into(), self.directory.clone().into(), "--resume=auto".into()];
         self.flags.iter().map(OsString::from).chain(directory)
     }
 
@@ -176,7 +176,8 @@ mod tests {
             ]
         );
         let arguments: Vec<OsString> = runs[1].arguments().collect();
-        let expected = ["--steps", "3", "--lr=1e-4", "--train=a/b.bin", "--warmup=2", "--out", &names[1], "--resume"];
+        let expected =
+            ["--steps", "3", "--lr=1e-4", "--train=a/b.bin", "--warmup=2", "--out", &names[1], "--resume=auto"];
         assert_eq!(arguments, expected.map(OsString::from));
         assert_eq!(runs[2].settings(&axes), "lr=3e-4, train=a/b.bin, warmup=1");
     }

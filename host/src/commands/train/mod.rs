@@ -163,7 +163,8 @@ impl PlannedRun {
             }
             _ => (None, None),
         };
-        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
+        let writes = config.checkpoint_every > 0 || config.checkpoint_minutes > 0.0;
+        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
@@ -183,7 +184,8 @@ impl PlannedRun {
             stop: Stop::on_signals(written_by_this_rank)?,
         };
         let outcome = run.train()?;
-        report_end(&run.console, &outcome, &config, started.elapsed())
+        report_end(&run.console, &outcome, &config, started.elapsed())?;
+        outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
     /// Allocates the memory, connects the ranks, and tunes the GEMMs.
@@ -243,7 +245,7 @@ fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Durat
 fn stopped(step: usize, config: &Config) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
     match config.out {
-        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().repeated(&["--resume"], &["--resume"])),
+        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming()),
         None => format!("{stopped}; nothing is kept without --out"),
     }
 }
@@ -300,6 +302,8 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
+        checkpoint_after: (config.checkpoint_minutes > 0.0)
+            .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),
     }
 }

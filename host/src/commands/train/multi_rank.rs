@@ -2,6 +2,7 @@
 
 use super::options::{Launch, Options};
 use crate::console::Console;
+use crate::values::Resume;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
 use checkpoint::config::Config;
@@ -19,6 +20,9 @@ use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use tokenizer::{Identity as TokenizerIdentity, Tokenizer};
+
+/// File in the output directory for the output of rank 0 after its standard output was closed.
+const CONSOLE_FILE: &str = "console.log";
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
@@ -86,13 +90,13 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
-    if ranks.is_first() {
-        return Ok(Console::new(steps));
-    }
     let out = args.out.as_deref().filter(|_| !args.dry_run);
+    if ranks.is_first() {
+        return Ok(Console::new(steps, out.map(|out| out.join(CONSOLE_FILE))));
+    }
     out.map(create_directory).transpose()?;
     let path = out.map(|out| out.join(format!("rank-{}.log", ranks.rank())));
-    Console::to_file(steps, path, args.resume)
+    Console::to_file(steps, path, args.resume != Resume::No)
 }
 
 /// Tunes the GEMMs on rank 0 and broadcasts the result, so that equal GPUs compute equal bits.
