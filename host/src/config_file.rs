@@ -147,7 +147,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
-    const ACTIONS: [&str; 13] = [
+    const ACTIONS: [&str; 14] = [
         "config",
         "dry-run",
         "help",
@@ -158,6 +158,7 @@ mod tests {
         "world-size",
         "local-rank",
         "rendezvous",
+        "rendezvous-secret",
         "rendezvous-timeout",
         "start-timeout",
         "step-timeout",

@@ -11,8 +11,9 @@ use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
 use data::Loader;
+use distributed::Ranks;
 use distributed::launcher::{self, Flags};
-use distributed::{Ranks, rendezvous};
+use distributed::rendezvous::{self, Secret};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
 use model::{Decoder, Training};
@@ -35,7 +36,11 @@ pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
         rendezvous: Duration::from_secs(launch.rendezvous_timeout as u64),
         step: Duration::from_secs(launch.step_timeout as u64),
     };
-    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), timeouts)?;
+    let secret = match &launch.rendezvous_secret {
+        Some(path) => Some(Secret::from_file(path).context("--rendezvous-secret")?),
+        None => Secret::from_environment()?,
+    };
+    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), secret, timeouts)?;
     connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
     Ok((Ranks::Connected(connected.group), connected.local_rank))
 }

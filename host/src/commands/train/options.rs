@@ -312,6 +312,11 @@ pub struct Launch {
     #[arg(long, value_name = "PLACE", help_heading = DISTRIBUTED)]
     pub rendezvous: Option<Endpoint>,
 
+    /// File with a secret that the ranks prove to each other, readable by its owner only [default: the environment variable
+    /// LLM_RS_SECRET; with --rendezvous file:///DIR rank 0 creates one]
+    #[arg(long, value_name = "FILE", help_heading = DISTRIBUTED)]
+    pub rendezvous_secret: Option<PathBuf>,
+
     /// Seconds to wait for all ranks to meet
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = DISTRIBUTED)]
     pub rendezvous_timeout: usize,
