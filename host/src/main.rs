@@ -1,10 +1,14 @@
 //! The `llm-rs` program: parses the command line, runs the command, and prints one line if it fails.
 
 use distributed::fault::Fault;
+use host::allocator::Reporting;
 use host::signals::{self, Stopped};
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: Reporting = Reporting;
 
 /// Exit code after the reader of standard output has closed it: 128 plus the number of SIGPIPE, as shells report it.
 const CLOSED_OUTPUT: u8 = 141;

@@ -400,7 +400,7 @@ impl RendezvousFile {
 
     /// Returns the contents of the file, or `None` if it does not exist or is incomplete.
     fn read(path: &Path) -> Result<Option<Self>> {
-        match fs::read(path) {
+        match bounded_file::read(path, MAX_MESSAGE_BYTES as u64) {
             Ok(text) => Ok(serde_json::from_slice(&text).ok()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error).with_context(|| format!("--rendezvous: cannot read {}", path.display())),

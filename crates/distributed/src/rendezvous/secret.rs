@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 use std::env;
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -72,7 +71,7 @@ impl Secret {
     /// Reads the secret from a file that only its owner can read.
     pub fn from_file(path: &Path) -> Result<Self> {
         let name = path.display();
-        let file = File::open(path).with_context(|| format!("cannot open {name}"))?;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open {name}"))?;
         let mode = file.metadata().with_context(|| format!("cannot read {name}"))?.mode();
         ensure!(
             mode & 0o077 == 0,

@@ -5,7 +5,6 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::slice;
 
@@ -126,7 +125,8 @@ impl Run {
             return Ok(());
         }
         let path = self.marker();
-        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = bounded_file::read_to_string(&path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()))?;
         let earlier: Finished = serde_json::from_str(&text).with_context(|| {
             format!("{}: expected the flags of a finished run; delete the file to repeat it", path.display())
         })?;
@@ -144,6 +144,7 @@ impl Run {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn strings(words: &[&str]) -> Vec<String> {
         words.iter().map(|word| (*word).to_owned()).collect()
