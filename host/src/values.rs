@@ -37,6 +37,14 @@ pub fn fraction(text: &str) -> Result<f64, &'static str> {
     }
 }
 
+/// Parses a fraction from 0 to 1 as an f32.
+pub fn fraction_f32(text: &str) -> Result<f32, &'static str> {
+    match text.parse::<f32>() {
+        Ok(x) if (0.0..=1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number from 0 to 1"),
+    }
+}
+
 /// Parses a decay of a momentum: a number of at least 0 and below 1.
 pub fn momentum(text: &str) -> Result<f32, &'static str> {
     match text.parse::<f32>() {
@@ -127,7 +135,7 @@ mod tests {
             assert_eq!(non_negative(text), Err("expected a finite number of at least 0"), "{text}");
         }
         for text in ["-0.1", "1.1", "nan"] {
-            assert!(fraction(text).is_err(), "{text}");
+            assert!(fraction(text).is_err() && fraction_f32(text).is_err(), "{text}");
         }
         for text in ["-0.1", "1", "nan", "x"] {
             assert_eq!(momentum(text), Err("expected a number of at least 0 and below 1"), "{text}");

@@ -87,7 +87,7 @@ pub fn run(options: &Step) -> Result<()> {
 }
 
 fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let gpu = multi_rank::gpu_of(local_rank, options.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, options.hardware.device)?;
     let mut engine = options.hardware.open_quietly_on(gpu)?;
     let engine = &mut *engine;
     let layout = BatchLayout { b: options.batch, t: options.seq };

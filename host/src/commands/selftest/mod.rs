@@ -2,16 +2,19 @@
 
 mod determinism;
 
-use super::resources::Hardware;
+use super::resources::{Hardware, describe};
 use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
-use engine::open::MatmulBackend;
+use engine::cuda::{EmulatedGpu, emulated};
+use engine::open::{Device, MatmulBackend, Precision};
 use engine::{Engine, Result};
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
 use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 
 /// Check every operation of a GPU against the CPU
+///
+/// Without a GPU, the kernels run in the emulator, on small shapes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
     /// Check only cases whose operation or shape contains this text, such as rotary or softcap
@@ -49,7 +52,25 @@ pub fn run(options: &Selftest) -> Result<()> {
         options.tile_config.is_none() || options.hardware.matmul == MatmulBackend::Rust,
         "--tile-config: expected --matmul rust, found another kernel choice; tile configurations exist only for the Rust kernels"
     );
-    let engine = &mut *Hardware { kernel_config: options.tile_config, ..options.hardware.clone() }.open_quietly()?;
+    ensure!(
+        options.hardware.device != Device::Cpu,
+        "--device: expected a GPU or its emulator, found cpu, which is the reference; omit the flag"
+    );
+    let hardware = Hardware { kernel_config: options.tile_config, ..options.hardware.clone() };
+    let opened = hardware.open()?;
+    let without_gpu = opened.device == Device::Cpu;
+    let engine = &mut *if without_gpu {
+        writeln!(stderr(), "no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
+        let precision = options.hardware.precision.unwrap_or(Precision::Fp32);
+        emulated(EmulatedGpu::default(), precision, options.hardware.gelu_fusion, true)
+    } else {
+        writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+        opened.engine
+    };
+    ensure!(
+        !(options.emulator && without_gpu),
+        "--emulator: expected a GPU to compare with the emulator, found none; omit the flag to compare the emulator with the CPU"
+    );
     let reference: &mut dyn Engine = if options.emulator {
         &mut *engine
             .emulated()
@@ -63,7 +84,7 @@ pub fn run(options: &Selftest) -> Result<()> {
         options.filter.as_ref().is_none_or(contains)
     };
     let mut cases = edge_cases();
-    if !options.small {
+    if !options.small && !without_gpu {
         cases.extend(model_cases());
     }
     check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
@@ -124,6 +145,7 @@ fn check<'a>(
         }
     }
     writeln!(stdout(), "{passed} cases passed, {failed} failed")?;
+    ensure!(passed + failed > 0, "expected at least one case, found none; nothing was compared; choose another NAME");
     ensure!(failed == 0, "{failed} cases differ from the reference by more than their tolerance");
     Ok(())
 }

@@ -5,6 +5,7 @@ pub mod multi_rank;
 mod options;
 mod resolve;
 mod shape;
+mod without_effect;
 
 pub use options::{GENERAL, Launch, Options};
 
@@ -60,7 +61,7 @@ struct PlannedRun {
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let started = Instant::now();
-    let gpu = multi_rank::gpu_of(local_rank, args.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
@@ -84,6 +85,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         gpu_info: gpu_info.as_ref(),
     };
     console.line(&setup.table())?;
+    notes.extend(without_effect::notes(args, &config, &opened, ranks.world_size()));
     let engine = &mut *opened.engine;
     let identity = Identity::new(
         &config,
@@ -109,6 +111,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         let next = Invocation::current().repeated(&["--dry-run"], &[]);
         let reserved = engine.reserved_memory(ranks.world_size());
+        notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
         return console.line(&format!("{}\n\nnext: {next}", planned(&plan, reserved, free)));
     }
     if let Some(Ok(info)) = gpu_info {

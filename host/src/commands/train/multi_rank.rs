@@ -45,13 +45,14 @@ pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
     Ok((Ranks::Connected(connected.group), connected.local_rank))
 }
 
-/// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank.
-pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
+/// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank, unless the run consists
+/// of this process (`alone`).
+pub fn gpu_of(local_rank: usize, alone: bool, device: Device) -> Result<usize> {
     // Without a GPU, opening the engine reports the error.
     let gpus = if device == Device::Cpu { 0 } else { cuda_driver::device_count().unwrap_or(0) };
     match gpus {
         0 => Ok(local_rank),
-        1 => Ok(GPU),
+        1 if !alone => Ok(GPU),
         _ => {
             ensure!(
                 local_rank < gpus,

@@ -2,8 +2,8 @@
 
 use crate::commands::resources::Hardware;
 use crate::values::{
-    Count, Resume, count, count_or_all, fraction, interval, level, momentum, non_negative, resume, seed, switch,
-    whole_number, zero_stage,
+    Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
+    switch, whole_number, zero_stage,
 };
 use clap::ArgAction;
 use distributed::rendezvous::Endpoint;
@@ -178,7 +178,7 @@ pub struct Options {
     pub warmup: Option<usize>,
 
     /// Final learning rate as a fraction of the peak [default: 1; 0 with --schedule trapezoidal]
-    #[arg(short = 'q', long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[arg(short = 'q', long, value_name = "X", value_parser = fraction_f32, help_heading = OPTIMIZER)]
     pub final_fraction: Option<f32>,
 
     /// Weight decay of matrices and embeddings [default: 0]
