@@ -123,6 +123,24 @@ fn a_run_without_shuffling_resumes_in_order() {
 }
 
 #[test]
+fn a_resumed_run_does_not_repeat_evaluations() {
+    let world = World::new();
+    let more = ["--steps", "6", "--keep", "0", "--val-every", "3"];
+    let printed = world.succeed("run", &more);
+    assert!(printed.contains("step    3/6 | val loss"), "{printed}");
+    let out = world.path("run");
+    let reference = Results::read(&out, 6);
+    for name in entries(&out).iter().filter(|name| name.contains("00000006")) {
+        fs::remove_file(out.join(name)).unwrap();
+    }
+    // The checkpoint of step 3 was written after the validation that was due at step 3.
+    let printed = world.succeed("run", &[&more[..], &["--resume"]].concat());
+    assert!(printed.contains("resumed after 3 of 6 steps"), "{printed}");
+    assert!(!printed.contains("step    3/6 | val loss") && printed.contains("step    6/6 | val loss"), "{printed}");
+    Results::read(&out, 6).assert_equals(&reference, "after a checkpoint with its evaluation");
+}
+
+#[test]
 fn checkpoints_without_a_shuffle_setting_are_shuffled() {
     let world = World::new();
     world.succeed("run", &["--steps", "3"]);
