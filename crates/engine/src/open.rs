@@ -66,14 +66,12 @@ pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Resu
             Ok(cpu(None))
         }
         Device::Cuda => cuda().context("--device cuda"),
-        Device::Auto => cuda().or_else(|why| match precision {
-            Some(Precision::Bf16) => {
-                Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"))
+        Device::Auto => cuda().or_else(|why| {
+            if precision == Some(Precision::Bf16) {
+                return Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"));
             }
-            _ => {
-                start_threads()?;
-                Ok(cpu(Some(format!("no GPU: {why:#}"))))
-            }
+            start_threads()?;
+            Ok(cpu(Some(format!("no GPU: {why:#}"))))
         }),
     }
 }

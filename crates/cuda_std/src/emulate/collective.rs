@@ -289,7 +289,7 @@ pub fn arrive_named(id: u32, threads: u32) {
 fn complete(block: &mut Block, id: usize) -> bool {
     let returned = if id == 0 { LANES * block.warps.iter().filter(|warp| warp.has_returned()).count() } else { 0 };
     let barrier = &mut block.barriers[id];
-    if !barrier.expects.is_some_and(|(expects, _)| barrier.arrived + returned as u32 >= expects) {
+    if barrier.expects.is_none_or(|(expects, _)| barrier.arrived + (returned as u32) < expects) {
         return false;
     }
     let waiting = std::mem::take(barrier).waiting;

@@ -8,7 +8,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 use std::env;
-use std::fmt;
+use std::fmt::{self, Write};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -73,8 +73,9 @@ impl Secret {
         let name = path.display();
         let file = bounded_file::open(path).with_context(|| format!("cannot open {name}"))?;
         let mode = file.metadata().with_context(|| format!("cannot read {name}"))?.mode();
+        let others = mode & 0o077;
         ensure!(
-            mode & 0o077 == 0,
+            others == 0,
             "{name}: expected a file that only its owner can read, found mode {:03o}; run `chmod 600 {name}`",
             mode & 0o777
         );
@@ -92,7 +93,11 @@ impl Secret {
     /// Creates a random secret.
     pub fn random() -> Result<Self> {
         let Nonce(bytes) = Nonce::random()?;
-        Ok(Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
+        let mut text = String::with_capacity(2 * bytes.len());
+        for byte in bytes {
+            write!(text, "{byte:02x}")?;
+        }
+        Ok(Self(text))
     }
 
     fn hmac(&self, side: Side, hello: &[u8], Nonce(nonce): Nonce) -> Result<Hmac<Sha256>> {

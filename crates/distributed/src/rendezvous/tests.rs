@@ -321,8 +321,8 @@ fn the_ports_of_every_run_are_in_range() {
     assert!(starts.len() > 1800);
 }
 
-fn secret(text: &str) -> Option<Secret> {
-    Some(Secret::new(text).unwrap())
+fn secret(text: &str) -> Secret {
+    Secret::new(text).unwrap()
 }
 
 #[test]
@@ -337,7 +337,7 @@ fn only_listeners_of_other_hosts_need_a_secret() {
 fn ranks_with_one_secret_connect() {
     let dir = tempfile::tempdir().unwrap();
     let file = Endpoint::File(dir.path().to_owned());
-    let ours = || secret("the secret of this run");
+    let ours = || Some(secret("the secret of this run"));
     for (i, endpoint) in [Some(free_endpoint()), Some(file), None].iter().enumerate() {
         let job = format!("secret {} {i}", std::process::id());
         let worlds = [2, 0, 1].map(|rank| (world(rank, 3, &job), ours())).to_vec();
@@ -348,9 +348,9 @@ fn ranks_with_one_secret_connect() {
 
 #[test]
 fn ranks_with_different_secrets_do_not_connect() {
-    let ours = || secret("the secret of this run");
+    let ours = || Some(secret("the secret of this run"));
     for (zero, one, expected) in [
-        (ours(), secret("another run's secret"), "has another secret than this rank"),
+        (ours(), Some(secret("another run's secret")), "has another secret than this rank"),
         (ours(), None, "asks for the secret of the run; set LLM_RS_SECRET to the same text on all ranks"),
         (None, ours(), "does not prove that it knows the secret of this rank"),
     ] {
@@ -377,7 +377,7 @@ fn introduce(address: &str, run: &str, answer: impl FnOnce(Reply) -> Proof) -> R
 fn a_process_that_knows_only_the_name_of_the_run_cannot_join() {
     let endpoint = free_endpoint();
     let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
-    let ours = || secret("the secret of this run");
+    let ours = || Some(secret("the secret of this run"));
     let results = thread::scope(|scope| {
         let zero = scope.spawn(|| {
             rendezvous_with_secrets(vec![(world(0, 2, "named"), ours())], Some(&endpoint), TIMEOUT).remove(0)
@@ -420,7 +420,7 @@ fn the_rendezvous_file_holds_a_secret_for_its_owner() {
 fn floods_of_slow_connections_do_not_delay_the_ranks() {
     let endpoint = free_endpoint();
     let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
-    let ours = || secret("the secret of this run");
+    let ours = || Some(secret("the secret of this run"));
     let results = thread::scope(|scope| {
         let zero = scope.spawn(|| {
             rendezvous_with_secrets(vec![(world(0, 2, "flood"), ours())], Some(&endpoint), TIMEOUT).remove(0)

@@ -31,7 +31,7 @@ fn addresses() -> usize {
 /// Allocates zeros, or fails if the memory is not available.
 pub(super) fn zeros<T: bytemuck::Zeroable>(len: usize) -> Result<Vec<T>> {
     bytemuck::allocation::try_zeroed_vec(len).ok().with_context(|| {
-        format!("memory: cannot allocate {} MiB; use a smaller model, batch or sequence", len * size_of::<T>() >> 20)
+        format!("memory: cannot allocate {} MiB; use a smaller model, batch or sequence", (len * size_of::<T>()) >> 20)
     })
 }
 

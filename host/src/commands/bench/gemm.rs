@@ -90,7 +90,7 @@ pub fn run(options: &Gemm) -> Result<()> {
     };
     sum("sum", [Some(first), Some(best), None])?;
     sum("sum, each by the faster backend", [None, None, Some(fastest)])?;
-    table.finish()
+    table.finish_rows()
 }
 
 fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {

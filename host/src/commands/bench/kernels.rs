@@ -110,7 +110,7 @@ pub fn run(options: &Kernels) -> Result<()> {
         found,
         "expected an operation whose name contains '{filter}', found none; `bench kernels` without a name lists them"
     );
-    table.finish()
+    table.finish_rows()
 }
 
 /// Returns the cells of a row. Operations with FLOPs are compared with the GEMM, all others with the copy.

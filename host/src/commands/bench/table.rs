@@ -139,12 +139,17 @@ impl Table {
         Ok(out.flush()?)
     }
 
-    /// Writes the JSON file if `--json` was given. A table without measurements is an error.
-    pub fn finish(self) -> Result<()> {
+    /// Writes the JSON file if `--json` was given, and fails if the table has no row.
+    pub fn finish_rows(self) -> Result<()> {
         ensure!(
             !self.rows.is_empty(),
             "expected at least one measurement, found none; choose other operations or shapes"
         );
+        self.finish()
+    }
+
+    /// Writes the JSON file if `--json` was given.
+    pub fn finish(self) -> Result<()> {
         let Some(path) = &self.json.json else { return Ok(()) };
         let mut all = self.about;
         all.insert("rows".to_owned(), Value::Array(self.rows));
@@ -224,7 +229,7 @@ mod tests {
             json!([{"name": "a", "us": 12.345, "note": "n"}, {"name": "b", "us": 1.0, "gbs": 7.0}])
         );
         assert!(json["machine"].as_str().unwrap().starts_with("CPU"));
-        let empty = Table::new("x", COLUMNS, &Cpu::new(), &Json { json: None }).finish().unwrap_err().to_string();
+        let empty = Table::new("x", COLUMNS, &Cpu::new(), &Json { json: None }).finish_rows().unwrap_err().to_string();
         assert!(empty.starts_with("expected at least one measurement, found none"), "{empty}");
         let nowhere = Json { json: Some(dir.path().join("no/out.json")) };
         let mut table = Table::new("x", COLUMNS, &Cpu::new(), &nowhere);
