@@ -4,7 +4,7 @@ use signal_hook::low_level;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Write, stderr};
 
-/// The allocator of the system. Allocations of up to [`Reporting::LARGE`] bytes that fail end the process.
+/// The allocator of the system. Allocations of up to 64 MiB that fail end the process.
 #[derive(Debug)]
 pub struct Reporting;
 
