@@ -21,7 +21,7 @@ pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T
     write_with_mode(path, 0o666, fill)
 }
 
-/// Writes a file like [`write`] that only its owner can read.
+/// Writes a file like [`write()`] that only its owner can read.
 pub fn write_private<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     write_with_mode(path, 0o600, fill)
 }
