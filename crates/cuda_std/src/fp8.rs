@@ -13,7 +13,8 @@
 //! the instruction in code for `sm_80`.
 
 use crate::backend;
-use crate::element::Element;
+use crate::element::{Element, Packet};
+use crate::global::GlobalMut;
 
 /// An FP8 format.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -137,6 +138,44 @@ pub trait Fp8: Element {
     #[track_caller]
     fn pack_four([a, b, c, d]: [f32; 4]) -> u32 {
         u32::from(Self::pack_pair(a, b)) | u32::from(Self::pack_pair(c, d)) << 16
+    }
+}
+
+/// Transposes a 4 x 4 matrix of bytes: word i holds row i, with column 0 in the lowest byte (`prmt.b32`).
+#[inline(always)]
+pub fn transpose_bytes([a, b, c, d]: [u32; 4]) -> [u32; 4] {
+    // The lower, and the upper, two bytes of two words alternate.
+    const LOWER: u32 = 0x5140;
+    const UPPER: u32 = 0x7362;
+    let [ab, cd] = [backend::permute_bytes(a, b, LOWER), backend::permute_bytes(c, d, LOWER)];
+    let [ab_upper, cd_upper] = [backend::permute_bytes(a, b, UPPER), backend::permute_bytes(c, d, UPPER)];
+    let joined = |low, high| [backend::permute_bytes(low, high, 0x5410), backend::permute_bytes(low, high, 0x7632)];
+    let ([first, second], [third, fourth]) = (joined(ab, cd), joined(ab_upper, cd_upper));
+    [first, second, third, fourth]
+}
+
+impl<T: Fp8> Packet<T> {
+    /// Creates a packet of FP8 numbers, the first in the lowest byte of the first word.
+    #[inline(always)]
+    pub fn from_packed(words: [u32; 4]) -> Self {
+        Self::from_words(words)
+    }
+
+    /// Returns the FP8 numbers of the packet.
+    #[inline(always)]
+    pub fn packed(self) -> [u32; 4] {
+        self.words
+    }
+}
+
+impl<T: Fp8> GlobalMut<T> {
+    /// Writes elements `i` to `i` + 7, packed as in [`Packet::packed`] (`st.global.v2.b32`). `i` must be a multiple of 8.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_eight(self, i: usize, words: [u32; 2]) {
+        // SAFETY: the launch contract guarantees that every index the kernel computes is inside the allocation, and a
+        // base that is aligned to 16 bytes.
+        unsafe { backend::store64(self.pointer().wrapping_add(i).cast(), words) }
     }
 }
 

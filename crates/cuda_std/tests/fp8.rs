@@ -1,6 +1,7 @@
 //! The FP8 types compared with the crate `float8`, with a table of known values, and with f64.
 
 use cuda_std::emulate::Memory;
+use cuda_std::fp8::transpose_bytes;
 use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, Packet, kernel, thread};
 use float8::{F8E4M3, F8E5M2};
 
@@ -129,6 +130,13 @@ fn packed_conversions_put_the_first_number_in_the_lowest_byte() {
     assert_eq!(E4m3::pack_four([1.0, -2.0, 0.0, 448.0]), 0x7e00_c038);
 }
 
+#[test]
+fn bytes_are_transposed() {
+    let rows: [u32; 4] = std::array::from_fn(|i| u32::from_le_bytes(std::array::from_fn(|j| (4 * i + j) as u8)));
+    let columns: [u32; 4] = std::array::from_fn(|j| u32::from_le_bytes(std::array::from_fn(|i| (4 * i + j) as u8)));
+    assert_eq!(transpose_bytes(rows), columns);
+}
+
 /// Converts inp (n) to FP8 and back, in packets of 16.
 #[kernel(threads = 32, instances(e4m3 = <E4m3>, e5m2 = <E5m2>))]
 fn quantize<T: Fp8>(quantized: GlobalMut<T>, restored: GlobalMut<f32>, inp: Global<f32>, packets: u32) {
@@ -168,16 +176,17 @@ fn check_stochastic<T: Fp8>() {
     let numbers = finite::<T>();
     for pair in numbers.windows(2) {
         for sign in [1.0, -1.0] {
-            assert_eq!(T::round_stochastic(sign * pair[0], 0xffff), sign * pair[0]);
+            assert_eq!(T::round_stochastic(sign * pair[0], 0xffff).to_bits(), (sign * pair[0]).to_bits());
             // At a quarter of the distance, a quarter of the noise rounds away from zero.
             let x = sign * (pair[0] + (pair[1] - pair[0]) / 4.0);
             for noise in [0, 0x3fff, 0x4000, 0xffff] {
                 let want = sign * pair[usize::from(noise < 0x4000)];
-                assert_eq!(T::round_stochastic(x, noise), want, "{x} with noise {noise:#x}");
+                let got = T::round_stochastic(x, noise);
+                assert_eq!(got.to_bits(), want.to_bits(), "{x} with noise {noise:#x}: {got}, want {want}");
             }
         }
     }
-    assert_eq!(T::round_stochastic(f32::NEG_INFINITY, 0), -T::MAX);
+    assert_eq!(T::round_stochastic(f32::NEG_INFINITY, 0).to_bits(), (-T::MAX).to_bits());
     assert!(T::round_stochastic(f32::NAN, 0).is_nan());
 }
 

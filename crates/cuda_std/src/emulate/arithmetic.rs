@@ -132,6 +132,13 @@ fn fp8x2(format: Fp8Format, low: f32, high: f32, at: Site) -> u16 {
     u16::from_le_bytes([format.encode(low), format.encode(high)])
 }
 
+/// Returns the four bytes of `low` and `high` that the hexadecimal digits of `selector` name, the lowest first.
+#[inline]
+pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
+    let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
+    u32::from_le_bytes(std::array::from_fn(|i| bytes[(selector >> (4 * i) & 7) as usize]))
+}
+
 /// Rounds to tf32, which has ten mantissa bits, with ties away from zero (`cvt.rna.tf32.f32`).
 #[inline]
 pub fn tf32(x: f32) -> f32 {

@@ -25,6 +25,8 @@ unsafe extern "C" {
     fn convert_e4m3x2(high: f32, low: f32) -> u16;
     #[link_name = "llvm.nvvm.ff.to.e5m2x2.rn"]
     fn convert_e5m2x2(high: f32, low: f32) -> u16;
+    #[link_name = "llvm.nvvm.prmt"]
+    fn prmt(low: u32, high: u32, selector: u32) -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
     fn barrier_all(id: u32);
 }
@@ -142,6 +144,13 @@ pub fn e4m3x2(low: f32, high: f32) -> u16 {
 pub fn e5m2x2(low: f32, high: f32) -> u16 {
     // SAFETY: the instruction only operates on registers.
     unsafe { convert_e5m2x2(high, low) }
+}
+
+/// Returns the four bytes of `low` and `high` that the hexadecimal digits of `selector` name, the lowest first.
+#[inline(always)]
+pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
+    // SAFETY: the instruction only operates on registers.
+    unsafe { prmt(low, high, selector) }
 }
 
 #[inline(always)]

@@ -1,0 +1,233 @@
+//! FP8 copies of tensors: the largest magnitude of a bf16 tensor, its quantization to FP8, and transposition.
+//!
+//! A quantized tensor is x / scale in FP8, rounded to nearest even and saturating. The scale is one f32 in device memory.
+//! FP8 GEMMs take K-major operands only, so a tensor may be needed as (rows, columns), as (columns, rows), or as both.
+//!
+//! The largest magnitude ("amax") is the maximum of f32 bits without sign, an integer. It does not depend on the order of
+//! threads, and it is a NaN if any element is a NaN.
+
+use cuda_std::fp8::transpose_bytes;
+use cuda_std::shared::Layout;
+use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
+
+/// Threads of a block.
+const THREADS: usize = 256;
+/// bf16 packets that a thread of [`amax_bf16`] and [`quantize`] loads.
+const PACKETS: usize = 4;
+/// Elements that a block of [`amax_bf16`] and [`quantize`] processes.
+const BLOCK_ELEMENTS: usize = THREADS * PACKETS * 8;
+/// Rows and columns of a tile of the transposing kernels.
+const TILE: usize = 128;
+/// 32-bit words in a row of a tile.
+const ROW_WORDS: usize = TILE / 4;
+
+/// Returns the number of blocks of [`amax_bf16`] and [`quantize`] for n elements.
+pub const fn grid(n: usize) -> u32 {
+    n.div_ceil(BLOCK_ELEMENTS) as u32
+}
+
+/// Returns the grid of the transposing kernels for a tensor (rows, columns).
+pub const fn transpose_grid(rows: usize, columns: usize) -> [u32; 3] {
+    [columns.div_ceil(TILE) as u32, rows.div_ceil(TILE) as u32, 1]
+}
+
+/// The shared memory of the transposing kernels: a tile of FP8 numbers.
+pub fn shared(layout: &mut Layout) -> SharedArray<u32> {
+    layout.array(TILE * ROW_WORDS)
+}
+
+/// Returns the bits of the magnitude of `value`.
+#[inline(always)]
+pub fn magnitude(value: f32) -> u32 {
+    value.to_bits() & 0x7fff_ffff
+}
+
+/// Replaces `amax` by the maximum of itself and the magnitudes of all lanes of the warp.
+#[inline(always)]
+#[track_caller]
+pub fn store_amax(amax: GlobalMut<u32>, mut magnitude: u32) {
+    let mut offset = warp::LANES / 2;
+    while offset > 0 {
+        magnitude = magnitude.max(warp::shuffle_xor(magnitude, offset));
+        offset /= 2;
+    }
+    if warp::lane() == 0 {
+        amax.atomic_max(0, magnitude);
+    }
+}
+
+/// Returns the largest magnitude in a packet.
+#[inline(always)]
+fn amax_of(packet: Packet<bf16>) -> u32 {
+    let mut largest = 0;
+    for i in 0..8 {
+        largest = largest.max(magnitude(packet.get(i)));
+    }
+    largest
+}
+
+/// `amax` = max(`amax`, largest magnitude of inp (n)) as f32 bits. `n` is a multiple of 8. Grid: [`grid`].
+#[kernel(threads = 256)]
+pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, n: u64) {
+    let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
+    let mut largest = 0;
+    for i in 0..PACKETS {
+        let at = first + i * THREADS * 8;
+        if at < n as usize {
+            largest = largest.max(amax_of(inp.packet_streaming(at)));
+        }
+    }
+    store_amax(amax, largest);
+}
+
+/// Quantizes a packet.
+#[inline(always)]
+fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
+    let value = |i| packet.get(i) * factor;
+    [T::pack_four([value(0), value(1), value(2), value(3)]), T::pack_four([value(4), value(5), value(6), value(7)])]
+}
+
+/// out (n) = inp (n) / scale in FP8. With `AMAX`, also does what [`amax_bf16`] does. `n` is a multiple of 8. Grid: [`grid`].
+#[kernel(threads = 256, arch = "sm_90a", instances(
+    e4m3 = <E4m3, false>, e4m3_amax = <E4m3, true>, e5m2 = <E5m2, false>, e5m2_amax = <E5m2, true>))]
+pub fn quantize<T: Fp8, const AMAX: bool>(
+    out: GlobalMut<T>,
+    amax: GlobalMut<u32>,
+    inp: Global<bf16>,
+    scale: Global<f32>,
+    n: u64,
+) {
+    let factor = math::div_rn(1.0, scale.at(0));
+    let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
+    let mut packets = [Packet::zero(); PACKETS];
+    for i in 0..PACKETS {
+        let at = first + i * THREADS * 8;
+        if at < n as usize {
+            packets[i] = inp.packet_streaming(at);
+        }
+    }
+    let mut largest = 0;
+    for i in 0..PACKETS {
+        let at = first + i * THREADS * 8;
+        if at < n as usize {
+            out.set_eight(at, quantized::<T>(packets[i], factor));
+        }
+        largest = largest.max(amax_of(packets[i]));
+    }
+    if AMAX {
+        store_amax(amax, largest);
+    }
+}
+
+/// Returns the index of 32-bit word `word` of `row` in a tile.
+///
+/// The permutation by groups of 16 rows lets a warp read four adjacent words of eight such groups, and write whole rows,
+/// without bank conflicts. It keeps aligned groups of four words together.
+#[inline(always)]
+fn place(row: usize, word: usize) -> usize {
+    row * ROW_WORDS + (word ^ (row / 16 % 8 * 4))
+}
+
+/// Stores a tile of FP8 numbers, transposed, to out (columns, rows). `row` and `column` are the tile's first.
+#[inline(always)]
+fn store_transposed<T: Fp8>(
+    out: GlobalMut<T>,
+    tile: SharedArray<u32>,
+    [row, column]: [usize; 2],
+    [rows, columns]: [usize; 2],
+) {
+    // A thread takes 16 rows and four columns. Eight neighboring threads store 128 adjacent bytes.
+    let thread = thread::thread_idx_x() as usize;
+    let (first_row, word) = (thread % 8 * 16, thread / 8);
+    let (row, column) = (row + first_row, column + word * 4);
+    if row >= rows || column >= columns {
+        return;
+    }
+    let mut transposed = [[0; 4]; 4];
+    for i in 0..4 {
+        let mut words = [0; 4];
+        for j in 0..4 {
+            words[j] = tile.at(place(first_row + i * 4 + j, word));
+        }
+        let words = transpose_bytes(words);
+        for j in 0..4 {
+            transposed[j][i] = words[j];
+        }
+    }
+    for j in 0..4 {
+        out.set_packet((column + j) * rows + row, Packet::from_packed(transposed[j]));
+    }
+}
+
+/// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
+/// With `AMAX`, also does what [`amax_bf16`] does. `rows` and `columns` are multiples of 16. Grid: [`transpose_grid`].
+#[kernel(threads = 256, arch = "sm_90a", instances(
+    e4m3 = <E4m3, false, false>, e4m3_amax = <E4m3, false, true>,
+    e5m2 = <E5m2, false, false>, e5m2_amax = <E5m2, false, true>,
+    both_e4m3 = <E4m3, true, false>, both_e4m3_amax = <E4m3, true, true>,
+    both_e5m2 = <E5m2, true, false>, both_e5m2_amax = <E5m2, true, true>))]
+pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
+    out: GlobalMut<T>,
+    transposed: GlobalMut<T>,
+    amax: GlobalMut<u32>,
+    inp: Global<bf16>,
+    scale: Global<f32>,
+    rows: u32,
+    columns: u32,
+) {
+    let tile = shared(&mut Layout::new());
+    let factor = math::div_rn(1.0, scale.at(0));
+    let (rows, columns) = (rows as usize, columns as usize);
+    let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
+    // Sixteen threads load a row of the tile: 256 adjacent bytes.
+    let thread = thread::thread_idx_x() as usize;
+    let (first_row, packet) = (thread / 16, thread % 16);
+    let at = |i: usize| (row + first_row + i * 16, column + packet * 8);
+    let inside = |i: usize| at(i).0 < rows && at(i).1 < columns;
+    let mut packets = [Packet::zero(); 8];
+    for i in 0..8 {
+        if inside(i) {
+            packets[i] = inp.packet_streaming(at(i).0 * columns + at(i).1);
+        }
+    }
+    let mut largest = 0;
+    for i in 0..8 {
+        let words = quantized::<T>(packets[i], factor);
+        tile.set_two(place(first_row + i * 16, packet * 2), words);
+        if BOTH && inside(i) {
+            out.set_eight(at(i).0 * columns + at(i).1, words);
+        }
+        if AMAX {
+            largest = largest.max(amax_of(packets[i]));
+        }
+    }
+    if AMAX {
+        store_amax(amax, largest);
+    }
+    thread::sync_threads();
+    store_transposed(transposed, tile, [row, column], [rows, columns]);
+}
+
+/// out (columns, rows) = inp (rows, columns)ᵀ of FP8 numbers. `rows` and `columns` are multiples of 16. Grid:
+/// [`transpose_grid`].
+#[kernel(threads = 256)]
+pub fn transpose_fp8(out: GlobalMut<E4m3>, inp: Global<E4m3>, rows: u32, columns: u32) {
+    let tile = shared(&mut Layout::new());
+    let (rows, columns) = (rows as usize, columns as usize);
+    let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
+    // Eight threads load a row of the tile: 128 adjacent bytes.
+    let thread = thread::thread_idx_x() as usize;
+    let (first_row, packet) = (thread / 8, thread % 8);
+    let mut packets = [Packet::zero(); 4];
+    for i in 0..4 {
+        let (row, column) = (row + first_row + i * 32, column + packet * 16);
+        if row < rows && column < columns {
+            packets[i] = inp.packet_streaming(row * columns + column);
+        }
+    }
+    for i in 0..4 {
+        tile.set_four(place(first_row + i * 32, packet * 4), packets[i].packed());
+    }
+    thread::sync_threads();
+    store_transposed(out, tile, [row, column], [rows, columns]);
+}

@@ -1,0 +1,150 @@
+//! The FP8 quantization kernels compared with conversions on the CPU, which are exact.
+
+mod common;
+
+use bytemuck::Pod;
+use common::{for_all, noise, rounded, run};
+use cuda_std::emulate::Memory;
+use cuda_std::shared::Layout;
+use cuda_std::{E4m3, E5m2, Element, Fp8, GlobalMut, bf16};
+use gpu::quantize::{self, amax_bf16, grid, quantize, quantize_transpose, transpose_fp8, transpose_grid};
+use proptest::strategy::Strategy;
+
+tests! {
+    kernels of "quantize.rs";
+    once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
+        values_saturate_and_nan_stays, any_shape_is_transposed, fp8_is_transposed;
+}
+
+fn shared_bytes() -> usize {
+    let mut layout = Layout::new();
+    quantize::shared(&mut layout);
+    layout.bytes()
+}
+
+/// Returns values of many magnitudes.
+fn values(len: usize, seed: u32) -> Vec<bf16> {
+    let exponents = noise(len, seed ^ 1);
+    let values: Vec<f64> = noise(len, seed).iter().zip(exponents).map(|(x, e)| x * (8.0 * e).exp2()).collect();
+    rounded(&values)
+}
+
+/// Returns the bits of the largest magnitude.
+fn largest(values: &[bf16]) -> u32 {
+    values.iter().map(|x| quantize::magnitude(x.to_f32())).max().unwrap_or(0)
+}
+
+/// Returns the bits of x / scale in FP8.
+fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
+    values.iter().map(|x| T::from_f32(x.to_f32() * (1.0 / scale)).to_bits()).collect()
+}
+
+fn bits<T: Fp8>(values: &[T]) -> Vec<u8> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+fn transposed(values: &[u8], columns: usize) -> Vec<u8> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+fn amax_of(values: &[bf16], before: f32) -> u32 {
+    let mut memory = Memory::new();
+    let (inp, amax) = (memory.input("inp", values), memory.buffer("amax", &[before.to_bits()]));
+    run(&mut memory, &amax_bf16(amax, inp, values.len() as u64), grid(values.len()), 0);
+    memory.read(amax)[0]
+}
+
+fn amax_is_the_largest_magnitude() {
+    for_all(24, (1..4000usize, 0..u32::MAX), |(packets, seed)| {
+        let values = values(8 * packets, seed);
+        assert_eq!(amax_of(&values, 0.0), largest(&values));
+    });
+}
+
+fn amax_accumulates_and_keeps_nan() {
+    let mut some = values(8 * 1025, 3);
+    assert_eq!(amax_of(&some, 1e9), 1e9f32.to_bits());
+    // The last element, by the last thread that has any.
+    some[8 * 1025 - 1] = bf16::from_f32(-1e10);
+    assert_eq!(amax_of(&some, 1e9), quantize::magnitude(some[8 * 1025 - 1].to_f32()));
+    some[100] = bf16::from_f32(f32::INFINITY);
+    assert_eq!(amax_of(&some, 1e9), f32::INFINITY.to_bits());
+    some[200] = bf16::from_bits(0xffc1);
+    assert!(f32::from_bits(amax_of(&some, 1e9)).is_nan());
+}
+
+fn check_quantize<T: Fp8 + Pod, const AMAX: bool>(values: &[bf16], scale: f32) {
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
+    let (out, amax) = (memory.output("out", values.len()), memory.buffer("amax", &[7]));
+    run(&mut memory, &quantize::<T, AMAX>(out, amax, inp, scale_, values.len() as u64), grid(values.len()), 0);
+    assert_eq!(bits(&memory.read(out)), reference::<T>(values, scale));
+    assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
+}
+
+fn any_length_is_quantized() {
+    let scales = (-8..8i32).prop_map(|exponent| 1.3 * 2f32.powi(exponent));
+    for_all(16, (1..4000usize, 0..u32::MAX, scales), |(packets, seed, scale)| {
+        let values = values(8 * packets, seed);
+        check_quantize::<E4m3, false>(&values, scale);
+        check_quantize::<E4m3, true>(&values, scale);
+        check_quantize::<E5m2, false>(&values, scale);
+        check_quantize::<E5m2, true>(&values, scale);
+    });
+}
+
+fn values_saturate_and_nan_stays() {
+    let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 0.0, -0.0, 1e-30];
+    let values = special.map(bf16::from_f32);
+    let mut memory = Memory::new();
+    let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[2.0f32]));
+    let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
+    run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, 0);
+    assert_eq!(bits(&memory.read(out)), [0x7f, 0x7e, 0xfe, 0x7e, 0xfe, 0x00, 0x80, 0x00]);
+    assert!(f32::from_bits(memory.read(amax)[0]).is_nan());
+}
+
+fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool>(rows: usize, columns: usize, seed: u32) {
+    let (values, scale) = (values(rows * columns, seed), 0.7);
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
+    let out = if BOTH { memory.output("out", values.len()) } else { GlobalMut::from_address(0) };
+    let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
+    let launch = quantize_transpose::<T, BOTH, AMAX>(out, transposed_, amax, inp, scale_, rows as u32, columns as u32);
+    run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+    let want = reference::<T>(&values, scale);
+    if BOTH {
+        assert_eq!(bits(&memory.read(out)), want, "{rows} x {columns}");
+    }
+    assert_eq!(bits(&memory.read(transposed_)), transposed(&want, columns), "{rows} x {columns}");
+    assert_eq!(memory.read(amax)[0], if AMAX { largest(&values).max(7) } else { 7 });
+}
+
+fn shapes() -> impl Strategy<Value = (usize, usize)> {
+    (1..20usize, 1..20usize).prop_map(|(rows, columns)| (16 * rows, 16 * columns))
+}
+
+fn any_shape_is_transposed() {
+    for_all(12, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        check_transpose::<E4m3, false, false>(rows, columns, seed);
+        check_transpose::<E4m3, false, true>(rows, columns, seed);
+        check_transpose::<E4m3, true, false>(rows, columns, seed);
+        check_transpose::<E4m3, true, true>(rows, columns, seed);
+        check_transpose::<E5m2, false, false>(rows, columns, seed);
+        check_transpose::<E5m2, false, true>(rows, columns, seed);
+        check_transpose::<E5m2, true, false>(rows, columns, seed);
+        check_transpose::<E5m2, true, true>(rows, columns, seed);
+    });
+}
+
+fn fp8_is_transposed() {
+    for_all(24, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let values: Vec<E4m3> =
+            (0..rows * columns).map(|i| E4m3::from_bits(gpu::noise::squirrel5(i as u32, seed) as u8)).collect();
+        let mut memory = Memory::new();
+        let (inp, out) = (memory.input("inp", &values), memory.output("out", values.len()));
+        let launch = transpose_fp8(out, inp, rows as u32, columns as u32);
+        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+        assert_eq!(bits(&memory.read(out)), transposed(&bits(&values), columns), "{rows} x {columns}");
+    });
+}
