@@ -40,7 +40,8 @@ pub fn problem(gemm: &Gemm) -> Problem {
 pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
     let GemmOperands { a, b, out, residual, bias, preactivation, scale, batch, .. } = *operands;
     let batch = batch.map(|batch| Batch { a: batch.b, b: batch.a, ..batch });
-    (problem(gemm), Operands { a: b, b: a, d: out, c: residual, bias, aux: preactivation, gelu: None, scale, batch })
+    let (a, b, c, aux) = (b, a, residual, preactivation);
+    (problem(gemm), Operands { a, b, d: out, c, bias, aux, gelu: None, scale, batch, fp8_scales: None })
 }
 
 /// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
@@ -77,6 +78,7 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         Element::Bf16 => GemmPrecision::Bf16,
         Element::F32 => GemmPrecision::F32,
         Element::Tf32 => GemmPrecision::Tf32,
+        Element::Fp8(_) => return None,
     };
     let Problem { m, n, k, .. } = *problem;
     let f32_output = problem.output.is_some();
