@@ -61,7 +61,8 @@ impl Hardware {
         open::open_to_plan(self.device, self.precision, &self.gpu(gpu))
     }
 
-    fn gpu(&self, gpu: usize) -> Options {
+    /// Returns the settings of an engine on GPU `gpu`.
+    pub fn gpu(&self, gpu: usize) -> Options {
         Options {
             gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),

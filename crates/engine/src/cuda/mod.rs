@@ -15,6 +15,7 @@ mod device;
 mod emulated;
 mod encoder;
 mod executor;
+pub mod fp8;
 mod functions;
 mod gemm_cache;
 mod gemm_dispatch;

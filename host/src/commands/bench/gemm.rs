@@ -30,11 +30,28 @@ pub struct Gemm {
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
+    /// Time GEMMs in FP8 instead: the shapes that --shape lists, --square, or those of the model
+    #[arg(long)]
+    fp8: bool,
+
+    /// With --fp8: rows of the input, and output and input channels of a linear layer (repeatable)
+    #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape, requires = "fp8")]
+    shape: Vec<MatmulShape>,
+
     #[command(flatten)]
     hardware: Hardware,
 
     #[command(flatten)]
     json: Json,
+}
+
+/// Parses rows, output channels and input channels.
+fn shape(text: &str) -> std::result::Result<MatmulShape, String> {
+    let numbers: Vec<usize> = text.split(',').filter_map(|number| number.parse().ok()).collect();
+    match numbers[..] {
+        [rows, oc, c] if text.split(',').count() == 3 => Ok(MatmulShape { rows, c, oc }),
+        _ => Err(format!("expected ROWS,OUT,IN such as 65536,768,3072, found {text}")),
+    }
 }
 
 const COLUMNS: &[Column] = &[
@@ -60,6 +77,12 @@ struct Layer {
 /// Runs the command.
 pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
+    if options.fp8 {
+        let shapes = layers(options, &descriptor).into_iter().filter(|layer| layer.bias || options.square.is_some());
+        let shapes =
+            if options.shape.is_empty() { shapes.map(|layer| layer.shape).collect() } else { options.shape.clone() };
+        return super::gemm_fp8::run(&shapes, &options.hardware, &options.json);
+    }
     let mut engine = options.hardware.open_quietly()?;
     let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
     table.print_heading()?;
