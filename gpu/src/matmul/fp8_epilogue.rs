@@ -134,27 +134,31 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
             if Buffers::<E>::TWO_BUFFERS && quarter == 2 {
                 self.buffers.load_next_aux::<0>(subtile, tile);
             }
+            // Without `opaque`, the addresses of all quarters would be computed before the loop over tiles, and would occupy
+            // registers that the accumulators need.
+            let lane = thread::opaque(warp::lane());
             let mut x = [0.0; 8];
             for i in 0..8 {
                 x[i] = d[(BLOCK as usize * 8 + quarter * 2) * 4 + i];
             }
+            // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
+            let (lane_row, lane_column) = (first_row + lane / 4, quarter as u32 * 16 + lane % 4 * 2);
             if E::BIAS {
-                self.add_bias(&mut x, column + quarter as u32 * 16);
+                self.add_bias(&mut x, column + lane_column);
             }
             let aux = if E::AUX { first.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
-            let mut second_words = [0; 4];
-            // This lane's elements of a word are in row lane / 4 and columns lane % 4 * 2 and + 1 of an 8 x 8 matrix.
-            let (lane_row, lane_column) = (first_row + warp::lane() / 4, quarter as u32 * 16 + warp::lane() % 4 * 2);
+            let (mut pairs, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
                 let ([even, odd], second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
                 second_words[i] = second;
                 self.largest = self.largest.max(magnitude(even)).max(magnitude(odd));
-                let pair = O::pack_pair(even * self.factor, odd * self.factor);
-                out.set_fp8_pair(lane_row + i as u32 % 2 * 8, lane_column + i as u32 / 2 * 8, pair);
+                pairs[i] = O::pack_pair(even * self.factor, odd * self.factor);
+            }
+            for i in 0..4 {
+                out.set_fp8_pair(lane_row + i as u32 % 2 * 8, lane_column + i as u32 / 2 * 8, pairs[i]);
             }
             if E::SECOND {
-                let at = quarter as u32 * 2 + warp::lane() / 16;
-                second.store_matrices(first_row + warp::lane() % 16, at, second_words);
+                second.store_matrices(first_row + lane % 16, quarter as u32 * 2 + lane / 16, second_words);
             }
         }
         hopper::fence_async_proxy();
@@ -168,14 +172,14 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
         }
     }
 
-    /// Adds the bias of this lane's columns to `x`, the elements of 16 columns that begin at `first_column`.
+    /// Adds the bias to `x`, this lane's elements of 16 columns, which begin at column `first`.
     ///
     /// Quantization needs the registers that the bias of 64 columns would occupy.
     #[inline(always)]
-    fn add_bias(&self, x: &mut [f32; 8], first_column: u32) {
+    fn add_bias(&self, x: &mut [f32; 8], first: u32) {
         let (bias, n) = (self.buffers.operands.bias, self.buffers.operands.n);
         for j in 0..2 {
-            let at = first_column + warp::lane() % 4 * 2 + j * 8;
+            let at = first + j * 8;
             let pair = if at < n { bias.pair(at as usize) } else { [0.0; 2] };
             for i in 0..4 {
                 x[j as usize * 4 + i] += pair[i % 2];
