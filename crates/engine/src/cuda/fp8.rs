@@ -226,6 +226,7 @@ impl Fp8Bench {
             epilogue: Epilogue::None,
             accumulate: case.weight_gradient,
             output: None,
+            batched: false,
         };
         let operands = Operands {
             a: if fp8.is_some() { at.b } else { at.b_bf16 },
