@@ -1,6 +1,7 @@
 //! FP8 copies of tensors: the largest magnitude of a bf16 tensor, its quantization to FP8, and transposition.
 //!
-//! A quantized tensor is x / scale in FP8, rounded to nearest even and saturating. The scale is one f32 in device memory.
+//! A quantized tensor is x / scale in FP8, rounded to nearest even and saturating. NaN and infinities become NaN. The scale is
+//! one f32 in device memory.
 //! FP8 GEMMs take K-major operands only, so a tensor may be needed as (rows, columns), as (columns, rows), or as both.
 //!
 //! The largest magnitude ("amax") is the maximum of f32 bits without sign, an integer. It does not depend on the order of
@@ -80,10 +81,65 @@ pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, n: u64) {
     store_amax(amax, largest);
 }
 
+/// Returns `value` · `factor`, or NaN for infinity, which would otherwise saturate. Negative zero becomes positive.
+#[inline(always)]
+pub fn scaled(value: f32, factor: f32) -> f32 {
+    math::fma(value, factor, value - value)
+}
+
+/// Returns the scale with which `amax` becomes `largest`, the largest number of an FP8 format. Its reciprocal is finite.
+///
+/// If `amax` is infinite or a NaN, so is the scale, and every number that is multiplied by it becomes one, too.
+#[inline(always)]
+pub fn scale_of(amax: f32, largest: f32) -> f32 {
+    let scale = math::div_rn(amax, largest);
+    if amax == 0.0 {
+        1.0
+    } else if scale < f32::MIN_POSITIVE {
+        f32::MIN_POSITIVE
+    } else {
+        scale
+    }
+}
+
+/// scale = [`scale_of`] amax, which holds f32 bits. Grid: 1.
+#[kernel(threads = 32)]
+pub fn current_scale(scale: GlobalMut<f32>, amax: Global<u32>, largest: f32) {
+    if thread::thread_idx_x() == 0 {
+        scale.set(0, scale_of(f32::from_bits(amax.at(0)), largest));
+    }
+}
+
+/// Returns the grid of [`delayed_scales`] for n scales.
+pub const fn scales_grid(n: usize) -> u32 {
+    n.div_ceil(THREADS) as u32
+}
+
+/// scales (n) = [`scale_of`] the largest finite number of each column of amaxes (`steps`, n). Then the rows of amaxes move down
+/// by one, and the first becomes zero. Grid: [`scales_grid`].
+#[kernel(threads = 256)]
+pub fn delayed_scales(scales: GlobalMut<f32>, amaxes: GlobalMut<f32>, n: u32, steps: u32, largest: f32) {
+    let (i, n) = (thread::block_idx_x() * THREADS as u32 + thread::thread_idx_x(), n as usize);
+    let i = i as usize;
+    if i >= n {
+        return;
+    }
+    let (mut most, mut newer) = (0.0, 0.0);
+    for step in 0..steps as usize {
+        let amax = amaxes.at(step * n + i);
+        amaxes.set(step * n + i, newer);
+        newer = amax;
+        if amax < f32::INFINITY && amax > most {
+            most = amax;
+        }
+    }
+    scales.set(i, scale_of(most, largest));
+}
+
 /// Quantizes a packet.
 #[inline(always)]
 fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {
-    let value = |i| packet.get(i) * factor;
+    let value = |i| scaled(packet.get(i), factor);
     [T::pack_four([value(0), value(1), value(2), value(3)]), T::pack_four([value(4), value(5), value(6), value(7)])]
 }
 

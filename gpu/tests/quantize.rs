@@ -7,13 +7,17 @@ use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, GlobalMut, bf16};
-use gpu::quantize::{self, amax_bf16, grid, quantize, quantize_transpose, transpose_fp8, transpose_grid};
+use gpu::quantize::{
+    self, amax_bf16, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of, scales_grid,
+    transpose_fp8, transpose_grid,
+};
 use proptest::strategy::Strategy;
 
 tests! {
     kernels of "quantize.rs";
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
-        values_saturate_and_nan_stays, any_shape_is_transposed, fp8_is_transposed;
+        values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
+        delayed_scales_fit_the_largest_finite_amax, any_shape_is_transposed, fp8_is_transposed;
 }
 
 fn shared_bytes() -> usize {
@@ -36,7 +40,7 @@ fn largest(values: &[bf16]) -> u32 {
 
 /// Returns the bits of x / scale in FP8.
 fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
-    values.iter().map(|x| T::from_f32(x.to_f32() * (1.0 / scale)).to_bits()).collect()
+    values.iter().map(|x| T::from_f32(quantize::scaled(x.to_f32(), 1.0 / scale)).to_bits()).collect()
 }
 
 fn bits<T: Fp8>(values: &[T]) -> Vec<u8> {
@@ -93,15 +97,50 @@ fn any_length_is_quantized() {
     });
 }
 
-fn values_saturate_and_nan_stays() {
+fn values_saturate_and_others_become_nan() {
     let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 0.0, -0.0, 1e-30];
     let values = special.map(bf16::from_f32);
     let mut memory = Memory::new();
     let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[2.0f32]));
     let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
     run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, 0);
-    assert_eq!(bits(&memory.read(out)), [0x7f, 0x7e, 0xfe, 0x7e, 0xfe, 0x00, 0x80, 0x00]);
+    assert_eq!(bits(&memory.read(out)), [0x7f, 0x7f, 0x7f, 0x7e, 0xfe, 0x00, 0x00, 0x00]);
     assert!(f32::from_bits(memory.read(amax)[0]).is_nan());
+}
+
+fn current_scale_fits_the_largest_magnitude() {
+    let scale = |amax: f32| {
+        let mut memory = Memory::new();
+        let (amax, scale) = (memory.input("amax", &[amax.to_bits()]), memory.output("scale", 1));
+        run(&mut memory, &current_scale(scale, amax, 448.0), 1, 0);
+        memory.read(scale)[0]
+    };
+    assert_eq!(
+        [448.0, 3.0, 0.0, 1e-40, f32::INFINITY].map(scale),
+        [1.0, 3.0 / 448.0, 1.0, f32::MIN_POSITIVE, f32::INFINITY]
+    );
+    assert!(scale(f32::NAN).is_nan());
+}
+
+fn delayed_scales_fit_the_largest_finite_amax() {
+    for (n, steps) in [(1, 1), (8, 16), (300, 4)] {
+        let mut amaxes: Vec<f32> = noise(n * steps, 9).iter().map(|x| x.abs() as f32).collect();
+        amaxes[0] = f32::NAN;
+        amaxes[n * steps / 2] = f32::INFINITY;
+        if n > 1 {
+            (0..steps).for_each(|step| amaxes[step * n + 1] = 0.0);
+        }
+        let mut memory = Memory::new();
+        let (kept, scales) = (memory.buffer("amaxes", &amaxes), memory.output("scales", n));
+        let launch = delayed_scales(scales, kept, n as u32, steps as u32, 448.0);
+        run(&mut memory, &launch, scales_grid(n), 0);
+        let most = |i: usize| amaxes.iter().skip(i).step_by(n).filter(|x| x.is_finite()).fold(0.0f32, |a, &b| a.max(b));
+        let want: Vec<f32> = (0..n).map(|i| scale_of(most(i), 448.0)).collect();
+        assert_eq!(memory.read(scales), want, "{n} x {steps}");
+        let moved = [vec![0.0; n], amaxes[..n * (steps - 1)].to_vec()].concat();
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&memory.read(kept)), bits(&moved), "{n} x {steps}");
+    }
 }
 
 fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool>(rows: usize, columns: usize, seed: u32) {

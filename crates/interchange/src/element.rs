@@ -75,7 +75,7 @@ impl From<DType> for Element {
     fn from(dtype: DType) -> Self {
         match dtype {
             DType::Bf16 => Self::Bf16,
-            DType::F32 | DType::I32 | DType::U16 => Self::F32,
+            DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => Self::F32,
         }
     }
 }

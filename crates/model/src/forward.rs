@@ -45,6 +45,7 @@ impl Decoder {
         hooks.gather_parameters(engine, 0, after(0))?;
         self.norm(engine, NormOf::Attention(0), layers[0].ln1, residual)?;
         for (l, layer) in layers.iter().enumerate() {
+            self.quantize_gathered_weights(engine, l)?;
             self.attention_layer(engine, l, layer, layout, residual)?;
             self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
             self.mlp_input(engine, l, layer)?;
@@ -122,8 +123,9 @@ impl Decoder {
         epilogue: Epilogue,
         shape: MatmulShape,
     ) -> MatmulForward {
+        let fp8 = self.fp8_forward(l, weight, shape);
         let (weight, bias) = (self.param(weight, l), self.optional(self.param_store(), bias, l));
-        MatmulForward { out, inp, weight, bias, epilogue, shape }
+        MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 }
     }
 
     /// Recomputes the activations of a layer from its input `residual`, except its output.

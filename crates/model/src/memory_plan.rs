@@ -2,6 +2,7 @@
 
 use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
+use super::fp8::{Fp8, Fp8Options};
 use super::muon::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
@@ -69,6 +70,8 @@ pub struct PlanOptions {
     pub logit_rows: usize,
     /// Optimizer of the layers' matrices.
     pub optimizer: Optimizer,
+    /// Set if training steps compute the layers' matmuls in FP8.
+    pub fp8: Option<Fp8Options>,
 }
 
 impl PlanOptions {
@@ -84,6 +87,7 @@ impl PlanOptions {
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
             optimizer: Optimizer::AdamW,
+            fp8: None,
         }
     }
 
@@ -256,6 +260,7 @@ impl Decoder {
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
+            let fp8 = options.fp8.map(|fp8| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero));
             Training {
                 grads,
                 grad_buffers,
@@ -271,6 +276,7 @@ impl Decoder {
                 dwide,
                 recompute,
                 muon,
+                fp8,
             }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
@@ -297,6 +303,7 @@ impl Decoder {
             losses,
             logits,
             training,
+            fp8: None,
             rotary_table,
             encoded,
             embedding_norm,

@@ -28,7 +28,7 @@ pub struct TrainStep {
 impl TrainStep {
     /// Creates a step over `grad_accum` micro-batches of `layout` on each rank.
     pub fn new(model: &Decoder, layout: BatchLayout, grad_accum: usize) -> Self {
-        Self { model: model.clone(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
+        Self { model: model.for_training_steps(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
     }
 
     /// Captures the passes of micro-batches that do not communicate as a CUDA graph.
@@ -63,6 +63,10 @@ impl TrainStep {
         let mut capture_error = None;
         engine.zero(self.model.losses)?;
         engine.zero(self.model.training()?.grads)?;
+        if let Some(fp8) = &mut self.model.fp8 {
+            fp8.begin_step(engine)?;
+            self.model.quantize_whole_weights(engine)?;
+        }
         for micro_batch in 1..=self.grad_accum {
             load(engine)?;
             let last = micro_batch == self.grad_accum;
@@ -78,8 +82,9 @@ impl TrainStep {
         let (model, layout) = (&self.model, self.layout);
         let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);
         let mut data_parallel = DataParallel { model, ranks, buffers: &mut self.buffers, last };
-        // Collectives are not captured.
-        let graph = self.graph.as_ref().filter(|_| !data_parallel.communicates());
+        // Collectives are not captured, nor is the step that calibrates FP8.
+        let repeats = !data_parallel.communicates() && !model.fp8.is_some_and(|fp8| fp8.is_calibrating());
+        let graph = self.graph.as_ref().filter(|_| repeats);
         let mut passes = |engine: &mut dyn Engine| {
             model.forward(engine, layout, &mut data_parallel)?;
             model.loss(engine, layout, Some(dloss))?;

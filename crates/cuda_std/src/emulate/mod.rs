@@ -28,7 +28,8 @@ pub use access::{
     shared_base, store, store64, store128, store128_streaming, store128_with,
 };
 pub use arithmetic::{
-    bf16x2, div_rn, e4m3x2, e5m2x2, exp2, fma, log2, max, min_or_nan, opaque, permute_bytes, recip, rsqrt, sqrt, sqrt_rn,
+    bf16x2, div_rn, e4m3x2, e5m2x2, exp2, fma, log2, max, min_or_nan, opaque, permute_bytes, recip, rsqrt, sqrt,
+    sqrt_rn,
 };
 pub use block::{
     Grid, block_dim_x, block_idx_x, block_idx_y, block_idx_z, grid_dim_x, grid_dim_y, grid_dim_z, run, run_checked,

@@ -17,9 +17,9 @@ use anyhow::{Context, ensure};
 use cublaslt::sys::MatmulAlgo;
 use cublaslt::{Handle, Matmuls};
 use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
+use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, bf16};
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -182,12 +182,13 @@ impl Executor for Device {
 
     fn tensor_map(
         &mut self,
-        tensor: Global<bf16>,
+        tensor: u64,
+        dtype: DType,
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         let Some(maps) = &mut self.tensor_maps else { return Ok(None) };
-        let key = Key { tensor: address(tensor.pointer()), extents, tile };
+        let key = Key { tensor, dtype, extents, tile };
         if let Some(map) = maps.get(&key) {
             return Ok(Some(map));
         }

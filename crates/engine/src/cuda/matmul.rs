@@ -2,7 +2,7 @@
 
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
-use super::{Cuda, Float, MatmulBackend, activation, bias};
+use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape,
@@ -46,7 +46,7 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Reports whether the GEMM with `oc` output columns applies the activation in its epilogue.
-    fn fuses_forward(&self, activation: Activation, bias: Option<Tensor>, oc: usize) -> bool {
+    pub(super) fn fuses_forward(&self, activation: Activation, bias: Option<Tensor>, oc: usize) -> bool {
         activation == Activation::Gelu
             && self.gelu_fusion >= GeluFusion::Forward
             && bias.is_some()
@@ -54,8 +54,8 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Returns the GEMM of a forward pass.
-    fn forward_gemm(&self, op: MatmulForward) -> Result<GemmCall> {
-        let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
+    pub(super) fn forward_gemm(&self, op: MatmulForward) -> Result<GemmCall> {
+        let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = op;
         let (residual, preactivation) = match epilogue {
             Epilogue::None => (None, None),
             Epilogue::Residual(residual) => (Some(residual), None),
@@ -162,7 +162,7 @@ impl<T: Float> Cuda<T> {
             return Ok(None);
         }
         let epilogue = Epilogue::Activation(input.activation, input.preactivation);
-        let call = self.forward_gemm(MatmulForward { out, inp, weight, bias, epilogue, shape })?;
+        let call = self.forward_gemm(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None })?;
         Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
     }
 
@@ -196,6 +196,9 @@ impl<T: Float> Cuda<T> {
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result<()> {
+    if let Some(fp8) = op.fp8 {
+        return matmul_fp8::forward(cuda, op, fp8);
+    }
     match op.epilogue {
         Epilogue::Activation(activation, preactivation) if !cuda.fuses_forward(activation, op.bias, op.shape.oc) => {
             if let Some(call) = cuda.fused_forward(op, activation, preactivation)? {
@@ -216,6 +219,9 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Res
         Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,
         None => Vec::new(),
     };
+    if let Some(fp8) = op.fp8 {
+        return matmul_fp8::backward(cuda, op, &fp8, &bias_kernels);
+    }
     if let Some(input) = op.activation
         && let Some(call) = cuda.fused_backward(op, input)?
     {

@@ -23,15 +23,18 @@ mod gemm_tuner;
 mod global_norm;
 mod layernorm;
 mod matmul;
+mod matmul_fp8;
 mod modules;
 mod muon;
 mod noise;
 mod peak;
 mod profile;
+mod quantize;
 mod rmsnorm;
 mod rotary;
 mod tensor_maps;
 mod wgmma;
+mod wgmma_fp8;
 
 pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels};
@@ -147,6 +150,14 @@ impl Stored for u16 {
     const DTYPE: DType = DType::U16;
 }
 
+/// An FP8 number of any format.
+#[repr(transparent)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Fp8Bits(u8);
+impl Stored for Fp8Bits {
+    const DTYPE: DType = DType::Fp8;
+}
+
 /// An engine's storage type.
 trait Float: Stored + TensorCore {}
 impl Float for f32 {}
@@ -258,6 +269,10 @@ impl<T: Float> Engine for Cuda<T> {
         T::DTYPE
     }
 
+    fn fp8_dtype(&self) -> Option<DType> {
+        (T::DTYPE == DType::Bf16 && self.executor.emulation().hopper).then_some(DType::Fp8)
+    }
+
     fn gelu_fusion(&self) -> GeluFusion {
         self.gelu_fusion
     }
@@ -289,6 +304,8 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MuonMomentum(op) => muon::momentum(self, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(self, op),
             Operation::MuonApply(op) => muon::apply(self, op),
+            Operation::Quantize(op) => quantize::quantize(self, op),
+            Operation::Fp8Scales(op) => quantize::scales(self, op),
         }
     }
 
@@ -444,7 +461,7 @@ impl<T: Float> Engine for Cuda<T> {
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
-            DType::I32 | DType::U16 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
+            DType::I32 | DType::U16 | DType::Fp8 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
         }
     }
 
@@ -466,7 +483,7 @@ impl<T: Float> Engine for Cuda<T> {
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
-            DType::I32 | DType::U16 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
+            DType::I32 | DType::U16 | DType::Fp8 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
         }
     }
 

@@ -4,7 +4,8 @@
 //! column-major outᵀ = op(b)ᵀ · op(a)ᵀ: cuBLASLt's A is our b, its B is our a, its m is our n, and its n is our m.
 
 use super::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
-use cublaslt::{Batch, Element, Epilogue, Operands, Problem};
+use cublaslt::{Batch, Element, Epilogue, Fp8, Operands, Problem};
+use cuda_std::fp8::Fp8Format;
 
 /// Returns cuBLASLt's problem for a GEMM that is its own [library part](Gemm::library_part).
 pub fn problem(gemm: &Gemm) -> Problem {
@@ -23,6 +24,10 @@ pub fn problem(gemm: &Gemm) -> Problem {
             GemmPrecision::Bf16 => Element::Bf16,
             GemmPrecision::F32 => Element::F32,
             GemmPrecision::Tf32 => Element::Tf32,
+            GemmPrecision::Fp8 { a, exact } => {
+                let b_e5m2 = a == Fp8Format::E5m2;
+                Element::Fp8(Fp8 { a_e5m2: false, b_e5m2, fast_accumulation: !exact })
+            }
         },
         epilogue: match gemm.library_part().epilogue {
             GemmEpilogue::Bias | GemmEpilogue::BiasResidual => Epilogue::Bias,
@@ -38,10 +43,11 @@ pub fn problem(gemm: &Gemm) -> Problem {
 
 /// Returns cuBLASLt's problem and operands for a [library part](Gemm::library_part) and its addresses.
 pub fn call(gemm: &Gemm, operands: &GemmOperands) -> (Problem, Operands) {
-    let GemmOperands { a, b, out, residual, bias, preactivation, scale, batch, .. } = *operands;
+    let GemmOperands { a, b, out, residual, bias, preactivation, scale, batch, fp8_scales, .. } = *operands;
     let batch = batch.map(|batch| Batch { a: batch.b, b: batch.a, ..batch });
+    let fp8_scales = fp8_scales.map(|[a, b]| [b, a]);
     let (a, b, c, aux) = (b, a, residual, preactivation);
-    (problem(gemm), Operands { a, b, d: out, c, bias, aux, gelu: None, scale, batch, fp8_scales: None })
+    (problem(gemm), Operands { a, b, d: out, c, bias, aux, gelu: None, scale, batch, fp8_scales })
 }
 
 /// Returns the GEMM of cuBLASLt's problem, or `None` for one that no operation of the model computes.
@@ -62,7 +68,8 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         (GemmLayout::Nt | GemmLayout::Nn, Epilogue::None, true) => GemmEpilogue::Residual,
         (GemmLayout::Nt, Epilogue::Bias, true) => GemmEpilogue::BiasResidual,
         (GemmLayout::Nt, Epilogue::GeluAuxBias, false) => GemmEpilogue::BiasGelu,
-        (GemmLayout::Nn, Epilogue::DGelu, false) => GemmEpilogue::GeluBackward,
+        // The layout of all FP8 operands is NT.
+        (GemmLayout::Nn | GemmLayout::Nt, Epilogue::DGelu, false) => GemmEpilogue::GeluBackward,
         (GemmLayout::Nn, Epilogue::DGeluAndGelu, false) => GemmEpilogue::GeluBackwardRecompute,
         (GemmLayout::Nt, Epilogue::ReluSquaredAux, false) => GemmEpilogue::ReluSquared,
         (GemmLayout::Nn, Epilogue::DReluSquared, false) => GemmEpilogue::ReluSquaredBackward,
@@ -78,7 +85,11 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         Element::Bf16 => GemmPrecision::Bf16,
         Element::F32 => GemmPrecision::F32,
         Element::Tf32 => GemmPrecision::Tf32,
-        Element::Fp8(_) => return None,
+        Element::Fp8(Fp8 { a_e5m2: true, .. }) => return None,
+        Element::Fp8(Fp8 { b_e5m2, fast_accumulation, .. }) => {
+            let a = if b_e5m2 { Fp8Format::E5m2 } else { Fp8Format::E4m3 };
+            GemmPrecision::Fp8 { a, exact: !fast_accumulation }
+        }
     };
     let Problem { m, n, k, .. } = *problem;
     let f32_output = problem.output.is_some();
@@ -89,6 +100,8 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
 pub(super) fn stored_problem(gemm: &Gemm) -> Problem {
     let problem = problem(gemm);
     let epilogue = match gemm.epilogue {
+        GemmEpilogue::BiasGelu => Epilogue::GeluAuxBias,
+        GemmEpilogue::GeluBackward => Epilogue::DGelu,
         GemmEpilogue::GeluBackwardRecompute => Epilogue::DGeluAndGelu,
         GemmEpilogue::ReluSquared => Epilogue::ReluSquaredAux,
         GemmEpilogue::ReluSquaredBackward => Epilogue::DReluSquared,
@@ -135,6 +148,15 @@ mod tests {
                     assert_eq!(gemm(&stored_problem(&original)), Some(original));
                     assert_eq!(gemm(&problem(&original.library_part())), Some(original.library_part()));
                 }
+            }
+        }
+        for epilogue in [None, Bias, Residual, BiasResidual, BiasGelu, GeluBackward] {
+            for (a, exact) in [(Fp8Format::E4m3, false), (Fp8Format::E4m3, true), (Fp8Format::E5m2, false)] {
+                let precision = GemmPrecision::Fp8 { a, exact };
+                let original =
+                    Gemm { m: 48, n: 16, k: 32, layout: GemmLayout::Nt, precision, epilogue, f32_output: false };
+                assert_eq!(gemm(&stored_problem(&original)), Some(original));
+                assert_eq!(gemm(&problem(&original.library_part())), Some(original.library_part()));
             }
         }
     }

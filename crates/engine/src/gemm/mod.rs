@@ -17,6 +17,7 @@ pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
 
 use crate::Result;
 use anyhow::bail;
+use cuda_std::fp8::Fp8Format;
 use gpu::launch::KernelLaunch;
 use std::fmt;
 
@@ -29,6 +30,13 @@ pub enum GemmPrecision {
     F32,
     /// f32 in memory, rounded to 10 bits of mantissa on tensor cores.
     Tf32,
+    /// FP8 operands with a scale each, on tensor cores; all other matrices are bf16. The layout is [`GemmLayout::Nt`].
+    Fp8 {
+        /// The format of a; b is E4M3.
+        a: Fp8Format,
+        /// Whether sums over 128 columns of K are added in f32.
+        exact: bool,
+    },
 }
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
@@ -223,6 +231,8 @@ pub struct GemmOperands {
     /// a, b, and `d`: out and residual. Algorithms must not depend on the number, so that the bits of a matrix do not depend
     /// on the others. So the batch is not part of the [`Gemm`].
     pub batch: Option<Batch>,
+    /// Addresses of the f32 factors that restore a and b from their FP8 values.
+    pub fp8_scales: Option<[u64; 2]>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -254,11 +264,12 @@ impl GemmCall {
     /// Returns the GEMM without one step of its epilogue, which [`fallback`](Self::fallback) or, if the part has none,
     /// [`after`](Self::after) computes. Returns the same GEMM if cuBLASLt can compute it.
     pub fn part(&self) -> Self {
-        let epilogue = self.gemm.epilogue.part();
-        let gemm = Gemm { epilogue, ..self.gemm };
+        let gemm = self.gemm.part();
+        let epilogue = gemm.epilogue;
         let GemmOperands { out, preactivation, sums, .. } = self.operands;
         let plain_out = match self.gemm.epilogue {
             GemmEpilogue::ReluSquared | GemmEpilogue::SwiGlu => preactivation,
+            GemmEpilogue::BiasGelu if gemm != self.gemm => preactivation,
             GemmEpilogue::SwiGluBackward => sums,
             _ => None,
         };
@@ -270,7 +281,7 @@ impl GemmCall {
             sums: sums.filter(|_| epilogue.uses_sums()),
             ..self.operands
         };
-        let after = if epilogue == epilogue.part() { Vec::new() } else { self.after.clone() };
+        let after = if gemm == gemm.part() { Vec::new() } else { self.after.clone() };
         Self { gemm, operands, fallback: Vec::new(), after }
     }
 
@@ -294,22 +305,39 @@ impl GemmOperands {
 pub const GELU_COLUMNS: usize = 8;
 
 impl Gemm {
+    /// Returns the GEMM without one step of its epilogue. See [`GemmCall::part`].
+    fn part(self) -> Self {
+        let epilogue = match (self.precision, self.epilogue) {
+            // cuBLASLt's GELU epilogues are for other types.
+            (GemmPrecision::Fp8 { .. }, GemmEpilogue::BiasGelu) => GemmEpilogue::Bias,
+            (GemmPrecision::Fp8 { .. }, GemmEpilogue::GeluBackward) => GemmEpilogue::None,
+            (_, epilogue) => epilogue.part(),
+        };
+        Self { epilogue, ..self }
+    }
+
     /// Returns the part that cuBLASLt can compute.
     pub fn library_part(self) -> Self {
-        Self { epilogue: self.epilogue.part().part(), ..self }
+        self.part().part()
     }
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch } = *operands;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, fp8_scales } =
+            *operands;
+        let fp8 = matches!(self.precision, GemmPrecision::Fp8 { .. });
         for (name, given, used) in [
             ("factors", scale.is_some(), self.epilogue.uses_scale()),
             ("batch", batch.is_some(), self.epilogue.is_batched()),
+            ("scales of FP8 operands", fp8_scales.is_some(), fp8),
         ] {
             if given != used {
                 let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
                 bail!("{self}: {name}: expected {expected} for this epilogue, found {found}");
             }
+        }
+        if fp8 && (self.layout != GemmLayout::Nt || !self.n.is_multiple_of(16) || !self.k.is_multiple_of(16)) {
+            bail!("{self}: FP8: expected layout NT, and multiples of 16 as N and K");
         }
         if self.epilogue.is_symmetric() && (a != b || self.m != self.n || self.layout == GemmLayout::Nn) {
             bail!("{self}: a symmetric output: expected one matrix as a and b, multiplied by its transpose");
@@ -354,6 +382,10 @@ impl fmt::Display for Gemm {
             GemmPrecision::Bf16 => "bf16",
             GemmPrecision::F32 => "f32",
             GemmPrecision::Tf32 => "tf32",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
         };
         let epilogue = match self.epilogue {
             GemmEpilogue::None => "",
@@ -404,6 +436,7 @@ mod tests {
         sums: None,
         scale: None,
         batch: None,
+        fp8_scales: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {

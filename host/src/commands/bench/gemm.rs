@@ -168,13 +168,23 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
             _ => Epilogue::None,
         };
         let bias = |tensor: Tensor| bias.then_some(tensor);
-        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape })?;
+        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape, fp8: None })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
         let forward = ActivationForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
         let input = ActivationInput { activation: Activation::Gelu, preactivation: pre_inp, recompute: Some(forward) };
         let activation = narrows.then_some(input);
-        engine.run(MatmulBackward { dinp, dweight, dbias: bias(dbias), dout, inp, weight, activation, shape })
+        engine.run(MatmulBackward {
+            dinp,
+            dweight,
+            dbias: bias(dbias),
+            dout,
+            inp,
+            weight,
+            activation,
+            shape,
+            fp8: None,
+        })
     })?;
     Ok(tuning.timings)
 }

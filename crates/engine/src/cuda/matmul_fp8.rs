@@ -1,0 +1,172 @@
+//! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
+
+use super::quantize::quantize;
+use super::{Cuda, Float, Fp8Bits, activation};
+use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::ops::{
+    Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
+    MatmulForward, MatmulShape, Quantize, Scaling,
+};
+use crate::tensor::Tensor;
+use crate::{GeluFusion, Result};
+use gpu::launch::KernelLaunch;
+
+impl<T: Float> Cuda<T> {
+    fn fp8_address(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
+        Ok(self.arena.address::<Fp8Bits>(name, tensor, len)?.addr() as u64)
+    }
+
+    fn scale_addresses(&self, scales: [Tensor; 2]) -> Result<Option<[u64; 2]>> {
+        let [a, b] = scales.map(|scale| self.arena.address::<f32>("scale", scale, 1));
+        Ok(Some([a?.addr() as u64, b?.addr() as u64]))
+    }
+}
+
+fn precision(a: Fp8Format, accumulation: Fp8Accumulation) -> GemmPrecision {
+    GemmPrecision::Fp8 { a, exact: accumulation == Fp8Accumulation::Exact }
+}
+
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward, fp8: Fp8Forward) -> Result<()> {
+    let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = op;
+    quantize(
+        cuda,
+        Quantize {
+            out: Some(fp8.inp),
+            transposed: None,
+            inp,
+            scale: fp8.inp_scale,
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+        },
+    )?;
+    let activation = match op.epilogue {
+        Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
+        _ => None,
+    };
+    let unfused = activation.filter(|(activation, _)| !cuda.fuses_forward(*activation, op.bias, oc));
+    let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..op });
+    let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.unwrap_or(op))?;
+    let operands = GemmOperands {
+        a: cuda.fp8_address("inp in FP8", fp8.inp, rows * c)?,
+        b: cuda.fp8_address("weight in FP8", fp8.weight, oc * c)?,
+        fp8_scales: cuda.scale_addresses([fp8.inp_scale.scale, fp8.weight_scale])?,
+        ..operands
+    };
+    let gemm = Gemm { precision: precision(Fp8Format::E4m3, fp8.accumulation), ..gemm };
+    let kernel = activation.map(|(activation, preactivation)| {
+        let shape = activation::Shape { rows, columns: oc / activation.inputs() };
+        activation::forward_kernel(cuda, activation, out, preactivation, shape)
+    });
+    let kernel = kernel.transpose()?;
+    if unfused.is_some() {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        return kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]));
+    }
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })
+}
+
+pub(super) fn backward<T: Float>(
+    cuda: &mut Cuda<T>,
+    op: &MatmulBackward,
+    fp8: &Fp8Backward,
+    bias_kernels: &[KernelLaunch],
+) -> Result<()> {
+    let MatmulBackward { dout, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    if let Some(ActivationInput { activation, preactivation, recompute: Some(_) }) = activation {
+        // The forward pass applied the activation to rounded sums, so this kernel gives the same bits.
+        activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
+    }
+    quantize(
+        cuda,
+        Quantize {
+            out: Some(fp8.dout[0]),
+            transposed: Some(fp8.dout[1]),
+            inp: dout,
+            scale: fp8.dout_scale,
+            scaling: fp8.scaling,
+            format: fp8.format,
+            shape: [rows, oc],
+        },
+    )?;
+    quantize(
+        cuda,
+        Quantize {
+            out: None,
+            transposed: Some(fp8.inp_transposed),
+            inp,
+            scale: fp8.inp_scale,
+            scaling: Scaling::Given,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+        },
+    )?;
+    cuda.launch_all(bias_kernels)?;
+    weight_gradient(cuda, op, fp8)?;
+    // `inp` was quantized, so the sums of SwiGLU's gradient may replace it.
+    input_gradient(cuda, op, fp8)
+}
+
+/// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ.
+fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulShape { rows, c, oc } = op.shape;
+    let out = cuda.operand("dweight", op.dweight, oc * c)?;
+    let gemm = Gemm {
+        m: oc,
+        n: c,
+        k: rows,
+        layout: GemmLayout::Nt,
+        precision: precision(fp8.format, fp8.accumulation),
+        epilogue: GemmEpilogue::Residual,
+        f32_output: false,
+    };
+    let operands = GemmOperands {
+        a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
+        b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
+        out,
+        residual: Some(out),
+        fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.inp_scale.scale])?,
+        ..GemmOperands::default()
+    };
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
+}
+
+/// Computes dinp (rows, C) = dout (rows, OC) · weightᵀ (C, OC)ᵀ, times the derivative of an activation.
+fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulBackward { dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let dact = match activation {
+        Some(input) if input.activation == Activation::SwiGlu => inp,
+        _ => dinp,
+    };
+    let kernel = activation.map(|ActivationInput { activation, preactivation, .. }| {
+        let shape = activation::Shape { rows, columns: c };
+        activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)
+    });
+    let kernel = kernel.transpose()?;
+    let fused = activation.filter(|input| {
+        let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
+        fuses && input.activation == Activation::Gelu
+    });
+    let gemm = Gemm {
+        m: rows,
+        n: c,
+        k: oc,
+        layout: GemmLayout::Nt,
+        precision: precision(fp8.format, fp8.accumulation),
+        epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
+        f32_output: false,
+    };
+    let operands = GemmOperands {
+        a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
+        b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,
+        out: cuda.operand("dinp", dact, rows * c)?,
+        preactivation: fused.map(|input| cuda.operand("preactivation", input.preactivation, rows * c)).transpose()?,
+        fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
+        ..GemmOperands::default()
+    };
+    if fused.is_some() {
+        return cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() });
+    }
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+    kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))
+}

@@ -1,0 +1,291 @@
+//! FP8 in the linear layers of a decoder: copies of weights, scales, and the recipes that determine the scales.
+//!
+//! The four linear layers of each transformer layer multiply in FP8, in the forward and in the backward pass. Their inputs and
+//! outputs, everything between them, the head, gradients and master weights keep the engine's type. A training step
+//!
+//! 1. computes the scales of delayed scaling from the statistics of earlier steps,
+//! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
+//!    whenever they have gathered it,
+//! 3. quantizes inputs and gradients of outputs where the GEMMs read them.
+//!
+//! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
+//! [`TrainStep`](crate::TrainStep) adds it.
+
+use super::Decoder;
+use super::descriptor::Descriptor;
+use super::params::Param;
+use super::sharding::Zero;
+use anyhow::{Context, ensure};
+use engine::ops::{
+    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, MatmulShape, Quantize, Scaling,
+};
+use engine::plan::{Group, Plan};
+use engine::tensor::{DType, Tensor};
+use engine::{Engine, Result};
+use serde::{Deserialize, Serialize};
+
+/// Determines how tensors are scaled to FP8. Each tensor has one scale.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Recipe {
+    /// Scales fit the largest magnitude of each tensor, which an additional pass finds
+    #[default]
+    Current,
+    /// Scales of inputs and gradients fit the largest magnitudes of the last 16 steps
+    Delayed,
+}
+
+/// Settings of FP8 that an engine and a model have been checked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Options {
+    recipe: Fp8Recipe,
+    gradients: Fp8Format,
+    accumulation: Fp8Accumulation,
+    dtype: DType,
+}
+
+impl Fp8Options {
+    /// Checks that `engine` computes in FP8, and that it can do so for batches of b x t tokens of a model.
+    pub fn new(
+        recipe: Fp8Recipe,
+        accumulation: Fp8Accumulation,
+        descriptor: &Descriptor,
+        [b, t]: [usize; 2],
+        engine: &dyn Engine,
+    ) -> Result<Self> {
+        let dtype = engine.fp8_dtype().with_context(|| {
+            let device = engine.describe();
+            format!("--precision fp8: expected a GPU of compute capability 9.0 and bf16, found {device}; use --precision bf16")
+        })?;
+        for (what, extent, fix) in [
+            ("batch x seq", b * t, "change --batch or --seq"),
+            ("channels", descriptor.channels, "use --precision bf16"),
+            ("channels of attention", descriptor.attention_channels(), "use --precision bf16"),
+            ("channels of queries, keys and values", descriptor.qkv_channels(), "use --precision bf16"),
+            ("channels of the MLP", descriptor.mlp_channels, "use --precision bf16"),
+        ] {
+            ensure!(
+                extent.is_multiple_of(MULTIPLE),
+                "--precision fp8: {what}: expected a multiple of {MULTIPLE}, found {extent}; {fix}"
+            );
+        }
+        // E5M2 has the range that gradients need, whose magnitudes vary more than those of activations.
+        Ok(Self { recipe, gradients: Fp8Format::E5m2, accumulation, dtype })
+    }
+}
+
+/// Rows and columns of all matrices are multiples of this, as FP8 GEMMs require.
+const MULTIPLE: usize = 16;
+
+/// Steps of which delayed scaling keeps the largest magnitudes.
+const HISTORY: usize = 16;
+
+/// The weights of the linear layers, in the order of their slots.
+const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
+
+/// Scales and largest magnitudes of one kind of tensor: inputs, weights or gradients of outputs, of all linear layers.
+#[derive(Clone, Copy, Debug)]
+struct Slots {
+    /// (L, 4) f32
+    scales: Tensor,
+    /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
+    amaxes: Tensor,
+}
+
+impl Slots {
+    fn plan(plan: &mut Plan, name: &str, layers: usize, history: usize) -> Self {
+        let mut add = |name, shape: &[usize]| plan.add(Group::Optimizer, name, shape, DType::F32);
+        Self {
+            scales: add(format!("scales of {name}"), &[layers, WEIGHTS.len()]),
+            amaxes: add(format!("amaxes of {name}"), &[history, layers, WEIGHTS.len()]),
+        }
+    }
+
+    /// Returns the largest magnitudes of the current step.
+    fn newest(self) -> Tensor {
+        self.amaxes.slice(0, self.scales.len)
+    }
+
+    fn slot(self, layer: usize, weight: Param) -> Fp8Scale {
+        let i = layer * WEIGHTS.len() + index(weight);
+        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1) }
+    }
+}
+
+/// Returns the index of a weight among those of its layer.
+fn index(weight: Param) -> usize {
+    WEIGHTS.iter().position(|&other| other == weight).expect("FP8 is for the linear layers only")
+}
+
+/// The FP8 state of a model. It holds handles into an engine's arena and owns no memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8 {
+    options: Fp8Options,
+    /// Determines the scales of inputs and gradients in this step.
+    scaling: Scaling,
+    inputs: Slots,
+    weights: Slots,
+    gradients: Slots,
+    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if ranks shard the parameters.
+    copies: [Tensor; 2],
+    /// Whether `copies` hold all layers.
+    holds_all_layers: bool,
+    /// (rows, widest) FP8: an input in the forward pass, a gradient in the backward pass.
+    operand: Tensor,
+    /// (widest, rows) FP8: a transposed gradient, and a transposed input.
+    transposed: [Tensor; 2],
+}
+
+impl Fp8 {
+    pub(super) fn plan(
+        plan: &mut Plan,
+        options: Fp8Options,
+        descriptor: &Descriptor,
+        [b, t]: [usize; 2],
+        zero: Zero,
+    ) -> Self {
+        let (layers, dtype) = (descriptor.layers, options.dtype);
+        let (scaling, history) = match options.recipe {
+            Fp8Recipe::Current => (Scaling::Current, 1),
+            // The first step reads whether there are statistics.
+            Fp8Recipe::Delayed => (Scaling::Calibrate, HISTORY),
+        };
+        let shapes = WEIGHTS.map(|weight| weight.shape(descriptor));
+        let elements = shapes.iter().map(|(oc, c)| oc * c).sum();
+        let widest_input = shapes.iter().map(|(_, c)| *c).max().unwrap_or(0);
+        let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
+        let holds_all_layers = !zero.shards_parameters();
+        let copied = if holds_all_layers { layers } else { 1 };
+        let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
+        let copies = ["weights", "transposed weights"].map(|name| add(name, &[copied, elements]));
+        let operand = add("operand", &[b * t, widest_input.max(widest_output)]);
+        let transposed =
+            [add("transposed gradient", &[widest_output, b * t]), add("transposed input", &[widest_input, b * t])];
+        let mut slots = |name, history| Slots::plan(plan, name, layers, history);
+        Self {
+            options,
+            scaling,
+            inputs: slots("inputs", history),
+            weights: slots("weights", 1),
+            gradients: slots("gradients", history),
+            copies,
+            holds_all_layers,
+            operand,
+            transposed,
+        }
+    }
+
+    /// Returns this layer's FP8 weight and transposed weight.
+    fn weight(&self, d: &Descriptor, layer: usize, weight: Param) -> [Tensor; 2] {
+        let len = |weight: Param| {
+            let (oc, c) = weight.shape(d);
+            oc * c
+        };
+        let all: usize = WEIGHTS.map(len).iter().sum();
+        let before: usize = WEIGHTS[..index(weight)].iter().map(|&weight| len(weight)).sum();
+        let layer = if self.holds_all_layers { layer } else { 0 };
+        self.copies.map(|copies| copies.slice(layer * all + before, len(weight)))
+    }
+
+    /// Begins a step: computes the scales of delayed scaling.
+    ///
+    /// If there are no statistics of earlier steps, the step calibrates: it scales each tensor by its own largest magnitude, which
+    /// it keeps for the next step.
+    pub(super) fn begin_step(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        if self.options.recipe == Fp8Recipe::Current {
+            return Ok(());
+        }
+        if self.is_calibrating() {
+            let known = engine.read(self.inputs.amaxes)?.iter().any(|amax| amax.is_finite() && *amax > 0.0);
+            self.scaling = if known { Scaling::Delayed } else { Scaling::Calibrate };
+        }
+        for (slots, format) in [(self.inputs, Fp8Format::E4m3), (self.gradients, self.options.gradients)] {
+            engine.run(Fp8Scales { scales: slots.scales, amaxes: slots.amaxes, format })?;
+        }
+        Ok(())
+    }
+
+    /// Reports whether the operations of this step differ from those of later steps.
+    pub(super) fn is_calibrating(&self) -> bool {
+        self.scaling == Scaling::Calibrate
+    }
+
+    /// Returns the statistics of this step that ranks must combine, so that their scales agree.
+    ///
+    /// With current scaling, each rank scales its own inputs and gradients. Weights and their scales are equal on all ranks.
+    pub(super) fn shared_amaxes(&self) -> Vec<Tensor> {
+        match self.options.recipe {
+            Fp8Recipe::Current => Vec::new(),
+            Fp8Recipe::Delayed => vec![self.inputs.newest(), self.gradients.newest()],
+        }
+    }
+
+    /// Returns the tensors that a checkpoint contains: the statistics of delayed scaling.
+    pub fn state(&self) -> Vec<Tensor> {
+        match self.options.recipe {
+            Fp8Recipe::Current => Vec::new(),
+            Fp8Recipe::Delayed => vec![self.inputs.amaxes, self.gradients.amaxes],
+        }
+    }
+}
+
+impl Decoder {
+    /// Quantizes the weights of all layers, unless ranks shard them.
+    pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
+        let layers = if self.zero.shards_parameters() { 0 } else { self.descriptor.layers };
+        (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))
+    }
+
+    /// Quantizes the weights of a layer, if ranks shard the parameters and this rank has just gathered them.
+    pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        if self.zero.shards_parameters() { self.quantize_weights(engine, layer) } else { Ok(()) }
+    }
+
+    fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        let Some(fp8) = &self.fp8 else { return Ok(()) };
+        WEIGHTS.into_iter().try_for_each(|weight| {
+            let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
+            let (oc, c) = weight.shape(&self.descriptor);
+            engine.run(Quantize {
+                out,
+                transposed,
+                inp: self.param(weight, layer),
+                scale: fp8.weights.slot(layer, weight),
+                scaling: Scaling::Current,
+                format: Fp8Format::E4m3,
+                shape: [oc, c],
+            })
+        })
+    }
+
+    /// Returns the FP8 operands of a linear layer's forward pass.
+    pub(super) fn fp8_forward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Forward> {
+        let fp8 = self.fp8.as_ref()?;
+        Some(Fp8Forward {
+            inp: fp8.operand.slice(0, shape.rows * shape.c),
+            inp_scale: fp8.inputs.slot(layer, weight),
+            scaling: fp8.scaling,
+            weight: fp8.weight(&self.descriptor, layer, weight)[0],
+            weight_scale: fp8.weights.slot(layer, weight).scale,
+            accumulation: fp8.options.accumulation,
+        })
+    }
+
+    /// Returns the FP8 operands of a linear layer's backward pass.
+    pub(super) fn fp8_backward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Backward> {
+        let fp8 = self.fp8.as_ref()?;
+        let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
+        let [dout_transposed, inp_transposed] = fp8.transposed;
+        Some(Fp8Backward {
+            dout: [fp8.operand.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
+            dout_scale: fp8.gradients.slot(layer, weight),
+            scaling: fp8.scaling,
+            format: fp8.options.gradients,
+            inp_transposed: inp_transposed.slice(0, inp_len),
+            inp_scale: fp8.inputs.slot(layer, weight),
+            weight_transposed: fp8.weight(&self.descriptor, layer, weight)[1],
+            weight_scale: fp8.weights.slot(layer, weight).scale,
+            accumulation: fp8.options.accumulation,
+        })
+    }
+}
