@@ -5,10 +5,10 @@
 use anyhow::{Context, Result};
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Precision};
-use engine::ops::MuonCoefficients;
+use engine::ops::{Fp8Accumulation, MuonCoefficients};
 use model::guards::Limits;
 use model::schedule::Kind;
-use model::{MasterWeights, Moments, Optimizer, Recompute};
+use model::{Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -138,6 +138,10 @@ pub struct Config {
     pub device: Device,
     /// Precision of parameters and activations.
     pub precision: Precision,
+    /// Scaling of FP8. Present if that is the precision, as is the next.
+    pub fp8_recipe: Option<Fp8Recipe>,
+    /// Accumulation of FP8 products.
+    pub fp8_accumulation: Option<Fp8Accumulation>,
     /// Whether fp32 GEMMs use TF32 tensor cores.
     pub tf32: bool,
     /// Which GELU kernels are fused into GEMM epilogues.

@@ -1,14 +1,15 @@
 //! Flags and functions that several commands share.
 
 use crate::values::{level, switch};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::ArgAction;
 use engine::cuda::Options;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
+use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
-use model::{Decoder, PlanOptions};
+use model::{Decoder, Fp8Recipe, PlanOptions};
 use std::io::{Write, stderr};
 
 const DEVICE: &str = "Device and precision";
@@ -20,7 +21,8 @@ pub struct Hardware {
     #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
     pub device: Device,
 
-    /// Number format of weights and activations [default: bf16 on a GPU, fp32 on the CPU]
+    /// Number format of weights and activations. fp8: bf16, and FP8 in the layers' matmuls while training [default: bf16 on a GPU, fp32
+    /// on the CPU]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub precision: Option<Precision>,
 
@@ -43,6 +45,35 @@ pub struct Hardware {
     /// Index of the tile configuration that each GEMM uses instead of the fastest one. `selftest` sets it.
     #[arg(skip)]
     pub kernel_config: Option<usize>,
+}
+
+/// Settings of FP8.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Fp8Flags {
+    /// With --precision fp8: scales of inputs and gradients [default: current]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_recipe: Option<Fp8Recipe>,
+
+    /// With --precision fp8: how tensor cores accumulate [default: fast]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_accumulation: Option<Fp8Accumulation>,
+}
+
+impl Fp8Flags {
+    /// Returns the settings if the precision is FP8.
+    pub fn resolve(self, precision: Precision) -> Result<Option<(Fp8Recipe, Fp8Accumulation)>> {
+        let Self { fp8_recipe, fp8_accumulation } = self;
+        for (flag, given) in
+            [("--fp8-recipe", fp8_recipe.is_some()), ("--fp8-accumulation", fp8_accumulation.is_some())]
+        {
+            ensure!(
+                precision == Precision::Fp8 || !given,
+                "{flag}: expected --precision fp8, found another precision; add it or omit this flag"
+            );
+        }
+        let settings = (fp8_recipe.unwrap_or_default(), fp8_accumulation.unwrap_or_default());
+        Ok((precision == Precision::Fp8).then_some(settings))
+    }
 }
 
 impl Hardware {

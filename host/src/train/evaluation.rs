@@ -5,6 +5,7 @@ use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
+use model::fp8::Fp8;
 use model::{Training, Unit};
 use tokenizer::Tokenizer;
 
@@ -69,6 +70,7 @@ impl Run<'_> {
         if !zero.shards_optimizer() {
             tensors.extend(training.state());
         }
+        tensors.extend(training.fp8.iter().flat_map(Fp8::state).map(|tensor| ("FP8 statistics", tensor)));
         self.ranks.check_replicas(self.engine, &tensors)
     }
 }

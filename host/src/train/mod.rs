@@ -20,7 +20,7 @@ use checkpoint::writer::CheckpointWriter;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
 use engine::tensor::Tensor;
-use engine::{Engine, PendingRead, ReadResult};
+use engine::{BatchLayout, Engine, PendingRead, ReadResult};
 use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
 use model::{Decoder, TrainStep, Training};
@@ -57,6 +57,13 @@ pub struct Settings {
     pub checkpoint_every: Option<usize>,
     /// Interval at which ranks compare their replicas.
     pub check_ranks_every: Option<usize>,
+}
+
+impl Settings {
+    /// Returns the gradient of each token's loss in steps of micro-batches of `layout`.
+    pub fn dloss(&self, model: &Decoder, layout: BatchLayout) -> f32 {
+        model.zero.dloss(layout.b * layout.t * self.grad_accum)
+    }
 }
 
 /// Everything that a run consists of.

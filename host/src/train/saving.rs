@@ -2,6 +2,7 @@
 
 use super::{Run, Session};
 use anyhow::Result;
+use checkpoint::fp8::Fp8Statistics;
 use checkpoint::writer::{WriteOutcome, WriteSummary, format_bytes};
 
 impl Run<'_> {
@@ -33,8 +34,9 @@ impl Run<'_> {
     /// Begins to write a checkpoint after the previous one is complete. A failure is reported and the run continues.
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
         let previous = self.wait_for_checkpoint()?;
-        let Self { checkpoints, ranks, engine, model, log, state, .. } = self;
+        let Self { settings, train, checkpoints, ranks, engine, model, log, state, .. } = self;
         let Some(checkpoints) = checkpoints else { return Ok(()) };
+        state.progress.fp8 = Fp8Statistics::read(model, *engine, settings.dloss(model, train.layout()))?;
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files());
         self.report_checkpoint(previous, session)?;
         match begun {

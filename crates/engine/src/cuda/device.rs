@@ -90,9 +90,14 @@ impl Device {
         let choice = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         ensure!(
-            options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision == Precision::Bf16),
+            options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision != Precision::Fp32),
             "--matmul rust: expected bf16 on compute capability 9.0, found {} with {choice} kernels; use --matmul auto",
-            if options.precision == Precision::Bf16 { "bf16" } else { "fp32" }
+            if options.precision == Precision::Fp32 { "fp32" } else { "bf16" }
+        );
+        ensure!(
+            options.precision != Precision::Fp8 || choice.is_hopper(),
+            "--precision fp8: expected a GPU of compute capability 9.0, found {} with {choice} kernels; use --precision bf16",
+            gpu.info().name
         );
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let cublaslt = Matmuls::new(Handle::new(&gpu)?)?;

@@ -69,6 +69,8 @@ pub enum Precision {
     Bf16,
     /// f32
     Fp32,
+    /// bf16, and FP8 in the matmuls of the layers' training steps
+    Fp8,
 }
 
 /// Settings of an engine on a GPU.
@@ -100,7 +102,7 @@ pub enum MatmulBackend {
     Auto,
     /// cuBLASLt
     Cublaslt,
-    /// This program's wgmma kernels: bf16 on Hopper, with rows that are multiples of 8 elements
+    /// This program's wgmma kernels: bf16 and FP8 on Hopper, with rows that are multiples of 8 elements
     Rust,
 }
 
@@ -110,7 +112,7 @@ pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
     let cache = device.gemm_cache()?;
     let fusion = options.gelu_fusion;
     Ok(match options.precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(Box::new(device), Some(cache), fusion)),
+        Precision::Bf16 | Precision::Fp8 => Box::new(Cuda::<bf16>::new(Box::new(device), Some(cache), fusion)),
         Precision::Fp32 => Box::new(Cuda::<f32>::new(Box::new(device), Some(cache), fusion)),
     })
 }
@@ -127,7 +129,7 @@ pub fn emulated(
 ) -> Box<dyn Engine> {
     let executor = Box::new(emulated::Emulated::new(gpu, checked));
     match precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor, None, gelu_fusion)),
+        Precision::Bf16 | Precision::Fp8 => Box::new(Cuda::<bf16>::new(executor, None, gelu_fusion)),
         Precision::Fp32 => Box::new(Cuda::<f32>::new(executor, None, gelu_fusion)),
     }
 }

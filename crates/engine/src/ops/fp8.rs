@@ -4,6 +4,7 @@
 //! One f32 scale belongs to the whole tensor. NaN and infinities become NaN, so saturation hides neither.
 
 use crate::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 pub use cuda_std::fp8::Fp8Format;
 
 /// The scale of a tensor in FP8, and the statistic that it is computed from.
@@ -102,11 +103,12 @@ pub struct Fp8Backward {
 }
 
 /// Determines how a GPU accumulates FP8 products. The CPU engine always uses f32.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Fp8Accumulation {
-    /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits.
+    /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
     #[default]
     Fast,
-    /// Sums over 128 columns of K are added in f32.
+    /// Sums over 128 columns of K are added in f32
     Exact,
 }

@@ -1,19 +1,20 @@
 //! `bench step`: the time of a training step, by kernel and by rank.
 
 use super::table::{Column, Json, Spread, Table};
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::commands::train::{Launch, multi_rank};
 use crate::values::{count, level};
 use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
+use engine::open::Precision;
 use engine::ops::{AdamW, MuonCoefficients};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep, Update,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep, Update,
     Zero,
 };
 use serde_json::{Value, json};
@@ -58,6 +59,9 @@ pub struct Step {
 
     #[command(flatten)]
     launch: Launch,
+
+    #[command(flatten)]
+    fp8: Fp8Flags,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -147,12 +151,17 @@ impl Step {
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
         let zero = Zero::new(self.zero_stage, shard);
+        let fp8 = self.fp8.resolve(self.hardware.precision.unwrap_or(Precision::Bf16))?;
+        let fp8 = fp8.map(|(recipe, accumulation)| {
+            Fp8Options::new(recipe, accumulation, &descriptor, [layout.b, layout.t], engine)
+        });
         let plan_options = PlanOptions {
             recompute,
             zero,
             optimizer,
             master_weights,
             moments,
+            fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
         let limits = RunLimits { shard, total_batch: None };
@@ -190,6 +199,9 @@ impl Step {
             "optimizer": self.optimizer,
             "master-weights": self.master_weights,
             "moments": self.moments,
+            "precision": self.hardware.precision,
+            "fp8-recipe": self.fp8.fp8_recipe,
+            "fp8-accumulation": self.fp8.fp8_accumulation,
             "zero-stage": self.zero_stage,
             "steps": self.steps,
         });

@@ -1,6 +1,6 @@
 //! The flags of `train`.
 
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::values::{
     Count, count, count_or_all, fraction, interval, level, momentum, non_negative, seed, switch, whole_number,
     zero_stage,
@@ -273,6 +273,9 @@ pub struct Options {
     pub launch: Launch,
 
     /// Flags of the device.
+    #[command(flatten)]
+    pub fp8: Fp8Flags,
+
     #[command(flatten)]
     pub hardware: Hardware,
 
