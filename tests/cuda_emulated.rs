@@ -17,7 +17,7 @@ use model::{
     Unsharded, Zero,
 };
 use std::ops::Range;
-use verify::selftest::edge_cases;
+use verify::selftest::{edge_cases, fp8};
 
 fn assert_operations_match(precision: Precision, hopper: bool) {
     assert_cases_match("", emulated(EmulatedGpu::new(hopper), precision, None, true));
@@ -26,7 +26,9 @@ fn assert_operations_match(precision: Precision, hopper: bool) {
 /// Checks the edge cases of all operations whose names contain `operation`.
 fn assert_cases_match(operation: &str, mut engine: Box<dyn Engine>) {
     let (mut failures, mut reference) = (Vec::new(), Cpu::new());
-    let cases: Vec<_> = edge_cases().into_iter().filter(|case| case.operation.contains(operation)).collect();
+    let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
+    let cases = edge_cases().into_iter().chain(fp8);
+    let cases: Vec<_> = cases.filter(|case| case.operation.contains(operation)).collect();
     for case in &cases {
         let name = format!("{} {}", case.operation, case.shape);
         match case.check(&mut *engine, &mut reference) {

@@ -29,9 +29,10 @@ impl Fp8Statistics {
     /// Writes the statistics to a model. Returns false and writes nothing if they belong to a model with other scales or gradients.
     pub fn restore(&self, model: &Decoder, engine: &mut dyn Engine, dloss: f32) -> Result<bool> {
         let tensors = model.training.and_then(|training| training.fp8).map_or_else(Vec::new, |fp8| fp8.state());
-        let words = self.bits.as_bytes().chunks(8).map(|word| -> Result<f32> {
-            Ok(f32::from_bits(u32::from_str_radix(std::str::from_utf8(word)?, 16)?))
-        });
+        let words =
+            self.bits.as_bytes().chunks(8).map(|word| -> Result<f32> {
+                Ok(f32::from_bits(u32::from_str_radix(std::str::from_utf8(word)?, 16)?))
+            });
         let words: Vec<f32> = words.collect::<Result<_>>().context("FP8 statistics: expected hexadecimal words")?;
         let len: usize = tensors.iter().map(|tensor| tensor.len).sum();
         let Some((of, mut amaxes)) = words.split_first() else { return Ok(false) };

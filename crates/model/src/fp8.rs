@@ -80,6 +80,9 @@ const MULTIPLE: usize = 16;
 /// Steps of which delayed scaling keeps the largest magnitudes.
 const HISTORY: usize = 16;
 
+/// Growth from the largest magnitude of earlier steps that delayed scaling leaves room for.
+const MARGIN: f32 = 2.0;
+
 /// The weights of the linear layers, in the order of their slots.
 const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
 
@@ -200,7 +203,8 @@ impl Fp8 {
             self.scaling = if known { Scaling::Delayed } else { Scaling::Calibrate };
         }
         for (slots, format) in [(self.inputs, Fp8Format::E4m3), (self.gradients, self.options.gradients)] {
-            engine.run(Fp8Scales { scales: slots.scales, amaxes: slots.amaxes, format })?;
+            let largest = format.max() / MARGIN;
+            engine.run(Fp8Scales { scales: slots.scales, amaxes: slots.amaxes, largest })?;
         }
         Ok(())
     }

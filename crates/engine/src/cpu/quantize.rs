@@ -65,7 +65,7 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
 }
 
 pub(super) fn scales(arena: &mut Arena, op: Fp8Scales) -> Result<()> {
-    let Fp8Scales { scales, amaxes, format } = op;
+    let Fp8Scales { scales, amaxes, largest } = op;
     let n = scales.len;
     ensure!(
         n > 0 && amaxes.len.is_multiple_of(n),
@@ -75,7 +75,7 @@ pub(super) fn scales(arena: &mut Arena, op: Fp8Scales) -> Result<()> {
     let [scales, amaxes] = arena.split("scales", [("scales", scales, n), ("amaxes", amaxes, amaxes.len)])?;
     for (i, scale) in scales.iter_mut().enumerate() {
         let finite = amaxes.iter().skip(i).step_by(n).filter(|amax| amax.is_finite());
-        *scale = scale_of(finite.fold(0.0, |a, &b| larger(a, b)), format.max());
+        *scale = scale_of(finite.fold(0.0, |a, &b| larger(a, b)), largest);
     }
     amaxes.copy_within(..amaxes.len() - n, n);
     amaxes[..n].fill(0.0);

@@ -83,7 +83,7 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
 }
 
 pub(super) fn scales<T: Float>(cuda: &mut Cuda<T>, op: Fp8Scales) -> Result<()> {
-    let Fp8Scales { scales, amaxes, format } = op;
+    let Fp8Scales { scales, amaxes, largest } = op;
     let n = scales.len;
     ensure!(
         n > 0 && amaxes.len.is_multiple_of(n) && amaxes.dtype == DType::F32,
@@ -93,6 +93,6 @@ pub(super) fn scales<T: Float>(cuda: &mut Cuda<T>, op: Fp8Scales) -> Result<()> 
     );
     let steps = (amaxes.len / n) as u32;
     let (scales, amaxes) = (cuda.output("scales", scales, n)?, cuda.output("amaxes", amaxes, amaxes.len)?);
-    let launch = quantize::delayed_scales(scales, amaxes, n as u32, steps, format.max());
+    let launch = quantize::delayed_scales(scales, amaxes, n as u32, steps, largest);
     cuda.launch(&launch, [quantize::scales_grid(n), 1, 1], 0)
 }

@@ -4,8 +4,8 @@
 //! One f32 scale belongs to the whole tensor. NaN and infinities become NaN, so saturation hides neither.
 
 use crate::tensor::Tensor;
-use serde::{Deserialize, Serialize};
 pub use cuda_std::fp8::Fp8Format;
+use serde::{Deserialize, Serialize};
 
 /// The scale of a tensor in FP8, and the statistic that it is computed from.
 #[derive(Clone, Copy, Debug)]
@@ -50,16 +50,16 @@ pub struct Quantize {
 
 /// Computes the scales of delayed scaling at the start of a step, and makes room for the step's statistics.
 ///
-/// `scales[i]` = the largest finite `amaxes[h, i]` / the largest number of the format, or 1 if that is 0. Then row h of `amaxes`
-/// moves to row h + 1, the last row is dropped, and row 0 becomes zero.
+/// `scales[i]` = the largest finite `amaxes[h, i]` / `largest`, or 1 if that is 0. Then row h of `amaxes` moves to row h + 1, the
+/// last row is dropped, and row 0 becomes zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Scales {
     /// (n) f32
     pub scales: Tensor,
     /// (H, n) f32: amaxes of the last H steps, the newest first.
     pub amaxes: Tensor,
-    /// The FP8 format.
-    pub format: Fp8Format,
+    /// The number that the largest magnitude becomes. Larger values of this step saturate at the largest number of the format.
+    pub largest: f32,
 }
 
 /// The FP8 operands of a [`MatmulForward`](super::MatmulForward): its GEMM multiplies them instead of `inp` and `weight`.

@@ -1,5 +1,6 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
+pub mod fp8;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};

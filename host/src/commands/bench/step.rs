@@ -14,8 +14,8 @@ use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep, Update,
-    Zero,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep,
+    Update, Zero,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;

@@ -7,8 +7,9 @@ use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
 use engine::open::MatmulBackend;
+use engine::tensor::DType;
 use engine::{Engine, Result};
-use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
+use verify::selftest::{Case, ErrorStats, edge_cases, fp8, model_cases};
 
 /// Check every operation of a GPU against the CPU
 #[derive(Clone, Debug, clap::Args)]
@@ -64,6 +65,12 @@ pub fn run(options: &Selftest) -> Result<()> {
     let mut cases = edge_cases();
     if !options.small {
         cases.extend(model_cases());
+    }
+    if engine.fp8_dtype() == Some(DType::Fp8) {
+        cases.extend(fp8::edge_cases());
+        if !options.small {
+            cases.extend(fp8::model_cases());
+        }
     }
     check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
 }
