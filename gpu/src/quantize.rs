@@ -136,6 +136,51 @@ pub fn delayed_scales(scales: GlobalMut<f32>, amaxes: GlobalMut<f32>, n: u32, st
     scales.set(i, scale_of(most, largest));
 }
 
+/// Returns the sum over the lanes of the warp.
+#[inline(always)]
+#[track_caller]
+fn warp_sum(mut count: u32) -> u32 {
+    let mut offset = warp::LANES / 2;
+    while offset > 0 {
+        count += warp::shuffle_xor(count, offset);
+        offset /= 2;
+    }
+    count
+}
+
+/// Counts the elements of inp (n) that quantization changes completely: counts\[0\] += those with a magnitude above `largest` ·
+/// scale, which saturate; counts\[1\] += those other than 0 with a magnitude of at most `smallest` · scale, which become 0. `n` is
+/// a multiple of 8. Grid: [`grid`].
+#[kernel(threads = 256)]
+pub fn count_losses(
+    counts: GlobalMut<u32>,
+    inp: Global<bf16>,
+    scale: Global<f32>,
+    n: u64,
+    largest: f32,
+    smallest: f32,
+) {
+    let factor = math::div_rn(1.0, scale.at(0));
+    let first = thread::block_idx_x() as usize * BLOCK_ELEMENTS + thread::thread_idx_x() as usize * 8;
+    let (mut saturated, mut zeroed) = (0, 0);
+    for i in 0..PACKETS {
+        let at = first + i * THREADS * 8;
+        if at < n as usize {
+            let packet = inp.packet_streaming(at);
+            for j in 0..8 {
+                let value = f32::from_bits(magnitude(scaled(packet.get(j), factor)));
+                saturated += u32::from(value > largest);
+                zeroed += u32::from(value <= smallest && packet.get(j) != 0.0);
+            }
+        }
+    }
+    let (saturated, zeroed) = (warp_sum(saturated), warp_sum(zeroed));
+    if warp::lane() == 0 {
+        counts.atomic_add(0, saturated);
+        counts.atomic_add(1, zeroed);
+    }
+}
+
 /// Quantizes a packet.
 #[inline(always)]
 fn quantized<T: Fp8>(packet: Packet<bf16>, factor: f32) -> [u32; 2] {

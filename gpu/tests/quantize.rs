@@ -8,8 +8,8 @@ use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Element, Fp8, GlobalMut, bf16};
 use gpu::quantize::{
-    self, amax_bf16, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of, scales_grid,
-    transpose_fp8, transpose_grid,
+    self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
+    scales_grid, transpose_fp8, transpose_grid,
 };
 use proptest::strategy::Strategy;
 
@@ -17,7 +17,7 @@ tests! {
     kernels of "quantize.rs";
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
-        delayed_scales_fit_the_largest_finite_amax, any_shape_is_transposed, fp8_is_transposed;
+        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, fp8_is_transposed;
 }
 
 fn shared_bytes() -> usize {
@@ -141,6 +141,36 @@ fn delayed_scales_fit_the_largest_finite_amax() {
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&memory.read(kept)), bits(&moved), "{n} x {steps}");
     }
+}
+
+fn count<T: Fp8 + Pod>(values: &[bf16], scale: f32) {
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
+    let counts = memory.buffer("counts", &[5, 7]);
+    let (n, format) = (values.len(), T::FORMAT);
+    let launch = count_losses(counts, inp, scale_, n as u64, format.max(), format.largest_rounded_to_zero());
+    run(&mut memory, &launch, grid(n), 0);
+    let count = |lost: &dyn Fn(f32, f32) -> bool| {
+        let with_fp8 = values.iter().map(|x| (x.to_f32(), T::from_f32(x.to_f32() * (1.0 / scale)).to_f32()));
+        with_fp8.filter(|(x, fp8)| lost(*x, *fp8)).count() as u32
+    };
+    let saturated = count(&|x, _| x.abs() * (1.0 / scale) > format.max());
+    let zeroed = count(&|x, fp8| x != 0.0 && fp8 == 0.0);
+    assert_eq!(memory.read(counts), [5 + saturated, 7 + zeroed], "{n} elements, scale {scale}");
+}
+
+fn losses_are_counted() {
+    let scales = (-16..4i32).prop_map(|exponent| 1.3 * 2f32.powi(exponent));
+    for_all(16, (1..2000usize, 0..u32::MAX, scales), |(packets, seed, scale)| {
+        let mut values = values(8 * packets, seed);
+        values[8 * packets - 1] = bf16::from_f32(0.0);
+        values[8 * packets - 2] = bf16::from_f32(-1e30);
+        values[8 * packets - 3] = bf16::from_f32(1e-30);
+        count::<E4m3>(&values, scale);
+        count::<E5m2>(&values, scale);
+    });
+    // The largest numbers that stay, and that become 0.
+    count::<E4m3>(&[448.0, 449.0, 1.0 / 1024.0, 1.1 / 1024.0, 0.0, -448.0, -450.0, -1e-9].map(bf16::from_f32), 1.0);
 }
 
 fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool>(rows: usize, columns: usize, seed: u32) {

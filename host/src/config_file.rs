@@ -206,6 +206,7 @@ mod tests {
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,
+            fp8_stats: Some(100),
             gpu_info_every: 0,
             zero_stage: 2,
             check_ranks: 100,

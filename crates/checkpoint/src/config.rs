@@ -118,6 +118,8 @@ pub struct Config {
     /// Checkpoints of steps that are multiples of this value are never deleted.
     pub major_every: usize,
 
+    /// Interval of the counts of values that FP8 loses. Present if the precision is FP8.
+    pub fp8_stats: Option<usize>,
     /// Interval of GPU telemetry.
     pub gpu_info_every: usize,
     /// Interval of the comparison of replicated tensors between ranks.

@@ -42,6 +42,14 @@ impl Fp8Format {
         }
     }
 
+    /// Largest magnitude that rounds to 0: half of the smallest subnormal number.
+    pub const fn largest_rounded_to_zero(self) -> f32 {
+        match self {
+            Self::E4m3 => 1.0 / 1024.0,
+            Self::E5m2 => 1.0 / 131_072.0,
+        }
+    }
+
     /// Largest finite number.
     pub const fn max(self) -> f32 {
         match self {

@@ -93,14 +93,18 @@ struct Slots {
     scales: Tensor,
     /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
     amaxes: Tensor,
+    /// (L, 4, 2) i32: numbers of values that saturate, and that become 0.
+    counts: Tensor,
 }
 
 impl Slots {
     fn plan(plan: &mut Plan, name: &str, layers: usize, history: usize) -> Self {
-        let mut add = |name, shape: &[usize]| plan.add(Group::Optimizer, name, shape, DType::F32);
+        let mut add =
+            |what, shape: &[usize], dtype| plan.add(Group::Optimizer, format!("FP8 {what} of {name}"), shape, dtype);
         Self {
-            scales: add(format!("scales of {name}"), &[layers, WEIGHTS.len()]),
-            amaxes: add(format!("amaxes of {name}"), &[history, layers, WEIGHTS.len()]),
+            scales: add("scales", &[layers, WEIGHTS.len()], DType::F32),
+            amaxes: add("amaxes", &[history, layers, WEIGHTS.len()], DType::F32),
+            counts: add("counts", &[layers, WEIGHTS.len(), 2], DType::I32),
         }
     }
 
@@ -109,9 +113,10 @@ impl Slots {
         self.amaxes.slice(0, self.scales.len)
     }
 
-    fn slot(self, layer: usize, weight: Param) -> Fp8Scale {
+    fn slot(self, layer: usize, weight: Param, counting: bool) -> Fp8Scale {
         let i = layer * WEIGHTS.len() + index(weight);
-        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1) }
+        let counts = counting.then(|| self.counts.slice(2 * i, 2));
+        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1), counts }
     }
 }
 
@@ -126,6 +131,8 @@ pub struct Fp8 {
     options: Fp8Options,
     /// Determines the scales of inputs and gradients in this step.
     scaling: Scaling,
+    /// Whether the values that quantization loses are counted.
+    counting: bool,
     inputs: Slots,
     weights: Slots,
     gradients: Slots,
@@ -168,6 +175,7 @@ impl Fp8 {
         Self {
             options,
             scaling,
+            counting: false,
             inputs: slots("inputs", history),
             weights: slots("weights", 1),
             gradients: slots("gradients", history),
@@ -209,9 +217,21 @@ impl Fp8 {
         Ok(())
     }
 
-    /// Reports whether the operations of this step differ from those of later steps.
-    pub(super) fn is_calibrating(&self) -> bool {
+    /// Reports whether this step scales each tensor by its own largest magnitude, for lack of statistics.
+    fn is_calibrating(&self) -> bool {
         self.scaling == Scaling::Calibrate
+    }
+
+    /// Reports whether the operations of this micro-batch are those of most others.
+    pub(super) fn repeats(&self) -> bool {
+        !self.is_calibrating() && !self.counting
+    }
+
+    /// Begins or ends to count the values that quantization loses. The counts begin at 0.
+    pub(super) fn set_counting(&mut self, engine: &mut dyn Engine, counting: bool) -> Result<()> {
+        self.counting = counting;
+        let all = [self.inputs, self.weights, self.gradients];
+        if counting { all.into_iter().try_for_each(|slots| engine.zero(slots.counts)) } else { Ok(()) }
     }
 
     /// Returns the statistics of this step that ranks must combine, so that their scales agree.
@@ -230,6 +250,43 @@ impl Fp8 {
             Fp8Recipe::Current => Vec::new(),
             Fp8Recipe::Delayed => vec![self.inputs.amaxes, self.gradients.amaxes],
         }
+    }
+}
+
+/// The values of one kind of tensor, over all layers, that quantization loses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fp8Counts {
+    /// The tensor: `inputs of qkvw`, `weights of fcw` or `gradients of fcw`.
+    pub tensor: String,
+    /// Number of values.
+    pub values: u64,
+    /// Values that saturate.
+    pub saturated: u64,
+    /// Values that become 0.
+    pub zeroed: u64,
+}
+
+impl Fp8 {
+    /// Reads the counts of micro-batches of `rows` tokens.
+    pub(super) fn read_counts(&self, engine: &mut dyn Engine, d: &Descriptor, rows: usize) -> Result<Vec<Fp8Counts>> {
+        let mut all = Vec::new();
+        for (name, slots) in [("inputs", self.inputs), ("weights", self.weights), ("gradients", self.gradients)] {
+            let mut bytes = vec![0; slots.counts.bytes()];
+            engine.read_bytes(slots.counts, &mut bytes)?;
+            let counts: Vec<u64> = bytes.as_chunks().0.iter().map(|&b| u64::from(u32::from_le_bytes(b))).collect();
+            for weight in WEIGHTS {
+                let (oc, c) = weight.shape(d);
+                let of_layer = if name == "weights" { oc * c } else { rows * if name == "inputs" { c } else { oc } };
+                let sum = |i: usize| counts.chunks(2 * WEIGHTS.len()).map(|layer| layer[2 * index(weight) + i]).sum();
+                all.push(Fp8Counts {
+                    tensor: format!("{name} of {}", weight.name()),
+                    values: (d.layers * of_layer) as u64,
+                    saturated: sum(0),
+                    zeroed: sum(1),
+                });
+            }
+        }
+        Ok(all)
     }
 }
 
@@ -254,7 +311,7 @@ impl Decoder {
                 out,
                 transposed,
                 inp: self.param(weight, layer),
-                scale: fp8.weights.slot(layer, weight),
+                scale: fp8.weights.slot(layer, weight, fp8.counting),
                 scaling: Scaling::Current,
                 format: Fp8Format::E4m3,
                 shape: [oc, c],
@@ -267,10 +324,10 @@ impl Decoder {
         let fp8 = self.fp8.as_ref()?;
         Some(Fp8Forward {
             inp: fp8.operand.slice(0, shape.rows * shape.c),
-            inp_scale: fp8.inputs.slot(layer, weight),
+            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             weight: fp8.weight(&self.descriptor, layer, weight)[0],
-            weight_scale: fp8.weights.slot(layer, weight).scale,
+            weight_scale: fp8.weights.slot(layer, weight, false).scale,
             accumulation: fp8.options.accumulation,
         })
     }
@@ -282,13 +339,13 @@ impl Decoder {
         let [dout_transposed, inp_transposed] = fp8.transposed;
         Some(Fp8Backward {
             dout: [fp8.operand.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
-            dout_scale: fp8.gradients.slot(layer, weight),
+            dout_scale: fp8.gradients.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             format: fp8.options.gradients,
             inp_transposed: inp_transposed.slice(0, inp_len),
-            inp_scale: fp8.inputs.slot(layer, weight),
+            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             weight_transposed: fp8.weight(&self.descriptor, layer, weight)[1],
-            weight_scale: fp8.weights.slot(layer, weight).scale,
+            weight_scale: fp8.weights.slot(layer, weight, false).scale,
             accumulation: fp8.options.accumulation,
         })
     }

@@ -55,6 +55,8 @@ pub struct Settings {
     pub sample_tokens: usize,
     /// Interval of checkpoints.
     pub checkpoint_every: Option<usize>,
+    /// Interval at which rank 0 prints how many values FP8 loses.
+    pub fp8_stats_every: Option<usize>,
     /// Interval at which ranks compare their replicas.
     pub check_ranks_every: Option<usize>,
 }
@@ -202,6 +204,11 @@ impl Run<'_> {
             self.poll_checkpoint(&mut session)?;
             let now = self.launch_step(step, &training, &mut session)?;
             self.log_step(launched.replace(now), &mut session)?;
+            if self.settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+                self.log_step(launched.take(), &mut session)?;
+                self.print_fp8_counts(step, &session)?;
+                session.clock.resume(self.engine_time(&training)?);
+            }
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
                 self.log_step(launched.take(), &mut session)?;
                 self.check_ranks(&training)?;
@@ -285,6 +292,9 @@ impl Run<'_> {
             let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
             Ok((!skipped).then(|| settings.update(step, seed)))
         };
+        if settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+            session.step.count_fp8();
+        }
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
         if let Some(error) = capture_error {
             self.console

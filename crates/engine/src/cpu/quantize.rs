@@ -28,7 +28,7 @@ fn set_scalar(arena: &mut Arena, name: &'static str, tensor: Tensor, value: f32)
 }
 
 pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
-    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax }, scaling, format, shape } = op;
+    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax, counts }, scaling, format, shape } = op;
     let [rows, columns] = shape;
     ensure!(
         rows.is_multiple_of(16) && columns.is_multiple_of(16),
@@ -44,6 +44,9 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
         }
     }
     let factor = 1.0 / scalar(arena, "scale", scale)?;
+    if let Some(counts) = counts.filter(|_| scaling != Scaling::Given) {
+        count_losses(arena, counts, inp, factor, format)?;
+    }
     let round = |x: f32| match format {
         Fp8Format::E4m3 => E4m3::from_f32(scaled(x, factor)).to_f32(),
         Fp8Format::E5m2 => E5m2::from_f32(scaled(x, factor)).to_f32(),
@@ -61,6 +64,21 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
             *out = round(inp[row * columns + column]);
         }
     });
+    Ok(())
+}
+
+/// Adds the numbers of values of `inp` that saturate, and that become 0, to `counts`.
+fn count_losses(arena: &mut Arena, counts: Tensor, inp: Tensor, factor: f32, format: Fp8Format) -> Result<()> {
+    let (mut saturated, mut zeroed) = (0, 0);
+    for &x in arena.get(inp)? {
+        let value = scaled(x, factor).abs();
+        saturated += i32::from(value > format.max());
+        zeroed += i32::from(value <= format.largest_rounded_to_zero() && x != 0.0);
+    }
+    let [counts] = arena.split("quantize", [("counts", counts, 2)])?;
+    let counts: &mut [i32] = bytemuck::cast_slice_mut(counts);
+    counts[0] += saturated;
+    counts[1] += zeroed;
     Ok(())
 }
 

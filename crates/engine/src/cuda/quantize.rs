@@ -76,6 +76,14 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         let scale = cuda.output("scale", op.scale.scale, 1)?;
         cuda.launch(&quantize::current_scale(scale, amax.reader(), op.format.max()), [1; 3], 0)?;
     }
+    if let Some(counts) = op.scale.counts.filter(|_| op.scaling != Scaling::Given) {
+        let n = rows * columns;
+        let (inp, scale) = (cuda.input("inp", op.inp, n)?, cuda.input("scale", op.scale.scale, 1)?);
+        let counts = GlobalMut::new(cuda.arena.address::<i32>("counts", counts, 2)?.cast());
+        let (largest, smallest) = (op.format.max(), op.format.largest_rounded_to_zero());
+        let launch = quantize::count_losses(counts, inp, scale, n as u64, largest, smallest);
+        cuda.launch(&launch, [quantize::grid(n), 1, 1], 0)?;
+    }
     match op.format {
         Fp8Format::E4m3 => cuda.launch_quantize::<E4m3>(&op),
         Fp8Format::E5m2 => cuda.launch_quantize::<E5m2>(&op),

@@ -14,6 +14,8 @@ pub struct Fp8Scale {
     pub scale: Tensor,
     /// (1) f32: the largest magnitude ("amax").
     pub amax: Tensor,
+    /// Set if losses are counted. (2) i32: accumulates the numbers of values that saturate and that become 0.
+    pub counts: Option<Tensor>,
 }
 
 /// Determines the scale of a tensor that is quantized.

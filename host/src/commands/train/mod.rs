@@ -310,6 +310,7 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
+        fp8_stats_every: config.fp8_stats.and_then(every),
         check_ranks_every: every(config.check_ranks),
     }
 }

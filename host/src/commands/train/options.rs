@@ -276,6 +276,10 @@ pub struct Options {
     #[command(flatten)]
     pub fp8: Fp8Flags,
 
+    /// With --precision fp8: print how many values saturate or become 0, every N steps; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
+    pub fp8_stats: usize,
+
     #[command(flatten)]
     pub hardware: Hardware,
 

@@ -118,6 +118,11 @@ impl Resolved {
         let steps = steps(options.steps.unwrap_or(defaults.steps), &train, &batch)?;
         let mut config = config(options, &defaults, &batch, steps, opened);
         let fp8 = options.fp8.resolve(opened.precision)?;
+        ensure!(
+            fp8.is_some() || options.fp8_stats == 0,
+            "--fp8-stats: expected --precision fp8, found another precision; add it or omit this flag"
+        );
+        config.fp8_stats = fp8.map(|_| options.fp8_stats);
         (config.fp8_recipe, config.fp8_accumulation) = fp8.unzip();
         if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
             config.val_batches = val.batches_per_epoch();
@@ -296,6 +301,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         major_every: options.major_every,
         device: opened.device,
         precision: opened.precision,
+        fp8_stats: None,
         fp8_recipe: None,
         fp8_accumulation: None,
         tf32: opened.tf32,

@@ -72,6 +72,10 @@ fn name(shape: MatmulShape, bias: bool, what: &str, scaling: Scaling, accumulati
     format!("{}{what} fp8 {scaling:?} {accumulation:?}", linear_name(shape, bias)).to_lowercase()
 }
 
+fn of(scale: Tensor, amax: Tensor) -> Fp8Scale {
+    Fp8Scale { scale, amax, counts: None }
+}
+
 /// Quantizes a weight (OC, C).
 fn quantize_weight(
     engine: &mut dyn Engine,
@@ -99,7 +103,7 @@ fn forward(
     operands.extend([fp8("inp in FP8", rows * c), fp8("weight in FP8", oc * c)]);
     operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
     operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
-    let weight_scale = move |x: &[Tensor]| Fp8Scale { scale: x[first + 4], amax: x[first + 5] };
+    let weight_scale = move |x: &[Tensor]| of(x[first + 4], x[first + 5]);
     let name = name(shape, bias, &what, scaling, accumulation);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let epilogue = match kind {
@@ -109,7 +113,7 @@ fn forward(
         };
         let fp8 = Fp8Forward {
             inp: x[first],
-            inp_scale: Fp8Scale { scale: x[first + 2], amax: x[first + 3] },
+            inp_scale: of(x[first + 2], x[first + 3]),
             scaling,
             weight: x[first + 1],
             weight_scale: x[first + 4],
@@ -155,11 +159,11 @@ fn backward(
         let input = activation.map(|activation| ActivationInput { activation, preactivation: x[6], recompute: None });
         let fp8 = Fp8Backward {
             dout: [x[first], x[first + 1]],
-            dout_scale: Fp8Scale { scale: x[first + 4], amax: x[first + 5] },
+            dout_scale: of(x[first + 4], x[first + 5]),
             scaling,
             format,
             inp_transposed: x[first + 2],
-            inp_scale: Fp8Scale { scale: x[first + 6], amax: x[first + 7] },
+            inp_scale: of(x[first + 6], x[first + 7]),
             weight_transposed: x[first + 3],
             weight_scale: x[first + 8],
             accumulation,
@@ -167,7 +171,7 @@ fn backward(
         e.run(MatmulBackward { fp8: Some(fp8), ..super::matmul_backward_operation(x, input, bias, shape) })
     };
     let before = move |e: &mut dyn Engine, x: &[Tensor]| {
-        let scale = Fp8Scale { scale: x[first + 8], amax: x[first + 9] };
+        let scale = of(x[first + 8], x[first + 9]);
         quantize_weight(e, x[5], [None, Some(x[first + 3])], scale, shape)
     };
     let case = case("matmul_backward", name, linear_workload(shape), operands, plain.work, run);
