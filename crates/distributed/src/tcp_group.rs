@@ -648,6 +648,12 @@ mod tests {
         });
         // 257 lies between two bf16 values and rounds to the even one. Only the final result is rounded.
         assert_eq!(means, [[2.0, 3.5, 256.0]; 3]);
+        let maxima = on_ranks(3, TIMEOUT, |group| {
+            let mut values = [[1.0f32, f32::NAN, 0.0], [3.0, 5.0, 0.0], [2.0, f32::INFINITY, 1e-40]][group.rank];
+            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Max).unwrap();
+            values
+        });
+        assert_eq!(maxima, [[3.0, f32::INFINITY, 1e-40]; 3]);
         let ints =
             on_ranks(2, TIMEOUT, |group| group.all_reduce_bytes(&mut [0; 4], DType::I32, Reduction::Sum).is_err());
         assert_eq!(ints, [true, true]);

@@ -496,6 +496,30 @@ mod tests {
         assert_eq!(FORWARD.library_part(), FORWARD);
     }
 
+    #[test]
+    fn fp8_operands_have_scales_and_one_layout() {
+        let precision = GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true };
+        let (gemm, at) = (Gemm { precision, ..FORWARD }, GemmOperands { fp8_scales: Some([0x10, 0x14]), ..AT });
+        gemm.validate(&at).unwrap();
+        assert_eq!(gemm.to_string(), "256x2304x768 NT e5m2 exact bias");
+        assert!(refusal(gemm, AT).contains("scales of FP8 operands: expected some"));
+        assert!(refusal(FORWARD, at).contains("scales of FP8 operands: expected none"));
+        for wrong in [Gemm { n: 2312, ..gemm }, Gemm { k: 776, ..gemm }, Gemm { layout: GemmLayout::Nn, ..gemm }] {
+            assert!(refusal(wrong, at).contains("expected layout NT, and multiples of 16 as N and K"));
+        }
+        // cuBLASLt has no GELU epilogues in FP8: kernels run after its part.
+        let gelu = Gemm { epilogue: GemmEpilogue::BiasGelu, ..gemm };
+        let operands = GemmOperands { preactivation: Some(0x5000), ..at };
+        let call = GemmCall { gemm: gelu, operands, fallback: Vec::new(), after: Vec::new() }.part();
+        call.gemm.validate(&call.operands).unwrap();
+        assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::Bias, 0x5000));
+        let backward = Gemm { epilogue: GemmEpilogue::GeluBackward, ..gemm };
+        let operands = GemmOperands { bias: None, ..operands };
+        let call = GemmCall { gemm: backward, operands, fallback: Vec::new(), after: Vec::new() }.library_part();
+        call.gemm.validate(&call.operands).unwrap();
+        assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::None, AT.out));
+    }
+
     /// A part keeps the kernels of the steps that it still has.
     #[test]
     fn parts_of_activation_gemms_store_the_sums_where_the_kernels_read_them() {
