@@ -32,9 +32,17 @@ pub const fn transpose_grid(rows: usize, columns: usize) -> [u32; 3] {
     [columns.div_ceil(TILE) as u32, rows.div_ceil(TILE) as u32, 1]
 }
 
-/// The shared memory of the transposing kernels: a tile of FP8 numbers.
-pub fn shared(layout: &mut Layout) -> SharedArray<u32> {
-    layout.array(TILE * ROW_WORDS)
+/// Warps of a block.
+const WARPS: usize = THREADS / warp::LANES as usize;
+
+/// The shared memory of [`amax_bf16`] and [`quantize`]: the largest magnitude of each warp.
+pub fn maxima(layout: &mut Layout) -> SharedArray<u32> {
+    layout.array(WARPS)
+}
+
+/// The shared memory of the transposing kernels: a tile of FP8 numbers, and the largest magnitude of each warp.
+pub fn tile_and_maxima(layout: &mut Layout) -> (SharedArray<u32>, SharedArray<u32>) {
+    (layout.array(TILE * ROW_WORDS), maxima(layout))
 }
 
 /// Returns the bits of the magnitude of `value`.
@@ -46,14 +54,39 @@ pub fn magnitude(value: f32) -> u32 {
 /// Replaces `amax` by the maximum of itself and the magnitudes of all lanes of the warp.
 #[inline(always)]
 #[track_caller]
-pub fn store_amax(amax: GlobalMut<u32>, mut magnitude: u32) {
+pub fn store_amax(amax: GlobalMut<u32>, magnitude: u32) {
+    let magnitude = warp_max(magnitude);
+    if warp::lane() == 0 {
+        amax.atomic_max(0, magnitude);
+    }
+}
+
+/// Returns the maximum over the lanes of the warp.
+#[inline(always)]
+#[track_caller]
+fn warp_max(mut magnitude: u32) -> u32 {
     let mut offset = warp::LANES / 2;
     while offset > 0 {
         magnitude = magnitude.max(warp::shuffle_xor(magnitude, offset));
         offset /= 2;
     }
-    if warp::lane() == 0 {
-        amax.atomic_max(0, magnitude);
+    magnitude
+}
+
+/// Replaces `amax` by the maximum of itself and the magnitudes of all threads of the block, which all call this.
+///
+/// One atomic operation per block instead of one per warp: those on one address run one after another.
+#[inline(always)]
+#[track_caller]
+fn store_block_amax(amax: GlobalMut<u32>, maxima: SharedArray<u32>, magnitude: u32) {
+    let magnitude = warp_max(magnitude);
+    let (warp, lane) = (thread::thread_idx_x() as usize / warp::LANES as usize, warp::lane() as usize);
+    if lane == 0 {
+        maxima.set(warp, magnitude);
+    }
+    thread::sync_threads();
+    if warp == 0 {
+        store_amax(amax, if lane < WARPS { maxima.at(lane) } else { 0 });
     }
 }
 
@@ -78,7 +111,7 @@ pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, n: u64) {
             largest = largest.max(amax_of(inp.packet_streaming(at)));
         }
     }
-    store_amax(amax, largest);
+    store_block_amax(amax, maxima(&mut Layout::new()), largest);
 }
 
 /// Returns `value` · `factor`, or NaN for infinity, which would otherwise saturate. Negative zero becomes positive.
@@ -216,7 +249,7 @@ pub fn quantize<T: Fp8, const AMAX: bool>(
         largest = largest.max(amax_of(packets[i]));
     }
     if AMAX {
-        store_amax(amax, largest);
+        store_block_amax(amax, maxima(&mut Layout::new()), largest);
     }
 }
 
@@ -276,7 +309,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
     rows: u32,
     columns: u32,
 ) {
-    let tile = shared(&mut Layout::new());
+    let (tile, maxima) = tile_and_maxima(&mut Layout::new());
     let factor = math::div_rn(1.0, scale.at(0));
     let (rows, columns) = (rows as usize, columns as usize);
     let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
@@ -303,7 +336,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
         }
     }
     if AMAX {
-        store_amax(amax, largest);
+        store_block_amax(amax, maxima, largest);
     }
     thread::sync_threads();
     store_transposed(transposed, tile, [row, column], [rows, columns]);
@@ -313,7 +346,7 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
 /// [`transpose_grid`].
 #[kernel(threads = 256)]
 pub fn transpose_fp8(out: GlobalMut<E4m3>, inp: Global<E4m3>, rows: u32, columns: u32) {
-    let tile = shared(&mut Layout::new());
+    let (tile, _) = tile_and_maxima(&mut Layout::new());
     let (rows, columns) = (rows as usize, columns as usize);
     let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
     // Eight threads load a row of the tile: 128 adjacent bytes.

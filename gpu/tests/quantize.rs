@@ -22,7 +22,13 @@ tests! {
 
 fn shared_bytes() -> usize {
     let mut layout = Layout::new();
-    quantize::shared(&mut layout);
+    quantize::tile_and_maxima(&mut layout);
+    layout.bytes()
+}
+
+fn maxima_bytes() -> usize {
+    let mut layout = Layout::new();
+    quantize::maxima(&mut layout);
     layout.bytes()
 }
 
@@ -54,7 +60,7 @@ fn transposed(values: &[u8], columns: usize) -> Vec<u8> {
 fn amax_of(values: &[bf16], before: f32) -> u32 {
     let mut memory = Memory::new();
     let (inp, amax) = (memory.input("inp", values), memory.buffer("amax", &[before.to_bits()]));
-    run(&mut memory, &amax_bf16(amax, inp, values.len() as u64), grid(values.len()), 0);
+    run(&mut memory, &amax_bf16(amax, inp, values.len() as u64), grid(values.len()), maxima_bytes());
     memory.read(amax)[0]
 }
 
@@ -81,7 +87,12 @@ fn check_quantize<T: Fp8 + Pod, const AMAX: bool>(values: &[bf16], scale: f32) {
     let mut memory = Memory::new();
     let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
     let (out, amax) = (memory.output("out", values.len()), memory.buffer("amax", &[7]));
-    run(&mut memory, &quantize::<T, AMAX>(out, amax, inp, scale_, values.len() as u64), grid(values.len()), 0);
+    run(
+        &mut memory,
+        &quantize::<T, AMAX>(out, amax, inp, scale_, values.len() as u64),
+        grid(values.len()),
+        maxima_bytes(),
+    );
     assert_eq!(bits(&memory.read(out)), reference::<T>(values, scale));
     assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
 }
@@ -103,7 +114,7 @@ fn values_saturate_and_others_become_nan() {
     let mut memory = Memory::new();
     let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[2.0f32]));
     let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
-    run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, 0);
+    run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, maxima_bytes());
     assert_eq!(bits(&memory.read(out)), [0x7f, 0x7f, 0x7f, 0x7e, 0xfe, 0x00, 0x00, 0x00]);
     assert!(f32::from_bits(memory.read(amax)[0]).is_nan());
 }

@@ -13,6 +13,7 @@
 
 use super::Decoder;
 use super::descriptor::Descriptor;
+use super::memory_plan::Recompute;
 use super::params::Param;
 use super::sharding::Zero;
 use anyhow::{Context, ensure};
@@ -100,7 +101,7 @@ struct Slots {
 impl Slots {
     fn plan(plan: &mut Plan, name: &str, layers: usize, history: usize) -> Self {
         let mut add =
-            |what, shape: &[usize], dtype| plan.add(Group::Optimizer, format!("FP8 {what} of {name}"), shape, dtype);
+            |what, shape: &[usize], dtype| plan.add(Group::Optimizer, format!("FP8 {name} {what}"), shape, dtype);
         Self {
             scales: add("scales", &[layers, WEIGHTS.len()], DType::F32),
             amaxes: add("amaxes", &[history, layers, WEIGHTS.len()], DType::F32),
@@ -125,6 +126,16 @@ fn index(weight: Param) -> usize {
     WEIGHTS.iter().position(|&other| other == weight).expect("FP8 is for the linear layers only")
 }
 
+/// Reports whether the forward pass keeps a linear layer's input for the backward pass in FP8 only: outputs of norms and of the
+/// activation, unless they are recomputed. Attention's backward pass reads its output in the engine's type.
+pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
+    match weight {
+        Param::Qkvw | Param::Fcw => recompute < Recompute::ActivationAndNorms,
+        Param::Fcprojw => recompute < Recompute::Activation,
+        _ => false,
+    }
+}
+
 /// The FP8 state of a model. It holds handles into an engine's arena and owns no memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8 {
@@ -142,8 +153,10 @@ pub struct Fp8 {
     holds_all_layers: bool,
     /// (rows, widest) FP8: an input in the forward pass, a gradient in the backward pass.
     operand: Tensor,
-    /// (widest, rows) FP8: a transposed gradient, and a transposed input.
+    /// (widest, rows) FP8: a transposed gradient, and a transposed input that is not kept.
     transposed: [Tensor; 2],
+    /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, in the order of `WEIGHTS`.
+    kept: [Option<Tensor>; 4],
 }
 
 impl Fp8 {
@@ -153,6 +166,7 @@ impl Fp8 {
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         zero: Zero,
+        recompute: Recompute,
     ) -> Self {
         let (layers, dtype) = (descriptor.layers, options.dtype);
         let (scaling, history) = match options.recipe {
@@ -163,27 +177,40 @@ impl Fp8 {
         let shapes = WEIGHTS.map(|weight| weight.shape(descriptor));
         let elements = shapes.iter().map(|(oc, c)| oc * c).sum();
         let widest_input = shapes.iter().map(|(_, c)| *c).max().unwrap_or(0);
+        let keeps = WEIGHTS.map(|weight| keeps_input(weight, recompute));
+        let unkept = shapes.iter().zip(keeps).filter(|(_, keeps)| !keeps).map(|((_, c), _)| *c).max().unwrap_or(0);
         let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
         let holds_all_layers = !zero.shards_parameters();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
-        let copies = ["weights", "transposed weights"].map(|name| add(name, &[copied, elements]));
+        let copies = ["weights", "weights, transp."].map(|name| add(name, &[copied, elements]));
         let operand = add("operand", &[b * t, widest_input.max(widest_output)]);
         let transposed =
-            [add("transposed gradient", &[widest_output, b * t]), add("transposed input", &[widest_input, b * t])];
+            [add("gradient, transp.", &[widest_output, b * t]), add("input, transposed", &[unkept, b * t])];
+        let mut keep = |i: usize| {
+            let (c, name) = (shapes[i].1, format!("FP8 inputs of {}", WEIGHTS[i].name()));
+            keeps[i].then(|| plan.add(Group::Activations, name, &[layers, c, b * t], dtype))
+        };
+        let kept = [keep(0), keep(1), keep(2), keep(3)];
         let mut slots = |name, history| Slots::plan(plan, name, layers, history);
         Self {
             options,
             scaling,
             counting: false,
-            inputs: slots("inputs", history),
-            weights: slots("weights", 1),
-            gradients: slots("gradients", history),
+            inputs: slots("input", history),
+            weights: slots("weight", 1),
+            gradients: slots("gradient", history),
             copies,
             holds_all_layers,
             operand,
             transposed,
+            kept,
         }
+    }
+
+    /// Returns where the forward pass keeps the transposed input of a linear layer.
+    fn kept_input(&self, d: &Descriptor, layer: usize, weight: Param, shape: MatmulShape) -> Option<Tensor> {
+        self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, shape.rows * shape.c))
     }
 
     /// Returns this layer's FP8 weight and transposed weight.
@@ -324,6 +351,7 @@ impl Decoder {
         let fp8 = self.fp8.as_ref()?;
         Some(Fp8Forward {
             inp: fp8.operand.slice(0, shape.rows * shape.c),
+            inp_transposed: fp8.kept_input(&self.descriptor, layer, weight, shape),
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             weight: fp8.weight(&self.descriptor, layer, weight)[0],
@@ -337,12 +365,14 @@ impl Decoder {
         let fp8 = self.fp8.as_ref()?;
         let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
         let [dout_transposed, inp_transposed] = fp8.transposed;
+        let kept = fp8.kept_input(&self.descriptor, layer, weight, shape);
         Some(Fp8Backward {
             dout: [fp8.operand.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
             dout_scale: fp8.gradients.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             format: fp8.options.gradients,
-            inp_transposed: inp_transposed.slice(0, inp_len),
+            inp_transposed: kept.unwrap_or_else(|| inp_transposed.slice(0, inp_len)),
+            inp_is_quantized: kept.is_some(),
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             weight_transposed: fp8.weight(&self.descriptor, layer, weight)[1],
             weight_scale: fp8.weights.slot(layer, weight, false).scale,

@@ -2,7 +2,7 @@
 
 use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
-use super::fp8::{Fp8, Fp8Options};
+use super::fp8::{self, Fp8, Fp8Options};
 use super::muon::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
@@ -169,13 +169,16 @@ struct Activations {
 impl Activations {
     /// A forward pass alone reuses the activations of one layer for all layers.
     fn plan(plan: &mut Plan, d: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, recompute, .. } = *options;
+        let PlanOptions { b, t, training, recompute, fp8, .. } = *options;
         let (l, c, f32) = (d.layers, d.channels, DType::F32);
         let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
         let kept_residuals = if training { l } else { 1 };
         let kept = if recompute < Recompute::Layers { kept_residuals } else { 1 };
         let encoded = add("encoded", &[b, t, c], dtype);
-        let kept_norms = if training && recompute < Recompute::ActivationAndNorms { l } else { 0 };
+        // In FP8, transposed copies are kept instead.
+        let in_fp8 = |weight| fp8.is_some() && fp8::keeps_input(weight, recompute);
+        let keeps_norms = training && recompute < Recompute::ActivationAndNorms && !in_fp8(Param::Fcw);
+        let kept_norms = if keeps_norms { l } else { 0 };
         let normed = add("normed", &[b, t, c], dtype);
         let mut norm = |name: &str, n: usize, outs: usize| {
             let out = (outs > 0).then(|| add(name, &[outs, b, t, c], dtype));
@@ -198,7 +201,8 @@ impl Activations {
         let lse = add("attention lse", &[kept, b, d.heads, t], f32);
         let residual2 = add("residual2", &[kept, b, t, c], dtype);
         let fc = add("fc", &[kept, b, t, d.fc_channels()], dtype);
-        let kept_activated = if recompute < Recompute::Activation { kept } else { 1 };
+        let keeps_activated = recompute < Recompute::Activation && !in_fp8(Param::Fcprojw);
+        let kept_activated = if keeps_activated { kept } else { 1 };
         let activated = add("activated", &[kept_activated, b, t, d.mlp_channels], dtype);
         let residual3 = add("residual3", &[kept_residuals, b, t, c], dtype);
         let losses = add("losses", &[b, t], f32);
@@ -260,7 +264,7 @@ impl Decoder {
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
-            let fp8 = options.fp8.map(|fp8| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero));
+            let fp8 = options.fp8.map(|fp8| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero, recompute));
             Training {
                 grads,
                 grad_buffers,

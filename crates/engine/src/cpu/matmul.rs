@@ -81,10 +81,10 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
 
 /// Quantizes the input of a linear layer for its forward pass.
 fn quantize_input(arena: &mut Arena, inp: Tensor, shape: MatmulShape, fp8: &Fp8Forward) -> Result<()> {
-    let Fp8Forward { inp: out, inp_scale: scale, scaling, .. } = *fp8;
+    let Fp8Forward { inp: out, inp_transposed: transposed, inp_scale: scale, scaling, .. } = *fp8;
     let shape = [shape.rows, shape.c];
     let format = Fp8Format::E4m3;
-    quantize::quantize(arena, Quantize { out: Some(out), transposed: None, inp, scale, scaling, format, shape })
+    quantize::quantize(arena, Quantize { out: Some(out), transposed, inp, scale, scaling, format, shape })
 }
 
 /// Quantizes the gradient of a linear layer's output, and its input, for its backward pass.
@@ -101,6 +101,9 @@ fn quantize_for_backward(arena: &mut Arena, op: &MatmulBackward, fp8: &Fp8Backwa
         shape: [rows, oc],
     };
     quantize::quantize(arena, gradient)?;
+    if fp8.inp_is_quantized {
+        return Ok(());
+    }
     let input = Quantize {
         out: None,
         transposed: Some(inp_transposed),

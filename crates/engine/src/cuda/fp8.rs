@@ -345,9 +345,11 @@ impl Fp8Bench {
         let (scale, amax) = (Global::from_address(scale), GlobalMut::from_address(amax));
         let (inp_, out_, transposed_) =
             (Global::from_address(inp), GlobalMut::from_address(out), GlobalMut::from_address(transposed));
-        let mut layout = Layout::new();
-        quantize::shared(&mut layout);
-        let elementwise = |launch| KernelLaunch { launch, grid: [quantize::grid(n), 1, 1], shared_bytes: 0 };
+        let (mut layout, mut maxima) = (Layout::new(), Layout::new());
+        quantize::tile_and_maxima(&mut layout);
+        quantize::maxima(&mut maxima);
+        let elementwise =
+            |launch| KernelLaunch { launch, grid: [quantize::grid(n), 1, 1], shared_bytes: maxima.bytes() };
         let transposing = |launch| KernelLaunch {
             launch,
             grid: quantize::transpose_grid(rows, columns),

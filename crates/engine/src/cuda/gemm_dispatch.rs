@@ -61,7 +61,7 @@ impl GemmDispatch {
         executor.invalidate_graphs();
         self.choices.extend(choices.iter().map(|choice| (choice.key(), *choice)));
         let Some(timer) = executor.gemm_timer() else { return };
-        for choice in choices {
+        for choice in choices.iter().filter(|choice| choice.gemm.is_in_library()) {
             timer.set_library_algorithm(&library_key(&choice.key()), choice.algo);
         }
         // A choice for the library part itself takes precedence over one derived from a larger GEMM.
@@ -92,7 +92,8 @@ impl GemmDispatch {
 
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
     pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
-        if !self.hopper || self.backend == MatmulBackend::Cublaslt {
+        let backend = if call.gemm.is_in_library() { self.backend } else { MatmulBackend::Rust };
+        if !self.hopper || backend == MatmulBackend::Cublaslt {
             return Ok(None);
         }
         let gemm = WgmmaGemm::new(&call.gemm, &call.operands);
@@ -104,16 +105,16 @@ impl GemmDispatch {
         };
         let config = self.kernel_config.unwrap_or(0);
         if self.untimed {
-            let gemm = if self.backend == MatmulBackend::Rust { Some(required()?) } else { gemm };
+            let gemm = if backend == MatmulBackend::Rust { Some(required()?) } else { gemm };
             return Ok(gemm.map(|gemm| (gemm, nth(&gemm, config))));
         }
         let known = self.choices.get(&call.key()).filter(|_| self.kernel_config.is_none());
-        if self.backend == MatmulBackend::Auto && !known.is_some_and(|choice| choice.kernel_wins) {
+        if backend == MatmulBackend::Auto && !known.is_some_and(|choice| choice.kernel_wins) {
             return Ok(None);
         }
         let gemm = required()?;
         let tuned = known.and_then(|choice| choice.kernel).filter(|config| gemm.supports(*config, self.scratch));
-        Ok(match (tuned, self.backend) {
+        Ok(match (tuned, backend) {
             (Some(config), _) => Some((gemm, config)),
             (None, MatmulBackend::Rust) => Some((gemm, nth(&gemm, config))),
             (None, _) => None,

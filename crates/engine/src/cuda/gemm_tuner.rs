@@ -64,25 +64,16 @@ impl GemmDispatch {
     /// Times cuBLASLt's algorithms for the library part, plus the kernels for the rest.
     fn time_library(call: &GemmCall, executor: &mut dyn Executor) -> Result<(MatmulAlgo, Timing)> {
         let part = call.library_part();
+        if !part.gemm.is_in_library() {
+            let never = f32::INFINITY;
+            let (library_first, library) = (never, never);
+            let timing = Timing { gemm: call.gemm, candidates: 0, library_first, library, kernel: None, unfused: None };
+            return Ok((MatmulAlgo([0; 8]), timing));
+        }
         let (key, timer) = (part.key(), timer_of(executor)?);
         let previous = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm);
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-        let library = match unsafe { timer.time_library(&part.gemm, &part.operands) } {
-            Err(error) if has_no_algorithm(&error) && WgmmaGemm::new(&call.gemm, &call.operands).is_some() => {
-                // Only the kernel computes this GEMM.
-                let never = f32::INFINITY;
-                let timing = Timing {
-                    gemm: call.gemm,
-                    candidates: 0,
-                    library_first: never,
-                    library: never,
-                    kernel: None,
-                    unfused: None,
-                };
-                return Ok((MatmulAlgo([0; 8]), timing));
-            }
-            library => library?,
-        };
+        let library = unsafe { timer.time_library(&part.gemm, &part.operands) }?;
         if let Some(algo) = previous {
             // The part was already tuned as a GEMM of its own.
             timer.set_library_algorithm(&key, algo);
@@ -150,11 +141,6 @@ impl GemmDispatch {
         let after: &[KernelLaunch] = if part.after.is_empty() { &call.after } else { &[] };
         Ok(Some([&call.fallback, &of_part[..], after].concat()))
     }
-}
-
-/// Reports whether cuBLASLt lacks an algorithm, as it may for FP8.
-fn has_no_algorithm(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(cublaslt::Error::NoAlgorithm { .. }))
 }
 
 fn timer_of(executor: &mut dyn Executor) -> Result<&mut dyn GemmTimer> {

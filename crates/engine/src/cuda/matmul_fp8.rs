@@ -32,7 +32,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward, fp8: Fp8F
         cuda,
         Quantize {
             out: Some(fp8.inp),
-            transposed: None,
+            transposed: fp8.inp_transposed,
             inp,
             scale: fp8.inp_scale,
             scaling: fp8.scaling,
@@ -77,21 +77,18 @@ pub(super) fn backward<T: Float>(
         // The forward pass applied the activation to rounded sums, so this kernel gives the same bits.
         activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
     }
-    quantize(
-        cuda,
-        Quantize {
-            out: Some(fp8.dout[0]),
-            transposed: Some(fp8.dout[1]),
-            inp: dout,
-            scale: fp8.dout_scale,
-            scaling: fp8.scaling,
-            format: fp8.format,
-            shape: [rows, oc],
-        },
-    )?;
-    quantize(
-        cuda,
-        Quantize {
+    let gradient = Quantize {
+        out: Some(fp8.dout[0]),
+        transposed: Some(fp8.dout[1]),
+        inp: dout,
+        scale: fp8.dout_scale,
+        scaling: fp8.scaling,
+        format: fp8.format,
+        shape: [rows, oc],
+    };
+    quantize(cuda, gradient)?;
+    if !fp8.inp_is_quantized {
+        let input = Quantize {
             out: None,
             transposed: Some(fp8.inp_transposed),
             inp,
@@ -99,11 +96,12 @@ pub(super) fn backward<T: Float>(
             scaling: Scaling::Given,
             format: Fp8Format::E4m3,
             shape: [rows, c],
-        },
-    )?;
+        };
+        quantize(cuda, input)?;
+    }
     cuda.launch_all(bias_kernels)?;
     weight_gradient(cuda, op, fp8)?;
-    // `inp` was quantized, so the sums of SwiGLU's gradient may replace it.
+    // Only quantization reads `inp`, so the sums of SwiGLU's gradient may replace it.
     input_gradient(cuda, op, fp8)
 }
 

@@ -25,7 +25,7 @@ impl<T: Float> Cuda<T> {
         let Some(transposed) = op.transposed else {
             let out = out.unwrap_or(GlobalMut::from_address(0));
             let launch = quantize::quantize::<F, AMAX>(out, amax, inp, scale, n as u64);
-            return Ok((launch, [quantize::grid(n), 1, 1], 0));
+            return Ok((launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima)));
         };
         let transposed = self.fp8::<F>("transposed", transposed, n)?;
         let (r, c) = (rows as u32, columns as u32);
@@ -41,7 +41,7 @@ impl<T: Float> Cuda<T> {
                 c,
             ),
         };
-        Ok((launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::shared)))
+        Ok((launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima)))
     }
 
     /// Returns the address of the largest magnitude, as f32 bits.
@@ -72,7 +72,7 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         }
         let (n, amax) = (rows * columns, cuda.magnitude(&op)?);
         let launch = quantize::amax_bf16(amax, cuda.input("inp", op.inp, n)?, n as u64);
-        cuda.launch(&launch, [quantize::grid(n), 1, 1], 0)?;
+        cuda.launch(&launch, [quantize::grid(n), 1, 1], shared_bytes(quantize::maxima))?;
         let scale = cuda.output("scale", op.scale.scale, 1)?;
         cuda.launch(&quantize::current_scale(scale, amax.reader(), op.format.max()), [1; 3], 0)?;
     }

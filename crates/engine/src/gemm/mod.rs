@@ -321,6 +321,11 @@ impl Gemm {
         self.part().part()
     }
 
+    /// Reports whether cuBLASLt computes the library part. For some shapes in FP8, it lacks bias and residual together.
+    pub fn is_in_library(self) -> bool {
+        !(matches!(self.precision, GemmPrecision::Fp8 { .. }) && self.epilogue == GemmEpilogue::BiasResidual)
+    }
+
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
         let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, fp8_scales } =
@@ -507,6 +512,7 @@ mod tests {
         for wrong in [Gemm { n: 2312, ..gemm }, Gemm { k: 776, ..gemm }, Gemm { layout: GemmLayout::Nn, ..gemm }] {
             assert!(refusal(wrong, at).contains("expected layout NT, and multiples of 16 as N and K"));
         }
+        assert!(gemm.is_in_library() && !Gemm { epilogue: GemmEpilogue::BiasResidual, ..gemm }.is_in_library());
         // cuBLASLt has no GELU epilogues in FP8: kernels run after its part.
         let gelu = Gemm { epilogue: GemmEpilogue::BiasGelu, ..gemm };
         let operands = GemmOperands { preactivation: Some(0x5000), ..at };

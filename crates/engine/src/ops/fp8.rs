@@ -69,6 +69,8 @@ pub struct Fp8Scales {
 pub struct Fp8Forward {
     /// (rows, C) E4M3: receives the quantized input.
     pub inp: Tensor,
+    /// (C, rows) E4M3: receives the transposed input, if the backward pass needs it.
+    pub inp_transposed: Option<Tensor>,
     /// The scale of the input.
     pub inp_scale: Fp8Scale,
     /// Determines the scale of the input.
@@ -92,8 +94,10 @@ pub struct Fp8Backward {
     pub scaling: Scaling,
     /// The FP8 format of the gradient.
     pub format: Fp8Format,
-    /// (C, rows) E4M3: receives the quantized input, transposed. Its scale is that of the forward pass.
+    /// (C, rows) E4M3: the quantized input, transposed. Its scale is that of the forward pass.
     pub inp_transposed: Tensor,
+    /// Whether the forward pass has quantized the input. Otherwise this operation does; nothing else reads `inp`.
+    pub inp_is_quantized: bool,
     /// The scale of the input.
     pub inp_scale: Fp8Scale,
     /// (C, OC) E4M3: the quantized weight, transposed.
