@@ -183,12 +183,11 @@ impl Fp8 {
         let holds_all_layers = !zero.shards_parameters();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
-        let copies = ["weights", "weights, transp."].map(|name| add(name, &[copied, elements]));
+        let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
         let operand = add("operand", &[b * t, widest_input.max(widest_output)]);
-        let transposed =
-            [add("gradient, transp.", &[widest_output, b * t]), add("input, transposed", &[unkept, b * t])];
+        let transposed = [add("dout transposed", &[widest_output, b * t]), add("inp transposed", &[unkept, b * t])];
         let mut keep = |i: usize| {
-            let (c, name) = (shapes[i].1, format!("FP8 inputs of {}", WEIGHTS[i].name()));
+            let (c, name) = (shapes[i].1, format!("FP8 inp of {}", WEIGHTS[i].name()));
             keeps[i].then(|| plan.add(Group::Activations, name, &[layers, c, b * t], dtype))
         };
         let kept = [keep(0), keep(1), keep(2), keep(3)];
