@@ -10,6 +10,7 @@
 mod fp8;
 mod update;
 
+pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 

@@ -3,7 +3,7 @@
 use super::CHUNK;
 use super::arena::{ABSENT, Arena};
 use crate::Result;
-use crate::ops::{Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling};
+use crate::ops::{Fp8Format, Fp8Scale, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::Tensor;
 use anyhow::ensure;
 use cuda_std::{E4m3, E5m2, Element};
@@ -72,7 +72,7 @@ fn count_losses(arena: &mut Arena, counts: Tensor, inp: Tensor, factor: f32, for
     let (mut saturated, mut zeroed) = (0, 0);
     for &x in arena.get(inp)? {
         let value = scaled(x, factor).abs();
-        saturated += i32::from(value > format.max());
+        saturated += i32::from(value > largest_rounded(format));
         zeroed += i32::from(value <= format.largest_rounded_to_zero() && x != 0.0);
     }
     let [counts] = arena.split("quantize", [("counts", counts, 2)])?;

@@ -1,7 +1,7 @@
 //! Quantization to FP8 and its scales.
 
 use super::{Cuda, Float, Fp8Bits, shared_bytes};
-use crate::ops::{Fp8Format, Fp8Scales, Quantize, Scaling};
+use crate::ops::{Fp8Format, Fp8Scales, Quantize, Scaling, largest_rounded};
 use crate::tensor::{DType, Tensor};
 use crate::{Engine, Result};
 use anyhow::ensure;
@@ -80,7 +80,7 @@ pub(super) fn quantize<T: Float>(cuda: &mut Cuda<T>, op: Quantize) -> Result<()>
         let n = rows * columns;
         let (inp, scale) = (cuda.input("inp", op.inp, n)?, cuda.input("scale", op.scale.scale, 1)?);
         let counts = GlobalMut::new(cuda.arena.address::<i32>("counts", counts, 2)?.cast());
-        let (largest, smallest) = (op.format.max(), op.format.largest_rounded_to_zero());
+        let (largest, smallest) = (largest_rounded(op.format), op.format.largest_rounded_to_zero());
         let launch = quantize::count_losses(counts, inp, scale, n as u64, largest, smallest);
         cuda.launch(&launch, [quantize::grid(n), 1, 1], 0)?;
     }

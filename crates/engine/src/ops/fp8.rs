@@ -118,3 +118,11 @@ pub enum Fp8Accumulation {
     /// Sums over 128 columns of K are added in f32
     Exact,
 }
+
+/// Returns the largest magnitude that rounds to the largest number of a format. Larger ones saturate.
+pub(crate) const fn largest_rounded(format: Fp8Format) -> f32 {
+    match format {
+        Fp8Format::E4m3 => 464.0,
+        Fp8Format::E5m2 => 61_440.0,
+    }
+}
