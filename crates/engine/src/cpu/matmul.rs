@@ -16,8 +16,8 @@ const COLUMNS: usize = 32;
 /// Uses all threads of the current pool.
 const ALL: Parallelism = Parallelism::Rayon(0);
 
-pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 } = op;
+pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
+    let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (inp, weight, scale) = match fp8 {
         Some(fp8) => {

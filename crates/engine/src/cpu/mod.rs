@@ -110,7 +110,7 @@ impl Engine for Cpu {
             Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
             Operation::RotaryForward(op) => rotary::forward(arena, op),
             Operation::RotaryBackward(op) => rotary::backward(arena, op),
-            Operation::MatmulForward(op) => matmul::forward(arena, op),
+            Operation::MatmulForward(op) => matmul::forward(arena, &op),
             Operation::MatmulBackward(op) => matmul::backward(arena, &op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;

@@ -26,8 +26,8 @@ fn precision(a: Fp8Format, accumulation: Fp8Accumulation) -> GemmPrecision {
     GemmPrecision::Fp8 { a, exact: accumulation == Fp8Accumulation::Exact }
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward, fp8: Fp8Forward) -> Result<()> {
-    let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = op;
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
+    let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
     quantize(
         cuda,
         Quantize {
@@ -45,8 +45,8 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward, fp8: Fp8F
         _ => None,
     };
     let unfused = activation.filter(|(activation, _)| !cuda.fuses_forward(*activation, op.bias, oc));
-    let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..op });
-    let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.unwrap_or(op))?;
+    let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..*op });
+    let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.as_ref().unwrap_or(op))?;
     let operands = GemmOperands {
         a: cuda.fp8_address("inp in FP8", fp8.inp, rows * c)?,
         b: cuda.fp8_address("weight in FP8", fp8.weight, oc * c)?,

@@ -293,7 +293,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::RmsNormBackward(op) => rmsnorm::backward(self, op),
             Operation::RotaryForward(op) => rotary::forward(self, op),
             Operation::RotaryBackward(op) => rotary::backward(self, op),
-            Operation::MatmulForward(op) => matmul::forward(self, op),
+            Operation::MatmulForward(op) => matmul::forward(self, &op),
             Operation::MatmulBackward(op) => matmul::backward(self, &op),
             Operation::AttentionForward(op) => attention::forward(self, op),
             Operation::AttentionBackward(op) => attention::backward(self, op),
