@@ -117,6 +117,7 @@ impl Trial {
             sample_tokens: 0,
             checkpoint_every: Some(self.checkpoint_every),
             fp8_stats_every: None,
+            checkpoint_after: None,
             check_ranks_every: None,
         };
         let mut run = Run {
@@ -127,7 +128,7 @@ impl Trial {
             val: None,
             hellaswag: None,
             engine,
-            console: Console::new(self.steps),
+            console: Console::new(self.steps, None),
             log,
             state,
             checkpoints: Some(CheckpointWriter::new(

@@ -7,13 +7,13 @@ use common::attention::{
     check_groups, check_heads, check_large_scores, check_spoilt_head, check_spoilt_position, check_spoilt_query_head,
     check_sums, check_zeros, multi_head,
 };
-use common::{Tolerance, for_all, read, rounded, run};
+use common::{Tolerance, assert_same, for_all, read, rounded, run};
 use cuda_std::bf16;
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use gpu::attention::launch::{HEAD_SIZES, Shape};
 use gpu::attention_wgmma::BOX;
-use gpu::attention_wgmma::launch::{self, BackwardOperands};
+use gpu::attention_wgmma::launch::{self, BackwardOperands, FusedScratch};
 use gpu::launch::KernelLaunch;
 use proptest::strategy::Strategy;
 
@@ -25,7 +25,8 @@ tests! {
         heads_are_independent, gradients_of_keys_and_values_sum_correctly, zero_inputs_match_reference,
         equal_scores_average_values, dominant_key_takes_all_attention, large_scores_match_reference,
         non_finite_head_does_not_spread, non_finite_query_head_reaches_only_its_group,
-        grouped_queries_match_reference, groups_share_keys_and_values, non_finite_position_spreads_only_within_its_tile;
+        grouped_queries_match_reference, groups_share_keys_and_values, results_are_the_same_for_every_grid,
+        non_finite_position_spreads_only_within_its_tile;
 }
 
 /// Fewer blocks than work tiles for most shapes, so that a block computes several tiles.
@@ -45,11 +46,22 @@ fn attend(blocks: usize) -> impl Fn(&Inputs) -> Results {
         let lse = memory.output("lse", rows);
         let dqkv = memory.output::<bf16>("dqkv", b * t * (nh + 2 * kv) * hs);
         let d = memory.output("d", rows);
+        let counters = memory.zeroed("counters", launch::fused_counters(shape));
+        let dq = memory.output("sums of dQ", launch::fused_dq_elements(shape));
         let mut run = |kernel: &KernelLaunch| run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
         run(&launch::forward(out, lse, qkv_map, shape, blocks));
         let (out_reader, lse_reader) = (out.reader(), lse.reader());
         let operands = BackwardOperands { dqkv, d, dout, out: out_reader, lse: lse_reader, qkv_map, dout_map };
-        launch::backward(operands, shape, blocks).iter().for_each(&mut run);
+        let kernels = if launch::is_fused(hs) {
+            launch::backward_fused(operands, FusedScratch { dq, counters }, shape, blocks)
+        } else {
+            launch::backward(operands, shape, blocks)
+        };
+        kernels.iter().for_each(&mut run);
+        assert!(
+            memory.read(counters).iter().all(|&count| count == 0),
+            "counters: expected zeros after the backward pass"
+        );
         Results { shape, out: read(&memory, out), lse: read(&memory, lse), dqkv: read(&memory, dqkv) }
     }
 }
@@ -117,9 +129,26 @@ fn grouped_queries_match_reference() {
         (2, 200, 4, 1, 128, 1),
         (1, 300, 6, 3, 64, 5),
         (1, 257, 6, 2, 128, 4),
+        // More key-value heads than a chunk of the scheduler has.
+        (3, 150, 4, 2, 128, 2),
         (3, 100, 8, 4, 64, 7),
     ] {
         check(Shape { b, t, nh, kv, hs }, blocks);
+    }
+}
+
+/// Every sum has a fixed order: neither the number of blocks nor the block that computes a work tile changes a bit.
+fn results_are_the_same_for_every_grid() {
+    for (b, t, nh, kv, hs) in [(1, 300, 2, 2, 64), (1, 300, 2, 2, 128), (2, 257, 6, 3, 128), (1, 130, 4, 1, 128)] {
+        let shape = Shape { b, t, nh, kv, hs };
+        let inputs = Inputs::random::<bf16>(shape, 2.0, 7);
+        let want = attend(1)(&inputs);
+        for blocks in [2, 5, 20] {
+            let got = attend(blocks)(&inputs);
+            assert_same("out", &got.out, &want.out);
+            assert_same("lse", &got.lse, &want.lse);
+            assert_same("dqkv", &got.dqkv, &want.dqkv);
+        }
     }
 }
 
@@ -181,7 +210,7 @@ fn equal_scores_average_values() {
 }
 
 fn dominant_key_takes_all_attention() {
-    for (key, hs) in [(0, 64), (0, 128), (20, 64), (67, 64), (67, 128), (129, 64)] {
+    for (key, hs) in [(0, 64), (0, 128), (20, 64), (67, 64), (67, 128), (129, 64), (129, 128)] {
         check_dominant_key::<bf16>(attend(BLOCKS), multi_head(1, 200, 1, hs), key);
     }
 }
@@ -207,7 +236,7 @@ fn non_finite_query_head_reaches_only_its_group() {
 }
 
 fn non_finite_position_spreads_only_within_its_tile() {
-    for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (280, 64)] {
+    for (position, hs) in [(5, 64), (100, 64), (100, 128), (130, 64), (200, 128), (280, 64)] {
         check_spoilt_position::<bf16>(attend(BLOCKS), multi_head(1, 300, 1, hs), position, TILE);
     }
 }

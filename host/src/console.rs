@@ -2,12 +2,13 @@
 
 use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;
-use crate::log::Step;
-use anyhow::{Context, Result};
+use crate::log::{LineFile, Step};
+use anyhow::{Context, Result, anyhow};
+use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
 /// Prints the progress of a run.
@@ -17,27 +18,65 @@ pub struct Console {
     gpu: Option<(GpuInfo, usize)>,
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
-    output: Output,
+    output: RefCell<Output>,
     last_train_loss: Cell<Option<f32>>,
 }
 
 /// The destination of lines.
 enum Output {
-    Stdout,
-    File(File, PathBuf),
+    /// Standard output and, if it is closed during the run, the file that replaces it.
+    Stdout(Option<PathBuf>),
+    File(LineFile),
     Discard,
 }
 
+impl Output {
+    /// Writes a line. If standard output is closed, writes to the file that replaces it from here on.
+    ///
+    /// A file that cannot be written, as on a full disk, does not end a run: its lines wait in memory.
+    fn line(&mut self, text: &str) -> Result<()> {
+        match self {
+            Self::Stdout(replacement) => {
+                let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
+                *self = Self::replacing_stdout(replacement.take(), &error)?;
+                self.line(text)
+            }
+            Self::File(file) => {
+                let _ = file.line(text);
+                Ok(())
+            }
+            Self::Discard => Ok(()),
+        }
+    }
+
+    /// Opens the file that replaces standard output, and warns. Without a file, nobody would see the results of the run, so
+    /// this is an error.
+    fn replacing_stdout(path: Option<PathBuf>, error: &io::Error) -> Result<Self> {
+        let path = path.ok_or_else(|| {
+            // The reason as text: a run that loses its results must not end like `head` closing a pipe.
+            anyhow!("standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR")
+        })?;
+        create_directory(parent(&path))?;
+        let mut file = LineFile::open(path.clone())?;
+        let warning = format!("warning: standard output is closed ({error}): output continues in {}", path.display());
+        let _ = file.line(&warning);
+        // Standard error may be closed too.
+        let _ = writeln!(stderr(), "{warning}");
+        Ok(Self::File(file))
+    }
+}
+
 impl Console {
-    /// Creates a console for a run of `steps` steps that prints to standard output.
-    pub fn new(steps: usize) -> Self {
+    /// Creates a console for a run of `steps` steps that prints to standard output. If that is closed during the run, the output
+    /// continues in the file `replacement`; without one, it is an error.
+    pub fn new(steps: usize, replacement: Option<PathBuf>) -> Self {
         let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
                 .expect("the template is valid")
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { bar, ..Self::with_output(steps, Output::Stdout) }
+        Self { bar, ..Self::with_output(steps, Output::Stdout(replacement)) }
     }
 
     /// Creates a console for a rank other than 0, which prints to a file, or nowhere without a path.
@@ -45,13 +84,14 @@ impl Console {
     /// `append` continues an existing file instead of replacing it.
     pub fn to_file(steps: usize, path: Option<PathBuf>, append: bool) -> Result<Self> {
         let Some(path) = path else { return Ok(Self::with_output(steps, Output::Discard)) };
-        let file = File::options().create(true).write(true).append(append).truncate(!append).open(&path);
-        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self::with_output(steps, Output::File(file, path)))
+        if !append {
+            File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Ok(Self::with_output(steps, Output::File(LineFile::open(path)?)))
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        Self { steps, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
+        Self { steps, gpu: None, bar: None, output: RefCell::new(output), last_train_loss: Cell::new(None) }
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -61,13 +101,7 @@ impl Console {
 
     /// Prints a line, above the progress bar if there is one.
     pub fn line(&self, text: &str) -> Result<()> {
-        let write = || match &self.output {
-            Output::Stdout => writeln!(stdout(), "{text}").context("cannot write to standard output"),
-            Output::File(file, path) => {
-                writeln!(&mut &*file, "{text}").with_context(|| format!("cannot write {}", path.display()))
-            }
-            Output::Discard => Ok(()),
-        };
+        let write = || self.output.borrow_mut().line(text);
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.suspend(write),
             _ => write(),

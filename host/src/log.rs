@@ -4,8 +4,8 @@ use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 /// One training step.
@@ -54,15 +54,19 @@ struct ScoreLine {
 /// memory and written by a later call.
 #[derive(Debug, Default)]
 pub struct Log {
-    files: Option<[Output; 2]>,
+    files: Option<[LineFile; 2]>,
     /// The write error that has not been reported yet.
     error: Option<String>,
 }
 
+/// No line of a log is as long. Longer lines are removed when a run resumes.
+const MAX_LINE_BYTES: u64 = 1 << 20;
+
 const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 
+/// A file of lines. Lines that cannot be written, as on a full disk, are kept in memory and written with a later line.
 #[derive(Debug)]
-struct Output {
+pub(crate) struct LineFile {
     path: PathBuf,
     file: File,
     /// Length of the file in bytes.
@@ -71,9 +75,9 @@ struct Output {
     pending: String,
 }
 
-impl Output {
+impl LineFile {
     /// Opens a file for appending.
-    fn open(path: PathBuf) -> Result<Self> {
+    pub(crate) fn open(path: PathBuf) -> Result<Self> {
         let open = || {
             let file = File::options().append(true).create(true).open(&path)?;
             let len = file.metadata()?.len();
@@ -83,7 +87,8 @@ impl Output {
         Ok(Self { path, file, len, pending: String::new() })
     }
 
-    fn line(&mut self, line: &str) -> Result<()> {
+    /// Writes a line and all lines before it that could not be written.
+    pub(crate) fn line(&mut self, line: &str) -> Result<()> {
         self.pending.push_str(line);
         self.pending.push('\n');
         self.flush()
@@ -128,7 +133,7 @@ impl Log {
     }
 
     fn open(directory: &Path) -> Result<Self> {
-        let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
+        let [main, jsonl] = NAMES.map(|name| LineFile::open(directory.join(name)));
         Ok(Self { files: Some([main?, jsonl?]), error: None })
     }
 
@@ -144,7 +149,7 @@ impl Log {
 
     /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
-        self.files.iter_mut().flatten().try_for_each(Output::flush)
+        self.files.iter_mut().flatten().try_for_each(LineFile::flush)
     }
 
     /// Logs a training step.
@@ -205,19 +210,55 @@ impl Line {
 
 /// Removes the lines of a file for which `keep` is false, and an incomplete last line. A missing file is no error.
 fn retain_lines(path: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
-    let text = match fs::read(path) {
+    let cannot = || format!("cannot read {}", path.display());
+    let mut lines = match bounded_file::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        read => read.with_context(|| format!("cannot read {}", path.display()))?,
+        opened => BufReader::with_capacity(1 << 20, opened.with_context(cannot)?),
     };
-    let text = String::from_utf8_lossy(&text);
-    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && keep(line.trim_end()));
-    atomic_file::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
+    atomic_file::write(path, |file| {
+        let mut line = Vec::new();
+        while read_line(&mut lines, &mut line).with_context(cannot)? {
+            if line.ends_with(b"\n") && keep(String::from_utf8_lossy(&line).trim_end()) {
+                file.write_all(&line)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Reads the next line with its end. Of a line that is too long for a log, only the beginning is returned. Returns false at the end
+/// of the file.
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
+    line.clear();
+    reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
+    if !line.ends_with(b"\n") && !line.is_empty() {
+        reader.skip_until(b'\n')?;
+    }
+    Ok(!line.is_empty())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use model::guards::Skipped;
+    use std::fs;
+
+    #[test]
+    fn a_log_with_gigabytes_of_zeros_is_read_line_by_line() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in NAMES {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        let path = dir.path().join(NAMES[0]);
+        fs::write(&path, "s:0 trl:5.2700 lr:0.000300 norm:12.35\nnot of a log\n").unwrap();
+        // A sparse file: no disk space.
+        let file = File::options().append(true).open(&path).unwrap();
+        file.set_len(2 << 30).unwrap();
+        (&file).write_all(b"\ns:1 trl:5.2 lr:0 norm:1\ns:2 trl:5.2 lr:0 norm:1\ns:3 t").unwrap();
+        drop(Log::resume(dir.path(), 2, true).unwrap());
+        let kept = "s:0 trl:5.2700 lr:0.000300 norm:12.35\nnot of a log\ns:1 trl:5.2 lr:0 norm:1\n";
+        assert!(fs::read_to_string(&path).unwrap() == kept);
+    }
 
     #[test]
     fn main_log_has_the_format_of_llm_c_and_main_jsonl_holds_records() {

@@ -79,7 +79,9 @@ pub mod emulate {
     //! * All lanes of a warp must execute a warp-wide operation at the same source line.
     //! * Whole warps arrive at barriers. Threads that have finished do not count as arrived.
     //! * A kernel must not wait for another thread by polling memory, because no other thread runs in the meantime. A
-    //!   checked launch reports a livelock; an unchecked launch hangs.
+    //!   checked launch reports a livelock; an unchecked launch hangs. A wait for a counter
+    //!   ([`acquire_wait`](crate::GlobalMut::acquire_wait)) lets other threads run. A checked launch runs no other block in
+    //!   the meantime: a wait for a block with a higher number is a deadlock.
     //! * Shared memory initially contains NaN.
     //! * Asynchronous operations execute as late as possible: `cp.async`, TMA stores and wgmma at their wait, TMA loads
     //!   when no thread of the block can continue.

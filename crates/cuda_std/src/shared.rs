@@ -83,6 +83,12 @@ impl<T: Copy> SharedArray<T> {
         unsafe { backend::store(self.0.wrapping_add(i), value) }
     }
 
+    /// Returns a pointer to element `i`.
+    #[inline(always)]
+    pub(crate) fn element(self, i: usize) -> *const T {
+        self.0.wrapping_add(i)
+    }
+
     /// Returns the array that starts `count` elements after this one.
     #[must_use]
     #[inline(always)]

@@ -186,6 +186,14 @@ pub trait Engine {
     /// [`ops::MatmulBackward`], which would read the tensor again.
     fn fuses_column_sums(&self, c: usize) -> bool;
 
+    /// Checks that the engine has kernels for these sizes.
+    ///
+    /// # Errors
+    /// Names the operation, the expected sizes, the size found, and flags that change it.
+    fn check(&self, _workload: &Workload) -> Result<()> {
+        Ok(())
+    }
+
     /// Adds the engine's scratch buffers to the plan.
     fn plan(&mut self, plan: &mut Plan, workload: &Workload);
 

@@ -1,6 +1,7 @@
 //! Check that a run fits into memory, before anything is allocated.
 
 use crate::descriptor::Positions;
+use crate::memory_plan::workload;
 use crate::{Decoder, Descriptor, MasterWeights, Moments, PlanOptions, Recompute, Shard, Zero};
 use anyhow::{Result, ensure};
 use engine::Engine;
@@ -47,6 +48,7 @@ pub fn plan_run(
 ) -> Result<(Decoder, Plan)> {
     let PlanOptions { b, t, .. } = options;
     check_batch(&descriptor, b, t)?;
+    engine.check(&workload(&descriptor, &options))?;
     let free = engine.free_memory()?;
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     let reserved = engine.reserved_memory(limits.shard.ranks);
@@ -482,6 +484,23 @@ mod tests {
     /// Returns an engine that plans for one H200 in bf16.
     fn h200() -> Box<dyn Engine> {
         engine::cuda::emulated(EmulatedGpu::new(true), Precision::Bf16, None, false)
+    }
+
+    #[test]
+    fn sizes_without_kernels_are_refused() {
+        let gpt2 = d12();
+        let cases = [
+            (Descriptor { head_size: 32, heads: 24, kv_heads: 24, ..gpt2 }, "head size of 64, 80, 96, 128, found 32"),
+            (Descriptor { channels: 100, ..gpt2 }, "multiple of 8 channels up to"),
+            (Descriptor { mlp_channels: 100, ..gpt2 }, "multiple of 8 channels, found 100"),
+        ];
+        for (descriptor, expected) in cases {
+            let options = options(1, Recompute::Nothing);
+            let error = plan(descriptor, options, &mut *h200()).err().map(|error| error.to_string());
+            assert!(error.as_ref().is_some_and(|error| error.contains(expected)), "{error:?}");
+            assert!(plan(descriptor, options, &mut Cpu::new()).is_ok());
+        }
+        assert!(plan(gpt2, options(1, Recompute::Nothing), &mut *h200()).is_ok());
     }
 
     /// Returns the size of the optimizer state in bytes per parameter.

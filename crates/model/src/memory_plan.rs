@@ -225,6 +225,23 @@ impl Activations {
     }
 }
 
+/// Returns the sizes from which an engine plans its scratch memory and checks that it has kernels.
+pub(super) fn workload(descriptor: &Descriptor, options: &PlanOptions) -> Workload {
+    let layout = options.zero.layout(*descriptor);
+    Workload {
+        attention: descriptor.attention(options.b, options.t),
+        channels: descriptor.channels,
+        fc_channels: descriptor.fc_channels(),
+        mlp_channels: descriptor.mlp_channels,
+        padded_vocab: descriptor.padded_vocab(),
+        parameters: layout.elements(),
+        norm_tensors: if options.zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
+        // The embeddings are two ranges if the head has a learning rate of its own.
+        update_ranges: layout.decay_ranges().len() + usize::from(layout.head().is_some()),
+        training: options.training,
+    }
+}
+
 impl Decoder {
     /// Plans every buffer that a run needs and returns the handles. Nothing is allocated.
     pub fn plan(descriptor: Descriptor, options: PlanOptions, engine: &mut dyn Engine) -> (Self, Plan) {
@@ -284,19 +301,7 @@ impl Decoder {
             }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
-        let workload = Workload {
-            attention: descriptor.attention(b, t),
-            channels: descriptor.channels,
-            fc_channels: descriptor.fc_channels(),
-            mlp_channels: descriptor.mlp_channels,
-            padded_vocab: descriptor.padded_vocab(),
-            parameters: layout.elements(),
-            norm_tensors: if zero.shards_optimizer() { descriptor.layers + 1 } else { 1 },
-            // The embeddings are two ranges if the head has a learning rate of its own.
-            update_ranges: layout.decay_ranges().len() + usize::from(layout.head().is_some()),
-            training: training.is_some(),
-        };
-        engine.plan(&mut plan, &workload);
+        engine.plan(&mut plan, &workload(&descriptor, &options));
         let model = Self {
             descriptor,
             layout,

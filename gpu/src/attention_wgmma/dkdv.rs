@@ -1,4 +1,4 @@
-//! The gradients of K and V: 64 keys per consumer, queries streamed in panels of 64.
+//! The gradients of K and V for HS = 64: 64 keys per consumer, queries streamed in panels of 64.
 //!
 //! S, P and dP are transposed (rows are keys), so that the A operands of all multiplications are in registers:
 //! ```text
@@ -14,19 +14,23 @@ use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
 use super::warp_specialized::{self, WarpSpecialized};
-use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use super::{CONSUMERS, Head, Head64, ROWS, TILE};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, SharedArray, bf16, kernel, thread, warp};
 
+type H = Head64;
+type Rows = <H as Head>::RowFragments;
+type Gradient = <H as Head>::OutputAccumulators;
+
 /// Statistics of a stage: 64 of lse in base 2, then 64 of D.
-const STATISTICS: usize = 2 * ROWS as usize;
+pub const STATISTICS: usize = 2 * ROWS as usize;
 
 /// Returns the dynamic shared memory of a block, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn dkdv_shared_bytes<H: Head>() -> usize {
-    SharedStorage::<H>::bytes(STATISTICS)
+pub fn dkdv_shared_bytes() -> usize {
+    SharedStorage::bytes(STATISTICS)
 }
 
 /// dK and dV in dqkv (B, T, NH + 2 KV, HS).
@@ -35,8 +39,8 @@ pub fn dkdv_shared_bytes<H: Head>() -> usize {
 /// d = rowsum(dout ∘ out) are (B, NH, T).
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
-pub fn attention_backward_dkdv_wgmma<H: Head>(
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
+pub fn attention_backward_dkdv_wgmma_hs_64(
     dqkv: GlobalMut<bf16>,
     qkv: Global<TensorMap>,
     dout: Global<TensorMap>,
@@ -60,9 +64,9 @@ fn query_panels(scheduler: TileScheduler, tile: WorkTile) -> u32 {
 }
 
 #[derive(Clone, Copy)]
-struct DkDv<H>(Backward<H>);
+struct DkDv(Backward);
 
-impl<H: Head> WarpSpecialized for DkDv<H> {
+impl WarpSpecialized for DkDv {
     #[inline(always)]
     fn init(self) {
         self.0.init(warp::LANES);
@@ -84,18 +88,18 @@ impl<H: Head> WarpSpecialized for DkDv<H> {
     #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        Consumer::<H, CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
+        Consumer::<CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
     }
 }
 
 /// The producer: the first warp of warpgroup 0.
-struct Producer<H> {
-    kernel: Backward<H>,
+struct Producer {
+    kernel: Backward,
     resident: PipelineState,
     stream: PipelineState,
 }
 
-impl<H: Head> Producer<H> {
+impl Producer {
     /// Loads K and V, then, for each query head of the group, Q, dout and statistics from the work tile's first key on.
     #[inline(always)]
     fn load(&mut self, tile: WorkTile) {
@@ -144,22 +148,15 @@ impl<H: Head> Producer<H> {
 }
 
 /// The consumer of keys 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
-struct Consumer<H, const INDEX: u32> {
-    shared: SharedStorage<H>,
+struct Consumer<const INDEX: u32> {
+    shared: SharedStorage,
     resident: PipelineState,
     stream: PipelineState,
 }
 
-impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
-    /// True if K and V are A fragments in registers. For HS = 128 the accumulators leave no registers for them, so
-    /// wgmma reads them from shared memory.
-    const IN_REGISTERS: bool = H::HS == 64;
-    /// 16-column steps of K that are A fragments in registers although the rest of K is not, which saves their
-    /// shared-memory traffic. ptxas serializes wgmma with 4 of them.
-    const K_STEPS: u32 = if Self::IN_REGISTERS { 0 } else { 3 };
-
+impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
-    fn run(&mut self, kernel: Backward<H>) {
+    fn run(&mut self, kernel: Backward) {
         let (mut round, scheduler) = (0, kernel.scheduler);
         while work_index(round) < scheduler.work_tiles() {
             let tile = scheduler.work_tile::<true>(work_index(round));
@@ -172,20 +169,13 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes dK (unscaled) and dV of this consumer's keys over `panels` panels of queries of each of `heads` heads.
     #[inline(always)]
-    fn gradients(&mut self, mut heads: u32, panels: u32) -> (H::OutputAccumulators, H::OutputAccumulators) {
+    fn gradients(&mut self, mut heads: u32, panels: u32) -> (Gradient, Gradient) {
         let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let resident = shared.resident.after(INDEX);
-        let (mut k, mut v) = (H::ZERO_ROWS, H::ZERO_ROWS);
-        if Self::IN_REGISTERS {
-            (k, v) = (resident.first.row_fragments(), resident.second.row_fragments());
-            shared.resident_barriers.release_after_reads(self.resident.stage(), INDEX);
-        }
-        for step in 0..Self::K_STEPS {
-            // No barrier follows: these reads end before the wgmma that use them, which all warps finish together.
-            k[step as usize] = resident.first.row_fragment(step);
-        }
-        let mut gradients = (H::OutputAccumulators::ZERO, H::OutputAccumulators::ZERO);
+        let (k, v) = (resident.first.row_fragments(), resident.second.row_fragments());
+        shared.resident_barriers.release_after_reads(self.resident.stage(), INDEX);
+        let mut gradients = (Gradient::ZERO, Gradient::ZERO);
         loop {
             self.add_head(&mut gradients, (&k, &v), panels);
             heads -= 1;
@@ -193,10 +183,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
                 break;
             }
         }
-        let stage = self.resident.advance();
-        if !Self::IN_REGISTERS {
-            shared.resident_barriers.release(stage);
-        }
+        self.resident.advance();
         gradients
     }
 
@@ -205,15 +192,8 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
     /// All wgmma have finished on return. A loop over the panels of all heads would save this wait, one per head, but
     /// its inner part was longer by 2 to 5 % of its instructions.
     #[inline(always)]
-    fn add_head(
-        &mut self,
-        (dk, dv): &mut (H::OutputAccumulators, H::OutputAccumulators),
-        (k, v): (&H::RowFragments, &H::RowFragments),
-        panels: u32,
-    ) {
+    fn add_head(&mut self, (dk, dv): &mut (Gradient, Gradient), (k, v): (&Rows, &Rows), panels: u32) {
         let shared = self.shared;
-        let resident = shared.resident.after(INDEX);
-        let (keys, values) = (resident.first, resident.second);
         for _ in 0..INDEX {
             // All queries of this panel come before this consumer's keys.
             shared.streamed_barriers.skip(&mut self.stream);
@@ -229,22 +209,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             let (q, dout) = (shared.streamed.after(stage).first, shared.streamed.after(stage).second);
             let statistics = shared.statistics.skip(stage as usize * STATISTICS);
             wgmma::fence();
-            if Self::IN_REGISTERS {
-                q.start_scores(&mut s, k, false);
-            } else {
-                q.start_scores_from_both(&mut s, k, Self::K_STEPS, keys);
-            }
+            q.start_scores(&mut s, k);
             wgmma::commit();
-            if !Self::IN_REGISTERS {
-                // The previous panel's gradients have finished: the registers of their A fragments are free for dP.
-                wgmma::wait::<1>();
-                wgmma::fence();
-            }
-            if Self::IN_REGISTERS {
-                dout.start_scores(&mut dp, v, false);
-            } else {
-                dout.start_scores_from_shared(&mut dp, values, false);
-            }
+            dout.start_scores(&mut dp, v);
             wgmma::commit();
             // The previous panel's gradients and S have finished. dP is still in flight.
             wgmma::wait::<1>();
@@ -280,7 +247,7 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
 /// Replaces Sᵀ by Pᵀ.
 #[inline(always)]
-fn scores_to_probabilities<H: Head>(s: &mut ScoreSquare, lse_log2: SharedArray<f32>) {
+pub fn scores_to_probabilities<H: Head>(s: &mut ScoreSquare, lse_log2: SharedArray<f32>) {
     for i in 0..16 {
         let i = i / 2 * 4 + i % 2;
         let lse = lse_log2.at(accumulator_column(i) as usize);
@@ -291,7 +258,7 @@ fn scores_to_probabilities<H: Head>(s: &mut ScoreSquare, lse_log2: SharedArray<f
 
 /// Replaces dPᵀ by dSᵀ.
 #[inline(always)]
-fn score_gradients(dp: &mut ScoreSquare, p: &ScoreSquare, d: SharedArray<f32>) {
+pub fn score_gradients(dp: &mut ScoreSquare, p: &ScoreSquare, d: SharedArray<f32>) {
     for i in 0..16 {
         let i = i / 2 * 4 + i % 2;
         let d = d.at(accumulator_column(i) as usize);

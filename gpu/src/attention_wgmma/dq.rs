@@ -1,10 +1,10 @@
-//! The gradient of Q: 64 queries per consumer, keys and values streamed in panels of 64.
+//! The gradient of Q for HS = 64: 64 queries per consumer, keys and values streamed in panels of 64.
 //! ```text
 //! S = Q Kᵀ      P = 2^(scale S - lse)      dP = dout Vᵀ      dS = P ∘ (dP - D)      dQ += dS K, scaled at the end
 //! ```
 //! This kernel recomputes S and dP, which [`super::dkdv`] also computes: two of the seven matmuls of the backward pass.
-//! In exchange, no block adds to another block's dQ. Such additions would take atomics, whose order varies from run to
-//! run, or would serialize the blocks.
+//! In exchange, no block adds to another block's dQ. Such additions take sums in f32 in global memory, and a fixed order in
+//! which blocks wait for each other, as in [`super::fused`].
 
 use super::backward::{Backward, STAGES, SharedStorage};
 use super::mask::mask_diagonal;
@@ -13,19 +13,22 @@ use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::{lse_log2, probability};
 use super::warp_specialized::{self, WarpSpecialized};
-use super::{CONSUMERS, Head, Head64, Head128, ROWS, TILE};
+use super::{CONSUMERS, Head, Head64, ROWS, TILE};
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{PipelineState, TensorMap, wgmma};
 use cuda_std::shared::Layout;
 use cuda_std::{Global, GlobalMut, bf16, kernel, thread};
+
+type H = Head64;
+type Gradient = <H as Head>::OutputAccumulators;
 
 /// Statistics of a stage: none, because lse and D belong to the queries, which are resident.
 const STATISTICS: usize = 0;
 
 /// Returns the dynamic shared memory of a block, in bytes.
 #[cfg(not(target_arch = "nvptx64"))]
-pub fn dq_shared_bytes<H: Head>() -> usize {
-    SharedStorage::<H>::bytes(STATISTICS)
+pub fn dq_shared_bytes() -> usize {
+    SharedStorage::bytes(STATISTICS)
 }
 
 /// dQ in dqkv (B, T, NH + 2 KV, HS).
@@ -34,8 +37,8 @@ pub fn dq_shared_bytes<H: Head>() -> usize {
 /// d = rowsum(dout ∘ out) are (B, NH, T).
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(hs_64 = <Head64>, hs_128 = <Head128>))]
-pub fn attention_backward_dq_wgmma<H: Head>(
+#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a")]
+pub fn attention_backward_dq_wgmma_hs_64(
     dqkv: GlobalMut<bf16>,
     qkv: Global<TensorMap>,
     dout: Global<TensorMap>,
@@ -53,9 +56,9 @@ pub fn attention_backward_dq_wgmma<H: Head>(
 }
 
 #[derive(Clone, Copy)]
-struct Dq<H>(Backward<H>);
+struct Dq(Backward);
 
-impl<H: Head> WarpSpecialized for Dq<H> {
+impl WarpSpecialized for Dq {
     #[inline(always)]
     fn init(self) {
         self.0.init(1);
@@ -77,18 +80,18 @@ impl<H: Head> WarpSpecialized for Dq<H> {
     #[inline(always)]
     fn consume<const CONSUMER: u32>(self) {
         let (resident, stream) = (PipelineState::consumer(1), PipelineState::consumer(STAGES));
-        Consumer::<H, CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
+        Consumer::<CONSUMER> { shared: self.0.shared, resident, stream }.run(self.0);
     }
 }
 
 /// The producer: one thread.
-struct Producer<H> {
-    kernel: Backward<H>,
+struct Producer {
+    kernel: Backward,
     resident: PipelineState,
     stream: PipelineState,
 }
 
-impl<H: Head> Producer<H> {
+impl Producer {
     /// Loads Q and dout, then K and V from key 0 to the last consumer's diagonal.
     #[inline(always)]
     fn load(&mut self, tile: WorkTile) {
@@ -116,15 +119,15 @@ struct Statistics {
 }
 
 /// The consumer of queries 64 `INDEX` .. 64 `INDEX` + 64 of each work tile.
-struct Consumer<H, const INDEX: u32> {
-    shared: SharedStorage<H>,
+struct Consumer<const INDEX: u32> {
+    shared: SharedStorage,
     resident: PipelineState,
     stream: PipelineState,
 }
 
-impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
+impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
-    fn run(&mut self, kernel: Backward<H>) {
+    fn run(&mut self, kernel: Backward) {
         let Backward { sizes, scheduler, lse, d, .. } = kernel;
         let mut round = 0;
         while work_index(round) < scheduler.work_tiles() {
@@ -143,14 +146,14 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
 
     /// Computes dQ (unscaled) of this consumer's queries. `rows` are the statistics of the thread's two queries.
     #[inline(always)]
-    fn gradient(&mut self, tile: u32, rows: [Statistics; 2]) -> H::OutputAccumulators {
+    fn gradient(&mut self, tile: u32, rows: [Statistics; 2]) -> Gradient {
         let shared = self.shared;
         shared.resident_barriers.full.at(0).wait(self.resident.parity());
         let q = shared.resident.after(INDEX).first.row_fragments();
         let dout = shared.resident.after(INDEX).second.row_fragments();
         shared.resident_barriers.release_after_reads(self.resident.advance(), INDEX);
 
-        let mut dq = H::OutputAccumulators::ZERO;
+        let mut dq = Gradient::ZERO;
         let (mut s, mut dp) = (ScoreSquare::ZERO, ScoreSquare::ZERO);
         let diagonal = CONSUMERS * tile + INDEX;
         let mut previous = self.stream.stage();
@@ -161,14 +164,9 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
             self.stream.advance();
             let (k, v) = (shared.streamed.after(stage).first, shared.streamed.after(stage).second);
             wgmma::fence();
-            k.start_scores(&mut s, &q, false);
+            k.start_scores(&mut s, &q);
             wgmma::commit();
-            if H::HS == 128 {
-                // The previous panel's gradient has finished: the registers of its A fragments are free for dP.
-                wgmma::wait::<1>();
-                wgmma::fence();
-            }
-            v.start_scores(&mut dp, &dout, false);
+            v.start_scores(&mut dp, &dout);
             wgmma::commit();
             // The previous panel's gradient and S have finished. dP is still in flight.
             wgmma::wait::<1>();

@@ -1,9 +1,10 @@
 //! Host side: the kernel launches for a shape.
 
-use super::dkdv::{attention_backward_dkdv_wgmma, dkdv_shared_bytes};
-use super::dq::{attention_backward_dq_wgmma, dq_shared_bytes};
+use super::dkdv::{attention_backward_dkdv_wgmma_hs_64, dkdv_shared_bytes};
+use super::dq::{attention_backward_dq_wgmma_hs_64, dq_shared_bytes};
 use super::forward::{attention_forward_wgmma, forward_shared_bytes};
-use super::{Head64, Head128};
+use super::fused::{PANEL_ELEMENTS, attention_backward_convert_dq, attention_backward_fused_wgmma, fused_shared_bytes};
+use super::{CONSUMERS, Head64, Head128, TILE};
 use crate::attention::launch::{Shape, backward_dot};
 use crate::launch::KernelLaunch;
 use cuda_std::hopper::TensorMap;
@@ -79,18 +80,70 @@ pub struct BackwardOperands {
     pub dout_map: Global<TensorMap>,
 }
 
-/// Returns the three launches of the backward pass, in order.
+/// Returns true if the backward pass of this head size is [`backward_fused`].
+pub fn is_fused(head_size: usize) -> bool {
+    head_size == 128
+}
+
+/// Returns the three launches of the backward pass for head size 64, in order.
 ///
 /// # Panics
-/// Panics if the head size is not [supported](supports).
+/// Panics if the head size is not 64.
 pub fn backward(operands: BackwardOperands, shape: Shape, sm_count: usize) -> [KernelLaunch; 3] {
+    assert_eq!(shape.hs, 64, "attention_wgmma: expected head size 64 without a fused backward pass");
     let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
     let dot = backward_dot(d, dout, out, shape);
     let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
-    with_head!(shape.hs, H => {
-        let dkdv = attention_backward_dkdv_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-        let dq = attention_backward_dq_wgmma::<H>(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
-        let dkdv = persistent(dkdv, dkdv_shared_bytes::<H>(), sm_count);
-        [dot, dkdv, persistent(dq, dq_shared_bytes::<H>(), sm_count)]
-    })
+    let dkdv = attention_backward_dkdv_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let dq = attention_backward_dq_wgmma_hs_64(dqkv, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let dkdv = persistent(dkdv, dkdv_shared_bytes(), sm_count);
+    [dot, dkdv, persistent(dq, dq_shared_bytes(), sm_count)]
+}
+
+/// Memory of the fused backward pass.
+#[derive(Clone, Copy)]
+pub struct FusedScratch {
+    /// Sums of dQ: [`fused_dq_elements`] f32, not initialized.
+    pub dq: GlobalMut<f32>,
+    /// Counters: [`fused_counters`] words, zero before and after each launch.
+    pub counters: GlobalMut<u32>,
+}
+
+/// Returns the number of panels of 64 queries of all sequences and query heads.
+fn fused_panels(shape: Shape) -> usize {
+    shape.b * shape.nh * CONSUMERS as usize * shape.t.div_ceil(TILE as usize)
+}
+
+/// Returns the elements of [`FusedScratch::dq`].
+pub fn fused_dq_elements(shape: Shape) -> usize {
+    fused_panels(shape) * PANEL_ELEMENTS
+}
+
+/// Returns the elements of [`FusedScratch::counters`].
+pub fn fused_counters(shape: Shape) -> usize {
+    fused_panels(shape) * CONSUMERS as usize + 1
+}
+
+/// Returns the three launches of the backward pass for head size 128, in order.
+///
+/// # Panics
+/// Panics if the head size is not 128.
+pub fn backward_fused(
+    operands: BackwardOperands,
+    scratch: FusedScratch,
+    shape: Shape,
+    sm_count: usize,
+) -> [KernelLaunch; 3] {
+    assert_eq!(shape.hs, 128, "attention_wgmma: expected head size 128 for the fused backward pass");
+    let BackwardOperands { dqkv, d, dout, out, lse, qkv_map, dout_map } = operands;
+    let FusedScratch { dq, counters } = scratch;
+    let dot = backward_dot(d, dout, out, shape);
+    let (d, (b, t, kv, group)) = (d.reader(), sizes(shape));
+    let fused = attention_backward_fused_wgmma(dqkv, dq, counters, qkv_map, dout_map, lse, d, b, t, kv, group);
+    let convert = KernelLaunch {
+        launch: attention_backward_convert_dq(dqkv, dq.reader(), t, kv, group),
+        grid: [t.div_ceil(TILE / CONSUMERS), kv * group, b],
+        shared_bytes: 0,
+    };
+    [dot, persistent(fused, fused_shared_bytes(), sm_count), convert]
 }

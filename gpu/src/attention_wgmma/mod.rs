@@ -21,9 +21,12 @@
 //! dq           (b, h, i)    Q, dout of h           K, V of h / group: from key 0 up to the diagonal
 //! dkdv         (b, kv, i)   K, V of kv             for h in kv group .. (kv + 1) group:
 //!                                                    Q, dout, lse, D of h: from the diagonal up to the last query
+//! fused        (b, kv, i)   K, V of kv             Q, dout, lse, D: from the last query down to the diagonal,
+//!                                                    for each 64 queries: h in kv group .. (kv + 1) group
 //! ```
-//! In dkdv, dK and dV stay in the accumulators for the whole group: their sums over its heads have a fixed order and need
-//! neither atomics nor memory. In forward and dq, the heads of a group are neighbours in the order of the work tiles, so
+//! The backward pass is dkdv and dq for HS = 64, and fused, which computes all gradients, for HS = 128. In dkdv and fused, dK
+//! and dV stay in the accumulators for the whole group: their sums over its heads have a fixed order and need neither
+//! atomics nor memory. In forward and dq, the heads of a group are neighbours in the order of the work tiles, so
 //! K and V come from L2. The producer computes h / group once per work tile.
 //!
 //! Modules:
@@ -34,7 +37,7 @@
 //! * `sizes`: sizes of the operation, and addresses of heads in global memory
 //! * `mask`, `softmax`, `epilogue`: operations on accumulators
 //! * `warp_specialized`: setup and roles of all kernels
-//! * `forward`; `backward` with `dkdv` and `dq`: the kernels
+//! * `forward`; `backward` with `dkdv` and `dq` (HS = 64); `fused` (HS = 128): the kernels
 //! * `launch` (host): the kernel launches for a shape
 
 mod backward;
@@ -42,6 +45,7 @@ mod dkdv;
 mod dq;
 mod epilogue;
 mod forward;
+mod fused;
 mod head;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
@@ -53,9 +57,10 @@ mod sizes;
 mod softmax;
 mod warp_specialized;
 
-pub use dkdv::attention_backward_dkdv_wgmma;
-pub use dq::attention_backward_dq_wgmma;
+pub use dkdv::attention_backward_dkdv_wgmma_hs_64;
+pub use dq::attention_backward_dq_wgmma_hs_64;
 pub use forward::attention_forward_wgmma;
+pub use fused::{attention_backward_convert_dq, attention_backward_fused_wgmma};
 pub use head::{Head, Head64, Head128};
 
 /// Rows of a consumer, and of a streamed panel.

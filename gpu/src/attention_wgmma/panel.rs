@@ -49,6 +49,12 @@ impl<H: Head> Panel<H> {
         Self { first: self.first.offset_tiles(count * Self::TILES), ..self }
     }
 
+    /// Returns the panel unchanged, but hides its address from the compiler. See [`SwizzledTile::opaque`].
+    #[inline(always)]
+    pub fn opaque(self) -> Self {
+        Self { first: self.first.opaque(), ..self }
+    }
+
     /// Returns the tile of columns 64 `i` .. 64 `i` + 64.
     #[inline(always)]
     pub fn tile(self, i: u32) -> SwizzledTile<64> {
@@ -80,42 +86,24 @@ impl<H: Head> Panel<H> {
     pub fn row_fragments(self) -> H::RowFragments {
         let mut rows = H::ZERO_ROWS;
         for step in 0..H::HS / 16 {
-            rows[step as usize] = self.row_fragment(step);
+            rows[step as usize] = self.tile(step / 4).load_a_fragment(warp_row(), step % 4);
         }
         rows
     }
 
-    /// Loads columns 16 `step` .. of this warp's 16 rows as an A fragment.
+    /// Starts d = a · rowsᵀ, summed over the HS columns.
     #[inline(always)]
-    pub fn row_fragment(self, step: u32) -> [u32; 4] {
-        self.tile(step / 4).load_a_fragment(warp_row(), step % 4)
-    }
-
-    /// Starts d = a · rowsᵀ, or d += a · rowsᵀ, summed over the HS columns.
-    #[inline(always)]
-    pub fn start_scores(self, d: &mut ScoreSquare, a: &H::RowFragments, accumulate: bool) {
+    pub fn start_scores(self, d: &mut ScoreSquare, a: &H::RowFragments) {
         for step in 0..H::HS / 16 {
-            d.mma_with_a_registers(a[step as usize], self.k_major_operand(step), accumulate || step > 0);
+            d.mma_with_a_registers(a[step as usize], self.k_major_operand(step), step > 0);
         }
     }
 
     /// Same as [`start_scores`](Self::start_scores), with a in shared memory.
     #[inline(always)]
-    pub fn start_scores_from_shared(self, d: &mut ScoreSquare, a: Self, accumulate: bool) {
+    pub fn start_scores_from_shared(self, d: &mut ScoreSquare, a: Self) {
         for step in 0..H::HS / 16 {
-            d.mma(a.k_major_operand(step), self.k_major_operand(step), accumulate || step > 0);
-        }
-    }
-
-    /// Starts d = a · rowsᵀ, with the first `steps` steps of a in `fragments` and the others in shared memory.
-    #[inline(always)]
-    pub fn start_scores_from_both(self, d: &mut ScoreSquare, fragments: &H::RowFragments, steps: u32, a: Self) {
-        for step in 0..H::HS / 16 {
-            if step < steps {
-                d.mma_with_a_registers(fragments[step as usize], self.k_major_operand(step), step > 0);
-            } else {
-                d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
-            }
+            d.mma(a.k_major_operand(step), self.k_major_operand(step), step > 0);
         }
     }
 

@@ -58,6 +58,24 @@ impl TileScheduler {
         let (head, tile) = (first + within % chunk, within / chunk);
         WorkTile { b: head / self.heads, h: head % self.heads, tile: if LOW_FIRST { tile } else { tiles - 1 - tile } }
     }
+
+    /// Returns the work tile of a ticket, in chunks of `HEADS` heads. The tiles of each head are in ascending order, for any
+    /// number of blocks.
+    #[inline(always)]
+    pub fn work_tile_of_ticket<const HEADS: u32>(self, ticket: u32) -> WorkTile {
+        let tiles = self.tiles();
+        let first = ticket / (HEADS * tiles) * HEADS;
+        let chunk = HEADS.min(self.b * self.heads - first);
+        let within = ticket - first * tiles;
+        let head = first + within % chunk;
+        WorkTile { b: head / self.heads, h: head % self.heads, tile: within / chunk }
+    }
+
+    /// Returns B, the number of sequences.
+    #[inline(always)]
+    pub fn sequences(self) -> u32 {
+        self.b
+    }
 }
 
 /// Returns the index of this block's work tile in a round, which may not exist. The order of the blocks alternates

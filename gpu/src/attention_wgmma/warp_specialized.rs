@@ -10,6 +10,18 @@ const CONSUMER_REGISTERS: u32 = 232;
 
 /// A kernel with a producer warpgroup and two consumer warpgroups.
 pub trait WarpSpecialized: Copy {
+    /// Decreases the register limit of the producer warpgroup.
+    #[inline(always)]
+    fn set_producer_registers() {
+        hopper::decrease_registers::<PRODUCER_REGISTERS>();
+    }
+
+    /// Increases the register limit of a consumer warpgroup.
+    #[inline(always)]
+    fn set_consumer_registers() {
+        hopper::increase_registers::<CONSUMER_REGISTERS>();
+    }
+
     /// Prefetches the tensor maps and initializes the barriers. One thread runs this.
     fn init(self);
     /// Issues all loads of this block. All threads of the producer warpgroup run this.
@@ -20,7 +32,7 @@ pub trait WarpSpecialized: Copy {
 
 /// Runs a kernel: initializes its barriers, reallocates registers, and starts the role of each warpgroup.
 #[inline(always)]
-pub fn run(kernel: impl WarpSpecialized) {
+pub fn run<K: WarpSpecialized>(kernel: K) {
     if thread::thread_idx_x() == 0 {
         kernel.init();
         MBarrier::fence_init();
@@ -30,10 +42,10 @@ pub fn run(kernel: impl WarpSpecialized) {
 
     let role = warp::shuffle(thread::thread_idx_x() / WARPGROUP, 0);
     if role == 0 {
-        hopper::decrease_registers::<PRODUCER_REGISTERS>();
+        K::set_producer_registers();
         kernel.produce();
     } else {
-        hopper::increase_registers::<CONSUMER_REGISTERS>();
+        K::set_consumer_registers();
         // The number of panels depends on the consumer. With a constant index, ptxas knows that loop bounds are uniform
         // within a warp, and computes addresses once per warp.
         if role == 1 {

@@ -296,7 +296,7 @@ pub fn async_copy_wait<const PENDING: u32>() {
                 copy.to.cast::<[u32; 4]>().write_unaligned(bytes);
             }
             if let Some(checker) = &mut block.checker {
-                checker.async_copy_completed(block.current, copy.to.addr());
+                checker.async_copy_completed(block.current, copy.to.addr(), 16);
             }
         }
     });

@@ -7,7 +7,8 @@
 use super::LANES;
 use super::access::AsyncCopies;
 use super::checker::{Checker, VectorClock};
-use super::collective::{Barrier, Operation, Wait, Warp};
+use super::collective::{self, Barrier, Operation, Wait, Warp};
+use super::counter::{self, CounterWait, Running};
 use super::hopper;
 use super::memory::Memory;
 use super::report::{Fault, Line, Report, Site, ranges};
@@ -18,8 +19,8 @@ use std::cell::{Cell, RefCell};
 use std::fmt::Write;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Once};
 
 type Fiber = Coroutine<(), (), (), FiberStack>;
 
@@ -54,6 +55,10 @@ pub struct Block {
     suspicion: Option<Report>,
     pub checker: Option<Box<Checker>>,
     pub polling: Polling,
+    /// Threads that wait for counters in global memory.
+    pub counter_waits: Vec<CounterWait>,
+    /// The blocks of the launch, if they run in parallel.
+    pub running: Option<Arc<Running>>,
 }
 
 /// Detects a thread that polls: it reads the same address forever, because no other thread runs in the meantime.
@@ -169,6 +174,8 @@ impl Block {
             suspicion: None,
             checker: None,
             polling: Polling::default(),
+            counter_waits: Vec::new(),
+            running: None,
         }
     }
 
@@ -180,6 +187,7 @@ impl Block {
         self.copies.iter_mut().for_each(AsyncCopies::clear);
         self.hopper = hopper::State::default();
         self.waits.fill(None);
+        self.counter_waits.clear();
         (self.report, self.suspicion) = (None, None);
         self.shared.fill(POISON);
     }
@@ -275,6 +283,7 @@ impl Block {
                 Operation::MBarrier { offset, .. } => self.hopper.missing(offset as usize),
                 Operation::SyncThreads => self.barriers[0].missing(),
                 Operation::SyncNamed { id, .. } => self.barriers[id as usize].missing(),
+                Operation::Counter { address, .. } => self.missing_count(address),
                 _ => String::new(),
             };
             let (threads, at) = (ranges(threads), Line(wait.at));
@@ -340,12 +349,14 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
     let workers = rayon::current_num_threads().min(MAX_FIBERS / grid.threads as usize);
     let workers = workers.min(usize::try_from(blocks).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
+    let running = Arc::new(Running::default());
     let work = |_| {
         let mut stacks = match grid.stacks() {
             Ok(stacks) => stacks,
             Err(report) => return Some((0, report)),
         };
         let mut block = Block::new(grid);
+        block.running = Some(running.clone());
         let mut found = None;
         while found.is_none() {
             let number = next.fetch_add(1, Ordering::Relaxed);
@@ -353,7 +364,9 @@ pub fn run(grid: &Grid<'_>) -> Result<(), Report> {
                 break;
             }
             block.start(grid.index(number));
+            running.started();
             found = run_block(&mut block, grid.body, &mut stacks).map(|report| (number, report));
+            running.finished();
         }
         if found.is_some() {
             next.store(blocks, Ordering::Relaxed);
@@ -400,15 +413,15 @@ fn catch_panics() {
 }
 
 /// Guard that points BLOCK at a block and restores the previous value on drop.
-struct Running(*mut Block, bool);
+struct RunningBlock(*mut Block, bool);
 
-impl Running {
+impl RunningBlock {
     fn new(block: *mut Block, checked: bool) -> Self {
         Self(BLOCK.replace(block), CHECKED.replace(checked))
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningBlock {
     fn drop(&mut self) {
         BLOCK.set(self.0);
         CHECKED.set(self.1);
@@ -423,6 +436,9 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
         with(|block| {
             let (warp, lane) = (thread / LANES, thread % LANES);
             block.warps[warp].finished |= 1 << lane;
+            if block.warps[warp].has_returned() {
+                collective::warp_returned(block);
+            }
             // A fiber that is unwound after a fault also reaches this point; the report of the fault takes precedence.
             if let (Err(payload), None) = (outcome, &block.report) {
                 let text = payload.downcast_ref::<String>().map(String::as_str);
@@ -443,9 +459,10 @@ fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<Fiber
     let mut fibers: Vec<Fiber> =
         stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
     catch_panics();
-    let running = Running::new(block, checked);
+    let running = RunningBlock::new(block, checked);
     let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
         with(|block| {
+            hopper::finish_read_stores(block);
             if block.has_waiting_threads() {
                 let message = "deadlock: no thread can make progress".to_owned();
                 return Some(block.no_progress(Fault::Deadlock, message));
@@ -490,7 +507,7 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
         }
         // TMA loads complete as late as possible, and only while a thread is waiting.
         if !progress && with(|block| block.has_waiting_threads()) {
-            progress = with(hopper::complete_one_load);
+            progress = with(hopper::complete_one_load) || counter::wake_one_waiting();
         }
     }
     None

@@ -11,7 +11,7 @@ use super::LANES;
 use super::memory::{Buffer, Memory};
 use super::report::{Fault, Line, Site};
 use super::shadow::{Access, CELL, Shadow};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Kind of a memory access.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -27,6 +27,10 @@ pub enum Kind {
     BulkWrite,
     /// A read of shared memory by TMA or wgmma.
     AsyncRead,
+    /// A write to global memory by a bulk store, which completes at any time before its wait.
+    BulkStore,
+    /// An addition to global memory by a bulk store.
+    BulkAdd,
 }
 
 impl Kind {
@@ -86,6 +90,23 @@ struct Order {
     warps: usize,
     /// Numbers of the blocks that have executed `fence::device`.
     fenced: HashSet<u32>,
+    /// What happens before the latest value of each counter, by address.
+    released: HashMap<usize, Known>,
+    /// Successful waits for counters in the running block.
+    acquired: Vec<Acquired>,
+    /// For each thread, the latest of these waits that no `fence_async_proxy_global` follows.
+    unfenced_waits: HashMap<usize, Site>,
+}
+
+/// Clocks of several blocks.
+type Known = BTreeMap<u32, VectorClock>;
+
+/// A successful wait for a counter.
+struct Acquired {
+    thread: usize,
+    /// Tick of the thread's warp at the time of the wait.
+    tick: u32,
+    known: Known,
 }
 
 impl Order {
@@ -96,12 +117,29 @@ impl Order {
             return true;
         }
         if before.block != self.block {
-            return self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
+            return self.happens_before_in_other_block(before, thread);
         }
         let warp = thread / LANES;
         before.thread() == thread
             || before.is(Access::WARP) && before.warp() == warp
             || self.known_tick(warp, before.warp()) > before.clock
+    }
+
+    /// Same as [`happens_before`](Self::happens_before), for an access of another block.
+    #[cold]
+    fn happens_before_in_other_block(&self, before: Access, thread: usize) -> bool {
+        let known = |known: &Known| known.get(&before.block).is_some_and(|clock| clock[before.warp()] > before.clock);
+        let fenced = self.fenced.contains(&before.block) && self.fenced.contains(&self.block);
+        fenced || self.acquired_by(thread).any(|acquired| known(&acquired.known))
+    }
+
+    /// Returns the waits for counters that happen before the current time of `thread`.
+    fn acquired_by(&self, thread: usize) -> impl Iterator<Item = &Acquired> {
+        let warp = thread / LANES;
+        let known = move |acquired: &&Acquired| {
+            acquired.thread == thread || self.known_tick(warp, acquired.thread / LANES) > acquired.tick
+        };
+        self.acquired.iter().rev().filter(known)
     }
 
     /// Returns the latest tick of warp `of` that `warp` knows. A warp's own ticks count only once its lanes have
@@ -198,6 +236,9 @@ impl Checker {
                 block: 0,
                 warps,
                 fenced: HashSet::new(),
+                released: HashMap::new(),
+                acquired: Vec::new(),
+                unfenced_waits: HashMap::new(),
             },
             sites: Sites { all: Vec::new(), recent: [None; 256] },
             idle_steps: 0,
@@ -217,6 +258,8 @@ impl Checker {
         self.order.synced = [0; LANES];
         self.order.proxy_fences.fill(0);
         self.order.barriers = [[0; LANES]; 16];
+        self.order.acquired.clear();
+        self.order.unfenced_waits.clear();
         self.shared.forget_accesses();
         self.shared.forget_contents();
     }
@@ -280,6 +323,29 @@ impl Checker {
     /// Records a `fence::device` in the running block.
     pub fn device_fenced(&mut self) {
         self.order.fenced.insert(self.order.block);
+    }
+
+    /// Records a release addition by `thread` to the counter at `address`.
+    pub fn counter_released(&mut self, thread: usize, address: usize) {
+        let own = self.release(thread / LANES);
+        let mut known = Known::from([(self.order.block, own)]);
+        for acquired in self.order.acquired_by(thread) {
+            join_known(&mut known, &acquired.known);
+        }
+        join_known(self.order.released.entry(address).or_default(), &known);
+    }
+
+    /// Records that `thread` has waited for a value of the counter at `address`.
+    pub fn counter_acquired(&mut self, thread: usize, address: usize, at: Site) {
+        let warp = thread / LANES;
+        let known = self.order.released.get(&address).cloned().unwrap_or_default();
+        self.order.acquired.push(Acquired { thread, tick: self.order.clocks[warp][warp], known });
+        self.order.unfenced_waits.insert(thread, at);
+    }
+
+    /// Records a `fence_async_proxy_global` by `thread`.
+    pub fn global_proxy_fenced(&mut self, thread: usize) {
+        self.order.unfenced_waits.remove(&thread);
     }
 
     fn locate(&self, address: usize) -> Option<Location> {
@@ -359,13 +425,25 @@ impl Checker {
         {
             return invalid(self, Fault::ReadOnly, "write to a read-only buffer", "");
         }
+        if matches!(request.kind, Kind::BulkStore | Kind::BulkAdd)
+            && let Some(wait) = self.order.unfenced_waits.get(&thread).copied()
+        {
+            let (access, name) = (describe(request), self.name(location));
+            let message = format!(
+                "data race: {access} at {name} ({}) and the thread's acquire_wait ({}) with no fence_async_proxy_global \
+                 in between",
+                Line(at),
+                Line(wait)
+            );
+            return Err(Finding { fault: Fault::DataRace, other: Some(wait), message });
+        }
         if offset.is_multiple_of(CELL) && bytes.is_multiple_of(CELL) {
             self.check_races(thread, request, location)?;
         }
         match kind {
             Kind::Write => self.shadow(location).set_written(offset, bytes),
-            Kind::AsyncWrite | Kind::BulkWrite => (),
-            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic => {
+            Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore => (),
+            Kind::Read | Kind::WarpRead | Kind::AsyncRead | Kind::Atomic | Kind::BulkAdd => {
                 if self.shadow(location).first_unwritten(offset, bytes).is_some() {
                     return invalid(self, Fault::Uninitialized, "uninitialized read", "");
                 }
@@ -381,7 +459,7 @@ impl Checker {
             Kind::Read | Kind::Write => 0,
             Kind::WarpRead | Kind::AsyncRead => Access::WARP,
             Kind::Atomic => Access::ATOMIC,
-            Kind::AsyncWrite | Kind::BulkWrite => Access::PENDING,
+            Kind::AsyncWrite | Kind::BulkWrite | Kind::BulkStore | Kind::BulkAdd => Access::PENDING,
         };
         let order = &self.order;
         let access = order.access(thread, flags, self.sites.number(request.at));
@@ -435,7 +513,7 @@ impl Checker {
         let race = |earlier: &str, missing: &str| {
             format!("data race: {access} and {earlier} by {thread} ({}) with no {missing} in between", Line(other))
         };
-        let missing = if same_block { "barrier" } else { "fence::device" };
+        let missing = if same_block { "barrier" } else { "fence::device or counter" };
         let (fault, message) = match conflict.kind {
             ConflictKind::AsyncCopy => {
                 let line = Line(other);
@@ -451,19 +529,19 @@ impl Checker {
         Finding { fault, other: Some(other), message }
     }
 
-    /// Records that the 16-byte `cp.async` of `thread` to `address` has completed.
-    pub fn async_copy_completed(&mut self, thread: usize, address: usize) {
+    /// Records that the `cp.async` or bulk store of `thread` of `bytes` bytes to `address` has completed.
+    pub fn async_copy_completed(&mut self, thread: usize, address: usize, bytes: usize) {
         let Some(location) = self.locate(address) else { return };
         let offset = location.offset();
         let access = self.order.access(thread, 0, 0);
         let shadow = self.shadow(location);
-        for i in offset / CELL..(offset + 16) / CELL {
+        for i in offset / CELL..(offset + bytes) / CELL {
             let cell = shadow.cell(i);
             let site = cell.write.site;
             cell.write = access;
             cell.write.site = site;
         }
-        shadow.set_written(offset, 16);
+        shadow.set_written(offset, bytes);
     }
 
     /// Records that a TMA load to these bytes of shared memory has completed. The write keeps the time of its issue.
@@ -498,6 +576,13 @@ pub fn join(clock: &mut VectorClock, other: &VectorClock) {
     }
 }
 
+/// Joins the clocks of `other` into those of `known`.
+fn join_known(known: &mut Known, other: &Known) {
+    for (block, clock) in other {
+        join(known.entry(*block).or_insert([0; LANES]), clock);
+    }
+}
+
 fn describe(request: Request) -> String {
     let what = match request.kind {
         Kind::Read => "read",
@@ -507,6 +592,8 @@ fn describe(request: Request) -> String {
         Kind::Atomic => "atomic update",
         Kind::AsyncWrite => "asynchronous copy",
         Kind::BulkWrite => "TMA load",
+        Kind::BulkStore => "bulk store",
+        Kind::BulkAdd => "bulk addition",
     };
     format!("{what} of {} bytes", request.bytes)
 }

@@ -22,8 +22,8 @@ pub use super::mbarrier::{
     fence_mbarrier_init, mbarrier_arrive, mbarrier_arrive_expect, mbarrier_init, mbarrier_try_wait,
 };
 pub use super::tma::{
-    complete_one_load, tensor_map, tma_commit, tma_load_2d, tma_load_3d, tma_prefetch, tma_store_2d, tma_store_3d,
-    tma_wait, tma_wait_read,
+    bulk_add_f32, bulk_store, complete_one_load, finish_read_stores, tensor_map, tma_commit, tma_load_2d, tma_load_3d,
+    tma_prefetch, tma_store_2d, tma_store_3d, tma_wait, tma_wait_read,
 };
 pub use super::wgmma::{
     check_accumulator_read, fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192,
@@ -106,6 +106,19 @@ pub(super) fn swizzle(address: usize) -> usize {
 /// Returns the pointer unchanged: the emulator has no shared window.
 pub fn window<T>(pointer: *mut T) -> *mut T {
     pointer
+}
+
+/// Returns the pointer unchanged.
+pub fn opaque<T>(window: *mut T) -> *mut T {
+    window
+}
+
+pub fn fence_async_proxy_global() {
+    with(|block| {
+        if let Some(checker) = &mut block.checker {
+            checker.global_proxy_fenced(block.current);
+        }
+    });
 }
 
 pub fn fence_async_proxy() {

@@ -2,6 +2,7 @@
 //!
 //! * `block` schedules the fibers and holds the state of a block.
 //! * `collective` implements warp-wide operations and barriers.
+//! * `counter` implements counters in global memory that order the accesses of different blocks.
 //! * `tensor` computes `ldmatrix` and `mma`; `hopper`, `mbarrier`, `tma` and `wgmma` implement the `sm_90a` instructions.
 //! * `access` performs memory accesses. `checker` validates them with the access history in `shadow` and the buffers in
 //!   `memory`.
@@ -12,6 +13,7 @@ mod arithmetic;
 mod block;
 mod checker;
 mod collective;
+mod counter;
 pub mod hopper;
 mod mbarrier;
 mod memory;
@@ -38,6 +40,7 @@ pub use block::{
 pub use collective::{
     arrive_named, ballot, shuffle_down, shuffle_idx, shuffle_xor, sync_named, sync_threads, sync_warp,
 };
+pub use counter::{acquire_wait_u32, release_add_u32};
 pub use memory::{HostAccess, Memory};
 pub use report::{Fault, Report};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};

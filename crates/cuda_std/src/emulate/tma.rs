@@ -9,7 +9,8 @@ use super::mbarrier::{complete_bytes, locate_fenced};
 use super::report::{Fault, Line, Site};
 use std::ops::Range;
 use std::panic::Location;
-use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{mem, ptr};
 
 /// Bytes of the longest row of a box.
 const MAX_ROW_BYTES: usize = 128;
@@ -178,22 +179,36 @@ impl Load {
     }
 }
 
+/// Destination of a store.
+#[derive(Clone, Copy)]
+enum Target {
+    /// The box at column `x` and row `y` of a tensor.
+    Box { map: Map, x: i32, y: i32 },
+    /// Contiguous memory, replaced or added to.
+    Bulk { to: *mut u8, add: bool },
+}
+
 /// A pending store.
 pub struct Store {
-    map: Map,
-    x: i32,
-    y: i32,
+    target: Target,
     from: usize,
     /// Contents of the tile when the store was issued. They must not change before the store executes.
     tile: Vec<u8>,
     /// Number of its group, once that is committed.
     group: Option<usize>,
+    /// Whether the thread has waited until the tile was read.
+    read: bool,
     at: Site,
 }
 
 impl Store {
     pub fn at(&self) -> Site {
         self.at
+    }
+
+    /// Returns whether the store may complete after the end of its thread.
+    pub fn is_read(&self) -> bool {
+        self.read
     }
 }
 
@@ -292,11 +307,42 @@ unsafe fn store(map: *const u8, coordinates: &[u32], from: *const u8, at: Site) 
     let (map, [x, y]) = unsafe { Map::read(map, at) }.matrix(coordinates, at);
     check(Kind::AsyncRead, from.addr(), map.bytes(), 16, at);
     let from = shared_offset(from, map.bytes(), map.alignment(), at, "TMA store");
+    push_store(Target::Box { map, x, y }, from, map.bytes(), at);
+}
+
+fn push_store(target: Target, from: usize, bytes: usize, at: Site) {
     with(|block| {
-        let tile = block.shared()[from..from + map.bytes()].to_vec();
-        let store = Store { map, x, y, from, tile, group: None, at };
+        let tile = block.shared()[from..from + bytes].to_vec();
+        let store = Store { target, from, tile, group: None, read: false, at };
         block.hopper.stores.entry(block.current).or_default().push(store);
     });
+}
+
+/// # Safety
+/// `to` must be valid for writes of `bytes` bytes until the store is waited for or, after a wait for its read, until the
+/// block ends.
+#[track_caller]
+pub unsafe fn bulk_store(to: *mut u8, from: *const u8, bytes: u32) {
+    bulk(to, from, bytes as usize, false, Location::caller());
+}
+
+/// # Safety
+/// Same as [`bulk_store`], for f32. Concurrent accesses must be additions.
+#[track_caller]
+pub unsafe fn bulk_add_f32(to: *mut u8, from: *const u8, bytes: u32) {
+    bulk(to, from, bytes as usize, true, Location::caller());
+}
+
+fn bulk(to: *mut u8, from: *const u8, bytes: usize, add: bool, at: Site) {
+    if bytes == 0 || !bytes.is_multiple_of(16) {
+        let message =
+            format!("invalid operand: bulk store: expected a multiple of 16 bytes, found {bytes} ({})", Line(at));
+        fail(Fault::Operand, at, None, message);
+    }
+    check(Kind::AsyncRead, from.addr(), bytes, 16, at);
+    let from = shared_offset(from, bytes, 16, at, "bulk store");
+    check(if add { Kind::BulkAdd } else { Kind::BulkStore }, to.addr(), bytes, 16, at);
+    push_store(Target::Bulk { to, add }, from, bytes, at);
 }
 
 pub fn tma_commit() {
@@ -310,19 +356,32 @@ pub fn tma_commit() {
     });
 }
 
-/// Executes this thread's committed stores except those of the newest `PENDING` groups.
+/// Waits until this thread's committed stores, except those of the newest `PENDING` groups, have read their tiles.
+/// Executes stores of boxes. Bulk stores execute as late as possible: at the wait for their completion, or when the block
+/// ends.
 #[track_caller]
 pub fn tma_wait_read<const PENDING: u32>() {
+    wait_for_stores(PENDING as usize, false, Location::caller());
+}
+
+/// Executes all committed stores of this thread.
+#[track_caller]
+pub fn tma_wait() {
+    wait_for_stores(0, true, Location::caller());
+}
+
+fn wait_for_stores(pending: usize, complete: bool, wait: Site) {
     let stores = with(|block| {
         let groups = block.hopper.store_groups.get(&block.current).copied().unwrap_or_default();
-        let done = groups.saturating_sub(PENDING as usize);
+        let done = groups.saturating_sub(pending);
         let mine = block.hopper.stores.entry(block.current).or_default();
         let count = mine.partition_point(|store| store.group.is_some_and(|group| group < done));
         mine.drain(..count).collect::<Vec<_>>()
     });
-    for Store { map, x, y, from, tile, at, .. } in stores {
-        if !with(|block| block.shared()[from..from + tile.len()] == tile) {
-            let wait = Location::caller();
+    let mut kept = Vec::new();
+    for mut store in stores {
+        let Store { target, from, ref tile, at, .. } = store;
+        if !store.read && !with(|block| block.shared()[from..from + tile.len()] == *tile) {
             let message = format!(
                 "asynchronous copy in flight: the tile at shared memory + {from} was overwritten between its TMA store \
                  ({}) and the wait for the store ({})",
@@ -331,22 +390,64 @@ pub fn tma_wait_read<const PENDING: u32>() {
             );
             fail(Fault::AsyncCopy, at, Some(wait), message);
         }
-        for (row, columns, to) in map.inside(x, y) {
-            let size = map.element_bytes();
-            check(Kind::Write, to, columns.len() * size, size, at);
-            let to = ptr::with_exposed_provenance_mut::<u8>(to);
-            for (i, byte) in (columns.start * size..columns.end * size).enumerate() {
-                // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays
-                // within it.
-                unsafe { to.add(i).write(tile[map.swizzled(row, byte)]) };
+        if !store.read {
+            // The store may have read the tile at any time until now.
+            let tile_address = with(|block| block.shared()[from..].as_ptr().addr());
+            check(Kind::AsyncRead, tile_address, tile.len(), 1, at);
+        }
+        match target {
+            Target::Box { map, x, y } => store_box(map, x, y, tile, at),
+            Target::Bulk { .. } if complete => with(|block| block.complete_bulk_store(block.current, &store)),
+            Target::Bulk { .. } => {
+                store.read = true;
+                kept.push(store);
             }
+        }
+    }
+    with(|block| {
+        let mine = block.hopper.stores.entry(block.current).or_default();
+        mine.splice(..0, kept);
+    });
+}
+
+fn store_box(map: Map, x: i32, y: i32, tile: &[u8], at: Site) {
+    let size = map.element_bytes();
+    for (row, columns, to) in map.inside(x, y) {
+        check(Kind::Write, to, columns.len() * size, size, at);
+        let to = ptr::with_exposed_provenance_mut::<u8>(to);
+        for (i, byte) in (columns.start * size..columns.end * size).enumerate() {
+            // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays within
+            // it.
+            unsafe { to.add(i).write(tile[map.swizzled(row, byte)]) };
         }
     }
 }
 
-/// Executes all committed stores of this thread. The emulator does not distinguish reading the tile from completing the
-/// store.
-#[track_caller]
-pub fn tma_wait() {
-    tma_wait_read::<0>();
+/// Executes the bulk stores of `block`, which has ended, that have been waited for until they were read.
+pub fn finish_read_stores(block: &mut Block) {
+    for (thread, stores) in mem::take(&mut block.hopper.stores) {
+        let (read, others): (Vec<_>, Vec<_>) = stores.into_iter().partition(Store::is_read);
+        for store in read {
+            block.complete_bulk_store(thread, &store);
+        }
+        block.hopper.stores.insert(thread, others);
+    }
+}
+
+impl Block {
+    /// Executes a bulk store of `thread`.
+    fn complete_bulk_store(&mut self, thread: usize, store: &Store) {
+        let Target::Bulk { to, add } = store.target else { return };
+        for (i, word) in store.tile.chunks_exact(4).enumerate() {
+            let value = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+            // SAFETY: the caller of the store guarantees that the memory is valid for writes, and accesses of other blocks
+            // are atomic additions.
+            let word = unsafe { AtomicU32::from_ptr(to.cast::<u32>().add(i)) };
+            let old = f32::from_bits(word.load(Ordering::Relaxed));
+            word.store(if add { (old + f32::from_bits(value)).to_bits() } else { value }, Ordering::Relaxed);
+        }
+        if let Some(checker) = &mut self.checker {
+            checker.async_copy_completed(thread, to.addr(), store.tile.len());
+        }
+    }
 }

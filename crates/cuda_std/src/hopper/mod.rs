@@ -24,6 +24,17 @@ pub fn fence_async_proxy() {
     backend::hopper::fence_async_proxy();
 }
 
+/// Orders this thread's ordinary accesses to global memory before later accesses by TMA, and the reverse
+/// (`fence.proxy.async.global`).
+///
+/// A thread that [waits for a counter](crate::GlobalMut::acquire_wait) must execute it before its own TMA accesses to the
+/// memory that the counter protects. The thread that released the counter needs none: the [wait for its
+/// stores](tma::wait_stores) contains one.
+#[inline(always)]
+pub fn fence_async_proxy_global() {
+    backend::hopper::fence_async_proxy_global();
+}
+
 /// Increases the register limit to `N` per thread (`setmaxnreg.inc.sync.aligned.u32 N`). Waits until other warpgroups
 /// have released enough registers.
 ///

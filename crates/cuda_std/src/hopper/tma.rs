@@ -6,7 +6,8 @@ use crate::backend;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::element::Element;
 use crate::element::bf16;
-use crate::global::Global;
+use crate::global::{Global, GlobalMut};
+use crate::shared::SharedArray;
 
 /// A TMA descriptor of a tensor in global memory (base, extents, strides, box, swizzle): 128 opaque bytes, aligned to
 /// 64 bytes. The host encodes it with `cuTensorMapEncodeTiled` and stores it in global memory.
@@ -163,6 +164,30 @@ impl<const R: usize> NarrowTile<R> {
 
     /// Size of the tile in bytes, which its load adds to the mbarrier.
     pub const BYTES: u32 = (R * 32 * size_of::<bf16>()) as u32;
+}
+
+/// Bulk copies of contiguous memory. `i`, `j` and `count` must be multiples of 4 elements (16 bytes).
+impl SharedArray<f32> {
+    /// Starts a copy of elements `i` .. `i` + `count` to element `j` of `to` and those after it
+    /// (`cp.async.bulk.global.shared::cta.bulk_group`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_bulk(self, i: usize, count: u32, to: GlobalMut<f32>, j: usize) {
+        // SAFETY: the launch provides the bytes that `Layout` reserved, and the launch contract covers `to`.
+        unsafe { backend::hopper::bulk_store(to.skip(j).0.cast(), self.element(i).cast(), 4 * count) }
+    }
+
+    /// Starts the addition of elements `i` .. `i` + `count` to element `j` of `to` and those after it
+    /// (`cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32`).
+    ///
+    /// Each addition is atomic. The result is deterministic only if the additions to an element have a fixed order: each
+    /// must [complete](wait_stores) before the next one starts.
+    #[inline(always)]
+    #[track_caller]
+    pub fn add_bulk(self, i: usize, count: u32, to: GlobalMut<f32>, j: usize) {
+        // SAFETY: see `store_bulk`.
+        unsafe { backend::hopper::bulk_add_f32(to.skip(j).0.cast(), self.element(i).cast(), 4 * count) }
+    }
 }
 
 /// Commits this thread's stores since the last commit as a group (`cp.async.bulk.commit_group`).

@@ -49,6 +49,15 @@ impl<const R: usize> SwizzledTile<R> {
         Self(self.0.wrapping_add(count as usize * R * 64))
     }
 
+    /// Returns the tile unchanged, but hides its address from the compiler.
+    ///
+    /// Descriptors are then computed where they are needed instead of occupying registers across a loop.
+    #[must_use]
+    #[inline(always)]
+    pub fn opaque(self) -> Self {
+        Self(backend::hopper::opaque(self.0))
+    }
+
     /// Returns the memory from `row`, a multiple of 8, on as a tile of `S` rows of 64 bytes.
     #[inline(always)]
     pub fn narrow<const S: usize>(self, row: u32) -> NarrowTile<S> {
@@ -116,6 +125,26 @@ impl<const R: usize> SwizzledTile<R> {
         let at = self.0.wrapping_add((row * 64 + (chunk ^ (row % 8)) * 8) as usize);
         // SAFETY: `Layout` reserved R rows for the tile, and the kernel's rows stay within it.
         unsafe { backend::hopper::stmatrix_x4_trans(at.cast(), words) }
+    }
+}
+
+impl SwizzledTile<64> {
+    /// Stores 64 x 64 elements, each warp of a warpgroup 16 rows, with four `stmatrix` instructions.
+    ///
+    /// `fragments` are the accumulators of 64 rows x 64 columns, rounded to bf16: word j of fragment i holds a packed pair
+    /// of the accumulators 8 i + 2 j and 8 i + 2 j + 1.
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_fragments(self, fragments: &[[u32; 4]; 4]) {
+        let (lane, warp) = (crate::warp::lane(), crate::thread::thread_idx_x() / 32 % 4);
+        let row = warp * 16 + lane % 16;
+        let first = self.0.wrapping_add((row * 64 + ((lane / 16) ^ (row % 8)) * 8) as usize);
+        for i in 0..4 {
+            // Chunk 2 i of a row. The tile is aligned, so the address has the bits of the chunk.
+            let at = first.map_addr(|address| address ^ (32 * i));
+            // SAFETY: `Layout` reserved 64 rows for the tile.
+            unsafe { backend::hopper::stmatrix_x4(at.cast(), fragments[i]) }
+        }
     }
 }
 

@@ -383,6 +383,30 @@ pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
 }
 
 #[inline(always)]
+pub unsafe fn release_add_u32(pointer: *mut u32, value: u32) {
+    // SAFETY: the caller guarantees a valid word of global memory.
+    unsafe {
+        asm!("red.release.gpu.global.add.u32 [{}], {};", in(reg64) pointer, in(reg32) value,
+            options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn acquire_wait_u32(pointer: *const u32, value: u32) {
+    loop {
+        let found: u32;
+        // SAFETY: the caller guarantees a valid word of global memory.
+        unsafe {
+            asm!("ld.acquire.gpu.global.u32 {}, [{}];", out(reg32) found, in(reg64) pointer,
+                options(nostack, preserves_flags));
+        }
+        if found == value {
+            return;
+        }
+    }
+}
+
+#[inline(always)]
 pub fn fence_device() {
     // SAFETY: the instruction only orders memory accesses.
     unsafe { asm!("fence.acq_rel.gpu;", options(nostack, preserves_flags)) }

@@ -1,12 +1,24 @@
 //! Activation kernels. They run if no GEMM epilogue applies the activation.
 
 use super::{Cuda, Float};
-use crate::Result;
 use crate::ops::Activation;
 use crate::tensor::Tensor;
+use crate::{Result, Workload};
 use anyhow::ensure;
 use gpu::launch::KernelLaunch;
 use gpu::{gelu, relu_squared, swiglu};
+
+/// Checks that the kernels support the channels of the MLP.
+pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
+    let columns = workload.mlp_channels;
+    ensure!(
+        columns.is_multiple_of(T::PACKET),
+        "MLP in {}: expected a multiple of {} channels, found {columns}; change --ffn or --channels, or use --device cpu",
+        T::DTYPE.name(),
+        T::PACKET
+    );
+    Ok(())
+}
 
 /// Sizes of an activation's output.
 #[derive(Clone, Copy)]

@@ -1,20 +1,42 @@
 //! Causal attention.
 
+use super::executor::Executor;
 use super::tensor_maps::Extents;
 use super::{Cuda, Float};
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::tensor::{DType, Tensor};
 use crate::{Result, Workload};
-use anyhow::Context;
-use cuda_std::Global;
-use cuda_std::bf16;
+use anyhow::{Context, ensure};
 use cuda_std::hopper::TensorMap;
+use cuda_std::{Global, GlobalMut, bf16};
 use gpu::attention::launch::{self, HEAD_SIZES, Shape};
-use gpu::attention_wgmma::{self, launch::BackwardOperands};
+use gpu::attention_wgmma;
+use gpu::attention_wgmma::launch::{BackwardOperands, FusedScratch};
 
-/// Returns the f32 elements of scratch memory: one per row of each head.
-pub(super) fn scratch(workload: &Workload) -> usize {
-    workload.rows() * workload.attention.heads
+/// Returns whether the backward pass of a shape is the fused one, which takes sums of dQ and counters.
+fn is_fused<T: Float>(executor: &dyn Executor, shape: AttentionShape) -> bool {
+    executor.emulation().hopper && T::DTYPE == DType::Bf16 && attention_wgmma::launch::is_fused(shape.head_size)
+}
+
+/// Returns the elements of D = rowsum(dout ∘ out), padded so that what follows is aligned.
+fn d_elements(shape: AttentionShape) -> usize {
+    (shape.b * shape.t * shape.heads).next_multiple_of(64)
+}
+
+/// Returns the f32 elements of scratch memory: D, one per row of each head, and the sums of dQ.
+pub(super) fn scratch<T: Float>(workload: &Workload, executor: &dyn Executor) -> usize {
+    scratch_elements::<T>(workload.attention, executor)
+}
+
+fn scratch_elements<T: Float>(shape: AttentionShape, executor: &dyn Executor) -> usize {
+    let fused = is_fused::<T>(executor, shape);
+    d_elements(shape) + if fused { attention_wgmma::launch::fused_dq_elements(shape_of(shape)) } else { 0 }
+}
+
+/// Returns the number of counters, which are zero between operations.
+pub(super) fn counters<T: Float>(workload: &Workload, executor: &dyn Executor) -> usize {
+    let fused = workload.training && is_fused::<T>(executor, workload.attention);
+    if fused { attention_wgmma::launch::fused_counters(shape_of(workload.attention)) } else { 0 }
 }
 
 fn shape_of(shape: AttentionShape) -> Shape {
@@ -26,10 +48,17 @@ fn packed(shape: AttentionShape) -> usize {
     shape.b * shape.t * shape.packed_heads() * shape.head_size
 }
 
+/// Checks that kernels exist for the head size.
+pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
+    let shape = workload.attention;
+    ensure!(HEAD_SIZES.contains(&shape.head_size), no_instance(shape, T::DTYPE));
+    Ok(())
+}
+
 fn no_instance(shape: AttentionShape, dtype: DType) -> String {
     let sizes = HEAD_SIZES.map(|size| size.to_string()).join(", ");
     format!(
-        "attention in {}: expected a head size of {sizes}, found {}; change --heads or --channels",
+        "attention in {}: expected a head size of {sizes}, found {}; change --head-size, --heads or --channels, or use --device cpu",
         dtype.name(),
         shape.head_size
     )
@@ -78,7 +107,8 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
     shape.check()?;
     let rows = shape.b * shape.t * shape.heads;
     let n = rows * shape.head_size;
-    let scratch = cuda.output("scratch", cuda.scratch(rows)?, rows)?;
+    let needed = scratch_elements::<T>(shape, &*cuda.executor);
+    let scratch = cuda.output("scratch", cuda.scratch(needed)?, needed)?;
     let lse = cuda.input("lse", lse, rows)?;
     let maps =
         (map_of(cuda, "qkv", qkv, shape.packed_heads(), shape)?, map_of(cuda, "dout", dout, shape.heads, shape)?);
@@ -86,7 +116,16 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: AttentionBackward) -> R
         let dqkv = cuda.output("dqkv", dqkv, packed(shape))?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);
         let operands = BackwardOperands { dqkv, d: scratch, dout, out, lse, qkv_map, dout_map };
-        attention_wgmma::launch::backward(operands, shape_of(shape), cuda.executor.sm_count())
+        let (d, shape, sm_count) = (d_elements(shape), shape_of(shape), cuda.executor.sm_count());
+        if attention_wgmma::launch::is_fused(shape.hs) {
+            let len = attention_wgmma::launch::fused_counters(shape);
+            let counters = cuda.attention_counters.context("attention counters: expected a plan for this shape")?;
+            let counters = cuda.output::<i32>("attention counters", counters, len)?;
+            let scratch = FusedScratch { dq: scratch.skip(d), counters: GlobalMut::new(counters.pointer().cast()) };
+            attention_wgmma::launch::backward_fused(operands, scratch, shape, sm_count)
+        } else {
+            attention_wgmma::launch::backward(operands, shape, sm_count)
+        }
     } else {
         let dqkv = cuda.output("dqkv", dqkv, packed(shape))?;
         let (dout, out) = (cuda.input("dout", dout, n)?, cuda.input("out", out, n)?);

@@ -21,10 +21,16 @@ pub(super) fn fuses_column_sums<T: Float>(channels: usize) -> bool {
     Shape::of::<T>(channels).is_some_and(Shape::sums_columns)
 }
 
+/// Checks that the kernels of LayerNorm and RMSNorm support the channels.
+pub(super) fn check<T: Float>(workload: &Workload) -> Result<()> {
+    shape_of::<T>(workload.channels).map(drop)
+}
+
 fn shape_of<T: Float>(channels: usize) -> Result<Shape> {
     Shape::of::<T>(channels).with_context(|| {
         format!(
-            "LayerNorm in {}: expected a multiple of {} channels up to {}, found {channels}",
+            "normalization in {}: expected a multiple of {} channels up to {}, found {channels}; change --channels, or use \
+             --device cpu",
             T::DTYPE.name(),
             T::PACKET,
             Shape::max_channels::<T>()

@@ -174,6 +174,8 @@ struct Cuda<T> {
     arena: Arena,
     /// f32: partial sums of one operation at a time.
     scratch: Option<Tensor>,
+    /// i32: counters of the fused attention backward pass, zero between operations.
+    attention_counters: Option<Tensor>,
     update_ranges: adamw::Tables,
     gelu_fusion: GeluFusion,
     /// Constants of the plan, which the autotuner overwrites.
@@ -199,6 +201,7 @@ impl<T: Float> Cuda<T> {
             gemms,
             arena: Arena::default(),
             scratch: None,
+            attention_counters: None,
             update_ranges: adamw::Tables::default(),
             gelu_fusion,
             constants: Vec::new(),
@@ -209,6 +212,11 @@ impl<T: Float> Cuda<T> {
 
     fn write_constants(&mut self) -> Result<()> {
         self.constants.clone().iter().try_for_each(|constant| self.write(constant.tensor, constant.values()))
+    }
+
+    /// Zeros the counters of attention. Each operation leaves them at zero.
+    fn zero_counters(&mut self) -> Result<()> {
+        self.attention_counters.map_or(Ok(()), |counters| self.zero(counters))
     }
 
     /// Captures what `work` launches into a graph.
@@ -341,6 +349,7 @@ impl<T: Float> Engine for Cuda<T> {
         let tuning = self.gemms.finish_tuning(retune, &mut *self.executor)?;
         passed?;
         self.write_constants()?;
+        self.zero_counters()?;
         Ok(tuning)
     }
 
@@ -397,6 +406,12 @@ impl<T: Float> Engine for Cuda<T> {
         self.executor.peak(T::DTYPE)
     }
 
+    fn check(&self, workload: &Workload) -> Result<()> {
+        attention::check::<T>(workload)?;
+        layernorm::check::<T>(workload)?;
+        activation::check::<T>(workload)
+    }
+
     fn plan(&mut self, plan: &mut Plan, workload: &Workload) {
         let sm_count = self.executor.sm_count();
         let needs = [
@@ -405,12 +420,15 @@ impl<T: Float> Engine for Cuda<T> {
             rmsnorm::scratch::<T>(workload, sm_count),
             rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
-            attention::scratch(workload),
+            attention::scratch::<T>(workload, &*self.executor),
             global_norm::scratch::<T>(workload, sm_count),
             matmul::scratch::<T>(workload, self.executor.emulation()),
         ];
         let len = if workload.training { needs.into_iter().max().unwrap_or(0) } else { 0 };
         self.scratch = (len > 0).then(|| plan.add(Group::Workspace, "scratch", &[len], DType::F32));
+        let counters = attention::counters::<T>(workload, &*self.executor);
+        let add = |plan: &mut Plan| plan.add(Group::Workspace, "attention counters", &[counters], DType::I32);
+        self.attention_counters = (counters > 0).then(|| add(plan));
         self.update_ranges.plan(plan, workload);
     }
 
@@ -435,7 +453,8 @@ impl<T: Float> Engine for Cuda<T> {
         };
         self.gemms.set_scratch(scratch);
         self.constants = plan.constants().to_vec();
-        self.write_constants()
+        self.write_constants()?;
+        self.zero_counters()
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {

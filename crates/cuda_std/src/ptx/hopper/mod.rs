@@ -22,6 +22,12 @@ fn address<T>(window: *const T) -> u32 {
     window.addr() as u32
 }
 
+/// Returns a window address unchanged, but hides it from the compiler.
+#[inline(always)]
+pub fn opaque<T>(window: *mut T) -> *mut T {
+    ptr::without_provenance_mut(super::opaque(address(window)) as usize)
+}
+
 macro_rules! plain {
     ($($name:ident = $instruction:literal)*) => {$(
         #[inline(always)]
@@ -34,6 +40,7 @@ macro_rules! plain {
 
 plain! {
     fence_async_proxy = "fence.proxy.async.shared::cta;"
+    fence_async_proxy_global = "fence.proxy.async.global;"
     fence_mbarrier_init = "fence.mbarrier_init.release.cluster;"
     tma_commit = "cp.async.bulk.commit_group;"
     tma_wait = "cp.async.bulk.wait_group 0;"
@@ -145,6 +152,24 @@ pub unsafe fn tma_store_3d(map: *const u8, x: u32, y: u32, z: u32, from: *const 
         asm!("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [{}, {{{}, {}, {}}}], [{}];",
             in(reg64) map, in(reg32) x, in(reg32) y, in(reg32) z, in(reg32) address(from),
             options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn bulk_store(to: *mut u8, from: *const u8, bytes: u32) {
+    // SAFETY: the caller guarantees `bytes` bytes of global and of shared memory.
+    unsafe {
+        asm!("cp.async.bulk.global.shared::cta.bulk_group [{}], [{}], {};",
+            in(reg64) to, in(reg32) super::shared_address(from), in(reg32) bytes, options(nostack, preserves_flags));
+    }
+}
+
+#[inline(always)]
+pub unsafe fn bulk_add_f32(to: *mut u8, from: *const u8, bytes: u32) {
+    // SAFETY: see `bulk_store`.
+    unsafe {
+        asm!("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{}], [{}], {};",
+            in(reg64) to, in(reg32) super::shared_address(from), in(reg32) bytes, options(nostack, preserves_flags));
     }
 }
 
