@@ -46,6 +46,11 @@ impl TrainStep {
         Self { graph: Some(GraphKey::new()), ..self }
     }
 
+    /// Reports whether a step changes statistics of FP8 before its update. If it fails, their previous values are lost.
+    pub fn changes_statistics(&self) -> bool {
+        self.model.fp8.is_some_and(|fp8| !fp8.state().is_empty())
+    }
+
     /// Makes the next step count the values that quantization to FP8 loses: those of weights, and of its first micro-batch.
     pub fn count_fp8(&mut self) {
         self.count_fp8 = true;

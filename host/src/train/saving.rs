@@ -119,7 +119,7 @@ impl Run<'_> {
         let sharded = self.model.zero.shards_optimizer() && self.ranks.world_size() > 1;
         ensure!(!sharded, "each rank has only a part of the optimizer state");
         self.log_launched(session)?;
-        ensure!(session.boundary.intact, "the error interrupted its update");
+        ensure!(session.boundary.intact, "the error interrupted the next step");
         if self.state.progress.guards.bad_in_a_row > 0 {
             return Ok(());
         }
