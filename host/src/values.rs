@@ -73,13 +73,18 @@ pub enum Resume {
     Auto,
 }
 
-/// Parses the value of `--resume`.
+/// Parses the value of `--resume`. 1 means `auto`, as in llm.c.
 pub fn resume(text: &str) -> Result<Resume, &'static str> {
-    match switch(text) {
-        Ok(true) => Ok(Resume::Required),
-        Ok(false) => Ok(Resume::No),
-        Err(_) if text == "auto" => Ok(Resume::Auto),
-        Err(_) => Err("expected 1 (a checkpoint must exist), auto (start a new run if there is none) or 0"),
+    match text {
+        "required" => Ok(Resume::Required),
+        "auto" => Ok(Resume::Auto),
+        _ => match switch(text) {
+            Ok(true) => Ok(Resume::Auto),
+            Ok(false) => Ok(Resume::No),
+            Err(_) => {
+                Err("expected required (a checkpoint must exist), auto or 1 (start a new run if there is none), or 0")
+            }
+        },
     }
 }
 
@@ -141,8 +146,8 @@ mod tests {
             assert_eq!(momentum(text), Err("expected a number of at least 0 and below 1"), "{text}");
         }
         assert_eq!(
-            [resume("0"), resume("1"), resume("auto")].map(Result::unwrap),
-            [Resume::No, Resume::Required, Resume::Auto]
+            ["0", "1", "auto", "required"].map(|text| resume(text).unwrap()),
+            [Resume::No, Resume::Auto, Resume::Auto, Resume::Required]
         );
         assert!(resume("yes").is_err());
         assert_eq!((momentum("0"), momentum("0.95")), (Ok(0.0), Ok(0.95)));

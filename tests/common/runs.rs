@@ -35,7 +35,9 @@ impl World {
 
     /// Returns the `train` command with 40 steps of 4 sequences, and output directory `out`.
     pub fn command(&self, out: &str, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+        // Tests send SIGHUP, which `nohup` and daemons ignore for all processes that they start.
+        let mut command = Command::new("env");
+        command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_llm-rs")]);
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
         let settings = [
             ("--train", "train_*.bin"),

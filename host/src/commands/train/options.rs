@@ -243,9 +243,9 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = CHECKPOINTS)]
     pub major_every: usize,
 
-    /// Resume from the newest complete checkpoint in --out. Other settings must be unchanged. auto: start a new run if there is no
-    /// checkpoint
-    #[arg(short = 'y', long, value_name = "0|1|auto", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "1", action = ArgAction::Set, requires = "out", help_heading = CHECKPOINTS)]
+    /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
+    /// llm.c: start a new run if there is no checkpoint
+    #[arg(short = 'y', long, value_name = "required|auto|0|1", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "required", action = ArgAction::Set, requires = "out", help_heading = CHECKPOINTS)]
     pub resume: Resume,
 
     /// Resume even if settings or data differ from those of the checkpoint
