@@ -2,7 +2,7 @@
 
 use crate::handle::{Handle, Workspace};
 use crate::matmul::{Batch, Element, Operands, Problem, Scale};
-use crate::result::{Error, Owned, Result, check};
+use crate::result::{Error, NOT_SUPPORTED, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
 use std::collections::HashMap;
@@ -209,7 +209,7 @@ pub(crate) fn candidates(
     results.truncate(count as usize);
     results.retain(|result| result.state == 0);
     // cuBLASLt returns 15, not supported, if it finds no algorithm.
-    if status == 15 || (status == 0 && results.is_empty()) {
+    if status == NOT_SUPPORTED || (status == 0 && results.is_empty()) {
         return Err(Error::NoAlgorithm { problem: problem.to_string() });
     }
     check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;

@@ -34,6 +34,9 @@ pub struct Emulated {
     graphs: CudaGraphs<Rc<[Command]>>,
     /// Commands of the capture in progress.
     captured: Vec<Command>,
+    /// Whether the library refuses every GEMM.
+    #[cfg(test)]
+    pub library_refuses: bool,
 }
 
 /// Work that a graph can contain.
@@ -58,6 +61,8 @@ impl Emulated {
             start: Instant::now(),
             graphs: CudaGraphs::default(),
             captured: Vec::new(),
+            #[cfg(test)]
+            library_refuses: false,
         }
     }
 
@@ -210,6 +215,10 @@ impl Executor for Emulated {
     }
 
     unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
+        #[cfg(test)]
+        if self.library_refuses {
+            return Err(cublaslt::Error::NoAlgorithm { problem: gemm.to_string() }.into());
+        }
         // SAFETY: the caller's promise.
         unsafe { self.submit(Command::Gemm { gemm: *gemm, operands: *operands }) }
     }
