@@ -6,6 +6,10 @@
 //!
 //! The largest magnitude ("amax") is the maximum of f32 bits without sign, an integer. It does not depend on the order of
 //! threads, and it is a NaN if any element is a NaN.
+//!
+//! The transposing kernels can also compute column sums of the quantized tensor: the gradient of a bias, if the tensor is the
+//! gradient of a linear layer's output. They write one sum per column and tile of rows, in a fixed order. The kernel
+//! [`bias_backward_reduce`](crate::bias::bias_backward_reduce) adds them.
 
 use cuda_std::fp8::transpose_bytes;
 use cuda_std::shared::Layout;
@@ -30,6 +34,11 @@ pub const fn grid(n: usize) -> u32 {
 /// Returns the grid of the transposing kernels for a tensor (rows, columns).
 pub const fn transpose_grid(rows: usize, columns: usize) -> [u32; 3] {
     [columns.div_ceil(TILE) as u32, rows.div_ceil(TILE) as u32, 1]
+}
+
+/// Returns the rows of the partial column sums of the transposing kernels.
+pub const fn sum_rows(rows: usize) -> usize {
+    rows.div_ceil(TILE)
 }
 
 /// Warps of a block.
@@ -262,21 +271,48 @@ fn place(row: usize, word: usize) -> usize {
     row * ROW_WORDS + (word ^ (row / 16 % 8 * 4))
 }
 
-/// Stores a tile of FP8 numbers, transposed, to out (columns, rows). `row` and `column` are the tile's first.
+/// Returns the sum of 16 FP8 numbers. The bits of a NaN are those that conversion gives it, and infinities do not occur.
 #[inline(always)]
-fn store_transposed<T: Fp8>(
+fn sum_of<T: Fp8>(words: [u32; 4]) -> f32 {
+    // A number's bits at the top of an f32 are the number times a power of two, also if it is subnormal. A word shifted
+    // right by the difference of the exponents' widths, as a signed number, keeps its sign.
+    let shift = 1 + T::FORMAT.mantissa_bits();
+    let mask = 0x8000_0000 | (0x7f00_0000 >> shift);
+    let value = |word: u32| f32::from_bits((word as i32 >> shift) as u32 & mask);
+    let of_word = |word: u32| (value(word << 24) + value(word << 16)) + (value(word << 8) + value(word));
+    // Only the magnitude of a NaN is 0x7f.
+    let carries = |word: u32| (word & 0x7f7f_7f7f) + 0x0101_0101;
+    let [a, b, c, d] = words;
+    let sum = (of_word(a) + of_word(b)) + (of_word(c) + of_word(d));
+    let factor = f32::from_bits(((253 + T::FORMAT.min_exponent()) as u32) << 23);
+    let has_nan = (carries(a) | carries(b) | carries(c) | carries(d)) & 0x8080_8080 != 0;
+    if has_nan { f32::NAN } else { sum * factor }
+}
+
+/// Column sums of a quantized tensor (rows, columns).
+#[derive(Clone, Copy)]
+struct ColumnSums {
+    /// (tiles of rows, columns): receives the sums of each tile.
+    partials: GlobalMut<f32>,
+    /// The tensor's scale.
+    scale: f32,
+}
+
+/// Stores a tile of FP8 numbers, transposed, to out (columns, rows). `row` and `column` are the tile's first. Elements outside
+/// of the matrix are zeros in the tile. With `SUMS`, also stores the sums of the tile's columns.
+#[inline(always)]
+#[track_caller]
+fn store_transposed<T: Fp8, const SUMS: bool>(
     out: GlobalMut<T>,
     tile: SharedArray<u32>,
     [row, column]: [usize; 2],
     [rows, columns]: [usize; 2],
+    sums: ColumnSums,
 ) {
     // A thread takes 16 rows and four columns. Eight neighboring threads store 128 adjacent bytes.
     let thread = thread::thread_idx_x() as usize;
     let (first_row, word) = (thread % 8 * 16, thread / 8);
-    let (row, column) = (row + first_row, column + word * 4);
-    if row >= rows || column >= columns {
-        return;
-    }
+    let (tile_row, row, column) = (row / TILE, row + first_row, column + word * 4);
     let mut transposed = [[0; 4]; 4];
     for i in 0..4 {
         let mut words = [0; 4];
@@ -288,22 +324,43 @@ fn store_transposed<T: Fp8>(
             transposed[j][i] = words[j];
         }
     }
+    if SUMS {
+        let of_column = |words| {
+            let sum = sum_of::<T>(words);
+            let sum = sum + warp::shuffle_xor(sum, 4);
+            let sum = sum + warp::shuffle_xor(sum, 2);
+            sums.scale * (sum + warp::shuffle_xor(sum, 1))
+        };
+        let [a, b, c, d] = transposed;
+        let of_columns = [of_column(a), of_column(b), of_column(c), of_column(d)];
+        if thread % 8 == 0 && column < columns {
+            sums.partials.set_four(tile_row * columns + column, of_columns);
+        }
+    }
+    if row >= rows || column >= columns {
+        return;
+    }
     for j in 0..4 {
         out.set_packet((column + j) * rows + row, Packet::from_packed(transposed[j]));
     }
 }
 
 /// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
-/// With `AMAX`, also does what [`amax_bf16`] does. `rows` and `columns` are multiples of 16. Grid: [`transpose_grid`].
+/// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
+/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16. Grid:
+/// [`transpose_grid`].
 #[kernel(threads = 256, arch = "sm_90a", instances(
-    e4m3 = <E4m3, false, false>, e4m3_amax = <E4m3, false, true>,
-    e5m2 = <E5m2, false, false>, e5m2_amax = <E5m2, false, true>,
-    both_e4m3 = <E4m3, true, false>, both_e4m3_amax = <E4m3, true, true>,
-    both_e5m2 = <E5m2, true, false>, both_e5m2_amax = <E5m2, true, true>))]
-pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
+    e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
+    e5m2 = <E5m2, false, false, false>, e5m2_amax = <E5m2, false, true, false>,
+    both_e4m3 = <E4m3, true, false, false>, both_e4m3_amax = <E4m3, true, true, false>,
+    both_e5m2 = <E5m2, true, false, false>, both_e5m2_amax = <E5m2, true, true, false>,
+    both_e4m3_sums = <E4m3, true, false, true>, both_e4m3_amax_sums = <E4m3, true, true, true>,
+    both_e5m2_sums = <E5m2, true, false, true>, both_e5m2_amax_sums = <E5m2, true, true, true>))]
+pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
     out: GlobalMut<T>,
     transposed: GlobalMut<T>,
     amax: GlobalMut<u32>,
+    partials: GlobalMut<f32>,
     inp: Global<bf16>,
     scale: Global<f32>,
     rows: u32,
@@ -339,13 +396,21 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool>(
         store_block_amax(amax, maxima, largest);
     }
     thread::sync_threads();
-    store_transposed(transposed, tile, [row, column], [rows, columns]);
+    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    store_transposed::<T, SUMS>(transposed, tile, [row, column], [rows, columns], sums);
 }
 
-/// out (columns, rows) = inp (rows, columns)ᵀ of FP8 numbers. `rows` and `columns` are multiples of 16. Grid:
-/// [`transpose_grid`].
-#[kernel(threads = 256)]
-pub fn transpose_fp8(out: GlobalMut<E4m3>, inp: Global<E4m3>, rows: u32, columns: u32) {
+/// out (columns, rows) = inp (rows, columns)ᵀ of FP8 numbers. With `SUMS`, also computes `partials` as [`quantize_transpose`]
+/// does; otherwise the format and the scale have no effect. `rows` and `columns` are multiples of 16. Grid: [`transpose_grid`].
+#[kernel(threads = 256, instances(fp8 = <E4m3, false>, e4m3_sums = <E4m3, true>, e5m2_sums = <E5m2, true>))]
+pub fn transpose_fp8<T: Fp8, const SUMS: bool>(
+    out: GlobalMut<T>,
+    partials: GlobalMut<f32>,
+    inp: Global<T>,
+    scale: Global<f32>,
+    rows: u32,
+    columns: u32,
+) {
     let (tile, _) = tile_and_maxima(&mut Layout::new());
     let (rows, columns) = (rows as usize, columns as usize);
     let [row, column] = [thread::block_idx_y() as usize * TILE, thread::block_idx_x() as usize * TILE];
@@ -363,5 +428,6 @@ pub fn transpose_fp8(out: GlobalMut<E4m3>, inp: Global<E4m3>, rows: u32, columns
         tile.set_four(place(first_row + i * 32, packet * 4), packets[i].packed());
     }
     thread::sync_threads();
-    store_transposed(out, tile, [row, column], [rows, columns]);
+    let sums = ColumnSums { partials, scale: if SUMS { scale.at(0) } else { 1.0 } };
+    store_transposed::<T, SUMS>(out, tile, [row, column], [rows, columns], sums);
 }

@@ -6,18 +6,20 @@ use bytemuck::Pod;
 use common::{for_all, noise, rounded, run};
 use cuda_std::emulate::Memory;
 use cuda_std::shared::Layout;
-use cuda_std::{E4m3, E5m2, Element, Fp8, GlobalMut, bf16};
+use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};
 use gpu::quantize::{
     self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
-    scales_grid, transpose_fp8, transpose_grid,
+    scales_grid, sum_rows, transpose_fp8, transpose_grid,
 };
 use proptest::strategy::Strategy;
+use std::any::type_name;
 
 tests! {
     kernels of "quantize.rs";
     once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
         values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
-        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, fp8_is_transposed;
+        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed,
+        fp8_is_transposed;
 }
 
 fn shared_bytes() -> usize {
@@ -184,20 +186,49 @@ fn losses_are_counted() {
     count::<E4m3>(&[448.0, 449.0, 1.0 / 1024.0, 1.1 / 1024.0, 0.0, -448.0, -450.0, -1e-9].map(bf16::from_f32), 1.0);
 }
 
-fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool>(rows: usize, columns: usize, seed: u32) {
-    let (values, scale) = (values(rows * columns, seed), 0.7);
+/// Returns the sums of the columns of each tile of 128 rows of FP8 numbers (rows, columns), times `scale`, and the sums of
+/// magnitudes.
+fn column_sums<T: Fp8>(values: &[u8], columns: usize, scale: f32) -> Vec<[f64; 2]> {
+    let tile = |tile: &[u8]| -> Vec<[f64; 2]> {
+        let value = |bits: &u8| f64::from(T::from_bits(*bits).to_f32()) * f64::from(scale);
+        let sum = |column| tile.iter().skip(column).step_by(columns).map(value);
+        (0..columns).map(|column| [sum(column).sum(), sum(column).map(f64::abs).sum()]).collect()
+    };
+    values.chunks(128 * columns).flat_map(tile).collect()
+}
+
+/// Checks column sums; a NaN must not spread to other columns or tiles.
+fn check_sums<T: Fp8>(got: &[f32], values: &[u8], columns: usize, scale: f32) {
+    let want = column_sums::<T>(values, columns, scale);
+    assert_eq!(got.len(), want.len());
+    for (i, (got, [want, magnitude])) in got.iter().zip(want).enumerate() {
+        let near = (f64::from(*got) - want).abs() <= 1e-6 * magnitude || got.is_nan() && want.is_nan();
+        assert!(near, "{}, {columns} columns, sum {i}: expected {want}, found {got}", type_name::<T>());
+    }
+}
+
+fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
+    values: &[bf16],
+    [rows, columns]: [usize; 2],
+) {
+    let scale = 0.7;
     let mut memory = Memory::new();
-    let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
     let out = if BOTH { memory.output("out", values.len()) } else { GlobalMut::from_address(0) };
     let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
-    let launch = quantize_transpose::<T, BOTH, AMAX>(out, transposed_, amax, inp, scale_, rows as u32, columns as u32);
+    let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
+    let (r, c) = (rows as u32, columns as u32);
+    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS>(out, transposed_, amax, sums, inp, scale_, r, c);
     run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
-    let want = reference::<T>(&values, scale);
+    let want = reference::<T>(values, scale);
     if BOTH {
         assert_eq!(bits(&memory.read(out)), want, "{rows} x {columns}");
     }
     assert_eq!(bits(&memory.read(transposed_)), transposed(&want, columns), "{rows} x {columns}");
-    assert_eq!(memory.read(amax)[0], if AMAX { largest(&values).max(7) } else { 7 });
+    assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
+    if SUMS {
+        check_sums::<T>(&memory.read(sums), &want, columns, scale);
+    }
 }
 
 fn shapes() -> impl Strategy<Value = (usize, usize)> {
@@ -206,25 +237,56 @@ fn shapes() -> impl Strategy<Value = (usize, usize)> {
 
 fn any_shape_is_transposed() {
     for_all(12, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
-        check_transpose::<E4m3, false, false>(rows, columns, seed);
-        check_transpose::<E4m3, false, true>(rows, columns, seed);
-        check_transpose::<E4m3, true, false>(rows, columns, seed);
-        check_transpose::<E4m3, true, true>(rows, columns, seed);
-        check_transpose::<E5m2, false, false>(rows, columns, seed);
-        check_transpose::<E5m2, false, true>(rows, columns, seed);
-        check_transpose::<E5m2, true, false>(rows, columns, seed);
-        check_transpose::<E5m2, true, true>(rows, columns, seed);
+        let (values, shape) = (values(rows * columns, seed), [rows, columns]);
+        check_transpose::<E4m3, false, false, false>(&values, shape);
+        check_transpose::<E4m3, false, true, false>(&values, shape);
+        check_transpose::<E4m3, true, false, false>(&values, shape);
+        check_transpose::<E4m3, true, true, false>(&values, shape);
+        check_transpose::<E5m2, false, false, false>(&values, shape);
+        check_transpose::<E5m2, false, true, false>(&values, shape);
+        check_transpose::<E5m2, true, false, false>(&values, shape);
+        check_transpose::<E5m2, true, true, false>(&values, shape);
     });
+}
+
+fn columns_are_summed() {
+    for_all(8, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let (mut values, shape) = (values(rows * columns, seed), [rows, columns]);
+        check_transpose::<E4m3, true, false, true>(&values, shape);
+        check_transpose::<E4m3, true, true, true>(&values, shape);
+        check_transpose::<E5m2, true, false, true>(&values, shape);
+        check_transpose::<E5m2, true, true, true>(&values, shape);
+        for bad in [seed as usize, 7 * seed as usize + 1] {
+            values[bad % (rows * columns)] = bf16::from_f32(f32::INFINITY);
+        }
+        check_transpose::<E5m2, true, true, true>(&values, shape);
+    });
+}
+
+fn check_transpose_fp8<T: Fp8 + Pod, const SUMS: bool>(values: &[u8], [rows, columns]: [usize; 2]) {
+    let mut memory = Memory::new();
+    let stored: Vec<T> = values.iter().map(|&bits| T::from_bits(bits)).collect();
+    let (inp, out, scale) = (memory.input("inp", &stored), memory.output("out", values.len()), 0.3);
+    let scale_ = if SUMS { memory.input("scale", &[scale]) } else { Global::from_address(0) };
+    let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
+    let launch = transpose_fp8::<T, SUMS>(out, sums, inp, scale_, rows as u32, columns as u32);
+    run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+    assert_eq!(bits(&memory.read(out)), transposed(values, columns), "{rows} x {columns}");
+    if SUMS {
+        check_sums::<T>(&memory.read(sums), values, columns, scale);
+    }
 }
 
 fn fp8_is_transposed() {
     for_all(24, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
-        let values: Vec<E4m3> =
-            (0..rows * columns).map(|i| E4m3::from_bits(gpu::noise::squirrel5(i as u32, seed) as u8)).collect();
-        let mut memory = Memory::new();
-        let (inp, out) = (memory.input("inp", &values), memory.output("out", values.len()));
-        let launch = transpose_fp8(out, inp, rows as u32, columns as u32);
-        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
-        assert_eq!(bits(&memory.read(out)), transposed(&bits(&values), columns), "{rows} x {columns}");
+        let any: Vec<u8> = (0..rows * columns).map(|i| gpu::noise::squirrel5(i as u32, seed) as u8).collect();
+        check_transpose_fp8::<E4m3, false>(&any, [rows, columns]);
+        check_transpose_fp8::<E4m3, true>(&any, [rows, columns]);
+        // Conversions to E5M2 give neither infinities nor other NaNs.
+        let converted: Vec<u8> = any.iter().map(|x| if x & 0x7c == 0x7c { 0xff } else { *x }).collect();
+        check_transpose_fp8::<E5m2, true>(&converted, [rows, columns]);
+        let finite: Vec<u8> = any.iter().map(|x| if x & 0x7c == 0x7c { x ^ 0x40 } else { *x }).collect();
+        check_transpose_fp8::<E4m3, true>(&finite, [rows, columns]);
+        check_transpose_fp8::<E5m2, true>(&finite, [rows, columns]);
     });
 }

@@ -78,6 +78,10 @@ pub enum Epilogue {
     DSwiGlu,
     /// The same as `DSwiGlu`, with a second output swiglu(aux).
     DSwiGluAndSwiGlu,
+    /// The same as `GeluAuxBias`, with D in FP8.
+    GeluAuxBiasFp8,
+    /// The same as `DGelu`, with D in FP8.
+    DGeluFp8,
 }
 
 impl Epilogue {
@@ -90,7 +94,9 @@ impl Epilogue {
             | Self::DReluSquaredAndReluSquared
             | Self::SwiGluAux
             | Self::DSwiGlu
-            | Self::DSwiGluAndSwiGlu => return None,
+            | Self::DSwiGluAndSwiGlu
+            | Self::GeluAuxBiasFp8
+            | Self::DGeluFp8 => return None,
             Self::None => sys::EPILOGUE_DEFAULT,
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,

@@ -161,6 +161,7 @@ impl BackwardPass<'_> {
         let recompute = recomputes.then_some(forward);
         let dfc = self.dwide.slice(0, fc.len);
         let shape = self.shape(d.mlp_channels, d.channels);
+        let dfcb = model.optional(self.grads, Param::Fcb, l);
         engine.run(MatmulBackward {
             dinp: dfc,
             dweight: g(Param::Fcprojw),
@@ -170,18 +171,19 @@ impl BackwardPass<'_> {
             weight: p(Param::Fcprojw),
             activation: Some(ActivationInput { activation: d.activation, preactivation: fc, recompute }),
             shape,
-            fp8: model.fp8_backward(l, Param::Fcprojw, shape),
+            fp8: model.fp8_backward(l, Param::Fcprojw, shape, dfc, dfcb),
         })?;
         engine.run(MatmulBackward {
             dinp: self.dchannels,
             dweight: g(Param::Fcw),
-            dbias: model.optional(self.grads, Param::Fcb, l),
+            // In FP8, the operation above quantizes dfc, and computes this gradient from it.
+            dbias: dfcb.filter(|_| model.fp8.is_none()),
             dout: dfc,
             inp: ln2.out,
             weight,
             activation: None,
             shape: fc_shape,
-            fp8: model.fp8_backward(l, Param::Fcw, fc_shape),
+            fp8: model.fp8_backward(l, Param::Fcw, fc_shape, self.dchannels, None),
         })?;
         let column_sums = self.column_sums(Param::Attprojb, Some(l));
         self.norm(engine, NormOf::Mlp(l), ln2, residual2, column_sums)
@@ -204,7 +206,7 @@ impl BackwardPass<'_> {
             weight: p(Param::Attprojw),
             activation: None,
             shape,
-            fp8: model.fp8_backward(l, Param::Attprojw, shape),
+            fp8: model.fp8_backward(l, Param::Attprojw, shape, self.dattention, None),
         })?;
         let (dout, shape) = (self.dattention, attention_shape);
         engine.run(AttentionBackward { dqkv, dout, qkv, out: attention, lse, shape })?;
@@ -227,7 +229,7 @@ impl BackwardPass<'_> {
             weight: p(Param::Qkvw),
             activation: None,
             shape,
-            fp8: model.fp8_backward(l, Param::Qkvw, shape),
+            fp8: model.fp8_backward(l, Param::Qkvw, shape, self.dchannels, None),
         })
     }
 

@@ -6,7 +6,8 @@
 //! 1. computes the scales of delayed scaling from the statistics of earlier steps,
 //! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
 //!    whenever they have gathered it,
-//! 3. quantizes inputs and gradients of outputs where the GEMMs read them.
+//! 3. quantizes inputs and gradients of outputs: those between fc and fcproj where GEMMs write them, which saves their copies in
+//!    the engine's type, and the others where GEMMs read them.
 //!
 //! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
 //! [`TrainStep`](crate::TrainStep) adds it.
@@ -75,6 +76,13 @@ impl Fp8Options {
     }
 }
 
+impl Fp8Options {
+    /// Returns the engine's type for FP8 numbers.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
 /// Rows and columns of all matrices are multiples of this, as FP8 GEMMs require.
 const MULTIPLE: usize = 16;
 
@@ -121,6 +129,38 @@ impl Slots {
     }
 }
 
+/// FP8 operands of the linear layers, which a layer's operations use one after another. They share memory with the logits.
+#[derive(Clone, Copy, Debug)]
+struct Buffers {
+    /// (rows, C): inputs of qkv, attproj and fc, and gradients of the outputs of attproj and fcproj.
+    narrow: Tensor,
+    /// (rows, widest): inputs of fcproj, and gradients of the outputs of fc and qkv. The GEMM of fc reads its input in `narrow`
+    /// while it writes that of fcproj, and the GEMM of fcproj's input gradient does the same in the backward pass.
+    wide: Tensor,
+    /// (widest, rows): a transposed gradient.
+    dout_transposed: Tensor,
+    /// (C, rows): a transposed input that is not kept.
+    inp_transposed: Tensor,
+}
+
+/// The number of [`Buffers`].
+pub(super) const BUFFERS: usize = 4;
+
+/// Returns names and shapes of the [`Buffers`] for batches of `rows` tokens.
+pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
+    let shapes = WEIGHTS.map(|weight| weight.shape(d));
+    let unkept = WEIGHTS.into_iter().zip(shapes).filter(|(weight, _)| !keeps_input(*weight, recompute));
+    let unkept = unkept.map(|(_, (_, c))| c).max().unwrap_or(0);
+    let narrow = d.channels.max(d.attention_channels());
+    let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
+    [
+        ("FP8 narrow operand", [rows, narrow]),
+        ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
+        ("FP8 dout transposed", [widest_output, rows]),
+        ("FP8 inp transposed", [unkept, rows]),
+    ]
+}
+
 /// Returns the index of a weight among those of its layer.
 fn index(weight: Param) -> usize {
     WEIGHTS.iter().position(|&other| other == weight).expect("FP8 is for the linear layers only")
@@ -151,10 +191,8 @@ pub struct Fp8 {
     copies: [Tensor; 2],
     /// Whether `copies` hold all layers.
     holds_all_layers: bool,
-    /// (rows, widest) FP8: an input in the forward pass, a gradient in the backward pass.
-    operand: Tensor,
-    /// (widest, rows) FP8: a transposed gradient, and a transposed input that is not kept.
-    transposed: [Tensor; 2],
+    /// Operands of one linear layer at a time.
+    buffers: Buffers,
     /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, in the order of `WEIGHTS`.
     kept: [Option<Tensor>; 4],
 }
@@ -167,6 +205,7 @@ impl Fp8 {
         [b, t]: [usize; 2],
         zero: Zero,
         recompute: Recompute,
+        [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
     ) -> Self {
         let (layers, dtype) = (descriptor.layers, options.dtype);
         let (scaling, history) = match options.recipe {
@@ -176,16 +215,11 @@ impl Fp8 {
         };
         let shapes = WEIGHTS.map(|weight| weight.shape(descriptor));
         let elements = shapes.iter().map(|(oc, c)| oc * c).sum();
-        let widest_input = shapes.iter().map(|(_, c)| *c).max().unwrap_or(0);
         let keeps = WEIGHTS.map(|weight| keeps_input(weight, recompute));
-        let unkept = shapes.iter().zip(keeps).filter(|(_, keeps)| !keeps).map(|((_, c), _)| *c).max().unwrap_or(0);
-        let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
         let holds_all_layers = !zero.shards_parameters();
         let copied = if holds_all_layers { layers } else { 1 };
         let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
         let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
-        let operand = add("operand", &[b * t, widest_input.max(widest_output)]);
-        let transposed = [add("dout transposed", &[widest_output, b * t]), add("inp transposed", &[unkept, b * t])];
         let mut keep = |i: usize| {
             let (c, name) = (shapes[i].1, format!("FP8 inp of {}", WEIGHTS[i].name()));
             keeps[i].then(|| plan.add(Group::Activations, name, &[layers, c, b * t], dtype))
@@ -201,8 +235,7 @@ impl Fp8 {
             gradients: slots("gradient", history),
             copies,
             holds_all_layers,
-            operand,
-            transposed,
+            buffers: Buffers { narrow, wide, dout_transposed, inp_transposed },
             kept,
         }
     }
@@ -341,41 +374,85 @@ impl Decoder {
                 scaling: Scaling::Current,
                 format: Fp8Format::E4m3,
                 shape: [oc, c],
+                column_sums: None,
             })
         })
     }
 
-    /// Returns the FP8 operands of a linear layer's forward pass.
-    pub(super) fn fp8_forward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Forward> {
-        let fp8 = self.fp8.as_ref()?;
+    /// Returns the FP8 operands of a linear layer's forward pass. That of fc also quantizes `out`, the input of fcproj.
+    pub(super) fn fp8_forward(
+        &self,
+        layer: usize,
+        weight: Param,
+        shape: MatmulShape,
+        out: Tensor,
+    ) -> Option<Fp8Forward> {
+        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let of_fcproj = MatmulShape { rows: shape.rows, c: d.mlp_channels, oc: d.channels };
+        let (narrow, wide) = (fp8.buffers.narrow, fp8.buffers.wide.slice(0, shape.rows * d.mlp_channels));
+        let next = (weight == Param::Fcw).then(|| Quantize {
+            out: Some(wide),
+            transposed: fp8.kept_input(d, layer, Param::Fcprojw, of_fcproj),
+            inp: out,
+            scale: fp8.inputs.slot(layer, Param::Fcprojw, fp8.counting),
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [shape.rows, d.mlp_channels],
+            column_sums: None,
+        });
+        let inp_is_quantized = weight == Param::Fcprojw;
         Some(Fp8Forward {
-            inp: fp8.operand.slice(0, shape.rows * shape.c),
-            inp_transposed: fp8.kept_input(&self.descriptor, layer, weight, shape),
+            inp: if inp_is_quantized { wide } else { narrow.slice(0, shape.rows * shape.c) },
+            inp_transposed: fp8.kept_input(d, layer, weight, shape),
+            inp_is_quantized,
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
-            weight: fp8.weight(&self.descriptor, layer, weight)[0],
+            out: next,
+            weight: fp8.weight(d, layer, weight)[0],
             weight_scale: fp8.weights.slot(layer, weight, false).scale,
             accumulation: fp8.options.accumulation,
         })
     }
 
-    /// Returns the FP8 operands of a linear layer's backward pass.
-    pub(super) fn fp8_backward(&self, layer: usize, weight: Param, shape: MatmulShape) -> Option<Fp8Backward> {
-        let fp8 = self.fp8.as_ref()?;
+    /// Returns the FP8 operands of a linear layer's backward pass. That of fcproj also quantizes `dinp`, the gradient of fc's
+    /// output, and adds its column sums to `dinp_sums`, the gradient of fc's bias.
+    pub(super) fn fp8_backward(
+        &self,
+        layer: usize,
+        weight: Param,
+        shape: MatmulShape,
+        dinp: Tensor,
+        dinp_sums: Option<Tensor>,
+    ) -> Option<Fp8Backward> {
+        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let Buffers { narrow, wide, dout_transposed, inp_transposed } = fp8.buffers;
         let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
-        let [dout_transposed, inp_transposed] = fp8.transposed;
-        let kept = fp8.kept_input(&self.descriptor, layer, weight, shape);
+        let kept = fp8.kept_input(d, layer, weight, shape);
+        let next_len = shape.rows * d.fc_channels();
+        let next = (weight == Param::Fcprojw).then(|| Quantize {
+            out: Some(wide.slice(0, next_len)),
+            transposed: Some(dout_transposed.slice(0, next_len)),
+            inp: dinp,
+            scale: fp8.gradients.slot(layer, Param::Fcw, fp8.counting),
+            scaling: fp8.scaling,
+            format: fp8.options.gradients,
+            shape: [shape.rows, d.fc_channels()],
+            column_sums: dinp_sums,
+        });
+        let dout = if matches!(weight, Param::Qkvw | Param::Fcw) { wide } else { narrow };
         Some(Fp8Backward {
-            dout: [fp8.operand.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
+            dout: [dout.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
+            dout_is_quantized: weight == Param::Fcw,
             dout_scale: fp8.gradients.slot(layer, weight, fp8.counting),
             scaling: fp8.scaling,
             format: fp8.options.gradients,
             inp_transposed: kept.unwrap_or_else(|| inp_transposed.slice(0, inp_len)),
             inp_is_quantized: kept.is_some(),
             inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
-            weight_transposed: fp8.weight(&self.descriptor, layer, weight)[1],
+            weight_transposed: fp8.weight(d, layer, weight)[1],
             weight_scale: fp8.weights.slot(layer, weight, false).scale,
             accumulation: fp8.options.accumulation,
+            dinp: next,
         })
     }
 }

@@ -9,11 +9,14 @@ impl Decoder {
     pub fn tune(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
         let tuning = engine.tune(false, &mut |engine| {
             // Only the shapes of the GEMMs are collected; nothing is computed.
-            self.passes_to_tune(engine, layout)?;
             if self.training.is_some_and(|training| training.fp8.is_some()) {
                 // Evaluation does not use FP8.
-                self.for_training_steps().passes_to_tune(engine, layout)?;
+                self.forward(engine, layout, &mut Unsharded)?;
             }
+            let model = self.for_training_steps();
+            model.forward(engine, layout, &mut Unsharded)?;
+            model.loss(engine, layout, Some(1.0))?;
+            model.backward(engine, layout, &mut Unsharded)?;
             self.tune_muon(engine)
         })?;
         if tuning.timings.is_empty() {
@@ -23,11 +26,5 @@ impl Decoder {
         let warning =
             tuning.cache_error.map_or(String::new(), |why| format!("; the result could not be cached: {why}"));
         Ok(Some(format!("autotuned {gemms} GEMMs in {seconds:.2} s{warning}\n")))
-    }
-
-    fn passes_to_tune(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<()> {
-        self.forward(engine, layout, &mut Unsharded)?;
-        self.loss(engine, layout, Some(1.0))?;
-        self.backward(engine, layout, &mut Unsharded)
     }
 }

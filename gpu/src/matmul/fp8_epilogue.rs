@@ -1,5 +1,8 @@
 //! Epilogues with an out in FP8.
 //!
+//! Results are rounded to bf16 first, so out has the bits that the kernels of [`quantize`](crate::quantize) would compute from
+//! an out in bf16.
+//!
 //! Buffers, loads of aux and the second output are those of [`TmaEpilogue`]. A subtile of out has rows of 64 bytes. It has
 //! its own buffer: aux has elements of another size, so out cannot overwrite it.
 
@@ -10,7 +13,7 @@ use super::mainloop::ConsumerAccumulators;
 use super::shared::{SharedStorage, WARPGROUP, is_warpgroup_leader};
 use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::gelu;
-use crate::quantize::{magnitude, store_amax};
+use crate::quantize::{magnitude, scaled, store_amax};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
 use cuda_std::hopper::{self, NarrowTile, SwizzledTile, tma};
@@ -149,10 +152,11 @@ impl<E: QuantizedEpilogue, O: Fp8, T: Tile> TmaFp8Epilogue<E, O, T> {
             let aux = if E::AUX { first.load_a_fragment(first_row, quarter as u32) } else { [0; 4] };
             let (mut pairs, mut second_words) = ([0; 4], [0; 4]);
             for i in 0..4 {
-                let ([even, odd], second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
+                let (values, second) = E::values([x[2 * i], x[2 * i + 1]], unpack_pair(aux[i]));
                 second_words[i] = second;
+                let [even, odd] = unpack_pair(pack_pair(values[0], values[1]));
                 self.largest = self.largest.max(magnitude(even)).max(magnitude(odd));
-                pairs[i] = O::pack_pair(even * self.factor, odd * self.factor);
+                pairs[i] = O::pack_pair(scaled(even, self.factor), scaled(odd, self.factor));
             }
             for i in 0..4 {
                 out.set_fp8_pair(lane_row + i as u32 % 2 * 8, lane_column + i as u32 / 2 * 8, pairs[i]);

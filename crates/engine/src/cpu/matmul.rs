@@ -21,7 +21,9 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     let MatmulShape { rows, c, oc } = shape;
     let (inp, weight, scale) = match fp8 {
         Some(fp8) => {
-            quantize_input(arena, inp, shape, &fp8)?;
+            if !fp8.inp_is_quantized {
+                quantize_input(arena, inp, shape, &fp8)?;
+            }
             (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale.scale, fp8.weight_scale)?)
         }
         None => (inp, weight, 1.0),
@@ -61,7 +63,7 @@ pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
     if let Epilogue::Activation(activation, _) = epilogue {
         activation::forward(activation, out, preactivation, oc / inputs);
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.out).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }
 
 /// to (columns, or empty) += sums over the rows of values (rows, columns)
@@ -84,23 +86,29 @@ fn quantize_input(arena: &mut Arena, inp: Tensor, shape: MatmulShape, fp8: &Fp8F
     let Fp8Forward { inp: out, inp_transposed: transposed, inp_scale: scale, scaling, .. } = *fp8;
     let shape = [shape.rows, shape.c];
     let format = Fp8Format::E4m3;
-    quantize::quantize(arena, Quantize { out: Some(out), transposed, inp, scale, scaling, format, shape })
+    quantize::quantize(
+        arena,
+        Quantize { out: Some(out), transposed, inp, scale, scaling, format, shape, column_sums: None },
+    )
 }
 
 /// Quantizes the gradient of a linear layer's output, and its input, for its backward pass.
 fn quantize_for_backward(arena: &mut Arena, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
     let MatmulShape { rows, c, oc } = op.shape;
     let Fp8Backward { dout: [dout, transposed], dout_scale, scaling, format, inp_transposed, inp_scale, .. } = *fp8;
-    let gradient = Quantize {
-        out: Some(dout),
-        transposed: Some(transposed),
-        inp: op.dout,
-        scale: dout_scale,
-        scaling,
-        format,
-        shape: [rows, oc],
-    };
-    quantize::quantize(arena, gradient)?;
+    if !fp8.dout_is_quantized {
+        let gradient = Quantize {
+            out: Some(dout),
+            transposed: Some(transposed),
+            inp: op.dout,
+            scale: dout_scale,
+            scaling,
+            format,
+            shape: [rows, oc],
+            column_sums: op.dbias,
+        };
+        quantize::quantize(arena, gradient)?;
+    }
     if fp8.inp_is_quantized {
         return Ok(());
     }
@@ -112,6 +120,7 @@ fn quantize_for_backward(arena: &mut Arena, op: &MatmulBackward, fp8: &Fp8Backwa
         scaling: Scaling::Given,
         format: Fp8Format::E4m3,
         shape: [rows, c],
+        column_sums: None,
     };
     quantize::quantize(arena, input)
 }
@@ -127,6 +136,12 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         Some(ActivationInput { activation, preactivation, .. }) => (preactivation, activation.inputs()),
         None => (ABSENT, 1),
     };
+    // Quantization sums the gradient of the output in FP8.
+    let dbias = dbias.filter(|_| fp8.is_none());
+    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
+    // An input that has been quantized may share memory with other operands.
+    let inp_len = if fp8.is_some_and(|fp8| fp8.inp_is_quantized) && !swiglu { 0 } else { rows * c };
+    let inp = if inp_len == 0 { ABSENT } else { inp };
     if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
         // `preactivation` holds the unrounded sums, so only the activation is recomputed.
         let operands = [("inp", inp, rows * c), ("preactivation", preactivation, rows * c * inputs)];
@@ -151,7 +166,7 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         ("dweight", dweight, oc * c),
         ("dbias", dbias.unwrap_or(ABSENT), dbias.map_or(0, |_| oc)),
         ("dout", dout, rows * oc),
-        ("inp", inp, rows * c),
+        ("inp", inp, inp_len),
         ("weight", weight, oc * c),
         ("preactivation", preactivation, activation.map_or(0, |_| rows * c * inputs)),
         ("dout in FP8", dout8, dout8_len),
@@ -172,7 +187,6 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
     };
     multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
     add_column_sums(dbias, dout, oc);
-    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
     let dinp_of_matmul = if swiglu { &mut *inp } else { &mut *dinp };
     let [a, b] = input_gradient;
     multiply(dinp_of_matmul, Into::Overwrite, scale, a, b, ALL);
@@ -184,5 +198,5 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         Some(Activation::SwiGlu) => activation::swiglu_backward(dinp, inp, preactivation, c),
         None => {}
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.dinp).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }

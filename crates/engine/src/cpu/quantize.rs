@@ -28,11 +28,16 @@ fn set_scalar(arena: &mut Arena, name: &'static str, tensor: Tensor, value: f32)
 }
 
 pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
-    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax, counts }, scaling, format, shape } = op;
+    let Quantize { out, transposed, inp, scale: Fp8Scale { scale, amax, counts }, scaling, format, shape, column_sums } =
+        op;
     let [rows, columns] = shape;
     ensure!(
         rows.is_multiple_of(16) && columns.is_multiple_of(16),
         "quantize: expected rows and columns that are multiples of 16, found {rows} x {columns}"
+    );
+    ensure!(
+        column_sums.is_none() || out.is_some() && transposed.is_some(),
+        "quantize: column sums: expected both layouts, found one"
     );
     if scaling != Scaling::Given {
         let before = if scaling == Scaling::Current { 0.0 } else { scalar(arena, "amax", amax)? };
@@ -43,7 +48,8 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
             set_scalar(arena, "scale", scale, scale_of(largest, format.max()))?;
         }
     }
-    let factor = 1.0 / scalar(arena, "scale", scale)?;
+    let scale = scalar(arena, "scale", scale)?;
+    let factor = 1.0 / scale;
     if let Some(counts) = counts.filter(|_| scaling != Scaling::Given) {
         count_losses(arena, counts, inp, factor, format)?;
     }
@@ -56,13 +62,17 @@ pub(super) fn quantize(arena: &mut Arena, op: Quantize) -> Result<()> {
         ("out", out.unwrap_or(ABSENT), len(out)),
         ("transposed", transposed.unwrap_or(ABSENT), len(transposed)),
         ("inp", inp, rows * columns),
+        ("column sums", column_sums.unwrap_or(ABSENT), column_sums.map_or(0, |_| columns)),
     ];
-    let [out, transposed, inp] = arena.split("quantize", operands)?;
+    let [out, transposed, inp, sums] = arena.split("quantize", operands)?;
     out.par_iter_mut().with_min_len(CHUNK).zip(&*inp).for_each(|(out, &x)| *out = round(x));
     transposed.par_chunks_mut(rows).enumerate().for_each(|(column, out)| {
         for (row, out) in out.iter_mut().enumerate() {
             *out = round(inp[row * columns + column]);
         }
+    });
+    sums.iter_mut().zip(transposed.chunks(rows)).for_each(|(sum, column)| {
+        *sum += (f64::from(scale) * column.iter().map(|x| f64::from(*x)).sum::<f64>()) as f32;
     });
     Ok(())
 }

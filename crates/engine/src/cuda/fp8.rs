@@ -13,7 +13,7 @@ use cuda_std::{E4m3, Element as _, Global, GlobalMut, bf16};
 use gpu::launch::{Extents, KernelLaunch};
 use gpu::matmul::fp8_launch::{Fp8Epilogue, Fp8Gemm, Fp8Operands};
 use gpu::matmul::launch::{GemmShape, Map, TileConfig};
-use gpu::quantize;
+use gpu::quantize::{self, quantize_transpose as transpose, transpose_fp8};
 use std::cell::Cell;
 
 /// Alignment of the buffers in device memory.
@@ -332,7 +332,7 @@ impl Fp8Bench {
         let buffers = Buffers::new(&self.gpu, 8 * n + 16 * ALIGNMENT)?;
         let take = |bytes| buffers.take(bytes);
         let (inp, copy, out, transposed) = (take(2 * n)?, take(2 * n)?, take(n)?, take(n)?);
-        let (scale, amax) = (take(4)?, take(4)?);
+        let (scale, amax, sums) = (take(4)?, take(4)?, take(4 * quantize::sum_rows(rows) * columns)?);
         // Every bf16 number, again and again.
         let every: Vec<u16> = (0..=u16::MAX).collect();
         for start in (0..n).step_by(every.len()) {
@@ -343,6 +343,7 @@ impl Fp8Bench {
         // SAFETY: the buffer has one element.
         unsafe { self.stream.upload(scale, &[1.0f32])? };
         let (scale, amax) = (Global::from_address(scale), GlobalMut::from_address(amax));
+        let sums = GlobalMut::from_address(sums);
         let (inp_, out_, transposed_) =
             (Global::from_address(inp), GlobalMut::from_address(out), GlobalMut::from_address(transposed));
         let (mut layout, mut maxima) = (Layout::new(), Layout::new());
@@ -363,30 +364,28 @@ impl Fp8Bench {
             (
                 "quantize both layouts",
                 4,
-                transposing(quantize::quantize_transpose::<E4m3, true, false>(
-                    out_,
-                    transposed_,
-                    amax,
-                    inp_,
-                    scale,
-                    r,
-                    c,
-                )),
+                transposing(transpose::<E4m3, true, false, false>(out_, transposed_, amax, sums, inp_, scale, r, c)),
+            ),
+            (
+                "quantize both layouts, amax, sums",
+                4,
+                transposing(transpose::<E4m3, true, true, true>(out_, transposed_, amax, sums, inp_, scale, r, c)),
             ),
             (
                 "quantize transposed, amax",
                 3,
-                transposing(quantize::quantize_transpose::<E4m3, false, true>(
-                    out_,
-                    transposed_,
-                    amax,
-                    inp_,
-                    scale,
-                    r,
-                    c,
-                )),
+                transposing(transpose::<E4m3, false, true, false>(out_, transposed_, amax, sums, inp_, scale, r, c)),
             ),
-            ("transpose FP8", 2, transposing(quantize::transpose_fp8(transposed_, out_.reader(), r, c))),
+            (
+                "transpose FP8",
+                2,
+                transposing(transpose_fp8::<E4m3, false>(transposed_, sums, out_.reader(), scale, r, c)),
+            ),
+            (
+                "transpose FP8, sums",
+                2,
+                transposing(transpose_fp8::<E4m3, true>(transposed_, sums, out_.reader(), scale, r, c)),
+            ),
         ];
         let mut timings = Vec::new();
         let mut time = |name: &str, bytes: usize, run: &mut dyn FnMut() -> Result<()>| -> Result<()> {

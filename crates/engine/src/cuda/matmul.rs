@@ -214,14 +214,14 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Resul
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
+    if let Some(fp8) = op.fp8 {
+        return matmul_fp8::backward(cuda, op, &fp8);
+    }
     // The bias gradient's scratch memory is checked before anything is launched.
     let bias_kernels = match op.dbias {
         Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,
         None => Vec::new(),
     };
-    if let Some(fp8) = op.fp8 {
-        return matmul_fp8::backward(cuda, op, &fp8, &bias_kernels);
-    }
     if let Some(input) = op.activation
         && let Some(call) = cuda.fused_backward(op, input)?
     {

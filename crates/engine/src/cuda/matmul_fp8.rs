@@ -1,6 +1,6 @@
 //! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
 
-use super::quantize::quantize;
+use super::quantize::{quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
@@ -9,7 +9,7 @@ use crate::ops::{
 };
 use crate::tensor::Tensor;
 use crate::{GeluFusion, Result};
-use gpu::launch::KernelLaunch;
+use anyhow::ensure;
 
 impl<T: Float> Cuda<T> {
     fn fp8_address(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
@@ -20,6 +20,34 @@ impl<T: Float> Cuda<T> {
         let [a, b] = scales.map(|scale| self.arena.address::<f32>("scale", scale, 1));
         Ok(Some([a?.addr() as u64, b?.addr() as u64]))
     }
+
+    /// Runs a GEMM that quantizes its output in the epilogue, and what remains of `next`. Returns false and does nothing if
+    /// there is no such kernel, or if the scale or the counts of losses need the output in bf16. The bits do not depend on
+    /// whether there is.
+    fn run_quantizing(&mut self, gemm: Gemm, operands: GemmOperands, next: &Quantize) -> Result<bool> {
+        let Quantize { out: Some(out), scaling, scale, shape: [rows, columns], .. } = *next else { return Ok(false) };
+        let [scale_address, amax] = [scale.scale, scale.amax].map(|x| self.arena.address::<f32>("scale", x, 1));
+        let operands = GemmOperands {
+            out: self.fp8_address("out in FP8", out, rows * columns)?,
+            fp8_output: Some([scale_address?.addr() as u64, amax?.addr() as u64]),
+            ..operands
+        };
+        let call = GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() };
+        if !self.gemms.may_use_kernel(&call) {
+            return Ok(false);
+        }
+        if scaling == Scaling::Calibrate && self.gemms.is_collecting() {
+            // Steps after the first one have delayed scales, so the autotuner must see both variants.
+            self.run_gemm(call)?;
+            return Ok(false);
+        }
+        if scaling != Scaling::Delayed || scale.counts.is_some() {
+            return Ok(false);
+        }
+        self.run_gemm(call)?;
+        transpose_quantized(self, next)?;
+        Ok(true)
+    }
 }
 
 fn precision(a: Fp8Format, accumulation: Fp8Accumulation) -> GemmPrecision {
@@ -28,9 +56,8 @@ fn precision(a: Fp8Format, accumulation: Fp8Accumulation) -> GemmPrecision {
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
     let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
-    quantize(
-        cuda,
-        Quantize {
+    if !fp8.inp_is_quantized {
+        let input = Quantize {
             out: Some(fp8.inp),
             transposed: fp8.inp_transposed,
             inp,
@@ -38,8 +65,10 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
             scaling: fp8.scaling,
             format: Fp8Format::E4m3,
             shape: [rows, c],
-        },
-    )?;
+            column_sums: None,
+        };
+        quantize(cuda, input)?;
+    }
     let activation = match op.epilogue {
         Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
         _ => None,
@@ -54,6 +83,12 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         ..operands
     };
     let gemm = Gemm { precision: precision(Fp8Format::E4m3, fp8.accumulation), ..gemm };
+    if gemm.epilogue == GemmEpilogue::BiasGelu
+        && let Some(next) = fp8.out
+        && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?
+    {
+        return Ok(());
+    }
     let kernel = activation.map(|(activation, preactivation)| {
         let shape = activation::Shape { rows, columns: oc / activation.inputs() };
         activation::forward_kernel(cuda, activation, out, preactivation, shape)
@@ -61,32 +96,36 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
     let kernel = kernel.transpose()?;
     if unfused.is_some() {
         cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
-        return kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]));
+        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
+    } else {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
     }
-    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })
+    fp8.out.map_or(Ok(()), |next| quantize(cuda, next))
 }
 
-pub(super) fn backward<T: Float>(
-    cuda: &mut Cuda<T>,
-    op: &MatmulBackward,
-    fp8: &Fp8Backward,
-    bias_kernels: &[KernelLaunch],
-) -> Result<()> {
-    let MatmulBackward { dout, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulBackward { dout, dbias, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    ensure!(
+        !(fp8.dout_is_quantized && dbias.is_some()),
+        "matmul_backward in FP8: expected the bias gradient of a gradient that is quantized here, found one that is quantized"
+    );
     if let Some(ActivationInput { activation, preactivation, recompute: Some(_) }) = activation {
         // The forward pass applied the activation to rounded sums, so this kernel gives the same bits.
         activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
     }
-    let gradient = Quantize {
-        out: Some(fp8.dout[0]),
-        transposed: Some(fp8.dout[1]),
-        inp: dout,
-        scale: fp8.dout_scale,
-        scaling: fp8.scaling,
-        format: fp8.format,
-        shape: [rows, oc],
-    };
-    quantize(cuda, gradient)?;
+    if !fp8.dout_is_quantized {
+        let gradient = Quantize {
+            out: Some(fp8.dout[0]),
+            transposed: Some(fp8.dout[1]),
+            inp: dout,
+            scale: fp8.dout_scale,
+            scaling: fp8.scaling,
+            format: fp8.format,
+            shape: [rows, oc],
+            column_sums: dbias,
+        };
+        quantize(cuda, gradient)?;
+    }
     if !fp8.inp_is_quantized {
         let input = Quantize {
             out: None,
@@ -96,10 +135,10 @@ pub(super) fn backward<T: Float>(
             scaling: Scaling::Given,
             format: Fp8Format::E4m3,
             shape: [rows, c],
+            column_sums: None,
         };
         quantize(cuda, input)?;
     }
-    cuda.launch_all(bias_kernels)?;
     weight_gradient(cuda, op, fp8)?;
     // Only quantization reads `inp`, so the sums of SwiGLU's gradient may replace it.
     input_gradient(cuda, op, fp8)
@@ -163,8 +202,16 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         ..GemmOperands::default()
     };
     if fused.is_some() {
-        return cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() });
+        if let Some(next) = fp8.dinp
+            && next.format == fp8.format
+            && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::GeluBackwardFp8, ..gemm }, operands, &next)?
+        {
+            return Ok(());
+        }
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
+    } else {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
     }
-    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
-    kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))
+    fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next))
 }

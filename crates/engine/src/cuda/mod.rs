@@ -420,6 +420,7 @@ impl<T: Float> Engine for Cuda<T> {
             rmsnorm::scratch::<T>(workload, sm_count),
             rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
+            if self.fp8_dtype().is_some() { quantize::scratch(workload) } else { 0 },
             attention::scratch::<T>(workload, &*self.executor),
             global_norm::scratch::<T>(workload, sm_count),
             matmul::scratch::<T>(workload, self.executor.emulation()),

@@ -19,7 +19,9 @@ pub(super) fn kernel(gemm: &Gemm, a: Fp8Format, exact: bool, shape: GemmShape) -
         GemmEpilogue::Residual => Fp8Epilogue::Residual,
         GemmEpilogue::BiasResidual => Fp8Epilogue::BiasResidual,
         GemmEpilogue::BiasGelu => Fp8Epilogue::BiasGelu,
+        GemmEpilogue::BiasGeluFp8 => Fp8Epilogue::BiasGeluFp8,
         GemmEpilogue::GeluBackward => Fp8Epilogue::GeluBackward,
+        GemmEpilogue::GeluBackwardFp8 => Fp8Epilogue::GeluBackwardFp8,
         _ => return None,
     };
     let kernel = Fp8Gemm { a, epilogue, exact };
@@ -36,17 +38,19 @@ pub(super) fn launches(
     scratch: GlobalMut<f32>,
     executor: &mut dyn Executor,
 ) -> Result<Vec<KernelLaunch>> {
-    let GemmOperands { a, b, out, residual, bias, preactivation, fp8_scales, .. } = *operands;
+    let GemmOperands { a, b, out, residual, bias, preactivation, fp8_scales, fp8_output, .. } = *operands;
     let [scale_a, scale_b] = fp8_scales.context("FP8 GEMM: expected scales, found none")?.map(Global::from_address);
+    // Unused if the output is not FP8.
+    let [scale_out, amax] = fp8_output.unwrap_or_default();
     // BiasGelu writes the preactivation; other epilogues read an operand.
     let (aux, second) = match gemm.epilogue {
-        Fp8Epilogue::BiasGelu => (None, preactivation),
+        Fp8Epilogue::BiasGelu | Fp8Epilogue::BiasGeluFp8 => (None, preactivation),
         _ => (preactivation.or(residual), None),
     };
     let maps = gemm.maps(shape, config.tile);
     let mut map = |address: u64, dtype, Map { extents, tile }: Map| executor.tensor_map(address, dtype, extents, tile);
     let (a, b) = (map(a, DType::Fp8, maps.a)?, map(b, DType::Fp8, maps.b)?);
-    let out_map = map(out, DType::Bf16, maps.out)?;
+    let out_map = map(out, if gemm.epilogue.is_fp8() { DType::Fp8 } else { DType::Bf16 }, maps.out)?;
     // An operand that the epilogue does not use has the map of out.
     let mut optional = |address: Option<u64>, dimensions: Map| {
         address.map_or(Ok(out_map), |address| map(address, DType::Bf16, dimensions))
@@ -64,8 +68,8 @@ pub(super) fn launches(
         bias: Global::from_address(bias.unwrap_or_default()),
         scale_a,
         scale_b,
-        scale_out: Global::from_address(0),
-        amax: GlobalMut::from_address(0),
+        scale_out: Global::from_address(scale_out),
+        amax: GlobalMut::from_address(amax),
         out_address: out,
         scratch,
     };

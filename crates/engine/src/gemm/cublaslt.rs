@@ -74,6 +74,8 @@ pub fn gemm(problem: &Problem) -> Option<Gemm> {
         (GemmLayout::Nt, Epilogue::ReluSquaredAux, false) => GemmEpilogue::ReluSquared,
         (GemmLayout::Nn, Epilogue::DReluSquared, false) => GemmEpilogue::ReluSquaredBackward,
         (GemmLayout::Nn, Epilogue::DReluSquaredAndReluSquared, false) => GemmEpilogue::ReluSquaredBackwardRecompute,
+        (GemmLayout::Nt, Epilogue::GeluAuxBiasFp8, false) => GemmEpilogue::BiasGeluFp8,
+        (GemmLayout::Nt, Epilogue::DGeluFp8, false) => GemmEpilogue::GeluBackwardFp8,
         (GemmLayout::Nt, Epilogue::SwiGluAux, false) => GemmEpilogue::SwiGlu,
         (GemmLayout::Nn, Epilogue::DSwiGlu, false) => GemmEpilogue::SwiGluBackward,
         (GemmLayout::Nn, Epilogue::DSwiGluAndSwiGlu, false) => GemmEpilogue::SwiGluBackwardRecompute,
@@ -110,6 +112,8 @@ pub(super) fn stored_problem(gemm: &Gemm) -> Problem {
         GemmEpilogue::SwiGluBackward => Epilogue::DSwiGlu,
         GemmEpilogue::SwiGluBackwardRecompute => Epilogue::DSwiGluAndSwiGlu,
         GemmEpilogue::AccumulateBiasGrad => Epilogue::BiasGradB,
+        GemmEpilogue::BiasGeluFp8 => Epilogue::GeluAuxBiasFp8,
+        GemmEpilogue::GeluBackwardFp8 => Epilogue::DGeluFp8,
         _ => problem.epilogue,
     };
     Problem { epilogue, ..problem }
@@ -122,9 +126,10 @@ mod tests {
     #[test]
     fn every_gemm_of_the_model_survives_the_round_trip_through_the_stored_problem() {
         use GemmEpilogue::{
-            Accumulate, AccumulateBiasGrad, BatchedResidual, Bias, BiasGelu, BiasResidual, GeluBackward,
-            GeluBackwardRecompute, None, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardRecompute, Residual,
-            SwiGlu, SwiGluBackward, SwiGluBackwardRecompute, Symmetric, SymmetricResidual,
+            Accumulate, AccumulateBiasGrad, BatchedResidual, Bias, BiasGelu, BiasGeluFp8, BiasResidual, GeluBackward,
+            GeluBackwardFp8, GeluBackwardRecompute, None, ReluSquared, ReluSquaredBackward,
+            ReluSquaredBackwardRecompute, Residual, SwiGlu, SwiGluBackward, SwiGluBackwardRecompute, Symmetric,
+            SymmetricResidual,
         };
         let nt = [None, Bias, Residual, BiasResidual, BiasGelu, ReluSquared, SwiGlu, Symmetric, SymmetricResidual];
         let nt = nt.map(|epilogue| (GemmLayout::Nt, epilogue));
@@ -157,6 +162,10 @@ mod tests {
                     Gemm { m: 48, n: 16, k: 32, layout: GemmLayout::Nt, precision, epilogue, f32_output: false };
                 assert_eq!(gemm(&stored_problem(&original)), Some(original));
                 assert_eq!(gemm(&problem(&original.library_part())), Some(original.library_part()));
+                for epilogue in [BiasGeluFp8, GeluBackwardFp8] {
+                    let original = Gemm { epilogue, ..original };
+                    assert_eq!(gemm(&stored_problem(&original)), Some(original));
+                }
             }
         }
     }

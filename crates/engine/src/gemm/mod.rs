@@ -81,6 +81,10 @@ pub enum GemmEpilogue {
     SwiGluBackward,
     /// The output of `SwiGluBackward`; activation (M, N) = swiglu(preactivation). cuBLASLt lacks it.
     SwiGluBackwardRecompute,
+    /// The epilogue `BiasGelu` with out in E4M3: gelu(preactivation), rounded to bf16, divided by its scale. cuBLASLt lacks it.
+    BiasGeluFp8,
+    /// The epilogue `GeluBackward` with out in the format of a: rounded to bf16, divided by its scale. cuBLASLt lacks it.
+    GeluBackwardFp8,
     /// out += sum
     Accumulate,
     /// out += sum; bias (M) += column sums of a (K, M). cuBLASLt lacks it.
@@ -97,7 +101,7 @@ pub enum GemmEpilogue {
 impl GemmEpilogue {
     /// Reports whether the epilogue reads or writes `bias`.
     pub(crate) fn uses_bias(self) -> bool {
-        matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::AccumulateBiasGrad)
+        matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::BiasGeluFp8 | Self::AccumulateBiasGrad)
     }
 
     /// Reports whether the epilogue reads or writes `preactivation`.
@@ -113,7 +117,9 @@ impl GemmEpilogue {
             | Self::Symmetric
             | Self::SymmetricResidual => false,
             Self::BiasGelu
+            | Self::BiasGeluFp8
             | Self::GeluBackward
+            | Self::GeluBackwardFp8
             | Self::GeluBackwardRecompute
             | Self::ReluSquared
             | Self::ReluSquaredBackward
@@ -126,7 +132,7 @@ impl GemmEpilogue {
 
     /// Reports whether the epilogue writes `preactivation`.
     pub(crate) fn writes_preactivation(self) -> bool {
-        matches!(self, Self::BiasGelu | Self::ReluSquared | Self::SwiGlu)
+        matches!(self, Self::BiasGelu | Self::BiasGeluFp8 | Self::ReluSquared | Self::SwiGlu)
     }
 
     /// Returns the epilogue that also recomputes the activation, for one that multiplies by its derivative.
@@ -137,6 +143,11 @@ impl GemmEpilogue {
             Self::SwiGluBackward => Some(Self::SwiGluBackwardRecompute),
             _ => None,
         }
+    }
+
+    /// Reports whether the output is FP8.
+    pub(crate) fn is_fp8(self) -> bool {
+        matches!(self, Self::BiasGeluFp8 | Self::GeluBackwardFp8)
     }
 
     /// Reports whether the epilogue recomputes an activation.
@@ -233,6 +244,9 @@ pub struct GemmOperands {
     pub batch: Option<Batch>,
     /// Addresses of the f32 factors that restore a and b from their FP8 values.
     pub fp8_scales: Option<[u64; 2]>,
+    /// Addresses of an FP8 output's scale, and of its largest magnitude as f32 bits, which becomes the maximum of itself and the
+    /// magnitudes of the output before it is divided by the scale.
+    pub fp8_output: Option<[u64; 2]>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -321,25 +335,31 @@ impl Gemm {
         self.part().part()
     }
 
-    /// Reports whether cuBLASLt computes the library part. For some shapes in FP8, it lacks bias and residual together.
+    /// Reports whether cuBLASLt computes the library part. With FP8 operands, it lacks bias and residual together for some
+    /// shapes. An FP8 output has no part.
     pub fn is_in_library(self) -> bool {
-        !(matches!(self.precision, GemmPrecision::Fp8 { .. }) && self.epilogue == GemmEpilogue::BiasResidual)
+        let fp8 = matches!(self.precision, GemmPrecision::Fp8 { .. });
+        !(fp8 && (self.epilogue == GemmEpilogue::BiasResidual || self.epilogue.is_fp8()))
     }
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, fp8_scales } =
-            *operands;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, .. } = *operands;
+        let GemmOperands { fp8_scales, fp8_output, .. } = *operands;
         let fp8 = matches!(self.precision, GemmPrecision::Fp8 { .. });
         for (name, given, used) in [
             ("factors", scale.is_some(), self.epilogue.uses_scale()),
             ("batch", batch.is_some(), self.epilogue.is_batched()),
             ("scales of FP8 operands", fp8_scales.is_some(), fp8),
+            ("scale of an FP8 output", fp8_output.is_some(), self.epilogue.is_fp8()),
         ] {
             if given != used {
                 let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
                 bail!("{self}: {name}: expected {expected} for this epilogue, found {found}");
             }
+        }
+        if self.epilogue.is_fp8() && !fp8 {
+            bail!("{self}: an FP8 output: expected FP8 operands");
         }
         if fp8 && (self.layout != GemmLayout::Nt || !self.n.is_multiple_of(16) || !self.k.is_multiple_of(16)) {
             bail!("{self}: FP8: expected layout NT, and multiples of 16 as N and K");
@@ -398,7 +418,9 @@ impl fmt::Display for Gemm {
             GemmEpilogue::Residual => " residual",
             GemmEpilogue::BiasResidual => " bias+residual",
             GemmEpilogue::BiasGelu => " bias+gelu",
+            GemmEpilogue::BiasGeluFp8 => " bias+gelu fp8-out",
             GemmEpilogue::GeluBackward => " gelu-backward",
+            GemmEpilogue::GeluBackwardFp8 => " gelu-backward fp8-out",
             GemmEpilogue::GeluBackwardRecompute => " gelu-backward+gelu",
             GemmEpilogue::ReluSquared => " relu²",
             GemmEpilogue::ReluSquaredBackward => " relu²-backward",
@@ -442,6 +464,7 @@ mod tests {
         scale: None,
         batch: None,
         fp8_scales: None,
+        fp8_output: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
@@ -513,6 +536,16 @@ mod tests {
             assert!(refusal(wrong, at).contains("expected layout NT, and multiples of 16 as N and K"));
         }
         assert!(gemm.is_in_library() && !Gemm { epilogue: GemmEpilogue::BiasResidual, ..gemm }.is_in_library());
+        let quantized = Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm };
+        let output = GemmOperands { preactivation: Some(0x5000), fp8_output: Some([0x20, 0x24]), ..at };
+        quantized.validate(&output).unwrap();
+        assert!(!quantized.is_in_library() && quantized.library_part() == quantized);
+        assert!(refusal(quantized, GemmOperands { fp8_output: None, ..output }).contains("FP8 output: expected some"));
+        assert!(
+            refusal(gemm, GemmOperands { fp8_output: Some([0x20, 0x24]), ..at }).contains("FP8 output: expected none")
+        );
+        let of_bf16 = Gemm { precision: GemmPrecision::Bf16, ..quantized };
+        assert!(refusal(of_bf16, GemmOperands { fp8_scales: None, ..output }).contains("expected FP8 operands"));
         // cuBLASLt has no GELU epilogues in FP8: kernels run after its part.
         let gelu = Gemm { epilogue: GemmEpilogue::BiasGelu, ..gemm };
         let operands = GemmOperands { preactivation: Some(0x5000), ..at };

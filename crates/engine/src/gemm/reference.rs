@@ -125,7 +125,9 @@ fn typed<A: Stored, B: Stored, T: Stored, Out: Stored>(
         | GemmEpilogue::SwiGlu
         | GemmEpilogue::SwiGluBackward
         | GemmEpilogue::SwiGluBackwardRecompute
-        | GemmEpilogue::AccumulateBiasGrad => bail!("expected the library part of a GEMM, found {gemm}"),
+        | GemmEpilogue::AccumulateBiasGrad
+        | GemmEpilogue::BiasGeluFp8
+        | GemmEpilogue::GeluBackwardFp8 => bail!("expected the library part of a GEMM, found {gemm}"),
     }
     matrices.write::<Out>("out", operands.out, &out)
 }

@@ -48,6 +48,8 @@ pub struct Quantize {
     pub format: Fp8Format,
     /// Rows and columns of `inp`.
     pub shape: [usize; 2],
+    /// (columns) float, accumulated: the sums over the rows of the quantized values, times the scale. Needs both layouts.
+    pub column_sums: Option<Tensor>,
 }
 
 /// Computes the scales of delayed scaling at the start of a step, and makes room for the step's statistics.
@@ -71,10 +73,16 @@ pub struct Fp8Forward {
     pub inp: Tensor,
     /// (C, rows) E4M3: receives the transposed input, if the backward pass needs it.
     pub inp_transposed: Option<Tensor>,
+    /// Whether `inp` and `inp_transposed` hold the quantized input, because the operation that computed it has quantized it.
+    /// Then nothing reads the operation's own `inp`.
+    pub inp_is_quantized: bool,
     /// The scale of the input.
     pub inp_scale: Fp8Scale,
     /// Determines the scale of the input.
     pub scaling: Scaling,
+    /// Set if the output is the input of another linear layer: quantizes it. Then nothing else reads it, and an engine may
+    /// leave it unwritten.
+    pub out: Option<Quantize>,
     /// (OC, C) E4M3: the quantized weight.
     pub weight: Tensor,
     /// (1) f32: the scale of the weight.
@@ -84,10 +92,14 @@ pub struct Fp8Forward {
 }
 
 /// The FP8 operands of a [`MatmulBackward`](super::MatmulBackward): its GEMMs multiply them instead of `dout`, `inp` and `weight`.
+/// The bias gradient is the column sums of the quantized gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Backward {
     /// (rows, OC) and (OC, rows), in `format`: receive the quantized gradient of the output and its transpose.
     pub dout: [Tensor; 2],
+    /// Whether `dout` holds the quantized gradient, because the operation that computed it has quantized it. Then nothing reads
+    /// the operation's own `dout`, and the bias gradient is that operation's, too.
+    pub dout_is_quantized: bool,
     /// The scale of the gradient.
     pub dout_scale: Fp8Scale,
     /// Determines the scale of the gradient.
@@ -106,6 +118,9 @@ pub struct Fp8Backward {
     pub weight_scale: Tensor,
     /// How products are accumulated.
     pub accumulation: Fp8Accumulation,
+    /// Set if `dinp` is the gradient of another linear layer's output: quantizes it to `format`. Then nothing else reads it, and
+    /// an engine may leave it unwritten.
+    pub dinp: Option<Quantize>,
 }
 
 /// Determines how a GPU accumulates FP8 products. The CPU engine always uses f32.

@@ -94,7 +94,7 @@ fn quantize_weight(
     shape: MatmulShape,
 ) -> Result<()> {
     let (scaling, format, shape) = (Scaling::Current, Fp8Format::E4m3, [shape.oc, shape.c]);
-    engine.run(Quantize { out, transposed, inp, scale, scaling, format, shape })
+    engine.run(Quantize { out, transposed, inp, scale, scaling, format, shape, column_sums: None })
 }
 
 fn forward(
@@ -124,8 +124,10 @@ fn forward(
         let fp8 = Fp8Forward {
             inp: x[first],
             inp_transposed: None,
+            inp_is_quantized: false,
             inp_scale: of(x[first + 2], x[first + 3]),
             scaling,
+            out: None,
             weight: x[first + 1],
             weight_scale: x[first + 4],
             accumulation,
@@ -171,6 +173,7 @@ fn backward(
         let input = activation.map(|activation| ActivationInput { activation, preactivation: x[6], recompute: None });
         let fp8 = Fp8Backward {
             dout: [x[first], x[first + 1]],
+            dout_is_quantized: false,
             dout_scale: of(x[first + 4], x[first + 5]),
             scaling,
             format,
@@ -180,6 +183,7 @@ fn backward(
             weight_transposed: x[first + 3],
             weight_scale: x[first + 8],
             accumulation,
+            dinp: None,
         };
         e.run(MatmulBackward { fp8: Some(fp8), ..super::matmul_backward_operation(x, input, bias, shape) })
     };
