@@ -89,7 +89,10 @@ fn a_resumed_run_ends_with_the_bits_of_an_undisturbed_one() {
 #[test]
 fn statistics_are_printed() {
     let printed = train(&["--precision", "fp8", "-x", "4", "--fp8-stats", "2"]);
-    assert!(printed.contains("emulated fp8 in the layers, current scaling, fast accumulation"), "{printed}");
+    assert!(
+        printed.contains("emulated fp8 in the layers, current scaling, E5M2 gradients, fast accumulation"),
+        "{printed}"
+    );
     let lines: Vec<_> = printed.lines().filter(|line| line.starts_with("fp8 step ")).collect();
     assert_eq!(lines.len(), 2 * 12, "{printed}");
     assert!(lines[0].starts_with("fp8 step 2 | inputs of qkvw") && lines[12].starts_with("fp8 step 4 | "), "{printed}");
@@ -102,6 +105,7 @@ fn statistics_are_printed() {
 #[test]
 fn flags_that_do_not_apply_are_errors() {
     rejects(&["--fp8-recipe", "delayed"], "--fp8-recipe: expected --precision fp8, found another precision");
+    rejects(&["--fp8-gradients", "e4m3"], "--fp8-gradients: expected --precision fp8");
     rejects(&["--fp8-accumulation", "exact"], "--fp8-accumulation: expected --precision fp8");
     rejects(&["--fp8-stats", "5"], "--fp8-stats: expected --precision fp8");
     rejects(

@@ -11,6 +11,7 @@
 //! gradient of a linear layer's output. They write one sum per column and tile of rows, in a fixed order. The kernel
 //! [`bias_backward_reduce`](crate::bias::bias_backward_reduce) adds them.
 
+use crate::gelu;
 use cuda_std::fp8::transpose_bytes;
 use cuda_std::shared::Layout;
 use cuda_std::{E4m3, E5m2, Fp8, Global, GlobalMut, Packet, SharedArray, bf16, kernel, math, thread, warp};
@@ -347,16 +348,17 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
 
 /// `transposed` (columns, rows) = inp (rows, columns)ᵀ / scale in FP8. With `BOTH`, also out (rows, columns) = inp / scale.
 /// With `AMAX`, also does what [`amax_bf16`] does. With `SUMS`, also computes `partials` ([`sum_rows`], columns), the sums of
-/// the quantized values of each tile's columns, times the scale. `rows` and `columns` are multiples of 16. Grid:
+/// the quantized values of each tile's columns, times the scale. With `GELU`, inp is gelu(inp) in bf16 instead. `rows` and `columns` are multiples of 16. Grid:
 /// [`transpose_grid`].
 #[kernel(threads = 256, arch = "sm_90a", instances(
-    e4m3 = <E4m3, false, false, false>, e4m3_amax = <E4m3, false, true, false>,
-    e5m2 = <E5m2, false, false, false>, e5m2_amax = <E5m2, false, true, false>,
-    both_e4m3 = <E4m3, true, false, false>, both_e4m3_amax = <E4m3, true, true, false>,
-    both_e5m2 = <E5m2, true, false, false>, both_e5m2_amax = <E5m2, true, true, false>,
-    both_e4m3_sums = <E4m3, true, false, true>, both_e4m3_amax_sums = <E4m3, true, true, true>,
-    both_e5m2_sums = <E5m2, true, false, true>, both_e5m2_amax_sums = <E5m2, true, true, true>))]
-pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
+    e4m3 = <E4m3, false, false, false, false>, e4m3_amax = <E4m3, false, true, false, false>,
+    e5m2 = <E5m2, false, false, false, false>, e5m2_amax = <E5m2, false, true, false, false>,
+    both_e4m3 = <E4m3, true, false, false, false>, both_e4m3_amax = <E4m3, true, true, false, false>,
+    both_e5m2 = <E5m2, true, false, false, false>, both_e5m2_amax = <E5m2, true, true, false, false>,
+    both_e4m3_sums = <E4m3, true, false, true, false>, both_e4m3_amax_sums = <E4m3, true, true, true, false>,
+    both_e5m2_sums = <E5m2, true, false, true, false>, both_e5m2_amax_sums = <E5m2, true, true, true, false>,
+    e4m3_gelu = <E4m3, false, false, false, true>))]
+pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS: bool, const GELU: bool>(
     out: GlobalMut<T>,
     transposed: GlobalMut<T>,
     amax: GlobalMut<u32>,
@@ -379,6 +381,11 @@ pub fn quantize_transpose<T: Fp8, const BOTH: bool, const AMAX: bool, const SUMS
     for i in 0..8 {
         if inside(i) {
             packets[i] = inp.packet_streaming(at(i).0 * columns + at(i).1);
+        }
+    }
+    if GELU {
+        for i in 0..8 {
+            packets[i] = Packet::from_fn(|j| gelu::gelu(packets[i].get(j)));
         }
     }
     let mut largest = 0;

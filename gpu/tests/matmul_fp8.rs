@@ -19,7 +19,8 @@ tests! {
     kernels of "matmul/fp8.rs";
     once: smallest_shape_matches_reference, shapes_around_a_tile_match_reference, any_grid_size_matches_reference,
         long_k_matches_reference, random_shapes_match_reference, non_finite_elements_do_not_spread,
-        split_k_matches_reference, scales_multiply_the_sums, unsupported_shapes_are_rejected,
+        split_k_matches_reference, scales_multiply_the_sums,
+        fp8_outputs_have_the_bits_of_separate_quantization, infinite_results_become_nan, unsupported_shapes_are_rejected,
         candidate_configs_are_supported;
 }
 
@@ -389,6 +390,40 @@ fn scales_multiply_the_sums() {
         let factor = f64::from(scales[0]) * f64::from(scales[1]);
         let want: Vec<_> = unscaled.iter().map(|x| factor * x).collect();
         assert_close("scaled", &run(case, &Inputs { scales, ..plain.clone() }).out, &want, 0.0, 0.0);
+    }
+}
+
+/// An FP8 output has the bits that quantization gives the output in bf16 of the same GEMM.
+fn fp8_outputs_have_the_bits_of_separate_quantization() {
+    let shape = GemmShape { m: 130, n: 208, k: 144 };
+    for gemm in gemms().into_iter().filter(|gemm| gemm.epilogue.is_fp8()) {
+        let in_bf16 = match gemm.epilogue {
+            Fp8Epilogue::BiasGeluFp8 => Fp8Epilogue::BiasGelu,
+            _ => Fp8Epilogue::GeluBackward,
+        };
+        let case = Case { gemm, shape, config: configs(gemm, shape)[0], blocks: 2 };
+        let inputs = Inputs::fractions(case, 5);
+        let (got, plain) =
+            (run(case, &inputs), run(Case { gemm: Fp8Gemm { epilogue: in_bf16, ..gemm }, ..case }, &inputs));
+        let quantized = |x: &f64| {
+            let scaled = gpu::quantize::scaled(*x as f32, 1.0 / OUT_SCALE);
+            let e4m3 = gemm.epilogue == Fp8Epilogue::BiasGeluFp8 || gemm.a == Fp8Format::E4m3;
+            f64::from(if e4m3 { E4m3::from_f32(scaled).to_f32() } else { E5m2::from_f32(scaled).to_f32() })
+        };
+        assert_eq!(got.out, plain.out.iter().map(quantized).collect::<Vec<_>>(), "{case:?}");
+        assert_eq!(got.second, plain.second, "{case:?}");
+        assert_eq!(got.amax, plain.out.iter().fold(0.0, |most: f64, x| most.max(x.abs())), "{case:?}");
+    }
+}
+
+fn infinite_results_become_nan() {
+    let shape = GemmShape { m: 16, n: 16, k: 16 };
+    for gemm in gemms().into_iter().filter(|gemm| gemm.epilogue.is_fp8()) {
+        let case = Case { gemm, shape, config: configs(gemm, shape)[0], blocks: 1 };
+        let ones = |len| vec![1.0; len];
+        let inputs = Inputs { a: ones(256), b: ones(256), scales: [2f32.powi(70); 2], bias: ones(16), aux: ones(256) };
+        let got = run(case, &inputs);
+        assert!(got.out.iter().all(|x| x.is_nan()) && got.amax == f64::INFINITY, "{case:?}: {:?}", got.out);
     }
 }
 

@@ -143,7 +143,7 @@ mod tests {
     use engine::open::{Device, MatmulBackend, Precision};
     use engine::ops::{Fp8Accumulation, MuonCoefficients};
     use model::schedule::Kind;
-    use model::{Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
+    use model::{Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
@@ -220,6 +220,7 @@ mod tests {
             device: Device::Cuda,
             precision: Precision::Fp8,
             fp8_recipe: Some(Fp8Recipe::Delayed),
+            fp8_gradients: Some(Fp8Gradients::E4m3),
             fp8_accumulation: Some(Fp8Accumulation::Exact),
             tf32: false,
             gelu_fusion: GeluFusion::Both,

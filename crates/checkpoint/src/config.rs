@@ -8,7 +8,7 @@ use engine::open::{Device, MatmulBackend, Precision};
 use engine::ops::{Fp8Accumulation, MuonCoefficients};
 use model::guards::Limits;
 use model::schedule::Kind;
-use model::{Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
+use model::{Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -143,8 +143,10 @@ pub struct Config {
     pub device: Device,
     /// Precision of parameters and activations.
     pub precision: Precision,
-    /// Scaling of FP8. Present if that is the precision, as is the next.
+    /// Scaling of FP8. Present if that is the precision, as are the next two.
     pub fp8_recipe: Option<Fp8Recipe>,
+    /// Format of gradients in FP8.
+    pub fp8_gradients: Option<Fp8Gradients>,
     /// Accumulation of FP8 products.
     pub fp8_accumulation: Option<Fp8Accumulation>,
     /// Whether fp32 GEMMs use TF32 tensor cores.

@@ -37,6 +37,37 @@ pub enum Fp8Recipe {
     Delayed,
 }
 
+/// The FP8 format of gradients of outputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Gradients {
+    /// 5 exponent bits and 2 mantissa bits: the range that gradients need, whose magnitudes vary more than those of inputs
+    #[default]
+    E5m2,
+    /// 4 exponent bits and 3 mantissa bits
+    E4m3,
+}
+
+impl From<Fp8Gradients> for Fp8Format {
+    fn from(gradients: Fp8Gradients) -> Self {
+        match gradients {
+            Fp8Gradients::E5m2 => Self::E5m2,
+            Fp8Gradients::E4m3 => Self::E4m3,
+        }
+    }
+}
+
+/// What a run with FP8 selects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fp8Settings {
+    /// Determines the scales.
+    pub recipe: Fp8Recipe,
+    /// The format of gradients.
+    pub gradients: Fp8Gradients,
+    /// How products are accumulated.
+    pub accumulation: Fp8Accumulation,
+}
+
 /// Settings of FP8 that an engine and a model have been checked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Options {
@@ -49,8 +80,7 @@ pub struct Fp8Options {
 impl Fp8Options {
     /// Checks that `engine` computes in FP8, and that it can do so for batches of b x t tokens of a model.
     pub fn new(
-        recipe: Fp8Recipe,
-        accumulation: Fp8Accumulation,
+        Fp8Settings { recipe, gradients, accumulation }: Fp8Settings,
         descriptor: &Descriptor,
         [b, t]: [usize; 2],
         engine: &dyn Engine,
@@ -71,8 +101,7 @@ impl Fp8Options {
                 "--precision fp8: {what}: expected a multiple of {MULTIPLE}, found {extent}; {fix}"
             );
         }
-        // E5M2 has the range that gradients need, whose magnitudes vary more than those of activations.
-        Ok(Self { recipe, gradients: Fp8Format::E5m2, accumulation, dtype })
+        Ok(Self { recipe, gradients: gradients.into(), accumulation, dtype })
     }
 }
 
@@ -102,6 +131,8 @@ struct Slots {
     scales: Tensor,
     /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
     amaxes: Tensor,
+    /// (H, L, 4) f32: the largest magnitudes before the step in progress.
+    before: Tensor,
     /// (L, 4, 2) i32: numbers of values that saturate, and that become 0.
     counts: Tensor,
 }
@@ -113,6 +144,7 @@ impl Slots {
         Self {
             scales: add("scales", &[layers, WEIGHTS.len()], DType::F32),
             amaxes: add("amaxes", &[history, layers, WEIGHTS.len()], DType::F32),
+            before: add("amaxes before", &[history, layers, WEIGHTS.len()], DType::F32),
             counts: add("counts", &[layers, WEIGHTS.len(), 2], DType::I32),
         }
     }
@@ -257,6 +289,24 @@ impl Fp8 {
         self.copies.map(|copies| copies.slice(layer * all + before, len(weight)))
     }
 
+    /// Copies the statistics of delayed scaling, so that [`restore_statistics`](Self::restore_statistics) can undo a step.
+    pub(super) fn keep_statistics(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.delayed().into_iter().try_for_each(|slots| engine.copy(slots.before, slots.amaxes))
+    }
+
+    /// Restores the statistics of delayed scaling before the step in progress.
+    pub(super) fn restore_statistics(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.delayed().into_iter().try_for_each(|slots| engine.copy(slots.amaxes, slots.before))
+    }
+
+    /// Returns the tensors with delayed scaling.
+    fn delayed(&self) -> Vec<Slots> {
+        match self.options.recipe {
+            Fp8Recipe::Current => Vec::new(),
+            Fp8Recipe::Delayed => vec![self.inputs, self.gradients],
+        }
+    }
+
     /// Begins a step: computes the scales of delayed scaling.
     ///
     /// If there are no statistics of earlier steps, the step calibrates: it scales each tensor by its own largest magnitude, which
@@ -297,18 +347,12 @@ impl Fp8 {
     ///
     /// With current scaling, each rank scales its own inputs and gradients. Weights and their scales are equal on all ranks.
     pub(super) fn shared_amaxes(&self) -> Vec<Tensor> {
-        match self.options.recipe {
-            Fp8Recipe::Current => Vec::new(),
-            Fp8Recipe::Delayed => vec![self.inputs.newest(), self.gradients.newest()],
-        }
+        self.delayed().into_iter().map(Slots::newest).collect()
     }
 
     /// Returns the tensors that a checkpoint contains: the statistics of delayed scaling.
     pub fn state(&self) -> Vec<Tensor> {
-        match self.options.recipe {
-            Fp8Recipe::Current => Vec::new(),
-            Fp8Recipe::Delayed => vec![self.inputs.amaxes, self.gradients.amaxes],
-        }
+        self.delayed().iter().map(|slots| slots.amaxes).collect()
     }
 }
 

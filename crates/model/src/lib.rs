@@ -35,7 +35,7 @@ pub mod update;
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
-pub use fp8::{Fp8Options, Fp8Recipe};
+pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use muon::Muon;
 pub use params::{Param, Params, Shard, Unit};

@@ -26,6 +26,8 @@ pub struct TrainStep {
     graph: Option<GraphKey>,
     /// Whether the next step counts the values that FP8 loses.
     count_fp8: bool,
+    /// Whether the step in progress has changed statistics of FP8.
+    statistics_changed: bool,
 }
 
 impl TrainStep {
@@ -38,6 +40,7 @@ impl TrainStep {
             buffers: LayerBuffers::default(),
             graph: None,
             count_fp8: false,
+            statistics_changed: false,
         }
     }
 
@@ -46,9 +49,10 @@ impl TrainStep {
         Self { graph: Some(GraphKey::new()), ..self }
     }
 
-    /// Reports whether a step changes statistics of FP8 before its update. If it fails, their previous values are lost.
-    pub fn changes_statistics(&self) -> bool {
-        self.model.fp8.is_some_and(|fp8| !fp8.state().is_empty())
+    /// Restores the statistics of FP8 after an error that has interrupted a step before its update. Other state has not changed.
+    pub fn restore_statistics(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let interrupted = std::mem::take(&mut self.statistics_changed);
+        self.model.fp8.filter(|_| interrupted).map_or(Ok(()), |fp8| fp8.restore_statistics(engine))
     }
 
     /// Makes the next step count the values that quantization to FP8 loses: those of weights, and of its first micro-batch.
@@ -76,6 +80,7 @@ impl TrainStep {
         if let Some(update) = decide(engine, stats)? {
             self.update(engine, ranks, &update)?;
         }
+        self.statistics_changed = false;
         Ok(capture_error)
     }
 
@@ -90,6 +95,8 @@ impl TrainStep {
         engine.zero(self.model.losses)?;
         engine.zero(self.model.training()?.grads)?;
         if let Some(fp8) = &mut self.model.fp8 {
+            fp8.keep_statistics(engine)?;
+            self.statistics_changed = true;
             fp8.begin_step(engine)?;
             if std::mem::take(&mut self.count_fp8) {
                 fp8.set_counting(engine, true)?;

@@ -7,8 +7,8 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::ops::{AdamW, Fp8Accumulation};
 use engine::{BatchLayout, Engine};
 use model::{
-    Decoder, Descriptor, Fp8Options, Fp8Recipe, MasterWeights, PlanOptions, Recompute, Shard, TrainStep, Unsharded,
-    Zero,
+    Decoder, Descriptor, Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings, MasterWeights, PlanOptions, Recompute,
+    Shard, TrainStep, Unsharded, Zero,
 };
 use std::thread;
 use std::time::Duration;
@@ -41,6 +41,7 @@ struct Setup {
     recompute: Recompute,
     zero: Zero,
     grad_accum: usize,
+    gradients: Fp8Gradients,
     accumulation: Fp8Accumulation,
     descriptor: Descriptor,
 }
@@ -52,6 +53,7 @@ impl Setup {
             recompute: Recompute::Nothing,
             zero: Zero::NONE,
             grad_accum: 1,
+            gradients: Fp8Gradients::E5m2,
             accumulation: Fp8Accumulation::Fast,
             descriptor: descriptor(),
         }
@@ -62,9 +64,10 @@ impl Setup {
     }
 
     fn on(self, mut engine: Box<dyn Engine>, mut ranks: Ranks) -> Run {
-        let Self { recipe, recompute, zero, grad_accum, accumulation, descriptor } = self;
+        let Self { recipe, recompute, zero, grad_accum, gradients, accumulation, descriptor } = self;
         let shape = [LAYOUT.b, LAYOUT.t];
-        let fp8 = recipe.map(|recipe| Fp8Options::new(recipe, accumulation, &descriptor, shape, &*engine).unwrap());
+        let settings = |recipe| Fp8Settings { recipe, gradients, accumulation };
+        let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, shape, &*engine).unwrap());
         let training = PlanOptions::training(LAYOUT.b, LAYOUT.t);
         let options = PlanOptions { recompute, zero, fp8, master_weights: MasterWeights::F32, ..training };
         let (model, plan) = Decoder::plan(descriptor, options, &mut *engine);
@@ -282,10 +285,12 @@ fn kernels_compute_the_gradients_of_the_cpu_engine() {
         Descriptor { activation: engine::ops::Activation::SwiGlu, biases: model::descriptor::Biases::None, ..gpt2 };
     let relu_squared = Descriptor { activation: engine::ops::Activation::ReluSquared, ..llama };
     for descriptor in [gpt2, llama, relu_squared] {
-        for (recipe, accumulation) in
-            [(Fp8Recipe::Current, Fp8Accumulation::Fast), (Fp8Recipe::Delayed, Fp8Accumulation::Exact)]
-        {
-            let setup = Setup { descriptor, accumulation, ..Setup::new(recipe) };
+        for (recipe, gradients, accumulation) in [
+            (Fp8Recipe::Current, Fp8Gradients::E5m2, Fp8Accumulation::Fast),
+            (Fp8Recipe::Delayed, Fp8Gradients::E4m3, Fp8Accumulation::Exact),
+            (Fp8Recipe::Delayed, Fp8Gradients::E5m2, Fp8Accumulation::ExactGradients),
+        ] {
+            let setup = Setup { descriptor, gradients, accumulation, ..Setup::new(recipe) };
             let gradients = |mut run: Run| {
                 run.step();
                 let grads = run.model.training.unwrap().grads;
@@ -311,10 +316,46 @@ fn kernels_compute_the_gradients_of_the_cpu_engine() {
     }
 }
 
+/// An error in a step, before its update, leaves the state of the step before.
+#[test]
+fn statistics_are_restored_after_an_error() {
+    let mut whole = Setup::new(Fp8Recipe::Delayed).on_cpu().steps(4);
+    let mut run = Setup::new(Fp8Recipe::Delayed).on_cpu().steps(3);
+    let before = run.state();
+    // Restoring after a step that has ended changes nothing.
+    run.step.restore_statistics(&mut *run.engine).unwrap();
+    assert!(run.state() == before);
+    let mut fail = |_: &mut dyn Engine| anyhow::bail!("no batch");
+    let mut decide = |_: &mut dyn Engine, _| Ok(None);
+    run.step.run(&mut *run.engine, &mut run.ranks, &mut fail, &mut decide).unwrap_err();
+    assert!(run.state() != before);
+    run.step.restore_statistics(&mut *run.engine).unwrap();
+    assert!(run.state() == before);
+    run.step();
+    assert!(run.state() == whole.state() && run.losses == whole.losses);
+}
+
+/// A step that counts losses quantizes each tensor separately, from bf16, after the GEMM that computes it.
+#[test]
+fn quantization_in_epilogues_has_the_bits_of_separate_quantization() {
+    let train = |counts: bool| {
+        let gpu = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
+        let mut run = Setup::new(Fp8Recipe::Delayed).on(gpu, Ranks::Single);
+        for _ in 0..3 {
+            if counts {
+                run.step.count_fp8();
+            }
+            run.step();
+        }
+        (run.bits(), run.state(), run.losses)
+    };
+    assert!(train(false) == train(true));
+}
+
 #[test]
 fn what_fp8_cannot_do_is_an_error() {
     let refusal = |engine: &dyn Engine, descriptor: Descriptor, shape| {
-        let options = Fp8Options::new(Fp8Recipe::Current, Fp8Accumulation::Fast, &descriptor, shape, engine);
+        let options = Fp8Options::new(Fp8Settings::default(), &descriptor, shape, engine);
         options.unwrap_err().to_string()
     };
     let old = emulated(EmulatedGpu::new(false), Precision::Bf16, None, false);

@@ -11,7 +11,10 @@ use engine::ops::Fp8Accumulation;
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Decoder, Descriptor, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard, Zero};
+use model::{
+    Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
+    Zero,
+};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -231,9 +234,14 @@ fn fp8_matmuls(config: &Config) -> String {
     let accumulation = match config.fp8_accumulation.unwrap_or_default() {
         Fp8Accumulation::Fast => "fast",
         Fp8Accumulation::Exact => "exact",
+        Fp8Accumulation::ExactGradients => "exact backward",
+    };
+    let gradients = match config.fp8_gradients.unwrap_or_default() {
+        Fp8Gradients::E5m2 => "E5M2",
+        Fp8Gradients::E4m3 => "E4M3",
     };
     let emulated = if config.device == Device::Cpu { "emulated " } else { "" };
-    format!("{emulated}fp8 in the layers, {scaling} scaling, {accumulation} accumulation")
+    format!("{emulated}fp8 in the layers, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
 }
 
 fn recomputation(recompute: Recompute) -> &'static str {

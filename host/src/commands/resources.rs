@@ -9,7 +9,7 @@ use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
-use model::{Decoder, Fp8Recipe, PlanOptions};
+use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use std::io::{Write, stderr};
 
 const DEVICE: &str = "Device and precision";
@@ -54,6 +54,10 @@ pub struct Fp8Flags {
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_recipe: Option<Fp8Recipe>,
 
+    /// With --precision fp8: format of gradients [default: e5m2]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_gradients: Option<Fp8Gradients>,
+
     /// With --precision fp8: how tensor cores accumulate [default: fast]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_accumulation: Option<Fp8Accumulation>,
@@ -61,17 +65,23 @@ pub struct Fp8Flags {
 
 impl Fp8Flags {
     /// Returns the settings if the precision is FP8.
-    pub fn resolve(self, precision: Precision) -> Result<Option<(Fp8Recipe, Fp8Accumulation)>> {
-        let Self { fp8_recipe, fp8_accumulation } = self;
-        for (flag, given) in
-            [("--fp8-recipe", fp8_recipe.is_some()), ("--fp8-accumulation", fp8_accumulation.is_some())]
-        {
+    pub fn resolve(self, precision: Precision) -> Result<Option<Fp8Settings>> {
+        let Self { fp8_recipe, fp8_gradients, fp8_accumulation } = self;
+        for (flag, given) in [
+            ("--fp8-recipe", fp8_recipe.is_some()),
+            ("--fp8-gradients", fp8_gradients.is_some()),
+            ("--fp8-accumulation", fp8_accumulation.is_some()),
+        ] {
             ensure!(
                 precision == Precision::Fp8 || !given,
                 "{flag}: expected --precision fp8, found another precision; add it or omit this flag"
             );
         }
-        let settings = (fp8_recipe.unwrap_or_default(), fp8_accumulation.unwrap_or_default());
+        let settings = Fp8Settings {
+            recipe: fp8_recipe.unwrap_or_default(),
+            gradients: fp8_gradients.unwrap_or_default(),
+            accumulation: fp8_accumulation.unwrap_or_default(),
+        };
         Ok((precision == Precision::Fp8).then_some(settings))
     }
 }

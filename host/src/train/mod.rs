@@ -349,9 +349,7 @@ impl Run<'_> {
         let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
         let learning_rate = settings.schedule.at(step);
         let mut verdict = None;
-        let restorable = !session.step.changes_statistics();
         let intact = &mut session.boundary.intact;
-        *intact = restorable;
         let state = std::cell::RefCell::new(state);
         // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
         let load = &mut |engine: &mut dyn Engine| {
@@ -370,7 +368,7 @@ impl Run<'_> {
                 verdict = Some(state.progress.guards.judge(loss, norm, &settings.limits));
             }
             let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
-            *intact = skipped && restorable;
+            *intact = skipped;
             Ok((!skipped).then(|| settings.update(step, seed)))
         };
         if settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {

@@ -119,13 +119,14 @@ impl Run<'_> {
         let sharded = self.model.zero.shards_optimizer() && self.ranks.world_size() > 1;
         ensure!(!sharded, "each rank has only a part of the optimizer state");
         self.log_launched(session)?;
-        ensure!(session.boundary.intact, "the error interrupted the next step");
+        ensure!(session.boundary.intact, "the error interrupted the next step's update");
         if self.state.progress.guards.bad_in_a_row > 0 {
             return Ok(());
         }
         let Boundary { rounding, rounding_before_update, ref data, .. } = session.boundary;
         (self.state.rounding, self.state.rounding_before_update) = (rounding, rounding_before_update);
         self.state.data = data.clone();
+        session.step.restore_statistics(self.engine)?;
         let previous = self.wait_for_checkpoint()?;
         self.report_checkpoint(previous, session)?;
         let newest = self.checkpoints.as_ref().and_then(CheckpointWriter::newest);

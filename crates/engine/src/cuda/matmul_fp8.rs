@@ -1,6 +1,6 @@
 //! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
 
-use super::quantize::{quantize, transpose_quantized};
+use super::quantize::{gelu_transposed, quantize, transpose_quantized};
 use super::{Cuda, Float, Fp8Bits, activation};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
@@ -50,8 +50,14 @@ impl<T: Float> Cuda<T> {
     }
 }
 
-fn precision(a: Fp8Format, accumulation: Fp8Accumulation) -> GemmPrecision {
-    GemmPrecision::Fp8 { a, exact: accumulation == Fp8Accumulation::Exact }
+/// Returns the precision of a GEMM of the forward pass.
+fn forward_precision(accumulation: Fp8Accumulation) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact }
+}
+
+/// Returns the precision of a GEMM of the backward pass.
+fn backward_precision(fp8: &Fp8Backward) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast }
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
@@ -82,7 +88,7 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp
         fp8_scales: cuda.scale_addresses([fp8.inp_scale.scale, fp8.weight_scale])?,
         ..operands
     };
-    let gemm = Gemm { precision: precision(Fp8Format::E4m3, fp8.accumulation), ..gemm };
+    let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
     if gemm.epilogue == GemmEpilogue::BiasGelu
         && let Some(next) = fp8.out
         && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?
@@ -109,8 +115,12 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
         !(fp8.dout_is_quantized && dbias.is_some()),
         "matmul_backward in FP8: expected the bias gradient of a gradient that is quantized here, found one that is quantized"
     );
-    if let Some(ActivationInput { activation, preactivation, recompute: Some(_) }) = activation {
-        // The forward pass applied the activation to rounded sums, so this kernel gives the same bits.
+    // The forward pass applied the activation to rounded sums, so these kernels give the same bits.
+    let recomputed = activation.filter(|input| input.recompute.is_some());
+    let gelu = recomputed.filter(|input| input.activation == Activation::Gelu && !fp8.inp_is_quantized);
+    if let Some(ActivationInput { activation, preactivation, .. }) = recomputed
+        && gelu.is_none()
+    {
         activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
     }
     if !fp8.dout_is_quantized {
@@ -126,7 +136,9 @@ pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &
         };
         quantize(cuda, gradient)?;
     }
-    if !fp8.inp_is_quantized {
+    if let Some(ActivationInput { preactivation, .. }) = gelu {
+        gelu_transposed(cuda, fp8.inp_transposed, preactivation, fp8.inp_scale.scale, [rows, c])?;
+    } else if !fp8.inp_is_quantized {
         let input = Quantize {
             out: None,
             transposed: Some(fp8.inp_transposed),
@@ -153,7 +165,7 @@ fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8B
         n: c,
         k: rows,
         layout: GemmLayout::Nt,
-        precision: precision(fp8.format, fp8.accumulation),
+        precision: backward_precision(fp8),
         epilogue: GemmEpilogue::Residual,
         f32_output: false,
     };
@@ -189,7 +201,7 @@ fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Ba
         n: c,
         k: oc,
         layout: GemmLayout::Nt,
-        precision: precision(fp8.format, fp8.accumulation),
+        precision: backward_precision(fp8),
         epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
         f32_output: false,
     };

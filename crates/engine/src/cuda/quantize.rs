@@ -32,15 +32,15 @@ impl<T: Float> Cuda<T> {
         let sums = self.partial_sums(op)?;
         let (r, c) = (rows as u32, columns as u32);
         let launch = match (out, sums) {
-            (Some(out), Some(sums)) => {
-                quantize::quantize_transpose::<F, true, AMAX, true>(out, transposed, amax, sums, inp, scale, r, c)
-            }
-            (Some(out), None) => {
-                quantize::quantize_transpose::<F, true, AMAX, false>(out, transposed, amax, none, inp, scale, r, c)
-            }
-            (None, _) => {
-                quantize::quantize_transpose::<F, false, AMAX, false>(unused, transposed, amax, none, inp, scale, r, c)
-            }
+            (Some(out), Some(sums)) => quantize::quantize_transpose::<F, true, AMAX, true, false>(
+                out, transposed, amax, sums, inp, scale, r, c,
+            ),
+            (Some(out), None) => quantize::quantize_transpose::<F, true, AMAX, false, false>(
+                out, transposed, amax, none, inp, scale, r, c,
+            ),
+            (None, _) => quantize::quantize_transpose::<F, false, AMAX, false, false>(
+                unused, transposed, amax, none, inp, scale, r, c,
+            ),
         };
         Ok((launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima)))
     }
@@ -103,6 +103,29 @@ impl<T: Float> Cuda<T> {
 pub(super) fn scratch(workload: &Workload) -> usize {
     let partials = |oc| quantize::sum_rows(workload.rows()) * oc;
     workload.linear_layers().into_iter().map(|(oc, _)| partials(oc)).max().unwrap_or(0)
+}
+
+/// Computes `transposed` (columns, rows) = gelu(`preactivation` (rows, columns))ᵀ in E4M3, with a given scale.
+pub(super) fn gelu_transposed<T: Float>(
+    cuda: &mut Cuda<T>,
+    transposed: Tensor,
+    preactivation: Tensor,
+    scale: Tensor,
+    [rows, columns]: [usize; 2],
+) -> Result<()> {
+    let n = rows * columns;
+    let (inp, scale) = (cuda.input("preactivation", preactivation, n)?, cuda.input("scale", scale, 1)?);
+    let launch = quantize::quantize_transpose::<E4m3, false, false, false, true>(
+        GlobalMut::from_address(0),
+        cuda.fp8("transposed", transposed, n)?,
+        GlobalMut::from_address(0),
+        GlobalMut::from_address(0),
+        inp,
+        scale,
+        rows as u32,
+        columns as u32,
+    );
+    cuda.launch(&launch, quantize::transpose_grid(rows, columns), shared_bytes(quantize::tile_and_maxima))
 }
 
 /// Does what [`quantize`] does, for an operation of which a GEMM's epilogue has computed `out` and the largest magnitude.

@@ -132,6 +132,8 @@ pub enum Fp8Accumulation {
     Fast,
     /// Sums over 128 columns of K are added in f32
     Exact,
+    /// `exact` in the backward pass, `fast` in the forward pass
+    ExactGradients,
 }
 
 /// Returns the largest magnitude that rounds to the largest number of a format. Larger ones saturate.

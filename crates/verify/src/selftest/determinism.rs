@@ -3,12 +3,12 @@
 use anyhow::{Context, bail, ensure};
 use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
-use engine::ops::{AdamW, Fp8Accumulation};
+use engine::ops::AdamW;
 use engine::tensor::Tensor;
 use engine::{Algorithms, Engine, Result};
 use model::descriptor::GPT2_VOCAB;
 use model::fit;
-use model::{Decoder, Descriptor, Fp8Options, Fp8Recipe, Param, PlanOptions, TrainStep};
+use model::{Decoder, Descriptor, Fp8Options, Fp8Recipe, Fp8Settings, Param, PlanOptions, TrainStep};
 use rng::{Mt19937, XorShift};
 use std::cell::RefCell;
 use std::fmt;
@@ -156,8 +156,8 @@ impl<'a> Trial<'a> {
     ) -> Result<Self> {
         let Scale { layers, heads, channels, vocab, b, t } = scale;
         let descriptor = Descriptor::gpt2(layers, heads, channels, t, vocab)?;
-        let accumulation = Fp8Accumulation::Fast;
-        let fp8 = recipe.map(|recipe| Fp8Options::new(recipe, accumulation, &descriptor, [b, t], engine));
+        let settings = |recipe| Fp8Settings { recipe, ..Fp8Settings::default() };
+        let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, [b, t], engine));
         let capacity = PlanOptions { fp8: fp8.transpose()?, ..PlanOptions::training(b, t) };
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;

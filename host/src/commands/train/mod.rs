@@ -30,7 +30,7 @@ use engine::plan::Plan;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Fp8Options, Optimizer, PlanOptions, Shard, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
 use tokenizer::stored::Found;
@@ -286,8 +286,11 @@ fn load_weights(
 
 fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
     let Config { batch: b, seq: t, master_weights, moments, recompute, optimizer, .. } = *config;
-    let fp8 = config.fp8_recipe.zip(config.fp8_accumulation);
-    let fp8 = fp8.map(|(recipe, accumulation)| Fp8Options::new(recipe, accumulation, descriptor, [b, t], engine));
+    let fp8 = config.fp8_recipe.map(|recipe| {
+        let gradients = config.fp8_gradients.unwrap_or_default();
+        let accumulation = config.fp8_accumulation.unwrap_or_default();
+        Fp8Options::new(Fp8Settings { recipe, gradients, accumulation }, descriptor, [b, t], engine)
+    });
     let fp8 = fp8.transpose()?;
     Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
 }

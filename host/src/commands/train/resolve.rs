@@ -126,7 +126,9 @@ impl Resolved {
             "--fp8-stats: expected --precision fp8, found another precision; add it or omit this flag"
         );
         config.fp8_stats = fp8.map(|_| options.fp8_stats);
-        (config.fp8_recipe, config.fp8_accumulation) = fp8.unzip();
+        config.fp8_recipe = fp8.map(|fp8| fp8.recipe);
+        config.fp8_gradients = fp8.map(|fp8| fp8.gradients);
+        config.fp8_accumulation = fp8.map(|fp8| fp8.accumulation);
         if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
             config.val_batches = val.batches_per_epoch();
         }
@@ -307,6 +309,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         precision: opened.precision,
         fp8_stats: None,
         fp8_recipe: None,
+        fp8_gradients: None,
         fp8_accumulation: None,
         tf32: opened.tf32,
         gelu_fusion: opened.engine.gelu_fusion(),
