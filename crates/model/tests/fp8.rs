@@ -311,7 +311,8 @@ fn kernels_compute_the_gradients_of_the_cpu_engine() {
                 descriptor.activation
             );
             assert!((loss - want_loss).abs() < 0.01, "{loss}, expected {want_loss}");
-            assert!(error < 0.05, "{error}");
+            // Almost equal gradients may round to neighbors in FP8, which differ by up to a quarter.
+            assert!(error < 0.07, "{error}");
         }
     }
 }
