@@ -7,8 +7,11 @@
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
 
+mod fp8;
 mod update;
 
+pub(crate) use fp8::largest_rounded;
+pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 
 use crate::Result;
@@ -22,6 +25,7 @@ macro_rules! operations {
     ($($name:ident $(<$lifetime:lifetime>)?),* $(,)?) => {
         /// An operation with its arguments, as [`Engine::execute`](crate::Engine::execute) takes it.
         #[derive(Clone, Debug)]
+        #[expect(clippy::large_enum_variant, reason = "an operation is launched once and never stored")]
         pub enum Operation<'a> {
             $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name $(<$lifetime>)?),)*
         }
@@ -56,6 +60,8 @@ operations!(
     MuonMomentum,
     Orthogonalize<'a>,
     MuonApply,
+    Quantize,
+    Fp8Scales,
 );
 
 /// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if there is no `wpe`.
@@ -297,6 +303,8 @@ pub struct MatmulForward {
     pub epilogue: Epilogue,
     /// Sizes.
     pub shape: MatmulShape,
+    /// Set if the GEMM multiplies in FP8.
+    pub fp8: Option<Fp8Forward>,
 }
 
 /// Computes the gradients of a linear layer.
@@ -321,6 +329,8 @@ pub struct MatmulBackward {
     pub activation: Option<ActivationInput>,
     /// Sizes.
     pub shape: MatmulShape,
+    /// Set if the GEMMs multiply in FP8.
+    pub fp8: Option<Fp8Backward>,
 }
 
 /// States that a linear layer's input (rows, C) is activation(preactivation).

@@ -2,6 +2,7 @@
 
 mod attention;
 mod gemm;
+mod gemm_fp8;
 mod kernels;
 mod step;
 mod table;
