@@ -37,7 +37,8 @@ pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
         }
         _ => bail!("{}: expected a name that ends in .svg, .png or .html; change it", path.display()),
     };
-    atomic_file::write(path, |file| Ok(file.write_all(&bytes)?)).with_context(|| format!("cannot write {}", path.display()))
+    atomic_file::write(path, |file| Ok(file.write_all(&bytes)?))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Returns the settings of a run, if they are next to its log.

@@ -78,12 +78,13 @@ impl Scale {
         let mut ticks = Vec::new();
         for exponent in first..=last {
             let power = 10_f64.powi(exponent);
-            let digits = if decades <= MAX_DECADES_WITH_MINOR_TICKS { 1..=9 } else { 1..=1 };
-            for digit in digits {
+            let has_minor = decades <= MAX_DECADES_WITH_MINOR_TICKS;
+            for digit in 1..=9 {
                 let value = power * f64::from(digit);
                 let labelled =
                     if digit == 1 { exponent % every == 0 } else { decades < 2.5 && [2, 5].contains(&digit) };
-                if value >= self.low * (1.0 - 1e-9) && value <= self.high * (1.0 + 1e-9) {
+                let is_inside = value >= self.low * (1.0 - 1e-9) && value <= self.high * (1.0 + 1e-9);
+                if is_inside && (labelled || has_minor) {
                     let label = if labelled { Labels::new(value, value, unit).text(value) } else { String::new() };
                     ticks.push(Tick { at: self.position(value), label });
                 }

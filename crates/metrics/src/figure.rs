@@ -215,7 +215,7 @@ impl Figure {
     /// Draws a panel into a box of left, top, width and height.
     fn panel(&mut self, panel: &Panel, horizontal: &Horizontal, [left, top, width, height]: [f64; 4]) {
         let scale = panel.scale(&horizontal.scale);
-        let y_ticks = scale.ticks(if height > 300.0 { 7 } else { 4 }, panel.unit);
+        let y_ticks = scale.ticks(if height > 300.0 { 7 } else { 5 }, panel.unit);
         let widest =
             |texts: &mut dyn Iterator<Item = &str>| texts.map(|text| text_width(text, LABEL)).fold(0.0_f64, f64::max);
         let margin_left = widest(&mut y_ticks.iter().map(|tick| tick.label.as_str())).max(28.0) + 10.0;

@@ -19,3 +19,32 @@ pub fn render(svg: &str, scale: f32) -> Result<Vec<u8>> {
     resvg::render(&tree, Transform::from_scale(scale, scale), &mut pixels.as_mut());
     pixels.encode_png().context("cannot encode the figure as PNG")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the number of pixels that differ from a white background.
+    fn inked(text: &str) -> usize {
+        let svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"200\" height=\"30\" font-family=\"{FONT_FAMILY}, Verdana\">\
+             <rect width=\"200\" height=\"30\" fill=\"#fff\"/><text x=\"5\" y=\"20\" font-size=\"12\">{text}</text></svg>"
+        );
+        let png = render(&svg, 2.0).unwrap();
+        let pixels = Pixmap::decode_png(&png).unwrap();
+        assert_eq!((pixels.width(), pixels.height()), (400, 60));
+        pixels.pixels().iter().filter(|pixel| pixel.red() < 128).count()
+    }
+
+    #[test]
+    fn texts_are_drawn_with_the_embedded_font() {
+        assert_eq!(inked(""), 0);
+        let (short, long) = (inked("loss"), inked("loss, ÄÖÜ, потеря, …"));
+        assert!(short > 50 && long > 3 * short, "{short} {long}");
+    }
+
+    #[test]
+    fn a_file_that_is_not_svg_is_an_error() {
+        assert!(render("<svg", 1.0).is_err());
+    }
+}

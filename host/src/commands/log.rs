@@ -30,7 +30,11 @@ pub fn run(args: &Log) -> Result<()> {
     if let Some(path) = args.csv.as_ref().filter(|path| path.as_os_str() != "-") {
         // The argument after --csv may be a log.
         let is_table = path.extension().is_some_and(|extension| extension == "csv");
-        ensure!(is_table, "--csv: expected a name that ends in .csv, found {}; name the runs before --csv", path.display());
+        ensure!(
+            is_table,
+            "--csv: expected a name that ends in .csv, found {}; name the runs before --csv",
+            path.display()
+        );
     }
     let runs = read_all(&args.runs)?;
     report_damage(&runs)?;

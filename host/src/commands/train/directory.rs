@@ -8,6 +8,8 @@ use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_tempora
 use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
+use metrics::tensorboard::MARKER;
+use std::fs;
 use std::path::{Path, PathBuf};
 use tokenizer::stored::{self, Found};
 
@@ -47,6 +49,7 @@ impl OutDirectory {
         identity: Identity,
         newest: Option<usize>,
         evaluated: bool,
+        events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
         let locked = self.locked.map_or_else(|| DirectoryLock::acquire(&self.path), Ok)?;
         remove_temporary_files(&self.path)?;
@@ -54,13 +57,23 @@ impl OutDirectory {
         if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
             stored::write(tokenizer, &self.path)?;
         }
-        let log = match newest {
+        let mut log = match newest {
             Some(step) => Log::resume(&self.path, step, evaluated)?,
             None => Log::create(Some(&self.path))?,
         };
+        let events = events || newest.is_some() && has_events(&self.path);
+        if events {
+            log.write_events(&self.path, newest.unwrap_or(0))?;
+        }
         let retention = Retention { keep: config.keep, major_every: config.major_every };
         // A killed run may not have deleted its old checkpoints.
         newest.map(|step| retention.apply(&self.path, step)).transpose()?;
         Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
     }
+}
+
+/// Returns whether the run has written event files for TensorBoard.
+fn has_events(directory: &Path) -> bool {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| entry.file_name().to_string_lossy().contains(MARKER))
 }

@@ -66,6 +66,10 @@ pub struct Options {
     #[arg(short, long, value_name = "DIR", help_heading = DATA)]
     pub out: Option<PathBuf>,
 
+    /// Also write event files for TensorBoard into --out. A resumed run continues to write them
+    #[arg(long, requires = "out", help_heading = DATA)]
+    pub tensorboard: bool,
+
     /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
     /// line override the file
     #[arg(long, value_name = "FILE", help_heading = DATA)]
