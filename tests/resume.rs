@@ -116,7 +116,7 @@ impl Results {
     fn read(dir: &Path, step: usize) -> Self {
         let text = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
         let without_times = |mut value: serde_json::Value| {
-            for key in ["ms", "tokens_per_second", "training_seconds", "pace"] {
+            for key in ["ms", "tokens_per_second", "time", "training_seconds", "pace"] {
                 value.as_object_mut().unwrap().remove(key);
             }
             value
@@ -512,7 +512,7 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
             printed.contains(&format!("warning: no checkpoint of step {step}, there is none yet: cannot write run/"))
         );
     }
-    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log"]);
+    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log", "plots.svg", "report.html"]);
 
     let mut child = world.start("run", &["--checkpoint-every", "10"]);
     wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());

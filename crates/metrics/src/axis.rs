@@ -122,7 +122,11 @@ impl Labels {
     fn new(step: f64, largest: f64, unit: Unit) -> Self {
         let (divisor, suffix) = match (unit, largest.log10().floor()) {
             (Unit::Percent, _) => (0.01, " %".to_owned()),
-            (_, exponent) if exponent < -2.0 => (10_f64.powf(exponent), format!("e{exponent}")),
+            // No label has less than one digit before its point.
+            (_, exponent) if exponent < -2.0 => {
+                let exponent = exponent.min(step.log10().floor().max(exponent - 1.0));
+                (10_f64.powf(exponent), format!("e{exponent}"))
+            }
             (_, exponent) if (4.0..15.0).contains(&exponent) => {
                 let group = (exponent / 3.0).floor();
                 (1000_f64.powf(group), ["", "k", "M", "B", "T"][group as usize].to_owned())
@@ -179,6 +183,7 @@ mod tests {
         assert_eq!(labels(0.0, 10e9, false, 4), ["0", "2.5B", "5.0B", "7.5B", "10.0B"]);
         assert_eq!(labels(3.2, 3.6, false, 4), ["3.2", "3.3", "3.4", "3.5", "3.6"]);
         assert_eq!(labels(0.0, 6e-4, false, 3), ["0", "2e-4", "4e-4", "6e-4"]);
+        assert_eq!(labels(0.0, 1e-3, false, 4), ["0", "2.5e-4", "5.0e-4", "7.5e-4", "10.0e-4"]);
         assert_eq!(labels(-1.0, 1.0, false, 2), ["-1", "0", "1"]);
         assert_eq!(labels(1.0, 100.0, true, 5), ["1", "2", "5", "10", "20", "50", "100"]);
         assert_eq!(labels(1.0, 1e6, true, 6), ["1", "10", "100", "1000", "10k", "100k", "1M"]);

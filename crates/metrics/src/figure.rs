@@ -232,7 +232,7 @@ impl Figure {
             self.body.line((x0, y), (x0 + w, y), Stroke::solid(Color::Grid, weight));
             self.body.text((x0 - 7.0, y + 4.0), Anchor::End, LABEL, Color::Muted, &tick.label);
         }
-        for tick in horizontal.scale.ticks((w / 110.0) as usize, Unit::Number) {
+        for tick in horizontal.scale.ticks((w / 85.0) as usize, Unit::Number) {
             let x = x0 + w * tick.at;
             let length = if tick.label.is_empty() { 3.0 } else { 5.0 };
             self.body.line((x, y0 + h), (x, y0 + h + length), Stroke::solid(Color::Muted, 1.0));

@@ -43,7 +43,10 @@ svg.addEventListener("pointermove", (event) => {
     tip.append(row);
   };
   line(`${panel.x_name}: ${show(closest, false)}`);
-  for (const [name, color, [, y]] of rows) line(`${name}: ${show(y, panel.percent)}`, color);
+  for (const [name, color, [px, y]] of rows) {
+    const place = px === closest ? "" : ` (at ${show(px, false)})`;
+    line(`${name}: ${show(y, panel.percent)}${place}`, color);
+  }
   tip.hidden = false;
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
   tip.style.left = Math.max(0, px + 14 + tip.offsetWidth > box.width ? px - 14 - tip.offsetWidth : px + 14) + "px";

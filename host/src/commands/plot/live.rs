@@ -183,7 +183,11 @@ fn labels(scale: &Scale, count: u16) -> Vec<String> {
             scale.low + at * (scale.high - scale.low)
         }
     };
-    let format = |value: f64| if value.abs() >= 100.0 { short_count(value) } else { format!("{value:.2}") };
+    let format = |value: f64| match value.abs() {
+        0.0 => "0".to_owned(),
+        100.0.. => short_count(value),
+        _ => format!("{value:.2}"),
+    };
     (0..=last).map(|i| format(value(i))).collect()
 }
 
