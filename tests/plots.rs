@@ -175,6 +175,19 @@ fn logs_are_exported() {
 }
 
 #[test]
+fn quiet_runs_print_results_and_json_runs_print_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let printed = train(&out, "2", &["--json"]);
+    assert_eq!(printed, fs::read_to_string(out.join("main.jsonl")).unwrap());
+    assert_eq!(printed.lines().count(), 4);
+    let run = ["train", "--device", "cpu", "--sample-every", "0", "--steps", "2", "--quiet"];
+    let printed = succeed(&[&run, TINY].concat());
+    assert!(printed.starts_with("final train loss ") && printed.ends_with("model: not saved\n"), "{printed}");
+    fail(&["train", "--quiet", "--json"], &["cannot be used with"]);
+}
+
+#[test]
 fn completions_and_manual_pages_name_every_command() {
     for shell in ["bash", "zsh", "fish"] {
         let script = succeed(&["completions", shell]);

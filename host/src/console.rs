@@ -3,16 +3,31 @@
 use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;
 use crate::log::Step;
+use crate::style::{Tone, is_colored, paint};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
+use ratatui::crossterm::terminal;
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
+/// What a run prints to standard output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verbosity {
+    /// Settings, every step or a progress bar, and results.
+    #[default]
+    Normal,
+    /// Warnings and results.
+    Quiet,
+    /// The lines of `main.jsonl`, which the log prints. Other lines, except those of steps and evaluations, go to standard error.
+    Json,
+}
+
 /// Prints the progress of a run.
 pub struct Console {
     steps: usize,
+    verbosity: Verbosity,
     /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
     /// `None` outside a terminal, where each step prints a line instead.
@@ -24,6 +39,7 @@ pub struct Console {
 /// The destination of lines.
 enum Output {
     Stdout,
+    Stderr,
     File(File, PathBuf),
     Discard,
 }
@@ -31,13 +47,21 @@ enum Output {
 impl Console {
     /// Creates a console for a run of `steps` steps that prints to standard output.
     pub fn new(steps: usize) -> Self {
-        let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
-            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
+        Self::with_verbosity(steps, Verbosity::Normal)
+    }
+
+    /// Creates a console that prints to standard output as much as `verbosity` states.
+    pub fn with_verbosity(steps: usize, verbosity: Verbosity) -> Self {
+        let has_bar = verbosity == Verbosity::Normal && stdout().is_terminal() && stderr().is_terminal();
+        let bar = has_bar.then(|| {
+            let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
+            let style = ProgressStyle::with_template(bar_template(columns))
                 .expect("the template is valid")
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { bar, ..Self::with_output(steps, Output::Stdout) }
+        let output = if verbosity == Verbosity::Json { Output::Stderr } else { Output::Stdout };
+        Self { bar, verbosity, ..Self::with_output(steps, output) }
     }
 
     /// Creates a console for a rank other than 0, which prints to a file, or nowhere without a path.
@@ -51,7 +75,7 @@ impl Console {
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        Self { steps, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
+        Self { steps, verbosity: Verbosity::Normal, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -59,10 +83,28 @@ impl Console {
         self.gpu = Some((gpu, every));
     }
 
-    /// Prints a line, above the progress bar if there is one.
+    /// Prints a line, above the progress bar if there is one. A quiet console prints only warnings.
     pub fn line(&self, text: &str) -> Result<()> {
+        let rest = text.strip_prefix(WARNING);
+        match rest {
+            None if self.verbosity == Verbosity::Quiet => Ok(()),
+            None => self.result(text),
+            Some(rest) => {
+                let colored = match &self.output {
+                    Output::Stdout => is_colored(&stdout()),
+                    Output::Stderr => is_colored(&stderr()),
+                    Output::File(..) | Output::Discard => false,
+                };
+                self.result(&format!("{}{rest}", paint(WARNING, Tone::Warning, colored)))
+            }
+        }
+    }
+
+    /// Prints a result of the run, also on a quiet console.
+    pub fn result(&self, text: &str) -> Result<()> {
         let write = || match &self.output {
             Output::Stdout => writeln!(stdout(), "{text}").context("cannot write to standard output"),
+            Output::Stderr => writeln!(stderr(), "{text}").context("cannot write to standard error"),
             Output::File(file, path) => {
                 writeln!(&mut &*file, "{text}").with_context(|| format!("cannot write {}", path.display()))
             }
@@ -82,7 +124,7 @@ impl Console {
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
-        } else {
+        } else if self.verbosity == Verbosity::Normal {
             self.line(&step_line(step, self.steps, rate))?;
         }
         match &self.gpu {
@@ -96,12 +138,17 @@ impl Console {
 
     /// Prints the validation loss after `step` steps.
     pub fn validation(&self, step: usize, loss: f64) -> Result<()> {
-        self.line(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
+        self.evaluation(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
     }
 
     /// Prints the HellaSwag score after `step` steps.
     pub fn hellaswag(&self, step: usize, score: Score) -> Result<()> {
-        self.line(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
+        self.evaluation(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
+    }
+
+    fn evaluation(&self, text: &str) -> Result<()> {
+        // The log has printed the record.
+        if self.verbosity == Verbosity::Json { Ok(()) } else { self.line(text) }
     }
 
     /// Returns the loss of the last training step that was printed.
@@ -114,6 +161,19 @@ impl Console {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// The start of a warning.
+const WARNING: &str = "warning:";
+
+/// Returns the template of a progress bar that fits into a terminal.
+fn bar_template(columns: usize) -> &'static str {
+    match columns {
+        100.. => "{bar:30} {pos}/{len} | {msg} | {eta} left",
+        70.. => "{bar:10} {pos}/{len} | {msg} | {eta} left",
+        // 40 columns hold "123456/572204 | loss 3.2847 | 1d left".
+        _ => "{pos}/{len} | {msg:.11} | {eta} left",
     }
 }
 
@@ -161,6 +221,17 @@ mod tests {
         let verdict = Verdict { loss_z: Some(1.234), norm_z: Some(-0.5), skipped: None };
         let line = step_line(&Step { verdict, ..step }, 10, 25_600.0);
         assert!(line.contains("| loss 5.270007 (+1.23z)| norm 2.5000 (-0.50z)| lr"), "{line}");
+    }
+
+    #[test]
+    fn the_progress_bar_fits_into_narrow_terminals() {
+        for columns in [40, 70, 100, 200] {
+            let template = bar_template(columns);
+            let full = template.replace("{bar:30}", &"=".repeat(30)).replace("{bar:10}", &"=".repeat(10));
+            let full = full.replace("{pos}/{len}", "123456/572204").replace("{msg:.11}", "loss 3.2847");
+            let shown = full.replace("{msg}", "loss 3.2847 | 1234567 tok/s").replace("{eta}", "23h");
+            assert!(!shown.contains('{') && shown.len() <= columns, "{columns}: {shown}");
+        }
     }
 
     #[test]

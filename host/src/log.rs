@@ -7,7 +7,7 @@ use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Write, stdout};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -72,6 +72,8 @@ pub struct Log {
     files: Vec<Output>,
     /// Event file of TensorBoard.
     events: Option<Output>,
+    /// Whether the lines of `main.jsonl` are also printed to standard output.
+    printed: bool,
     /// The write error that has not been reported yet.
     error: Option<String>,
 }
@@ -145,7 +147,7 @@ impl Log {
 
     fn open(directory: &Path) -> Result<Self> {
         let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
-        Ok(Self { files: vec![main?, jsonl?], events: None, error: None })
+        Ok(Self { files: vec![main?, jsonl?], events: None, printed: false, error: None })
     }
 
     /// Also writes an event file for TensorBoard into `directory`. The run starts or resumes before the update of `step`.
@@ -157,6 +159,11 @@ impl Log {
         output.append(&tensorboard::start(now, step as u64))?;
         self.events = Some(output);
         Ok(())
+    }
+
+    /// Returns this log, which prints the lines of `main.jsonl` to standard output if `printed` is set.
+    pub fn printed(self, printed: bool) -> Self {
+        Self { printed, ..self }
     }
 
     /// Returns handles of the files.
@@ -209,6 +216,9 @@ impl Log {
         let time = unix_time();
         let rounded = (1e3 * time).round() / 1e3;
         let json = serde_json::to_string(&Timed { record, time: rounded })?;
+        if self.printed {
+            writeln!(stdout(), "{json}").context("cannot write to standard output")?;
+        }
         let lines = [line, &json].map(|line| format!("{line}\n").into_bytes());
         let record = self.events.is_some().then(|| tensorboard::scalars(time, step as u64, values));
         for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain(record)) {

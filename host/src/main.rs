@@ -1,6 +1,7 @@
 //! The `llm-rs` program: parses the command line, runs the command, and prints one line if it fails.
 
 use distributed::fault::Fault;
+use host::style::{Tone, is_colored, paint};
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
@@ -20,7 +21,8 @@ fn main() -> ExitCode {
                     return code;
                 }
                 // Standard error may be closed; there is no other place to report to.
-                let _ = writeln!(stderr(), "error: {}", on_one_line(&format!("{error:#}")));
+                let label = paint("error:", Tone::Bad, is_colored(&stderr()));
+                let _ = writeln!(stderr(), "{label} {}", on_one_line(&format!("{error:#}")));
                 code
             }
         },

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use checkpoint::config::Config;
+use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
 use metrics::report::{self, Entry};
 use metrics::run::RunLog;
@@ -20,7 +21,7 @@ const MAX_SETTINGS: u64 = 1 << 16;
 pub fn write_into(directory: &Path) -> Result<()> {
     let run = RunLog::read(directory)?;
     let runs = std::slice::from_ref(&run);
-    let figure = Figure::new(runs, &Options::default())?;
+    let figure = Figure::new(runs, &Options { smoothing: default_smoothing(runs), ..Options::default() })?;
     write(&figure, runs, &directory.join(FIGURE))?;
     write(&figure, runs, &directory.join(REPORT))
 }

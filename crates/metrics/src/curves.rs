@@ -102,6 +102,14 @@ impl Positions {
     }
 }
 
+/// Returns a factor of the moving average for runs: 0.9, or more if the longest run has more than 2,000 steps, so that an average
+/// spans one part in 200.
+pub fn default_smoothing(runs: &[RunLog]) -> f64 {
+    let steps = runs.iter().map(|run| run.steps.len()).max().unwrap_or(0);
+    let factor = 1.0 - 200.0 / (steps as f64).clamp(2000.0, 200_000.0);
+    (1e3 * factor).round() / 1e3
+}
+
 /// Returns exponential moving averages: each value has the weight `factor` less than the next. They are corrected for the missing
 /// values before the first, as in Adam. A NaN stays NaN and has no influence on others.
 pub fn smooth(points: &[(f64, f64)], factor: f64) -> Points {
@@ -208,6 +216,16 @@ mod tests {
         // (0.5 * 0.5 * 4 + 0.5 * 2) / 0.75
         assert!((smoothed[2].1 - 2.0 / 0.75).abs() < 1e-12);
         assert_eq!(smooth(&points[..1], 0.0), points[..1]);
+    }
+
+    #[test]
+    fn long_runs_are_smoothed_more() {
+        let log = |steps| {
+            let step = crate::run::RunLog::parse("s:0 trl:1\n".as_bytes()).unwrap().steps[0];
+            [RunLog { steps: vec![step; steps], ..RunLog::default() }]
+        };
+        let factors = [0, 400, 20_000, 1_000_000].map(|steps| default_smoothing(&log(steps)));
+        assert_eq!(factors, [0.9, 0.9, 0.99, 0.999]);
     }
 
     #[test]

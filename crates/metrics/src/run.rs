@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -103,9 +103,9 @@ impl RunLog {
         let file = find(path)?;
         let directory = if file == path { path.parent() } else { Some(path) };
         let name = directory.map(absolute).and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-        let opened = File::open(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let metadata = opened.metadata().with_context(|| format!("cannot read {}", file.display()))?;
         let shown = file.display();
+        // Opening a pipe would wait for its writer.
+        let metadata = fs::metadata(&file).with_context(|| format!("cannot read {shown}"))?;
         ensure!(metadata.is_file(), "{shown}: expected a file, found a device or pipe; copy it to a file first");
         ensure!(
             metadata.len() <= MAX_FILE,
@@ -113,6 +113,7 @@ impl RunLog {
             MAX_FILE >> 20,
             metadata.len() >> 20
         );
+        let opened = File::open(&file).with_context(|| format!("cannot read {shown}"))?;
         let mut log = Self::parse(BufReader::with_capacity(1 << 16, opened).take(MAX_FILE))
             .with_context(|| format!("cannot read {shown}"))?;
         if log.is_empty() {
@@ -320,7 +321,6 @@ fn keep_last<T>(records: &mut Vec<T>, step: impl Fn(&T) -> u64) {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::fs;
 
     fn parse(text: &str) -> RunLog {
         RunLog::parse(text.as_bytes()).unwrap()

@@ -5,7 +5,7 @@ mod live;
 use crate::plots;
 use crate::values::{count, momentum};
 use anyhow::{Result, ensure};
-use metrics::curves::{Metric, XAxis};
+use metrics::curves::{Metric, XAxis, default_smoothing};
 use metrics::figure::{Figure, Options};
 use metrics::references::{self, REFERENCES, Reference};
 use metrics::run::{RunLog, read_all};
@@ -55,9 +55,9 @@ pub struct Plot {
     #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',')]
     metrics: Vec<Metric>,
 
-    /// Factor of the exponential moving average of noisy curves; 0: no smoothing
-    #[arg(long, value_name = "X", value_parser = momentum, default_value = "0.9")]
-    smooth: f32,
+    /// Factor of the exponential moving average of noisy curves; 0: no smoothing [default: 0.9, up to 0.999 for long runs]
+    #[arg(long, value_name = "X", value_parser = momentum)]
+    smooth: Option<f32>,
 
     /// Logarithmic horizontal axis
     #[arg(long)]
@@ -95,12 +95,13 @@ pub fn run(args: &Plot) -> Result<()> {
         }
         Ok(runs)
     };
+    let runs = read()?;
     let options = Options {
         x: args.x,
         log_x: args.log_x,
         log_y: args.log_y,
         // The shortest decimal number is what the user typed.
-        smoothing: args.smooth.to_string().parse()?,
+        smoothing: args.smooth.map_or(Ok(default_smoothing(&runs)), |factor| factor.to_string().parse())?,
         metrics: args.metrics.clone(),
         references: args.reference.as_ref().map(|names| names.iter().copied().flatten().collect()),
     };
@@ -112,7 +113,6 @@ pub fn run(args: &Plot) -> Result<()> {
         let is_page = html.extension().is_some_and(|extension| extension == "html" || extension == "htm");
         ensure!(is_page, "--html: expected a name that ends in .html, found {}; change it", html.display());
     }
-    let runs = read()?;
     report_damage(&runs)?;
     let figure = Figure::new(&runs, &options)?;
     for path in out.iter().chain(&args.html) {

@@ -164,6 +164,7 @@ impl PlannedRun {
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
         let directory = written_by_this_rank.clone();
+        let printed = args.json && ranks.is_first();
         let mut run = Run {
             settings: &settings(&config, ranks.world_size()),
             ranks,
@@ -174,7 +175,7 @@ impl PlannedRun {
             hellaswag: self.hellaswag,
             engine,
             console,
-            log: log.unwrap_or_default(),
+            log: log.unwrap_or_default().printed(printed),
             state,
             checkpoints,
             stop: Stop::on_signals(written_by_this_rank)?,
@@ -242,7 +243,7 @@ fn draw(directory: Option<&Path>) -> Result<bool> {
 }
 
 fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Duration, drawn: bool) -> Result<()> {
-    console.line(&summary(outcome, console.last_train_loss(), config, wall))?;
+    console.result(&summary(outcome, console.last_train_loss(), config, wall))?;
     if let Some(out) = config.out.as_deref().filter(|_| drawn) {
         console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
     }

@@ -87,7 +87,7 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
     if ranks.is_first() {
-        return Ok(Console::new(steps));
+        return Ok(Console::with_verbosity(steps, args.verbosity()));
     }
     let out = args.out.as_deref().filter(|_| !args.dry_run);
     out.map(create_directory).transpose()?;

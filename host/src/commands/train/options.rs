@@ -1,6 +1,7 @@
 //! The flags of `train`.
 
 use crate::commands::resources::Hardware;
+use crate::console::Verbosity;
 use crate::values::{
     Count, count, count_or_all, fraction, interval, level, momentum, non_negative, seed, switch, whole_number,
     zero_stage,
@@ -287,6 +288,25 @@ pub struct Options {
     /// Print the memory table with every buffer
     #[arg(long, help_heading = GENERAL)]
     pub verbose: bool,
+
+    /// Print only warnings and the final values
+    #[arg(long, help_heading = GENERAL, conflicts_with_all = ["verbose", "dry_run", "json"])]
+    pub quiet: bool,
+
+    /// Print the lines of main.jsonl to standard output, and everything else to standard error
+    #[arg(long, help_heading = GENERAL)]
+    pub json: bool,
+}
+
+impl Options {
+    /// Returns what the run prints.
+    pub const fn verbosity(&self) -> Verbosity {
+        match (self.quiet, self.json) {
+            (_, true) => Verbosity::Json,
+            (true, _) => Verbosity::Quiet,
+            _ => Verbosity::Normal,
+        }
+    }
 }
 
 /// The place of this process among the ranks of a run: one process for each GPU. Unset flags are read from the environment that
