@@ -173,7 +173,7 @@ fn bar_template(columns: usize) -> &'static str {
         100.. => "{bar:30} {pos}/{len} | {msg} | {eta} left",
         70.. => "{bar:10} {pos}/{len} | {msg} | {eta} left",
         // 40 columns hold "123456/572204 | loss 3.2847 | 1d left".
-        _ => "{pos}/{len} | {msg:.11} | {eta} left",
+        _ => "{pos}/{len} | {msg:11!} | {eta} left",
     }
 }
 
@@ -228,7 +228,7 @@ mod tests {
         for columns in [40, 70, 100, 200] {
             let template = bar_template(columns);
             let full = template.replace("{bar:30}", &"=".repeat(30)).replace("{bar:10}", &"=".repeat(10));
-            let full = full.replace("{pos}/{len}", "123456/572204").replace("{msg:.11}", "loss 3.2847");
+            let full = full.replace("{pos}/{len}", "123456/572204").replace("{msg:11!}", "loss 3.2847");
             let shown = full.replace("{msg}", "loss 3.2847 | 1234567 tok/s").replace("{eta}", "23h");
             assert!(!shown.contains('{') && shown.len() <= columns, "{columns}: {shown}");
         }

@@ -475,6 +475,7 @@ fn horizontal_axis(panels: &mut [Panel], options: &Options) -> Horizontal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use std::fmt::Write;
 
     fn log(name: &str, text: &str) -> RunLog {
@@ -566,5 +567,37 @@ mod tests {
                 figure.to_png().unwrap();
             }
         }
+    }
+
+    fn number() -> impl Strategy<Value = f64> {
+        prop_oneof![any::<f64>(), -1e3..1e3, Just(0.0), Just(f64::NAN), Just(f64::MAX), Just(f64::MIN_POSITIVE)]
+    }
+
+    proptest! {
+        #[test]
+        fn any_values_are_drawn_without_nan(
+            lines in proptest::collection::vec((any::<u64>(), number(), number(), number(), any::<u64>()), 1..20),
+            small_steps: bool,
+            log_x: bool,
+            log_y: bool,
+            tokens: bool,
+        ) {
+            let mut text = String::new();
+            for (step, a, b, c, n) in lines {
+                let step = if small_steps { step % 9 } else { step };
+                let _ = writeln!(text, r#"{{"step":{step},"loss":{},"norm":{},"tokens":{n}}}"#, json(a), json(b));
+                let _ = writeln!(text, r#"{{"step":{step},"val_loss":{},"hellaswag":{},"tokens":{n}}}"#, json(c), json(a));
+            }
+            let x = if tokens { XAxis::Tokens } else { XAxis::Steps };
+            let options = Options { x, log_x, log_y, ..Options::default() };
+            if let Ok(figure) = Figure::new(&[log("any", &text)], &options) {
+                let svg = figure.to_svg(true);
+                prop_assert!(!svg.contains("NaN") && !svg.contains("inf"), "{text}: {svg}");
+            }
+        }
+    }
+
+    fn json(value: f64) -> String {
+        serde_json::to_string(&value).unwrap()
     }
 }

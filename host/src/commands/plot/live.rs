@@ -183,11 +183,8 @@ fn labels(scale: &Scale, count: u16) -> Vec<String> {
             scale.low + at * (scale.high - scale.low)
         }
     };
-    let format = |value: f64| match value.abs() {
-        0.0 => "0".to_owned(),
-        100.0.. => short_count(value),
-        _ => format!("{value:.2}"),
-    };
+    let is_wide = scale.high - scale.low >= 20.0;
+    let format = |value: f64| if is_wide { short_count(value) } else { format!("{value:.2}") };
     (0..=last).map(|i| format(value(i))).collect()
 }
 
@@ -214,7 +211,7 @@ mod tests {
         let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
         let columns: Vec<usize> = shown.lines().filter_map(|line| line.chars().position(is_dot)).collect();
         assert!(columns.len() > 10 && columns.is_sorted(), "{shown}");
-        assert!(shown.contains("step 200 | train") && shown.contains("q quit") && shown.contains("2.04"), "{shown}");
+        assert!(shown.contains("step 200 | train") && shown.contains("q quit") && shown.contains("1.72"), "{shown}");
         for (log, size) in [(true, (40, 10)), (false, (3, 2)), (true, (1, 1)), (false, (200, 60))] {
             (view.log_x, view.log_y) = (log, log);
             view.smoothing = 0.9;
