@@ -15,9 +15,9 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Chart, Dataset, GraphType, Paragraph};
 use std::env;
 use std::io::{IsTerminal, Write, stdout};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Time between two reads of the log.
+/// Shortest time between two reads of the log.
 const INTERVAL: Duration = Duration::from_secs(1);
 const COLORS: [Color; 6] = [Color::Blue, Color::Yellow, Color::Green, Color::Magenta, Color::Cyan, Color::Red];
 /// Columns of dots that a curve is reduced to. A cell has two of them.
@@ -50,13 +50,19 @@ pub fn run(read: &dyn Fn() -> Result<Vec<RunLog>>, options: &Options) -> Result<
         colors: env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
     };
     let mut terminal = ratatui::try_init().context("cannot draw in this terminal; use --out FILE")?;
+    let mut interval = INTERVAL;
     let mut follow = || -> Result<()> {
         loop {
             let curves = curves(&runs, options.x, &view)?;
             terminal.draw(|frame| draw(frame, &runs, &curves, options.x, &view))?;
-            if !event::poll(INTERVAL)? {
+            if !event::poll(interval)? {
+                let started = Instant::now();
                 // A run that starts again has an empty log for a moment.
-                runs = read().unwrap_or(runs.clone());
+                if let Ok(newer) = read() {
+                    runs = newer;
+                }
+                // Reading a long log takes at most a fifth of the time.
+                interval = INTERVAL.max(4 * started.elapsed());
                 continue;
             }
             let Event::Key(key) = event::read()? else { continue };
