@@ -30,7 +30,7 @@ fn records(path: &Path) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
     let checked = |data: &[u8], checksum: &[u8]| {
         let crc = crc32c::crc32c(data);
-        let masked = (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8);
+        let masked = crc.rotate_right(15).wrapping_add(0xa282_ead8);
         assert_eq!(checksum, masked.to_le_bytes(), "the checksum of {data:?}");
     };
     while !rest.is_empty() {

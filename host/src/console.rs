@@ -61,7 +61,7 @@ impl Console {
             ProgressBar::new(steps as u64).with_style(style)
         });
         let output = if verbosity == Verbosity::Json { Output::Stderr } else { Output::Stdout };
-        Self { bar, verbosity, ..Self::with_output(steps, output) }
+        Self { verbosity, bar, ..Self::with_output(steps, output) }
     }
 
     /// Creates a console for a rank other than 0, which prints to a file, or nowhere without a path.

@@ -8,6 +8,7 @@ use crate::run::RunLog;
 use crate::svg::{Anchor, Color, Dash, Stroke, Svg, dark_mode, escape, shorten, text_width};
 use anyhow::{Result, ensure};
 use serde::Serialize;
+use std::fmt::Write;
 
 /// Largest number of runs in a figure.
 pub const MAX_RUNS: usize = 64;
@@ -185,7 +186,7 @@ impl Figure {
             note.push_str("thin with dots: evaluation; ");
         }
         if options.smoothing > 0.0 {
-            note += &format!("smoothed (EMA {}), raw values faint", options.smoothing);
+            let _ = write!(note, "smoothed (EMA {}), raw values faint", options.smoothing);
         }
         let note = note.trim_end_matches("; ").to_owned();
         let mut x = MARGIN;
@@ -419,7 +420,8 @@ impl Panel {
         let of_line = |line: &Line| {
             let finite: Points =
                 line.points.iter().copied().filter(|(x, y)| column(*x).is_finite() && y.is_finite()).collect();
-            let last_of_columns = finite.chunk_by(|a, b| column(a.0) == column(b.0)).filter_map(<[_]>::last);
+            let last_of_columns =
+                finite.chunk_by(|a, b| column(a.0).to_bits() == column(b.0).to_bits()).filter_map(<[_]>::last);
             (line.name.clone(), line.color % 8, last_of_columns.copied().collect())
         };
         self.lines.iter().filter(|line| line.kind != Kind::Raw).map(of_line).collect()
@@ -476,7 +478,6 @@ fn horizontal_axis(panels: &mut [Panel], options: &Options) -> Horizontal {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::fmt::Write;
 
     fn log(name: &str, text: &str) -> RunLog {
         RunLog { name: name.to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() }
@@ -511,12 +512,13 @@ mod tests {
 
     #[test]
     fn every_axis_and_several_runs_are_drawn() {
-        let json: String = (0..50)
+        let json = (0..50)
             .map(|i| {
                 let loss = if i == 7 { "null".to_owned() } else { (5.0 - f64::from(i) / 20.0).to_string() };
                 format!("{{\"step\":{i},\"loss\":{loss},\"lr\":0.1,\"norm\":2,\"ms\":900000,\"tokens_per_second\":123456,\"tokens\":{}}}\n", 1000 * (i + 1))
             })
-            .collect();
+            .collect::<Vec<_>>()
+            .concat();
         let runs = [log("first", &json), log("second", &json.replace("\"loss\":4", "\"loss\":3"))];
         for (x, name) in [(XAxis::Steps, "step"), (XAxis::Tokens, "tokens"), (XAxis::Time, "training time (hours)")] {
             for log in [false, true] {

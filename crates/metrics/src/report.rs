@@ -111,10 +111,10 @@ pub fn page(entries: &[Entry], figure: &Figure) -> String {
     for (i, Entry { run, settings: text }) in entries.iter().enumerate() {
         let cells = Summary::new(run).cells();
         if i == 0 {
-            header = cells.iter().map(|(name, _)| format!("<th>{name}</th>")).collect();
+            header = format!("<th>{}</th>", cells.each_ref().map(|(name, _)| *name).join("</th><th>"));
         }
         let name = escape(&run.name);
-        let cells: String = cells.iter().map(|(_, value)| format!("<td>{}</td>", escape(value))).collect();
+        let cells = format!("<td>{}</td>", cells.map(|(_, value)| escape(&value)).join("</td><td>"));
         let _ = writeln!(rows, "<tr><th scope=\"row\"><i class=\"k{}\"></i>{name}</th>{cells}</tr>", i % 8);
         if let Some(text) = text {
             let _ = writeln!(

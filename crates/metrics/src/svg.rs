@@ -66,8 +66,10 @@ impl Color {
 pub fn dark_mode() -> String {
     let roles =
         [Color::Paper, Color::Ink, Color::Muted, Color::Grid].into_iter().chain((0..RUNS.len()).map(Color::Run));
-    let rules: String =
-        roles.map(|color| format!(".{0}-s{{stroke:{1}}}.{0}-f{{fill:{1}}}", color.class(), color.dark())).collect();
+    let mut rules = String::new();
+    for color in roles {
+        let _ = write!(rules, ".{0}-s{{stroke:{1}}}.{0}-f{{fill:{1}}}", color.class(), color.dark());
+    }
     format!("@media(prefers-color-scheme:dark){{{rules}}}")
 }
 

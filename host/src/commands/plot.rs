@@ -91,7 +91,9 @@ pub fn run(args: &Plot) -> Result<()> {
     let read = || {
         let mut runs = read_all(&args.runs)?;
         if let Some(tokens) = args.tokens_per_step {
-            runs.iter_mut().for_each(|run| run.assume_tokens_per_step(tokens as u64));
+            for run in &mut runs {
+                run.assume_tokens_per_step(tokens as u64);
+            }
         }
         Ok(runs)
     };

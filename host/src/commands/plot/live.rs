@@ -98,7 +98,7 @@ fn status(run: &RunLog) -> String {
         ("tok/s", summary.tokens_per_second.map(short_count)),
     ];
     for (name, value) in values.into_iter().filter_map(|(name, value)| Some((name, value?))) {
-        text += &format!(" | {name} {value}");
+        text.extend([" | ", name, " ", &value]);
     }
     text
 }
@@ -210,8 +210,10 @@ mod tests {
 
     #[test]
     fn the_curve_falls_and_small_terminals_are_accepted() {
-        let text: String =
-            (0..200).map(|i| format!("s:{i} trl:{} lr:1 norm:1\n", 10.0 - f64::from(i) / 25.0)).collect();
+        let text = (0..200)
+            .map(|i| format!("s:{i} trl:{} lr:1 norm:1\n", 10.0 - f64::from(i) / 25.0))
+            .collect::<Vec<_>>()
+            .concat();
         let mut view = View { log_x: false, log_y: false, smoothing: 0.0, colors: false };
         let shown = screen(&text, (60, 20), &view);
         let is_dot = |c: char| ('\u{2801}'..='\u{28ff}').contains(&c);
