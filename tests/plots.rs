@@ -79,7 +79,12 @@ fn a_run_draws_its_log_and_writes_event_files_which_a_resumed_run_continues() {
     let written = records(second);
     let session = [&b"\x10\x04"[..], b"\x3a\x02\x08\x01"].concat();
     assert!(written[1].ends_with(&session), "{:?}", written[1]);
-    assert_eq!(written.len(), 2 + 2 + 1);
+    // The evaluation before that step is repeated, since TensorBoard has discarded it. It was made by the first run.
+    assert!(contains(&written[2], "eval/loss") && contains(&written[3], "train/loss"));
+    let validation = lines.lines().last().unwrap();
+    let time = serde_json::from_str::<serde_json::Value>(validation).unwrap()["time"].as_f64().unwrap();
+    assert_eq!(written[2][1..9], time.to_le_bytes());
+    assert_eq!(written.len(), 2 + 1 + 2 + 1);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
+use metrics::run::RunLog;
 use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
@@ -152,11 +153,22 @@ impl Log {
 
     /// Also writes an event file for TensorBoard into `directory`. The run starts or resumes before the update of `step`.
     ///
-    /// A resumed run writes a new file, and TensorBoard discards what earlier files contain from that step on.
+    /// A resumed run writes a new file, and TensorBoard discards what earlier files contain from that step on. Evaluations of that
+    /// step that the log keeps are written again.
     pub fn write_events(&mut self, directory: &Path, step: usize) -> Result<()> {
         let now = unix_time();
         let mut output = Output::open(directory.join(tensorboard::file_name(now)))?;
         output.append(&tensorboard::start(now, step as u64))?;
+        // TensorBoard also discards the evaluations before the update of `step`, which are not repeated.
+        let kept =
+            if step > 0 { RunLog::read(&directory.join("main.jsonl")).unwrap_or_default() } else { RunLog::default() };
+        for (tag, evaluations) in [(tensorboard::VAL_LOSS, kept.validations), (tensorboard::HELLASWAG, kept.hellaswag)]
+        {
+            for found in evaluations.iter().filter(|evaluation| evaluation.step == step as u64) {
+                let time = if found.time.is_finite() { found.time } else { now };
+                output.append(&tensorboard::scalars(time, found.step, &[(tag, found.value as f32)]))?;
+            }
+        }
         self.events = Some(output);
         Ok(())
     }
