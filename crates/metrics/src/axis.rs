@@ -32,11 +32,17 @@ pub enum Unit {
 /// The largest number of decades whose ticks between the powers of ten are drawn.
 const MAX_DECADES_WITH_MINOR_TICKS: f64 = 6.0;
 
+/// Largest magnitude of an end of an axis.
+const LARGEST: f64 = 1e100;
+
 impl Scale {
     /// Returns a scale over a range of values that is not empty: `low` and `high` are finite, and positive if `log` is set.
     ///
     /// A range of one value is widened.
     pub fn new(low: f64, high: f64, log: bool) -> Self {
+        // Differences and ratios within this range are finite.
+        let [low, high] =
+            [low, high].map(|end| if log { end.clamp(1.0 / LARGEST, LARGEST) } else { end.clamp(-LARGEST, LARGEST) });
         if high > low {
             return Self { low, high, log };
         }
@@ -57,12 +63,16 @@ impl Scale {
         Self { low: low - below * (high - low), high: high + above * (high - low), log }
     }
 
-    /// Returns the position of a value: between 0 and 1 within the range. NaN for a value without a logarithm.
+    /// Returns the position of a value: between 0 and 1 within the range, and bounded outside of it. NaN for a value without a
+    /// logarithm.
     pub fn position(&self, value: f64) -> f64 {
-        if self.log {
-            return if value > 0.0 { (value / self.low).ln() / (self.high / self.low).ln() } else { f64::NAN };
-        }
-        (value - self.low) / (self.high - self.low)
+        const FAR: f64 = 1e3;
+        let position = match self.log {
+            true if value > 0.0 => (value.ln() - self.low.ln()) / (self.high.ln() - self.low.ln()),
+            true => f64::NAN,
+            false => (value - self.low) / (self.high - self.low),
+        };
+        position.clamp(-FAR, FAR)
     }
 
     /// Returns about `count` ticks with labels, and minor ticks without labels on a logarithmic scale.
