@@ -43,7 +43,8 @@ impl Scale {
         // Differences and ratios within this range are finite.
         let [low, high] =
             [low, high].map(|end| if log { end.clamp(1.0 / LARGEST, LARGEST) } else { end.clamp(-LARGEST, LARGEST) });
-        if high > low {
+        // A shorter range is a rounding error.
+        if high - low > 1e-9 * low.abs().max(high.abs()) {
             return Self { low, high, log };
         }
         if log {
