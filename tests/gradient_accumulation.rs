@@ -40,6 +40,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        checkpoint_after: None,
         check_ranks_every: None,
     };
     let state = RunState::fresh(loader.position());
@@ -52,7 +53,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         train,
         val: None,
         hellaswag: None,
-        console: Console::new(6),
+        console: Console::new(6, None),
         log: Log::create(Some(dir.path())).unwrap(),
         state,
         checkpoints: None,

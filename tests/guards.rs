@@ -116,6 +116,7 @@ impl Trial {
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: Some(self.checkpoint_every),
+            checkpoint_after: None,
             check_ranks_every: None,
         };
         let mut run = Run {
@@ -126,7 +127,7 @@ impl Trial {
             val: None,
             hellaswag: None,
             engine,
-            console: Console::new(self.steps),
+            console: Console::new(self.steps, None),
             log,
             state,
             checkpoints: Some(CheckpointWriter::new(

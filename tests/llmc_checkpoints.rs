@@ -186,7 +186,7 @@ fn write_checkpoint(model: &Decoder, engine: &mut dyn Engine, state: RunState) -
     let lock = DirectoryLock::acquire(out.path()).unwrap();
     let mut checkpoints = CheckpointWriter::new(lock, Retention::default(), identity, None);
     let ranks = &mut Ranks::Single;
-    checkpoints.begin(model, engine, ranks, state, Ok(Vec::new())).unwrap();
+    checkpoints.begin(model, engine, ranks, state, Ok(Vec::new()), &[]).unwrap();
     checkpoints.wait(ranks).unwrap().unwrap().result.unwrap();
     out
 }

@@ -198,6 +198,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        checkpoint_after: None,
         check_ranks_every: None,
     };
     let loader = loader(tokens);
@@ -210,7 +211,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         engine: &mut engine,
         val: None,
         hellaswag: None,
-        console: Console::new(steps),
+        console: Console::new(steps, None),
         log: Log::create(Some(dir.path())).unwrap(),
         checkpoints: None,
         stop: Stop::default(),

@@ -290,6 +290,8 @@ fn errors_name_invalid_flags() {
             &["data", "text", "x", "-o", "y", "--format", "xml"],
             "'xml' for '--format <text|jsonl|parquet|csv>': expected text, jsonl, parquet or csv",
         ),
+        (&["train", "--final-fraction", "5"], "'5' for '--final-fraction <X>': expected a number from 0 to 1"),
+        (&["train", "--kernels", "sm_1"], "[possible values: sm_80, sm_90a]"),
         (&["train", "-h", "1"], "--hellaswag FILE"),
         (&["train", "-h", "0"], "--hellaswag FILE"),
         (&["train", "--checkpoint-every", "2"], "--out"),
@@ -305,19 +307,108 @@ fn errors_name_invalid_flags() {
     }
 }
 
-#[test]
-fn a_closed_pipe_is_not_an_error() {
+/// Runs the program while nobody reads its output. Returns its exit code and its standard error.
+fn with_closed_output(args: &[&str]) -> (Option<i32>, String) {
     use std::process::Stdio;
-    let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
-        .args(["train", "--device", "cpu", "--steps", "20"])
-        .args(TINY)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
-    assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stderr)), (Some(0), ""));
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn a_closed_pipe_ends_commands_as_sigpipe_does() {
+    let dir = data();
+    let train = dir.path().join("train.bin");
+    let show = ["data", "show", text(&train), "--tokenizer", "bytes"];
+    assert_eq!(with_closed_output(&show), (Some(141), String::new()));
+    let (code, err) = with_closed_output(&["selftest", "--determinism", "--steps", "1", "--device", "cpu"]);
+    assert!(code == Some(141) && !err.contains("panicked"), "{err}");
+}
+
+#[test]
+fn training_without_output_and_directory_is_an_error() {
+    let (code, err) = with_closed_output(&with(&["train", "--device", "cpu", "--steps", "20"], TINY));
+    assert_eq!(code, Some(1), "{err}");
+    assert!(
+        err.starts_with("error: ")
+            && err.contains("standard output: expected an open file or pipe, found a closed one"),
+        "{err}"
+    );
+    assert!(err.contains("--out DIR") && !err.contains("panicked"), "{err}");
+}
+
+#[test]
+fn settings_without_effect_are_reported() {
+    let plan = ["train", "--device", "cpu", "--dry-run", "--steps", "20"];
+    let noted = |flags: &[&str]| -> Vec<String> {
+        let printed = succeed(&with(&with(&plan, TINY), flags));
+        printed.lines().filter_map(|line| line.strip_prefix("note: ")).map(str::to_owned).collect()
+    };
+    for (flags, note) in [
+        (&["--matmul", "rust"][..], "--matmul has no effect: the run uses the CPU"),
+        (&["--kernels", "sm_80"], "--kernels has no effect: the run uses the CPU"),
+        (&["--tf32", "1"], "--tf32 has no effect: the run uses the CPU"),
+        (&["--local-rank", "9"], "--local-rank has no effect: the run uses the CPU"),
+        (&["--gpu-info-every", "9"], "--gpu-info-every has no effect: the run uses the CPU"),
+        (
+            &["--warmup", "21"],
+            "--warmup never reaches the peak learning rate: the run ends after 20 steps, during the warmup",
+        ),
+        (
+            &["-k", "constant", "--warmup", "2"],
+            "--warmup has no effect: --schedule constant has no other learning rate than the peak",
+        ),
+        (&["--zero-stage", "2"], "--zero-stage has no effect: the run has one rank"),
+        (&["--check-ranks", "2"], "--check-ranks has no effect: the run has one rank"),
+        (&["-s", "0", "-g", "7"], "--sample-length has no effect: --sample-every is 0"),
+    ] {
+        assert_eq!(noted(flags), [note], "{flags:?}");
+    }
+    assert!(noted(&["--warmup", "20", "--final-fraction", "0.5", "--matmul", "auto"]).is_empty());
+}
+
+#[test]
+fn tables_and_tests_that_compare_nothing_are_errors() {
+    fail(
+        &["selftest", "no such operation", "--small"],
+        &["expected at least one case, found none; nothing was compared"],
+    );
+    fail(&["selftest", "--device", "cpu"], &["--device: expected a GPU or its emulator, found cpu"]);
+    fail(&["bench", "gemm", "--device", "cpu", "-e", "d6", "-b", "1", "-t", "16"], &["expected a GPU, found CPU"]);
+    let kernels = "bench kernels nothing --device cpu -e d6 -b 1 -t 32 --copy 1000 --gemm 16";
+    fail(&kernels.split(' ').collect::<Vec<_>>(), &["expected an operation whose name contains 'nothing', found none"]);
+    // Without a GPU, the kernels run in the emulator.
+    let printed = succeed(&["selftest", "global_norm"]);
+    assert!(printed.contains("against CPU") && !printed.contains("\n0 cases passed"), "{printed}");
+}
+
+/// The losses of a fixed run. Those of GPUs are compared by the same script on a machine with one.
+#[test]
+fn losses_are_those_that_were_stored() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let run = |golden: &Path| {
+        let mut command = Command::new(root.join("scripts/golden_losses"));
+        command.arg(env!("CARGO_BIN_EXE_llm-rs")).args(["--device", "cpu"]).env("GOLDEN", golden).output().unwrap()
+    };
+    let output = run(&root.join("tests/golden"));
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(printed.contains("cpu-fp32: 103 losses, "), "{printed}");
+
+    // A loss that differs by one percent is found.
+    let dir = tempfile::tempdir().unwrap();
+    let stored = fs::read_to_string(root.join("tests/golden/cpu-fp32.txt")).unwrap();
+    let change = |line: &str| match line.split_once(' ') {
+        Some(("57", loss)) => format!("57 {}", loss.parse::<f64>().unwrap() * 1.01),
+        _ => line.to_owned(),
+    };
+    fs::write(dir.path().join("cpu-fp32.txt"), stored.lines().map(change).collect::<Vec<_>>().join("\n") + "\n")
+        .unwrap();
+    let output = run(dir.path());
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success() && printed.contains("step 57: expected loss "), "{printed}");
 }
 
 #[test]

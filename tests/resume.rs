@@ -1,149 +1,18 @@
 //! Resuming: killed and stopped runs, full disks, and damaged checkpoints.
 
+#[path = "common/runs.rs"]
+mod runs;
+
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
-use data::tokens;
 use rng::XorShift;
+use runs::{Results, World, entries, lines, signal, wait_until};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tempfile::TempDir;
-
-/// A temporary directory with a small model and a data set of three shards. A run of 40 steps reads it several times.
-struct World {
-    dir: TempDir,
-}
-
-impl World {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut rng = rng::Mt19937::new(7);
-        let mut ids = |n: usize| (0..n).map(|_| rng.below(97).min(rng.below(97)) as u16).collect::<Vec<u16>>();
-        for (i, samples) in [9, 14, 6].into_iter().enumerate() {
-            tokens::write(&dir.path().join(format!("train_{i}.bin")), &ids(samples * 32 + 5), tokens::Width::U16)
-                .unwrap();
-        }
-        tokens::write(&dir.path().join("val_0.bin"), &ids(200), tokens::Width::U16).unwrap();
-        fs::write(dir.path().join("tiny.bin"), include_bytes!("data/tiny.bin")).unwrap();
-        Self { dir }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    /// Returns the `train` command with 40 steps of 4 sequences, and output directory `out`.
-    fn command(&self, out: &str, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
-        command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
-        let settings = [
-            ("--train", "train_*.bin"),
-            ("--val", "val_*.bin"),
-            ("--model", "tiny.bin"),
-            ("--batch", "2"),
-            ("--seq", "16"),
-            ("--total-batch", "64"),
-            ("--steps", "40"),
-            ("--lr", "0.003"),
-            ("--warmup", "5"),
-            ("--weight-decay", "0.1"),
-            ("--final-fraction", "0.1"),
-            ("--val-every", "7"),
-            ("--val-batches", "3"),
-            ("--sample-every", "0"),
-            ("--checkpoint-every", "3"),
-            ("--keep", "2"),
-        ];
-        for (flag, value) in settings {
-            if !more.contains(&flag) {
-                command.args([flag, value]);
-            }
-        }
-        command.args(more);
-        command
-    }
-
-    fn output(&self, out: &str, more: &[&str]) -> Output {
-        self.command(out, more).output().unwrap()
-    }
-
-    fn succeed(&self, out: &str, more: &[&str]) -> String {
-        let output = self.output(out, more);
-        let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "{more:?}: {printed}{err}");
-        printed.into_owned()
-    }
-
-    /// Checks that the run fails with an error line that contains all of `parts`.
-    fn fail(&self, out: &str, more: &[&str], parts: &[&str]) -> String {
-        let output = self.output(out, more);
-        let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert_eq!(output.status.code(), Some(1), "{more:?}: {printed}{err}");
-        let line = err.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
-        for part in parts {
-            assert!(line.contains(part), "{more:?}: expected '{part}' in: {printed}{err}");
-        }
-        printed.into_owned()
-    }
-
-    fn start(&self, out: &str, more: &[&str]) -> Child {
-        let null = Stdio::null;
-        self.command(out, more).stdout(null()).stderr(null()).spawn().unwrap()
-    }
-}
-
-fn entries(dir: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// The results of a run that must not depend on interruptions: logs without times, and the last checkpoint.
-struct Results {
-    main_log: String,
-    records: Vec<serde_json::Value>,
-    model: Vec<u8>,
-    state: Vec<u8>,
-    progress: serde_json::Value,
-    names: Vec<String>,
-}
-
-impl Results {
-    fn read(dir: &Path, step: usize) -> Self {
-        let text = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
-        let without_times = |mut value: serde_json::Value| {
-            for key in ["ms", "tokens_per_second", "time", "training_seconds", "pace"] {
-                value.as_object_mut().unwrap().remove(key);
-            }
-            value
-        };
-        let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
-        Self {
-            main_log: text("main.log"),
-            records: text("main.jsonl").lines().map(|line| without_times(json(line))).collect(),
-            model: fs::read(dir.join(format!("model_{step:08}.bin"))).unwrap(),
-            state: fs::read(dir.join(format!("state_{step:08}_00000.bin"))).unwrap(),
-            progress: without_times(json(&text(&format!("run_{step:08}.json")))["run"]["progress"].clone()),
-            names: entries(dir),
-        }
-    }
-
-    fn assert_equals(&self, expected: &Self, when: &str) {
-        assert_eq!(self.main_log, expected.main_log, "{when}");
-        assert_eq!(self.records, expected.records, "{when}");
-        assert_eq!(self.progress, expected.progress, "{when}");
-        assert_eq!(self.names, expected.names, "{when}");
-        let first = |a: &[u8], b: &[u8]| a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
-        for (name, got, expected) in [("model", &self.model, &expected.model), ("state", &self.state, &expected.state)]
-        {
-            assert!(got == expected, "{when}: the {name} file differs from byte {}", first(got, expected));
-        }
-    }
-}
 
 #[test]
 fn resumed_killed_runs_match_an_uninterrupted_run() {
@@ -165,9 +34,9 @@ fn resumed_killed_runs_match_an_uninterrupted_run() {
             sleep(length.mul_f32(0.05 + rng.next_f32()));
             child.kill().unwrap();
             child.wait().unwrap();
-            resume = &["--resume"];
+            resume = &["--resume=auto"];
         }
-        let printed = world.succeed(&out, &["--resume"]);
+        let printed = world.succeed(&out, &["--resume=auto"]);
         let step = printed.lines().find_map(|line| line.strip_prefix("resumed after "));
         resumed_at.push(step.map_or(0, |rest| rest.split(' ').next().unwrap().parse::<usize>().unwrap()));
         Results::read(&world.path(&out), 40)
@@ -251,6 +120,24 @@ fn a_run_without_shuffling_resumes_in_order() {
     let losses = |kept: &Results| kept.records.iter().filter_map(|record| record["loss"].as_f64()).collect::<Vec<_>>();
     let (got, expected) = (losses(&Results::read(&out, 40)), losses(&reference));
     assert!(got.len() == 40 && got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4), "{got:?} {expected:?}");
+}
+
+#[test]
+fn a_resumed_run_does_not_repeat_evaluations() {
+    let world = World::new();
+    let more = ["--steps", "6", "--keep", "0", "--val-every", "3"];
+    let printed = world.succeed("run", &more);
+    assert!(printed.contains("step    3/6 | val loss"), "{printed}");
+    let out = world.path("run");
+    let reference = Results::read(&out, 6);
+    for name in entries(&out).iter().filter(|name| name.contains("00000006")) {
+        fs::remove_file(out.join(name)).unwrap();
+    }
+    // The checkpoint of step 3 was written after the validation that was due at step 3.
+    let printed = world.succeed("run", &[&more[..], &["--resume"]].concat());
+    assert!(printed.contains("resumed after 3 of 6 steps"), "{printed}");
+    assert!(!printed.contains("step    3/6 | val loss") && printed.contains("step    6/6 | val loss"), "{printed}");
+    Results::read(&out, 6).assert_equals(&reference, "after a checkpoint with its evaluation");
 }
 
 #[test]
@@ -381,31 +268,14 @@ fn a_run_resumes_from_the_checkpoint_before_a_damaged_one() {
     assert_eq!(entries(&out), before);
 }
 
-/// Waits until `condition` holds, for at most a minute.
-fn wait_until(description: &str, condition: impl Fn() -> bool) {
-    let began = Instant::now();
-    while !condition() {
-        assert!(began.elapsed() < Duration::from_mins(1), "waited too long until {description}");
-        sleep(Duration::from_millis(5));
-    }
-}
-
-fn lines(path: &Path) -> usize {
-    fs::read_to_string(path).unwrap_or_default().lines().count()
-}
-
-fn signal(child: &Child, name: &str) {
-    assert!(Command::new("kill").args(["-s", name, &child.id().to_string()]).status().unwrap().success());
-}
-
 #[test]
 fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let world = World::new();
     let long = ["--steps", "400", "--checkpoint-every", "400", "--keep", "1", "--val-every", "1"];
     world.succeed("reference", &long);
-    let resume = [&long[..], &["-y", "1"]].concat();
+    let resume = [&long[..], &["-y", "auto"]].concat();
     let log = world.path("run").join("main.log");
-    for name in ["TERM", "INT"] {
+    for (name, code) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
         let mut child = world.command("run", &resume);
         let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let before = lines(&log);
@@ -413,7 +283,7 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
         signal(&child, name);
         let output = child.wait_with_output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert_eq!(output.status.code(), Some(0), "{out}{err}");
+        assert_eq!(output.status.code(), Some(code), "{out}{err}");
         assert!(err.contains(&format!("SIG{name}: stopping after this step")), "{err}");
         let (_, stopped) = out.rsplit_once("\nstopped after ").unwrap();
         let step: usize = stopped.split(' ').next().unwrap().parse().unwrap();
@@ -424,13 +294,13 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     }
     world.succeed("run", &resume);
     Results::read(&world.path("run"), 400)
-        .assert_equals(&Results::read(&world.path("reference"), 400), "after two stops");
+        .assert_equals(&Results::read(&world.path("reference"), 400), "after three stops");
 }
 
 #[test]
 fn a_second_signal_ends_the_run_immediately_and_removes_temporary_files() {
     let world = World::new();
-    for (first, second, code) in [("INT", "INT", 130), ("INT", "TERM", 143)] {
+    for (first, second, code) in [("INT", "INT", 130), ("INT", "TERM", 143), ("HUP", "HUP", 129)] {
         // A step takes minutes.
         let mut child = world.start(second, &["--total-batch", "32000000"]);
         let log = world.path(second).join("main.log");
@@ -468,7 +338,7 @@ fn stopping_without_an_output_directory_says_that_nothing_is_kept() {
     signal(&child, "INT");
     let last = printed.map(Result::unwrap).last().unwrap();
     assert!(last.contains("stopped after") && last.contains("nothing is kept without --out"), "{last}");
-    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
 #[test]
@@ -476,10 +346,20 @@ fn two_runs_cannot_use_the_same_directory() {
     let world = World::new();
     let mut child = world.start("run", &["--total-batch", "32000000"]);
     wait_until("the run has started", || lines(&world.path("run").join("main.log")) == 1);
-    world.fail("run", &["--resume"], &["run is in use by another run", "--out"]);
+    world.fail("run", &["--resume=auto"], &["run is in use by another run", "--out"]);
+    // A supervisor restarts the run before the previous process has ended.
+    let command = &mut world.command("run", &["--resume=auto", "--steps", "2"]);
+    let mut next = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    sleep(Duration::from_secs(1));
+    assert_eq!(next.try_wait().unwrap(), None, "a run waits for the previous process to end");
     child.kill().unwrap();
     child.wait().unwrap();
-    world.succeed("run", &["--resume", "--steps", "2"]);
+    let output = next.wait_with_output().unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && err.starts_with("note: run is in use by another process; waiting up to"),
+        "{err}"
+    );
 }
 
 /// Returns a shell command that runs `setup`, then `command`.
@@ -498,7 +378,7 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
     // Limits files to 200 blocks of 512 or 1024 bytes, depending on the shell: logs fit, checkpoints do not.
     let limited = |more: &[&str]| {
         let command = world.command("run", &[&["--checkpoint-every", "10"], more].concat());
-        let output = in_shell(&command, "trap '' XFSZ; ulimit -f 200").output().unwrap();
+        let output = in_shell(&command, "ulimit -f 200").output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert_eq!(output.status.code(), Some(1), "{out}{err}");
         assert!(err.contains("error: the last checkpoint (step 40) could not be written: "), "{err}");

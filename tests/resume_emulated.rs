@@ -102,6 +102,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: Some(EVERY),
+        checkpoint_after: None,
         check_ranks_every: None,
     };
     let mut run = Run {
@@ -112,7 +113,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         val: None,
         hellaswag: None,
         engine: &mut *engine,
-        console: Console::new(STEPS),
+        console: Console::new(STEPS, None),
         log,
         state,
         checkpoints: Some(CheckpointWriter::new(

@@ -84,9 +84,9 @@ fn verify_command_passes_against_pytorch() {
 }
 
 /// Checks an engine with a model that has a head size of the GPU kernels.
-fn assert_matches_pytorch(engine: &mut dyn Engine) {
+fn assert_matches_pytorch(engine: &mut dyn Engine, tf32: bool) {
     let (model, state) = (data("wide.bin"), data("wide_debug_state.bin"));
-    let mut verification = Verification::open(Path::new(&model), Path::new(&state), engine).unwrap();
+    let mut verification = Verification::open(Path::new(&model), Path::new(&state), engine, tf32).unwrap();
     let mut comparisons = verification.gradients().unwrap();
     let losses = verification.steps(10).unwrap();
     comparisons.extend(verification.compare_losses(&losses, &expected_losses("wide")));
@@ -95,20 +95,31 @@ fn assert_matches_pytorch(engine: &mut dyn Engine) {
     assert!(failed.is_empty(), "{failed:#?} of {comparisons:#?}");
 }
 
+/// A correct model exceeds the bounds for fp32, so TF32 has its own.
+#[test]
+fn tf32_matches_pytorch_within_its_own_bounds() {
+    let tf32 = || emulated(EmulatedGpu { tf32: true, ..EmulatedGpu::default() }, Precision::Fp32, None, false);
+    assert_matches_pytorch(&mut *tf32(), true);
+    let (model, state, mut engine) = (data("wide.bin"), data("wide_debug_state.bin"), tf32());
+    let mut verification = Verification::open(Path::new(&model), Path::new(&state), &mut *engine, false).unwrap();
+    let comparisons = verification.gradients().unwrap();
+    assert!(comparisons.iter().filter(|c| !c.ok()).count() > 5, "{comparisons:#?}");
+}
+
 #[test]
 fn cpu_engine_matches_pytorch() {
-    assert_matches_pytorch(&mut Cpu::new());
+    assert_matches_pytorch(&mut Cpu::new(), false);
 }
 
 #[test]
 fn f32_kernels_match_pytorch() {
-    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, false));
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Fp32, None, false), false);
 }
 
 #[test]
 fn bf16_kernels_match_pytorch() {
-    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, false));
-    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, false));
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(false), Precision::Bf16, None, false), false);
+    assert_matches_pytorch(&mut *emulated(EmulatedGpu::new(true), Precision::Bf16, None, false), false);
 }
 
 /// The model has V = 97, Vp = 128, C = 48, L = 2 and maxT = 20; the batch has B = 2 and T = 16.

@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match cuda_builder::CudaBuilder::new("gpu").arch("sm_80").arch("sm_90a").build() {
+    match cuda_builder::CudaBuilder::new("gpu").arch("sm_80").arch("sm_90a").approximate_division().build() {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");

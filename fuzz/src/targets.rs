@@ -409,7 +409,7 @@ fn read_debug_state(data: &[u8]) -> Result<()> {
     as_file(&SMALL_MODEL, |model| {
         as_file(data, |state| {
             let mut engine = Cpu::new();
-            Verification::open(model, state, &mut engine)?.gradients().map(drop)
+            Verification::open(model, state, &mut engine, false)?.gradients().map(drop)
         })
     })
 }

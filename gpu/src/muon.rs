@@ -122,7 +122,7 @@ pub fn muon_squared_sums<T: Element>(partials: GlobalMut<f32>, matrices: Global<
 pub struct Scaling {
     /// Factor of the norm.
     pub factor: f32,
-    /// Added to the product.
+    /// Addend of the denominator.
     pub epsilon: f32,
 }
 

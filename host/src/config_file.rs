@@ -9,7 +9,6 @@ use clap::{Arg, ArgMatches, Command};
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::ffi::OsString;
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use toml::{Spanned, Value};
@@ -35,7 +34,8 @@ const SIZES: [&str; 6] = ["layers", "heads", "kv-heads", "head-size", "channels"
 impl ConfigFile {
     /// Reads and parses a file.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).with_context(|| format!("--config {}", path.display()))?;
+        let text = bounded_file::read_to_string(path, bounded_file::SETTINGS)
+            .with_context(|| format!("--config {}", path.display()))?;
         let line = |span: Range<usize>| 1 + text[..span.start].matches('\n').count();
         let parsed = toml::from_str::<BTreeMap<Spanned<String>, Value>>(&text).map_err(|error| {
             let place = error.span().map(|span| format!(", line {}", line(span))).unwrap_or_default();
@@ -147,7 +147,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
-    const ACTIONS: [&str; 16] = [
+    const ACTIONS: [&str; 17] = [
         "json",
         "quiet",
         "tensorboard",
@@ -161,6 +161,7 @@ mod tests {
         "world-size",
         "local-rank",
         "rendezvous",
+        "rendezvous-secret",
         "rendezvous-timeout",
         "start-timeout",
         "step-timeout",
@@ -209,6 +210,7 @@ mod tests {
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,
+            checkpoint_minutes: 2.5,
             gpu_info_every: 0,
             zero_stage: 2,
             check_ranks: 100,

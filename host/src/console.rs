@@ -2,14 +2,15 @@
 
 use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;
-use crate::log::Step;
+use crate::log::{LineFile, Step, closed_stdout};
 use crate::style::{Tone, is_colored, paint};
 use anyhow::{Context, Result};
+use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
 use ratatui::crossterm::terminal;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 
 /// What a run prints to standard output.
@@ -32,26 +33,69 @@ pub struct Console {
     gpu: Option<(GpuInfo, usize)>,
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
-    output: Output,
+    output: RefCell<Output>,
     last_train_loss: Cell<Option<f32>>,
 }
 
 /// The destination of lines.
 enum Output {
-    Stdout,
-    Stderr,
-    File(File, PathBuf),
+    /// Standard output and, if it is closed during the run, the file that replaces it.
+    Stdout(Option<PathBuf>),
+    /// Standard error and, if it is closed during the run, the file that replaces it.
+    Stderr(Option<PathBuf>),
+    File(LineFile),
     Discard,
 }
 
-impl Console {
-    /// Creates a console for a run of `steps` steps that prints to standard output.
-    pub fn new(steps: usize) -> Self {
-        Self::with_verbosity(steps, Verbosity::Normal)
+impl Output {
+    /// Writes a line. If the stream is closed, writes to the file that replaces it from here on.
+    ///
+    /// A file that cannot be written, as on a full disk, does not end a run: its lines wait in memory.
+    fn line(&mut self, text: &str) -> Result<()> {
+        match self {
+            Self::Stdout(replacement) => {
+                let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
+                // Without a file, nobody would see the results of the run.
+                let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
+                *self = Self::replacing("standard output", path, &error)?;
+                self.line(text)
+            }
+            Self::Stderr(replacement) => {
+                let Err(error) = writeln!(stderr(), "{text}") else { return Ok(()) };
+                let path = replacement.take();
+                *self = path.map_or(Ok(Self::Discard), |path| Self::replacing("standard error", path, &error))?;
+                self.line(text)
+            }
+            Self::File(file) => {
+                let _ = file.line(text);
+                Ok(())
+            }
+            Self::Discard => Ok(()),
+        }
     }
 
-    /// Creates a console that prints to standard output as much as `verbosity` states.
-    pub fn with_verbosity(steps: usize, verbosity: Verbosity) -> Self {
+    /// Opens the file that replaces a closed stream, and warns.
+    fn replacing(stream: &str, path: PathBuf, error: &io::Error) -> Result<Self> {
+        create_directory(parent(&path))?;
+        let mut file = LineFile::open(path.clone())?;
+        let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
+        let _ = file.line(&warning);
+        // Standard error may be closed too.
+        let _ = writeln!(stderr(), "{warning}");
+        Ok(Self::File(file))
+    }
+}
+
+impl Console {
+    /// Creates a console for a run of `steps` steps that prints to standard output. If that is closed during the run, the output
+    /// continues in the file `replacement`; without one, it is an error.
+    pub fn new(steps: usize, replacement: Option<PathBuf>) -> Self {
+        Self::with_verbosity(steps, replacement, Verbosity::Normal)
+    }
+
+    /// Creates a console that prints as much as `verbosity` states. With [`Verbosity::Json`], the lines go to standard error and are lost if
+    /// that is closed during the run and there is no `replacement`.
+    pub fn with_verbosity(steps: usize, replacement: Option<PathBuf>, verbosity: Verbosity) -> Self {
         let has_bar = verbosity == Verbosity::Normal && stdout().is_terminal() && stderr().is_terminal();
         let bar = has_bar.then(|| {
             let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
@@ -60,7 +104,10 @@ impl Console {
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        let output = if verbosity == Verbosity::Json { Output::Stderr } else { Output::Stdout };
+        let output = match verbosity {
+            Verbosity::Json => Output::Stderr(replacement),
+            Verbosity::Normal | Verbosity::Quiet => Output::Stdout(replacement),
+        };
         Self { verbosity, bar, ..Self::with_output(steps, output) }
     }
 
@@ -69,12 +116,14 @@ impl Console {
     /// `append` continues an existing file instead of replacing it.
     pub fn to_file(steps: usize, path: Option<PathBuf>, append: bool) -> Result<Self> {
         let Some(path) = path else { return Ok(Self::with_output(steps, Output::Discard)) };
-        let file = File::options().create(true).write(true).append(append).truncate(!append).open(&path);
-        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self::with_output(steps, Output::File(file, path)))
+        if !append {
+            File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        Ok(Self::with_output(steps, Output::File(LineFile::open(path)?)))
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
+        let output = RefCell::new(output);
         Self { steps, verbosity: Verbosity::Normal, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
     }
 
@@ -90,9 +139,9 @@ impl Console {
             None if self.verbosity == Verbosity::Quiet => Ok(()),
             None => self.result(text),
             Some(rest) => {
-                let colored = match &self.output {
-                    Output::Stdout => is_colored(&stdout()),
-                    Output::Stderr => is_colored(&stderr()),
+                let colored = match &*self.output.borrow() {
+                    Output::Stdout(_) => is_colored(&stdout()),
+                    Output::Stderr(_) => is_colored(&stderr()),
                     Output::File(..) | Output::Discard => false,
                 };
                 self.result(&format!("{}{rest}", paint(WARNING, Tone::Warning, colored)))
@@ -102,14 +151,7 @@ impl Console {
 
     /// Prints a result of the run, also on a quiet console.
     pub fn result(&self, text: &str) -> Result<()> {
-        let write = || match &self.output {
-            Output::Stdout => writeln!(stdout(), "{text}").context("cannot write to standard output"),
-            Output::Stderr => writeln!(stderr(), "{text}").context("cannot write to standard error"),
-            Output::File(file, path) => {
-                writeln!(&mut &*file, "{text}").with_context(|| format!("cannot write {}", path.display()))
-            }
-            Output::Discard => Ok(()),
-        };
+        let write = || self.output.borrow_mut().line(text);
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.suspend(write),
             _ => write(),

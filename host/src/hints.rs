@@ -33,6 +33,21 @@ impl Invocation {
         arguments.into_iter().fold(self.program.clone(), |command, argument| command + " " + &quote(argument))
     }
 
+    /// Returns this command with `--resume`, whatever it said about resuming.
+    pub fn resuming(&self) -> String {
+        let is_value = |text: &str| crate::values::resume(text).is_ok();
+        let mut kept = Vec::new();
+        let mut arguments = self.arguments.iter().map(String::as_str).peekable();
+        while let Some(argument) = arguments.next() {
+            if argument == "--resume" || argument == "-y" {
+                arguments.next_if(|value| is_value(value));
+            } else if !argument.starts_with("--resume=") && !argument.strip_prefix("-y").is_some_and(is_value) {
+                kept.push(argument);
+            }
+        }
+        self.command(kept.into_iter().chain(["--resume"]))
+    }
+
     /// Returns this command without the flags `removed`, and with the arguments `added` at its end.
     pub fn repeated(&self, removed: &[&str], added: &[&str]) -> String {
         let kept = self.arguments.iter().map(String::as_str).filter(|argument| !removed.contains(argument));
@@ -59,6 +74,14 @@ mod tests {
         assert_eq!(typed.command(["sample", "--prompt", "it's"]), r#"'./my programs/llm-rs' sample --prompt "it's""#);
         let repeated = typed.repeated(&["--dry-run"], &["--out", "run 1"]);
         assert_eq!(repeated, "'./my programs/llm-rs' train --train 'a*.bin' --out 'run 1'");
+    }
+
+    #[test]
+    fn every_spelling_of_resume_is_replaced() {
+        for flags in ["", " --resume", " --resume=auto", " --resume auto", " -y 1", " -y1", " -y", " --resume=0"] {
+            let typed = Invocation::new("llm-rs", false, arguments(&format!("train{flags} --out run -x 7")));
+            assert_eq!(typed.resuming(), "llm-rs train --out run -x 7 --resume", "{flags}");
+        }
     }
 
     #[test]

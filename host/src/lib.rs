@@ -9,10 +9,11 @@
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
 //! * [`console`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
-//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop.
+//! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out.
 
 #![warn(missing_docs)]
 
+pub mod allocator;
 pub mod cli;
 pub mod clock;
 mod commands;

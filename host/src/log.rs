@@ -2,13 +2,13 @@
 //! event file for TensorBoard.
 
 use crate::evaluate::multiple_choice::Score;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use metrics::run::RunLog;
 use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, Write, stdout};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -70,19 +70,23 @@ struct Timed<'a, R> {
 /// memory and written by a later call.
 #[derive(Debug, Default)]
 pub struct Log {
-    files: Vec<Output>,
+    files: Vec<LineFile>,
     /// Event file of TensorBoard.
-    events: Option<Output>,
+    events: Option<LineFile>,
     /// Whether the lines of `main.jsonl` are also printed to standard output.
     printed: bool,
     /// The write error that has not been reported yet.
     error: Option<String>,
 }
 
+/// No line of a log is as long. Longer lines are removed when a run resumes.
+const MAX_LINE_BYTES: u64 = 1 << 20;
+
 const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
 
+/// A file of lines. Lines that cannot be written, as on a full disk, are kept in memory and written with a later line.
 #[derive(Debug)]
-struct Output {
+pub(crate) struct LineFile {
     path: PathBuf,
     file: File,
     /// Length of the file in bytes.
@@ -91,9 +95,9 @@ struct Output {
     pending: Vec<u8>,
 }
 
-impl Output {
+impl LineFile {
     /// Opens a file for appending.
-    fn open(path: PathBuf) -> Result<Self> {
+    pub(crate) fn open(path: PathBuf) -> Result<Self> {
         let open = || {
             let file = File::options().append(true).create(true).open(&path)?;
             let len = file.metadata()?.len();
@@ -103,6 +107,12 @@ impl Output {
         Ok(Self { path, file, len, pending: Vec::new() })
     }
 
+    /// Writes a line and all lines before it that could not be written.
+    pub(crate) fn line(&mut self, line: &str) -> Result<()> {
+        self.append(format!("{line}\n").as_bytes())
+    }
+
+    /// Writes lines or records, and all before them that could not be written.
     fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.pending.extend(bytes);
         self.flush()
@@ -147,7 +157,7 @@ impl Log {
     }
 
     fn open(directory: &Path) -> Result<Self> {
-        let [main, jsonl] = NAMES.map(|name| Output::open(directory.join(name)));
+        let [main, jsonl] = NAMES.map(|name| LineFile::open(directory.join(name)));
         Ok(Self { files: vec![main?, jsonl?], events: None, printed: false, error: None })
     }
 
@@ -157,7 +167,7 @@ impl Log {
     /// step that the log keeps are written again.
     pub fn write_events(&mut self, directory: &Path, step: usize) -> Result<()> {
         let now = unix_time();
-        let mut output = Output::open(directory.join(tensorboard::file_name(now)))?;
+        let mut output = LineFile::open(directory.join(tensorboard::file_name(now)))?;
         output.append(&tensorboard::start(now, step as u64))?;
         // TensorBoard also discards the evaluations before the update of `step`, which are not repeated.
         let kept =
@@ -194,7 +204,7 @@ impl Log {
 
     /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
-        self.files.iter_mut().chain(&mut self.events).try_for_each(Output::flush)
+        self.files.iter_mut().chain(&mut self.events).try_for_each(LineFile::flush)
     }
 
     /// Logs a training step.
@@ -224,13 +234,26 @@ impl Log {
         self.write(step, &format!("s:{step} eval:{hellaswag:.4}"), &record, &values)
     }
 
+    /// Prints a record to standard output if that is wanted. If standard output is closed during the run, the records continue in
+    /// `main.jsonl` only; without that file, it is an error.
+    fn print(&mut self, json: &str) -> Result<()> {
+        if !self.printed {
+            return Ok(());
+        }
+        let Err(error) = writeln!(stdout(), "{json}") else { return Ok(()) };
+        let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
+        self.printed = false;
+        let path = jsonl.path.display();
+        // Standard error may be closed too.
+        let _ = writeln!(stderr(), "warning: standard output is closed ({error}): output continues in {path}");
+        Ok(())
+    }
+
     fn write(&mut self, step: usize, line: &str, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
         let time = unix_time();
         let rounded = (1e3 * time).round() / 1e3;
         let json = serde_json::to_string(&Timed { record, time: rounded })?;
-        if self.printed {
-            writeln!(stdout(), "{json}").context("cannot write to standard output")?;
-        }
+        self.print(&json)?;
         let lines = [line, &json].map(|line| format!("{line}\n").into_bytes());
         let record = self.events.is_some().then(|| tensorboard::scalars(time, step as u64, values));
         for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain(record)) {
@@ -243,6 +266,13 @@ impl Log {
         }
         Ok(())
     }
+}
+
+/// Returns the error of a run that has lost its standard output and has no file for its results.
+///
+/// The reason is text: such a run must not end like `head` closing a pipe.
+pub(crate) fn closed_stdout(error: &io::Error) -> anyhow::Error {
+    anyhow!("standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR")
 }
 
 /// Returns the Unix time in seconds.
@@ -277,19 +307,55 @@ impl Line {
 
 /// Removes the lines of a file for which `keep` is false, and an incomplete last line. A missing file is no error.
 fn retain_lines(path: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
-    let text = match fs::read(path) {
+    let cannot = || format!("cannot read {}", path.display());
+    let mut lines = match bounded_file::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        read => read.with_context(|| format!("cannot read {}", path.display()))?,
+        opened => BufReader::with_capacity(1 << 20, opened.with_context(cannot)?),
     };
-    let text = String::from_utf8_lossy(&text);
-    let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n') && keep(line.trim_end()));
-    atomic_file::write(path, |file| lines.into_iter().try_for_each(|line| Ok(file.write_all(line.as_bytes())?)))
+    atomic_file::write(path, |file| {
+        let mut line = Vec::new();
+        while read_line(&mut lines, &mut line).with_context(cannot)? {
+            if line.ends_with(b"\n") && keep(String::from_utf8_lossy(&line).trim_end()) {
+                file.write_all(&line)?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Reads the next line with its end. Of a line that is too long for a log, only the beginning is returned. Returns false at the end
+/// of the file.
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> {
+    line.clear();
+    reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
+    if !line.ends_with(b"\n") && !line.is_empty() {
+        reader.skip_until(b'\n')?;
+    }
+    Ok(!line.is_empty())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use model::guards::Skipped;
+    use std::fs;
+
+    #[test]
+    fn a_log_with_gigabytes_of_zeros_is_read_line_by_line() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in NAMES {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        let path = dir.path().join(NAMES[0]);
+        fs::write(&path, "s:0 trl:5.2700 lr:0.000300 norm:12.35\nnot of a log\n").unwrap();
+        // A sparse file: no disk space.
+        let file = File::options().append(true).open(&path).unwrap();
+        file.set_len(2 << 30).unwrap();
+        (&file).write_all(b"\ns:1 trl:5.2 lr:0 norm:1\ns:2 trl:5.2 lr:0 norm:1\ns:3 t").unwrap();
+        drop(Log::resume(dir.path(), 2, true).unwrap());
+        let kept = "s:0 trl:5.2700 lr:0.000300 norm:12.35\nnot of a log\ns:1 trl:5.2 lr:0 norm:1\n";
+        assert!(fs::read_to_string(&path).unwrap() == kept);
+    }
 
     #[test]
     fn main_log_has_the_format_of_llm_c_and_main_jsonl_holds_records() {

@@ -1,20 +1,32 @@
 //! The `llm-rs` program: parses the command line, runs the command, and prints one line if it fails.
 
 use distributed::fault::Fault;
+use host::allocator::Reporting;
+use host::signals::{self, Stopped};
 use host::style::{Tone, is_colored, paint};
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
 
+#[global_allocator]
+static ALLOCATOR: Reporting = Reporting;
+
+/// Exit code after the reader of standard output has closed it: 128 plus the number of SIGPIPE, as shells report it.
+const CLOSED_OUTPUT: u8 = 141;
+
 fn main() -> ExitCode {
+    signals::report_file_size_limit();
     match host::cli::Cli::from_arguments(env::args_os()).and_then(|cli| cli.run()) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has closed the pipe, as `head` does.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => ExitCode::from(CLOSED_OUTPUT),
         Err(error) => match error.downcast::<clap::Error>() {
             // Invalid flags, but also `--help` and `--version`, which exit with 0.
             Ok(error) => error.exit(),
             Err(error) => {
+                if let Some(stopped) = error.downcast_ref::<Stopped>() {
+                    return ExitCode::from(stopped.exit_code());
+                }
                 let fault = error.downcast_ref::<Fault>();
                 let code = fault.map_or(ExitCode::FAILURE, |fault| ExitCode::from(fault.exit_code()));
                 if let Some(Fault::ReportedByRank0 { .. }) = fault {

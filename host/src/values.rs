@@ -37,6 +37,14 @@ pub fn fraction(text: &str) -> Result<f64, &'static str> {
     }
 }
 
+/// Parses a fraction from 0 to 1 as an f32.
+pub fn fraction_f32(text: &str) -> Result<f32, &'static str> {
+    match text.parse::<f32>() {
+        Ok(x) if (0.0..=1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number from 0 to 1"),
+    }
+}
+
 /// Parses a decay of a momentum: a number of at least 0 and below 1.
 pub fn momentum(text: &str) -> Result<f32, &'static str> {
     match text.parse::<f32>() {
@@ -51,6 +59,32 @@ pub fn switch(text: &str) -> Result<bool, &'static str> {
         "1" | "true" | "on" => Ok(true),
         "0" | "false" | "off" => Ok(false),
         _ => Err("expected 1 (true, on) or 0 (false, off)"),
+    }
+}
+
+/// The value of `--resume`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// Start a new run.
+    No,
+    /// Resume from a checkpoint, which must exist.
+    Required,
+    /// Resume from a checkpoint if there is one, otherwise start a new run.
+    Auto,
+}
+
+/// Parses the value of `--resume`. 1 means `auto`, as in llm.c.
+pub fn resume(text: &str) -> Result<Resume, &'static str> {
+    match text {
+        "required" => Ok(Resume::Required),
+        "auto" => Ok(Resume::Auto),
+        _ => match switch(text) {
+            Ok(true) => Ok(Resume::Auto),
+            Ok(false) => Ok(Resume::No),
+            Err(_) => {
+                Err("expected required (a checkpoint must exist), auto or 1 (start a new run if there is none), or 0")
+            }
+        },
     }
 }
 
@@ -106,11 +140,16 @@ mod tests {
             assert_eq!(non_negative(text), Err("expected a finite number of at least 0"), "{text}");
         }
         for text in ["-0.1", "1.1", "nan"] {
-            assert!(fraction(text).is_err(), "{text}");
+            assert!(fraction(text).is_err() && fraction_f32(text).is_err(), "{text}");
         }
         for text in ["-0.1", "1", "nan", "x"] {
             assert_eq!(momentum(text), Err("expected a number of at least 0 and below 1"), "{text}");
         }
+        assert_eq!(
+            ["0", "1", "auto", "required"].map(|text| resume(text).unwrap()),
+            [Resume::No, Resume::Auto, Resume::Auto, Resume::Required]
+        );
+        assert!(resume("yes").is_err());
         assert_eq!((momentum("0"), momentum("0.95")), (Ok(0.0), Ok(0.95)));
         assert_eq!((zero_stage("3"), zero_stage("4").is_err()), (Ok(3), true));
     }

@@ -5,10 +5,10 @@ use data::{Geometry, Loader, Prefetch, Tokens};
 use distributed::Ranks;
 use distributed::communicator::Communicator;
 use distributed::tcp_group::{Reduction, TcpGroup};
-use engine::Engine;
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::{DType, Sharded, Tensor};
+use engine::{BatchLayout, Engine};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
@@ -17,6 +17,7 @@ use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, Param, Params, PlanOptions, Shard, Store, Zero};
 use rng::Mt19937;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::thread;
@@ -41,6 +42,7 @@ enum EngineKind {
 
 /// A training run with one thread per rank.
 #[derive(Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "each changes one part of the run")]
 struct Threads {
     ranks: usize,
     /// ZeRO stage.
@@ -58,6 +60,8 @@ struct Threads {
     muon: bool,
     /// Delays collectives until the engine waits for them.
     delayed: bool,
+    /// Whether validation follows the last step.
+    validates: bool,
 }
 
 /// The final state of a rank.
@@ -123,6 +127,11 @@ const T: usize = 16;
 
 impl Threads {
     fn run(self) -> Vec<RankResult> {
+        self.run_with_seeds().into_iter().map(|(result, _)| result).collect()
+    }
+
+    /// Returns the final state of each rank, and the seed of stochastic rounding in its last batch.
+    fn run_with_seeds(self) -> Vec<(RankResult, u32)> {
         let groups = TcpGroup::in_process(self.ranks, TIMEOUT).unwrap();
         thread::scope(|scope| {
             let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || self.run_rank(group))).collect();
@@ -130,7 +139,7 @@ impl Threads {
         })
     }
 
-    fn run_rank(self, group: TcpGroup) -> RankResult {
+    fn run_rank(self, group: TcpGroup) -> (RankResult, u32) {
         let rank = group.rank;
         let mut engine: Box<dyn Engine> = match self.engine {
             EngineKind::Cpu => Box::new(Cpu::new()),
@@ -163,7 +172,12 @@ impl Threads {
         let error = outcome.err().map(|error| ranks.abort(error));
         let training = model.training.unwrap();
         let numbers = |key| numbers(dir.path(), key);
-        RankResult {
+        let layout = BatchLayout { b: self.b, t: T };
+        let mut batch = vec![0; model.batch.bytes()];
+        engine.read_bytes(model.batch, &mut batch).unwrap();
+        let words: Vec<i32> = batch.as_chunks().0.iter().map(|&bytes| i32::from_ne_bytes(bytes)).collect();
+        let seed = words[layout.seed()][0].cast_unsigned();
+        let result = RankResult {
             params: read_store(&mut *engine, &model.layout, model.param_store()),
             m: read_store(&mut *engine, &model.layout, model.state_store(training.m)),
             masters: training
@@ -174,7 +188,8 @@ impl Threads {
             norms: numbers("norm"),
             vals: numbers("val_loss"),
             error: error.map(|error| error.to_string()),
-        }
+        };
+        (result, seed)
     }
 
     /// Plans, allocates and initializes the model of a rank, and creates its communicator.
@@ -235,11 +250,12 @@ impl Threads {
             weight_decay: 0.1,
             clip: self.clip,
             limits: Limits { loss_z: None, norm_z: None, bad_steps: 10 },
-            val_every: Some(2),
+            val_every: self.validates.then_some(2),
             val_batches: 2,
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: None,
+            checkpoint_after: None,
             check_ranks_every: Some(1),
         }
     }
@@ -340,6 +356,7 @@ const ON_CPU: Threads = Threads {
     corrupt: false,
     muon: false,
     delayed: false,
+    validates: true,
 };
 
 #[test]
@@ -383,6 +400,15 @@ fn stochastic_rounding_is_the_same_on_all_ranks() {
         Threads { ranks: 2, engine: EngineKind::Emulated, descriptor: (1, 1, 64), b: 1, steps: 3, ..ON_CPU }.run();
     assert_eq!(results[0], results[1]);
     assert_eq!((results[0].losses.len(), results[0].error.as_ref()), (3, None));
+}
+
+/// Each rank rounds its own gradients, so that the errors of the ranks cancel in their mean.
+#[test]
+fn gradients_are_rounded_differently_on_each_rank() {
+    let ranks = 4;
+    let results = Threads { ranks, b: 1, steps: 2, validates: false, ..ON_CPU }.run_with_seeds();
+    let seeds: BTreeSet<u32> = results.iter().map(|(_, seed)| *seed).collect();
+    assert_eq!(seeds.len(), ranks, "{seeds:?}");
 }
 
 #[test]

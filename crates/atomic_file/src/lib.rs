@@ -17,14 +17,23 @@ pub const TEMPORARY_PREFIX: &str = ".unfinished-";
 /// Writes a temporary file next to `path` with `fill`, syncs it to disk and renames it to `path`. On error the temporary file
 /// is removed and an existing file at `path` is unchanged.
 pub fn write<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
+    // The permissions of `File::create`. The umask of the process still applies.
+    write_with_mode(path, 0o666, fill)
+}
+
+/// Writes a file like [`write()`] that only its owner can read.
+pub fn write_private<T>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
+    write_with_mode(path, 0o600, fill)
+}
+
+fn write_with_mode<T>(path: &Path, mode: u32, fill: impl FnOnce(&mut BufWriter<File>) -> Result<T>) -> Result<T> {
     let cannot = || format!("cannot write {}", path.display());
     let directory = parent(path);
     let mut builder = tempfile::Builder::new();
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;
-        // The permissions of `File::create`. The umask of the process still applies.
-        builder.permissions(fs::Permissions::from_mode(0o666));
+        builder.permissions(fs::Permissions::from_mode(mode));
     }
     let temporary = builder.prefix(TEMPORARY_PREFIX).tempfile_in(directory).with_context(cannot)?;
     let mut writer = BufWriter::with_capacity(1 << 20, temporary.as_file().try_clone().with_context(cannot)?);
@@ -64,6 +73,16 @@ mod tests {
         for (path, expected) in [("x", "."), ("a/x", "a"), ("a/b/", "a"), ("/x", "/")] {
             assert_eq!(parent(Path::new(path)), Path::new(expected), "{path}");
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_private_file_is_readable_by_its_owner_only() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        write_private(&path, |file| Ok(file.write_all(b"secret")?)).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     }
 
     #[test]

@@ -113,6 +113,9 @@ pub struct Config {
     pub sample_length: usize,
     /// Interval of checkpoints.
     pub checkpoint_every: usize,
+    /// Minutes after which a checkpoint is written if there was none meanwhile; 0 disables it. Files of earlier versions lack it.
+    #[serde(default, serialize_with = "shortest")]
+    pub checkpoint_minutes: f32,
     /// Number of newest checkpoints to keep; 0 keeps all.
     pub keep: usize,
     /// Checkpoints of steps that are multiples of this value are never deleted.

@@ -5,6 +5,8 @@ use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// Returns the name of the model file of a step of a GPT-2 model.
 pub fn model_name(step: usize) -> String {
@@ -88,19 +90,23 @@ impl Retention {
     /// Deletes old checkpoints after the checkpoint of step `newest` is complete.
     ///
     /// DONE files are deleted first, so that an incomplete checkpoint is never marked as complete. Files without a DONE file
-    /// are left over from a killed run and are deleted too. Checkpoints after `newest` are kept.
-    pub fn apply(self, directory: &Path, newest: usize) -> Result<()> {
+    /// are left over from a killed run and are deleted too. Checkpoints after `newest` are kept. Checkpoints of the steps
+    /// `replaced` are deleted even if `keep` is 0.
+    pub fn apply(self, directory: &Path, newest: usize, replaced: &[usize]) -> Result<()> {
         let Self { keep, major_every } = self;
-        if keep == 0 {
+        if keep == 0 && replaced.is_empty() {
             return Ok(());
         }
+        let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every);
+        let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
         let done = done_steps(directory)?;
-        let recent = done.iter().rev().filter(|&&step| step <= newest).take(keep);
+        let recent = done.iter().rev().filter(|&&step| step <= newest && !is_replaced(step)).take(keep);
         let mut kept: BTreeSet<usize> = recent.copied().collect();
-        kept.extend(done.iter().filter(|&&step| step > newest || (major_every > 0 && step % major_every == 0)));
+        kept.extend(done.iter().filter(|&&step| step > newest || is_major(step)));
+        let is_deleted = |step: usize| if keep == 0 { is_replaced(step) } else { !kept.contains(&step) };
         let mut deleted: Vec<(bool, String)> = names(directory)?
             .into_iter()
-            .filter_map(|name| step_of(&name).filter(|(step, _)| !kept.contains(step)).map(|(_, done)| (!done, name)))
+            .filter_map(|name| step_of(&name).filter(|(step, _)| is_deleted(*step)).map(|(_, done)| (!done, name)))
             .collect();
         deleted.sort();
         let done_files = deleted.partition_point(|(file, _)| !file);
@@ -147,17 +153,34 @@ pub struct DirectoryLock {
 impl DirectoryLock {
     /// Creates the directory if necessary and locks it.
     pub fn acquire(path: &Path) -> Result<Self> {
+        Self::acquire_within(path, Duration::ZERO, || ())
+    }
+
+    /// Creates the directory if necessary and locks it. Waits at most `timeout` for another process to release it, because a
+    /// killed process keeps its locks while the operating system tears it down. Calls `waits` before it begins to wait.
+    pub fn acquire_within(path: &Path, timeout: Duration, waits: impl FnOnce()) -> Result<Self> {
+        const INTERVAL: Duration = Duration::from_millis(50);
         atomic_file::create_directory(path)?;
         let name = path.display();
         let directory = File::open(path).with_context(|| format!("cannot open {name}"))?;
-        match directory.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                bail!("{name} is in use by another run; wait for it to end, or choose another --out")
+        let deadline = Instant::now() + timeout;
+        let mut waits = Some(waits);
+        loop {
+            match directory.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                    if let Some(waits) = waits.take() {
+                        waits();
+                    }
+                    thread::sleep(INTERVAL);
+                }
+                Err(TryLockError::WouldBlock) => {
+                    bail!("{name} is in use by another run; wait for it to end, or choose another --out")
+                }
+                // Some network file systems do not support locks.
+                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
+                Err(TryLockError::Error(error)) => return Err(error).with_context(|| format!("cannot lock {name}")),
             }
-            // Some network file systems do not support locks.
-            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {}
-            Err(TryLockError::Error(error)) => return Err(error).with_context(|| format!("cannot lock {name}")),
         }
         Ok(Self { path: path.to_owned(), _directory: directory })
     }
@@ -206,7 +229,7 @@ mod tests {
             (1, 0, 30, &[30, 40, 50]),
         ] {
             let dir = directory(&[10, 20, 30, 40, 50], &["main.log"]);
-            Retention { keep, major_every }.apply(dir.path(), newest).unwrap();
+            Retention { keep, major_every }.apply(dir.path(), newest, &[]).unwrap();
             assert_eq!(done_steps(dir.path()).unwrap(), expected, "{keep} {major_every}");
             let complete = directory(expected, &["main.log"]);
             assert_eq!(sorted_names(&dir), sorted_names(&complete));
@@ -218,8 +241,45 @@ mod tests {
         let others =
             ["model_final.bin", "run_1.json", "DONE_x", "state_00000007.bin", "model_0000001.bin", "main.jsonl"];
         let dir = directory(&[30], &[&others[..], &["model_00000010.bin", "state_00000020_00001.bin"]].concat());
-        Retention { keep: 1, major_every: 10 }.apply(dir.path(), 30).unwrap();
+        Retention { keep: 1, major_every: 10 }.apply(dir.path(), 30, &[]).unwrap();
         assert_eq!(sorted_names(&dir), sorted_names(&directory(&[30], &others)));
+    }
+
+    #[test]
+    fn replaced_checkpoints_are_deleted_and_others_kept() {
+        let all = [5, 8, 10, 13, 20];
+        for (keep, major_every, newest, replaced, expected) in [
+            (0, 0, 20, &[5, 8][..], &[10, 13, 20][..]),
+            (0, 0, 20, &[], &all),
+            (0, 4, 20, &[5, 8], &[8, 10, 13, 20]),
+            // A replaced checkpoint does not count as one of the newest.
+            (2, 0, 20, &[13], &[10, 20]),
+            // The newest checkpoint and later ones are never deleted.
+            (0, 0, 10, &[8, 10], &[5, 10, 13, 20]),
+        ] {
+            let dir = directory(&all, &["main.log"]);
+            Retention { keep, major_every }.apply(dir.path(), newest, replaced).unwrap();
+            assert_eq!(done_steps(dir.path()).unwrap(), expected, "{keep} {major_every} {newest} {replaced:?}");
+            assert_eq!(sorted_names(&dir), sorted_names(&directory(expected, &["main.log"])));
+        }
+    }
+
+    #[test]
+    fn a_lock_that_another_process_releases_late_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = DirectoryLock::acquire(dir.path()).unwrap();
+        let release = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(300));
+            drop(first);
+        });
+        let mut waited = false;
+        let second = DirectoryLock::acquire_within(dir.path(), Duration::from_secs(20), || waited = true);
+        assert!(second.is_ok() && waited);
+        release.join().unwrap();
+        let began = Instant::now();
+        let third = DirectoryLock::acquire_within(dir.path(), Duration::from_millis(200), || ());
+        assert!(third.unwrap_err().to_string().contains("is in use by another run"));
+        assert!((Duration::from_millis(200)..Duration::from_secs(10)).contains(&began.elapsed()));
     }
 
     #[test]

@@ -75,6 +75,21 @@ pub struct Progress {
     /// State of the loss and gradient norm guards.
     #[serde(default)]
     pub guards: Guards,
+    /// Steps of the checkpoints that were written because of the time since the previous one, in ascending order. Newer ones
+    /// replace them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timed: Vec<usize>,
+}
+
+impl Progress {
+    /// Number of checkpoints in [`timed`](Self::timed) that are kept until the end of the run.
+    const TIMED_KEPT: usize = 2;
+
+    /// Returns the timed checkpoints that a complete checkpoint replaces. At the end of the run it replaces all of them.
+    pub fn replaced(&self, last: bool) -> &[usize] {
+        let kept = if last { 0 } else { Self::TIMED_KEPT };
+        &self.timed[..self.timed.len().saturating_sub(kept)]
+    }
 }
 
 /// Average time of a training step. The first step after each start is excluded, because it is often slower.

@@ -1,5 +1,6 @@
 //! Finds the newest complete checkpoint of a run and resumes from it.
 
+use super::config::Config;
 use super::directory::{done_steps, existing_model_name, sidecar_name, state_name};
 use super::fingerprint;
 use super::model_file::ModelFile;
@@ -15,7 +16,7 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 23] = [
+const MUTABLE_SETTINGS: [&str; 24] = [
     "device",
     "precision",
     "tf32",
@@ -34,6 +35,7 @@ const MUTABLE_SETTINGS: [&str; 23] = [
     "sample-every",
     "sample-length",
     "checkpoint-every",
+    "checkpoint-minutes",
     "keep",
     "major-every",
     "gpu-info-every",
@@ -49,6 +51,7 @@ const MODEL_AND_DATA_SETTINGS: [&str; 6] = ["model", "layers", "heads", "channel
 pub struct Checkpoint {
     /// Number of completed optimizer steps.
     pub step: usize,
+    directory: PathBuf,
     model: ModelFile,
     state: StateFiles,
     /// `None` for checkpoints of llm.c.
@@ -124,7 +127,7 @@ impl Checkpoint {
         let model = ModelFile::open(&directory.join(model_name))?;
         let state = StateFiles::open(directory, step, model.shape())?;
         (1..state.count()).try_for_each(|rank| verify(&state_name(step, rank)))?;
-        Ok(Self { step, model, state, sidecar })
+        Ok(Self { step, directory: directory.to_owned(), model, state, sidecar })
     }
 
     /// Opens a checkpoint that another rank has verified, without reading its files completely.
@@ -132,7 +135,7 @@ impl Checkpoint {
         let (_, sidecar) = Self::open_sidecar(directory, step)?;
         let model = ModelFile::open(&directory.join(existing_model_name(directory, step)))?;
         let state = StateFiles::open(directory, step, model.shape())?;
-        Ok(Self { step, model, state, sidecar })
+        Ok(Self { step, directory: directory.to_owned(), model, state, sidecar })
     }
 
     /// Returns the path of the sidecar and its contents, if it exists.
@@ -157,10 +160,10 @@ impl Checkpoint {
     pub fn check_settings(&self, now: &Identity, descriptor: Descriptor, force: bool) -> Result<Vec<String>> {
         ensure!(
             descriptor == self.descriptor(),
-            "checkpoint of step {}: expected a model with {descriptor}, found one with {}; use the settings of the checkpoint, or \
-             choose another --out",
+            "checkpoint of step {}: expected a model with {descriptor}, found one with {}; {}, or choose another --out",
             self.step,
-            self.descriptor()
+            self.descriptor(),
+            self.use_its_settings()
         );
         let Some(Sidecar { identity: was, .. }) = &self.sidecar else { return Ok(Vec::new()) };
         let (mutable, fixed): (Vec<_>, Vec<_>) =
@@ -185,14 +188,25 @@ impl Checkpoint {
         }
         if !force && !refused.is_empty() {
             bail!(
-                "checkpoint of step {}: the settings have changed: {}; use the previous settings, choose another --out, or \
-                 resume anyway with --force-resume",
+                "checkpoint of step {}: the settings have changed: {}; {}, choose another --out, or resume anyway with \
+                 --force-resume",
                 self.step,
-                refused.join("; ")
+                refused.join("; "),
+                self.use_its_settings()
             );
         }
         notes.append(&mut refused);
         Ok(notes)
+    }
+
+    /// Returns the flags that resume with the settings of the checkpoint, for error messages.
+    fn use_its_settings(&self) -> String {
+        let config = self.directory.join(Config::FILE);
+        if config.exists() {
+            format!("resume with the previous settings by --config {} --resume", config.display())
+        } else {
+            "use the previous settings".to_owned()
+        }
     }
 
     /// Makes the engine use the GEMM algorithms of the checkpoint. Returns false if it cannot.

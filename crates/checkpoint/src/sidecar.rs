@@ -10,7 +10,6 @@ use engine::Algorithms;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
-use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::Path;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -108,7 +107,8 @@ impl Sidecar {
 
     /// Reads a file and verifies its checksum.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = bounded_file::read(path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("{} is damaged", path.display()))
     }
 
@@ -132,7 +132,7 @@ impl FileChecksum {
     pub fn verify(&self, directory: &Path) -> Result<()> {
         let path = directory.join(&self.name);
         let name = path.display();
-        let mut file = File::open(&path).with_context(|| format!("cannot open {name}"))?;
+        let mut file = bounded_file::open(&path).with_context(|| format!("cannot open {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
         ensure!(size == self.bytes, "{name} is damaged: expected {} bytes, found {size}", self.bytes);
         let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);

@@ -257,7 +257,7 @@ struct StateFile {
 
 impl StateFile {
     fn open(path: &Path, step: usize, rank: usize, shape: FileShape) -> Result<Self> {
-        let file = File::open(path).with_context(|| format!("cannot open state file {}", path.display()))?;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open state file {}", path.display()))?;
         Self::parse(BufReader::new(file), step, rank, shape)
             .with_context(|| format!("invalid state file {}", path.display()))
     }

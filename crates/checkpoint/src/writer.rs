@@ -150,7 +150,8 @@ impl CheckpointWriter {
     /// Copies the tensors to host memory and starts to write. The previous write must have been waited for. If the optimizer
     /// state is sharded, all ranks must call it, and it fails on all ranks if it fails on one.
     ///
-    /// `logs` are synced to disk before the checkpoint is complete, so that they contain all lines before it.
+    /// `logs` are synced to disk before the checkpoint is complete, so that they contain all lines before it. Afterwards the
+    /// checkpoints of the steps `replaced` are deleted.
     pub fn begin(
         &mut self,
         model: &Decoder,
@@ -158,6 +159,7 @@ impl CheckpointWriter {
         ranks: &mut Ranks,
         state: RunState,
         logs: Result<Vec<File>>,
+        replaced: &[usize],
     ) -> Result<()> {
         assert!(self.thread.is_none(), "one checkpoint at a time");
         let start = Instant::now();
@@ -183,6 +185,7 @@ impl CheckpointWriter {
             Rank0Job {
                 directory: self.path.clone(),
                 retention: rank_0.retention,
+                replaced: replaced.to_vec(),
                 identity: self.identity.clone(),
                 descriptor: model.descriptor,
                 algorithms: engine.algorithms(),
@@ -522,6 +525,7 @@ impl WriteJob {
 struct Rank0Job {
     directory: PathBuf,
     retention: Retention,
+    replaced: Vec<usize>,
     identity: Identity,
     descriptor: Descriptor,
     algorithms: Option<Algorithms>,
@@ -565,7 +569,7 @@ impl Rank0Job {
         atomic_file::sync_directory(&self.directory)?;
         drop(self.staging);
         atomic_file::write(&done, |_| Ok(()))?;
-        let warning = self.retention.apply(&self.directory, step).err();
+        let warning = self.retention.apply(&self.directory, step, &self.replaced).err();
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),

@@ -43,12 +43,18 @@ const OPT_FLAGS: [&str; 4] = [
     "-unroll-partial-threshold=75",
 ];
 
-/// Flags of `llc`. They enable contraction to fma, as nvcc does by default, and approximate division and square root, as its
-/// `--use_fast_math` does.
-const LLC_FLAGS: [&str; 4] = ["-O3", "-nvptx-fma-level=2", "-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];
+/// Flags of `llc`. They enable contraction to fma, as nvcc does by default.
+const LLC_FLAGS: [&str; 2] = ["-O3", "-nvptx-fma-level=2"];
+
+/// Flags of `llc` for approximate division and square root, as nvcc's `--use_fast_math`.
+const APPROXIMATE: [&str; 2] = ["-nvptx-prec-divf32=0", "-nvptx-prec-sqrtf32=0"];
+
+/// Flags of `llc` for the division and square root of IEEE 754, as nvcc's default.
+const EXACT: [&str; 2] = ["-nvptx-prec-divf32=2", "-nvptx-prec-sqrtf32=1"];
 
 /// The source of the build steps. PTX files and cubins of an earlier build are reused only if it has not changed.
-const STEPS: [&str; 3] = [include_str!("compile.rs"), include_str!("ir.rs"), include_str!("ptx.rs")];
+const STEPS: [&str; 4] =
+    [include_str!("compile.rs"), include_str!("ir.rs"), include_str!("ptx.rs"), include_str!("remainder.ll")];
 
 pub struct Job<'a> {
     pub toolchain: &'a Toolchain,
@@ -58,6 +64,8 @@ pub struct Job<'a> {
     /// The target directory of the device build, kept between builds. All architectures share it.
     pub target: &'a Path,
     pub out_dir: &'a Path,
+    /// Whether f32 division and square root are approximate.
+    pub approximate: bool,
 }
 
 pub struct JobOutput {
@@ -98,6 +106,7 @@ impl Job<'_> {
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
             .env("RUSTC_BOOTSTRAP", "1")
+            .env(crate::RUNNING_VARIABLE, "1")
             .env("CARGO_ENCODED_RUSTFLAGS", RUSTFLAGS.join("\x1f"))
             .envs(PROFILE.map(|(key, value)| (format!("CARGO_PROFILE_RELEASE_{key}"), value)));
         let step = "compiling the device crate";
@@ -171,7 +180,8 @@ impl Job<'_> {
             return Ok(None);
         }
         let name = metadata.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let expected = metadata.with_file_name(name.trim_start_matches("lib")).with_extension("bc");
+        // Only the prefix of every library: the name of the crate may start with it too.
+        let expected = metadata.with_file_name(name.strip_prefix("lib").unwrap_or(name)).with_extension("bc");
         if expected.is_file() {
             Ok(Some(expected))
         } else {
@@ -182,7 +192,7 @@ impl Job<'_> {
     /// Returns a hash of all inputs of the PTX and the cubin.
     fn fingerprint(&self, bitcode: &[PathBuf]) -> Result<String, Error> {
         let mut hasher = DefaultHasher::new();
-        (STEPS, self.arch).hash(&mut hasher);
+        (STEPS, self.arch, self.approximate).hash(&mut hasher);
         for path in bitcode {
             at(path, fs::read(path))?.hash(&mut hasher);
         }
@@ -213,14 +223,17 @@ impl Job<'_> {
         self.run_tool(opt.arg("-S").arg(&files.marked).arg("-o").arg(&files.optimized), "optimizing", advice)?;
 
         let mut llc = tool("llc");
-        llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch));
+        llc.args(LLC_FLAGS)
+            .args(if self.approximate { APPROXIMATE } else { EXACT })
+            .arg(format!("-mcpu={}", self.arch));
         // PTX 8.0 for architectures up to sm_90a: it has all instructions of Hopper, and drivers since CUDA 12.0 accept it.
         if arch_number(self.arch).is_some_and(|number| number <= 90) {
             llc.arg("-mattr=+ptx80");
         }
         let advice =
             "the device code needs an operation that the GPU or this LLVM does not support; see the message below";
-        self.run_tool(llc.arg(&files.optimized).arg("-o").arg(&files.ptx), "lowering to PTX", advice)?;
+        let lowered = self.run_tool(llc.arg(&files.optimized).arg("-o").arg(&files.ptx), "lowering to PTX", advice);
+        lowered.map_err(|error| self.name_kernels(error, &names, files))?;
         let text = ptx::align_tensor_maps(&at(&files.ptx, fs::read_to_string(&files.ptx))?);
         at(&files.ptx, fs::write(&files.ptx, &text))?;
 
@@ -236,6 +249,26 @@ impl Job<'_> {
             at(&files.log, fs::write(&files.log, &output.stderr))?;
         }
         Ok(())
+    }
+
+    /// Adds to an error of `llc` which kernels it cannot lower. LLVM reports an instruction, often without its function. Each kernel is
+    /// lowered without the others.
+    fn name_kernels(&self, error: Error, kernels: &[&str], files: &Files) -> Error {
+        let alone = files.optimized.with_extension("alone.ll");
+        let lowers = |kernel: &str| -> Result<(), Error> {
+            let mut opt = Command::new(self.toolchain.llvm_tool("opt"));
+            opt.arg("-passes=internalize,globaldce").arg(format!("-internalize-public-api-list={kernel}"));
+            self.run_tool(opt.arg("-S").arg(&files.optimized).arg("-o").arg(&alone), "optimizing", "")?;
+            let mut llc = Command::new(self.toolchain.llvm_tool("llc"));
+            llc.args(LLC_FLAGS).arg(format!("-mcpu={}", self.arch));
+            if arch_number(self.arch).is_some_and(|number| number <= 90) {
+                llc.arg("-mattr=+ptx80");
+            }
+            self.run_tool(llc.arg(&alone).arg("-o").arg(alone.with_extension("ptx")), "lowering to PTX", "").map(|_| ())
+        };
+        let failing: Vec<String> =
+            kernels.iter().filter(|kernel| lowers(kernel).is_err()).map(|kernel| (*kernel).to_owned()).collect();
+        if failing.is_empty() { error } else { Error::Kernels { kernels: failing, cause: Box::new(error) } }
     }
 
     /// Copies the module to the output directory, and collects warnings and the properties of its kernels.

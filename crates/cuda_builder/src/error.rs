@@ -1,11 +1,12 @@
 //! Errors of a device build.
 
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
 /// The reason why a device crate could not be built.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[expect(missing_docs, reason = "the messages describe the fields")]
 pub enum Error {
     /// There is no output directory.
@@ -22,6 +23,28 @@ pub enum Error {
     /// The name of an architecture is invalid.
     #[error("GPU architecture: expected sm_ and a number, such as sm_80 or sm_90a, found {arch:?}")]
     BadArch { arch: String },
+
+    /// The builder would build the package that calls it, which would build itself again.
+    #[error(
+        "device crate {krate:?}: expected another package than the one that builds it, found the same; move the kernels to a crate of their own"
+    )]
+    OwnPackage { krate: PathBuf },
+
+    /// A device crate, or one of its dependencies, has a build script that builds device code.
+    #[error(
+        "device build: expected device crates without a build script that calls CudaBuilder, found one in package {package:?}; call it in the build script of a host crate"
+    )]
+    Nested { package: PathBuf },
+
+    /// Two builders write to one directory.
+    #[error(
+        "{out_dir:?}: expected one device crate for each output directory, found {first:?} and {second:?}; give each builder its own with CudaBuilder::out_dir"
+    )]
+    SharedOutDir { out_dir: PathBuf, first: PathBuf, second: PathBuf },
+
+    /// LLVM cannot lower some kernels.
+    #[error("kernel{} {}: {cause}", if kernels.len() == 1 { "" } else { "s" }, kernels.join(", "))]
+    Kernels { kernels: Vec<String>, cause: Box<Error> },
 
     /// A file could not be read or written.
     #[error("{path:?}: {source}")]
@@ -67,6 +90,13 @@ pub enum Error {
         .functions.iter().map(|u| format!("{} (called by {})", u.name, u.callers.join(", "))).collect::<Vec<_>>().join("; ")
     )]
     Unresolved { arch: String, functions: Vec<Unresolved> },
+}
+
+/// Writes the message: a build script that returns an error from `main` prints it in this form.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// An undefined function and its callers.

@@ -11,6 +11,11 @@
 //! Architecture: the dependencies of the device crate are compiled once for all architectures, so each function gets the
 //! `target-cpu` of the module here. LLVM inlines only between functions with the same one.
 //!
+//! Atomics: LLVM's NVPTX back end ignores the ordering of `atomicrmw`. Fences are added for it.
+//!
+//! Remainders: the back end computes `frem` with an approximate division. It becomes a call of an exact function
+//! (`remainder.ll`).
+//!
 //! Launch bounds: `#[kernel]` writes them as `// @launch KERNEL KEY=VALUE…` lines of module asm, which become function
 //! attributes.
 
@@ -19,6 +24,9 @@ use std::fmt::Write as _;
 
 use crate::error::Error;
 use crate::module::LaunchBounds;
+
+/// The functions that compute remainders. They are added to a module that uses them.
+const REMAINDER: &str = include_str!("remainder.ll");
 
 const LAUNCH: &str = "module asm \"// @launch ";
 
@@ -38,11 +46,15 @@ pub fn mark(ir: &str, arch: &str) -> Result<Marked, Error> {
         launches.insert(name, bounds);
     }
     let mut marked = Marked { ir: String::with_capacity(ir.len() + ir.len() / 16), kernels: BTreeMap::new() };
+    let mut has_remainders = false;
     for line in ir.lines() {
         if line.starts_with(LAUNCH) {
             continue;
         }
-        if let Some(replacement) = shared_memory(line).or_else(|| target_cpu(line, arch)) {
+        let remainder = remainder(line);
+        has_remainders |= remainder.is_some();
+        let replacement = remainder.or_else(|| ordered_atomic(line)).or_else(|| shared_memory(line));
+        if let Some(replacement) = replacement.or_else(|| target_cpu(line, arch)) {
             marked.ir.push_str(&replacement);
             marked.ir.push('\n');
             continue;
@@ -68,6 +80,9 @@ pub fn mark(ir: &str, arch: &str) -> Result<Marked, Error> {
         }
         marked.ir.push('\n');
     }
+    if has_remainders {
+        marked.ir.push_str(REMAINDER);
+    }
     match launches.into_keys().next() {
         Some(kernel) => Err(Error::NoSuchKernel { kernel }),
         None => Ok(marked),
@@ -91,6 +106,49 @@ fn shared_memory(line: &str) -> Option<String> {
     } else {
         format!("{result} = ptrtoint ptr addrspace(3) @dynamic_shared to i32")
     })
+}
+
+/// Returns a call of the exact function in place of `%r = frem FLAGS TYPE %x, %y`, or `None` for another line.
+fn remainder(line: &str) -> Option<String> {
+    let (result, operands) = line.split_once(" = frem ")?;
+    let (function, operands) = [("float", "f32"), ("double", "f64")].into_iter().find_map(|(kind, name)| {
+        let (_, operands) =
+            format!(" {operands}").split_once(&format!(" {kind} ")).map(|(a, b)| (a.to_owned(), b.to_owned()))?;
+        Some(((kind, name), operands))
+    })?;
+    let (kind, name) = function;
+    let (x, y) = operands.split_once(", ")?;
+    let y = y.split(", !").next().unwrap_or(y);
+    Some(format!("{result} = call {kind} @cuda_builder_remainder_{name}({kind} {x}, {kind} {y})"))
+}
+
+/// Returns an `atomicrmw` between the fences that its ordering requires, or `None` for another line. The ordering of the
+/// instruction itself becomes relaxed.
+fn ordered_atomic(line: &str) -> Option<String> {
+    let indent = &line[..line.len() - line.trim_start().len()];
+    let instruction = line.trim_start();
+    let instruction = match instruction.strip_prefix('%') {
+        Some(assignment) => assignment.split_once(" = ")?.1,
+        None => instruction,
+    };
+    if !instruction.starts_with("atomicrmw ") {
+        return None;
+    }
+    let (ordering, before, after) = [
+        ("seq_cst", Some("seq_cst"), Some("acquire")),
+        ("acq_rel", Some("release"), Some("acquire")),
+        ("release", Some("release"), None),
+        ("acquire", None, Some("acquire")),
+    ]
+    .into_iter()
+    .find(|(ordering, ..)| line.contains(&format!(" {ordering}")))?;
+    // The fences have the scope of the instruction, such as `syncscope("block")`.
+    let scope = line.find("syncscope(").and_then(|at| Some(&line[at..=at + line[at..].find(')')?]));
+    let scope = scope.map_or_else(String::new, |scope| format!("{scope} "));
+    let fence = |ordering: Option<&str>| ordering.map(|ordering| format!("{indent}fence {scope}{ordering}"));
+    let relaxed = line.replacen(&format!(" {ordering}"), " monotonic", 1);
+    let lines: Vec<String> = fence(before).into_iter().chain([relaxed]).chain(fence(after)).collect();
+    Some(lines.join("\n"))
 }
 
 /// Returns a group of function attributes with `arch` as its `target-cpu`, or `None` for another line.
@@ -236,6 +294,36 @@ mod tests {
 
     fn marked(line: &str) -> String {
         mark(line, "sm_80").unwrap_or_else(|error| panic!("{error}")).ir.trim_end().to_owned()
+    }
+
+    #[test]
+    fn atomics_get_the_fences_of_their_ordering() {
+        let atomic = |ordering: &str| format!("  %a = atomicrmw add ptr %p, i32 1 {ordering}, align 4");
+        let relaxed = atomic("monotonic");
+        assert_eq!(marked(&relaxed), relaxed.trim_end());
+        let fenced = |before: &str, after: &str| format!("{before}{relaxed}{after}");
+        assert_eq!(marked(&atomic("acquire")), fenced("", "\n  fence acquire"));
+        assert_eq!(marked(&atomic("release")), fenced("  fence release\n", ""));
+        assert_eq!(marked(&atomic("acq_rel")), fenced("  fence release\n", "\n  fence acquire"));
+        assert_eq!(marked(&atomic("seq_cst")), fenced("  fence seq_cst\n", "\n  fence acquire"));
+        let scoped = r#"  %a = atomicrmw volatile xchg ptr %p, i64 %x syncscope("block") release, align 8"#;
+        let expected = "  fence syncscope(\"block\") release\n".to_owned() + &scoped.replace("release", "monotonic");
+        assert_eq!(marked(scoped), expected);
+    }
+
+    #[test]
+    fn remainders_become_calls_of_an_exact_function() {
+        for (line, call) in [
+            ("  %r = frem float %x, %y", "  %r = call float @cuda_builder_remainder_f32(float %x, float %y)"),
+            (
+                "  %r = frem nnan double 5.0e-1, %y",
+                "  %r = call double @cuda_builder_remainder_f64(double 5.0e-1, double %y)",
+            ),
+        ] {
+            let ir = marked(line);
+            assert!(ir.starts_with(call) && ir.contains("define internal float @cuda_builder_remainder_f32"), "{ir}");
+        }
+        assert!(!marked("  %r = fdiv float %x, %y").contains("cuda_builder_remainder"));
     }
 
     #[test]

@@ -36,8 +36,10 @@ mod ptx;
 mod resources;
 mod toolchain;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
 pub use error::Error;
@@ -53,11 +55,18 @@ pub struct CudaBuilder {
     archs: Vec<String>,
     out_dir: Option<PathBuf>,
     cubins: Option<bool>,
+    approximate: bool,
     search: Search,
 }
 
 /// The environment variable that turns cubins on (`1`) or off (`0`).
 const CUBINS_VARIABLE: &str = "LLM_RS_CUBINS";
+
+/// Set in the environment of the cargo that builds device crates, so that their build scripts do not build device code again.
+const RUNNING_VARIABLE: &str = "CUDA_BUILDER_RUNNING";
+
+/// The device crate of each output directory that this process has written.
+static WRITTEN: Mutex<BTreeMap<PathBuf, PathBuf>> = Mutex::new(BTreeMap::new());
 
 /// Files that exist on a machine with an NVIDIA GPU and its driver: on Linux, and on WSL.
 const GPU_DEVICES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
@@ -92,7 +101,14 @@ impl CudaBuilder {
     /// Returns a builder for the device crate in the directory `krate`. A relative directory is searched in the directory of
     /// the package being built, and then in each of its ancestors.
     pub fn new(krate: impl Into<PathBuf>) -> Self {
-        Self { krate: krate.into(), archs: Vec::new(), out_dir: None, cubins: None, search: Search::default() }
+        Self {
+            krate: krate.into(),
+            archs: Vec::new(),
+            out_dir: None,
+            cubins: None,
+            approximate: false,
+            search: Search::default(),
+        }
     }
 
     /// Adds an architecture, such as `sm_90a`. The device crate, but not its dependencies, sees it as
@@ -107,6 +123,14 @@ impl CudaBuilder {
     #[must_use]
     pub fn out_dir(mut self, directory: impl Into<PathBuf>) -> Self {
         self.out_dir = Some(directory.into());
+        self
+    }
+
+    /// Makes the division and the square root of f32 approximate, with an error of 2 units in the last place, as nvcc does with
+    /// `--use_fast_math`. By default both are rounded correctly, as on the host.
+    #[must_use]
+    pub fn approximate_division(mut self) -> Self {
+        self.approximate = true;
         self
     }
 
@@ -145,6 +169,7 @@ impl CudaBuilder {
             None => std::env::var_os("OUT_DIR").ok_or(Error::NoOutDir)?.into(),
         };
         let krate = self.locate()?;
+        claim(&out_dir, &krate)?;
         let root = workspace_root(&krate);
         let built = match Toolchain::find_in(&self.search) {
             Ok(toolchain) => self.build_with(&toolchain, &krate, &root, &out_dir)?,
@@ -168,8 +193,17 @@ impl CudaBuilder {
         let device_target = device_target(out_dir);
         let (ptxas_path, target) = (ptxas.as_deref(), device_target.as_path());
         let archs = self.archs.iter();
-        let jobs: Vec<_> =
-            archs.map(|arch| Job { toolchain, ptxas: ptxas_path, krate, arch, target, out_dir }).collect();
+        let jobs: Vec<_> = archs
+            .map(|arch| Job {
+                toolchain,
+                ptxas: ptxas_path,
+                krate,
+                arch,
+                target,
+                out_dir,
+                approximate: self.approximate,
+            })
+            .collect();
         let _lock = compile::lock(target)?;
         let outputs: Result<Vec<compile::JobOutput>, Error> = std::thread::scope(|scope| {
             let mut running = Vec::new();
@@ -205,10 +239,32 @@ impl CudaBuilder {
     fn locate(&self) -> Result<PathBuf, Error> {
         let package = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let package = error::at(&package, package.canonicalize())?;
+        if std::env::var_os(RUNNING_VARIABLE).is_some() {
+            return Err(Error::Nested { package });
+        }
         let mut candidates = package.ancestors().map(|base| base.join(&self.krate));
-        candidates
-            .find(|candidate| candidate.join("Cargo.toml").is_file())
-            .ok_or_else(|| Error::NoCrate { krate: self.krate.clone(), package })
+        let found = candidates.find(|candidate| candidate.join("Cargo.toml").is_file());
+        let found = found.ok_or_else(|| Error::NoCrate { krate: self.krate.clone(), package: package.clone() })?;
+        let canonical = error::at(&found, found.canonicalize())?;
+        // Outside a build script there is no package being built.
+        if canonical == package && std::env::var_os("OUT_DIR").is_some() {
+            return Err(Error::OwnPackage { krate: self.krate.clone() });
+        }
+        Ok(found)
+    }
+}
+
+/// Records that `krate` is built into a directory. Another crate there would replace its files.
+fn claim(out_dir: &Path, krate: &Path) -> Result<(), Error> {
+    let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    match written.get(out_dir) {
+        Some(first) if first != krate => {
+            Err(Error::SharedOutDir { out_dir: out_dir.to_owned(), first: first.clone(), second: krate.to_owned() })
+        }
+        _ => {
+            written.insert(out_dir.to_owned(), krate.to_owned());
+            Ok(())
+        }
     }
 }
 
@@ -283,6 +339,23 @@ mod tests {
         assert!(generated.contains("MODULES: &[::cuda_builder::Module] = &[];"), "{generated}");
         assert!(generated.contains("scripts/setup"), "{generated}");
         Ok(())
+    }
+
+    #[test]
+    fn two_crates_cannot_share_an_output_directory() {
+        let directory = Path::new("/out/of/a/package");
+        claim(directory, Path::new("/a")).expect("the first crate");
+        claim(directory, Path::new("/a")).expect("the same crate again");
+        let error = claim(directory, Path::new("/b")).expect_err("another crate").to_string();
+        for part in ["/out/of/a/package", "\"/a\" and \"/b\"", "out_dir"] {
+            assert!(error.contains(part), "{error:?} lacks {part:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_readable_in_its_debug_form() {
+        // `fn main() -> Result<(), Error>` prints this form.
+        assert_eq!(format!("{:?}", Error::NoOutDir), Error::NoOutDir.to_string());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-use cuda_builder::{Built, BuiltModule, CudaBuilder, Error, Kernel, LaunchBounds, find_cuda_tool};
+use cuda_builder::{Built, BuiltModule, CudaBuilder, Error, Kernel, LaunchBounds, Toolchain, find_cuda_tool};
 
 const ARCHS: [&str; 2] = ["sm_80", "sm_90a"];
 
@@ -74,11 +74,130 @@ fn a_shuffle_is_not_sunk_into_the_branch_that_uses_it() {
 }
 
 #[test]
-fn multiply_add_is_contracted_and_division_is_approximate() {
+fn multiply_add_is_contracted() {
     assert_count("contraction", &["fma.rn.f32"], 1);
     assert_count("contraction", &["mul.", "add."], 0);
-    assert_count("division", &["div.approx.", "rcp.approx."], 1);
-    assert_count("division", &["div.rn", "div.full"], 0);
+}
+
+#[test]
+fn division_is_exact_unless_the_builder_makes_it_approximate() {
+    assert_count("division", &["div.rn.f32"], 1);
+    assert_count("division", &["div.approx.", "div.full", "rcp."], 0);
+    let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("probes-approximate");
+    let builder = CudaBuilder::new(fixture("probes")).out_dir(out_dir).cubins(false).arch("sm_80");
+    let built = builder.approximate_division().build().unwrap_or_else(|error| panic!("{error}"));
+    let body = entry(&ptx(&built.modules[0]), "division");
+    let count = |instructions: &[&str]| -> usize { instructions.iter().map(|i| body.matches(i).count()).sum() };
+    assert_eq!((count(&["div.approx.", "rcp.approx."]), count(&["div.rn", "div.full"])), (1, 0), "{body}");
+}
+
+/// An approximate division would be off by a whole divisor: 0.5 % 0.1.
+#[test]
+fn remainders_call_an_exact_function() {
+    for (kernel, function) in
+        [("remainder", "cuda_builder_remainder_f32"), ("remainder_f64", "cuda_builder_remainder_f64")]
+    {
+        assert_count(kernel, &[function], 1);
+        assert_count(kernel, &["div.", "cvt.rzi"], 0);
+    }
+}
+
+/// Compiles the function for this machine and compares it with that of the C library, bit for bit.
+#[test]
+fn the_remainder_function_is_that_of_the_c_library() {
+    const PROGRAM: &str = r#"
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+float cuda_builder_remainder_f32(float, float);
+double cuda_builder_remainder_f64(double, double);
+static uint64_t state = 88172645463325252u;
+static uint64_t next(void) { state ^= state << 13; state ^= state >> 7; return state ^= state << 17; }
+int main(void) {
+    static const uint64_t special[] = {0, 1, 2, 0x7fffff, 0x800000, 0x3f800000, 0x7f7fffff, 0x7f800000, 0x7fc00000, 0x80000000,
+        0x3dcccccd, 0x3f000000, 0xfffffffffffff, 0x10000000000000, 0x3ff0000000000000, 0x7fefffffffffffff, 0x7ff0000000000000,
+        0x7ff8000000000000, 0x8000000000000000, 0x3fb999999999999a};
+    const int n = sizeof special / sizeof *special;
+    for (long i = 0; i < 4000000; i++) {
+        uint64_t a = i < n * n ? special[i / n] : next(), b = i < n * n ? special[i % n] : next();
+        // Half of the pairs have similar exponents.
+        if (i % 2 && i >= n * n) b = (a & 0xfff0000000000000u) + (b & 0xfffffffffffff) - ((b & 15) << 52);
+        uint32_t af = i % 4 < 2 ? a : a >> 32, bf = i % 4 < 2 ? b : b >> 32;
+        float x, y; double u, v;
+        memcpy(&x, &af, 4); memcpy(&y, &bf, 4); memcpy(&u, &a, 8); memcpy(&v, &b, 8);
+        float got = cuda_builder_remainder_f32(x, y), want = fmodf(x, y);
+        double got64 = cuda_builder_remainder_f64(u, v), want64 = fmod(u, v);
+        if (memcmp(&got, &want, 4) && !(isnan(got) && isnan(want))) { printf("%a %% %a: expected %a, found %a\n", x, y, want, got); return 1; }
+        if (memcmp(&got64, &want64, 8) && !(isnan(got64) && isnan(want64))) { printf("%a %% %a: expected %a, found %a\n", u, v, want64, got64); return 1; }
+    }
+    return 0;
+}
+"#;
+    let toolchain = Toolchain::find().unwrap_or_else(|error| panic!("this test needs LLVM: {error}"));
+    let scratch = tempfile::tempdir().expect("a temporary directory");
+    let at = |name: &str| scratch.path().join(name);
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{command:?}: {text}");
+    };
+    let functions = include_str!("../src/remainder.ll").replace("define internal", "define");
+    std::fs::write(at("remainder.ll"), functions).expect("a file");
+    std::fs::write(at("main.c"), PROGRAM).expect("a file");
+    let mut llc = Command::new(toolchain.llvm_bin.join("llc"));
+    run(llc
+        .args(["-O2", "-mtriple=x86_64-unknown-linux-gnu", "-filetype=obj", "-relocation-model=pic", "-o"])
+        .arg(at("remainder.o"))
+        .arg(at("remainder.ll")));
+    run(Command::new("cc").args(["-O1", "-o"]).arg(at("compare")).args([at("main.c"), at("remainder.o")]).arg("-lm"));
+    run(&mut Command::new(at("compare")));
+}
+
+#[test]
+fn atomics_have_the_fences_of_their_ordering() {
+    for (kernel, sequential, others) in
+        [("relaxed", 0, 0), ("acquires_and_releases", 0, 2), ("sequentially_consistent", 1, 1)]
+    {
+        assert_count(kernel, &["atom.", "red."], 1);
+        assert_count(kernel, &["fence.sc."], sequential);
+        assert_count(kernel, &["fence.acq_rel.", "fence.acquire.", "fence.release."], others);
+    }
+}
+
+#[test]
+fn the_name_of_a_crate_may_begin_with_lib() {
+    let built = build("libprobe", &["sm_80"]).unwrap_or_else(|error| panic!("{error}"));
+    assert!(kernel(&built.modules[0], "writes").is_some());
+}
+
+#[test]
+fn error_of_llvm_names_the_kernel() {
+    let error = build("unlowerable", &["sm_80"]).expect_err("it must not build").to_string();
+    assert!(error.starts_with("kernel takes_a_sine: lowering to PTX for sm_80 failed"), "{error}");
+}
+
+/// Run by the next test in the environments of build scripts.
+#[test]
+#[ignore = "run by builders_do_not_build_the_package_that_calls_them"]
+fn prints_the_error_of_a_builder_for_this_directory() {
+    let error = CudaBuilder::new(".").arch("sm_80").out_dir(env!("CARGO_TARGET_TMPDIR")).build().expect_err("an error");
+    println!("error: {error:?}");
+}
+
+#[test]
+fn builders_do_not_build_the_package_that_calls_them() {
+    let test = std::env::current_exe().expect("a test has a path");
+    for (variable, expected) in [
+        ("OUT_DIR", "expected another package than the one that builds it, found the same"),
+        ("CUDA_BUILDER_RUNNING", "expected device crates without a build script that calls CudaBuilder"),
+    ] {
+        let mut command = Command::new(&test);
+        command.args(["--exact", "prints_the_error_of_a_builder_for_this_directory", "--ignored", "--nocapture"]);
+        let output = command.env(variable, env!("CARGO_TARGET_TMPDIR")).output().expect("the test starts");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains(expected), "{variable}: {text}");
+    }
 }
 
 #[test]

@@ -415,6 +415,42 @@ fn barrier_divergence_is_a_deadlock() {
     }
 }
 
+#[kernel(threads = 128)]
+fn warps_return_before_a_barrier(out: GlobalMut<f32>, returning: u32, late: u32) {
+    let t = thread::thread_idx_x();
+    if t / 32 == returning {
+        return;
+    }
+    shared().set(t as usize, t as f32);
+    if t / 32 == late {
+        // A warp that returns after the others have arrived.
+        return;
+    }
+    thread::sync_threads();
+    thread::sync_threads();
+    let other = (t as usize + 32) % 128;
+    if other / 32 != returning as usize && other / 32 != late as usize {
+        out.set(t as usize, shared().at(other));
+    }
+}
+
+/// As on a GPU, `sync_threads` waits only for threads that have not returned.
+#[test]
+fn a_warp_that_has_returned_is_not_waited_for() {
+    for (returning, late, sum) in [(3, 9, 32 + 33 + 64 + 65), (0, 9, 64 + 65 + 96 + 97), (0, 3, 64 + 65), (9, 9, 0)] {
+        let mut memory = Memory::new();
+        let out = memory.zeroed("out", 128);
+        let launch = warps_return_before_a_barrier(out, returning, late);
+        launch.emulate_checked(&mut memory, [1, 1, 1], 4096).unwrap_or_else(|report| panic!("{report}"));
+        let values: Vec<f32> = memory.read(out);
+        if sum > 0 {
+            // Two values of each warp that was read.
+            let pairs: f32 = (0..4).flat_map(|warp| [values[32 * warp], values[32 * warp + 1]]).sum();
+            assert_eq!(pairs as u32, sum, "{returning} {late}");
+        }
+    }
+}
+
 #[kernel(threads = 64)]
 fn too_few_arrivals() {
     if thread::thread_idx_x() < 32 {

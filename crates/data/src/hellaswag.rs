@@ -5,7 +5,6 @@ use crate::download::Remote;
 use anyhow::{Context, Result, bail, ensure};
 use rayon::prelude::*;
 use serde_json::Value;
-use std::fs;
 use std::path::Path;
 
 const URL: &str = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl";
@@ -22,7 +21,7 @@ pub fn remote() -> Remote {
 /// separates the context from a completion. Other fields are ignored.
 pub fn read(path: &Path) -> Result<Vec<Example>> {
     let name = path.display();
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {name}"))?;
+    let text = bounded_file::read_to_string(path, bounded_file::TEXT).with_context(|| format!("cannot read {name}"))?;
     let lines: Vec<(usize, &str)> = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).collect();
     ensure!(
         (1..=MAX_EXAMPLES).contains(&lines.len()),

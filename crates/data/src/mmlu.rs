@@ -10,7 +10,6 @@ use crate::{archive, local_files};
 use anyhow::{Context, Result, ensure};
 use rayon::prelude::*;
 use std::fmt;
-use std::fs::{self, File};
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
@@ -63,7 +62,7 @@ pub fn find(from: &Path, split: Split, extracted: &Path) -> Result<Vec<PathBuf>>
     let (name, suffix) = (split.to_string(), format!("_{split}.csv"));
     if from.extension().is_some_and(|extension| extension == "tar") {
         let archive = from.display().to_string();
-        let file = File::open(from).with_context(|| format!("cannot open {archive}"))?;
+        let file = bounded_file::open(from).with_context(|| format!("cannot open {archive}"))?;
         let expected = format!("a complete .tar archive with files {name}/*{suffix}");
         let is_wanted = |path: &Path| {
             path.parent().is_some_and(|parent| parent.ends_with(&name)) && path.to_string_lossy().ends_with(&suffix)
@@ -125,7 +124,7 @@ struct Row<'a> {
 /// Reads the rows of a file, which has at least one.
 fn read_rows(file: &Path) -> Result<Vec<Row<'_>>> {
     let name = file.display();
-    let text = fs::read(file).with_context(|| format!("cannot read {name}"))?;
+    let text = bounded_file::read(file, bounded_file::TEXT).with_context(|| format!("cannot read {name}"))?;
     // The number of columns is checked later, with a better message.
     let mut reader = csv::ReaderBuilder::new().has_headers(false).flexible(true).from_reader(&text[..]);
     let mut rows = Vec::new();

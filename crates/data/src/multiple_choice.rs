@@ -6,7 +6,6 @@ pub use file::write;
 
 use anyhow::{Context, Result, bail, ensure};
 use rayon::prelude::*;
-use std::fs::File;
 use std::io::{BufReader, Read};
 use std::ops::Range;
 use std::path::Path;
@@ -61,7 +60,7 @@ impl MultipleChoice {
     /// Reads an evaluation file.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        let file = File::open(path).with_context(|| format!("cannot open evaluation file {name}"))?;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open evaluation file {name}"))?;
         Self::read(name, BufReader::new(file))
     }
 

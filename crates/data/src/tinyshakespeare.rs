@@ -4,7 +4,6 @@ use crate::dataset::{Input, Replacement, Replaces, ShardNames};
 use crate::download::Remote;
 use crate::text::{self, Encoder, Layout, Summary, Validation};
 use anyhow::{Context, Result};
-use std::fs;
 use std::path::Path;
 use tokenizer::Tokenizer;
 
@@ -25,7 +24,8 @@ pub fn remote() -> Remote {
 ///
 /// Each section is a document, which includes the blank line at its end.
 pub fn write(text: &Path, out: &Path, tokenizer: &Tokenizer, program: &str) -> Result<Summary> {
-    let text = fs::read_to_string(text).with_context(|| format!("cannot read {}", text.display()))?;
+    let text = bounded_file::read_to_string(text, bounded_file::TEXT)
+        .with_context(|| format!("cannot read {}", text.display()))?;
     let replacement = Replacement::begin(out, Replaces::Same(NAMES))?;
     let validation = Validation::FirstTokens(VALIDATION_TOKENS);
     let layout = Layout { names: NAMES, shard_tokens: usize::MAX, validation };
@@ -48,6 +48,7 @@ mod tests {
     use super::*;
     use crate::Tokens;
     use crate::dataset::{Dataset, Split};
+    use std::fs;
 
     fn read(path: &Path) -> Vec<u32> {
         let file = Tokens::open(path).unwrap();

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use flate2::read::GzDecoder;
 use indicatif::ProgressBar;
 use serde::Deserialize;
-use std::fs::{self, File};
+use std::fs::{self};
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use tokenizer::Tokenizer;
@@ -68,7 +68,8 @@ pub fn write(from: &Path, out: &Path, tokenizer: &Tokenizer, program: &str, prog
 /// Returns the stories of a JSON file: an array of objects with a field `story`. White space at their ends is removed.
 pub fn stories(file: &Path) -> Result<Vec<String>> {
     let name = file.file_name().unwrap_or_default().display();
-    let bytes = fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let bytes =
+        bounded_file::read(file, bounded_file::TEXT).with_context(|| format!("cannot read {}", file.display()))?;
     let stories: Vec<Story> = serde_json::from_slice(&bytes)
         .with_context(|| format!("{name}: expected an array of objects with a field 'story', a string"))?;
     ensure!(!stories.is_empty(), "{name}: expected stories, found an empty array");
@@ -83,7 +84,7 @@ fn strip(text: &str) -> &str {
 /// Extracts the JSON files of an archive into a new directory. Returns their paths, sorted by name.
 fn extract(archive: &Path, directory: &Path) -> Result<Vec<PathBuf>> {
     let name = archive.display().to_string();
-    let file = File::open(archive).with_context(|| format!("cannot open {name}"))?;
+    let file = bounded_file::open(archive).with_context(|| format!("cannot open {name}"))?;
     let expected = "a complete .tar.gz archive or a directory of JSON files";
     let is_json = |path: &Path| path.extension().is_some_and(|extension| extension == "json");
     archive::extract(GzDecoder::new(BufReader::new(file)), &name, expected, directory, is_json)

@@ -98,7 +98,7 @@ impl Shard {
 
     /// Reads bytes at a position of the file. Fails if the file has changed since [`Tokens::open`].
     fn read_exact_at(&self, bytes: &mut [u8], at: u64) -> Result<()> {
-        let file = File::open(&self.path)?;
+        let file = bounded_file::open(&self.path)?;
         let found = FileVersion::of(&file)?;
         ensure!(
             found == self.version,
@@ -116,7 +116,7 @@ impl Tokens {
     /// Opens a `.bin` file, and checks its header and its size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
-        let file = File::open(path).with_context(|| format!("cannot open token file {name}"))?;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open token file {name}"))?;
         let version = FileVersion::of(&file).with_context(|| format!("cannot read {name}"))?;
         ensure!(
             !path.is_dir(),

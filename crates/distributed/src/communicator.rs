@@ -39,6 +39,11 @@ pub trait Communicator {
     /// Returns the error of an asynchronous operation, if one failed on the device or between ranks.
     fn check(&self) -> Result<()>;
 
+    /// Returns whether each operation is complete when its call returns.
+    fn is_synchronous(&self) -> bool {
+        false
+    }
+
     /// Shuts down after all operations have finished. All ranks must call it.
     fn close(self: Box<Self>) -> Result<()>;
 
@@ -100,6 +105,10 @@ impl Communicator for TcpGroup {
 
     fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn is_synchronous(&self) -> bool {
+        true
     }
 
     fn close(self: Box<Self>) -> Result<()> {

@@ -130,10 +130,27 @@ impl Ranks {
 
     /// Returns the logical or of `value` over all ranks.
     pub fn any_rank(&mut self, value: bool) -> Result<bool> {
+        self.any_ranks([value]).map(|[any]| any)
+    }
+
+    /// Returns the logical or of each value over all ranks.
+    pub fn any_ranks<const N: usize>(&mut self, values: [bool; N]) -> Result<[bool; N]> {
         if let Self::Ready(communicator) = self {
             communicator.check()?;
         }
-        self.tcp_group().map_or(Ok(value), |group| group.any_rank(value))
+        let Some(group) = self.tcp_group() else { return Ok(values) };
+        let mut sums = values.map(|value| f64::from(u8::from(value)));
+        group.all_reduce_sum_f64(&mut sums)?;
+        Ok(sums.map(|sum| sum > 0.0))
+    }
+
+    /// Returns whether collectives on tensors are complete when their call returns. Otherwise the failure of another rank may leave
+    /// wrong values in tensors of operations that are queued already.
+    pub fn collectives_are_synchronous(&self) -> bool {
+        match self {
+            Self::Ready(communicator) => communicator.is_synchronous(),
+            Self::Single | Self::Connected(_) => true,
+        }
     }
 
     /// Sums host values over all ranks, in place.

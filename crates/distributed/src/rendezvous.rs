@@ -5,19 +5,33 @@
 //! a few ports, which are derived from the launcher's name of the job.
 //!
 //! Each rank sends a `Hello` message. Rank 0 accepts all ranks once all have connected, or refuses all with the reason. The `run`
-//! identifier keeps processes of other runs out and makes rendezvous files of earlier runs harmless.
+//! identifier keeps processes of other runs out and makes rendezvous files of earlier runs harmless. With a [`Secret`], rank 0 and the
+//! other rank then prove to each other that they know it:
+//!
+//! ```text
+//! rank → rank 0   Hello with a nonce
+//! rank 0 → rank   Challenge: nonce, proof of rank 0
+//! rank → rank 0   proof of the rank
+//! rank 0 → rank   Wait, later Accepted or Refused
+//! ```
 
 mod client;
+mod handshake;
+mod secret;
+
+pub use secret::Secret;
 
 use super::fault::Fault;
 use super::launcher::World;
 use super::tcp_group::{Connection, TcpGroup};
 use anyhow::{Context, bail};
 use engine::Result;
+use handshake::Handshakes;
+use secret::{Nonce, Proof};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Write, stderr};
 use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -60,11 +74,11 @@ const PORTS_PER_RUN: u16 = 4;
 /// Interval between two attempts to connect to rank 0.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time that a new connection may take to send its [`Hello`].
+/// Time that a new connection may take to introduce itself and to prove that it knows the secret.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Name and version of the rendezvous protocol.
-const PROTOCOL: &str = "llm.rs ranks 4";
+const PROTOCOL: &str = "llm.rs ranks 5";
 const PROTOCOL_PREFIX: &str = "llm.rs ranks ";
 
 /// Largest message of the rendezvous protocol.
@@ -82,11 +96,16 @@ struct Hello {
     world_size: usize,
     host: Host,
     process: u32,
+    /// Earlier versions of the program send none.
+    #[serde(default)]
+    nonce: Nonce,
 }
 
 /// A message of rank 0 to another rank.
 #[derive(Debug, Serialize, Deserialize)]
 enum Reply {
+    /// Rank 0 knows the secret, and the rank must prove that it knows it too.
+    Challenge { nonce: Nonce, proof: Proof },
     /// The rank must wait for another reply until all ranks have connected.
     Wait,
     /// The rank is part of the run. Its index on its host is `local_rank`.
@@ -120,6 +139,8 @@ struct RendezvousFile {
     port: u16,
     /// Addresses of rank 0 that may be reachable from other hosts.
     addresses: Vec<String>,
+    /// The secret, unless all ranks already know one. Only the owner of the file can read it.
+    secret: Option<Secret>,
 }
 
 /// Timeouts of the rendezvous and of the resulting group.
@@ -144,16 +165,41 @@ struct Attempt<'a> {
     world: &'a World,
     timeouts: Timeouts,
     deadline: Instant,
+    secret: Option<Secret>,
 }
 
-/// Connects this process to all other ranks. Without an endpoint all ranks must be on one host.
-pub fn connect(world: &World, endpoint: Option<&Endpoint>, timeouts: Timeouts) -> Result<Connected> {
-    let attempt = Attempt { world, timeouts, deadline: Instant::now() + timeouts.rendezvous };
+/// A place where rank 0 may listen.
+struct Candidate {
+    address: String,
+    /// Identifier of the run.
+    run: String,
+    /// The secret, if it was found together with the address.
+    secret: Option<Secret>,
+}
+
+/// Connects this process to all other ranks. Without an endpoint all ranks must be on one host. With a secret, only processes that
+/// know it can join.
+pub fn connect(
+    world: &World,
+    endpoint: Option<&Endpoint>,
+    secret: Option<Secret>,
+    timeouts: Timeouts,
+) -> Result<Connected> {
+    let attempt = Attempt { world, timeouts, deadline: Instant::now() + timeouts.rendezvous, secret };
     let job = world.job.as_deref().unwrap_or_default();
     match endpoint {
-        Some(Endpoint::Tcp(address)) if world.rank == 0 => attempt.accept_all(&Listener::bind(address)?, job),
+        Some(Endpoint::Tcp(address)) if world.rank == 0 => {
+            let listener = Listener::bind(address)?;
+            if attempt.secret.is_none() && !listener.is_local() {
+                // Standard error may be closed.
+                let _ = writeln!(stderr(), "{}", open_to_anyone(address));
+            }
+            attempt.accept_all(&listener, attempt.secret.as_ref(), job)
+        }
         Some(Endpoint::Tcp(address)) => {
-            let candidates = || Ok(vec![(address.clone(), job.to_owned())]);
+            let candidates = || {
+                Ok(vec![Candidate { address: address.clone(), run: job.to_owned(), secret: attempt.secret.clone() }])
+            };
             attempt.connect_to_rank_0(&format!("tcp://{address}"), true, candidates)
         }
         Some(Endpoint::File(directory)) => attempt.connect_by_file(directory, job),
@@ -185,9 +231,10 @@ impl Attempt<'_> {
         if world.rank == 0 {
             let free = addresses().find_map(|address| Listener::bind(&address).ok());
             let listener = free.map_or_else(|| Listener::bind(&format!("127.0.0.1:{}", ports.start)), Ok)?;
-            return self.accept_all(&listener, &run);
+            return self.accept_all(&listener, self.secret.as_ref(), &run);
         }
-        let candidates = || Ok(addresses().map(|address| (address, run.clone())).collect());
+        let candidate = |address| Candidate { address, run: run.clone(), secret: self.secret.clone() };
+        let candidates = || Ok(addresses().map(candidate).collect());
         let place = format!("127.0.0.1, ports {} to {}", ports.start, ports.end - 1);
         self.connect_to_rank_0(&place, true, candidates)
     }
@@ -196,25 +243,30 @@ impl Attempt<'_> {
         // Runs with different job names use different files of one directory.
         let path = directory.join(format!("rendezvous-{:016x}.json", xxh3_64(job.as_bytes())));
         if self.world.rank > 0 {
-            let candidates = || Ok(RendezvousFile::read(&path)?.map_or(Vec::new(), RendezvousFile::candidates));
+            let candidates = || {
+                let found = RendezvousFile::read(&path)?;
+                Ok(found.map_or(Vec::new(), |found| found.candidates(self.secret.as_ref())))
+            };
             return self.connect_to_rank_0(&path.display().to_string(), false, candidates);
         }
         let listener = Listener::bind("0.0.0.0:0")?;
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let run = format!("{job} {} {}", std::process::id(), now.as_nanos());
-        let contents = RendezvousFile::new(run.clone(), listener.socket.local_addr()?.port());
-        atomic_file::write(&path, |file| Ok(serde_json::to_writer(file, &contents)?)).context("--rendezvous")?;
-        let connected = self.accept_all(&listener, &run);
+        let created = if self.secret.is_none() { Some(Secret::random()?) } else { None };
+        let contents = RendezvousFile::new(run.clone(), listener.socket.local_addr()?.port(), created.clone());
+        atomic_file::write_private(&path, |file| Ok(serde_json::to_writer(file, &contents)?))
+            .context("--rendezvous")?;
+        let connected = self.accept_all(&listener, self.secret.as_ref().or(created.as_ref()), &run);
         // A file that cannot be removed is harmless: its run identifier belongs to this run.
         let _ = fs::remove_file(&path);
         connected
     }
 
     /// Rank 0: accepts all other ranks once all have connected.
-    fn accept_all(&self, listener: &Listener, run: &str) -> Result<Connected> {
+    fn accept_all(&self, listener: &Listener, secret: Option<&Secret>, run: &str) -> Result<Connected> {
         listener.socket.set_nonblocking(true)?;
         let mut clients: Vec<Client> = Vec::new();
-        if let Some(fault) = self.collect_clients(listener, run, &mut clients)? {
+        if let Some(fault) = self.collect_clients(listener, secret, run, &mut clients)? {
             for client in &clients {
                 let reply = Reply::Refused { text: fault.to_string(), recoverable: fault.is_recoverable() };
                 let _ = send_json(&client.stream, &reply);
@@ -237,7 +289,14 @@ impl Attempt<'_> {
     }
 
     /// Waits for all other ranks. Returns the fault if the run cannot start.
-    fn collect_clients(&self, listener: &Listener, run: &str, clients: &mut Vec<Client>) -> Result<Option<Fault>> {
+    fn collect_clients(
+        &self,
+        listener: &Listener,
+        secret: Option<&Secret>,
+        run: &str,
+        clients: &mut Vec<Client>,
+    ) -> Result<Option<Fault>> {
+        let mut handshakes = Handshakes::new(secret.cloned(), run.to_owned());
         loop {
             if let Some(client) = clients.iter().find(|client| client.is_disconnected()) {
                 return Ok(Some(Fault::Disconnected { peer: client.name(), activity: ACTIVITY.to_owned() }));
@@ -248,20 +307,15 @@ impl Attempt<'_> {
             if Instant::now() >= self.deadline {
                 return Ok(Some(Fault::Startup(self.missing_ranks(clients, listener.note.as_deref()))));
             }
-            let stream = match listener.socket.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    sleep(RETRY_INTERVAL / 5);
-                    continue;
-                }
+            match listener.socket.accept() {
+                Ok((stream, _)) => handshakes.begin(stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_INTERVAL / 5),
+                // The connection was reset before it was accepted.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => return Err(error).context("cannot accept connections of the other ranks"),
-            };
-            // A connection without a valid Hello comes from an unknown program and is ignored.
-            let Some(client) = receive_hello(stream) else { continue };
-            if client.hello.run != run {
-                let _ = send_json(&client.stream, &Reply::OtherRun);
-                continue;
             }
+            // A connection without a valid Hello, or without a proof, comes from an unknown program and is ignored.
+            let Some(client) = handshakes.next() else { continue };
             let problem = self.problem_with(clients, &client);
             // A client that has already disconnected may connect again, so it is ignored.
             if send_json(&client.stream, &Reply::Wait).is_err() {
@@ -332,7 +386,7 @@ impl Attempt<'_> {
 }
 
 impl RendezvousFile {
-    fn new(run: String, port: u16) -> Self {
+    fn new(run: String, port: u16, secret: Option<Secret>) -> Self {
         let host = Host::here();
         let mut addresses = vec![host.name.clone()];
         // Connecting a UDP socket sends no packet, but it selects the local address that routes to other hosts.
@@ -341,23 +395,26 @@ impl RendezvousFile {
             socket.local_addr()
         });
         addresses.extend(outside.ok().map(|address| address.ip().to_string()));
-        Self { run, host, port, addresses }
+        Self { run, host, port, addresses, secret }
     }
 
     /// Returns the contents of the file, or `None` if it does not exist or is incomplete.
     fn read(path: &Path) -> Result<Option<Self>> {
-        match fs::read(path) {
+        match bounded_file::read(path, MAX_MESSAGE_BYTES as u64) {
             Ok(text) => Ok(serde_json::from_slice(&text).ok()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error).with_context(|| format!("--rendezvous: cannot read {}", path.display())),
         }
     }
 
-    /// Returns the addresses to try, each with the run identifier.
-    fn candidates(self) -> Vec<(String, String)> {
-        let Self { run, host, port, addresses } = self;
+    /// Returns the addresses to try. A secret that all ranks know replaces that of the file.
+    fn candidates(self, known: Option<&Secret>) -> Vec<Candidate> {
+        let Self { run, host, port, addresses, secret } = self;
+        let secret = known.cloned().or(secret);
         let loopback = (host.boot == Host::here().boot).then(|| "127.0.0.1".to_owned());
-        loopback.into_iter().chain(addresses).map(|address| (format!("{address}:{port}"), run.clone())).collect()
+        let candidate =
+            |address| Candidate { address: format!("{address}:{port}"), run: run.clone(), secret: secret.clone() };
+        loopback.into_iter().chain(addresses).map(candidate).collect()
     }
 }
 
@@ -382,6 +439,21 @@ impl Listener {
             Err(error) => bail!(listen_error(address, &error)),
         }
     }
+}
+
+impl Listener {
+    /// Returns whether only processes of this host can connect.
+    fn is_local(&self) -> bool {
+        self.socket.local_addr().is_ok_and(|address| address.ip().is_loopback())
+    }
+}
+
+fn open_to_anyone(address: &str) -> String {
+    format!(
+        "warning: rendezvous: whoever reaches {address} can join this run, because it has no secret; set {} to the same random text \
+         on all ranks, or give --rendezvous-secret FILE",
+        secret::VARIABLE
+    )
 }
 
 fn listen_error(address: &str, error: &io::Error) -> Fault {
@@ -421,18 +493,14 @@ impl Client {
     }
 }
 
-fn receive_hello(stream: TcpStream) -> Option<Client> {
-    stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(HELLO_TIMEOUT)).ok()?;
-    let hello: Hello = receive_json(&stream).ok()?;
-    hello.protocol.starts_with(PROTOCOL_PREFIX).then_some(Client { hello, stream })
+/// Sends a message: u32 length, little endian, then JSON.
+fn send_json(stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
+    send_text(stream, &serde_json::to_vec(message)?)
 }
 
-/// Sends a message: u32 length, little endian, then JSON.
-fn send_json(mut stream: &TcpStream, message: &impl Serialize) -> io::Result<()> {
-    let text = serde_json::to_vec(message)?;
+fn send_text(mut stream: &TcpStream, text: &[u8]) -> io::Result<()> {
     stream.write_all(&(text.len() as u32).to_le_bytes())?;
-    stream.write_all(&text)
+    stream.write_all(text)
 }
 
 /// Why no message was received.
@@ -443,9 +511,16 @@ enum ReceiveError {
     Unknown(String),
 }
 
-fn receive_json<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T, ReceiveError> {
-    let unknown =
-        |data: &[u8]| ReceiveError::Unknown(String::from_utf8_lossy(&data[..data.len().min(40)]).into_owned());
+fn receive_json<T: DeserializeOwned>(stream: impl Read) -> Result<T, ReceiveError> {
+    let text = receive_text(stream)?;
+    serde_json::from_slice(&text).map_err(|_| unknown(&text))
+}
+
+fn unknown(data: &[u8]) -> ReceiveError {
+    ReceiveError::Unknown(String::from_utf8_lossy(&data[..data.len().min(40)]).into_owned())
+}
+
+fn receive_text(mut stream: impl Read) -> Result<Vec<u8>, ReceiveError> {
     let mut len = [0; 4];
     stream.read_exact(&mut len).map_err(ReceiveError::Io)?;
     let bytes = u32::from_le_bytes(len) as usize;
@@ -454,7 +529,7 @@ fn receive_json<T: DeserializeOwned>(mut stream: &TcpStream) -> Result<T, Receiv
     }
     let mut text = vec![0; bytes];
     stream.read_exact(&mut text).map_err(ReceiveError::Io)?;
-    serde_json::from_slice(&text).map_err(|_| unknown(&text))
+    Ok(text)
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@ use super::cuda::{EmulatedGpu, Options};
 pub use super::cuda::{MatmulBackend, Precision};
 use super::{Engine, Result};
 use crate::tensor::DType;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
+use std::sync::OnceLock;
 
 /// Value of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -60,15 +61,35 @@ pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Resu
         Device::Cpu if precision == Some(Precision::Bf16) => {
             bail!("--precision: expected fp32 with --device cpu, found bf16; use --precision fp32 or --device cuda")
         }
-        Device::Cpu => Ok(cpu(None)),
+        Device::Cpu => {
+            start_threads()?;
+            Ok(cpu(None))
+        }
         Device::Cuda => cuda().context("--device cuda"),
-        Device::Auto => cuda().or_else(|why| match precision {
-            Some(Precision::Bf16) => {
-                Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"))
+        Device::Auto => cuda().or_else(|why| {
+            if precision == Some(Precision::Bf16) {
+                return Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"));
             }
-            _ => Ok(cpu(Some(format!("no GPU: {why:#}")))),
+            start_threads()?;
+            Ok(cpu(Some(format!("no GPU: {why:#}"))))
         }),
     }
+}
+
+/// Starts the threads of the CPU engine. At its first use rayon would panic if it cannot, as under a limit of memory or processes.
+fn start_threads() -> Result<()> {
+    static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
+    let start = || match rayon::ThreadPoolBuilder::new().build_global() {
+        Err(error) if !error.to_string().contains("already been initialized") => Err(error.to_string()),
+        _ => Ok(()),
+    };
+    STARTED.get_or_init(start).clone().map_err(|error| {
+        anyhow!(
+            "threads: cannot start {} of them: {error}; raise the limits of the process (ulimit -u, ulimit -v), or set \
+             RAYON_NUM_THREADS to a smaller number",
+            std::thread::available_parallelism().map_or(1, usize::from)
+        )
+    })
 }
 
 fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {

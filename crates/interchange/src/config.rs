@@ -6,7 +6,6 @@ use anyhow::{Context, Result, bail, ensure};
 use engine::tensor::DType;
 use model::Descriptor;
 use serde_json::{Map, Value, json};
-use std::fs;
 use std::path::Path;
 
 /// Name of the file.
@@ -33,7 +32,8 @@ impl ModelConfig {
     /// Reads the file in `directory`.
     pub fn read(directory: &Path) -> Result<Self> {
         let path = directory.join(FILE);
-        let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = bounded_file::read(&path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()))?;
         Self::parse(&text).with_context(|| path.display().to_string())
     }
 
@@ -135,6 +135,7 @@ pub fn text_of(value: &Value) -> String {
 mod tests {
     use super::*;
     use crate::architecture::GPT2;
+    use std::fs;
 
     /// The file of GPT-2 124M as transformers 4 writes it.
     const GPT2_124M: &str = r#"{

@@ -80,7 +80,8 @@ pub fn hugging_face(
         write_safetensors(&mut file, source, dtype)?;
         file.flush()?;
         for path in &copied {
-            let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let bytes = bounded_file::read(path, bounded_file::TEXT)
+                .with_context(|| format!("cannot read {}", path.display()))?;
             write(&path.file_name().unwrap_or_default().to_string_lossy(), &bytes)?;
         }
         let Some(tokenizer) = tokenizer else {
@@ -258,7 +259,8 @@ fn write_safetensors(out: &mut impl Write, source: &ModelSource, dtype: DType) -
 fn generation_config(source: &ModelSource, config: &ModelConfig, keep: bool) -> Result<Vec<u8>> {
     let of_source = source.hugging_face().map(|model| model.directory().join(GENERATION));
     if let Some(path) = of_source.filter(|path| keep && path.exists()) {
-        return fs::read(&path).with_context(|| format!("cannot read {}", path.display()));
+        return bounded_file::read(&path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()));
     }
     let [bos, eos] = config.bos_eos();
     pretty(&json!({"_from_model_config": true, "bos_token_id": bos, "eos_token_id": eos}))

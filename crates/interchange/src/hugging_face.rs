@@ -9,7 +9,6 @@ use engine::tensor::DType;
 use model::{Descriptor, Param};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Name of the only safetensors file.
@@ -246,7 +245,7 @@ fn open_files(directory: &Path) -> Result<Vec<SafetensorsFile>> {
         );
     }
     let name = path.display();
-    let text = fs::read(&path).with_context(|| format!("cannot read {name}"))?;
+    let text = bounded_file::read(&path, bounded_file::DESCRIPTION).with_context(|| format!("cannot read {name}"))?;
     let index: Index = serde_json::from_slice(&text).with_context(|| format!("{name}: not an index"))?;
     let names: BTreeSet<&String> = index.weight_map.values().collect();
     ensure!(!names.is_empty(), "{name}: expected at least one tensor in weight_map, found none");

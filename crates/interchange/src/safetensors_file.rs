@@ -52,7 +52,7 @@ impl SafetensorsFile {
     /// Opens a file, and checks its header and its size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let file = File::open(path).with_context(|| format!("cannot open {name}"))?;
+        let file = bounded_file::open(path).with_context(|| format!("cannot open {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
         let (data_at, tensors) = read_header(&file, size).with_context(|| name.to_string())?;
         Ok(Self { path: path.to_owned(), file, data_at, tensors })

@@ -8,7 +8,6 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::fs;
 use std::path::Path;
 use tokenizer::byte_level::character;
 use tokenizer::{BYTE_VOCAB, GPT2_VOCAB, Pattern, Tokenizer, byte_level_bpe, split_pattern, stored};
@@ -106,7 +105,8 @@ impl Vocabulary {
     /// Reads the vocabulary from the `tokenizer.json` of a Hugging Face directory. Only byte-level BPE is supported.
     pub fn read(directory: &Path, config: &ModelConfig) -> Result<Self> {
         let path = directory.join(FILES[0]);
-        let text = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text =
+            bounded_file::read(&path, bounded_file::TEXT).with_context(|| format!("cannot read {}", path.display()))?;
         Self::parse(&text, config.descriptor.vocab, config.bos_eos()).with_context(|| path.display().to_string())
     }
 
@@ -335,6 +335,7 @@ mod tests {
     use super::*;
     use crate::architecture::GPT2;
     use model::Descriptor;
+    use std::fs;
     use xxhash_rust::xxh3::xxh3_64;
 
     fn file<'a>(files: &'a [(&str, Vec<u8>)], name: &str) -> &'a [u8] {

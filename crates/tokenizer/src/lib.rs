@@ -25,7 +25,6 @@ use matcher::{Matcher, Part};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
-use std::fs;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -192,7 +191,7 @@ impl Tokenizer {
         if file.file_name().is_some_and(|name| name == vocab_and_merges::VOCAB) {
             return open_json(&name, &vocab_and_merges::to_json(&file)?);
         }
-        let bytes = fs::read(&file).with_context(|| {
+        let bytes = bounded_file::read(&file, bounded_file::TEXT).with_context(|| {
             format!(
                 "cannot read the tokenizer {name}: expected gpt2, bytes, a tokenizer.json or Llama 3's tokenizer.model"
             )

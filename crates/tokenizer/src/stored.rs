@@ -6,7 +6,6 @@
 use crate::vocab_and_merges::{MERGES, VOCAB};
 use crate::{Identity, Tokenizer};
 use anyhow::{Context, Result, bail, ensure};
-use std::fs;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -142,7 +141,7 @@ pub fn write(tokenizer: &Tokenizer, directory: &Path) -> Result<()> {
 
 fn read_identity(directory: &Path) -> Result<Option<Identity>> {
     let path = directory.join(IDENTITY);
-    let text = match fs::read_to_string(&path) {
+    let text = match bounded_file::read_to_string(&path, bounded_file::DESCRIPTION) {
         Ok(text) => text,
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),

@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use std::fs;
 use std::path::PathBuf;
 
 fn gpt2(text: &str) -> Vec<u32> {

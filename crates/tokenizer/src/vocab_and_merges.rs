@@ -101,7 +101,8 @@ pub fn to_json(path: &Path) -> Result<String> {
 
 /// Returns the lines of a `merges.txt`, after checking that its tokens are in the vocabulary.
 fn read_merges(path: &Path, vocab: &BTreeMap<String, u32>) -> Result<Vec<String>> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = bounded_file::read_to_string(path, bounded_file::TEXT)
+        .with_context(|| format!("cannot read {}", path.display()))?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.starts_with("#version"));
     let merge = |(i, line): (usize, &str)| {
         let (left, right) = line.split_once(' ').unwrap_or_default();
@@ -114,7 +115,8 @@ fn read_merges(path: &Path, vocab: &BTreeMap<String, u32>) -> Result<Vec<String>
 }
 
 fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text =
+        bounded_file::read(path, bounded_file::TEXT).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_slice(&text).with_context(|| format!("{}: not a valid tokenizer file", path.display()))
 }
 

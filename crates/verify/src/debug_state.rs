@@ -37,7 +37,7 @@ impl DebugState {
     /// Opens a debug state of the model. `padded_vocab` is the number of wte rows in the model file.
     pub fn open(path: &Path, descriptor: &Descriptor, padded_vocab: usize) -> Result<Self> {
         let name = path.display();
-        let mut file = File::open(path).with_context(|| format!("cannot open debug state {name}"))?;
+        let mut file = bounded_file::open(path).with_context(|| format!("cannot open debug state {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
         let (which, header) = header::read_one_of(&FORMATS.map(|(format, _)| format), &name.to_string(), &mut file)?;
         let order = FORMATS[which].1;

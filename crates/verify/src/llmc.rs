@@ -87,8 +87,9 @@ pub struct Verification<'a> {
 }
 
 impl<'a> Verification<'a> {
-    /// Opens the model and the debug state, and loads the parameters and the batch into the engine.
-    pub fn open(model: &Path, state: &Path, engine: &'a mut dyn Engine) -> Result<Self> {
+    /// Opens the model and the debug state, and loads the parameters and the batch into the engine. `tf32` is set if the engine
+    /// computes f32 GEMMs in TF32.
+    pub fn open(model: &Path, state: &Path, engine: &'a mut dyn Engine, tf32: bool) -> Result<Self> {
         let source = ModelSource::open(model)?;
         let descriptor = source.descriptor();
         let mut state = DebugState::open(state, &descriptor, source.padded_vocab())?;
@@ -105,7 +106,7 @@ impl<'a> Verification<'a> {
         words[layout.targets()].copy_from_slice(&targets);
         layout.sort(&mut words);
         engine.load_batch(model.batch, layout, words)?;
-        let tolerance = Tolerance::of(engine.dtype() == DType::Bf16);
+        let tolerance = Tolerance::of(engine.dtype() == DType::Bf16, tf32);
         Ok(Self { engine, model, state, layout, tolerance })
     }
 

@@ -41,8 +41,23 @@ impl Tolerance {
         step_loss: 5e-2,
     };
 
-    /// Returns the bounds for an engine that stores activations as bf16 or as fp32.
-    pub fn of(bf16: bool) -> Self {
-        if bf16 { Self::BF16 } else { Self::FP32 }
+    /// Bounds for fp32 with GEMMs in TF32.
+    ///
+    /// TF32 has 11 significant bits, and a tensor core ignores the others: an input of a GEMM changes by up to 2^-10, half as much as
+    /// by rounding to bf16. Stored activations are not rounded. The bounds are half of those for bf16.
+    const TF32: Self = Self {
+        logits: Self::BF16.logits / 2.0,
+        loss: Self::BF16.loss / 2.0,
+        gradient: Self::BF16.gradient / 2.0,
+        step_loss: Self::BF16.step_loss / 2.0,
+    };
+
+    /// Returns the bounds for an engine that stores activations as bf16, or as fp32 with GEMMs in TF32 or in fp32.
+    pub fn of(bf16: bool, tf32: bool) -> Self {
+        match (bf16, tf32) {
+            (true, _) => Self::BF16,
+            (false, true) => Self::TF32,
+            (false, false) => Self::FP32,
+        }
     }
 }

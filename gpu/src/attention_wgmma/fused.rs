@@ -128,7 +128,7 @@ pub fn fused_shared_bytes() -> usize {
 /// dK and dV in dqkv (B, T, NH + 2 KV, HS), and the sums of dQ, unscaled, in f32.
 ///
 /// `qkv` maps (B, T, (NH + 2 KV) HS) and `dout` maps (B, T, NH HS), both with box [`super::BOX`]. lse and
-/// d = rowsum(dout ∘ out) are (B, NH, T). `dq` is (B, NH, 2 ceil(T / 128), [`PANEL_ELEMENTS`]): for each panel of 64
+/// d = rowsum(dout ∘ out) are (B, NH, T). `dq` is (B, NH, 2 ceil(T / 128), 64 · HS): for each panel of 64
 /// queries, each consumer's accumulators. `counters` are (B, NH, 2 ceil(T / 128), 2), then the ticket counter. All of them
 /// are zero before and after the launch.
 ///

@@ -1,9 +1,8 @@
 //! `verify`: compares this program with a debug state of llm.c or PyTorch.
 
-use super::resources::Hardware;
+use super::resources::{Hardware, describe};
 use anyhow::{Context, Result, bail, ensure};
-use std::fs;
-use std::io::{Write, stdout};
+use std::io::{Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use verify::llmc::{Bound, Comparison, Verification};
 
@@ -31,8 +30,9 @@ pub struct Verify {
 /// Prints all comparisons, and fails if one exceeds its tolerance.
 pub fn run(args: &Verify) -> Result<()> {
     let expected = args.losses.as_deref().map(read_losses).transpose()?;
-    let mut engine = args.hardware.open_quietly()?;
-    let mut verification = Verification::open(&args.model, &args.state, &mut *engine)?;
+    let mut opened = args.hardware.open()?;
+    writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+    let mut verification = Verification::open(&args.model, &args.state, &mut *opened.engine, opened.tf32)?;
     let mut comparisons = verification.gradients()?;
     print(&comparisons)?;
     let recorded = verification.recorded_losses()?;
@@ -80,7 +80,8 @@ fn verdict(comparison: &Comparison) -> &'static str {
 }
 
 fn read_losses(path: &Path) -> Result<Vec<f32>> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read losses {}", path.display()))?;
+    let text = bounded_file::read_to_string(path, bounded_file::SETTINGS)
+        .with_context(|| format!("cannot read losses {}", path.display()))?;
     let number = |(i, line): (usize, &str)| {
         let number = line.trim().parse::<f32>().ok().filter(|loss| loss.is_finite());
         number.with_context(|| format!("{}, line {}: expected a loss, found '{line}'", path.display(), i + 1))

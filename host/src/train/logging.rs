@@ -9,12 +9,16 @@ use model::guards::{Limits, Skipped};
 
 impl Run<'_> {
     /// Waits for a step's loss and reports it.
-    pub(super) fn log_step(&mut self, launched: Option<LaunchedStep>, session: &mut Session) -> Result<()> {
-        let Some(LaunchedStep { step, learning_rate, stats, verdict }) = launched else { return Ok(()) };
+    pub(super) fn log_step(&mut self, launched: LaunchedStep, session: &mut Session) -> Result<()> {
+        let LaunchedStep { step, learning_rate, stats, verdict } = launched;
         self.ranks.set_operation("waiting for the GPU");
+        let before = std::mem::replace(&mut session.boundary.intact, false);
         let read = self.engine.wait(stats)?;
         // Aborted collectives leave values that are no loss.
-        self.ranks.check()?;
+        if !self.ranks.collectives_are_synchronous() {
+            self.ranks.check()?;
+        }
+        session.boundary.intact = before;
         let layout = self.train.layout();
         let tokens = layout.b * layout.t * self.settings.grad_accum * self.ranks.world_size();
         let [loss, norm] = loss_and_norm(&read, tokens)?;

@@ -1,7 +1,7 @@
 //! The training loop.
 //!
 //! This file contains the loop: load a batch, run a step, log, and do what is due. `evaluation.rs` validates, scores and samples;
-//! `saving.rs` writes checkpoints; `logging.rs` reports steps and guards against divergence.
+//! `saving.rs` writes checkpoints, also after an error; `logging.rs` reports steps and guards against divergence.
 
 mod evaluation;
 mod logging;
@@ -14,18 +14,21 @@ use crate::clock::Clock;
 use crate::console::Console;
 use crate::log::Log;
 use crate::signals::Stop;
-use anyhow::{Context, Error, Result, bail};
+use anyhow::{Context, Error, Result, anyhow, bail};
 use checkpoint::RunState;
 use checkpoint::writer::CheckpointWriter;
+use data::loader::Position;
 use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
+use distributed::fault::Fault;
 use engine::tensor::Tensor;
 use engine::{Engine, PendingRead, ReadResult};
 use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
 use model::{Decoder, TrainStep, Training};
+use rng::XorShift;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokenizer::Tokenizer;
 
 /// Settings of the loop. An interval ("every") counts steps; the end of the run counts as due; `None` means never.
@@ -55,6 +58,8 @@ pub struct Settings {
     pub sample_tokens: usize,
     /// Interval of checkpoints.
     pub checkpoint_every: Option<usize>,
+    /// Time since the last checkpoint after which another one is due.
+    pub checkpoint_after: Option<Duration>,
     /// Interval at which ranks compare their replicas.
     pub check_ranks_every: Option<usize>,
 }
@@ -122,13 +127,37 @@ struct LaunchedStep {
 
 /// State of this process between its first and its last step.
 struct Session {
+    /// The step that this process started with.
+    first: usize,
     clock: Clock,
+    /// A step's loss is read while the engine computes the next step, so that the engine never waits for the host.
+    launched: Option<LaunchedStep>,
+    boundary: Boundary,
+    /// The time of the last checkpoint, or of the start.
+    last_save: Instant,
     step: TrainStep,
     last_val_loss: Option<f64>,
     model_file: Option<PathBuf>,
     /// The latest checkpoint and the reason, if it could not be written.
     unsaved: Option<(usize, Error)>,
     stopped: Option<usize>,
+}
+
+/// The part of the state that changes within a step, as it was before the step.
+struct Boundary {
+    rounding: XorShift,
+    rounding_before_update: XorShift,
+    data: Position,
+    /// Whether the tensors have the values after the last completed step. False while an update is queued, and after the failure to
+    /// read a step's loss.
+    intact: bool,
+}
+
+impl Boundary {
+    fn of(state: &RunState) -> Self {
+        let RunState { rounding, rounding_before_update, ref data, .. } = *state;
+        Self { rounding, rounding_before_update, data: data.clone(), intact: true }
+    }
 }
 
 /// The tasks that are due before a step.
@@ -138,6 +167,8 @@ struct Due {
     score: bool,
     sample: Option<Tokenizer>,
     save: bool,
+    /// Whether only the time since the last checkpoint requests one.
+    timed: bool,
     /// A stop was requested or the run is complete.
     end: bool,
     /// Whether evaluations count as done for this step.
@@ -154,37 +185,70 @@ impl Run<'_> {
     /// Trains to the last step or until a stop is requested.
     pub fn train(&mut self) -> Result<Outcome> {
         self.ranks.end_startup();
-        match self.run_steps() {
+        let training = self.model.training.context("this model was planned for inference only")?;
+        let outcome = match self.session(&training) {
+            Ok(mut session) => match self.run_steps(&training, &mut session) {
+                Ok(()) => self.finish(session).map_err(|error| (error, None)),
+                Err(error) => Err((error, self.save_after_error(session))),
+            },
+            Err(error) => Err((error, None)),
+        };
+        match outcome {
             Ok(outcome) => self.ranks.close().map(|()| outcome),
-            Err(error) => {
-                let stage = format!("step {} of {}", self.state.step + 1, self.settings.steps);
+            Err((error, continuation)) => {
+                let stage = self.stage();
                 let cause = self.ranks.failure_cause(error, &stage);
                 self.ranks.abort_collectives();
-                Err(cause)
+                Err(self.explain(cause, &stage, continuation))
             }
         }
     }
 
-    fn run_steps(&mut self) -> Result<Outcome> {
-        let training = self.model.training.context("this model was planned for inference only")?;
-        let mut session = Session {
-            clock: Clock::start(self.engine_time(&training)?),
+    /// Returns the current step in words.
+    fn stage(&self) -> String {
+        let Settings { steps, .. } = *self.settings;
+        if self.state.step == steps {
+            return format!("after step {steps} of {steps}");
+        }
+        format!("step {} of {steps}", self.state.step + 1)
+    }
+
+    /// Adds to the cause of a failed run in which step it failed and how to continue.
+    fn explain(&self, cause: Error, stage: &str, continuation: Option<String>) -> Error {
+        let Some(continuation) = continuation else { return cause };
+        if cause.is::<Fault>() {
+            // The exit code and the other ranks depend on the type of the error, and a fault names its step.
+            return match self.console.line(&continuation) {
+                Ok(()) => cause,
+                Err(error) => cause.context(error),
+            };
+        }
+        anyhow!("{stage}: {cause:#}; {continuation}")
+    }
+
+    fn session(&mut self, training: &Training) -> Result<Session> {
+        Ok(Session {
+            first: self.state.step,
+            clock: Clock::start(self.engine_time(training)?),
+            launched: None,
+            boundary: Boundary::of(&self.state),
+            last_save: Instant::now(),
             step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
             last_val_loss: None,
             model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
             unsaved: None,
             stopped: None,
-        };
-        // A step's loss is read while the engine computes the next step, so that the engine never waits for the host.
-        let mut launched: Option<LaunchedStep> = None;
-        let first = self.state.step;
-        for step in first..=self.settings.steps {
-            let stop = self.poll_stop(step)?;
-            let due = self.due(step, first, stop);
+        })
+    }
+
+    fn run_steps(&mut self, training: &Training, session: &mut Session) -> Result<()> {
+        for step in session.first..=self.settings.steps {
+            let (stop, time_to_save) = self.poll(step, session)?;
+            let due = self.due(step, session.first, stop, time_to_save);
             if due.any() {
-                self.log_step(launched.take(), &mut session)?;
-                self.do_due(step, &due, stop, &mut session)?;
-                session.clock.resume(self.engine_time(&training)?);
+                self.log_launched(session)?;
+                self.do_due(step, &due, stop, session)?;
+                session.clock.resume(self.engine_time(training)?);
             }
             if stop {
                 session.stopped = Some(step);
@@ -192,30 +256,38 @@ impl Run<'_> {
             if due.end {
                 break;
             }
-            self.poll_checkpoint(&mut session)?;
-            let now = self.launch_step(step, &training, &mut session)?;
-            self.log_step(launched.replace(now), &mut session)?;
+            self.poll_checkpoint(session)?;
+            let now = self.launch_step(step, training, session)?;
+            if let Some(previous) = session.launched.replace(now) {
+                self.log_step(previous, session)?;
+            }
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
-                self.log_step(launched.take(), &mut session)?;
-                self.check_ranks(&training)?;
-                session.clock.resume(self.engine_time(&training)?);
+                self.log_launched(session)?;
+                self.check_ranks(training)?;
+                session.clock.resume(self.engine_time(training)?);
             }
         }
-        self.finish(session)
+        Ok(())
     }
 
-    /// Reports whether any rank was asked to stop.
-    fn poll_stop(&mut self, step: usize) -> Result<bool> {
+    /// Waits for the step that was launched last, if its loss has not been read, and reports it.
+    fn log_launched(&mut self, session: &mut Session) -> Result<()> {
+        session.launched.take().map_or(Ok(()), |launched| self.log_step(launched, session))
+    }
+
+    /// Returns whether any rank was asked to stop, and whether the last checkpoint is too old.
+    fn poll(&mut self, step: usize, session: &Session) -> Result<(bool, bool)> {
         let steps = self.settings.steps;
         self.ranks.set_stage(|| format!("step {} of {steps}", step + 1));
         self.ranks.set_operation("waiting for the others");
-        let stop = self.ranks.any_rank(self.stop.requested())?;
+        let old = self.settings.checkpoint_after.is_some_and(|after| session.last_save.elapsed() >= after);
+        let [stop, save] = self.ranks.any_ranks([self.stop.requested(), old && self.ranks.is_first()])?;
         self.ranks.set_operation("computing");
-        Ok(stop)
+        Ok((stop, save))
     }
 
     /// Returns the tasks that are due before `step`. A stop request takes effect immediately; the resumed run performs the evaluations.
-    fn due(&self, step: usize, first: usize, stop: bool) -> Due {
+    fn due(&self, step: usize, first: usize, stop: bool, time_to_save: bool) -> Due {
         let Settings { steps, val_every, sample_every, checkpoint_every, .. } = *self.settings;
         let last = step == steps;
         let due = |every: Option<usize>| every.is_some_and(|n| last || (step > 0 && step.is_multiple_of(n)));
@@ -226,7 +298,8 @@ impl Run<'_> {
             validate: evaluate && self.val.is_some() && (due(val_every) || (step == 0 && val_every.is_some())),
             score: evaluate && self.hellaswag.is_some() && due(val_every),
             sample: self.tokenizer.clone().filter(|_| evaluate && due(sample_every) && samples),
-            save: step > first && (due(checkpoint_every) || stop),
+            save: step > first && (due(checkpoint_every) || stop || time_to_save),
+            timed: !due(checkpoint_every) && !stop,
             end: last || stop,
             evaluated: evaluate,
         }
@@ -245,6 +318,9 @@ impl Run<'_> {
         self.state.progress.evaluated |= due.evaluated;
         let required = stop || step == self.settings.steps;
         if due.save && (required || self.is_worth_saving()?) {
+            if due.timed {
+                self.state.progress.timed.push(step);
+            }
             self.save(session)?;
         }
         Ok(())
@@ -252,12 +328,14 @@ impl Run<'_> {
 
     /// Launches one optimizer step.
     fn launch_step(&mut self, step: usize, training: &Training, session: &mut Session) -> Result<LaunchedStep> {
+        session.boundary = Boundary::of(&self.state);
         let Self { settings, engine, model, state, ranks, train, .. } = self;
         let layout = train.layout();
         let tokens = layout.b * layout.t * settings.grad_accum * ranks.world_size();
         let rank_seed = (ranks.rank() as u32).wrapping_mul(RANK_SEED);
         let learning_rate = settings.schedule.at(step);
         let mut verdict = None;
+        let intact = &mut session.boundary.intact;
         let state = std::cell::RefCell::new(state);
         // The seeds of micro-batches differ between ranks; the seed of the update must be equal on all of them.
         let load = &mut |engine: &mut dyn Engine| {
@@ -276,6 +354,7 @@ impl Run<'_> {
                 verdict = Some(state.progress.guards.judge(loss, norm, &settings.limits));
             }
             let skipped = verdict.as_ref().is_some_and(|verdict| verdict.skipped.is_some());
+            *intact = skipped;
             Ok((!skipped).then(|| settings.update(step, seed)))
         };
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
@@ -286,6 +365,7 @@ impl Run<'_> {
         let stats = self.engine.read_async(training.stats)?;
         self.state.step = step + 1;
         self.state.progress.evaluated = false;
+        session.boundary = Boundary::of(&self.state);
         Ok(LaunchedStep { step, learning_rate, stats, verdict })
     }
 

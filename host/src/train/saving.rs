@@ -1,8 +1,11 @@
 //! Checkpoints of the training loop.
 
-use super::{Run, Session};
-use anyhow::Result;
-use checkpoint::writer::{WriteOutcome, WriteSummary, format_bytes};
+use super::{Boundary, Run, Session};
+use crate::hints::Invocation;
+use anyhow::{Result, ensure};
+use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
+use model::guards::Limits;
+use std::time::Instant;
 
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
@@ -33,9 +36,11 @@ impl Run<'_> {
     /// Begins to write a checkpoint after the previous one is complete. A failure is reported and the run continues.
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
         let previous = self.wait_for_checkpoint()?;
-        let Self { checkpoints, ranks, engine, model, log, state, .. } = self;
+        let Self { checkpoints, ranks, engine, model, log, state, settings, .. } = self;
         let Some(checkpoints) = checkpoints else { return Ok(()) };
-        let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files());
+        let replaced = state.progress.replaced(state.step == settings.steps);
+        let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
+        session.last_save = Instant::now();
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),
@@ -64,6 +69,8 @@ impl Run<'_> {
                 }
                 session.model_file = Some(model_file);
                 session.unsaved = None;
+                let replaced = self.state.progress.replaced(step == self.settings.steps).len();
+                self.state.progress.timed.drain(..replaced);
             }
             Err(error) => {
                 let newest = match checkpoints.newest() {
@@ -75,5 +82,57 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Saves the last completed step after an error. Returns how to continue the run, unless the error says so itself.
+    pub(super) fn save_after_error(&mut self, mut session: Session) -> Option<String> {
+        let Limits { bad_steps, .. } = self.settings.limits;
+        // Rank 0 reports for all ranks. A run that diverged has reported which checkpoint precedes the failure.
+        if !self.ranks.is_first() || self.state.progress.guards.bad_in_a_row >= bad_steps {
+            return None;
+        }
+        self.console.finish();
+        if let Err(error) = self.save_last_step(&mut session) {
+            let step = self.state.step;
+            // The error that ends the run is reported in any case.
+            let _ = self.console.line(&format!("warning: no checkpoint of step {step}: {error:#}"));
+        }
+        let Some(checkpoints) = &self.checkpoints else {
+            return Some("nothing is kept without --out".to_owned());
+        };
+        let command = Invocation::current().resuming();
+        Some(match checkpoints.newest() {
+            Some(step) => format!("the newest checkpoint is of step {step}; continue with {command}"),
+            None => "there is no checkpoint yet".to_owned(),
+        })
+    }
+
+    /// Writes a checkpoint of the last completed step, if it has none and this rank has all of its state.
+    fn save_last_step(&mut self, session: &mut Session) -> Result<()> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(()) };
+        let is_saved = checkpoints.newest() == Some(self.state.step);
+        if is_saved || (self.state.step == session.first && session.launched.is_none()) {
+            return Ok(());
+        }
+        let sharded = self.model.zero.shards_optimizer() && self.ranks.world_size() > 1;
+        ensure!(!sharded, "each rank has only a part of the optimizer state");
+        self.log_launched(session)?;
+        ensure!(session.boundary.intact, "the error interrupted its update");
+        if self.state.progress.guards.bad_in_a_row > 0 {
+            return Ok(());
+        }
+        let Boundary { rounding, rounding_before_update, ref data, .. } = session.boundary;
+        (self.state.rounding, self.state.rounding_before_update) = (rounding, rounding_before_update);
+        self.state.data = data.clone();
+        let previous = self.wait_for_checkpoint()?;
+        self.report_checkpoint(previous, session)?;
+        let newest = self.checkpoints.as_ref().and_then(CheckpointWriter::newest);
+        let failed = session.unsaved.as_ref().map(|(step, _)| *step);
+        if [newest, failed].contains(&Some(self.state.step)) {
+            return Ok(());
+        }
+        self.save(session)?;
+        let written = self.wait_for_checkpoint()?;
+        self.report_checkpoint(written, session)
     }
 }

@@ -66,7 +66,7 @@ impl ModelFile {
     /// Opens a file and checks its header and size.
     pub fn open(path: &Path) -> Result<Self> {
         let name = path.display();
-        let mut file = File::open(path).with_context(|| format!("cannot open model file {name}"))?;
+        let mut file = bounded_file::open(path).with_context(|| format!("cannot open model file {name}"))?;
         let size = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
         let mut start = [0; 8];
         let read = file.read_at(&mut start, 0).with_context(|| format!("cannot read {name}"))?;

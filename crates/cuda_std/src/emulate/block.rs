@@ -7,7 +7,7 @@
 use super::LANES;
 use super::access::AsyncCopies;
 use super::checker::{Checker, VectorClock};
-use super::collective::{Barrier, Operation, Wait, Warp};
+use super::collective::{self, Barrier, Operation, Wait, Warp};
 use super::counter::{self, CounterWait, Running};
 use super::hopper;
 use super::memory::Memory;
@@ -436,6 +436,9 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
         with(|block| {
             let (warp, lane) = (thread / LANES, thread % LANES);
             block.warps[warp].finished |= 1 << lane;
+            if block.warps[warp].has_returned() {
+                collective::warp_returned(block);
+            }
             // A fiber that is unwound after a fault also reaches this point; the report of the fault takes precedence.
             if let (Err(payload), None) = (outcome, &block.report) {
                 let text = payload.downcast_ref::<String>().map(String::as_str);

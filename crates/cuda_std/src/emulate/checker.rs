@@ -90,7 +90,7 @@ struct Order {
     warps: usize,
     /// Numbers of the blocks that have executed `fence::device`.
     fenced: HashSet<u32>,
-    /// What happens before the latest value of each counter, by address.
+    /// The accesses that happen before the latest value of each counter, by the address of the counter.
     released: HashMap<usize, Known>,
     /// Successful waits for counters in the running block.
     acquired: Vec<Acquired>,

@@ -98,6 +98,11 @@ impl Warp {
         (self.ready, self.arrived, self.finished, self.pending) = (self.lanes, 0, 0, None);
     }
 
+    /// Returns whether all lanes have returned from the kernel.
+    pub fn has_returned(&self) -> bool {
+        self.finished == self.lanes
+    }
+
     /// Removes the first ready lane and returns it.
     #[inline]
     pub fn next_ready(&mut self) -> Option<usize> {
@@ -281,6 +286,30 @@ pub fn arrive_named(id: u32, threads: u32) {
     barrier(Operation::ArriveNamed { id, threads }, id, threads, Location::caller());
 }
 
+/// Wakes the warps that wait at a barrier if all threads that it expects have arrived. `sync_threads` does not expect warps that have
+/// returned. Returns whether the barrier is complete.
+fn complete(block: &mut Block, id: usize) -> bool {
+    let returned = if id == 0 { LANES * block.warps.iter().filter(|warp| warp.has_returned()).count() } else { 0 };
+    let barrier = &mut block.barriers[id];
+    if barrier.expects.is_none_or(|(expects, _)| barrier.arrived + (returned as u32) < expects) {
+        return false;
+    }
+    let waiting = std::mem::take(barrier).waiting;
+    if let Some(checker) = &mut block.checker {
+        checker.barrier_completed(id, waiting);
+    }
+    for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
+        let warp = &mut block.warps[w];
+        warp.ready |= warp.lanes;
+    }
+    true
+}
+
+/// Completes the barrier of `sync_threads` if it waits only for warps that have returned meanwhile.
+pub fn warp_returned(block: &mut Block) {
+    complete(block, 0);
+}
+
 /// Result of an arrival at a barrier.
 enum Outcome {
     Proceed,
@@ -342,17 +371,9 @@ fn arrive(block: &mut Block, wait: Wait, id: u32, threads: u32) -> Outcome {
     } else {
         block.warps[warp].ready |= block.warps[warp].lanes & !(1 << lane);
     }
-    if barrier.arrived < expects {
+    if !complete(block, id as usize) {
         block.wait(wait);
         return if blocking { Outcome::Wait } else { Outcome::Proceed };
-    }
-    let waiting = std::mem::take(barrier).waiting;
-    if let Some(checker) = &mut block.checker {
-        checker.barrier_completed(id as usize, waiting);
-    }
-    for w in (0..block.warps.len()).filter(|w| waiting >> w & 1 != 0) {
-        let warp = &mut block.warps[w];
-        warp.ready |= warp.lanes;
     }
     if blocking {
         block.warps[warp].ready &= !(1 << lane);

@@ -73,7 +73,7 @@ pub unsafe fn acquire_wait_u32(pointer: *const u32, value: u32) {
     }
 }
 
-/// Wakes the threads of `block` whose counter has the value that they wait for. Returns whether there are any.
+/// Wakes each thread of `block` that waits for a counter, if the counter has the awaited value. Returns whether it woke any.
 fn wake_satisfied(block: &mut Block) -> bool {
     let (satisfied, waiting): (Vec<_>, Vec<_>) = block.counter_waits.iter().partition(|wait| wait.is_satisfied());
     block.counter_waits = waiting;

@@ -12,7 +12,6 @@ pub use replacement::{Replacement, Replaces};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 pub use tokenizer::Identity as Encoding;
 use tokenizer::stored;
@@ -68,7 +67,7 @@ impl Dataset {
     /// Reads the description in a directory; `None` if there is none.
     pub fn read(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(FILE_NAME);
-        let text = match fs::read_to_string(&path) {
+        let text = match bounded_file::read_to_string(&path, bounded_file::DESCRIPTION) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),

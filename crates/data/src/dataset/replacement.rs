@@ -159,7 +159,7 @@ fn names(directory: &Path) -> Result<Vec<String>> {
 /// complete data set.
 fn complete(out: &Path) -> Result<()> {
     let staging = staging(out);
-    let list = match fs::read_to_string(staging.join(COMPLETE)) {
+    let list = match bounded_file::read_to_string(&staging.join(COMPLETE), bounded_file::DESCRIPTION) {
         Ok(list) => list,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| format!("cannot read {}", staging.join(COMPLETE).display())),

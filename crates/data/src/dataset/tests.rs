@@ -1,4 +1,5 @@
 use super::*;
+use std::fs;
 use tokenizer::Tokenizer;
 
 fn dataset(tokens: usize) -> Dataset {

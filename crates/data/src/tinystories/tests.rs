@@ -4,6 +4,7 @@ use crate::dataset::Dataset;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::json;
+use std::fs::File;
 use tar::{Builder, Header};
 
 /// Stories with white space at both ends and special tokens. Python's `strip` removes `\x1f`.

@@ -1,8 +1,9 @@
 //! Ranks other than rank 0: finding rank 0 and connecting to it.
 
+use super::secret::{Nonce, Side};
 use super::{
-    Attempt, Connected, HELLO_TIMEOUT, Hello, Host, PROTOCOL, RETRY_INTERVAL, ReceiveError, Reply, receive_json,
-    send_json,
+    Attempt, Candidate, Connected, HELLO_TIMEOUT, Hello, Host, PROTOCOL, RETRY_INTERVAL, ReceiveError, Reply, Secret,
+    receive_json, send_json, send_text,
 };
 use crate::fault::Fault;
 use crate::tcp_group::Connection;
@@ -27,13 +28,13 @@ struct Findings {
 }
 
 impl Attempt<'_> {
-    /// Connects to rank 0 at one of the addresses that `candidates` returns, each with its run identifier.
+    /// Connects to rank 0 at one of the addresses that `candidates` returns.
     /// `fixed` means that the candidates never change. `place` names them in messages.
     pub fn connect_to_rank_0(
         &self,
         place: &str,
         fixed: bool,
-        candidates: impl Fn() -> Result<Vec<(String, String)>>,
+        candidates: impl Fn() -> Result<Vec<Candidate>>,
     ) -> Result<Connected> {
         let start = Instant::now();
         let mut findings =
@@ -42,7 +43,7 @@ impl Attempt<'_> {
         loop {
             // Rank 0 may still appear if an address is unreachable or if the candidates may change.
             let (mut found_unknown, mut may_appear) = (false, !fixed);
-            for (address, run) in candidates()? {
+            for Candidate { address, run, secret } in candidates()? {
                 let sockets: Vec<_> = match address.to_socket_addrs() {
                     Ok(sockets) => sockets.collect(),
                     Err(error) => {
@@ -51,7 +52,7 @@ impl Attempt<'_> {
                     }
                 };
                 for socket in sockets {
-                    match self.request(socket, run.clone()) {
+                    match self.request(socket, run.clone(), secret.as_ref()) {
                         Ok((stream, Reply::Accepted { local_rank })) => {
                             return self.group(vec![Connection { peer: "rank 0".to_owned(), stream }], local_rank);
                         }
@@ -62,7 +63,7 @@ impl Attempt<'_> {
                             (found_unknown, findings.unknown) =
                                 (true, Some(format!("{address} is rank 0 of another run")));
                         }
-                        Ok((_, Reply::Wait)) => {
+                        Ok((_, Reply::Wait | Reply::Challenge { .. })) => {
                             findings.silent = Some(format!("the server at {address} sent an invalid reply"));
                         }
                         Err(RequestError::Unreachable(error)) => {
@@ -70,6 +71,10 @@ impl Attempt<'_> {
                         }
                         Err(RequestError::NoReply(problem)) => {
                             findings.silent = Some(format!("the server at {address} {problem}"));
+                        }
+                        Err(RequestError::Secret(problem)) => {
+                            (found_unknown, findings.unknown) =
+                                (true, Some(format!("the server at {address} {problem}")));
                         }
                         Err(RequestError::UnknownServer(data)) => {
                             let text = format!("another program listens at {address} and sent {data:?}");
@@ -111,8 +116,13 @@ impl Attempt<'_> {
         ))
     }
 
-    /// Connects to a server, sends [`Hello`], and returns the final reply.
-    fn request(&self, address: SocketAddr, run: String) -> Result<(TcpStream, Reply), RequestError> {
+    /// Connects to a server, sends [`Hello`], exchanges proofs if there is a secret, and returns the final reply.
+    fn request(
+        &self,
+        address: SocketAddr,
+        run: String,
+        secret: Option<&Secret>,
+    ) -> Result<(TcpStream, Reply), RequestError> {
         let limit = |timeout: Duration| {
             timeout.min(self.deadline.saturating_duration_since(Instant::now())).max(RETRY_INTERVAL)
         };
@@ -128,14 +138,39 @@ impl Attempt<'_> {
             world_size: self.world.world_size,
             host: Host::here(),
             process: std::process::id(),
+            nonce: Nonce::random().map_err(|error| RequestError::NoReply(format!("was sent nothing: {error:#}")))?,
         };
+        let hello = serde_json::to_vec(&hello).map_err(|error| RequestError::NoReply(error.to_string()))?;
         let receive_within = |timeout| {
             stream.set_read_timeout(Some(timeout)).map_err(ReceiveError::Io)?;
             receive_json(&stream)
         };
         // If the server has closed the connection, it may have sent a message before. The error appears when reading.
-        let _ = send_json(&stream, &hello);
-        let reply = receive_within(limit(2 * HELLO_TIMEOUT)).and_then(|reply| match reply {
+        let _ = send_text(&stream, &hello);
+        let first = receive_within(limit(2 * HELLO_TIMEOUT));
+        let reply = match first {
+            Ok(Reply::Challenge { nonce, proof }) => {
+                let Some(secret) = secret else {
+                    return Err(RequestError::Secret(format!(
+                        "asks for the secret of the run; set {} to the same text on all ranks, or give --rendezvous-secret FILE",
+                        super::secret::VARIABLE
+                    )));
+                };
+                if !secret.verifies(Side::Rank0, &hello, nonce, &proof) {
+                    return Err(RequestError::Secret("has another secret than this rank".to_owned()));
+                }
+                let proof = secret
+                    .prove(Side::OtherRank, &hello, nonce)
+                    .map_err(|error| RequestError::Secret(format!("got no proof: {error:#}")))?;
+                let _ = send_json(&stream, &proof);
+                receive_within(limit(2 * HELLO_TIMEOUT))
+            }
+            Ok(Reply::Wait | Reply::Accepted { .. }) if secret.is_some() => {
+                return Err(RequestError::Secret("does not prove that it knows the secret of this rank".to_owned()));
+            }
+            first => first,
+        };
+        let reply = reply.and_then(|reply| match reply {
             Reply::Wait => receive_within(self.timeouts.rendezvous + REPLY_MARGIN),
             reply => Ok(reply),
         });
@@ -159,6 +194,8 @@ enum RequestError {
     Unreachable(io::Error),
     /// The connection was made but no reply arrived. A proxy may accept connections before rank 0 listens.
     NoReply(String),
+    /// The server is rank 0 of the run by name, but does not know the secret of this rank.
+    Secret(String),
     /// The reply is from another program. Contains its beginning.
     UnknownServer(String),
 }

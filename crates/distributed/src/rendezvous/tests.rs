@@ -13,9 +13,19 @@ fn world(rank: usize, world_size: usize, job: &str) -> World {
 
 /// Runs ranks as threads of this process. Returns the local rank and a sum over all ranks, or the error message, of each.
 fn rendezvous(worlds: Vec<World>, endpoint: Option<&Endpoint>, timeout: Duration) -> Vec<Result<(usize, f64), String>> {
-    let run = move |world: World| {
+    let worlds = worlds.into_iter().map(|world| (world, None)).collect();
+    rendezvous_with_secrets(worlds, endpoint, timeout)
+}
+
+/// As [`rendezvous`]. Each rank has its secret.
+fn rendezvous_with_secrets(
+    worlds: Vec<(World, Option<Secret>)>,
+    endpoint: Option<&Endpoint>,
+    timeout: Duration,
+) -> Vec<Result<(usize, f64), String>> {
+    let run = move |(world, secret): (World, Option<Secret>)| {
         let timeouts = Timeouts { rendezvous: timeout, step: TIMEOUT };
-        let mut connected = connect(&world, endpoint, timeouts).map_err(|error| format!("{error:#}"))?;
+        let mut connected = connect(&world, endpoint, secret, timeouts).map_err(|error| format!("{error:#}"))?;
         let mut sum = [1.0 + world.rank as f64];
         connected.group.all_reduce_sum_f64(&mut sum).map_err(|error| error.to_string())?;
         connected.group.leave();
@@ -87,7 +97,8 @@ fn results_after_client(protocol: &str) -> Vec<Result<(usize, f64), String>> {
         let stream = TcpStream::connect(address).unwrap();
         let host = Host { name: "node7".to_owned(), boot: String::new() };
         let (protocol, run) = (protocol.to_owned(), "ends".to_owned());
-        send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 4, host, process: 5 }).unwrap();
+        send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 4, host, process: 5, nonce: Nonce::default() })
+            .unwrap();
         assert!(matches!(receive_json(&stream).unwrap(), Reply::Wait));
         drop(stream);
         waiting.join().unwrap()
@@ -154,7 +165,7 @@ fn the_rendezvous_file_of_an_earlier_run_is_ignored() {
     let path = dir.path().join(format!("rendezvous-{:016x}.json", xxh3_64(b"again")));
     // By now its port belongs to a process of another run.
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
-    let stale = RendezvousFile::new("again 1 2".to_owned(), other.local_addr().unwrap().port());
+    let stale = RendezvousFile::new("again 1 2".to_owned(), other.local_addr().unwrap().port(), None);
     fs::write(&path, serde_json::to_vec(&stale).unwrap()).unwrap();
     let endpoint = Endpoint::File(dir.path().to_owned());
     let results = thread::scope(|scope| {
@@ -308,4 +319,126 @@ fn the_ports_of_every_run_are_in_range() {
     assert!(all.iter().all(|ports| ports.len() == 4 && PORTS.contains(&ports.start) && ports.end <= PORTS.end));
     let starts: std::collections::BTreeSet<_> = all.iter().map(|ports| ports.start).collect();
     assert!(starts.len() > 1800);
+}
+
+fn secret(text: &str) -> Secret {
+    Secret::new(text).unwrap()
+}
+
+#[test]
+fn only_listeners_of_other_hosts_need_a_secret() {
+    let is_local = |address| Listener::bind(address).unwrap().is_local();
+    assert_eq!((is_local("127.0.0.1:0"), is_local("0.0.0.0:0")), (true, false));
+    let text = open_to_anyone("node1:29400");
+    assert!(text.starts_with("warning: ") && text.contains("node1:29400") && text.contains("LLM_RS_SECRET"), "{text}");
+}
+
+#[test]
+fn ranks_with_one_secret_connect() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = Endpoint::File(dir.path().to_owned());
+    let ours = || Some(secret("the secret of this run"));
+    for (i, endpoint) in [Some(free_endpoint()), Some(file), None].iter().enumerate() {
+        let job = format!("secret {} {i}", std::process::id());
+        let worlds = [2, 0, 1].map(|rank| (world(rank, 3, &job), ours())).to_vec();
+        let results = rendezvous_with_secrets(worlds, endpoint.as_ref(), TIMEOUT);
+        assert_eq!(results, [2, 0, 1].map(|local_rank| Ok((local_rank, 6.0))), "{endpoint:?}");
+    }
+}
+
+#[test]
+fn ranks_with_different_secrets_do_not_connect() {
+    let ours = || Some(secret("the secret of this run"));
+    for (zero, one, expected) in [
+        (ours(), Some(secret("another run's secret")), "has another secret than this rank"),
+        (ours(), None, "asks for the secret of the run; set LLM_RS_SECRET to the same text on all ranks"),
+        (None, ours(), "does not prove that it knows the secret of this rank"),
+    ] {
+        let worlds = vec![(world(0, 2, "differ"), zero), (world(1, 2, "differ"), one)];
+        let all = rendezvous_with_secrets(worlds, Some(&free_endpoint()), SHORT);
+        let errors: Vec<String> = all.into_iter().map(Result::unwrap_err).collect();
+        assert!(errors[0].contains("missing rank 1") || errors[0].contains("disconnected"), "{errors:?}");
+        assert!(errors[1].contains(expected), "{errors:?}");
+    }
+}
+
+/// Sends a valid introduction of rank 1 of 2, and what `answer` makes of the challenge. Returns the last reply.
+fn introduce(address: &str, run: &str, answer: impl FnOnce(Reply) -> Proof) -> Result<Reply, ReceiveError> {
+    let stream = TcpStream::connect(address).unwrap();
+    let host = Host { name: "stranger".to_owned(), boot: String::new() };
+    let (protocol, run, nonce) = (PROTOCOL.to_owned(), run.to_owned(), Nonce::random().unwrap());
+    send_json(&stream, &Hello { protocol, run, rank: 1, world_size: 2, host, process: 5, nonce }).unwrap();
+    let proof = answer(receive_json(&stream)?);
+    let _ = send_json(&stream, &proof);
+    receive_json(&stream)
+}
+
+#[test]
+fn a_process_that_knows_only_the_name_of_the_run_cannot_join() {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
+    let ours = || Some(secret("the secret of this run"));
+    let results = thread::scope(|scope| {
+        let zero = scope.spawn(|| {
+            rendezvous_with_secrets(vec![(world(0, 2, "named"), ours())], Some(&endpoint), TIMEOUT).remove(0)
+        });
+        thread::sleep(SHORT);
+        // It guesses, repeats the proof of rank 0, or sends none.
+        assert!(introduce(address, "named", |_| vec![7; 32]).is_err());
+        let repeat = |reply| if let Reply::Challenge { proof, .. } = reply { proof } else { panic!("{reply:?}") };
+        assert!(introduce(address, "named", repeat).is_err());
+        assert!(introduce(address, "named", |_| Vec::new()).is_err());
+        let one = rendezvous_with_secrets(vec![(world(1, 2, "named"), ours())], Some(&endpoint), TIMEOUT).remove(0);
+        (zero.join().unwrap(), one)
+    });
+    assert_eq!(results, (Ok((0, 3.0)), Ok((1, 3.0))));
+}
+
+#[test]
+fn the_rendezvous_file_holds_a_secret_for_its_owner() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = tempfile::tempdir().unwrap();
+    let endpoint = Endpoint::File(dir.path().to_owned());
+    let results = thread::scope(|scope| {
+        let zero = scope.spawn(|| rendezvous(vec![world(0, 2, "owner")], Some(&endpoint), TIMEOUT).remove(0));
+        thread::sleep(SHORT);
+        let path = fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap().path();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let file = RendezvousFile::read(&path).unwrap().unwrap();
+        assert!(file.secret.is_some());
+        // Its address and the name of the run alone are not enough.
+        let address = format!("127.0.0.1:{}", file.port);
+        assert!(introduce(&address, &file.run, |_| vec![7; 32]).is_err());
+        let one = rendezvous(vec![world(1, 2, "owner")], Some(&endpoint), TIMEOUT).remove(0);
+        (zero.join().unwrap(), one)
+    });
+    assert_eq!(results, (Ok((0, 3.0)), Ok((1, 3.0))));
+}
+
+/// Connections that send nothing, or a byte at a time, each occupied rank 0 for three seconds.
+#[test]
+fn floods_of_slow_connections_do_not_delay_the_ranks() {
+    let endpoint = free_endpoint();
+    let Endpoint::Tcp(address) = &endpoint else { unreachable!() };
+    let ours = || Some(secret("the secret of this run"));
+    let results = thread::scope(|scope| {
+        let zero = scope.spawn(|| {
+            rendezvous_with_secrets(vec![(world(0, 2, "flood"), ours())], Some(&endpoint), TIMEOUT).remove(0)
+        });
+        thread::sleep(SHORT);
+        let mut open = Vec::new();
+        for i in 0..2 * 256 {
+            let mut stream = TcpStream::connect(address).unwrap();
+            // A long message that never ends, junk, or nothing.
+            let bytes: &[u8] = [&b"\0\x80\0\0{"[..], b"\xff\xff\xff\xffjunk", b""][i % 3];
+            let _ = stream.write_all(bytes);
+            open.push(stream);
+        }
+        let start = Instant::now();
+        let one = rendezvous_with_secrets(vec![(world(1, 2, "flood"), ours())], Some(&endpoint), TIMEOUT).remove(0);
+        let after = start.elapsed();
+        assert!(after < HELLO_TIMEOUT, "{after:?}");
+        (zero.join().unwrap(), one)
+    });
+    assert_eq!(results, (Ok((0, 3.0)), Ok((1, 3.0))));
 }

@@ -24,11 +24,11 @@ pub(super) const ABSENT: Tensor = Tensor { offset: 0, len: 0, dtype: DType::F32 
 
 impl Arena {
     /// Allocates `bytes` zeros.
-    pub(super) fn new(bytes: usize) -> Self {
+    pub(super) fn new(bytes: usize) -> Result<Self> {
         let words = bytes.div_ceil(size_of::<f32>());
-        let memory = vec![0.0f32; words + LINE / size_of::<f32>()];
+        let memory = super::memory::zeros::<f32>(words + LINE / size_of::<f32>())?;
         let start = memory.as_ptr().align_offset(LINE);
-        Self { memory, start, words }
+        Ok(Self { memory, start, words })
     }
 
     fn words(&self, name: &str, tensor: Tensor) -> Result<Range<usize>> {

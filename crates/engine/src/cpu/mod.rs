@@ -155,7 +155,7 @@ impl Engine for Cpu {
             plan.bytes() >> 20,
             free >> 20
         );
-        self.arena = Arena::new(plan.bytes());
+        self.arena = Arena::new(plan.bytes())?;
         plan.constants().iter().try_for_each(|constant| self.write(constant.tensor, constant.values()))
     }
 
@@ -204,7 +204,7 @@ impl Engine for Cpu {
     }
 
     fn host_buffer(&self, len: usize) -> Result<HostBuffer> {
-        Ok(Box::new(vec![0; len]))
+        Ok(Box::new(memory::zeros(len)?))
     }
 
     fn load_batch(&mut self, to: Tensor, layout: BatchLayout, words: HostBuffer) -> Result<Option<HostBuffer>> {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::tests::small_json;
+use std::fs;
 
 fn error(search: Search) -> String {
     format!("{:#}", search.find().unwrap_err())

@@ -75,7 +75,7 @@ pub fn run(options: &Attention) -> Result<()> {
             }
         }
     }
-    table.finish()
+    table.finish_rows()
 }
 
 /// Returns the cells of a row. Kernels of an operation have no rate of their own: their `flops` is 0.

@@ -3,6 +3,7 @@
 use super::table::{Cell, Column, Json, Table};
 use crate::commands::resources::Hardware;
 use crate::values::count;
+use anyhow::ensure;
 use engine::gemm::{GemmEpilogue, Timing};
 use engine::ops::{
     Activation, ActivationForward, ActivationInput, AttentionShape, Epilogue, MatmulBackward, MatmulForward,
@@ -78,13 +79,18 @@ pub fn run(options: &Gemm) -> Result<()> {
             fastest += us(kernel.unwrap_or(timing.library));
         }
     }
+    ensure!(
+        best > 0.0,
+        "expected a GPU, found {}, which has one implementation of each GEMM; use --device cuda",
+        engine.describe()
+    );
     let mut sum = |name: &str, [first, best, fastest]: [Option<f64>; 3]| {
         let [first, best, fastest] = [first, best, fastest].map(Cell::from);
         table.row(&[name.into(), Cell::Empty, first, best, Cell::Empty, fastest, Cell::Empty, Cell::Empty])
     };
     sum("sum", [Some(first), Some(best), None])?;
     sum("sum, each by the faster backend", [None, None, Some(fastest)])?;
-    table.finish()
+    table.finish_rows()
 }
 
 fn layers(options: &Gemm, descriptor: &Descriptor) -> Vec<Layer> {

@@ -3,6 +3,7 @@
 use super::table::{Cell, Column, Json, Spread, Table};
 use crate::commands::resources::Hardware;
 use crate::values::count;
+use anyhow::ensure;
 use engine::Result;
 use engine::tensor::DType;
 use model::Descriptor;
@@ -87,9 +88,11 @@ pub fn run(options: &Kernels) -> Result<()> {
     table.note("copy_gbs", ceilings.bytes / 1e9);
     table.note("product_tflops", ceilings.flops / 1e12);
 
+    let mut found = false;
     for (model, descriptor, batch) in models {
         let wanted = |case: &Case| options.filter.as_ref().is_none_or(|f| case.operation.contains(f.as_str()));
         for case in training_step_cases(&descriptor, batch, options.seq, engine).iter().filter(|case| wanted(case)) {
+            found = true;
             let speed = case.time(engine)?;
             let time = Spread::of(speed.samples);
             table.row(&cells(model, case.operation, &case.shape, time, case.work, float, ceilings))?;
@@ -102,7 +105,12 @@ pub fn run(options: &Kernels) -> Result<()> {
             }
         }
     }
-    table.finish()
+    let filter = options.filter.as_deref().unwrap_or_default();
+    ensure!(
+        found,
+        "expected an operation whose name contains '{filter}', found none; `bench kernels` without a name lists them"
+    );
+    table.finish_rows()
 }
 
 /// Returns the cells of a row. Operations with FLOPs are compared with the GEMM, all others with the copy.

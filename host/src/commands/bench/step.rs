@@ -18,6 +18,7 @@ use model::{
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::io::{Write, stdout};
 use std::path::Path;
 use std::time::Duration;
 
@@ -86,7 +87,7 @@ pub fn run(options: &Step) -> Result<()> {
 }
 
 fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let gpu = multi_rank::gpu_of(local_rank, options.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, options.hardware.device)?;
     let mut engine = options.hardware.open_quietly_on(gpu)?;
     let engine = &mut *engine;
     let layout = BatchLayout { b: options.batch, t: options.seq };
@@ -162,7 +163,7 @@ impl Step {
         ranks.init_communicator(engine, model.params)?;
         let tuned = multi_rank::tune(ranks, &model, engine, layout)?;
         if let Some(text) = tuned.filter(|_| ranks.is_first()) {
-            println!("{text}");
+            writeln!(stdout(), "{text}")?;
         }
         match source {
             Some(source) => source.load(&model, engine)?,
@@ -242,15 +243,15 @@ impl Results {
         table.finish()?;
         let [median, least, most] = milliseconds(step);
         let (steps, rate) = (options.steps, tokens / step.median);
-        println!("step: {median:.2} ms, median of {steps} ({least:.2} to {most:.2}), {rate:.0} tokens/s");
+        writeln!(stdout(), "step: {median:.2} ms, median of {steps} ({least:.2} to {most:.2}), {rate:.0} tokens/s")?;
         let [median, least, most] = milliseconds(&self.update);
-        println!("update alone: {median:.2} ms ({least:.2} to {most:.2})");
+        writeln!(stdout(), "update alone: {median:.2} ms ({least:.2} to {most:.2})")?;
         if let Some(individually) = individually {
             let [median, least, most] = milliseconds(individually);
-            println!("without CUDA graphs: {median:.2} ms ({least:.2} to {most:.2})");
+            writeln!(stdout(), "without CUDA graphs: {median:.2} ms ({least:.2} to {most:.2})")?;
         }
         if let Some((communication, backend)) = &self.communication {
-            println!("{}", communication.describe(self.world_size, backend));
+            writeln!(stdout(), "{}", communication.describe(self.world_size, backend))?;
         }
         Ok(())
     }
@@ -335,7 +336,7 @@ impl StepBench<'_> {
         };
         let decide = &mut |_: &mut dyn Engine, _| Ok(Some(update));
         if let Some(error) = step.run(self.engine, ranks, &mut |_| Ok(()), decide)? {
-            println!("warning: CUDA graph capture failed, kernels are launched individually: {error}");
+            writeln!(stdout(), "warning: CUDA graph capture failed, kernels are launched individually: {error}")?;
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Tables of measurements: each row is printed when it is complete, and `--json` saves them all.
 
 use crate::commands::json as json_file;
+use anyhow::ensure;
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -138,6 +139,15 @@ impl Table {
         Ok(out.flush()?)
     }
 
+    /// Writes the JSON file if `--json` was given, and fails if the table has no row.
+    pub fn finish_rows(self) -> Result<()> {
+        ensure!(
+            !self.rows.is_empty(),
+            "expected at least one measurement, found none; choose other operations or shapes"
+        );
+        self.finish()
+    }
+
     /// Writes the JSON file if `--json` was given.
     pub fn finish(self) -> Result<()> {
         let Some(path) = &self.json.json else { return Ok(()) };
@@ -219,8 +229,12 @@ mod tests {
             json!([{"name": "a", "us": 12.345, "note": "n"}, {"name": "b", "us": 1.0, "gbs": 7.0}])
         );
         assert!(json["machine"].as_str().unwrap().starts_with("CPU"));
+        let empty = Table::new("x", COLUMNS, &Cpu::new(), &Json { json: None }).finish_rows().unwrap_err().to_string();
+        assert!(empty.starts_with("expected at least one measurement, found none"), "{empty}");
         let nowhere = Json { json: Some(dir.path().join("no/out.json")) };
-        let text = Table::new("x", COLUMNS, &Cpu::new(), &nowhere).finish().unwrap_err().to_string();
+        let mut table = Table::new("x", COLUMNS, &Cpu::new(), &nowhere);
+        table.row(&["a".into(), Cell::Empty, Cell::Empty, Cell::Empty]).unwrap();
+        let text = table.finish().unwrap_err().to_string();
         assert!(text.contains("cannot write") && text.contains("no/out.json"), "{text}");
     }
 

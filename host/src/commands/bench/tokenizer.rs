@@ -1,7 +1,6 @@
 //! `bench tokenizer`: the speed of a tokenizer on one core.
 
 use anyhow::{Context, Result};
-use std::fs;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -21,7 +20,10 @@ pub struct Tokenizer {
 /// Encodes each file once to warm up, then prints the tokens and the seconds of a second pass.
 pub fn run(options: &Tokenizer) -> Result<()> {
     let tokenizer = tokenizer::Tokenizer::named(&options.tokenizer)?;
-    let read = |path: &PathBuf| fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()));
+    let read = |path: &PathBuf| {
+        bounded_file::read_to_string(path, bounded_file::TEXT)
+            .with_context(|| format!("cannot read {}", path.display()))
+    };
     let texts = options.files.iter().map(read).collect::<Result<Vec<String>>>()?;
     let bytes: usize = texts.iter().map(String::len).sum();
     let mut line = String::new();

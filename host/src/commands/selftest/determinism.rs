@@ -4,6 +4,7 @@ use crate::commands::resources::{Hardware, describe};
 use anyhow::bail;
 use engine::open::{Device, Precision};
 use engine::{Algorithms, Result};
+use std::io::{Write, stderr, stdout};
 use std::time::Instant;
 use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
 
@@ -12,7 +13,7 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
     let opened = hardware.open()?;
     let device = opened.device;
     if opened.note.is_some() {
-        eprintln!("device: {}", describe(&opened));
+        writeln!(stderr(), "device: {}", describe(&opened))?;
     }
     // The device's memory is needed by the runs.
     drop(opened);
@@ -30,16 +31,21 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
 fn compare(hardware: &Hardware, steps: usize) -> Result<()> {
     let (first, algorithms) = trace(hardware, steps, 1, None)?;
     let (second, _) = trace(hardware, steps, 2, algorithms.as_ref())?;
-    println!("{:<16} {:<16}  run 2", "all steps", "run 1");
+    writeln!(stdout(), "{:<16} {:<16}  run 2", "all steps", "run 1")?;
     for group in Group::ALL {
         if let Some((a, b)) = first.hash(group).zip(second.hash(group)) {
-            println!("{:<16} {a:016x}  {b:016x}  {}", group.name(), if a == b { "identical" } else { "DIFFERENT" });
+            writeln!(
+                stdout(),
+                "{:<16} {a:016x}  {b:016x}  {}",
+                group.name(),
+                if a == b { "identical" } else { "DIFFERENT" }
+            )?;
         }
     }
     if let Some((step, part)) = first.first_difference(&second) {
         bail!("two runs from the same seed differ, first after step {step}, in {part}");
     }
-    println!("identical\n");
+    writeln!(stdout(), "identical\n")?;
     Ok(())
 }
 
@@ -54,11 +60,12 @@ fn trace(
     let scale = Scale::STANDARD;
     if number == 1 {
         let Scale { layers, channels, b, t, .. } = scale;
-        println!(
+        writeln!(
+            stdout(),
             "{}, {}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),
             engine.dtype().name()
-        );
+        )?;
     }
     let began = Instant::now();
     let trial = Trial::new(&mut *engine, scale, algorithms)?;
@@ -68,6 +75,6 @@ fn trace(
         trial.step()?;
     }
     let trace = trial.into_trace();
-    println!("run {number}: loss {:.6} after {:.1} s", trace.last_loss, began.elapsed().as_secs_f64());
+    writeln!(stdout(), "run {number}: loss {:.6} after {:.1} s", trace.last_loss, began.elapsed().as_secs_f64())?;
     Ok((trace, engine.algorithms()))
 }

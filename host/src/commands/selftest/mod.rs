@@ -2,15 +2,19 @@
 
 mod determinism;
 
-use super::resources::Hardware;
+use super::resources::{Hardware, describe};
 use crate::values::{count, whole_number};
 use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
-use engine::open::MatmulBackend;
+use engine::cuda::{EmulatedGpu, emulated};
+use engine::open::{Device, MatmulBackend, Precision};
 use engine::{Engine, Result};
+use std::io::{Write, stderr, stdout};
 use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
 
 /// Check every operation of a GPU against the CPU
+///
+/// Without a GPU, the kernels run in the emulator, on small shapes.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Selftest {
     /// Check only cases whose operation or shape contains this text, such as rotary or softcap
@@ -48,7 +52,25 @@ pub fn run(options: &Selftest) -> Result<()> {
         options.tile_config.is_none() || options.hardware.matmul == MatmulBackend::Rust,
         "--tile-config: expected --matmul rust, found another kernel choice; tile configurations exist only for the Rust kernels"
     );
-    let engine = &mut *Hardware { kernel_config: options.tile_config, ..options.hardware.clone() }.open_quietly()?;
+    ensure!(
+        options.hardware.device != Device::Cpu,
+        "--device: expected a GPU or its emulator, found cpu, which is the reference; omit the flag"
+    );
+    let hardware = Hardware { kernel_config: options.tile_config, ..options.hardware.clone() };
+    let opened = hardware.open()?;
+    let without_gpu = opened.device == Device::Cpu;
+    let engine = &mut *if without_gpu {
+        writeln!(stderr(), "no GPU: the kernels run in the emulator, on small shapes; GEMMs are those of a reference")?;
+        let precision = options.hardware.precision.unwrap_or(Precision::Fp32);
+        emulated(EmulatedGpu::default(), precision, options.hardware.gelu_fusion, true)
+    } else {
+        writeln!(stderr(), "device: {}, {}", describe(&opened), opened.engine.dtype().name())?;
+        opened.engine
+    };
+    ensure!(
+        !(options.emulator && without_gpu),
+        "--emulator: expected a GPU to compare with the emulator, found none; omit the flag to compare the emulator with the CPU"
+    );
     let reference: &mut dyn Engine = if options.emulator {
         &mut *engine
             .emulated()
@@ -56,13 +78,13 @@ pub fn run(options: &Selftest) -> Result<()> {
     } else {
         &mut Cpu::new()
     };
-    println!("{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe());
+    writeln!(stdout(), "{}, {}, against {}", engine.describe(), engine.dtype().name(), reference.describe())?;
     let wanted = |case: &Case| {
         let contains = |f: &String| case.operation.contains(f.as_str()) || case.shape.contains(f.as_str());
         options.filter.as_ref().is_none_or(contains)
     };
     let mut cases = edge_cases();
-    if !options.small {
+    if !options.small && !without_gpu {
         cases.extend(model_cases());
     }
     check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
@@ -74,10 +96,16 @@ fn check<'a>(
     reference: &mut dyn Engine,
     emulator: bool,
 ) -> Result<()> {
-    println!(
+    writeln!(
+        stdout(),
         "\n{:<28} {:<30} {:<10} {:>10} {:>10} {:>10}",
-        "operation", "shape", "worst in", "differing", "error", "allowed"
-    );
+        "operation",
+        "shape",
+        "worst in",
+        "differing",
+        "error",
+        "allowed"
+    )?;
     let (mut passed, mut failed) = (0, 0);
     for case in cases {
         let outcome = if emulator { case.check_emulated(engine, reference)? } else { case.check(engine, reference)? };
@@ -85,24 +113,30 @@ fn check<'a>(
             if error.ok() {
                 continue;
             }
-            println!(
+            writeln!(
+                stdout(),
                 "{:<28} {:<30} {tensor}[{}]: expected {}, found {}",
-                case.operation, case.shape, error.index, error.expected, error.actual
-            );
+                case.operation,
+                case.shape,
+                error.index,
+                error.expected,
+                error.actual
+            )?;
         }
         let severity =
             |e: &ErrorStats| if e.ok() { e.max_rel_error / e.tolerance.max(f32::MIN_POSITIVE) } else { f32::INFINITY };
         let worst = outcome.errors.iter().max_by(|a, b| severity(&a.1).total_cmp(&severity(&b.1)));
         if let Some((tensor, error)) = worst {
             let verdict = if error.ok() { "ok" } else { "FAILED" };
-            println!(
+            writeln!(
+                stdout(),
                 "{:<28} {:<30} {tensor:<10} {:>9.4}% {:>10.1e} {:>10.1e} {verdict}",
                 case.operation,
                 case.shape,
                 100.0 * error.mismatches as f64 / error.elements as f64,
                 error.max_rel_error,
                 error.tolerance
-            );
+            )?;
         }
         if outcome.errors.iter().all(|(_, error)| error.ok()) {
             passed += 1;
@@ -110,7 +144,8 @@ fn check<'a>(
             failed += 1;
         }
     }
-    println!("{passed} cases passed, {failed} failed");
+    writeln!(stdout(), "{passed} cases passed, {failed} failed")?;
+    ensure!(passed + failed > 0, "expected at least one case, found none; nothing was compared; choose another NAME");
     ensure!(failed == 0, "{failed} cases differ from the reference by more than their tolerance");
     Ok(())
 }

@@ -7,8 +7,8 @@ mod runs;
 mod table;
 
 use crate::cli::Cli;
-use crate::signals::Stop;
-use anyhow::{Context, Result, ensure};
+use crate::signals::{Stop, Stopped};
+use anyhow::{Context, Result, bail, ensure};
 use outcome::Outcome;
 use runs::{Axis, Run, axis, combinations};
 use std::env;
@@ -81,9 +81,10 @@ pub fn run(args: &Sweep) -> Result<()> {
     writeln!(out, "wrote {} and {}", csv.display(), markdown.display())?;
     if stop.requested() {
         writeln!(out, "stopped; repeat the command to continue")?;
+        bail!(stop.stopped());
     }
     ensure!(
-        outcomes.iter().any(|(_, outcome)| outcome.is_finished()) || stop.requested(),
+        outcomes.iter().any(|(_, outcome)| outcome.is_finished()),
         "{}: expected at least one finished run, found none; see {OUTPUT} in the directories of the runs",
         args.out.display()
     );
@@ -128,7 +129,8 @@ fn train(run: &Run, launcher: &[String]) -> Result<Outcome> {
         .stderr(stderr)
         .status()
         .with_context(|| format!("cannot start {}", first.display()))?;
-    let outcome = if status.success() { Outcome::read(run) } else { Outcome::failed(&output, status) };
+    let ended = status.success() || status.code().is_some_and(Stopped::is_exit_code);
+    let outcome = if ended { Outcome::read(run) } else { Outcome::failed(&output, status) };
     if outcome.is_finished() {
         run.mark_finished()?;
     }

@@ -5,7 +5,6 @@ use checkpoint::config::Config;
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt;
-use std::fs;
 use std::path::Path;
 use std::process::ExitStatus;
 
@@ -54,7 +53,9 @@ fn present<'a, D: serde::Deserializer<'a>>(value: D) -> Result<Option<Value>, D:
 impl Outcome {
     /// Reads the outcome of a run that ended without an error.
     pub fn read(run: &Run) -> Self {
-        let read = |name: &str| fs::read_to_string(run.directory.join(name)).unwrap_or_default();
+        let read = |name: &str| {
+            bounded_file::read_to_string(&run.directory.join(name), bounded_file::TEXT).unwrap_or_default()
+        };
         let config: toml::Table = toml::from_str(&read(Config::FILE)).unwrap_or_default();
         let steps = config.get("steps").and_then(toml::Value::as_integer).unwrap_or_default();
         Self::of_log(&read("main.jsonl"), steps.try_into().unwrap_or_default())
@@ -84,7 +85,7 @@ impl Outcome {
 
     /// Returns the outcome of a run that ended with an error. `output` is the file of what it printed.
     pub fn failed(output: &Path, status: ExitStatus) -> Self {
-        let text = fs::read(output).unwrap_or_default();
+        let text = bounded_file::read(output, bounded_file::TEXT).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let error = text.lines().rev().find_map(|line| line.strip_prefix("error: "));
         Self::Failed(format!("failed: {}", error.map_or_else(|| status.to_string(), str::to_owned)))

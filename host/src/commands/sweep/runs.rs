@@ -5,7 +5,6 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::slice;
 
@@ -97,7 +96,7 @@ fn directory_name(settings: &[String]) -> String {
 impl Run {
     /// Returns the arguments of `train`.
     pub fn arguments(&self) -> impl Iterator<Item = OsString> {
-        let directory = ["--out".into(), self.directory.clone().into(), "--resume".into()];
+        let directory = ["--out".into(), self.directory.clone().into(), "--resume=auto".into()];
         self.flags.iter().map(OsString::from).chain(directory)
     }
 
@@ -126,7 +125,8 @@ impl Run {
             return Ok(());
         }
         let path = self.marker();
-        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text = bounded_file::read_to_string(&path, bounded_file::DESCRIPTION)
+            .with_context(|| format!("cannot read {}", path.display()))?;
         let earlier: Finished = serde_json::from_str(&text).with_context(|| {
             format!("{}: expected the flags of a finished run; delete the file to repeat it", path.display())
         })?;
@@ -144,6 +144,7 @@ impl Run {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn strings(words: &[&str]) -> Vec<String> {
         words.iter().map(|word| (*word).to_owned()).collect()
@@ -176,7 +177,8 @@ mod tests {
             ]
         );
         let arguments: Vec<OsString> = runs[1].arguments().collect();
-        let expected = ["--steps", "3", "--lr=1e-4", "--train=a/b.bin", "--warmup=2", "--out", &names[1], "--resume"];
+        let expected =
+            ["--steps", "3", "--lr=1e-4", "--train=a/b.bin", "--warmup=2", "--out", &names[1], "--resume=auto"];
         assert_eq!(arguments, expected.map(OsString::from));
         assert_eq!(runs[2].settings(&axes), "lr=3e-4, train=a/b.bin, warmup=1");
     }

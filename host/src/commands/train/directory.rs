@@ -2,6 +2,7 @@
 
 use super::Options;
 use crate::log::Log;
+use crate::values::Resume;
 use anyhow::{Result, ensure};
 use checkpoint::config::Config;
 use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_temporary_files};
@@ -10,8 +11,14 @@ use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
 use metrics::tensorboard::MARKER;
 use std::fs;
+use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokenizer::stored::{self, Found};
+
+/// Time that a run waits for another process to release its directory. A supervisor may restart a killed run while the operating
+/// system still frees the memory of the previous process.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The output directory before the run starts to write.
 pub struct OutDirectory {
@@ -24,9 +31,17 @@ pub struct OutDirectory {
 impl OutDirectory {
     /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
     pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
-        let locked = path.exists().then(|| DirectoryLock::acquire(path)).transpose()?;
-        let found = if options.resume { resume::find_newest(path)? } else { FoundCheckpoint::default() };
-        if !options.resume {
+        let locked = path.exists().then(|| lock(path)).transpose()?;
+        let resumes = options.resume != Resume::No;
+        let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
+        ensure!(
+            options.resume != Resume::Required || found.checkpoint.is_some(),
+            "--resume: expected a checkpoint in {}, found {}; check --out, or start a new run if there is none with \
+             --resume=auto",
+            path.display(),
+            if locked.is_some() { "none" } else { "no such directory" }
+        );
+        if !resumes {
             let newest = done_steps(path)?.pop();
             ensure!(
                 newest.is_none(),
@@ -51,7 +66,7 @@ impl OutDirectory {
         evaluated: bool,
         events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
-        let locked = self.locked.map_or_else(|| DirectoryLock::acquire(&self.path), Ok)?;
+        let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
         remove_temporary_files(&self.path)?;
         config.save(&self.path)?;
         if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
@@ -67,7 +82,7 @@ impl OutDirectory {
         }
         let retention = Retention { keep: config.keep, major_every: config.major_every };
         // A killed run may not have deleted its old checkpoints.
-        newest.map(|step| retention.apply(&self.path, step)).transpose()?;
+        newest.map(|step| retention.apply(&self.path, step, &[])).transpose()?;
         Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
     }
 }
@@ -76,4 +91,17 @@ impl OutDirectory {
 fn has_events(directory: &Path) -> bool {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.into_iter().any(|entry| entry.file_name().to_string_lossy().contains(MARKER))
+}
+
+/// Locks a directory, which is created if necessary. Waits for a process that is ending, and says so.
+fn lock(path: &Path) -> Result<DirectoryLock> {
+    DirectoryLock::acquire_within(path, LOCK_TIMEOUT, || {
+        let seconds = LOCK_TIMEOUT.as_secs();
+        // Standard error may be closed.
+        let _ = writeln!(
+            stderr(),
+            "note: {} is in use by another process; waiting up to {seconds} s for it to end",
+            path.display()
+        );
+    })
 }

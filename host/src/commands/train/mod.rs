@@ -5,6 +5,7 @@ pub mod multi_rank;
 mod options;
 mod resolve;
 mod shape;
+mod without_effect;
 
 pub use options::{GENERAL, Launch, Options};
 
@@ -62,7 +63,7 @@ struct PlannedRun {
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let started = Instant::now();
-    let gpu = multi_rank::gpu_of(local_rank, args.hardware.device)?;
+    let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
     let out = args.out.as_deref().filter(|_| ranks.is_first());
@@ -86,6 +87,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         gpu_info: gpu_info.as_ref(),
     };
     console.line(&setup.table())?;
+    notes.extend(without_effect::notes(args, &config, &opened, ranks.world_size()));
     let engine = &mut *opened.engine;
     let identity = Identity::new(
         &config,
@@ -111,6 +113,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         let free = if opened.plans_only { None } else { Some(engine.free_memory()?) };
         let next = Invocation::current().repeated(&["--dry-run"], &[]);
         let reserved = engine.reserved_memory(ranks.world_size());
+        notes.iter().try_for_each(|note| console.line(&format!("note: {note}")))?;
         return console.line(&format!("{}\n\nnext: {next}", planned(&plan, reserved, free)));
     }
     if let Some(Ok(info)) = gpu_info {
@@ -159,7 +162,8 @@ impl PlannedRun {
             }
             _ => (None, None),
         };
-        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| config.checkpoint_every > 0) {
+        let writes = config.checkpoint_every > 0 || config.checkpoint_minutes > 0.0;
+        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
@@ -187,7 +191,8 @@ impl PlannedRun {
         if let Err(error) = &drawn {
             run.console.line(&format!("warning: no plots: {error:#}"))?;
         }
-        report_end(&run.console, &outcome, &config, started.elapsed(), drawn.is_ok_and(|drawn| drawn))
+        report_end(&run.console, &outcome, &config, started.elapsed(), drawn.is_ok_and(|drawn| drawn))?;
+        outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
     /// Allocates the memory, connects the ranks, and tunes the GEMMs.
@@ -257,7 +262,7 @@ fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Durat
 fn stopped(step: usize, config: &Config) -> String {
     let stopped = format!("stopped after {step} of {} steps", config.steps);
     match config.out {
-        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().repeated(&["--resume"], &["--resume"])),
+        Some(_) => format!("{stopped}\n\nnext: {}", Invocation::current().resuming()),
         None => format!("{stopped}; nothing is kept without --out"),
     }
 }
@@ -314,6 +319,8 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
+        checkpoint_after: (config.checkpoint_minutes > 0.0)
+            .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),
     }
 }

@@ -2,6 +2,7 @@
 
 use super::options::{Launch, Options};
 use crate::console::Console;
+use crate::values::Resume;
 use anyhow::{Context, Result, ensure};
 use atomic_file::create_directory;
 use checkpoint::config::Config;
@@ -10,8 +11,9 @@ use checkpoint::resume::Checkpoint;
 use checkpoint::sidecar::Identity;
 use checkpoint::{Progress, RunState};
 use data::Loader;
+use distributed::Ranks;
 use distributed::launcher::{self, Flags};
-use distributed::{Ranks, rendezvous};
+use distributed::rendezvous::{self, Secret};
 use engine::open::{Device, GPU};
 use engine::{BatchLayout, Engine};
 use model::{Decoder, Training};
@@ -19,6 +21,9 @@ use rng::XorShift;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use tokenizer::{Identity as TokenizerIdentity, Tokenizer};
+
+/// File in the output directory for the output of rank 0 after its standard output was closed.
+const CONSOLE_FILE: &str = "console.log";
 
 /// Meets the other ranks of the run. Returns them, and the local rank of this process.
 pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
@@ -31,18 +36,23 @@ pub fn connect(launch: &Launch) -> Result<(Ranks, usize)> {
         rendezvous: Duration::from_secs(launch.rendezvous_timeout as u64),
         step: Duration::from_secs(launch.step_timeout as u64),
     };
-    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), timeouts)?;
+    let secret = match &launch.rendezvous_secret {
+        Some(path) => Some(Secret::from_file(path).context("--rendezvous-secret")?),
+        None => Secret::from_environment()?,
+    };
+    let connected = rendezvous::connect(&world, launch.rendezvous.as_ref(), secret, timeouts)?;
     connected.group.set_startup_timeout(Duration::from_secs(launch.start_timeout as u64));
     Ok((Ranks::Connected(connected.group), connected.local_rank))
 }
 
-/// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank.
-pub fn gpu_of(local_rank: usize, device: Device) -> Result<usize> {
+/// Returns the GPU of a local rank. If only one GPU is visible, the launcher has selected it for this rank, unless the run consists
+/// of this process (`alone`).
+pub fn gpu_of(local_rank: usize, alone: bool, device: Device) -> Result<usize> {
     // Without a GPU, opening the engine reports the error.
     let gpus = if device == Device::Cpu { 0 } else { cuda_driver::device_count().unwrap_or(0) };
     match gpus {
         0 => Ok(local_rank),
-        1 => Ok(GPU),
+        1 if !alone => Ok(GPU),
         _ => {
             ensure!(
                 local_rank < gpus,
@@ -86,13 +96,13 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 
 /// Returns the console of this rank: rank 0 prints to standard output, the other ranks to files in the output directory.
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
-    if ranks.is_first() {
-        return Ok(Console::with_verbosity(steps, args.verbosity()));
-    }
     let out = args.out.as_deref().filter(|_| !args.dry_run);
+    if ranks.is_first() {
+        return Ok(Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity()));
+    }
     out.map(create_directory).transpose()?;
     let path = out.map(|out| out.join(format!("rank-{}.log", ranks.rank())));
-    Console::to_file(steps, path, args.resume)
+    Console::to_file(steps, path, args.resume != Resume::No)
 }
 
 /// Tunes the GEMMs on rank 0 and broadcasts the result, so that equal GPUs compute equal bits.

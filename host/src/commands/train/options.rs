@@ -3,8 +3,8 @@
 use crate::commands::resources::Hardware;
 use crate::console::Verbosity;
 use crate::values::{
-    Count, count, count_or_all, fraction, interval, level, momentum, non_negative, seed, switch, whole_number,
-    zero_stage,
+    Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
+    switch, whole_number, zero_stage,
 };
 use clap::ArgAction;
 use distributed::rendezvous::Endpoint;
@@ -18,7 +18,7 @@ const MODEL: &str = "Model";
 const BATCH: &str = "Batch";
 const OPTIMIZER: &str = "Optimizer";
 const EVALUATION: &str = "Evaluation and reports";
-const CHECKPOINTS: &str = "CheckpointWriter";
+const CHECKPOINTS: &str = "Checkpoints";
 const MEMORY: &str = "Memory";
 const DISTRIBUTED: &str = "Distributed training";
 /// Heading of the flags that fit nowhere else, `--help` among them.
@@ -183,7 +183,7 @@ pub struct Options {
     pub warmup: Option<usize>,
 
     /// Final learning rate as a fraction of the peak [default: 1; 0 with --schedule trapezoidal]
-    #[arg(short = 'q', long, value_name = "X", value_parser = non_negative, help_heading = OPTIMIZER)]
+    #[arg(short = 'q', long, value_name = "X", value_parser = fraction_f32, help_heading = OPTIMIZER)]
     pub final_fraction: Option<f32>,
 
     /// Weight decay of matrices and embeddings [default: 0]
@@ -235,6 +235,11 @@ pub struct Options {
     #[arg(short = 'n', long, value_name = "N", value_parser = interval, requires = "out", help_heading = CHECKPOINTS)]
     pub checkpoint_every: Option<usize>,
 
+    /// Write a checkpoint when the last one is M minutes old; the newest two of these are kept until the run ends. 0: never
+    /// [default: 15, with --checkpoint-every 0: 0]
+    #[arg(long, value_name = "M", value_parser = non_negative, requires = "out", help_heading = CHECKPOINTS)]
+    pub checkpoint_minutes: Option<f32>,
+
     /// Keep only the newest N checkpoints; 0: keep all. Also -nk
     #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = CHECKPOINTS)]
     pub keep: usize,
@@ -243,9 +248,10 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number, requires = "out", help_heading = CHECKPOINTS)]
     pub major_every: usize,
 
-    /// Resume from the newest complete checkpoint in --out, if there is one. Other settings must be unchanged
-    #[arg(short = 'y', long, value_name = "0|1", value_parser = switch, num_args = 0..=1, default_value = "0", default_missing_value = "1", action = ArgAction::Set, requires = "out", help_heading = CHECKPOINTS)]
-    pub resume: bool,
+    /// Resume from the newest complete checkpoint in --out, which must exist. Other settings must be unchanged. auto, or 1 as in
+    /// llm.c: start a new run if there is no checkpoint
+    #[arg(short = 'y', long, value_name = "required|auto|0|1", value_parser = resume, num_args = 0..=1, default_value = "0", default_missing_value = "required", action = ArgAction::Set, requires = "out", help_heading = CHECKPOINTS)]
+    pub resume: Resume,
 
     /// Resume even if settings or data differ from those of the checkpoint
     #[arg(long, requires = "resume", help_heading = CHECKPOINTS)]
@@ -329,6 +335,11 @@ pub struct Launch {
     /// port of this host]
     #[arg(long, value_name = "PLACE", help_heading = DISTRIBUTED)]
     pub rendezvous: Option<Endpoint>,
+
+    /// File with a secret that the ranks prove to each other, readable by its owner only [default: the environment variable
+    /// LLM_RS_SECRET; with --rendezvous file:///DIR rank 0 creates one]
+    #[arg(long, value_name = "FILE", help_heading = DISTRIBUTED)]
+    pub rendezvous_secret: Option<PathBuf>,
 
     /// Seconds to wait for all ranks to meet
     #[arg(long, value_name = "SECONDS", value_parser = count, default_value = "60", help_heading = DISTRIBUTED)]

@@ -73,6 +73,9 @@ const FOR_CORPUS: Defaults = Defaults {
 
 const VAL_BATCHES: usize = 20;
 
+/// A failure of the machine costs at most this many minutes and one step.
+const CHECKPOINT_MINUTES: f32 = 15.0;
+
 /// Fraction of the steps in which a trapezoidal schedule decays.
 const WARMDOWN: f64 = 0.4;
 
@@ -283,6 +286,7 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         sample_every: options.sample_every.or(defaults.sample_every).unwrap_or(steps),
         sample_length: options.sample_length.unwrap_or(defaults.sample_length),
         checkpoint_every: options.checkpoint_every.unwrap_or(steps),
+        checkpoint_minutes: checkpoint_minutes(options),
         gpu_info_every: options.gpu_info_every,
         check_ranks: options.check_ranks,
         zero_stage: options.zero_stage,
@@ -298,6 +302,12 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         matmul: options.hardware.matmul,
         kernels: options.hardware.kernels.clone(),
     }
+}
+
+/// Returns the minutes between checkpoints that no number of steps requests.
+fn checkpoint_minutes(options: &Options) -> f32 {
+    let default = if options.out.is_some() && options.checkpoint_every != Some(0) { CHECKPOINT_MINUTES } else { 0.0 };
+    options.checkpoint_minutes.unwrap_or(default)
 }
 
 /// Opens the shards of the training data and of the validation data.

@@ -91,7 +91,7 @@ fn size(path: &Path) -> Result<u64> {
 /// Opens a file. Returns it with the index of its column `field`. Fails if the column has an unsupported compression.
 fn open(path: &Path, field: &str) -> Result<(SerializedFileReader<File>, usize)> {
     let name = path.display();
-    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
+    let file = bounded_file::open(path).with_context(|| format!("cannot read {name}"))?;
     let invalid =
         || format!("{name}: expected a complete parquet file, found another or a damaged one; download it again");
     let reader = decode(path, || SerializedFileReader::new(file))?.with_context(invalid)?;

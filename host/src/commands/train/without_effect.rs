@@ -1,0 +1,52 @@
+//! Flags of `train` that do not change the run, for notes to the user.
+
+use super::options::Options;
+use checkpoint::config::Config;
+use engine::GeluFusion;
+use engine::open::{Device, MatmulBackend, Opened, Precision};
+use model::schedule::Kind;
+
+/// Returns a note for each flag that has no effect, with the reason.
+pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) -> Vec<String> {
+    let hardware = &options.hardware;
+    let launch = &options.launch;
+    let cpu = opened.device == Device::Cpu;
+    let single = ranks == 1;
+    let unvalidated = config.val.is_none() && options.train.is_some();
+    let on_cpu = "the run uses the CPU";
+    let one_rank = "the run has one rank";
+    let constant = "--schedule constant has no other learning rate than the peak";
+    let warmup = format!("the run ends after {} steps, during the warmup", config.steps);
+    let fusion = hardware.gelu_fusion.is_some_and(|fusion| fusion != GeluFusion::None);
+    [
+        ("--matmul", cpu && hardware.matmul != MatmulBackend::default(), on_cpu),
+        ("--kernels", cpu && hardware.kernels.is_some(), on_cpu),
+        ("--gelu-fusion", cpu && fusion, on_cpu),
+        ("--gpu-info-every", cpu && config.gpu_info_every > 0, on_cpu),
+        ("--local-rank", cpu && single && launch.local_rank.is_some(), on_cpu),
+        ("--tf32", hardware.tf32 && cpu, on_cpu),
+        ("--tf32", hardware.tf32 && opened.precision() == Precision::Bf16, "the precision is bf16"),
+        ("--warmup", config.warmup > config.steps && config.schedule != Kind::Constant, &warmup),
+        ("--warmup", options.warmup.is_some_and(|n| n > 0) && config.schedule == Kind::Constant, constant),
+        ("--final-fraction", options.final_fraction.is_some() && config.schedule == Kind::Constant, constant),
+        ("--zero-stage", single && config.zero_stage > 0, one_rank),
+        ("--check-ranks", single && config.check_ranks > 0, one_rank),
+        ("--rendezvous", single && launch.rendezvous.is_some(), one_rank),
+        ("--rendezvous-secret", single && launch.rendezvous_secret.is_some(), one_rank),
+        ("--val-batches", unvalidated && options.val_batches.is_some(), "there is no --val"),
+        (
+            "--val-every",
+            unvalidated && config.hellaswag.is_none() && options.val_every.is_some_and(|n| n > 0),
+            "there is no --val and no --hellaswag",
+        ),
+        ("--sample-length", config.sample_every == 0 && options.sample_length.is_some(), "--sample-every is 0"),
+    ]
+    .into_iter()
+    .filter(|(_, without_effect, _)| *without_effect)
+    .map(|(flag, _, reason)| {
+        // A warmup that is too long has an effect, but not the one that its value says.
+        let verb = if reason == warmup { "never reaches the peak learning rate" } else { "has no effect" };
+        format!("{flag} {verb}: {reason}")
+    })
+    .collect()
+}

@@ -1,0 +1,105 @@
+//! Limits of a process and inputs without an end: each is an error, not an abort, and does not block.
+
+mod common;
+
+use common::{fail, succeed, text};
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+const TINY: &[&str] =
+    &["--layers", "1", "--heads", "2", "--channels", "16", "--batch", "2", "--seq", "16", "--steps", "2"];
+
+/// Runs the program under limits of a shell, and ends it after a minute.
+fn limited(limits: &str, args: &[&str]) -> Output {
+    let script = format!("{limits}\nexec timeout 60 \"$@\"");
+    Command::new("sh").args(["-c", &script, "sh", env!("CARGO_BIN_EXE_llm-rs")]).args(args).output().unwrap()
+}
+
+/// Asserts that the program ends with exit code 1 and one error line that contains all of `parts`.
+fn fails(limits: &str, args: &[&str], parts: &[&str]) {
+    let start = Instant::now();
+    let output = limited(limits, args);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{args:?}: {err}");
+    assert!(start.elapsed() < Duration::from_secs(30) && !err.contains("panicked"), "{args:?}: {err}");
+    let errors: Vec<&str> = err.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert!(errors.len() == 1 && parts.iter().all(|part| errors[0].contains(part)), "{args:?}: {parts:?} in {err}");
+}
+
+/// The memory of a mistake: without a bound, a reader of a device takes all that there is.
+const MEMORY: &str = "ulimit -v 4000000";
+
+#[test]
+fn pipes_and_devices_are_refused_by_every_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let out = dir.path().join("out");
+    let (pipe, out) = (text(&pipe), text(&out));
+    let train = |more: &[&'static str]| [&["train", "--device", "cpu"], TINY, more].concat();
+    for (path, found) in [(pipe, "found a pipe"), ("/dev/zero", "found a device")] {
+        let parts = &[path, "expected a regular file", found];
+        fails(MEMORY, &["train", "--config", path], parts);
+        fails(MEMORY, &["train", "--device", "cpu", "--model", path], parts);
+        fails(MEMORY, &[&train(&[])[..], &["--train", path]].concat(), parts);
+        fails(MEMORY, &[&train(&[])[..], &["--tokenizer", path]].concat(), parts);
+        fails(MEMORY, &[&train(&[])[..], &["--hellaswag", path]].concat(), parts);
+        fails(MEMORY, &["eval", "--model", path, "--val", path], parts);
+        fails(MEMORY, &["sample", "--model", path], parts);
+        fails(MEMORY, &["verify", path, path], parts);
+        fails(MEMORY, &["data", "check", path], &["expected valid token files, found 1 problem"]);
+        fails(MEMORY, &["data", "show", path], parts);
+        fails(MEMORY, &["data", "hellaswag", "--from", path, "--out", out], parts);
+        fails(MEMORY, &["data", "mmlu", "--from", path, "--out", out], parts);
+        fails(MEMORY, &["data", "tinyshakespeare", "--from", path, "--out", out], parts);
+    }
+    // Text may come from a pipe, which is read in pieces.
+    let script = "\"$1\" data text --out \"$3\" \"$2\" & yes 'a line of text' | head -n 20000 > \"$2\"; wait $!";
+    let output =
+        Command::new("sh").args(["-c", script, "sh", env!("CARGO_BIN_EXE_llm-rs"), pipe, out]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn huge_files_of_a_run_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let train = [&["train", "--device", "cpu", "--out", text(&out), "--checkpoint-every", "1"], TINY].concat();
+    succeed(&train);
+    let model = fs::read(out.join("model_00000002.bin")).unwrap();
+    let huge = |name: &str, bytes| File::options().append(true).open(out.join(name)).unwrap().set_len(bytes).unwrap();
+    huge("run_00000002.json", 8 << 30);
+    // More than the memory of the process.
+    huge("main.log", 5 << 30);
+    let output = limited(MEMORY, &[&train[..], &["--resume"]].concat());
+    let (printed, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{printed}{err}");
+    assert!(printed.contains("checkpoint of step 2 is damaged and ignored"), "{printed}");
+    assert!(printed.contains("expected at most 67108864 bytes, found 8589934592"), "{printed}");
+    assert!(printed.contains("resumed after 1 of 2 steps"), "{printed}");
+    assert!(fs::read(out.join("model_00000002.bin")).unwrap() == model);
+    let log = fs::read_to_string(out.join("main.log")).unwrap();
+    assert_eq!(log.lines().filter(|line| line.contains("trl:")).count(), 2, "{log}");
+    huge("config.toml", 8 << 30);
+    fail(&["train", "--config", text(&out.join("config.toml"))], &["expected at most 1048576 bytes"]);
+}
+
+#[test]
+fn limits_of_memory_threads_and_files_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let d12 = ["train", "--device", "cpu", "--model", "d12", "--batch", "1", "--seq", "64", "--steps", "2"];
+    fails("ulimit -v 1000000", &d12, &["does not fit"]);
+    // Every limit ends in success or in an error. A thread needs addresses, too.
+    for limit in (100..700).step_by(100) {
+        let limits = format!("ulimit -v {}", limit * 1000);
+        let output = limited(&limits, &[&["train", "--device", "cpu"], TINY].concat());
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(matches!(output.status.code(), Some(0 | 1)) && !err.contains("panicked"), "{limits}: {err}");
+    }
+    let train = [&["train", "--device", "cpu", "--out", text(&out)], TINY].concat();
+    let files = format!("ulimit -f 20; cd {}", Path::new("/").display());
+    fails(&files, &train, &["model_00000002.bin: File too large"]);
+}
