@@ -1,6 +1,6 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
-use crate::commands::{bench, data, doctor, eval, export, inspect, sample, selftest, sweep, train, verify};
+use crate::commands::{bench, chat, data, doctor, eval, export, inspect, sample, selftest, sweep, train, verify};
 use crate::config_file::ConfigFile;
 use crate::version;
 use anyhow::{Context, Result};
@@ -26,6 +26,7 @@ enum Subcommands {
     Sweep(sweep::Sweep),
     Eval(eval::Eval),
     Sample(sample::Sample),
+    Chat(chat::Chat),
     Export(export::Export),
     Data(data::Data),
     /// Check this machine for GPU training: list what was found, what is missing, and how to fix it
@@ -76,6 +77,7 @@ impl Cli {
             Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),
             Subcommands::Sample(args) => sample::run(args),
+            Subcommands::Chat(args) => chat::run(args),
             Subcommands::Export(args) => export::run(args),
             Subcommands::Data(args) => data::run(args),
             Subcommands::Doctor => doctor::run(),

@@ -77,6 +77,7 @@ pub fn generate(
     );
     let mut batch = Batch { generator, requests, slots: Vec::new(), next: 0, finished: vec![None; requests.len()] };
     batch.slots.resize_with(generator.slots(), || None);
+    generator.clear(engine)?;
     let mut steps = VecDeque::new();
     loop {
         batch.fill_slots(engine)?;

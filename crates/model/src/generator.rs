@@ -164,6 +164,12 @@ impl Generator {
         cache.part(layer, self.decoder.descriptor.layers).part(slot, self.slots)
     }
 
+    /// Empties all slots. It must precede the first step after an allocation.
+    pub fn clear(&self, engine: &mut dyn Engine) -> Result<()> {
+        engine.zero(self.cache.slots)?;
+        engine.zero(self.cache.seen)
+    }
+
     /// Begins a sequence in a slot with a prompt of 1 to `capacity` tokens. The next step chooses its first new token.
     pub fn begin(
         &self,

@@ -169,7 +169,8 @@ pub fn sample_tokens<T: Element>(
         let weight = |score: f32| math::exp(score - most);
         if top_p < 1.0 {
             let target = top_p * scores.sum(least, weight);
-            least = scores.threshold(least, target, weight);
+            // The most likely token stays, also if the target is 0.
+            least = scores.threshold(least, target, weight).min(key(most));
         }
         if min_p > 0.0 {
             least = least.max(key((most + math::ln(min_p)).min(most)));

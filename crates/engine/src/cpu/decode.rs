@@ -312,6 +312,7 @@ mod tests {
         // 6/12 are not enough, 9/12 are.
         assert_close(&frequencies(&logits, SlotSampling { top_p: 0.7, ..plain }), two);
         assert_close(&frequencies(&logits, SlotSampling { min_p: 0.4, ..plain }), two);
+        assert_close(&frequencies(&logits, SlotSampling { top_p: 0.0, ..plain }), &[0.0, 0.0, 0.0, 1.0]);
         // Of the two most likely tokens, the first has a probability of 2/3.
         assert_close(&frequencies(&logits, SlotSampling { top_k: 2, top_p: 0.6, ..plain }), &[0.0, 0.0, 0.0, 1.0]);
         let half = SlotSampling { temperature: 0.5, ..plain };
