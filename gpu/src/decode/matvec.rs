@@ -155,7 +155,7 @@ impl<T: Element, const ROWS: usize, const NORM: u32> Input<T, ROWS, NORM> {
     bf16_4 = <cuda_std::bf16, 4, 4, 2, 0>, bf16_8 = <cuda_std::bf16, 8, 4, 2, 0>, bf16_16 = <cuda_std::bf16, 16, 2, 2, 0>,
     f32_1 = <f32, 1, 2, 4, 0>, f32_1_layernorm = <f32, 1, 2, 4, 1>, f32_1_rmsnorm = <f32, 1, 2, 4, 2>,
     f32_2 = <f32, 2, 2, 4, 0>, f32_2_layernorm = <f32, 2, 2, 4, 1>, f32_2_rmsnorm = <f32, 2, 2, 4, 2>,
-    f32_4 = <f32, 4, 4, 2, 0>, f32_8 = <f32, 8, 4, 2, 0>, f32_16 = <f32, 16, 2, 2, 0>,
+    f32_4 = <f32, 4, 4, 2, 0>, f32_8 = <f32, 8, 4, 2, 0>, f32_16 = <f32, 16, 2, 2, 0>(blocks_per_sm = 1),
 ))]
 pub fn matvec<T: Element, const ROWS: usize, const COLUMNS: usize, const UNROLL: usize, const NORM: u32>(
     out: GlobalMut<T>,

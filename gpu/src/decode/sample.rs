@@ -123,7 +123,7 @@ impl Scores {
 /// in seen (B, Vp). scratch (B, Vp) may be uninitialized.
 ///
 /// Grid: the number of slots. Shared memory: [`shared`].
-#[kernel(threads = 512, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+#[kernel(threads = 512, blocks_per_sm = 1, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn sample_tokens<T: Element>(
     sampled: GlobalMut<f32>,
     slots: GlobalMut<i32>,

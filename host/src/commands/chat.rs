@@ -148,7 +148,7 @@ impl Conversation<'_> {
         self.turns = self.turns.wrapping_add(1);
         let (mut stream, mut text, mut tokens) =
             (TextStream::new(&self.tokenizer, &self.args.stop), String::new(), Vec::new());
-        let mut print = |text: &mut String, new: String| -> Result<()> {
+        let print = |text: &mut String, new: String| -> Result<()> {
             let mut out = stdout();
             out.write_all(new.as_bytes())?;
             out.flush()?;

@@ -1,8 +1,8 @@
 //! Chat templates of Hugging Face directories: Jinja templates that turn messages into the text that a model reads.
 
 use anyhow::{Context, Result, anyhow, bail};
+use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, context};
-use serde::Serialize;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ const CONFIG: &str = "tokenizer_config.json";
 const FILE: &str = "chat_template.jinja";
 
 /// A message of a conversation.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub struct Message {
     role: String,
     content: String,
@@ -58,8 +58,7 @@ impl ChatTemplate {
     fn new(source: String, config: &Value) -> Result<Self> {
         let mut environment = Environment::new();
         // As in transformers.
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -76,7 +75,10 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[&Message]) -> Result<String> {
         let Self { environment, bos_token, eos_token } = self;
         let template = environment.get_template("chat").map_err(|error| anyhow!("{error:#}"))?;
-        let values = context! { messages, bos_token, eos_token, add_generation_prompt => true };
+        let message = |m: &&Message| context! { role => m.role.clone(), content => m.content.clone() };
+        let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
+        let (bos_token, eos_token) = (bos_token.clone(), eos_token.clone());
+        let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
         match template.render(values) {
             Ok(text) => Ok(text),
             Err(error) => bail!("the chat template rejects the conversation: {error:#}"),
