@@ -39,9 +39,16 @@ fn models() -> Vec<(&'static str, Descriptor)> {
         ..llama
     };
     let interleaved = Descriptor { positions: rotary(RotaryPairs::Interleaved), kv_heads: 1, ..llama };
-    [("gpt2", gpt2), ("llama", llama), ("qwen2", qwen2), ("qwen3", qwen3), ("modern", modern), ("interleaved", interleaved)]
-        .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
-        .to_vec()
+    [
+        ("gpt2", gpt2),
+        ("llama", llama),
+        ("qwen2", qwen2),
+        ("qwen3", qwen3),
+        ("modern", modern),
+        ("interleaved", interleaved),
+    ]
+    .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
+    .to_vec()
 }
 
 /// Writes weights that make logits far from uniform: random ones times 5, for norms and biases as well.
@@ -165,7 +172,8 @@ fn texts_do_not_depend_on_the_batch_or_on_running_ahead() {
 fn batches_on_the_gpu_match_the_cpu_without_memory_errors() {
     let sampled = SlotSampling { temperature: 0.7, top_k: 40, top_p: 0.98, min_p: 0.001, repetition_penalty: 1.1 };
     for (name, descriptor) in models() {
-        let requests: Vec<_> = requests(sampled).into_iter().map(|r| Request { tokens: r.tokens.min(2), ..r }).collect();
+        let requests: Vec<_> =
+            requests(sampled).into_iter().map(|r| Request { tokens: r.tokens.min(2), ..r }).collect();
         let mut engine = Cpu::new();
         let on_cpu = generator(descriptor, 3, 48, &mut engine);
         let expected = texts(&on_cpu, &mut engine, &requests, false).unwrap();

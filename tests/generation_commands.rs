@@ -37,13 +37,18 @@ fn texts_are_printed_as_text_or_json() {
     let run = dir.path().join("run");
     train(&run);
     let sample = |more: &[&str]| {
-        succeed(&[&["sample", "--device", "cpu", "--model", text(&run), "-g", "40", "--prompt", "to be"], more].concat())
+        succeed(
+            &[&["sample", "--device", "cpu", "--model", text(&run), "-g", "40", "--prompt", "to be"], more].concat(),
+        )
     };
     let lines = sample(&["--n", "3", "--json", "--seed", "5", "--top-k", "200", "--min-p", "0.001"]);
     let objects: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(objects.len(), 3);
     for (i, object) in objects.iter().enumerate() {
-        assert_eq!((&object["index"], &object["prompt"], &object["finish_reason"]), (&i.into(), &"to be".into(), &"length".into()));
+        assert_eq!(
+            (&object["index"], &object["prompt"], &object["finish_reason"]),
+            (&i.into(), &"to be".into(), &"length".into())
+        );
         assert_eq!(object["tokens"].as_array().unwrap().len(), 40);
         // Text i is that of its seed alone, printed as it is generated.
         let alone = sample(&["--seed", &(5 + i).to_string(), "--top-k", "200", "--min-p", "0.001"]);
@@ -67,7 +72,19 @@ fn texts_are_printed_as_text_or_json() {
     let file = dir.path().join("prompt.txt");
     fs::write(&file, "to be").unwrap();
     let from = |path: &str, input: &str| {
-        let args = ["sample", "--device", "cpu", "--model", text(&run), "-g", "40", "--temperature", "0", "--prompt-file", path];
+        let args = [
+            "sample",
+            "--device",
+            "cpu",
+            "--model",
+            text(&run),
+            "-g",
+            "40",
+            "--temperature",
+            "0",
+            "--prompt-file",
+            path,
+        ];
         with_input(&args, input)
     };
     assert_eq!(from(text(&file), ""), greedy);
@@ -97,7 +114,11 @@ fn conversations_continue_until_the_input_ends() {
     fail(&[&args[..], &["--system", "x"]].concat(), &["--system", "expected a model with a chat template"]);
 
     // With a template the model reads the messages in its form.
-    fs::write(run.join("chat_template.jinja"), "\n{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:").unwrap();
+    fs::write(
+        run.join("chat_template.jinja"),
+        "\n{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:",
+    )
+    .unwrap();
     let sampled = ["sample", "--device", "cpu", "--model", text(&run), "-g", "6", "--temperature", "0"];
     let expected = succeed(&[&sampled[..], &["--prompt", "u:to be;a:"]].concat());
     let answer = with_input(&args, "to be\n");

@@ -96,7 +96,8 @@ impl Layer {
     fn run<T: Tolerance>(&self, sm_count: usize) -> Vec<f64> {
         let mut memory = Memory::new();
         let out = memory.output::<T>("out", self.rows * self.columns());
-        let mut input = |name, values: Option<&Vec<f64>>| values.map(|values| memory.input(name, &rounded::<T>(values)));
+        let mut input =
+            |name, values: Option<&Vec<f64>>| values.map(|values| memory.input(name, &rounded::<T>(values)));
         let (inp, weight) = (input("inp", Some(&self.inp)).unwrap(), input("weight", Some(&self.weight)).unwrap());
         let (bias, residual) = (input("bias", self.bias.as_ref()), input("residual", self.residual.as_ref()));
         let norm_weight = input("norm weight", self.norm.1.as_ref()).unwrap_or(null());
@@ -136,11 +137,16 @@ impl Layer {
     fn reference<T: Tolerance>(&self) -> (Vec<f64>, f64) {
         let (inp, mut out, mut largest) = (self.normalized::<T>(), Vec::new(), 1.0f64);
         for (r, row) in inp.chunks(self.channels).enumerate() {
-            let sums: Vec<f64> = self.weight.chunks(self.channels).enumerate().map(|(o, weight)| {
-                let terms = row.iter().zip(weight).map(|(x, w)| x * w);
-                largest = largest.max(terms.clone().map(f64::abs).sum());
-                terms.sum::<f64>() + self.bias.as_ref().map_or(0.0, |bias| bias[o])
-            }).collect();
+            let sums: Vec<f64> = self
+                .weight
+                .chunks(self.channels)
+                .enumerate()
+                .map(|(o, weight)| {
+                    let terms = row.iter().zip(weight).map(|(x, w)| x * w);
+                    largest = largest.max(terms.clone().map(f64::abs).sum());
+                    terms.sum::<f64>() + self.bias.as_ref().map_or(0.0, |bias| bias[o])
+                })
+                .collect();
             let round = |x: f64| f64::from(T::nearest(x as f32));
             let gelu = |x: f64| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x.powi(3))).tanh());
             match self.activation {
@@ -180,8 +186,12 @@ fn matmuls_of_integers_are_exact<T: Tolerance>() {
                 *weight = 0.0;
             }
         }
-        if !bias { layer.bias = None }
-        if !residual { layer.residual = None }
+        if !bias {
+            layer.bias = None
+        }
+        if !residual {
+            layer.residual = None
+        }
         assert_same("out", &layer.run::<T>(sm_count), &layer.reference::<T>().0);
     };
     // Every number of rows, and every number of warps that share the channels.
@@ -192,9 +202,13 @@ fn matmuls_of_integers_are_exact<T: Tolerance>() {
         check(1, 300, 33, sm_count, true, false, 2);
         check(5, 300, 33, sm_count, false, true, 3);
     }
-    for_all(40, (1..17usize, 1..200usize, 1..40usize, 1..20usize, ANY, ANY, 0..9u32), |(r, p, o, s, bias, residual, seed)| {
-        check(r, p, o, s, bias, residual, seed);
-    });
+    for_all(
+        40,
+        (1..17usize, 1..200usize, 1..40usize, 1..20usize, ANY, ANY, 0..9u32),
+        |(r, p, o, s, bias, residual, seed)| {
+            check(r, p, o, s, bias, residual, seed);
+        },
+    );
 }
 
 fn matmuls_match_f64_reference<T: Tolerance>() {
@@ -484,7 +498,8 @@ fn filled_caches_hold_keys_and_values<T: Tolerance>() {
         for (first, cache) in [(heads, keys), (heads + kv, values)] {
             for head in 0..kv {
                 let got = wide(memory.slice(cache.reader().skip(head * capacity * hs), t * hs).unwrap());
-                let want: Vec<f64> = qkv.chunks((heads + 2 * kv) * hs).flat_map(|row| wide(&row[(first + head) * hs..][..hs])).collect();
+                let want: Vec<f64> =
+                    qkv.chunks((heads + 2 * kv) * hs).flat_map(|row| wide(&row[(first + head) * hs..][..hs])).collect();
                 assert_same("cache", &got, &want);
                 assert!(memory.slice(cache.reader().skip(head * capacity * hs + t * hs), 1).is_err());
             }
@@ -526,10 +541,22 @@ fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[S
     let (b, v) = (slots.len(), logits[0].len());
     let padded: Vec<f64> =
         logits.iter().flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(f64::NAN, vp - v))).collect();
-    let words: Vec<i32> = slots.iter().flat_map(|slot| {
-        let bits = |x: f32| x.to_bits().cast_signed();
-        [7, slot.position, slot.seed, bits(slot.penalty), bits(slot.temperature), slot.top_k, bits(slot.top_p), bits(slot.min_p)]
-    }).collect();
+    let words: Vec<i32> = slots
+        .iter()
+        .flat_map(|slot| {
+            let bits = |x: f32| x.to_bits().cast_signed();
+            [
+                7,
+                slot.position,
+                slot.seed,
+                bits(slot.penalty),
+                bits(slot.temperature),
+                slot.top_k,
+                bits(slot.top_p),
+                bits(slot.min_p),
+            ]
+        })
+        .collect();
     let mut memory = Memory::new();
     let (sampled, scratch) = (memory.output::<f32>("sampled", b), memory.output::<f32>("scratch", b * vp));
     let (state, marks) = (memory.buffer("slots", &words), memory.buffer("seen", seen));
@@ -552,11 +579,15 @@ fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[S
 /// Returns the token that the settings choose, in f64.
 fn expected(logits: &[f64], seen: &[i32], slot: Sampling, softcap: f64) -> usize {
     let argmax = |scores: &[f64]| (0..scores.len()).rev().max_by(|&a, &b| scores[a].total_cmp(&scores[b])).unwrap();
-    let mut scores: Vec<f64> = logits.iter().zip(seen).map(|(&x, &seen)| {
-        let x = if softcap > 0.0 { softcap * (x / softcap).tanh() } else { x };
-        let penalty = if seen != 0 { f64::from(slot.penalty) } else { 1.0 };
-        if x > 0.0 { x / penalty } else { x * penalty }
-    }).collect();
+    let mut scores: Vec<f64> = logits
+        .iter()
+        .zip(seen)
+        .map(|(&x, &seen)| {
+            let x = if softcap > 0.0 { softcap * (x / softcap).tanh() } else { x };
+            let penalty = if seen != 0 { f64::from(slot.penalty) } else { 1.0 };
+            if x > 0.0 { x / penalty } else { x * penalty }
+        })
+        .collect();
     if slot.temperature == 0.0 {
         return argmax(&scores);
     }
@@ -572,15 +603,27 @@ fn expected(logits: &[f64], seen: &[i32], slot: Sampling, softcap: f64) -> usize
     if slot.top_p < 1.0 {
         let weights: Vec<f64> = sorted.iter().map(|score| (score - most).exp()).collect();
         let (target, mut sum) = (f64::from(slot.top_p) * weights.iter().sum::<f64>(), 0.0);
-        least = sorted[weights.iter().position(|weight| { sum += weight; sum >= target }).unwrap_or(weights.len() - 1)];
+        least = sorted[weights
+            .iter()
+            .position(|weight| {
+                sum += weight;
+                sum >= target
+            })
+            .unwrap_or(weights.len() - 1)];
     }
     if slot.min_p > 0.0 {
         least = least.max(most + f64::from(slot.min_p).ln());
     }
     let seed = gpu::noise::squirrel5(slot.position as u32, slot.seed as u32);
-    let noisy: Vec<f64> = scores.iter().enumerate().map(|(token, &score)| {
-        if score >= least { score + f64::from(sample::gumbel(token as u32, seed)) } else { f64::NEG_INFINITY }
-    }).collect();
+    let noisy: Vec<f64> = scores
+        .iter()
+        .enumerate()
+        .map(
+            |(token, &score)| {
+                if score >= least { score + f64::from(sample::gumbel(token as u32, seed)) } else { f64::NEG_INFINITY }
+            },
+        )
+        .collect();
     argmax(&noisy)
 }
 
@@ -634,7 +677,8 @@ fn tokens_of_special_logits<T: Tolerance>() {
     }
     // Of tokens with equal logits, each is chosen by some seed, even beyond top-k.
     let chosen = |top_k| {
-        let tokens = (0..40).map(|seed| one(&[2.0, 2.0, 2.0, -9.0], Sampling { seed, top_k, temperature: 1.0, ..GREEDY }));
+        let tokens =
+            (0..40).map(|seed| one(&[2.0, 2.0, 2.0, -9.0], Sampling { seed, top_k, temperature: 1.0, ..GREEDY }));
         tokens.collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
     };
     assert_eq!((chosen(1), chosen(3)), (vec![0, 1, 2], vec![0, 1, 2]));

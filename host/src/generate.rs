@@ -119,9 +119,8 @@ impl Batch<'_> {
                 let Request { prompt, seed, sampling, .. } = request;
                 let fits = prompt.len() <= self.generator.capacity();
                 // A slot whose text begins with the same prompt holds its keys and values, until it moves to a later window.
-                let holds = |active: &Active| {
-                    active.text.len() <= self.generator.capacity() && active.text.starts_with(prompt)
-                };
+                let holds =
+                    |active: &Active| active.text.len() <= self.generator.capacity() && active.text.starts_with(prompt);
                 let same = self.slots.iter().position(|other| other.as_ref().is_some_and(holds));
                 match same.filter(|_| fits) {
                     Some(from) => self.generator.begin_copy(engine, [slot, from], prompt, *seed, *sampling)?,
@@ -207,7 +206,8 @@ mod tests {
 
     #[test]
     fn windows_keep_the_newest_half_when_the_cache_is_full() {
-        let starts = |prompt, lens: std::ops::Range<usize>| lens.map(|len| window_start(prompt, len, 8)).collect::<Vec<_>>();
+        let starts =
+            |prompt, lens: std::ops::Range<usize>| lens.map(|len| window_start(prompt, len, 8)).collect::<Vec<_>>();
         assert_eq!(starts(3, 3..18), [0, 0, 0, 0, 0, 0, 5, 5, 5, 5, 5, 10, 10, 10, 10]);
         assert_eq!(starts(20, 20..26), [16, 16, 16, 16, 16, 21]);
         assert_eq!((window_start(1, 1, 1), window_start(1, 2, 1), window_start(1, 3, 1)), (0, 1, 2));

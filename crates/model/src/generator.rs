@@ -8,6 +8,7 @@
 //! Keys and values are (L, B, KV, T, HS) each, in the engine's float type. Attention reads the positions of a head one after
 //! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate.
 
+use super::Unit;
 use super::decoder::{Decoder, Layer, NormOf};
 use super::descriptor::Descriptor;
 use super::fit;
@@ -15,7 +16,6 @@ use super::forward::Rotation;
 use super::memory_plan::PlanOptions;
 use super::params::Param;
 use super::sharding::{LayerHooks, Unsharded};
-use super::Unit;
 use anyhow::ensure;
 use engine::ops::{
     CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue, MatmulForward,

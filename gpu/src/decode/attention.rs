@@ -438,7 +438,8 @@ pub fn cache_fill<T: Element>(
         return;
     }
     let channel = packet as usize * T::PACKET;
-    let from = (token as usize * (heads + 2 * kv_heads) as usize + (heads + head) as usize) * head_size as usize + channel;
+    let from =
+        (token as usize * (heads + 2 * kv_heads) as usize + (heads + head) as usize) * head_size as usize + channel;
     let kv = head % kv_heads.max(1);
     let to = (kv as usize * capacity as usize + token as usize) * head_size as usize + channel;
     let data = qkv.packet(from);

@@ -15,13 +15,7 @@ pub const fn grid<T: Element>(channels: usize, slots: usize) -> [u32; 3] {
 ///
 /// One packet per thread. Grid: [`grid`].
 #[kernel(threads = 128, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
-pub fn decode_embed<T: Element>(
-    out: GlobalMut<T>,
-    slots: Global<i32>,
-    wte: Global<T>,
-    wpe: Global<T>,
-    channels: u32,
-) {
+pub fn decode_embed<T: Element>(out: GlobalMut<T>, slots: Global<i32>, wte: Global<T>, wpe: Global<T>, channels: u32) {
     let (channels, column) = (channels as usize, thread::index_1d() * T::PACKET);
     if column >= channels {
         return;

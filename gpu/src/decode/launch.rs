@@ -96,7 +96,14 @@ pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Opti
         ($rows:literal, $columns:literal, $unroll:literal, $norm:literal) => {{
             let sizes = sizes($columns);
             let launch = matvec::matvec::<T, $rows, $columns, $unroll, $norm>(
-                out, inp, weight, bias, residual, norm_weight, norm_bias, sizes,
+                out,
+                inp,
+                weight,
+                bias,
+                residual,
+                norm_weight,
+                norm_bias,
+                sizes,
             );
             (launch, sizes.grid($columns))
         }};

@@ -137,8 +137,7 @@ pub fn sample_tokens<T: Element>(
     let float = |i: usize| f32::from_bits(word(i));
     let (position, penalty, temperature) = (word(POSITION), float(PENALTY), float(TEMPERATURE));
     let (top_k, top_p, min_p) = (word(TOP_K), float(TOP_P), float(MIN_P));
-    let scores =
-        Scores { scores: scratch.skip(slot * vp), padded_vocab: vp, scratch: shared(&mut Layout::new()) };
+    let scores = Scores { scores: scratch.skip(slot * vp), padded_vocab: vp, scratch: shared(&mut Layout::new()) };
     let (logits, seen) = (logits.skip(slot * vp), seen.skip(slot * vp));
     let softcap = Softcap::new(if sizes.softcap > 0.0 { sizes.softcap } else { 1.0 });
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
@@ -155,7 +154,11 @@ pub fn sample_tokens<T: Element>(
                 x = if x > 0.0 { x / penalty } else { x * penalty };
             }
             // NaN becomes -infinity, too.
-            four[i] = if token + i < sizes.vocab as usize { math::max(x / divisor, f32::NEG_INFINITY) } else { f32::NEG_INFINITY };
+            four[i] = if token + i < sizes.vocab as usize {
+                math::max(x / divisor, f32::NEG_INFINITY)
+            } else {
+                f32::NEG_INFINITY
+            };
         }
         scores.scores.set_four(token, four);
         token += THREADS * 4;

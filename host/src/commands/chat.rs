@@ -184,13 +184,20 @@ impl Conversation<'_> {
             let prompt = self.tokenizer.encode_with_special(&template.render(&all)?)?;
             if prompt.len() <= most {
                 if removed > 0 {
-                    writeln!(stderr(), "note: the conversation exceeds {capacity} tokens; the oldest {removed} messages are forgotten")?;
+                    writeln!(
+                        stderr(),
+                        "note: the conversation exceeds {capacity} tokens; the oldest {removed} messages are forgotten"
+                    )?;
                 }
                 return Ok(Some(prompt));
             }
             if messages.len() <= 1 {
                 messages.pop();
-                writeln!(stderr(), "error: message: expected at most {most} tokens with its template, found {}; shorten it", prompt.len())?;
+                writeln!(
+                    stderr(),
+                    "error: message: expected at most {most} tokens with its template, found {}; shorten it",
+                    prompt.len()
+                )?;
                 return Ok(None);
             }
             // A question goes with its answer, so that the roles keep alternating.

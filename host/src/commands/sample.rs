@@ -73,8 +73,7 @@ pub fn run(args: &Sample) -> Result<()> {
     check_prompt(&prompt, descriptor.vocab)?;
     let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, source.directory())? };
     let capacity = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
-    let Loaded { generator, mut engine, run_ahead } =
-        load(source, &args.hardware, args.n.min(MOST_SLOTS), capacity)?;
+    let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MOST_SLOTS), capacity)?;
     let (tokens, sampling) = (args.tokens, args.sampling.sampling());
     let request = |i: usize| {
         let seed = args.sampling.seed.wrapping_add(i as u32);
@@ -89,8 +88,7 @@ pub fn run(args: &Sample) -> Result<()> {
     };
     output.begin()?;
     let start = Instant::now();
-    let finishes =
-        generate(&generator, &mut *engine, &requests, run_ahead, &mut |i, token| output.take(i, token))?;
+    let finishes = generate(&generator, &mut *engine, &requests, run_ahead, &mut |i, token| output.take(i, token))?;
     let seconds = start.elapsed().as_secs_f64();
     let generated = output.end(&finishes)?;
     let rate = generated as f64 / seconds;
@@ -106,9 +104,8 @@ impl Sample {
                 stdin().read_to_string(&mut text).context("--prompt-file -: cannot read UTF-8 text")?;
                 Ok(text)
             }
-            Some(path) => {
-                fs::read_to_string(path).with_context(|| format!("--prompt-file {}: cannot read UTF-8 text", path.display()))
-            }
+            Some(path) => fs::read_to_string(path)
+                .with_context(|| format!("--prompt-file {}: cannot read UTF-8 text", path.display())),
         }
     }
 }

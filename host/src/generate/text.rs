@@ -107,7 +107,10 @@ mod tests {
 
     #[test]
     fn text_ends_before_a_stop_string() {
-        assert_eq!(stream(b"one, END two", &["END"]), (["o", "n", "e", ",", " ", "", "", "", "", "", "", "", ""].map(String::from).to_vec(), true));
+        assert_eq!(
+            stream(b"one, END two", &["END"]),
+            (["o", "n", "e", ",", " ", "", "", "", "", "", "", "", ""].map(String::from).to_vec(), true)
+        );
         // A beginning that is not continued is text.
         assert_eq!(stream(b"aEEN EN", &["END"]).0.concat(), "aEEN EN");
         assert_eq!(stream(b"aEEN EN", &["END"]).0[..4], ["a", "", "E", ""]);

@@ -36,7 +36,8 @@ pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
     let b = words.len / Slot::WORDS;
     let (vocab, wpe) = (encoder::embedding_rows("wte", wte, c)?, wpe.unwrap_or(ABSENT));
     let positions = encoder::embedding_rows("wpe", wpe, c)?;
-    let operands = [("out", out, b * c), ("slots", words, b * Slot::WORDS), ("wte", wte, wte.len), ("wpe", wpe, wpe.len)];
+    let operands =
+        [("out", out, b * c), ("slots", words, b * Slot::WORDS), ("wte", wte, wte.len), ("wpe", wpe, wpe.len)];
     let [out, words, wte, wpe] = arena.split("decode_embed", operands)?;
     for (out, slot) in out.chunks_mut(c).zip(slots(words)) {
         encoder::check_tokens(&[slot.token], vocab)?;
@@ -177,7 +178,8 @@ pub(super) fn attention(arena: &mut Arena, op: DecodeAttention) -> Result<()> {
     let (qkv, group) = (&*qkv, heads / kv_heads);
     let caches = keys.par_chunks_mut(t * hs).zip(values.par_chunks_mut(t * hs));
     out.par_chunks_mut(group * hs).zip(caches).enumerate().for_each(|(i, (out, (keys, values)))| {
-        let (row, kv, position) = (&qkv[i / kv_heads * shape.packed_heads() * hs..], i % kv_heads, positions[i / kv_heads]);
+        let (row, kv, position) =
+            (&qkv[i / kv_heads * shape.packed_heads() * hs..], i % kv_heads, positions[i / kv_heads]);
         let head = |h: usize| &row[h * hs..][..hs];
         keys[position * hs..][..hs].copy_from_slice(head(heads + kv));
         values[position * hs..][..hs].copy_from_slice(head(heads + kv_heads + kv));

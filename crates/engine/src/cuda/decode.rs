@@ -157,7 +157,11 @@ pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     ensure!(b == 1 && t <= capacity, "cache: expected one sequence of at most {capacity} tokens, found {b} of {t}");
-    ensure!(hs.is_multiple_of(T::PACKET), "cache: expected a head size that is a multiple of {}, found {hs}", T::PACKET);
+    ensure!(
+        hs.is_multiple_of(T::PACKET),
+        "cache: expected a head size that is a multiple of {}, found {hs}",
+        T::PACKET
+    );
     let len = kv_heads * capacity * hs;
     let (keys, values) = (cuda.output("keys", keys, len)?, cuda.output("values", values, len)?);
     let qkv = cuda.input("qkv", qkv, t * shape.packed_heads() * hs)?;

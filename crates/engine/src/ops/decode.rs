@@ -52,14 +52,24 @@ impl Slot {
         let Self { token, position, seed, sampling } = self;
         let SlotSampling { repetition_penalty, temperature, top_k, top_p, min_p } = sampling;
         let bits = |x: f32| x.to_bits().cast_signed();
-        [token, position, seed.cast_signed(), bits(repetition_penalty), bits(temperature), top_k, bits(top_p), bits(min_p)]
+        [
+            token,
+            position,
+            seed.cast_signed(),
+            bits(repetition_penalty),
+            bits(temperature),
+            top_k,
+            bits(top_p),
+            bits(min_p),
+        ]
     }
 
     /// Creates a slot from its words.
     pub fn of_words(words: [i32; Self::WORDS]) -> Self {
         let [token, position, seed, repetition_penalty, temperature, top_k, top_p, min_p] = words;
         let float = |bits: i32| f32::from_bits(bits.cast_unsigned());
-        let [repetition_penalty, temperature, top_p, min_p] = [repetition_penalty, temperature, top_p, min_p].map(float);
+        let [repetition_penalty, temperature, top_p, min_p] =
+            [repetition_penalty, temperature, top_p, min_p].map(float);
         let sampling = SlotSampling { repetition_penalty, temperature, top_k, top_p, min_p };
         Self { token, position, seed: seed.cast_unsigned(), sampling }
     }
@@ -216,8 +226,7 @@ mod tests {
 
     #[test]
     fn slots_survive_the_conversion_to_words() {
-        let sampling =
-            SlotSampling { repetition_penalty: 1.1, temperature: 0.7, top_k: 40, top_p: 0.9, min_p: 0.05 };
+        let sampling = SlotSampling { repetition_penalty: 1.1, temperature: 0.7, top_k: 40, top_p: 0.9, min_p: 0.05 };
         let slot = Slot { token: 50256, position: 17, seed: u32::MAX - 3, sampling };
         assert_eq!(Slot::of_words(slot.words()), slot);
     }

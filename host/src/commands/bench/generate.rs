@@ -77,7 +77,8 @@ impl Generate {
             Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
             Err(_) => Some(ModelSource::open(Path::new(&self.model)).context("--model")?),
         };
-        let descriptor = source.as_ref().map_or_else(|| Ok(self.model.parse()?), |s| Ok::<_, anyhow::Error>(s.descriptor()))?;
+        let descriptor =
+            source.as_ref().map_or_else(|| Ok(self.model.parse()?), |s| Ok::<_, anyhow::Error>(s.descriptor()))?;
         let capacity = self.prompt + self.tokens;
         let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine)?;
         engine.allocate(&plan)?;

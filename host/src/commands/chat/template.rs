@@ -133,7 +133,9 @@ mod tests {
         assert_eq!(find().unwrap(), None);
         config(json!({ "eos_token": "x", "chat_template": "{{ eos_token }}1" }));
         assert_eq!(find().unwrap().unwrap(), "x1");
-        config(json!({ "chat_template": [{ "name": "tool", "template": "a" }, { "name": "default", "template": "b" }] }));
+        config(
+            json!({ "chat_template": [{ "name": "tool", "template": "a" }, { "name": "default", "template": "b" }] }),
+        );
         assert_eq!(find().unwrap().unwrap(), "b");
         fs::write(dir.path().join(FILE), "file").unwrap();
         assert_eq!(find().unwrap().unwrap(), "file");

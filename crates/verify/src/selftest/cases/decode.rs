@@ -5,8 +5,8 @@ use crate::selftest::case::{Case, Init, Operand, Work};
 use crate::selftest::compare::Tolerance;
 use engine::ops::{
     Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary,
-    Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, RmsNormForward, RotaryPairs, SampleTokens, Slot,
-    SlotSampling, decode_splits,
+    Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, RmsNormForward, RotaryPairs, SampleTokens,
+    Slot, SlotSampling, decode_splits,
 };
 use engine::tensor::Tensor;
 
@@ -69,9 +69,13 @@ pub fn model_cases() -> Vec<Case> {
             cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != Norm::RmsNorm, epilogue));
         }
     }
-    for (b, t, heads, kv_heads, head_size) in
-        [(1, 1024, 12, 12, 64), (64, 1024, 12, 12, 64), (1, 8192, 32, 8, 64), (8, 2048, 32, 8, 128), (4, 1000, 14, 2, 64)]
-    {
+    for (b, t, heads, kv_heads, head_size) in [
+        (1, 1024, 12, 12, 64),
+        (64, 1024, 12, 12, 64),
+        (1, 8192, 32, 8, 64),
+        (8, 2048, 32, 8, 128),
+        (4, 1000, 14, 2, 64),
+    ] {
         let shape = AttentionShape { b, t, heads, kv_heads, head_size };
         let pairs = (kv_heads < heads).then_some(RotaryPairs::HalfSplit);
         cases.push(attention(shape, pairs, false));
@@ -229,7 +233,9 @@ fn sample(b: usize, v: usize, vp: usize, softcap: Option<f32>) -> Case {
     let capacity = 40;
     let penalized = |i: usize| SlotSampling { repetition_penalty: if i % 2 == 0 { 1.0 } else { 1.5 }, ..greedy(i) };
     // Distinct logits that bf16 represents: the most likely token is not a tie.
-    let logit = |i: usize| ((i % vp * 37 + i / vp * 11) % 251) as f32 * 0.25 - if (i % vp * 7 + i / vp) % v == 3 { -90.0 } else { 0.0 };
+    let logit = |i: usize| {
+        ((i % vp * 37 + i / vp * 11) % 251) as f32 * 0.25 - if (i % vp * 7 + i / vp) % v == 3 { -90.0 } else { 0.0 }
+    };
     let operands = vec![
         f32(output("sampled", b, Tolerance::ELEMENTWISE)),
         slots(b, capacity, v, penalized),
