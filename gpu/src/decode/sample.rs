@@ -15,7 +15,11 @@ use cuda_std::shared::Layout;
 use cuda_std::{Element, Global, GlobalMut, SharedArray, block, kernel, math, thread};
 
 /// Threads of a block.
-const THREADS: usize = 512;
+const THREADS: usize = 1024;
+/// Elements between a thread's vectors of four.
+const STRIDE: usize = THREADS * 4;
+/// Vectors that a thread loads before it uses them, because one block must hide the latency of memory.
+const BATCH: usize = 4;
 
 /// Returns Gumbel noise -ln(-ln(1 - u)) of a token, where u in (0, 1) is a hash of `seed` and the token.
 #[inline(always)]
@@ -54,6 +58,27 @@ pub struct Sizes {
     pub softcap: f32,
 }
 
+/// Calls `f` with the first index of each vector of four elements below `len` that belongs to the thread, and with what `load`
+/// returns for it.
+#[inline(always)]
+fn batches(len: usize, load: impl Fn(usize) -> [f32; 4], mut f: impl FnMut(usize, [f32; 4])) {
+    let mut first = thread::thread_idx_x() as usize * 4;
+    while first < len {
+        let mut batch = [[0.0; 4]; BATCH];
+        for k in 0..BATCH {
+            // Loads past the end repeat the first vector: with a condition per load, ptxas would interleave loads and their uses.
+            let at = first + k * STRIDE;
+            batch[k] = load(if at < len { at } else { first });
+        }
+        for k in 0..BATCH {
+            if first + k * STRIDE < len {
+                f(first + k * STRIDE, batch[k]);
+            }
+        }
+        first += BATCH * STRIDE;
+    }
+}
+
 /// The scores of a slot.
 #[derive(Clone, Copy)]
 struct Scores {
@@ -66,14 +91,15 @@ impl Scores {
     /// Calls `f` with each token of the thread and its score.
     #[inline(always)]
     fn each(self, mut f: impl FnMut(usize, f32)) {
-        let mut token = thread::thread_idx_x() as usize * 4;
-        while token < self.padded_vocab {
-            let four = self.scores.four(token);
-            for i in 0..4 {
-                f(token + i, four[i]);
-            }
-            token += THREADS * 4;
-        }
+        batches(
+            self.padded_vocab,
+            |token| self.scores.four(token),
+            |token, four| {
+                for i in 0..4 {
+                    f(token + i, four[i]);
+                }
+            },
+        );
     }
 
     /// Returns the sum of `f(score)` over scores with a key of at least `least`.
@@ -123,7 +149,7 @@ impl Scores {
 /// in seen (B, Vp). scratch (B, Vp) may be uninitialized.
 ///
 /// Grid: the number of slots. Shared memory: [`shared`].
-#[kernel(threads = 512, blocks_per_sm = 1, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
+#[kernel(threads = 1024, blocks_per_sm = 1, instances(bf16 = <cuda_std::bf16>, f32 = <f32>))]
 pub fn sample_tokens<T: Element>(
     sampled: GlobalMut<f32>,
     slots: GlobalMut<i32>,
@@ -142,27 +168,26 @@ pub fn sample_tokens<T: Element>(
     let softcap = Softcap::new(if sizes.softcap > 0.0 { sizes.softcap } else { 1.0 });
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
 
-    let mut token = thread::thread_idx_x() as usize * 4;
-    while token < vp {
-        let mut four = logits.four(token);
-        for i in 0..4 {
-            let mut x = four[i];
-            if sizes.softcap > 0.0 {
-                x = softcap.value(x);
+    let vocab = sizes.vocab as usize;
+    batches(
+        vp,
+        |token| logits.four(token),
+        |token, mut four| {
+            for i in 0..4 {
+                let mut x = four[i];
+                if sizes.softcap > 0.0 {
+                    x = softcap.value(x);
+                }
+                if penalty != 1.0 && token + i < vocab && seen.at(token + i) != 0 {
+                    x = if x > 0.0 { x / penalty } else { x * penalty };
+                }
+                // NaN becomes -infinity, too.
+                let score = math::max(x / divisor, f32::NEG_INFINITY);
+                four[i] = if token + i < vocab { score } else { f32::NEG_INFINITY };
             }
-            if penalty != 1.0 && token + i < sizes.vocab as usize && seen.at(token + i) != 0 {
-                x = if x > 0.0 { x / penalty } else { x * penalty };
-            }
-            // NaN becomes -infinity, too.
-            four[i] = if token + i < sizes.vocab as usize {
-                math::max(x / divisor, f32::NEG_INFINITY)
-            } else {
-                f32::NEG_INFINITY
-            };
-        }
-        scores.scores.set_four(token, four);
-        token += THREADS * 4;
-    }
+            scores.scores.set_four(token, four);
+        },
+    );
     let (mut chosen, most) = scores.best(|_, score| score);
     if temperature > 0.0 && most.is_finite() {
         let mut least = 0;
