@@ -646,7 +646,8 @@ fn tokens_match_the_reference<T: Tolerance>() {
     ];
     for (v, vp, softcap) in [(5, 128, 0.0), (257, 384, 3.0), (17_000, 17_024, 0.0)] {
         let mut cases = Vec::new();
-        for seed in 0..4 {
+        // The largest vocabulary takes two batches of vectors.
+        for seed in 0..if v > 10_000 { 1 } else { 4 } {
             for (i, setting) in settings.into_iter().enumerate() {
                 let scaled = noise(v, seed * 100 + i as u32).iter().map(|x| x * 5.0 - 1.0).collect::<Vec<_>>();
                 cases.push((wide(&rounded::<T>(&scaled)), Sampling { seed: seed as i32 + 5, ..setting }));
