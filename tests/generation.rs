@@ -172,12 +172,14 @@ fn texts_do_not_depend_on_the_batch_or_on_running_ahead() {
 fn batches_on_the_gpu_match_the_cpu_without_memory_errors() {
     let sampled = SlotSampling { temperature: 0.7, top_k: 40, top_p: 0.98, min_p: 0.001, repetition_penalty: 1.1 };
     for (name, descriptor) in models() {
-        let requests: Vec<_> =
-            requests(sampled).into_iter().map(|r| Request { tokens: r.tokens.min(2), ..r }).collect();
+        // Checked kernels are slow, so prompts and texts are short.
+        let short =
+            |r: Request| Request { prompt: r.prompt[..r.prompt.len().min(3)].to_vec(), tokens: r.tokens.min(2), ..r };
+        let requests: Vec<_> = requests(sampled).into_iter().take(4).map(short).collect();
         let mut engine = Cpu::new();
         let on_cpu = generator(descriptor, 3, 48, &mut engine);
         let expected = texts(&on_cpu, &mut engine, &requests, false).unwrap();
-        for (slots, hopper) in [(1, false), (4, false), (20, true)] {
+        for (slots, hopper) in [(2, false), (20, true)] {
             let mut engine = emulated(EmulatedGpu::new(hopper), Precision::Fp32, None, true);
             let generator = generator(descriptor, slots, 48, &mut *engine);
             let got = texts(&generator, &mut *engine, &requests, true).unwrap();

@@ -248,7 +248,7 @@ fn normed_matmuls_match_f64_reference<T: Tolerance>() {
 
 /// The squares of large values overflow unless they are scaled before they are summed. The eps of small rows counts.
 fn large_and_small_rows_are_normalized<T: Tolerance>() {
-    for scale in [1e18, 1e-12] {
+    for scale in [3e18, 1e-12] {
         let mut layer = Layer::new::<T>(2, 40 * T::PACKET, 6, 31, false);
         layer.inp.iter_mut().for_each(|x| *x = f64::from(T::nearest((*x * scale) as f32)));
         norms::<T>(&layer).iter().for_each(|layer| layer.check::<T>(1));
