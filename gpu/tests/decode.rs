@@ -536,11 +536,13 @@ const GREEDY: Sampling =
     Sampling { position: 4, seed: 9, penalty: 1.0, temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
 const CAPACITY: u32 = 100;
 
-/// Runs the kernel on rows of `v` logits, padded with NaN to `vp`. Checks the new slots and seen tokens, and returns the tokens.
+/// Runs the kernel on rows of `v` logits, padded to `vp` with large values and NaN. Checks the new slots and seen tokens, and returns the tokens.
 fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[Sampling], softcap: f32) -> Vec<usize> {
     let (b, v) = (slots.len(), logits[0].len());
-    let padded: Vec<f64> =
-        logits.iter().flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(f64::NAN, vp - v))).collect();
+    let padded: Vec<f64> = logits
+        .iter()
+        .flat_map(|row| row.iter().copied().chain([1e4, f64::NAN].into_iter().cycle().take(vp - v)))
+        .collect();
     let words: Vec<i32> = slots
         .iter()
         .flat_map(|slot| {
@@ -670,6 +672,13 @@ fn tokens_of_special_logits<T: Tolerance>() {
     assert_eq!(one(&[1.0, 3.0, 3.0, 2.0], GREEDY), 1);
     assert_eq!(one(&[0.0; 100], GREEDY), 0);
     assert_eq!(one(&[-5.0, -4.0, -4.5], GREEDY), 1);
+    // The penalty makes a seen token less likely, also if its logit is negative.
+    let penalized = |logits: [f64; 3]| {
+        let seen: Vec<i32> = (0..128).map(|token| i32::from(token == 0)).collect();
+        choose::<T>(&[logits.to_vec()], 128, &seen, &[Sampling { penalty: 1.5, ..GREEDY }], 0.0)[0]
+    };
+    assert_eq!((penalized([2.0, 1.75, -1.0]), penalized([-1.0, -1.25, -9.0])), (1, 1));
+    assert_eq!((penalized([2.0, 1.0, -1.0]), penalized([-1.0, -1.75, -9.0])), (0, 0));
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     for slot in [GREEDY, sampled] {
         assert_eq!((one(&[nan; 3], slot), one(&[-inf; 3], slot)), (0, 0));
