@@ -679,6 +679,10 @@ fn tokens_of_special_logits<T: Tolerance>() {
     };
     assert_eq!((penalized([2.0, 1.75, -1.0]), penalized([-1.0, -1.25, -9.0])), (1, 1));
     assert_eq!((penalized([2.0, 1.0, -1.0]), penalized([-1.0, -1.75, -9.0])), (0, 0));
+    // Top-p counts the probability of the tokens that top-k keeps: 6 of 9, not 6 of 12.
+    let logits = [1f64, 3.0, 2.0, 6.0].map(f64::ln);
+    let both = |seed| one(&logits, Sampling { seed, top_k: 2, top_p: 0.6, temperature: 1.0, ..GREEDY });
+    assert!((0..20).all(|seed| both(seed) == 3));
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     for slot in [GREEDY, sampled] {
         assert_eq!((one(&[nan; 3], slot), one(&[-inf; 3], slot)), (0, 0));
