@@ -1,7 +1,7 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{
-    bench, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, sweep, train, verify,
+    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, sweep, train, verify,
 };
 use crate::config_file::ConfigFile;
 use crate::version;
@@ -28,6 +28,7 @@ enum Subcommands {
     Sweep(sweep::Sweep),
     Eval(eval::Eval),
     Sample(sample::Sample),
+    Chat(chat::Chat),
     Export(export::Export),
     Plot(plot::Plot),
     Log(log::Log),
@@ -82,6 +83,7 @@ impl Cli {
             Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),
             Subcommands::Sample(args) => sample::run(args),
+            Subcommands::Chat(args) => chat::run(args),
             Subcommands::Export(args) => export::run(args),
             Subcommands::Plot(args) => plot::run(args),
             Subcommands::Log(args) => log::run(args),

@@ -11,7 +11,7 @@ use ratatui::crossterm::terminal;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What a run prints to standard output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,13 +57,13 @@ impl Output {
                 let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
                 // Without a file, nobody would see the results of the run.
                 let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
-                *self = Self::replacing("standard output", path, &error)?;
+                *self = Self::replacing("standard output", &path, &error)?;
                 self.line(text)
             }
             Self::Stderr(replacement) => {
                 let Err(error) = writeln!(stderr(), "{text}") else { return Ok(()) };
                 let path = replacement.take();
-                *self = path.map_or(Ok(Self::Discard), |path| Self::replacing("standard error", path, &error))?;
+                *self = path.map_or(Ok(Self::Discard), |path| Self::replacing("standard error", &path, &error))?;
                 self.line(text)
             }
             Self::File(file) => {
@@ -75,9 +75,9 @@ impl Output {
     }
 
     /// Opens the file that replaces a closed stream, and warns.
-    fn replacing(stream: &str, path: PathBuf, error: &io::Error) -> Result<Self> {
-        create_directory(parent(&path))?;
-        let mut file = LineFile::open(path.clone())?;
+    fn replacing(stream: &str, path: &Path, error: &io::Error) -> Result<Self> {
+        create_directory(parent(path))?;
+        let mut file = LineFile::open(path.to_owned())?;
         let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
         let _ = file.line(&warning);
         // Standard error may be closed too.

@@ -22,6 +22,7 @@ pub mod console;
 pub mod corpus;
 pub mod datasets;
 pub mod evaluate;
+pub mod generate;
 pub mod gpu_info;
 pub mod hints;
 pub mod log;

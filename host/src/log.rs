@@ -272,7 +272,9 @@ impl Log {
 ///
 /// The reason is text: such a run must not end like `head` closing a pipe.
 pub(crate) fn closed_stdout(error: &io::Error) -> anyhow::Error {
-    anyhow!("standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR")
+    anyhow!(
+        "standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR"
+    )
 }
 
 /// Returns the Unix time in seconds.

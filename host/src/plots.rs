@@ -44,7 +44,7 @@ pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
 
 /// Returns the settings of a run, if they are next to its log.
 fn settings(run: &RunLog) -> Option<String> {
-    let file = fs::File::open(run.path.with_file_name(Config::FILE)).ok()?;
+    let file = bounded_file::open(&run.path.with_file_name(Config::FILE)).ok()?;
     let mut text = String::new();
     file.take(MAX_SETTINGS).read_to_string(&mut text).ok()?;
     Some(text)

@@ -1,4 +1,4 @@
-//! The operations of training: one argument struct for each, declared once and implemented by every engine.
+//! The operations of training and text generation: one argument struct for each, declared once and implemented by every engine.
 //!
 //! "float" is the engine's storage type: f32, or bf16 on CUDA. Statistics and losses are f32.
 //! Weights are (OC, C) row-major, as in llm.c. Parameter gradients accumulate (`+=`). Activation gradients are
@@ -7,8 +7,13 @@
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
 
+mod decode;
 mod update;
 
+pub use decode::{
+    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, NormForward, SampleTokens, Slot,
+    SlotSampling, decode_splits,
+};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 
 use crate::Result;
@@ -56,6 +61,11 @@ operations!(
     MuonMomentum,
     Orthogonalize<'a>,
     MuonApply,
+    DecodeEmbed,
+    DecodeMatmul,
+    DecodeAttention,
+    CacheFill,
+    SampleTokens,
 );
 
 /// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if there is no `wpe`.

@@ -4,6 +4,7 @@
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
+//! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`storage`]: types of the optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
@@ -18,6 +19,7 @@ pub mod decoder;
 pub mod descriptor;
 pub mod fit;
 pub mod forward;
+pub mod generator;
 pub mod guards;
 pub mod init;
 pub mod loss;
@@ -34,6 +36,7 @@ pub mod update;
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
+pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use muon::Muon;
 pub use params::{Param, Params, Shard, Unit};

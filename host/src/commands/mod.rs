@@ -3,10 +3,12 @@
 //! Code that several commands share belongs in [`resources`]; code that is useful without a command line belongs outside.
 
 pub mod bench;
+pub mod chat;
 pub mod data;
 pub mod doctor;
 pub mod eval;
 pub mod export;
+pub mod generation;
 pub mod inspect;
 mod json;
 pub mod log;

@@ -9,6 +9,7 @@ mod arena;
 mod attention;
 mod cast;
 mod classifier;
+mod decode;
 mod encoder;
 pub(crate) mod gemm;
 mod global_norm;
@@ -124,6 +125,11 @@ impl Engine for Cpu {
             Operation::MuonMomentum(op) => muon::momentum(arena, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
             Operation::MuonApply(op) => muon::apply(arena, op),
+            Operation::DecodeEmbed(op) => decode::embed(arena, op),
+            Operation::DecodeMatmul(op) => decode::matmul(arena, op),
+            Operation::DecodeAttention(op) => decode::attention(arena, op),
+            Operation::CacheFill(op) => decode::cache_fill(arena, op),
+            Operation::SampleTokens(op) => decode::sample(arena, op),
         }
     }
 

@@ -11,6 +11,7 @@ mod bias;
 mod cast;
 mod classifier;
 mod cuda_graphs;
+mod decode;
 mod device;
 mod emulated;
 mod encoder;
@@ -296,6 +297,11 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MuonMomentum(op) => muon::momentum(self, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(self, op),
             Operation::MuonApply(op) => muon::apply(self, op),
+            Operation::DecodeEmbed(op) => decode::embed(self, op),
+            Operation::DecodeMatmul(op) => decode::matmul(self, op),
+            Operation::DecodeAttention(op) => decode::attention(self, op),
+            Operation::CacheFill(op) => decode::cache_fill(self, op),
+            Operation::SampleTokens(op) => decode::sample(self, op),
         }
     }
 
