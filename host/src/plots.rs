@@ -6,7 +6,6 @@ use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
 use metrics::report::{self, Entry};
 use metrics::run::RunLog;
-use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
 
