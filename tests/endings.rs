@@ -52,6 +52,33 @@ fn a_run_whose_standard_output_is_closed_continues_in_a_file() {
     }
 }
 
+#[test]
+fn a_run_that_prints_records_continues_without_its_reader() {
+    let world = World::new();
+    world.succeed("reference", &[]);
+    let reference = Results::read(&world.path("reference"), 40);
+    for (out, read) in [("at-once", 0), ("later", 30)] {
+        let mut child = piped(&mut world.command(out, &["--json"]));
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let seen: Vec<String> = lines.take(read).map(Result::unwrap).collect();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!((output.status.code(), seen.len()), (Some(0), read), "{}", text(&output.stderr));
+        let warning = line_of(&output, "warning: standard output is closed (");
+        assert!(warning.contains(&format!("output continues in {out}/main.jsonl")), "{warning}");
+        assert!(text(&output.stderr).contains("\nnext: "), "{}", text(&output.stderr));
+        let logged = fs::read_to_string(world.path(out).join("main.jsonl")).unwrap();
+        assert!(seen.iter().zip(logged.lines()).all(|(seen, logged)| seen == logged), "{seen:?}: {logged}");
+        Results::read(&world.path(out), 40).assert_equals(&reference, out);
+    }
+    // Settings and results go to standard error.
+    let mut child = piped(&mut world.command("silent", &["--json"]));
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stdout).lines().count()), (Some(0), reference.records.len()));
+    let printed = fs::read_to_string(world.path("silent/console.log")).unwrap();
+    assert!(printed.starts_with("warning: standard error is closed (") && printed.contains("\nnext: "), "{printed}");
+}
+
 /// The data of a run disappears while it trains, and comes back before it resumes.
 #[test]
 fn a_run_that_fails_saves_its_last_step_first() {
@@ -101,18 +128,20 @@ fn a_run_without_a_directory_says_that_nothing_is_kept() {
         arguments[out + 2..].chunks(2).filter(|pair| pair[0] != "--checkpoint-every" && pair[0] != "--keep").collect();
     command = without_out;
     command.args(rest.concat());
-    let mut child = piped(&mut command);
-    let mut printed = BufReader::new(child.stdout.take().unwrap()).lines();
-    printed.find(|line| line.as_ref().unwrap().starts_with("step    5/")).unwrap().unwrap();
-    drop(printed);
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let error = line_of(&output, "error: ");
-    assert!(
-        error.contains("standard output: expected an open file or pipe, found a closed one (Broken pipe"),
-        "{error}"
-    );
-    assert!(error.ends_with("; nothing is kept without --out"), "{error}");
+    for (flag, start) in [(None, "step    5/"), (Some("--json"), "{\"step\":4,")] {
+        let mut child = piped(command.args(flag));
+        let mut printed = BufReader::new(child.stdout.take().unwrap()).lines();
+        printed.find(|line| line.as_ref().unwrap().starts_with(start)).unwrap().unwrap();
+        drop(printed);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let error = line_of(&output, "error: ");
+        assert!(
+            error.contains("standard output: expected an open file or pipe, found a closed one (Broken pipe"),
+            "{error}"
+        );
+        assert!(error.ends_with("; nothing is kept without --out"), "{error}");
+    }
 }
 
 /// Checkpoints of a run that asks for none but the last: every 0.06 s here, every 15 minutes by default.

@@ -192,7 +192,7 @@ fn tensors(dir: &TempDir, target: Target, step: usize) -> (Vec<u8>, Vec<u8>) {
 /// Returns everything that must not depend on interruptions: the last checkpoint and the logs, without times.
 fn run_results(dir: &TempDir, step: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>, Value, Vec<Value>) {
     let without_times = |mut value: Value| {
-        for key in ["ms", "tokens_per_second", "training_seconds", "pace"] {
+        for key in ["ms", "tokens_per_second", "time", "training_seconds", "pace"] {
             value.as_object_mut().unwrap().remove(key);
         }
         value

@@ -70,6 +70,8 @@ fn a_run_writes_logs_and_a_model_for_evaluation_sampling_and_training() {
             "main.log",
             "model_00000004.bin",
             "model_00000006.bin",
+            "plots.svg",
+            "report.html",
             "run_00000004.json",
             "run_00000006.json",
             "state_00000004_00000.bin",

@@ -392,7 +392,7 @@ fn a_failed_checkpoint_is_reported_and_the_run_and_older_checkpoints_survive() {
             printed.contains(&format!("warning: no checkpoint of step {step}, there is none yet: cannot write run/"))
         );
     }
-    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log"]);
+    assert_eq!(entries(&world.path("run")), ["config.toml", "main.jsonl", "main.log", "plots.svg", "report.html"]);
 
     let mut child = world.start("run", &["--checkpoint-every", "10"]);
     wait_until("there is a checkpoint", || world.path("run").join("DONE_00000010").exists());

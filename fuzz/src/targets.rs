@@ -22,6 +22,8 @@ use indicatif::ProgressBar;
 use interchange::config::ModelConfig;
 use interchange::tokenizer::Vocabulary;
 use interchange::{ModelSource, export};
+use metrics::figure::{Figure, Options};
+use metrics::run::RunLog;
 use model::{Decoder, Descriptor, Params, PlanOptions, Shard, Unsharded};
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::data_type::{ByteArray, ByteArrayType};
@@ -370,8 +372,12 @@ fn sidecars() -> Vec<Vec<u8>> {
     vec![file, serde_json::to_vec(&good_sidecar()).expect("writing to memory succeeds")]
 }
 
-/// Resumes both logs at a step in their middle.
+/// Draws a log, and resumes both logs at a step in their middle.
 fn read_log(data: &[u8]) -> Result<()> {
+    let run = RunLog::parse(data)?;
+    if let Ok(figure) = Figure::new(std::slice::from_ref(&run), &Options::default()) {
+        assert!(figure.to_svg(true).ends_with("</svg>\n"));
+    }
     let directory = tempfile::tempdir()?;
     for name in ["main.log", "main.jsonl"] {
         fs::write(directory.path().join(name), data)?;

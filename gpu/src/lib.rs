@@ -24,6 +24,7 @@ pub mod bias;
 pub mod cast;
 pub mod classifier;
 pub mod column_sum;
+pub mod decode;
 pub mod encoder;
 mod float4;
 pub mod gelu;

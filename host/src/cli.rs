@@ -1,6 +1,8 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
-use crate::commands::{bench, data, doctor, eval, export, inspect, sample, selftest, sweep, train, verify};
+use crate::commands::{
+    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, sweep, train, verify,
+};
 use crate::config_file::ConfigFile;
 use crate::version;
 use anyhow::{Context, Result};
@@ -26,7 +28,10 @@ enum Subcommands {
     Sweep(sweep::Sweep),
     Eval(eval::Eval),
     Sample(sample::Sample),
+    Chat(chat::Chat),
     Export(export::Export),
+    Plot(plot::Plot),
+    Log(log::Log),
     Data(data::Data),
     /// Check this machine for GPU training: list what was found, what is missing, and how to fix it
     Doctor,
@@ -35,6 +40,8 @@ enum Subcommands {
     Selftest(selftest::Selftest),
     #[command(subcommand)]
     Bench(bench::Bench),
+    Completions(shell::Completions),
+    Man(shell::Man),
 }
 
 /// llm.c's two-letter flags, which clap would read as a one-letter flag and its value.
@@ -76,13 +83,18 @@ impl Cli {
             Subcommands::Sweep(args) => sweep::run(args),
             Subcommands::Eval(args) => eval::run(args),
             Subcommands::Sample(args) => sample::run(args),
+            Subcommands::Chat(args) => chat::run(args),
             Subcommands::Export(args) => export::run(args),
+            Subcommands::Plot(args) => plot::run(args),
+            Subcommands::Log(args) => log::run(args),
             Subcommands::Data(args) => data::run(args),
             Subcommands::Doctor => doctor::run(),
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),
             Subcommands::Selftest(args) => selftest::run(args),
             Subcommands::Bench(args) => bench::run(args),
+            Subcommands::Completions(args) => shell::completions(args),
+            Subcommands::Man(args) => shell::man(args),
         }
     }
 }

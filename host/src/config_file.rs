@@ -147,7 +147,10 @@ mod tests {
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
-    const ACTIONS: [&str; 14] = [
+    const ACTIONS: [&str; 17] = [
+        "json",
+        "quiet",
+        "tensorboard",
         "config",
         "dry-run",
         "help",

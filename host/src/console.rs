@@ -2,18 +2,33 @@
 
 use crate::evaluate::multiple_choice::Score;
 use crate::gpu_info::GpuInfo;
-use crate::log::{LineFile, Step};
-use anyhow::{Context, Result, anyhow};
+use crate::log::{LineFile, Step, closed_stdout};
+use crate::style::{Tone, is_colored, paint};
+use anyhow::{Context, Result};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
+use ratatui::crossterm::terminal;
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+/// What a run prints to standard output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verbosity {
+    /// Settings, every step or a progress bar, and results.
+    #[default]
+    Normal,
+    /// Warnings and results.
+    Quiet,
+    /// The lines of `main.jsonl`, which the log prints. Other lines, except those of steps and evaluations, go to standard error.
+    Json,
+}
 
 /// Prints the progress of a run.
 pub struct Console {
     steps: usize,
+    verbosity: Verbosity,
     /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
     /// `None` outside a terminal, where each step prints a line instead.
@@ -26,19 +41,29 @@ pub struct Console {
 enum Output {
     /// Standard output and, if it is closed during the run, the file that replaces it.
     Stdout(Option<PathBuf>),
+    /// Standard error and, if it is closed during the run, the file that replaces it.
+    Stderr(Option<PathBuf>),
     File(LineFile),
     Discard,
 }
 
 impl Output {
-    /// Writes a line. If standard output is closed, writes to the file that replaces it from here on.
+    /// Writes a line. If the stream is closed, writes to the file that replaces it from here on.
     ///
     /// A file that cannot be written, as on a full disk, does not end a run: its lines wait in memory.
     fn line(&mut self, text: &str) -> Result<()> {
         match self {
             Self::Stdout(replacement) => {
                 let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
-                *self = Self::replacing_stdout(replacement.take(), &error)?;
+                // Without a file, nobody would see the results of the run.
+                let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
+                *self = Self::replacing("standard output", &path, &error)?;
+                self.line(text)
+            }
+            Self::Stderr(replacement) => {
+                let Err(error) = writeln!(stderr(), "{text}") else { return Ok(()) };
+                let path = replacement.take();
+                *self = path.map_or(Ok(Self::Discard), |path| Self::replacing("standard error", &path, &error))?;
                 self.line(text)
             }
             Self::File(file) => {
@@ -49,16 +74,11 @@ impl Output {
         }
     }
 
-    /// Opens the file that replaces standard output, and warns. Without a file, nobody would see the results of the run, so
-    /// this is an error.
-    fn replacing_stdout(path: Option<PathBuf>, error: &io::Error) -> Result<Self> {
-        let path = path.ok_or_else(|| {
-            // The reason as text: a run that loses its results must not end like `head` closing a pipe.
-            anyhow!("standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR")
-        })?;
-        create_directory(parent(&path))?;
-        let mut file = LineFile::open(path.clone())?;
-        let warning = format!("warning: standard output is closed ({error}): output continues in {}", path.display());
+    /// Opens the file that replaces a closed stream, and warns.
+    fn replacing(stream: &str, path: &Path, error: &io::Error) -> Result<Self> {
+        create_directory(parent(path))?;
+        let mut file = LineFile::open(path.to_owned())?;
+        let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
         let _ = file.line(&warning);
         // Standard error may be closed too.
         let _ = writeln!(stderr(), "{warning}");
@@ -70,13 +90,25 @@ impl Console {
     /// Creates a console for a run of `steps` steps that prints to standard output. If that is closed during the run, the output
     /// continues in the file `replacement`; without one, it is an error.
     pub fn new(steps: usize, replacement: Option<PathBuf>) -> Self {
-        let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
-            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
+        Self::with_verbosity(steps, replacement, Verbosity::Normal)
+    }
+
+    /// Creates a console that prints as much as `verbosity` states. With [`Verbosity::Json`], the lines go to standard error and are lost if
+    /// that is closed during the run and there is no `replacement`.
+    pub fn with_verbosity(steps: usize, replacement: Option<PathBuf>, verbosity: Verbosity) -> Self {
+        let has_bar = verbosity == Verbosity::Normal && stdout().is_terminal() && stderr().is_terminal();
+        let bar = has_bar.then(|| {
+            let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
+            let style = ProgressStyle::with_template(bar_template(columns))
                 .expect("the template is valid")
                 .progress_chars("=> ");
             ProgressBar::new(steps as u64).with_style(style)
         });
-        Self { bar, ..Self::with_output(steps, Output::Stdout(replacement)) }
+        let output = match verbosity {
+            Verbosity::Json => Output::Stderr(replacement),
+            Verbosity::Normal | Verbosity::Quiet => Output::Stdout(replacement),
+        };
+        Self { verbosity, bar, ..Self::with_output(steps, output) }
     }
 
     /// Creates a console for a rank other than 0, which prints to a file, or nowhere without a path.
@@ -91,7 +123,8 @@ impl Console {
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        Self { steps, gpu: None, bar: None, output: RefCell::new(output), last_train_loss: Cell::new(None) }
+        let output = RefCell::new(output);
+        Self { steps, verbosity: Verbosity::Normal, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -99,8 +132,25 @@ impl Console {
         self.gpu = Some((gpu, every));
     }
 
-    /// Prints a line, above the progress bar if there is one.
+    /// Prints a line, above the progress bar if there is one. A quiet console prints only warnings.
     pub fn line(&self, text: &str) -> Result<()> {
+        let rest = text.strip_prefix(WARNING);
+        match rest {
+            None if self.verbosity == Verbosity::Quiet => Ok(()),
+            None => self.result(text),
+            Some(rest) => {
+                let colored = match &*self.output.borrow() {
+                    Output::Stdout(_) => is_colored(&stdout()),
+                    Output::Stderr(_) => is_colored(&stderr()),
+                    Output::File(..) | Output::Discard => false,
+                };
+                self.result(&format!("{}{rest}", paint(WARNING, Tone::Warning, colored)))
+            }
+        }
+    }
+
+    /// Prints a result of the run, also on a quiet console.
+    pub fn result(&self, text: &str) -> Result<()> {
         let write = || self.output.borrow_mut().line(text);
         match &self.bar {
             Some(bar) if !bar.is_finished() => bar.suspend(write),
@@ -116,7 +166,7 @@ impl Console {
         if let Some(bar) = &self.bar {
             bar.set_position(step.step as u64 + 1);
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
-        } else {
+        } else if self.verbosity == Verbosity::Normal {
             self.line(&step_line(step, self.steps, rate))?;
         }
         match &self.gpu {
@@ -130,12 +180,17 @@ impl Console {
 
     /// Prints the validation loss after `step` steps.
     pub fn validation(&self, step: usize, loss: f64) -> Result<()> {
-        self.line(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
+        self.evaluation(&format!("step {step:4}/{} | val loss {loss:.6}", self.steps))
     }
 
     /// Prints the HellaSwag score after `step` steps.
     pub fn hellaswag(&self, step: usize, score: Score) -> Result<()> {
-        self.line(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
+        self.evaluation(&format!("step {step:4}/{} | HellaSwag: {score}", self.steps))
+    }
+
+    fn evaluation(&self, text: &str) -> Result<()> {
+        // The log has printed the record.
+        if self.verbosity == Verbosity::Json { Ok(()) } else { self.line(text) }
     }
 
     /// Returns the loss of the last training step that was printed.
@@ -148,6 +203,19 @@ impl Console {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// The start of a warning.
+const WARNING: &str = "warning:";
+
+/// Returns the template of a progress bar that fits into a terminal.
+fn bar_template(columns: usize) -> &'static str {
+    match columns {
+        100.. => "{bar:30} {pos}/{len} | {msg} | {eta} left",
+        70.. => "{bar:10} {pos}/{len} | {msg} | {eta} left",
+        // 40 columns hold "123456/572204 | loss 3.2847 | 1d left".
+        _ => "{pos}/{len} | {msg:11!} | {eta} left",
     }
 }
 
@@ -195,6 +263,17 @@ mod tests {
         let verdict = Verdict { loss_z: Some(1.234), norm_z: Some(-0.5), skipped: None };
         let line = step_line(&Step { verdict, ..step }, 10, 25_600.0);
         assert!(line.contains("| loss 5.270007 (+1.23z)| norm 2.5000 (-0.50z)| lr"), "{line}");
+    }
+
+    #[test]
+    fn the_progress_bar_fits_into_narrow_terminals() {
+        for columns in [40, 70, 100, 200] {
+            let template = bar_template(columns);
+            let full = template.replace("{bar:30}", &"=".repeat(30)).replace("{bar:10}", &"=".repeat(10));
+            let full = full.replace("{pos}/{len}", "123456/572204").replace("{msg:11!}", "loss 3.2847");
+            let shown = full.replace("{msg}", "loss 3.2847 | 1234567 tok/s").replace("{eta}", "23h");
+            assert!(!shown.contains('{') && shown.len() <= columns, "{columns}: {shown}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //! * [`cli`] parses the command line with [`values`] and [`config_file`]; `commands` implements each command.
 //! * [`mod@train`], [`evaluate`] and [`sample`] use a model; [`corpus`] is the text that the program trains on by default;
 //!   [`datasets`] reads the descriptions of others.
-//! * [`console`], [`log`], [`hints`] and [`version`] produce what a user reads.
+//! * [`console`], [`log`], [`plots`], [`hints`], [`style`] and [`version`] produce what a user reads.
 //! * [`clock`], [`mfu`] and [`gpu_info`] measure; [`signals`] handles requests to stop; [`allocator`] reports memory that runs out.
 
 #![warn(missing_docs)]
@@ -22,12 +22,15 @@ pub mod console;
 pub mod corpus;
 pub mod datasets;
 pub mod evaluate;
+pub mod generate;
 pub mod gpu_info;
 pub mod hints;
 pub mod log;
 pub mod mfu;
+pub mod plots;
 pub mod sample;
 pub mod signals;
+pub mod style;
 pub mod train;
 pub mod values;
 pub mod version;

@@ -1,12 +1,16 @@
-//! The log files of a run: `main.log` in llm.c's format, and `main.jsonl` with every measured value of each step.
+//! The log files of a run: `main.log` in llm.c's format, `main.jsonl` with every measured value of each step, and optionally an
+//! event file for TensorBoard.
 
 use crate::evaluate::multiple_choice::Score;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
+use metrics::run::RunLog;
+use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// One training step.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -37,6 +41,8 @@ pub struct Step {
 struct Validation {
     step: usize,
     val_loss: f64,
+    /// Tokens trained on before the evaluation.
+    tokens: u64,
 }
 
 #[derive(Serialize)]
@@ -46,6 +52,16 @@ struct ScoreLine {
     hellaswag: f64,
     correct: usize,
     examples: usize,
+    /// Tokens trained on before the evaluation.
+    tokens: u64,
+}
+
+/// A record of `main.jsonl` with the Unix time in seconds at which it was logged.
+#[derive(Serialize)]
+struct Timed<'a, R> {
+    #[serde(flatten)]
+    record: &'a R,
+    time: f64,
 }
 
 /// The log files of a run; none for a run without a directory.
@@ -54,7 +70,11 @@ struct ScoreLine {
 /// memory and written by a later call.
 #[derive(Debug, Default)]
 pub struct Log {
-    files: Option<[LineFile; 2]>,
+    files: Vec<LineFile>,
+    /// Event file of TensorBoard.
+    events: Option<LineFile>,
+    /// Whether the lines of `main.jsonl` are also printed to standard output.
+    printed: bool,
     /// The write error that has not been reported yet.
     error: Option<String>,
 }
@@ -71,8 +91,8 @@ pub(crate) struct LineFile {
     file: File,
     /// Length of the file in bytes.
     len: u64,
-    /// Lines that could not be written yet.
-    pending: String,
+    /// Lines or records that could not be written yet.
+    pending: Vec<u8>,
 }
 
 impl LineFile {
@@ -84,18 +104,22 @@ impl LineFile {
             Ok::<_, io::Error>((file, len))
         };
         let (file, len) = open().with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { path, file, len, pending: String::new() })
+        Ok(Self { path, file, len, pending: Vec::new() })
     }
 
     /// Writes a line and all lines before it that could not be written.
     pub(crate) fn line(&mut self, line: &str) -> Result<()> {
-        self.pending.push_str(line);
-        self.pending.push('\n');
+        self.append(format!("{line}\n").as_bytes())
+    }
+
+    /// Writes lines or records, and all before them that could not be written.
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.pending.extend(bytes);
         self.flush()
     }
 
     fn flush(&mut self) -> Result<()> {
-        if let Err(error) = self.file.write_all(self.pending.as_bytes()) {
+        if let Err(error) = self.file.write_all(&self.pending) {
             // Remove a partly written line, so that the next attempt does not continue it.
             let _ = self.file.set_len(self.len);
             return Err(error).with_context(|| format!("cannot write {}", self.path.display()));
@@ -134,12 +158,43 @@ impl Log {
 
     fn open(directory: &Path) -> Result<Self> {
         let [main, jsonl] = NAMES.map(|name| LineFile::open(directory.join(name)));
-        Ok(Self { files: Some([main?, jsonl?]), error: None })
+        Ok(Self { files: vec![main?, jsonl?], events: None, printed: false, error: None })
+    }
+
+    /// Also writes an event file for TensorBoard into `directory`. The run starts or resumes before the update of `step`.
+    ///
+    /// A resumed run writes a new file, and TensorBoard discards what earlier files contain from that step on. Evaluations of that
+    /// step that the log keeps are written again.
+    pub fn write_events(&mut self, directory: &Path, step: usize) -> Result<()> {
+        let now = unix_time();
+        let mut output = LineFile::open(directory.join(tensorboard::file_name(now)))?;
+        output.append(&tensorboard::start(now, step as u64))?;
+        // TensorBoard also discards the evaluations before the update of `step`, which are not repeated.
+        let kept =
+            if step > 0 { RunLog::read(&directory.join("main.jsonl")).unwrap_or_default() } else { RunLog::default() };
+        for (tag, evaluations) in [(tensorboard::VAL_LOSS, kept.validations), (tensorboard::HELLASWAG, kept.hellaswag)]
+        {
+            for found in evaluations.iter().filter(|evaluation| evaluation.step == step as u64) {
+                let time = if found.time.is_finite() { found.time } else { now };
+                output.append(&tensorboard::scalars(time, found.step, &[(tag, found.value as f32)]))?;
+            }
+        }
+        self.events = Some(output);
+        Ok(())
+    }
+
+    /// Returns this log, which prints the lines of `main.jsonl` to standard output if `printed` is set.
+    pub fn printed(self, printed: bool) -> Self {
+        Self { printed, ..self }
     }
 
     /// Returns handles of the files.
     pub fn files(&self) -> Result<Vec<File>> {
-        self.files.iter().flatten().map(|output| output.file.try_clone().context("cannot share the log")).collect()
+        self.files
+            .iter()
+            .chain(&self.events)
+            .map(|output| output.file.try_clone().context("cannot share the log"))
+            .collect()
     }
 
     /// Returns the reason why lines are kept in memory, once each time that writing starts to fail.
@@ -149,31 +204,61 @@ impl Log {
 
     /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
-        self.files.iter_mut().flatten().try_for_each(LineFile::flush)
+        self.files.iter_mut().chain(&mut self.events).try_for_each(LineFile::flush)
     }
 
     /// Logs a training step.
     pub fn step(&mut self, step: &Step) -> Result<()> {
-        let Step { step: s, loss, lr, norm, .. } = step;
-        self.write(format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}"), step)
+        let Step { step: s, loss, lr, norm, tokens_per_second, mfu, .. } = step;
+        let mut values = vec![
+            (tensorboard::TRAIN_LOSS, *loss),
+            (tensorboard::LEARNING_RATE, *lr),
+            (tensorboard::GRADIENT_NORM, *norm),
+            (tensorboard::TOKENS_PER_SECOND, *tokens_per_second as f32),
+        ];
+        values.extend(mfu.map(|mfu| (tensorboard::MFU, mfu as f32)));
+        self.write(*s, &format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}"), step, &values)
     }
 
-    /// Logs a validation loss.
-    pub fn validation(&mut self, step: usize, val_loss: f64) -> Result<()> {
-        self.write(format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss })
+    /// Logs a validation loss after `tokens` tokens.
+    pub fn validation(&mut self, step: usize, tokens: u64, val_loss: f64) -> Result<()> {
+        let values = [(tensorboard::VAL_LOSS, val_loss as f32)];
+        self.write(step, &format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss, tokens }, &values)
     }
 
-    /// Logs a HellaSwag score.
-    pub fn hellaswag(&mut self, step: usize, score: Score) -> Result<()> {
+    /// Logs a HellaSwag score after `tokens` tokens.
+    pub fn hellaswag(&mut self, step: usize, tokens: u64, score: Score) -> Result<()> {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
-        self.write(format!("s:{step} eval:{hellaswag:.4}"), &ScoreLine { step, hellaswag, correct, examples })
+        let record = ScoreLine { step, hellaswag, correct, examples, tokens };
+        let values = [(tensorboard::HELLASWAG, hellaswag as f32)];
+        self.write(step, &format!("s:{step} eval:{hellaswag:.4}"), &record, &values)
     }
 
-    fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {
-        let Some(files) = &mut self.files else { return Ok(()) };
-        for (output, line) in files.iter_mut().zip([line, serde_json::to_string(record)?]) {
+    /// Prints a record to standard output if that is wanted. If standard output is closed during the run, the records continue in
+    /// `main.jsonl` only; without that file, it is an error.
+    fn print(&mut self, json: &str) -> Result<()> {
+        if !self.printed {
+            return Ok(());
+        }
+        let Err(error) = writeln!(stdout(), "{json}") else { return Ok(()) };
+        let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
+        self.printed = false;
+        let path = jsonl.path.display();
+        // Standard error may be closed too.
+        let _ = writeln!(stderr(), "warning: standard output is closed ({error}): output continues in {path}");
+        Ok(())
+    }
+
+    fn write(&mut self, step: usize, line: &str, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
+        let time = unix_time();
+        let rounded = (1e3 * time).round() / 1e3;
+        let json = serde_json::to_string(&Timed { record, time: rounded })?;
+        self.print(&json)?;
+        let lines = [line, &json].map(|line| format!("{line}\n").into_bytes());
+        let record = self.events.is_some().then(|| tensorboard::scalars(time, step as u64, values));
+        for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain(record)) {
             let failed_before = !output.pending.is_empty();
-            if let Err(error) = output.line(&line)
+            if let Err(error) = output.append(&bytes)
                 && !failed_before
             {
                 self.error = Some(format!("{error:#}"));
@@ -181,6 +266,20 @@ impl Log {
         }
         Ok(())
     }
+}
+
+/// Returns the error of a run that has lost its standard output and has no file for its results.
+///
+/// The reason is text: such a run must not end like `head` closing a pipe.
+pub(crate) fn closed_stdout(error: &io::Error) -> anyhow::Error {
+    anyhow!(
+        "standard output: expected an open file or pipe, found a closed one ({error}); keep it open, or give --out DIR"
+    )
+}
+
+/// Returns the Unix time in seconds.
+fn unix_time() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
 /// The content of a log line, as far as resuming needs it.
@@ -264,7 +363,7 @@ mod tests {
     fn main_log_has_the_format_of_llm_c_and_main_jsonl_holds_records() {
         let dir = tempfile::tempdir().unwrap();
         let mut log = Log::create(Some(dir.path())).unwrap();
-        log.validation(0, 10.98765).unwrap();
+        log.validation(0, 0, 10.98765).unwrap();
         let step = Step {
             step: 0,
             loss: 5.270_007,
@@ -277,14 +376,17 @@ mod tests {
             verdict: Verdict::default(),
         };
         log.step(&step).unwrap();
-        log.hellaswag(20, Score { correct: 2955, examples: 10042 }).unwrap();
+        log.hellaswag(20, 256, Score { correct: 2955, examples: 10042 }).unwrap();
         let main = fs::read_to_string(dir.path().join("main.log")).unwrap();
         assert_eq!(main, "s:0 tel:10.9877\ns:0 trl:5.2700 lr:0.000300 norm:12.35\ns:20 eval:0.2943\n");
         let jsonl = fs::read_to_string(dir.path().join("main.jsonl")).unwrap();
         let records: Vec<serde_json::Value> = jsonl.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
-        assert_eq!(records[0]["val_loss"], 10.98765);
+        assert_eq!((&records[0]["val_loss"], &records[0]["tokens"]), (&10.98765.into(), &0.into()));
+        let times: Vec<f64> = records.iter().map(|record| record["time"].as_f64().unwrap()).collect();
+        assert!(times[0] > 1.7e9 && times.is_sorted(), "{times:?}");
         assert_eq!((&records[1]["tokens"], records[1].get("mfu")), (&256.into(), None));
         assert_eq!((&records[2]["step"], &records[2]["correct"]), (&20.into(), &2955.into()));
+        assert_eq!(records[2]["tokens"], 256);
         assert!(["loss_z", "norm_z", "skipped"].iter().all(|key| records[1].get(key).is_none()), "{}", records[1]);
         Log::default().step(&step).unwrap();
 
@@ -301,5 +403,26 @@ mod tests {
         assert_eq!((read("main.log"), read("main.jsonl")), (main, jsonl.clone()));
         drop(Log::resume(dir.path(), 21, true).unwrap());
         assert_eq!(read("main.jsonl").lines().count() + 1, jsonl.lines().count());
+    }
+
+    #[test]
+    fn a_resumed_run_writes_another_event_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut log = Log::create(Some(dir.path())).unwrap();
+        log.write_events(dir.path(), 0).unwrap();
+        log.validation(0, 0, 5.5).unwrap();
+        log.finish().unwrap();
+        assert_eq!(log.files().unwrap().len(), 3);
+        let files = || {
+            let entries = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+            entries.filter(|path| path.to_string_lossy().contains(tensorboard::MARKER)).collect::<Vec<_>>()
+        };
+        let written = fs::read(&files()[0]).unwrap();
+        // A record has 16 bytes around its data. The time of an event is unknown, its size is not.
+        let start = tensorboard::start(0.0, 0).len();
+        assert_eq!(written.len(), start + tensorboard::scalars(0.0, 0, &[(tensorboard::VAL_LOSS, 5.5)]).len());
+        assert!(
+            written[start..].ends_with(&written[written.len() - 4..]) && written.windows(9).any(|w| w == b"eval/loss")
+        );
     }
 }

@@ -3,6 +3,7 @@
 use distributed::fault::Fault;
 use host::allocator::Reporting;
 use host::signals::{self, Stopped};
+use host::style::{Tone, is_colored, paint};
 use std::env;
 use std::io::{self, Write, stderr};
 use std::process::ExitCode;
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
                     return code;
                 }
                 // Standard error may be closed; there is no other place to report to.
-                let _ = writeln!(stderr(), "error: {}", on_one_line(&format!("{error:#}")));
+                let label = paint("error:", Tone::Bad, is_colored(&stderr()));
+                let _ = writeln!(stderr(), "{label} {}", on_one_line(&format!("{error:#}")));
                 code
             }
         },

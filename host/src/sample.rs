@@ -1,4 +1,5 @@
-//! Text generation, one token at a time.
+//! Text generation that computes the whole text for every token. It needs no memory beside the buffers of a forward pass, and works with
+//! sharded parameters, so `train` writes its samples with it. [`generate`](crate::generate) is faster.
 
 use anyhow::{Result, ensure};
 use engine::{BatchLayout, Engine};

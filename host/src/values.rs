@@ -29,6 +29,22 @@ pub fn non_negative(text: &str) -> Result<f32, &'static str> {
     }
 }
 
+/// Parses a finite number above 0.
+pub fn positive(text: &str) -> Result<f32, &'static str> {
+    match text.parse::<f32>() {
+        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
+        _ => Err("expected a finite number above 0"),
+    }
+}
+
+/// Parses a probability from 0 to 1.
+pub fn probability(text: &str) -> Result<f32, &'static str> {
+    match text.parse::<f32>() {
+        Ok(x) if (0.0..=1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number from 0 to 1"),
+    }
+}
+
 /// Parses a fraction from 0 to 1.
 pub fn fraction(text: &str) -> Result<f64, &'static str> {
     match text.parse::<f64>() {

@@ -1,4 +1,4 @@
-//! The operations of training: one argument struct for each, declared once and implemented by every engine.
+//! The operations of training and text generation: one argument struct for each, declared once and implemented by every engine.
 //!
 //! "float" is the engine's storage type: f32, or bf16 on CUDA. Statistics and losses are f32.
 //! Weights are (OC, C) row-major, as in llm.c. Parameter gradients accumulate (`+=`). Activation gradients are
@@ -7,9 +7,14 @@
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
 
+mod decode;
 mod fp8;
 mod update;
 
+pub use decode::{
+    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, NormForward, SampleTokens, Slot,
+    SlotSampling, decode_splits,
+};
 pub(crate) use fp8::largest_rounded;
 pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
@@ -62,6 +67,11 @@ operations!(
     MuonApply,
     Quantize,
     Fp8Scales,
+    DecodeEmbed,
+    DecodeMatmul,
+    DecodeAttention,
+    CacheFill,
+    SampleTokens,
 );
 
 /// Computes `out[b, t] = wte[token[b, t]] + wpe[t]`, without the second term if there is no `wpe`.

@@ -23,8 +23,8 @@ use super::descriptor::{self, Positions};
 use super::params::Param;
 use super::sharding::LayerHooks;
 use engine::ops::{
-    AttentionForward, EncoderForward, Epilogue, LayerNormForward, MatmulForward, MatmulShape, QkNorm, RmsNormForward,
-    RotaryForward, RotaryShape,
+    AttentionForward, EncoderForward, Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, QkNorm,
+    RmsNormForward, RotaryForward, RotaryShape,
 };
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, Result};
@@ -47,6 +47,7 @@ impl Decoder {
         for (l, layer) in layers.iter().enumerate() {
             self.quantize_gathered_weights(engine, l)?;
             self.attention_layer(engine, l, layer, layout, residual)?;
+            hooks.qkv_computed(engine, l, layer.qkv)?;
             self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
             self.mlp_input(engine, l, layer, false)?;
             self.mlp_output(engine, l, layer)?;
@@ -84,26 +85,20 @@ impl Decoder {
         layout: BatchLayout,
         residual: Tensor,
     ) -> Result<()> {
-        let (d, rows) = (&self.descriptor, layout.b * layout.t);
-        let Layer { ln1, qkv, attention, lse, residual2, .. } = *layer;
-        let shape = MatmulShape { rows, c: d.channels, oc: d.qkv_channels() };
-        engine.run(self.linear(l, [Param::Qkvw, Param::Qkvb], qkv, ln1.out, Epilogue::None, shape))?;
+        let Layer { qkv, attention, lse, .. } = *layer;
+        engine.run(self.qkv(l, layer))?;
         if let Some(Rotation { table, qk_norm, shape }) = self.rotation(l, layer, layout) {
             engine.run(RotaryForward { qkv, table, qk_norm, shape })?;
         }
-        engine.run(AttentionForward { out: attention, lse, qkv, shape: d.attention(layout.b, layout.t) })?;
-        let shape = MatmulShape { rows, c: d.attention_channels(), oc: d.channels };
-        let epilogue = Epilogue::Residual(residual);
-        engine.run(self.linear(l, [Param::Attprojw, Param::Attprojb], residual2, attention, epilogue, shape))
+        let shape = self.descriptor.attention(layout.b, layout.t);
+        engine.run(AttentionForward { out: attention, lse, qkv, shape })?;
+        engine.run(self.attproj(l, layer, residual))
     }
 
     /// Computes fc and the activation of a layer, for [`mlp_output`](Self::mlp_output) or, with `recomputes`, for the backward
     /// pass.
     fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer, recomputes: bool) -> Result<()> {
-        let (d, Layer { ln2, fc, activated, .. }) = (&self.descriptor, *layer);
-        let shape = MatmulShape { rows: ln2.rstd.len, c: d.channels, oc: d.fc_channels() };
-        let epilogue = Epilogue::Activation(d.activation, fc);
-        let mut operation = self.linear(l, [Param::Fcw, Param::Fcb], activated, ln2.out, epilogue, shape);
+        let mut operation = self.fc(l, layer);
         if recomputes && let Some(fp8) = &mut operation.fp8 {
             fp8.out = None;
         }
@@ -112,10 +107,38 @@ impl Decoder {
 
     /// Computes fcproj of a layer.
     fn mlp_output(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
+        engine.run(self.fcproj(l, layer))
+    }
+
+    /// Returns the linear layer of queries, keys and values.
+    pub(super) fn qkv(&self, l: usize, layer: &Layer) -> MatmulForward {
+        let (d, Layer { ln1, qkv, .. }) = (&self.descriptor, *layer);
+        let shape = MatmulShape { rows: ln1.rstd.len, c: d.channels, oc: d.qkv_channels() };
+        self.linear(l, [Param::Qkvw, Param::Qkvb], qkv, ln1.out, Epilogue::None, shape)
+    }
+
+    /// Returns the projection of attention's output, which adds the layer's input `residual`.
+    pub(super) fn attproj(&self, l: usize, layer: &Layer, residual: Tensor) -> MatmulForward {
+        let (d, Layer { ln1, attention, residual2, .. }) = (&self.descriptor, *layer);
+        let shape = MatmulShape { rows: ln1.rstd.len, c: d.attention_channels(), oc: d.channels };
+        let epilogue = Epilogue::Residual(residual);
+        self.linear(l, [Param::Attprojw, Param::Attprojb], residual2, attention, epilogue, shape)
+    }
+
+    /// Returns the first linear layer of the MLP, with its activation.
+    pub(super) fn fc(&self, l: usize, layer: &Layer) -> MatmulForward {
+        let (d, Layer { ln2, fc, activated, .. }) = (&self.descriptor, *layer);
+        let shape = MatmulShape { rows: ln2.rstd.len, c: d.channels, oc: d.fc_channels() };
+        let epilogue = Epilogue::Activation(d.activation, fc);
+        self.linear(l, [Param::Fcw, Param::Fcb], activated, ln2.out, epilogue, shape)
+    }
+
+    /// Returns the second linear layer of the MLP.
+    pub(super) fn fcproj(&self, l: usize, layer: &Layer) -> MatmulForward {
         let (d, Layer { residual2, ln2, activated, residual3, .. }) = (&self.descriptor, *layer);
         let shape = MatmulShape { rows: ln2.rstd.len, c: d.mlp_channels, oc: d.channels };
         let epilogue = Epilogue::Residual(residual2);
-        engine.run(self.linear(l, [Param::Fcprojw, Param::Fcprojb], residual3, activated, epilogue, shape))
+        self.linear(l, [Param::Fcprojw, Param::Fcprojb], residual3, activated, epilogue, shape)
     }
 
     /// Returns a linear layer of layer `l` from `inp` to `out`. The model may lack the bias.
@@ -150,13 +173,21 @@ impl Decoder {
 
     /// Normalizes `inp` (rows, C).
     pub(super) fn norm(&self, engine: &mut dyn Engine, of: NormOf, norm: Norm, inp: Tensor) -> Result<()> {
+        match self.norm_of(of, norm, inp) {
+            NormForward::LayerNorm(op) => engine.run(op),
+            NormForward::RmsNorm(op) => engine.run(op),
+        }
+    }
+
+    /// Returns the norm of `inp` (rows, C).
+    pub(super) fn norm_of(&self, of: NormOf, norm: Norm, inp: Tensor) -> NormForward {
         let (c, params) = (self.descriptor.channels, self.norm_params(self.param_store(), of));
         let Norm { out, mean, rstd } = norm;
         if let (Some(mean), Some(weight), Some(bias)) = (mean, params.weight, params.bias) {
-            return engine.run(LayerNormForward { out, mean, rstd, inp, weight, bias, c });
+            return NormForward::LayerNorm(LayerNormForward { out, mean, rstd, inp, weight, bias, c });
         }
         let eps = self.descriptor.norm.eps().unwrap_or(EMBEDDING_EPS);
-        engine.run(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps })
+        NormForward::RmsNorm(RmsNormForward { out, rstd, inp, weight: params.weight, c, eps })
     }
 
     /// Returns the rotation of a layer's queries and keys, or `None` if positions are learned.

@@ -4,6 +4,7 @@
 //! * [`descriptor`], [`params`], [`init`]: sizes, layout of the parameters, initial weights.
 //! * [`memory_plan`], [`fit`]: every buffer of a run, and whether they fit into memory.
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
+//! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`fp8`]: FP8 in the linear layers. [`storage`]: types of the optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
@@ -19,6 +20,7 @@ pub mod descriptor;
 pub mod fit;
 pub mod forward;
 pub mod fp8;
+pub mod generator;
 pub mod guards;
 pub mod init;
 pub mod loss;
@@ -36,6 +38,7 @@ pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
 pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
+pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use muon::Muon;
 pub use params::{Param, Params, Shard, Unit};

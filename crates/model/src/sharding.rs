@@ -211,6 +211,12 @@ pub trait LayerHooks {
     /// pass will read those of `next` afterwards.
     fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()>;
 
+    /// Called when the queries, keys and values `qkv` (B, T, NH + 2 KV, HS) of a layer are complete, until the next layer's replace
+    /// them. Generation copies keys and values to its cache.
+    fn qkv_computed(&mut self, _engine: &mut dyn Engine, _layer: usize, _qkv: Tensor) -> Result<()> {
+        Ok(())
+    }
+
     /// Called before the pass adds to the gradients of `layer`. It still adds to those of the layer above until these are
     /// [ready](Self::gradients_ready).
     fn begin_gradients(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()>;

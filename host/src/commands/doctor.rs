@@ -1,6 +1,7 @@
 //! `doctor`: lists what this machine has for training on a GPU and for building the kernels, what is missing, and how to
 //! install it.
 
+use crate::style::{Tone, is_colored, paint};
 use anyhow::Result;
 use cuda_builder::{Toolchain, find_cuda_tool};
 use cuda_driver::library::SearchPath;
@@ -41,7 +42,7 @@ pub enum State {
 /// Prints all findings.
 pub fn run() -> Result<()> {
     let findings = examine();
-    match print(&findings, &mut io::stdout().lock()) {
+    match print(&findings, is_colored(&io::stdout()), &mut io::stdout().lock()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => Ok(outcome?),
     }
@@ -186,22 +187,26 @@ pub(super) fn workspace() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
-/// Prints one line for each finding, followed by its fix, and a conclusion at the end.
-pub fn print(findings: &[Finding], out: &mut impl Write) -> io::Result<()> {
-    for Finding { name, state } in findings {
-        match state {
-            State::Found(what) => writeln!(out, "ok       {name}: {what}")?,
-            State::Missing { reason, fix } => writeln!(out, "MISSING  {name}: {reason}\n         fix: {fix}")?,
-            State::Optional { reason, fix } => writeln!(out, "-        {name}: {reason}\n         fix: {fix}")?,
-        }
-    }
+/// Prints a verdict, and one line for each finding, followed by its fix.
+pub fn print(findings: &[Finding], colored: bool, out: &mut impl Write) -> io::Result<()> {
     let required: Vec<_> =
         findings.iter().filter(|f| matches!(f.state, State::Missing { .. })).map(|f| f.name.as_str()).collect();
     if required.is_empty() {
-        writeln!(out, "\nReady to train on a GPU.")
+        writeln!(out, "{}\n", paint("Ready to train on a GPU.", Tone::Good, colored))?;
     } else {
-        writeln!(out, "\nReady to train on the CPU. To train on a GPU, fix: {}.", required.join(", "))
+        let verdict = format!("Ready to train on the CPU. To train on a GPU, fix: {}.", required.join(", "));
+        writeln!(out, "{}\n", paint(&verdict, Tone::Warning, colored))?;
     }
+    for Finding { name, state } in findings {
+        match state {
+            State::Found(what) => writeln!(out, "{}       {name}: {what}", paint("ok", Tone::Good, colored))?,
+            State::Missing { reason, fix } => {
+                writeln!(out, "{}  {name}: {reason}\n         fix: {fix}", paint("MISSING", Tone::Bad, colored))?;
+            }
+            State::Optional { reason, fix } => writeln!(out, "-        {name}: {reason}\n         fix: {fix}")?,
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -210,20 +215,20 @@ mod tests {
 
     fn printed(findings: &[Finding]) -> String {
         let mut out = Vec::new();
-        print(findings, &mut out).unwrap();
+        print(findings, false, &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
     #[test]
-    fn the_conclusion_depends_on_required_components_only() {
+    fn the_verdict_comes_first_and_depends_on_required_components_only() {
         let driver = found("CUDA driver", "supports CUDA 13.0".into());
         let nccl = optional("libnccl", "not found".into(), "pip install it");
         let text = printed(&[driver.clone(), nccl.clone()]);
-        assert!(text.ends_with("Ready to train on a GPU.\n"), "{text}");
+        assert!(text.starts_with("Ready to train on a GPU.\n\nok       CUDA driver: "), "{text}");
         assert!(text.contains("-        libnccl: not found\n         fix: pip install it\n"), "{text}");
 
         let text = printed(&[driver, missing("libcublasLt", "not found".into(), "pip install that"), nccl]);
-        assert!(text.ends_with("Ready to train on the CPU. To train on a GPU, fix: libcublasLt.\n"), "{text}");
+        assert!(text.starts_with("Ready to train on the CPU. To train on a GPU, fix: libcublasLt.\n"), "{text}");
     }
 
     #[test]

@@ -1,13 +1,18 @@
 //! `sample`: generates text with a model.
 
-use super::resources::{Hardware, load};
-use crate::sample::{Sampling, generate};
-use crate::values::{count, non_negative, seed, whole_number};
+use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
+use super::resources::Hardware;
+use crate::generate::{Finish, Request, TextStream, generate};
+use crate::values::count;
 use anyhow::{Context, Result};
 use interchange::ModelSource;
-use model::Unsharded;
-use std::io::{Write, stdout};
-use std::path::PathBuf;
+use serde_json::json;
+use std::io::{Read, Write, stderr, stdin, stdout};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Most sequences that are generated at a time.
+const MOST_SLOTS: usize = 64;
 
 /// Generate text with a model
 #[derive(Debug, clap::Args)]
@@ -20,6 +25,10 @@ pub struct Sample {
     #[arg(short, long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
 
+    /// Read the text to continue from this file; -: from standard input
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompt_file: Option<PathBuf>,
+
     /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
     /// the vocabulary size]
     #[arg(long, value_name = "NAME|FILE")]
@@ -29,17 +38,24 @@ pub struct Sample {
     #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
     tokens: usize,
 
-    /// Sample from the N most likely tokens; 0: from all
-    #[arg(long, value_name = "N", default_value = "0", value_parser = whole_number)]
-    top_k: usize,
+    /// Number of texts. Text i has seed + i
+    #[arg(short, long, value_name = "N", default_value = "1", value_parser = count)]
+    n: usize,
 
-    /// Divides the logits: values below 1 favor likely tokens; 0 always takes the most likely token
-    #[arg(long, value_name = "X", default_value = "1.0", value_parser = non_negative)]
-    temperature: f32,
+    /// End the text before this string; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
 
-    /// Seed of the random numbers
-    #[arg(long, value_name = "N", default_value = "1337", value_parser = seed)]
-    seed: u32,
+    /// Continue after the token that ends a text
+    #[arg(long)]
+    ignore_end: bool,
+
+    /// Print one JSON object per text: index, prompt, text, tokens and finish_reason
+    #[arg(long)]
+    json: bool,
+
+    #[command(flatten)]
+    sampling: SamplingFlags,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -47,28 +63,109 @@ pub struct Sample {
 
 /// Prints the prompt and its continuation.
 pub fn run(args: &Sample) -> Result<()> {
-    let file = ModelSource::open(&args.model)?;
-    let descriptor = file.descriptor();
-    let tokenizer = file.tokenizer(args.tokenizer.as_deref())?.with_context(|| {
-        format!(
-            "{}: expected a tokenizer.json or tokenizer.model next to the model, or a vocabulary of 50257 (GPT-2) or 256 (bytes), \
-             found a vocabulary of {}; pass the model's tokenizer with --tokenizer FILE",
-            file.path().display(),
-            descriptor.vocab
-        )
-    })?;
+    let source = ModelSource::open(&args.model)?;
+    let descriptor = source.descriptor();
+    let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
+    let text = args.text()?;
     let mut prompt = vec![tokenizer.document()];
-    prompt.extend(tokenizer.encode_with_special(&args.prompt)?);
-    let mut engine = args.hardware.open_quietly()?;
-    let t = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
-    let model = load(file, 1, t, &mut *engine)?;
-    let sampling = Sampling { top_k: args.top_k, temperature: args.temperature, seed: args.seed };
+    prompt.extend(tokenizer.encode_with_special(&text)?);
+    check_prompt(&prompt, descriptor.vocab)?;
+    let ends = if args.ignore_end { Vec::new() } else { end_tokens(&tokenizer, source.directory())? };
+    let capacity = descriptor.max_seq_len.min(prompt.len().saturating_add(args.tokens));
+    let Loaded { generator, mut engine, run_ahead } = load(source, &args.hardware, args.n.min(MOST_SLOTS), capacity)?;
+    let (tokens, sampling) = (args.tokens, args.sampling.sampling());
+    let request = |i: usize| {
+        let seed = args.sampling.seed.wrapping_add(i as u32);
+        Request { prompt: prompt.clone(), tokens, seed, sampling, ends: ends.clone() }
+    };
+    let requests: Vec<Request> = (0..args.n).map(request).collect();
+    let mut output = Output {
+        args,
+        prompt: &text,
+        streams: requests.iter().map(|_| TextStream::new(&tokenizer, &args.stop)).collect(),
+        texts: vec![(String::new(), Vec::new()); args.n],
+    };
+    output.begin()?;
+    let start = Instant::now();
+    let finishes = generate(&generator, &mut *engine, &requests, run_ahead, &mut |i, token| output.take(i, token))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let generated = output.end(&finishes)?;
+    let rate = generated as f64 / seconds;
+    Ok(writeln!(stderr(), "generated {generated} tokens in {seconds:.2} s: {rate:.1} tokens/s, prompt included")?)
+}
+
+impl Sample {
+    fn text(&self) -> Result<String> {
+        match &self.prompt_file {
+            None => Ok(self.prompt.clone()),
+            Some(path) if path == Path::new("-") => {
+                let mut text = String::new();
+                stdin()
+                    .take(bounded_file::TEXT)
+                    .read_to_string(&mut text)
+                    .context("--prompt-file -: cannot read UTF-8 text")?;
+                Ok(text)
+            }
+            Some(path) => bounded_file::read_to_string(path, bounded_file::TEXT)
+                .with_context(|| format!("--prompt-file {}: cannot read UTF-8 text", path.display())),
+        }
+    }
+}
+
+fn print(text: &str) -> Result<()> {
     let mut out = stdout();
-    out.write_all(args.prompt.as_bytes())?;
-    // Write bytes rather than text: a character may consist of several tokens.
-    generate(&model, &mut *engine, &mut Unsharded, &prompt, args.tokens, sampling, |token| {
-        out.write_all(&tokenizer.decode(&[token]))?;
-        Ok(out.flush()?)
-    })?;
-    Ok(out.write_all(b"\n")?)
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}
+
+/// Prints texts: a single one as it is generated, several ones in order at the end.
+struct Output<'a> {
+    args: &'a Sample,
+    prompt: &'a str,
+    streams: Vec<TextStream>,
+    /// Text and tokens of each sequence.
+    texts: Vec<(String, Vec<u32>)>,
+}
+
+impl Output<'_> {
+    fn streams(&self) -> bool {
+        self.args.n == 1 && !self.args.json
+    }
+
+    fn begin(&self) -> Result<()> {
+        if self.streams() { print(self.prompt) } else { Ok(()) }
+    }
+
+    /// Takes a token of text `i` and returns whether the text goes on.
+    fn take(&mut self, i: usize, token: u32) -> Result<bool> {
+        let new = self.streams[i].push(token);
+        self.texts[i].1.push(token);
+        self.add(i, &new)?;
+        Ok(!self.streams[i].stopped())
+    }
+
+    fn add(&mut self, i: usize, new: &str) -> Result<()> {
+        self.texts[i].0 += new;
+        if self.streams() { print(new) } else { Ok(()) }
+    }
+
+    /// Prints what remains and returns the number of tokens.
+    fn end(&mut self, finishes: &[Finish]) -> Result<usize> {
+        for (i, finish) in finishes.iter().enumerate() {
+            let rest = self.streams[i].finish();
+            self.add(i, &rest)?;
+            let (text, tokens) = &self.texts[i];
+            if self.args.json {
+                let finish = finish.name();
+                let line = json!({ "index": i, "prompt": self.prompt, "text": text, "tokens": tokens, "finish_reason": finish });
+                print(&format!("{line}\n"))?;
+            } else if self.streams() {
+                print("\n")?;
+            } else {
+                let separator = if i > 0 { "---\n" } else { "" };
+                print(&format!("{separator}{}{text}\n", self.prompt))?;
+            }
+        }
+        Ok(self.texts.iter().map(|(_, tokens)| tokens.len()).sum())
+    }
 }

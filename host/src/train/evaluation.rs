@@ -21,7 +21,7 @@ impl Run<'_> {
         let loss = sum[0] / self.ranks.world_size() as f64;
         self.state.progress.first_val_loss.get_or_insert(loss);
         session.last_val_loss = Some(loss);
-        self.log.validation(step, loss)?;
+        self.log.validation(step, self.state.progress.tokens, loss)?;
         self.console.validation(step, loss)
     }
 
@@ -41,7 +41,7 @@ impl Run<'_> {
         self.ranks.all_reduce_sum_f64(&mut counts)?;
         let [correct, examples] = counts.map(|count| count as usize);
         let score = Score { correct, examples };
-        self.log.hellaswag(step, score)?;
+        self.log.hellaswag(step, self.state.progress.tokens, score)?;
         self.console.hellaswag(step, score)
     }
 

@@ -6,7 +6,7 @@ use anyhow::ensure;
 use rayon::prelude::*;
 use std::ops::Range;
 
-fn embedding_rows(name: &str, table: Tensor, c: usize) -> Result<usize> {
+pub(super) fn embedding_rows(name: &str, table: Tensor, c: usize) -> Result<usize> {
     ensure!(
         c > 0 && table.len.is_multiple_of(c),
         "{name}: expected rows of {c} elements, found {} elements",
@@ -15,7 +15,7 @@ fn embedding_rows(name: &str, table: Tensor, c: usize) -> Result<usize> {
     Ok(table.len / c)
 }
 
-fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
+pub(super) fn check_tokens(tokens: &[i32], rows: usize) -> Result<()> {
     match tokens.iter().position(|&token| !(0..rows as i64).contains(&i64::from(token))) {
         None => Ok(()),
         Some(at) => {

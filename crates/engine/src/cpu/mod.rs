@@ -9,6 +9,7 @@ mod arena;
 mod attention;
 mod cast;
 mod classifier;
+mod decode;
 mod encoder;
 pub(crate) mod gemm;
 mod global_norm;
@@ -131,6 +132,11 @@ impl Engine for Cpu {
             Operation::MuonApply(op) => muon::apply(arena, op),
             Operation::Quantize(op) => quantize::quantize(arena, op),
             Operation::Fp8Scales(op) => quantize::scales(arena, op),
+            Operation::DecodeEmbed(op) => decode::embed(arena, op),
+            Operation::DecodeMatmul(op) => decode::matmul(arena, op),
+            Operation::DecodeAttention(op) => decode::attention(arena, op),
+            Operation::CacheFill(op) => decode::cache_fill(arena, op),
+            Operation::SampleTokens(op) => decode::sample(arena, op),
         }
     }
 

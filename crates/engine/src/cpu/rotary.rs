@@ -35,7 +35,7 @@ fn check(shape: RotaryShape, table: Tensor) -> Result<(usize, usize)> {
 }
 
 /// Rotates a head by the angles of its position, or back if `sign` is -1.
-fn rotate(head: &mut [f32], table: &[f32], pairs: RotaryPairs, sign: f32) {
+pub(super) fn rotate(head: &mut [f32], table: &[f32], pairs: RotaryPairs, sign: f32) {
     let half = head.len() / 2;
     for (i, angle) in table.chunks_exact(2).enumerate() {
         let (a, b) = match pairs {

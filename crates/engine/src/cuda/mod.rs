@@ -11,6 +11,7 @@ mod bias;
 mod cast;
 mod classifier;
 mod cuda_graphs;
+mod decode;
 mod device;
 mod emulated;
 mod encoder;
@@ -316,6 +317,11 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MuonApply(op) => muon::apply(self, op),
             Operation::Quantize(op) => quantize::quantize(self, op),
             Operation::Fp8Scales(op) => quantize::scales(self, op),
+            Operation::DecodeEmbed(op) => decode::embed(self, op),
+            Operation::DecodeMatmul(op) => decode::matmul(self, op),
+            Operation::DecodeAttention(op) => decode::attention(self, op),
+            Operation::CacheFill(op) => decode::cache_fill(self, op),
+            Operation::SampleTokens(op) => decode::sample(self, op),
         }
     }
 

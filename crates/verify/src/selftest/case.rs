@@ -17,6 +17,8 @@ pub enum Init {
     Zero,
     /// These values.
     Values(Vec<f32>),
+    /// These i32 values.
+    Words(Vec<i32>),
     /// i32 values from 0 to below the bound.
     Tokens { below: i32 },
     /// Nothing: the operation writes the tensor before it reads it.
@@ -236,6 +238,10 @@ impl Case {
                 Init::Zero => vec![0.0; n],
                 Init::None => continue,
                 Init::Values(values) => values.clone(),
+                Init::Words(words) => {
+                    engine.write_i32(tensor, words)?;
+                    continue;
+                }
                 Init::Tokens { below } => {
                     let tokens: Vec<i32> = (0..operand.len).map(|_| random.below(*below)).collect();
                     engine.write_i32(tensor, &tokens)?;

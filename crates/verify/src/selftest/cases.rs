@@ -1,6 +1,7 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
 pub mod fp8;
+mod decode;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};
@@ -87,6 +88,7 @@ pub fn edge_cases() -> Vec<Case> {
         cases.extend([global_norm(n), sum(n), cast_to_float(n), cast_from_float(n)]);
     }
     cases.extend(update::edge_cases());
+    cases.extend(decode::edge_cases());
     cases
 }
 
@@ -145,6 +147,7 @@ pub fn model_cases() -> Vec<Case> {
     }
     cases.push(sum(65_536));
     cases.extend(update::model_cases());
+    cases.extend(decode::model_cases());
     cases
 }
 

@@ -1,8 +1,9 @@
-//! `bench`: times the parts of training, and the tokenizer.
+//! `bench`: times the parts of training, text generation, and the tokenizer.
 
 mod attention;
 mod gemm;
 mod gemm_fp8;
+mod generate;
 mod kernels;
 mod step;
 mod table;
@@ -10,11 +11,12 @@ mod tokenizer;
 
 use engine::Result;
 
-/// Time the parts of a training step, or a tokenizer
+/// Time the parts of a training step, text generation, or a tokenizer
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum Bench {
     Attention(attention::Attention),
     Gemm(gemm::Gemm),
+    Generate(generate::Generate),
     Kernels(kernels::Kernels),
     Step(step::Step),
     Tokenizer(tokenizer::Tokenizer),
@@ -25,6 +27,7 @@ pub fn run(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Attention(options) => attention::run(options),
         Bench::Gemm(options) => gemm::run(options),
+        Bench::Generate(options) => generate::run(options),
         Bench::Kernels(options) => kernels::run(options),
         Bench::Step(options) => step::run(options),
         Bench::Tokenizer(options) => tokenizer::run(options),

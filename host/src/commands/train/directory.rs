@@ -9,6 +9,8 @@ use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_tempora
 use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
+use metrics::tensorboard::MARKER;
+use std::fs;
 use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -62,6 +64,7 @@ impl OutDirectory {
         identity: Identity,
         newest: Option<usize>,
         evaluated: bool,
+        events: bool,
     ) -> Result<(Log, CheckpointWriter)> {
         let locked = self.locked.map_or_else(|| lock(&self.path), Ok)?;
         remove_temporary_files(&self.path)?;
@@ -69,15 +72,25 @@ impl OutDirectory {
         if let Some(tokenizer) = tokenizer.tokenizer.as_ref().filter(|_| tokenizer.is_stated) {
             stored::write(tokenizer, &self.path)?;
         }
-        let log = match newest {
+        let mut log = match newest {
             Some(step) => Log::resume(&self.path, step, evaluated)?,
             None => Log::create(Some(&self.path))?,
         };
+        let events = events || newest.is_some() && has_events(&self.path);
+        if events {
+            log.write_events(&self.path, newest.unwrap_or(0))?;
+        }
         let retention = Retention { keep: config.keep, major_every: config.major_every };
         // A killed run may not have deleted its old checkpoints.
         newest.map(|step| retention.apply(&self.path, step, &[])).transpose()?;
         Ok((log, CheckpointWriter::new(locked, retention, identity, newest)))
     }
+}
+
+/// Returns whether the run has written event files for TensorBoard.
+fn has_events(directory: &Path) -> bool {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| entry.file_name().to_string_lossy().contains(MARKER))
 }
 
 /// Locks a directory, which is created if necessary. Waits for a process that is ending, and says so.

@@ -13,6 +13,7 @@ use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
 use crate::gpu_info::GpuInfo;
 use crate::hints::Invocation;
+use crate::plots;
 use crate::signals::Stop;
 use crate::train::{MuonSettings, OptimizerSettings, Outcome, Run, Settings};
 use anyhow::{Result, ensure};
@@ -32,6 +33,7 @@ use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
+use std::path::Path;
 use std::time::{Duration, Instant};
 use tokenizer::stored::Found;
 
@@ -132,24 +134,18 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         plan,
         console,
     };
-    planned.execute(ranks, engine, args.force_resume, started)
+    planned.execute(ranks, engine, args, started)
 }
 
 impl PlannedRun {
     /// Allocates the memory, loads the weights and the state, and trains.
-    fn execute(
-        mut self,
-        ranks: &mut Ranks,
-        engine: &mut dyn Engine,
-        force_resume: bool,
-        started: Instant,
-    ) -> Result<()> {
+    fn execute(mut self, ranks: &mut Ranks, engine: &mut dyn Engine, args: &Options, started: Instant) -> Result<()> {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
         let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
         let state = match self.checkpoint {
             Some(checkpoint) => {
-                checkpoint.load(&model, engine, &mut train, config.total_batch, force_resume, &mut notes)?
+                checkpoint.load(&model, engine, &mut train, config.total_batch, args.force_resume, &mut notes)?
             }
             None => RunState::fresh(train.position()),
         };
@@ -165,7 +161,7 @@ impl PlannedRun {
         let (log, mut checkpoints) = match (self.out, &config.out) {
             (Some(out), _) => {
                 let evaluated = state.progress.evaluated;
-                Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated)?).unzip()
+                Some(out.open(&config, &self.tokenizer, self.identity, newest, evaluated, args.tensorboard)?).unzip()
             }
             (None, Some(out)) if model.zero.shards_optimizer() => {
                 (None, Some(CheckpointWriter::for_other_rank(out.clone(), self.identity, newest)))
@@ -177,6 +173,8 @@ impl PlannedRun {
             checkpoints.prepare(&model, engine, &state)?;
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
+        let directory = written_by_this_rank.clone();
+        let printed = args.json && ranks.is_first();
         let mut run = Run {
             settings: &settings,
             ranks,
@@ -187,13 +185,19 @@ impl PlannedRun {
             hellaswag: self.hellaswag,
             engine,
             console,
-            log: log.unwrap_or_default(),
+            log: log.unwrap_or_default().printed(printed),
             state,
             checkpoints,
             stop: Stop::on_signals(written_by_this_rank)?,
         };
-        let outcome = run.train()?;
-        report_end(&run.console, &outcome, &config, started.elapsed())?;
+        let outcome = run.train();
+        // The curves of a failed run may show why it failed.
+        let drawn = draw(directory.as_deref());
+        let outcome = outcome?;
+        if let Err(error) = &drawn {
+            run.console.line(&format!("warning: no plots: {error:#}"))?;
+        }
+        report_end(&run.console, &outcome, &config, started.elapsed(), drawn.is_ok_and(|drawn| drawn))?;
         outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
@@ -243,8 +247,18 @@ fn report_start(console: &Console, notes: &[String], step: usize, steps: usize) 
     if step > 0 { console.line(&format!("resumed after {step} of {steps} steps\n")) } else { Ok(()) }
 }
 
-fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Duration) -> Result<()> {
-    console.line(&summary(outcome, console.last_train_loss(), config, wall))?;
+/// Draws the log of a run into its directory. Returns false if there is nothing to draw.
+fn draw(directory: Option<&Path>) -> Result<bool> {
+    let has_log = |directory: &&Path| directory.join("main.jsonl").metadata().is_ok_and(|file| file.len() > 0);
+    let Some(directory) = directory.filter(has_log) else { return Ok(false) };
+    plots::write_into(directory).map(|()| true)
+}
+
+fn report_end(console: &Console, outcome: &Outcome, config: &Config, wall: Duration, drawn: bool) -> Result<()> {
+    console.result(&summary(outcome, console.last_train_loss(), config, wall))?;
+    if let Some(out) = config.out.as_deref().filter(|_| drawn) {
+        console.line(&format!("plots: {0}/{1}, {0}/{2}", out.display(), plots::FIGURE, plots::REPORT))?;
+    }
     match outcome.stopped {
         Some(step) => console.line(&format!("\n{}", stopped(step, config))),
         None => console.line(&format!("\nnext: {}", next_command(config, outcome))),

@@ -98,7 +98,7 @@ pub fn check_tokenizer(ranks: &mut Ranks, tokenizer: Option<&Tokenizer>, zero_st
 pub fn console(ranks: &Ranks, args: &Options, steps: usize) -> Result<Console> {
     let out = args.out.as_deref().filter(|_| !args.dry_run);
     if ranks.is_first() {
-        return Ok(Console::new(steps, out.map(|out| out.join(CONSOLE_FILE))));
+        return Ok(Console::with_verbosity(steps, out.map(|out| out.join(CONSOLE_FILE)), args.verbosity()));
     }
     out.map(create_directory).transpose()?;
     let path = out.map(|out| out.join(format!("rank-{}.log", ranks.rank())));

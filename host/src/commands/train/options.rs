@@ -1,6 +1,7 @@
 //! The flags of `train`.
 
 use crate::commands::resources::{Fp8Flags, Hardware};
+use crate::console::Verbosity;
 use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
     switch, whole_number, zero_stage,
@@ -65,6 +66,10 @@ pub struct Options {
     /// Directory for main.log, main.jsonl, config.toml and checkpoints [default: nothing is saved]
     #[arg(short, long, value_name = "DIR", help_heading = DATA)]
     pub out: Option<PathBuf>,
+
+    /// Also write event files for TensorBoard into --out. A resumed run continues to write them
+    #[arg(long, requires = "out", help_heading = DATA)]
+    pub tensorboard: bool,
 
     /// Read flags from a TOML file of `flag = value` lines, such as DIR/config.toml of an earlier run. Flags on the command
     /// line override the file
@@ -296,6 +301,25 @@ pub struct Options {
     /// Print the memory table with every buffer
     #[arg(long, help_heading = GENERAL)]
     pub verbose: bool,
+
+    /// Print only warnings and the final values
+    #[arg(long, help_heading = GENERAL, conflicts_with_all = ["verbose", "dry_run", "json"])]
+    pub quiet: bool,
+
+    /// Print the lines of main.jsonl to standard output, and everything else to standard error
+    #[arg(long, help_heading = GENERAL)]
+    pub json: bool,
+}
+
+impl Options {
+    /// Returns what the run prints.
+    pub const fn verbosity(&self) -> Verbosity {
+        match (self.quiet, self.json) {
+            (_, true) => Verbosity::Json,
+            (true, _) => Verbosity::Quiet,
+            _ => Verbosity::Normal,
+        }
+    }
 }
 
 /// The place of this process among the ranks of a run: one process for each GPU. Unset flags are read from the environment that

@@ -1,0 +1,195 @@
+//! Text generation with a KV cache.
+
+use super::{Cuda, Float, layernorm, matmul as linear, rmsnorm, shared_bytes};
+use crate::Result;
+use crate::ops::{
+    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, Epilogue, MatmulForward,
+    MatmulShape, NormForward, RotaryPairs, SampleTokens, Slot, decode_splits,
+};
+use crate::tensor::Tensor;
+use anyhow::{Context, ensure};
+use cuda_std::{Global, GlobalMut};
+use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
+use gpu::decode::{attention as kernels, embed as embeddings, matvec, sample as sampling};
+use gpu::launch::KernelLaunch;
+
+fn null<E>() -> Global<E> {
+    Global::new(std::ptr::null())
+}
+
+pub(super) fn embed<T: Float>(cuda: &mut Cuda<T>, op: DecodeEmbed) -> Result<()> {
+    let DecodeEmbed { out, slots, wte, wpe, c } = op;
+    ensure!(c.is_multiple_of(T::PACKET), "decode_embed: expected a multiple of {} channels, found {c}", T::PACKET);
+    let b = slots.len / Slot::WORDS;
+    let launch = embeddings::decode_embed::<T>(
+        cuda.output("out", out, b * c)?,
+        cuda.input("slots", slots, b * Slot::WORDS)?,
+        cuda.input("wte", wte, wte.len)?,
+        wpe.map_or(Ok(null()), |wpe| cuda.input("wpe", wpe, wpe.len))?,
+        c as u32,
+    );
+    cuda.launch(&launch, embeddings::grid::<T>(c, b), 0)
+}
+
+/// Returns the code of an activation.
+fn code(epilogue: Epilogue) -> u32 {
+    match epilogue {
+        Epilogue::None | Epilogue::Residual(_) => matvec::NO_ACTIVATION,
+        Epilogue::Activation(Activation::Gelu, _) => matvec::GELU,
+        Epilogue::Activation(Activation::ReluSquared, _) => matvec::RELU_SQUARED,
+        Epilogue::Activation(Activation::SwiGlu, _) => matvec::SWIGLU,
+    }
+}
+
+/// Returns the kernel of a linear layer of few rows that reads `inp` (rows, C), before its norm.
+fn matvec_kernel<T: Float>(
+    cuda: &Cuda<T>,
+    op: &MatmulForward,
+    inp: Tensor,
+    norm: Norm<T>,
+) -> Result<Option<KernelLaunch>> {
+    let MatmulForward { out, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    if rows > launch::MOST_ROWS {
+        return Ok(None);
+    }
+    let (residual, inputs) = match epilogue {
+        Epilogue::None => (None, 1),
+        Epilogue::Residual(residual) => (Some(residual), 1),
+        Epilogue::Activation(activation, _) => (None, activation.inputs()),
+    };
+    let operands = MatvecOperands {
+        out: cuda.output("out", out, rows * (oc / inputs))?,
+        inp: cuda.input("inp", inp, rows * c)?,
+        weight: cuda.input("weight", weight, oc * c)?,
+        bias: bias.map_or(Ok(null()), |bias| cuda.input("bias", bias, oc))?,
+        residual: residual.map_or(Ok(null()), |residual| cuda.input("residual", residual, rows * oc))?,
+        norm,
+    };
+    let sm_count = cuda.executor.sm_count();
+    let size = MatvecSize { rows, channels: c, outputs: oc, activation: code(epilogue), sm_count };
+    Ok(launch::matvec(operands, size))
+}
+
+/// Returns the kernel that computes the norm as well, if there is one.
+fn normed_kernel<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<Option<KernelLaunch>> {
+    let c = op.matmul.shape.c;
+    let (inp, norm) = match op.norm {
+        None => (op.matmul.inp, Norm::None),
+        Some(NormForward::LayerNorm(norm)) => {
+            let (weight, bias) = (cuda.input("norm weight", norm.weight, c)?, cuda.input("norm bias", norm.bias, c)?);
+            (norm.inp, Norm::LayerNorm(weight, bias))
+        }
+        Some(NormForward::RmsNorm(norm)) => {
+            let weight = norm.weight.map_or(Ok(null()), |weight| cuda.input("norm weight", weight, c))?;
+            (norm.inp, Norm::RmsNorm(weight, norm.eps))
+        }
+    };
+    matvec_kernel(cuda, &op.matmul, inp, norm)
+}
+
+pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: DecodeMatmul) -> Result<()> {
+    if let Some(kernel) = normed_kernel(cuda, &op)? {
+        return cuda.launch_all(&[kernel]);
+    }
+    match op.norm {
+        Some(NormForward::LayerNorm(norm)) => layernorm::forward(cuda, norm)?,
+        Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(cuda, norm)?,
+        None => {}
+    }
+    match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
+        Some(kernel) => cuda.launch_all(&[kernel]),
+        None => linear::forward(cuda, op.matmul),
+    }
+}
+
+pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: DecodeAttention) -> Result<()> {
+    let DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape } = op;
+    let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
+    shape.check()?;
+    let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));
+    // A few blocks for each SM hide the latency of memory; more only add partial results.
+    let enough = (4 * cuda.executor.sm_count()).div_ceil(b * kv_heads);
+    let splits = splits.min(enough);
+    let norm = rotary.and_then(|rotary| rotary.qk_norm);
+    let weights = norm.and_then(|norm| norm.weights);
+    let [q_weight, k_weight]: [Global<T>; 2] = match weights {
+        Some([q, k]) => [cuda.input("q weight", q, hs)?, cuda.input("k weight", k, hs)?],
+        None => [null(); 2],
+    };
+    let sizes = kernels::Sizes {
+        heads: heads as u32,
+        kv_heads: kv_heads as u32,
+        head_size: hs as u32,
+        capacity: t as u32,
+        splits: splits as u32,
+        rotation: match rotary.map(|rotary| rotary.pairs) {
+            None => kernels::NO_ROTATION,
+            Some(RotaryPairs::HalfSplit) => kernels::HALF_SPLIT,
+            Some(RotaryPairs::Interleaved) => kernels::INTERLEAVED,
+        },
+        qk_norm: u32::from(norm.is_some()),
+        eps: norm.map_or(0.0, |norm| norm.eps),
+        gain: norm.map_or(1.0, |norm| norm.gain),
+    };
+    let partials = match splits {
+        0 | 1 => GlobalMut::new(std::ptr::null_mut()),
+        _ => cuda.output("partials", partials, b * heads * splits * (hs + 2))?,
+    };
+    let operands = AttentionOperands {
+        out: cuda.output("out", out, b * heads * hs)?,
+        partials,
+        keys: cuda.output("keys", keys, cache)?,
+        values: cuda.output("values", values, cache)?,
+        qkv: cuda.input("qkv", qkv, b * shape.packed_heads() * hs)?,
+        slots: cuda.input("slots", slots, b * Slot::WORDS)?,
+        table: rotary.map_or(Ok(null()), |rotary| cuda.input("table", rotary.table, t * hs))?,
+        q_weight,
+        k_weight,
+    };
+    let kernels = launch::attention(operands, sizes, b).with_context(|| {
+        format!("decode_attention: expected a head size that is a multiple of 16 up to 128, found {hs}")
+    })?;
+    cuda.launch_all(&kernels)
+}
+
+pub(super) fn cache_fill<T: Float>(cuda: &mut Cuda<T>, op: CacheFill) -> Result<()> {
+    let CacheFill { keys, values, qkv, shape, capacity } = op;
+    let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
+    shape.check()?;
+    ensure!(b == 1 && t <= capacity, "cache: expected one sequence of at most {capacity} tokens, found {b} of {t}");
+    ensure!(
+        hs.is_multiple_of(T::PACKET),
+        "cache: expected a head size that is a multiple of {}, found {hs}",
+        T::PACKET
+    );
+    let len = kv_heads * capacity * hs;
+    let (keys, values) = (cuda.output("keys", keys, len)?, cuda.output("values", values, len)?);
+    let qkv = cuda.input("qkv", qkv, t * shape.packed_heads() * hs)?;
+    let [tokens, heads, kv, head_size, capacity] = [t, heads, kv_heads, hs, capacity].map(|size| size as u32);
+    let launch = kernels::cache_fill::<T>(keys, values, qkv, tokens, heads, kv, head_size, capacity);
+    cuda.launch(&launch, [kernels::fill_grid::<T>(t, kv_heads, hs), 1, 1], 0)
+}
+
+pub(super) fn sample<T: Float>(cuda: &mut Cuda<T>, op: SampleTokens) -> Result<()> {
+    let SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap } = op;
+    let b = sampled.len;
+    ensure!(
+        0 < v && v <= vp && vp.is_multiple_of(4) && vp <= 1 << 24,
+        "sample: expected a vocabulary of at most {vp} tokens, found {v}"
+    );
+    let sizes = sampling::Sizes {
+        vocab: v as u32,
+        padded_vocab: vp as u32,
+        capacity: capacity as u32,
+        softcap: softcap.unwrap_or(0.0),
+    };
+    let launch = sampling::sample_tokens::<T>(
+        cuda.output("sampled", sampled, b)?,
+        cuda.output("slots", slots, b * Slot::WORDS)?,
+        cuda.output("seen", seen, b * vp)?,
+        cuda.output("scratch", scratch, b * vp)?,
+        cuda.input("logits", logits, b * vp)?,
+        sizes,
+    );
+    cuda.launch(&launch, [b as u32, 1, 1], shared_bytes(sampling::shared))
+}

@@ -1,0 +1,79 @@
+//! The logs of runs as a table in CSV.
+
+use crate::run::{Evaluation, RunLog, Step};
+use anyhow::Result;
+use std::io::Write;
+
+/// Columns of the table. A cell is empty if the log has no value, or none that is finite.
+pub const COLUMNS: [&str; 12] =
+    ["run", "step", "tokens", "time", "loss", "lr", "norm", "ms", "tokens_per_second", "mfu", "val_loss", "hellaswag"];
+
+/// Writes one row for each step of each run. Evaluations before a step are in its row; tokens and time are those of the training
+/// step, or of the evaluation in a row without one.
+pub fn write(runs: &[RunLog], to: impl Write) -> Result<()> {
+    let mut table = ::csv::Writer::from_writer(to);
+    table.write_record(COLUMNS)?;
+    for run in runs {
+        let mut steps: Vec<u64> = run.steps.iter().map(|step| step.step).collect();
+        steps.extend(run.validations.iter().chain(&run.hellaswag).map(|evaluation| evaluation.step));
+        steps.sort_unstable();
+        steps.dedup();
+        for number in steps {
+            let step = find(&run.steps, number, |step: &Step| step.step);
+            let validation = find(&run.validations, number, |evaluation: &Evaluation| evaluation.step);
+            let score = find(&run.hellaswag, number, |evaluation: &Evaluation| evaluation.step);
+            let evaluation = validation.or(score);
+            let tokens = step.map_or_else(|| evaluation?.tokens, |step| step.tokens);
+            let time = step.map(|step| step.time).or(evaluation.map(|evaluation| evaluation.time));
+            let value = |value: fn(&Step) -> f32| step.map_or_else(String::new, |step| cell(value(step)));
+            let result = |found: Option<&Evaluation>| found.map_or_else(String::new, |found| cell(found.value));
+            table.write_record([
+                run.name.clone(),
+                number.to_string(),
+                tokens.map_or_else(String::new, |tokens| tokens.to_string()),
+                time.filter(|time| time.is_finite()).map_or_else(String::new, |time| format!("{time:.3}")),
+                value(|step| step.loss),
+                value(|step| step.lr),
+                value(|step| step.norm),
+                value(|step| step.ms),
+                value(|step| step.tokens_per_second),
+                value(|step| step.mfu),
+                result(validation),
+                result(score),
+            ])?;
+        }
+    }
+    Ok(table.flush()?)
+}
+
+fn find<T>(records: &[T], number: u64, step: impl Fn(&T) -> u64) -> Option<&T> {
+    records.binary_search_by_key(&number, step).ok().map(|at| &records[at])
+}
+
+/// Formats a finite number with as many digits as are needed to read the same number again.
+fn cell(value: impl Into<f64> + std::fmt::Display + Copy) -> String {
+    if value.into().is_finite() { value.to_string() } else { String::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_joins_a_step_and_the_evaluations_before_it() {
+        let text = r#"{"step":0,"val_loss":5.5,"tokens":0,"time":10.0}
+{"step":0,"loss":null,"lr":0.0006,"norm":1.5,"ms":250.0,"tokens_per_second":256.0,"tokens":64,"time":11.5}
+{"step":1,"val_loss":4.5,"tokens":64,"time":12.0}
+{"step":1,"hellaswag":0.25,"tokens":64,"time":12.5}
+"#;
+        let log = RunLog { name: "a,b".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() };
+        let mut table = Vec::new();
+        write(&[log], &mut table).unwrap();
+        assert_eq!(
+            String::from_utf8(table).unwrap(),
+            "run,step,tokens,time,loss,lr,norm,ms,tokens_per_second,mfu,val_loss,hellaswag\n\
+             \"a,b\",0,64,11.500,,0.0006,1.5,250,256,,5.5,\n\
+             \"a,b\",1,64,12.000,,,,,,,4.5,0.25\n"
+        );
+    }
+}

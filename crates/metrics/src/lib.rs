@@ -1,0 +1,22 @@
+//! Logs of training runs: reads them, draws them, and writes them in the formats of other programs.
+//!
+//! * [`run`] reads `main.jsonl` of llm.rs and `main.log` of llm.rs and llm.c.
+//! * [`curves`] turns the records of several runs into curves over steps, tokens or time, with smoothing.
+//! * [`figure`] lays the curves out and writes SVG with [`axis`], [`svg`] and [`references`]; [`png`](mod@png) renders the SVG;
+//!   [`report`] embeds it in an HTML page.
+//! * [`csv`] writes a table, and [`tensorboard`] writes event files.
+//!
+//! The training loop writes its logs itself; nothing here depends on a model or an engine.
+
+#![warn(missing_docs)]
+
+pub mod axis;
+pub mod csv;
+pub mod curves;
+pub mod figure;
+pub mod png;
+pub mod references;
+pub mod report;
+pub mod run;
+pub mod svg;
+pub mod tensorboard;

@@ -1,0 +1,185 @@
+//! A page in HTML with a table of runs and their figure. It contains everything it needs and requests nothing.
+
+use crate::axis::short_count;
+use crate::curves::smooth;
+use crate::figure::Figure;
+use crate::run::RunLog;
+use crate::svg::{dark_mode, escape};
+use std::fmt::Write;
+
+const STYLE: &str = include_str!("report.css");
+const SCRIPT: &str = include_str!("report.js");
+/// Factor of the moving average whose last value the table shows as the training loss.
+const TABLE_SMOOTHING: f64 = 0.9;
+
+/// A run of the page.
+pub struct Entry<'a> {
+    /// Its log.
+    pub run: &'a RunLog,
+    /// Its settings as text, if they are known.
+    pub settings: Option<String>,
+}
+
+/// Final values of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Summary {
+    /// Number of training steps up to the last one.
+    pub steps: u64,
+    /// Tokens trained on.
+    pub tokens: Option<u64>,
+    /// Moving average of the training loss at the end.
+    pub train_loss: Option<f64>,
+    /// Last validation loss.
+    pub val_loss: Option<f64>,
+    /// Lowest validation loss and its step.
+    pub best_val_loss: Option<(f64, u64)>,
+    /// Last HellaSwag accuracy.
+    pub hellaswag: Option<f64>,
+    /// Median throughput in tokens per second.
+    pub tokens_per_second: Option<f64>,
+    /// Seconds of all training steps.
+    pub seconds: Option<f64>,
+    /// Steps without a finite loss.
+    pub not_finite: usize,
+}
+
+impl Summary {
+    /// Returns the final values of a log.
+    pub fn new(run: &RunLog) -> Self {
+        let losses: Vec<(f64, f64)> = run.steps.iter().map(|step| (0.0, f64::from(step.loss))).collect();
+        let last = |values: &mut dyn DoubleEndedIterator<Item = f64>| values.rev().find(|value| value.is_finite());
+        let finite = run.validations.iter().filter(|validation| validation.value.is_finite());
+        let best = finite.min_by(|a, b| a.value.total_cmp(&b.value));
+        let mut speeds: Vec<f32> =
+            run.steps.iter().map(|step| step.tokens_per_second).filter(|x| x.is_finite()).collect();
+        speeds.sort_unstable_by(f32::total_cmp);
+        let times = || run.steps.iter().map(|step| f64::from(step.ms)).filter(|ms| ms.is_finite());
+        Self {
+            steps: run.steps.last().map_or(0, |step| step.step.saturating_add(1)),
+            tokens: run.steps.iter().rev().find_map(|step| step.tokens),
+            train_loss: last(&mut smooth(&losses, TABLE_SMOOTHING).into_iter().map(|(_, loss)| loss)),
+            val_loss: last(&mut run.validations.iter().map(|validation| validation.value)),
+            best_val_loss: best.map(|best| (best.value, best.step)),
+            hellaswag: last(&mut run.hellaswag.iter().map(|score| score.value)),
+            tokens_per_second: speeds.get(speeds.len() / 2).map(|speed| f64::from(*speed)),
+            seconds: times().next().map(|_| times().sum::<f64>() / 1e3),
+            not_finite: losses.iter().filter(|(_, loss)| !loss.is_finite()).count(),
+        }
+    }
+
+    /// Returns names and values for a table.
+    pub fn cells(&self) -> [(&'static str, String); 8] {
+        let number = |value: Option<f64>, format: &dyn Fn(f64) -> String| value.map_or_else(|| "–".to_owned(), format);
+        let loss = |value| number(value, &|loss| format!("{loss:.4}"));
+        let train_loss = match self.not_finite {
+            0 => loss(self.train_loss),
+            n => format!("{} ({n} not finite)", loss(self.train_loss)),
+        };
+        let best = self.best_val_loss.map_or_else(|| "–".to_owned(), |(loss, step)| format!("{loss:.4} at {step}"));
+        [
+            ("steps", self.steps.to_string()),
+            ("tokens", number(self.tokens.map(|tokens| tokens as f64), &short_count)),
+            ("training loss", train_loss),
+            ("validation loss", loss(self.val_loss)),
+            ("lowest validation loss", best),
+            ("HellaSwag", number(self.hellaswag, &|score| format!("{:.1} %", 100.0 * score))),
+            ("tokens/s", number(self.tokens_per_second, &short_count)),
+            ("training time", number(self.seconds, &duration)),
+        ]
+    }
+}
+
+/// Formats seconds with two units.
+pub fn duration(seconds: f64) -> String {
+    let whole = seconds.max(0.0).round() as u64;
+    let (days, hours, minutes) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds:.1} s"),
+        (0, 0, _) => format!("{minutes} min {:02} s", whole % 60),
+        (0, _, _) => format!("{hours} h {minutes:02} min"),
+        _ => format!("{days} d {hours:02} h"),
+    }
+}
+
+/// Returns the page.
+pub fn page(entries: &[Entry], figure: &Figure) -> String {
+    let names: Vec<&str> = entries.iter().map(|entry| entry.run.name.as_str()).collect();
+    let title = escape(&names.join(", "));
+    let mut rows = String::new();
+    let mut settings = String::new();
+    let mut header = String::new();
+    for (i, Entry { run, settings: text }) in entries.iter().enumerate() {
+        let cells = Summary::new(run).cells();
+        if i == 0 {
+            header = format!("<th>{}</th>", cells.each_ref().map(|(name, _)| *name).join("</th><th>"));
+        }
+        let name = escape(&run.name);
+        let cells = format!("<td>{}</td>", cells.map(|(_, value)| escape(&value)).join("</td><td>"));
+        let _ = writeln!(rows, "<tr><th scope=\"row\"><i class=\"k{}\"></i>{name}</th>{cells}</tr>", i % 8);
+        if let Some(text) = text {
+            let _ = writeln!(
+                settings,
+                "<details><summary>Settings of {name}</summary><pre>{}</pre></details>",
+                escape(text)
+            );
+        }
+    }
+    // Within a script, only `<` could end it.
+    let data = serde_json::to_string(&figure.panels).unwrap_or_else(|_| "[]".to_owned()).replace('<', "\\u003c");
+    let svg = figure.to_svg(false);
+    let dark = dark_mode();
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title} - llm.rs</title>\n\
+         <style>\n{STYLE}{dark}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n<div class=\"scroll\">\n<table>\n<thead><tr>\
+         <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n<div class=\"figure\">\n{svg}\
+         <div id=\"tip\" hidden></div>\n</div>\n{settings}<script>\nconst panels = {data};\n{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::figure::Options;
+
+    fn run(text: &str) -> RunLog {
+        RunLog { name: "<run>".to_owned(), ..RunLog::parse(text.as_bytes()).unwrap() }
+    }
+
+    #[test]
+    fn the_table_has_final_values() {
+        let text = r#"{"step":0,"val_loss":5.5}
+{"step":0,"loss":5.0,"lr":0.001,"ms":500.0,"tokens":64,"tokens_per_second":100}
+{"step":1,"loss":null,"lr":0.001,"ms":61500.0,"tokens":128000,"tokens_per_second":300}
+{"step":2,"val_loss":4.5}
+{"step":3,"val_loss":4.75}
+{"step":4,"val_loss":null}
+"#;
+        let summary = Summary::new(&run(text));
+        assert_eq!((summary.steps, summary.tokens, summary.not_finite), (2, Some(128_000), 1));
+        assert_eq!((summary.val_loss, summary.best_val_loss), (Some(4.75), Some((4.5, 2))));
+        let cells = summary.cells().map(|(_, value)| value);
+        let expected = ["2", "128k", "5.0000 (1 not finite)", "4.7500", "4.5000 at 2", "–", "300", "1 min 02 s"];
+        assert_eq!(cells, expected);
+        let durations = [0.25, 3_700.0, 90_000.0].map(duration);
+        assert_eq!(durations, ["0.2 s", "1 h 01 min", "1 d 01 h"]);
+    }
+
+    #[test]
+    fn the_page_contains_everything_and_requests_nothing() {
+        let run = run("s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n");
+        let figure = Figure::new(std::slice::from_ref(&run), &Options::default()).unwrap();
+        let entry = Entry { run: &run, settings: Some("model = '</pre><script>'".to_owned()) };
+        let page = page(&[entry], &figure);
+        // The name of the SVG namespace is no request.
+        let others = page.replace("http://www.w3.org/2000/svg", "");
+        for text in
+            ["http:", "https:", "//", "src=", "href=", "@import", "url(http", "<run>", "</pre><script>", "<link"]
+        {
+            assert!(!others.contains(text), "{text}");
+        }
+        assert!(page.contains("&lt;run&gt;") && page.contains("<svg ") && page.contains("prefers-color-scheme:dark"));
+        assert_eq!(page.matches("<script>").count(), 1);
+    }
+}

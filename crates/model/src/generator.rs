@@ -1,0 +1,353 @@
+//! Text generation with a KV cache: several sequences at a time, one new token for each of them in a step.
+//!
+//! A prompt runs through [`Decoder::forward`], with the kernels of training, which computes the keys and values of all its tokens but
+//! the last. Then each step embeds the newest token of every sequence, computes all layers for these B rows, and chooses the next
+//! tokens. The step reads tokens and positions from device memory and writes the next ones there, so a GPU runs it as one CUDA
+//! graph, and the host may queue a step before it knows the tokens of the previous one.
+//!
+//! Keys and values are (L, B, KV, T, HS) each, in the engine's float type. Attention reads the positions of a head one after
+//! another, and a sequence is one range per layer, which prompts fill and copies of a prompt duplicate.
+
+use super::Unit;
+use super::decoder::{Decoder, Layer, NormOf};
+use super::descriptor::Descriptor;
+use super::fit;
+use super::forward::Rotation;
+use super::memory_plan::PlanOptions;
+use super::params::Param;
+use super::sharding::{LayerHooks, Unsharded};
+use anyhow::ensure;
+use engine::ops::{
+    CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, Epilogue, MatmulForward,
+    MatmulShape, SampleTokens, Slot, SlotSampling, decode_splits,
+};
+use engine::plan::{Group, Plan};
+use engine::tensor::{DType, Tensor};
+use engine::{BatchLayout, Engine, GraphKey, PendingRead, Result};
+
+/// Prompts are padded to a multiple of this length, so that an engine sees few shapes of GEMMs.
+const PADDING: usize = 64;
+
+/// A model with a cache for several sequences, its slots.
+#[derive(Debug)]
+pub struct Generator {
+    /// The model.
+    pub decoder: Decoder,
+    /// Number of slots (B).
+    slots: usize,
+    /// Most tokens of a sequence in the cache (T).
+    capacity: usize,
+    cache: Cache,
+    graph: GraphKey,
+}
+
+/// The buffers of a generator.
+#[derive(Clone, Copy, Debug)]
+struct Cache {
+    /// (L, B, KV, T, HS)
+    keys: Tensor,
+    /// (L, B, KV, T, HS)
+    values: Tensor,
+    /// (B, NH, splits, HS + 2) f32
+    partials: Tensor,
+    /// (B, 8) i32
+    slots: Tensor,
+    /// (B, Vp) i32
+    seen: Tensor,
+    /// (B) f32
+    sampled: Tensor,
+    /// (B, Vp) f32
+    scratch: Tensor,
+}
+
+/// A step in progress.
+#[derive(Debug)]
+pub struct Step {
+    /// The chosen token of each slot, once it is complete.
+    pub tokens: PendingRead,
+    /// States why the step could not be captured as a CUDA graph; it ran nevertheless.
+    pub warning: Option<String>,
+}
+
+impl Cache {
+    fn plan(plan: &mut Plan, d: &Descriptor, slots: usize, capacity: usize, dtype: DType) -> Self {
+        let mut add = |name, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
+        let cache = [d.layers, slots, d.kv_heads, capacity, d.head_size];
+        let splits = decode_splits(slots, d.kv_heads, capacity);
+        let vp = d.padded_vocab();
+        Self {
+            keys: add("cached keys", &cache, dtype),
+            values: add("cached values", &cache, dtype),
+            partials: add("partial attention", &[slots, d.heads, splits, d.head_size + 2], DType::F32),
+            slots: add("slots", &[slots, Slot::WORDS], DType::I32),
+            seen: add("seen tokens", &[slots, vp], DType::I32),
+            sampled: add("sampled tokens", &[slots], DType::F32),
+            scratch: add("scores", &[slots, vp], DType::F32),
+        }
+    }
+}
+
+/// Copies keys and values of a prompt to a slot.
+struct Fill<'a> {
+    generator: &'a Generator,
+    slot: usize,
+    tokens: usize,
+}
+
+impl LayerHooks for Fill<'_> {
+    fn gather_parameters(&mut self, engine: &mut dyn Engine, layer: usize, next: Option<usize>) -> Result<()> {
+        Unsharded.gather_parameters(engine, layer, next)
+    }
+
+    fn begin_gradients(&mut self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        Unsharded.begin_gradients(engine, layer)
+    }
+
+    fn gradients_ready(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        Unsharded.gradients_ready(engine, unit)
+    }
+
+    fn parameters_updated(&mut self, engine: &mut dyn Engine, unit: Unit) -> Result<()> {
+        Unsharded.parameters_updated(engine, unit)
+    }
+
+    fn qkv_computed(&mut self, engine: &mut dyn Engine, layer: usize, qkv: Tensor) -> Result<()> {
+        let d = &self.generator.decoder.descriptor;
+        engine.run(CacheFill {
+            keys: self.generator.of_slot(self.generator.cache.keys, layer, self.slot),
+            values: self.generator.of_slot(self.generator.cache.values, layer, self.slot),
+            qkv: qkv.slice(0, self.tokens * d.qkv_channels()),
+            shape: d.attention(1, self.tokens),
+            capacity: self.generator.capacity,
+        })
+    }
+}
+
+impl Generator {
+    /// Plans a model with `slots` sequences of up to `capacity` tokens each. If its memory exceeds the engine's, the error states by
+    /// how much.
+    pub fn plan(
+        descriptor: Descriptor,
+        slots: usize,
+        capacity: usize,
+        engine: &mut dyn Engine,
+    ) -> Result<(Self, Plan)> {
+        ensure!(slots > 0 && capacity > 0, "generation: expected at least one sequence of one token");
+        // One prompt at a time, and one row for each slot.
+        let rows = PlanOptions::inference(slots.div_ceil(capacity), capacity);
+        let (decoder, mut plan) = fit::plan(descriptor, PlanOptions { logit_rows: slots, ..rows }, engine)?;
+        let cache = Cache::plan(&mut plan, &descriptor, slots, capacity, engine.dtype());
+        let (needed, free) = (plan.bytes().saturating_add(engine.reserved_memory(1)), engine.free_memory()?);
+        ensure!(
+            needed <= free,
+            "the cache does not fit: {slots} sequences of {capacity} tokens take {} MiB with the model, found {} MiB free on {}; \
+             use fewer or shorter sequences",
+            needed >> 20,
+            free >> 20,
+            engine.describe()
+        );
+        Ok((Self { decoder, slots, capacity, cache, graph: GraphKey::new() }, plan))
+    }
+
+    /// Returns the number of slots.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Returns the most tokens of a sequence in the cache.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Returns the part of keys or values (L, B, KV, T, HS) that belongs to a slot of a layer.
+    fn of_slot(&self, cache: Tensor, layer: usize, slot: usize) -> Tensor {
+        cache.part(layer, self.decoder.descriptor.layers).part(slot, self.slots)
+    }
+
+    /// Empties all slots. It must precede the first step after an allocation.
+    pub fn clear(&self, engine: &mut dyn Engine) -> Result<()> {
+        engine.zero(self.cache.slots)?;
+        engine.zero(self.cache.seen)
+    }
+
+    /// Begins a sequence in a slot with a prompt of 1 to `capacity` tokens. The next step chooses its first new token.
+    pub fn begin(
+        &self,
+        engine: &mut dyn Engine,
+        slot: usize,
+        prompt: &[u32],
+        seed: u32,
+        sampling: SlotSampling,
+    ) -> Result<()> {
+        self.check_prompt(slot, prompt)?;
+        if let Some((_, before @ [_, ..])) = prompt.split_last() {
+            self.prefill(engine, slot, before)?;
+        }
+        self.set_slot(engine, slot, prompt, seed, sampling)
+    }
+
+    /// Begins a sequence with the prompt of slot `from`, in which the sequence still is.
+    pub fn begin_copy(
+        &self,
+        engine: &mut dyn Engine,
+        [slot, from]: [usize; 2],
+        prompt: &[u32],
+        seed: u32,
+        sampling: SlotSampling,
+    ) -> Result<()> {
+        self.check_prompt(slot, prompt)?;
+        ensure!(from < self.slots && from != slot, "generation: expected another slot to copy from, found {from}");
+        let d = &self.decoder.descriptor;
+        let (copied, heads) = ((prompt.len() - 1) * d.head_size, if prompt.len() > 1 { d.kv_heads } else { 0 });
+        for layer in 0..d.layers {
+            for cache in [self.cache.keys, self.cache.values] {
+                let [to, from] = [slot, from].map(|slot| self.of_slot(cache, layer, slot));
+                for head in 0..heads {
+                    engine.copy(to.part(head, heads).slice(0, copied), from.part(head, heads).slice(0, copied))?;
+                }
+            }
+        }
+        self.set_slot(engine, slot, prompt, seed, sampling)
+    }
+
+    fn check_prompt(&self, slot: usize, prompt: &[u32]) -> Result<()> {
+        ensure!(slot < self.slots, "generation: expected a slot below {}, found {slot}", self.slots);
+        ensure!(
+            (1..=self.capacity).contains(&prompt.len()),
+            "prompt: expected 1 to {} tokens, found {}",
+            self.capacity,
+            prompt.len()
+        );
+        let vocab = self.decoder.descriptor.vocab;
+        match prompt.iter().find(|&&token| token as usize >= vocab) {
+            Some(token) => anyhow::bail!("prompt: expected tokens below {vocab}, found {token}"),
+            None => Ok(()),
+        }
+    }
+
+    /// Computes the keys and values of tokens from position 0 on.
+    fn prefill(&self, engine: &mut dyn Engine, slot: usize, tokens: &[u32]) -> Result<()> {
+        let layout = BatchLayout { b: 1, t: tokens.len().next_multiple_of(PADDING).min(self.capacity) };
+        let mut words = engine.host_buffer(layout.words())?;
+        words.fill(0);
+        // Attention is causal, so the padding after the text does not affect it. Later tokens replace its keys and values.
+        words[..tokens.len()].iter_mut().zip(tokens).for_each(|(word, &token)| *word = token as i32);
+        layout.sort(&mut words);
+        engine.load_batch(self.decoder.batch.slice(0, layout.words()), layout, words)?;
+        self.decoder.forward(engine, layout, &mut Fill { generator: self, slot, tokens: layout.t })
+    }
+
+    fn set_slot(
+        &self,
+        engine: &mut dyn Engine,
+        slot: usize,
+        text: &[u32],
+        seed: u32,
+        sampling: SlotSampling,
+    ) -> Result<()> {
+        self.mark_seen(engine, slot, text)?;
+        let (token, position) = (text[text.len() - 1] as i32, text.len() as i32 - 1);
+        let words = Slot { token, position, seed, sampling }.words();
+        engine.write_i32(self.cache.slots.slice(slot * Slot::WORDS, Slot::WORDS), &words)
+    }
+
+    /// Sets the tokens that count as seen for the repetition penalty. A sequence that continues in another window of its text
+    /// has seen more than its prompt.
+    pub fn mark_seen(&self, engine: &mut dyn Engine, slot: usize, text: &[u32]) -> Result<()> {
+        let vp = self.decoder.descriptor.padded_vocab();
+        let mut seen = vec![0; vp];
+        text.iter().for_each(|&token| seen[token as usize] = 1);
+        engine.write_i32(self.cache.seen.slice(slot * vp, vp), &seen)
+    }
+
+    /// Begins to compute the next token of every slot.
+    ///
+    /// A slot that has not begun yields meaningless tokens. A slot stays at the last position of the cache: its tokens are
+    /// meaningless after the one that follows `capacity` tokens.
+    pub fn step(&self, engine: &mut dyn Engine) -> Result<Step> {
+        let warning = engine.capture_or_replay(&self.graph, &mut |engine| self.decode(engine))?;
+        Ok(Step { tokens: engine.read_async(self.cache.sampled)?, warning })
+    }
+
+    /// Lets the engine time the GEMMs of a step and choose the fastest implementation of each.
+    ///
+    /// The memory is zero afterwards, parameters included: load the model after it.
+    pub fn tune(&self, engine: &mut dyn Engine) -> Result<()> {
+        engine.tune(false, &mut |engine| self.decode(engine)).map(|_| ())
+    }
+
+    /// Returns the logits (B, Vp) of the last step, before softcap, penalty and temperature.
+    pub fn logits(&self) -> Tensor {
+        self.decoder.logits.slice(0, self.slots * self.decoder.descriptor.padded_vocab())
+    }
+
+    /// Computes one token of every slot: the pass of [`Decoder::forward`] for B rows of different positions.
+    fn decode(&self, engine: &mut dyn Engine) -> Result<()> {
+        let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.slots);
+        let layers: Vec<Layer> = model.layers.iter().map(|layer| layer.rows(rows, d)).collect();
+        let plain = |matmul| DecodeMatmul { norm: None, matmul };
+        let mut residual = self.embed(engine)?;
+        for (l, layer) in layers.iter().enumerate() {
+            let norm = Some(model.norm_of(NormOf::Attention(l), layer.ln1, residual));
+            engine.run(DecodeMatmul { norm, matmul: model.qkv(l, layer) })?;
+            self.attention(engine, l, layer)?;
+            engine.run(plain(model.attproj(l, layer, residual)))?;
+            let norm = Some(model.norm_of(NormOf::Mlp(l), layer.ln2, layer.residual2));
+            engine.run(DecodeMatmul { norm, matmul: model.fc(l, layer) })?;
+            engine.run(plain(model.fcproj(l, layer)))?;
+            residual = layer.residual3;
+        }
+        self.sample(engine, residual)
+    }
+
+    /// Embeds the newest tokens and returns the residual stream of the first layer.
+    fn embed(&self, engine: &mut dyn Engine) -> Result<Tensor> {
+        let (model, rows, c) = (&self.decoder, self.slots, self.decoder.descriptor.channels);
+        let (wte, wpe) = (model.param(Param::Wte, 0), model.optional(model.param_store(), Param::Wpe, 0));
+        let out = model.encoded.slice(0, rows * c);
+        engine.run(DecodeEmbed { out, slots: self.cache.slots, wte, wpe, c })?;
+        let Some(norm) = model.embedding_norm else { return Ok(out) };
+        let norm = norm.rows(rows, c);
+        model.norm(engine, NormOf::Embedding, norm, out)?;
+        Ok(norm.out)
+    }
+
+    /// Computes rotary positions and attention of a layer, and appends to the cache.
+    fn attention(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
+        let (d, Cache { keys, values, partials, slots, .. }) = (&self.decoder.descriptor, self.cache);
+        let rotation = self.decoder.rotation(l, layer, BatchLayout { b: self.slots, t: 1 });
+        let rotary = rotation.map(|Rotation { table, qk_norm, shape }| {
+            let qk_norm = qk_norm.map(|norm| DecodeQkNorm { weights: norm.weights, eps: norm.eps, gain: norm.gain });
+            DecodeRotary { table, pairs: shape.pairs, qk_norm }
+        });
+        engine.run(DecodeAttention {
+            out: layer.attention,
+            qkv: layer.qkv,
+            keys: keys.part(l, d.layers),
+            values: values.part(l, d.layers),
+            slots,
+            partials,
+            rotary,
+            shape: d.attention(self.slots, self.capacity),
+        })
+    }
+
+    /// Computes the logits and chooses the next tokens.
+    fn sample(&self, engine: &mut dyn Engine, residual: Tensor) -> Result<()> {
+        let (model, d, rows) = (&self.decoder, &self.decoder.descriptor, self.slots);
+        let (v, vp, softcap) = (d.vocab, d.padded_vocab(), d.softcap);
+        let norm = model.final_norm.rows(rows, d.channels);
+        let matmul = MatmulForward {
+            out: self.logits(),
+            inp: norm.out,
+            weight: model.param(model.head_param(), 0),
+            bias: None,
+            epilogue: Epilogue::None,
+            shape: MatmulShape { rows, c: d.channels, oc: vp },
+        };
+        engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual)), matmul })?;
+        let Cache { slots, seen, sampled, scratch, .. } = self.cache;
+        let (logits, capacity) = (self.logits(), self.capacity);
+        engine.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })
+    }
+}

@@ -1,0 +1,254 @@
+//! Operations of text generation with a KV cache.
+
+use super::{UNIT, case, exact, f32, i32, if_present, input, output, workload};
+use crate::selftest::case::{Case, Init, Operand, Work};
+use crate::selftest::compare::Tolerance;
+use engine::ops::{
+    Activation, AttentionShape, CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary,
+    Epilogue, LayerNormForward, MatmulForward, MatmulShape, NormForward, RmsNormForward, RotaryPairs, SampleTokens,
+    Slot, SlotSampling, decode_splits,
+};
+use engine::tensor::Tensor;
+
+/// A norm before a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Norm {
+    None,
+    LayerNorm,
+    RmsNorm,
+}
+
+/// Returns every operation at small and odd shapes.
+pub fn edge_cases() -> Vec<Case> {
+    let mut cases = vec![embed(1, 8, 37, true), embed(5, 200, 37, true), embed(3, 1096, 37, false)];
+    // Each instance for few rows, and more rows than it takes.
+    for rows in [1, 2, 3, 4, 7, 16, 17] {
+        for (c, oc) in [(64, 48), (520, 80), (3072, 40)] {
+            let shape = MatmulShape { rows, c, oc };
+            cases.push(matmul(shape, Norm::None, true, Some(None)));
+            for norm in [Norm::LayerNorm, Norm::RmsNorm] {
+                cases.push(matmul(shape, norm, true, None));
+            }
+        }
+        let shape = MatmulShape { rows, c: 520, oc: 80 };
+        for activation in [Activation::Gelu, Activation::SwiGlu, Activation::ReluSquared] {
+            cases.push(matmul(shape, Norm::LayerNorm, true, Some(Some(activation))));
+            cases.push(matmul(shape, Norm::None, false, Some(Some(activation))));
+        }
+    }
+    for (heads, kv_heads) in [(1, 1), (3, 3), (4, 2), (7, 1), (12, 3)] {
+        for head_size in [16, 64, 80, 96, 128] {
+            for (b, t) in [(1, 1), (3, 70), (2, 300)] {
+                let shape = AttentionShape { b, t, heads, kv_heads, head_size };
+                cases.extend([attention(shape, None, false), attention(shape, Some(RotaryPairs::HalfSplit), true)]);
+            }
+        }
+    }
+    let shape = AttentionShape { b: 2, t: 40, heads: 4, kv_heads: 2, head_size: 64 };
+    cases.push(attention(shape, Some(RotaryPairs::Interleaved), false));
+    cases.extend([fill(shape, 40), fill(AttentionShape { t: 7, heads: 3, kv_heads: 1, ..shape }, 9)]);
+    for (b, v, vp) in [(1, 5, 128), (3, 257, 384), (5, 1000, 1024)] {
+        cases.extend([sample(b, v, vp, None), sample(b, v, vp, Some(1.5))]);
+    }
+    cases
+}
+
+/// Returns every operation at the shapes of real models.
+pub fn model_cases() -> Vec<Case> {
+    let mut cases = vec![embed(64, 768, 50257, true), embed(1, 2048, 128_256, false)];
+    for rows in [1, 4, 16, 64] {
+        for (c, oc, norm, epilogue) in [
+            (768, 2304, Norm::LayerNorm, None),
+            (768, 768, Norm::None, Some(None)),
+            (768, 3072, Norm::LayerNorm, Some(Some(Activation::Gelu))),
+            (3072, 768, Norm::None, Some(None)),
+            (768, 50304, Norm::LayerNorm, None),
+            (2048, 16384, Norm::RmsNorm, Some(Some(Activation::SwiGlu))),
+            (8192, 2048, Norm::None, Some(None)),
+        ] {
+            cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != Norm::RmsNorm, epilogue));
+        }
+    }
+    for (b, t, heads, kv_heads, head_size) in [
+        (1, 1024, 12, 12, 64),
+        (64, 1024, 12, 12, 64),
+        (1, 8192, 32, 8, 64),
+        (8, 2048, 32, 8, 128),
+        (4, 1000, 14, 2, 64),
+    ] {
+        let shape = AttentionShape { b, t, heads, kv_heads, head_size };
+        let pairs = (kv_heads < heads).then_some(RotaryPairs::HalfSplit);
+        cases.push(attention(shape, pairs, false));
+    }
+    cases.push(fill(AttentionShape { b: 1, t: 1024, heads: 32, kv_heads: 8, head_size: 64 }, 1024));
+    cases.extend([sample(1, 50257, 50304, None), sample(64, 50257, 50304, None), sample(4, 128_256, 128_256, None)]);
+    cases
+}
+
+/// Returns the words of slots at the last positions of a cache of `t` positions.
+fn slots(b: usize, t: usize, vocab: usize, sampling: impl Fn(usize) -> SlotSampling) -> Operand {
+    let slot = |i: usize| Slot {
+        token: (i * 31 % vocab) as i32,
+        position: (t - 1 - (i * 13) % t) as i32,
+        seed: i as u32 + 5,
+        sampling: sampling(i),
+    };
+    let words = (0..b).flat_map(|i| slot(i).words()).collect();
+    i32(input("slots", b * Slot::WORDS, Init::Words(words)))
+}
+
+fn greedy(_: usize) -> SlotSampling {
+    SlotSampling::GREEDY
+}
+
+fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
+    let t = 40;
+    let operands = vec![
+        slots(b, t, vocab, greedy),
+        input("wte", vocab * c, UNIT),
+        input("wpe", t * c, UNIT),
+        output("out", b * c, Tolerance::ELEMENTWISE),
+    ];
+    let work = Work { floats: b * c * if positions { 3 } else { 2 }, bytes: 0, flops: 0 };
+    let name = format!("B{b} C{c} V{vocab}{}", if positions { "" } else { " tokens only" });
+    exact(case("decode_embed", name, workload(b, 1, c, 1, vocab, 0), operands, work, move |e, x| {
+        e.run(DecodeEmbed { out: x[3], slots: x[0], wte: x[1], wpe: positions.then_some(x[2]), c })
+    }))
+}
+
+/// Returns a linear layer. `epilogue` is none, a residual, or an activation.
+fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: Option<Option<Activation>>) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let activation = epilogue.flatten();
+    let columns = oc / activation.map_or(1, Activation::inputs);
+    let tolerance = match activation {
+        None if norm == Norm::None => Tolerance::REDUCTION,
+        Some(Activation::ReluSquared | Activation::SwiGlu) => Tolerance::SQUARED_CHAIN,
+        _ => Tolerance::CHAIN,
+    };
+    // Outputs of norm and preactivation are undefined, so they are not compared.
+    let undefined = |name, len| Operand { checked: None, ..output(name, len, tolerance) };
+    let operands = vec![
+        output("out", rows * columns, tolerance),
+        input("inp", rows * c, UNIT),
+        input("weight", oc * c, UNIT),
+        input("bias", oc, UNIT),
+        input("residual", rows * oc, UNIT),
+        undefined("preactivation", rows * oc),
+        undefined("normed", rows * c),
+        f32(undefined("mean", rows)),
+        f32(undefined("rstd", rows)),
+        input("norm weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("norm bias", c, UNIT),
+    ];
+    let added = if_present(epilogue == Some(None), rows * oc);
+    let work = Work { floats: rows * (c + columns) + oc * c + added, bytes: 0, flops: 2 * rows * c * oc };
+    let run = move |x: &[Tensor]| {
+        let (out, inp) = (x[6], x[1]);
+        let normed = match norm {
+            Norm::None => None,
+            Norm::LayerNorm => Some(NormForward::LayerNorm(LayerNormForward {
+                out,
+                mean: x[7],
+                rstd: x[8],
+                inp,
+                weight: x[9],
+                bias: x[10],
+                c,
+            })),
+            Norm::RmsNorm => {
+                Some(NormForward::RmsNorm(RmsNormForward { out, rstd: x[8], inp, weight: Some(x[9]), c, eps: 1e-5 }))
+            }
+        };
+        let epilogue = match epilogue {
+            None => Epilogue::None,
+            Some(None) => Epilogue::Residual(x[4]),
+            Some(Some(activation)) => Epilogue::Activation(activation, x[5]),
+        };
+        let inp = if normed.is_some() { x[6] } else { inp };
+        let matmul = MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape };
+        DecodeMatmul { norm: normed, matmul }
+    };
+    let kind = match (activation, epilogue) {
+        (Some(activation), _) => format!("{activation:?}"),
+        (None, Some(None)) => "residual".to_owned(),
+        _ => String::new(),
+    };
+    let norm_name = if norm == Norm::None { String::new() } else { format!("{norm:?} ") };
+    let bias_name = if bias { "bias " } else { "" };
+    let name = format!("{rows}x{oc}x{c} {norm_name}{bias_name}{kind}").trim_end().to_owned();
+    case("decode_matmul", name, workload(1, rows, c, 1, 128, 0), operands, work, move |e, x| e.run(run(x)))
+}
+
+fn attention(shape: AttentionShape, pairs: Option<RotaryPairs>, norm: bool) -> Case {
+    let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
+    let cache = b * kv_heads * t * hs;
+    let cached = |name| Operand { checked: Some(Tolerance::CHAIN), ..input(name, cache, UNIT) };
+    let splits = decode_splits(b, kv_heads, t);
+    let operands = vec![
+        output("out", b * heads * hs, Tolerance::ATTENTION),
+        input("qkv", b * shape.packed_heads() * hs, UNIT),
+        cached("keys"),
+        cached("values"),
+        slots(b, t, 100, greedy),
+        Operand { checked: None, ..f32(output("partials", b * heads * splits * (hs + 2), Tolerance::CHAIN)) },
+        f32(input("table", t * hs, UNIT)),
+        input("q weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
+        input("k weight", hs, Init::Uniform { mean: 1.0, spread: 0.5 }),
+    ];
+    let read: usize = (0..b).map(|i| t - (i * 13) % t).sum();
+    let work = Work { floats: 2 * read * kv_heads * hs, bytes: 0, flops: 4 * read * heads * hs };
+    let kind = match (pairs, norm) {
+        (None, _) => "",
+        (Some(_), false) => " rotary",
+        (Some(_), true) => " rotary QK-norm",
+    };
+    let name = format!("B{b} T{t} NH{heads} KV{kv_heads} HS{hs}{kind}");
+    case("decode_attention", name, workload(b, 1, heads * hs, heads, 128, 0), operands, work, move |e, x| {
+        let qk_norm = norm.then_some(DecodeQkNorm { weights: Some([x[7], x[8]]), eps: 1e-5, gain: 1.2 });
+        let rotary = pairs.map(|pairs| DecodeRotary { table: x[6], pairs, qk_norm });
+        let [out, qkv, keys, values, slots, partials] = [0, 1, 2, 3, 4, 5].map(|i| x[i]);
+        e.run(DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape })
+    })
+}
+
+/// Returns the copy of a prompt of `shape.t` tokens to a cache.
+fn fill(shape: AttentionShape, capacity: usize) -> Case {
+    let shape = AttentionShape { b: 1, ..shape };
+    let AttentionShape { t, kv_heads, head_size, .. } = shape;
+    let cache = kv_heads * capacity * head_size;
+    let cached = |name| Operand { checked: Some(Tolerance::ELEMENTWISE), ..input(name, cache, UNIT) };
+    let operands = vec![cached("keys"), cached("values"), input("qkv", t * shape.packed_heads() * head_size, UNIT)];
+    let work = Work { floats: 4 * t * kv_heads * head_size, bytes: 0, flops: 0 };
+    let name = format!("T{t}/{capacity} NH{} KV{kv_heads} HS{head_size}", shape.heads);
+    let channels = shape.heads * head_size;
+    exact(case("cache_fill", name, workload(1, t, channels, shape.heads, 128, 0), operands, work, move |e, x| {
+        e.run(CacheFill { keys: x[0], values: x[1], qkv: x[2], shape, capacity })
+    }))
+}
+
+/// Returns the choice of greedy tokens. Sampled ones may differ between engines where two scores are nearly equal, so random
+/// settings are compared in tests of the kernel.
+fn sample(b: usize, v: usize, vp: usize, softcap: Option<f32>) -> Case {
+    let capacity = 40;
+    let penalized = |i: usize| SlotSampling { repetition_penalty: if i % 2 == 0 { 1.0 } else { 1.5 }, ..greedy(i) };
+    // Distinct logits that bf16 represents: the most likely token is not a tie.
+    let logit = |i: usize| {
+        ((i % vp * 37 + i / vp * 11) % 251) as f32 * 0.25 - if (i % vp * 7 + i / vp) % v == 3 { -90.0 } else { 0.0 }
+    };
+    let operands = vec![
+        f32(output("sampled", b, Tolerance::ELEMENTWISE)),
+        slots(b, capacity, v, penalized),
+        i32(input("seen", b * vp, Init::Words((0..b * vp).map(|i| i32::from(i % 5 == 0)).collect()))),
+        Operand { checked: None, ..f32(output("scratch", b * vp, Tolerance::ELEMENTWISE)) },
+        input("logits", b * vp, Init::Values((0..b * vp).map(logit).collect())),
+    ];
+    let work = Work { floats: b * vp, bytes: 8 * b * vp, flops: 0 };
+    let name = format!("{b}x{v}/{vp}{}", softcap.map_or(String::new(), |cap| format!(" softcap {cap}")));
+    case("sample_tokens", name, workload(1, b, 64, 1, vp, 0), operands, work, move |e, x| {
+        let [sampled, slots, seen, scratch, logits] = [0, 1, 2, 3, 4].map(|i| x[i]);
+        // A softcap far above the logits keeps their order.
+        let softcap = softcap.map(|cap| cap * 200.0);
+        e.run(SampleTokens { sampled, slots, seen, scratch, logits, v, vp, capacity, softcap })
+    })
+}

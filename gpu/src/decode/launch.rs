@@ -1,0 +1,181 @@
+//! Host side: selects the kernel instances of text generation, with their grids and shared memory.
+
+use super::{attention, matvec};
+use crate::launch::KernelLaunch;
+use cuda_std::shared::Layout;
+use cuda_std::{Element, Global, GlobalMut};
+
+/// Most rows of [`matvec()`].
+pub const MOST_ROWS: usize = 16;
+/// Most rows of [`matvec()`] with a norm: with more, every warp would spend longer on the norm than on the weights.
+pub const MOST_NORMED_ROWS: usize = 2;
+
+/// The norm before a linear layer.
+#[derive(Clone, Copy)]
+pub enum Norm<T> {
+    /// No norm.
+    None,
+    /// LayerNorm: weight (C) and bias (C).
+    LayerNorm(Global<T>, Global<T>),
+    /// RMSNorm: weight (C), which may be null, and eps.
+    RmsNorm(Global<T>, f32),
+}
+
+/// The operands of [`matvec()`].
+#[derive(Clone, Copy)]
+pub struct MatvecOperands<T> {
+    /// (R, OC), or (R, OC / 2) with SwiGLU
+    pub out: GlobalMut<T>,
+    /// (R, C)
+    pub inp: Global<T>,
+    /// (OC, C)
+    pub weight: Global<T>,
+    /// (OC) or null
+    pub bias: Global<T>,
+    /// (R, OC) or null
+    pub residual: Global<T>,
+    /// The norm of inp.
+    pub norm: Norm<T>,
+}
+
+/// The sizes of a linear layer, and the GPU's.
+#[derive(Clone, Copy, Debug)]
+pub struct MatvecSize {
+    /// R
+    pub rows: usize,
+    /// C
+    pub channels: usize,
+    /// OC
+    pub outputs: usize,
+    /// A code of [`matvec`](super::matvec).
+    pub activation: u32,
+    /// Number of SMs.
+    pub sm_count: usize,
+}
+
+impl MatvecSize {
+    /// Returns the warps that share the channels of the same columns: enough warps for the GPU, each with channels for all lanes.
+    fn split<T: Element>(self, columns: usize) -> u32 {
+        /// Warps per SM.
+        const WARPS: usize = 10;
+        let (warps, packets) = (self.outputs.div_ceil(columns), self.channels.div_ceil(T::PACKET));
+        let mut split = 1;
+        while split < 8 && warps * split < WARPS * self.sm_count && 2 * split * 32 <= packets.next_multiple_of(32) {
+            split *= 2;
+        }
+        split as u32
+    }
+}
+
+/// Returns the kernel, or `None` if there is none: too many rows, or rows that are not multiples of the packet.
+pub fn matvec<T: Element>(operands: MatvecOperands<T>, size: MatvecSize) -> Option<KernelLaunch> {
+    let normed = !matches!(operands.norm, Norm::None);
+    let most = if normed { MOST_NORMED_ROWS } else { MOST_ROWS };
+    let supported = 0 < size.rows && size.rows <= most && size.channels.is_multiple_of(T::PACKET) && size.channels > 0;
+    let even = size.activation != matvec::SWIGLU || size.outputs.is_multiple_of(2);
+    if !supported || !even || size.outputs == 0 {
+        return None;
+    }
+    let MatvecOperands { out, inp, weight, bias, residual, norm } = operands;
+    let null = Global::new(std::ptr::null());
+    let (norm_weight, norm_bias, eps) = match norm {
+        Norm::None => (null, null, 0.0),
+        Norm::LayerNorm(weight, bias) => (weight, bias, 0.0),
+        Norm::RmsNorm(weight, eps) => (weight, null, eps),
+    };
+    let [rows, channels, outputs] = [size.rows, size.channels, size.outputs].map(|size| size as u32);
+    let sizes = |columns| matvec::Sizes {
+        rows,
+        channels,
+        outputs,
+        split: size.split::<T>(columns),
+        activation: size.activation,
+        eps,
+    };
+    macro_rules! instance {
+        ($rows:literal, $columns:literal, $unroll:literal, $norm:literal) => {{
+            let sizes = sizes($columns);
+            let launch = matvec::matvec::<T, $rows, $columns, $unroll, $norm>(
+                out,
+                inp,
+                weight,
+                bias,
+                residual,
+                norm_weight,
+                norm_bias,
+                sizes,
+            );
+            (launch, sizes.grid($columns))
+        }};
+    }
+    let (launch, grid) = match (size.rows, norm) {
+        (1, Norm::None) => instance!(1, 2, 4, 0),
+        (1, Norm::LayerNorm(..)) => instance!(1, 2, 4, 1),
+        (1, Norm::RmsNorm(..)) => instance!(1, 2, 4, 2),
+        (_, Norm::LayerNorm(..)) => instance!(2, 2, 4, 1),
+        (_, Norm::RmsNorm(..)) => instance!(2, 2, 4, 2),
+        (2, _) => instance!(2, 2, 4, 0),
+        (3..=4, _) => instance!(4, 4, 2, 0),
+        (5..=8, _) => instance!(8, 4, 2, 0),
+        _ => instance!(16, 2, 2, 0),
+    };
+    let mut layout = Layout::new();
+    matvec::shared(&mut layout);
+    Some(KernelLaunch { launch, grid: [grid, 1, 1], shared_bytes: layout.bytes() })
+}
+
+/// The operands of [`attention()`].
+#[derive(Clone, Copy)]
+pub struct AttentionOperands<T> {
+    /// (B, NH, HS)
+    pub out: GlobalMut<T>,
+    /// (B, NH, splits, HS + 2)
+    pub partials: GlobalMut<f32>,
+    /// (B, KV, T, HS)
+    pub keys: GlobalMut<T>,
+    /// (B, KV, T, HS)
+    pub values: GlobalMut<T>,
+    /// (B, NH + 2 KV, HS)
+    pub qkv: Global<T>,
+    /// (B, 8)
+    pub slots: Global<i32>,
+    /// (T, HS/2, 2), null without rotation
+    pub table: Global<f32>,
+    /// (HS) or null
+    pub q_weight: Global<T>,
+    /// (HS) or null
+    pub k_weight: Global<T>,
+}
+
+/// Returns the kernels, or `None` if none supports the head size.
+pub fn attention<T: Element>(
+    operands: AttentionOperands<T>,
+    sizes: attention::Sizes,
+    slots: usize,
+) -> Option<Vec<KernelLaunch>> {
+    if !attention::supports(sizes.head_size as usize) || sizes.kv_heads == 0 {
+        return None;
+    }
+    let AttentionOperands { out, partials, keys, values, qkv, slots: state, table, q_weight, k_weight } = operands;
+    macro_rules! instance {
+        ($group:literal) => {{
+            let mut layout = Layout::new();
+            attention::shared(&mut layout, $group, sizes.head_size as usize);
+            let launch = attention::decode_attention::<T, $group>(
+                out, partials, keys, values, qkv, state, table, q_weight, k_weight, sizes,
+            );
+            KernelLaunch { launch, grid: sizes.grid($group, slots), shared_bytes: layout.bytes() }
+        }};
+    }
+    let mut kernels = vec![match sizes.heads / sizes.kv_heads {
+        1 => instance!(1),
+        2 => instance!(2),
+        3..=4 => instance!(4),
+        _ => instance!(8),
+    }];
+    if sizes.splits > 1 {
+        let launch = attention::decode_attention_combine::<T>(out, partials.reader(), state, sizes);
+        kernels.push(KernelLaunch { launch, grid: sizes.combine_grid(slots), shared_bytes: 0 });
+    }
+    Some(kernels)
+}

@@ -1,0 +1,699 @@
+//! Text generation with a KV cache against f64 references: linear layers of few rows, attention over the cache, and the choice of
+//! tokens.
+
+mod common;
+
+use common::{Tolerance, assert_close, assert_same, for_all, integers, noise, read, rounded, run, shared_bytes, wide};
+use cuda_std::emulate::Memory;
+use cuda_std::{Global, GlobalMut};
+use gpu::decode::attention::{self, HALF_SPLIT, INTERLEAVED, NO_ROTATION};
+use gpu::decode::launch::{self, AttentionOperands, MatvecOperands, MatvecSize, Norm};
+use gpu::decode::{WORDS, embed, matvec, sample};
+use proptest::bool::ANY;
+use proptest::sample::select;
+
+tests! {
+    kernels of "decode";
+    for both types: embeddings_of_any_token_and_position, matmuls_of_integers_are_exact, matmuls_match_f64_reference,
+        normed_matmuls_match_f64_reference, large_and_small_rows_are_normalized, unsupported_matmuls_have_no_kernel,
+        attention_matches_f64_reference, attention_of_random_shapes_matches_f64_reference,
+        nan_and_infinity_stay_in_their_head, filled_caches_hold_keys_and_values, tokens_match_the_reference,
+        tokens_of_special_logits;
+    once: gumbel_noise_matches_f64;
+}
+
+fn null<T>() -> Global<T> {
+    Global::new(std::ptr::null())
+}
+
+/// Returns slots with these tokens and positions.
+fn slots(tokens: &[(i32, i32)]) -> Vec<i32> {
+    tokens.iter().flat_map(|&(token, position)| [token, position, 0, 0, 0, 0, 0, 0]).collect()
+}
+
+fn embeddings_of_any_token_and_position<T: Tolerance>() {
+    for_all(24, (1..5usize, 1..160usize, ANY, 0..9u32), |(b, packets, positions, seed)| {
+        let (c, v, t) = (packets * T::PACKET, 13, 7);
+        let (wte, wpe) = (rounded::<T>(&noise(v * c, seed)), rounded::<T>(&noise(t * c, seed + 1)));
+        let state: Vec<_> = (0..b as i32).map(|i| ((i * 5 + 12) % 13, (i * 3 + 6) % 7)).collect();
+        let mut memory = Memory::new();
+        let out = memory.output::<T>("out", b * c);
+        let slots = memory.input("slots", &slots(&state));
+        let table = memory.input("wte", &wte);
+        let places = if positions { memory.input("wpe", &wpe) } else { null() };
+        run(&mut memory, &embed::decode_embed(out, slots, table, places, c as u32), embed::grid::<T>(c, b), 0);
+        let want = state.iter().flat_map(|&(token, position)| {
+            let (token, place) = (wide(&wte[token as usize * c..][..c]), wide(&wpe[position as usize * c..][..c]));
+            token.into_iter().zip(place).map(|(a, b)| if positions { a + b } else { a }).collect::<Vec<_>>()
+        });
+        assert_same("out", &read(&memory, out), &wide(&rounded::<T>(&want.collect::<Vec<_>>())));
+    });
+}
+
+/// A linear layer of few rows.
+#[derive(Clone)]
+struct Layer {
+    inp: Vec<f64>,
+    weight: Vec<f64>,
+    bias: Option<Vec<f64>>,
+    residual: Option<Vec<f64>>,
+    /// Code, weight and bias of the norm.
+    norm: (u32, Option<Vec<f64>>, Vec<f64>),
+    eps: f32,
+    activation: u32,
+    rows: usize,
+    channels: usize,
+    outputs: usize,
+}
+
+impl Layer {
+    /// Returns a layer of random values of T, or of integers.
+    fn new<T: Tolerance>(rows: usize, channels: usize, outputs: usize, seed: u32, exact: bool) -> Self {
+        let values = |n: usize, seed: u32| if exact { integers(n, seed) } else { wide(&rounded::<T>(&noise(n, seed))) };
+        Self {
+            inp: values(rows * channels, seed),
+            weight: values(outputs * channels, seed + 1),
+            bias: Some(values(outputs, seed + 2)),
+            residual: Some(values(rows * outputs, seed + 3)),
+            norm: (matvec::PLAIN, None, Vec::new()),
+            eps: 0.0,
+            activation: matvec::NO_ACTIVATION,
+            rows,
+            channels,
+            outputs,
+        }
+    }
+
+    fn with_activation(self, activation: u32) -> Self {
+        Self { activation, residual: None, ..self }
+    }
+
+    fn columns(&self) -> usize {
+        self.outputs / if self.activation == matvec::SWIGLU { 2 } else { 1 }
+    }
+
+    /// Runs the kernel as a GPU with `sm_count` SMs would.
+    fn run<T: Tolerance>(&self, sm_count: usize) -> Vec<f64> {
+        let mut memory = Memory::new();
+        let out = memory.output::<T>("out", self.rows * self.columns());
+        let mut input =
+            |name, values: Option<&Vec<f64>>| values.map(|values| memory.input(name, &rounded::<T>(values)));
+        let (inp, weight) = (input("inp", Some(&self.inp)).unwrap(), input("weight", Some(&self.weight)).unwrap());
+        let (bias, residual) = (input("bias", self.bias.as_ref()), input("residual", self.residual.as_ref()));
+        let norm_weight = input("norm weight", self.norm.1.as_ref()).unwrap_or(null());
+        let norm = match self.norm.0 {
+            matvec::PLAIN => Norm::None,
+            matvec::LAYERNORM => Norm::LayerNorm(norm_weight, input("norm bias", Some(&self.norm.2)).unwrap()),
+            _ => Norm::RmsNorm(norm_weight, self.eps),
+        };
+        let (bias, residual) = (bias.unwrap_or(null()), residual.unwrap_or(null()));
+        let operands = MatvecOperands { out, inp, weight, bias, residual, norm };
+        let Self { rows, channels, outputs, activation, .. } = *self;
+        let kernel = launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count }).unwrap();
+        run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        read(&memory, out)
+    }
+
+    fn normalized<T: Tolerance>(&self) -> Vec<f64> {
+        let (code, weight, bias) = &self.norm;
+        if *code == matvec::PLAIN {
+            return self.inp.clone();
+        }
+        let mut out = Vec::new();
+        for row in self.inp.chunks(self.channels) {
+            let n = self.channels as f64;
+            let mean = if *code == matvec::LAYERNORM { row.iter().sum::<f64>() / n } else { 0.0 };
+            let eps = if *code == matvec::LAYERNORM { 1e-5 } else { f64::from(self.eps) };
+            let rstd = (row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n + eps).sqrt().recip();
+            out.extend(row.iter().enumerate().map(|(i, x)| {
+                let scaled = (x - mean) * rstd * weight.as_ref().map_or(1.0, |weight| weight[i]);
+                f64::from(T::nearest((scaled + bias.get(i).copied().unwrap_or(0.0)) as f32))
+            }));
+        }
+        out
+    }
+
+    /// Returns the result and the sum of the magnitudes of all terms of the largest dot product.
+    fn reference<T: Tolerance>(&self) -> (Vec<f64>, f64) {
+        let (inp, mut out, mut largest) = (self.normalized::<T>(), Vec::new(), 1.0f64);
+        for (r, row) in inp.chunks(self.channels).enumerate() {
+            let sums: Vec<f64> = self
+                .weight
+                .chunks(self.channels)
+                .enumerate()
+                .map(|(o, weight)| {
+                    let terms = row.iter().zip(weight).map(|(x, w)| x * w);
+                    largest = largest.max(terms.clone().map(f64::abs).sum());
+                    terms.sum::<f64>() + self.bias.as_ref().map_or(0.0, |bias| bias[o])
+                })
+                .collect();
+            let round = |x: f64| f64::from(T::nearest(x as f32));
+            let gelu = |x: f64| 0.5 * x * (1.0 + (0.797_884_560_802_865_4 * (x + 0.044715 * x.powi(3))).tanh());
+            match self.activation {
+                matvec::NO_ACTIVATION => out.extend(sums.iter().enumerate().map(|(o, sum)| {
+                    sum + self.residual.as_ref().map_or(0.0, |residual| residual[r * self.outputs + o])
+                })),
+                matvec::GELU => out.extend(sums.iter().map(|&x| gelu(round(x)))),
+                matvec::RELU_SQUARED => out.extend(sums.iter().map(|&x| round(x).max(0.0).powi(2))),
+                _ => {
+                    let (up, gate) = sums.split_at(self.outputs / 2);
+                    out.extend(up.iter().zip(gate).map(|(&up, &gate)| {
+                        let gate = round(gate);
+                        round(up) * gate / (1.0 + (-gate).exp())
+                    }));
+                }
+            }
+        }
+        (out, largest)
+    }
+
+    fn check<T: Tolerance>(&self, sm_count: usize) {
+        let (want, scale) = self.reference::<T>();
+        // Two values near `scale` are multiplied by SwiGLU and ReLU².
+        let scale = if self.activation >= matvec::RELU_SQUARED { scale * scale } else { scale };
+        assert_close("out", &self.run::<T>(sm_count), &want, T::ROUNDING, scale / 2.0);
+    }
+}
+
+/// Integers cover every row, column, split and tail exactly.
+fn matmuls_of_integers_are_exact<T: Tolerance>() {
+    let check = |rows, packets: usize, outputs, sm_count, bias: bool, residual: bool, seed| {
+        let mut layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, seed, true);
+        // Sums stay below 2^8 so that bf16 represents them: the weights have at most three values that are not 0 in a row.
+        for (i, weight) in layer.weight.iter_mut().enumerate() {
+            let kept = [seed as usize * 7 + i / (packets * T::PACKET), 0, packets * T::PACKET - 1];
+            if !kept.iter().any(|channel| channel % (packets * T::PACKET) == i % (packets * T::PACKET)) {
+                *weight = 0.0;
+            }
+        }
+        if !bias {
+            layer.bias = None
+        }
+        if !residual {
+            layer.residual = None
+        }
+        assert_same("out", &layer.run::<T>(sm_count), &layer.reference::<T>().0);
+    };
+    // Every number of rows, and every number of warps that share the channels.
+    for rows in 1..=16 {
+        check(rows, 40, 17, 1, true, true, 1);
+    }
+    for sm_count in [1, 2, 4, 8, 100] {
+        check(1, 300, 33, sm_count, true, false, 2);
+        check(5, 300, 33, sm_count, false, true, 3);
+    }
+    for_all(
+        40,
+        (1..17usize, 1..200usize, 1..40usize, 1..20usize, ANY, ANY, 0..9u32),
+        |(r, p, o, s, bias, residual, seed)| {
+            check(r, p, o, s, bias, residual, seed);
+        },
+    );
+}
+
+fn matmuls_match_f64_reference<T: Tolerance>() {
+    for rows in [1, 2, 3, 7, 16] {
+        for (packets, outputs) in [(1, 2), (33, 40), (96, 22)] {
+            for activation in [matvec::NO_ACTIVATION, matvec::GELU, matvec::RELU_SQUARED, matvec::SWIGLU] {
+                let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 5, false);
+                let layer = if activation == 0 { layer } else { layer.with_activation(activation) };
+                layer.check::<T>(3);
+                Layer { bias: None, ..layer }.check::<T>(3);
+            }
+        }
+    }
+}
+
+/// Returns the layer with each norm.
+fn norms<T: Tolerance>(layer: &Layer) -> Vec<Layer> {
+    let values = |seed| wide(&rounded::<T>(&noise(layer.channels, seed)));
+    let norm = |norm| Layer { norm, eps: 0.25, ..layer.clone() };
+    vec![
+        norm((matvec::LAYERNORM, Some(values(11)), values(12))),
+        norm((matvec::RMSNORM, Some(values(13)), Vec::new())),
+        norm((matvec::RMSNORM, None, Vec::new())),
+    ]
+}
+
+fn normed_matmuls_match_f64_reference<T: Tolerance>() {
+    for rows in [1, 2] {
+        for (packets, outputs, sm_count) in [(1, 4, 1), (33, 18, 1), (150, 18, 40)] {
+            let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 21, false);
+            norms::<T>(&layer).iter().for_each(|layer| layer.check::<T>(sm_count));
+            let swiglu = layer.with_activation(matvec::SWIGLU);
+            norms::<T>(&swiglu).iter().for_each(|layer| layer.check::<T>(sm_count));
+        }
+    }
+}
+
+/// The squares of large values overflow unless they are scaled before they are summed. The eps of small rows counts.
+fn large_and_small_rows_are_normalized<T: Tolerance>() {
+    for scale in [3e18, 1e-12] {
+        let mut layer = Layer::new::<T>(2, 40 * T::PACKET, 6, 31, false);
+        layer.inp.iter_mut().for_each(|x| *x = f64::from(T::nearest((*x * scale) as f32)));
+        norms::<T>(&layer).iter().for_each(|layer| layer.check::<T>(1));
+    }
+}
+
+fn unsupported_matmuls_have_no_kernel<T: Tolerance>() {
+    let kernel = |rows, channels, outputs, activation, norm| {
+        let out = GlobalMut::<T>::new(std::ptr::null_mut());
+        let operands = MatvecOperands { out, inp: null(), weight: null(), bias: null(), residual: null(), norm };
+        launch::matvec(operands, MatvecSize { rows, channels, outputs, activation, sm_count: 1 })
+    };
+    let packet = T::PACKET;
+    assert!(kernel(16, packet, 3, 0, Norm::None).is_some() && kernel(17, packet, 3, 0, Norm::None).is_none());
+    assert!(kernel(0, packet, 3, 0, Norm::None).is_none() && kernel(1, packet + 1, 3, 0, Norm::None).is_none());
+    assert!(kernel(1, packet, 3, matvec::SWIGLU, Norm::None).is_none());
+    assert!(kernel(2, packet, 3, 0, Norm::RmsNorm(null(), 1.0)).is_some());
+    assert!(kernel(3, packet, 3, 0, Norm::RmsNorm(null(), 1.0)).is_none());
+    assert!(kernel(3, packet, 3, 0, Norm::LayerNorm(null(), null())).is_none());
+}
+
+/// Attention of slots at `positions`.
+#[derive(Clone)]
+struct Attention {
+    positions: Vec<usize>,
+    heads: usize,
+    kv_heads: usize,
+    hs: usize,
+    capacity: usize,
+    splits: usize,
+    rotation: u32,
+    /// Whether there is a norm, and whether it has weights.
+    norm: (bool, bool),
+    qkv: Vec<f64>,
+    keys: Vec<f64>,
+    values: Vec<f64>,
+}
+
+const QK_EPS: f32 = 0.125;
+const QK_GAIN: f32 = 1.25;
+
+impl Attention {
+    fn new<T: Tolerance>(positions: &[usize], [heads, kv_heads, hs, splits]: [usize; 4], seed: u32) -> Self {
+        let capacity = positions.iter().max().unwrap() + 3;
+        let values = |n: usize, seed: u32| wide(&rounded::<T>(&noise(n, seed)));
+        let (b, cache) = (positions.len(), positions.len() * kv_heads * capacity * hs);
+        Self {
+            positions: positions.to_vec(),
+            heads,
+            kv_heads,
+            hs,
+            capacity,
+            splits,
+            rotation: NO_ROTATION,
+            norm: (false, false),
+            qkv: values(b * (heads + 2 * kv_heads) * hs, seed).iter().map(|x| 2.0 * x).collect(),
+            keys: values(cache, seed + 1),
+            values: values(cache, seed + 2),
+        }
+    }
+
+    fn table(&self) -> Vec<f32> {
+        let angle = |t: usize, i: usize| (t as f64 * 100f64.powf(-2.0 * i as f64 / self.hs as f64)).sin_cos();
+        let pairs = (0..self.capacity).flat_map(|t| (0..self.hs / 2).map(move |i| (t, i)));
+        pairs.flat_map(|(t, i)| [angle(t, i).1 as f32, angle(t, i).0 as f32]).collect()
+    }
+
+    fn weights<T: Tolerance>(&self) -> [Vec<f64>; 2] {
+        [41, 42].map(|seed| wide(&rounded::<T>(&noise(self.hs, seed))))
+    }
+
+    /// Returns out (B, NH, HS), and the new keys and values (B, KV, 2, HS).
+    fn run<T: Tolerance>(&self) -> (Vec<f64>, Vec<f64>) {
+        let Self { heads, kv_heads, hs, capacity, splits, .. } = *self;
+        let b = self.positions.len();
+        let mut memory = Memory::new();
+        // Positions that the cache does not hold yet are uninitialized.
+        let mut cache = |name, values: &[f64]| {
+            let cache = memory.output::<T>(name, values.len());
+            for (row, values) in values.chunks(capacity * hs).enumerate() {
+                let held = self.positions[row / kv_heads] * hs;
+                memory.write(cache.skip(row * capacity * hs), &rounded::<T>(&values[..held])).unwrap();
+            }
+            cache
+        };
+        let (keys, values) = (cache("keys", &self.keys), cache("values", &self.values));
+        let out = memory.output::<T>("out", b * heads * hs);
+        let partials = memory.output::<f32>("partials", b * heads * splits * (hs + 2));
+        let state: Vec<_> = self.positions.iter().map(|&position| (0, position as i32)).collect();
+        let [q_weight, k_weight] = self.weights::<T>().map(|weight| rounded::<T>(&weight));
+        let operands = AttentionOperands {
+            out,
+            partials,
+            keys,
+            values,
+            qkv: memory.input("qkv", &rounded::<T>(&self.qkv)),
+            slots: memory.input("slots", &slots(&state)),
+            table: if self.rotation == NO_ROTATION { null() } else { memory.input("table", &self.table()) },
+            q_weight: if self.norm.1 { memory.input("q weight", &q_weight) } else { null() },
+            k_weight: if self.norm.1 { memory.input("k weight", &k_weight) } else { null() },
+        };
+        let [heads, kv, head_size, cap, splits] = [heads, kv_heads, hs, capacity, splits].map(|size| size as u32);
+        let sizes = attention::Sizes {
+            heads,
+            kv_heads: kv,
+            head_size,
+            capacity: cap,
+            splits,
+            rotation: self.rotation,
+            qk_norm: self.norm.0.into(),
+            eps: QK_EPS,
+            gain: QK_GAIN,
+        };
+        for kernel in launch::attention(operands, sizes, b).unwrap() {
+            run(&mut memory, &kernel.launch, kernel.grid, kernel.shared_bytes);
+        }
+        let mut new = Vec::new();
+        for row in 0..b * kv_heads {
+            let at = (row * capacity + self.positions[row / kv_heads]) * hs;
+            for cache in [keys, values] {
+                new.extend(wide(memory.slice(cache.reader().skip(at), hs).unwrap()));
+                // Nothing else was written.
+                assert!(memory.slice(cache.reader().skip(at + hs), 1).is_err());
+            }
+        }
+        (read(&memory, out), new)
+    }
+
+    /// Normalizes and rotates a head.
+    fn prepared<T: Tolerance>(&self, head: &[f64], weight: &[f64], position: usize) -> Vec<f64> {
+        let mut x = head.to_vec();
+        if self.norm.0 {
+            let square = x.iter().map(|x| x * x).sum::<f64>() / self.hs as f64;
+            let scale = (square + f64::from(QK_EPS)).sqrt().recip() * f64::from(QK_GAIN);
+            x.iter_mut().zip(weight).for_each(|(x, w)| *x *= scale * if self.norm.1 { *w } else { 1.0 });
+        }
+        let table = self.table();
+        for i in 0..self.hs / 2 {
+            let (a, b) = match self.rotation {
+                NO_ROTATION => break,
+                HALF_SPLIT => (i, i + self.hs / 2),
+                _ => (2 * i, 2 * i + 1),
+            };
+            let angle = &table[position * self.hs + 2 * i..];
+            let (cos, sin) = (f64::from(angle[0]), f64::from(angle[1]));
+            (x[a], x[b]) = (x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin);
+        }
+        x.iter().map(|&x| f64::from(T::nearest(x as f32))).collect()
+    }
+
+    fn reference<T: Tolerance>(&self) -> (Vec<f64>, Vec<f64>) {
+        let Self { heads, kv_heads, hs, capacity, .. } = *self;
+        let [q_weight, k_weight] = self.weights::<T>();
+        let (mut out, mut new) = (Vec::new(), Vec::new());
+        for (b, &position) in self.positions.iter().enumerate() {
+            let head = |h: usize| &self.qkv[(b * (heads + 2 * kv_heads) + h) * hs..][..hs];
+            let key = |kv: usize| self.prepared::<T>(head(heads + kv), &k_weight, position);
+            for kv in 0..kv_heads {
+                new.extend(key(kv));
+                new.extend_from_slice(head(heads + kv_heads + kv));
+            }
+            for h in 0..heads {
+                let kv = h / (heads / kv_heads);
+                let query = self.prepared::<T>(head(h), &q_weight, position);
+                let held = (b * kv_heads + kv) * capacity * hs;
+                let keys = self.keys[held..].chunks(hs).take(position).map(<[f64]>::to_vec).chain([key(kv)]);
+                let values = self.values[held..].chunks(hs).take(position).chain([head(heads + kv_heads + kv)]);
+                let dot = |key: Vec<f64>| key.iter().zip(&query).map(|(k, q)| k * q).sum::<f64>() / (hs as f64).sqrt();
+                let scores: Vec<f64> = keys.map(dot).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+                let mut sums = vec![0.0; hs];
+                for (weight, value) in weights.iter().zip(values) {
+                    sums.iter_mut().zip(value).for_each(|(sum, value)| *sum += weight * value);
+                }
+                out.extend(sums.iter().map(|sum| sum / weights.iter().sum::<f64>()));
+            }
+        }
+        (out, new)
+    }
+
+    fn check<T: Tolerance>(&self) {
+        let ((out, new), (want, want_new)) = (self.run::<T>(), self.reference::<T>());
+        assert_close("out", &out, &want, T::ROUNDING, 1.0);
+        assert_close("new keys and values", &new, &want_new, T::ROUNDING, 1.0);
+    }
+}
+
+fn attention_matches_f64_reference<T: Tolerance>() {
+    // Groups of every instance, also such that do not fill it, and lengths around the positions that a block takes at a time.
+    for (heads, kv_heads) in [(1, 1), (3, 3), (4, 2), (3, 1), (8, 2), (7, 1), (10, 1)] {
+        for hs in [64, 80] {
+            Attention::new::<T>(&[0, 70, 16], [heads, kv_heads, hs, 1], 1).check::<T>();
+            Attention::new::<T>(&[0, 130], [heads, kv_heads, hs, 3], 2).check::<T>();
+        }
+    }
+    for hs in [16, 96, 112, 128] {
+        for len in [15, 16, 31, 32, 33, 63, 64, 65, 128] {
+            Attention::new::<T>(&[len], [2, 1, hs, 1], 3).check::<T>();
+        }
+        Attention::new::<T>(&[300, 1], [2, 2, hs, 4], 4).check::<T>();
+    }
+}
+
+fn attention_of_random_shapes_matches_f64_reference<T: Tolerance>() {
+    let shape = (1..4usize, 1..4usize, 1..6usize, select(vec![16, 64, 80, 128]), 1..6usize);
+    let kind = (select(vec![NO_ROTATION, HALF_SPLIT, INTERLEAVED]), ANY, ANY, 0..200usize, 0..99u32);
+    for_all(32, (shape, kind), |((b, kv, group, hs, splits), (rotation, norm, weights, longest, seed))| {
+        let positions: Vec<_> = (0..b).map(|i| longest * (i + 1) / b).collect();
+        let case = Attention::new::<T>(&positions, [kv * group, kv, hs, splits], seed);
+        Attention { rotation, norm: (norm, weights), ..case }.check::<T>();
+    });
+}
+
+/// A NaN in a key makes the heads that read it NaN. An infinite score takes all the weight.
+fn nan_and_infinity_stay_in_their_head<T: Tolerance>() {
+    for splits in [1, 3] {
+        let clean = Attention::new::<T>(&[100], [4, 2, 64, splits], 7);
+        let (want, _) = clean.run::<T>();
+        for position in [0, 40, 99] {
+            let mut case = clean.clone();
+            case.keys[(case.capacity + position) * 64] = f64::NAN;
+            let (got, _) = case.run::<T>();
+            assert_same("heads of the other key", &got[..128], &want[..128]);
+            assert!(got[128..].iter().all(|x| x.is_nan()), "{splits} splits, position {position}");
+            let mut case = clean.clone();
+            case.values[position * 64 + 5] = f64::INFINITY;
+            let (got, _) = case.run::<T>();
+            let expected: Vec<_> =
+                (0..256).map(|i| if i < 128 && i % 64 == 5 { f64::INFINITY } else { want[i] }).collect();
+            assert_same("an infinite value", &got, &expected);
+        }
+    }
+}
+
+fn filled_caches_hold_keys_and_values<T: Tolerance>() {
+    for_all(24, (1..40usize, 1..5usize, 1..4usize, select(vec![16, 64, 80]), 0..9u32), |(t, kv, group, hs, seed)| {
+        let (heads, capacity) = (kv * group, t + 5);
+        let qkv = rounded::<T>(&noise(t * (heads + 2 * kv) * hs, seed));
+        let mut memory = Memory::new();
+        let (keys, values) =
+            (memory.output::<T>("keys", kv * capacity * hs), memory.output::<T>("values", kv * capacity * hs));
+        let inp = memory.input("qkv", &qkv);
+        let [tokens, nh, heads_kv, head_size, cap] = [t, heads, kv, hs, capacity].map(|size| size as u32);
+        let launch = attention::cache_fill::<T>(keys, values, inp, tokens, nh, heads_kv, head_size, cap);
+        run(&mut memory, &launch, attention::fill_grid::<T>(t, kv, hs), 0);
+        for (first, cache) in [(heads, keys), (heads + kv, values)] {
+            for head in 0..kv {
+                let got = wide(memory.slice(cache.reader().skip(head * capacity * hs), t * hs).unwrap());
+                let want: Vec<f64> =
+                    qkv.chunks((heads + 2 * kv) * hs).flat_map(|row| wide(&row[(first + head) * hs..][..hs])).collect();
+                assert_same("cache", &got, &want);
+                assert!(memory.slice(cache.reader().skip(head * capacity * hs + t * hs), 1).is_err());
+            }
+        }
+    });
+}
+
+fn gumbel_noise_matches_f64() {
+    let (mut sum, n) = (0.0, 200_000);
+    for token in 0..n {
+        let u = (f64::from(gpu::noise::squirrel5(token, 3)) + 0.5) / 4_294_967_296.0;
+        let (got, want) = (f64::from(sample::gumbel(token, 3)), -(-(-u).ln_1p()).ln());
+        // u is rounded to f32, which matters where 1 - u is small, and so is 1 - u, which matters where ln(1 - u) is.
+        assert!((got - want).abs() < 1e-5 + 1e-7 / (1.0 - u), "{token}: expected {want}, found {got}");
+        sum += got;
+    }
+    // The mean is Euler's constant, with a standard deviation of 0.003.
+    assert!((sum / f64::from(n) - 0.577).abs() < 0.01, "{}", sum / f64::from(n));
+}
+
+/// The settings of a slot.
+#[derive(Clone, Copy, Debug)]
+struct Sampling {
+    position: i32,
+    seed: i32,
+    penalty: f32,
+    temperature: f32,
+    top_k: i32,
+    top_p: f32,
+    min_p: f32,
+}
+
+const GREEDY: Sampling =
+    Sampling { position: 4, seed: 9, penalty: 1.0, temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+const CAPACITY: u32 = 100;
+
+/// Runs the kernel on rows of `v` logits, padded to `vp` with large values and NaN. Checks the new slots and seen tokens, and returns the tokens.
+fn choose<T: Tolerance>(logits: &[Vec<f64>], vp: usize, seen: &[i32], slots: &[Sampling], softcap: f32) -> Vec<usize> {
+    let (b, v) = (slots.len(), logits[0].len());
+    let padded: Vec<f64> = logits
+        .iter()
+        .flat_map(|row| row.iter().copied().chain([1e4, f64::NAN].into_iter().cycle().take(vp - v)))
+        .collect();
+    let words: Vec<i32> = slots
+        .iter()
+        .flat_map(|slot| {
+            let bits = |x: f32| x.to_bits().cast_signed();
+            [
+                7,
+                slot.position,
+                slot.seed,
+                bits(slot.penalty),
+                bits(slot.temperature),
+                slot.top_k,
+                bits(slot.top_p),
+                bits(slot.min_p),
+            ]
+        })
+        .collect();
+    let mut memory = Memory::new();
+    let (sampled, scratch) = (memory.output::<f32>("sampled", b), memory.output::<f32>("scratch", b * vp));
+    let (state, marks) = (memory.buffer("slots", &words), memory.buffer("seen", seen));
+    let inp = memory.input("logits", &rounded::<T>(&padded));
+    let sizes = sample::Sizes { vocab: v as u32, padded_vocab: vp as u32, capacity: CAPACITY, softcap };
+    let launch = sample::sample_tokens::<T>(sampled, state, marks, scratch, inp, sizes);
+    run(&mut memory, &launch, b as u32, shared_bytes(sample::shared));
+    let tokens: Vec<usize> = memory.read(sampled).into_iter().map(|token| token as usize).collect();
+    let (new, marks) = (memory.read(state), memory.read(marks));
+    let (mut want, mut want_marks) = (words, seen.to_vec());
+    for (i, &token) in tokens.iter().enumerate() {
+        want[i * WORDS] = token as i32;
+        want[i * WORDS + 1] = (want[i * WORDS + 1] + 1).min(CAPACITY as i32 - 1);
+        want_marks[i * vp + token] = 1;
+    }
+    assert_eq!((new, marks), (want, want_marks));
+    tokens
+}
+
+/// Returns the token that the settings choose, in f64.
+fn expected(logits: &[f64], seen: &[i32], slot: Sampling, softcap: f64) -> usize {
+    let argmax = |scores: &[f64]| (0..scores.len()).rev().max_by(|&a, &b| scores[a].total_cmp(&scores[b])).unwrap();
+    let mut scores: Vec<f64> = logits
+        .iter()
+        .zip(seen)
+        .map(|(&x, &seen)| {
+            let x = if softcap > 0.0 { softcap * (x / softcap).tanh() } else { x };
+            let penalty = if seen != 0 { f64::from(slot.penalty) } else { 1.0 };
+            if x > 0.0 { x / penalty } else { x * penalty }
+        })
+        .collect();
+    if slot.temperature == 0.0 {
+        return argmax(&scores);
+    }
+    scores.iter_mut().for_each(|score| *score /= f64::from(slot.temperature));
+    let most = scores[argmax(&scores)];
+    let mut sorted = scores.clone();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    let mut least = f64::NEG_INFINITY;
+    if slot.top_k > 0 {
+        least = sorted[(slot.top_k as usize).min(sorted.len()) - 1];
+        sorted.retain(|&score| score >= least);
+    }
+    if slot.top_p < 1.0 {
+        let weights: Vec<f64> = sorted.iter().map(|score| (score - most).exp()).collect();
+        let (target, mut sum) = (f64::from(slot.top_p) * weights.iter().sum::<f64>(), 0.0);
+        least = sorted[weights
+            .iter()
+            .position(|weight| {
+                sum += weight;
+                sum >= target
+            })
+            .unwrap_or(weights.len() - 1)];
+    }
+    if slot.min_p > 0.0 {
+        least = least.max(most + f64::from(slot.min_p).ln());
+    }
+    let seed = gpu::noise::squirrel5(slot.position as u32, slot.seed as u32);
+    let noisy: Vec<f64> = scores
+        .iter()
+        .enumerate()
+        .map(
+            |(token, &score)| {
+                if score >= least { score + f64::from(sample::gumbel(token as u32, seed)) } else { f64::NEG_INFINITY }
+            },
+        )
+        .collect();
+    argmax(&noisy)
+}
+
+fn tokens_match_the_reference<T: Tolerance>() {
+    let plain = Sampling { temperature: 1.0, ..GREEDY };
+    let settings = [
+        GREEDY,
+        Sampling { penalty: 1.7, ..GREEDY },
+        plain,
+        Sampling { temperature: 0.3, position: 99, ..plain },
+        Sampling { top_k: 1, ..plain },
+        Sampling { top_k: 40, ..plain },
+        Sampling { top_k: 100_000, ..plain },
+        Sampling { top_p: 0.5, ..plain },
+        Sampling { top_p: 0.01, ..plain },
+        Sampling { top_p: 0.0, ..plain },
+        Sampling { min_p: 0.2, ..plain },
+        Sampling { min_p: 1.0, ..plain },
+        Sampling { top_k: 30, top_p: 0.8, min_p: 0.05, penalty: 1.3, temperature: 0.8, ..plain },
+    ];
+    for (v, vp, softcap) in [(5, 128, 0.0), (257, 384, 3.0), (17_000, 17_024, 0.0)] {
+        let mut cases = Vec::new();
+        // The largest vocabulary takes two batches of vectors.
+        for seed in 0..if v > 10_000 { 1 } else { 4 } {
+            for (i, setting) in settings.into_iter().enumerate() {
+                let scaled = noise(v, seed * 100 + i as u32).iter().map(|x| x * 5.0 - 1.0).collect::<Vec<_>>();
+                cases.push((wide(&rounded::<T>(&scaled)), Sampling { seed: seed as i32 + 5, ..setting }));
+            }
+        }
+        let seen: Vec<i32> = (0..cases.len() * vp).map(|i| i32::from(i % 3 == 0)).collect();
+        let (logits, slots): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
+        let got = choose::<T>(&logits, vp, &seen, &slots, softcap);
+        for (i, slot) in slots.iter().enumerate() {
+            let want = expected(&logits[i], &seen[i * vp..][..v], *slot, f64::from(softcap));
+            assert_eq!(got[i], want, "row {i} of {v} logits, {slot:?}");
+        }
+    }
+}
+
+/// Ties choose the first token without noise; non-finite logits still give a token.
+fn tokens_of_special_logits<T: Tolerance>() {
+    let one = |logits: &[f64], slot| choose::<T>(&[logits.to_vec()], 128, &[0; 128], &[slot], 0.0)[0];
+    let sampled = Sampling { temperature: 1.0, top_k: 2, top_p: 0.9, min_p: 0.1, ..GREEDY };
+    assert_eq!(one(&[1.0, 3.0, 3.0, 2.0], GREEDY), 1);
+    assert_eq!(one(&[0.0; 100], GREEDY), 0);
+    assert_eq!(one(&[-5.0, -4.0, -4.5], GREEDY), 1);
+    // The penalty makes a seen token less likely, also if its logit is negative.
+    let penalized = |logits: [f64; 3]| {
+        let seen: Vec<i32> = (0..128).map(|token| i32::from(token == 0)).collect();
+        choose::<T>(&[logits.to_vec()], 128, &seen, &[Sampling { penalty: 1.5, ..GREEDY }], 0.0)[0]
+    };
+    assert_eq!((penalized([2.0, 1.75, -1.0]), penalized([-1.0, -1.25, -9.0])), (1, 1));
+    assert_eq!((penalized([2.0, 1.0, -1.0]), penalized([-1.0, -1.75, -9.0])), (0, 0));
+    // Top-p counts the probability of the tokens that top-k keeps: 6 of 9, not 6 of 12.
+    let logits = [1f64, 3.0, 2.0, 6.0].map(f64::ln);
+    let both = |seed| one(&logits, Sampling { seed, top_k: 2, top_p: 0.6, temperature: 1.0, ..GREEDY });
+    assert!((0..20).all(|seed| both(seed) == 3));
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    for slot in [GREEDY, sampled] {
+        assert_eq!((one(&[nan; 3], slot), one(&[-inf; 3], slot)), (0, 0));
+        assert_eq!((one(&[1.0, inf, 2.0], slot), one(&[nan, -inf, inf, inf], slot)), (1, 2));
+        assert_eq!(one(&[nan, -inf, 5.0, -100.0], slot), 2);
+    }
+    // Of tokens with equal logits, each is chosen by some seed, even beyond top-k.
+    let chosen = |top_k| {
+        let tokens =
+            (0..40).map(|seed| one(&[2.0, 2.0, 2.0, -9.0], Sampling { seed, top_k, temperature: 1.0, ..GREEDY }));
+        tokens.collect::<std::collections::BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    };
+    assert_eq!((chosen(1), chosen(3)), (vec![0, 1, 2], vec![0, 1, 2]));
+}

@@ -1,0 +1,146 @@
+//! `bench generate`: tokens per second of text generation.
+
+use super::table::{Cell, Column, Json, Spread, Table};
+use crate::commands::resources::Hardware;
+use crate::values::count;
+use anyhow::Context;
+use engine::ops::SlotSampling;
+use engine::{Engine, Result};
+use interchange::ModelSource;
+use model::{Descriptor, Generator};
+use std::path::Path;
+use std::time::Instant;
+use verify::selftest::copy;
+
+/// Time text generation with a KV cache, as a percentage of the bandwidth of a copy measured in the same run
+#[derive(Clone, Debug, clap::Args)]
+pub struct Generate {
+    /// Model size, for example d12 or llama3:1b; or a model file (.bin) or directory, as in `train`
+    #[arg(short = 'e', long, value_name = "NAME|FILE|DIR", default_value = "d12")]
+    model: String,
+    /// Numbers of sequences that are generated at a time, separated by commas
+    #[arg(short, long, value_name = "B", value_delimiter = ',', default_values_t = [1, 64], value_parser = count)]
+    batch: Vec<usize>,
+    /// Tokens of each prompt
+    #[arg(short = 't', long, value_name = "T", default_value = "128", value_parser = count)]
+    prompt: usize,
+    /// Tokens to generate in each sequence
+    #[arg(short = 'g', long, value_name = "N", default_value = "256", value_parser = count)]
+    tokens: usize,
+    /// Elements of the copy that is the ceiling
+    #[arg(long, value_name = "N", default_value = "134217728", value_parser = count)]
+    copy: usize,
+
+    #[command(flatten)]
+    hardware: Hardware,
+
+    #[command(flatten)]
+    json: Json,
+}
+
+const COLUMNS: &[Column] = &[
+    Column::number("sequences", "sequences", 9, 0),
+    Column::number("us", "us/step", 10, 1),
+    Column::number("us_least", "min", 10, 1),
+    Column::number("tokens_per_second", "tokens/s", 10, 1),
+    Column::number("mib", "MiB/step", 9, 1),
+    Column::number("gbs", "GB/s", 7, 1),
+    Column::number("percent_of_copy", "% copy", 7, 1),
+    Column::number("first_token_ms", "1st token ms", 12, 2),
+];
+
+/// Steps of a sample.
+const SAMPLE: usize = 16;
+
+/// Runs the benchmark.
+pub fn run(options: &Generate) -> Result<()> {
+    let engine = &mut *options.hardware.open_quietly()?;
+    let case = copy(options.copy);
+    let seconds = Spread::of(case.time(engine)?.samples).least;
+    let ceiling = case.work.bytes(engine.dtype()) as f64 / seconds;
+    let mut table = Table::new("generate", COLUMNS, engine, &options.json);
+    table.note("copy_gbs", ceiling / 1e9);
+    println!("copy: {:.1} GB/s", ceiling / 1e9);
+    table.print_heading()?;
+    for &slots in &options.batch {
+        let row = options.time(engine, slots, ceiling)?;
+        table.row(&row)?;
+    }
+    table.finish()
+}
+
+impl Generate {
+    /// Plans and loads a generator; random weights for a shape.
+    fn generator(&self, engine: &mut dyn Engine, slots: usize) -> Result<Generator> {
+        let source = match self.model.parse::<Descriptor>() {
+            Ok(_) => None,
+            Err(unknown) if !Path::new(&self.model).exists() => return Err(unknown).context("--model"),
+            Err(_) => Some(ModelSource::open(Path::new(&self.model)).context("--model")?),
+        };
+        let descriptor =
+            source.as_ref().map_or_else(|| Ok(self.model.parse()?), |s| Ok::<_, anyhow::Error>(s.descriptor()))?;
+        let capacity = self.prompt + self.tokens;
+        let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine)?;
+        engine.allocate(&plan)?;
+        generator.tune(engine)?;
+        match source {
+            Some(source) => source.load(&generator.decoder, engine)?,
+            None => generator.decoder.initialize(engine, 42)?,
+        }
+        Ok(generator)
+    }
+
+    /// Times steps of `slots` sequences. A step is queued before the previous one is complete, as in `sample`.
+    fn time(&self, engine: &mut dyn Engine, slots: usize, ceiling: f64) -> Result<Vec<Cell>> {
+        let generator = self.generator(engine, slots)?;
+        let d = generator.decoder.descriptor;
+        generator.clear(engine)?;
+        let prompt: Vec<u32> = (0..self.prompt).map(|i| ((i * 7919 + 13) % d.vocab) as u32).collect();
+        let sampling = SlotSampling { temperature: 1.0, ..SlotSampling::GREEDY };
+        // The first prompt tunes GEMMs and loads kernels.
+        generator.begin(engine, 0, &prompt, 0, sampling)?;
+        let pending = generator.step(engine)?.tokens;
+        engine.wait(pending)?;
+        let start = Instant::now();
+        generator.begin(engine, 0, &prompt, 0, sampling)?;
+        let pending = generator.step(engine)?.tokens;
+        engine.wait(pending)?;
+        let first_token = start.elapsed().as_secs_f64();
+        for slot in 1..slots {
+            generator.begin_copy(engine, [slot, 0], &prompt, slot as u32, sampling)?;
+        }
+        // The CUDA graph exists after two steps.
+        let pending = generator.step(engine)?.tokens;
+        engine.wait(pending)?;
+        let mut samples = Vec::new();
+        let mut left = self.tokens.saturating_sub(6).max(1);
+        let mut pending = generator.step(engine)?.tokens;
+        while left > 0 {
+            let (count, start) = (SAMPLE.min(left), Instant::now());
+            for _ in 0..count {
+                let next = generator.step(engine)?.tokens;
+                engine.wait(std::mem::replace(&mut pending, next))?;
+            }
+            left -= count;
+            samples.push(start.elapsed().as_secs_f64() / count as f64);
+        }
+        engine.wait(pending)?;
+        let spread = Spread::of(samples);
+        let lookup = if d.tied { 0 } else { d.padded_vocab() * d.channels };
+        let weights = (d.parameters() - lookup) * engine.dtype().bytes();
+        let length = self.prompt + self.tokens / 2;
+        let cache = 2 * d.layers * d.kv_heads * d.head_size * length * engine.dtype().bytes();
+        let bytes = (weights + slots * cache) as f64;
+        let rate = bytes / spread.median;
+        Ok(vec![
+            slots.into(),
+            (spread.median * 1e6).into(),
+            (spread.least * 1e6).into(),
+            (slots as f64 / spread.median).into(),
+            (bytes / f64::from(1 << 20)).into(),
+            (rate / 1e9).into(),
+            (100.0 * rate / ceiling).into(),
+            (first_token * 1e3).into(),
+        ])
+    }
+}

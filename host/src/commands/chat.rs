@@ -1,0 +1,211 @@
+//! `chat`: a conversation with a model in the terminal.
+
+mod template;
+
+use super::generation::{Loaded, SamplingFlags, check_prompt, end_tokens, load, tokenizer_of};
+use super::resources::Hardware;
+use crate::generate::{Request, TextStream, generate};
+use crate::values::count;
+use anyhow::{Result, bail};
+use interchange::ModelSource;
+use std::io::{BufRead, IsTerminal, Write, stderr, stdin, stdout};
+use std::path::PathBuf;
+use template::{ChatTemplate, Message};
+use tokenizer::Tokenizer;
+
+/// Longest context unless --context says otherwise.
+const DEFAULT_CONTEXT: usize = 8192;
+
+/// Talk to a model in the terminal
+///
+/// A model with a chat template (chat_template in tokenizer_config.json, or chat_template.jinja) answers messages. Any other model
+/// continues the text. /clear begins a new conversation, /exit or the end of the input ends the program.
+#[derive(Debug, clap::Args)]
+pub struct Chat {
+    /// Model file (.bin), directory of a run (its newest checkpoint) or Hugging Face directory
+    #[arg(short = 'e', long, value_name = "FILE|DIR")]
+    model: PathBuf,
+
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
+    /// the vocabulary size]
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
+
+    /// Instructions that precede the conversation, for a model with a chat template
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+
+    /// Most tokens of an answer
+    #[arg(short = 'g', long, value_name = "N", default_value = "512", value_parser = count)]
+    tokens: usize,
+
+    /// Most tokens of the conversation that the model reads [default: 8192, or the longest sequence of the model]
+    #[arg(long, value_name = "N", value_parser = count)]
+    context: Option<usize>,
+
+    /// End an answer before this string; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+
+    #[command(flatten)]
+    sampling: SamplingFlags,
+
+    #[command(flatten)]
+    hardware: Hardware,
+}
+
+/// Reads messages from standard input and prints answers until the input ends.
+pub fn run(args: &Chat) -> Result<()> {
+    let source = ModelSource::open(&args.model)?;
+    let descriptor = source.descriptor();
+    let tokenizer = tokenizer_of(&source, args.tokenizer.as_deref())?;
+    let ends = end_tokens(&tokenizer, source.directory())?;
+    let template = ChatTemplate::find(source.directory())?;
+    if template.is_none() && args.system.is_some() {
+        bail!(
+            "--system: expected a model with a chat template, found none in {}; leave out --system",
+            source.directory().display()
+        );
+    }
+    let capacity = descriptor.max_seq_len.min(args.context.unwrap_or(DEFAULT_CONTEXT));
+    let loaded = load(source, &args.hardware, 1, capacity)?;
+    let mode = match template {
+        Some(template) => {
+            Mode::Messages { template: Box::new(template), system: args.system.clone(), messages: Vec::new() }
+        }
+        None => Mode::Text(vec![tokenizer.document()]),
+    };
+    let mut conversation = Conversation { args, tokenizer, ends, loaded, vocab: descriptor.vocab, mode, turns: 0 };
+    let terminal = stdin().is_terminal();
+    let kind = match conversation.mode {
+        Mode::Text(_) => "no chat template: the model continues the text",
+        Mode::Messages { .. } => "chat template found",
+    };
+    writeln!(stderr(), "{kind}; /clear: new conversation, /exit: end")?;
+    let mut lines = stdin().lock().lines();
+    loop {
+        if terminal {
+            write!(stderr(), "> ")?;
+        }
+        let Some(line) = lines.next().transpose()? else { return Ok(()) };
+        match line.trim() {
+            "/exit" => return Ok(()),
+            "/clear" => conversation.clear(),
+            "" => {}
+            _ => conversation.answer(&line)?,
+        }
+    }
+}
+
+/// What the model reads.
+enum Mode {
+    /// The tokens of the whole text, which the model continues.
+    Text(Vec<u32>),
+    /// Messages, which the template turns into a text.
+    Messages { template: Box<ChatTemplate>, system: Option<String>, messages: Vec<Message> },
+}
+
+struct Conversation<'a> {
+    args: &'a Chat,
+    tokenizer: Tokenizer,
+    ends: Vec<u32>,
+    loaded: Loaded,
+    vocab: usize,
+    mode: Mode,
+    turns: u32,
+}
+
+impl Conversation<'_> {
+    fn clear(&mut self) {
+        match &mut self.mode {
+            Mode::Text(text) => text.truncate(1),
+            Mode::Messages { messages, .. } => messages.clear(),
+        }
+    }
+
+    /// Adds the user's line and prints the model's answer.
+    fn answer(&mut self, line: &str) -> Result<()> {
+        let prompt = match &mut self.mode {
+            Mode::Text(text) => {
+                text.extend(self.tokenizer.encode(line)?);
+                text.clone()
+            }
+            Mode::Messages { messages, .. } => {
+                messages.push(Message::new("user", line));
+                match self.rendered()? {
+                    Some(prompt) => prompt,
+                    None => return Ok(()),
+                }
+            }
+        };
+        check_prompt(&prompt, self.vocab)?;
+        let request = Request {
+            prompt,
+            tokens: self.args.tokens,
+            // Every answer has random numbers of its own.
+            seed: self.args.sampling.seed.wrapping_add(self.turns),
+            sampling: self.args.sampling.sampling(),
+            ends: self.ends.clone(),
+        };
+        self.turns = self.turns.wrapping_add(1);
+        let (mut stream, mut text, mut tokens) =
+            (TextStream::new(&self.tokenizer, &self.args.stop), String::new(), Vec::new());
+        let print = |text: &mut String, new: String| -> Result<()> {
+            let mut out = stdout();
+            out.write_all(new.as_bytes())?;
+            out.flush()?;
+            *text += &new;
+            Ok(())
+        };
+        let Loaded { generator, engine, run_ahead } = &mut self.loaded;
+        generate(generator, &mut **engine, &[request], *run_ahead, &mut |_, token| {
+            tokens.push(token);
+            print(&mut text, stream.push(token))?;
+            Ok(!stream.stopped())
+        })?;
+        print(&mut text, stream.finish())?;
+        writeln!(stdout())?;
+        match &mut self.mode {
+            Mode::Text(whole) => whole.extend(tokens),
+            Mode::Messages { messages, .. } => messages.push(Message::new("assistant", &text)),
+        }
+        Ok(())
+    }
+
+    /// Returns the tokens of the conversation. If they and an answer exceed the context, the oldest messages are removed. If the last
+    /// message alone does, it is removed and the result is `None`.
+    fn rendered(&mut self) -> Result<Option<Vec<u32>>> {
+        let capacity = self.loaded.generator.capacity();
+        // Room for an answer, but no more than half of the context.
+        let most = capacity - self.args.tokens.min(capacity / 2);
+        let Mode::Messages { template, system, messages } = &mut self.mode else { return Ok(None) };
+        let mut removed = 0;
+        loop {
+            let system = system.as_deref().map(|text| Message::new("system", text));
+            let all: Vec<&Message> = system.iter().chain(&*messages).collect();
+            let prompt = self.tokenizer.encode_with_special(&template.render(&all)?)?;
+            if prompt.len() <= most {
+                if removed > 0 {
+                    writeln!(
+                        stderr(),
+                        "note: the conversation exceeds {capacity} tokens; the oldest {removed} messages are forgotten"
+                    )?;
+                }
+                return Ok(Some(prompt));
+            }
+            if messages.len() <= 1 {
+                messages.pop();
+                writeln!(
+                    stderr(),
+                    "error: message: expected at most {most} tokens with its template, found {}; shorten it",
+                    prompt.len()
+                )?;
+                return Ok(None);
+            }
+            // A question goes with its answer, so that the roles keep alternating.
+            let pair = 2.min(messages.len() - 1);
+            messages.drain(..pair);
+            removed += pair;
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Chat templates of Hugging Face directories: Jinja templates that turn messages into the text that a model reads.
+
+use anyhow::{Context, Result, anyhow, bail};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, Error, ErrorKind, context};
+use serde_json::Value;
+use std::path::Path;
+
+const CONFIG: &str = "tokenizer_config.json";
+const FILE: &str = "chat_template.jinja";
+
+/// A message of a conversation.
+#[derive(Clone, Debug)]
+pub struct Message {
+    role: String,
+    content: String,
+}
+
+impl Message {
+    /// Creates a message of `system`, `user` or `assistant`.
+    pub fn new(role: &str, content: &str) -> Self {
+        Self { role: role.to_owned(), content: content.to_owned() }
+    }
+}
+
+/// The template of a model.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// The special tokens that the template names.
+    bos_token: String,
+    eos_token: String,
+}
+
+impl ChatTemplate {
+    /// Returns the template in the directory of a model: `chat_template.jinja`, or that of `tokenizer_config.json`. `None` if there is
+    /// none.
+    pub fn find(directory: &Path) -> Result<Option<Self>> {
+        let config_path = directory.join(CONFIG);
+        let config: Value = match bounded_file::read_to_string(&config_path, bounded_file::DESCRIPTION) {
+            Ok(text) => {
+                serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", config_path.display()))?
+            }
+            Err(_) => Value::Null,
+        };
+        let file = directory.join(FILE);
+        let (path, source) = if file.exists() {
+            let source = bounded_file::read_to_string(&file, bounded_file::SETTINGS)
+                .with_context(|| format!("cannot read {}", file.display()))?;
+            (file, Some(source))
+        } else {
+            (config_path, source_of(&config["chat_template"]))
+        };
+        let Some(source) = source else { return Ok(None) };
+        Self::new(source, &config).with_context(|| format!("{}: not a valid chat template", path.display())).map(Some)
+    }
+
+    fn new(source: String, config: &Value) -> Result<Self> {
+        let mut environment = Environment::new();
+        // As in transformers.
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> Result<String, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_template_owned("chat", source).map_err(|error| anyhow!("{error:#}"))?;
+        let token = |name: &str| match &config[name] {
+            Value::Object(token) => token.get("content").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            token => token.as_str().unwrap_or_default().to_owned(),
+        };
+        Ok(Self { environment, bos_token: token("bos_token"), eos_token: token("eos_token") })
+    }
+
+    /// Returns the text of a conversation, up to the beginning of the model's answer.
+    pub fn render(&self, messages: &[&Message]) -> Result<String> {
+        let Self { environment, bos_token, eos_token } = self;
+        let template = environment.get_template("chat").map_err(|error| anyhow!("{error:#}"))?;
+        let message = |m: &&Message| context! { role => m.role.clone(), content => m.content.clone() };
+        let messages: Vec<minijinja::Value> = messages.iter().map(message).collect();
+        let (bos_token, eos_token) = (bos_token.clone(), eos_token.clone());
+        let values = context! { messages => messages, bos_token, eos_token, add_generation_prompt => true };
+        match template.render(values) {
+            Ok(text) => Ok(text),
+            Err(error) => bail!("the chat template rejects the conversation: {error:#}"),
+        }
+    }
+}
+
+/// Returns the template of `chat_template`: a string, or a list of named ones of which `default` is meant.
+fn source_of(value: &Value) -> Option<String> {
+    match value {
+        Value::String(source) => Some(source.clone()),
+        Value::Array(named) => {
+            let default = named.iter().find(|template| template["name"] == "default")?;
+            default["template"].as_str().map(str::to_owned)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::fs;
+
+    /// The structure of the templates of Llama 3 and Qwen: loops, methods of strings, and special tokens.
+    const SOURCE: &str = "{{ bos_token }}\n{%- for message in messages %}\n    {%- if message.role not in ['system', 'user', 'assistant'] %}\n        {{- raise_exception('unknown role') }}\n    {%- endif %}\n    {{- '<' + message['role'] + '>' + message.content.strip() + '\\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<assistant>' }}\n{%- endif %}";
+
+    fn render(source: &str, config: &Value, messages: &[(&str, &str)]) -> Result<String> {
+        let messages: Vec<Message> = messages.iter().map(|(role, content)| Message::new(role, content)).collect();
+        ChatTemplate::new(source.to_owned(), config)?.render(&messages.iter().collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn messages_become_text() {
+        let messages = [("system", "Be brief."), ("user", " Hello "), ("assistant", "Hi"), ("user", "Bye")];
+        let want = "<s><system>Be brief.\n<user>Hello\n<assistant>Hi\n<user>Bye\n<assistant>";
+        for bos in [json!("<s>"), json!({ "content": "<s>" })] {
+            assert_eq!(render(SOURCE, &json!({ "bos_token": bos }), &messages).unwrap(), want);
+        }
+        let error = render(SOURCE, &Value::Null, &[("robot", "")]).unwrap_err().to_string();
+        assert!(error.contains("rejects the conversation") && error.contains("unknown role"), "{error}");
+        assert!(render("{% for %}", &Value::Null, &[]).is_err());
+    }
+
+    #[test]
+    fn templates_are_found_beside_the_model() {
+        let dir = tempfile::tempdir().unwrap();
+        let find = || ChatTemplate::find(dir.path()).map(|found| found.map(|found| found.render(&[]).unwrap()));
+        assert_eq!(find().unwrap(), None);
+        let config = |value: Value| fs::write(dir.path().join(CONFIG), value.to_string()).unwrap();
+        config(json!({ "eos_token": "x" }));
+        assert_eq!(find().unwrap(), None);
+        config(json!({ "eos_token": "x", "chat_template": "{{ eos_token }}1" }));
+        assert_eq!(find().unwrap().unwrap(), "x1");
+        config(
+            json!({ "chat_template": [{ "name": "tool", "template": "a" }, { "name": "default", "template": "b" }] }),
+        );
+        assert_eq!(find().unwrap().unwrap(), "b");
+        fs::write(dir.path().join(FILE), "file").unwrap();
+        assert_eq!(find().unwrap().unwrap(), "file");
+        fs::write(dir.path().join(CONFIG), "{").unwrap();
+        assert!(find().unwrap_err().to_string().contains("not valid JSON"));
+    }
+}

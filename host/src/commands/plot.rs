@@ -1,0 +1,135 @@
+//! `plot`: draws the logs of runs.
+
+mod live;
+
+use crate::plots;
+use crate::values::{count, momentum};
+use anyhow::{Result, ensure};
+use metrics::curves::{Metric, XAxis, default_smoothing};
+use metrics::figure::{Figure, Options};
+use metrics::references::{self, REFERENCES, Reference};
+use metrics::run::{RunLog, read_all};
+use std::io::{Write, stderr, stdout};
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Examples:
+  Draw a run into plots.svg:
+    llm-rs plot runs/a
+
+  Compare runs, one of them of llm.c, over tokens, with the loss of OpenAI's GPT-2 on FineWeb:
+    llm-rs plot runs/a muon=runs/b llmc=log124M/main.log --x tokens --tokens-per-step 524288 \\
+      --reference gpt2-124m --out compare.png
+
+  Write a page with curves, final values and settings:
+    llm-rs plot runs/a runs/b --html compare.html
+
+  Watch the loss of a run in the terminal:
+    llm-rs plot runs/a --live";
+
+/// Draw the losses and other values of runs as SVG, PNG or HTML, or in the terminal
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Plot {
+    /// Directories of runs, or their main.jsonl or main.log, also of llm.c. NAME=RUN sets the name in the legend
+    #[arg(value_name = "RUN", required = true)]
+    runs: Vec<PathBuf>,
+
+    /// File to write. Its extension selects the format: .svg, .png or .html [default: plots.svg]
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+
+    /// Write an HTML page with the curves, the final values and the settings of the runs
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+
+    /// Horizontal axis
+    #[arg(long, value_enum, default_value_t)]
+    x: XAxis,
+
+    /// Tokens of an optimizer step, for logs without token counts, such as llm.c's
+    #[arg(long, value_name = "N", value_parser = count)]
+    tokens_per_step: Option<usize>,
+
+    /// Values to draw, separated by commas [default: all that the logs have]
+    #[arg(long, value_enum, value_name = "NAME,…", value_delimiter = ',')]
+    metrics: Vec<Metric>,
+
+    /// Factor of the exponential moving average of noisy curves; 0: no smoothing [default: 0.9, up to 0.999 for long runs]
+    #[arg(long, value_name = "X", value_parser = momentum)]
+    smooth: Option<f32>,
+
+    /// Logarithmic horizontal axis
+    #[arg(long)]
+    log_x: bool,
+
+    /// Logarithmic vertical axes for loss, learning rate and gradient norm
+    #[arg(long)]
+    log_y: bool,
+
+    /// Published results to draw as lines, separated by commas: gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m (loss on FineWeb, and
+    /// HellaSwag), gpt3-125m, gpt3-350m, gpt3-760m, gpt3-1.3b (HellaSwag); none [default: HellaSwag of similar models]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = reference)]
+    reference: Option<Vec<Option<Reference>>>,
+
+    /// Draw the loss in the terminal, and follow the log while the run continues. q: quit
+    #[arg(long, conflicts_with_all = ["out", "html", "metrics", "reference"])]
+    live: bool,
+}
+
+/// Parses the name of a published model, or `none`.
+fn reference(name: &str) -> Result<Option<Reference>, String> {
+    match (name, references::find(name)) {
+        ("none", _) => Ok(None),
+        (_, Some(reference)) => Ok(Some(reference)),
+        _ => Err(format!("expected {} or none", REFERENCES.map(|reference| reference.id).join(", "))),
+    }
+}
+
+/// Runs the command.
+pub fn run(args: &Plot) -> Result<()> {
+    let read = || {
+        let mut runs = read_all(&args.runs)?;
+        if let Some(tokens) = args.tokens_per_step {
+            for run in &mut runs {
+                run.assume_tokens_per_step(tokens as u64);
+            }
+        }
+        Ok(runs)
+    };
+    let runs = read()?;
+    let options = Options {
+        x: args.x,
+        log_x: args.log_x,
+        log_y: args.log_y,
+        // The shortest decimal number is what the user typed.
+        smoothing: args.smooth.map_or(Ok(default_smoothing(&runs)), |factor| factor.to_string().parse())?,
+        metrics: args.metrics.clone(),
+        references: args.reference.as_ref().map(|names| names.iter().copied().flatten().collect()),
+    };
+    if args.live {
+        return live::run(&read, &options);
+    }
+    let out = args.out.clone().or_else(|| args.html.is_none().then(|| PathBuf::from("plots.svg")));
+    if let Some(html) = &args.html {
+        let is_page = html.extension().is_some_and(|extension| extension == "html" || extension == "htm");
+        ensure!(is_page, "--html: expected a name that ends in .html, found {}; change it", html.display());
+    }
+    report_damage(&runs)?;
+    let figure = Figure::new(&runs, &options)?;
+    for path in out.iter().chain(&args.html) {
+        plots::write(&figure, &runs, path)?;
+        writeln!(stdout(), "wrote {}", path.display())?;
+    }
+    Ok(())
+}
+
+/// Reports lines that could not be read.
+pub fn report_damage(runs: &[RunLog]) -> Result<()> {
+    for run in runs.iter().filter(|run| run.damaged_lines > 0) {
+        let n = run.damaged_lines;
+        let lines = if n == 1 { "1 damaged line was".to_owned() } else { format!("{n} damaged lines were") };
+        writeln!(stderr(), "warning: {}: {lines} left out", run.path.display())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,45 @@
+//! `completions` and `man`: files for the user's shell and manual, made from the definition of the command line.
+
+use crate::cli;
+use anyhow::{Context, Result};
+use atomic_file::create_directory;
+use clap_complete::Shell;
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+
+/// Name of the program in completions and manual pages.
+const PROGRAM: &str = "llm-rs";
+
+/// Print a script that completes commands and flags in a shell
+///
+/// For bash: llm-rs completions bash >~/.local/share/bash-completion/completions/llm-rs
+#[derive(Clone, Debug, clap::Args)]
+pub struct Completions {
+    /// Shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Write a manual page for each command, such as llm-rs-train.1
+#[derive(Clone, Debug, clap::Args)]
+pub struct Man {
+    /// Directory, which is created. `man` finds pages in ~/.local/share/man/man1
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+}
+
+/// Prints a completion script.
+pub fn completions(args: &Completions) -> Result<()> {
+    // The generator panics if its output is closed, so it writes to memory.
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut cli::parser(), PROGRAM, &mut script);
+    Ok(stdout().write_all(&script)?)
+}
+
+/// Writes the manual pages.
+pub fn man(args: &Man) -> Result<()> {
+    create_directory(&args.directory)?;
+    let shown = args.directory.display();
+    clap_mangen::generate_to(cli::parser(), &args.directory).with_context(|| format!("cannot write to {shown}"))?;
+    Ok(writeln!(stdout(), "wrote the manual pages to {shown}; read them with man {shown}/{PROGRAM}.1")?)
+}

@@ -1,0 +1,50 @@
+//! The plots that a run writes into its directory when it ends, and the files that `plot` writes.
+
+use anyhow::{Context, Result, bail};
+use checkpoint::config::Config;
+use metrics::curves::default_smoothing;
+use metrics::figure::{Figure, Options};
+use metrics::report::{self, Entry};
+use metrics::run::RunLog;
+use std::io::{Read, Write};
+use std::path::Path;
+
+/// The figure in the directory of a run.
+pub const FIGURE: &str = "plots.svg";
+/// The page in the directory of a run: final values, figure and settings.
+pub const REPORT: &str = "report.html";
+/// Largest configuration file that a page contains, in bytes.
+const MAX_SETTINGS: u64 = 1 << 16;
+
+/// Draws the log of a run into its directory.
+pub fn write_into(directory: &Path) -> Result<()> {
+    let run = RunLog::read(directory)?;
+    let runs = std::slice::from_ref(&run);
+    let figure = Figure::new(runs, &Options { smoothing: default_smoothing(runs), ..Options::default() })?;
+    write(&figure, runs, &directory.join(FIGURE))?;
+    write(&figure, runs, &directory.join(REPORT))
+}
+
+/// Writes a figure to a file in the format of its extension: SVG, PNG, or an HTML page with a table of the runs.
+pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
+    let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+    let bytes = match extension.as_deref() {
+        Some("svg") => figure.to_svg(true).into_bytes(),
+        Some("png") => figure.to_png()?,
+        Some("html" | "htm") => {
+            let entries: Vec<Entry> = runs.iter().map(|run| Entry { run, settings: settings(run) }).collect();
+            report::page(&entries, figure).into_bytes()
+        }
+        _ => bail!("{}: expected a name that ends in .svg, .png or .html; change it", path.display()),
+    };
+    atomic_file::write(path, |file| Ok(file.write_all(&bytes)?))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Returns the settings of a run, if they are next to its log.
+fn settings(run: &RunLog) -> Option<String> {
+    let file = bounded_file::open(&run.path.with_file_name(Config::FILE)).ok()?;
+    let mut text = String::new();
+    file.take(MAX_SETTINGS).read_to_string(&mut text).ok()?;
+    Some(text)
+}

@@ -1,0 +1,265 @@
+//! Text generation with a KV cache, against recomputing the whole text for every token.
+
+use engine::cpu::Cpu;
+use engine::cuda::{EmulatedGpu, Precision, emulated};
+use engine::ops::{Activation, RotaryPairs, SlotSampling};
+use engine::{Engine, Result};
+use host::generate::{Finish, Request, generate};
+use host::sample::{self, Sampling};
+use model::descriptor::{Biases, Norm, Positions, QkNorm, Rotary};
+use model::{Decoder, Descriptor, Generator, PlanOptions, Unsharded, init};
+
+/// Returns a small model of every architecture. Kernels of attention need heads of at least 64 channels.
+fn models() -> Vec<(&'static str, Descriptor)> {
+    let gpt2 = Descriptor::gpt2(2, 2, 128, 48, 70).unwrap();
+    let rotary = |pairs| Positions::Rotary(Rotary { theta: 10_000.0, scaling: None, pairs });
+    let llama = Descriptor {
+        heads: 4,
+        kv_heads: 2,
+        head_size: 64,
+        mlp_channels: 72,
+        norm: Norm::RmsNorm { eps: 1e-5, weights: true },
+        positions: rotary(RotaryPairs::HalfSplit),
+        activation: Activation::SwiGlu,
+        biases: Biases::None,
+        tied: false,
+        ..gpt2
+    };
+    let norm = |weights, gain| Some(QkNorm { eps: 1e-6, weights, gain });
+    let qwen2 = Descriptor { biases: Biases::Qkv, heads: 6, tied: true, ..llama };
+    let qwen3 = Descriptor { qk_norm: norm(true, 1.0), head_size: 80, ..llama };
+    let modern = Descriptor {
+        norm: Norm::RmsNorm { eps: 1e-6, weights: false },
+        qk_norm: norm(false, 1.2),
+        activation: Activation::ReluSquared,
+        embedding_norm: true,
+        softcap: Some(15.0),
+        heads: 2,
+        kv_heads: 2,
+        ..llama
+    };
+    let interleaved = Descriptor { positions: rotary(RotaryPairs::Interleaved), kv_heads: 1, ..llama };
+    [
+        ("gpt2", gpt2),
+        ("llama", llama),
+        ("qwen2", qwen2),
+        ("qwen3", qwen3),
+        ("modern", modern),
+        ("interleaved", interleaved),
+    ]
+    .map(|(name, descriptor)| (name, descriptor.checked().unwrap()))
+    .to_vec()
+}
+
+/// Writes weights that make logits far from uniform: random ones times 5, for norms and biases as well.
+fn load(model: &Decoder, engine: &mut dyn Engine) {
+    let descriptor = model.descriptor;
+    init::generate(&descriptor, 42, |param, layer, values| {
+        let noise = |i: usize| gpu::noise::squirrel5(i as u32, (layer * 31 + param as usize) as u32) as f32 / 4e9 - 0.5;
+        let random = descriptor.init == model::descriptor::Init::DepthScaled || !param.is_matrix();
+        let value = |(i, &v): (usize, &f32)| if random { v + 0.5 * noise(i) } else { 5.0 * v };
+        let values: Vec<f32> = values.iter().enumerate().map(value).collect();
+        engine.write(model.layout.of(model.params, param, layer), &values)
+    })
+    .unwrap();
+}
+
+fn generator(descriptor: Descriptor, slots: usize, capacity: usize, engine: &mut dyn Engine) -> Generator {
+    let (generator, plan) = Generator::plan(descriptor, slots, capacity, engine).unwrap();
+    engine.allocate(&plan).unwrap();
+    load(&generator.decoder, engine);
+    generator
+}
+
+const GREEDY: SlotSampling = SlotSampling::GREEDY;
+
+fn request(prompt: &[u32], tokens: usize, seed: u32, sampling: SlotSampling) -> Request {
+    Request { prompt: prompt.to_vec(), tokens, seed, sampling, ends: Vec::new() }
+}
+
+/// Returns the tokens of each request.
+fn texts(
+    generator: &Generator,
+    engine: &mut dyn Engine,
+    requests: &[Request],
+    run_ahead: bool,
+) -> Result<Vec<Vec<u32>>> {
+    let mut texts = vec![Vec::new(); requests.len()];
+    generate(generator, engine, requests, run_ahead, &mut |i, token| {
+        texts[i].push(token);
+        Ok(true)
+    })?;
+    Ok(texts)
+}
+
+/// Returns the most likely tokens after `prompt`, computing the whole text for each of them.
+fn recomputed(descriptor: Descriptor, engine: &mut dyn Engine, prompt: &[u32], tokens: usize) -> Vec<u32> {
+    let (model, plan) = Decoder::plan(descriptor, PlanOptions::inference(1, descriptor.max_seq_len), engine);
+    engine.allocate(&plan).unwrap();
+    load(&model, engine);
+    let sampling = Sampling { top_k: 0, temperature: 0.0, seed: 0 };
+    let mut out = Vec::new();
+    sample::generate(&model, engine, &mut Unsharded, prompt, tokens, sampling, |token| {
+        out.push(token);
+        Ok(())
+    })
+    .unwrap();
+    out
+}
+
+const PROMPT: [u32; 5] = [3, 69, 14, 15, 9];
+
+#[test]
+fn greedy_text_on_the_cpu_is_that_of_recomputing_every_token() {
+    for (name, descriptor) in models() {
+        let expected = recomputed(descriptor, &mut Cpu::new(), &PROMPT, 40);
+        assert!(expected.iter().any(|token| *token != expected[0]), "{name}: {expected:?}");
+        let mut engine = Cpu::new();
+        let generator = generator(descriptor, 1, 48, &mut engine);
+        let got = texts(&generator, &mut engine, &[request(&PROMPT, 40, 0, GREEDY)], false).unwrap();
+        assert_eq!(got, [expected], "{name}");
+    }
+}
+
+#[test]
+fn greedy_text_on_the_gpu_is_that_of_recomputing_every_token() {
+    for (name, descriptor) in models() {
+        // With 4 SMs attention has one split, with 64 several.
+        for (sm_count, prompt) in [(4, &PROMPT[..]), (64, &PROMPT[..1])] {
+            let expected = recomputed(descriptor, &mut Cpu::new(), prompt, 8);
+            let gpu = EmulatedGpu { sm_count, ..EmulatedGpu::default() };
+            let mut engine = emulated(gpu, Precision::Fp32, None, false);
+            assert_eq!(recomputed(descriptor, &mut *engine, prompt, 2), expected[..2], "{name}");
+            let generator = generator(descriptor, 1, 48, &mut *engine);
+            let got = texts(&generator, &mut *engine, &[request(prompt, 8, 0, GREEDY)], true).unwrap();
+            assert_eq!(got, [expected], "{name}");
+        }
+    }
+}
+
+/// Requests of different lengths, more than slots, with equal prompts among them.
+fn requests(sampling: SlotSampling) -> Vec<Request> {
+    let prompts: [&[u32]; 6] = [&PROMPT, &[7], &PROMPT, &[1, 2, 3, 4, 5, 6, 7, 8, 9], &[69], &PROMPT[..3]];
+    let requests = prompts.into_iter().zip([9, 3, 7, 5, 0, 6]).enumerate();
+    requests.map(|(i, (prompt, tokens))| request(prompt, tokens, i as u32, sampling)).collect()
+}
+
+#[test]
+fn texts_do_not_depend_on_the_batch_or_on_running_ahead() {
+    let sampled = SlotSampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.01, repetition_penalty: 1.1 };
+    for (name, descriptor) in models() {
+        for sampling in [GREEDY, sampled] {
+            let requests = requests(sampling);
+            let mut alone = Vec::new();
+            for request in &requests {
+                let mut engine = Cpu::new();
+                let generator = generator(descriptor, 1, 48, &mut engine);
+                alone.extend(texts(&generator, &mut engine, std::slice::from_ref(request), false).unwrap());
+            }
+            assert_eq!(alone.iter().map(Vec::len).collect::<Vec<_>>(), [9, 3, 7, 5, 0, 6]);
+            for (slots, run_ahead) in [(1, true), (2, false), (3, true), (6, true), (20, false)] {
+                let mut engine = Cpu::new();
+                let generator = generator(descriptor, slots, 48, &mut engine);
+                let got = texts(&generator, &mut engine, &requests, run_ahead).unwrap();
+                assert_eq!(got, alone, "{name}, {slots} slots");
+            }
+        }
+    }
+}
+
+/// Every kernel, with all accesses checked. Sampled tokens have the same random numbers on every engine.
+#[test]
+fn batches_on_the_gpu_match_the_cpu_without_memory_errors() {
+    let sampled = SlotSampling { temperature: 0.7, top_k: 40, top_p: 0.98, min_p: 0.001, repetition_penalty: 1.1 };
+    for (name, descriptor) in models() {
+        // Checked kernels are slow, so prompts and texts are short.
+        let short =
+            |r: Request| Request { prompt: r.prompt[..r.prompt.len().min(3)].to_vec(), tokens: r.tokens.min(2), ..r };
+        let requests: Vec<_> = requests(sampled).into_iter().take(4).map(short).collect();
+        let mut engine = Cpu::new();
+        let on_cpu = generator(descriptor, 3, 48, &mut engine);
+        let expected = texts(&on_cpu, &mut engine, &requests, false).unwrap();
+        for (slots, hopper) in [(2, false), (20, true)] {
+            let mut engine = emulated(EmulatedGpu::new(hopper), Precision::Fp32, None, true);
+            let generator = generator(descriptor, slots, 48, &mut *engine);
+            let got = texts(&generator, &mut *engine, &requests, true).unwrap();
+            assert_eq!(got, expected, "{name}, {slots} slots");
+        }
+    }
+}
+
+/// bf16 rounds, so texts may differ where two tokens are about equally likely; the logits of the first step are close.
+#[test]
+fn logits_in_bf16_are_close_to_those_of_the_cpu() {
+    for (name, descriptor) in models() {
+        let mut engine = Cpu::new();
+        let expected = generator(descriptor, 1, 48, &mut engine);
+        texts(&expected, &mut engine, &[request(&PROMPT, 1, 0, GREEDY)], false).unwrap();
+        let expected = engine.read(expected.logits()).unwrap();
+        let scale = expected.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        for slots in [1, 3, 20] {
+            let mut engine = emulated(EmulatedGpu::new(true), Precision::Bf16, None, true);
+            let generator = generator(descriptor, slots, 48, &mut *engine);
+            texts(&generator, &mut *engine, &[request(&PROMPT, 1, 0, GREEDY)], false).unwrap();
+            let got = engine.read(generator.logits()).unwrap();
+            let worst = got.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst < 0.05 * scale, "{name}, {slots} slots: {worst} of {scale}");
+        }
+    }
+}
+
+/// A text that exceeds the cache continues from its newest half.
+#[test]
+fn long_texts_continue_in_a_new_window() {
+    let (_, descriptor) = models()[1];
+    let window = |prompt: &[u32], capacity, tokens, run_ahead| {
+        let mut engine = Cpu::new();
+        let generator = generator(descriptor, 1, capacity, &mut engine);
+        texts(&generator, &mut engine, &[request(prompt, tokens, 0, GREEDY)], run_ahead).unwrap().remove(0)
+    };
+    let text = window(&PROMPT, 16, 40, false);
+    assert_eq!(text, window(&PROMPT, 16, 40, true));
+    // The cache is full after 16 tokens of text, so the 13th new token follows the 17 tokens before it, of which 8 remain.
+    let whole = [&PROMPT[..], &text].concat();
+    assert_eq!(window(&whole[..16], 48, 1, false), whole[16..17]);
+    assert_eq!(window(&whole[9..17], 48, 9, false), whole[17..26]);
+    // A prompt beyond the cache is read from its newest half.
+    let prompt: Vec<u32> = (0..30).collect();
+    assert_eq!(window(&prompt, 16, 5, false), window(&prompt[22..], 48, 5, false));
+    assert_eq!(window(&PROMPT, 1, 3, true).len(), 3);
+}
+
+#[test]
+fn texts_end_at_an_end_token_or_when_the_receiver_stops() {
+    let (_, descriptor) = models()[0];
+    let mut engine = Cpu::new();
+    let generator = generator(descriptor, 2, 48, &mut engine);
+    let greedy = texts(&generator, &mut engine, &[request(&PROMPT, 20, 0, GREEDY)], false).unwrap().remove(0);
+    let end = greedy[4];
+    let first = greedy.iter().position(|token| *token == end).unwrap();
+    for run_ahead in [false, true] {
+        let ending = Request { ends: vec![end], ..request(&PROMPT, 20, 0, GREEDY) };
+        let requests = [ending, request(&PROMPT, 20, 0, GREEDY), request(&PROMPT, 2, 0, GREEDY)];
+        let mut got = vec![Vec::new(); 3];
+        let finishes = generate(&generator, &mut engine, &requests, run_ahead, &mut |i, token| {
+            got[i].push(token);
+            Ok(i != 1 || got[1].len() < 3)
+        });
+        assert_eq!(finishes.unwrap(), [Finish::EndOfText, Finish::Stop, Finish::Length]);
+        assert_eq!(got, [&greedy[..first], &greedy[..3], &greedy[..2]]);
+    }
+}
+
+#[test]
+fn invalid_prompts_are_errors() {
+    let (_, descriptor) = models()[0];
+    let mut engine = Cpu::new();
+    let generator = generator(descriptor, 1, 8, &mut engine);
+    let mut error = |prompt: &[u32]| {
+        texts(&generator, &mut engine, &[request(prompt, 1, 0, GREEDY)], false).unwrap_err().to_string()
+    };
+    assert_eq!(error(&[]), "prompt: expected at least one token, found none");
+    assert_eq!(error(&[1, 70]), "prompt: expected tokens below 70, found 70");
+    let too_many = Generator::plan(descriptor, 1, 49, &mut Cpu::new()).unwrap_err().to_string();
+    assert!(too_many.contains("expected at most 48"), "{too_many}");
+}

@@ -1,0 +1,131 @@
+//! `sample` and `chat` as a user runs them, with a small model of bytes.
+
+mod common;
+
+use common::{fail, succeed, text};
+use serde_json::Value;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::{fs, str};
+
+/// Trains a model for a few steps, so that its texts vary.
+fn train(out: &Path) {
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "32", "--batch", "2", "--steps", "6"];
+    let run = ["--lr", "0.01", "--warmup", "0", "--val-every", "0", "--sample-every", "0", "--out", text(out)];
+    succeed(&[&["train", "--device", "cpu"], &model[..], &run].concat());
+}
+
+/// Runs the program with this standard input and returns its standard output, which must be valid UTF-8.
+fn with_input(args: &[&str], input: &str) -> String {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_llm-rs"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn texts_are_printed_as_text_or_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run);
+    let sample = |more: &[&str]| {
+        succeed(
+            &[&["sample", "--device", "cpu", "--model", text(&run), "-g", "40", "--prompt", "to be"], more].concat(),
+        )
+    };
+    let lines = sample(&["--n", "3", "--json", "--seed", "5", "--top-k", "200", "--min-p", "0.001"]);
+    let objects: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(objects.len(), 3);
+    for (i, object) in objects.iter().enumerate() {
+        assert_eq!(
+            (&object["index"], &object["prompt"], &object["finish_reason"]),
+            (&i.into(), &"to be".into(), &"length".into())
+        );
+        assert_eq!(object["tokens"].as_array().unwrap().len(), 40);
+        // Text i is that of its seed alone, printed as it is generated.
+        let alone = sample(&["--seed", &(5 + i).to_string(), "--top-k", "200", "--min-p", "0.001"]);
+        assert_eq!(alone, format!("to be{}\n", object["text"].as_str().unwrap()));
+    }
+    assert_ne!(objects[0]["text"], objects[1]["text"]);
+    let printed = sample(&["--n", "2", "--temperature", "0"]);
+    let parts: Vec<&str> = printed.split("---\n").collect();
+    assert_eq!((parts.len(), parts[0]), (2, parts[1]));
+
+    // A stop string is not part of the text.
+    let greedy = sample(&["--temperature", "0"]);
+    let rest = greedy.strip_prefix("to be").unwrap().trim_end_matches('\n');
+    let stop: String = rest.chars().skip(3).take(2).collect();
+    let first = rest.find(&stop).unwrap();
+    let stopped = sample(&["--temperature", "0", "--stop", "never there", "--stop", &stop, "--json"]);
+    let stopped: Value = serde_json::from_str(&stopped).unwrap();
+    assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&rest[..first].into(), &"stop".into()));
+
+    // The prompt may come from a file or from standard input.
+    let file = dir.path().join("prompt.txt");
+    fs::write(&file, "to be").unwrap();
+    let from = |path: &str, input: &str| {
+        let args = [
+            "sample",
+            "--device",
+            "cpu",
+            "--model",
+            text(&run),
+            "-g",
+            "40",
+            "--temperature",
+            "0",
+            "--prompt-file",
+            path,
+        ];
+        with_input(&args, input)
+    };
+    assert_eq!(from(text(&file), ""), greedy);
+    assert_eq!(from("-", "to be"), greedy);
+
+    let of_run = |more: &[&'static str]| [&["sample", "--device", "cpu", "--model", text(&run)][..], more].concat();
+    fail(&of_run(&["--top-p", "1.5"]), &["--top-p", "expected a number from 0 to 1"]);
+    fail(&of_run(&["--repetition-penalty", "0"]), &["--repetition-penalty", "expected a finite number above 0"]);
+    fail(&of_run(&["--prompt-file", "nowhere.txt"]), &["nowhere.txt", "cannot read"]);
+    fail(&of_run(&["--prompt-file", "-", "--prompt", "x"]), &["--prompt"]);
+}
+
+#[test]
+fn conversations_continue_until_the_input_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run);
+    let args = ["chat", "--device", "cpu", "--model", text(&run), "-g", "6", "--temperature", "0"];
+    let plain = with_input(&args, "to be\n\nor not\n/clear\nto be\n/exit\nignored\n");
+    let answers: Vec<&str> = plain.split_terminator('\n').collect();
+    assert!(answers.len() >= 3, "{plain:?}");
+    // A new conversation begins anew.
+    let alone = with_input(&args, "to be\n");
+    assert!(plain.starts_with(&alone) && plain.ends_with(&alone), "{plain:?} {alone:?}");
+    // The conversation exceeds the model's 32 tokens.
+    assert!(!with_input(&args, &"to be or not to be\n".repeat(4)).is_empty());
+    fail(&[&args[..], &["--system", "x"]].concat(), &["--system", "expected a model with a chat template"]);
+
+    // With a template the model reads the messages in its form.
+    fs::write(
+        run.join("chat_template.jinja"),
+        "\n{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:",
+    )
+    .unwrap();
+    let sampled = ["sample", "--device", "cpu", "--model", text(&run), "-g", "6", "--temperature", "0"];
+    let expected = succeed(&[&sampled[..], &["--prompt", "u:to be;a:"]].concat());
+    let answer = with_input(&args, "to be\n");
+    // `sample` begins a document with a newline, as this template does; `chat` adds no token of its own.
+    assert_eq!(expected, format!("u:to be;a:{answer}"));
+    // A long message is refused, a long conversation loses its oldest messages.
+    let long = "x".repeat(60);
+    assert_eq!(with_input(&args, &format!("{long}\nto be\n")), answer);
+    assert!(!with_input(&args, &"to be\n".repeat(5)).is_empty());
+}
