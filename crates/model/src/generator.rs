@@ -344,6 +344,7 @@ impl Generator {
             bias: None,
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c: d.channels, oc: vp },
+            fp8: None,
         };
         engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual)), matmul })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;

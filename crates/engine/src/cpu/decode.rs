@@ -56,12 +56,12 @@ pub(super) fn matmul(arena: &mut Arena, op: DecodeMatmul) -> Result<()> {
         Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(arena, norm)?,
         None => {}
     }
-    if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, op.matmul) } else { few_rows(arena, op.matmul) }
+    if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, &op.matmul) } else { few_rows(arena, op.matmul) }
 }
 
 /// Computes a linear layer of few rows. It reads each weight once, which is all that takes time.
 fn few_rows(arena: &mut Arena, op: MatmulForward) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
+    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, fp8: _ } = op;
     let (residual, activation) = match epilogue {
         Epilogue::None => (ABSENT, None),
         Epilogue::Residual(residual) => (residual, None),

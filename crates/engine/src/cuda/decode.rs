@@ -98,7 +98,7 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: DecodeMatmul) -> Result<(
     }
     match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
         Some(kernel) => cuda.launch_all(&[kernel]),
-        None => linear::forward(cuda, op.matmul),
+        None => linear::forward(cuda, &op.matmul),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
-pub mod fp8;
 mod decode;
+pub mod fp8;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};

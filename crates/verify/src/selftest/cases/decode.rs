@@ -166,7 +166,8 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: Option<Option<Ac
             Some(Some(activation)) => Epilogue::Activation(activation, x[5]),
         };
         let inp = if normed.is_some() { x[6] } else { inp };
-        let matmul = MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape };
+        let matmul =
+            MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape, fp8: None };
         DecodeMatmul { norm: normed, matmul }
     };
     let kind = match (activation, epilogue) {
