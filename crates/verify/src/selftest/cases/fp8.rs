@@ -203,9 +203,10 @@ fn mlp(shape: MatmulShape) -> [Case; 3] {
     [mlp_forward(shape, fast), mlp_backward(shape, Fp8Format::E5m2, fast), mlp_backward(shape, Fp8Format::E4m3, exact)]
 }
 
-/// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: some values round
-/// to a neighbor, with a relative error of up to 2^-3, or 2^-2 for E5M2.
-const NEIGHBORS: Tolerance = Tolerance { f32: 2e-2, bf16: 2e-2 };
+/// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
+/// values round to neighbors, which differ by up to 2^-3, or 2^-2 for E5M2. The emulator's largest error is 0.13. Tests of the
+/// kernels compare bits; these cases find gross errors on a GPU.
+const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
 
 /// out (rows, OC) = gelu(inp (rows, C) · fcᵀ + bias), with fc (OC, C), is quantized with a given scale. proj = out · fcprojᵀ,
 /// with fcproj (C, OC), reads only the quantized output. Its transposed copy is multiplied, too.
