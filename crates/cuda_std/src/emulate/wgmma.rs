@@ -241,11 +241,14 @@ impl Block {
         }
     }
 
-    /// Ends the reads of the tensor cores and returns their clock.
+    /// Ends the reads of the tensor cores and returns their clock, without what they have waited for.
     fn finish_reads(&mut self) -> VectorClock {
         self.reader = None;
         let warp = self.tensor_core_warp();
-        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp))
+        let finished = self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp));
+        let mut own = VectorClock::default();
+        own[warp] = finished[warp];
+        own
     }
 }
 
@@ -598,7 +601,8 @@ pub fn wgmma_wait<const N: u32>() {
 /// Computes all instructions of a group.
 ///
 /// The tensor cores read the operands at any time between the commits and the wait. For the race check, they are therefore a
-/// warp of their own: its reads follow the commits of all threads, and precede only what a thread does after its wait.
+/// warp of their own: its reads follow the commits of all threads, and precede only what a thread does after its wait. A wait
+/// orders nothing else: ordinary loads of other warps before their commits may still be on their way.
 fn compute(group: &Group) {
     let base = with(Block::shared_base).addr();
     with(|block| block.start_reads(&group.clock));
@@ -623,7 +627,6 @@ fn compute(group: &Group) {
     with(|block| {
         let clock = block.finish_reads();
         let (warpgroup, _) = block.warpgroup();
-        join(&mut warpgroup.clock, &group.clock);
         join(&mut warpgroup.clock, &clock);
         warpgroup.clocks.push_back(warpgroup.clock);
     });

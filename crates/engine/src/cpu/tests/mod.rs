@@ -362,7 +362,8 @@ proptest! {
             if column < v { slope(before[at]) * 0.25 * (x[at].exp() / sums[row] - chosen) } else { 0.0 }
         };
         let expected: Vec<f64> = (0..rows * vp).map(gradient).collect();
-        bench.assert("dlogits", logits, &expected);
+        // p - 1 has the rounding error of p, which is large beside gradients of a target that is almost certain.
+        bench.assert_of(0.25, "dlogits", logits, &expected);
     }
 
     #[test]
