@@ -126,6 +126,7 @@ pub fn amax_bf16(amax: GlobalMut<u32>, inp: Global<bf16>, n: u64) {
 
 /// Returns `value` · `factor`, or NaN for infinity, which would otherwise saturate. Negative zero becomes positive.
 #[inline(always)]
+#[expect(clippy::eq_op, reason = "the difference of two infinities is a NaN")]
 pub fn scaled(value: f32, factor: f32) -> f32 {
     math::fma(value, factor, value - value)
 }
@@ -334,7 +335,7 @@ fn store_transposed<T: Fp8, const SUMS: bool>(
         };
         let [a, b, c, d] = transposed;
         let of_columns = [of_column(a), of_column(b), of_column(c), of_column(d)];
-        if thread % 8 == 0 && column < columns {
+        if thread.is_multiple_of(8) && column < columns {
             sums.partials.set_four(tile_row * columns + column, of_columns);
         }
     }

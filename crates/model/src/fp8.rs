@@ -107,7 +107,7 @@ impl Fp8Options {
 
 impl Fp8Options {
     /// Returns the engine's type for FP8 numbers.
-    pub(super) fn dtype(&self) -> DType {
+    pub(super) fn dtype(self) -> DType {
         self.dtype
     }
 }

@@ -131,14 +131,14 @@ impl Run {
     /// Returns the statistics of FP8 and the optimizer's state.
     fn state(&mut self) -> Vec<Vec<f32>> {
         let training = self.model.training.unwrap();
-        let fp8 = training.fp8.iter().flat_map(|fp8| fp8.state());
+        let fp8 = training.fp8.iter().flat_map(model::fp8::Fp8::state);
         let tensors: Vec<_> = [self.model.params, training.m, training.v].into_iter().chain(fp8).collect();
         tensors.into_iter().map(|tensor| self.engine.read(tensor).unwrap()).collect()
     }
 
     fn set_state(&mut self, values: &[Vec<f32>]) {
         let training = self.model.training.unwrap();
-        let fp8 = training.fp8.iter().flat_map(|fp8| fp8.state());
+        let fp8 = training.fp8.iter().flat_map(model::fp8::Fp8::state);
         let tensors: Vec<_> = [self.model.params, training.m, training.v].into_iter().chain(fp8).collect();
         assert_eq!(tensors.len(), values.len());
         tensors.into_iter().zip(values).for_each(|(tensor, values)| self.engine.write(tensor, values).unwrap());
@@ -175,8 +175,11 @@ fn recomputation_is_exact() {
     }
 }
 
+/// Parameters, statistics of FP8 and losses of a rank.
+type RankState = (Vec<u32>, Vec<Vec<f32>>, Vec<f32>);
+
 /// Trains on ranks in threads and returns their final states.
-fn on_ranks(ranks: usize, stage: u8, recipe: Fp8Recipe, steps: usize) -> Vec<(Vec<u32>, Vec<Vec<f32>>, Vec<f32>)> {
+fn on_ranks(ranks: usize, stage: u8, recipe: Fp8Recipe, steps: usize) -> Vec<RankState> {
     let groups = TcpGroup::in_process(ranks, Duration::from_mins(1)).unwrap();
     thread::scope(|scope| {
         let run = |group: TcpGroup| {
@@ -290,7 +293,7 @@ fn kernels_compute_the_gradients_of_the_cpu_engine() {
             (Fp8Recipe::Delayed, Fp8Gradients::E4m3, Fp8Accumulation::Exact),
             (Fp8Recipe::Delayed, Fp8Gradients::E5m2, Fp8Accumulation::ExactGradients),
         ] {
-            let setup = Setup { descriptor, gradients, accumulation, ..Setup::new(recipe) };
+            let setup = Setup { gradients, accumulation, descriptor, ..Setup::new(recipe) };
             let gradients = |mut run: Run| {
                 run.step();
                 let grads = run.model.training.unwrap().grads;

@@ -49,6 +49,7 @@ pub struct Hardware {
 
 /// Settings of FP8.
 #[derive(Clone, Copy, Debug, clap::Args)]
+#[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
 pub struct Fp8Flags {
     /// With --precision fp8: scales of inputs and gradients [default: current]
     #[arg(long, value_enum, help_heading = DEVICE)]

@@ -203,15 +203,13 @@ fn mlp(shape: MatmulShape) -> [Case; 3] {
     [mlp_forward(shape, fast), mlp_backward(shape, Fp8Format::E5m2, fast), mlp_backward(shape, Fp8Format::E4m3, exact)]
 }
 
-/// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: some values round
-/// to a neighbor, with a relative error of up to 2^-3, or 2^-2 for E5M2.
-const NEIGHBORS: Tolerance = Tolerance { f32: 2e-2, bf16: 2e-2 };
+/// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
+/// values round to neighbors, which differ by up to 2^-3, or 2^-2 for E5M2. The emulator's largest error is 0.13. Tests of the
+/// kernels compare bits; these cases find gross errors on a GPU.
+const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
 
-/// out (rows, OC) = gelu(inp (rows, C) · fcᵀ + bias), with fc (OC, C), is quantized with a given scale. proj = out · fcprojᵀ,
-/// with fcproj (C, OC), reads only the quantized output. Its transposed copy is multiplied, too.
-fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
-    let MatmulShape { rows, c, oc } = shape;
-    let next = MatmulShape { rows, c: oc, oc: c };
+/// Returns the operands of [`mlp_forward`].
+fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape) -> Vec<Operand> {
     let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
     let mut operands = vec![
         output("proj", rows * c, NEIGHBORS),
@@ -225,7 +223,6 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
         input("dout", rows * c, super::UNIT),
         Operand { checked: None, ..output("dinp", rows * oc, NEIGHBORS) },
     ];
-    let n = operands.len();
     operands.extend([
         fp8("inp in FP8", rows * c),
         fp8("fc in FP8", oc * c),
@@ -245,6 +242,17 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
     operands.extend(of_out);
     operands.extend(scale(["scale of fcproj", "amax of fcproj"], Fp8Format::E4m3));
     operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
+    operands
+}
+
+/// out (rows, OC) = gelu(inp (rows, C) · fcᵀ + bias), with fc (OC, C), is quantized with a given scale. proj = out · fcprojᵀ,
+/// with fcproj (C, OC), reads only the quantized output. Its transposed copy is multiplied, too.
+fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let next = MatmulShape { rows, c: oc, oc: c };
+    let operands = mlp_forward_operands(shape);
+    // The first operand in FP8.
+    let n = 10;
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let quantized = Quantize {
@@ -319,11 +327,8 @@ fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
     Case { before: Some(Box::new(before)), ..case }
 }
 
-/// dfc (rows, OC) = (dout (rows, C) · fcproj (C, OC)) ⊙ gelu' is quantized with a given scale, and its columns are summed.
-/// dinp (rows, C) = dfc · fc (OC, C) and the gradient of fc read only the quantized gradient.
-fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
-    let MatmulShape { rows, c, oc } = shape;
-    let next = MatmulShape { rows, c: oc, oc: c };
+/// Returns the operands of [`mlp_backward`].
+fn mlp_backward_operands(MatmulShape { rows, c, oc }: MatmulShape, format: Fp8Format) -> Vec<Operand> {
     let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
     let mut operands = vec![
         output("dinp", rows * c, NEIGHBORS),
@@ -338,7 +343,6 @@ fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumula
         input("fcproj", c * oc, weight),
         Operand { checked: None, ..output("dfc", rows * oc, NEIGHBORS) },
     ];
-    let n = operands.len();
     operands.extend([
         fp8("dout in FP8", rows * c),
         fp8("dout in FP8, transposed", rows * c),
@@ -358,6 +362,17 @@ fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumula
     operands.extend(scale(["scale of activated", "amax of activated"], Fp8Format::E4m3));
     operands.extend(scale(["scale of fc", "amax of fc"], Fp8Format::E4m3));
     operands.extend(scale(["scale of fcproj", "amax of fcproj"], Fp8Format::E4m3));
+    operands
+}
+
+/// dfc (rows, OC) = (dout (rows, C) · fcproj (C, OC)) ⊙ gelu' is quantized with a given scale, and its columns are summed.
+/// dinp (rows, C) = dfc · fc (OC, C) and the gradient of fc read only the quantized gradient.
+fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let next = MatmulShape { rows, c: oc, oc: c };
+    let operands = mlp_backward_operands(shape, format);
+    // The first operand in FP8.
+    let n = 11;
     let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {
         let quantized = Quantize {
