@@ -30,7 +30,6 @@ macro_rules! operations {
     ($($name:ident $(<$lifetime:lifetime>)?),* $(,)?) => {
         /// An operation with its arguments, as [`Engine::execute`](crate::Engine::execute) takes it.
         #[derive(Clone, Debug)]
-        #[expect(clippy::large_enum_variant, reason = "an operation is launched once and never stored")]
         pub enum Operation<'a> {
             $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name $(<$lifetime>)?),)*
         }

@@ -256,7 +256,9 @@ impl Generator {
     pub fn mark_seen(&self, engine: &mut dyn Engine, slot: usize, text: &[u32]) -> Result<()> {
         let vp = self.decoder.descriptor.padded_vocab();
         let mut seen = vec![0; vp];
-        text.iter().for_each(|&token| seen[token as usize] = 1);
+        for &token in text {
+            seen[token as usize] = 1;
+        }
         engine.write_i32(self.cache.seen.slice(slot * vp, vp), &seen)
     }
 

@@ -311,7 +311,7 @@ mod tests {
                     match dtype {
                         DType::Bf16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
                         DType::F32 | DType::I32 | DType::U16 | DType::Fp8 => {
-                            bytes[at..at + 4].copy_from_slice(&value.to_le_bytes())
+                            bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
                         }
                     }
                 }

@@ -133,8 +133,8 @@ impl Engine for Cpu {
             Operation::Quantize(op) => quantize::quantize(arena, op),
             Operation::Fp8Scales(op) => quantize::scales(arena, op),
             Operation::DecodeEmbed(op) => decode::embed(arena, op),
-            Operation::DecodeMatmul(op) => decode::matmul(arena, op),
-            Operation::DecodeAttention(op) => decode::attention(arena, op),
+            Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
+            Operation::DecodeAttention(op) => decode::attention(arena, &op),
             Operation::CacheFill(op) => decode::cache_fill(arena, op),
             Operation::SampleTokens(op) => decode::sample(arena, op),
         }

@@ -318,8 +318,8 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::Quantize(op) => quantize::quantize(self, op),
             Operation::Fp8Scales(op) => quantize::scales(self, op),
             Operation::DecodeEmbed(op) => decode::embed(self, op),
-            Operation::DecodeMatmul(op) => decode::matmul(self, op),
-            Operation::DecodeAttention(op) => decode::attention(self, op),
+            Operation::DecodeMatmul(op) => decode::matmul(self, &op),
+            Operation::DecodeAttention(op) => decode::attention(self, &op),
             Operation::CacheFill(op) => decode::cache_fill(self, op),
             Operation::SampleTokens(op) => decode::sample(self, op),
         }
