@@ -284,7 +284,7 @@ fn gguf_vocabulary(source: &ModelSource, named: Option<&str>) -> Result<(Vocabul
     match source.tokenizer(named)? {
         Some(tokenizer) => Ok((Vocabulary::of(&tokenizer, size)?, WrittenTokenizer::from(&tokenizer))),
         None => bail!(
-            "{}: expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json, found a vocabulary of {size}; a GGUF \
+            "{}: expected a vocabulary of 50257 (GPT-2) or 256 (bytes) or a tokenizer.json or tokenizer.model, found a vocabulary of {size}; a GGUF \
              file needs its tokenizer: pass it with --tokenizer FILE",
             source.path().display()
         ),

@@ -61,27 +61,33 @@ impl Vocabulary {
     }
 
     fn gpt2() -> Self {
-        let tokenizer = Tokenizer::gpt2();
-        let document = tokenizer.document();
-        let plain: Vec<Vec<u8>> = (0..document).map(|id| tokenizer.decode(&[id])).collect();
+        Self::of_ranks(&Tokenizer::gpt2(), Pattern::Gpt2, false)
+    }
+
+    /// Returns the vocabulary of a tokenizer that merges the pair of lowest rank, whose ids are ranks, then special tokens.
+    fn of_ranks(tokenizer: &Tokenizer, pattern: Pattern, adds_bos: bool) -> Self {
+        let special: Vec<u32> = tokenizer.special().iter().map(|token| token.id).collect();
+        let ranked = special.iter().min().map_or(tokenizer.vocab(), |&id| id as usize);
+        let plain: Vec<Vec<u8>> = (0..ranked as u32).map(|id| tokenizer.decode(&[id])).collect();
         let text = |bytes: &[u8]| bytes.iter().map(|&byte| character(byte)).collect::<String>();
         let ranks: HashMap<&[u8], usize> = plain.iter().enumerate().map(|(id, token)| (&token[..], id)).collect();
-        let merges = (0..plain.len()).filter(|&id| plain[id].len() > 1).map(|id| {
-            let (left, right) = plain[id].split_at(last_merge(&plain[id], id, &ranks));
-            (text(left), text(right))
+        let merges = (0..plain.len()).filter(|&id| plain[id].len() > 1).filter_map(|id| {
+            let (left, right) = plain[id].split_at(last_merge(&plain[id], id, &ranks)?);
+            Some((text(left), text(right)))
         });
         let merges = merges.collect();
-        let tokens = plain.iter().map(|token| text(token)).chain([END_OF_TEXT.to_owned()]).collect();
+        let names = tokenizer.special().iter().map(|token| token.text.clone());
+        let [bos, eos] = bos_eos(tokenizer);
         Self {
-            pattern: Pattern::Gpt2,
-            adds_bos: false,
-            tokens,
+            pattern,
+            adds_bos,
+            tokens: plain.iter().map(|token| text(token)).chain(names).collect(),
             merges,
-            special: vec![document],
+            special,
             added: Vec::new(),
             unused: Vec::new(),
-            bos: Some(document),
-            eos: Some(document),
+            bos,
+            eos,
         }
     }
 
@@ -110,18 +116,15 @@ impl Vocabulary {
         Self::parse(&text, config.descriptor.vocab, config.bos_eos()).with_context(|| path.display().to_string())
     }
 
-    /// Returns the vocabulary of a tokenizer for a model with `size` ids. Of files, only byte-level BPE in a `tokenizer.json` is
-    /// supported.
+    /// Returns the vocabulary of a tokenizer for a model with `size` ids. Of files, only byte-level BPE in a `tokenizer.json` and
+    /// Llama 3's `tokenizer.model` are supported.
     pub fn of(tokenizer: &Tokenizer, size: usize) -> Result<Self> {
         let mut vocabulary = match tokenizer.file() {
             Some(file) if file.name == stored::JSON => {
                 Self::parse(&file.bytes, size, bos_eos(tokenizer)).with_context(|| tokenizer.name().to_owned())?
             }
-            Some(file) => bail!(
-                "{tokenizer}: expected a byte-level BPE tokenizer in a {}, found a {}; gguf export supports no other",
-                stored::JSON,
-                file.name
-            ),
+            // Llama 3 begins each text with a special token.
+            Some(_) => Self::of_ranks(tokenizer, Pattern::Llama3, true),
             None => Self::built_in(tokenizer.vocab()).context("only GPT-2's tokenizer and bytes are built in")?,
         };
         let unused = vocabulary.tokens.len()..size;
@@ -301,17 +304,17 @@ fn parse_merge(value: &Value) -> Result<(String, String)> {
     }
 }
 
-/// Returns the position in `token` at which its last merge joins two tokens. Applies all merges with a rank below `id`, the id of `token`.
-fn last_merge(token: &[u8], id: usize, ranks: &HashMap<&[u8], usize>) -> usize {
+/// Returns the position in `token` at which its last merge joins two tokens. Applies all merges with a rank below `id`, the id of
+/// `token`. Returns `None` if they do not lead to two parts: Llama 3 has such tokens, which only a whole word becomes.
+fn last_merge(token: &[u8], id: usize, ranks: &HashMap<&[u8], usize>) -> Option<usize> {
     // Starts of the parts, and the end.
     let mut cuts: Vec<usize> = (0..=token.len()).collect();
     while cuts.len() > 3 {
         let rank = |i: usize| ranks.get(&token[cuts[i - 1]..cuts[i + 1]]).copied().filter(|&rank| rank < id);
-        let next = (1..cuts.len() - 1).filter_map(|i| rank(i).map(|rank| (rank, i))).min();
-        let (_, i) = next.expect("a token is the result of two merges of lower rank");
+        let (_, i) = (1..cuts.len() - 1).filter_map(|i| rank(i).map(|rank| (rank, i))).min()?;
         cuts.remove(i);
     }
-    cuts[1]
+    Some(cuts[1])
 }
 
 /// Serializes tokens as an object from token to id, in the order of the ids.

@@ -484,23 +484,34 @@ fn a_named_tokenizer_replaces_that_of_the_source() {
 }
 
 #[test]
-fn gguf_names_a_tokenizer_that_it_cannot_hold() {
+fn gguf_holds_the_tokenizer_of_llama_3() {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    // Llama 3's format: base64 of each byte, and its rank. 256 special tokens follow.
+    // Llama 3's format: base64 of each token, and its rank. 256 special tokens follow.
     let digit = |bits: usize| char::from(DIGITS[bits & 63]);
     let line = |byte: usize| format!("{}{}== {byte}\n", digit(byte >> 2), digit(byte << 4));
-    let lines = (0..256).map(line).collect::<Vec<_>>().concat();
-    let (dir, source) = model_file(512);
+    // The tokens "ab", "abc" and "xyz". No merges lead to the last one.
+    let lines = (0..256).map(line).collect::<Vec<_>>().concat() + "YWI= 256\nYWJj 257\neHl6 258\n";
+    let (dir, source) = model_file(520);
     fs::write(dir.path().join("tokenizer.model"), &lines).unwrap();
     let gguf = dir.path().join("model.gguf");
-    let message = format!("{:#}", export::gguf(&source, None, &gguf, DType::F32, false).unwrap_err());
-    let expected = "expected a byte-level BPE tokenizer in a tokenizer.json, found a tokenizer.model";
-    assert!(message.contains(expected) && !gguf.exists(), "{message}");
+    export::gguf(&source, None, &gguf, DType::F32, false).unwrap();
+    let (metadata, _) = Gguf::read(&fs::read(&gguf).unwrap());
+    assert_eq!(metadata["tokenizer.ggml.pre"], "llama-bpe");
+    assert_eq!(metadata["tokenizer.ggml.merges"], json!(["a b", "ab c"]));
+    let tokens = metadata["tokenizer.ggml.tokens"].as_array().unwrap();
+    let found: Vec<_> = [32, 256, 257, 258, 259, 260, 514, 515].map(|id: usize| tokens[id].as_str().unwrap()).into();
+    let special = ["<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_250|>"];
+    assert_eq!(found[..4], ["Ġ", "ab", "abc", "xyz"]);
+    assert_eq!((&found[4..7], found[7]), (&special[..], "[PAD515]"));
+    assert_eq!(
+        (&metadata["tokenizer.ggml.bos_token_id"], &metadata["tokenizer.ggml.add_bos_token"]),
+        (&json!(259), &json!(true))
+    );
     // A Hugging Face directory holds the file, which llm-rs reads.
     let (out, written) = exported(&source, DType::F32);
     assert_eq!(written, WrittenTokenizer::Copied);
     assert_eq!(fs::read_to_string(out.path().join("tokenizer.model")).unwrap(), lines);
-    assert_eq!(open(out.path()).unwrap().tokenizer(None).unwrap().unwrap().document(), 256);
+    assert_eq!(open(out.path()).unwrap().tokenizer(None).unwrap().unwrap().document(), 259);
     fs::write(dir.path().join("tokenizer.model"), "?").unwrap();
     let message = format!("{:#}", exported_error(&source));
     assert!(message.contains("tokenizer.model:1: expected") && message.contains("pass another one with"), "{message}");
