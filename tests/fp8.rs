@@ -88,9 +88,9 @@ fn a_resumed_run_ends_with_the_bits_of_an_undisturbed_one() {
 
 #[test]
 fn statistics_are_printed() {
-    let printed = train(&["--precision", "fp8", "-x", "4", "--fp8-stats", "2"]);
+    let printed = train(&["--precision", "fp8", "--fp8-recipe", "current", "-x", "4", "--fp8-stats", "2"]);
     assert!(
-        printed.contains("emulated fp8 in the layers, current scaling, E5M2 gradients, fast accumulation"),
+        printed.contains("emulated fp8 in the layers, current scaling, E5M2 gradients, exact backward accumulation"),
         "{printed}"
     );
     let lines: Vec<_> = printed.lines().filter(|line| line.starts_with("fp8 step ")).collect();

@@ -31,9 +31,9 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Recipe {
     /// Scales fit the largest magnitude of each tensor, which an additional pass finds
-    #[default]
     Current,
     /// Scales of inputs and gradients fit the largest magnitudes of the last 16 steps
+    #[default]
     Delayed,
 }
 

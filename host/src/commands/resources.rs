@@ -51,7 +51,7 @@ pub struct Hardware {
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
 pub struct Fp8Flags {
-    /// With --precision fp8: scales of inputs and gradients [default: current]
+    /// With --precision fp8: scales of inputs and gradients [default: delayed]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_recipe: Option<Fp8Recipe>,
 
@@ -59,7 +59,7 @@ pub struct Fp8Flags {
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_gradients: Option<Fp8Gradients>,
 
-    /// With --precision fp8: how tensor cores accumulate [default: fast]
+    /// With --precision fp8: how tensor cores accumulate [default: exact-gradients]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub fp8_accumulation: Option<Fp8Accumulation>,
 }

@@ -128,11 +128,11 @@ pub struct Fp8Backward {
 #[serde(rename_all = "kebab-case")]
 pub enum Fp8Accumulation {
     /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
-    #[default]
     Fast,
     /// Sums over 128 columns of K are added in f32
     Exact,
-    /// `exact` in the backward pass, `fast` in the forward pass
+    /// `exact` in the backward pass, whose sums over all tokens are the longest, and `fast` in the forward pass
+    #[default]
     ExactGradients,
 }
 
