@@ -5,6 +5,7 @@ use checkpoint::config::Config;
 use metrics::curves::default_smoothing;
 use metrics::figure::{Figure, Options};
 use metrics::report::{self, Entry};
+use metrics::roofline::Roofline;
 use metrics::run::RunLog;
 use std::io::{Read, Write};
 use std::path::Path;
@@ -27,8 +28,7 @@ pub fn write_into(directory: &Path) -> Result<()> {
 
 /// Writes a figure to a file in the format of its extension: SVG, PNG, or an HTML page with a table of the runs.
 pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
-    let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
-    let bytes = match extension.as_deref() {
+    let bytes = match extension(path).as_deref() {
         Some("svg") => figure.to_svg(true).into_bytes(),
         Some("png") => figure.to_png()?,
         Some("html" | "htm") => {
@@ -37,7 +37,25 @@ pub fn write(figure: &Figure, runs: &[RunLog], path: &Path) -> Result<()> {
         }
         _ => bail!("{}: expected a name that ends in .svg, .png or .html; change it", path.display()),
     };
-    atomic_file::write(path, |file| Ok(file.write_all(&bytes)?))
+    save(path, &bytes)
+}
+
+/// Writes a roofline to a file in the format of its extension: SVG or PNG.
+pub fn write_roofline(figure: &Roofline, path: &Path) -> Result<()> {
+    let bytes = match extension(path).as_deref() {
+        Some("svg") => figure.to_svg(true).into_bytes(),
+        Some("png") => figure.to_png()?,
+        _ => bail!("{}: expected a name that ends in .svg or .png; change it", path.display()),
+    };
+    save(path, &bytes)
+}
+
+fn extension(path: &Path) -> Option<String> {
+    path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase())
+}
+
+fn save(path: &Path, bytes: &[u8]) -> Result<()> {
+    atomic_file::write(path, |file| Ok(file.write_all(bytes)?))
         .with_context(|| format!("cannot write {}", path.display()))
 }
 

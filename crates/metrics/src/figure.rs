@@ -5,7 +5,7 @@ use crate::curves::{Metric, Points, Positions, XAxis, reduce, smooth, visible_ra
 use crate::png;
 use crate::references::Reference;
 use crate::run::RunLog;
-use crate::svg::{Anchor, Color, Dash, Stroke, Svg, dark_mode, escape, shorten, text_width};
+use crate::svg::{Anchor, Color, Dash, Stroke, Svg, document, shorten, text_width};
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use std::fmt::Write;
@@ -292,18 +292,7 @@ impl Figure {
 
     /// Returns an SVG file. With `dark`, viewers that support CSS show it with dark colors in dark mode.
     pub fn to_svg(&self, dark: bool) -> String {
-        let style = if dark { format!("<style>{}</style>\n", dark_mode()) } else { String::new() };
-        let mut paper = Svg::default();
-        paper.rectangle((0.0, 0.0), (WIDTH, self.height), Color::Paper);
-        format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
-             font-family=\"{family}, Verdana, sans-serif\" role=\"img\" aria-label=\"{description}\">\n{style}{}{}</svg>\n",
-            paper.as_str(),
-            self.body.as_str(),
-            height = self.height,
-            family = png::FONT_FAMILY,
-            description = escape(&self.description)
-        )
+        document(&self.body, (WIDTH, self.height), &self.description, dark)
     }
 
     /// Returns a PNG file of twice the resolution of the SVG, with light colors.

@@ -3,7 +3,7 @@
 //! * [`run`] reads `main.jsonl` of llm.rs and `main.log` of llm.rs and llm.c.
 //! * [`curves`] turns the records of several runs into curves over steps, tokens or time, with smoothing.
 //! * [`figure`] lays the curves out and writes SVG with [`axis`], [`svg`] and [`references`]; [`png`](mod@png) renders the SVG;
-//!   [`report`] embeds it in an HTML page.
+//!   [`report`] embeds it in an HTML page. [`roofline`] draws the measurements of `bench kernels`.
 //! * [`csv`] writes a table, and [`tensorboard`] writes event files.
 //!
 //! The training loop writes its logs itself; nothing here depends on a model or an engine.
@@ -17,6 +17,7 @@ pub mod figure;
 pub mod png;
 pub mod references;
 pub mod report;
+pub mod roofline;
 pub mod run;
 pub mod svg;
 pub mod tensorboard;

@@ -1,5 +1,6 @@
 //! Writes SVG elements. Colors are attributes for renderers without CSS, and classes that a style sheet replaces in dark mode.
 
+use crate::png::FONT_FAMILY;
 use std::fmt::Write;
 
 /// The role of a color.
@@ -211,6 +212,21 @@ impl Svg {
     pub fn as_str(&self) -> &str {
         &self.text
     }
+}
+
+/// Returns an SVG file of this width and height with a background. `description` is for screen readers. With `dark`, viewers that
+/// support CSS show it with dark colors in dark mode.
+pub fn document(body: &Svg, (width, height): (f64, f64), description: &str, dark: bool) -> String {
+    let style = if dark { format!("<style>{}</style>\n", dark_mode()) } else { String::new() };
+    let mut paper = Svg::default();
+    paper.rectangle((0.0, 0.0), (width, height), Color::Paper);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+         font-family=\"{FONT_FAMILY}, Verdana, sans-serif\" role=\"img\" aria-label=\"{}\">\n{style}{}{}</svg>\n",
+        escape(description),
+        paper.text,
+        body.text,
+    )
 }
 
 /// Escapes text for XML and HTML, also within quotes. Characters that XML excludes become the replacement character.

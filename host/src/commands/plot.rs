@@ -4,13 +4,14 @@ mod live;
 
 use crate::plots;
 use crate::values::{count, momentum};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use metrics::curves::{Metric, XAxis, default_smoothing};
 use metrics::figure::{Figure, Options};
 use metrics::references::{self, REFERENCES, Reference};
+use metrics::roofline::Roofline;
 use metrics::run::{RunLog, read_all};
 use std::io::{Write, stderr, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -25,15 +26,23 @@ Examples:
     llm-rs plot runs/a runs/b --html compare.html
 
   Watch the loss of a run in the terminal:
-    llm-rs plot runs/a --live";
+    llm-rs plot runs/a --live
 
-/// Draw the losses and other values of runs as SVG, PNG or HTML, or in the terminal
+  Draw how close each operation of a training step comes to what the machine can do:
+    llm-rs bench kernels -e d12 --json kernels.json
+    llm-rs plot --roofline kernels.json --out roofline.svg";
+
+/// Draw the losses and other values of runs as SVG, PNG or HTML, or in the terminal; or a roofline
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Plot {
     /// Directories of runs, or their main.jsonl or main.log, also of llm.c. NAME=RUN sets the name in the legend
-    #[arg(value_name = "RUN", required = true)]
+    #[arg(value_name = "RUN", required_unless_present = "roofline")]
     runs: Vec<PathBuf>,
+
+    /// Draw the measurements of `bench kernels --json FILE` instead of runs
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["runs", "html", "live", "x", "metrics", "reference"])]
+    roofline: Option<PathBuf>,
 
     /// File to write. Its extension selects the format: .svg, .png or .html [default: plots.svg]
     #[arg(short, long, value_name = "FILE")]
@@ -97,6 +106,9 @@ pub fn run(args: &Plot) -> Result<()> {
         }
         Ok(runs)
     };
+    if let Some(measurements) = &args.roofline {
+        return roofline(measurements, args.out.as_deref());
+    }
     let runs = read()?;
     let options = Options {
         x: args.x,
@@ -122,6 +134,17 @@ pub fn run(args: &Plot) -> Result<()> {
         writeln!(stdout(), "wrote {}", path.display())?;
     }
     Ok(())
+}
+
+/// Draws the measurements of `bench kernels`.
+fn roofline(measurements: &Path, out: Option<&Path>) -> Result<()> {
+    let name = measurements.display().to_string();
+    let text =
+        bounded_file::read(measurements, bounded_file::DESCRIPTION).with_context(|| format!("cannot read {name}"))?;
+    let figure = Roofline::parse(&name, &text)?;
+    let out = out.unwrap_or(Path::new("roofline.svg"));
+    plots::write_roofline(&figure, out)?;
+    Ok(writeln!(stdout(), "wrote {}", out.display())?)
 }
 
 /// Reports lines that could not be read.

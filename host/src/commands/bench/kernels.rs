@@ -53,6 +53,7 @@ const COLUMNS: &[Column] = &[
     Column::number("percent_of_copy", "% copy", 7, 1),
     Column::number("tflops", "TFLOP/s", 8, 0),
     Column::number("percent_of_product", "% GEMM", 7, 1),
+    Column::number("flop_per_byte", "FLOP/B", 7, 1),
 ];
 
 /// The roofline: bytes and FLOPs per second.
@@ -122,7 +123,7 @@ fn cells(
     work: Work,
     float: DType,
     ceilings: Ceilings,
-) -> [Cell; 10] {
+) -> [Cell; 11] {
     let rate = |amount: usize| (amount > 0).then(|| amount as f64 / seconds.median);
     let (bytes, flops) = (rate(if work.flops > 0 { 0 } else { work.bytes(float) }), rate(work.flops));
     let us = |seconds: f64| Cell::from(1e6 * seconds);
@@ -137,6 +138,7 @@ fn cells(
         bytes.map(|rate| 100.0 * rate / ceilings.bytes).into(),
         flops.map(|rate| rate / 1e12).into(),
         flops.map(|rate| 100.0 * rate / ceilings.flops).into(),
+        flops.map(|_| work.flops as f64 / work.bytes(float) as f64).into(),
     ]
 }
 
@@ -154,9 +156,11 @@ mod tests {
         assert_eq!(moved[3..6], [number(1000.0), number(500.0), number(2000.0)]);
         let close = |cell: &Cell, want: f64| matches!(cell, Cell::Number(x) if (x / want - 1.0).abs() < 1e-9);
         assert!(close(&moved[6], 2001.0) && close(&moved[7], 50.025), "{moved:?}");
-        assert_eq!(moved[8..], [Cell::Empty, Cell::Empty]);
+        assert_eq!(moved[8..], [Cell::Empty, Cell::Empty, Cell::Empty]);
         let computed = row(Work { floats: 5, bytes: 5, flops: 400_000_000_000 });
         assert!(close(&computed[8], 400.0) && close(&computed[9], 50.0), "{computed:?}");
+        // Five floats of two bytes, and five bytes.
+        assert!(close(&computed[10], 4e11 / 15.0), "{computed:?}");
         assert_eq!(computed[6..8], [Cell::Empty, Cell::Empty]);
     }
 }
