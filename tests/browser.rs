@@ -1,0 +1,258 @@
+//! The page of `serve` in headless Chromium, with real clicks and keys. Without Chromium the test is skipped; `scripts/setup` installs it.
+//!
+//! `SCREENSHOTS=DIR` stores what the browser shows.
+
+mod common;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use common::{succeed, text};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Lines};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use std::{env, fs};
+use tempfile::TempDir;
+use tungstenite::{Message, WebSocket, client};
+
+/// A process that ends with the test.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A page of a browser, controlled through the Chrome DevTools protocol.
+struct Browser {
+    socket: WebSocket<TcpStream>,
+    commands: u64,
+    /// Messages of the console and errors.
+    complaints: Vec<String>,
+    _lines: Lines<BufReader<ChildStderr>>,
+    _process: Process,
+    _profile: TempDir,
+}
+
+impl Browser {
+    /// Starts Chromium, or returns `None` if it is not installed.
+    fn start() -> Option<Self> {
+        let profile = tempfile::tempdir().unwrap();
+        let mut command = Command::new("chromium");
+        // Chromium's sandbox needs privileges that containers lack. The page comes from this test.
+        command.args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-port=0",
+        ]);
+        command.arg(format!("--user-data-dir={}", profile.path().display())).arg("about:blank");
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().ok()?;
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let process = Process(child);
+        let prefix = "DevTools listening on ws://";
+        let line = lines.by_ref().map(Result::unwrap).find(|line| line.starts_with(prefix)).expect("Chromium starts");
+        let address = line[prefix.len()..].split('/').next().unwrap().to_owned();
+        let list =
+            ureq::get(format!("http://{address}/json/list")).call().unwrap().body_mut().read_to_string().unwrap();
+        let list: Value = serde_json::from_str(&list).unwrap();
+        let page = list.as_array().unwrap().iter().find(|target| target["type"] == "page").expect("a page");
+        let stream = TcpStream::connect(&address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let (socket, _) = client(page["webSocketDebuggerUrl"].as_str().unwrap(), stream).unwrap();
+        let mut browser =
+            Self { socket, commands: 0, complaints: Vec::new(), _lines: lines, _process: process, _profile: profile };
+        for domain in ["Page", "Runtime", "Log"] {
+            browser.call(&format!("{domain}.enable"), json!({}));
+        }
+        Some(browser)
+    }
+
+    /// Runs a command of the protocol and returns its result.
+    fn call(&mut self, method: &str, params: Value) -> Value {
+        self.commands += 1;
+        let command = json!({ "id": self.commands, "method": method, "params": params });
+        self.socket.send(Message::text(command.to_string())).unwrap();
+        loop {
+            let message = self.socket.read().unwrap();
+            let Ok(message) = message.to_text().map(|text| serde_json::from_str::<Value>(text).unwrap_or_default())
+            else {
+                continue;
+            };
+            if message["id"] == self.commands {
+                assert!(message.get("error").is_none(), "{method}: {message}");
+                return message["result"].clone();
+            }
+            let method = message["method"].as_str().unwrap_or_default();
+            if ["Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"].contains(&method) {
+                self.complaints.push(message["params"].to_string());
+            }
+        }
+    }
+
+    /// Evaluates an expression of JavaScript.
+    fn evaluate(&mut self, expression: &str) -> Value {
+        let result = self.call("Runtime.evaluate", json!({ "expression": expression, "returnByValue": true }));
+        assert!(result.get("exceptionDetails").is_none(), "{expression}: {result}");
+        result["result"]["value"].clone()
+    }
+
+    fn wait_until(&mut self, expression: &str) {
+        let began = Instant::now();
+        while self.evaluate(expression) != true {
+            let shown = self.evaluate("document.body.innerText");
+            assert!(began.elapsed() < Duration::from_secs(60), "{expression}: {shown}: {:?}", self.complaints);
+            sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Opens a page in a window of this size.
+    fn open(&mut self, url: &str, [width, height]: [u32; 2], dark: bool) {
+        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
+        self.call("Emulation.setDeviceMetricsOverride", size);
+        let scheme = json!({ "name": "prefers-color-scheme", "value": if dark { "dark" } else { "light" } });
+        self.call("Emulation.setEmulatedMedia", json!({ "features": [scheme] }));
+        self.call("Page.navigate", json!({ "url": url }));
+        self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'");
+    }
+
+    /// Clicks with the mouse on the middle of an element.
+    fn click(&mut self, selector: &str) {
+        let element = format!("document.querySelector({})", json!(selector));
+        self.evaluate(&format!("{element}.scrollIntoView({{ block: 'center' }})"));
+        let place = self.evaluate(&format!(
+            "(() => {{ const r = {element}.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()"
+        ));
+        for kind in ["mousePressed", "mouseReleased"] {
+            let event = json!({ "type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1 });
+            self.call("Input.dispatchMouseEvent", event);
+        }
+    }
+
+    fn key(&mut self, key: &str, code: u32, text: Option<&str>) {
+        let down = json!({ "type": "keyDown", "key": key, "code": key, "windowsVirtualKeyCode": code, "text": text });
+        self.call("Input.dispatchKeyEvent", down);
+        self.call(
+            "Input.dispatchKeyEvent",
+            json!({ "type": "keyUp", "key": key, "code": key, "windowsVirtualKeyCode": code }),
+        );
+    }
+
+    /// Types text where the focus is.
+    fn write(&mut self, text: &str) {
+        self.call("Input.insertText", json!({ "text": text }));
+    }
+
+    /// Stores a screenshot in the directory of `SCREENSHOTS`. Returns the number of its bytes.
+    fn screenshot(&mut self, name: &str) -> usize {
+        let image = self.call("Page.captureScreenshot", json!({ "format": "png" }));
+        let png = STANDARD.decode(image["data"].as_str().unwrap()).unwrap();
+        assert!(png.starts_with(b"\x89PNG"));
+        if let Some(directory) = env::var_os("SCREENSHOTS") {
+            fs::write(Path::new(&directory).join(name), &png).unwrap();
+        }
+        png.len()
+    }
+}
+
+/// Starts a server for a run and returns the address of its page.
+fn serve(run: &Path, more: &[&str]) -> (Process, Lines<BufReader<ChildStdout>>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command.args(["serve", text(run), "--device", "cpu", "--port", "0"]).args(more);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let line = lines.next().unwrap().unwrap();
+    (Process(child), lines, line["page:".len()..].trim().to_owned())
+}
+
+#[test]
+fn a_visitor_sees_the_run_and_talks_to_the_model() {
+    let Some(mut browser) = Browser::start() else {
+        eprintln!("skipped: no chromium found; scripts/setup installs it");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("shakespeare");
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2"];
+    let rest = ["--lr", "0.01", "--warmup", "4", "--val-every", "5", "--sample-every", "20", "--out", text(&run)];
+    let train = |steps: &str, more: &[&str]| {
+        succeed(&[&["train", "--device", "cpu", "--steps", steps], &model[..], &rest, more].concat())
+    };
+    train("40", &[]);
+    let (_server, _lines, url) = serve(&run, &[]);
+
+    browser.open(&url, [1280, 900], false);
+    browser.wait_until("document.querySelector('#figure svg') !== null && document.title === 'shakespeare'");
+    assert_eq!(browser.evaluate("document.querySelector('#cells dd').textContent"), "40");
+    assert_eq!(browser.evaluate("document.querySelectorAll('#sample-list pre').length > 0"), true);
+    // The values under the pointer.
+    let place = browser.evaluate(
+        "(() => { const r = document.querySelector('#figure svg').getBoundingClientRect(); return [r.x + r.width / 2, r.y + 150]; })()",
+    );
+    browser.call("Input.dispatchMouseEvent", json!({ "type": "mouseMoved", "x": place[0], "y": place[1] }));
+    browser.wait_until("/step/.test(document.querySelector('.tip:not([hidden])')?.textContent ?? '')");
+
+    // A message, sent with a click. The model has no chat template, so it continues the text.
+    browser.click("#prompt");
+    browser.write("To be, or");
+    browser.click("#send");
+    browser.wait_until("document.querySelector('.message.model')?.textContent.length > 50");
+    browser.wait_until("!document.querySelector('#send').disabled");
+    assert_eq!(browser.evaluate("document.querySelector('.message.user').textContent"), "To be, or");
+    assert!(browser.screenshot("serve.png") > 20_000);
+
+    // Another one with the keyboard only, with other settings, stopped by Escape.
+    browser.click("section#chat summary");
+    browser.click("#max_tokens");
+    browser.evaluate("document.querySelector('#max_tokens').select()");
+    browser.write("60");
+    browser.evaluate("document.querySelector('#temperature').select()");
+    browser.click("#prompt");
+    browser.write("or not");
+    browser.key("Enter", 13, Some("\r"));
+    browser.wait_until("document.querySelectorAll('.message.model').length === 2");
+    browser.key("Escape", 27, None);
+    browser.wait_until("!document.querySelector('#send').disabled");
+    browser.click("#clear");
+    assert_eq!(browser.evaluate("document.querySelector('#messages').children.length"), 0);
+    assert_eq!(browser.evaluate("document.activeElement.id"), "prompt");
+
+    // The run continues while the page is open.
+    train("60", &["--resume", "--force-resume"]);
+    browser.wait_until("document.querySelector('#cells dd').textContent === '60'");
+
+    // A phone in dark mode. Nothing is wider than the screen.
+    browser.open(&url, [390, 844], true);
+    browser.wait_until("document.querySelector('#figure svg') !== null");
+    assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= 390"), true);
+    assert_eq!(browser.evaluate("getComputedStyle(document.body).backgroundColor"), "rgb(17, 21, 26)");
+    assert!(browser.screenshot("serve_phone.png") > 10_000);
+    assert_eq!(browser.complaints, Vec::<String>::new());
+}
+
+#[test]
+fn the_page_asks_for_the_token() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("main.log"), "s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n").unwrap();
+    let (_server, _lines, url) = serve(dir.path(), &["--host", "0.0.0.0"]);
+    let (address, token) = url.split_once("#token=").unwrap();
+    let address = address.replace("0.0.0.0", "127.0.0.1");
+    browser.open(&address, [800, 600], false);
+    browser.wait_until("!document.querySelector('#login').hidden");
+    browser.click("#token");
+    browser.write(token);
+    browser.click("#login button");
+    browser.wait_until("document.querySelector('#figure svg') !== null");
+    // The token of the printed address is used and removed from it.
+    browser.evaluate("sessionStorage.clear()");
+    browser.open("about:blank#", [800, 600], false);
+    browser.open(&format!("{address}#token={token}"), [800, 600], false);
+    browser.wait_until("document.querySelector('#figure svg') !== null && location.hash === ''");
+}
