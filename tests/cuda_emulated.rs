@@ -18,7 +18,7 @@ use model::{
     Unsharded, Zero,
 };
 use std::ops::Range;
-use verify::selftest::edge_cases;
+use verify::selftest::{edge_cases, fp8};
 
 fn assert_operations_match(precision: Precision, hopper: bool) {
     assert_cases_match("", emulated(EmulatedGpu::new(hopper), precision, None, true));
@@ -27,7 +27,9 @@ fn assert_operations_match(precision: Precision, hopper: bool) {
 /// Checks the edge cases of all operations whose names contain `operation`.
 fn assert_cases_match(operation: &str, mut engine: Box<dyn Engine>) {
     let (mut failures, mut reference) = (Vec::new(), Cpu::new());
-    let cases: Vec<_> = edge_cases().into_iter().filter(|case| case.operation.contains(operation)).collect();
+    let fp8 = if engine.fp8_dtype().is_some() { fp8::edge_cases() } else { Vec::new() };
+    let cases = edge_cases().into_iter().chain(fp8);
+    let cases: Vec<_> = cases.filter(|case| case.operation.contains(operation)).collect();
     for case in &cases {
         let name = format!("{} {}", case.operation, case.shape);
         match case.check(&mut *engine, &mut reference) {
@@ -469,7 +471,15 @@ fn memory_errors_name_the_tensor() {
     let text = format!(
         "{:#}",
         engine
-            .run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: None, epilogue: Epilogue::None, shape })
+            .run(MatmulForward {
+                out: x[0],
+                inp: x[1],
+                weight: x[2],
+                bias: None,
+                epilogue: Epilogue::None,
+                shape,
+                fp8: None
+            })
             .unwrap_err()
     );
     assert!(text.starts_with("GEMM 4x4x4 NT f32") && text.ends_with("a: inp + 32 was never written"), "{text}");
@@ -488,7 +498,9 @@ fn matmuls_use_the_selected_backend() {
         engine.allocate(&plan).unwrap();
         let text = format!(
             "{:#}",
-            engine.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape }).unwrap_err()
+            engine
+                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })
+                .unwrap_err()
         );
         let found = ["kernel matmul_wgmma", "GEMM", "no kernel computes"].map(|part| text.contains(part));
         found.iter().position(|found| *found).unwrap_or_else(|| panic!("{text}"))
@@ -535,7 +547,7 @@ fn gelu_is_recomputed_by_the_kernel_that_computed_it() {
         format!(
             "{:#}",
             engine
-                .run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape })
+                .run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape, fp8: None })
                 .unwrap_err()
         )
     };
@@ -575,12 +587,20 @@ fn activations_are_fused_where_a_kernel_computes_the_gemm() {
         engine.write(dout, &vec![1.0; rows * oc]).unwrap();
         let forward = ActivationForward { inp: inp_before, weight: weight_before, bias: None, shape: before };
         let epilogue = Epilogue::Activation(activation, preactivation);
-        let first =
-            MatmulForward { out: inp, inp: inp_before, weight: weight_before, bias: None, epilogue, shape: before };
+        let first = MatmulForward {
+            out: inp,
+            inp: inp_before,
+            weight: weight_before,
+            bias: None,
+            epilogue,
+            shape: before,
+            fp8: None,
+        };
         let first = format!("{:#}", engine.run(first).unwrap_err());
         let second = [None, Some(forward)].map(|recompute| {
             let activation = Some(ActivationInput { activation, preactivation, recompute });
-            let backward = MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape };
+            let backward =
+                MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation, shape, fp8: None };
             format!("{:#}", engine.run(backward).unwrap_err())
         });
         [first].into_iter().chain(second).collect::<Vec<_>>()
@@ -665,6 +685,7 @@ fn operations_reject_tensors_of_the_wrong_shape_or_type() {
         bias: None,
         epilogue: Epilogue::None,
         shape,
+        fp8: None,
     });
     assert_eq!(short.unwrap_err().to_string(), "inp: expected at least 64 elements, found 32");
     let text = engine.read_async(tensor).unwrap_err().to_string();
@@ -768,7 +789,7 @@ impl GraphTest {
             engine.zero(copy.slice(half, half))?;
             let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
             let epilogue = Epilogue::Residual(b);
-            engine.run(MatmulForward { out, inp: a, weight: copy, bias: None, epilogue, shape })
+            engine.run(MatmulForward { out, inp: a, weight: copy, bias: None, epilogue, shape, fp8: None })
         }
     }
 
@@ -836,7 +857,7 @@ fn work_that_cannot_be_captured_runs_and_the_reason_is_returned_once() {
     let varies: Work = Box::new(move |engine, i| {
         let shape = MatmulShape { rows: 8 + i, c: SIDE, oc: SIDE };
         let out = out.slice(0, shape.rows * SIDE);
-        engine.run(MatmulForward { out, inp: b, weight: a, bias: None, epilogue: Epilogue::None, shape })
+        engine.run(MatmulForward { out, inp: b, weight: a, bias: None, epilogue: Epilogue::None, shape, fp8: None })
     });
     for (before, reason) in [
         (reads, "a copy to the host cannot be captured"),
@@ -870,7 +891,7 @@ fn errors_in_captured_work_are_returned() {
         let shape = MatmulShape { rows: SIDE, c: SIDE, oc: SIDE };
         let mut work = |engine: &mut dyn Engine| {
             let inp = a.slice(0, 8);
-            engine.run(MatmulForward { out, inp, weight: a, bias: None, epilogue: Epilogue::None, shape })
+            engine.run(MatmulForward { out, inp, weight: a, bias: None, epilogue: Epilogue::None, shape, fp8: None })
         };
         let text = test.engine.capture_or_replay(&key, &mut work).unwrap_err().to_string();
         assert_eq!(text, "inp: expected at least 256 elements, found 8");

@@ -213,8 +213,7 @@ fn an_ignored_hangup_does_not_stop_a_run() {
     let train = world.command("run", &["--steps", "2000", "--checkpoint-every", "2000"]);
     let mut shell = Command::new("sh");
     shell.current_dir(world.dir.path()).args(["-c", "trap '' HUP\nexec \"$@\"", "sh"]);
-    // Without `env --default-signal=HUP`, which `World::command` puts in front of the program.
-    let child = piped(shell.args(train.get_args().skip(1)));
+    let child = piped(shell.arg(train.get_program()).args(train.get_args()));
     let log = world.path("run/main.log");
     wait_until("the run has logged some steps", || lines(&log) > 50);
     signal(&child, "HUP");

@@ -40,6 +40,7 @@ fn trained(b: usize) -> Vec<(f64, f64)> {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
     };

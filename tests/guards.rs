@@ -116,6 +116,7 @@ impl Trial {
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: Some(self.checkpoint_every),
+            fp8_stats_every: None,
             checkpoint_after: None,
             check_ranks_every: None,
         };

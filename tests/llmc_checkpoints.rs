@@ -256,8 +256,8 @@ fn checkpoints_round_trip_byte_for_byte() {
         ("fp32", Precision::Fp32, true),
     ] {
         let engine: Box<dyn Engine> = match precision {
-            Precision::Bf16 => emulated(EmulatedGpu::new(false), precision, None, false),
             Precision::Fp32 => Box::new(Cpu::new()),
+            _ => emulated(EmulatedGpu::new(false), precision, None, false),
         };
         let Loaded { mut engine, model, mut state, .. } = Loaded::new(name, engine, masters);
         let shuffles = name != "fp32";

@@ -105,7 +105,7 @@ fn flags_that_do_not_apply_are_errors() {
     fails(&["--head-lr", "0.5"], &["--head-lr: expected a model with a head of its own", "use --embedding-lr"]);
     fails(&["--optimizer", "muon", "--muon-momentum", "1"], &["--muon-momentum", "below 1"]);
     for flags in [["--moments", "bf16"], ["--master-weights", "2"]] {
-        fails(&flags, &[flags[0], "expected bf16 parameters, found --precision fp32"]);
+        fails(&flags, &[flags[0], "expected bf16 parameters, found f32"]);
     }
     fails(&["--optimizer", "sgd"], &["--optimizer", "adamw", "muon"]);
     let dir = tempfile::tempdir().unwrap();

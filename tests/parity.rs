@@ -198,6 +198,7 @@ fn trained(tokens: &Tokens, steps: usize) -> (Vec<f32>, Vec<[f64; 3]>) {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: None,
+        fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
     };

@@ -6,7 +6,7 @@ mod runs;
 use checkpoint::resume::find_newest;
 use checkpoint::sidecar::Sidecar;
 use rng::XorShift;
-use runs::{Results, World, entries, lines, signal, wait_until};
+use runs::{Results, World, entries, lines, receiving_hangup, signal, wait_until};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -276,7 +276,7 @@ fn a_resumed_stopped_run_matches_an_uninterrupted_run() {
     let resume = [&long[..], &["-y", "auto"]].concat();
     let log = world.path("run").join("main.log");
     for (name, code) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
-        let mut child = world.command("run", &resume);
+        let mut child = receiving_hangup(&world.command("run", &resume));
         let child = child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let before = lines(&log);
         wait_until("the run has logged some steps", || lines(&log) > before + 50);

@@ -102,6 +102,7 @@ fn train(out: &Path, storage: Storage, recompute: Recompute) {
         sample_every: None,
         sample_tokens: 0,
         checkpoint_every: Some(EVERY),
+        fp8_stats_every: None,
         checkpoint_after: None,
         check_ranks_every: None,
     };

@@ -37,6 +37,8 @@ pub mod matmul;
 pub mod muon;
 pub mod noise;
 pub mod norm_rows;
+#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+pub mod quantize;
 pub mod relu_squared;
 pub mod remainder;
 pub mod rmsnorm;

@@ -187,10 +187,10 @@ fn matmuls_of_integers_are_exact<T: Tolerance>() {
             }
         }
         if !bias {
-            layer.bias = None
+            layer.bias = None;
         }
         if !residual {
-            layer.residual = None
+            layer.residual = None;
         }
         assert_same("out", &layer.run::<T>(sm_count), &layer.reference::<T>().0);
     };
@@ -239,9 +239,13 @@ fn normed_matmuls_match_f64_reference<T: Tolerance>() {
     for rows in [1, 2] {
         for (packets, outputs, sm_count) in [(1, 4, 1), (33, 18, 1), (150, 18, 40)] {
             let layer = Layer::new::<T>(rows, packets * T::PACKET, outputs, 21, false);
-            norms::<T>(&layer).iter().for_each(|layer| layer.check::<T>(sm_count));
+            for layer in norms::<T>(&layer) {
+                layer.check::<T>(sm_count);
+            }
             let swiglu = layer.with_activation(matvec::SWIGLU);
-            norms::<T>(&swiglu).iter().for_each(|layer| layer.check::<T>(sm_count));
+            for layer in norms::<T>(&swiglu) {
+                layer.check::<T>(sm_count);
+            }
         }
     }
 }
@@ -251,7 +255,9 @@ fn large_and_small_rows_are_normalized<T: Tolerance>() {
     for scale in [3e18, 1e-12] {
         let mut layer = Layer::new::<T>(2, 40 * T::PACKET, 6, 31, false);
         layer.inp.iter_mut().for_each(|x| *x = f64::from(T::nearest((*x * scale) as f32)));
-        norms::<T>(&layer).iter().for_each(|layer| layer.check::<T>(1));
+        for layer in norms::<T>(&layer) {
+            layer.check::<T>(1);
+        }
     }
 }
 
@@ -593,7 +599,9 @@ fn expected(logits: &[f64], seen: &[i32], slot: Sampling, softcap: f64) -> usize
     if slot.temperature == 0.0 {
         return argmax(&scores);
     }
-    scores.iter_mut().for_each(|score| *score /= f64::from(slot.temperature));
+    for score in &mut scores {
+        *score /= f64::from(slot.temperature);
+    }
     let most = scores[argmax(&scores)];
     let mut sorted = scores.clone();
     sorted.sort_by(|a, b| b.total_cmp(a));

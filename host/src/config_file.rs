@@ -141,9 +141,9 @@ mod tests {
     use checkpoint::config::Config;
     use engine::GeluFusion;
     use engine::open::{Device, MatmulBackend, Precision};
-    use engine::ops::MuonCoefficients;
+    use engine::ops::{Fp8Accumulation, MuonCoefficients};
     use model::schedule::Kind;
-    use model::{MasterWeights, Moments, Optimizer, Recompute};
+    use model::{Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
     use std::collections::BTreeSet;
 
     /// Flags that control one process and are not settings of the run.
@@ -210,6 +210,7 @@ mod tests {
             sample_every: 0,
             sample_length: 64,
             checkpoint_every: 5000,
+            fp8_stats: Some(100),
             checkpoint_minutes: 2.5,
             gpu_info_every: 0,
             zero_stage: 2,
@@ -220,7 +221,10 @@ mod tests {
             keep: 3,
             major_every: 50_000,
             device: Device::Cuda,
-            precision: Precision::Bf16,
+            precision: Precision::Fp8,
+            fp8_recipe: Some(Fp8Recipe::Delayed),
+            fp8_gradients: Some(Fp8Gradients::E4m3),
+            fp8_accumulation: Some(Fp8Accumulation::Exact),
             tf32: false,
             gelu_fusion: GeluFusion::Both,
             matmul: MatmulBackend::Rust,

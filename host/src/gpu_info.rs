@@ -44,6 +44,17 @@ impl GpuInfo {
     pub fn line(&self) -> Result<String> {
         Ok(ReadResult::new(&self.device()?).line())
     }
+
+    /// Returns the energy in joules that the GPU has used since the driver was loaded, if it reports that.
+    pub fn joules(&self) -> Option<f64> {
+        let millijoules = self.device().ok()?.total_energy_consumption().ok()?;
+        Some(millijoules as f64 / 1e3)
+    }
+
+    /// Returns the bytes of the GPU's memory that all processes use, if it reports that.
+    pub fn memory_used(&self) -> Option<u64> {
+        self.device().ok()?.memory_info().ok().map(|memory| memory.used)
+    }
 }
 
 /// One set of measurements. A value that the GPU does not report is `None`.

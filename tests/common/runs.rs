@@ -35,9 +35,7 @@ impl World {
 
     /// Returns the `train` command with 40 steps of 4 sequences, and output directory `out`.
     pub fn command(&self, out: &str, more: &[&str]) -> Command {
-        // Tests send SIGHUP, which `nohup` and daemons ignore for all processes that they start.
-        let mut command = Command::new("env");
-        command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_llm-rs")]);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.current_dir(self.dir.path()).args(["train", "--device", "cpu", "--out", out]);
         let settings = [
             ("--train", "train_*.bin"),
@@ -91,8 +89,18 @@ impl World {
 
     pub fn start(&self, out: &str, more: &[&str]) -> Child {
         let null = Stdio::null;
-        self.command(out, more).stdout(null()).stderr(null()).spawn().unwrap()
+        receiving_hangup(&self.command(out, more)).stdout(null()).stderr(null()).spawn().unwrap()
     }
+}
+
+/// Returns `command` with the default action for SIGHUP. `nohup` and daemons ignore it for all processes that they start.
+pub fn receiving_hangup(command: &Command) -> Command {
+    let mut env = Command::new("env");
+    env.arg("--default-signal=HUP").arg(command.get_program()).args(command.get_args());
+    if let Some(directory) = command.get_current_dir() {
+        env.current_dir(directory);
+    }
+    env
 }
 
 pub fn entries(dir: &Path) -> Vec<String> {

@@ -20,7 +20,8 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
         (printed, json)
     };
     let (printed, single) = steps("1");
-    assert!(printed.starts_with("step: ") && printed.lines().count() == 2, "{printed}");
+    assert!(printed.starts_with("step: ") && printed.lines().count() == 3, "{printed}");
+    assert!(printed.contains("\nmemory: "), "{printed}");
     assert!(printed.contains("\nupdate alone: ") && single["update_ms"][0].as_f64().unwrap() > 0.0, "{printed}");
     assert!(single["waiting_ms"].is_null());
     let (printed, two) = steps("2");

@@ -255,6 +255,7 @@ impl Threads {
             sample_every: None,
             sample_tokens: 0,
             checkpoint_every: None,
+            fp8_stats_every: None,
             checkpoint_after: None,
             check_ranks_every: Some(1),
         }

@@ -5,10 +5,10 @@
 use anyhow::{Context, Result};
 use engine::GeluFusion;
 use engine::open::{Device, MatmulBackend, Precision};
-use engine::ops::MuonCoefficients;
+use engine::ops::{Fp8Accumulation, MuonCoefficients};
 use model::guards::Limits;
 use model::schedule::Kind;
-use model::{MasterWeights, Moments, Optimizer, Recompute};
+use model::{Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, Recompute};
 use serde::{Deserialize, Serialize, Serializer};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -121,6 +121,8 @@ pub struct Config {
     /// Checkpoints of steps that are multiples of this value are never deleted.
     pub major_every: usize,
 
+    /// Interval of the counts of values that FP8 loses. Present if the precision is FP8.
+    pub fp8_stats: Option<usize>,
     /// Interval of GPU telemetry.
     pub gpu_info_every: usize,
     /// Interval of the comparison of replicated tensors between ranks.
@@ -141,6 +143,12 @@ pub struct Config {
     pub device: Device,
     /// Precision of parameters and activations.
     pub precision: Precision,
+    /// Scaling of FP8. Present if that is the precision, as are the next two.
+    pub fp8_recipe: Option<Fp8Recipe>,
+    /// Format of gradients in FP8.
+    pub fp8_gradients: Option<Fp8Gradients>,
+    /// Accumulation of FP8 products.
+    pub fp8_accumulation: Option<Fp8Accumulation>,
     /// Whether fp32 GEMMs use TF32 tensor cores.
     pub tf32: bool,
     /// Which GELU kernels are fused into GEMM epilogues.

@@ -18,6 +18,7 @@ pub mod config;
 pub mod directory;
 pub mod fingerprint;
 pub mod finite;
+pub mod fp8;
 pub mod model_file;
 pub mod preflight;
 pub mod recovery;
@@ -27,6 +28,7 @@ pub mod state;
 pub mod tensors;
 pub mod writer;
 
+use crate::fp8::Fp8Statistics;
 use data::loader::Position;
 use model::guards::Guards;
 use rng::XorShift;
@@ -75,6 +77,9 @@ pub struct Progress {
     /// State of the loss and gradient norm guards.
     #[serde(default)]
     pub guards: Guards,
+    /// Statistics of FP8 with delayed scaling.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp8: Option<Fp8Statistics>,
     /// Steps of the checkpoints that were written because of the time since the previous one, in ascending order. Newer ones
     /// replace them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -16,9 +16,13 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 24] = [
+const MUTABLE_SETTINGS: [&str; 28] = [
     "device",
     "precision",
+    "fp8-recipe",
+    "fp8-gradients",
+    "fp8-stats",
+    "fp8-accumulation",
     "tf32",
     "gelu-fusion",
     "matmul",

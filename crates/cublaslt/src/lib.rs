@@ -17,7 +17,7 @@ pub mod sys;
 mod tuning;
 
 pub use handle::{Handle, Workspace, find};
-pub use matmul::{Batch, Element, Epilogue, Operands, Problem, Scale};
+pub use matmul::{Batch, Element, Epilogue, Fp8, Operands, Problem, Scale};
 pub use plans::Matmuls;
 pub use result::{Error, Result};
 pub use tuning::{Choice, FINAL_RUNS, MARGIN, Timing};

@@ -14,13 +14,36 @@ pub enum Element {
     F32,
     /// 32-bit floats in memory, multiplied on tensor cores with 10-bit mantissas.
     Tf32,
+    /// 8-bit floats in A and B, which are transposed and not transposed; everything else is bf16. Each matrix has a scale.
+    Fp8(Fp8),
+}
+
+/// The types of A and B in FP8, and how their products are accumulated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Fp8 {
+    /// Whether A is E5M2, not E4M3.
+    pub a_e5m2: bool,
+    /// Whether B is E5M2, not E4M3.
+    pub b_e5m2: bool,
+    /// Whether tensor cores may accumulate over all of K with the fewer bits of their own accumulators.
+    pub fast_accumulation: bool,
 }
 
 impl Element {
+    /// Returns the type of D, bias and aux.
     pub(crate) fn raw(self) -> i32 {
         match self {
-            Self::Bf16 => sys::R_16BF,
+            Self::Bf16 | Self::Fp8(_) => sys::R_16BF,
             Self::F32 | Self::Tf32 => sys::R_32F,
+        }
+    }
+
+    /// Returns the types of A and B.
+    pub(crate) fn raw_operands(self) -> [i32; 2] {
+        let fp8 = |e5m2| if e5m2 { sys::R_8F_E5M2 } else { sys::R_8F_E4M3 };
+        match self {
+            Self::Fp8(Fp8 { a_e5m2, b_e5m2, .. }) => [a_e5m2, b_e5m2].map(fp8),
+            _ => [self.raw(); 2],
         }
     }
 }
@@ -55,6 +78,10 @@ pub enum Epilogue {
     DSwiGlu,
     /// The same as `DSwiGlu`, with a second output swiglu(aux).
     DSwiGluAndSwiGlu,
+    /// The same as `GeluAuxBias`, with D in FP8.
+    GeluAuxBiasFp8,
+    /// The same as `DGelu`, with D in FP8.
+    DGeluFp8,
 }
 
 impl Epilogue {
@@ -67,7 +94,9 @@ impl Epilogue {
             | Self::DReluSquaredAndReluSquared
             | Self::SwiGluAux
             | Self::DSwiGlu
-            | Self::DSwiGluAndSwiGlu => return None,
+            | Self::DSwiGluAndSwiGlu
+            | Self::GeluAuxBiasFp8
+            | Self::DGeluFp8 => return None,
             Self::None => sys::EPILOGUE_DEFAULT,
             Self::Bias => sys::EPILOGUE_BIAS,
             Self::GeluAuxBias => sys::EPILOGUE_GELU_AUX_BIAS,
@@ -219,6 +248,8 @@ pub struct Operands {
     pub scale: Option<Scale>,
     /// The matrices of a batched matmul.
     pub batch: Option<Batch>,
+    /// The addresses of the scales of A and B, each one f32, for FP8. `None` if both are 1.
+    pub fp8_scales: Option<[u64; 2]>,
 }
 
 impl Operands {
@@ -286,6 +317,14 @@ impl Operands {
                 ));
             }
         }
+        if let Element::Fp8(_) = problem.element {
+            let aligned = problem.m.is_multiple_of(16) && problem.k.is_multiple_of(16);
+            if !(problem.transpose_a && !problem.transpose_b && aligned) {
+                return fail("FP8: expected A transposed, B not transposed, and m and k multiples of 16".into());
+            }
+        } else if self.fp8_scales.is_some() {
+            return fail("fp8_scales: expected none for this type, found addresses".into());
+        }
         if problem.epilogue.uses_aux() && !problem.m.is_multiple_of(8) {
             return fail(format!("m: expected a multiple of 8 for a GELU epilogue, found {}", problem.m));
         }
@@ -329,8 +368,18 @@ mod tests {
         batched: false,
     };
     const OPERANDS: Operands = Operands { a: 0x1000, b: 0x2010, d: 0x3020, bias: Some(0x4040), ..NULL };
-    const NULL: Operands =
-        Operands { a: 0, b: 0, d: 0, c: None, bias: None, aux: None, gelu: None, scale: None, batch: None };
+    const NULL: Operands = Operands {
+        a: 0,
+        b: 0,
+        d: 0,
+        c: None,
+        bias: None,
+        aux: None,
+        gelu: None,
+        scale: None,
+        batch: None,
+        fp8_scales: None,
+    };
 
     fn validation_error(problem: Problem, operands: Operands) -> String {
         operands.validate(&problem).unwrap_err().to_string()
@@ -364,6 +413,13 @@ mod tests {
         let residual = Operands { c: Some(0x5000), ..OPERANDS };
         residual.validate(&Problem { accumulate: true, ..FORWARD }).unwrap();
         assert!(validation_error(FORWARD, residual).contains("C: expected none for a matmul that does not accumulate"));
+        let fp8 = Fp8 { a_e5m2: false, b_e5m2: true, fast_accumulation: true };
+        let fp8 = Problem { element: Element::Fp8(fp8), ..FORWARD };
+        let scaled = Operands { fp8_scales: Some([0x100, 0x200]), ..OPERANDS };
+        scaled.validate(&fp8).unwrap();
+        assert!(validation_error(FORWARD, scaled).contains("fp8_scales: expected none"));
+        assert!(validation_error(Problem { transpose_a: false, ..fp8 }, scaled).contains("expected A transposed"));
+        assert!(validation_error(Problem { k: 72, ..fp8 }, scaled).contains("multiples of 16"));
         let scaled = Operands { scale: Some(Scale { alpha: 0.5, beta: 2.0 }), ..OPERANDS };
         assert!(
             validation_error(FORWARD, scaled).contains("scale: expected none for a matmul that does not accumulate")

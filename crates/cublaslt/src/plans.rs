@@ -2,7 +2,7 @@
 
 use crate::handle::{Handle, Workspace};
 use crate::matmul::{Batch, Element, Operands, Problem, Scale};
-use crate::result::{Error, Owned, Result, check};
+use crate::result::{Error, NOT_SUPPORTED, Owned, Result, check};
 use crate::sys::{self, Functions, HeuristicResult, MatmulAlgo};
 use cuda_driver::Stream;
 use std::collections::HashMap;
@@ -91,6 +91,10 @@ impl Owned {
         }
         if let Some(aux) = operands.aux {
             self.set(sys::DESC_EPILOGUE_AUX_POINTER, aux)?;
+        }
+        if let Some([a, b]) = operands.fp8_scales {
+            self.set(sys::DESC_A_SCALE_POINTER, a)?;
+            self.set(sys::DESC_B_SCALE_POINTER, b)?;
         }
         Ok(())
     }
@@ -205,7 +209,7 @@ pub(crate) fn candidates(
     results.truncate(count as usize);
     results.retain(|result| result.state == 0);
     // cuBLASLt returns 15, not supported, if it finds no algorithm.
-    if status == 15 || (status == 0 && results.is_empty()) {
+    if status == NOT_SUPPORTED || (status == 0 && results.is_empty()) {
         return Err(Error::NoAlgorithm { problem: problem.to_string() });
     }
     check(status, "cublasLtMatmulAlgoGetHeuristic").map_err(|error| error.of(problem))?;
@@ -221,6 +225,9 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     desc.set(sys::DESC_TRANSB, op(transpose_b))?;
     let raw = epilogue.raw().ok_or_else(|| Error::NoAlgorithm { problem: problem.to_string() })?;
     desc.set(sys::DESC_EPILOGUE, raw)?;
+    if let Element::Fp8(fp8) = element {
+        desc.set(sys::DESC_FAST_ACCUM, i8::from(fp8.fast_accumulation))?;
+    }
     if epilogue.uses_bias() {
         desc.set(sys::DESC_BIAS_DATA_TYPE, element.raw())?;
     }
@@ -232,19 +239,20 @@ fn describe(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<(O
     desc.set_pointers(operands)?;
 
     let swap_if = |swap, (rows, columns)| if swap { (columns, rows) } else { (rows, columns) };
-    let layout = |element: Element, (rows, columns), stride: fn(Batch) -> usize| -> Result<Owned> {
-        let mut layout = Owned::layout(lt, element.raw(), rows, columns)?;
+    let layout = |raw, (rows, columns), stride: fn(Batch) -> usize| -> Result<Owned> {
+        let mut layout = Owned::layout(lt, raw, rows, columns)?;
         if let Some(batch) = operands.batch {
             layout.set(sys::LAYOUT_BATCH_COUNT, batch.count as i32)?;
             layout.set(sys::LAYOUT_STRIDED_BATCH_OFFSET, stride(batch) as i64)?;
         }
         Ok(layout)
     };
+    let [a_type, b_type] = element.raw_operands();
     let (a, b) = (swap_if(transpose_a, (m, k)), swap_if(transpose_b, (k, n)));
     let layouts = [
-        layout(element, a, |batch| batch.a)?,
-        layout(element, b, |batch| batch.b)?,
-        layout(problem.stored(), (m, n), |batch| batch.d)?,
+        layout(a_type, a, |batch| batch.a)?,
+        layout(b_type, b, |batch| batch.b)?,
+        layout(problem.stored().raw(), (m, n), |batch| batch.d)?,
     ];
     Ok((desc, layouts))
 }
@@ -277,6 +285,7 @@ fn prefer(lt: &Functions, problem: &Problem, operands: &Operands) -> Result<Owne
 mod tests {
     use super::*;
     use crate::Epilogue::{Bias, BiasGradB, DGelu, GeluAuxBias, None as Plain};
+    use crate::Fp8;
     use crate::{Epilogue, handle};
 
     /// Descriptors are host memory, so that cuBLASLt can create them without a GPU. If the library is not installed, the test
@@ -292,9 +301,13 @@ mod tests {
                 return;
             }
         };
-        for element in [Element::Bf16, Element::F32, Element::Tf32] {
+        let fp8 = Element::Fp8(Fp8 { a_e5m2: false, b_e5m2: true, fast_accumulation: true });
+        for element in [Element::Bf16, Element::F32, Element::Tf32, fp8] {
             for epilogue in [Plain, Bias, GeluAuxBias, DGelu, BiasGradB] {
                 for (transpose_a, transpose_b) in [(true, false), (false, true)] {
+                    if transpose_b && element == fp8 {
+                        continue;
+                    }
                     let problem = Problem {
                         m: 3072,
                         n: 256,
@@ -323,6 +336,7 @@ mod tests {
                             b: 768 * 256,
                             d: 3072 * 256,
                         }),
+                        fp8_scales: None,
                     };
                     operands.validate(&problem).unwrap();
                     describe(lt, &problem, &operands).unwrap_or_else(|error| panic!("{problem}: {error}"));
@@ -347,6 +361,7 @@ mod tests {
             batched: false,
         };
         let at = Operands { a: 0x100, b: 0x200, d: 0x300, ..Operands::default() };
+        let fp8 = |fast_accumulation| Element::Fp8(Fp8 { a_e5m2: false, b_e5m2: false, fast_accumulation });
         let keys = [
             (problem, at),
             (Problem { m: 128, ..problem }, at),
@@ -356,6 +371,8 @@ mod tests {
             (Problem { transpose_b: true, ..problem }, at),
             (Problem { element: Element::F32, ..problem }, at),
             (Problem { element: Element::Tf32, ..problem }, at),
+            (Problem { element: fp8(true), ..problem }, at),
+            (Problem { element: fp8(false), ..problem }, at),
             (Problem { epilogue: Epilogue::Bias, ..problem }, at),
             (Problem { accumulate: true, ..problem }, at),
             (Problem { accumulate: true, ..problem }, Operands { c: Some(0x410), ..at }),

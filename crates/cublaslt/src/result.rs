@@ -56,6 +56,17 @@ pub enum Error {
     Driver(#[from] cuda_driver::Error),
 }
 
+impl Error {
+    /// Returns whether cuBLASLt does not support the matmul, or this algorithm for it. Algorithms of the heuristic may be
+    /// refused when they run.
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self, Self::NoAlgorithm { .. } | Self::Call { status: NOT_SUPPORTED, .. })
+    }
+}
+
+/// The status of a matmul that is not supported.
+pub(crate) const NOT_SUPPORTED: Status = 15;
+
 fn name(status: Status) -> &'static str {
     match status {
         1 => "CUBLAS_STATUS_NOT_INITIALIZED",

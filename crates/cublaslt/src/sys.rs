@@ -19,6 +19,8 @@ pub use cuda_driver::sys::CUstream;
 
 pub const R_32F: c_int = 0;
 pub const R_16BF: c_int = 14;
+pub const R_8F_E4M3: c_int = 28;
+pub const R_8F_E5M2: c_int = 29;
 
 pub const COMPUTE_32F: c_int = 68;
 pub const COMPUTE_32F_FAST_TF32: c_int = 77;
@@ -32,7 +34,10 @@ pub const DESC_EPILOGUE: c_int = 7;
 pub const DESC_BIAS_POINTER: c_int = 8;
 pub const DESC_EPILOGUE_AUX_POINTER: c_int = 11;
 pub const DESC_EPILOGUE_AUX_LD: c_int = 12;
+pub const DESC_A_SCALE_POINTER: c_int = 17;
+pub const DESC_B_SCALE_POINTER: c_int = 18;
 pub const DESC_EPILOGUE_AUX_DATA_TYPE: c_int = 22;
+pub const DESC_FAST_ACCUM: c_int = 25;
 pub const DESC_BIAS_DATA_TYPE: c_int = 26;
 
 pub const LAYOUT_BATCH_COUNT: c_int = 5;

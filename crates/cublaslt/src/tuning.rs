@@ -3,7 +3,7 @@
 
 use crate::matmul::{Operands, Problem};
 use crate::plans::{Key, Matmuls, Plan, candidates};
-use crate::result::Result;
+use crate::result::{Error, Result};
 use crate::sys::MatmulAlgo;
 use cuda_driver::{Stopwatch, Stream};
 use serde::{Deserialize, Serialize};
@@ -57,7 +57,8 @@ impl Matmuls {
         self.chosen.get(&(*problem, alignments)).copied()
     }
 
-    /// Times the matmul with each candidate algorithm and selects the fastest. Waits for the stream.
+    /// Times the matmul with each candidate algorithm and selects the fastest. Waits for the stream. Candidates that cuBLASLt
+    /// refuses to run are omitted; without any other, the error is [`Error::NoAlgorithm`].
     ///
     /// # Safety
     /// See [`run`](Self::run). The outputs of the matmul are undefined afterwards.
@@ -74,19 +75,25 @@ impl Matmuls {
         };
         let mut timed = Vec::new();
         for &algo in &algos {
-            timed.push((time(algo, FIRST_RUNS)?, algo));
+            match time(algo, FIRST_RUNS) {
+                Err(error) if error.is_unsupported() => {}
+                milliseconds => timed.push((milliseconds?, algo)),
+            }
         }
+        let Some(&(_, first_algo)) = timed.first() else {
+            return Err(Error::NoAlgorithm { problem: problem.to_string() });
+        };
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let first = time(algos[0], FINAL_RUNS)?;
-        let mut best = (first, algos[0]);
-        for &(_, algo) in timed.iter().take(FINALISTS).filter(|(_, algo)| *algo != algos[0]) {
+        let first = time(first_algo, FINAL_RUNS)?;
+        let mut best = (first, first_algo);
+        for &(_, algo) in timed.iter().take(FINALISTS).filter(|(_, algo)| *algo != first_algo) {
             let milliseconds = time(algo, FINAL_RUNS)?;
             if milliseconds < best.0.min(first * MARGIN) {
                 best = (milliseconds, algo);
             }
         }
         self.select((*problem, operands.alignments()), best.1);
-        Ok(Timing { problem: *problem, candidates: algos.len(), first, best: best.0 })
+        Ok(Timing { problem: *problem, candidates: timed.len(), first, best: best.0 })
     }
 
     fn select(&mut self, key: Key, algo: MatmulAlgo) {

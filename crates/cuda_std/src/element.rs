@@ -1,4 +1,4 @@
-//! The storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them.
+//! The storage types of tensors, `f32` and [`bf16`], and 16-byte packets of them. [`crate::fp8`] has the 8-bit types.
 
 use crate::backend;
 use core::marker::PhantomData;
@@ -32,7 +32,7 @@ unsafe impl bytemuck::Pod for bf16 {}
 
 /// A storage type of tensors. Kernels are generic over it and compute in f32.
 pub trait Element: Copy + Default + Send + Sync + 'static {
-    /// Number of elements in a 16-byte packet: 8 for bf16, 4 for f32.
+    /// Number of elements in a 16-byte packet: 8 for bf16, 4 for f32, 16 for FP8.
     const PACKET: usize = 16 / size_of::<Self>();
 
     /// Converts to f32, which is exact.

@@ -328,6 +328,15 @@ impl GlobalMut<u32> {
         unsafe { backend::atomic_add_u32(self.0.wrapping_add(i), value) }
     }
 
+    /// Replaces element `i` by the maximum of itself and `value` atomically: relaxed, device scope
+    /// (`red.max.relaxed.gpu.global.u32`). The result does not depend on the order.
+    #[inline(always)]
+    #[track_caller]
+    pub fn atomic_max(self, i: usize, value: u32) {
+        // SAFETY: see `at`.
+        unsafe { backend::atomic_max_u32(self.0.wrapping_add(i), value) }
+    }
+
     /// Adds `value` to element `i` atomically, after all earlier memory accesses of this thread: release, device scope
     /// (`red.release.gpu.global.add.u32`).
     ///

@@ -91,6 +91,7 @@ pub mod emulate {
     pub use crate::backend::{Fault, HostAccess, Memory, Report};
 }
 pub mod fence;
+pub mod fp8;
 pub mod global;
 pub mod hopper;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -104,6 +105,7 @@ pub mod warp;
 pub use cache::CachePolicy;
 pub use cuda_std_macros::kernel;
 pub use element::{Element, Packet, bf16};
+pub use fp8::{E4m3, E5m2, Fp8};
 pub use global::{Global, GlobalMut};
 pub use shared::{SharedArray, SharedTile};
 

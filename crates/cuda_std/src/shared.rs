@@ -97,6 +97,24 @@ impl<T: Copy> SharedArray<T> {
     }
 }
 
+impl SharedArray<u32> {
+    /// Writes elements `i` and `i` + 1 (`st.shared.v2.b32`). `i` must be even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_two(self, i: usize, words: [u32; 2]) {
+        // SAFETY: see `at`; arrays are 16-byte aligned and the index is even.
+        unsafe { backend::store64(self.0.wrapping_add(i), words) }
+    }
+
+    /// Writes elements `i` to `i` + 3 (`st.shared.v4.b32`). `i` must be a multiple of 4.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_four(self, i: usize, words: [u32; 4]) {
+        // SAFETY: see `at`; arrays are 16-byte aligned and the index is a multiple of 4.
+        unsafe { backend::store128(self.0.wrapping_add(i), words) }
+    }
+}
+
 impl SharedArray<f32> {
     /// Reads elements `i` and `i + 1` (`ld.shared.b64`). `i` must be even.
     #[inline(always)]

@@ -101,6 +101,7 @@ const fn to_nccl(reduction: Reduction) -> nccl_rs::Reduction {
     match reduction {
         Reduction::Sum => nccl_rs::Reduction::Sum,
         Reduction::Mean => nccl_rs::Reduction::Mean,
+        Reduction::Max => nccl_rs::Reduction::Max,
     }
 }
 
@@ -122,7 +123,7 @@ impl Communicator for Nccl {
         match tensor.dtype {
             DType::F32 => self.queue_all_reduce::<f32>(address, tensor.len, reduction),
             DType::Bf16 => self.queue_all_reduce::<bf16>(address, tensor.len, reduction),
-            DType::I32 | DType::U16 => {
+            DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
             }
         }
@@ -133,6 +134,7 @@ impl Communicator for Nccl {
         match tensor.dtype {
             DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len, root),
             DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len, root),
+            DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
         }
     }
 
@@ -142,7 +144,7 @@ impl Communicator for Nccl {
         match of.shard.dtype {
             DType::F32 => self.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => self.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
-            DType::I32 | DType::U16 => {
+            DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", of.shard.dtype.name())
             }
         }
@@ -154,6 +156,7 @@ impl Communicator for Nccl {
         match of.shard.dtype {
             DType::F32 | DType::I32 => self.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
+            DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),
         }
     }
 

@@ -187,6 +187,12 @@ impl Ranks {
         self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Sum))
     }
 
+    /// Replaces `tensor` by its maximum over all ranks. Asynchronous: see [`wait_on_stream`](Self::wait_on_stream).
+    pub fn all_reduce_max(&mut self, engine: &mut dyn Engine, tensor: Tensor) -> Result<()> {
+        self.set_operation("reducing FP8 statistics");
+        self.communicator().map_or(Ok(()), |ranks| ranks.all_reduce(engine, tensor, Reduction::Max))
+    }
+
     /// Reduces the whole over all ranks and keeps this rank's part. Asynchronous: see
     /// [`wait_on_stream`](Self::wait_on_stream).
     pub fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {

@@ -15,7 +15,6 @@ use engine::Result;
 use engine::tensor::DType;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::ops::AddAssign;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -28,6 +27,8 @@ pub enum Reduction {
     Sum,
     /// Sum over the ranks divided by the world size.
     Mean,
+    /// Maximum over the ranks. NaN are ignored unless all values are NaN.
+    Max,
 }
 
 /// The kind of a message. The discriminant is the wire format.
@@ -279,13 +280,15 @@ impl TcpGroup {
     pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let decode = |bytes: &[u8]| Ok(read_pods::<f64>(bytes));
-        self.collective(|group| group.all_reduce_chunk(bytes, decode, |sum| bytemuck::cast_slice(sum).to_vec()))
+        self.collective(|group| {
+            group.all_reduce_chunk(bytes, decode, |a, b| a + b, |sum| bytemuck::cast_slice(sum).to_vec())
+        })
     }
 
     /// Reduces values of type `dtype` over all ranks, in place. Accumulates in f32. All ranks receive the same bits.
     pub fn all_reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
         let scale = match reduction {
-            Reduction::Sum => 1.0,
+            Reduction::Sum | Reduction::Max => 1.0,
             Reduction::Mean => 1.0 / self.world_size as f32,
         };
         let encode = |sum: &mut [f32]| {
@@ -294,17 +297,19 @@ impl TcpGroup {
             }
             encode_f32(sum, dtype)
         };
+        let combine = |a: f32, b: f32| if reduction == Reduction::Max { a.max(b) } else { a + b };
         self.collective(|group| {
             let decode = |bytes: &[u8]| decode_f32(bytes, dtype);
-            bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, encode))
+            bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, combine, encode))
         })
     }
 
-    /// Sums values of type `T` on rank 0, and sends the encoded result to all ranks.
-    fn all_reduce_chunk<T: AddAssign>(
+    /// Combines values of type `T` on rank 0, in rank order, and sends the encoded result to all ranks.
+    fn all_reduce_chunk<T: Copy>(
         &mut self,
         bytes: &mut [u8],
         decode: impl Fn(&[u8]) -> Result<Vec<T>>,
+        combine: impl Fn(T, T) -> T,
         encode: impl Fn(&mut [T]) -> Vec<u8>,
     ) -> Result<()> {
         if self.rank > 0 {
@@ -315,7 +320,7 @@ impl TcpGroup {
         let mut sum = decode(bytes)?;
         for peer in 0..self.peers.len() {
             let values = decode(&self.receive(peer, MessageKind::Reduce, Some(bytes.len()))?)?;
-            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum = combine(*sum, value));
         }
         bytes.copy_from_slice(&encode(&mut sum));
         self.send_to_all(MessageKind::Reduce, bytes)
@@ -588,7 +593,7 @@ fn decode_f32(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
     match dtype {
         DType::F32 => Ok(read_pods(bytes)),
         DType::Bf16 => Ok(read_pods::<bf16>(bytes).into_iter().map(bf16::to_f32).collect()),
-        DType::I32 | DType::U16 => {
+        DType::I32 | DType::U16 | DType::Fp8 => {
             bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", dtype.name())
         }
     }
@@ -643,6 +648,12 @@ mod tests {
         });
         // 257 lies between two bf16 values and rounds to the even one. Only the final result is rounded.
         assert_eq!(means, [[2.0, 3.5, 256.0]; 3]);
+        let maxima = on_ranks(3, TIMEOUT, |group| {
+            let mut values = [[1.0f32, f32::NAN, 0.0], [3.0, 5.0, 0.0], [2.0, f32::INFINITY, 1e-40]][group.rank];
+            group.all_reduce_bytes(bytemuck::cast_slice_mut(&mut values), DType::F32, Reduction::Max).unwrap();
+            values
+        });
+        assert_eq!(maxima, [[3.0, f32::INFINITY, 1e-40]; 3]);
         let ints =
             on_ranks(2, TIMEOUT, |group| group.all_reduce_bytes(&mut [0; 4], DType::I32, Reduction::Sum).is_err());
         assert_eq!(ints, [true, true]);

@@ -159,6 +159,12 @@ pub trait Engine {
     /// Returns the storage type of parameters, gradients and activations ("float" in [`ops`]).
     fn dtype(&self) -> DType;
 
+    /// Returns the type in which the engine stores FP8 numbers, or `None` if it cannot compute in FP8. The CPU engine stores them as
+    /// f32.
+    fn fp8_dtype(&self) -> Option<DType> {
+        None
+    }
+
     /// Returns the bytes that [`allocate`](Self::allocate) could take.
     fn free_memory(&self) -> Result<usize>;
 

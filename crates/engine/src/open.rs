@@ -4,7 +4,6 @@ use super::cpu::Cpu;
 use super::cuda::{EmulatedGpu, Options};
 pub use super::cuda::{MatmulBackend, Precision};
 use super::{Engine, Result};
-use crate::tensor::DType;
 use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
@@ -28,22 +27,14 @@ pub struct Opened {
     pub engine: Box<dyn Engine>,
     /// The device in use, never `Auto`.
     pub device: Device,
+    /// The precision in use.
+    pub precision: Precision,
     /// Whether f32 GEMMs round their inputs to TF32.
     pub tf32: bool,
     /// Whether this engine can plan a run but not compute it. Its free memory is unknown.
     pub plans_only: bool,
     /// The reason why `auto` did not select a GPU.
     pub note: Option<String>,
-}
-
-impl Opened {
-    /// Returns the storage type.
-    pub fn precision(&self) -> Precision {
-        match self.engine.dtype() {
-            DType::Bf16 => Precision::Bf16,
-            _ => Precision::Fp32,
-        }
-    }
 }
 
 /// The driver's index of the GPU that is used.
@@ -56,7 +47,16 @@ const PLANNED_FOR: EmulatedGpu =
 /// Opens an engine. `precision` is the value of the flag; without it a GPU uses `gpu.precision` and the CPU uses fp32.
 pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Result<Opened> {
     let cuda = || -> Result<Opened> { Ok(on_cuda(super::cuda::open(gpu)?, gpu)) };
-    let cpu = |note| Opened { engine: Box::new(Cpu::new()), device: Device::Cpu, tf32: false, plans_only: false, note };
+    // The CPU engine rounds exactly as a GPU does in FP8, and stores everything else as f32.
+    let on_cpu = precision.unwrap_or(Precision::Fp32);
+    let cpu = |note| Opened {
+        engine: Box::new(Cpu::new()),
+        device: Device::Cpu,
+        precision: on_cpu,
+        tf32: false,
+        plans_only: false,
+        note,
+    };
     match device {
         Device::Cpu if precision == Some(Precision::Bf16) => {
             bail!("--precision: expected fp32 with --device cpu, found bf16; use --precision fp32 or --device cuda")
@@ -69,6 +69,11 @@ pub fn open(device: Device, precision: Option<Precision>, gpu: &Options) -> Resu
         Device::Auto => cuda().or_else(|why| {
             if precision == Some(Precision::Bf16) {
                 return Err(why.context("--precision bf16: expected a GPU, found none; use --precision fp32"));
+            }
+            if precision == Some(Precision::Fp8) {
+                return Err(why.context(
+                    "--precision fp8: expected a GPU, found none; use --precision fp32, or --device cpu to emulate FP8",
+                ));
             }
             start_threads()?;
             Ok(cpu(Some(format!("no GPU: {why:#}"))))
@@ -94,7 +99,8 @@ fn start_threads() -> Result<()> {
 
 fn on_cuda(engine: Box<dyn Engine>, gpu: &Options) -> Opened {
     let tf32 = gpu.tf32 && gpu.precision == Precision::Fp32;
-    Opened { engine, device: Device::Cuda, tf32, plans_only: false, note: None }
+    let precision = gpu.precision;
+    Opened { engine, device: Device::Cuda, precision, tf32, plans_only: false, note: None }
 }
 
 /// Opens an engine to plan a run. Unlike [`open`], `--device cuda` works without a GPU.

@@ -8,12 +8,15 @@
 //! method of each engine; the compiler reports every engine that lacks it.
 
 mod decode;
+mod fp8;
 mod update;
 
 pub use decode::{
     CacheFill, DecodeAttention, DecodeEmbed, DecodeMatmul, DecodeQkNorm, DecodeRotary, NormForward, SampleTokens, Slot,
     SlotSampling, decode_splits,
 };
+pub(crate) use fp8::largest_rounded;
+pub use fp8::{Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, Quantize, Scaling};
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};
 
 use crate::Result;
@@ -61,6 +64,8 @@ operations!(
     MuonMomentum,
     Orthogonalize<'a>,
     MuonApply,
+    Quantize,
+    Fp8Scales,
     DecodeEmbed,
     DecodeMatmul,
     DecodeAttention,
@@ -307,6 +312,8 @@ pub struct MatmulForward {
     pub epilogue: Epilogue,
     /// Sizes.
     pub shape: MatmulShape,
+    /// Set if the GEMM multiplies in FP8.
+    pub fp8: Option<Fp8Forward>,
 }
 
 /// Computes the gradients of a linear layer.
@@ -331,6 +338,8 @@ pub struct MatmulBackward {
     pub activation: Option<ActivationInput>,
     /// Sizes.
     pub shape: MatmulShape,
+    /// Set if the GEMMs multiply in FP8.
+    pub fp8: Option<Fp8Backward>,
 }
 
 /// States that a linear layer's input (rows, C) is activation(preactivation).

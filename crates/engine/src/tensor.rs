@@ -13,6 +13,8 @@ pub enum DType {
     I32,
     /// 16-bit unsigned integer
     U16,
+    /// 8-bit float: E4M3 or E5M2, as the operation says
+    Fp8,
 }
 
 impl DType {
@@ -21,16 +23,18 @@ impl DType {
         match self {
             Self::F32 | Self::I32 => 4,
             Self::Bf16 | Self::U16 => 2,
+            Self::Fp8 => 1,
         }
     }
 
-    /// Returns the name: `f32`, `bf16`, `i32` or `u16`.
+    /// Returns the name: `f32`, `bf16`, `i32`, `u16` or `fp8`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
             Self::I32 => "i32",
             Self::U16 => "u16",
+            Self::Fp8 => "fp8",
         }
     }
 }

@@ -57,6 +57,7 @@ impl Decoder {
             let below = l.checked_sub(1);
             let first = embedding_norm.map_or(encoded, |norm| norm.out);
             let residual = below.map_or(first, |below| layers[below].residual3);
+            self.quantize_gathered_weights(engine, l)?;
             if training.recompute == Recompute::Layers {
                 self.recompute_layer(engine, l, layer, layout, residual)?;
             }
@@ -159,6 +160,8 @@ impl BackwardPass<'_> {
         let forward = ActivationForward { inp: ln2.out, weight, bias, shape: fc_shape };
         let recompute = recomputes.then_some(forward);
         let dfc = self.dwide.slice(0, fc.len);
+        let shape = self.shape(d.mlp_channels, d.channels);
+        let dfcb = model.optional(self.grads, Param::Fcb, l);
         engine.run(MatmulBackward {
             dinp: dfc,
             dweight: g(Param::Fcprojw),
@@ -167,17 +170,20 @@ impl BackwardPass<'_> {
             inp: activated,
             weight: p(Param::Fcprojw),
             activation: Some(ActivationInput { activation: d.activation, preactivation: fc, recompute }),
-            shape: self.shape(d.mlp_channels, d.channels),
+            shape,
+            fp8: model.fp8_backward(l, Param::Fcprojw, shape, dfc, dfcb),
         })?;
         engine.run(MatmulBackward {
             dinp: self.dchannels,
             dweight: g(Param::Fcw),
-            dbias: model.optional(self.grads, Param::Fcb, l),
+            // In FP8, the operation above quantizes dfc, and computes this gradient from it.
+            dbias: dfcb.filter(|_| model.fp8.is_none()),
             dout: dfc,
             inp: ln2.out,
             weight,
             activation: None,
             shape: fc_shape,
+            fp8: model.fp8_backward(l, Param::Fcw, fc_shape, self.dchannels, None),
         })?;
         let column_sums = self.column_sums(Param::Attprojb, Some(l));
         self.norm(engine, NormOf::Mlp(l), ln2, residual2, column_sums)
@@ -188,8 +194,9 @@ impl BackwardPass<'_> {
         let Layer { ln1, qkv, attention, lse, .. } = *layer;
         let (model, d) = (self.model, &self.model.descriptor);
         let (p, g) = (|param| model.param(param, l), |param| self.grads.tensor(param, l));
-        let shape = d.attention(self.layout.b, self.layout.t);
+        let attention_shape = d.attention(self.layout.b, self.layout.t);
         let dqkv = self.dwide.slice(0, qkv.len);
+        let shape = self.shape(d.attention_channels(), d.channels);
         engine.run(MatmulBackward {
             dinp: self.dattention,
             dweight: g(Param::Attprojw),
@@ -198,9 +205,11 @@ impl BackwardPass<'_> {
             inp: attention,
             weight: p(Param::Attprojw),
             activation: None,
-            shape: self.shape(d.attention_channels(), d.channels),
+            shape,
+            fp8: model.fp8_backward(l, Param::Attprojw, shape, self.dattention, None),
         })?;
-        engine.run(AttentionBackward { dqkv, dout: self.dattention, qkv, out: attention, lse, shape })?;
+        let (dout, shape) = (self.dattention, attention_shape);
+        engine.run(AttentionBackward { dqkv, dout, qkv, out: attention, lse, shape })?;
         if let Some(Rotation { table, qk_norm, shape }) = model.rotation(l, layer, self.layout) {
             let weights = qk_norm.and_then(|norm| norm.weights);
             let dweights = weights.map(|_| [g(Param::QNormw), g(Param::KNormw)]);
@@ -210,6 +219,7 @@ impl BackwardPass<'_> {
         if self.recompute >= Recompute::ActivationAndNorms {
             model.norm(engine, NormOf::Attention(l), ln1, residual)?;
         }
+        let shape = self.shape(d.channels, d.qkv_channels());
         engine.run(MatmulBackward {
             dinp: self.dchannels,
             dweight: g(Param::Qkvw),
@@ -218,7 +228,8 @@ impl BackwardPass<'_> {
             inp: ln1.out,
             weight: p(Param::Qkvw),
             activation: None,
-            shape: self.shape(d.channels, d.qkv_channels()),
+            shape,
+            fp8: model.fp8_backward(l, Param::Qkvw, shape, self.dchannels, None),
         })
     }
 

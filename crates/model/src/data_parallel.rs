@@ -6,6 +6,7 @@
 //! launched.
 
 use super::decoder::{Decoder, Training};
+use super::fp8::Fp8;
 use super::params::Unit;
 use super::sharding::LayerHooks;
 use anyhow::Context;
@@ -60,6 +61,9 @@ impl DataParallel<'_> {
         self.model.measure(engine)?;
         for sum in [Some(stats.slice(0, 1)), squares].into_iter().flatten() {
             self.ranks.all_reduce_sum(engine, sum)?;
+        }
+        for amaxes in self.model.fp8.iter().flat_map(Fp8::shared_amaxes) {
+            self.ranks.all_reduce_max(engine, amaxes)?;
         }
         self.wait_on_stream(engine)?;
         self.model.finish_norm(engine)

@@ -3,6 +3,7 @@
 //! [`forward`](Decoder::forward), [`loss`](Decoder::loss) and [`backward`](Decoder::backward) are in files of these names.
 
 use super::descriptor::Descriptor;
+use super::fp8::Fp8;
 use super::memory_plan::Recompute;
 use super::muon::MuonBuffers;
 use super::params::{Param, Params};
@@ -32,6 +33,8 @@ pub struct Decoder {
     pub(super) logits: Tensor,
     /// Set if the model was planned for training.
     pub training: Option<Training>,
+    /// Set within a training step in FP8.
+    pub(super) fp8: Option<Fp8>,
     /// (T, HS/2, 2) f32 cosines and sines of rotary positions
     pub(super) rotary_table: Option<Tensor>,
     pub(super) encoded: Tensor,
@@ -70,6 +73,8 @@ pub struct Training {
     pub(super) recompute: Recompute,
     /// Set if the model was planned for Muon.
     pub(super) muon: Option<MuonBuffers>,
+    /// Set if the model was planned for FP8.
+    pub fp8: Option<Fp8>,
 }
 
 /// Output and statistics of a norm.
@@ -179,6 +184,11 @@ impl Decoder {
     /// Returns the parameter that multiplies the final norm's output: the head, or the token embedding if they are tied.
     pub(super) fn head_param(&self) -> Param {
         if self.descriptor.tied { Param::Wte } else { Param::LmHead }
+    }
+
+    /// Returns the model of training steps: in FP8 if it was planned for it.
+    pub(super) fn for_training_steps(&self) -> Self {
+        Self { fp8: self.training.and_then(|training| training.fp8), ..self.clone() }
     }
 
     pub(super) fn training(&self) -> Result<&Training> {

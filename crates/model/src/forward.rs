@@ -45,10 +45,11 @@ impl Decoder {
         hooks.gather_parameters(engine, 0, after(0))?;
         self.norm(engine, NormOf::Attention(0), layers[0].ln1, residual)?;
         for (l, layer) in layers.iter().enumerate() {
+            self.quantize_gathered_weights(engine, l)?;
             self.attention_layer(engine, l, layer, layout, residual)?;
             hooks.qkv_computed(engine, l, layer.qkv)?;
             self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
-            self.mlp_input(engine, l, layer)?;
+            self.mlp_input(engine, l, layer, false)?;
             self.mlp_output(engine, l, layer)?;
             match after(l) {
                 Some(next) => {
@@ -94,9 +95,14 @@ impl Decoder {
         engine.run(self.attproj(l, layer, residual))
     }
 
-    /// Computes fc and the activation of a layer.
-    fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer) -> Result<()> {
-        engine.run(self.fc(l, layer))
+    /// Computes fc and the activation of a layer, for [`mlp_output`](Self::mlp_output) or, with `recomputes`, for the backward
+    /// pass.
+    fn mlp_input(&self, engine: &mut dyn Engine, l: usize, layer: &Layer, recomputes: bool) -> Result<()> {
+        let mut operation = self.fc(l, layer);
+        if recomputes && let Some(fp8) = &mut operation.fp8 {
+            fp8.out = None;
+        }
+        engine.run(operation)
     }
 
     /// Computes fcproj of a layer.
@@ -145,8 +151,9 @@ impl Decoder {
         epilogue: Epilogue,
         shape: MatmulShape,
     ) -> MatmulForward {
+        let fp8 = self.fp8_forward(l, weight, shape, out);
         let (weight, bias) = (self.param(weight, l), self.optional(self.param_store(), bias, l));
-        MatmulForward { out, inp, weight, bias, epilogue, shape }
+        MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 }
     }
 
     /// Recomputes the activations of a layer from its input `residual`, except its output.
@@ -161,7 +168,7 @@ impl Decoder {
         self.norm(engine, NormOf::Attention(l), layer.ln1, residual)?;
         self.attention_layer(engine, l, layer, layout, residual)?;
         self.norm(engine, NormOf::Mlp(l), layer.ln2, layer.residual2)?;
-        self.mlp_input(engine, l, layer)
+        self.mlp_input(engine, l, layer, true)
     }
 
     /// Normalizes `inp` (rows, C).

@@ -256,7 +256,9 @@ impl Generator {
     pub fn mark_seen(&self, engine: &mut dyn Engine, slot: usize, text: &[u32]) -> Result<()> {
         let vp = self.decoder.descriptor.padded_vocab();
         let mut seen = vec![0; vp];
-        text.iter().for_each(|&token| seen[token as usize] = 1);
+        for &token in text {
+            seen[token as usize] = 1;
+        }
         engine.write_i32(self.cache.seen.slice(slot * vp, vp), &seen)
     }
 
@@ -344,6 +346,7 @@ impl Generator {
             bias: None,
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c: d.channels, oc: vp },
+            fp8: None,
         };
         engine.run(DecodeMatmul { norm: Some(model.norm_of(NormOf::Head, norm, residual)), matmul })?;
         let Cache { slots, seen, sampled, scratch, .. } = self.cache;

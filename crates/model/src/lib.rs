@@ -6,7 +6,7 @@
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
 //! * [`generator`]: text generation with a KV cache.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
-//! * [`storage`]: types of the optimizer state.
+//! * [`fp8`]: FP8 in the linear layers. [`storage`]: types of the optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -19,6 +19,7 @@ pub mod decoder;
 pub mod descriptor;
 pub mod fit;
 pub mod forward;
+pub mod fp8;
 pub mod generator;
 pub mod guards;
 pub mod init;
@@ -36,6 +37,7 @@ pub mod update;
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};
 pub use descriptor::Descriptor;
+pub use fp8::{Fp8Gradients, Fp8Options, Fp8Recipe, Fp8Settings};
 pub use generator::Generator;
 pub use memory_plan::{LOGIT_ROWS, PlanOptions, Recompute};
 pub use muon::Muon;

@@ -30,6 +30,7 @@ impl Decoder {
             bias: None,
             epilogue: Epilogue::None,
             shape: MatmulShape { rows, c, oc: vp },
+            fp8: None,
         })?;
         Ok(out)
     }
@@ -65,6 +66,7 @@ impl Decoder {
                     weight: self.param(self.head_param(), 0),
                     activation: None,
                     shape: MatmulShape { rows, c, oc: vp },
+                    fp8: None,
                 })?;
             }
         }

@@ -2,12 +2,13 @@
 
 use super::decoder::{Decoder, Layer, Norm, Training};
 use super::descriptor::{self, Descriptor, Positions};
+use super::fp8::{self, Fp8, Fp8Options};
 use super::muon::{MuonBuffers, MuonSizes};
 use super::params::{Param, Params, Unit};
 use super::sharding::{Store, Zero};
 use super::storage::{MasterWeights, Moments};
 use super::update::Optimizer;
-use engine::ops::Master;
+use engine::ops::{Activation, Master};
 use engine::plan::{Group, Plan};
 use engine::tensor::{DType, Tensor};
 use engine::{BatchLayout, Engine, Result, Workload};
@@ -69,6 +70,8 @@ pub struct PlanOptions {
     pub logit_rows: usize,
     /// Optimizer of the layers' matrices.
     pub optimizer: Optimizer,
+    /// Set if training steps compute the layers' matmuls in FP8.
+    pub fp8: Option<Fp8Options>,
 }
 
 impl PlanOptions {
@@ -84,6 +87,7 @@ impl PlanOptions {
             zero: Zero::NONE,
             logit_rows: LOGIT_ROWS,
             optimizer: Optimizer::AdamW,
+            fp8: None,
         }
     }
 
@@ -111,13 +115,15 @@ struct SharedBuffers {
     dhead: Option<Tensor>,
     /// dresidual and dwide.
     backward: Option<[Tensor; 2]>,
+    /// Operands in FP8, also of the forward pass, which ends before there are logits.
+    fp8: Option<[Tensor; fp8::BUFFERS]>,
     gathered: Option<Tensor>,
     muon: Option<MuonBuffers>,
 }
 
 impl SharedBuffers {
     fn plan(plan: &mut Plan, options: &PlanOptions, layout: &Params, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, zero, logit_rows, optimizer, .. } = *options;
+        let PlanOptions { b, t, training, zero, logit_rows, optimizer, recompute, .. } = *options;
         let descriptor = layout.descriptor();
         let (vp, c) = Param::Wte.shape(descriptor);
         let f32 = DType::F32;
@@ -125,8 +131,13 @@ impl SharedBuffers {
         let (stream, wide, dhead) = ([b, t, c], [b, t, widest], [vp, c]);
         let backward = [("d residual", &stream[..], dtype), ("d wide", &wide[..], dtype)];
         let backward = if training { &backward[..] } else { &[] };
-        let backward_bytes: usize = backward.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum();
-        let backward_bytes = backward_bytes * dtype.bytes();
+        let fp8_buffers = fp8::buffers(descriptor, b * t, recompute);
+        let in_fp8 =
+            |options: Fp8Options| fp8_buffers.each_ref().map(|(name, shape)| (*name, &shape[..], options.dtype()));
+        let fp8_buffers: Vec<_> = options.fp8.map(in_fp8).into_iter().flatten().collect();
+        let backward = [backward, &fp8_buffers[..]].concat();
+        let bytes = |(_, shape, dtype): &(_, &[usize], DType)| shape.iter().product::<usize>() * dtype.bytes();
+        let backward_bytes: usize = backward.iter().map(bytes).sum();
         // In bf16 the sum over chunks would be rounded after each of them.
         let name = if descriptor.tied { "d wte" } else { "d lm_head" };
         let dhead = (training && dtype != f32).then_some((name, &dhead[..], f32));
@@ -139,14 +150,15 @@ impl SharedBuffers {
         let unit = [("one unit's optimizer state", &unit[..], f32)];
         let unit = if training && zero.shards_optimizer() { &unit[..] } else { &[] };
         // Muon updates as many layers at a time as fit in the memory that the other phases need anyway.
-        let free = [&head[..], backward, unit].map(engine::plan::bytes).into_iter().max().unwrap_or(0);
+        let free = [&head[..], &backward, unit].map(engine::plan::bytes).into_iter().max().unwrap_or(0);
         let sizes = (training && optimizer == Optimizer::Muon).then(|| MuonSizes::new(layout, dtype, free));
         let muon: Vec<_> = sizes.iter().flat_map(|sizes| sizes.wanted(dtype)).collect();
-        let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, backward, unit, &muon]);
+        let [head, backward, unit, muon] = plan.share(Group::Activations, [&head, &backward, unit, &muon]);
         Self {
             logits: head[0],
             dhead: head.get(1).copied(),
-            backward: backward.try_into().ok(),
+            backward: backward.first_chunk().copied(),
+            fp8: backward.last_chunk().copied().filter(|_| options.fp8.is_some()),
             gathered: unit.first().copied(),
             muon: sizes.zip(muon.try_into().ok()).map(|(sizes, muon)| MuonBuffers::new(&sizes, muon)),
         }
@@ -158,6 +170,8 @@ struct Activations {
     encoded: Tensor,
     embedding_norm: Option<Norm>,
     layers: Vec<Layer>,
+    /// Whether the output of the activation shares memory with a gradient.
+    shares_activated: bool,
     final_norm: Norm,
     losses: Tensor,
 }
@@ -165,13 +179,16 @@ struct Activations {
 impl Activations {
     /// A forward pass alone reuses the activations of one layer for all layers.
     fn plan(plan: &mut Plan, d: &Descriptor, options: &PlanOptions, dtype: DType) -> Self {
-        let PlanOptions { b, t, training, recompute, .. } = *options;
+        let PlanOptions { b, t, training, recompute, fp8, .. } = *options;
         let (l, c, f32) = (d.layers, d.channels, DType::F32);
         let mut add = |name: &str, shape: &[usize], dtype| plan.add(Group::Activations, name, shape, dtype);
         let kept_residuals = if training { l } else { 1 };
         let kept = if recompute < Recompute::Layers { kept_residuals } else { 1 };
         let encoded = add("encoded", &[b, t, c], dtype);
-        let kept_norms = if training && recompute < Recompute::ActivationAndNorms { l } else { 0 };
+        // In FP8, transposed copies are kept instead.
+        let in_fp8 = |weight| fp8.is_some() && fp8::keeps_input(weight, recompute);
+        let keeps_norms = training && recompute < Recompute::ActivationAndNorms && !in_fp8(Param::Fcw);
+        let kept_norms = if keeps_norms { l } else { 0 };
         let normed = add("normed", &[b, t, c], dtype);
         let mut norm = |name: &str, n: usize, outs: usize| {
             let out = (outs > 0).then(|| add(name, &[outs, b, t, c], dtype));
@@ -194,8 +211,11 @@ impl Activations {
         let lse = add("attention lse", &[kept, b, d.heads, t], f32);
         let residual2 = add("residual2", &[kept, b, t, c], dtype);
         let fc = add("fc", &[kept, b, t, d.fc_channels()], dtype);
-        let kept_activated = if recompute < Recompute::Activation { kept } else { 1 };
-        let activated = add("activated", &[kept_activated, b, t, d.mlp_channels], dtype);
+        let keeps_activated = recompute < Recompute::Activation && !in_fp8(Param::Fcprojw);
+        let kept_activated = if keeps_activated { kept } else { 1 };
+        // A forward pass in FP8 uses this memory only for evaluation, the backward pass only for SwiGLU.
+        let shares_activated = training && in_fp8(Param::Fcprojw) && d.activation != Activation::SwiGlu;
+        let activated = (!shares_activated).then(|| add("activated", &[kept_activated, b, t, d.mlp_channels], dtype));
         let residual3 = add("residual3", &[kept_residuals, b, t, c], dtype);
         let losses = add("losses", &[b, t], f32);
         let layer = |i: usize| {
@@ -209,11 +229,23 @@ impl Activations {
                 residual2: residual2.part(k, kept),
                 ln2: ln2(k),
                 fc: fc.part(k, kept),
-                activated: activated.part(k % kept_activated, kept_activated),
+                activated: match activated {
+                    Some(activated) => activated.part(k % kept_activated, kept_activated),
+                    // See `share_activated`.
+                    None => fc.slice(0, 0),
+                },
                 residual3: residual3.part(i % kept_residuals, kept_residuals),
             }
         };
-        Self { encoded, embedding_norm, layers: (0..l).map(layer).collect(), final_norm: lnf(0), losses }
+        let layers = (0..l).map(layer).collect();
+        Self { encoded, embedding_norm, layers, shares_activated, final_norm: lnf(0), losses }
+    }
+
+    /// Places the output of the activation in `dwide`, if it has no memory of its own.
+    fn share_activated(&mut self, dwide: Tensor, rows: usize, d: &Descriptor) {
+        if self.shares_activated {
+            self.layers.iter_mut().for_each(|layer| layer.activated = dwide.slice(0, rows * d.mlp_channels));
+        }
     }
 }
 
@@ -253,12 +285,15 @@ impl Decoder {
                 Some(plan.add_constant("rotary table", &[t, hs / 2, 2], move || rotary.table(t, hs)))
             }
         };
-        let Activations { encoded, embedding_norm, layers, final_norm, losses } =
-            Activations::plan(&mut plan, &descriptor, &options, dtype);
+        let mut activations = Activations::plan(&mut plan, &descriptor, &options, dtype);
         let widest = descriptor.channels.max(descriptor.attention_channels());
         let dchannels = training.then(|| plan.add(Group::Activations, "d channels", &[b, t, widest], dtype));
-        let SharedBuffers { logits, dhead, backward, gathered, muon } =
+        let SharedBuffers { logits, dhead, backward, fp8, gathered, muon } =
             SharedBuffers::plan(&mut plan, &options, &layout, dtype);
+        if let Some([_, dwide]) = backward {
+            activations.share_activated(dwide, b * t, &descriptor);
+        }
+        let Activations { encoded, embedding_norm, layers, final_norm, losses, .. } = activations;
 
         let training = grads.zip(dchannels).zip(backward).map(|((grads, dchannels), backward)| {
             let shape = [Store::shard_elements(&layout)];
@@ -273,6 +308,9 @@ impl Decoder {
             let stats = plan.add(Group::Workspace, "stats", &[2], f32);
             let squares = zero.shards_optimizer().then(|| plan.add(Group::Workspace, "squared norm", &[1], f32));
             let ((grads, grad_buffers), [dresidual, dwide]) = (grads, backward);
+            let fp8 = options.fp8.zip(fp8);
+            let fp8 =
+                fp8.map(|(fp8, buffers)| Fp8::plan(&mut plan, fp8, &descriptor, [b, t], zero, recompute, buffers));
             Training {
                 grads,
                 grad_buffers,
@@ -288,6 +326,7 @@ impl Decoder {
                 dwide,
                 recompute,
                 muon,
+                fp8,
             }
         });
         let batch = plan.add(Group::Batch, "batch", &[BatchLayout { b, t }.words()], DType::I32);
@@ -302,6 +341,7 @@ impl Decoder {
             losses,
             logits,
             training,
+            fp8: None,
             rotary_table,
             encoded,
             embedding_norm,

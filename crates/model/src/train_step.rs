@@ -2,6 +2,7 @@
 
 use super::data_parallel::{DataParallel, LayerBuffers};
 use super::decoder::Decoder;
+use super::fp8::Fp8Counts;
 use super::sharding::LayerHooks;
 use super::update::Update;
 use distributed::Ranks;
@@ -23,17 +24,46 @@ pub struct TrainStep {
     buffers: LayerBuffers,
     /// Set if the passes of a micro-batch are captured as a CUDA graph.
     graph: Option<GraphKey>,
+    /// Whether the next step counts the values that FP8 loses.
+    count_fp8: bool,
+    /// Whether the step in progress has changed statistics of FP8.
+    statistics_changed: bool,
 }
 
 impl TrainStep {
     /// Creates a step over `grad_accum` micro-batches of `layout` on each rank.
     pub fn new(model: &Decoder, layout: BatchLayout, grad_accum: usize) -> Self {
-        Self { model: model.clone(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
+        Self {
+            model: model.for_training_steps(),
+            layout,
+            grad_accum,
+            buffers: LayerBuffers::default(),
+            graph: None,
+            count_fp8: false,
+            statistics_changed: false,
+        }
     }
 
     /// Captures the passes of micro-batches that do not communicate as a CUDA graph.
     pub fn capture_graphs(self) -> Self {
         Self { graph: Some(GraphKey::new()), ..self }
+    }
+
+    /// Restores the statistics of FP8 after an error that has interrupted a step before its update. Other state has not changed.
+    pub fn restore_statistics(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        let interrupted = std::mem::take(&mut self.statistics_changed);
+        self.model.fp8.filter(|_| interrupted).map_or(Ok(()), |fp8| fp8.restore_statistics(engine))
+    }
+
+    /// Makes the next step count the values that quantization to FP8 loses: those of weights, and of its first micro-batch.
+    pub fn count_fp8(&mut self) {
+        self.count_fp8 = true;
+    }
+
+    /// Reads the counts of the last step that counted. Returns nothing for a model without FP8.
+    pub fn fp8_counts(&self, engine: &mut dyn Engine) -> Result<Vec<Fp8Counts>> {
+        let rows = self.layout.b * self.layout.t;
+        self.model.fp8.map_or(Ok(Vec::new()), |fp8| fp8.read_counts(engine, &self.model.descriptor, rows))
     }
 
     /// Runs one step. Returns the reason if a CUDA graph could not be captured, once.
@@ -50,6 +80,7 @@ impl TrainStep {
         if let Some(update) = decide(engine, stats)? {
             self.update(engine, ranks, &update)?;
         }
+        self.statistics_changed = false;
         Ok(capture_error)
     }
 
@@ -63,10 +94,22 @@ impl TrainStep {
         let mut capture_error = None;
         engine.zero(self.model.losses)?;
         engine.zero(self.model.training()?.grads)?;
+        if let Some(fp8) = &mut self.model.fp8 {
+            fp8.keep_statistics(engine)?;
+            self.statistics_changed = true;
+            fp8.begin_step(engine)?;
+            if std::mem::take(&mut self.count_fp8) {
+                fp8.set_counting(engine, true)?;
+            }
+            self.model.quantize_whole_weights(engine)?;
+        }
         for micro_batch in 1..=self.grad_accum {
             load(engine)?;
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
+            if let Some(fp8) = &mut self.model.fp8 {
+                fp8.set_counting(engine, false)?;
+            }
         }
         self.data_parallel(ranks, true).wait_on_stream(engine)?;
         Ok(capture_error)
@@ -78,8 +121,9 @@ impl TrainStep {
         let (model, layout) = (&self.model, self.layout);
         let dloss = model.zero.dloss(layout.b * layout.t * self.grad_accum);
         let mut data_parallel = DataParallel { model, ranks, buffers: &mut self.buffers, last };
-        // Collectives are not captured.
-        let graph = self.graph.as_ref().filter(|_| !data_parallel.communicates());
+        // Collectives are not captured, nor are steps that calibrate FP8 or count.
+        let repeats = !data_parallel.communicates() && model.fp8.is_none_or(|fp8| fp8.repeats());
+        let graph = self.graph.as_ref().filter(|_| repeats);
         let mut passes = |engine: &mut dyn Engine| {
             model.forward(engine, layout, &mut data_parallel)?;
             model.loss(engine, layout, Some(dloss))?;

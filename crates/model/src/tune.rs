@@ -9,9 +9,14 @@ impl Decoder {
     pub fn tune(&self, engine: &mut dyn Engine, layout: BatchLayout) -> Result<Option<String>> {
         let tuning = engine.tune(false, &mut |engine| {
             // Only the shapes of the GEMMs are collected; nothing is computed.
-            self.forward(engine, layout, &mut Unsharded)?;
-            self.loss(engine, layout, Some(1.0))?;
-            self.backward(engine, layout, &mut Unsharded)?;
+            if self.training.is_some_and(|training| training.fp8.is_some()) {
+                // Evaluation does not use FP8.
+                self.forward(engine, layout, &mut Unsharded)?;
+            }
+            let model = self.for_training_steps();
+            model.forward(engine, layout, &mut Unsharded)?;
+            model.loss(engine, layout, Some(1.0))?;
+            model.backward(engine, layout, &mut Unsharded)?;
             self.tune_muon(engine)
         })?;
         if tuning.timings.is_empty() {

@@ -46,6 +46,8 @@ pub enum Reduction {
     Sum,
     /// The sum divided by the number of ranks.
     Mean,
+    /// The maximum.
+    Max,
 }
 
 impl Reduction {
@@ -53,6 +55,7 @@ impl Reduction {
         match self {
             Self::Sum => sys::SUM,
             Self::Mean => sys::AVG,
+            Self::Max => sys::MAX,
         }
     }
 }

@@ -29,6 +29,7 @@ pub const BFLOAT16: DataType = 9;
 pub type RedOp = c_int;
 
 pub const SUM: RedOp = 0;
+pub const MAX: RedOp = 2;
 pub const AVG: RedOp = 4;
 
 /// `ncclUniqueId`: the identifier of a new communicator.

@@ -119,13 +119,14 @@ pub struct Backward {
 }
 
 impl Backward {
-    /// Prefetches the tensor maps and initializes the barriers. A stage of streamed panels is full after `arrivals`.
+    /// Prefetches the tensor maps and initializes the barriers. A stage of streamed panels is full after `arrivals` and
+    /// empty after `releases`.
     #[inline(always)]
-    pub fn init(self, arrivals: u32) {
+    pub fn init(self, arrivals: u32, releases: u32) {
         self.qkv.prefetch();
         self.dout.prefetch();
         self.shared.resident_barriers.init(1, 1, CONSUMERS);
-        self.shared.streamed_barriers.init(STAGES, arrivals, CONSUMERS);
+        self.shared.streamed_barriers.init(STAGES, arrivals, releases);
     }
 
     /// Returns K and V of a key-value head.

@@ -61,7 +61,7 @@ struct Dq(Backward);
 impl WarpSpecialized for Dq {
     #[inline(always)]
     fn init(self) {
-        self.0.init(1);
+        self.0.init(1, CONSUMERS);
     }
 
     #[inline(always)]

@@ -14,7 +14,7 @@
 use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal;
 use super::panel::{PairFragments, Panel, ScorePair, WidePanel, pair_fragments, thread_row};
-use super::pipeline::PipelineBarriers;
+use super::pipeline::{PipelineBarriers, WARP_RELEASES};
 use super::scheduler::{TileScheduler, WorkTile, work_index};
 use super::sizes::Sizes;
 use super::softmax::Softmax;
@@ -121,7 +121,7 @@ impl<H: Head> WarpSpecialized for Forward<H> {
     #[inline(always)]
     fn init(self) {
         self.qkv.prefetch();
-        self.shared.q_barriers.init(Q_STAGES, 1, CONSUMERS);
+        self.shared.q_barriers.init(Q_STAGES, 1, WARP_RELEASES);
         self.shared.k_barriers.init(stages::<H>(), 1, CONSUMERS);
         self.shared.v_barriers.init(stages::<H>(), 1, CONSUMERS);
     }
@@ -321,10 +321,10 @@ impl<H: Head, const INDEX: u32> Consumer<H, INDEX> {
         }
     }
 
-    /// Releases the current queries.
+    /// Releases the current queries, and the work tile that was announced with the previous ones.
     #[inline(always)]
     fn release_queries(&mut self) {
-        self.shared.q_barriers.release(self.q.advance());
+        self.shared.q_barriers.release_by_warp(self.q.advance());
     }
 
     #[inline(always)]

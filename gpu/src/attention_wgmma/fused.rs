@@ -27,7 +27,7 @@ use super::dkdv::{STATISTICS, score_gradients, scores_to_probabilities};
 use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal_transposed;
 use super::panel::{Panel, ScoreSquare, square_fragments};
-use super::pipeline::PipelineBarriers;
+use super::pipeline::{PipelineBarriers, WARP_RELEASES};
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::softmax::lse_log2;
@@ -52,8 +52,8 @@ const CONSUMER_REGISTERS: u32 = 240;
 ///
 /// On an H200, B16 H16 T4096: 197 TFLOP/s with 1 head, 522 with 4, 505 with 16.
 const CHUNK_HEADS: u32 = 4;
-/// Buffers of dSᵀ. With two, one barrier in each step suffices: a consumer overwrites a buffer only after the other one
-/// has arrived at the next step's barrier, and has finished reading the buffer before it arrives.
+/// Buffers of dSᵀ. With two, one wait in each step suffices: a consumer overwrites a buffer only after the other one has
+/// arrived in the next step, and has finished reading the buffer before it arrives.
 const DS_BUFFERS: u32 = 2;
 /// Work tiles that the producer announces at a time.
 const WORK_TILES: u32 = 2;
@@ -62,12 +62,15 @@ const DQ_ELEMENTS: u32 = ROWS * H::HS / CONSUMERS;
 /// Elements of dQ of a panel.
 pub const PANEL_ELEMENTS: usize = (ROWS * H::HS) as usize;
 
-/// Named barrier of both consumers: dSᵀ is in shared memory.
-const DS_BARRIER: u32 = 3;
+/// Named barriers of the consumers: the other consumer's dSᵀ is in shared memory.
+///
+/// A consumer arrives at the other's barrier and waits at its own. With one barrier, both would wait at instructions of
+/// their own, which `compute-sanitizer --tool synccheck` reports as divergence.
+const DS_READY: u32 = 3;
 /// Named barriers of the consumers and their dQ warps: the buffer of dQ is full.
-const DQ_FULL: u32 = 4;
+const DQ_FULL: u32 = 5;
 /// Named barriers of the consumers and their dQ warps: the buffer of dQ has been read.
-const DQ_EMPTY: u32 = 6;
+const DQ_EMPTY: u32 = 7;
 /// Threads of a consumer and its dQ warp.
 const DQ_THREADS: u32 = WARPGROUP + warp::LANES;
 
@@ -173,7 +176,7 @@ impl WarpSpecialized for Fused {
         self.qkv.prefetch();
         self.dout.prefetch();
         self.shared.resident_barriers.init(1, 1, CONSUMERS);
-        self.shared.streamed_barriers.init(STAGES, warp::LANES, CONSUMERS);
+        self.shared.streamed_barriers.init(STAGES, warp::LANES, WARP_RELEASES);
     }
 
     #[inline(always)]
@@ -509,7 +512,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             self.probabilities(&mut s, next, steps);
             wgmma::wait::<0>();
             dp.fence_accumulators();
-            shared.streamed_barriers.release(stage);
+            shared.streamed_barriers.release_by_warp(stage);
             stage = next;
             if steps == 1 {
                 break;
@@ -524,7 +527,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         wgmma::wait::<0>();
         dk.fence_accumulators();
         dv.fence_accumulators();
-        shared.streamed_barriers.release(stage);
+        shared.streamed_barriers.release_by_warp(stage);
         (dk, dv)
     }
 
@@ -559,7 +562,8 @@ impl<const INDEX: u32> Consumer<INDEX> {
         shared.streamed.after(stage).second.start_accumulate(dv, &p, 1);
         wgmma::commit();
         hopper::fence_async_proxy();
-        thread::sync_named(DS_BARRIER, CONSUMERS * WARPGROUP);
+        thread::arrive_named(DS_READY + 1 - INDEX, CONSUMERS * WARPGROUP);
+        thread::sync_named(DS_READY + INDEX, CONSUMERS * WARPGROUP);
         wgmma::fence();
         self.multiply_scores(dp, step);
         wgmma::commit();

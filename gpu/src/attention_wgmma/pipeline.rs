@@ -1,10 +1,13 @@
 //! Barriers of a pipeline of shared-memory stages that the producer fills and the consumer warpgroups release.
 
-use super::WARPGROUP;
+use super::{CONSUMERS, WARPGROUP};
 use cuda_std::hopper::PipelineState;
 use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::shared::Layout;
-use cuda_std::thread;
+use cuda_std::{thread, warp};
+
+/// Releases of a stage by [`PipelineBarriers::release_by_warp`]: one for each consumer warp.
+pub const WARP_RELEASES: u32 = CONSUMERS * WARPGROUP / warp::LANES;
 
 /// The full and empty barriers of each stage.
 #[derive(Clone, Copy)]
@@ -18,13 +21,13 @@ impl PipelineBarriers {
         Self { full: layout.mbarriers(stages as usize), empty: layout.mbarriers(stages as usize) }
     }
 
-    /// Initializes the barriers. A stage is full after `arrivals` and the bytes that they announce, and empty when all
-    /// `consumers` have released it.
+    /// Initializes the barriers. A stage is full after `arrivals` and the bytes that they announce, and empty after
+    /// `releases`: [`CONSUMERS`] or [`WARP_RELEASES`].
     #[inline(always)]
-    pub fn init(self, stages: u32, arrivals: u32, consumers: u32) {
+    pub fn init(self, stages: u32, arrivals: u32, releases: u32) {
         for stage in 0..stages {
             self.full.at(stage).init(arrivals);
-            self.empty.at(stage).init(consumers);
+            self.empty.at(stage).init(releases);
         }
     }
 
@@ -41,6 +44,16 @@ impl PipelineBarriers {
     #[inline(always)]
     pub fn release(self, stage: u32) {
         if thread::thread_idx_x().is_multiple_of(WARPGROUP) {
+            self.empty.at(stage).arrive();
+        }
+    }
+
+    /// Releases a stage for the calling warp, which has read it with ordinary loads and with wgmma groups that have
+    /// finished. All warps of all consumers release each stage: a warp's arrival orders the loads of its own lanes only.
+    #[inline(always)]
+    pub fn release_by_warp(self, stage: u32) {
+        warp::sync();
+        if warp::lane() == 0 {
             self.empty.at(stage).arrive();
         }
     }

@@ -47,7 +47,7 @@ pub struct MatvecSize {
     pub channels: usize,
     /// OC
     pub outputs: usize,
-    /// A code of [`matvec`](super::matvec).
+    /// A code of [`super::matvec`].
     pub activation: u32,
     /// Number of SMs.
     pub sm_count: usize,

@@ -82,7 +82,7 @@ fn batches(len: usize, load: impl Fn(usize) -> [f32; 4], mut f: impl FnMut(usize
 /// The scores of a slot.
 #[derive(Clone, Copy)]
 struct Scores {
-    scores: GlobalMut<f32>,
+    values: GlobalMut<f32>,
     padded_vocab: usize,
     scratch: SharedArray<f32>,
 }
@@ -93,7 +93,7 @@ impl Scores {
     fn each(self, mut f: impl FnMut(usize, f32)) {
         batches(
             self.padded_vocab,
-            |token| self.scores.four(token),
+            |token| self.values.four(token),
             |token, four| {
                 for i in 0..4 {
                     f(token + i, four[i]);
@@ -140,7 +140,7 @@ impl Scores {
         });
         let all = block::max(most, self.scratch);
         // Tokens are below 2^24, so f32 represents them. Without any score above -infinity, the first token wins.
-        let candidate = if most == all { -(token as f32) } else { f32::NEG_INFINITY };
+        let candidate = if most >= all { -(token as f32) } else { f32::NEG_INFINITY };
         ((-block::max(candidate, self.scratch)) as u32, all)
     }
 }
@@ -163,7 +163,7 @@ pub fn sample_tokens<T: Element>(
     let float = |i: usize| f32::from_bits(word(i));
     let (position, penalty, temperature) = (word(POSITION), float(PENALTY), float(TEMPERATURE));
     let (top_k, top_p, min_p) = (word(TOP_K), float(TOP_P), float(MIN_P));
-    let scores = Scores { scores: scratch.skip(slot * vp), padded_vocab: vp, scratch: shared(&mut Layout::new()) };
+    let scores = Scores { values: scratch.skip(slot * vp), padded_vocab: vp, scratch: shared(&mut Layout::new()) };
     let (logits, seen) = (logits.skip(slot * vp), seen.skip(slot * vp));
     let softcap = Softcap::new(if sizes.softcap > 0.0 { sizes.softcap } else { 1.0 });
     let divisor = if temperature > 0.0 { temperature } else { 1.0 };
@@ -178,14 +178,14 @@ pub fn sample_tokens<T: Element>(
                 if sizes.softcap > 0.0 {
                     x = softcap.value(x);
                 }
-                if penalty != 1.0 && token + i < vocab && seen.at(token + i) != 0 {
+                if penalty.to_bits() != 1f32.to_bits() && token + i < vocab && seen.at(token + i) != 0 {
                     x = if x > 0.0 { x / penalty } else { x * penalty };
                 }
                 // NaN becomes -infinity, too.
                 let score = math::max(x / divisor, f32::NEG_INFINITY);
                 four[i] = if token + i < vocab { score } else { f32::NEG_INFINITY };
             }
-            scores.scores.set_four(token, four);
+            scores.values.set_four(token, four);
         },
     );
     let (mut chosen, most) = scores.best(|_, score| score);

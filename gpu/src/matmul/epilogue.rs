@@ -14,7 +14,7 @@ use super::tile::{EPILOGUE_TILE, Tile, WorkTile};
 use crate::{gelu, relu_squared};
 use core::marker::PhantomData;
 use cuda_std::element::{pack_pair, unpack_pair};
-use cuda_std::hopper::{self, SwizzledTile, TensorMap, tma};
+use cuda_std::hopper::{self, MBarrier, SwizzledTile, TensorMap, tma};
 use cuda_std::{Global, bf16, math, thread, warp};
 
 /// The elementwise part of an epilogue: out (M, N) and second (M, N) from the accumulators plus bias (N), and aux (M,
@@ -238,8 +238,11 @@ const fn subtiles<T: Tile>() -> u32 {
 /// If possible, this number divides the number of subtiles of a tile: each subtile then has the same slot in every
 /// tile.
 const fn slots<E: Epilogue, T: Tile>() -> u32 {
-    let most = T::EPILOGUE_BUFFERS / buffers_per_subtile::<E>();
-    if subtiles::<T>().is_multiple_of(most) || !subtiles::<T>().is_multiple_of(most - 1) { most } else { most - 1 }
+    let fit = T::EPILOGUE_BUFFERS / buffers_per_subtile::<E>();
+    let most = if fit < subtiles::<T>() { fit } else { subtiles::<T>() };
+    let whole = subtiles::<T>().is_multiple_of(most);
+    // One slot would make each subtile wait for the stores of the one before.
+    if most > 2 && !whole && subtiles::<T>().is_multiple_of(most - 1) { most - 1 } else { most }
 }
 
 /// The tensors of an epilogue. Tensors that it does not use may be arbitrary.
@@ -257,10 +260,10 @@ pub struct EpilogueOperands {
 /// Applies the epilogue `E` and stores through shared memory by TMA.
 pub struct TmaEpilogue<E, T> {
     shared: SharedStorage,
-    operands: EpilogueOperands,
+    pub(super) operands: EpilogueOperands,
     consumer: u32,
     /// Tiles stored so far.
-    stored_tiles: u32,
+    pub(super) stored_tiles: u32,
     kind: PhantomData<(E, T)>,
 }
 
@@ -319,27 +322,33 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
 
     /// Synchronizes the warps of this consumer.
     #[inline(always)]
-    fn sync(&self) {
+    pub(super) fn sync(&self) {
         thread::sync_named(1 + self.consumer, WARPGROUP);
     }
 
     /// Returns the slot of a subtile of the current tile, and how many subtiles used that slot before.
     #[inline(always)]
-    fn slot(&self, subtile: u32) -> (u32, u32) {
+    pub(super) fn slot(&self, subtile: u32) -> (u32, u32) {
         slot(subtile, self.stored_tiles, subtiles::<T>(), slots::<E, T>())
     }
 
     /// Returns the first buffer of a slot.
     #[inline(always)]
-    fn buffer(&self, slot: u32) -> SwizzledTile<64> {
+    pub(super) fn buffer(&self, slot: u32) -> SwizzledTile<64> {
         let buffer = self.consumer * T::EPILOGUE_BUFFERS + slot * buffers_per_subtile::<E>();
         self.shared.pool.rows::<64>(T::PIPELINE_ROWS + buffer * EPILOGUE_TILE)
+    }
+
+    /// Returns the barrier of the load of aux into a slot.
+    #[inline(always)]
+    pub(super) fn aux_full(&self, slot: u32) -> MBarrier {
+        self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot)
     }
 
     #[inline(always)]
     fn load_aux(&self, subtile: u32, WorkTile { matrix, row, column, .. }: WorkTile) {
         let ((slot, _), halves) = (self.slot(subtile), T::CONSUMER_M / EPILOGUE_TILE);
-        let full = self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot);
+        let full = self.aux_full(slot);
         full.arrive_expect_tx(SwizzledTile::<64>::BYTES);
         let (x, y) = (column + subtile / halves * EPILOGUE_TILE, row + subtile % halves * EPILOGUE_TILE);
         if E::BATCHED {
@@ -381,7 +390,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
         let out = self.buffer(slot);
         let second = if E::TWO_BUFFERS { out.offset_tiles(1) } else { out };
         if E::AUX {
-            self.shared.aux_full.at(self.consumer * T::EPILOGUE_BUFFERS + slot).wait(uses % 2);
+            self.aux_full(slot).wait(uses % 2);
         } else {
             if is_warpgroup_leader() {
                 wait_for_free_slot::<E, T>();
@@ -471,7 +480,7 @@ impl<E: Epilogue, T: Tile> TmaEpilogue<E, T> {
     /// Starts the next load of aux into the slot of the subtile before `subtile`. All stores but the `PENDING` newest
     /// must have read their buffers before.
     #[inline(always)]
-    fn load_next_aux<const PENDING: u32>(&self, subtile: u32, tile: WorkTile) {
+    pub(super) fn load_next_aux<const PENDING: u32>(&self, subtile: u32, tile: WorkTile) {
         if E::AUX && subtile > 0 && subtile - 1 + slots::<E, T>() < subtiles::<T>() && is_warpgroup_leader() {
             tma::wait_stores_read_all_but::<PENDING>();
             self.load_aux(subtile - 1 + slots::<E, T>(), tile);
@@ -500,7 +509,7 @@ fn copy_upper_triangle(tile: SwizzledTile<64>, transposed: SwizzledTile<64>, fir
 
 /// Waits until the TMA stores have read the buffers of the next slot.
 #[inline(always)]
-fn wait_for_free_slot<E: Epilogue, T: Tile>() {
+pub(super) fn wait_for_free_slot<E: Epilogue, T: Tile>() {
     match slots::<E, T>() {
         2 => tma::wait_stores_read_all_but::<1>(),
         3 => tma::wait_stores_read_all_but::<2>(),

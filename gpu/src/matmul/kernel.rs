@@ -16,7 +16,7 @@ use super::epilogue::{
     GeluBackwardAndGelu, Plain, ReluSquared, ReluSquaredBackward, ReluSquaredBackwardAndReluSquared, Scale,
     TmaEpilogue,
 };
-use super::mainloop::{AB, ABt, AtB, OperandLayout, load_stage, multiply};
+use super::mainloop::{AB, ABt, AtB, OperandLayout, load_stage, multiply, multiply_promoted};
 use super::shared::{SharedStorage, WARPGROUP};
 use super::split_k::StorePartials;
 use super::tile::{
@@ -312,7 +312,11 @@ fn consume_cooperative<L: OperandLayout, T: Tile, E: EpilogueStore<T>>(
         let tile = scheduler.work_tile(i);
         let tile = WorkTile { row: tile.row + consumer * T::CONSUMER_M, ..tile };
         epilogue.prefetch(tile);
-        let d = multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(0));
+        let d = if L::PROMOTED {
+            multiply_promoted::<L, T>(shared, consumer, tile.steps, &mut state)
+        } else {
+            multiply::<L, T>(shared, consumer, tile.steps, &mut state, shared.order_barrier.at(0))
+        };
         epilogue.store(&d, tile);
         i += 1;
     }

@@ -227,7 +227,7 @@ impl TileShape {
     }
 
     /// Returns the number of tiles of an output.
-    fn tiles(self, shape: GemmShape) -> usize {
+    pub(super) fn tiles(self, shape: GemmShape) -> usize {
         shape.m.div_ceil(self.tile_m() as usize) * shape.n.div_ceil(self.tile_n() as usize)
     }
 
@@ -420,7 +420,7 @@ impl TileConfig {
     ///
     /// An epilogue costs four steps. A partial tile costs a tenth of a step to write and read, spread over all SMs.
     /// Launching the reduction costs ten steps.
-    fn cost(self, shape: GemmShape, sm_count: usize) -> usize {
+    pub(super) fn cost(self, shape: GemmShape, sm_count: usize) -> usize {
         let Self { tile, split_k } = self;
         let work_tiles = tile.tiles(shape) * split_k;
         let steps = shape.k.div_ceil(TILE_K as usize).div_ceil(split_k);

@@ -4,7 +4,7 @@ use super::shared::{SharedStorage, is_warpgroup_leader};
 use super::tile::{TILE_K, Tile, WorkTile};
 use core::marker::PhantomData;
 use cuda_std::Global;
-use cuda_std::hopper::wgmma::Accumulators;
+use cuda_std::hopper::wgmma::{Accumulators, KMajorOperand};
 use cuda_std::hopper::{MBarrier, PipelineState, SwizzledTile, TensorMap, wgmma};
 
 /// Rows of a TMA load of a (M, K).
@@ -20,6 +20,17 @@ pub trait OperandLayout: 'static {
     const B_PAIR: bool = false;
     /// True if a and b are batches of matrices, with tensor maps of three dimensions.
     const BATCHED: bool = false;
+    /// Columns of K in a pipeline stage.
+    const TILE_K: u32 = TILE_K;
+    /// True if the sums of each stage are added to f32 registers. The consumers must have 64 rows each.
+    const PROMOTED: bool = false;
+
+    /// Issues D = A · B + (D if `accumulate`) with K-major operands.
+    #[inline(always)]
+    #[track_caller]
+    fn mma_k_major<D: Accumulators>(d: &mut D, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        d.mma(a, b, accumulate);
+    }
 }
 
 /// a (M, K) · b (K, N)
@@ -85,7 +96,7 @@ pub fn load_stage<L: OperandLayout, T: Tile>(
     step: u32,
     WorkTile { matrix, row, column, .. }: WorkTile,
 ) {
-    let k = step * TILE_K;
+    let k = step * L::TILE_K;
     let full = shared.full.at(stage);
     let first_row = stage * T::STAGE_ROWS;
     full.arrive_expect_tx(T::STAGE_ROWS * 128);
@@ -174,7 +185,47 @@ pub fn multiply<L: OperandLayout, T: Tile>(
     d
 }
 
-/// Starts the wgmma instructions for columns 16 `k` .. 16 `k` + 16 of the stage that begins at row `first_row`.
+/// Computes a consumer's 64 rows of a tile like [`multiply`], but adds the sums of each stage to f32 registers.
+///
+/// Tensor cores accumulate FP8 products with fewer bits than f32 has. Here they add only 128 products at a time. The
+/// wgmma instructions of one consumer overlap with the additions of the other.
+#[inline(always)]
+pub fn multiply_promoted<L: OperandLayout, T: Tile>(
+    shared: SharedStorage,
+    consumer: u32,
+    steps: u32,
+    state: &mut PipelineState,
+) -> ConsumerAccumulators<T::Accumulator> {
+    assert!(T::COOPERATIVE && T::CONSUMER_M == 64, "two sets of accumulators need consumers of 64 rows");
+    let mut sums = T::Accumulator::ZERO;
+    let mut d = ConsumerAccumulators { upper: T::Accumulator::ZERO, lower: T::Accumulator::ZERO };
+    let mut step = 0;
+    // As in `multiply`, no path may lead around the loop.
+    loop {
+        shared.full.at(state.stage()).wait(state.parity());
+        let first_row = state.stage() * T::STAGE_ROWS;
+        wgmma::fence();
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 0, false);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 1, true);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 2, true);
+        start_wgmma::<L, T>(&mut d, shared, consumer, first_row, 3, true);
+        wgmma::commit();
+        wgmma::wait::<0>();
+        d.upper.fence_accumulators();
+        release(shared.empty.at(state.stage()));
+        for i in 0..T::TILE_N as usize / 2 {
+            sums[i] += d.upper[i];
+        }
+        state.advance();
+        step += 1;
+        if step == steps {
+            break;
+        }
+    }
+    ConsumerAccumulators { upper: sums, lower: T::Accumulator::ZERO }
+}
+
+/// Starts the wgmma instructions for bytes 32 `k` .. 32 `k` + 32 of the rows of the stage that begins at row `first_row`.
 #[inline(always)]
 fn start_wgmma<L: OperandLayout, T: Tile>(
     d: &mut ConsumerAccumulators<T::Accumulator>,
@@ -202,9 +253,9 @@ fn start_wgmma<L: OperandLayout, T: Tile>(
         }
     } else {
         let b = b.k_major_operand(k);
-        d.upper.mma(upper.k_major_operand(k), b, accumulate);
+        L::mma_k_major(&mut d.upper, upper.k_major_operand(k), b, accumulate);
         if has_lower {
-            d.lower.mma(lower.k_major_operand(k), b, accumulate);
+            L::mma_k_major(&mut d.lower, lower.k_major_operand(k), b, accumulate);
         }
     }
 }

@@ -5,8 +5,10 @@ use cuda_std::thread;
 
 /// Consumer warpgroups of a thread block.
 pub const CONSUMERS: u32 = 2;
-/// Columns of K in a pipeline stage.
+/// Columns of K in a pipeline stage of bf16 operands.
 pub const TILE_K: u32 = 64;
+/// Columns of K in a pipeline stage of FP8 operands, which has as many bytes.
+pub const TILE_K_FP8: u32 = 128;
 /// Rows of shared memory, of 128 bytes each, for the pipeline stages and the epilogue buffers: 224 KiB.
 pub const POOL_ROWS: usize = 1792;
 /// The largest number of pipeline stages of any tile.
@@ -57,6 +59,10 @@ pub struct Cooperative256x192;
 pub struct Cooperative128x256;
 /// A cooperative tile of 128 x 320, which divides N = 1280, 1600 and 2560 without a remainder.
 pub struct Cooperative128x320;
+/// A cooperative tile of 128 x 128, with registers for two sets of accumulators.
+pub struct Cooperative128x128;
+/// A cooperative tile of 128 x 192, with registers for two sets of accumulators.
+pub struct Cooperative128x192;
 
 impl Tile for Pingpong128x128 {
     type Accumulator = [f32; 64];
@@ -94,6 +100,20 @@ impl Tile for Cooperative128x320 {
     const TILE_M: u32 = 128;
 }
 
+impl Tile for Cooperative128x128 {
+    type Accumulator = [f32; 64];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 128;
+    const EPILOGUE_BUFFERS: u32 = MAX_EPILOGUE_BUFFERS;
+}
+
+impl Tile for Cooperative128x192 {
+    type Accumulator = [f32; 96];
+    const COOPERATIVE: bool = true;
+    const TILE_M: u32 = 128;
+    const EPILOGUE_BUFFERS: u32 = MAX_EPILOGUE_BUFFERS;
+}
+
 /// Rows of a group of tiles. Concurrent blocks work on one group, so that its operands stay in L2.
 const GROUP_ROWS: u32 = 2048;
 
@@ -108,7 +128,7 @@ pub struct TileScheduler {
     tiles_m: u32,
     tiles_n: u32,
     split_k: u32,
-    /// Steps of [`TILE_K`] in K, and in every slice of K but the last.
+    /// Pipeline stages of K, and of every slice of K but the last.
     k_steps: u32,
     slice_steps: u32,
 }
@@ -124,9 +144,9 @@ pub struct WorkTile {
     pub row: u32,
     /// First column of the output.
     pub column: u32,
-    /// First step of K, in units of [`TILE_K`].
+    /// First step of K, in units of a pipeline stage.
     pub first_step: u32,
-    /// Steps of K, in units of [`TILE_K`].
+    /// Steps of K, in units of a pipeline stage.
     pub steps: u32,
 }
 
@@ -149,12 +169,18 @@ pub trait Scheduler: Copy {
 }
 
 impl TileScheduler {
-    /// Creates the scheduler of an (m, n) output in tiles of `tile_m` x `tile_n` and `split_k` slices of K.
-    /// No slice may be empty.
+    /// Creates the scheduler of an (m, n) output in tiles of `tile_m` x `tile_n` and `split_k` slices of K, for bf16
+    /// operands. No slice may be empty.
     #[inline(always)]
-    pub fn new([tile_m, tile_n]: [u32; 2], m: u32, n: u32, k: u32, split_k: u32) -> Self {
+    pub fn new(tile: [u32; 2], m: u32, n: u32, k: u32, split_k: u32) -> Self {
+        Self::with_tile_k(tile, m, n, k, split_k, TILE_K)
+    }
+
+    /// Creates a scheduler like [`new`](Self::new), for pipeline stages of `tile_k` columns of K.
+    #[inline(always)]
+    pub fn with_tile_k([tile_m, tile_n]: [u32; 2], m: u32, n: u32, k: u32, split_k: u32, tile_k: u32) -> Self {
         let (tiles_m, tiles_n) = (m.div_ceil(tile_m), n.div_ceil(tile_n));
-        let k_steps = k.div_ceil(TILE_K);
+        let k_steps = k.div_ceil(tile_k);
         Self { tile_m, tile_n, tiles_m, tiles_n, split_k, k_steps, slice_steps: k_steps.div_ceil(split_k) }
     }
 

@@ -1,7 +1,7 @@
 //! `export`: writes a model in a format of another program.
 
 use crate::hints::Invocation;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use engine::open::Precision;
 use engine::tensor::DType;
 use interchange::export::{self, WrittenTokenizer};
@@ -67,6 +67,7 @@ pub fn run(args: &Export) -> Result<()> {
     let dtype = match args.dtype {
         Some(Precision::Bf16) => DType::Bf16,
         Some(Precision::Fp32) => DType::F32,
+        Some(Precision::Fp8) => bail!("--dtype: expected bf16 or fp32, found fp8"),
         None => source.dtype(),
     };
     let (out, named, overwrite) = (args.out.as_path(), args.tokenizer.as_deref(), args.overwrite);

@@ -7,10 +7,14 @@ use anyhow::Result;
 use checkpoint::config::Config;
 use data::{Loader, MultipleChoice};
 use engine::open::{Device, Opened, Precision};
+use engine::ops::Fp8Accumulation;
 use engine::plan::{Group, Plan};
 use engine::{Engine, GeluFusion};
 use model::guards::{Limits, Skips};
-use model::{Decoder, Descriptor, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard, Zero};
+use model::{
+    Decoder, Descriptor, Fp8Gradients, Fp8Recipe, MasterWeights, Moments, Optimizer, PlanOptions, Recompute, Shard,
+    Zero,
+};
 use std::time::Duration;
 use tokenizer::Tokenizer;
 
@@ -193,7 +197,7 @@ fn skipped_updates(config: &Config) -> String {
 }
 
 fn parameter_storage(config: &Config) -> String {
-    if config.precision == Precision::Fp32 {
+    if config.precision == Precision::Fp32 || config.device == Device::Cpu {
         return "f32".to_owned();
     }
     let weights = match config.master_weights {
@@ -211,6 +215,7 @@ fn parameter_storage(config: &Config) -> String {
 fn matmuls(config: &Config) -> String {
     let inputs = match config.precision {
         Precision::Bf16 => "bf16",
+        Precision::Fp8 => return fp8_matmuls(config),
         Precision::Fp32 if config.tf32 => "tf32",
         Precision::Fp32 => "f32",
     };
@@ -219,6 +224,24 @@ fn matmuls(config: &Config) -> String {
         GeluFusion::Forward => format!("{inputs}, GELU fused in the forward pass"),
         GeluFusion::Both => format!("{inputs}, GELU fused in both passes"),
     }
+}
+
+fn fp8_matmuls(config: &Config) -> String {
+    let scaling = match config.fp8_recipe.unwrap_or_default() {
+        Fp8Recipe::Current => "current",
+        Fp8Recipe::Delayed => "delayed",
+    };
+    let accumulation = match config.fp8_accumulation.unwrap_or_default() {
+        Fp8Accumulation::Fast => "fast",
+        Fp8Accumulation::Exact => "exact",
+        Fp8Accumulation::ExactGradients => "exact backward",
+    };
+    let gradients = match config.fp8_gradients.unwrap_or_default() {
+        Fp8Gradients::E5m2 => "E5M2",
+        Fp8Gradients::E4m3 => "E4M3",
+    };
+    let emulated = if config.device == Device::Cpu { "emulated " } else { "" };
+    format!("{emulated}fp8 in the layers, {scaling} scaling, {gradients} gradients, {accumulation} accumulation")
 }
 
 fn recomputation(recompute: Recompute) -> &'static str {

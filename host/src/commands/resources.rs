@@ -1,14 +1,15 @@
 //! Flags and functions that several commands share.
 
 use crate::values::{level, switch};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::ArgAction;
 use engine::cuda::Options;
 use engine::open::{self, Device, MatmulBackend, Opened, Precision};
+use engine::ops::Fp8Accumulation;
 use engine::{Engine, GeluFusion};
 use interchange::ModelSource;
 use model::fit;
-use model::{Decoder, PlanOptions};
+use model::{Decoder, Fp8Gradients, Fp8Recipe, Fp8Settings, PlanOptions};
 use std::io::{Write, stderr};
 
 const DEVICE: &str = "Device and precision";
@@ -20,7 +21,8 @@ pub struct Hardware {
     #[arg(long, value_enum, default_value_t, help_heading = DEVICE)]
     pub device: Device,
 
-    /// Number format of weights and activations [default: bf16 on a GPU, fp32 on the CPU]
+    /// Number format of weights and activations. fp8: bf16, and FP8 in the layers' matmuls while training [default: bf16 on a GPU, fp32
+    /// on the CPU]
     #[arg(long, value_enum, help_heading = DEVICE)]
     pub precision: Option<Precision>,
 
@@ -45,6 +47,46 @@ pub struct Hardware {
     pub kernel_config: Option<usize>,
 }
 
+/// Settings of FP8.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[expect(clippy::struct_field_names, reason = "the names of the flags derive from those of the fields")]
+pub struct Fp8Flags {
+    /// With --precision fp8: scales of inputs and gradients [default: current]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_recipe: Option<Fp8Recipe>,
+
+    /// With --precision fp8: format of gradients [default: e5m2]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_gradients: Option<Fp8Gradients>,
+
+    /// With --precision fp8: how tensor cores accumulate [default: fast]
+    #[arg(long, value_enum, help_heading = DEVICE)]
+    pub fp8_accumulation: Option<Fp8Accumulation>,
+}
+
+impl Fp8Flags {
+    /// Returns the settings if the precision is FP8.
+    pub fn resolve(self, precision: Precision) -> Result<Option<Fp8Settings>> {
+        let Self { fp8_recipe, fp8_gradients, fp8_accumulation } = self;
+        for (flag, given) in [
+            ("--fp8-recipe", fp8_recipe.is_some()),
+            ("--fp8-gradients", fp8_gradients.is_some()),
+            ("--fp8-accumulation", fp8_accumulation.is_some()),
+        ] {
+            ensure!(
+                precision == Precision::Fp8 || !given,
+                "{flag}: expected --precision fp8, found another precision; add it or omit this flag"
+            );
+        }
+        let settings = Fp8Settings {
+            recipe: fp8_recipe.unwrap_or_default(),
+            gradients: fp8_gradients.unwrap_or_default(),
+            accumulation: fp8_accumulation.unwrap_or_default(),
+        };
+        Ok((precision == Precision::Fp8).then_some(settings))
+    }
+}
+
 impl Hardware {
     /// Opens the engine, on the first GPU if it runs on a GPU.
     pub fn open(&self) -> Result<Opened> {
@@ -61,7 +103,8 @@ impl Hardware {
         open::open_to_plan(self.device, self.precision, &self.gpu(gpu))
     }
 
-    fn gpu(&self, gpu: usize) -> Options {
+    /// Returns the settings of an engine on GPU `gpu`.
+    pub fn gpu(&self, gpu: usize) -> Options {
         Options {
             gpu,
             precision: self.precision.unwrap_or(Precision::Bf16),

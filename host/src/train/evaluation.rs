@@ -5,6 +5,7 @@ use crate::evaluate;
 use crate::evaluate::multiple_choice::{self, Score};
 use crate::sample::{self, Sampling};
 use anyhow::Result;
+use model::fp8::{Fp8, Fp8Counts};
 use model::{Training, Unit};
 use tokenizer::Tokenizer;
 
@@ -60,6 +61,19 @@ impl Run<'_> {
         self.console.line(&format!("generating:\n---\n{text}\n---"))
     }
 
+    /// Prints how many values FP8 loses.
+    pub(super) fn print_fp8_counts(&mut self, step: usize, session: &Session) -> Result<()> {
+        for Fp8Counts { tensor, values, saturated, zeroed } in session.step.fp8_counts(self.engine)? {
+            let percent = |n: u64| 100.0 * n as f64 / values as f64;
+            let (saturated, zeroed) = (percent(saturated), percent(zeroed));
+            self.console.line(&format!(
+                "fp8 step {} | {tensor:<24} {values:>12} values | {saturated:>9.6} % saturated | {zeroed:>9.6} % become 0",
+                step + 1
+            ))?;
+        }
+        Ok(())
+    }
+
     /// Compares the replicated parts of model and optimizer on all ranks.
     pub(super) fn check_ranks(&mut self, training: &Training) -> Result<()> {
         let (zero, params) = (self.model.zero, self.model.params);
@@ -71,6 +85,7 @@ impl Run<'_> {
         if !zero.shards_optimizer() {
             tensors.extend(training.state());
         }
+        tensors.extend(training.fp8.iter().flat_map(Fp8::state).map(|tensor| ("FP8 statistics", tensor)));
         self.ranks.check_replicas(self.engine, &tensors)
     }
 }

@@ -22,7 +22,7 @@ use data::{MultipleChoice, Prefetch};
 use distributed::Ranks;
 use distributed::fault::Fault;
 use engine::tensor::Tensor;
-use engine::{Engine, PendingRead, ReadResult};
+use engine::{BatchLayout, Engine, PendingRead, ReadResult};
 use model::guards::{Limits, Skips, Verdict};
 use model::schedule::Schedule;
 use model::{Decoder, TrainStep, Training};
@@ -58,10 +58,19 @@ pub struct Settings {
     pub sample_tokens: usize,
     /// Interval of checkpoints.
     pub checkpoint_every: Option<usize>,
+    /// Interval at which rank 0 prints how many values FP8 loses.
+    pub fp8_stats_every: Option<usize>,
     /// Time since the last checkpoint after which another one is due.
     pub checkpoint_after: Option<Duration>,
     /// Interval at which ranks compare their replicas.
     pub check_ranks_every: Option<usize>,
+}
+
+impl Settings {
+    /// Returns the gradient of each token's loss in steps of micro-batches of `layout`.
+    pub fn dloss(&self, model: &Decoder, layout: BatchLayout) -> f32 {
+        model.zero.dloss(layout.b * layout.t * self.grad_accum)
+    }
 }
 
 /// Everything that a run consists of.
@@ -261,6 +270,11 @@ impl Run<'_> {
             if let Some(previous) = session.launched.replace(now) {
                 self.log_step(previous, session)?;
             }
+            if self.settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+                self.log_launched(session)?;
+                self.print_fp8_counts(step, session)?;
+                session.clock.resume(self.engine_time(training)?);
+            }
             if self.settings.check_ranks_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
                 self.log_launched(session)?;
                 self.check_ranks(training)?;
@@ -357,6 +371,9 @@ impl Run<'_> {
             *intact = skipped;
             Ok((!skipped).then(|| settings.update(step, seed)))
         };
+        if settings.fp8_stats_every.is_some_and(|n| (step + 1).is_multiple_of(n)) {
+            session.step.count_fp8();
+        }
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
         if let Some(error) = capture_error {
             self.console

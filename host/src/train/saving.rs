@@ -3,6 +3,7 @@
 use super::{Boundary, Run, Session};
 use crate::hints::Invocation;
 use anyhow::{Result, ensure};
+use checkpoint::fp8::Fp8Statistics;
 use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
 use model::guards::Limits;
 use std::time::Instant;
@@ -36,8 +37,9 @@ impl Run<'_> {
     /// Begins to write a checkpoint after the previous one is complete. A failure is reported and the run continues.
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
         let previous = self.wait_for_checkpoint()?;
-        let Self { checkpoints, ranks, engine, model, log, state, settings, .. } = self;
+        let Self { settings, train, checkpoints, ranks, engine, model, log, state, .. } = self;
         let Some(checkpoints) = checkpoints else { return Ok(()) };
+        state.progress.fp8 = Fp8Statistics::read(model, *engine, settings.dloss(model, train.layout()))?;
         let replaced = state.progress.replaced(state.step == settings.steps);
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
         session.last_save = Instant::now();
@@ -117,13 +119,14 @@ impl Run<'_> {
         let sharded = self.model.zero.shards_optimizer() && self.ranks.world_size() > 1;
         ensure!(!sharded, "each rank has only a part of the optimizer state");
         self.log_launched(session)?;
-        ensure!(session.boundary.intact, "the error interrupted its update");
+        ensure!(session.boundary.intact, "the error interrupted the next step's update");
         if self.state.progress.guards.bad_in_a_row > 0 {
             return Ok(());
         }
         let Boundary { rounding, rounding_before_update, ref data, .. } = session.boundary;
         (self.state.rounding, self.state.rounding_before_update) = (rounding, rounding_before_update);
         self.state.data = data.clone();
+        session.step.restore_statistics(self.engine)?;
         let previous = self.wait_for_checkpoint()?;
         self.report_checkpoint(previous, session)?;
         let newest = self.checkpoints.as_ref().and_then(CheckpointWriter::newest);

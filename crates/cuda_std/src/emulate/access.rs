@@ -204,6 +204,16 @@ pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
 /// Same as [`atomic_add_u32`].
 #[inline]
 #[track_caller]
+pub unsafe fn atomic_max_u32(pointer: *mut u32, value: u32) {
+    check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
+    // SAFETY: guaranteed by the caller.
+    unsafe { AtomicU32::from_ptr(pointer) }.fetch_max(value, Ordering::Relaxed);
+}
+
+/// # Safety
+/// Same as [`atomic_add_u32`].
+#[inline]
+#[track_caller]
 pub unsafe fn atomic_add_f32(pointer: *mut f32, value: f32) {
     check(Kind::Atomic, pointer.addr(), 4, 4, Location::caller());
     // SAFETY: guaranteed by the caller; f32 and u32 have the same layout.

@@ -4,6 +4,7 @@
 
 use super::hopper::check_accumulator_read;
 use super::report::Site;
+use crate::fp8::Fp8Format;
 use std::panic::Location;
 
 /// Flushes subnormals to zero of the same sign.
@@ -109,6 +110,33 @@ fn bf16_bits(x: f32) -> u32 {
 pub fn bf16x2(low: f32, high: f32) -> u32 {
     check_operands([low, high], Location::caller());
     bf16_bits(low) | bf16_bits(high) << 16
+}
+
+/// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
+#[inline]
+#[track_caller]
+pub fn e4m3x2(low: f32, high: f32) -> u16 {
+    fp8x2(Fp8Format::E4m3, low, high, Location::caller())
+}
+
+/// Rounds `low` and `high` to E5M2, saturating, and packs them with `high` in the upper byte.
+#[inline]
+#[track_caller]
+pub fn e5m2x2(low: f32, high: f32) -> u16 {
+    fp8x2(Fp8Format::E5m2, low, high, Location::caller())
+}
+
+#[inline]
+fn fp8x2(format: Fp8Format, low: f32, high: f32, at: Site) -> u16 {
+    check_operands([low, high], at);
+    u16::from_le_bytes([format.encode(low), format.encode(high)])
+}
+
+/// Returns the four bytes of `low` and `high` that the hexadecimal digits of `selector` name, the lowest first.
+#[inline]
+pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
+    let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
+    u32::from_le_bytes(std::array::from_fn(|i| bytes[(selector >> (4 * i) & 7) as usize]))
 }
 
 /// Rounds to tf32, which has ten mantissa bits, with ties away from zero (`cvt.rna.tf32.f32`).

@@ -27,8 +27,9 @@ pub use super::tma::{
 };
 pub use super::wgmma::{
     check_accumulator_read, fence_accumulators_n64, fence_accumulators_n128, fence_accumulators_n192,
-    fence_accumulators_n256, k_major_operand, load_a_x4, mn_major_operand, wgmma_commit, wgmma_fence, wgmma_rs_n64,
-    wgmma_rs_n128, wgmma_rs_n192, wgmma_rs_n256, wgmma_ss_n64, wgmma_ss_n128, wgmma_ss_n192, wgmma_ss_n256, wgmma_wait,
+    fence_accumulators_n256, k_major_operand, load_a_x4, mn_major_operand, wgmma_commit, wgmma_fence, wgmma_fp8_n64,
+    wgmma_fp8_n128, wgmma_fp8_n192, wgmma_fp8_n256, wgmma_rs_n64, wgmma_rs_n128, wgmma_rs_n192, wgmma_rs_n256,
+    wgmma_ss_n64, wgmma_ss_n128, wgmma_ss_n192, wgmma_ss_n256, wgmma_wait,
 };
 
 /// State of a block that belongs to these instructions.
@@ -193,6 +194,14 @@ unsafe fn store_matrices(
         collective(wait, deposit, distribute, |slots, lane| array::from_fn::<u32, 4, _>(|i| slots[lane].0[i]));
     // SAFETY: guaranteed by the caller.
     unsafe { row.cast::<[u32; 4]>().write_unaligned(row_words) };
+}
+
+/// # Safety
+/// `at` must be valid for writes of 2 bytes and 2-byte aligned.
+#[track_caller]
+pub unsafe fn store_b16(at: *mut u16, value: u16) {
+    // SAFETY: guaranteed by the caller.
+    unsafe { super::store(at, value) }
 }
 
 impl Block {

@@ -25,11 +25,14 @@ mod tma;
 mod wgmma;
 
 pub use access::{
-    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, evict_first, evict_last,
-    fence_device, load, load64, load128, load128_streaming, load128_streaming_with, load128_with, shared_base, store,
-    store64, store128, store128_streaming, store128_with,
+    async_copy_16, async_copy_commit, async_copy_wait, atomic_add_f32, atomic_add_u32, atomic_max_u32, evict_first,
+    evict_last, fence_device, load, load64, load128, load128_streaming, load128_streaming_with, load128_with,
+    shared_base, store, store64, store128, store128_streaming, store128_with,
 };
-pub use arithmetic::{bf16x2, div_rn, exp2, fma, log2, max, min_or_nan, opaque, recip, rsqrt, sqrt, sqrt_rn};
+pub use arithmetic::{
+    bf16x2, div_rn, e4m3x2, e5m2x2, exp2, fma, log2, max, min_or_nan, opaque, permute_bytes, recip, rsqrt, sqrt,
+    sqrt_rn,
+};
 pub use block::{
     Grid, block_dim_x, block_idx_x, block_idx_y, block_idx_z, grid_dim_x, grid_dim_y, grid_dim_z, run, run_checked,
     thread_idx_x,

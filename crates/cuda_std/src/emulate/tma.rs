@@ -26,32 +26,35 @@ struct Map {
     row_bytes: u64,
     box_rows: u64,
     box_columns: u64,
+    element_bytes: u64,
     /// Number of matrices and the distance of one to the next in bytes, for a map with three dimensions.
     matrices: Option<[u64; 2]>,
 }
 
 /// Encodes a tensor map of two dimensions, or of three if `matrices` gives their number and distance in bytes, as the
 /// 128 bytes that the emulator reads.
-pub fn tensor_map(
-    base: *const u8,
+pub fn tensor_map<T>(
+    base: *const T,
     [rows, columns]: [u64; 2],
     row_bytes: u64,
     matrices: Option<[u64; 2]>,
     [box_rows, box_columns]: [u32; 2],
 ) -> [u64; 16] {
+    let element_bytes = size_of::<T>() as u64;
     assert!(base.addr().is_multiple_of(16), "tensor map: the base must be aligned to 16 bytes");
     assert!(
         (1..1 << 32).contains(&rows) && (1..1 << 32).contains(&columns),
         "tensor map: expected 1 to 2^32-1 rows and columns, found {rows} x {columns}"
     );
     assert!(
-        row_bytes.is_multiple_of(16) && (2 * columns..1 << 40).contains(&row_bytes),
-        "tensor map: expected a row stride of a multiple of 16 bytes for {columns} bf16, found {row_bytes} bytes"
+        row_bytes.is_multiple_of(16) && (element_bytes * columns..1 << 40).contains(&row_bytes),
+        "tensor map: expected a row stride of a multiple of 16 bytes for {columns} elements of {element_bytes} bytes, \
+         found {row_bytes} bytes"
     );
     assert!((1..=256).contains(&box_rows), "tensor map: expected a box of 1 to 256 rows, found {box_rows}");
     assert!(
-        [32, 64].contains(&box_columns),
-        "tensor map: expected a box of 32 or 64 bf16 columns, found {box_columns}"
+        [64, 128].contains(&(u64::from(box_columns) * element_bytes)),
+        "tensor map: expected a box with rows of 64 or 128 bytes, found {box_columns} elements of {element_bytes} bytes"
     );
     assert!(
         matrices.is_none_or(|[count, bytes]| (1..1 << 32).contains(&count)
@@ -61,7 +64,7 @@ pub fn tensor_map(
     );
     let [matrices, matrix_bytes] = matrices.unwrap_or_default();
     let mut words = [0; 16];
-    words[..9].copy_from_slice(&[
+    words[..10].copy_from_slice(&[
         MAGIC,
         base.expose_provenance() as u64,
         rows,
@@ -71,6 +74,7 @@ pub fn tensor_map(
         u64::from(box_columns),
         matrices,
         matrix_bytes,
+        element_bytes,
     ]);
     words
 }
@@ -82,14 +86,15 @@ impl Map {
         check(Kind::Read, map.addr(), 128, 64, at);
         // SAFETY: guaranteed by the caller.
         let words = unsafe { map.cast::<[u64; 16]>().read_unaligned() };
-        let [magic, base, rows, columns, row_bytes, box_rows, box_columns, matrices, matrix_bytes, ..] = words;
+        let [magic, base, rows, columns, row_bytes, box_rows, box_columns, matrices, matrix_bytes, element_bytes, ..] =
+            words;
         if magic != MAGIC {
             let message =
                 format!("invalid operand: the tensor map was not encoded by TensorMap::emulated… ({})", Line(at));
             fail(Fault::Operand, at, None, message);
         }
         let matrices = (matrices > 0).then_some([matrices, matrix_bytes]);
-        Self { base, rows, columns, row_bytes, box_rows, box_columns, matrices }
+        Self { base, rows, columns, row_bytes, box_rows, box_columns, element_bytes, matrices }
     }
 
     /// Returns the map of the matrix at these coordinates, and the column and row in it.
@@ -118,9 +123,13 @@ impl Map {
         }
     }
 
+    fn element_bytes(&self) -> usize {
+        self.element_bytes as usize
+    }
+
     /// Returns the bytes of a row of the box.
     fn box_row_bytes(&self) -> usize {
-        2 * self.box_columns as usize
+        self.element_bytes() * self.box_columns as usize
     }
 
     fn bytes(&self) -> usize {
@@ -135,7 +144,7 @@ impl Map {
     /// Returns the offset in the tile of byte `byte` of `row`.
     fn swizzled(&self, row: usize, byte: usize) -> usize {
         let at = row * self.box_row_bytes() + byte;
-        if self.box_columns == 64 { swizzle(at) } else { at ^ (at >> 7 & 3) << 4 }
+        if self.box_row_bytes() == 128 { swizzle(at) } else { at ^ (at >> 7 & 3) << 4 }
     }
 
     /// Returns the part of the box at column `x` and row `y` that is inside the tensor: the row of the box, the columns
@@ -146,7 +155,7 @@ impl Map {
         let last = (self.columns as i64 - x).clamp(first, box_columns);
         let rows = (-y).max(0)..(self.rows as i64 - y).min(self.box_rows as i64);
         rows.filter(move |_| first < last).map(move |row| {
-            let at = self.base as i64 + (y + row) * self.row_bytes as i64 + 2 * (x + first);
+            let at = self.base as i64 + (y + row) * self.row_bytes as i64 + self.element_bytes as i64 * (x + first);
             (row as usize, first as usize..last as usize, at as usize)
         })
     }
@@ -236,7 +245,7 @@ unsafe fn load(to: *mut u8, map: *const u8, coordinates: &[u32], barrier: *mut u
     let address = to.addr();
     let to = shared_offset(to, map.bytes(), map.alignment(), at, "TMA load");
     for (_, columns, from) in map.inside(x, y) {
-        check(Kind::Read, from, columns.len() * 2, 2, at);
+        check(Kind::Read, from, columns.len() * map.element_bytes(), map.element_bytes(), at);
     }
     let barrier = locate_fenced(barrier, at);
     check(Kind::BulkWrite, address, map.bytes(), 16, at);
@@ -259,7 +268,7 @@ pub fn complete_one_load(block: &mut Block) -> bool {
     tile.fill(0);
     for (row, columns, from) in map.inside(x, y) {
         let mut bytes = [0; MAX_ROW_BYTES];
-        let part = &mut bytes[columns.start * 2..columns.end * 2];
+        let part = &mut bytes[columns.start * map.element_bytes()..columns.end * map.element_bytes()];
         let from = ptr::with_exposed_provenance::<u8>(from);
         // SAFETY: the caller of the load guarantees that the tensor is valid for reads, and `inside` stays within it.
         unsafe { ptr::copy_nonoverlapping(from, part.as_mut_ptr(), part.len()) };
@@ -402,14 +411,14 @@ fn wait_for_stores(pending: usize, complete: bool, wait: Site) {
 }
 
 fn store_box(map: Map, x: i32, y: i32, tile: &[u8], at: Site) {
+    let size = map.element_bytes();
     for (row, columns, to) in map.inside(x, y) {
-        check(Kind::Write, to, columns.len() * 2, 2, at);
-        let to = ptr::with_exposed_provenance_mut::<[u8; 2]>(to);
-        for (i, column) in columns.enumerate() {
-            let element = map.swizzled(row, column * mem::size_of::<u16>());
+        check(Kind::Write, to, columns.len() * size, size, at);
+        let to = ptr::with_exposed_provenance_mut::<u8>(to);
+        for (i, byte) in (columns.start * size..columns.end * size).enumerate() {
             // SAFETY: the caller of the store guarantees that the tensor is valid for writes, and `inside` stays within
             // it.
-            unsafe { to.add(i).write_unaligned([tile[element], tile[element + 1]]) };
+            unsafe { to.add(i).write(tile[map.swizzled(row, byte)]) };
         }
     }
 }

@@ -14,6 +14,7 @@ use super::collective::{Operation, Wait};
 use super::hopper::swizzle;
 use super::report::{Fault, Line, Site};
 use super::tensor::{a_position, ldmatrix_x4};
+use crate::fp8::Fp8Format;
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::Location;
 
@@ -21,8 +22,10 @@ use std::panic::Location;
 const THREADS: usize = 128;
 /// Rows of A and D.
 const M: usize = 64;
-/// Columns of A and rows of B.
-const K: usize = 16;
+/// Bytes of K in an instruction.
+const K_BYTES: usize = 32;
+/// Columns of A and rows of B in bf16.
+const K: usize = Format::Bf16.k();
 /// Signaling NaN in place of pending accumulators. The low bits hold the index of the source line of the first wgmma.
 const PENDING: u32 = 0x7fad_c000;
 const LINES: u32 = 1 << 12;
@@ -89,10 +92,42 @@ struct Instruction {
     at: Site,
 }
 
+/// The type of an operand.
+#[derive(Clone, Copy, PartialEq)]
+enum Format {
+    Bf16,
+    Fp8(Fp8Format),
+}
+
+impl Format {
+    const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::Fp8(_) => 1,
+        }
+    }
+
+    /// Returns the columns of A and rows of B.
+    const fn k(self) -> usize {
+        K_BYTES / self.bytes()
+    }
+
+    /// Appends the elements that `bytes` holds to `values`.
+    fn decode(self, bytes: &[u8], values: &mut Vec<f32>) {
+        let bf16 = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
+        match self {
+            Self::Bf16 => values.extend(bytes.chunks_exact(2).map(bf16)),
+            Self::Fp8(format) => values.extend(bytes.iter().map(|&bits| format.decode(bits))),
+        }
+    }
+}
+
 /// Operands that must be equal in all threads of the warpgroup.
 #[derive(Clone, Copy, PartialEq)]
 struct Operands {
     n: usize,
+    /// Types of A and B, which have the same size.
+    formats: [Format; 2],
     /// Descriptor of A, or `None` if A is in registers.
     a: Option<u64>,
     /// Descriptor of B.
@@ -206,11 +241,14 @@ impl Block {
         }
     }
 
-    /// Ends the reads of the tensor cores and returns their clock.
+    /// Ends the reads of the tensor cores and returns their clock, without what they have waited for.
     fn finish_reads(&mut self) -> VectorClock {
         self.reader = None;
         let warp = self.tensor_core_warp();
-        self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp))
+        let finished = self.checker.as_mut().map_or_else(VectorClock::default, |checker| checker.release(warp));
+        let mut own = VectorClock::default();
+        own[warp] = finished[warp];
+        own
     }
 }
 
@@ -237,11 +275,11 @@ fn descriptor<T>(tile: *const T, leading: u32, offset: u32) -> u64 {
     ((address >> 4) | u64::from(leading) << 16 | (64 << 32) | (1 << 62)) + u64::from(offset)
 }
 
-/// Columns in a tile.
-const COLUMNS: usize = 64;
+/// Bytes in a row of a tile.
+const ROW_BYTES: usize = 128;
 
 /// A decoded descriptor of an operand in shared memory. A K-major operand is 32 bytes of each row; an MN-major operand
-/// is 16 full rows of one tile per 64 columns.
+/// is 16 full rows of one tile per 64 columns of bf16.
 #[derive(Clone, Copy)]
 struct Tile {
     start: usize,
@@ -257,36 +295,34 @@ impl Tile {
         Self { start: bytes(0), stride: bytes(32), leading: bytes(16) }
     }
 
-    /// Returns the offset past the last byte of `rows` rows of `length` elements.
+    /// Returns the offset past the last byte of `rows` rows of `length` bytes.
     fn end(self, rows: usize, length: usize) -> usize {
-        let tiles = length.div_ceil(COLUMNS);
+        let tiles = length.div_ceil(ROW_BYTES);
         (self.start & !1023) + (tiles - 1) * self.leading + (rows - 1) / 8 * self.stride + 1024
     }
 
-    /// Returns the offset of element `i` of `row`.
+    /// Returns the offset of byte `i` of `row`.
     #[inline(always)]
     fn offset(self, row: usize, i: usize) -> usize {
-        let tile = self.start + i / COLUMNS * self.leading;
-        swizzle(tile + row / 8 * self.stride + row % 8 * 128 + 2 * (i % COLUMNS))
+        let tile = self.start + i / ROW_BYTES * self.leading;
+        swizzle(tile + row / 8 * self.stride + row % 8 * ROW_BYTES + i % ROW_BYTES)
     }
 
-    /// Reads `rows` rows of `length` elements.
-    fn rows(self, shared: &[u8], rows: usize, length: usize) -> Vec<f32> {
-        let mut values = Vec::with_capacity(rows * length);
+    /// Reads `rows` rows of `length` bytes.
+    fn rows(self, shared: &[u8], (rows, length): (usize, usize), format: Format) -> Vec<f32> {
+        let mut values = Vec::with_capacity(rows * length / format.bytes());
         for row in 0..rows {
-            for chunk in (0..length).step_by(8) {
-                let bytes = &shared[self.offset(row, chunk)..][..16];
-                let value = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16);
-                values.extend(bytes.chunks_exact(2).map(value));
+            for chunk in (0..length).step_by(16) {
+                format.decode(&shared[self.offset(row, chunk)..][..16], &mut values);
             }
         }
         values
     }
 
-    /// Checks the access to `rows` rows of `length` elements in shared memory at `base`.
+    /// Checks the access to `rows` rows of `length` bytes in shared memory at `base`.
     fn check(self, rows: usize, length: usize, base: usize, at: Site) {
         for row in 0..rows {
-            for chunk in (0..length).step_by(8) {
+            for chunk in (0..length).step_by(16) {
                 check(Kind::AsyncRead, base + self.offset(row, chunk), 16, 16, at);
             }
         }
@@ -294,14 +330,19 @@ impl Tile {
 }
 
 impl Operands {
-    /// Returns the number of rows of B in shared memory and their length.
+    /// Returns the number of rows of B in shared memory and their length in bytes.
     fn b_shape(self) -> (usize, usize) {
-        if self.b_mn_major { (K, self.n) } else { (self.n, K) }
+        if self.b_mn_major { (self.k(), self.n * self.formats[1].bytes()) } else { (self.n, K_BYTES) }
     }
 
-    /// Returns the number of rows of A in shared memory and their length.
+    /// Returns the number of rows of A in shared memory and their length in bytes.
     fn a_shape(self) -> (usize, usize) {
-        if self.a_mn_major { (K, M) } else { (M, K) }
+        if self.a_mn_major { (self.k(), M * self.formats[0].bytes()) } else { (M, K_BYTES) }
+    }
+
+    /// Returns the columns of A and rows of B.
+    fn k(self) -> usize {
+        self.formats[0].k()
     }
 }
 
@@ -560,7 +601,8 @@ pub fn wgmma_wait<const N: u32>() {
 /// Computes all instructions of a group.
 ///
 /// The tensor cores read the operands at any time between the commits and the wait. For the race check, they are therefore a
-/// warp of their own: its reads follow the commits of all threads, and precede only what a thread does after its wait.
+/// warp of their own: its reads follow the commits of all threads, and precede only what a thread does after its wait. A wait
+/// orders nothing else: ordinary loads of other warps before their commits may still be on their way.
 fn compute(group: &Group) {
     let base = with(Block::shared_base).addr();
     with(|block| block.start_reads(&group.clock));
@@ -576,7 +618,7 @@ fn compute(group: &Group) {
         }
         with(|block| {
             let a = a_values(instruction, block.shared());
-            let b = Tile::decode(operands.b).rows(block.shared(), rows, length);
+            let b = Tile::decode(operands.b).rows(block.shared(), (rows, length), operands.formats[1]);
             let (warpgroup, _) = block.warpgroup();
             let i = instruction.accumulators - warpgroup.first_accumulators;
             multiply(&mut warpgroup.accumulators[i].values, &a, &b, operands);
@@ -585,19 +627,17 @@ fn compute(group: &Group) {
     with(|block| {
         let clock = block.finish_reads();
         let (warpgroup, _) = block.warpgroup();
-        join(&mut warpgroup.clock, &group.clock);
         join(&mut warpgroup.clock, &clock);
         warpgroup.clocks.push_back(warpgroup.clock);
     });
 }
 
-/// Returns A as M x K values.
+/// Returns A as rows of K values.
 fn a_values(instruction: &Instruction, shared: &[u8]) -> Vec<f32> {
     let operands = instruction.operands;
     if let Some(a) = operands.a {
-        let (rows, length) = operands.a_shape();
-        let values = Tile::decode(a).rows(shared, rows, length);
-        return if operands.a_mn_major { transposed(&values, length) } else { values };
+        let values = Tile::decode(a).rows(shared, operands.a_shape(), operands.formats[0]);
+        return if operands.a_mn_major { transposed(&values, M) } else { values };
     }
     let mut a = vec![0.0; M * K];
     for (thread, words) in instruction.a_registers.iter().enumerate() {
@@ -617,15 +657,15 @@ fn transposed(values: &[f32], length: usize) -> Vec<f32> {
 
 /// Computes D = A · B + (D if `accumulate`).
 fn multiply(d: &mut [f32], a: &[f32], b: &[f32], operands: Operands) {
-    let n = operands.n;
+    let (n, k) = (operands.n, operands.k());
     let transposed_b;
     let b = if operands.b_mn_major {
         b
     } else {
-        transposed_b = transposed(b, K);
+        transposed_b = transposed(b, k);
         &transposed_b
     };
-    for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(K)) {
+    for (d, a) in d.chunks_exact_mut(n).zip(a.chunks_exact(k)) {
         if !operands.accumulate {
             d.fill(0.0);
         }
@@ -668,7 +708,7 @@ fn fence_accumulators(d: &mut [f32], at: Site) {
 }
 
 macro_rules! wgmma {
-    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $wgmma_fp8:ident $fence:ident)*) => {$(
         #[track_caller]
         pub fn $wgmma_ss<const TRANSPOSE_A: u32, const TRANSPOSE_B: u32>(
             d: &mut [f32; $floats],
@@ -677,15 +717,31 @@ macro_rules! wgmma {
             accumulate: bool,
         ) {
             let (a_mn_major, b_mn_major) = (TRANSPOSE_A == 1, TRANSPOSE_B == 1);
-            let operands = Operands { n: 2 * $floats, a: Some(a), b, a_mn_major, b_mn_major, accumulate };
+            let formats = [Format::Bf16; 2];
+            let operands = Operands { n: 2 * $floats, formats, a: Some(a), b, a_mn_major, b_mn_major, accumulate };
             issue(d, [0; 4], operands, Location::caller());
         }
 
         #[track_caller]
         pub fn $wgmma_rs<const TRANSPOSE_B: u32>(d: &mut [f32; $floats], a: [u32; 4], b: u64, accumulate: bool) {
             let b_mn_major = TRANSPOSE_B == 1;
-            let operands = Operands { n: 2 * $floats, a: None, b, a_mn_major: false, b_mn_major, accumulate };
+            let formats = [Format::Bf16; 2];
+            let operands =
+                Operands { n: 2 * $floats, formats, a: None, b, a_mn_major: false, b_mn_major, accumulate };
             issue(d, a, operands, Location::caller());
+        }
+
+        #[track_caller]
+        pub fn $wgmma_fp8<const A_E5M2: bool, const B_E5M2: bool>(
+            d: &mut [f32; $floats],
+            a: u64,
+            b: u64,
+            accumulate: bool,
+        ) {
+            let format = |e5m2| Format::Fp8(if e5m2 { Fp8Format::E5m2 } else { Fp8Format::E4m3 });
+            let (formats, n) = ([format(A_E5M2), format(B_E5M2)], 2 * $floats);
+            let operands = Operands { n, formats, a: Some(a), b, a_mn_major: false, b_mn_major: false, accumulate };
+            issue(d, [0; 4], operands, Location::caller());
         }
 
         #[track_caller]
@@ -696,8 +752,8 @@ macro_rules! wgmma {
 }
 
 wgmma! {
-    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
-    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
-    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
-    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 wgmma_fp8_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 wgmma_fp8_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 wgmma_fp8_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 wgmma_fp8_n256 fence_accumulators_n256
 }

@@ -3,6 +3,8 @@
 
 use super::{MBarrier, NarrowTile, SwizzledTile};
 use crate::backend;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::element::Element;
 use crate::element::bf16;
 use crate::global::{Global, GlobalMut};
 use crate::shared::SharedArray;
@@ -19,15 +21,15 @@ pub struct TensorMap(
 
 #[cfg(not(target_arch = "nvptx64"))]
 impl TensorMap {
-    /// Creates a map for emulated kernels: a bf16 tensor of `rows` x `columns` at `base` with a row stride of
-    /// `row_bytes`, boxes of `box_rows` x `box_columns`, and the swizzle of a box row: 128 bytes for 64 columns
-    /// ([`SwizzledTile`]), 64 bytes for 32 columns ([`NarrowTile`]). Validates the parameters like the driver.
+    /// Creates a map for emulated kernels: a tensor of `rows` x `columns` at `base` with a row stride of `row_bytes`,
+    /// boxes of `box_rows` x `box_columns`, and the swizzle of a box row: 128 bytes ([`SwizzledTile`]) or 64 bytes
+    /// ([`NarrowTile`]), which is 64 or 32 columns of bf16. Validates the parameters like the driver.
     ///
     /// # Panics
     /// If the base or `row_bytes` is not a multiple of 16 bytes, rows overlap, or the box does not have 1 to 256 rows
-    /// and 32 or 64 columns.
-    pub fn emulated(
-        base: Global<bf16>,
+    /// of 64 or 128 bytes.
+    pub fn emulated<T: Element>(
+        base: Global<T>,
         rows: usize,
         columns: usize,
         row_bytes: usize,
@@ -35,7 +37,7 @@ impl TensorMap {
         box_columns: u32,
     ) -> Self {
         let matrix = [rows, columns].map(|extent| extent as u64);
-        Self(backend::hopper::tensor_map(base.0.cast(), matrix, row_bytes as u64, None, [box_rows, box_columns]))
+        Self(backend::hopper::tensor_map(base.0, matrix, row_bytes as u64, None, [box_rows, box_columns]))
     }
 
     /// Creates a map for emulated kernels of a contiguous bf16 tensor (`matrices`, `rows`, `columns`), for loads at
@@ -62,7 +64,7 @@ impl TensorMap {
         let wide = |extent: usize| extent as u64;
         let (matrix, bytes) = ([rows, columns].map(wide), |elements: usize| wide(elements * size_of::<bf16>()));
         let outer = Some([wide(matrices), bytes(stride)]);
-        Self(backend::hopper::tensor_map(base.0.cast(), matrix, bytes(columns), outer, [box_rows, box_columns]))
+        Self(backend::hopper::tensor_map(base.0, matrix, bytes(columns), outer, [box_rows, box_columns]))
     }
 
     /// Creates a map for emulated kernels of a contiguous bf16 tensor (`rows`, `matrices`, `columns`). Row r of the tensor
@@ -78,7 +80,7 @@ impl TensorMap {
         let [rows, matrices, columns] = [rows, matrices, columns].map(|extent| extent as u64);
         let matrix_bytes = columns * size_of::<bf16>() as u64;
         let (row_bytes, outer) = (matrices * matrix_bytes, Some([matrices, matrix_bytes]));
-        Self(backend::hopper::tensor_map(base.0.cast(), [rows, columns], row_bytes, outer, [box_rows, box_columns]))
+        Self(backend::hopper::tensor_map(base.0, [rows, columns], row_bytes, outer, [box_rows, box_columns]))
     }
 }
 
@@ -93,12 +95,12 @@ impl Global<TensorMap> {
 }
 
 impl<const R: usize> SwizzledTile<R> {
-    /// Starts a copy of the box at column `x` and row `y`, `R` rows by 64 columns, into this tile. Its bytes count
+    /// Starts a copy of the box at column `x` and row `y`, `R` rows by 128 bytes, into this tile. Its bytes count
     /// toward the phase of `barrier` (`cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes`).
     #[inline(always)]
     #[track_caller]
     pub fn load(self, map: Global<TensorMap>, x: u32, y: u32, barrier: MBarrier) {
-        // SAFETY: the launch contract guarantees a map with a box of R x 64 bf16 and the 128-byte swizzle.
+        // SAFETY: the launch contract guarantees a map with a box of R rows of 128 bytes and the 128-byte swizzle.
         unsafe { backend::hopper::tma_load_2d(self.pointer().cast(), map.0.cast(), x, y, barrier.pointer()) }
     }
 

@@ -1,8 +1,12 @@
-//! Warpgroup matrix multiply-accumulate (wgmma): D (64 x N) += A (64 x 16) · B (16 x N).
+//! Warpgroup matrix multiply-accumulate (wgmma): D (64 x N) += A (64 x K) · B (K x N), with 32 bytes of K.
 //!
 //! A warpgroup is 128 threads: four consecutive warps, the first of which has an index divisible by four. The operands
-//! are bf16, B in shared memory and A in shared memory or registers. The accumulators are f32 in registers. The
-//! instruction is asynchronous.
+//! are bf16 (K = 16), B in shared memory and A in shared memory or registers, or FP8 (K = 32), both in shared memory and
+//! K-major. The accumulators are f32 in registers. The instruction is asynchronous.
+//!
+//! With FP8 operands, Hopper's tensor cores align the 32 products and the accumulator to the largest exponent and keep
+//! about 14 bits of each before they add them. The emulator adds in f32, in ascending k. A kernel that needs f32
+//! accuracy over a long K must add partial sums to other registers.
 //!
 //! Thread t of the warpgroup (warp w = t / 32, g = t % 32 / 4, c = t % 4) owns, for j in 0..N/8, the accumulators
 //! d[4j..4j+4] = D[16w + g][8j + 2c], D[16w + g][8j + 2c + 1], D[16w + g + 8][8j + 2c], D[16w + g + 8][8j + 2c + 1].
@@ -14,11 +18,14 @@
 
 use crate::backend;
 use crate::element::{Packet, bf16};
+use crate::fp8::Fp8;
+use crate::fp8::Fp8Format::{E4m3, E5m2};
 use crate::shared::Layout;
 use core::ops::IndexMut;
 
-/// A tile of `R` rows of 64 bf16 (128 bytes) in shared memory with the 128-byte swizzle: 16-byte chunk c of row r is
-/// stored at chunk c ^ (r % 8). The tile is aligned to 1024 bytes.
+/// A tile of `R` rows of 128 bytes (64 bf16 or 128 FP8) in shared memory with the 128-byte swizzle: 16-byte chunk c of
+/// row r is stored at chunk c ^ (r % 8). The tile is aligned to 1024 bytes. Methods count columns in bf16 unless they
+/// say otherwise.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct SwizzledTile<const R: usize>(*mut bf16);
@@ -57,8 +64,8 @@ impl<const R: usize> SwizzledTile<R> {
         NarrowTile(self.rows::<R>(row).0)
     }
 
-    /// Returns the descriptor of a K-major operand: columns 16 `k` .. 16 `k` + 16 of this tile. The tile's rows are m
-    /// (or n).
+    /// Returns the descriptor of a K-major operand: bytes 32 `k` .. 32 `k` + 32 of each row, which are 16 columns of bf16
+    /// or 32 columns of FP8. The tile's rows are m (or n).
     #[inline(always)]
     pub fn k_major_operand(self, k: u32) -> KMajorOperand {
         // The descriptor holds addresses in units of 16 bytes. A row of the tile spans 8 units, so no carry leaves the
@@ -141,8 +148,8 @@ impl SwizzledTile<64> {
     }
 }
 
-/// A tile of `R` rows of 32 bf16 (64 bytes) in shared memory with the 64-byte swizzle: 16-byte chunk c of row r is stored
-/// at chunk c ^ (r / 2 % 4). The tile is aligned to 512 bytes, and `R` is a multiple of 8.
+/// A tile of `R` rows of 64 bytes (32 bf16 or 64 FP8) in shared memory with the 64-byte swizzle: 16-byte chunk c of row r
+/// is stored at chunk c ^ (r / 2 % 4). The tile is aligned to 512 bytes, and `R` is a multiple of 8.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct NarrowTile<const R: usize>(*mut bf16);
@@ -181,6 +188,16 @@ impl<const R: usize> NarrowTile<R> {
     pub fn store_matrices(self, row: u32, chunk: u32, words: [u32; 4]) {
         // SAFETY: see `load_a_fragment`.
         unsafe { backend::hopper::stmatrix_x4(self.chunk(row, chunk).cast(), words) }
+    }
+
+    /// Stores the FP8 numbers of columns `column` (the low byte of `pair`) and `column` + 1 of `row` (`st.shared.b16`).
+    /// `column` counts FP8 numbers and must be even.
+    #[inline(always)]
+    #[track_caller]
+    pub fn set_fp8_pair(self, row: u32, column: u32, pair: u16) {
+        let at = self.chunk(row, column / 16).wrapping_add((column % 16 / 2) as usize);
+        // SAFETY: see `load_a_fragment`.
+        unsafe { backend::hopper::store_b16(at.cast(), pair) }
     }
 }
 
@@ -282,13 +299,18 @@ pub trait Accumulators: Copy + IndexMut<usize, Output = f32> {
     #[track_caller]
     fn mma_with_a_registers<B: SharedOperand>(&mut self, a: [u32; 4], b: B, accumulate: bool);
 
+    /// Issues D = A · B + (D if `accumulate`) with both operands FP8 in shared memory
+    /// (`wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3` and the other pairs of types).
+    #[track_caller]
+    fn mma_fp8<A: Fp8, B: Fp8>(&mut self, a: KMajorOperand, b: KMajorOperand, accumulate: bool);
+
     /// Prevents the compiler from moving reads of the accumulators before the wait that precedes this call.
     #[track_caller]
     fn fence_accumulators(&mut self);
 }
 
 macro_rules! accumulators {
-    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $fence:ident)*) => {$(
+    ($($floats:literal $wgmma_ss:ident $wgmma_rs:ident $wgmma_fp8:ident $fence:ident)*) => {$(
         impl Accumulators for [f32; $floats] {
             const ZERO: Self = [0.0; $floats];
             const COLUMNS: u32 = 2 * $floats;
@@ -318,6 +340,18 @@ macro_rules! accumulators {
 
             #[inline(always)]
             #[track_caller]
+            fn mma_fp8<A: Fp8, B: Fp8>(&mut self, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+                let (a, b) = (a.descriptor(), b.descriptor());
+                match (A::FORMAT, B::FORMAT) {
+                    (E4m3, E4m3) => backend::hopper::$wgmma_fp8::<false, false>(self, a, b, accumulate),
+                    (E4m3, E5m2) => backend::hopper::$wgmma_fp8::<false, true>(self, a, b, accumulate),
+                    (E5m2, E4m3) => backend::hopper::$wgmma_fp8::<true, false>(self, a, b, accumulate),
+                    (E5m2, E5m2) => backend::hopper::$wgmma_fp8::<true, true>(self, a, b, accumulate),
+                }
+            }
+
+            #[inline(always)]
+            #[track_caller]
             fn fence_accumulators(&mut self) {
                 backend::hopper::$fence(self);
             }
@@ -326,10 +360,10 @@ macro_rules! accumulators {
 }
 
 accumulators! {
-    32 wgmma_ss_n64 wgmma_rs_n64 fence_accumulators_n64
-    64 wgmma_ss_n128 wgmma_rs_n128 fence_accumulators_n128
-    96 wgmma_ss_n192 wgmma_rs_n192 fence_accumulators_n192
-    128 wgmma_ss_n256 wgmma_rs_n256 fence_accumulators_n256
+    32 wgmma_ss_n64 wgmma_rs_n64 wgmma_fp8_n64 fence_accumulators_n64
+    64 wgmma_ss_n128 wgmma_rs_n128 wgmma_fp8_n128 fence_accumulators_n128
+    96 wgmma_ss_n192 wgmma_rs_n192 wgmma_fp8_n192 fence_accumulators_n192
+    128 wgmma_ss_n256 wgmma_rs_n256 wgmma_fp8_n256 fence_accumulators_n256
 }
 
 /// Columns of the first of the two instructions that compute N = 320. The largest N of one instruction is 256.
@@ -362,6 +396,14 @@ impl Accumulators for [f32; 160] {
         let (first, rest) = split_320(self);
         first.mma_with_a_registers(a, b, accumulate);
         rest.mma_with_a_registers(a, b.skip_columns(FIRST), accumulate);
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn mma_fp8<A: Fp8, B: Fp8>(&mut self, a: KMajorOperand, b: KMajorOperand, accumulate: bool) {
+        let (first, rest) = split_320(self);
+        first.mma_fp8::<A, B>(a, b, accumulate);
+        rest.mma_fp8::<A, B>(a, b.skip_columns(FIRST), accumulate);
     }
 
     #[inline(always)]

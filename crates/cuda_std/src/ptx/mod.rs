@@ -19,6 +19,14 @@ unsafe extern "C" {
     fn shfl_bfly(mask: u32, value: u32, lanes: u32, clamp: u32) -> u32;
     #[link_name = "llvm.nvvm.shfl.sync.down.i32"]
     fn shfl_down(mask: u32, value: u32, delta: u32, clamp: u32) -> u32;
+    // Inline assembly would reach ptxas or the driver's compiler even in code for sm_80, which has no such instruction. llc
+    // rejects the intrinsics there.
+    #[link_name = "llvm.nvvm.ff.to.e4m3x2.rn"]
+    fn convert_e4m3x2(high: f32, low: f32) -> u16;
+    #[link_name = "llvm.nvvm.ff.to.e5m2x2.rn"]
+    fn convert_e5m2x2(high: f32, low: f32) -> u16;
+    #[link_name = "llvm.nvvm.prmt"]
+    fn prmt(low: u32, high: u32, selector: u32) -> u32;
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
     fn barrier_all(id: u32);
 }
@@ -122,6 +130,27 @@ pub fn bf16x2(low: f32, high: f32) -> u32 {
             options(pure, nomem, nostack, preserves_flags));
     }
     packed
+}
+
+/// Rounds `low` and `high` to E4M3, saturating, and packs them with `high` in the upper byte.
+#[inline(always)]
+pub fn e4m3x2(low: f32, high: f32) -> u16 {
+    // SAFETY: the instruction only operates on registers.
+    unsafe { convert_e4m3x2(high, low) }
+}
+
+/// Rounds `low` and `high` to E5M2, saturating, and packs them with `high` in the upper byte.
+#[inline(always)]
+pub fn e5m2x2(low: f32, high: f32) -> u16 {
+    // SAFETY: the instruction only operates on registers.
+    unsafe { convert_e5m2x2(high, low) }
+}
+
+/// Returns the four bytes of `low` and `high` that the hexadecimal digits of `selector` name, the lowest first.
+#[inline(always)]
+pub fn permute_bytes(low: u32, high: u32, selector: u32) -> u32 {
+    // SAFETY: the instruction only operates on registers.
+    unsafe { prmt(low, high, selector) }
 }
 
 #[inline(always)]
@@ -333,6 +362,15 @@ pub unsafe fn atomic_add_u32(pointer: *mut u32, value: u32) -> u32 {
             options(nostack, preserves_flags));
     }
     old
+}
+
+#[inline(always)]
+pub unsafe fn atomic_max_u32(pointer: *mut u32, value: u32) {
+    // SAFETY: the caller guarantees a valid word of global memory.
+    unsafe {
+        asm!("red.max.relaxed.gpu.global.u32 [{}], {};", in(reg64) pointer, in(reg32) value,
+            options(nostack, preserves_flags));
+    }
 }
 
 #[inline(always)]

@@ -50,18 +50,18 @@ pub(super) fn embed(arena: &mut Arena, op: DecodeEmbed) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn matmul(arena: &mut Arena, op: DecodeMatmul) -> Result<()> {
+pub(super) fn matmul(arena: &mut Arena, op: &DecodeMatmul) -> Result<()> {
     match op.norm {
         Some(NormForward::LayerNorm(norm)) => layernorm::forward(arena, norm)?,
         Some(NormForward::RmsNorm(norm)) => rmsnorm::forward(arena, norm)?,
         None => {}
     }
-    if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, op.matmul) } else { few_rows(arena, op.matmul) }
+    if op.matmul.shape.rows > FEW_ROWS { linear::forward(arena, &op.matmul) } else { few_rows(arena, &op.matmul) }
 }
 
 /// Computes a linear layer of few rows. It reads each weight once, which is all that takes time.
-fn few_rows(arena: &mut Arena, op: MatmulForward) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
+fn few_rows(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
+    let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, fp8: _ } = *op;
     let (residual, activation) = match epilogue {
         Epilogue::None => (ABSENT, None),
         Epilogue::Residual(residual) => (residual, None),
@@ -148,8 +148,8 @@ fn prepare(head: &mut [f32], angles: &[f32], weight: &[f32], rotary: &DecodeRota
     rotary::rotate(head, angles, rotary.pairs, 1.0);
 }
 
-pub(super) fn attention(arena: &mut Arena, op: DecodeAttention) -> Result<()> {
-    let DecodeAttention { out, qkv, keys, values, slots: words, rotary, shape, .. } = op;
+pub(super) fn attention(arena: &mut Arena, op: &DecodeAttention) -> Result<()> {
+    let DecodeAttention { out, qkv, keys, values, slots: words, rotary, shape, .. } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     let cache = b * kv_heads * t * hs;
@@ -244,7 +244,7 @@ fn argmax(scores: impl Iterator<Item = f32>) -> usize {
 fn choose(scores: &mut [f32], seen: impl Fn(usize) -> bool, slot: &Slot) -> usize {
     let SlotSampling { repetition_penalty, temperature, top_k, top_p, min_p } = slot.sampling;
     for (token, score) in scores.iter_mut().enumerate() {
-        if repetition_penalty != 1.0 && seen(token) {
+        if repetition_penalty.to_bits() != 1f32.to_bits() && seen(token) {
             *score = if *score > 0.0 { *score / repetition_penalty } else { *score * repetition_penalty };
         }
     }
@@ -252,7 +252,9 @@ fn choose(scores: &mut [f32], seen: impl Fn(usize) -> bool, slot: &Slot) -> usiz
     if temperature <= 0.0 || !scores[best].is_finite() {
         return best;
     }
-    scores.iter_mut().for_each(|score| *score /= temperature);
+    for score in scores.iter_mut() {
+        *score /= temperature;
+    }
     let max = scores[best];
     let mut least = f32::NEG_INFINITY;
     let filters = top_k > 0 || top_p < 1.0;

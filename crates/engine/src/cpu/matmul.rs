@@ -1,8 +1,12 @@
 use super::activation;
 use super::arena::{ABSENT, Arena};
 use super::gemm::{Into, Matrix, Parallelism, multiply};
+use super::quantize;
 use crate::Result;
-use crate::ops::{Activation, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape};
+use crate::ops::{
+    Activation, ActivationInput, Epilogue, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward, MatmulForward,
+    MatmulShape, Quantize, Scaling,
+};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
@@ -12,9 +16,18 @@ const COLUMNS: usize = 32;
 /// Uses all threads of the current pool.
 const ALL: Parallelism = Parallelism::Rayon(0);
 
-pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
-    let MatmulForward { out, inp, weight, bias, epilogue, shape } = op;
+pub(super) fn forward(arena: &mut Arena, op: &MatmulForward) -> Result<()> {
+    let MatmulForward { out, inp, weight, bias, epilogue, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
+    let (inp, weight, scale) = match fp8 {
+        Some(fp8) => {
+            if !fp8.inp_is_quantized {
+                quantize_input(arena, inp, shape, &fp8)?;
+            }
+            (fp8.inp, fp8.weight, scales_product(arena, fp8.inp_scale.scale, fp8.weight_scale)?)
+        }
+        None => (inp, weight, 1.0),
+    };
     let (residual, preactivation, inputs) = match epilogue {
         Epilogue::None => (ABSENT, ABSENT, 1),
         Epilogue::Residual(residual) => (residual, ABSENT, 1),
@@ -32,7 +45,7 @@ pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
     let [out, inp, weight, bias, residual, preactivation] = arena.split("matmul_forward", operands)?;
     let sums = if preactivation.is_empty() { &mut *out } else { &mut *preactivation };
     let (inp, weight) = (Matrix::row_major(inp, rows, c), Matrix::row_major(weight, oc, c));
-    multiply(sums, Into::Overwrite, 1.0, inp, weight.transposed(), ALL);
+    multiply(sums, Into::Overwrite, scale, inp, weight.transposed(), ALL);
     if !bias.is_empty() {
         sums.par_chunks_mut(oc).with_min_len(4).for_each(|row| {
             for (value, bias) in row.iter_mut().zip(&*bias) {
@@ -50,7 +63,7 @@ pub(super) fn forward(arena: &mut Arena, op: MatmulForward) -> Result<()> {
     if let Epilogue::Activation(activation, _) = epilogue {
         activation::forward(activation, out, preactivation, oc / inputs);
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.out).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }
 
 /// to (columns, or empty) += sums over the rows of values (rows, columns)
@@ -68,33 +81,115 @@ pub(super) fn add_column_sums(to: &mut [f32], values: &[f32], columns: usize) {
     });
 }
 
+/// Quantizes the input of a linear layer for its forward pass.
+fn quantize_input(arena: &mut Arena, inp: Tensor, shape: MatmulShape, fp8: &Fp8Forward) -> Result<()> {
+    let Fp8Forward { inp: out, inp_transposed: transposed, inp_scale: scale, scaling, .. } = *fp8;
+    let shape = [shape.rows, shape.c];
+    let format = Fp8Format::E4m3;
+    quantize::quantize(
+        arena,
+        Quantize { out: Some(out), transposed, inp, scale, scaling, format, shape, column_sums: None },
+    )
+}
+
+/// Quantizes the gradient of a linear layer's output, and its input, for its backward pass.
+fn quantize_for_backward(arena: &mut Arena, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulShape { rows, c, oc } = op.shape;
+    let Fp8Backward { dout: [dout, transposed], dout_scale, scaling, format, inp_transposed, inp_scale, .. } = *fp8;
+    if !fp8.dout_is_quantized {
+        let gradient = Quantize {
+            out: Some(dout),
+            transposed: Some(transposed),
+            inp: op.dout,
+            scale: dout_scale,
+            scaling,
+            format,
+            shape: [rows, oc],
+            column_sums: op.dbias,
+        };
+        quantize::quantize(arena, gradient)?;
+    }
+    if fp8.inp_is_quantized {
+        return Ok(());
+    }
+    let input = Quantize {
+        out: None,
+        transposed: Some(inp_transposed),
+        inp: op.inp,
+        scale: inp_scale,
+        scaling: Scaling::Given,
+        format: Fp8Format::E4m3,
+        shape: [rows, c],
+        column_sums: None,
+    };
+    quantize::quantize(arena, input)
+}
+
+fn scales_product(arena: &Arena, a: Tensor, b: Tensor) -> Result<f32> {
+    Ok(quantize::scalar(arena, "scale", a)? * quantize::scalar(arena, "scale", b)?)
+}
+
 pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
-    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation, shape } = *op;
+    let MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation, shape, fp8 } = *op;
     let MatmulShape { rows, c, oc } = shape;
     let (preactivation, inputs) = match activation {
         Some(ActivationInput { activation, preactivation, .. }) => (preactivation, activation.inputs()),
         None => (ABSENT, 1),
     };
+    // Quantization sums the gradient of the output in FP8.
+    let dbias = dbias.filter(|_| fp8.is_none());
+    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
+    // An input that has been quantized may share memory with other operands.
+    let inp_len = if fp8.is_some_and(|fp8| fp8.inp_is_quantized) && !swiglu { 0 } else { rows * c };
+    let inp = if inp_len == 0 { ABSENT } else { inp };
+    if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
+        // `preactivation` holds the unrounded sums, so only the activation is recomputed.
+        let operands = [("inp", inp, rows * c), ("preactivation", preactivation, rows * c * inputs)];
+        let [inp, preactivation] = arena.split("matmul_backward", operands)?;
+        activation::forward(activation, inp, preactivation, c);
+    }
+    let (scale, weight_gradient_scale) = match fp8 {
+        Some(fp8) => {
+            quantize_for_backward(arena, op, &fp8)?;
+            let of = |other| scales_product(arena, fp8.dout_scale.scale, other);
+            (of(fp8.weight_scale)?, of(fp8.inp_scale.scale)?)
+        }
+        None => (1.0, 1.0),
+    };
+    let in_fp8 = |tensor: Option<Tensor>, len| (tensor.unwrap_or(ABSENT), tensor.map_or(0, |_| len));
+    let (dout8, dout8_len) = in_fp8(fp8.map(|fp8| fp8.dout[0]), rows * oc);
+    let (dout8_t, dout8_t_len) = in_fp8(fp8.map(|fp8| fp8.dout[1]), rows * oc);
+    let (inp8_t, inp8_t_len) = in_fp8(fp8.map(|fp8| fp8.inp_transposed), rows * c);
+    let (weight8_t, weight8_t_len) = in_fp8(fp8.map(|fp8| fp8.weight_transposed), oc * c);
     let operands = [
         ("dinp", dinp, rows * c * inputs),
         ("dweight", dweight, oc * c),
         ("dbias", dbias.unwrap_or(ABSENT), dbias.map_or(0, |_| oc)),
         ("dout", dout, rows * oc),
-        ("inp", inp, rows * c),
+        ("inp", inp, inp_len),
         ("weight", weight, oc * c),
         ("preactivation", preactivation, activation.map_or(0, |_| rows * c * inputs)),
+        ("dout in FP8", dout8, dout8_len),
+        ("dout in FP8, transposed", dout8_t, dout8_t_len),
+        ("inp in FP8, transposed", inp8_t, inp8_t_len),
+        ("weight in FP8, transposed", weight8_t, weight8_t_len),
     ];
-    let [dinp, dweight, dbias, dout, inp, weight, preactivation] = arena.split("matmul_backward", operands)?;
-    if let Some(ActivationInput { activation, recompute: Some(_), .. }) = activation {
-        // `preactivation` holds the unrounded sums, so only the activation is recomputed.
-        activation::forward(activation, inp, preactivation, c);
-    }
-    let dout_matrix = Matrix::row_major(dout, rows, oc);
-    multiply(dweight, Into::Add, 1.0, dout_matrix.transposed(), Matrix::row_major(inp, rows, c), ALL);
+    let [dinp, dweight, dbias, dout, inp, weight, preactivation, dout8, dout8_t, inp8_t, weight8_t] =
+        arena.split("matmul_backward", operands)?;
+    // The operands of dinp = a · b and of dweight += a · b.
+    let input_gradient = match fp8 {
+        Some(_) => [Matrix::row_major(dout8, rows, oc), Matrix::row_major(weight8_t, c, oc).transposed()],
+        None => [Matrix::row_major(dout, rows, oc), Matrix::row_major(weight, oc, c)],
+    };
+    let [a, b] = match fp8 {
+        Some(_) => [Matrix::row_major(dout8_t, oc, rows), Matrix::row_major(inp8_t, c, rows).transposed()],
+        None => [Matrix::row_major(dout, rows, oc).transposed(), Matrix::row_major(inp, rows, c)],
+    };
+    multiply(dweight, Into::Add, weight_gradient_scale, a, b, ALL);
     add_column_sums(dbias, dout, oc);
-    let swiglu = activation.is_some_and(|input| input.activation == Activation::SwiGlu);
     let dinp_of_matmul = if swiglu { &mut *inp } else { &mut *dinp };
-    multiply(dinp_of_matmul, Into::Overwrite, 1.0, dout_matrix, Matrix::row_major(weight, oc, c), ALL);
+    let [a, b] = input_gradient;
+    multiply(dinp_of_matmul, Into::Overwrite, scale, a, b, ALL);
     match activation.map(|input| input.activation) {
         Some(Activation::Gelu) => activation::backward_in_place(activation::gelu_derivative, dinp, preactivation),
         Some(Activation::ReluSquared) => {
@@ -103,5 +198,5 @@ pub(super) fn backward(arena: &mut Arena, op: &MatmulBackward) -> Result<()> {
         Some(Activation::SwiGlu) => activation::swiglu_backward(dinp, inp, preactivation, c),
         None => {}
     }
-    Ok(())
+    fp8.and_then(|fp8| fp8.dinp).map_or(Ok(()), |next| quantize::quantize(arena, next))
 }

@@ -17,6 +17,7 @@ mod layernorm;
 mod matmul;
 mod memory;
 mod muon;
+mod quantize;
 mod rmsnorm;
 mod rotary;
 #[cfg(test)]
@@ -87,6 +88,10 @@ impl Engine for Cpu {
         DType::F32
     }
 
+    fn fp8_dtype(&self) -> Option<DType> {
+        Some(DType::F32)
+    }
+
     fn free_memory(&self) -> Result<usize> {
         Ok(memory::free())
     }
@@ -106,7 +111,7 @@ impl Engine for Cpu {
             Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
             Operation::RotaryForward(op) => rotary::forward(arena, op),
             Operation::RotaryBackward(op) => rotary::backward(arena, op),
-            Operation::MatmulForward(op) => matmul::forward(arena, op),
+            Operation::MatmulForward(op) => matmul::forward(arena, &op),
             Operation::MatmulBackward(op) => matmul::backward(arena, &op),
             Operation::AttentionForward(op) => {
                 let scratch = self.scratch(op.out.len)?;
@@ -125,9 +130,11 @@ impl Engine for Cpu {
             Operation::MuonMomentum(op) => muon::momentum(arena, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
             Operation::MuonApply(op) => muon::apply(arena, op),
+            Operation::Quantize(op) => quantize::quantize(arena, op),
+            Operation::Fp8Scales(op) => quantize::scales(arena, op),
             Operation::DecodeEmbed(op) => decode::embed(arena, op),
-            Operation::DecodeMatmul(op) => decode::matmul(arena, op),
-            Operation::DecodeAttention(op) => decode::attention(arena, op),
+            Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
+            Operation::DecodeAttention(op) => decode::attention(arena, &op),
             Operation::CacheFill(op) => decode::cache_fill(arena, op),
             Operation::SampleTokens(op) => decode::sample(arena, op),
         }

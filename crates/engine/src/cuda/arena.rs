@@ -1,6 +1,6 @@
 //! Translation of plan offsets to addresses.
 
-use super::Stored;
+use super::{Fp8Bits, Stored};
 use crate::Result;
 use crate::tensor::{DType, Tensor};
 use anyhow::{bail, ensure};
@@ -57,6 +57,7 @@ impl Arena {
             DType::Bf16 => Ok(self.address::<bf16>(name, tensor, tensor.len)?.cast()),
             DType::I32 => Ok(self.address::<i32>(name, tensor, tensor.len)?.cast()),
             DType::U16 => Ok(self.address::<u16>(name, tensor, tensor.len)?.cast()),
+            DType::Fp8 => Ok(self.address::<Fp8Bits>(name, tensor, tensor.len)?.cast()),
         }
     }
 }

@@ -78,7 +78,12 @@ fn map_of<T: Float>(
     }
     let extents = [shape.b, shape.t, heads * shape.head_size];
     let tensor = cuda.input::<bf16>(name, tensor, extents.iter().product())?;
-    cuda.executor.tensor_map(tensor, Extents::Matrices(extents), attention_wgmma::BOX)
+    cuda.executor.tensor_map(
+        tensor.pointer().addr() as u64,
+        DType::Bf16,
+        Extents::Matrices(extents),
+        attention_wgmma::BOX,
+    )
 }
 
 pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: AttentionForward) -> Result<()> {

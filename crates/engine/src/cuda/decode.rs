@@ -87,8 +87,8 @@ fn normed_kernel<T: Float>(cuda: &Cuda<T>, op: &DecodeMatmul) -> Result<Option<K
     matvec_kernel(cuda, &op.matmul, inp, norm)
 }
 
-pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: DecodeMatmul) -> Result<()> {
-    if let Some(kernel) = normed_kernel(cuda, &op)? {
+pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: &DecodeMatmul) -> Result<()> {
+    if let Some(kernel) = normed_kernel(cuda, op)? {
         return cuda.launch_all(&[kernel]);
     }
     match op.norm {
@@ -98,12 +98,12 @@ pub(super) fn matmul<T: Float>(cuda: &mut Cuda<T>, op: DecodeMatmul) -> Result<(
     }
     match matvec_kernel(cuda, &op.matmul, op.matmul.inp, Norm::None)? {
         Some(kernel) => cuda.launch_all(&[kernel]),
-        None => linear::forward(cuda, op.matmul),
+        None => linear::forward(cuda, &op.matmul),
     }
 }
 
-pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: DecodeAttention) -> Result<()> {
-    let DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape } = op;
+pub(super) fn attention<T: Float>(cuda: &mut Cuda<T>, op: &DecodeAttention) -> Result<()> {
+    let DecodeAttention { out, qkv, keys, values, slots, partials, rotary, shape } = *op;
     let AttentionShape { b, t, heads, kv_heads, head_size: hs } = shape;
     shape.check()?;
     let (cache, splits) = (b * kv_heads * t * hs, decode_splits(b, kv_heads, t));

@@ -17,9 +17,9 @@ use anyhow::{Context, ensure};
 use cublaslt::sys::MatmulAlgo;
 use cublaslt::{Handle, Matmuls};
 use cuda_driver::{DeviceMemory, Event, Gpu, GraphExec, Module, PinnedBuffer, Stopwatch, Stream, TimedEvent};
+use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, bf16};
 use gpu::launch::KernelLaunch;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
@@ -90,9 +90,14 @@ impl Device {
         let choice = modules::select(modules::EMBEDDED.modules()?, gpu.info(), options.kernels.as_deref())?;
         let module = Module::load(&gpu, &choice.to_string(), choice.image())?;
         ensure!(
-            options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision == Precision::Bf16),
+            options.matmul != MatmulBackend::Rust || (choice.is_hopper() && options.precision != Precision::Fp32),
             "--matmul rust: expected bf16 on compute capability 9.0, found {} with {choice} kernels; use --matmul auto",
-            if options.precision == Precision::Bf16 { "bf16" } else { "fp32" }
+            if options.precision == Precision::Fp32 { "fp32" } else { "bf16" }
+        );
+        ensure!(
+            options.precision != Precision::Fp8 || choice.is_hopper(),
+            "--precision fp8: expected a GPU of compute capability 9.0, found {} with {choice} kernels; use --precision bf16",
+            gpu.info().name
         );
         let tensor_maps = choice.is_hopper().then(|| TensorMaps::new(&gpu)).transpose()?;
         let cublaslt = Matmuls::new(Handle::new(&gpu)?)?;
@@ -182,12 +187,13 @@ impl Executor for Device {
 
     fn tensor_map(
         &mut self,
-        tensor: Global<bf16>,
+        tensor: u64,
+        dtype: DType,
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         let Some(maps) = &mut self.tensor_maps else { return Ok(None) };
-        let key = Key { tensor: address(tensor.pointer()), extents, tile };
+        let key = Key { tensor, dtype, extents, tile };
         if let Some(map) = maps.get(&key) {
             return Ok(Some(map));
         }

@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow, ensure};
 use cuda_std::emulate::Memory;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, GlobalMut, bf16};
+use cuda_std::{E4m3, Global, GlobalMut, bf16};
 use gpu::launch::KernelLaunch;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -34,6 +34,9 @@ pub struct Emulated {
     graphs: CudaGraphs<Rc<[Command]>>,
     /// Commands of the capture in progress.
     captured: Vec<Command>,
+    /// Whether the library refuses every GEMM.
+    #[cfg(test)]
+    pub library_refuses: bool,
 }
 
 /// Work that a graph can contain.
@@ -58,6 +61,8 @@ impl Emulated {
             start: Instant::now(),
             graphs: CudaGraphs::default(),
             captured: Vec::new(),
+            #[cfg(test)]
+            library_refuses: false,
         }
     }
 
@@ -123,14 +128,15 @@ impl Executor for Emulated {
 
     fn tensor_map(
         &mut self,
-        tensor: Global<bf16>,
+        tensor: u64,
+        dtype: DType,
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>> {
         if !self.gpu.hopper {
             return Ok(None);
         }
-        let key = Key { tensor: tensor.pointer().addr() as u64, extents, tile };
+        let key = Key { tensor, dtype, extents, tile };
         // A GPU has the same limitation.
         let exists = self.tensor_maps.contains_key(&key);
         ensure!(
@@ -138,7 +144,12 @@ impl Executor for Emulated {
             "{key:?} has no tensor map, and none can be created during graph capture"
         );
         let map = self.tensor_maps.entry(key).or_insert_with(|| {
+            let bytes = Global::<E4m3>::from_address(tensor);
+            let tensor = Global::<bf16>::from_address(tensor);
             let map = match extents {
+                Extents::Matrix([rows, columns]) if dtype == DType::Fp8 => {
+                    TensorMap::emulated(bytes, rows, columns, columns, tile.0, tile.1)
+                }
                 Extents::Matrix([rows, columns]) => {
                     TensorMap::emulated(tensor, rows, columns, 2 * columns, tile.0, tile.1)
                 }
@@ -204,6 +215,10 @@ impl Executor for Emulated {
     }
 
     unsafe fn library_gemm(&mut self, gemm: &Gemm, operands: &GemmOperands) -> Result<()> {
+        #[cfg(test)]
+        if self.library_refuses {
+            return Err(cublaslt::Error::NoAlgorithm { problem: gemm.to_string() }.into());
+        }
         // SAFETY: the caller's promise.
         unsafe { self.submit(Command::Gemm { gemm: *gemm, operands: *operands }) }
     }

@@ -9,9 +9,9 @@ use crate::plan::Plan;
 use crate::tensor::DType;
 use crate::{GeluFusion, GraphKey, HostBuffer, Interval, Peak, PendingRead, ReadResult, Result};
 use cublaslt::sys::MatmulAlgo;
+use cuda_std::Global;
 use cuda_std::hopper::TensorMap;
 use cuda_std::launch::Launch;
-use cuda_std::{Global, bf16};
 use gpu::launch::KernelLaunch;
 
 /// The GPU that an emulator imitates.
@@ -68,11 +68,12 @@ pub trait Executor {
     /// Returns the GELU fusion that is fastest for a storage type.
     fn best_gelu_fusion(&self, dtype: DType) -> GeluFusion;
 
-    /// Returns a tensor map for TMA copies of boxes of `tile` rows and columns, or `None` where the kernels that use TMA do not
-    /// run. The map is valid until the next allocation.
+    /// Returns a tensor map for TMA copies of boxes of `tile` rows and columns of a tensor in bf16 or FP8, or `None` where the
+    /// kernels that use TMA do not run. An FP8 tensor is one matrix. The map is valid until the next allocation.
     fn tensor_map(
         &mut self,
-        tensor: Global<bf16>,
+        tensor: u64,
+        dtype: DType,
         extents: Extents,
         tile: (u32, u32),
     ) -> Result<Option<Global<TensorMap>>>;

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::gemm::{Algorithms, Choice, GemmCall, GemmKey, KernelConfig};
 use anyhow::Context;
 use gpu::launch::KernelLaunch;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// The GEMMs of an engine, and the algorithm of each.
 pub struct GemmDispatch {
@@ -21,6 +21,8 @@ pub struct GemmDispatch {
     untimed: bool,
     pub(super) scratch: Scratch,
     pub(super) choices: HashMap<GemmKey, Choice>,
+    /// GEMMs that cuBLASLt has refused, and that kernels compute.
+    refused: HashSet<GemmKey>,
     /// The calls of a tuning pass, in which nothing runs.
     pub(super) collected: Option<Vec<GemmCall>>,
     pub(super) cache: Option<Cache>,
@@ -36,6 +38,7 @@ impl GemmDispatch {
             untimed: cache.is_none(),
             scratch: Scratch::NONE,
             choices: HashMap::new(),
+            refused: HashSet::new(),
             collected: None,
             cache,
         };
@@ -61,7 +64,7 @@ impl GemmDispatch {
         executor.invalidate_graphs();
         self.choices.extend(choices.iter().map(|choice| (choice.key(), *choice)));
         let Some(timer) = executor.gemm_timer() else { return };
-        for choice in choices {
+        for choice in choices.iter().filter(|choice| choice.gemm.is_in_library()) {
             timer.set_library_algorithm(&library_key(&choice.key()), choice.algo);
         }
         // A choice for the library part itself takes precedence over one derived from a larger GEMM.
@@ -90,9 +93,26 @@ impl GemmDispatch {
         self.hopper && self.backend != MatmulBackend::Cublaslt && WgmmaGemm::new(&call.gemm, &call.operands).is_some()
     }
 
+    /// Reports whether cuBLASLt may compute the library part of a GEMM.
+    pub(super) fn may_use_library(&self, call: &GemmCall) -> bool {
+        call.gemm.is_in_library() && !self.refused.contains(&call.key())
+    }
+
+    /// Remembers that cuBLASLt has refused a GEMM, and returns true, if that is the error and a kernel can compute the GEMM.
+    /// cuBLASLt's support of FP8 depends on shapes, and shows only when the matmul runs.
+    pub(super) fn falls_back(&mut self, call: &GemmCall, error: &anyhow::Error) -> bool {
+        let refused = error.downcast_ref::<cublaslt::Error>().is_some_and(cublaslt::Error::is_unsupported);
+        let falls_back = refused && self.hopper && WgmmaGemm::new(&call.gemm, &call.operands).is_some();
+        if falls_back {
+            self.refused.insert(call.key());
+        }
+        falls_back
+    }
+
     /// Returns the kernel that computes a GEMM, or `None` if the library does.
     pub fn kernel_for(&self, call: &GemmCall, sm_count: usize) -> Result<Option<(WgmmaGemm, KernelConfig)>> {
-        if !self.hopper || self.backend == MatmulBackend::Cublaslt {
+        let backend = if self.may_use_library(call) { self.backend } else { MatmulBackend::Rust };
+        if !self.hopper || backend == MatmulBackend::Cublaslt {
             return Ok(None);
         }
         let gemm = WgmmaGemm::new(&call.gemm, &call.operands);
@@ -104,16 +124,16 @@ impl GemmDispatch {
         };
         let config = self.kernel_config.unwrap_or(0);
         if self.untimed {
-            let gemm = if self.backend == MatmulBackend::Rust { Some(required()?) } else { gemm };
+            let gemm = if backend == MatmulBackend::Rust { Some(required()?) } else { gemm };
             return Ok(gemm.map(|gemm| (gemm, nth(&gemm, config))));
         }
         let known = self.choices.get(&call.key()).filter(|_| self.kernel_config.is_none());
-        if self.backend == MatmulBackend::Auto && !known.is_some_and(|choice| choice.kernel_wins) {
+        if backend == MatmulBackend::Auto && !known.is_some_and(|choice| choice.kernel_wins) {
             return Ok(None);
         }
         let gemm = required()?;
         let tuned = known.and_then(|choice| choice.kernel).filter(|config| gemm.supports(*config, self.scratch));
-        Ok(match (tuned, self.backend) {
+        Ok(match (tuned, backend) {
             (Some(config), _) => Some((gemm, config)),
             (None, MatmulBackend::Rust) => Some((gemm, nth(&gemm, config))),
             (None, _) => None,
@@ -138,7 +158,11 @@ impl GemmDispatch {
         let part = call.part();
         if part.gemm == call.gemm {
             // SAFETY: the caller's promise.
-            return unsafe { executor.library_gemm(&call.gemm, &call.operands) };
+            return match unsafe { executor.library_gemm(&call.gemm, &call.operands) } {
+                // SAFETY: the caller's promise. A refused matmul has launched nothing.
+                Err(error) if self.falls_back(&call, &error) => unsafe { self.run(call, executor) },
+                result => result,
+            };
         }
         // If the part has kernels that run after it, they are those of this GEMM.
         let after = if part.after.is_empty() { call.after } else { Vec::new() };
@@ -400,6 +424,33 @@ mod tests {
         for call in &collected {
             call.gemm.validate(&call.operands).unwrap();
         }
+    }
+
+    /// cuBLASLt may refuse a GEMM although its heuristic returned an algorithm.
+    #[test]
+    fn kernels_compute_what_the_library_refuses() {
+        let want = {
+            let mut mlp = Mlp::new(gpu(MatmulBackend::Rust));
+            let dispatch = GemmDispatch::new(gpu(MatmulBackend::Rust), None, &mut mlp.executor);
+            results(mlp, dispatch)
+        };
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        mlp.executor.library_refuses = true;
+        let dispatch = tuned(&mut mlp, &[]);
+        let got = results(mlp, dispatch);
+        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+            let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.02 * b.abs().max(0.05);
+            assert!(got.iter().zip(want).all(near), "tensor {i}");
+        }
+        // Without a kernel, the error remains.
+        let mut mlp = Mlp::new(gpu(MatmulBackend::Auto));
+        mlp.executor.library_refuses = true;
+        let mut dispatch = tuned(&mut mlp, &[]);
+        dispatch.hopper = false;
+        let call = mlp.forward().library_part();
+        // SAFETY: the tensors have the sizes that the GEMM implies.
+        let error = unsafe { dispatch.run(call, &mut mlp.executor) }.unwrap_err();
+        assert!(error.to_string().contains("no algorithm"), "{error}");
     }
 
     #[test]

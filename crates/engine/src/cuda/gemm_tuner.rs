@@ -50,7 +50,7 @@ impl GemmDispatch {
             }
         };
         cool_down();
-        let (algo, timing) = Self::time_library(call, executor)?;
+        let (algo, timing) = self.time_library(call, executor)?;
         cool_down();
         let kernel = self.time_kernels(call, executor)?;
         let unfused = self.time_unfused(call, &cool_down, executor)?;
@@ -62,12 +62,23 @@ impl GemmDispatch {
     }
 
     /// Times cuBLASLt's algorithms for the library part, plus the kernels for the rest.
-    fn time_library(call: &GemmCall, executor: &mut dyn Executor) -> Result<(MatmulAlgo, Timing)> {
+    fn time_library(&mut self, call: &GemmCall, executor: &mut dyn Executor) -> Result<(MatmulAlgo, Timing)> {
         let part = call.library_part();
+        let never = || {
+            let (library_first, library) = (f32::INFINITY, f32::INFINITY);
+            let timing = Timing { gemm: call.gemm, candidates: 0, library_first, library, kernel: None, unfused: None };
+            Ok((MatmulAlgo([0; 8]), timing))
+        };
+        if !self.may_use_library(&part) {
+            return never();
+        }
         let (key, timer) = (part.key(), timer_of(executor)?);
         let previous = timer.library_algorithm(&key).filter(|_| part.gemm != call.gemm);
         // SAFETY: the operations have checked the operands against the arena; nothing else is running.
-        let library = unsafe { timer.time_library(&part.gemm, &part.operands) }?;
+        let library = match unsafe { timer.time_library(&part.gemm, &part.operands) } {
+            Err(error) if self.falls_back(&part, &error) => return never(),
+            library => library?,
+        };
         if let Some(algo) = previous {
             // The part was already tuned as a GEMM of its own.
             timer.set_library_algorithm(&key, algo);

@@ -2,7 +2,7 @@
 
 use super::executor::EmulatedGpu;
 use super::wgmma::Scratch;
-use super::{Cuda, Float, MatmulBackend, activation, bias};
+use super::{Cuda, Float, MatmulBackend, activation, bias, matmul_fp8};
 use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
 use crate::ops::{
     Activation, ActivationForward, ActivationInput, Epilogue, MatmulBackward, MatmulForward, MatmulShape,
@@ -46,7 +46,7 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Reports whether the GEMM with `oc` output columns applies the activation in its epilogue.
-    fn fuses_forward(&self, activation: Activation, bias: Option<Tensor>, oc: usize) -> bool {
+    pub(super) fn fuses_forward(&self, activation: Activation, bias: Option<Tensor>, oc: usize) -> bool {
         activation == Activation::Gelu
             && self.gelu_fusion >= GeluFusion::Forward
             && bias.is_some()
@@ -54,8 +54,8 @@ impl<T: Float> Cuda<T> {
     }
 
     /// Returns the GEMM of a forward pass.
-    fn forward_gemm(&self, op: MatmulForward) -> Result<GemmCall> {
-        let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc } } = op;
+    pub(super) fn forward_gemm(&self, op: &MatmulForward) -> Result<GemmCall> {
+        let MatmulForward { out, inp, weight, bias, epilogue, shape: MatmulShape { rows, c, oc }, .. } = *op;
         let (residual, preactivation) = match epilogue {
             Epilogue::None => (None, None),
             Epilogue::Residual(residual) => (Some(residual), None),
@@ -88,7 +88,7 @@ impl<T: Float> Cuda<T> {
     /// to rounded sums, so both give the bits of recomputing it.
     fn fused_forward(
         &self,
-        op: MatmulForward,
+        op: &MatmulForward,
         activation: Activation,
         preactivation: Tensor,
     ) -> Result<Option<GemmCall>> {
@@ -101,7 +101,7 @@ impl<T: Float> Cuda<T> {
             return Ok(None);
         }
         let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
-        let unfused = self.forward_gemm(MatmulForward { out: preactivation, epilogue: Epilogue::None, ..op })?;
+        let unfused = self.forward_gemm(&MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op })?;
         let operands = GemmOperands {
             out: self.operand("out", op.out, shape.rows * shape.columns)?,
             preactivation: Some(unfused.operands.out),
@@ -162,7 +162,7 @@ impl<T: Float> Cuda<T> {
             return Ok(None);
         }
         let epilogue = Epilogue::Activation(input.activation, input.preactivation);
-        let call = self.forward_gemm(MatmulForward { out, inp, weight, bias, epilogue, shape })?;
+        let call = self.forward_gemm(&MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None })?;
         Ok(if self.runs_on_wgmma(&call)? { None } else { Some(call) })
     }
 
@@ -195,14 +195,17 @@ impl<T: Float> Cuda<T> {
     }
 }
 
-pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result<()> {
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward) -> Result<()> {
+    if let Some(fp8) = op.fp8 {
+        return matmul_fp8::forward(cuda, op, &fp8);
+    }
     match op.epilogue {
         Epilogue::Activation(activation, preactivation) if !cuda.fuses_forward(activation, op.bias, op.shape.oc) => {
             if let Some(call) = cuda.fused_forward(op, activation, preactivation)? {
                 return cuda.run_gemm(call);
             }
-            let unfused = MatmulForward { out: preactivation, epilogue: Epilogue::None, ..op };
-            cuda.run_gemm(cuda.forward_gemm(unfused)?)?;
+            let unfused = MatmulForward { out: preactivation, epilogue: Epilogue::None, ..*op };
+            cuda.run_gemm(cuda.forward_gemm(&unfused)?)?;
             let shape = activation::Shape { rows: op.shape.rows, columns: op.shape.oc / activation.inputs() };
             activation::forward(cuda, activation, op.out, preactivation, shape)
         }
@@ -211,6 +214,9 @@ pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: MatmulForward) -> Result
 }
 
 pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward) -> Result<()> {
+    if let Some(fp8) = op.fp8 {
+        return matmul_fp8::backward(cuda, op, &fp8);
+    }
     // The bias gradient's scratch memory is checked before anything is launched.
     let bias_kernels = match op.dbias {
         Some(dbias) => bias::backward_kernels(cuda, dbias, op.dout, op.shape)?,

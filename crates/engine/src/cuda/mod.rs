@@ -16,6 +16,7 @@ mod device;
 mod emulated;
 mod encoder;
 mod executor;
+pub mod fp8;
 mod functions;
 mod gemm_cache;
 mod gemm_dispatch;
@@ -23,15 +24,18 @@ mod gemm_tuner;
 mod global_norm;
 mod layernorm;
 mod matmul;
+mod matmul_fp8;
 mod modules;
 mod muon;
 mod noise;
 mod peak;
 mod profile;
+mod quantize;
 mod rmsnorm;
 mod rotary;
 mod tensor_maps;
 mod wgmma;
+mod wgmma_fp8;
 
 pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels};
@@ -66,6 +70,8 @@ pub enum Precision {
     Bf16,
     /// f32
     Fp32,
+    /// bf16, and FP8 in the matmuls of the layers' training steps
+    Fp8,
 }
 
 /// Settings of an engine on a GPU.
@@ -97,7 +103,7 @@ pub enum MatmulBackend {
     Auto,
     /// cuBLASLt
     Cublaslt,
-    /// This program's wgmma kernels: bf16 on Hopper, with rows that are multiples of 8 elements
+    /// This program's wgmma kernels: bf16 and FP8 on Hopper, with rows that are multiples of 8 elements
     Rust,
 }
 
@@ -107,7 +113,7 @@ pub fn open(options: &Options) -> Result<Box<dyn Engine>> {
     let cache = device.gemm_cache()?;
     let fusion = options.gelu_fusion;
     Ok(match options.precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(Box::new(device), Some(cache), fusion)),
+        Precision::Bf16 | Precision::Fp8 => Box::new(Cuda::<bf16>::new(Box::new(device), Some(cache), fusion)),
         Precision::Fp32 => Box::new(Cuda::<f32>::new(Box::new(device), Some(cache), fusion)),
     })
 }
@@ -124,7 +130,7 @@ pub fn emulated(
 ) -> Box<dyn Engine> {
     let executor = Box::new(emulated::Emulated::new(gpu, checked));
     match precision {
-        Precision::Bf16 => Box::new(Cuda::<bf16>::new(executor, None, gelu_fusion)),
+        Precision::Bf16 | Precision::Fp8 => Box::new(Cuda::<bf16>::new(executor, None, gelu_fusion)),
         Precision::Fp32 => Box::new(Cuda::<f32>::new(executor, None, gelu_fusion)),
     }
 }
@@ -145,6 +151,14 @@ impl Stored for i32 {
 }
 impl Stored for u16 {
     const DTYPE: DType = DType::U16;
+}
+
+/// An FP8 number of any format.
+#[repr(transparent)]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Fp8Bits(u8);
+impl Stored for Fp8Bits {
+    const DTYPE: DType = DType::Fp8;
 }
 
 /// An engine's storage type.
@@ -266,6 +280,10 @@ impl<T: Float> Engine for Cuda<T> {
         T::DTYPE
     }
 
+    fn fp8_dtype(&self) -> Option<DType> {
+        (T::DTYPE == DType::Bf16 && self.executor.emulation().hopper).then_some(DType::Fp8)
+    }
+
     fn gelu_fusion(&self) -> GeluFusion {
         self.gelu_fusion
     }
@@ -284,7 +302,7 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::RmsNormBackward(op) => rmsnorm::backward(self, op),
             Operation::RotaryForward(op) => rotary::forward(self, op),
             Operation::RotaryBackward(op) => rotary::backward(self, op),
-            Operation::MatmulForward(op) => matmul::forward(self, op),
+            Operation::MatmulForward(op) => matmul::forward(self, &op),
             Operation::MatmulBackward(op) => matmul::backward(self, &op),
             Operation::AttentionForward(op) => attention::forward(self, op),
             Operation::AttentionBackward(op) => attention::backward(self, op),
@@ -297,9 +315,11 @@ impl<T: Float> Engine for Cuda<T> {
             Operation::MuonMomentum(op) => muon::momentum(self, op),
             Operation::Orthogonalize(op) => muon::orthogonalize(self, op),
             Operation::MuonApply(op) => muon::apply(self, op),
+            Operation::Quantize(op) => quantize::quantize(self, op),
+            Operation::Fp8Scales(op) => quantize::scales(self, op),
             Operation::DecodeEmbed(op) => decode::embed(self, op),
-            Operation::DecodeMatmul(op) => decode::matmul(self, op),
-            Operation::DecodeAttention(op) => decode::attention(self, op),
+            Operation::DecodeMatmul(op) => decode::matmul(self, &op),
+            Operation::DecodeAttention(op) => decode::attention(self, &op),
             Operation::CacheFill(op) => decode::cache_fill(self, op),
             Operation::SampleTokens(op) => decode::sample(self, op),
         }
@@ -406,6 +426,7 @@ impl<T: Float> Engine for Cuda<T> {
             rmsnorm::scratch::<T>(workload, sm_count),
             rotary::scratch::<T>(workload, sm_count),
             bias::scratch::<T>(workload, sm_count),
+            if self.fp8_dtype().is_some() { quantize::scratch(workload) } else { 0 },
             attention::scratch::<T>(workload, &*self.executor),
             global_norm::scratch::<T>(workload, sm_count),
             matmul::scratch::<T>(workload, self.executor.emulation()),
@@ -468,7 +489,7 @@ impl<T: Float> Engine for Cuda<T> {
         match to.dtype {
             DType::F32 => send::<f32>(executor, arena, to, values, |value| value),
             DType::Bf16 => send::<bf16>(executor, arena, to, values, bf16::from_f32),
-            DType::I32 | DType::U16 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
+            DType::I32 | DType::U16 | DType::Fp8 => bail!("write: expected a float tensor, found {}", to.dtype.name()),
         }
     }
 
@@ -490,7 +511,7 @@ impl<T: Float> Engine for Cuda<T> {
         match from.dtype {
             DType::F32 => fetch::<f32>(executor, arena, from, |value| value),
             DType::Bf16 => fetch::<bf16>(executor, arena, from, bf16::to_f32),
-            DType::I32 | DType::U16 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
+            DType::I32 | DType::U16 | DType::Fp8 => bail!("read: expected a float tensor, found {}", from.dtype.name()),
         }
     }
 

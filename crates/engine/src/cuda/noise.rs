@@ -5,7 +5,10 @@ use half::bf16;
 
 /// Returns uniform numbers in ±1 of a storage type, as bytes.
 pub fn noise(precision: GemmPrecision, bytes: usize) -> Vec<u8> {
-    let size = if precision == GemmPrecision::Bf16 { 2 } else { 4 };
+    let size = match precision {
+        GemmPrecision::Bf16 | GemmPrecision::Fp8 { .. } => 2,
+        GemmPrecision::F32 | GemmPrecision::Tf32 => 4,
+    };
     let number = |i: usize| gpu::noise::squirrel5(i as u32, 0) as f32 / u32::MAX as f32 * 2.0 - 1.0;
     (0..bytes / size)
         .flat_map(|i| {

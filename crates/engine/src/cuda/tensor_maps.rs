@@ -1,6 +1,7 @@
 //! TMA tensor maps in device memory, created once for each tensor and shape.
 
 use crate::Result;
+use crate::tensor::DType;
 use anyhow::ensure;
 use cuda_driver::{DeviceMemory, ElementType, Gpu, L2Promotion, Stream, Swizzle};
 use cuda_std::Global;
@@ -11,10 +12,11 @@ use std::collections::HashMap;
 /// Maximum number of maps. A run needs about fifty for each layer and batch shape.
 const CAPACITY: usize = 16384;
 
-/// Identifies a map: a bf16 tensor at a device address, and the rows and columns of a box.
+/// Identifies a map: a tensor in bf16 or FP8 at a device address, and the rows and columns of a box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     pub tensor: u64,
+    pub dtype: DType,
     pub extents: Extents,
     pub tile: (u32, u32),
 }
@@ -59,17 +61,23 @@ impl TensorMaps {
     }
 }
 
-fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
+fn encode(Key { tensor, dtype, extents, tile: (tile_rows, tile_columns) }: Key) -> Result<cuda_driver::TensorMap> {
     let (Extents::Matrix([rows, columns])
     | Extents::Matrices([_, rows, columns])
     | Extents::Batch([_, rows, columns], _)
     | Extents::Interleaved([rows, _, columns])) = extents;
-    ensure!(columns.is_multiple_of(8), "TMA: expected rows of a multiple of 8 bf16, found {columns}");
+    let bytes = dtype.bytes();
+    ensure!(
+        (bytes * columns).is_multiple_of(16),
+        "TMA: expected rows of a multiple of 16 bytes, found {columns} {}",
+        dtype.name()
+    );
     // The swizzle spans a row of the box.
-    let swizzle = if tile_columns == 32 { Swizzle::B64 } else { Swizzle::B128 };
-    let (element, l2) = (ElementType::Bf16, L2Promotion::B256);
+    let swizzle = if bytes * tile_columns as usize == 64 { Swizzle::B64 } else { Swizzle::B128 };
+    let element = if dtype == DType::Fp8 { ElementType::U8 } else { ElementType::Bf16 };
+    let l2 = L2Promotion::B256;
     let wide = |extent: usize| extent as u64;
-    let (row, matrix) = (2 * wide(columns), 2 * wide(rows * columns));
+    let (row, matrix) = (wide(bytes * columns), wide(bytes * rows * columns));
     let map = match extents {
         Extents::Matrix(_) => {
             let (extents, tile) = ([columns, rows].map(wide), [tile_columns, tile_rows]);
@@ -81,7 +89,7 @@ fn encode(Key { tensor, extents, tile: (tile_rows, tile_columns) }: Key) -> Resu
         }
         Extents::Batch([matrices, ..], stride) => {
             let (extents, tile) = ([columns, rows, matrices].map(wide), [tile_columns, tile_rows, 1]);
-            let strides = [row, 2 * wide(stride)];
+            let strides = [row, wide(bytes * stride)];
             cuda_driver::TensorMap::tiled(element, tensor, extents, &strides, tile, swizzle, l2)
         }
         Extents::Interleaved([_, matrices, _]) => {

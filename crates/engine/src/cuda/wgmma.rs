@@ -1,11 +1,14 @@
-//! The wgmma backend: GEMMs by this project's kernels, in bf16 on sm_90a.
+//! The wgmma backend: GEMMs by this project's kernels, in bf16 and FP8 on sm_90a.
 
 use super::executor::Executor;
+use super::wgmma_fp8;
 use crate::gemm::{Gemm, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision, KernelConfig};
+use crate::tensor::DType;
 use crate::{Result, Workload};
 use anyhow::{Context, ensure};
-use cuda_std::{Global, GlobalMut};
+use cuda_std::GlobalMut;
 use gpu::launch::KernelLaunch;
+use gpu::matmul::fp8_launch::Fp8Gemm;
 use gpu::matmul::launch::{self, Batch, GemmOp, GemmShape, KernelOperands, Map, Scale, TileConfig, TileShape};
 
 /// Device memory for the partial sums of weight gradients.
@@ -39,17 +42,36 @@ impl Scratch {
 /// A GEMM that a wgmma kernel computes.
 #[derive(Clone, Copy, Debug)]
 pub struct WgmmaGemm {
-    op: GemmOp,
+    kernel: Kernel,
     /// Whether the epilogue writes the preactivation rather than reading it.
     writes_preactivation: bool,
     shape: GemmShape,
     operands: GemmOperands,
 }
 
+/// The kernels for a type of operands.
+#[derive(Clone, Copy, Debug)]
+enum Kernel {
+    Bf16(GemmOp),
+    Fp8(Fp8Gemm),
+}
+
 impl WgmmaGemm {
     /// Returns the kernel's view of a GEMM, or `None` if no kernel computes it.
     pub fn new(gemm: &Gemm, operands: &GemmOperands) -> Option<Self> {
-        let op = match (gemm.layout, gemm.epilogue, gemm.f32_output) {
+        let shape = GemmShape { m: gemm.m, n: gemm.n, k: gemm.k };
+        let kernel = match gemm.precision {
+            GemmPrecision::Bf16 => Kernel::Bf16(Self::bf16(gemm).filter(|op| shape.is_supported(*op))?),
+            GemmPrecision::Fp8 { a, exact } => Kernel::Fp8(wgmma_fp8::kernel(gemm, a, exact, shape)?),
+            GemmPrecision::F32 | GemmPrecision::Tf32 => return None,
+        };
+        let writes_preactivation = gemm.epilogue.writes_preactivation();
+        Some(Self { kernel, writes_preactivation, shape, operands: *operands })
+    }
+
+    /// Returns the bf16 kernels for a GEMM.
+    fn bf16(gemm: &Gemm) -> Option<GemmOp> {
+        Some(match (gemm.layout, gemm.epilogue, gemm.f32_output) {
             (GemmLayout::Nt, GemmEpilogue::None, false) => GemmOp::ABt,
             (GemmLayout::Nt, GemmEpilogue::Bias, false) => GemmOp::ABtBias,
             (GemmLayout::Nt, GemmEpilogue::BiasResidual, false) => GemmOp::ABtBiasResidual,
@@ -74,16 +96,19 @@ impl WgmmaGemm {
             (GemmLayout::Nt, GemmEpilogue::SymmetricResidual, false) => GemmOp::ABtSymmetricScaled,
             (GemmLayout::Tn, GemmEpilogue::Symmetric, false) => GemmOp::AtBSymmetric,
             _ => return None,
-        };
-        let shape = GemmShape { m: gemm.m, n: gemm.n, k: gemm.k };
-        let possible = gemm.precision == GemmPrecision::Bf16 && shape.is_supported(op);
-        let writes_preactivation = gemm.epilogue.writes_preactivation();
-        possible.then_some(Self { op, writes_preactivation, shape, operands: *operands })
+        })
     }
 
     /// Returns the configurations that may be the fastest, most promising first.
     pub fn configs(&self, sm_count: usize, scratch: Scratch) -> Vec<KernelConfig> {
-        let configs = launch::candidate_configs(self.op, self.shape, sm_count, scratch.len);
+        let configs = match self.kernel {
+            Kernel::Bf16(op) => launch::candidate_configs(op, self.shape, sm_count, scratch.len),
+            // Only a weight gradient, which is added to itself, may be split.
+            Kernel::Fp8(gemm) if self.operands.residual == Some(self.operands.out) => {
+                gemm.candidate_configs(self.shape, sm_count, scratch.len)
+            }
+            Kernel::Fp8(gemm) => gemm.candidate_configs(self.shape, sm_count, 0),
+        };
         let stored = |TileConfig { tile, split_k }| KernelConfig {
             tile_m: tile.tile_m(),
             tile_n: tile.tile_n(),
@@ -94,12 +119,27 @@ impl WgmmaGemm {
 
     /// Reports whether a configuration, which may come from a run with more memory, is possible in this one.
     pub fn supports(&self, config: KernelConfig, scratch: Scratch) -> bool {
-        self.config(config).is_some_and(|config| config.scratch_len(self.op, self.shape) <= scratch.len)
+        self.config(config).is_some_and(|config| self.scratch_len(config) <= scratch.len)
     }
 
     fn config(&self, KernelConfig { tile_m, tile_n, split_k }: KernelConfig) -> Option<TileConfig> {
         let config = TileConfig { tile: TileShape::from_dims(tile_m, tile_n)?, split_k: split_k as usize };
-        (split_k > 0 && config.is_supported(self.op, self.shape)).then_some(config)
+        let supported = match self.kernel {
+            Kernel::Bf16(op) => config.is_supported(op, self.shape),
+            Kernel::Fp8(gemm) => {
+                let splits = split_k == 1 || self.operands.residual == Some(self.operands.out);
+                splits && gemm.supports(self.shape, config)
+            }
+        };
+        (split_k > 0 && supported).then_some(config)
+    }
+
+    /// Returns the f32 elements of scratch memory for partial sums.
+    fn scratch_len(&self, config: TileConfig) -> usize {
+        match self.kernel {
+            Kernel::Bf16(op) => config.scratch_len(op, self.shape),
+            Kernel::Fp8(gemm) => gemm.scratch_len(self.shape, config),
+        }
     }
 
     /// Returns the launches in order; none where kernels for sm_90a do not run.
@@ -111,21 +151,26 @@ impl WgmmaGemm {
     ) -> Result<Vec<KernelLaunch>> {
         let config = self.config(config).with_context(|| format!("{self:?}: no kernel with configuration {config}"))?;
         let Scratch { partials: scratch, len: scratch_len } = scratch;
-        let needed = config.scratch_len(self.op, self.shape);
+        let needed = self.scratch_len(config);
         ensure!(
             needed <= scratch_len,
             "{self:?} with {config:?}: expected {needed} f32 of scratch memory, found {scratch_len}"
         );
+        let op = match self.kernel {
+            Kernel::Bf16(op) => op,
+            Kernel::Fp8(gemm) => {
+                return wgmma_fp8::launches(gemm, self.shape, config, &self.operands, scratch, executor);
+            }
+        };
         let GemmOperands { a, b, out, residual, bias, preactivation, activation, scale, batch, .. } = self.operands;
         let scale = scale.map_or(Scale::ONE, |scale| Scale { alpha: scale.alpha, beta: scale.beta });
         let batch =
             batch.map_or(Batch::ONE, |batch| Batch { count: batch.count, a: batch.a, b: batch.b, out: batch.d });
         let (aux, second) =
             if self.writes_preactivation { (None, preactivation) } else { (preactivation.or(residual), activation) };
-        let mut map = |address: u64, Map { extents, tile }: Map| {
-            executor.tensor_map(Global::from_address(address), extents, tile)
-        };
-        let maps = launch::maps(self.op, self.shape, batch, config.tile);
+        let mut map =
+            |address: u64, Map { extents, tile }: Map| executor.tensor_map(address, DType::Bf16, extents, tile);
+        let maps = launch::maps(op, self.shape, batch, config.tile);
         let (a, b, out_tensor) = (map(a, maps.a)?, map(b, maps.b)?, map(out, maps.out)?);
         // An operand that the epilogue does not use has the map of out.
         let mut optional = |address: Option<u64>, dimensions: Map| match address {
@@ -150,6 +195,6 @@ impl WgmmaGemm {
             scale,
             count: batch.count,
         };
-        Ok(launch::launches(self.op, self.shape, config, operands, executor.sm_count()))
+        Ok(launch::launches(op, self.shape, config, operands, executor.sm_count()))
     }
 }

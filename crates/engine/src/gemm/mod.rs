@@ -17,6 +17,7 @@ pub use choice::{Algorithms, Choice, KernelConfig, Timing, Tuning};
 
 use crate::Result;
 use anyhow::bail;
+use cuda_std::fp8::Fp8Format;
 use gpu::launch::KernelLaunch;
 use std::fmt;
 
@@ -29,6 +30,13 @@ pub enum GemmPrecision {
     F32,
     /// f32 in memory, rounded to 10 bits of mantissa on tensor cores.
     Tf32,
+    /// FP8 operands with a scale each, on tensor cores; all other matrices are bf16. The layout is [`GemmLayout::Nt`].
+    Fp8 {
+        /// The format of a; b is E4M3.
+        a: Fp8Format,
+        /// Whether sums over 128 columns of K are added in f32.
+        exact: bool,
+    },
 }
 
 /// Determines which operand is transposed in memory. Every matrix is row-major without gaps.
@@ -73,6 +81,10 @@ pub enum GemmEpilogue {
     SwiGluBackward,
     /// The output of `SwiGluBackward`; activation (M, N) = swiglu(preactivation). cuBLASLt lacks it.
     SwiGluBackwardRecompute,
+    /// The epilogue `BiasGelu` with out in E4M3: gelu(preactivation), rounded to bf16, divided by its scale. cuBLASLt lacks it.
+    BiasGeluFp8,
+    /// The epilogue `GeluBackward` with out in the format of a: rounded to bf16, divided by its scale. cuBLASLt lacks it.
+    GeluBackwardFp8,
     /// out += sum
     Accumulate,
     /// out += sum; bias (M) += column sums of a (K, M). cuBLASLt lacks it.
@@ -89,7 +101,7 @@ pub enum GemmEpilogue {
 impl GemmEpilogue {
     /// Reports whether the epilogue reads or writes `bias`.
     pub(crate) fn uses_bias(self) -> bool {
-        matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::AccumulateBiasGrad)
+        matches!(self, Self::Bias | Self::BiasResidual | Self::BiasGelu | Self::BiasGeluFp8 | Self::AccumulateBiasGrad)
     }
 
     /// Reports whether the epilogue reads or writes `preactivation`.
@@ -105,7 +117,9 @@ impl GemmEpilogue {
             | Self::Symmetric
             | Self::SymmetricResidual => false,
             Self::BiasGelu
+            | Self::BiasGeluFp8
             | Self::GeluBackward
+            | Self::GeluBackwardFp8
             | Self::GeluBackwardRecompute
             | Self::ReluSquared
             | Self::ReluSquaredBackward
@@ -118,7 +132,7 @@ impl GemmEpilogue {
 
     /// Reports whether the epilogue writes `preactivation`.
     pub(crate) fn writes_preactivation(self) -> bool {
-        matches!(self, Self::BiasGelu | Self::ReluSquared | Self::SwiGlu)
+        matches!(self, Self::BiasGelu | Self::BiasGeluFp8 | Self::ReluSquared | Self::SwiGlu)
     }
 
     /// Returns the epilogue that also recomputes the activation, for one that multiplies by its derivative.
@@ -129,6 +143,11 @@ impl GemmEpilogue {
             Self::SwiGluBackward => Some(Self::SwiGluBackwardRecompute),
             _ => None,
         }
+    }
+
+    /// Reports whether the output is FP8.
+    pub(crate) fn is_fp8(self) -> bool {
+        matches!(self, Self::BiasGeluFp8 | Self::GeluBackwardFp8)
     }
 
     /// Reports whether the epilogue recomputes an activation.
@@ -223,6 +242,11 @@ pub struct GemmOperands {
     /// a, b, and `d`: out and residual. Algorithms must not depend on the number, so that the bits of a matrix do not depend
     /// on the others. So the batch is not part of the [`Gemm`].
     pub batch: Option<Batch>,
+    /// Addresses of the f32 factors that restore a and b from their FP8 values.
+    pub fp8_scales: Option<[u64; 2]>,
+    /// Addresses of an FP8 output's scale, and of its largest magnitude as f32 bits, which becomes the maximum of itself and the
+    /// magnitudes of the output before it is divided by the scale.
+    pub fp8_output: Option<[u64; 2]>,
 }
 
 /// Alignments of the operands b, a, output (and residual), bias and preactivation: the largest power of two up to 256 that divides each
@@ -254,11 +278,12 @@ impl GemmCall {
     /// Returns the GEMM without one step of its epilogue, which [`fallback`](Self::fallback) or, if the part has none,
     /// [`after`](Self::after) computes. Returns the same GEMM if cuBLASLt can compute it.
     pub fn part(&self) -> Self {
-        let epilogue = self.gemm.epilogue.part();
-        let gemm = Gemm { epilogue, ..self.gemm };
+        let gemm = self.gemm.part();
+        let epilogue = gemm.epilogue;
         let GemmOperands { out, preactivation, sums, .. } = self.operands;
         let plain_out = match self.gemm.epilogue {
             GemmEpilogue::ReluSquared | GemmEpilogue::SwiGlu => preactivation,
+            GemmEpilogue::BiasGelu if gemm != self.gemm => preactivation,
             GemmEpilogue::SwiGluBackward => sums,
             _ => None,
         };
@@ -270,7 +295,7 @@ impl GemmCall {
             sums: sums.filter(|_| epilogue.uses_sums()),
             ..self.operands
         };
-        let after = if epilogue == epilogue.part() { Vec::new() } else { self.after.clone() };
+        let after = if gemm == gemm.part() { Vec::new() } else { self.after.clone() };
         Self { gemm, operands, fallback: Vec::new(), after }
     }
 
@@ -294,22 +319,50 @@ impl GemmOperands {
 pub const GELU_COLUMNS: usize = 8;
 
 impl Gemm {
+    /// Returns the GEMM without one step of its epilogue. See [`GemmCall::part`].
+    fn part(self) -> Self {
+        let epilogue = match (self.precision, self.epilogue) {
+            // cuBLASLt's GELU epilogues are for other types.
+            (GemmPrecision::Fp8 { .. }, GemmEpilogue::BiasGelu) => GemmEpilogue::Bias,
+            (GemmPrecision::Fp8 { .. }, GemmEpilogue::GeluBackward) => GemmEpilogue::None,
+            (_, epilogue) => epilogue.part(),
+        };
+        Self { epilogue, ..self }
+    }
+
     /// Returns the part that cuBLASLt can compute.
     pub fn library_part(self) -> Self {
-        Self { epilogue: self.epilogue.part().part(), ..self }
+        self.part().part()
+    }
+
+    /// Reports whether cuBLASLt computes the library part. With FP8 operands, it lacks bias and residual together for some
+    /// shapes. An FP8 output has no part.
+    pub fn is_in_library(self) -> bool {
+        let fp8 = matches!(self.precision, GemmPrecision::Fp8 { .. });
+        !(fp8 && (self.epilogue == GemmEpilogue::BiasResidual || self.epilogue.is_fp8()))
     }
 
     /// Checks that the operands match the epilogue and are aligned.
     pub fn validate(&self, operands: &GemmOperands) -> Result<()> {
-        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch } = *operands;
+        let GemmOperands { a, b, out, residual, bias, preactivation, activation, sums, scale, batch, .. } = *operands;
+        let GemmOperands { fp8_scales, fp8_output, .. } = *operands;
+        let fp8 = matches!(self.precision, GemmPrecision::Fp8 { .. });
         for (name, given, used) in [
             ("factors", scale.is_some(), self.epilogue.uses_scale()),
             ("batch", batch.is_some(), self.epilogue.is_batched()),
+            ("scales of FP8 operands", fp8_scales.is_some(), fp8),
+            ("scale of an FP8 output", fp8_output.is_some(), self.epilogue.is_fp8()),
         ] {
             if given != used {
                 let (expected, found) = if used { ("some", "none") } else { ("none", "some") };
                 bail!("{self}: {name}: expected {expected} for this epilogue, found {found}");
             }
+        }
+        if self.epilogue.is_fp8() && !fp8 {
+            bail!("{self}: an FP8 output: expected FP8 operands");
+        }
+        if fp8 && (self.layout != GemmLayout::Nt || !self.n.is_multiple_of(16) || !self.k.is_multiple_of(16)) {
+            bail!("{self}: FP8: expected layout NT, and multiples of 16 as N and K");
         }
         if self.epilogue.is_symmetric() && (a != b || self.m != self.n || self.layout == GemmLayout::Nn) {
             bail!("{self}: a symmetric output: expected one matrix as a and b, multiplied by its transpose");
@@ -354,6 +407,10 @@ impl fmt::Display for Gemm {
             GemmPrecision::Bf16 => "bf16",
             GemmPrecision::F32 => "f32",
             GemmPrecision::Tf32 => "tf32",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: false } => "e4m3",
+            GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: true } => "e4m3 exact",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: false } => "e5m2",
+            GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true } => "e5m2 exact",
         };
         let epilogue = match self.epilogue {
             GemmEpilogue::None => "",
@@ -361,7 +418,9 @@ impl fmt::Display for Gemm {
             GemmEpilogue::Residual => " residual",
             GemmEpilogue::BiasResidual => " bias+residual",
             GemmEpilogue::BiasGelu => " bias+gelu",
+            GemmEpilogue::BiasGeluFp8 => " bias+gelu fp8-out",
             GemmEpilogue::GeluBackward => " gelu-backward",
+            GemmEpilogue::GeluBackwardFp8 => " gelu-backward fp8-out",
             GemmEpilogue::GeluBackwardRecompute => " gelu-backward+gelu",
             GemmEpilogue::ReluSquared => " relu²",
             GemmEpilogue::ReluSquaredBackward => " relu²-backward",
@@ -404,6 +463,8 @@ mod tests {
         sums: None,
         scale: None,
         batch: None,
+        fp8_scales: None,
+        fp8_output: None,
     };
 
     fn refusal(gemm: Gemm, operands: GemmOperands) -> String {
@@ -461,6 +522,41 @@ mod tests {
         assert_eq!((call.gemm.epilogue, call.operands.bias), (GemmEpilogue::Accumulate, None));
         call.gemm.validate(&call.operands).unwrap();
         assert_eq!(FORWARD.library_part(), FORWARD);
+    }
+
+    #[test]
+    fn fp8_operands_have_scales_and_one_layout() {
+        let precision = GemmPrecision::Fp8 { a: Fp8Format::E5m2, exact: true };
+        let (gemm, at) = (Gemm { precision, ..FORWARD }, GemmOperands { fp8_scales: Some([0x10, 0x14]), ..AT });
+        gemm.validate(&at).unwrap();
+        assert_eq!(gemm.to_string(), "256x2304x768 NT e5m2 exact bias");
+        assert!(refusal(gemm, AT).contains("scales of FP8 operands: expected some"));
+        assert!(refusal(FORWARD, at).contains("scales of FP8 operands: expected none"));
+        for wrong in [Gemm { n: 2312, ..gemm }, Gemm { k: 776, ..gemm }, Gemm { layout: GemmLayout::Nn, ..gemm }] {
+            assert!(refusal(wrong, at).contains("expected layout NT, and multiples of 16 as N and K"));
+        }
+        assert!(gemm.is_in_library() && !Gemm { epilogue: GemmEpilogue::BiasResidual, ..gemm }.is_in_library());
+        let quantized = Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm };
+        let output = GemmOperands { preactivation: Some(0x5000), fp8_output: Some([0x20, 0x24]), ..at };
+        quantized.validate(&output).unwrap();
+        assert!(!quantized.is_in_library() && quantized.library_part() == quantized);
+        assert!(refusal(quantized, GemmOperands { fp8_output: None, ..output }).contains("FP8 output: expected some"));
+        assert!(
+            refusal(gemm, GemmOperands { fp8_output: Some([0x20, 0x24]), ..at }).contains("FP8 output: expected none")
+        );
+        let of_bf16 = Gemm { precision: GemmPrecision::Bf16, ..quantized };
+        assert!(refusal(of_bf16, GemmOperands { fp8_scales: None, ..output }).contains("expected FP8 operands"));
+        // cuBLASLt has no GELU epilogues in FP8: kernels run after its part.
+        let gelu = Gemm { epilogue: GemmEpilogue::BiasGelu, ..gemm };
+        let operands = GemmOperands { preactivation: Some(0x5000), ..at };
+        let call = GemmCall { gemm: gelu, operands, fallback: Vec::new(), after: Vec::new() }.part();
+        call.gemm.validate(&call.operands).unwrap();
+        assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::Bias, 0x5000));
+        let backward = Gemm { epilogue: GemmEpilogue::GeluBackward, ..gemm };
+        let operands = GemmOperands { bias: None, ..operands };
+        let call = GemmCall { gemm: backward, operands, fallback: Vec::new(), after: Vec::new() }.library_part();
+        call.gemm.validate(&call.operands).unwrap();
+        assert_eq!((call.gemm.epilogue, call.operands.out), (GemmEpilogue::None, AT.out));
     }
 
     /// A part keeps the kernels of the steps that it still has.

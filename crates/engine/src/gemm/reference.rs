@@ -9,7 +9,8 @@ use crate::cpu::gemm::{Into, Matrix, Parallelism, multiply};
 use anyhow::{Context, bail};
 use bytemuck::Pod;
 use cuda_std::emulate::Memory;
-use cuda_std::{GlobalMut, bf16};
+use cuda_std::fp8::Fp8Format;
+use cuda_std::{E4m3, E5m2, GlobalMut, bf16};
 
 const SCALE: f32 = 0.797_884_6; // sqrt(2 / pi)
 const CUBIC: f32 = 0.044_715;
@@ -30,9 +31,11 @@ pub fn run(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<
 
 fn run_one(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
     match gemm.precision {
-        GemmPrecision::Bf16 if gemm.f32_output => typed::<bf16, f32>(gemm, operands, memory),
-        GemmPrecision::Bf16 => typed::<bf16, bf16>(gemm, operands, memory),
-        GemmPrecision::F32 | GemmPrecision::Tf32 => typed::<f32, f32>(gemm, operands, memory),
+        GemmPrecision::Bf16 if gemm.f32_output => typed::<bf16, bf16, bf16, f32>(gemm, operands, memory),
+        GemmPrecision::Bf16 => typed::<bf16, bf16, bf16, bf16>(gemm, operands, memory),
+        GemmPrecision::F32 | GemmPrecision::Tf32 => typed::<f32, f32, f32, f32>(gemm, operands, memory),
+        GemmPrecision::Fp8 { a: Fp8Format::E4m3, .. } => typed::<E4m3, E4m3, bf16, bf16>(gemm, operands, memory),
+        GemmPrecision::Fp8 { a: Fp8Format::E5m2, .. } => typed::<E5m2, E4m3, bf16, bf16>(gemm, operands, memory),
     }
     .with_context(|| format!("GEMM {gemm}"))
 }
@@ -46,6 +49,8 @@ struct Matrices<'a> {
 trait Stored: cuda_std::Element + Pod {}
 impl Stored for f32 {}
 impl Stored for bf16 {}
+impl Stored for E4m3 {}
+impl Stored for E5m2 {}
 
 impl Matrices<'_> {
     /// Returns `len` elements, widened.
@@ -60,18 +65,25 @@ impl Matrices<'_> {
     }
 }
 
-/// Inputs and the epilogue's operands are stored as `T`, the output as `Out`.
-fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &mut Memory) -> Result<()> {
+/// The epilogue's operands are stored as `T`, the output as `Out`.
+fn typed<A: Stored, B: Stored, T: Stored, Out: Stored>(
+    gemm: &Gemm,
+    operands: &GemmOperands,
+    memory: &mut Memory,
+) -> Result<()> {
     let Gemm { m, n, k, epilogue, .. } = *gemm;
     let mut matrices = Matrices { memory };
     let (bias, preactivation) = (operands.bias.unwrap_or_default(), operands.preactivation.unwrap_or_default());
-    let mut a = matrices.read::<T>("a", operands.a, m * k)?;
-    let mut b = matrices.read::<T>("b", operands.b, k * n)?;
+    let mut a = matrices.read::<A>("a", operands.a, m * k)?;
+    let mut b = matrices.read::<B>("b", operands.b, k * n)?;
     let mut out = vec![0.0; m * n];
     if epilogue.accumulates() {
         out = matrices.read::<Out>("residual", operands.residual.unwrap_or(operands.out), m * n)?;
     }
-    let Scale { alpha, beta } = operands.scale.unwrap_or(Scale { alpha: 1.0, beta: 1.0 });
+    let Scale { mut alpha, beta } = operands.scale.unwrap_or(Scale { alpha: 1.0, beta: 1.0 });
+    for address in operands.fp8_scales.into_iter().flatten() {
+        alpha *= matrices.read::<f32>("scale", address, 1)?[0];
+    }
     if operands.scale.is_some() {
         for x in &mut out {
             *x *= beta;
@@ -113,7 +125,9 @@ fn typed<T: Stored, Out: Stored>(gemm: &Gemm, operands: &GemmOperands, memory: &
         | GemmEpilogue::SwiGlu
         | GemmEpilogue::SwiGluBackward
         | GemmEpilogue::SwiGluBackwardRecompute
-        | GemmEpilogue::AccumulateBiasGrad => bail!("expected the library part of a GEMM, found {gemm}"),
+        | GemmEpilogue::AccumulateBiasGrad
+        | GemmEpilogue::BiasGeluFp8
+        | GemmEpilogue::GeluBackwardFp8 => bail!("expected the library part of a GEMM, found {gemm}"),
     }
     matrices.write::<Out>("out", operands.out, &out)
 }

@@ -21,6 +21,8 @@ pub enum Init {
     Words(Vec<i32>),
     /// i32 values from 0 to below the bound.
     Tokens { below: i32 },
+    /// Nothing: the operation writes the tensor before it reads it.
+    None,
 }
 
 /// A tensor of a case.
@@ -29,7 +31,7 @@ pub struct Operand {
     pub name: &'static str,
     /// Number of elements.
     pub len: usize,
-    /// Type of the elements; `None` for the engine's float type.
+    /// Type of the elements; `None` for the engine's float type. FP8 is stored as the engine does.
     pub dtype: Option<DType>,
     pub init: Init,
     /// Tolerance of the comparison after the operation; `None` for a tensor that is not compared.
@@ -212,7 +214,9 @@ impl Case {
 
     fn plan(&self, plan: &mut Plan, engine: &mut dyn Engine) -> Vec<Tensor> {
         let own = engine.dtype();
-        let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], o.dtype.unwrap_or(own));
+        let fp8 = engine.fp8_dtype().unwrap_or(DType::Fp8);
+        let dtype = |o: &Operand| if o.dtype == Some(DType::Fp8) { fp8 } else { o.dtype.unwrap_or(own) };
+        let mut add = |o: &Operand| plan.add(Group::Activations, o.name, &[o.len], dtype(o));
         let tensors = self.operands.iter().map(&mut add).collect();
         engine.plan(plan, &self.workload);
         tensors
@@ -232,6 +236,7 @@ impl Case {
                 Init::Uniform { mean, spread } => (0..n).map(|_| rounded(mean + spread * random.signed())).collect(),
                 Init::Poison => vec![f32::NAN; n],
                 Init::Zero => vec![0.0; n],
+                Init::None => continue,
                 Init::Values(values) => values.clone(),
                 Init::Words(words) => {
                     engine.write_i32(tensor, words)?;

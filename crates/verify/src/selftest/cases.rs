@@ -1,6 +1,7 @@
 //! The table of cases: the operands, tolerances and work of each operation.
 
 mod decode;
+pub mod fp8;
 mod update;
 
 use super::case::{Case, Init, Operand, Part, Work};
@@ -476,7 +477,15 @@ fn matmul_forward(shape: MatmulShape, bias: bool, kind: EpilogueKind) -> Case {
             EpilogueKind::Residual => Epilogue::Residual(x[4]),
             EpilogueKind::Activation(activation) => Epilogue::Activation(activation, x[4]),
         };
-        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias: bias.then_some(x[3]), epilogue: kind, shape })
+        e.run(MatmulForward {
+            out: x[0],
+            inp: x[1],
+            weight: x[2],
+            bias: bias.then_some(x[3]),
+            epilogue: kind,
+            shape,
+            fp8: None,
+        })
     });
     let mut parts = vec![(Part::Gemm, Work { floats: 0, ..work })];
     if let EpilogueKind::Activation(activation) = kind {
@@ -533,6 +542,7 @@ fn matmul_backward_operation(
         weight: x[5],
         activation,
         shape,
+        fp8: None,
     }
 }
 
@@ -572,6 +582,7 @@ fn matmul_backward_recompute(shape: MatmulShape, bias: bool, activation: Activat
             bias: Some(x[9]),
             epilogue: Epilogue::Activation(activation, x[6]),
             shape: before,
+            fp8: None,
         })
     };
     let run = move |e: &mut dyn Engine, x: &[Tensor]| {

@@ -8,7 +8,7 @@ use engine::tensor::Tensor;
 use engine::{Algorithms, Engine, Result};
 use model::descriptor::GPT2_VOCAB;
 use model::fit;
-use model::{Decoder, Descriptor, Param, PlanOptions, TrainStep};
+use model::{Decoder, Descriptor, Fp8Options, Fp8Recipe, Fp8Settings, Param, PlanOptions, TrainStep};
 use rng::{Mt19937, XorShift};
 use std::cell::RefCell;
 use std::fmt;
@@ -146,12 +146,19 @@ pub struct Trial<'a> {
 }
 
 impl<'a> Trial<'a> {
-    /// Initializes a model on `engine`. `algorithms` selects the GEMM algorithms, as in a resumed run; without it, they
-    /// are tuned.
-    pub fn new(engine: &'a mut dyn Engine, scale: Scale, algorithms: Option<&Algorithms>) -> Result<Self> {
+    /// Initializes a model on `engine`, which computes in FP8 with a recipe if there is one. `algorithms` selects the GEMM
+    /// algorithms, as in a resumed run; without it, they are tuned.
+    pub fn new(
+        engine: &'a mut dyn Engine,
+        scale: Scale,
+        recipe: Option<Fp8Recipe>,
+        algorithms: Option<&Algorithms>,
+    ) -> Result<Self> {
         let Scale { layers, heads, channels, vocab, b, t } = scale;
         let descriptor = Descriptor::gpt2(layers, heads, channels, t, vocab)?;
-        let capacity = PlanOptions::training(b, t);
+        let settings = |recipe| Fp8Settings { recipe, ..Fp8Settings::default() };
+        let fp8 = recipe.map(|recipe| Fp8Options::new(settings(recipe), &descriptor, [b, t], engine));
+        let capacity = PlanOptions { fp8: fp8.transpose()?, ..PlanOptions::training(b, t) };
         let (model, plan) = fit::plan(descriptor, capacity, engine)?;
         engine.allocate(&plan)?;
         if let Some(algorithms) = algorithms {
@@ -274,7 +281,7 @@ mod tests {
 
     /// Trains and calls `disturb` before each step, counted from 1.
     fn disturbed(mut engine: Box<dyn Engine>, disturb: impl FnMut(usize, &mut Trial)) -> Trace {
-        run(Trial::new(&mut *engine, SMALL, None).unwrap(), disturb)
+        run(Trial::new(&mut *engine, SMALL, None, None).unwrap(), disturb)
     }
 
     fn run(mut trial: Trial, mut disturb: impl FnMut(usize, &mut Trial)) -> Trace {
@@ -297,7 +304,7 @@ mod tests {
             let masters = a.dtype() != engine::tensor::DType::F32;
             let [a, b] = [a, b].map(|engine| disturbed(engine, |_, _| ()));
             assert_eq!(a.first_difference(&b), None);
-            let captured = run(Trial::new(&mut *c, SMALL, None).unwrap().with_cuda_graph(), |_, _| ());
+            let captured = run(Trial::new(&mut *c, SMALL, None, None).unwrap().with_cuda_graph(), |_, _| ());
             assert_eq!(a.first_difference(&captured), None);
             for group in Group::ALL {
                 assert_eq!(a.hash(group), b.hash(group));
@@ -308,6 +315,22 @@ mod tests {
                 let hashes: std::collections::HashSet<u64> = a.steps.iter().map(|step| step[i]).collect();
                 assert_eq!(hashes.len(), STEPS, "{tensor}");
             }
+        }
+    }
+
+    #[test]
+    fn runs_in_fp8_are_identical_with_and_without_cuda_graphs() {
+        for recipe in [Fp8Recipe::Current, Fp8Recipe::Delayed] {
+            let trained = |graphs| {
+                let mut engine = emulated(Precision::Bf16, true);
+                let trial = Trial::new(&mut *engine, SMALL, Some(recipe), None).unwrap();
+                run(if graphs { trial.with_cuda_graph() } else { trial }, |_, _| ())
+            };
+            let individually = trained(false);
+            assert_eq!(individually.first_difference(&trained(true)), None, "{recipe:?}");
+            let mut engine = emulated(Precision::Bf16, true);
+            let in_bf16 = run(Trial::new(&mut *engine, SMALL, None, None).unwrap(), |_, _| ());
+            assert!(individually.first_difference(&in_bf16).is_some());
         }
     }
 

@@ -31,11 +31,28 @@ pub struct Gemm {
     #[arg(long, value_name = "N", value_parser = count)]
     square: Option<usize>,
 
+    /// Time GEMMs in FP8 instead: the shapes that --shape lists, --square, or those of the model
+    #[arg(long)]
+    fp8: bool,
+
+    /// With --fp8: rows of the input, and output and input channels of a linear layer (repeatable)
+    #[arg(long, value_name = "ROWS,OUT,IN", value_parser = shape, requires = "fp8")]
+    shape: Vec<MatmulShape>,
+
     #[command(flatten)]
     hardware: Hardware,
 
     #[command(flatten)]
     json: Json,
+}
+
+/// Parses rows, output channels and input channels.
+fn shape(text: &str) -> std::result::Result<MatmulShape, String> {
+    let numbers: Vec<usize> = text.split(',').filter_map(|number| number.parse().ok()).collect();
+    match numbers[..] {
+        [rows, oc, c] if text.split(',').count() == 3 => Ok(MatmulShape { rows, c, oc }),
+        _ => Err(format!("expected ROWS,OUT,IN such as 65536,768,3072, found {text}")),
+    }
 }
 
 const COLUMNS: &[Column] = &[
@@ -61,6 +78,12 @@ struct Layer {
 /// Runs the command.
 pub fn run(options: &Gemm) -> Result<()> {
     let descriptor = options.model.parse::<Descriptor>()?;
+    if options.fp8 {
+        let shapes = layers(options, &descriptor).into_iter().filter(|layer| layer.bias || options.square.is_some());
+        let shapes =
+            if options.shape.is_empty() { shapes.map(|layer| layer.shape).collect() } else { options.shape.clone() };
+        return super::gemm_fp8::run(&shapes, &options.hardware, &options.json);
+    }
     let mut engine = options.hardware.open_quietly()?;
     let mut table = Table::new("gemm", COLUMNS, &*engine, &options.json);
     table.print_heading()?;
@@ -151,13 +174,23 @@ fn tune(engine: &mut dyn Engine, Layer { shape, bias, gelu }: Layer) -> Result<V
             _ => Epilogue::None,
         };
         let bias = |tensor: Tensor| bias.then_some(tensor);
-        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape })?;
+        engine.run(MatmulForward { out, inp, weight, bias: bias(biases), epilogue, shape, fp8: None })?;
         // The previous layer recomputes the input from as many channels as this layer's output has.
         let previous = MatmulShape { rows, c: oc, oc: c };
         let forward = ActivationForward { inp: out, weight: dweight, bias: bias(biases), shape: previous };
         let input = ActivationInput { activation: Activation::Gelu, preactivation: pre_inp, recompute: Some(forward) };
         let activation = narrows.then_some(input);
-        engine.run(MatmulBackward { dinp, dweight, dbias: bias(dbias), dout, inp, weight, activation, shape })
+        engine.run(MatmulBackward {
+            dinp,
+            dweight,
+            dbias: bias(dbias),
+            dout,
+            inp,
+            weight,
+            activation,
+            shape,
+            fp8: None,
+        })
     })?;
     Ok(tuning.timings)
 }

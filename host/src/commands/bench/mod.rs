@@ -2,6 +2,7 @@
 
 mod attention;
 mod gemm;
+mod gemm_fp8;
 mod generate;
 mod kernels;
 mod step;

@@ -1,26 +1,28 @@
 //! `bench step`: the time of a training step, by kernel and by rank.
 
 use super::table::{Column, Json, Spread, Table};
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::commands::train::{Launch, multi_rank};
+use crate::gpu_info::GpuInfo;
 use crate::values::{count, level};
 use anyhow::Context;
 use checkpoint::preflight::{self, RankInfo};
 use distributed::Ranks;
+use engine::open::Precision;
 use engine::ops::{AdamW, MuonCoefficients};
 use engine::plan::Plan;
 use engine::{BatchLayout, Engine, Interval, Result};
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::{
-    Decoder, Descriptor, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep, Update,
-    Zero,
+    Decoder, Descriptor, Fp8Options, MasterWeights, Moments, Muon, Optimizer, PlanOptions, Recompute, Shard, TrainStep,
+    Update, Zero,
 };
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{Write, stdout};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Time a training step. On a GPU, list each kernel, each GEMM and the gaps between them. With several ranks, started like
 /// `train`, measure the cost of communication
@@ -59,6 +61,9 @@ pub struct Step {
 
     #[command(flatten)]
     launch: Launch,
+
+    #[command(flatten)]
+    fp8: Fp8Flags,
 
     #[command(flatten)]
     hardware: Hardware,
@@ -104,7 +109,10 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     for _ in 0..3 {
         bench.timed_step(ranks, Mode::AsTrain)?;
     }
+    let gpu_info = if on_gpu { GpuInfo::open(gpu).ok() } else { None };
+    let joules = || gpu_info.as_ref().and_then(GpuInfo::joules);
     let (mut times, mut individually) = (Vec::new(), Vec::new());
+    let (start, joules_before) = (Instant::now(), joules());
     for _ in 0..options.steps {
         // Alternates, so that both find the GPU at the same temperature.
         times.push(bench.timed_step(ranks, Mode::AsTrain)?);
@@ -112,6 +120,14 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
             individually.push(bench.timed_step(ranks, Mode::Individually)?);
         }
     }
+    // Both ways to launch a step do the same work.
+    let tokens = options.tokens() * (times.len() + individually.len());
+    let energy = joules_before.zip(joules()).map(|(before, after)| Energy {
+        joules: after - before,
+        seconds: start.elapsed().as_secs_f64(),
+        tokens,
+    });
+    let memory_used = gpu_info.as_ref().and_then(GpuInfo::memory_used);
     let update = (0..options.steps).map(|_| bench.timed_update(ranks)).collect::<Result<_>>()?;
     let communication = bench.communication(ranks, options.steps)?;
     let profile = bench.profile(ranks)?;
@@ -124,6 +140,8 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let results = Results {
         world_size,
         memory_bytes: plan.bytes(),
+        memory_used,
+        energy,
         step: Spread::of(times),
         individually: on_gpu.then(|| Spread::of(individually)),
         update: Spread::of(update),
@@ -134,6 +152,11 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
 }
 
 impl Step {
+    /// Returns the tokens of a rank in a step.
+    fn tokens(&self) -> usize {
+        self.batch * self.seq * self.grad_accum
+    }
+
     /// Plans and initializes the model on all ranks and loads a batch of random tokens.
     fn prepare(&self, engine: &mut dyn Engine, ranks: &mut Ranks, gpu: usize) -> Result<(Decoder, Plan)> {
         let (descriptor, source) = match self.model.parse::<Descriptor>() {
@@ -148,12 +171,15 @@ impl Step {
         let Self { recompute, optimizer, master_weights, moments, .. } = *self;
         let shard = Shard { rank: ranks.rank(), ranks: ranks.world_size() };
         let zero = Zero::new(self.zero_stage, shard);
+        let fp8 = self.fp8.resolve(self.hardware.precision.unwrap_or(Precision::Bf16))?;
+        let fp8 = fp8.map(|settings| Fp8Options::new(settings, &descriptor, [layout.b, layout.t], engine));
         let plan_options = PlanOptions {
             recompute,
             zero,
             optimizer,
             master_weights,
             moments,
+            fp8: fp8.transpose()?,
             ..PlanOptions::training(layout.b, layout.t)
         };
         let limits = RunLimits { shard, total_batch: None };
@@ -191,6 +217,10 @@ impl Step {
             "optimizer": self.optimizer,
             "master-weights": self.master_weights,
             "moments": self.moments,
+            "precision": self.hardware.precision,
+            "fp8-recipe": self.fp8.fp8_recipe,
+            "fp8-gradients": self.fp8.fp8_gradients,
+            "fp8-accumulation": self.fp8.fp8_accumulation,
             "zero-stage": self.zero_stage,
             "steps": self.steps,
         });
@@ -200,10 +230,28 @@ impl Step {
     }
 }
 
+/// The energy that a GPU used for some steps.
+struct Energy {
+    joules: f64,
+    seconds: f64,
+    /// Tokens of this GPU in these steps.
+    tokens: usize,
+}
+
+impl Energy {
+    fn millijoules_per_token(&self) -> f64 {
+        1e3 * self.joules / self.tokens as f64
+    }
+}
+
 /// The measurements of rank 0. Times are in seconds.
 struct Results {
     world_size: usize,
     memory_bytes: usize,
+    /// Bytes of the GPU's memory that are in use, if NVML reports them.
+    memory_used: Option<u64>,
+    /// Energy of this rank's GPU, if NVML reports it.
+    energy: Option<Energy>,
     step: Spread,
     individually: Option<Spread>,
     /// The update alone: launches do not overlap with the passes.
@@ -216,7 +264,7 @@ struct Results {
 impl Results {
     fn print(&self, options: &Step, engine: &dyn Engine) -> Result<()> {
         let Self { step, individually, .. } = self;
-        let tokens = (options.batch * options.seq * options.grad_accum * self.world_size) as f64;
+        let tokens = (options.tokens() * self.world_size) as f64;
         let milliseconds = |spread: &Spread| [spread.median, spread.least, spread.most].map(|seconds| 1e3 * seconds);
         let mut table = Table::new("step", COLUMNS, engine, &options.json);
         table.note("model", &options.model);
@@ -226,6 +274,13 @@ impl Results {
         table.note("master_weights", options.master_weights);
         table.note("moments", options.moments);
         table.note("memory_bytes", self.memory_bytes);
+        if let Some(bytes) = self.memory_used {
+            table.note("memory_used_bytes", bytes);
+        }
+        if let Some(energy) = &self.energy {
+            table.note("millijoules_per_token", energy.millijoules_per_token());
+            table.note("watts", energy.joules / energy.seconds);
+        }
         table.note("step_ms", milliseconds(step));
         table.note("tokens_per_second", tokens / step.median);
         table.note("update_ms", milliseconds(&self.update));
@@ -244,6 +299,15 @@ impl Results {
         let [median, least, most] = milliseconds(step);
         let (steps, rate) = (options.steps, tokens / step.median);
         writeln!(stdout(), "step: {median:.2} ms, median of {steps} ({least:.2} to {most:.2}), {rate:.0} tokens/s")?;
+        if let Some(energy) = &self.energy {
+            let (per_token, watts) = (energy.millijoules_per_token(), energy.joules / energy.seconds);
+            writeln!(stdout(), "energy: {per_token:.3} mJ per token, {watts:.0} W")?;
+        }
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+        let planned = mib(self.memory_bytes as f64);
+        let used =
+            self.memory_used.map_or(String::new(), |bytes| format!(", {:.0} MiB in use on the GPU", mib(bytes as f64)));
+        writeln!(stdout(), "memory: {planned:.0} MiB planned{used}")?;
         let [median, least, most] = milliseconds(&self.update);
         writeln!(stdout(), "update alone: {median:.2} ms ({least:.2} to {most:.2})")?;
         if let Some(individually) = individually {

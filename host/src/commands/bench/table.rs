@@ -95,11 +95,16 @@ pub struct Table {
 impl Table {
     /// Creates a table that records the program version, the machine and the precision.
     pub fn new(bench: &str, columns: &'static [Column], engine: &dyn Engine, json: &Json) -> Self {
+        Self::of(bench, columns, &engine.describe(), engine.dtype().name(), json)
+    }
+
+    /// Creates a table like [`new`](Self::new), of measurements without an engine.
+    pub fn of(bench: &str, columns: &'static [Column], machine: &str, precision: &str, json: &Json) -> Self {
         let mut table = Self { json: json.clone(), columns, about: Map::new(), rows: Vec::new() };
         table.note("bench", bench);
         table.note("version", env!("CARGO_PKG_VERSION"));
-        table.note("machine", engine.describe());
-        table.note("precision", engine.dtype().name());
+        table.note("machine", machine);
+        table.note("precision", precision);
         table
     }
 

@@ -4,6 +4,7 @@ use crate::commands::resources::{Hardware, describe};
 use anyhow::bail;
 use engine::open::{Device, Precision};
 use engine::{Algorithms, Result};
+use model::Fp8Recipe;
 use std::io::{Write, stderr, stdout};
 use std::time::Instant;
 use verify::selftest::determinism::{GRAD_ACCUM, Group, Scale, Trace, Trial};
@@ -23,14 +24,20 @@ pub fn run(hardware: &Hardware, steps: usize) -> Result<()> {
         (None, _) => vec![Precision::Fp32],
     };
     for precision in precisions {
-        compare(&Hardware { device, precision: Some(precision), ..hardware.clone() }, steps)?;
+        let recipes: &[_] = match precision {
+            Precision::Fp8 => &[Some(Fp8Recipe::Current), Some(Fp8Recipe::Delayed)],
+            Precision::Bf16 | Precision::Fp32 => &[None],
+        };
+        for &recipe in recipes {
+            compare(&Hardware { device, precision: Some(precision), ..hardware.clone() }, recipe, steps)?;
+        }
     }
     Ok(())
 }
 
-fn compare(hardware: &Hardware, steps: usize) -> Result<()> {
-    let (first, algorithms) = trace(hardware, steps, 1, None)?;
-    let (second, _) = trace(hardware, steps, 2, algorithms.as_ref())?;
+fn compare(hardware: &Hardware, recipe: Option<Fp8Recipe>, steps: usize) -> Result<()> {
+    let (first, algorithms) = trace(hardware, recipe, steps, 1, None)?;
+    let (second, _) = trace(hardware, recipe, steps, 2, algorithms.as_ref())?;
     writeln!(stdout(), "{:<16} {:<16}  run 2", "all steps", "run 1")?;
     for group in Group::ALL {
         if let Some((a, b)) = first.hash(group).zip(second.hash(group)) {
@@ -52,6 +59,7 @@ fn compare(hardware: &Hardware, steps: usize) -> Result<()> {
 /// Trains on a new engine, with the GEMM algorithms of an earlier run if given, and returns hashes of every step.
 fn trace(
     hardware: &Hardware,
+    recipe: Option<Fp8Recipe>,
     steps: usize,
     number: usize,
     algorithms: Option<&Algorithms>,
@@ -62,13 +70,14 @@ fn trace(
         let Scale { layers, channels, b, t, .. } = scale;
         writeln!(
             stdout(),
-            "{}, {}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
+            "{}, {}{}: {layers} layers, {channels} channels, two runs of {steps} steps of {GRAD_ACCUM} x {b} x {t} tokens",
             engine.describe(),
-            engine.dtype().name()
+            engine.dtype().name(),
+            recipe.map_or_else(String::new, |recipe| format!(" and FP8 with {recipe:?} scaling").to_lowercase())
         )?;
     }
     let began = Instant::now();
-    let trial = Trial::new(&mut *engine, scale, algorithms)?;
+    let trial = Trial::new(&mut *engine, scale, recipe, algorithms)?;
     // A CUDA graph must compute the same as separate launches.
     let mut trial = if number == 1 { trial } else { trial.with_cuda_graph() };
     for _ in 0..steps {

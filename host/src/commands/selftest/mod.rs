@@ -8,9 +8,10 @@ use anyhow::{Context, ensure};
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, emulated};
 use engine::open::{Device, MatmulBackend, Precision};
+use engine::tensor::DType;
 use engine::{Engine, Result};
 use std::io::{Write, stderr, stdout};
-use verify::selftest::{Case, ErrorStats, edge_cases, model_cases};
+use verify::selftest::{Case, ErrorStats, edge_cases, fp8, model_cases};
 
 /// Check every operation of a GPU against the CPU
 ///
@@ -86,6 +87,12 @@ pub fn run(options: &Selftest) -> Result<()> {
     let mut cases = edge_cases();
     if !options.small && !without_gpu {
         cases.extend(model_cases());
+    }
+    if engine.fp8_dtype() == Some(DType::Fp8) {
+        cases.extend(fp8::edge_cases());
+        if !options.small {
+            cases.extend(fp8::model_cases());
+        }
     }
     check(cases.iter().filter(|c| wanted(c)), engine, reference, options.emulator)
 }

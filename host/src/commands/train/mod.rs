@@ -31,7 +31,7 @@ use engine::plan::Plan;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
-use model::{Decoder, Descriptor, Optimizer, PlanOptions, Shard, Zero};
+use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -151,6 +151,12 @@ impl PlannedRun {
         };
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
+        let settings = settings(&config, ranks.world_size());
+        if let Some(fp8) = &state.progress.fp8
+            && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
+        {
+            notes.push("the FP8 scales start anew, because the recipe or the size of gradients has changed".to_owned());
+        }
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match (self.out, &config.out) {
             (Some(out), _) => {
@@ -170,7 +176,7 @@ impl PlannedRun {
         let directory = written_by_this_rank.clone();
         let printed = args.json && ranks.is_first();
         let mut run = Run {
-            settings: &settings(&config, ranks.world_size()),
+            settings: &settings,
             ranks,
             model: &model,
             tokenizer: self.tokenizer.tokenizer,
@@ -224,12 +230,13 @@ fn plan(
 ) -> Result<(Decoder, Plan, String)> {
     let shard = limits.shard;
     let zero = Zero::new(config.zero_stage, shard);
-    let options = PlanOptions { zero, ..capacity(config) };
+    let capacity = capacity(config, &descriptor, engine)?;
+    let options = PlanOptions { zero, ..capacity };
     let (model, plan) = fit::plan_run(descriptor, options, limits, engine)?;
     if shard.ranks == 1 {
         return Ok((model, plan, String::new()));
     }
-    let stages = zero_stages(descriptor, capacity(config), zero.stage(), shard.ranks, engine);
+    let stages = zero_stages(descriptor, capacity, zero.stage(), shard.ranks, engine);
     // The engine keeps the places of the plan that it made last.
     let (model, plan) = Decoder::plan(descriptor, options, engine);
     Ok((model, plan, stages))
@@ -291,9 +298,15 @@ fn load_weights(
     }
 }
 
-fn capacity(config: &Config) -> PlanOptions {
+fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Result<PlanOptions> {
     let Config { batch: b, seq: t, master_weights, moments, recompute, optimizer, .. } = *config;
-    PlanOptions { master_weights, moments, recompute, optimizer, ..PlanOptions::training(b, t) }
+    let fp8 = config.fp8_recipe.map(|recipe| {
+        let gradients = config.fp8_gradients.unwrap_or_default();
+        let accumulation = config.fp8_accumulation.unwrap_or_default();
+        Fp8Options::new(Fp8Settings { recipe, gradients, accumulation }, descriptor, [b, t], engine)
+    });
+    let fp8 = fp8.transpose()?;
+    Ok(PlanOptions { master_weights, moments, recompute, optimizer, fp8, ..PlanOptions::training(b, t) })
 }
 
 /// Returns the settings of the training loop.
@@ -319,6 +332,7 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         sample_every: every(config.sample_every),
         sample_tokens: config.sample_length,
         checkpoint_every: every(config.checkpoint_every),
+        fp8_stats_every: config.fp8_stats.and_then(every),
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),

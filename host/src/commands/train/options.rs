@@ -1,6 +1,6 @@
 //! The flags of `train`.
 
-use crate::commands::resources::Hardware;
+use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::console::Verbosity;
 use crate::values::{
     Count, Resume, count, count_or_all, fraction, fraction_f32, interval, level, momentum, non_negative, resume, seed,
@@ -284,6 +284,13 @@ pub struct Options {
     pub launch: Launch,
 
     /// Flags of the device.
+    #[command(flatten)]
+    pub fp8: Fp8Flags,
+
+    /// With --precision fp8: print how many values saturate or become 0, every N steps; 0: never
+    #[arg(long, value_name = "N", default_value = "0", value_parser = interval, help_heading = EVALUATION)]
+    pub fp8_stats: usize,
+
     #[command(flatten)]
     pub hardware: Hardware,
 

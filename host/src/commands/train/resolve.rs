@@ -9,7 +9,8 @@ use crate::values::Count;
 use anyhow::{Context, Result, ensure};
 use checkpoint::config::Config;
 use data::{Geometry, Loader, MultipleChoice, Tokens, check};
-use engine::open::{Opened, Precision};
+use engine::open::Opened;
+use engine::tensor::DType;
 use interchange::ModelSource;
 use model::schedule::Kind;
 use model::{Descriptor, MasterWeights, Moments, Optimizer, fit};
@@ -97,7 +98,7 @@ impl Resolved {
         let vocab = of_data.or_else(|| named.as_ref().map(Tokenizer::vocab));
         let seq = options.seq.unwrap_or(defaults.t);
         let (shape, descriptor, weights) = shape::resolve(options, vocab, seq, resumed)?;
-        check_optimizer(options, descriptor, opened.precision())?;
+        check_optimizer(options, descriptor, opened)?;
         let batch = Batch::new(options, &defaults, descriptor, ranks)?;
         let model = options.model.as_ref().map_or_else(|| "the model".to_owned(), |name| format!("--model {name}"));
         datasets.check_vocab(&model, descriptor.vocab)?;
@@ -119,6 +120,15 @@ impl Resolved {
         }
         let steps = steps(options.steps.unwrap_or(defaults.steps), &train, &batch)?;
         let mut config = config(options, &defaults, &batch, steps, opened);
+        let fp8 = options.fp8.resolve(opened.precision)?;
+        ensure!(
+            fp8.is_some() || options.fp8_stats == 0,
+            "--fp8-stats: expected --precision fp8, found another precision; add it or omit this flag"
+        );
+        config.fp8_stats = fp8.map(|_| options.fp8_stats);
+        config.fp8_recipe = fp8.map(|fp8| fp8.recipe);
+        config.fp8_gradients = fp8.map(|fp8| fp8.gradients);
+        config.fp8_accumulation = fp8.map(|fp8| fp8.accumulation);
         if let (Some(Count::All), Some(val)) = (options.val_batches, &val) {
             config.val_batches = val.batches_per_epoch();
         }
@@ -128,7 +138,7 @@ impl Resolved {
 }
 
 /// Checks that the flags of the optimizer and of the schedule apply.
-fn check_optimizer(options: &Options, descriptor: Descriptor, precision: Precision) -> Result<()> {
+fn check_optimizer(options: &Options, descriptor: Descriptor, opened: &Opened) -> Result<()> {
     let Options { muon_lr, muon_momentum, muon_momentum_warmup, muon_coefficients, .. } = options;
     let muon = options.optimizer == Optimizer::Muon;
     for (flag, given) in [
@@ -143,8 +153,8 @@ fn check_optimizer(options: &Options, descriptor: Descriptor, precision: Precisi
         ("--moments bf16", options.moments == Moments::Bf16),
         ("--master-weights 2", options.master_weights == MasterWeights::Remainder),
     ] {
-        let bf16 = precision == Precision::Bf16;
-        ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found --precision fp32; omit this flag");
+        let bf16 = opened.engine.dtype() == DType::Bf16;
+        ensure!(bf16 || !given, "{flag}: expected bf16 parameters, found f32; omit this flag");
     }
     ensure!(
         options.warmdown.is_none() || options.schedule == Kind::Trapezoidal,
@@ -296,7 +306,11 @@ fn config(options: &Options, defaults: &Defaults, batch: &Batch, steps: usize, o
         keep: options.keep,
         major_every: options.major_every,
         device: opened.device,
-        precision: opened.precision(),
+        precision: opened.precision,
+        fp8_stats: None,
+        fp8_recipe: None,
+        fp8_gradients: None,
+        fp8_accumulation: None,
         tf32: opened.tf32,
         gelu_fusion: opened.engine.gelu_fusion(),
         matmul: options.hardware.matmul,

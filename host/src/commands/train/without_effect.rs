@@ -25,7 +25,7 @@ pub fn notes(options: &Options, config: &Config, opened: &Opened, ranks: usize) 
         ("--gpu-info-every", cpu && config.gpu_info_every > 0, on_cpu),
         ("--local-rank", cpu && single && launch.local_rank.is_some(), on_cpu),
         ("--tf32", hardware.tf32 && cpu, on_cpu),
-        ("--tf32", hardware.tf32 && opened.precision() == Precision::Bf16, "the precision is bf16"),
+        ("--tf32", hardware.tf32 && opened.precision != Precision::Fp32, "the precision is not fp32"),
         ("--warmup", config.warmup > config.steps && config.schedule != Kind::Constant, &warmup),
         ("--warmup", options.warmup.is_some_and(|n| n > 0) && config.schedule == Kind::Constant, constant),
         ("--final-fraction", options.final_fraction.is_some() && config.schedule == Kind::Constant, constant),

@@ -216,6 +216,14 @@ pub unsafe fn load_x4(chunk: *const u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
+#[inline(always)]
+pub unsafe fn store_b16(at: *mut u16, value: u16) {
+    // SAFETY: the caller guarantees 2 bytes of shared memory, aligned to 2 bytes.
+    unsafe {
+        asm!("st.shared.b16 [{}], {};", in(reg32) address(at), in(reg16) value, options(nostack, preserves_flags));
+    }
+}
+
 /// Returns the descriptor of a K-major operand with the 128-byte swizzle. It starts `offset` chunks of 16 bytes after
 /// the start of the tile.
 ///

@@ -154,7 +154,7 @@ proptest! {
         let preactivation = activation.map(|_| bench.normal(rows * c * inputs));
         bench.ready();
         let shape = MatmulShape { rows, c, oc };
-        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape }).unwrap();
+        bench.dyn_engine().run(MatmulForward { out, inp, weight, bias, epilogue, shape, fp8: None }).unwrap();
         let (x, w) = (bench.before(inp), bench.before(weight));
         let b = bias.map(|bias| bench.before(bias));
         let mut expected = matmul_reference(rows, oc, c, |i, l| x[i * c + l], |l, j| w[j * c + l]);
@@ -181,7 +181,7 @@ proptest! {
             preactivation,
             recompute: recompute.then_some(forward),
         });
-        let backward = MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation: input, shape };
+        let backward = MatmulBackward { dinp, dweight, dbias, dout, inp, weight, activation: input, shape, fp8: None };
         bench.dyn_engine().run(backward).unwrap();
         let d = bench.before(dout);
         let x = match activation.zip(preactivation) {
@@ -362,7 +362,8 @@ proptest! {
             if column < v { slope(before[at]) * 0.25 * (x[at].exp() / sums[row] - chosen) } else { 0.0 }
         };
         let expected: Vec<f64> = (0..rows * vp).map(gradient).collect();
-        bench.assert("dlogits", logits, &expected);
+        // p - 1 has the rounding error of p, which is large beside gradients of a target that is almost certain.
+        bench.assert_of(0.25, "dlogits", logits, &expected);
     }
 
     #[test]
@@ -414,11 +415,21 @@ fn products_and_norms_do_not_depend_on_the_number_of_threads() {
         pool.install(|| {
             bench
                 .dyn_engine()
-                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape })
+                .run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape, fp8: None })
                 .unwrap();
             bench
                 .dyn_engine()
-                .run(MatmulBackward { dinp, dweight, dbias: None, dout, inp, weight, activation: None, shape })
+                .run(MatmulBackward {
+                    dinp,
+                    dweight,
+                    dbias: None,
+                    dout,
+                    inp,
+                    weight,
+                    activation: None,
+                    shape,
+                    fp8: None,
+                })
                 .unwrap();
             bench.dyn_engine().run(GlobalNorm { norm, grads: dweight }).unwrap();
         });
@@ -532,7 +543,15 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
     let shape = MatmulShape { rows: 8, c: 8, oc: 8 };
     let beside = Tensor { offset: a.offset + 4 * 20, ..a };
     let overlap = message(&|engine| {
-        engine.run(MatmulForward { out: a, inp: beside, weight: b, bias: None, epilogue: Epilogue::None, shape })
+        engine.run(MatmulForward {
+            out: a,
+            inp: beside,
+            weight: b,
+            bias: None,
+            epilogue: Epilogue::None,
+            shape,
+            fp8: None,
+        })
     });
     assert!(overlap.contains("overlap"), "{overlap}");
     let short = message(&|engine| {
@@ -543,6 +562,7 @@ fn invalid_operands_are_errors_that_name_the_tensor() {
             bias: None,
             epilogue: Epilogue::None,
             shape,
+            fp8: None,
         })
     });
     assert!(short.contains("tensor inp: expected 64 elements, found 63"), "{short}");

@@ -14,8 +14,16 @@ use engine::tensor::Tensor;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Norm {
     None,
-    LayerNorm,
-    RmsNorm,
+    Layer,
+    Rms,
+}
+
+/// What a linear layer adds to its result, or applies to it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum After {
+    Nothing,
+    Residual,
+    Activation(Activation),
 }
 
 /// Returns every operation at small and odd shapes.
@@ -25,15 +33,15 @@ pub fn edge_cases() -> Vec<Case> {
     for rows in [1, 2, 3, 4, 7, 16, 17] {
         for (c, oc) in [(64, 48), (520, 80), (3072, 40)] {
             let shape = MatmulShape { rows, c, oc };
-            cases.push(matmul(shape, Norm::None, true, Some(None)));
-            for norm in [Norm::LayerNorm, Norm::RmsNorm] {
-                cases.push(matmul(shape, norm, true, None));
+            cases.push(matmul(shape, Norm::None, true, After::Residual));
+            for norm in [Norm::Layer, Norm::Rms] {
+                cases.push(matmul(shape, norm, true, After::Nothing));
             }
         }
         let shape = MatmulShape { rows, c: 520, oc: 80 };
         for activation in [Activation::Gelu, Activation::SwiGlu, Activation::ReluSquared] {
-            cases.push(matmul(shape, Norm::LayerNorm, true, Some(Some(activation))));
-            cases.push(matmul(shape, Norm::None, false, Some(Some(activation))));
+            cases.push(matmul(shape, Norm::Layer, true, After::Activation(activation)));
+            cases.push(matmul(shape, Norm::None, false, After::Activation(activation)));
         }
     }
     for (heads, kv_heads) in [(1, 1), (3, 3), (4, 2), (7, 1), (12, 3)] {
@@ -58,15 +66,15 @@ pub fn model_cases() -> Vec<Case> {
     let mut cases = vec![embed(64, 768, 50257, true), embed(1, 2048, 128_256, false)];
     for rows in [1, 4, 16, 64] {
         for (c, oc, norm, epilogue) in [
-            (768, 2304, Norm::LayerNorm, None),
-            (768, 768, Norm::None, Some(None)),
-            (768, 3072, Norm::LayerNorm, Some(Some(Activation::Gelu))),
-            (3072, 768, Norm::None, Some(None)),
-            (768, 50304, Norm::LayerNorm, None),
-            (2048, 16384, Norm::RmsNorm, Some(Some(Activation::SwiGlu))),
-            (8192, 2048, Norm::None, Some(None)),
+            (768, 2304, Norm::Layer, After::Nothing),
+            (768, 768, Norm::None, After::Residual),
+            (768, 3072, Norm::Layer, After::Activation(Activation::Gelu)),
+            (3072, 768, Norm::None, After::Residual),
+            (768, 50304, Norm::Layer, After::Nothing),
+            (2048, 16384, Norm::Rms, After::Activation(Activation::SwiGlu)),
+            (8192, 2048, Norm::None, After::Residual),
         ] {
-            cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != Norm::RmsNorm, epilogue));
+            cases.push(matmul(MatmulShape { rows, c, oc }, norm, norm != Norm::Rms, epilogue));
         }
     }
     for (b, t, heads, kv_heads, head_size) in [
@@ -116,10 +124,10 @@ fn embed(b: usize, c: usize, vocab: usize, positions: bool) -> Case {
     }))
 }
 
-/// Returns a linear layer. `epilogue` is none, a residual, or an activation.
-fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: Option<Option<Activation>>) -> Case {
+/// Returns a linear layer.
+fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: After) -> Case {
     let MatmulShape { rows, c, oc } = shape;
-    let activation = epilogue.flatten();
+    let activation = if let After::Activation(activation) = epilogue { Some(activation) } else { None };
     let columns = oc / activation.map_or(1, Activation::inputs);
     let tolerance = match activation {
         None if norm == Norm::None => Tolerance::REDUCTION,
@@ -141,13 +149,13 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: Option<Option<Ac
         input("norm weight", c, Init::Uniform { mean: 1.0, spread: 0.5 }),
         input("norm bias", c, UNIT),
     ];
-    let added = if_present(epilogue == Some(None), rows * oc);
+    let added = if_present(epilogue == After::Residual, rows * oc);
     let work = Work { floats: rows * (c + columns) + oc * c + added, bytes: 0, flops: 2 * rows * c * oc };
     let run = move |x: &[Tensor]| {
         let (out, inp) = (x[6], x[1]);
         let normed = match norm {
             Norm::None => None,
-            Norm::LayerNorm => Some(NormForward::LayerNorm(LayerNormForward {
+            Norm::Layer => Some(NormForward::LayerNorm(LayerNormForward {
                 out,
                 mean: x[7],
                 rstd: x[8],
@@ -156,22 +164,23 @@ fn matmul(shape: MatmulShape, norm: Norm, bias: bool, epilogue: Option<Option<Ac
                 bias: x[10],
                 c,
             })),
-            Norm::RmsNorm => {
+            Norm::Rms => {
                 Some(NormForward::RmsNorm(RmsNormForward { out, rstd: x[8], inp, weight: Some(x[9]), c, eps: 1e-5 }))
             }
         };
         let epilogue = match epilogue {
-            None => Epilogue::None,
-            Some(None) => Epilogue::Residual(x[4]),
-            Some(Some(activation)) => Epilogue::Activation(activation, x[5]),
+            After::Nothing => Epilogue::None,
+            After::Residual => Epilogue::Residual(x[4]),
+            After::Activation(activation) => Epilogue::Activation(activation, x[5]),
         };
         let inp = if normed.is_some() { x[6] } else { inp };
-        let matmul = MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape };
+        let matmul =
+            MatmulForward { out: x[0], inp, weight: x[2], bias: bias.then_some(x[3]), epilogue, shape, fp8: None };
         DecodeMatmul { norm: normed, matmul }
     };
     let kind = match (activation, epilogue) {
         (Some(activation), _) => format!("{activation:?}"),
-        (None, Some(None)) => "residual".to_owned(),
+        (None, After::Residual) => "residual".to_owned(),
         _ => String::new(),
     };
     let norm_name = if norm == Norm::None { String::new() } else { format!("{norm:?} ") };
@@ -231,7 +240,8 @@ fn fill(shape: AttentionShape, capacity: usize) -> Case {
 /// settings are compared in tests of the kernel.
 fn sample(b: usize, v: usize, vp: usize, softcap: Option<f32>) -> Case {
     let capacity = 40;
-    let penalized = |i: usize| SlotSampling { repetition_penalty: if i % 2 == 0 { 1.0 } else { 1.5 }, ..greedy(i) };
+    let penalized =
+        |i: usize| SlotSampling { repetition_penalty: if i.is_multiple_of(2) { 1.0 } else { 1.5 }, ..greedy(i) };
     // Distinct logits that bf16 represents: the most likely token is not a tie.
     let logit = |i: usize| {
         ((i % vp * 37 + i / vp * 11) % 251) as f32 * 0.25 - if (i % vp * 7 + i / vp) % v == 3 { -90.0 } else { 0.0 }

@@ -1,0 +1,229 @@
+//! Linear layers as GEMMs with FP8 operands. All GEMMs have the layout NT, because FP8 tensor cores read both operands along K.
+
+use super::quantize::{gelu_transposed, quantize, transpose_quantized};
+use super::{Cuda, Float, Fp8Bits, activation};
+use crate::gemm::{GELU_COLUMNS, Gemm, GemmCall, GemmEpilogue, GemmLayout, GemmOperands, GemmPrecision};
+use crate::ops::{
+    Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, MatmulBackward,
+    MatmulForward, MatmulShape, Quantize, Scaling,
+};
+use crate::tensor::Tensor;
+use crate::{GeluFusion, Result};
+use anyhow::ensure;
+
+impl<T: Float> Cuda<T> {
+    fn fp8_address(&self, name: &str, tensor: Tensor, len: usize) -> Result<u64> {
+        Ok(self.arena.address::<Fp8Bits>(name, tensor, len)?.addr() as u64)
+    }
+
+    fn scale_addresses(&self, scales: [Tensor; 2]) -> Result<Option<[u64; 2]>> {
+        let [a, b] = scales.map(|scale| self.arena.address::<f32>("scale", scale, 1));
+        Ok(Some([a?.addr() as u64, b?.addr() as u64]))
+    }
+
+    /// Runs a GEMM that quantizes its output in the epilogue, and what remains of `next`. Returns false and does nothing if
+    /// there is no such kernel, or if the scale or the counts of losses need the output in bf16. The bits do not depend on
+    /// whether there is.
+    fn run_quantizing(&mut self, gemm: Gemm, operands: GemmOperands, next: &Quantize) -> Result<bool> {
+        let Quantize { out: Some(out), scaling, scale, shape: [rows, columns], .. } = *next else { return Ok(false) };
+        let [scale_address, amax] = [scale.scale, scale.amax].map(|x| self.arena.address::<f32>("scale", x, 1));
+        let operands = GemmOperands {
+            out: self.fp8_address("out in FP8", out, rows * columns)?,
+            fp8_output: Some([scale_address?.addr() as u64, amax?.addr() as u64]),
+            ..operands
+        };
+        let call = GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() };
+        if !self.gemms.may_use_kernel(&call) {
+            return Ok(false);
+        }
+        if scaling == Scaling::Calibrate && self.gemms.is_collecting() {
+            // Steps after the first one have delayed scales, so the autotuner must see both variants.
+            self.run_gemm(call)?;
+            return Ok(false);
+        }
+        if scaling != Scaling::Delayed || scale.counts.is_some() {
+            return Ok(false);
+        }
+        self.run_gemm(call)?;
+        transpose_quantized(self, next)?;
+        Ok(true)
+    }
+}
+
+/// Returns the precision of a GEMM of the forward pass.
+fn forward_precision(accumulation: Fp8Accumulation) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: Fp8Format::E4m3, exact: accumulation == Fp8Accumulation::Exact }
+}
+
+/// Returns the precision of a GEMM of the backward pass.
+fn backward_precision(fp8: &Fp8Backward) -> GemmPrecision {
+    GemmPrecision::Fp8 { a: fp8.format, exact: fp8.accumulation != Fp8Accumulation::Fast }
+}
+
+pub(super) fn forward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulForward, fp8: &Fp8Forward) -> Result<()> {
+    let MatmulForward { out, inp, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    if !fp8.inp_is_quantized {
+        let input = Quantize {
+            out: Some(fp8.inp),
+            transposed: fp8.inp_transposed,
+            inp,
+            scale: fp8.inp_scale,
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+            column_sums: None,
+        };
+        quantize(cuda, input)?;
+    }
+    let activation = match op.epilogue {
+        Epilogue::Activation(activation, preactivation) => Some((activation, preactivation)),
+        _ => None,
+    };
+    let unfused = activation.filter(|(activation, _)| !cuda.fuses_forward(*activation, op.bias, oc));
+    let plain = unfused.map(|(_, sums)| MatmulForward { out: sums, epilogue: Epilogue::None, ..*op });
+    let GemmCall { gemm, operands, .. } = cuda.forward_gemm(plain.as_ref().unwrap_or(op))?;
+    let operands = GemmOperands {
+        a: cuda.fp8_address("inp in FP8", fp8.inp, rows * c)?,
+        b: cuda.fp8_address("weight in FP8", fp8.weight, oc * c)?,
+        fp8_scales: cuda.scale_addresses([fp8.inp_scale.scale, fp8.weight_scale])?,
+        ..operands
+    };
+    let gemm = Gemm { precision: forward_precision(fp8.accumulation), ..gemm };
+    if gemm.epilogue == GemmEpilogue::BiasGelu
+        && let Some(next) = fp8.out
+        && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::BiasGeluFp8, ..gemm }, operands, &next)?
+    {
+        return Ok(());
+    }
+    let kernel = activation.map(|(activation, preactivation)| {
+        let shape = activation::Shape { rows, columns: oc / activation.inputs() };
+        activation::forward_kernel(cuda, activation, out, preactivation, shape)
+    });
+    let kernel = kernel.transpose()?;
+    if unfused.is_some() {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
+    } else {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
+    }
+    fp8.out.map_or(Ok(()), |next| quantize(cuda, next))
+}
+
+pub(super) fn backward<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulBackward { dout, dbias, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    ensure!(
+        !(fp8.dout_is_quantized && dbias.is_some()),
+        "matmul_backward in FP8: expected the bias gradient of a gradient that is quantized here, found one that is quantized"
+    );
+    // The forward pass applied the activation to rounded sums, so these kernels give the same bits.
+    let recomputed = activation.filter(|input| input.recompute.is_some());
+    let gelu = recomputed.filter(|input| input.activation == Activation::Gelu && !fp8.inp_is_quantized);
+    if let Some(ActivationInput { activation, preactivation, .. }) = recomputed
+        && gelu.is_none()
+    {
+        activation::forward(cuda, activation, inp, preactivation, activation::Shape { rows, columns: c })?;
+    }
+    if !fp8.dout_is_quantized {
+        let gradient = Quantize {
+            out: Some(fp8.dout[0]),
+            transposed: Some(fp8.dout[1]),
+            inp: dout,
+            scale: fp8.dout_scale,
+            scaling: fp8.scaling,
+            format: fp8.format,
+            shape: [rows, oc],
+            column_sums: dbias,
+        };
+        quantize(cuda, gradient)?;
+    }
+    if let Some(ActivationInput { preactivation, .. }) = gelu {
+        gelu_transposed(cuda, fp8.inp_transposed, preactivation, fp8.inp_scale.scale, [rows, c])?;
+    } else if !fp8.inp_is_quantized {
+        let input = Quantize {
+            out: None,
+            transposed: Some(fp8.inp_transposed),
+            inp,
+            scale: fp8.inp_scale,
+            scaling: Scaling::Given,
+            format: Fp8Format::E4m3,
+            shape: [rows, c],
+            column_sums: None,
+        };
+        quantize(cuda, input)?;
+    }
+    weight_gradient(cuda, op, fp8)?;
+    // Only quantization reads `inp`, so the sums of SwiGLU's gradient may replace it.
+    input_gradient(cuda, op, fp8)
+}
+
+/// Computes dweight (OC, C) += doutᵀ (OC, rows) · inpᵀ (C, rows)ᵀ.
+fn weight_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulShape { rows, c, oc } = op.shape;
+    let out = cuda.operand("dweight", op.dweight, oc * c)?;
+    let gemm = Gemm {
+        m: oc,
+        n: c,
+        k: rows,
+        layout: GemmLayout::Nt,
+        precision: backward_precision(fp8),
+        epilogue: GemmEpilogue::Residual,
+        f32_output: false,
+    };
+    let operands = GemmOperands {
+        a: cuda.fp8_address("dout in FP8, transposed", fp8.dout[1], rows * oc)?,
+        b: cuda.fp8_address("inp in FP8, transposed", fp8.inp_transposed, rows * c)?,
+        out,
+        residual: Some(out),
+        fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.inp_scale.scale])?,
+        ..GemmOperands::default()
+    };
+    cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })
+}
+
+/// Computes dinp (rows, C) = dout (rows, OC) · weightᵀ (C, OC)ᵀ, times the derivative of an activation.
+fn input_gradient<T: Float>(cuda: &mut Cuda<T>, op: &MatmulBackward, fp8: &Fp8Backward) -> Result<()> {
+    let MatmulBackward { dinp, inp, activation, shape: MatmulShape { rows, c, oc }, .. } = *op;
+    let dact = match activation {
+        Some(input) if input.activation == Activation::SwiGlu => inp,
+        _ => dinp,
+    };
+    let kernel = activation.map(|ActivationInput { activation, preactivation, .. }| {
+        let shape = activation::Shape { rows, columns: c };
+        activation::backward_kernel(cuda, activation, dinp, dact, preactivation, shape)
+    });
+    let kernel = kernel.transpose()?;
+    let fused = activation.filter(|input| {
+        let fuses = cuda.gelu_fusion == GeluFusion::Both && c.is_multiple_of(GELU_COLUMNS);
+        fuses && input.activation == Activation::Gelu
+    });
+    let gemm = Gemm {
+        m: rows,
+        n: c,
+        k: oc,
+        layout: GemmLayout::Nt,
+        precision: backward_precision(fp8),
+        epilogue: if fused.is_some() { GemmEpilogue::GeluBackward } else { GemmEpilogue::None },
+        f32_output: false,
+    };
+    let operands = GemmOperands {
+        a: cuda.fp8_address("dout in FP8", fp8.dout[0], rows * oc)?,
+        b: cuda.fp8_address("weight in FP8, transposed", fp8.weight_transposed, oc * c)?,
+        out: cuda.operand("dinp", dact, rows * c)?,
+        preactivation: fused.map(|input| cuda.operand("preactivation", input.preactivation, rows * c)).transpose()?,
+        fp8_scales: cuda.scale_addresses([fp8.dout_scale.scale, fp8.weight_scale])?,
+        ..GemmOperands::default()
+    };
+    if fused.is_some() {
+        if let Some(next) = fp8.dinp
+            && next.format == fp8.format
+            && cuda.run_quantizing(Gemm { epilogue: GemmEpilogue::GeluBackwardFp8, ..gemm }, operands, &next)?
+        {
+            return Ok(());
+        }
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: kernel.into_iter().collect() })?;
+    } else {
+        cuda.run_gemm(GemmCall { gemm, operands, fallback: Vec::new(), after: Vec::new() })?;
+        kernel.map_or(Ok(()), |kernel| cuda.launch_all(&[kernel]))?;
+    }
+    fp8.dinp.map_or(Ok(()), |next| quantize(cuda, next))
+}

@@ -1,0 +1,145 @@
+//! Operations in FP8: quantization, scales, and the operands that linear layers take in addition.
+//!
+//! A tensor is stored as x / scale in an FP8 format, rounded to nearest even and saturating at the largest number of the format.
+//! One f32 scale belongs to the whole tensor. NaN and infinities become NaN, so saturation hides neither.
+
+use crate::tensor::Tensor;
+pub use cuda_std::fp8::Fp8Format;
+use serde::{Deserialize, Serialize};
+
+/// The scale of a tensor in FP8, and the statistic that it is computed from.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Scale {
+    /// (1) f32: the factor that restores the tensor from its FP8 values.
+    pub scale: Tensor,
+    /// (1) f32: the largest magnitude ("amax").
+    pub amax: Tensor,
+    /// Set if losses are counted. (2) i32: accumulates the numbers of values that saturate and that become 0.
+    pub counts: Option<Tensor>,
+}
+
+/// Determines the scale of a tensor that is quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scaling {
+    /// amax = the largest magnitude of this tensor; scale = amax / the largest number of the format.
+    Current,
+    /// The same, but amax is the largest magnitude since it was last zeroed, which includes this tensor.
+    Calibrate,
+    /// The scale is given. amax = the largest magnitude since it was last zeroed, which includes this tensor.
+    Delayed,
+    /// The scale is given, and amax does not change.
+    Given,
+}
+
+/// Quantizes `inp` (rows, columns) to FP8, in one or both layouts. Rows and columns are multiples of 16.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantize {
+    /// (rows, columns) FP8
+    pub out: Option<Tensor>,
+    /// (columns, rows) FP8
+    pub transposed: Option<Tensor>,
+    /// (rows, columns) float
+    pub inp: Tensor,
+    /// The scale of the result.
+    pub scale: Fp8Scale,
+    /// Determines the scale.
+    pub scaling: Scaling,
+    /// The FP8 format.
+    pub format: Fp8Format,
+    /// Rows and columns of `inp`.
+    pub shape: [usize; 2],
+    /// (columns) float, accumulated: the sums over the rows of the quantized values, times the scale. Needs both layouts.
+    pub column_sums: Option<Tensor>,
+}
+
+/// Computes the scales of delayed scaling at the start of a step, and makes room for the step's statistics.
+///
+/// `scales[i]` = the largest finite `amaxes[h, i]` / `largest`, or 1 if that is 0. Then row h of `amaxes` moves to row h + 1, the
+/// last row is dropped, and row 0 becomes zero.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Scales {
+    /// (n) f32
+    pub scales: Tensor,
+    /// (H, n) f32: amaxes of the last H steps, the newest first.
+    pub amaxes: Tensor,
+    /// The number that the largest magnitude becomes. Larger values of this step saturate at the largest number of the format.
+    pub largest: f32,
+}
+
+/// The FP8 operands of a [`MatmulForward`](super::MatmulForward): its GEMM multiplies them instead of `inp` and `weight`.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Forward {
+    /// (rows, C) E4M3: receives the quantized input.
+    pub inp: Tensor,
+    /// (C, rows) E4M3: receives the transposed input, if the backward pass needs it.
+    pub inp_transposed: Option<Tensor>,
+    /// Whether `inp` and `inp_transposed` hold the quantized input, because the operation that computed it has quantized it.
+    /// Then nothing reads the operation's own `inp`.
+    pub inp_is_quantized: bool,
+    /// The scale of the input.
+    pub inp_scale: Fp8Scale,
+    /// Determines the scale of the input.
+    pub scaling: Scaling,
+    /// Set if the output is the input of another linear layer: quantizes it. Then nothing else reads it, and an engine may
+    /// leave it unwritten.
+    pub out: Option<Quantize>,
+    /// (OC, C) E4M3: the quantized weight.
+    pub weight: Tensor,
+    /// (1) f32: the scale of the weight.
+    pub weight_scale: Tensor,
+    /// How products are accumulated.
+    pub accumulation: Fp8Accumulation,
+}
+
+/// The FP8 operands of a [`MatmulBackward`](super::MatmulBackward): its GEMMs multiply them instead of `dout`, `inp` and `weight`.
+/// The bias gradient is the column sums of the quantized gradient.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Backward {
+    /// (rows, OC) and (OC, rows), in `format`: receive the quantized gradient of the output and its transpose.
+    pub dout: [Tensor; 2],
+    /// Whether `dout` holds the quantized gradient, because the operation that computed it has quantized it. Then nothing reads
+    /// the operation's own `dout`, and the bias gradient is that operation's, too.
+    pub dout_is_quantized: bool,
+    /// The scale of the gradient.
+    pub dout_scale: Fp8Scale,
+    /// Determines the scale of the gradient.
+    pub scaling: Scaling,
+    /// The FP8 format of the gradient.
+    pub format: Fp8Format,
+    /// (C, rows) E4M3: the quantized input, transposed. Its scale is that of the forward pass.
+    pub inp_transposed: Tensor,
+    /// Whether the forward pass has quantized the input. Otherwise this operation does; nothing else reads `inp`.
+    pub inp_is_quantized: bool,
+    /// The scale of the input.
+    pub inp_scale: Fp8Scale,
+    /// (C, OC) E4M3: the quantized weight, transposed.
+    pub weight_transposed: Tensor,
+    /// (1) f32: the scale of the weight.
+    pub weight_scale: Tensor,
+    /// How products are accumulated.
+    pub accumulation: Fp8Accumulation,
+    /// Set if `dinp` is the gradient of another linear layer's output: quantizes it to `format`. Then nothing else reads it, and
+    /// an engine may leave it unwritten.
+    pub dinp: Option<Quantize>,
+}
+
+/// Determines how a GPU accumulates FP8 products. The CPU engine always uses f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Accumulation {
+    /// Tensor cores accumulate over all of K. Hopper's keep about 14 bits
+    #[default]
+    Fast,
+    /// Sums over 128 columns of K are added in f32
+    Exact,
+    /// `exact` in the backward pass, `fast` in the forward pass
+    ExactGradients,
+}
+
+/// Returns the largest magnitude that rounds to the largest number of a format. Larger ones saturate.
+pub(crate) const fn largest_rounded(format: Fp8Format) -> f32 {
+    match format {
+        Fp8Format::E4m3 => 464.0,
+        Fp8Format::E5m2 => 61_440.0,
+    }
+}

@@ -1,0 +1,502 @@
+//! FP8 in the linear layers of a decoder: copies of weights, scales, and the recipes that determine the scales.
+//!
+//! The four linear layers of each transformer layer multiply in FP8, in the forward and in the backward pass. Their inputs and
+//! outputs, everything between them, the head, gradients and master weights keep the engine's type. A training step
+//!
+//! 1. computes the scales of delayed scaling from the statistics of earlier steps,
+//! 2. quantizes each weight, in both layouts. Ranks that shard the parameters quantize a layer
+//!    whenever they have gathered it,
+//! 3. quantizes inputs and gradients of outputs: those between fc and fcproj where GEMMs write them, which saves their copies in
+//!    the engine's type, and the others where GEMMs read them.
+//!
+//! Passes outside of a training step do not use FP8: [`Decoder::plan`] returns a model without it, and
+//! [`TrainStep`](crate::TrainStep) adds it.
+
+use super::Decoder;
+use super::descriptor::Descriptor;
+use super::memory_plan::Recompute;
+use super::params::Param;
+use super::sharding::Zero;
+use anyhow::{Context, ensure};
+use engine::ops::{
+    Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales, MatmulShape, Quantize, Scaling,
+};
+use engine::plan::{Group, Plan};
+use engine::tensor::{DType, Tensor};
+use engine::{Engine, Result};
+use serde::{Deserialize, Serialize};
+
+/// Determines how tensors are scaled to FP8. Each tensor has one scale.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Recipe {
+    /// Scales fit the largest magnitude of each tensor, which an additional pass finds
+    #[default]
+    Current,
+    /// Scales of inputs and gradients fit the largest magnitudes of the last 16 steps
+    Delayed,
+}
+
+/// The FP8 format of gradients of outputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Gradients {
+    /// 5 exponent bits and 2 mantissa bits: the range that gradients need, whose magnitudes vary more than those of inputs
+    #[default]
+    E5m2,
+    /// 4 exponent bits and 3 mantissa bits
+    E4m3,
+}
+
+impl From<Fp8Gradients> for Fp8Format {
+    fn from(gradients: Fp8Gradients) -> Self {
+        match gradients {
+            Fp8Gradients::E5m2 => Self::E5m2,
+            Fp8Gradients::E4m3 => Self::E4m3,
+        }
+    }
+}
+
+/// What a run with FP8 selects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fp8Settings {
+    /// Determines the scales.
+    pub recipe: Fp8Recipe,
+    /// The format of gradients.
+    pub gradients: Fp8Gradients,
+    /// How products are accumulated.
+    pub accumulation: Fp8Accumulation,
+}
+
+/// Settings of FP8 that an engine and a model have been checked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Options {
+    recipe: Fp8Recipe,
+    gradients: Fp8Format,
+    accumulation: Fp8Accumulation,
+    dtype: DType,
+}
+
+impl Fp8Options {
+    /// Checks that `engine` computes in FP8, and that it can do so for batches of b x t tokens of a model.
+    pub fn new(
+        Fp8Settings { recipe, gradients, accumulation }: Fp8Settings,
+        descriptor: &Descriptor,
+        [b, t]: [usize; 2],
+        engine: &dyn Engine,
+    ) -> Result<Self> {
+        let dtype = engine.fp8_dtype().with_context(|| {
+            let device = engine.describe();
+            format!("--precision fp8: expected a GPU of compute capability 9.0 and bf16, found {device}; use --precision bf16")
+        })?;
+        for (what, extent, fix) in [
+            ("batch x seq", b * t, "change --batch or --seq"),
+            ("channels", descriptor.channels, "use --precision bf16"),
+            ("channels of attention", descriptor.attention_channels(), "use --precision bf16"),
+            ("channels of queries, keys and values", descriptor.qkv_channels(), "use --precision bf16"),
+            ("channels of the MLP", descriptor.mlp_channels, "use --precision bf16"),
+        ] {
+            ensure!(
+                extent.is_multiple_of(MULTIPLE),
+                "--precision fp8: {what}: expected a multiple of {MULTIPLE}, found {extent}; {fix}"
+            );
+        }
+        Ok(Self { recipe, gradients: gradients.into(), accumulation, dtype })
+    }
+}
+
+impl Fp8Options {
+    /// Returns the engine's type for FP8 numbers.
+    pub(super) fn dtype(self) -> DType {
+        self.dtype
+    }
+}
+
+/// Rows and columns of all matrices are multiples of this, as FP8 GEMMs require.
+const MULTIPLE: usize = 16;
+
+/// Steps of which delayed scaling keeps the largest magnitudes.
+const HISTORY: usize = 16;
+
+/// Growth from the largest magnitude of earlier steps that delayed scaling leaves room for.
+const MARGIN: f32 = 2.0;
+
+/// The weights of the linear layers, in the order of their slots.
+const WEIGHTS: [Param; 4] = [Param::Qkvw, Param::Attprojw, Param::Fcw, Param::Fcprojw];
+
+/// Scales and largest magnitudes of one kind of tensor: inputs, weights or gradients of outputs, of all linear layers.
+#[derive(Clone, Copy, Debug)]
+struct Slots {
+    /// (L, 4) f32
+    scales: Tensor,
+    /// (H, L, 4) f32: largest magnitudes of the current step and of those before it.
+    amaxes: Tensor,
+    /// (H, L, 4) f32: the largest magnitudes before the step in progress.
+    before: Tensor,
+    /// (L, 4, 2) i32: numbers of values that saturate, and that become 0.
+    counts: Tensor,
+}
+
+impl Slots {
+    fn plan(plan: &mut Plan, name: &str, layers: usize, history: usize) -> Self {
+        let mut add =
+            |what, shape: &[usize], dtype| plan.add(Group::Optimizer, format!("FP8 {name} {what}"), shape, dtype);
+        Self {
+            scales: add("scales", &[layers, WEIGHTS.len()], DType::F32),
+            amaxes: add("amaxes", &[history, layers, WEIGHTS.len()], DType::F32),
+            before: add("amaxes before", &[history, layers, WEIGHTS.len()], DType::F32),
+            counts: add("counts", &[layers, WEIGHTS.len(), 2], DType::I32),
+        }
+    }
+
+    /// Returns the largest magnitudes of the current step.
+    fn newest(self) -> Tensor {
+        self.amaxes.slice(0, self.scales.len)
+    }
+
+    fn slot(self, layer: usize, weight: Param, counting: bool) -> Fp8Scale {
+        let i = layer * WEIGHTS.len() + index(weight);
+        let counts = counting.then(|| self.counts.slice(2 * i, 2));
+        Fp8Scale { scale: self.scales.slice(i, 1), amax: self.amaxes.slice(i, 1), counts }
+    }
+}
+
+/// FP8 operands of the linear layers, which a layer's operations use one after another. They share memory with the logits.
+#[derive(Clone, Copy, Debug)]
+struct Buffers {
+    /// (rows, C): inputs of qkv, attproj and fc, and gradients of the outputs of attproj and fcproj.
+    narrow: Tensor,
+    /// (rows, widest): inputs of fcproj, and gradients of the outputs of fc and qkv. The GEMM of fc reads its input in `narrow`
+    /// while it writes that of fcproj, and the GEMM of fcproj's input gradient does the same in the backward pass.
+    wide: Tensor,
+    /// (widest, rows): a transposed gradient.
+    dout_transposed: Tensor,
+    /// (C, rows): a transposed input that is not kept.
+    inp_transposed: Tensor,
+}
+
+/// The number of [`Buffers`].
+pub(super) const BUFFERS: usize = 4;
+
+/// Returns names and shapes of the [`Buffers`] for batches of `rows` tokens.
+pub(super) fn buffers(d: &Descriptor, rows: usize, recompute: Recompute) -> [(&'static str, [usize; 2]); BUFFERS] {
+    let shapes = WEIGHTS.map(|weight| weight.shape(d));
+    let unkept = WEIGHTS.into_iter().zip(shapes).filter(|(weight, _)| !keeps_input(*weight, recompute));
+    let unkept = unkept.map(|(_, (_, c))| c).max().unwrap_or(0);
+    let narrow = d.channels.max(d.attention_channels());
+    let widest_output = shapes.iter().map(|(oc, _)| *oc).max().unwrap_or(0);
+    [
+        ("FP8 narrow operand", [rows, narrow]),
+        ("FP8 wide operand", [rows, widest_output.max(d.mlp_channels)]),
+        ("FP8 dout transposed", [widest_output, rows]),
+        ("FP8 inp transposed", [unkept, rows]),
+    ]
+}
+
+/// Returns the index of a weight among those of its layer.
+fn index(weight: Param) -> usize {
+    WEIGHTS.iter().position(|&other| other == weight).expect("FP8 is for the linear layers only")
+}
+
+/// Reports whether the forward pass keeps a linear layer's input for the backward pass in FP8 only: outputs of norms and of the
+/// activation, unless they are recomputed. Attention's backward pass reads its output in the engine's type.
+pub(super) fn keeps_input(weight: Param, recompute: Recompute) -> bool {
+    match weight {
+        Param::Qkvw | Param::Fcw => recompute < Recompute::ActivationAndNorms,
+        Param::Fcprojw => recompute < Recompute::Activation,
+        _ => false,
+    }
+}
+
+/// The FP8 state of a model. It holds handles into an engine's arena and owns no memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8 {
+    options: Fp8Options,
+    /// Determines the scales of inputs and gradients in this step.
+    scaling: Scaling,
+    /// Whether the values that quantization loses are counted.
+    counting: bool,
+    inputs: Slots,
+    weights: Slots,
+    gradients: Slots,
+    /// (layers, elements of a layer's linear layers) FP8: weights and transposed weights. One layer if ranks shard the parameters.
+    copies: [Tensor; 2],
+    /// Whether `copies` hold all layers.
+    holds_all_layers: bool,
+    /// Operands of one linear layer at a time.
+    buffers: Buffers,
+    /// (L, C, rows) FP8: transposed inputs that the forward pass keeps for the backward pass, in the order of `WEIGHTS`.
+    kept: [Option<Tensor>; 4],
+}
+
+impl Fp8 {
+    pub(super) fn plan(
+        plan: &mut Plan,
+        options: Fp8Options,
+        descriptor: &Descriptor,
+        [b, t]: [usize; 2],
+        zero: Zero,
+        recompute: Recompute,
+        [narrow, wide, dout_transposed, inp_transposed]: [Tensor; BUFFERS],
+    ) -> Self {
+        let (layers, dtype) = (descriptor.layers, options.dtype);
+        let (scaling, history) = match options.recipe {
+            Fp8Recipe::Current => (Scaling::Current, 1),
+            // The first step reads whether there are statistics.
+            Fp8Recipe::Delayed => (Scaling::Calibrate, HISTORY),
+        };
+        let shapes = WEIGHTS.map(|weight| weight.shape(descriptor));
+        let elements = shapes.iter().map(|(oc, c)| oc * c).sum();
+        let keeps = WEIGHTS.map(|weight| keeps_input(weight, recompute));
+        let holds_all_layers = !zero.shards_parameters();
+        let copied = if holds_all_layers { layers } else { 1 };
+        let mut add = |name: &str, shape: &[usize]| plan.add(Group::Workspace, format!("FP8 {name}"), shape, dtype);
+        let copies = ["W", "W transposed"].map(|name| add(name, &[copied, elements]));
+        let mut keep = |i: usize| {
+            let (c, name) = (shapes[i].1, format!("FP8 inp of {}", WEIGHTS[i].name()));
+            keeps[i].then(|| plan.add(Group::Activations, name, &[layers, c, b * t], dtype))
+        };
+        let kept = [keep(0), keep(1), keep(2), keep(3)];
+        let mut slots = |name, history| Slots::plan(plan, name, layers, history);
+        Self {
+            options,
+            scaling,
+            counting: false,
+            inputs: slots("input", history),
+            weights: slots("weight", 1),
+            gradients: slots("gradient", history),
+            copies,
+            holds_all_layers,
+            buffers: Buffers { narrow, wide, dout_transposed, inp_transposed },
+            kept,
+        }
+    }
+
+    /// Returns where the forward pass keeps the transposed input of a linear layer.
+    fn kept_input(&self, d: &Descriptor, layer: usize, weight: Param, shape: MatmulShape) -> Option<Tensor> {
+        self.kept[index(weight)].map(|kept| kept.part(layer, d.layers).slice(0, shape.rows * shape.c))
+    }
+
+    /// Returns this layer's FP8 weight and transposed weight.
+    fn weight(&self, d: &Descriptor, layer: usize, weight: Param) -> [Tensor; 2] {
+        let len = |weight: Param| {
+            let (oc, c) = weight.shape(d);
+            oc * c
+        };
+        let all: usize = WEIGHTS.map(len).iter().sum();
+        let before: usize = WEIGHTS[..index(weight)].iter().map(|&weight| len(weight)).sum();
+        let layer = if self.holds_all_layers { layer } else { 0 };
+        self.copies.map(|copies| copies.slice(layer * all + before, len(weight)))
+    }
+
+    /// Copies the statistics of delayed scaling, so that [`restore_statistics`](Self::restore_statistics) can undo a step.
+    pub(super) fn keep_statistics(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.delayed().into_iter().try_for_each(|slots| engine.copy(slots.before, slots.amaxes))
+    }
+
+    /// Restores the statistics of delayed scaling before the step in progress.
+    pub(super) fn restore_statistics(&self, engine: &mut dyn Engine) -> Result<()> {
+        self.delayed().into_iter().try_for_each(|slots| engine.copy(slots.amaxes, slots.before))
+    }
+
+    /// Returns the tensors with delayed scaling.
+    fn delayed(&self) -> Vec<Slots> {
+        match self.options.recipe {
+            Fp8Recipe::Current => Vec::new(),
+            Fp8Recipe::Delayed => vec![self.inputs, self.gradients],
+        }
+    }
+
+    /// Begins a step: computes the scales of delayed scaling.
+    ///
+    /// If there are no statistics of earlier steps, the step calibrates: it scales each tensor by its own largest magnitude, which
+    /// it keeps for the next step.
+    pub(super) fn begin_step(&mut self, engine: &mut dyn Engine) -> Result<()> {
+        if self.options.recipe == Fp8Recipe::Current {
+            return Ok(());
+        }
+        if self.is_calibrating() {
+            let known = engine.read(self.inputs.amaxes)?.iter().any(|amax| amax.is_finite() && *amax > 0.0);
+            self.scaling = if known { Scaling::Delayed } else { Scaling::Calibrate };
+        }
+        for (slots, format) in [(self.inputs, Fp8Format::E4m3), (self.gradients, self.options.gradients)] {
+            let largest = format.max() / MARGIN;
+            engine.run(Fp8Scales { scales: slots.scales, amaxes: slots.amaxes, largest })?;
+        }
+        Ok(())
+    }
+
+    /// Reports whether this step scales each tensor by its own largest magnitude, for lack of statistics.
+    fn is_calibrating(&self) -> bool {
+        self.scaling == Scaling::Calibrate
+    }
+
+    /// Reports whether the operations of this micro-batch are those of most others.
+    pub(super) fn repeats(&self) -> bool {
+        !self.is_calibrating() && !self.counting
+    }
+
+    /// Begins or ends to count the values that quantization loses. The counts begin at 0.
+    pub(super) fn set_counting(&mut self, engine: &mut dyn Engine, counting: bool) -> Result<()> {
+        self.counting = counting;
+        let all = [self.inputs, self.weights, self.gradients];
+        if counting { all.into_iter().try_for_each(|slots| engine.zero(slots.counts)) } else { Ok(()) }
+    }
+
+    /// Returns the statistics of this step that ranks must combine, so that their scales agree.
+    ///
+    /// With current scaling, each rank scales its own inputs and gradients. Weights and their scales are equal on all ranks.
+    pub(super) fn shared_amaxes(&self) -> Vec<Tensor> {
+        self.delayed().into_iter().map(Slots::newest).collect()
+    }
+
+    /// Returns the tensors that a checkpoint contains: the statistics of delayed scaling.
+    pub fn state(&self) -> Vec<Tensor> {
+        self.delayed().iter().map(|slots| slots.amaxes).collect()
+    }
+}
+
+/// The values of one kind of tensor, over all layers, that quantization loses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fp8Counts {
+    /// The tensor: `inputs of qkvw`, `weights of fcw` or `gradients of fcw`.
+    pub tensor: String,
+    /// Number of values.
+    pub values: u64,
+    /// Values that saturate.
+    pub saturated: u64,
+    /// Values that become 0.
+    pub zeroed: u64,
+}
+
+impl Fp8 {
+    /// Reads the counts of micro-batches of `rows` tokens.
+    pub(super) fn read_counts(&self, engine: &mut dyn Engine, d: &Descriptor, rows: usize) -> Result<Vec<Fp8Counts>> {
+        let mut all = Vec::new();
+        for (name, slots) in [("inputs", self.inputs), ("weights", self.weights), ("gradients", self.gradients)] {
+            let mut bytes = vec![0; slots.counts.bytes()];
+            engine.read_bytes(slots.counts, &mut bytes)?;
+            let counts: Vec<u64> = bytes.as_chunks().0.iter().map(|&b| u64::from(u32::from_le_bytes(b))).collect();
+            for weight in WEIGHTS {
+                let (oc, c) = weight.shape(d);
+                let of_layer = if name == "weights" { oc * c } else { rows * if name == "inputs" { c } else { oc } };
+                let sum = |i: usize| counts.chunks(2 * WEIGHTS.len()).map(|layer| layer[2 * index(weight) + i]).sum();
+                all.push(Fp8Counts {
+                    tensor: format!("{name} of {}", weight.name()),
+                    values: (d.layers * of_layer) as u64,
+                    saturated: sum(0),
+                    zeroed: sum(1),
+                });
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl Decoder {
+    /// Quantizes the weights of all layers, unless ranks shard them.
+    pub(super) fn quantize_whole_weights(&self, engine: &mut dyn Engine) -> Result<()> {
+        let layers = if self.zero.shards_parameters() { 0 } else { self.descriptor.layers };
+        (0..layers).try_for_each(|layer| self.quantize_weights(engine, layer))
+    }
+
+    /// Quantizes the weights of a layer, if ranks shard the parameters and this rank has just gathered them.
+    pub(super) fn quantize_gathered_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        if self.zero.shards_parameters() { self.quantize_weights(engine, layer) } else { Ok(()) }
+    }
+
+    fn quantize_weights(&self, engine: &mut dyn Engine, layer: usize) -> Result<()> {
+        let Some(fp8) = &self.fp8 else { return Ok(()) };
+        WEIGHTS.into_iter().try_for_each(|weight| {
+            let [out, transposed] = fp8.weight(&self.descriptor, layer, weight).map(Some);
+            let (oc, c) = weight.shape(&self.descriptor);
+            engine.run(Quantize {
+                out,
+                transposed,
+                inp: self.param(weight, layer),
+                scale: fp8.weights.slot(layer, weight, fp8.counting),
+                scaling: Scaling::Current,
+                format: Fp8Format::E4m3,
+                shape: [oc, c],
+                column_sums: None,
+            })
+        })
+    }
+
+    /// Returns the FP8 operands of a linear layer's forward pass. That of fc also quantizes `out`, the input of fcproj.
+    pub(super) fn fp8_forward(
+        &self,
+        layer: usize,
+        weight: Param,
+        shape: MatmulShape,
+        out: Tensor,
+    ) -> Option<Fp8Forward> {
+        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let of_fcproj = MatmulShape { rows: shape.rows, c: d.mlp_channels, oc: d.channels };
+        let (narrow, wide) = (fp8.buffers.narrow, fp8.buffers.wide.slice(0, shape.rows * d.mlp_channels));
+        let next = (weight == Param::Fcw).then(|| Quantize {
+            out: Some(wide),
+            transposed: fp8.kept_input(d, layer, Param::Fcprojw, of_fcproj),
+            inp: out,
+            scale: fp8.inputs.slot(layer, Param::Fcprojw, fp8.counting),
+            scaling: fp8.scaling,
+            format: Fp8Format::E4m3,
+            shape: [shape.rows, d.mlp_channels],
+            column_sums: None,
+        });
+        let inp_is_quantized = weight == Param::Fcprojw;
+        Some(Fp8Forward {
+            inp: if inp_is_quantized { wide } else { narrow.slice(0, shape.rows * shape.c) },
+            inp_transposed: fp8.kept_input(d, layer, weight, shape),
+            inp_is_quantized,
+            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
+            scaling: fp8.scaling,
+            out: next,
+            weight: fp8.weight(d, layer, weight)[0],
+            weight_scale: fp8.weights.slot(layer, weight, false).scale,
+            accumulation: fp8.options.accumulation,
+        })
+    }
+
+    /// Returns the FP8 operands of a linear layer's backward pass. That of fcproj also quantizes `dinp`, the gradient of fc's
+    /// output, and adds its column sums to `dinp_sums`, the gradient of fc's bias.
+    pub(super) fn fp8_backward(
+        &self,
+        layer: usize,
+        weight: Param,
+        shape: MatmulShape,
+        dinp: Tensor,
+        dinp_sums: Option<Tensor>,
+    ) -> Option<Fp8Backward> {
+        let (fp8, d) = (self.fp8.as_ref()?, &self.descriptor);
+        let Buffers { narrow, wide, dout_transposed, inp_transposed } = fp8.buffers;
+        let (inp_len, dout_len) = (shape.rows * shape.c, shape.rows * shape.oc);
+        let kept = fp8.kept_input(d, layer, weight, shape);
+        let next_len = shape.rows * d.fc_channels();
+        let next = (weight == Param::Fcprojw).then(|| Quantize {
+            out: Some(wide.slice(0, next_len)),
+            transposed: Some(dout_transposed.slice(0, next_len)),
+            inp: dinp,
+            scale: fp8.gradients.slot(layer, Param::Fcw, fp8.counting),
+            scaling: fp8.scaling,
+            format: fp8.options.gradients,
+            shape: [shape.rows, d.fc_channels()],
+            column_sums: dinp_sums,
+        });
+        let dout = if matches!(weight, Param::Qkvw | Param::Fcw) { wide } else { narrow };
+        Some(Fp8Backward {
+            dout: [dout.slice(0, dout_len), dout_transposed.slice(0, dout_len)],
+            dout_is_quantized: weight == Param::Fcw,
+            dout_scale: fp8.gradients.slot(layer, weight, fp8.counting),
+            scaling: fp8.scaling,
+            format: fp8.options.gradients,
+            inp_transposed: kept.unwrap_or_else(|| inp_transposed.slice(0, inp_len)),
+            inp_is_quantized: kept.is_some(),
+            inp_scale: fp8.inputs.slot(layer, weight, fp8.counting),
+            weight_transposed: fp8.weight(d, layer, weight)[1],
+            weight_scale: fp8.weights.slot(layer, weight, false).scale,
+            accumulation: fp8.options.accumulation,
+            dinp: next,
+        })
+    }
+}

@@ -1,0 +1,455 @@
+//! Cases of operations in FP8.
+//!
+//! Both engines quantize the same numbers with the same scales, so their FP8 operands are equal, and the tolerances are those of
+//! the same operations in bf16.
+
+use super::{
+    Case, DType, Engine, EpilogueKind, GELU, Init, Operand, Result, Tensor, Tolerance, Work, accumulated, case, f32,
+    input, linear_name, linear_workload, matmul_backward, matmul_forward, output,
+};
+use engine::ops::{
+    Activation, ActivationInput, Epilogue, Fp8Accumulation, Fp8Backward, Fp8Format, Fp8Forward, Fp8Scale, Fp8Scales,
+    MatmulBackward, MatmulForward, MatmulShape, Quantize, Scaling,
+};
+
+/// Returns every operation in FP8 at small shapes, which are multiples of 16.
+pub fn edge_cases() -> Vec<Case> {
+    let mut cases = vec![delayed_scales(8, 16), delayed_scales(300, 1)];
+    for (rows, c, oc) in [(16, 64, 64), (48, 80, 240), (144, 208, 160)] {
+        cases.extend(linear(MatmulShape { rows, c, oc }));
+        cases.extend(mlp(MatmulShape { rows, c, oc }));
+    }
+    cases
+}
+
+/// Returns every operation in FP8 at the shapes of real models.
+pub fn model_cases() -> Vec<Case> {
+    [(2048, 768, 2304), (512, 1600, 6400)]
+        .into_iter()
+        .map(|(rows, c, oc)| MatmulShape { rows, c, oc })
+        .flat_map(|shape| linear(shape).into_iter().chain(mlp(shape)))
+        .collect()
+}
+
+/// Returns the passes of a linear layer.
+fn linear(shape: MatmulShape) -> Vec<Case> {
+    let (fast, exact) = (Fp8Accumulation::Fast, Fp8Accumulation::Exact);
+    let swiglu = EpilogueKind::Activation(Activation::SwiGlu);
+    vec![
+        forward(shape, true, EpilogueKind::None, Scaling::Current, fast),
+        forward(shape, false, EpilogueKind::Residual, Scaling::Delayed, fast),
+        forward(shape, true, EpilogueKind::Residual, Scaling::Current, exact),
+        forward(shape, true, GELU, Scaling::Delayed, fast),
+        forward(shape, true, GELU, Scaling::Current, exact),
+        forward(shape, false, swiglu, Scaling::Calibrate, fast),
+        backward(shape, true, None, Fp8Format::E5m2, Scaling::Current, fast),
+        backward(shape, true, Some(Activation::Gelu), Fp8Format::E4m3, Scaling::Delayed, fast),
+        backward(shape, true, Some(Activation::Gelu), Fp8Format::E5m2, Scaling::Calibrate, exact),
+        backward(shape, false, Some(Activation::SwiGlu), Fp8Format::E5m2, Scaling::Delayed, fast),
+        backward(shape, false, Some(Activation::ReluSquared), Fp8Format::E5m2, Scaling::Current, exact),
+    ]
+}
+
+fn fp8(name: &'static str, len: usize) -> Operand {
+    Operand { name, len, dtype: Some(DType::Fp8), init: Init::None, checked: None }
+}
+
+/// An f32 that both engines compute with the same bits.
+fn exact_f32(name: &'static str, value: f32) -> Operand {
+    f32(Operand {
+        name,
+        len: 1,
+        dtype: None,
+        init: Init::Values(vec![value]),
+        checked: Some(Tolerance { f32: 0.0, bf16: 0.0 }),
+    })
+}
+
+/// Returns the operands of one tensor in FP8: scale and amax. The scale, if given, fits values of up to 1.
+fn scale(names: [&'static str; 2], format: Fp8Format) -> [Operand; 2] {
+    [exact_f32(names[0], 1.3 / format.max()), exact_f32(names[1], 0.01)]
+}
+
+fn name(shape: MatmulShape, bias: bool, what: &str, scaling: Scaling, accumulation: Fp8Accumulation) -> String {
+    format!("{}{what} fp8 {scaling:?} {accumulation:?}", linear_name(shape, bias)).to_lowercase()
+}
+
+fn of(scale: Tensor, amax: Tensor) -> Fp8Scale {
+    Fp8Scale { scale, amax, counts: None }
+}
+
+/// Allows the errors of Hopper's FP8 accumulators, which keep about 14 bits: up to 0.7 % of the result's root mean square at K = 3072.
+fn widen_tolerances(operands: &mut [Operand], accumulation: Fp8Accumulation) {
+    for tolerance in operands.iter_mut().filter_map(|operand| operand.checked.as_mut()) {
+        if accumulation == Fp8Accumulation::Fast {
+            tolerance.bf16 = tolerance.bf16.max(Tolerance::CHAIN.bf16);
+        }
+    }
+}
+
+/// Quantizes a weight (OC, C).
+fn quantize_weight(
+    engine: &mut dyn Engine,
+    inp: Tensor,
+    [out, transposed]: [Option<Tensor>; 2],
+    scale: Fp8Scale,
+    shape: MatmulShape,
+) -> Result<()> {
+    let (scaling, format, shape) = (Scaling::Current, Fp8Format::E4m3, [shape.oc, shape.c]);
+    engine.run(Quantize { out, transposed, inp, scale, scaling, format, shape, column_sums: None })
+}
+
+fn forward(
+    shape: MatmulShape,
+    bias: bool,
+    kind: EpilogueKind,
+    scaling: Scaling,
+    accumulation: Fp8Accumulation,
+) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let plain = matmul_forward(shape, bias, kind);
+    let what = plain.shape[linear_name(shape, bias).len()..].to_owned();
+    let mut operands = plain.operands;
+    widen_tolerances(&mut operands, accumulation);
+    let first = operands.len();
+    operands.extend([fp8("inp in FP8", rows * c), fp8("weight in FP8", oc * c)]);
+    operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
+    let weight_scale = move |x: &[Tensor]| of(x[first + 4], x[first + 5]);
+    let name = name(shape, bias, &what, scaling, accumulation);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let epilogue = match kind {
+            EpilogueKind::None => Epilogue::None,
+            EpilogueKind::Residual => Epilogue::Residual(x[4]),
+            EpilogueKind::Activation(activation) => Epilogue::Activation(activation, x[4]),
+        };
+        let fp8 = Fp8Forward {
+            inp: x[first],
+            inp_transposed: None,
+            inp_is_quantized: false,
+            inp_scale: of(x[first + 2], x[first + 3]),
+            scaling,
+            out: None,
+            weight: x[first + 1],
+            weight_scale: x[first + 4],
+            accumulation,
+        };
+        let (bias, fp8) = (bias.then_some(x[3]), Some(fp8));
+        e.run(MatmulForward { out: x[0], inp: x[1], weight: x[2], bias, epilogue, shape, fp8 })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        quantize_weight(e, x[2], [Some(x[first + 1]), None], weight_scale(x), shape)
+    };
+    let case = case("matmul_forward", name, linear_workload(shape), operands, plain.work, run);
+    Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
+}
+
+fn backward(
+    shape: MatmulShape,
+    bias: bool,
+    activation: Option<Activation>,
+    format: Fp8Format,
+    scaling: Scaling,
+    accumulation: Fp8Accumulation,
+) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let plain = matmul_backward(shape, bias, activation);
+    let what = format!("{} {format:?}", &plain.shape[linear_name(shape, bias).len()..]);
+    let mut operands = plain.operands;
+    widen_tolerances(&mut operands, accumulation);
+    if activation.is_none() {
+        operands.push(input("preactivation", 16, Init::Zero));
+    }
+    let first = operands.len();
+    operands.extend([
+        fp8("dout in FP8", rows * oc),
+        fp8("dout in FP8, transposed", rows * oc),
+        fp8("inp in FP8, transposed", rows * c),
+        fp8("weight in FP8, transposed", oc * c),
+    ]);
+    operands.extend(scale(["scale of dout", "amax of dout"], format));
+    operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of weight", "amax of weight"], Fp8Format::E4m3));
+    let name = name(shape, bias, &what, scaling, accumulation);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let input = activation.map(|activation| ActivationInput { activation, preactivation: x[6], recompute: None });
+        let fp8 = Fp8Backward {
+            dout: [x[first], x[first + 1]],
+            dout_is_quantized: false,
+            dout_scale: of(x[first + 4], x[first + 5]),
+            scaling,
+            format,
+            inp_transposed: x[first + 2],
+            inp_is_quantized: false,
+            inp_scale: of(x[first + 6], x[first + 7]),
+            weight_transposed: x[first + 3],
+            weight_scale: x[first + 8],
+            accumulation,
+            dinp: None,
+        };
+        e.run(MatmulBackward { fp8: Some(fp8), ..super::matmul_backward_operation(x, input, bias, shape) })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let scale = of(x[first + 8], x[first + 9]);
+        quantize_weight(e, x[5], [None, Some(x[first + 3])], scale, shape)
+    };
+    let case = case("matmul_backward", name, linear_workload(shape), operands, plain.work, run);
+    Case { before: Some(Box::new(before)), parts: plain.parts, ..case }
+}
+
+/// Returns the passes of an MLP with GELU, of which GEMMs quantize the tensors in the middle.
+fn mlp(shape: MatmulShape) -> [Case; 3] {
+    let (fast, exact) = (Fp8Accumulation::Fast, Fp8Accumulation::Exact);
+    [mlp_forward(shape, fast), mlp_backward(shape, Fp8Format::E5m2, fast), mlp_backward(shape, Fp8Format::E4m3, exact)]
+}
+
+/// Tolerance of sums of products of a tensor that both engines round to FP8 from slightly different values: a few percent of the
+/// values round to neighbors, which differ by up to 2^-3, or 2^-2 for E5M2. The emulator's largest error is 0.13. Tests of the
+/// kernels compare bits; these cases find gross errors on a GPU.
+const NEIGHBORS: Tolerance = Tolerance { f32: 0.25, bf16: 0.25 };
+
+/// Returns the operands of [`mlp_forward`].
+fn mlp_forward_operands(MatmulShape { rows, c, oc }: MatmulShape) -> Vec<Operand> {
+    let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
+    let mut operands = vec![
+        output("proj", rows * c, NEIGHBORS),
+        accumulated("dweight", c * oc, NEIGHBORS),
+        input("inp", rows * c, super::UNIT),
+        input("fc", oc * c, weight.clone()),
+        input("bias", oc, super::UNIT),
+        input("fcproj", c * oc, weight),
+        output("preactivation", rows * oc, Tolerance::CHAIN),
+        Operand { checked: None, ..output("out", rows * oc, NEIGHBORS) },
+        input("dout", rows * c, super::UNIT),
+        Operand { checked: None, ..output("dinp", rows * oc, NEIGHBORS) },
+    ];
+    operands.extend([
+        fp8("inp in FP8", rows * c),
+        fp8("fc in FP8", oc * c),
+        fp8("out in FP8", rows * oc),
+        fp8("out in FP8, transposed", rows * oc),
+        fp8("fcproj in FP8", oc * c),
+        fp8("fcproj in FP8, transposed", oc * c),
+        fp8("dout in FP8", rows * c),
+        fp8("dout in FP8, transposed", rows * c),
+    ]);
+    operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of fc", "amax of fc"], Fp8Format::E4m3));
+    let mut of_out = scale(["scale of out", "amax of out"], Fp8Format::E4m3);
+    // Outputs of GELU are a few times larger than its inputs' unit.
+    of_out[0].init = Init::Values(vec![1.0 / 16.0]);
+    of_out[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
+    operands.extend(of_out);
+    operands.extend(scale(["scale of fcproj", "amax of fcproj"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of dout", "amax of dout"], Fp8Format::E5m2));
+    operands
+}
+
+/// out (rows, OC) = gelu(inp (rows, C) · fcᵀ + bias), with fc (OC, C), is quantized with a given scale. proj = out · fcprojᵀ,
+/// with fcproj (C, OC), reads only the quantized output. Its transposed copy is multiplied, too.
+fn mlp_forward(shape: MatmulShape, accumulation: Fp8Accumulation) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let next = MatmulShape { rows, c: oc, oc: c };
+    let operands = mlp_forward_operands(shape);
+    // The first operand in FP8.
+    let n = 10;
+    let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let quantized = Quantize {
+            out: Some(x[n + 2]),
+            transposed: Some(x[n + 3]),
+            inp: x[7],
+            scale: scale_of(x, 2),
+            scaling: Scaling::Delayed,
+            format: Fp8Format::E4m3,
+            shape: [rows, oc],
+            column_sums: None,
+        };
+        let fp8 = Fp8Forward {
+            inp: x[n],
+            inp_transposed: None,
+            inp_is_quantized: false,
+            inp_scale: scale_of(x, 0),
+            scaling: Scaling::Current,
+            out: Some(quantized),
+            weight: x[n + 1],
+            weight_scale: scale_of(x, 1).scale,
+            accumulation,
+        };
+        let epilogue = Epilogue::Activation(Activation::Gelu, x[6]);
+        let [out, inp, weight, bias] = [x[7], x[2], x[3], x[4]];
+        e.run(MatmulForward { out, inp, weight, bias: Some(bias), epilogue, shape, fp8: Some(fp8) })?;
+        let fp8 = Fp8Forward {
+            inp: x[n + 2],
+            inp_is_quantized: true,
+            inp_scale: scale_of(x, 2),
+            scaling: Scaling::Delayed,
+            out: None,
+            weight: x[n + 4],
+            weight_scale: scale_of(x, 3).scale,
+            ..fp8
+        };
+        let [out, inp, weight] = [x[0], x[7], x[5]];
+        e.run(MatmulForward { out, inp, weight, bias: None, epilogue: Epilogue::None, shape: next, fp8: Some(fp8) })?;
+        let fp8 = Fp8Backward {
+            dout: [x[n + 6], x[n + 7]],
+            dout_is_quantized: false,
+            dout_scale: scale_of(x, 4),
+            scaling: Scaling::Current,
+            format: Fp8Format::E5m2,
+            inp_transposed: x[n + 3],
+            inp_is_quantized: true,
+            inp_scale: scale_of(x, 2),
+            weight_transposed: x[n + 5],
+            weight_scale: scale_of(x, 3).scale,
+            accumulation,
+            dinp: None,
+        };
+        e.run(MatmulBackward {
+            dinp: x[9],
+            dweight: x[1],
+            dbias: None,
+            dout: x[8],
+            inp: x[7],
+            weight: x[5],
+            activation: None,
+            shape: next,
+            fp8: Some(fp8),
+        })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        quantize_weight(e, x[3], [Some(x[n + 1]), None], scale_of(x, 1), shape)?;
+        quantize_weight(e, x[5], [Some(x[n + 4]), Some(x[n + 5])], scale_of(x, 3), next)
+    };
+    let work = Work { floats: rows * (3 * c + oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
+    let name = format!("{} fp8 mlp {accumulation:?}", linear_name(shape, true)).to_lowercase();
+    let case = case("matmul_forward", name, linear_workload(shape), operands, work, run);
+    Case { before: Some(Box::new(before)), ..case }
+}
+
+/// Returns the operands of [`mlp_backward`].
+fn mlp_backward_operands(MatmulShape { rows, c, oc }: MatmulShape, format: Fp8Format) -> Vec<Operand> {
+    let weight = Init::Uniform { mean: 0.0, spread: 0.2 };
+    let mut operands = vec![
+        output("dinp", rows * c, NEIGHBORS),
+        accumulated("dfcproj", c * oc, NEIGHBORS),
+        accumulated("dfcw", oc * c, NEIGHBORS),
+        accumulated("dfcb", oc, NEIGHBORS),
+        input("dout", rows * c, super::UNIT),
+        input("inp", rows * c, super::UNIT),
+        input("activated", rows * oc, super::UNIT),
+        input("preactivation", rows * oc, super::UNIT),
+        input("fc", oc * c, weight.clone()),
+        input("fcproj", c * oc, weight),
+        Operand { checked: None, ..output("dfc", rows * oc, NEIGHBORS) },
+    ];
+    operands.extend([
+        fp8("dout in FP8", rows * c),
+        fp8("dout in FP8, transposed", rows * c),
+        fp8("dfc in FP8", rows * oc),
+        fp8("dfc in FP8, transposed", rows * oc),
+        fp8("inp in FP8, transposed", rows * c),
+        fp8("activated in FP8, transposed", rows * oc),
+        fp8("fc in FP8, transposed", oc * c),
+        fp8("fcproj in FP8, transposed", oc * c),
+    ]);
+    operands.extend(scale(["scale of dout", "amax of dout"], format));
+    let mut of_dfc = scale(["scale of dfc", "amax of dfc"], format);
+    of_dfc[0].init = Init::Values(vec![16.0 / format.max()]);
+    of_dfc[1].checked = Some(Tolerance { f32: 1e-2, bf16: 1e-2 });
+    operands.extend(of_dfc);
+    operands.extend(scale(["scale of inp", "amax of inp"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of activated", "amax of activated"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of fc", "amax of fc"], Fp8Format::E4m3));
+    operands.extend(scale(["scale of fcproj", "amax of fcproj"], Fp8Format::E4m3));
+    operands
+}
+
+/// dfc (rows, OC) = (dout (rows, C) · fcproj (C, OC)) ⊙ gelu' is quantized with a given scale, and its columns are summed.
+/// dinp (rows, C) = dfc · fc (OC, C) and the gradient of fc read only the quantized gradient.
+fn mlp_backward(shape: MatmulShape, format: Fp8Format, accumulation: Fp8Accumulation) -> Case {
+    let MatmulShape { rows, c, oc } = shape;
+    let next = MatmulShape { rows, c: oc, oc: c };
+    let operands = mlp_backward_operands(shape, format);
+    // The first operand in FP8.
+    let n = 11;
+    let scale_of = move |x: &[Tensor], i: usize| of(x[n + 8 + 2 * i], x[n + 9 + 2 * i]);
+    let run = move |e: &mut dyn Engine, x: &[Tensor]| {
+        let quantized = Quantize {
+            out: Some(x[n + 2]),
+            transposed: Some(x[n + 3]),
+            inp: x[10],
+            scale: scale_of(x, 1),
+            scaling: Scaling::Delayed,
+            format,
+            shape: [rows, oc],
+            column_sums: Some(x[3]),
+        };
+        let fp8 = Fp8Backward {
+            dout: [x[n], x[n + 1]],
+            dout_is_quantized: false,
+            dout_scale: scale_of(x, 0),
+            scaling: Scaling::Delayed,
+            format,
+            inp_transposed: x[n + 5],
+            inp_is_quantized: false,
+            inp_scale: scale_of(x, 3),
+            weight_transposed: x[n + 7],
+            weight_scale: scale_of(x, 5).scale,
+            accumulation,
+            dinp: Some(quantized),
+        };
+        e.run(MatmulBackward {
+            dinp: x[10],
+            dweight: x[1],
+            dbias: None,
+            dout: x[4],
+            inp: x[6],
+            weight: x[9],
+            activation: Some(ActivationInput { activation: Activation::Gelu, preactivation: x[7], recompute: None }),
+            shape: next,
+            fp8: Some(fp8),
+        })?;
+        let fp8 = Fp8Backward {
+            dout: [x[n + 2], x[n + 3]],
+            dout_is_quantized: true,
+            dout_scale: scale_of(x, 1),
+            inp_transposed: x[n + 4],
+            inp_scale: scale_of(x, 2),
+            weight_transposed: x[n + 6],
+            weight_scale: scale_of(x, 4).scale,
+            dinp: None,
+            ..fp8
+        };
+        e.run(MatmulBackward {
+            dinp: x[0],
+            dweight: x[2],
+            dbias: None,
+            dout: x[10],
+            inp: x[5],
+            weight: x[8],
+            activation: None,
+            shape,
+            fp8: Some(fp8),
+        })
+    };
+    let before = move |e: &mut dyn Engine, x: &[Tensor]| {
+        quantize_weight(e, x[8], [None, Some(x[n + 6])], scale_of(x, 4), shape)?;
+        quantize_weight(e, x[9], [None, Some(x[n + 7])], scale_of(x, 5), next)
+    };
+    let work = Work { floats: rows * (3 * c + 2 * oc), bytes: 4 * rows * oc, flops: 8 * rows * c * oc };
+    let name = format!("{} {format:?} fp8 mlp {accumulation:?}", linear_name(shape, true)).to_lowercase();
+    let case = case("matmul_backward", name, linear_workload(shape), operands, work, run);
+    Case { before: Some(Box::new(before)), ..case }
+}
+
+fn delayed_scales(n: usize, steps: usize) -> Case {
+    let exact = Tolerance { f32: 0.0, bf16: 0.0 };
+    let mut amaxes = f32(accumulated("amaxes", steps * n, exact));
+    amaxes.init = Init::Uniform { mean: 1.0, spread: 1.0 };
+    let operands = vec![f32(output("scales", n, exact)), amaxes];
+    let work = Work { bytes: (2 * steps + 1) * n * 4, ..Work::default() };
+    case("fp8_scales", format!("{n} x {steps}"), super::workload(1, 1, 8, 1, 128, 0), operands, work, |e, x| {
+        e.run(Fp8Scales { scales: x[0], amaxes: x[1], largest: Fp8Format::E4m3.max() })
+    })
+}

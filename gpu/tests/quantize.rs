@@ -1,0 +1,311 @@
+//! The FP8 quantization kernels compared with conversions on the CPU, which are exact.
+
+mod common;
+
+use bytemuck::Pod;
+use common::{for_all, noise, rounded, run};
+use cuda_std::emulate::Memory;
+use cuda_std::shared::Layout;
+use cuda_std::{E4m3, E5m2, Element, Fp8, Global, GlobalMut, bf16};
+use gpu::gelu::{self, gelu_forward};
+use gpu::quantize::{
+    self, amax_bf16, count_losses, current_scale, delayed_scales, grid, quantize, quantize_transpose, scale_of,
+    scales_grid, sum_rows, transpose_fp8, transpose_grid,
+};
+use proptest::strategy::Strategy;
+use std::any::type_name;
+
+tests! {
+    kernels of "quantize.rs";
+    once: amax_is_the_largest_magnitude, amax_accumulates_and_keeps_nan, any_length_is_quantized,
+        values_saturate_and_others_become_nan, current_scale_fits_the_largest_magnitude,
+        delayed_scales_fit_the_largest_finite_amax, losses_are_counted, any_shape_is_transposed, columns_are_summed, gelu_is_applied_first,
+        fp8_is_transposed;
+}
+
+fn shared_bytes() -> usize {
+    let mut layout = Layout::new();
+    quantize::tile_and_maxima(&mut layout);
+    layout.bytes()
+}
+
+fn maxima_bytes() -> usize {
+    let mut layout = Layout::new();
+    quantize::maxima(&mut layout);
+    layout.bytes()
+}
+
+/// Returns values of many magnitudes.
+fn values(len: usize, seed: u32) -> Vec<bf16> {
+    let exponents = noise(len, seed ^ 1);
+    let values: Vec<f64> = noise(len, seed).iter().zip(exponents).map(|(x, e)| x * (8.0 * e).exp2()).collect();
+    rounded(&values)
+}
+
+/// Returns the bits of the largest magnitude.
+fn largest(values: &[bf16]) -> u32 {
+    values.iter().map(|x| quantize::magnitude(x.to_f32())).max().unwrap_or(0)
+}
+
+/// Returns the bits of x / scale in FP8.
+fn reference<T: Fp8>(values: &[bf16], scale: f32) -> Vec<u8> {
+    values.iter().map(|x| T::from_f32(quantize::scaled(x.to_f32(), 1.0 / scale)).to_bits()).collect()
+}
+
+fn bits<T: Fp8>(values: &[T]) -> Vec<u8> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+fn transposed(values: &[u8], columns: usize) -> Vec<u8> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+fn amax_of(values: &[bf16], before: f32) -> u32 {
+    let mut memory = Memory::new();
+    let (inp, amax) = (memory.input("inp", values), memory.buffer("amax", &[before.to_bits()]));
+    run(&mut memory, &amax_bf16(amax, inp, values.len() as u64), grid(values.len()), maxima_bytes());
+    memory.read(amax)[0]
+}
+
+fn amax_is_the_largest_magnitude() {
+    for_all(24, (1..4000usize, 0..u32::MAX), |(packets, seed)| {
+        let values = values(8 * packets, seed);
+        assert_eq!(amax_of(&values, 0.0), largest(&values));
+    });
+}
+
+fn amax_accumulates_and_keeps_nan() {
+    let mut some = values(8 * 1025, 3);
+    assert_eq!(amax_of(&some, 1e9), 1e9f32.to_bits());
+    // The last element, by the last thread that has any.
+    some[8 * 1025 - 1] = bf16::from_f32(-1e10);
+    assert_eq!(amax_of(&some, 1e9), quantize::magnitude(some[8 * 1025 - 1].to_f32()));
+    some[100] = bf16::from_f32(f32::INFINITY);
+    assert_eq!(amax_of(&some, 1e9), f32::INFINITY.to_bits());
+    some[200] = bf16::from_bits(0xffc1);
+    assert!(f32::from_bits(amax_of(&some, 1e9)).is_nan());
+}
+
+fn check_quantize<T: Fp8 + Pod, const AMAX: bool>(values: &[bf16], scale: f32) {
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
+    let (out, amax) = (memory.output("out", values.len()), memory.buffer("amax", &[7]));
+    run(
+        &mut memory,
+        &quantize::<T, AMAX>(out, amax, inp, scale_, values.len() as u64),
+        grid(values.len()),
+        maxima_bytes(),
+    );
+    assert_eq!(bits(&memory.read(out)), reference::<T>(values, scale));
+    assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
+}
+
+fn any_length_is_quantized() {
+    let scales = (-8..8i32).prop_map(|exponent| 1.3 * 2f32.powi(exponent));
+    for_all(16, (1..4000usize, 0..u32::MAX, scales), |(packets, seed, scale)| {
+        let values = values(8 * packets, seed);
+        check_quantize::<E4m3, false>(&values, scale);
+        check_quantize::<E4m3, true>(&values, scale);
+        check_quantize::<E5m2, false>(&values, scale);
+        check_quantize::<E5m2, true>(&values, scale);
+    });
+}
+
+fn values_saturate_and_others_become_nan() {
+    let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30, -1e30, 0.0, -0.0, 1e-30];
+    let values = special.map(bf16::from_f32);
+    let mut memory = Memory::new();
+    let (inp, scale) = (memory.input("inp", &values), memory.input("scale", &[2.0f32]));
+    let (out, amax) = (memory.output("out", 8), memory.zeroed("amax", 1));
+    run(&mut memory, &quantize::<E4m3, true>(out, amax, inp, scale, 8), 1, maxima_bytes());
+    assert_eq!(bits(&memory.read(out)), [0x7f, 0x7f, 0x7f, 0x7e, 0xfe, 0x00, 0x00, 0x00]);
+    assert!(f32::from_bits(memory.read(amax)[0]).is_nan());
+}
+
+fn current_scale_fits_the_largest_magnitude() {
+    let scale = |amax: f32| {
+        let mut memory = Memory::new();
+        let (amax, scale) = (memory.input("amax", &[amax.to_bits()]), memory.output("scale", 1));
+        run(&mut memory, &current_scale(scale, amax, 448.0), 1, 0);
+        memory.read(scale)[0]
+    };
+    assert_eq!(
+        [448.0, 3.0, 0.0, 1e-40, f32::INFINITY].map(|amax| scale(amax).to_bits()),
+        [1.0, 3.0 / 448.0, 1.0, f32::MIN_POSITIVE, f32::INFINITY].map(f32::to_bits)
+    );
+    assert!(scale(f32::NAN).is_nan());
+}
+
+fn delayed_scales_fit_the_largest_finite_amax() {
+    for (n, steps) in [(1, 1), (8, 16), (300, 4)] {
+        let mut amaxes: Vec<f32> = noise(n * steps, 9).iter().map(|x| x.abs() as f32).collect();
+        amaxes[0] = f32::NAN;
+        amaxes[n * steps / 2] = f32::INFINITY;
+        if n > 1 {
+            (0..steps).for_each(|step| amaxes[step * n + 1] = 0.0);
+        }
+        let mut memory = Memory::new();
+        let (kept, scales) = (memory.buffer("amaxes", &amaxes), memory.output("scales", n));
+        let launch = delayed_scales(scales, kept, n as u32, steps as u32, 448.0);
+        run(&mut memory, &launch, scales_grid(n), 0);
+        let most = |i: usize| amaxes.iter().skip(i).step_by(n).filter(|x| x.is_finite()).fold(0.0f32, |a, &b| a.max(b));
+        let want: Vec<f32> = (0..n).map(|i| scale_of(most(i), 448.0)).collect();
+        assert_eq!(memory.read(scales), want, "{n} x {steps}");
+        let moved = [vec![0.0; n], amaxes[..n * (steps - 1)].to_vec()].concat();
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&memory.read(kept)), bits(&moved), "{n} x {steps}");
+    }
+}
+
+fn count<T: Fp8 + Pod>(values: &[bf16], scale: f32) {
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
+    let counts = memory.buffer("counts", &[5, 7]);
+    let (n, format) = (values.len(), T::FORMAT);
+    let launch = count_losses(counts, inp, scale_, n as u64, format.max(), format.largest_rounded_to_zero());
+    run(&mut memory, &launch, grid(n), 0);
+    let count = |lost: &dyn Fn(f32, f32) -> bool| {
+        let with_fp8 = values.iter().map(|x| (x.to_f32(), T::from_f32(x.to_f32() * (1.0 / scale)).to_f32()));
+        with_fp8.filter(|(x, fp8)| lost(*x, *fp8)).count() as u32
+    };
+    let saturated = count(&|x, _| x.abs() * (1.0 / scale) > format.max());
+    let zeroed = count(&|x, fp8| x != 0.0 && fp8 == 0.0);
+    assert_eq!(memory.read(counts), [5 + saturated, 7 + zeroed], "{n} elements, scale {scale}");
+}
+
+fn losses_are_counted() {
+    let scales = (-16..4i32).prop_map(|exponent| 1.3 * 2f32.powi(exponent));
+    for_all(16, (1..2000usize, 0..u32::MAX, scales), |(packets, seed, scale)| {
+        let mut values = values(8 * packets, seed);
+        values[8 * packets - 1] = bf16::from_f32(0.0);
+        values[8 * packets - 2] = bf16::from_f32(-1e30);
+        values[8 * packets - 3] = bf16::from_f32(1e-30);
+        count::<E4m3>(&values, scale);
+        count::<E5m2>(&values, scale);
+    });
+    // The largest numbers that stay, and that become 0.
+    count::<E4m3>(&[448.0, 449.0, 1.0 / 1024.0, 1.1 / 1024.0, 0.0, -448.0, -450.0, -1e-9].map(bf16::from_f32), 1.0);
+}
+
+/// Returns the sums of the columns of each tile of 128 rows of FP8 numbers (rows, columns), times `scale`, and the sums of
+/// magnitudes.
+fn column_sums<T: Fp8>(values: &[u8], columns: usize, scale: f32) -> Vec<[f64; 2]> {
+    let tile = |tile: &[u8]| -> Vec<[f64; 2]> {
+        let value = |bits: &u8| f64::from(T::from_bits(*bits).to_f32()) * f64::from(scale);
+        let sum = |column| tile.iter().skip(column).step_by(columns).map(value);
+        (0..columns).map(|column| [sum(column).sum(), sum(column).map(f64::abs).sum()]).collect()
+    };
+    values.chunks(128 * columns).flat_map(tile).collect()
+}
+
+/// Checks column sums; a NaN must not spread to other columns or tiles.
+fn check_sums<T: Fp8>(got: &[f32], values: &[u8], columns: usize, scale: f32) {
+    let want = column_sums::<T>(values, columns, scale);
+    assert_eq!(got.len(), want.len());
+    for (i, (got, [want, magnitude])) in got.iter().zip(want).enumerate() {
+        let near = (f64::from(*got) - want).abs() <= 1e-6 * magnitude || got.is_nan() && want.is_nan();
+        assert!(near, "{}, {columns} columns, sum {i}: expected {want}, found {got}", type_name::<T>());
+    }
+}
+
+fn check_transpose<T: Fp8 + Pod, const BOTH: bool, const AMAX: bool, const SUMS: bool>(
+    values: &[bf16],
+    [rows, columns]: [usize; 2],
+) {
+    let scale = 0.7;
+    let mut memory = Memory::new();
+    let (inp, scale_) = (memory.input("inp", values), memory.input("scale", &[scale]));
+    let out = if BOTH { memory.output("out", values.len()) } else { GlobalMut::from_address(0) };
+    let (transposed_, amax) = (memory.output("transposed", values.len()), memory.buffer("amax", &[7]));
+    let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
+    let (r, c) = (rows as u32, columns as u32);
+    let launch = quantize_transpose::<T, BOTH, AMAX, SUMS, false>(out, transposed_, amax, sums, inp, scale_, r, c);
+    run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+    let want = reference::<T>(values, scale);
+    if BOTH {
+        assert_eq!(bits(&memory.read(out)), want, "{rows} x {columns}");
+    }
+    assert_eq!(bits(&memory.read(transposed_)), transposed(&want, columns), "{rows} x {columns}");
+    assert_eq!(memory.read(amax)[0], if AMAX { largest(values).max(7) } else { 7 });
+    if SUMS {
+        check_sums::<T>(&memory.read(sums), &want, columns, scale);
+    }
+}
+
+fn shapes() -> impl Strategy<Value = (usize, usize)> {
+    (1..20usize, 1..20usize).prop_map(|(rows, columns)| (16 * rows, 16 * columns))
+}
+
+fn any_shape_is_transposed() {
+    for_all(12, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let (values, shape) = (values(rows * columns, seed), [rows, columns]);
+        check_transpose::<E4m3, false, false, false>(&values, shape);
+        check_transpose::<E4m3, false, true, false>(&values, shape);
+        check_transpose::<E4m3, true, false, false>(&values, shape);
+        check_transpose::<E4m3, true, true, false>(&values, shape);
+        check_transpose::<E5m2, false, false, false>(&values, shape);
+        check_transpose::<E5m2, false, true, false>(&values, shape);
+        check_transpose::<E5m2, true, false, false>(&values, shape);
+        check_transpose::<E5m2, true, true, false>(&values, shape);
+    });
+}
+
+/// The bits are those of the kernel for GELU and of quantization after it.
+fn gelu_is_applied_first() {
+    for_all(8, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let (values, scale) = (values(rows * columns, seed), 0.04);
+        let mut memory = Memory::new();
+        let (inp, scale_) = (memory.input("inp", &values), memory.input("scale", &[scale]));
+        let (activated, out) = (memory.output("activated", values.len()), memory.output("out", values.len()));
+        let n = values.len();
+        run(&mut memory, &gelu_forward(activated, inp, n as u64), gelu::grid::<bf16>(n), 0);
+        let (none, amax, sums) = (GlobalMut::from_address(0), GlobalMut::from_address(0), GlobalMut::from_address(0));
+        let (r, c) = (rows as u32, columns as u32);
+        let launch = quantize_transpose::<E4m3, false, false, false, true>(none, out, amax, sums, inp, scale_, r, c);
+        run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+        let want = reference::<E4m3>(&memory.read(activated), scale);
+        assert_eq!(bits(&memory.read(out)), transposed(&want, columns), "{rows} x {columns}");
+    });
+}
+
+fn columns_are_summed() {
+    for_all(8, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let (mut values, shape) = (values(rows * columns, seed), [rows, columns]);
+        check_transpose::<E4m3, true, false, true>(&values, shape);
+        check_transpose::<E4m3, true, true, true>(&values, shape);
+        check_transpose::<E5m2, true, false, true>(&values, shape);
+        check_transpose::<E5m2, true, true, true>(&values, shape);
+        for bad in [seed as usize, 7 * seed as usize + 1] {
+            values[bad % (rows * columns)] = bf16::from_f32(f32::INFINITY);
+        }
+        check_transpose::<E5m2, true, true, true>(&values, shape);
+    });
+}
+
+fn check_transpose_fp8<T: Fp8 + Pod, const SUMS: bool>(values: &[u8], [rows, columns]: [usize; 2]) {
+    let mut memory = Memory::new();
+    let stored: Vec<T> = values.iter().map(|&bits| T::from_bits(bits)).collect();
+    let (inp, out, scale) = (memory.input("inp", &stored), memory.output("out", values.len()), 0.3);
+    let scale_ = if SUMS { memory.input("scale", &[scale]) } else { Global::from_address(0) };
+    let sums = if SUMS { memory.output("sums", sum_rows(rows) * columns) } else { GlobalMut::from_address(0) };
+    let launch = transpose_fp8::<T, SUMS>(out, sums, inp, scale_, rows as u32, columns as u32);
+    run(&mut memory, &launch, transpose_grid(rows, columns), shared_bytes());
+    assert_eq!(bits(&memory.read(out)), transposed(values, columns), "{rows} x {columns}");
+    if SUMS {
+        check_sums::<T>(&memory.read(sums), values, columns, scale);
+    }
+}
+
+fn fp8_is_transposed() {
+    for_all(24, (shapes(), 0..u32::MAX), |((rows, columns), seed)| {
+        let any: Vec<u8> = (0..rows * columns).map(|i| gpu::noise::squirrel5(i as u32, seed) as u8).collect();
+        check_transpose_fp8::<E4m3, false>(&any, [rows, columns]);
+        check_transpose_fp8::<E4m3, true>(&any, [rows, columns]);
+        // Conversions to E5M2 give neither infinities nor other NaNs.
+        let converted: Vec<u8> = any.iter().map(|x| if x & 0x7c == 0x7c { 0xff } else { *x }).collect();
+        check_transpose_fp8::<E5m2, true>(&converted, [rows, columns]);
+        let finite: Vec<u8> = any.iter().map(|x| if x & 0x7c == 0x7c { x ^ 0x40 } else { *x }).collect();
+        check_transpose_fp8::<E4m3, true>(&finite, [rows, columns]);
+        check_transpose_fp8::<E5m2, true>(&finite, [rows, columns]);
+    });
+}
