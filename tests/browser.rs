@@ -1,4 +1,5 @@
-//! The page of `serve` in headless Chromium, with real clicks and keys. Without Chromium the test is skipped; `scripts/setup` installs it.
+//! The page of `serve` in headless Chromium, with real clicks and keys. `scripts/setup` installs Chromium. If it is not installed or
+//! cannot start, as in some sandboxes, the tests print the reason and are skipped.
 //!
 //! `SCREENSHOTS=DIR` stores what the browser shows.
 
@@ -11,8 +12,9 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Lines};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
-use std::thread::sleep;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 use std::{env, fs};
 use tempfile::TempDir;
@@ -34,14 +36,24 @@ struct Browser {
     commands: u64,
     /// Messages of the console and errors.
     complaints: Vec<String>,
-    _lines: Lines<BufReader<ChildStderr>>,
     _process: Process,
     _profile: TempDir,
 }
 
 impl Browser {
-    /// Starts Chromium, or returns `None` if it is not installed.
+    /// Starts Chromium, or prints why it cannot start.
     fn start() -> Option<Self> {
+        match Self::try_start() {
+            Ok(browser) => Some(browser),
+            Err(reason) => {
+                println!("skipped: {reason}");
+                None
+            }
+        }
+    }
+
+    /// Starts Chromium, or returns the reason why it is not installed or ends at once.
+    fn try_start() -> Result<Self, String> {
         let profile = tempfile::tempdir().unwrap();
         let mut command = Command::new("chromium");
         // Chromium's sandbox needs privileges that containers lack. The page comes from this test.
@@ -53,12 +65,25 @@ impl Browser {
             "--remote-debugging-port=0",
         ]);
         command.arg(format!("--user-data-dir={}", profile.path().display())).arg("about:blank");
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().ok()?;
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+        let mut child = child.map_err(|error| format!("chromium: {error}; scripts/setup installs it"))?;
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
         let process = Process(child);
-        let prefix = "DevTools listening on ws://";
-        let line = lines.by_ref().map(Result::unwrap).find(|line| line.starts_with(prefix)).expect("Chromium starts");
-        let address = line[prefix.len()..].split('/').next().unwrap().to_owned();
+        let (sender, received) = channel();
+        // All output is read: Chromium would otherwise wait once the pipe is full.
+        spawn(move || lines.for_each(|line| drop(sender.send(line))));
+        let (mut output, prefix) = (Vec::new(), "DevTools listening on ws://");
+        let address = loop {
+            let line = match received.recv_timeout(Duration::from_secs(60)) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Disconnected) => return Err(format!("chromium cannot start: {output:#?}")),
+                Err(RecvTimeoutError::Timeout) => panic!("chromium does not start: {output:#?}"),
+            };
+            if let Some(url) = line.strip_prefix(prefix) {
+                break url.split('/').next().unwrap().to_owned();
+            }
+            output.push(line);
+        };
         let list =
             ureq::get(format!("http://{address}/json/list")).call().unwrap().body_mut().read_to_string().unwrap();
         let list: Value = serde_json::from_str(&list).unwrap();
@@ -66,12 +91,11 @@ impl Browser {
         let stream = TcpStream::connect(&address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let (socket, _) = client(page["webSocketDebuggerUrl"].as_str().unwrap(), stream).unwrap();
-        let mut browser =
-            Self { socket, commands: 0, complaints: Vec::new(), _lines: lines, _process: process, _profile: profile };
+        let mut browser = Self { socket, commands: 0, complaints: Vec::new(), _process: process, _profile: profile };
         for domain in ["Page", "Runtime", "Log"] {
             browser.call(&format!("{domain}.enable"), json!({}));
         }
-        Some(browser)
+        Ok(browser)
     }
 
     /// Runs a command of the protocol and returns its result.
@@ -173,10 +197,7 @@ fn serve(run: &Path, more: &[&str]) -> (Process, Lines<BufReader<ChildStdout>>, 
 
 #[test]
 fn a_visitor_sees_the_run_and_talks_to_the_model() {
-    let Some(mut browser) = Browser::start() else {
-        eprintln!("skipped: no chromium found; scripts/setup installs it");
-        return;
-    };
+    let Some(mut browser) = Browser::start() else { return };
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("shakespeare");
     let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2"];

@@ -1,14 +1,17 @@
 //! `serve` as clients use it: the page, completions in OpenAI's format, and clients that misbehave.
 
 mod common;
+#[path = "common/runs.rs"]
+mod runs;
 
 use common::{fail, succeed, text};
+use runs::signal;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
@@ -25,6 +28,8 @@ fn train(out: &Path, steps: &str, more: &[&str]) {
 /// A running server, which ends with the test.
 struct Server {
     child: Child,
+    /// What it prints.
+    lines: Lines<BufReader<ChildStdout>>,
     address: String,
     token: Option<String>,
     agent: Agent,
@@ -42,13 +47,13 @@ impl Server {
         let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
         command.args(["serve", text(path), "--device", "cpu", "--port", "0"]).args(more);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-        let page = lines.next().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let page = lines.next().unwrap().unwrap();
         let url = page.split_once("http://").unwrap().1;
         let (address, fragment) = url.split_once('/').unwrap();
         let token = fragment.strip_prefix("#token=").map(str::to_owned);
         let config = Agent::config_builder().http_status_as_error(false).timeout_global(Some(Duration::from_secs(120)));
-        Self { child, address: address.to_owned(), token, agent: config.build().into() }
+        Self { child, lines, address: address.to_owned(), token, agent: config.build().into() }
     }
 
     fn url(&self, path: &str) -> String {
@@ -76,15 +81,18 @@ impl Server {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// Sends bytes on a connection of its own and returns the status line and the rest of the response.
-    fn raw(&self, bytes: &[u8]) -> String {
+    /// Starts a connection and sends bytes on it.
+    fn connect(&self, bytes: &[u8]) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         // The server may answer and close before it has read everything.
         let _ = stream.write_all(bytes);
-        let mut response = Vec::new();
-        let _ = stream.read_to_end(&mut response);
-        String::from_utf8_lossy(&response).into_owned()
+        stream
+    }
+
+    /// Sends bytes on a connection of its own and returns the status line and the rest of the response.
+    fn raw(&self, bytes: &[u8]) -> String {
+        rest(self.connect(bytes))
     }
 
     /// Returns the next event of this name.
@@ -110,6 +118,20 @@ impl Server {
     }
 }
 
+/// Returns what the server sends until it closes the connection.
+fn rest(mut stream: TcpStream) -> String {
+    let mut response = Vec::new();
+    let _ = stream.read_to_end(&mut response);
+    String::from_utf8_lossy(&response).into_owned()
+}
+
+/// Returns a request for a completion as a client sends it.
+fn request(body: &str) -> Vec<u8> {
+    let length = body.len();
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+    format!("{head}Content-Length: {length}\r\n\r\n{body}").into_bytes()
+}
+
 fn trained() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("run");
@@ -117,7 +139,16 @@ fn trained() -> (TempDir, PathBuf) {
     (dir, run)
 }
 
-/// Returns the names, lengths and times of the files of a directory.
+/// Trains a model whose context is long enough for requests of several seconds. Returns also the body of such a request.
+fn trained_for_long_texts() -> (TempDir, PathBuf, Value) {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    train(&run, "1", &["--seq", "1024", "--batch", "1", "--sample-every", "0", "--val-every", "0"]);
+    let body = json!({ "prompt": vec!["abc"; 64], "max_tokens": 1000, "ignore_eos": true });
+    (dir, run, body)
+}
+
+/// Returns the names, lengths and times of a directory and its files.
 fn files(dir: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
     let mut found: Vec<_> = fs::read_dir(dir)
         .unwrap()
@@ -127,6 +158,8 @@ fn files(dir: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
             (entry.file_name().into_string().unwrap(), metadata.len(), metadata.modified().unwrap())
         })
         .collect();
+    // A file that is created and removed changes the time of the directory.
+    found.push((".".to_owned(), 0, dir.metadata().unwrap().modified().unwrap()));
     found.sort();
     found
 }
@@ -236,7 +269,7 @@ fn the_page_follows_the_run_and_the_newest_checkpoint() {
     assert_eq!((&state["model"]["loaded"], &state["model"]["slots"]), (&Value::Null, &4.into()));
     assert!(state["memory"][0].as_u64() < state["memory"][1].as_u64());
 
-    let body = json!({ "prompt": "to be", "temperature": 0 });
+    let body = json!({ "prompt": "to be", "seed": 5, "max_tokens": 40 });
     let first = server.complete(&body);
     let loaded = |step: &str, state: &Value| state["model"]["loaded"].as_str().is_some_and(|path| path.contains(step));
     server.event("status", |state| loaded("00000006", state));
@@ -268,7 +301,12 @@ fn no_request_is_lost_under_load() {
                             completed.fetch_add(1, Ordering::Relaxed);
                             break;
                         }
-                        assert!(status == 429 && text.contains("which is the limit"), "{status}: {text}");
+                        let error: Value = serde_json::from_str(&text).unwrap();
+                        assert_eq!((status, &error["error"]["type"]), (429, &"rate_limit_error".into()), "{text}");
+                        assert_eq!(
+                            error["error"]["message"],
+                            "16 requests are waiting, which is the limit; try again later"
+                        );
                         refused.fetch_add(1, Ordering::Relaxed);
                         sleep(Duration::from_millis(20));
                     }
@@ -283,46 +321,69 @@ fn no_request_is_lost_under_load() {
 
 #[test]
 fn disconnected_clients_release_their_slots() {
-    let (_dir, run) = trained();
-    let server = Server::start(&run, &["--slots", "2", "--queue", "4", "--context", "64"]);
-    server.complete(&json!({ "prompt": "a" }));
-    // Each of these would take a slot for a long time: 64 texts of 50 tokens.
-    let long = json!({ "prompt": vec!["abc"; 64], "max_tokens": 50, "ignore_eos": true, "stream": true }).to_string();
-    let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
-        long.len()
-    );
+    let (_dir, run, body) = trained_for_long_texts();
+    let server = Server::start(&run, &["--slots", "2", "--queue", "4"]);
+    let short = json!({ "prompt": "a", "max_tokens": 1 });
+    server.complete(&short);
+    let mut long = body;
+    long["stream"] = true.into();
+    let long = request(&long.to_string());
+    // Of each round, one request gets the slots and the others wait. They would take several minutes altogether.
     for round in 0..6 {
-        let clients: Vec<TcpStream> = (0..5)
-            .map(|_| {
-                let mut client = TcpStream::connect(&server.address).unwrap();
-                client.write_all((head.clone() + &long).as_bytes()).unwrap();
-                client
-            })
-            .collect();
+        let clients: Vec<TcpStream> = (0..5).map(|_| server.connect(&long)).collect();
         let mut first = [0; 12];
         (&clients[0]).read_exact(&mut first).unwrap();
         assert_eq!(&first, b"HTTP/1.1 200", "round {round}");
-        drop(clients);
     }
     let began = Instant::now();
-    // The server may need a step to notice; then both slots and the queue are free.
-    let state = loop {
-        let state = server.event("status", |_| true);
-        if (&state["model"]["active"], &state["queued"]) == (&0.into(), &0.into()) {
-            break state;
-        }
-        assert!(began.elapsed() < Duration::from_secs(20), "{state}");
-    };
-    assert_eq!(state["model"]["slots"], 2);
-    server.complete(&json!({ "prompt": "a" }));
+    server.complete(&short);
+    let free = |state: &Value| (&state["model"]["active"], &state["queued"]) == (&Value::from(0), &Value::from(0));
+    server.event("status", |state| !state["model"]["loaded"].is_null() && free(state));
+    assert!(began.elapsed() < Duration::from_secs(10), "slots and queue were free after {:?}", began.elapsed());
+}
+
+#[test]
+fn requests_that_take_too_long_end() {
+    let (_dir, run, body) = trained_for_long_texts();
+    let server = Server::start(&run, &["--slots", "1", "--timeout", "2"]);
+    server.complete(&json!({ "prompt": "a", "max_tokens": 1 }));
+    let began = Instant::now();
+    let (status, text) = server.post("/v1/completions", &body.to_string());
+    assert!(
+        status == 504 && text.contains("not complete within 2 s") && text.contains("--timeout"),
+        "{status}: {text}"
+    );
+    // The status of a stream has been sent before: its last event is the error.
+    let mut streamed = body;
+    streamed["stream"] = true.into();
+    let (status, text) = server.post("/v1/completions", &streamed.to_string());
+    let last = text.trim_end().rsplit("\n\n").next().unwrap();
+    assert!(status == 200 && last.contains("\"error\"") && last.contains("within 2 s"), "{status}: {last}");
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    server.complete(&json!({ "prompt": "a", "max_tokens": 1 }));
+}
+
+#[test]
+fn a_stopped_server_refuses_what_is_not_complete() {
+    let (_dir, run, body) = trained_for_long_texts();
+    let mut server = Server::start(&run, &["--slots", "1"]);
+    server.complete(&json!({ "prompt": "a", "max_tokens": 1 }));
+    let long = request(&body.to_string());
+    let clients = [server.connect(&long), server.connect(&long)];
+    server.event("status", |state| state["model"]["active"] == 1 && state["queued"] == 1);
+    signal(&server.child, "TERM");
+    for client in clients {
+        let response = rest(client);
+        assert!(response.starts_with("HTTP/1.1 503") && response.contains("the server is stopping"), "{response}");
+    }
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+    assert_eq!(server.lines.by_ref().map(Result::unwrap).last().as_deref(), Some("stopped"));
 }
 
 #[test]
 fn requests_that_are_wrong_have_clear_errors() {
     let (_dir, run) = trained();
-    let server = Server::start(&run, &["--timeout", "2"]);
-    server.complete(&json!({ "prompt": "a" }));
+    let server = Server::start(&run, &[]);
     let error = |path: &str, body: &str| {
         let (status, text) = server.post(path, body);
         let value: Value = serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}"));
@@ -338,7 +399,13 @@ fn requests_that_are_wrong_have_clear_errors() {
     completions(&json!({ "prompt": [300] }).to_string(), 400, "below 256, found 300");
     completions(&json!({ "prompt": "x".repeat(100) }).to_string(), 400, "the context has 64 tokens");
     completions(&json!({ "prompt": "x", "max_tokens": 100 }).to_string(), 400, "the context has 64 tokens");
-    completions(&json!({ "temperature": -1 }).to_string(), 400, "temperature: expected");
+    completions(
+        &json!({ "temperature": -1 }).to_string(),
+        400,
+        "temperature: expected a number from 0 to 100, found -1",
+    );
+    completions(&json!({ "prompt": 5 }).to_string(), 400, "or of arrays of token ids, found a number");
+    completions(&json!({ "logprobs": 5 }).to_string(), 400, "logprobs: expected its default");
     assert_eq!(error("/v1/nothing", "{}").0, 404);
     assert_eq!(server.get("/v1/completions").0, 405);
     // Nothing of the run or of the machine can be read.
@@ -356,46 +423,73 @@ fn requests_that_are_wrong_have_clear_errors() {
     assert!(response.starts_with("HTTP/1.1 415") && response.contains("expected application/json"), "{response}");
     // The name of another site, which points to this machine.
     assert!(with("Host: evil.example\r\nContent-Length: 0\r\n").starts_with("HTTP/1.1 403"));
+}
 
-    // Bodies of 10 MB, announced or in chunks, and large heads. The server reads no more than its limits.
-    let before = server.resident_bytes();
-    let large = vec![b' '; 10 << 20];
-    for i in 0..20 {
+#[test]
+fn clients_that_misbehave_have_clear_errors_and_take_no_memory() {
+    let (dir, run) = trained();
+    let token = dir.path().join("token");
+    fs::write(&token, "0123456789abcdef\n").unwrap();
+    let server = Server::start(&run, &["--token-file", text(&token)]);
+    let run_files = files(&run);
+    let valid = json!({ "prompt": "a" });
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer 0123456789abcdef\r\n\
+                Content-Type: application/json\r\n";
+    // Heads and bodies that never end. The first bodies are kept until the server closes their connections.
+    let slow = || {
+        let clients = |bytes: &[u8]| (0..50).map(|_| server.connect(bytes)).collect::<Vec<_>>();
+        [clients(format!("{head}Content-Length: 50\r\n\r\n{{").as_bytes()), clients(b"G")]
+    };
+    let kept = slow();
+    let began = Instant::now();
+
+    let large = vec![b' '; 10_000_000];
+    let misbehave = || {
+        let length = large.len();
         let announced =
-            format!("Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n", large.len());
-        let mut request = format!("POST /v1/completions HTTP/1.1\r\n{announced}Connection: close\r\n\r\n").into_bytes();
-        request.extend(&large);
-        let response = server.raw(&request);
-        assert!(response.is_empty() || response.starts_with("HTTP/1.1 413"), "{i}: {response}");
-        let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
-        let mut request = format!("{head}{:x}\r\n", large.len()).into_bytes();
-        request.extend(&large);
-        let response = server.raw(&request);
-        assert!(response.is_empty() || response.starts_with("HTTP/1.1 413"), "{i}: {response}");
+            [format!("{head}Content-Length: {length}\r\nConnection: close\r\n\r\n").as_bytes(), &large].concat();
+        let chunks = format!("{head}Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n{length:x}\r\n");
+        let chunks = [chunks.as_bytes(), &large, b"\r\n0\r\n\r\n"].concat();
+        for bytes in [announced, chunks] {
+            let response = server.raw(&bytes);
+            assert!(response.starts_with("HTTP/1.1 413") && response.contains("at most 1048576 bytes"), "{response}");
+        }
+        // A client that asks first sends nothing.
+        let asks = format!("{head}Content-Length: {length}\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n");
+        assert!(server.raw(asks.as_bytes()).starts_with("HTTP/1.1 413"));
         let response =
             server.raw(format!("GET / HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n", "x".repeat(1 << 20)).as_bytes());
-        assert!(response.is_empty() || response.starts_with("HTTP/1.1 431"), "{i}: {response}");
+        // The connection is closed while the head arrives, so that the response may not.
+        assert!(response.is_empty() || response.starts_with("HTTP/1.1 431"), "{response}");
+        for _ in 0..100 {
+            assert_eq!(server.post("/v1/completions", "{\"prompt\": [[[").0, 400);
+            let wrong = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer 0\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+            assert!(wrong.starts_with("HTTP/1.1 401") && wrong.contains("found another token"), "{wrong}");
+        }
+        drop(slow());
+        // Others are served meanwhile.
+        server.complete(&valid);
+    };
+    misbehave();
+    let before = server.resident_bytes();
+    for _ in 0..20 {
+        misbehave();
     }
-    // Heads that never end, and bodies that never come, do not keep others from being served.
-    let slow: Vec<TcpStream> = (0..100)
-        .map(|i| {
-            let mut client = TcpStream::connect(&server.address).unwrap();
-            let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n";
-            client.write_all(if i % 2 == 0 { head.as_bytes() } else { b"G" }).unwrap();
-            client
-        })
-        .collect();
-    server.complete(&json!({ "prompt": "a" }));
-    drop(slow);
     let grown = server.resident_bytes().saturating_sub(before);
-    assert!(grown < 48 << 20, "grown by {grown} bytes");
+    println!("resident: {before} bytes, grown by {grown}");
+    assert!(grown < 8 << 20, "grown by {grown} bytes");
 
-    // A request that takes too long.
-    let (status, message) = error(
-        "/v1/completions",
-        &json!({ "prompt": vec!["a"; 64], "n": 1, "max_tokens": 60, "ignore_eos": true }).to_string(),
-    );
-    assert!(status == 200 || status == 504 && message.contains("within 2 s"), "{status}: {message}");
+    let [bodies, heads] = kept;
+    for body in bodies {
+        let response = rest(body);
+        assert!(response.starts_with("HTTP/1.1 408") && response.contains("within 20 s"), "{response}");
+    }
+    for head in heads {
+        let response = rest(head);
+        assert!(response.is_empty() || response.starts_with("HTTP/1.1 408"), "{response}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(50), "{:?}", began.elapsed());
+    assert_eq!(files(&run), run_files, "the server must not write to the run");
 }
 
 #[test]

@@ -23,18 +23,21 @@ use signal_hook::iterator::Signals;
 use std::io::{Write, stdout};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::runtime;
 use tokio::sync::{Notify, watch};
-use worker::{Settings, SharedStatus, Worker};
+use tokio::time::sleep;
+use worker::{Settings, Status, Worker};
 
 /// Shortest token.
 const LEAST_TOKEN: usize = 16;
 /// Threads that handle connections. The model has a thread of its own.
 const THREADS: usize = 2;
+/// Time for responses after the server has stopped to accept connections and to generate texts.
+const LAST_RESPONSES: Duration = Duration::from_millis(200);
 /// Texts at a time unless --slots says otherwise. A step computes all slots, so a CPU has few.
 const GPU_SLOTS: usize = 16;
 const CPU_SLOTS: usize = 4;
@@ -95,7 +98,6 @@ pub fn run(args: &Serve) -> Result<()> {
     }
     let token = args.token()?;
     let queue = Arc::new(Queue::new(args.queue));
-    let status = SharedStatus::default();
     let name = name(&args.path);
     let on_gpu = args.hardware.device != Device::Cpu && cuda_driver::device_count().is_ok_and(|count| count > 0);
     let settings = Settings {
@@ -105,6 +107,7 @@ pub fn run(args: &Serve) -> Result<()> {
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
         hardware: args.hardware.clone(),
     };
+    let status = Arc::new(Mutex::new(Status { slots: settings.slots, ..Status::default() }));
     let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let address = SocketAddr::new(args.host, args.port);
@@ -132,10 +135,11 @@ pub fn run(args: &Serve) -> Result<()> {
     let stop = Arc::new(Notify::new());
     notify_on_signals(Arc::clone(&stop))?;
     runtime.block_on(http::serve(listener, server, async { stop.notified().await }));
-    // Texts in progress end with their connections.
     queue.close();
-    runtime.shutdown_timeout(Duration::from_millis(200));
     let _ = model.join();
+    // The connections have this time to send the errors of requests that are not complete.
+    runtime.block_on(async { sleep(LAST_RESPONSES).await });
+    runtime.shutdown_background();
     Ok(writeln!(stdout(), "stopped")?)
 }
 

@@ -36,37 +36,46 @@ impl ApiError {
 
     /// A body that did not arrive in time.
     pub fn slow_body(seconds: u64) -> Self {
-        Self::new(StatusCode::REQUEST_TIMEOUT, format!("body: expected it within {seconds} s; send it faster"))
+        let message = format!("body: expected all of it within {seconds} s, found less; send it faster");
+        Self::new(StatusCode::REQUEST_TIMEOUT, message)
     }
 
     /// A body of another type than JSON.
-    pub fn not_json() -> Self {
-        let message = "Content-Type: expected application/json";
+    pub fn not_json(found: &str) -> Self {
+        let found = if found.is_empty() { "none" } else { found };
+        let message = format!("Content-Type: expected application/json, found {found}; set this header");
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
     /// A request without the server's token.
-    pub fn unauthorized() -> Self {
-        let message = "Authorization: expected `Bearer TOKEN` with the token that the server printed when it started";
+    pub fn unauthorized(found: &str) -> Self {
+        let message = format!(
+            "Authorization: expected `Bearer TOKEN`, found {found}; the server printed the token when it started"
+        );
         Self { code: Some("invalid_api_key"), ..Self::new(StatusCode::UNAUTHORIZED, message) }
     }
 
     /// A request that names the server by an unknown host name.
-    pub fn forbidden_host() -> Self {
-        let message = "Host: expected localhost or an address; a server without a token answers no other names";
+    pub fn forbidden_host(found: &str) -> Self {
+        let found = if found.is_empty() { "none" } else { found };
+        let message = format!(
+            "Host: expected localhost or an IP address, found {found:.100}; a server with --token-file answers all names"
+        );
         Self::new(StatusCode::FORBIDDEN, message)
     }
 
     /// A path that does not exist.
     pub fn not_found() -> Self {
-        let message =
-            "path: expected /, /events, /health, /v1/models, /v1/completions or /v1/chat/completions; check the URL";
+        let message = "path: expected /, /events, /health, /v1/models, /v1/completions or /v1/chat/completions, found another; check the URL";
         Self::new(StatusCode::NOT_FOUND, message)
     }
 
     /// A path that does not have the method.
     pub fn method() -> Self {
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, "method: expected GET for pages and POST for completions")
+        Self::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            "method: expected POST for completions and GET for all else, found another; use that method",
+        )
     }
 
     /// A full queue.
@@ -81,6 +90,11 @@ impl ApiError {
     pub fn timed_out(seconds: u64) -> Self {
         let message = format!("the text was not complete within {seconds} s; ask for fewer tokens, or set --timeout");
         Self::new(StatusCode::GATEWAY_TIMEOUT, message)
+    }
+
+    /// A request that the server cannot answer because it is stopping.
+    pub fn stopping() -> Self {
+        Self::unavailable("the server is stopping; try again after it has started again".to_owned())
     }
 
     /// A model that cannot be used now.

@@ -5,13 +5,13 @@ use super::openai::{Completion, Header, Usage};
 use super::queue::{Event, Queue};
 use super::stall::StallTimeout;
 use axum::Router;
-use axum::body::{Body, Bytes, to_bytes};
+use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -28,6 +28,9 @@ use tokio::time::{interval, timeout};
 
 /// Largest body of a request in bytes.
 pub const MOST_BYTES: usize = 1 << 20;
+/// Largest body that is read to its end, without keeping it, before it is refused. Most clients read the response only after they have
+/// sent the whole body, and see a reset connection instead of the error if the server stops reading.
+const MOST_DISCARDED_BYTES: usize = 64 << 20;
 /// Most connections at a time. More wait until one is closed.
 const MOST_CONNECTIONS: usize = 512;
 /// Most pages that follow a run at a time.
@@ -131,7 +134,7 @@ async fn add_headers(mut response: Response) -> Response {
 async fn check_host(State(server): State<Shared>, request: Request, next: Next) -> Response {
     let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     if server.token.is_none() && !is_local(host) {
-        return ApiError::forbidden_host().into_response();
+        return ApiError::forbidden_host(host).into_response();
     }
     next.run(request).await
 }
@@ -148,14 +151,19 @@ fn is_local(host: &str) -> bool {
 
 /// Refuses requests without the token of the server.
 async fn require_token(State(server): State<Shared>, request: Request, next: Next) -> Response {
-    let sent = |headers: &HeaderMap| -> Option<Vec<u8>> {
-        Some(headers.get(header::AUTHORIZATION)?.as_bytes().strip_prefix(b"Bearer ")?.to_owned())
-    };
-    let allowed = match &server.token {
-        None => true,
-        Some(token) => sent(request.headers()).is_some_and(|sent| equal(token.as_bytes(), &sent)),
-    };
-    if allowed { next.run(request).await } else { ApiError::unauthorized().into_response() }
+    if let Some(token) = &server.token {
+        let header = request.headers().get(header::AUTHORIZATION);
+        let sent = header.and_then(|header| header.as_bytes().strip_prefix(b"Bearer "));
+        if !sent.is_some_and(|sent| equal(token.as_bytes(), sent)) {
+            let found = match (header, sent) {
+                (None, _) => "no such header",
+                (_, None) => "another scheme",
+                _ => "another token",
+            };
+            return ApiError::unauthorized(found).into_response();
+        }
+    }
+    next.run(request).await
 }
 
 /// Compares a token in a time that does not depend on its contents.
@@ -175,7 +183,7 @@ async fn complete(State(server): State<Shared>, request: Request, chat: bool) ->
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     // A form of another site cannot send this type without asking first.
     if !kind.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json")) {
-        return Err(ApiError::not_json());
+        return Err(ApiError::not_json(kind));
     }
     let body = body(request).await?;
     let completion = Completion::parse(&body, chat)?;
@@ -191,17 +199,35 @@ async fn complete(State(server): State<Shared>, request: Request, chat: bool) ->
     }
 }
 
-/// Reads the body of a request.
-async fn body(request: Request) -> Result<Bytes, ApiError> {
-    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-    if length.is_some_and(|length: u64| length > MOST_BYTES as u64) {
+/// Reads the body of a request of at most [`MOST_BYTES`].
+async fn body(request: Request) -> Result<Vec<u8>, ApiError> {
+    let headers = request.headers();
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    // A client that expects `100 Continue` has not sent the body yet.
+    let most = if headers.contains_key(header::EXPECT) { MOST_BYTES } else { MOST_DISCARDED_BYTES };
+    if length.is_some_and(|length: u64| length > most as u64) {
         return Err(ApiError::too_large(MOST_BYTES));
     }
-    match timeout(READ_TIMEOUT, to_bytes(request.into_body(), MOST_BYTES)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(_)) => Err(ApiError::too_large(MOST_BYTES)),
-        Err(_) => Err(ApiError::slow_body(READ_TIMEOUT.as_secs())),
-    }
+    let mut parts = request.into_body().into_data_stream();
+    let read = async {
+        let (mut bytes, mut len) = (Vec::new(), 0);
+        while let Some(part) = parts.next().await {
+            let part = part.map_err(|error| {
+                ApiError::invalid(None, format!("body: expected all of it, found an error: {error}"))
+            })?;
+            len += part.len();
+            if len > most {
+                break;
+            }
+            if len <= MOST_BYTES {
+                bytes.extend_from_slice(&part);
+            } else {
+                bytes = Vec::new();
+            }
+        }
+        if len <= MOST_BYTES { Ok(bytes) } else { Err(ApiError::too_large(MOST_BYTES)) }
+    };
+    timeout(READ_TIMEOUT, read).await.unwrap_or_else(|_| Err(ApiError::slow_body(READ_TIMEOUT.as_secs())))
 }
 
 /// Collects all texts.

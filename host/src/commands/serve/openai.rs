@@ -5,6 +5,7 @@ use crate::generate::Finish;
 use engine::ops::SlotSampling;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use std::fmt::Display;
 
 /// Most texts that one request may ask for.
 const MOST_TEXTS: usize = 64;
@@ -62,8 +63,6 @@ pub struct Completion {
     pub stream: bool,
     /// Whether a stream ends with the number of tokens.
     pub include_usage: bool,
-    /// Whether the response has the form of a conversation.
-    pub chat: bool,
 }
 
 /// Number of tokens of a request.
@@ -115,7 +114,7 @@ impl Completion {
         let value: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::invalid(None, format!("body: expected JSON, found an error: {error}")))?;
         let Value::Object(fields) = &value else {
-            return Err(ApiError::invalid(None, "body: expected a JSON object".to_owned()));
+            return Err(ApiError::invalid(None, format!("body: expected a JSON object, found {}", kind(&value))));
         };
         for name in NOT_IMPLEMENTED {
             let effect = fields.get(name).is_some_and(|value| match value {
@@ -126,20 +125,24 @@ impl Completion {
                 Value::Bool(true) | Value::String(_) => true,
             });
             if effect {
-                return Err(ApiError::invalid(Some(name), format!("{name}: not implemented; leave it out")));
+                return Err(ApiError::invalid(
+                    Some(name),
+                    format!("{name}: expected its default, because other values are not implemented; leave it out"),
+                ));
             }
         }
         let body: Body = serde_json::from_value(value)
             .map_err(|error| ApiError::invalid(None, format!("body: unexpected value: {error}")))?;
-        let text_format =
-            body.response_format.as_ref().is_none_or(|format| format.is_null() || format["type"] == "text");
-        check("response_format", text_format, "text")?;
+        let format = body.response_format.as_ref().unwrap_or(&Value::Null);
+        let text_format = format.is_null() || format["type"] == "text";
+        check("response_format", text_format, "{\"type\": \"text\"}", format)?;
         let prompts = if chat { vec![messages(body.messages.as_ref())?] } else { prompts(body.prompt.as_ref())? };
         let n = body.n.unwrap_or(1);
-        check("n", n >= 1 && n.saturating_mul(prompts.len()) <= MOST_TEXTS, "1 to 64 texts in one request")?;
+        let texts = n.saturating_mul(prompts.len());
+        check("n", n >= 1 && texts <= MOST_TEXTS, "1 to 64 texts in one request", texts)?;
         let default = if chat { None } else { Some(DEFAULT_TOKENS) };
         let tokens = body.max_completion_tokens.or(body.max_tokens).or(default);
-        check("max_tokens", tokens != Some(0), "at least 1")?;
+        check("max_tokens", tokens != Some(0), "at least 1", 0)?;
         let seed = body.seed.map(|seed| seed as u32);
         Ok(Self {
             prompts,
@@ -152,7 +155,6 @@ impl Completion {
             echo: body.echo.unwrap_or(false) && !chat,
             stream: body.stream.unwrap_or(false),
             include_usage: body.stream_options.as_ref().is_some_and(|options| options.include_usage),
-            chat,
         })
     }
 }
@@ -160,14 +162,14 @@ impl Completion {
 impl Body {
     fn sampling(&self) -> Result<SlotSampling, ApiError> {
         let temperature = self.temperature.unwrap_or(1.0);
-        check("temperature", (0.0..=100.0).contains(&temperature), "a number from 0 to 100")?;
+        check("temperature", (0.0..=100.0).contains(&temperature), "a number from 0 to 100", temperature)?;
         let top_p = self.top_p.unwrap_or(1.0);
-        check("top_p", (0.0..=1.0).contains(&top_p), "a number from 0 to 1")?;
+        check("top_p", (0.0..=1.0).contains(&top_p), "a number from 0 to 1", top_p)?;
         let min_p = self.min_p.unwrap_or(0.0);
-        check("min_p", (0.0..=1.0).contains(&min_p), "a number from 0 to 1")?;
+        check("min_p", (0.0..=1.0).contains(&min_p), "a number from 0 to 1", min_p)?;
         let repetition_penalty = self.repetition_penalty.unwrap_or(1.0);
         let valid = repetition_penalty > 0.0 && repetition_penalty.is_finite();
-        check("repetition_penalty", valid, "a finite number above 0")?;
+        check("repetition_penalty", valid, "a finite number above 0", repetition_penalty)?;
         // Other servers write -1 for all tokens.
         let top_k = self.top_k.unwrap_or(0).max(0);
         Ok(SlotSampling {
@@ -185,22 +187,43 @@ impl Body {
             Some(Stop::One(stop)) => vec![stop.clone()],
             Some(Stop::Several(stops)) => stops.clone(),
         };
-        let valid = stops.len() <= MOST_STOPS && stops.iter().all(|stop| stop.len() <= LONGEST_STOP);
-        check("stop", valid, "at most 16 strings of 1024 bytes each")?;
+        let longest = stops.iter().map(String::len).max().unwrap_or(0);
+        let valid = stops.len() <= MOST_STOPS && longest <= LONGEST_STOP;
+        let found = format!("{} strings of up to {longest} bytes", stops.len());
+        check("stop", valid, "at most 16 strings of up to 1024 bytes", found)?;
         Ok(stops)
     }
 }
 
-fn check(name: &'static str, valid: bool, expected: &str) -> Result<(), ApiError> {
-    if valid { Ok(()) } else { Err(ApiError::invalid(Some(name), format!("{name}: expected {expected}"))) }
+fn check(name: &'static str, valid: bool, expected: &str, found: impl Display) -> Result<(), ApiError> {
+    if valid {
+        return Ok(());
+    }
+    Err(ApiError::invalid(Some(name), format!("{name}: expected {expected}, found {found:.200}")))
+}
+
+/// Returns the kind of a JSON value, for errors.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(list) if list.is_empty() => "an empty array",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
 }
 
 /// Reads `prompt`: a string, an array of token ids, or an array of either.
 fn prompts(value: Option<&Value>) -> Result<Vec<Prompt>, ApiError> {
     let error = || {
-        let message =
-            "prompt: expected a string, an array of token ids, or an array of strings or of arrays of token ids";
-        ApiError::invalid(Some("prompt"), message.to_owned())
+        let found = match value {
+            Some(Value::Array(list)) if !list.is_empty() => "an array with other elements",
+            other => other.map_or("none", kind),
+        };
+        let expected = "a string, an array of token ids, or an array of strings or of arrays of token ids";
+        ApiError::invalid(Some("prompt"), format!("prompt: expected {expected}, found {found}"))
     };
     let tokens =
         |list: &[Value]| -> Option<Vec<u32>> { list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect() };
@@ -212,7 +235,7 @@ fn prompts(value: Option<&Value>) -> Result<Vec<Prompt>, ApiError> {
     let prompts = match value {
         None | Some(Value::Null) => vec![Prompt::Text(String::new())],
         Some(Value::Array(list)) if list.first().is_some_and(|first| !first.is_number()) => {
-            check("prompt", list.len() <= MOST_TEXTS, "at most 64 prompts")?;
+            check("prompt", list.len() <= MOST_TEXTS, "at most 64 prompts", list.len())?;
             list.iter().map(one).collect::<Option<_>>().ok_or_else(error)?
         }
         Some(value) => vec![one(value).ok_or_else(error)?],
@@ -224,19 +247,28 @@ fn prompts(value: Option<&Value>) -> Result<Vec<Prompt>, ApiError> {
 fn messages(value: Option<&Value>) -> Result<Prompt, ApiError> {
     let error = |what: String| ApiError::invalid(Some("messages"), format!("messages: expected {what}"));
     let list = value.and_then(Value::as_array).filter(|list| !list.is_empty());
-    let list = list.ok_or_else(|| error("an array of at least one message".to_owned()))?;
+    let found = value.map_or("none", kind);
+    let list = list.ok_or_else(|| error(format!("an array of at least one message, found {found}")))?;
     let mut messages = Vec::new();
     for (i, message) in list.iter().enumerate() {
-        let role = message["role"].as_str().ok_or_else(|| error(format!("a role in message {i}")))?;
+        let role = &message["role"];
+        let role =
+            role.as_str().ok_or_else(|| error(format!("a string as the role of message {i}, found {}", kind(role))))?;
         let content = match &message["content"] {
             Value::String(text) => Some(text.clone()),
-            Value::Array(parts) => {
+            Value::Array(parts) if !parts.is_empty() => {
                 let text = |part: &Value| (part["type"] == "text").then(|| part["text"].as_str().map(str::to_owned))?;
                 parts.iter().map(text).collect::<Option<Vec<_>>>().map(|parts| parts.concat())
             }
             _ => None,
         };
-        let content = content.ok_or_else(|| error(format!("text as the content of message {i}")))?;
+        let content = content.ok_or_else(|| {
+            let found = match &message["content"] {
+                Value::Array(parts) if !parts.is_empty() => "parts of other types",
+                other => kind(other),
+            };
+            error(format!("a string or parts of type text as the content of message {i}, found {found}"))
+        })?;
         messages.push((role.to_owned(), content));
     }
     Ok(Prompt::Messages(messages))

@@ -8,8 +8,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-/// Events that wait for a client. A client that reads so slowly that more of them wait is disconnected.
-const MOST_EVENTS: usize = 1024;
+/// Events that wait for a client. A client that reads so slowly that more of them wait is disconnected. A GPU generates tens of
+/// thousands of tokens per second, so fewer events would disconnect clients that pause for a fraction of a second.
+const MOST_EVENTS: usize = 1 << 14;
 
 /// What happens to a request.
 #[derive(Debug)]
@@ -72,7 +73,7 @@ impl Queue {
         let (events, received) = channel(MOST_EVENTS);
         let mut waiting = self.lock();
         if waiting.closed {
-            return Err(ApiError::unavailable("the server is stopping".to_owned()));
+            return Err(ApiError::stopping());
         }
         if waiting.jobs.len() >= self.limit {
             waiting.jobs.retain(|job| !job.is_abandoned());
@@ -117,11 +118,13 @@ impl Queue {
         self.lock().jobs.iter().filter(|job| !job.is_abandoned()).count()
     }
 
-    /// Refuses all requests from here on, and drops those that wait.
+    /// Refuses all requests from here on, and those that wait.
     pub fn close(&self) {
         let mut waiting = self.lock();
         waiting.closed = true;
-        waiting.jobs.clear();
+        for job in waiting.jobs.drain(..) {
+            let _ = job.events.try_send(Event::Failed(ApiError::stopping()));
+        }
         self.changed.notify_all();
     }
 
@@ -153,7 +156,14 @@ mod tests {
         assert!(queue.try_pop().is_some() && queue.try_pop().is_some() && queue.try_pop().is_none());
         let mut late = queue.push(Completion::parse(b"{}", false).unwrap(), Duration::ZERO).unwrap();
         assert!(queue.try_pop().is_none() && late.try_recv().is_err());
+    }
+
+    #[test]
+    fn a_closed_queue_refuses_waiting_and_new_requests() {
+        let queue = Queue::new(2);
+        let mut waiting = push(&queue).unwrap();
         queue.close();
+        assert!(matches!(waiting.try_recv(), Ok(Event::Failed(_))));
         assert!(queue.pop().is_none() && push(&queue).is_err());
     }
 }

@@ -112,7 +112,6 @@ impl Worker {
     /// Creates the state without a model.
     pub fn new(settings: Settings, queue: Arc<Queue>, status: SharedStatus) -> Self {
         let now = Instant::now();
-        status.lock().unwrap_or_else(PoisonError::into_inner).slots = settings.slots;
         Self {
             settings,
             queue,
@@ -128,7 +127,7 @@ impl Worker {
         }
     }
 
-    /// Serves requests until the queue is closed.
+    /// Serves requests until the queue is closed, and refuses those that are not complete then.
     pub fn run(mut self) {
         while !self.queue.is_closed() {
             if self.running.is_empty() {
@@ -140,6 +139,9 @@ impl Worker {
             if let Err(error) = self.step() {
                 self.fail(&error);
             }
+        }
+        for running in &self.running {
+            let _ = running.job.events.try_send(Event::Failed(ApiError::stopping()));
         }
     }
 
@@ -250,6 +252,7 @@ impl Worker {
         }
         let Some(Model { loaded, scheduler, .. }) = &mut self.model else { return Ok(()) };
         let Loaded { generator, engine, .. } = loaded;
+        let before = self.active.len();
         while scheduler.has_room()
             && let Some(text) = self.waiting.pop_front()
         {
@@ -263,6 +266,9 @@ impl Worker {
         };
         let mut ended = Vec::new();
         scheduler.advance(generator, &mut **engine, &mut each, &mut |id, finish| ended.push((id, finish)))?;
+        if self.active.len() > before {
+            self.update(|_| ());
+        }
         for (id, finish) in ended {
             self.end(id, finish);
         }
