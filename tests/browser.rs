@@ -159,13 +159,12 @@ impl Browser {
         }
     }
 
-    fn key(&mut self, key: &str, code: u32, text: Option<&str>) {
-        let down = json!({ "type": "keyDown", "key": key, "code": key, "windowsVirtualKeyCode": code, "text": text });
-        self.call("Input.dispatchKeyEvent", down);
-        self.call(
-            "Input.dispatchKeyEvent",
-            json!({ "type": "keyUp", "key": key, "code": key, "windowsVirtualKeyCode": code }),
-        );
+    /// Presses and releases a key. `text` is what the key writes.
+    fn key(&mut self, key: &str, code: u32, text: &str) {
+        for (kind, text) in [("keyDown", text), ("keyUp", "")] {
+            let event = json!({ "type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code, "text": text });
+            self.call("Input.dispatchKeyEvent", event);
+        }
     }
 
     /// Types text where the focus is.
@@ -236,9 +235,9 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     browser.evaluate("document.querySelector('#temperature').select()");
     browser.click("#prompt");
     browser.write("or not");
-    browser.key("Enter", 13, Some("\r"));
+    browser.key("Enter", 13, "\r");
     browser.wait_until("document.querySelectorAll('.message.model').length === 2");
-    browser.key("Escape", 27, None);
+    browser.key("Escape", 27, "");
     browser.wait_until("!document.querySelector('#send').disabled");
     browser.click("#clear");
     assert_eq!(browser.evaluate("document.querySelector('#messages').children.length"), 0);

@@ -397,8 +397,11 @@ fn requests_that_are_wrong_have_clear_errors() {
     completions("[]", 400, "JSON object");
     completions(&"[".repeat(100_000), 400, "expected JSON");
     completions(&json!({ "prompt": [300] }).to_string(), 400, "below 256, found 300");
-    completions(&json!({ "prompt": "x".repeat(100) }).to_string(), 400, "the context has 64 tokens");
-    completions(&json!({ "prompt": "x", "max_tokens": 100 }).to_string(), 400, "the context has 64 tokens");
+    let long = json!({ "prompt": "x".repeat(64) }).to_string();
+    completions(&long, 400, "prompt: expected at most 64 tokens, which the context holds, found 65");
+    // A text ends when the context is full: all tokens but the last one have a place in it.
+    let full = server.complete(&json!({ "prompt": "x", "max_tokens": 1000 }));
+    assert_eq!((&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]), (&65.into(), &"length".into()));
     completions(
         &json!({ "temperature": -1 }).to_string(),
         400,

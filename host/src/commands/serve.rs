@@ -107,7 +107,7 @@ pub fn run(args: &Serve) -> Result<()> {
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
         hardware: args.hardware.clone(),
     };
-    let status = Arc::new(Mutex::new(Status { slots: settings.slots, ..Status::default() }));
+    let status = Arc::new(Mutex::new(Status::new(&settings.path, settings.slots)));
     let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let address = SocketAddr::new(args.host, args.port);

@@ -103,8 +103,9 @@ find("login").addEventListener("submit", (event) => {
   follow();
 });
 
-/* Messages for a chat template; without one, the text that the model continues. */
-let [messages, text, request] = [[], "", null];
+/* The conversation: messages for a chat template; without one, the text that the model continues. Clear begins another one. */
+let conversation = { messages: [], text: "" };
+let request = null;
 const say = (content, kind) => {
   const element = make("p", content, "message " + kind);
   find("messages").append(element);
@@ -123,8 +124,8 @@ const setBusy = (busy) => {
   find("stop").disabled = !busy;
 };
 /* Asks for an answer. Before the model is loaded, whether it has a template is unknown: then a refused chat becomes a text. */
-const answer = async (chat, output) => {
-  const body = { ...settings(), stream: true, ...(chat ? { messages } : { prompt: text }) };
+const answer = async (talk, chat, output) => {
+  const body = { ...settings(), stream: true, ...(chat ? { messages: talk.messages } : { prompt: talk.text }) };
   const response = await fetch(chat ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers() },
@@ -133,8 +134,8 @@ const answer = async (chat, output) => {
   });
   if (!response.ok) {
     const { error } = await response.json();
-    if (chat && error.param === "messages" && status.model?.chat !== true) return answer(false, output);
-    throw new Error(error.message);
+    if (chat && error.param === "messages" && status.model?.chat !== true) return answer(talk, false, output);
+    throw new Error(error.message + (error.code === "context_length_exceeded" ? ", or begin again with Clear" : ""));
   }
   let received = "";
   try {
@@ -149,8 +150,8 @@ const answer = async (chat, output) => {
       output.scrollIntoView({ block: "end" });
     });
   } finally {
-    if (chat) messages.push({ role: "assistant", content: received });
-    text += received;
+    talk.messages.push({ role: "assistant", content: received });
+    talk.text += received;
   }
 };
 const ask = async () => {
@@ -160,12 +161,19 @@ const ask = async () => {
   setBusy(true);
   say(content, "user");
   find("prompt").value = "";
-  messages.push({ role: "user", content });
-  text += content;
+  const [talk, before] = [conversation, { messages: conversation.messages.slice(), text: conversation.text }];
+  talk.messages.push({ role: "user", content });
+  talk.text += content;
+  const output = say("", "model");
   try {
-    await answer(status.model?.chat !== false, say("", "model"));
+    await answer(talk, status.model?.chat !== false, output);
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, "error");
+    /* A message without any answer is not part of the conversation. */
+    if (output.textContent === "") {
+      output.remove();
+      Object.assign(talk, before);
+    }
   } finally {
     request = null;
     setBusy(false);
@@ -187,7 +195,7 @@ document.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", () => request?.abort());
 find("clear").addEventListener("click", () => {
   request?.abort();
-  [messages, text] = [[], ""];
+  conversation = { messages: [], text: "" };
   find("messages").replaceChildren();
   find("prompt").focus();
 });

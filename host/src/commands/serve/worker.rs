@@ -59,6 +59,16 @@ pub struct Status {
     pub tokens_per_second: f64,
 }
 
+impl Status {
+    /// Returns the status before a model is loaded.
+    pub fn new(path: &Path, slots: usize) -> Self {
+        let directory = if path.is_dir() { path } else { atomic_file::parent(path) };
+        // If the template is invalid, loading the model reports the error.
+        let chat = ChatTemplate::find(directory).ok().map(|template| template.is_some());
+        Self { chat, slots, ..Self::default() }
+    }
+}
+
 /// The status, shared with the thread.
 pub type SharedStatus = Arc<Mutex<Status>>;
 
@@ -424,18 +434,16 @@ impl Model {
         }
     }
 
-    /// Returns the number of tokens to generate after a prompt.
+    /// Returns the number of tokens to generate after a prompt: at most `tokens`, and as many as the context holds.
     fn room(&self, prompt: &[u32], tokens: Option<usize>) -> Result<usize, ApiError> {
         let (capacity, found) = (self.loaded.generator.capacity(), prompt.len());
-        // The last token of a text needs no place in the cache.
-        let room = (capacity + 1).saturating_sub(found);
-        let wanted = tokens.unwrap_or(room.max(1));
-        if found == 0 || wanted > room {
+        if found > capacity {
             return Err(ApiError::context(format!(
-                "the context has {capacity} tokens: expected a shorter prompt or fewer tokens, found a prompt of {found} tokens and \
-                 {wanted} to generate"
+                "prompt: expected at most {capacity} tokens, which the context holds, found {found}; shorten it"
             )));
         }
-        Ok(wanted)
+        // The last token of a text needs no place in the cache.
+        let room = capacity + 1 - found;
+        Ok(tokens.map_or(room, |tokens| tokens.min(room)))
     }
 }
