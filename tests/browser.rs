@@ -74,7 +74,7 @@ impl Browser {
         spawn(move || lines.for_each(|line| drop(sender.send(line))));
         let (mut output, prefix) = (Vec::new(), "DevTools listening on ws://");
         let address = loop {
-            let line = match received.recv_timeout(Duration::from_secs(60)) {
+            let line = match received.recv_timeout(Duration::from_mins(1)) {
                 Ok(line) => line,
                 Err(RecvTimeoutError::Disconnected) => return Err(format!("chromium cannot start: {output:#?}")),
                 Err(RecvTimeoutError::Timeout) => panic!("chromium does not start: {output:#?}"),
@@ -89,7 +89,7 @@ impl Browser {
         let list: Value = serde_json::from_str(&list).unwrap();
         let page = list.as_array().unwrap().iter().find(|target| target["type"] == "page").expect("a page");
         let stream = TcpStream::connect(&address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
         let (socket, _) = client(page["webSocketDebuggerUrl"].as_str().unwrap(), stream).unwrap();
         let mut browser = Self { socket, commands: 0, complaints: Vec::new(), _process: process, _profile: profile };
         for domain in ["Page", "Runtime", "Log"] {
@@ -101,7 +101,8 @@ impl Browser {
     /// Runs a command of the protocol and returns its result.
     fn call(&mut self, method: &str, params: Value) -> Value {
         self.commands += 1;
-        let command = json!({ "id": self.commands, "method": method, "params": params });
+        let mut command = json!({ "id": self.commands, "method": method });
+        command["params"] = params;
         self.socket.send(Message::text(command.to_string())).unwrap();
         loop {
             let message = self.socket.read().unwrap();
@@ -131,7 +132,7 @@ impl Browser {
         let began = Instant::now();
         while self.evaluate(expression) != true {
             let shown = self.evaluate("document.body.innerText");
-            assert!(began.elapsed() < Duration::from_secs(60), "{expression}: {shown}: {:?}", self.complaints);
+            assert!(began.elapsed() < Duration::from_mins(1), "{expression}: {shown}: {:?}", self.complaints);
             sleep(Duration::from_millis(50));
         }
     }
@@ -251,6 +252,7 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     browser.open(&url, [390, 844], true);
     browser.wait_until("document.querySelector('#figure svg') !== null");
     assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= 390"), true);
+    assert_eq!(browser.evaluate("document.querySelector('#figure svg').viewBox.baseVal.width"), 380);
     assert_eq!(browser.evaluate("getComputedStyle(document.body).backgroundColor"), "rgb(17, 21, 26)");
     assert!(browser.screenshot("serve_phone.png") > 10_000);
     assert_eq!(browser.complaints, Vec::<String>::new());

@@ -52,7 +52,7 @@ impl Server {
         let url = page.split_once("http://").unwrap().1;
         let (address, fragment) = url.split_once('/').unwrap();
         let token = fragment.strip_prefix("#token=").map(str::to_owned);
-        let config = Agent::config_builder().http_status_as_error(false).timeout_global(Some(Duration::from_secs(120)));
+        let config = Agent::config_builder().http_status_as_error(false).timeout_global(Some(Duration::from_mins(2)));
         Self { child, lines, address: address.to_owned(), token, agent: config.build().into() }
     }
 
@@ -84,7 +84,7 @@ impl Server {
     /// Starts a connection and sends bytes on it.
     fn connect(&self, bytes: &[u8]) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
         // The server may answer and close before it has read everything.
         let _ = stream.write_all(bytes);
         stream
@@ -262,7 +262,9 @@ fn the_page_follows_the_run_and_the_newest_checkpoint() {
     }
     let shown = server.event("run", |_| true);
     assert_eq!((&shown["name"], &shown["cells"][0]), (&"run".into(), &json!(["steps", "6"])));
-    assert!(shown["svg"].as_str().unwrap().starts_with("<svg ") && shown["panels"].is_array());
+    let figures = shown["figures"].as_array().unwrap();
+    let valid = |figure: &Value| figure["svg"].as_str().unwrap().starts_with("<svg ") && figure["panels"].is_array();
+    assert!(figures.len() == 2 && figures.iter().all(valid));
     let samples = shown["samples"].as_array().unwrap();
     assert!(samples.len() == 2 && samples[0]["step"] == 6 && samples[1]["step"] == 3, "{samples:?}");
     let state = server.event("status", |_| true);
@@ -399,6 +401,8 @@ fn requests_that_are_wrong_have_clear_errors() {
     completions(&json!({ "prompt": [300] }).to_string(), 400, "below 256, found 300");
     let long = json!({ "prompt": "x".repeat(64) }).to_string();
     completions(&long, 400, "prompt: expected at most 64 tokens, which the context holds, found 65");
+    let truncated = json!({ "prompt": "x".repeat(64), "truncate_prompt_tokens": 10, "max_tokens": 1 });
+    assert_eq!(server.complete(&truncated)["usage"]["prompt_tokens"], 10);
     // A text ends when the context is full: all tokens but the last one have a place in it.
     let full = server.complete(&json!({ "prompt": "x", "max_tokens": 1000 }));
     assert_eq!((&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]), (&65.into(), &"length".into()));

@@ -145,7 +145,7 @@ impl Log {
         }
         match fs::remove_file(directory.join(SAMPLES)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(error).with_context(|| format!("cannot remove {}", directory.join(SAMPLES).display()));
+                Err(error).with_context(|| format!("cannot remove {}", directory.join(SAMPLES).display()))
             }
             _ => Self::open(directory),
         }

@@ -107,7 +107,7 @@ pub fn run(args: &Serve) -> Result<()> {
         slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
         hardware: args.hardware.clone(),
     };
-    let status = Arc::new(Mutex::new(Status::new(&settings.path, settings.slots)));
+    let status = Arc::new(Mutex::new(Status::new(&settings)));
     let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let address = SocketAddr::new(args.host, args.port);
@@ -166,7 +166,7 @@ impl Serve {
         if let Err(error) = getrandom::fill(&mut bytes) {
             bail!("cannot choose a token: {error}; give one with --token-file");
         }
-        Ok(Some(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
+        Ok(Some(format!("{:032x}", u128::from_be_bytes(bytes))))
     }
 }
 

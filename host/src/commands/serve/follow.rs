@@ -23,6 +23,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Number of the newest texts that the page shows, and the part of the file that is searched for them, in bytes.
 const MOST_SAMPLES: usize = 5;
 const SAMPLE_BYTES: u64 = 64 << 10;
+/// Widths of the figure in pixels: next to the chat, and on a phone.
+const WIDTHS: [f64; 2] = [760.0, 380.0];
 
 /// What to follow.
 pub struct Follow {
@@ -102,19 +104,23 @@ fn stamp(directory: &Path) -> Vec<Option<(u64, SystemTime)>> {
     ["main.jsonl", "main.log", SAMPLES].map(of).to_vec()
 }
 
-/// Returns final values, figure and newest texts of a run.
+/// Returns final values, figures for wide and narrow screens, and newest texts of a run.
 fn run_state(directory: &Path) -> Result<Value> {
     let run = RunLog::read(directory)?;
     let summary = Summary::new(&run);
     let cells: Vec<Value> = summary.cells().iter().map(|(name, value)| json!([name, value])).collect();
     let runs = std::slice::from_ref(&run);
-    let figure = Figure::new(runs, &Options { smoothing: default_smoothing(runs), ..Options::default() })?;
+    let smoothing = default_smoothing(runs);
+    let figures = WIDTHS.map(|width| -> Result<Value> {
+        let figure = Figure::new(runs, &Options { smoothing, width, ..Options::default() })?;
+        Ok(json!({ "svg": figure.to_svg(false), "panels": figure.panels }))
+    });
+    let figures = figures.into_iter().collect::<Result<Vec<Value>>>()?;
     let logged = run.steps.last().map(|step| step.time).filter(|time| time.is_finite());
     Ok(json!({
         "name": run.name,
         "cells": cells,
-        "svg": figure.to_svg(false),
-        "panels": figure.panels,
+        "figures": figures,
         "samples": samples(&directory.join(SAMPLES)).unwrap_or_default(),
         "time": logged,
     }))

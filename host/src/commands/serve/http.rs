@@ -1,7 +1,7 @@
 //! Connections, routes, and the checks before a request is read.
 
 use super::error::ApiError;
-use super::openai::{Completion, Header, Usage};
+use super::openai::{Completion, Header, StreamOptions, Usage};
 use super::queue::{Event, Queue};
 use super::stall::StallTimeout;
 use axum::Router;
@@ -17,6 +17,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde_json::{Value, json};
 use std::convert::Infallible;
+use std::future::ready;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -115,8 +116,8 @@ fn routes(server: Shared) -> Router {
         .with_state(server)
 }
 
-async fn asset(text: &'static str, kind: &'static str) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, kind)], text)
+fn asset(text: &'static str, kind: &'static str) -> impl Future<Output = Response> {
+    ready(([(header::CONTENT_TYPE, kind)], text).into_response())
 }
 
 /// Adds the headers of all responses.
@@ -187,15 +188,14 @@ async fn complete(State(server): State<Shared>, request: Request, chat: bool) ->
     }
     let body = body(request).await?;
     let completion = Completion::parse(&body, chat)?;
-    let (streams, include_usage) = (completion.stream, completion.include_usage);
+    let stream = completion.stream;
     let texts = completion.n * completion.prompts.len();
     let events = server.queue.push(completion, server.timeout)?;
     let header = server.header(chat);
     let seconds = server.timeout.as_secs();
-    if streams {
-        stream_response(events, header, include_usage, texts, seconds).await
-    } else {
-        response(events, &header, texts, seconds).await
+    match stream {
+        Some(options) => stream_response(events, header, options, texts, seconds).await,
+        None => response(events, &header, texts, seconds).await,
     }
 }
 
@@ -263,7 +263,7 @@ async fn next_event(events: &mut Receiver<Event>, seconds: u64) -> Result<Event,
 struct Streamed {
     events: Receiver<Event>,
     header: Header,
-    include_usage: bool,
+    options: StreamOptions,
     seconds: u64,
     /// Whether each choice has begun.
     begun: Vec<bool>,
@@ -300,7 +300,7 @@ impl Streamed {
 
     fn end(&mut self, usage: Usage) -> String {
         self.ended = true;
-        let usage = if self.include_usage { line(&self.header.usage(usage)) } else { String::new() };
+        let usage = if self.options.include_usage { line(&self.header.usage(usage)) } else { String::new() };
         usage + "data: [DONE]\n\n"
     }
 }
@@ -313,7 +313,7 @@ fn line(value: &Value) -> String {
 async fn stream_response(
     mut events: Receiver<Event>,
     header: Header,
-    include_usage: bool,
+    options: StreamOptions,
     texts: usize,
     seconds: u64,
 ) -> Result<Response, ApiError> {
@@ -321,7 +321,7 @@ async fn stream_response(
         Event::Failed(error) => return Err(error),
         event => Some(event),
     };
-    let streamed = Streamed { events, header, include_usage, seconds, begun: vec![false; texts], first, ended: false };
+    let streamed = Streamed { events, header, options, seconds, begun: vec![false; texts], first, ended: false };
     let parts = stream::unfold(streamed, async |mut streamed| {
         let bytes = streamed.next().await?;
         Some((Ok::<_, Infallible>(bytes), streamed))

@@ -59,10 +59,19 @@ pub struct Completion {
     pub ignore_end: bool,
     /// Whether the text contains the prompt.
     pub echo: bool,
-    /// Whether the response is a stream of server-sent events.
-    pub stream: bool,
-    /// Whether a stream ends with the number of tokens.
-    pub include_usage: bool,
+    /// If set, the response is a stream of server-sent events.
+    pub stream: Option<StreamOptions>,
+    /// If set, only the last tokens of a prompt are read: this number, or as many as the context holds.
+    pub truncate: Option<Truncate>,
+}
+
+/// Number of tokens to keep of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truncate {
+    /// As many as the context holds.
+    Context,
+    /// At most this number, which is not 0.
+    Tokens(usize),
 }
 
 /// Number of tokens of a request.
@@ -92,6 +101,7 @@ struct Body {
     stream_options: Option<StreamOptions>,
     echo: Option<bool>,
     ignore_eos: Option<bool>,
+    truncate_prompt_tokens: Option<i64>,
     response_format: Option<Value>,
 }
 
@@ -102,10 +112,12 @@ enum Stop {
     Several(Vec<String>),
 }
 
-#[derive(Deserialize)]
-struct StreamOptions {
+/// How a response is streamed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct StreamOptions {
+    /// Whether the stream ends with the number of tokens.
     #[serde(default)]
-    include_usage: bool,
+    pub include_usage: bool,
 }
 
 impl Completion {
@@ -153,8 +165,8 @@ impl Completion {
             stops: body.stops()?,
             ignore_end: body.ignore_eos.unwrap_or(false),
             echo: body.echo.unwrap_or(false) && !chat,
-            stream: body.stream.unwrap_or(false),
-            include_usage: body.stream_options.as_ref().is_some_and(|options| options.include_usage),
+            stream: body.stream.unwrap_or(false).then(|| body.stream_options.unwrap_or_default()),
+            truncate: body.truncate()?,
         })
     }
 }
@@ -179,6 +191,12 @@ impl Body {
             top_p,
             min_p,
         })
+    }
+
+    fn truncate(&self) -> Result<Option<Truncate>, ApiError> {
+        let Some(tokens) = self.truncate_prompt_tokens else { return Ok(None) };
+        check("truncate_prompt_tokens", tokens == -1 || tokens > 0, "-1 or a positive number", tokens)?;
+        Ok(Some(usize::try_from(tokens).map_or(Truncate::Context, Truncate::Tokens)))
     }
 
     fn stops(&self) -> Result<Vec<String>, ApiError> {
@@ -372,9 +390,12 @@ mod tests {
     fn settings_are_checked() {
         let request = parse(&json!({ "stop": "x", "top_k": -1, "seed": -1, "max_tokens": 5, "n": 2 }), false).unwrap();
         assert_eq!((request.stops, request.seed, request.tokens), (vec!["x".to_owned()], Some(u32::MAX), Some(5)));
-        assert_eq!((request.sampling.top_k, request.n, request.stream), (0, 2, false));
+        assert_eq!((request.sampling.top_k, request.n, request.stream), (0, 2, None));
         let request = parse(&json!({ "stream": true, "stream_options": { "include_usage": true } }), false).unwrap();
-        assert!(request.stream && request.include_usage && request.tokens == Some(16));
+        assert_eq!((request.stream, request.tokens), (Some(StreamOptions { include_usage: true }), Some(16)));
+        let truncate =
+            |tokens: i64| parse(&json!({ "truncate_prompt_tokens": tokens }), false).map(|request| request.truncate);
+        assert_eq!((truncate(-1).unwrap(), truncate(5).unwrap()), (Some(Truncate::Context), Some(Truncate::Tokens(5))));
         // Defaults that clients write out.
         let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u",
             "response_format": { "type": "text" } });
@@ -387,6 +408,7 @@ mod tests {
             ("n", json!(65)),
             ("n", json!(0)),
             ("max_tokens", json!(0)),
+            ("truncate_prompt_tokens", json!(0)),
             ("stop", json!(vec!["x"; 17])),
             ("stop", json!("x".repeat(1025))),
             ("presence_penalty", json!(0.5)),

@@ -47,17 +47,26 @@ const list = (into, pairs) => into.replaceChildren(...pairs.map(([name, value]) 
 const gib = ([used, total]) => `${(used / 2 ** 30).toFixed(1)} of ${(total / 2 ** 30).toFixed(1)} GiB`;
 
 let status = {};
+/* The server renders the figures, for wide and narrow screens, and escapes all texts in them. */
+let figures = [];
+const narrow = matchMedia("(max-width: 640px)");
+const showFigure = () => {
+  const chosen = figures[narrow.matches ? 1 : 0];
+  if (!chosen) return;
+  const figure = find("figure");
+  const parsed = new DOMParser().parseFromString(chosen.svg, "image/svg+xml").documentElement;
+  figure.replaceChildren(document.importNode(parsed, true));
+  showValues(figure, chosen.panels);
+};
+narrow.addEventListener("change", showFigure);
 const showRun = (run) => {
   find("run").hidden = false;
   find("run-error").hidden = !run.error;
   find("run-error").textContent = run.error || "";
   if (run.error) return;
   list(find("cells"), run.cells);
-  /* The server renders the figure, and escapes all texts in it. */
-  const figure = find("figure");
-  const parsed = new DOMParser().parseFromString(run.svg, "image/svg+xml").documentElement;
-  figure.replaceChildren(document.importNode(parsed, true));
-  showValues(figure, run.panels);
+  figures = run.figures;
+  showFigure();
   find("samples").hidden = run.samples.length === 0;
   find("sample-list").replaceChildren(...run.samples.flatMap((sample) => [
     make("p", `after ${sample.step} steps`), make("pre", sample.text)]));
@@ -125,7 +134,14 @@ const setBusy = (busy) => {
 };
 /* Asks for an answer. Before the model is loaded, whether it has a template is unknown: then a refused chat becomes a text. */
 const answer = async (talk, chat, output) => {
-  const body = { ...settings(), stream: true, ...(chat ? { messages: talk.messages } : { prompt: talk.text }) };
+  const body = { ...settings(), stream: true };
+  if (chat) {
+    body.messages = talk.messages;
+  } else {
+    body.prompt = talk.text;
+    /* Leaves room for the answer when the text is longer than the context. */
+    if (status.model?.context) body.truncate_prompt_tokens = Math.ceil(status.model.context / 2);
+  }
   const response = await fetch(chat ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers() },

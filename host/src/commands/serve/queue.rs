@@ -140,7 +140,7 @@ mod tests {
 
     fn push(queue: &Queue) -> Result<Receiver<Event>, ApiError> {
         let completion = Completion::parse(b"{}", false).unwrap();
-        queue.push(completion, Duration::from_secs(60))
+        queue.push(completion, Duration::from_mins(1))
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The thread that owns the model: it loads the newest checkpoint when it is first needed, and generates the texts of all requests.
 
 use super::error::ApiError;
-use super::openai::{Completion, Prompt, Usage};
+use super::openai::{Completion, Prompt, Truncate, Usage};
 use super::queue::{Event, Job, Queue};
 use crate::commands::chat::template::{ChatTemplate, Message};
 use crate::commands::generation::{Loaded, end_tokens, load, tokenizer_of};
@@ -40,12 +40,19 @@ pub struct Settings {
     pub hardware: Hardware,
 }
 
+impl Settings {
+    /// Returns the most tokens of a prompt and its text.
+    fn capacity(&self, source: &ModelSource) -> usize {
+        source.descriptor().max_seq_len.min(self.context.unwrap_or(DEFAULT_CONTEXT))
+    }
+}
+
 /// What the page shows of the model.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Status {
     /// File or directory of the loaded model.
     pub loaded: Option<String>,
-    /// Whether the model has a chat template; unknown before it is loaded.
+    /// Whether the model has a chat template; unknown before there is a checkpoint.
     pub chat: Option<bool>,
     /// Why the model cannot be used.
     pub error: Option<String>,
@@ -61,11 +68,16 @@ pub struct Status {
 
 impl Status {
     /// Returns the status before a model is loaded.
-    pub fn new(path: &Path, slots: usize) -> Self {
-        let directory = if path.is_dir() { path } else { atomic_file::parent(path) };
-        // If the template is invalid, loading the model reports the error.
-        let chat = ChatTemplate::find(directory).ok().map(|template| template.is_some());
-        Self { chat, slots, ..Self::default() }
+    pub fn new(settings: &Settings) -> Self {
+        // Loading the model reports errors.
+        let source = model_file(&settings.path).and_then(|file| ModelSource::open(&file)).ok();
+        let template = source.as_ref().and_then(|source| ChatTemplate::find(source.directory()).ok());
+        Self {
+            chat: template.map(|template| template.is_some()),
+            context: source.map(|source| settings.capacity(&source)),
+            slots: settings.slots,
+            ..Self::default()
+        }
     }
 }
 
@@ -370,7 +382,7 @@ impl Model {
         let tokenizer = tokenizer_of(&source, settings.tokenizer.as_deref())?;
         let ends = end_tokens(&tokenizer, source.directory())?;
         let template = ChatTemplate::find(source.directory())?;
-        let capacity = descriptor.max_seq_len.min(settings.context.unwrap_or(DEFAULT_CONTEXT));
+        let capacity = settings.capacity(&source);
         let mut loaded = load(source, &settings.hardware, settings.slots, capacity)
             .with_context(|| format!("cannot load {}", file.display()))?;
         let scheduler = Scheduler::new(&loaded.generator, &mut *loaded.engine, loaded.run_ahead)?;
@@ -384,7 +396,14 @@ impl Model {
         let random = || getrandom::u32().unwrap_or(1337);
         let mut seed = completion.seed.unwrap_or_else(random);
         for prompt in &completion.prompts {
-            let tokens = self.tokens(prompt)?;
+            let mut tokens = self.tokens(prompt)?;
+            if let Some(truncate) = completion.truncate {
+                let kept = match truncate {
+                    Truncate::Context => self.loaded.generator.capacity(),
+                    Truncate::Tokens(tokens) => tokens,
+                };
+                tokens.drain(..tokens.len().saturating_sub(kept));
+            }
             prompt_tokens += tokens.len();
             let room = self.room(&tokens, completion.tokens)?;
             let echo = match (completion.echo, prompt) {
