@@ -274,7 +274,8 @@ fn the_page_follows_the_run_and_the_newest_checkpoint() {
     let body = json!({ "prompt": "to be", "seed": 5, "max_tokens": 40 });
     let first = server.complete(&body);
     let loaded = |step: &str, state: &Value| state["model"]["loaded"].as_str().is_some_and(|path| path.contains(step));
-    server.event("status", |state| loaded("00000006", state));
+    let state = server.event("status", |state| loaded("00000006", state));
+    assert!(state["model"]["tokens_per_second"].as_f64().unwrap() > 10.0, "{state}");
     // The run continues: the page and the model follow.
     train(&run, "40", &["--resume", "--force-resume"]);
     server.event("run", |shown| shown["cells"][0] == json!(["steps", "40"]));

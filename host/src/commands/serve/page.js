@@ -64,7 +64,7 @@ const showRun = (run) => {
   find("run-error").hidden = !run.error;
   find("run-error").textContent = run.error || "";
   if (run.error) return;
-  list(find("cells"), run.cells);
+  list(find("cells"), run.cells.filter(([, value]) => value !== "–"));
   figures = run.figures;
   showFigure();
   find("samples").hidden = run.samples.length === 0;

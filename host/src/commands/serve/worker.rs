@@ -22,7 +22,7 @@ use tokio::sync::mpsc::error::TrySendError;
 const DEFAULT_CONTEXT: usize = 8192;
 /// Time between two searches for a newer checkpoint.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// Time over which the speed is measured.
+/// Longest time over which the speed is measured.
 const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How to load and use the model.
@@ -62,7 +62,7 @@ pub struct Status {
     pub slots: usize,
     /// Most tokens of a prompt and its text.
     pub context: Option<usize>,
-    /// Tokens generated per second, in the last second with any.
+    /// Tokens generated per second, measured over a second or until all texts have ended. 0 before the first text.
     pub tokens_per_second: f64,
 }
 
@@ -153,10 +153,11 @@ impl Worker {
     pub fn run(mut self) {
         while !self.queue.is_closed() {
             if self.running.is_empty() {
-                self.measured = (Instant::now(), 0);
                 self.update(|_| ());
                 let Some(job) = self.queue.pop() else { return };
                 self.admit(job);
+                // Neither waiting nor loading the model counts as generation.
+                self.measured = (Instant::now(), 0);
             }
             if let Err(error) = self.step() {
                 self.fail(&error);
@@ -295,7 +296,7 @@ impl Worker {
             self.end(id, finish);
         }
         let (since, tokens) = self.measured;
-        if since.elapsed() >= SPEED_INTERVAL {
+        if since.elapsed() >= SPEED_INTERVAL || self.running.is_empty() && tokens > 0 {
             let rate = tokens as f64 / since.elapsed().as_secs_f64();
             self.measured = (Instant::now(), 0);
             self.update(|status| status.tokens_per_second = rate);
