@@ -9,7 +9,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use common::{succeed, text};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Lines};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -195,6 +195,19 @@ fn serve(run: &Path, more: &[&str]) -> (Process, Lines<BufReader<ChildStdout>>, 
     (Process(child), lines, line["page:".len()..].trim().to_owned())
 }
 
+/// Starts requests that take about a minute together. They end when they are dropped.
+fn occupy(url: &str) -> Vec<TcpStream> {
+    let address = url.trim_start_matches("http://").trim_end_matches('/');
+    let body = json!({ "prompt": vec!["a"; 64], "max_tokens": 60, "ignore_eos": true }).to_string();
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+    let start = || {
+        let mut client = TcpStream::connect(address).unwrap();
+        write!(client, "{head}Content-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+        client
+    };
+    (0..40).map(|_| start()).collect()
+}
+
 #[test]
 fn a_visitor_sees_the_run_and_talks_to_the_model() {
     let Some(mut browser) = Browser::start() else { return };
@@ -206,7 +219,7 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
         succeed(&[&["train", "--device", "cpu", "--steps", steps], &model[..], &rest, more].concat())
     };
     train("40", &[]);
-    let (_server, _lines, url) = serve(&run, &[]);
+    let (_server, _lines, url) = serve(&run, &["--slots", "1"]);
 
     browser.open(&url, [1280, 900], false);
     browser.wait_until("document.querySelector('#figure svg') !== null && document.title === 'shakespeare'");
@@ -228,18 +241,31 @@ fn a_visitor_sees_the_run_and_talks_to_the_model() {
     assert_eq!(browser.evaluate("document.querySelector('.message.user').textContent"), "To be, or");
     assert!(browser.screenshot("serve.png") > 20_000);
 
-    // Another one with the keyboard only, with other settings, stopped by Escape.
+    // The number of tokens is a setting. The message is sent with the keyboard.
     browser.click("section#chat summary");
     browser.click("#max_tokens");
     browser.evaluate("document.querySelector('#max_tokens').select()");
-    browser.write("60");
-    browser.evaluate("document.querySelector('#temperature').select()");
+    browser.write("5");
     browser.click("#prompt");
     browser.write("or not");
     browser.key("Enter", 13, "\r");
     browser.wait_until("document.querySelectorAll('.message.model').length === 2");
+    browser.wait_until("!document.querySelector('#send').disabled");
+    let second = browser.evaluate("document.querySelectorAll('.message.model')[1].textContent");
+    assert!((1..=5).contains(&second.as_str().unwrap().chars().count()), "{second}");
+
+    // While other clients occupy the model, Escape stops a message that waits. It is not answered later.
+    let others = occupy(&url);
+    browser.wait_until("/waiting requests[1-9]/.test(document.querySelector('#machine').textContent)");
+    browser.write("to be");
+    browser.key("Enter", 13, "\r");
+    browser.wait_until("!document.querySelector('#stop').disabled");
     browser.key("Escape", 27, "");
     browser.wait_until("!document.querySelector('#send').disabled");
+    drop(others);
+    browser.wait_until("/waiting requests0/.test(document.querySelector('#machine').textContent)");
+    assert_eq!(browser.evaluate("document.querySelectorAll('.message.user').length"), 3);
+    assert_eq!(browser.evaluate("document.querySelectorAll('.message.model').length"), 2);
     browser.click("#clear");
     assert_eq!(browser.evaluate("document.querySelector('#messages').children.length"), 0);
     assert_eq!(browser.evaluate("document.activeElement.id"), "prompt");

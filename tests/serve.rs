@@ -139,11 +139,12 @@ fn trained() -> (TempDir, PathBuf) {
     (dir, run)
 }
 
-/// Trains a model whose context is long enough for requests of several seconds. Returns also the body of such a request.
+/// Trains a model that is large enough for requests of a minute. Returns also the body of such a request.
 fn trained_for_long_texts() -> (TempDir, PathBuf, Value) {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("run");
-    train(&run, "1", &["--seq", "1024", "--batch", "1", "--sample-every", "0", "--val-every", "0"]);
+    let large = ["--layers", "4", "--channels", "256", "--seq", "1024", "--batch", "1"];
+    train(&run, "1", &[&large[..], &["--sample-every", "0", "--val-every", "0"]].concat());
     let body = json!({ "prompt": vec!["abc"; 64], "max_tokens": 1000, "ignore_eos": true });
     (dir, run, body)
 }
