@@ -74,6 +74,7 @@ fn a_run_writes_logs_and_a_model_for_evaluation_sampling_and_training() {
             "report.html",
             "run_00000004.json",
             "run_00000006.json",
+            "samples.jsonl",
             "state_00000004_00000.bin",
             "state_00000006_00000.bin"
         ]

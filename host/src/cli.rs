@@ -1,7 +1,7 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{
-    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, sweep, train, verify,
+    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, serve, shell, sweep, train, verify,
 };
 use crate::config_file::ConfigFile;
 use crate::version;
@@ -31,6 +31,7 @@ enum Subcommands {
     Chat(chat::Chat),
     Export(export::Export),
     Plot(plot::Plot),
+    Serve(serve::Serve),
     Log(log::Log),
     Data(data::Data),
     /// Check this machine for GPU training: list what was found, what is missing, and how to fix it
@@ -86,6 +87,7 @@ impl Cli {
             Subcommands::Chat(args) => chat::run(args),
             Subcommands::Export(args) => export::run(args),
             Subcommands::Plot(args) => plot::run(args),
+            Subcommands::Serve(args) => serve::run(args),
             Subcommands::Log(args) => log::run(args),
             Subcommands::Data(args) => data::run(args),
             Subcommands::Doctor => doctor::run(),

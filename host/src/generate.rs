@@ -4,9 +4,9 @@ mod text;
 
 pub use text::TextStream;
 
-use anyhow::{Result, ensure};
-use engine::Engine;
+use anyhow::{Result, bail, ensure};
 use engine::ops::SlotSampling;
+use engine::{Engine, PendingRead};
 use model::Generator;
 use std::collections::VecDeque;
 
@@ -47,9 +47,11 @@ impl Finish {
 }
 
 /// A request in a slot.
+#[derive(Debug)]
 struct Active {
-    /// Index of the request.
-    request: usize,
+    /// The caller's number of the request.
+    id: usize,
+    request: Request,
     /// The prompt and the tokens generated so far.
     text: Vec<u32>,
     generated: usize,
@@ -59,11 +61,8 @@ struct Active {
 
 /// Generates the texts of `requests` in the generator's slots, in order as slots become free, and returns why each ended.
 ///
-/// `each` receives the index of a request and its next token, and returns whether the text goes on. With `run_ahead`, a step is queued
-/// before the tokens of the previous one are known: a GPU does not wait for the host, and the tokens of a step after the end of a
-/// text are discarded. It does not change the texts.
-///
-/// A text beyond the generator's capacity continues from its newest half: their keys and values are computed again, from position 0.
+/// `each` receives the index of a request and its next token, and returns whether the text goes on. See [`Scheduler`] for
+/// `run_ahead`.
 pub fn generate(
     generator: &Generator,
     engine: &mut dyn Engine,
@@ -71,92 +70,123 @@ pub fn generate(
     run_ahead: bool,
     each: &mut dyn FnMut(usize, u32) -> Result<bool>,
 ) -> Result<Vec<Finish>> {
-    ensure!(
-        requests.iter().all(|request| !request.prompt.is_empty()),
-        "prompt: expected at least one token, found none"
-    );
-    let mut batch = Batch { generator, requests, slots: Vec::new(), next: 0, finished: vec![None; requests.len()] };
-    batch.slots.resize_with(generator.slots(), || None);
-    generator.clear(engine)?;
-    let mut steps = VecDeque::new();
+    let mut scheduler = Scheduler::new(generator, engine, run_ahead)?;
+    let mut finished = vec![Finish::Length; requests.len()];
+    let mut waiting = requests.iter().enumerate().filter(|(_, request)| request.tokens > 0).peekable();
     loop {
-        batch.fill_slots(engine)?;
-        while steps.len() < 1 + usize::from(run_ahead) && batch.needs_step() {
-            for active in batch.slots.iter_mut().flatten() {
-                active.in_flight += 1;
-            }
-            steps.push_back(generator.step(engine)?.tokens);
+        while scheduler.has_room()
+            && let Some((id, request)) = waiting.next()
+        {
+            scheduler.begin(generator, engine, id, request.clone())?;
         }
-        let Some(step) = steps.pop_front() else { break };
-        let tokens = engine.wait(step)?.values;
-        for (slot, token) in tokens.into_iter().enumerate() {
-            batch.receive(engine, slot, token as u32, steps.len(), each)?;
+        if !scheduler.advance(generator, engine, each, &mut |id, finish| finished[id] = finish)? {
+            return Ok(finished);
         }
     }
-    Ok(batch.finished.into_iter().map(|finish| finish.unwrap_or(Finish::Length)).collect())
 }
 
-struct Batch<'a> {
-    generator: &'a Generator,
-    requests: &'a [Request],
+/// Generates texts in the slots of a generator. A new text can begin whenever a slot is free, while others continue (continuous
+/// batching).
+///
+/// With `run_ahead`, a step is queued before the tokens of the previous one are known: a GPU does not wait for the host, and the tokens
+/// of a step after the end of a text are discarded. It does not change the texts.
+///
+/// A text beyond the generator's capacity continues from its newest half: their keys and values are computed again, from position 0.
+#[derive(Debug)]
+pub struct Scheduler {
     slots: Vec<Option<Active>>,
-    /// The next request to begin.
-    next: usize,
-    finished: Vec<Option<Finish>>,
+    /// Steps in flight, oldest first.
+    steps: VecDeque<PendingRead>,
+    run_ahead: bool,
 }
 
-impl Batch<'_> {
-    /// Begins requests in free slots.
-    fn fill_slots(&mut self, engine: &mut dyn Engine) -> Result<()> {
-        for slot in 0..self.slots.len() {
-            while self.slots[slot].is_none() && self.next < self.requests.len() {
-                let (index, request) = (self.next, &self.requests[self.next]);
-                self.next += 1;
-                if request.tokens == 0 {
-                    self.finished[index] = Some(Finish::Length);
-                    continue;
-                }
-                let Request { prompt, seed, sampling, .. } = request;
-                let fits = prompt.len() <= self.generator.capacity();
-                // A slot whose text begins with the same prompt holds its keys and values, until it moves to a later window.
-                let holds =
-                    |active: &Active| active.text.len() <= self.generator.capacity() && active.text.starts_with(prompt);
-                let same = self.slots.iter().position(|other| other.as_ref().is_some_and(holds));
-                match same.filter(|_| fits) {
-                    Some(from) => self.generator.begin_copy(engine, [slot, from], prompt, *seed, *sampling)?,
-                    None => self.begin(engine, slot, request, prompt)?,
-                }
-                self.slots[slot] = Some(Active { request: index, text: prompt.clone(), generated: 0, in_flight: 0 });
-            }
+impl Scheduler {
+    /// Empties the slots of a generator.
+    pub fn new(generator: &Generator, engine: &mut dyn Engine, run_ahead: bool) -> Result<Self> {
+        generator.clear(engine)?;
+        let mut slots = Vec::new();
+        slots.resize_with(generator.slots(), || None);
+        Ok(Self { slots, steps: VecDeque::new(), run_ahead })
+    }
+
+    /// Returns whether a slot is free.
+    pub fn has_room(&self) -> bool {
+        self.slots.iter().any(Option::is_none)
+    }
+
+    /// Returns the number of texts in slots.
+    pub fn active(&self) -> usize {
+        self.slots.iter().flatten().count()
+    }
+
+    /// Begins a text of at least one token in a free slot. The caller chooses `id`.
+    pub fn begin(&mut self, generator: &Generator, engine: &mut dyn Engine, id: usize, request: Request) -> Result<()> {
+        ensure!(!request.prompt.is_empty(), "prompt: expected at least one token, found none");
+        let Some(slot) = self.slots.iter().position(Option::is_none) else {
+            bail!("generation: expected a free slot, found none")
+        };
+        let Request { prompt, seed, sampling, .. } = &request;
+        let fits = prompt.len() <= generator.capacity();
+        // A slot whose text begins with the same prompt holds its keys and values, until it moves to a later window.
+        let holds = |active: &Active| active.text.len() <= generator.capacity() && active.text.starts_with(prompt);
+        let same = self.slots.iter().position(|other| other.as_ref().is_some_and(holds));
+        match same.filter(|_| fits) {
+            Some(from) => generator.begin_copy(engine, [slot, from], prompt, *seed, *sampling)?,
+            None => begin_window(generator, engine, slot, &request, prompt)?,
         }
+        let text = prompt.clone();
+        self.slots[slot] = Some(Active { id, request, text, generated: 0, in_flight: 0 });
         Ok(())
     }
 
-    /// Begins or continues a slot with the end of `text` that the cache holds.
-    fn begin(&self, engine: &mut dyn Engine, slot: usize, request: &Request, text: &[u32]) -> Result<()> {
-        let capacity = self.generator.capacity();
-        let kept = if text.len() <= capacity { text.len() } else { (capacity / 2).max(1) };
-        // A seed of its own for each window, because random numbers depend on the position.
-        let seed = request.seed.wrapping_add((text.len() - kept) as u32);
-        self.generator.begin(engine, slot, &text[text.len() - kept..], seed, request.sampling)?;
-        if kept < text.len() { self.generator.mark_seen(engine, slot, text) } else { Ok(()) }
+    /// Ends the texts for which `ends` holds, without their last tokens.
+    pub fn stop(&mut self, ends: impl Fn(usize) -> bool) {
+        for slot in &mut self.slots {
+            slot.take_if(|active| ends(active.id));
+        }
+    }
+
+    /// Computes a step and waits for the tokens of the oldest one. Returns false if there was nothing to do.
+    ///
+    /// `each` receives the number of a request and its next token, and returns whether the text goes on. `ended` receives the number
+    /// of each request that ends.
+    pub fn advance(
+        &mut self,
+        generator: &Generator,
+        engine: &mut dyn Engine,
+        each: &mut dyn FnMut(usize, u32) -> Result<bool>,
+        ended: &mut dyn FnMut(usize, Finish),
+    ) -> Result<bool> {
+        while self.steps.len() < 1 + usize::from(self.run_ahead) && self.needs_step() {
+            for active in self.slots.iter_mut().flatten() {
+                active.in_flight += 1;
+            }
+            self.steps.push_back(generator.step(engine)?.tokens);
+        }
+        let Some(step) = self.steps.pop_front() else { return Ok(false) };
+        let tokens = engine.wait(step)?.values;
+        for (slot, token) in tokens.into_iter().enumerate() {
+            self.receive(generator, engine, [slot, token as usize], each, ended)?;
+        }
+        Ok(true)
     }
 
     /// Returns whether a text needs more tokens than the steps in flight give.
     fn needs_step(&self) -> bool {
-        let needs = |active: &Active| active.generated + active.in_flight < self.requests[active.request].tokens;
+        let needs = |active: &Active| active.generated + active.in_flight < active.request.tokens;
         self.slots.iter().flatten().any(needs)
     }
 
-    /// Takes a slot's token of the oldest step. `later` steps are in flight after it.
+    /// Takes a slot's token of the oldest step.
     fn receive(
         &mut self,
+        generator: &Generator,
         engine: &mut dyn Engine,
-        slot: usize,
-        token: u32,
-        later: usize,
+        [slot, token]: [usize; 2],
         each: &mut dyn FnMut(usize, u32) -> Result<bool>,
+        ended: &mut dyn FnMut(usize, Finish),
     ) -> Result<()> {
+        let (later, token) = (self.steps.len(), token as u32);
         let Some(mut active) = self.slots[slot].take() else { return Ok(()) };
         if active.in_flight <= later {
             // The slot began after this step.
@@ -164,29 +194,44 @@ impl Batch<'_> {
             return Ok(());
         }
         active.in_flight -= 1;
-        let request = &self.requests[active.request];
         active.text.push(token);
         active.generated += 1;
-        let finish = if request.ends.contains(&token) {
+        let finish = if active.request.ends.contains(&token) {
             Some(Finish::EndOfText)
-        } else if !each(active.request, token)? {
+        } else if !each(active.id, token)? {
             Some(Finish::Stop)
         } else {
-            (active.generated >= request.tokens).then_some(Finish::Length)
+            (active.generated >= active.request.tokens).then_some(Finish::Length)
         };
-        if finish.is_some() {
-            self.finished[active.request] = finish;
+        if let Some(finish) = finish {
+            ended(active.id, finish);
             return Ok(());
         }
-        let capacity = self.generator.capacity();
-        let window = window_start(request.prompt.len(), active.text.len(), capacity);
-        if window != window_start(request.prompt.len(), active.text.len() - 1, capacity) {
-            self.begin(engine, slot, request, &active.text)?;
+        let (prompt, capacity) = (active.request.prompt.len(), generator.capacity());
+        let window = window_start(prompt, active.text.len(), capacity);
+        if window != window_start(prompt, active.text.len() - 1, capacity) {
+            begin_window(generator, engine, slot, &active.request, &active.text)?;
             active.in_flight = 0;
         }
         self.slots[slot] = Some(active);
         Ok(())
     }
+}
+
+/// Begins or continues a slot with the end of `text` that the cache holds.
+fn begin_window(
+    generator: &Generator,
+    engine: &mut dyn Engine,
+    slot: usize,
+    request: &Request,
+    text: &[u32],
+) -> Result<()> {
+    let capacity = generator.capacity();
+    let kept = if text.len() <= capacity { text.len() } else { (capacity / 2).max(1) };
+    // A seed of its own for each window, because random numbers depend on the position.
+    let seed = request.seed.wrapping_add((text.len() - kept) as u32);
+    generator.begin(engine, slot, &text[text.len() - kept..], seed, request.sampling)?;
+    if kept < text.len() { generator.mark_seen(engine, slot, text) } else { Ok(()) }
 }
 
 /// Returns the index of the first token that the cache holds, of a text of `len` tokens. Windows start anew, with the newest half of a

@@ -33,6 +33,12 @@ impl GpuInfo {
         device.with_context(|| format!("NVML: the GPU at {}", self.pci_bus_id))
     }
 
+    /// Returns the used and the total memory in bytes.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let memory = self.device()?.memory_info()?;
+        Ok((memory.used, memory.total))
+    }
+
     /// Returns the state in one line: `GPU 98 % busy | memory 45 % busy | 1755 of 1980 MHz | 690 of 700 W | 61 °C, slows at 87 |
     /// limited by power`.
     pub fn line(&self) -> Result<String> {

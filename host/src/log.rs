@@ -7,7 +7,7 @@ use metrics::run::RunLog;
 use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -73,6 +73,8 @@ pub struct Log {
     files: Vec<LineFile>,
     /// Event file of TensorBoard.
     events: Option<LineFile>,
+    /// The generated texts, from the first one on.
+    samples: Option<LineFile>,
     /// Whether the lines of `main.jsonl` are also printed to standard output.
     printed: bool,
     /// The write error that has not been reported yet.
@@ -83,6 +85,9 @@ pub struct Log {
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
 const NAMES: [&str; 2] = ["main.log", "main.jsonl"];
+
+/// The file of the texts that a run generates: JSON objects with `step`, `text` and `time`.
+pub const SAMPLES: &str = "samples.jsonl";
 
 /// A file of lines. Lines that cannot be written, as on a full disk, are kept in memory and written with a later line.
 #[derive(Debug)]
@@ -138,7 +143,12 @@ impl Log {
             let path = directory.join(name);
             File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
         }
-        Self::open(directory)
+        match fs::remove_file(directory.join(SAMPLES)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("cannot remove {}", directory.join(SAMPLES).display()))
+            }
+            _ => Self::open(directory),
+        }
     }
 
     /// Opens the files of a run that resumes before the update of `step`, and removes the lines that were logged after it.
@@ -153,12 +163,16 @@ impl Log {
         let [main, jsonl] = NAMES.map(|name| directory.join(name));
         retain_lines(&main, |line| keep(Line::from_main(line)))?;
         retain_lines(&jsonl, |line| keep(Line::from_jsonl(line)))?;
+        let samples = directory.join(SAMPLES);
+        if samples.exists() {
+            retain_lines(&samples, |line| keep(Line::from_jsonl(line)))?;
+        }
         Self::open(directory)
     }
 
     fn open(directory: &Path) -> Result<Self> {
         let [main, jsonl] = NAMES.map(|name| LineFile::open(directory.join(name)));
-        Ok(Self { files: vec![main?, jsonl?], events: None, printed: false, error: None })
+        Ok(Self { files: vec![main?, jsonl?], ..Self::default() })
     }
 
     /// Also writes an event file for TensorBoard into `directory`. The run starts or resumes before the update of `step`.
@@ -193,6 +207,7 @@ impl Log {
         self.files
             .iter()
             .chain(&self.events)
+            .chain(&self.samples)
             .map(|output| output.file.try_clone().context("cannot share the log"))
             .collect()
     }
@@ -204,7 +219,7 @@ impl Log {
 
     /// Writes all pending lines, or fails.
     pub fn finish(&mut self) -> Result<()> {
-        self.files.iter_mut().chain(&mut self.events).try_for_each(LineFile::flush)
+        self.files.iter_mut().chain(&mut self.events).chain(&mut self.samples).try_for_each(LineFile::flush)
     }
 
     /// Logs a training step.
@@ -232,6 +247,26 @@ impl Log {
         let record = ScoreLine { step, hellaswag, correct, examples, tokens };
         let values = [(tensorboard::HELLASWAG, hellaswag as f32)];
         self.write(step, &format!("s:{step} eval:{hellaswag:.4}"), &record, &values)
+    }
+
+    /// Logs a text that the model generated before the update of `step`. The file is created for the first one.
+    pub fn sample(&mut self, step: usize, text: &str) -> Result<()> {
+        #[derive(Serialize)]
+        struct Sample<'a> {
+            step: usize,
+            text: &'a str,
+        }
+        let Some(main) = self.files.first() else { return Ok(()) };
+        if self.samples.is_none() {
+            self.samples = Some(LineFile::open(main.path.with_file_name(SAMPLES))?);
+        }
+        let time = (1e3 * unix_time()).round() / 1e3;
+        let json = serde_json::to_string(&Timed { record: &Sample { step, text }, time })?;
+        // As with other lines, one that cannot be written waits in memory.
+        if let Some(Err(error)) = self.samples.as_mut().map(|samples| samples.line(&json)) {
+            self.error.get_or_insert(format!("{error:#}"));
+        }
+        Ok(())
     }
 
     /// Prints a record to standard output if that is wanted. If standard output is closed during the run, the records continue in
@@ -340,7 +375,6 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> 
 mod tests {
     use super::*;
     use model::guards::Skipped;
-    use std::fs;
 
     #[test]
     fn a_log_with_gigabytes_of_zeros_is_read_line_by_line() {

@@ -1,5 +1,7 @@
 //! Runs the program as a user does.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::path::Path;
 use std::process::{Command, Output};
 

@@ -28,11 +28,21 @@ pub struct Options {
     pub metrics: Vec<Metric>,
     /// Published models whose results are drawn as lines. `None`: in the HellaSwag panel those near the curves.
     pub references: Option<Vec<Reference>>,
+    /// Width of the figure in pixels, at least 300. Below [`SINGLE_COLUMN`] panels are not placed next to each other.
+    pub width: f64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { x: XAxis::Steps, log_x: false, log_y: false, smoothing: 0.9, metrics: Vec::new(), references: None }
+        Self {
+            x: XAxis::Steps,
+            log_x: false,
+            log_y: false,
+            smoothing: 0.9,
+            metrics: Vec::new(),
+            references: None,
+            width: DEFAULT_WIDTH,
+        }
     }
 }
 
@@ -40,6 +50,7 @@ impl Default for Options {
 #[derive(Clone, Debug)]
 pub struct Figure {
     body: Svg,
+    width: f64,
     height: f64,
     description: String,
     /// The panels, for tooltips.
@@ -63,7 +74,9 @@ pub struct PanelData {
     pub curves: Vec<(String, usize, Points)>,
 }
 
-const WIDTH: f64 = 1000.0;
+const DEFAULT_WIDTH: f64 = 1000.0;
+/// Width below which every panel has a row of its own.
+pub const SINGLE_COLUMN: f64 = 600.0;
 const MARGIN: f64 = 18.0;
 const GAP: f64 = 22.0;
 const WIDE_HEIGHT: f64 = 400.0;
@@ -142,16 +155,18 @@ impl Figure {
     fn lay_out(panels: &[Panel], horizontal: &Horizontal, runs: &[RunLog], options: &Options) -> Self {
         let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
         let description = format!("Training curves of {}", names.join(", "));
-        let mut figure = Self { body: Svg::default(), height: 0.0, description, panels: Vec::new() };
+        let width = options.width.max(300.0);
+        let mut figure = Self { body: Svg::default(), width, height: 0.0, description, panels: Vec::new() };
         let mut y = figure.header(panels, runs, options);
-        let inner = WIDTH - 2.0 * MARGIN;
+        let inner = width - 2.0 * MARGIN;
         let half = (inner - GAP) / 2.0;
+        let (columns, first_height) = if width < SINGLE_COLUMN { (1, NARROW_HEIGHT) } else { (2, WIDE_HEIGHT) };
         let (first, rest) = panels.split_first().expect("there is a panel");
-        figure.panel(first, horizontal, [MARGIN, y, inner, WIDE_HEIGHT]);
-        y += WIDE_HEIGHT + GAP;
-        for pair in rest.chunks(2) {
-            let width = if pair.len() == 1 { inner } else { half };
-            for (panel, x) in pair.iter().zip([MARGIN, MARGIN + half + GAP]) {
+        figure.panel(first, horizontal, [MARGIN, y, inner, first_height]);
+        y += first_height + GAP;
+        for row in rest.chunks(columns) {
+            let width = if row.len() == 1 { inner } else { half };
+            for (panel, x) in row.iter().zip([MARGIN, MARGIN + half + GAP]) {
                 figure.panel(panel, horizontal, [x, y, width, NARROW_HEIGHT]);
             }
             y += NARROW_HEIGHT + GAP;
@@ -164,13 +179,15 @@ impl Figure {
     fn header(&mut self, panels: &[Panel], runs: &[RunLog], options: &Options) -> f64 {
         let mut y = MARGIN + TITLE;
         if let [only] = runs {
-            let title = shorten(&only.name, TITLE, WIDTH - 2.0 * MARGIN);
+            let title = shorten(&only.name, TITLE, self.width - 2.0 * MARGIN);
             self.body.text((MARGIN, y), Anchor::Start, TITLE, Color::Ink, &title);
             y += 10.0;
         } else {
             y -= TITLE;
         }
-        let key = |kind, color, dash, name: &str| (kind, color, dash, shorten(name, 12.0, 420.0));
+        let key = |kind, color, dash, name: &str| {
+            (kind, color, dash, shorten(name, 12.0, 420.0_f64.min(self.width - 2.0 * MARGIN - 48.0)))
+        };
         let mut entries: Vec<_> = match runs {
             [_] => panels
                 .iter()
@@ -193,7 +210,7 @@ impl Figure {
         y += 12.0;
         for (kind, color, dash, name) in entries.drain(..) {
             let width = 30.0 + text_width(&name, 12.0) + 18.0;
-            if x + width > WIDTH - MARGIN && x > MARGIN {
+            if x + width > self.width - MARGIN && x > MARGIN {
                 (x, y) = (MARGIN, y + 19.0);
             }
             let stroke = Stroke { dash, ..Stroke::solid(Color::Run(color), 2.2) };
@@ -205,7 +222,7 @@ impl Figure {
             x += width;
         }
         if !note.is_empty() {
-            if x + text_width(&note, LABEL) > WIDTH - MARGIN {
+            if x + text_width(&note, LABEL) > self.width - MARGIN {
                 (x, y) = (MARGIN, y + 19.0);
             }
             self.body.text((x, y), Anchor::Start, LABEL, Color::Muted, &note);
@@ -292,7 +309,7 @@ impl Figure {
 
     /// Returns an SVG file. With `dark`, viewers that support CSS show it with dark colors in dark mode.
     pub fn to_svg(&self, dark: bool) -> String {
-        document(&self.body, (WIDTH, self.height), &self.description, dark)
+        document(&self.body, (self.width, self.height), &self.description, dark)
     }
 
     /// Returns a PNG file of twice the resolution of the SVG, with light colors.
@@ -497,6 +514,18 @@ mod tests {
         assert_eq!(figure.panels.len(), 4);
         let png = figure.to_png().unwrap();
         assert!(png.starts_with(b"\x89PNG") && png.len() > 20_000, "{}", png.len());
+    }
+
+    #[test]
+    fn a_narrow_figure_has_a_single_column() {
+        let lefts = |width| {
+            let options = Options { width, ..Options::default() };
+            let figure = Figure::new(&[log(&"long name ".repeat(20), &llmc(200))], &options).unwrap();
+            assert!(figure.to_svg(false).contains(&format!("viewBox=\"0 0 {width} ")));
+            assert!(figure.panels.iter().all(|panel| panel.area[0] + panel.area[2] < width), "{:?}", figure.panels);
+            figure.panels.iter().filter(|panel| panel.area[0] > width / 3.0).count()
+        };
+        assert_eq!((lefts(380.0), lefts(1000.0)), (0, 1));
     }
 
     #[test]

@@ -8,7 +8,9 @@ use crate::svg::{dark_mode, escape};
 use std::fmt::Write;
 
 const STYLE: &str = include_str!("report.css");
-const SCRIPT: &str = include_str!("report.js");
+/// A script that defines `showValues(figure, panels)`, which shows the values of the curves nearest to the pointer. `figure` is the
+/// element that contains the SVG, `panels` are those of [`Figure`].
+pub const TOOLTIP: &str = include_str!("tooltip.js");
 /// Factor of the moving average whose last value the table shows as the training loss.
 const TABLE_SMOOTHING: f64 = 0.9;
 
@@ -134,7 +136,7 @@ pub fn page(entries: &[Entry], figure: &Figure) -> String {
          <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title} - llm.rs</title>\n\
          <style>\n{STYLE}{dark}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n<div class=\"scroll\">\n<table>\n<thead><tr>\
          <th>run</th>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>\n<div class=\"figure\">\n{svg}\
-         <div id=\"tip\" hidden></div>\n</div>\n{settings}<script>\nconst panels = {data};\n{SCRIPT}</script>\n</body>\n</html>\n"
+         </div>\n{settings}<script>\n{TOOLTIP}showValues(document.querySelector(\".figure\"), {data});\n</script>\n</body>\n</html>\n"
     )
 }
 

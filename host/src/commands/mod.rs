@@ -17,6 +17,7 @@ mod report;
 pub mod resources;
 pub mod sample;
 pub mod selftest;
+pub mod serve;
 pub mod shell;
 pub mod sweep;
 pub mod train;

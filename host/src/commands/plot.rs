@@ -118,6 +118,7 @@ pub fn run(args: &Plot) -> Result<()> {
         smoothing: args.smooth.map_or(Ok(default_smoothing(&runs)), |factor| factor.to_string().parse())?,
         metrics: args.metrics.clone(),
         references: args.reference.as_ref().map(|names| names.iter().copied().flatten().collect()),
+        ..Options::default()
     };
     if args.live {
         return live::run(&read, &options);

@@ -56,7 +56,9 @@ impl Run<'_> {
             tokens.push(token);
             Ok(())
         })?;
-        self.console.line(&format!("generating:\n---\n{}\n---", tokenizer.text(&tokens)))
+        let text = tokenizer.text(&tokens);
+        self.log.sample(self.state.step, &text)?;
+        self.console.line(&format!("generating:\n---\n{text}\n---"))
     }
 
     /// Prints how many values FP8 loses.

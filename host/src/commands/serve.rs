@@ -1,0 +1,214 @@
+//! `serve`: a web page with the curves of a run and a chat, and completions in OpenAI's format.
+
+mod error;
+mod follow;
+mod http;
+mod openai;
+mod queue;
+mod stall;
+mod worker;
+
+use super::resources::Hardware;
+use crate::gpu_info::GpuInfo;
+use crate::values::count;
+use anyhow::{Context, Result, bail, ensure};
+use checkpoint::config::Config;
+use engine::open::{self, Device};
+use follow::Follow;
+use http::Server;
+use interchange::ModelSource;
+use queue::Queue;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::{Write, stdout};
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::runtime;
+use tokio::sync::{Notify, watch};
+use tokio::time::sleep;
+use worker::{Settings, Status, Worker};
+
+/// Shortest token.
+const LEAST_TOKEN: usize = 16;
+/// Threads that handle connections. The model has a thread of its own.
+const THREADS: usize = 2;
+/// Time for responses after the server has stopped to accept connections and to generate texts.
+const LAST_RESPONSES: Duration = Duration::from_millis(200);
+/// Texts at a time unless --slots says otherwise. A step computes all slots, so a CPU has few.
+const GPU_SLOTS: usize = 16;
+const CPU_SLOTS: usize = 4;
+
+/// Show a run in the browser, and answer completions with its newest checkpoint
+///
+/// The page shows the curves while the run continues, and a chat with the newest checkpoint. /v1/completions and
+/// /v1/chat/completions follow OpenAI's API. The server only reads. It loads the model for the first request.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Serve {
+    /// Directory of a run, model file (.bin) or Hugging Face directory
+    #[arg(value_name = "RUN|MODEL", default_value = ".")]
+    path: PathBuf,
+
+    /// Port; 0: any free one
+    #[arg(long, value_name = "N", default_value = "8080")]
+    port: u16,
+
+    /// Address to listen on. Any other than a loopback address requires a token
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    host: IpAddr,
+
+    /// File whose first line is the token that clients must send [default: none on a loopback address, else a random one]
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+
+    /// Texts that are generated at a time [default: 16 on a GPU, 4 on the CPU]
+    #[arg(long, value_name = "N", value_parser = count)]
+    slots: Option<usize>,
+
+    /// Requests that may wait. More are refused
+    #[arg(long, value_name = "N", default_value = "64", value_parser = count)]
+    queue: usize,
+
+    /// Longest time of a request in seconds, including the time in the queue
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = count)]
+    timeout: usize,
+
+    /// Most tokens of a prompt and its text [default: 8192, or the longest sequence of the model]
+    #[arg(long, value_name = "N", value_parser = count)]
+    context: Option<usize>,
+
+    /// Tokenizer: gpt2, bytes, or a tokenizer.json or tokenizer.model [default: that next to the model, or by
+    /// the vocabulary size]
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
+
+    #[command(flatten)]
+    hardware: Hardware,
+}
+
+/// Serves until SIGINT or SIGTERM.
+pub fn run(args: &Serve) -> Result<()> {
+    let run = is_run(&args.path).then(|| args.path.clone());
+    if run.is_none() {
+        // The error of a wrong path should not wait for the first request.
+        ModelSource::open(&args.path)?;
+    }
+    let token = args.token()?;
+    let queue = Arc::new(Queue::new(args.queue));
+    let name = name(&args.path);
+    let on_gpu = args.hardware.device != Device::Cpu && cuda_driver::device_count().is_ok_and(|count| count > 0);
+    let settings = Settings {
+        path: args.path.clone(),
+        tokenizer: args.tokenizer.clone(),
+        context: args.context,
+        slots: args.slots.unwrap_or(if on_gpu { GPU_SLOTS } else { CPU_SLOTS }),
+        hardware: args.hardware.clone(),
+    };
+    let status = Arc::new(Mutex::new(Status::new(&settings)));
+    let runtime = runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
+    let runtime = runtime.context("cannot start the threads of the server")?;
+    let address = SocketAddr::new(args.host, args.port);
+    let listener = runtime.block_on(TcpListener::bind(address));
+    let listener = listener.with_context(|| format!("cannot listen on {address}; choose another --port or --host"))?;
+    announce(&listener, token.as_deref())?;
+
+    let ((run_events, run_state), (status_events, status_state)) =
+        (watch::channel("".into()), watch::channel("".into()));
+    let gpu = if on_gpu { GpuInfo::open(open::GPU).ok() } else { None };
+    let follow = Follow {
+        run,
+        name: name.clone(),
+        status: Arc::clone(&status),
+        queue: Arc::clone(&queue),
+        events: [run_events, status_events],
+        gpu,
+    };
+    spawn("run", move || follow.run())?;
+    let jobs = Arc::clone(&queue);
+    // The engine stays on the thread that opens it.
+    let model = spawn("model", move || Worker::new(settings, jobs, status).run())?;
+    let timeout = Duration::from_secs(args.timeout as u64);
+    let server = Arc::new(Server::new(Arc::clone(&queue), name, token, timeout, [run_state, status_state]));
+    let stop = Arc::new(Notify::new());
+    notify_on_signals(Arc::clone(&stop))?;
+    runtime.block_on(http::serve(listener, server, async { stop.notified().await }));
+    queue.close();
+    let _ = model.join();
+    // The connections have this time to send the errors of requests that are not complete.
+    runtime.block_on(async { sleep(LAST_RESPONSES).await });
+    runtime.shutdown_background();
+    Ok(writeln!(stdout(), "stopped")?)
+}
+
+impl Serve {
+    /// Returns the token of the server: that of `--token-file`, or a random one on an address that others can reach.
+    fn token(&self) -> Result<Option<String>> {
+        if let Some(path) = &self.token_file {
+            let shown = path.display();
+            let text = bounded_file::read_to_string(path, bounded_file::SETTINGS)
+                .with_context(|| format!("--token-file: cannot read {shown}"))?;
+            let token = text.lines().next().unwrap_or_default().trim();
+            let valid = token.len() >= LEAST_TOKEN && token.bytes().all(|byte| byte.is_ascii_graphic());
+            ensure!(
+                valid,
+                "--token-file {shown}: expected at least {LEAST_TOKEN} visible ASCII characters on the first line, found {}",
+                token.chars().count()
+            );
+            return Ok(Some(token.to_owned()));
+        }
+        if self.host.is_loopback() {
+            return Ok(None);
+        }
+        let mut bytes = [0_u8; 16];
+        if let Err(error) = getrandom::fill(&mut bytes) {
+            bail!("cannot choose a token: {error}; give one with --token-file");
+        }
+        Ok(Some(format!("{:032x}", u128::from_be_bytes(bytes))))
+    }
+}
+
+/// Prints where the server listens.
+fn announce(listener: &TcpListener, token: Option<&str>) -> Result<()> {
+    let address = listener.local_addr()?;
+    let mut out = stdout();
+    let fragment = token.map_or(String::new(), |token| format!("#token={token}"));
+    writeln!(out, "page:        http://{address}/{fragment}")?;
+    writeln!(out, "completions: http://{address}/v1")?;
+    if let Some(token) = token {
+        writeln!(out, "token:       {token}")?;
+    }
+    Ok(out.flush()?)
+}
+
+/// Returns whether a path is the directory of a run rather than that of a model.
+fn is_run(path: &Path) -> bool {
+    [Config::FILE, "main.jsonl", "main.log"].iter().any(|name| path.join(name).is_file())
+}
+
+/// Returns the name of the model: the last part of its path.
+fn name(path: &Path) -> String {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    absolute.file_name().map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<thread::JoinHandle<()>> {
+    thread::Builder::new().name(name.into()).spawn(body).with_context(|| format!("cannot start the thread `{name}`"))
+}
+
+/// Notifies on the first signal. A second one ends the process.
+fn notify_on_signals(stop: Arc<Notify>) -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot listen for signals")?;
+    let listen = move || {
+        let mut received = signals.forever();
+        if received.next().is_some() {
+            stop.notify_one();
+        }
+        if let Some(signal) = received.next() {
+            signal_hook::low_level::exit(128 + signal);
+        }
+    };
+    spawn("signals", listen).map(drop)
+}

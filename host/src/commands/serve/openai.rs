@@ -1,0 +1,473 @@
+//! The part of OpenAI's API that the server implements: requests, and the JSON of responses.
+
+use super::error::ApiError;
+use crate::generate::Finish;
+use engine::ops::SlotSampling;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::fmt::Display;
+
+/// Most texts that one request may ask for.
+const MOST_TEXTS: usize = 64;
+/// Most stop strings of a request, and their longest length in bytes.
+const MOST_STOPS: usize = 16;
+const LONGEST_STOP: usize = 1024;
+/// Tokens of a completion unless the request says otherwise, as in OpenAI's API.
+const DEFAULT_TOKENS: usize = 16;
+/// Fields that would change the result in a way that the server does not implement. Null and `false` have no effect.
+const NOT_IMPLEMENTED: [&str; 11] = [
+    "suffix",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "frequency_penalty",
+    "presence_penalty",
+    "tools",
+    "functions",
+    "audio",
+    "modalities",
+];
+
+/// What a model continues.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// A document that begins with this text.
+    Text(String),
+    /// Exactly these tokens.
+    Tokens(Vec<u32>),
+    /// A conversation, for the chat template of the model: role and content.
+    Messages(Vec<(String, String)>),
+}
+
+/// A request for texts.
+#[derive(Clone, Debug)]
+pub struct Completion {
+    /// At least one.
+    pub prompts: Vec<Prompt>,
+    /// Number of texts for each prompt.
+    pub n: usize,
+    /// Most tokens of each text; `None`: as many as the context holds.
+    pub tokens: Option<usize>,
+    /// How tokens are chosen.
+    pub sampling: SlotSampling,
+    /// Seed of the first text; `None`: a random one.
+    pub seed: Option<u32>,
+    /// Strings before which a text ends.
+    pub stops: Vec<String>,
+    /// Whether the token that ends a text is ignored.
+    pub ignore_end: bool,
+    /// Whether the text contains the prompt.
+    pub echo: bool,
+    /// If set, the response is a stream of server-sent events.
+    pub stream: Option<StreamOptions>,
+    /// If set, only the last tokens of a prompt are read: this number, or as many as the context holds.
+    pub truncate: Option<Truncate>,
+}
+
+/// Number of tokens to keep of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Truncate {
+    /// As many as the context holds.
+    Context,
+    /// At most this number, which is not 0.
+    Tokens(usize),
+}
+
+/// Number of tokens of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of all prompts.
+    pub prompt: usize,
+    /// Tokens of all texts.
+    pub completion: usize,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    prompt: Option<Value>,
+    messages: Option<Value>,
+    n: Option<usize>,
+    max_tokens: Option<usize>,
+    max_completion_tokens: Option<usize>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    seed: Option<i64>,
+    stop: Option<Stop>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    echo: Option<bool>,
+    ignore_eos: Option<bool>,
+    truncate_prompt_tokens: Option<i64>,
+    response_format: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Stop {
+    One(String),
+    Several(Vec<String>),
+}
+
+/// How a response is streamed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct StreamOptions {
+    /// Whether the stream ends with the number of tokens.
+    #[serde(default)]
+    pub include_usage: bool,
+}
+
+impl Completion {
+    /// Reads the body of a request to `/v1/completions`, or of one to `/v1/chat/completions` if `chat` is set.
+    pub fn parse(body: &[u8], chat: bool) -> Result<Self, ApiError> {
+        let value: Value = serde_json::from_slice(body)
+            .map_err(|error| ApiError::invalid(None, format!("body: expected JSON, found an error: {error}")))?;
+        let Value::Object(fields) = &value else {
+            return Err(ApiError::invalid(None, format!("body: expected a JSON object, found {}", kind(&value))));
+        };
+        for name in NOT_IMPLEMENTED {
+            let effect = fields.get(name).is_some_and(|value| match value {
+                Value::Null | Value::Bool(false) => false,
+                Value::Number(number) => number.as_f64() != Some(if name == "best_of" { 1.0 } else { 0.0 }),
+                Value::Array(list) => !list.is_empty() && *list != ["text"],
+                Value::Object(object) => !object.is_empty(),
+                Value::Bool(true) | Value::String(_) => true,
+            });
+            if effect {
+                return Err(ApiError::invalid(
+                    Some(name),
+                    format!("{name}: expected its default, because other values are not implemented; leave it out"),
+                ));
+            }
+        }
+        let body: Body = serde_json::from_value(value)
+            .map_err(|error| ApiError::invalid(None, format!("body: unexpected value: {error}")))?;
+        let format = body.response_format.as_ref().unwrap_or(&Value::Null);
+        let text_format = format.is_null() || format["type"] == "text";
+        check("response_format", text_format, "{\"type\": \"text\"}", format)?;
+        let prompts = if chat { vec![messages(body.messages.as_ref())?] } else { prompts(body.prompt.as_ref())? };
+        let n = body.n.unwrap_or(1);
+        let texts = n.saturating_mul(prompts.len());
+        check("n", n >= 1 && texts <= MOST_TEXTS, "1 to 64 texts in one request", texts)?;
+        let default = if chat { None } else { Some(DEFAULT_TOKENS) };
+        let tokens = body.max_completion_tokens.or(body.max_tokens).or(default);
+        check("max_tokens", tokens != Some(0), "at least 1", 0)?;
+        let seed = body.seed.map(|seed| seed as u32);
+        Ok(Self {
+            prompts,
+            n,
+            tokens,
+            sampling: body.sampling()?,
+            seed,
+            stops: body.stops()?,
+            ignore_end: body.ignore_eos.unwrap_or(false),
+            echo: body.echo.unwrap_or(false) && !chat,
+            stream: body.stream.unwrap_or(false).then(|| body.stream_options.unwrap_or_default()),
+            truncate: body.truncate()?,
+        })
+    }
+}
+
+impl Body {
+    fn sampling(&self) -> Result<SlotSampling, ApiError> {
+        let temperature = self.temperature.unwrap_or(1.0);
+        check("temperature", (0.0..=100.0).contains(&temperature), "a number from 0 to 100", temperature)?;
+        let top_p = self.top_p.unwrap_or(1.0);
+        check("top_p", (0.0..=1.0).contains(&top_p), "a number from 0 to 1", top_p)?;
+        let min_p = self.min_p.unwrap_or(0.0);
+        check("min_p", (0.0..=1.0).contains(&min_p), "a number from 0 to 1", min_p)?;
+        let repetition_penalty = self.repetition_penalty.unwrap_or(1.0);
+        let valid = repetition_penalty > 0.0 && repetition_penalty.is_finite();
+        check("repetition_penalty", valid, "a finite number above 0", repetition_penalty)?;
+        // Other servers write -1 for all tokens.
+        let top_k = self.top_k.unwrap_or(0).max(0);
+        Ok(SlotSampling {
+            repetition_penalty,
+            temperature,
+            top_k: i32::try_from(top_k).unwrap_or(i32::MAX),
+            top_p,
+            min_p,
+        })
+    }
+
+    fn truncate(&self) -> Result<Option<Truncate>, ApiError> {
+        let Some(tokens) = self.truncate_prompt_tokens else { return Ok(None) };
+        check("truncate_prompt_tokens", tokens == -1 || tokens > 0, "-1 or a positive number", tokens)?;
+        Ok(Some(usize::try_from(tokens).map_or(Truncate::Context, Truncate::Tokens)))
+    }
+
+    fn stops(&self) -> Result<Vec<String>, ApiError> {
+        let stops = match &self.stop {
+            None => Vec::new(),
+            Some(Stop::One(stop)) => vec![stop.clone()],
+            Some(Stop::Several(stops)) => stops.clone(),
+        };
+        let longest = stops.iter().map(String::len).max().unwrap_or(0);
+        let valid = stops.len() <= MOST_STOPS && longest <= LONGEST_STOP;
+        let found = format!("{} strings of up to {longest} bytes", stops.len());
+        check("stop", valid, "at most 16 strings of up to 1024 bytes", found)?;
+        Ok(stops)
+    }
+}
+
+fn check(name: &'static str, valid: bool, expected: &str, found: impl Display) -> Result<(), ApiError> {
+    if valid {
+        return Ok(());
+    }
+    Err(ApiError::invalid(Some(name), format!("{name}: expected {expected}, found {found:.200}")))
+}
+
+/// Returns the kind of a JSON value, for errors.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(list) if list.is_empty() => "an empty array",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// Reads `prompt`: a string, an array of token ids, or an array of either.
+fn prompts(value: Option<&Value>) -> Result<Vec<Prompt>, ApiError> {
+    let error = || {
+        let found = match value {
+            Some(Value::Array(list)) if !list.is_empty() => "an array with other elements",
+            other => other.map_or("none", kind),
+        };
+        let expected = "a string, an array of token ids, or an array of strings or of arrays of token ids";
+        ApiError::invalid(Some("prompt"), format!("prompt: expected {expected}, found {found}"))
+    };
+    let tokens =
+        |list: &[Value]| -> Option<Vec<u32>> { list.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect() };
+    let one = |value: &Value| match value {
+        Value::String(text) => Some(Prompt::Text(text.clone())),
+        Value::Array(list) if !list.is_empty() => tokens(list).map(Prompt::Tokens),
+        _ => None,
+    };
+    let prompts = match value {
+        None | Some(Value::Null) => vec![Prompt::Text(String::new())],
+        Some(Value::Array(list)) if list.first().is_some_and(|first| !first.is_number()) => {
+            check("prompt", list.len() <= MOST_TEXTS, "at most 64 prompts", list.len())?;
+            list.iter().map(one).collect::<Option<_>>().ok_or_else(error)?
+        }
+        Some(value) => vec![one(value).ok_or_else(error)?],
+    };
+    Ok(prompts)
+}
+
+/// Reads `messages`. The content of a message is a string or a list of parts of type `text`.
+fn messages(value: Option<&Value>) -> Result<Prompt, ApiError> {
+    let error = |what: String| ApiError::invalid(Some("messages"), format!("messages: expected {what}"));
+    let list = value.and_then(Value::as_array).filter(|list| !list.is_empty());
+    let found = value.map_or("none", kind);
+    let list = list.ok_or_else(|| error(format!("an array of at least one message, found {found}")))?;
+    let mut messages = Vec::new();
+    for (i, message) in list.iter().enumerate() {
+        let role = &message["role"];
+        let role =
+            role.as_str().ok_or_else(|| error(format!("a string as the role of message {i}, found {}", kind(role))))?;
+        let content = match &message["content"] {
+            Value::String(text) => Some(text.clone()),
+            Value::Array(parts) if !parts.is_empty() => {
+                let text = |part: &Value| (part["type"] == "text").then(|| part["text"].as_str().map(str::to_owned))?;
+                parts.iter().map(text).collect::<Option<Vec<_>>>().map(|parts| parts.concat())
+            }
+            _ => None,
+        };
+        let content = content.ok_or_else(|| {
+            let found = match &message["content"] {
+                Value::Array(parts) if !parts.is_empty() => "parts of other types",
+                other => kind(other),
+            };
+            error(format!("a string or parts of type text as the content of message {i}, found {found}"))
+        })?;
+        messages.push((role.to_owned(), content));
+    }
+    Ok(Prompt::Messages(messages))
+}
+
+/// What the parts of a response have in common.
+#[derive(Clone, Debug)]
+pub struct Header {
+    /// Identifies the response.
+    pub id: String,
+    /// Unix time in seconds.
+    pub created: u64,
+    /// Name of the model.
+    pub model: String,
+    /// Whether the response has the form of a conversation.
+    pub chat: bool,
+}
+
+impl Header {
+    fn object(&self, stream: bool, choices: &[Value]) -> Value {
+        let kind = match (self.chat, stream) {
+            (true, true) => "chat.completion.chunk",
+            (true, false) => "chat.completion",
+            (false, _) => "text_completion",
+        };
+        json!({ "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices })
+    }
+
+    /// Returns a complete response with the texts and the reasons why they ended.
+    pub fn response(&self, texts: &[(String, Option<Finish>)], usage: Usage) -> Value {
+        let choice = |(index, (text, finish)): (usize, &(String, Option<Finish>))| {
+            let finish = finish.map(Finish::name);
+            if self.chat {
+                let message = json!({ "role": "assistant", "content": text, "refusal": null });
+                json!({ "index": index, "message": message, "logprobs": null, "finish_reason": finish })
+            } else {
+                json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish })
+            }
+        };
+        let mut object = self.object(false, &texts.iter().enumerate().map(choice).collect::<Vec<_>>());
+        object["usage"] = usage.object();
+        object
+    }
+
+    /// Returns the part of a stream with new text of a choice. The first part of a choice of a conversation names its role.
+    pub fn part(&self, index: usize, text: &str, first: bool, finish: Option<Finish>) -> Value {
+        let finish = finish.map(Finish::name);
+        let choice = if self.chat {
+            let delta = match (first, finish) {
+                (true, _) => json!({ "role": "assistant", "content": text }),
+                (false, Some(_)) if text.is_empty() => json!({}),
+                (false, _) => json!({ "content": text }),
+            };
+            json!({ "index": index, "delta": delta, "logprobs": null, "finish_reason": finish })
+        } else {
+            json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish })
+        };
+        self.object(true, &[choice])
+    }
+
+    /// Returns the last part of a stream, with the number of tokens.
+    pub fn usage(&self, usage: Usage) -> Value {
+        let mut object = self.object(true, &[]);
+        object["usage"] = usage.object();
+        object
+    }
+}
+
+impl Usage {
+    fn object(self) -> Value {
+        let Self { prompt, completion } = self;
+        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(body: &Value, chat: bool) -> Result<Completion, ApiError> {
+        Completion::parse(body.to_string().as_bytes(), chat)
+    }
+
+    #[test]
+    fn prompts_are_texts_or_tokens_or_lists_of_them() {
+        let prompts = |prompt: Value| parse(&json!({ "prompt": prompt }), false).map(|request| request.prompts);
+        let text = |text: &str| Prompt::Text(text.to_owned());
+        assert_eq!(prompts(json!("a")).unwrap(), [text("a")]);
+        assert_eq!(prompts(json!(["a", "b"])).unwrap(), [text("a"), text("b")]);
+        assert_eq!(prompts(json!([1, 2])).unwrap(), [Prompt::Tokens(vec![1, 2])]);
+        assert_eq!(prompts(json!([[1], [2]])).unwrap(), [Prompt::Tokens(vec![1]), Prompt::Tokens(vec![2])]);
+        assert_eq!(prompts(Value::Null).unwrap(), [text("")]);
+        for invalid in [json!(5), json!([]), json!([1, "a"]), json!([-1]), json!([[]]), json!({}), json!([1.5])] {
+            assert_eq!(prompts(invalid.clone()).unwrap_err().param(), Some("prompt"), "{invalid}");
+        }
+        let many = prompts(json!(vec!["a"; 65])).unwrap_err();
+        assert_eq!(many.param(), Some("prompt"));
+    }
+
+    #[test]
+    fn settings_are_checked() {
+        let request = parse(&json!({ "stop": "x", "top_k": -1, "seed": -1, "max_tokens": 5, "n": 2 }), false).unwrap();
+        assert_eq!((request.stops, request.seed, request.tokens), (vec!["x".to_owned()], Some(u32::MAX), Some(5)));
+        assert_eq!((request.sampling.top_k, request.n, request.stream), (0, 2, None));
+        let request = parse(&json!({ "stream": true, "stream_options": { "include_usage": true } }), false).unwrap();
+        assert_eq!((request.stream, request.tokens), (Some(StreamOptions { include_usage: true }), Some(16)));
+        let truncate =
+            |tokens: i64| parse(&json!({ "truncate_prompt_tokens": tokens }), false).map(|request| request.truncate);
+        assert_eq!((truncate(-1).unwrap(), truncate(5).unwrap()), (Some(Truncate::Context), Some(Truncate::Tokens(5))));
+        // Defaults that clients write out.
+        let defaults = json!({ "frequency_penalty": 0, "logprobs": null, "best_of": 1, "tools": [], "user": "u",
+            "response_format": { "type": "text" } });
+        assert!(parse(&defaults, false).is_ok());
+        for (name, value) in [
+            ("temperature", json!(-1)),
+            ("top_p", json!(1.5)),
+            ("min_p", json!(2)),
+            ("repetition_penalty", json!(0)),
+            ("n", json!(65)),
+            ("n", json!(0)),
+            ("max_tokens", json!(0)),
+            ("truncate_prompt_tokens", json!(0)),
+            ("stop", json!(vec!["x"; 17])),
+            ("stop", json!("x".repeat(1025))),
+            ("presence_penalty", json!(0.5)),
+            ("logprobs", json!(true)),
+            ("tools", json!([{}])),
+            ("response_format", json!({ "type": "json_object" })),
+        ] {
+            let error = parse(&json!({ name: value }), false).unwrap_err();
+            assert_eq!(error.param(), Some(name), "{value}");
+        }
+        for body in ["", "{", "[]", "{\"n\":\"x\"}", "\u{0}"] {
+            assert!(Completion::parse(body.as_bytes(), false).is_err(), "{body}");
+        }
+    }
+
+    #[test]
+    fn messages_have_roles_and_texts() {
+        let messages = |messages: Value| parse(&json!({ "messages": messages }), true).map(|request| request.prompts);
+        let pair = |role: &str, content: &str| (role.to_owned(), content.to_owned());
+        let parts = json!([{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }]);
+        assert_eq!(
+            messages(json!([{ "role": "system", "content": "s" }, { "role": "user", "content": parts }])).unwrap(),
+            [Prompt::Messages(vec![pair("system", "s"), pair("user", "ab")])]
+        );
+        let image = json!([{ "type": "image_url", "image_url": {} }]);
+        for invalid in [
+            Value::Null,
+            json!([]),
+            json!([{ "content": "a" }]),
+            json!([{ "role": "user" }]),
+            json!([{ "role": "user", "content": image }]),
+        ] {
+            assert_eq!(messages(invalid.clone()).unwrap_err().param(), Some("messages"), "{invalid}");
+        }
+        assert_eq!(parse(&json!({ "messages": [{ "role": "user", "content": "a" }] }), true).unwrap().tokens, None);
+    }
+
+    #[test]
+    fn responses_have_the_form_of_openai() {
+        let header = |chat| Header { id: "x-1".to_owned(), created: 5, model: "m".to_owned(), chat };
+        let usage = Usage { prompt: 2, completion: 3 };
+        let response = header(false).response(&[("a".to_owned(), Some(Finish::Length))], usage);
+        assert_eq!(
+            response,
+            json!({ "id": "x-1", "object": "text_completion", "created": 5, "model": "m", "choices": [
+                { "index": 0, "text": "a", "logprobs": null, "finish_reason": "length" }],
+                "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 } })
+        );
+        let response = header(true).response(&[("a".to_owned(), Some(Finish::Stop))], usage);
+        assert_eq!(
+            (&response["object"], &response["choices"][0]["message"]["content"]),
+            (&json!("chat.completion"), &json!("a"))
+        );
+        let part = header(true).part(1, "b", true, None);
+        assert_eq!(part["choices"][0]["delta"], json!({ "role": "assistant", "content": "b" }));
+        assert_eq!(part["object"], "chat.completion.chunk");
+        let end = header(true).part(1, "", false, Some(Finish::EndOfText));
+        assert_eq!((&end["choices"][0]["delta"], &end["choices"][0]["finish_reason"]), (&json!({}), &json!("stop")));
+        assert_eq!(header(false).part(0, "b", true, None)["choices"][0]["text"], "b");
+        assert_eq!(header(false).usage(usage)["choices"], json!([]));
+    }
+}

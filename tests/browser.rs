@@ -1,0 +1,306 @@
+//! The page of `serve` in headless Chromium, with real clicks and keys. `scripts/setup` installs Chromium. If it is not installed or
+//! cannot start, as in some sandboxes, the tests print the reason and are skipped.
+//!
+//! `SCREENSHOTS=DIR` stores what the browser shows.
+
+mod common;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use common::{succeed, text};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{sleep, spawn};
+use std::time::{Duration, Instant};
+use std::{env, fs};
+use tempfile::TempDir;
+use tungstenite::{Message, WebSocket, client};
+
+/// A process that ends with the test.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A page of a browser, controlled through the Chrome DevTools protocol.
+struct Browser {
+    socket: WebSocket<TcpStream>,
+    commands: u64,
+    /// Messages of the console and errors.
+    complaints: Vec<String>,
+    _process: Process,
+    _profile: TempDir,
+}
+
+impl Browser {
+    /// Starts Chromium, or prints why it cannot start.
+    fn start() -> Option<Self> {
+        match Self::try_start() {
+            Ok(browser) => Some(browser),
+            Err(reason) => {
+                println!("skipped: {reason}");
+                None
+            }
+        }
+    }
+
+    /// Starts Chromium, or returns the reason why it is not installed or ends at once.
+    fn try_start() -> Result<Self, String> {
+        let profile = tempfile::tempdir().unwrap();
+        let mut command = Command::new("chromium");
+        // Chromium's sandbox needs privileges that containers lack. The page comes from this test.
+        command.args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-port=0",
+        ]);
+        command.arg(format!("--user-data-dir={}", profile.path().display())).arg("about:blank");
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+        let mut child = child.map_err(|error| format!("chromium: {error}; scripts/setup installs it"))?;
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        let process = Process(child);
+        let (sender, received) = channel();
+        // All output is read: Chromium would otherwise wait once the pipe is full.
+        spawn(move || lines.for_each(|line| drop(sender.send(line))));
+        let (mut output, prefix) = (Vec::new(), "DevTools listening on ws://");
+        let address = loop {
+            let line = match received.recv_timeout(Duration::from_mins(1)) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Disconnected) => return Err(format!("chromium cannot start: {output:#?}")),
+                Err(RecvTimeoutError::Timeout) => panic!("chromium does not start: {output:#?}"),
+            };
+            if let Some(url) = line.strip_prefix(prefix) {
+                break url.split('/').next().unwrap().to_owned();
+            }
+            output.push(line);
+        };
+        let list =
+            ureq::get(format!("http://{address}/json/list")).call().unwrap().body_mut().read_to_string().unwrap();
+        let list: Value = serde_json::from_str(&list).unwrap();
+        let page = list.as_array().unwrap().iter().find(|target| target["type"] == "page").expect("a page");
+        let stream = TcpStream::connect(&address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
+        let (socket, _) = client(page["webSocketDebuggerUrl"].as_str().unwrap(), stream).unwrap();
+        let mut browser = Self { socket, commands: 0, complaints: Vec::new(), _process: process, _profile: profile };
+        for domain in ["Page", "Runtime", "Log"] {
+            browser.call(&format!("{domain}.enable"), json!({}));
+        }
+        Ok(browser)
+    }
+
+    /// Runs a command of the protocol and returns its result.
+    fn call(&mut self, method: &str, params: Value) -> Value {
+        self.commands += 1;
+        let mut command = json!({ "id": self.commands, "method": method });
+        command["params"] = params;
+        self.socket.send(Message::text(command.to_string())).unwrap();
+        loop {
+            let message = self.socket.read().unwrap();
+            let Ok(message) = message.to_text().map(|text| serde_json::from_str::<Value>(text).unwrap_or_default())
+            else {
+                continue;
+            };
+            if message["id"] == self.commands {
+                assert!(message.get("error").is_none(), "{method}: {message}");
+                return message["result"].clone();
+            }
+            let method = message["method"].as_str().unwrap_or_default();
+            if ["Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"].contains(&method) {
+                self.complaints.push(message["params"].to_string());
+            }
+        }
+    }
+
+    /// Evaluates an expression of JavaScript.
+    fn evaluate(&mut self, expression: &str) -> Value {
+        let result = self.call("Runtime.evaluate", json!({ "expression": expression, "returnByValue": true }));
+        assert!(result.get("exceptionDetails").is_none(), "{expression}: {result}");
+        result["result"]["value"].clone()
+    }
+
+    fn wait_until(&mut self, expression: &str) {
+        let began = Instant::now();
+        while self.evaluate(expression) != true {
+            let shown = self.evaluate("document.body.innerText");
+            assert!(began.elapsed() < Duration::from_mins(1), "{expression}: {shown}: {:?}", self.complaints);
+            sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Opens a page in a window of this size.
+    fn open(&mut self, url: &str, [width, height]: [u32; 2], dark: bool) {
+        let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
+        self.call("Emulation.setDeviceMetricsOverride", size);
+        let scheme = json!({ "name": "prefers-color-scheme", "value": if dark { "dark" } else { "light" } });
+        self.call("Emulation.setEmulatedMedia", json!({ "features": [scheme] }));
+        self.call("Page.navigate", json!({ "url": url }));
+        self.wait_until("document.readyState === 'complete' && location.href !== 'about:blank'");
+    }
+
+    /// Clicks with the mouse on the middle of an element.
+    fn click(&mut self, selector: &str) {
+        let element = format!("document.querySelector({})", json!(selector));
+        self.evaluate(&format!("{element}.scrollIntoView({{ block: 'center' }})"));
+        let place = self.evaluate(&format!(
+            "(() => {{ const r = {element}.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()"
+        ));
+        for kind in ["mousePressed", "mouseReleased"] {
+            let event = json!({ "type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1 });
+            self.call("Input.dispatchMouseEvent", event);
+        }
+    }
+
+    /// Presses and releases a key. `text` is what the key writes.
+    fn key(&mut self, key: &str, code: u32, text: &str) {
+        for (kind, text) in [("keyDown", text), ("keyUp", "")] {
+            let event = json!({ "type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code, "text": text });
+            self.call("Input.dispatchKeyEvent", event);
+        }
+    }
+
+    /// Types text where the focus is.
+    fn write(&mut self, text: &str) {
+        self.call("Input.insertText", json!({ "text": text }));
+    }
+
+    /// Stores a screenshot in the directory of `SCREENSHOTS`. Returns the number of its bytes.
+    fn screenshot(&mut self, name: &str) -> usize {
+        let image = self.call("Page.captureScreenshot", json!({ "format": "png" }));
+        let png = STANDARD.decode(image["data"].as_str().unwrap()).unwrap();
+        assert!(png.starts_with(b"\x89PNG"));
+        if let Some(directory) = env::var_os("SCREENSHOTS") {
+            fs::write(Path::new(&directory).join(name), &png).unwrap();
+        }
+        png.len()
+    }
+}
+
+/// Starts a server for a run and returns the address of its page.
+fn serve(run: &Path, more: &[&str]) -> (Process, Lines<BufReader<ChildStdout>>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_llm-rs"));
+    command.args(["serve", text(run), "--device", "cpu", "--port", "0"]).args(more);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let line = lines.next().unwrap().unwrap();
+    (Process(child), lines, line["page:".len()..].trim().to_owned())
+}
+
+/// Starts requests that take about a minute together. They end when they are dropped.
+fn occupy(url: &str) -> Vec<TcpStream> {
+    let address = url.trim_start_matches("http://").trim_end_matches('/');
+    let body = json!({ "prompt": vec!["a"; 64], "max_tokens": 60, "ignore_eos": true }).to_string();
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+    let start = || {
+        let mut client = TcpStream::connect(address).unwrap();
+        write!(client, "{head}Content-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+        client
+    };
+    (0..40).map(|_| start()).collect()
+}
+
+#[test]
+fn a_visitor_sees_the_run_and_talks_to_the_model() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("shakespeare");
+    let model = ["--layers", "1", "--channels", "32", "--heads", "2", "--seq", "64", "--batch", "2"];
+    let rest = ["--lr", "0.01", "--warmup", "4", "--val-every", "5", "--sample-every", "20", "--out", text(&run)];
+    let train = |steps: &str, more: &[&str]| {
+        succeed(&[&["train", "--device", "cpu", "--steps", steps], &model[..], &rest, more].concat())
+    };
+    train("40", &[]);
+    let (_server, _lines, url) = serve(&run, &["--slots", "1"]);
+
+    browser.open(&url, [1280, 900], false);
+    browser.wait_until("document.querySelector('#figure svg') !== null && document.title === 'shakespeare'");
+    assert_eq!(browser.evaluate("document.querySelector('#cells dd').textContent"), "40");
+    assert_eq!(browser.evaluate("document.querySelectorAll('#sample-list pre').length > 0"), true);
+    // The values under the pointer.
+    let place = browser.evaluate(
+        "(() => { const r = document.querySelector('#figure svg').getBoundingClientRect(); return [r.x + r.width / 2, r.y + 150]; })()",
+    );
+    browser.call("Input.dispatchMouseEvent", json!({ "type": "mouseMoved", "x": place[0], "y": place[1] }));
+    browser.wait_until("/step/.test(document.querySelector('.tip:not([hidden])')?.textContent ?? '')");
+
+    // A message, sent with a click. The model has no chat template, so it continues the text.
+    browser.click("#prompt");
+    browser.write("To be, or");
+    browser.click("#send");
+    browser.wait_until("document.querySelector('.message.model')?.textContent.length > 50");
+    browser.wait_until("!document.querySelector('#send').disabled");
+    assert_eq!(browser.evaluate("document.querySelector('.message.user').textContent"), "To be, or");
+    assert!(browser.screenshot("serve.png") > 20_000);
+
+    // The number of tokens is a setting. The message is sent with the keyboard.
+    browser.click("section#chat summary");
+    browser.click("#max_tokens");
+    browser.evaluate("document.querySelector('#max_tokens').select()");
+    browser.write("5");
+    browser.click("#prompt");
+    browser.write("or not");
+    browser.key("Enter", 13, "\r");
+    browser.wait_until("document.querySelectorAll('.message.model').length === 2");
+    browser.wait_until("!document.querySelector('#send').disabled");
+    let second = browser.evaluate("document.querySelectorAll('.message.model')[1].textContent");
+    assert!((1..=5).contains(&second.as_str().unwrap().chars().count()), "{second}");
+
+    // While other clients occupy the model, Escape stops a message that waits. It is not answered later.
+    let others = occupy(&url);
+    browser.wait_until("/waiting requests[1-9]/.test(document.querySelector('#machine').textContent)");
+    browser.write("to be");
+    browser.key("Enter", 13, "\r");
+    browser.wait_until("!document.querySelector('#stop').disabled");
+    browser.key("Escape", 27, "");
+    browser.wait_until("!document.querySelector('#send').disabled");
+    drop(others);
+    browser.wait_until("/waiting requests0/.test(document.querySelector('#machine').textContent)");
+    assert_eq!(browser.evaluate("document.querySelectorAll('.message.user').length"), 3);
+    assert_eq!(browser.evaluate("document.querySelectorAll('.message.model').length"), 2);
+    browser.click("#clear");
+    assert_eq!(browser.evaluate("document.querySelector('#messages').children.length"), 0);
+    assert_eq!(browser.evaluate("document.activeElement.id"), "prompt");
+
+    // The run continues while the page is open.
+    train("60", &["--resume", "--force-resume"]);
+    browser.wait_until("document.querySelector('#cells dd').textContent === '60'");
+
+    // A phone in dark mode. Nothing is wider than the screen.
+    browser.open(&url, [390, 844], true);
+    browser.wait_until("document.querySelector('#figure svg') !== null");
+    assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= 390"), true);
+    assert_eq!(browser.evaluate("document.querySelector('#figure svg').viewBox.baseVal.width"), 380);
+    assert_eq!(browser.evaluate("getComputedStyle(document.body).backgroundColor"), "rgb(17, 21, 26)");
+    assert!(browser.screenshot("serve_phone.png") > 10_000);
+    assert_eq!(browser.complaints, Vec::<String>::new());
+}
+
+#[test]
+fn the_page_asks_for_the_token() {
+    let Some(mut browser) = Browser::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("main.log"), "s:0 trl:5 lr:0.1 norm:1\ns:1 trl:4 lr:0.1 norm:1\n").unwrap();
+    let (_server, _lines, url) = serve(dir.path(), &["--host", "0.0.0.0"]);
+    let (address, token) = url.split_once("#token=").unwrap();
+    let address = address.replace("0.0.0.0", "127.0.0.1");
+    browser.open(&address, [800, 600], false);
+    browser.wait_until("!document.querySelector('#login').hidden");
+    browser.click("#token");
+    browser.write(token);
+    browser.click("#login button");
+    browser.wait_until("document.querySelector('#figure svg') !== null");
+    // The token of the printed address is used and removed from it.
+    browser.evaluate("sessionStorage.clear()");
+    browser.open("about:blank#", [800, 600], false);
+    browser.open(&format!("{address}#token={token}"), [800, 600], false);
+    browser.wait_until("document.querySelector('#figure svg') !== null && location.hash === ''");
+}
