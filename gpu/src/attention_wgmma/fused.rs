@@ -27,12 +27,13 @@ use super::dkdv::{STATISTICS, score_gradients, scores_to_probabilities};
 use super::epilogue::{OutputRows, store_rows};
 use super::mask::mask_diagonal_transposed;
 use super::panel::{Panel, ScoreSquare, square_fragments};
-use super::pipeline::{PipelineBarriers, WARP_RELEASES};
+use super::pipeline::PipelineBarriers;
 use super::scheduler::{TileScheduler, WorkTile};
 use super::sizes::Sizes;
 use super::softmax::lse_log2;
 use super::warp_specialized::{self, WarpSpecialized};
 use super::{CONSUMERS, Head, Head128, ROWS, TILE, WARPGROUP};
+use cuda_std::hopper::mbarrier::MBarriers;
 use cuda_std::hopper::wgmma::Accumulators;
 use cuda_std::hopper::{self, PipelineState, SwizzledTile, TensorMap, tma, wgmma};
 use cuda_std::shared::Layout;
@@ -71,6 +72,13 @@ const DS_READY: u32 = 3;
 const DQ_FULL: u32 = 5;
 /// Named barriers of the consumers and their dQ warps: the buffer of dQ has been read.
 const DQ_EMPTY: u32 = 7;
+/// Named barriers of the producer and the consumers, one for each stage: the stage has been read.
+///
+/// An mbarrier for each stage is as fast. But if lane 0 of a warp arrives there for all lanes, compute-sanitizer's racecheck
+/// reports a race between their loads of the statistics and the next stores.
+const STAGE_READ: u32 = 9;
+/// Threads of the producer and the consumers.
+const STAGE_THREADS: u32 = warp::LANES + CONSUMERS * WARPGROUP;
 /// Threads of a consumer and its dQ warp.
 const DQ_THREADS: u32 = WARPGROUP + warp::LANES;
 
@@ -93,7 +101,8 @@ struct SharedStorage {
     /// The work tile of round i at i % [`WORK_TILES`], valid once its keys and values have arrived.
     work_tiles: SharedArray<WorkTile>,
     resident_barriers: PipelineBarriers,
-    streamed_barriers: PipelineBarriers,
+    /// Full barriers of the stages. [`STAGE_READ`] takes the place of the empty ones.
+    streamed_full: MBarriers,
 }
 
 impl SharedStorage {
@@ -115,7 +124,7 @@ impl SharedStorage {
             statistics: layout.array(STATISTICS * STAGES as usize),
             work_tiles: layout.array(WORK_TILES as usize),
             resident_barriers: PipelineBarriers::new(layout, 1),
-            streamed_barriers: PipelineBarriers::new(layout, STAGES),
+            streamed_full: layout.mbarriers(STAGES as usize),
         }
     }
 }
@@ -176,7 +185,9 @@ impl WarpSpecialized for Fused {
         self.qkv.prefetch();
         self.dout.prefetch();
         self.shared.resident_barriers.init(1, 1, CONSUMERS);
-        self.shared.streamed_barriers.init(STAGES, warp::LANES, WARP_RELEASES);
+        for stage in 0..STAGES {
+            self.shared.streamed_full.at(stage).init(warp::LANES);
+        }
     }
 
     #[inline(always)]
@@ -227,6 +238,19 @@ impl Fused {
     }
 }
 
+/// Releases a stage for the calling thread, which has read it. All threads of the consumers release all stages at the
+/// beginning, and each stage after they have read it.
+#[inline(always)]
+fn release_stage(stage: u32) {
+    thread::arrive_named(STAGE_READ + stage, STAGE_THREADS);
+}
+
+/// Waits until all consumers have released a stage. The producer waits before each load, and for all stages at the end.
+#[inline(always)]
+fn wait_for_release(stage: u32) {
+    thread::sync_named(STAGE_READ + stage, STAGE_THREADS);
+}
+
 /// The producer: the first warp of warpgroup 0.
 struct Producer {
     kernel: Fused,
@@ -261,6 +285,10 @@ impl Producer {
             }
             self.load_panels(tile);
             round += 1;
+        }
+        // A barrier must not be in use at the end.
+        for stage in 0..STAGES {
+            wait_for_release(stage);
         }
     }
 
@@ -322,13 +350,13 @@ impl Producer {
         // Loading the statistics before the wait hides the latency.
         let values = [lse(0), lse(1), d(0), d(1)];
 
-        shared.streamed_barriers.empty.at(self.stream.stage()).wait(self.stream.parity());
         let stage = self.stream.advance();
+        wait_for_release(stage);
         let statistics = shared.statistics.skip(stage as usize * STATISTICS);
         for i in 0..4 {
             statistics.set(i * 32 + lane as usize, values[i]);
         }
-        let full = shared.streamed_barriers.full.at(stage);
+        let full = shared.streamed_full.at(stage);
         if lane == 0 {
             let sources = [self.kernel.qkv, self.kernel.dout].map(|map| PanelSource::new(map, h * H::HS));
             full.arrive_expect_tx(PanelPair::<H>::BYTES);
@@ -420,6 +448,10 @@ impl<const INDEX: u32> Consumer<INDEX> {
     #[inline(always)]
     fn run(&mut self) {
         let Fused { shared, sizes, .. } = self.kernel;
+        // All stages are empty.
+        for stage in 0..STAGES {
+            release_stage(stage);
+        }
         let mut round = 0;
         loop {
             shared.resident_barriers.full.at(0).wait(self.resident.parity());
@@ -462,7 +494,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
     /// Waits for the next panel and returns its stage.
     #[inline(always)]
     fn acquire(&mut self) -> u32 {
-        self.kernel.shared.streamed_barriers.full.at(self.stream.stage()).wait(self.stream.parity());
+        self.kernel.shared.streamed_full.at(self.stream.stage()).wait(self.stream.parity());
         self.stream.advance()
     }
 
@@ -512,7 +544,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
             self.probabilities(&mut s, next, steps);
             wgmma::wait::<0>();
             dp.fence_accumulators();
-            shared.streamed_barriers.release_by_warp(stage);
+            release_stage(stage);
             stage = next;
             if steps == 1 {
                 break;
@@ -527,7 +559,7 @@ impl<const INDEX: u32> Consumer<INDEX> {
         wgmma::wait::<0>();
         dk.fence_accumulators();
         dv.fence_accumulators();
-        shared.streamed_barriers.release_by_warp(stage);
+        release_stage(stage);
         (dk, dv)
     }
 

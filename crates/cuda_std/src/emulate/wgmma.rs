@@ -10,7 +10,7 @@ use super::LANES;
 use super::access::check;
 use super::block::{Block, fail, suspend, with};
 use super::checker::{Kind, VectorClock, join};
-use super::collective::{Operation, Wait};
+use super::collective::{Operation, Wait, collective};
 use super::hopper::swizzle;
 use super::report::{Fault, Line, Site};
 use super::tensor::{a_position, ldmatrix_x4};
@@ -556,6 +556,9 @@ pub fn wgmma_commit() {
 #[track_caller]
 pub fn wgmma_wait<const N: u32>() {
     let wait = Wait { operation: Operation::WgmmaWait, at: Location::caller() };
+    // The instruction is `.sync.aligned`. Lanes share a clock, so a lane that has not waited yet would otherwise know what
+    // another lane has waited for.
+    collective(wait, |_| (), |_| (), |_, _| ());
     let target = with(|block| {
         let (warpgroup, index) = block.warpgroup();
         warpgroup.threads[index].groups.saturating_sub(N as usize)
