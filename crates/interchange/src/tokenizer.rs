@@ -24,9 +24,6 @@ pub const FILES: [&str; 8] = [
     "chat_template.jinja",
 ];
 
-/// GPT-2's special token.
-const END_OF_TEXT: &str = "<|endoftext|>";
-
 /// A byte-level BPE vocabulary.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
