@@ -682,7 +682,7 @@ fn tokens_of_special_logits<T: Tolerance>() {
     assert_eq!(one(&[-5.0, -4.0, -4.5], GREEDY), 1);
     // The thread that has the last token loads it in its second batch.
     let late: Vec<f64> = (0..16_400).map(|token| f64::from(u8::from(token == 16_399))).collect();
-    assert_eq!(choose::<T>(&[late], 16_512, &[0; 16_512], &[GREEDY], 0.0), [16_399]);
+    assert_eq!(choose::<T>(&[late], 16_512, &vec![0; 16_512], &[GREEDY], 0.0), [16_399]);
     // The penalty makes a seen token less likely, also if its logit is negative.
     let penalized = |logits: [f64; 3]| {
         let seen: Vec<i32> = (0..128).map(|token| i32::from(token == 0)).collect();
