@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 #[test]
 fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     let world = World::new();
-    let json = world.path("step.json");
+    let (json, trace) = (world.path("step.json"), world.path("trace.json"));
     let steps = |ranks: &str| {
         let mut bench = world.bare(&script("several_gpus"));
         bench.arg(ranks).arg(program()).args("bench step --device cpu -e d6 -b 1 -t 16 -a 2 -x 3 --json".split(' '));
-        let output = bench.arg(&json).output().unwrap();
+        let output = bench.arg(&json).arg("--trace").arg(&trace).output().unwrap();
         let (printed, errors) = output_text(&output);
         assert!(output.status.success(), "{printed}{errors}");
         let json: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
@@ -35,6 +35,7 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
     let tokens = two["tokens_per_second"].as_f64().unwrap() * step / 1e3;
     assert!((tokens - 64.0).abs() < 1e-6, "{tokens}");
     assert!(two["single_rank_step_ms"].as_f64().unwrap() > 0.0);
+    assert_trace_is_complete(&serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap());
     // Ranks with different settings are refused.
     let endpoint = free_endpoint();
     let rank = |rank: &str, t: &str| {
@@ -48,6 +49,34 @@ fn bench_step_measures_the_time_spent_waiting_for_other_ranks() {
         errors.contains("expected --seq 16 as on rank 0, found 32") && outputs[1].status.code() == Some(PERMANENT),
         "{errors}"
     );
+}
+
+/// Checks the trace of a step of d6 with two micro-batches on two ranks.
+fn assert_trace_is_complete(trace: &Value) {
+    let events = trace["traceEvents"].as_array().unwrap();
+    for rank in 0..2 {
+        let of_rank = || events.iter().filter(|event| event["pid"] == rank);
+        let named = |kind: &str| {
+            let names = of_rank().filter(|event| event["name"] == kind).map(|event| event["args"]["name"].clone());
+            names.collect::<Vec<_>>()
+        };
+        assert!(named("process_name")[0].as_str().unwrap().starts_with(&format!("rank {rank}: CPU")), "{trace}");
+        assert_eq!(named("thread_name"), ["compute", "communication"]);
+        let times = |name: &str| of_rank().filter(|event| event["name"] == name).count();
+        // Four linear layers in each of six layers, for each micro-batch, and the head.
+        assert_eq!((times("AttentionForward"), times("AttentionBackward"), times("AdamWUpdate")), (12, 12, 1));
+        assert!(times("MatmulForward") >= 48 && times("MatmulBackward") >= 48, "{trace}");
+        // The gradients of six layers and of the embeddings, and the loss.
+        assert_eq!(times("all-reduce"), 8);
+        for stream in 0..2 {
+            let work: Vec<_> = of_rank().filter(|event| event["ph"] == "X" && event["tid"] == stream).collect();
+            let time = |event: &Value, key: &str| event[key].as_f64().unwrap();
+            for pair in work.windows(2) {
+                assert!(time(pair[1], "ts") >= time(pair[0], "ts") + time(pair[0], "dur") - 1e-3, "{pair:?}");
+            }
+            assert!(work.iter().all(|event| time(event, "ts") >= 0.0 && time(event, "dur") >= 0.0), "{trace}");
+        }
+    }
 }
 
 /// Runs `scripts/scaling` on the CPU. Returns its exit code, its output and its JSON file.

@@ -8,7 +8,7 @@ use distributed::tcp_group::{Reduction, TcpGroup};
 use engine::cpu::Cpu;
 use engine::cuda::{EmulatedGpu, Precision, emulated};
 use engine::tensor::{DType, Sharded, Tensor};
-use engine::{BatchLayout, Engine};
+use engine::{BatchLayout, Engine, Interval};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
@@ -328,6 +328,14 @@ impl Communicator for DelayedCommunicator {
 
     fn check(&self) -> anyhow::Result<()> {
         self.inner.check()
+    }
+
+    fn start_profile(&mut self) -> anyhow::Result<()> {
+        self.inner.start_profile()
+    }
+
+    fn profile(&mut self) -> anyhow::Result<Vec<Interval>> {
+        self.inner.profile()
     }
 
     fn close(self: Box<Self>) -> anyhow::Result<()> {

@@ -3,7 +3,8 @@
 use super::nccl::Nccl;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
-use engine::{Engine, Result};
+use engine::{Engine, HostProfile, Interval, Result};
+use std::time::Instant;
 
 /// Collective operations of one rank. All ranks make the same calls in the same order, with tensors of the same length and
 /// type.
@@ -44,6 +45,12 @@ pub trait Communicator {
         false
     }
 
+    /// Begins to record the start and end of each operation.
+    fn start_profile(&mut self) -> Result<()>;
+
+    /// Waits for all operations, ends the profile and returns its intervals in order.
+    fn profile(&mut self) -> Result<Vec<Interval>>;
+
     /// Shuts down after all operations have finished. All ranks must call it.
     fn close(self: Box<Self>) -> Result<()>;
 
@@ -52,6 +59,18 @@ pub trait Communicator {
 
     /// Returns the name of the transport, for example `NCCL 2.28.3`.
     fn describe(&self) -> String;
+}
+
+impl TcpGroup {
+    /// Calls `work`, and records its start and end if there is a profile.
+    fn profiled(&mut self, name: &str, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let begin = Instant::now();
+        work(self)?;
+        if let Some(profile) = &mut self.profile {
+            profile.record(name, begin);
+        }
+        Ok(())
+    }
 }
 
 /// Collectives through host memory, for any engine. They are synchronous: each is done when its call returns.
@@ -69,34 +88,42 @@ impl Communicator for TcpGroup {
     }
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
-        let mut bytes = vec![0; tensor.bytes()];
-        engine.read_bytes(tensor, &mut bytes)?;
-        self.all_reduce_bytes(&mut bytes, tensor.dtype, reduction)?;
-        engine.write_bytes(tensor, &bytes)
+        self.profiled("all-reduce", |group| {
+            let mut bytes = vec![0; tensor.bytes()];
+            engine.read_bytes(tensor, &mut bytes)?;
+            group.all_reduce_bytes(&mut bytes, tensor.dtype, reduction)?;
+            engine.write_bytes(tensor, &bytes)
+        })
     }
 
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
-        let mut bytes = vec![0; tensor.bytes()];
-        if self.rank == root {
-            engine.read_bytes(tensor, &mut bytes)?;
-        }
-        self.broadcast_bytes(&mut bytes, root)?;
-        if self.rank == root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+        self.profiled("broadcast", |group| {
+            let mut bytes = vec![0; tensor.bytes()];
+            if group.rank == root {
+                engine.read_bytes(tensor, &mut bytes)?;
+            }
+            group.broadcast_bytes(&mut bytes, root)?;
+            if group.rank == root { Ok(()) } else { engine.write_bytes(tensor, &bytes) }
+        })
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
-        let Sharded { whole, shard: part } = of.over(self.world_size)?;
-        let mut bytes = vec![0; whole.bytes()];
-        engine.read_bytes(whole, &mut bytes)?;
-        self.all_reduce_bytes(&mut bytes, whole.dtype, reduction)?;
-        engine.write_bytes(part, &bytes[self.rank * part.bytes()..][..part.bytes()])
+        self.profiled("reduce-scatter", |group| {
+            let Sharded { whole, shard: part } = of.over(group.world_size)?;
+            let mut bytes = vec![0; whole.bytes()];
+            engine.read_bytes(whole, &mut bytes)?;
+            group.all_reduce_bytes(&mut bytes, whole.dtype, reduction)?;
+            engine.write_bytes(part, &bytes[group.rank * part.bytes()..][..part.bytes()])
+        })
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
-        let Sharded { whole, shard: part } = of.over(self.world_size)?;
-        let mut bytes = vec![0; part.bytes()];
-        engine.read_bytes(part, &mut bytes)?;
-        engine.write_bytes(whole, &self.all_gather_bytes(&bytes)?)
+        self.profiled("all-gather", |group| {
+            let Sharded { whole, shard: part } = of.over(group.world_size)?;
+            let mut bytes = vec![0; part.bytes()];
+            engine.read_bytes(part, &mut bytes)?;
+            engine.write_bytes(whole, &group.all_gather_bytes(&bytes)?)
+        })
     }
 
     fn wait_on_stream(&mut self, _engine: &mut dyn Engine) -> Result<()> {
@@ -109,6 +136,15 @@ impl Communicator for TcpGroup {
 
     fn is_synchronous(&self) -> bool {
         true
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.profile = Some(HostProfile::start());
+        Ok(())
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        Ok(self.profile.take().map_or_else(Vec::new, HostProfile::finish))
     }
 
     fn close(self: Box<Self>) -> Result<()> {

@@ -5,8 +5,9 @@ use super::tcp_group::{Reduction, TcpGroup};
 use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
 use cuda_driver::{Event, Gpu, Stream};
+use engine::cuda::Profile;
 use engine::tensor::{DType, Sharded, Tensor};
-use engine::{DeviceTensor, Engine, Result};
+use engine::{DeviceTensor, Engine, Interval, Result};
 use half::bf16;
 use nccl_rs::{Buffer, Element, Monitor, UniqueId};
 use std::sync::Arc;
@@ -26,6 +27,8 @@ pub struct Nccl {
     collectives_event: Event,
     /// Whether the engine has not yet been told to wait for the latest operations.
     pending: bool,
+    /// A profile of the communication stream in progress.
+    profile: Option<Profile>,
 }
 
 impl Nccl {
@@ -37,7 +40,8 @@ impl Nccl {
             nccl_rs::Communicator::new(gpu, UniqueId::from_bytes(id), group.rank, group.world_size, TIMEOUT)?;
         group.monitor_device(Arc::new(communicator.monitor()));
         let (engine_event, collectives_event) = (Event::new(gpu)?, Event::new(gpu)?);
-        Ok(Self { group, communicator, stream: Stream::new(gpu)?, engine_event, collectives_event, pending: false })
+        let stream = Stream::new(gpu)?;
+        Ok(Self { group, communicator, stream, engine_event, collectives_event, pending: false, profile: None })
     }
 
     /// Makes the communication stream wait for the engine's queued work. Returns the address of `tensor`.
@@ -53,6 +57,16 @@ impl Nccl {
     fn begin_sharded(&mut self, engine: &dyn Engine, Sharded { whole, shard: part }: Sharded) -> Result<(u64, u64)> {
         let DeviceTensor { address, .. } = on_device(engine, part)?;
         Ok((self.begin(engine, whole)?, address))
+    }
+
+    /// Queues an operation, between two timed events if there is a profile.
+    fn profiled(&mut self, name: &str, queue: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let begin = self.profile.as_ref().map(|profile| profile.begin(&self.stream)).transpose()?;
+        queue(self)?;
+        match (&mut self.profile, begin) {
+            (Some(profile), Some(begin)) => profile.end(name.to_owned(), begin, &self.stream),
+            _ => Ok(()),
+        }
     }
 
     fn queue_all_reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
@@ -120,44 +134,44 @@ impl Communicator for Nccl {
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        match tensor.dtype {
-            DType::F32 => self.queue_all_reduce::<f32>(address, tensor.len, reduction),
-            DType::Bf16 => self.queue_all_reduce::<bf16>(address, tensor.len, reduction),
+        self.profiled("all-reduce", |nccl| match tensor.dtype {
+            DType::F32 => nccl.queue_all_reduce::<f32>(address, tensor.len, reduction),
+            DType::Bf16 => nccl.queue_all_reduce::<bf16>(address, tensor.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
             }
-        }
+        })
     }
 
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        match tensor.dtype {
-            DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len, root),
-            DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len, root),
+        self.profiled("broadcast", |nccl| match tensor.dtype {
+            DType::F32 | DType::I32 => nccl.queue_broadcast::<f32>(address, tensor.len, root),
+            DType::Bf16 | DType::U16 => nccl.queue_broadcast::<bf16>(address, tensor.len, root),
             DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
-        }
+        })
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (from, to) = self.begin_sharded(engine, of)?;
-        match of.shard.dtype {
-            DType::F32 => self.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
-            DType::Bf16 => self.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
+        self.profiled("reduce-scatter", |nccl| match of.shard.dtype {
+            DType::F32 => nccl.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
+            DType::Bf16 => nccl.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", of.shard.dtype.name())
             }
-        }
+        })
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (to, from) = self.begin_sharded(engine, of)?;
-        match of.shard.dtype {
-            DType::F32 | DType::I32 => self.queue_all_gather::<f32>(to, from, of.shard.len),
-            DType::Bf16 | DType::U16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
+        self.profiled("all-gather", |nccl| match of.shard.dtype {
+            DType::F32 | DType::I32 => nccl.queue_all_gather::<f32>(to, from, of.shard.len),
+            DType::Bf16 | DType::U16 => nccl.queue_all_gather::<bf16>(to, from, of.shard.len),
             DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),
-        }
+        })
     }
 
     fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {
@@ -170,6 +184,15 @@ impl Communicator for Nccl {
 
     fn check(&self) -> Result<()> {
         Ok(self.communicator.check()?)
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.profile = Some(Profile::start(self.stream.gpu(), &self.stream)?);
+        Ok(())
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        self.profile.take().map_or(Ok(Vec::new()), |profile| profile.finish(&self.stream))
     }
 
     fn close(self: Box<Self>) -> Result<()> {

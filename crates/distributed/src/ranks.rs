@@ -6,7 +6,7 @@ use super::tcp_group::{Reduction, TcpGroup};
 use super::timing::{CommunicationTimings, TimedCommunicator};
 use anyhow::bail;
 use engine::tensor::{Sharded, Tensor};
-use engine::{Engine, Result};
+use engine::{Engine, Interval, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::Xxh3;
@@ -76,6 +76,16 @@ impl Ranks {
             other => *self = other,
         }
         timings
+    }
+
+    /// Begins to record the start and end of collectives on tensors.
+    pub fn start_profile(&mut self) -> Result<()> {
+        self.communicator().map_or(Ok(()), |communicator| communicator.start_profile())
+    }
+
+    /// Waits for all collectives, ends the profile and returns its intervals in order. Times are in seconds from its start.
+    pub fn profile(&mut self) -> Result<Vec<Interval>> {
+        self.communicator().map_or(Ok(Vec::new()), |communicator| communicator.profile())
     }
 
     fn communicator(&mut self) -> Option<&mut dyn Communicator> {

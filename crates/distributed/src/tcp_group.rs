@@ -11,8 +11,8 @@ use super::fault::{self, Fault};
 use super::watchdog::{DeviceMonitor, Progress, Watchdog, lock};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
-use engine::Result;
 use engine::tensor::DType;
+use engine::{HostProfile, Result};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -107,6 +107,8 @@ pub struct TcpGroup {
     /// Stage of the run for messages, for example `step 17`.
     stage: String,
     watchdog: Arc<Watchdog>,
+    /// A profile of the collectives on tensors in progress.
+    pub(super) profile: Option<HostProfile>,
 }
 
 /// An established connection to another rank.
@@ -148,7 +150,7 @@ impl TcpGroup {
         let open = |(i, connection)| Peer::new(connection, rank == 0, i + 1, &watchdog, step_timeout);
         let peers = connections.into_iter().enumerate().map(open).collect::<Result<_>>()?;
         let stage = watchdog.progress().activity;
-        Ok(Self { rank, world_size, peers, calls: 0, announced: false, step_timeout, stage, watchdog })
+        Ok(Self { rank, world_size, peers, calls: 0, announced: false, step_timeout, stage, watchdog, profile: None })
     }
 
     /// Sets the time that a rank may take between calls until [`end_startup`](Self::end_startup).

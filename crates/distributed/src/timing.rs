@@ -3,7 +3,7 @@
 use super::communicator::Communicator;
 use super::tcp_group::{Reduction, TcpGroup};
 use engine::tensor::{Sharded, Tensor};
-use engine::{Engine, PendingRead, Result};
+use engine::{Engine, Interval, PendingRead, Result};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
@@ -99,6 +99,14 @@ impl Communicator for TimedCommunicator {
 
     fn check(&self) -> Result<()> {
         self.inner.check()
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.inner.start_profile()
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        self.inner.profile()
     }
 
     fn close(self: Box<Self>) -> Result<()> {

@@ -29,7 +29,7 @@ use crate::ops::AttentionShape;
 use crate::plan::Plan;
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Pause before each timing that is compared with others, so that none inherits the clock rate that the previous one caused.
 pub const COOLDOWN: Duration = Duration::from_millis(100);
@@ -116,8 +116,8 @@ impl Workload {
     }
 }
 
-/// A kernel, GEMM or copy in a profile. Times are in seconds from the start of the profile.
-#[derive(Clone, Debug)]
+/// A kernel, GEMM, copy or collective in a profile; on a CPU, an operation. Times are in seconds from the start of the profile.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
     /// Name of the work.
     pub name: String,
@@ -125,6 +125,31 @@ pub struct Interval {
     pub begin: f64,
     /// End.
     pub end: f64,
+}
+
+/// A profile of work that is complete when its call returns, by the clock of the host.
+#[derive(Clone, Debug)]
+pub struct HostProfile {
+    start: Instant,
+    intervals: Vec<Interval>,
+}
+
+impl HostProfile {
+    /// Starts a profile.
+    pub fn start() -> Self {
+        Self { start: Instant::now(), intervals: Vec::new() }
+    }
+
+    /// Records work that began at `begin` and has just ended.
+    pub fn record(&mut self, name: &str, begin: Instant) {
+        let [begin, end] = [begin, Instant::now()].map(|at| at.duration_since(self.start).as_secs_f64());
+        self.intervals.push(Interval { name: name.to_owned(), begin, end });
+    }
+
+    /// Returns the intervals in order.
+    pub fn finish(self) -> Vec<Interval> {
+        self.intervals
+    }
 }
 
 /// An asynchronous read, see [`Engine::read_async`].
@@ -269,15 +294,11 @@ pub trait Engine {
         false
     }
 
-    /// Begins to record the start and end of each kernel, GEMM and copy.
-    fn start_profile(&mut self) -> Result<()> {
-        anyhow::bail!("profile: expected a GPU, found {}; use --device cuda", self.describe())
-    }
+    /// Begins to record the start and end of each kernel, GEMM and copy; on a CPU, of each operation.
+    fn start_profile(&mut self) -> Result<()>;
 
-    /// Ends the profile and returns its intervals.
-    fn profile(&mut self) -> Result<Vec<Interval>> {
-        Ok(Vec::new())
-    }
+    /// Waits for the engine, ends the profile and returns its intervals in order.
+    fn profile(&mut self) -> Result<Vec<Interval>>;
 
     /// Returns a tensor's place in GPU memory for other libraries, or `None` on the CPU.
     fn device_tensor(&self, _tensor: Tensor) -> Result<Option<DeviceTensor<'_>>> {

@@ -34,6 +34,15 @@ macro_rules! operations {
             $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name $(<$lifetime>)?),)*
         }
 
+        impl Operation<'_> {
+            /// Returns the name of the operation's type.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$name(_) => stringify!($name),)*
+                }
+            }
+        }
+
         $(impl<'a> From<$name $(<$lifetime>)?> for Operation<'a> {
             fn from(operation: $name $(<$lifetime>)?) -> Self {
                 Self::$name(operation)

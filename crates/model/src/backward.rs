@@ -12,6 +12,7 @@ use super::decoder::{Decoder, Layer, Norm, NormOf};
 use super::descriptor::{self, Biases};
 use super::forward::Rotation;
 use super::memory_plan::Recompute;
+use super::nvtx::Range;
 use super::params::{Param, Unit};
 use super::sharding::{LayerHooks, Store};
 use engine::ops::{
@@ -54,6 +55,7 @@ impl Decoder {
         let column_sums = pass.column_sums(Param::Fcprojb, Some(last));
         pass.norm(engine, NormOf::Head, final_norm, layers[last].residual3, column_sums)?;
         for (l, layer) in layers.iter().enumerate().rev() {
+            let _range = Range::new(format_args!("layer {l}"));
             let below = l.checked_sub(1);
             let first = embedding_norm.map_or(encoded, |norm| norm.out);
             let residual = below.map_or(first, |below| layers[below].residual3);

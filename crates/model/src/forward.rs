@@ -20,6 +20,7 @@
 
 use super::decoder::{Decoder, Layer, Norm, NormOf};
 use super::descriptor::{self, Positions};
+use super::nvtx::Range;
 use super::params::Param;
 use super::sharding::LayerHooks;
 use engine::ops::{
@@ -45,6 +46,7 @@ impl Decoder {
         hooks.gather_parameters(engine, 0, after(0))?;
         self.norm(engine, NormOf::Attention(0), layers[0].ln1, residual)?;
         for (l, layer) in layers.iter().enumerate() {
+            let _range = Range::new(format_args!("layer {l}"));
             self.quantize_gathered_weights(engine, l)?;
             self.attention_layer(engine, l, layer, layout, residual)?;
             hooks.qkv_computed(engine, l, layer.qkv)?;

@@ -26,6 +26,7 @@ pub mod init;
 pub mod loss;
 pub mod memory_plan;
 pub mod muon;
+mod nvtx;
 pub mod params;
 pub mod schedule;
 pub mod sharding;

@@ -3,6 +3,7 @@
 use super::data_parallel::{DataParallel, LayerBuffers};
 use super::decoder::Decoder;
 use super::fp8::Fp8Counts;
+use super::nvtx::Range;
 use super::sharding::LayerHooks;
 use super::update::Update;
 use distributed::Ranks;
@@ -104,6 +105,7 @@ impl TrainStep {
             self.model.quantize_whole_weights(engine)?;
         }
         for micro_batch in 1..=self.grad_accum {
+            let _range = Range::new(format_args!("micro-batch {micro_batch}"));
             load(engine)?;
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
@@ -125,8 +127,15 @@ impl TrainStep {
         let repeats = !data_parallel.communicates() && model.fp8.is_none_or(|fp8| fp8.repeats());
         let graph = self.graph.as_ref().filter(|_| repeats);
         let mut passes = |engine: &mut dyn Engine| {
-            model.forward(engine, layout, &mut data_parallel)?;
-            model.loss(engine, layout, Some(dloss))?;
+            {
+                let _range = Range::new(format_args!("forward"));
+                model.forward(engine, layout, &mut data_parallel)?;
+            }
+            {
+                let _range = Range::new(format_args!("loss"));
+                model.loss(engine, layout, Some(dloss))?;
+            }
+            let _range = Range::new(format_args!("backward"));
             model.backward(engine, layout, &mut data_parallel)
         };
         match graph {
@@ -142,6 +151,7 @@ impl TrainStep {
 
     /// Clips the measured gradients, updates this rank's shard of the parameters, and gathers the others' shards.
     pub fn update(&mut self, engine: &mut dyn Engine, ranks: &mut Ranks, update: &Update) -> Result<()> {
+        let _range = Range::new(format_args!("update"));
         let sharded = self.model.zero.shards_optimizer();
         let mut data_parallel = self.data_parallel(ranks, true);
         data_parallel.model.apply_update(engine, update, &mut data_parallel)?;

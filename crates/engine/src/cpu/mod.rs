@@ -26,7 +26,10 @@ mod tests;
 use crate::ops::AttentionShape;
 use crate::plan::{Group, Plan};
 use crate::tensor::{DType, Tensor};
-use crate::{BatchLayout, Engine, GraphKey, HostBuffer, Operation, Peak, PendingRead, ReadResult, Result, Workload};
+use crate::{
+    BatchLayout, Engine, GraphKey, HostBuffer, HostProfile, Interval, Operation, Peak, PendingRead, ReadResult, Result,
+    Workload,
+};
 use anyhow::{bail, ensure};
 use arena::Arena;
 use rayon::prelude::*;
@@ -45,6 +48,7 @@ pub struct Cpu {
     reads: BTreeMap<u64, ReadResult>,
     start: Instant,
     next_read: u64,
+    profile: Option<HostProfile>,
 }
 
 impl Default for Cpu {
@@ -56,7 +60,64 @@ impl Default for Cpu {
 impl Cpu {
     /// Creates an engine without memory.
     pub fn new() -> Self {
-        Self { arena: Arena::default(), scratch: None, reads: BTreeMap::new(), start: Instant::now(), next_read: 0 }
+        Self {
+            arena: Arena::default(),
+            scratch: None,
+            reads: BTreeMap::new(),
+            start: Instant::now(),
+            next_read: 0,
+            profile: None,
+        }
+    }
+
+    /// Calls `work`, and records its start and end if there is a profile.
+    fn profiled(&mut self, name: &str, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let begin = Instant::now();
+        work(self)?;
+        if let Some(profile) = &mut self.profile {
+            profile.record(name, begin);
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, operation: Operation) -> Result<()> {
+        let arena = &mut self.arena;
+        match operation {
+            Operation::EncoderForward(op) => encoder::forward(arena, op),
+            Operation::EncoderBackward(op) => encoder::backward(arena, op),
+            Operation::LayerNormForward(op) => layernorm::forward(arena, op),
+            Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
+            Operation::RmsNormForward(op) => rmsnorm::forward(arena, op),
+            Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
+            Operation::RotaryForward(op) => rotary::forward(arena, op),
+            Operation::RotaryBackward(op) => rotary::backward(arena, op),
+            Operation::MatmulForward(op) => matmul::forward(arena, &op),
+            Operation::MatmulBackward(op) => matmul::backward(arena, &op),
+            Operation::AttentionForward(op) => {
+                let scratch = self.scratch(op.out.len)?;
+                attention::forward(&mut self.arena, scratch, op)
+            }
+            Operation::AttentionBackward(op) => {
+                let scratch = self.scratch(op.dqkv.len)?;
+                attention::backward(&mut self.arena, scratch, op)
+            }
+            Operation::Classifier(op) => classifier::classifier(arena, op),
+            Operation::Sum(op) => global_norm::sum(arena, op),
+            Operation::GlobalNorm(op) => global_norm::global_norm(arena, op),
+            Operation::SquaredSum(op) => global_norm::squared_sum(arena, op),
+            Operation::SquareRoot(op) => global_norm::square_root(arena, op),
+            Operation::AdamWUpdate(op) => adamw::adamw(arena, op),
+            Operation::MuonMomentum(op) => muon::momentum(arena, op),
+            Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
+            Operation::MuonApply(op) => muon::apply(arena, op),
+            Operation::Quantize(op) => quantize::quantize(arena, op),
+            Operation::Fp8Scales(op) => quantize::scales(arena, op),
+            Operation::DecodeEmbed(op) => decode::embed(arena, op),
+            Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
+            Operation::DecodeAttention(op) => decode::attention(arena, &op),
+            Operation::CacheFill(op) => decode::cache_fill(arena, op),
+            Operation::SampleTokens(op) => decode::sample(arena, op),
+        }
     }
 
     fn scratch(&self, len: usize) -> Result<Tensor> {
@@ -101,43 +162,7 @@ impl Engine for Cpu {
     }
 
     fn execute(&mut self, operation: Operation) -> Result<()> {
-        let arena = &mut self.arena;
-        match operation {
-            Operation::EncoderForward(op) => encoder::forward(arena, op),
-            Operation::EncoderBackward(op) => encoder::backward(arena, op),
-            Operation::LayerNormForward(op) => layernorm::forward(arena, op),
-            Operation::LayerNormBackward(op) => layernorm::backward(arena, op),
-            Operation::RmsNormForward(op) => rmsnorm::forward(arena, op),
-            Operation::RmsNormBackward(op) => rmsnorm::backward(arena, op),
-            Operation::RotaryForward(op) => rotary::forward(arena, op),
-            Operation::RotaryBackward(op) => rotary::backward(arena, op),
-            Operation::MatmulForward(op) => matmul::forward(arena, &op),
-            Operation::MatmulBackward(op) => matmul::backward(arena, &op),
-            Operation::AttentionForward(op) => {
-                let scratch = self.scratch(op.out.len)?;
-                attention::forward(&mut self.arena, scratch, op)
-            }
-            Operation::AttentionBackward(op) => {
-                let scratch = self.scratch(op.dqkv.len)?;
-                attention::backward(&mut self.arena, scratch, op)
-            }
-            Operation::Classifier(op) => classifier::classifier(arena, op),
-            Operation::Sum(op) => global_norm::sum(arena, op),
-            Operation::GlobalNorm(op) => global_norm::global_norm(arena, op),
-            Operation::SquaredSum(op) => global_norm::squared_sum(arena, op),
-            Operation::SquareRoot(op) => global_norm::square_root(arena, op),
-            Operation::AdamWUpdate(op) => adamw::adamw(arena, op),
-            Operation::MuonMomentum(op) => muon::momentum(arena, op),
-            Operation::Orthogonalize(op) => muon::orthogonalize(arena, op),
-            Operation::MuonApply(op) => muon::apply(arena, op),
-            Operation::Quantize(op) => quantize::quantize(arena, op),
-            Operation::Fp8Scales(op) => quantize::scales(arena, op),
-            Operation::DecodeEmbed(op) => decode::embed(arena, op),
-            Operation::DecodeMatmul(op) => decode::matmul(arena, &op),
-            Operation::DecodeAttention(op) => decode::attention(arena, &op),
-            Operation::CacheFill(op) => decode::cache_fill(arena, op),
-            Operation::SampleTokens(op) => decode::sample(arena, op),
-        }
+        self.profiled(operation.name(), |engine| engine.compute(operation))
     }
 
     fn capture_or_replay(
@@ -235,17 +260,28 @@ impl Engine for Cpu {
     }
 
     fn zero(&mut self, tensor: Tensor) -> Result<()> {
-        let [values] = self.arena.split("zero", [("tensor", tensor, tensor.len)])?;
-        values.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(0.0));
-        Ok(())
+        self.profiled("zero", |engine| {
+            let [values] = engine.arena.split("zero", [("tensor", tensor, tensor.len)])?;
+            values.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(0.0));
+            Ok(())
+        })
     }
 
     fn copy(&mut self, to: Tensor, from: Tensor) -> Result<()> {
         ensure!(to.dtype == from.dtype, "copy: expected {}, found {}", to.dtype.name(), from.dtype.name());
-        self.arena.copy(to, from)
+        self.profiled("copy", |engine| engine.arena.copy(to, from))
     }
 
     fn cast(&mut self, to: Tensor, from: Tensor) -> Result<()> {
-        cast::cast(&mut self.arena, to, from)
+        self.profiled("cast", |engine| cast::cast(&mut engine.arena, to, from))
+    }
+
+    fn start_profile(&mut self) -> Result<()> {
+        self.profile = Some(HostProfile::start());
+        Ok(())
+    }
+
+    fn profile(&mut self) -> Result<Vec<Interval>> {
+        Ok(self.profile.take().map_or_else(Vec::new, HostProfile::finish))
     }
 }

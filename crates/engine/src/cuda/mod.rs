@@ -39,6 +39,7 @@ mod wgmma_fp8;
 
 pub use executor::EmulatedGpu;
 pub use modules::{EMBEDDED, EmbeddedKernels};
+pub use profile::Profile;
 
 use crate::gemm::{Algorithms, Tuning};
 use crate::plan::{Constant, Group, Plan};

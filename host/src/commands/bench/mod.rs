@@ -8,6 +8,7 @@ mod kernels;
 mod step;
 mod table;
 mod tokenizer;
+mod trace;
 
 use engine::Result;
 

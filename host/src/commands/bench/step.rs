@@ -1,6 +1,7 @@
 //! `bench step`: the time of a training step, by kernel and by rank.
 
 use super::table::{Column, Json, Spread, Table};
+use super::trace::{self, RankTrace};
 use crate::commands::resources::{Fp8Flags, Hardware};
 use crate::commands::train::{Launch, multi_rank};
 use crate::gpu_info::GpuInfo;
@@ -21,7 +22,7 @@ use model::{
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{Write, stdout};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Time a training step. On a GPU, list each kernel, each GEMM and the gaps between them. With several ranks, started like
@@ -58,6 +59,10 @@ pub struct Step {
     /// Timed steps, after three warm-up steps
     #[arg(short = 'x', long, default_value = "10", value_parser = count)]
     steps: usize,
+
+    /// Write a trace of one step on all ranks to this file, for ui.perfetto.dev or chrome://tracing
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 
     #[command(flatten)]
     launch: Launch,
@@ -130,12 +135,21 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     let memory_used = gpu_info.as_ref().and_then(GpuInfo::memory_used);
     let update = (0..options.steps).map(|_| bench.timed_update(ranks)).collect::<Result<_>>()?;
     let communication = bench.communication(ranks, options.steps)?;
-    let profile = bench.profile(ranks)?;
+    let profile = bench.profile(ranks, options.trace.is_some())?;
     let backend = ranks.describe();
     let (first, world_size) = (ranks.is_first(), ranks.world_size());
     ranks.close()?;
     if !first {
         return Ok(());
+    }
+    if let Some(path) = &options.trace {
+        let settings = json!({
+            "program": concat!("llm-rs ", env!("CARGO_PKG_VERSION")),
+            "model": options.model,
+            "batch": [options.batch, options.seq, options.grad_accum],
+            "zero_stage": options.zero_stage,
+        });
+        trace::write(path, &profile.ranks, &settings)?;
     }
     let results = Results {
         world_size,
@@ -146,7 +160,7 @@ fn bench(options: &Step, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         individually: on_gpu.then(|| Spread::of(individually)),
         update: Spread::of(update),
         communication: communication.zip(backend),
-        profile,
+        profile: on_gpu.then_some(profile.own),
     };
     results.print(options, engine)
 }
@@ -446,14 +460,25 @@ impl StepBench<'_> {
         Ok(Some(Communication { waits, wait_count, all_ranks: Spread::of(all_ranks), single_rank }))
     }
 
-    /// Returns every kernel of one step, if the engine runs on a GPU.
-    fn profile(&mut self, ranks: &mut Ranks) -> Result<Option<Vec<Interval>>> {
-        if self.engine.device_tensor(self.model.params)?.is_none() {
-            return Ok(None);
-        }
+    /// Returns every kernel of one step; on a CPU, every operation. With `gather`, rank 0 receives the work of all ranks.
+    fn profile(&mut self, ranks: &mut Ranks, gather: bool) -> Result<Profile> {
+        self.now()?;
+        ranks.any_rank(false)?;
         self.engine.start_profile()?;
+        ranks.start_profile()?;
         self.step(ranks, Mode::Individually)?;
-        Ok(Some(self.engine.profile()?))
+        let (own, collectives) = (self.engine.profile()?, ranks.profile()?);
+        let mut all = Vec::new();
+        if gather {
+            let mut streams = vec![("compute".to_owned(), own.clone())];
+            if ranks.world_size() > 1 {
+                streams.push(("communication".to_owned(), collectives));
+            }
+            let trace = RankTrace { device: self.engine.describe(), streams };
+            let gathered = ranks.gather(serde_json::to_vec(&trace)?)?;
+            all = gathered.iter().map(|bytes| Ok(serde_json::from_slice(bytes)?)).collect::<Result<_>>()?;
+        }
+        Ok(Profile { own, ranks: all })
     }
 
     fn now(&mut self) -> Result<Duration> {
@@ -461,6 +486,14 @@ impl StepBench<'_> {
         let read = self.engine.read_async(stats)?;
         Ok(self.engine.wait(read)?.completed_at)
     }
+}
+
+/// The work of a step.
+struct Profile {
+    /// Kernels of this rank.
+    own: Vec<Interval>,
+    /// On rank 0, if requested: the work of all ranks.
+    ranks: Vec<RankTrace>,
 }
 
 /// Sum of the intervals with one name.
