@@ -7,9 +7,9 @@ use anyhow::{Context, Result, anyhow};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::{Cell, RefCell};
-use std::fs::File;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
+use system::fs::File;
 
 /// Prints the progress of a run.
 pub struct Console {

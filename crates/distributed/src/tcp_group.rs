@@ -8,18 +8,20 @@
 //! receives messages, so a disconnection is detected while the training loop is busy; see [`watchdog`](super::watchdog).
 
 use super::fault::{self, Fault};
-use super::watchdog::{DeviceMonitor, Progress, Watchdog, lock};
+use super::watchdog::{DeviceMonitor, Progress, Watchdog};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
 use engine::Result;
 use engine::tensor::DType;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::Shutdown;
 use std::ops::AddAssign;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
+use system::net::{TcpListener, TcpStream};
+use system::sync::{Mutex, Receiver, channel};
+use system::{thread, time};
 
 /// How the values of all ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,7 +174,7 @@ impl TcpGroup {
         let send_heartbeat = move |progress: &Progress| {
             for writer in &writers {
                 // A busy writer is sending another message, which also counts as a sign of life.
-                if let Ok(mut writer) = writer.try_lock() {
+                if let Some(mut writer) = writer.try_lock() {
                     let _ = write_message(&mut writer, 0, MessageKind::Heartbeat, &progress.to_bytes());
                 }
             }
@@ -182,7 +184,7 @@ impl TcpGroup {
             // Rank 0 announces every fault. Other ranks announce only faults of their own device.
             for writer in announce_writers.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
                 // A writer to a failed peer may be blocked for ever, so it is skipped.
-                if let Ok(mut writer) = writer.try_lock() {
+                if let Some(mut writer) = writer.try_lock() {
                     let kind = MessageKind::failure(fault.is_recoverable());
                     let _ = write_message(&mut writer, 0, kind, fault.to_string().as_bytes());
                 }
@@ -197,10 +199,10 @@ impl TcpGroup {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let (mut connections, mut groups) = (Vec::new(), Vec::new());
         for rank in 1..world_size {
-            let stream = TcpStream::connect(listener.local_addr()?)?;
+            let stream = TcpStream::connect_timeout(&listener.local_addr()?, step_timeout)?;
             let to_rank_0 = vec![Connection { peer: "rank 0".to_owned(), stream }];
             groups.push(Self::new(rank, world_size, to_rank_0, step_timeout)?);
-            connections.push(Connection { peer: format!("rank {rank}"), stream: listener.accept()?.0 });
+            connections.push(Connection { peer: format!("rank {rank}"), stream: listener.accept()? });
         }
         groups.insert(0, Self::new(0, world_size, connections, step_timeout)?);
         Ok(groups)
@@ -232,7 +234,7 @@ impl TcpGroup {
     pub fn leave(&self) {
         self.watchdog.stop();
         for Peer { writer, .. } in &self.peers {
-            let _ = write_message(&mut lock(writer), self.calls, MessageKind::Goodbye, &[]);
+            let _ = write_message(&mut writer.lock(), self.calls, MessageKind::Goodbye, &[]);
         }
     }
 
@@ -417,10 +419,10 @@ impl TcpGroup {
                 let _ = self.send(peer, MessageKind::failure(recoverable), text.as_bytes());
             }
             // Closing a connection early may discard the message, so this waits until the peers have closed their ends.
-            let deadline = Instant::now() + ANNOUNCE_TIMEOUT;
+            let deadline = time::now() + ANNOUNCE_TIMEOUT;
             for Peer { writer, inbox, .. } in &self.peers {
-                let _ = lock(writer).shutdown(Shutdown::Write);
-                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(Instant::now())) {}
+                let _ = writer.lock().shutdown(Shutdown::Write);
+                while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(time::now())) {}
             }
         }
     }
@@ -431,7 +433,7 @@ impl TcpGroup {
 
     fn send(&mut self, peer: usize, kind: MessageKind, payload: &[u8]) -> Result<()> {
         let Peer { name, writer, inbox } = &self.peers[peer];
-        let sent = write_message(&mut lock(writer), self.calls, kind, payload);
+        let sent = write_message(&mut writer.lock(), self.calls, kind, payload);
         match sent {
             Ok(()) => Ok(()),
             // The peer may have sent the cause before it closed the connection.
@@ -452,7 +454,7 @@ impl TcpGroup {
     /// Receives the payload of a message of `kind` from a peer. Its length must be `len` if that is known.
     fn receive(&mut self, peer: usize, kind: MessageKind, len: Option<usize>) -> Result<Vec<u8>> {
         let Peer { name, inbox, .. } = &self.peers[peer];
-        let start = Instant::now();
+        let start = time::now();
         let message = loop {
             match inbox.recv_timeout(POLL_INTERVAL) {
                 Ok(message) => break message,
@@ -462,7 +464,7 @@ impl TcpGroup {
             if let Some(fault) = self.watchdog.fault() {
                 return Err(fault.into());
             }
-            if start.elapsed() >= self.step_timeout {
+            if time::now() - start >= self.step_timeout {
                 break Err(io::ErrorKind::TimedOut.into());
             }
         };
@@ -497,7 +499,7 @@ impl Drop for TcpGroup {
         self.watchdog.stop();
         for Peer { writer, .. } in &self.peers {
             // The receiving thread also owns the stream, so dropping it would not close the connection.
-            let _ = lock(writer).shutdown(Shutdown::Both);
+            let _ = writer.lock().shutdown(Shutdown::Both);
         }
     }
 }
@@ -544,7 +546,7 @@ impl Peer {
                 }
             }
         };
-        thread::Builder::new().name(format!("from {name}")).spawn(run)?;
+        thread::spawn(format!("from {name}"), None, run)?;
         Ok(Self { name, writer: Arc::new(Mutex::new(stream)), inbox })
     }
 }
@@ -607,6 +609,8 @@ fn encode_f32(values: &[f32], dtype: DType) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
+    use std::time::Instant;
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -8,11 +8,10 @@
 use super::fault::Fault;
 use engine::Result;
 use std::fmt;
-use std::io::{Write, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
+use system::{process, thread, time};
 
 /// Time between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -92,7 +91,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Watchdog {
     /// Creates a watchdog for connections to `peers`. A rank without progress for `stall_timeout` has failed.
     pub fn new<'a>(peers: impl Iterator<Item = &'a str>, stall_timeout: Duration) -> Self {
-        let now = Instant::now();
+        let now = time::now();
         let progress = Progress { calls: 0, activity: "startup".to_owned() };
         let status = |name: &str| RankStatus {
             name: name.to_owned(),
@@ -114,7 +113,7 @@ impl Watchdog {
 
     /// Changes the stall timeout. Time that has passed so far does not count against the new timeout.
     pub fn set_stall_timeout(&self, timeout: Duration) {
-        let now = Instant::now();
+        let now = time::now();
         lock(&self.ranks).iter_mut().for_each(|rank| rank.last_progress = now);
         *lock(&self.stall_timeout) = timeout;
     }
@@ -132,7 +131,7 @@ impl Watchdog {
     /// Records a message from connected rank number `i`, counted from 1. Heartbeats contain progress.
     pub fn record_message(&self, i: usize, progress: Option<Progress>) {
         let mut ranks = lock(&self.ranks);
-        let now = Instant::now();
+        let now = time::now();
         ranks[i].last_message = now;
         if let Some(progress) = progress.filter(|progress| *progress != ranks[i].progress) {
             (ranks[i].progress, ranks[i].last_progress) = (progress, now);
@@ -156,7 +155,7 @@ impl Watchdog {
 
     /// Reports a fault. Only the first reported fault is kept.
     pub fn report_fault(&self, fault: Fault) {
-        lock(&self.fault).get_or_insert((fault, Instant::now()));
+        lock(&self.fault).get_or_insert((fault, time::now()));
     }
 
     /// Returns the first fault.
@@ -211,7 +210,7 @@ impl Watchdog {
             }
             send_heartbeat(&watchdog.progress());
             if watchdog.fault().is_none()
-                && let Some(fault) = watchdog.detect_fault(Instant::now())
+                && let Some(fault) = watchdog.detect_fault(time::now())
             {
                 watchdog.report_fault(fault);
             }
@@ -221,10 +220,10 @@ impl Watchdog {
                 announce(&fault);
                 // The abort may itself block on the failed device, so it runs on its own thread.
                 if let Some(device) = lock(&watchdog.device).take() {
-                    let _ = thread::Builder::new().name("abort".into()).spawn(move || device.abort());
+                    let _ = thread::spawn("abort", None, move || device.abort());
                 }
             }
-            if since.elapsed() > SHUTDOWN_GRACE {
+            if time::now() - since > SHUTDOWN_GRACE {
                 exit_process(&fault);
             }
             true
@@ -234,21 +233,22 @@ impl Watchdog {
                 thread::sleep(HEARTBEAT_INTERVAL);
             }
         };
-        thread::Builder::new().name("watchdog".into()).spawn(run).map(|_| ())
+        thread::spawn("watchdog", None, run).map(|_| ())
     }
 }
 
 /// Exits without running destructors or exit handlers, any of which may block.
 fn exit_process(fault: &Fault) {
     if !matches!(fault, Fault::ReportedByRank0 { .. }) {
-        let _ = writeln!(stderr(), "error: {fault}");
+        process::print_error(&format!("error: {fault}"));
     }
-    signal_hook::low_level::exit(fault.exit_code().into());
+    process::exit(fault.exit_code())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
 
     fn progress(calls: u64) -> Progress {
         Progress { calls, activity: format!("step {calls}") }

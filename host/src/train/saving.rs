@@ -5,7 +5,7 @@ use crate::hints::Invocation;
 use anyhow::{Result, ensure};
 use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
 use model::guards::Limits;
-use std::time::Instant;
+use system::time;
 
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
@@ -40,7 +40,7 @@ impl Run<'_> {
         let Some(checkpoints) = checkpoints else { return Ok(()) };
         let replaced = state.progress.replaced(state.step == settings.steps);
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
-        session.last_save = Instant::now();
+        session.last_save = time::now();
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),

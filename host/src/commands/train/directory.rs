@@ -29,7 +29,7 @@ pub struct OutDirectory {
 impl OutDirectory {
     /// Locks an existing directory and, with `--resume`, finds the checkpoint to resume from. Changes nothing.
     pub fn inspect(path: &Path, options: &Options) -> Result<Self> {
-        let locked = path.exists().then(|| lock(path)).transpose()?;
+        let locked = system::fs::exists(path).then(|| lock(path)).transpose()?;
         let resumes = options.resume != Resume::No;
         let found = if resumes { resume::find_newest(path)? } else { FoundCheckpoint::default() };
         ensure!(

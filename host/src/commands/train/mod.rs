@@ -33,6 +33,7 @@ use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
 use std::time::{Duration, Instant};
+use system::time;
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
@@ -60,7 +61,7 @@ struct PlannedRun {
 }
 
 fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let started = Instant::now();
+    let started = time::now();
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
@@ -187,7 +188,7 @@ impl PlannedRun {
             stop: Stop::on_signals(written_by_this_rank)?,
         };
         let outcome = run.train()?;
-        report_end(&run.console, &outcome, &config, started.elapsed())?;
+        report_end(&run.console, &outcome, &config, time::now() - started)?;
         outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
