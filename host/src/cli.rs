@@ -1,6 +1,6 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
-use crate::commands::{bench, data, doctor, eval, export, inspect, sample, selftest, sweep, train, verify};
+use crate::commands::{bench, data, doctor, eval, export, inspect, sample, selftest, simulate, sweep, train, verify};
 use crate::config_file::ConfigFile;
 use crate::version;
 use anyhow::{Context, Result};
@@ -33,6 +33,7 @@ enum Subcommands {
     Inspect(inspect::Inspect),
     Verify(verify::Verify),
     Selftest(selftest::Selftest),
+    Simulate(simulate::Simulate),
     #[command(subcommand)]
     Bench(bench::Bench),
 }
@@ -82,7 +83,16 @@ impl Cli {
             Subcommands::Inspect(args) => inspect::run(args),
             Subcommands::Verify(args) => verify::run(args),
             Subcommands::Selftest(args) => selftest::run(args),
+            Subcommands::Simulate(args) => simulate::run(args),
             Subcommands::Bench(args) => bench::run(args),
+        }
+    }
+
+    /// Returns the flags of `train`, or `None` for another command.
+    pub fn into_train(self) -> Option<train::Options> {
+        match self.command {
+            Subcommands::Train(options) => Some(*options),
+            _ => None,
         }
     }
 }

@@ -7,9 +7,10 @@ use anyhow::{Context, Result, anyhow};
 use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::{Cell, RefCell};
-use std::io::{self, IsTerminal, Write, stderr, stdout};
+use std::io;
 use std::path::PathBuf;
 use system::fs::File;
+use system::process;
 
 /// Prints the progress of a run.
 pub struct Console {
@@ -37,7 +38,7 @@ impl Output {
     fn line(&mut self, text: &str) -> Result<()> {
         match self {
             Self::Stdout(replacement) => {
-                let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
+                let Err(error) = process::print(text) else { return Ok(()) };
                 *self = Self::replacing_stdout(replacement.take(), &error)?;
                 self.line(text)
             }
@@ -60,8 +61,7 @@ impl Output {
         let mut file = LineFile::open(path.clone())?;
         let warning = format!("warning: standard output is closed ({error}): output continues in {}", path.display());
         let _ = file.line(&warning);
-        // Standard error may be closed too.
-        let _ = writeln!(stderr(), "{warning}");
+        process::print_error(&warning);
         Ok(Self::File(file))
     }
 }
@@ -70,7 +70,7 @@ impl Console {
     /// Creates a console for a run of `steps` steps that prints to standard output. If that is closed during the run, the output
     /// continues in the file `replacement`; without one, it is an error.
     pub fn new(steps: usize, replacement: Option<PathBuf>) -> Self {
-        let bar = (stdout().is_terminal() && stderr().is_terminal()).then(|| {
+        let bar = process::prints_to_terminal().then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} | {msg} | {eta} left")
                 .expect("the template is valid")
                 .progress_chars("=> ");

@@ -8,6 +8,7 @@
 //! receives messages, so a disconnection is detected while the training loop is busy; see [`watchdog`](super::watchdog).
 
 use super::fault::{self, Fault};
+use super::flight_recorder::{FlightRecorder, Operation};
 use super::watchdog::{DeviceMonitor, Progress, Watchdog};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
@@ -225,9 +226,14 @@ impl TcpGroup {
         &self.stage
     }
 
-    /// Returns the stage and the operation.
+    /// Returns the stage and the operation, with the collective that this rank waits for.
     pub fn activity(&self) -> String {
-        self.watchdog.progress().activity
+        self.watchdog.activity()
+    }
+
+    /// Returns the recorder of this rank's collectives.
+    pub fn recorder(&self) -> &FlightRecorder {
+        self.watchdog.recorder()
     }
 
     /// Leaves the group after the run has ended in order. No calls may follow.
@@ -246,7 +252,7 @@ impl TcpGroup {
 
     /// Returns the bytes of every rank in rank order on rank 0, and nothing on the other ranks.
     pub fn gather(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.collective(|group| {
+        self.collective(Operation::Gather, bytes.len(), |group| {
             if group.rank > 0 {
                 group.send(0, MessageKind::Gather, bytes)?;
                 return Ok(Vec::new());
@@ -261,7 +267,7 @@ impl TcpGroup {
 
     /// Returns the message of rank 0 on all ranks. Its length need not be known to the other ranks.
     pub fn broadcast_message(&mut self, message: Vec<u8>) -> Result<Vec<u8>> {
-        self.collective(|group| {
+        self.collective(Operation::Broadcast, message.len(), |group| {
             if group.rank > 0 {
                 return group.receive(0, MessageKind::Broadcast, None);
             }
@@ -281,11 +287,23 @@ impl TcpGroup {
     pub fn all_reduce_sum_f64(&mut self, values: &mut [f64]) -> Result<()> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let decode = |bytes: &[u8]| Ok(read_pods::<f64>(bytes));
-        self.collective(|group| group.all_reduce_chunk(bytes, decode, |sum| bytemuck::cast_slice(sum).to_vec()))
+        let encode = |sum: &mut [f64]| bytemuck::cast_slice(sum).to_vec();
+        self.collective(Operation::AllReduce, bytes.len(), |group| group.all_reduce_chunk(bytes, decode, encode))
     }
 
     /// Reduces values of type `dtype` over all ranks, in place. Accumulates in f32. All ranks receive the same bits.
     pub fn all_reduce_bytes(&mut self, bytes: &mut [u8], dtype: DType, reduction: Reduction) -> Result<()> {
+        self.reduce_bytes(Operation::AllReduce, bytes, dtype, reduction)
+    }
+
+    /// Performs [`all_reduce_bytes`](Self::all_reduce_bytes), which the flight recorder shows as `operation`.
+    pub(crate) fn reduce_bytes(
+        &mut self,
+        operation: Operation,
+        bytes: &mut [u8],
+        dtype: DType,
+        reduction: Reduction,
+    ) -> Result<()> {
         let scale = match reduction {
             Reduction::Sum => 1.0,
             Reduction::Mean => 1.0 / self.world_size as f32,
@@ -296,7 +314,7 @@ impl TcpGroup {
             }
             encode_f32(sum, dtype)
         };
-        self.collective(|group| {
+        self.collective(operation, bytes.len(), |group| {
             let decode = |bytes: &[u8]| decode_f32(bytes, dtype);
             bytes.chunks_mut(CHUNK_BYTES).try_for_each(|chunk| group.all_reduce_chunk(chunk, decode, encode))
         })
@@ -325,7 +343,7 @@ impl TcpGroup {
 
     /// Copies `bytes` of rank `root` to all ranks. Those of another rank than 0 pass through rank 0.
     pub fn broadcast_bytes(&mut self, bytes: &mut [u8], root: usize) -> Result<()> {
-        self.collective(|group| {
+        self.collective(Operation::Broadcast, bytes.len(), |group| {
             for chunk in bytes.chunks_mut(CHUNK_BYTES) {
                 if root > 0 && group.rank == root {
                     group.send(0, MessageKind::Broadcast, chunk)?;
@@ -346,7 +364,7 @@ impl TcpGroup {
     /// Returns the concatenated bytes of all ranks on all ranks. Every rank passes the same number of bytes.
     pub fn all_gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut all = vec![0; self.world_size * bytes.len()];
-        self.collective(|group| {
+        self.collective(Operation::AllGather, bytes.len(), |group| {
             let chunk_bytes = (CHUNK_BYTES / group.world_size).max(1);
             for (i, chunk) in bytes.chunks(chunk_bytes).enumerate() {
                 let chunks = group.all_gather_chunk(chunk)?;
@@ -373,10 +391,20 @@ impl TcpGroup {
     }
 
     /// Runs a call that all ranks make. If it fails on rank 0, rank 0 announces the failure.
-    fn collective<R>(&mut self, call: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+    fn collective<R>(
+        &mut self,
+        operation: Operation,
+        bytes: usize,
+        call: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        self.recorder().begin(operation, bytes);
         let outcome = self.check().and_then(|()| call(self));
+        self.recorder().end(outcome.is_ok(), false);
         self.calls = self.calls.wrapping_add(1);
-        self.watchdog.set_progress(Progress { calls: self.calls.into(), activity: self.activity() });
+        self.watchdog.set_progress(Progress { calls: self.calls.into(), ..self.watchdog.progress() });
+        if let Err(error) = &outcome {
+            self.recorder().dump(&format!("{error:#}"));
+        }
         if let Err(error) = &outcome
             && self.rank == 0
         {
@@ -710,7 +738,8 @@ mod tests {
             }
             group.any_rank(false).unwrap_err().to_string()
         });
-        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity: "step 17".to_owned() };
+        let activity = "step 17 (all-reduce 1, 8 bytes)".to_owned();
+        let fault = Fault::Disconnected { peer: "rank 2".to_owned(), activity };
         let text = fault.to_string();
         assert_eq!(texts, [text.clone(), text.clone(), String::new(), text]);
     }
@@ -721,7 +750,7 @@ mod tests {
             0 => String::new(),
             _ => group.broadcast_message(vec![]).unwrap_err().to_string(),
         });
-        assert!(texts[1].starts_with("rank 0 disconnected during startup:"), "{texts:?}");
+        assert!(texts[1].starts_with("rank 0 disconnected during startup (broadcast 0, 0 bytes):"), "{texts:?}");
         assert_eq!(texts[1], texts[2]);
     }
 
@@ -737,7 +766,10 @@ mod tests {
             group.any_rank(false).unwrap_err().to_string()
         });
         assert!(start.elapsed() < 10 * timeout);
-        assert!(texts[0].starts_with("rank 1 timed out: no message for 0 s during startup;"), "{texts:?}");
+        assert!(
+            texts[0].starts_with("rank 1 timed out: no message for 0 s during startup (all-reduce 0, 8 bytes);"),
+            "{texts:?}"
+        );
         // Rank 2 waits for rank 0 for as long as rank 0 waits for rank 1, so either timeout may expire first.
         assert!(texts[2] == texts[0] || texts[2].starts_with("rank 0 timed out"), "{texts:?}");
     }

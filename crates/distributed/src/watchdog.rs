@@ -6,6 +6,7 @@
 //! process.
 
 use super::fault::Fault;
+use super::flight_recorder::FlightRecorder;
 use engine::Result;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,6 +75,7 @@ pub struct Watchdog {
     fault: Mutex<Option<(Fault, Instant)>>,
     stall_timeout: Mutex<Duration>,
     device: Mutex<Option<Arc<dyn DeviceMonitor>>>,
+    recorder: FlightRecorder,
     stopped: AtomicBool,
 }
 
@@ -107,6 +109,7 @@ impl Watchdog {
             fault: Mutex::new(None),
             stall_timeout: Mutex::new(stall_timeout),
             device: Mutex::new(None),
+            recorder: FlightRecorder::default(),
             stopped: AtomicBool::new(false),
         }
     }
@@ -153,6 +156,23 @@ impl Watchdog {
         lock(&self.ranks)[0].progress.clone()
     }
 
+    /// Returns the recorder of this rank's collectives.
+    pub fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    /// Returns the activity of this rank, with the collective that it waits for.
+    pub fn activity(&self) -> String {
+        self.with_collective(self.progress().activity)
+    }
+
+    fn with_collective(&self, activity: String) -> String {
+        match self.recorder.pending() {
+            Some(collective) => format!("{activity} ({collective})"),
+            None => activity,
+        }
+    }
+
     /// Reports a fault. Only the first reported fault is kept.
     pub fn report_fault(&self, fault: Fault) {
         lock(&self.fault).get_or_insert((fault, time::now()));
@@ -174,7 +194,7 @@ impl Watchdog {
         let device_error = device.and_then(|device| device.check().err());
         let ranks = lock(&self.ranks);
         // All ranks run the same operations. The activity of this rank is the most recent one known.
-        let activity = || ranks[0].progress.activity.clone();
+        let activity = || self.with_collective(ranks[0].progress.activity.clone());
         for RankStatus { name, last_message, disconnected, .. } in ranks[1..].iter().filter(|rank| !rank.leaving) {
             let peer = name.clone();
             if *disconnected {
@@ -189,8 +209,10 @@ impl Watchdog {
         }
         // If any rank has stalled, the cause is the rank with the fewest calls: all others wait for it.
         let stalled = ranks.iter().any(|rank| now - rank.last_progress > stall_timeout);
-        let last = ranks.iter().filter(|_| stalled).min_by_key(|rank| rank.progress.calls)?;
-        let (peer, activity) = (last.name.clone(), last.progress.activity.clone());
+        let (i, last) = ranks.iter().enumerate().filter(|_| stalled).min_by_key(|(_, rank)| rank.progress.calls)?;
+        // Another rank sends its activity with the collective.
+        let activity = if i == 0 { activity() } else { last.progress.activity.clone() };
+        let peer = last.name.clone();
         Some(Fault::Stalled { peer, waited: now - last.last_progress, activity })
     }
 
@@ -208,7 +230,7 @@ impl Watchdog {
             if watchdog.stopped.load(Ordering::Relaxed) {
                 return false;
             }
-            send_heartbeat(&watchdog.progress());
+            send_heartbeat(&Progress { activity: watchdog.activity(), ..watchdog.progress() });
             if watchdog.fault().is_none()
                 && let Some(fault) = watchdog.detect_fault(time::now())
             {
@@ -218,6 +240,7 @@ impl Watchdog {
             let Some((fault, since)) = fault else { return true };
             if !std::mem::replace(&mut announced, true) {
                 announce(&fault);
+                watchdog.recorder.dump(&fault.to_string());
                 // The abort may itself block on the failed device, so it runs on its own thread.
                 if let Some(device) = lock(&watchdog.device).take() {
                     let _ = thread::spawn("abort", None, move || device.abort());

@@ -13,6 +13,7 @@ mod report;
 pub mod resources;
 pub mod sample;
 pub mod selftest;
+pub mod simulate;
 pub mod sweep;
 pub mod train;
 pub mod verify;

@@ -109,6 +109,8 @@ pub struct Ended<R> {
     pub end: End<R>,
     /// Simulated time of its end.
     pub at: Duration,
+    /// Lines of its standard output, with their times.
+    pub output: Vec<(Duration, String)>,
     /// Lines of its standard error.
     pub errors: Vec<String>,
 }
@@ -192,6 +194,7 @@ struct Process {
     slow: Duration,
     exit_code: Option<u8>,
     ended_at: Option<Duration>,
+    output: Vec<(Duration, String)>,
     errors: Vec<String>,
 }
 
@@ -311,7 +314,8 @@ impl Simulation {
                 (Some(Err(panic)), None) if !panic.is::<Killed>() => End::Panicked(panic_text(&*panic)),
                 _ => End::Killed,
             };
-            Ended { end, at: process.ended_at.unwrap_or_default(), errors: std::mem::take(&mut process.errors) }
+            let (output, errors) = (std::mem::take(&mut process.output), std::mem::take(&mut process.errors));
+            Ended { end, at: process.ended_at.unwrap_or_default(), output, errors }
         });
         Ok(ended.collect())
     }
@@ -404,6 +408,7 @@ impl Process {
             slow: Duration::ZERO,
             exit_code: None,
             ended_at: None,
+            output: Vec::new(),
             errors: Vec::new(),
         }
     }
@@ -676,10 +681,14 @@ impl Task {
         resume_unwind(Box::new(Killed))
     }
 
-    pub fn print_error(&self, line: &str) {
+    pub fn print(&self, line: &str, to_errors: bool) {
         let mut state = self.world.lock();
-        if state.processes[self.process].alive {
-            state.processes[self.process].errors.push(line.to_owned());
+        let now = state.now;
+        let process = &mut state.processes[self.process];
+        match (process.alive, to_errors) {
+            (true, false) => process.output.push((now, line.to_owned())),
+            (true, true) => process.errors.push(line.to_owned()),
+            (false, _) => {}
         }
     }
 

@@ -9,9 +9,9 @@ use checkpoint::directory::{DirectoryLock, Retention, done_steps, remove_tempora
 use checkpoint::resume::{self, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
 use checkpoint::writer::CheckpointWriter;
-use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use system::process;
 use tokenizer::stored::{self, Found};
 
 /// Time that a run waits for another process to release its directory. A supervisor may restart a killed run while the operating
@@ -84,11 +84,9 @@ impl OutDirectory {
 fn lock(path: &Path) -> Result<DirectoryLock> {
     DirectoryLock::acquire_within(path, LOCK_TIMEOUT, || {
         let seconds = LOCK_TIMEOUT.as_secs();
-        // Standard error may be closed.
-        let _ = writeln!(
-            stderr(),
+        process::print_error(&format!(
             "note: {} is in use by another process; waiting up to {seconds} s for it to end",
             path.display()
-        );
+        ));
     })
 }

@@ -32,15 +32,21 @@ use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use system::time;
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
+    run_until(args, Stop::on_signals)
+}
+
+/// Trains a model as one rank of a run. `stop` creates the source of requests to stop, from the directory in which this rank writes.
+pub fn run_until(args: &Options, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
     let (mut ranks, local_rank) = multi_rank::connect(&args.launch)?;
     // An error on one rank ends the run on all ranks.
-    train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
+    train(args, &mut ranks, local_rank, stop).map_err(|error| ranks.abort(error))
 }
 
 /// A run whose memory is planned; nothing has been allocated or written yet.
@@ -60,7 +66,12 @@ struct PlannedRun {
     console: Console,
 }
 
-fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
+fn train(
+    args: &Options,
+    ranks: &mut Ranks,
+    local_rank: usize,
+    stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
+) -> Result<()> {
     let started = time::now();
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
@@ -133,7 +144,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         plan,
         console,
     };
-    planned.execute(ranks, engine, args.force_resume, started)
+    planned.execute(ranks, engine, args.force_resume, started, stop)
 }
 
 impl PlannedRun {
@@ -144,6 +155,7 @@ impl PlannedRun {
         engine: &mut dyn Engine,
         force_resume: bool,
         started: Instant,
+        stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
     ) -> Result<()> {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
@@ -171,6 +183,9 @@ impl PlannedRun {
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
+        if let Some(out) = &config.out {
+            ranks.set_flight_recorder_file(out.join(format!("flight-recorder-{}.txt", ranks.rank())));
+        }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
         let mut run = Run {
             settings: &settings(&config, ranks.world_size()),
@@ -185,7 +200,7 @@ impl PlannedRun {
             log: log.unwrap_or_default(),
             state,
             checkpoints,
-            stop: Stop::on_signals(written_by_this_rank)?,
+            stop: stop(written_by_this_rank)?,
         };
         let outcome = run.train()?;
         report_end(&run.console, &outcome, &config, time::now() - started)?;
