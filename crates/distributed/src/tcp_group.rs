@@ -9,7 +9,7 @@
 
 use super::fault::{self, Fault};
 use super::flight_recorder::{FlightRecorder, Operation};
-use super::watchdog::{DeviceMonitor, Progress, Watchdog};
+use super::watchdog::{DeviceMonitor, Note, Progress, Watchdog};
 use anyhow::bail;
 use cuda_std::{Element, bf16};
 use engine::Result;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 use system::net::{TcpListener, TcpStream};
-use system::sync::{Mutex, Receiver, channel};
+use system::sync::{Mutex, Receiver, Sender, channel};
 use system::{thread, time};
 
 /// How the values of all ranks are combined.
@@ -124,8 +124,10 @@ pub struct Connection {
 #[derive(Debug)]
 struct Peer {
     name: String,
-    /// Shared by the training loop and the watchdog.
+    /// Shared by the training loop and the thread that sends for the watchdog. Its holder may wait for a peer that does not read.
     writer: Arc<Mutex<TcpStream>>,
+    /// Another handle, which closes the connection without the lock. This ends the wait of its holder.
+    closer: TcpStream,
     inbox: Receiver<io::Result<Message>>,
 }
 
@@ -170,28 +172,24 @@ impl TcpGroup {
 
     /// Starts the watchdog. After a fault it ends this process, even if the training loop is blocked.
     pub fn start_watchdog(self) -> Result<Self> {
-        let writers: Vec<_> = self.peers.iter().map(|peer| Arc::clone(&peer.writer)).collect();
-        let announce_writers = writers.clone();
-        let send_heartbeat = move |progress: &Progress| {
-            for writer in &writers {
-                // A busy writer is sending another message, which also counts as a sign of life.
-                if let Some(mut writer) = writer.try_lock() {
-                    let _ = write_message(&mut writer, 0, MessageKind::Heartbeat, &progress.to_bytes());
-                }
-            }
-        };
+        let outboxes = self.peers.iter().map(Peer::start_outbox).collect::<Result<Vec<_>>>()?;
         let is_rank_0 = self.rank == 0;
-        let announce = move |fault: &Fault| {
-            // Rank 0 announces every fault. Other ranks announce only faults of their own device.
-            for writer in announce_writers.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
-                // A writer to a failed peer may be blocked for ever, so it is skipped.
-                if let Some(mut writer) = writer.try_lock() {
+        // An outbox never blocks. Sending fails only after the connection has failed, which the receiving thread detects.
+        let send = move |note: Note| match note {
+            Note::Heartbeat(progress) => {
+                for outbox in &outboxes {
+                    let _ = outbox.send((MessageKind::Heartbeat, progress.to_bytes()));
+                }
+            }
+            Note::Fault(fault) => {
+                // Rank 0 announces every fault. Other ranks announce only faults of their own device.
+                for outbox in outboxes.iter().filter(|_| is_rank_0 || matches!(fault, Fault::Device { .. })) {
                     let kind = MessageKind::failure(fault.is_recoverable());
-                    let _ = write_message(&mut writer, 0, kind, fault.to_string().as_bytes());
+                    let _ = outbox.send((kind, fault.to_string().into_bytes()));
                 }
             }
         };
-        self.watchdog.start(send_heartbeat, announce)?;
+        self.watchdog.start(send)?;
         Ok(self)
     }
 
@@ -448,8 +446,8 @@ impl TcpGroup {
             }
             // Closing a connection early may discard the message, so this waits until the peers have closed their ends.
             let deadline = time::now() + ANNOUNCE_TIMEOUT;
-            for Peer { writer, inbox, .. } in &self.peers {
-                let _ = writer.lock().shutdown(Shutdown::Write);
+            for Peer { closer, inbox, .. } in &self.peers {
+                let _ = closer.shutdown(Shutdown::Write);
                 while let Ok(Ok(_)) = inbox.recv_timeout(deadline.saturating_duration_since(time::now())) {}
             }
         }
@@ -460,7 +458,7 @@ impl TcpGroup {
     }
 
     fn send(&mut self, peer: usize, kind: MessageKind, payload: &[u8]) -> Result<()> {
-        let Peer { name, writer, inbox } = &self.peers[peer];
+        let Peer { name, writer, inbox, .. } = &self.peers[peer];
         let sent = write_message(&mut writer.lock(), self.calls, kind, payload);
         match sent {
             Ok(()) => Ok(()),
@@ -525,9 +523,9 @@ impl TcpGroup {
 impl Drop for TcpGroup {
     fn drop(&mut self) {
         self.watchdog.stop();
-        for Peer { writer, .. } in &self.peers {
-            // The receiving thread also owns the stream, so dropping it would not close the connection.
-            let _ = writer.lock().shutdown(Shutdown::Both);
+        for Peer { closer, .. } in &self.peers {
+            // The other threads also own the stream, so dropping it would not close the connection.
+            let _ = closer.shutdown(Shutdown::Both);
         }
     }
 }
@@ -575,7 +573,22 @@ impl Peer {
             }
         };
         thread::spawn(format!("from {name}"), None, run)?;
-        Ok(Self { name, writer: Arc::new(Mutex::new(stream)), inbox })
+        let closer = stream.try_clone()?;
+        Ok(Self { name, writer: Arc::new(Mutex::new(stream)), closer, inbox })
+    }
+
+    /// Starts a thread that sends messages to the peer, so that a peer that does not read blocks nothing else. It ends when the sender
+    /// is dropped.
+    fn start_outbox(&self) -> Result<Sender<(MessageKind, Vec<u8>)>> {
+        let (sender, messages) = channel::<(MessageKind, Vec<u8>)>();
+        let writer = Arc::clone(&self.writer);
+        let run = move || {
+            while let Ok((kind, payload)) = messages.recv() {
+                let _ = write_message(&mut writer.lock(), 0, kind, &payload);
+            }
+        };
+        thread::spawn(format!("to {}", self.name), Some(256 << 10), run)?;
+        Ok(sender)
     }
 }
 

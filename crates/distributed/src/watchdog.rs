@@ -54,6 +54,15 @@ impl Progress {
     }
 }
 
+/// What a watchdog tells the other ranks.
+#[derive(Debug)]
+pub enum Note {
+    /// This rank is alive, and has made this progress.
+    Heartbeat(Progress),
+    /// The run has failed.
+    Fault(Fault),
+}
+
 /// Status of a rank.
 #[derive(Clone, Debug)]
 struct RankStatus {
@@ -188,6 +197,15 @@ impl Watchdog {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
+    /// Makes allowance for `pause`, a time in which this process did not run. Messages of other ranks that arrived meanwhile have not
+    /// been read yet.
+    fn excuse(&self, pause: Duration) {
+        for rank in lock(&self.ranks).iter_mut() {
+            rank.last_message += pause;
+            rank.last_progress += pause;
+        }
+    }
+
     /// Returns the fault visible at `now`, if any.
     fn detect_fault(&self, now: Instant) -> Option<Fault> {
         let (device, stall_timeout) = (lock(&self.device).clone(), *lock(&self.stall_timeout));
@@ -216,21 +234,20 @@ impl Watchdog {
         Some(Fault::Stalled { peer, waited: now - last.last_progress, activity })
     }
 
-    /// Starts the watchdog thread. It calls `send_heartbeat` every second, and `announce` once after a fault.
+    /// Starts the watchdog thread. It sends a heartbeat every second, and a fault once. `send` must not block.
     /// The thread ends after [`stop`](Self::stop), or when `self` is dropped everywhere else.
-    pub fn start(
-        self: &Arc<Self>,
-        send_heartbeat: impl Fn(&Progress) + Send + 'static,
-        announce: impl Fn(&Fault) + Send + 'static,
-    ) -> std::io::Result<()> {
+    pub fn start(self: &Arc<Self>, send: impl Fn(Note) + Send + 'static) -> std::io::Result<()> {
         let watchdog = Arc::downgrade(self);
         let mut announced = false;
-        let mut tick = move || {
+        let mut tick = move |paused: Duration| {
             let Some(watchdog) = watchdog.upgrade() else { return false };
             if watchdog.stopped.load(Ordering::Relaxed) {
                 return false;
             }
-            send_heartbeat(&Progress { activity: watchdog.activity(), ..watchdog.progress() });
+            if paused > HEARTBEAT_INTERVAL {
+                watchdog.excuse(paused);
+            }
+            send(Note::Heartbeat(Progress { activity: watchdog.activity(), ..watchdog.progress() }));
             if watchdog.fault().is_none()
                 && let Some(fault) = watchdog.detect_fault(time::now())
             {
@@ -239,7 +256,7 @@ impl Watchdog {
             let fault = lock(&watchdog.fault).clone();
             let Some((fault, since)) = fault else { return true };
             if !std::mem::replace(&mut announced, true) {
-                announce(&fault);
+                send(Note::Fault(fault.clone()));
                 watchdog.recorder.dump(&fault.to_string());
                 // The abort may itself block on the failed device, so it runs on its own thread.
                 if let Some(device) = lock(&watchdog.device).take() {
@@ -252,8 +269,11 @@ impl Watchdog {
             true
         };
         let run = move || {
-            while tick() {
+            let mut paused = Duration::ZERO;
+            while tick(paused) {
+                let asleep = time::now();
                 thread::sleep(HEARTBEAT_INTERVAL);
+                paused = (time::now() - asleep).saturating_sub(HEARTBEAT_INTERVAL);
             }
         };
         thread::spawn("watchdog", None, run).map(|_| ())
@@ -324,6 +344,15 @@ mod tests {
     }
 
     #[test]
+    fn time_in_which_this_process_did_not_run_is_excused() {
+        let watchdog = watchdog();
+        let later = Instant::now() + Duration::from_secs(50);
+        assert!(watchdog.detect_fault(later).is_some());
+        watchdog.excuse(Duration::from_secs(40));
+        assert!(watchdog.detect_fault(later).is_none());
+    }
+
+    #[test]
     fn changing_the_stall_timeout_resets_the_timer() {
         let watchdog = watchdog();
         let fails_after = |seconds| {
@@ -373,7 +402,12 @@ mod tests {
         watchdog.set_device(device.clone());
         let announced = Arc::new(Mutex::new(Vec::new()));
         let log = announced.clone();
-        watchdog.start(|_| {}, move |fault| lock(&log).push(fault.to_string())).unwrap();
+        let send = move |note| {
+            if let Note::Fault(fault) = note {
+                lock(&log).push(fault.to_string());
+            }
+        };
+        watchdog.start(send).unwrap();
         thread::sleep(HEARTBEAT_INTERVAL * 3 / 2);
         assert!(watchdog.fault().is_none() && !device.aborted.load(Ordering::Relaxed));
         device.failed.store(true, Ordering::Relaxed);
@@ -390,7 +424,7 @@ mod tests {
         let (watchdog, device) = (Arc::new(watchdog()), Arc::new(FakeDevice::default()));
         watchdog.set_device(device.clone());
         watchdog.mark_disconnected(2);
-        watchdog.start(|_| {}, |_| {}).unwrap();
+        watchdog.start(|_| {}).unwrap();
         device.wait_for_abort();
         watchdog.stop();
         assert!(watchdog.fault().unwrap().to_string().starts_with("rank 2 disconnected"));

@@ -66,6 +66,8 @@ pub enum Fault {
     Delay(Duration),
     /// From now on, one of this many packets is lost and repeated.
     Drop(u32),
+    /// From now on, a connection holds this many bytes that were not read.
+    SmallSockets(usize),
     /// All processes end. Each change of the disk that was not synced is lost, or torn, or not.
     PowerLoss,
     /// The disk has space for this many more bytes.
@@ -530,6 +532,7 @@ impl State {
             Fault::ResetConnection => {}
             Fault::Delay(delay) => self.network.delay = delay,
             Fault::Drop(one_in) => self.network.drop_one_in = one_in,
+            Fault::SmallSockets(bytes) => self.network.window = bytes,
             Fault::PowerLoss => {
                 (0..self.processes.len()).for_each(|process| self.end_process(process, true));
                 let seed = self.random.next();

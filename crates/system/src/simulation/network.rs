@@ -9,9 +9,6 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
 use std::time::Duration;
 
-/// Bytes of one direction of a connection that are not read yet. A write waits for space.
-const WINDOW: usize = 256 << 10;
-
 /// Delay of a packet without faults, at most.
 const LATENCY: Duration = Duration::from_micros(200);
 
@@ -21,7 +18,6 @@ const RETRANSMISSION: Duration = Duration::from_millis(200);
 /// First port that is assigned to a listener without one, and to clients.
 const EPHEMERAL: u16 = 40_000;
 
-#[derive(Default)]
 pub(super) struct Network {
     listeners: Vec<ListenerState>,
     sockets: Vec<SocketState>,
@@ -30,6 +26,15 @@ pub(super) struct Network {
     pub delay: Duration,
     /// One of this many packets is lost and repeated; 0: none.
     pub drop_one_in: u32,
+    /// Bytes of one direction of a connection that are not read yet. A write waits for space.
+    pub window: usize,
+}
+
+impl Default for Network {
+    fn default() -> Self {
+        let (listeners, sockets) = (Vec::new(), Vec::new());
+        Self { listeners, sockets, ports: 0, delay: Duration::ZERO, drop_one_in: 0, window: 256 << 10 }
+    }
 }
 
 struct ListenerState {
@@ -408,9 +413,9 @@ impl Socket {
             if socket.reset || socket.write_shut || socket.closed {
                 return Ok(Err(io::ErrorKind::BrokenPipe.into()));
             }
-            let key = socket.key;
+            let (key, window) = (socket.key, state.network.window);
             let peer = &mut state.network.sockets[self.end ^ 1];
-            let space = WINDOW.saturating_sub(peer.received.len() + peer.in_flight);
+            let space = window.saturating_sub(peer.received.len() + peer.in_flight);
             let n = space.min(bytes.len());
             if n == 0 && !bytes.is_empty() {
                 return Err(key);

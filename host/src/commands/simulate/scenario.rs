@@ -11,6 +11,7 @@ pub const STEPS: usize = 6;
 pub struct Shape {
     pub ranks: usize,
     pub zero_stage: u8,
+    pub shuffle: bool,
 }
 
 /// A training run with faults.
@@ -31,11 +32,12 @@ pub struct Scenario {
 pub type Operations = (u64, u64);
 
 /// The kinds of faults.
-const KINDS: [&str; 14] = [
+const KINDS: [&str; 15] = [
     "none",
     "killed rank",
     "lost host",
     "frozen rank",
+    "frozen rank, full sockets",
     "slow rank",
     "isolated rank",
     "reset connection",
@@ -53,7 +55,9 @@ impl Scenario {
     pub fn new(seed: u64, operations: impl FnOnce(Shape) -> anyhow::Result<Operations>) -> anyhow::Result<Self> {
         let random = &mut Random::new(seed);
         let ranks = 1 + random.below(4) as usize;
-        let shape = Shape { ranks, zero_stage: if ranks > 1 { random.below(4) as u8 } else { 0 } };
+        let zero_stage = if ranks > 1 { random.below(4) as u8 } else { 0 };
+        // The order of the samples makes state files large.
+        let shape = Shape { ranks, zero_stage, shuffle: random.below(4) == 0 };
         let operations = operations(shape)?;
         let kind = random.choose(&KINDS);
         let mut scenario = Self {
@@ -92,6 +96,10 @@ impl Scenario {
             "killed rank" => vec![(anywhere, Fault::Kill(rank))],
             "lost host" => vec![(anywhere, Fault::LoseHost(rank))],
             "frozen rank" => vec![(anywhere, Fault::Freeze(rank, seconds(random, 120)))],
+            "frozen rank, full sockets" => {
+                let window = 64 + random.below(16 << 10) as usize;
+                vec![(start, Fault::SmallSockets(window)), (anywhere, Fault::Freeze(rank, seconds(random, 120)))]
+            }
             "slow rank" => vec![(start, Fault::Slow(rank, seconds(random, 1)))],
             "isolated rank" => vec![(anywhere, Fault::Isolate(rank, seconds(random, 60)))],
             "reset connection" => vec![(anywhere, Fault::ResetConnection)],
@@ -108,7 +116,7 @@ impl Scenario {
 
     /// Returns the command line of a rank.
     pub fn arguments(&self, rank: usize) -> Vec<String> {
-        let Shape { ranks, zero_stage } = self.shape;
+        let Shape { ranks, zero_stage, shuffle } = self.shape;
         let mut arguments = vec!["llm-rs".to_owned(), "train".to_owned()];
         let flags = [
             ("--device", "cpu".to_owned()),
@@ -124,6 +132,7 @@ impl Scenario {
             ("--val-batches", "1".to_owned()),
             ("--sample-every", "0".to_owned()),
             ("--zero-stage", zero_stage.to_string()),
+            ("--shuffle", u8::from(shuffle).to_string()),
             ("--rank", rank.to_string()),
             ("--world-size", ranks.to_string()),
             ("--rendezvous-timeout", "20".to_owned()),

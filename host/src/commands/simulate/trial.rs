@@ -9,7 +9,7 @@ use checkpoint::directory::{model_name, state_name};
 use distributed::fault::Fault as RankFault;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use system::simulation::{Disk, End, Ended, Fault, Simulation, Trigger};
 
@@ -45,7 +45,7 @@ struct Reference {
 
 /// The undisturbed runs of all shapes.
 #[derive(Default)]
-pub struct References(Mutex<BTreeMap<Shape, Reference>>);
+pub struct References(Mutex<BTreeMap<Shape, Arc<Reference>>>);
 
 /// How a rank ended: the error, and whether it leaves the report to rank 0.
 type Outcome = Result<(), (String, bool)>;
@@ -86,24 +86,26 @@ fn result(disk: &Disk, shape: Shape) -> BTreeMap<String, Vec<u8>> {
 }
 
 impl References {
-    /// Calls `use_it` with the undisturbed run of a shape, which is run the first time.
-    fn with<R>(&self, shape: Shape, use_it: impl FnOnce(&Reference) -> R) -> Result<R> {
-        let mut runs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !runs.contains_key(&shape) {
-            let Start { ended, simulation, .. } = start(&Scenario::undisturbed(shape), 0, Disk::default(), &[])?;
-            for Ended { end, .. } in ended {
-                anyhow::ensure!(matches!(end, End::Returned(Ok(()))), "an undisturbed run failed: {end:?}");
-            }
-            let operations = simulation.operations();
-            runs.insert(shape, Reference { files: result(&simulation.into_disk(), shape), operations });
+    /// Returns the undisturbed run of a shape, which is run the first time.
+    fn get(&self, shape: Shape) -> Result<Arc<Reference>> {
+        let runs = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(reference) = runs().get(&shape) {
+            return Ok(reference.clone());
         }
-        Ok(use_it(&runs[&shape]))
+        // Without the lock: other threads may need other shapes.
+        let Start { ended, simulation, .. } = start(&Scenario::undisturbed(shape), 0, Disk::default(), &[])?;
+        for Ended { end, .. } in ended {
+            anyhow::ensure!(matches!(end, End::Returned(Ok(()))), "an undisturbed run failed: {end:?}");
+        }
+        let operations = simulation.operations();
+        let reference = Arc::new(Reference { files: result(&simulation.into_disk(), shape), operations });
+        Ok(runs().entry(shape).or_insert(reference).clone())
     }
 }
 
 /// Runs a seed.
 pub fn run(seed: u64, references: &References) -> Result<Verdict> {
-    let scenario = Scenario::new(seed, |shape| references.with(shape, |reference| reference.operations))?;
+    let scenario = Scenario::new(seed, |shape| Ok(references.get(shape)?.operations))?;
     let story = vec![format!("seed {seed}: {scenario:?}")];
     let mut verdict = Verdict {
         kind: scenario.kind,
@@ -131,11 +133,9 @@ pub fn run(seed: u64, references: &References) -> Result<Verdict> {
         disk = started.simulation.into_disk();
         if complete {
             let found = result(&disk, scenario.shape);
-            let differs = references.with(scenario.shape, |reference| {
-                let differs = |(name, bytes): &(&String, &Vec<u8>)| found.get(*name) != Some(bytes);
-                reference.files.iter().find(differs).map(|(name, _)| name.clone())
-            })?;
-            verdict.failure = differs.map(|name| format!("{name} differs from that of an undisturbed run"));
+            let reference = references.get(scenario.shape)?;
+            let differs = reference.files.iter().find(|(name, bytes)| found.get(*name) != Some(bytes));
+            verdict.failure = differs.map(|(name, _)| format!("{name} differs from that of an undisturbed run"));
             return Ok(verdict);
         }
         verdict.restarts += 1;
@@ -188,7 +188,7 @@ impl Verdict {
             _ => None,
         });
         // Other faults may have ended the run before, or make it slow.
-        let (Some((at, lost, absent)), [_]) = (lost, faults) else { return Ok(()) };
+        let (Some((at, lost, absent)), [_]) = (lost, &failures(faults)[..]) else { return Ok(()) };
         for (rank, Ended { end, at: ended_at, .. }) in ended.iter().enumerate() {
             // A rank that cannot run or be reached has the same time when it is back.
             let since = if rank == lost { at + absent } else { at };
@@ -226,6 +226,11 @@ fn check_checkpoints(ended: &[Ended<Outcome>], reported: &mut Option<usize>) -> 
     Ok(())
 }
 
+/// Returns the faults that can end a run.
+fn failures(faults: &[(Duration, Fault)]) -> Vec<(Duration, Fault)> {
+    faults.iter().copied().filter(|(_, fault)| !matches!(fault, Fault::SmallSockets(_))).collect()
+}
+
 /// Checks that the ranks that stopped say why.
 fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Result<(), String> {
     let mut texts = Vec::new();
@@ -240,8 +245,10 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
         }
     }
     // Of several faults, any may be the cause.
-    let [(_, fault)] = faults else { return Ok(()) };
+    let [(_, fault)] = &failures(faults)[..] else { return Ok(()) };
     let causes: Vec<String> = match *fault {
+        // Rank 0 relays all messages. When it is isolated, the others are silent for it.
+        Fault::Isolate(0, _) => vec!["timed out".to_owned(), "rank 0".to_owned()],
         Fault::Kill(rank) | Fault::LoseHost(rank) | Fault::Freeze(rank, _) | Fault::Isolate(rank, _) => {
             vec![format!("rank {rank}"), format!("missing rank {rank}")]
         }
