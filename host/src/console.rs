@@ -9,9 +9,10 @@ use atomic_file::{create_directory, parent};
 use indicatif::{ProgressBar, ProgressStyle};
 use ratatui::crossterm::terminal;
 use std::cell::{Cell, RefCell};
-use std::fs::File;
-use std::io::{self, IsTerminal, Write, stderr, stdout};
+use std::io::{self, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
+use system::fs::File;
+use system::process;
 
 /// What a run prints to standard output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,7 +55,7 @@ impl Output {
     fn line(&mut self, text: &str) -> Result<()> {
         match self {
             Self::Stdout(replacement) => {
-                let Err(error) = writeln!(stdout(), "{text}") else { return Ok(()) };
+                let Err(error) = process::print(text) else { return Ok(()) };
                 // Without a file, nobody would see the results of the run.
                 let Some(path) = replacement.take() else { return Err(closed_stdout(&error)) };
                 *self = Self::replacing("standard output", &path, &error)?;
@@ -80,8 +81,7 @@ impl Output {
         let mut file = LineFile::open(path.to_owned())?;
         let warning = format!("warning: {stream} is closed ({error}): output continues in {}", path.display());
         let _ = file.line(&warning);
-        // Standard error may be closed too.
-        let _ = writeln!(stderr(), "{warning}");
+        process::print_error(&warning);
         Ok(Self::File(file))
     }
 }
@@ -96,7 +96,7 @@ impl Console {
     /// Creates a console that prints as much as `verbosity` states. With [`Verbosity::Json`], the lines go to standard error and are lost if
     /// that is closed during the run and there is no `replacement`.
     pub fn with_verbosity(steps: usize, replacement: Option<PathBuf>, verbosity: Verbosity) -> Self {
-        let has_bar = verbosity == Verbosity::Normal && stdout().is_terminal() && stderr().is_terminal();
+        let has_bar = verbosity == Verbosity::Normal && process::prints_to_terminal();
         let bar = has_bar.then(|| {
             let columns = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
             let style = ProgressStyle::with_template(bar_template(columns))

@@ -7,10 +7,11 @@ use metrics::run::RunLog;
 use metrics::tensorboard;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write, stderr, stdout};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+use system::fs::File;
+use system::process;
 
 /// One training step.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -99,8 +100,8 @@ impl LineFile {
     /// Opens a file for appending.
     pub(crate) fn open(path: PathBuf) -> Result<Self> {
         let open = || {
-            let file = File::options().append(true).create(true).open(&path)?;
-            let len = file.metadata()?.len();
+            let file = File::append(&path)?;
+            let len = file.size()?;
             Ok::<_, io::Error>((file, len))
         };
         let (file, len) = open().with_context(|| format!("cannot write {}", path.display()))?;
@@ -240,12 +241,11 @@ impl Log {
         if !self.printed {
             return Ok(());
         }
-        let Err(error) = writeln!(stdout(), "{json}") else { return Ok(()) };
+        let Err(error) = process::print(&json) else { return Ok(()) };
         let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
         self.printed = false;
         let path = jsonl.path.display();
-        // Standard error may be closed too.
-        let _ = writeln!(stderr(), "warning: standard output is closed ({error}): output continues in {path}");
+        process::print_error(&format!("warning: standard output is closed ({error}): output continues in {path}"));
         Ok(())
     }
 
@@ -310,7 +310,7 @@ impl Line {
 /// Removes the lines of a file for which `keep` is false, and an incomplete last line. A missing file is no error.
 fn retain_lines(path: &Path, keep: impl Fn(&str) -> bool) -> Result<()> {
     let cannot = || format!("cannot read {}", path.display());
-    let mut lines = match bounded_file::open(path) {
+    let mut lines = match bounded_file::open_of_run(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         opened => BufReader::with_capacity(1 << 20, opened.with_context(cannot)?),
     };
@@ -340,7 +340,7 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<bool> 
 mod tests {
     use super::*;
     use model::guards::Skipped;
-    use std::fs;
+    use std::fs::{self, File};
 
     #[test]
     fn a_log_with_gigabytes_of_zeros_is_read_line_by_line() {

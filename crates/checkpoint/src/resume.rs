@@ -145,7 +145,7 @@ impl Checkpoint {
     /// Returns the path of the sidecar and its contents, if it exists.
     fn open_sidecar(directory: &Path, step: usize) -> Result<(PathBuf, Option<Sidecar>)> {
         let path = directory.join(sidecar_name(step));
-        let sidecar = path.exists().then(|| Sidecar::read(&path)).transpose()?;
+        let sidecar = system::fs::exists(&path).then(|| Sidecar::read(&path)).transpose()?;
         Ok((path, sidecar))
     }
 
@@ -206,7 +206,7 @@ impl Checkpoint {
     /// Returns the flags that resume with the settings of the checkpoint, for error messages.
     fn use_its_settings(&self) -> String {
         let config = self.directory.join(Config::FILE);
-        if config.exists() {
+        if system::fs::exists(&config) {
             format!("resume with the previous settings by --config {} --resume", config.display())
         } else {
             "use the previous settings".to_owned()

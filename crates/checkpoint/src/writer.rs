@@ -15,13 +15,14 @@ use engine::ops::Master;
 use engine::tensor::{DType, Sharded, Tensor};
 use engine::{Algorithms, Engine, HostBuffer};
 use model::{Decoder, Descriptor, Params, Shard, Unit};
-use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use system::fs::{self, File};
+use system::sync::{Receiver, Sender, channel};
+use system::thread::{self, JoinHandle};
+use system::time;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Upper bound of the bytes of a checkpoint besides its tensors: settings, checksums, and log lines written meanwhile.
@@ -162,7 +163,7 @@ impl CheckpointWriter {
         replaced: &[usize],
     ) -> Result<()> {
         assert!(self.thread.is_none(), "one checkpoint at a time");
-        let start = Instant::now();
+        let start = time::now();
         let share = model.zero.shard();
         let prepared = logs.and_then(|logs| self.prepare_write(model, engine, &state, logs));
         if share.ranks > 1 {
@@ -178,7 +179,7 @@ impl CheckpointWriter {
             float: engine.dtype(),
             host_layout,
             state,
-            pause: start.elapsed(),
+            pause: time::now() - start,
         };
         let rank_0_job = self.rank_0.as_mut().zip(staging).map(|(rank_0, staging)| {
             rank_0.results = Some(sender);
@@ -203,7 +204,7 @@ impl CheckpointWriter {
             };
             ThreadOutput { copy, step, result }
         };
-        let thread = thread::Builder::new().name("checkpoint".into()).spawn(write);
+        let thread = thread::spawn("checkpoint", None, write);
         self.thread = Some(thread.context("cannot start the checkpoint thread")?);
         self.exchange_pending = share.ranks > 1;
         Ok(())
@@ -319,9 +320,8 @@ impl CheckpointWriter {
         let needed = model_file::file_bytes(model.descriptor, engine.dtype())?
             + ranks as u64 * state::file_bytes(parameters, masters, &state.data)
             + SPACE_MARGIN;
-        let space = rustix::fs::statvfs(path)
-            .with_context(|| format!("cannot determine the free space of {}", path.display()))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        let free =
+            fs::free_space(path).with_context(|| format!("cannot determine the free space of {}", path.display()))?;
         ensure!(
             needed <= free,
             "{}: expected {} of free space for a checkpoint, found {}; free some space, or choose another --out",
@@ -536,7 +536,7 @@ struct Rank0Job {
 
 impl Rank0Job {
     fn write(self, job: &WriteJob, copy: &[u8]) -> Result<WriteSummary> {
-        let start = Instant::now();
+        let start = time::now();
         let own = self.write_files(job, copy);
         // The staging directory must exist until the other ranks have written their files into it.
         let results = match job.share.ranks {
@@ -573,7 +573,7 @@ impl Rank0Job {
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),
-            time: start.elapsed(),
+            time: time::now() - start,
             pause: job.pause,
             warning: warning.map(|error| format!("{error:#}")),
         })
@@ -597,7 +597,7 @@ impl StagingDirectory {
     fn create(parent: &Path) -> Result<Self> {
         let path = staging_path(parent);
         let cannot = || format!("cannot create {}", path.display());
-        if path.exists() {
+        if fs::exists(&path) {
             fs::remove_dir_all(&path).with_context(cannot)?;
         }
         fs::create_dir(&path).with_context(cannot)?;

@@ -1,6 +1,7 @@
 //! Collectives between GPUs with NCCL, on a separate CUDA stream.
 
 use super::communicator::Communicator;
+use super::flight_recorder::Operation;
 use super::tcp_group::{Reduction, TcpGroup};
 use super::watchdog::DeviceMonitor;
 use anyhow::{Context, bail};
@@ -53,6 +54,15 @@ impl Nccl {
     fn begin_sharded(&mut self, engine: &dyn Engine, Sharded { whole, shard: part }: Sharded) -> Result<(u64, u64)> {
         let DeviceTensor { address, .. } = on_device(engine, part)?;
         Ok((self.begin(engine, whole)?, address))
+    }
+
+    /// Launches a collective of `bytes` bytes and records it.
+    fn launch(&self, operation: Operation, bytes: usize, queue: impl FnOnce() -> Result<()>) -> Result<()> {
+        let recorder = self.group.recorder();
+        recorder.begin(operation, bytes);
+        let outcome = queue();
+        recorder.end(outcome.is_ok(), true);
+        outcome
     }
 
     fn queue_all_reduce<T: Element>(&self, address: u64, len: usize, reduction: Reduction) -> Result<()> {
@@ -120,44 +130,44 @@ impl Communicator for Nccl {
 
     fn all_reduce(&mut self, engine: &mut dyn Engine, tensor: Tensor, reduction: Reduction) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        match tensor.dtype {
+        self.launch(Operation::AllReduce, tensor.bytes(), || match tensor.dtype {
             DType::F32 => self.queue_all_reduce::<f32>(address, tensor.len, reduction),
             DType::Bf16 => self.queue_all_reduce::<bf16>(address, tensor.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", tensor.dtype.name())
             }
-        }
+        })
     }
 
     fn broadcast(&mut self, engine: &mut dyn Engine, tensor: Tensor, root: usize) -> Result<()> {
         let address = self.begin(engine, tensor)?;
-        match tensor.dtype {
+        self.launch(Operation::Broadcast, tensor.bytes(), || match tensor.dtype {
             DType::F32 | DType::I32 => self.queue_broadcast::<f32>(address, tensor.len, root),
             DType::Bf16 | DType::U16 => self.queue_broadcast::<bf16>(address, tensor.len, root),
             DType::Fp8 => bail!("broadcast: expected a tensor of another type than fp8"),
-        }
+        })
     }
 
     fn reduce_scatter(&mut self, engine: &mut dyn Engine, of: Sharded, reduction: Reduction) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (from, to) = self.begin_sharded(engine, of)?;
-        match of.shard.dtype {
+        self.launch(Operation::ReduceScatter, of.whole.bytes(), || match of.shard.dtype {
             DType::F32 => self.queue_reduce_scatter::<f32>(from, to, of.shard.len, reduction),
             DType::Bf16 => self.queue_reduce_scatter::<bf16>(from, to, of.shard.len, reduction),
             DType::I32 | DType::U16 | DType::Fp8 => {
                 bail!("reduction over ranks: expected a tensor of f32 or bf16, found {}", of.shard.dtype.name())
             }
-        }
+        })
     }
 
     fn all_gather(&mut self, engine: &mut dyn Engine, of: Sharded) -> Result<()> {
         let of = of.over(self.group.world_size)?;
         let (to, from) = self.begin_sharded(engine, of)?;
-        match of.shard.dtype {
+        self.launch(Operation::AllGather, of.shard.bytes(), || match of.shard.dtype {
             DType::F32 | DType::I32 => self.queue_all_gather::<f32>(to, from, of.shard.len),
             DType::Bf16 | DType::U16 => self.queue_all_gather::<bf16>(to, from, of.shard.len),
             DType::Fp8 => bail!("all-gather: expected a tensor of another type than fp8"),
-        }
+        })
     }
 
     fn wait_on_stream(&mut self, engine: &mut dyn Engine) -> Result<()> {

@@ -9,6 +9,7 @@ use engine::tensor::{Sharded, Tensor};
 use engine::{Engine, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::path::PathBuf;
 use xxhash_rust::xxh3::Xxh3;
 
 /// The ranks of a run. In a run of one process every operation is a no-op.
@@ -104,6 +105,21 @@ impl Ranks {
     pub fn set_operation(&mut self, operation: &str) {
         if let Some(group) = self.tcp_group() {
             group.set_operation(operation);
+        }
+    }
+
+    /// Sets the file to which the flight recorder of this rank is written when the run fails.
+    pub fn set_flight_recorder_file(&mut self, file: PathBuf) {
+        if let Some(group) = self.tcp_group() {
+            group.recorder().set_file(file);
+        }
+    }
+
+    /// Sets the part of the model that the next collective belongs to, for example `layer 3`, for error messages and the flight
+    /// recorder.
+    pub fn set_part(&mut self, part: impl FnOnce() -> String) {
+        if let Some(group) = self.tcp_group() {
+            group.recorder().set_part(part());
         }
     }
 

@@ -18,6 +18,7 @@ pub mod resources;
 pub mod sample;
 pub mod selftest;
 pub mod shell;
+pub mod simulate;
 pub mod sweep;
 pub mod train;
 pub mod verify;

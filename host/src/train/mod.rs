@@ -29,6 +29,7 @@ use model::{Decoder, TrainStep, Training};
 use rng::XorShift;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use system::time;
 use tokenizer::Tokenizer;
 
 /// Settings of the loop. An interval ("every") counts steps; the end of the run counts as due; `None` means never.
@@ -241,7 +242,7 @@ impl Run<'_> {
             clock: Clock::start(self.engine_time(training)?),
             launched: None,
             boundary: Boundary::of(&self.state),
-            last_save: Instant::now(),
+            last_save: time::now(),
             step: TrainStep::new(self.model, self.train.layout(), self.settings.grad_accum).capture_graphs(),
             last_val_loss: None,
             model_file: self.checkpoints.as_ref().and_then(CheckpointWriter::model_file),
@@ -294,7 +295,7 @@ impl Run<'_> {
         let steps = self.settings.steps;
         self.ranks.set_stage(|| format!("step {} of {steps}", step + 1));
         self.ranks.set_operation("waiting for the others");
-        let old = self.settings.checkpoint_after.is_some_and(|after| session.last_save.elapsed() >= after);
+        let old = self.settings.checkpoint_after.is_some_and(|after| time::now() - session.last_save >= after);
         let [stop, save] = self.ranks.any_ranks([self.stop.requested(), old && self.ranks.is_first()])?;
         self.ranks.set_operation("computing");
         Ok((stop, save))

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use checkpoint::fp8::Fp8Statistics;
 use checkpoint::writer::{CheckpointWriter, WriteOutcome, WriteSummary, format_bytes};
 use model::guards::Limits;
-use std::time::Instant;
+use system::time;
 
 impl Run<'_> {
     /// Reports a checkpoint that was written in the background.
@@ -42,7 +42,7 @@ impl Run<'_> {
         state.progress.fp8 = Fp8Statistics::read(model, *engine, settings.dloss(model, train.layout()))?;
         let replaced = state.progress.replaced(state.step == settings.steps);
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
-        session.last_save = Instant::now();
+        session.last_save = time::now();
         self.report_checkpoint(previous, session)?;
         match begun {
             Ok(()) => Ok(()),

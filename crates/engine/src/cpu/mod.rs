@@ -32,6 +32,7 @@ use arena::Arena;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::time::Instant;
+use system::time;
 
 /// Elements of one task in elementwise loops.
 const CHUNK: usize = 1 << 15;
@@ -56,7 +57,7 @@ impl Default for Cpu {
 impl Cpu {
     /// Creates an engine without memory.
     pub fn new() -> Self {
-        Self { arena: Arena::default(), scratch: None, reads: BTreeMap::new(), start: Instant::now(), next_read: 0 }
+        Self { arena: Arena::default(), scratch: None, reads: BTreeMap::new(), start: time::now(), next_read: 0 }
     }
 
     fn scratch(&self, len: usize) -> Result<Tensor> {
@@ -205,7 +206,7 @@ impl Engine for Cpu {
     fn read_async(&mut self, from: Tensor) -> Result<PendingRead> {
         let values = self.read(from)?;
         self.next_read += 1;
-        self.reads.insert(self.next_read, ReadResult { values, completed_at: self.start.elapsed() });
+        self.reads.insert(self.next_read, ReadResult { values, completed_at: time::now() - self.start });
         Ok(PendingRead(self.next_read))
     }
 

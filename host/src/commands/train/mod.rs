@@ -33,15 +33,21 @@ use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
 use model::{Decoder, Descriptor, Fp8Options, Fp8Settings, Optimizer, PlanOptions, Shard, Zero};
 use resolve::Resolved;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use system::time;
 use tokenizer::stored::Found;
 
 /// Trains a model as one rank of a run.
 pub fn run(args: &Options) -> Result<()> {
+    run_until(args, Stop::on_signals)
+}
+
+/// Trains a model as one rank of a run. `stop` creates the source of requests to stop, from the directory in which this rank writes.
+pub fn run_until(args: &Options, stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>) -> Result<()> {
     let (mut ranks, local_rank) = multi_rank::connect(&args.launch)?;
     // An error on one rank ends the run on all ranks.
-    train(args, &mut ranks, local_rank).map_err(|error| ranks.abort(error))
+    train(args, &mut ranks, local_rank, stop).map_err(|error| ranks.abort(error))
 }
 
 /// A run whose memory is planned; nothing has been allocated or written yet.
@@ -61,8 +67,13 @@ struct PlannedRun {
     console: Console,
 }
 
-fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
-    let started = Instant::now();
+fn train(
+    args: &Options,
+    ranks: &mut Ranks,
+    local_rank: usize,
+    stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
+) -> Result<()> {
+    let started = time::now();
     let gpu = multi_rank::gpu_of(local_rank, ranks.world_size() == 1, args.hardware.device)?;
     let mut opened = if args.dry_run { args.hardware.open_to_plan(gpu) } else { args.hardware.open_on(gpu) }?;
     // Rank 0 owns the output directory and reads the checkpoint that the run resumes from.
@@ -134,12 +145,19 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         plan,
         console,
     };
-    planned.execute(ranks, engine, args, started)
+    planned.execute(ranks, engine, args, started, stop)
 }
 
 impl PlannedRun {
     /// Allocates the memory, loads the weights and the state, and trains.
-    fn execute(mut self, ranks: &mut Ranks, engine: &mut dyn Engine, args: &Options, started: Instant) -> Result<()> {
+    fn execute(
+        mut self,
+        ranks: &mut Ranks,
+        engine: &mut dyn Engine,
+        args: &Options,
+        started: Instant,
+        stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
+    ) -> Result<()> {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
         let newest = ranks.broadcast(self.checkpoint.as_ref().map(|checkpoint| checkpoint.step))?;
@@ -172,6 +190,9 @@ impl PlannedRun {
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| writes) {
             checkpoints.prepare(&model, engine, &state)?;
         }
+        if let Some(out) = &config.out {
+            ranks.set_flight_recorder_file(out.join(format!("flight-recorder-{}.txt", ranks.rank())));
+        }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
         let directory = written_by_this_rank.clone();
         let printed = args.json && ranks.is_first();
@@ -188,7 +209,7 @@ impl PlannedRun {
             log: log.unwrap_or_default().printed(printed),
             state,
             checkpoints,
-            stop: Stop::on_signals(written_by_this_rank)?,
+            stop: stop(written_by_this_rank)?,
         };
         let outcome = run.train();
         // The curves of a failed run may show why it failed.
@@ -197,7 +218,7 @@ impl PlannedRun {
         if let Err(error) = &drawn {
             run.console.line(&format!("warning: no plots: {error:#}"))?;
         }
-        report_end(&run.console, &outcome, &config, started.elapsed(), drawn.is_ok_and(|drawn| drawn))?;
+        report_end(&run.console, &outcome, &config, time::now() - started, drawn.is_ok_and(|drawn| drawn))?;
         outcome.stopped.map_or(Ok(()), |_| Err(run.stop.stopped().into()))
     }
 
