@@ -38,7 +38,7 @@
 //!
 //! // One element too many:
 //! let report = double(out, inp, 101).emulate_checked(&mut memory, [2, 1, 1], 0).unwrap_err();
-//! let expected = "thread 36: out-of-bounds access: read of 4 bytes at inp + 400, which has 400 bytes";
+//! let expected = "thread 36: out-of-bounds access: read of 4 bytes at inp + 400 (index 100), which has 400 bytes";
 //! assert!(report.to_string().starts_with(&format!("kernel double, block (1, 0, 0), {expected}")));
 //! # Ok::<(), cuda_std::emulate::Report>(())
 //! ```

@@ -406,7 +406,7 @@ fn catch_panics() {
     HOOK.call_once(|| {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |info| match info.location() {
-            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}", at.file(), at.line())),
+            Some(at) if is_running() => PANICKED_AT.set(format!("{}:{}:{}", at.file(), at.line(), at.column())),
             _ => before(info),
         }));
     });

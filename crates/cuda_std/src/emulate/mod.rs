@@ -17,6 +17,7 @@ mod counter;
 pub mod hopper;
 mod mbarrier;
 mod memory;
+mod region;
 mod report;
 mod shadow;
 mod stack;
@@ -39,6 +40,7 @@ pub use collective::{
 };
 pub use counter::{acquire_wait_u32, release_add_u32};
 pub use memory::{HostAccess, Memory};
+pub use region::{SharedView, reserve};
 pub use report::{Fault, Report};
 pub use tensor::{ldmatrix_x4, ldmatrix_x4_trans, mma_bf16, mma_f32};
 

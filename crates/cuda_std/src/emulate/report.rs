@@ -85,12 +85,12 @@ impl fmt::Debug for Report {
 
 impl std::error::Error for Report {}
 
-/// Displays a site as `file:line`.
+/// Displays a site as `file:line:column`.
 pub(super) struct Line(pub Site);
 
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.0.file(), self.0.line())
+        write!(f, "{}:{}:{}", self.0.file(), self.0.line(), self.0.column())
     }
 }
 
