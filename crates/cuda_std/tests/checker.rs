@@ -742,3 +742,68 @@ fn races_in_shared_memory_are_reported_with_array_and_index() {
     expect(&report, Fault::DataRace, "race_on_a_named_array", Some("race_on_a_named_array"));
     assert!(report.to_string().contains("shared memory + 156 (index 7 of counts, a SharedArray of 32"), "{report}");
 }
+
+/// Needs about `depth` KiB of stack.
+#[inline(never)]
+fn recurse(depth: u64) -> u64 {
+    let mut frame = [depth; 128];
+    std::hint::black_box(&mut frame);
+    if depth == 0 { 0 } else { recurse(depth - 1) + frame[5] }
+}
+
+#[kernel(threads = 64)]
+fn recurses(out: GlobalMut<u64>, depth: u64) {
+    let t = thread::thread_idx_x();
+    out.set(t as usize, if t == 40 { recurse(depth) } else { 0 });
+}
+
+#[test]
+fn stack_overflow_of_a_thread_is_reported() {
+    let mut memory = Memory::new();
+    let out = memory.output("out", 64);
+    recurses(out, 50).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    // Twice, to find out whether stacks remain usable.
+    for _ in 0..2 {
+        let report = recurses(out, 100_000).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap_err();
+        assert_eq!((report.kernel, report.fault, report.thread), ("recurses", Fault::StackOverflow, Some(40)));
+        assert!(report.to_string().contains("stack overflow: the thread needs more than 256 KiB"), "{report}");
+    }
+    recurses(out, 50).emulate_checked(&mut memory, [1, 1, 1], 0).unwrap();
+    assert_eq!(memory.read(out)[40], 50 * 51 / 2);
+}
+
+#[kernel(threads = 32)]
+fn wild_pointer(address: u64) {
+    if thread::thread_idx_x() == 7 {
+        let pointer: *const u32 = std::ptr::without_provenance(address as usize);
+        // SAFETY: none; the emulator must report the access.
+        std::hint::black_box(unsafe { pointer.read_volatile() });
+    }
+}
+
+#[test]
+fn access_through_a_wild_pointer_is_reported() {
+    for checked in [true, false] {
+        let launch = wild_pointer(64);
+        let result = if checked {
+            launch.emulate_checked(&mut Memory::new(), [1, 1, 1], 0)
+        } else {
+            // SAFETY: none, as above.
+            unsafe { launch.emulate([1, 1, 1], 0) }
+        };
+        let report = result.unwrap_err();
+        assert_eq!((report.fault, report.thread), (Fault::Segmentation, Some(7)), "{report}");
+        assert!(report.to_string().contains("access to address 0x40"), "{report}");
+    }
+}
+
+#[test]
+fn a_view_cannot_be_read_outside_of_a_kernel() {
+    let values = [1.0f32; 4];
+    let view = Global::new(values.as_ptr());
+    for read in [|view: Global<f32>| view.at(0), |view: Global<f32>| view.packet(0).get(0)] {
+        let panic = std::panic::catch_unwind(|| read(view)).expect_err("no launch makes the pointer valid");
+        let text = panic.downcast_ref::<&str>().copied().unwrap_or_default();
+        assert!(text.contains("outside a kernel"), "{text}");
+    }
+}

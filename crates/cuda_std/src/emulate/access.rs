@@ -1,6 +1,6 @@
 //! Loads, stores, atomics and `cp.async`.
 
-use super::block::{Polling, fail, is_checked, is_running, with};
+use super::block::{Mode, Polling, fail, is_running, mode, outside_kernel, with};
 use super::checker::{Finding, Kind, Request};
 use super::hopper::check_accumulator_read;
 use super::report::{Fault, Line, Site};
@@ -16,10 +16,16 @@ pub fn shared_base() -> *mut u8 {
 }
 
 /// Stops the kernel if it runs in a checked launch and this access is invalid.
+///
+/// # Panics
+/// Outside a kernel, where no launch guarantees that the access is valid.
 #[inline(always)]
+#[track_caller]
 pub fn check(kind: Kind, address: usize, bytes: usize, align: usize, at: Site) {
-    if is_checked() {
-        check_access(Request { kind, address, bytes, align, at });
+    match mode() {
+        Mode::Unchecked => (),
+        Mode::Checked => check_access(Request { kind, address, bytes, align, at }),
+        Mode::Outside => outside_kernel(),
     }
 }
 

@@ -22,7 +22,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 
-type Fiber = Coroutine<(), (), (), FiberStack>;
+pub type Fiber = Coroutine<(), (), (), FiberStack>;
 
 /// Maximum number of live fibers over all blocks. Each fiber uses two of the 65,530 memory mappings that Linux grants a
 /// process by default.
@@ -98,14 +98,43 @@ thread_local! {
     /// Source line of the last panic in a kernel.
     static PANICKED_AT: RefCell<String> = const { RefCell::new(String::new()) };
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
-    /// Whether the running block is checked.
-    static CHECKED: Cell<bool> = const { Cell::new(false) };
+    /// The fibers of the running block: their address and number.
+    static FIBERS: Cell<(*const Fiber, usize)> = const { Cell::new((ptr::null(), 0)) };
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Outside) };
+}
+
+/// The kind of launch that runs on an OS thread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// No kernel runs.
+    Outside,
+    /// The caller of the launch guarantees that accesses are valid.
+    Unchecked,
+    /// Each access is checked.
+    Checked,
+}
+
+/// Returns the kind of the launch that runs on this OS thread.
+#[inline]
+pub fn mode() -> Mode {
+    MODE.get()
 }
 
 /// Returns whether the kernel that runs on this OS thread is checked.
 #[inline]
 pub fn is_checked() -> bool {
-    CHECKED.get()
+    mode() == Mode::Checked
+}
+
+/// Returns the block that runs on this OS thread, or null.
+pub fn running_block() -> *mut Block {
+    BLOCK.get()
+}
+
+/// Returns the fiber of a thread of the running block.
+pub fn fiber_at(thread: usize) -> Option<*const Fiber> {
+    let (fibers, count) = FIBERS.get();
+    (thread < count).then(|| fibers.wrapping_add(thread))
 }
 
 /// Returns whether a kernel is being emulated on this OS thread.
@@ -117,14 +146,22 @@ pub fn is_running() -> bool {
 #[inline]
 pub fn with<R>(f: impl FnOnce(&mut Block) -> R) -> R {
     let block = BLOCK.get();
-    assert!(
-        !block.is_null(),
-        "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
-         launch"
-    );
+    if block.is_null() {
+        outside_kernel();
+    }
     // SAFETY: `run_block` keeps the block alive while BLOCK points at it. Only one of its fibers runs at a time, and
     // none holds a reference across a suspension, so this reference is the only one.
     f(unsafe { &mut *block })
+}
+
+/// Panics: there is no kernel whose launch would make an access valid.
+#[cold]
+#[track_caller]
+pub fn outside_kernel() -> ! {
+    panic!(
+        "a device function of cuda_std was called outside a kernel; call it from a #[kernel] function and emulate the \
+         launch"
+    )
 }
 
 /// Suspends the running fiber until the scheduler resumes it.
@@ -239,6 +276,14 @@ impl Block {
 
     pub fn report_of(&self, fault: Fault, at: Option<Site>, other: Option<Site>, message: String) -> Report {
         Report { kernel: self.kernel, block: self.index, thread: None, fault, at, other, message }
+    }
+
+    /// Ends the running thread with a report.
+    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    pub fn end_thread(&mut self, report: Report) {
+        let (warp, lane) = self.warp_and_lane();
+        self.warps[warp].finished |= 1 << lane;
+        self.report.get_or_insert(report);
     }
 
     /// Returns the waiting threads, grouped by operation and line, and the finished threads.
@@ -413,18 +458,19 @@ fn catch_panics() {
 }
 
 /// Guard that points BLOCK at a block and restores the previous value on drop.
-struct RunningBlock(*mut Block, bool);
+struct RunningBlock(*mut Block, Mode, (*const Fiber, usize));
 
 impl RunningBlock {
-    fn new(block: *mut Block, checked: bool) -> Self {
-        Self(BLOCK.replace(block), CHECKED.replace(checked))
+    fn new(block: *mut Block, mode: Mode, fibers: &[Fiber]) -> Self {
+        Self(BLOCK.replace(block), MODE.replace(mode), FIBERS.replace((fibers.as_ptr(), fibers.len())))
     }
 }
 
 impl Drop for RunningBlock {
     fn drop(&mut self) {
         BLOCK.set(self.0);
-        CHECKED.set(self.1);
+        MODE.set(self.1);
+        FIBERS.set(self.2);
     }
 }
 
@@ -455,11 +501,13 @@ fn fiber(thread: usize, body: &(dyn Fn() + Sync), stack: FiberStack) -> Fiber {
 
 /// Runs one block until it finishes or faults. On return `stacks` holds the same stacks again.
 fn run_block(block: &mut Block, body: &(dyn Fn() + Sync), stacks: &mut Vec<FiberStack>) -> Option<Report> {
-    let checked = block.checker.is_some();
+    let mode = if block.checker.is_some() { Mode::Checked } else { Mode::Unchecked };
     let mut fibers: Vec<Fiber> =
         stacks.drain(..).enumerate().map(|(thread, stack)| fiber(thread, body, stack)).collect();
     catch_panics();
-    let running = RunningBlock::new(block, checked);
+    #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+    super::trap::install();
+    let running = RunningBlock::new(block, mode, &fibers);
     let found = schedule(&mut fibers).or_else(|| with(Block::verdict)).or_else(|| {
         with(|block| {
             hopper::finish_read_stores(block);

@@ -23,6 +23,8 @@ mod shadow;
 mod stack;
 mod tensor;
 mod tma;
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod trap;
 mod wgmma;
 
 pub use access::{

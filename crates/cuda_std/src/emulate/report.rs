@@ -23,6 +23,10 @@ pub enum Fault {
     Operand,
     /// A panic in the kernel.
     Panic,
+    /// Stack overflow: a thread needs more stack than the emulator gives it.
+    StackOverflow,
+    /// Segmentation fault: an access, through a pointer that is not a view, to memory that the process does not have.
+    Segmentation,
     /// Out-of-bounds access: an address outside every buffer and the block's shared memory.
     OutOfBounds,
     /// Misaligned access: an address that is not a multiple of the required alignment.
