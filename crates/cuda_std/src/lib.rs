@@ -88,7 +88,7 @@ pub mod emulate {
     //! * Special functions are correctly rounded or nearly so, while the device approximates them. Tensor-core
     //!   instructions accumulate in f32 in ascending k.
 
-    pub use crate::backend::{Fault, HostAccess, Memory, Report};
+    pub use crate::backend::{Fault, HostAccess, Memory, Report, printed_by};
 }
 pub mod fence;
 pub mod global;
@@ -97,13 +97,14 @@ pub mod hopper;
 pub mod launch;
 pub mod math;
 pub mod mma;
+pub mod print;
 pub mod shared;
 pub mod thread;
 pub mod warp;
 
 pub use cache::CachePolicy;
 pub use cuda_std_macros::kernel;
-pub use element::{Element, Packet, bf16};
+pub use element::{Element, Packet, bf16, f16};
 pub use global::{Global, GlobalMut};
 pub use shared::{SharedArray, SharedTile};
 

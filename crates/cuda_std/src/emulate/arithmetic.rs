@@ -80,6 +80,14 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     a.mul_add(b, c)
 }
 
+pub fn sqrt_f64(x: f64) -> f64 {
+    x.sqrt()
+}
+
+pub fn fma_f64(a: f64, b: f64, c: f64) -> f64 {
+    a.mul_add(b, c)
+}
+
 /// Returns the larger operand. If one operand is NaN, returns the other.
 #[inline]
 #[track_caller]
@@ -109,6 +117,26 @@ fn bf16_bits(x: f32) -> u32 {
 pub fn bf16x2(low: f32, high: f32) -> u32 {
     check_operands([low, high], Location::caller());
     bf16_bits(low) | bf16_bits(high) << 16
+}
+
+/// Rounds `x` to f16 bits, to nearest even. Every NaN becomes 0x7fff, as in `cvt.rn.f16x2.f32`.
+#[inline]
+fn f16_bits(x: f32) -> u32 {
+    if x.is_nan() { 0x7fff } else { u32::from(half::f16::from_f32(x).to_bits()) }
+}
+
+/// Rounds `low` and `high` to f16 and packs them into one word, with `high` in the upper half.
+#[inline]
+#[track_caller]
+pub fn f16x2(low: f32, high: f32) -> u32 {
+    check_operands([low, high], Location::caller());
+    f16_bits(low) | f16_bits(high) << 16
+}
+
+/// Converts the bits of an f16 to f32.
+#[inline]
+pub fn f16_to_f32(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32()
 }
 
 /// Rounds to tf32, which has ten mantissa bits, with ties away from zero (`cvt.rna.tf32.f32`).

@@ -17,7 +17,7 @@ use corosensei::{Coroutine, Yielder};
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
-use std::panic::{self, AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe, Location, catch_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
@@ -36,6 +36,8 @@ const MAX_SHARED: usize = 227 << 10;
 pub struct Block {
     kernel: &'static str,
     size: [u32; 3],
+    /// Extent in x, y and z.
+    pub extent: [u32; 3],
     pub threads: u32,
     pub index: [u32; 3],
     /// Index of the running thread.
@@ -100,6 +102,7 @@ thread_local! {
     static BLOCK: Cell<*mut Block> = const { Cell::new(ptr::null_mut()) };
     /// The fibers of the running block: their address and number.
     static FIBERS: Cell<(*const Fiber, usize)> = const { Cell::new((ptr::null(), 0)) };
+    static CLOCK: Cell<u64> = const { Cell::new(0) };
     static MODE: Cell<Mode> = const { Cell::new(Mode::Outside) };
 }
 
@@ -196,6 +199,7 @@ impl Block {
         Self {
             kernel: grid.kernel,
             size: grid.size,
+            extent: grid.block,
             threads: grid.threads,
             index: [0; 3],
             current: 0,
@@ -348,6 +352,8 @@ pub struct Grid<'a> {
     pub body: &'a (dyn Fn() + Sync),
     pub size: [u32; 3],
     pub threads: u32,
+    /// Extent of a block in x, y and z; the product is `threads`.
+    pub block: [u32; 3],
     pub shared_bytes: usize,
 }
 
@@ -533,7 +539,10 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
     while progress {
         progress = false;
         for warp in 0..fibers.len().div_ceil(LANES) {
-            while let Some(lane) = with(|block| block.warps[warp].next_ready()) {
+            while let Some(lane) = with(|block| {
+                let warp = &mut block.warps[warp];
+                warp.next_ready().or_else(|| warp.wake_active().then(|| warp.next_ready()).flatten())
+            }) {
                 progress = true;
                 let thread = warp * LANES + lane;
                 with(|block| {
@@ -561,6 +570,41 @@ fn schedule(fibers: &mut [Fiber]) -> Option<Report> {
     None
 }
 
+/// Returns the index of the running thread. Stops the kernel if its block is not one-dimensional.
+#[inline]
+#[track_caller]
+pub fn thread_idx_1d() -> u32 {
+    let (thread, extent) = with(|block| (block.current as u32, block.extent));
+    if extent[1] * extent[2] != 1 {
+        let at = Location::caller();
+        let message = format!(
+            "invalid operand: index of a thread of a one-dimensional block in one of {extent:?} threads; use lane_id or \
+             linear_index ({})",
+            Line(at)
+        );
+        fail(Fault::Operand, at, None, message);
+    }
+    thread
+}
+
+/// Stops the kernel, as the instruction does.
+#[track_caller]
+pub fn trap() -> ! {
+    let at = Location::caller();
+    fail(Fault::Trap, at, None, format!("trap ({})", Line(at)))
+}
+
+/// Returns the number of calls on this OS thread, so that results are the same in each run.
+pub fn clock() -> u64 {
+    CLOCK.replace(CLOCK.get() + 1)
+}
+
+/// Returns the nanoseconds since the first call.
+pub fn nanoseconds() -> u64 {
+    static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+    START.get_or_init(std::time::Instant::now).elapsed().as_nanos() as u64
+}
+
 macro_rules! index {
     ($($name:ident = |$block:ident| $value:expr;)*) => {$(
         #[inline]
@@ -571,11 +615,16 @@ macro_rules! index {
 }
 
 index! {
-    thread_idx_x = |block| block.current as u32;
+    thread_idx_x = |block| block.current as u32 % block.extent[0];
+    thread_idx_y = |block| block.current as u32 / block.extent[0] % block.extent[1];
+    thread_idx_z = |block| block.current as u32 / (block.extent[0] * block.extent[1]);
+    block_dim_y = |block| block.extent[1];
+    block_dim_z = |block| block.extent[2];
+    lane_id = |block| (block.current % LANES) as u32;
     block_idx_x = |block| block.index[0];
     block_idx_y = |block| block.index[1];
     block_idx_z = |block| block.index[2];
-    block_dim_x = |block| block.threads;
+    block_dim_x = |block| block.extent[0];
     grid_dim_x = |block| block.size[0];
     grid_dim_y = |block| block.size[1];
     grid_dim_z = |block| block.size[2];

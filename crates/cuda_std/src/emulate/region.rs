@@ -101,6 +101,11 @@ impl<T> Clone for SharedView<T> {
 impl<T> Copy for SharedView<T> {}
 
 impl<T> SharedView<T> {
+    /// Returns the address.
+    pub fn pointer(self) -> *mut T {
+        self.pointer
+    }
+
     /// Returns the address of element `i`, of which `count` elements are accessed. Stops a checked kernel if they are not all in the
     /// array.
     #[inline(always)]

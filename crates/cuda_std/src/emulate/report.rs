@@ -23,6 +23,8 @@ pub enum Fault {
     Operand,
     /// A panic in the kernel.
     Panic,
+    /// The kernel executed `thread::trap`.
+    Trap,
     /// Stack overflow: a thread needs more stack than the emulator gives it.
     StackOverflow,
     /// Segmentation fault: an access, through a pointer that is not a view, to memory that the process does not have.

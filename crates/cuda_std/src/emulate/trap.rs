@@ -81,7 +81,8 @@ fn report(address: usize, overflow: bool) {
     super::block::with(|block: &mut Block| {
         let (fault, message) = if overflow {
             let bytes = super::stack::BYTES >> 10;
-            let advice = "the emulator gives each thread that much; keep large arrays in shared memory, and do not recurse";
+            let advice =
+                "the emulator gives each thread that much; keep large arrays in shared memory, and do not recurse";
             (Fault::StackOverflow, format!("stack overflow: the thread needs more than {bytes} KiB of stack; {advice}"))
         } else {
             let advice = "access memory only through the views of cuda_std, which are checked";

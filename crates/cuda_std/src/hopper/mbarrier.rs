@@ -77,6 +77,6 @@ impl Layout {
     #[track_caller]
     pub fn mbarriers(&mut self, count: usize) -> MBarriers {
         let barriers = self.take::<MBarriers, u64>(8 * count, 8, None);
-        MBarriers(backend::hopper::window(barriers.element(0, 0)))
+        MBarriers(backend::hopper::window(barriers.pointer()))
     }
 }

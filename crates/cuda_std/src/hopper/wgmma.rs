@@ -190,7 +190,7 @@ impl Layout {
     #[track_caller]
     pub fn swizzled<const R: usize>(&mut self) -> SwizzledTile<R> {
         let tile = self.take::<SwizzledTile<R>, bf16>(R * 128, 1024, Some((64, 64)));
-        SwizzledTile(backend::hopper::window(tile.element(0, 0)))
+        SwizzledTile(backend::hopper::window(tile.pointer()))
     }
 }
 
