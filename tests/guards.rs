@@ -14,7 +14,7 @@ use engine::cuda::{EmulatedGpu, Precision, emulated};
 use host::console::Console;
 use host::log::Log;
 use host::signals::Stop;
-use host::train::{OptimizerSettings, Outcome, Run, Settings};
+use host::train::{HardwareChecks, OptimizerSettings, Outcome, Run, Settings};
 use model::guards::Limits;
 use model::schedule::{Kind, Schedule};
 use model::{Decoder, Descriptor, Param, PlanOptions};
@@ -118,6 +118,7 @@ impl Trial {
             checkpoint_every: Some(self.checkpoint_every),
             checkpoint_after: None,
             check_ranks_every: None,
+            hardware: HardwareChecks::default(),
         };
         let mut run = Run {
             settings: &settings,

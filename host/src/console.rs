@@ -1,7 +1,7 @@
 //! Output of a run: lines on standard output and, in a terminal, a progress bar below them.
 
 use crate::evaluate::multiple_choice::Score;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::log::{LineFile, Step};
 use anyhow::{Context, Result, anyhow};
 use atomic_file::{create_directory, parent};
@@ -16,6 +16,7 @@ pub struct Console {
     steps: usize,
     /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
+    errors: Option<GpuErrors>,
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
     output: RefCell<Output>,
@@ -91,7 +92,19 @@ impl Console {
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        Self { steps, gpu: None, bar: None, output: RefCell::new(output), last_train_loss: Cell::new(None) }
+        Self {
+            steps,
+            gpu: None,
+            errors: None,
+            bar: None,
+            output: RefCell::new(output),
+            last_train_loss: Cell::new(None),
+        }
+    }
+
+    /// Reports errors of a GPU after each step.
+    pub fn report_errors(&mut self, errors: Option<GpuErrors>) {
+        self.errors = errors;
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -118,6 +131,9 @@ impl Console {
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
         } else {
             self.line(&step_line(step, self.steps, rate))?;
+        }
+        for error in self.errors.iter().flat_map(GpuErrors::take) {
+            self.line(&format!("warning: {error}"))?;
         }
         match &self.gpu {
             // An error of NVML does not end the run.

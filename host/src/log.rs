@@ -2,6 +2,7 @@
 
 use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result};
+use model::digests::Digests;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -46,6 +47,12 @@ struct ScoreLine {
     hellaswag: f64,
     correct: usize,
     examples: usize,
+}
+
+#[derive(Serialize)]
+struct Hashes<'a> {
+    step: usize,
+    hashes: &'a Digests,
 }
 
 /// The log files of a run; none for a run without a directory.
@@ -167,6 +174,17 @@ impl Log {
     pub fn hellaswag(&mut self, step: usize, score: Score) -> Result<()> {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
         self.write(format!("s:{step} eval:{hellaswag:.4}"), &ScoreLine { step, hellaswag, correct, examples })
+    }
+
+    /// Logs hashes of parameters and optimizer state after `step` steps, in `main.jsonl` only.
+    pub fn hashes(&mut self, step: usize, hashes: &Digests) -> Result<()> {
+        let Some([_, jsonl]) = &mut self.files else { return Ok(()) };
+        let failed_before = !jsonl.pending.is_empty();
+        let record = serde_json::to_string(&Hashes { step, hashes })?;
+        if let (Err(error), false) = (jsonl.line(&record), failed_before) {
+            self.error = Some(format!("{error:#}"));
+        }
+        Ok(())
     }
 
     fn write(&mut self, line: String, record: &impl Serialize) -> Result<()> {

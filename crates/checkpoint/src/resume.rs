@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 24] = [
+const MUTABLE_SETTINGS: [&str; 26] = [
     "device",
     "precision",
     "tf32",
@@ -40,6 +40,8 @@ const MUTABLE_SETTINGS: [&str; 24] = [
     "major-every",
     "gpu-info-every",
     "check-ranks",
+    "verify-every",
+    "hash-every",
     "max-bad-steps",
 ];
 

@@ -7,6 +7,7 @@
 //! To add an operation, declare its struct here, add it to the list at [`Operation`], and handle it in the `execute`
 //! method of each engine; the compiler reports every engine that lacks it.
 
+mod outputs;
 mod update;
 
 pub use update::{AdamW, AdamWUpdate, Master, MuonApply, MuonCoefficients, MuonMomentum, Orthogonalize, UpdateRange};

@@ -6,6 +6,7 @@
 //! * [`forward`], [`loss`], [`backward`]: the passes of every [`decoder`]. [`update`], [`muon`]: gradient norm, AdamW and Muon.
 //! * [`sharding`], [`data_parallel`]: ZeRO, and its overlap with the passes.
 //! * [`storage`]: types of the optimizer state.
+//! * [`verification`], [`digests`]: detection of faulty hardware, and hashes of parameters and optimizer state.
 //! * [`train_step`]: one optimizer step. [`guards`], [`schedule`]: which steps may change the model, and the learning rate.
 //!
 //! Kernels and operations belong to the engine; files and the command line belong to other crates.
@@ -16,6 +17,7 @@ pub mod backward;
 pub mod data_parallel;
 pub mod decoder;
 pub mod descriptor;
+pub mod digests;
 pub mod fit;
 pub mod forward;
 pub mod guards;
@@ -30,6 +32,7 @@ pub mod storage;
 pub mod train_step;
 mod tune;
 pub mod update;
+pub mod verification;
 
 pub use data_parallel::{DataParallel, LayerBuffers};
 pub use decoder::{Decoder, Training};

@@ -4,6 +4,7 @@ use super::data_parallel::{DataParallel, LayerBuffers};
 use super::decoder::Decoder;
 use super::sharding::LayerHooks;
 use super::update::Update;
+use super::verification::Verification;
 use distributed::Ranks;
 use engine::tensor::Tensor;
 use engine::{BatchLayout, Engine, GraphKey, Result};
@@ -17,10 +18,12 @@ pub type DecideUpdate<'a> = dyn FnMut(&mut dyn Engine, Tensor) -> Result<Option<
 
 /// Runs the optimizer steps of one rank. Training, benchmarks, verification and tests all use it.
 pub struct TrainStep {
-    model: Decoder,
-    layout: BatchLayout,
-    grad_accum: usize,
-    buffers: LayerBuffers,
+    pub(super) model: Decoder,
+    pub(super) layout: BatchLayout,
+    pub(super) grad_accum: usize,
+    pub(super) buffers: LayerBuffers,
+    /// The verification of the next step's first micro-batch, if it is due.
+    pub(super) verification: Option<Verification>,
     /// Set if the passes of a micro-batch are captured as a CUDA graph.
     graph: Option<GraphKey>,
 }
@@ -28,7 +31,14 @@ pub struct TrainStep {
 impl TrainStep {
     /// Creates a step over `grad_accum` micro-batches of `layout` on each rank.
     pub fn new(model: &Decoder, layout: BatchLayout, grad_accum: usize) -> Self {
-        Self { model: model.clone(), layout, grad_accum, buffers: LayerBuffers::default(), graph: None }
+        Self {
+            model: model.clone(),
+            layout,
+            grad_accum,
+            buffers: LayerBuffers::default(),
+            verification: None,
+            graph: None,
+        }
     }
 
     /// Captures the passes of micro-batches that do not communicate as a CUDA graph.
@@ -65,6 +75,9 @@ impl TrainStep {
         engine.zero(self.model.training()?.grads)?;
         for micro_batch in 1..=self.grad_accum {
             load(engine)?;
+            if let Some(verification) = self.verification.take() {
+                self.verify(engine, ranks, verification)?;
+            }
             let last = micro_batch == self.grad_accum;
             capture_error = self.micro_batch(engine, ranks, last)?.or(capture_error);
         }

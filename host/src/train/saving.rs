@@ -37,6 +37,12 @@ impl Run<'_> {
     pub(super) fn save(&mut self, session: &mut Session) -> Result<()> {
         let previous = self.wait_for_checkpoint()?;
         let Self { checkpoints, ranks, engine, model, log, state, settings, .. } = self;
+        // After an error on this rank, the others do not hash their part.
+        if !session.failed && (checkpoints.is_some() || ranks.world_size() > 1) {
+            state.progress.hashes = model.digests(*engine, ranks)?;
+        } else {
+            state.progress.hashes.clear();
+        }
         let Some(checkpoints) = checkpoints else { return Ok(()) };
         let replaced = state.progress.replaced(state.step == settings.steps);
         let begun = checkpoints.begin(model, *engine, ranks, state.clone(), log.files(), replaced);
@@ -131,6 +137,7 @@ impl Run<'_> {
         if [newest, failed].contains(&Some(self.state.step)) {
             return Ok(());
         }
+        session.failed = true;
         self.save(session)?;
         let written = self.wait_for_checkpoint()?;
         self.report_checkpoint(written, session)

@@ -11,11 +11,11 @@ pub use options::{GENERAL, Launch, Options};
 
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::signals::Stop;
-use crate::train::{MuonSettings, OptimizerSettings, Outcome, Run, Settings};
-use anyhow::{Result, ensure};
+use crate::train::{HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
+use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
@@ -27,6 +27,7 @@ use distributed::Ranks;
 use engine::Engine;
 use engine::open::Device;
 use engine::plan::Plan;
+use engine::trace::BitFlip;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
@@ -117,6 +118,8 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
     }
+    // A machine without NVML is not watched.
+    console.report_errors(GpuInfo::open(gpu).ok().filter(|_| on_gpu).and_then(GpuErrors::watch));
     let planned = PlannedRun {
         config,
         weights,
@@ -132,7 +135,7 @@ fn train(args: &Options, ranks: &mut Ranks, local_rank: usize) -> Result<()> {
         plan,
         console,
     };
-    planned.execute(ranks, engine, args.force_resume, started)
+    planned.execute(ranks, engine, args.force_resume, started, on_gpu.then_some(gpu))
 }
 
 impl PlannedRun {
@@ -143,6 +146,7 @@ impl PlannedRun {
         engine: &mut dyn Engine,
         force_resume: bool,
         started: Instant,
+        gpu: Option<usize>,
     ) -> Result<()> {
         self.allocate(ranks, engine)?;
         let Self { config, model, console, mut train, mut notes, .. } = self;
@@ -155,6 +159,7 @@ impl PlannedRun {
         };
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
+        check_hashes(&model, engine, ranks, &state)?;
         report_start(&console, &notes, state.step, config.steps)?;
         let (log, mut checkpoints) = match (self.out, &config.out) {
             (Some(out), _) => {
@@ -172,7 +177,7 @@ impl PlannedRun {
         }
         let written_by_this_rank = config.out.clone().filter(|_| ranks.is_first());
         let mut run = Run {
-            settings: &settings(&config, ranks.world_size()),
+            settings: &settings(&config, ranks.world_size(), gpu)?,
             ranks,
             model: &model,
             tokenizer: self.tokenizer.tokenizer,
@@ -283,9 +288,9 @@ fn capacity(config: &Config) -> PlanOptions {
 }
 
 /// Returns the settings of the training loop.
-fn settings(config: &Config, ranks: usize) -> Settings {
+fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
-    Settings {
+    Ok(Settings {
         steps: config.steps,
         grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
@@ -308,7 +313,39 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),
+        hardware: HardwareChecks {
+            verify_every: every(config.verify_every),
+            hash_every: every(config.hash_every),
+            flip: bit_flip()?,
+            gpu,
+        },
+    })
+}
+
+/// Returns the bit that tests of the detection of faulty hardware flip.
+fn bit_flip() -> Result<Option<BitFlip>> {
+    let variable = HardwareChecks::FLIP_VARIABLE;
+    let text = std::env::var(variable).ok();
+    text.map(|text| text.parse().with_context(|| variable)).transpose()
+}
+
+/// Compares the hashes of the loaded parameters and optimizer state with those of the checkpoint. Values of a type that the checkpoint did
+/// not have are not compared.
+fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, state: &RunState) -> Result<()> {
+    let saved = &state.progress.hashes;
+    if saved.is_empty() {
+        return Ok(());
     }
+    let loaded = model.digests(engine, ranks)?;
+    for (name, expected) in saved {
+        let Some(found) = loaded.get(name).filter(|found| *found != expected) else { continue };
+        bail!(
+            "{name} of the checkpoint of step {}: expected hash {expected} as before it was written, found {found} in memory; the \
+             memory of this machine, its GPU or its disk may be faulty: resume from an earlier checkpoint on another machine",
+            state.step
+        );
+    }
+    Ok(())
 }
 
 /// Returns the settings of the optimizer.
