@@ -220,9 +220,12 @@ impl Line {
             step: usize,
             /// Only training steps have a learning rate. Their loss is null if it is not finite.
             lr: Option<serde_json::Value>,
+            hashes: Option<serde_json::Value>,
         }
-        let record: Record = serde_json::from_str(line).ok()?;
-        Some(Self { step: record.step, training: record.lr.is_some() })
+        let Record { step, lr, hashes } = serde_json::from_str(line).ok()?;
+        // Hashes after a number of steps belong to the last of these.
+        let step = if hashes.is_some() { usize::checked_sub(step, 1)? } else { step };
+        Some(Self { step, training: lr.is_some() || hashes.is_some() })
     }
 }
 

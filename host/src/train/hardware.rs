@@ -3,6 +3,7 @@
 use super::{Run, Session};
 use crate::gpu_info::GpuInfo;
 use anyhow::{Error, Result};
+use checkpoint::recovery::RecoveryPoint;
 use distributed::fault::Fault;
 use engine::trace::BitFlip;
 use model::verification::{Difference, Verification};
@@ -37,10 +38,6 @@ impl Run<'_> {
         if !self.settings.hardware.is_due(step) {
             return;
         }
-        // The step before passed a verification of its own if there was one: its checkpoint is kept until this one passes.
-        if let (Some(verified), Some(checkpoints)) = (session.verified.0, &mut self.checkpoints) {
-            checkpoints.keep_verified(verified);
-        }
         let number = session.verified.1;
         session.verified.1 += 1;
         session.step.verify_next(Verification { number, flip: flip.filter(|flip| flip.step == step) });
@@ -57,6 +54,8 @@ impl Run<'_> {
     pub(super) fn hardware_fault(&mut self, error: Error, session: &Session) -> Result<Error, Error> {
         let difference = error.downcast::<Difference>()?;
         self.console.finish();
+        // A failure to write a checkpoint matters less.
+        let _ = self.wait_for_checkpoint();
         let gpus = self.gpus().unwrap_or_else(|error| vec![format!("unknown: {error:#}")]);
         let name = |rank: usize| gpus.get(rank).map_or("unknown", String::as_str);
         let Difference { rank, second, .. } = difference;
@@ -71,30 +70,30 @@ impl Run<'_> {
                 name(second)
             )
         };
-        // Checkpoints after the last verification may contain wrong values.
-        let kept = match (&self.checkpoints, session.verified.0) {
-            (None, _) => "nothing is kept without --out".to_owned(),
-            (Some(_), None) => "no earlier step was verified by this process: do not trust its checkpoints".to_owned(),
-            (Some(checkpoints), Some(verified)) => match checkpoints.recovery_point(verified + 1) {
-                Ok(point) => match (point.last_good, point.suspect) {
-                    (Some((step, file)), None) => {
-                        format!(
-                            "the last good checkpoint is {} of step {step}: resume from it on other hardware",
-                            file.display()
-                        )
-                    }
-                    (Some((step, file)), Some(done)) => format!(
-                        "the last good checkpoint is {} of step {step}: delete {} and later ones, and resume on other hardware",
-                        file.display(),
-                        done.display()
-                    ),
-                    (None, _) => format!("there is no checkpoint up to step {verified}, the last that was verified"),
-                },
-                Err(error) => format!("the checkpoints cannot be listed: {error:#}"),
-            },
-        };
+        let kept = self.good_checkpoint(session);
         let stage = self.stage();
         Ok(Fault::Hardware(format!("{stage}: faulty hardware: {difference}; {involved}; {kept}")).into())
+    }
+
+    /// Returns which checkpoint is good. Those after the last verification may contain wrong values.
+    fn good_checkpoint(&self, session: &Session) -> String {
+        let Some(checkpoints) = &self.checkpoints else {
+            return if self.ranks.is_first() { "nothing is kept without --out" } else { "see the output of rank 0" }
+                .to_owned();
+        };
+        let Some(verified) = session.verified.0 else {
+            return "this process has verified no earlier step: do not trust its checkpoints".to_owned();
+        };
+        let RecoveryPoint { last_good, suspect } = match checkpoints.recovery_point(verified + 1) {
+            Ok(point) => point,
+            Err(error) => return format!("the checkpoints cannot be listed: {error:#}"),
+        };
+        let Some((step, file)) = last_good else {
+            return format!("there is no checkpoint up to step {verified}, the last that was verified");
+        };
+        let later =
+            suspect.map_or(String::new(), |done| format!("delete the later ones, up to {}, and ", done.display()));
+        format!("the last good checkpoint is {} of step {step}: {later}resume on other hardware", file.display())
     }
 
     /// Returns the GPU of each rank, on all ranks.

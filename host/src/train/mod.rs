@@ -379,7 +379,10 @@ impl Run<'_> {
             Ok((!skipped).then(|| settings.update(step, seed)))
         };
         let capture_error = session.step.run(*engine, ranks, load, decide)?;
-        session.verified.0 = verified.or(session.verified.0);
+        if let Some(step) = verified {
+            session.verified.0 = Some(step);
+            self.checkpoints.iter_mut().for_each(|checkpoints| checkpoints.keep_verified(step));
+        }
         if let Some(error) = capture_error {
             self.console
                 .line(&format!("warning: CUDA graph capture failed, kernels are launched individually: {error}"))?;
