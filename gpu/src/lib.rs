@@ -18,7 +18,7 @@
 
 pub mod adamw;
 pub mod attention;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod attention_wgmma;
 pub mod bias;
 pub mod cast;
@@ -32,7 +32,7 @@ pub mod global_norm;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;
 pub mod layernorm;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod matmul;
 pub mod muon;
 pub mod noise;

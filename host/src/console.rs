@@ -1,7 +1,7 @@
 //! Output of a run: lines on standard output and, in a terminal, a progress bar below them.
 
 use crate::evaluate::multiple_choice::Score;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::log::{LineFile, Step, closed_stdout};
 use crate::style::{Tone, is_colored, paint};
 use anyhow::{Context, Result};
@@ -32,6 +32,7 @@ pub struct Console {
     verbosity: Verbosity,
     /// The GPU whose state is printed, and the interval in steps.
     gpu: Option<(GpuInfo, usize)>,
+    errors: Option<GpuErrors>,
     /// `None` outside a terminal, where each step prints a line instead.
     bar: Option<ProgressBar>,
     output: RefCell<Output>,
@@ -123,8 +124,20 @@ impl Console {
     }
 
     fn with_output(steps: usize, output: Output) -> Self {
-        let output = RefCell::new(output);
-        Self { steps, verbosity: Verbosity::Normal, gpu: None, bar: None, output, last_train_loss: Cell::new(None) }
+        Self {
+            steps,
+            verbosity: Verbosity::Normal,
+            gpu: None,
+            errors: None,
+            bar: None,
+            output: RefCell::new(output),
+            last_train_loss: Cell::new(None),
+        }
+    }
+
+    /// Reports errors of a GPU after each step.
+    pub fn report_errors(&mut self, errors: Option<GpuErrors>) {
+        self.errors = errors;
     }
 
     /// Prints the state of the GPU after every `every` steps.
@@ -168,6 +181,9 @@ impl Console {
             bar.set_message(format!("loss {:.4} | {rate:.0} tok/s", step.loss));
         } else if self.verbosity == Verbosity::Normal {
             self.line(&step_line(step, self.steps, rate))?;
+        }
+        for error in self.errors.iter().flat_map(GpuErrors::take) {
+            self.line(&format!("warning: {error}"))?;
         }
         match &self.gpu {
             // An error of NVML does not end the run.

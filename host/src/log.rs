@@ -5,6 +5,7 @@ use crate::evaluate::multiple_choice::Score;
 use anyhow::{Context, Result, anyhow};
 use metrics::run::RunLog;
 use metrics::tensorboard;
+use model::digests::Digests;
 use model::guards::Verdict;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -63,6 +64,12 @@ struct Timed<'a, R> {
     #[serde(flatten)]
     record: &'a R,
     time: f64,
+}
+
+#[derive(Serialize)]
+struct Hashes<'a> {
+    step: usize,
+    hashes: &'a Digests,
 }
 
 /// The log files of a run; none for a run without a directory.
@@ -218,13 +225,15 @@ impl Log {
             (tensorboard::TOKENS_PER_SECOND, *tokens_per_second as f32),
         ];
         values.extend(mfu.map(|mfu| (tensorboard::MFU, mfu as f32)));
-        self.write(*s, &format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}"), step, &values)
+        let line = format!("s:{s} trl:{loss:.4} lr:{lr:.6} norm:{norm:.2}");
+        self.write(*s, Some(&line), step, &values)
     }
 
     /// Logs a validation loss after `tokens` tokens.
     pub fn validation(&mut self, step: usize, tokens: u64, val_loss: f64) -> Result<()> {
         let values = [(tensorboard::VAL_LOSS, val_loss as f32)];
-        self.write(step, &format!("s:{step} tel:{val_loss:.4}"), &Validation { step, val_loss, tokens }, &values)
+        let line = format!("s:{step} tel:{val_loss:.4}");
+        self.write(step, Some(&line), &Validation { step, val_loss, tokens }, &values)
     }
 
     /// Logs a HellaSwag score after `tokens` tokens.
@@ -232,7 +241,12 @@ impl Log {
         let (hellaswag, Score { correct, examples }) = (score.accuracy(), score);
         let record = ScoreLine { step, hellaswag, correct, examples, tokens };
         let values = [(tensorboard::HELLASWAG, hellaswag as f32)];
-        self.write(step, &format!("s:{step} eval:{hellaswag:.4}"), &record, &values)
+        self.write(step, Some(&format!("s:{step} eval:{hellaswag:.4}")), &record, &values)
+    }
+
+    /// Logs hashes of parameters and optimizer state after `step` steps, in `main.jsonl` only.
+    pub fn hashes(&mut self, step: usize, hashes: &Digests) -> Result<()> {
+        self.write(step, None, &Hashes { step, hashes }, &[])
     }
 
     /// Prints a record to standard output if that is wanted. If standard output is closed during the run, the records continue in
@@ -241,7 +255,7 @@ impl Log {
         if !self.printed {
             return Ok(());
         }
-        let Err(error) = process::print(&json) else { return Ok(()) };
+        let Err(error) = process::print(json) else { return Ok(()) };
         let [_, jsonl] = &*self.files else { return Err(closed_stdout(&error)) };
         self.printed = false;
         let path = jsonl.path.display();
@@ -249,14 +263,17 @@ impl Log {
         Ok(())
     }
 
-    fn write(&mut self, step: usize, line: &str, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
+    /// Writes `line` to `main.log`, if there is one, `record` to `main.jsonl`, and `values` to the event file, unless there are none.
+    fn write(&mut self, step: usize, line: Option<&str>, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
         let time = unix_time();
         let rounded = (1e3 * time).round() / 1e3;
         let json = serde_json::to_string(&Timed { record, time: rounded })?;
         self.print(&json)?;
-        let lines = [line, &json].map(|line| format!("{line}\n").into_bytes());
-        let record = self.events.is_some().then(|| tensorboard::scalars(time, step as u64, values));
-        for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain(record)) {
+        let lines = [line, Some(&json)].map(|line| line.map(|line| format!("{line}\n").into_bytes()));
+        let wanted = self.events.is_some() && !values.is_empty();
+        let event = wanted.then(|| tensorboard::scalars(time, step as u64, values));
+        for (output, bytes) in self.files.iter_mut().chain(&mut self.events).zip(lines.into_iter().chain([event])) {
+            let Some(bytes) = bytes else { continue };
             let failed_before = !output.pending.is_empty();
             if let Err(error) = output.append(&bytes)
                 && !failed_before
@@ -285,7 +302,7 @@ fn unix_time() -> f64 {
 /// The content of a log line, as far as resuming needs it.
 struct Line {
     step: usize,
-    /// Whether the line logs a training step rather than an evaluation.
+    /// Whether the line logs a training step, or the hashes after it, rather than an evaluation.
     training: bool,
 }
 
@@ -301,9 +318,12 @@ impl Line {
             step: usize,
             /// Only training steps have a learning rate. Their loss is null if it is not finite.
             lr: Option<serde_json::Value>,
+            hashes: Option<serde_json::Value>,
         }
-        let record: Record = serde_json::from_str(line).ok()?;
-        Some(Self { step: record.step, training: record.lr.is_some() })
+        let Record { step, lr, hashes } = serde_json::from_str(line).ok()?;
+        // Hashes after a number of steps belong to the last of these.
+        let step = if hashes.is_some() { usize::checked_sub(step, 1)? } else { step };
+        Some(Self { step, training: lr.is_some() || hashes.is_some() })
     }
 }
 

@@ -88,13 +88,26 @@ impl Retention {
     /// are left over from a killed run and are deleted too. Checkpoints after `newest` are kept. Checkpoints of the steps
     /// `replaced` are deleted even if `keep` is 0.
     pub fn apply(self, directory: &Path, newest: usize, replaced: &[usize]) -> Result<()> {
+        self.apply_except(directory, newest, replaced, None)
+    }
+
+    /// Deletes old checkpoints like [`apply`](Self::apply), but keeps the newest one up to step `verified`, at which the hardware was
+    /// found to be correct.
+    pub fn apply_except(
+        self,
+        directory: &Path,
+        newest: usize,
+        replaced: &[usize],
+        verified: Option<usize>,
+    ) -> Result<()> {
         let Self { keep, major_every } = self;
         if keep == 0 && replaced.is_empty() {
             return Ok(());
         }
-        let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every);
-        let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
         let done = done_steps(directory)?;
+        let verified = verified.and_then(|step| done.iter().copied().rfind(|&done| done <= step));
+        let is_major = |step: usize| major_every > 0 && step.is_multiple_of(major_every) || Some(step) == verified;
+        let is_replaced = |step: usize| replaced.contains(&step) && step != newest && !is_major(step);
         let recent = done.iter().rev().filter(|&&step| step <= newest && !is_replaced(step)).take(keep);
         let mut kept: BTreeSet<usize> = recent.copied().collect();
         kept.extend(done.iter().filter(|&&step| step > newest || is_major(step)));

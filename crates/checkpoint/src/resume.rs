@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// Settings that may change when a run is resumed: device, precision, memory, evaluation and output.
-const MUTABLE_SETTINGS: [&str; 28] = [
+const MUTABLE_SETTINGS: [&str; 30] = [
     "device",
     "precision",
     "fp8-recipe",
@@ -44,6 +44,8 @@ const MUTABLE_SETTINGS: [&str; 28] = [
     "major-every",
     "gpu-info-every",
     "check-ranks",
+    "verify-every",
+    "hash-every",
     "max-bad-steps",
 ];
 

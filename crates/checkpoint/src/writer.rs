@@ -48,6 +48,8 @@ pub struct CheckpointWriter {
 struct Rank0 {
     _directory: DirectoryLock,
     retention: Retention,
+    /// The last step before which the hardware was verified.
+    verified: Option<usize>,
     /// Sends the results of the other ranks to the writing thread.
     results: Option<Sender<Vec<StateFileResult>>>,
 }
@@ -107,7 +109,7 @@ impl CheckpointWriter {
     /// Creates the writer of rank 0. `newest` is the step of the checkpoint that the run resumes from.
     pub fn new(directory: DirectoryLock, retention: Retention, identity: Identity, newest: Option<usize>) -> Self {
         let mut writer = Self::for_other_rank(directory.path().to_owned(), identity, newest);
-        writer.rank_0 = Some(Rank0 { _directory: directory, retention, results: None });
+        writer.rank_0 = Some(Rank0 { _directory: directory, retention, verified: None, results: None });
         writer
     }
 
@@ -115,6 +117,13 @@ impl CheckpointWriter {
     /// rank 0.
     pub fn for_other_rank(path: PathBuf, identity: Identity, newest: Option<usize>) -> Self {
         Self { path, rank_0: None, identity, copy: None, thread: None, exchange_pending: false, newest }
+    }
+
+    /// Keeps the newest checkpoint up to `step`, before which the hardware was verified, until a later verification.
+    pub fn keep_verified(&mut self, step: usize) {
+        if let Some(rank_0) = &mut self.rank_0 {
+            rank_0.verified = Some(step);
+        }
     }
 
     /// Returns the checkpoints before and after `step`, the first step with a bad update.
@@ -186,6 +195,7 @@ impl CheckpointWriter {
             Rank0Job {
                 directory: self.path.clone(),
                 retention: rank_0.retention,
+                verified: rank_0.verified,
                 replaced: replaced.to_vec(),
                 identity: self.identity.clone(),
                 descriptor: model.descriptor,
@@ -525,6 +535,7 @@ impl WriteJob {
 struct Rank0Job {
     directory: PathBuf,
     retention: Retention,
+    verified: Option<usize>,
     replaced: Vec<usize>,
     identity: Identity,
     descriptor: Descriptor,
@@ -569,7 +580,7 @@ impl Rank0Job {
         atomic_file::sync_directory(&self.directory)?;
         drop(self.staging);
         atomic_file::write(&done, |_| Ok(()))?;
-        let warning = self.retention.apply(&self.directory, step, &self.replaced).err();
+        let warning = self.retention.apply_except(&self.directory, step, &self.replaced, self.verified).err();
         Ok(WriteSummary {
             model_file: self.directory.join(Format::of(&self.descriptor).name(step)),
             bytes: files.iter().map(|file| file.bytes).sum(),

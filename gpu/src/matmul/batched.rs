@@ -17,7 +17,7 @@ use cuda_std::{Global, kernel, thread};
 /// multiples of 8.
 ///
 /// The tensor maps are three-dimensional: `launch::maps` describes them. Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -55,7 +55,7 @@ pub fn matmul_batched<T: Tile>(
 ///
 /// The tensor maps are three-dimensional: `launch::maps` describes them. `a` and `b` are the same tensor. Grid: (number
 /// of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     abt_128x128 = <ABt, Symmetric, Pingpong128x128>,
     abt_128x192 = <ABt, Symmetric, Pingpong128x192>,
     atb_128x128 = <AtB, Symmetric, Pingpong128x128>,

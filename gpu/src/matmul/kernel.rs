@@ -33,7 +33,7 @@ use cuda_std::{Global, GlobalMut, bf16, kernel, thread, warp};
 /// arbitrary. `launch::maps` describes the tensor maps. Rows of all matrices are multiples of 8 elements.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     abt_128x128 = <ABt, Plain, Pingpong128x128>,
     abt_128x192 = <ABt, Plain, Pingpong128x192>,
     abt_256x128 = <ABt, Plain, Cooperative256x128>,
@@ -115,7 +115,7 @@ pub fn matmul_wgmma<L: OperandLayout, E: Epilogue, T: Tile>(
 /// out (M, N) f32 += a (K, M)ᵀ · b (K, N). `m` and `n` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -139,7 +139,7 @@ pub fn matmul_accumulate_f32<T: Tile>(
 /// (`partial_rows`, M) f32. `m` and `n` are multiples of 8.
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128>,
     tile_128x192 = <Pingpong128x192>,
     tile_256x128 = <Cooperative256x128>,
@@ -172,7 +172,7 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
 /// of a to `column_sums` (`split_k` · `partial_rows`, M).
 ///
 /// Grid: (number of SMs).
-#[kernel(threads = 384, blocks_per_sm = 1, arch = "sm_90a", instances(
+#[kernel(threads = 384, blocks_per_sm = 1, requires = "wgmma", instances(
     tile_128x128 = <Pingpong128x128, false>,
     tile_128x192 = <Pingpong128x192, false>,
     tile_256x128 = <Cooperative256x128, false>,

@@ -11,12 +11,12 @@ pub use options::{GENERAL, Launch, Options};
 
 use super::report::{Setup, planned, summary, zero_stages};
 use crate::console::Console;
-use crate::gpu_info::GpuInfo;
+use crate::gpu_info::{GpuErrors, GpuInfo};
 use crate::hints::Invocation;
 use crate::plots;
 use crate::signals::Stop;
-use crate::train::{MuonSettings, OptimizerSettings, Outcome, Run, Settings};
-use anyhow::{Result, ensure};
+use crate::train::{HardwareChecks, MuonSettings, OptimizerSettings, Outcome, Run, Settings};
+use anyhow::{Context, Result, bail, ensure};
 use checkpoint::config::Config;
 use checkpoint::resume::{Checkpoint, FoundCheckpoint};
 use checkpoint::sidecar::Identity;
@@ -28,6 +28,7 @@ use distributed::Ranks;
 use engine::Engine;
 use engine::open::Device;
 use engine::plan::Plan;
+use engine::trace::BitFlip;
 use interchange::ModelSource;
 use model::fit::{self, RunLimits};
 use model::schedule::Schedule;
@@ -130,6 +131,8 @@ fn train(
     if let Some(Ok(info)) = gpu_info {
         console.report_gpu(info, config.gpu_info_every);
     }
+    // A machine without NVML is not watched.
+    console.report_errors(GpuInfo::open(gpu).ok().filter(|_| on_gpu).and_then(GpuErrors::watch));
     let planned = PlannedRun {
         config,
         weights,
@@ -145,7 +148,7 @@ fn train(
         plan,
         console,
     };
-    planned.execute(ranks, engine, args, started, stop)
+    planned.execute(ranks, engine, args, on_gpu.then_some(gpu), started, stop)
 }
 
 impl PlannedRun {
@@ -155,6 +158,7 @@ impl PlannedRun {
         ranks: &mut Ranks,
         engine: &mut dyn Engine,
         args: &Options,
+        gpu: Option<usize>,
         started: Instant,
         stop: impl FnOnce(Option<PathBuf>) -> Result<Stop>,
     ) -> Result<()> {
@@ -169,7 +173,8 @@ impl PlannedRun {
         };
         load_weights(newest, self.weights, &model, engine, ranks, &config)?;
         let state = multi_rank::broadcast_start(ranks, &model, engine, state, &mut train)?;
-        let settings = settings(&config, ranks.world_size());
+        check_hashes(&model, engine, ranks, &state)?;
+        let settings = settings(&config, ranks.world_size(), gpu)?;
         if let Some(fp8) = &state.progress.fp8
             && !fp8.restore(&model, engine, settings.dloss(&model, train.layout()))?
         {
@@ -331,9 +336,9 @@ fn capacity(config: &Config, descriptor: &Descriptor, engine: &dyn Engine) -> Re
 }
 
 /// Returns the settings of the training loop.
-fn settings(config: &Config, ranks: usize) -> Settings {
+fn settings(config: &Config, ranks: usize, gpu: Option<usize>) -> Result<Settings> {
     let every = |n: usize| (n > 0).then_some(n);
-    Settings {
+    Ok(Settings {
         steps: config.steps,
         grad_accum: config.grad_accum(ranks),
         schedule: Schedule {
@@ -357,7 +362,39 @@ fn settings(config: &Config, ranks: usize) -> Settings {
         checkpoint_after: (config.checkpoint_minutes > 0.0)
             .then(|| Duration::from_secs_f64(60.0 * f64::from(config.checkpoint_minutes))),
         check_ranks_every: every(config.check_ranks),
+        hardware: HardwareChecks {
+            verify_every: every(config.verify_every),
+            hash_every: every(config.hash_every),
+            flip: bit_flip()?,
+            gpu,
+        },
+    })
+}
+
+/// Returns the bit that tests of the detection of faulty hardware flip.
+fn bit_flip() -> Result<Option<BitFlip>> {
+    let variable = HardwareChecks::FLIP_VARIABLE;
+    let text = std::env::var(variable).ok();
+    text.map(|text| text.parse().with_context(|| variable)).transpose()
+}
+
+/// Compares the hashes of the loaded parameters and optimizer state with those of the checkpoint. Values of a type that the checkpoint did
+/// not have are not compared.
+fn check_hashes(model: &Decoder, engine: &mut dyn Engine, ranks: &mut Ranks, state: &RunState) -> Result<()> {
+    let saved = &state.progress.hashes;
+    if saved.is_empty() {
+        return Ok(());
     }
+    let loaded = model.digests(engine, ranks)?;
+    for (name, expected) in saved {
+        let Some(found) = loaded.get(name).filter(|found| *found != expected) else { continue };
+        bail!(
+            "{name} of the checkpoint of step {}: expected hash {expected} as before it was written, found {found} in memory; the \
+             memory of this machine, its GPU or its disk may be faulty: resume from an earlier checkpoint on another machine",
+            state.step
+        );
+    }
+    Ok(())
 }
 
 /// Returns the settings of the optimizer.
