@@ -22,6 +22,8 @@ pub struct Scenario {
     checkpoint_every: usize,
     keep: usize,
     check_ranks: usize,
+    verify_every: usize,
+    hash_every: usize,
     /// The kind of its faults, for the tally.
     pub kind: &'static str,
     /// The faults of each start of the run. The last start has none.
@@ -66,6 +68,8 @@ impl Scenario {
             checkpoint_every: 1 + random.below(3) as usize,
             keep: random.below(3) as usize,
             check_ranks: random.below(2) as usize,
+            verify_every: random.below(3) as usize,
+            hash_every: random.below(3) as usize,
             kind,
             faults: Vec::new(),
         };
@@ -137,6 +141,8 @@ impl Scenario {
             ("--world-size", ranks.to_string()),
             ("--rendezvous-timeout", "20".to_owned()),
             ("--check-ranks", self.check_ranks.to_string()),
+            ("--verify-every", self.verify_every.to_string()),
+            ("--hash-every", self.hash_every.to_string()),
             ("--checkpoint-every", self.checkpoint_every.to_string()),
             ("--keep", self.keep.to_string()),
             ("--resume", "auto".to_owned()),
@@ -153,7 +159,17 @@ impl Scenario {
 
     /// Returns the undisturbed run of a shape.
     pub fn undisturbed(shape: Shape) -> Self {
-        Self { shape, rendezvous: None, checkpoint_every: 2, keep: 0, check_ranks: 1, kind: "none", faults: Vec::new() }
+        Self {
+            shape,
+            rendezvous: None,
+            checkpoint_every: 2,
+            keep: 0,
+            check_ranks: 1,
+            verify_every: 0,
+            hash_every: 0,
+            kind: "none",
+            faults: Vec::new(),
+        }
     }
 }
 
