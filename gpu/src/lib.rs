@@ -25,6 +25,7 @@ pub mod cast;
 pub mod classifier;
 pub mod column_sum;
 pub mod decode;
+pub mod digest;
 pub mod encoder;
 mod float4;
 pub mod gelu;
@@ -37,7 +38,7 @@ pub mod matmul;
 pub mod muon;
 pub mod noise;
 pub mod norm_rows;
-#[cfg(any(not(target_arch = "nvptx64"), cuda_arch = "sm_90a"))]
+#[cfg(any(not(target_arch = "nvptx64"), cuda_feature = "wgmma"))]
 pub mod quantize;
 pub mod relu_squared;
 pub mod remainder;

@@ -1,11 +1,12 @@
 //! Digests of tensors: sums of hashes of elements and their positions.
 //!
-//! The digest of a tensor is Σ mix(bits of element i + i · 2^64/φ), modulo 2^64, where `mix` is the finalizer of SplitMix64 (Steele
+//! The digest of a tensor is Σ mix(bits of element i + (i + 1) · 2^64/φ), modulo 2^64, where `mix` is the finalizer of SplitMix64 (Steele
 //! et al., 2014), a bijection. One changed element always changes the digest. The sum does not depend on an order, and the digests of
 //! the parts of a tensor add up to that of the whole if each part knows the position of its first element.
 
 use crate::tensor::Tensor;
 use crate::{Engine, Result};
+use gpu::digest::hash;
 use rayon::prelude::*;
 
 /// Elements of one task.
@@ -14,26 +15,15 @@ const CHUNK: usize = 1 << 16;
 /// Most bytes that are copied to the host at a time.
 const PART: usize = 64 << 20;
 
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// Returns the hash of one element at a position.
-#[inline]
-fn mix(bits: u64, position: u64) -> u64 {
-    let mut x = bits.wrapping_add(position.wrapping_add(1).wrapping_mul(GOLDEN));
-    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ x >> 31
-}
-
 /// Returns the digest of little-endian elements of `size` bytes, 1, 2 or 4. The first of them is at position `first`.
 pub fn of_bytes(bytes: &[u8], size: usize, first: u64) -> u64 {
     let chunk = |(i, chunk): (usize, &[u8])| {
         let start = first.wrapping_add((i * CHUNK) as u64);
-        let hash = |(k, element): (usize, &[u8])| {
+        let of_element = |(k, element): (usize, &[u8])| {
             let bits = element.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte));
-            mix(bits, start.wrapping_add(k as u64))
+            hash(bits, start.wrapping_add(k as u64))
         };
-        chunk.chunks(size).enumerate().map(hash).fold(0, u64::wrapping_add)
+        chunk.chunks(size).enumerate().map(of_element).fold(0, u64::wrapping_add)
     };
     bytes.par_chunks(CHUNK * size).enumerate().map(chunk).reduce(|| 0, u64::wrapping_add)
 }

@@ -215,7 +215,7 @@ pub trait Engine {
     /// Copies a tensor in its storage format after all previous work is complete. `to` has its size.
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
 
-    /// Returns the [digest](crate::digest) of a tensor after all previous work is complete. `first` is the position of its first
+    /// Returns the digest of a tensor (see [`mod@digest`]) after all previous work is complete. `first` is the position of its first
     /// element.
     fn digest(&mut self, tensor: Tensor, first: u64) -> Result<u64> {
         digest::through_host(self, tensor, first)
