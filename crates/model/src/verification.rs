@@ -103,12 +103,12 @@ impl TrainStep {
         let shift = if self.model.zero.shards_gradients() { 0 } else { number % world };
         let difference = if shift == 0 {
             let second = self.trace(engine, ranks, None)?;
-            self.compare(&first, &second, [rank, rank])
+            compare(&first, &second, [rank, rank])
         } else {
             let own = self.exchange_batches(engine, ranks, shift)?;
             let second = self.trace(engine, ranks, None)?;
             engine.write_i32(self.batch(), &own)?;
-            self.exchange_traces(ranks, &first, &second, shift)?
+            exchange_traces(ranks, &first, &second, shift)?
         };
         if ranks.any_rank(difference.is_some())? {
             let mut replays = Vec::new();
@@ -167,40 +167,34 @@ impl TrainStep {
         engine.write_i32(batch, &words(&all[other * bytes.len()..][..bytes.len()]))?;
         Ok(words(&bytes))
     }
+}
 
-    /// Compares the trace of each rank's own batch with that of the rank that computed it again. Returns the first difference on rank
-    /// 0.
-    fn exchange_traces(
-        &self,
-        ranks: &mut Ranks,
-        own: &[Entry],
-        other: &[Entry],
-        shift: usize,
-    ) -> Result<Option<Difference>> {
-        let world = ranks.world_size();
-        let group = ranks.tcp_group().context("several ranks have a group")?;
-        let all = group.gather(&serde_json::to_vec(&(own, other))?)?;
-        let traces: Vec<(Vec<Entry>, Vec<Entry>)> =
-            all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<_, _>>()?;
-        Ok((0..traces.len()).find_map(|rank| {
-            let second = (rank + shift) % world;
-            self.compare(&traces[rank].0, &traces[second].1, [rank, second])
-        }))
-    }
+/// Compares the trace of each rank's own batch with that of the rank that computed it again. Returns the first difference on rank
+/// 0.
+fn exchange_traces(ranks: &mut Ranks, own: &[Entry], other: &[Entry], shift: usize) -> Result<Option<Difference>> {
+    let world = ranks.world_size();
+    let group = ranks.tcp_group().context("several ranks have a group")?;
+    let all = group.gather(&serde_json::to_vec(&(own, other))?)?;
+    let traces: Vec<(Vec<Entry>, Vec<Entry>)> =
+        all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<_, _>>()?;
+    Ok((0..traces.len()).find_map(|rank| {
+        let second = (rank + shift) % world;
+        compare(&traces[rank].0, &traces[second].1, [rank, second])
+    }))
+}
 
-    /// Returns the first difference between two computations of the batch of rank `rank`.
-    fn compare(&self, first: &[Entry], second: &[Entry], [rank, by]: [usize; 2]) -> Option<Difference> {
-        let at = first_difference(first, second)?;
-        let found = second.get(at).map_or(0, |entry| entry.digest);
-        Some(Difference {
-            rank,
-            second: by,
-            entry: first[at].clone(),
-            found,
-            output: (at, first.len()),
-            replays: Vec::new(),
-        })
-    }
+/// Returns the first difference between two computations of the batch of rank `rank`.
+fn compare(first: &[Entry], second: &[Entry], [rank, by]: [usize; 2]) -> Option<Difference> {
+    let at = first_difference(first, second)?;
+    let found = second.get(at).map_or(0, |entry| entry.digest);
+    Some(Difference {
+        rank,
+        second: by,
+        entry: first[at].clone(),
+        found,
+        output: (at, first.len()),
+        replays: Vec::new(),
+    })
 }
 
 /// Returns the difference of the lowest rank that found one, with the replays of the rank to which its micro-batch belongs.

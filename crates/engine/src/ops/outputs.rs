@@ -1,6 +1,6 @@
 //! The tensors that each operation writes.
 
-use super::{Epilogue, Fp8Scale, Master, MatmulBackward, MatmulForward, Operation, Quantize};
+use super::{Epilogue, Fp8Scale, Master, MatmulBackward, MatmulForward, Operation, Quantize, Scaling};
 use crate::tensor::Tensor;
 
 impl Operation<'_> {
@@ -76,7 +76,7 @@ fn matmul_forward(op: &MatmulForward) -> Outputs {
     let mut outputs = Vec::new();
     if !fp8.inp_is_quantized {
         outputs.extend([Some(("quantized inp", fp8.inp)), fp8.inp_transposed.map(|inp| ("transposed inp", inp))]);
-        outputs.extend(scale(&fp8.inp_scale));
+        outputs.extend(scale(&fp8.inp_scale, fp8.scaling));
     }
     // An engine may leave an output unwritten that it quantizes.
     outputs.extend([fp8.out.is_none().then_some(("out", op.out)), preactivation]);
@@ -90,7 +90,7 @@ fn matmul_backward(op: &MatmulBackward) -> Outputs {
     let mut outputs = Vec::new();
     if !fp8.dout_is_quantized {
         outputs.extend([("quantized dout", fp8.dout[0]), ("transposed dout", fp8.dout[1])].map(Some));
-        outputs.extend(scale(&fp8.dout_scale));
+        outputs.extend(scale(&fp8.dout_scale, fp8.scaling));
     }
     outputs.push(fp8.dinp.is_none().then_some(("dinp", op.dinp)));
     outputs.extend(gradients);
@@ -104,10 +104,15 @@ fn quantize(op: &Quantize) -> Outputs {
         op.transposed.map(|transposed| ("transposed", transposed)),
         op.column_sums.map(|sums| ("column_sums", sums)),
     ];
-    outputs.extend(scale(&op.scale));
+    outputs.extend(scale(&op.scale, op.scaling));
     outputs
 }
 
-fn scale(scale: &Fp8Scale) -> Outputs {
-    vec![Some(("scale", scale.scale)), Some(("amax", scale.amax))]
+fn scale(scale: &Fp8Scale, scaling: Scaling) -> Outputs {
+    let [computes_scale, computes_amax] = match scaling {
+        Scaling::Current | Scaling::Calibrate => [true; 2],
+        Scaling::Delayed => [false, true],
+        Scaling::Given => [false; 2],
+    };
+    vec![computes_scale.then_some(("scale", scale.scale)), computes_amax.then_some(("amax", scale.amax))]
 }
