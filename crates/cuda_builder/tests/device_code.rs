@@ -19,7 +19,7 @@ fn build(name: &str, archs: &[&str]) -> Result<Built, Error> {
     let out_dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", archs.join("-")));
     let builder = CudaBuilder::new(fixture(name)).out_dir(out_dir).cubins(true);
     // The other fixtures have no views: their kernels access memory through pointers.
-    let checked = ["unchecked", "unsafe_code", "features"].contains(&name);
+    let checked = ["unchecked", "unsafe_code", "address", "features"].contains(&name);
     let builder = if checked { builder } else { builder.allow_unchecked() };
     let built = archs.iter().fold(builder, |builder, arch| builder.arch(arch)).build();
     if let Ok(Built { missing: Some(missing), .. }) = &built {
@@ -216,6 +216,12 @@ fn atomics_of_core_and_mutable_statics_are_refused() {
 fn unsafe_code_in_kernels_is_refused() {
     let error = build("unsafe_code", &["sm_80"]).expect_err("it must not build").to_string();
     assert!(error.contains("usage of an `unsafe` block") && error.contains("src/lib.rs:8"), "{error}");
+}
+
+#[test]
+fn kernels_cannot_make_views_of_addresses() {
+    let error = build("address", &["sm_80"]).expect_err("it must not build").to_string();
+    assert!(error.contains("from_address") && error.contains("src/lib.rs:8"), "{error}");
 }
 
 /// Each primitive compiles to its instruction, and the kernels are accepted by ptxas.

@@ -39,13 +39,21 @@ unsafe impl<T> Send for GlobalMut<T> {}
 unsafe impl<T> Sync for GlobalMut<T> {}
 
 impl<T> Global<T> {
-    /// Creates a view that starts at `pointer`.
+    /// Creates a view that starts at address 0, for an operand that a kernel does not have.
+    #[inline(always)]
+    pub const fn null() -> Self {
+        Self(core::ptr::null())
+    }
+
+    /// Creates a view that starts at `pointer`. Device code cannot: its launch vouches only for the views that it passes.
+    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     pub const fn new(pointer: *const T) -> Self {
         Self(pointer)
     }
 
-    /// Creates a view that starts at a device address from the driver.
+    /// Creates a view that starts at a device address from the driver. Device code cannot.
+    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     pub const fn from_address(address: u64) -> Self {
         Self(core::ptr::without_provenance(address as usize))
@@ -137,13 +145,21 @@ impl<T: Element> GlobalMut<T> {
 }
 
 impl<T> GlobalMut<T> {
-    /// Creates a view that starts at `pointer`.
+    /// Creates a view that starts at address 0, for an operand that a kernel does not have.
+    #[inline(always)]
+    pub const fn null() -> Self {
+        Self(core::ptr::null_mut())
+    }
+
+    /// Creates a view that starts at `pointer`. Device code cannot: its launch vouches only for the views that it passes.
+    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     pub const fn new(pointer: *mut T) -> Self {
         Self(pointer)
     }
 
-    /// Creates a view that starts at a device address from the driver.
+    /// Creates a view that starts at a device address from the driver. Device code cannot.
+    #[cfg(not(target_arch = "nvptx64"))]
     #[inline(always)]
     pub const fn from_address(address: u64) -> Self {
         Self(core::ptr::without_provenance_mut(address as usize))

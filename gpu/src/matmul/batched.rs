@@ -41,7 +41,7 @@ pub fn matmul_batched<T: Tile>(
         aux.prefetch();
     }
     let scheduler = BatchScheduler::new([T::TILE_M, T::TILE_N], m, n, k, count);
-    let (bias, scale) = (Global::new(core::ptr::null()), Scale { alpha, beta });
+    let (bias, scale) = (Global::null(), Scale { alpha, beta });
     let operands = EpilogueOperands { out, aux, second: out, bias, n, scale };
     let epilogue = |shared, consumer| TmaEpilogue::<Scaled, T>::new(shared, operands, consumer);
     run_persistent::<Batched<AB>, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);
@@ -80,7 +80,7 @@ pub fn matmul_symmetric<L: OperandLayout, E: Epilogue, T: Tile>(
         }
     }
     let scheduler = SymmetricScheduler::new([T::TILE_M, T::TILE_N], n, k, count);
-    let (bias, scale) = (Global::new(core::ptr::null()), Scale { alpha, beta });
+    let (bias, scale) = (Global::null(), Scale { alpha, beta });
     let operands = EpilogueOperands { out, aux, second: out, bias, n, scale };
     let epilogue = |shared, consumer| TmaEpilogue::<E, T>::new(shared, operands, consumer);
     run_persistent::<Batched<L>, T, _, false>(a, b, scheduler, NO_COLUMN_SUMS, epilogue);

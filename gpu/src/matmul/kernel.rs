@@ -159,7 +159,7 @@ pub fn matmul_accumulate_column_sums<T: Tile>(
         out.prefetch();
     }
     let scheduler = TileScheduler::new([T::TILE_M, T::TILE_N], m, n, k, 1);
-    let bias = Global::new(core::ptr::null());
+    let bias = Global::null();
     let operands = EpilogueOperands { out, aux: out, second: out, bias, n, scale: Scale::ONE };
     let epilogue = |shared, consumer| TmaEpilogue::<Accumulate, T>::new(shared, operands, consumer);
     run_persistent::<AtB, T, _, true>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
@@ -200,7 +200,7 @@ pub fn matmul_split_k<T: Tile, const COLUMN_SUMS: bool>(
     run_persistent::<AtB, T, _, COLUMN_SUMS>(a, b, scheduler, ColumnSums { partials: column_sums, m, n }, epilogue);
 }
 
-pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::new(core::ptr::null_mut()), m: 0, n: 0 };
+pub const NO_COLUMN_SUMS: ColumnSums = ColumnSums { partials: GlobalMut::null(), m: 0, n: 0 };
 
 /// Initializes the barriers, assigns roles to the warpgroups, and computes all work tiles of this block.
 ///
