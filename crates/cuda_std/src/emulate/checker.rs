@@ -378,9 +378,15 @@ impl Checker {
         };
         let address = request.address;
         let place = if let Some(buffer) = self.buffers.iter().find(|buffer| buffer.near(address)) {
-            let index = (address as isize - buffer.start() as isize).div_euclid(buffer.element as isize);
             let (name, offset, bytes) = (&buffer.name, relative(buffer.start(), address), buffer.bytes);
-            format!("{name} {offset} (index {index}), which has {bytes} bytes ({} elements)", bytes / buffer.element)
+            match buffer.element {
+                // A buffer of bytes may hold elements of any type.
+                1 => format!("{name} {offset}, which has {bytes} bytes"),
+                element => {
+                    let index = (address as isize - buffer.start() as isize).div_euclid(element as isize);
+                    format!("{name} {offset} (index {index}), which has {bytes} bytes ({} elements)", bytes / element)
+                }
+            }
         } else if address.abs_diff(self.shared_start) < 1 << 20 {
             let offset = relative(self.shared_start, address);
             format!("shared memory {offset}, which has {} bytes", self.shared_bytes)
@@ -405,7 +411,8 @@ impl Checker {
             }
             Location::Buffer(buffer, offset) => {
                 let Buffer { name, element, .. } = &self.buffers[buffer];
-                format!("{name} + {offset} (index {})", offset / element)
+                let index = if *element > 1 { format!(" (index {})", offset / element) } else { String::new() };
+                format!("{name} + {offset}{index}")
             }
         }
     }
