@@ -183,7 +183,12 @@ impl Console {
             self.line(&step_line(step, self.steps, rate))?;
         }
         for error in self.errors.iter().flat_map(GpuErrors::take) {
-            self.line(&format!("warning: {error}"))?;
+            let warning = format!("warning: {error}");
+            self.line(&warning)?;
+            // Ranks other than 0 have no terminal of their own.
+            if matches!(&*self.output.borrow(), Output::File(_) | Output::Discard) {
+                process::print_error(&warning);
+            }
         }
         match &self.gpu {
             // An error of NVML does not end the run.

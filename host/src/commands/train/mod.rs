@@ -132,7 +132,8 @@ fn train(
         console.report_gpu(info, config.gpu_info_every);
     }
     // A machine without NVML is not watched.
-    console.report_errors(GpuInfo::open(gpu).ok().filter(|_| on_gpu).and_then(GpuErrors::watch));
+    let watched = if on_gpu { GpuInfo::open(gpu).ok() } else { None };
+    console.report_errors(watched.and_then(GpuErrors::watch));
     let planned = PlannedRun {
         config,
         weights,
