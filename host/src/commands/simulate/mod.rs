@@ -22,6 +22,9 @@ Examples:
   Repeat a seed, and print what its ranks print:
     llm-rs simulate --first 4711 --seeds 1 --verbose";
 
+/// Seeds between two lines of progress.
+const PROGRESS: u64 = 1000;
+
 /// Train with simulated faults of processes, network and disk, and check that nothing is lost
 ///
 /// Each seed trains a small model with 1 to 4 ranks on a simulated network, disk and clock. The seed determines the faults. A run must
@@ -63,7 +66,11 @@ pub fn run(args: &Simulate) -> Result<()> {
                 return Ok(());
             }
             let verdict = args.run_seed(seed, &references)?;
-            tally.lock().map_err(|_| anyhow::anyhow!("another thread failed"))?.add(&verdict);
+            let mut tally = tally.lock().map_err(|_| anyhow::anyhow!("another thread failed"))?;
+            tally.add(&verdict);
+            if tally.seeds().is_multiple_of(PROGRESS) {
+                process::print_error(&format!("{} of {} seeds, {} failed", tally.seeds(), args.seeds, tally.failed()));
+            }
         }
     };
     thread::scope(|scope| {

@@ -36,6 +36,11 @@ impl Tally {
         }
     }
 
+    /// Returns the number of seeds.
+    pub fn seeds(&self) -> u64 {
+        self.0.values().map(|counts| counts.seeds).sum()
+    }
+
     /// Returns the number of seeds that failed.
     pub fn failed(&self) -> u64 {
         self.0.values().map(|counts| counts.failed).sum()
@@ -58,7 +63,8 @@ impl Tally {
         for (kind, counts) in self.0.iter().map(|(kind, counts)| (*kind, counts)).chain([("all", &total)]) {
             let Counts { seeds, faults, undisturbed, resumed, failed, longest } = counts;
             let longest = if longest.is_zero() { String::new() } else { format!("{:.1} s", longest.as_secs_f64()) };
-            table += &format!("| {kind} | {seeds} | {faults} | {undisturbed} | {resumed} | {failed} | {longest} |\n");
+            let row = format!("| {kind} | {seeds} | {faults} | {undisturbed} | {resumed} | {failed} | {longest} |\n");
+            table.push_str(&row);
         }
         table
     }

@@ -60,7 +60,9 @@ struct Start {
 /// Starts all ranks and waits until they have ended.
 fn start(scenario: &Scenario, seed: u64, disk: Disk, faults: &[(Trigger, Fault)]) -> Result<Start> {
     let simulation = Simulation::with_disk(seed, disk);
-    faults.iter().for_each(|(trigger, fault)| simulation.schedule(*trigger, *fault));
+    for (trigger, fault) in faults {
+        simulation.schedule(*trigger, *fault);
+    }
     let mut mains: Vec<Box<dyn FnOnce() -> Outcome + Send>> = Vec::new();
     for rank in 0..scenario.shape.ranks {
         let arguments = scenario.arguments(rank).into_iter().map(OsString::from);
@@ -261,4 +263,35 @@ fn check_errors(ended: &[Ended<Outcome>], faults: &[(Duration, Fault)]) -> Resul
         return Ok(());
     }
     Err(format!("no error names the cause, {fault:?}: {texts:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frozen_rank_is_named_with_the_collective_and_the_layer_that_wait_for_it() {
+        let shape = Shape { ranks: 2, zero_stage: 2, shuffle: false };
+        let scenario = Scenario::undisturbed(shape);
+        let (operations, _) = References::default().get(shape).unwrap().operations;
+        let mut named = 0;
+        for i in 0..16 {
+            let freeze =
+                (Trigger::Operation(operations / 4 + i * operations / 32), Fault::Freeze(1, Duration::from_secs(120)));
+            let Start { ended, simulation, .. } = start(&scenario, i, Disk::default(), &[freeze]).unwrap();
+            let text = match &ended[0].end {
+                End::Returned(Err((text, _))) => text.clone(),
+                _ => ended[0].errors.join("\n"),
+            };
+            assert!(text.contains("rank 1") && text.contains("timed out"), "{text}");
+            if text.contains("(reduce-scatter ") && text.contains(" of layer 0, ") {
+                let file = simulation.into_disk().read(&directory().join("flight-recorder-0.txt")).unwrap_or_default();
+                let recorder = String::from_utf8(file).unwrap();
+                let waiting = recorder.lines().rfind(|line| line.contains(" | waiting | ")).unwrap_or_default();
+                assert!(waiting.contains("| reduce-scatter ") && waiting.contains(" of layer 0, "), "{recorder}");
+                named += 1;
+            }
+        }
+        assert!(named > 0, "no freeze hit a reduce-scatter of layer 0");
+    }
 }
