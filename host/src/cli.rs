@@ -1,7 +1,8 @@
 //! The command line: the commands, and the rules that hold for every flag.
 
 use crate::commands::{
-    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, simulate, sweep, train, verify,
+    bench, chat, data, doctor, eval, export, inspect, log, plot, sample, selftest, shell, simulate, sweep, train,
+    verify,
 };
 use crate::config_file::ConfigFile;
 use crate::version;

@@ -264,7 +264,13 @@ impl Log {
     }
 
     /// Writes `line` to `main.log`, if there is one, `record` to `main.jsonl`, and `values` to the event file, unless there are none.
-    fn write(&mut self, step: usize, line: Option<&str>, record: &impl Serialize, values: &[(&str, f32)]) -> Result<()> {
+    fn write(
+        &mut self,
+        step: usize,
+        line: Option<&str>,
+        record: &impl Serialize,
+        values: &[(&str, f32)],
+    ) -> Result<()> {
         let time = unix_time();
         let rounded = (1e3 * time).round() / 1e3;
         let json = serde_json::to_string(&Timed { record, time: rounded })?;

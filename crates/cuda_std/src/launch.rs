@@ -46,7 +46,7 @@ impl Argument {
         let mut lines = vec![Line([0; 64]); size_of::<T>().div_ceil(size_of::<Line>())].into_boxed_slice();
         // SAFETY: `value` fits and is plain data.
         unsafe {
-            std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), lines.as_mut_ptr().cast(), size_of::<T>())
+            std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), lines.as_mut_ptr().cast(), size_of::<T>());
         };
         Self(lines)
     }

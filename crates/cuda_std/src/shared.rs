@@ -243,7 +243,7 @@ impl<T: Element, const R: usize, const C: usize> SharedTile<T, R, C> {
     pub fn copy_packet_async(self, row: usize, col: usize, from: Global<T>, j: usize, valid: bool) {
         // SAFETY: see `packet`; the launch contract covers `from`.
         unsafe {
-            backend::async_copy_16(self.pointer(row, col, 1, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid)
+            backend::async_copy_16(self.pointer(row, col, 1, T::PACKET).cast(), from.0.wrapping_add(j).cast(), valid);
         }
     }
 }

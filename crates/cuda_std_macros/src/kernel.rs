@@ -83,18 +83,11 @@ impl Parse for Options {
                     options.requires = Some(input.parse::<LitStr>()?.value());
                 } else if key == "threads" {
                     options.threads = Some(input.parse::<Threads>()?.0);
+                } else if key == "blocks_per_sm" {
+                    options.blocks_per_sm = Some(input.parse::<LitInt>()?.base10_parse()?);
                 } else {
-                    let value = Some(input.parse::<LitInt>()?.base10_parse()?);
-                    match key.to_string().as_str() {
-                        "blocks_per_sm" => options.blocks_per_sm = value,
-                        _ => {
-                            let known = "threads, blocks_per_sm, requires, arch or instances";
-                            return Err(Error::new(
-                                key.span(),
-                                format!("kernel option: expected {known}, found `{key}`"),
-                            ));
-                        }
-                    }
+                    let known = "threads, blocks_per_sm, requires, arch or instances";
+                    return Err(Error::new(key.span(), format!("kernel option: expected {known}, found `{key}`")));
                 }
             }
             if !input.is_empty() {

@@ -261,11 +261,9 @@ pub fn is_dir(path: &Path) -> bool {
 
 /// Returns the free space of the file system of a path in bytes.
 pub fn free_space(path: &Path) -> io::Result<u64> {
-    match on_disk(path) {
-        Some(task) => task.free_space(),
-        None => {
-            let space = rustix::fs::statvfs(path)?;
-            Ok(space.f_bavail.saturating_mul(space.f_frsize))
-        }
+    if let Some(task) = on_disk(path) {
+        return task.free_space();
     }
+    let space = rustix::fs::statvfs(path)?;
+    Ok(space.f_bavail.saturating_mul(space.f_frsize))
 }

@@ -10,17 +10,13 @@ use std::time::Duration;
 
 /// Returns the two ends of a channel without a limit.
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
-    match WaitKey::new() {
-        Some(key) => {
-            let queue = StdMutex::new(VecDeque::new());
-            let shared = Arc::new(Shared { queue, senders: AtomicUsize::new(1), received: AtomicBool::new(true), key });
-            (Sender(Sending::Simulated(shared.clone())), Receiver(Receiving::Simulated(shared)))
-        }
-        None => {
-            let (sender, receiver) = mpsc::channel();
-            (Sender(Sending::Real(sender)), Receiver(Receiving::Real(receiver)))
-        }
+    if let Some(key) = WaitKey::new() {
+        let queue = StdMutex::new(VecDeque::new());
+        let shared = Arc::new(Shared { queue, senders: AtomicUsize::new(1), received: AtomicBool::new(true), key });
+        return (Sender(Sending::Simulated(shared.clone())), Receiver(Receiving::Simulated(shared)));
     }
+    let (sender, receiver) = mpsc::channel();
+    (Sender(Sending::Real(sender)), Receiver(Receiving::Real(receiver)))
 }
 
 /// A simulated channel.

@@ -187,7 +187,7 @@ impl SharedArray<f32> {
     pub fn add_bulk(self, i: usize, count: u32, to: GlobalMut<f32>, j: usize) {
         // SAFETY: see `store_bulk`.
         unsafe {
-            backend::hopper::bulk_add_f32(to.skip(j).0.cast(), self.elements(i, count as usize).cast(), 4 * count)
+            backend::hopper::bulk_add_f32(to.skip(j).0.cast(), self.elements(i, count as usize).cast(), 4 * count);
         }
     }
 }

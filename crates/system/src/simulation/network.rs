@@ -47,6 +47,7 @@ struct ListenerState {
 }
 
 /// One end of a connection. The ends of a connection have the numbers 2 i and 2 i + 1.
+#[expect(clippy::struct_excessive_bools, reason = "independent properties, as of a real socket")]
 struct SocketState {
     process: usize,
     port: u16,
@@ -104,8 +105,8 @@ impl State {
         // TCP repeats the packet until the processes can reach each other, less and less often.
         for process in [from, receiver] {
             let until = self.processes[process].isolated_until;
-            if until > self.now {
-                let waited = until - self.now;
+            let waited = until.saturating_sub(self.now);
+            if !waited.is_zero() {
                 arrival = arrival.max(until + self.random.up_to(waited));
             }
         }
